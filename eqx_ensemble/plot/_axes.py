@@ -13,7 +13,7 @@ _LINES = ("-", "--", "-.", ":")
 
 
 def axes_for(name: str, ax: Axes | None) -> Axes:
-    """The Axes to draw on: a new figure's if none was passed."""
+    """The Axes to draw on; those of a new figure if none are given."""
     try:
         from matplotlib.axes import Axes as Kind
     except ImportError as error:

@@ -38,10 +38,10 @@ def prediction_bands(
     - `intervals`: bands instead of those of the members: a dict from level to `(lower, upper)`, each `(batch,)`, from
         any function, such as `{0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`.
     - `levels`: the levels of the bands if `intervals` are not given.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
-    - `unit`: of the prediction, for the label of the axis.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are excluded.
+    - `unit`: the unit of the prediction, for the axis label.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: of the line of the mean, for `matplotlib.axes.Axes.plot`; its colour is that of the bands.
+    - `options`: passed to `matplotlib.axes.Axes.plot` for the line of the mean; its colour is that of the bands.
 
     **Returns:**
 

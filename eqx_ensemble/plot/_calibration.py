@@ -27,21 +27,21 @@ def reliability_diagram(
 ) -> Axes:
     r"""Reliability diagram: the accuracy of the mixture of the members against its confidence.
 
-    Rows are put into bins by their confidence, as in [`eqx_ensemble.scores.ece`][], whose value is in the legend. The
+    Rows are binned by their confidence, as in [`eqx_ensemble.scores.ece`][], whose value is in the legend. The
     height of a bar is the accuracy of its rows; the hatched area is the gap to their mean confidence. The number of
     rows is at the foot of each bar; for bins of equal mass it is in the legend.
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities may be passed as they are. Rows of all batch axes count.
+    - `logits`: `(members, *batch, classes)`, or log-probabilities. The rows of all batch axes are pooled.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `num_bins`: the number of bins.
     - `binning`: `"width"`, bins of equal width; or `"mass"`, bins of equally many rows.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. A member of weight zero is left out.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are excluded.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
     - `show_members`: whether to also draw each member's curve, as a thin line.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: of the bars, for `matplotlib.axes.Axes.bar`.
+    - `options`: passed to `matplotlib.axes.Axes.bar` for the bars.
 
     **Returns:**
 
@@ -128,7 +128,7 @@ def rank_histogram(
         integral transform in each bin from 0 to 1, from [`eqx_ensemble.scores.pit_histogram`][].
     - `kind`: `"rank"` or `"pit"`, for the label of the axis.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: of the bars, for `matplotlib.axes.Axes.bar`.
+    - `options`: passed to `matplotlib.axes.Axes.bar` for the bars.
 
     **Returns:**
 

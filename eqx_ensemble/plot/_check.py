@@ -19,7 +19,7 @@ Bands = dict[float, tuple[np.ndarray, np.ndarray]]
 
 
 def check_plotted(name: str, argument: str, values: Any, axes: str | None = None, *, finite: bool = True) -> np.ndarray:
-    """Concrete real numbers, at least one, in float64; with axes such as `(members, batch)` if given."""
+    """Raises unless values are concrete real numbers, with axes such as `(members, batch)`. Returns float64."""
     host = concrete(values)
     if host is None:
         needs, fix = (
@@ -49,7 +49,7 @@ def check_plotted(name: str, argument: str, values: Any, axes: str | None = None
 
 
 def check_weighted_members(name: str, predictions: Any, weights: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    """Predictions `(members, batch)` of the members of nonzero weight, and their weights."""
+    """Checks predictions `(members, batch)`. Returns those of members of nonzero weight, and their weights."""
     axes = "(members, batch)"
     if weights is None:
         return check_plotted(name, "predictions", predictions, axes), None
@@ -64,7 +64,7 @@ def check_weighted_members(name: str, predictions: Any, weights: Any) -> tuple[n
 def check_bands(
     name: str, rows: tuple[int, ...], x: Any, targets: Any, intervals: Any, levels: tuple[float, ...]
 ) -> tuple[np.ndarray | None, np.ndarray | None, Bands]:
-    """Optional arrays with one number per row of the predictions; the bands of `intervals`."""
+    """Raises unless optional arrays have one number per row. Returns them, and the bands of `intervals`."""
     per_row = {}
     for argument, values in (("x", x), ("targets", targets)):
         per_row[argument] = None if values is None else _per_row(name, argument, values, rows)
@@ -93,7 +93,7 @@ def check_bands(
 
 
 def check_risk_coverage(name: str, coverage: Any, risk: Any) -> tuple[np.ndarray, np.ndarray]:
-    """A curve: nondecreasing coverages from 0 to 1, and a risk at each."""
+    """Raises unless coverages are from 0 to 1 and do not decrease, with a risk at each. Returns both."""
     coverages, risks = (
         check_plotted(name, "coverage", coverage, "(rows,)"),
         check_plotted(name, "risk", risk, "(rows,)"),
@@ -117,7 +117,7 @@ def check_risk_coverage(name: str, coverage: Any, risk: Any) -> tuple[np.ndarray
 
 
 def check_lines(name: str, losses: Any) -> np.ndarray:
-    """Losses of at least three points on one line or on several, `(members, points)`."""
+    """Raises unless losses are of three or more points on one or several lines. Returns `(members, points)`."""
     host = concrete(losses)
     one = host is not None and host.ndim == 1
     curves = check_plotted(name, "losses", losses if host is None or not one else host[None], "(members, points)")
@@ -128,7 +128,7 @@ def check_lines(name: str, losses: Any) -> np.ndarray:
 
 
 def check_counts(name: str, counts: Any) -> np.ndarray:
-    """Counts of two bins or more, not all of them zero."""
+    """Raises unless counts are whole numbers of two or more bins, not all zero. Returns them."""
     host = check_plotted(name, "counts", counts, "(ranks,)")
     fix = "Pass the number of rows for each rank, `(members + 1,)`, not the ranks: `np.bincount(ranks)`."
     if len(host) < 2:
@@ -144,7 +144,7 @@ def check_counts(name: str, counts: Any) -> np.ndarray:
 
 
 def check_bin_edges(name: str, bins: Any) -> int | np.ndarray:
-    """A number of bins, or their edges, rising."""
+    """Raises unless `bins` is a number of bins, or increasing edges. Returns it."""
     if is_integer(bins):
         if bins < 1:
             raise ValueError(needs_message(name, "`bins` of one or more", f"got {bins}", "20 is usual."))
@@ -159,14 +159,14 @@ def check_bin_edges(name: str, bins: Any) -> int | np.ndarray:
 
 
 def check_two_names(labels: Any, *, name: str) -> None:
-    """Two strings."""
+    """Raises unless `labels` are two strings."""
     listed = check_sequence(labels, "labels", name=name, of="two strings")
     if len(listed) != 2 or not all(isinstance(label, str) for label in listed):
         raise TypeError(f"`{name}` needs `labels` to be two strings, got {kind_text(labels)} of {len(listed)}.")
 
 
 def check_pairs(name: str, matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
-    """One number for each pair of members, and the members' names."""
+    """Raises unless `matrix` has one number per pair of members. Returns it, and the members' names."""
     square = check_plotted(name, "matrix", matrix, "(members, members)", finite=False)
     if square.shape[0] != square.shape[1]:
         fix = "Pass a comparison of members, such as `uncertainty.pairwise_disagreement(logits)`."

@@ -8,7 +8,7 @@ from ._check import check_plotted
 
 
 def check_rates(name: str, rates: Mapping[str, Any], *, rising: tuple[str, ...]) -> list[np.ndarray]:
-    """Fractions from 0 to 1 at the points of one curve; some of them rise."""
+    """Raises unless rates are from 0 to 1, of one shape, and those in `rising` do not decrease. Returns them."""
     found = {argument: check_plotted(name, argument, values, "(points,)") for argument, values in rates.items()}
     if len({values.shape for values in found.values()}) > 1:
         got = "got " + ", ".join(f"`{argument}` {values.shape}" for argument, values in found.items())

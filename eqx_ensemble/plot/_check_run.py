@@ -10,7 +10,7 @@ from ._check import check_plotted
 
 
 def check_curves(name: str, run: Any, curve: str) -> None:
-    """A run or its history, with finite values of the given curve."""
+    """Raises unless `run` is a run or its history, with a finite value of the given curve."""
     if not isinstance(run, Run | History):
         raise TypeError(
             needs_message(name, "a `Run` or its `History`", f"got {kind_text(run)}", "Pass the result of `fit`.")
@@ -35,7 +35,7 @@ def check_curves(name: str, run: Any, curve: str) -> None:
 
 
 def check_columns(name: str, table: Any, columns: Any, log: Any, score: str | None) -> str:
-    """A table with the given columns; the name of the column that determines the shade."""
+    """Raises unless `table` has the given columns. Returns the name of the column that determines the shade."""
     if not callable(getattr(table, "items", None)) or not len(table):
         raise TypeError(
             needs_message(
@@ -59,7 +59,7 @@ def check_columns(name: str, table: Any, columns: Any, log: Any, score: str | No
 
 
 def check_lines(name: str, lines: Mapping[str, Any], log: Any) -> dict[str, np.ndarray]:
-    """Columns of numbers, equally many, at least two columns; those on a logarithmic scale positive."""
+    """Raises unless two or more columns have equally many numbers, positive on logarithmic scales. Returns them."""
     checked = {
         argument: check_plotted(name, argument, values, "(members,)", finite=False)
         for argument, values in lines.items()

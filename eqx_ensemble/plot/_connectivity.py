@@ -27,10 +27,10 @@ def connectivity(
     - `losses`: `(members, points)` at equally spaced points, from
         [`eqx_ensemble.methods.alignment.connectivity`][] without the row of the reference, which is the same
         everywhere: `losses[1:]`. Or `(points,)` of one line.
-    - `label`: of these lines, such as `"before alignment"`.
-    - `unit`: of the loss, such as `"nats"`, for the label of the axis.
+    - `label`: the label of these lines, such as `"before alignment"`.
+    - `unit`: the unit of the loss, such as `"nats"`, for the axis label.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: of the line of the median, for `matplotlib.axes.Axes.plot`; its colour is that of all.
+    - `options`: passed to `matplotlib.axes.Axes.plot` for the line of the median; its colour is used for all lines.
 
     **Returns:**
 

@@ -13,7 +13,7 @@ def roc_curve(
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
-    """ROC curve: true against false positive rate, with the diagonal, which is a random ranking.
+    """ROC curve: true against false positive rate, with the diagonal of a random ranking.
 
     Call it again with the same `ax` to compare: each curve uses another line style.
 
@@ -22,7 +22,7 @@ def roc_curve(
     - `false_positive_rate`, `true_positive_rate`: rising from 0 to 1, `(points,)`, as returned by
         [`eqx_ensemble.scores.roc_curve`][].
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: of the curve, for `matplotlib.axes.Axes.plot`, such as `label`.
+    - `options`: passed to `matplotlib.axes.Axes.plot` for the curve, such as `label`.
 
     **Returns:**
 
@@ -30,7 +30,7 @@ def roc_curve(
 
     **Raises:**
 
-    - `ValueError` for shapes that differ, numbers that are not finite, and rates that fall or are outside 0 to 1.
+    - `ValueError` for shapes that differ, numbers that are not finite, and rates that decrease or are outside 0 to 1.
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python
@@ -49,7 +49,7 @@ def roc_curve(
 
     ax = axes_for(name, ax)
     if not ax.lines:
-        from matplotlib.collections import LineCollection  # not a line, whose style no curve would have
+        from matplotlib.collections import LineCollection  # not a line, whose style curves would avoid
 
         ax.add_collection(LineCollection([[(0, 0), (1, 1)]], colors="0.5", linestyles=":", linewidths=0.8))
     ax.plot(false, hits, **of_line(ax, options))
@@ -66,17 +66,17 @@ def precision_recall_curve(
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
-    """Precision-recall curve, in steps; the dotted line is the fraction of positive rows, which is a random ranking.
+    """Precision-recall curve, in steps; the dotted line at the fraction of positive rows is a random ranking.
 
     Call it again with the same `ax` to compare: each curve uses another line style. The area under the steps is
     [`eqx_ensemble.scores.aupr`][].
 
     **Arguments:**
 
-    - `precision`: from 0 to 1, `(points,)`; the last one is that of all rows.
+    - `precision`: from 0 to 1, `(points,)`; the last value is that of all rows.
     - `recall`: rising from 0 to 1, `(points,)`. Both are returned by [`eqx_ensemble.scores.precision_recall_curve`][].
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: of the curve, for `matplotlib.axes.Axes.plot`, such as `label`.
+    - `options`: passed to `matplotlib.axes.Axes.plot` for the curve, such as `label`.
 
     **Returns:**
 
@@ -84,7 +84,7 @@ def precision_recall_curve(
 
     **Raises:**
 
-    - `ValueError` for shapes that differ, numbers that are not finite or outside 0 to 1, and recall that falls.
+    - `ValueError` for shapes that differ, numbers that are not finite or outside 0 to 1, and recall that decreases.
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python

@@ -71,7 +71,7 @@ def member_similarity(
         largest = float(np.abs(others).max(initial=0))
         known = zip(*np.nonzero(np.isfinite(square)), strict=True)
         written = {(i, j): _short(float(square[i, j]), largest) for i, j in known}
-        # Where squares are too narrow for numbers, there is the colour bar.
+        # If squares are too narrow for numbers, only the colour bar shows them.
         fits = len(names) * max(map(len, written.values()), default=0) <= _MOST_CHARACTERS
         for i, j in written if fits else ():
             red, green, blue, _ = image.cmap(image.norm(square[i, j]))
@@ -89,7 +89,7 @@ def member_similarity(
 
 
 def _short(number: float, largest: float) -> str:
-    """Two decimals without the leading zero, `.25`, where these suit numbers up to `largest`."""
+    """Two decimals without the leading zero, `.25`, if these suit numbers up to `largest`."""
     if not 0.05 <= largest < 10:
         return f"{number:.2g}"
     text = f"{number:.2f}".removesuffix(".00").replace("0.", ".", 1)

@@ -28,22 +28,21 @@ def parallel_coordinates(
 ) -> Axes:
     """Parallel coordinates of a sweep: each member is a line through its hyper-parameters and its score.
 
-    Each column has its own scale, from its lowest value at the bottom to its highest at the top; both are labelled. The
-    better the score, the darker the line; the best member's line is thick and dashed, those of diverged members are
-    dotted.
+    Each column is scaled from its lowest value at the bottom to its highest at the top; both are labelled. Better
+    scores have darker lines; the best member's line is thick and dashed, those of diverged members are dotted.
 
     **Arguments:**
 
     - `table`: columns by name, `(members,)`, or `(members, ...)` for several columns each: the result of
         [`eqx_ensemble.Run.table`][], or a data frame.
-    - `columns`: their names, from left to right. If not given, the hyper-parameters and the score.
+    - `columns`: the names of columns, from left to right. If not given, the hyper-parameters and the score.
     - `score`: the column that determines the shade; `"validation"` if not given, or `"loss"` if there is none.
     - `log`: the columns on a logarithmic scale. If not given, those of positive numbers whose highest is at least
         100 times the lowest.
-    - `mode`: `"min"` where lower scores are better, `"max"` where higher ones are.
+    - `mode`: `"min"` if lower scores are better, `"max"` if higher ones are.
     - `cmap`: the matplotlib colour map of the scores, from best to worst.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: of the lines, for `matplotlib.axes.Axes.plot`.
+    - `options`: passed to `matplotlib.axes.Axes.plot` for the lines.
 
     **Returns:**
 
@@ -75,7 +74,7 @@ def parallel_coordinates(
     scores = check_plotted(name, score, table[score], "(members,)", finite=False)
     check_text(cmap, "cmap", name=name)
     check_mode(mode, name=name)
-    # Their order, not their values: one bad score would make all others look alike.
+    # By rank, not by value: one bad score would make all others look alike.
     costs = np.where(np.isfinite(scores), scores if mode == "min" else -scores, np.inf)
     rank = np.argsort(np.argsort(costs, kind="stable"), kind="stable")
     diverged = np.asarray(table["status"]) == "diverged" if "status" in table else ~np.isfinite(scores)

@@ -23,10 +23,10 @@ def training_curves(
 ) -> Axes:
     """Learning curves: one thin line for each member, their median, and a band for a central part of them.
 
-    Lines of members end where these stopped or diverged. In median and band they keep their last number, so that both
-    are over the same members at every step; the legend says how many have ended. Other numbers that are not finite are
-    ignored. Validation curves of a run have a dot at the step whose weights were kept. Call it twice to draw training
-    and validation on the same Axes: the second call uses another line style.
+    A member's line ends where it stopped or diverged. Median and band then use its last value, so that both are over
+    the same members at every step; the legend has the number of members that ended. Other values that are not finite
+    are ignored. Validation curves of a run have a dot at the step whose weights were kept. Call it twice to draw
+    training and validation on the same Axes: the second call uses another line style.
 
     **Arguments:**
 
@@ -35,9 +35,9 @@ def training_curves(
     - `stride`: the number of consecutive points to average, since the loss of single batches is noisy.
     - `level`: the fraction of the members in the band, between their quantiles `(1 - level) / 2` and `(1 + level) / 2`,
         as in [`eqx_ensemble.uncertainty.interval`][].
-    - `unit`: of the loss, such as `"nats"`, for the label of the axis.
+    - `unit`: the unit of the loss, such as `"nats"`, for the axis label.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: of the line of the median, for `matplotlib.axes.Axes.plot`; its colour is that of all.
+    - `options`: passed to `matplotlib.axes.Axes.plot` for the line of the median; its colour is used for all lines.
 
     **Returns:**
 
@@ -93,7 +93,7 @@ def training_curves(
 
 
 def _means(steps: np.ndarray, curves: np.ndarray, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Means of `stride` consecutive finite numbers of `(members, steps)`, at the last of these steps, where any are."""
+    """Means of the finite values in `stride` consecutive steps of `(members, steps)`, at the last of these steps."""
     starts = np.arange(0, len(steps), stride)
     finite = np.isfinite(curves)
     total = np.add.reduceat(np.where(finite, curves, 0), starts, axis=1)

@@ -29,9 +29,9 @@ def uncertainty_histogram(
         [`eqx_ensemble.uncertainty.decompose_entropy`][].
     - `bins`: the number of bins from the lowest to the highest of all values, or the edges of the bins.
     - `labels`: the two names in the legend.
-    - `unit`: of the uncertainty, such as `"nats"`, for the label of the axis.
+    - `unit`: the unit of the uncertainty, such as `"nats"`, for the axis label.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: of both histograms, for `matplotlib.axes.Axes.stairs`.
+    - `options`: passed to `matplotlib.axes.Axes.stairs` for both histograms.
 
     **Returns:**
 
@@ -40,7 +40,7 @@ def uncertainty_histogram(
     **Raises:**
 
     - `TypeError` for values that are not real numbers.
-    - `ValueError` for no rows, numbers that are not finite, and edges that do not rise.
+    - `ValueError` for no rows, numbers that are not finite, and edges that do not increase.
     - `ImportError` without matplotlib (extra `plot`).
 
     ```python
@@ -86,9 +86,9 @@ def risk_coverage(
 
     - `coverage`: fractions of the rows that are predicted, increasing, `(rows,)`.
     - `risk`: their mean loss, `(rows,)`. Both are returned by [`eqx_ensemble.scores.risk_coverage`][].
-    - `unit`: of the loss, such as `"nats"`, for the label of the axis.
+    - `unit`: the unit of the loss, such as `"nats"`, for the axis label.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: of the curve, for `matplotlib.axes.Axes.plot`, such as `label`.
+    - `options`: passed to `matplotlib.axes.Axes.plot` for the curve, such as `label`.
 
     **Returns:**
 

@@ -1,4 +1,4 @@
-"""Estimators of scikit-learn whose models are ensembles (extra `sklearn`)."""
+"""scikit-learn estimators whose models are ensembles (extra `sklearn`)."""
 
 from typing import TYPE_CHECKING
 

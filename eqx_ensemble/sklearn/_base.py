@@ -15,7 +15,7 @@ _VERSION = "_eqx_ensemble_version"
 
 
 class AbstractEstimator(BaseEstimator):
-    """What the two estimators share: what they learn, and how they are pickled and copied."""
+    """The base of the two estimators: parameters, fitted attributes, pickling and copying."""
 
     make: MakeNetwork | None
     num_members: int
@@ -72,7 +72,7 @@ class AbstractEstimator(BaseEstimator):
 
 
 def has_bag(prediction: np.ndarray) -> np.ndarray:
-    """Which rows have an out-of-bag prediction."""
+    """A mask of the rows with an out-of-bag prediction. Warns if there are none."""
     found = np.asarray(~np.isnan(prediction.reshape(len(prediction), -1)).any(axis=1))
     if not found.any():
         warn("No row is out of bag for any member: `oob_score_` is NaN. Use more members or rows.")

@@ -22,7 +22,7 @@ from ._network import ACTIVATIONS
 
 
 def check_parameters(estimator: Any, *, name: str) -> None:
-    """The parameters that both estimators have."""
+    """Raises unless the parameters that both estimators have are valid."""
     check_positive_int(estimator.num_members, "num_members", name=name)
     check_positive_int(estimator.batch_size, "batch_size", name=name)
     check_counter(estimator.max_iter, "max_iter", name=name)
@@ -57,7 +57,7 @@ def _check_make_signature(make: Any, name: str) -> None:
 
 
 def check_validation_fraction(fraction: Any, num_rows: int, *, name: str) -> int:
-    """The number of rows to validate on; at least one row is left on either side."""
+    """Raises unless training and validation have at least one row each. Returns the number of validation rows."""
     check_number(fraction, "validation_fraction", name=name, least=0, most=1)
     count = int(np.ceil(fraction * num_rows))
     if not 0 < count < num_rows:
@@ -69,14 +69,14 @@ def check_validation_fraction(fraction: Any, num_rows: int, *, name: str) -> int
 
 
 def check_outputs(ensemble: Ensemble, head: AbstractHead, x: np.ndarray, state: Any, *, name: str) -> None:
-    """Members return as many outputs as the head reads."""
+    """Raises unless members return as many outputs as the head reads."""
 
     def outputs(ensemble: Ensemble, x: Any, state: Any) -> Any:
         if state is None:
             return ensemble.map(lambda model: model.outputs(x))
         return ensemble.map(lambda model, state: model.outputs(x, state)[0], state)
 
-    # Networks with dropout need a key in training, and none here.
+    # In inference mode, networks with dropout need no key.
     inference = eqx.nn.inference_mode(ensemble)
     found = eqx.filter_eval_shape(outputs, inference, jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     wanted = (ensemble.num_members, head.out_size)
@@ -89,7 +89,7 @@ def check_outputs(ensemble: Ensemble, head: AbstractHead, x: np.ndarray, state: 
 
 
 def check_growth(num_members: int, before: int, *, name: str) -> None:
-    """A warm start keeps the members that there are."""
+    """Raises if a warm start would remove members."""
     if num_members < before:
         raise ValueError(
             f"`{name}` with `warm_start=True` needs `num_members` of at least {before}, as in the previous fit; "
@@ -98,7 +98,7 @@ def check_growth(num_members: int, before: int, *, name: str) -> None:
 
 
 def check_same_rows(num_rows: int, rows: np.ndarray, *, name: str) -> None:
-    """Members that are added to bagged ones draw from the same rows."""
+    """Raises unless members that are added to bagged ones draw from as many rows."""
     if num_rows != rows.shape[1]:
         raise ValueError(
             f"`{name}` adds members to bagged ones, which needs the same training rows: there were {rows.shape[1]}, "
@@ -107,7 +107,7 @@ def check_same_rows(num_rows: int, rows: np.ndarray, *, name: str) -> None:
 
 
 def check_same_draws(drawn: np.ndarray, before: np.ndarray | None, *, name: str) -> None:
-    """Members that are trained further keep their bootstrap samples: no other row is out of bag."""
+    """Raises unless members that are trained further keep their bootstrap samples, which define the out-of-bag rows."""
     if before is None or not np.array_equal(drawn, before):
         raise ValueError(
             f"`{name}` trains bagged members further, which needs the bootstrap samples of the previous fit: then "
@@ -117,7 +117,7 @@ def check_same_draws(drawn: np.ndarray, before: np.ndarray | None, *, name: str)
 
 
 def check_same_kind(head: AbstractHead, before: AbstractHead, *, name: str) -> None:
-    """A warm start predicts what the previous fit did."""
+    """Raises unless a warm start has the head and the targets of the previous fit."""
     if head != before:
         raise ValueError(
             f"`{name}` with `warm_start=True` needs targets and `head` as in the previous fit: there the outputs were "
@@ -126,7 +126,7 @@ def check_same_kind(head: AbstractHead, before: AbstractHead, *, name: str) -> N
 
 
 def check_classes(classes: np.ndarray, before: np.ndarray | None, *, name: str) -> None:
-    """Two classes or more; those of the previous fit for a warm start."""
+    """Raises unless there are two or more classes, and for a warm start those of the previous fit."""
     if len(classes) < 2:
         raise ValueError(f"`{name}` needs two or more classes, got one class: {classes.tolist()}.")
     if before is not None and not np.array_equal(classes, before):
@@ -137,7 +137,7 @@ def check_classes(classes: np.ndarray, before: np.ndarray | None, *, name: str) 
 
 
 def check_sample_weight(weights: np.ndarray | None, *, name: str) -> None:
-    """Weights that are not negative, and not all zero."""
+    """Raises if weights are negative, or all zero."""
     if weights is None:
         return
     if (weights < 0).any():

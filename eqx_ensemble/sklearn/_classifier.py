@@ -21,36 +21,36 @@ from ._predict import predict_out_of_bag, predict_rows, validate_and_predict
 
 
 class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
-    """A classifier of scikit-learn: a deep ensemble of any Equinox models.
+    """A scikit-learn classifier: a deep ensemble of any Equinox models.
 
-    As [`eqx_ensemble.sklearn.EnsembleRegressor`][], for two or more classes of any type; its probabilities are the mean
-    of the members'. The loss is the cross entropy.
+    Trained as [`eqx_ensemble.sklearn.EnsembleRegressor`][], for two or more classes of any type. Its probabilities are
+    the mean of the members'; the loss is the cross entropy.
 
     **Arguments:**
 
     - `make`: makes the network of one member, called as `make(in_size, out_size, key=key)`: any Equinox Module from
         `(in_size,)` to `(out_size,)`, such as `functools.partial(eqx.nn.MLP, width_size=32, depth=2)`. It may return
-        `(module, state)`, as `equinox.nn.make_with_state` does; batch normalisation finds the batch under the axis name
+        `(module, state)`, as `equinox.nn.make_with_state` does; for batch normalisation, the axis name of the batch is
         `"batch"`; a network whose call takes `key` gets one for each row in training. By default a multilayer
         perceptron of `hidden_layer_sizes` and `activation`.
     - `num_members`: the number of members.
     - `hidden_layer_sizes`, `activation`: of the default network: the widths of its hidden layers, and `"relu"`,
         `"gelu"`, `"silu"`, `"tanh"`, `"logistic"` or `"identity"`.
     - `standardise`: whether to standardise features.
-    - `optimiser`: `None` for `optax.adamw`, a function of a learning rate such as `optax.adam`, or an optax optimiser,
-        which has a learning rate of its own.
+    - `optimiser`: `None` for `optax.adamw`, a function of a learning rate such as `optax.adam`, or an optax optimiser
+        with a fixed learning rate.
     - `learning_rate`, `weight_decay`: of the optimiser; the latter for the default one only. Fits that differ in them
         share one compiled program.
     - `batch_size`: rows per step.
-    - `max_iter`: the most epochs.
+    - `max_iter`: the maximum number of epochs.
     - `class_weight`: weights of classes as a dict, or `"balanced"`, which multiply those of the rows.
-    - `early_stopping`: keep `validation_fraction` of the rows out of training. Each member stops after
-        `n_iter_no_change` epochs without an improvement of its validation loss by more than `tol`, and has its best
-        weights. Otherwise all are trained for `max_iter` epochs on all rows.
-    - `bootstrap`: each member is trained on rows drawn with replacement; the others give `oob_score_`.
+    - `early_stopping`: hold out `validation_fraction` of the rows. Each member stops after `n_iter_no_change` epochs
+        without an improvement of its validation loss by more than `tol`, and keeps its best weights. Otherwise all are
+        trained for `max_iter` epochs on all rows.
+    - `bootstrap`: train each member on rows drawn with replacement; the other rows give `oob_score_`.
     - `warm_start`: a further call of `fit` continues: if `num_members` has grown, it adds members and leaves the others
-        as they are, else it trains all for up to `max_iter` further epochs. Standardisation stays that of the first
-        call.
+        unchanged; otherwise it trains all for up to `max_iter` further epochs. The standardisation of the first call is
+        kept.
     - `random_state`: an integer, a `numpy.random.RandomState`, or `None`.
     - `verbose`: show a progress line.
 
@@ -58,7 +58,7 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
 
     - `ensemble_`: the trained [`eqx_ensemble.Ensemble`][], for all functions of this library. Its members take features
         in the unit of the data and return logits; `ensemble_[0].network` is the Module that `make` made. Members that
-        diverged are left out, with a warning.
+        diverged are excluded, with a warning.
     - `state_`: the stacked `equinox.nn.State` of stateful members, else `None`.
     - `rows_`: with `bootstrap`, the training rows of the members `(members, n)`, else `None`.
     - `n_iter_`: the number of epochs of the member that was trained longest.
@@ -134,7 +134,7 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
         - `X`: features `(rows, features)`: an array, a data frame, or nested lists.
         - `y`: classes `(rows,)`: numbers, strings or booleans.
         - `sample_weight`: a weight for each row `(rows,)`, none negative, that multiplies its loss; only ratios matter.
-            Rows of weight zero are left out.
+            Rows of weight zero are excluded.
 
         **Returns:** the estimator.
 
@@ -162,14 +162,14 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
         return self
 
     def predict(self, X: Any) -> np.ndarray:
-        """The class of the greatest probability for each row of features."""
+        """The most likely class of each row of features."""
         best = self.predict_log_proba(X).argmax(axis=1)
         return self.classes_[best]
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Class probabilities `(rows, classes)`, the mean of the members', of the type that members compute with."""
+        """Class probabilities `(rows, classes)`, the mean of the members', in the dtype of the members."""
         return np.exp(self.predict_log_proba(X))
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
-        """Their logarithms, which are exact where probabilities are too small for their type."""
+        """Log-probabilities `(rows, classes)`, accurate even where probabilities underflow."""
         return np.asarray(validate_and_predict(self, X, combine.mixture))

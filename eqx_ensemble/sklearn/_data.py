@@ -25,7 +25,7 @@ class Table(NamedTuple):
 def split_rows(
     rows: np.ndarray, fraction: float, *, strata: np.ndarray | None, seed: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on, and rows to validate on, with the proportions of `strata` where each has rows enough."""
+    """Splits rows into training and validation rows, stratified by `strata` if each stratum has enough rows."""
     count = check_validation_fraction(fraction, len(rows), name=name)
     if strata is not None:
         sizes = np.unique(strata[rows], return_counts=True)[1]
@@ -43,25 +43,25 @@ def fit_scaler(values: np.ndarray, weights: np.ndarray, *, standardise: bool) ->
 
 
 def scale(scaler: StandardScaler, values: np.ndarray) -> np.ndarray:
-    """Standardised in 64 bits, then of the type that members compute with."""
+    """Standardises in 64 bits, then casts to the dtype of the members."""
     scaled = np.asarray(scaler.transform(_columns(values))).reshape(values.shape)
     return scaled.astype(jax.dtypes.canonicalize_dtype(float))
 
 
 def unscale(scaler: StandardScaler, values: ArrayLike) -> np.ndarray:
-    """The inverse, in 64 bits: what members compute with may have no room for a large offset."""
+    """The inverse of `scale`, in 64 bits: the dtype of the members may lack the precision for a large offset."""
     exact = np.asarray(values, np.float64)
     return np.asarray(scaler.inverse_transform(_columns(exact))).reshape(exact.shape)
 
 
 def widths(scaler: StandardScaler, values: ArrayLike) -> np.ndarray:
-    """Standardised widths `(rows, ...)`, such as standard deviations, in the targets' unit."""
+    """Converts standardised widths `(rows, ...)`, such as standard deviations, to the unit of the targets."""
     exact = np.asarray(values, np.float64)
     return exact if scaler.scale_ is None else (_columns(exact) * scaler.scale_).reshape(exact.shape)
 
 
 def device_scaler(scaler: StandardScaler, shape: tuple[int, ...]) -> Scaler:
-    """The same for members called by themselves."""
+    """The same standardisation as a Module, for members that are called directly."""
     dtype = jax.dtypes.canonicalize_dtype(float)
     mean = np.zeros(shape) if scaler.mean_ is None else scaler.mean_
     scale = np.ones(shape) if scaler.scale_ is None else scaler.scale_

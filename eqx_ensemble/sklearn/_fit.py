@@ -23,10 +23,10 @@ def is_warm(estimator: AbstractEstimator) -> bool:
 def fit_members(
     estimator: AbstractEstimator, x: np.ndarray, y: np.ndarray, sample_weight: Any, *, head: AbstractHead, name: str
 ) -> np.ndarray:
-    """Trains the members, and sets what both estimators learn.
+    """Trains the members, and sets the fitted attributes that both estimators have.
 
-    **Returns:** the rows that members were trained on or could draw: those of a nonzero weight, without those kept for
-    validation.
+    **Returns:** the rows that members were trained on or could draw: those of nonzero weight, without the validation
+    rows.
     """
     warm = is_warm(estimator)
     if not warm:
@@ -34,7 +34,7 @@ def fit_members(
     classes = y if np.issubdtype(y.dtype, np.integer) else None
     weights = None if sample_weight is None else _check_sample_weight(sample_weight, x, dtype=np.float64)
     check_sample_weight(weights, name=name)
-    # A row of weight zero is as good as absent, in batches too.
+    # A row of weight zero is treated as absent, also in batches.
     rows = np.arange(len(x)) if weights is None else np.flatnonzero(weights > 0)
     held_out = None
     if estimator.early_stopping:
@@ -87,7 +87,7 @@ def _train(
         drawn = draw_rows(estimator, len(rows), np.asarray(before.ensemble.ids), key=key)
         if drawn is not None:
             check_same_draws(rows[drawn], before.rows, name=name)
-        # Further epochs, with row orders of their own.
+        # Further epochs, with new row orders.
         key = jax.random.fold_in(key, before.losses.shape[1])
         return extend_curves(before, train(before.ensemble, before.state, drawn, key))
     ids = range(built, wanted)

@@ -21,7 +21,7 @@ class Scaler(eqx.Module):
     scale: Float[Array, "*shape"]
 
     def standardise(self, value: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """In units of the standard deviation, from the mean."""
+        """The distance from the mean, in standard deviations."""
         return (value - self.mean) / self.scale
 
     def restore(self, value: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -30,7 +30,7 @@ class Scaler(eqx.Module):
 
 
 class AbstractHead(eqx.Module):
-    """What the outputs of a member's network mean."""
+    """The interpretation of the outputs of a member's network."""
 
     @property
     @abstractmethod
@@ -40,7 +40,7 @@ class AbstractHead(eqx.Module):
     @property
     @abstractmethod
     def meaning(self) -> str:
-        """What these outputs are, for messages."""
+        """A description of these outputs, for messages."""
 
     @abstractmethod
     def read(self, outputs: Float[Array, " out"]) -> Any:
@@ -48,7 +48,7 @@ class AbstractHead(eqx.Module):
 
     @abstractmethod
     def restore(self, prediction: Any, targets: Scaler | None) -> Any:
-        """The prediction in the targets' own unit."""
+        """The prediction in the unit of the targets."""
 
     @abstractmethod
     def loss(self, outputs: Float[Array, " out"], target: Array) -> Float[Array, ""]:

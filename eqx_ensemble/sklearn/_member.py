@@ -15,7 +15,7 @@ MakeNetwork = Callable[..., Any]
 
 
 class Scaling(eqx.Module):
-    """How features and targets are standardised; all members share it."""
+    """The standardisation of features and targets, shared by all members."""
 
     inputs: Scaler
     targets: Scaler | None
@@ -23,10 +23,10 @@ class Scaling(eqx.Module):
 
 @final
 class Member(eqx.Module):
-    """One member of a fitted estimator: a network with the units of its inputs and outputs.
+    """One member of a fitted estimator: a network with the standardisation of its inputs and outputs.
 
-    Called with the features of one row `(features,)`, it returns what they mean: `(mean, variance)` for Gaussian
-    heads, each of the shape of one target; the target for point heads; logits `(classes,)` for classifiers.
+    Called with the features of one row `(features,)`, it returns a prediction: `(mean, variance)` for Gaussian heads,
+    each of the shape of one target; the target for point heads; logits `(classes,)` for classifiers.
     """
 
     network: Any
@@ -48,7 +48,7 @@ class Member(eqx.Module):
 @final
 @dataclasses.dataclass(frozen=True)
 class MemberMaker:
-    """The constructor of one member from one key, as `build` calls it. Pickled, it is what makes members again."""
+    """The constructor of one member from one key, for `build`; it is pickled to make the members again."""
 
     make: MakeNetwork
     in_size: int
@@ -63,13 +63,13 @@ class MemberMaker:
 
 
 def _takes_key(network: Any) -> bool:
-    """Whether a network is called with a key: those with dropout are, in training."""
+    """Whether the call of a network takes a key, as with dropout."""
     parameters = inspect.signature(network).parameters.values()
     return any(p.name == "key" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def loss(model: Member, batch: tuple[Array, Array, Array], key: Key[Array, ""]) -> Float[Array, ""]:
-    """The weighted loss of a batch; weights have the mean one in all training rows."""
+    """The weighted loss of a batch; weights have mean one over all training rows."""
     x, y, weights = batch
     outputs = jax.vmap(lambda x, key: model.outputs(x, key=key), axis_name="batch")(x, _keys(model, key, x))
     return jnp.mean(weights * jax.vmap(model.head.loss)(outputs, y))

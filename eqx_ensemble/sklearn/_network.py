@@ -13,7 +13,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "logistic": jax.nn.sigmoid,
     "identity": lambda x: x,
 }
-"""The activation functions of the default member; scikit-learn's names where it has them."""
+"""The activation functions of the default member, named as in scikit-learn if it has them."""
 
 
 @final

@@ -15,12 +15,12 @@ def default_optimiser(hyper: Hyper) -> optax.GradientTransformation:
 def optimiser_of_rate(make: Callable[..., optax.GradientTransformation]) -> Callable[[Hyper], Any]:
     """The optimiser as a function of hyper-parameters: one object for equal functions, hence one compiled program.
 
-    `sklearn.base.clone` copies a `functools.partial`, which is equal to no other: its parts are compared.
+    `sklearn.base.clone` copies a `functools.partial`, and copies do not compare equal: their parts are compared.
     """
     if isinstance(make, functools.partial):
         try:
             return _of_partial(make.func, make.args, tuple(sorted(make.keywords.items())))
-        except TypeError:  # arguments without a hash: each is its own
+        except TypeError:  # arguments without a hash: one program each
             pass
     return _of_function(make)
 

@@ -14,7 +14,7 @@ from ._member import MemberMaker
 
 
 class Weights(NamedTuple):
-    """The arrays of an ensemble, by path. The rest, functions included, is what the maker of its members makes."""
+    """The arrays of an ensemble, by path. The rest, including functions, is made again by the `MemberMaker`."""
 
     stacked: dict[str, Any]
     shared: dict[str, Any]
@@ -23,7 +23,7 @@ class Weights(NamedTuple):
 
 
 def take_weights(ensemble: Ensemble, state: Any) -> Weights:
-    """What is pickled of an ensemble: functions such as `jax.nn.relu` cannot be."""
+    """The part of an ensemble to pickle: functions such as `jax.nn.relu` cannot be pickled."""
     return Weights(_arrays(ensemble.arrays), _arrays(ensemble.shared), _arrays(state), np.asarray(ensemble.ids))
 
 
@@ -50,7 +50,7 @@ def _arrays(tree: Any) -> dict[str, Any]:
 
 
 def _plain(leaf: Any) -> Any:
-    """An array of NumPy; a key with the name of its generator."""
+    """A NumPy array; for keys, their data with the name of the generator."""
     return (str(jax.random.key_impl(leaf)), np.asarray(jax.random.key_data(leaf))) if is_key(leaf) else np.asarray(leaf)
 
 

@@ -19,7 +19,7 @@ def validate_and_predict(estimator: AbstractEstimator, X: Any, combine: Callable
 
 
 def predict_rows(estimator: AbstractEstimator, x: np.ndarray, combine: Callable[..., Any] | None = None) -> Any:
-    """The same, for features that were validated before."""
+    """`validate_and_predict` for validated features."""
     return predict(
         estimator.ensemble_, scale(estimator.input_scaler_, x), fn=call_network, combine=combine,
         state=estimator.state_, progress=False,
@@ -27,7 +27,7 @@ def predict_rows(estimator: AbstractEstimator, x: np.ndarray, combine: Callable[
 
 
 def predict_out_of_bag(predictions: Any, drawn: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The mean over the members that did not draw a row: NaN where all did, and in rows that members could not draw."""
+    """The mean over the members that did not draw a row; NaN if all did, or if members could not draw it."""
     found = np.array(out_of_bag_mean(predictions, drawn).mean)
     found[~np.isin(np.arange(len(found)), rows)] = np.nan
     return found

@@ -22,39 +22,39 @@ from ._predict import predict_out_of_bag, predict_rows, validate_and_predict
 
 
 class EnsembleRegressor(RegressorMixin, AbstractEstimator):
-    """A regressor of scikit-learn: a deep ensemble of any Equinox models.
+    """A scikit-learn regressor: a deep ensemble of any Equinox models.
 
     Members differ by their initialisation and row orders, and with `bootstrap` by their rows. They are trained by
-    [`eqx_ensemble.fit`][] as one compiled program, in float32 (float64 if jax has 64-bit types enabled), on features
+    [`eqx_ensemble.fit`][] as one compiled program, in float32 (float64 if JAX has 64-bit types enabled), on features
     and targets that are standardised in float64. Targets are numbers `(rows,)` or `(rows, targets)`.
 
     **Arguments:**
 
     - `make`: makes the network of one member, called as `make(in_size, out_size, key=key)`: any Equinox Module from
         `(in_size,)` to `(out_size,)`, such as `functools.partial(eqx.nn.MLP, width_size=32, depth=2)`. It may return
-        `(module, state)`, as `equinox.nn.make_with_state` does; batch normalisation finds the batch under the axis name
+        `(module, state)`, as `equinox.nn.make_with_state` does; for batch normalisation, the axis name of the batch is
         `"batch"`; a network whose call takes `key` gets one for each row in training. By default a multilayer
         perceptron of `hidden_layer_sizes` and `activation`.
     - `num_members`: the number of members.
-    - `head`: what members predict: `"gaussian"`, mean and variance, by the negative log likelihood, or `"point"`, by
-        the squared error. `out_size` is twice the number of targets, the means before the raw variances, or the number
-        of targets.
+    - `head`: the prediction and the loss of members: `"gaussian"`, mean and variance with the negative log likelihood,
+        or `"point"`, a number with the squared error. `out_size` is twice the number of targets, the means before the
+        raw variances, or the number of targets.
     - `hidden_layer_sizes`, `activation`: of the default network: the widths of its hidden layers, and `"relu"`,
         `"gelu"`, `"silu"`, `"tanh"`, `"logistic"` or `"identity"`.
     - `standardise`: whether to standardise features and targets.
-    - `optimiser`: `None` for `optax.adamw`, a function of a learning rate such as `optax.adam`, or an optax optimiser,
-        which has a learning rate of its own.
+    - `optimiser`: `None` for `optax.adamw`, a function of a learning rate such as `optax.adam`, or an optax optimiser
+        with a fixed learning rate.
     - `learning_rate`, `weight_decay`: of the optimiser; the latter for the default one only. Fits that differ in them
         share one compiled program.
     - `batch_size`: rows per step.
-    - `max_iter`: the most epochs.
-    - `early_stopping`: keep `validation_fraction` of the rows out of training. Each member stops after
-        `n_iter_no_change` epochs without an improvement of its validation loss by more than `tol`, and has its best
-        weights. Otherwise all are trained for `max_iter` epochs on all rows.
-    - `bootstrap`: each member is trained on rows drawn with replacement; the others give `oob_score_`.
+    - `max_iter`: the maximum number of epochs.
+    - `early_stopping`: hold out `validation_fraction` of the rows. Each member stops after `n_iter_no_change` epochs
+        without an improvement of its validation loss by more than `tol`, and keeps its best weights. Otherwise all are
+        trained for `max_iter` epochs on all rows.
+    - `bootstrap`: train each member on rows drawn with replacement; the other rows give `oob_score_`.
     - `warm_start`: a further call of `fit` continues: if `num_members` has grown, it adds members and leaves the others
-        as they are, else it trains all for up to `max_iter` further epochs. Standardisation stays that of the first
-        call.
+        unchanged; otherwise it trains all for up to `max_iter` further epochs. The standardisation of the first call is
+        kept.
     - `random_state`: an integer, a `numpy.random.RandomState`, or `None`.
     - `verbose`: show a progress line.
 
@@ -62,7 +62,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
 
     - `ensemble_`: the trained [`eqx_ensemble.Ensemble`][], for all functions of this library. Its members take features
         and return a target, or with Gaussian heads `(mean, variance)`, all in the units of the data;
-        `ensemble_[0].network` is the Module that `make` made. Members that diverged are left out, with a warning.
+        `ensemble_[0].network` is the Module that `make` made. Members that diverged are excluded, with a warning.
     - `state_`: the stacked `equinox.nn.State` of stateful members, else `None`.
     - `rows_`: with `bootstrap`, the training rows of the members `(members, n)`, else `None`.
     - `n_iter_`: the number of epochs of the member that was trained longest.
@@ -156,7 +156,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         - `X`: features `(rows, features)`: an array, a data frame, or nested lists.
         - `y`: targets, numbers `(rows,)` or `(rows, targets)`.
         - `sample_weight`: a weight for each row `(rows,)`, none negative, that multiplies its loss; only ratios matter.
-            Rows of weight zero are left out.
+            Rows of weight zero are excluded.
 
         **Returns:** the estimator.
 
@@ -191,11 +191,11 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         **Arguments:**
 
         - `X`: features `(rows, features)`.
-        - `return_std`: return the standard deviation, too.
+        - `return_std`: also return the standard deviation.
 
         **Returns:** the means, float64, of the shape of the targets; with `return_std` a pair of them and the standard
         deviations: with Gaussian heads those of the mixture of the members, with point heads those of the members'
-        means alone, without any noise.
+        predictions only, without noise.
         """
         gaussian = self._is_gaussian()
         moments = validate_and_predict(self, X, combine.gaussian if gaussian else combine.moments)
@@ -215,8 +215,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         - `level`: the probability inside, a number between 0 and 1.
 
         **Returns:** the lower and the upper ends, each of the shape of the targets: with Gaussian heads, quantiles of
-        the mixture of the members' Gaussians. With point heads, quantiles of the members' predictions: they show the
-        disagreement of members and ignore the noise of targets, of which they cover fewer than `level`.
+        the mixture of the members' Gaussians. With point heads, quantiles of the members' predictions: they measure the
+        disagreement between members and ignore the noise of targets, and cover less than `level` of these.
         """
         check_level("sklearn.EnsembleRegressor.predict_interval", level)
         find = _mixture_interval if self._is_gaussian() else uncertainty.interval

@@ -57,7 +57,7 @@ def build_members(maker: MemberMaker, ids: range, x: np.ndarray, *, key: jax.Arr
 
 
 def draw_rows(estimator: AbstractEstimator, num_rows: int, ids: np.ndarray, *, key: jax.Array) -> np.ndarray | None:
-    """With `bootstrap`, the rows of the members with these ids; a member's do not depend on the others."""
+    """With `bootstrap`, the rows of the members with these ids; those of a member do not depend on the others."""
     if not estimator.bootstrap:
         return None
     return np.asarray(bootstrap(num_rows, int(max(ids)) + 1, key=key))[ids]
@@ -78,7 +78,7 @@ def train_members(
     batch_size = min(estimator.batch_size, len(data.x))
     options: dict[str, Any] = {}
     if validation is not None:
-        # Patience that is longer than the run stops nothing; the best weights are kept all the same.
+        # Patience longer than the run would have no effect; the best weights are kept anyway.
         patience = estimator.n_iter_no_change if estimator.n_iter_no_change < estimator.max_iter else None
         options |= {"validation": tuple(validation), "patience": patience, "min_delta": estimator.tol}
     optimiser = estimator.optimiser
@@ -103,7 +103,7 @@ def train_members(
 
 
 def extend_curves(before: Members, after: Members) -> Members:
-    """The same members, trained further: their curves in sequence."""
+    """Concatenates the curves of members that were trained further."""
     kept = np.isin(np.asarray(before.ensemble.ids), np.asarray(after.ensemble.ids))
     before = before.take(kept)
     losses = np.concatenate([before.losses, after.losses], axis=1)
@@ -111,7 +111,7 @@ def extend_curves(before: Members, after: Members) -> Members:
 
 
 def add_members(before: Members, after: Members) -> Members:
-    """The members together with new ones."""
+    """Joins members with new ones."""
     ensemble = concatenate([before.ensemble, after.ensemble])
     state = None if before.state is None else tree.concatenate([before.state, after.state])
     rows = None if before.rows is None or after.rows is None else np.concatenate([before.rows, after.rows])
@@ -134,7 +134,7 @@ def _pad(curves: np.ndarray, length: int) -> np.ndarray:
 
 
 def _epoch_means(losses: np.ndarray, num_rows: int, batch_size: int) -> np.ndarray:
-    """The mean loss of each epoch `(members, epochs)`, where batches count by their rows."""
+    """The mean loss of each epoch `(members, epochs)`, with batches weighted by their rows."""
     steps = -(-num_rows // batch_size)
     weights = np.full(steps, batch_size)
     weights[-1] = num_rows - batch_size * (steps - 1)
