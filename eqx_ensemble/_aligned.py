@@ -8,7 +8,7 @@ _ALIGNMENT = 64  # bytes
 
 
 def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """An array of any numbers, aligned so that `jax.device_put` need not copy it to a CPU device."""
+    """An uninitialised array, aligned so that `jax.device_put` need not copy it to a CPU device."""
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT

@@ -26,17 +26,17 @@ class LeafDescription(NamedTuple):
 
     **Attributes:**
 
-    - `part`: what it belongs to: `"model"`, and of a training state `"state"` (of stateful members), `"optimiser"` and
-        `"hyper"`.
+    - `part`: the tree that it belongs to: `"model"`, or for a training state also `"state"` (of stateful members),
+        `"optimiser"` and `"hyper"`.
     - `path`: its path, such as `.layers[0].weight`.
     - `shape`: its shape in one member; `None` for a leaf that is not an array.
     - `dtype`: the name of its dtype; `None` for a leaf that is not an array.
-    - `kind`: `"stacked"`: one value for each member; `"shared"`: an array that all members use; `"static"`: not an
-        array, such as an activation function.
-    - `trainable`: whether training changes it by gradients.
-    - `bytes`: its size in bytes, of all members; 0 for a leaf that is not an array. Copies on several devices are
+    - `kind`: `"stacked"`: one value per member; `"shared"`: an array that all members use; `"static"`: not an array,
+        such as an activation function.
+    - `trainable`: whether it is trained by gradients.
+    - `bytes`: its size in bytes, over all members; 0 for a leaf that is not an array. Copies on several devices are
         not counted.
-    - `value`: a short text of a leaf that is not an array, else `None`.
+    - `value`: a short text for a leaf that is not an array, else `None`.
     """
 
     part: str
@@ -61,7 +61,7 @@ class Description:
     - `rows`: one [`eqx_ensemble.LeafDescription`][] per leaf, in the order of the tree.
     - `num_members`: the number of members.
     - `title`: the first line of the table.
-    - `num_trainable`: the number of trainable numbers of one member.
+    - `num_trainable`: the number of trainable parameters of one member.
     - `bytes`: the size of all arrays in bytes.
     """
 
@@ -71,7 +71,7 @@ class Description:
 
     @property
     def num_trainable(self) -> int:
-        """The number of trainable numbers of one member."""
+        """The number of trainable parameters of one member."""
         return sum(math.prod(row.shape or ()) for row in self.rows if row.trainable)
 
     @property
@@ -102,7 +102,7 @@ class Description:
         )
 
     def _table(self) -> list[tuple[str, ...]]:
-        """Heads and cells; the part is shown where there are several."""
+        """Heads and cells; the part is shown if the tree has several."""
         several = len({row.part for row in self.rows}) > 1
         return [row if several else row[1:] for row in (_HEADS, *map(_cells, self.rows))]
 
@@ -119,14 +119,13 @@ def describe(
 ) -> Description:
     """Describes every leaf: its shape in one member, whether it is stacked or shared, whether it is trained, its size.
 
-    [`eqx_ensemble.sharding.describe`][] says which device holds what.
+    [`eqx_ensemble.sharding.describe`][] describes the placement on devices.
 
     **Arguments:**
 
-    - `ensemble`: an ensemble; or a training state or a run, of which the state of stateful members, the optimiser's
+    - `ensemble`: an ensemble; or a training state or a run, for which the state of stateful members, the optimiser's
         state and the hyper-parameters are described too.
-    - `trainable`: which leaves of a member will be trained, as for [`eqx_ensemble.fit`][]. A training state and a run
-        know it already.
+    - `trainable`: selects the leaves of a member to train, as for [`eqx_ensemble.fit`][]; for an ensemble only.
 
     **Returns:** [`eqx_ensemble.Description`][].
 
@@ -169,7 +168,7 @@ def _kind(tree: Any) -> str:
 
 
 def _model_rows(params: PyTree, frozen: PyTree, shared: PyTree) -> Iterator[LeafDescription]:
-    """The leaves of a model in its own order, whichever part they are in."""
+    """The leaves of a model, in its own order."""
     trained = {path for path, _ in jtu.tree_flatten_with_path(params)[0]}
     stacked = trained | {path for path, _ in jtu.tree_flatten_with_path(frozen)[0]}
     for path, leaf in jtu.tree_flatten_with_path(eqx.combine(params, frozen, shared))[0]:

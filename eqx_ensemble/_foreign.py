@@ -1,4 +1,4 @@
-"""Data frames of pandas and polars and tensors of torch as NumPy arrays. None of them is imported."""
+"""Converts data frames of pandas and polars and tensors of torch to NumPy arrays, without importing these packages."""
 
 import sys
 from collections.abc import Iterator
@@ -28,9 +28,9 @@ def is_foreign(value: Any) -> bool:
 
 
 def from_foreign(value: Any, argument: str = "values", *, name: str = "jnp.asarray") -> Any:
-    """A data frame, a column or a tensor as a NumPy array, without a copy where that is possible.
+    """Converts a data frame, a column or a tensor to a NumPy array, without a copy if possible.
 
-    Anything else is returned as it is. Raises for columns that are not numbers, or have missing values.
+    Anything else is returned unchanged. Raises for columns that are not numbers, or have missing values.
     """
     library = _library(value)
     if library is None:
@@ -55,9 +55,9 @@ def as_numpy(value: Any, argument: str, *, name: str) -> np.ndarray:
 
 
 def from_foreign_tree(tree: PyTree, argument: str, *, name: str) -> PyTree:
-    """A tree whose data frames, columns and tensors are NumPy arrays; the tree itself where it has none."""
+    """Converts the data frames, columns and tensors of a tree to NumPy arrays; without any, returns the tree itself."""
     if isinstance(tree, Iterator) or not any(map(is_foreign, jax.tree.leaves(tree))):
-        return tree  # batches that come one by one are converted one by one
+        return tree  # an iterator's batches are converted one by one
     convert = lambda path, leaf: from_foreign(leaf, argument + jax.tree_util.keystr(path), name=name)
     return jax.tree_util.tree_map_with_path(convert, tree)
 
@@ -66,7 +66,7 @@ def _library(value: Any) -> str | None:
     if isinstance(value, _OURS):
         return None
     for library, names in _CLASSES.items():
-        module = sys.modules.get(library)  # which may be being imported by another thread
+        module = sys.modules.get(library)  # which another thread may be importing
         if module is not None and isinstance(value, tuple(vars(module)[x] for x in names if x in vars(module))):
             return library
     return None
@@ -87,7 +87,7 @@ def _column_array(column: Any, library: str, where: str, name: str) -> np.ndarra
             f"`{name}` needs columns of numbers; {where} has dtype {column.dtype}.\n"
             f"Leave it out, or encode it as numbers: {encode} makes a column for each category."
         )
-    # NaN in a column of NumPy's is a number, about which each function decides.
+    # NaN in a NumPy column is a number, which each function handles.
     native = isinstance(column.dtype, np.dtype)
     missing = 0 if native else int(column.isna().sum() if library == "pandas" else column.null_count())
     if missing:
@@ -103,11 +103,11 @@ def _is_polars_number(dtype: Any) -> bool:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype:
-    """The dtype of the numbers in a column of pandas; that of objects where they are none."""
+    """The dtype of the numbers in a column of pandas; that of objects if they are not numbers."""
     if isinstance(dtype, np.dtype):
         return dtype
     types = sys.modules["pandas"].api.types
-    found = getattr(dtype, "numpy_dtype", None) or getattr(dtype, "subtype", None)  # of nullable, of sparse ones
+    found = getattr(dtype, "numpy_dtype", None) or getattr(dtype, "subtype", None)  # of nullable and of sparse columns
     is_number = types.is_numeric_dtype(dtype) or types.is_bool_dtype(dtype)
     return found if is_number and isinstance(found, np.dtype) else np.dtype(object)
 

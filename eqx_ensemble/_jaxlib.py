@@ -3,7 +3,7 @@ import os
 
 from ._warnings import warn
 
-# The compiler of 0.10.2 hands such sums to a library that then reads the wrong rows; this keeps them out of its hands.
+# The compiler of 0.10.2 passes such sums to a library that reads the wrong rows; this flag disables that.
 _SAFE = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
 _FAULTS = {
     "0.10.2": "jaxlib 0.10.2 silently computes some sums over more than some 16,000 rows wrongly on CPUs: a "
@@ -15,7 +15,7 @@ _FAULTS = {
 
 
 def warn_of_jaxlib() -> None:
-    """Warn where jaxlib is a release that is wrong or crashes on CPUs, unless the user took precautions."""
+    """Warns about releases of jaxlib that compute wrongly or crash on CPUs, unless the user has set the flag."""
     release = importlib.metadata.version("jaxlib")
     is_safe = release == "0.10.2" and "xla_cpu_experimental_ynn_fusion_type" in os.environ.get("XLA_FLAGS", "")
     if release in _FAULTS and not is_safe:

@@ -18,19 +18,20 @@ def root(key: Any, *, name: str) -> Key[Array, ""]:
 def member_keys(key: Any, ids: Any, *, purpose: str = "build") -> Key[Array, " members"]:
     """One key per member, drawn from one root key.
 
-    The key of a member is `fold_in(fold_in(key, tag), id)` where `tag` is the CRC-32 of `purpose`: it depends on
-    the member's id alone, so growing or reordering an ensemble changes no member's randomness, and two purposes
-    never share a stream. These are the keys that `eqx_ensemble.build` hands to the constructor:
+    The key of a member is `fold_in(fold_in(key, tag), id)`, where `tag` is the CRC-32 of `purpose`. It depends on the
+    member's id alone, so growing or reordering an ensemble changes no member's randomness, and streams for different
+    purposes are independent. With the default, these are the keys that [`eqx_ensemble.build`][] passes to the
+    constructor.
 
     **Arguments:**
 
     - `key`: one key, typed or legacy, of the threefry kind. Other generators draw differently under `vmap`.
     - `ids`: the number of members, or their ids `(members,)`.
-    - `purpose`: what the keys are for.
+    - `purpose`: a name for the use of the keys.
 
     **Returns:** typed keys `(members,)`.
 
-    **Raises:** `TypeError` for what is not one threefry key.
+    **Raises:** `TypeError` for anything but one threefry key; `TypeError` and `ValueError` for invalid `ids`.
 
     ```python
     make = lambda key: eqx.nn.Linear(2, 1, key=key)
@@ -63,7 +64,7 @@ def tag(purpose: str) -> int:
 
 
 def check_ids(values: Any) -> None:
-    """Member ids: integers in one dimension, at least one, each from 0 to 2**31 - 1, no two alike."""
+    """Raises unless `values` is a vector of at least one integer, each from 0 to 2**31 - 1, and all different."""
     check_integer_ids(values)
     if is_traced(values):
         return
@@ -78,7 +79,7 @@ def check_ids(values: Any) -> None:
 
 
 def check_distinct_ids(values: Any, fix: str) -> None:
-    """Members of an ensemble have different ids."""
+    """Raises if ids repeat."""
     if is_traced(values):
         return
     unique, counts = np.unique(np.asarray(values), return_counts=True)

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-# Two threads that import modules which import each other would see them half done.
+# Two threads that import modules which import each other would see them partially initialised.
 _one_at_a_time = threading.RLock()
 
 
@@ -18,7 +18,7 @@ def import_when_used(
 
     - `package`: its name.
     - `rooms`: its public subpackages.
-    - `names`: of each private module the names that the package exports.
+    - `names`: the exported names of each private module.
     """
     homes = {name: module for module, exported in names.items() for name in exported}
     public = sorted([*rooms, *homes])
@@ -32,7 +32,7 @@ def import_when_used(
                 value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
             else:
                 value = importlib.import_module(f"{package}.{name}")
-        # From now on the attribute is found without this function.
+        # Further look-ups find the attribute without this function.
         setattr(importlib.import_module(package), name, value)
         return value
 
@@ -44,7 +44,7 @@ def import_when_used(
 
 
 def _is_used_inside(package: str) -> bool:
-    """Whether a module of the package, not a user of it, looks for a name."""
+    """Whether a module of the package itself, not a user of it, looks up a name."""
     frame = sys._getframe(2)
     if frame.f_globals.get("__name__") == "importlib._bootstrap" and frame.f_back is not None:  # `from package import`
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""What the oldest releases of JAX that the library runs on have under another name."""
+"""Names that older supported releases of JAX have in another module."""
 
 try:
     from jax.errors import InconclusiveDimensionOperation as InconclusiveDimensionOperation

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def progress_line(*, show: bool | None, description: str, unit: str, total: int | None = None) -> "Iterator[tqdm]":
-    """A line on standard error, shown after two seconds; by default in a terminal or a notebook.
+    """A progress line on standard error, shown after two seconds; by default in a terminal or a notebook.
 
-    Of several processes, the first shows it.
+    With several processes, only the first shows it.
     """
     from tqdm.std import tqdm  # here, because it takes a tenth of the time of this library's import
 

@@ -22,15 +22,16 @@ def prune(
 
     **Arguments:**
 
-    - `ensemble`: the ensemble, or the group, of which parts without a member are removed.
-    - `weights`: convex weights over members, `(members,)`, from [`eqx_ensemble.combine.weights.stacking`][] and the
-        like; divided by their sum.
+    - `ensemble`: the ensemble or the group; parts of a group without a member are removed.
+    - `weights`: convex weights over members, `(members,)`, such as those of
+        [`eqx_ensemble.combine.weights.stacking`][]; divided by their sum.
     - `above`: keeps members whose normalised weight exceeds this. Members of weight zero are always removed.
-    - `num_members`: keeps at most this many members, those of the largest weights, the first of equal ones.
+    - `num_members`: keeps at most this many members, those with the largest weights, the first of equal ones.
 
     **Returns:** the ensemble of these members, in their order and with their ids, and their weights, which sum to one.
 
-    **Raises:** `TypeError` for traced weights; `ValueError` for invalid weights, and an `above` that keeps no member.
+    **Raises:** `TypeError` for traced weights; `ValueError` for invalid weights, and for an `above` that keeps no
+    member.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 4, key=key)

@@ -1,6 +1,6 @@
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    PyTree: TypeAlias = Any  # jaxtyping's is unknown to type checkers, and what is annotated with it would be too
+    PyTree: TypeAlias = Any  # type checkers cannot read jaxtyping's, nor anything annotated with it
 else:
     from jaxtyping import PyTree as PyTree

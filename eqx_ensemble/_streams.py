@@ -13,10 +13,10 @@ def key_words(key: Any, ids: Any, *, purpose: str) -> np.ndarray:
 
 
 def generators(key: Any, ids: Any, *, purpose: str) -> Iterator[np.random.Generator]:
-    """One generator for each member, from its key; `ids` is the number of members, or their ids.
+    """One generator per member, from its key; `ids` is the number of members, or their ids.
 
-    Rows are drawn on the host, where a permutation costs a thirtieth of one drawn by threefry, and no draw depends
-    on a device or on the width of its numbers.
+    Rows are drawn on the host, where a permutation costs a thirtieth of one drawn by threefry, and draws do not depend
+    on a device or on 64-bit types.
     """
     for high, low in key_words(key, ids, purpose=purpose).tolist():
         yield np.random.Generator(np.random.Philox(key=high << 32 | low))

@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-_PASSED_OVER = {"eqx_ensemble", "equinox", "jax", "jaxtyping"}  # what users' calls go through on their way here
+_PASSED_OVER = {"eqx_ensemble", "equinox", "jax", "jaxtyping"}  # packages between the user's code and `warn`
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line of the user's code that led here: that of the innermost frame outside of this library."""
+    """Warns at the line of user code that led here, outside of this library, Equinox, JAX and jaxtyping."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
         frame = frame.f_back
@@ -20,10 +20,10 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 @contextlib.contextmanager
 def ignore_warnings(message: str = "") -> Iterator[None]:
-    """Ignores the warnings of this thread whose text begins as the regular expression `message` says.
+    """Ignores the warnings of this thread whose text starts with a match of the regular expression `message`.
 
-    `warnings.catch_warnings` replaces the filters of all threads, and two that overlap in time leave those of the one
-    for good. Here each thread adds a filter of its own and removes it.
+    `warnings.catch_warnings` replaces the filters of all threads, and two that overlap in time leave those of one in
+    place. Here each thread adds and removes its own filter.
     """
     if getattr(sys.flags, "context_aware_warnings", False):  # of Python 3.14, where filters belong to a thread
         with warnings.catch_warnings():
@@ -36,7 +36,7 @@ def ignore_warnings(message: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_warnings() -> Iterator[list[str]]:
-    """The texts of the `UserWarning`s of this thread, in place of showing them; other warnings are ignored."""
+    """Records the texts of this thread's `UserWarning`s instead of showing them, and ignores other warnings."""
     texts: list[str] = []
     if getattr(sys.flags, "context_aware_warnings", False):
         with warnings.catch_warnings(record=True) as caught:
@@ -63,14 +63,14 @@ def _own_filter(own: "_OwnWarnings", category: type[Warning]) -> Iterator[None]:
 
 
 class _OwnWarnings:
-    """What a filter matches texts with, in place of a regular expression: only those of the thread that made it."""
+    """Replaces the regular expression of a filter; matches only warnings of the thread that made it."""
 
     def __init__(self, message: str, texts: list[str] | None = None) -> None:
         self.active, self._texts = True, texts
         self._pattern, self._thread = re.compile(message, re.IGNORECASE), threading.get_ident()
 
     def match(self, text: str) -> bool:
-        """Whether the text is of a warning to ignore."""
+        """Whether to ignore a warning with this text."""
         matches = self.active and threading.get_ident() == self._thread and self._pattern.match(text) is not None
         if matches and self._texts is not None:
             self._texts.append(text)

@@ -29,7 +29,7 @@ class Artefact:
 
     - `program`: the `jax.export.Exported`; `program.serialize()` are the bytes that `jax.export.deserialize` reads, and
         `program.mlir_module()` is the StableHLO as a text.
-    - `leaves`: the arrays by name, which the program takes as its first argument; `None` where they are inside.
+    - `leaves`: the arrays by name, which the program takes as its first argument; `None` if they are inside.
     - `about`: the description that is saved in `export.json`: the members' ids; name, dtype and shape of inputs,
         outputs and leaves; platforms; versions.
     """
@@ -39,9 +39,9 @@ class Artefact:
     about: dict[str, Any]
 
     def __call__(self, x: PyTree) -> PyTree:
-        """Calls the program with a batch of rows `(batch, ...)`, where it was made.
+        """Calls the program with a batch of rows `(batch, ...)`.
 
-        Programs of `jax.export` with a symbolic number of rows need at least one; called here, they also accept none.
+        A program of `jax.export` with a symbolic number of rows needs at least one row; this method also accepts none.
         """
         sizes = self._open_sizes()
         if sizes and all(np.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(x)):
@@ -61,12 +61,12 @@ class Artefact:
         return {size for size in sizes if not isinstance(size, int)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one zip archive: `program.bin`, `export.json` and, where there are any, `leaves.safetensors`.
+        """Writes one zip archive: `program.bin`, `export.json` and, with `leaves="beside"`, `leaves.safetensors`.
 
-        The file is written atomically; what a killed process left is removed by the next save to the same path. Nothing
+        The file is written atomically; the next save to the same path removes the remains of a killed process. Nothing
         is compressed. Each part has a checksum, which readers of zip archives verify. Equal artefacts give equal bytes.
 
-        **Raises:** `OSError` with the bytes needed and free, where the disk is full or cannot be written.
+        **Raises:** `OSError` with the bytes needed and free, if the disk is full or cannot be written.
         """
         files = {PROGRAM: bytes(self.program.serialize())}
         if self.leaves is not None:

@@ -1,4 +1,4 @@
-"""Checks of what is exported."""
+"""Checks of exported programs, and of their inputs, outputs and options."""
 
 import contextlib
 import importlib.metadata
@@ -21,7 +21,7 @@ from .._leaf_text import leaf_text
 from .._older_jax import InconclusiveDimensionOperation
 
 _PLATFORMS = ("cpu", "cuda", "tpu", "rocm")
-_MOST_INSIDE = 2**31  # what the file format of `jax.export` can hold
+_MOST_INSIDE = 2**31  # the limit of the file format of `jax.export`
 _CONTAINERS = "dicts with string keys, lists and tuples"
 
 
@@ -122,7 +122,7 @@ def check_platforms(values: Any, *, name: str) -> tuple[str, ...]:
 
 
 def check_known_plan(plan: Any, *, name: str) -> None:
-    """Checks that a plan is chosen already, without measuring."""
+    """Checks that a plan needs no measurements."""
     if plan.choice is not plan:
         raise TypeError(
             f'`{name}` needs a plan that is known, got `plan="auto"`: what is fastest can be tried only where the '
@@ -140,7 +140,7 @@ def check_fits_inside(num_bytes: int, *, name: str) -> None:
 
 
 def check_plain_dtypes(arrays: Mapping[str, Any], *, name: str) -> None:
-    """Checks that safetensors has the dtypes of leaves."""
+    """Checks that safetensors supports the dtypes of leaves."""
     for path, array in arrays.items():
         if array.dtype.name not in PLAIN_DTYPES:
             raise TypeError(

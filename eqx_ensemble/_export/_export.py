@@ -46,25 +46,25 @@ def export(
     """Exports an ensemble as one StableHLO program, which runs without this library and without the model's code.
 
     The program takes a batch of rows and returns the predictions of all members, combined by `combine`: the result of
-    [`eqx_ensemble.predict`][] and `combine`. Loading and calling it needs jax (`jax.export`) and flatbuffers, which jax
-    uses for its file format and does not install.
+    [`eqx_ensemble.predict`][] and `combine`. Loading and calling it needs JAX (`jax.export`) and flatbuffers, which JAX
+    uses for its file format but does not install.
 
     **Arguments:**
 
-    - `ensemble`: members are functions of one example. Of a run take `run.healthy`.
-    - `shapes`: the shape of one row of the input, `(13,)`, or a `jax.ShapeDtypeStruct` where its dtype is not the
+    - `ensemble`: an ensemble, whose members are functions of one example; for a run, `run.healthy`.
+    - `shapes`: the shape of one row of the input, `(13,)`, or a `jax.ShapeDtypeStruct` if its dtype is not the
         default float; for an input of several arrays, dicts, lists and tuples of these.
     - `combine`: the function that combines predictions, such as [`eqx_ensemble.combine.mixture`][] or your own, called
         as `combine(predictions)` with arrays `(members, batch, ...)`. If not given, these are returned.
-    - `weights`: for `combine`, which is then called as `combine(predictions, weights=weights)`: one weight for each
-        member `(members,)`, divided by their sum.
-    - `batch_size`: the rows in a batch; if not given, any number of rows from one on. The artefact itself, called where
-        it was made, also accepts none.
+    - `weights`: for `combine`, which is then called as `combine(predictions, weights=weights)`: one weight per member
+        `(members,)`, divided by their sum.
+    - `batch_size`: the rows in a batch; if not given, any number of at least one. The artefact itself also accepts
+        none.
     - `leaves`: `"inside"`: the members' arrays are constants of the program, called as `program(x)`. `"beside"`: they
-        are its first argument, a dict of arrays by name, so that one program serves any members of this architecture:
+        are its first argument, a dict of arrays by name, so that one program works for all members of one architecture:
         `program(leaves, x)`.
     - `symbolic_members`: any number of members, for `leaves="beside"`.
-    - `platforms`: what the program can run on: any of `"cpu"`, `"cuda"`, `"tpu"`, `"rocm"`.
+    - `platforms`: the platforms that the program can run on: any of `"cpu"`, `"cuda"`, `"tpu"`, `"rocm"`.
     - `state`, `fn`, `inference`: as for [`eqx_ensemble.predict`][].
     - `plan`: how the members are executed, not `"auto"`. With `symbolic_members`, `Vmap()` or `Sequential()`.
     - `key`: as for [`eqx_ensemble.predict`][]. It is a constant of the program: every call draws the same numbers.
@@ -123,7 +123,7 @@ def _specs(packed: Packed, num_members: Any) -> dict[str, jax.ShapeDtypeStruct]:
 def _export_program(
     fn: Callable[..., PyTree], specs: tuple[PyTree, ...], platforms: tuple[str, ...], row: PyTree
 ) -> jax_export.Exported:
-    fn.__name__ = "ensemble"  # for error messages where the program is called
+    fn.__name__ = "ensemble"  # for error messages of calls of the program
     jitted = jax.jit(fn)
     with explain_export(row, name="export"):
         check_no_callbacks(jitted.trace(*specs).jaxpr.jaxpr, name="export")

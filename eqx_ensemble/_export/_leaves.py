@@ -13,7 +13,7 @@ from ._check import check_exportable
 
 
 class Parts(NamedTuple):
-    """What a program needs in addition to its input: everything that has members."""
+    """The arguments of a program in addition to its input."""
 
     ensemble: Ensemble[Any]
     state: PyTree
@@ -27,7 +27,7 @@ class Packed(NamedTuple):
     **Attributes:**
 
     - `arrays`: `model.layers.0.weight` and the like. Typed keys are replaced by their data, which files can hold.
-    - `stacked`: the names of those that carry the members axis.
+    - `stacked`: the names of the arrays that carry the members axis.
     - `unpack`: rebuilds the parts from these arrays, or from others with the same names.
     """
 

@@ -43,7 +43,8 @@ def export_onnx(
 
     **Returns:** an `onnx.ModelProto`: `onnx.save(model, path)` writes it to a file.
 
-    **Raises:** `ImportError` without jax2onnx; `NotImplementedError` for operations that it does not support.
+    **Raises:** `ImportError` without jax2onnx; `NotImplementedError` for random numbers and operations that it does not
+    support; `TypeError` as for [`eqx_ensemble.export`][].
     """
     name = "export_onnx"
     check_installed("jax2onnx", what="export_onnx", extra="onnx")
@@ -64,7 +65,7 @@ def export_onnx(
 
 
 def _convert(closed: ClosedJaxpr, x: PyTree, out: PyTree) -> Any:
-    """Converts a traced program, in which jax2onnx sees jax's operations and not the layers that made them."""
+    """Converts a traced program, so that jax2onnx sees JAX's operations instead of layers."""
     from jax2onnx import to_onnx  # pyright: ignore[reportMissingImports] (an extra)
 
     program = jaxpr_as_fun(closed)

@@ -6,7 +6,7 @@ from ._check import check_output, check_string_keys
 
 
 def plain(tree: PyTree, *, name: str, path: str = "") -> PyTree:
-    """Converts a tree to dicts, lists and tuples, which exist everywhere; named tuples become dicts of their fields."""
+    """Converts a tree to dicts, lists and tuples, which need no class; named tuples become dicts of their fields."""
     if tree is None:
         return None
     if isinstance(tree, tuple) and type(tree) is not tuple and (fields := getattr(tree, "_fields", None)):

@@ -26,7 +26,7 @@ from ._plain import plain
 
 
 class ExportJob(NamedTuple):
-    """What to export.
+    """A prediction to export.
 
     **Attributes:**
 
@@ -52,7 +52,7 @@ def prepare_export(
     plan: AbstractPlan | None = None,
     key: Any = None,
 ) -> ExportJob:
-    """Checks what to export and collects it."""
+    """Checks the arguments of an export, and makes its job."""
     check_ensemble(ensemble, name=name)
     check_optional_function(call.fn, "fn", name=name, example="lambda model, x: model(x)")
     check_optional_function(combine, "combine", name=name, example="combine.mean")

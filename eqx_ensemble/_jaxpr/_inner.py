@@ -6,7 +6,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """The programs inside an operation: the body of a loop, the branches of a condition, a function that is called."""
+    """The programs inside an operation: the body of a loop, the branches of a condition, a called function."""
     is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
     yield from (part for part in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr) if is_jaxpr(part))
 

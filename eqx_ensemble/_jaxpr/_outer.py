@@ -1,8 +1,8 @@
-"""Two batch axes made by implicit rank promotion: `(n, 1)` with `(n,)` is `(n, n)`, a wrong loss without an error.
+"""Finds batch axes made by implicit rank promotion: `(n, 1)` with `(n,)` is `(n, n)`, a wrong loss without an error.
 
-A program is read forward. For each axis the reader knows whether its length is one, and which call added it. An
-operation makes two batch axes when one operand has axis `i` and length one along `j`, and the other has `j` and was
-given `i` by the same call that combines them, which is what rank promotion does. An axis that is written in the loss
+A program is read forward. The reader tracks for each axis whether its length is one, and which call added it. An
+operation makes two batch axes if one operand has axis `i` and length one along `j`, and the other has `j` and got `i`
+from the same call that combines them, as in rank promotion. An axis that is written in the loss
 (`x[:, None]`, `keepdims=True`, `reshape`) is intended; one made under `jax.vmap` belongs to one example.
 """
 
@@ -97,7 +97,7 @@ class _Reader:
             return [out, *rest]
         if not mapped:
             self._look(eqn, like, caller)
-        # A bias of one output tells nothing about the axes along which it is broadcast.
+        # A bias of length one has no information about the axes along which it is broadcast.
         wide = [value for value in like if not all(axis.single for axis in value.axes)] or like
         axes = tuple(_joint([value.axes[k] for value in wide]) for k in range(len(out.axes)))
         return [Value(axes, arrays[0].source if len(arrays) == 1 else out.source), *rest]
@@ -108,7 +108,7 @@ class _Reader:
         calls = eqn.primitive.name not in ("scan", "while", "cond") and len(inner) == 1
         for jaxpr in inner:
             if calls and len(jaxpr.invars) == len(values) and len(jaxpr.outvars) == len(eqn.outvars):
-                # What jax compiles itself may have been traced from another line.
+                # JAX's own compiled functions may have been traced from another line.
                 at = eqn if caller is None and _is_of_jax(jaxpr) else caller
                 return self.read(jaxpr, values, mapped=mapped, caller=at)
             # Axes from outside may have been written there.
@@ -117,7 +117,7 @@ class _Reader:
         return [self.fresh(var) for var in eqn.outvars]
 
     def _look(self, eqn: Any, values: list[Value], caller: Any) -> None:
-        """Records an operation in which one operand has an axis that the other was given by rank promotion."""
+        """Records an operation in which one operand has an axis that the other got by rank promotion."""
         shape = _shape(eqn.outvars[0])
         call = _call(caller or eqn)
         if call is None or not any(axis.call == call for value in values for axis in value.axes):
@@ -176,7 +176,7 @@ def _without(axes: list[Axis], gone: Collection[Any]) -> tuple[Axis, ...]:
 
 
 def _reshape_axes(axes: list[Axis], old: tuple[int, ...], new: tuple[int, ...], added: Axis) -> tuple[Axis, ...]:
-    """Axes of length one may come and go in a reshape; other axes that change are new ones."""
+    """A reshape may add and remove axes of length one; other axes that change are new ones."""
     if [size for size in old if size != 1] != [size for size in new if size != 1]:
         return tuple(Axis(size == 1) for size in new)
     left = list(zip(axes, old, strict=True))
@@ -210,7 +210,7 @@ def _is_of_jax(jaxpr: Jaxpr) -> bool:
 
 
 def _frames(eqn: Any) -> Iterator[tuple[Any, int]]:
-    """The code that made an operation, and the position in it, innermost first, without jax's own."""
+    """The code that made an operation, and the position in it, innermost first, without JAX's own."""
     traceback = eqn.source_info.traceback
     codes, positions = ((), ()) if traceback is None else traceback.raw_frames()
     for code, position in zip(codes, positions, strict=True):
@@ -219,7 +219,7 @@ def _frames(eqn: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _call(eqn: Any) -> Any:
-    """The call outside of jax that an operation belongs to: two on one line differ."""
+    """The call outside of JAX that an operation belongs to; two on one line differ."""
     return next(_frames(eqn), None)
 
 

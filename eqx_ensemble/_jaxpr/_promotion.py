@@ -16,8 +16,8 @@ _ANOTHER_SIZE = 1009  # a prime, so that no other length is a product with it
 def warn_of_two_batch_axes(fn: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Warns once if `fn(*arguments, **named)`, a loss of one member, makes two batch axes by implicit rank promotion.
 
-    The arguments are shapes, the last two of them those of the batch and the key. The loss is traced with another batch
-    size, too: a length that equals the batch size by chance, as of a layer, does not change with it.
+    The arguments are shapes, the last two of them those of the batch and the key. The loss is traced again with another
+    batch size: a length that equals the batch size by chance, such as a layer's, does not change with it.
     """
     *before, batch, key = arguments
     sizes = [x.shape[0] for x in jax.tree.leaves(batch) if _is_struct(x) and x.shape]
@@ -71,9 +71,9 @@ def _marks(fn: Callable[..., Any], treedef: Any, leaves: tuple) -> list[bool]:
 
 
 def _outers(fn: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> list[Outer]:
-    with ignore_warnings():  # the loss warned when it was traced for training
+    with ignore_warnings():  # the trace for training has shown the loss's own
         try:
             closed, _, _ = eqx.filter_make_jaxpr(fn)(*arguments, **named)
             return outer_operations(closed.jaxpr)
-        except Exception:  # a loss for one batch size only, or a new kind of program: training goes on
+        except Exception:  # a loss for one batch size only, or a new kind of program: training continues
             return []

@@ -4,7 +4,7 @@ from jax.extend.core import Jaxpr, Literal
 
 
 def unused_inputs(jaxpr: Jaxpr) -> list[bool]:
-    """Of each input of a program, whether no output depends on it. What an inner program is given counts as used."""
+    """Whether each input of a program affects no output. Inputs of inner programs count as used."""
     needed: set[Any] = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or needed.intersection(eqn.outvars):

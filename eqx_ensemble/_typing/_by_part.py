@@ -6,6 +6,6 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     ByPart = Annotated[T, "for each part"]
 else:
-    # In a signature: of a group, a dict from the names of its parts to such values is accepted, too. Functions handle
-    # groups before anything else, so that type checkers need to know one value only.
+    # In a signature: for a group, a dict of values by part is also accepted. Functions handle groups first, so type
+    # checkers need to know single values only.
     ByPart = Union[T, Mapping[str, Any]]  # noqa: UP007

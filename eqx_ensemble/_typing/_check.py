@@ -12,7 +12,7 @@ _MOST = 4
 
 
 def check_stacked_arguments(item: Any) -> tuple[Any, str]:
-    """The member's type and the leading axes in `Stacked[type, axes]`."""
+    """Raises unless `item` is the type and the axes of `Stacked[type, axes]`. Returns them."""
     if not isinstance(item, tuple) or len(item) != 2:
         raise TypeError(f"`Stacked` takes two arguments, got {leaf_text(item)}.\n{_WRITE}")
     model, axes = item
@@ -28,7 +28,7 @@ def check_stacked_arguments(item: Any) -> tuple[Any, str]:
 
 
 def check_member_type(is_a: Callable[[Any, Any], bool], model: Any) -> None:
-    """The member's type is one that `isinstance` can check; `is_a` does it."""
+    """Raises unless `is_a`, an extended `isinstance`, can check the member's type."""
     if isinstance(model, type) and issubclass(model, AbstractArray):
         raise TypeError(
             "`Stacked` is the type of a Module whose arrays are stacked, got an array type.\n"
@@ -45,12 +45,12 @@ def check_member_type(is_a: Callable[[Any, Any], bool], model: Any) -> None:
 
 
 def use_message() -> str:
-    """`Stacked` itself has no instances."""
+    """The message for `Stacked` without arguments, or for making an instance."""
     return f"`Stacked` is for annotations and `isinstance`, always with its two arguments.\n{_WRITE}"
 
 
 def not_stacked_message(tree: Any, num_axes: int, carries: Callable[[Any], bool]) -> str:
-    """Why the arrays of a tree have no common leading axes."""
+    """The reason why the arrays of a tree have no common leading axes."""
     leaves = [(path_text(path), leaf) for path, leaf in jtu.tree_flatten_with_path(tree)[0] if carries(leaf)]
     if not leaves:
         return f"this `{type(tree).__name__}` has no array leaf that could carry an axis"

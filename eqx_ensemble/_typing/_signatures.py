@@ -10,7 +10,7 @@ P = ParamSpec("P")
 
 @runtime_checkable
 class EnsembleOf(Protocol[Member]):
-    """An `Ensemble`, but covariant: one of `MLP`s is one of callables, too."""
+    """A covariant `Ensemble`: an ensemble of `MLP`s is also one of callables."""
 
     @property
     def stacked(self) -> Member:
@@ -21,7 +21,7 @@ class EnsembleOf(Protocol[Member]):
 CallableEnsemble = EnsembleOf[Callable[..., Out]]
 """An `Ensemble` whose members return `Out` when called."""
 
-# Layers such as `equinox.nn.Sequential` return something else when they are called without a state.
+# Layers such as `equinox.nn.Sequential` have another return type if they are called without a state.
 StatefulEnsemble = EnsembleOf[Callable[Concatenate[Any, eqx.nn.State, ...], Out]]
 """An `Ensemble` whose members return `Out` when called with an input and a state."""
 
@@ -30,8 +30,8 @@ StatefulEnsemble = EnsembleOf[Callable[Concatenate[Any, eqx.nn.State, ...], Out]
 class MappedFunction(Protocol[P, Out]):
     """A function of one member, mapped over members.
 
-    Any argument may be an ensemble or a mark such as `Each`, at any depth, which a `ParamSpec` cannot say: the second
-    overload takes such calls.
+    Any argument may be an ensemble or a mark such as `Each`, at any depth, which a `ParamSpec` cannot express: the
+    second overload takes such calls.
     """
 
     @overload

@@ -26,7 +26,7 @@ from ._check import check_member_type, check_stacked_arguments, not_stacked_mess
 
 @runtime_checkable
 class HoldsMembers(Protocol):
-    """The protocol of `Ensemble`, whose class is defined on a higher floor."""
+    """The protocol of `Ensemble`, whose class is defined in a higher layer."""
 
     stacked: Any
     ids: Any
@@ -61,7 +61,7 @@ class _StackedMeta(type):
 
     @no_type_check
     def __instancecheck_str__(cls, obj):
-        """Why `obj` is no instance, empty if it is: beartype puts it into its message."""
+        """The reason why `obj` is no instance, for beartype's message; empty if it is one."""
         if not cls.num_axes:
             raise TypeError(use_message())
         reason = ""
@@ -69,7 +69,7 @@ class _StackedMeta(type):
             sizes = {leaf.shape[: cls.num_axes] for leaf in jax.tree.leaves(tree) if _carries(leaf)}
             if len(sizes) != 1:
                 reason = not_stacked_message(tree, cls.num_axes, _carries)
-            # Asked for all arrays at once, so that a refused object binds nothing.
+            # Checked for all arrays at once, so that a rejected object binds no axis.
             elif isinstance(jax.ShapeDtypeStruct(*sizes, bool), cls.sizes):
                 return ""
             else:
@@ -84,7 +84,7 @@ def _subscript(cls: _StackedMeta, model: Any, axes: str) -> _StackedMeta:
     described = re.sub(r"\b(\w+\.)+", "", eqx.tree_pformat(model, width=1000))
     name = f'{cls.__name__}[{described}, "{axes}"]'
     fields = {"model": model, "axes": axes, "num_axes": len(axes.split()), "sizes": sizes, "__doc__": None}
-    # Another module would show in the `repr` of a union but not in ours, which beartype refuses.
+    # Another module would show in the `repr` of a union but not in ours, which beartype rejects.
     return _StackedMeta(name, (cls,), fields | {"__module__": "builtins"})
 
 
@@ -116,7 +116,7 @@ def _is_a(obj: Any, model: Any) -> bool:
         return any(_is_a(obj, choice) for choice in args)
     if isinstance(obj, origin) and isinstance(obj, HoldsMembers) and len(args) == 1:
         return _is_a(obj.stacked, args[0])
-    return isinstance(obj, origin)  # what other generic classes hold cannot be looked up
+    return isinstance(obj, origin)  # the arguments of other generic classes cannot be checked
 
 
 def kind_of_members(obj: Any) -> str:
@@ -137,14 +137,14 @@ else:
         """The type of stacked models, to annotate with: `Stacked[Model, "members"]`.
 
         It accepts an [`eqx_ensemble.Ensemble`][] whose members are `Model`s, and a `Model` whose arrays all carry the
-        leading axes, such as `equinox.filter_vmap(make)(keys)` gives. Where jaxtyping checks a call, by
-        `jaxtyping.jaxtyped` or its import hook, the names are bound together with those of the other annotations.
+        leading axes, such as that of `equinox.filter_vmap(make)(keys)`. If jaxtyping checks a call, by
+        `jaxtyping.jaxtyped` or its import hook, the axis names are bound together with those of the other annotations.
 
-        Members are not checked further than by `isinstance`, and only leaves that are arrays (or
-        `jax.ShapeDtypeStruct`) carry axes; in an `Ensemble`, shared leaves do not. A single model whose arrays happen
-        to agree on their first axis cannot be distinguished from a stacked one; an `Ensemble` always can.
+        Members are only checked by `isinstance`, and only leaves that are arrays (or `jax.ShapeDtypeStruct`) carry
+        axes; in an `Ensemble`, shared leaves do not. A single model whose arrays happen to agree on their first axis
+        cannot be distinguished from a stacked one; an `Ensemble` always can.
 
-        Type checkers read `Stacked[Model, "members"]` as `Model`. To use what only an `Ensemble` has, write
+        Type checkers read `Stacked[Model, "members"]` as `Model`. To use the attributes of an `Ensemble`, write
         `Stacked[Ensemble[Model], "members"]`. A leading space, as in the shapes of jaxtyping, keeps linters from taking
         a single name for a forward reference: `" members"`.
 
