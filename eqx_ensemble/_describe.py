@@ -117,7 +117,7 @@ class Description:
 def describe(
     ensemble: Ensemble[Any] | TrainState[Any] | Run[Any], *, trainable: Trainable = eqx.is_inexact_array
 ) -> Description:
-    """Describes every leaf: its shape in one member, whether it is stacked or shared, whether it is trained, its size.
+    """Describes every leaf: its shape in one member, whether it is stacked or shared, and trainable, and its size.
 
     [`eqx_ensemble.sharding.describe`][] describes the placement on devices.
 

@@ -66,7 +66,7 @@ def export(
     - `symbolic_members`: any number of members, for `leaves="beside"`.
     - `platforms`: the platforms that the program can run on: any of `"cpu"`, `"cuda"`, `"tpu"`, `"rocm"`.
     - `state`, `fn`, `inference`: as for [`eqx_ensemble.predict`][].
-    - `plan`: how the members are executed, not `"auto"`. With `symbolic_members`, `Vmap()` or `Sequential()`.
+    - `plan`: the execution of the members, not `"auto"`. With `symbolic_members`, `Vmap()` or `Sequential()`.
     - `key`: as for [`eqx_ensemble.predict`][]. It is a constant of the program: every call draws the same numbers.
 
     **Returns:** an [`eqx_ensemble.Artefact`][].

@@ -123,10 +123,10 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
         memory of the compiler itself is not counted. `plan="auto"` then chooses by static analysis only.
     - `state`: the stacked `equinox.nn.State` of stateful members, which are called as `model(x, state)`; their new
         states are discarded.
-    - `fn`: called instead of the member as `fn(model, x)`, `fn(model, x, state)`, `fn(model, x, key=key)`.
+    - `fn`: called instead of the member, as `fn(model, x)`, `fn(model, x, state)` or `fn(model, x, key=key)`.
     - `inference`: whether to put the members into inference mode (`equinox.nn.inference_mode`) first, which switches
         dropout off. The default is `True`; with `key` there is no default.
-    - `plan`: how the members are executed; `"auto"` measures candidates while it processes the batches.
+    - `plan`: the execution of the members; `"auto"` measures candidates while it processes the batches.
     - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]; for an ensemble that was built on a mesh,
         that one by default. Members are sharded over its axis `members`, the rows of a batch over `data`. `memory` is
         then a budget per device, or per process on CPUs, whose devices share it; the smallest one applies.

@@ -56,7 +56,7 @@ def check_independent(
     **Arguments:**
 
     - `make`, `loss`, `optimiser`, `data`, `batch_size`, `hyper`, `key`: as for [`eqx_ensemble.build`][] and
-        [`eqx_ensemble.fit`][]; rows are taken in the order given.
+        [`eqx_ensemble.fit`][]; rows are taken in the order given, and `data` cannot contain an [`eqx_ensemble.Each`][].
     - `num_members`: the number of members to train. At least two are needed for the check with NaN.
     - `steps`: the number of training steps.
     - `plans`: the plans to train under.
