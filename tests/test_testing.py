@@ -207,8 +207,13 @@ def test_a_constructor_without_its_key_is_found():
     warned = pytest.warns(UserWarning, match="equal in every array")
     with warned, pytest.raises(AssertionError) as caught:
         ee.testing.check_ensemble(lambda key: mlp(KEY), key=KEY)
-    assert "FAILED  members with different keys differ: all members have the same arrays" in str(caught.value)
+    assert "FAILED  members with different keys differ: members 0 and 1 have the same arrays" in str(caught.value)
     assert "ok      each member equals what `make` gives alone" in str(caught.value)
+
+
+def test_one_data_set_for_all_members(unhooked):
+    with pytest.raises(TypeError, match="trains all members on the same `data`: pass it without `Each`"):
+        ee.testing.check_independent(mlp, mse, optax.sgd(0.1), ee.Each(DATA), key=KEY)
 
 
 def test_a_constructor_that_remembers_is_found():

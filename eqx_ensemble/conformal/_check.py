@@ -8,9 +8,9 @@ from jax.typing import ArrayLike
 from .._check import (
     check_array,
     check_floating,
+    check_integer,
     check_logits,
     check_nonnegative,
-    check_positive_int,
     check_regression,
     concrete,
     first_text,
@@ -89,8 +89,7 @@ def check_scales(name: str, scale: ArrayLike, mask: ArrayLike | None = None) -> 
 
 def check_num_free(name: str, num_free: int) -> None:
     """Raises unless `num_free` is a non-negative integer."""
-    if not isinstance(num_free, int | np.integer) or num_free != 0:
-        check_positive_int(num_free, "num_free", name=name)
+    check_integer(num_free, "num_free", name=name, least=0)
 
 
 def check_rows_of_folds(name: str, num_rows: int, expected: int) -> None:

@@ -17,7 +17,7 @@ from ..train._check_held_out import check_rows_of_folds
 from ..train._fit import fit
 from ..train._run import Run
 from ..train.compiled._optimiser import Optimiser
-from ._check import check_whole_folds
+from ._check import check_options, check_whole_folds
 
 
 class CrossFit(NamedTuple):
@@ -85,6 +85,7 @@ def cross_fit(
     name = "methods.cross_fit"
     check_ensemble(ensemble, name=name)
     check_folds(name, folds)
+    check_options(options, ("rows",), "each member is trained on the training rows of its fold", name=name)
     times = check_whole_folds(folds.test.shape[0], ensemble.num_members, name=name)
     own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)
     x = from_foreign_tree(x, "x", name=name)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from .. import _keys
 from .. import tree as _tree
+from .._axes import Each
 from .._axes._check_rows import check_rows_of_data
 from .._build import build
 from .._check import check_number, check_positive_int, check_sequence
@@ -83,6 +84,7 @@ def check_independent(
     plans = [as_plan(plan) for plan in check_sequence(plans, "plans", name=name, of="plans")]
     made = build(make, num_members, key=key)
     ensemble, state = made if isinstance(made, tuple) else (made, None)
+    _check_no_each(data, name=name)
     rows = check_rows_of_data(data, num_members, argument="data", name=name)
     size = min(32, rows) if batch_size is None else batch_size
     check_batch_size(size, rows, name=name)
@@ -122,3 +124,9 @@ def check_independent(
 
 def _with_nan(stacked: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.at[0].set(jnp.nan) if eqx.is_inexact_array(x) else x, stacked)
+
+
+def _check_no_each(data: PyTree, *, name: str) -> None:
+    is_each = lambda x: isinstance(x, Each)
+    if any(map(is_each, jax.tree.leaves(data, is_leaf=is_each))):
+        raise TypeError(f"`{name}` trains all members on the same `data`: pass it without `Each`.")

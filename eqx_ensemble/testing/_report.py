@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 from collections.abc import Mapping
 
 import equinox as eqx
@@ -74,9 +75,11 @@ def _distance(x: np.ndarray, y: np.ndarray) -> float:
 def differ(name: str, ensemble: Ensemble) -> Check:
     """Checks that some array differs between all members. Constant arrays do not indicate an unused key."""
     arrays = [np.asarray(x, np.float64) for x in jax.tree.leaves(ensemble.stacked) if eqx.is_inexact_array(x)]
-    distinct = any(len(np.unique(x.reshape(len(x), -1), axis=0)) == len(x) for x in arrays)
     random = any(len(np.unique(x)) > 1 for x in arrays)
-    return Check(name, None if distinct or not random else "all members have the same arrays")
+    members = range(len(ensemble)) if random else ()
+    equal = (pair for pair in itertools.combinations(members, 2) if all(np.array_equal(*x[[*pair]]) for x in arrays))
+    first = next(equal, None)
+    return Check(name, None if first is None else "members {} and {} have the same arrays".format(*first))
 
 
 def raise_failures(checks: list[Check], name: str) -> list[Check]:

@@ -46,7 +46,7 @@ def check_rows_of_members(
 ) -> tuple[Array, Array]:
     """Raises for invalid values; `binary` allows 0, 1 and NaN only. Returns them as `(members, rows)`, and a mask."""
     array = check_array(name, argument, values)
-    if array.dtype == jnp.bool_ and binary:
+    if binary and not jnp.issubdtype(array.dtype, jnp.inexact):  # booleans, and integers 0 and 1
         array = array.astype(jnp.float32)
     array = check_floating(name, argument, array)
     if array.ndim < 2 or array.shape[0] < 1:

@@ -63,7 +63,7 @@ def q_statistic(
 
     **Arguments:**
 
-    - `correct`: `(members, *batch)`, 1.0 where the member is right and 0.0 where it is wrong, or booleans:
+    - `correct`: `(members, *batch)`, 1 where the member is right and 0 where it is wrong, of any dtype:
         `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
     - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
 
@@ -74,7 +74,7 @@ def q_statistic(
 
     **Raises:**
 
-    - `TypeError` for a `correct` that is neither floating-point nor boolean, and a mask that is not boolean.
+    - `TypeError` for a `correct` that is not an array of numbers or booleans, and a mask that is not boolean.
     - `ValueError` for mismatched shapes, and numbers other than 0, 1 and NaN (where concrete).
 
     ```python

@@ -191,5 +191,7 @@ def test_messages():
         conformal.raps(LOGITS, LABELS, level=0.9, penalty=-1.0, num_free=1)
     with pytest.raises(ValueError, match="`num_free`"):
         conformal.raps(LOGITS, LABELS, level=0.9, penalty=1.0, num_free=-1)
+    with pytest.raises(TypeError, match="integer `num_free`, got False"):
+        conformal.raps(LOGITS, LABELS, level=0.9, penalty=1.0, num_free=False)
     with pytest.raises(TypeError, match="`conformal.aps` needs one key, got the integer 0"):
         conformal.aps(LOGITS, LABELS, level=0.9, key=0)

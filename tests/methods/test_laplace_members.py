@@ -299,6 +299,11 @@ def test_errors_of_a_posterior(posterior):
         posterior.sample(0, key=KEY)
     with pytest.raises(ValueError, match="`count` of at most 15"):
         laplace.subnetwork(posterior, 16)
+    with pytest.raises(TypeError, match="`methods.laplace.subnetwork` needs what `methods.laplace.fit` returned"):
+        laplace.subnetwork(ENSEMBLE, 2)
+    for call in (posterior.predict, posterior.outputs):
+        with pytest.raises(TypeError, match="does not take `fn`: the posterior has them"):
+            call(X, fn=lambda model, x: model(x))
     with pytest.raises(TypeError, match="all weights belong together"):
         laplace.subnetwork(fit(structure="kron"), 2)
     zero = eqx.tree_at(lambda e: e.stacked.layers[-1], ENSEMBLE, replace_fn=lambda x: jax.tree.map(jnp.zeros_like, x))

@@ -60,6 +60,11 @@ def rounds_in(folder):
     return sorted(int(path.name[-6:]) for path in folder.glob("round-*"))
 
 
+def test_cross_fit_sets_the_rows(unhooked):
+    with pytest.raises(TypeError, match="`methods.cross_fit` does not take `rows`: each member is trained on"):
+        kills.cross_fit(rows=np.zeros((4, 3), int))
+
+
 class TestKilledAnywhere:
     @pytest.mark.parametrize(("name", "fewest"), [("pbt", 1), *MANY])
     def test_at_random_operations_again_and_again(self, whole, tmp_path, name, fewest):

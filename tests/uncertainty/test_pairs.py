@@ -45,7 +45,8 @@ def test_q_statistic_is_the_table():
         want[i, j] = (n[1, 1] * n[0, 0] - n[1, 0] * n[0, 1]) / (n[1, 1] * n[0, 0] + n[1, 0] * n[0, 1])
     got = uncertainty.q_statistic(correct)
     np.testing.assert_allclose(got, want, rtol=1e-4)
-    np.testing.assert_allclose(uncertainty.q_statistic(correct.astype(bool)), want, rtol=1e-4)
+    for dtype in (bool, np.int32, np.uint8):
+        np.testing.assert_allclose(uncertainty.q_statistic(correct.astype(dtype)), want, rtol=1e-4)
     np.testing.assert_allclose(np.diag(got), 1)
     # Not the correlation, and not the table of errors and successes swapped on one side.
     assert not np.allclose(uncertainty.error_correlation(correct), want, rtol=1e-1)

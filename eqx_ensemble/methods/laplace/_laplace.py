@@ -14,6 +14,7 @@ from ..._ensemble._check_members import check_index_of_members
 from ..._predict import predict
 from ..._pytree import PyTree
 from ...plan._map import map_members
+from .._check import check_options
 from ..path._check import check_factor_ids
 from ._check import check_link, check_per_member, check_sampling
 from ._check_posterior import check_optimum
@@ -132,6 +133,7 @@ class Laplace(eqx.Module, Generic[M]):
         [`eqx_ensemble.predict`][].
         """
         name = "methods.laplace.Laplace.predict"
+        check_options(options, ("fn", "state"), "the posterior has them", name=name)
         link = check_link(link, self.members.stacked.problem.likelihood, name=name)
         num_samples = check_sampling(link, num_samples, key, name=name)
         fn = Predict(link or "probit", num_samples)
@@ -149,6 +151,7 @@ class Laplace(eqx.Module, Generic[M]):
         **Returns:** [`eqx_ensemble.methods.laplace.Outputs`][]: `mean` `(members, rows, out)` and `covariance`
         `(members, rows, out, out)`, with the outputs of a model flattened to one axis. Noise is not included.
         """
+        check_options(options, ("fn", "state"), "the posterior has them", name="methods.laplace.Laplace.outputs")
         return predict(self.members, x, fn=PredictOutputs(), state=self.state, **options)
 
     def log_marginal_likelihood(self, prior_precision: Any = None, noise: Any = None) -> Float[Array, " members"]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from ..._axes import Each
+from ..._check import kind_text
 from ...plan._map import map_members
 from ._check import check_subnetwork, check_subnetwork_size
 from ._laplace import Laplace
@@ -43,6 +44,8 @@ def subnetwork(posterior: Laplace[Any], count: int) -> Each:
         (ICML 2021).
     """
     name = "methods.laplace.subnetwork"
+    if not isinstance(posterior, Laplace):
+        raise TypeError(f"`{name}` needs what `methods.laplace.fit` returned, got {kind_text(posterior)}.")
     selection = posterior.members.stacked.posterior.selection
     check_subnetwork(selection, name=name)
     values = posterior.members.stacked.posterior.curvature.values
