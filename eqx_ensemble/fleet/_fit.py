@@ -8,10 +8,12 @@ import numpy as np
 from .._check import check_optional_function
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
+from ..distributed import to_host
 from ..train._check import check_no_transformation, check_some_training
 from ..train._run import Run
 from ..train._state import TrainState
 from ..train._status import Status
+from ..train.compiled._limits import make_limits, stop_at_limits
 from ..train.compiled._optimiser import Optimiser
 from ..train.resume._check import check_checkpoint_options
 from ._call import Call
@@ -25,7 +27,7 @@ from ._make_members import check_ids_of_function, shapes_of_start
 from ._options import FleetCallOptions, FleetFitOptions
 from ._run_shards import Hooks
 from ._save_shards import save_shards
-from ._shard import ShardReport
+from ._shard import ShardReport, members_text
 from ._shard_checkpoints import ShardCheckpoints
 from ._sharded_run import ShardedRun
 
@@ -122,7 +124,8 @@ def fit(
         `ee.make_mesh`: a shard then runs on all devices of its worker.
 
     **Returns:** the run of all members. Members of abandoned shards, and of shards that were incomplete when Ctrl-C
-    ended the call, are missing: a warning says so, and `run.ensemble.ids` lists those present. With `save`, an
+    ended the call, are missing: a warning says so, and `run.ensemble.ids` lists those present. Members whose shard
+    Ctrl-C ended on its worker have the status `STOPPED` at their last step. With `save`, an
     [`eqx_ensemble.fleet.ShardedRun`][], whose members are in files.
 
     **Raises:** as [`eqx_ensemble.fit`][]; an error on a worker is raised in the caller's process with a note that names
@@ -152,9 +155,10 @@ def fit(
     folder = check_folder(checkpoint, name=_NAME)
     save_folder = None if save is None else check_save_folder(save, name=_NAME)
     ids_of_all = ids_of(ensemble) if wanted is None else wanted
-    if isinstance(ensemble, Run):
-        check_some_training(ensemble.status == Status.OK, ids=ids_of_all)
     given = dict(options)
+    training = _training(ensemble, given.get("max_steps"))
+    if training is not None:
+        check_some_training(training, ids=ids_of_all)
     resume: Any = given.pop("resume", "auto")
     check_checkpoint_options(checkpoint, given.get("checkpoint_every"), resume, name=_NAME)
     fitting = prepare(loss, optimiser, data, given, len(ids_of_all), name=_NAME, key=key)
@@ -163,6 +167,8 @@ def fit(
 
     def part(positions: np.ndarray) -> dict[str, Any]:
         start = take_members(ensemble, positions) if wanted is None else None
+        if isinstance(start, TrainState) and training is not None:
+            _check_shard_trains(training[positions], ids_of_all[positions])
         return fitting.part(start, positions, ids_of_all[positions], checkpoints.path(positions))
 
     shared = large_shared(ensemble) if wanted is None else []
@@ -177,3 +183,21 @@ def fit(
     like = shapes_of_start(ensemble, ids_of_all, given.get("state"), name=_NAME)
     hooks = Hooks(progress, count=count_of_columns, on_shard=on_shard)
     return save_shards(call, executor, save_folder, checkpoints, texts, like, **how, hooks=hooks)
+
+
+def _training(begun: Any, max_steps: Any) -> np.ndarray | None:
+    """Whether each member of a run or a training state is left to train; `None` for members that begin."""
+    if not isinstance(begun, Run | TrainState):
+        return None
+    state = begun.train_state if isinstance(begun, Run) else begun
+    limits = make_limits(max_steps, None, state.num_members, min_delta=0.0)
+    return to_host(stop_at_limits(state.moving, limits, state.step).status) == Status.OK
+
+
+def _check_shard_trains(training: np.ndarray, ids: np.ndarray) -> None:
+    """Raises if no member of a shard trains: a training state has no history to return for them."""
+    if not training.any():
+        raise ValueError(
+            f"`{_NAME}` needs in each shard of a training state at least one member that trains; {members_text(ids)}, "
+            "a shard, have all stopped or diverged.\nPass the run instead, which has their history."
+        )

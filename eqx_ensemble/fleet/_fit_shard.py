@@ -8,6 +8,7 @@ import numpy as np
 
 from .._check import check_optional_function
 from .._warnings import warn
+from ..train._check import allow_none_training
 from ..train._check_run import diverged_message
 from ..train._fit import fit as fit_here
 from ..train._run import Run
@@ -20,6 +21,7 @@ from ._make_members import begin
 from ._run_shards import Hooks
 from ._shard import check_some_done, lost_message
 from ._shard_checkpoints import ShardCheckpoints
+from ._stop_members import stop_behind
 
 _ARGUMENTS = ("loss", "optimiser", "make")
 
@@ -30,8 +32,6 @@ def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any] | Columns
     if store is not None and store.is_complete:  # by a worker that died before it returned
         return store.read(name="fleet.fit")
     start = own["start"]
-    if isinstance(start, Run) and not (start.status == Status.OK).any():  # all of these have stopped or diverged
-        return start if store is None else store.write(start)
     made = {word: x(own["ids"]) if is_data_function(x) else x for word, x in own["sources"].items()}
     options = {word: x for word, x in common.items() if word not in _ARGUMENTS} | own["options"]
     data = made.pop("data")
@@ -40,10 +40,11 @@ def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any] | Columns
     if "make" in common:
         start, state = begin(common["make"], own["ids"], name="fleet.fit")
         options |= {} if state is None else {"state": state}
-    run: Run[Any] = fit_here(
-        start, common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
-        **made, **options,
-    )  # fmt: skip
+    with allow_none_training():  # members of other shards train
+        run: Run[Any] = fit_here(
+            start, common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
+            **made, **options,
+        )  # fmt: skip
     if store is None:
         return run if own["start"] is None else _with_shared(run, start)
     return None if run.interrupted else store.write(run)
@@ -94,7 +95,8 @@ def join_shards(
     if message:
         warn(message)
     seconds = continued + time.perf_counter() - begun
-    run = join_runs([run for _, run in finished.results], interrupted=finished.interrupted, seconds=seconds)
+    runs = stop_behind([run for _, run in finished.results])
+    run = join_runs(runs, interrupted=finished.interrupted, seconds=seconds)
     lost = run.status == Status.DIVERGED
     if lost.any():
         warn(diverged_message(np.asarray(run.ensemble.ids)[lost], run.stopped_at[lost], run.fault[lost]))

@@ -16,7 +16,8 @@ from ._dispatch import AbstractSearch
 from ._divide import take_members
 from ._fitting import Fitting
 from ._ladder import Job, Ladder
-from ._rung import in_order, stop_members_of
+from ._rung import in_order
+from ._stop_members import stop_members_of
 
 
 class HalvingSearch(AbstractSearch):

@@ -53,10 +53,12 @@ def _join_histories(histories: Sequence[History]) -> History:
     )
     # Columns end at the same steps in all shards, except in a shard whose members all stopped within a window.
     step = np.max([np.pad(history.step, (0, steps - len(history.step))) for history in histories], axis=0)
-    if histories[0].validation is None:
+    validations = [history.validation for history in histories if history.validation is not None]
+    if not validations:
         return History(loss, aux, None, histories[0].validation_step, step)
     longest = max((history.validation_step for history in histories), key=lambda steps: (len(steps), *steps[-1:]))
-    return History(loss, aux, np.concatenate([_at_steps(history, longest) for history in histories]), longest, step)
+    scores = [_at_steps(history, longest, validations[0].dtype) for history in histories]
+    return History(loss, aux, np.concatenate(scores), longest, step)
 
 
 def pad_columns(curves: np.ndarray, steps: int) -> np.ndarray:
@@ -65,13 +67,14 @@ def pad_columns(curves: np.ndarray, steps: int) -> np.ndarray:
     return np.pad(curves, width, constant_values=np.nan if jnp.issubdtype(curves.dtype, jnp.inexact) else 0)
 
 
-def _at_steps(history: History, steps: np.ndarray) -> np.ndarray:
-    """Aligns validation scores with the columns of `steps`.
+def _at_steps(history: History, steps: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Aligns validation scores with the columns of `steps`; NaN for a run that was never validated.
 
     A run that ended within an epoch may have been validated there; its last score belongs in the column of that epoch.
     """
-    assert history.validation is not None
-    scores = np.full((len(history.loss), len(steps)), np.nan, history.validation.dtype)
+    scores = np.full((len(history.loss), len(steps)), np.nan, dtype)
+    if history.validation is None:  # its members diverged before
+        return scores
     column = -1
     for step, own in zip(history.validation_step, history.validation.T, strict=True):
         column = min(max(int(np.searchsorted(steps, step)), column + 1), len(steps) - 1)

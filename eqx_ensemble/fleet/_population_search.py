@@ -19,8 +19,8 @@ from ._dispatch import AbstractSearch
 from ._divide import divide
 from ._fitting import Fitting
 from ._ladder import Job
-from ._rung import stop_members_of
 from ._shard_rounds import Round, ShardRounds, choose_donors, copy_donors
+from ._stop_members import stop_members_of
 
 
 class PopulationSearch(AbstractSearch):

@@ -10,7 +10,6 @@ import numpy as np
 from .._ensemble import Ensemble
 from .._warnings import ignore_warnings, warn
 from ..distributed import to_host
-from ..methods import population
 from ..methods._halving import Rungs
 from ..methods._rounds import Rounds
 from ..train._run import Run
@@ -23,6 +22,7 @@ from ._fit import fit
 from ._join import join_runs
 from ._lost_record import LostRecord
 from ._shard import members_text
+from ._stop_members import stop_behind, stop_members_of, with_status
 
 
 def no_rounds(name: str) -> Rounds:
@@ -90,7 +90,7 @@ def _continue_members(
         with ignore_warnings("`fleet.fit` returns without"):
             run = call(np.flatnonzero(sent))
     except KeyboardInterrupt:  # before a shard was completed
-        return dataclasses.replace(begun, interrupted=True)
+        return dataclasses.replace(with_status(begun), interrupted=True)
     ids = np.asarray(begun.ensemble.ids)
     kept = ~np.isin(ids, np.asarray(run.ensemble.ids))
     lost = training & kept
@@ -113,21 +113,8 @@ def pair_single(training: np.ndarray) -> np.ndarray:
 def in_order(runs: list[Run[Any]], ids: np.ndarray) -> Run[Any]:
     """Joins runs, with their members in the order of `ids`."""
     interrupted, seconds = any(run.interrupted for run in runs), max(run.seconds for run in runs)
-    joined = runs[0] if len(runs) == 1 else join_runs(runs, interrupted=interrupted, seconds=seconds)
+    joined = runs[0] if len(runs) == 1 else join_runs(stop_behind(runs), interrupted=interrupted, seconds=seconds)
     found = np.asarray(joined.ensemble.ids).tolist()
     index = {member: position for position, member in enumerate(found)}
     order = [index[member] for member in ids.tolist() if member in index]
     return joined if order == list(range(len(found))) else take_members(joined, np.array(order))
-
-
-def stop_members_of(run: Run[Any], members: np.ndarray) -> Run[Any]:
-    """Stops some members of a run."""
-    if len(members) == 0:
-        return run
-    return with_status(dataclasses.replace(run, train_state=population.stop(run.train_state, members)))
-
-
-def with_status(run: Run[Any]) -> Run[Any]:
-    """The run with the status of its training state."""
-    moving = run.train_state.moving
-    return dataclasses.replace(run, status=to_host(moving.status), stopped_at=to_host(moving.stopped_at))

@@ -19,7 +19,8 @@ from ..train.compiled._windows import Windows
 from ..train.host._record import History
 from ._divide import take_members
 from ._join import join_runs, pad_columns
-from ._rung import in_order, with_status
+from ._rung import in_order
+from ._stop_members import with_status
 
 
 class Round(NamedTuple):
