@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__, __all__ = _import_when_used(
         __name__,
-        rooms="calibrate checkpoint combine conformal distributed fleet methods plan plot resample "
+        subpackages="calibrate checkpoint combine conformal distributed fleet methods plan plot resample "
         "scores sharding sklearn sweep testing train tree uncertainty".split(),
         names={
             "_axes": ["AbstractPerMember", "Batch", "Each"],

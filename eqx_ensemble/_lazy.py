@@ -10,21 +10,21 @@ _one_at_a_time = threading.RLock()
 
 
 def import_when_used(
-    package: str, rooms: Sequence[str], names: Mapping[str, Sequence[str]]
+    package: str, subpackages: Sequence[str], names: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` of a package that imports its modules when they are first used.
 
     **Arguments:**
 
     - `package`: its name.
-    - `rooms`: its public subpackages.
+    - `subpackages`: its public subpackages.
     - `names`: the exported names of each private module.
     """
     homes = {name: module for module, exported in names.items() for name in exported}
-    public = sorted([*rooms, *homes])
+    public = sorted([*subpackages, *homes])
 
     def find(name: str) -> Any:
-        if name not in homes and name not in rooms:
+        if name not in homes and name not in subpackages:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         # A module that is being imported must not wait: another thread may wait for it.
         with contextlib.nullcontext() if _is_used_inside(package) else _one_at_a_time:

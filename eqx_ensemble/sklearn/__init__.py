@@ -10,6 +10,6 @@ if TYPE_CHECKING:
 else:  # scikit-learn is optional, and `from eqx_ensemble import *` works without it
     __getattr__, __dir__, __all__ = _import_when_used(
         __name__,
-        rooms=[],
+        subpackages=[],
         names={"_classifier": ["EnsembleClassifier"], "_regressor": ["EnsembleRegressor"]},
     )
