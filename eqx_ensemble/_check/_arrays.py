@@ -69,7 +69,7 @@ def check_array(name: str, argument: str, values: ArrayLike) -> Array:
         return jnp.asarray(values)
     except (TypeError, ValueError) as error:
         got = f"got {values!r}" if isinstance(values, str | None) else f"got {kind_text(values)}"
-        fix = "Pass what `jnp.asarray` takes; of a run or an ensemble its predictions, such as `run.predict(x)`."
+        fix = "Pass what `jnp.asarray` takes; for a run or an ensemble, pass its predictions: `run.predict(x)`."
         raise TypeError(needs_message(name, f"`{argument}` as an array of numbers", got, fix)) from error
 
 
@@ -143,7 +143,10 @@ def check_mask(name: str, mask: ArrayLike | None, rows: Shape) -> Array | None:
     if host is not None and host.size and not host.any():
         raise ValueError(
             needs_message(
-                name, "a `mask` that leaves a row", f"got {host.size} times False", "True keeps a row. Inverted?"
+                name,
+                "a `mask` that leaves a row",
+                f"got {host.size} times False",
+                "True keeps a row: is the mask inverted?",
             )
         )
     return array

@@ -96,7 +96,7 @@ def _check_row_weights(name: str, weights: ArrayLike, array: Array, dtype: jnp.d
         if empty.any():
             index = tuple(int(i) for i in np.argwhere(empty)[0])
             got = f"got only zeros in row {index}, the first of {int(empty.sum())} such"
-            fix = "They are divided by their sum in each row: some member has to count."
+            fix = "They are divided by their sum in each row: at least one member needs a nonzero weight."
             raise ValueError(needs_message(name, "`weights` that are not all zero in any row", got, fix))
         exact = np.where(counts, host.astype(np.float64), 1)
         return jnp.asarray(exact / exact.sum(axis=0), dtype)

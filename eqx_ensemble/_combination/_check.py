@@ -43,7 +43,7 @@ def check_chunk_weights(weights: Any, num_members: int, *, name: str, rows: tupl
 def check_seen(partial: Any, *, name: str) -> None:
     """Raises unless at least one member of positive weight was seen."""
     if partial is None:
-        raise ValueError(f"`{name}` has nothing to finish: it has seen no member of positive weight.")
+        raise ValueError(f"`{name}` needs at least one member of positive weight before `finish`.")
 
 
 def check_one_array(predictions: Any, *, name: str) -> Any:
@@ -65,8 +65,8 @@ def check_pair(predictions: Any, *, name: str) -> tuple[Any, Any]:
             got = _several_text(predictions)
         raise TypeError(
             f"`{name}` needs predictions that are a pair `(mean, variance)`, got {got}.\n"
-            "Other outputs become a pair by `predict(..., fn=lambda model, x: (mean, variance))`; for points "
-            "take `combine.moments`."
+            "Other outputs become a pair by `predict(..., fn=lambda model, x: (mean, variance))`; for point "
+            "predictions use `combine.moments`."
         )
     return predictions[0], predictions[1]
 

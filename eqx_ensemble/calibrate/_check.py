@@ -78,8 +78,8 @@ def check_not_separable(name: str, pool: str, separable: ArrayLike) -> None:
         return
     group, label = np.argwhere(host)[0]
     whose = f"member {group}, class {label}" if pool == "members" else f"class {label}"
-    got = f"{whose}: its rows have the highest probabilities of it, or all rows are its own, or none is"
-    fix = "Fit on more rows, or use `calibrate.platt`, which has an optimum then too."
+    got = f"{whose}: its probabilities separate its rows from the others, or all or none of the rows are of this class"
+    fix = "Fit on more rows, or use `calibrate.platt`: its smoothed targets always have an optimum."
     raise ValueError(needs_message(name, "labels for which optimal parameters exist", got, fix))
 
 

@@ -143,7 +143,7 @@ def check_rows(name: str, values: ArrayLike, num_rows: int) -> Array:
     """Raises unless rows are integers `(members, n)`, in range where concrete. Returns them as an array."""
     array = check_array(name, "rows", values)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        fix = "Weights need no counting: they already are how often a row counts."
+        fix = "Pass row indices; weights do not need `counts`."
         raise TypeError(
             needs_message(name, "integer rows (members, n)", f"got {array.dtype} of shape {array.shape}", fix)
         )

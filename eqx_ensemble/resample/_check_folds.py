@@ -105,5 +105,7 @@ def check_one_length(name: str, lengths: list[int], uneven: Any) -> None:
             "with either, weights `in_train` train on exactly the rows of each split."
         )
         raise ValueError(
-            needs_message(name, "training sets of one length, give or take a row", f"got {short} to {long} rows", fix)
+            needs_message(
+                name, "training sets whose lengths differ by at most one row", f"got {short} to {long} rows", fix
+            )
         )

@@ -115,7 +115,7 @@ def check_top_k(name: str, k: int, num_classes: int) -> int:
     """Raises unless `k` is from 1 to the number of classes. Returns it."""
     number = check_positive_int(k, "k", name=name)
     if number > num_classes:
-        fix = "Every label is among all classes."
+        fix = "With `k` equal to it, every row counts as correct."
         raise ValueError(needs_message(name, f"`k` of at most {num_classes}, the number of classes", f"got {k}", fix))
     return number
 

@@ -17,7 +17,7 @@ def check_chaining(
         check_function(chaining, "chaining", name=name, example="lambda z: jax.nn.softplus(z - 3)")
     if given == (chaining is not None):
         got = "got both" if given else "got neither"
-        fix = "`lower=`, `upper=` or both weight the values between them. For all values alike use `scores.crps`."
+        fix = "`lower=`, `upper=` or both restrict the score to a range. For all values use `scores.crps`."
         raise ValueError(needs_message(name, "thresholds or `chaining`", got, fix))
 
 

@@ -35,7 +35,7 @@ def check_ranking(
                         name,
                         "positive and negative rows",
                         f"got no {kind} row that counts",
-                        "The ranking of one kind of rows has no score.",
+                        "Ranking scores need both kinds of rows.",
                     )
                 )
     return jnp.ravel(values), jnp.ravel(truth), jnp.ravel(weights)

@@ -54,7 +54,7 @@ def check_row_weights(name: str, row_weights: ArrayLike, shape: tuple[int, ...],
     with np.errstate(over="ignore"):  # of float64 weights, which are scaled where concrete
         array = check_array(name, "row_weights", row_weights)
     if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.complexfloating):
-        fix = "Which rows count is the `mask`; `row_weights` say how much they do."
+        fix = "Use `mask` to exclude rows; `row_weights` are numbers."
         raise TypeError(
             needs_message(name, "real numbers as `row_weights`", f"got dtype {array.dtype}, shape {array.shape}", fix)
         )

@@ -377,11 +377,11 @@ def test_functions_without_a_streaming_form_are_refused_with_those_that_have_one
 
 
 BAD = {
-    "no member": (lambda: MEAN.finish(None), ValueError, "`combine.mean` has nothing to finish"),
+    "no member": (lambda: MEAN.finish(None), ValueError, "`combine.mean` needs at least one member of positive weight"),
     "only zeros": (
         lambda: VOTE(logits(), weights=np.zeros(7)),
         ValueError,
-        "it has seen no member of positive weight",
+        "needs at least one member of positive weight before `finish`",
     ),
     "weights": (
         lambda: MEAN(logits(), weights=[1.0, 2.0]),

@@ -159,7 +159,7 @@ def test_splitters_with_training_parts_of_many_lengths(name, uneven):
     groups = GROUPS if "Group" in name else None
     splits = list(UNEVEN[name].split(CLASSES, CLASSES, groups))
     assert_folds(resample.from_splits(splits, 30, uneven=uneven), splits, 30, uneven=uneven)
-    with pytest.raises(ValueError, match="training sets of one length, give or take a row"):
+    with pytest.raises(ValueError, match="training sets whose lengths differ by at most one row"):
         resample.from_splits(splits, 30)
 
 

@@ -156,7 +156,7 @@ BAD = {
     ),
     "groups of many sizes": (
         lambda: resample.folds(10, 2, groups=LABELS),
-        "ValueError: `resample.folds` needs training sets of one length, give or take a row.\n"
+        "ValueError: `resample.folds` needs training sets whose lengths differ by at most one row.\n"
         "  got 3 to 7 rows\n"
         '`uneven="trim"` drops rows of the longer ones, `uneven="repeat"` repeats rows of the shorter ones; with '
         "either, weights `in_train` train on exactly the rows of each split.",
@@ -223,7 +223,7 @@ BAD = {
         lambda: resample.counts(np.ones((3, 10), np.float32), 10),
         "TypeError: `resample.counts` needs integer rows (members, n).\n"
         "  got float32 of shape (3, 10)\n"
-        "Weights need no counting: they already are how often a row counts.",
+        "Pass row indices; weights do not need `counts`.",
     ),
     "rows of one member": (
         lambda: resample.counts(np.arange(3), 10),

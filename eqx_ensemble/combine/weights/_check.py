@@ -43,7 +43,7 @@ def check_log_scores(name: str, log_scores: ArrayLike, mask: ArrayLike | None) -
     host = np.asarray(host, np.float64)
     wrong = (np.isnan(host) | (host == np.inf)) & counted
     if wrong.any():
-        fix = f"Remove broken members, and mask broken rows by `mask`. {_HOW_TO_SCORE}"
+        fix = f"Remove members with such scores, or exclude the rows with `mask`. {_HOW_TO_SCORE}"
         raise ValueError(needs_message(name, "`log_scores` that are finite or -inf", first_text(host, wrong), fix))
     hopeless = (host == -np.inf).all(axis=0) & counted
     if hopeless.any():
@@ -116,7 +116,7 @@ def check_similarity(name: str, similarity: ArrayLike, count: Any, quality: Any)
         raise ValueError(needs_message(name, "one `quality` per member", got, "Higher is better."))
     host = concrete(quality)
     if host is not None and not (np.isfinite(host) & (host >= 0)).all():
-        fix = "Of log scores take `jnp.exp`."
+        fix = "For log scores pass `jnp.exp(log_scores)`."
         raise ValueError(needs_message(name, "`quality` of zero or more", "got a negative one, infinity or NaN", fix))
     return matrix, number, scale.astype(matrix.dtype)
 
@@ -203,7 +203,7 @@ def check_sparsify(name: str, weights: ArrayLike, above: float, num_members: Any
                 name,
                 "one weight per member, `(members,)`",
                 f"got shape {shape}",
-                "Weights stand in the members' order.",
+                "Weights are in the order of the members.",
             )
         )
     check_weights(name, weights, shape[0], jnp.dtype("float32"))
@@ -214,7 +214,8 @@ def check_sparsify(name: str, weights: ArrayLike, above: float, num_members: Any
     check_number(above, "above", name=name)
     if not 0 <= above < exact.max():
         got = f"got above={above}; the largest weight is {exact.max():.3g} of a sum of 1"
-        raise ValueError(needs_message(name, "`above` of zero or more that leaves a member", got, "Lower it."))
+        fix = "Only members whose normalised weight exceeds `above` are kept."
+        raise ValueError(needs_message(name, "a non-negative `above` below the largest weight", got, fix))
     return exact
 
 

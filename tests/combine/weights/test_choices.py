@@ -69,7 +69,7 @@ def test_messages():
     ):
         with pytest.raises(TypeError, match=r"as an array `\(members,\)`.\n  got a Sparse\nPass its weights alone"):
             call()
-    with pytest.raises(ValueError, match=r"leaves a member.\n  got above=0.6; the largest weight is 0.5 of a sum of 1"):
+    with pytest.raises(ValueError, match=r"below the largest weight.\n  got above=0.6; the largest weight is 0.5 of"):
         combine.weights.sparsify(np.ones(2), above=0.6)
     with pytest.raises(ValueError, match=r"one weight per member, `\(members,\)`.\n  got shape \(\)"):
         combine.weights.sparsify(np.float32(1))
