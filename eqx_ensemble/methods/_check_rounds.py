@@ -28,7 +28,7 @@ def check_saving(checkpoint: Any, every: Any, resume: Any, data: Any, *, name: s
     if is_batches(data):
         raise TypeError(
             f"`{name}` takes `checkpoint` with data in arrays, got {kind_text(data)}: the position of an iterable of "
-            "batches after several runs is not known.\nLeave `checkpoint` out, or call `fit`, which saves it."
+            "batches cannot be restored between runs.\nLeave `checkpoint` out, or call `fit`, which saves it."
         )
     if jax.process_count() > 1:
         raise NotImplementedError(f"`{name}` takes `checkpoint` on one process, not on {jax.process_count()}.")
@@ -62,7 +62,8 @@ def check_resume_rounds(folder: Any, resume: str, *, begun: bool, name: str) -> 
 
 def went_back_message(folder: Any, error: Exception, *, name: str) -> str:
     """The warning that training resumes from the previous round, because all checkpoints of this one are damaged."""
+    round_ = os.path.basename(folder)
     return (
-        f"`{name}` went back to the round before `{os.path.basename(folder)}`, because its checkpoints are damaged.\n"
+        f"`{name}` resumes from the round before `{round_}`: all checkpoints of `{round_}` are damaged.\n"
         f"  {str(error).splitlines()[0]}"
     )

@@ -43,7 +43,7 @@ class Population(eqx.Module, Generic[M]):
         **Raises:** `ValueError` for an index out of range.
         """
         ids = np.asarray(self.run.train_state.ids).tolist()
-        check_indices([index], len(ids), name="Population.ancestors")
+        check_indices([index], len(ids), name="methods.Population.ancestors")
         found = [ids[index]]
         for row in self.lineage[-2::-1]:
             found.append(int(row[ids.index(found[-1])]))

@@ -403,7 +403,7 @@ BAD = {
     "a reference out of range": ({"reference": 3}, ValueError, "position of one of the members, got 3"),
     "no units": ({"units": []}, ValueError, "at least one group"),
     "units of another kind": ({"units": [3]}, TypeError, r"got .* at `units\[0\]`"),
-    "a layer without axes": ({"units": [Units([lambda m: m.activation])]}, TypeError, "does not know which axes"),
+    "a layer without axes": ({"units": [Units([lambda m: m.activation])]}, TypeError, "cannot infer the output axes"),
     "no such layer": ({"units": [Units([lambda m: m.nothing])]}, ValueError, r"`units\[0\].outputs\[0\]` raised"),
     "no array": ({"units": [Units([(lambda m: m.layers[0], 0)])]}, TypeError, "to select an array of a member"),
     "no such axis": ({"units": [Units([(lambda m: m.layers[0].bias, 1)])]}, ValueError, "name an axis of an array"),

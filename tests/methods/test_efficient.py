@@ -418,7 +418,7 @@ GROUPED = eqx.nn.Sequential([eqx.nn.Conv1d(2, 2, 1, groups=2, key=KEY), eqx.nn.L
             TypeError,
             "real floating-point weights",
         ),
-        (lambda: batch_ensemble(Positive(2, 3, key=KEY), 2, key=KEY), TypeError, "subclasses do; got a Positive"),
+        (lambda: batch_ensemble(Positive(2, 3, key=KEY), 2, key=KEY), TypeError, "other subclasses; got a Positive"),
         (lambda: masksembles(Positive(2, 3, key=KEY), where=Positive, key=KEY), TypeError, "got a Positive"),
         (lambda: tabm(eqx.nn.Linear(2, 3, key=KEY), key=KEY), ValueError, "at least 2 linear layers"),
         (lambda: masksembles(MLP, scale=0.5, key=KEY), ValueError, "`scale` to be at least 1"),

@@ -234,7 +234,7 @@ BAD = {
     "no arrays": ({"where": lambda m: m.activation}, ValueError, "at least one floating-point array"),
     "kron of a weight": ({"where": lambda m: m.layers[-1].weight, "structure": "kron"}, ValueError, "whole `equinox"),
     "kron of two layers": ({"where": lambda m: m.layers, "structure": "kron"}, ValueError, "one `equinox.nn.Linear`"),
-    "kron of entries": ({"structure": "kron", "indices": [0]}, TypeError, "a layer is a whole"),
+    "kron of entries": ({"structure": "kron", "indices": [0]}, TypeError, '`"kron"` applies to a whole layer'),
     "likelihood": ({"likelihood": "poisson"}, ValueError, "one of 'regression', 'binary', 'classification'"),
     "structure": ({"structure": "low-rank"}, ValueError, "one of 'full', 'kron', 'diag'"),
     "noise of classes": ({"noise": 0.1}, TypeError, "for regression only"),
@@ -304,7 +304,7 @@ def test_errors_of_a_posterior(posterior):
     for call in (posterior.predict, posterior.outputs):
         with pytest.raises(TypeError, match="does not take `fn`: the posterior has them"):
             call(X, fn=lambda model, x: model(x))
-    with pytest.raises(TypeError, match="all weights belong together"):
+    with pytest.raises(TypeError, match='`"kron"` has no subnetworks'):
         laplace.subnetwork(fit(structure="kron"), 2)
     zero = eqx.tree_at(lambda e: e.stacked.layers[-1], ENSEMBLE, replace_fn=lambda x: jax.tree.map(jnp.zeros_like, x))
     with pytest.raises(ValueError, match="no maximum of the marginal likelihood for the members 0, 1, 2"):
@@ -313,7 +313,7 @@ def test_errors_of_a_posterior(posterior):
     perfect = ee.stack(
         [eqx.tree_at(lambda m: m.weight, eqx.nn.Linear(3, 1, use_bias=False, key=KEY), jnp.ones((1, 3)))]
     )
-    with pytest.raises(ValueError, match="the members 0 have none"):
+    with pytest.raises(ValueError, match="members 0 have zero residuals"):
         laplace.fit(perfect, (X, perfect(ee.Batch(X))[0]), **regression)
     found = laplace.fit(perfect, (X, X[:, 0]), noise=1.0, **regression)
     exact = laplace.fit(perfect, (X, X[:, 0]), noise=0.5, **regression)

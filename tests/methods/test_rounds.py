@@ -241,7 +241,7 @@ class TestNothingIsLost:
             arrays.write_bytes(b"nothing")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with pytest.warns(UserWarning, match="went back to the round before `round-000003`"):
+            with pytest.warns(UserWarning, match="resumes from the round before `round-000003`: all checkpoints"):
                 again = kills.pbt(checkpoint=tmp_path / "a")
         assert kills.digest(again) == whole("pbt")
 
@@ -249,7 +249,7 @@ class TestNothingIsLost:
         shutil.copytree(finished, tmp_path / "a")
         for arrays in (tmp_path / "a" / "decisions" / "step-000000000003").glob("*.safetensors"):
             arrays.write_bytes(b"nothing")
-        with pytest.warns(UserWarning, match="went back to the round before `round-000003`"):
+        with pytest.warns(UserWarning, match="resumes from the round before `round-000003`: all checkpoints"):
             again = kills.pbt(checkpoint=tmp_path / "a")
         assert kills.digest(again) == whole("pbt")
 
@@ -386,7 +386,7 @@ class TestOptions:
 
     def test_folders_of_others(self, tmp_path):
         ee.save(tmp_path / "saved", kills.ENSEMBLE)
-        with pytest.raises(FileExistsError, match="is a checkpoint that `save` wrote"):
+        with pytest.raises(FileExistsError, match="is a single checkpoint written by `save`"):
             kills.pbt(checkpoint=tmp_path / "saved")
         Checkpoints(tmp_path / "run").save(1, kills.ENSEMBLE)
         with pytest.raises(FileExistsError, match="holds the checkpoints of one run"):

@@ -19,7 +19,7 @@ def check_entries(entries: Any, argument: str, *, name: str) -> tuple[Any, ...]:
     """Raises unless `entries` are functions or pairs of a function and an axis; `outputs` must not be empty."""
     found = check_sequence(entries, argument, name=name, of="functions that select layers")
     if not found and argument == "outputs":
-        fix = f"It holds what makes the units. For example `{_EXAMPLE}`."
+        fix = f"`outputs` lists the layers that output the units. For example `{_EXAMPLE}`."
         raise ValueError(f"`{name}` needs at least one layer in `outputs`.\n{fix}")
     for i, entry in enumerate(found):
         path = f"{argument}[{i}]"
@@ -61,7 +61,7 @@ def check_units(units: Any, kinds: tuple[type, ...], *, found: bool) -> list[Any
         if not isinstance(each, kinds):
             raise TypeError(f"`{_ALIGN}` needs a list of `Units` and `Heads`, got {kind_text(each)} at `units[{i}]`.")
     if not listed:
-        what = "found no units between layers that it knows" if found else "needs at least one group in `units`"
+        what = "found no units between layers of known types" if found else "needs at least one group in `units`"
         raise ValueError(f"`{_ALIGN}` {what}.\nSay which axes share an order: `units=[methods.alignment.Units(...)]`.")
     return listed
 
@@ -80,9 +80,9 @@ def check_where(where: Callable[[Any], Any], model: Any, path: str) -> Any:
 def check_some_axes(found: list[Any] | None, layer: Any, path: str, argument: str) -> list[Any]:
     """Raises for a layer of unknown type. Returns the axes."""
     if found is None:
-        role = "makes" if argument == "outputs" else "reads"
+        role = "output" if argument == "outputs" else "input"
         raise TypeError(
-            f"`{_ALIGN}` does not know which axes of {kind_text(layer)} hold units that it {role}, at `{path}`.\n"
+            f"`{_ALIGN}` cannot infer the {role} axes of {kind_text(layer)}, at `{path}`.\n"
             "Select its arrays, each with its axis: `(lambda model: model.layer.weight, 0)`."
         )
     return found
@@ -171,7 +171,7 @@ def units_message(described: list[str], change: float) -> str:
     listed = "\n".join(f"  {text}" for text in described) or "  all of them together"
     return (
         f"`{_ALIGN}` needs units whose order does not change predictions; shuffling them changed predictions by "
-        f"{change:.1e} times what rounding may:\n{listed}\n"
+        f"{change:.1e} times the rounding tolerance:\n{listed}\n"
         "Name everything that has these units: norms and what adds to them among `outputs`, all that reads them among "
         "`inputs`."
     )

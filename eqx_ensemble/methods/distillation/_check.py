@@ -51,7 +51,7 @@ def _check_teachers(name: str, count: int, least: int) -> None:
         words = {1: "at least one teacher", 2: "at least two teachers"}[least]
         fix = "Was every member removed?"
         if least > 1:
-            fix = "One point has no variance: its likelihood has no maximum. Use `methods.distillation.mixture_loss`."
+            fix = "The Dirichlet likelihood of one teacher is unbounded. Use `methods.distillation.mixture_loss`."
         raise ValueError(needs_message(name, words, f"got {count}", fix))
 
 
@@ -94,5 +94,5 @@ def check_split(name: str, predictions: Any, num_students: Any) -> int:
         if len(shape) < 2 or shape[1] % count or shape[1] == 0:
             got = f"got {count} students for predictions of shape {shape}"
             fix = "The members are the second axis. Leave some out, or choose a divisor of their number."
-            raise ValueError(needs_message(name, "as many teachers for each student", got, fix))
+            raise ValueError(needs_message(name, "a number of teachers divisible by `num_students`", got, fix))
     return count

@@ -52,8 +52,8 @@ def check_layers(layers: list[Any], model: Any, *, least: int, name: str) -> Non
         tied |= any(layer is x for x in inside for layer in layers) or isinstance(node, eqx.nn.Shared)
     if tied:
         raise ValueError(
-            f"`{name}` needs layers whose weights are their own: with `eqx.nn.Shared`, `WeightNorm`, `SpectralNorm` or "
-            "one array in two places, sub-members would have other weights than the tie says.\n"
+            f"`{name}` needs layers whose weights are their own: weights that are tied, by `eqx.nn.Shared`, "
+            "`WeightNorm`, `SpectralNorm` or one array in two places, cannot be converted.\n"
             "Select other layers by `where`, or a model without the tie."
         )
     if len(set(map(id, layers))) < len(layers):
@@ -78,7 +78,7 @@ def check_known(layers: list[Any], *, name: str) -> None:
     for layer in layers:
         if type(layer) not in _KNOWN:
             raise TypeError(
-                f"`{name}` knows what `eqx.nn.Linear` and `eqx.nn.Conv` compute, and not what their subclasses do; got "
+                f"`{name}` supports `eqx.nn.Linear`, `eqx.nn.Conv` and `Conv1d` to `Conv3d`, not other subclasses; got "
                 f"{kind_text(layer)}.\nSelect other layers by `where`."
             )
 
@@ -87,8 +87,8 @@ def check_groups(layer: Any, *, name: str) -> None:
     """Raises for a grouped convolution."""
     if isinstance(layer, eqx.nn.Conv) and layer.groups > 1:
         raise ValueError(
-            f"`{name}` needs a first and a last layer without groups, got `groups={layer.groups}`: the groups would "
-            "part the sub-members.\nSelect other layers by `where`."
+            f"`{name}` needs a first and a last layer without groups, got `groups={layer.groups}`: groups would "
+            "separate the sub-members.\nSelect other layers by `where`."
         )
 
 
@@ -114,8 +114,8 @@ def check_rows_differ(joint: JointEnsemble[Any], rows: str, *, name: str) -> Non
     """Raises if sub-members that share a forward pass would be trained on the same inputs."""
     if rows == "same" and has_one_pass(joint) and joint.num_submembers > 1:
         raise ValueError(
-            f"`{name}` needs different rows for the sub-members of `mimo`: trained on the same inputs they become "
-            "one.\nPass `rows='shuffle'`. For a score, call the model: `jax.vmap(model)(x)` is "
+            f"`{name}` needs different rows for the sub-members of `mimo`: trained on the same inputs, they become "
+            "identical.\nPass `rows='shuffle'`. For a score, call the model: `jax.vmap(model)(x)` is "
             "`(rows, submembers, ...)`."
         )
 

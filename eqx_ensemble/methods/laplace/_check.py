@@ -62,7 +62,9 @@ def check_indices(indices: Any, num_weights: int, structure: str, *, name: str) 
     if indices is None:
         return None
     if structure == "kron":
-        raise TypeError(f'`{name}` takes `indices` with `structure="full"` or `"diag"`: a layer is a whole.')
+        raise TypeError(
+            f'`{name}` takes `indices` with `structure="full"` or `"diag"`: `"kron"` applies to a whole layer.'
+        )
     own = isinstance(indices, Each)
     array = check_array(name, "indices", indices.per_member() if isinstance(indices, Each) else indices)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != 1 + own or array.shape[-1] == 0:
@@ -91,11 +93,12 @@ def check_per_member(name: str, argument: str, value: Any, own: Any) -> Any:
     array = check_array(name, argument, value.per_member() if isinstance(value, Each) else value)
     if array.shape not in ((), own.shape) or not jnp.issubdtype(array.dtype, jnp.number):
         got = f"expected () or {own.shape}, got {array.dtype} {array.shape}"
-        raise ValueError(needs_message(name, f"one `{argument}`, or one per member", got, "It is no array of weights."))
+        fix = "It is a scalar or `(members,)`."
+        raise ValueError(needs_message(name, f"one `{argument}`, or one per member", got, fix))
     host = concrete(array)
     if host is not None and not ((host > 0) & np.isfinite(host)).all():
         wrong = ~((host > 0) & np.isfinite(host))
-        fix = "A prior without precision is none: choose a small one."
+        fix = "The prior must be proper: choose a small positive precision."
         fix = "It is a standard deviation, in the unit of the targets." if argument == "noise" else fix
         raise ValueError(needs_message(name, f"`{argument}` above zero and finite", first_text(host, wrong), fix))
     return jnp.broadcast_to(array.astype(own.dtype), own.shape)
@@ -149,6 +152,4 @@ def check_subnetwork_size(count: Any, num_weights: int, *, name: str) -> int:
 def check_subnetwork(selection: Any, *, name: str) -> None:
     """Raises for the posterior of a layer (`"kron"`)."""
     if not isinstance(selection, Leaves):
-        raise TypeError(
-            f'`{name}` needs a fit with `structure="diag"` or `"full"`: of a layer all weights belong together.'
-        )
+        raise TypeError(f'`{name}` needs a fit with `structure="diag"` or `"full"`: `"kron"` has no subnetworks.')

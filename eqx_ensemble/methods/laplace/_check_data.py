@@ -40,7 +40,8 @@ def check_row_weights(values: Any, kept: Any, num_rows: int, num_members: int, *
     array = array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
     host = concrete(array)
     if host is not None and not host.any(axis=-1).all():
-        raise ValueError(needs_message(name, "`row_weights` that leave a row", "got only zeros", "Inverted?"))
+        fix = "All rows are masked or have weight zero: is the mask inverted?"
+        raise ValueError(needs_message(name, "`row_weights` that leave a row", "got only zeros", fix))
     return Each(array) if own else array
 
 
@@ -59,7 +60,7 @@ def check_outputs(shape: Any, likelihood: str, *, name: str) -> None:
             "a logit for each of two classes or more",
             'One logit, of a sigmoid, is `likelihood="binary"`.',
         ),
-        "regression": (math.prod(shape.shape) > 0, "at least one output", "Is a layer without units?"),
+        "regression": (math.prod(shape.shape) > 0, "at least one output", "Is the output size of the last layer zero?"),
     }
     fits, needs, fix = wanted[likelihood]
     if not fits:
@@ -88,7 +89,8 @@ def _check_values(array: Any, likelihood: str, rows: Any, shape: Any, mask: Any,
         fix = "Targets have the shape of the outputs, with the rows in front."
         raise ValueError(needs_message(name, "one target per output and row", got, fix))
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise TypeError(needs_message(name, "targets that are real numbers", f"got {array.dtype}", "Are they complex?"))
+        fix = "For complex targets pass the real and imaginary parts as two outputs."
+        raise TypeError(needs_message(name, "targets that are real numbers", f"got {array.dtype}", fix))
     flat = array.reshape(*rows, size)
     if likelihood != "binary":
         return flat

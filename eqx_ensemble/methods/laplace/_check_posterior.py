@@ -26,8 +26,8 @@ def check_finite_posterior(posterior: Any, ids: Any, *, name: str) -> None:
     noise = None if posterior.noise is None else concrete(posterior.noise)
     if noise is not None and not (noise > 0).all():
         raise ValueError(
-            f"`{name}` takes the noise from the residuals by default; the members {_ids(ids, noise <= 0)} have none.\n"
-            "Pass `noise`, the standard deviation of the targets around their means."
+            f"`{name}` takes the noise from the residuals by default; members {_ids(ids, noise <= 0)} have zero "
+            "residuals.\nPass `noise`, the standard deviation of the targets around their means."
         )
 
 

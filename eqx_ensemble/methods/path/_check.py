@@ -110,7 +110,7 @@ def check_record(are_last: Sequence[bool], *, name: str) -> None:
             f"`methods.path`, as in `methods.path.{EXAMPLES[name]}`."
         )
     if len(are_last) > 1:
-        raise ValueError(f"`{name}` found {len(are_last)} records, and cannot know which is meant: use one wrapper.")
+        raise ValueError(f"`{name}` found {len(are_last)} records, which is ambiguous: use one wrapper.")
     if not all(are_last):
         wrapper = EXAMPLES[name].partition("(")[0]
         raise ValueError(
