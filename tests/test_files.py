@@ -122,7 +122,7 @@ def test_one_model(tmp_path):
     ee.save(tmp_path / "m", model)
     for like in (Attention, model, eqx.filter_eval_shape(Attention, KEY)):
         assert_same(ee.load(tmp_path / "m", like), model)
-    with pytest.raises(ValueError, match="cannot choose members of .*: it was saved without any"):
+    with pytest.raises(ValueError, match="cannot choose members of .*: it was saved without members"):
         ee.load(tmp_path / "m", Attention, members=[0])
 
 
@@ -299,7 +299,7 @@ def test_an_ensemble_without_its_state_is_told(path, unhooked):
 
 
 def test_the_maker_in_place_of_the_model_replaces_nothing(path, ensemble, unhooked):
-    with pytest.raises(TypeError, match=r"`save` got a function without any array(.|\n)*not what makes it"):
+    with pytest.raises(TypeError, match=r"`save` got a function without any array(.|\n)*not its constructor"):
         ee.save(path, linear)
     assert_same(ee.load(path, linear), ensemble)
 

@@ -26,7 +26,7 @@ def check_has_arrays(tree: Any, *, name: str) -> None:
     leaves = jax.tree.leaves(tree)
     if callable(tree) and all(callable(leaf) and not is_member_array(leaf) for leaf in leaves):
         raise TypeError(
-            f"`{name}` got {kind_text(tree)} without any array.\nPass the ensemble or the model, not what makes it."
+            f"`{name}` got {kind_text(tree)} without any array.\nPass the ensemble or the model, not its constructor."
         )
 
 
@@ -38,7 +38,7 @@ def check_saved_members(members: Any, path: Any, *, name: str) -> None:
     """Checks that a checkpoint was saved with members."""
     if members is None:
         raise ValueError(
-            f"`{name}` cannot choose members of `{path}`: it was saved without any.\n"
+            f"`{name}` cannot choose members of `{path}`: it was saved without members.\n"
             "Members are those of an `Ensemble` or an `Each` in the tree that was saved."
         )
 

@@ -25,7 +25,7 @@ def damage_message(file: Any, reason: str, *, leaf: str | None = None, member: i
         where += f", at `{safe_text(leaf)}`" + (f", member {member}" if member is not None else "")
     return (
         f"A checkpoint is damaged: {where}: {safe_text(reason)}.\n"
-        "Load an older checkpoint or another copy: what is left of this one cannot be trusted."
+        "Load an older checkpoint or another copy: this checkpoint cannot be used."
     )
 
 

@@ -104,7 +104,7 @@ def check_folder_free(path: Any, holder: dict[str, Any] | None, *, free: bool) -
         if holder:
             who = f"process {holder.get('pid')} on `{holder.get('host')}`, since {holder.get('since')}"
             if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname():
-                who += ", which is this process: another thread, as one that an interrupted call has left"
+                who += ", which is this process: another thread, possibly left by an interrupted call"
         raise BlockingIOError(
             errno.EWOULDBLOCK,
             f"`fit` needs a checkpoint folder that no other run uses, and `{path}` is in use: by {who}.\nWait for that "
@@ -197,7 +197,8 @@ def check_step_exists(folder: Any, step: int | None, steps: Sequence[int]) -> No
         there = ", ".join(map(str, steps)) or "none"
         raise FileNotFoundError(
             errno.ENOENT,
-            f"`checkpoint.Checkpoints.restore` found no checkpoint of step {step} in `{folder}`; there are: {there}",
+            f"`checkpoint.Checkpoints.restore` found no checkpoint of step {step} in `{folder}`; existing steps: "
+            f"{there}",
         )
 
 

@@ -23,7 +23,7 @@ def decode(data: bytes, file: Any) -> Manifest:
         raise corrupt_error(file, "its checksum does not match")
     try:
         content = json.loads(body.decode("ascii"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-        _expect("this is no manifest", holds=type(content) is dict and content.get("format") == FORMAT)
+        _expect("not a manifest", holds=type(content) is dict and content.get("format") == FORMAT)
         if content.get("version") == VERSION:
             return _manifest(content)
     except _InvalidError as error:
@@ -43,27 +43,28 @@ def _expect(reason: str, *, holds: bool) -> None:
 
 
 def _no_duplicates(pairs: list) -> dict:
-    _expect("a key stands there twice", holds=len({key for key, _ in pairs}) == len(pairs))
+    _expect("a key occurs twice", holds=len({key for key, _ in pairs}) == len(pairs))
     return dict(pairs)
 
 
 def _no_constant(name: str) -> None:
-    raise _InvalidError(f"`{name}` is no number of JSON")
+    raise _InvalidError(f"`{name}` is not a JSON number")
 
 
 def _manifest(content: dict) -> Manifest:
     _expect("a field is missing or unknown", holds=set(content) == {"format", "version", *Manifest._fields})
     members = content["members"]
     if members is not None:
-        _expect("`members` are no ids", holds=_is_ids(members))
+        _expect("`members` are not ids", holds=_is_ids(members))
         members = tuple(members)
     structure, versions = content["structure"], content["versions"]
-    _expect("`structure` or `versions` are no texts", holds=_is_texts(structure) and _is_texts(versions))
+    _expect("`structure` or `versions` are not strings", holds=_is_texts(structure) and _is_texts(versions))
     step, score, meta = content["step"], unstrict(content["score"]), unstrict(content["meta"])
-    _expect("`step` is no step", holds=step is None or (type(step) is int and step >= 0))
-    _expect("`score` is no number", holds=score is None or type(score) in (int, float))
-    _expect("`entries` are no leaves", holds=_is_list(content["entries"], dict) and _is_list(content["numbers"], dict))
-    _expect("`file` is no name of a file of arrays", holds=_is_file(content["file"]))
+    _expect("`step` is not a step number", holds=step is None or (type(step) is int and step >= 0))
+    _expect("`score` is not a number", holds=score is None or type(score) in (int, float))
+    are_leaves = _is_list(content["entries"], dict) and _is_list(content["numbers"], dict)
+    _expect("`entries` or `numbers` are not leaves", holds=are_leaves)
+    _expect("`file` is not the name of a file of arrays", holds=_is_file(content["file"]))
     entries = _entries(content["entries"], members)
     numbers = tuple(_number(number) for number in content["numbers"])
     paths = [leaf.path for leaf in (*entries, *numbers)]
@@ -98,9 +99,9 @@ def _entries(fields_of: list[dict], members: tuple[int, ...] | None) -> tuple[En
     for fields in fields_of:
         entry = _entry(fields)
         if entry.kind == "members":
-            _expect("a leaf has not the members axis", holds=members is not None and entry.shape[:1] == (len(members),))
+            _expect("a leaf lacks the members axis", holds=members is not None and entry.shape[:1] == (len(members),))
         first = tensors.setdefault(entry.tensor, entry)
-        _expect("a leaf names a tensor that is not there", holds=first.path == entry.tensor)
+        _expect("a leaf names a missing tensor", holds=first.path == entry.tensor)
         _expect("tied leaves differ", holds=first._replace(path=entry.path) == entry)
         entries.append(entry)
     return tuple(entries)
@@ -112,7 +113,7 @@ def _entry(fields: dict) -> Entry:
     shape, key = fields["shape"], fields["key"]
     _expect("a leaf has a wrong field", holds=all(type(text) is str for text in (path, tensor, kind, dtype, checksum)))
     _expect("a leaf has an unknown dtype or kind", holds=dtype in DTYPES and kind in ("members", "shared"))
-    _expect("a shape is no list of integers", holds=_is_list(shape, int) and len(shape) <= _MOST_AXES)
+    _expect("a shape is not a list of integers", holds=_is_list(shape, int) and len(shape) <= _MOST_AXES)
     _expect("a shape has a negative size", holds=all(size >= 0 for size in shape))
     _expect("a shape is too large", holds=math.prod(size or 1 for size in shape) < 2**59)
     if key is not None:
@@ -135,7 +136,7 @@ def _number(fields: dict) -> Number:
             return Number(fields["path"], complex(float.fromhex(text[0]), float.fromhex(text[1])))
     except (ValueError, OverflowError):
         pass
-    raise _InvalidError(f"a number is none of {', '.join(_TYPES)}")
+    raise _InvalidError(f"a number is not one of {', '.join(_TYPES)}")
 
 
 def unstrict(value: Any) -> Any:

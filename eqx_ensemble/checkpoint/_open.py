@@ -32,4 +32,4 @@ def open_checkpoint(path: Any, *, name: str) -> Reader | OrbaxReader:
             if read_manifest(path) == manifest:
                 first = manifest.entries[0].path if manifest.entries else None
                 raise corrupt_error(path / manifest.file, "the file is missing", leaf=first) from None
-    raise corrupt_error(path, "it is replaced faster than it can be read")
+    raise corrupt_error(path, "another process keeps overwriting it")

@@ -164,7 +164,7 @@ def test_nothing_to_restore(folder):
         Checkpoints(folder).restore(tree(0))
     checkpoints = Checkpoints(folder)
     checkpoints.save(1, tree(1))
-    with pytest.raises(FileNotFoundError, match="no checkpoint of step 2 in .*; there are: 1"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 2 in .*; existing steps: 1"):
         checkpoints.restore(tree(0), step=2)
 
 

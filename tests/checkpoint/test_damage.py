@@ -93,7 +93,7 @@ def test_the_error_names_leaf_and_member(tmp_path):
         ee.load(tmp_path / "x", make)
     assert str(caught.value) == (
         f"A checkpoint is damaged: `{file}`, at `.stacked.layers[1].weight`, member 2: the checksum does not match.\n"
-        "Load an older checkpoint or another copy: what is left of this one cannot be trusted."
+        "Load an older checkpoint or another copy: this checkpoint cannot be used."
     )
     assert (caught.value.file, caught.value.leaf, caught.value.member) == (str(file), ".stacked.layers[1].weight", 2)
     with pytest.raises(ee.CheckpointCorruptError, match="member 2"):

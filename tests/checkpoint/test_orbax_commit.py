@@ -167,7 +167,7 @@ def test_names_that_lead_elsewhere(tmp_path):
     manifest = read_manifest(tmp_path / "x")
     for name in ("orbax-../x", "orbax-1/../../y", "orbax-", "orbax-1x", "orbax-٣"):
         (tmp_path / "x" / "checkpoint.json").write_bytes(encode(manifest._replace(file=name)))
-        with pytest.raises(ee.CheckpointCorruptError, match="`file` is no name of a file of arrays"):
+        with pytest.raises(ee.CheckpointCorruptError, match="`file` is not the name of a file of arrays"):
             ee.load(tmp_path / "x", tree(0))
 
 

@@ -344,7 +344,7 @@ BAD = {
         ValueError,
         "needs `cast` to be one of None, 'like'",
     ),
-    "members of none": (lambda path: ee.load(_saved(path), 1, members=[0]), ValueError, "it was saved without any"),
+    "members of none": (lambda path: ee.load(_saved(path), 1, members=[0]), ValueError, "it was saved without members"),
 }
 
 
