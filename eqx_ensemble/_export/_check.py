@@ -125,7 +125,7 @@ def check_known_plan(plan: Any, *, name: str) -> None:
     """Checks that a plan needs no measurements."""
     if plan.choice is not plan:
         raise TypeError(
-            f'`{name}` needs a plan that is known, got `plan="auto"`: what is fastest can be tried only where the '
+            f'`{name}` needs a concrete plan, got `plan="auto"`: what is fastest can be tried only where the '
             "program runs.\nPass `Vmap()`, or what `predict` chose with `plan=Auto()`: `plan.choice`."
         )
 
@@ -165,8 +165,8 @@ def check_no_random_numbers(jaxpr: Jaxpr, *, name: str) -> None:
     for found in _primitives(jaxpr):
         if found.startswith(("random_", "rng_", "threefry")):
             raise NotImplementedError(
-                f"`{name}` cannot convert random numbers: found `{found}`. In ONNX they would be others.\nDraw them "
-                "before, and pass them as an input; or use `export`."
+                f"`{name}` cannot convert random numbers: found `{found}`. ONNX would draw different numbers.\n"
+                "Draw them before, and pass them as an input; or use `export`."
             )
 
 

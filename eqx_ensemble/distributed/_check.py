@@ -77,7 +77,7 @@ def check_complete(values: Mapping[str, Any], variables: Mapping[str, str], torc
     hint = "Pass it, or start the processes with `python -m eqx_ensemble.launch`, Slurm or the like."
     if len(unset) < len(torch_like):
         hint += f"\nThe environment variables {_list_text(unset)} are not set; with the others they would define it."
-    raise ValueError(f"`distributed.initialise` does not know {_list_text(missing)} of several processes.\n{hint}")
+    raise ValueError(f"`distributed.initialise` needs {_list_text(missing)} for several processes.\n{hint}")
 
 
 def _list_text(words: list[str]) -> str:

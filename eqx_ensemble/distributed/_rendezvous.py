@@ -142,7 +142,7 @@ class _Attendance:
         if count != self._call.num_processes:
             reason = f"it waits for {self._call.num_processes} processes, and this one for {count}"
         elif not 0 < number < count or self._connected.get(number, connection) is not connection:
-            reason = f"another process {number} is there"
+            reason = f"process {number} is already connected"
         if reason is None:
             self._connected[number] = connection
             self._ever_connected.add(number)

@@ -32,12 +32,12 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Run a program in several processes on this machine that find each other, and show what they "
         "write with their number in front. For programs that call `distributed.initialise`.",
     )
-    parser.add_argument("-n", "--processes", type=int, required=True, help="how many processes")
-    parser.add_argument("--devices", type=int, help="how many virtual CPU devices each has (default: what JAX finds)")
+    parser.add_argument("-n", "--processes", type=int, required=True, help="number of processes")
+    parser.add_argument("--devices", type=int, help="virtual CPU devices per process (default: what JAX finds)")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds between SIGTERM and SIGKILL (default: 5)")
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module, as in `python -m`")
     parser.add_argument("program", metavar="PROGRAM", help="the script")
-    parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="what is passed to it")
+    parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of the program")
     options = parser.parse_args(arguments)
     try:
         check_launch(options.processes, options.devices, options.grace, None if options.module else options.program)

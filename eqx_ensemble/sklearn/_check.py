@@ -51,7 +51,7 @@ def _check_make_signature(make: Any, name: str) -> None:
         return
     except TypeError as error:
         raise TypeError(
-            f"`{name}` calls `make(in_size, out_size, key=key)`, which it cannot be called like: {error}.\n"
+            f"`{name}` calls `make(in_size, out_size, key=key)`, which its signature does not allow: {error}.\n"
             "For example `make=functools.partial(eqx.nn.MLP, width_size=32, depth=2)`."
         ) from None
 
@@ -110,9 +110,9 @@ def check_same_draws(drawn: np.ndarray, before: np.ndarray | None, *, name: str)
     """Raises unless members that are trained further keep their bootstrap samples, which define the out-of-bag rows."""
     if before is None or not np.array_equal(drawn, before):
         raise ValueError(
-            f"`{name}` trains bagged members further, which needs the bootstrap samples of the previous fit: then "
-            f"{'there were none' if before is None else 'other rows were drawn'}, so that rows which a member has seen "
-            "would count as out of bag.\nPass the same rows and `bootstrap` as then, or `warm_start=False`."
+            f"`{name}` trains bagged members further, which needs their earlier bootstrap samples: the previous fit "
+            f"{'had none' if before is None else 'drew other rows'}, so that rows which a member has seen would count "
+            "as out of bag.\nPass the same rows and `bootstrap` as in the previous fit, or `warm_start=False`."
         )
 
 

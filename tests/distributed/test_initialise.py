@@ -208,7 +208,7 @@ class TestRendezvous:
     def test_two_of_one_number(self):
         first, one, two = calls(3, [0, 1, 1], timeout=2.0)
         _, *both = outcomes([first, one, two])
-        assert sum("another process 1 is there" in str(error) for error in both) == 1
+        assert sum("process 1 is already connected" in str(error) for error in both) == 1
         assert sum("process 2 did not connect" in str(error) for error in both) == 1
 
     def test_other_counts(self):
@@ -372,7 +372,7 @@ BAD = {
     "half of what is needed": (
         lambda: START(num_processes=2),
         ValueError,
-        "`distributed.initialise` does not know `coordinator` and `process_id` of several processes.\n"
+        "`distributed.initialise` needs `coordinator` and `process_id` for several processes.\n"
         "Pass it, or start the processes with `python -m eqx_ensemble.launch`, Slurm or the like.",
     ),
     "a traced array": (
@@ -405,11 +405,11 @@ BAD_VARIABLES = {
     "a rank too large": (TORCHRUN | {"RANK": "2"}, "got process 2 of 2"),
     "no rank": (
         {"MASTER_ADDR": "a", "WORLD_SIZE": "2"},
-        "does not know `coordinator`, `num_processes` and `process_id` of several processes.\nPass it, or start the "
+        "needs `coordinator`, `num_processes` and `process_id` for several processes.\nPass it, or start the "
         "processes with `python -m eqx_ensemble.launch`, Slurm or the like.\nThe environment variables `MASTER_PORT` "
         "and `RANK` are not set; with the others they would define it.",
     ),
-    "a coordinator alone": ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "does not know `num_processes` and `process_id` of"),
+    "a coordinator alone": ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "needs `num_processes` and `process_id` for"),
 }
 
 

@@ -125,7 +125,7 @@ BAD = {
     ),
     "a plan that is not known": (
         lambda: export(plan="auto"),
-        'TypeError: `export` needs a plan that is known, got `plan="auto"`: what is fastest can be tried only where '
+        'TypeError: `export` needs a concrete plan, got `plan="auto"`: what is fastest can be tried only where '
         "the program runs."
         "\nPass `Vmap()`, or what `predict` chose with `plan=Auto()`: `plan.choice`.",
     ),

@@ -136,8 +136,8 @@ def test_random_numbers_have_no_onnx():
     with pytest.raises(NotImplementedError) as caught:
         ee.export_onnx(ensemble, shapes=(25,))
     assert str(caught.value) == (
-        "`export_onnx` cannot convert random numbers: found `random_wrap`. In ONNX they would be others.\nDraw them "
-        "before, and pass them as an input; or use `export`."
+        "`export_onnx` cannot convert random numbers: found `random_wrap`. ONNX would draw different numbers.\n"
+        "Draw them before, and pass them as an input; or use `export`."
     )
 
 

@@ -127,13 +127,13 @@ def test_a_warm_start_trains_on(x, y, small):
 
 def test_a_warm_start_has_the_bootstrap_samples_of_the_first(x, y, small):
     model = EnsembleRegressor(**small, warm_start=True).fit(x, y)
-    with pytest.raises(ValueError, match="needs the bootstrap samples of the previous fit: then there were none"):
+    with pytest.raises(ValueError, match="needs their earlier bootstrap samples: the previous fit had none"):
         model.set_params(bootstrap=True).fit(x, y)
     model = EnsembleRegressor(**small, warm_start=True, bootstrap=True).fit(x, y)
     rows = model.rows_
     np.testing.assert_array_equal(model.fit(x, y).rows_, rows)
     some = np.arange(len(x)) > 2
-    with pytest.raises(ValueError, match="then other rows were drawn"):
+    with pytest.raises(ValueError, match="the previous fit drew other rows"):
         model.fit(x, y, sample_weight=some.astype(float))
 
 
@@ -190,7 +190,7 @@ def test_one_class_and_booleans(x, small):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*not finite")
+@pytest.mark.filterwarnings("ignore:.*diverged")
 def test_divergence(x, y, small):
     with pytest.raises(ee.train.DivergedError, match="all members diverged. Lower `learning_rate`"):
         EnsembleRegressor(**small | {"learning_rate": 1e30}).fit(x, y)
