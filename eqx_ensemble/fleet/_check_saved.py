@@ -23,7 +23,7 @@ def check_save_folder(path: Any, *, name: str) -> Any:
     if is_sealed(found):
         raise FileExistsError(
             errno.EEXIST,
-            f"`{name}` needs a folder of its own as `save`, and `{path}` is a checkpoint that `save` wrote.\n"
+            f"`{name}` needs a folder for all shards as `save`; `{path}` is a single checkpoint written by `ee.save`.\n"
             "Choose another folder",
         )
     return found.absolute()

@@ -101,7 +101,7 @@ class Auto(AbstractPlan):
     def explain(self) -> str:
         """A report on the analysis, the trials and their times, and the choice."""
         if not self.notes.searches:
-            return "Nothing was run with this plan yet, so that nothing was tried."
+            return "No search has been run with this plan yet."
         return "\n\n".join(search_report(name, search) for name, search in self.notes.searches.items())
 
 

@@ -12,12 +12,10 @@ _SEEN_BYTES = 2**25  # the process reuses smaller blocks, which are therefore no
 def search_report(name: str, search: Search) -> str:
     """The report on the search for the program of the function `name`: analysis, trials and choice."""
     cache = search.cache
-    spent = (
-        f"{search.spent:.2f} s of {search.seconds:.2f}" if search.spent else "nothing in addition to the work itself"
-    )
+    spent = f"cost {search.spent:.2f} s of {search.seconds:.2f}" if search.spent else "had no overhead"
     return (
         f"`{name}` runs {cache.num_members} members on {jax.default_backend()} under {search.plan!r}.\n"
-        f"One member's {cache.unit}: {_cost_text(cache.cost)}.\n{_table(search)}\nThe search cost {spent}."
+        f"One member's {cache.unit}: {_cost_text(cache.cost)}.\n{_table(search)}\nThe search {spent}."
     )
 
 

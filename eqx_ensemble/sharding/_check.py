@@ -16,13 +16,13 @@ def check_num_devices(members: int | None, data: int, model: int, num_devices: i
     """Checks that there are enough devices, and returns the size of the axis `members`."""
     of_one = data * model
     if members is None and num_devices < of_one:
-        raise ValueError(f"`make_mesh` needs data x model = {data} x {model} devices or more, there are {num_devices}.")
+        raise ValueError(f"`make_mesh` needs data x model = {data} x {model} devices or more, got {num_devices}.")
     if members is None:
         return num_devices // of_one
     if members * of_one > num_devices:
         raise ValueError(
-            f"`make_mesh` was asked for members x data x model = {members} x {data} x {model} = {members * of_one} "
-            f"devices, there are {num_devices}.\n"
+            f"`make_mesh` needs members x data x model = {members} x {data} x {model} = {members * of_one} devices, "
+            f"got {num_devices}.\n"
             'On a CPU, `jax.config.update("jax_num_cpu_devices", n)` before the first use of jax makes n virtual ones.'
         )
     return members

@@ -108,9 +108,7 @@ def check_no_array_options(*, batch_size: Any, rows: Any, order: Any, scan: Any,
     used["scan"] = scan is not None
     given = [f"`{word}`" for word, is_used in used.items() if is_used]
     if given:
-        raise TypeError(
-            f"`{name}` takes {', '.join(given)} for data in arrays; an iterable of batches decides that itself."
-        )
+        raise TypeError(f"`{name}` takes {', '.join(given)} only for data in arrays, not for an iterable of batches.")
 
 
 def check_same_structure(validation: Any, data: Any) -> None:

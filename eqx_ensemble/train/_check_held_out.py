@@ -34,8 +34,9 @@ def check_no_copies(revived: list[Any], *, name: str) -> None:
     if copied:
         words = ", ".join(f"{event.member} of {event.donor}" for event in copied)
         raise ValueError(
-            f"`{name}` cannot tell which rows members were trained on: some became copies of others ({words}), trained "
-            "on other rows.\nRe-initialise diverged members, with `on_diverge=train.Revive(make)`, or freeze them."
+            f"`{name}` cannot determine the training rows: diverged members were revived as copies of others "
+            f"({words}), which were trained on other rows.\nRe-initialise diverged members, with "
+            "`on_diverge=train.Revive(make)`, or freeze them."
         )
 
 

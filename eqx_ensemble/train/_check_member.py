@@ -32,10 +32,10 @@ def check_hyper(values: Any, num_members: int, *, name: str) -> None:
     for path, _ in jax.tree_util.tree_leaves_with_path(values):
         column = hyper_column_text(path)
         if column in TABLE_COLUMNS or column in columns:
-            other = f"`hyper{jax.tree_util.keystr(columns[column])}`" if column in columns else "what a run reports"
+            other = f"`hyper{jax.tree_util.keystr(columns[column])}`" if column in columns else "the run's results"
             raise ValueError(
-                f"`{name}` needs names in `hyper` that are columns of their own in `run.table()`; "
-                f"`hyper{jax.tree_util.keystr(path)}` would be the column `{column}`, which is that of {other}.\n"
+                f"`{name}` needs names in `hyper` that are unique columns in `run.table()`; "
+                f"`hyper{jax.tree_util.keystr(path)}` clashes with the column `{column}` of {other}.\n"
                 "Name it differently."
             )
         columns[column] = path

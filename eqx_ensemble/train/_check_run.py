@@ -13,7 +13,8 @@ def diverged_message(ids: Any, stopped_at: Any, faults: Any, *, first_step: int 
     each = zip(ids.tolist(), stopped_at.tolist(), faults.tolist(), strict=True)
     listed = ", ".join(f"{member} at step {step} (`{fault}`)" for member, step, fault in each)
     lines = [
-        f"{len(ids)} member(s) diverged and keep their last finite weights (id, step, what was not finite): {listed}.",
+        f"{len(ids)} member(s) diverged and keep their last finite weights (id, step, first non-finite value): "
+        f"{listed}.",
         "`run.healthy` leaves them out; a smaller learning rate or gradient clipping often helps.",
     ]
     of_loss = faults == "loss"
@@ -100,4 +101,6 @@ def check_num_ranked(count: Any, available: int, *, name: str) -> None:
     """Raises if `count` exceeds the number of members with a score."""
     check_positive_int(count, "count", name=name)
     if count > available:
-        raise ValueError(f"`{name}` was asked for {count} members, but only {available} are healthy and have a score.")
+        raise ValueError(
+            f"`{name}` needs `count` of at most {available}, the number of healthy members with a score; got {count}."
+        )

@@ -317,7 +317,7 @@ class TestRead:
             ee.fleet.open_run(tmp_path, ENSEMBLE)
         with pytest.raises(TypeError, match="needs as `like`"):
             ee.fleet.open_run(run.folder, 3)
-        with pytest.raises(FileExistsError, match="a folder of its own"):
+        with pytest.raises(FileExistsError, match="a single checkpoint written by `ee.save`"):
             save(run.folder / "shard-000000")
 
     def test_damage(self, sharded_run, tmp_path):

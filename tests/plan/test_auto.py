@@ -290,7 +290,7 @@ class TestUse:
 
     def test_explained_in_words_and_numbers(self, ensemble):
         plan = Auto()
-        assert plan.explain() == "Nothing was run with this plan yet, so that nothing was tried."
+        assert plan.explain() == "No search has been run with this plan yet."
         assert plan.choice is None
         fitted(ensemble, plan)
         words = plan.explain()

@@ -82,8 +82,8 @@ class TestMakeMesh:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"members": 3, "data": 2}, r"members x data x model = 3 x 2 x 1 = 6 devices, there are 4"),
-            ({"data": 8}, r"data x model = 8 x 1 devices or more, there are 4"),
+            ({"members": 3, "data": 2}, r"members x data x model = 3 x 2 x 1 = 6 devices, got 4"),
+            ({"data": 8}, r"data x model = 8 x 1 devices or more, got 4"),
             ({"members": 0}, "members"),
             ({"data": 1.5}, "data"),
         ],

@@ -114,7 +114,7 @@ class TestBestOfARun:
         run = self.run(validation=(x, x.sum(1, keepdims=True)))
         best = run.best(5)
         assert best.ids.tolist() == [i for i in np.argsort(run.best_score).tolist() if i != 2]
-        with pytest.raises(ValueError, match="asked for 6 members, but only 5 are healthy"):
+        with pytest.raises(ValueError, match="`count` of at most 5, the number of healthy members with a score; got 6"):
             run.best(6)
 
     def test_by_scores_of_ones_own(self):

@@ -172,7 +172,7 @@ def test_patience_counts_epochs_that_end(ensemble):
 class TestRefused:
     def test_what_the_state_has_already(self, ensemble):
         state = ee.train.init(ensemble, ADAM, key=KEY)
-        with pytest.raises(TypeError, match="which has its own `hyper`, `trainable`: omit"):
+        with pytest.raises(TypeError, match="which already contains `hyper`, `trainable`: omit them"):
             fitted(state, epochs=1, hyper=jnp.ones(MEMBERS), trainable=lambda x: True)
 
     def test_another_optimiser(self, ensemble):

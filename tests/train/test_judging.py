@@ -147,14 +147,14 @@ def test_numpy_numbers_are_numbers(unhooked):
 
 @pytest.mark.parametrize("name", ["member", "loss", "validation", "best_step", "status", "stopped_at"])
 def test_names_that_the_table_has_itself(name):
-    with pytest.raises(ValueError, match=rf"`train.init` needs names(.|\n)*hyper\['{name}'\](.|\n)*what a run reports"):
+    with pytest.raises(ValueError, match=rf"`train.init` needs names(.|\n)*hyper\['{name}'\](.|\n)*the run's results"):
         ee.train.init(built(), lambda h: optax.sgd(h["lr"]), hyper={"lr": RATES, name: RATES}, key=KEY)
 
 
 def test_names_that_become_one(pair):
     assert set(pair[0].table()) == {"lr", "member", "loss", "validation", "best_step", "status", "stopped_at"}
     hyper = {"lr": RATES, "a.b": RATES, "a": {"b": RATES}}
-    with pytest.raises(ValueError, match=r"column `a.b`, which is that of `hyper\['a'\]\['b'\]`"):
+    with pytest.raises(ValueError, match=r"clashes with the column `a.b` of `hyper\['a'\]\['b'\]`"):
         ee.train.init(built(), sgd, hyper=hyper, key=KEY)
 
 
@@ -180,7 +180,7 @@ def test_the_best_score_has_its_mode(pair):
 def test_the_best_of_infinite_scores(pair):
     assert pair[0].best(2, by=[-np.inf, 1.0, np.inf, np.nan], mode="min").ids.tolist() == [0, 1]
     assert pair[0].best(2, by=[-np.inf, 1.0, np.inf, np.nan], mode="max").ids.tolist() == [2, 1]
-    with pytest.raises(ValueError, match="only 2 are healthy"):
+    with pytest.raises(ValueError, match="at most 2, the number of healthy members"):
         pair[0].best(3, by=[-np.inf, 1.0, np.inf, np.nan], mode="min")
     with pytest.raises(TypeError, match=r"one score per member in `by`, got 'accuracy'"):
         pair[0].best(by="accuracy", mode="max")

@@ -282,6 +282,6 @@ def test_a_forked_child_neither_waits_nor_holds_locks(tmp_path):
 def test_a_folder_that_save_wrote_is_no_folder_of_runs(tmp_path, unhooked):
     ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 2, key=KEY)
     ee.save(tmp_path / "a", ensemble)
-    with pytest.raises(FileExistsError, match="is a checkpoint that `save` wrote"):
+    with pytest.raises(FileExistsError, match="is a single checkpoint written by `save`"):
         ee.fit(ensemble, loss, SGD, DATA, steps=2, checkpoint=tmp_path / "a", key=KEY)
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["arrays-0001.safetensors", "checkpoint.json"]

@@ -30,7 +30,7 @@ def test_mapped_files_travel_by_name(ensemble, tmp_path):
     at = np.array([0, 7, 52])
     np.testing.assert_array_equal(back.read(at)["x"], DATA[0][at])
     np.testing.assert_array_equal(back.read(at)["y"], DATA[1][at])
-    with pytest.raises(TypeError, match="names of its memory-mapped files"):
+    with pytest.raises(TypeError, match="pickles memory-mapped arrays by file name"):
         pickle.dumps(ee.train.RowReader(x[1:]))
 
 

@@ -79,7 +79,7 @@ def check_batch_read(batch: Any, count: int, like: PyTree, *, name: str) -> PyTr
     for path, x in jtu.tree_leaves_with_path(batch):
         if x.shape[0] != count:
             raise ValueError(
-                f"`{name}` needs one row for each that was asked for; at `batch{jtu.keystr(path)}`: expected "
+                f"`{name}` needs one row for each row requested; at `batch{jtu.keystr(path)}`: expected "
                 f"{count} rows, got {x.shape[0]}.\n{_READ}"
             )
     if like is not None:
@@ -104,13 +104,15 @@ def _check_like(batch: PyTree, like: PyTree, *, name: str) -> None:
 def check_no_scan(scan: Any, *, name: str) -> None:
     """Raises for `scan`: a step is one compiled call on a batch."""
     if scan is not None:
-        raise TypeError(f"`{name}` takes `scan` for data in arrays; a batch that is read is a call of its own.")
+        raise TypeError(
+            f"`{name}` takes `scan` only for data in arrays; with a `RowReader` each batch is a separate compiled call."
+        )
 
 
 def mapped_part_message(shape: tuple[int, ...]) -> str:
     """The message that a part of a memory-mapped array would be sent by value."""
     return (
-        "`train.RowReader` is sent to another process with the names of its memory-mapped files; one of its arrays, of "
-        f"shape {shape}, is a part of such a file, and would be sent as it is.\n"
+        f"`train.RowReader` pickles memory-mapped arrays by file name; the array of shape {shape} is a view of part of "
+        "a file, and would be pickled by value.\n"
         "Pass the complete array, and choose `rows`; or give `fleet.fit` a function that makes the reader on a worker."
     )

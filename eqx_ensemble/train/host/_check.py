@@ -7,8 +7,9 @@ def check_not_given_again(given: list[str]) -> None:
     """Raises for arguments that the training state already contains."""
     if given:
         words = ", ".join(f"`{name}`" for name in given)
+        them = "it" if len(given) == 1 else "them"
         raise TypeError(
-            f"`fit` continues a training state, which has its own {words}: omit that.\n"
+            f"`fit` continues a training state, which already contains {words}: omit {them}.\n"
             "To change hyper-parameters: `equinox.tree_at(lambda s: s.hyper, state, new)`."
         )
 

@@ -52,7 +52,8 @@ def check_run_folder(folder: Any, *, is_checkpoint: bool, name: str = "fit") -> 
     if is_checkpoint:
         raise FileExistsError(
             errno.EEXIST,
-            f"`{name}` needs a folder of its own as `checkpoint`, and `{folder}` is a checkpoint that `save` wrote.\n"
+            f"`{name}` needs a folder for checkpoints as `checkpoint`; `{folder}` is a single checkpoint written by "
+            "`save`.\n"
             "Choose another folder; `load` reads this one",
         )
 
