@@ -41,7 +41,9 @@ def member_keys(key: Any, ids: Any, *, purpose: str = "build") -> Key[Array, " m
     """
     if not isinstance(purpose, str):
         raise TypeError(f"`member_keys` needs `purpose` to be a string, got {kind_text(purpose)}.")
-    return _member_keys(root(key, name="member_keys"), np.uint32(tag(purpose)), member_ids(ids))
+    return _member_keys(
+        root(key, name="member_keys"), np.uint32(tag(purpose)), member_ids(ids, "ids", name="member_keys")
+    )
 
 
 @jax.jit
@@ -49,10 +51,10 @@ def _member_keys(key: Key[Array, ""], tag: UInt32[Array, ""], ids: Int[Array, " 
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.fold_in(key, tag), ids)
 
 
-def member_ids(ids: Any) -> Int[Array, " members"]:
-    """Ids `(members,)` from a count or from ids."""
+def member_ids(ids: Any, argument: str = "num_members", *, name: str) -> Int[Array, " members"]:
+    """Ids `(members,)` from a count, the argument `argument` of the function `name`, or from ids."""
     if isinstance(ids, int | np.integer):
-        check_positive_int(ids, "num_members", name="an ensemble")
+        check_positive_int(ids, argument, name=name)
         return jnp.arange(ids, dtype=jnp.int32)
     check_ids(ids)
     return jnp.asarray(ids, dtype=jnp.int32)

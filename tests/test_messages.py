@@ -83,12 +83,12 @@ BAD = {
     "stack of one model": (
         lambda: ee.stack(MODELS[0]),
         "TypeError: "
-        "`stack` needs a sequence of trees (a list, tuple or iterator), got one `Linear`.\n"
-        "Put the trees in a list, one per member; a tree that is already stacked needs no stacking.",
+        "`stack` needs a sequence of models (a list, tuple or iterator), got one `Linear`.\n"
+        "Put the models in a list, one per member; a model that is already stacked needs no stacking.",
     ),
     "stack of nothing": (
         lambda: ee.stack([]),
-        "ValueError: `stack` needs at least one tree, got an empty sequence.",
+        "ValueError: `stack` needs at least one model, got an empty sequence.",
     ),
     "from_stacked of a list of models": (
         lambda: ee.from_stacked([eqx.nn.MLP(2, 1, 4, 1, key=KEY)] * 3),
@@ -98,7 +98,7 @@ BAD = {
         "`[1].layers[1].bias` and 2 more\n"
         "  4 members at `[0].layers[0].weight`, `[0].layers[0].bias`, `[1].layers[0].weight`, "
         "`[1].layers[0].bias` and 2 more\n"
-        "If this is a list of models, make one stacked model of it first: `stack(models)`.",
+        "For a list of models, stack it first: `stack(models)`.",
     ),
     "concatenate of equal ids": (
         lambda: ee.concatenate([ENSEMBLE, ENSEMBLE[:1]]),
@@ -202,7 +202,7 @@ BAD = {
         lambda: ee.map_members(lambda m, x: m(x))(MODELS, X[0]),
         "TypeError: "
         "`map_members(<lambda>)` needs an argument with members, an `Ensemble` or an `Each`; got none.\n"
-        "If this is a list of models, make one stacked model of it first: `stack(models)`.",
+        "For a list of models, stack it first: `stack(models)`.",
     ),
     "no members at all": (
         lambda: ee.map_members(lambda x: x)(X),
@@ -219,8 +219,8 @@ BAD = {
     "Each of the wrong number": (
         lambda: ENSEMBLE(ee.Each(jnp.ones((4, 2)))),
         "MemberMismatchError: "
-        "`map_members(call)` needs arguments that agree on the number of members; they have 3, 4.\n"
-        "An `Each` holds exactly one value per member; many examples for every member are a `Batch`.",
+        "`Ensemble.__call__` needs arguments with the same number of members, got 3 and 4.\n"
+        "An `Each` holds one value per member. Mark a batch that all members share as `Batch`.",
     ),
     "plan class": (
         lambda: ENSEMBLE.map(lambda m: m.bias, plan=ee.plan.Vmap),
@@ -424,7 +424,7 @@ BAD = {
     ),
     "fit batch_size with an iterable": (
         lambda: fit(data=[(X, Y)], batch_size=2),
-        "TypeError: `fit` takes `batch_size` for data in arrays; an iterable of batches decides that itself.",
+        "TypeError: `fit` takes `batch_size` only for data in arrays, not for an iterable of batches.",
     ),
     "fit an empty iterable": (
         lambda: fit(data=iter(())),
@@ -500,7 +500,7 @@ BAD = {
         lambda: ee.Each(MODELS),
         "TypeError: "
         "`Each` needs one PyTree whose arrays carry the members axis, got a list of models.\n"
-        "If this is a list of models, make one stacked model of it first: `stack(models)`.",
+        "For a list of models, stack it first: `stack(models)`.",
     ),
     "two indices": (
         lambda: ENSEMBLE[0, 1],

@@ -204,7 +204,7 @@ def test_ensemble(make):
 
 
 def test_a_constructor_without_its_key_is_found():
-    warned = pytest.warns(UserWarning, match="equal in every array")
+    warned = pytest.warns(UserWarning, match="made identical members")
     with warned, pytest.raises(AssertionError) as caught:
         ee.testing.check_ensemble(lambda key: mlp(KEY), key=KEY)
     assert "FAILED  members with different keys differ: members 0 and 1 have the same arrays" in str(caught.value)

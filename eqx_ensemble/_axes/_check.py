@@ -7,7 +7,7 @@ import jax
 from .._check import MemberMismatchError, Size, array_leaves, check_axis
 from .._leaf_text import leaf_text
 
-_STACK = "If this is a list of models, make one stacked model of it first: `stack(models)`."
+_STACK = "For a list of models, stack it first: `stack(models)`."
 
 
 def _sizes(tree: Any, axis: int, name: str) -> dict[Size, list[str]]:
@@ -48,11 +48,11 @@ def check_member_count(parts: dict[int, Any], arguments: Any, *, name: str) -> S
         if _holds_list_of_models(arguments):
             hint = _STACK
         raise TypeError(f"`{name}` needs an argument with members, an `Ensemble` or an `Each`; got none.\n{hint}")
-    counts = [check_member_axis(part, axis=0, name=name) for part in parts.values()]
-    if len(set(counts)) > 1:
+    counts = list(dict.fromkeys(check_member_axis(part, axis=0, name=name) for part in parts.values()))
+    if len(counts) > 1:
         raise MemberMismatchError(
-            f"`{name}` needs arguments that agree on the number of members; they have {', '.join(map(str, counts))}.\n"
-            "An `Each` holds exactly one value per member; many examples for every member are a `Batch`."
+            f"`{name}` needs arguments with the same number of members, got {', '.join(map(str, counts[:-1]))} and "
+            f"{counts[-1]}.\nAn `Each` holds one value per member. Mark a batch that all members share as `Batch`."
         )
     return counts[0]
 

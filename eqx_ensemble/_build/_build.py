@@ -132,7 +132,7 @@ def build(
         keys=None if keys is None else check_keys(keys, name="build"),
         **counted,
     )
-    ids = _keys.member_ids(count if ids is None else np.asarray(ids))
+    ids = _keys.member_ids(count if ids is None else np.asarray(ids), name="build")
     if keys is None:
         check_key(key, name="build")
         keys = _keys.member_keys(key, ids)

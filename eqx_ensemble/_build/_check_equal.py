@@ -27,8 +27,8 @@ def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) 
     else:
         return
     warn(
-        f"`build` made members that are equal in every array; trained on the same rows, they stay equal.\n{reason} "
-        f"If they are meant to be equal, write `stack([model] * {count})`."
+        f"`build` made identical members, which stay identical if trained on the same rows.\n{reason} "
+        f"If they are meant to be identical, write `stack([model] * {count})`."
     )
 
 

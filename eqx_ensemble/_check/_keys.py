@@ -55,9 +55,9 @@ def check_integer_ids(values: Any) -> None:
     if getattr(values, "ndim", 1) == 0:
         raise MemberMismatchError(
             f"`Ensemble` needs one id per member; at `.ids`: expected int32[members], got {_array_text(values)}.\n"
-            "Inside `equinox.filter_vmap`, `jax.vmap` or `jax.lax.scan`, what is left of an ensemble is not a model. "
-            "Write `map_members(fn)(ensemble, x)` or `ensemble.map(fn, x)`: there, `fn` gets the model of "
-            "one member."
+            "Inside `equinox.filter_vmap`, `jax.vmap` or `jax.lax.scan`, an ensemble is sliced along its members and "
+            "is not a model. Write `map_members(fn)(ensemble, x)` or `ensemble.map(fn, x)`: there, `fn` gets the model "
+            "of one member."
         )
     dtype = getattr(values, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):

@@ -4,6 +4,7 @@ import equinox as eqx
 
 from .. import tree as _tree
 from .._check import check_weight_count
+from ..tree._sum import combine_trees
 from ._check import check_ensemble, check_equal_members
 from ._ensemble import Ensemble, M
 from ._parts import one_alone
@@ -34,4 +35,5 @@ def average(ensemble: Ensemble[M], weights: Any = None) -> M:
     check_equal_members(exact, name="average")
     kept, _ = _tree.take((exact, ensemble.ids), 0)
     members = [part for part, _ in _tree.unstack((inexact, ensemble.ids))]
-    return one_alone(eqx.combine(_tree.weighted_mean(members, weights), kept), ensemble.shared)
+    mean = combine_trees(members, weights, name="average", mean=True)
+    return one_alone(eqx.combine(mean, kept), ensemble.shared)

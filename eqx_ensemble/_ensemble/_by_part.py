@@ -91,5 +91,5 @@ def explain_part(part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"This is about the part `{part}` of the group.")
+        error.add_note(f"Raised for part `{part}` of the group.")
         raise

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -5,6 +6,15 @@ import equinox as eqx
 from .._check import MemberMismatchError, kind_text
 from ._ensemble import Ensemble
 from ._group import Group
+
+
+def check_no_dict(models: Any, *, name: str) -> None:
+    """No dict: a group names the parts of models after their classes."""
+    if isinstance(models, Mapping):
+        fix = (
+            "`Group({name: ensemble, ...})` makes a group of ensembles. Pass models as a list: `list(models.values())`."
+        )
+        raise TypeError(f"`{name}` needs a list of models, got {kind_text(models)}.\n{fix}")
 
 
 def check_models(models: list[Any], *, name: str) -> list[Any]:

@@ -55,7 +55,7 @@ def _of_ensembles(ensembles: list[Ensemble[Any]], *, renumber: bool) -> Ensemble
     compare_trees(shared, name="concatenate", rules=rules)
     check_equal_shared(shared, name="concatenate")
     if renumber:
-        ids = _keys.member_ids(ids.shape[0])
+        ids = _keys.member_ids(ids.shape[0], name="concatenate")
     else:
         check_distinct_ids(ids, "Build new members with `build(make, ids=..., key=key)`, or pass `renumber=True`.")
     return Ensemble(stacked, shared[0], ids)

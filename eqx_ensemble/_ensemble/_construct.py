@@ -43,7 +43,7 @@ def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> E
     if ids is None or has_arrays:
         num_members = check_member_axis(stacked, axis=0, name="from_stacked")
         ids = num_members if ids is None else ids
-    return Ensemble(stacked, rest, _keys.member_ids(ids))
+    return Ensemble(stacked, rest, _keys.member_ids(ids, name="from_stacked"))
 
 
 def stack(
@@ -72,7 +72,7 @@ def stack(
     ensemble = ee.stack(models)
     ```
     """
-    models = check_trees(models, name="stack")
+    models = check_trees(models, name="stack", noun="model")
     check_flag(promote_scalars, "promote_scalars", name="stack")
     rules = Rules(scalars="floats" if promote_scalars else "equal")
     compare_trees(models, name="stack", rules=rules)
@@ -88,7 +88,7 @@ def stack(
         check_equal_shared(unstacked, name="stack")
         rest = _axes.strip_weak_types(unstacked[0])
     rest = mark_numbers(stacked, rest, numbers)
-    return Ensemble(stacked, rest, _keys.member_ids(len(models) if ids is None else ids))
+    return Ensemble(stacked, rest, _keys.member_ids(len(models) if ids is None else ids, name="stack"))
 
 
 def mark_numbers(stacked: PyTree, shared: PyTree, numbers: PyTree) -> PyTree:

@@ -14,7 +14,7 @@ from .._foreign import from_foreign_tree
 from .._pytree import PyTree
 from .._typing import CallableEnsemble, Out, StatefulEnsemble, kind_of_members
 from ..plan import AbstractPlan
-from ..plan._map import map_members
+from ..plan._map import call_members, map_members
 from ._check_members import (
     attribute_message,
     check_callable,
@@ -135,7 +135,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
             return _axes.over_batch(model, *args, **kwargs)
 
         with explain_call():
-            return map_members(call)(self, *args, **kwargs)
+            return call_members(call, (self, *args), kwargs, name="Ensemble.__call__")
 
     @overload
     def __getitem__(self, index: int | np.integer) -> M: ...

@@ -7,7 +7,7 @@ from .. import _keys
 from .._check import MemberMismatchError
 from ..tree._check import check_trees
 from ..tree._compare import compare_trees
-from ._check_models import check_ids_of_models, check_models
+from ._check_models import check_ids_of_models, check_models, check_no_dict
 from ._construct import stack
 from ._group import Group
 from ._part_names import part_names
@@ -43,8 +43,10 @@ def group(models: Iterable[Any], *, ids: Any = None) -> Group:
     group(jnp.ones(2)).shape  # (3, 1), in the order of the list
     ```
     """
-    models = check_models(check_trees(models, name="group"), name="group")
-    numbers = check_ids_of_models(_keys.member_ids(len(models) if ids is None else ids), len(models))
+    check_no_dict(models, name="group")
+    models = check_models(check_trees(models, name="group", noun="model"), name="group")
+    numbers = _keys.member_ids(len(models) if ids is None else ids, name="group")
+    numbers = check_ids_of_models(numbers, len(models))
     members: list[list[int]] = []
     for i, model in enumerate(models):
         alike = next((own for own in members if _is_alike(models[own[0]], model)), None)

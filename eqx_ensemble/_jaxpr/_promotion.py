@@ -32,9 +32,9 @@ def warn_of_two_batch_axes(fn: Callable[..., Any], arguments: tuple[Any, ...], n
     for outer in {(outer.file, outer.line): outer for outer in found if (outer.file, outer.line) in lines}.values():
         rows = sizes[0]
         message = (
-            f"The loss `{getattr(fn, '__name__', type(fn).__name__)}` makes two batch axes of one: line {outer.line} "
-            f"of {outer.file} combines arrays of shapes {outer.shapes[0]} and {outer.shapes[1]}, so that each of the "
-            f"{rows} rows meets all {rows}.\n"
+            f"The loss `{getattr(fn, '__name__', type(fn).__name__)}` broadcasts the batch axis against itself: line "
+            f"{outer.line} of {outer.file} combines arrays of shapes {outer.shapes[0]} and {outer.shapes[1]}, and "
+            f"every row is combined with all {rows} rows.\n"
             "Give both one shape, for example `jax.vmap(model)(x)[:, 0]` or `y[:, None]`. If all pairs are meant, "
             "write both axes: `a[:, None] - b[None, :]`."
         )

@@ -30,7 +30,7 @@ def check_ids_of_function(start: Any, ids: Any, *, name: str) -> np.ndarray | No
     if isinstance(ids, int | np.integer):
         raise TypeError(f"`{name}` needs the ids of members as `ids`, got {ids}.\nWrite `ids=range({ids})`.")
     values = np.asarray(ids if isinstance(ids, np.ndarray) else check_sequence(ids, "ids", name=name, of="integers"))
-    return np.asarray(_keys.member_ids(values if len(values) else values.astype(int)))
+    return np.asarray(_keys.member_ids(values if len(values) else values.astype(int), name=name))
 
 
 def is_maker(start: Any) -> bool:

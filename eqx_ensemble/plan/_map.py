@@ -78,6 +78,11 @@ def map_members(
     return run_all
 
 
+def call_members(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], *, name: str) -> PyTree:
+    """`map_members(fn)(*args, **kwargs)`; errors name the function `name`, on whose behalf it is called."""
+    return _run(_Mapping(as_plan(None), name, 0), fn, args, kwargs)
+
+
 class _Mapping(eqx.Module):
     plan: AbstractPlan
     name: str = eqx.field(static=True)

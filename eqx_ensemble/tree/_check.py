@@ -147,18 +147,18 @@ def _type_message(index: Any, name: str) -> str:
     )
 
 
-def check_trees(trees: Any, *, name: str) -> list:
+def check_trees(trees: Any, *, name: str, noun: str = "tree") -> list:
     """Raises `TypeError` for a single tree, `ValueError` for an empty sequence. Returns the trees as a list."""
     single = isinstance(trees, (eqx.Module, Mapping, Set, str, bytes)) or is_member_array(trees)
     single = single or (isinstance(trees, tuple) and type(trees) is not tuple)  # a namedtuple is one tree
     if single or not isinstance(trees, Iterable):
         raise TypeError(
-            f"`{name}` needs a sequence of trees (a list, tuple or iterator), got one `{type(trees).__name__}`.\n"
-            "Put the trees in a list, one per member; a tree that is already stacked needs no stacking."
+            f"`{name}` needs a sequence of {noun}s (a list, tuple or iterator), got one `{type(trees).__name__}`.\n"
+            f"Put the {noun}s in a list, one per member; a {noun} that is already stacked needs no stacking."
         )
     listed = list(trees)
     if not listed:
-        raise ValueError(f"`{name}` needs at least one tree, got an empty sequence.")
+        raise ValueError(f"`{name}` needs at least one {noun}, got an empty sequence.")
     return listed
 
 

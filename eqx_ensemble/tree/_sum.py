@@ -51,7 +51,7 @@ def weighted_sum(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nda
     weighted_sum([{"a": [1, 2]}, {"a": [3, 4]}], [1, 10])  # {"a": [31, 42]}
     ```
     """
-    return _combine(trees, weights, name="tree.weighted_sum", mean=False)
+    return combine_trees(trees, weights, name="tree.weighted_sum", mean=False)
 
 
 def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.ndarray | None = None) -> T:
@@ -82,10 +82,11 @@ def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nd
     weighted_mean([{"w": jnp.zeros(2)}, {"w": jnp.ones(2)}], [1, 3])  # {"w": [0.75, 0.75]}
     ```
     """
-    return _combine(trees, weights, name="tree.weighted_mean", mean=True)
+    return combine_trees(trees, weights, name="tree.weighted_mean", mean=True)
 
 
-def _combine(trees: Any, weights: Any, *, name: str, mean: bool) -> Any:
+def combine_trees(trees: Any, weights: Any, *, name: str, mean: bool) -> Any:
+    """The weighted sum or mean; errors name the function `name`, on whose behalf it is computed."""
     trees = check_trees(trees, name=name)
     # Weights are optional for a mean only.
     weights = [1] * len(trees) if weights is None and mean else weights

@@ -168,8 +168,14 @@ BAD = {
     ),
     "one model": (
         lambda: ee.group(LISTED[0]),
-        "TypeError: `group` needs a sequence of trees (a list, tuple or iterator), got one `MLP`.\nPut the trees in a "
-        "list, one per member; a tree that is already stacked needs no stacking.",
+        "TypeError: `group` needs a sequence of models (a list, tuple or iterator), got one `MLP`.\nPut the models in "
+        "a list, one per member; a model that is already stacked needs no stacking.",
+    ),
+    "no models": (lambda: ee.group([]), "ValueError: `group` needs at least one model, got an empty sequence."),
+    "a dict of ensembles": (
+        lambda: ee.group({"wide": ee.build(WIDE, 2, key=KEY)}),
+        "TypeError: `group` needs a list of models, got a dict.\n`Group({name: ensemble, ...})` makes a group of "
+        "ensembles. Pass models as a list: `list(models.values())`.",
     ),
     "too few ids": (
         lambda: ee.group(LISTED, ids=[0, 1]),

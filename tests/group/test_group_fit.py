@@ -149,7 +149,7 @@ def test_members_that_diverge(group):
         ee.fit(group, mse, lambda h: optax.sgd(h["lr"]), DATA, steps=6, **options)
     assert isinstance(caught.value.run, ee.GroupRun)
     assert list(caught.value.run.runs) == ["linear"]
-    assert "This is about the part `linear` of the group." in caught.value.__notes__
+    assert "Raised for part `linear` of the group." in caught.value.__notes__
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_stateful_parts_have_a_state_each():
         assert_close(found, np.concatenate(alone))  # programs of other numbers of rows round otherwise
     with pytest.raises(TypeError, match="members are stateful") as caught:
         ee.predict(group, rows(ROWS))
-    assert "This is about the part `norm` of the group." in caught.value.__notes__
+    assert "Raised for part `norm` of the group." in caught.value.__notes__
     with pytest.raises(TypeError, match=r"a dict from the names of its stateful parts.*'linear', 'norm', got"):
         ee.predict(group, rows(ROWS), state=state)
 

@@ -153,7 +153,7 @@ def test_two_batch_axes_are_found_behind_the_submembers(convert):
         return jnp.mean((jax.vmap(model)(x)[:, :1] - y[:, 0]) ** 2)
 
     joint, loss = convert(MLP, 2, key=KEY), mean_loss(outer, rows="shuffle")
-    with pytest.warns(UserWarning, match="makes two batch axes of one"), relaxed():
+    with pytest.warns(UserWarning, match="broadcasts the batch axis against itself"), relaxed():
         jax.eval_shape(lambda: loss(joint, data(), KEY))
 
 

@@ -41,7 +41,7 @@ def test_a_batch_without_rows_is_refused(kind, plan, batches):
 def test_data_of_another_number_of_members():
     sgd = optax.sgd(0.1)
     with pytest.raises(
-        ee.MemberMismatchError, match=r"`train.make_step` needs .* the number of members; they have 3, 2"
+        ee.MemberMismatchError, match=r"`train.make_step` needs .* the same number of members, got 3 and 2"
     ):
         ee.train.make_step(loss, sgd)(first_state(sgd), (ee.Each(jnp.ones((2, 6, 2))), Y))
 

@@ -239,7 +239,7 @@ def shapes_of(model, x, y, value):
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_loss_is_warned_of(name):
     model, targets, value = WRONG[name]
-    with pytest.warns(UserWarning, match="makes two batch axes of one") as caught:
+    with pytest.warns(UserWarning, match="broadcasts the batch axis against itself") as caught:
         shapes_of(model, X, targets, value)
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -263,7 +263,7 @@ def test_every_batch_size_but_one(rows):
         return jnp.mean((predict(model, x) - y) ** 2)
 
     if rows > 1:
-        with pytest.warns(UserWarning, match=f"each of the {rows} rows meets all {rows}"):
+        with pytest.warns(UserWarning, match=f"every row is combined with all {rows} rows"):
             shapes_of(MODEL, X[:rows], FLAT[:rows], value)
     else:
         shapes_of(MODEL, X[:rows], FLAT[:rows], value)
@@ -279,7 +279,7 @@ def test_fit_warns_once_and_trains_on():
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 2, key=KEY)
     data = (X, FLAT)
     options = {"epochs": 2, "batch_size": 3, "validation": (X[:5], FLAT[:5]), "key": KEY}
-    with jax.numpy_rank_promotion("allow"), pytest.warns(UserWarning, match="`squares` makes two batch axes") as caught:
+    with jax.numpy_rank_promotion("allow"), pytest.warns(UserWarning, match="`squares` broadcasts the batch") as caught:
         run = ee.fit(ensemble, squares, optax.sgd(0.1), data, **options)
     assert len(caught) == 1
     assert run.status.tolist() == [Status.OK, Status.OK]
@@ -309,6 +309,6 @@ def test_a_step_of_a_wrong_loss_is_warned_of(unhooked):
     hyper = {"scale": np.ones(2, np.float32)}
     first = ee.train.init(ensemble, optax.sgd(0.1), state=state, hyper=hyper, key=KEY)
     step = ee.train.make_step(loss, optax.sgd(0.1), has_aux=True)
-    with jax.numpy_rank_promotion("allow"), pytest.warns(UserWarning, match="`loss` makes two batch axes") as caught:
+    with jax.numpy_rank_promotion("allow"), pytest.warns(UserWarning, match="`loss` broadcasts the batch") as caught:
         step(first, (X, FLAT))
     assert len(caught) == 1
