@@ -37,6 +37,6 @@ def test_members_that_predict_a_pair():
 
 def test_an_ensemble_is_no_prediction():
     ensemble: Any = ee.build(lambda key: eqx.nn.Linear(2, 2, key=key), 3, key=jax.random.key(0))
-    message = r"`scores.nll` needs `logits` as an array of numbers.\n  got an Ensemble\n.*its predictions: `run.predict\(x\)`.$"
+    message = r"`scores.nll` needs `logits` as an array of numbers.\n  got an Ensemble\n.*: `run.predict\(x\)`.$"
     with pytest.raises(TypeError, match=message):
         ee.scores.nll(ensemble, jnp.zeros(8, int))

@@ -54,6 +54,12 @@ def check_future(future: Any, executor: Executor) -> "Future[Any]":
     return future
 
 
+def check_open(client: Any, *, name: str) -> None:
+    """Raises if a Dask client is closed."""
+    if client.status == "closed":
+        raise RuntimeError(f"`{name}` needs a Dask client that is open: call it inside the `with` block.")
+
+
 @contextlib.contextmanager
 def explain_start(*, name: str) -> Iterator[None]:
     """Adds the likely fix to the errors of workers that do not start."""

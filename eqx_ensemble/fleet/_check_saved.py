@@ -8,6 +8,7 @@ import numpy as np
 
 from .._check import check_path, check_sequence, kind_text
 from .._ensemble import Ensemble
+from ..checkpoint._kind import kind_of
 from ..checkpoint._names import is_sealed
 from ..checkpoint._path import as_path, is_on_disk
 
@@ -119,6 +120,16 @@ def check_wanted_ids(ids: Any, there: np.ndarray, missing: np.ndarray, *, name: 
 def ids_text(ids: np.ndarray) -> str:
     """Ids in a message, at most eight of them."""
     return ", ".join(map(str, ids[:_MOST_NAMED].tolist())) + (", ..." if len(ids) > _MOST_NAMED else "")
+
+
+def check_not_of_fit(folder: Any, *, name: str) -> None:
+    """Raises if a folder holds the checkpoints of one `fit`."""
+    if folder.is_dir() and kind_of(folder).name == "fit":
+        raise FileExistsError(
+            errno.EEXIST,
+            f"`{name}` needs a folder for the checkpoints of its shards, and `{folder}` is the folder of a run of "
+            "`fit`.\nChoose another folder",
+        )
 
 
 def check_begun(folder: Any, resume: str, *, begun: bool, name: str) -> None:

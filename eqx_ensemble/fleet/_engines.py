@@ -13,7 +13,8 @@ import numpy as np
 
 from .._check import check_installed, check_positive_int
 from .._warnings import ignore_warnings, warn
-from ._check_engine import check_executor, check_factory, check_future, check_not_forked, explain_start
+from ._check_engine import check_executor, check_factory, check_future, check_not_forked, check_open, explain_start
+from ._end_processes import end_processes
 from ._worker import ArrayFile
 
 _MOST_WITHOUT_WORKERS = 60.0  # seconds until a warning
@@ -49,6 +50,14 @@ class Engine:
         """Replaces a broken executor. Returns whether there is a new one."""
         return False
 
+    def abort(self, running: int) -> None:
+        """Warns of shards that still run when a call ends by an error or Ctrl-C."""
+        if running:
+            warn(
+                f"{running} {'shard is' if running == 1 else 'shards are'} still running, and the shutdown of the "
+                "executor waits for them. Pass a function that makes the executor to have them ended."
+            )
+
     @contextlib.contextmanager
     def share(self, arrays: Sequence[np.ndarray]) -> Iterator[list[Any]]:
         """Yields the arguments that represent arrays: files that workers on this machine map into memory."""
@@ -79,6 +88,10 @@ class FactoryEngine(Engine):
         self.close()
         self.executor = _start(self._make)
         return True
+
+    def abort(self, running: int) -> None:
+        """Ends the processes of the pool: the program could otherwise end only after their shards."""
+        end_processes(self.executor)
 
     def close(self) -> None:
         """Shuts the executor down without waiting for running shards."""
@@ -111,9 +124,13 @@ class Dask(Engine):
                 is_warned = True
                 warn(
                     f"Dask has had no workers for {_MOST_WITHOUT_WORKERS:.0f} seconds. Shards wait until workers "
-                    f"connect to the scheduler at {self._client.scheduler.address}."
+                    f"connect to the scheduler at {self._client.scheduler.address}.\nIf some have connected and left, "
+                    "see their logs: workers need the same version of eqx_ensemble as this process."
                 )
         return done
+
+    def abort(self, running: int) -> None:
+        """Does nothing: Dask ends cancelled tasks with their futures."""
 
     @contextlib.contextmanager
     def share(self, arrays: Sequence[np.ndarray]) -> Iterator[list[Any]]:
@@ -153,6 +170,7 @@ def as_engine(executor: Any, workers: int | None, *, name: str) -> Engine:
         return Dask(Client(cluster), workers=workers, cluster=cluster)
     distributed = sys.modules.get("distributed")
     if distributed is not None and isinstance(executor, distributed.Client):
+        check_open(executor, name=name)
         return Dask(executor, workers=workers)
     count = workers or os.cpu_count() or 1
     if isinstance(executor, Executor):

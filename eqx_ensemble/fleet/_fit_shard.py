@@ -95,7 +95,14 @@ def join_shards(
     if message:
         warn(message)
     seconds = continued + time.perf_counter() - begun
-    runs = stop_behind([run for _, run in finished.results])
+    ended = [run for _, run in finished.results]
+    runs = stop_behind(ended)
+    was_stopped = [x is not run and not run.interrupted for x, run in zip(runs, ended, strict=True)]
+    if any(was_stopped) and not finished.interrupted:
+        warn(
+            f"`{call.name}` trained shards to different steps, as with data of different lengths: members that are "
+            "behind the last step have the status `STOPPED`.\nPass `steps` for equal lengths."
+        )
     run = join_runs(runs, interrupted=finished.interrupted, seconds=seconds)
     lost = run.status == Status.DIVERGED
     if lost.any():

@@ -208,9 +208,9 @@ class _Work:
 
 
 def _cancel(work: _Work) -> None:
-    """Cancels running shards."""
-    for future in work.in_flight:
-        future.cancel()
+    """Cancels all shards, and ends those that run if this call started their workers."""
+    running = sum(not (future.cancel() or future.done()) for future in work.in_flight)
+    work.engine.abort(running)
 
 
 def _in_order(work: _Work, *, interrupted: bool) -> Finished:

@@ -70,8 +70,8 @@ def lost_message(finished: Finished, missing: np.ndarray | None = None, *, name:
         lines.append(f"The last error was {type(error).__name__}: {error}")
     if finished.lost and not finished.results:
         lines.append(
-            "No shard was completed: check that the workers start. A script whose executor spawns processes needs "
-            "`if __name__ == '__main__':`."
+            "No shard was completed: workers may have run out of memory, or did not start. A script whose executor "
+            "spawns processes needs `if __name__ == '__main__':`."
         )
     return "\n".join(lines)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..checkpoint._path import list_folder
 from ..methods._round_folders import has_checkpoints
-from ._check_saved import check_begun, check_one_division, check_same_division
+from ._check_saved import check_begun, check_not_of_fit, check_one_division, check_same_division
 from ._divide import divide
 
 _SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})")
@@ -24,6 +24,7 @@ class ShardCheckpoints:
         self._folder, self._num_members, self._shard, self._name = folder, num_members, shard, name
         self._firsts: list[int] = []
         if folder is not None:
+            check_not_of_fit(folder, name=name)
             check_begun(folder, resume, begun=has_checkpoints(folder), name=name)
 
     def divide(self, size: int) -> list[np.ndarray]:

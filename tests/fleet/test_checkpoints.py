@@ -93,3 +93,9 @@ def test_rungs_must_resume_where_the_first_has_begun(tmp_path):
         call(resume="must")
     first = call(resume="never")
     assert_equal(call(resume="must"), first)
+
+
+def test_the_folder_of_one_fit_is_refused(tmp_path, unhooked):
+    ee.fit(ENSEMBLE, mse, OPTIMISER, (X, Y), checkpoint=tmp_path, **OPTIONS)
+    with pytest.raises(FileExistsError, match="is the folder of a run of `fit`.\nChoose another"):
+        fit(Here(), tmp_path, shard=4)

@@ -12,6 +12,7 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.fleet import _engines
 from eqx_ensemble.fleet._check_engine import check_not_forked
+from eqx_ensemble.fleet._end_processes import end_processes
 
 from .executors import Here
 from .test_fit import ENSEMBLE, KEY, OPTIMISER, OPTIONS, SEQUENTIAL, X, Y, assert_equal, fit, mse
@@ -227,3 +228,64 @@ def test_dask_that_does_not_start_says_why(monkeypatch):
     with pytest.raises(RuntimeError, match="Nanny") as caught:
         fit(ee.fleet.fit, PLAIN, None)
     assert "call it below `if __name__ == '__main__':`" in caught.value.__notes__[0]
+
+
+class Pool:
+    """The ways in which executors end their processes: of Python 3.14, of loky, and of the standard library before."""
+
+    def __init__(self, kind):
+        self.ended = []
+        process = types.SimpleNamespace(terminate=lambda: self.ended.append("process"))
+        if kind == "new":
+            self.terminate_workers = lambda: self.ended.append("workers")
+        if kind == "old":
+            self._processes = {1: process, 2: process}
+        if kind == "loky":
+            self.shutdown = self._shutdown_of_loky
+
+    def _shutdown_of_loky(self, wait=True, kill_workers=False):
+        self.ended.append((wait, kill_workers))
+
+    def shutdown(self, wait=True, *, cancel_futures=False):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("kind", "ended"),
+    [("new", ["workers"]), ("old", ["process"] * 2), ("loky", [(False, True)]), ("threads", [])],
+)
+def test_processes_are_ended(kind, ended, unhooked):
+    pool = Pool(kind)
+    end_processes(pool)
+    assert pool.ended == ended
+
+
+class Stuck(Here):
+    """The second call runs for ever."""
+
+    def submit(self, fn, /, *args):
+        if len(self.calls) != 1:
+            return super().submit(fn, *args)
+        self.calls.append(args)
+        future = Future()
+        future.set_running_or_notify_cancel()
+        return future
+
+
+def test_shards_that_still_run_when_a_call_ends():
+    def fail(report):
+        raise OSError("no space left")
+
+    with pytest.warns(UserWarning, match="^1 shard is still running, and the shutdown of the executor waits"):
+        with pytest.raises(OSError, match="no space"):
+            fit(ee.fleet.fit, PLAIN, Stuck(), on_shard=fail, workers=1)
+    with pytest.raises(OSError, match="no space"):
+        fit(ee.fleet.fit, PLAIN, Stuck, on_shard=fail, workers=1)  # its executor is ended, without a warning
+
+
+def test_a_closed_client_of_dask():
+    distributed = pytest.importorskip("distributed", reason="needs the extra `dask`")
+    with distributed.Client(processes=False, n_workers=1, dashboard_address=":0") as client:
+        pass
+    with pytest.raises(RuntimeError, match="needs a Dask client that is open"):
+        fit(ee.fleet.fit, PLAIN, client)

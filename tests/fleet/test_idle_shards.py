@@ -84,3 +84,12 @@ def test_after_ctrl_c_members_are_at_one_step():
     again = ee.fit(run, mse, SGD, (X, Y), **(PLAIN | VALIDATION))
     trained = np.isfinite(again.history.loss).sum(axis=1)
     np.testing.assert_array_equal(trained - steps, np.where(run.status == ee.train.Status.OK, 5, 0))
+
+
+def test_data_of_different_lengths():
+    data = lambda ids: (X[: 37 if 0 in ids else 16], Y[: 37 if 0 in ids else 16])
+    options = {"data": data, "epochs": 2, "plan": SEQUENTIAL}
+    with pytest.warns(UserWarning, match="trained shards to different steps, as with data of different lengths"):
+        run = fit(ee.fleet.fit, options, Here(), shard=4)
+    assert run.status.tolist() == [0] * 4 + [1] * 3
+    assert run.stopped_at.tolist() == [-1] * 4 + [4] * 3

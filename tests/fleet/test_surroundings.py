@@ -120,5 +120,5 @@ def test_workers_that_never_start():
 
     with pytest.raises(BrokenExecutor) as caught:
         fit(executor=make, shard=2, retries=1)
-    assert "check that the workers start." in "\n".join(caught.value.__notes__)
+    assert "or did not start." in "\n".join(caught.value.__notes__)
     assert len(made) < 8
