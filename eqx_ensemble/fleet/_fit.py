@@ -113,7 +113,8 @@ def fit(
         returning them; optimiser states and curves are not kept. Rerunning the same call trains only the missing
         shards, also after the caller was killed. A different call raises an error that lists the differences; `plan`,
         `scan`, `mesh`, `checkpoint`, `checkpoint_every`, `resume`, `retries`, `workers` and the executor may differ.
-        Functions are compared by their code.
+        Functions and classes are compared by their code and by the globals that it reads, down to those of installed
+        libraries, which are compared by version.
     - `on_shard`: called in the caller's process with an [`eqx_ensemble.fleet.ShardReport`][] of each shard that is
         completed or abandoned. Its exceptions end the call.
     - `progress`: whether to show a progress line, with the numbers of members completed, stopped and diverged and the

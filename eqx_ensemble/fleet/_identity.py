@@ -14,7 +14,8 @@ from .._warnings import warn
 from ..checkpoint._snapshot import versions
 from ..train._run import Run
 from ..train.resume._check import check_same_call
-from ..train.resume._texts import array_texts, code_text, digest_of, option_text
+from ..train.resume._code_texts import code_text
+from ..train.resume._texts import array_texts, digest_of, option_text
 from ._make_members import is_maker
 
 # Options that affect time and memory, but not what is saved.

@@ -17,8 +17,9 @@ from ..checkpoint._path import absolute, as_path
 from ..checkpoint._run_lock import RunLock
 from ..train._errors import NotSavedError
 from ..train._run import Run
+from ..train.resume._code_texts import function_text
 from ..train.resume._round import Round
-from ..train.resume._texts import function_text, option_text
+from ..train.resume._texts import option_text
 from ._check_rounds import check_folder, check_resume_rounds, went_back_message
 from ._round_folders import has_checkpoints, remove_round, remove_rounds, round_path, saved_rounds
 

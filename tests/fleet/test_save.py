@@ -1,5 +1,10 @@
 """Members that stay in the files of shards are those of one `fit`, whatever was killed on the way."""
 
+import os
+import subprocess
+import sys
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +41,73 @@ def assert_same(found, expected):
     for x, y in zip(leaves(found), leaves(expected), strict=True):
         assert x.dtype == y.dtype
         np.testing.assert_array_equal(x, y)
+
+
+def edited_net(factor):
+    """An ensemble of a class whose call has this factor."""
+    names = {"eqx": eqx, "jax": jax, "__name__": "own_model"}
+    exec(
+        f"class Net(eqx.Module):\n  w: jax.Array\n  def __call__(self, x): return ({factor} * self.w @ x)[None]", names
+    )
+    return ee.build(lambda key: names["Net"](jax.random.normal(key, (3,))), 4, key=KEY)
+
+
+MODEL = """
+import equinox as eqx, jax, jax.numpy as jnp
+
+SCALES = {"a": 2.0}
+
+class Net(eqx.Module):
+    layer: eqx.nn.Linear
+    name: str = eqx.field(static=True, default="net")
+    kinds = ("a", "b", "c")
+
+    def __init__(self, key):
+        self.layer = eqx.nn.Linear(3, 1, key=key)
+
+    def __call__(self, x):
+        return SCALES[self.kinds[0]] * self.layer(x)
+
+def loss(model, batch, key):
+    x, y = batch
+    if model.name in {"net", "a", "b"}:
+        return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2) * SCALES["a"]
+"""
+SCRIPT = """
+import sys
+from concurrent.futures import Executor, Future
+import jax, jax.numpy as jnp, optax
+import eqx_ensemble as ee
+import own_model
+from own_model import Net
+
+class Here(Executor):
+    calls, folder_exists = 0, __import__("os").path.exists("run")
+    def submit(self, fn, /, *args):
+        future = Future()
+        if self.calls and not self.folder_exists:
+            sys.exit(3)
+        self.calls += 1
+        future.set_result(fn(*args))
+        return future
+
+class Loss:
+    factor = 1.0
+    def __call__(self, model, batch, key):
+        return self.factor * own_model.loss(model, batch, key)
+
+def loss(model, batch, key):
+    return Loss()(model, batch, key)
+
+key = jax.random.key(0)
+data = jnp.ones((8, 3)), jnp.ones(8)
+schedule = optax.cosine_decay_schedule(0.1, 10)
+run = ee.fleet.fit(
+    Here(), ee.build(Net, 4, key=key), loss, optax.adam(schedule), data, steps=1, batch_size=8, shard=2, save="run",
+    key=key,
+)
+print("complete", run)
+"""
 
 
 class TestFit:
@@ -156,6 +228,39 @@ class TestRepeated:
             ee.fleet.fit(
                 Here(), other, mse, OPTIMISER, (X, Y), batch_size=8, epochs=2, save=run.folder, plan=SEQUENTIAL, key=KEY
             )
+
+    @pytest.mark.slow
+    def test_other_code_of_the_model(self, tmp_path):
+        """The arrays of the members are the same."""
+        before, after = edited_net("1.0"), edited_net("2.0")
+        call = lambda ensemble, executor=None: ee.fleet.fit(
+            executor or Here(), ensemble, mse, OPTIMISER, (X, Y), steps=1, batch_size=8, shard=2, save=tmp_path / "run",
+            plan=SEQUENTIAL, key=KEY,
+        )  # fmt: skip
+        with pytest.raises(SystemExit):
+            call(before, Dies(1))
+        with pytest.raises(ValueError, match="`the members' code`: Ensemble, not the same"):
+            call(after)
+        assert call(edited_net("1.0")).missing.size == 0
+
+    @pytest.mark.slow
+    def test_in_another_process(self, tmp_path):
+        """Code of a script and of a module is the same when it is imported again, and different after an edit."""
+        (tmp_path / "own_model.py").write_text(MODEL)
+        (tmp_path / "script.py").write_text(SCRIPT)
+
+        def run():
+            call = [sys.executable, "script.py"]
+            paths = f"{tmp_path}{os.pathsep}{os.getcwd()}"
+            done = subprocess.run(
+                call, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
+            )
+            return f"{done.returncode} {done.stdout}{done.stderr}"
+
+        assert run().startswith("3 "), "killed after one shard"
+        assert run().startswith("0 complete")
+        (tmp_path / "own_model.py").write_text(MODEL.replace("2.0", "20.0"))
+        assert "`loss`: loss, not the same as saved\n  `the members' code`" in run()
 
     def test_another_shard_of_it(self, sharded_run, tmp_path):
         run = sharded_run

@@ -15,7 +15,8 @@ from ..compiled._optimiser import Optimiser, init_member, update_member
 from ..compiled._program import Program
 from ..data._data import member_shapes
 from ..host._start import Start
-from ._texts import array_texts, digest_of, function_text, option_text, program_text
+from ._code_texts import function_text
+from ._texts import array_texts, digest_of, option_text, program_text
 
 
 class Identity(NamedTuple):

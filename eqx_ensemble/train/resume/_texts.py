@@ -1,8 +1,7 @@
-"""Short texts of values, functions and programs, the same in every process."""
+"""Short texts of values and programs, the same in every process."""
 
 import hashlib
 import re
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,12 +15,10 @@ from ..._jaxpr import inner_jaxprs
 from ..._pytree import PyTree
 from ...checkpoint._check_like import shape_text
 from ...distributed import to_host
-from ...tree._statics import static_parts
 
 _ADDRESS = re.compile(r"(?: at )?0x[0-9a-f]+")
 _SET = re.compile(r"frozenset\(\{([^{}]*)\}\)")
 _SHOWN = 8
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def option_text(option: Any) -> str:
@@ -57,7 +54,7 @@ def program_text(fn: Callable[..., Any], *args: PyTree) -> tuple[str, PyTree]:
     text = _SET.sub(lambda found: f"frozenset({{{', '.join(sorted(found[1].split(', ')))}}})", text)
     digest = hashlib.sha256(text.encode())
     for constant in _constants(jaxpr):
-        _add(digest, "", constant)
+        add_array(digest, "", constant)
     digest.update(digest_of(constant_out).encode())  # constants among its outputs
     return digest.hexdigest(), out
 
@@ -75,71 +72,14 @@ def digest_of(tree: PyTree) -> str:
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if _axes.is_array(leaf) or isinstance(leaf, bool | int | float | complex | np.generic):
-            _add(digest, jax.tree_util.keystr(path), leaf)
+            add_array(digest, jax.tree_util.keystr(path), leaf)
     return digest.hexdigest()
 
 
-def _add(digest: Any, path: str, leaf: Any) -> None:
+def add_array(digest: Any, path: str, leaf: Any) -> None:
+    """Adds an array or a number to a digest."""
     if is_typed_key(leaf):
         path, leaf = f"{path} {jax.random.key_impl(leaf)}", jax.random.key_data(leaf)
     array = np.ascontiguousarray(to_host(leaf))
     digest.update(f"{path} {array.dtype} {array.shape}".encode())
     digest.update(array.reshape(-1).view(np.uint8).data)
-
-
-def function_text(fn: Callable[..., Any], *args: PyTree) -> str:
-    """A function's name and a digest of its program for such arguments, or of its code if it cannot be traced."""
-    name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    try:
-        return f"{name} {program_text(fn, *args)[0]}"
-    except Exception:  # it may use concrete values; another error is raised again where it is called
-        return f"{name} {_code_digest(fn)}"
-
-
-def code_text(x: Any) -> str:
-    """The name of a function, or of the type of an object, and a digest of its code and of all that it refers to."""
-    return f"{getattr(x, '__qualname__', type(x).__qualname__)} {_code_digest(x)}"
-
-
-def _code_digest(fn: Any) -> str:
-    digest = hashlib.sha256()
-    _add_part(digest, fn, {})
-    return digest.hexdigest()
-
-
-def _add_part(digest: Any, x: Any, seen: dict[int, tuple[int, Any]]) -> None:
-    """Adds the parts of a function or an object, down to numbers and names."""
-    if isinstance(x, _PLAIN) or isinstance(x, np.generic):
-        digest.update(f"{type(x).__name__} {x!r}".encode())
-    elif _axes.is_array(x):
-        _add(digest, "", x)
-    elif isinstance(x, type | types.ModuleType):
-        digest.update(getattr(x, "__qualname__", x.__name__).encode())
-    elif isinstance(x, set | frozenset):
-        digest.update(f"{type(x).__name__} {sorted(map(repr, x))}".encode())
-    elif id(x) in seen:
-        digest.update(f"number {seen[id(x)][0]}".encode())
-    else:
-        seen[id(x)] = len(seen), x  # kept alive, so that its id is not reused
-        parts = static_parts(x)
-        digest.update(f"{type(x).__qualname__} {'' if parts else _ADDRESS.sub('', repr(x))}".encode())
-        if isinstance(x, types.FunctionType):
-            parts = (parts or {}) | _globals_of(x)
-        for name, part in (parts or {}).items():
-            digest.update(str(name).encode())
-            _add_part(digest, part, seen)
-
-
-def _globals_of(fn: types.FunctionType) -> dict[str, Any]:
-    """The globals that a function reads: numbers, arrays and functions of its module; others count by name."""
-    names, codes = set(), [fn.__code__]
-    for code in codes:
-        names |= set(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    read = {name: fn.__globals__[name] for name in sorted(names) if name in fn.__globals__}
-    own = lambda x: isinstance(x, types.FunctionType) and x.__module__ == fn.__module__
-    return {
-        f"global `{name}`": x
-        for name, x in read.items()
-        if isinstance(x, _PLAIN + (np.generic,)) or _axes.is_array(x) or own(x)
-    }
