@@ -114,7 +114,7 @@ def fit(
         shards, also after the caller was killed. A different call raises an error that lists the differences; `plan`,
         `scan`, `mesh`, `checkpoint`, `checkpoint_every`, `resume`, `retries`, `workers` and the executor may differ.
         Functions and classes are compared by their code and by the globals that it reads, down to those of installed
-        libraries, which are compared by version.
+        libraries, which are compared by version. Settings of JAX that change random numbers or dtypes must be the same.
     - `on_shard`: called in the caller's process with an [`eqx_ensemble.fleet.ShardReport`][] of each shard that is
         completed or abandoned. Its exceptions end the call.
     - `progress`: whether to show a progress line, with the numbers of members completed, stopped and diverged and the

@@ -17,7 +17,11 @@ from ..train.resume._check import check_same_call
 from ..train.resume._code_texts import code_text
 from ..train.resume._texts import array_texts, digest_of, option_text
 from ._make_members import is_maker
+from ._settings import settings
 
+# Settings of JAX that change random streams or dtypes, and those that change the last bits.
+_SETTINGS = ("jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_numpy_dtype_promotion")
+_DEVICE = ("backend", "jax_default_matmul_precision")
 # Options that affect time and memory, but not what is saved.
 _IGNORED = ("plan", "scan", "checkpoint_every", "resume", "mesh")
 
@@ -29,7 +33,7 @@ class CallIdentity(NamedTuple):
 
     - `texts`: the texts that identify the call, by name.
     - `code`: the names of the texts that can be compared under equal library versions only.
-    - `conditions`: these versions.
+    - `conditions`: these versions, the kind of device and the precision of matrix products.
     """
 
     texts: dict[str, str]
@@ -69,22 +73,32 @@ def call_identity(
             texts[word] = option_text(value)
         else:
             texts |= array_texts(value, word)
+    current = settings()
+    texts |= {word: str(current[word]) for word in _SETTINGS}
+    return CallIdentity(code | texts, tuple(code), _conditions(str(current["jax_default_matmul_precision"])))
+
+
+def _conditions(precision: str) -> dict[str, str]:
+    """What affects the last bits of results."""
     packages = {name: version for name, version in versions().items() if name not in ("python", "numpy")}
-    return CallIdentity(code | texts, tuple(code), packages | {"bytecode": str(sys.implementation.cache_tag)})
+    packages["bytecode"] = str(sys.implementation.cache_tag)
+    return packages | dict(zip(_DEVICE, (jax.default_backend(), precision), strict=True))
 
 
 def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any, *, name: str) -> None:
-    """Raises if a folder was written by a different call; warns if it was written under other library versions."""
+    """Raises if a folder was written by a different call; warns if it was written under other conditions."""
     before, after = saved.texts, now.texts
-    if saved.conditions != now.conditions:
-        differ = [word for word in now.conditions if saved.conditions.get(word) != now.conditions[word]]
+    differ = [word for word in now.conditions if saved.conditions.get(word) != now.conditions[word]]
+    if differ:
         changes = ", ".join(f"{word} {saved.conditions.get(word)} -> {now.conditions[word]}" for word in differ)
+        others = not set(differ) <= set(_DEVICE)
         warn(
             f"`{name}` resumes in `{folder}`, which was written under other conditions ({changes}): new shards may "
-            "differ from the saved ones in their last bits, and functions cannot be compared."
+            f"differ from the saved ones in their last bits{', and functions cannot be compared' if others else ''}."
         )
-        code = {*saved.code, *now.code}
-        before, after = ({word: text for word, text in texts.items() if word not in code} for texts in (before, after))
+        if others:
+            code = {*saved.code, *now.code}
+            before, after = ({word: x for word, x in texts.items() if word not in code} for texts in (before, after))
     check_same_call(before, after, folder, name=name)
 
 

@@ -1,5 +1,6 @@
 """Members that stay in the files of shards are those of one `fit`, whatever was killed on the way."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.fleet._folder import read_call
+from eqx_ensemble.fleet._identity import check_same_identity
+from eqx_ensemble.fleet._settings import use_settings
 
 from .executors import Here
 from .test_fit import ENSEMBLE, KEY, MEMBERS, OPTIMISER, OPTIONS, RATES, SEQUENTIAL, KillsOne, X, Y, adam, fit, mse
@@ -220,6 +224,36 @@ class TestRepeated:
         run = sharded_run
         with pytest.raises(ValueError, match=text):
             save(run.folder, **changed)
+
+    @pytest.mark.parametrize(
+        ("setting", "value", "text"),
+        [
+            ("jax_enable_x64", None, "`jax_enable_x64`: saved"),
+            ("jax_threefry_partitionable", None, "`jax_threefry_partitionable`: saved"),
+            ("jax_numpy_dtype_promotion", "standard", "`jax_numpy_dtype_promotion`: saved strict, now standard"),
+            ("jax_default_prng_impl", "rbg", "`jax_default_prng_impl`: saved threefry2x32, now rbg"),
+        ],
+    )
+    def test_other_settings_of_jax(self, sharded_run, setting, value, text):
+        value = not getattr(jax.config, setting) if value is None else value
+        with use_settings({setting: value}), pytest.raises(ValueError, match=text):
+            save(sharded_run.folder)
+
+    @pytest.mark.parametrize(
+        ("change", "compared"), [({"jax_default_matmul_precision": "highest"}, True), ({"jax": "0.0.1"}, False)]
+    )
+    def test_other_conditions(self, sharded_run, change, compared):
+        """Only other versions of libraries make functions incomparable."""
+        now = read_call(sharded_run.folder, name="fleet.fit").identity
+        saved = now._replace(conditions=now.conditions | change)
+        edited = now._replace(texts=now.texts | {"loss": "mse 0"})
+        with pytest.warns(
+            UserWarning, match=f"written under other conditions .*{'' if compared else 'cannot be comp'}"
+        ):
+            check_same_identity(saved, now, "a", name="fleet.fit")
+        refused = pytest.raises(ValueError, match="`loss`") if compared else contextlib.nullcontext()
+        with pytest.warns(UserWarning, match="written under other conditions"), refused:
+            check_same_identity(saved, edited, "a", name="fleet.fit")
 
     def test_another_ensemble(self, sharded_run):
         run = sharded_run
