@@ -180,7 +180,7 @@ def fit(
         continued = ensemble.seconds if isinstance(ensemble, Run) else 0.0
         return join_shards(call, executor, checkpoints, **how, hooks=hooks, continued=continued)
     functions = {"loss": loss, "optimiser": optimiser}
-    texts = call_identity(ensemble, ids_of_all, functions, given | fitting.sources, key=key)
+    texts = call_identity(ensemble, ids_of_all, functions, given | fitting.own | fitting.sources, key=key)
     like = shapes_of_start(ensemble, ids_of_all, given.get("state"), name=_NAME)
     hooks = Hooks(progress, count=count_of_columns, on_shard=on_shard)
     return save_shards(call, executor, save_folder, checkpoints, texts, like, **how, hooks=hooks)

@@ -19,6 +19,8 @@ from ..train.resume._texts import array_texts, digest_of, option_text
 from ._make_members import is_maker
 from ._settings import settings
 
+# Options that are one number, or a list with one number per member.
+_LIMITS = ("max_steps", "target")
 # Settings of JAX that change random streams or dtypes, and those that change the last bits.
 _SETTINGS = ("jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_numpy_dtype_promotion")
 _DEVICE = ("backend", "jax_default_matmul_precision")
@@ -67,12 +69,15 @@ def call_identity(
     for word, value in options.items():
         if word in _IGNORED or value is None:
             continue
-        if not _is_data(value):
+        if word in _LIMITS:
+            texts[word] = option_text(np.asarray(value))
+        elif not _is_data(value):
             code[word] = code_text(value)
         elif jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
             texts[word] = option_text(value)
         else:
-            texts |= array_texts(value, word)
+            arrays = jax.tree.map(lambda x: x if _axes.is_array(x) else np.asarray(x), value)
+            texts |= array_texts(arrays, word)
     current = settings()
     texts |= {word: str(current[word]) for word in _SETTINGS}
     return CallIdentity(code | texts, tuple(code), _conditions(str(current["jax_default_matmul_precision"])))

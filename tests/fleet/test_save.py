@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.fleet import _fit
 from eqx_ensemble.fleet._folder import read_call
 from eqx_ensemble.fleet._identity import check_same_identity
 from eqx_ensemble.fleet._settings import use_settings
@@ -255,6 +256,20 @@ class TestRepeated:
         with pytest.warns(UserWarning, match="written under other conditions"), refused:
             check_same_identity(saved, edited, "a", name="fleet.fit")
 
+    def test_lists_for_arrays(self, identity_of):
+        given = {
+            "hyper": {"rate": np.full(MEMBERS, 0.1)}, "rows": np.arange(9 * MEMBERS).reshape(MEMBERS, 9) % len(X),
+            "max_steps": np.full(MEMBERS, 2), "target": np.full(MEMBERS, 0.01),
+        }  # fmt: skip
+        options = {"optimiser": adam, "validation": (X[:9], Y[:9])} | PLAIN
+        expected = identity_of(options | given)
+        assert identity_of(options | jax.tree.map(np.ndarray.tolist, given)) == expected
+        assert identity_of(options | given | {"max_steps": 3}) != expected
+
+    def test_data_that_fit_refuses(self, tmp_path):
+        with pytest.raises(TypeError, match="`fit` "):
+            save(tmp_path / "run", {"data": (X.tolist(), Y.tolist()), "epochs": 1})
+
     def test_another_ensemble(self, sharded_run):
         run = sharded_run
         other = ee.stack([ENSEMBLE[0]] * MEMBERS)
@@ -320,6 +335,22 @@ class TestRepeated:
         with pytest.warns(UserWarning, match="without the members.*\n.*\nRerun the same call to resume"):
             save(tmp_path / "run", **options)
         assert_same(save(tmp_path / "run", **options | {"executor": Here()}).load(), expected.ensemble)
+
+
+@pytest.fixture
+def identity_of(monkeypatch, tmp_path):
+    """The texts that identify a call, without running it."""
+
+    def stop(call, executor, folder, checkpoints, identity, *_, **__):
+        raise StopIteration(identity)
+
+    def find(options):
+        with pytest.raises(StopIteration) as stopped:
+            save(tmp_path / "run", options)
+        return stopped.value.value.texts
+
+    monkeypatch.setattr(_fit, "save_shards", stop)
+    return find
 
 
 class Dies(Here):
