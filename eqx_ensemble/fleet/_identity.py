@@ -1,6 +1,7 @@
 """The identity of a call of `fleet.fit`: a short text for each of its members, functions, data and options."""
 
 import hashlib
+import inspect
 import json
 import sys
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import numpy as np
 from .. import _axes
 from .._warnings import warn
 from ..checkpoint._snapshot import versions
+from ..train._fit import fit
 from ..train._run import Run
 from ..train.resume._check import check_same_call
 from ..train.resume._code_texts import code_text
@@ -19,6 +21,7 @@ from ..train.resume._texts import array_texts, digest_of, option_text
 from ._make_members import is_maker
 from ._settings import settings
 
+_PARAMETERS = inspect.signature(fit).parameters
 # Options that are one number, or a list with one number per member.
 _LIMITS = ("max_steps", "target")
 # Settings of JAX that change random streams or dtypes, and those that change the last bits.
@@ -67,7 +70,7 @@ def call_identity(
         texts["ensemble"] = digest_of(start)
     code["the members' code"] = code_text(eqx.filter(start, _axes.is_array, inverse=True))
     for word, value in options.items():
-        if word in _IGNORED or value is None:
+        if word in _IGNORED or value is None or _is_default(word, value):
             continue
         if word in _LIMITS:
             texts[word] = option_text(np.asarray(value))
@@ -105,6 +108,13 @@ def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any, *, 
             code = {*saved.code, *now.code}
             before, after = ({word: x for word, x in texts.items() if word not in code} for texts in (before, after))
     check_same_call(before, after, folder, name=name)
+
+
+def _is_default(word: str, value: Any) -> bool:
+    """Whether an option has its default value in `fit`."""
+    default = _PARAMETERS[word].default
+    plain = isinstance(value, bool | int | float | str) and isinstance(default, bool | int | float | str)
+    return value is default or (plain and value == default)
 
 
 def _is_data(value: Any) -> bool:

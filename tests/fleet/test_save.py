@@ -266,6 +266,16 @@ class TestRepeated:
         assert identity_of(options | jax.tree.map(np.ndarray.tolist, given)) == expected
         assert identity_of(options | given | {"max_steps": 3}) != expected
 
+    def test_defaults_in_words(self, identity_of):
+        defaults = {
+            "has_aux": False, "history": "all", "order": "each", "min_delta": 0.0, "on_diverge": "freeze",
+            "trainable": eqx.is_inexact_array, "hyper": None,
+        }  # fmt: skip
+        expected = identity_of(PLAIN)
+        assert identity_of(PLAIN | defaults) == expected
+        for other in ({"has_aux": True}, {"history": 1}, {"order": "shared"}, {"trainable": eqx.is_array}):
+            assert identity_of(PLAIN | other).keys() ^ expected.keys() == other.keys()
+
     def test_data_that_fit_refuses(self, tmp_path):
         with pytest.raises(TypeError, match="`fit` "):
             save(tmp_path / "run", {"data": (X.tolist(), Y.tolist()), "epochs": 1})
