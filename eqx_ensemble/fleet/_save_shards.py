@@ -80,13 +80,19 @@ def save_shards(
 def _read_done(
     folder: Path, identity: CallIdentity, shard: int | None, *, name: str
 ) -> tuple[SavedCall | None, dict[int, Columns]]:
-    """The call and the completed shards in a folder; raises if it belongs to a different call."""
+    """The call and the completed shards in a folder; raises if it belongs to a different call.
+
+    A different call that completed no shard, because it failed, is replaced.
+    """
     if not has_call(folder):
         return None, {}
     saved = read_call(folder, name=name)
+    stores = [store_of(folder, number, saved.identity.digest) for number in range(len(saved.sizes))]
+    complete = [number for number, store in enumerate(stores) if store.is_complete]
+    if not complete and saved.identity.digest != identity.digest:
+        return None, {}
     check_same_identity(saved.identity, identity, folder, name=name)
     if shard is not None:
         expected = np.array([len(part) for part in divide(len(saved.ids), shard)])
         check_same_size(shard, saved.sizes, expected, folder, name=name)
-    stores = [store_of(folder, number, saved.identity.digest) for number in range(len(saved.sizes))]
-    return saved, {number: store.read(name=name) for number, store in enumerate(stores) if store.is_complete}
+    return saved, {number: stores[number].read(name=name) for number in complete}

@@ -266,6 +266,14 @@ class TestRepeated:
         assert identity_of(options | jax.tree.map(np.ndarray.tolist, given)) == expected
         assert identity_of(options | given | {"max_steps": 3}) != expected
 
+    def test_a_call_that_failed(self, tmp_path):
+        """It completed no shard: the corrected call replaces it."""
+        folder, options = tmp_path / "run", {"steps": 1, "plan": SEQUENTIAL}
+        for size in (0, -1):
+            with pytest.raises(ValueError, match=f"`fit` needs `batch_size` of at least 1, got {size}"):
+                save(folder, options | {"batch_size": size})
+            assert read_call(folder, name="fleet.fit").identity.texts["batch_size"] == str(size)
+
     def test_defaults_in_words(self, identity_of):
         defaults = {
             "has_aux": False, "history": "all", "order": "each", "min_delta": 0.0, "on_diverge": "freeze",
