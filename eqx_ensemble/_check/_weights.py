@@ -73,7 +73,8 @@ def check_weights(
     if weights is None:
         return None
     check_plain_weights(name, weights)
-    array = check_array(name, "weights", weights)
+    with np.errstate(over="ignore"):  # concrete weights are divided by their sum in float64, below
+        array = check_array(name, "weights", weights)
     check_weight_count(array, num_members, name=name, rows=rows)
     if array.ndim > 1:
         return _check_row_weights(name, weights, array, dtype, mask)

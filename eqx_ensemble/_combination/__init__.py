@@ -14,3 +14,5 @@ from ._registry import stream_of as stream_of
 from ._registry import streaming as streaming
 from ._summary import Summary as Summary
 from ._weights import chunk_weights as chunk_weights
+from ._weights import common_scale as common_scale
+from ._weights import scale_weights as scale_weights

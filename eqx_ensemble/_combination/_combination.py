@@ -44,7 +44,8 @@ class AbstractCombination(abc.ABC):
         - `predictions`: the predictions of additional members, `(members, ...)`; not necessarily all members of the
             ensemble.
         - `weights`: one weight per additional member, `(members,)`, 1 if not given. All calls use the same scale: only
-            ratios matter. Members of weight zero have no influence.
+            ratios matter. Members of weight zero have no influence. [`eqx_ensemble.predict`][] divides all weights by
+            one number first, so that the largest is between 1 and 2: likelihoods may be too small for float32.
         """
 
     @abc.abstractmethod

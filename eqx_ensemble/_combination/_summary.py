@@ -5,19 +5,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .._pytree import PyTree
 from ._blocks import by_blocks, pays
 from ._check import check_seen
 from ._combination import AbstractCombination
-from ._weights import chunk_weights, convex
+from ._weights import ChunkWeights, chunk_weights, common_scale, convex
 
 
 class Partial(NamedTuple):
-    """The summary of the members seen so far, and the sum of their weights."""
+    """The summary of the members seen so far, and the sum of their weights: `weight * 2**exponent`."""
 
     weight: Float[Array, ""]
+    exponent: Int[Array, ""]
     summary: PyTree
 
 
@@ -49,11 +50,11 @@ class Summary(AbstractCombination):
 
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
         """Adds members to a partial."""
-        weights, total = chunk_weights(predictions, weights, name=self.name)
-        if total is None:
+        chunk = chunk_weights(predictions, weights, name=self.name)
+        if chunk is None:
             return partial
         predictions = self.check(self.name, predictions)
-        return _update(self, partial, predictions, weights, total, in_blocks=self.in_blocks and pays(predictions))
+        return _update(self, partial, predictions, chunk, in_blocks=self.in_blocks and pays(predictions))
 
     def merge(self, first: Any, second: Any) -> Any:
         """Merges two partials."""
@@ -68,16 +69,20 @@ class Summary(AbstractCombination):
 
 
 @ft.partial(jax.jit, static_argnames=("form", "in_blocks"))
-def _update(form: Summary, partial: Any, predictions: PyTree, weights: Any, total: Array, *, in_blocks: bool) -> Any:
+def _update(form: Summary, partial: Any, predictions: PyTree, chunk: ChunkWeights, *, in_blocks: bool) -> Any:
     dtype = jax.tree.leaves(predictions)[0].dtype
-    of_members = lambda predictions: form.of_members(predictions, None if weights is None else convex(weights, dtype))
+    own = None if chunk.weights is None else convex(chunk.weights, dtype)
+    of_members = lambda predictions: form.of_members(predictions, own)
     cut = lambda predictions: by_blocks(of_members, predictions, event_ndim=form.event_ndim)
-    new = Partial(total, (cut if in_blocks else of_members)(predictions))
+    new = Partial(chunk.total, chunk.exponent, (cut if in_blocks else of_members)(predictions))
     return new if partial is None else _merge(form, partial, new)
 
 
 @ft.partial(jax.jit, static_argnames="form")
 def _merge(form: Summary, first: Partial, second: Partial) -> Partial:
     weights = jnp.stack([first.weight, second.weight])
+    exponent, factors = common_scale(first.exponent, second.exponent, weights.dtype)
+    weights = weights * factors
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), first.summary, second.summary)
-    return Partial(jnp.sum(weights), form.of_groups(stacked, convex(weights, jax.tree.leaves(stacked)[0].dtype)))
+    own = convex(weights, jax.tree.leaves(stacked)[0].dtype)
+    return Partial(jnp.sum(weights), exponent, form.of_groups(stacked, own))

@@ -1,22 +1,50 @@
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from .._pytree import PyTree
 from ._check import check_chunk_weights, check_members
 
 
-def chunk_weights(predictions: PyTree, weights: Any, *, name: str) -> tuple[Any, Array | None]:
-    """The checked weights of a chunk, and their sum; `None` for the sum if all weights are known to be zero."""
+class ChunkWeights(NamedTuple):
+    """The weights of a chunk and their sum, divided by `2**exponent`; `None` for equal weights."""
+
+    weights: Float[Array, " members"] | None
+    total: Float[Array, ""]
+    exponent: Int[Array, ""]
+
+
+def chunk_weights(predictions: PyTree, weights: Any, *, name: str) -> ChunkWeights | None:
+    """The checked weights of a chunk; `None` if all are known to be zero.
+
+    Concrete weights are divided by a power of two, which is exact, because float32 may not hold them: likelihoods, for
+    example, are often below 1e-45.
+    """
     count = check_members(predictions, name=name)
     if weights is None:
-        return None, jnp.asarray(np.float64(count))
+        return ChunkWeights(None, jnp.asarray(np.float64(count)), jnp.int32(0))
     weights = check_chunk_weights(weights, count, name=name)
-    if isinstance(weights, np.ndarray):
-        return jnp.asarray(weights), jnp.asarray(weights.sum()) if weights.any() else None
-    return weights, jnp.sum(weights)
+    if not isinstance(weights, np.ndarray):
+        return ChunkWeights(weights, jnp.sum(weights), jnp.int32(0))
+    if not weights.any():
+        return None
+    scaled, exponent = scale_weights(weights)
+    return ChunkWeights(jnp.asarray(scaled), jnp.asarray(scaled.sum()), jnp.int32(exponent))
+
+
+def scale_weights(weights: np.ndarray) -> tuple[np.ndarray, int]:
+    """Weights divided by the power of two that brings the largest into [1, 2), and its exponent."""
+    exponent = int(np.frexp(weights.max())[1]) - 1
+    return np.ldexp(weights, -exponent), exponent
+
+
+def common_scale(first: Int[Array, ""], second: Int[Array, ""], dtype: Any) -> tuple[Int[Array, ""], Float[Array, "2"]]:
+    """The larger of the exponents of two partials, and the factors that bring the weights of each to that scale."""
+    exponents = jnp.stack([first, second])
+    exponent = jnp.max(exponents)
+    return exponent, jnp.ldexp(jnp.ones((), dtype), exponents - exponent)
 
 
 def convex(weights: Array, dtype: Any) -> Array:

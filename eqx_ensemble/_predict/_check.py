@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._check import check_optional_flag, is_traced
-from .._combination import AbstractCombination, check_chunk_weights
+from .._combination import AbstractCombination, check_chunk_weights, scale_weights
 
 
 def check_combine(combine: Any, weights: Any, num_members: int, num_rows: int) -> Any:
@@ -30,12 +30,11 @@ def check_combine(combine: Any, weights: Any, num_members: int, num_rows: int) -
     if isinstance(checked, np.ndarray) and checked.ndim == 2 and not checked.any(axis=0).all():
         row = int(np.argmin(checked.any(axis=0)))
         raise ValueError(f"`predict` needs `weights` that are not all zero in any row, got only zeros in row {row}.")
-    if (
-        rows
-        and isinstance(checked, np.ndarray)
-        and isinstance(weights, jax.Array)
-        and jnp.issubdtype(weights.dtype, jnp.floating)
-    ):
+    if not isinstance(checked, np.ndarray):
+        return checked
+    if not rows and checked.size:
+        return scale_weights(checked)[0]  # float32 may not hold them; only ratios matter to a combination
+    if rows and isinstance(weights, jax.Array) and jnp.issubdtype(weights.dtype, jnp.floating):
         return checked.astype(weights.dtype)  # functions of users get the dtype that they passed
     return checked
 

@@ -3,11 +3,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from .. import _weighting
 from .._check import as_column, check_positive_int, check_values
-from .._combination import AbstractCombination, check_one_array, check_seen, chunk_weights
+from .._combination import AbstractCombination, check_one_array, check_seen, chunk_weights, common_scale
 from .._pytree import PyTree
 from ._check import check_sketch_levels
 
@@ -21,6 +21,7 @@ class _Sketch(NamedTuple):
     tiers: tuple[_Items, ...]
     unknown: Bool[Array, "..."]
     lean: Float[Array, "..."]  # net weight moved to lower values, mean over pairs, in all merges so far
+    exponent: Int[Array, ""]  # weights are divided by 2**exponent
 
 
 class QuantileSketch(AbstractCombination):
@@ -70,12 +71,14 @@ class QuantileSketch(AbstractCombination):
         """Adds members to the sketch."""
         name = "combine.QuantileSketch"
         values = check_values(name, "predictions", check_one_array(predictions, name=name))
-        weights, total = chunk_weights(predictions, weights, name=name)
-        if total is None:
+        chunk = chunk_weights(predictions, weights, name=name)
+        if chunk is None:
             return partial
-        weights = jnp.ones(values.shape[0], values.dtype) if weights is None else jnp.asarray(weights, values.dtype)
-        lean = jnp.zeros(values.shape[1:], values.dtype)
-        return self.merge(partial, _Sketch((_new_items(values, weights),), _unknown(values, weights), lean))
+        given, dtype = chunk.weights, values.dtype
+        own = jnp.ones(values.shape[0], dtype) if given is None else jnp.asarray(given, dtype)
+        lean = jnp.zeros(values.shape[1:], dtype)
+        new = _Sketch((_new_items(values, own),), _unknown(values, own), lean, chunk.exponent)
+        return self.merge(partial, new)
 
     def merge(self, first: Any, second: Any) -> Any:
         """Merges two sketches."""
@@ -83,6 +86,8 @@ class QuantileSketch(AbstractCombination):
             first, second = second, None
         if first is None:
             return None
+        if second is not None:
+            first, second = _in_one_scale(first, second)
         tiers, unknown, lean = list(first.tiers), first.unknown, first.lean
         if second is not None:
             unknown, lean = unknown | second.unknown, lean + second.lean
@@ -99,7 +104,7 @@ class QuantileSketch(AbstractCombination):
                 tiers[i + 1] = jax.tree.map(lambda *xs: jnp.concatenate(xs), tiers[i + 1], joined)
             else:
                 tiers.append(joined)
-        return _Sketch(tuple(tiers), unknown, lean)
+        return _Sketch(tuple(tiers), unknown, lean, first.exponent)
 
     def finish(self, partial: Any) -> Float[Array, "... levels"]:
         """The quantiles over all members seen."""
@@ -111,6 +116,21 @@ class QuantileSketch(AbstractCombination):
 def _new_items(values: Array, weights: Array) -> _Items:
     spread = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
     return _Items(jnp.where(spread == 0, jnp.inf, values), spread)
+
+
+@jax.jit
+def _in_one_scale(first: _Sketch, second: _Sketch) -> tuple[_Sketch, _Sketch]:
+    exponent, factors = common_scale(first.exponent, second.exponent, first.lean.dtype)
+
+    def rescale(sketch: _Sketch, factor: Array) -> _Sketch:
+        weights = [items.weights * factor for items in sketch.tiers]
+        tiers = [
+            _Items(jnp.where(own == 0, jnp.inf, items.values), own)
+            for items, own in zip(sketch.tiers, weights, strict=True)
+        ]
+        return _Sketch(tuple(tiers), sketch.unknown, sketch.lean * factor, exponent)
+
+    return rescale(first, factors[0]), rescale(second, factors[1])
 
 
 @jax.jit

@@ -100,6 +100,30 @@ def test_is_the_array_function_of_the_whole(case, weights):
     assert any(not np.allclose(got, expected, rtol=1e-3) for got, expected in zip(found, want, strict=True))
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_weights_outside_float32(case):
+    """Only ratios matter: powers of two change no bit, and weights may differ much between chunks."""
+    combination, prepared, whole = CASES[case]
+    predictions = prepared(logits())
+    want = jax.tree.leaves(streamed(combination, predictions, WEIGHTS))
+    for power in (-170, 170):
+        found = jax.tree.leaves(streamed(combination, predictions, WEIGHTS * 2.0**power))
+        for got, expected in zip(found, want, strict=True):
+            np.testing.assert_array_equal(got, expected)
+    for weights in (np.full(MEMBERS, 1e38), WEIGHTS * np.logspace(-50, -47, MEMBERS), WEIGHTS * 1e-50 + (WEIGHTS > 2)):
+        want = jax.tree.leaves(whole(predictions, weights / weights.max()))
+        found = jax.tree.leaves(streamed(combination, predictions, weights))
+        for got, expected in zip(found, want, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_quantiles_with_weights_outside_float32():
+    sketch, values = QuantileSketch([0.2, 0.5, 0.8], size=3), logits()
+    want = streamed(sketch, values, WEIGHTS)
+    for power in (-170, 170):
+        np.testing.assert_array_equal(streamed(sketch, values, WEIGHTS * 2.0**power), want)
+
+
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["equal", "weighted"])
 @pytest.mark.parametrize("case", CASES)
 def test_rows_in_blocks(case, weights, monkeypatch):

@@ -23,6 +23,8 @@ CALLS = {
     "small batches": {"batch_size": 5},
     "a mixture": {"combine": ee.combine.mixture},
     "a weighted mixture": {"combine": ee.combine.mixture, "weights": WEIGHTS},
+    "weights below float32": {"combine": ee.combine.mixture, "weights": WEIGHTS * np.float64(1e-50)},
+    "weights above float32": {"combine": ee.combine.moments, "weights": WEIGHTS * np.float64(1e50)},
     "entropies": {"combine": ee.uncertainty.decompose_entropy, "batch_size": 5},
     "a pair": {"combine": ee.combine.gaussian, "fn": PAIR},
     "no streaming form": {"combine": ee.combine.median},

@@ -58,6 +58,32 @@ def test_combined_by_batches_is_combined_on_the_whole(ensemble, case, weights):
     assert not np.allclose(jax.tree.leaves(other)[0], jax.tree.leaves(want)[0], rtol=1e-3)
 
 
+class Sum(ee.combine.AbstractCombination):
+    """A user's own weighted mean."""
+
+    def update(self, partial, predictions, *, weights=None):
+        own = jnp.asarray(weights)
+        return self.merge(partial, (jnp.tensordot(own, predictions, 1), jnp.sum(own)))
+
+    def merge(self, first, second):
+        return second if first is None else jax.tree.map(jnp.add, first, second)
+
+    def finish(self, partial):
+        return partial[0] / partial[1]
+
+
+@pytest.mark.parametrize("scale", [1e-50, 1e38, 1e50])
+def test_weights_outside_float32(ensemble, scale):
+    predictions = np.asarray(ee.predict(ensemble, rows()), np.float64)
+    of_rows = WEIGHTS[:, None] * np.linspace(1, 2, ROWS)
+    for combine, weights in ((ee.combine.mean, WEIGHTS), (Sum(), WEIGHTS), (ee.combine.mean, of_rows)):
+        want = np.einsum("mr,mrc->rc", np.broadcast_to(weights.reshape(MEMBERS, -1), (MEMBERS, ROWS)), predictions)
+        want /= weights.reshape(MEMBERS, -1).sum(axis=0)[:, None]
+        for options in ({}, {"memory": 2**26}):
+            found = ee.predict(ensemble, rows(), combine=combine, weights=weights * scale, **options)
+            np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-6)
+
+
 def test_a_function_without_weights_is_called_without(ensemble):
     found = ee.predict(ensemble, rows(), combine=lambda p: jnp.median(p, axis=0), batch_size=4)
     np.testing.assert_allclose(found, np.median(ee.predict(ensemble, rows()), axis=0), rtol=1e-6)
