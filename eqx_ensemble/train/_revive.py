@@ -48,8 +48,8 @@ def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
 class Revive(eqx.Module):
     """Revives members that diverge: `fit(..., on_diverge=Revive(...))`.
 
-    A member is revived right after the step at which it diverged, with the same row order and random streams. The
-    remaining members are unaffected.
+    A member is revived right after the step at which it diverged, with the same row order and random streams; a member
+    that diverged in an earlier run, before the first step. The remaining members are unaffected.
 
     **Arguments:**
 

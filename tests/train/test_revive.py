@@ -51,6 +51,16 @@ def fitted(on_diverge, *, step=7, member=2, ensemble=None, steps=20, **options):
     )  # fmt: skip
 
 
+def after_divergence(options):
+    """A run continued after one of five steps, in which one member diverged in the fourth."""
+    with pytest.warns(UserWarning, match="1 member.* diverged"):
+        before = fitted("freeze", step=3, steps=5)
+    return ee.fit(
+        before, faulty_at(9, 2), OPTIMISER, data(5), epochs=1, batch_size=BATCH, order="given", on_diverge=KEPT,
+        progress=False, key=KEY, **options,
+    )  # fmt: skip
+
+
 KEPT = Revive(perturb=None)
 
 
@@ -115,6 +125,20 @@ class TestDonor:
         run = fitted(KEPT)
         assert run.revived == reference.revived
         assert_same(run.ensemble, reference.ensemble)
+
+    @pytest.mark.parametrize("options", [{}, pytest.param({"scan": False}, marks=pytest.mark.slow)])
+    def test_diverged_in_an_earlier_run(self, options):
+        """It is revived before the first step of this one, whatever the chunks."""
+        run = after_divergence(options)
+        assert [(event.member, event.step) for event in run.revived] == [(2, 5)]
+        np.testing.assert_array_equal(np.isnan(run.history.loss[2]), [False] * 3 + [True] * 2 + [False] * 5)
+
+    @pytest.mark.slow
+    def test_diverged_in_an_earlier_run_of_enough_steps(self):
+        run = after_divergence({"max_steps": np.array([9, 9, 4, 9, 9, 9])})
+        assert len(run.revived) == 1
+        assert run.status[2] == Status.STOPPED
+        assert np.isnan(run.history.loss[2, 3:]).all()
 
     def test_after_so_many_times_it_stays_frozen(self):
         def always(model, batch, key, hyper):

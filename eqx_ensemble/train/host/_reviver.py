@@ -10,6 +10,7 @@ from .._revive import Revival, Revive, revive_members
 from .._state import TrainState
 from .._status import Status
 from ..compiled._carry import Carry
+from ..compiled._limits import stop_at_limits
 from ..compiled._optimiser import Optimiser
 from ..compiled._selection import reset_best
 from ._active import ActiveMembers
@@ -39,4 +40,5 @@ class Reviver:
         if revived:
             self._times[slots.members[lost]] += 1
             self.revivals += revived
+            moving = stop_at_limits(moving, inputs.limits, carry.step)
             members.replace(Carry(moving, reset_best(carry.selection, moving, lost), carry.step), fixed)

@@ -58,7 +58,12 @@ class Interruption:
 
 
 class Stopping:
-    """Decides when a run ends, stops members after their `max_seconds`, and revives those that diverged."""
+    """Decides when a run ends, stops members after their `max_seconds`, and revives those that diverged.
+
+    **Attributes:**
+
+    - `reviver`: revives members; `None` if those that diverge stay frozen.
+    """
 
     def __init__(
         self,
@@ -70,7 +75,8 @@ class Stopping:
         lost_before: int,
         max_seconds: np.ndarray | None,
     ) -> None:
-        self._interruption, self._saving, self._reviver = interruption, saving, reviver
+        self.reviver = reviver
+        self._interruption, self._saving = interruption, saving
         self._most_lost = lost_before if on_diverge == "raise" else None
         self._max_seconds = max_seconds
         self._ended = False
@@ -91,7 +97,7 @@ class Stopping:
         It is 0 if a diverged member must end the run or be revived before the next step, and with several processes,
         which must inspect the same steps.
         """
-        if self._most_lost is not None or self._reviver is not None or jax.process_count() > 1:
+        if self._most_lost is not None or self.reviver is not None or jax.process_count() > 1:
             return 0.0
         return _SECONDS if self._max_seconds is None else _SECONDS / 100
 
@@ -118,5 +124,5 @@ class Stopping:
         """Stops members after their `max_seconds`, and revives those that diverged."""
         if self._max_seconds is not None:
             self.stop(members, broadcast_from_first(self._saving.seconds) >= self._max_seconds)
-        if self._reviver is not None and (to_host(members.carry.moving.status) == Status.DIVERGED).any():
-            self._reviver.revive(members)
+        if self.reviver is not None:
+            self.reviver.revive(members)
