@@ -3,6 +3,10 @@ from typing import Any
 import jax
 
 from .. import _axes
+from .._check import MemberMismatchError, path_text
+from .._leaf_text import leaf_text
+from .._pytree import PyTree
+from ..tree._statics import static_gap
 from ._plans import AbstractPlan
 
 
@@ -29,6 +33,25 @@ def out_of_memory_message(num_members: int, plan: str, less: str | None, error: 
     if less is None:
         hint = "Not even one member at a time fits: choose a smaller `batch_size`."
     return f"`{name}` ran out of memory with {num_members} members under `{plan}`: {first}\n{hint}"
+
+
+def check_equal_constants(outputs: list[PyTree], *, name: str) -> None:
+    """Raises unless the outputs that are not arrays are equal in all calls of a function of one member."""
+    if not outputs:
+        return
+    first, *others = ({path_text(path): x for path, x in jax.tree.leaves_with_path(output)} for output in outputs)
+    for other in others:
+        seen: dict[Any, Any] = {}
+        for path in first | other:
+            gap = static_gap(first.get(path), other.get(path), seen)
+            if gap is not None:
+                texts, place = (leaf_text(gap.expected), leaf_text(gap.got)), gap.location()
+                got = f"two values of {texts[0]}" if texts[0] == texts[1] else f"{texts[0]} and {texts[1]}"
+                raise MemberMismatchError(
+                    f"`{name}` returns outputs that are not arrays once: they must be equal for all members.\n"
+                    f"  at `{path or '<root>'}`: got {got}{place and f' in {place}'}\n"
+                    "Return an array, which gains the axis `members`: `jnp.asarray(x)` in place of `float(x)`."
+                )
 
 
 def check_no_parts(arguments: Any, *, name: str) -> None:

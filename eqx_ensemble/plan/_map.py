@@ -13,7 +13,7 @@ from .._pytree import PyTree
 from .._typing import MappedFunction, Out, P
 from ..sharding._layout import as_layout
 from ._auto import AnyPlan, as_plan
-from ._check import check_no_parts
+from ._check import check_equal_constants, check_no_parts
 from ._compiled import keeps_program, program_of
 from ._plans import AbstractPlan
 from ._sharded import sharded_plan
@@ -26,7 +26,8 @@ def map_members(
 
     Arguments that are an [`eqx_ensemble.Ensemble`][], an [`eqx_ensemble.Each`][] or an `equinox.nn.State`, at any
     depth of the arguments' trees, are mapped over: `fn` receives one member's model, value or state. All others are
-    shared and passed unchanged. Array outputs gain a `members` axis; outputs that are not arrays are returned once.
+    shared and passed unchanged. Array outputs gain a `members` axis; outputs that are not arrays are returned once,
+    and must be equal for all members.
 
     Outside `jax.jit`, `Chunked` and `Sequential` run a compiled loop. It is compiled once for a function, and again if
     a variable that the function itself reads from outside has been reassigned; variables that it reads through other
@@ -44,8 +45,9 @@ def map_members(
 
     **Returns:** the function of all members.
 
-    **Raises:** (when called) `MemberMismatchError` if arguments disagree on the number of members; `TypeError` if no
-    argument has members, or for a group; `ValueError` if an output has no axis `out_axis`.
+    **Raises:** (when called) `MemberMismatchError` if arguments disagree on the number of members, and if outputs that
+    are not arrays differ between members; `TypeError` if no argument has members, or for a group; `ValueError` if an
+    output has no axis `out_axis`.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
@@ -93,12 +95,16 @@ class _Mapping(eqx.Module):
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
     check_no_parts((args, kwargs), name=call.name)
     parts, view, _ = _axes.split_members((args, kwargs), name=call.name)
+    constants = []
 
     def one(part: PyTree) -> PyTree:
         own_args, own_kwargs = view(part)
-        return fn(*own_args, **own_kwargs)
+        out = fn(*own_args, **own_kwargs)
+        constants.append(eqx.filter(out, eqx.is_array, inverse=True))
+        return out
 
     out = _axes.over_leading_axis(call.plan.run, one, parts)
+    check_equal_constants(constants, name=call.name)
     if call.out_axis == 0:
         return out
     check_has_axis(out, call.out_axis, "out_axis", name="map_members")

@@ -183,6 +183,33 @@ def test_the_value_of_what_members_share_is_known_under_every_plan(ensemble):
         np.testing.assert_allclose(found, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (float, r"at `<root>`: got -?\d\.\d+ and -?\d\.\d+\nReturn an array"),
+        (lambda x: {"a": x, "b": [1, f"{x}"]}, r"at `\['b'\]\[1\]`: got '.*' and '.*'\n"),
+        (lambda x: (x, lambda: float(x)), r"at `\[1\]`: .* in closure variable `x`"),
+        (lambda x: ("positive" if x > 0 else None, 2), r"at `\[0\]`: got (None|'positive') and"),
+    ],
+)
+def test_constants_that_differ_between_members(ensemble, output, message):
+    fn = lambda model: output(model.layers[0].weight[0, 0])
+    with pytest.raises(ee.MemberMismatchError, match=rf"`map_members\(<lambda>\)` returns .* once(.|\n)*{message}"):
+        ee.map_members(fn, plan=Unrolled())(ensemble)
+
+
+@pytest.mark.parametrize("plan", [Vmap(), Chunked(3), Sequential(), Unrolled()], ids=repr)
+def test_constants_are_returned_once(ensemble, plan):
+    def constants(model):
+        return 2.0, float("nan"), "text", None, lambda x: x + 1, jnp.sum(model.layers[0].weight)
+
+    out = ee.map_members(constants, plan=plan)(ensemble)
+    assert out[0] == 2.0
+    assert out[2] == "text"
+    assert out[4](1) == 2
+    assert out[5].shape == (5,)
+
+
 def test_the_error_of_a_function_is_its_own(ensemble):
     def wrong(model, x):
         raise TypeError("mine")
