@@ -61,16 +61,16 @@ def check_untraced(tree: Any) -> None:
         )
 
 
-def check_rows_of_result(combined: Any, num_rows: int) -> None:
+def check_rows_of_result(combined: Any, num_rows: int, *, name: str = "predict") -> None:
     """Raises unless the leading axis of every combined array is that of the rows."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(combined)]
     if not shapes or any(shape[:1] != (num_rows,) for shape in shapes):
         listed = ", ".join(map(str, shapes)) or "no array"
         raise ValueError(
-            f"`predict` calls `combine` with some rows at a time and needs arrays `(rows, ...)` from it; it gave "
+            f"`{name}` needs a `combine` that treats rows independently and returns arrays `(rows, ...)`; it gave "
             f"{listed} for {num_rows} rows.\n"
             "To move an axis: `combine=lambda p: jnp.moveaxis(jnp.quantile(p, levels, axis=0), 0, -1)`. For "
-            "statistics over all rows, such as a mean over them, call the function on what `predict` returns."
+            f"statistics over all rows, such as a mean over them, call the function on what `{name}` returns."
         )
 
 

@@ -13,7 +13,7 @@ from .._ensemble import Ensemble
 from .._ensemble._check import check_ensemble
 from .._ensemble._check_state import check_model_state, check_model_state_given
 from .._predict import predict as predict_here
-from .._predict._check import check_combine
+from .._predict._check import check_combine, check_rows_of_result
 from .._predict._inputs import check_members_and_rows
 from .._pytree import PyTree
 from .._warnings import warn
@@ -114,12 +114,16 @@ def predict(
         if combine is None:
             return predictions
         together = of_predictions(combine)
-        return together(predictions) if weights is None else together(predictions, weights=weights)
+        combined = together(predictions) if weights is None else together(predictions, weights=weights)
+        check_rows_of_result(combined, num_rows, name=_NAME)
+        return combined
     merge = PairwiseMerge(form.merge)
     hooks = Hooks(progress, keep=lambda shard, partial: merge.add(shard.number, partial))
     finished = run(hooks=hooks)
     check_complete(finished, name=_NAME)
-    return form.finish(merge.result())
+    combined = form.finish(merge.result())
+    check_rows_of_result(combined, num_rows, name=_NAME)
+    return combined
 
 
 class _Members(NamedTuple):

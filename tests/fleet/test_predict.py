@@ -45,6 +45,30 @@ def test_predict(name):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+class Spread(ee.combine.AbstractCombination):
+    """One number for all rows."""
+
+    def update(self, partial, predictions, *, weights=None):
+        return self.merge(partial, jnp.max(jnp.abs(predictions)))
+
+    def merge(self, first, second):
+        return second if first is None else jnp.maximum(first, second)
+
+    def finish(self, partial):
+        return partial
+
+
+@pytest.mark.parametrize(
+    ("combine", "shape"), [(jnp.mean, r"\(\)"), (lambda p: p[:, 0], r"\(7, 4\)"), (Spread(), r"\(\)")]
+)
+def test_results_that_are_not_rows(combine, shape):
+    message = rf"needs a `combine` that .* it gave {shape} for"
+    with pytest.raises(ValueError, match=f"`predict` {message}"):
+        ee.predict(ENSEMBLE, X, combine=combine)
+    with pytest.raises(ValueError, match=f"`fleet.predict` {message} 23 rows"):
+        ee.fleet.predict(Here(), ENSEMBLE, X, combine=combine)
+
+
 def test_inputs_of_each_member():
     own = np.stack([X + i for i in range(7)])
     found = ee.fleet.predict(Here(), ENSEMBLE, ee.Each(own), shard=2)

@@ -320,7 +320,7 @@ def test_a_result_stays_where_its_parts_are(ensemble):
 
 
 BAD = {
-    "rows": ({"combine": lambda p: jnp.mean(p)}, ValueError, r"needs arrays `\(rows, ...\)` from it; it gave \(\)"),
+    "rows": ({"combine": lambda p: jnp.mean(p)}, ValueError, r"returns arrays `\(rows, ...\)`; it gave \(\)"),
     "another axis in front": (
         {"combine": lambda p: jnp.quantile(p, jnp.array([0.1, 0.9]), axis=0)},
         ValueError,
