@@ -19,7 +19,7 @@ from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ._check import IN_FILES, MEMBERS_HERE, check_folder, check_retries
 from ._dispatch import Dispatcher
-from ._divide import large_shared
+from ._divide import default_size, large_shared
 from ._engines import open_engine
 from ._fit_shard import fit_shard, hooks_of_runs
 from ._fitting import prepare, whole_epochs
@@ -142,7 +142,7 @@ def asynchronous_halving(
     data = whole_epochs(data, steps, name=_NAME)
     fitting = prepare(loss, optimiser, data, options, len(ensemble), name=_NAME, key=key)
     with open_engine(executor, workers, name=_NAME) as engine, lock_folder(folder):
-        size = engine.default_shard_size(len(ensemble)) if shard is None else shard
+        size = default_size(len(ensemble), engine.num_workers()) if shard is None else shard
         lengths, num_workers = plan.lengths(), engine.num_workers()
         order = JobLog(folder, _call_record(ensemble, plan, size, num_workers), name=_NAME)
         ladder = Ladder(len(ensemble), len(lengths), factor=plan.factor, size=size)

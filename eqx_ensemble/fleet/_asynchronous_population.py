@@ -17,7 +17,7 @@ from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ._check import check_retries, check_shard
 from ._dispatch import Dispatcher
-from ._divide import large_shared
+from ._divide import default_size, large_shared
 from ._engines import Engine
 from ._fit_shard import fit_shard, hooks_of_runs
 from ._fitting import prepare
@@ -56,7 +56,7 @@ def evolve_asynchronously(
     first = {word: options.pop(word) for word in ("trainable",) if word in options}
     options["hyper"] = evolution.hyper
     fitting = prepare(loss, optimiser, data, options, len(ensemble), name=name, key=key)
-    size = engine.default_shard_size(len(ensemble)) if shard is None else shard
+    size = default_size(len(ensemble), engine.num_workers()) if shard is None else shard
     num_workers, ids = engine.num_workers(), np.asarray(ensemble.ids)
     call = {"members": ids.tolist(), "shard": size, "workers": num_workers, "rounds": len(evolution.keys)}
     call |= {"fraction": evolution.fraction} | evolution.length

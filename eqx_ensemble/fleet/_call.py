@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._check import check_retries, check_shard
-from ._divide import divide
+from ._divide import default_size, divide
 from ._engines import open_engine
 from ._run_shards import Hooks, run_shards
 from ._shard import Finished, Shard
@@ -43,7 +43,7 @@ def run_call(
     if shard is not None:
         check_shard(shard, count, name=call.name)
     with open_engine(executor, workers, name=call.name) as engine:
-        size = engine.default_shard_size(count) if shard is None else shard
+        size = default_size(count, engine.num_workers()) if shard is None else shard
         numbered = list(enumerate(divide(count, size))) if start is None else start(size)
         shards = [
             Shard(number, positions, call.ids[positions], ft.partial(call.part, positions))

@@ -22,6 +22,11 @@ _SMALL = 2**16  # bytes; arrays up to this size are sent with every shard
 _MEMBERS = ("max_steps", "target")
 
 
+def default_size(num_members: int, num_workers: int) -> int:
+    """A shard size for which each worker gets about sixteen shards."""
+    return max(2, -(-num_members // (16 * num_workers)))
+
+
 def divide(num_members: int, size: int) -> list[np.ndarray]:
     """The positions of the members of each shard; at most two sizes, and no member alone in a shard.
 

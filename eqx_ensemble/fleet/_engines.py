@@ -30,14 +30,6 @@ class Engine:
         """The number of shards that run at once."""
         return self._workers
 
-    def max_in_flight(self) -> int:
-        """The number of shards in flight: twice the workers, so that an idle worker finds the next one queued."""
-        return 2 * self.num_workers()
-
-    def default_shard_size(self, num_members: int) -> int:
-        """A shard size that gives each worker about sixteen shards."""
-        return max(2, -(-num_members // (16 * self.num_workers())))
-
     def submit(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
         """Submits a call."""
         return check_future(self.executor.submit(fn, *args), self.executor)

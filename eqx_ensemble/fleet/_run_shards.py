@@ -113,7 +113,7 @@ class _Work:
         """Submits shards. Shards that were running when the executor broke run one at a time: any may be the cause."""
         if self.queue and self._broken is not None:
             self._restart(self._broken)
-        most = 1 if self._suspects else self.engine.max_in_flight()
+        most = 1 if self._suspects else 2 * self.engine.num_workers()  # the next ones wait where these run
         while self.queue and len(self.in_flight) < most:
             shard = self.queue.popleft()
             own = dumps(shard.own(), self.numbers, name=self.name)

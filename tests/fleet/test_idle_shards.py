@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -58,6 +59,14 @@ def test_no_member_is_left(stopped, unhooked):
             train(ee.fleet.fit, begun, Here(), shard=3, max_steps=5)
     with pytest.raises(ValueError, match="at least one member that trains; the members 0, 1, 2, a shard, have all"):
         train(ee.fleet.fit, stopped.train_state, Here(), shard=3)
+
+
+@pytest.mark.filterwarnings("ignore:.*diverged")
+def test_a_shard_that_diverged_is_revived():
+    revive = {"on_diverge": ee.train.Revive(lambda key: eqx.nn.MLP(3, 1, 4, 1, key=key))}
+    begun = fit(ee.fit, PLAIN | {"optimiser": SGD, "hyper": {"rate": jnp.array([1e30] * 3 + [0.1] * 4)}})
+    call = lambda fit, *args, **more: fit(*args, begun, mse, SGD, (X, Y), **(PLAIN | revive | more))
+    assert_equal(call(ee.fleet.fit, Here(), shard=3), call(ee.fit))
 
 
 class Interrupted(Here):
