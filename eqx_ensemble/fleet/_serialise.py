@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._check import check_installed, is_typed_key
+from ..tree._statics import static_parts
 from ._serialise_classes import is_module_class, reduce_class
 
 # Functions by the hash of their pickle. A function that returns from a worker is the caller's own object, and one that
@@ -90,7 +91,8 @@ def _dumps(value: Any, arrays: Mapping[int, ArrayRef], *, is_part: bool) -> byte
                 return reduce_class(obj, reduction) if isinstance(reduction, tuple) else reduction
             if not isinstance(obj, type | types.ModuleType) and callable(obj) and _is_importable(obj):
                 return _import_object, (obj.__module__, obj.__qualname__)
-            return super().reducer_override(obj)
+            sentinel = _name_of_sentinel(obj)
+            return super().reducer_override(obj) if sentinel is None else (_import_object, sentinel)
 
     file = io.BytesIO()
     Pickler(file).dump(value)
@@ -124,6 +126,18 @@ def _is_importable(obj: Any) -> bool:
     for part in qualname.split("."):
         found = getattr(found, part, None)
     return found is obj
+
+
+def _name_of_sentinel(obj: Any) -> tuple[str, str] | None:
+    """The module of an object without state and its name there, such as Equinox's `MISSING`, compared by identity."""
+    cls = type(obj)
+    if cls.__reduce_ex__ is not object.__reduce_ex__ or getattr(cls, "__reduce__", None) is not object.__reduce__:
+        return None
+    if cls.__module__ == "__main__" or object.__getstate__(obj) is not None or static_parts(obj) != {}:
+        return None
+    module = sys.modules.get(cls.__module__)
+    attributes = [] if module is None else list(vars(module).items())
+    return next(((cls.__module__, name) for name, value in attributes if value is obj), None)
 
 
 def _import_object(module: str, qualname: str) -> Any:

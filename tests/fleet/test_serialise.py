@@ -1,6 +1,11 @@
 """Functions that return are the caller's own, and what refers to itself can be sent."""
 
+import dataclasses
+from typing import Generic, TypeVar
+
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,6 +13,8 @@ pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
 
 from eqx_ensemble.fleet._serialise import dumps, loads, refs_of  # noqa: E402
 from eqx_ensemble.fleet._worker import Task, _read_task  # noqa: E402
+
+T = TypeVar("T")
 
 
 def both(value, **options):
@@ -56,3 +63,43 @@ def test_shards_of_a_call_share_their_task():
     assert _read_task(task, [array]) is _read_task(task, [array])
     assert _read_task(task, [other])[1]["data"] is other
     assert _read_task(task, [array])[1]["data"] is array
+
+
+class Sentinel:
+    """Without a state of its own, and compared by identity."""
+
+
+ABSENT = Sentinel()
+
+
+class WithDefault(eqx.Module):
+    weight: jax.Array
+    scale: float = 2.0
+
+    def __init__(self):
+        self.weight = jnp.ones(3)
+
+
+class Of(eqx.Module, Generic[T]):
+    weight: T
+
+
+@pytest.mark.parametrize("make", [WithDefault, lambda: Of[jax.Array](jnp.ones(3))])
+def test_modules_come_back_with_their_structure(make):
+    """Equinox compares a sentinel in the structure of a module by identity."""
+    model = make()
+    assert jax.tree.structure(both(model)) == jax.tree.structure(model)
+    assert jax.tree.structure(both(jax.tree.map(lambda x: x, model))) == jax.tree.structure(model)
+
+
+def test_sentinels_of_modules():
+    assert both(ABSENT) is ABSENT
+    assert both(dataclasses.MISSING) is dataclasses.MISSING
+    other = Sentinel()
+    assert both(other) is not ABSENT
+    ABSENT.state = 1  # which the module of another process lacks
+    try:
+        assert both(ABSENT).state == 1
+        assert both(ABSENT) is not ABSENT
+    finally:
+        del ABSENT.state
