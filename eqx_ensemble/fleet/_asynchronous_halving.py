@@ -9,7 +9,6 @@ from .._check import check_positive_int
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from .._warnings import warn
-from ..checkpoint._path import absolute
 from ..methods._check import check_options
 from ..methods._halving import Rungs, check_rungs, share
 from ..train._check import check_no_transformation
@@ -135,7 +134,7 @@ def asynchronous_halving(
     if shard is not None:
         check_positive_int(shard, "shard", name=_NAME)
     retries = check_retries(retries, name=_NAME)
-    folder = None if checkpoint is None else absolute(check_folder(checkpoint, name=_NAME))
+    folder = check_folder(checkpoint, name=_NAME)
     check_resume(options, folder, name=_NAME)
     first = {word: options.pop(word) for word in ("trainable",) if word in options}
     options["validation"] = validation

@@ -10,7 +10,6 @@ import numpy as np
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from .._warnings import warn
-from ..checkpoint._path import absolute
 from ..methods._evolve import Evolution
 from ..methods._population import Population
 from ..train._status import Status
@@ -47,7 +46,6 @@ def evolve_asynchronously(
 ) -> Population[M]:
     """Population-based training in which each shard starts its next round as soon as a worker is idle."""
     begun = time.perf_counter()
-    folder = None if folder is None else absolute(folder)
     check_resume(options, folder, name=name)
     retries = check_retries(retries, name=name)
     if shard is not None:

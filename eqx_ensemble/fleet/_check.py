@@ -11,7 +11,7 @@ from .._check import MemberMismatchError, check_integer, check_optional_function
 from .._ensemble import Ensemble, Group
 from .._pytree import PyTree
 from ..checkpoint import Checkpoints
-from ..checkpoint._path import as_path
+from ..checkpoint._path import absolute, as_path
 from ..plan import AbstractPlan, Auto
 from ..train._group_run import GroupRun
 from ..train._revive import Revive
@@ -150,9 +150,12 @@ def _check_mesh_function(mesh: Any, *, name: str) -> None:
 
 
 def check_folder(path: Any, *, name: str) -> Any:
-    """Raises unless `path` is the path of a folder or `None`. Returns it."""
+    """Raises unless `path` is the path of a folder or `None`. Returns it as an absolute path.
+
+    Workers have working directories of their own.
+    """
     if path is None:
         return None
     if not isinstance(path, str | os.PathLike) or isinstance(path, Checkpoints) or not os.fspath(path):
         raise TypeError(f"`{name}` needs the path of a folder as `checkpoint`, got {kind_text(path)}.")
-    return as_path(path)
+    return absolute(as_path(path))

@@ -1,10 +1,13 @@
 """Checkpoints of shards: what a repeated call takes from its folder, and what it refuses."""
 
+import contextlib
+
 import numpy as np
 import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.fleet._check import check_folder
 
 from .executors import Here
 from .test_fit import ENSEMBLE, KEY, OPTIMISER, SEQUENTIAL, X, Y, assert_equal, mse
@@ -99,3 +102,38 @@ def test_the_folder_of_one_fit_is_refused(tmp_path, unhooked):
     ee.fit(ENSEMBLE, mse, OPTIMISER, (X, Y), checkpoint=tmp_path, **OPTIONS)
     with pytest.raises(FileExistsError, match="is the folder of a run of `fit`.\nChoose another"):
         fit(Here(), tmp_path, shard=4)
+
+
+class Elsewhere(Here):
+    """Runs calls in another working directory, as workers that began in it do."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def submit(self, fn, /, *args):
+        with contextlib.chdir(self.folder):
+            return super().submit(fn, *args)
+
+
+def test_a_relative_folder_is_that_of_the_caller(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert check_folder("runs", name="test") == tmp_path / "runs"
+    assert check_folder(tmp_path, name="test") == tmp_path
+    assert check_folder(None, name="test") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", [ee.fleet.fit, ee.fleet.successive_halving, ee.fleet.asynchronous_halving])
+def test_workers_in_another_directory(tmp_path, monkeypatch, call):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    options = {"steps": 2, "key": KEY, "shard": 4, "checkpoint": "runs", "validation": (X, Y)}
+    found = [
+        call(Elsewhere(there), ENSEMBLE, mse, OPTIMISER, (X, Y), **options, resume=how) for how in ("auto", "must")
+    ]
+    assert_equal(found[1], found[0])
+    assert [path.name for path in here.iterdir()] == ["runs"]
+    assert list(there.iterdir()) == []
