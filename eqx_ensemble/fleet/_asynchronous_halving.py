@@ -139,7 +139,7 @@ def asynchronous_halving(
     first = {word: options.pop(word) for word in ("trainable",) if word in options}
     options["validation"] = validation
     data = whole_epochs(data, steps, name=_NAME)
-    fitting = prepare(loss, optimiser, data, options, len(ensemble), name=_NAME, key=key)
+    fitting = prepare(loss, optimiser, data, options, len(ensemble), begun=ensemble, name=_NAME, key=key)
     with open_engine(executor, workers, name=_NAME) as engine, lock_folder(folder):
         size = default_size(len(ensemble), engine.num_workers()) if shard is None else shard
         lengths, num_workers = plan.lengths(), engine.num_workers()

@@ -53,7 +53,7 @@ def evolve_asynchronously(
     hooks = hooks_of_runs(progress=options.pop("progress", None), on_shard=options.pop("on_shard", None), name=name)
     first = {word: options.pop(word) for word in ("trainable",) if word in options}
     options["hyper"] = evolution.hyper
-    fitting = prepare(loss, optimiser, data, options, len(ensemble), name=name, key=key)
+    fitting = prepare(loss, optimiser, data, options, len(ensemble), begun=ensemble, name=name, key=key)
     size = default_size(len(ensemble), engine.num_workers()) if shard is None else shard
     num_workers, ids = engine.num_workers(), np.asarray(ensemble.ids)
     call = {"members": ids.tolist(), "shard": size, "workers": num_workers, "rounds": len(evolution.keys)}

@@ -93,17 +93,6 @@ def is_data_function(source: Any) -> bool:
     return callable(source) and not any(map(eqx.is_array, jax.tree.leaves(source)))
 
 
-def check_members_of_data(data: PyTree, num_members: int, *, argument: str, name: str) -> None:
-    """Raises unless parts marked `Each` hold one data set per member."""
-    for node in jax.tree.leaves(data, is_leaf=is_per_member):
-        for x in jax.tree.leaves(node.per_member()) if isinstance(node, Each) else ():
-            if np.shape(x)[:1] != (num_members,):
-                raise MemberMismatchError(
-                    f"`{name}` needs one data set per member in the `Each` of `{argument}`; expected "
-                    f"({num_members}, rows, ...), got {np.shape(x)}."
-                )
-
-
 def check_complete(finished: Finished, *, name: str) -> None:
     """Raises the last error if a shard was lost, and `KeyboardInterrupt` if the call was interrupted."""
     if finished.lost:

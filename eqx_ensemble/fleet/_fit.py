@@ -9,7 +9,7 @@ from .._check import check_optional_function
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from ..distributed import to_host
-from ..train._check import check_no_transformation, check_some_training
+from ..train._check import check_length, check_no_transformation, check_some_training
 from ..train._run import Run
 from ..train._state import TrainState
 from ..train._status import Status
@@ -163,7 +163,9 @@ def fit(
         check_some_training(training, ids=ids_of_all)
     resume: Any = given.pop("resume", "auto")
     check_checkpoint_options(checkpoint, given.get("checkpoint_every"), resume, name=_NAME)
-    fitting = prepare(loss, optimiser, data, given, len(ids_of_all), name=_NAME, key=key)
+    check_length(given.get("epochs"), given.get("steps"), name=_NAME)
+    begun = ensemble if wanted is None else None
+    fitting = prepare(loss, optimiser, data, given, len(ids_of_all), begun=begun, name=_NAME, key=key)
     common = fitting.common if wanted is None else fitting.common | {"make": ensemble}
     checkpoints = ShardCheckpoints(folder, len(ids_of_all), shard=shard, resume=resume, name=_NAME)
 

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._check import check_key
 from .._pytree import PyTree
 from ..methods._check import check_whole_epochs
 from ..plan._auto import as_plan
 from ..train.compiled._optimiser import Optimiser
 from ..train.data._data import is_batches
-from ._check import check_divisible, check_members_of_data, is_data_function
+from ._check import check_divisible, is_data_function
+from ._check_fit import check_data, check_known, check_losses, check_options, check_start_options
 from ._divide import large_arrays, member_options, on_host, take_data, take_options
 
 _OF_ENSEMBLES = ("hyper", "state", "trainable")
@@ -55,15 +57,25 @@ def prepare(
     options: dict[str, Any],
     num_members: int,
     *,
+    begun: Any,
     name: str,
     key: Any,
 ) -> Fitting:
-    """Checks the arguments of `fit`, and divides them into common and per-member ones."""
+    """Checks the arguments of `fit`, and divides them into common and per-member ones.
+
+    `begun` is an ensemble, a training state or a run; or `None` for ensembles that are built on the worker.
+    """
     plan = as_plan(options.get("plan"))
     check_divisible(options, plan, options.get("on_diverge", "freeze"), data, name=name)
+    check_known(options, name=name)
+    check_options(options, name=name)
+    check_key(key, name=name)
     own = member_options(options, num_members, name=name)
     given = (("data", data), ("validation", options.get("validation")))
-    sources = {word: _source(value, word, num_members, name=name) for word, value in given}
+    sources = {word: x if is_data_function(x) else on_host(x, word, name=name) for word, x in given}
+    check_start_options(begun, optimiser, options | own, name=name)
+    check_losses(begun, loss, optimiser, options, name=name)
+    check_data(sources, num_members, options | own, is_function=is_data_function, name=name)
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
     common |= {word: value for word, value in options.items() if word not in common | own | sources}
     return Fitting(common, own, sources)
@@ -78,10 +90,3 @@ def _make_data(make: Callable[..., Any], name: str, ids: np.ndarray) -> Any:
     data = make(ids)
     check_whole_epochs(1, is_batches=is_batches(data), name=name)
     return data
-
-
-def _source(value: PyTree, word: str, num_members: int, *, name: str) -> Any:
-    if is_data_function(value):
-        return value
-    check_members_of_data(value, num_members, argument=word, name=name)
-    return on_host(value, word, name=name)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._check import check_optional_flag
 from .._progress import progress_line
 from ._engines import Engine
 from ._serialise import ArrayRef, dumps, loads, refs_of
@@ -56,6 +57,7 @@ def run_shards(
 
     **Raises:** the error of a shard, with a note that names its members; the other shards are cancelled.
     """
+    check_optional_flag(hooks.progress, "progress", name=name)
     work = _Work(engine, retries, refs_of(arrays), name)
     work.queue.extend(shards)
     total = None if follow else sum(len(shard.positions) for shard in work.queue)

@@ -65,23 +65,26 @@ def check_mode(value: Any, *, name: str) -> None:
     check_word(value, "mode", ("min", "max"), name=name)
 
 
-def check_scoring(score: Any, mode: Any, min_delta: Any, target: Any, validation: Any) -> Literal["min", "max"]:
+def check_scoring(
+    score: Any, mode: Any, min_delta: Any, target: Any, validation: Any, *, name: str = "fit"
+) -> Literal["min", "max"]:
     """Raises for an invalid `mode` or `min_delta`, and for options without those they require. Returns the mode."""
     if mode is not None:
-        check_mode(mode, name="fit")
-    check_number(min_delta, "min_delta", name="fit", least=0)
+        check_mode(mode, name=name)
+    check_number(min_delta, "min_delta", name=name, least=0)
     for word, given in (("target", target is not None), ("score", score is not None), ("min_delta", min_delta != 0)):
         if given and validation is None:
-            raise TypeError(f"`fit` needs `validation=` data with `{word}`: {_NEEDS_VALIDATION[word]}.")
+            raise TypeError(f"`{name}` needs `validation=` data with `{word}`: {_NEEDS_VALIDATION[word]}.")
     if score is not None and mode is None:
         raise TypeError(
-            "`fit` needs `mode` with `score`, because a score may be better when it is lower or when it is higher.\n"
+            f"`{name}` needs `mode` with `score`, because a score may be better when it is lower or when it is "
+            "higher.\n"
             'Pass `mode="min"` for an error, `mode="max"` for an accuracy.'
         )
     if score is None and mode == "max":
         raise TypeError(
-            '`fit` got `mode="max"` without `score`: validation scores are then the loss, which training minimises, '
-            "and members would keep their worst weights.\n"
+            f'`{name}` got `mode="max"` without `score`: validation scores are then the loss, which training '
+            "minimises, and members would keep their worst weights.\n"
             'Pass `score=`, the function to maximise; or leave `mode="max"` out.'
         )
     return mode or "min"
@@ -111,13 +114,13 @@ def check_no_array_options(*, batch_size: Any, rows: Any, order: Any, scan: Any,
         raise TypeError(f"`{name}` takes {', '.join(given)} only for data in arrays, not for an iterable of batches.")
 
 
-def check_same_structure(validation: Any, data: Any) -> None:
+def check_same_structure(validation: Any, data: Any, *, name: str = "fit") -> None:
     """Raises unless validation data have the structure of the training data."""
     expected, got = jax.tree.structure(data), jax.tree.structure(validation)
     if expected != got:
         raise TypeError(
-            f"`fit` needs `validation` with the structure of `data`, because the loss takes both; expected {expected}, "
-            f"got {got}.\nPass both as `(x, y)`; or give a `score` of its own."
+            f"`{name}` needs `validation` with the structure of `data`, because the loss takes both; expected "
+            f"{expected}, got {got}.\nPass both as `(x, y)`; or give a `score` of its own."
         )
 
 

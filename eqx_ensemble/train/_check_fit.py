@@ -13,15 +13,17 @@ from .compiled._windows import Windows
 from .data._rows import ORDERS
 
 
-def check_choices(*, has_aux: Any, progress: Any, scan: Any, score: Any, order: Any, how: Any) -> None:
+def check_choices(
+    *, has_aux: Any, progress: Any, scan: Any, score: Any, order: Any, how: Any, name: str = "fit"
+) -> None:
     """Raises for invalid flags, functions and strings among the options of `fit`."""
-    check_flag(has_aux, "has_aux", name="fit")
-    check_optional_flag(progress, "progress", name="fit")
-    check_optional_flag(scan, "scan", name="fit")
-    check_optional_function(score, "score", name="fit", example="lambda model, batch, key: ...")
-    check_word(order, "order", ORDERS, name="fit")
+    check_flag(has_aux, "has_aux", name=name)
+    check_optional_flag(progress, "progress", name=name)
+    check_optional_flag(scan, "scan", name=name)
+    check_optional_function(score, "score", name=name, example="lambda model, batch, key: ...")
+    check_word(order, "order", ORDERS, name=name)
     if not isinstance(how, Revive):
-        check_word(how, "on_diverge", ("freeze", "revive", "raise"), name="fit")
+        check_word(how, "on_diverge", ("freeze", "revive", "raise"), name=name)
 
 
 def check_outcome(run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, first_step: int, integers: str) -> None:
@@ -37,13 +39,13 @@ def check_outcome(run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, fi
         warn(message)
 
 
-def check_history(history: Any) -> Windows:
+def check_history(history: Any, *, name: str = "fit") -> Windows:
     """Raises for an invalid `history`. Returns the windows of steps whose last outputs are recorded."""
     if isinstance(history, str) and history in ("all", "last"):
         return Windows(1 if history == "all" else None)
     if isinstance(history, str) or history is None:
         raise ValueError(
-            f"`fit` needs `history` to be 'all', 'last' or a number of steps, got {history!r}.\n"
+            f"`{name}` needs `history` to be 'all', 'last' or a number of steps, got {history!r}.\n"
             "A number `n` records the losses of every `n`-th step."
         )
-    return Windows(check_counter(history, "history", name="fit"))
+    return Windows(check_counter(history, "history", name=name))

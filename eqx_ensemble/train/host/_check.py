@@ -3,21 +3,21 @@ from typing import Any
 import jax
 
 
-def check_not_given_again(given: list[str]) -> None:
+def check_not_given_again(given: list[str], *, name: str = "fit") -> None:
     """Raises for arguments that the training state already contains."""
     if given:
-        words = ", ".join(f"`{name}`" for name in given)
+        words = ", ".join(f"`{word}`" for word in given)
         them = "it" if len(given) == 1 else "them"
         raise TypeError(
-            f"`fit` continues a training state, which already contains {words}: omit {them}.\n"
+            f"`{name}` continues a training state, which already contains {words}: omit {them}.\n"
             "To change hyper-parameters: `equinox.tree_at(lambda s: s.hyper, state, new)`."
         )
 
 
-def missing_validation_message() -> str:
+def missing_validation_message(name: str = "fit") -> str:
     """The message that a run with best weights continues without validation data."""
     return (
-        "`fit` continues a run with best weights by a validation score, and needs `validation=` again.\n"
+        f"`{name}` continues a run with best weights by a validation score, and needs `validation=` again.\n"
         "To continue from the last weights without the best: `fit(run.train_state, ...)`."
     )
 
@@ -44,11 +44,11 @@ def _state_names(opt_state: Any) -> list[str]:
     return [name for part in parts for name in _state_names(part)]
 
 
-def check_same_mode(value: str, before: str | None) -> None:
+def check_same_mode(value: str, before: str | None, *, name: str = "fit") -> None:
     """Raises if a run is continued with another `mode`."""
     if before not in (None, value):
         raise ValueError(
-            f"`fit` continues a run whose best weights were chosen with `mode={before!r}`, got `mode={value!r}`.\n"
+            f"`{name}` continues a run whose best weights were chosen with `mode={before!r}`, got `mode={value!r}`.\n"
             "Pass the same mode; or continue from `run.train_state`, without the best weights."
         )
 
