@@ -17,6 +17,7 @@ import numpy as np
 
 from .._check import check_installed, is_typed_key
 from ..tree._statics import static_parts
+from ._explain_serialise import unserialisable_message
 from ._serialise_classes import is_module_class, reduce_class
 
 # Functions by the hash of their pickle. A function that returns from a worker is the caller's own object, and one that
@@ -26,6 +27,7 @@ _digests: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()  #
 _Jitted: Any = type(jax.jit(lambda: None))
 _kept: "collections.deque[Any]" = collections.deque(maxlen=256)
 _MOST_ON_DEVICE = 64
+_UNSERIALISABLE = (TypeError, AttributeError, pickle.PicklingError)
 
 
 # The JAX arrays that a worker made of NumPy arrays that it received, by the `id` of the latter, which it keeps alive.
@@ -54,9 +56,24 @@ def refs_on_worker(arrays: Sequence[Any]) -> dict[int, ArrayRef]:
 
 
 def dumps(value: Any, arrays: Mapping[int, ArrayRef] | None = None, *, name: str) -> bytes:
-    """Serialises `value`. Arrays whose `id` is in `arrays` are replaced by placeholders."""
+    """Serialises `value`. Arrays whose `id` is in `arrays` are replaced by placeholders.
+
+    Raises a `TypeError` that names the function that holds what cannot be serialised.
+    """
     check_installed("cloudpickle", what=name, extra="fleet")
-    return _dumps(value, arrays or {}, is_part=False)
+    numbers = arrays or {}
+
+    def fails(part: Any) -> bool:
+        try:
+            _dumps(part, numbers, is_part=False)
+        except _UNSERIALISABLE:
+            return True
+        return False
+
+    try:
+        return _dumps(value, numbers, is_part=False)
+    except _UNSERIALISABLE as error:
+        raise TypeError(unserialisable_message(value, error, fails, name=name)) from error
 
 
 def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:

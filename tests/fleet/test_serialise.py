@@ -1,6 +1,7 @@
 """Functions that return are the caller's own, and what refers to itself can be sent."""
 
 import dataclasses
+import threading
 from typing import Generic, TypeVar
 
 import equinox as eqx
@@ -103,3 +104,40 @@ def test_sentinels_of_modules():
         assert both(ABSENT) is not ABSENT
     finally:
         del ABSENT.state
+
+
+LOCK = threading.Lock()
+square = jax.checkpoint(lambda x: x * x)
+
+
+def with_lock(lock):
+    return lambda x: (lock, x)
+
+
+class Holder:
+    """Callable, with an attribute that cannot be serialised."""
+
+    def __init__(self):
+        self.lock = LOCK
+
+    def __call__(self, x):
+        """Never called."""
+
+
+REFUSED = {
+    "closure": (with_lock(LOCK), r"the function `<lambda>` \(.*:\d+\) .*'_thread.lock' object, in closure variable `l"),
+    "in a tree": ({"loss": Holder()}, r"a lock, attribute `lock` of `loss`, for workers"),
+    "a method": ({"loss": Holder().__call__}, r"the function `__call__` \(.*in attribute `lock` of the bound object"),
+    "a value": (LOCK, r"a lock for workers"),
+    "checkpoint": (
+        {"loss": square},
+        r"the function `<lambda>`(.|\n)*In place of `jax.checkpoint`, use `equinox",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_serialised(name):
+    value, text = REFUSED[name]
+    with pytest.raises(TypeError, match="`test` cannot serialise " + text):
+        dumps(value, name="test")
