@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 
 from .._check import check_installed, is_typed_key
@@ -20,10 +21,12 @@ from ..tree._statics import static_parts
 from ._explain_serialise import unserialisable_message
 from ._serialise_classes import is_module_class, reduce_class
 
-# Functions by the hash of their pickle. A function that returns from a worker is the caller's own object, and one that
-# a worker receives again is the object for which it has compiled programs.
+# Functions and callable objects by the hash of their pickle. One that returns from a worker is the caller's own object,
+# and one that a worker receives again is the object for which it has compiled programs.
 _known: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
-_digests: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()  # of jitted functions: immutable
+# The key in `_known` of callable objects, and the hash of their pickle in this process, which may differ.
+_digests: "weakref.WeakKeyDictionary[Any, tuple[str, str]]" = weakref.WeakKeyDictionary()
+_ANY = ""  # of jitted functions, which are immutable
 _Jitted: Any = type(jax.jit(lambda: None))
 _kept: "collections.deque[Any]" = collections.deque(maxlen=256)
 _MOST_ON_DEVICE = 64
@@ -98,16 +101,14 @@ def _dumps(value: Any, arrays: Mapping[int, ArrayRef], *, is_part: bool) -> byte
                     return _import_object, (obj.__module__, obj.__qualname__)
                 if is_part or _is_importable(obj):
                     return super().reducer_override(obj)
-                data = _dumps(obj, {}, is_part=True)
-                digest = _digests.get(obj) if isinstance(obj, _Jitted) else None
-                digest = digest or hashlib.sha256(data).hexdigest()
-                _known[digest] = obj
-                return _restore, (digest, data)
+                return _reduce_by_digest(obj)
             if is_module_class(obj):
                 reduction = super().reducer_override(obj)
                 return reduce_class(obj, reduction) if isinstance(reduction, tuple) else reduction
             if not isinstance(obj, type | types.ModuleType) and callable(obj) and _is_importable(obj):
                 return _import_object, (obj.__module__, obj.__qualname__)
+            if not is_part and _is_static_callable(obj):
+                return _reduce_by_digest(obj)
             sentinel = _name_of_sentinel(obj)
             return super().reducer_override(obj) if sentinel is None else (_import_object, sentinel)
 
@@ -168,12 +169,46 @@ def _as_key(data: np.ndarray, impl: Any) -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
 
 
+def _is_static_callable(obj: Any) -> bool:
+    """Whether JAX takes the object for a constant, and finds compiled programs by its identity."""
+    cls = type(obj)
+    if isinstance(obj, type) or not callable(obj) or not cls.__weakrefoffset__ or not jtu.all_leaves((obj,)):
+        return False
+    is_by_identity = cls.__eq__ is object.__eq__ and cls.__hash__ is object.__hash__
+    return isinstance(obj, types.MethodType) or (is_by_identity and bool(static_parts(obj)))
+
+
+def _reduce_by_digest(obj: Any) -> tuple[Any, ...]:
+    data = _dumps(obj, {}, is_part=True)
+    own = hashlib.sha256(data).hexdigest()
+    digest, before = _digests.get(obj, (own, own))
+    if before not in (own, _ANY):
+        digest = own  # it has changed
+    _known[digest] = obj
+    if not isinstance(obj, types.FunctionType | _Jitted):
+        _digests[obj] = digest, own
+    return _restore, (digest, data)
+
+
 def _restore(digest: str, data: bytes) -> Any:
     found = _known.get(digest)
-    if found is None:
+    if found is None or not _is_unchanged(found, digest):
         found = loads(data)
         _known[digest] = found
         _kept.append(found)
         if isinstance(found, _Jitted):
-            _digests[found] = digest
+            _digests[found] = digest, _ANY
+        elif not isinstance(found, types.FunctionType):
+            _digests[found] = digest, _own_digest(found)
     return found
+
+
+def _is_unchanged(found: Any, digest: str) -> bool:
+    """Whether an object still has the state of its pickle; functions count as constant."""
+    if isinstance(found, types.FunctionType | _Jitted):
+        return True
+    return _digests.get(found) == (digest, _own_digest(found))
+
+
+def _own_digest(obj: Any) -> str:
+    return hashlib.sha256(_dumps(obj, {}, is_part=True)).hexdigest()

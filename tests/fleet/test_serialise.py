@@ -1,7 +1,9 @@
 """Functions that return are the caller's own, and what refers to itself can be sent."""
 
 import dataclasses
+import functools as ft
 import threading
+import weakref
 from typing import Generic, TypeVar
 
 import equinox as eqx
@@ -12,6 +14,7 @@ import pytest
 
 pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
 
+from eqx_ensemble.fleet import _serialise  # noqa: E402
 from eqx_ensemble.fleet._serialise import dumps, loads, refs_of  # noqa: E402
 from eqx_ensemble.fleet._worker import Task, _read_task  # noqa: E402
 
@@ -141,3 +144,68 @@ def test_what_cannot_be_serialised(name):
     value, text = REFUSED[name]
     with pytest.raises(TypeError, match="`test` cannot serialise " + text):
         dumps(value, name="test")
+
+
+class Slope:
+    """A callable object, which JAX compares by identity."""
+
+    def __init__(self, slope):
+        self.slope = slope
+
+    def __call__(self, x):
+        """A line."""
+        return self.slope * x
+
+    def again(self, x):
+        """The same."""
+        return self(x)
+
+
+@pytest.fixture
+def as_worker(monkeypatch):
+    """A function that runs another in the place of a worker, which has received nothing from this process."""
+    tables = weakref.WeakValueDictionary(), weakref.WeakKeyDictionary()
+
+    def run(fn, *args):
+        with monkeypatch.context() as context:
+            for word, table in zip(("_known", "_digests"), tables, strict=True):
+                context.setattr(_serialise, word, table)
+            return fn(*args)
+
+    return run
+
+
+CALLABLES = {"a partial": ft.partial(jax.nn.leaky_relu, negative_slope=0.2), "an object": Slope(2.0)}
+CALLABLES["a method"] = CALLABLES["an object"].again
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_callables_keep_their_identity(name, as_worker):
+    """As functions do: programs compiled for them are found again."""
+    fn = CALLABLES[name]
+    assert both(fn) is fn
+    data = dumps({"activation": fn}, name="test")
+    first, second = (as_worker(loads, data)["activation"] for _ in range(2))
+    assert first is second
+    assert first is not fn
+    assert first(-1.0) == fn(-1.0)
+    assert loads(as_worker(lambda: dumps([first], name="test")))[0] is fn
+
+
+def test_objects_that_changed_are_sent_anew(as_worker):
+    line = Slope(1.0)
+    data = dumps(line, name="test")
+    first = as_worker(loads, data)
+    first.slope = 3.0  # on the worker, by a shard
+    assert as_worker(loads, data).slope == 1.0
+    assert loads(as_worker(lambda: dumps(first, name="test"))).slope == 3.0
+    line.slope = 5.0  # in the caller's process
+    assert both(line) is line
+    assert loads(data).slope == 1.0
+
+
+def test_trees_that_can_be_called_are_no_constants():
+    tree = jax.tree_util.Partial(jnp.add, jnp.ones(3))
+    assert both(tree) is not tree
+    linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    assert both(linear) is not linear
