@@ -163,9 +163,9 @@ def fit(
         check_some_training(training, ids=ids_of_all)
     resume: Any = given.pop("resume", "auto")
     check_checkpoint_options(checkpoint, given.get("checkpoint_every"), resume, name=_NAME)
-    check_length(given.get("epochs"), given.get("steps"), name=_NAME)
     begun = ensemble if wanted is None else None
     fitting = prepare(loss, optimiser, data, given, len(ids_of_all), begun=begun, name=_NAME, key=key)
+    check_length(given.get("epochs"), given.get("steps"), name=_NAME)
     common = fitting.common if wanted is None else fitting.common | {"make": ensemble}
     checkpoints = ShardCheckpoints(folder, len(ids_of_all), shard=shard, resume=resume, name=_NAME)
 
