@@ -88,11 +88,6 @@ def check_member_arguments(given: PyTree, *, name: str) -> np.ndarray:
     return np.asarray(ensembles[0].ids) if ensembles else np.arange(counts[0])
 
 
-def is_data_function(source: Any) -> bool:
-    """Whether a worker calls this to make its data; a Module with arrays is data itself."""
-    return callable(source) and not any(map(eqx.is_array, jax.tree.leaves(source)))
-
-
 def check_complete(finished: Finished, *, name: str) -> None:
     """Raises the last error if a shard was lost, and `KeyboardInterrupt` if the call was interrupted."""
     if finished.lost:

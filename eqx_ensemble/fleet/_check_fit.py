@@ -1,7 +1,7 @@
 """The checks of `fit`, in the caller's process: on workers, its errors would come after shards were submitted."""
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -20,6 +20,7 @@ from ..train.data._check_reader import check_no_scan
 from ..train.data._data import as_row_indices, without_marks
 from ..train.data._reader import RowReader
 from ..train.host._check import check_not_given_again, check_same_mode, missing_validation_message
+from ._functions import is_data_function
 from ._options import FleetFitOptions
 
 _KNOWN = sorted(FleetFitOptions.__optional_keys__)
@@ -92,26 +93,19 @@ def check_losses(begun: Any, loss: Any, optimiser: Any, options: dict[str, Any],
         check_hyper_used(optimiser, wants_hyper=any(wants_hyper), name=name)
 
 
-def check_data(
-    sources: dict[str, Any],
-    num_members: int,
-    options: dict[str, Any],
-    *,
-    is_function: Callable[[Any], bool],
-    name: str,
-) -> None:
+def check_data(sources: dict[str, Any], num_members: int, options: dict[str, Any], *, name: str) -> None:
     """Raises unless data and validation data are finite arrays of rows, and fit to `batch_size` and `rows`."""
     data, validation = sources["data"], sources["validation"]
     of_arrays = lambda x, word: check_rows_of_data(x, num_members, argument=word, name=name)
-    if not is_function(data):
+    if not is_data_function(data):
         if isinstance(data, RowReader):
             check_no_scan(options.get("scan"), name=name)
         num_rows = data.num_rows if isinstance(data, RowReader) else of_arrays(data, "data")
         rows = as_row_indices(options.get("rows"), num_members, num_rows, name=name)
         if options.get("batch_size") is not None:
             check_batch_size(options["batch_size"], num_rows if rows is None else rows.shape[1], name=name)
-    if validation is None or is_function(validation):
+    if validation is None or is_data_function(validation):
         return
     of_arrays(validation, "validation")
-    if options.get("score") is None and not is_function(data) and not isinstance(data, RowReader):
+    if options.get("score") is None and not is_data_function(data) and not isinstance(data, RowReader):
         check_same_structure(without_marks(validation), without_marks(data), name=name)

@@ -96,9 +96,10 @@ def fit(
         called once in the caller's process, for two ids, to determine shapes.
     - `ids`: the ids of all members, with such a function: `range(100_000)`.
     - `data`: arrays, as for [`eqx_ensemble.fit`][]; or a function, called on the worker with the ids of a shard `(n,)`,
-        that returns their data: arrays, parts of them marked [`eqx_ensemble.Each`][], or batches. The same holds for
-        `validation`. Arrays above 64 KiB that all members share, here or in the ensemble, are scattered by Dask; other
-        executors pass them as memory-mapped files, which workers on other machines cannot read: use functions there.
+        that returns their data: arrays, parts of them marked [`eqx_ensemble.Each`][], or batches. A Module with arrays
+        is data, and its methods are functions. The same holds for `validation`. Arrays above 64 KiB that all members
+        share, here or in the ensemble, are scattered by Dask; other executors pass them as memory-mapped files, which
+        workers on other machines cannot read: use functions there.
     - `shard`: the number of members per shard, at least 2, because one member alone is compiled to another program. By
         default each worker gets about sixteen shards. A shard should take minutes: a worker needs seconds to import
         JAX, and compiles for at most two shard sizes.

@@ -14,8 +14,8 @@ from ..train._fit import fit as fit_here
 from ..train._run import Run
 from ..train._status import Status
 from ._call import Call, run_call
-from ._check import is_data_function
 from ._columns import Columns, count_status
+from ._functions import is_data_function
 from ._join import join_runs
 from ._make_members import begin
 from ._run_shards import Hooks

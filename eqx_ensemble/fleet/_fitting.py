@@ -12,9 +12,10 @@ from ..methods._check import check_whole_epochs
 from ..plan._auto import as_plan
 from ..train.compiled._optimiser import Optimiser
 from ..train.data._data import is_batches
-from ._check import check_divisible, is_data_function
+from ._check import check_divisible
 from ._check_fit import check_data, check_known, check_losses, check_options, check_start_options
 from ._divide import large_arrays, member_options, on_host, take_data, take_options
+from ._functions import is_data_function
 
 _OF_ENSEMBLES = ("hyper", "state", "trainable")
 
@@ -75,7 +76,7 @@ def prepare(
     sources = {word: x if is_data_function(x) else on_host(x, word, name=name) for word, x in given}
     check_start_options(begun, optimiser, options | own, name=name)
     check_losses(begun, loss, optimiser, options, name=name)
-    check_data(sources, num_members, options | own, is_function=is_data_function, name=name)
+    check_data(sources, num_members, options | own, name=name)
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
     common |= {word: value for word, value in options.items() if word not in common | own | sources}
     return Fitting(common, own, sources)

@@ -66,7 +66,7 @@ def call_identity(
     code = {word: code_text(fn) for word, fn in functions.items()}
     if isinstance(start, Run):
         start = start.train_state, start.ensemble, start.selection
-    if not is_maker(start):
+    if not is_maker(start) or jax.tree.leaves(eqx.filter(start, _axes.is_array)):
         texts["ensemble"] = digest_of(start)
     code["the members' code"] = code_text(eqx.filter(start, _axes.is_array, inverse=True))
     for word, value in options.items():

@@ -8,19 +8,24 @@ import numpy as np
 
 from .. import _keys
 from .._check import check_sequence, kind_text
-from .._ensemble import Ensemble
+from .._ensemble import Ensemble, Group
+from ..train._group_run import GroupRun
 from ..train._run import Run
 from ..train._state import TrainState
+from ._functions import is_wrapper
 from ._shapes import resize
+
+_WITH_IDS = Ensemble | TrainState | Run | Group | GroupRun
 
 
 def check_ids_of_function(start: Any, ids: Any, *, name: str) -> np.ndarray | None:
-    """Raises unless `ids` are given with a function, and only then. Returns them; `None` for an existing ensemble."""
-    if not is_maker(start):
-        if ids is not None:
-            raise TypeError(
-                f"`{name}` takes `ids` with a function that makes an ensemble of them; {kind_text(start)} has its own."
-            )
+    """Raises unless `ids` are given with a function, and only then. Returns them; `None` without a function."""
+    if ids is not None and isinstance(start, _WITH_IDS):
+        raise TypeError(
+            f"`{name}` takes `ids` with a function that makes an ensemble of them; {kind_text(start)} has its own."
+        )
+    is_model = ids is None and isinstance(start, eqx.Module) and not is_wrapper(start)
+    if is_model or not is_maker(start):
         return None
     if ids is None:
         raise TypeError(
@@ -34,8 +39,8 @@ def check_ids_of_function(start: Any, ids: Any, *, name: str) -> np.ndarray | No
 
 
 def is_maker(start: Any) -> bool:
-    """Whether an argument is a function that builds an ensemble."""
-    return callable(start) and not isinstance(start, eqx.Module)
+    """Whether an argument is a function that builds an ensemble, or a Module that is called as one."""
+    return callable(start) and not isinstance(start, _WITH_IDS)
 
 
 def begin(make: Callable[[np.ndarray], Any], ids: np.ndarray, *, name: str) -> tuple[Ensemble[Any], Any]:

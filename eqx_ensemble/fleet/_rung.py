@@ -15,10 +15,10 @@ from ..methods._rounds import Rounds
 from ..train._run import Run
 from ..train._status import Status
 from ._call_record import CallRecord
-from ._check import is_data_function
 from ._divide import member_options, take_data, take_members, take_options
 from ._engines import Engine
 from ._fit import fit
+from ._functions import is_data_function
 from ._join import join_runs
 from ._lost_record import LostRecord
 from ._shard import members_text
