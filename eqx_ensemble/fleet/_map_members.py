@@ -14,6 +14,8 @@ from .._pytree import PyTree
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..plan._map import map_members as map_here
+from ..tree._columns import map_columns
+from ..tree._compare import CONCATENATE_RULES, compare_trees
 from ._call import Call, run_call
 from ._check import check_complete, check_member_arguments, check_no_auto
 from ._divide import large_arrays, large_shared, on_host
@@ -22,6 +24,7 @@ from ._sharded_run import ShardedRun
 from ._stored import Stored, by_file, locate
 
 _NAME = "fleet.map_members"
+_RULES = CONCATENATE_RULES._replace(needs="results of members that differ only in their arrays", noun="shard")
 
 
 def map_members(
@@ -77,9 +80,8 @@ def map_members(
             call, executor, shard=shard, workers=workers, retries=retries, hooks=Hooks(progress), start=start
         )
         check_complete(finished, name=_NAME)
-        parts = [result for _, result in finished.results]
-        join = lambda *xs: jnp.concatenate(xs) if _axes.is_array(xs[0]) else xs[0]
-        return jax.tree.map(join, *parts)
+        columns = compare_trees([result for _, result in finished.results], name=_NAME, rules=_RULES)
+        return map_columns(lambda xs: jnp.concatenate(xs) if _axes.is_array(xs[0]) else xs[0], columns)
 
     return run_all
 

@@ -26,6 +26,7 @@ from ._serialise_classes import is_module_class, reduce_class
 _known: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
 # The key in `_known` of callable objects, and the hash of their pickle in this process, which may differ.
 _digests: "weakref.WeakKeyDictionary[Any, tuple[str, str]]" = weakref.WeakKeyDictionary()
+_NAN = "nan"  # one object in each process: JAX compares static fields by `==`, or by identity in tuples
 _ANY = ""  # of jitted functions, which are immutable
 _Jitted: Any = type(jax.jit(lambda: None))
 _kept: "collections.deque[Any]" = collections.deque(maxlen=256)
@@ -88,7 +89,9 @@ def _dumps(value: Any, arrays: Mapping[int, ArrayRef], *, is_part: bool) -> byte
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
-        def persistent_id(self, obj: Any) -> tuple[int, bool] | None:
+        def persistent_id(self, obj: Any) -> tuple[int, bool] | str | None:
+            if type(obj) is float and obj != obj:
+                return _NAN
             number = arrays.get(id(obj))
             return None if number is None else (number.number, number.is_jax)
 
@@ -123,7 +126,9 @@ class _Unpickler(pickle.Unpickler):
         self._arrays = arrays
 
     def persistent_load(self, pid: Any) -> Any:
-        """The array with this number."""
+        """The array with this number, or NaN."""
+        if pid == _NAN:
+            return np.nan
         number, is_jax = pid
         array = self._arrays[number]
         if not is_jax or isinstance(array, jax.Array):

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import eqx_ensemble as ee
@@ -115,3 +116,44 @@ def test_what_map_members_refuses():
         call(jnp.ones(3))
     with pytest.raises(ee.MemberMismatchError, match="one number of members"):
         call(ee.Each(jnp.ones(3)), ENSEMBLE)
+
+
+class Opaque:
+    """Not equal to its copies."""
+
+    def __init__(self):
+        self.power = 2
+
+
+class Tagged(eqx.Module):
+    weight: jax.Array
+    tag: object = eqx.field(static=True)
+
+
+@pytest.mark.parametrize("tag", [Opaque(), [Opaque()], object(), float("nan")])
+def test_results_with_static_fields_that_are_equivalent(tag):
+    """Each shard returns a copy of its own."""
+    ensemble = ee.build(lambda key: Tagged(jax.random.normal(key, (3,)), tag), 4, key=jax.random.key(0))
+    found = ee.fleet.map_members(Here(), lambda model: model, shard=2)(ensemble)
+    np.testing.assert_array_equal(found.weight, ensemble.stacked.weight)
+    assert type(found.tag) is type(tag)
+
+
+@pytest.mark.slow
+def test_fit_with_a_static_field_of_nan():
+    ensemble = ee.build(lambda key: Tagged(jax.random.normal(key, (3,)), float("nan")), 4, key=jax.random.key(0))
+    arguments = lambda model, batch, key: jnp.mean((batch @ model.weight) ** 2), optax.sgd(0.1), jnp.ones((8, 3))
+    options = {"steps": 1, "plan": ee.plan.Sequential(), "key": jax.random.key(0)}
+    expected = ee.fit(ensemble, *arguments, **options)
+    found = ee.fleet.fit(Here(), ensemble, *arguments, shard=2, **options)
+    np.testing.assert_array_equal(found.history.loss, expected.history.loss)
+
+
+def test_results_with_static_fields_that_differ():
+    values = iter(range(9))
+    fn = lambda model: Tagged(model.weight, next(values))
+    ensemble = ee.build(lambda key: Tagged(jax.random.normal(key, (3,)), 0), 4, key=jax.random.key(0))
+    with pytest.raises(
+        ee.MemberMismatchError, match=r"`fleet.map_members` needs results of members"
+    ):
+        ee.fleet.map_members(Here(), fn, shard=2)(ensemble)

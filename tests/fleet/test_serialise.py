@@ -209,3 +209,12 @@ def test_trees_that_can_be_called_are_no_constants():
     assert both(tree) is not tree
     linear = eqx.nn.Linear(2, 2, key=jax.random.key(0))
     assert both(linear) is not linear
+
+
+def test_static_fields_of_nan_are_one_object():
+    """As in the parts of one ensemble, whose structures are compared."""
+    nan = float("nan")
+    found = both([(nan, 1), (nan, 1), float("nan")])
+    assert found[0] == found[1]  # by identity
+    assert found[2] is found[0][0]
+    assert np.isnan(found[2])
