@@ -153,7 +153,5 @@ def test_results_with_static_fields_that_differ():
     values = iter(range(9))
     fn = lambda model: Tagged(model.weight, next(values))
     ensemble = ee.build(lambda key: Tagged(jax.random.normal(key, (3,)), 0), 4, key=jax.random.key(0))
-    with pytest.raises(
-        ee.MemberMismatchError, match=r"`fleet.map_members` needs results of members"
-    ):
+    with pytest.raises(ee.MemberMismatchError, match=r"`fleet.map_members` needs results of members"):
         ee.fleet.map_members(Here(), fn, shard=2)(ensemble)
