@@ -110,10 +110,12 @@ def _dumps(value: Any, arrays: Mapping[int, ArrayRef], *, is_part: bool) -> byte
                 return reduce_class(obj, reduction) if isinstance(reduction, tuple) else reduction
             if not isinstance(obj, type | types.ModuleType) and callable(obj) and _is_importable(obj):
                 return _import_object, (obj.__module__, obj.__qualname__)
+            sentinel = _name_of_sentinel(obj)
+            if sentinel is not None:
+                return _import_object, sentinel
             if not is_part and _is_static_callable(obj):
                 return _reduce_by_digest(obj)
-            sentinel = _name_of_sentinel(obj)
-            return super().reducer_override(obj) if sentinel is None else (_import_object, sentinel)
+            return super().reducer_override(obj)
 
     file = io.BytesIO()
     Pickler(file).dump(value)
@@ -180,7 +182,7 @@ def _is_static_callable(obj: Any) -> bool:
     if isinstance(obj, type) or not callable(obj) or not cls.__weakrefoffset__ or not jtu.all_leaves((obj,)):
         return False
     is_by_identity = cls.__eq__ is object.__eq__ and cls.__hash__ is object.__hash__
-    return isinstance(obj, types.MethodType) or (is_by_identity and bool(static_parts(obj)))
+    return isinstance(obj, types.MethodType) or (is_by_identity and static_parts(obj) is not None)
 
 
 def _reduce_by_digest(obj: Any) -> tuple[Any, ...]:

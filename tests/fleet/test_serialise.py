@@ -175,7 +175,19 @@ def as_worker(monkeypatch):
     return run
 
 
-CALLABLES = {"a partial": ft.partial(jax.nn.leaky_relu, negative_slope=0.2), "an object": Slope(2.0)}
+class Double:
+    """Without a state."""
+
+    def __call__(self, x):
+        """Twice its argument."""
+        return 2 * x
+
+
+CALLABLES = {
+    "a partial": ft.partial(jax.nn.leaky_relu, negative_slope=0.2),
+    "an object": Slope(2.0),
+    "no state": Double(),
+}
 CALLABLES["a method"] = CALLABLES["an object"].again
 
 
