@@ -5,6 +5,8 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+
 from .._check import kind_text
 from ..tree._statics import static_parts
 
@@ -54,7 +56,7 @@ def _find(value: Any, fails: Callable[[Any], bool]) -> list[_Part]:
 
 
 def _parts(value: Any) -> list[_Part]:
-    value = getattr(value, "__wrapped__", value) if type(value).__name__ == "PjitFunction" else value
+    value = getattr(value, "__wrapped__", value) if isinstance(value, jax.stages.Wrapped) else value
     parts = dict(static_parts(value) or {})
     if isinstance(value, types.FunctionType):
         names = _names(value.__code__)

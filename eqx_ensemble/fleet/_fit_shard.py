@@ -8,9 +8,9 @@ import numpy as np
 
 from .._check import check_optional_function
 from .._warnings import warn
-from ..train._check import allow_none_training
 from ..train._check_run import diverged_message
 from ..train._fit import fit as fit_here
+from ..train._idle import allow_idle
 from ..train._run import Run
 from ..train._status import Status
 from ._call import Call, run_call
@@ -40,7 +40,7 @@ def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any] | Columns
     if "make" in common:
         start, state = begin(common["make"], own["ids"], name="fleet.fit")
         options |= {} if state is None else {"state": state}
-    with allow_none_training():  # members of other shards train
+    with allow_idle():  # members of other shards train
         run: Run[Any] = fit_here(
             start, common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
             **made, **options,

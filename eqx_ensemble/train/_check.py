@@ -1,5 +1,3 @@
-import contextlib
-import contextvars
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -19,6 +17,7 @@ from .._check import (
 from .._check._options import MOST_STEPS
 from .._foreign import as_numpy
 from .._leaf_text import leaf_text
+from ._idle import may_be_idle
 
 MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
 
@@ -133,22 +132,9 @@ def check_hyper_used(optimiser: Any, *, wants_hyper: bool, name: str) -> None:
         )
 
 
-_allows_none_training: contextvars.ContextVar[bool] = contextvars.ContextVar("allows_none_training", default=False)
-
-
-@contextlib.contextmanager
-def allow_none_training() -> Iterator[None]:
-    """Within it, `fit` takes members of which none trains: a part of an ensemble in which others do."""
-    token = _allows_none_training.set(True)
-    try:
-        yield
-    finally:
-        _allows_none_training.reset(token)
-
-
 def check_some_training(training: np.ndarray, *, ids: np.ndarray) -> None:
     """Raises if no member is training."""
-    if not training.any() and not _allows_none_training.get():
+    if not training.any() and not may_be_idle():
         raise ValueError(
             f"`fit` has no member left to train: all {len(ids)} members have stopped or diverged.\n"
             "To train their weights again, pass the ensemble: `fit(run.ensemble, ...)`."
