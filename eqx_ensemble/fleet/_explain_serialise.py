@@ -31,7 +31,7 @@ def unserialisable_message(value: Any, error: Exception, fails: Callable[[Any], 
     where = " of ".join(part.word for part in reversed(trail[first + 1 :])) if functions else ""
     hint = "Make locks, open files and connections inside the function, which runs on the worker; or define"
     if of_jax:
-        hint = "In place of `jax.checkpoint`, use `equinox.filter_checkpoint`; or define"
+        hint = "In location of `jax.checkpoint`, use `equinox.filter_checkpoint`; or define"
     return (
         f"`{name}` cannot serialise {subject} for workers: {error}{where and f', in {where}'}.\n"
         f"{hint} the function that needs it in a module that workers can import."
@@ -86,5 +86,5 @@ def _function_text(fn: Any) -> str:
 def _value_text(trail: list[_Part]) -> str:
     words = [part.word for part in trail[1:]]
     words = words[1:] if words and words[0].startswith("item ") else words  # of a task
-    place = " of ".join(reversed(words))
-    return f"{kind_text(trail[-1].value)}, {place}," if place else kind_text(trail[-1].value)
+    location = " of ".join(reversed(words))
+    return f"{kind_text(trail[-1].value)}, {location}," if location else kind_text(trail[-1].value)

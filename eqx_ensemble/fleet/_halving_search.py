@@ -66,10 +66,10 @@ class HalvingSearch(AbstractSearch):
             return self._fitting.part(
                 self._ensemble[positions], positions, ids, folder, **self._lengths[0], **self._first
             )
-        start, positions = self._gather_paired(positions)
+        start, positions = self._gather_pair(positions)
         return self._fitting.for_runs.part(start, positions, self._ids[positions], folder, **self._lengths[job.rung])
 
-    def _gather_paired(self, positions: np.ndarray) -> tuple[Run[Any], np.ndarray]:
+    def _gather_pair(self, positions: np.ndarray) -> tuple[Run[Any], np.ndarray]:
         """As `_gather`, but pairs a single member with a stopped one: one alone is compiled to another program."""
         run, index = self._runs[int(positions[0])]
         if len(positions) > 1 or len(run.status) == 1:

@@ -199,7 +199,7 @@ def _reduce_by_digest(obj: Any) -> tuple[Any, ...]:
 
 def _restore(digest: str, data: bytes) -> Any:
     found = _known.get(digest)
-    if found is None or not _is_unchanged(found, digest):
+    if found is None or not _is_current(found, digest):
         found = loads(data)
         _known[digest] = found
         _kept.append(found)
@@ -210,7 +210,7 @@ def _restore(digest: str, data: bytes) -> Any:
     return found
 
 
-def _is_unchanged(found: Any, digest: str) -> bool:
+def _is_current(found: Any, digest: str) -> bool:
     """Whether an object still has the state of its pickle; functions count as constant."""
     if isinstance(found, types.FunctionType | _Jitted):
         return True

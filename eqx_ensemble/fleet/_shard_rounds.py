@@ -86,8 +86,8 @@ def copy_donors(
     together = join_runs([own, *_runs_of(past, others)], interrupted=False, seconds=0.0)
     state = together.train_state
     state = TrainState(state.moving, state.fixed, own.train_state.shared, state.ids, own.train_state.step)
-    place = {position: i for i, position in enumerate([*members.tolist(), *others.tolist()])}
-    index_of = np.array([place[position] for position in [*donors.tolist(), *others.tolist()]])
+    index_at = {position: i for i, position in enumerate([*members.tolist(), *others.tolist()])}
+    index_of = np.array([index_at[position] for position in [*donors.tolist(), *others.tolist()]])
     found = replace_members(dataclasses.replace(together, train_state=state), index_of, explore, key=key)
     found = take_members(found, np.arange(len(members)))
     return with_status(dataclasses.replace(own, train_state=found.train_state, selection=found.selection))

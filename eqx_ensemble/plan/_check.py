@@ -37,7 +37,7 @@ def out_of_memory_message(num_members: int, plan: str, less: str | None, error: 
 
 def check_equal_constants(outputs: list[PyTree], *, name: str) -> None:
     """Raises unless the outputs that are not arrays are equal in all calls of a function of one member."""
-    if not outputs:
+    if len(outputs) < 2:  # traced once for all members
         return
     first, *others = ({path_text(path): x for path, x in jax.tree.leaves_with_path(output)} for output in outputs)
     for other in others:
@@ -45,11 +45,11 @@ def check_equal_constants(outputs: list[PyTree], *, name: str) -> None:
         for path in first | other:
             gap = static_gap(first.get(path), other.get(path), seen)
             if gap is not None:
-                texts, place = (leaf_text(gap.expected), leaf_text(gap.got)), gap.location()
+                texts, location = (leaf_text(gap.expected), leaf_text(gap.got)), gap.location()
                 got = f"two values of {texts[0]}" if texts[0] == texts[1] else f"{texts[0]} and {texts[1]}"
                 raise MemberMismatchError(
                     f"`{name}` returns outputs that are not arrays once: they must be equal for all members.\n"
-                    f"  at `{path or '<root>'}`: got {got}{place and f' in {place}'}\n"
+                    f"  at `{path or '<root>'}`: got {got}{location and f' in {location}'}\n"
                     "Return an array, which gains the axis `members`: `jnp.asarray(x)` in place of `float(x)`."
                 )
 

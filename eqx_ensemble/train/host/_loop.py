@@ -43,8 +43,7 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
     executor, members, pacing, recording = host.executor, host.members, host.pacing, host.recording
     record = recording.record
     members.begin()
-    if host.stopping.reviver is not None:
-        host.stopping.reviver.revive(members)  # those that diverged in an earlier run
+    host.stopping.revive(members)  # those that diverged in an earlier run
     source.start(_setting(host, length, cursor))
     recording.start(source.num_steps, record.steps - length.begun)
     pacing.recall(executor.key)

@@ -58,12 +58,7 @@ class Interruption:
 
 
 class Stopping:
-    """Decides when a run ends, stops members after their `max_seconds`, and revives those that diverged.
-
-    **Attributes:**
-
-    - `reviver`: revives members; `None` if those that diverge stay frozen.
-    """
+    """Decides when a run ends, stops members after their `max_seconds`, and revives those that diverged."""
 
     def __init__(
         self,
@@ -75,7 +70,7 @@ class Stopping:
         lost_before: int,
         max_seconds: np.ndarray | None,
     ) -> None:
-        self.reviver = reviver
+        self._reviver = reviver
         self._interruption, self._saving = interruption, saving
         self._most_lost = lost_before if on_diverge == "raise" else None
         self._max_seconds = max_seconds
@@ -97,7 +92,7 @@ class Stopping:
         It is 0 if a diverged member must end the run or be revived before the next step, and with several processes,
         which must inspect the same steps.
         """
-        if self._most_lost is not None or self.reviver is not None or jax.process_count() > 1:
+        if self._most_lost is not None or self._reviver is not None or jax.process_count() > 1:
             return 0.0
         return _SECONDS if self._max_seconds is None else _SECONDS / 100
 
@@ -124,5 +119,9 @@ class Stopping:
         """Stops members after their `max_seconds`, and revives those that diverged."""
         if self._max_seconds is not None:
             self.stop(members, broadcast_from_first(self._saving.seconds) >= self._max_seconds)
-        if self.reviver is not None:
-            self.reviver.revive(members)
+        self.revive(members)
+
+    def revive(self, members: ActiveMembers) -> None:
+        """Revives members that diverged, if `on_diverge` says so."""
+        if self._reviver is not None:
+            self._reviver.revive(members)

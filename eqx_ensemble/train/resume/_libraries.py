@@ -38,10 +38,10 @@ def _is_installed(top: str) -> bool:
     module = sys.modules.get(top)
     if module is None or top == "__main__":
         return False
-    places = [getattr(module, "__file__", None), *(getattr(module, "__path__", None) or ())]
-    return any(_is_library_folder(place) for place in places if place)
+    paths = [getattr(module, "__file__", None), *(getattr(module, "__path__", None) or ())]
+    return any(_is_library_folder(path) for path in paths if path)
 
 
 @ft.lru_cache(maxsize=1024)
-def _is_library_folder(place: str) -> bool:
-    return not _FOLDERS.isdisjoint(PurePath(place).parts)
+def _is_library_folder(path: str) -> bool:
+    return not _FOLDERS.isdisjoint(PurePath(path).parts)
