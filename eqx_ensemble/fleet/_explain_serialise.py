@@ -31,7 +31,7 @@ def unserialisable_message(value: Any, error: Exception, fails: Callable[[Any], 
     where = " of ".join(part.word for part in reversed(trail[first + 1 :])) if functions else ""
     hint = "Make locks, open files and connections inside the function, which runs on the worker; or define"
     if of_jax:
-        hint = "In location of `jax.checkpoint`, use `equinox.filter_checkpoint`; or define"
+        hint = "In place of `jax.checkpoint`, use `equinox.filter_checkpoint`; or define"
     return (
         f"`{name}` cannot serialise {subject} for workers: {error}{where and f', in {where}'}.\n"
         f"{hint} the function that needs it in a module that workers can import."
