@@ -49,11 +49,8 @@ def check_residuals(name: str, residuals: Array) -> None:
         raise ValueError(needs_message(name, "predictions and targets without NaN", got, fix))
 
 
-def warn_of_no_residual(name: str, known: Array) -> None:
-    """Warns if no row has an out-of-bag prediction; checked where concrete."""
+def warn_of_no_residual(name: str, known: Array, reason: str, fix: str) -> None:
+    """Warns if no residual of the window is known; checked where concrete."""
     host = concrete(known)
     if host is not None and not np.any(host):
-        warn(
-            f"`{name}`: every member was trained on every row; every prediction is unbounded. Train more members, or "
-            "each on fewer rows."
-        )
+        warn(f"`{name}`: {reason}; every interval is unbounded. {fix}")

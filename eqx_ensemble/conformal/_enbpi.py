@@ -56,7 +56,7 @@ class Enbpi(eqx.Module):
         """The state after one time step, or several in order: new residuals replace the oldest.
 
         Times where `mask` is `False` have no target: they are ignored, even if they contain NaN, but also replace
-        residuals.
+        residuals. Warns if no time of the window has a target: intervals are then unbounded.
         """
         name = "conformal.Enbpi.update"
         checked, observed = check_regression(name, targets, members=True, predictions=predictions)
@@ -68,7 +68,9 @@ class Enbpi(eqx.Module):
         check_residuals(name, found)
         window = self.residuals.size
         slide = lambda old, new: jnp.concatenate([old, jnp.ravel(new).astype(old.dtype)])[-window:]
-        return Enbpi(slide(self.residuals, found), slide(self.known, known), self.share, self.level)
+        known = slide(self.known, known)
+        warn_of_no_residual(name, known, "no time of the window has a target", "Pass a longer `window` to `enbpi`.")
+        return Enbpi(slide(self.residuals, found), known, self.share, self.level)
 
 
 def enbpi(
@@ -115,7 +117,7 @@ def enbpi(
 
     - `TypeError` for predictions that are not floating-point.
     - `ValueError` for mismatched shapes, NaN in rows that a member held out, invalid weights, and a level outside
-        (0, 1). Warns if no row has an out-of-bag prediction: intervals are then unbounded.
+        (0, 1). Warns if no row of the window has an out-of-bag prediction: intervals are then unbounded.
     - `IndexError` for rows outside the data (where concrete).
 
     ```python
@@ -155,5 +157,6 @@ def enbpi(
     own = jnp.ones(unseen.shape[0], predicted.dtype) if convex is None else convex
     residuals, share = residuals_and_share(predicted, observed, seen_by, own, known)
     known = known[-length:]
-    warn_of_no_residual(name, known)
+    reason = "no row of the window has a target and an out-of-bag prediction"
+    warn_of_no_residual(name, known, reason, "Train more members, or each on fewer rows.")
     return Enbpi(residuals[-length:], known, share, float(level))

@@ -69,10 +69,14 @@ def test_rows_that_every_member_drew_do_not_count():
     assert not np.asarray(fitted.known)[[7, 9]].any()
     assert np.isfinite(jax.tree.leaves(fitted(PREDICTIONS[:, 0]))).all()
     np.testing.assert_allclose(jnp.sum(fitted.share), 1, rtol=1e-6)
-    with pytest.warns(UserWarning, match="`conformal.enbpi`: every member was trained on every row; .* Train more"):
+    nothing = "`conformal.enbpi`: no row of the window has a target and an out-of-bag"
+    with pytest.warns(UserWarning, match=nothing + ".* Train more"):
         fitted = conformal.enbpi(np.full(5, np.nan, np.float32), TARGETS[:5], np.ones((3, 5)), level=0.8)
     assert fitted(PREDICTIONS[:3, 0]).lower == -np.inf
     assert fitted(PREDICTIONS[:3, 0]).upper == np.inf
+    held_out = resample.out_of_bag_mean(PREDICTIONS[:, OLD], DRAWN).mean
+    with pytest.warns(UserWarning, match=nothing):  # the latest rows have no target
+        conformal.enbpi(held_out, TARGETS[OLD], DRAWN, level=0.8, window=5, mask=np.arange(ROWS) < ROWS - 5)
 
 
 def test_updates_slide_the_window():
@@ -116,7 +120,8 @@ def test_times_without_a_target():
     assert not one.known[-1]
     traced = jax.jit(lambda y: fitted.update(PREDICTIONS[:, ROWS:], y)(PREDICTIONS[:, 0]))(spoilt)
     assert np.isnan(jax.tree.leaves(traced)).all()
-    nothing = fitted.update(np.zeros((MEMBERS, ROWS), np.float32), np.zeros(ROWS), mask=np.zeros(ROWS, bool))
+    with pytest.warns(UserWarning, match="`conformal.Enbpi.update`: no time of the window has a target; .* unbounded"):
+        nothing = fitted.update(np.zeros((MEMBERS, ROWS), np.float32), np.zeros(ROWS), mask=np.zeros(ROWS, bool))
     np.testing.assert_array_equal(jax.tree.leaves(nothing(PREDICTIONS[:, 0])), [-np.inf, np.inf])
 
 
