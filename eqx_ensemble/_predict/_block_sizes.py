@@ -52,7 +52,7 @@ class BlockSizes:
         bounds = [_byte_bound(call, inputs) for call, inputs in parts]
         need = lambda block: max(bound(block) for bound in bounds)
         fitting = (i for i, block in enumerate(self._ladder) if need(block) <= _SAFETY * self._memory)
-        self._index = next(fitting, len(self._ladder) - 1)
+        self._index = self._of_all_processes(next(fitting, len(self._ladder) - 1))
         self._highest = 0
 
     @property
