@@ -158,5 +158,5 @@ def enbpi(
     residuals, share = residuals_and_share(predicted, observed, seen_by, own, known)
     known = known[-length:]
     reason = "no row of the window has a target and an out-of-bag prediction"
-    warn_of_no_residual(name, known, reason, "Train more members, or each on fewer rows.")
+    warn_of_no_residual(name, known, reason, "Train more members, or each on fewer rows; or pass a longer `window`.")
     return Enbpi(residuals[-length:], known, share, float(level))

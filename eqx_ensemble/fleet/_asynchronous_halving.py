@@ -141,8 +141,8 @@ def asynchronous_halving(
     data = whole_epochs(data, steps, name=_NAME)
     fitting = prepare(loss, optimiser, data, options, len(ensemble), begun=ensemble, name=_NAME, key=key)
     with open_engine(executor, workers, name=_NAME) as engine, lock_folder(folder):
-        size = default_size(len(ensemble), engine.num_workers()) if shard is None else shard
         lengths, num_workers = plan.lengths(), engine.num_workers()
+        size = default_size(len(ensemble), num_workers) if shard is None else shard
         order = JobLog(folder, _call_record(ensemble, plan, size, num_workers), name=_NAME)
         ladder = Ladder(len(ensemble), len(lengths), factor=plan.factor, size=size)
         search = HalvingSearch(ensemble, fitting, ladder, lengths, first=first, folder=folder)

@@ -54,8 +54,8 @@ def evolve_asynchronously(
     first = {word: options.pop(word) for word in ("trainable",) if word in options}
     options["hyper"] = evolution.hyper
     fitting = prepare(loss, optimiser, data, options, len(ensemble), begun=ensemble, name=name, key=key)
-    size = default_size(len(ensemble), engine.num_workers()) if shard is None else shard
     num_workers, ids = engine.num_workers(), np.asarray(ensemble.ids)
+    size = default_size(len(ensemble), num_workers) if shard is None else shard
     call = {"members": ids.tolist(), "shard": size, "workers": num_workers, "rounds": len(evolution.keys)}
     call |= {"fraction": evolution.fraction} | evolution.length
     with lock_folder(folder):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._check import kind_text
-from ..tree._statics import static_parts
+from ..tree._statics import global_names, static_parts
 
 _MOST_PARTS = 16
 
@@ -59,15 +59,9 @@ def _parts(value: Any) -> list[_Part]:
     value = getattr(value, "__wrapped__", value) if isinstance(value, jax.stages.Wrapped) else value
     parts = dict(static_parts(value) or {})
     if isinstance(value, types.FunctionType):
-        names = _names(value.__code__)
+        names = global_names(value.__code__)
         parts |= {f"global `{word}`": value.__globals__[word] for word in names if word in value.__globals__}
     return [_Part(word if isinstance(word, str) else f"`{word[0]}`", part) for word, part in parts.items()]
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """The global names that a function and the functions inside it refer to."""
-    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    return [*code.co_names, *(word for x in inner for word in _names(x))]
 
 
 def _is_of_jax(part: _Part) -> bool:

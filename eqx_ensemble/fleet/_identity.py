@@ -21,7 +21,6 @@ from ..train.resume._texts import array_texts, digest_of, option_text
 from ._make_members import is_maker
 from ._settings import settings
 
-_PARAMETERS = inspect.signature(fit).parameters
 # Options that are one number, or a list with one number per member.
 _LIMITS = ("max_steps", "target")
 # Settings of JAX that change random streams or dtypes, and those that change the last bits.
@@ -112,7 +111,7 @@ def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any, *, 
 
 def _is_default(word: str, value: Any) -> bool:
     """Whether an option has its default value in `fit`."""
-    default = _PARAMETERS[word].default
+    default = inspect.signature(fit).parameters[word].default
     plain = isinstance(value, bool | int | float | str) and isinstance(default, bool | int | float | str)
     return value is default or (plain and value == default)
 

@@ -70,8 +70,7 @@ class Stopping:
         lost_before: int,
         max_seconds: np.ndarray | None,
     ) -> None:
-        self._reviver = reviver
-        self._interruption, self._saving = interruption, saving
+        self._interruption, self._saving, self._reviver = interruption, saving, reviver
         self._most_lost = lost_before if on_diverge == "raise" else None
         self._max_seconds = max_seconds
         self._ended = False

@@ -6,7 +6,6 @@ import enum
 import functools as ft
 import hashlib
 import os
-import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,11 +15,10 @@ import numpy as np
 
 from ... import _axes
 from ..._pytree import PyTree
-from ...tree._statics import static_parts
+from ...tree._statics import global_names, static_parts
 from ._libraries import is_library, is_standard, library_text
-from ._texts import add_array, program_text
+from ._texts import add_array, program_text, without_addresses
 
-_ADDRESS = re.compile(r"(?: at )?0x[0-9a-f]+")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _MAPPINGS = (dict, types.MappingProxyType)
 _CONTAINERS = (*_MAPPINGS, list, tuple, set, frozenset, types.SimpleNamespace, argparse.Namespace)
@@ -159,11 +157,7 @@ def _globals_of(fn: types.FunctionType) -> _Parts:
     """The globals that a function reads; none for one of an installed library."""
     if is_library(fn.__globals__.get("__name__", "")):
         return []
-    names, codes = set(), [fn.__code__]
-    for code in codes:
-        names |= set(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return _read(fn.__globals__, names, ())
+    return _read(fn.__globals__, set(global_names(fn.__code__)), ())
 
 
 def _read(namespace: Mapping[str, Any], names: set[str], within: tuple[Any, ...]) -> _Parts:
@@ -191,4 +185,4 @@ def _part_list(parts: Mapping[Any, Any] | None) -> _Parts:
 
 def _plain_repr(x: Any) -> str:
     """The representation of an object without its address."""
-    return _ADDRESS.sub("", repr(x))
+    return without_addresses(repr(x))

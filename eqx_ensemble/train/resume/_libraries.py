@@ -18,7 +18,7 @@ def is_standard(module: str) -> bool:
 
 def is_library(module: str) -> bool:
     """Whether a module is part of Python, of this library or of an installed one; other modules may be edited."""
-    return is_standard(module) or _top(module) == _OWN or _is_installed(_top(module))
+    return is_standard(module) or _top(module) == _OWN or _is_third_party(_top(module))
 
 
 def library_text(module: str) -> str:
@@ -34,7 +34,7 @@ def _top(module: str) -> str:
     return str(module).partition(".")[0]
 
 
-def _is_installed(top: str) -> bool:
+def _is_third_party(top: str) -> bool:
     module = sys.modules.get(top)
     if module is None or top == "__main__":
         return False

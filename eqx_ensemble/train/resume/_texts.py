@@ -33,6 +33,11 @@ def option_text(option: Any) -> str:
     return repr(values.tolist())
 
 
+def without_addresses(text: str) -> str:
+    """A text of objects without their addresses in memory, which differ between processes."""
+    return _ADDRESS.sub("", text)
+
+
 def array_texts(tree: PyTree, name: str) -> dict[str, str]:
     """A text for every array of a tree."""
     keyed, _ = jax.tree_util.tree_flatten_with_path(tree)
@@ -50,7 +55,7 @@ def array_text(x: Any) -> str:
 def program_text(fn: Callable[..., Any], *args: PyTree) -> tuple[str, PyTree]:
     """A digest of the traced program of `fn` with all its constants, and the shapes of its results."""
     jaxpr, out, constant_out = eqx.filter_make_jaxpr(fn)(*args)
-    text = _ADDRESS.sub("", str(jaxpr))
+    text = without_addresses(str(jaxpr))
     text = _SET.sub(lambda found: f"frozenset({{{', '.join(sorted(found[1].split(', ')))}}})", text)
     digest = hashlib.sha256(text.encode())
     for constant in _constants(jaxpr):
