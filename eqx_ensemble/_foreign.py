@@ -62,6 +62,24 @@ def from_foreign_tree(tree: PyTree, argument: str, *, name: str) -> PyTree:
     return jax.tree_util.tree_map_with_path(convert, tree)
 
 
+def take_in(tree: PyTree, argument: str, *, name: str) -> PyTree:
+    """As `from_foreign_tree`, with own copies of all NumPy arrays: for calls that return before devices have read."""
+    tree = from_foreign_tree(tree, argument, name=name)
+    return tree if isinstance(tree, Iterator) else jax.tree.map(own_array, tree)
+
+
+def own_array(x: Any) -> Any:
+    """A copy of a NumPy array of numbers, which the caller may overwrite; anything else unchanged.
+
+    `jnp.array`, `jax.device_put` and compiled calls return before they have copied it, or read it in place.
+    """
+    if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray) or x.dtype.kind not in "biufcV":
+        return x
+    # Wide floats are converted on the way; whether integers fit is checked by value.
+    is_wide = x.dtype.kind in "fc" and x.dtype.itemsize >= 8 and x.dtype.isnative
+    return np.array(x, jax.dtypes.canonicalize_dtype(x.dtype) if is_wide else None)
+
+
 def _library(value: Any) -> str | None:
     if isinstance(value, _OURS):
         return None

@@ -10,7 +10,7 @@ from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes._check import check_member_axis
 from .._check import check_integer_ids
-from .._foreign import from_foreign_tree
+from .._foreign import take_in
 from .._pytree import PyTree
 from .._typing import CallableEnsemble, Out, StatefulEnsemble, kind_of_members
 from ..plan import AbstractPlan
@@ -126,8 +126,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         input is marked [`eqx_ensemble.Batch`][]. An `equinox.nn.State` always has one value per member.
         """
         check_callable(self.stacked)
-        args = from_foreign_tree(args, "args", name="Ensemble.__call__")
-        kwargs = from_foreign_tree(kwargs, "kwargs", name="Ensemble.__call__")
+        args = take_in(args, "args", name="Ensemble.__call__")
+        kwargs = take_in(kwargs, "kwargs", name="Ensemble.__call__")
 
         def call(model: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(model, Ensemble):

@@ -18,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from .. import _check
 from .._axes import is_per_member, leaf_kinds
 from .._ensemble import Ensemble
+from .._foreign import own_array
 from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ._batch import MemberCall, PredictionInputs, predict_batch
@@ -135,7 +136,7 @@ def make_program(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs)
 def run_program(program: FewProgram, few: FewRows) -> PyTree:
     """The predictions for all rows, padded to a power of two by repeating the last one."""
     size = size_of_few(few.num_rows, few.batch_size)
-    rows = few.rows if size == few.num_rows else [_pad(x, size) for x in few.rows]
+    rows = [own_array(x) if size == few.num_rows else _pad(x, size) for x in few.rows]
     return program.call(few.arrays, rows)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._check import check_integers_fit
-from .._foreign import from_foreign_tree
+from .._foreign import take_in
 from .._pytree import PyTree
 from ._check import check_local_rows, check_mesh, check_rows_divide
 from ._layout import Layout
@@ -64,7 +64,7 @@ def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
     check_mesh(mesh, name="sharding.batch")
     layout = Layout(mesh)
     own = local_rows(mesh, num_rows)
-    rows = from_foreign_tree(rows, "rows", name="sharding.batch")
+    rows = take_in(rows, "rows", name="sharding.batch")
     check_local_rows(rows, own.stop - own.start, num_rows)
     check_integers_fit(rows, argument="rows", name="sharding.batch")
 

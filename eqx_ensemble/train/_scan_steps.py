@@ -7,7 +7,7 @@ import jax
 
 from .._axes import Kinds, number_kinds
 from .._check import check_flag, check_function, check_integers_fit, is_inside_transformation, is_member_array
-from .._foreign import from_foreign_tree
+from .._foreign import take_in
 from .._pytree import PyTree
 from ..tree._compare import LOOP_RULES, compare_trees
 from ._check_scan import check_batches, check_stepped
@@ -70,7 +70,7 @@ def scan_steps(
     """
     check_function(step, "step", name=_NAME, example="train.make_step(loss, optimiser)")
     check_flag(donate, "donate", name=_NAME)
-    batches = from_foreign_tree(batches, "batches", name=_NAME)
+    batches = take_in(batches, "batches", name=_NAME)
     count = check_batches(batches, length, name=_NAME)
     check_integers_fit(batches, argument="batches", name=_NAME)
     own, nan = _in_loop(step, state)

@@ -11,7 +11,7 @@ from .._axes import Each, Kinds, number_kinds, split_members
 from .._axes._check_rows import check_some_rows
 from .._check import check_flag, check_function, check_integers_fit
 from .._ensemble import M
-from .._foreign import from_foreign_tree
+from .._foreign import take_in
 from .._pytree import PyTree
 from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._auto import as_plan
@@ -57,7 +57,7 @@ class Step(eqx.Module):
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
         check_train_state(state)
-        batch = from_foreign_tree(batch, "batch", name="train.make_step")
+        batch = take_in(batch, "batch", name="train.make_step")
         check_integers_fit(batch, argument="batch", name="train.make_step")
         if self.layout is not None and self.layout.splits_weights:
             self = dataclasses.replace(self, layout=self.layout.split_weights(state.moving.params))

@@ -11,7 +11,7 @@ from ..._axes import Each, Kinds, number_kinds, over_leading_axis, split_members
 from ..._axes._check_rows import check_some_rows
 from ..._check import check_flag, check_function, check_integers_fit, check_word, is_inside_transformation
 from ..._ensemble import M
-from ..._foreign import from_foreign_tree
+from ..._foreign import take_in
 from ..._pytree import PyTree
 from ...plan import AbstractPlan, AnyPlan, Sequential
 from ...plan._auto import as_plan
@@ -45,7 +45,7 @@ class InteractingStep(eqx.Module):
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, which is shared except for parts marked [`eqx_ensemble.Each`][]."""
         check_train_state(state)
-        batch = from_foreign_tree(batch, "batch", name=self.name)
+        batch = take_in(batch, "batch", name=self.name)
         check_integers_fit(batch, argument="batch", name=self.name)
         layout = layout_for(None if self.layout is None else self.layout.mesh, state.params, name=self.name)
         step = _one_step if is_inside_transformation() else _compiled_step

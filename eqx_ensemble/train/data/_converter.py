@@ -6,7 +6,7 @@ import numpy as np
 
 from ... import _axes
 from ..._axes._check_rows import is_finite
-from ..._foreign import from_foreign
+from ..._foreign import from_foreign, own_array
 from ..._pytree import PyTree
 from ...sharding._layout import Layout
 from ._data import on_device
@@ -15,8 +15,8 @@ from ._data import on_device
 class Converter:
     """Checks batches, and puts them on the device.
 
-    Checks that depend only on shapes are made once per shape. Later batches of NumPy arrays are copied, because an
-    iterator may overwrite its own, and transferred to the device on first use.
+    Checks that depend only on shapes are made once per shape. NumPy arrays are copied, because an iterator may
+    overwrite its own; later ones are transferred to the device on first use.
 
     **Attributes:**
 
@@ -31,11 +31,11 @@ class Converter:
     def __call__(self, batch: PyTree) -> PyTree:
         """The batch, on the device or transferred on first use."""
         leaves, treedef = jax.tree.flatten(batch)
-        leaves = [_as_numpy(x) for x in leaves]
+        leaves = [own_array(_as_numpy(x)) for x in leaves]
         key = (treedef, *((type(x), x.shape, x.dtype) if _axes.is_array(x) else None for x in leaves))
-        if key in self._known and all(map(_is_finite, leaves)):
-            return jax.tree.unflatten(treedef, [_copy(x) for x in leaves])
         batch = jax.tree.unflatten(treedef, leaves)
+        if key in self._known and all(map(_is_finite, leaves)):
+            return batch
         converted, _ = on_device(batch, self._num_members, argument="batch", name="fit", layout=self._layout)
         self.shapes[tuple((x.shape, x.dtype) for x in jax.tree.leaves(converted))] = None
         if self._layout is None and jax.tree.structure(converted) == treedef and all(map(_is_simple, leaves)):
@@ -67,10 +67,3 @@ def _is_finite(x: Any) -> bool:
         return True
     with np.errstate(all="ignore"):  # the sum may overflow; then the elements are checked
         return bool(np.isfinite(np.add.reduce(x, axis=None)))
-
-
-def _copy(x: Any) -> Any:
-    if not isinstance(x, np.ndarray):
-        return x
-    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-    return x.copy() if dtype == x.dtype else x.astype(dtype)

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 
 from ... import _axes
+from ..._foreign import own_array
 from ..._pytree import PyTree
 from ...sharding._layout import Layout
 from ...sharding._shard import local_block, rows_sharding
@@ -33,9 +34,8 @@ class Reading:
         if self._probe is None:
             last = self._reader.num_rows - 1
             rows = np.unique(np.linspace(0, last, _PROBE).astype(np.int64))
-            self._probe = self._read(
-                rows, note=f"It read some rows from 0 to {last}, by which the data are recognised."
-            )
+            note = f"It read some rows from 0 to {last}, by which the data are recognised."
+            self._probe = jax.tree.map(own_array, self._read(rows, note=note))
         return self._probe
 
     def begin(self, step: int, slots: Slots) -> Callable[[], PyTree]:
@@ -54,7 +54,8 @@ class Reading:
 
         def read() -> PyTree:
             batch = self._read(unique, note=note)
-            return batch if np.array_equal(rows, unique) else jax.tree.map(lambda x: x[inverse], batch)
+            own = own_array if np.array_equal(rows, unique) else lambda x: x[inverse]
+            return jax.tree.map(own, batch)
 
         return read
 
@@ -66,6 +67,7 @@ class Reading:
         return _axes.Each(batch) if self._rows.is_own else batch
 
     def _read(self, rows: np.ndarray, *, note: str) -> PyTree:
+        """Some rows, in memory that the next read may overwrite."""
         try:
             batch = check_batch_read(self._reader.read(rows), len(rows), self._like, name="train.RowReader")
         except Exception as error:
