@@ -85,16 +85,23 @@ def _numeric(x: Any, path: str, *, name: str) -> None:
 
 
 def _finite(x: Any, path: str, *, name: str) -> None:
+    if text := _not_finite(x, path):
+        raise ValueError(f"`{name}` needs finite numbers; {text}.\nDrop or impute those rows.")
+
+
+def not_finite_text(data: Any, *, argument: str) -> str:
+    """The first array of a data set that is not finite, in words; empty if all are finite."""
+    return next(filter(None, (_not_finite(x, path) for path, x, _ in _data_leaves(data, argument))), "")
+
+
+def _not_finite(x: Any, path: str) -> str:
     if is_traced(x) or not jnp.issubdtype(x.dtype, jnp.floating) or is_finite(x):
-        return
+        return ""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        raise ValueError(f"`{name}` needs finite numbers; the array at `{path}` holds NaN or infinite values.")
+        return f"the array at `{path}` holds NaN or infinite values"
     bad = ~np.isfinite(np.asarray(x))
     first = tuple(int(i) for i in np.argwhere(bad)[0])
-    raise ValueError(
-        f"`{name}` needs finite numbers; the array at `{path}` holds {int(bad.sum())} NaN or infinite values, the "
-        f"first at index {first}.\nMembers that see them would diverge: drop or impute those rows."
-    )
+    return f"the array at `{path}` holds {int(bad.sum())} NaN or infinite values, the first at index {first}"
 
 
 def is_finite(x: Any) -> bool:

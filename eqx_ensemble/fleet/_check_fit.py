@@ -94,9 +94,9 @@ def check_losses(begun: Any, loss: Any, optimiser: Any, options: dict[str, Any],
 
 
 def check_data(sources: dict[str, Any], num_members: int, options: dict[str, Any], *, name: str) -> None:
-    """Raises unless data and validation data are finite arrays of rows, and fit to `batch_size` and `rows`."""
+    """Raises unless data and validation data are arrays of rows, and fit to `batch_size` and `rows`."""
     data, validation = sources["data"], sources["validation"]
-    of_arrays = lambda x, word: check_rows_of_data(x, num_members, argument=word, name=name)
+    of_arrays = lambda x, word: check_rows_of_data(x, num_members, argument=word, name=name, finite=False)
     if not is_data_function(data):
         if isinstance(data, RowReader):
             check_no_scan(options.get("scan"), name=name)

@@ -85,7 +85,7 @@ def check_independent(
     made = build(make, num_members, key=key)
     ensemble, state = made if isinstance(made, tuple) else (made, None)
     _check_no_each(data, name=name)
-    rows = check_rows_of_data(data, num_members, argument="data", name=name)
+    rows = check_rows_of_data(data, num_members, argument="data", name=name, finite=False)
     size = min(32, rows) if batch_size is None else batch_size
     check_batch_size(size, rows, name=name)
 

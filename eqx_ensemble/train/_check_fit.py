@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,16 @@ def check_choices(
         check_word(how, "on_diverge", ("freeze", "revive", "raise"), name=name)
 
 
-def check_outcome(run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, first_step: int, integers: str) -> None:
+def check_outcome(
+    run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, first_step: int, integers: str, fault: Callable[[], str]
+) -> None:
     """Raises if a checkpoint was not written, or for newly diverged members with `"raise"`; else warns of them."""
     if saver is not None and saver.failed is not None:
         raise NotSavedError(saver.failed, run) from saver.failed
     lost = run.status == Status.DIVERGED
     if lost.any():
         where = (to_host(run.train_state.ids)[lost], run.stopped_at[lost], run.fault[lost])
-        message = diverged_message(*where, first_step=first_step, integers=integers)
+        message = diverged_message(*where, first_step=first_step, integers=integers, fault=fault())
         if how == "raise" and (lost & ~lost_before).any():
             raise DivergedError(message, run)
         warn(message)

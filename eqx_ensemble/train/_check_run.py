@@ -8,8 +8,13 @@ from ._check import check_mode
 from .compiled._selection import Mode
 
 
-def diverged_message(ids: Any, stopped_at: Any, faults: Any, *, first_step: int = -1, integers: str = "") -> str:
-    """The warning that lists the diverged members of a run from `first_step`; `integers` describes integer data."""
+def diverged_message(
+    ids: Any, stopped_at: Any, faults: Any, *, first_step: int = -1, integers: str = "", fault: str = ""
+) -> str:
+    """The warning that lists the diverged members of a run from `first_step`.
+
+    `integers` describes integer data, and `fault` data that are not finite.
+    """
     each = zip(ids.tolist(), stopped_at.tolist(), faults.tolist(), strict=True)
     listed = ", ".join(f"{member} at step {step} (`{fault}`)" for member, step, fault in each)
     lines = [
@@ -25,6 +30,11 @@ def diverged_message(ids: Any, stopped_at: Any, faults: Any, *, first_step: int 
         )
     if of_loss.any() and integers:
         lines.append(f"{integers}: a class label beyond a model's outputs makes the loss NaN.")
+    if fault:
+        lines.append(
+            f"The data are not finite, which is a likely cause: {fault}.\nDrop or impute those rows; or mask the "
+            "values in the loss, by `jnp.where` before they are used, since a NaN times zero is NaN."
+        )
     return "\n".join(lines)
 
 

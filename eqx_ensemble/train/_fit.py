@@ -127,7 +127,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `data`: a PyTree of arrays `(rows, ...)` shared by all members, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][]; or an [`eqx_ensemble.train.RowReader`][], which reads rows on demand; or an iterable of
         batches (a generator, a loader of torch or grain), iterated once per epoch. A generator cannot restart: it
-        supports one epoch, or as many `steps` as it has batches. Data frames and tensors are accepted as arrays.
+        supports one epoch, or as many `steps` as it has batches. Data frames and tensors are accepted; masked NaN too.
     - `batch_size`: rows per step. By default 32, or all rows if they are fewer. The last batch of an epoch may be
         smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
@@ -208,8 +208,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     - `TypeError` inside `jax.jit`, `jax.vmap` or `jax.grad`: use [`eqx_ensemble.train.make_step`][] or
         [`eqx_ensemble.map_members`][] there.
-    - `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together, data that are
-        not finite, and integers that do not fit in 32 bits while 64-bit types are disabled.
+    - `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together, validation
+        data for which no score is finite, and integers that do not fit in 32 bits while 64-bit types are disabled.
     - `BlockingIOError`, naming process and machine, if another run trains in the checkpoint folder.
     - `FileNotFoundError` or `FileExistsError` if the folder contradicts `resume`; `ValueError` for another call.
     - `MemoryError`, with a smaller plan, if the device runs out of memory.
@@ -296,5 +296,5 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         callback_every=callback_every, key=key,
     )  # fmt: skip
     integers = integers_text(data) if (run.status == Status.DIVERGED).any() and in_memory(data) else ""
-    check_outcome(run, lost_before, how, saver=saver, first_step=length.begun, integers=integers)
+    check_outcome(run, lost_before, how, saver=saver, first_step=length.begun, integers=integers, fault=source.fault)
     return run

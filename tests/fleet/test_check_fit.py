@@ -10,7 +10,6 @@ from .test_fit import ENSEMBLE, KEY, MEMBERS, OPTIMISER, RATES, X, Y, adam, mse
 
 pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
 DATA = X, Y
-BAD = np.where(X == X[3, 1], np.nan, X)
 REFUSED = {
     "no steps": ({"steps": 0}, ValueError, "`steps` of at least 1, got 0"),
     "both lengths": ({"epochs": 1}, TypeError, "either `epochs` or `steps`, got both"),
@@ -29,8 +28,6 @@ REFUSED = {
     "optimiser": ({"optimiser": 3}, TypeError, "needs an optax optimiser, got 3"),
     "a function as optimiser": ({"optimiser": adam}, TypeError, "got the function `<lambda>`"),
     "unused hyper": ({"hyper": RATES}, TypeError, "got `hyper`, but nothing uses it"),
-    "NaN": ({"data": (BAD, Y)}, ValueError, r"the array at `data\[0\]` holds 1 NaN"),
-    "NaN in validation": ({"validation": (BAD, Y)}, ValueError, r"the array at `validation\[0\]` holds 1 NaN"),
     "structure": ({"validation": X}, TypeError, "`validation` with the structure of `data`"),
     "lengths of arrays": ({"data": (X, Y[:3])}, ValueError, "arrays of one length in `data`"),
     "rows": ({"rows": np.full((MEMBERS, 2), 37)}, IndexError, "`rows` from 0 to 36"),

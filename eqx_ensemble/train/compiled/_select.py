@@ -1,5 +1,7 @@
 import dataclasses
 import enum
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -36,6 +38,21 @@ def match_dtype(score: Loss, selection: Selection, state: TrainState, validation
     """The selection with scores of the dtype that `score` returns, float32 at least."""
     if jnp.result_type(float) == jnp.float32:  # there is no wider dtype
         return selection
+    every, parts = _score_of_all(score, state, validation)
+    values = eqx.filter_eval_shape(every, parts)
+    dtype = values.dtype if values.dtype.itemsize > 4 else jnp.float32
+    return dataclasses.replace(selection, score=selection.score.astype(dtype), bar=selection.bar.astype(dtype))
+
+
+@nan_is_data()
+def first_scores(score: Loss, state: TrainState, validation: PyTree) -> Float[Array, " members"]:
+    """The scores of members before training."""
+    every, parts = _score_of_all(score, state, validation)
+    return eqx.filter_jit(every)(parts)
+
+
+def _score_of_all(score: Loss, state: TrainState, validation: PyTree) -> tuple[Callable[[PyTree], Any], PyTree]:
+    """A function that scores all members, and its argument."""
 
     def one(part: PyTree) -> Array:
         moving, fixed, own = part
@@ -44,9 +61,7 @@ def match_dtype(score: Loss, selection: Selection, state: TrainState, validation
 
     own, view, _ = _axes.split_members((_axes.Each(state.fixed.key), validation), name="fit")
     every = lambda parts: _axes.over_leading_axis(lambda fn, parts: jax.vmap(fn)(parts), one, parts)
-    values = eqx.filter_eval_shape(every, (state.moving, state.fixed, own))
-    dtype = values.dtype if values.dtype.itemsize > 4 else jnp.float32
-    return dataclasses.replace(selection, score=selection.score.astype(dtype), bar=selection.bar.astype(dtype))
+    return every, (state.moving, state.fixed, own)
 
 
 def select(

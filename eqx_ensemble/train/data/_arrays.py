@@ -5,6 +5,7 @@ from typing import final
 import jax
 import numpy as np
 
+from ..._axes._check_rows import not_finite_text
 from ..._pytree import PyTree
 from ..compiled._carry import Carry
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
@@ -82,6 +83,7 @@ class ArraySource(AbstractSource):
         self, data: PyTree, order: RowOrder, *, rows: np.ndarray | None, kind: Order, scan: bool | None
     ) -> None:
         self.data, self.order, self.rows = data, order, rows
+        self.fault = lambda: not_finite_text(data, argument="data")
         self._order, self._kind, self._scan = order, kind, scan
 
     @property

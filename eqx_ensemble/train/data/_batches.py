@@ -106,7 +106,8 @@ class IterableSource(AbstractSource):
     """An iterable of batches, iterated once per epoch; the next batch is fetched while the device works."""
 
     def __init__(self, batches: Iterable[PyTree], num_members: int, layout: Layout | None) -> None:
-        self._convert = Converter(num_members, layout)
+        self._convert = convert = Converter(num_members, layout)
+        self.fault = lambda: convert.fault
         self._iterate = ft.partial(BatchIterator, batches, self._convert)
         self._first: BatchIterator | None = None
 

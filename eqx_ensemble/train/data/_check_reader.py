@@ -72,10 +72,10 @@ def check_stored_arrays(source: Any, num_rows: Any, *, name: str) -> int:
 
 
 def check_batch_read(batch: Any, count: int, like: PyTree, *, name: str) -> PyTree:
-    """Raises unless a batch has `count` finite rows, in the shapes and dtypes of `like` if given. Returns the batch."""
+    """Raises unless a batch has `count` rows, in the shapes and dtypes of `like` if given. Returns the batch."""
     batch = from_foreign_tree(batch, "batch", name=name)
     batch = jax.tree.map(np.asarray, batch, is_leaf=lambda x: isinstance(x, list))
-    check_rows_of_data(batch, 1, argument="batch", name=name, least=0)
+    check_rows_of_data(batch, 1, argument="batch", name=name, finite=False, least=0)
     for path, x in jtu.tree_leaves_with_path(batch):
         if x.shape[0] != count:
             raise ValueError(

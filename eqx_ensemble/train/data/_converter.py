@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _axes
-from ..._axes._check_rows import is_finite
+from ..._axes._check_rows import is_finite, not_finite_text
 from ..._foreign import from_foreign, own_array
 from ..._pytree import PyTree
 from ...sharding._layout import Layout
@@ -21,11 +21,13 @@ class Converter:
     **Attributes:**
 
     - `shapes`: those of all batches so far, each with its dtypes.
+    - `fault`: the first array of a batch that was not finite, in words.
     """
 
     def __init__(self, num_members: int, layout: Layout | None) -> None:
         self._num_members, self._layout = num_members, layout
         self.shapes: dict[Any, None] = {}  # in their order
+        self.fault, self._count = "", 0
         self._known: set[Any] = set()
 
     def __call__(self, batch: PyTree) -> PyTree:
@@ -34,13 +36,22 @@ class Converter:
         leaves = [own_array(_as_numpy(x)) for x in leaves]
         key = (treedef, *((type(x), x.shape, x.dtype) if _axes.is_array(x) else None for x in leaves))
         batch = jax.tree.unflatten(treedef, leaves)
-        if key in self._known and all(map(_is_finite, leaves)):
+        self._count += 1
+        if key in self._known:
+            if not self.fault and not all(map(_is_finite, leaves)):
+                self._note(batch)
             return batch
         converted, _ = on_device(batch, self._num_members, argument="batch", name="fit", layout=self._layout)
         self.shapes[tuple((x.shape, x.dtype) for x in jax.tree.leaves(converted))] = None
         if self._layout is None and jax.tree.structure(converted) == treedef and all(map(_is_simple, leaves)):
             self._known.add(key)
+        if not self.fault:
+            self._note(converted)
         return converted
+
+    def _note(self, batch: PyTree) -> None:
+        text = not_finite_text(batch, argument="batch")
+        self.fault = text and f"in batch {self._count} of this run, {text}"
 
 
 def _as_numpy(x: Any) -> Any:

@@ -41,7 +41,7 @@ def on_device(
     evenly; they are replicated if `whole`.
     """
     data = from_foreign_tree(data, argument, name=name)
-    rows = check_rows_of_data(data, num_members, argument=argument, name=name)
+    rows = check_rows_of_data(data, num_members, argument=argument, name=name, finite=False)
     data = _axes.map_each(_axes.Each, data)
     if layout is None:
         return jax.tree.map(jnp.asarray, data), rows

@@ -25,6 +25,7 @@ class ReaderSource(AbstractSource):
 
     def __init__(self, reading: Reading, rows: StepRows, *, own: Any, kind: Order, num_rows: int, threads: int) -> None:
         self.rows = own
+        self.fault = lambda: reading.fault
         self._reading, self._order, self._kind = reading, rows.order, kind
         self._num_rows, self._threads = num_rows, threads
         self._ahead: ReadAhead | None = None

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 
 from ... import _axes
+from ..._axes._check_rows import not_finite_text
 from ..._foreign import own_array
 from ..._pytree import PyTree
 from ...sharding._layout import Layout
@@ -28,6 +29,7 @@ class Reading:
         self._x64: bool = getattr(jax.config, "jax_enable_x64")  # noqa: B009 (of this thread, where others read)
         self._like: PyTree = None  # a row that was read before
         self._probe: PyTree = None
+        self.fault = ""  # what was read and is not finite, in words
 
     def probe(self) -> PyTree:
         """A few rows of the data, from the first to the last, as its fingerprint."""
@@ -73,6 +75,9 @@ class Reading:
         except Exception as error:
             error.add_note(note)
             raise
+        if not self.fault and (text := not_finite_text(batch, argument="batch")):
+            at = f", of rows {rows[:8].tolist()}..." if len(rows) > 8 else f", of rows {rows.tolist()}"
+            self.fault = f"in a batch{at}, {text}"
         if self._like is None:
             self._like = jax.tree.map(lambda x: x[:1].copy(), batch)
         with jax.enable_x64(self._x64):

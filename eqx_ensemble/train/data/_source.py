@@ -96,6 +96,7 @@ class AbstractSource(abc.ABC):
     - `num_steps`: the steps of the run; `None` if it follows from the data.
     - `last_step`: the step after which the run ends, if known.
     - `cursor`: the position in the data after the steps that are recorded.
+    - `fault`: a function that returns what in the data so far is not finite, in words.
     """
 
     data: PyTree = None
@@ -104,6 +105,7 @@ class AbstractSource(abc.ABC):
     num_steps: int | None = None
     last_step: int | None = None
     cursor: Cursor = Cursor()
+    fault: Callable[[], str]
 
     @property
     @abc.abstractmethod

@@ -5,8 +5,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ..._axes._check_rows import not_finite_text
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
+from ...distributed import to_host
 from ...sharding._check import warn_of_padding
 from ...sharding._layout import Layout, layout_for
 from ...sharding._shard import replicate, shard_members
@@ -18,7 +20,7 @@ from .._trainable import Trainable
 from ..compiled._health import nan_is_data
 from ..compiled._loss import Loss
 from ..compiled._optimiser import Optimiser
-from ..compiled._select import match_dtype
+from ..compiled._select import first_scores, match_dtype
 from ..compiled._selection import Mode, Selection, no_selection
 from ..compiled._windows import Windows
 from ..data._cursor import Cursor
@@ -107,6 +109,13 @@ def with_validation(
     validation, _ = on_device(validation, first.num_members, argument="validation", name="fit", layout=layout)
     assert start.selection is not None
     assert score is not None
+    fault = not_finite_text(validation, argument="validation")
+    if fault and not np.isfinite(to_host(first_scores(score, first, validation))).any():
+        raise ValueError(
+            f"`fit` needs validation scores that are finite; {fault}, and no member has a finite score.\n"
+            "Drop or impute those rows; or mask the values in the loss or in `score`, by `jnp.where` before "
+            "they are used."
+        )
     return start._replace(selection=match_dtype(score, start.selection, first, validation)), validation
 
 
