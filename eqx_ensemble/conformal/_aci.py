@@ -3,8 +3,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_level, check_mask, check_number
-from ._check import check_rows
+from .._check import check_mask, check_number
+from ._check import check_level, check_rows
 from ._check_series import check_outcome
 from ._rank import value_at_rank
 

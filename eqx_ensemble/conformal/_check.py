@@ -5,6 +5,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from .. import _check
 from .._check import (
     check_array,
     check_floating,
@@ -127,6 +128,16 @@ def check_held_out(name: str, held_out: ArrayLike, unseen: Array, mask: ArrayLik
         fix = "Did members diverge? Exclude their rows with `mask`, or retrain them."
         raise ValueError(needs_message(name, "`held_out` predictions without NaN", first_text(host, wrong), fix))
     return int(never.sum())
+
+
+def check_level(name: str, level: float) -> None:
+    """Raises unless `level` is a number between zero and one; warns if it looks like the share of errors."""
+    _check.check_level(name, level)
+    if level < 0.5:
+        warn(
+            f"`{name}` got `level={float(level):g}`, the share of rows to cover: most are left out.\nFor an error rate "
+            f"of {float(level):g} pass `level={1 - float(level):g}`."
+        )
 
 
 def warn_of_infinite(name: str, rank: int, num_rows: int, infinite: int, level: Fraction) -> None:

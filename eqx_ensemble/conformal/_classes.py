@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key
 
-from .._check import check_key, check_labels, check_level, check_logits, check_mask, check_no_nan, check_number, promote
+from .._check import check_key, check_labels, check_logits, check_mask, check_no_nan, check_number, promote
 from .._keys import member_keys
 from .._weighting import at_label, blank_masked
-from ._check import check_num_free, check_row_logits
+from ._check import check_level, check_num_free, check_row_logits
 from ._positions import positions
 from ._rank import fraction, pair_at_rank, rank_of
 

@@ -4,7 +4,6 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Num, Real
 
 from .._check import (
     check_fitted_members,
-    check_level,
     check_mask,
     check_positive_int,
     check_regression,
@@ -16,7 +15,7 @@ from .._weighting import blank_masked, known_mean
 from ..resample import out_of_bag
 from ..resample._check import check_drawn
 from ..uncertainty import Interval
-from ._check import check_held_out, check_targets
+from ._check import check_held_out, check_level, check_targets
 from ._check_series import check_known, check_residuals, check_times, warn_of_no_residual
 from ._shortest import residuals_and_share, shortest
 

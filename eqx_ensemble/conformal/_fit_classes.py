@@ -1,9 +1,9 @@
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._check import check_labels, check_level, check_mask, check_no_nan
+from .._check import check_labels, check_mask, check_no_nan
 from .._weighting import at_label, blank_masked
-from ._check import check_row_logits
+from ._check import check_level, check_row_logits
 from ._class_scores import Score, class_scores
 
 

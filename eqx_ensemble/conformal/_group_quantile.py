@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 
-from .._check import check_level, check_mask, concrete
+from .._check import check_mask, concrete
 from .._warnings import warn
 from ..scores._check_groups import check_groups
-from ._check import check_rows, enough_rows_text
+from ._check import check_level, check_rows, enough_rows_text
 from ._rank import fraction, ranks_by_count
 
 

@@ -2,12 +2,12 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
-from .._check import check_fitted_members, check_level, check_mask, check_values, check_weights, promote
+from .._check import check_fitted_members, check_mask, check_values, check_weights, promote
 from ..resample import Folds, out_of_bag
 from ..resample._check import check_drawn
 from ..resample._check_held_out import check_folds
 from ..uncertainty import Interval
-from ._check import check_held_out, check_members_of_folds, check_rows_of_folds, check_targets
+from ._check import check_held_out, check_level, check_members_of_folds, check_rows_of_folds, check_targets
 from ._left_out import fit_left_out, intervals
 
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
 
-from .._check import check_level, check_mask
-from ._check import check_row_weights, check_rows
+from .._check import check_mask
+from ._check import check_level, check_row_weights, check_rows
 from ._rank import fraction, rank_among, rank_of, value_at_rank, value_at_rank_jit
 
 

@@ -2,10 +2,10 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_floating_arrays, check_level, check_mask, promote
+from .._check import check_floating_arrays, check_mask, promote
 from .._weighting import blank_masked
 from ..uncertainty import Interval
-from ._check import check_scales, check_targets
+from ._check import check_level, check_scales, check_targets
 from ._rank import fraction, rank_of, value_at_rank_jit
 
 

@@ -12,6 +12,7 @@ SCORES = np.random.default_rng(0).normal(size=99).astype(np.float32)
 MASK = np.random.default_rng(1).uniform(size=99) < 0.5
 
 
+@pytest.mark.filterwarnings("ignore:.*the share of rows to cover")
 @pytest.mark.filterwarnings("ignore:.*rows are too few")
 def test_rank_is_exact_for_every_percentage():
     # Scores 1, 2, ..., n, whose quantile is the rank itself. In floats, (n + 1) level is now and then too large.
@@ -91,6 +92,7 @@ def test_weighted_is_the_loop(level):
     np.testing.assert_allclose(got, _weighted_loop(np.float64(SCORES[MASK]), weights[MASK], new, level), rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*the share of rows to cover")
 @pytest.mark.parametrize("num_rows", [9, 19, 99])
 def test_equal_weights_are_no_weights(num_rows):
     for level in (0.07, 0.29, 0.5, 0.57, 0.8, 0.9):
@@ -145,3 +147,8 @@ def test_messages():
         conformal.weighted_quantile(SCORES, np.ones(9), np.ones(1), level=0.9)
     with pytest.raises(ValueError, match="finite `new_weights` of zero or more.\n  got -1.0 at index"):
         conformal.weighted_quantile(SCORES, np.ones(99), -np.ones(1), level=0.9)
+
+
+def test_an_error_rate_as_level():
+    with pytest.warns(UserWarning, match="`level=0.1`, the share of rows to cover(.|\n)*pass `level=0.9`"):
+        conformal.split(np.zeros(30), np.arange(30.0), level=0.1)
