@@ -389,12 +389,6 @@ BAD = {
         "TypeError: "
         "`fit` needs arrays in its data; at `data`: a function.\nCall it, and pass the arrays that it returns.",
     ),
-    "fit too large a batch": (
-        lambda: fit(batch_size=7),
-        "ValueError: "
-        "`fit` needs `batch_size` of at most the number of rows; got 7 for 6 rows.\n"
-        "For full batches pass `batch_size=6`.",
-    ),
     "fit a batch of zero": (
         lambda: fit(batch_size=0),
         "ValueError: `fit` needs `batch_size` of at least 1, got 0.",

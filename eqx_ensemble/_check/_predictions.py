@@ -80,12 +80,17 @@ def check_labels(
     argument: str = "logits",
     members: bool = True,
 ) -> Array:
-    """Raises unless there is one integer label per row of checked logits, in range if concrete. Returns them."""
+    """Raises unless there is one integer label per row of checked logits, in range if concrete. Returns them.
+
+    Booleans are accepted as labels of two classes.
+    """
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "OUST":
         fix = "Number the classes: `classes, labels = np.unique(labels, return_inverse=True)`."
         raise TypeError(needs_message(name, "integer class labels", f"got dtype {labels.dtype}", fix))
     array = check_array(name, "labels", labels)
     rows, classes = logits.shape[int(members) : -1], logits.shape[-1]
+    if array.dtype == bool and array.shape == rows and classes == 2:
+        array = array.astype(int)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         one_hot = array.shape == (*rows, classes)
         fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`." if one_hot else "Pass `labels.astype(int)`."

@@ -102,8 +102,7 @@ def check_data(sources: dict[str, Any], num_members: int, options: dict[str, Any
             check_no_scan(options.get("scan"), name=name)
         num_rows = data.num_rows if isinstance(data, RowReader) else of_arrays(data, "data")
         rows = as_row_indices(options.get("rows"), num_members, num_rows, name=name)
-        if options.get("batch_size") is not None:
-            check_batch_size(options["batch_size"], num_rows if rows is None else rows.shape[1], name=name)
+        check_batch_size(options.get("batch_size"), num_rows if rows is None else rows.shape[1], name=name)
     if validation is None or is_data_function(validation):
         return
     of_arrays(validation, "validation")

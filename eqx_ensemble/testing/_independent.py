@@ -86,8 +86,7 @@ def check_independent(
     ensemble, state = made if isinstance(made, tuple) else (made, None)
     _check_no_each(data, name=name)
     rows = check_rows_of_data(data, num_members, argument="data", name=name, finite=False)
-    size = min(32, rows) if batch_size is None else batch_size
-    check_batch_size(size, rows, name=name)
+    size = check_batch_size(batch_size, rows, name=name)
 
     def train(ensemble: Ensemble, plan: AbstractPlan) -> Any:
         with ignore_warnings(".*diverged"):

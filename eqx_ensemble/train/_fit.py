@@ -128,7 +128,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         [`eqx_ensemble.Each`][]; or an [`eqx_ensemble.train.RowReader`][], which reads rows on demand; or an iterable of
         batches (a generator, a loader of torch or grain), iterated once per epoch. A generator cannot restart: it
         supports one epoch, or as many `steps` as it has batches. Data frames and tensors are accepted; masked NaN too.
-    - `batch_size`: rows per step. By default 32, or all rows if they are fewer. The last batch of an epoch may be
+    - `batch_size`: rows per step. By default 32; all rows if they are fewer. The last batch of an epoch may be
         smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
     - `order`: `"each"`: every member has its own row order; `"shared"`: all members share one row order, which is

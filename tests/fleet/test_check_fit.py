@@ -15,7 +15,6 @@ REFUSED = {
     "both lengths": ({"epochs": 1}, TypeError, "either `epochs` or `steps`, got both"),
     "no length": ({"steps": None}, TypeError, "either `epochs` or `steps`, got neither"),
     "no batch": ({"batch_size": 0}, ValueError, "`batch_size` of at least 1, got 0"),
-    "a large batch": ({"batch_size": 38}, ValueError, "`batch_size` of at most the number of rows; got 38 for 37"),
     "order": ({"order": "own"}, ValueError, "`order` to be one of"),
     "has_aux": ({"has_aux": 1}, TypeError, "`has_aux`"),
     "scan": ({"scan": 1}, TypeError, "`scan`"),

@@ -169,3 +169,8 @@ def test_traced_shapes_are_checked():
         jax.jit(scores.nll)(logits, labels[:, None])
     with pytest.raises(TypeError, match="integer class labels"):
         jax.jit(scores.nll)(logits, labels.astype(np.float32))
+
+
+def test_booleans_are_labels_of_two_classes(unhooked):
+    logits, labels = jax.random.normal(jax.random.key(0), (3, 6, 2)), np.arange(6) % 2
+    np.testing.assert_array_equal(scores.nll(logits, labels == 1), scores.nll(logits, labels))

@@ -626,3 +626,9 @@ def test_double_precision():
         for i, model in enumerate(ensemble.unstack()):
             expected, _, _ = Alone(loss, SGD)(model, in_order(dataset(), 11, 6), keys_of(IDS[i], 6))
             assert_close(run.ensemble[i], expected, 1e-13)
+
+
+def test_a_large_batch_holds_all_rows(ensemble):
+    options = {"epochs": 3, "key": KEY}
+    large = ee.fit(ensemble, loss, SGD, dataset(), batch_size=10 * ROWS, **options)
+    assert_same(large.history, ee.fit(ensemble, loss, SGD, dataset(), batch_size=ROWS, **options).history)

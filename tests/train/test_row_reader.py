@@ -285,7 +285,6 @@ def test_messages(ensemble):
         (ValueError, "rows, got", lambda: fitted(ensemble, reader(lambda r: X[r[1:]]), steps=1)),
         (ValueError, "of one shape and dtype", lambda: fitted(ensemble, reader(ragged()), steps=2)),
         (TypeError, "takes `scan` only for data in arrays", lambda: fitted(ensemble, make(DATA), steps=1, scan=True)),
-        (ValueError, "`batch_size` of at most", lambda: fitted(ensemble, make(DATA), steps=1, batch_size=99)),
         (IndexError, "`rows` from 0 to 52", lambda: fitted(ensemble, make(DATA), steps=1, rows=OWN + 60)),
         (
             TypeError,

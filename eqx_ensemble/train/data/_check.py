@@ -10,14 +10,10 @@ from ..._check import check_positive_int, kind_text
 from ..._check._options import MOST_STEPS
 
 
-def check_batch_size(batch_size: int, rows: int, *, name: str) -> None:
-    """Raises unless `batch_size` is a count of at most the number of rows."""
-    check_positive_int(batch_size, "batch_size", name=name)
-    if batch_size > rows:
-        raise ValueError(
-            f"`{name}` needs `batch_size` of at most the number of rows; got {batch_size} for {rows} rows.\n"
-            f"For full batches pass `batch_size={rows}`."
-        )
+def check_batch_size(batch_size: Any, rows: int, *, name: str) -> int:
+    """Raises unless `batch_size` is a count or `None`, which means 32. Returns the rows of a batch, at most `rows`."""
+    size = 32 if batch_size is None else check_positive_int(batch_size, "batch_size", name=name)
+    return min(int(size), rows)
 
 
 def check_row_indices(rows: Any, num_members: int, num_rows: int, *, name: str) -> None:

@@ -69,8 +69,7 @@ def _reader_source(
 
 
 def _batch_size(batch_size: int | None, per_epoch: int, layout: Layout | None) -> int:
-    size = min(32, per_epoch) if batch_size is None else batch_size
-    check_batch_size(size, per_epoch, name="fit")
+    size = check_batch_size(batch_size, per_epoch, name="fit")
     if layout is not None:
         warn_of_uneven_rows(size, layout.row_parts)
-    return int(size)
+    return size
