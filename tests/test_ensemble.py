@@ -552,7 +552,9 @@ def test_average_refuses_what_has_no_mean():
     ensemble, _, _ = built(CASES["integers and keys"])
     with pytest.raises(ee.MemberMismatchError, match=r"the .* array at `\.\w+` differs between members"):
         ee.average(ensemble)
-    alike = ee.stack([eqx.tree_at(lambda m: m.weight, linear(k), jnp.arange(6).reshape(2, 3)) for k in (KEY, KEY)])
+    alike = ee.stack(
+        [eqx.tree_at(lambda m: m.weight, linear(k), jnp.arange(6).reshape(2, 3)) for k in jax.random.split(KEY)]
+    )
     assert ee.average(alike).weight.tolist() == [[0, 1, 2], [3, 4, 5]]
     differing = eqx.tree_at(lambda e: e.stacked.weight, alike, alike.stacked.weight.at[1, 0, 0].set(9))
     with pytest.raises(ee.MemberMismatchError, match=r"the int32 array at `\.weight` differs between members"):
@@ -799,6 +801,13 @@ def test_members_that_build_made_equal_are_warned_of(case):
     assert len(caught) == 1
     fix = "jax.random.split(key, 3)" if "equal" in case else "`make` does not use its key: write `lambda key"
     assert fix in str(caught[0].message)
+
+
+def test_models_of_one_key_are_warned_of():
+    with pytest.warns(UserWarning, match="`stack` got identical models"):
+        ee.stack([linear(KEY) for _ in range(3)])
+    ee.stack([linear(KEY)] * 3)
+    ee.stack([linear(KEY), linear(KEY), linear(jax.random.key(9))])
 
 
 @pytest.mark.parametrize("case", DIFFERENT)

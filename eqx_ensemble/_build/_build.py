@@ -12,6 +12,7 @@ from .. import _axes, _keys
 from .._check import MemberMismatchError, check_key, check_sequence, is_readable, is_typed_key
 from .._ensemble import Ensemble, M, Where, from_stacked, mark_numbers
 from .._ensemble._check import check_no_text_arrays, check_selection
+from .._ensemble._check_equal import warn_of_equal_members
 from .._pytree import PyTree
 from .._warnings import warn
 from ..plan import Vmap
@@ -24,7 +25,6 @@ from ..sharding._shard import replicate, shard_members
 from ..tree._hidden import check_no_tracers
 from ._by_member import can_draw_by_member, draw_by_member, restore_keys
 from ._check import check_arguments, check_count, check_keys, check_make, check_no_key, check_signature, explain_make
-from ._check_equal import warn_of_equal_members
 
 Arguments = Mapping[str, Any]
 """Per-member arguments of a constructor: a name and its values, one per member."""

@@ -12,6 +12,7 @@ from .._pytree import PyTree
 from ..tree._check import check_trees
 from ..tree._compare import Rules, compare_trees
 from ._check import check_equal_shared, check_no_text_arrays, check_selection
+from ._check_equal import warn_of_equal_models
 from ._ensemble import Ensemble, M, Where
 
 
@@ -56,7 +57,8 @@ def stack(
 
     **Arguments:**
 
-    - `models`: models that differ only in the values of their arrays.
+    - `models`: models that differ only in the values of their arrays. Equal ones cause a warning, except for one model
+        repeated: `[model] * 8`.
     - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given.
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
         must be equal in all models, and are stored once.
@@ -79,6 +81,7 @@ def stack(
     for model in models:
         check_no_text_arrays(model, name="stack")
     stacked = _axes.strip_weak_types(_tree.stack(models, promote_scalars=promote_scalars))
+    warn_of_equal_models(stacked, models)
     numbers = jax.tree.map(lambda x, y: _axes.is_array(x) and type(y) is float, stacked, models[0])
     stacked, rest = eqx.partition(stacked, _axes_mask(stacked, shared))
     if shared is not None:

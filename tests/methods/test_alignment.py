@@ -426,7 +426,7 @@ def test_members_that_cannot_be_aligned(unhooked, twins):
     broken = eqx.tree_at(lambda e: e.stacked.layers[1].bias, ensemble, replace_fn=lambda b: b.at[1, 3].set(jnp.nan))
     with pytest.raises(ValueError, match=r"`.layers\[1\].bias`: not finite in members \[1\]"):
         align(broken, x, key=KEY)
-    shared = ee.stack([ensemble[0], ensemble[0]], shared=lambda m: m.layers[0].weight)
+    shared = ee.stack([ensemble[0]] * 2, shared=lambda m: m.layers[0].weight)
     with pytest.raises(ValueError, match="is shared by all members"):
         align(shared, x, key=KEY)
     with pytest.raises(ValueError, match="found no units"):

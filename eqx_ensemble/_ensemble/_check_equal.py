@@ -32,6 +32,19 @@ def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) 
     )
 
 
+def warn_of_equal_models(stacked: PyTree, models: list[Any]) -> None:
+    """Warns if several models are equal, as those made from one key; one model, repeated, is meant to be."""
+    arrays = [x for x in jax.tree.leaves(stacked) if is_member_array(x)]
+    if all(model is models[0] for model in models) or any(is_traced(x) or not _is_here(x) for x in arrays):
+        return
+    if _all_equal([x for x in arrays if x.size]):
+        warn(
+            "`stack` got identical models, which stay identical if trained on the same rows.\n"
+            "Make each with a key of its own: `[make(k) for k in jax.random.split(key, n)]`. If they are meant to be "
+            f"identical, write `stack([model] * {len(models)})`."
+        )
+
+
 def _is_here(x: Any) -> bool:
     """Whether this process holds the whole array."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable
