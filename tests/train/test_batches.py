@@ -192,3 +192,18 @@ def test_memory_stays_flat(ensemble):
 
     fitted(ensemble, batches(), epochs=1)
     assert max(resident[20:]) - resident[10] < 150 * 2**20
+
+
+def test_the_last_epoch_counts_for_patience():
+    """As with arrays, if `steps` end where an epoch ends."""
+    x, y = np.ones((8, 3), np.float32), np.zeros((8, 1), np.float32)
+    loss = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 2, key=jax.random.key(0))
+    options = {"validation": (x, y + 1), "score": lambda *_: jnp.float32(1), "mode": "min", "patience": 2, "steps": 6}
+    call = lambda data, **others: ee.fit(
+        ensemble, loss, optax.sgd(0.1), data, key=jax.random.key(0), **options, **others
+    )
+    expected = call((x, y), batch_size=4, order="given")
+    run = call([(x[:4], y[:4]), (x[4:], y[4:])])
+    assert run.status.tolist() == expected.status.tolist() == [ee.train.Status.STOPPED] * 2
+    np.testing.assert_array_equal(run.stopped_at, expected.stopped_at)

@@ -1,4 +1,5 @@
 import functools as ft
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import final
@@ -109,6 +110,7 @@ class IterableSource(AbstractSource):
         self._convert = convert = Converter(num_members, layout)
         self.fault = lambda: convert.fault
         self._iterate = ft.partial(BatchIterator, batches, self._convert)
+        self._per_epoch = operator.length_hint(batches, -1)
         self._first: BatchIterator | None = None
 
     @property
@@ -143,6 +145,8 @@ class IterableSource(AbstractSource):
 
     def next(self, steps: int, slots: Slots) -> BatchWork | EpochEnd | None:
         """The next batches: about `steps` of them, or one if each is to be inspected."""
+        if self._step == self.last_step and self.cursor.batches == self._per_epoch:
+            return EpochEnd()  # known without drawing a batch beyond the last step
         if self.cursor.epochs == self._epochs or self._step == self.last_step:
             return None
         if self._iterator is None:
