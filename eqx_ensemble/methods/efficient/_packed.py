@@ -40,7 +40,9 @@ def packed_ensemble(
     - `key`: the root key. Unlike with other methods, sub-members depend on `num_submembers`, which determines their
         widths.
 
-    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][].
+    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The gradient of
+    [`eqx_ensemble.methods.efficient.mean_loss`][] is $1/k$ of that of models trained alone: multiply their learning
+    rates by $k$, except for optimisers that normalise gradients, such as Adam.
 
     **Raises:** `TypeError` or `ValueError` as [`eqx_ensemble.methods.efficient.batch_ensemble`][], for fewer than two
     layers, layers that are not a chain, weights outside them, convolutions with groups, and `alpha` or `gamma` that are
