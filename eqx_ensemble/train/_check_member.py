@@ -57,6 +57,25 @@ def check_same_hyper(old: Any, new: Any, *, name: str) -> None:
             )
 
 
+def check_followed(
+    before: Any, now: Any, kept: Any, sources: list[int], unused: list[bool], *, ids: Any, name: str
+) -> None:
+    """Raises if a hyper-parameter has changed that reaches the optimiser only by a state that cannot be made again."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(now)]
+    values = zip(jax.tree.leaves(before), jax.tree.leaves(now), strict=True)
+    changed = [np.any(np.asarray(old != new).reshape(len(ids), -1), axis=1) for old, new in values]
+    for (path, stays), source in zip(jax.tree_util.tree_leaves_with_path(kept), sources, strict=True):
+        for i, (own, is_unused) in enumerate(zip(changed, unused, strict=True)):
+            lost = stays & own
+            if source >> i & 1 and is_unused and lost.any():
+                raise ValueError(
+                    f"`{name}` cannot use the new values of `hyper{jax.tree_util.keystr(paths[i])}` of member(s) "
+                    f"{', '.join(map(str, ids[lost].tolist()))}: the optimiser reads it only to initialise its state, "
+                    f"and `{jax.tree_util.keystr(path)}` there has changed since.\n"
+                    "Keep the old values, or begin anew with `train.init`."
+                )
+
+
 def check_trainable(value: Any, *, name: str) -> None:
     """Raises unless `trainable` is a function of a leaf, or a tree of booleans and functions."""
     for leaf in [None] if value is None else jax.tree.leaves(value):

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ..distributed import to_host
 from ..tree._compare import compare_trees
 from ._check import check_optimiser_kind, check_revive
 from ._hyper import change_hyper
+from ._opt_hyper import filter_hyper, follow_hyper
 from ._state import MemberConstants, MemberState, TrainState, check_train_state, init_all
 from ._status import Status
 from .compiled._optimiser import Optimiser, keep_noise
@@ -161,13 +163,21 @@ def revive_members(
     names, step = ids.tolist(), int(state.step)
     if how.make is not None:
         moving, fixed = _from_scratch(state, optimiser, how, how.make, lost, keys)
-        return moving, fixed, [Revival(names[i], step, None) for i in lost.tolist()]
+        return *_follow(state, moving, fixed, optimiser), [Revival(names[i], step, None) for i in lost.tolist()]
     healthy = np.flatnonzero(to_host(state.moving.status) == Status.OK)
     if len(healthy) == 0:
         return state.moving, state.fixed, []
     donors = healthy[np.asarray(jax.vmap(lambda key: jax.random.randint(key, (), 0, len(healthy)))(keys))]
     moving, fixed = _from_donors(state, how, lost, donors, keys)
-    return moving, fixed, [Revival(names[i], step, names[j]) for i, j in zip(lost.tolist(), donors, strict=True)]
+    revived = [Revival(names[i], step, names[j]) for i, j in zip(lost.tolist(), donors, strict=True)]
+    return *_follow(state, moving, fixed, optimiser), revived
+
+
+def _follow(
+    state: TrainState, moving: MemberState, fixed: MemberConstants, optimiser: Optimiser
+) -> tuple[MemberState, MemberConstants]:
+    after = follow_hyper(TrainState(moving, fixed, state.shared, state.ids, state.step), optimiser, name="Revive")
+    return after.moving, after.fixed
 
 
 def _from_donors(
@@ -176,7 +186,7 @@ def _from_donors(
     sources = np.arange(state.num_members)
     sources[lost] = donors
     moving, fixed = copy_donors(state.moving, state.fixed, sources)
-    return moving, MemberConstants(fixed.frozen, fixed.key, _perturb(fixed.hyper, how, lost, keys))
+    return moving, dataclasses.replace(fixed, hyper=_perturb(fixed.hyper, how, lost, keys))
 
 
 def copy_donors(moving: MemberState, fixed: MemberConstants, donors: np.ndarray) -> tuple[MemberState, MemberConstants]:
@@ -184,11 +194,10 @@ def copy_donors(moving: MemberState, fixed: MemberConstants, donors: np.ndarray)
 
     Members copied from another are marked as training.
     """
-    params, opt_state, model_state, frozen, hyper = take_members(
-        (moving.params, moving.opt_state, moving.model_state, fixed.frozen, fixed.hyper), donors
-    )
+    params, opt_state, model_state = take_members((moving.params, moving.opt_state, moving.model_state), donors)
     opt_state, copied = keep_noise(opt_state, moving.opt_state), np.flatnonzero(donors != np.arange(len(donors)))
-    return _mark_training(moving, (params, opt_state, model_state), copied), MemberConstants(frozen, fixed.key, hyper)
+    fixed = dataclasses.replace(take_members(fixed, donors), key=fixed.key)
+    return _mark_training(moving, (params, opt_state, model_state), copied), fixed
 
 
 def take_members(tree: PyTree, index: np.ndarray) -> PyTree:
@@ -213,14 +222,16 @@ def _from_scratch(
     params = _as_in(moving.params, new, len(lost))
     frozen = _as_in(fixed.frozen, own, len(lost))
     hyper = _perturb(fixed.hyper, how, lost, keys)
-    opt_state = init_all(optimiser, params, jax.tree.map(lambda x: x[lost], hyper), state.ids[lost])
+    opt_state, is_used = init_all(optimiser, params, jax.tree.map(lambda x: x[lost], hyper), state.ids[lost])
     put = lambda old, new: jnp.asarray(old).at[lost].set(new) if _axes.is_array(old) else old
-    params, opt_state, model_state, frozen = jax.tree.map(
+    opt_hyper = jax.tree.map(lambda x: x[lost], filter_hyper(hyper, is_used))
+    params, opt_state, model_state, frozen, opt_hyper = jax.tree.map(
         put,
-        (moving.params, moving.opt_state, moving.model_state, fixed.frozen),
-        (params, opt_state, model_state, frozen),
+        (moving.params, moving.opt_state, moving.model_state, fixed.frozen, fixed.opt_hyper),
+        (params, opt_state, model_state, frozen, opt_hyper),
     )
-    return _mark_training(moving, (params, opt_state, model_state), lost), MemberConstants(frozen, fixed.key, hyper)
+    fixed = MemberConstants(frozen, fixed.key, hyper, opt_hyper)
+    return _mark_training(moving, (params, opt_state, model_state), lost), fixed
 
 
 def _with_numbers_of(before: Ensemble, new: Ensemble) -> Ensemble:

@@ -11,6 +11,7 @@ from .._foreign import take_in
 from .._pytree import PyTree
 from ..tree._compare import LOOP_RULES, compare_trees
 from ._check_scan import check_batches, check_stepped
+from ._opt_hyper import follow_hyper
 from ._state import check_train_state
 from ._step import Step, step_in_loop
 from .compiled._health import nan_is_data
@@ -73,6 +74,7 @@ def scan_steps(
     batches = take_in(batches, "batches", name=_NAME)
     count = check_batches(batches, length, name=_NAME)
     check_integers_fit(batches, argument="batches", name=_NAME)
+    state = follow_hyper(state, step.optimiser, name=_NAME) if isinstance(step, Step) else state
     own, nan = _in_loop(step, state)
     scan = _scan if is_inside_transformation() else _donating_scan if donate else _compiled_scan
     state = _copy_duplicates(state) if scan is _donating_scan else state

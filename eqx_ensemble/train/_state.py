@@ -21,6 +21,7 @@ from ..sharding._shard import replicate, shard_members
 from ._check import check_optimiser
 from ._check_numbers import check_no_numbers_of_members
 from ._hyper import hyper_arrays
+from ._opt_hyper import filter_hyper, hyper_of_init
 from ._trainable import Trainable, partition_trainable
 from .compiled._optimiser import Optimiser, init_member
 
@@ -37,11 +38,16 @@ class MemberState(eqx.Module):
 
 
 class MemberConstants(eqx.Module):
-    """The part of one member's training state that no step changes: frozen arrays, random key, hyper-parameters."""
+    """The part of one member's training state that no step changes: frozen arrays, random key, hyper-parameters.
+
+    `opt_hyper` holds the hyper-parameters that the optimiser's state was made with, `None` for those that its `init`
+    does not use: `hyper` may be replaced at any time, and `follow_hyper` compares them.
+    """
 
     frozen: PyTree
     key: Key[Array, "*members"]
     hyper: PyTree
+    opt_hyper: PyTree = None
 
 
 class TrainState(eqx.Module, Generic[M]):
@@ -187,29 +193,31 @@ def first_state(
     if layout is not None:
         params, frozen, state, hyper, keys = shard_members((params, frozen, state, hyper, keys), layout)
         shared, ids = replicate((shared, ids), layout)
-    opt_state = init_all(optimiser, params, hyper, ids, layout=layout)
+    opt_state, is_used = init_all(optimiser, params, hyper, ids, layout=layout)
     # NumPy, because each of these functions of JAX would compile a program.
     status, never = np.zeros(count, np.int8), np.full(count, -1, np.int32)
     moving = MemberState(params, opt_state, state, *map(_put, (status, never, never)))
     step = _put(np.int32(0))
     if layout is not None:
         moving, step = shard_members(moving, layout), replicate(step, layout)
-    return TrainState(moving, MemberConstants(frozen, keys, hyper), shared, ids, step)
+    fixed = MemberConstants(frozen, keys, hyper, filter_hyper(hyper, is_used))
+    return TrainState(moving, fixed, shared, ids, step)
 
 
 @eqx.filter_jit
 def init_all(
     optimiser: Optimiser, params: PyTree, hyper: PyTree, ids: Int[Array, " members"], *, layout: Layout | None = None
-) -> PyTree:
-    """The initial optimiser states of all members, stacked and sharded like the members."""
+) -> tuple[PyTree, tuple[bool, ...]]:
+    """The initial optimiser states of all members, sharded like them, and which hyper-parameters they depend on."""
     one = lambda part: init_member(optimiser, *part)
     held = one if layout is None else lambda part: constrain_member(one(part), layout)
-    return _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, held, (params, hyper, ids))
+    opt_state = _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, held, (params, hyper, ids))
+    return opt_state, hyper_of_init(optimiser, params, hyper, ids)
 
 
 def init_state_shapes(optimiser: Optimiser, state: TrainState) -> PyTree:
     """The shapes and dtypes of the optimiser states that `optimiser` makes for the members of `state`."""
-    return eqx.filter_eval_shape(init_all, optimiser, state.params, state.hyper, state.ids)
+    return eqx.filter_eval_shape(init_all, optimiser, state.params, state.hyper, state.ids)[0]
 
 
 def copy_arrays(tree: PyTree) -> PyTree:

@@ -19,6 +19,7 @@ from ..plan._pilot import Pilot
 from ..sharding._layout import Layout, as_layout
 from ._check import check_optimiser_kind
 from ._flat_step import LastState, call_flat
+from ._opt_hyper import follow_hyper
 from ._state import MemberState, TrainState, check_train_state, init_state_shapes
 from .compiled._carry import Carry, Inputs
 from .compiled._health import nan_is_data
@@ -57,6 +58,7 @@ class Step(eqx.Module):
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
         check_train_state(state)
+        state = follow_hyper(state, self.optimiser, name="train.make_step")
         batch = take_in(batch, "batch", name="train.make_step")
         check_integers_fit(batch, argument="batch", name="train.make_step")
         if self.layout is not None and self.layout.splits_weights:

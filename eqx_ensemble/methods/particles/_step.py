@@ -20,6 +20,7 @@ from ...sharding._constrain import constrain_carry, constrain_member, constrain_
 from ...sharding._layout import Layout, as_layout, layout_for
 from ...train import Metrics, Status, TrainState
 from ...train._check import check_optimiser_kind
+from ...train._opt_hyper import follow_hyper
 from ...train._state import MemberState, check_train_state, init_state_shapes
 from ...train.compiled._health import nan_is_data, revert_diverged_one
 from ...train.compiled._optimiser import Optimiser, update_member
@@ -45,6 +46,7 @@ class InteractingStep(eqx.Module):
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, which is shared except for parts marked [`eqx_ensemble.Each`][]."""
         check_train_state(state)
+        state = follow_hyper(state, self.optimiser, name=self.name)
         batch = take_in(batch, "batch", name=self.name)
         check_integers_fit(batch, argument="batch", name=self.name)
         layout = layout_for(None if self.layout is None else self.layout.mesh, state.params, name=self.name)

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from ...sweep import AbstractRange
 from ...sweep._check import check_ranges
 from ...train import TrainState
 from ...train._hyper import change_hyper
-from ...train._state import MemberConstants, check_train_state
+from ...train._state import check_train_state
 from .._check import (
     check_factors,
     check_fraction,
@@ -156,6 +157,5 @@ def set_hyper(
     keys = _keys.member_keys(key, state.ids, purpose="population")[members]
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, state.step)
     hyper = change_hyper(state.hyper, fn, members, keys, name=name)
-    return TrainState(
-        state.moving, MemberConstants(state.fixed.frozen, state.fixed.key, hyper), state.shared, state.ids, state.step
-    )
+    fixed = dataclasses.replace(state.fixed, hyper=hyper)
+    return TrainState(state.moving, fixed, state.shared, state.ids, state.step)

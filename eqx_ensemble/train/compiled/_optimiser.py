@@ -62,6 +62,12 @@ def update_member(
     return new_params, jax.tree.map(_strip_weak_type, new_state, opt_state)
 
 
+def update_alone(optimiser: Optimiser, params: PyTree, opt_state: PyTree, value: Any, hyper: PyTree) -> PyTree:
+    """The optimiser's `update` without a loss, for analysis; the loss that a line search evaluates is arbitrary."""
+    some_loss = lambda params: jnp.asarray(sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(params)), value.dtype)
+    return update_member(optimiser, params, opt_state, params, value, some_loss, hyper)
+
+
 def supported_arguments(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
     """The extra arguments that an `update` accepts: most accept any, some (`optax.contrib.sam`) only their own."""
     parameters = inspect.signature(update).parameters

@@ -122,12 +122,13 @@ class ArraySource(AbstractSource):
 
     def _queue_of(self, setting: Setting, last_step: int, most: int) -> PieceQueue:
         order, program = self._order, setting.program
+        rest_apart = program.halts and order.remainder > 0
         endless = program.score is None and order.remainder == 0
         if endless:
             most_pieces = min(most, _PIECES_OF_AN_ENDLESS_CHUNK)
             most_steps = most // most_pieces
         else:
-            most_pieces = max(1, most // order.epoch)
+            most_pieces = max(1, most // order.epoch) * (2 if rest_apart else 1)
             most_steps = min(order.num_rows // order.batch_size, most)
         pieces = PieceIterator(
             order,
@@ -135,6 +136,7 @@ class ArraySource(AbstractSource):
             last_step,
             limit_after=ft.partial(next_limit, setting.limits, setting.periods),
             most=lambda: min(most_steps, self._steps),
+            rest_apart=rest_apart,
         )
         return PieceQueue(pieces.endless() if endless else pieces.epochs(), most_pieces, most_steps, program.layout)
 

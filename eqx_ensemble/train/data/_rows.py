@@ -90,7 +90,8 @@ class PieceIterator:
     """A run's steps in pieces of at most `most()` full batches, evaluated for each piece; none crosses a limit.
 
     The run consists of the steps from `first_step` to before `last_step`, both counted from the first epoch;
-    `limit_after` returns the next limit after a step.
+    `limit_after` returns the next limit after a step. With `rest_apart`, the smaller batch at the end of an epoch is a
+    piece of its own: a chunk can end before it, to revive a member that failed in the last full batch.
     """
 
     order: RowOrder
@@ -98,6 +99,7 @@ class PieceIterator:
     last_step: int
     limit_after: Callable[[int], int | None]
     most: Callable[[], int]
+    rest_apart: bool = False
 
     def epochs(self) -> Iterator[Piece]:
         """Pieces of one epoch each. The last epoch of a run that ends within it has no `rest` and no end."""
@@ -120,8 +122,8 @@ class PieceIterator:
             step += ends and rest
 
     def _last_pieces(self, step: int, full: int, rest: int) -> Iterator[Piece]:
-        """The last `full` batches of an epoch and the smaller one, separate if a limit is between them."""
-        if rest and full and self.limit_after(step) == step + full:
+        """The last `full` batches of an epoch and the smaller one, separate if a chunk may end between them."""
+        if rest and full and (self.rest_apart or self.limit_after(step) == step + full):
             yield Piece(full)
             full = 0
         yield Piece(full, rest, ends_epoch=True)

@@ -13,6 +13,7 @@ from ...sharding._check import warn_of_padding
 from ...sharding._layout import Layout, layout_for
 from ...sharding._shard import replicate, shard_members
 from .._check import check_optimiser
+from .._opt_hyper import follow_hyper
 from .._revive import Revival
 from .._run import Run
 from .._state import TrainState, copy_arrays, first_state, init_state_shapes
@@ -88,7 +89,7 @@ def start_of(
     hyper = first.fixed.hyper
     check_optimiser(optimiser, hyper=hyper, name="fit")
     check_opt_state(first.opt_state, init_state_shapes(optimiser, first), name="fit")
-    first = _shard(copy_arrays(first), layout)
+    first = _shard(copy_arrays(follow_hyper(first, optimiser, name="fit")), layout)
     selection = run.selection if run is not None and has_validation else None
     if has_validation:
         check_same_mode(mode, None if selection is None else selection.mode)

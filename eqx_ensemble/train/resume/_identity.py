@@ -4,14 +4,13 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 
 from ..._pytree import PyTree
 from ...checkpoint._check_like import shape_text
 from .._revive import Revive
 from .._state import MemberConstants, MemberState
 from ..compiled._loss import Loss
-from ..compiled._optimiser import Optimiser, init_member, update_member
+from ..compiled._optimiser import Optimiser, init_member, update_alone
 from ..compiled._program import Program
 from ..data._data import member_shapes
 from ..host._start import Start
@@ -107,8 +106,6 @@ def _score(score: Loss, moving: MemberState, fixed: MemberConstants, shared: PyT
 
 
 def optimiser_step(optimiser: Optimiser, hyper: PyTree, moving: MemberState, member_id: Any, value: Any) -> PyTree:
-    """The optimiser's part of a step; the loss that a line search evaluates here is arbitrary."""
-    params = moving.params
-    some_loss = lambda params: jnp.asarray(sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(params)), value.dtype)
-    first = init_member(optimiser, params, hyper, member_id)
-    return first, update_member(optimiser, params, moving.opt_state, params, value, some_loss, hyper)
+    """The optimiser's part of a step."""
+    first = init_member(optimiser, moving.params, hyper, member_id)
+    return first, update_alone(optimiser, moving.params, moving.opt_state, value, hyper)
