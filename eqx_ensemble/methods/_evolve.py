@@ -34,6 +34,7 @@ from ._check import (
 from ._past import Past
 from ._population import Population
 from ._rounds import Rounds
+from ._scores import check_some_score
 
 _STOPS = ("patience", "target", "max_steps", "max_seconds")
 
@@ -127,6 +128,7 @@ def evolve(
         ended = index == len(evolution.keys) - 1
         if ended or run.interrupted or not past.training.any():
             return past.population(run, ended=ended)
+        check_some_score(past.scores[-1], past.training, name="methods.population_based_training")
         index += 1
         donors = population.truncation(
             past.scores[-1], past.training, fraction=evolution.fraction, mode=run.mode, key=evolution.keys[index]

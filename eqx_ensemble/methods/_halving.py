@@ -25,7 +25,7 @@ from ._check import (
 )
 from ._check_rounds import check_saving
 from ._rounds import Rounds
-from ._scores import last_scores
+from ._scores import check_some_score, last_scores
 
 
 def successive_halving(
@@ -174,7 +174,9 @@ def halve(
         training = to_host(run.train_state.status) == Status.OK
         if run.interrupted or not training.any():
             break
-        order = population.rank(last_scores(run), healthy=training, mode=run.mode)
+        scores = last_scores(run)
+        check_some_score(scores, training, name="methods.successive_halving")
+        order = population.rank(scores, healthy=training, mode=run.mode)
         dropped = order[training[order]][max(1, share(int(training.sum()), ladder.factor)) :]
         saved.decide(index - 1, run)
         if len(dropped):

@@ -6,7 +6,7 @@ import numpy as np
 from .._check import check_counter, check_flag, check_optional_flag, check_optional_function, check_word
 from .._warnings import warn
 from ..distributed import to_host
-from ._check_run import diverged_message
+from ._check_run import diverged_message, undefined_scores_message
 from ._errors import DivergedError, NotSavedError
 from ._revive import Revive
 from ._status import Status
@@ -40,6 +40,19 @@ def check_outcome(
         if how == "raise" and (lost & ~lost_before).any():
             raise DivergedError(message, run)
         warn(message)
+
+
+def warn_of_undefined_scores(run: Any, validated: list[int]) -> None:
+    """Warns of members that got NaN as a score while they trained, at the steps `validated` of all members."""
+    scores, steps = run.history.validation, run.history.validation_step
+    if scores is None:
+        return
+    ids = to_host(run.train_state.ids)
+    trained = (run.status == Status.OK)[:, None] | (run.stopped_at[:, None] >= steps)
+    trained &= ~np.isin(ids, [revival.member for revival in run.revived])[:, None]  # not before they were revived
+    undefined = np.isnan(scores) & trained & np.isin(steps, validated)
+    if undefined.any():
+        warn(undefined_scores_message(ids, undefined, steps))
 
 
 def check_history(history: Any, *, name: str = "fit") -> Windows:

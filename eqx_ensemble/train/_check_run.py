@@ -38,6 +38,17 @@ def diverged_message(
     return "\n".join(lines)
 
 
+def undefined_scores_message(ids: Any, undefined: np.ndarray, steps: np.ndarray) -> str:
+    """The warning that validation scores `(members, validations)` were NaN where `undefined`."""
+    members = np.flatnonzero(undefined.any(axis=1))
+    listed = ", ".join(f"{ids[i]} at step {steps[np.argmax(undefined[i])]}" for i in members.tolist())
+    return (
+        f"`fit` got validation scores that are NaN, which select no weights and count as no improvement for "
+        f"`patience`; the first of each member (id, step): {listed}.\n"
+        "A metric may be undefined for these rows, such as the recall of a class that they lack: return a number there."
+    )
+
+
 def excluded_message(ids: Any, healthy: Any, *, name: str) -> str:
     """The warning, or the error, that diverged members are excluded from predictions."""
     if not healthy.any():

@@ -21,6 +21,7 @@ from ._opt_hyper import filter_hyper, follow_hyper
 from ._state import MemberConstants, MemberState, TrainState, check_train_state, init_all
 from ._status import Status
 from .compiled._optimiser import Optimiser, keep_noise
+from .compiled._selection import Selection
 
 
 def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
@@ -189,6 +190,17 @@ def _from_donors(
     return moving, dataclasses.replace(fixed, hyper=_perturb(fixed.hyper, how, lost, keys))
 
 
+def restart(moving: MemberState, selection: Selection | None) -> tuple[MemberState, Selection | None]:
+    """Forgets why members stopped whose status was set to `OK`, for example by `equinox.tree_at`."""
+    status, stopped_at, fault = to_host((moving.status, moving.stopped_at, moving.fault))
+    members = np.flatnonzero((status == Status.OK) & ((stopped_at >= 0) | (fault >= 0)))
+    if len(members) == 0:
+        return moving, selection
+    if selection is not None:
+        selection = dataclasses.replace(selection, waited=selection.waited.at[members].set(0))
+    return _mark_training(moving, (moving.params, moving.opt_state, moving.model_state), members), selection
+
+
 def copy_donors(moving: MemberState, fixed: MemberConstants, donors: np.ndarray) -> tuple[MemberState, MemberConstants]:
     """Copies every member from its donor `(members,)`, itself or another, but keeps its noise keys and random stream.
 
@@ -261,6 +273,7 @@ def _as_in(kept: PyTree, members: Ensemble, count: int) -> PyTree:
 
 
 def _mark_training(moving: MemberState, trained: tuple[PyTree, PyTree, PyTree], members: np.ndarray) -> MemberState:
+    """The members with new weights and states, those of `members` as if they had never stopped or diverged."""
     status = moving.status.at[members].set(jnp.int8(Status.OK))
     return MemberState(*trained, status, moving.stopped_at.at[members].set(-1), moving.fault.at[members].set(-1))
 

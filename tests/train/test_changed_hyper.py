@@ -46,21 +46,24 @@ edited = lambda state: eqx.tree_at(lambda state: state.hyper, state, {"lr": jnp.
 chosen = lambda hyper, key: {"lr": hyper["lr"] * 0.3}
 WAYS = {
     "fit": lambda state, optimiser: fit(edited(state), optimiser).train_state,
-    "a run": lambda state, optimiser: fit(
-        eqx.tree_at(lambda run: run.train_state, fit(state, optimiser), replace_fn=edited), optimiser
-    ).train_state,
+    "a run": lambda state, optimiser: (
+        fit(eqx.tree_at(lambda run: run.train_state, fit(state, optimiser), replace_fn=edited), optimiser).train_state
+    ),
     "make_step": lambda state, optimiser: stepped(edited(state), optimiser),
     "twice": lambda state, optimiser: stepped(edited(stepped(edited(state), optimiser)), optimiser),
     "inside jit": lambda state, optimiser: eqx.filter_jit(ft.partial(stepped, optimiser=optimiser))(edited(state)),
     "scan_steps": lambda state, optimiser: ee.train.scan_steps(
         ee.train.make_step(mse, optimiser), edited(state), jax.tree.map(lambda x: np.stack([x, x]), DATA)
     )[0],
-    "set_hyper": lambda state, optimiser: fit(
-        ee.methods.population.set_hyper(state, [1, 2], chosen, key=KEY), optimiser
-    ).train_state,
-    "a copy": lambda state, optimiser: fit(
-        ee.methods.population.set_hyper(ee.methods.population.clone(state, [0, 0, 2]), [1], chosen, key=KEY), optimiser
-    ).train_state,
+    "set_hyper": lambda state, optimiser: (
+        fit(ee.methods.population.set_hyper(state, [1, 2], chosen, key=KEY), optimiser).train_state
+    ),
+    "a copy": lambda state, optimiser: (
+        fit(
+            ee.methods.population.set_hyper(ee.methods.population.clone(state, [0, 0, 2]), [1], chosen, key=KEY),
+            optimiser,
+        ).train_state
+    ),
 }
 
 

@@ -169,6 +169,48 @@ def test_patience_counts_epochs_that_end(ensemble):
     assert fitted(run, steps=2, **options).train_state.step == 11
 
 
+def plain_score(model, batch, key):
+    return jnp.mean((jax.vmap(model)(batch[0])[:, 0] - batch[1]) ** 2)
+
+
+class TestAnotherValidation:
+    """The best weights of the first run compete by their own score on what the second run validates."""
+
+    @pytest.mark.parametrize("factor", [1, 100], ids=["other data", "another score"])
+    def test_best_weights_are_scored_again(self, ensemble, factor):
+        x, y = data(24)
+        score = lambda model, batch, key: factor * plain_score(model, batch, key)
+        options = {"mode": "min", "epochs": 2, "patience": 9}
+        first = fitted(ensemble, validation=(x, 0.01 * y), score=plain_score, **options)
+        second = fitted(first, validation=(x, y + 3), score=score, **options)
+        of_first = np.array([score(member, (x, y + 3), None) for member in first.ensemble.unstack()])
+        of_second = second.history.validation[:, 2:]
+        np.testing.assert_allclose(second.best_score, np.minimum(of_first, of_second.min(axis=1)), rtol=1e-5)
+        assert (second.best_step > 10).any()
+
+    def test_a_score_that_is_undefined_there_is_the_worst(self, ensemble):
+        first = fitted(ensemble, validation=data(24), score=plain_score, mode="min", epochs=1)
+        score = lambda model, batch, key: jnp.where(model.layers[0].weight[0, 0] > 1e9, 0.0, jnp.nan)
+        with pytest.warns(UserWarning, match="validation scores that are NaN"):
+            run = fitted(first, validation=data(24), score=score, mode="min", epochs=1)
+        assert np.isinf(run.best_score).all()
+
+
+def test_a_status_that_was_reset(ensemble):
+    first = fitted(ensemble, epochs=2, max_steps=[3, 3, 99, 99], validation=data(24), patience=1)
+    anew = eqx.tree_at(lambda run: run.train_state.moving.status, first, jnp.zeros(MEMBERS, jnp.int8))
+    run = fitted(anew, epochs=1, validation=data(24))
+    assert (run.stopped_at == -1).all()
+    assert (run.status == Status.OK).all()
+    assert (run.fault == "").all()
+    whole = fitted(ensemble, epochs=3, validation=data(24))
+    assert_same(tree_of(run, 3), tree_of(whole, 3))  # never stopped, so that nothing is left of the reset
+
+
+def tree_of(run, member):
+    return run.train_state.ensemble[member]
+
+
 class TestRefused:
     def test_what_the_state_has_already(self, ensemble):
         state = ee.train.init(ensemble, ADAM, key=KEY)

@@ -311,3 +311,19 @@ def test_with_members_that_left_the_arrays(monkeypatch):
 def test_wrong_options(wrong):
     with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
         Revive(**wrong)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_before_a_smaller_last_batch(scan):
+    """A member that fails in the last full batch trains on the rest of the epoch, as on a full batch."""
+    x, y = data(3)
+    runs = [
+        ee.fit(
+            ee.build(make, MEMBERS, key=KEY), faulty_at(1, 2), OPTIMISER, (x[:rows], y[:rows]), epochs=2, scan=scan,
+            batch_size=BATCH, order="given", hyper=hyper(), on_diverge="revive", progress=False, key=KEY,
+        )
+        for rows in (3 * BATCH, 3 * BATCH - 1)
+    ]  # fmt: skip
+    assert [[(revival.member, revival.step) for revival in run.revived] for run in runs][0][0] == (2, 2)
+    assert runs[1].revived[0].step == 2
+    assert np.isfinite(runs[1].history.loss[2, 2])

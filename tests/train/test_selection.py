@@ -1,5 +1,7 @@
 """Scores decide as numbers of their own precision, and a member's state may be set outside of `jax.vmap`."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -128,3 +130,20 @@ def test_a_state_may_be_set_in_the_loss(optimiser):
     train_state = ee.train.init(ensemble, optimiser, state=state, key=KEY)
     after, _ = ee.train.make_step(counting, optimiser)(train_state, rows)
     assert jax.tree.leaves(after.model_state)[0].tolist() == [1, 1]
+
+
+def test_scores_that_are_undefined_are_named():
+    """Of the members that trained, at the first step; a member that was stopped earlier has no score there."""
+    ensemble = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key), MEMBERS, key=KEY)
+    rows = (np.linspace(0, 1, 8, dtype=np.float32)[:, None], np.ones((8, 1), np.float32))
+    options = {"epochs": 2, "validation": rows, "mode": "min", "key": KEY, "progress": False}
+    bound = float(np.sort(np.asarray(ensemble.stacked.weight).ravel())[1])
+    score = lambda model, batch, key: jnp.where(model.weight[0, 0] < bound, jnp.nan, loss(model, batch, key))
+    index = int(np.argmin(ensemble.stacked.weight))
+    with pytest.warns(UserWarning, match=rf"validation scores that are NaN, .*\(id, step\): {index} at step 1\.\n"):
+        ee.fit(ensemble, loss, optax.sgd(1e-6), rows, score=score, **options)
+    halving = {**options, "epochs": 1, "hyper": {"lr": np.full(MEMBERS, 1e-6, np.float32)}}
+    optimiser, undefined = lambda h: optax.sgd(h["lr"]), lambda model, batch, key: loss(model, batch, key) * jnp.nan
+    for method in (ee.methods.successive_halving, ft.partial(ee.methods.population_based_training, rounds=2)):
+        with pytest.warns(UserWarning, match="that are NaN"), pytest.raises(ValueError, match="cannot compare members"):
+            method(ensemble, loss, optimiser, rows, score=undefined, **halving)

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from typing import Any, Literal
 
@@ -45,6 +46,14 @@ def no_selection(moving: MemberState, mode: Mode, dtype: Any = jnp.float32) -> S
     never = jnp.full(count, -1, jnp.int32)
     waited = jnp.zeros(count, jnp.int32)
     return Selection(params, model_state, score, never, waited, score.copy(), never.copy(), mode)
+
+
+def rescore(selection: Selection, chosen: np.ndarray, scores: np.ndarray) -> Selection:
+    """The same best weights, with the `scores` `(members,)` of the `chosen` members; their patience begins anew."""
+    new = jnp.asarray(np.where(np.isnan(scores), worst(selection.mode), scores), selection.score.dtype)
+    put = lambda old, new: jnp.where(chosen, new, old)
+    score, bar, waited = put(selection.score, new), put(selection.bar, new), put(selection.waited, 0)
+    return dataclasses.replace(selection, score=score, bar=bar, waited=waited)
 
 
 def reset_best(selection: Selection | None, moving: MemberState, members: np.ndarray) -> Selection | None:

@@ -16,6 +16,7 @@ from ...distributed import to_host
 from ...plan import AbstractPlan
 from ...plan._pilot import Pilot, explain_memory
 from .._callback import Callback
+from .._check_fit import warn_of_undefined_scores
 from .._revive import Revival, Revive
 from .._run import Run
 from .._state import TrainState
@@ -30,7 +31,7 @@ from ._active import ActiveMembers
 from ._callbacks import Callbacks
 from ._check import ended_message, lost_run_message
 from ._executor import Executor
-from ._loop import Host, run
+from ._loop import Host, run, validate_best
 from ._pacing import Pacing
 from ._recording import Recording
 from ._reviver import Reviver
@@ -87,9 +88,13 @@ def execute(
         )  # fmt: skip
         collect = lambda **options: collect_run(start, host, source, plan, revivals, **options)
         with _attach_run(host, source, collect), explain_memory(pilot, first.num_members, name="fit"):
+            members.begin()
+            if saver is None or saver.step < 0:
+                validate_best(program, members)
             run(source, host, length, start.cursor)
             saving.wait()
     ended = collect(interrupted=stopping.ended_early)
+    warn_of_undefined_scores(ended, [step for step in record.validated if step > length.begun])
     if saving.is_on and saving.error is None:
         exit_if_asked()
     return ended

@@ -69,6 +69,7 @@ class Record:
     - `scores`, `score_steps`: validation scores `(members,)`, and the steps after which they were taken.
     - `latest_loss`, `latest_score`: `(members,)`, each member's latest finite loss and validation score, NaN if
         there is none; `None` before the first.
+    - `validated`: the steps after which all members that trained were scored; of earlier runs only the last.
     """
 
     def __init__(self, *, first_step: int = 0, history: History | None = None, windows: Windows | None = None) -> None:
@@ -77,7 +78,7 @@ class Record:
         self.score_steps: list[int] = []
         self.latest_loss: np.ndarray | None = None
         self.latest_score: np.ndarray | None = None
-        self._validated_at = -1
+        self.validated: list[int] = []
         self.first_step = self.steps = first_step
         if history is not None:
             self._restore(history)
@@ -94,7 +95,7 @@ class Record:
             self.scores = list(history.validation.T)
             self.latest_score = last_finite(history.validation) if self.scores else None
             self.score_steps = history.validation_step.tolist()
-            self._validated_at = max(self.score_steps, default=-1)  # none if all members failed before the first
+            self.validated = self.score_steps[-1:]  # none if all members failed before the first
 
     def add_steps(self, outputs: PyTree, num_steps: int | None = None) -> None:
         """Adds outputs of the windows of consecutive steps, `(windows, members, ...)`; by default of every step."""
@@ -112,7 +113,8 @@ class Record:
         self.scores.append(np.asarray(scores))
         self.latest_score = _update(self.latest_score, self.scores[-1])
         self.score_steps.append(self.steps)
-        self._validated_at = self.steps if of_all else self._validated_at
+        if of_all:
+            self.validated.append(self.steps)
 
     @property
     def has_steps(self) -> bool:
@@ -128,7 +130,7 @@ class Record:
     @property
     def is_validated(self) -> bool:
         """Whether the current weights are validated."""
-        return self._validated_at == self.steps
+        return self.steps in self.validated[-1:]
 
     def curves(self, *, since: Taken = NOTHING_TAKEN, with_open: bool = True) -> History:
         """The curves since `since`, `members` first; `with_open` includes a last window that has not ended."""

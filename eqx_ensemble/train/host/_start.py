@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,7 +15,7 @@ from ...sharding._layout import Layout, layout_for
 from ...sharding._shard import replicate, shard_members
 from .._check import check_optimiser
 from .._opt_hyper import follow_hyper
-from .._revive import Revival
+from .._revive import Revival, restart
 from .._run import Run
 from .._state import TrainState, copy_arrays, first_state, init_state_shapes
 from .._trainable import Trainable
@@ -95,6 +96,8 @@ def start_of(
         check_same_mode(mode, None if selection is None else selection.mode)
         fresh = no_selection(first.moving, mode)
         selection = fresh if selection is None else jax.tree.map(lambda x: x.copy(), selection)
+    moving, selection = restart(first.moving, selection)
+    first = dataclasses.replace(first, moving=moving)
     step = int(first.step)
     record = Record(first_step=step, history=None if run is None else run.history, windows=windows)
     if run is None:
