@@ -34,7 +34,8 @@ def _is_on_one_cpu(array: Array) -> bool:
 def pays_if_large(members: PyTree, others: PyTree = ()) -> bool:
     """`pays`, for arrays that are larger than a cache."""
     first = jax.tree.leaves(members)[0]
-    return first.size * first.dtype.itemsize > 2 * _BYTES and pays((members, others))
+    # In this order: the sizes of traced arrays may be symbols of `jax.export`, which cannot be compared.
+    return pays((members, others)) and first.size * first.dtype.itemsize > 2 * _BYTES
 
 
 def by_blocks(fn: Callable[[PyTree], PyTree], predictions: PyTree, *, event_ndim: int) -> PyTree:

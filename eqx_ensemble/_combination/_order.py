@@ -34,8 +34,8 @@ def by_order(
     member's values, is subtracted first. `fn` treats entries independently: its result is a tree of arrays
     `(..., *axes)`. The order of equal values is arbitrary.
     """
-    large = values.size >= _FEWEST_NUMBERS
-    if large and pays((values, weights, shared, centre)) and isinstance(values.sharding, SingleDeviceSharding):
+    one_cpu = pays((values, weights, shared, centre)) and isinstance(values.sharding, SingleDeviceSharding)
+    if one_cpu and values.size >= _FEWEST_NUMBERS:  # in this order: sizes of traced arrays may be symbols
         return _by_numpy(fn, values, weights, shared, centre, fill)
     return _by_xla(fn, values, weights, shared, centre, fill)
 

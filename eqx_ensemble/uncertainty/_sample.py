@@ -138,7 +138,7 @@ def _classes(
 def _members(
     num_members: int,
     weights: Float[Array, " members"] | None,
-    shape: tuple[int, ...],
+    shape: tuple[Any, ...],
     joint: bool,  # noqa: FBT001
     key: Key[Array, ""],
 ) -> Int32[Array, " samples *batch"]:
