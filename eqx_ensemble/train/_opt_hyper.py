@@ -119,5 +119,6 @@ def _unused_in_update(optimiser: Optimiser, moving: Any, hyper: PyTree, ids: Int
     """Whether the optimiser's `update` does not use each hyper-parameter."""
     call = lambda hyper, params, opt_state, value: update_alone(optimiser, params, opt_state, value, hyper)
     value = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    closed, _, _ = eqx.filter_make_jaxpr(call)(*_one_member((hyper, moving.params, moving.opt_state)), value)
+    one, params, opt_state = _one_member((hyper, moving.params, moving.opt_state))
+    closed, _, _ = eqx.filter_make_jaxpr(call)(one, params, opt_state, value)
     return unused_inputs(closed.jaxpr)[: len(jax.tree.leaves(hyper))]
