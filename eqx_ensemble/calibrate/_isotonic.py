@@ -104,8 +104,8 @@ def _fit(name: str, rows: Rows, smoothing: float) -> tuple[Array, Array]:
     probabilities, labels = np.asarray(jnp.exp(rows.logs))[:, kept], np.asarray(rows.labels)[kept]
     knots, values = [], []
     for group in probabilities:
-        # scikit-learn merges probabilities within the resolution of their dtype, which would split steps.
-        for c, p in enumerate(group.T.astype(np.float64) if smoothing > 0 else group.T):
+        # scikit-learn merges probabilities within the resolution of their dtype, 1e-6 in float32.
+        for c, p in enumerate(group.T.astype(np.float64)):
             fitted = IsotonicRegression(out_of_bounds="clip").fit(p, labels == c)
             if smoothing > 0:
                 fitted.fit(p, *_smooth(fitted.predict(p), probabilities.shape[-1], smoothing))

@@ -27,6 +27,19 @@ def test_isotonic_is_scikit_learns():
     assert np.mean(np.abs(np.exp(single(LOGITS)[0]) - want) < 1e-5) > 0.98
 
 
+def test_isotonic_of_probabilities_that_are_close_is_scikit_learns_in_double_precision():
+    regression = pytest.importorskip("sklearn.isotonic").IsotonicRegression(out_of_bounds="clip")
+    # 1 - p is 8e-7 and 1e-7; 60 % and 95 % of the rows are of class 1.
+    odds = np.repeat(np.float32([14, 16]), 20)
+    labels = (np.arange(40) % 20 >= np.where(odds == 14, 8, 1)).astype(int)
+    logits = np.stack([-np.logaddexp(0, odds), -np.logaddexp(0, -odds)], axis=-1)
+    probabilities = np.exp(logits[:, 1])
+    want = regression.fit(np.float64(probabilities), labels).predict(np.float64(probabilities))
+    got = np.exp(calibrate.isotonic(logits[None], labels, pool="mixture")(logits[None])[0, :, 1])
+    np.testing.assert_allclose(want[[0, -1]], [0.6, 0.95])
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_isotonic_of_two_classes_is_scikit_learns():
     pytest.importorskip("sklearn")
     want = FIGURES["isotonic of two classes: probabilities"]
