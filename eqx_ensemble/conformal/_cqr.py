@@ -8,6 +8,7 @@ from .._check import check_floating_arrays, check_mask, check_word, promote
 from .._weighting import blank_masked
 from ..uncertainty import Interval
 from ._check import check_level, check_targets
+from ._outward import difference_up
 from ._rank import fraction, rank_of, value_at_rank_jit
 
 
@@ -92,7 +93,8 @@ def cqr(
     low, high, observed = (blank_masked(x, kept) for x in (low, high, observed))
     wanted = fraction(level) if ends == "together" else (1 + fraction(level)) / 2
     rank = rank_of(name, wanted, observed.size, kept)
+    below, above = difference_up(low, observed), difference_up(observed, high)
     if ends == "together":
-        margin = value_at_rank_jit(jnp.maximum(low - observed, observed - high), kept, rank)
+        margin = value_at_rank_jit(jnp.maximum(below, above), kept, rank)
         return Cqr(margin, margin)
-    return Cqr(value_at_rank_jit(low - observed, kept, rank), value_at_rank_jit(observed - high, kept, rank))
+    return Cqr(value_at_rank_jit(below, kept, rank), value_at_rank_jit(above, kept, rank))

@@ -1,11 +1,11 @@
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import check_floating_arrays, check_mask, promote
 from .._weighting import blank_masked
 from ..uncertainty import Interval
 from ._check import check_level, check_scales, check_targets
+from ._outward import distance_up, quotient_up
 from ._rank import fraction, rank_of, value_at_rank_jit
 
 
@@ -89,7 +89,7 @@ def split(
     check_level(name, level)
     centre, observed = blank_masked(centre, kept), blank_masked(observed, kept)
     rank = rank_of(name, fraction(level), observed.size, kept)
-    return Split(value_at_rank_jit(jnp.abs(observed - centre), kept, rank))
+    return Split(value_at_rank_jit(distance_up(observed, centre), kept, rank))
 
 
 def normalised(
@@ -140,4 +140,4 @@ def normalised(
         blank_masked(x, kept, fill=fill) for x, fill in ((centre, 0), (scales, 1), (observed, 0))
     )
     rank = rank_of(name, fraction(level), observed.size, kept)
-    return Normalised(value_at_rank_jit(jnp.abs(observed - centre) / scales, kept, rank))
+    return Normalised(value_at_rank_jit(quotient_up(distance_up(observed, centre), scales), kept, rank))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble import conformal, scores
+from eqx_ensemble import conformal, resample, scores
 
 stats = pytest.importorskip("scipy.stats", reason="the exact laws are scipy's")
 
@@ -93,6 +93,40 @@ def test_coverage_follows_its_beta_binomial_law(name):
     assert distance(24) < limit
     assert min(distance(23), distance(25)) > 2 * limit
     assert np.abs(empirical - stats.binom(new, 0.8).cdf(grid)).max() > 1.5 * limit
+
+
+ROWS = 60
+COUNTS = np.tile(np.arange(4, dtype=np.float32), ROWS // 4)
+BAGS = resample.bootstrap(ROWS, 8, key=jax.random.key(1))
+FOLDS = resample.folds(ROWS, 5, key=jax.random.key(0))
+
+
+def _of_bags(x, scale, y):
+    """Members predict different constants, and so do their means of each row."""
+    members = x + scale * np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
+    held_out = resample.out_of_bag_mean(members, BAGS).mean
+    return conformal.jackknife_plus_after_bootstrap(held_out, y, BAGS, level=0.7)(members)
+
+
+# Each with predictions, scales and targets of the rows that it is fitted on and called with.
+ON_ITS_ROWS = {
+    "split": lambda x, scale, y: conformal.split(x, y, level=0.7)(x),
+    "normalised": lambda x, scale, y: jax.jit(conformal.normalised(x, scale, y, level=0.7).__call__)(x, scale),
+    "cqr": lambda x, scale, y: conformal.cqr(x - scale, x, y, level=0.7)(x - scale, x),
+    "cv_plus": lambda x, scale, y: conformal.cv_plus(x, y, FOLDS, level=0.7)(np.tile(x, (5, 1))),
+    "jackknife_plus": _of_bags,
+}
+
+
+@pytest.mark.parametrize("name", ON_ITS_ROWS)
+def test_no_end_falls_short_of_the_target_that_set_it(name):
+    # A quarter of the rows has that target: an end that is rounded inwards loses all of these.
+    rng = np.random.default_rng(0)
+    for unit in (1, 0.1, 0.3, 7) * 3:
+        y = np.float32(unit) * COUNTS
+        x, scale = np.float32(rng.normal() * 10 ** rng.uniform(-1, 4)), np.float32(rng.uniform(0.1, 3))
+        lower, upper = ON_ITS_ROWS[name](np.full(ROWS, x), np.full(ROWS, scale), y)
+        assert ((lower <= y) & (y <= upper)).mean() >= 0.7, (x, scale, unit)
 
 
 def test_masks():

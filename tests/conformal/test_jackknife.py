@@ -140,8 +140,9 @@ def test_a_large_offset_costs_no_precision():
                 new + shift
             )
         )
-    # Floats near 1e4 are 1e-3 apart: a few of these, where predictions, means and ends are rounded.
-    np.testing.assert_allclose(np.float64(fits[1]) - offset, np.float64(fits[0]), atol=4e-3)
+    # Floats near 1e4 are 1e-3 apart: a few of these, where predictions and means are rounded, and the
+    # ends outwards, by the rounding that means over members may have.
+    np.testing.assert_allclose(np.float64(fits[1]) - offset, np.float64(fits[0]), atol=8e-3)
 
 
 def _polynomials(x, y, train, powers):
