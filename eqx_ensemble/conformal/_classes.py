@@ -78,7 +78,8 @@ def aps(
     score is at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows, and covers a new
     label with probability `level` or more. With a `key`, only a random fraction of the class's own probability is
     added: sets are smaller, more of them are empty, and the coverage is exact. Scores that round to one, common for
-    confident predictions, are compared by the logarithm of the remaining probability.
+    confident predictions, are compared by the logarithm of the remaining probability, and classes of probability zero
+    come after all others: they are in a set only if the level cannot be reached without them.
 
     **Arguments:**
 
@@ -209,7 +210,10 @@ def _fit(
 def adaptive_scores(
     logits: Float[Array, "*batch classes"], keys: Key[Array, "1"] | None, penalty: Array, num_free: Array
 ) -> tuple[Float[Array, "*batch classes"], Float[Array, "*batch classes"]]:
-    """The scores, and the logarithm of the remaining probability, which orders scores that round to one."""
+    """The scores, and the logarithm of the remaining probability, which orders scores that round to one.
+
+    The logarithm is minus infinity for classes of probability zero only.
+    """
     logs = jax.nn.log_softmax(logits, axis=-1)
     ordered = jnp.sort(logs, axis=-1)
     # Element i is the logarithm of the probability of the i least likely classes.
@@ -220,6 +224,10 @@ def adaptive_scores(
     share = 1.0 if keys is None else jax.random.uniform(keys[0], (*logits.shape[:-1], 1), logits.dtype)
     own = jnp.log((most - less).astype(logits.dtype) - share) + logs
     log_rest = jnp.minimum(_add_logs(jnp.take_along_axis(below, less, axis=-1), own), 0)
+    # Nothing remains beyond the last likely class; only impossible ones come after it. A power of two is one float in
+    # all precisions.
+    last = -(2.0**15) if logits.dtype == jnp.float16 else -(2.0**126)
+    log_rest = jnp.where(jnp.isneginf(logs), -jnp.inf, jnp.maximum(log_rest, last))
     extra = jnp.maximum(logits.shape[-1] - less - num_free, 0).astype(logits.dtype) * penalty
     return -jnp.expm1(log_rest) + extra, log_rest
 

@@ -153,12 +153,35 @@ def test_masks_shapes_jit_and_files(tmp_path):
 
 
 def test_classes_of_tiny_probability_are_distinguished():
-    # The probability left beyond each class is exp(-200), exp(-500) and nothing: all three scores round to one.
+    # The probability left beyond each class is exp(-200), exp(-500) and nothing: all three scores round to one. The
+    # class of probability zero comes last: only rows of this label put it into a set.
     logits = np.float32([200.0, 0.0, -np.inf, -300.0])
-    for label, want in [(0, [1, 0, 0, 0]), (1, [1, 1, 0, 0]), (2, [1, 1, 1, 1]), (3, [1, 1, 1, 1])]:
+    for label, want in [(0, [1, 0, 0, 0]), (1, [1, 1, 0, 0]), (2, [1, 1, 1, 1]), (3, [1, 1, 0, 1])]:
         fitted = conformal.aps(np.tile(logits, (9, 1)), np.full(9, label), level=0.8)
         assert fitted.threshold == 1
         np.testing.assert_array_equal(fitted(logits), want)
+
+
+def _of_one_group(logits, labels, *, level):
+    groups = np.zeros(len(labels), np.int32)
+    fitted = conformal.group_conditional(logits, labels, groups, level=level, num_groups=1, score="aps")
+    return lambda x: fitted(x, groups)
+
+
+@pytest.mark.parametrize("fit", [conformal.aps, _of_one_group])
+def test_classes_of_probability_zero_are_in_no_set_that_is_certain(fit):
+    # 170 rows are certain and right; 30 are not, and a third of their labels has the least probability.
+    labels = np.arange(200) % 3
+    p = np.eye(3)[labels]
+    p[:30] = [0.5, 0.3, 0.2]
+    with np.errstate(divide="ignore"):
+        logits = np.log(np.float32(p))
+    sets = np.asarray(fit(logits, labels, level=0.9)(logits))
+    np.testing.assert_array_equal(sets[30:], np.eye(3)[labels[30:]])
+    assert sets[np.arange(200), labels].mean() >= 0.9
+    # Where too many labels have probability zero, nothing less than all classes covers them.
+    wrong = (labels + (np.arange(200) % 4 == 0)) % 3
+    assert np.asarray(fit(logits, wrong, level=0.9)(logits)).all()
 
 
 def test_too_few_rows_hold_every_class():
