@@ -1,7 +1,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .distributed import is_first
 
@@ -13,14 +13,24 @@ if TYPE_CHECKING:
 def progress_line(*, show: bool | None, description: str, unit: str, total: int | None = None) -> "Iterator[tqdm]":
     """A progress line on standard error, shown after two seconds; by default in a terminal or a notebook.
 
-    With several processes, only the first shows it.
+    With several processes, only the first shows it. What cannot be written, because nobody reads it any more, is
+    dropped.
     """
     from tqdm.std import tqdm  # here, because it takes a tenth of the time of this library's import
+
+    class Line(tqdm):
+        def display(self, *args: Any, **options: Any) -> Any:
+            with contextlib.suppress(OSError):
+                return super().display(*args, **options)
+
+        def close(self) -> None:
+            with contextlib.suppress(OSError):
+                super().close()
 
     if show is None:
         show = sys.stderr.isatty() or "ipykernel" in sys.modules
     show = show and is_first()
-    with tqdm(total=total, desc=description, unit=unit, disable=not show, delay=2) as bar:
+    with Line(total=total, desc=description, unit=unit, disable=not show, delay=2) as bar:
         yield bar
 
 

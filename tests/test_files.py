@@ -523,3 +523,18 @@ def test_a_folder_of_fit_is_described(tmp_path, ensemble, unhooked):
             ee.load(tmp_path / "x", like)
         with pytest.raises(ValueError, match=rf"one of a run of `fit`: it holds the whole training state.\n{way}"):
             ee.load(ee.checkpoint.Checkpoints(tmp_path / "x").path(2), like)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir(), here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    make = lambda key: eqx.nn.Linear(3, 1, key=key)
+    ensemble = ee.build(make, 2, key=jax.random.key(0))
+    ee.save("~/a", ensemble)
+    ee.checkpoint.Checkpoints("~/runs").save(1, ensemble)
+    ee.export_members(ensemble, "~/members")
+    assert sorted(path.name for path in home.iterdir()) == ["a", "members", "runs"]
+    assert not [*here.iterdir()]
+    assert ee.load("~/a", make).num_members == 2

@@ -3,7 +3,6 @@ import io
 import json
 import os
 import zipfile
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax.export import Exported
 from safetensors.numpy import save as safetensors_bytes
 
 from .._pytree import PyTree
+from ..checkpoint._path import as_path
 from ..checkpoint._write import write_file
 
 PROGRAM, LEAVES, ABOUT = "program.bin", "leaves.safetensors", "export.json"
@@ -72,7 +72,7 @@ class Artefact:
         if self.leaves is not None:
             files[LEAVES] = safetensors_bytes(self.leaves)
         files[ABOUT] = json.dumps(self.about, indent=1).encode()
-        write_file(Path(path), _archive(files))
+        write_file(as_path(path), _archive(files))
 
 
 def _archive(files: dict[str, bytes]) -> bytes:

@@ -8,7 +8,7 @@ import equinox as eqx
 from .._check import check_path
 from .._ensemble import Ensemble, Group, M, stack
 from .._ensemble._check import check_ensemble_or_group
-from ..checkpoint._path import as_path, is_on_disk
+from ..checkpoint._path import absolute, as_path, is_on_disk
 from ..checkpoint._write import write_file
 from ._check import check_like_given, check_member_format, check_no_typed_keys, check_paths
 from ._like import evaluate_make, is_maker
@@ -48,7 +48,7 @@ def export_members(
     check_member_format(format, name=name)
     paths = []
     for i, member_id in enumerate(ensemble.ids.tolist()):
-        paths.append(Path(folder).absolute() / f"member-{member_id:06d}.{format}")
+        paths.append(absolute(as_path(folder)) / f"member-{member_id:06d}.{format}")
         write_file(paths[-1], _encode(ensemble[i], format, name))
     return paths
 

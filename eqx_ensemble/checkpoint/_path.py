@@ -14,10 +14,10 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 
 
 
 def as_path(path: str | os.PathLike[str]) -> Any:
-    """A path as a `Path`; in an object store (`gs://...`), as an `etils.epath.Path`."""
+    """A path as a `Path`, with `~` as the home folder; in an object store (`gs://...`), as an `etils.epath.Path`."""
     text = os.fspath(path)
     if "://" not in text:
-        return Path(text)
+        return Path(text).expanduser()
     check_object_store(text)
     try:
         from etils import epath

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble._progress import progress_line
 from eqx_ensemble.train import Status
 from eqx_ensemble.train.host import _pacing
 from eqx_ensemble.train.host._active import ActiveMembers
@@ -632,3 +633,18 @@ def test_a_large_batch_holds_all_rows(ensemble):
     options = {"epochs": 3, "key": KEY}
     large = ee.fit(ensemble, loss, SGD, dataset(), batch_size=10 * ROWS, **options)
     assert_same(large.history, ee.fit(ensemble, loss, SGD, dataset(), batch_size=ROWS, **options).history)
+
+
+def test_a_progress_line_that_nobody_reads(monkeypatch):
+    """What cannot be written is dropped: the reader of a pipe may be gone."""
+
+    class Gone:
+        encoding = "utf-8"
+
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("sys.stderr", Gone())
+    with progress_line(show=True, description="fit", unit="step", total=3) as line:
+        line.display()
+        line.update(3)
