@@ -4,7 +4,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._weighting import class_mixture, is_class
 from ._classification import check_classes, correct
-from ._reduce import RowWeights, weigh
+from ._reduce import RowWeights, sum_by_segment, weigh
 
 
 def balanced_accuracy(
@@ -72,7 +72,7 @@ def _balanced_accuracy(
     num_classes = logits.shape[-1]
     # For an invalid label `right` is NaN; the row is added to the first class.
     own = jnp.ravel(jnp.where(is_class(labels, num_classes), labels, 0))
-    sums = lambda x: jax.ops.segment_sum(jnp.ravel(weigh(x, row_weights)), own, num_classes)
+    sums = lambda x: sum_by_segment(jnp.ravel(weigh(x, row_weights)), own, num_classes)
     hits, total = sums(right), sums(jnp.ones_like(right))
     present = total > 0
     recall = hits / jnp.where(present, total, 1)

@@ -12,12 +12,9 @@ from .._check import check_positive_int, check_word
 from .._weighting import class_mixture, is_class
 from ._classification import check_classes, correct
 from ._crps_gaussian import expected_distance
-from ._reduce import RowWeights
+from ._reduce import RowWeights, sum_by_segment
 
 Binning = Literal["width", "mass"]
-
-_BLOCK = 1024
-"""The number of rows in one partial sum."""
 
 
 class Bins(NamedTuple):
@@ -66,7 +63,7 @@ def bin_rows(
     else:
         edges = jax.lax.stop_gradient(_of_mass(probability, row_weights, num_bins))
     index = jnp.searchsorted(edges, probability, side="left")
-    total = lambda values: _sum_by_bin(values * own, index, num_bins)
+    total = lambda values: sum_by_segment(values * own, index, num_bins)
     count = total(jnp.ones_like(probability))
     filled = jnp.where(count == 0, 1, count)
     is_weighted = row_weights is not None and row_weights.dtype != bool
@@ -116,14 +113,6 @@ def mean_gap(bins: Bins, *, debiased: bool) -> Float[Array, ""]:
         variance = bins.frequency * (1 - bins.frequency) / jnp.where(bins.count == 0, 1, bins.effective)
         errors = 2 * errors - expected_distance(gaps, variance)
     return jnp.sum(bins.count * errors) / jnp.sum(bins.count)
-
-
-def _sum_by_bin(values: Float[Array, " rows"], index: Int[Array, " rows"], num_bins: int) -> Float[Array, " bins"]:
-    """The sum of each bin, over blocks of rows: small numbers are then not added to very large ones."""
-    num_blocks = max(-(-values.size // _BLOCK), 1)
-    segment = index + num_bins * (jnp.arange(values.size, dtype=index.dtype) // _BLOCK)
-    sums = jax.ops.segment_sum(values, segment, num_segments=num_bins * num_blocks)
-    return jnp.sum(jnp.reshape(sums, (num_blocks, num_bins)), axis=0)
 
 
 def _of_width(num_bins: int, dtype: jnp.dtype) -> Float[Array, " edges"]:

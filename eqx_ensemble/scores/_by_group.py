@@ -9,7 +9,7 @@ from .._check import check_floating, check_labels, promote
 from .._weighting import at_label
 from ._check import check_sets
 from ._check_groups import check_groups
-from ._reduce import RowWeights, counts, weigh
+from ._reduce import RowWeights, counts, sum_by_segment, weigh
 from ._row_weights import check_rows
 
 
@@ -174,7 +174,7 @@ def _by_group(
     kept = known if row_weights is None else known & counts(row_weights)
     # Ignored rows go to an extra bucket: in a scatter, negative groups would index from the end.
     bucket = jnp.ravel(jnp.where(kept, groups, num_groups))
-    sums = lambda x: jax.ops.segment_sum(jnp.ravel(x), bucket, num_groups + 1)[:-1]
+    sums = lambda x: sum_by_segment(jnp.ravel(x), bucket, num_groups + 1)[:-1]
     total, count = sums(jnp.where(kept, weigh(values, row_weights), 0)), sums(jnp.ones(groups.shape, jnp.int32))
     is_weighted = row_weights is not None and row_weights.dtype != bool
     weight = sums(row_weights) if is_weighted else count.astype(total.dtype)

@@ -7,7 +7,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import check_floating, check_positive_int, check_word, promote
 from ._check import check_some_rows, check_unit_interval
-from ._reduce import RowWeights, total_weight
+from ._reduce import RowWeights, sum_by_segment, total_weight
 from ._row_weights import check_rows
 
 
@@ -89,7 +89,7 @@ def _quantile_calibration_error(
     levels = jnp.arange(1, num_levels + 1, dtype=values.dtype) / (num_levels + 1)
     # A value counts at all levels from the first that is not below it.
     first = jnp.searchsorted(levels, jnp.ravel(values), side="left")
-    at_most = jnp.cumsum(jax.ops.segment_sum(jnp.ravel(own), first, num_levels + 1))[:-1]
+    at_most = jnp.cumsum(sum_by_segment(jnp.ravel(own), first, num_levels + 1))[:-1]
     gaps = at_most / total_weight(own, values.dtype) - levels
     found = jnp.mean(jnp.abs(gaps)) if kind == "absolute" else jnp.sum(gaps**2)
     return jnp.where(jnp.any(jnp.isnan(values)), jnp.nan, found)

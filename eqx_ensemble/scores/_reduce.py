@@ -3,12 +3,15 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 Reduction = Literal["mean", "none"]
 
 RowWeights = Bool[Array, "*batch"] | Float[Array, "*batch"]
 """Row weights: the booleans of a mask, or non-negative numbers."""
+
+_BLOCK = 1024
+"""The number of rows in one partial sum."""
 
 
 def reduce(
@@ -56,3 +59,28 @@ def root(values: Float[Array, "..."]) -> Float[Array, "..."]:
     """The square root, with gradient zero at zero: the gradient at a perfect fit is not NaN."""
     exact = values == 0
     return jnp.where(exact, 0, jnp.sqrt(jnp.where(exact, 1, values)))
+
+
+def sum_by_segment(
+    values: Shaped[Array, " rows"], segment: Int[Array, " rows"], num_segments: int, *, in_order: bool = False
+) -> Shaped[Array, " segments"]:
+    """The sum of each segment, from partial sums: small numbers are then not added to very large ones.
+
+    With few segments, of blocks of rows; with many, of a tree over the rows sorted by segment (`in_order`: they are).
+    """
+    if values.size <= _BLOCK or jnp.issubdtype(values.dtype, jnp.integer):
+        return jax.ops.segment_sum(values, segment, num_segments)
+    if num_segments <= _BLOCK:
+        num_blocks = -(-values.size // _BLOCK)
+        block = segment + num_segments * (jnp.arange(values.size, dtype=segment.dtype) // _BLOCK)
+        sums = jax.ops.segment_sum(values, block, num_segments * num_blocks)
+        return jnp.sum(jnp.reshape(sums, (num_blocks, num_segments)), axis=0)
+    if not in_order:
+        order = jnp.argsort(segment)
+        values, segment = values[order], segment[order]
+    # `where`, not a product: a NaN stays in its segment.
+    join = lambda a, b: (jnp.where(a[1] == b[1], a[0] + b[0], b[0]), b[1])
+    running, _ = jax.lax.associative_scan(join, (values, segment))
+    every = jnp.arange(num_segments, dtype=segment.dtype)
+    last = jnp.searchsorted(segment, every, side="right") - 1
+    return jnp.where(segment[last] == every, running[last], 0)

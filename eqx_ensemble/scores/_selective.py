@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from ._check_rows import check_selection
-from ._reduce import RowWeights, counts, mean_of_rows, weigh
+from ._reduce import RowWeights, counts, mean_of_rows, sum_by_segment, weigh
 
 
 class RiskCoverage(NamedTuple):
@@ -185,7 +185,7 @@ def _points(
     # The expectation over random orders: tied rows get their mean loss and mean weight.
     new = (ranked[1:] != ranked[:-1]) | (kept[1:] != kept[:-1])
     group = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new, dtype=jnp.int32)])
-    per_group = lambda x: jax.ops.segment_sum(x, group, num_segments=group.size)[group]
+    per_group = lambda x: sum_by_segment(x, group, group.size, in_order=True)[group]
     size = per_group(jnp.ones(group.shape, jnp.int32)).astype(losses.dtype)
     if row_weights.dtype == bool:
         steps, weight = kept.astype(losses.dtype), size
