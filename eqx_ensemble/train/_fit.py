@@ -136,7 +136,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         compiled step computes on the fly and never stores: [row orders](../how-it-runs.md#row-orders).
     - `validation`: arrays as for `data`, in memory; scored as one batch in inference mode at the end of every epoch. If
         `max_steps`, `max_seconds`, a callback or the end of the run stops a member within an epoch, its last weights
-        are scored as well.
+        are scored as well. A continued run scores its best weights again. A warning names scores that are NaN.
 
     *Length:*
 

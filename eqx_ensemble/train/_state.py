@@ -64,7 +64,8 @@ class TrainState(eqx.Module, Generic[M]):
     - `ids`: `(members,)`, the members' ids.
     - `step`: the number of steps done; once all members of a run have stopped, that of the longest-running member.
 
-    To replace a part: `eqx.tree_at(lambda state: state.hyper, state, new)`.
+    To replace a part: `eqx.tree_at(lambda state: state.hyper, state, new)`. What the optimiser keeps of hyper-parameters
+    in its own state, as `optax.inject_hyperparams` does, is computed again before the next step.
     """
 
     moving: MemberState
