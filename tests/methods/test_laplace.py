@@ -180,7 +180,10 @@ def test_classification_of_laplace_torch(structure, bias):
     posterior = laplace.fit(network_of_torch(3, bias), (TORCH_X, LABELS), **options)
     evidence, probit, bridge, rescaled = TORCH_CLASSES[structure, bias]
     np.testing.assert_allclose(posterior.log_marginal_likelihood(), evidence, rtol=1e-12)
-    np.testing.assert_allclose(np.exp(posterior.predict(TORCH_NEW))[0, 0], probit, rtol=1e-11)
+    # Its probit link divides each logit by the root of its own variance.
+    mean, covariance = (value[0, 0] for value in posterior.outputs(TORCH_NEW))
+    scaled = jax.nn.softmax(mean / np.sqrt(1 + np.pi / 8 * np.diagonal(covariance)))
+    np.testing.assert_allclose(scaled, probit, rtol=1e-11)
     np.testing.assert_allclose(np.exp(posterior.predict(TORCH_NEW, link="bridge"))[0, 1], bridge, rtol=1e-11)
     np.testing.assert_allclose(np.exp(posterior.predict(TORCH_NEW, link="bridge_norm"))[0, 1], rescaled, rtol=1e-11)
 

@@ -106,9 +106,10 @@ class Laplace(eqx.Module, Generic[M]):
         regression the prediction is a mean and a variance, including that of the noise. For classes the mean
         probabilities have no closed form; `link` chooses an approximation:
 
-        - `"probit"`, the default: $f / \sqrt{1 + \pi \operatorname{diag}(S) / 8}$ are logits. For two classes its error
-            is below 0.02. For more classes it ignores correlations: variance common to all logits, which changes no
-            probability, makes the prediction less confident.
+        - `"probit"`, the default: $p_c \propto 1 / \sum_j \exp(-d_{cj})$ with the differences of logits
+            $d_{cj} = (f_c - f_j) / \sqrt{1 + \pi \operatorname{Var}(f_c - f_j) / 8}$. For two classes its error is
+            below 0.02. For random covariances with variances up to about 100 it was 0.05 on average and 0.25 at
+            most for three classes, 0.06 and 0.18 for ten.
         - `"mc"`: Monte Carlo with `num_samples` draws per row, exact up to sampling error.
         - `"bridge"`: the mean of a Dirichlet (Laplace bridge). It does not depend on the scale of $S$, so predictions
             far from the data are as confident as others; `"bridge_norm"` first rescales both $f$ and $S$, as

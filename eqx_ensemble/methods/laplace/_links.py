@@ -10,8 +10,12 @@ LINKS = ("probit", "bridge", "bridge_norm", "mc")
 
 
 def probit(mean: Float[Array, " classes"], covariance: Float[Array, "classes classes"]) -> Float[Array, " classes"]:
-    """Log-probabilities: logits divided by `sqrt(1 + pi / 8 * variance)`."""
-    return jax.nn.log_softmax(mean / jnp.sqrt(1 + math.pi / 8 * jnp.diagonal(covariance)))
+    """Log-probabilities from differences of logits, divided by `sqrt(1 + pi / 8 * variance)` of the difference."""
+    variances = jnp.diagonal(covariance)
+    # Of a difference: what all logits share cancels. Rounding may leave it negative.
+    spread = jnp.maximum(variances[:, None] + variances[None] - 2 * covariance, 0)
+    differences = (mean[:, None] - mean[None]) / jnp.sqrt(1 + math.pi / 8 * spread)
+    return jax.nn.log_softmax(-jax.nn.logsumexp(-differences, axis=1))
 
 
 def bridge(
