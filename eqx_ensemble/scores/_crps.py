@@ -1,9 +1,10 @@
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_regression, check_weights, check_word
+from .._check import as_column, check_regression, check_weights, check_word
 from .._combination import by_order
 from .._weighting import shares_in_order
 from ._check import check_fair, check_reduction
@@ -42,7 +43,8 @@ def crps(
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. For one member, `"nrg"` is the absolute error.
+    A scalar, or `(*batch,)`. For one member, `"nrg"` is the absolute error. Infinite where the target or a member is,
+    unless all are equal.
 
     **Raises:**
 
@@ -97,7 +99,23 @@ def crps_of_points(
     points, observed = rows.blank(points, before=1), rows.blank(observed)
     # Errors are sorted, not values: a large common offset of samples and targets cancels before the sums.
     each = by_order(_fair if estimator == "fair" else _energy, points, convex, centre=observed, fill=0.0)
-    return reduce_rows(each, rows.weights, reduction)
+    return reduce_rows(_with_infinite(each, points, observed, convex), rows.weights, reduction)
+
+
+@jax.jit
+def _with_infinite(
+    each: Float[Array, "*batch"],
+    points: Float[Array, " members *batch"],
+    observed: Float[Array, "*batch"],
+    convex: Float[Array, " members"] | None,
+) -> Float[Array, "*batch"]:
+    """Scores of rows with infinite members or targets, whose differences are NaN: infinite, or zero if all agree."""
+    ignored = False if convex is None else as_column(convex, points.ndim) == 0
+    points = jnp.where(ignored, observed[None], points)
+    infinite = jnp.any(jnp.isinf(points), axis=0) | jnp.isinf(observed)
+    unknown = jnp.any(jnp.isnan(points), axis=0) | jnp.isnan(observed)
+    exact = jnp.where(jnp.all(points == observed[None], axis=0), 0, jnp.inf)
+    return jnp.where(infinite & ~unknown, exact.astype(each.dtype), each)
 
 
 def _energy(

@@ -115,3 +115,16 @@ def test_messages():
         scores.crps(samples[:1], targets, estimator="fair")
     with pytest.raises(ValueError, match='equally weighted members for estimator="fair"'):
         scores.crps(samples, targets, estimator="fair", weights=np.ones(3))
+
+
+@pytest.mark.parametrize(
+    "score", [scores.crps, lambda *args, **kw: scores.threshold_weighted_crps(*args, lower=-1, **kw)]
+)
+@pytest.mark.parametrize("options", [{}, {"estimator": "fair"}, {"weights": np.array([0.5, 0.3, 0.2])}])
+def test_infinite_numbers(score, options):
+    """The integral does not converge, unless members and target are at the same infinity."""
+    inf = np.inf
+    targets = np.array([inf, 0, 0, inf, inf, 0, np.nan], np.float32)
+    samples = np.array([[0, 1, 2], [inf, inf, 0], [0, inf, 0], [inf] * 3, [inf, inf, 0], [0, 1, np.nan], [inf] * 3])
+    found = score(samples.T.astype(np.float32), targets, reduction="none", **options)
+    np.testing.assert_array_equal(found, [inf, inf, inf, 0, inf, np.nan, np.nan])
