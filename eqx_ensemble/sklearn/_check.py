@@ -144,3 +144,7 @@ def check_sample_weight(weights: np.ndarray | None, *, name: str) -> None:
         raise ValueError(f"`{name}` needs `sample_weight` that is not negative, got {weights.min():g}.")
     if not (weights > 0).any():
         raise ValueError(f"`{name}` needs a row with a nonzero `sample_weight`; all are zero.")
+    if weights.max() > (most := np.finfo(np.float32).max):
+        raise ValueError(
+            f"`{name}` needs `sample_weight` of at most {most:g}, got {weights.max():g}; divide by the mean."
+        )

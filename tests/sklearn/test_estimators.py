@@ -232,7 +232,7 @@ def test_messages(x, y, small, unhooked, parameters, error, message):
 
 @pytest.mark.parametrize(
     ("weights", "message"),
-    [(-1.0, "`sample_weight` that is not negative, got -1"), (0.0, "non-?zero")],
+    [(-1.0, "`sample_weight` that is not negative, got -1"), (0.0, "non-?zero"), (1e300, "`sample_weight` of at most")],
 )
 def test_messages_of_weights(x, y, small, weights, message):
     with pytest.raises(ValueError, match=message):
