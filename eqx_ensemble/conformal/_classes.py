@@ -5,12 +5,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key
 
-from .._check import check_key, check_labels, check_logits, check_mask, check_no_nan, check_number, promote
+from .._check import check_key, check_labels, check_logits, check_mask, check_no_nan, check_number, concrete, promote
 from .._keys import member_keys
-from .._weighting import at_label, blank_masked
+from .._warnings import warn
+from .._weighting import at_label, blank_masked, class_log_odds
 from ._check import check_level, check_num_free, check_row_logits
 from ._positions import positions
-from ._rank import fraction, pair_at_rank, rank_of
+from ._rank import fraction, pair_at_rank, rank_of, value_at_rank_jit
 
 
 class Sets(eqx.Module):
@@ -99,7 +100,8 @@ def aps(
 
     - `TypeError` for logits that are not floating-point, labels that are not integers, and an invalid key.
     - `ValueError` for mismatched shapes, labels out of range, NaN, and a level outside (0, 1). Warns if there are too
-        few rows: every set then contains all classes. While tracing, NaN has the same effect.
+        few rows: every set then contains all classes. While tracing, NaN has the same effect. Without a key, also
+        warns if sets on the held-out rows are more than twice as large as those of [`eqx_ensemble.conformal.lac`][].
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
@@ -203,7 +205,30 @@ def _fit(
     check_no_nan(name, "logits", of_label, mask)
     rank = rank_of(name, fraction(level), of_label.size, kept)
     threshold, negative = pair_at_rank(of_label, -at_label(log_rest, blanked), kept, rank)
-    return (Sets if key is None else RandomisedSets)(threshold, -negative, *extra)
+    if key is not None:
+        return RandomisedSets(threshold, -negative, *extra)
+    fitted = Sets(threshold, -negative, *extra)
+    if name == "conformal.aps":
+        _warn_of_large_sets(name, checked, blanked, kept, rank, fitted)
+    return fitted
+
+
+def _warn_of_large_sets(
+    name: str, logits: Array, labels: Array, mask: Array | None, rank: Int32[Array, ""], fitted: Sets
+) -> None:
+    """Warns if sets are more than twice as large as those of `lac` on the same rows."""
+    odds = class_log_odds(logits)
+    smallest = odds >= -value_at_rank_jit(-at_label(odds, labels), mask, rank)
+    sizes = [jnp.mean(jnp.sum(x, axis=-1), where=mask) for x in (smallest, _sets(logits, None, fitted))]
+    known = concrete(jnp.stack(sizes))
+    if known is None:
+        return
+    least, size = known
+    if size > 2 * max(least, 1):
+        warn(
+            f"`{name}`: the sets have {size:.3g} classes on average on the rows of the fit, those of `conformal.lac` "
+            f"{least:.3g}. Pass `key=` for smaller, randomised sets, or use `conformal.lac`."
+        )
 
 
 @jax.jit

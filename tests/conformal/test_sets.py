@@ -184,6 +184,17 @@ def test_classes_of_probability_zero_are_in_no_set_that_is_certain(fit):
     assert np.asarray(fit(logits, wrong, level=0.9)(logits)).all()
 
 
+def test_large_sets_are_pointed_out():
+    # The label is the most likely class of every row. The rows that are certain set the threshold, which nine or ten
+    # classes reach in the other half; the smallest sets have one.
+    logits = np.float32([[8.0] + [0.0] * 9, np.linspace(1, 0, 10)] * 50)
+    with pytest.warns(
+        UserWarning, match=r"`conformal.aps`: .* `conformal.lac` 1\. Pass `key=` .*`conformal.lac`"
+    ) as caught:
+        conformal.aps(logits, np.zeros(100, np.int32), level=0.9)
+    assert len(caught) == 1
+
+
 def test_too_few_rows_hold_every_class():
     with pytest.warns(UserWarning, match="`conformal.aps`: 9 rows are too few for level 0.95"):
         fitted = conformal.aps(LOGITS[:9], LABELS[:9], level=0.95)
