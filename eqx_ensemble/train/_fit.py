@@ -7,6 +7,7 @@ import equinox as eqx
 from jax.sharding import Mesh
 
 from .._axes import number_kinds
+from .._check import as_hashable
 from .._ensemble import Ensemble, Group, M
 from .._foreign import from_foreign_tree
 from .._pytree import PyTree
@@ -196,10 +197,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         `scan`, `mesh`, `max_seconds`, the callbacks, `checkpoint_every` and `resume` may differ. The position of an
         iterator of batches is saved if it supports checkpointing (`get_state` or `state_dict`); other iterables are
         iterated again from the beginning, and must give the same batches. Only one run at a time can use a folder.
-    - `checkpoint_every`: the number of steps between checkpoints, by default as many as take about a minute. The last
-        step is always saved.
-    - `resume`: `"auto"`: resume if there is a checkpoint; `"must"`: raise an error if there is none; `"never"`: raise
-        an error if there is one.
+    - `checkpoint_every`: the steps between checkpoints, by default those of about a minute. The last is always saved.
+    - `resume`: `"auto"`: resume if there is a checkpoint; `"must"`: raise if there is none; `"never"`: if there is one.
 
     **Returns:** [`eqx_ensemble.Run`][]; for a group [`eqx_ensemble.GroupRun`][]. Ctrl-C, or a callback, ends the run at
     the next boundary and returns the run so far.
@@ -238,6 +237,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     if isinstance(ensemble, Group | GroupRun):
         return fit_parts(fit, ensemble, {name: value for name, value in locals().items() if name != "ensemble"})
     check_no_transformation(name="fit")
+    optimiser = as_hashable(optimiser)
     data = from_foreign_tree(data, "data", name="fit")
     plan = as_plan(plan)
     how = Revive() if isinstance(on_diverge, str) and on_diverge == "revive" else on_diverge

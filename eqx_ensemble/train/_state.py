@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, Int8, Key
 
 from .. import _axes, _keys
-from .._check import check_integers_fit, is_traced, is_typed_key, kind_text
+from .._check import as_hashable, check_integers_fit, is_traced, is_typed_key, kind_text
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._ensemble._check_state import check_model_state, check_model_state_given
@@ -64,7 +64,7 @@ class TrainState(eqx.Module, Generic[M]):
     - `ids`: `(members,)`, the members' ids.
     - `step`: the number of steps done; once all members of a run have stopped, that of the longest-running member.
 
-    To replace a part: `eqx.tree_at(lambda state: state.hyper, state, new)`. What the optimiser keeps of hyper-parameters
+    To replace a part: `eqx.tree_at(lambda state: state.hyper, state, new)`. What the optimiser keeps of `hyper`
     in its own state, as `optax.inject_hyperparams` does, is computed again before the next step.
     """
 
@@ -180,6 +180,7 @@ def first_state(
     check_ensemble(ensemble, name=name)
     check_integers_fit((ensemble.stacked, ensemble.shared), argument="ensemble", name=name)
     check_optimiser(optimiser, hyper=hyper, name=name)
+    optimiser = as_hashable(optimiser)
     hyper = None if hyper is None else hyper_arrays(hyper, ensemble.num_members, name=name)
     check_model_state_given(ensemble.stacked, state, name=name)
     check_model_state(state, ensemble.num_members, name=name)

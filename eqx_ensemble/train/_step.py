@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from .._axes import Each, Kinds, number_kinds, split_members
 from .._axes._check_rows import check_some_rows
-from .._check import check_flag, check_function, check_integers_fit
+from .._check import as_hashable, check_flag, check_function, check_integers_fit
 from .._ensemble import M
 from .._foreign import take_in
 from .._pytree import PyTree
@@ -180,4 +180,5 @@ def make_step(
     check_flag(has_aux, "has_aux", name="train.make_step")
     plan = as_plan(plan)
     pilot = Pilot(plan, name="train.make_step") if plan.choice is not plan else None
+    loss, optimiser = as_hashable(loss), as_hashable(optimiser)
     return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh, name="train.make_step"), LastState())

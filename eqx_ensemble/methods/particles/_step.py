@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..._axes import Each, Kinds, number_kinds, over_leading_axis, split_members
 from ..._axes._check_rows import check_some_rows
-from ..._check import check_flag, check_function, check_integers_fit, check_word, is_inside_transformation
+from ..._check import as_hashable, check_flag, check_function, check_integers_fit, check_word, is_inside_transformation
 from ..._ensemble import M
 from ..._foreign import take_in
 from ..._pytree import PyTree
@@ -134,7 +134,7 @@ def make_step(
     name = "methods.particles.make_step"
     check_function(loss, "loss", name=name, example="lambda model, batch, key: ...")
     check_flag(has_aux, "has_aux", name=name)
-    space = WeightSpace(loss, has_aux, name)
+    space = WeightSpace(as_hashable(loss), has_aux, name)
     return interacting_step(space, optimiser, num_rows, method, kernel, plan, mesh, name=name)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from ..._check import is_member_array
+from ..._check import as_hashable, is_member_array
 from ..._jaxpr import warn_of_two_batch_axes
 from ..._pytree import PyTree
 from .._state import MemberConstants, TrainState
@@ -73,6 +73,7 @@ def as_loss(
     purpose: Literal["in training", "in validation"] = "in training",
 ) -> Loss:
     """The loss as the step calls it, its signature checked."""
+    fn = as_hashable(fn)
     wants_hyper = check_loss_signature(fn, stateful=stateful, hyper=hyper, name=name)
     return Loss(fn, stateful, has_aux, wants_hyper, name, purpose)
 
