@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, Real
 
-from .._check import check_function, check_key, check_level
+from .._check import as_hashable, check_function, check_key, check_level
 from .._keys import member_keys
 from ._check import check_num_draws
 from ._check_rows import check_rows_of_scores
@@ -94,6 +94,7 @@ def bootstrap(
     check_level(name, level)
     if statistic is not None:
         check_function(statistic, "statistic", name=name, example="lambda means: jnp.sqrt(means)")
+        statistic = as_hashable(statistic)
     check_num_draws(name, num_draws)
     check_key(key, name=name)
     keys = member_keys(key, num_draws, purpose="scores.bootstrap")
