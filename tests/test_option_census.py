@@ -422,6 +422,7 @@ ACCEPTED = {
         "min_delta": "0",
         "max_steps": "int64 None",
         "max_seconds": "int64 float32 None",
+        "history": "int64",
         "checkpoint": "text None",
     }
     | dict.fromkeys(["epochs", "validation", "score", "patience", "target", "state", "hyper", "rows"], "None")

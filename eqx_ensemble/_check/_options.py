@@ -77,7 +77,7 @@ def as_hashable(fn: Any) -> Any:
     try:
         hash(fn)
     except TypeError:
-        return _ByIdentity(fn)
+        return _ByIdentity(fn) if callable(fn) else fn  # which a later check refuses
     return fn
 
 

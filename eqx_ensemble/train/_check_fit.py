@@ -49,6 +49,7 @@ def warn_of_undefined_scores(run: Any, validated: list[int]) -> None:
         return
     ids = to_host(run.train_state.ids)
     trained = (run.status == Status.OK)[:, None] | (run.stopped_at[:, None] >= steps)
+    trained &= (run.status != Status.DIVERGED)[:, None]  # a warning of their own names these
     trained &= ~np.isin(ids, [revival.member for revival in run.revived])[:, None]  # not before they were revived
     undefined = np.isnan(scores) & trained & np.isin(steps, validated)
     if undefined.any():

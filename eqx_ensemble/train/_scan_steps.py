@@ -74,8 +74,8 @@ def scan_steps(
     batches = take_in(batches, "batches", name=_NAME)
     count = check_batches(batches, length, name=_NAME)
     check_integers_fit(batches, argument="batches", name=_NAME)
-    state = follow_hyper(state, step.optimiser, name=_NAME) if isinstance(step, Step) else state
     own, nan = _in_loop(step, state)
+    state = follow_hyper(state, step.optimiser, name=_NAME) if isinstance(step, Step) else state
     scan = _scan if is_inside_transformation() else _donating_scan if donate else _compiled_scan
     state = _copy_duplicates(state) if scan is _donating_scan else state
     with nan:

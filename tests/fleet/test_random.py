@@ -45,7 +45,7 @@ def draw(seed):
     return options, data, how | {"goes_on": draws.random() < 0.3}
 
 
-@pytest.mark.filterwarnings("ignore:.*diverged", "ignore:`patience` stopped no member")
+@pytest.mark.filterwarnings("ignore:.*diverged", "ignore:`patience` stopped no member", "ignore:.*that are NaN")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 25))])
 def test_shards_are_one_fit(seed, tmp_path):
     options, data, how = draw(seed)
