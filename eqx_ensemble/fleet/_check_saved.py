@@ -60,7 +60,21 @@ def check_shard_of_call(meta: Any, digest: str, path: Any, *, name: str) -> dict
             f"`{name}` cannot read `{path}`: it belongs to a different call than its folder.\n"
             "Remove it, and rerun the call of the folder."
         )
+    if record.get("shard") != path.name:
+        raise ValueError(
+            f"`{name}` cannot read `{path}`: it holds `{record.get('shard')}` of this call under another name.\n"
+            "Rename it back, or remove it and rerun the call."
+        )
     return record
+
+
+def check_stored_ids(found: np.ndarray, wanted: np.ndarray, path: Any) -> None:
+    """Raises unless a file holds the members that the run read there before."""
+    if not np.array_equal(found, wanted):
+        raise ValueError(
+            f"`{path}` holds members {ids_text(found)}, and the run needs {ids_text(wanted)} there: it was renamed or "
+            "replaced.\nRerun the call of its folder."
+        )
 
 
 def check_has_call(folder: Any, *, there: bool, name: str) -> None:

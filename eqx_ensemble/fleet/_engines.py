@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from typing import Any
 
 import numpy as np
@@ -99,18 +99,29 @@ class Dask(Engine):
 
     def num_workers(self) -> int:
         """The current number of worker threads, which changes as workers join and leave, or the number given."""
-        return self._given or max(sum(self._client.nthreads().values()), 1)
+        return self._given or max(sum(self._threads().values()), 1)
+
+    def _threads(self) -> dict[Any, int]:
+        """The threads of each worker. Raises `BrokenExecutor` if the cluster is gone: Dask has no error for that."""
+        try:
+            return self._client.nthreads()
+        except Exception as error:
+            raise BrokenExecutor(f"the Dask cluster does not answer: {type(error).__name__}: {error}") from error
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":
         """Submits a call with its data, which the scheduler keeps; scattered data would be lost with their worker."""
-        with ignore_warnings("Sending large graph"):
-            return super().submit(fn, *args)
+        try:
+            with ignore_warnings("Sending large graph"):
+                return super().submit(fn, *args)
+        except Exception:
+            self._threads()  # raises if that is because the cluster is gone
+            raise
 
     def wait(self, submitted: "Collection[Future[Any]]") -> "set[Future[Any]]":
         """As `Engine.wait`; warns if there have been no workers for a minute."""
         begun, is_warned = time.monotonic(), False
         while not (done := wait(submitted, _MOST_WITHOUT_WORKERS / 4, FIRST_COMPLETED).done):
-            if self._client.nthreads():
+            if self._threads():
                 begun = time.monotonic()
             elif time.monotonic() - begun >= _MOST_WITHOUT_WORKERS and not is_warned:
                 is_warned = True

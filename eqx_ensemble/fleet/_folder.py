@@ -53,7 +53,8 @@ class Store(NamedTuple):
         """Saves the members of a run atomically; returns its columns."""
         columns = columns_of(run)
         members: Ensemble[Any] | tuple[Any, Any] = run.ensemble if run.state is None else (run.ensemble, run.state)
-        save(self.path, members, meta={"fleet.fit": {"call": self.digest, "columns": to_json(columns)}})
+        record = {"call": self.digest, "shard": self.path.name, "columns": to_json(columns)}
+        save(self.path, members, meta={"fleet.fit": record})
         return columns
 
 

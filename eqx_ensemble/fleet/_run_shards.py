@@ -116,7 +116,7 @@ class _Work:
         """Submits shards. Shards that were running when the executor broke run one at a time: any may be the cause."""
         if self.queue and self._broken is not None:
             self._restart(self._broken)
-        most = 1 if self._suspects else 2 * self.engine.num_workers()  # the next ones wait where these run
+        most = 1 if self._suspects else _most_in_flight(self.engine)
         while self.queue and len(self.in_flight) < most:
             shard = self.queue.popleft()
             own = dumps(shard.own(), self.numbers, name=self.name)
@@ -136,8 +136,15 @@ class _Work:
 
     def collect(self, arrays: list[Any]) -> list[tuple[Shard, Outcome]]:
         """Waits for a shard to end. Returns completed shards, and requeues those whose workers died."""
-        found, failed, broken = [], [], False
-        for future in sorted(self.engine.wait(self.in_flight), key=lambda future: self.in_flight[future].number):
+        found, broken = [], False
+        failed: list[tuple[Shard, BaseException]] = []
+        try:
+            done = self.engine.wait(self.in_flight) if self.in_flight else set()  # none after all were abandoned
+        except futures.BrokenExecutor as error:
+            failed += [(shard, error) for shard in self.in_flight.values()]
+            broken, done = True, set()
+            self.in_flight.clear()
+        for future in sorted(done, key=lambda future: self.in_flight[future].number):
             shard = self.in_flight.pop(future)
             error = futures.CancelledError() if future.cancelled() else future.exception()
             if error is not None:
@@ -208,6 +215,14 @@ class _Work:
             outcome = loads(future.result(), arrays) if is_there and shard.number not in taken else None
             if outcome is not None and outcome.error is None:
                 self.results.append((shard, keep(shard, outcome.result)))
+
+
+def _most_in_flight(engine: Engine) -> int:
+    """The number of shards that are submitted at once; the next ones wait where others run."""
+    try:
+        return 2 * engine.num_workers()
+    except futures.BrokenExecutor:
+        return 1  # whose submission fails
 
 
 def _cancel(work: _Work) -> None:

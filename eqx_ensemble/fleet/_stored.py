@@ -9,6 +9,7 @@ from .. import tree
 from .._ensemble import Ensemble
 from .._ensemble._concatenate import concatenate
 from .._files import load
+from ._check_saved import check_stored_ids
 from ._folder import store_of
 from ._shapes import resize
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Stored(NamedTuple):
-    """Members to read: the paths of checkpoints, the positions of members in each, and their order afterwards.
+    """Members to read: the paths of checkpoints, positions and ids of members in each, and their order afterwards.
 
     `like` has the shapes of the ensemble, or of the ensemble and its state, for any number of members.
     """
@@ -25,12 +26,13 @@ class Stored(NamedTuple):
     like: Any
     paths: tuple[Path, ...]
     rows: tuple[np.ndarray, ...]
+    ids: tuple[np.ndarray, ...]
     sizes: tuple[int, ...]
     order: np.ndarray
 
     def read(self) -> tuple[Ensemble[Any], Any]:
         """The ensemble, and its state or `None`."""
-        parts = [self._part(*each) for each in zip(self.paths, self.rows, self.sizes, strict=True)]
+        parts = [self._part(*each) for each in zip(self.paths, self.rows, self.ids, self.sizes, strict=True)]
         ensembles, states = zip(*parts, strict=True)
         ensemble = ensembles[0] if len(parts) == 1 else concatenate(ensembles)
         state = states[0] if states[0] is None or len(parts) == 1 else tree.concatenate(states)
@@ -38,10 +40,12 @@ class Stored(NamedTuple):
             return ensemble, state
         return ensemble[self.order], None if state is None else tree.take(state, self.order)
 
-    def _part(self, path: Path, rows: np.ndarray, size: int) -> tuple[Ensemble[Any], Any]:
+    def _part(self, path: Path, rows: np.ndarray, ids: np.ndarray, size: int) -> tuple[Ensemble[Any], Any]:
         whole = np.array_equal(rows, np.arange(size))
         found = load(path, resize(self.like, size), members=None if whole else rows.tolist())
-        return found if isinstance(found, tuple) else (found, None)
+        ensemble, state = found if isinstance(found, tuple) else (found, None)
+        check_stored_ids(np.asarray(ensemble.ids), ids, path)
+        return ensemble, state
 
 
 def locate(run: "ShardedRun[Any]", positions: np.ndarray) -> Stored:
@@ -57,6 +61,7 @@ def locate(run: "ShardedRun[Any]", positions: np.ndarray) -> Stored:
         like=run.like,
         paths=tuple(store_of(run.folder, run.shards[i], "").path for i in found),
         rows=tuple(np.split(row[order], first[1:])),
+        ids=tuple(np.split(run.ids[positions][order], first[1:])),
         sizes=tuple(run.sizes[i] for i in found),
         order=back,
     )

@@ -161,8 +161,8 @@ class TestWorkersWithAMesh:
     def test_processes(self, monkeypatch):
         monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "4")  # of the workers, which inherit it
         with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-            found = on_mesh(ee.fleet.fit, pool, mesh=ee.make_mesh, shard=4)
-        assert_equal(found, on_mesh(ee.fit, mesh=ee.make_mesh()))
+            found = on_mesh(ee.fleet.fit, pool, mesh=ee.make_mesh, members=16, shard=8)  # two on each device
+        assert_equal(found, on_mesh(ee.fit, mesh=ee.make_mesh(), members=16))
 
     def test_what_is_refused(self, unhooked):
         with pytest.raises(TypeError, match=r"those of a mesh made here are this process's.\nPass `mesh=ee.make_mesh`"):
@@ -289,3 +289,31 @@ def test_a_closed_client_of_dask():
         pass
     with pytest.raises(RuntimeError, match="needs a Dask client that is open"):
         fit(ee.fleet.fit, PLAIN, client)
+
+
+def test_an_executor_that_goes_away_keeps_what_is_done(unhooked):
+    """As a Dask cluster whose time is over: asking for its workers raises, and running shards never end."""
+
+    class Leaving(Here):
+        asked = 0
+
+        def get_executor(self, *, pure):
+            return self
+
+        def submit(self, fn, *args):
+            self.nthreads()
+            return super().submit(fn, *args)
+
+        def nthreads(self):
+            self.asked += 1
+            if self.asked > 3:
+                raise AttributeError("'NoneType' object has no attribute 'ncores'")
+            return {"worker": 1}
+
+    engine = _engines.Dask(Leaving(), workers=None)
+    with pytest.warns(UserWarning, match="without the members 4, 5, 6, 7: .*\n.*the Dask cluster does not answer"):
+        run = ee.fleet.fit(
+            engine, ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=KEY), mse, OPTIMISER, (X, Y), epochs=1,
+            shard=2, retries=0, key=KEY,
+        )  # fmt: skip
+    assert run.ensemble.ids.tolist() == [0, 1, 2, 3]

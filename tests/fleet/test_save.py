@@ -344,6 +344,18 @@ class TestRepeated:
         with pytest.raises(ValueError, match="belongs to a different call"):
             ee.fleet.open_run(folder, ENSEMBLE)
 
+    def test_under_the_name_of_another(self, tmp_path):
+        import shutil
+
+        run = save(tmp_path / "run", epochs=1)
+        shutil.rmtree(run.folder / "shard-000002")
+        shutil.copytree(run.folder / "shard-000001", run.folder / "shard-000002")
+        for call in (lambda: save(run.folder, epochs=1), lambda: ee.fleet.open_run(run.folder, ENSEMBLE)):
+            with pytest.raises(ValueError, match="it holds `shard-000001` of this call under another name"):
+                call()
+        with pytest.raises(ValueError, match="shard-000002` holds members .*, and the run needs"):
+            run.load()  # of a run that was open when the folder changed
+
     def test_in_use(self, sharded_run):
         run = sharded_run
         from eqx_ensemble.fleet._folder import lock_folder
