@@ -7,6 +7,7 @@ from jax import export as jax_export
 
 from .._check import check_installed
 from .._ensemble import Ensemble
+from .._jaxpr import plain_jit
 from .._predict._batch import MemberCall
 from .._predict._check import check_inference
 from .._pytree import PyTree
@@ -124,7 +125,7 @@ def _export_program(
     fn: Callable[..., PyTree], specs: tuple[PyTree, ...], platforms: tuple[str, ...], row: PyTree
 ) -> jax_export.Exported:
     fn.__name__ = "ensemble"  # for error messages of calls of the program
-    jitted = jax.jit(fn)
+    jitted = plain_jit(fn)
     with explain_export(row, name="export"):
         check_no_callbacks(jitted.trace(*specs).jaxpr.jaxpr, name="export")
         return jax_export.export(jitted, platforms=platforms)(*specs)

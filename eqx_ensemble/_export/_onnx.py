@@ -9,6 +9,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._check import check_installed
 from .._ensemble import Ensemble
+from .._jaxpr import plain_jit
 from .._predict._batch import MemberCall
 from .._predict._check import check_inference
 from .._pytree import PyTree
@@ -52,7 +53,7 @@ def export_onnx(
     job = prepare_export(ensemble, call, name=name, shapes=shapes, combine=combine, weights=weights, state=state)
     x, _ = batches(job.row, batch_size, name=name)
     with explain_export(job.row, name=name):
-        traced = jax.jit(with_constants(job)).trace(x)
+        traced = plain_jit(with_constants(job)).trace(x)
     # This drops random keys that inference requires and does not use.
     jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars), instantiate=True)
     check_no_callbacks(jaxpr, name=name)

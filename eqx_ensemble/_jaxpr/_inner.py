@@ -1,8 +1,12 @@
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
+
+# With `EQX_ON_ERROR=breakpoint` Equinox replaces `jax.jit` by a function whose results cannot be traced or lowered.
+plain_jit: Any = inspect.unwrap(jax.jit)
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr | ClosedJaxpr]:

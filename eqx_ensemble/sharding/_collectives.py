@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
 
 from .._check import check_function
+from .._jaxpr import plain_jit
 from .._pytree import PyTree
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
@@ -64,7 +64,7 @@ def compiled_text(fn: Callable[..., Any], *args: PyTree) -> str:
     def on_arrays(arrays: PyTree) -> PyTree:
         return eqx.filter(fn(*eqx.combine(arrays, rest)), eqx.is_array)
 
-    return jax.jit(on_arrays).lower(arrays).compile().as_text() or ""
+    return plain_jit(on_arrays).lower(arrays).compile().as_text() or ""
 
 
 def in_text(text: str) -> list[Collective]:

@@ -11,7 +11,7 @@ import jax
 
 from .._axes import Kinds, number_kinds
 from .._check import is_traced
-from .._jaxpr import has_callbacks
+from .._jaxpr import has_callbacks, plain_jit
 from .._pytree import PyTree
 from ._state import TrainState
 from .compiled._flat import ARRAYS, constants_of
@@ -155,4 +155,4 @@ def _jit(
         moving, count, metrics = fn(step, state, jax.tree.unflatten(batch_treedef, batch))
         return jax.tree.leaves(moving), count, metrics
 
-    return jax.jit(flat_step)
+    return plain_jit(flat_step)

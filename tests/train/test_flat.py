@@ -2,6 +2,9 @@
 
 import functools as ft
 import gc
+import os
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -153,3 +156,21 @@ def test_a_second_run_begins_at_the_pace_of_the_first(monkeypatch):
     assert calls == [120]
     assert_same(again.ensemble, first.ensemble)
     assert_same(again.history, first.history)
+
+
+@pytest.mark.slow
+def test_under_equinox_breakpoints():
+    """With this variable Equinox replaces `jax.jit` by a function whose results cannot be traced."""
+    program = """
+import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
+import eqx_ensemble as ee
+x, y, key, sgd = np.ones((8, 3), np.float32), np.ones((8, 1), np.float32), jax.random.key(0), optax.sgd(0.1)
+ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 2, key=key)
+loss = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+ee.fit(ensemble, loss, sgd, (x, y), steps=2, key=key)
+ee.train.make_step(loss, sgd)(ee.train.init(ensemble, sgd, key=key), (x, y))
+print(ee.export(ensemble, shapes=(3,), combine=ee.combine.mean)(x).shape)
+"""
+    call = [sys.executable, "-W", "ignore", "-c", program]
+    environment = os.environ | {"EQX_ON_ERROR": "breakpoint"}
+    assert subprocess.run(call, env=environment, capture_output=True, text=True).stdout == "(8, 1)\n"

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ..._axes import leaf_kinds
-from ..._jaxpr import has_callbacks
+from ..._jaxpr import has_callbacks, plain_jit
 from ..._pytree import PyTree
 from ..._warnings import ignore_warnings
 
@@ -132,7 +132,7 @@ class _FlatProgram:
         self._fn, self._kinds = fn, kinds
         run = lambda arrays, last: self._run(arrays, last)
         run.__name__ = run.__qualname__ = fn.__name__
-        self._jit = jax.jit(run, donate_argnums=1 if donate else ())
+        self._jit = plain_jit(run, donate_argnums=1 if donate else ())
         self._is_plain: bool | None = None if kinds[-1].is_of_arrays else False
 
     def __call__(self, arrays: list[list[Any]], last: list[Any]) -> tuple[list[Any], PyTree] | None:
