@@ -839,3 +839,19 @@ def test_gradients_of_shared_arrays():
     constant = eqx.filter_grad(lambda stacked: of_all(dataclasses.replace(ensemble, stacked=stacked)))(ensemble.stacked)
     assert constant.trunk.weight is None
     assert_close(constant.head.layers[0].weight, trained.stacked.head.layers[0].weight, 1e-6)
+
+
+def test_a_method_of_the_members_is_not_found_in_stacked():
+    """There it would run on the arrays of all members at once."""
+
+    class Energy(eqx.Module):
+        w: jax.Array
+
+        def energy(self, x):
+            return jnp.sum(self.w * x)
+
+    ensemble = ee.stack([Energy(jnp.full(2, float(i))) for i in range(3)])
+    with pytest.raises(AttributeError, match=r"no method `energy`.*`ensemble.map\(lambda model, x: model.energy"):
+        ensemble.energy(jnp.ones(2))
+    with pytest.raises(AttributeError, match="no attribute `w`.*in `ensemble.stacked`"):
+        ensemble.w  # noqa: B018

@@ -2,6 +2,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import numpy as np
+
 from .._axes._check import check_member_axis
 from .._check import (
     MemberMismatchError,
@@ -61,10 +64,15 @@ _FUNCTIONS = {
 }
 
 
-def attribute_message(name: str) -> str:
+def attribute_message(name: str, members: Any) -> str:
     """The message for a missing attribute, which may be one of the members or a function of the package."""
     if name in _FUNCTIONS:
         return f"An `Ensemble` has no method `{name}`: it is a function of the package, {_FUNCTIONS[name]}."
+    if callable(getattr(type(members), name, None)):
+        return (
+            f"An `Ensemble` has no method `{name}`. To call that of every member: "
+            f"`ensemble.map(lambda model, x: model.{name}(x), x)`; of one: `ensemble[0].{name}(x)`."
+        )
     return (
         f"An `Ensemble` has no attribute `{name}`. What its members hold is in `ensemble.stacked`, with the leading "
         "members axis, or in a single member, `ensemble[0]`."
@@ -72,12 +80,17 @@ def attribute_message(name: str) -> str:
 
 
 @contextlib.contextmanager
-def explain_call() -> Iterator[None]:
+def explain_call(inputs: Any) -> Iterator[None]:
     """Adds a note about the inputs of a member to its errors: the usual cause is an unmarked batch."""
     try:
         yield
     except (TypeError, ValueError) as error:
         if not isinstance(error, MemberMismatchError):
+            if isinstance(error, TypeError) and any(isinstance(x, np.ndarray) for x in jax.tree.leaves(inputs)):
+                error.add_note(
+                    "NumPy arrays are passed on as they are: where a member's annotations need JAX arrays, call it "
+                    "with `jnp.asarray(x)`."
+                )
             error.add_note(
                 "An ensemble calls every member with one example. For a batch pass `Batch(x)`, for one "
                 "input per member `Each(x)`."

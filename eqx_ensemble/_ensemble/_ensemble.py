@@ -102,7 +102,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     if not TYPE_CHECKING:  # type checkers know the attributes
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(attribute_message(name))
+            raise AttributeError(attribute_message(name, vars(self).get("stacked")))
 
     def __pdoc__(self, **_: Any) -> Any:
         """The short form in `repr`, `equinox.tree_pformat` and run-time type errors; print `stacked` for all leaves."""
@@ -134,7 +134,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
                 return model(*args, **kwargs)
             return _axes.over_batch(model, *args, **kwargs)
 
-        with explain_call():
+        with explain_call((args, kwargs)):
             return call_members(call, (self, *args), kwargs, name="Ensemble.__call__")
 
     @overload
