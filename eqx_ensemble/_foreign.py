@@ -1,7 +1,7 @@
-"""Converts data frames of pandas and polars and tensors of torch to NumPy arrays, without importing these packages."""
+"""Takes in what users pass: data frames and tensors (without importing their packages), reused arrays, functions."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -150,3 +150,33 @@ def _from_torch(tensor: Any, argument: str, name: str) -> np.ndarray:
             f"`{name}` needs numbers in `{argument}`, got a tensor of {tensor.dtype}.\n"
             f"Convert it: `{argument}.float()`."
         ) from error
+
+
+class _ByIdentity:
+    """A function without a hash, compared by its identity; a bound method by that of its object."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.__wrapped__ = fn  # where signatures are looked up
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self._owner, self._method = getattr(fn, "__self__", fn), getattr(fn, "__func__", None)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__wrapped__(*args, **options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and self._owner is other._owner and self._method is other._method
+
+    def __hash__(self) -> int:
+        return hash((id(self._owner), self._method))
+
+
+def as_hashable(fn: Any) -> Any:
+    """A user's function as part of the key of compiled programs, which hold its arrays as constants.
+
+    Modules with arrays, and dataclasses, have no hash: another object, with other arrays, is another function.
+    """
+    try:
+        hash(fn)
+    except TypeError:
+        return _ByIdentity(fn) if callable(fn) else fn  # which a later check refuses
+    return fn

@@ -37,7 +37,6 @@ from ._leaves import kind_text as kind_text
 from ._leaves import member_dtype as member_dtype
 from ._leaves import number_text as number_text
 from ._leaves import path_text as path_text
-from ._options import as_hashable as as_hashable
 from ._options import check_axis as check_axis
 from ._options import check_counter as check_counter
 from ._options import check_flag as check_flag

@@ -3,7 +3,7 @@
 import math
 import operator
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -49,36 +49,6 @@ def check_function(value: Any, argument: str, *, name: str, example: str) -> Non
         raise TypeError(
             f"`{name}` needs `{argument}` to be a function, got {_value_text(value)}.\nFor example `{example}`."
         )
-
-
-class _ByIdentity:
-    """A function without a hash, compared by its identity; a bound method by that of its object."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.__wrapped__ = fn  # where signatures are looked up
-        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
-        self._owner, self._method = getattr(fn, "__self__", fn), getattr(fn, "__func__", None)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.__wrapped__(*args, **options)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and self._owner is other._owner and self._method is other._method
-
-    def __hash__(self) -> int:
-        return hash((id(self._owner), self._method))
-
-
-def as_hashable(fn: Any) -> Any:
-    """A user's function as part of the key of compiled programs, which hold its arrays as constants.
-
-    Modules with arrays, and dataclasses, have no hash: another object, with other arrays, is another function.
-    """
-    try:
-        hash(fn)
-    except TypeError:
-        return _ByIdentity(fn) if callable(fn) else fn  # which a later check refuses
-    return fn
 
 
 def check_optional_function(value: Any, argument: str, *, name: str, example: str) -> None:

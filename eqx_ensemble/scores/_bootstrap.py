@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, Real
 
-from .._check import as_hashable, check_function, check_key, check_level
+from .._check import check_function, check_key, check_level
+from .._foreign import as_hashable
 from .._keys import member_keys
 from ._check import check_num_draws
 from ._check_rows import check_rows_of_scores

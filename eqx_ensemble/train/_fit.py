@@ -7,9 +7,8 @@ import equinox as eqx
 from jax.sharding import Mesh
 
 from .._axes import number_kinds
-from .._check import as_hashable
 from .._ensemble import Ensemble, Group, M
-from .._foreign import from_foreign_tree
+from .._foreign import as_hashable, from_foreign_tree
 from .._pytree import PyTree
 from .._typing._by_part import ByPart
 from ..checkpoint import Checkpoints

@@ -8,10 +8,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, Int8, Key
 
 from .. import _axes, _keys
-from .._check import as_hashable, check_integers_fit, is_traced, is_typed_key, kind_text
+from .._check import check_integers_fit, is_traced, is_typed_key, kind_text
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._ensemble._check_state import check_model_state, check_model_state_given
+from .._foreign import as_hashable
 from .._pytree import PyTree
 from ..plan import Vmap
 from ..plan._sharded import sharded_plan

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int, Int8
 
 from .._axes import Each, Kinds, number_kinds, split_members
 from .._axes._check_rows import check_some_rows
-from .._check import as_hashable, check_flag, check_function, check_integers_fit
+from .._check import check_flag, check_function, check_integers_fit
 from .._ensemble import M
-from .._foreign import take_in
+from .._foreign import as_hashable, take_in
 from .._pytree import PyTree
 from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._auto import as_plan

@@ -1,4 +1,4 @@
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from ... import tree
 from ..._ensemble import Ensemble, stack
 from ..._pytree import PyTree
+from ..._warnings import ignore_warnings
 from ._check import check_joint, check_predictions
 from ._joint import JointEnsemble, Submembers, is_joint_layer
 
@@ -41,13 +42,18 @@ def members(joint: JointEnsemble[M] | Ensemble[JointEnsemble[M]]) -> Ensemble[M]
     name = "methods.efficient.members"
     if not isinstance(joint, Ensemble):
         check_joint(joint, name=name)
-        return stack(dense_models(joint))
+        return _stack(dense_models(joint))
     models = joint.unstack()
     for model in models:
         check_joint(model, name=name)
     size = models[0].num_submembers
     ids = joint.ids[:, None] * size + jnp.arange(size, dtype=joint.ids.dtype)[None]
-    return stack([dense for model in models for dense in dense_models(model)], ids=ids.reshape(-1))
+    return _stack([dense for model in models for dense in dense_models(model)], ids=ids.reshape(-1))
+
+
+def _stack(models: list[M], *, ids: Any = None) -> Ensemble[M]:
+    with ignore_warnings("`stack` got identical models"):  # sub-members may begin as equals
+        return stack(models, ids=ids)
 
 
 def dense_models(joint: JointEnsemble[M]) -> list[M]:

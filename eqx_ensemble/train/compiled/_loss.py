@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from ..._check import as_hashable, is_member_array
+from ..._check import is_member_array
+from ..._foreign import as_hashable
 from ..._jaxpr import warn_of_two_batch_axes
 from ..._pytree import PyTree
 from .._state import MemberConstants, TrainState
