@@ -79,6 +79,7 @@ def _weighted_loop(scores, weights, new, level):
     return np.reshape(found, np.shape(new))
 
 
+@pytest.mark.filterwarnings("ignore:.*the share of rows to cover")
 @pytest.mark.parametrize("level", [0.07, 0.5, 0.8, 0.95])
 def test_weighted_is_the_loop(level):
     rng = np.random.default_rng(0)
