@@ -11,6 +11,6 @@ from ._marks import Batch as Batch
 from ._marks import Each as Each
 from ._marks import is_array as is_array
 from ._marks import is_per_member as is_per_member
-from ._numbers import Kinds as Kinds
-from ._numbers import leaf_kinds as leaf_kinds
-from ._numbers import number_kinds as number_kinds
+from ._program_key import ProgramKey as ProgramKey
+from ._program_key import leaf_kinds as leaf_kinds
+from ._program_key import program_key as program_key

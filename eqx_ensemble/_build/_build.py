@@ -24,7 +24,16 @@ from ..sharding._layout import Layout, as_layout
 from ..sharding._shard import replicate, shard_members
 from ..tree._hidden import check_no_tracers
 from ._by_member import can_draw_by_member, draw_by_member, restore_keys
-from ._check import check_arguments, check_count, check_keys, check_make, check_no_key, check_signature, explain_make
+from ._check import (
+    check_arguments,
+    check_count,
+    check_keys,
+    check_made,
+    check_make,
+    check_no_key,
+    check_signature,
+    explain_make,
+)
 
 Arguments = Mapping[str, Any]
 """Per-member arguments of a constructor: a name and its values, one per member."""
@@ -147,6 +156,7 @@ def build(
 
     def make_one(key: Any, **arguments: Any) -> Any:
         one = make(key, **arguments)
+        check_made(make, one)
         check_no_text_arrays(one, name="build")
         return one
 

@@ -15,11 +15,6 @@ T = TypeVar("T")
 
 def check_make(make: Any) -> None:
     """Raises unless `make` is a function."""
-    if isinstance(make, eqx.Module):
-        raise TypeError(
-            f"`build` needs a function that makes one member from a key, got a model, `{type(make).__name__}`.\n"
-            "Write `build(lambda key: Model(..., key=key), num_members, key=key)`; a list of models goes to `stack`."
-        )
     if isinstance(make, list | tuple):
         raise TypeError("`build` makes members from a function; a list of models is stacked by `stack(models)`.")
     if not callable(make):
@@ -120,10 +115,30 @@ def explain_make(make: Callable[..., Any]) -> Iterator[None]:
     """Replaces tracing errors of JAX by an error that names the constructor, the line and a fix."""
     try:
         yield
-    except (*_TRACED, TypeError) as error:
-        if not isinstance(error, _TRACED) and _OF_SHAPES not in str(error):
+    except Exception as error:
+        if is_model(make):
+            raise _model_error(make) from error
+        if not isinstance(error, _TRACED) and not (isinstance(error, TypeError) and _OF_SHAPES in str(error)):
             raise
         raise TypeError(_concrete_message(make, error)) from error
+
+
+def is_model(make: Any) -> bool:
+    """Whether `make` may be a model instead of a function that makes one."""
+    return isinstance(make, eqx.Module) and not isinstance(make, eqx.Partial) and not hasattr(make, "__func__")
+
+
+def check_made(make: Any, one: Any) -> None:
+    """Raises if `make` is a model, and its result a prediction."""
+    if is_model(make) and eqx.is_array(one):
+        raise _model_error(make)
+
+
+def _model_error(make: Any) -> TypeError:
+    return TypeError(
+        f"`build` needs a function that makes one member from a key, got a model, `{type(make).__name__}`.\n"
+        "Write `build(lambda key: Model(..., key=key), num_members, key=key)`; a list of models goes to `stack`."
+    )
 
 
 def _concrete_message(make: Callable[..., Any], error: Exception) -> str:

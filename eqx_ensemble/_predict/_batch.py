@@ -24,7 +24,7 @@ class MemberCall(eqx.Module):
     fn: Callable[..., Any] | None = eqx.field(static=True)
     inference: bool = eqx.field(static=True)
     layout: Layout | None = eqx.field(static=True, default=None)
-    numbers: _axes.Kinds = eqx.field(static=True, default=())
+    program_key: _axes.ProgramKey = eqx.field(static=True, default=())
 
 
 class PredictionInputs(eqx.Module):

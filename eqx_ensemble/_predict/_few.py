@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from .. import _check
-from .._axes import is_per_member, leaf_kinds
+from .._axes import is_per_member, leaf_kinds, program_key
+from .._code import Code
 from .._ensemble import Ensemble
 from .._foreign import own_array
 from .._pytree import PyTree
@@ -52,6 +53,7 @@ class FewProgram(NamedTuple):
     call: Callable[[list[Any], list[Any]], PyTree]
     plan: AbstractPlan
     num_members: int
+    code: Code | None
 
 
 _PROGRAMS: OrderedDict[Hashable, FewProgram] = OrderedDict()
@@ -95,12 +97,13 @@ def few_rows(
 
 
 def find_program(few: FewRows) -> FewProgram | None:
-    """The cached program for these arguments, if any."""
+    """The cached program for these arguments, if any, and if its code has not been edited since."""
     with _LOCK:
         program = _PROGRAMS.get(few.key)
-        if program is not None:
-            _PROGRAMS.move_to_end(few.key)
-    return program
+        if program is None:
+            return None
+        _PROGRAMS.move_to_end(few.key)
+    return program if program.code is None or program.code.is_current() else None
 
 
 def keep_program(few: FewRows, program: FewProgram) -> None:
@@ -130,7 +133,8 @@ def make_program(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs)
         x = jax.tree.unflatten(structure_of_rows, rows)
         return predict_batch(plan, call, PredictionInputs(ensemble, x, state, None), jnp.arange(rows[0].shape[0]))
 
-    return FewProgram(eqx.filter_jit(run), plan, inputs.ensemble.num_members)
+    *_, code = program_key((inputs.ensemble, inputs.state, call.fn, plan))
+    return FewProgram(eqx.filter_jit(run), plan, inputs.ensemble.num_members, code)
 
 
 def run_program(program: FewProgram, few: FewRows) -> PyTree:

@@ -11,6 +11,7 @@ from .._ensemble import Ensemble, Group
 from .._ensemble._by_part import by_part, data_by_part, explain_part, states_by_part
 from .._ensemble._check_group import check_like_outputs
 from .._ensemble._group_order import join_values, member_positions
+from .._foreign import as_hashable
 from .._pytree import PyTree
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
@@ -91,7 +92,7 @@ def _parts(group: Group, x: PyTree, state: Any, fn: Any, plan: Any) -> list[Part
     for own in fns.values():
         _check.check_optional_function(own, "fn", name="predict", example="lambda model, x: model(x)")
     return [
-        Part(name, group.parts[name], members, xs[name], states[name], fns[name], plans[name])
+        Part(name, group.parts[name], members, xs[name], states[name], as_hashable(fns[name]), plans[name])
         for name, members in member_positions(group).items()
     ]
 
@@ -115,7 +116,9 @@ def _works(
     size = size_of_batch([inputs for inputs, _ in ready], num_rows, batch_size, memory)
     works = []
     for part, (inputs, layout) in zip(parts, ready, strict=True):
-        call = MemberCall(part.fn, inference, layout, _axes.number_kinds((part.ensemble, part.state)))
+        call = MemberCall(
+            part.fn, inference, layout, _axes.program_key((part.ensemble, part.state, part.fn, part.plan))
+        )
         works.append(Work(Pilot(as_plan(part.plan), name="predict"), call, inputs, num_rows, size, part.members))
     return works
 

@@ -11,7 +11,7 @@ from .._axes._check_rows import check_no_batch, explain_rows
 from .._combination import of_predictions, stream_of
 from .._ensemble import Ensemble, Group
 from .._ensemble._check import check_ensemble
-from .._foreign import from_foreign_tree
+from .._foreign import as_hashable, from_foreign_tree
 from .._pytree import PyTree
 from .._typing import CallableEnsemble, Out, StatefulEnsemble
 from .._typing._by_part import ByPart
@@ -150,7 +150,7 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     parts.epistemic.shape  # (1000,)
     ```
     """
-    few, x = None, from_foreign_tree(x, "x", name="predict")
+    few, x, fn = None, from_foreign_tree(x, "x", name="predict"), as_hashable(fn)
     if isinstance(ensemble, Group):
         return predict_group(
             predict, ensemble, x, combine=combine, weights=weights, batch_size=batch_size, memory=memory, state=state,
@@ -181,7 +181,7 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     inputs, layout = prepare_inputs(ensemble, x, state, mesh=mesh, key=key)
     if num_rows == 0:
         return predict_no_rows(plan, MemberCall(fn, inference), inputs, combine, weights)
-    call = MemberCall(fn, inference, layout, _axes.number_kinds((ensemble, state)))
+    call = MemberCall(fn, inference, layout, _axes.program_key((ensemble, state, fn, plan)))
     check_budget(memory, (inputs, weights))
     size = size_of_batch([inputs], num_rows, batch_size, memory)
     work = Work(Pilot(plan, name="predict"), call, inputs, num_rows, size)

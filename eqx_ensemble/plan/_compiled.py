@@ -3,19 +3,20 @@
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 
 from .. import _check
+from .._code import Code, code_of
 from ._plans import AbstractPlan
 
 _MOST_PROGRAMS = 32  # each holds its function and the variables that it reads
 
 
 class _Program(NamedTuple):
-    outside: tuple[Any, ...]
+    code: Code | None
     call: Callable[..., Any]
 
 
@@ -29,41 +30,15 @@ def keeps_program(plan: AbstractPlan) -> bool:
 
 
 def program_of(fn: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """`eqx.filter_jit(run)` for a function, cached while the variables that it reads are the same objects.
-
-    Otherwise a compiled program would keep the first value of an array that a notebook has redefined since.
-    """
+    """`eqx.filter_jit(run)` for a function, cached until its code or a variable that it reads is replaced."""
     plain = isinstance(fn, types.FunctionType)
-    outside = tuple(_read_by(fn)) if plain else ()
-    key = fn if plain else type(fn)  # `filter_jit` itself distinguishes other callables
+    key, code = (fn, code_of([fn])) if plain else (type(fn), None)  # `filter_jit` distinguishes other callables
     with _LOCK:
         found = _PROGRAMS.get(key)
-        if found is None or not _same(found.outside, outside):
-            found = _Program(outside, eqx.filter_jit(lambda *args: run(*args)))  # its programs are freed with it
+        if found is None or found.code is not code:
+            found = _Program(code, eqx.filter_jit(lambda *args: run(*args)))  # its programs are freed with it
             _PROGRAMS[key] = found
             while len(_PROGRAMS) > _MOST_PROGRAMS:
                 _PROGRAMS.popitem(last=False)
         _PROGRAMS.move_to_end(key)
     return found.call
-
-
-def _same(first: tuple, second: tuple) -> bool:
-    return len(first) == len(second) and all(x is y for x, y in zip(first, second, strict=True))
-
-
-def _read_by(fn: types.FunctionType) -> Iterator[Any]:
-    """The values of the enclosing and global variables that a function's code names."""
-    for cell in fn.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a variable that has no value yet
-            yield None
-    for name in _names(fn.__code__):
-        yield fn.__globals__.get(name)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for part in code.co_consts:
-        if isinstance(part, types.CodeType):
-            yield from _names(part)

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from .. import _axes, _check
 from .._axes._check import check_has_axis
+from .._foreign import as_hashable_leaf
 from .._pytree import PyTree
 from .._typing import MappedFunction, Out, P
 from ..sharding._layout import as_layout
@@ -30,9 +31,8 @@ def map_members(
     and must be equal for all members.
 
     Outside `jax.jit`, `Chunked` and `Sequential` run a compiled loop. It is compiled once for a function, and again if
-    a variable that the function itself reads from outside has been reassigned; variables that it reads through other
-    functions keep the values of the first call, as with `jax.jit`. `equinox.filter_jit` around the result compiles
-    under any plan.
+    its code, or a variable that it reads from outside, has been replaced since, also in functions that it calls.
+    `equinox.filter_jit` around the result compiles under any plan.
 
     **Arguments:**
 
@@ -61,6 +61,7 @@ def map_members(
     ```
     """
     _check.check_function(fn, "fn", name="map_members", example="lambda model, x: model(x)")
+    fn = as_hashable_leaf(fn)
     out_axis = _check.check_axis(out_axis, "out_axis", name="map_members")
     plan = sharded_plan(as_plan(plan), as_layout(mesh, name="map_members"))
     name = getattr(fn, "__name__", type(fn).__name__)
@@ -71,7 +72,7 @@ def map_members(
         if not keeps_program(plan):
             return _run(call, fn, args, kwargs)
         try:
-            told_apart = _Mapping(plan, call.name, out_axis, _axes.number_kinds((fn, args, kwargs)))
+            told_apart = _Mapping(plan, call.name, out_axis, _axes.program_key((fn, plan, args, kwargs)))
             return program_of(fn, _run)(told_apart, fn, args, kwargs)
         except (TypeError, IndexError):
             # In a program, shared leaves have only a shape and a dtype; `fn` may need more, or be at fault.
@@ -89,7 +90,7 @@ class _Mapping(eqx.Module):
     plan: AbstractPlan
     name: str = eqx.field(static=True)
     out_axis: int = eqx.field(static=True)
-    numbers: _axes.Kinds = eqx.field(static=True, default=())
+    program_key: _axes.ProgramKey = eqx.field(static=True, default=())
 
 
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:

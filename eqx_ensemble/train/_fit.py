@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 import equinox as eqx
 from jax.sharding import Mesh
 
-from .._axes import number_kinds
+from .._axes import program_key
 from .._ensemble import Ensemble, Group, M
 from .._foreign import as_hashable, from_foreign_tree
 from .._pytree import PyTree
@@ -264,7 +264,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     patience = None if patience is None else int(patience)  # also from NumPy integers
     program = Program(
         losses[0], optimiser, plan, layout, losses[1], patience, halts=isinstance(how, Revive), windows=windows,
-        numbers=number_kinds((losses, first)),
+        program_key=program_key((losses, optimiser, plan, first)),
     )  # fmt: skip
     if first.fixed.hyper is not None:
         check_hyper_used(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")

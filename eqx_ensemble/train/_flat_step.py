@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 
-from .._axes import Kinds, number_kinds
+from .._axes import ProgramKey, program_key
 from .._check import is_traced
 from .._jaxpr import has_callbacks, plain_jit
 from .._pytree import PyTree
@@ -136,17 +136,17 @@ def _compile(
         hash((structure, others))
     except TypeError:  # a field or a constant is not hashable
         return None
-    call = _jit(fn, step_treedef, structure, others, number_kinds(state), treedef)
+    call = _jit(fn, step_treedef, structure, others, program_key((step, state)), treedef)
     traced = call.trace([x for x in leaves if isinstance(x, ARRAYS)], batch)
     return None if has_callbacks(traced.jaxpr.jaxpr) else call
 
 
 @ft.lru_cache(maxsize=64)
 def _jit(
-    fn: Callable[..., Any], step_treedef: Any, structure: Any, others: tuple, numbers: Kinds, batch_treedef: Any
+    fn: Callable[..., Any], step_treedef: Any, structure: Any, others: tuple, key: ProgramKey, batch_treedef: Any
 ) -> Any:
-    """The step for states that differ only in their arrays. `numbers` distinguishes constants that compare equal."""
-    del numbers
+    """The step for states that differ only in their arrays. `key` distinguishes code and constants."""
+    del key
 
     def flat_step(arrays: list[Any], batch: list[Any]) -> tuple[list[Any], Any, PyTree]:
         left = iter(arrays)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 from .. import _axes
 from .._check import is_traced, is_typed_key
+from .._compiled import filter_jit
 from .._jaxpr import output_sources, unused_inputs
 from .._pytree import PyTree
 from ..distributed import to_host
@@ -68,7 +69,7 @@ def follow_hyper(state: S, optimiser: Optimiser, *, name: str) -> S:
     return dataclasses.replace(state, moving=moving, fixed=followed)  # pyright: ignore[reportArgumentType]
 
 
-@eqx.filter_jit
+@filter_jit
 def _derive_again(
     optimiser: Optimiser, params: PyTree, opt_state: PyTree, hyper: tuple[PyTree, PyTree], ids: Int[Array, " members"]
 ) -> tuple[PyTree, PyTree]:

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
-from .._axes import Kinds, number_kinds
 from .._check import check_flag, check_function, check_integers_fit, is_inside_transformation, is_member_array
-from .._foreign import take_in
+from .._compiled import filter_jit
+from .._foreign import as_hashable_leaf, take_in
 from .._pytree import PyTree
 from ..tree._compare import LOOP_RULES, compare_trees
 from ._check_scan import check_batches, check_stepped
@@ -79,13 +79,13 @@ def scan_steps(
     scan = _scan if is_inside_transformation() else _donating_scan if donate else _compiled_scan
     state = _copy_duplicates(state) if scan is _donating_scan else state
     with nan:
-        return scan((own, batches, count, number_kinds((own, state))), state)
+        return scan((own, batches, count), state)
 
 
 def _in_loop(step: Callable[..., Any], state: Any) -> tuple[Callable[..., Any], contextlib.AbstractContextManager]:
     """The step as it runs in a loop, and the context to run it in."""
     if not isinstance(step, Step):
-        return step, contextlib.nullcontext()
+        return as_hashable_leaf(step), contextlib.nullcontext()
     check_train_state(state)
     return step_in_loop(step, state), nan_is_data()
 
@@ -103,8 +103,8 @@ def _copy_duplicates(state: T) -> T:
     return jax.tree.map(copy_duplicate, state)
 
 
-def _scan(read: tuple[Callable[..., Any], PyTree, int, Kinds], state: PyTree) -> tuple[PyTree, PyTree]:
-    step, batches, count, _ = read
+def _scan(read: tuple[Callable[..., Any], PyTree, int], state: PyTree) -> tuple[PyTree, PyTree]:
+    step, batches, count = read
     leaves, treedef = jax.tree.flatten(state)
     are_arrays = list(map(is_member_array, leaves))
     constants = [None if is_array else leaf for is_array, leaf in zip(are_arrays, leaves, strict=True)]
@@ -129,5 +129,5 @@ def _scan(read: tuple[Callable[..., Any], PyTree, int, Kinds], state: PyTree) ->
     return rebuild(arrays), eqx.combine(numbers, kept[0])
 
 
-_compiled_scan = eqx.filter_jit(_scan)
-_donating_scan = eqx.filter_jit(_scan, donate="all-except-first")
+_compiled_scan = filter_jit(_scan)
+_donating_scan = filter_jit(_scan, donate="all-except-first")

@@ -9,6 +9,7 @@ from jaxtyping import Array, Int, Int8, Key
 
 from .. import _axes, _keys
 from .._check import check_integers_fit, is_traced, is_typed_key, kind_text
+from .._compiled import filter_jit
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_ensemble
 from .._ensemble._check_state import check_model_state, check_model_state_given
@@ -207,7 +208,7 @@ def first_state(
     return TrainState(moving, fixed, shared, ids, step)
 
 
-@eqx.filter_jit
+@filter_jit
 def init_all(
     optimiser: Optimiser, params: PyTree, hyper: PyTree, ids: Int[Array, " members"], *, layout: Layout | None = None
 ) -> tuple[PyTree, tuple[bool, ...]]:

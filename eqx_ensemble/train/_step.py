@@ -7,9 +7,10 @@ import equinox as eqx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int8
 
-from .._axes import Each, Kinds, number_kinds, split_members
+from .._axes import Each, split_members
 from .._axes._check_rows import check_some_rows
 from .._check import check_flag, check_function, check_integers_fit
+from .._compiled import filter_jit
 from .._ensemble import M
 from .._foreign import as_hashable, take_in
 from .._pytree import PyTree
@@ -68,7 +69,7 @@ class Step(eqx.Module):
                 found = call_flat(_one_step, self, state, batch, self.last)
                 if found is not None:
                     return found
-                moving, step, metrics = _compiled_step(self, state, batch, number_kinds(state))
+                moving, step, metrics = _compiled_step(self, state, batch)
             else:
                 moving, step, metrics = _step_under_pilot(self, self.pilot, state, batch)
         return TrainState(moving, state.fixed, state.shared, state.ids, step), metrics
@@ -80,8 +81,7 @@ def _step_under_pilot(step: Step, pilot: Pilot, state: TrainState, batch: PyTree
     count = state.num_members if layout is None else layout.per_device(state.num_members)
     pilot.look(_step_under, alone, state, batch, num_members=count, unit="step")
     start = time.perf_counter()
-    numbers = number_kinds(state)
-    under = lambda plan, state: _compiled_step(dataclasses.replace(plain, plan=plan), state, batch, numbers)
+    under = lambda plan, state: _compiled_step(dataclasses.replace(plain, plan=plan), state, batch)
     out = pilot.call(under, state)
     pilot.note(1, time.perf_counter() - start, seconds_left=None)
     return out
@@ -112,9 +112,7 @@ def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState
     return carry.moving, carry.step, Metrics(value, aux, carry.moving.status)
 
 
-@eqx.filter_jit
-def _compiled_step(step: Step, state: TrainState, batch: PyTree, numbers: Kinds = ()) -> tuple:
-    return _one_step(step, state, batch)
+_compiled_step = filter_jit(_one_step)
 
 
 class LoopStep(eqx.Module):

@@ -3,6 +3,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from .. import tree
 from .._ensemble import Ensemble, number_flags
@@ -23,6 +24,7 @@ def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) 
 
 def split_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> tuple[PyTree, PyTree]:
     """The same, but none needs to be trained; `trainable` is called with the leaves of one member."""
+    trainable = _as_test(trainable)
     check_trainable(trainable, name=name)
     stacked = ensemble.arrays
     leaves, treedef = jax.tree.flatten(stacked)
@@ -46,6 +48,14 @@ def split_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> t
 
 class _LeftOut:
     """Marks a leaf that is not trained."""
+
+
+def _as_test(trainable: Trainable) -> Trainable:
+    """A Module that is a function, and no tree of booleans and functions, as a function that is no tree."""
+    is_tree = all(isinstance(leaf, bool | np.bool_) or callable(leaf) for leaf in jax.tree.leaves(trainable))
+    if not isinstance(trainable, eqx.Module) or not callable(trainable) or is_tree and jax.tree.leaves(trainable):
+        return trainable
+    return lambda leaf: trainable(leaf)
 
 
 def _of_floats(test: Any) -> Any:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._axes import ProgramKey, program_key
 from .._check import is_typed_key
 from .._jaxpr import unused_inputs
 from .._pytree import PyTree
@@ -54,11 +55,11 @@ def _is_in_members(values: Any, state: TrainState) -> bool:
 
 def _find_unused(call: Callable[..., Any], fn: Any, *args: PyTree) -> list[bool]:
     leaves, treedef = jax.tree.flatten(args)
-    return _unused_leaves(call, fn, tuple(leaves), treedef)
+    return _unused_leaves(call, fn, tuple(leaves), treedef, program_key((fn, args)))
 
 
 @ft.lru_cache(maxsize=64)
-def _unused_leaves(call: Callable[..., Any], fn: Any, leaves: tuple, treedef: Any) -> list[bool]:
+def _unused_leaves(call: Callable[..., Any], fn: Any, leaves: tuple, treedef: Any, _: ProgramKey) -> list[bool]:
     args = jax.tree.unflatten(treedef, leaves)
     try:
         with ignore_warnings():  # they are repeated when it is traced for training

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -76,3 +77,69 @@ def test_an_optimiser_function_with_arrays():
         want = run(ensemble, Data(1.0), lambda h, scale=scale: optax.sgd(h["lr"] * scale), DATA)
         got = run(ensemble, Data(1.0), Scaled(jnp.float32(scale)), DATA)
         np.testing.assert_allclose(got.history.loss, want.history.loss, rtol=1e-6)
+
+
+class Caller(eqx.Module):
+    """A function with an array."""
+
+    fn: Callable = eqx.field(static=True)
+    array: jax.Array = dataclasses.field(default_factory=lambda: jnp.ones(2))
+
+    def __call__(self, *args, **options):
+        return self.fn(*args, **options)
+
+
+@dataclasses.dataclass
+class DataCaller:
+    fn: Callable
+
+    def __call__(self, *args, **options):
+        return self.fn(*args, **options)
+
+
+ENSEMBLE = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 2, key=KEY)
+SGD, HYPER = optax.sgd(0.1), {"lr": np.float32([0.1, 0.2])}
+mse = lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)
+loss = lambda model, batch, key: mse(model, *batch)
+rate = lambda hyper: optax.sgd(hyper["lr"])
+state = lambda optimiser=SGD, **options: ee.train.init(ENSEMBLE, optimiser, key=KEY, **options)
+particles = ft.partial(ee.methods.particles.make_step, num_rows=16)
+
+PLACES = {
+    "build": (lambda key: eqx.nn.Linear(3, 1, key=key), lambda fn: ee.build(fn, 2, key=KEY).stacked.weight),
+    "trainable": (
+        lambda leaf: eqx.is_inexact_array(leaf) and leaf.ndim == 2,
+        lambda fn: ee.train.init(ENSEMBLE, SGD, trainable=fn, key=KEY).params,
+    ),
+    "init": (rate, lambda fn: state(fn, hyper=HYPER).opt_state),
+    "particles": (loss, lambda fn: particles(fn, SGD)(state(), DATA)[1].loss),
+    "particles' optimiser": (rate, lambda fn: particles(loss, fn)(state(fn, hyper=HYPER), DATA)[1].loss),
+    "kernel": (
+        lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2)),
+        lambda fn: particles(loss, SGD, kernel=fn)(state(), DATA)[0].params.weight,
+    ),
+    "svgd": (
+        lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2)),
+        lambda fn: ee.methods.particles.svgd(jnp.eye(2, 3), jnp.ones((2, 3)), kernel=fn),
+    ),
+    "scan_steps": (lambda x, y: (x + y, x), lambda fn: ee.train.scan_steps(fn, jnp.zeros(()), jnp.arange(3.0))),
+    "map_members": (mse, lambda fn: ee.map_members(fn, plan=ee.plan.Sequential())(ENSEMBLE, *DATA)),
+    "predict": (lambda model, x: 2 * model(x), lambda fn: ee.predict(ENSEMBLE, X, fn=fn, batch_size=8)),
+    "combine": (lambda values: values[0], lambda fn: ee.predict(ENSEMBLE, X, combine=fn)),
+    "connectivity": (mse, lambda fn: ee.methods.alignment.connectivity(ENSEMBLE, fn, *DATA, num_points=3)),
+}
+
+
+@pytest.mark.parametrize("place", [*PLACES])
+def test_stand_wherever_a_function_does(place):
+    fn, call = PLACES[place]
+    want = jax.tree.leaves(call(fn))
+    for kind in (Caller, DataCaller):
+        for x, y in zip(jax.tree.leaves(call(kind(fn))), want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_a_model_is_no_maker():
+    for model in (eqx.nn.Linear(3, 1, key=KEY), eqx.nn.LayerNorm(2)):
+        with pytest.raises(TypeError, match="from a key, got a model"):
+            ee.build(model, 2, key=KEY)

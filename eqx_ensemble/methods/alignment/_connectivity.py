@@ -8,8 +8,10 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from ..._check import check_function, check_integer, check_word
+from ..._compiled import filter_jit
 from ..._ensemble import Ensemble, M
 from ..._ensemble._check import check_ensemble, check_equal_members
+from ..._foreign import as_hashable_leaf
 from ...plan import AnyPlan
 from ...plan._map import map_members
 from ._check import check_reference
@@ -92,6 +94,7 @@ def connectivity(
     name = "methods.alignment.connectivity"
     check_ensemble(ensemble, name=name)
     check_function(fn, "fn", name=name, example="lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)")
+    fn = as_hashable_leaf(fn)
     count = check_integer(num_points, "num_points", name=name, least=3)
     first = check_reference(reference, ensemble.num_members, name=name)
     check_equal_members(eqx.filter(ensemble.arrays, eqx.is_inexact_array, inverse=True), name=name)
@@ -100,7 +103,7 @@ def connectivity(
     return jnp.stack([_losses(ensemble, point, first, fn, args, plan) for point in points], axis=1)
 
 
-@eqx.filter_jit
+@filter_jit
 def _losses(
     ensemble: Ensemble[Any], position: Array, first: int, fn: Callable[..., Any], args: tuple[Any, ...], plan: AnyPlan
 ) -> Float[Array, " members"]:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from ... import _keys, tree
 from ..._axes import Each
 from ..._check import check_flag, check_positive_int
+from ..._compiled import filter_jit
 from ..._ensemble import Ensemble
 from ..._ensemble._check_members import check_index_of_members
 from ..._predict import predict
@@ -212,11 +213,11 @@ def with_values(posterior: Laplace[M], prior_precision: Array, noise: Array | No
     return Laplace(members, posterior.state)
 
 
-@eqx.filter_jit
+@filter_jit
 def _log_evidence(members: Ensemble, prior_precision: Array, noise: Array | None) -> Float[Array, " members"]:
     return map_members(log_evidence)(members, Each(prior_precision), None if noise is None else Each(noise))
 
 
-@eqx.filter_jit
+@filter_jit
 def _best_prior(members: Ensemble, with_noise: bool) -> tuple[Array, Array | None]:  # noqa: FBT001
     return map_members(lambda member: best_prior(member, with_noise=with_noise))(members)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from ... import _keys
 from ..._axes import Each
+from ..._compiled import filter_jit
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...plan._map import map_members
@@ -27,7 +28,7 @@ def draw(members: Ensemble, ensemble: Ensemble, num_samples: int, key: Any) -> E
     return Ensemble(stacked, ensemble.shared, ids)
 
 
-@eqx.filter_jit
+@filter_jit
 def _draw(members: Ensemble, keys: Each, numbers: jax.Array) -> PyTree:
     """The arrays of all draws, each `(members, draws, ...)`."""
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ..._axes import Each
+from ..._compiled import filter_jit
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...plan import AbstractPlan
@@ -72,7 +73,7 @@ class Setup(eqx.Module):
         return Posterior(self.selection(indices), found, prior_precision, noise, loss, count)
 
 
-@eqx.filter_jit
+@filter_jit
 def add_batch(
     setup: Setup, plan: AbstractPlan, ensemble: Ensemble, sums: Each, data: Data, indices: Any, state: Any
 ) -> PyTree:
@@ -81,13 +82,13 @@ def add_batch(
     return map_members(fn, plan=plan)(ensemble, sums, data, indices, state)
 
 
-@eqx.filter_jit
+@filter_jit
 def finish(setup: Setup, plan: AbstractPlan, sums: Each, indices: Any, prior_precision: Each, noise: Any) -> Posterior:
     """The posteriors of all members."""
     return map_members(setup.finish, plan=plan)(sums, indices, prior_precision, noise)
 
 
-@eqx.filter_jit
+@filter_jit
 def factor_error(setup: Setup, ensemble: Ensemble, row: Data, state: Any) -> Array:
     """The relative error of each member's factors: of their outer product, compared with the Jacobian of a layer."""
     layer = setup.selection(None)

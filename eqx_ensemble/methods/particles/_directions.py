@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
+from ..._compiled import filter_jit
+from ..._foreign import as_hashable_leaf
 from ..._pytree import PyTree
 from ._check import check_kernel, check_kernel_value, check_particles
 from ._kernels import RBF, AbstractKernel, Kernel
@@ -106,11 +107,12 @@ def _all_directions(method: Method, points: Any, scores: Any, kernel: Any, activ
     name = f"methods.particles.{method}"
     kernel = RBF() if kernel is None else kernel
     check_kernel(name, kernel)
+    kernel = as_hashable_leaf(kernel)
     points, scores, active = check_particles(name, points, scores, active)
     return _move_all(method, kernel, points, scores, active)
 
 
-@eqx.filter_jit
+@filter_jit
 def _move_all(method: Method, kernel: Kernel, points: Array, scores: Array, active: Array) -> Array:
     one_by_one = lambda fn, parts: jax.lax.map(fn, parts)
     return directions(method, kernel, points, scores, active, run=one_by_one)

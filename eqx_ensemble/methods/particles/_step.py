@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from ..._axes import Each, Kinds, number_kinds, over_leading_axis, split_members
+from ..._axes import Each, over_leading_axis, split_members
 from ..._axes._check_rows import check_some_rows
 from ..._check import check_flag, check_function, check_integers_fit, check_word, is_inside_transformation
+from ..._compiled import filter_jit
 from ..._ensemble import M
-from ..._foreign import as_hashable, take_in
+from ..._foreign import as_hashable, as_hashable_leaf, take_in
 from ..._pytree import PyTree
 from ...plan import AbstractPlan, AnyPlan, Sequential
 from ...plan._auto import as_plan
@@ -52,7 +53,7 @@ class InteractingStep(eqx.Module):
         layout = layout_for(None if self.layout is None else self.layout.mesh, state.params, name=self.name)
         step = _one_step if is_inside_transformation() else _compiled_step
         with nan_is_data():
-            moving, count, metrics = step(self, layout, state, batch, number_kinds(state))
+            moving, count, metrics = step(self, layout, state, batch)
         return TrainState(moving, state.fixed, state.shared, state.ids, count), metrics
 
 
@@ -156,11 +157,12 @@ def interacting_step(
     kernel = RBF() if kernel is None else kernel
     check_kernel(name, kernel)
     layout = as_layout(mesh, name=name)
-    return InteractingStep(space, optimiser, num_rows, method, kernel, as_plan(plan), layout, name)
+    own = as_hashable(optimiser), num_rows, method, as_hashable_leaf(kernel)
+    return InteractingStep(space, *own, as_plan(plan), layout, name)
 
 
 def _one_step(
-    step: InteractingStep, layout: Layout | None, state: TrainState, batch: PyTree, _: Kinds
+    step: InteractingStep, layout: Layout | None, state: TrainState, batch: PyTree
 ) -> tuple[MemberState, Int[Array, ""], Metrics]:
     split_members((Each(state.ids), batch), name=step.name)  # raises for another number of members
     check_some_rows(batch, name=step.name)
@@ -198,7 +200,7 @@ def _one_step(
     return moving, state.step + 1, Metrics(value, aux, moving.status)
 
 
-_compiled_step = eqx.filter_jit(_one_step)
+_compiled_step = filter_jit(_one_step)
 
 
 def _meet(

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from ..._axes._check_rows import check_rows_of_data, explain_rows
 from ..._check import check_positive_int
+from ..._compiled import filter_jit
 from ..._ensemble import Ensemble
 from ..._ensemble._check import check_ensemble
 from ..._ensemble._check_state import check_model_state, check_model_state_given
@@ -74,7 +75,7 @@ def update_covariance(
     return eqx.tree_at(roots, ensemble, (root, None), is_leaf=lambda x: x is None)
 
 
-@eqx.filter_jit
+@filter_jit
 def _roots(
     ensemble: Ensemble[Any], state: eqx.nn.State | None, x: PyTree, num_rows: int, size: int, plan: AnyPlan
 ) -> Array:

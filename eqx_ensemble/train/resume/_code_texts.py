@@ -6,6 +6,7 @@ import enum
 import functools as ft
 import hashlib
 import os
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,9 +15,10 @@ import jax
 import numpy as np
 
 from ... import _axes
+from ..._libraries import is_library, is_standard, top_of
 from ..._pytree import PyTree
+from ...checkpoint._snapshot import versions
 from ...tree._statics import global_names, static_parts
-from ._libraries import is_library, is_standard, library_text
 from ._texts import add_array, program_text, without_addresses
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
@@ -129,13 +131,22 @@ def _split_class(cls: type) -> tuple[str, _Parts]:
     """A class as its name and its attributes and bases; a class of an installed library as its name and version."""
     name = f"{cls.__module__}.{cls.__qualname__}"
     if is_library(cls.__module__):
-        return f"{name} {library_text(cls.__module__)}", []
+        return f"{name} {_version_text(cls.__module__)}", []
     own = {word: x for word, x in vars(cls).items() if word not in _NOT_CODE and not _is_descriptor(x)}
     if issubclass(cls, enum.Enum):
         members = [(word, member.value) for word, member in cls.__members__.items()]
         own = {word: x for word, x in own.items() if isinstance(x, (types.FunctionType, property, *_WRAPPERS))}
         return name, [*members, *sorted(own.items()), *_bases(cls)]
     return name, [*sorted(own.items()), *_bases(cls)]
+
+
+def _version_text(module: str) -> str:
+    """The version of an installed library, unless it is one whose version is a condition of every run."""
+    top = top_of(module)
+    if is_standard(module) or top in versions() or top == top_of(__name__):
+        return ""
+    version: Any = getattr(sys.modules.get(top), "__version__", "")
+    return str(version)
 
 
 def _bases(cls: type) -> _Parts:

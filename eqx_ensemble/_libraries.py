@@ -1,11 +1,8 @@
-"""Which modules belong to installed libraries, whose code is compared by version."""
+"""Which modules belong to Python and to installed libraries; others may be edited while Python runs."""
 
 import functools as ft
 import sys
 from pathlib import PurePath
-from typing import Any
-
-from ...checkpoint._snapshot import versions
 
 _FOLDERS = {"site-packages", "dist-packages"}
 _OWN = __name__.partition(".")[0]
@@ -13,24 +10,16 @@ _OWN = __name__.partition(".")[0]
 
 def is_standard(module: str) -> bool:
     """Whether a module is part of Python."""
-    return _top(module) in sys.stdlib_module_names
+    return top_of(module) in sys.stdlib_module_names
 
 
 def is_library(module: str) -> bool:
     """Whether a module is part of Python, of this library or of an installed one; other modules may be edited."""
-    return is_standard(module) or _top(module) == _OWN or _is_third_party(_top(module))
+    return is_standard(module) or top_of(module) == _OWN or _is_third_party(top_of(module))
 
 
-def library_text(module: str) -> str:
-    """The version of an installed library, unless it is one whose version is a condition of every run."""
-    top = _top(module)
-    if is_standard(module) or top in versions() or top == _OWN:
-        return ""
-    version: Any = getattr(sys.modules.get(top), "__version__", "")
-    return str(version)
-
-
-def _top(module: str) -> str:
+def top_of(module: str) -> str:
+    """The name of the package that a module belongs to."""
     return str(module).partition(".")[0]
 
 

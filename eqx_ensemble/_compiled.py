@@ -1,0 +1,24 @@
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+
+from ._axes import program_key
+
+
+def filter_jit(fn: Callable[..., Any], *, donate: Literal["all-except-first", "none"] = "none") -> Callable[..., Any]:
+    """`equinox.filter_jit` for a function that calls the user's functions and models, or holds numbers as constants.
+
+    A program is used again only for the same code, and for numbers of the same types; see `_axes.program_key`.
+    """
+
+    def run(read: tuple[Any, Any], *args: Any, **options: Any) -> Any:
+        return fn(read[0], *args, **options)
+
+    run.__name__ = run.__qualname__ = fn.__name__
+    compiled = eqx.filter_jit(run, donate=donate)
+
+    def call(first: Any, *args: Any, **options: Any) -> Any:
+        return compiled((first, program_key((first, args, options))), *args, **options)
+
+    return call

@@ -1,0 +1,172 @@
+"""Code that is edited in place, as `%autoreload 2` does, is used by the next call."""
+
+import importlib.util
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble._code import code_of
+
+X, Y = np.ones((6, 2), np.float32), np.zeros((6, 1), np.float32)
+KEY = jax.random.key(0)
+SGD = optax.sgd(0.0)
+
+SOURCE = """
+import equinox as eqx, jax, jax.numpy as jnp, optax, types
+
+inner = types.ModuleType("inner")
+inner.value = 1.0
+LEVEL, ZERO = 1.0, 0.0
+traces = 0
+
+class Base(eqx.Module):
+    lin: eqx.nn.Linear
+    def __call__(self, x): return self.head(self.lin(x))
+
+class Net(Base):
+    slope = 1.0
+    def __init__(self, key): self.lin = eqx.nn.Linear(2, 1, key=key)
+    def head(self, z): return 0 * self.slope * z + level()
+
+def level(plus=0.0): return LEVEL + plus + ZERO * inner.value * abs(ZERO)
+
+def loss(model, batch, key):
+    global traces
+    traces += 1
+    return jnp.mean(jax.vmap(model)(batch[0]))
+
+def wrapped(fn):
+    def call(*args): return fn(*args)
+    return call
+
+outer = wrapped(wrapped(loss))
+
+def mean_of(model, x): return jnp.mean(jax.vmap(model)(x))
+"""
+
+
+@pytest.fixture
+def module(tmp_path):
+    (tmp_path / "edited.py").write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("edited", tmp_path / "edited.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _fit(module, ensemble):
+    return ee.fit(ensemble, module.loss, SGD, (X, Y), steps=1, batch_size=6, key=KEY).history.loss[:, -1]
+
+
+def _wrapped(module, ensemble):
+    return ee.fit(ensemble, module.outer, SGD, (X, Y), steps=1, batch_size=6, key=KEY).history.loss[:, -1]
+
+
+def _score(module, ensemble):
+    run = ee.fit(
+        ensemble, lambda model, batch, key: 0.0 * jnp.sum(model.lin.weight), SGD, (X, Y), steps=1, batch_size=6,
+        validation=(X, Y), score=module.loss, mode="min", key=KEY,
+    )  # fmt: skip
+    return run.history.validation[:, -1]
+
+
+def _step(module, ensemble):
+    step = ee.train.make_step(module.loss, SGD)
+    return step(ee.train.init(ensemble, SGD, key=KEY), (X, Y))[1].loss
+
+
+def _particles(module, ensemble):
+    step = ee.methods.particles.make_step(module.loss, SGD, num_rows=6)
+    return step(ee.train.init(ensemble, SGD, key=KEY), (X, Y))[1].loss
+
+
+def _scan(module, ensemble):
+    step = ee.train.make_step(module.loss, SGD)
+    return ee.train.scan_steps(step, ee.train.init(ensemble, SGD, key=KEY), (X[None], Y[None]))[1].loss[0]
+
+
+def _few(module, ensemble):
+    return ee.predict(ensemble, X)[:, 0, 0]
+
+
+def _many(module, ensemble):
+    return ee.predict(ensemble, X, batch_size=4)[:, 0, 0]
+
+
+def _fn(module, ensemble):
+    return ee.predict(ensemble, X, fn=_call)[:, 0, 0]
+
+
+def _call(model, x):
+    return model(x)
+
+
+def _map(module, ensemble):
+    return ee.map_members(module.mean_of, plan=ee.plan.Sequential())(ensemble, X)
+
+
+def _connectivity(module, ensemble):
+    return ee.methods.alignment.connectivity(ensemble, module.mean_of, X, num_points=3)[:, 0]
+
+
+CALLS = [_fit, _wrapped, _score, _step, _particles, _scan, _few, _many, _fn, _map, _connectivity]
+
+
+def test_is_used_by_the_next_call(module):
+    ensemble = ee.build(module.Net, 2, key=KEY)
+    values = lambda: {call.__name__: call(module, ensemble).tolist() for call in CALLS}
+    assert values() == dict.fromkeys([call.__name__ for call in CALLS], [1, 1])
+    module.level.__code__ = (lambda: 3.0).__code__
+    assert values() == dict.fromkeys([call.__name__ for call in CALLS], [3, 3])
+
+
+EDITS = {
+    "a global of a helper": lambda module: vars(module).update(LEVEL=3.0),
+    "the zero of a global": lambda module: vars(module).update(ZERO=-0.0),
+    "a helper": lambda module: vars(module).update(level=lambda: 3.0),
+    "the code of a helper": lambda module: setattr(module.level, "__code__", (lambda: 3.0).__code__),
+    "a default": lambda module: setattr(module.level, "__defaults__", (3.0,)),
+    "a method": lambda module: setattr(module.Net, "head", lambda self, z: 3 * z),
+    "a method of a base": lambda module: setattr(module.Base, "__call__", lambda self, x: 3 * x),
+    "a method that overrides": lambda module: setattr(module.Net, "__call__", lambda self, x: 3 * x),
+    "an attribute of a class": lambda module: setattr(module.Net, "slope", 3.0),
+    "a closure": lambda module: setattr(module.outer.__closure__[0], "cell_contents", module.level),
+    "a module in a module": lambda module: vars(module.inner).update(value=3.0),
+    "a built-in function": lambda module: vars(module).update(abs=lambda x: x),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits(module, edit):
+    roots = [module.outer, module.Net]
+    before = code_of(roots)
+    assert code_of(roots) is before
+    EDITS[edit](module)
+    assert code_of(roots) is not before
+
+
+def test_no_edits(module):
+    roots = [module.outer, module.Net]
+    before = code_of(roots)
+    for name in ("LEVEL", "traces", "other"):
+        vars(module)[name] = float("1.0")
+    module.Net.__doc__ = "Another."
+    assert code_of(roots) is before
+    assert code_of([jnp.sum, eqx.nn.MLP, *optax.adam(1e-3)]) is None
+    assert code_of([*optax.adam(lambda step: module.level())]) is not None
+
+
+def test_what_is_the_same_is_not_traced_again(module):
+    ensemble = ee.build(module.Net, 2, key=KEY)
+    for call in (_fit, _step, _few, _many, _fn, _map):
+        call(module, ensemble)
+    before = module.traces
+    vars(module).update(LEVEL=float("1.0"))  # an equal object
+    for call in (_step, _few, _many, _fn, _map):
+        call(module, ensemble)
+    assert module.traces == before
