@@ -173,13 +173,22 @@ def test_what_is_seen_cannot_be_changed(ensemble):
     fitted(ensemble, steps=3, callbacks=write)
 
 
-def test_an_iterable(ensemble):
+READER = ee.train.RowReader((X, Y))
+
+
+@pytest.mark.parametrize("data", [(X, Y), Batches(), READER], ids=["arrays", "iterable", "reader"])
+def test_an_epoch_is_validated_before_the_call_at_its_end(ensemble, data):
+    """Whatever the data; also when that call ends the run, which keeps the weights of that epoch."""
     seen = Seen()
-    run = fitted(ensemble, data=Batches(), epochs=3, validation=VALID, callbacks=seen, callback_every=PER_EPOCH)
-    assert [progress.step for progress in seen] == [5, 10, 15, 15]
-    assert [progress.epoch for progress in seen] == [0, 1, 2, 3]  # an epoch ends when there is no further batch
-    assert {progress.last_step for progress in seen} == {None}
-    assert_same(seen[-1].score, run.history.validation[:, -1])
+    sizes = {"batch_size": 8} if data is READER else {}
+    end = lambda progress: seen(progress) or progress.step == 10
+    options = {"validation": VALID, "callbacks": end, "callback_every": PER_EPOCH, "epochs": 3} | sizes
+    run = fitted(ensemble, data=data, **options)
+    assert [progress.step for progress in seen] == [5, 10]
+    assert [progress.epoch for progress in seen] == [1, 2]
+    assert {progress.last_step for progress in seen} == {None if isinstance(data, Batches) else 15}
+    assert_same([progress.score for progress in seen], list(run.history.validation.T))
+    assert run.best_step.tolist() == [10] * MEMBERS
 
 
 @pytest.mark.parametrize("data", [(X, Y), Batches()], ids=["arrays", "iterable"])

@@ -200,6 +200,16 @@ def test_callbacks_see_each_column_once_and_the_latest_losses(ensemble, full):
         np.testing.assert_array_equal(losses, full.history.loss[:, step - 1])
 
 
+def test_callbacks_see_a_validation_after_the_last_column_alone(ensemble):
+    """A run that ends within an epoch and a window is validated after the last step's call."""
+    seen = []
+    look = lambda progress: seen.append(progress.history)
+    run = fit(ensemble, steps=4, history="last", validation=DATA, callbacks=look, callback_every=2)
+    assert [part.step.tolist() for part in seen] == [[], [4], []]
+    assert [part.validation_step.tolist() for part in seen] == [[], [], [4]]
+    np.testing.assert_array_equal(np.concatenate([part.loss for part in seen], axis=1), run.history.loss)
+
+
 @SLOW
 def test_callbacks_see_the_last_column_of_a_run_that_they_end(ensemble, full):
     seen = []

@@ -152,10 +152,11 @@ class ArraySource(AbstractSource):
     def prefetch(self) -> None:
         """Does nothing: the program computes a step's rows from its number."""
 
-    def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> None:
+    def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> bool:
         """Counts the steps, and puts back the pieces that did not run."""
         self._step += outcome.num_steps
         self.put_back(outcome.rest)
+        return False  # chunks validate
 
     def put_back(self, parts: Sequence[Piece]) -> None:
         """Puts pieces back at the front of the queue."""

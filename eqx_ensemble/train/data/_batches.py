@@ -145,8 +145,8 @@ class IterableSource(AbstractSource):
 
     def next(self, steps: int, slots: Slots) -> BatchWork | EpochEnd | None:
         """The next batches: about `steps` of them, or one if each is to be inspected."""
-        if self._step == self.last_step and self.cursor.batches == self._per_epoch:
-            return EpochEnd()  # known without drawing a batch beyond the last step
+        if _is_epoch_over(self):
+            return EpochEnd()
         if self.cursor.epochs == self._epochs or self._step == self.last_step:
             return None
         if self._iterator is None:
@@ -173,14 +173,14 @@ class IterableSource(AbstractSource):
             if self._step + self._work.num_steps != self.last_step:
                 self._iterator.draw()
 
-    def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> None:
+    def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> bool:
         """Moves the cursor past the batches, or to the next epoch."""
         state = None if self._iterator is None else self._iterator.state
         if not isinstance(work, BatchWork):
             epochs = self.cursor.epochs + int(self.cursor.batches > 0 or not self._may_be_empty)
             self.cursor = Cursor(epochs, 0, state)
             self._iterator, self._may_be_empty = None, False
-            return
+            return False
         if not self._warned and len(self._convert.shapes) >= _MANY_SHAPES:
             self._warned = True
             warn(many_shapes_message([*self._convert.shapes][:_MANY_SHAPES]))
@@ -189,6 +189,7 @@ class IterableSource(AbstractSource):
             state = work.states[count - 1]
         self._step += count
         self.cursor, self._last = Cursor(self.cursor.epochs, self.cursor.batches + count, state), work.taken[count - 1]
+        return count == work.num_steps and _is_epoch_over(self)
 
     def bookmark(self) -> Cursor:
         """The cursor, with the last batch's digest if the iterator does not support checkpointing."""
@@ -201,3 +202,10 @@ class IterableSource(AbstractSource):
         """Warns if patience had no effect, because no epoch ended."""
         if self.cursor.epochs == 0 and self._patience is not None and step == self.last_step:
             warn(idle_patience_message())
+
+
+def _is_epoch_over(source: IterableSource) -> bool:
+    """Whether no batch of the epoch is left, as far as that is known without drawing one beyond the last step."""
+    if source._step == source.last_step and source.cursor.batches == source._per_epoch:
+        return True
+    return source.cursor.batches > 0 and source._iterator is not None and source._iterator.is_over

@@ -58,6 +58,11 @@ class BatchIterator:
         """Whether the next batch is drawn; false after the last one, and if drawing it failed."""
         return self._drawn and not self._over and self._error is None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the end was found: the last batch is taken, and drawing another one gave none."""
+        return self._over
+
     def pass_over(self) -> bool:
         """Draws a batch without using it. Returns whether there was one."""
         if self._drawn:

@@ -62,8 +62,8 @@ class ReaderSource(AbstractSource):
         """The next batches of an epoch: about `steps` of them, or one if each is to be inspected."""
         if self._work is not None and self._work.error is not None:
             raise self._work.error
-        epoch, done = divmod(self._step, self._order.epoch)
-        if self.cursor.epochs < epoch - self._begun_epoch:
+        done = self._step % self._order.epoch
+        if _is_epoch_over(self):
             return EpochEnd()
         if self._step == self.last_step:
             return None
@@ -94,13 +94,19 @@ class ReaderSource(AbstractSource):
     def prefetch(self) -> None:
         """Does nothing: threads read already."""
 
-    def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> None:
+    def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> bool:
         """Counts the steps, or the end of an epoch."""
         self._step += outcome.num_steps
         if isinstance(work, EpochEnd):
             self.cursor = self.cursor._replace(epochs=self.cursor.epochs + 1)
+        return _is_epoch_over(self)
 
     def finish(self, step: int) -> None:
         """Ends the threads."""
         if self._ahead is not None:
             self._ahead.close()
+
+
+def _is_epoch_over(source: ReaderSource) -> bool:
+    """Whether the steps done complete an epoch that the cursor does not count yet."""
+    return source.cursor.epochs < source._step // source._order.epoch - source._begun_epoch

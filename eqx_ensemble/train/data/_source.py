@@ -129,8 +129,11 @@ class AbstractSource(abc.ABC):
         """Prepares the next work, while the device works."""
 
     @abc.abstractmethod
-    def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> None:
-        """Moves the cursor past the steps that are recorded; the parts still to run come next."""
+    def advance(self, work: AbstractWork | EpochEnd, outcome: Outcome = NOTHING) -> bool:
+        """Moves the cursor past the steps that are recorded; the parts still to run come next.
+
+        Returns whether an epoch is known to have ended, so that `next` would return an `EpochEnd`.
+        """
 
     def bookmark(self) -> Cursor:
         """The cursor as it is saved."""

@@ -51,8 +51,7 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
     pacing.recall(executor.key)
     while not host.should_stop() and (work := source.next(pacing.steps, members.slots)) is not None:
         if isinstance(work, EpochEnd):
-            validate(executor.program, members, recording, Occasion.EPOCH_END)
-            source.advance(work)
+            end_epoch(source, host)
             continue
         started = time.perf_counter()
         host.saving.claim()
@@ -67,7 +66,9 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
             continue
         recording.add(outcome, members.slots)
         members.carry = carry
-        source.advance(work, outcome)  # after a divergence, parts of the work come next
+        epoch_ended = source.advance(work, outcome)  # after a divergence, parts of the work come next
+        if epoch_ended:  # before members are revived or stopped there, as inside a chunk
+            end_epoch(source, host)
         steps_left = None if source.last_step is None else source.last_step - record.steps
         if not outcome.rest:
             seconds, width = time.perf_counter() - started, len(members.slots.index)
@@ -83,6 +84,12 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
     source.finish(record.steps)
     _validate_last(host)
     host.callbacks.finish(members, source)
+
+
+def end_epoch(source: AbstractSource, host: Host) -> None:
+    """Validates at the end of an epoch, and moves the source to the next one."""
+    validate(host.executor.program, host.members, host.recording, Occasion.EPOCH_END)
+    source.advance(EpochEnd())
 
 
 def drop_inactive(host: Host, steps_left: int | None) -> None:

@@ -11,6 +11,7 @@ class NewRecords:
         self._taken = self._now
         self._num_windows = record.columns.num_ended
         self._all_taken = True
+        self._open_taken_at = -1
 
     @property
     def _now(self) -> Taken:
@@ -37,13 +38,16 @@ class NewRecords:
         A last window that has not ended is left out, unless the run `ends`.
         """
         record, taken, num_windows = self._record, self._taken, self._num_windows
+        is_known = record.columns.has_open and self._open_taken_at == record.steps  # a validation may have followed it
         self._taken, self._num_windows = self._now, record.columns.num_ended
         self._all_taken = ends or not record.columns.has_open
+        if ends and record.columns.has_open:
+            self._open_taken_at = record.steps
         if last_step is None:
-            return record.curves(since=taken, with_open=ends), record.steps
+            return record.curves(since=taken, with_open=ends and not is_known), record.steps
         history = record.history(last_step)
         loss, aux, step = jax.tree.map(
-            lambda curves: curves[..., num_windows:] if curves.ndim == 1 else curves[:, num_windows:],
+            lambda curves: curves[(slice(None),) * (curves.ndim > 1) + (slice(num_windows + is_known, None),)],
             (history.loss, history.aux, history.step),
         )
         scores = None if history.validation is None else history.validation[:, taken.validations :]
