@@ -134,6 +134,17 @@ def test_resumed_at_every_step(ensemble, tmp_path, seed):
     assert_same_training(run, whole)
 
 
+def test_resumed_after_an_epoch_of_an_iterator(ensemble, tmp_path):
+    """The end of the epoch is validated once, and counts once for patience."""
+    score = lambda model, batch, key: jnp.float32(1)
+    options = {"validation": data(8), "score": score, "mode": "min", "patience": 3, "progress": False, "key": KEY}
+    fit = lambda **more: ee.fit(ensemble, loss, ADAM, Resumable(data(20), 8), **options, **more)
+    for epochs in (1, 2, 6):
+        run = fit(epochs=epochs, checkpoint=tmp_path / "run")
+    assert run.stopped_at.tolist() == [12] * MEMBERS
+    assert run.history.validation_step.tolist() == [3, 6, 9, 12]
+
+
 @pytest.mark.parametrize(("rows", "scan"), [(33, None), (40, False)])
 def test_is_what_optax_alone_does(ensemble, rows, scan):
     """Every row once an epoch, at the default batch size, in a plain loop over single members."""

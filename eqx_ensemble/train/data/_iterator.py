@@ -109,7 +109,10 @@ def iterate_from(
     `first` is an unused pass.
     """
     if cursor.state is not None:
-        return iterate(state=cursor.state)
+        iterator = iterate(state=cursor.state)
+        if cursor.epochs > 0 and cursor.batches == 0:  # saved after an epoch, whose end is counted
+            iterator.draw()
+        return iterate() if iterator.is_over else iterator
     iterator = iterate() if first is None else first
     for _ in range(cursor.epochs):
         while iterator.pass_over():
