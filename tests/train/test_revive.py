@@ -327,3 +327,18 @@ def test_before_a_smaller_last_batch(scan):
     assert [[(revival.member, revival.step) for revival in run.revived] for run in runs][0][0] == (2, 2)
     assert runs[1].revived[0].step == 2
     assert np.isfinite(runs[1].history.loss[2, 2])
+
+
+def test_members_called_one_after_another_take_each_step_once():
+    """Also if the last member fails in the smaller last batch: the others do not take the next step without it."""
+    x, y = data(3)
+    rows = 3 * BATCH - 1
+    losses = [
+        ee.fit(
+            ee.build(make, MEMBERS, key=KEY), faulty_at(2, MEMBERS - 1), OPTIMISER, (x[:rows], y[:rows]), epochs=2,
+            batch_size=BATCH, order="given", hyper=hyper(), plan=ee.plan.Sequential(), scan=scan, on_diverge=KEPT,
+            progress=False, key=KEY,
+        ).history.loss
+        for scan in (True, False)
+    ]  # fmt: skip
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)

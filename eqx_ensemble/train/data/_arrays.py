@@ -128,7 +128,8 @@ class ArraySource(AbstractSource):
             most_pieces = min(most, _PIECES_OF_AN_ENDLESS_CHUNK)
             most_steps = most // most_pieces
         else:
-            most_pieces = max(1, most // order.epoch) * (2 if rest_apart else 1)
+            # One piece if each step is a call of its own: members that are called one after another halt in the same.
+            most_pieces = 1 if most == 1 else max(1, most // order.epoch) * (2 if rest_apart else 1)
             most_steps = min(order.num_rows // order.batch_size, most)
         pieces = PieceIterator(
             order,
