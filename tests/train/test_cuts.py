@@ -99,7 +99,8 @@ def assert_same_epochs(run, whole):
     assert_same((run.selection.bar, run.selection.waited), (whole.selection.bar, whole.selection.waited))
 
 
-def check_cut_anywhere(ensemble, seed):
+@pytest.mark.parametrize("seed", range(4))
+def test_cut_at_every_step(ensemble, seed):
     per_epoch, fit = a_case(seed)
     whole = fit(ensemble, steps=EPOCHS * per_epoch)
     run = ensemble
@@ -109,19 +110,6 @@ def check_cut_anywhere(ensemble, seed):
     assert_same_epochs(run, whole)
     if run.best_score is not None:
         assert_same(run.best_score, np.nanmin(run.history.validation, axis=1))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_cut_at_every_step(ensemble, seed):
-    check_cut_anywhere(ensemble, seed)
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=pytest.mark.slow if seed < 8 else pytest.mark.exhaustive) for seed in range(4, 60)],
-)
-def test_cut_at_every_step_of_many(ensemble, seed):
-    check_cut_anywhere(ensemble, seed)
 
 
 @pytest.mark.parametrize("seed", [0, 2])
