@@ -1,5 +1,6 @@
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -20,20 +21,21 @@ from .._check import (
     promote,
 )
 from .._warnings import warn
+from ._outward import enclose
 
 
 def check_rows(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
-    """Raises unless arrays are floating-point `(rows,)` with at least one row. Returns them in the compute dtype."""
+    """Raises unless arrays are floating-point `(rows,)` with at least one row. Returns them, rounded up if at all."""
     checked = promote(*(check_floating(name, argument, values) for argument, values in arrays.items()))
     _one_axis(name, next(iter(arrays)), checked[0])
-    return checked
+    return tuple(enclose(*pair).upper for pair in zip(arrays.values(), checked, strict=True))
 
 
-def check_targets(name: str, targets: ArrayLike, **predictions: ArrayLike) -> tuple[Array, ...]:
-    """Raises unless predictions and targets are `(rows,)` with at least one row. Returns them in one dtype."""
-    checked = check_regression(name, targets, members=False, **predictions)
+def check_targets(name: str, targets: ArrayLike, **predictions: ArrayLike) -> tuple[Any, ...]:
+    """Raises unless predictions and targets are `(rows,)` with at least one row. Returns predictions and `enclose`."""
+    *checked, observed = check_regression(name, targets, members=False, **predictions)
     _one_axis(name, next(iter(predictions)), checked[0])
-    return checked
+    return *checked, enclose(targets, observed)
 
 
 def check_row_logits(name: str, logits: ArrayLike, *, argument: str = "logits") -> Array:

@@ -16,6 +16,7 @@ from .._check import (
     promote,
 )
 from .._warnings import warn
+from ._outward import enclose
 from ._risk import fraction_of
 
 
@@ -43,7 +44,7 @@ def check_losses(name: str, losses: ArrayLike, thresholds: ArrayLike) -> tuple[A
         fix = "Sort them, and the losses with them, from the largest loss to the smallest."
         raise ValueError(needs_message(name, "increasing `thresholds`", got, fix))
     first, second = promote(table, grid)
-    return first, second
+    return first, enclose(thresholds, second).upper
 
 
 def check_steps(name: str, steps: ArrayLike, drops: ArrayLike) -> tuple[Array, Array]:
@@ -54,7 +55,7 @@ def check_steps(name: str, steps: ArrayLike, drops: ArrayLike) -> tuple[Array, A
         fix = "One step for each row? Pass `scores[:, None]`. Rows with fewer steps have drops of zero."
         raise ValueError(needs_message(name, "`steps` and `drops` of shape (rows, steps)", got, fix))
     first, second = promote(at, heights)
-    return first, second
+    return enclose(steps, first).upper, second
 
 
 def check_loss_values(name: str, losses: ArrayLike, bound: float, mask: ArrayLike | None) -> None:

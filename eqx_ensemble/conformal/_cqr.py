@@ -87,13 +87,13 @@ def cqr(
     """
     name = "conformal.cqr"
     low, high, observed = check_targets(name, targets, lower=lower, upper=upper)
-    kept = check_mask(name, mask, observed.shape)
+    kept = check_mask(name, mask, low.shape)
     check_level(name, level)
     check_word(ends, "ends", ("together", "each"), name=name)
-    low, high, observed = (blank_masked(x, kept) for x in (low, high, observed))
+    low, high, lowest, highest = (blank_masked(x, kept) for x in (low, high, *observed))
     wanted = fraction(level) if ends == "together" else (1 + fraction(level)) / 2
-    rank = rank_of(name, wanted, observed.size, kept)
-    below, above = difference_up(low, observed), difference_up(observed, high)
+    rank = rank_of(name, wanted, low.size, kept)
+    below, above = difference_up(low, lowest), difference_up(highest, high)
     if ends == "together":
         margin = value_at_rank_jit(jnp.maximum(below, above), kept, rank)
         return Cqr(margin, margin)

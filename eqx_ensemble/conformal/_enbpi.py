@@ -1,4 +1,5 @@
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Num, Real
 
@@ -11,12 +12,13 @@ from .._check import (
     check_weights,
     promote,
 )
-from .._weighting import blank_masked, known_mean
+from .._weighting import blank_masked, blank_unweighted, known_mean, weighted_mean
 from ..resample import out_of_bag
 from ..resample._check import check_drawn
 from ..uncertainty import Interval
 from ._check import check_held_out, check_level, check_targets
 from ._check_series import check_known, check_residuals, check_times, warn_of_no_residual
+from ._outward import difference_up, enclose, residuals_out, rounding_of_means
 from ._shortest import residuals_and_share, shortest
 
 
@@ -25,13 +27,14 @@ class Enbpi(eqx.Module):
 
     **Attributes:**
 
-    - `residuals`: `(window,)`, targets minus predictions, oldest first.
+    - `residuals`: targets minus predictions, oldest first, rounded down in `.lower` and up in `.upper`, each
+        `(window,)`.
     - `known`: `(window,)`, whether each residual is used.
     - `share`: `(members,)`, the weights of the members in the mean prediction; they sum to one.
     - `level`: the coverage.
     """
 
-    residuals: Float[Array, " window"]
+    residuals: Interval
     known: Bool[Array, " window"]
     share: Float[Array, " members"]
     level: float = eqx.field(static=True)
@@ -41,9 +44,8 @@ class Enbpi(eqx.Module):
         name = "conformal.Enbpi"
         checked = check_values(name, "predictions", predictions)
         check_fitted_members(name, self.share.size, checked.shape[0])
-        centre = known_mean(*promote(checked, self.share))
-        centre, below, above = promote(centre, *shortest(self.residuals, self.known, self.level))
-        return Interval(centre + below, centre + above)
+        below, above = shortest(self.residuals, self.known, self.level)
+        return _ends(*promote(checked, self.share, below, above))
 
     def update(
         self,
@@ -62,14 +64,29 @@ class Enbpi(eqx.Module):
         check_fitted_members(name, self.share.size, checked.shape[0])
         check_times(name, checked, observed)
         known = check_known(name, mask, observed.shape)
-        checked, observed, share = promote(checked, observed, self.share)
-        found = blank_masked(observed, known) - known_mean(blank_masked(checked, known, before=1), share)
-        check_residuals(name, found)
-        window = self.residuals.size
+        checked, lower, upper, share = promote(checked, *enclose(targets, observed), self.share)
+        lower, upper = blank_masked(lower, known), blank_masked(upper, known)
+        found = residuals_out(Interval(lower, upper), known_mean(blank_masked(checked, known, before=1), share))
+        check_residuals(name, found.upper)
+        window = self.known.size
         slide = lambda old, new: jnp.concatenate([old, jnp.ravel(new).astype(old.dtype)])[-window:]
         known = slide(self.known, known)
         warn_of_no_residual(name, known, "no time of the window has a target", "Pass a longer `window` to `enbpi`.")
-        return Enbpi(slide(self.residuals, found), known, self.share, self.level)
+        return Enbpi(jax.tree.map(slide, self.residuals, found), known, self.share, self.level)
+
+
+@jax.jit
+def _ends(
+    predictions: Float[Array, " members *batch"],
+    share: Float[Array, " members"],
+    below: Float[Array, ""],
+    above: Float[Array, ""],
+) -> Interval:
+    """The mean plus the ends, rounded outwards, also by the rounding of means over several members."""
+    counted = blank_unweighted(predictions, share)
+    centre, rounding = weighted_mean(counted, share), rounding_of_means(counted, jnp.sum(share > 0))
+    end = lambda shift, middle: difference_up(difference_up(jnp.broadcast_to(shift, middle.shape), -middle), -rounding)
+    return Interval(-end(-below, -centre), end(above, centre))
 
 
 def enbpi(
@@ -145,10 +162,10 @@ def enbpi(
     """
     name = "conformal.enbpi"
     predicted, observed = check_targets(name, targets, held_out=held_out)
-    kept = check_mask(name, mask, observed.shape)
+    kept = check_mask(name, mask, predicted.shape)
     check_level(name, level)
-    length = observed.size if window is None else check_positive_int(window, "window", name=name)
-    unseen = out_of_bag(check_drawn(name, drawn, observed.size), observed.size)
+    length = predicted.size if window is None else check_positive_int(window, "window", name=name)
+    unseen = out_of_bag(check_drawn(name, drawn, predicted.size), predicted.size)
     convex = check_weights(name, weights, unseen.shape[0], predicted.dtype)
     seen_by = unseen if convex is None else unseen & (convex > 0)[:, None]
     check_held_out(name, held_out, seen_by, mask, every_row=False)
@@ -158,4 +175,4 @@ def enbpi(
     known = known[-length:]
     reason = "no row of the window has a target and an out-of-bag prediction"
     warn_of_no_residual(name, known, reason, "Train more members, or each on fewer rows; or pass a longer `window`.")
-    return Enbpi(residuals[-length:], known, share, float(level))
+    return Enbpi(jax.tree.map(lambda x: x[-length:], residuals), known, share, float(level))

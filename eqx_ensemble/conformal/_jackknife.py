@@ -131,8 +131,8 @@ def cv_plus(
     name = "conformal.cv_plus"
     check_folds(name, folds)
     predicted, observed = check_targets(name, targets, held_out=held_out)
-    check_rows_of_folds(name, observed.size, folds.in_test.shape[1])
-    kept = check_mask(name, mask, observed.shape)
+    check_rows_of_folds(name, predicted.size, folds.in_test.shape[1])
+    kept = check_mask(name, mask, predicted.shape)
     check_level(name, level)
     unseen = folds.in_test
     check_held_out(name, held_out, unseen, mask, every_row=True)
@@ -203,9 +203,9 @@ def jackknife_plus_after_bootstrap(
     """
     name = "conformal.jackknife_plus_after_bootstrap"
     predicted, observed = check_targets(name, targets, held_out=held_out)
-    kept = check_mask(name, mask, observed.shape)
+    kept = check_mask(name, mask, predicted.shape)
     check_level(name, level)
-    unseen = out_of_bag(check_drawn(name, drawn, observed.size), observed.size)
+    unseen = out_of_bag(check_drawn(name, drawn, predicted.size), predicted.size)
     convex = check_weights(name, weights, unseen.shape[0], predicted.dtype)
     seen_by = unseen if convex is None else unseen & (convex > 0)[:, None]
     infinite = check_held_out(name, held_out, seen_by, mask, every_row=False)

@@ -14,7 +14,7 @@ _CHUNK = 256
 def fit_left_out(
     name: str,
     held_out: Array,
-    targets: Array,
+    targets: Interval,
     unseen: Bool[Array, "folds rows"],
     weights: Array | None,
     mask: Array | None,
@@ -22,16 +22,16 @@ def fit_left_out(
     infinite: int,
 ) -> tuple[Array, Array, Array, Array]:
     """Residuals, weights of the members that held each row out, the rank of the quantile, and the mask of used rows."""
-    rank = rank_of(name, fraction(level), targets.size, mask, infinite=infinite)
-    kept = jnp.ones(targets.shape, bool) if mask is None else mask
-    held_out, targets = blank_masked(held_out, mask), blank_masked(targets, mask)
-    return *_residuals_and_shares(held_out, targets, unseen, weights), rank, kept
+    rank = rank_of(name, fraction(level), held_out.size, mask, infinite=infinite)
+    kept = jnp.ones(held_out.shape, bool) if mask is None else mask
+    held_out, *ends = (blank_masked(x, mask) for x in (held_out, *targets))
+    return *_residuals_and_shares(held_out, Interval(*ends), unseen, weights), rank, kept
 
 
 @jax.jit
 def _residuals_and_shares(
     held_out: Float[Array, " rows"],
-    targets: Float[Array, " rows"],
+    targets: Interval,
     unseen: Bool[Array, "folds rows"],
     weights: Float[Array, " folds"] | None,
 ) -> tuple[Float[Array, " rows"], Float[Array, "folds rows"]]:

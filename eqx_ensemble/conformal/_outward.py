@@ -2,7 +2,29 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Shaped
+
+from .._check import concrete
+from ..uncertainty import Interval
+
+
+def enclose(values: Shaped[ArrayLike, "..."], rounded: Float[Array, "..."]) -> Interval:
+    """The closest numbers of the dtype of `rounded` at or below, and at or above, the values that were rounded to it.
+
+    In 32-bit mode a target of NumPy's float64 is between two of them. While tracing it is one of them.
+    """
+    host = concrete(values)
+    if host is None or host.dtype == rounded.dtype:
+        return Interval(rounded, rounded)
+    with np.errstate(over="ignore"):
+        exact, near = host.astype(np.float64), host.astype(rounded.dtype)  # not of `rounded`, which may be traced
+    infinity = near.dtype.type(np.inf)
+    lower = np.where(near > exact, np.nextafter(near, -infinity), near)
+    upper = np.where(near < exact, np.nextafter(near, infinity), near)
+    if not (lower < upper).any():
+        return Interval(rounded, rounded)
+    return Interval(jnp.asarray(lower), jnp.asarray(upper))
 
 
 @jax.jit
@@ -15,9 +37,15 @@ def difference_up(first: Float[Array, "..."], second: Float[Array, "..."]) -> Fl
 
 
 @jax.jit
-def distance_up(first: Float[Array, "..."], second: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`|first - second|`, rounded up."""
-    return jnp.maximum(difference_up(first, second), difference_up(second, first))
+def distance_up(targets: Interval, predictions: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`|targets - predictions|` of targets between these ends, rounded up."""
+    return jnp.maximum(difference_up(targets.upper, predictions), difference_up(predictions, targets.lower))
+
+
+@jax.jit
+def residuals_out(targets: Interval, predictions: Float[Array, "..."]) -> Interval:
+    """`targets - predictions` of targets between these ends, rounded down and up."""
+    return Interval(-difference_up(predictions, targets.lower), difference_up(targets.upper, predictions))
 
 
 @jax.jit

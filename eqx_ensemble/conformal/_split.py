@@ -85,11 +85,11 @@ def split(
     """
     name = "conformal.split"
     centre, observed = check_targets(name, targets, predictions=predictions)
-    kept = check_mask(name, mask, observed.shape)
+    kept = check_mask(name, mask, centre.shape)
     check_level(name, level)
-    centre, observed = blank_masked(centre, kept), blank_masked(observed, kept)
-    rank = rank_of(name, fraction(level), observed.size, kept)
-    return Split(value_at_rank_jit(distance_up(observed, centre), kept, rank))
+    centre, *ends = (blank_masked(x, kept) for x in (centre, *observed))
+    rank = rank_of(name, fraction(level), centre.size, kept)
+    return Split(value_at_rank_jit(distance_up(Interval(*ends), centre), kept, rank))
 
 
 def normalised(
@@ -133,11 +133,10 @@ def normalised(
     """
     name = "conformal.normalised"
     centre, scales, observed = check_targets(name, targets, predictions=predictions, scale=scale)
-    kept = check_mask(name, mask, observed.shape)
+    kept = check_mask(name, mask, centre.shape)
     check_scales(name, scale, mask)
     check_level(name, level)
-    centre, scales, observed = (
-        blank_masked(x, kept, fill=fill) for x, fill in ((centre, 0), (scales, 1), (observed, 0))
-    )
-    rank = rank_of(name, fraction(level), observed.size, kept)
-    return Normalised(value_at_rank_jit(quotient_up(distance_up(observed, centre), scales), kept, rank))
+    scales = blank_masked(scales, kept, fill=1)
+    centre, *ends = (blank_masked(x, kept) for x in (centre, *observed))
+    rank = rank_of(name, fraction(level), centre.size, kept)
+    return Normalised(value_at_rank_jit(quotient_up(distance_up(Interval(*ends), centre), scales), kept, rank))

@@ -82,28 +82,28 @@ def test_rows_that_every_member_drew_do_not_count():
 def test_updates_slide_the_window():
     fitted = _fit(0.8)
     centre = np.asarray(fitted.share) @ PREDICTIONS
-    want = np.concatenate([fitted.residuals, TARGETS[ROWS:] - centre[ROWS:]])[-ROWS:]
+    want = np.concatenate([fitted.residuals.upper, TARGETS[ROWS:] - centre[ROWS:]])[-ROWS:]
     together = fitted.update(PREDICTIONS[:, ROWS:], TARGETS[ROWS:])
-    np.testing.assert_allclose(together.residuals, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(together.residuals.upper, want, rtol=1e-5, atol=1e-6)
 
     def step(state, time):
         prediction, target = time
         return state.update(prediction, target), state(prediction)
 
     state, intervals = jax.lax.scan(step, fitted, (PREDICTIONS[:, ROWS:].T, TARGETS[ROWS:]))
-    np.testing.assert_allclose(state.residuals, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state.residuals.upper, want, rtol=1e-5, atol=1e-6)
     first = fitted(PREDICTIONS[:, ROWS])
     np.testing.assert_allclose([intervals.lower[0], intervals.upper[0]], first, rtol=1e-6)
     np.testing.assert_allclose(intervals.lower[-1], state(PREDICTIONS[:, -1]).lower, atol=0.5)
     held_out = resample.out_of_bag_mean(PREDICTIONS[:, OLD], DRAWN).mean
     short = conformal.enbpi(held_out, TARGETS[OLD], DRAWN, level=0.8, window=15)
-    np.testing.assert_array_equal(short.residuals, fitted.residuals[-15:])
+    np.testing.assert_array_equal(short.residuals.upper, fitted.residuals.upper[-15:])
     np.testing.assert_array_equal(short.share, fitted.share)
     short = short.update(PREDICTIONS[:, ROWS:], TARGETS[ROWS:])
-    np.testing.assert_array_equal(short.residuals, together.residuals[-15:])
+    np.testing.assert_array_equal(short.residuals.upper, together.residuals.upper[-15:])
     # More times than the window: the last ones.
     many = fitted.update(np.tile(PREDICTIONS, 2), np.tile(TARGETS, 2))
-    np.testing.assert_allclose(many.residuals, (np.tile(TARGETS - centre, 2))[-ROWS:], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(many.residuals.upper, (np.tile(TARGETS - centre, 2))[-ROWS:], rtol=1e-4, atol=1e-5)
 
 
 def test_times_without_a_target():
@@ -114,7 +114,7 @@ def test_times_without_a_target():
     np.testing.assert_array_equal(got.known[-NEW:], known)
     lower, upper = got(PREDICTIONS[:, 0])
     centre = np.asarray(fitted.share) @ PREDICTIONS[:, 0]
-    ends = _shortest(np.asarray(got.residuals)[np.asarray(got.known)], 0.8)
+    ends = _shortest(np.asarray(got.residuals.upper)[np.asarray(got.known)], 0.8)
     np.testing.assert_allclose([lower - centre, upper - centre], ends, rtol=1e-4, atol=1e-5)
     one = fitted.update(PREDICTIONS[:, 0], np.float32(np.nan), mask=False)
     assert not one.known[-1]

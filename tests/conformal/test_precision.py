@@ -1,4 +1,4 @@
-"""What was fitted in one precision is called in another, with 64-bit types and strict promotion."""
+"""What was fitted in one precision is called in another, also with 64-bit types, under strict promotion."""
 
 import jax
 import numpy as np
@@ -60,3 +60,41 @@ def test_another_precision(name):
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
             assert x.dtype == (np.float64 if y.dtype == np.float32 else y.dtype)
+
+
+NONE = np.zeros((1, 8), bool)  # rows that the one member was trained on
+NUMBER = np.full(8, 0.1, np.float32)
+
+
+def _interval(fit, *predictions):
+    return lambda y: fit(*predictions, y)(*predictions)
+
+
+def _later(y):
+    fitted = conformal.enbpi(NUMBER, 0 * y, NONE, level=0.7, window=8)
+    return fitted.update(NUMBER[None], y)(NUMBER[None])
+
+
+ATOMS = {
+    "split": _interval(lambda x, y: conformal.split(x, y, level=0.7), NUMBER),
+    "normalised": _interval(lambda x, s, y: conformal.normalised(x, s, y, level=0.7), NUMBER, 3 * NUMBER),
+    "cqr": _interval(lambda low, high, y: conformal.cqr(low, high, y, level=0.7), NUMBER - 1, NUMBER + 1),
+    "jackknife_plus": lambda y: conformal.jackknife_plus_after_bootstrap(NUMBER, y, NONE, level=0.7)(NUMBER[None]),
+    "enbpi": lambda y: conformal.enbpi(NUMBER, y, NONE, level=0.7)(NUMBER[None]),
+    "enbpi, later": _later,
+    "quantile": lambda y: (-np.inf, conformal.quantile(y, level=0.7)),
+    "weighted_quantile": lambda y: (-np.inf, conformal.weighted_quantile(y, np.ones(8), np.ones(()), level=0.7)),
+    "group_quantile": lambda y: (-np.inf, conformal.group_quantile(y, np.zeros(8, int), level=0.7, num_groups=1)),
+    "risk_control_steps": lambda y: (-np.inf, conformal.risk_control_steps(y[:, None], np.ones((8, 1)), risk=0.3)),
+    "risk_control": lambda y: (-np.inf, conformal.risk_control(np.zeros((8, 1)), y[:1], risk=0.3)),
+}
+
+
+@pytest.mark.parametrize("name", ATOMS)
+def test_targets_that_float32_does_not_hold_are_inside(name):
+    """All targets are one number, at the end of the interval."""
+    for y in np.append(np.random.default_rng(1).normal(size=12), [0.1, 100.3]):
+        lower, upper = ATOMS[name](np.full(8, y))
+        assert np.all((np.asarray(lower, float) <= y) & (y <= np.asarray(upper, float))), y
+        gaps = np.minimum(abs(np.asarray(lower) - y), abs(np.asarray(upper) - y))
+        np.testing.assert_array_less(gaps, 1e-6 + 1e-6 * abs(y))  # by rounding, not more
