@@ -39,6 +39,8 @@ def weighted_mean(
 
 def sum_members(values: Float[Array, "members ..."]) -> Float[Array, "..."]:
     """Pairwise sum over members: on a CPU, XLA materialises the terms of `jnp.sum` over a leading axis."""
+    if not isinstance(values.shape[0], int):  # an exported program for any number of members
+        return jnp.sum(values, axis=0)
     rest = []
     while (half := values.shape[0] // 2) > 0:
         rest += [values[2 * half]] if values.shape[0] % 2 else []
@@ -161,7 +163,9 @@ def quantile_in_order(
     rest = jnp.flip(jnp.cumsum(jnp.flip(own, axis=0), axis=0), axis=0)
     rest = jnp.concatenate([rest[1:], jnp.zeros_like(total)]) / total
     share = share / total
-    rounding = 4 * math.log2(2 * num_members) * jnp.finfo(in_order.dtype).eps
+    # While exporting, the number of members may be a symbol.
+    log2 = math.log2 if isinstance(num_members, int) else lambda count: jnp.log2(jnp.asarray(count).astype(level.dtype))
+    rounding = 4 * log2(2 * num_members) * jnp.finfo(in_order.dtype).eps
     low = level <= over
     below = jnp.where(low, share < level * (1 - rounding), rest > over * (1 + rounding))
     at_most = jnp.where(low, share <= level * (1 + rounding), rest >= over * (1 - rounding))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._check import (
+    Size,
     check_logits,
     check_moments,
     check_nonnegative_weights,
@@ -14,7 +15,7 @@ from .._check import (
 )
 
 
-def check_members(predictions: Any, *, name: str) -> int:
+def check_members(predictions: Any, *, name: str) -> Size:
     """Raises unless all predictions have the same leading axis of at least one member. Returns its length."""
     shapes = {np.shape(leaf) for leaf in jax.tree.leaves(predictions)}
     counts = {shape[:1] for shape in shapes}
@@ -26,7 +27,7 @@ def check_members(predictions: Any, *, name: str) -> int:
     return counts.pop()[0]
 
 
-def check_chunk_weights(weights: Any, num_members: int, *, name: str, rows: tuple[int, ...] = ()) -> Any:
+def check_chunk_weights(weights: Any, num_members: Size, *, name: str, rows: tuple[Size, ...] = ()) -> Any:
     """Raises unless a chunk's weights are finite and non-negative; all may be zero. Returns NumPy's array if concrete.
 
     With `rows`, the shape of the rows, weights per row are also accepted.

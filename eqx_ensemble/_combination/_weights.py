@@ -24,7 +24,7 @@ def chunk_weights(predictions: PyTree, weights: Any, *, name: str) -> ChunkWeigh
     """
     count = check_members(predictions, name=name)
     if weights is None:
-        return ChunkWeights(None, jnp.asarray(np.float64(count)), jnp.int32(0))
+        return ChunkWeights(None, jnp.asarray(count).astype(float), jnp.int32(0))  # while exporting it may be a symbol
     weights = check_chunk_weights(weights, count, name=name)
     if not isinstance(weights, np.ndarray):
         return ChunkWeights(weights, jnp.sum(weights), jnp.int32(0))

@@ -18,6 +18,13 @@ def check_sketch_levels(levels: Any, *, name: str) -> tuple[float, ...]:
     return tuple(float(level) for level in found)
 
 
+def check_known_members(name: str, num_members: Any) -> None:
+    """Raises for a symbolic number of members: it decides how often a sketch is condensed."""
+    if not isinstance(num_members, int):
+        fix = "Pass `combine=functools.partial(ee.uncertainty.quantile, levels=...)`, or no `symbolic_members`."
+        raise TypeError(needs_message(name, "a known number of members", f"got any number, `{num_members}`", fix))
+
+
 def check_power(name: str, power: ArrayLike, dtype: jnp.dtype) -> Array:
     """Raises unless `power` is a positive scalar (where concrete). Returns it as an array."""
     return check_positive_scalar(

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
@@ -96,7 +97,8 @@ def _trimmed_mean(
     kept = jnp.where(kept < rounding[None], 0, kept)
     kept = kept / jnp.sum(kept, axis=0)[None]
     # Deviations from a member that is kept are small: a large common offset costs no precision.
-    one = ordered[ordered.shape[0] // 2] if own is None else _at_largest(ordered, kept)
+    middle = lambda: jax.lax.dynamic_index_in_dim(ordered, ordered.shape[0] // 2, keepdims=False)
+    one = middle() if own is None else _at_largest(ordered, kept)
     one = jnp.where(jnp.abs(one) < jnp.finfo(ordered.dtype).max / 4, one, 0)
     found = one + sum_members(kept * jnp.where(kept == 0, 0, ordered - one[None]))
     return jnp.where(jnp.isnan(ordered[-1]), jnp.nan, found)

@@ -9,7 +9,7 @@ from .. import _weighting
 from .._check import as_column, check_positive_int, check_values
 from .._combination import AbstractCombination, check_one_array, check_seen, chunk_weights, common_scale
 from .._pytree import PyTree
-from ._check import check_sketch_levels
+from ._check import check_known_members, check_sketch_levels
 
 
 class _Items(NamedTuple):
@@ -71,6 +71,7 @@ class QuantileSketch(AbstractCombination):
         """Adds members to the sketch."""
         name = "combine.QuantileSketch"
         values = check_values(name, "predictions", check_one_array(predictions, name=name))
+        check_known_members(name, values.shape[0])
         chunk = chunk_weights(predictions, weights, name=name)
         if chunk is None:
             return partial

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int32, Key, Real
 
 from .. import _keys
-from .._check import check_flag, check_logits, check_moments, check_positive_int, check_weights
+from .._check import Size, check_flag, check_logits, check_moments, check_positive_int, check_weights
 from .._weighting import blank_unweighted
 
 
@@ -136,7 +136,7 @@ def _classes(
 
 
 def _members(
-    num_members: int,
+    num_members: Size,
     weights: Float[Array, " members"] | None,
     shape: tuple[Any, ...],
     joint: bool,  # noqa: FBT001
