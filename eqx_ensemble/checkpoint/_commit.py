@@ -13,8 +13,20 @@ from . import _disk
 from ._check import check_manifest_size
 from ._check_folders import NotSyncedError, check_overwritable, no_sync_message
 from ._manifest import LIMIT, NAME
-from ._names import UNFINISHED, foreign, is_checkpoint, is_ours, number_of, remove_entry, remove_ours
-from ._path import has_manifest, list_folder
+from ._names import (
+    BEGUN,
+    MARK,
+    UNFINISHED,
+    foreign_content,
+    is_begun,
+    is_checkpoint,
+    is_ours,
+    is_sealed,
+    number_of,
+    remove_entry,
+    remove_ours,
+)
+from ._path import has_manifest, is_on_disk, list_folder
 from ._read import read_manifest
 
 _CANNOT = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -23,8 +35,22 @@ _unsynced: set[int] = set()
 
 
 def check_own(path: Any) -> None:
-    """Checks that a path holds a checkpoint, or the remains of one, and nothing else."""
-    check_overwritable(path, is_checkpoint=is_checkpoint(path), holds=foreign(path))
+    """Checks that a path is free, or holds a checkpoint or the remains of one, and nothing else."""
+    if is_on_disk(path) and not os.path.lexists(path):
+        return
+    check_overwritable(path, is_checkpoint=is_checkpoint(path), holds=foreign_content(path))
+
+
+def mark(folder: Path) -> None:
+    """Marks a folder without a manifest as ours, before arrays are written in it: a kill may leave any part of them."""
+    if is_sealed(folder) or is_begun(folder):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        _disk.remove(folder / BEGUN)
+    with new_file(folder / BEGUN) as file:
+        _disk.write_all(file, MARK)
+        _disk.sync(file)
+    sync_names(folder)
 
 
 def sync_names(folder: Path) -> None:
@@ -90,7 +116,7 @@ def give_up(path: Any, number: int) -> None:
         for entry in list_folder(path):
             if entry.name == UNFINISHED or number_of(entry) == number:
                 remove_entry(entry)
-        if path.exists() and not list_folder(path):
+        if path.exists() and all(entry.name == BEGUN for entry in list_folder(path)):
             remove_ours(path)
     return None
 

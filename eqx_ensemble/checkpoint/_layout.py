@@ -54,5 +54,6 @@ def begins_as_ours(file: BinaryIO) -> bool:
 
     A file that a crash of the system left empty or full of zeros counts as ours.
     """
-    size = int.from_bytes(file.read(8), "little")
-    return size == 0 or TABLE.encode() in file.read(min(size, LIMIT))
+    start = file.read(4096)
+    header = start[8:] + file.read(min(int.from_bytes(start[:8], "little"), LIMIT))
+    return not any(start) or TABLE.encode() in header

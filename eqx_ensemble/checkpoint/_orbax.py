@@ -19,6 +19,7 @@ from ._commit import (
     check_own,
     give_up,
     make_parents,
+    mark,
     put_manifest,
     remove_unused,
     sync_last,
@@ -95,6 +96,7 @@ def _agreed_number(path: Any) -> int:
             with explain_writing(path):
                 if is_on_disk(path):
                     make_parents(path)
+                    mark(path)
                 number = next_number(path)
         except OSError as failure:
             error = failure

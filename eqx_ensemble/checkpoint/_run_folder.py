@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from .._warnings import warn
 from ._formats import Format
 from ._kind import STEP
-from ._names import is_unfinished
+from ._names import foreign_content, is_unfinished
 from ._path import list_folder
 from ._read import read_manifest
 from ._write import clean, remove
@@ -67,7 +67,7 @@ class RunFolder:
         """Removes the remains of killed processes."""
         clean(self._path, STEP)
         for _, entry in self._entries():
-            if is_unfinished(entry):
+            if is_unfinished(entry) and not foreign_content(entry):
                 remove(entry)
 
     def _remove(self, step: int) -> None:

@@ -12,6 +12,7 @@ from ._check_folders import NotSyncedError, check_removable, explain_writing
 from ._commit import (
     check_own,
     make_parents,
+    mark,
     new_file,
     put_manifest,
     remove_unused,
@@ -23,7 +24,7 @@ from ._dtypes import raw
 from ._hashing import Digests
 from ._layout import FileLayout, file_layout
 from ._manifest import NAME, encode
-from ._names import REMOVING, SAVING, foreign, is_temporary, next_number, remove_ours, temporary
+from ._names import REMOVING, SAVING, foreign_content, is_temporary, next_number, remove_ours, temporary
 from ._path import is_on_disk
 from ._snapshot import Snapshot
 
@@ -41,8 +42,7 @@ def write(path: Path, content: Snapshot) -> None:
     atomically. At every moment `path` holds the old checkpoint or the new one.
     """
     path = path.absolute()
-    if os.path.lexists(path):
-        check_own(path)
+    check_own(path)
     plan = file_layout(content.manifest.entries)
     with explain_writing(path, plan.size):
         make_parents(path.parent)
@@ -54,12 +54,13 @@ def write(path: Path, content: Snapshot) -> None:
                 taken = error.errno in _TAKEN and not isinstance(error, NotSyncedError)
                 if not (taken and os.path.isdir(path)):
                     raise  # otherwise another process wrote it at the same time
+                check_own(path)
         return _overwrite(path, content, plan)
 
 
 def remove(path: Any) -> None:
     """Removes a checkpoint, never leaving a part of it under its name; `FileExistsError` if it holds other files."""
-    check_removable(path, foreign(path), is_link=is_on_disk(path) and path.is_symlink())
+    check_removable(path, foreign_content(path), is_link=is_on_disk(path) and path.is_symlink())
     if not is_on_disk(path):
         with contextlib.suppress(FileNotFoundError):
             _disk.remove(path / NAME)  # without it, the rest is no checkpoint
@@ -147,6 +148,7 @@ def _temporary(path: Path) -> Iterator[Path]:
 def _overwrite(path: Path, content: Snapshot, plan: FileLayout) -> None:
     with _disk.hold_lock(path):
         try:
+            mark(path)
             _write_files(path, next_number(path), content, plan)
             sync_names(path)  # the arrays' name is on the disk before the manifest that names them
             put_manifest(path)

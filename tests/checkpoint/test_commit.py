@@ -44,14 +44,23 @@ def kill(save, **where):
 
 
 @pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("old", [None, 1], ids=["new", "overwrite"])
+@pytest.mark.parametrize("old", [None, "empty", 1], ids=["new", "empty", "overwrite"])
 def test_killed_at_every_boundary(old, how, tmp_path):
-    path = tmp_path / "run" / "x"
+    path, is_empty = tmp_path / "run" / "x", old == "empty"
+    old = None if is_empty else old
 
     def start():
         shutil.rmtree(path.parent, ignore_errors=True)
+        if is_empty:
+            path.mkdir(parents=True)
         if old is not None:
             ee.save(path, tree(old))
+
+    def found():
+        try:
+            return version_at(path)
+        except FileNotFoundError:
+            return None
 
     start()
     count = operations_of(lambda: ee.save(path, tree(2))).count
@@ -60,7 +69,7 @@ def test_killed_at_every_boundary(old, how, tmp_path):
     for stop in range(count):
         start()
         kill(lambda: ee.save(path, tree(2)), stop=stop, how=how)
-        seen.add(version_at(path) if path.exists() else None)
+        seen.add(found())
         # The next process saves as if nothing had been, and leaves nothing behind.
         ee.save(path, tree(3))
         assert version_at(path) == 3

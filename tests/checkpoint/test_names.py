@@ -9,6 +9,7 @@ import warnings
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints
@@ -44,6 +45,15 @@ def own_files():
         "a file in the place of a folder": {"orbax-0001": b"1"},
         "a folder in the place of a file": {f"{ARRAYS}/x": b"1"},
         "our arrays, and something else": {ARRAYS: b"", "notes": b"1"},
+        "arrays of the user": {ARRAYS: b"my only copy"},
+        "arrays of another library": {ARRAYS: safetensors.numpy.save({"a": np.ones(3)})},
+        "zeros that a program wrote": {ARRAYS: bytes(8) + b"1"},
+        "arrays of the user after ours": {ARRAYS: b"", "arrays-0002.safetensors": b"1"},
+        "arrays of the user beside a manifest": {MANIFEST: b"{}", "orbax-0001/weights.bin": b"1"},
+        "folders of the user": {"orbax-0001/weights.bin": b"1"},
+        "folders of the user with metadata": {"orbax-0001/state/_METADATA": b'{"tree_metadata": {}}'},
+        "an unfinished file of another program": {f"{MANIFEST}.saving": b'{"epoch": 3}'},
+        "a mark of another program": {f"{MANIFEST}.begun": b"today", ARRAYS: b""},
     }
 
 
@@ -62,6 +72,8 @@ def test_what_is_not_ours_is_not_overwritten(name, tmp_path):
     with pytest.raises(FileExistsError, match="is not a checkpoint, so nothing is overwritten"):
         checkpoints.save(3, tree(1))
     assert everything_in(tmp_path) == before
+    checkpoints.save(4, tree(1))  # and what it removes is its own
+    assert before.items() <= everything_in(tmp_path).items()
 
 
 def test_the_message_names_what_is_there(tmp_path):
@@ -147,8 +159,22 @@ LEFT = {
     "a manifest that was not put in its place": [ARRAYS, f"{MANIFEST}.saving"],
     "what rsync leaves": [ARRAYS, f".{MANIFEST}.Xy12Zz", ".arrays-0002.safetensors.aB3dE6"],
     "nothing": [],
-    "arrays of Orbax": ["orbax-0001/x", "orbax-0002.orbax-checkpoint-tmp/x"],
+    "arrays of Orbax": ["orbax-0001/state/_METADATA", "orbax-0002.orbax-checkpoint-tmp/x"],
+    "parts of arrays": [f"{MANIFEST}.begun", "arrays-0003.safetensors", "orbax-0001/x"],
 }
+
+
+def left_content(name, whole):
+    """What a kill may leave under a name, given the files of a whole checkpoint."""
+    if name == ARRAYS:
+        return whole[ARRAYS][:-1]
+    if name.endswith("_METADATA"):
+        return b'{"tree_metadata": {"(\'<checksums>\',)": {}}}'
+    return {
+        "arrays-0002.safetensors": bytes(100),
+        f"{MANIFEST}.saving": whole[MANIFEST][:100],
+        f"{MANIFEST}.begun": b"eqx_ensemble checkpoint",
+    }.get(name, b"1")
 
 
 @pytest.mark.parametrize("name", LEFT)
@@ -156,9 +182,10 @@ def test_a_folder_that_holds_only_our_names_is_ours(name, tmp_path):
     """An interrupted `rm` or `rsync` does not keep the run from saving that step again."""
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, tree(1))
+    whole = everything_in(checkpoints.path(1))
     for file in LEFT[name]:
         (checkpoints.path(2) / file).parent.mkdir(parents=True, exist_ok=True)
-        (checkpoints.path(2) / file).write_bytes(b"1")
+        (checkpoints.path(2) / file).write_bytes(left_content(file, whole))
     checkpoints.path(2).mkdir(exist_ok=True)
     assert not foreign(checkpoints.path(2))
     with pytest.warns(UserWarning, match="went back to step 1"):
