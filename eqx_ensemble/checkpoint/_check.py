@@ -10,6 +10,8 @@ from .._check._leaves import MOST_BITS
 
 KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 """The generators whose keys can be saved, and the number of words in a key."""
+MOST_NESTED = 100
+"""The maximum depth of metadata: deeper ones could exhaust the stack of a reader."""
 _JSON = "Metadata are dicts with string keys, lists, strings, numbers, booleans and `None`."
 
 
@@ -80,18 +82,20 @@ def check_saved_rows(shape: tuple[int, ...], num_members: int | None, path: str)
         )
 
 
-def check_json(value: Any, path: str = "meta") -> None:
-    """Checks that JSON returns a value unchanged, except for tuples."""
+def check_json(value: Any, path: str = "meta", depth: int = MOST_NESTED) -> None:
+    """Checks that JSON returns a value unchanged, except for tuples, and that readers accept its depth."""
+    if depth < 0:
+        raise ValueError(f"`{path}` is nested more than {MOST_NESTED} times, which readers reject.")
     if isinstance(value, dict):
         for key, item in value.items():
             if type(key) is not str:
                 raise TypeError(f"`{path}` has the key {key!r}, which JSON would make a string.\n{_JSON}")
             if key == "<float>":
                 raise ValueError(f"`{path}` has the key '<float>', under which numbers like NaN are kept: rename it.")
-            check_json(item, f"{path}[{key!r}]")
+            check_json(item, f"{path}[{key!r}]", depth - 1)
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            check_json(item, f"{path}[{i}]")
+            check_json(item, f"{path}[{i}]", depth - 1)
     elif not (value is None or type(value) in (str, int, float, bool)):
         array = is_member_array(value) or isinstance(value, jax.Array)
         hint = " Write `array.tolist()` for its numbers." if array else ""

@@ -54,8 +54,8 @@ def explain_folder(path: Any) -> Iterator[None]:
     """Adds the path to errors of making or writing the folder of a run."""
     try:
         yield
-    except BlockingIOError:
-        raise  # the folder is in use: the message says so
+    except (BlockingIOError, FileExistsError):
+        raise  # the folder is in use, or has a lock that is not ours: the message says so
     except OSError as error:
         raise OSError(
             error.errno,
@@ -109,6 +109,16 @@ def check_folder_free(path: Any, holder: dict[str, Any] | None, *, free: bool) -
             errno.EWOULDBLOCK,
             f"`fit` needs a checkpoint folder that no other run uses, and `{path}` is in use: by {who}.\nWait for that "
             "run to end, end it, or save in another folder",
+        )
+
+
+def check_own_lock(path: Any, *, is_own: bool) -> None:
+    """Checks that the file of a lock was written by this library."""
+    if not is_own:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"`{path}` is the file of a lock for runs of `fit`, and was not written by `fit`, so it is not overwritten."
+            "\nMove it away, or save in another folder",
         )
 
 

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from ._check import KEY_WORDS, format_version_message
+from ._check_record import InvalidRecordError, check_depth, check_valid, is_list, is_texts
 from ._damage import corrupt_error
 from ._dtypes import DTYPES
 from ._manifest import FLOAT, FORMAT, SEAL, TABLE, VERSION, Entry, Manifest, Number, digest, is_orbax
@@ -23,65 +24,49 @@ def decode(data: bytes, file: Any) -> Manifest:
         raise corrupt_error(file, "its checksum does not match")
     try:
         content = json.loads(body.decode("ascii"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
-        _expect("not a manifest", holds=type(content) is dict and content.get("format") == FORMAT)
+        check_valid("not a manifest", holds=type(content) is dict and content.get("format") == FORMAT)
         if content.get("version") == VERSION:
             return _manifest(content)
-    except _InvalidError as error:
+    except InvalidRecordError as error:
         raise corrupt_error(file, str(error)) from None
     except (RecursionError, ValueError) as error:  # what the JSON parser raises
         raise corrupt_error(file, f"it is not the JSON of a manifest ({type(error).__name__})") from None
     raise ValueError(format_version_message(file, content.get("version"), VERSION))
 
 
-class _InvalidError(Exception):
-    """Why bytes are not a manifest."""
-
-
-def _expect(reason: str, *, holds: bool) -> None:
-    if not holds:
-        raise _InvalidError(reason)
-
-
 def _no_duplicates(pairs: list) -> dict:
-    _expect("a key occurs twice", holds=len({key for key, _ in pairs}) == len(pairs))
+    check_valid("a key occurs twice", holds=len({key for key, _ in pairs}) == len(pairs))
     return dict(pairs)
 
 
 def _no_constant(name: str) -> None:
-    raise _InvalidError(f"`{name}` is not a JSON number")
+    raise InvalidRecordError(f"`{name}` is not a JSON number")
 
 
 def _manifest(content: dict) -> Manifest:
-    _expect("a field is missing or unknown", holds=set(content) == {"format", "version", *Manifest._fields})
+    check_valid("a field is missing or unknown", holds=set(content) == {"format", "version", *Manifest._fields})
+    check_depth(content["meta"])
     members = content["members"]
     if members is not None:
-        _expect("`members` are not ids", holds=_is_ids(members))
+        check_valid("`members` are not ids", holds=_is_ids(members))
         members = tuple(members)
     structure, versions = content["structure"], content["versions"]
-    _expect("`structure` or `versions` are not strings", holds=_is_texts(structure) and _is_texts(versions))
+    check_valid("`structure` or `versions` are not strings", holds=is_texts(structure) and is_texts(versions))
     step, score, meta = content["step"], unstrict(content["score"]), unstrict(content["meta"])
-    _expect("`step` is not a step number", holds=step is None or (type(step) is int and step >= 0))
-    _expect("`score` is not a number", holds=score is None or type(score) in (int, float))
-    are_leaves = _is_list(content["entries"], dict) and _is_list(content["numbers"], dict)
-    _expect("`entries` or `numbers` are not leaves", holds=are_leaves)
-    _expect("`file` is not the name of a file of arrays", holds=_is_file(content["file"]))
+    check_valid("`step` is not a step number", holds=step is None or (type(step) is int and 0 <= step < 10**12))
+    check_valid("`score` is not a number", holds=score is None or type(score) is float)
+    are_leaves = is_list(content["entries"], dict) and is_list(content["numbers"], dict)
+    check_valid("`entries` or `numbers` are not leaves", holds=are_leaves)
+    check_valid("`file` is not the name of a file of arrays", holds=_is_file(content["file"]))
     entries = _entries(content["entries"], members)
     numbers = tuple(_number(number) for number in content["numbers"])
     paths = [leaf.path for leaf in (*entries, *numbers)]
-    _expect("two leaves have one path", holds=len({TABLE, *paths}) == 1 + len(paths))
+    check_valid("two leaves have one path", holds=len({TABLE, *paths}) == 1 + len(paths))
     return Manifest(content["file"], members, entries, numbers, structure, meta, step, score, versions)
 
 
-def _is_list(value: Any, kind: type) -> bool:
-    return type(value) is list and all(type(item) is kind for item in value)
-
-
 def _is_ids(value: Any) -> bool:
-    return _is_list(value, int) and 0 < len(value) == len(set(value)) and all(0 <= i < 2**31 for i in value)
-
-
-def _is_texts(value: Any) -> bool:
-    return type(value) is dict and all(type(item) is str for item in value.values())
+    return is_list(value, int) and 0 < len(value) == len(set(value)) and all(0 <= i < 2**31 for i in value)
 
 
 def _is_file(name: Any) -> bool:
@@ -99,31 +84,39 @@ def _entries(fields_of: list[dict], members: tuple[int, ...] | None) -> tuple[En
     for fields in fields_of:
         entry = _entry(fields)
         if entry.kind == "members":
-            _expect("a leaf lacks the members axis", holds=members is not None and entry.shape[:1] == (len(members),))
+            check_valid(
+                "a leaf lacks the members axis", holds=members is not None and entry.shape[:1] == (len(members),)
+            )
         first = tensors.setdefault(entry.tensor, entry)
-        _expect("a leaf names a missing tensor", holds=first.path == entry.tensor)
-        _expect("tied leaves differ", holds=first._replace(path=entry.path) == entry)
+        check_valid("a leaf names a missing tensor", holds=first.path == entry.tensor)
+        check_valid("tied leaves differ", holds=first._replace(path=entry.path) == entry)
         entries.append(entry)
     return tuple(entries)
 
 
 def _entry(fields: dict) -> Entry:
-    _expect("a leaf has missing or unknown fields", holds=set(fields) == set(Entry._fields))
+    check_valid("a leaf has missing or unknown fields", holds=set(fields) == set(Entry._fields))
     path, tensor, kind, dtype, checksum = (fields[k] for k in ("path", "tensor", "kind", "dtype", "checksum"))
     shape, key = fields["shape"], fields["key"]
-    _expect("a leaf has a wrong field", holds=all(type(text) is str for text in (path, tensor, kind, dtype, checksum)))
-    _expect("a leaf has an unknown dtype or kind", holds=dtype in DTYPES and kind in ("members", "shared"))
-    _expect("a shape is not a list of integers", holds=_is_list(shape, int) and len(shape) <= _MOST_AXES)
-    _expect("a shape has a negative size", holds=all(size >= 0 for size in shape))
-    _expect("a shape is too large", holds=math.prod(size or 1 for size in shape) < 2**59)
+    check_valid(
+        "a leaf has a wrong field", holds=all(type(text) is str for text in (path, tensor, kind, dtype, checksum))
+    )
+    check_valid("a leaf has an unknown dtype or kind", holds=dtype in DTYPES and kind in ("members", "shared"))
+    check_valid("a shape is not a list of integers", holds=is_list(shape, int) and len(shape) <= _MOST_AXES)
+    check_valid("a shape has a negative size", holds=all(size >= 0 for size in shape))
+    check_valid("a shape is too large", holds=math.prod(size or 1 for size in shape) < 2**59)
     if key is not None:
         words = KEY_WORDS.get(key) if type(key) is str else None
-        _expect("keys of an unknown generator", holds=words is not None and dtype == "uint32" and shape[-1:] == [words])
+        check_valid(
+            "keys of an unknown generator", holds=words is not None and dtype == "uint32" and shape[-1:] == [words]
+        )
     return Entry(path, tensor, kind, dtype, tuple(shape), key, checksum)
 
 
 def _number(fields: dict) -> Number:
-    _expect("a number has wrong fields", holds=set(fields) == {"path", "type", "value"} and type(fields["path"]) is str)
+    check_valid(
+        "a number has wrong fields", holds=set(fields) == {"path", "type", "value"} and type(fields["path"]) is str
+    )
     kind, text = fields["type"], fields["value"]
     try:
         if kind == "bool" and type(text) is bool:
@@ -132,11 +125,11 @@ def _number(fields: dict) -> Number:
             return Number(fields["path"], int(text, 16))
         if kind == "float" and type(text) is str:
             return Number(fields["path"], float.fromhex(text))
-        if kind == "complex" and _is_list(text, str) and len(text) == 2:
+        if kind == "complex" and is_list(text, str) and len(text) == 2:
             return Number(fields["path"], complex(float.fromhex(text[0]), float.fromhex(text[1])))
     except (ValueError, OverflowError):
         pass
-    raise _InvalidError(f"a number is not one of {', '.join(_TYPES)}")
+    raise InvalidRecordError(f"a number is not one of {', '.join(_TYPES)}")
 
 
 def unstrict(value: Any) -> Any:

@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from . import _disk
-from ._check_folders import check_folder_free, check_lock_held
+from ._check_folders import check_folder_free, check_lock_held, check_own_lock
+from ._check_record import check_fields, explain_record, is_count, is_text
 from ._commit import make_parents
 from ._disk import Lock
+from ._path import open_file
 
 NAME = "fit.lock"
 _LIMIT = 4096
+_HOLDER = {"host": is_text, "pid": is_count, "since": is_text, "token": is_text}
+_START = b'{"host": "'
 _ATTEMPTS, _PAUSE = 10, 0.05
 
 
@@ -39,16 +43,19 @@ class RunLock:
     def look(self) -> None:
         """Raises `BlockingIOError` if another run has the lock; changes nothing."""
         try:
-            file = os.open(self._path, os.O_RDONLY)
+            file = os.open(self._path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         except OSError:  # there is no lock, or `acquire` raises a better error
             return
         with _disk.closing(file):
+            _check_own(self._path)
             free = _disk.lock(file, wait=False, shared=True) is not Lock.BUSY
             check_folder_free(self._folder, self._holder(), free=free)
 
     def acquire(self) -> None:
         """Takes the lock; raises `BlockingIOError`, which names its holder."""
         make_parents(self._folder)
+        if os.path.lexists(self._path):
+            _check_own(self._path)
         for last in (*[False] * _ATTEMPTS, True):
             with contextlib.ExitStack() as stack:
                 file = stack.enter_context(_disk.closing(_disk.open_or_create(self._path)))
@@ -87,14 +94,26 @@ class RunLock:
     def _holder(self) -> dict[str, Any] | None:
         """The holder of the lock, from its file; `None` if it is not written yet."""
         try:
-            with open(self._path, "rb") as file:
-                holder = json.loads(file.read(_LIMIT))
-        except (OSError, ValueError):
+            holder = json.loads(_read(self._path))
+            with explain_record(self._path):
+                return check_fields(holder, _HOLDER, NAME)
+        except (OSError, ValueError, RecursionError):
             return None
-        return holder if isinstance(holder, dict) else None
 
     def _is(self, file: int) -> bool:
         """Whether an open file still has its name."""
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(file), os.stat(self._path))
         return False
+
+
+def _read(path: Path) -> bytes:
+    with open_file(path) as file:
+        return file.read(_LIMIT)
+
+
+def _check_own(path: Path) -> None:
+    """Raises unless a file is a lock of ours, possibly empty or cut off, which may be overwritten."""
+    with contextlib.suppress(FileNotFoundError):
+        start = _read(path).strip(b"\0")
+        check_own_lock(path, is_own=start.startswith(_START) or _START.startswith(start))

@@ -1,19 +1,21 @@
 """The per-member results of a shard that a worker returns when the members are saved; the shard's file has them too."""
 
-import base64
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from ..checkpoint._check_record import check_fields, check_valid, is_list, is_record
+from ..checkpoint._json_array import decode_array, encode_array
 from ..distributed import to_host
 from ..train._check_member import hyper_column_text
 from ..train._run import Run
 from ..train._status import Status
 from ..train.compiled._selection import Mode
 from ..train.host._record import last_finite
+
+_INTEGERS = ("ids", "status", "stopped_at", "best_step")
 
 
 class Columns(NamedTuple):
@@ -52,7 +54,11 @@ def columns_of(run: Run[Any]) -> Columns:
 
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
-    """Concatenates the columns of several shards."""
+    """Concatenates the columns of several shards; `InvalidRecordError` unless all have the same ones."""
+    kinds = [(part.best_step is None, part.hyper.keys(), part.mode) for part in parts]
+    shapes = [{name: x.shape[1:] for name, x in part.hyper.items()} for part in parts]
+    same = all(kind == kinds[0] for kind in kinds) and all(shape == shapes[0] for shape in shapes)
+    check_valid("shards have different columns", holds=same)
     of_all = lambda name: np.concatenate([getattr(part, name) for part in parts])
     optional = lambda name: None if getattr(parts[0], name) is None else of_all(name)
     return Columns(
@@ -68,35 +74,39 @@ def to_json(columns: Columns) -> dict[str, Any]:
     """The columns as JSON, bit for bit."""
     arrays = {name: value for name, value in columns._asdict().items() if isinstance(value, np.ndarray)}
     fault = arrays.pop("fault").tolist()
-    hyper = {name: _encode(values) for name, values in columns.hyper.items()}
-    return {name: _encode(values) for name, values in arrays.items()} | {
+    hyper = {name: encode_array(values) for name, values in columns.hyper.items()}
+    return {name: encode_array(values) for name, values in arrays.items()} | {
         "fault": fault,
         "hyper": hyper,
         "mode": columns.mode,
     }
 
 
-def from_json(saved: dict[str, Any]) -> Columns:
-    """Inverts `to_json`."""
-    optional = lambda name: _decode(saved[name]) if name in saved else None
-    return Columns(
-        ids=_decode(saved["ids"]),
-        status=_decode(saved["status"]),
-        stopped_at=_decode(saved["stopped_at"]),
+def from_json(saved: Any) -> Columns:
+    """Inverts `to_json`; `InvalidRecordError` for anything else."""
+    is_names, is_mode = (lambda x: is_list(x, str)), (lambda x: x in ("min", "max"))
+    kinds = dict.fromkeys(("ids", "status", "stopped_at", "loss", "hyper"), is_record)
+    check_fields(saved, kinds | {"fault": is_names, "mode": is_mode}, "columns")
+    read = lambda name: decode_array(saved[name], name) if name in saved else None
+    columns = Columns(
+        *map(read, ("ids", "status", "stopped_at")),
         fault=np.array(saved["fault"], dtype=str),
-        loss=_decode(saved["loss"]),
-        best_step=optional("best_step"),
-        best_score=optional("best_score"),
-        hyper={name: _decode(values) for name, values in saved["hyper"].items()},
+        loss=read("loss"),
+        best_step=read("best_step"),
+        best_score=read("best_score"),
+        hyper={name: decode_array(values, name) for name, values in saved["hyper"].items()},
         mode=saved["mode"],
     )
-
-
-def _encode(values: np.ndarray) -> dict[str, Any]:
-    data = base64.b64encode(np.ascontiguousarray(values).tobytes()).decode("ascii")
-    return {"dtype": values.dtype.name, "shape": list(values.shape), "base64": data}
-
-
-def _decode(saved: dict[str, Any]) -> np.ndarray:
-    data = base64.b64decode(saved["base64"])
-    return np.frombuffer(data, jnp.dtype(saved["dtype"])).reshape(saved["shape"]).copy()
+    single = {name: x for name, x in columns._asdict().items() if isinstance(x, np.ndarray)}
+    rows = columns.ids.shape[:1]
+    are_rows = all(x.shape == rows for x in single.values()) and all(
+        x.shape[:1] == rows for x in columns.hyper.values()
+    )
+    check_valid("its columns have different numbers of members", holds=bool(rows) and are_rows)
+    are_integers = all(single[name].dtype.kind == "i" for name in _INTEGERS if name in single)
+    check_valid("a column is not one of integers", holds=are_integers)
+    check_valid("a status is unknown", holds=bool(np.isin(columns.status, list(Status)).all()))
+    check_valid(
+        "a member has only one of best step and score", holds=("best_step" in single) == ("best_score" in single)
+    )
+    return columns

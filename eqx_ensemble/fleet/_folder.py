@@ -11,7 +11,10 @@ from .._ensemble import Ensemble
 from .._files import load, save
 from ..checkpoint import contents
 from ..checkpoint._check_folders import explain_folder
-from ..checkpoint._names import is_sealed
+from ..checkpoint._check_record import check_fields, check_valid, explain_record, is_count, is_list, is_texts
+from ..checkpoint._commit import check_own
+from ..checkpoint._names import is_checkpoint
+from ..checkpoint._path import has_manifest
 from ..checkpoint._run_lock import RunLock
 from ..train._run import Run
 from ._check_saved import check_call_record, check_shard_of_call
@@ -19,6 +22,13 @@ from ._columns import Columns, columns_of, from_json, to_json
 from ._identity import CallIdentity
 
 _CALL = "call"
+_CALL_FIELDS = {
+    "texts": is_texts,
+    "code": lambda value: is_list(value, str),
+    "conditions": is_texts,
+    "members": is_count,
+    "shards": is_count,
+}
 
 
 class SavedCall(NamedTuple):
@@ -42,12 +52,16 @@ class Store(NamedTuple):
     @property
     def is_complete(self) -> bool:
         """Whether the shard is complete."""
-        return is_sealed(self.path)
+        return _is_saved(self.path)
 
     def read(self, *, name: str) -> Columns:
         """The columns of a complete shard."""
-        meta = contents(self.path).meta
-        return from_json(check_shard_of_call(meta, self.digest, self.path, name=name)["columns"])
+        found = contents(self.path)
+        record = check_shard_of_call(found.meta, self.digest, self.path, name=name)
+        with explain_record(self.path):
+            columns = from_json(record.get("columns"))
+            check_valid("its columns are of other members", holds=tuple(columns.ids.tolist()) == found.ids)
+        return columns
 
     def write(self, run: Run[Any]) -> Columns:
         """Saves the members of a run atomically; returns its columns."""
@@ -66,6 +80,8 @@ def store_of(folder: Path, number: int, digest: str) -> Store:
 def write_call(folder: Path, identity: CallIdentity, ids: np.ndarray, positions: Sequence[np.ndarray]) -> SavedCall:
     """Writes the checkpoint of the call."""
     sizes = np.array([len(part) for part in positions])
+    for number in range(len(sizes)):  # before members are trained that could not be saved
+        check_own(store_of(folder, number, "").path)
     meta = {"fleet.fit": identity._asdict() | {"members": len(ids), "shards": len(sizes)}}
     save(folder / _CALL, {"ids": ids, "sizes": sizes}, meta=meta)
     return SavedCall(identity, ids, sizes)
@@ -73,13 +89,23 @@ def write_call(folder: Path, identity: CallIdentity, ids: np.ndarray, positions:
 
 def has_call(folder: Path) -> bool:
     """Whether a folder holds a call of `fleet.fit`."""
-    return is_sealed(folder / _CALL)
+    return _is_saved(folder / _CALL)
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether there is a checkpoint, damaged or not."""
+    return has_manifest(path) and is_checkpoint(path)
 
 
 def read_call(folder: Path, *, name: str) -> SavedCall:
     """Reads the checkpoint of the call."""
     found = contents(folder / _CALL)
     record = check_call_record(found.meta, folder, name=name)
+    with explain_record(folder / _CALL):
+        check_fields(record, _CALL_FIELDS, "fleet.fit")
+        saved = tuple(found.leaves.get(f"['{word}']") for word in ("ids", "sizes"))
+        expected = f"i32[{record['members']}]", f"i64[{record['shards']}]"
+        check_valid("its numbers of members and shards have changed", holds=saved == expected)
     like = {"ids": np.empty(record["members"], np.int32), "sizes": np.empty(record["shards"], np.int64)}
     tree = load(folder / _CALL, like)
     identity = CallIdentity(record["texts"], tuple(record["code"]), record["conditions"])

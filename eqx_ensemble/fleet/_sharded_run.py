@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float, Int, Int8
 
 from .._ensemble import Ensemble, M
+from ..checkpoint._check_record import check_valid, explain_record
 from ..train._rank import rank_members
 from ..train._status import Status, status_names
 from ..train._summary import data_frame
@@ -143,7 +144,10 @@ def run_of_columns(
 ) -> ShardedRun[Any]:
     """The run of the completed shards."""
     numbers = sorted(done)
-    columns = join_columns([done[number] for number in numbers])
+    with explain_record(folder):
+        columns = join_columns([done[number] for number in numbers])
+        ids = np.concatenate([call.ids[call.positions()[number]] for number in numbers])
+        check_valid("shards hold other members than its call", holds=np.array_equal(columns.ids, ids))
     sizes = tuple(len(done[number].ids) for number in numbers)
     return ShardedRun(
         folder=folder,

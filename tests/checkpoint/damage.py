@@ -1,7 +1,10 @@
 """A small checkpoint, and what can be done to its files."""
 
+import copy
+import functools
 import hashlib
 import json
+import operator
 
 import numpy as np
 
@@ -91,6 +94,49 @@ def entry(**fields):
 
 def first_number(**fields):
     return lambda content: content["numbers"][0].update(fields)
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+REPLACEMENTS = [None, True, -1, 3, 10**30, -0.5, 1e300, "", "x", [], [1], {}, {"": 1}, {"": ["tensor", 1]}]
+REPLACEMENTS += [{"": ["array", {"dtype": "float32", "shape": [10**12], "base64": ""}]}, nested(90), nested(300)]
+
+
+def places_of(value, path=()):
+    """The paths of all values in JSON."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from places_of(item, (*path, key))
+
+
+def mutated(content, path, replacement):
+    """JSON with another value at a path, or without it for `...`."""
+    content = copy.deepcopy(content)
+    *outer, last = path
+    target = functools.reduce(operator.getitem, outer, content)
+    if replacement is ...:
+        del target[last]
+    else:
+        target[last] = replacement
+    return content
+
+
+def forge_each(path, draw, count, under=()):
+    """Forges the manifest of a checkpoint in many ways, one after another; yields what is changed."""
+    before = (path / MANIFEST).read_bytes()
+    content = json.loads(before)["manifest"]
+    inner = functools.reduce(operator.getitem, under, content)
+    choices = [((*under, *place), value) for place in places_of(inner) if place for value in (..., *REPLACEMENTS)]
+    for place, value in draw.sample(choices, min(count, len(choices))):
+        write_manifest(path, json.dumps(mutated(content, place, value)).encode())
+        yield place, value
+    (path / MANIFEST).write_bytes(before)
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000

@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import pathlib
+import random
+import shutil
 import subprocess
 import sys
 
@@ -18,6 +21,8 @@ from eqx_ensemble.fleet._folder import read_call
 from eqx_ensemble.fleet._identity import check_same_identity
 from eqx_ensemble.fleet._settings import use_settings
 
+from ..checkpoint.damage import flip, forge_each
+from ..train.test_forged_records import unharmed
 from .executors import Here
 from .test_fit import ENSEMBLE, KEY, MEMBERS, OPTIMISER, OPTIONS, RATES, SEQUENTIAL, KillsOne, X, Y, adam, fit, mse
 
@@ -335,8 +340,6 @@ class TestRepeated:
 
     def test_another_shard_of_it(self, sharded_run, tmp_path):
         run = sharded_run
-        import shutil
-
         folder = tmp_path / "run"
         save(folder, epochs=1)
         shutil.rmtree(folder / "shard-000001")
@@ -345,8 +348,6 @@ class TestRepeated:
             ee.fleet.open_run(folder, ENSEMBLE)
 
     def test_under_the_name_of_another(self, tmp_path):
-        import shutil
-
         run = save(tmp_path / "run", epochs=1)
         shutil.rmtree(run.folder / "shard-000002")
         shutil.copytree(run.folder / "shard-000001", run.folder / "shard-000002")
@@ -526,8 +527,6 @@ class TestRead:
 
     def test_damage(self, sharded_run, tmp_path):
         run = sharded_run
-        import shutil
-
         folder = tmp_path / "run"
         shutil.copytree(run.folder, folder)
         file = next((folder / "shard-000001").glob("arrays-*"))
@@ -544,3 +543,41 @@ def test_the_best_by_scores_of_which_higher_are_better(tmp_path):
     assert run.mode == "max"
     assert_same(run.best(2), fit(ee.fit, options).best(2))
     assert ee.fleet.open_run(run.folder, ENSEMBLE).best().ids.tolist() == run.best().ids.tolist()
+
+
+@pytest.mark.parametrize("name", ["call/arrays-0001.safetensors", "shard-000002/orbax-0001/weights.bin"])
+def test_files_of_the_user_stop_the_call_before_it_trains(name, tmp_path):
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"mine")
+    executor = Here()
+    with pytest.raises(FileExistsError, match="is not a checkpoint, so nothing is overwritten"):
+        save(tmp_path / "run", executor=executor)
+    assert file.read_bytes() == b"mine"
+    assert executor.calls == []
+
+
+def test_changed_metadata_under_a_right_checksum(sharded_run, tmp_path):
+    folder = pathlib.Path(shutil.copytree(sharded_run.folder, tmp_path / "run"))
+    whole, raised = (sharded_run.table(), sharded_run.load().arrays), []
+
+    def opened():
+        run = ee.fleet.open_run(folder, ENSEMBLE)
+        return run.table(), run.load().arrays
+
+    for name in ("call", "shard-000001"):
+        for change in forge_each(folder / name, random.Random(0), 80, under=("meta", "fleet.fit")):
+            raised.append(unharmed(opened, lambda found: assert_same(found, whole), folder, change))
+    assert sum(raised) > 50
+
+
+@pytest.mark.parametrize("name", ["call", "shard-000001"])
+def test_a_flipped_bit_in_a_manifest_is_damage(name, sharded_run, tmp_path):
+    folder = pathlib.Path(shutil.copytree(sharded_run.folder, tmp_path / "run"))
+    file = folder / name / "checkpoint.json"
+    data = file.read_bytes()
+    for bit in range(0, 8 * 128, 37):
+        flip(file, data, bit)
+        for call in (lambda: ee.fleet.open_run(folder, ENSEMBLE), lambda: save(folder)):
+            with pytest.raises(ee.CheckpointCorruptError, match=f"{name}/checkpoint.json"):
+                call()

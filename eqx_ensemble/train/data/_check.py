@@ -1,4 +1,5 @@
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -86,6 +87,18 @@ def check_resumable(*, able: bool) -> None:
             "which these batches lack.\n"
             "Pass an iterator of the same kind; or continue from `run.train_state`, which starts an epoch."
         )
+
+
+@contextlib.contextmanager
+def explain_state() -> Iterator[None]:
+    """Explains an error of an iterator that is given the state that it had saved."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"`fit` cannot resume: the iterator of batches does not accept its saved state: {error!r}.\nPass the same "
+            "iterator as before, or save in another folder."
+        ) from error
 
 
 def check_not_exceeded(done: int, wanted: int | None, unit: str) -> None:

@@ -1,10 +1,12 @@
 """A run's position in an iterable of batches, in JSON, so that a saved file cannot name code to run."""
 
-import base64
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...checkpoint._check_record import InvalidRecordError, check_valid
+from ...checkpoint._json_array import decode_array, decode_bytes, encode_array, encode_bytes, is_encodable
 from ._check import cursor_not_savable_message
 
 
@@ -34,7 +36,7 @@ def encode(state: Any, path: str = "") -> Any:
     if state is None or type(state) in (bool, int, float, str):
         return state
     if isinstance(state, bytes):
-        return {"": ["bytes", _text(state)]}
+        return {"": ["bytes", encode_bytes(state)]}
     if isinstance(state, np.generic) and state.dtype.kind in "biuf":
         return encode(state.item(), path)
     if isinstance(state, dict) and all(isinstance(key, str) and key for key in state):
@@ -48,34 +50,33 @@ def encode(state: Any, path: str = "") -> Any:
     kind = "tensor" if type(state).__module__ == "torch" else "array"
     if isinstance(state, np.ndarray) or kind == "tensor":
         array = np.asarray(state)
-        if array.dtype.kind in "biufc":
-            return {"": [kind, array.dtype.str, list(array.shape), _text(array.tobytes())]}
+        if array.dtype.kind in "biufc" and is_encodable(array):
+            return {"": [kind, encode_array(array)]}
     raise TypeError(cursor_not_savable_message(state, path))
 
 
 def decode(text: Any) -> Any:
-    """The state from the JSON that `encode` returned."""
+    """The state from the JSON that `encode` returned; `InvalidRecordError` for anything else."""
     if isinstance(text, list):
         return [decode(item) for item in text]
     if not isinstance(text, dict):
         return text
     if "" not in text:
         return {key: decode(item) for key, item in text.items()}
-    kind, *parts = text[""]
-    if kind == "bytes":
-        return base64.b64decode(parts[0])
-    if kind == "dict":
-        return {decode(key): decode(item) for key, item in parts[0]}
-    if kind == "tuple":
-        return tuple(decode(item) for item in parts[0])
-    dtype, shape, data = parts
-    array = np.frombuffer(base64.b64decode(data), np.dtype(dtype)).reshape(shape).copy()
-    if kind == "array":
-        return array
-    import torch  # pyright: ignore[reportMissingImports] (the iterator's own: its state held a tensor)
-
-    return torch.from_numpy(array)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
+    match text[""]:
+        case ["bytes", data]:
+            return decode_bytes(data, "place")
+        case ["dict", list(pairs)] if all(type(pair) is list and len(pair) == 2 for pair in pairs):
+            try:
+                return {decode(key): decode(item) for key, item in pairs}
+            except TypeError:
+                raise InvalidRecordError("`place` has a key that cannot be one") from None
+        case ["tuple", list(items)]:
+            return tuple(map(decode, items))
+        case ["array", array]:
+            return decode_array(array, "place")
+        case ["tensor", array]:
+            torch: Any = sys.modules.get("torch")  # imported by the iterator, never because a file names it
+            check_valid("`place` holds a tensor, and torch is not imported", holds=torch is not None)
+            return torch.from_numpy(decode_array(array, "place"))
+    raise InvalidRecordError("`place` holds a value of an unknown kind")

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..._pytree import PyTree
 from ..resume._texts import digest_of
-from ._check import check_resumable, check_same_batches
+from ._check import check_resumable, check_same_batches, explain_state
 from ._converter import Converter
 from ._cursor import Cursor
 
@@ -22,7 +22,8 @@ class BatchIterator:
         self._holder, self._names = _with_state(self._iterator, batches)
         if state is not None:
             check_resumable(able=self._holder is not None)
-            getattr(self._holder, self._names[1])(copy.deepcopy(state))
+            with explain_state():
+                getattr(self._holder, self._names[1])(copy.deepcopy(state))
             if self._holder is not self._iterator:  # a loader resumes with the next iterator that it makes
                 self._iterator = iter(batches)
         self.waiting: PyTree = None

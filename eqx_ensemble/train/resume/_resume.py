@@ -21,13 +21,14 @@ from .._revive import Revival
 from .._state import MemberConstants, TrainState
 from ..compiled._carry import Carry
 from ..compiled._selection import Mode
-from ..data._cursor import Cursor, decode, encode
+from ..data._cursor import Cursor
 from ..host._record import History, Record
 from ..host._start import Start
-from ._check import check_record, check_resume, check_run_folder, check_same_call, other_versions_message
+from ._check import check_resume, check_run_folder, check_same_call, other_versions_message
 from ._claim import Claim
 from ._identity import Identity
 from ._round import Round
+from ._saved_record import SavedRecord, read_record
 
 _SECONDS_BETWEEN = 60.0
 _PER_MEMBER = ("moving", "fixed", "ids", "selection", "loss", "aux", "validation")
@@ -90,35 +91,32 @@ class Saver:
         if not self._seen or goes_on:
             return start
         restored = self._checkpoints.restore(lambda contents: self._like(start, contents))
-        self.step, meta = restored.step, restored.meta["fit"]
-        self.seconds_before, self._continued, self._begun = meta["seconds"], meta["continued"], meta["begun"]
+        self.step, record = restored.step, self._record
+        self.seconds_before, self._continued, self._begun = record.seconds, record.continued, record.begun
         tree = restored.tree
         history = History(tree["loss"], tree["aux"], tree["validation"], tree["validation_step"], tree["history_step"])
-        revived = meta["revived"]
-        cursor = Cursor(*meta["place"])
         return start._replace(
             state=TrainState(tree["moving"], tree["fixed"], tree["shared"], tree["ids"], tree["step"]),
             selection=tree["selection"],
             record=Record(first_step=self._begun, history=history, windows=start.record.columns.windows),
-            revived=start.revived if revived is None else [Revival(*each) for each in revived],
-            cursor=cursor._replace(state=decode(cursor.state)),
+            revived=start.revived if record.revived is None else record.revived,
+            cursor=record.place,
             begun=self._begun,
             seconds=self._continued,
         )
 
     def _like(self, start: Start, contents: Contents) -> dict[str, Any]:
         """The shapes in a checkpoint of this run; raises if it belongs to another run."""
-        meta, now = check_record(contents.meta, self.folder), _conditions()
-        texts = dict(self._identity.texts)
-        saved = meta["identity"]
-        if meta["conditions"] != now:
-            warn(other_versions_message(meta["conditions"], now, self.folder))
+        record = self._record = read_record(contents, self._checkpoints.path(contents.step or 0), self.folder)
+        texts, saved, now = dict(self._identity.texts), record.identity, _conditions()
+        if record.conditions != now:
+            warn(other_versions_message(record.conditions, now, self.folder))
             saved, texts = ({k: v for k, v in t.items() if k not in self._identity.traced} for t in (saved, texts))
         name = "fit" if self._round is None else self._round.name
         check_same_call(saved, texts, self.folder, name=name)
         state = start.state
-        along = lambda x: np.empty((state.num_members, meta["steps"], *x.shape), x.dtype)
-        count, selection = meta["validations"], start.selection
+        along = lambda x: np.empty((state.num_members, record.steps, *x.shape), x.dtype)
+        count, selection = record.validations, start.selection
         scores = None if selection is None or not count else np.empty((state.num_members, count), selection.score.dtype)
         return _tree(
             Carry(state.moving, selection, state.step),
@@ -130,7 +128,7 @@ class Saver:
                 jax.tree.map(along, self._identity.aux),
                 scores,
                 np.empty(count, np.int64),
-                np.empty(meta["steps"], np.int64),
+                np.empty(record.steps, np.int64),
             ),
         )
 
@@ -155,17 +153,17 @@ class Saver:
         history = record.curves()
         tree = _tree(carry, fixed, self._shared, self._ids, history)
         scores = history.validation
-        meta = {
-            "identity": self._identity.texts,
-            "conditions": _conditions(),
-            "steps": history.loss.shape[1],
-            "validations": 0 if scores is None else scores.shape[1],
-            "revived": None if revived is None else [list(each) for each in revived],
-            "place": list(cursor._replace(state=encode(cursor.state))),
-            "seconds": seconds,
-            "continued": self._continued,
-            "begun": self._begun,
-        }
+        saved = SavedRecord(
+            identity=self._identity.texts,
+            conditions=_conditions(),
+            steps=history.loss.shape[1],
+            validations=0 if scores is None else scores.shape[1],
+            revived=revived,
+            place=cursor,
+            seconds=seconds,
+            continued=self._continued,
+            begun=self._begun,
+        )
         try:
             self.claim()
             self._claim.check()
@@ -175,7 +173,7 @@ class Saver:
                 per_member={name: name in _PER_MEMBER for name in tree},
                 ids=self._ids,
                 score=None if scores is None else _mean(scores[:, -1], mode=_mode_of(carry)),
-                meta={"fit": meta},
+                meta={"fit": saved.to_json()},
             )
         except OSError as error:
             self.failed = error

@@ -1,0 +1,78 @@
+"""Checks of records in files that anyone may have written: a value of another type or size is refused, and named."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ._check import MOST_NESTED
+from ._damage import corrupt_error
+
+_MOST_COUNT = 2**53
+
+
+class InvalidRecordError(Exception):
+    """Why a record is not what was written."""
+
+
+def check_valid(reason: str, *, holds: bool) -> None:
+    """Raises `InvalidRecordError` with this reason."""
+    if not holds:
+        raise InvalidRecordError(reason)
+
+
+def check_fields(record: Any, kinds: Mapping[str, Callable[[Any], bool]], name: str) -> dict[str, Any]:
+    """Checks that a record is a dict with these keys, and that each value passes its check. Returns it."""
+    check_valid(f"`{name}` is not a record", holds=is_record(record))
+    missing = [key for key in kinds if key not in record]
+    check_valid(f"`{name}` lacks `{', '.join(missing)}`", holds=not missing)
+    wrong = [key for key, is_kind in kinds.items() if not is_kind(record[key])]
+    check_valid(f"`{name}` has another `{', '.join(wrong)}` than is written", holds=not wrong)
+    return record
+
+
+def check_depth(value: Any, depth: int = MOST_NESTED) -> None:
+    """Checks that dicts and lists are nested at most `depth` times."""
+    check_valid(f"metadata are nested more than {MOST_NESTED} times", holds=depth >= 0)
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            check_depth(item, depth - 1)
+
+
+@contextlib.contextmanager
+def explain_record(file: Any) -> Iterator[None]:
+    """Turns `InvalidRecordError` into `CheckpointCorruptError` with the file."""
+    try:
+        yield
+    except InvalidRecordError as error:
+        raise corrupt_error(file, str(error)) from None
+
+
+def is_list(value: Any, kind: type) -> bool:
+    """Whether a value is a list of values of one type."""
+    return type(value) is list and all(type(item) is kind for item in value)
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value is a dict, whose keys are strings in JSON."""
+    return type(value) is dict
+
+
+def is_texts(value: Any) -> bool:
+    """Whether a value is a dict of strings."""
+    return type(value) is dict and all(type(item) is str for item in value.values())
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer from zero on."""
+    return type(value) is int and 0 <= value < _MOST_COUNT
+
+
+def is_seconds(value: Any) -> bool:
+    """Whether a value is a finite duration."""
+    return type(value) in (int, float) and 0 <= value < _MOST_COUNT and math.isfinite(value)
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a string."""
+    return type(value) is str
