@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
@@ -13,9 +12,9 @@ import numpy as np
 
 from .._check import check_installed, check_positive_int
 from .._warnings import ignore_warnings, warn
+from ._array_files import write_arrays
 from ._check_engine import check_executor, check_factory, check_future, check_not_forked, check_open, explain_start
 from ._end_processes import end_processes
-from ._worker import ArrayFile
 
 _MOST_WITHOUT_WORKERS = 60.0  # seconds until a warning
 
@@ -56,13 +55,8 @@ class Engine:
         if not arrays:
             yield []
             return
-        with tempfile.TemporaryDirectory(prefix="eqx_ensemble-") as folder:
-            files = []
-            for number, array in enumerate(arrays):
-                path = os.path.join(folder, str(number))
-                np.ascontiguousarray(array).tofile(path)
-                files.append(ArrayFile(path, array.shape, array.dtype.name))
-            yield files
+        with write_arrays(arrays) as files:
+            yield list(files)
 
     def close(self) -> None:
         """Closes what this engine opened."""
