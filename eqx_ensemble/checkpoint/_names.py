@@ -139,6 +139,8 @@ def temporary(path: Path, kind: str) -> Path:
 
 def is_temporary(name: str, of: re.Pattern[str] | str) -> bool:
     """Whether a name is one that `temporary` makes for the name `of`, or for names of this pattern."""
+    if not name.startswith("."):  # most entries of a folder, for which no pattern is needed
+        return False
     base = of.pattern if isinstance(of, re.Pattern) else re.escape(_short(of))
     return re.fullmatch(rf"\.{base}\.({SAVING}|{REMOVING})-[0-9a-f]{{8}}", name) is not None
 

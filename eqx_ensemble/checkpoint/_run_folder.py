@@ -1,5 +1,6 @@
 """The folder of a run: its checkpoints, and their retention."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -50,40 +51,40 @@ class RunFolder:
         if not self._format.leads():
             return
         try:
-            self._clean()
-            # A checkpoint whose manifest cannot be read has no score: it is neither counted nor removed.
-            scores = {known: score for known in self.steps() for score in self._score(known)}
-            for old in self._retention.superfluous(scores, step):
+            clean(self._path, STEP)
+            for old in self._retention.superfluous(self._kept_scores(), step):
                 self._remove(old)
         except OSError as error:
             warn(f"Step {step} is saved, but an old checkpoint could not be removed: {error}")
 
     def _entries(self) -> list[tuple[int, Any]]:
         """The folders of checkpoints, also of those that were never finished, with their steps."""
-        matches = [(STEP.fullmatch(entry.name), entry) for entry in list_folder(self._path) if entry.is_dir()]
-        return [(int(match[1]), entry) for match, entry in matches if match]
+        matches = [(STEP.fullmatch(entry.name), entry) for entry in list_folder(self._path)]
+        found = [(int(match[1]), entry) for match, entry in matches if match]
+        return [(step, entry) for step, entry in found if step in self._scores or entry.is_dir()]
 
-    def _clean(self) -> None:
-        """Removes the remains of killed processes."""
-        clean(self._path, STEP)
-        for _, entry in self._entries():
+    def _kept_scores(self) -> dict[int, float | None]:
+        """The scores of the complete checkpoints. Those that a killed process did not finish are removed.
+
+        One whose manifest cannot be read has no score: it is neither counted nor removed. Each is read once.
+        """
+        entries = self._entries()
+        for step, entry in entries:
+            if step in self._scores:
+                continue
             if is_unfinished(entry) and not foreign_content(entry):
                 remove(entry)
+            elif self._format.stands(entry):
+                with contextlib.suppress(ValueError, OSError):
+                    self._scores[step] = read_manifest(entry).score
+        return {step: self._scores[step] for step, _ in entries if step in self._scores}
 
     def _remove(self, step: int) -> None:
         """Removes an old checkpoint; one that contains other files is kept, with one warning."""
         try:
             remove(self.step_path(step))
+            del self._scores[step]
         except FileExistsError as error:
             if step not in self._warned:
                 self._warned.add(step)
                 warn(f"An old checkpoint is kept: {error}")
-
-    def _score(self, step: int) -> list[float | None]:
-        """The score of a step as a list of one, empty if its manifest cannot be read."""
-        if step not in self._scores:
-            try:
-                self._scores[step] = read_manifest(self.step_path(step)).score
-            except (ValueError, OSError):
-                return []
-        return [self._scores[step]]

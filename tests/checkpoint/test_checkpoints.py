@@ -339,3 +339,25 @@ def test_message(unhooked, name, folder):
 def test_traced_arrays_are_refused(folder):
     with pytest.raises(TypeError, match=r"the leaf at `\['x'\]` is traced: save outside"):
         jax.jit(lambda x: Checkpoints(folder).save(1, {"x": x}))(jnp.ones(2))
+
+
+def test_a_save_does_not_look_into_the_checkpoints_that_are_kept(tmp_path, monkeypatch):
+    """With 40 kept, it opens and lists as much as with 4, also in the process that continues a run."""
+    model, looks = {"a": np.ones(3)}, []
+    for function in ("stat", "listdir", "open"):
+        before = getattr(os, function)
+        counted = lambda *args, before=before, **options: looks.append(1) or before(*args, **options)
+        monkeypatch.setattr(os, function, counted)
+    counts = []
+    checkpoints = Checkpoints(tmp_path, last=1000)
+    for step in range(40):
+        looks.clear()
+        checkpoints.save(step, model, score=1.0)
+        counts.append(len(looks))
+    assert counts[4] == counts[39]
+    checkpoints = Checkpoints(tmp_path, last=1000)
+    for step in (40, 41):
+        looks.clear()
+        checkpoints.save(step, model, score=1.0)
+    assert len(looks) == counts[4]
+    assert checkpoints.steps == list(range(42))
