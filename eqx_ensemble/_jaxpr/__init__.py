@@ -1,3 +1,4 @@
+from ._inner import callbacks as callbacks
 from ._inner import has_callbacks as has_callbacks
 from ._inner import inner_jaxprs as inner_jaxprs
 from ._inner import plain_jit as plain_jit

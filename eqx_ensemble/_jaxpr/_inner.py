@@ -15,6 +15,16 @@ def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr | ClosedJaxpr]:
     yield from (part for part in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr) if is_jaxpr(part))
 
 
+def callbacks(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
+    """The Python functions that a program calls for their results: not those of `jax.debug`."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("pure_callback", "io_callback"):
+            callback = eqn.params["callback"]
+            yield getattr(callback, "callback_func", callback)
+        for part in inner_jaxprs(eqn):
+            yield from callbacks(part)
+
+
 def has_callbacks(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     """Whether a program calls Python while it runs, as `equinox.error_if` does."""
     return any(

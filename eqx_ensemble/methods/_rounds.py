@@ -17,7 +17,7 @@ from ..checkpoint._path import absolute, as_path
 from ..checkpoint._run_lock import RunLock
 from ..train._errors import NotSavedError
 from ..train._run import Run
-from ..train.resume._code_texts import function_text
+from ..train.resume._program_text import function_text
 from ..train.resume._round import Round
 from ..train.resume._texts import option_text
 from ._check_rounds import check_folder, check_resume_rounds, went_back_message

@@ -53,6 +53,28 @@ def by_global(hyper, key):
     return {"lr": hyper["lr"] * SCALE} if float(hyper["lr"]) > 0 else hyper
 
 
+def on_host(fn):
+    """A function that calls another one on the host, and a check of Equinox, whose error names the lines above it."""
+
+    def perturb(hyper, key):
+        lr = eqx.error_if(hyper["lr"], hyper["lr"] < 0, "negative")
+        return {"lr": jax.pure_callback(fn, jax.ShapeDtypeStruct(lr.shape, lr.dtype), lr)}
+
+    return perturb
+
+
+def in_equinox(fn):
+    like = jax.ShapeDtypeStruct((), jnp.float32)
+    return lambda hyper, key: {"lr": eqx.filter_pure_callback(fn, hyper["lr"], result_shape_dtypes=like)}
+
+
+class Host(eqx.Module):
+    factor: float
+
+    def __call__(self, x):
+        return np.asarray(x * self.factor)
+
+
 def ways():
     """Ways to revive members, all different; created at every call, so that no address is the same."""
     linear = lambda width: lambda key: eqx.nn.Linear(width, 1, key=key)
@@ -78,6 +100,14 @@ def ways():
         "looks at a set": Revive(
             perturb=lambda h, k: h if str(float(h["lr"])) in {"a", "b", "c", "d"} else {"lr": 1.0}
         ),
+        "on the host": Revive(perturb=on_host(lambda x: np.asarray(x * 0.5))),
+        "on the host, otherwise": Revive(perturb=on_host(lambda x: np.asarray(x * 0.7))),
+        "on the host, a partial function": Revive(perturb=on_host(ft.partial(np.multiply, 0.5))),
+        "on the host, another partial function": Revive(perturb=on_host(ft.partial(np.multiply, 0.7))),
+        "on the host, a Module": Revive(perturb=on_host(Host(0.5))),
+        "on the host, another Module": Revive(perturb=on_host(Host(0.7))),
+        "on the host, by Equinox": Revive(perturb=in_equinox(lambda x: np.asarray(x * 0.5))),
+        "on the host, otherwise by Equinox": Revive(perturb=in_equinox(lambda x: np.asarray(x * 0.7))),
         "afresh": Revive(linear(3), perturb=None),
         "afresh and wider": Revive(linear(4), perturb=None),
         "afresh, a partial function": Revive(ft.partial(eqx.nn.Linear, 3, 1), perturb=None),
@@ -208,3 +238,22 @@ def test_the_same_call_with_other_types_resumes(folder):
         "on_diverge": Revive(perturb=Plain(0.5)), "key": jax.random.PRNGKey(0),
     }  # fmt: skip
     assert len(fitted(folder, **(SAVED | same)).history.loss[0]) == 1
+
+
+def test_a_run_with_another_host_function_is_refused(tmp_path):
+    def call(factor):
+        host = lambda x: np.float32(factor) * x
+
+        @jax.custom_jvp
+        def scaled(x):
+            return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="expand_dims")
+
+        scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0]))
+        loss = lambda model, batch, key: scaled(jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2))
+        options = {"steps": 2, "batch_size": 2, "progress": False, "checkpoint": tmp_path}
+        return ee.fit(ENSEMBLE, loss, optax.sgd(0.1), DATA, key=KEY, **options)
+
+    call(0.5)
+    call(0.5)
+    with pytest.raises(ValueError, match="`loss`: not the same as saved"):
+        call(0.7)

@@ -59,7 +59,7 @@ def check_resume(steps: list[int], folder: Any, resume: str) -> None:
 
 def check_of_fit(meta: Any, folder: Any) -> Any:
     """Raises unless `fit` wrote the checkpoint. Returns what it recorded about the run."""
-    if not isinstance(meta, dict) or "fit" not in meta:
+    if not (isinstance(meta, dict) and isinstance(meta.get("fit"), dict) and meta["fit"]):
         raise ValueError(
             f"`fit` cannot resume from `{folder}`: its checkpoints were not written by `fit`.\nChoose another folder."
         )

@@ -8,7 +8,7 @@ import hashlib
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,10 +16,9 @@ import numpy as np
 
 from ... import _axes
 from ..._libraries import is_library, is_standard, top_of
-from ..._pytree import PyTree
 from ...checkpoint._snapshot import versions
 from ...tree._statics import global_names, static_parts
-from ._texts import add_array, program_text, without_addresses
+from ._texts import add_array, without_addresses
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
 _MAPPINGS = (dict, types.MappingProxyType)
@@ -38,15 +37,6 @@ _NOT_CODE = frozenset({
 _NOT_PARTS = frozenset(f"attribute `{word}`" for word in ("__annotations__", "__doc__", "__module__", "_jit_info"))
 
 _Parts = list[tuple[str, Any]]
-
-
-def function_text(fn: Callable[..., Any], *args: PyTree) -> str:
-    """A function's name and a digest of its program for such arguments, or of its code if it cannot be traced."""
-    name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    try:
-        return f"{name} {program_text(fn, *args)[0]}"
-    except Exception:  # it may use concrete values; another error is raised again where it is called
-        return f"{name} {_code_digest(fn)}"
 
 
 def code_text(x: Any) -> str:

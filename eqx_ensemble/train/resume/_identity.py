@@ -14,8 +14,8 @@ from ..compiled._optimiser import Optimiser, init_member, update_alone
 from ..compiled._program import Program
 from ..data._data import member_shapes
 from ..host._start import Start
-from ._code_texts import function_text
-from ._texts import array_texts, digest_of, option_text, program_text
+from ._program_text import function_text, program_text
+from ._texts import array_texts, digest_of, option_text
 
 
 class Identity(NamedTuple):

@@ -2,22 +2,19 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 
 from ... import _axes
 from ..._check import is_typed_key
-from ..._jaxpr import inner_jaxprs
 from ..._pytree import PyTree
 from ...checkpoint._check_like import shape_text
 from ...distributed import to_host
 
 _ADDRESS = re.compile(r"(?: at )?0x[0-9a-f]+")
-_SET = re.compile(r"frozenset\(\{([^{}]*)\}\)")
+SET = re.compile(r"frozenset\(\{([^{}]*)\}\)")
 _SHOWN = 8
 
 
@@ -50,26 +47,6 @@ def array_text(x: Any) -> str:
     first = "" if is_typed_key(x) else ", ".join(map(str, np.ravel(x[:_SHOWN] if x.ndim else x)[:_SHOWN]))
     more = ", ..." if x.size > _SHOWN else ""
     return f"{shape_text(x.shape, x.dtype)} [{first}{more}], {digest_of(x)}"
-
-
-def program_text(fn: Callable[..., Any], *args: PyTree) -> tuple[str, PyTree]:
-    """A digest of the traced program of `fn` with all its constants, and the shapes of its results."""
-    jaxpr, out, constant_out = eqx.filter_make_jaxpr(fn)(*args)
-    text = without_addresses(str(jaxpr))
-    text = _SET.sub(lambda found: f"frozenset({{{', '.join(sorted(found[1].split(', ')))}}})", text)
-    digest = hashlib.sha256(text.encode())
-    for constant in _constants(jaxpr):
-        add_array(digest, "", constant)
-    digest.update(digest_of(constant_out).encode())  # constants among its outputs
-    return digest.hexdigest(), out
-
-
-def _constants(jaxpr: Any) -> Iterator[Any]:
-    """The constants of a program and of those inside it."""
-    yield from getattr(jaxpr, "consts", ())
-    for eqn in jaxpr.eqns:
-        for part in inner_jaxprs(eqn):
-            yield from _constants(part)
 
 
 def digest_of(tree: PyTree) -> str:
