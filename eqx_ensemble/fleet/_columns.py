@@ -87,7 +87,7 @@ def from_json(saved: Any) -> Columns:
     is_names, is_mode = (lambda x: is_list(x, str)), (lambda x: x in ("min", "max"))
     kinds = dict.fromkeys(("ids", "status", "stopped_at", "loss", "hyper"), is_record)
     check_fields(saved, kinds | {"fault": is_names, "mode": is_mode}, "columns")
-    read = lambda name: decode_array(saved[name], name) if name in saved else None
+    read: Any = lambda name: decode_array(saved[name], name) if name in saved else None
     columns = Columns(
         *map(read, ("ids", "status", "stopped_at")),
         fault=np.array(saved["fault"], dtype=str),

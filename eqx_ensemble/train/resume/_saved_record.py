@@ -66,8 +66,8 @@ def read_record(contents: Contents, path: Any, folder: Any) -> SavedRecord:
         for name, word in (("history_step", "steps"), ("validation_step", "validations")):
             expected = f"i64[{fields[word]}]"
             check_valid(f"`{word}` is not what was recorded", holds=contents.leaves.get(f"['{name}']") == expected)
-        done = contents.step
-        check_valid("it has no step", holds=done is not None and fields["begun"] <= done)
+        done = -1 if contents.step is None else contents.step
+        check_valid("it begins after its step", holds=fields["begun"] <= done)
         epochs, batches, state, digest = fields["place"]
         # Each epoch has a batch, and each step takes one: more of them would only be counted.
         check_valid("`place` is after the step", holds=max(epochs, batches) <= done + 1)
