@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ._suggest import explain_calls, refuse_attribute
+
 # Two threads that import modules which import each other would see them partially initialised.
 _one_at_a_time = threading.RLock()
 
@@ -25,11 +27,12 @@ def import_when_used(
 
     def find(name: str) -> Any:
         if name not in homes and name not in subpackages:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            refuse_attribute(package, name)
         # A module that is being imported must not wait: another thread may wait for it.
         with contextlib.nullcontext() if _is_used_inside(package) else _one_at_a_time:
             if name in homes:
                 value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+                value = explain_calls(value, package, name)
             else:
                 value = importlib.import_module(f"{package}.{name}")
         # Further look-ups find the attribute without this function.

@@ -18,6 +18,7 @@ from jaxtyping import TypeCheckError
 
 import eqx_ensemble
 from eqx_ensemble import _check, _jaxlib, combine
+from eqx_ensemble._suggest import inner_function
 
 SAFE = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
 ROOT = pathlib.Path(__file__).parent.parent
@@ -100,7 +101,7 @@ def test_rooms_are_imported_when_they_are_used():
         loaded = lambda: {name for name in sys.modules if name.startswith("eqx_ensemble.")}
         assert "train" in dir(ee) and "fit" in dir(ee) and "__name__" in dir(ee)
         assert {name for name in dir(ee) if not name.startswith("__")} == set(ee.__all__)
-        first = {"_jaxlib", "_lazy", "_version", "_warnings"}
+        first = {"_jaxlib", "_lazy", "_suggest", "_version", "_warnings"}
         assert loaded() <= {f"eqx_ensemble.{name}" for name in first}, loaded()
         ee.combine.mixture
         assert "eqx_ensemble.combine" in loaded() and "eqx_ensemble.train" not in loaded()
@@ -141,7 +142,7 @@ def test_what_type_checkers_see_is_what_is_imported():
     }
     assert sorted(seen) == eqx_ensemble.__all__
     for name, module in seen.items():
-        assert getattr(eqx_ensemble, name) is getattr(module, name, module)
+        assert inner_function(getattr(eqx_ensemble, name)) is inner_function(getattr(module, name, module))
 
 
 def test_version_is_the_one_of_the_metadata():

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._pytree import PyTree
+from .._suggest import inner_function
 from ._check import check_pair
 from ._combination import AbstractCombination
 from ._summary import Summary
@@ -34,7 +35,7 @@ def stream_of(combine: Any) -> AbstractCombination | None:
     """The streaming form of the argument `combine`, or `None`."""
     if isinstance(combine, AbstractCombination):
         return combine
-    return _STREAMS.get(combine) if isinstance(combine, types.FunctionType) else None
+    return _STREAMS.get(inner_function(combine)) if isinstance(combine, types.FunctionType) else None
 
 
 def streaming(fn: Callable[..., Any]) -> AbstractCombination:

@@ -13,6 +13,7 @@ from .._ensemble import Ensemble, Group
 from .._ensemble._check import check_ensemble
 from .._foreign import as_hashable, from_foreign_tree
 from .._pytree import PyTree
+from .._suggest import explain_as
 from .._typing import CallableEnsemble, Out, StatefulEnsemble
 from .._typing._by_part import ByPart
 from ..plan import AnyPlan
@@ -77,6 +78,7 @@ def predict(
 def predict(ensemble: Group, x: PyTree, *, combine: Callable[..., Out], **options: Unpack[GroupOptions]) -> Out: ...
 @overload
 def predict(ensemble: Group, x: PyTree, *, combine: None = None, **options: Unpack[GroupOptions]) -> Any: ...
+@explain_as("predict")
 def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols stand for `Ensemble`
     ensemble: Ensemble[Any] | Group,
     x: PyTree,

@@ -1,3 +1,4 @@
+from .. import _suggest
 from ._affine import Matrix as Matrix
 from ._affine import Vector as Vector
 from ._affine import matrix as matrix
@@ -14,3 +15,5 @@ from ._temperature import Temperature as Temperature
 from ._temperature import temperature as temperature
 from ._variance import Variance as Variance
 from ._variance import variance as variance
+
+_suggest.explain_names(__name__)

@@ -1,3 +1,4 @@
+from .. import _suggest
 from .._combination import AbstractCombination as AbstractCombination
 from .._combination import streaming as streaming
 from . import weights as weights
@@ -13,3 +14,5 @@ from ._moments import moments as moments
 from ._robust import median as median
 from ._robust import trimmed_mean as trimmed_mean
 from ._sketch import QuantileSketch as QuantileSketch
+
+_suggest.explain_names(__name__)

@@ -1,3 +1,4 @@
+from .. import _suggest
 from ._aci import Aci as Aci
 from ._aci import aci as aci
 from ._classes import RandomisedSets as RandomisedSets
@@ -31,3 +32,5 @@ from ._split import normalised as normalised
 from ._split import split as split
 from ._top_k import TopK as TopK
 from ._top_k import top_k as top_k
+
+_suggest.explain_names(__name__)

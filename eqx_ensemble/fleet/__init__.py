@@ -1,5 +1,6 @@
 """Training and prediction on many workers: shards of an ensemble on any executor, with the results of one process."""
 
+from .. import _suggest
 from ._asynchronous_halving import asynchronous_halving as asynchronous_halving
 from ._fit import fit as fit
 from ._halving import successive_halving as successive_halving
@@ -10,3 +11,5 @@ from ._pbt import population_based_training as population_based_training
 from ._predict import predict as predict
 from ._shard import ShardReport as ShardReport
 from ._sharded_run import ShardedRun as ShardedRun
+
+_suggest.explain_names(__name__)

@@ -1,6 +1,5 @@
 """The checks of `fit`, in the caller's process: on workers, its errors would come after shards were submitted."""
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +9,7 @@ from .._axes._check_rows import check_rows_of_data
 from .._check import check_integers_fit, check_positive_int
 from .._ensemble import Ensemble
 from .._ensemble._check_state import check_model_state_given
+from .._suggest import meant_text
 from ..train._check import check_hyper_used, check_optimiser, check_patience, check_same_structure, check_scoring
 from ..train._check_fit import check_choices, check_history
 from ..train._run import Run
@@ -31,9 +31,7 @@ def check_known(options: Iterable[str], *, name: str) -> None:
     """Raises for options that `fit` does not have."""
     for word in options:
         if word not in _KNOWN and word not in _REFUSED:
-            close = difflib.get_close_matches(word, _KNOWN, n=3)
-            listed = ", ".join(f"`{known}`" for known in close or _KNOWN)
-            hint = "Did you mean " + listed.replace(", ", " or ") + "?" if close else f"Its options are {listed}."
+            hint = meant_text(word, _KNOWN) or f"Its options are {', '.join(f'`{known}`' for known in _KNOWN)}."
             raise TypeError(f"`{name}` has no option `{word}`.\n{hint}")
 
 

@@ -1,3 +1,4 @@
+from .. import _suggest
 from . import alignment as alignment
 from . import density as density
 from . import distillation as distillation
@@ -17,3 +18,5 @@ from ._halving import successive_halving as successive_halving
 from ._hyperband import hyperband as hyperband
 from ._pbt import population_based_training as population_based_training
 from ._population import Population as Population
+
+_suggest.explain_names(__name__)

@@ -1,3 +1,4 @@
+from .. import _suggest
 from ._auto import AnyPlan as AnyPlan
 from ._auto import Auto as Auto
 from ._plans import AbstractPlan as AbstractPlan
@@ -5,3 +6,5 @@ from ._plans import Chunked as Chunked
 from ._plans import Sequential as Sequential
 from ._plans import Unrolled as Unrolled
 from ._plans import Vmap as Vmap
+
+_suggest.explain_names(__name__)

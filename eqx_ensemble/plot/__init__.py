@@ -1,5 +1,6 @@
 """Plots that are legible in greyscale: each draws on the given Axes, and returns them."""
 
+from .. import _suggest
 from ._bands import prediction_bands as prediction_bands
 from ._calibration import rank_histogram as rank_histogram
 from ._calibration import reliability_diagram as reliability_diagram
@@ -11,3 +12,5 @@ from ._sweep import parallel_coordinates as parallel_coordinates
 from ._training import training_curves as training_curves
 from ._uncertainty import risk_coverage as risk_coverage
 from ._uncertainty import uncertainty_histogram as uncertainty_histogram
+
+_suggest.explain_names(__name__)

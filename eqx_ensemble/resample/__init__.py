@@ -1,3 +1,4 @@
+from .. import _suggest
 from ._folds import Folds as Folds
 from ._folds import folds as folds
 from ._folds import from_splits as from_splits
@@ -10,3 +11,5 @@ from ._rows import subsets as subsets
 from ._weights import bayesian_weights as bayesian_weights
 from ._weights import counts as counts
 from ._weights import poisson_weights as poisson_weights
+
+_suggest.explain_names(__name__)

@@ -1,3 +1,4 @@
+from .. import _suggest
 from ._balanced import balanced_accuracy as balanced_accuracy
 from ._bootstrap import Bootstrap as Bootstrap
 from ._bootstrap import bootstrap as bootstrap
@@ -55,3 +56,5 @@ from ._squared_calibration import squared_calibration_error as squared_calibrati
 from ._threshold_weighted import threshold_weighted_crps as threshold_weighted_crps
 from ._top_k import top_k_accuracy as top_k_accuracy
 from ._variogram import variogram_score as variogram_score
+
+_suggest.explain_names(__name__)

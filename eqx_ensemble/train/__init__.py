@@ -1,3 +1,4 @@
+from .. import _suggest
 from ._callback import Callback as Callback
 from ._callback import Progress as Progress
 from ._errors import DivergedError as DivergedError
@@ -16,3 +17,5 @@ from ._step import Step as Step
 from ._step import make_step as make_step
 from .data._reader import RowReader as RowReader
 from .host._record import History as History
+
+_suggest.explain_names(__name__)

@@ -43,13 +43,14 @@ def check_length(epochs: Any, steps: Any, *, name: str) -> None:
         check_counter(steps, "steps", name=name)
 
 
-def check_patience(value: Any, validation: Any, *, name: str) -> None:
-    """Raises unless `patience` is a count and comes with validation data."""
+def check_patience(value: Any, validation: Any, *, name: str) -> int | None:
+    """Raises unless `patience` is a count and comes with validation data. Returns it."""
     if value is None:
-        return
-    check_counter(value, "patience", name=name)
+        return None
+    count = check_counter(value, "patience", name=name)
     if validation is None:
         raise TypeError(f"`{name}` needs `validation=` data with `patience`: members stop by their validation scores.")
+    return count
 
 
 _NEEDS_VALIDATION = {

@@ -10,6 +10,7 @@ from .._axes import program_key
 from .._ensemble import Ensemble, Group, M
 from .._foreign import as_hashable, from_foreign_tree
 from .._pytree import PyTree
+from .._suggest import explain_as
 from .._typing._by_part import ByPart
 from ..checkpoint import Checkpoints
 from ..distributed import to_host
@@ -66,6 +67,7 @@ def fit(
 ) -> Run[M]: ...
 @overload
 def fit(ensemble: Group | GroupRun, loss: Any, optimiser: Any, data: Any, *, key: Any, **options: Any) -> GroupRun: ...
+@explain_as("fit")
 def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are not listed
     ensemble: Ensemble[M] | TrainState[M] | Run[M] | Group | GroupRun,
     loss: ByPart[Callable[..., Any]],
@@ -243,7 +245,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     check_choices(has_aux=has_aux, progress=progress, scan=scan, score=score, order=order, how=how)
     windows = check_history(history)
     check_length(epochs, steps, name="fit")
-    check_patience(patience, validation, name="fit")
+    most_waits = check_patience(patience, validation, name="fit")
     mode = check_scoring(score, mode, min_delta, target, validation)
     if is_batches(data):
         check_one_pass(data, epochs)
@@ -261,9 +263,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     limits = limits if layout is None else shard_members(limits, layout)
     max_seconds = check_limit(max_seconds, "max_seconds", first.num_members, name="fit")
     losses = make_losses(first, loss, score, has_aux=has_aux, has_validation=has_validation)
-    patience = None if patience is None else int(patience)  # also from NumPy integers
     program = Program(
-        losses[0], optimiser, plan, layout, losses[1], patience, halts=isinstance(how, Revive), windows=windows,
+        losses[0], optimiser, plan, layout, losses[1], most_waits, halts=isinstance(how, Revive), windows=windows,
         program_key=program_key((losses, optimiser, plan, first)),
     )  # fmt: skip
     if first.fixed.hyper is not None:

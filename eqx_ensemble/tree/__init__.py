@@ -1,3 +1,4 @@
+from .. import _suggest
 from ._index import num_members as num_members
 from ._index import take as take
 from ._index import unstack as unstack
@@ -7,3 +8,5 @@ from ._stack import concatenate as concatenate
 from ._stack import stack as stack
 from ._sum import weighted_mean as weighted_mean
 from ._sum import weighted_sum as weighted_sum
+
+_suggest.explain_names(__name__)

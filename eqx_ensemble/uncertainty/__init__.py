@@ -1,3 +1,4 @@
+from .. import _suggest
 from ._ambiguity import Ambiguity as Ambiguity
 from ._ambiguity import decompose_nll as decompose_nll
 from ._ambiguity import decompose_squared_error as decompose_squared_error
@@ -22,3 +23,5 @@ from ._sample import sample_gaussian_mixture as sample_gaussian_mixture
 from ._variance import decompose_variance as decompose_variance
 from ._votes import disagreement as disagreement
 from ._votes import variation_ratio as variation_ratio
+
+_suggest.explain_names(__name__)

@@ -5,6 +5,7 @@ import pytest
 
 from eqx_ensemble import combine, uncertainty
 from eqx_ensemble._combination import _blocks, _registry, _summary
+from eqx_ensemble._suggest import inner_function
 from eqx_ensemble.combine import QuantileSketch, _sketch, streaming
 
 MEAN = streaming(combine.mean)
@@ -148,7 +149,7 @@ def test_rows_in_blocks(case, weights, monkeypatch):
 
 def test_every_function_with_a_streaming_form_has_a_case():
     assert {combination for combination, *_ in CASES.values()} == set(_registry._STREAMS.values())
-    public = {fn for room in (combine, uncertainty) for fn in vars(room).values() if callable(fn)}
+    public = {inner_function(fn) for room in (combine, uncertainty) for fn in vars(room).values() if callable(fn)}
     assert set(_registry._STREAMS) <= public
 
 

@@ -1,5 +1,6 @@
 """Alignment: a common order of hidden units for independent members, and the loss along the lines between members."""
 
+from ... import _suggest
 from ._align import align as align
 from ._connectivity import barrier as barrier
 from ._connectivity import connectivity as connectivity
@@ -7,3 +8,5 @@ from ._connectivity import interpolate as interpolate
 from ._find import find_units as find_units
 from ._units import Heads as Heads
 from ._units import Units as Units
+
+_suggest.explain_names(__name__)

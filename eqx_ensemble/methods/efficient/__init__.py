@@ -4,6 +4,7 @@ Each function converts an ordinary model. The sub-members are trained jointly, a
 `eqx_ensemble.Ensemble`.
 """
 
+from ... import _suggest
 from ._batch_ensemble import batch_ensemble as batch_ensemble
 from ._joint import JointEnsemble as JointEnsemble
 from ._labels import weight_labels as weight_labels
@@ -14,3 +15,5 @@ from ._members import members as members
 from ._mimo import mimo as mimo
 from ._packed import packed_ensemble as packed_ensemble
 from ._tabm import tabm as tabm
+
+_suggest.explain_names(__name__)

@@ -1,7 +1,10 @@
 """Laplace approximations: a Gaussian posterior over some weights of each member, centred at the trained weights."""
 
+from ... import _suggest
 from ._fit import fit as fit
 from ._laplace import Laplace as Laplace
 from ._member import Outputs as Outputs
 from ._replace import replace as replace
 from ._subnetwork import subnetwork as subnetwork
+
+_suggest.explain_names(__name__)

@@ -1,5 +1,6 @@
 """Interacting particles: SVGD and repulsive ensembles, in weight space and in function space."""
 
+from ... import _suggest
 from ._directions import svgd as svgd
 from ._directions import wgd as wgd
 from ._function_space import make_function_space_step as make_function_space_step
@@ -7,3 +8,5 @@ from ._kernels import RBF as RBF
 from ._kernels import AbstractKernel as AbstractKernel
 from ._step import InteractingStep as InteractingStep
 from ._step import make_step as make_step
+
+_suggest.explain_names(__name__)

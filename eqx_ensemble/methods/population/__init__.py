@@ -3,6 +3,7 @@
 Weights, optimiser states, hyper-parameters, ids and random streams are moved together, in one gather.
 """
 
+from ... import _suggest
 from ._decisions import perturb_hyper as perturb_hyper
 from ._decisions import set_hyper as set_hyper
 from ._decisions import truncation as truncation
@@ -10,3 +11,5 @@ from ._moves import clone as clone
 from ._moves import rank as rank
 from ._moves import select as select
 from ._moves import stop as stop
+
+_suggest.explain_names(__name__)

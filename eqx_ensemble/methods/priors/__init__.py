@@ -1,7 +1,10 @@
 """Prior functions, anchors and noisy targets, which make members approximate draws from a Bayesian posterior."""
 
+from ... import _suggest
 from ._anchor import Anchor as Anchor
 from ._anchor import draw_anchors as draw_anchors
 from ._penalty import gaussian_penalty as gaussian_penalty
 from ._randomised import RandomisedPrior as RandomisedPrior
 from ._targets import noisy_targets as noisy_targets
+
+_suggest.explain_names(__name__)

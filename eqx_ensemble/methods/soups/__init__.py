@@ -1,4 +1,7 @@
 """Averages of weights of members chosen by a held-out score; [`eqx_ensemble.average`][] averages all members."""
 
+from ... import _suggest
 from ._greedy import Soup as Soup
 from ._greedy import greedy as greedy
+
+_suggest.explain_names(__name__)

@@ -1,0 +1,92 @@
+"""Misspelt options and names: the error names the one that was meant, in every public function and package."""
+
+import inspect
+import pickle
+import re
+import types
+
+import jax.numpy as jnp
+import pytest
+
+import eqx_ensemble as ee
+
+from .test_docs import PUBLIC
+
+FUNCTIONS = {path: fn for path, fn in PUBLIC.items() if isinstance(fn, types.FunctionType)}
+CLASSES = {path: x for path, x in PUBLIC.items() if inspect.isclass(x) and "__init__" in vars(x)}
+CLASSES = {path: x for path, x in CLASSES.items() if not issubclass(x, BaseException)}
+PACKAGES = sorted({path.rpartition(".")[0] for path in PUBLIC})
+LEAST = 5  # letters of a word of which two can be swapped so that it is still recognised
+
+
+def swapped(word):
+    """A word whose third and fourth letter have changed places; the next two letters that differ, if those do not."""
+    i = next(i for i in range(2, len(word) - 1) if word[i] != word[i + 1])
+    return word[:i] + word[i + 1] + word[i] + word[i + 2 :]
+
+
+def options(fn):
+    named = [
+        p.name for p in inspect.signature(fn).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    return [name for name in named if len(name) >= LEAST]
+
+
+@pytest.mark.parametrize("path", [path for path, fn in (FUNCTIONS | CLASSES).items() if options(fn)])
+def test_the_option_that_was_meant_is_named(path):
+    fn = PUBLIC[path]
+    for option in options(fn):
+        with pytest.raises(TypeError, match=rf"Did you mean .*`{option}`") as caught:
+            fn(**{swapped(option): None})
+        assert f"`{path.removeprefix('eqx_ensemble.')}`" in str(caught.value)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_attribute_that_was_meant_is_named(package):
+    module = __import__(package, fromlist=["_"])
+    for path in (path for path in PUBLIC if path.rpartition(".")[0] == package):
+        name = path.rpartition(".")[2]
+        if len(name) >= LEAST:
+            with pytest.raises(AttributeError, match=rf"Did you mean .*`{name}`"):
+                getattr(module, swapped(name))
+    with pytest.raises(AttributeError, match=re.escape(f"module {package!r} has no attribute '__wrapped__'") + "$"):
+        getattr(module, "__wrapped__")  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda: ee.fit(1, 2, 3, 4, optimizer=3), "`optimiser`"),
+        (lambda: ee.fit(1, 2, 3, 4, max_epochs=3), "`epochs`"),
+        (lambda: ee.build(3, n_estimators=3), "`num_members`"),
+        (lambda: ee.predict(3, 4, seed=3), "`key`"),
+        (lambda: ee.conformal.split(3, 4, alpha=0.1), "`level`? It is the coverage, 1 - alpha."),
+        (lambda: ee.Ensemble([3]), "`ee.stack(models)`"),
+        (lambda: ee.train.fit, "`ee.fit`"),
+        (lambda: ee.nll, "`ee.scores.nll`"),
+        (lambda: ee.acuracy, "`ee.scores.accuracy`"),
+        (lambda: ee.conformal.normalized, "`normalised`"),
+        # Options that are passed on to another function.
+        (lambda: ee.scores.per_member(ee.scores.nll, jnp.ones((2, 3, 2)), jnp.zeros(3, int), reduce=""), "`reduction`"),
+        (lambda: ee.plot.connectivity(jnp.ones(5), lable="x"), "`label`"),
+    ],
+)  # fmt: skip
+def test_words_of_other_libraries_and_other_places(call, meant):
+    with pytest.raises((TypeError, AttributeError), match=re.escape(meant)):
+        call()
+
+
+@pytest.mark.parametrize("path", FUNCTIONS)
+def test_a_public_function_is_serialised_by_its_public_name(path):
+    fn = PUBLIC[path]
+    assert f"{fn.__module__}.{fn.__qualname__}" == path
+    assert pickle.loads(pickle.dumps(fn)) is fn
+
+
+def test_errors_of_what_a_function_calls_are_left_alone():
+    with pytest.raises(TypeError, match="^of the user's"):
+        ee.scores.per_member(lambda *_, **__: raise_own(), jnp.ones((2, 3)), jnp.ones(3), optoin=3)
+
+
+def raise_own():
+    raise TypeError("of the user's")
