@@ -13,6 +13,7 @@ from .._suggest import meant_text
 from ..train._check import check_hyper_used, check_optimiser, check_patience, check_same_structure, check_scoring
 from ..train._check_fit import check_choices, check_history
 from ..train._run import Run
+from ..train._state import check_state
 from ..train._trainable import partition_trainable
 from ..train.compiled._check import check_loss_signature
 from ..train.data._check import check_batch_size
@@ -61,7 +62,7 @@ def check_start_options(begun: Any, optimiser: Any, options: dict[str, Any], *, 
         given = [word for word in ("state", "hyper") if options.get(word) is not None]
         given += ["trainable"] * (options.get("trainable", eqx.is_inexact_array) is not eqx.is_inexact_array)
         check_not_given_again(given, name=name)
-        check_optimiser(optimiser, hyper=_train_state(begun).hyper, name=name)
+        check_state(_train_state(begun), optimiser, name=name)
         _check_selection(begun, options, name=name)
 
 

@@ -158,8 +158,8 @@ def check_optimiser_kind(value: Any, *, name: str) -> None:
         raise TypeError(f"`{name}` needs an optax optimiser, got {leaf_text(value)}.")
 
 
-def check_optimiser(value: Any, *, hyper: Any, name: str) -> None:
-    """Raises unless `value` is an optax optimiser, or with `hyper` a function that makes one."""
+def check_optimiser(value: Any, *, hyper: Any, name: str, hyper_of: str | None = None) -> None:
+    """Raises unless `value` is an optax optimiser, or with `hyper` (of `hyper_of`) a function that makes one."""
     check_optimiser_kind(value, name=name)
     if isinstance(value, optax.GradientTransformation):
         return
@@ -167,8 +167,8 @@ def check_optimiser(value: Any, *, hyper: Any, name: str) -> None:
         named = getattr(value, "__name__", type(value).__name__)
         raise TypeError(
             f"`{name}` needs an optax optimiser, got the function `{named}`.\n"
-            f"Call it first, for example `optax.adam(1e-3)`; or pass `hyper=` if `{named}` makes an optimiser from "
-            "each member's hyper-parameters."
+            f"Call it first, for example `optax.adam(1e-3)`; or pass `hyper=`{f' to `{hyper_of}`' if hyper_of else ''} "
+            f"if `{named}` makes an optimiser from each member's hyper-parameters."
         )
 
 

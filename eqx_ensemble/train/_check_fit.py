@@ -11,6 +11,8 @@ from ._errors import DivergedError, NotSavedError
 from ._revive import Revive
 from ._status import Status
 from .compiled._windows import Windows
+from .data._check import integers_text
+from .data._data import in_memory
 from .data._rows import ORDERS
 
 
@@ -28,7 +30,7 @@ def check_choices(
 
 
 def check_outcome(
-    run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, first_step: int, integers: str, fault: Callable[[], str]
+    run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, first_step: int, data: Any, fault: Callable[[], str]
 ) -> None:
     """Raises if a checkpoint was not written, or for newly diverged members with `"raise"`; else warns of them."""
     if saver is not None and saver.failed is not None:
@@ -36,6 +38,7 @@ def check_outcome(
     lost = run.status == Status.DIVERGED
     if lost.any():
         where = (to_host(run.train_state.ids)[lost], run.stopped_at[lost], run.fault[lost])
+        integers = integers_text(data) if in_memory(data) else ""
         message = diverged_message(*where, first_step=first_step, integers=integers, fault=fault())
         if how == "raise" and (lost & ~lost_before).any():
             raise DivergedError(message, run)

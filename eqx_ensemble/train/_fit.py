@@ -29,6 +29,7 @@ from ._check import (
     check_scoring,
     check_some_training,
 )
+from ._check_aux import check_same_aux
 from ._check_callbacks import check_callbacks
 from ._check_fit import check_choices, check_history, check_outcome
 from ._fit_parts import fit_parts
@@ -45,9 +46,8 @@ from .compiled._loss import make_losses
 from .compiled._optimiser import Optimiser
 from .compiled._program import Program
 from .compiled._selection import Mode
-from .data._check import integers_text
 from .data._cursor import Length
-from .data._data import in_memory, is_batches, member_shapes, without_marks
+from .data._data import is_batches, member_shapes, without_marks
 from .data._rows import Order
 from .data._sources import make_source
 from .host._execute import execute
@@ -272,6 +272,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     source = make_source(
         data, start.state, rows=rows, order=order, batch_size=batch_size, scan=scan, layout=layout, key=key
     )
+    check_same_aux(ensemble, losses[0], first, None if is_batches(data) else source.shapes)
     if validation is not None:
         if score is None and not is_batches(data):
             check_same_structure(without_marks(validation), source.shapes())
@@ -295,6 +296,5 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         max_seconds=max_seconds, saver=saver, progress=progress, callbacks=callbacks,
         callback_every=callback_every, key=key,
     )  # fmt: skip
-    integers = integers_text(data) if (run.status == Status.DIVERGED).any() and in_memory(data) else ""
-    check_outcome(run, lost_before, how, saver=saver, first_step=length.begun, integers=integers, fault=source.fault)
+    check_outcome(run, lost_before, how, saver=saver, first_step=length.begun, data=data, fault=source.fault)
     return run

@@ -22,6 +22,7 @@ from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import Vmap
 from ._check_member import check_followed
+from ._check_state import check_hyper_structure, check_state_arrays
 from .compiled._optimiser import Optimiser, init_member, update_alone
 
 S = TypeVar("S")
@@ -51,10 +52,12 @@ def follow_hyper(state: S, optimiser: Optimiser, *, name: str) -> S:
     if fixed.opt_hyper is None:
         return state
     is_none = lambda x: x is None
+    check_hyper_structure(fixed.opt_hyper, fixed.hyper, name=name)
     now = jax.tree.map(lambda old, new: None if old is None else new, fixed.opt_hyper, fixed.hyper, is_leaf=is_none)
     pairs = list(zip(jax.tree.leaves(fixed.opt_hyper), jax.tree.leaves(now), strict=True))
     if all(old is new for old, new in pairs):  # as in every step of a loop, which then waits for nothing
         return state
+    check_state_arrays(state, name=name)
     followed = dataclasses.replace(fixed, opt_hyper=now)
     concrete = not any(map(is_traced, jax.tree.leaves((moving, fixed))))
     if concrete and all(np.array_equal(to_host(old), to_host(new)) for old, new in pairs):

@@ -16,6 +16,7 @@ from .._pytree import PyTree
 from ..distributed import to_host
 from ..tree._compare import compare_trees
 from ._check import check_optimiser_kind, check_revive
+from ._check_state import check_state_arrays
 from ._hyper import change_hyper
 from ._opt_hyper import filter_hyper, follow_hyper
 from ._state import MemberConstants, MemberState, TrainState, check_train_state, init_all
@@ -143,6 +144,7 @@ def revive(
     ```
     """
     check_train_state(state)
+    check_state_arrays(state, name="train.revive")
     check_optimiser_kind(optimiser, name="train.revive")
     check_key(key, name="train.revive")
     if not isinstance(how, Revive | None):

@@ -22,10 +22,12 @@ from ..sharding._layout import Layout, layout_for
 from ..sharding._shard import replicate, shard_members
 from ._check import check_optimiser
 from ._check_numbers import check_no_numbers_of_members
+from ._check_state import check_state_arrays
 from ._hyper import hyper_arrays
 from ._opt_hyper import filter_hyper, hyper_of_init
 from ._trainable import Trainable, partition_trainable
 from .compiled._optimiser import Optimiser, init_member
+from .host._check import check_opt_state
 
 
 class MemberState(eqx.Module):
@@ -119,6 +121,13 @@ def check_train_state(value: Any) -> None:
             "A training step is called as `state, metrics = step(state, batch)` with the state that `train.init` "
             f"made; got {kind_text(value)} as `state`."
         )
+
+
+def check_state(state: TrainState, optimiser: Optimiser, *, name: str, hyper_of: str | None = None) -> None:
+    """Raises unless the parts of a training state fit together, and fit the optimiser."""
+    check_state_arrays(state, name=name)
+    check_optimiser(optimiser, hyper=state.hyper, name=name, hyper_of=hyper_of)
+    check_opt_state(state.opt_state, init_state_shapes(optimiser, state), name=name)
 
 
 def init(

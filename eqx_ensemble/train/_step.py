@@ -19,15 +19,15 @@ from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
 from ..sharding._layout import Layout, as_layout
 from ._check import check_optimiser_kind
+from ._check_state import check_state_arrays
 from ._flat_step import LastState, call_flat
 from ._opt_hyper import follow_hyper
-from ._state import MemberState, TrainState, check_train_state, init_state_shapes
+from ._state import MemberState, TrainState, check_state, check_train_state
 from .compiled._carry import Carry, Inputs
 from .compiled._health import nan_is_data
 from .compiled._loss import as_loss
 from .compiled._optimiser import Optimiser
 from .compiled._program import Program
-from .host._check import check_opt_state
 
 
 class Metrics(eqx.Module):
@@ -76,6 +76,7 @@ class Step(eqx.Module):
 
 
 def _step_under_pilot(step: Step, pilot: Pilot, state: TrainState, batch: PyTree) -> tuple:
+    check_state_arrays(state, name="train.make_step")
     plain = dataclasses.replace(step, plan=Vmap(), pilot=None)
     alone, layout = dataclasses.replace(plain, layout=None), step.layout
     count = state.num_members if layout is None else layout.per_device(state.num_members)
@@ -88,6 +89,7 @@ def _step_under_pilot(step: Step, pilot: Pilot, state: TrainState, batch: PyTree
 
 
 def _step_under(plan: AbstractPlan, step: Step, state: TrainState, batch: PyTree) -> tuple:
+    check_state(state, step.optimiser, name="train.make_step", hyper_of="train.init")
     program, inputs, carry = _parts(dataclasses.replace(step, plan=plan), state, batch)
     return program.step(inputs, carry)
 
@@ -102,10 +104,10 @@ def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Input
 
 def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState, Int[Array, ""], Metrics]:
     # Constants are not returned, because flattening big trees takes as long as a small step. For the same
-    # reason signatures are inspected here, while tracing.
+    # reason signatures and states are inspected here, while tracing.
+    check_state(state, step.optimiser, name="train.make_step", hyper_of="train.init")
     split_members((Each(state.ids), batch), name="train.make_step")  # raises for another number of members
     check_some_rows(batch, name="train.make_step")
-    check_opt_state(state.opt_state, init_state_shapes(step.optimiser, state), name="train.make_step")
     program, inputs, carry = _parts(step, state, batch)
     carry, (value, aux) = program.guarded_step(inputs, carry)
     carry = program.constrain(carry)

@@ -22,10 +22,9 @@ from ...sharding._layout import Layout, as_layout, layout_for
 from ...train import Metrics, Status, TrainState
 from ...train._check import check_optimiser_kind
 from ...train._opt_hyper import follow_hyper
-from ...train._state import MemberState, check_train_state, init_state_shapes
+from ...train._state import MemberState, check_state, check_train_state
 from ...train.compiled._health import nan_is_data, revert_diverged_one
 from ...train.compiled._optimiser import Optimiser, update_member
-from ...train.host._check import check_opt_state
 from ._check import check_kernel, check_num_rows, check_real_weights, no_values_message
 from ._directions import Method, directions
 from ._kernels import RBF, Kernel
@@ -164,10 +163,10 @@ def interacting_step(
 def _one_step(
     step: InteractingStep, layout: Layout | None, state: TrainState, batch: PyTree
 ) -> tuple[MemberState, Int[Array, ""], Metrics]:
+    check_state(state, step.optimiser, name=step.name, hyper_of="train.init")
     split_members((Each(state.ids), batch), name=step.name)  # raises for another number of members
     check_some_rows(batch, name=step.name)
     check_real_weights(step.name, state.params)
-    check_opt_state(state.opt_state, init_state_shapes(step.optimiser, state), name=step.name)
     own, view, _ = split_members((Each(state.fixed.key), batch), name=step.name)
     run = sharded_plan(step.plan, layout).run
 

@@ -14,6 +14,7 @@ from ..._pytree import PyTree
 from ...sweep import AbstractRange
 from ...sweep._check import check_ranges
 from ...train import TrainState
+from ...train._check_state import check_state_arrays
 from ...train._hyper import change_hyper
 from ...train._state import check_train_state
 from .._check import (
@@ -151,6 +152,7 @@ def set_hyper(
     """
     name = "methods.population.set_hyper"
     check_train_state(state)
+    check_state_arrays(state, name=name)
     members = check_indices(members, state.num_members, name=name)
     check_state_has_hyper(state.hyper, name=name)
     check_function(fn, "fn", name=name, example="lambda hyper, key: hyper")

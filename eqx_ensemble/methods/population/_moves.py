@@ -7,6 +7,7 @@ from ..._ensemble import M
 from ...distributed import to_host
 from ...train import TrainState
 from ...train._check import check_mode
+from ...train._check_state import check_state_arrays
 from ...train._revive import copy_donors, take_members
 from ...train._state import check_train_state
 from ...train._status import Status
@@ -57,6 +58,7 @@ def select(state: TrainState[M], members: Any) -> TrainState[M]:
     ```
     """
     check_train_state(state)
+    check_state_arrays(state, name="methods.population.select")
     members = check_indices(members, state.num_members, name="methods.population.select", unique=True)
     moving, fixed, ids = take_members((state.moving, state.fixed, state.ids), members)
     return TrainState(moving, fixed, state.shared, ids, state.step)
@@ -86,6 +88,7 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     ```
     """
     check_train_state(state)
+    check_state_arrays(state, name="methods.population.clone")
     count, moving, fixed = state.num_members, state.moving, state.fixed
     donors = check_indices(donors, count, name="methods.population.clone")
     check_donors(donors, to_host(moving.status) == Status.OK, np.asarray(state.ids))
@@ -106,6 +109,7 @@ def stop(state: TrainState[M], members: Any) -> TrainState[M]:
     **Raises:** `TypeError` for anything but integers; `ValueError` for an index out of range.
     """
     check_train_state(state)
+    check_state_arrays(state, name="methods.population.stop")
     members, moving = check_indices(members, state.num_members, name="methods.population.stop"), state.moving
     chosen = np.isin(np.arange(state.num_members), members)
     moving = stop_members(moving, chosen, state.step)

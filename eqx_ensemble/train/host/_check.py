@@ -29,7 +29,7 @@ def check_opt_state(found: Any, expected: Any, *, name: str) -> None:
     if jax.tree.structure(found) == jax.tree.structure(expected) and shapes(found) == shapes(expected):
         return
     own, other = ", ".join(_state_names(found)), ", ".join(_state_names(expected))
-    words = "arrays of other shapes or dtypes" if own == other else other or "nothing"
+    words = "arrays of other shapes or dtypes, as for other `params`" if own == other else other or "nothing"
     raise TypeError(
         f"`{name}` got a training state that another optimiser made: its optimiser state holds {own or 'nothing'}; "
         f"this optimiser's would hold {words}.\nPass the optimiser of the state, or begin anew with `train.init`."

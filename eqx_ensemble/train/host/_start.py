@@ -13,11 +13,10 @@ from ...distributed import to_host
 from ...sharding._check import warn_of_padding
 from ...sharding._layout import Layout, layout_for
 from ...sharding._shard import replicate, shard_members
-from .._check import check_optimiser
 from .._opt_hyper import follow_hyper
 from .._revive import Revival, restart
 from .._run import Run
-from .._state import TrainState, copy_arrays, first_state, init_state_shapes
+from .._state import TrainState, check_state, copy_arrays, first_state
 from .._trainable import Trainable
 from ..compiled._health import nan_is_data
 from ..compiled._loss import Loss
@@ -27,7 +26,7 @@ from ..compiled._selection import Mode, Selection, no_selection
 from ..compiled._windows import Windows
 from ..data._cursor import Cursor
 from ..data._data import on_device
-from ._check import check_not_given_again, check_opt_state, check_same_mode, missing_validation_message
+from ._check import check_not_given_again, check_same_mode, missing_validation_message
 from ._record import Record
 
 
@@ -87,9 +86,7 @@ def start_of(
     run, first = (begun, begun.train_state) if isinstance(begun, Run) else (None, begun)
     if run is not None and run.selection is not None and not has_validation:
         raise TypeError(missing_validation_message())
-    hyper = first.fixed.hyper
-    check_optimiser(optimiser, hyper=hyper, name="fit")
-    check_opt_state(first.opt_state, init_state_shapes(optimiser, first), name="fit")
+    check_state(first, optimiser, name="fit")
     first = _shard(copy_arrays(follow_hyper(first, optimiser, name="fit")), layout)
     selection = run.selection if run is not None and has_validation else None
     if has_validation:
