@@ -9,10 +9,10 @@ from typing import Any
 import equinox as eqx
 
 from ..._jaxpr import callbacks, inner_jaxprs
+from ..._libraries import is_library
 from ..._pytree import PyTree
 from ...tree._statics import static_parts
 from ._code_texts import code_text
-from ._libraries import is_library
 from ._texts import SET, add_array, digest_of, without_addresses
 
 _CALLABLES = types.FunctionType | types.MethodType | types.BuiltinFunctionType | ft.partial
