@@ -136,16 +136,19 @@ def _compile(
         hash((structure, others))
     except TypeError:  # a field or a constant is not hashable
         return None
-    call = _jit(fn, step_treedef, structure, others, program_key((step, state)), treedef)
-    traced = call.trace([x for x in leaves if isinstance(x, ARRAYS)], batch)
-    return None if has_callbacks(traced.jaxpr.jaxpr) else call
+    call, calls_python = _jit(fn, step_treedef, structure, others, program_key((step, state)), treedef)
+    arrays = [x for x in leaves if isinstance(x, ARRAYS)]
+    shapes = tuple((x.shape, x.dtype) for x in (*arrays, *batch))
+    if shapes not in calls_python:
+        calls_python[shapes] = has_callbacks(call.trace(arrays, batch).jaxpr.jaxpr)
+    return None if calls_python[shapes] else call
 
 
 @ft.lru_cache(maxsize=64)
 def _jit(
     fn: Callable[..., Any], step_treedef: Any, structure: Any, others: tuple, key: ProgramKey, batch_treedef: Any
-) -> Any:
-    """The step for states that differ only in their arrays. `key` distinguishes code and constants."""
+) -> tuple[Any, dict[Any, bool]]:
+    """The step, and whether it calls Python by shapes, for states that differ only in their arrays."""
     del key
 
     def flat_step(arrays: list[Any], batch: list[Any]) -> tuple[list[Any], Any, PyTree]:
@@ -155,4 +158,4 @@ def _jit(
         moving, count, metrics = fn(step, state, jax.tree.unflatten(batch_treedef, batch))
         return jax.tree.leaves(moving), count, metrics
 
-    return plain_jit(flat_step)
+    return plain_jit(flat_step), {}
