@@ -18,7 +18,7 @@ from eqx_ensemble.checkpoint import Checkpoints
 from eqx_ensemble.checkpoint._check_record import InvalidRecordError
 from eqx_ensemble.train.data._cursor import decode
 
-from ..checkpoint.damage import forge_each
+from ..checkpoint.damage import forge, forge_each
 from ..factories import assert_same
 
 KEY = jax.random.key(0)
@@ -92,6 +92,16 @@ def test_a_run_of_fit(under, tmp_path):
         raised.append(unharmed(run, same, tmp_path, change))
     assert sum(raised) > 8
     assert_same(run().ensemble, whole.ensemble)
+
+
+def test_another_beginning(tmp_path):
+    """A count that could be right, but is not that of the call."""
+    start = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 2, key=KEY)
+    run = lambda: ee.fit(start, loss, optax.sgd(0.1), X, steps=4, checkpoint=tmp_path, progress=False, key=KEY)
+    run()
+    forge(Checkpoints(tmp_path).path(4), lambda content: content["meta"]["fit"].update(begun=3))
+    with pytest.raises(ee.CheckpointCorruptError, match="`begun` is not the step at which this call begins"):
+        run()
 
 
 def test_a_file_cannot_import_torch(monkeypatch):

@@ -12,6 +12,7 @@ from ..._pytree import PyTree
 from ..._warnings import warn
 from ...checkpoint import Checkpoints, Contents
 from ...checkpoint._check_folders import check_overwritable
+from ...checkpoint._check_record import check_valid, explain_record
 from ...checkpoint._formats import FormatName
 from ...checkpoint._names import is_sealed
 from ...checkpoint._path import is_on_disk
@@ -107,13 +108,17 @@ class Saver:
 
     def _like(self, start: Start, contents: Contents) -> dict[str, Any]:
         """The shapes in a checkpoint of this run; raises if it belongs to another run."""
-        record = self._record = read_record(contents, self._checkpoints.path(contents.step or 0), self.folder)
+        path = self._checkpoints.path(contents.step or 0)
+        record = self._record = read_record(contents, path, self.folder)
         texts, saved, now = dict(self._identity.texts), record.identity, _conditions()
         if record.conditions != now:
             warn(other_versions_message(record.conditions, now, self.folder))
             saved, texts = ({k: v for k, v in t.items() if k not in self._identity.traced} for t in (saved, texts))
         name = "fit" if self._round is None else self._round.name
         check_same_call(saved, texts, self.folder, name=name)
+        if self._round is None:  # a round may have begun at the end of another one
+            with explain_record(path):
+                check_valid("`begun` is not the step at which this call begins", holds=record.begun == start.begun)
         state = start.state
         along = lambda x: np.empty((state.num_members, record.steps, *x.shape), x.dtype)
         count, selection = record.validations, start.selection
