@@ -39,6 +39,7 @@ class Call:
     min_delta: float
     target: float | list[float] | None
     max_steps: int | list[int] | None
+    max_seconds: list[float] | None
     history: Any
     on_diverge: str
     faults: list[int]
@@ -145,6 +146,14 @@ class Call:
     def stopping_at(self, step):
         return self.stops.get(step, [])
 
+    def stopped_as(self, run):
+        """The call with the members that a time limit stopped, which is at any step, stopped there by a callback."""
+        stops = {step: list(members) for step, members in self.stops.items()}
+        for i, seconds in enumerate(self.max_seconds or []):
+            if seconds < 1 and run.status[i] == ee.train.Status.STOPPED:
+                stops.setdefault(int(run.stopped_at[i]), []).append(i)
+        return dataclasses.replace(self, stops=stops)
+
     # The call of `fit`.
 
     def ensemble(self):
@@ -162,6 +171,7 @@ class Call:
         options = {
             "validation": validation, "score": self.score_fn, "mode": self.mode, "patience": self.patience,
             "min_delta": self.min_delta, "target": self.target, "max_steps": self.max_steps, "has_aux": self.has_aux,
+            "max_seconds": self.max_seconds,
             "history": self.history, "on_diverge": self.on_diverge, "callback_every": self.callback_every,
         }  # fmt: skip
         if self.on_diverge in ("donor", "fresh"):
@@ -261,6 +271,7 @@ def draw(seed):
         each=each, own_rows=own_rows, order=one_of("each", "each", "shared", "given") if chosen else "given",
         given_batch_size=batch_size, validated_on=validated_on, mode=mode, patience=patience,
         min_delta=one_of(0.0, 0.03) if validated else 0.0, target=target, max_steps=max_steps,
+        max_seconds=[one_of(1e-9, 1e9) for _ in range(count)] if how == "whole" and maybe(0.15) else None,
         history=one_of("all", "all", "last", 2, 3), on_diverge=on_diverge, faults=faults, scale=one_of(0.0, 1e30),
         perturbs=maybe(0.6), most=number(1, 3),
         plan=one_of("default", "default", "2", "3", "sequential", "unrolled", "auto"),

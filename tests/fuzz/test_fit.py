@@ -91,7 +91,7 @@ def continue_run(call, begun, callbacks):
 
 
 def referenced(call, begun, stops, run, *, revived=None, **options):
-    reference = Reference(call, *begun, revived=run.revived if revived is None else revived)
+    reference = Reference(call.stopped_as(run), *begun, revived=run.revived if revived is None else revived)
     for stop in stops:
         if call.how == "state" and stop != stops[0]:
             reference.forget_records()

@@ -128,6 +128,16 @@ def test_time_is_over(ensemble, monkeypatch):
     assert 0 < run.stopped_at[0] < run.stopped_at[4] < 10**5
 
 
+def test_time_stops_no_member_before_its_first_step(ensemble):
+    """Also where one fails in the first chunk, whose steps are then run again in parts."""
+    fails = lambda model, batch, key, hyper: loss(model, batch, key) + jnp.where(hyper == 1, jnp.nan, 0.0)
+    options = {"hyper": jnp.array([0, 1, 0, 0, 0]), "max_seconds": 1e-9, "steps": 8, "progress": False, "key": KEY}
+    with pytest.warns(UserWarning, match="diverged"):
+        run = ee.fit(ensemble, fails, ADAM, data(40), batch_size=8, **options)
+    assert run.status.tolist() == [Status.STOPPED, Status.DIVERGED, *[Status.STOPPED] * 3]
+    assert (run.stopped_at[[0, 2, 3, 4]] > 0).all()
+
+
 @pytest.mark.usefixtures("unhooked")
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -75,7 +75,7 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
             pacing.measure(outcome.num_steps, seconds, width=width, steps_left=steps_left)
         if outcome.num_steps > 0:
             recording.report(outcome.num_steps, members)
-        host.stopping.handle_stopped(members)
+            host.stopping.handle_stopped(members)  # not before steps that are run again in parts
         host.callbacks.call(members, source)
         host.saving.save(members, source, if_due=True)
         if not host.should_stop():
