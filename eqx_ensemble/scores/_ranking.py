@@ -6,6 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import check_level
 from ._check_rows import check_ranking
+from ._reduce import mean_of_rows
 
 
 def auroc(
@@ -146,26 +147,37 @@ def rates(
     scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
 ) -> tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, " rows"]]:
     """True and false positive rates, and precision, at the score of each row, highest first."""
-    scores = jnp.where(weights == 0, -jnp.inf, scores)
-    order = jnp.argsort(-scores)
-    ranked = -scores[order]
-    positive = jnp.where(positives, weights, 0)[order]
-    total = jnp.cumsum(positive), jnp.cumsum(weights[order] - positive)
+    ranked, positive, negative = _in_order(scores, positives, weights)
+    total = jnp.cumsum(positive), jnp.cumsum(negative)
     # Tied rows have the rates of the last of them.
     last = jnp.searchsorted(ranked, ranked, side="right") - 1
     hits, false = total[0][last], total[1][last]
-    broken = jnp.any(jnp.isnan(scores))
+    broken = jnp.any(jnp.isnan(ranked))
     found = jnp.where(broken, jnp.nan, hits / total[0][-1])
     return found, jnp.where(broken, jnp.nan, false / total[1][-1]), jnp.where(hits == 0, 0, hits / (hits + false))
+
+
+def _in_order(
+    scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
+) -> tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, " rows"]]:
+    """The negative scores, and the weights of positive and of negative rows, highest score first."""
+    ranked = -jnp.where(weights == 0, -jnp.inf, scores)
+    order = jnp.argsort(ranked)
+    positive = jnp.where(positives, weights, 0)
+    return ranked[order], positive[order], (weights - positive)[order]
 
 
 @jax.jit
 def _auroc(
     scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
 ) -> Float[Array, ""]:
-    hits, false, _ = rates(scores, positives, weights)
-    middle = (hits + jnp.concatenate([jnp.zeros_like(hits[:1]), hits[:-1]])) / 2
-    return jnp.sum(jnp.diff(false, prepend=0) * middle)
+    hits, _, _ = rates(scores, positives, weights)
+    ranked, _, negative = _in_order(scores, positives, weights)
+    new = jnp.append(True, ranked[1:] != ranked[:-1])
+    # The rate above the tied rows of each row. Weights are not differences of rates: as XLA rounds these, millions of
+    # rows between which nothing changes would add up.
+    above = jax.lax.cummax(jnp.where(new, jnp.append(0, hits[:-1]).astype(hits.dtype), 0))
+    return mean_of_rows((hits + above) / 2, negative)
 
 
 @jax.jit
@@ -173,7 +185,8 @@ def _aupr(
     scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
 ) -> Float[Array, ""]:
     hits, _, precision = rates(scores, positives, weights)
-    return jnp.sum(jnp.diff(hits, prepend=0) * precision)
+    _, positive, _ = _in_order(scores, positives, weights)
+    return mean_of_rows(jnp.where(jnp.isnan(hits), jnp.nan, precision), positive)
 
 
 @jax.jit

@@ -5,12 +5,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from .._weighting import sum_members
+
 Reduction = Literal["mean", "none"]
 
 RowWeights = Bool[Array, "*batch"] | Float[Array, "*batch"]
 """Row weights: the booleans of a mask, or non-negative numbers."""
 
-_BLOCK = 1024
+_BLOCK = 256
 """The number of rows in one partial sum."""
 
 
@@ -74,7 +76,7 @@ def sum_by_segment(
         num_blocks = -(-values.size // _BLOCK)
         block = segment + num_segments * (jnp.arange(values.size, dtype=segment.dtype) // _BLOCK)
         sums = jax.ops.segment_sum(values, block, num_segments * num_blocks)
-        return jnp.sum(jnp.reshape(sums, (num_blocks, num_segments)), axis=0)
+        return sum_members(jnp.reshape(sums, (num_blocks, num_segments)))  # pairwise
     if not in_order:
         order = jnp.argsort(segment)
         values, segment = values[order], segment[order]

@@ -13,6 +13,7 @@ from ._row_weights import check_rows
 
 _GROUP = 8  # members whose errors are added in registers
 _LANES = 1024
+_BLOCK = 128  # sums of each lane
 
 
 def rmse(
@@ -181,8 +182,13 @@ def _mean_squared_error(
     terms = jnp.ravel(weigh((predictions - targets) ** 2, row_weights))
     count, rest = divmod(terms.size, _LANES)
     lanes = jnp.reshape(terms[: count * _LANES], (count, _LANES))
-    sums = jnp.zeros(_LANES, terms.dtype)
-    if count > 0:
-        sums = jax.lax.fori_loop(0, count, lambda i, found: found + lanes[i], sums)
+    zeros = jnp.zeros(_LANES, terms.dtype)
+    # Sums of blocks are added, so that numbers are not added to very large ones.
+    block = lambda first, size: jax.lax.fori_loop(0, size, lambda i, found: found + lanes[first + i], zeros)
+    sums, (blocks, last) = zeros, divmod(count, _BLOCK)
+    if blocks > 0:
+        sums = jax.lax.fori_loop(0, blocks, lambda k, found: found + block(k * _BLOCK, _BLOCK), sums)
+    if last > 0:
+        sums = sums + block(blocks * _BLOCK, last)
     found = jnp.sum(sums) + jnp.sum(terms[terms.size - rest :])
     return found / (terms.size if row_weights is None else total_weight(row_weights, terms.dtype))

@@ -339,3 +339,20 @@ def test_messages():
     with pytest.raises(ValueError, match=r"labels from 0 to 3(?s:.)*index \(3,\)"):
         scores.nll(LOGITS, labels, row_weights=np.ones(20))
     scores.nll(LOGITS, labels, row_weights=1.0 * (np.arange(20) != 3))
+
+
+ROWS = 2**21
+AT_MANY = {"auroc", "aupr", "by_group", "mean_member_rmse"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in AT_MANY else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_many_rows_of_one_kind_are_one_row(name):
+    """Float32 sums over two million rows: rounding has one sign, and differences of rates are not quite zero."""
+    score, (arguments, before) = score_of(name), CASES[name]
+    index = [0, 1] if name in ("auroc", "aupr", "fpr_at_tpr", "r2") else [3]  # of both kinds, and not constant
+    few = [np.take(x, index, axis=axis) for x, axis in zip(arguments, before, strict=True)]
+    many = [np.repeat(x, ROWS // len(index), axis=axis) for x, axis in zip(few, before, strict=True)]
+    got = score(*many, row_weights=np.full(ROWS, 0.3))
+    assert_close(got, score(*few), rtol=2.5e-6, atol=1e-6)
