@@ -65,6 +65,7 @@ def successive_halving(
     hyper = ee.sweep.grid({"lr": jnp.logspace(-4, -1, 9)})
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 9, key=key)
     data = jnp.ones((64, 3)), jnp.zeros((64, 1))
+    held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
     with ThreadPoolExecutor(2) as executor:
         run = ee.fleet.successive_halving(
             executor,
@@ -73,7 +74,7 @@ def successive_halving(
             lambda hyper: optax.adam(hyper["lr"]),
             data,
             hyper=hyper,
-            validation=data,
+            validation=held_out,
             epochs=1,
             key=key,
         )

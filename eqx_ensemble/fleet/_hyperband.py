@@ -61,6 +61,7 @@ def hyperband(
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
     data = jnp.ones((64, 3)), jnp.zeros((64, 1))
+    held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
     with ThreadPoolExecutor(2) as executor:
         runs = ee.fleet.hyperband(
             executor,
@@ -69,7 +70,7 @@ def hyperband(
             mse,
             lambda hyper: optax.adam(hyper["lr"]),
             data,
-            validation=data,
+            validation=held_out,
             epochs=3,
             key=key,
         )

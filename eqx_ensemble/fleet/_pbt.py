@@ -85,6 +85,7 @@ def population_based_training(
     ranges = {"lr": ee.sweep.LogUniform(1e-4, 1e-1)}
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
     data = jnp.ones((64, 3)), jnp.zeros((64, 1))
+    held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
     with ThreadPoolExecutor(2) as executor:
         found = ee.fleet.population_based_training(
             executor,
@@ -93,7 +94,7 @@ def population_based_training(
             lambda hyper: optax.adam(hyper["lr"]),
             data,
             hyper=ee.sweep.draw(ranges, 8, key=key),
-            validation=data,
+            validation=held_out,
             rounds=2,
             epochs=1,
             explore=ee.methods.population.perturb_hyper(ranges),

@@ -77,13 +77,14 @@ def successive_halving(
     hyper = ee.sweep.grid({"lr": jnp.logspace(-4, -1, 9)})
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 9, key=key)
     data = jnp.ones((64, 3)), jnp.zeros((64, 1))
+    held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
     run = ee.methods.successive_halving(
         ensemble,
         loss,
         lambda hyper: optax.adam(hyper["lr"]),
         data,
         hyper=hyper,
-        validation=data,
+        validation=held_out,
         epochs=1,
         key=key,
     )

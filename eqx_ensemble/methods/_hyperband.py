@@ -101,13 +101,14 @@ def hyperband(
     make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
     ranges = {"lr": ee.sweep.LogUniform(1e-4, 1e-1)}
     data = jnp.ones((64, 3)), jnp.zeros((64, 1))
+    held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
     runs = ee.methods.hyperband(
         make,
         ranges,
         loss,
         lambda hyper: optax.adam(hyper["lr"]),
         data,
-        validation=data,
+        validation=held_out,
         epochs=9,
         key=key,
     )

@@ -70,13 +70,14 @@ def population_based_training(
     ranges = {"lr": ee.sweep.LogUniform(1e-4, 1e-1)}
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, key=key)
     data = jnp.ones((64, 3)), jnp.zeros((64, 1))
+    held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
     found = ee.methods.population_based_training(
         ensemble,
         loss,
         lambda hyper: optax.adam(hyper["lr"]),
         data,
         hyper=ee.sweep.draw(ranges, 8, key=key),
-        validation=data,
+        validation=held_out,
         rounds=3,
         epochs=2,
         explore=ee.methods.population.perturb_hyper(ranges),

@@ -56,7 +56,8 @@ def training_curves(
 
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
     data = jnp.ones((100, 3)), jnp.zeros((100, 1))
-    run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=5, validation=data, key=key)
+    held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
+    run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=5, validation=held_out, key=key)
     ax = ee.plot.training_curves(run)
     ax = ee.plot.training_curves(run, curve="validation", ax=ax)
     ```

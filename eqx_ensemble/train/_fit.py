@@ -138,7 +138,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         compiled step computes on the fly and never stores: [row orders](../how-it-runs.md#row-orders).
     - `validation`: arrays as for `data`, in memory; scored as one batch in inference mode at the end of every epoch. If
         `max_steps`, `max_seconds`, a callback or the end of the run stops a member within an epoch, its last weights
-        are scored as well. A continued run scores its best weights again. A warning names scores that are NaN.
+        are scored as well. A continued run scores its best weights again. Warnings name NaN scores and training data.
 
     *Length:*
 
@@ -276,7 +276,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     if validation is not None:
         if score is None and not is_batches(data):
             check_same_structure(without_marks(validation), source.shapes())
-        start, validation = with_validation(start, losses[1], validation, layout)
+        start, validation = with_validation(start, losses[1], validation, layout, data=data)
     if first.fixed.hyper is not None and not is_batches(data):
         seen = ((losses[0], source.shapes()), (losses[1], member_shapes(validation)))
         warn_of_unused_hyper(first, optimiser, [(fn, own) for fn, own in seen if fn is not None and fn.wants_hyper])

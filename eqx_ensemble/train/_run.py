@@ -256,7 +256,8 @@ class Run(eqx.Module, Generic[M]):
 
         ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
         data = jnp.ones((100, 3)), jnp.zeros((100, 1))
-        run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=1, validation=data, key=key)
+        held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
+        run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=1, validation=held_out, key=key)
         run.best(3).ids  # (3,)
         ```
         """

@@ -1,6 +1,7 @@
 """Which scores are better, and by how much: invalid arguments, and the functions that rank members by them."""
 
 import re
+import warnings
 
 import equinox as eqx
 import jax
@@ -233,3 +234,22 @@ def test_the_best_come_with_their_states(stateful_run):
 def test_stateless_members_have_none(pair):
     with pytest.raises(TypeError, match=r"these have none: use `run.best\(...\)`"):
         pair[0].best_with_state()
+
+
+class TestTrainingDataAsValidation:
+    @pytest.fixture(autouse=True)
+    def shown(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            yield
+
+    @pytest.mark.parametrize("wrap", [lambda x: x, np.asarray, ee.Each], ids=["jax", "numpy", "each"])
+    def test_is_warned_of(self, wrap):
+        x, y = (jnp.ones((3, 8, 1)), jnp.zeros((3, 8, 1))) if wrap is ee.Each else (jnp.ones((8, 1)), jnp.zeros((8, 1)))
+        data = wrap(x), wrap(y)
+        ensemble = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key), 3, key=KEY)
+        mse = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+        train = lambda validation: ee.fit(ensemble, mse, optax.sgd(0.1), data, validation=validation, epochs=1, key=KEY)
+        with pytest.warns(UserWarning, match="`fit` got the training data as `validation`"):
+            train(data)
+        train(jax.tree.map(lambda x: x + 0, data))  # others of equal values

@@ -7,8 +7,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..._axes import Each
-from ..._check import check_positive_int, kind_text
+from ..._check import check_positive_int, is_member_array, kind_text
 from ..._check._options import MOST_STEPS
+from ..._warnings import warn
 
 
 def check_batch_size(batch_size: Any, rows: int, *, name: str) -> int:
@@ -137,3 +138,16 @@ def integers_text(data: Any) -> str:
                 name = f"data{jtu.keystr(path)}{jtu.keystr(inner)}"
                 found.append(f"`{name}` holds integers from {int(x.min())} to {int(x.max())}")
     return "; ".join(found)
+
+
+def warn_of_training_data(validation: Any, data: Any, *, name: str) -> None:
+    """Warns if the validation data are the very arrays of the training data."""
+    if isinstance(data, Iterator):
+        return
+    trained = set(map(id, jtu.tree_leaves(data)))
+    arrays = [x for x in jtu.tree_leaves(validation) if is_member_array(x)]
+    if arrays and all(id(x) in trained for x in arrays):
+        warn(
+            f"`{name}` got the training data as `validation`: scores on them do not measure how well members "
+            "generalise, and best weights, `patience` and `target` follow them.\nPass rows that are not in `data`."
+        )

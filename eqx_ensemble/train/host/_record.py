@@ -34,8 +34,9 @@ class History(eqx.Module):
 
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     data = (jnp.ones((64, 3)), jnp.zeros((64, 1)))
+    held_out = (jnp.ones((16, 3)), jnp.zeros((16, 1)))
     history = ee.fit(
-        ensemble, mse, optax.sgd(0.1), data, epochs=3, validation=data, key=key
+        ensemble, mse, optax.sgd(0.1), data, epochs=3, validation=held_out, key=key
     ).history
     history.loss.shape, history.validation.shape  # (4, 6), (4, 3)
     ```

@@ -24,6 +24,7 @@ from ..compiled._optimiser import Optimiser
 from ..compiled._select import first_scores, match_dtype
 from ..compiled._selection import Mode, Selection, no_selection
 from ..compiled._windows import Windows
+from ..data._check import warn_of_training_data
 from ..data._cursor import Cursor
 from ..data._data import on_device
 from ._check import check_not_given_again, check_same_mode, missing_validation_message
@@ -103,9 +104,10 @@ def start_of(
 
 
 def with_validation(
-    start: Start, score: Loss | None, validation: PyTree, layout: Layout | None
+    start: Start, score: Loss | None, validation: PyTree, layout: Layout | None, *, data: Any
 ) -> tuple[Start, PyTree]:
     """The start, with scores of the dtype that `score` returns, and the validation data on the device."""
+    warn_of_training_data(validation, data, name="fit")
     first = start.state
     validation, _ = on_device(validation, first.num_members, argument="validation", name="fit", layout=layout)
     assert start.selection is not None

@@ -53,7 +53,7 @@ def numbers():
         warnings.filterwarnings("ignore", message=".*diverged")
         run = ee.fit(
             ensemble, diverging, optax.adam(1e-2), (windows, targets), epochs=2, batch_size=16,
-            validation=(windows, targets), key=jax.random.key(1),
+            validation=(windows[:16], targets[:16]), key=jax.random.key(1),
         )  # fmt: skip
         prediction = run.predict(windows, combine=ee.combine.moments)
     step = ee.train.make_step(forecasts.loss, optax.adam(1e-2))
