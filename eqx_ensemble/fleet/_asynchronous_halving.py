@@ -12,9 +12,8 @@ from .._warnings import warn
 from ..methods._check import check_options
 from ..methods._halving import Rungs, check_rungs, share
 from ..train._check import check_no_transformation
-from ..train._check_run import diverged_message
+from ..train._check_fit import warn_of_diverged
 from ..train._run import Run
-from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ._check import IN_FILES, MEMBERS_HERE, check_folder, check_retries
 from ._dispatch import Dispatcher
@@ -155,7 +154,9 @@ def asynchronous_halving(
     check_some_done(finished, np.flatnonzero(search.rung >= 0), name=_NAME)
     order.check_replay(finished)
     _warn_lost(finished, search, np.asarray(ensemble.ids))
-    return _warn_diverged(search.run(interrupted=finished.interrupted, seconds=time.perf_counter() - begun))
+    run = search.run(interrupted=finished.interrupted, seconds=time.perf_counter() - begun)
+    warn_of_diverged(run, np.asarray(run.ensemble.ids), first_step=0, data=fitting.sources["data"])
+    return run
 
 
 def _rungs(count: int, factor: float | int) -> int:
@@ -179,10 +180,3 @@ def _warn_lost(finished: Finished, search: HalvingSearch, ids: np.ndarray) -> No
     stopped = [report.ids for report in finished.lost if not is_new(report)]
     if stopped:
         warn(f"`{_NAME}` stops {members_text(np.concatenate(stopped))} at an earlier rung: their workers died.")
-
-
-def _warn_diverged(run: Run[Any]) -> Run[Any]:
-    lost = run.status == Status.DIVERGED
-    if lost.any():
-        warn(diverged_message(np.asarray(run.ensemble.ids)[lost], run.stopped_at[lost], run.fault[lost]))
-    return run

@@ -178,7 +178,8 @@ def fit(
 
     shared = large_shared(ensemble) if wanted is None else []
     call = Call(_NAME, fit_shard, common, part, [*fitting.arrays, *shared], ids_of_all)
-    how = {"shard": shard, "workers": workers, "retries": retries}
+    how = {"shard": shard, "workers": workers, "retries": retries, "data": fitting.sources["data"]}
+    how["first_step"] = 0 if training is None else int(_state(ensemble).step)
     if save_folder is None:
         hooks = Hooks(progress, count=count_of_run, on_shard=on_shard)
         continued = ensemble.seconds if isinstance(ensemble, Run) else 0.0
@@ -190,11 +191,15 @@ def fit(
     return save_shards(call, executor, save_folder, checkpoints, texts, like, **how, hooks=hooks)
 
 
+def _state(begun: Run[Any] | TrainState[Any]) -> TrainState[Any]:
+    return begun.train_state if isinstance(begun, Run) else begun
+
+
 def _training(begun: Any, max_steps: Any) -> np.ndarray | None:
     """Whether each member of a run or a training state is left to train; `None` for members that begin."""
     if not isinstance(begun, Run | TrainState):
         return None
-    state = begun.train_state if isinstance(begun, Run) else begun
+    state = _state(begun)
     limits = make_limits(max_steps, None, state.num_members, min_delta=0.0)
     return to_host(stop_at_limits(state.moving, limits, state.step).status) == Status.OK
 

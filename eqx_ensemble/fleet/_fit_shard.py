@@ -8,11 +8,10 @@ import numpy as np
 
 from .._check import check_optional_function
 from .._warnings import warn
-from ..train._check_run import diverged_message
+from ..train._check_fit import warn_of_diverged
 from ..train._fit import fit as fit_here
 from ..train._idle import allow_idle
 from ..train._run import Run
-from ..train._status import Status
 from ._call import Call, run_call
 from ._columns import Columns, count_status
 from ._functions import is_data_function
@@ -82,10 +81,12 @@ def join_shards(
     retries: int,
     hooks: Hooks,
     continued: float,
+    first_step: int,
+    data: Any,
 ) -> Run[Any]:
     """The run of the completed shards; warns of members that are missing or diverged.
 
-    `continued` is the duration of the run that this one continues.
+    `continued` is the duration of the run that this one continues, and `first_step` its last step.
     """
     begun = time.perf_counter()
     start = lambda size: list(enumerate(checkpoints.divide(size)))
@@ -104,7 +105,5 @@ def join_shards(
             "behind the last step have the status `STOPPED`.\nPass `steps` for equal lengths."
         )
     run = join_runs(runs, interrupted=finished.interrupted, seconds=seconds)
-    lost = run.status == Status.DIVERGED
-    if lost.any():
-        warn(diverged_message(np.asarray(run.ensemble.ids)[lost], run.stopped_at[lost], run.fault[lost]))
+    warn_of_diverged(run, np.asarray(run.ensemble.ids), first_step=first_step, data=data)
     return run

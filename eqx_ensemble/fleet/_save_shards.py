@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from .._warnings import warn
-from ..train._check_run import diverged_message
-from ..train._status import Status
+from ..train._check_fit import warn_of_diverged
 from ._call import Call, run_call
 from ._check_saved import check_same_size
 from ._columns import Columns
@@ -33,6 +32,8 @@ def save_shards(
     workers: int | None,
     retries: int,
     hooks: Hooks,
+    first_step: int,
+    data: Any,
 ) -> ShardedRun[Any]:
     """Runs the shards that are not in the folder yet. The argument `store` of each is where it saves."""
     begun = time.perf_counter()
@@ -71,9 +72,7 @@ def save_shards(
         warn(f"{message}\nRerun the same call to resume in `{folder}`.")
     seconds = time.perf_counter() - begun
     run = run_of_columns(folder, saved, done, like, lost=tuple(finished.lost), interrupted=interrupted, seconds=seconds)
-    diverged = run.status == Status.DIVERGED
-    if diverged.any():
-        warn(diverged_message(run.ids[diverged], run.stopped_at[diverged], run.fault[diverged]))
+    warn_of_diverged(run, run.ids, first_step=first_step, data=data)
     return run
 
 

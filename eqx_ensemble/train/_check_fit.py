@@ -3,6 +3,7 @@ from typing import Any
 
 import numpy as np
 
+from .._axes._check_rows import not_finite_text
 from .._check import check_counter, check_flag, check_optional_flag, check_optional_function, check_word
 from .._warnings import warn
 from ..distributed import to_host
@@ -37,12 +38,24 @@ def check_outcome(
         raise NotSavedError(saver.failed, run) from saver.failed
     lost = run.status == Status.DIVERGED
     if lost.any():
-        where = (to_host(run.train_state.ids)[lost], run.stopped_at[lost], run.fault[lost])
-        integers = integers_text(data) if in_memory(data) else ""
-        message = diverged_message(*where, first_step=first_step, integers=integers, fault=fault())
+        message = _diverged_text(run, to_host(run.train_state.ids), first_step, data, fault())
         if how == "raise" and (lost & ~lost_before).any():
             raise DivergedError(message, run)
         warn(message)
+
+
+def warn_of_diverged(run: Any, ids: np.ndarray, *, first_step: int, data: Any) -> None:
+    """Warns of the diverged members of a run on several workers, as `fit` does; only data in memory are looked at."""
+    if (run.status == Status.DIVERGED).any():
+        fault = not_finite_text(data, argument="data") if in_memory(data) and not callable(data) else ""
+        warn(_diverged_text(run, ids, first_step, data, fault))
+
+
+def _diverged_text(run: Any, ids: np.ndarray, first_step: int, data: Any, fault: str) -> str:
+    lost = run.status == Status.DIVERGED
+    integers = integers_text(data) if in_memory(data) and not callable(data) else ""
+    where = (ids[lost], run.stopped_at[lost], run.fault[lost])
+    return diverged_message(*where, first_step=first_step, integers=integers, fault=fault)
 
 
 def warn_of_undefined_scores(run: Any, validated: list[int]) -> None:

@@ -1,5 +1,6 @@
 """Members trained in shards are those of one `fit`, bit for bit under `Sequential`."""
 
+import functools as ft
 from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
@@ -84,6 +85,20 @@ def test_shards_are_one_fit(name):
     expected = fit(ee.fit, OPTIONS[name], plan=SEQUENTIAL)
     found = fit(ee.fleet.fit, OPTIONS[name], Here(), shard=3, plan=SEQUENTIAL)
     assert_equal(found, expected)
+
+
+NAN = np.where(X > X[5, 1], np.nan, X).astype(np.float32)
+
+
+@pytest.mark.parametrize("data", [(NAN, Y), (X, Y + np.float32(np.inf))], ids=["input", "target"])
+def test_a_divergence_has_the_same_likely_cause(data, tmp_path):
+    texts = []
+    for call in (ee.fit, ft.partial(ee.fleet.fit, Here()), ft.partial(ee.fleet.fit, Here(), save=tmp_path / "run")):
+        with pytest.warns(UserWarning, match="The data are not finite, which is a likely cause: ") as caught:
+            call(ENSEMBLE, mse, OPTIMISER, data, steps=8, batch_size=8, plan=SEQUENTIAL, key=KEY)
+        texts += [str(warning.message) for warning in caught]
+    assert len(texts) == 3
+    assert len(set(texts)) == 1
 
 
 @pytest.mark.parametrize("shard", [2, 4, 7, 50])
