@@ -49,7 +49,7 @@ def dropout_loss(model, batch, key):
 def test_independent(make, loss, optimiser, hyper):
     options = {} if hyper is None else {"plans": [ee.plan.Chunked(2)], "hyper": hyper}
     checks = ee.testing.check_independent(make, loss, optimiser, DATA, steps=6, batch_size=8, key=KEY, **options)
-    assert [str(check)[:8] for check in checks] == ["ok      "] * (12 if hyper is None else 3)
+    assert [str(check)[:8] for check in checks] == ["ok      "] * (14 if hyper is None else 5)
     assert str(checks[1 if hyper else 4]) == "ok      Chunked(2): with a member of NaN"
 
 
@@ -134,7 +134,7 @@ def test_what_is_correct_passes(name):
     make, loss, optimiser, options = CORRECT[name]
     options = {"num_members": 2, "steps": 4, "plans": [ee.plan.Vmap()]} | options
     checks = ee.testing.check_independent(make, loss, optimiser, DATA, key=KEY, **options)
-    assert len(checks) == 3 - (options["num_members"] == 1)
+    assert len(checks) == 5 - (options["num_members"] == 1)
     assert len(ee.testing.check_ensemble(make, num_members=options["num_members"], key=KEY)) == 7
 
 

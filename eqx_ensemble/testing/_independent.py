@@ -1,17 +1,17 @@
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _keys
 from .. import tree as _tree
 from .._axes import Each
 from .._axes._check_rows import check_rows_of_data
 from .._build import build
-from .._check import check_number, check_positive_int, check_sequence
-from .._ensemble import Ensemble
+from .._check import check_number, check_positive_int, check_sequence, is_typed_key
 from .._pytree import PyTree
 from .._warnings import ignore_warnings
 from ..plan import AbstractPlan, Chunked, Sequential, Unrolled, Vmap
@@ -19,6 +19,7 @@ from ..plan._auto import as_plan
 from ..train._check import check_optimiser
 from ..train._fit import fit
 from ..train._hyper import hyper_arrays
+from ..train._state import init
 from ..train.compiled._optimiser import Optimiser
 from ..train.data._check import check_batch_size
 from ._alone import Alone
@@ -52,7 +53,8 @@ def check_independent(
     changes the losses by more than a hundredth, the check fails as inconclusive.
 
     If one member has NaN weights from the start, the others must be bit for bit unchanged on a CPU, and within `rtol`
-    elsewhere.
+    elsewhere. Under `Vmap`, members are also trained on batches whose memory is overwritten after each step, and with a
+    loss that is a Module, or from a state whose `hyper` was replaced.
 
     **Arguments:**
 
@@ -88,12 +90,12 @@ def check_independent(
     rows = check_rows_of_data(data, num_members, argument="data", name=name, finite=False)
     size = check_batch_size(batch_size, rows, name=name)
 
-    def train(ensemble: Ensemble, plan: AbstractPlan) -> Any:
+    begin = {"state": state, "hyper": hyper}
+    in_order = {"batch_size": size, "order": "given"}
+
+    def train(ensemble: Any, loss: Any, data: PyTree, plan: AbstractPlan = Vmap(), **options: Any) -> Any:  # noqa: B008
         with ignore_warnings(".*diverged"):
-            return fit(
-                ensemble, loss, optimiser, data, steps=steps, batch_size=size, state=state, hyper=hyper,
-                order="given", plan=plan, progress=False, key=key,
-            )  # fmt: skip
+            return fit(ensemble, loss, optimiser, data, steps=steps, plan=plan, progress=False, key=key, **options)
 
     batches = [jax.tree.map(lambda x, i=i: x[i : i + size], data) for i in range(0, rows, size)]
     batches = [batches[i % len(batches)] for i in range(steps)]
@@ -109,16 +111,38 @@ def check_independent(
     )
     checks, exact = [], jax.default_backend() == "cpu"
     for plan in plans:
-        words, run = repr(plan), train(ensemble, plan)
+        words, run = repr(plan), train(ensemble, loss, data, plan, **begin, **in_order)
         checks.append(reference.check(f"{words}: trained together as alone", run, rtol))
         damaged = eqx.tree_at(lambda e: e.stacked, ensemble, _with_nan(ensemble.stacked))
-        other = train(damaged, plan)
+        other = train(damaged, loss, data, plan, **begin, **in_order)
         if num_members > 1:
             others = other.ensemble[1:].unstack(), run.ensemble[1:].unstack()
             checks.append(same(f"{words}: with a member of NaN", *others, 0.0 if exact else rtol))
         problem = None if other.stopped_at[0] == 0 else f"it diverged at step {other.stopped_at[0]}"
         checks.append(Check(f"{words}: the member of NaN is frozen at once", problem))
+
+    ways = {"batches whose memory is filled again": train(ensemble, loss, _refilled(batches), **begin)}
+    if hyper is None:
+        held = eqx.Partial(lambda _, *args: loss(*args), jnp.zeros(()))
+        ways["a loss that is a Module"] = train(ensemble, held, data, **begin, **in_order)
+    else:
+        hyper = hyper_arrays(hyper, num_members, name=name)
+        others = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), hyper)
+        first = init(ensemble, optimiser, state=state, hyper=others, key=key)
+        first = eqx.tree_at(lambda state: state.hyper, first, hyper)
+        ways["hyper-parameters that were changed"] = train(first, loss, data, **in_order)
+    checks += [reference.check(f"with {words}: trained together as alone", run, rtol) for words, run in ways.items()]
     return raise_failures(checks, name)
+
+
+def _refilled(batches: list[PyTree]) -> Iterator[PyTree]:
+    """The batches, each in memory that is overwritten when the next one is drawn, as some loaders do."""
+    for batch in batches:
+        own = jax.tree.map(lambda x: x if is_typed_key(x) else np.array(x), batch)
+        yield own
+        for x in jax.tree.leaves(own):
+            if isinstance(x, np.ndarray):
+                x.fill(0)
 
 
 def _with_nan(stacked: PyTree) -> PyTree:
