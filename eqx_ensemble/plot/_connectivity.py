@@ -65,5 +65,17 @@ def connectivity(
         style = {"color": median.get_color(), "linestyle": median.get_linestyle()}
         ax.plot(points, curves.T, linewidth=0.6, alpha=0.5, **style)
     ax.set(xlabel="position between the two members", ylabel=with_unit("loss", unit))
-    ax.legend()
+    _make_room(ax, ax.legend(loc="upper center"))
     return ax
+
+
+def _make_room(ax: Axes, legend: Any) -> None:
+    """Extends a linear axis upwards, such that a legend at the top covers no line."""
+    if ax.get_yscale() != "linear":
+        legend.set_loc("best")
+        return
+    heights = np.concatenate([np.asarray(line.get_ydata(), float) for line in ax.lines])
+    low, high = float(np.nanmin(heights)), float(np.nanmax(heights))
+    taken = min(legend.get_window_extent().height / ax.bbox.height + 0.04, 0.6)
+    ax.update_datalim([(0.5, low + (high - low) / (1 - taken))])
+    ax.autoscale_view()

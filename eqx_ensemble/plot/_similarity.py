@@ -23,7 +23,8 @@ def member_similarity(
     """Similarity of members: a matrix with one square for each pair, darker for higher numbers.
 
     The shades range from the lowest to the highest number of two different members. Numbers are written into the
-    squares for up to twelve members, if they fit.
+    squares for up to twelve members, if they fit; the shades are then of the numbers as written, so that equal ones
+    have one shade.
 
     **Arguments:**
 
@@ -61,19 +62,18 @@ def member_similarity(
 
     ax = axes_for(name, ax)
     # The diagonal would dominate the scale of the shades.
-    others = square[~np.eye(len(square), dtype=bool) & np.isfinite(square)]
+    of_pairs = ~np.eye(len(square), dtype=bool) & np.isfinite(square)
+    written = _texts(square, float(np.abs(square[of_pairs]).max(initial=0)))
+    for (i, j), text in written.items():
+        square[i, j] = float(text)
+    others = square[of_pairs]
     limits = {"vmin": others.min(), "vmax": others.max()} if others.size and "norm" not in options else {}
     image = ax.imshow(square, **{"cmap": "Greys", **limits, **options})
     if colorbar:
         ax.figure.colorbar(image, ax=ax, label=label)
     positions = range(len(names))
     if len(names) <= _MOST_TO_WRITE_OUT:
-        largest = float(np.abs(others).max(initial=0))
-        known = zip(*np.nonzero(np.isfinite(square)), strict=True)
-        written = {(i, j): _short(float(square[i, j]), largest) for i, j in known}
-        # If squares are too narrow for numbers, only the colour bar shows them.
-        fits = len(names) * max(map(len, written.values()), default=0) <= _MOST_CHARACTERS
-        for i, j in written if fits else ():
+        for i, j in written:
             red, green, blue, _ = image.cmap(image.norm(square[i, j]))
             dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
             color = "white" if dark else "black"
@@ -86,6 +86,15 @@ def member_similarity(
         ax.set_yticks(shown, [names[i] for i in shown])
     ax.set(xlabel="member", ylabel="member" if colorbar else f"member ({label})")
     return ax
+
+
+def _texts(square: np.ndarray, largest: float) -> dict[tuple[int, int], str]:
+    """The texts of the squares; none if they are too many or too narrow, and only the colour bar shows numbers."""
+    if len(square) > _MOST_TO_WRITE_OUT:
+        return {}
+    known = np.argwhere(np.isfinite(square)).tolist()
+    written = {(i, j): _short(float(square[i, j]), largest) for i, j in known}
+    return written if len(square) * max(map(len, written.values()), default=0) <= _MOST_CHARACTERS else {}
 
 
 def _short(number: float, largest: float) -> str:

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib import pyplot
 from matplotlib.collections import LineCollection
 
 from eqx_ensemble import plot, scores, train, uncertainty
@@ -371,7 +372,7 @@ def test_shades_are_scaled_by_pairs_of_different_members(ax):
     matrix = np.eye(12) + np.where(np.eye(12) == 1, 0, RNG.uniform(0.1, 0.2, size=(12, 12)))
     plot.member_similarity(matrix, ax=ax)
     others = matrix[matrix < 1]
-    np.testing.assert_allclose(ax.images[0].get_clim(), [others.min(), others.max()])
+    np.testing.assert_allclose(ax.images[0].get_clim(), [others.min(), others.max()], atol=0.005)  # as written
     # Twelve numbers fit into a row of squares: they have no zero before the point, and two decimals.
     assert {text.get_text() for text in ax.texts} <= {"1", *(f".{i}" for i in range(10, 21))}
     assert len(ax.texts) == 144
@@ -380,3 +381,29 @@ def test_shades_are_scaled_by_pairs_of_different_members(ax):
 def test_numbers_too_long_for_their_squares_are_left_to_the_colour_bar(ax):
     plot.member_similarity(RNG.uniform(1e4, 1e5, size=(12, 12)), ax=ax)
     assert not ax.texts
+
+
+def test_equal_labels_have_equal_shades(ax):
+    """Numbers between 0.64 and 0.66 would otherwise range over all shades."""
+    matrix = 0.65 + RNG.uniform(-0.01, 0.01, size=(6, 6))
+    plot.member_similarity(matrix, ax=ax)
+    image, shades = ax.images[0], {}
+    for text in ax.texts:
+        j, i = text.get_position()
+        shades.setdefault(text.get_text(), set()).add(image.cmap(image.norm(image.get_array()[i, j])))
+    assert len(shades) == 3
+    assert all(len(found) == 1 for found in shades.values())
+
+
+@pytest.mark.parametrize("size", [(4, 3), (6.4, 4.8)])
+def test_the_legend_of_connectivity_covers_no_line(size):
+    points = np.linspace(0, 1, 11)
+    heights = np.linspace(0.9, 1, 5)[:, None] + 0 * points
+    heights[:, [0, -1]] = 0.1
+    figure, ax = pyplot.subplots(figsize=size)
+    for scale, label in ((1, "before"), (0.1, "after")):
+        plot.connectivity(scale * heights, label=label, ax=ax)
+        figure.canvas.draw()
+        low = ax.get_legend().get_window_extent().y0
+        assert all(ax.transData.transform(line.get_xydata())[:, 1].max() < low for line in ax.lines)
+    pyplot.close(figure)
