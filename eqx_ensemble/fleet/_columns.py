@@ -13,7 +13,7 @@ from ..train._check_member import hyper_column_text
 from ..train._run import Run
 from ..train._status import Status
 from ..train.compiled._selection import Mode
-from ..train.host._record import last_finite
+from ..train.host._record import mean_of_last_epoch
 
 _INTEGERS = ("ids", "status", "stopped_at", "best_step")
 
@@ -45,7 +45,7 @@ def columns_of(run: Run[Any]) -> Columns:
         run.status,
         run.stopped_at,
         run.fault,
-        last_finite(run.history.loss),
+        mean_of_last_epoch(run.history, run.epoch),
         run.best_step,
         run.best_score,
         {hyper_column_text(path): to_host(values) for path, values in keyed},

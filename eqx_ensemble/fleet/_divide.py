@@ -64,6 +64,7 @@ def take_members(begun: Any, positions: np.ndarray) -> Any:
         plan=begun.plan,
         interrupted=begun.interrupted,
         seconds=begun.seconds,
+        epoch=begun.epoch,
     )
 
 

@@ -179,7 +179,7 @@ def fit(
     shared = large_shared(ensemble) if wanted is None else []
     call = Call(_NAME, fit_shard, common, part, [*fitting.arrays, *shared], ids_of_all)
     how = {"shard": shard, "workers": workers, "retries": retries, "data": fitting.sources["data"]}
-    how["first_step"] = 0 if training is None else int(_state(ensemble).step)
+    how["first_step"] = int(_state(ensemble).step) if isinstance(ensemble, Run | TrainState) else 0
     if save_folder is None:
         hooks = Hooks(progress, count=count_of_run, on_shard=on_shard)
         continued = ensemble.seconds if isinstance(ensemble, Run) else 0.0

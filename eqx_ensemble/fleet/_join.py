@@ -41,6 +41,7 @@ def join_runs(runs: Sequence[Run[Any]], *, interrupted: bool, seconds: float) ->
         plan=first.plan,
         interrupted=interrupted or any(run.interrupted for run in runs),
         seconds=seconds,
+        epoch=first.epoch,
     )
 
 

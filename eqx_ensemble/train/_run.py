@@ -65,6 +65,8 @@ class Run(eqx.Module, Generic[M]):
     - `interrupted`: whether Ctrl-C or a callback ended the run early.
     - `seconds`: the duration, including compilation, earlier processes of the call, and the runs that it continues.
 
+    - `epoch`: the number of steps of an epoch; `None` if an iterable gave the batches.
+
     `repr(run)`, also in a notebook, is a short summary.
     """
 
@@ -84,6 +86,7 @@ class Run(eqx.Module, Generic[M]):
     plan: AbstractPlan
     interrupted: bool
     seconds: float
+    epoch: int | None
 
     def __repr__(self) -> str:
         return summary(self)
@@ -287,7 +290,8 @@ class Run(eqx.Module, Generic[M]):
         - `as_frame`: return a `pandas.DataFrame` (extra `pandas`); a hyper-parameter of several numbers becomes several
             columns.
 
-        **Returns:** a dict from column names to arrays `(members, ...)`, or a data frame.
+        **Returns:** a dict from column names to arrays `(members, ...)`, or a data frame. `loss` is each member's mean
+        over the recorded steps of its last epoch, or its last loss if the batches came from an iterable.
 
         **Raises:** `ImportError` if pandas is not installed.
         """

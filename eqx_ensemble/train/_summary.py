@@ -11,7 +11,7 @@ from ..distributed import to_host
 from ._check_member import hyper_column_text
 from ._rank import rank_members
 from ._status import Status, status_names
-from .host._record import last_finite
+from .host._record import mean_of_last_epoch
 
 if TYPE_CHECKING:
     from ._run import Run
@@ -53,7 +53,7 @@ def _list_ids(ids: np.ndarray) -> str:
 
 def _scores(run: "Run[Any]", ids: np.ndarray) -> list[str]:
     healthy, lines = run.status != Status.DIVERGED, []
-    loss = last_finite(run.history.loss)[healthy] if run.history.loss.size else np.zeros(0)
+    loss = mean_of_last_epoch(run.history, run.epoch)[healthy] if run.history.loss.size else np.zeros(0)
     loss = loss[np.isfinite(loss)]
     if loss.size:
         low, high = loss.min(), loss.max()
@@ -69,7 +69,7 @@ def table_columns(run: "Run[Any]") -> dict[str, np.ndarray]:
     columns = {"member": np.asarray(run.ensemble.ids)}
     for path, values in jax.tree_util.tree_flatten_with_path(run.train_state.hyper)[0]:
         columns[hyper_column_text(path)] = to_host(values)
-    columns["loss"] = last_finite(run.history.loss)
+    columns["loss"] = mean_of_last_epoch(run.history, run.epoch)
     if run.best_score is not None and run.best_step is not None:
         columns["validation"] = run.best_score
         columns["best_step"] = run.best_step

@@ -84,7 +84,8 @@ def test_thins_the_history_and_changes_nothing_else(ensemble, full, history):
     run = fit(ensemble, history=history)
     assert_thinned(run.history, full.history, 10**9 if history == "last" else int(history))
     assert_same_members(run, full)
-    np.testing.assert_array_equal(run.table()["loss"], full.history.loss[:, -1])
+    recorded = run.history.step > STEPS - run.epoch
+    np.testing.assert_allclose(run.table()["loss"], run.history.loss[:, recorded].mean(axis=1), rtol=1e-6)
     if history != 1:
         assert run.history.loss.size < full.history.loss.size
 

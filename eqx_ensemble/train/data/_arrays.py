@@ -85,6 +85,7 @@ class ArraySource(AbstractSource):
         self.data, self.order, self.rows = data, order, rows
         self.fault = lambda: not_finite_text(data, argument="data")
         self._order, self._kind, self._scan = order, kind, scan
+        self.epoch = order.epoch
 
     @property
     def fingerprint(self) -> dict[str, str]:

@@ -27,7 +27,7 @@ class ReaderSource(AbstractSource):
         self.rows = own
         self.fault = lambda: reading.fault
         self._reading, self._order, self._kind = reading, rows.order, kind
-        self._num_rows, self._threads = num_rows, threads
+        self._num_rows, self._threads, self.epoch = num_rows, threads, rows.order.epoch
         self._ahead: ReadAhead | None = None
 
     @property

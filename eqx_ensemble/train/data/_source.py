@@ -95,6 +95,7 @@ class AbstractSource(abc.ABC):
     - `rows`: the rows `(members, n)` that members see; `None` if each sees all.
     - `num_steps`: the steps of the run; `None` if it follows from the data.
     - `last_step`: the step after which the run ends, if known.
+    - `epoch`: the steps of an epoch; `None` if batches come from an iterable.
     - `cursor`: the position in the data after the steps that are recorded.
     - `fault`: a function that returns what in the data so far is not finite, in words.
     """
@@ -104,6 +105,7 @@ class AbstractSource(abc.ABC):
     rows: np.ndarray | None = None
     num_steps: int | None = None
     last_step: int | None = None
+    epoch: int | None = None
     cursor: Cursor = Cursor()
     fault: Callable[[], str]
 

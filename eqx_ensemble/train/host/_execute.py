@@ -165,6 +165,7 @@ def collect_run(
         plan=plan,
         interrupted=interrupted,
         seconds=start.seconds + host.saving.seconds,
+        epoch=source.epoch,
     )
 
 

@@ -179,6 +179,17 @@ def _update(latest: np.ndarray | None, new: np.ndarray) -> np.ndarray:
     return new if latest is None else np.where(np.isfinite(new), new, latest)
 
 
+def mean_of_last_epoch(history: History, epoch: int | None) -> np.ndarray:
+    """The mean of each member's recorded losses in the last `epoch` steps that it trained; its last one for `None`."""
+    finite = np.isfinite(history.loss)
+    if epoch is None or not finite.any():
+        return last_finite(history.loss)
+    last = np.where(finite, history.step, -1).max(axis=1, keepdims=True)
+    chosen = finite & (history.step > last - epoch)
+    total, count = np.where(chosen, history.loss, 0).sum(axis=1, dtype=np.float64), chosen.sum(axis=1)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan).astype(history.loss.dtype)
+
+
 def last_finite(curves: np.ndarray) -> np.ndarray:
     """The last finite number of each row of `(members, steps)`; NaN where there is none."""
     if not curves.shape[1]:
