@@ -34,7 +34,7 @@ class ShardedRun(Generic[M]):
     - `missing`: the ids of the other members, of shards that were abandoned or incomplete when the call ended.
     - `lost`: the shards that this call abandoned, each an [`eqx_ensemble.fleet.ShardReport`][] with the reason.
     - `status`, `stopped_at`, `fault`, `best_step`, `best_score`: as of an [`eqx_ensemble.Run`][].
-    - `loss`: `(members,)`, the last finite loss of each member. Other losses are not kept.
+    - `loss`: `(members,)`, the mean loss of each member's last epoch. Other losses are not kept.
     - `hyper`: the hyper-parameters, each array `(members, ...)`, by their column names in the table.
     - `mode`: whether lower (`"min"`) or higher (`"max"`) validation scores are better.
     - `interrupted`: whether Ctrl-C ended the call early.
