@@ -146,13 +146,13 @@ class Call:
     def stopping_at(self, step):
         return self.stops.get(step, [])
 
-    def stopped_as(self, run):
-        """The call with the members that a time limit stopped, which is at any step, stopped there by a callback."""
-        stops = {step: list(members) for step, members in self.stops.items()}
+    def timed_out(self, run):
+        """The members that a time limit stopped, which is at any step, by that step."""
+        found = {}
         for i, seconds in enumerate(self.max_seconds or []):
             if seconds < 1 and run.status[i] == ee.train.Status.STOPPED:
-                stops.setdefault(int(run.stopped_at[i]), []).append(i)
-        return dataclasses.replace(self, stops=stops)
+                found.setdefault(int(run.stopped_at[i]), []).append(i)
+        return found
 
     # The call of `fit`.
 

@@ -95,11 +95,13 @@ class Reference:
     """All members of a case `call`, as they are after `step` steps.
 
     `margin` is the smallest distance of a score from a threshold that decided: what is decided by a rounding is not
-    compared. `revived` are the revivals of the run, whose donors are taken from there.
+    compared. `revived` are the revivals of the run, whose donors are taken from there; `timed_out` the members that its
+    time limits stopped, by step.
     """
 
-    def __init__(self, call, ensemble, state, *, revived=()):
+    def __init__(self, call, ensemble, state, *, revived, timed_out):
         self.call, self.step, self.margin = call, 0, np.inf
+        self.timed_out = timed_out
         self.donors = {(event.member, event.step): event.donor for event in revived}
         self.revived, self.segments, self.first_step = [], [], 0
         names = ("stateful", "has_aux", "score_has_aux", "hyper")
@@ -147,6 +149,8 @@ class Reference:
             validated = self.call.validation is not None and self.step % self.call.per_epoch == 0
             if validated:
                 self.validate(training=True, epoch_ends=True)
+            for i in self.timed_out.get(self.step, []):
+                self.members[i].stop(self.step)
             self.revive()
             for i in self.call.stopping_at(self.step):
                 self.members[i].stop(self.step)

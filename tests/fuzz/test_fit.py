@@ -91,7 +91,8 @@ def continue_run(call, begun, callbacks):
 
 
 def referenced(call, begun, stops, run, *, revived=None, **options):
-    reference = Reference(call.stopped_as(run), *begun, revived=run.revived if revived is None else revived)
+    revived = run.revived if revived is None else revived
+    reference = Reference(call, *begun, revived=revived, timed_out=call.timed_out(run))
     for stop in stops:
         if call.how == "state" and stop != stops[0]:
             reference.forget_records()
