@@ -11,10 +11,7 @@ def filter_jit(fn: Callable[..., Any], *, donate: Literal["all-except-first", "n
 
     A program is used again only for the same code, and for numbers of the same types; see `_axes.program_key`.
     """
-
-    def run(read: tuple[Any, Any], *args: Any, **options: Any) -> Any:
-        return fn(read[0], *args, **options)
-
+    run = lambda read, *args, **options: fn(read[0], *args, **options)
     run.__name__ = run.__qualname__ = fn.__name__
     compiled = eqx.filter_jit(run, donate=donate)
 

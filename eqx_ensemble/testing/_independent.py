@@ -121,7 +121,7 @@ def check_independent(
         problem = None if other.stopped_at[0] == 0 else f"it diverged at step {other.stopped_at[0]}"
         checks.append(Check(f"{words}: the member of NaN is frozen at once", problem))
 
-    ways = {"batches whose memory is filled again": train(ensemble, loss, _refilled(batches), **begin)}
+    ways = {"batches whose memory is filled again": train(ensemble, loss, _refill(batches), **begin)}
     if hyper is None:
         held = eqx.Partial(lambda _, *args: loss(*args), jnp.zeros(()))
         ways["a loss that is a Module"] = train(ensemble, held, data, **begin, **in_order)
@@ -135,7 +135,7 @@ def check_independent(
     return raise_failures(checks, name)
 
 
-def _refilled(batches: list[PyTree]) -> Iterator[PyTree]:
+def _refill(batches: list[PyTree]) -> Iterator[PyTree]:
     """The batches, each in memory that is overwritten when the next one is drawn, as some loaders do."""
     for batch in batches:
         own = jax.tree.map(lambda x: x if is_typed_key(x) else np.array(x), batch)

@@ -95,7 +95,7 @@ MUTANTS = [
         "scores/_ranking.py",
         "scores/test_ranking.py",
         ('side="right") - 1', 'side="left")'),
-        ("jnp.diff(hits, prepend=0) * precision", "jnp.diff(hits, prepend=1) * precision"),
+        ("jnp.isnan(hits), jnp.nan, precision), positive)", "jnp.isnan(hits), jnp.nan, precision), weights)"),
     ),
     *of(
         "scores/_gaussian.py",

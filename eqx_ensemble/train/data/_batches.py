@@ -145,6 +145,8 @@ class IterableSource(AbstractSource):
 
     def next(self, steps: int, slots: Slots) -> BatchWork | EpochEnd | None:
         """The next batches: about `steps` of them, or one if each is to be inspected."""
+        if self._work is not None and self._work.error is not None:
+            raise self._work.error
         if _is_epoch_over(self):
             return EpochEnd()
         if self.cursor.epochs == self._epochs or self._step == self.last_step:
@@ -152,8 +154,6 @@ class IterableSource(AbstractSource):
         if self._iterator is None:
             iterate, self._go_on = self._go_on or self._iterate, None
             self._iterator = iterate()
-        if self._work is not None and self._work.error is not None:
-            raise self._work.error
         first = self._iterator.take()
         if first is None:
             if not self._may_be_empty:
