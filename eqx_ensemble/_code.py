@@ -3,12 +3,17 @@
 Compiled programs are cached by functions and by the classes in trees. A notebook changes both in place: `%autoreload 2`
 gives an existing function another `__code__`, and a cell gives a variable that a function reads another value. JAX then
 runs the old program, also in a new call that is meant to use the new code.
+
+Users' objects are looked at as they are stored, without calling their methods, and referenced weakly: keys of compiled
+programs outlive the functions that they were compiled from.
 """
 
 import dis
 import functools as ft
+import sys
 import threading
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -19,96 +24,154 @@ import numpy as np
 from ._libraries import is_library
 
 _MOST_KNOWN = 1024
-_MOST_ITEMS = 64  # of a container that is searched for functions
+_MOST_ITEMS = 256  # of a container that is searched for functions
+_MOST_OBJECTS = 10_000
 _MISSING: Any = object()
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_DATA = (*_PLAIN, np.ndarray, np.generic, jax.Array, types.ModuleType, types.CodeType)
+_DATA = (*_PLAIN, np.ndarray, np.generic, jax.Array, types.CodeType, weakref.ReferenceType)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _SLOT = types.MemberDescriptorType | types.GetSetDescriptorType
 _WRAPPERS = (classmethod, staticmethod)
+_INITIAL = {"__init__", "__post_init__", "__new__"}  # they assign to a new object
 
 
-class _Found:
-    """All places that determine what functions and classes do, with the values that stand there."""
+class _Variables:
+    """Variables of a function, a class or a module, with the values that they have."""
 
-    def __init__(self, roots: Iterable[Any]) -> None:
-        self.functions: list[tuple[types.FunctionType, Any, Any, Any]] = []
-        self.names: list[tuple[Mapping[str, Any], str, Any]] = []
-        self.cells: list[tuple[types.CellType, Any]] = []
-        self.classes: list[tuple[Mapping[str, Any], int]] = []
-        self._assigned: set[Any] = set()
-        seen: dict[int, Any] = {}
-        left = list(roots)
-        while left:
-            x = left.pop()
-            if not isinstance(x, _DATA) and id(x) not in seen:
-                seen[id(x)] = x
-                left += self._parts(x)
-        # What the code assigns itself, such as a counter of its calls, is its result, and differs between two calls.
-        self.names = [x for x in self.names if not {(id(x[0]), x[1]), x[1]} & self._assigned]
-        self.cells = [x for x in self.cells if id(x[0]) not in self._assigned]
+    def __init__(self, values: Iterable[tuple[str, Any]]) -> None:
+        self.held = {name: _hold(value) for name, value in values}
+
+    def are_current(self, values: Mapping[str, Any]) -> bool:
+        """Whether they have the same values, or equal constants."""
+        return all(_is_held(value, values.get(name, _MISSING)) for name, value in self.held.items())
+
+
+class _Function:
+    """What determines the calls of a function: its code, and the values that it reads."""
+
+    def __init__(self, fn: types.FunctionType, names: Iterable[str]) -> None:
+        self._ref, self._code = weakref.ref(fn), fn.__code__
+        self._defaults = _hold(fn.__defaults__), _hold(fn.__kwdefaults__)
+        self.cells = _Variables(_closure(fn).items())
+        self.cell_ids = dict(zip(fn.__code__.co_freevars, map(id, fn.__closure__ or ()), strict=True))
+        self.variables = _Variables((name, fn.__globals__.get(name, _MISSING)) for name in names)
+        self.owner = id(fn.__globals__)
+        self.is_users = not is_library(fn.__globals__.get("__name__", ""))
 
     def is_current(self) -> bool:
-        """Whether the same objects stand there."""
-        for fn, code, defaults, named in self.functions:
-            if fn.__code__ is not code or fn.__defaults__ is not defaults or fn.__kwdefaults__ is not named:
-                return False
-        for namespace, name, value in self.names:
-            if namespace.get(name, _MISSING) is not value:
-                return False
-        return all(len(attributes) == count for attributes, count in self.classes) and all(
-            _content(cell) is value for cell, value in self.cells
+        """Whether none of it has changed."""
+        fn = self._ref()
+        if fn is None or not (fn.__code__ is self._code or fn.__code__ == self._code):
+            return False
+        if not all(map(_is_held, self._defaults, (fn.__defaults__, fn.__kwdefaults__))):
+            return False
+        return self.variables.are_current(fn.__globals__) and (
+            not self.cells.held or self.cells.are_current(_closure(fn))
         )
 
-    def is_equal(self, other: "_Found") -> bool:
-        """Whether equal code and constants stand there: a module that is loaded again makes new objects."""
-        mine, theirs = ([x.functions, x.names, x.cells] for x in (self, other))
-        return all(
-            len(a) == len(b) and all(_are_equal(x[1:], y[1:]) for x, y in zip(a, b, strict=True))
-            for a, b in zip(mine, theirs, strict=True)
-        )
 
-    def _parts(self, x: Any) -> Iterable[Any]:
-        if isinstance(x, types.FunctionType):
-            return self._parts_of_function(x)
-        return self._parts_of_class(x) if isinstance(x, type) else _parts_of_object(x)
+class _Namespace:
+    """The attributes of a class or a module; of a class, another one may override one of a base."""
+
+    is_users = True
+
+    def __init__(self, of: Any, names: Iterable[str], *, count: bool) -> None:
+        self._ref, self._count = weakref.ref(of), len(vars(of)) if count else None
+        self.variables = _Variables((name, vars(of)[name]) for name in names)
+        self.owner = id(vars(of)) if isinstance(of, types.ModuleType) else id(of)
+
+    def is_current(self) -> bool:
+        """Whether none of them has changed."""
+        of = self._ref()
+        if of is None or self._count not in (None, len(vars(of))):
+            return False
+        return self.variables.are_current(vars(of))
+
+
+class _Walk:
+    """Finds all functions and classes that some of them use, outside of installed libraries."""
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self.found: list[_Function | _Namespace] = []
+        self._assigned: set[Any] = set()  # names, with the module or class; or cells
+        seen: dict[int, Any] = {}
+        left = list(roots)
+        while left and len(seen) < _MOST_OBJECTS:
+            x = left.pop()
+            if not issubclass(type(x), _DATA) and id(x) not in seen:
+                seen[id(x)] = x
+                left += _stored(self._parts, x) or ()
+        for place in self.found:
+            # What the code assigns itself, such as a counter of its calls, differs between two calls.
+            for name in [name for name in place.variables.held if self._is_assigned(place, name)]:
+                del place.variables.held[name]
+            if isinstance(place, _Function):
+                for name in [name for name in place.cells.held if place.cell_ids[name] in self._assigned]:
+                    del place.cells.held[name]
+
+    def _is_assigned(self, place: _Function | _Namespace, name: str) -> bool:
+        held = place.variables.held[name]
+        constant = type(held) is tuple and issubclass(type(held[0]), _PLAIN)
+        return (place.owner, name) in self._assigned or constant and (None, name) in self._assigned
+
+    def _parts(self, x: Any) -> list[Any]:
+        if issubclass(type(x), types.FunctionType):
+            return list(self._parts_of_function(x))
+        return list(self._parts_of_class(x)) if issubclass(type(x), type) else _parts_of_object(x)
 
     def _parts_of_function(self, fn: types.FunctionType) -> Iterator[Any]:
-        self.functions.append((fn, fn.__code__, fn.__defaults__, fn.__kwdefaults__))
-        yield from (fn.__defaults__, fn.__kwdefaults__, vars(fn).get("__wrapped__"))
         operations = _operations(fn.__code__)
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            self.cells.append((cell, _content(cell)))
-            self._assigned |= {id(cell)} if ("STORE_DEREF", name) in operations else set()
-            yield _content(cell)
-        if not is_library(fn.__globals__.get("__name__", "")):
-            self._assigned |= {(id(fn.__globals__), name) for kind, name in operations if kind == "STORE_GLOBAL"}
-            self._assigned |= {name for kind, name in operations if kind == "STORE_ATTR"}
-            names = {name for kind, name in operations if kind in ("LOAD_GLOBAL", "LOAD_NAME")}
-            attributes = {name for kind, name in operations if kind in ("LOAD_ATTR", "LOAD_METHOD")}
-            yield from self._parts_of_module(fn.__globals__, names, attributes, ())
+        words = lambda *kinds: sorted({word for kind, word in operations if kind in kinds})
+        place = _Function(fn, words("LOAD_GLOBAL", "LOAD_NAME"))
+        self.found.append(place)
+        names = place.variables.held if place.is_users else ()
+        inside = [*_closure(fn).values(), *(fn.__globals__.get(name) for name in names)]
+        yield from (fn.__defaults__, fn.__kwdefaults__, vars(fn).get("__wrapped__"), *inside)
+        self._assigned |= {place.cell_ids.get(name) for name in words("STORE_DEREF")}
+        if not place.is_users:
+            place.variables.held.clear()
+            return
+        self._assigned |= {(id(fn.__globals__), name) for name in words("STORE_GLOBAL")}
+        stored = words("STORE_ATTR") if fn.__name__ not in _INITIAL else []
+        owners: list[Any] = [
+            id(vars(x)) if isinstance(x, types.ModuleType) else id(x) for x in inside if _is_namespace(x)
+        ]
+        if not {("LOAD_GLOBAL", "type"), ("LOAD_ATTR", "__class__")}.isdisjoint(operations):
+            owners.append(None)  # `type(self).calls += 1`
+        self._assigned |= {(owner, name) for owner in owners for name in stored}
+        attributes = words("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+        modules = [*inside, *(fn.__defaults__ or ()), *(sys.modules.get(name) for name in words("IMPORT_NAME"))]
+        yield from self._parts_of_modules(modules, attributes)
 
-    def _parts_of_module(
-        self, namespace: dict[str, Any], names: set[str], attributes: set[str], within: tuple[Any, ...]
-    ) -> Iterator[Any]:
-        """The variables of a module, and those of the user's modules among them: `module.name`."""
-        for name in sorted(names & namespace.keys() if within else names):
-            value = namespace.get(name, _MISSING)  # a built-in one, for example, which may be replaced
-            self.names.append((namespace, name, value))
-            if isinstance(value, types.ModuleType) and value not in within and not is_library(value.__name__):
-                yield from self._parts_of_module(vars(value), attributes, attributes, (*within, value))
-            yield value
+    def _parts_of_modules(self, modules: list[Any], attributes: list[str]) -> Iterator[Any]:
+        """The variables of the user's modules that a function reads: `module.name`, also of a module in a module."""
+        left, seen = list(modules), set()
+        while left:
+            x = left.pop()
+            if type(x) is types.ModuleType and id(x) not in seen and not is_library(x.__name__):
+                seen.add(id(x))
+                names = [name for name in attributes if name in vars(x)]
+                self.found.append(_Namespace(x, names, count=False))
+                left += [vars(x)[name] for name in names]
+                yield from (vars(x)[name] for name in names)
 
     def _parts_of_class(self, cls: type) -> Iterator[Any]:
         """The attributes of a class and of its bases, without those of installed libraries."""
         for base in cls.__mro__:
-            if is_library(base.__module__):
-                continue
-            self.classes.append((vars(base), len(vars(base))))  # another attribute may override one of a base
-            for name, value in vars(base).items():
-                is_code = callable(value) or isinstance(value, (property, *_WRAPPERS))
-                if is_code or not (name.startswith("_") or isinstance(value, _SLOT)):
-                    self.names.append((vars(base), name, value))
-                    yield value
+            if not is_library(base.__module__):
+                names = [name for name, value in list(vars(base).items()) if _is_code(name, value)]
+                self.found.append(_Namespace(base, names, count=True))
+                yield from (vars(base).get(name) for name in names)
+
+
+def _is_namespace(x: Any) -> bool:
+    return issubclass(type(x), type | types.ModuleType)
+
+
+def _is_code(name: str, value: Any) -> bool:
+    """Whether an attribute of a class determines what it does."""
+    is_method = callable(value) or issubclass(type(value), (property, *_WRAPPERS))
+    return is_method or not ((name.startswith("__") and name.endswith("__")) or issubclass(type(value), _SLOT))
 
 
 class Code:
@@ -118,78 +181,101 @@ class Code:
     """
 
     def __init__(self, roots: list[Any]) -> None:
-        self._roots = roots  # kept alive, so that their ids are not reused
-        self._found = _Found(roots)
-
-    @property
-    def is_users(self) -> bool:
-        """Whether any of it is outside of installed libraries, which wrap functions in closures."""
-        return bool(self._found.names) or any(not is_library(fn.__module__ or "") for fn, *_ in self._found.functions)
+        self._found: list[_Function | _Namespace] | None = _Walk(roots).found
+        self.is_users = any(place.is_users for place in self._found)
 
     def is_current(self) -> bool:
         """Whether nothing has changed since."""
-        if self._found.is_current():
-            return True
-        now = _Found(self._roots)
-        if not self._found.is_equal(now):
-            return False
-        self._found = now
-        return True
+        return self._found is not None and all(place.is_current() for place in self._found)
+
+    def forget(self) -> None:
+        """Ends its use as that of current code: keys of programs keep it, and it may hold a list or a dict."""
+        self._found = None
 
 
-_known: OrderedDict[tuple[int, ...], Code] = OrderedDict()
+_known: OrderedDict[tuple[int, ...], tuple[Code, list[weakref.ref]]] = OrderedDict()
 _lock = threading.Lock()
 
 
 def code_of(roots: Iterable[Any]) -> Code | None:
     """The code of functions, classes and objects that may be called; `None` if all of it is in installed libraries."""
-    own = list({id(x): x for x in roots if not _is_of_library(x)}.values())
+    own = list(_functions_in(roots))
     if not own:
         return None
     key = tuple(map(id, own))
+    found = _known.get(key)
+    if found is not None and found[0].is_current():
+        return found[0] if found[0].is_users else None
+    code = Code(own)
+    refs = [weakref.ref(x, lambda _: _forget(key)) for x in own]  # before an id is used for another object
     with _lock:
-        found = _known.get(key)
-        if found is None or not found.is_current():
-            found = _known[key] = Code(own)
-            while len(_known) > _MOST_KNOWN:
-                _known.popitem(last=False)
-        _known.move_to_end(key)
-    return found if found.is_users else None
+        _forget(key)
+        _known[key] = code, refs
+        while len(_known) > _MOST_KNOWN:
+            _forget(next(iter(_known)))
+    return code if code.is_users else None
 
 
-def _is_of_library(x: Any) -> bool:
-    if isinstance(x, type):
-        return _is_class_of_library(x)
-    if isinstance(x, types.FunctionType):
-        return x.__closure__ is None and not vars(x) and is_library(x.__module__ or "")
-    if isinstance(x, _DATA):
-        return True
-    return not callable(x) and is_library(type(x).__module__)
+def _forget(key: tuple[int, ...]) -> None:
+    found = _known.pop(key, None)
+    if found is not None:
+        found[0].forget()
 
 
-@ft.lru_cache(maxsize=1024)
-def _is_class_of_library(cls: type) -> bool:
-    return all(is_library(base.__module__) for base in cls.__mro__)
+def _functions_in(roots: Iterable[Any]) -> Iterable[Any]:
+    """The functions and classes outside of installed libraries in objects, which may be made anew in every call."""
+    found: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
+    left = list(roots)[::-1]
+    while left and len(seen) < _MOST_OBJECTS:
+        x = left.pop()
+        kind = type(x)
+        if issubclass(kind, _DATA) or id(x) in seen:
+            continue
+        seen[id(x)] = x
+        if issubclass(kind, types.FunctionType):
+            if x.__closure__ or vars(x) or not is_library(x.__module__ or ""):
+                found[id(x)] = x
+        elif issubclass(kind, type):
+            if not all(is_library(base.__module__) for base in x.__mro__):
+                found[id(x)] = x
+        else:
+            left += _stored(_parts_of_object, x) or ()
+    return found.values()
 
 
-def _parts_of_object(x: Any) -> Iterator[Any]:
+def _parts_of_object(x: Any) -> list[Any]:
     """The functions and classes that an object may call."""
-    if isinstance(x, dict | list | tuple | set | frozenset):
-        items = x.values() if isinstance(x, dict) else x
-        yield from items if len(x) <= _MOST_ITEMS else ()
-    elif isinstance(x, types.MethodType):
-        yield from (x.__func__, x.__self__)
-    elif isinstance(x, ft.partial):
-        yield from (x.func, x.args, x.keywords)
-    elif isinstance(x, property):
-        yield from (x.fget, x.fset)
-    elif isinstance(x, _WRAPPERS):
-        yield x.__func__
-    elif not is_library(type(x).__module__) or callable(x) or hasattr(type(x), "__get__"):
-        slots = (name for cls in type(x).__mro__ for name, value in vars(cls).items() if isinstance(value, _SLOT))
-        attributes = (getattr(x, name, None) for name in slots if not name.startswith("__"))
-        wrapped = getattr(x, "__wrapped__", None)
-        yield from (type(x), wrapped, getattr(x, "__dict__", None), *attributes)
+    kind = type(x)
+    if issubclass(kind, _CONTAINERS):
+        own = next(base for base in _CONTAINERS if issubclass(kind, base))  # whose methods a subclass may replace
+        items = dict.values(x) if own is dict else own.__iter__(x)
+        return list(items) if own.__len__(x) <= _MOST_ITEMS else []
+    if kind is types.MethodType:
+        return [x.__func__, x.__self__]
+    if issubclass(kind, ft.partial):
+        return [x.func, x.args, x.keywords]
+    if issubclass(kind, property):
+        return [x.fget, x.fset]
+    if issubclass(kind, _WRAPPERS):
+        return [x.__func__]
+    if issubclass(kind, types.ModuleType):
+        return []
+    if is_library(kind.__module__) and not any({"__call__", "__get__"} & vars(cls).keys() for cls in kind.__mro__):
+        return []
+    slots = [slot for cls in kind.__mro__ for slot in vars(cls).values() if type(slot) is types.MemberDescriptorType]
+    return [kind, *(_stored(slot.__get__, x) for slot in slots), _stored(object.__getattribute__, x, "__dict__")]
+
+
+def _stored(get: Any, *args: Any) -> Any:
+    try:
+        return get(*args)
+    except Exception:  # no value, or none that can be read
+        return None
+
+
+def _closure(fn: types.FunctionType) -> dict[str, Any]:
+    return dict(zip(fn.__code__.co_freevars, map(_content, fn.__closure__ or ()), strict=True))
 
 
 def _content(cell: types.CellType) -> Any:
@@ -199,16 +285,21 @@ def _content(cell: types.CellType) -> Any:
         return _MISSING
 
 
-def _are_equal(a: Any, b: Any) -> bool:
-    if a is b or isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType):  # which `functions` compares
+def _hold(value: Any) -> Any:
+    """A weak reference to a value, or a tuple of it, if it does not support them."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return (value,)
+
+
+def _is_held(held: Any, value: Any) -> bool:
+    if type(held) is not tuple:
+        return held() is value
+    old = held[0]
+    if old is value:
         return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(_are_equal, a, b))
-    if isinstance(a, types.CodeType):
-        return a == b
-    return isinstance(a, _PLAIN) and repr(a) == repr(b)  # which distinguishes 0.0 from -0.0
+    return type(old) is type(value) and type(old) in _PLAIN and repr(old) == repr(value)  # 0.0 is not -0.0
 
 
 @ft.lru_cache(maxsize=1024)

@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 _FOLDERS = {"site-packages", "dist-packages"}
 _OWN = __name__.partition(".")[0]
+_known: dict[str, bool] = {}  # of imported packages
 
 
 def is_standard(module: str) -> bool:
@@ -15,7 +16,13 @@ def is_standard(module: str) -> bool:
 
 def is_library(module: str) -> bool:
     """Whether a module is part of Python, of this library or of an installed one; other modules may be edited."""
-    return is_standard(module) or top_of(module) == _OWN or _is_third_party(top_of(module))
+    found = _known.get(module)
+    if found is None:
+        top = top_of(module)
+        found = is_standard(module) or top == _OWN or _is_third_party(top)
+        if top in sys.modules:
+            _known[module] = found
+    return found
 
 
 def top_of(module: str) -> str:

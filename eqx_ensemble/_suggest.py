@@ -53,7 +53,7 @@ _OURS = {
     "std sigma scale_tril": ["variance", "scale"],
     "target y y_true": ["targets", "labels", "data"],
     "verbose": ["progress", "verbose"],
-    "vmap": ["map_members"],
+    "vmap filter_vmap": ["map_members"],
 }
 _TRANSLATIONS = {word: ours for words, ours in _OURS.items() for word in words.split()}
 _REMARKS = {  # on our word

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, Real
 
 from .._check import check_function, check_key, check_level
+from .._code import Code, code_of
 from .._foreign import as_hashable
 from .._keys import member_keys
 from ._check import check_num_draws
@@ -99,10 +100,10 @@ def bootstrap(
     check_num_draws(name, num_draws)
     check_key(key, name=name)
     keys = member_keys(key, num_draws, purpose="scores.bootstrap")
-    return _bootstrap(rows, weights, kept, keys, level, statistic)
+    return _bootstrap(rows, weights, kept, keys, level, statistic, code_of([statistic]))
 
 
-@partial(jax.jit, static_argnames=("level", "statistic"))
+@partial(jax.jit, static_argnames=("level", "statistic", "code"))
 def _bootstrap(
     values: Float[Array, "*scores rows"],
     weights: Float[Array, " rows"] | None,
@@ -110,6 +111,7 @@ def _bootstrap(
     keys: Key[Array, " draws"],
     level: float,
     statistic: Callable[[Array], Array] | None,
+    code: Code | None,
 ) -> Bootstrap:
     num_rows = values.shape[-1]
     share = jnp.ones(num_rows, values.dtype) if weights is None else weights
