@@ -1,7 +1,14 @@
 """Processes that a test starts, and what they print."""
 
+import contextlib
+import os
+import pathlib
+import socket
 import subprocess
+import sys
 import tempfile
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 class Child:
@@ -29,3 +36,33 @@ class Child:
         self.process.wait()
         self._out.close()
         self._err.close()
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def together(script, *arguments, count=2, **variables):
+    """Processes that run one script, which calls `jax.distributed.initialize` with `COUNT` and `RANK`."""
+    address = f"127.0.0.1:{free_port()}"
+    common = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "COUNT": str(count)} | variables
+    common |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_COORDINATOR_BIND_ADDRESS": address}
+    command = [sys.executable, str(script), *map(str, arguments)]
+    children = [Child(command, common | {"RANK": str(rank)}) for rank in range(count)]
+    try:
+        yield children
+    finally:
+        for child in children:
+            child.kill()
+
+
+def finish_together(*arguments, timeout=300, **options):
+    """Runs such processes to their end, which is to print `done`."""
+    with together(*arguments, **options) as children:
+        for child in children:
+            code, out, err = child.finish(timeout)
+            assert code == 0, out + err[-5000:]
+            assert out.split()[-1] == "done"

@@ -160,14 +160,13 @@ def installed(wheel, tmp_path_factory):
 def test_the_wheel_is_imported_from_where_it_is_installed(installed):
     work, python, site = installed
     program = (
-        "import importlib.metadata as m, eqx_ensemble as ee; ee.fit; ee.launch if hasattr(ee, 'launch') else 0;"
+        "import importlib.metadata as m, eqx_ensemble as ee; ee.fit;"
         "print(ee.__file__, ee.__version__, m.version('eqx_ensemble'), m.files('eqx_ensemble')[0].locate(), sep='\\n')"
     )
     file, version, known, first = run(python, "-W", "error", "-c", program, cwd=work).splitlines()
     assert pathlib.Path(file) == site / "eqx_ensemble/__init__.py"
     assert version == known == PROJECT["version"]
     assert pathlib.Path(first).is_relative_to(site)
-    assert "usage" in run(python, "-m", "eqx_ensemble.launch", "--help", cwd=work)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ NEEDED |= {package: f"import {package}" for package in ("zarr", "pyarrow", "grai
 MISSING = [mark for package, mark in NEEDED.items() if importlib.util.find_spec(package) is None]
 # `fleet/test_recipes` and `fleet/test_clusters` run them, each in processes of its own.
 ENGINES = re.compile(r"^(?:import|from) (?:dask_\w+|engine|loky|mpi4py|parsl|ray|submitit|train)\b", re.MULTILINE)
+CONNECTS = re.compile(r"^jax\.distributed\.initialize\(", re.MULTILINE)  # `distributed/test_pages` runs them
 LOGGERS = re.compile(r"^(?:import|from) (?:tensorboardX|wandb|mlflow)\b", re.MULTILINE)  # `test_logging` runs them
 DIRECTIVE = re.compile(r"^::: (\S+)(?:\n(?:    .*)?)*", re.MULTILINE)
 MEMBERS = re.compile(r"^ +members: \[(.*)\]$", re.MULTILINE)
@@ -45,7 +46,7 @@ def public_names(module):
         path, value = f"{module.__name__}.{name}", getattr(module, name)
         if not isinstance(value, types.ModuleType):
             names[path] = value
-        elif value.__name__ == path and path != "eqx_ensemble.launch":  # a program, there once a test has imported it
+        elif value.__name__ == path:
             names |= public_names(value)
     return names
 
@@ -108,7 +109,9 @@ def run(examples, filename, given=()):
     """Run code blocks one after another in one fresh namespace, which has some names already."""
     namespace = {"__name__": "example"} | dict(given)
     for number, (code, shown) in enumerate(examples):
-        if ('format="orbax"' in code and not HAS_ORBAX) or LOGGERS.search(code) or ENGINES.search(code):
+        if 'format="orbax"' in code and not HAS_ORBAX:
+            continue
+        if any(pattern.search(code) for pattern in (LOGGERS, ENGINES, CONNECTS)):
             continue
         if any(mark in code for mark in MISSING):
             pytest.skip(f"needs one of {', '.join(NEEDED)}")

@@ -30,3 +30,20 @@ def raise_on_all(error: Exception | None) -> None:
         raise error
     if failed.size:
         raise OSError(errno.EIO, failure_message([int(process) for process in failed]))
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which prints, shows progress and writes small files.
+
+    Call it after `jax.distributed.initialize`. All processes must run the same computations; only the use of their
+    results may depend on this.
+
+    **Returns:** `True` in process 0, and in a single process.
+
+    ```python
+    loss = ee.distributed.to_host(jnp.ones(4))
+    if ee.distributed.is_first():
+        print(loss.mean())
+    ```
+    """
+    return jax.process_index() == 0

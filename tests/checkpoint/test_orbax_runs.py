@@ -1,10 +1,8 @@
 """The format of Orbax: the checkpoints of a run, several processes, object stores, and messages."""
 
 import io
-import os
 import pathlib
 import re
-import socket
 import sys
 import threading
 
@@ -18,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints, _disk, _orbax, _path
 
-from ..children import Child
+from ..children import finish_together
 from ..factories import mlp
 from ..test_files import assert_same as assert_same_model
 from ..test_files import built
@@ -170,20 +168,7 @@ def test_other_threads_do_not_matter(folder):
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     """Each prints what it found; `processes.py` describes it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    run = [sys.executable, str(HERE / "processes.py"), str(tmp_path), str(port)]
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent.parent)}
-    both = [Child([*run, str(i)], env) for i in range(2)]
-    try:
-        for child in both:
-            code, out, err = child.finish(300)
-            assert code == 0, out + err[-5000:]
-            assert out.split()[-1] == "done"
-    finally:
-        for child in both:
-            child.kill()
+    finish_together(HERE / "processes.py", tmp_path)
 
 
 class Bucket:

@@ -1,12 +1,6 @@
-"""What one of two processes, with two devices each, sees; run by `test_initialise` and `test_launch`.
-
-`together.py MODE [...]` prints `done` when everything was correct. The environment has the number of the process.
-"""
+"""What one of two processes, with two devices each, sees; run by `test_arrays`."""
 
 import os
-import signal
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +9,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import eqx_ensemble as ee
-
-
-def everything():
-    jax.config.update("jax_num_cpu_devices", 2)
-    processes = ee.distributed.initialise(timeout=60)
-    assert processes == (int(os.environ.get("RANK") or os.environ["EQX_ENSEMBLE_PROCESS_ID"]), 2)
-    again = {"num_processes": 2, "process_id": processes.process_id}
-    assert processes == ee.distributed.initialise() == ee.distributed.initialise(**again)
-    with pytest.raises(RuntimeError, match="`num_processes`: it was 2, and is now 3"):
-        ee.distributed.initialise(num_processes=3)
-    assert ee.distributed.is_first() == (processes.process_id == 0)
-    assert (jax.device_count(), jax.local_device_count(), jax.process_count()) == (4, 2, 2)
-    arrays(processes.process_id)
-    decisions(processes.process_id)
-    ee.distributed.shutdown()
 
 
 def arrays(rank):
@@ -80,7 +59,7 @@ def arrays(rank):
     parts = [jax.device_put(np.ones(1), d) for d in jax.local_devices()] if rank == 0 else []
     array = jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=np.float32)
     if rank == 1:  # what process 0 holds completely needs no other process
-        with pytest.raises(ValueError, match=r"process 1 holds none of the leaf at `\['a'\]`"):
+        with pytest.raises(ValueError, match=r"process 1 of 2 holds none of the leaf at `\['a'\]`"):
             ee.distributed.to_host({"a": array})
 
 
@@ -94,35 +73,11 @@ def decisions(rank):
         ee.distributed.broadcast_from_first("yes" if rank == 0 else True)
 
 
-def late():
-    """JAX was used before."""
-    jnp.zeros(2)
-    ee.distributed.initialise()
-
-
-def missing():
-    ee.distributed.initialise(timeout=float(sys.argv[2]))
-
-
-def error():
-    """Process 1 ends with an exception, and process 0 does not communicate with it."""
-    processes = ee.distributed.initialise(timeout=60)
-    if processes.process_id == 1:
-        print("about to fail", end="")
-        raise ArithmeticError("one of us")
-    time.sleep(float(sys.argv[2]))
-
-
-def killed():
-    """Process 1 is killed, and process 0 does not notice it by itself."""
-    processes = ee.distributed.initialise(timeout=60)
-    if processes.process_id == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if len(sys.argv) > 3:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(float(sys.argv[2]))
-
-
 if __name__ == "__main__":
-    {function.__name__: function for function in (everything, late, missing, error, killed)}[sys.argv[1]]()
+    jax.config.update("jax_num_cpu_devices", 2)
+    rank = int(os.environ["RANK"])
+    jax.distributed.initialize(num_processes=2, process_id=rank, cluster_detection_method="deactivate")
+    assert ee.distributed.is_first() == (rank == 0)
+    arrays(rank)
+    decisions(rank)
     print("done")

@@ -258,7 +258,13 @@ def saved(folder, found):
 if __name__ == "__main__":
     # Bits are compared between one process and two, which are compiled in the same way.
     jax.config.update("jax_num_cpu_devices", int(os.environ["DEVICES"]))
-    processes = ee.distributed.initialise(timeout=120, heartbeat=10)
+    if (count := int(os.environ["COUNT"])) > 1:
+        jax.distributed.initialize(
+            num_processes=count,
+            process_id=int(os.environ["RANK"]),
+            cluster_detection_method="deactivate",
+            heartbeat_timeout_seconds=10,
+        )
     modes = {
         "everything": everything,
         "eight": eight,

@@ -1,50 +1,24 @@
 """Two processes of two devices compute what one process of four does, bit for bit; one that dies ends the other."""
 
-import os
 import pathlib
 import shutil
-import socket
-import sys
 import time
 
 import numpy as np
 import pytest
 
-from ..children import Child
+from ..children import finish_together, together
 
 pytest.importorskip("orbax.checkpoint", reason="checkpoints of several processes need the extra `orbax`")
 pytestmark = pytest.mark.slow
 
 SCRIPT = pathlib.Path(__file__).parent / "processes.py"
-LONGEST = 300  # seconds: a process that waits for another one would wait for ever
-
-
-def started(mode, folder, *, processes, devices):
-    """The processes, which together have so many devices."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "DEVICES": str(devices // processes)}
-    if processes > 1:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    command = [sys.executable, SCRIPT, mode, folder]
-    return [Child(command, environment | ({"RANK": str(rank)} if processes > 1 else {})) for rank in range(processes)]
-
-
-def finished(running):
-    try:
-        ends = [child.finish(LONGEST) for child in running]
-    finally:
-        for child in running:
-            child.kill()
-    for code, out, err in ends:
-        assert code == 0, out + err
-        assert out.rstrip().endswith("done"), out + err
 
 
 def results(mode, folder, *, processes, devices=4):
+    """What processes compute that together have so many devices."""
     folder.mkdir(exist_ok=True)
-    finished(started(mode, folder, processes=processes, devices=devices))
+    finish_together(SCRIPT, mode, folder, count=processes, DEVICES=str(devices // processes))
     return dict(np.load(folder / "results.npz"))
 
 
@@ -88,14 +62,10 @@ def test_a_process_that_dies(tmp_path):
     whole = results("training", tmp_path / "whole", processes=2)
     folder = tmp_path / "killed"
     folder.mkdir()
-    first, second = started("dying", folder, processes=2, devices=4)
-    try:
-        assert second.finish(LONGEST)[0] == -9
+    with together(SCRIPT, "dying", folder, DEVICES="2") as (first, second):
+        assert second.finish(300)[0] == -9
         died = time.monotonic()
         code, *texts = first.finish(90)
-    finally:
-        first.kill()
-        second.kill()
     assert time.monotonic() - died < 60, "it has to notice that no process answers"
     assert code != 0
     text = "".join(texts)
