@@ -1,7 +1,6 @@
 """Training and prediction on many workers: shards of an ensemble on any executor, with the results of one process."""
 
 from .. import _suggest
-from ._asynchronous_halving import asynchronous_halving as asynchronous_halving
 from ._fit import fit as fit
 from ._halving import successive_halving as successive_halving
 from ._hyperband import hyperband as hyperband

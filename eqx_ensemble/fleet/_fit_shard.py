@@ -6,7 +6,6 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 
-from .._check import check_optional_function
 from .._warnings import warn
 from ..train._check_fit import warn_of_diverged
 from ..train._fit import fit as fit_here
@@ -58,12 +57,6 @@ def _with_shared(run: Run[Any], start: Any) -> Run[Any]:
 def count_of_run(run: Run[Any]) -> dict[str, int]:
     """The number of members of a run with each status."""
     return count_status(run.status)
-
-
-def hooks_of_runs(*, progress: bool | None, on_shard: Any, name: str) -> Hooks:
-    """Checks `on_shard`. Returns the callbacks for shards whose runs are returned to the caller."""
-    check_optional_function(on_shard, "on_shard", name=name, example="lambda report: print(report)")
-    return Hooks(progress, count=count_of_run, on_shard=on_shard)
 
 
 def count_of_columns(columns: Columns | None) -> dict[str, int]:

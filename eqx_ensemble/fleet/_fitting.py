@@ -17,8 +17,6 @@ from ._check_fit import check_data, check_known, check_losses, check_options, ch
 from ._divide import large_arrays, member_options, on_host, take_data, take_options
 from ._functions import is_data_function
 
-_OF_ENSEMBLES = ("hyper", "state", "trainable")
-
 
 class Fitting(NamedTuple):
     """A call of `fit`, divided into shards.
@@ -39,15 +37,10 @@ class Fitting(NamedTuple):
         """The arrays that are sent to each worker once."""
         return [array for x in self.sources.values() if not is_data_function(x) for array in large_arrays(x)]
 
-    @property
-    def for_runs(self) -> "Fitting":
-        """For runs that continue others: without the options that `fit` takes with an ensemble only."""
-        return self._replace(own={word: x for word, x in self.own.items() if word not in _OF_ENSEMBLES})
-
-    def part(self, start: Any, positions: np.ndarray, ids: np.ndarray, folder: Any, **more: Any) -> dict[str, Any]:
-        """The arguments of the shard at `positions`, which starts from `start`; `more` are further options of `fit`."""
+    def part(self, start: Any, positions: np.ndarray, ids: np.ndarray, folder: Any) -> dict[str, Any]:
+        """The arguments of the shard at `positions`, which starts from `start`."""
         sources = {word: x if is_data_function(x) else take_data(x, positions) for word, x in self.sources.items()}
-        options = take_options(self.own, positions) | more
+        options = take_options(self.own, positions)
         return {"start": start, "ids": ids, "sources": sources, "checkpoint": folder, "options": options}
 
 

@@ -38,7 +38,7 @@ def successive_halving(
     The result is that of [`eqx_ensemble.methods.successive_halving`][]: bit for bit under
     [`eqx_ensemble.plan.Sequential`][], within rounding under other plans, for any shard size. Each rung is one
     [`eqx_ensemble.fleet.fit`][] of the remaining members, and starts when the previous rung has ended: workers wait for
-    the slowest shard, and most are idle in the last rungs. [`eqx_ensemble.fleet.asynchronous_halving`][] avoids this.
+    the slowest shard, and most are idle in the last rungs.
 
     **Arguments:**
 

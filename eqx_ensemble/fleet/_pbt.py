@@ -4,7 +4,6 @@ from typing import Any
 
 from jaxtyping import Key
 
-from .._check import check_flag
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from ..methods._check import check_options
@@ -12,7 +11,6 @@ from ..methods._evolve import check_evolution, evolve
 from ..methods._population import Population
 from ..train import perturb
 from ..train.compiled._optimiser import Optimiser
-from ._asynchronous_population import evolve_asynchronously
 from ._check import IN_FILES, MEMBERS_HERE, check_folder
 from ._engines import open_engine
 from ._fitting import whole_epochs
@@ -33,7 +31,6 @@ def population_based_training(
     steps: int | None = None,
     fraction: float | int = 0.2,
     explore: Callable[[PyTree, Key[Any, ""]], PyTree] = perturb,
-    asynchronous: bool = False,
     shard: int | None = None,
     workers: int | None = None,
     retries: int = 2,
@@ -43,16 +40,10 @@ def population_based_training(
 ) -> Population[M]:
     """Trains a population on many workers, replacing the worst members by copies of the best.
 
-    By default the result is that of [`eqx_ensemble.methods.population_based_training`][]: bit for bit under
+    The result is that of [`eqx_ensemble.methods.population_based_training`][]: bit for bit under
     [`eqx_ensemble.plan.Sequential`][], within rounding under other plans, for any shard size. Each round is one
     [`eqx_ensemble.fleet.fit`][] of all members, which are compared, copied and perturbed when all have finished it.
     Workers wait for the slowest shard, and the result does not depend on their speed.
-
-    With `asynchronous=True`, as in the paper, there is no barrier between rounds. When a shard starts a round, its
-    worst members become copies of the best of the whole population, ranked by each member's last finished round, with
-    the weights and optimiser states of that round. The result then depends on the order in which workers finish; it is
-    reproducible with an executor of one worker and equal `workers` and `shard`. A donor may be in another round than
-    its copy; `lineage` records its id, not its round.
 
     **Arguments:**
 
@@ -61,19 +52,14 @@ def population_based_training(
         `save`, `ids`, `patience`, `target` and `max_steps`. `ensemble` must be an [`eqx_ensemble.Ensemble`][].
     - `hyper`, `rounds`, `epochs` or `steps`, `fraction`, `explore`: as for
         [`eqx_ensemble.methods.population_based_training`][].
-    - `asynchronous`: whether each shard starts its next round without waiting for the others.
     - `checkpoint`: a folder that all workers can write, in which each shard of each round saves its run. Rerunning the
-        same call reads completed shards and resumes the others. It takes the space of one run per round. With
-        `asynchronous=True`, its file `order.jsonl` logs the order in which shards were completed or abandoned: a rerun
-        replays these decisions, and retries abandoned shards.
+        same call reads completed shards and resumes the others. It takes the space of one run per round.
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.Population`][]. Members of an abandoned shard are replaced after that round, as
-    diverged members are, or stopped with `asynchronous=True`; those of the first round are missing. A warning says so.
+    diverged members are; those of the first round are missing. A warning says so.
 
-    **Raises:** as [`eqx_ensemble.methods.population_based_training`][] and [`eqx_ensemble.fleet.fit`][]; with
-    `asynchronous=True` also `BlockingIOError` while another call uses the folder, and `ValueError` if shards of a
-    resumed call no longer give the logged results.
+    **Raises:** as [`eqx_ensemble.methods.population_based_training`][] and [`eqx_ensemble.fleet.fit`][].
 
     ```python
     from concurrent.futures import ThreadPoolExecutor  # threads, for this example
@@ -114,15 +100,9 @@ def population_based_training(
         fraction=fraction, explore=explore, key=key, name=name,
     )  # fmt: skip
     check_options(options, IN_FILES, MEMBERS_HERE, name=name)
-    asynchronous = check_flag(asynchronous, "asynchronous", name=name)
     data = whole_epochs(data, steps, name=name)
     folder = check_folder(checkpoint, name=name)
     with open_engine(executor, workers, name=name) as engine:
-        if asynchronous:
-            return evolve_asynchronously(
-                engine, ensemble, loss, optimiser, data, plan, folder, shard=shard, retries=retries, name=name,
-                **options, validation=validation, key=key,
-            )  # fmt: skip
         call = {"rounds": rounds, "fraction": fraction} | plan.length
         train = train_rungs(engine, folder, call=call, shard=shard, retries=retries, name=name, word="round")
         return evolve(

@@ -45,7 +45,6 @@ def run_shards(
     *,
     retries: int,
     hooks: Hooks,
-    follow: Callable[[Shard, Any], Iterable[Shard]] | None = None,
     name: str,
 ) -> Finished:
     """Runs all shards.
@@ -54,14 +53,13 @@ def run_shards(
 
     - `arrays`: arrays in `task` and in shards that are sent to each worker once.
     - `hooks`: what to do when a shard ends.
-    - `follow`: called with each ended shard and its result, `None` if it was abandoned. Returns further shards to run.
 
     **Raises:** the error of a shard, with a note that names its members; the other shards are cancelled.
     """
     check_optional_flag(hooks.progress, "progress", name=name)
     work = _Work(engine, retries, refs_of(arrays), name)
     work.queue.extend(shards)
-    total = None if follow else sum(len(shard.positions) for shard in work.queue)
+    total = sum(len(shard.positions) for shard in work.queue)
     with (
         engine.share([np.asarray(array) for array in arrays]) as shared,
         progress_line(show=hooks.progress, description="fleet", unit="member", total=total) as line,
@@ -73,16 +71,13 @@ def run_shards(
                 work.submit()
                 ended = [(shard, hooks.keep(shard, x.result), x.seconds) for shard, x in work.collect(arrays)]
                 work.results.extend((shard, kept) for shard, kept, _ in ended)
-                for shard, kept, _ in ended:
-                    work.queue.extend(follow(shard, kept) if follow else ())
                 for shard, kept, seconds in ended:
                     counts = hooks.count(kept)
                     totals.update(counts)
                     line.set_postfix({word: totals[word] for word in _SHOWN if word in totals}, refresh=False)
                     line.update(len(shard.positions))
                     work.report(shard, hooks.on_shard, seconds, counts)
-                for shard in work.report_lost(hooks.on_shard):
-                    work.queue.extend(follow(shard, None) if follow and not work.ended else ())
+                work.report_lost(hooks.on_shard)
         except KeyboardInterrupt:
             _cancel(work)
             work.collect_done(arrays, hooks.keep)
@@ -103,14 +98,13 @@ class _Work:
         self.results: list[tuple[Shard, Any]] = []
         self.lost: list[ShardReport] = []
         self.task, self.shared = b"", []
-        self.ended = False  # no executor is left
         self._broken: BaseException | None = None
         self._settings = settings()
         self._warn_once = WarnOnce()
         self._failures: Counter[int] = Counter()
         self._attempts: Counter[int] = Counter()
         self._suspects: set[int] = set()
-        self._unreported: list[tuple[Shard, ShardReport]] = []
+        self._unreported: list[ShardReport] = []
 
     def submit(self) -> None:
         """Submits shards. Shards that were running when the executor broke run one at a time: any may be the cause."""
@@ -187,25 +181,23 @@ class _Work:
             for shard in self.queue:
                 self._abandon(shard, error)
             self.queue.clear()
-            self.ended = True
 
     def _abandon(self, shard: Shard, error: BaseException) -> None:
         report = ShardReport(shard.number, shard.ids, self._attempts[shard.number], np.nan, {}, error)
         self.lost.append(report)
-        self._unreported.append((shard, report))
+        self._unreported.append(report)
 
     def report(self, shard: Shard, on_shard: Any, seconds: float, counts: dict[str, int]) -> None:
         """Calls `on_shard` for a completed shard."""
         if on_shard is not None:
             on_shard(ShardReport(shard.number, shard.ids, self._attempts[shard.number], seconds, counts, None))
 
-    def report_lost(self, on_shard: Any) -> list[Shard]:
-        """Calls `on_shard` for the shards abandoned since the last call; returns them."""
-        untold, self._unreported = self._unreported, []
-        for _, report in untold:
+    def report_lost(self, on_shard: Any) -> None:
+        """Calls `on_shard` for the shards abandoned since the last call."""
+        unreported, self._unreported = self._unreported, []
+        for report in unreported:
             if on_shard is not None:
                 on_shard(report)
-        return [shard for shard, _ in untold]
 
     def collect_done(self, arrays: list[Any], keep: Callable[[Shard, Any], Any]) -> None:
         """Collects the results that are available, without waiting for others."""

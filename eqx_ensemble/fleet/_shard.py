@@ -7,8 +7,6 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from jaxtyping import Int
 
-from .._warnings import warn
-
 _MOST_NAMED = 8
 
 
@@ -85,13 +83,3 @@ def check_some_done(finished: Finished, done: Any, *, name: str) -> None:
         raise KeyboardInterrupt
     error.add_note(lost_message(finished, name=name))
     raise error
-
-
-def warn_missing(finished: Finished, missing: np.ndarray, *, name: str) -> None:
-    """Warns that a search returns without members that have finished nothing: abandoned or never started."""
-    lost = [report.ids for report in finished.lost]
-    if finished.interrupted:
-        missing = missing[np.isin(missing, np.concatenate([*lost, np.zeros(0, int)]))]
-    message = lost_message(finished, missing, name=name)
-    if message:
-        warn(message)

@@ -19,12 +19,6 @@ def write_text(path: Path, text: str) -> None:
         _disk.sync_folder(path.parent)
 
 
-def append_line(path: Path, line: str) -> None:
-    """Appends a line to a file."""
-    with open(path, "a") as file:
-        _write(file, line + "\n")
-
-
 def read_json(path: Path, kind: type) -> Any:
     """The JSON value in a file."""
     return parse_json(path.read_bytes(), path, kind)

@@ -124,7 +124,7 @@ def test_a_relative_folder_is_that_of_the_caller(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [ee.fleet.fit, ee.fleet.successive_halving, ee.fleet.asynchronous_halving])
+@pytest.mark.parametrize("call", [ee.fleet.fit, ee.fleet.successive_halving])
 def test_workers_in_another_directory(tmp_path, monkeypatch, call):
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()

@@ -166,7 +166,7 @@ class Once:
         return Here(kills)
 
 
-@pytest.mark.parametrize("search", ["population_based_training", "successive_halving", "asynchronous_halving"])
+@pytest.mark.parametrize("search", ["population_based_training", "successive_halving"])
 def test_batches_of_a_function_are_not_cut(search):
     """A round of a few steps would see the first batches again."""
     options = {word: OPTIONS[word] for word in ("hyper", "validation", "steps", "plan", "key")} | {"shard": 2}
