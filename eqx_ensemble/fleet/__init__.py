@@ -2,11 +2,8 @@
 
 from .. import _suggest
 from ._fit import fit as fit
-from ._halving import successive_halving as successive_halving
-from ._hyperband import hyperband as hyperband
 from ._map_members import map_members as map_members
 from ._open_run import open_run as open_run
-from ._pbt import population_based_training as population_based_training
 from ._predict import predict as predict
 from ._shard import ShardReport as ShardReport
 from ._sharded_run import ShardedRun as ShardedRun

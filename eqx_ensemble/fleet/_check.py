@@ -22,8 +22,6 @@ from ..tree import num_members
 from ._shard import Finished, lost_message
 from ._sharded_run import ShardedRun
 
-IN_FILES = ("save", "ids")  # options of `fleet.fit` that searches do not take
-MEMBERS_HERE = "it compares members in the caller's process"
 _REASONS = {
     "max_seconds": "the number of steps would depend on the speed of the worker",
     "callbacks": "they would be called on workers, with the members of one shard",

@@ -19,9 +19,9 @@ from ..train.compiled._check import check_loss_signature
 from ..train.data._check import check_batch_size
 from ..train.data._check_reader import check_no_scan
 from ..train.data._data import as_row_indices, without_marks
+from ..train.data._functions import is_data_function
 from ..train.data._reader import RowReader
 from ..train.host._check import check_not_given_again, check_same_mode, missing_validation_message
-from ._functions import is_data_function
 from ._options import FleetFitOptions
 
 _KNOWN = sorted(FleetFitOptions.__optional_keys__)

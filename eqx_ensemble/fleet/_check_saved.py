@@ -178,11 +178,3 @@ def check_same_division(found: int | None, count: int, shard: int | None, folder
         f"`{name}` cannot resume: the checkpoints in `{folder}` are from a division into {found} shards, and {given}.\n"
         f"{hint}"
     )
-
-
-def done_before_message(path: Any, *, name: str) -> str:
-    """The message that a search cannot resume, because later rounds depend on a shard that was lost this time."""
-    return (
-        f"`{name}` cannot resume in `{path}`: a shard that was completed before failed after all retries this time.\n"
-        "Rerun the call: saved results are kept."
-    )

@@ -11,9 +11,9 @@ from ..train._check_fit import warn_of_diverged
 from ..train._fit import fit as fit_here
 from ..train._idle import allow_idle
 from ..train._run import Run
+from ..train.data._functions import is_data_function
 from ._call import Call, run_call
 from ._columns import Columns, count_status
-from ._functions import is_data_function
 from ._join import join_runs
 from ._make_members import begin
 from ._run_shards import Hooks

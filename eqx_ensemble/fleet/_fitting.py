@@ -1,21 +1,17 @@
 """The arguments of `fit`, divided into those common to all shards and those of each shard."""
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .._check import check_key
-from .._pytree import PyTree
-from ..methods._check import check_whole_epochs
 from ..plan._auto import as_plan
 from ..train.compiled._optimiser import Optimiser
-from ..train.data._data import is_batches
+from ..train.data._functions import is_data_function
 from ._check import check_divisible
 from ._check_fit import check_data, check_known, check_losses, check_options, check_start_options
 from ._divide import large_arrays, member_options, on_host, take_data, take_options
-from ._functions import is_data_function
 
 
 class Fitting(NamedTuple):
@@ -73,14 +69,3 @@ def prepare(
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
     common |= {word: value for word, value in options.items() if word not in common | own | sources}
     return Fitting(common, own, sources)
-
-
-def whole_epochs(data: PyTree, steps: Any, *, name: str) -> PyTree:
-    """Data for rounds of `steps`; those from a function are checked on the worker."""
-    return data if steps is None or not is_data_function(data) else ft.partial(_make_data, data, name)
-
-
-def _make_data(make: Callable[..., Any], name: str, ids: np.ndarray) -> Any:
-    data = make(ids)
-    check_whole_epochs(1, is_batches=is_batches(data), name=name)
-    return data

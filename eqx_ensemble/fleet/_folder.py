@@ -113,11 +113,8 @@ def read_call(folder: Path, *, name: str) -> SavedCall:
 
 
 @contextlib.contextmanager
-def lock_folder(folder: Path | None) -> Iterator[None]:
-    """Locks the folder for one call; does nothing without a folder."""
-    if folder is None:
-        yield
-        return
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Locks the folder for one call."""
     lock = RunLock(folder)
     with explain_folder(folder):
         lock.acquire()

@@ -49,7 +49,7 @@ def _join_histories(histories: Sequence[History]) -> History:
     """Joins histories; NaN, or zero for integers, fills the columns that shorter runs lack."""
     steps = max(history.loss.shape[1] for history in histories)
     loss, aux = jax.tree.map(
-        lambda *curves: np.concatenate([pad_columns(curve, steps) for curve in curves]),
+        lambda *curves: np.concatenate([_pad_columns(curve, steps) for curve in curves]),
         *((history.loss, history.aux) for history in histories),
     )
     # Columns end at the same steps in all shards, except in a shard whose members all stopped within a window.
@@ -62,7 +62,7 @@ def _join_histories(histories: Sequence[History]) -> History:
     return History(loss, aux, np.concatenate(scores), longest, step)
 
 
-def pad_columns(curves: np.ndarray, steps: int) -> np.ndarray:
+def _pad_columns(curves: np.ndarray, steps: int) -> np.ndarray:
     """Pads curves `(members, steps, ...)` to a number of columns, with NaN, or zero for integers."""
     width = [(0, 0), (0, steps - curves.shape[1]), *((0, 0) for _ in curves.shape[2:])]
     return np.pad(curves, width, constant_values=np.nan if jnp.issubdtype(curves.dtype, jnp.inexact) else 0)

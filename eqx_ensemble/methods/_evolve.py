@@ -16,7 +16,6 @@ from .._pytree import PyTree
 from .._warnings import ignore_warnings
 from ..distributed import to_host
 from ..train._check_member import check_same_hyper
-from ..train._fit import fit
 from ..train._hyper import hyper_arrays
 from ..train._run import Run
 from ..train.compiled._optimiser import Optimiser
@@ -102,11 +101,10 @@ def evolve(
     evolution: Evolution,
     saved: Rounds,
     *,
-    train: Callable[..., Run[M]] = fit,
     key: Any,
     **options: Any,
 ) -> Population[M]:
-    """Runs all rounds, calling `train` as `fit` for each. Saved rounds are not trained again."""
+    """Runs all rounds. Saved rounds are not trained again."""
     first = {
         "hyper": evolution.hyper,
         **{word: options.pop(word) for word in ("state", "trainable") if word in options},
@@ -116,7 +114,7 @@ def evolve(
         more = more | (first if begun is ensemble else {})
         replaced = index < len(evolution.keys) - 1  # diverged members
         with ignore_warnings(".*diverged") if replaced else contextlib.nullcontext():
-            return train(begun, loss, optimiser, data, key=key, **evolution.length, **options, **more)
+            return saved.fit(begun, loss, optimiser, data, key=key, **evolution.length, **options, **more)
 
     def resume(index: int, **saving: Any) -> tuple[Run[M], Past]:
         run = train_round(index, **saving)

@@ -42,6 +42,7 @@ def successive_halving(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     resume: Literal["auto", "must", "never"] = "auto",
+    fit: Callable[..., Run[Any]] = fit,
     key: Any,
     **options: Any,
 ) -> Run[M]:
@@ -61,12 +62,16 @@ def successive_halving(
         interruption resumes bit for bit, or returns the finished run; a different call raises an error that lists the
         differences. Only one process at a time can use a folder. It takes the space of two runs.
     - `checkpoint_every`, `resume`: as for [`eqx_ensemble.fit`][].
+    - `fit`: the function that trains each rung, with the signature of [`eqx_ensemble.fit`][]. On workers, with the same
+        result: `functools.partial(ee.fleet.fit, executor)`, where `executor` is open, so that workers are started once.
+        `checkpoint` then takes the space of one run per rung, in a folder that all workers can write.
     - `key`: the root key.
 
     **Returns:** the run. Dropped members have the status `STOPPED` and their best weights.
 
     **Raises:** `TypeError` without validation data, or unless exactly one of `epochs` and `steps` is given;
-    `ValueError` for a factor of at most 1; also as [`eqx_ensemble.fit`][].
+    `ValueError` for a factor of at most 1; `MemberMismatchError` if another `fit` returns without some members; also as
+    [`eqx_ensemble.fit`][].
 
     ```python
     def loss(model, batch, key):
@@ -102,7 +107,7 @@ def successive_halving(
     rungs_of = {"validation": validation, "epochs": epochs, "steps": steps, "factor": factor, "rungs": rungs}
     ladder = check_rungs(ensemble, data, **rungs_of, name=name)
     own = {ladder.unit: ladder.totals[0], "factor": ladder.factor, "rungs": ladder.rungs}
-    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name)
+    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
     with saved.lock():
         return halve(
             ensemble, loss, optimiser, data, ladder, saved, **options, validation=validation, key=key
@@ -158,17 +163,15 @@ def halve(
     data: PyTree,
     ladder: Rungs,
     saved: Rounds,
-    *,
-    train: Callable[..., Run[M]] = fit,
     **options: Any,
 ) -> Run[M]:
-    """Runs all rungs, calling `train` as `fit` for each."""
+    """Runs all rungs."""
     first = {word: options.pop(word) for word in ("hyper", "state", "trainable") if word in options}
     lengths = ladder.lengths()
 
     def rung(index: int, begun: Ensemble[M] | Run[M], **more: Any) -> Run[M]:
         length = lengths[min(index, len(lengths) - 1)]  # a folder with more rungs is of another call: `fit` raises
-        return train(begun, loss, optimiser, data, **options, **length, **more)
+        return saved.fit(begun, loss, optimiser, data, **options, **length, **more)
 
     newest, run = saved.resume(lambda index, **saving: rung(index, ensemble, **first, **saving))
     for index in range(newest + 1, len(lengths)):

@@ -11,6 +11,7 @@ from .._check import check_positive_int
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from ..sweep import AbstractRange, draw
+from ..train._fit import fit
 from ..train._run import Run
 from ..train.compiled._optimiser import Optimiser
 from ._check import check_factor, check_options, check_validation_given
@@ -35,6 +36,7 @@ def hyperband(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     resume: Literal["auto", "must", "never"] = "auto",
+    fit: Callable[..., Run[Any]] = fit,
     key: Any,
     **options: Any,
 ) -> list[Run[M]]: ...
@@ -52,6 +54,7 @@ def hyperband(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     resume: Literal["auto", "must", "never"] = "auto",
+    fit: Callable[..., Run[Any]] = fit,
     key: Any,
     **options: Any,
 ) -> list[Run[M]]: ...
@@ -68,6 +71,7 @@ def hyperband(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     resume: Literal["auto", "must", "never"] = "auto",
+    fit: Callable[..., Run[Any]] = fit,
     key: Any,
     **options: Any,
 ) -> list[Run[Any]]:
@@ -83,8 +87,8 @@ def hyperband(
     - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
     - `epochs`: the longest training of a member.
     - `factor`: the ratio of members, and of training lengths, between two rungs.
-    - `checkpoint`, `checkpoint_every`, `resume`: as for [`eqx_ensemble.methods.successive_halving`][]; each bracket has
-        its own subfolder.
+    - `checkpoint`, `checkpoint_every`, `resume`, `fit`: as for [`eqx_ensemble.methods.successive_halving`][]; each
+        bracket has its own subfolder of `checkpoint`.
     - `key`: the root key.
 
     **Returns:** one run per bracket, the largest first; fewer after Ctrl-C. Ids are unique across brackets.
@@ -126,7 +130,7 @@ def hyperband(
     check_saving(checkpoint, checkpoint_every, resume, data, name=name)
     factor = check_factor(factor, name=name)
     own = {"epochs": epochs, "factor": factor}
-    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name)
+    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
     runs = []
     with saved.lock():
         for number, bracket in enumerate(brackets(make, ranges, epochs, factor, key=key)):

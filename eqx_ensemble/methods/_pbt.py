@@ -7,6 +7,8 @@ from jaxtyping import Key
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from ..train import perturb
+from ..train._fit import fit
+from ..train._run import Run
 from ..train.compiled._optimiser import Optimiser
 from ._check_rounds import check_saving
 from ._evolve import check_evolution, evolve
@@ -30,6 +32,7 @@ def population_based_training(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     resume: Literal["auto", "must", "never"] = "auto",
+    fit: Callable[..., Run[Any]] = fit,
     key: Any,
     **options: Any,
 ) -> Population[M]:
@@ -53,6 +56,7 @@ def population_based_training(
         interruption resumes bit for bit, or returns the finished result; a different call raises an error that lists
         the differences. Only one process at a time can use a folder. It takes the space of two rounds.
     - `checkpoint_every`, `resume`: as for [`eqx_ensemble.fit`][].
+    - `fit`: the function that trains each round, as for [`eqx_ensemble.methods.successive_halving`][].
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.Population`][]. Ctrl-C stops training at the next boundary and returns the
@@ -98,7 +102,7 @@ def population_based_training(
         fraction=fraction, explore=explore, key=key, name=name,
     )  # fmt: skip
     own = {"rounds": rounds, **plan.length, "fraction": fraction}
-    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name)
+    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
     saved.add_function("explore", explore, plan.one, plan.keys[0])
     with saved.lock():
         return evolve(ensemble, loss, optimiser, data, plan, saved, **options, validation=validation, key=key)

@@ -16,11 +16,13 @@ from ..checkpoint._check_folders import explain_folder
 from ..checkpoint._path import absolute, as_path
 from ..checkpoint._run_lock import RunLock
 from ..train._errors import NotSavedError
+from ..train._fit import fit as fit_here
 from ..train._run import Run
 from ..train.resume._program_text import function_text
 from ..train.resume._round import Round
-from ..train.resume._texts import option_text
+from ._call_record import check_recorded, texts_of, write_record
 from ._check_rounds import check_folder, check_resume_rounds, went_back_message
+from ._fit_round import check_rounds_of
 from ._round_folders import has_checkpoints, remove_round, remove_rounds, round_path, saved_rounds
 
 _DECISIONS = "decisions"
@@ -32,6 +34,9 @@ class Rounds:
 
     The folder of a round is kept until the next round has ended: a complete checkpoint always exists, and usually an
     older one to fall back on. Decisions between two rounds are saved before the second one starts.
+
+    Another function `fit` than that of this library saves each round by itself, in its own way. Then all rounds are
+    kept, and a rerun calls it for each of them again, which reads completed ones.
     """
 
     def __init__(
@@ -42,7 +47,10 @@ class Rounds:
         every: int | None,
         resume: str,
         name: str,
+        fit: Callable[..., Any] = fit_here,
     ) -> None:
+        self.fit = check_rounds_of(fit, name=name)
+        self._given_fit, self._replays = fit, fit is not fit_here
         self._folder: Any = None if checkpoint is None else absolute(as_path(checkpoint))
         self._own, self._every, self._name = own, every, name
         self._functions: dict[str, str] = {}
@@ -50,6 +58,8 @@ class Rounds:
         if self._folder is not None:
             check_folder(self._folder, name=name)
             check_resume_rounds(self._folder, resume, begun=has_checkpoints(self._folder), name=name)
+            texts = texts_of(own, name=name)
+            check_recorded(self._folder, texts, other_fit=self._replays, name=name)
 
     def add_function(self, word: str, fn: Callable[..., Any], *args: PyTree) -> None:
         """Adds a function argument of the method to the identity of the call; `args` are examples of its arguments."""
@@ -59,7 +69,9 @@ class Rounds:
     def inside(self, folder: str, **own: Any) -> "Rounds":
         """The rounds of a method that this one calls, in a subfolder."""
         below = None if self._folder is None else self._folder / folder
-        return Rounds(below, own=self._own | own, every=self._every, resume="auto", name=self._name)
+        return Rounds(
+            below, own=self._own | own, every=self._every, resume="auto", name=self._name, fit=self._given_fit
+        )
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -81,6 +93,11 @@ class Rounds:
         `train` starts from the arguments of the method's call. If all checkpoints of the newest round are damaged, the
         previous round is used.
         """
+        if self._replays:
+            result = train(0, **self.saving(0))
+            if self._folder is not None:
+                write_record(self._folder, texts_of(self._own, name=self._name))
+            return 0, result
         saved = [] if self._folder is None else saved_rounds(self._folder)
         index = saved[-1] if saved else 0
         while True:
@@ -98,16 +115,17 @@ class Rounds:
         """The options with which `fit` saves a round."""
         if self._folder is None:
             return {}
-        before = None if self._round is None else self._round.identity
-        given = {word: value for word, value in self._own.items() if value is not None}
-        own = {"method": self._name} | {word: option_text(value) for word, value in given.items()}
         path = round_path(self._folder, index)
+        if self._replays:
+            return {"checkpoint": path, "checkpoint_every": self._every}
+        before = None if self._round is None else self._round.identity
+        own = texts_of(self._own, name=self._name)
         self._round = Round(path, name=self._name, own=own, functions=self._functions, identity=before)
         return {"checkpoint": self._round, "checkpoint_every": self._every}
 
     def decide(self, index: int, run: Run[Any], decisions: Callable[[], PyTree] | None = None) -> None:
         """Saves all decisions up to the end of a round, and removes the earlier rounds."""
-        if self._folder is None:
+        if self._folder is None or self._replays:
             return
         try:
             if decisions is not None:

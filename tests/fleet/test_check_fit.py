@@ -58,12 +58,3 @@ def test_what_a_continued_run_contains(unhooked, word):
     with pytest.raises(TypeError, match=f"`fleet.fit` continues a training state, which already contains `{word}`"):
         ee.fleet.fit(executor, state, mse, adam, DATA, steps=1, key=KEY, **{word: AGAIN[word]})
     assert not executor.calls
-
-
-def test_searches(unhooked):
-    executor = Here()
-    options = {"hyper": RATES, "validation": DATA, "steps": 1, "key": KEY}
-    for changes, text in (({"batchsize": 3}, "Did you mean `batch_size`"), ({"order": "own"}, "`order` to be one of")):
-        with pytest.raises((TypeError, ValueError), match=text):
-            ee.fleet.successive_halving(executor, ENSEMBLE, mse, adam, DATA, **options, **changes)
-    assert not executor.calls

@@ -2,8 +2,6 @@
 
 import contextlib
 
-import numpy as np
-import optax
 import pytest
 
 import eqx_ensemble as ee
@@ -86,18 +84,6 @@ def test_long_messages_are_cut():
     assert sum(map(len, caught.value.__notes__)) < 50_000
 
 
-def test_rungs_must_resume_where_the_first_has_begun(tmp_path):
-    hyper = {"rate": np.geomspace(1e-3, 1e-1, len(ENSEMBLE))}
-    call = lambda **more: ee.fleet.successive_halving(
-        Here(), ENSEMBLE, mse, lambda hyper: optax.sgd(hyper["rate"]), (X, Y), validation=(X, Y), hyper=hyper,
-        steps=2, shard=2, plan=SEQUENTIAL, checkpoint=tmp_path, key=KEY, **more,
-    )  # fmt: skip
-    with pytest.raises(FileNotFoundError, match="must resume"):
-        call(resume="must")
-    first = call(resume="never")
-    assert_equal(call(resume="must"), first)
-
-
 def test_the_folder_of_one_fit_is_refused(tmp_path, unhooked):
     ee.fit(ENSEMBLE, mse, OPTIMISER, (X, Y), checkpoint=tmp_path, **OPTIONS)
     with pytest.raises(FileExistsError, match="is the folder of a run of `fit`.\nChoose another"):
@@ -124,15 +110,15 @@ def test_a_relative_folder_is_that_of_the_caller(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [ee.fleet.fit, ee.fleet.successive_halving])
-def test_workers_in_another_directory(tmp_path, monkeypatch, call):
+def test_workers_in_another_directory(tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
     monkeypatch.chdir(here)
     options = {"steps": 2, "key": KEY, "shard": 4, "checkpoint": "runs", "validation": (X, Y)}
     found = [
-        call(Elsewhere(there), ENSEMBLE, mse, OPTIMISER, (X, Y), **options, resume=how) for how in ("auto", "must")
+        ee.fleet.fit(Elsewhere(there), ENSEMBLE, mse, OPTIMISER, (X, Y), **options, resume=how)
+        for how in ("auto", "must")
     ]
     assert_equal(found[1], found[0])
     assert [path.name for path in here.iterdir()] == ["runs"]
