@@ -78,7 +78,7 @@ class _Namespace:
     def __init__(self, of: Any, names: Iterable[str], *, count: bool) -> None:
         self._ref, self._count = weakref.ref(of), len(vars(of)) if count else None
         self.variables = _Variables((name, vars(of)[name]) for name in names)
-        self.owner = id(vars(of)) if isinstance(of, types.ModuleType) else id(of)
+        self.owner = _owner_id(of)
 
     def is_current(self) -> bool:
         """Whether none of them has changed."""
@@ -164,8 +164,8 @@ class _Walk:
                 yield from (vars(base).get(name) for name in names)
 
 
-def _is_namespace(x: Any) -> bool:
-    return issubclass(type(x), type | types.ModuleType)
+def _owner_id(of: Any) -> int:
+    return id(vars(of)) if isinstance(of, types.ModuleType) else id(of)  # a module's variables are functions' globals
 
 
 def _is_code(name: str, value: Any) -> bool:
