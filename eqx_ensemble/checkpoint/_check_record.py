@@ -73,6 +73,6 @@ def is_seconds(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < _MOST_COUNT and math.isfinite(value)
 
 
-def is_text(value: Any) -> bool:
+def is_string(value: Any) -> bool:
     """Whether a value is a string."""
     return type(value) is str

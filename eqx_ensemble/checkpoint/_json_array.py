@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ._check_record import check_fields, check_valid, is_count, is_text
+from ._check_record import check_fields, check_valid, is_count, is_string
 from ._dtypes import DTYPES, count_bytes
 
 _MOST_AXES = 32
@@ -24,7 +24,7 @@ def encode_array(array: np.ndarray) -> dict[str, Any]:
 
 def decode_array(value: Any, name: str) -> np.ndarray:
     """Inverts `encode_array`; `InvalidRecordError`, with the name of the array, for anything else."""
-    fields = check_fields(value, {"dtype": is_text, "shape": _is_shape, "base64": is_text}, name)
+    fields = check_fields(value, {"dtype": is_string, "shape": _is_shape, "base64": is_string}, name)
     check_valid(f"`{name}` has an unknown dtype", holds=fields["dtype"] in DTYPES)
     dtype, shape, data = DTYPES[fields["dtype"]], fields["shape"], decode_bytes(fields["base64"], name)
     check_valid(f"`{name}` has another size than its shape", holds=len(data) == count_bytes(shape, dtype.itemsize))
@@ -39,7 +39,7 @@ def encode_bytes(data: bytes) -> str:
 
 def decode_bytes(text: Any, name: str) -> bytes:
     """Inverts `encode_bytes`."""
-    check_valid(f"`{name}` is not text", holds=is_text(text))
+    check_valid(f"`{name}` is not text", holds=is_string(text))
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:

@@ -11,14 +11,14 @@ from typing import Any
 
 from . import _disk
 from ._check_folders import check_folder_free, check_lock_held, check_own_lock
-from ._check_record import check_fields, explain_record, is_count, is_text
+from ._check_record import check_fields, explain_record, is_count, is_string
 from ._commit import make_parents
 from ._disk import Lock
 from ._path import open_file
 
 NAME = "fit.lock"
 _LIMIT = 4096
-_HOLDER = {"host": is_text, "pid": is_count, "since": is_text, "token": is_text}
+_HOLDER = {"host": is_string, "pid": is_count, "since": is_string, "token": is_string}
 _START = b'{"host": "'
 _ATTEMPTS, _PAUSE = 10, 0.05
 

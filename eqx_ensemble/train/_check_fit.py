@@ -67,7 +67,8 @@ def warn_of_undefined_scores(run: Any, validated: list[int]) -> None:
     trained = (run.status == Status.OK)[:, None] | (run.stopped_at[:, None] >= steps)
     trained &= (run.status != Status.DIVERGED)[:, None]  # a warning of their own names these
     trained &= ~np.isin(ids, [revival.member for revival in run.revived])[:, None]  # not before they were revived
-    undefined = np.isnan(scores) & trained & np.isin(steps, validated)
+    scored = ~np.isnan(scores) @ (steps[:, None] == steps)  # members that leave are scored apart, at the same step
+    undefined = ~scored & trained & np.isin(steps, validated)
     if undefined.any():
         warn(undefined_scores_message(ids, undefined, steps))
 

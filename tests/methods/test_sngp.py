@@ -50,7 +50,7 @@ def test_each_member_draws_its_own_features(ensemble):
     first, second = ensemble[0], ensemble[1]
     assert np.abs(first.frequencies.value - second.frequencies.value).min() > 0
     assert np.abs(first.phases.value - second.phases.value).min() > 0
-    same = ee.stack([plain(KEY), plain(KEY)])  # the fault of other libraries
+    same = ee.stack([plain(KEY)] * 2)  # the fault of other libraries
     np.testing.assert_array_equal(same[0].frequencies.value, same[1].frequencies.value)
 
 

@@ -9,7 +9,7 @@ from ...checkpoint._check_record import (
     explain_record,
     is_count,
     is_seconds,
-    is_text,
+    is_string,
     is_texts,
 )
 from .._revive import Revival
@@ -88,4 +88,4 @@ def _is_revival(value: Any) -> bool:
 def _is_place(value: Any) -> bool:
     if type(value) is not list or len(value) != len(Cursor._fields):
         return False
-    return is_count(value[0]) and is_count(value[1]) and (value[3] is None or is_text(value[3]))
+    return is_count(value[0]) and is_count(value[1]) and (value[3] is None or is_string(value[3]))
