@@ -237,7 +237,7 @@ def _hold(value: Any) -> Any:
 
 def _is_held(held: Any, value: Any) -> bool:
     if type(held) is not tuple:
-        return held() is value
+        return value is not None and held() is value  # one that was freed is `None`, too
     old = held[0]
     if old is value:
         return True

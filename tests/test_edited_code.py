@@ -31,6 +31,7 @@ inner = types.ModuleType("inner")
 inner.value = 1.0
 LEVEL, ZERO = 1.0, 0.0
 lin = 1.0
+WEIGHTS = jnp.ones(3)
 traces = 0
 
 class Base(eqx.Module):
@@ -50,7 +51,7 @@ act = first
 
 def level(plus=0.0):
     import imported_by_edited
-    act, len(ACTS), lin, imported_by_edited.value
+    act, len(ACTS), lin, WEIGHTS, imported_by_edited.value
     return LEVEL + plus + ZERO * inner.value * abs(ZERO)
 
 def loss(model, batch, key):
@@ -152,6 +153,7 @@ EDITS = {
     "the zero of a global": lambda module: vars(module).update(ZERO=-0.0),
     "a global, one of whose name a constructor assigns": lambda module: vars(module).update(lin=3.0),
     "another function of a container": lambda module: vars(module).update(act=module.ACTS["b"]),
+    "an array that is freed, and None instead": lambda module: vars(module).update(WEIGHTS=None),
     "a helper": lambda module: vars(module).update(level=lambda: 3.0),
     "the code of a helper": lambda module: setattr(module.level, "__code__", (lambda: 3.0).__code__),
     "a default": lambda module: setattr(module.level, "__defaults__", (3.0,)),
