@@ -26,14 +26,18 @@ _OURS = {
     "device devices": ["mesh", "devices"],
     "dir directory file filename": ["folder", "path", "checkpoint"],
     "early_stopping n_iter_no_change": ["patience"],
-    "ensemble_size n_estimators n_members n_models num_estimators num_models num_particles": ["num_members", "members"],
-    "epoch max_epochs n_epochs nb_epoch num_epochs": ["epochs", "max_iter", "steps"],
+    "ensemble_size n n_estimators n_members n_models num num_estimators num_models num_particles": [
+        "num_members",
+        "members",
+    ],
+    "epoch epochs max_epochs n_epochs nb_epoch num_epochs": ["epochs", "max_iter", "steps"],
     "estimator model models net network": ["ensemble", "make", "models"],
+    "eval is_training train training": ["inference"],
     "eval_set val val_data valid validation_data": ["validation"],
     "expected_calibration_error": ["ece"],
     "f func function apply_fn": ["fn"],
     "factory init_fn make_model model_fn": ["make"],
-    "inputs features X": ["x", "data"],
+    "inputs features": ["x", "data"],
     "iterations max_iter n_iter n_steps num_iterations num_steps": ["steps", "max_steps", "epochs", "length"],
     "learning_rate lr": ["learning_rate", "optimiser"],
     "log_loss cross_entropy": ["nll"],
@@ -50,8 +54,10 @@ _OURS = {
     "roc_auc roc_auc_score": ["auroc"],
     "sample_weight sample_weights": ["row_weights", "weights"],
     "sharding": ["mesh", "shard"],
+    "shuffle": ["order"],
     "std sigma scale_tril": ["variance", "scale"],
     "target y y_true": ["targets", "labels", "data"],
+    "validation_split val_split": ["validation_fraction", "validation"],
     "verbose": ["progress", "verbose"],
     "vmap filter_vmap": ["map_members"],
 }
@@ -61,12 +67,18 @@ _REMARKS = {  # on our word
     ("error_rate", "level"): " It is the coverage, 1 - error_rate.",
     ("learning_rate", "optimiser"): " It takes the learning rate: `optax.adam(1e-3)`.",
     ("lr", "optimiser"): " It takes the learning rate: `optax.adam(1e-3)`.",
+    ("shuffle", "order"): ' Rows are shuffled in every epoch, unless it is `"given"`.',
     ("sigma", "variance"): " It is the square.",
     ("std", "variance"): " It is the square.",
+    ("train", "inference"): " It is the opposite: `inference=True`, the default, turns dropout off.",
+    ("training", "inference"): " It is the opposite: `inference=True`, the default, turns dropout off.",
+    ("validation_split", "validation"): " It takes the rows themselves: split them from `data` first.",
 }
 _CONSTRUCTORS = {  # what to call in place of a class whose arguments are wrong
     "Ensemble": "An ensemble of models is `ee.stack(models)`; `ee.build(make, num_members, key=key)` makes the models."
 }
+
+_SEVERAL = {"batch": "arrays", "data": "arrays", "ensembles": "ensembles", "models": "models"}  # in a tuple or list
 
 _inner: dict[Callable[..., Any], Callable[..., Any]] = {}
 _EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -79,8 +91,11 @@ def meant_text(word: str, known: Collection[str]) -> str:
 
 
 def _likely(word: str, known: Collection[str]) -> list[str]:
-    translated = [ours for ours in _TRANSLATIONS.get(word, ()) if ours in known]
-    return translated[:1] or difflib.get_close_matches(word, known, n=3)
+    spelled = {name.lower(): name for name in known}
+    own = spelled.get(word.lower())
+    translated = [own] if own else [ours for ours in _TRANSLATIONS.get(word.lower(), ()) if ours in known]
+    close = difflib.get_close_matches(word, known, n=3)
+    return translated[:1] or close or [spelled[name] for name in difflib.get_close_matches(word.lower(), spelled, n=3)]
 
 
 def _question(names: Iterable[str]) -> str:
@@ -161,6 +176,21 @@ def _explain(error: Exception, fn: Callable[..., Any], args: Any, kwargs: Mappin
                 error.args = (f"{error}\n`{path}` itself has no option `{word}`. {meant}",)
     if not fits and path in _CONSTRUCTORS:
         error.args = (f"{error}\n{_CONSTRUCTORS[path]}",)
+    elif not fits and not unknown:
+        error.args = (f"{error}\n{_call_text(path, signature, args)}",)
+
+
+def _call_text(path: str, signature: inspect.Signature, args: Any) -> str:
+    """How a function is called, for calls with too few or too many arguments."""
+    parameters = [x for name, x in signature.parameters.items() if name != "self"]
+    positional = [x.name for x in parameters if x.kind in (_EITHER, inspect.Parameter.POSITIONAL_ONLY)]
+    needed = [f"{x.name}=..." for x in parameters if x.kind == inspect.Parameter.KEYWORD_ONLY and x.default is x.empty]
+    text = f"Call it as `{path}({', '.join([*positional, *needed])})`"
+    if len(args) - ("self" in signature.parameters) <= len(positional):
+        return f"{text}."
+    several = next((name for name in positional if name in _SEVERAL), None)
+    rest = f"several {_SEVERAL[several]} are one argument, `{several}`" if several else "other options go by name"
+    return f"{text}; {rest}."
 
 
 def _fits(signature: inspect.Signature, args: Any, kwargs: Mapping[str, Any]) -> bool:

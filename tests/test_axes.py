@@ -224,8 +224,8 @@ class TestWeakTypes:
         assert weak_leaves(ee.build(Weak, keys=keys, shared=lambda model: model.scale)) == []
         assert weak_leaves(ee.build(Weak, keys=keys, mesh=ee.make_mesh(members=2, data=1))) == []
         assert weak_leaves(ee.from_stacked(eqx.filter_vmap(Weak)(keys))) == []
-        assert weak_leaves(ee.stack([Weak(KEY), Weak(KEY)])) == []
-        assert weak_leaves(ee.stack([Weak(KEY), Weak(KEY)], shared=lambda model: model.scale)) == []
+        assert weak_leaves(ee.stack([Weak(KEY)] * 2)) == []
+        assert weak_leaves(ee.stack([Weak(KEY)] * 2, shared=lambda model: model.scale)) == []
 
     def test_training_and_loading_change_no_dtype(self, tmp_path):
         ensemble = ee.build(Weak, 2, key=KEY)

@@ -296,7 +296,8 @@ BAD = {
     ),
     "fit hyper of one number": (
         lambda: fit(optimiser=lambda h: optax.adam(h["lr"]), hyper={"lr": 0.1}),
-        "MemberMismatchError: `fit` needs one value per member in `hyper`; at `['lr']`: expected (3, ...), got ().",
+        "MemberMismatchError: `fit` needs one value per member in `hyper`; at `['lr']`: expected (3, ...), got ().\n"
+        "One value for all members? Pass `jnp.full(3, value)`.",
     ),
     "fit loss that wants hyper": (
         lambda: fit(loss=lambda model, batch, key, hyper: 0.0),

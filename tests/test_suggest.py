@@ -6,6 +6,7 @@ import re
 import types
 
 import jax.numpy as jnp
+import optax
 import pytest
 
 import eqx_ensemble as ee
@@ -16,6 +17,7 @@ FUNCTIONS = {path: fn for path, fn in PUBLIC.items() if isinstance(fn, types.Fun
 CLASSES = {path: x for path, x in PUBLIC.items() if inspect.isclass(x) and "__init__" in vars(x)}
 CLASSES = {path: x for path, x in CLASSES.items() if not issubclass(x, BaseException)}
 PACKAGES = sorted({path.rpartition(".")[0] for path in PUBLIC})
+STEP = ee.train.make_step(lambda model, batch, key: 0.0, optax.sgd(1.0))
 LEAST = 5  # letters of a word of which two can be swapped so that it is still recognised
 
 
@@ -62,6 +64,17 @@ def test_the_attribute_that_was_meant_is_named(package):
         (lambda: ee.predict(3, 4, seed=3), "`key`"),
         (lambda: ee.conformal.split(3, 4, alpha=0.1), "`level`? It is the coverage, 1 - alpha."),
         (lambda: ee.Ensemble([3]), "`ee.stack(models)`"),
+        (lambda: ee.fit(1, 2, 3, 4, Batch_Size=3), "`batch_size`"),
+        (lambda: ee.fit(1, 2, 3, 4, shuffle=True), "`order`? Rows are shuffled in every epoch"),
+        (lambda: ee.build(3, n=3), "`num_members`"),
+        (lambda: ee.predict(3, 4, training=True), "`inference`? It is the opposite"),
+        (lambda: ee.fit(1, 2, 3, 4, validation_split=0.2), "`validation`? It takes the rows themselves"),
+        # Calls with too many arguments, or too few.
+        (lambda: ee.fit(1, 2, 3, 4, 5), "`fit(ensemble, loss, optimiser, data, key=...)`; several arrays are one"),
+        (lambda: ee.fit(1, 2, 3, 4), "'key'\nCall it as `fit(ensemble, loss, optimiser, data, key=...)`."),
+        (lambda: ee.stack(3, 4), "Call it as `stack(models)`; several models are one argument, `models`."),
+        (lambda: ee.plot.prediction_bands(3, 4), "`plot.prediction_bands(predictions)`; other options go by name."),
+        (lambda: STEP(1, 2, 3), "Call it as `step(state, batch)`; several arrays are one argument, `batch`."),
         (lambda: ee.train.fit, "`ee.fit`"),
         (lambda: ee.nll, "`ee.scores.nll`"),
         (lambda: ee.acuracy, "`ee.scores.accuracy`"),

@@ -89,7 +89,8 @@ def _some(paths: list[str], most: int = 4) -> str:
 
 def _holds_list_of_models(arguments: Any, kinds: Any = (eqx.Module, list, tuple, dict)) -> bool:
     nodes = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, list))
-    return any(isinstance(x, list) and len(x) > 1 and all(isinstance(item, kinds) for item in x) for x in nodes)
+    lists = [x for x in nodes if isinstance(x, list) and x]
+    return any(all(isinstance(item, kinds if len(x) > 1 else eqx.Module) for item in x) for x in lists)
 
 
 def too_large_message(value: Any, *, name: str, path: str) -> str:

@@ -41,7 +41,10 @@ def check_rows_of_data(
         raise TypeError(f"`{name}` needs at least one array in `{argument}`, got {kind_text(data)}.")
     if len(sizes) > 1:
         listed = ", ".join(f"{rows} rows at `{path}`" for rows, path in sizes.items())
-        raise ValueError(f"`{name}` needs arrays of one length in `{argument}`; got {listed}.")
+        hint = "\nRows one by one, as from `zip(x, y)`? Pass `(x, y)`: an iterable holds whole batches."
+        raise ValueError(
+            f"`{name}` needs arrays of one length in `{argument}`; got {listed}.{hint if argument == 'batch' else ''}"
+        )
     rows = next(iter(sizes))
     if rows < least:
         raise ValueError(f"`{name}` needs at least one row in `{argument}`, got none.")
@@ -127,6 +130,8 @@ def explain_rows(data: Any, *, argument: str = "x", name: str = "predict") -> It
         note = f"`{name}` calls a member with one row of `{argument}`; here a row has shape {', '.join(rows)}."
         if list(rows) == ["()"]:
             note += f" For a single example pass `{argument}[None]`."
+        elif isinstance(data, tuple | list):
+            note += f" A {type(data).__name__} is one argument of the member: pass inputs without targets."
         error.add_note(note)
         raise
     except NameError as error:

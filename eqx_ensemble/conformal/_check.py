@@ -12,6 +12,8 @@ from .._check import (
     check_floating,
     check_integer,
     check_logits,
+    check_mask,
+    check_no_nan,
     check_nonnegative,
     check_regression,
     concrete,
@@ -31,11 +33,19 @@ def check_rows(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
     return tuple(enclose(*pair).upper for pair in zip(arrays.values(), checked, strict=True))
 
 
-def check_targets(name: str, targets: ArrayLike, **predictions: ArrayLike) -> tuple[Any, ...]:
-    """Raises unless predictions and targets are `(rows,)` with at least one row. Returns predictions and `enclose`."""
+def check_targets(name: str, targets: ArrayLike, mask: ArrayLike | None, **predictions: ArrayLike) -> tuple[Any, ...]:
+    """Raises unless predictions and targets are `(rows,)` with at least one row, without NaN in rows that count.
+
+    `held_out` predictions may be NaN where no member held a row out. Returns predictions, `enclose` of the targets, and
+    the mask.
+    """
     *checked, observed = check_regression(name, targets, members=False, **predictions)
     _one_axis(name, next(iter(predictions)), checked[0])
-    return *checked, enclose(targets, observed)
+    kept = check_mask(name, mask, checked[0].shape)
+    for argument, values in {"targets": targets, **predictions}.items():
+        if argument != "held_out":
+            check_no_nan(name, argument, values, mask)
+    return *checked, enclose(targets, observed), kept
 
 
 def check_row_logits(name: str, logits: ArrayLike, *, argument: str = "logits") -> Array:

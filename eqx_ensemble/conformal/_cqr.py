@@ -4,7 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_floating_arrays, check_mask, check_word, promote
+from .._check import check_floating_arrays, check_word, promote
 from .._weighting import blank_masked
 from ..uncertainty import Interval
 from ._check import check_level, check_targets
@@ -86,8 +86,7 @@ def cqr(
         ```
     """
     name = "conformal.cqr"
-    low, high, observed = check_targets(name, targets, lower=lower, upper=upper)
-    kept = check_mask(name, mask, low.shape)
+    low, high, observed, kept = check_targets(name, targets, mask, lower=lower, upper=upper)
     check_level(name, level)
     check_word(ends, "ends", ("together", "each"), name=name)
     low, high, lowest, highest = (blank_masked(x, kept) for x in (low, high, *observed))

@@ -5,7 +5,6 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Num, Real
 
 from .._check import (
     check_fitted_members,
-    check_mask,
     check_positive_int,
     check_regression,
     check_values,
@@ -161,8 +160,7 @@ def enbpi(
         ```
     """
     name = "conformal.enbpi"
-    predicted, observed = check_targets(name, targets, held_out=held_out)
-    kept = check_mask(name, mask, predicted.shape)
+    predicted, observed, kept = check_targets(name, targets, mask, held_out=held_out)
     check_level(name, level)
     length = predicted.size if window is None else check_positive_int(window, "window", name=name)
     unseen = out_of_bag(check_drawn(name, drawn, predicted.size), predicted.size)

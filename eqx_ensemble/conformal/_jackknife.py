@@ -2,7 +2,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
-from .._check import check_fitted_members, check_mask, check_values, check_weights, promote
+from .._check import check_fitted_members, check_values, check_weights, promote
 from ..resample import Folds, out_of_bag
 from ..resample._check import check_drawn
 from ..resample._check_held_out import check_folds
@@ -130,9 +130,8 @@ def cv_plus(
     """
     name = "conformal.cv_plus"
     check_folds(name, folds)
-    predicted, observed = check_targets(name, targets, held_out=held_out)
+    predicted, observed, kept = check_targets(name, targets, mask, held_out=held_out)
     check_rows_of_folds(name, predicted.size, folds.in_test.shape[1])
-    kept = check_mask(name, mask, predicted.shape)
     check_level(name, level)
     unseen = folds.in_test
     check_held_out(name, held_out, unseen, mask, every_row=True)
@@ -202,8 +201,7 @@ def jackknife_plus_after_bootstrap(
         ```
     """
     name = "conformal.jackknife_plus_after_bootstrap"
-    predicted, observed = check_targets(name, targets, held_out=held_out)
-    kept = check_mask(name, mask, predicted.shape)
+    predicted, observed, kept = check_targets(name, targets, mask, held_out=held_out)
     check_level(name, level)
     unseen = out_of_bag(check_drawn(name, drawn, predicted.size), predicted.size)
     convex = check_weights(name, weights, unseen.shape[0], predicted.dtype)

@@ -1,7 +1,7 @@
 import equinox as eqx
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_floating_arrays, check_mask, promote
+from .._check import check_floating_arrays, promote
 from .._weighting import blank_masked
 from ..uncertainty import Interval
 from ._check import check_level, check_scales, check_targets
@@ -72,8 +72,8 @@ def split(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes and a level outside (0, 1). Warns if there are too few rows for finite
-        intervals.
+    - `ValueError` for mismatched shapes, NaN in rows that are not masked, and a level outside (0, 1). Warns if there
+        are too few rows for finite intervals. While tracing, NaN makes the intervals NaN.
 
     ```python
     fitted = ee.conformal.split(jnp.zeros(9), jnp.arange(1.0, 10.0), level=0.8)
@@ -84,8 +84,7 @@ def split(
         [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
     """
     name = "conformal.split"
-    centre, observed = check_targets(name, targets, predictions=predictions)
-    kept = check_mask(name, mask, centre.shape)
+    centre, observed, kept = check_targets(name, targets, mask, predictions=predictions)
     check_level(name, level)
     centre, *ends = (blank_masked(x, kept) for x in (centre, *observed))
     rank = rank_of(name, fraction(level), centre.size, kept)
@@ -132,8 +131,7 @@ def normalised(
         [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
     """
     name = "conformal.normalised"
-    centre, scales, observed = check_targets(name, targets, predictions=predictions, scale=scale)
-    kept = check_mask(name, mask, centre.shape)
+    centre, scales, observed, kept = check_targets(name, targets, mask, predictions=predictions, scale=scale)
     check_scales(name, scale, mask)
     check_level(name, level)
     scales = blank_masked(scales, kept, fill=1)

@@ -1,3 +1,5 @@
+import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,11 +25,24 @@ def check_callbacks(callbacks: Any, every: Any) -> tuple[Callable[..., Any], ...
         if isinstance(callback, type) or not callable(callback):
             fix = f"Make one: `{callback.__name__}(...)`." if isinstance(callback, type) else "Pass functions."
             raise TypeError(f"`fit` needs functions as `callbacks`; at `callbacks[{i}]`: {kind_text(callback)}.\n{fix}")
+        with contextlib.suppress(ValueError):  # no signature
+            check_takes_one(inspect.signature(callback), i)
     if every is not None:
         if not callbacks:
             raise TypeError("`fit` takes `callback_every` with `callbacks=`.")
         check_positive_int(every, "callback_every", name="fit")
     return tuple(callbacks)
+
+
+def check_takes_one(signature: inspect.Signature, index: int) -> None:
+    """Raises unless a callback can be called with one argument."""
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TypeError(
+            f"`fit` calls `callbacks[{index}]` with one `train.Progress`, and it takes {signature}: {error}.\n"
+            "For example `callbacks=lambda progress: print(progress.step)`."
+        ) from None
 
 
 def check_answer(answer: Any, callback: Any, num_members: int) -> np.ndarray | bool:

@@ -24,9 +24,10 @@ def check_hyper(values: Any, num_members: int, *, name: str) -> None:
         raise TypeError(f"`{name}` needs `hyper` to hold arrays with one value per member, got {values!r}.")
     for path, x in leaves:
         if x.ndim == 0 or x.shape[0] != num_members:
+            hint = f"\nOne value for all members? Pass `jnp.full({num_members}, value)`." if x.ndim == 0 else ""
             raise MemberMismatchError(
                 f"`{name}` needs one value per member in `hyper`; at `{path}`: expected ({num_members}, ...), "
-                f"got {x.shape}."
+                f"got {x.shape}.{hint}"
             )
     columns = {}
     for path, _ in jax.tree_util.tree_leaves_with_path(values):

@@ -1,3 +1,4 @@
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,17 @@ from .._leaf_text import leaf_text
 from .._pytree import PyTree
 
 _STACK = "Stack a list of batches by `jax.tree.map(lambda *xs: jnp.stack(xs), *batches)`."
+
+
+@contextlib.contextmanager
+def explain_list(batches: Any) -> Iterator[None]:
+    """Adds to an error of a step that it got a list of batches, if it did."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(batches, list) and batches and all(isinstance(item, tuple | list | dict) for item in batches):
+            error.add_note(f"`batches` is a list, and each step got one row of every array in it. {_STACK}")
+        raise
 
 
 def check_batches(batches: PyTree, length: Any, *, name: str) -> int:

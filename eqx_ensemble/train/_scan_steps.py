@@ -10,7 +10,7 @@ from .._compiled import filter_jit
 from .._foreign import as_hashable_leaf, take_in
 from .._pytree import PyTree
 from ..tree._compare import LOOP_RULES, compare_trees
-from ._check_scan import check_batches, check_stepped
+from ._check_scan import check_batches, check_stepped, explain_list
 from ._opt_hyper import follow_hyper
 from ._state import check_train_state
 from ._step import Step, step_in_loop
@@ -78,7 +78,7 @@ def scan_steps(
     state = follow_hyper(state, step.optimiser, name=_NAME) if isinstance(step, Step) else state
     scan = _scan if is_inside_transformation() else _donating_scan if donate else _compiled_scan
     state = _copy_duplicates(state) if scan is _donating_scan else state
-    with nan:
+    with nan, explain_list(batches):
         return scan((own, batches, count), state)
 
 

@@ -14,6 +14,7 @@ from .._compiled import filter_jit
 from .._ensemble import M
 from .._foreign import as_hashable, take_in
 from .._pytree import PyTree
+from .._suggest import explain_as
 from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
@@ -56,6 +57,7 @@ class Step(eqx.Module):
     layout: Layout | None = eqx.field(static=True)
     last: LastState = eqx.field(static=True)
 
+    @explain_as("step")
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
         check_train_state(state)

@@ -151,6 +151,17 @@ def test_masks():
     assert conformal.split(CENTRE, TARGETS, level=0.8).radius > 1.5
 
 
+@pytest.mark.parametrize("fit", [conformal.split, conformal.cqr], ids=["split", "cqr"])
+def test_nan_in_rows_that_count(fit):
+    spoilt = np.where(np.arange(CENTRE.size) == 3, np.nan, CENTRE)
+    predictions = (CENTRE,) if fit is conformal.split else (CENTRE, CENTRE)
+    with pytest.raises(ValueError, match=f"`conformal.{fit.__name__}` needs `targets` without NaN.\n  got 1 of them"):
+        fit(*predictions, spoilt, level=0.8)
+    with pytest.raises(ValueError, match=r"needs `(predictions|upper)` without NaN"):
+        fit(*predictions[1:], spoilt, TARGETS, level=0.8)
+    assert np.isnan(jax.jit(lambda y: fit(*predictions, y, level=0.8))(spoilt).__dict__.popitem()[1]).all()
+
+
 def test_a_large_offset_costs_no_precision():
     centre, targets = np.round(CENTRE, 2) + np.float32(1e4), np.round(TARGETS, 2) + np.float32(1e4)
     got = conformal.split(centre, targets, level=0.9).radius

@@ -131,7 +131,7 @@ def test_stateful_parts_have_a_state_each():
 
 def test_keys_follow_the_ids_of_the_members():
     noisy = lambda key: eqx.nn.Sequential([linear(key), eqx.nn.Dropout(0.5)])
-    group = ee.group([noisy(KEY), linear(KEY), noisy(KEY)])
+    group = ee.group([noisy(KEY), linear(KEY), noisy(jax.random.key(1))])
     fn = {"Linear": lambda model, x, key: model(x), "Sequential": lambda model, x, key: model(x, key=key)}
     how = {"inference": False, "key": KEY, "batch_size": 8}
     found = ee.predict(group, rows(ROWS), fn=fn, **how)

@@ -252,4 +252,6 @@ class TestTrainingDataAsValidation:
         train = lambda validation: ee.fit(ensemble, mse, optax.sgd(0.1), data, validation=validation, epochs=1, key=KEY)
         with pytest.warns(UserWarning, match="`fit` got the training data as `validation`"):
             train(data)
-        train(jax.tree.map(lambda x: x + 0, data))  # others of equal values
+        with pytest.warns(UserWarning, match="`fit` got the training data as `validation`"):
+            train(jax.tree.map(lambda x: x + 0, data))  # a copy
+        train((data[0], jax.tree.map(lambda y: y + 3, data[1])))  # the same inputs, other targets

@@ -299,18 +299,3 @@ def test_a_divergence_by_the_learning_rate_is_one():
     with pytest.warns(UserWarning, match="a smaller learning rate or gradient clipping often helps") as caught:
         fit(cross_entropy, CLASSIFIERS, LABELS, optimiser=optax.sgd(1e38), steps=4)
     assert "before any update" not in str(caught[0].message)
-
-
-SCALE = 1.0
-
-
-def scaled(model, batch, key):
-    return SCALE * mse(model, batch, key)
-
-
-def test_a_global_is_read_when_a_loss_is_compiled(monkeypatch):
-    """As documented: the same loss object keeps what it has read, another one reads again."""
-    before = fit(scaled).history.loss
-    monkeypatch.setitem(globals(), "SCALE", 2.0)
-    np.testing.assert_array_equal(fit(scaled).history.loss, before)
-    np.testing.assert_allclose(fit(lambda *args: scaled(*args)).history.loss, 2 * before, rtol=1e-6)

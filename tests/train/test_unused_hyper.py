@@ -65,7 +65,7 @@ def test_a_plain_optimiser():
 
 
 def test_a_score_uses_it():
-    options = {"validation": X, "score": weighted, "mode": "min"}
+    options = {"validation": X + 1, "score": weighted, "mode": "min"}
     assert found(mse, sgd, ["lr", "weight"], **options) == []
 
 

@@ -141,13 +141,19 @@ def integers_text(data: Any) -> str:
 
 
 def warn_of_training_data(validation: Any, data: Any, *, name: str) -> None:
-    """Warns if the validation data are the very arrays of the training data."""
+    """Warns if the validation data are those of the training data, or copies."""
     if isinstance(data, Iterator):
         return
-    trained = set(map(id, jtu.tree_leaves(data)))
+    trained = [x for x in jtu.tree_leaves(data) if is_member_array(x)]
     arrays = [x for x in jtu.tree_leaves(validation) if is_member_array(x)]
-    if arrays and all(id(x) in trained for x in arrays):
+    if arrays and all(any(_same(x, other) for other in trained) for x in arrays):
         warn(
             f"`{name}` got the training data as `validation`: scores on them do not measure how well members "
             "generalise, and best weights, `patience` and `target` follow them.\nPass rows that are not in `data`."
         )
+
+
+def _same(x: Any, other: Any) -> bool:
+    if x is other or x.shape != other.shape or x.dtype != other.dtype or not jnp.issubdtype(x.dtype, jnp.number):
+        return x is other
+    return all(getattr(a, "is_fully_addressable", True) for a in (x, other)) and np.array_equal(x, other)
