@@ -78,6 +78,7 @@ def test_readers_of_files_on_workers_that_are_killed(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dask has had no workers for 60 seconds")  # on a busy machine
 def test_dask_whose_workers_are_killed_ten_times(tmp_path):
     """Dask repeats a shard three times by itself, and `retries` twice more: no shard can be lost by ten deaths."""
     distributed = pytest.importorskip("distributed", reason="needs the extra `dask`")
