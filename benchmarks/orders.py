@@ -18,7 +18,7 @@ from _memory import estimate
 from _problems import Problem, tiny
 
 import eqx_ensemble as ee
-from eqx_ensemble.train.compiled._permute import permute
+from eqx_ensemble.train.compiled._order import permute
 
 
 def measure(quick: bool) -> Report:

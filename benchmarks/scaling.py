@@ -20,7 +20,7 @@ from _measure import Contender, Report, Row, Timing, compared, interleaved, rati
 from _problems import Problem, cnn, middle, tiny
 
 import eqx_ensemble as ee
-from eqx_ensemble.sharding._collectives import in_text
+from eqx_ensemble.sharding._mesh import in_text
 from eqx_ensemble.train.compiled._chunk import undonated_chunk
 from eqx_ensemble.train.data import _arrays
 

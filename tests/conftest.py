@@ -104,7 +104,7 @@ def pytest_runtest_teardown():
 @pytest.fixture(autouse=True)
 def forget_paces():
     """Every run begins with short chunks, whichever ran before."""
-    pacing = sys.modules.get("eqx_ensemble.train.host._pacing")
+    pacing = sys.modules.get("eqx_ensemble.train.host._loop")
     if pacing is not None:
         pacing._known.clear()
 

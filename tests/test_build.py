@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble._build._by_member import MOST_MEMBERS, can_draw_by_member, draw_by_member
+from eqx_ensemble._build._build import MOST_MEMBERS, can_draw_by_member, draw_by_member
 
 KEY = jax.random.key(0)
 NUM_MEMBERS = 3

@@ -5,9 +5,10 @@ import threading
 
 import pytest
 
-from eqx_ensemble.plan import Vmap, _compiled
+from eqx_ensemble.plan import Vmap
+from eqx_ensemble.plan import _map as _compiled
 from eqx_ensemble.plan._pilot import Pilot
-from eqx_ensemble.train.host import _pacing
+from eqx_ensemble.train.host import _loop as _pacing
 
 
 def ask_for_programs(number):

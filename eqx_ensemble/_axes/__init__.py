@@ -1,10 +1,10 @@
-from ._arrays import as_array as as_array
-from ._arrays import strip_weak_types as strip_weak_types
-from ._arrays import where_members as where_members
+from ._map import as_array as as_array
 from ._map import map_each as map_each
 from ._map import over_batch as over_batch
 from ._map import over_leading_axis as over_leading_axis
 from ._map import split_members as split_members
+from ._map import strip_weak_types as strip_weak_types
+from ._map import where_members as where_members
 from ._marks import AbstractParts as AbstractParts
 from ._marks import AbstractPerMember as AbstractPerMember
 from ._marks import Batch as Batch

@@ -1,6 +1,7 @@
-from ._average import average as average
+from ._concatenate import average as average
 from ._concatenate import concatenate as concatenate
 from ._construct import from_stacked as from_stacked
+from ._construct import group as group
 from ._construct import mark_numbers as mark_numbers
 from ._construct import number_flags as number_flags
 from ._construct import stack as stack
@@ -8,4 +9,3 @@ from ._ensemble import Ensemble as Ensemble
 from ._ensemble import M as M
 from ._ensemble import Where as Where
 from ._group import Group as Group
-from ._group_models import group as group

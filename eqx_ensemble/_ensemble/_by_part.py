@@ -10,9 +10,7 @@ from .. import _axes
 from .. import tree as _tree
 from .._check import MemberMismatchError, kind_text
 from .._pytree import PyTree
-from ._check_group import check_member_values
-from ._group import Group
-from ._group_order import member_positions
+from ._group import Group, check_member_values, member_positions
 
 
 def by_part(value: Any, names: Mapping[str, Any], argument: str, *, name: str) -> dict[str, Any]:

@@ -1,19 +1,126 @@
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes._check import check_member_axis
-from .._check import check_flag
+from .._check import MemberMismatchError, check_flag, is_key, is_member_array, is_traced, kind_text
 from .._pytree import PyTree
+from .._warnings import warn
 from ..tree._check import check_trees
 from ..tree._compare import Rules, compare_trees
 from ._check import check_equal_shared, check_no_text_arrays, check_selection
-from ._check_equal import warn_of_equal_models
 from ._ensemble import Ensemble, M, Where
+from ._group import Group, part_names
+
+
+def check_no_dict(models: Any, *, name: str) -> None:
+    """No dict: a group names the parts of models after their classes."""
+    if isinstance(models, Mapping):
+        fix = (
+            "`Group({name: ensemble, ...})` makes a group of ensembles. Pass models as a list: `list(models.values())`."
+        )
+        raise TypeError(f"`{name}` needs a list of models, got {kind_text(models)}.\n{fix}")
+
+
+def check_models(models: list[Any], *, name: str) -> list[Any]:
+    """Raises unless all items are models. Returns them."""
+    for i, model in enumerate(models):
+        fix = None
+        if isinstance(model, Ensemble | Group):
+            fix = "`Group([first, second])` makes a group of ensembles, `concatenate([first, second])` of groups."
+        elif isinstance(model, tuple) and len(model) == 2 and isinstance(model[1], eqx.nn.State):
+            fix = "Pass the models alone, and their states to `predict`: `state={part: tree.stack(states)}`."
+        elif not callable(model):
+            fix = "Members are models that can be called."
+        if fix is not None:
+            raise TypeError(f"`{name}` needs models, got {kind_text(model)} at position {i}.\n{fix}")
+    return models
+
+
+def check_ids_of_models(ids: Any, num_models: int) -> Any:
+    """Raises unless there is one id per model. Returns the ids."""
+    if len(ids) != num_models:
+        raise MemberMismatchError(f"`group` needs one id per model: {num_models} models, {len(ids)} ids.")
+    return ids
+
+
+def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) -> None:
+    """Warns if all members are equal, because of equal keys or a `make` that does not use its key.
+
+    Constant arrays, such as zeros, involve no randomness and are ignored.
+    """
+    count, arguments = len(keys), list(arguments)
+    arrays = [x for x in jax.tree.leaves((stacked, keys)) if is_member_array(x)]
+    if count < 2 or any(is_traced(x) or not _is_here(x) for x in arrays):
+        return
+    again = None if arguments else _first_repeat(keys)
+    if again is not None:
+        reason = f"`keys[{again[1]}]` is `keys[{again[0]}]`: make keys with `jax.random.split(key, {count})`."
+    elif _all_equal([x for x in arrays[:-1] if x.size]):
+        reason = f"`make` does not use its key: write `lambda {', '.join(['key', *arguments])}: Model(..., key=key)`."
+    else:
+        return
+    warn(
+        f"`build` made identical members, which stay identical if trained on the same rows.\n{reason} "
+        f"If they are meant to be identical, write `stack([model] * {count})`."
+    )
+
+
+def warn_of_equal_models(stacked: PyTree, models: list[Any]) -> None:
+    """Warns if several models are equal, as those made from one key; one model, repeated, is meant to be."""
+    arrays = [x for x in jax.tree.leaves(stacked) if is_member_array(x)]
+    if all(model is models[0] for model in models) or any(is_traced(x) or not _is_here(x) for x in arrays):
+        return
+    if _all_equal([x for x in arrays if x.size]):
+        warn(
+            "`stack` got identical models, which stay identical if trained on the same rows.\n"
+            "Make each with a key of its own: `[make(k) for k in jax.random.split(key, n)]`. If they are meant to be "
+            f"identical, write `stack([model] * {len(models)})`."
+        )
+
+
+def _is_here(x: Any) -> bool:
+    """Whether this process holds the whole array."""
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def _all_equal(arrays: list[Any]) -> bool:
+    """Whether all members are equal, and not only in constants. Small arrays come first: one usually decides."""
+    arrays = sorted(arrays, key=lambda x: x.size)
+    return all(map(_alike, arrays)) and not all(map(_constant, arrays))
+
+
+def _first_repeat(keys: Any) -> tuple[int, int] | None:
+    """The first two members with the same key."""
+    seen: dict[bytes, int] = {}
+    for i, key in enumerate(_numbers(keys)):
+        if key.tobytes() in seen:
+            return seen[key.tobytes()], i
+        seen[key.tobytes()] = i
+    return None
+
+
+def _alike(x: Any) -> bool:
+    numbers = _numbers(x)
+    return bool((numbers[1] == numbers[0]).all() and (numbers == numbers[:1]).all())
+
+
+def _constant(x: Any) -> bool:
+    """Whether an array involves no randomness: one value, or counters such as the ids of a nested ensemble."""
+    if not is_key(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
+        return True
+    numbers = _numbers(x)
+    return bool((numbers == numbers.reshape(-1)[0]).all())
+
+
+def _numbers(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
 def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> Ensemble[M]:
@@ -122,3 +229,59 @@ def _axes_mask(model: PyTree, shared: Where | None) -> PyTree:
 
 def _all_false(node: PyTree) -> PyTree:
     return jax.tree.map(lambda _: False, node)
+
+
+def group(models: Iterable[Any], *, ids: Any = None) -> Group:
+    """Makes an [`eqx_ensemble.Group`][] of a list of models of any architectures.
+
+    Models that differ only in the values of their arrays become one part, as by [`eqx_ensemble.stack`][], and are
+    computed together. Members and their predictions are in the order of the list. A model that differs in anything
+    else, such as a dropout rate, is a separate part.
+
+    **Arguments:**
+
+    - `models`: the models. Parts are named after their classes: `MLP`, and `MLP_2` for the second architecture of that
+        class.
+    - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given.
+
+    **Returns:** the group. To name the parts, pass them to [`eqx_ensemble.Group`][].
+
+    **Raises:** `TypeError` for anything but a list of models; `ValueError` for an empty list; `MemberMismatchError` for
+    a wrong number of `ids`.
+
+    ```python
+    first, second, third = jax.random.split(key, 3)
+    models = [
+        eqx.nn.MLP(2, 1, 8, 1, key=first),
+        eqx.nn.Linear(2, 1, key=second),
+        eqx.nn.MLP(2, 1, 8, 1, key=third),
+    ]
+    group = ee.group(models)
+    group.parts  # {"Linear": one member, "MLP": two members}
+    group(jnp.ones(2)).shape  # (3, 1), in the order of the list
+    ```
+    """
+    check_no_dict(models, name="group")
+    models = check_models(check_trees(models, name="group", noun="model"), name="group")
+    numbers = _keys.member_ids(len(models) if ids is None else ids, name="group")
+    numbers = check_ids_of_models(numbers, len(models))
+    members: list[list[int]] = []
+    for i, model in enumerate(models):
+        alike = next((own for own in members if _is_alike(models[own[0]], model)), None)
+        if alike is None:
+            members.append([i])
+        else:
+            alike.append(i)
+    ensembles = [stack([models[i] for i in own], ids=numbers[np.asarray(own)]) for own in members]
+    parts = dict(zip(part_names(ensembles), zip(ensembles, members, strict=True), strict=True))
+    given = [i for name in sorted(parts) for i in parts[name][1]]
+    return Group({name: part for name, (part, _) in parts.items()}, order=np.argsort(np.asarray(given)).tolist())
+
+
+def _is_alike(first: Any, second: Any) -> bool:
+    """Whether two models can be stacked."""
+    try:
+        compare_trees([first, second], name="group")
+    except MemberMismatchError:
+        return False
+    return True

@@ -1,29 +1,165 @@
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import equinox as eqx
 import jax
+import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Int
 
 from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes._check import check_member_axis
-from .._check import check_integer_ids
+from .._check import (
+    MemberMismatchError,
+    array_leaves,
+    check_integer_ids,
+    is_readable,
+)
 from .._foreign import take_in
 from .._pytree import PyTree
 from .._typing import CallableEnsemble, Out, StatefulEnsemble, kind_of_members
 from ..plan import AbstractPlan
 from ..plan._map import call_members, map_members
-from ._check_members import (
-    attribute_message,
-    check_callable,
-    check_index_of_members,
-    check_one_member,
-    check_stacked_leaves,
-    explain_call,
-)
-from ._parts import one_alone, with_flags, without_flags
+
+
+def check_stacked_leaves(stacked: Any, ids: Any) -> None:
+    """Raises unless all array leaves have one value per id along the members axis."""
+    if not array_leaves(stacked):
+        return
+    found = check_member_axis(stacked, axis=0, name="Ensemble")
+    if found != ids.shape[0]:
+        raise MemberMismatchError(f"`Ensemble` needs one id per member: {found} members, {ids.shape[0]} ids.")
+
+
+def check_one_mode(stacked: Any, shared: Any, path: str) -> None:
+    """Raises if a layer's `inference` flag differs between `stacked` and `shared`."""
+    if type(stacked) is bool and type(shared) is bool and stacked is not shared:
+        raise ValueError(
+            "An `Ensemble` needs one value of each layer's `inference`, which all members share.\n"
+            f"  at `{path}`: expected {shared}, as in `shared`, got {stacked} in `stacked`\n"
+            "Set both by `equinox.nn.inference_mode(ensemble, value=...)`."
+        )
+
+
+def check_index_of_members(index: Any) -> None:
+    """Raises for a tuple, which would index into the members' arrays."""
+    if isinstance(index, tuple):
+        raise TypeError(
+            f"An ensemble is indexed along its members only, got {index!r}.\n"
+            "Write `ensemble[[0, 1]]` for two members, `ensemble[0][1]` for a member of a nested ensemble."
+        )
+
+
+def check_one_member(index: Any) -> Any:
+    """Raises unless `index` selects one member, for a tree whose ids were filtered out. Returns it."""
+    if isinstance(index, slice | list | tuple) or getattr(index, "ndim", 0) > 0:
+        raise TypeError(
+            "This `Ensemble` holds no member ids, as gradients and filtered trees do not: index it with one integer, "
+            "or take several members with `tree.take(tree, index)`."
+        )
+    return index
+
+
+def check_callable(model: Any) -> None:
+    """Raises unless the members can be called."""
+    if not callable(model):
+        raise TypeError(f"The members of this ensemble are of type {type(model).__name__} and cannot be called.")
+
+
+_FUNCTIONS = {
+    "fit": "`fit(ensemble, loss, optimiser, data, ...)`",
+    "predict": "`predict(ensemble, x)`",
+    "save": "`save(path, ensemble)`",
+    "load": "`load(path, like)`",
+}
+
+
+def attribute_message(name: str, members: Any) -> str:
+    """The message for a missing attribute, which may be one of the members or a function of the package."""
+    if name in _FUNCTIONS:
+        return f"An `Ensemble` has no method `{name}`: it is a function of the package, {_FUNCTIONS[name]}."
+    if callable(getattr(type(members), name, None)):
+        return (
+            f"An `Ensemble` has no method `{name}`. To call that of every member: "
+            f"`ensemble.map(lambda model, x: model.{name}(x), x)`; of one: `ensemble[0].{name}(x)`."
+        )
+    return (
+        f"An `Ensemble` has no attribute `{name}`. What its members hold is in `ensemble.stacked`, with the leading "
+        "members axis, or in a single member, `ensemble[0]`."
+    )
+
+
+@contextlib.contextmanager
+def explain_call(inputs: Any) -> Iterator[None]:
+    """Adds a note about the inputs of a member to its errors: the usual cause is an unmarked batch."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not isinstance(error, MemberMismatchError):
+            if isinstance(error, TypeError) and any(isinstance(x, np.ndarray) for x in jax.tree.leaves(inputs)):
+                error.add_note(
+                    "NumPy arrays are passed on as they are: where a member's annotations need JAX arrays, call it "
+                    "with `jnp.asarray(x)`."
+                )
+            error.add_note(
+                "An ensemble calls every member with one example. For a batch pass `Batch(x)`, for one "
+                "input per member `Each(x)`."
+            )
+        raise
+
+
+_Path = tuple[Any, ...]
+
+
+def one_alone(stacked: PyTree, shared: PyTree) -> Any:
+    """The model of one member, with its Python floats restored unless they are traced."""
+
+    def number(x: Any, y: Any) -> Any:
+        if x is None or type(y) is not float or not is_readable(x):
+            return x
+        # The shortest float that rounds to this one: 0.1, as given, not 0.10000000149.
+        return float(str(np.asarray(x)[()]))
+
+    return eqx.combine(jax.tree.map(number, stacked, shared, is_leaf=lambda x: x is None), shared)
+
+
+def with_flags(stacked: PyTree, shared: PyTree) -> PyTree:
+    """Copies the layers' `inference` flags from the shared to the stacked part of a model.
+
+    `equinox.nn.inference_mode` sets every attribute of that name, but cannot set one that is `None`.
+    """
+
+    def put(path: _Path, x: Any, y: Any) -> Any:
+        if not _is_inference(path) or y is None or _axes.is_array(y):
+            return x
+        check_one_mode(x, y, jtu.keystr(path))
+        return y if x is None else x
+
+    if not any(type(y) is bool for y in jax.tree.leaves(shared)):  # fast, in C++; most models have no flag
+        return stacked
+    return jtu.tree_map_with_path(put, stacked, shared, is_leaf=lambda x: x is None)
+
+
+def without_flags(stacked: PyTree, shared: PyTree) -> PyTree:
+    """Removes the flags that `with_flags` added to the stacked part of a model."""
+
+    def cut(path: _Path, x: Any, y: Any) -> Any:
+        if not _is_inference(path) or x is None or y is None:
+            return x
+        check_one_mode(x, y, jtu.keystr(path))
+        return None
+
+    # Within `jax.jit` a flag is a traced scalar, whereas per-member arrays have an axis.
+    if all(_axes.is_array(x) and x.ndim > 0 for x in jax.tree.leaves(stacked)):
+        return stacked
+    return jtu.tree_map_with_path(cut, stacked, shared, is_leaf=lambda x: x is None)
+
+
+def _is_inference(path: _Path) -> bool:
+    return path[-1:] == (jtu.GetAttrKey("inference"),)
+
 
 M = TypeVar("M")
 

@@ -12,8 +12,7 @@ from .._predict._batch import MemberCall
 from .._predict._check import check_inference
 from .._pytree import PyTree
 from ..plan import AbstractPlan
-from ._about import about
-from ._artefact import Artefact
+from ._artefact import Artefact, about
 from ._check import (
     check_fits_inside,
     check_leaves_option,
@@ -22,8 +21,7 @@ from ._check import (
     check_platforms,
     explain_export,
 )
-from ._leaves import Packed
-from ._prepare import batches, prepare_export, with_constants
+from ._prepare import Packed, batches, prepare_export, with_constants
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 

@@ -14,7 +14,7 @@ from .._predict._batch import MemberCall
 from .._predict._check import check_inference
 from .._pytree import PyTree
 from ..checkpoint._snapshot import versions
-from ._about import describe_arrays
+from ._artefact import describe_arrays
 from ._check import check_no_callbacks, check_no_random_numbers, explain_export, explain_onnx
 from ._prepare import batches, prepare_export, with_constants
 

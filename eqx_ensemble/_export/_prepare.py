@@ -3,26 +3,112 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.export import symbolic_shape
 
-from .. import _keys
+from .. import _axes, _keys
 from .._check import (
     check_optional_function,
     check_positive_int,
+    is_key,
+    is_member_array,
+    member_dtype,
 )
 from .._combination import of_predictions
 from .._ensemble import Ensemble
-from .._ensemble._check import check_ensemble
-from .._ensemble._check_state import check_model_state, check_model_state_given
+from .._ensemble._check import check_ensemble, check_model_state, check_model_state_given
 from .._predict._batch import MemberCall, PredictionInputs, predict_batch
 from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ..plan._auto import as_plan
 from ..train._check_run import check_run_weights
-from ._check import check_known_plan, check_row_shapes
-from ._leaves import Packed, Parts, pack
-from ._plain import plain
+from ._check import check_exportable, check_known_plan, check_output, check_row_shapes, check_string_keys
+
+
+class Parts(NamedTuple):
+    """The arguments of a program in addition to its input."""
+
+    ensemble: Ensemble[Any]
+    state: PyTree
+    weights: jax.Array | None
+    keys: jax.Array | None
+
+
+class Packed(NamedTuple):
+    """The arrays of some parts by name.
+
+    **Attributes:**
+
+    - `arrays`: `model.layers.0.weight` and the like. Typed keys are replaced by their data, which files can hold.
+    - `stacked`: the names of the arrays that carry the members axis.
+    - `unpack`: rebuilds the parts from these arrays, or from others with the same names.
+    """
+
+    arrays: dict[str, jax.Array | np.ndarray]
+    stacked: frozenset[str]
+    unpack: Callable[[dict[str, Any]], Parts]
+
+
+def pack(parts: Parts, *, name: str) -> Packed:
+    """Separates the arrays of some parts; `unpack` keeps everything else."""
+    own = {"model": parts.ensemble.stacked, "state": parts.state, "weights": parts.weights, "keys": parts.keys}
+    keyed, treedef = jtu.tree_flatten_with_path((own, {"model": parts.ensemble.shared}))
+    leaves = [leaf for _, leaf in keyed]
+    arrays, positions, stacked = {}, {}, set()
+    for position, (path, leaf) in enumerate(keyed):
+        if is_member_array(leaf):
+            text = _distinct(jtu.keystr(path[1:], simple=True, separator="."), arrays)
+            check_exportable(leaf, text, name=name)
+            generator = str(jax.random.key_impl(leaf)) if is_key(leaf) else None
+            arrays[text] = _plain(leaf) if generator is None else jax.random.key_data(leaf)
+            positions[text] = position, generator
+            if path[0] == jtu.SequenceKey(0):
+                stacked.add(text)
+
+    def unpack(arrays: dict[str, Any]) -> Parts:
+        filled = list(leaves)
+        for text, (position, generator) in positions.items():
+            x = jnp.asarray(arrays[text])
+            filled[position] = x if generator is None else jax.random.wrap_key_data(x, impl=generator)
+        own, shared = jtu.tree_unflatten(treedef, filled)
+        count = next(arrays[text].shape[0] for text in arrays if text in stacked)
+        # Ids select random streams, and `keys` are drawn already.
+        ensemble = Ensemble(own["model"], shared["model"], jnp.arange(count, dtype=jnp.int32))
+        return Parts(ensemble, own["state"], own["weights"], own["keys"])
+
+    return Packed(arrays, frozenset(stacked), unpack)
+
+
+def _plain(leaf: Any) -> jax.Array | np.ndarray:
+    """A leaf with the dtype that it has in a program."""
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype=member_dtype(leaf))
+
+
+def _distinct(text: str, taken: dict[str, Any]) -> str:
+    """A name that is not taken: a custom node may give two children the same name."""
+    number = next(number for number in range(len(taken) + 1) if _with_number(text, number) not in taken)
+    return _with_number(text, number)
+
+
+def _with_number(text: str, number: int) -> str:
+    return text if number == 0 else f"{text}#{number}"
+
+
+def plain(tree: PyTree, *, name: str, path: str = "") -> PyTree:
+    """Converts a tree to dicts, lists and tuples, which need no class; named tuples become dicts of their fields."""
+    if tree is None:
+        return None
+    if isinstance(tree, tuple) and type(tree) is not tuple and (fields := getattr(tree, "_fields", None)):
+        tree = dict(zip(fields, tree, strict=True))
+    if type(tree) is dict:
+        check_string_keys(tree, path, name=name)
+        return {key: plain(value, name=name, path=f"{path}[{key!r}]") for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(plain(value, name=name, path=f"{path}[{i}]") for i, value in enumerate(tree))
+    if not _axes.is_array(tree):
+        check_output(tree, path, name=name)
+    return jnp.asarray(tree)
 
 
 class ExportJob(NamedTuple):

@@ -1,15 +1,131 @@
 """Checks of saving, loading and exporting ensembles."""
 
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 
-from .._check import check_path, check_sequence, check_word, is_member_array, kind_text, path_text
+from .._check import (
+    MemberMismatchError,
+    check_path,
+    check_sequence,
+    check_word,
+    is_member_array,
+    kind_text,
+    member_dtype,
+    path_text,
+)
+from .._ensemble import Ensemble, Group
 from ..checkpoint._check import safe_text
+from ..checkpoint._manifest import Manifest
+from ..checkpoint._structure import is_array_like
+from ..tree._hidden import check_no_tracers
+
+
+def is_maker(like: Any) -> bool:
+    """Whether `like` is a function of a key; Modules and named tuples can be called too, but are trees."""
+    return callable(like) and not isinstance(like, eqx.Module | tuple)
+
+
+def evaluate_make(make: Any) -> Any:
+    """The shapes of the result of `make`; the result itself if `make` cannot be traced or hides arrays."""
+    check_make_of_key(make, name="load")
+    key = jax.random.key(0)
+    try:
+        shapes = eqx.filter_eval_shape(make, key)
+        check_no_tracers(shapes, name="load")
+    except (jax.errors.JAXTypeError, MemberMismatchError):
+        return make(key)
+    return shapes
+
+
+def as_like(like: Any, manifest: Manifest) -> Any:
+    """A tree like the one that was saved, from a function that makes one member of it."""
+    if not is_maker(like):
+        return like
+    one = evaluate_make(like)
+    if isinstance(one, Group) and _is_saved_as(Group, manifest, "<root>"):
+        return _as_group(one, manifest)
+    if manifest.members is None:
+        return one
+    if _is_saved_as(Ensemble, manifest, "<root>"):
+        return _as_ensemble(one, manifest, "")
+    if (
+        isinstance(one, tuple)
+        and len(one) == 2
+        and isinstance(one[1], eqx.nn.State)
+        and _is_saved_as(Ensemble, manifest, "[0]")
+    ):
+        state = jax.tree.map(lambda leaf: _with_axis(leaf, len(manifest.members or ())), one[1])
+        return _as_ensemble(one[0], manifest, "[0]"), state
+    return one
+
+
+def _as_group(one: Group, manifest: Manifest) -> Any:
+    """A group of shapes with as many members of each part as were saved; `one` is made by a function of a key."""
+    saved = {entry.path: entry for entry in manifest.entries}
+    numbers = {number.path for number in manifest.numbers}
+
+    def resize(name: str, part: Ensemble[Any]) -> Ensemble[Any]:
+        ids = saved.get(f".parts['{name}'].ids")
+        if ids is None:
+            return part  # missing in the file: an error follows
+        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype), part.arrays)
+        return eqx.filter_eval_shape(Ensemble, stacked, part.shared, jax.ShapeDtypeStruct(ids.shape, part.ids.dtype))
+
+    parts = {name: resize(name, part) for name, part in one.parts.items()}
+    order = tuple(range(sum(path.startswith(".order[") for path in numbers)))
+    return eqx.tree_at(lambda group: (group.parts, group.order), one, (parts, order), is_leaf=lambda x: x is None)
+
+
+def _is_saved_as(kind: type, manifest: Manifest, path: str) -> bool:
+    return manifest.structure.get(path) == kind.__name__
+
+
+def _as_ensemble(one: Any, manifest: Manifest, start: str) -> Ensemble[Any]:
+    """An ensemble of shapes, with the same shared leaves as the saved one."""
+    saved = {entry.path: entry for entry in manifest.entries}
+    keyed, treedef = jtu.tree_flatten_with_path(one)
+    count = len(manifest.members or ())
+    stacked, rest = [], []
+    for keys, leaf in keyed:
+        path = jtu.keystr(keys)
+        own = saved.get(f"{start}.stacked{path}")
+        if is_array_like(leaf) and f"{start}.shared{path}" not in saved:
+            stacked.append(_with_axis(leaf, count))
+            rest.append(None)
+        elif type(leaf) is float and own is not None:  # floats of the members, marked by a shared number
+            stacked.append(jax.ShapeDtypeStruct((count,), own.dtype))
+            rest.append(leaf)
+        else:
+            stacked.append(None)
+            rest.append(leaf)
+    parts = (jtu.tree_unflatten(treedef, leaves) for leaves in (stacked, rest))
+    return eqx.filter_eval_shape(Ensemble, *parts, jax.ShapeDtypeStruct((count,), jnp.int32))
+
+
+def _with_axis(leaf: Any, count: int) -> jax.ShapeDtypeStruct:
+    dtype = member_dtype(leaf) if is_member_array(leaf) else leaf.dtype
+    return jax.ShapeDtypeStruct((count, *leaf.shape), dtype)
+
+
+def check_make_of_key(make: Callable[..., Any], *, name: str) -> None:
+    """Checks that the function can be called with a key alone: the values of `zip` and `product` are in the file."""
+    try:
+        inspect.signature(make, follow_wrapped=False).bind(None)
+    except ValueError:
+        return
+    except TypeError as error:
+        raise TypeError(
+            f"`{name}` calls the function that makes one member with a key alone, which it does not take: {error}.\n"
+            "Give what `build` got from `zip` or `product` any value: `lambda key: make(key, rate=0.0)`."
+        ) from None
 
 
 def run_of_fit_message(path: Any, folder: Any, *, name: str) -> str:

@@ -1,19 +1,136 @@
 import io
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, BinaryIO, Literal, overload
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as safetensors_bytes
 
-from .._check import check_path
+from .._check import check_path, kind_text
 from .._ensemble import Ensemble, Group, M, stack
 from .._ensemble._check import check_ensemble_or_group
+from ..checkpoint._check import corrupt_error
+from ..checkpoint._check_like import LeafDifference, check_same_leaves
+from ..checkpoint._dtypes import count_bytes
 from ..checkpoint._path import absolute, as_path, is_on_disk
+from ..checkpoint._structure import is_array_like, is_number, saved_leaves
 from ..checkpoint._write import write_file
-from ._check import check_like_given, check_member_format, check_no_typed_keys, check_paths
-from ._like import evaluate_make, is_maker
+from ._check import (
+    check_like_given,
+    check_member_format,
+    check_no_typed_keys,
+    check_paths,
+    check_plain_dtype,
+    evaluate_make,
+    is_maker,
+)
 from ._save_load import Model, PathLike, Tree, load
-from ._single import read_equinox, read_safetensors, to_safetensors
+
+_AFTER = "<after the last leaf>"
+_KINDS = {bool: "b", int: "iu", float: "f", complex: "c"}
+
+
+def read_equinox(path: Path, like: Any, *, name: str) -> Any:
+    """Reads a file of `equinox.tree_serialise_leaves`, which has neither names nor a count of its arrays.
+
+    The headers of the arrays are compared with `like` first; NumPy then allocates memory for arrays in the file only.
+    """
+    check_no_typed_keys(like, "files of `equinox.tree_serialise_leaves` hold none", name=name)
+    with open(path, "rb") as file:
+        gaps, size = [], os.fstat(file.fileno()).st_size
+        for where, leaf in saved_leaves(like):
+            if is_array_like(leaf) or is_number(leaf):
+                found = _header(file, size, path, where)
+                if found is None or not _fits(found, leaf):
+                    gaps.append(_gap(where, found, leaf))
+        while (found := _header(file, size, path, _AFTER)) is not None:
+            gaps.append(_gap(_AFTER, found, None))
+        check_same_leaves(gaps, path, only_dtypes=False, name=name)
+        file.seek(0)
+        return eqx.tree_deserialise_leaves(file, like)
+
+
+def _header(file: BinaryIO, size: int, path: Path, where: str) -> jax.ShapeDtypeStruct | np.ndarray | None:
+    """Shape and dtype of the next array in the file, which is skipped; None at the end."""
+    if file.tell() == size:
+        return None
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+    except ValueError as error:
+        reason = f"it is no file of `equinox.tree_serialise_leaves`: {error}"
+        raise corrupt_error(path, reason, leaf=where) from None
+    end = file.tell() + count_bytes(shape, dtype.itemsize)
+    if dtype.hasobject or end > size:
+        raise corrupt_error(path, "the file ends too early", leaf=where)
+    file.seek(end)
+    return np.broadcast_to(np.empty((), dtype), shape)
+
+
+def _fits(found: Any, leaf: Any) -> bool:
+    if is_number(leaf):
+        return found.shape == () and found.dtype.kind in _KINDS[type(leaf)]
+    same = found.dtype == leaf.dtype
+    if found.dtype.kind == "V":  # how NumPy writes bfloat16 and other types that it lacks
+        same = np.dtype(leaf.dtype).kind == "V" and found.dtype.itemsize == leaf.dtype.itemsize
+    return same and found.shape == leaf.shape
+
+
+def _gap(where: str, found: Any, leaf: Any) -> LeafDifference:
+    saved = "nothing" if found is None else f"{found.dtype}{list(found.shape)}"
+    if leaf is None:
+        return LeafDifference(where, saved, "nothing")
+    return LeafDifference(where, saved, kind_text(leaf) if is_number(leaf) else f"{leaf.dtype}{list(leaf.shape)}")
+
+
+def to_safetensors(model: Any, *, name: str) -> bytes:
+    """The arrays of a model under names such as `layers.0.weight`."""
+    check_no_typed_keys(model, "safetensors files hold plain arrays", name=name)
+    arrays = {}
+    for where, leaf in _named_leaves(model):
+        if is_array_like(leaf):
+            arrays[where] = np.array(leaf, order="C")
+            check_plain_dtype(arrays[where].dtype, where, name=name)
+    return safetensors_bytes(arrays)
+
+
+def read_safetensors(path: Path, like: Any, *, name: str) -> Any:
+    """Reads a model from its arrays by name; everything else, numbers included, comes from `like`."""
+    check_no_typed_keys(like, "safetensors files hold plain arrays", name=name)
+    try:
+        with safe_open(path, framework="np") as file:
+            found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+            gaps = []
+            for where, leaf in _named_leaves(like):
+                if is_array_like(leaf):
+                    saved = found.pop(where, None)
+                    shape = None if saved is None else tuple(saved.get_shape())
+                    if saved is None or shape != leaf.shape or file.get_tensor(where).dtype != leaf.dtype:
+                        text = "nothing" if saved is None else f"{saved.get_dtype()}{list(shape or ())}"
+                        gaps.append(LeafDifference(where, text, f"{leaf.dtype}{list(leaf.shape)}"))
+            gaps += [LeafDifference(where, f"{s.get_dtype()}{s.get_shape()}", "nothing") for where, s in found.items()]
+            check_same_leaves(gaps, path, only_dtypes=False, name=name)
+            read = lambda where, leaf: _as(leaf, file.get_tensor(where)) if is_array_like(leaf) else leaf
+            leaves = [read(where, leaf) for where, leaf in _named_leaves(like)]
+    except SafetensorError as error:
+        raise corrupt_error(path, f"it is no safetensors file: {error}") from None
+    return jtu.tree_unflatten(jtu.tree_structure(like), leaves)
+
+
+def _as(like: Any, data: np.ndarray) -> Any:
+    return data if isinstance(like, np.ndarray) else jnp.asarray(data)
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    keyed, _ = jtu.tree_flatten_with_path(tree)
+    return [(jtu.keystr(path, simple=True, separator="."), leaf) for path, leaf in keyed]
 
 
 def export_members(

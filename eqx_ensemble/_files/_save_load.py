@@ -13,10 +13,8 @@ from .._check import check_flag, check_integer_ids, check_path, is_member_array,
 from .._ensemble import Ensemble, Group, M
 from .._pytree import PyTree
 from ..checkpoint._check import check_format
-from ..checkpoint._formats import FORMATS, FormatName
-from ..checkpoint._kind import is_of_fit
+from ..checkpoint._formats import FORMATS, FormatName, is_of_fit, open_checkpoint
 from ..checkpoint._manifest import Manifest
-from ..checkpoint._open import open_checkpoint
 from ..checkpoint._path import as_path
 from ..checkpoint._restore import restore
 from ..checkpoint._snapshot import snapshot
@@ -25,6 +23,7 @@ from ..sharding._layout import Layout, as_layout
 from ..sharding._shard import replicate, shard_members
 from ..tree._check import check_distinct, check_index
 from ._check import (
+    as_like,
     check_has_arrays,
     check_like_given,
     check_member_selection,
@@ -32,7 +31,6 @@ from ._check import (
     check_saved_members,
     run_of_fit_message,
 )
-from ._like import as_like
 
 PathLike = str | os.PathLike[str]
 Model = TypeVar("Model", bound=eqx.Module)

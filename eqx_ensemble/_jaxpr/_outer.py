@@ -6,8 +6,11 @@ from the same call that combines them, as in rank promotion. An axis that is wri
 (`x[:, None]`, `keepdims=True`, `reshape`) is intended; one made under `jax.vmap` belongs to one example.
 """
 
+import functools as ft
+import inspect
 import os
-from collections.abc import Collection, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +20,60 @@ import jaxtyping
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ._inner import inner_jaxprs
+from .._pytree import PyTree
+from .._warnings import ignore_warnings
+
+# With `EQX_ON_ERROR=breakpoint` Equinox replaces `jax.jit` by a function whose results cannot be traced or lowered.
+plain_jit: Any = inspect.unwrap(jax.jit)
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Jaxpr | ClosedJaxpr]:
+    """The programs inside an operation: the body of a loop, the branches of a condition, a called function."""
+    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    yield from (part for part in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr) if is_jaxpr(part))
+
+
+def callbacks(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
+    """The Python functions that a program calls for their results: not those of `jax.debug`."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("pure_callback", "io_callback"):
+            callback = eqn.params["callback"]
+            yield getattr(callback, "callback_func", callback)
+        for part in inner_jaxprs(eqn):
+            yield from callbacks(part)
+
+
+def has_callbacks(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    """Whether a program calls Python while it runs, as `equinox.error_if` does."""
+    return any(
+        eqn.primitive.name.endswith("callback") or any(map(has_callbacks, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
+    )
+
+
+def unused_inputs(jaxpr: Jaxpr) -> list[bool]:
+    """Whether each input of a program affects no output. Inputs of inner programs count as used."""
+    sources, effects = output_sources(jaxpr)
+    for source in sources:
+        effects |= source
+    return [not effects >> i & 1 for i in range(len(jaxpr.invars))]
+
+
+def output_sources(jaxpr: Jaxpr) -> tuple[list[int], int]:
+    """The inputs that each output of a program may depend on, and those of its effects, as bits of integers.
+
+    All outputs of an inner program depend on all of its inputs.
+    """
+    known: dict[Any, int] = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
+    of = lambda var: 0 if isinstance(var, Literal) else known.get(var, 0)
+    effects = 0
+    for eqn in jaxpr.eqns:
+        source = 0
+        for var in eqn.invars:
+            source |= of(var)
+        known |= dict.fromkeys(eqn.outvars, source)
+        effects |= source if eqn.effects else 0
+    return [of(var) for var in jaxpr.outvars], effects
+
 
 _PACKAGES = Path(jax.__file__).parent.parent
 _COMPUTING = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("jax", "jaxlib"))
@@ -230,3 +286,72 @@ def _line(eqn: Any) -> tuple[str, int]:
     code, position = (own or frames)[0]
     lines = [line for start, end, line in code.co_lines() if start <= position < end and line]
     return code.co_filename, lines[0] if lines else code.co_firstlineno
+
+
+_ANOTHER_SIZE = 1009  # a prime, so that no other length is a product with it
+
+
+def warn_of_two_batch_axes(fn: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Warns once if `fn(*arguments, **named)`, a loss of one member, makes two batch axes by implicit rank promotion.
+
+    The arguments are shapes, the last two of them those of the batch and the key. The loss is traced again with another
+    batch size: a length that equals the batch size by chance, such as a layer's, does not change with it.
+    """
+    *before, batch, key = arguments
+    sizes = [x.shape[0] for x in jax.tree.leaves(batch) if _is_struct(x) and x.shape]
+    if not sizes or sizes[0] < 2 or _is_known(fn, *_without_batch_size((arguments, named))):
+        return
+    found = [outer for outer in _outers(fn, arguments, named) if outer.lengths == (sizes[0],) * 2]
+    if not found:
+        return
+    resized = jax.tree.map(lambda x: _resize(x, sizes[0]), batch)
+    again = _outers(fn, (*before, resized, key), named)
+    lines = {(outer.file, outer.line) for outer in again if outer.lengths == (_ANOTHER_SIZE,) * 2}
+    for outer in {(outer.file, outer.line): outer for outer in found if (outer.file, outer.line) in lines}.values():
+        rows = sizes[0]
+        message = (
+            f"The loss `{getattr(fn, '__name__', type(fn).__name__)}` broadcasts the batch axis against itself: line "
+            f"{outer.line} of {outer.file} combines arrays of shapes {outer.shapes[0]} and {outer.shapes[1]}, and "
+            f"every row is combined with all {rows} rows.\n"
+            "Give both one shape, for example `jax.vmap(model)(x)[:, 0]` or `y[:, None]`. If all pairs are meant, "
+            "write both axes: `a[:, None] - b[None, :]`."
+        )
+        warnings.warn_explicit(message, UserWarning, outer.file, outer.line)
+
+
+def _resize(x: Any, size: int) -> Any:
+    if not _is_struct(x) or x.shape[:1] != (size,):
+        return x
+    return jax.ShapeDtypeStruct((_ANOTHER_SIZE, *x.shape[1:]), x.dtype)
+
+
+def _without_batch_size(args: PyTree) -> tuple[Any, tuple]:
+    """The arguments without batch sizes, which change from step to step."""
+    leaves, treedef = jax.tree.flatten(args)
+    return treedef, tuple((x.shape[1:], x.dtype) if _is_struct(x) else x for x in leaves)
+
+
+def _is_struct(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _is_known(fn: Callable[..., Any], treedef: Any, leaves: tuple) -> bool:
+    """Whether the function was analysed with such arguments before."""
+    marks = _marks(fn, treedef, leaves)
+    marks.append(True)
+    return len(marks) > 1
+
+
+@ft.lru_cache(maxsize=256)
+def _marks(fn: Callable[..., Any], treedef: Any, leaves: tuple) -> list[bool]:
+    del fn, treedef, leaves
+    return []
+
+
+def _outers(fn: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> list[Outer]:
+    with ignore_warnings():  # the trace for training has shown the loss's own
+        try:
+            closed, _, _ = eqx.filter_make_jaxpr(fn)(*arguments, **named)
+            return outer_operations(closed.jaxpr)
+        except Exception:  # a loss for one batch size only, or a new kind of program: training continues
+            return []

@@ -12,10 +12,100 @@ from .._ensemble import Ensemble
 from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ..plan._sharded import sharded_plan
-from ..sharding._layout import Layout
+from ..sharding._layout import Layout, constrain_members
 from ..sharding._shard import put, shard_rows
-from ._blocks import take_block
-from ._rows import row_of_zeros, take_rows
+
+# Selects rows of arrays: on a CPU by NumPy, because JAX compiles its indexing anew for every number of rows.
+
+
+def size_of_few(num_rows: int, batch_size: int) -> int:
+    """The number of rows of the program for less than a batch: a power of two, so that few programs are compiled."""
+    return min(batch_size, 1 << (num_rows - 1).bit_length())
+
+
+def take_rows(x: Any, rows: np.ndarray, *, axis: int) -> Any:
+    """The rows of an array along an axis."""
+    index = (slice(None),) * axis + (rows,)
+    return _on_host(x, index) if _is_on_host(x) else x[index]
+
+
+def first_rows(x: Any, count: int, *, axis: int) -> Any:
+    """The first `count` rows of an array along an axis."""
+    if isinstance(x, jax.Array) and x.shape[axis] == count:
+        return x
+    index = (slice(None),) * axis + (slice(0, count),)
+    return _on_host(x, index) if _is_on_host(x) else x[index]
+
+
+def weights_of(weights: Any, rows: np.ndarray) -> Any:
+    """The weights for some rows; weights `(members,)` are the same for all."""
+    return weights if weights is None or weights.ndim == 1 else weights[:, rows]
+
+
+def row_of_zeros(x: Any, *, axis: int) -> jax.Array:
+    """A row of zeros, of the shape and dtype of one row."""
+    shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+    if _check.is_typed_key(x):
+        return jnp.broadcast_to(jax.random.key(0, impl=jax.random.key_impl(x)), shape)
+    return jnp.zeros_like(x, shape=shape)  # keeps a weak type
+
+
+def _is_on_host(x: Any) -> bool:
+    """Whether NumPy can read an array without a copy; a weak type would be lost."""
+    if not isinstance(x, jax.Array) or _check.is_traced(x) or _check.is_typed_key(x) or x.aval.weak_type:
+        return False
+    return x.is_fully_addressable and len(x.devices()) == 1 and all(d.platform == "cpu" for d in x.devices())
+
+
+def _on_host(x: jax.Array, index: tuple) -> jax.Array:
+    # A copy, so that the whole array can be freed.
+    some = np.ascontiguousarray(np.asarray(x)[index])
+    return jax.device_put(some, x.sharding if x.committed else None)
+
+
+# Blocks of members: on a mesh the same number per device, so that all devices work and no weights move.
+
+
+def members_of_device(num_members: int, layout: Layout | None) -> int:
+    """The number of members that a device computes."""
+    return num_members if layout is None else layout.per_device(num_members)
+
+
+def blocks_of_members(num_members: int, size: int, layout: Layout | None) -> list[slice | np.ndarray]:
+    """The positions of all members in blocks of `size` members per device."""
+    own = members_of_device(num_members, layout)
+    if size >= own:
+        return [slice(0, num_members)]
+    if layout is None:
+        return [slice(start, start + size) for start in range(0, num_members, size)]
+    first = own * np.arange(layout.members)[:, None]
+    blocks = [first + np.arange(start, min(start + size, own)) for start in range(0, own, size)]
+    return [block[block < num_members] for block in blocks]  # the others are padding
+
+
+def take_block(tree: PyTree, positions: np.ndarray, layout: Layout) -> PyTree:
+    """Arrays `(members, ...)` of a block, each on the device that holds it where members divide evenly."""
+    (num_members,) = {x.shape[0] for x in jax.tree.leaves(tree) if eqx.is_array(x)}
+    if num_members % layout.members > 0:
+        return _take(tree, positions)
+    return _slice_devices(tree, positions[0], len(positions) // layout.members, layout)
+
+
+@eqx.filter_jit
+def _take(tree: PyTree, positions: Any) -> PyTree:
+    return jax.tree.map(lambda x: x[positions] if eqx.is_array(x) else x, tree)
+
+
+@eqx.filter_jit
+def _slice_devices(tree: PyTree, start: Any, size: int, layout: Layout) -> PyTree:
+    arrays, rest = eqx.partition(tree, eqx.is_array)
+
+    def slice_devices(x: jax.Array) -> jax.Array:
+        by_device = x.reshape(layout.members, -1, *x.shape[1:])
+        some = jax.lax.dynamic_slice_in_dim(by_device, start, size, 1)
+        return some.reshape(-1, *x.shape[1:])
+
+    return eqx.combine(constrain_members(jax.tree.map(slice_devices, arrays), layout), rest)
 
 
 class MemberCall(eqx.Module):

@@ -22,8 +22,7 @@ from .._ensemble import Ensemble
 from .._foreign import own_array
 from .._pytree import PyTree
 from ..plan import AbstractPlan
-from ._batch import MemberCall, PredictionInputs, predict_batch
-from ._rows import size_of_few
+from ._batch import MemberCall, PredictionInputs, predict_batch, size_of_few
 
 _MOST_PROGRAMS = 512  # each keeps compiled programs, one for each power of two
 _INTEGERS_OF_64_BITS = [np.dtype("int64"), np.dtype("uint64")]  # may not fit: checked by value, at every call

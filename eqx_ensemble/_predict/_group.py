@@ -9,18 +9,15 @@ from .._axes._check_rows import check_no_batch
 from .._combination import AbstractCombination, of_predictions, stream_of
 from .._ensemble import Ensemble, Group
 from .._ensemble._by_part import by_part, data_by_part, explain_part, states_by_part
-from .._ensemble._check_group import check_like_outputs
-from .._ensemble._group_order import join_values, member_positions
+from .._ensemble._group import check_like_outputs, join_values, member_positions
 from .._foreign import as_hashable
 from .._pytree import PyTree
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot
-from ._batch import MemberCall
+from ._batch import MemberCall, first_rows, row_of_zeros, weights_of
 from ._check import check_combine, check_inference, check_rows_of_result
 from ._inputs import check_budget, check_members_and_rows, prepare_inputs, size_of_batch
-from ._rows import first_rows, row_of_zeros, weights_of
-from ._run_works import run_works
-from ._work import Work, combine_parts
+from ._run_works import Work, combine_parts, run_works
 
 
 class Part(NamedTuple):

@@ -12,15 +12,14 @@ from jax.sharding import Mesh
 from .. import _axes, _check, _keys
 from .._axes._check_rows import check_rows_of_data
 from .._ensemble import Ensemble
-from .._ensemble._check_state import check_model_state, check_model_state_given
+from .._ensemble._check import check_model_state, check_model_state_given
 from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ..sharding._layout import Layout, layout_for
 from ..sharding._shard import replicate, shard_members
-from ._batch import MemberCall, PredictionInputs, predict_batch
+from ._batch import MemberCall, PredictionInputs, first_rows, predict_batch, size_of_few
 from ._check import check_rows_of_result, check_untraced
-from ._rows import first_rows, size_of_few
-from ._work import combine_parts
+from ._run_works import combine_parts
 
 
 def check_members_and_rows(ensemble: Ensemble[Any], x: PyTree, state: Any) -> int:

@@ -1,5 +1,5 @@
-from collections.abc import Callable
-from typing import Any, Unpack, overload
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -15,11 +15,11 @@ from .._foreign import as_hashable, from_foreign_tree
 from .._pytree import PyTree
 from .._suggest import explain_as
 from .._typing import CallableEnsemble, Out, StatefulEnsemble
-from .._typing._by_part import ByPart
+from .._typing._signatures import ByPart
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..plan._pilot import Pilot, explain_memory
-from ._batch import MemberCall, PredictionInputs
+from ._batch import MemberCall, PredictionInputs, first_rows, size_of_few, weights_of
 from ._check import check_combine, check_inference, check_rows_of_result
 from ._few import (
     FewProgram,
@@ -33,10 +33,48 @@ from ._few import (
 )
 from ._group import predict_group
 from ._inputs import check_budget, check_members_and_rows, predict_no_rows, prepare_inputs, size_of_batch
-from ._options import GroupOptions, WithCombine, WithoutCombine
-from ._rows import first_rows, size_of_few, weights_of
-from ._run_works import run_works
-from ._work import Work, combine_parts
+from ._run_works import Work, combine_parts, run_works
+
+
+class PredictOptions(TypedDict, total=False):
+    """The options of `predict` that never change the type of its result."""
+
+    weights: Any
+    batch_size: int
+    memory: int | None
+    inference: bool | None
+    plan: AnyPlan
+    mesh: Mesh | None
+    progress: bool | None
+    key: Any
+
+
+class WithCombine(PredictOptions, total=False):
+    """The options that do not change the type of the result with `combine`."""
+
+    state: eqx.nn.State | None
+    fn: Callable[..., Any] | None
+
+
+class WithoutCombine(PredictOptions, total=False):
+    """The options without `combine`, which may be given as `None`."""
+
+    combine: None
+
+
+class GroupOptions(TypedDict, total=False):
+    """The options of `predict` for a group, some of which may differ between parts."""
+
+    weights: Any
+    batch_size: int
+    memory: int | None
+    inference: bool | None
+    plan: AnyPlan | Mapping[str, AnyPlan]
+    mesh: Mesh | None
+    progress: bool | None
+    key: Any
+    state: Mapping[str, eqx.nn.State] | None
+    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
 
 
 @overload

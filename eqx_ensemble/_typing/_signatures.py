@@ -1,7 +1,28 @@
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Concatenate,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Union,
+    overload,
+    runtime_checkable,
+)
 
 import equinox as eqx
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    ByPart = Annotated[T, "for each part"]
+else:
+    # In a signature: for a group, a dict of values by part is also accepted. Functions handle groups first, so type
+    # checkers need to know single values only.
+    ByPart = Union[T, Mapping[str, Any]]  # noqa: UP007
+
 
 Member = TypeVar("Member", covariant=True)
 Out = TypeVar("Out", covariant=True)

@@ -3,13 +3,13 @@ from ._affine import Matrix as Matrix
 from ._affine import Vector as Vector
 from ._affine import matrix as matrix
 from ._affine import vector as vector
-from ._beta import Beta as Beta
-from ._beta import beta as beta
-from ._histogram import Histogram as Histogram
-from ._histogram import histogram as histogram
+from ._isotonic import Histogram as Histogram
 from ._isotonic import Isotonic as Isotonic
+from ._isotonic import histogram as histogram
 from ._isotonic import isotonic as isotonic
+from ._platt import Beta as Beta
 from ._platt import Platt as Platt
+from ._platt import beta as beta
 from ._platt import platt as platt
 from ._temperature import Temperature as Temperature
 from ._temperature import temperature as temperature

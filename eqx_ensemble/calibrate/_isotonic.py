@@ -1,12 +1,142 @@
+from functools import partial
+
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import missing_extra_message
+from .._check import check_positive_int, check_word, missing_extra_message
+from ..scores._binning import Binning, bin_rows
 from ._check import check_smoothing, check_untraced
-from ._histogram import by_class
 from ._pooling import Pool, Pooling, Rows, fit_rows
+
+
+class Histogram(eqx.Module):
+    """Fitted histogram binning: call it on the logits of the same members.
+
+    **Attributes:**
+
+    - `edges`: the inner edges of the bins, `(groups, classes, bins - 1)`; an edge belongs to the bin below it.
+    - `frequency`: `(groups, classes, bins)`, the frequency of the class in each bin; NaN for empty bins.
+    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
+    """
+
+    edges: Float[Array, "groups classes edges"]
+    frequency: Float[Array, "groups classes bins"]
+    pooling: Pooling
+
+    def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
+        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
+        probabilities = jnp.exp(self.pooling.logs("calibrate.Histogram", logits))
+        return by_class(_frequency_of, probabilities, self.edges, self.frequency)
+
+
+def histogram(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    pool: Pool,
+    num_bins: int = 15,
+    binning: Binning = "mass",
+    smoothing: float | int = 0.0,
+    weights: Real[ArrayLike, " members"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Histogram:
+    """Histogram binning: each probability is replaced by the class's frequency in its bin of held-out rows.
+
+    Each class is calibrated against the rest, and the results of a row are normalised, to the uniform distribution if
+    all are zero. For two classes, only the second is binned. Probabilities in empty bins are unchanged.
+
+    **Arguments:**
+
+    - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
+        first, and calibrates the mixture.
+    - `num_bins`: the number of bins per class.
+    - `binning`: `"mass"`, bins with equal numbers of rows; `"width"`, bins of equal width. See
+        [`eqx_ensemble.scores.ece`][].
+    - `smoothing`: additive (Laplace) smoothing $s$: the frequency of $k$ rows of the class among $n$ rows of a bin
+        becomes $(k + s) / (n + C s)$ for $C$ classes. With zero, the default, a class without rows in a bin has
+        probability zero there, and the negative log-likelihood of a later row of this class is infinite.
+    - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+
+    **Returns:**
+
+    [`eqx_ensemble.calibrate.Histogram`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
+    length `members`, or 1 for the mixture; minus infinity where the frequency is zero, which smoothing prevents.
+
+    **Raises:**
+
+    As [`eqx_ensemble.calibrate.temperature`][], except for missing optima; `ValueError` for fewer than one bin, another
+    `binning`, and negative smoothing.
+
+    ```python
+    logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))
+    fitted = ee.calibrate.histogram(
+        logits, jnp.array([0, 0, 0, 1]), pool="mixture", num_bins=1
+    )
+    jnp.exp(fitted(logits))[0, 0]  # [0.75, 0.25]
+    ```
+
+    ??? cite
+        [Obtaining calibrated probability estimates from decision trees and naive Bayesian
+        classifiers](https://dl.acm.org/doi/10.5555/645530.655658)
+
+        ```bibtex
+        @inproceedings{zadrozny2001obtaining,
+            author={Bianca Zadrozny and Charles Elkan},
+            title={Obtaining calibrated probability estimates from decision trees and naive {B}ayesian classifiers},
+            booktitle={International Conference on Machine Learning},
+            year={2001},
+        }
+        ```
+    """
+    name = "calibrate.histogram"
+    check_positive_int(num_bins, "num_bins", name=name)
+    check_word(binning, "binning", ("width", "mass"), name=name)
+    pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
+    edges, frequency = _fit_histogram(rows, check_smoothing(smoothing, name=name), num_bins, binning)
+    return Histogram(edges, frequency, pooling)
+
+
+@partial(jax.jit, static_argnames=("num_bins", "binning"))
+def _fit_histogram(rows: Rows, smoothing: ArrayLike, num_bins: int, binning: Binning) -> tuple[Array, Array]:
+    num_classes = rows.logs.shape[-1]
+    truth = jax.nn.one_hot(rows.labels, rows.logs.shape[-1], dtype=rows.logs.dtype)
+
+    def of_class(p: Array, hits: Array) -> tuple[Array, Array]:
+        bins = bin_rows(p, hits, rows.share > 0, num_bins, binning)
+        count = jnp.maximum(bins.count, 1)
+        # Not from `count * frequency`: without smoothing the frequency is kept bit for bit.
+        found = bins.frequency + (1 - num_classes * bins.frequency) * smoothing / (count + num_classes * smoothing)
+        return bins.edges, jnp.where(bins.count == 0, jnp.nan, found)
+
+    each = jax.vmap(of_class, in_axes=(1, 1))
+    return jax.vmap(each, in_axes=(0, None))(jnp.exp(rows.logs), truth)
+
+
+def _frequency_of(p: Float[Array, "*batch"], edges: Float[Array, " edges"], frequency: Float[Array, " bins"]) -> Array:
+    found = frequency[jnp.searchsorted(edges, p, side="left")]
+    return jnp.where(jnp.isnan(found), p, found)
+
+
+@partial(jax.jit, static_argnames="calibrated")
+def by_class(
+    calibrated, probabilities: Float[Array, "groups *batch classes"], first: Array, second: Array
+) -> Float[Array, "groups *batch classes"]:
+    """Log-probabilities from calibrating each class's probability against the rest."""
+    # A search in knots or edges puts NaN after the last.
+    known = lambda p, *fitted: jnp.where(jnp.isnan(p), p, calibrated(p, *fitted))
+    each = jax.vmap(jax.vmap(known, in_axes=(-1, 0, 0), out_axes=-1))
+    if probabilities.shape[-1] == 2:
+        second_class = each(probabilities[..., 1:], first[:, 1:], second[:, 1:])
+        return jnp.log(jnp.concatenate([1 - second_class, second_class], axis=-1))
+    values = each(probabilities, first, second)
+    total = jnp.sum(values, axis=-1, keepdims=True)
+    return jnp.log(jnp.where(total == 0, 1 / values.shape[-1], values / jnp.where(total == 0, 1, total)))
 
 
 class Isotonic(eqx.Module):

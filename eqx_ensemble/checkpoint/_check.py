@@ -5,7 +5,16 @@ from typing import Any
 
 import jax
 
-from .._check import MemberMismatchError, check_path, check_word, is_integer, is_member_array, is_traced, kind_text
+from .._check import (
+    CheckpointCorruptError,
+    MemberMismatchError,
+    check_path,
+    check_word,
+    is_integer,
+    is_member_array,
+    is_traced,
+    kind_text,
+)
 from .._check._leaves import MOST_BITS
 
 KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
@@ -174,3 +183,11 @@ def check_same_in_processes(path: str, *, same: bool) -> None:
             "Make it equal, or an array that is sharded over the processes, as "
             "`jax.make_array_from_process_local_data` does."
         )
+
+
+def corrupt_error(
+    file: Any, reason: str, *, leaf: str | None = None, member: int | None = None
+) -> CheckpointCorruptError:
+    """The error for a damaged file; the caller raises it."""
+    message = damage_message(file, reason, leaf=leaf, member=member)
+    return CheckpointCorruptError(message, str(file), leaf, member)

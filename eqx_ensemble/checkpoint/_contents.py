@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 from .._check import check_path, number_text
 from ._check_like import shape_text
 from ._dtypes import DTYPES, count_bytes, key_dtype
+from ._formats import open_checkpoint
 from ._manifest import Entry, Manifest, is_orbax
-from ._open import open_checkpoint
 from ._orbax import OrbaxReader
 from ._path import as_path
 from ._read import Reader, Wanted

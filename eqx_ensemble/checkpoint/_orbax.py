@@ -11,11 +11,17 @@ import numpy as np
 
 from .._check import CheckpointCorruptError, check_version, missing_extra_message
 from ..distributed import is_first
-from ..distributed._collectives import all_gather, raise_on_all
-from ._check import check_manifest_size, check_same_in_processes
-from ._check_folders import NotSyncedError, explain_orbax, explain_writing
+from ..distributed._arrays import all_gather, raise_on_all
+from ._check import check_manifest_size, check_same_in_processes, corrupt_error
+from ._check_folders import NotSyncedError, explain_orbax, explain_writing, next_number
 from ._check_like import shape_text
-from ._commit import (
+from ._dtypes import DTYPES
+from ._hashing import SIZE, checksum, digests, rows_of
+from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, encode
+from ._path import absolute, is_on_disk
+from ._read import MISMATCH, Wanted
+from ._snapshot import Snapshot
+from ._write import (
     check_own,
     give_up,
     make_parents,
@@ -26,14 +32,6 @@ from ._commit import (
     sync_names,
     write_manifest,
 )
-from ._damage import corrupt_error
-from ._digests import SIZE, checksum, digests, rows_of
-from ._dtypes import DTYPES
-from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, encode
-from ._names import next_number
-from ._path import absolute, is_on_disk
-from ._read import MISMATCH, Wanted
-from ._snapshot import Snapshot
 
 _OLDEST = (0, 12, 8)
 

@@ -1,13 +1,104 @@
 import dataclasses
-from collections.abc import Iterator
+import datetime
+import decimal
+import enum
+import fractions
+import functools as ft
+import hashlib
+import pathlib
+import types
+import uuid
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
+import numpy as np
 
-from .._check import is_member_array, path_text
+from .._check import is_key, is_member_array, is_traced, number_text, path_text
+from .._leaf_text import leaf_text
 from ._manifest import TABLE
-from ._static_text import static_text
+
+_LONGEST = 200
+_DEEPEST = 20
+_SAY_THEMSELVES = (
+    str, bytes, range, slice, fractions.Fraction, decimal.Decimal, pathlib.PurePath, uuid.UUID, datetime.date,
+    datetime.time, datetime.timedelta, datetime.tzinfo, types.EllipsisType, types.NoneType,
+)  # fmt: skip
+
+
+def static_text(value: Any) -> str:
+    """A static value as readable text: equal for equal values, across processes and versions.
+
+    Numbers, strings, enumerations, containers, dataclasses, partial functions and arrays are described by their
+    contents, functions by their name and other objects by their type, so that two lambdas have the same text. Long
+    texts are cut, and end with a digest of the complete text.
+    """
+    return _text(value, 0)
+
+
+def _text(value: Any, depth: int) -> str:
+    text = _long_text(value, depth)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}... sha256:{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:16]}"
+
+
+def _long_text(value: Any, depth: int) -> str:
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}" if value.name else f"{type(value).__name__}({value.value!r})"
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) in (bool, int, float, complex):
+        return number_text(value)
+    if isinstance(value, _SAY_THEMSELVES):
+        return repr(value)
+    if isinstance(value, type | np.dtype):
+        return np.dtype(value).name if isinstance(value, np.dtype) else value.__name__
+    if isinstance(value, np.ndarray | jax.Array):
+        return _array_text(value)
+    name = getattr(value, "__name__", None)  # functions, also those that JAX has wrapped
+    if isinstance(name, str):
+        return name
+    if depth == _DEEPEST:  # of a container that holds itself
+        return type(value).__name__
+    return _parts_text(value, lambda part: _text(part, depth + 1))
+
+
+def _parts_text(value: Any, text: Any) -> str:
+    """A container by its contents; an object of any other kind by its type."""
+    kind = type(value).__name__
+    names = getattr(value, "_fields", None)
+    if isinstance(value, tuple) and names is not None:
+        return _call(kind, [], dict(zip(names, value, strict=True)), text)
+    if isinstance(value, tuple | list):
+        inside = ", ".join(map(text, value))
+        return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{text(key)}: {text(item)}" for key, item in value.items())) + "}"
+    if isinstance(value, Set):
+        return f"{kind}({', '.join(sorted(map(text, value)))})"
+    if isinstance(value, ft.partial):
+        return _call(kind, [value.func, *value.args], value.keywords, text)
+    if dataclasses.is_dataclass(value):
+        fields = [field.name for field in dataclasses.fields(value) if field.compare]
+        return _call(kind, [], {name: getattr(value, name, None) for name in fields}, text)
+    return kind
+
+
+def _call(kind: str, args: list, keywords: Mapping[str, Any], text: Any) -> str:
+    return f"{kind}({', '.join([*map(text, args), *(f'{name}={text(x)}' for name, x in keywords.items())])})"
+
+
+def _array_text(x: Any) -> str:
+    if isinstance(x, np.ndarray) and x.dtype.kind in "USO":
+        return repr(x.tolist()) if x.dtype.kind != "O" else f"object array {x.shape}"
+    if isinstance(x, jax.Array) and (is_traced(x) or not x.is_fully_addressable):
+        return leaf_text(x)
+    data = np.asarray(jax.random.key_data(x) if is_key(x) else x)
+    digest = hashlib.sha256(np.ascontiguousarray(data).tobytes()).hexdigest()[:16]
+    return f"{x.dtype}{list(x.shape)} sha256:{digest}"
+
 
 STATIC = ": "
 """The separator between the path of a node and the name of one of its static fields."""

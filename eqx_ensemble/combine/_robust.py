@@ -1,11 +1,171 @@
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Real
 
-from .._check import check_values, check_weights
-from .._combination import by_order
+from .. import _weighting
+from .._check import as_column, check_positive_int, check_values, check_weights
+from .._combination import AbstractCombination, by_order, check_one_array, check_seen, chunk_weights, common_scale
+from .._pytree import PyTree
 from .._weighting import quantile_in_order, shares_in_order, sum_members
-from ._check import check_cut
+from ._check import check_cut, check_known_members, check_sketch_levels
+
+
+class _Items(NamedTuple):
+    values: Float[Array, "items ..."]
+    weights: Float[Array, "items ..."]
+
+
+class _Sketch(NamedTuple):
+    tiers: tuple[_Items, ...]
+    unknown: Bool[Array, "..."]
+    lean: Float[Array, "..."]  # net weight moved to lower values, mean over pairs, in all merges so far
+    exponent: Int[Array, ""]  # weights are divided by 2**exponent
+
+
+class QuantileSketch(AbstractCombination):
+    r"""Quantiles over members of predictions `(members, ...)`, entry by entry, from a sketch of bounded size.
+
+    Exact below `2 * size` members. When a level of the sketch holds `2 * size` values, neighbours in sorted order are
+    merged into the value with the larger weight, with the sum of their weights, and moved to the next level. For equal
+    weights, merges alternate between the lower and the higher value, which keeps ranks unbiased; the first choice
+    depends on the bits of the values, so that equal members give equal results. For $M$ members of equal weight there
+    are $\log_2(M / \mathrm{size})$ levels, and the error of a rank is at most $M \lfloor \log_2(M / \mathrm{size})
+    \rfloor / (2 \, \mathrm{size})$ members: 2 % of 4,096. Use a sketch for a stream of members. For an ensemble in
+    memory, [`eqx_ensemble.predict`][] processes all members for some rows at a time, which costs less and is exact:
+    `combine=functools.partial(ee.uncertainty.quantile, levels=0.9)`.
+
+    A quantile is the value at which the cumulative weight reaches the level; the midpoint to the next value if it
+    equals the level (definition 2 of Hyndman and Fan, NumPy's `"averaged_inverted_cdf"`).
+
+    **Arguments:**
+
+    - `levels`: a list of numbers from 0 to 1; the quantiles are on the last axis of the result `(..., levels)`.
+    - `size`: half the capacity of a level of the sketch.
+
+    ```python
+    values = jnp.array([[1.0], [2.0], [3.0], [4.0]])
+    ee.combine.QuantileSketch([0.25, 0.9])(values)  # [[1.5, 4.0]]
+    ```
+
+    ??? cite
+        [Approximate Medians and other Quantiles in One Pass and with Limited
+        Memory](https://doi.org/10.1145/276304.276342)
+
+        ```bibtex
+        @inproceedings{manku1998approximate,
+            author={Gurmeet Singh Manku and Sridhar Rajagopalan and Bruce G. Lindsay},
+            title={Approximate Medians and other Quantiles in One Pass and with Limited Memory},
+            booktitle={ACM SIGMOD International Conference on Management of Data},
+            year={1998},
+        }
+        ```
+    """
+
+    def __init__(self, levels: Sequence[float], *, size: int = 128) -> None:
+        self.levels: tuple[float, ...] = check_sketch_levels(levels, name="combine.QuantileSketch")
+        self.size: int = check_positive_int(size, "size", name="combine.QuantileSketch")
+
+    def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
+        """Adds members to the sketch."""
+        name = "combine.QuantileSketch"
+        values = check_values(name, "predictions", check_one_array(predictions, name=name))
+        check_known_members(name, values.shape[0])
+        chunk = chunk_weights(predictions, weights, name=name)
+        if chunk is None:
+            return partial
+        given, dtype = chunk.weights, values.dtype
+        own = jnp.ones(values.shape[0], dtype) if given is None else jnp.asarray(given, dtype)
+        lean = jnp.zeros(values.shape[1:], dtype)
+        new = _Sketch((_new_items(values, own),), _unknown(values, own), lean, chunk.exponent)
+        return self.merge(partial, new)
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """Merges two sketches."""
+        if first is None:
+            first, second = second, None
+        if first is None:
+            return None
+        if second is not None:
+            first, second = _in_one_scale(first, second)
+        tiers, unknown, lean = list(first.tiers), first.unknown, first.lean
+        if second is not None:
+            unknown, lean = unknown | second.unknown, lean + second.lean
+        for i, items in enumerate(() if second is None else second.tiers):
+            if i < len(tiers):
+                tiers[i] = jax.tree.map(lambda *xs: jnp.concatenate(xs), tiers[i], items)
+            else:
+                tiers.append(items)
+        for i, items in enumerate(tiers):  # including tiers appended in this loop
+            if items.values.shape[0] < 2 * self.size:
+                continue
+            tiers[i], joined, lean = _join_pairs(items, lean)
+            if i + 1 < len(tiers):
+                tiers[i + 1] = jax.tree.map(lambda *xs: jnp.concatenate(xs), tiers[i + 1], joined)
+            else:
+                tiers.append(joined)
+        return _Sketch(tuple(tiers), unknown, lean, first.exponent)
+
+    def finish(self, partial: Any) -> Float[Array, "... levels"]:
+        """The quantiles over all members seen."""
+        check_seen(partial, name="combine.QuantileSketch")
+        return _quantiles(partial, jnp.asarray(self.levels, partial.tiers[0].values.dtype))
+
+
+@jax.jit
+def _new_items(values: Array, weights: Array) -> _Items:
+    spread = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
+    return _Items(jnp.where(spread == 0, jnp.inf, values), spread)
+
+
+@jax.jit
+def _in_one_scale(first: _Sketch, second: _Sketch) -> tuple[_Sketch, _Sketch]:
+    exponent, factors = common_scale(first.exponent, second.exponent, first.lean.dtype)
+
+    def rescale(sketch: _Sketch, factor: Array) -> _Sketch:
+        weights = [items.weights * factor for items in sketch.tiers]
+        tiers = [
+            _Items(jnp.where(own == 0, jnp.inf, items.values), own)
+            for items, own in zip(sketch.tiers, weights, strict=True)
+        ]
+        return _Sketch(tuple(tiers), sketch.unknown, sketch.lean * factor, exponent)
+
+    return rescale(first, factors[0]), rescale(second, factors[1])
+
+
+@jax.jit
+def _unknown(values: Array, weights: Array) -> Array:
+    return jnp.any(jnp.isnan(_weighting.blank_unweighted(values, weights)), axis=0)
+
+
+@jax.jit
+def _join_pairs(items: _Items, lean: Array) -> tuple[_Items, _Items, Array]:
+    """The remaining values of a level (at most one), its merged pairs of neighbours, and the new lean."""
+    values, weights = jax.lax.sort(tuple(items), dimension=0, num_keys=1)
+    whole = values.shape[0] // 2 * 2
+    low, high, of_low, of_high = values[0:whole:2], values[1:whole:2], weights[0:whole:2], weights[1:whole:2]
+    down = (lean < 0) | ((lean == 0) & _coin(values))
+    keep_low = (of_low > of_high) | ((of_low == of_high) & down[None])
+    pairs = _Items(jnp.where(keep_low, low, high), of_low + of_high)
+    lean = lean + jnp.mean(jnp.where(keep_low, of_high, -of_low), axis=0)
+    return _Items(values[whole:], weights[whole:]), pairs, lean
+
+
+def _coin(values: Float[Array, "items ..."]) -> Bool[Array, "..."]:
+    """A pseudo-random bit per entry, from the bits of its values in any order: a fixed choice would bias ranks."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
+    return jnp.sum(jax.lax.population_count(bits) & 1, axis=0) % 2 == 1
+
+
+@jax.jit
+def _quantiles(sketch: _Sketch, levels: Array) -> Array:
+    items = jax.tree.map(lambda *xs: jnp.concatenate(xs), *sketch.tiers)
+    values, weights = jax.lax.sort(tuple(items), dimension=0, num_keys=1)
+    one = lambda level: _weighting.quantile_in_order(values, weights, level, 1 - level)
+    found = jnp.stack([one(level) for level in levels], axis=-1)
+    return jnp.where(sketch.unknown[..., None], jnp.nan, found)
 
 
 def median(

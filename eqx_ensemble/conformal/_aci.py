@@ -5,8 +5,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import check_mask, check_number
 from ._check import check_level, check_rows
-from ._check_series import check_outcome
-from ._rank import value_at_rank
+from ._enbpi import check_outcome
+from ._quantile import value_at_rank
 
 
 class Aci(eqx.Module):

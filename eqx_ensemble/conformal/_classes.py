@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -10,8 +10,15 @@ from .._keys import member_keys
 from .._warnings import warn
 from .._weighting import at_label, blank_masked, class_log_odds
 from ._check import check_level, check_num_free, check_row_logits
-from ._positions import positions
-from ._rank import fraction, pair_at_rank, rank_of, value_at_rank_jit
+from ._quantile import fraction, pair_at_rank, rank_of, value_at_rank_jit
+
+
+def positions(
+    ordered: Float[Array, "*batch classes"], values: Float[Array, "*batch classes"], side: str
+) -> Int32[Array, "*batch classes"]:
+    """The number of sorted values of each row that are below each value (left), or at most equal to it (right)."""
+    find = lambda row, wanted: jnp.searchsorted(row, wanted, side=side)
+    return jnp.vectorize(find, signature="(c),(c)->(c)")(ordered, values).astype(jnp.int32)
 
 
 class Sets(eqx.Module):
@@ -272,3 +279,52 @@ def _sets(
     scores, rest = adaptive_scores(logits, keys, penalty, fitted.num_free)
     # Only scores above the threshold are excluded: a NaN score is in the set.
     return ~((scores > threshold) | ((scores == threshold) & (rest < least)))
+
+
+Score = Literal["lac", "aps", "top_k"]
+SCORES = ("lac", "aps", "top_k")
+
+
+@jax.jit
+def lac_scores(logits: Float[Array, "*batch classes"]) -> Float[Array, "*batch classes"]:
+    """Minus the log-odds of each class: the order of `1 - p`, without its rounding."""
+    return -class_log_odds(logits)
+
+
+@jax.jit
+def top_k_scores(logits: Float[Array, "*batch classes"]) -> Float[Array, "*batch classes"]:
+    """The number of classes at least as likely as each class; NaN where the logits are NaN."""
+    less = positions(jnp.sort(logits, axis=-1), logits, "left")
+    unknown = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)
+    return jnp.where(unknown, jnp.nan, (logits.shape[-1] - less).astype(logits.dtype))
+
+
+def class_scores(score: Score, logits: Float[Array, "*batch classes"]) -> Float[Array, "*batch classes"]:
+    """A nonconformity score of each class that orders classes as `score` does."""
+    if score == "lac":
+        return lac_scores(logits)
+    if score == "top_k":
+        return top_k_scores(logits)
+    # The remaining probability decreases as the score increases; its logarithm does not round.
+    return -adaptive_scores(logits, None, jnp.zeros((), logits.dtype), jnp.asarray(0, jnp.int32))[1]
+
+
+def score_labels(
+    name: str,
+    score: Score,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    level: float,
+    mask: ArrayLike | None,
+    *,
+    argument: str = "logits",
+) -> tuple[Array, Array, Array | None]:
+    """Raises for invalid arguments. Returns the labels' scores on held-out rows, the labels and the mask."""
+    checked = check_row_logits(name, logits, argument=argument)
+    kept = check_mask(name, mask, checked.shape[:-1])
+    targets = check_labels(name, labels, checked, mask, argument=argument, members=False)
+    check_level(name, level)
+    blanked = blank_masked(targets, kept)
+    scores = at_label(class_scores(score, blank_masked(checked, kept)), blanked)
+    check_no_nan(name, argument, scores, mask)
+    return scores, blanked, kept

@@ -5,11 +5,10 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 
 from .._check import check_logits, check_word, promote
 from ..resample import Folds
-from ..resample._check_held_out import check_folds
+from ..resample._held_out import check_folds
 from ._check import check_members_of_folds, check_num_classes, check_one_fold, check_rows_of_folds
-from ._class_scores import SCORES, Score, class_scores
-from ._fit_classes import score_labels
-from ._rank import fraction, rank_of
+from ._classes import SCORES, Score, class_scores, score_labels
+from ._quantile import fraction, rank_of
 
 
 class CrossConformal(eqx.Module):

@@ -1,24 +1,120 @@
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Num, Real
 
 from .._check import (
+    check_array,
     check_fitted_members,
     check_positive_int,
     check_regression,
     check_values,
     check_weights,
+    concrete,
+    kind_text,
+    needs_message,
     promote,
 )
+from .._warnings import warn
 from .._weighting import blank_masked, blank_unweighted, known_mean, weighted_mean
 from ..resample import out_of_bag
 from ..resample._check import check_drawn
 from ..uncertainty import Interval
 from ._check import check_held_out, check_level, check_targets
-from ._check_series import check_known, check_residuals, check_times, warn_of_no_residual
+from ._jackknife import left_out_shares
 from ._outward import difference_up, enclose, residuals_out, rounding_of_means
-from ._shortest import residuals_and_share, shortest
+from ._quantile import fraction
+
+# Signed residuals of out-of-bag means, and the shortest interval that contains a fraction of them.
+
+
+@jax.jit
+def residuals_and_share(
+    held_out: Float[Array, " rows"],
+    targets: Interval,
+    unseen: Bool[Array, "members rows"],
+    weights: Float[Array, " members"],
+    known: Bool[Array, " rows"],
+) -> tuple[Interval, Float[Array, " members"]]:
+    """The residuals, rounded outwards, and the members' weights in the mean of out-of-bag means over known rows."""
+    lower, upper, held_out = (blank_masked(x, known) for x in (*targets, held_out))
+    residuals = residuals_out(Interval(lower, upper), held_out)
+    share = jnp.sum(jnp.where(known[None], left_out_shares(unseen, weights), 0), axis=1)
+    total = jnp.sum(share)
+    return residuals, jnp.where(total == 0, weights / jnp.sum(weights), share / jnp.where(total == 0, 1, total))
+
+
+@partial(jax.jit, static_argnames="level")
+def shortest(
+    residuals: Interval, known: Bool[Array, " rows"], level: float
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The ends of the shortest interval of neighbours; infinite if no residual is known, NaN if a known one is NaN."""
+    exact, num_rows = fraction(level), known.size
+    sizes = np.asarray([n * exact.numerator // exact.denominator for n in range(num_rows + 1)], np.int32)
+    count = jnp.sum(known, dtype=jnp.int32)
+    # The order of the rows is the same for both ends, up to ties.
+    ordered, above = (jnp.sort(jnp.where(known, ends, jnp.inf)) for ends in residuals)
+    lower = jnp.arange(num_rows, dtype=jnp.int32)
+    upper = lower + jnp.asarray(sizes)[count]
+    ends = above[jnp.minimum(upper, num_rows - 1)]
+    inside = upper < count
+    first = jnp.argmin(jnp.where(inside, ends - jnp.where(inside, ordered, 0), jnp.inf))
+    none = count == 0
+    spoilt = jnp.any(jnp.isnan(residuals.upper) & known)
+    below = jnp.where(none, -jnp.inf, jnp.where(spoilt, jnp.nan, ordered[first]))
+    return below, jnp.where(none, jnp.inf, jnp.where(spoilt, jnp.nan, ends[first]))
+
+
+def check_outcome(name: str, covered: ArrayLike) -> Array:
+    """Raises unless `covered` is a scalar from 0 to 1. Returns it as an array."""
+    array = check_array(name, "covered", covered)
+    if array.shape != () or jnp.issubdtype(array.dtype, jnp.complexfloating):
+        fix = "Several targets at one step? Pass the mean of their outcomes. Several series? `jax.vmap` over states."
+        raise ValueError(needs_message(name, "one outcome as `covered`", f"got {kind_text(array)}", fix))
+    host = concrete(covered)
+    if host is not None and not 0 <= host <= 1:
+        fix = "Pass whether the target was in its set: `(lower <= target) & (target <= upper)`."
+        raise ValueError(needs_message(name, "`covered` from 0 to 1", f"got {host}", fix))
+    return array
+
+
+def check_times(name: str, predictions: Array, targets: Array) -> None:
+    """Raises unless predictions are `(members,)` or `(members, times)`."""
+    if targets.ndim > 1:
+        fix = "The window of residuals belongs to one series: one state for each, with `jax.vmap`."
+        raise ValueError(
+            needs_message(name, "`predictions` (members,) or (members, times)", f"got shape {predictions.shape}", fix)
+        )
+
+
+def check_known(name: str, mask: ArrayLike | None, times: tuple[int, ...]) -> Array:
+    """Raises unless `mask` has one boolean per time; all may be `False`. Returns it as an array."""
+    if mask is None:
+        return jnp.ones(times, bool)
+    array = check_array(name, "mask", mask)
+    if array.dtype != bool or array.shape != times:
+        got = f"expected booleans {times}, got {array.dtype} {array.shape}"
+        raise ValueError(needs_message(name, "one boolean of `mask` for each time", got, "True keeps a target."))
+    return array
+
+
+def check_residuals(name: str, residuals: Array) -> None:
+    """Raises for NaN; checked where concrete."""
+    host = concrete(residuals)
+    if host is not None and np.isnan(host).any():
+        got = f"got {int(np.isnan(host).sum())} residuals that are NaN"
+        fix = "No target at that time? Pass `mask=False`. Did members diverge? Give them a weight of zero."
+        raise ValueError(needs_message(name, "predictions and targets without NaN", got, fix))
+
+
+def warn_of_no_residual(name: str, known: Array, reason: str, fix: str) -> None:
+    """Warns if no residual of the window is known; checked where concrete."""
+    host = concrete(known)
+    if host is not None and not np.any(host):
+        warn(f"`{name}`: {reason}; every interval is unbounded. {fix}")
 
 
 class Enbpi(eqx.Module):

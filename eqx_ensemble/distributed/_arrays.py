@@ -1,3 +1,4 @@
+import errno
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,9 +8,89 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._check import is_key, kind_text
+from .._check import is_key, is_traced, kind_text, path_text
 from .._pytree import PyTree
-from ._check import broadcast_type_message, check_addressable
+
+# Checks of arrays over several processes, and error messages.
+
+
+def check_addressable(leaf: Any, path: tuple) -> None:
+    """Checks that a leaf is not traced and that every process holds a part of it."""
+    if is_traced(leaf):
+        raise TypeError(
+            f"`distributed.to_host` copies arrays to the host, and the leaf at `{path_text(path)}` is traced: call it "
+            "outside `jax.jit` and other transformations."
+        )
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return
+    holders = {device.process_index for device in leaf.sharding.device_set}
+    without = sorted(set(range(jax.process_count())) - holders)
+    if without:
+        raise ValueError(
+            f"`distributed.to_host` needs arrays of which every process holds a part, and process {without[0]} of "
+            f"{jax.process_count()} holds none of the leaf at `{path_text(path)}`.\n"
+            "Shard it over devices of all processes first."
+        )
+
+
+def broadcast_type_message(kind: str) -> str:
+    """The message for a value of process 0 that is not a number."""
+    return (
+        "`distributed.broadcast_from_first` needs a bool, an int of at most 64 bits or a float in process 0, got "
+        f"{kind}.\n"
+        "Encode it as a number."
+    )
+
+
+def failure_message(processes: Sequence[int]) -> str:
+    """The message in processes without a failure, when others failed."""
+    listed = ", ".join(map(str, processes))
+    return f"The checkpoint was not written, because it failed in another process ({listed}); check its log"
+
+
+# Collectives between processes. With one process, nothing is sent.
+
+
+def all_gather(values: np.ndarray) -> np.ndarray:
+    """The arrays of all processes, in order, stacked along a new leading axis. All processes must call it."""
+    if jax.process_count() == 1 or values.size == 0:
+        return values[None]
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(values))
+
+
+def largest(value: int) -> int:
+    """The maximum of an integer over all processes. All processes must call it."""
+    packets = all_gather(np.array([value], np.int64).view(np.uint8))  # JAX may have no 64-bit types
+    return int(np.ascontiguousarray(packets).view(np.int64).max())
+
+
+def raise_on_all(error: Exception | None) -> None:
+    """Raises in all processes if one failed. All processes must call it."""
+    failed = np.flatnonzero(all_gather(np.array([error is not None])))
+    if error is not None:
+        raise error
+    if failed.size:
+        raise OSError(errno.EIO, failure_message([int(process) for process in failed]))
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which prints, shows progress and writes small files.
+
+    Call it after `jax.distributed.initialize`. All processes must run the same computations; only the use of their
+    results may depend on this.
+
+    **Returns:** `True` in process 0, and in a single process.
+
+    ```python
+    loss = ee.distributed.to_host(jnp.ones(4))
+    if ee.distributed.is_first():
+        print(loss.mean())
+    ```
+    """
+    return jax.process_index() == 0
+
 
 _AT_ONCE = 2**26  # bytes that one program gathers on each device
 

@@ -3,9 +3,9 @@
 from .. import _suggest
 from ._fit import fit as fit
 from ._map_members import map_members as map_members
-from ._open_run import open_run as open_run
 from ._predict import predict as predict
 from ._shard import ShardReport as ShardReport
 from ._sharded_run import ShardedRun as ShardedRun
+from ._sharded_run import open_run as open_run
 
 _suggest.explain_names(__name__)

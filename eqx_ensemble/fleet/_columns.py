@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..checkpoint._check_record import check_fields, check_valid, is_list, is_record
-from ..checkpoint._json_array import decode_array, encode_array
+from ..checkpoint._check_record import check_fields, check_valid, decode_array, encode_array, is_list, is_record
 from ..distributed import to_host
 from ..train._check_member import hyper_column_text
 from ..train._run import Run

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,14 +10,36 @@ import numpy as np
 from .. import _axes, tree
 from .._check import MemberMismatchError, is_typed_key
 from .._ensemble import Ensemble
-from .._ensemble._check_state import check_model_state
+from .._ensemble._check import check_model_state
 from .._foreign import as_numpy, from_foreign_tree
 from .._pytree import PyTree
+from ..checkpoint._structure import is_array_like
 from ..train._check import check_limit
-from ..train._hyper import hyper_arrays
+from ..train._opt_hyper import hyper_arrays
 from ..train._run import Run
 from ..train._state import TrainState
 from ..train.host._record import History
+
+# The shapes of members to read from files.
+
+
+def resize(like: Any, count: int) -> Any:
+    """The shapes of an ensemble, or of an ensemble and its state, for another number of members; no array data."""
+    if not isinstance(like, tuple):
+        return _ensemble_of(like, count)
+    ensemble, state = like
+    return _ensemble_of(ensemble, count), jax.tree.map(lambda x: _with_members(x, count), state)
+
+
+def _ensemble_of(ensemble: Ensemble[Any], count: int) -> Ensemble[Any]:
+    stacked = jax.tree.map(lambda x: _with_members(x, count), ensemble.arrays)
+    ids = jax.ShapeDtypeStruct((count,), ensemble.ids.dtype)
+    return eqx.filter_eval_shape(Ensemble, stacked, ensemble.shared, ids)
+
+
+def _with_members(x: Any, count: int) -> Any:
+    return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype) if is_array_like(x) else x
+
 
 _SMALL = 2**16  # bytes; arrays up to this size are sent with every shard
 _MEMBERS = ("max_steps", "target")

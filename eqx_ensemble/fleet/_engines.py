@@ -1,20 +1,198 @@
 """Engines that run shards: an executor, a factory of executors that is called again when one breaks, or Dask."""
 
 import contextlib
+import errno
+import hashlib
+import inspect
 import os
+import re
+import shutil
+import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .._check import check_installed, check_positive_int
+from .._check import check_installed, check_positive_int, kind_text
 from .._warnings import ignore_warnings, warn
-from ._array_files import write_arrays
-from ._check_engine import check_executor, check_factory, check_future, check_not_forked, check_open, explain_start
-from ._end_processes import end_processes
+from ..checkpoint import _disk
+from ..checkpoint._dtypes import raw
+from ._worker import ArrayFile
+
+# Checks of executors, which need the interface of `concurrent.futures`.
+
+_FIX = (
+    "Write a subclass of `concurrent.futures.Executor` whose `submit` returns a `concurrent.futures.Future`: "
+    "the recipe of other engines has some of ten lines."
+)
+
+
+def check_factory(executor: Any, *, name: str) -> None:
+    """Raises unless `executor` is a function, being neither an executor nor a Dask client."""
+    if not callable(executor):
+        raise TypeError(
+            f"`{name}` needs a `concurrent.futures.Executor`, a function that makes one, a Dask client, or `None` for "
+            f"a local Dask cluster; got {kind_text(executor)}.\n"
+            "For example `lambda: ProcessPoolExecutor(2, multiprocessing.get_context('spawn'))`. " + _FIX
+        )
+
+
+def check_executor(executor: Any) -> None:
+    """Raises unless a factory returned an executor."""
+    if not isinstance(executor, Executor):
+        raise TypeError(
+            "A function that makes executors must return a `concurrent.futures.Executor`, "
+            f"got {kind_text(executor)}.\n{_FIX}"
+        )
+
+
+def check_not_forked(executor: Executor) -> None:
+    """Raises for a process pool that forks: JAX is multithreaded, and a forked child has none of its threads."""
+    context = getattr(executor, "_mp_context", None) if isinstance(executor, ProcessPoolExecutor) else None
+    if context is not None and context.get_start_method() == "fork":
+        raise ValueError(
+            "`fleet` needs processes that are spawned, and this `ProcessPoolExecutor` forks: JAX is multithreaded, and "
+            "forked processes can deadlock.\n"
+            "Write `ProcessPoolExecutor(2, multiprocessing.get_context('spawn'))`, in a script below "
+            "`if __name__ == '__main__':`."
+        )
+
+
+def check_future(future: Any, executor: Executor) -> "Future[Any]":
+    """Raises unless `submit` returned a `concurrent.futures.Future`. Returns it."""
+    if not isinstance(future, Future):
+        raise TypeError(
+            f"`{type(executor).__name__}.submit` must return a `concurrent.futures.Future`, got {kind_text(future)}."
+            f"\n{_FIX}"
+        )
+    return future
+
+
+def check_open(client: Any, *, name: str) -> None:
+    """Raises if a Dask client is closed."""
+    if client.status == "closed":
+        raise RuntimeError(f"`{name}` needs a Dask client that is open: call it inside the `with` block.")
+
+
+@contextlib.contextmanager
+def explain_start(*, name: str) -> Iterator[None]:
+    """Adds the likely fix to the errors of workers that do not start."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(
+            f"`{name}` starts worker processes, which import the script: in a script, call it below "
+            "`if __name__ == '__main__':`."
+        )
+        raise
+
+
+# Ends the worker processes of an executor.
+
+
+def end_processes(executor: Executor) -> None:
+    """Ends the worker processes of an executor whose results are not needed, if it has a way to do so.
+
+    The interpreter otherwise waits at its exit until their calls are done.
+    """
+    pool: Any = executor
+    if callable(terminate := getattr(pool, "terminate_workers", None)):  # of the standard library, from Python 3.14
+        terminate()
+        return
+    if "kill_workers" in inspect.signature(pool.shutdown).parameters:  # of loky
+        pool.shutdown(wait=False, kill_workers=True)
+        return
+    processes = list((getattr(pool, "_processes", None) or {}).values())  # of the standard library, before
+    for process in processes:
+        process.terminate()
+
+
+# Large arrays in temporary files, which the processes of a machine map into shared memory.
+
+
+@contextlib.contextmanager
+def write_arrays(arrays: Sequence[np.ndarray]) -> Iterator[list[ArrayFile]]:
+    """Yields the files of arrays, in a folder that is removed at the end.
+
+    The folder is locked while its process lives: later calls remove folders whose lock is free, of killed processes.
+    """
+    with _explain_temporary(sum(array.nbytes for array in arrays)):
+        parent = Path(tempfile.gettempdir()).absolute()
+        _remove_stale(parent)
+    with contextlib.ExitStack() as stack:
+        with _explain_temporary(sum(array.nbytes for array in arrays)):
+            folder = stack.enter_context(_locked_folder(parent))
+            files = [_write(folder / str(number), array) for number, array in enumerate(arrays)]
+        yield files
+
+
+def _write(path: Path, array: np.ndarray) -> ArrayFile:
+    with open(path, "xb") as file:
+        file.write(raw(np.ascontiguousarray(array)))
+    return ArrayFile(str(path), array.shape, array.dtype.name)
+
+
+@contextlib.contextmanager
+def _locked_folder(parent: Path) -> Iterator[Path]:
+    with contextlib.ExitStack() as stack:
+        while True:
+            folder = parent / f"{_prefix()}{_disk.token()}"
+            os.mkdir(folder, 0o700)
+            # Before the lock is held, another process may take the folder for a stale one and remove it.
+            with contextlib.suppress(FileNotFoundError):
+                stack.enter_context(_disk.hold_lock(folder))
+                if folder.exists():
+                    break
+        try:
+            yield folder
+        finally:
+            _remove(folder)
+
+
+def _prefix() -> str:
+    """The beginning of the folders of this machine: locks may not reach others that share the disk."""
+    return f"eqx_ensemble-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]}-"
+
+
+def _remove_stale(parent: Path) -> None:
+    name = re.compile(rf"{_prefix()}[0-9a-f]{{8}}")
+    for left in [Path(entry.path) for entry in os.scandir(parent) if name.fullmatch(entry.name)]:
+        with _disk.hold_lock(left, wait=False) as is_stale:
+            if is_stale and not left.is_symlink():
+                _remove(left)
+
+
+def _remove(folder: Path) -> None:
+    """Removes our files, and the folder if nothing else is in it."""
+    with contextlib.suppress(OSError):
+        for file in folder.iterdir():
+            if file.name.isdecimal():
+                file.unlink()
+        folder.rmdir()
+
+
+@contextlib.contextmanager
+def _explain_temporary(size: int) -> Iterator[None]:
+    """Adds the folder, its free bytes and TMPDIR to errors of the operating system."""
+    try:
+        yield
+    except OSError as error:
+        folder = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
+        try:
+            free = f"{shutil.disk_usage(folder).free} bytes are free"
+        except OSError:
+            free = "free space is unknown"
+        raise OSError(
+            error.errno or errno.EIO,
+            f"`fleet` could not write the arrays for the workers ({size} bytes) in the temporary folder `{folder}`: "
+            f"{error.strerror or error}; {free}.\nFree some space, or set TMPDIR to a folder with more",
+        ) from error
+
 
 _MOST_WITHOUT_WORKERS = 60.0  # seconds until a warning
 

@@ -1,35 +1,225 @@
 import os
-from collections.abc import Callable
-from typing import Any, Unpack, overload
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, Required, Unpack, overload
 
 import equinox as eqx
 import numpy as np
+from jax.sharding import Mesh
 
-from .._check import check_optional_function
+from .._axes._check_rows import check_rows_of_data
+from .._check import check_integers_fit, check_key, check_optional_function, check_positive_int
 from .._ensemble import Ensemble, M
+from .._ensemble._check import check_model_state_given
 from .._pytree import PyTree
+from .._suggest import meant_text
 from ..distributed import to_host
-from ..train._check import check_length, check_no_transformation, check_some_training
+from ..plan import AbstractPlan
+from ..plan._auto import as_plan
+from ..train._check import (
+    check_hyper_used,
+    check_length,
+    check_no_transformation,
+    check_optimiser,
+    check_patience,
+    check_same_structure,
+    check_scoring,
+    check_some_training,
+)
+from ..train._check_run import check_choices, check_history
+from ..train._revive import Revive
 from ..train._run import Run
-from ..train._state import TrainState
+from ..train._signatures import CommonFitOptions
+from ..train._state import TrainState, check_state
 from ..train._status import Status
-from ..train.compiled._limits import make_limits, stop_at_limits
+from ..train._trainable import partition_trainable
+from ..train.compiled._check import check_loss_signature
 from ..train.compiled._optimiser import Optimiser
+from ..train.compiled._selection import make_limits, stop_at_limits
+from ..train.data._check import check_batch_size
+from ..train.data._data import as_row_indices, without_marks
+from ..train.data._reader import RowReader, check_no_scan
+from ..train.data._source import is_data_function
+from ..train.host._check import check_not_given_again, check_same_mode, missing_validation_message
 from ..train.resume._check import check_checkpoint_options
-from ._call import Call
-from ._check import check_folder, check_start
+from ._check import check_divisible, check_folder, check_start
 from ._check_saved import check_save_folder
-from ._divide import ids_of, large_shared, take_members
+from ._divide import ids_of, large_arrays, large_shared, member_options, on_host, take_data, take_members, take_options
 from ._fit_shard import count_of_columns, count_of_run, fit_shard, join_shards
-from ._fitting import prepare
-from ._identity import call_identity
+from ._folder import ShardCheckpoints, call_identity
 from ._make_members import check_ids_of_function, shapes_of_start
-from ._options import FleetCallOptions, FleetFitOptions
-from ._run_shards import Hooks
+from ._run_shards import Call, Hooks
 from ._save_shards import save_shards
 from ._shard import ShardReport, members_text
-from ._shard_checkpoints import ShardCheckpoints
 from ._sharded_run import ShardedRun
+
+
+class FleetFitOptions(CommonFitOptions, total=False):
+    """The options of `fit` that `fleet.fit` takes."""
+
+    on_diverge: Literal["freeze"] | Revive
+    plan: AbstractPlan | None
+    mesh: Callable[[], Mesh] | None
+
+
+class FleetCallOptions(FleetFitOptions, total=False):
+    """All options of `fleet.fit` except `save`, which determines the type of its result."""
+
+    shard: int | None
+    workers: int | None
+    retries: int
+    checkpoint: str | os.PathLike[str] | None
+    ids: Any
+    on_shard: Callable[[ShardReport], Any] | None
+    progress: bool | None
+    key: Required[Any]
+
+
+# The checks of `fit`, in the caller's process: on workers, its errors would come after shards were submitted.
+
+_KNOWN = sorted(FleetFitOptions.__optional_keys__)
+_REFUSED = ("max_seconds", "callbacks", "callback_every")  # unless they are `None`
+
+
+def check_known(options: Iterable[str], *, name: str) -> None:
+    """Raises for options that `fit` does not have."""
+    for word in options:
+        if word not in _KNOWN and word not in _REFUSED:
+            hint = meant_text(word, _KNOWN) or f"Its options are {', '.join(f'`{known}`' for known in _KNOWN)}."
+            raise TypeError(f"`{name}` has no option `{word}`.\n{hint}")
+
+
+def check_options(options: dict[str, Any], *, name: str) -> None:
+    """Raises for invalid options, and for options without those they require."""
+    of = lambda word, *, default=None: options.get(word, default)
+    check_choices(
+        has_aux=of("has_aux", default=False), progress=None, scan=of("scan"), score=of("score"),
+        order=of("order", default="each"), how=of("on_diverge", default="freeze"), name=name,
+    )  # fmt: skip
+    check_history(of("history", default="all"), name=name)
+    check_patience(of("patience"), of("validation"), name=name)
+    check_scoring(of("score"), of("mode"), of("min_delta", default=0.0), of("target"), of("validation"), name=name)
+    if of("batch_size") is not None:
+        check_positive_int(of("batch_size"), "batch_size", name=name)
+
+
+def check_start_options(begun: Any, optimiser: Any, options: dict[str, Any], *, name: str) -> None:
+    """Raises for options that the start of a run does not take, or lacks; `None` is built on the worker."""
+    if begun is None or isinstance(begun, Ensemble):
+        check_optimiser(optimiser, hyper=options.get("hyper"), name=name)
+    if isinstance(begun, Ensemble):
+        check_integers_fit((begun.stacked, begun.shared), argument="ensemble", name=name)
+        check_model_state_given(begun.stacked, options.get("state"), name=name)
+        partition_trainable(begun, options.get("trainable", eqx.is_inexact_array), name=name)
+    elif begun is not None:
+        given = [word for word in ("state", "hyper") if options.get(word) is not None]
+        given += ["trainable"] * (options.get("trainable", eqx.is_inexact_array) is not eqx.is_inexact_array)
+        check_not_given_again(given, name=name)
+        check_state(_train_state(begun), optimiser, name=name)
+        _check_selection(begun, options, name=name)
+
+
+def _check_selection(begun: Any, options: dict[str, Any], *, name: str) -> None:
+    """Raises unless a run with best weights continues with validation data, and with the same mode."""
+    selection = begun.selection if isinstance(begun, Run) else None
+    if selection is not None and options.get("validation") is None:
+        raise TypeError(missing_validation_message(name))
+    if selection is not None:
+        check_same_mode(options.get("mode") or "min", selection.mode, name=name)
+
+
+def _train_state(begun: Any) -> Any:
+    return begun.train_state if isinstance(begun, Run) else begun
+
+
+def check_losses(begun: Any, loss: Any, optimiser: Any, options: dict[str, Any], *, name: str) -> None:
+    """Raises unless the loss and the score can be called as documented, and use the hyper-parameters if any."""
+    if begun is None and callable(loss):  # whether its members have a state is seen on the worker
+        return
+    first = begun is None or isinstance(begun, Ensemble)
+    hyper = options.get("hyper") if first else _train_state(begun).hyper
+    stateful = (options.get("state") if first else _train_state(begun).model_state) is not None
+    fns = [loss] if options.get("score") is None else [loss, options["score"]]
+    wants_hyper = [check_loss_signature(fn, stateful=stateful, hyper=hyper, name=name) for fn in fns]
+    if hyper is not None:
+        check_hyper_used(optimiser, wants_hyper=any(wants_hyper), name=name)
+
+
+def check_data(sources: dict[str, Any], num_members: int, options: dict[str, Any], *, name: str) -> None:
+    """Raises unless data and validation data are arrays of rows, and fit to `batch_size` and `rows`."""
+    data, validation = sources["data"], sources["validation"]
+    of_arrays = lambda x, word: check_rows_of_data(x, num_members, argument=word, name=name, finite=False)
+    if not is_data_function(data):
+        if isinstance(data, RowReader):
+            check_no_scan(options.get("scan"), name=name)
+        num_rows = data.num_rows if isinstance(data, RowReader) else of_arrays(data, "data")
+        rows = as_row_indices(options.get("rows"), num_members, num_rows, name=name)
+        check_batch_size(options.get("batch_size"), num_rows if rows is None else rows.shape[1], name=name)
+    if validation is None or is_data_function(validation):
+        return
+    of_arrays(validation, "validation")
+    if options.get("score") is None and not is_data_function(data) and not isinstance(data, RowReader):
+        check_same_structure(without_marks(validation), without_marks(data), name=name)
+
+
+# The arguments of `fit`, divided into those common to all shards and those of each shard.
+
+
+class Fitting(NamedTuple):
+    """A call of `fit`, divided into shards.
+
+    **Attributes:**
+
+    - `common`: the arguments common to all shards.
+    - `own`: the options with one value per member.
+    - `sources`: data and validation data, or functions that make them on the worker.
+    """
+
+    common: dict[str, Any]
+    own: dict[str, Any]
+    sources: dict[str, Any]
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays that are sent to each worker once."""
+        return [array for x in self.sources.values() if not is_data_function(x) for array in large_arrays(x)]
+
+    def part(self, start: Any, positions: np.ndarray, ids: np.ndarray, folder: Any) -> dict[str, Any]:
+        """The arguments of the shard at `positions`, which starts from `start`."""
+        sources = {word: x if is_data_function(x) else take_data(x, positions) for word, x in self.sources.items()}
+        options = take_options(self.own, positions)
+        return {"start": start, "ids": ids, "sources": sources, "checkpoint": folder, "options": options}
+
+
+def prepare(
+    loss: Callable[..., Any],
+    optimiser: Optimiser,
+    data: Any,
+    options: dict[str, Any],
+    num_members: int,
+    *,
+    begun: Any,
+    name: str,
+    key: Any,
+) -> Fitting:
+    """Checks the arguments of `fit`, and divides them into common and per-member ones.
+
+    `begun` is an ensemble, a training state or a run; or `None` for ensembles that are built on the worker.
+    """
+    plan = as_plan(options.get("plan"))
+    check_divisible(options, plan, options.get("on_diverge", "freeze"), data, name=name)
+    check_known(options, name=name)
+    check_options(options, name=name)
+    check_key(key, name=name)
+    own = member_options(options, num_members, name=name)
+    given = (("data", data), ("validation", options.get("validation")))
+    sources = {word: x if is_data_function(x) else on_host(x, word, name=name) for word, x in given}
+    check_start_options(begun, optimiser, options | own, name=name)
+    check_losses(begun, loss, optimiser, options, name=name)
+    check_data(sources, num_members, options | own, name=name)
+    common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
+    common |= {word: value for word, value in options.items() if word not in common | own | sources}
+    return Fitting(common, own, sources)
+
 
 _NAME = "fleet.fit"
 

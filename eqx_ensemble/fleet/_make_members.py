@@ -12,8 +12,8 @@ from .._ensemble import Ensemble, Group
 from ..train._group_run import GroupRun
 from ..train._run import Run
 from ..train._state import TrainState
-from ..train.data._functions import is_wrapper
-from ._shapes import resize
+from ..train.data._source import is_wrapper
+from ._divide import resize
 
 _WITH_IDS = Ensemble | TrainState | Run | Group | GroupRun
 

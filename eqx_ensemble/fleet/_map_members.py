@@ -14,14 +14,12 @@ from .._pytree import PyTree
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..plan._map import map_members as map_here
-from ..tree._columns import map_columns
 from ..tree._compare import CONCATENATE_RULES, compare_trees
-from ._call import Call, run_call
+from ..tree._index import map_columns
 from ._check import check_complete, check_member_arguments, check_no_auto
 from ._divide import large_arrays, large_shared, on_host
-from ._run_shards import Hooks
-from ._sharded_run import ShardedRun
-from ._stored import Stored, by_file, locate
+from ._run_shards import Call, Hooks, run_call
+from ._sharded_run import ShardedRun, Stored, by_file, locate
 
 _NAME = "fleet.map_members"
 _RULES = CONCATENATE_RULES._replace(needs="results of members that differ only in their arrays", noun="shard")

@@ -10,8 +10,7 @@ import numpy as np
 from .. import tree
 from .._combination import of_predictions, stream_of
 from .._ensemble import Ensemble
-from .._ensemble._check import check_ensemble
-from .._ensemble._check_state import check_model_state, check_model_state_given
+from .._ensemble._check import check_ensemble, check_model_state, check_model_state_given
 from .._predict import predict as predict_here
 from .._predict._check import check_combine, check_rows_of_result
 from .._predict._inputs import check_members_and_rows
@@ -21,14 +20,39 @@ from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..train._check_run import check_run_weights, excluded_message
 from ..train._status import Status
-from ._call import Call, run_call
 from ._check import check_complete, check_no_auto
-from ._divide import large_arrays, large_shared, on_host, take_data
-from ._merge import PairwiseMerge
-from ._run_shards import Hooks
-from ._shapes import resize
-from ._sharded_run import ShardedRun
-from ._stored import Stored, by_file, locate
+from ._divide import large_arrays, large_shared, on_host, resize, take_data
+from ._run_shards import Call, Hooks, run_call
+from ._sharded_run import ShardedRun, Stored, by_file, locate
+
+
+class PairwiseMerge:
+    """Merges the partial results of shards as they arrive, in a fixed order.
+
+    A binary tree over shard numbers: neighbours are merged first, then pairs of these. Each late shard delays only
+    about as many partial results as the logarithm of the number of shards.
+    """
+
+    def __init__(self, merge: Callable[[Any, Any], Any]) -> None:
+        self._merge = merge
+        self._waiting: dict[tuple[int, int], Any] = {}
+
+    def add(self, number: int, part: Any) -> None:
+        """Adds the partial result of a shard."""
+        level = 0
+        while (level, number ^ 1) in self._waiting:
+            other = self._waiting.pop((level, number ^ 1))
+            part = self._merge(part, other) if number % 2 == 0 else self._merge(other, part)
+            level, number = level + 1, number // 2
+        self._waiting[level, number] = part
+
+    def result(self) -> Any:
+        """The merged result of all shards; `None` if there are none."""
+        total = None
+        for level, number in sorted(self._waiting, key=lambda at: at[1] << at[0]):
+            total = self._merge(total, self._waiting[level, number])
+        return total
+
 
 _NAME = "fleet.predict"
 

@@ -2,6 +2,8 @@
 
 import concurrent.futures as futures
 import contextlib
+import functools as ft
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -10,12 +12,29 @@ import numpy as np
 
 from .._check import check_optional_flag
 from .._progress import progress_line
-from ._engines import Engine
+from .._warnings import warn
+from ._check import check_retries, check_shard
+from ._divide import default_size, divide
+from ._engines import Engine, open_engine
 from ._serialise import ArrayRef, dumps, loads, refs_of
-from ._settings import settings
 from ._shard import Finished, Shard, ShardReport, members_text
-from ._warn_once import WarnOnce
-from ._worker import Attempt, Outcome, Task, run_shard
+from ._worker import Attempt, Outcome, Task, run_shard, settings
+
+_DIVERGED = re.compile(r"member\(s\) diverged")
+
+
+class WarnOnce:
+    """Repeats each warning of the workers once, without those about divergence, which the caller combines."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def __call__(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            if text not in self._seen and not _DIVERGED.search(text):
+                self._seen.add(text)
+                warn(text)
+
 
 _SHOWN = ("stopped", "diverged")  # in the progress line
 
@@ -228,3 +247,45 @@ def _in_order(work: _Work, *, interrupted: bool) -> Finished:
     """The completed and the abandoned shards, by number."""
     results = sorted(work.results, key=lambda pair: pair[0].number)
     return Finished(results, sorted(work.lost, key=lambda report: report.number), interrupted)
+
+
+# One call over shards: opens the engine, divides the members, and closes what it opened.
+
+
+class Call(NamedTuple):
+    """A call of `fn(common, own)` on workers; `part(positions)` makes the argument `own` of each shard.
+
+    `arrays` are leaves of `common` and of the parts that are sent to each worker once.
+    """
+
+    name: str
+    fn: Callable[[Any, Any], Any]
+    common: Any
+    part: Callable[[np.ndarray], Any]
+    arrays: list[Any]
+    ids: np.ndarray
+
+
+def run_call(
+    call: Call,
+    executor: Any,
+    *,
+    shard: int | None,
+    workers: int | None,
+    retries: int,
+    hooks: Hooks,
+    start: Callable[[int], list[tuple[int, np.ndarray]]] | None = None,
+) -> Finished:
+    """Runs a call on an executor. `start(size)` returns the numbered shards to run; by default all of them."""
+    retries, count = check_retries(retries, name=call.name), len(call.ids)
+    if shard is not None:
+        check_shard(shard, count, name=call.name)
+    with open_engine(executor, workers, name=call.name) as engine:
+        size = default_size(count, engine.num_workers()) if shard is None else shard
+        numbered = list(enumerate(divide(count, size))) if start is None else start(size)
+        shards = [
+            Shard(number, positions, call.ids[positions], ft.partial(call.part, positions))
+            for number, positions in numbered
+        ]
+        task = Task(call.fn, call.common)
+        return run_shards(engine, task, shards, call.arrays, retries=retries, hooks=hooks, name=call.name)

@@ -7,16 +7,23 @@ from typing import Any
 import numpy as np
 
 from .._warnings import warn
-from ..train._check_fit import warn_of_diverged
-from ._call import Call, run_call
+from ..train._check_run import warn_of_diverged
 from ._check_saved import check_same_size
 from ._columns import Columns
 from ._divide import divide
-from ._folder import SavedCall, has_call, lock_folder, read_call, store_of, write_call
-from ._identity import CallIdentity, check_same_identity
-from ._run_shards import Hooks
+from ._folder import (
+    CallIdentity,
+    SavedCall,
+    ShardCheckpoints,
+    check_same_identity,
+    has_call,
+    lock_folder,
+    read_call,
+    store_of,
+    write_call,
+)
+from ._run_shards import Call, Hooks, run_call
 from ._shard import Finished, check_some_done, lost_message
-from ._shard_checkpoints import ShardCheckpoints
 from ._sharded_run import ShardedRun, run_of_columns
 
 

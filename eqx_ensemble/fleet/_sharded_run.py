@@ -1,21 +1,93 @@
 import dataclasses
+import os
 from pathlib import Path
-from typing import Any, Generic, final
+from typing import Any, Generic, NamedTuple, final
 
 import numpy as np
 from jaxtyping import Float, Int, Int8
 
+from .. import tree
 from .._ensemble import Ensemble, M
+from .._ensemble._concatenate import concatenate
+from .._files import load
+from .._files._check import as_like, check_like_given
 from ..checkpoint._check_record import check_valid, explain_record
+from ..checkpoint._path import as_path
+from ..checkpoint._read import read_manifest
 from ..train._rank import rank_members
 from ..train._status import Status, status_names
 from ..train._summary import data_frame
 from ..train.compiled._selection import Mode
-from ._check_saved import check_wanted_ids, ids_text
+from ._check_saved import (
+    check_has_call,
+    check_like_of_members,
+    check_some_members,
+    check_stored_ids,
+    check_wanted_ids,
+    ids_text,
+)
 from ._columns import Columns, count_status, join_columns
-from ._folder import SavedCall
+from ._divide import resize
+from ._folder import SavedCall, has_call, read_call, store_of
 from ._shard import ShardReport
-from ._stored import locate
+
+# Members in the files of shards: which to read, in which order and shapes.
+
+
+class Stored(NamedTuple):
+    """Members to read: the paths of checkpoints, positions and ids of members in each, and their order afterwards.
+
+    `like` has the shapes of the ensemble, or of the ensemble and its state, for any number of members.
+    """
+
+    like: Any
+    paths: tuple[Path, ...]
+    rows: tuple[np.ndarray, ...]
+    ids: tuple[np.ndarray, ...]
+    sizes: tuple[int, ...]
+    order: np.ndarray
+
+    def read(self) -> tuple[Ensemble[Any], Any]:
+        """The ensemble, and its state or `None`."""
+        parts = [self._part(*each) for each in zip(self.paths, self.rows, self.ids, self.sizes, strict=True)]
+        ensembles, states = zip(*parts, strict=True)
+        ensemble = ensembles[0] if len(parts) == 1 else concatenate(ensembles)
+        state = states[0] if states[0] is None or len(parts) == 1 else tree.concatenate(states)
+        if np.array_equal(self.order, np.arange(len(self.order))):
+            return ensemble, state
+        return ensemble[self.order], None if state is None else tree.take(state, self.order)
+
+    def _part(self, path: Path, rows: np.ndarray, ids: np.ndarray, size: int) -> tuple[Ensemble[Any], Any]:
+        whole = np.array_equal(rows, np.arange(size))
+        found = load(path, resize(self.like, size), members=None if whole else rows.tolist())
+        ensemble, state = found if isinstance(found, tuple) else (found, None)
+        check_stored_ids(np.asarray(ensemble.ids), ids, path)
+        return ensemble, state
+
+
+def locate(run: "ShardedRun[Any]", positions: np.ndarray) -> Stored:
+    """The stored members of a run at some positions, in this order."""
+    sizes = np.array(run.sizes)
+    shard = np.repeat(np.arange(len(sizes)), sizes)[positions]
+    row = np.concatenate([np.arange(size) for size in sizes])[positions]
+    order = np.lexsort((row, shard))
+    found, first = np.unique(shard[order], return_index=True)
+    back = np.empty(len(order), np.int64)
+    back[order] = np.arange(len(order))
+    return Stored(
+        like=run.like,
+        paths=tuple(store_of(run.folder, run.shards[i], "").path for i in found),
+        rows=tuple(np.split(row[order], first[1:])),
+        ids=tuple(np.split(run.ids[positions][order], first[1:])),
+        sizes=tuple(run.sizes[i] for i in found),
+        order=back,
+    )
+
+
+def by_file(run: "ShardedRun[Any]", positions: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Divides positions by the file that holds each member; returns numbered arrays of indices into `positions`."""
+    shard = np.repeat(np.arange(len(run.sizes)), run.sizes)[positions]
+    return list(enumerate(np.flatnonzero(shard == number) for number in np.unique(shard)))
 
 
 @final
@@ -159,4 +231,56 @@ def run_of_columns(
         shards=tuple(numbers),
         sizes=sizes,
         **columns._asdict(),
+    )
+
+
+def open_run(folder: str | os.PathLike[str], like: Any) -> ShardedRun[Any]:
+    """Opens a folder in which [`eqx_ensemble.fleet.fit`][] saved members, of a complete or incomplete run.
+
+    **Arguments:**
+
+    - `folder`: the argument `save` of that call.
+    - `like`: as for [`eqx_ensemble.load`][]: the function that makes one member from a key, or an ensemble of such
+        members (for stateful members a pair of an ensemble and its state), of any number.
+
+    **Returns:** [`eqx_ensemble.fleet.ShardedRun`][], with the members of the completed shards.
+
+    **Raises:** `FileNotFoundError` if `fleet.fit` saved nothing in the folder; `ValueError` if no shard is complete, or
+    if files do not belong to the run; `TypeError` for an invalid `like`.
+
+    ```python
+    import tempfile
+    from concurrent.futures import ThreadPoolExecutor  # threads, for this example
+
+    def mse(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    make = lambda key: eqx.nn.Linear(3, 1, key=key)
+    data, folder = (jnp.ones((64, 3)), jnp.zeros((64, 1))), f"{tempfile.mkdtemp()}/run"
+    with ThreadPoolExecutor(2) as executor:
+        ee.fleet.fit(
+            executor, ee.build(make, 8, key=key), mse, optax.adam(1e-2), data, epochs=1, save=folder, key=key
+        )
+    run = ee.fleet.open_run(folder, make)
+    run.load(ids=[5, 2]).ids  # [5, 2]
+    ```
+    """
+    name = "fleet.open_run"
+    path = as_path(folder)
+    check_has_call(path, there=has_call(path), name=name)
+    check_like_given(like, name=name)
+    call = read_call(path, name=name)
+    stores = [store_of(path, number, call.identity.digest) for number in range(len(call.sizes))]
+    done = {number: store.read(name=name) for number, store in enumerate(stores) if store.is_complete}
+    check_some_members(len(done), path, name=name)
+    first = store_of(path, min(done), "").path
+    return run_of_columns(
+        path,
+        call,
+        done,
+        check_like_of_members(as_like(like, read_manifest(first)), name=name),
+        lost=(),
+        interrupted=False,
+        seconds=0.0,
     )

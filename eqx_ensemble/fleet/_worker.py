@@ -1,21 +1,72 @@
 """Runs one shard on a worker; its error is returned as a value, so that errors of the executor concern workers only."""
 
 import collections
+import contextlib
 import dataclasses
 import functools as ft
 import mmap
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._warnings import record_warnings
 from ._serialise import dumps, loads, refs_on_worker
-from ._settings import use_settings
-from ._shorten import shorten, with_short_message
+
+# Shortens error messages that workers return: a failed assertion on an array can have megabytes.
+
+_MOST = 10_000  # characters
+
+E = TypeVar("E", bound=Exception)
+
+
+def shorten(text: str) -> str:
+    """The beginning and the end of a long text."""
+    if len(text) <= _MOST:
+        return text
+    half = _MOST // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def with_short_message(error: E) -> E:
+    """The error, with long strings among its arguments shortened."""
+    if any(isinstance(arg, str) and len(arg) > _MOST for arg in error.args):
+        error.args = tuple(shorten(arg) if isinstance(arg, str) else arg for arg in error.args)
+    return error
+
+
+# The JAX settings that affect results, carried from the caller to workers.
+
+_CONTEXTS = {
+    "jax_enable_x64": jax.enable_x64,
+    "jax_threefry_partitionable": jax.threefry_partitionable,
+    "jax_default_prng_impl": jax.default_prng_impl,
+    "jax_default_matmul_precision": jax.default_matmul_precision,
+    "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
+    "jax_numpy_rank_promotion": jax.numpy_rank_promotion,
+    "jax_debug_nans": jax.debug_nans,
+    "jax_debug_infs": jax.debug_infs,
+}
+
+
+def settings() -> dict[str, Any]:
+    """The settings of this thread."""
+    return {name: getattr(jax.config, name) for name in _CONTEXTS}
+
+
+@contextlib.contextmanager
+def use_settings(given: dict[str, Any]) -> Iterator[None]:
+    """Applies settings to this thread inside `with`."""
+    with contextlib.ExitStack() as stack:
+        for name, value in given.items():
+            if getattr(jax.config, name) != value:
+                stack.enter_context(_CONTEXTS[name](value))
+        yield
+
 
 _MOST_TASKS = 4
 

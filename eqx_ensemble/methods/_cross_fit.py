@@ -12,10 +12,9 @@ from .._foreign import from_foreign_tree
 from .._predict import predict
 from .._pytree import PyTree
 from ..resample import Folds, HeldOut
-from ..resample._check_held_out import check_folds
-from ..train._check_held_out import check_rows_of_folds
+from ..resample._held_out import check_folds
 from ..train._fit import fit
-from ..train._run import Run
+from ..train._run import Run, check_rows_of_folds
 from ..train.compiled._optimiser import Optimiser
 from ._check import check_options, check_whole_folds
 

@@ -1,29 +1,247 @@
 """Checkpoints of methods that consist of several runs: one folder per run, and one lock for all of them."""
 
 import contextlib
+import dataclasses
+import errno
+import functools as ft
 import os
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
-from .._check import CheckpointCorruptError
+from .._check import CheckpointCorruptError, MemberMismatchError, check_function, kind_text
 from .._pytree import PyTree
 from .._warnings import warn
-from ..checkpoint import Checkpoints
-from ..checkpoint._check_folders import explain_folder
-from ..checkpoint._path import absolute, as_path
-from ..checkpoint._run_lock import RunLock
+from ..checkpoint import Checkpoints, _disk
+from ..checkpoint._check_folders import check_overwritable, explain_folder, is_sealed
+from ..checkpoint._formats import STEP
+from ..checkpoint._path import absolute, as_path, is_on_disk, list_folder
+from ..checkpoint._run_folder import NAME as LOCK
+from ..checkpoint._run_folder import RunLock
+from ..checkpoint._write import clean, remove
+from ..distributed import to_host
 from ..train._errors import NotSavedError
 from ..train._fit import fit as fit_here
 from ..train._run import Run
-from ..train.resume._program_text import function_text
-from ..train.resume._round import Round
-from ._call_record import check_recorded, texts_of, write_record
-from ._check_rounds import check_folder, check_resume_rounds, went_back_message
-from ._fit_round import check_rounds_of
-from ._round_folders import has_checkpoints, remove_round, remove_rounds, round_path, saved_rounds
+from ..train.data._data import is_batches
+from ..train.data._source import is_data_function
+from ..train.resume._check import check_checkpoint_options, check_run_folder, check_same_call
+from ..train.resume._code_texts import option_text
+from ..train.resume._identity import function_text
+from ..train.resume._resume import Round
+from ._check import check_options, check_whole_epochs
+
+# A record of the arguments of a method whose rounds are trained by another `fit`: its runs do not record them.
+
+_OTHER_FIT = {"fit": "another function"}
+
+
+def texts_of(own: dict[str, Any], *, name: str) -> dict[str, str]:
+    """A method's own arguments, as texts."""
+    return {"method": name} | {word: option_text(value) for word, value in own.items() if value is not None}
+
+
+def check_recorded(folder: Path, texts: dict[str, str], *, other_fit: bool, name: str) -> None:
+    """Raises if the rounds in a folder are of another call, or of another kind of `fit`."""
+    record = _record(folder)
+    if record.steps:
+        check_same_call(record.restore({}).meta, texts | _OTHER_FIT if other_fit else {}, folder, name=name)
+
+
+def write_record(folder: Path, texts: dict[str, str]) -> None:
+    """Saves the arguments that later rounds depend on, after the first: a call that fails in it may change them."""
+    record = _record(folder)
+    if not record.steps:
+        record.save(0, {}, meta=texts | _OTHER_FIT)
+
+
+def _record(folder: Path) -> Checkpoints:
+    return Checkpoints(folder / "call")
+
+
+# The function `fit` with which a method trains its rounds: that of this library, or another with its signature.
+
+_IN_FILES = ("save", "ids")  # options of `fleet.fit`
+
+
+def check_rounds_of(fit: Callable[..., Any], *, name: str) -> Callable[..., Any]:
+    """Raises unless `fit` is a function. Returns it, with checks of what it returns if it is not that of this library.
+
+    Rounds that another function ends early, before all members were trained, have not taken place.
+    """
+    if fit is fit_here:
+        return fit
+    check_function(fit, "fit", name=name, example="functools.partial(ee.fleet.fit, executor)")
+    return ft.partial(_fit_round, fit, name)
+
+
+def _fit_round(
+    fit: Callable[..., Any], name: str, begun: Any, loss: Any, optimiser: Any, data: Any, **options: Any
+) -> Run[Any]:
+    check_options(getattr(fit, "keywords", {}) | options, _IN_FILES, "it compares members in this process", name=name)
+    if options.get("steps") is not None and is_data_function(data):
+        data = ft.partial(_make_data, data, name)
+    before = _not_trained(begun) if isinstance(begun, Run) else None
+    try:
+        run = fit(begun, loss, optimiser, data, **options)
+    except KeyboardInterrupt:
+        if before is None:
+            raise
+        return before
+    if not isinstance(run, Run):
+        raise TypeError(f"`{name}` needs `fit` to return a run, as that of this library does; got {kind_text(run)}.")
+    missing = np.setdiff1d(_ids(begun), _ids(run)).tolist()
+    if missing and not run.interrupted:
+        raise MemberMismatchError(
+            f"`{name}` needs the runs of all members to compare them; `fit` returned without {len(missing)} of them, "
+            f"ids {missing[:8]}.\n"
+            "Rerun the call: with `checkpoint=`, it resumes."
+        )
+    return before if missing and before is not None else run
+
+
+def _not_trained(begun: Run[Any]) -> Run[Any]:
+    """The run that a round was to continue, with the members that were stopped before it, as after Ctrl-C."""
+    state = begun.train_state.moving
+    status, stopped_at = to_host(state.status), to_host(state.stopped_at)
+    return dataclasses.replace(begun, status=status, stopped_at=stopped_at, interrupted=True)
+
+
+def _ids(begun: Any) -> np.ndarray:
+    return np.asarray(begun.train_state.ids if isinstance(begun, Run) else begun.ids)
+
+
+def _make_data(make: Callable[..., Any], name: str, ids: np.ndarray) -> Any:
+    data = make(ids)
+    check_whole_epochs(1, is_batches=is_batches(data), name=name)
+    return data
+
+
+# The subfolders of rounds in the folder of a method.
+
+_ROUND = re.compile(r"round-([0-9]{6})")
+
+
+def round_path(folder: Any, index: int) -> Any:
+    """The folder of a round."""
+    return folder / f"round-{index:06d}"
+
+
+def has_checkpoints(folder: Any) -> bool:
+    """Whether a folder or any of its subfolders holds a checkpoint."""
+    return any(STEP.fullmatch(path.name) for path in folder.glob("**/step-*"))
+
+
+def saved_rounds(folder: Any) -> list[int]:
+    """The indices of the rounds with a complete checkpoint, in order."""
+    return [index for index in _rounds(folder) if Checkpoints(round_path(folder, index)).steps]
+
+
+def remove_rounds(folder: Any, before: int) -> None:
+    """Removes all earlier rounds, including leftovers of killed processes."""
+    for index in _rounds(folder):
+        if index < before:
+            remove_round(folder, index)
+
+
+def remove_round(folder: Any, index: int) -> None:
+    """Removes a round. If other files are in its folder, warns and keeps them."""
+    path = round_path(folder, index)
+    try:
+        for step in Checkpoints(path).steps:
+            remove(Checkpoints(path).path(step))
+        clean(path, STEP)
+        with contextlib.suppress(FileNotFoundError):
+            _disk.remove(path / LOCK)  # left by a killed process
+        _disk.remove_empty_folder(path)
+    except OSError as error:
+        warn(f"The checkpoints of an earlier round could not be removed: {error}")
+
+
+def _rounds(folder: Any) -> list[int]:
+    matches = [_ROUND.fullmatch(entry.name) for entry in list_folder(folder) if entry.is_dir()]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+# Checks for methods that save several runs in one folder.
+
+
+def check_saving(checkpoint: Any, every: Any, resume: Any, data: Any, *, name: str) -> None:
+    """Raises for invalid checkpoint options, and for data whose position cannot be restored between two runs."""
+    check_checkpoint_options(checkpoint, every, resume, name=name)
+    if checkpoint is None:
+        return
+    if isinstance(checkpoint, Checkpoints):
+        raise TypeError(
+            f"`{name}` needs `checkpoint` to be the path of a folder, got {kind_text(checkpoint)}: each of its runs "
+            "has a folder of its own in it."
+        )
+    if is_batches(data):
+        raise TypeError(
+            f"`{name}` takes `checkpoint` with data in arrays, got {kind_text(data)}: the position of an iterable of "
+            "batches cannot be restored between runs.\nLeave `checkpoint` out, or call `fit`, which saves it."
+        )
+    if jax.process_count() > 1:
+        raise NotImplementedError(f"`{name}` takes `checkpoint` on one process, not on {jax.process_count()}.")
+
+
+def check_folder(folder: Any, *, name: str) -> None:
+    """Raises for a path that holds something else: a file, a checkpoint, or the run of one `fit`."""
+    if not is_on_disk(folder):
+        raise TypeError(f"`{name}` needs `checkpoint` to be a folder in a file system, got `{folder}`.")
+    check_overwritable(folder, is_checkpoint=not folder.exists() or folder.is_dir())
+    check_run_folder(folder, is_checkpoint=is_sealed(folder), name=name)
+    if Checkpoints(folder).steps:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"`{name}` needs a folder of its own as `checkpoint`, and `{folder}` holds the checkpoints of one run.\n"
+            "Choose another folder",
+        )
+
+
+def check_resume_rounds(folder: Any, resume: str, *, begun: bool, name: str) -> None:
+    """Raises for `resume="must"` without checkpoints, and for `"never"` with some."""
+    if resume == "must" and not begun:
+        raise FileNotFoundError(errno.ENOENT, f"`{name}` must resume, and found no checkpoint in `{folder}`")
+    if resume == "never" and begun:
+        raise FileExistsError(
+            errno.EEXIST,
+            f"`{name}` must not resume, and `{folder}` holds checkpoints, which are not overwritten.\nChoose another "
+            "folder, or remove this one",
+        )
+
+
+def went_back_message(folder: Any, error: Exception, *, name: str) -> str:
+    """The warning that training resumes from the previous round, because all checkpoints of this one are damaged."""
+    round_ = os.path.basename(folder)
+    return (
+        f"`{name}` resumes from the round before `{round_}`: all checkpoints of `{round_}` are damaged.\n"
+        f"  {str(error).splitlines()[0]}"
+    )
+
+
+def check_some_score(scores: np.ndarray, training: np.ndarray, *, name: str) -> None:
+    """Raises if no member that trains has a validation score by which members could be compared."""
+    if np.isnan(scores[training]).all():
+        raise ValueError(
+            f"`{name}` cannot compare members: the validation scores of all {int(training.sum())} members that train "
+            "are NaN.\nA metric may be undefined for these rows, such as the recall of a class that they lack: return "
+            "a number there."
+        )
+
+
+def last_scores(run: Run) -> Float[np.ndarray, " members"]:
+    """The validation scores of the current weights `(members,)`; all NaN if the current step was not validated."""
+    scores, steps = run.history.validation, run.history.validation_step
+    if scores is None or len(steps) == 0 or steps[-1] != int(run.train_state.step):
+        return np.full(len(run.status), np.nan)
+    return scores[:, -1]
+
 
 _DECISIONS = "decisions"
 T = TypeVar("T")

@@ -1,6 +1,9 @@
 import functools as ft
+import threading
+import types
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -9,15 +12,48 @@ from jax.sharding import Mesh
 
 from .. import _axes, _check
 from .._axes._check import check_has_axis
+from .._code import Code, code_of
 from .._foreign import as_hashable_leaf
 from .._pytree import PyTree
 from .._typing import MappedFunction, Out, P
 from ..sharding._layout import as_layout
 from ._auto import AnyPlan, as_plan
 from ._check import check_equal_constants, check_no_parts
-from ._compiled import keeps_program, program_of
 from ._plans import AbstractPlan
 from ._sharded import sharded_plan
+
+# A cache of functions that are compiled for all members: `jax.lax.map` outside `jax.jit` compiles in every call.
+
+_MOST_PROGRAMS = 32  # each holds its function and the variables that it reads
+
+
+class _Program(NamedTuple):
+    code: Code | None
+    call: Callable[..., Any]
+
+
+_PROGRAMS: OrderedDict[Any, _Program] = OrderedDict()
+_LOCK = threading.Lock()
+
+
+def keeps_program(plan: AbstractPlan) -> bool:
+    """Whether a call is compiled and its program cached; never inside a transformation."""
+    return plan.compiles and not _check.is_inside_transformation()
+
+
+def program_of(fn: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """`eqx.filter_jit(run)` for a function, cached until its code or a variable that it reads is replaced."""
+    plain = isinstance(fn, types.FunctionType)
+    key, code = (fn, code_of([fn])) if plain else (type(fn), None)  # `filter_jit` distinguishes other callables
+    with _LOCK:
+        found = _PROGRAMS.get(key)
+        if found is None or found.code is not code:
+            found = _Program(code, eqx.filter_jit(lambda *args: run(*args)))  # its programs are freed with it
+            _PROGRAMS[key] = found
+            while len(_PROGRAMS) > _MOST_PROGRAMS:
+                _PROGRAMS.popitem(last=False)
+        _PROGRAMS.move_to_end(key)
+    return found.call
 
 
 def map_members(

@@ -4,8 +4,7 @@ import equinox as eqx
 import jax
 
 from .._pytree import PyTree
-from ..sharding._constrain import FREE, constrain_members
-from ..sharding._layout import Layout
+from ..sharding._layout import FREE, Layout, constrain_members
 from ..sharding._shard import pad_members
 from ._plans import AbstractPlan
 

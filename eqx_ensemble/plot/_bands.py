@@ -7,8 +7,130 @@ from jaxtyping import ArrayLike, Float, Real
 from .._check import check_optional_text
 from ..combine import mean
 from ..uncertainty import interval
-from ._axes import Axes, axes_for, of_line, with_unit
-from ._check import check_bands, check_weighted_members
+from ._axes import Axes, axes_for, of_line, of_patch, with_unit
+from ._check import (
+    check_bands,
+    check_bin_edges,
+    check_plotted,
+    check_risk_coverage,
+    check_two_names,
+    check_weighted_members,
+)
+
+
+def uncertainty_histogram(
+    in_distribution: Real[ArrayLike, "..."],
+    out_of_distribution: Real[ArrayLike, "..."],
+    *,
+    bins: Any = 20,
+    labels: tuple[str, str] = ("in distribution", "out of distribution"),
+    unit: str | None = None,
+    ax: Axes | None = None,
+    **options: Any,
+) -> Axes:
+    """Histograms of uncertainty in distribution, filled, and out of distribution, as an outline, in common bins.
+
+    Each histogram shows percentages of its rows, so that data of different sizes are comparable. Values beyond the
+    outer edges count in the outer bins.
+
+    **Arguments:**
+
+    - `in_distribution`, `out_of_distribution`: one uncertainty per row, of any shapes, such as `.epistemic` of
+        [`eqx_ensemble.uncertainty.decompose_entropy`][].
+    - `bins`: the number of bins from the lowest to the highest of all values, or the edges of the bins.
+    - `labels`: the two names in the legend.
+    - `unit`: the unit of the uncertainty, such as `"nats"`, for the axis label.
+    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
+    - `options`: passed to `matplotlib.axes.Axes.stairs` for both histograms.
+
+    **Returns:**
+
+    The Axes.
+
+    **Raises:**
+
+    - `TypeError` for values that are not real numbers.
+    - `ValueError` for no rows, numbers that are not finite, and edges that do not increase.
+    - `ImportError` without matplotlib (extra `plot`).
+
+    ```python
+    seen = 4 * jax.random.normal(key, (8, 300, 5))
+    unseen = jax.random.normal(key, (8, 200, 5))
+    known = ee.uncertainty.decompose_entropy(seen)
+    novel = ee.uncertainty.decompose_entropy(unseen)
+    ax = ee.plot.uncertainty_histogram(known.total, novel.total, unit="nats")
+    ```
+    """
+    name = "plot.uncertainty_histogram"
+    check_optional_text(unit, "unit", name=name)
+    check_two_names(labels, name=name)
+    known = np.ravel(check_plotted(name, "in_distribution", in_distribution))
+    novel = np.ravel(check_plotted(name, "out_of_distribution", out_of_distribution))
+    edges = np.histogram_bin_edges(np.concatenate([known, novel]), check_bin_edges(name, bins))
+
+    ax = axes_for(name, ax)
+    filled = {"fill": True, "facecolor": "0.8", "edgecolor": "0.3", "hatch": "///", "linewidth": 0.8}
+    outline = {"edgecolor": "black", "linewidth": 2}
+    for values, label, style in zip((known, novel), labels, (filled, outline), strict=True):
+        counts, _ = np.histogram(np.clip(values, edges[0], edges[-1]), edges)
+        ax.stairs(100 * counts / len(values), edges, **of_patch(options, label=label, **style))
+    ax.set(xlabel=with_unit("uncertainty", unit), ylabel="rows, %")
+    ax.legend()
+    return ax
+
+
+def risk_coverage(
+    coverage: Real[ArrayLike, " rows"],
+    risk: Real[ArrayLike, " rows"],
+    *,
+    unit: str | None = None,
+    ax: Axes | None = None,
+    **options: Any,
+) -> Axes:
+    """Risk-coverage curve: the mean loss of the predicted rows against their fraction, least certain rows rejected.
+
+    Call it again with the same `ax` to compare: each curve uses another line style. The dotted line is the risk of
+    predicting all rows, which is also that of rejecting at random; the curve of a good uncertainty is well below it.
+
+    **Arguments:**
+
+    - `coverage`: fractions of the rows that are predicted, increasing, `(rows,)`.
+    - `risk`: their mean loss, `(rows,)`. Both are returned by [`eqx_ensemble.scores.risk_coverage`][].
+    - `unit`: the unit of the loss, such as `"nats"`, for the axis label.
+    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
+    - `options`: passed to `matplotlib.axes.Axes.plot` for the curve, such as `label`.
+
+    **Returns:**
+
+    The Axes.
+
+    **Raises:**
+
+    - `ValueError` for shapes that differ, numbers that are not finite, and coverages that decrease or are outside 0 to
+        1.
+    - `ImportError` without matplotlib (extra `plot`).
+
+    ```python
+    uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])
+    ax = ee.plot.risk_coverage(
+        *ee.scores.risk_coverage(uncertainty, wrong), label="entropy"
+    )
+    ```
+
+    ??? cite
+        [Selective Classification for Deep Neural Networks](https://arxiv.org/abs/1705.08500)
+    """
+    name = "plot.risk_coverage"
+    check_optional_text(unit, "unit", name=name)
+    coverages, risks = check_risk_coverage(name, coverage, risk)
+
+    ax = axes_for(name, ax)
+    (line,) = ax.plot(coverages, risks, **of_line(ax, options))
+    ax.hlines(risks[-1], 0, 1, color=line.get_color(), linestyle=":", linewidth=0.8)
+    ax.set(xlim=(0, 1), xlabel="coverage, share of rows that are predicted", ylabel=with_unit("risk, mean loss", unit))
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend()
+    return ax
 
 
 def prediction_bands(

@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Integer
 from .._check import check_positive_int, check_word
 from .._weighting import class_mixture, is_class
 from ._classification import check_classes, correct
-from ._crps_gaussian import expected_distance
+from ._gaussian import expected_distance
 from ._reduce import RowWeights, sum_by_segment
 
 Binning = Literal["width", "mass"]

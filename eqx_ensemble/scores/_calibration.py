@@ -9,6 +9,149 @@ from ._binning import Binning, bin_rows, by_class, check_bins, mean_gap, of_top_
 from ._reduce import RowWeights
 
 
+def mce(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    num_bins: int = 15,
+    binning: Binning = "width",
+    weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Float[Array, ""]:
+    r"""Maximum calibration error of the mixture's top label, from 0 to 1; lower is better.
+
+    $\max_k |\mathrm{accuracy}_k - \mathrm{confidence}_k|$ over the non-empty bins of [`eqx_ensemble.scores.ece`][].
+    Bins with few rows have large gaps by chance: the score is biased upwards, far more than `ece`, and a bin with a
+    single wrong row can determine it. Bins of equal mass, and fewer bins, reduce the bias.
+
+    **Arguments:**
+
+    As [`eqx_ensemble.scores.ece`][], without `debiased`.
+
+    **Returns:**
+
+    A scalar. NaN if any row of the mixture is NaN or, while tracing, a label is out of range.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
+
+    ```python
+    # two rows of 80 % confidence, one right; one row of 60 %, right
+    logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2], [0.6, 0.4]]]))
+    ee.scores.mce(logits, jnp.array([0, 1, 0]))  # max(|0.5 - 0.8|, |1 - 0.6|) = 0.4
+    ```
+
+    ??? cite
+        [Obtaining Well Calibrated Probabilities Using Bayesian Binning](https://doi.org/10.1609/aaai.v29i1.9602)
+
+        ```bibtex
+        @inproceedings{naeini2015obtaining,
+            author={Mahdi Pakdaman Naeini and Gregory F. Cooper and Milos Hauskrecht},
+            title={Obtaining Well Calibrated Probabilities Using {B}ayesian Binning},
+            booktitle={AAAI Conference on Artificial Intelligence},
+            year={2015},
+        }
+        ```
+    """
+    checked = check_bins("scores.mce", logits, labels, num_bins, binning, weights, row_weights, mask)
+    return _mce(*checked, num_bins, binning)
+
+
+@partial(jax.jit, static_argnames=("num_bins", "binning"))
+def _mce(
+    logits: Float[Array, "members *batch classes"],
+    labels: Integer[Array, "*batch"],
+    weights: Float[Array, "members ..."] | None,
+    row_weights: RowWeights | None,
+    num_bins: int,
+    binning: Binning,
+) -> Float[Array, ""]:
+    bins = of_top_label(logits, labels, weights, row_weights, num_bins, binning)
+    return jnp.max(jnp.abs(bins.frequency - bins.probability))  # zero in empty bins
+
+
+_SINGLE = 1e-4  # tolerance for an effective number of rows that rounds to more than one
+
+
+def squared_calibration_error(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    num_bins: int = 15,
+    binning: Binning = "mass",
+    debiased: bool = True,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+) -> Float[Array, ""]:
+    r"""Mean squared calibration error of the mixture's top label, unbiased for the given bins; lower is better.
+
+    $\sum_k \frac{n_k}{n} \left((a_k - c_k)^2 - \frac{a_k (1 - a_k)}{n_k - 1}\right)$ with the accuracy $a_k$ and the
+    mean confidence $c_k$ of bin $k$. The last term is the expected contribution of label noise. Without it
+    (`debiased=False`), even a perfectly calibrated model has a positive error, which vanishes only with many rows.
+
+    **Arguments:**
+
+    - `binning`: `"mass"`, bins with equal numbers of rows, or `"width"`; see [`eqx_ensemble.scores.ece`][].
+    - `debiased`: whether to subtract the expected excess. Bins with a single row then count as zero.
+    - the other arguments: as for [`eqx_ensemble.scores.ece`][].
+
+    **Returns:**
+
+    A scalar, a squared probability; it may be negative if the model is well calibrated. The l2 calibration error is
+    `jnp.sqrt(jnp.maximum(x, 0))`.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
+
+    ```python
+    logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))
+    ee.scores.squared_calibration_error(logits, jnp.array([0, 1]), debiased=False)
+    # 0.3**2 = 0.09
+    ee.scores.squared_calibration_error(logits, jnp.array([0, 1]))  # 0.09 - 0.25 = -0.16
+    ```
+
+    ??? cite
+        [Verified Uncertainty Calibration](https://arxiv.org/abs/1909.10155)
+
+        ```bibtex
+        @inproceedings{kumar2019verified,
+            author={Ananya Kumar and Percy Liang and Tengyu Ma},
+            title={Verified Uncertainty Calibration},
+            booktitle={Advances in Neural Information Processing Systems},
+            year={2019},
+        }
+        ```
+    """
+    checked = check_bins(
+        "scores.squared_calibration_error", logits, labels, num_bins, binning, weights, row_weights, mask
+    )
+    debiased = check_flag(debiased, "debiased", name="scores.squared_calibration_error")
+    return _squared_calibration_error(*checked, num_bins, binning, debiased)
+
+
+@partial(jax.jit, static_argnames=("num_bins", "binning", "debiased"))
+def _squared_calibration_error(
+    logits: Float[Array, "members *batch classes"],
+    labels: Integer[Array, "*batch"],
+    weights: Float[Array, "members ..."] | None,
+    row_weights: RowWeights | None,
+    num_bins: int,
+    binning: Binning,
+    debiased: bool,  # noqa: FBT001
+) -> Float[Array, ""]:
+    bins = of_top_label(logits, labels, weights, row_weights, num_bins, binning)
+    errors = (bins.frequency - bins.probability) ** 2
+    if debiased:
+        single = bins.effective < 1 + _SINGLE
+        noise = bins.frequency * (1 - bins.frequency) / jnp.where(single, 1, bins.effective - 1)
+        errors = jnp.where(single, 0 * errors, errors - noise)  # times zero: NaN stays NaN
+    return jnp.sum(bins.count * errors) / jnp.sum(bins.count)
+
+
 def ece(
     logits: Float[ArrayLike, "members *batch classes"],
     labels: Integer[ArrayLike, "*batch"],

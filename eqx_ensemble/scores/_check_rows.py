@@ -11,7 +11,7 @@ from .._check import (
     needs_message,
     promote,
 )
-from ._row_weights import check_row_weights, check_rows
+from ._reduce import check_row_weights, check_rows
 
 
 def check_ranking(

@@ -1,15 +1,79 @@
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import as_column, check_regression, check_weights, check_word
+from .._check import (
+    as_column,
+    check_array,
+    check_function,
+    check_regression,
+    check_weights,
+    check_word,
+    concrete,
+    first_text,
+    kept_rows,
+    needs_message,
+)
 from .._combination import by_order
 from .._weighting import shares_in_order
 from ._check import check_fair, check_reduction
-from ._reduce import Reduction, reduce_rows
-from ._row_weights import CountedRows, check_rows
+from ._reduce import CountedRows, Reduction, check_rows, reduce_rows
+
+
+def check_chaining(
+    name: str, chaining: Callable[[Array], Array] | None, lower: ArrayLike | None, upper: ArrayLike | None
+) -> None:
+    """Raises unless either thresholds or a chaining function are given."""
+    given = lower is not None or upper is not None
+    if chaining is not None:
+        check_function(chaining, "chaining", name=name, example="lambda z: jax.nn.softplus(z - 3)")
+    if given == (chaining is not None):
+        got = "got both" if given else "got neither"
+        fix = "`lower=`, `upper=` or both restrict the score to a range. For all values use `scores.crps`."
+        raise ValueError(needs_message(name, "thresholds or `chaining`", got, fix))
+
+
+def check_thresholds(
+    name: str, lower: ArrayLike | None, upper: ArrayLike | None, targets: Array, known: ArrayLike | None
+) -> tuple[Array, Array]:
+    """Raises for invalid thresholds. Returns both, each a scalar or one per row, infinite if not given."""
+    found = []
+    for argument, value, missing in (("lower", lower, -np.inf), ("upper", upper, np.inf)):
+        array = check_array(name, argument, missing if value is None else value)
+        if not (jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)):
+            got = f"got dtype {array.dtype}, shape {array.shape}"
+            raise TypeError(needs_message(name, f"real numbers as `{argument}`", got, "In the unit of the targets."))
+        if array.shape not in ((), targets.shape):
+            got = f"expected () or {targets.shape}, got {array.shape}"
+            fix = "Nothing is broadcast. One score per threshold? Use `jax.vmap`."
+            raise ValueError(needs_message(name, f"`{argument}` as one number, or one per row", got, fix))
+        host, kept = concrete(missing if value is None else value), kept_rows(known)
+        if host is not None and kept is not None and (wrong := np.isnan(host) & (kept if host.ndim else True)).any():
+            fix = "Leave out the threshold that does not bound anything."
+            raise ValueError(needs_message(name, f"`{argument}` without NaN", first_text(host, wrong), fix))
+        found.append((array.astype(targets.dtype), host, kept))
+    (low, low_host, kept), (high, high_host, _) = found
+    if low_host is not None and high_host is not None and kept is not None:
+        wrong = (low_host > high_host) & (kept if max(low_host.ndim, high_host.ndim) else True)
+        if np.any(wrong):
+            got = f"got `lower` {low_host[wrong].flat[0]}" if low_host.ndim else f"got `lower` {low_host}"
+            raise ValueError(needs_message(name, "`lower` at or below `upper`", got, "Swapped? `lower` comes first."))
+    return low, high
+
+
+def check_chained(name: str, chaining: Callable[[Array], Array], values: Array) -> Array:
+    """Calls a chaining function; raises unless it returns floating-point values of the same shape."""
+    chained = chaining(values)
+    shape, dtype = getattr(chained, "shape", None), getattr(chained, "dtype", None)
+    if shape != values.shape or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        got = f"got shape {shape}, dtype {dtype}, of shape {values.shape}"
+        fix = "It is applied to each value: `lambda z: jnp.maximum(z, 3.0)`."
+        raise ValueError(needs_message(name, "`chaining` that returns a number for each value", got, fix))
+    return chained.astype(values.dtype)
 
 
 def crps(
@@ -133,3 +197,81 @@ def _fair(
     below = shares_in_order(errors, own)[:-1]
     distance = jnp.sum(below * (1 - below) * jnp.diff(errors, axis=0), axis=0)  # half the mean distance of two members
     return _energy(errors, own, None) - distance / (errors.shape[0] - 1)
+
+
+def threshold_weighted_crps(
+    samples: Float[ArrayLike, " members *batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    lower: Real[ArrayLike, "..."] | None = None,
+    upper: Real[ArrayLike, "..."] | None = None,
+    chaining: Callable[[Array], Array] | None = None,
+    estimator: Literal["nrg", "fair"] = "nrg",
+    weights: Real[ArrayLike, " members"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Threshold-weighted CRPS of the members' point predictions, for a range of values; lower is better.
+
+    $\int w(z) (F(z) - [z \ge y])^2 dz$, which is [`eqx_ensemble.scores.crps`][] of $v(x_m)$ and $v(y)$ with the
+    chaining function $v$, an antiderivative of the weight $w \ge 0$. For thresholds, $w$ is one between them and zero
+    elsewhere, and $v$ clips. It is proper, unlike the CRPS restricted to rows with extreme targets.
+
+    **Arguments:**
+
+    - `samples`: `(members, *batch)`, one number per member and entry.
+    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `lower`, `upper`: the thresholds, each a scalar or `(*batch,)`; unbounded if not given.
+    - `chaining`: $v$, instead of thresholds: an elementwise function that JAX can trace, such as
+        `lambda z: jax.nn.softplus(z - 3)`. It must be nondecreasing, which is not checked.
+    - `estimator`: `"nrg"` or `"fair"`, as for [`eqx_ensemble.scores.crps`][].
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`; at most the CRPS if $w \le 1$. Scores for different thresholds are not comparable.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.crps`][], and `ValueError` for neither or both of thresholds and `chaining`, thresholds
+    that are NaN or in the wrong order (where concrete), and a chaining function that changes shapes.
+
+    ```python
+    samples, targets = jnp.array([[0.0], [4.0]]), jnp.array([1.0])
+    # values above 2 only: of 2 and 4 for a target of 2, 1 - 0.5
+    ee.scores.threshold_weighted_crps(samples, targets, lower=2.0)
+    ```
+
+    ??? cite
+        [Evaluating Forecasts for High-Impact Events Using Transformed Kernel
+        Scores](https://doi.org/10.1137/22M1532184); thresholds after [Comparing Density Forecasts Using Threshold- and
+        Quantile-Weighted Scoring Rules](https://doi.org/10.1198/jbes.2010.08110)
+
+        ```bibtex
+        @article{allen2023evaluating,
+            author={Sam Allen and David Ginsbourger and Johanna Ziegel},
+            title={Evaluating Forecasts for High-Impact Events Using Transformed Kernel Scores},
+            journal={SIAM/ASA Journal on Uncertainty Quantification},
+            year={2023},
+        }
+        ```
+    """
+    name = "scores.threshold_weighted_crps"
+    points, observed = check_regression(name, targets, members=True, samples=samples)
+    convex = check_estimator(name, estimator, points, weights)
+    rows = check_rows(name, row_weights, mask, observed.shape, points.dtype)
+    check_chaining(name, chaining, lower, upper)
+    # Ignored rows are set to one, where most chaining functions and their gradients are finite.
+    points, observed = rows.blank(points, before=1, fill=1), rows.blank(observed, fill=1)
+    if chaining is None:
+        low, high = check_thresholds(name, lower, upper, observed, rows.known)
+        of_members = [x[None] if x.ndim else x for x in (low, high)]
+        points, observed = jnp.clip(points, *of_members), jnp.clip(observed, low, high)
+    else:
+        points, observed = check_chained(name, chaining, points), check_chained(name, chaining, observed)
+    return crps_of_points(name, points, observed, rows, convex, estimator, reduction)

@@ -4,11 +4,134 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_floating_arrays, check_labels, check_regression
+from .._check import check_floating_arrays, check_labels, check_level, check_regression
 from .._weighting import at_label
 from ._check import check_interval, check_reduction, check_sets
-from ._reduce import Reduction, RowWeights, reduce
-from ._row_weights import check_rows
+from ._reduce import Reduction, RowWeights, check_rows, import_scoringrules, reduce, scoringrules_config
+
+
+def interval_score(
+    lower: Float[ArrayLike, "*batch"],
+    upper: Float[ArrayLike, "*batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    level: float,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Interval (Winkler) score of central intervals: width plus a penalty for targets outside; lower is better.
+
+    $(u - l) + \frac{2}{1 - \mathrm{level}} (\max(l - y, 0) + \max(y - u, 0))$, in the unit of the target. Its
+    expectation is minimised by the true quantiles: it balances coverage and width. Computed by `scoringrules`
+    (`pip install 'eqx_ensemble[scores]'`).
+
+    **Arguments:**
+
+    - `lower`, `upper`: the ends, of one shape; no `members` axis.
+    - `targets`: of the same shape; nothing is broadcast.
+    - `level`: the nominal coverage of the intervals, a Python number between 0 and 1.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. Infinite for unbounded intervals, such as those of [`eqx_ensemble.conformal.split`][] with
+    too few rows, and infinite targets.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.coverage`][]; also `ValueError` for a level outside (0, 1), and `ImportError` without
+    scoringrules.
+
+    ```python
+    ee.scores.interval_score(jnp.zeros(1), jnp.ones(1), jnp.array([1.1]), level=0.8)
+    # 1 + 0.1 * 2 / 0.2 = 2.0
+    ```
+
+    ??? cite
+        [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
+    """
+    name = "scores.interval_score"
+    rules = import_scoringrules(name)
+    low, high, observed = check_regression(name, targets, members=False, lower=lower, upper=upper)
+    check_level(name, level)
+    rows = check_rows(name, row_weights, mask, observed.shape, observed.dtype)
+    check_interval(name, lower, upper, mask=rows.known)
+    check_reduction(name, reduction, observed.shape)
+    low, high, observed = (rows.blank(x) for x in (low, high, observed))
+    # scoringrules multiplies distances by zero or one, and infinity times zero is NaN.
+    infinite = jnp.isinf(low) | jnp.isinf(high) | jnp.isinf(observed)
+    unknown = jnp.isnan(low) | jnp.isnan(high) | jnp.isnan(observed)
+    low, high, observed = (jnp.where(infinite, 0, x) for x in (low, high, observed))
+    with scoringrules_config():
+        each = rules.interval_score(observed, low, high, 1 - level, backend="jax")
+    each = jnp.where(infinite, jnp.where(unknown, jnp.nan, jnp.inf), jnp.reshape(each, observed.shape))
+    return reduce(each, reduction, rows.weights)
+
+
+def pinball(
+    quantiles: Float[ArrayLike, "*batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    level: float,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Pinball (quantile) score of predictions of a single quantile; lower is better.
+
+    $\tau (y - q)$ for targets above the prediction and $(1 - \tau) (q - y)$ for targets below, with level $\tau$; in
+    the unit of the target. Computed by `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
+
+    **Arguments:**
+
+    - `quantiles`, `targets`: of one shape `(*batch,)`, without a `members` axis; nothing is broadcast.
+    - `level`: the level of the predicted quantile, a Python number between 0 and 1.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`.
+
+    **Raises:**
+
+    - `ImportError` without scoringrules.
+    - `TypeError` for quantiles that are not floating-point.
+    - `ValueError` for mismatched shapes, and a level outside (0, 1).
+
+    ```python
+    ee.scores.pinball(jnp.zeros(2), jnp.array([1.0, -1.0]), level=0.9)
+    # (0.9 + 0.1) / 2 = 0.5
+    ```
+
+    ??? cite
+        [Regression Quantiles](https://doi.org/10.2307/1913643)
+
+        ```bibtex
+        @article{koenker1978regression,
+            author={Roger Koenker and Gilbert Bassett},
+            title={Regression Quantiles},
+            journal={Econometrica},
+            year={1978},
+        }
+        ```
+    """
+    name = "scores.pinball"
+    rules = import_scoringrules(name)
+    predicted, observed = check_regression(name, targets, members=False, quantiles=quantiles)
+    check_level(name, level)
+    rows = check_rows(name, row_weights, mask, observed.shape, observed.dtype)
+    check_reduction(name, reduction, observed.shape)
+    predicted, observed = rows.blank(predicted), rows.blank(observed)
+    with scoringrules_config():
+        each = rules.quantile_score(observed, predicted, level, backend="jax").astype(predicted.dtype)
+    return reduce(each, reduction, rows.weights)
 
 
 def coverage(

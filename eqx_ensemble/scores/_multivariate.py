@@ -1,19 +1,112 @@
 """Shared code of the multi-output scores: checks, and the call of scoringrules."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import as_column, check_regression
+from .._check import as_column, check_array, check_nonnegative, check_number, check_regression, needs_message
 from .._weighting import blank_unweighted
-from ._check import check_known_weights, check_outputs, check_reduction
+from ._check import check_known_weights, check_outputs, check_reduction, check_two_members
 from ._crps import check_estimator
-from ._reduce import Reduction, reduce
-from ._row_weights import CountedRows, check_rows
-from ._scoringrules import scoringrules_config, without_gradient
+from ._reduce import (
+    CountedRows,
+    Reduction,
+    check_rows,
+    import_scoringrules,
+    reduce,
+    scoringrules_config,
+    without_gradient,
+)
+
+
+def dawid_sebastiani(
+    samples: Float[ArrayLike, " members *batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Dawid-Sebastiani score of the mean and the variance of the members' point predictions; lower is better.
+
+    $(y - \mu)^2 / \sigma^2 + \log \sigma^2$ with the members' mean $\mu$ and variance $\sigma^2$ (ddof 1). It depends
+    on these two moments only, and is twice the negative log-density of their Gaussian minus $\log 2 \pi$. For members
+    that predict variances use [`eqx_ensemble.scores.nll_gaussian`][] with [`eqx_ensemble.combine.gaussian`][]. Computed
+    by `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
+
+    **Arguments:**
+
+    - `samples`: `(members, *batch)`, one number per member and entry; at least two members, equally weighted.
+    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. Not finite where all members are equal.
+
+    **Raises:**
+
+    - `ImportError` without scoringrules.
+    - `TypeError` for samples that are not floating-point.
+    - `ValueError` for mismatched shapes, and for fewer than two members.
+
+    ```python
+    ee.scores.dawid_sebastiani(jnp.array([[0.0], [2.0]]), jnp.array([1.0]))
+    # log(2) = 0.693
+    ```
+
+    ??? cite
+        [Coherent Dispersion Criteria for Optimal Experimental Design](https://doi.org/10.1214/aos/1018031101)
+
+        ```bibtex
+        @article{dawid1999coherent,
+            author={A. Philip Dawid and Paola Sebastiani},
+            title={Coherent Dispersion Criteria for Optimal Experimental Design},
+            journal={The Annals of Statistics},
+            year={1999},
+        }
+        ```
+    """
+    name = "scores.dawid_sebastiani"
+    rules = import_scoringrules(name)
+    points, observed = check_regression(name, targets, members=True, samples=samples)
+    check_two_members(name, points.shape[0])
+    rows = check_rows(name, row_weights, mask, observed.shape, points.dtype)
+    check_reduction(name, reduction, observed.shape)
+    # Ignored rows are overwritten with 0, 1, 2...: equal members would give a NaN gradient.
+    numbers = jnp.arange(points.shape[0], dtype=points.dtype)
+    # Errors, not values: the mean of large numbers would lose precision.
+    errors = points - observed[None]
+    errors = rows.blank(errors, before=1, fill=as_column(numbers, points.ndim))
+    with scoringrules_config():
+        each = rules.dssuv_ensemble(jnp.zeros_like(observed), errors, m_axis=0, backend="jax")
+    return reduce(each, reduction, rows.weights)
+
+
+def check_order(name: str, order: float | int) -> float:
+    """Raises unless `order` is a positive number. Returns it."""
+    number = check_number(order, "order", name=name)
+    if number <= 0:
+        raise ValueError(needs_message(name, "`order` above zero", f"got {order}", "0.5, 1 and 2 are usual."))
+    return number
+
+
+def check_pair_weights(name: str, pair_weights: ArrayLike | None, out: int, dtype: jnp.dtype) -> Array | None:
+    """Raises unless `pair_weights` are non-negative numbers `(out, out)`. Returns them as an array."""
+    if pair_weights is None:
+        return None
+    array = check_array(name, "pair_weights", pair_weights)
+    if array.shape != (out, out):
+        got = f"expected {(out, out)}, got {array.shape}"
+        raise ValueError(needs_message(name, "`pair_weights` for pairs of outputs", got, "They are `(out, out)`."))
+    fix = "A pair of weight zero does not count."
+    check_nonnegative(name, "pair_weights", pair_weights, fix=fix)
+    return array.astype(dtype)
 
 
 class Vectors(NamedTuple):
@@ -60,3 +153,134 @@ def score_vectors(
 
     samples = rows.blank(blank_unweighted(samples, convex), before=1)
     return reduce(without_gradient(name, score)(samples, rows.blank(targets)), reduction, rows.weights)
+
+
+def energy_score(
+    samples: Float[ArrayLike, "members *batch out"],
+    targets: Real[ArrayLike, "*batch out"],
+    *,
+    estimator: Literal["nrg", "fair"] = "nrg",
+    weights: Real[ArrayLike, " members"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Energy score of the members' multi-output predictions as samples; lower is better.
+
+    $\sum_m w_m \lVert x_m - y \rVert - \frac12 \sum_{mn} w_m w_n \lVert x_m - x_n \rVert$ with Euclidean norms over
+    outputs, which must have the same unit: a generalisation of [`eqx_ensemble.scores.crps`][] to vectors. Computed by
+    `scoringrules` (`pip install 'eqx_ensemble[scores]'`), which allocates an array `(*batch, members, members, out)`.
+
+    **Arguments:**
+
+    - `samples`: `(members, *batch, out)`.
+    - `targets`: `(*batch, out)`; nothing is broadcast.
+    - `estimator`: `"nrg"`, or `"fair"`, whose last sum is divided by $M (M - 1)$ instead of $M^2$; report which one was
+        used.
+    - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. Members of weight zero are
+        ignored. Only with `"nrg"`.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. It is not differentiable.
+
+    **Raises:**
+
+    - `ImportError` without scoringrules.
+    - `TypeError` for samples that are not floating-point.
+    - `ValueError` for mismatched shapes, invalid or traced weights, and `"fair"` with weights or with fewer than two
+        members.
+    - `NotImplementedError` when differentiated.
+
+    ```python
+    samples, targets = jnp.array([[[0.0, 0.0]], [[6.0, 8.0]]]), jnp.array([[3.0, 4.0]])
+    ee.scores.energy_score(samples, targets)  # 5 - 10 / 4 = 2.5
+    ```
+
+    ??? cite
+        [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
+    """
+    name = "scores.energy_score"
+    rules = import_scoringrules(name)
+    vectors = check_vectors(name, samples, targets, weights, row_weights, mask, estimator, reduction)
+    options = {"m_axis": 0, "estimator": estimator, "backend": "jax"}
+    rule = lambda y, x, weights: rules.es_ensemble(y, x, ens_w=weights, **options)
+    return score_vectors(name, rule, vectors, reduction)
+
+
+def variogram_score(
+    samples: Float[ArrayLike, "members *batch out"],
+    targets: Real[ArrayLike, "*batch out"],
+    *,
+    order: float | int = 0.5,
+    pair_weights: Real[ArrayLike, "out out"] | None = None,
+    estimator: Literal["nrg", "fair"] = "nrg",
+    weights: Real[ArrayLike, " members"] | None = None,
+    row_weights: Real[ArrayLike, "*batch"] | None = None,
+    mask: Bool[ArrayLike, "*batch"] | None = None,
+    reduction: Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Variogram score of the members' multi-output predictions as samples; lower is better.
+
+    $\sum_{ij} w_{ij} (|y_i - y_j|^p - \sum_m w_m |x_{mi} - x_{mj}|^p)^2$ over all ordered pairs of outputs, with order
+    $p$. It measures dependence between outputs better than [`eqx_ensemble.scores.energy_score`][], but ignores an
+    offset common to all outputs: also report a univariate score. Computed by `scoringrules`
+    (`pip install 'eqx_ensemble[scores]'`), which allocates an array `(*batch, members, out, out)`.
+
+    **Arguments:**
+
+    - `samples`: `(members, *batch, out)`.
+    - `targets`: `(*batch, out)`; nothing is broadcast.
+    - `order`: $p$, a positive number; 0.5, 1 and 2 are usual.
+    - `pair_weights`: $w_{ij}$, non-negative, `(out, out)`, such as inverse distances between stations; one if not
+        given.
+    - `estimator`: `"nrg"`, or `"fair"`, which is unbiased for the distribution that members are drawn from, and
+        allocates `(*batch, members, members, out, out)`.
+    - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. Members of weight zero are
+        ignored. Only with `"nrg"`.
+    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
+        twice; a row of weight zero is ignored, even if it contains NaN.
+    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. It is not differentiable.
+
+    **Raises:**
+
+    As [`eqx_ensemble.scores.energy_score`][], and `ValueError` for an order that is not positive, and invalid pair
+    weights.
+
+    ```python
+    samples, targets = jnp.array([[[0.0, 1.0]], [[0.0, 9.0]]]), jnp.array([[0.0, 4.0]])
+    # both pairs: 2 * (2 - (1 + 3) / 2)**2 = 0
+    ee.scores.variogram_score(samples, targets)
+    ```
+
+    ??? cite
+        [Variogram-Based Proper Scoring Rules for Probabilistic Forecasts of Multivariate
+        Quantities](https://doi.org/10.1175/MWR-D-14-00269.1)
+
+        ```bibtex
+        @article{scheuerer2015variogram,
+            author={Michael Scheuerer and Thomas M. Hamill},
+            title={Variogram-Based Proper Scoring Rules for Probabilistic Forecasts of Multivariate Quantities},
+            journal={Monthly Weather Review},
+            year={2015},
+        }
+        ```
+    """
+    name = "scores.variogram_score"
+    rules = import_scoringrules(name)
+    vectors = check_vectors(name, samples, targets, weights, row_weights, mask, estimator, reduction)
+    points, observed = vectors.samples, vectors.targets
+    pairs = check_pair_weights(name, pair_weights, points.shape[-1], points.dtype)
+    wide = None if pairs is None else jnp.broadcast_to(pairs, (*observed.shape, observed.shape[-1]))
+    options = {"w": wide, "m_axis": 0, "p": check_order(name, order), "estimator": estimator, "backend": "jax"}
+    rule = lambda y, x, weights: rules.vs_ensemble(y, x, ens_w=weights, **options)
+    return score_vectors(name, rule, vectors, reduction)

@@ -1,13 +1,19 @@
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import ArrayLike
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
+from sklearn.utils.validation import check_is_fitted, validate_data
 
+from .._predict import predict
+from ..resample import out_of_bag_mean
+from ._base import AbstractEstimator
 from ._check import check_validation_fraction
 from ._heads import Scaler
+from ._member import call_network
 
 
 class Table(NamedTuple):
@@ -70,3 +76,25 @@ def device_scaler(scaler: StandardScaler, shape: tuple[int, ...]) -> Scaler:
 
 def _columns(values: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), -1)
+
+
+def validate_and_predict(estimator: AbstractEstimator, X: Any, combine: Callable[..., Any] | None = None) -> Any:
+    """The members' predictions of standardised targets, or of logits, for rows of features, combined."""
+    check_is_fitted(estimator)
+    X = validate_data(estimator, X, reset=False, dtype=np.float64)
+    return predict_rows(estimator, X, combine)
+
+
+def predict_rows(estimator: AbstractEstimator, x: np.ndarray, combine: Callable[..., Any] | None = None) -> Any:
+    """`validate_and_predict` for validated features."""
+    return predict(
+        estimator.ensemble_, scale(estimator.input_scaler_, x), fn=call_network, combine=combine,
+        state=estimator.state_, progress=False,
+    )  # fmt: skip
+
+
+def predict_out_of_bag(predictions: Any, drawn: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The mean over the members that did not draw a row; NaN if all did, or if members could not draw it."""
+    found = np.array(out_of_bag_mean(predictions, drawn).mean)
+    found[~np.isin(np.arange(len(found)), rows)] = np.nan
+    return found

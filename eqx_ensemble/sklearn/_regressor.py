@@ -1,5 +1,3 @@
-from . import _available as _available
-
 # isort: split
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,10 +13,9 @@ from .._check import check_level, check_word
 from ..uncertainty import Interval
 from ._base import AbstractEstimator, has_bag
 from ._check import check_parameters
-from ._data import unscale, widths
+from ._data import predict_out_of_bag, predict_rows, unscale, validate_and_predict, widths
 from ._fit import fit_members, is_warm
 from ._heads import Gaussian, head_for_targets
-from ._predict import predict_out_of_bag, predict_rows, validate_and_predict
 
 
 class EnsembleRegressor(RegressorMixin, AbstractEstimator):

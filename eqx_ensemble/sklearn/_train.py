@@ -17,8 +17,7 @@ from ._check import check_outputs
 from ._data import Table
 from ._heads import AbstractHead
 from ._member import MemberMaker, Scaling, loss, stateful_loss
-from ._network import Network
-from ._optimiser import default_optimiser, optimiser_of_rate
+from ._network import Network, default_optimiser, optimiser_of_rate
 
 
 class Members(NamedTuple):

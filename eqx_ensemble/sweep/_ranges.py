@@ -1,12 +1,242 @@
+import abc
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Shaped
 
-from ._check import check_ends, check_sweep_values
-from ._range import AbstractRange
+from .. import _streams
+from .._check import (
+    MemberMismatchError,
+    check_integers_fit,
+    check_key,
+    check_number,
+    check_positive_int,
+    is_traced,
+    kind_text,
+)
+from .._foreign import as_numpy
+
+
+class AbstractRange(abc.ABC):
+    """The distribution of one hyper-parameter. Subclass it for other distributions.
+
+    A range is used by [`eqx_ensemble.sweep.draw`][], [`eqx_ensemble.methods.hyperband`][] and
+    [`eqx_ensemble.methods.population.perturb_hyper`][].
+
+    ```python
+    class Normal(ee.sweep.AbstractRange):
+        def __init__(self, mean, scale) -> None:
+            self.mean, self.scale = mean, scale
+
+        def draw(self, generator):
+            return generator.normal(self.mean, self.scale)
+
+        def rescale(self, value, factor):
+            return value * factor
+
+    hyper = ee.sweep.draw({"shift": Normal(0.0, 1.0)}, 8, key=key)
+    ```
+    """
+
+    @abc.abstractmethod
+    def draw(self, generator: np.random.Generator) -> Any:
+        """Draws one value.
+
+        **Arguments:**
+
+        - `generator`: the random generator of one member.
+
+        **Returns:** a Python number.
+        """
+
+    @abc.abstractmethod
+    def rescale(self, value: float, factor: float) -> Any:
+        """Returns the value of the range nearest to `factor` times `value`.
+
+        **Arguments:**
+
+        - `value`: a value of the range.
+        - `factor`: a positive number.
+
+        **Returns:** a Python number.
+        """
+
+
+def check_sweep_values(values: Any, *, name: str) -> dict[str, np.ndarray]:
+    """Raises unless `values` maps names to lists of numbers. Returns them as arrays."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"`{name}` needs a dict from name to values, got {kind_text(values)}.")
+    if not values:
+        raise ValueError(f"`{name}` needs at least one name with values, got none.")
+    arrays = {}
+    for word, given in values.items():
+        array = as_numpy(given, word, name=name)
+        if array.dtype.kind not in "biuf":
+            raise TypeError(
+                f"`{name}` needs numbers in `{word}`, because members of one ensemble differ only in arrays; got "
+                f"{given!r}.\nBuild one ensemble per choice."
+            )
+        if array.ndim == 0 or len(array) == 0:
+            raise ValueError(f"`{name}` needs a list of values in `{word}`, got {given!r}.")
+        check_integers_fit(array, argument=word, name=name)
+        arrays[word] = array
+    return arrays
+
+
+def check_lengths(arrays: Mapping[str, np.ndarray], *, name: str) -> None:
+    """Raises unless all names have the same number of values."""
+    if len({len(x) for x in arrays.values()}) > 1:
+        listed = ", ".join(f"{len(x)} in `{word}`" for word, x in arrays.items())
+        raise MemberMismatchError(
+            f"`{name}` needs one value per member in every name; got {listed}.\n"
+            "`sweep.grid` makes one member of every combination."
+        )
+
+
+def check_ends(low: Any, high: Any, *, name: str, positive: bool = False) -> None:
+    """Raises unless `low` and `high` are finite numbers in order, positive if asked."""
+    for value in (low, high):
+        check_number(value, "low" if value is low else "high", name=name)
+    if not low < high:
+        raise ValueError(f"`{name}` needs `low` below `high`, got {low} and {high}.")
+    if positive and low <= 0:
+        raise ValueError(f"`{name}` needs positive ends, because zero has no logarithm; got {low} and {high}.")
+
+
+def check_ranges(value: Any, *, name: str) -> None:
+    """Raises unless `value` maps names to ranges."""
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError(f"`{name}` needs a dict from name to range, got {value!r}.")
+    for word, one in value.items():
+        if not isinstance(one, AbstractRange):
+            raise TypeError(f"`{name}` needs a range in `{word}`, such as `sweep.LogUniform(1e-4, 1e-1)`, got {one!r}.")
+
+
+def check_schedule(value: Any, length: Any, new_length: Any, *, name: str) -> None:
+    """Raises unless `value` is a function and both lengths are positive numbers."""
+    if not callable(value):
+        raise TypeError(f"`{name}` needs a schedule, a function of a step; got {value!r}.")
+    if not check_number(length, "length", name=name) > 0:
+        raise ValueError(f"`{name}` needs the schedule's own length as a positive number, got {length!r}.")
+    if not is_traced(new_length):
+        found = np.asarray(new_length)
+        if found.dtype.kind not in "iuf" or found.ndim or not 0 < found < math.inf:
+            raise ValueError(f"`{name}` needs `new_length` to be a positive number, got {new_length!r}.")
+
+
+def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> dict[str, Shaped[Array, " members"]]:
+    """Draws random hyper-parameters, one value per member and name.
+
+    A value depends only on the key, the member's index and the name: adding members or names does not change other
+    values.
+
+    **Arguments:**
+
+    - `ranges`: a dictionary from names to ranges: [`eqx_ensemble.sweep.Uniform`][],
+        [`eqx_ensemble.sweep.LogUniform`][], [`eqx_ensemble.sweep.Choice`][] or a subclass of
+        [`eqx_ensemble.sweep.AbstractRange`][].
+    - `num_members`: the number of members.
+    - `key`: one threefry key, typed or legacy.
+
+    **Returns:** a dictionary from names to arrays `(members,)`; pass it to [`eqx_ensemble.fit`][] as `hyper`.
+
+    **Raises:** `TypeError` for `ranges` that are empty or not ranges, a count that is not an integer, and an invalid
+    key; `ValueError` for a count below one.
+
+    ```python
+    ranges = {"lr": ee.sweep.LogUniform(1e-4, 1e-1), "momentum": ee.sweep.Uniform(0.8, 1.0)}
+    hyper = ee.sweep.draw(ranges, 64, key=key)
+    hyper["lr"].shape  # (64,)
+    ```
+
+    ??? cite
+
+        Bergstra and Bengio, *Random Search for Hyper-Parameter Optimization*, JMLR 13, 2012.
+    """
+    check_ranges(ranges, name="sweep.draw")
+    check_positive_int(num_members, "num_members", name="sweep.draw")
+    check_key(key, name="sweep.draw")
+    return {
+        name: jnp.asarray([one.draw(g) for g in _streams.generators(key, num_members, purpose=f"sweep {name}")])
+        for name, one in ranges.items()
+    }
+
+
+def grid(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
+    """Makes one member per combination of values, like `itertools.product`.
+
+    **Arguments:**
+
+    - `values`: a dictionary from names to the values to combine, `(choices, ...)`.
+
+    **Returns:** a dictionary from names to arrays `(members, ...)`, one value per combination; pass it to
+    [`eqx_ensemble.fit`][] as `hyper`.
+
+    **Raises:** `TypeError` for values that are not numbers, `ValueError` for no names or a name without values.
+
+    ```python
+    hyper = ee.sweep.grid({"lr": [1e-3, 1e-2], "wd": [0.0, 1e-4, 1e-3]})
+    hyper["lr"].shape  # (6,): the last name varies fastest
+    ```
+    """
+    arrays = check_sweep_values(values, name="sweep.grid")
+    combinations = np.array(list(itertools.product(*(range(len(x)) for x in arrays.values()))))
+    return {name: jnp.asarray(x[combinations[:, i]]) for i, (name, x) in enumerate(arrays.items())}
+
+
+def zip_values(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
+    """Makes member `i` from the `i`-th value of every name, like `zip`.
+
+    **Arguments:**
+
+    - `values`: a dictionary from names to one value per member, `(members, ...)`.
+
+    **Returns:** the dictionary with arrays as values; pass it to [`eqx_ensemble.fit`][] as `hyper`.
+
+    **Raises:** `TypeError` for values that are not numbers, `ValueError` for no names or a name without values,
+    `MemberMismatchError` if names disagree on the number of members.
+
+    ```python
+    # three members
+    hyper = ee.sweep.zip_values({"lr": [1e-3, 1e-2, 1e-1], "clip": [1.0, 0.5, 0.1]})
+    ```
+    """
+    arrays = check_sweep_values(values, name="sweep.zip_values")
+    check_lengths(arrays, name="sweep.zip_values")
+    return {name: jnp.asarray(x) for name, x in arrays.items()}
+
+
+def rescale_schedule(schedule: Callable[[Any], Any], length: float | int, new_length: Any) -> Callable[[Any], Any]:
+    """Rescales a schedule of `length` steps to `new_length` steps.
+
+    Use it for schedules whose length is a hyper-parameter: optax needs a Python number, but hyper-parameters are traced
+    inside the compiled program.
+
+    **Arguments:**
+
+    - `schedule`: an optax schedule: `schedule(step) -> value`, for any real number `step`.
+    - `length`: the length of the schedule in steps, a Python number.
+    - `new_length`: the new length in steps, a number or a member's hyper-parameter `()`.
+
+    **Returns:** the rescaled schedule.
+
+    **Raises:** `TypeError` for a schedule that is not a function and a `length` that is not a number, `ValueError` for
+    lengths that are not positive.
+
+    ```python
+    cosine = optax.cosine_decay_schedule(0.01, 1000)
+    optimiser = lambda hyper: optax.adam(
+        ee.sweep.rescale_schedule(cosine, 1000, hyper["steps"])
+    )
+    ```
+    """
+    check_schedule(schedule, length, new_length, name="sweep.rescale_schedule")
+    return lambda step: schedule(step * (length / new_length))
 
 
 @dataclasses.dataclass(frozen=True)

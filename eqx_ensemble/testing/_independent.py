@@ -18,12 +18,11 @@ from ..plan import AbstractPlan, Chunked, Sequential, Unrolled, Vmap
 from ..plan._auto import as_plan
 from ..train._check import check_optimiser
 from ..train._fit import fit
-from ..train._hyper import hyper_arrays
+from ..train._opt_hyper import hyper_arrays
 from ..train._state import init
 from ..train.compiled._optimiser import Optimiser
 from ..train.data._check import check_batch_size
-from ._alone import Alone
-from ._reference import Reference
+from ._reference import Alone, Reference
 from ._report import Check, raise_failures, same
 
 _PLANS = (Vmap(), Chunked(2), Sequential(), Unrolled())

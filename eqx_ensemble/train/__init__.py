@@ -3,7 +3,6 @@ from ._callback import Callback as Callback
 from ._callback import Progress as Progress
 from ._errors import DivergedError as DivergedError
 from ._errors import NotSavedError as NotSavedError
-from ._frozen import Frozen as Frozen
 from ._revive import Revival as Revival
 from ._revive import Revive as Revive
 from ._revive import perturb as perturb
@@ -15,6 +14,7 @@ from ._status import Status as Status
 from ._step import Metrics as Metrics
 from ._step import Step as Step
 from ._step import make_step as make_step
+from ._trainable import Frozen as Frozen
 from .data._reader import RowReader as RowReader
 from .host._record import History as History
 

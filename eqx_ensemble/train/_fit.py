@@ -1,23 +1,30 @@
 import dataclasses
+import functools as ft
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
-from .._axes import program_key
+from .._axes import ProgramKey, program_key
+from .._check import is_typed_key
 from .._ensemble import Ensemble, Group, M
 from .._foreign import as_hashable, from_foreign_tree
+from .._jaxpr import unused_inputs
 from .._pytree import PyTree
 from .._suggest import explain_as
-from .._typing._by_part import ByPart
+from .._typing._signatures import ByPart
+from .._warnings import ignore_warnings, warn
 from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..plan import AnyPlan
 from ..plan._auto import as_plan
 from ..sharding._shard import shard_members
-from ._callback import Callback
+from ._callback import Callback, check_callbacks
 from ._check import (
     check_hyper_used,
     check_length,
@@ -29,23 +36,19 @@ from ._check import (
     check_scoring,
     check_some_training,
 )
-from ._check_aux import check_same_aux
-from ._check_callbacks import check_callbacks
-from ._check_fit import check_choices, check_history, check_outcome
-from ._fit_parts import fit_parts
-from ._group_run import GroupRun
+from ._check_member import hyper_column_text
+from ._check_run import check_choices, check_history, check_outcome
+from ._group_run import GroupRun, fit_parts
 from ._revive import Revive
 from ._run import Run
 from ._signatures import FitOptions
-from ._state import TrainState
+from ._state import MemberConstants, TrainState
 from ._status import Status
 from ._trainable import Trainable
-from ._unused_hyper import warn_of_unused_hyper
-from .compiled._limits import make_limits, stop_at_limits
-from .compiled._loss import make_losses
+from .compiled._loss import Loss, make_losses
 from .compiled._optimiser import Optimiser
 from .compiled._program import Program
-from .compiled._selection import Mode
+from .compiled._selection import Mode, make_limits, stop_at_limits
 from .data._cursor import Length
 from .data._data import is_batches, member_shapes, without_marks
 from .data._rows import Order
@@ -53,8 +56,92 @@ from .data._sources import make_source
 from .host._execute import execute
 from .host._start import layout_of, start_of, with_validation
 from .resume._check import check_checkpoint_options
-from .resume._identity import identity
+from .resume._identity import identity, optimiser_step
 from .resume._resume import Saver
+
+
+def check_same_aux(begun: Any, loss: Loss, first: TrainState, batch: Callable[[], PyTree] | None) -> None:
+    """Raises if a run continues without the auxiliary outputs that its history has, or with the first ones.
+
+    `batch` returns the shapes of one member's batch; without it, new outputs are refused after the first steps.
+    """
+    if not isinstance(begun, Run) or (begun.history.aux is not None) == loss.has_aux:
+        return
+    if loss.has_aux and (batch is None or not _returns_arrays(loss, first, batch())):
+        return
+    before, now = (f"`has_aux={has_aux}`" for has_aux in (not loss.has_aux, loss.has_aux))
+    raise TypeError(
+        f"`fit` continues a run whose history was recorded with {before}; got {now}.\n"
+        "Keep `has_aux`, which the history needs; or continue from `run.train_state`, with a history of its own."
+    )
+
+
+def _returns_arrays(loss: Loss, state: TrainState, batch: PyTree) -> bool:
+    """Whether the loss's auxiliary outputs hold any array; a loss that fails is called again by the first step."""
+    moving, fixed = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, (state.moving, state.fixed))
+    call = lambda *args: loss(*args)[1][1]
+    try:
+        with ignore_warnings():
+            aux = eqx.filter_eval_shape(
+                call, moving.params, moving.model_state, fixed, member_shapes(state.shared), batch, fixed.key
+            )
+    except Exception:
+        return False
+    return bool(jax.tree.leaves(aux))
+
+
+def warn_of_unused_hyper(state: TrainState, optimiser: Optimiser, losses: list[tuple[Loss, PyTree]]) -> None:
+    """Warns of hyper-parameters without effect: nothing uses them, and no member was built with them.
+
+    `losses` are those that take hyper-parameters, each with the shapes of one member's batch.
+    """
+    one = lambda tree: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if eqx.is_array(x) else x, tree
+    )
+    moving, fixed, ids = one((state.moving, state.fixed, state.ids))
+    value = jax.ShapeDtypeStruct((), jnp.result_type(float))
+    unused = _find_unused(optimiser_step, optimiser, fixed.hyper, moving, ids, value)
+    for loss, batch in losses:
+        if any(unused):
+            own = _find_unused(_loss_of, loss, fixed.hyper, moving, fixed, member_shapes(state.shared), batch)
+            unused = [a and b for a, b in zip(unused, own, strict=True)]
+    keyed = zip(jax.tree_util.tree_leaves_with_path(state.hyper), unused, strict=True)
+    names = [hyper_column_text(path) for (path, x), is_unused in keyed if is_unused and not _is_in_members(x, state)]
+    if names:
+        words = ", ".join(f"`{name}`" for name in names)
+        warn(f"`fit` got {words} in `hyper`, but neither the optimiser nor the loss uses it: is the name misspelt?")
+
+
+def _is_in_members(values: Any, state: TrainState) -> bool:
+    """Whether the members hold these values, as after `build(zip=...)`."""
+    same = [
+        x
+        for x in jax.tree.leaves((state.params, state.fixed.frozen))
+        if eqx.is_array(x) and not is_typed_key(x) and (x.shape, x.dtype) == (values.shape, values.dtype)
+    ]
+    return any(np.array_equal(to_host(values), to_host(x)) for x in same)
+
+
+def _find_unused(call: Callable[..., Any], fn: Any, *args: PyTree) -> list[bool]:
+    leaves, treedef = jax.tree.flatten(args)
+    return _unused_leaves(call, fn, tuple(leaves), treedef, program_key((fn, args)))
+
+
+@ft.lru_cache(maxsize=64)
+def _unused_leaves(call: Callable[..., Any], fn: Any, leaves: tuple, treedef: Any, _: ProgramKey) -> list[bool]:
+    args = jax.tree.unflatten(treedef, leaves)
+    try:
+        with ignore_warnings():  # they are repeated when it is traced for training
+            closed, _, _ = eqx.filter_make_jaxpr(ft.partial(call, fn))(*args)
+    except Exception:  # raised again, with a note, when it is traced for training
+        return [False] * len(jax.tree.leaves(args[0]))
+    return unused_inputs(closed.jaxpr)[: len(jax.tree.leaves(args[0]))]
+
+
+def _loss_of(loss: Loss, hyper: PyTree, moving: Any, fixed: MemberConstants, shared: PyTree, batch: PyTree) -> Any:
+    model = eqx.combine(moving.params, fixed.frozen, shared)
+    arguments = (model, moving.model_state, batch, fixed.key) if loss.stateful else (model, batch, fixed.key)
+    return loss.fn(*arguments, hyper=hyper)
 
 
 @overload

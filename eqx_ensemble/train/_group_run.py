@@ -1,29 +1,154 @@
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import numpy as np
 from jaxtyping import Int8
 
-from .. import tree
-from .._check import array_leaves
+from .. import _axes, tree
+from .._check import array_leaves, kind_text
 from .._ensemble import Group
-from .._ensemble._by_part import tree_by_part
-from .._ensemble._check_group import check_distinct_parts
+from .._ensemble._by_part import (
+    by_part,
+    data_by_part,
+    explain_part,
+    members_by_part,
+    numbers_by_part,
+    states_by_part,
+    tree_by_part,
+)
+from .._ensemble._group import check_distinct_parts, check_part_names, member_positions
+from .._foreign import as_numpy, from_foreign_tree
 from .._predict import predict
 from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
-from ._check_group import check_no_states, check_one_mode, check_runs
+from ..checkpoint import Checkpoints
+from ..checkpoint._path import as_path
 from ._check_run import check_run_weights, excluded_message
 from ._errors import DivergedError
-from ._group_history import group_columns, group_history
+from ._opt_hyper import hyper_arrays
 from ._rank import rank_members
 from ._run import Run
 from ._status import Status
-from ._summary import data_frame, summary
+from ._summary import data_frame, summary, table_columns
 from .compiled._selection import Mode
+from .data._data import is_batches
 from .host._record import History
+
+# The curves and the tables of several runs, joined over all members.
+
+
+def group_history(runs: Mapping[str, Run[Any]], order: Sequence[int]) -> History:
+    """The curves of all members, with NaN where the run of a part has no value."""
+    histories, members = {part: run.history for part, run in runs.items()}, np.asarray(order)
+    step = np.unique(np.concatenate([history.step for history in histories.values()]))
+    loss = np.concatenate([_at_steps(history.loss, history.step, step) for history in histories.values()])
+    aux = {part: history.aux for part, history in histories.items() if history.aux is not None}
+    at = np.unique(np.concatenate([history.validation_step for history in histories.values()]))
+    scores = None
+    if any(history.validation is not None for history in histories.values()):
+        scores = np.concatenate([_at_steps(_scores_of(own), own.validation_step, at) for own in histories.values()])
+        scores = scores[members]
+    return History(loss[members], aux or None, scores, at, step)
+
+
+def group_columns(runs: Mapping[str, Run[Any]], order: Sequence[int]) -> dict[str, np.ndarray]:
+    """The tables of all runs as one, with a column `part`."""
+    tables = {part: table_columns(run) for part, run in runs.items()}
+    for part, table in tables.items():
+        table["part"] = np.full(len(table["member"]), part)
+    names = list(dict.fromkeys(["member", "part", *(name for table in tables.values() for name in table)]))
+    last = [name for name in ("loss", "validation", "best_step", "status", "stopped_at") if name in names]
+    names = [name for name in names if name not in last] + last
+    return {name: _column(name, list(tables.values()))[np.asarray(order)] for name in names}
+
+
+def _column(name: str, tables: list[dict[str, np.ndarray]]) -> np.ndarray:
+    shape = next(table[name].shape[1:] for table in tables if name in table)
+    nothing = lambda table: np.full((len(table["member"]), *shape), np.nan)
+    return np.concatenate([table[name] if name in table else nothing(table) for table in tables])
+
+
+def _scores_of(history: History) -> np.ndarray:
+    """Validation scores `(members, validations)`; NaN for a part without any."""
+    if history.validation is not None:
+        return history.validation
+    return np.full((len(history.loss), len(history.validation_step)), np.nan, history.loss.dtype)
+
+
+def _at_steps(curves: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Curves `(members, step)` in the columns `steps`; if a step occurs twice, its last value that is not NaN."""
+    found = np.full((len(curves), len(steps)), np.nan, curves.dtype)
+    columns = np.searchsorted(steps, step)
+    if len(np.unique(columns)) == len(columns):
+        found[:, columns] = curves
+        return found
+    for column, own in zip(columns, curves.T, strict=True):
+        found[:, column] = np.where(np.isnan(own), found[:, column], own)
+    return found
+
+
+def check_runs(runs: Any, *, name: str) -> dict[str, Run[Any]]:
+    """Raises unless `runs` are runs of `fit` by the names of their parts. Returns them as a dict."""
+    if not isinstance(runs, Mapping) or not runs:
+        raise TypeError(f"`{name}` needs a dict from the names of parts to their runs, got {kind_text(runs)}.")
+    check_part_names(runs, name=name)
+    for part, run in runs.items():
+        if not isinstance(run, Run):
+            raise TypeError(f"`{name}` needs runs of `fit`, got {kind_text(run)} for the part {part!r}.")
+    return dict(runs)
+
+
+def check_one_mode(runs: Mapping[str, Run[Any]], *, by: Any, name: str) -> Mode:
+    """Raises if members are ranked by scores of different modes. Returns the mode."""
+    modes: dict[Mode, str] = {run.mode: part for part, run in runs.items() if run.selection is not None}
+    if by is None and len(modes) > 1:
+        listed = " and ".join(f"{mode!r} of `{part}`" for mode, part in modes.items())
+        raise ValueError(
+            f"`{name}` needs validation scores of one `mode`, got {listed}.\n"
+            "Pass one score for each member: `by=scores, mode=...`."
+        )
+    return next(iter(modes)) if modes else "min"
+
+
+def check_no_states(runs: Mapping[str, Run[Any]], *, name: str) -> None:
+    """Raises if members have states that are not selected with them."""
+    stateful = [part for part, run in runs.items() if run.state is not None]
+    if stateful:
+        raise TypeError(
+            f"`{name}` returns members without their states, and those of {stateful[0]!r} have some.\n"
+            f"Get both from a part: `ensemble, state = run.runs[{stateful[0]!r}].best_with_state(...)`."
+        )
+
+
+def check_data_of_parts(data: Any, parts: Iterable[str], *, name: str) -> None:
+    """Raises if an iterable of batches that all parts use can be iterated only once."""
+    if iter(data) is data:
+        listed = ", ".join(f"{part!r}: ..." for part in parts)
+        raise TypeError(
+            f"`{name}` trains the parts of a group one after another, and {kind_text(data)} can be iterated only once."
+            "\nPass what can be iterated again, such as a loader or a list, or an iterator for each part: "
+            f"`{{{listed}}}`."
+        )
+
+
+def check_folder_of_parts(checkpoint: Any, *, name: str) -> None:
+    """Raises for one `Checkpoints` for all parts; a path or a dict is accepted."""
+    if isinstance(checkpoint, Checkpoints):
+        raise TypeError(
+            f"`{name}` needs a folder as `checkpoint` for a group, in which each part has a folder; one `Checkpoints` "
+            "is for one run.\nPass a path, or a dict with `Checkpoints` for each part."
+        )
+
+
+def interrupted_message(untrained: list[str]) -> str:
+    """The warning that some parts of a group were not trained."""
+    return (
+        f"`fit` was interrupted; these parts of the group have not been trained, and are not in the run: "
+        f"{', '.join(f'`{part}`' for part in untrained)}."
+    )
 
 
 class GroupRun(eqx.Module):
@@ -177,3 +302,91 @@ class _Ranks:
 def _state_of(run: Run[Any]) -> Any:
     healthy = run.status != Status.DIVERGED
     return run.state if healthy.all() or not array_leaves(run.state) else tree.take(run.state, healthy)
+
+
+_NAME = "fit"
+_NUMBERS = ("target", "max_steps", "max_seconds")
+_DATA = ("data", "validation")
+_BY_PART = {
+    "loss",
+    "optimiser",
+    "epochs",
+    "steps",
+    "batch_size",
+    "score",
+    "patience",
+    "on_diverge",
+    "plan",
+    "checkpoint",
+}
+_BY_PART |= {"callbacks"}
+
+
+def fit_parts(fit: Callable[..., Run[Any]], begun: Group | GroupRun, options: dict[str, Any]) -> GroupRun:
+    """Trains the parts of a group one after another, each by `fit`.
+
+    **Arguments:**
+
+    - `options`: all other arguments of `fit`, by name.
+    """
+    group = begun if isinstance(begun, Group) else begun.group
+    starts = group.parts if isinstance(begun, Group) else begun.runs
+    own = {name: _of_parts(group, name, value) for name, value in options.items()}
+    done: dict[str, Run[Any]] = {}
+    for part, start in starts.items():
+        try:
+            with explain_part(part):
+                done[part] = fit(start, **{name: values[part] for name, values in own.items()})
+        except Exception as error:
+            run = getattr(error, "run", None)
+            if isinstance(run, Run):
+                error.run = _run_of(group, done | {part: run})  # pyright: ignore[reportAttributeAccessIssue]
+            raise
+        if done[part].interrupted:
+            break
+    untrained = [part for part in starts if part not in done]
+    if untrained:
+        warn(interrupted_message(untrained))
+    return _run_of(group, done)
+
+
+def _run_of(group: Group, runs: dict[str, Run[Any]]) -> GroupRun:
+    """The runs of some parts, in the order of the group."""
+    positions = member_positions(group)
+    return GroupRun(runs, order=np.argsort(np.concatenate([positions[part] for part in sorted(runs)])).tolist())
+
+
+def _of_parts(group: Group, name: str, value: Any) -> dict[str, Any]:
+    """An argument of `fit` for each part."""
+    if name in _DATA:
+        return _data_of_parts(group, name, value)
+    if name == "hyper":
+        own = tree_by_part(value, group.parts)
+        if own is None and value is not None:
+            value = hyper_arrays(value, group.num_members, name=_NAME)
+        return members_by_part(group, value, name, name=_NAME) if own is None else own
+    if name == "rows":
+        if value is not None and tree_by_part(value, group.parts) is None:
+            value = as_numpy(_axes.map_each(lambda rows: rows, value), name, name=_NAME)
+        return members_by_part(group, value, name, name=_NAME)
+    if name == "state":
+        return states_by_part(value, group.parts, name=_NAME)
+    if name == "trainable":
+        return tree_by_part(value, group.parts) or dict.fromkeys(group.parts, value)
+    if name == "checkpoint" and value is not None and not isinstance(value, Mapping):
+        check_folder_of_parts(value, name=_NAME)
+        if isinstance(value, str | os.PathLike):
+            return {part: as_path(value) / part for part in group.parts}
+    if name in _NUMBERS:
+        return numbers_by_part(group, value, name, name=_NAME)
+    return by_part(value, group.parts, name, name=_NAME) if name in _BY_PART else dict.fromkeys(group.parts, value)
+
+
+def _data_of_parts(group: Group, name: str, value: Any) -> dict[str, Any]:
+    own = tree_by_part(value, group.parts)
+    if own is not None or value is None:
+        return dict.fromkeys(group.parts) if own is None else own
+    if is_batches(value):
+        check_data_of_parts(value, group.parts, name=_NAME)
+        return dict.fromkeys(group.parts, value)
+    return data_by_part(group, from_foreign_tree(value, name, name=_NAME), name=_NAME)

@@ -17,8 +17,7 @@ from ..distributed import to_host
 from ..tree._compare import compare_trees
 from ._check import check_optimiser_kind, check_revive
 from ._check_state import check_state_arrays
-from ._hyper import change_hyper
-from ._opt_hyper import filter_hyper, follow_hyper
+from ._opt_hyper import change_hyper, filter_hyper, follow_hyper
 from ._state import MemberConstants, MemberState, TrainState, check_train_state, init_all
 from ._status import Status
 from .compiled._optimiser import Optimiser, keep_noise

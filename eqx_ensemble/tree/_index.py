@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import jax
 import jax.tree_util as jtu
@@ -7,6 +7,27 @@ import numpy as np
 
 from .. import _check
 from ._check import check_index, check_leading_axes
+
+
+class Columns(NamedTuple):
+    """The leaves of all trees for each path, and the structure of the first tree."""
+
+    paths: list[str]
+    leaves: list[list]
+    treedef: Any
+
+
+def map_columns(fn: Callable[[list], Any], columns: Columns) -> Any:
+    """One tree from many: `fn` of the leaves at each path. Leaves tied in every tree get one result, and stay tied."""
+    done: dict[tuple, Any] = {}
+    results = []
+    for leaves in columns.leaves:
+        key = tuple(id(leaf) for leaf in leaves)
+        if key not in done:
+            done[key] = fn(leaves)
+        results.append(done[key])
+    return jtu.tree_unflatten(columns.treedef, results)
+
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from .. import _check
 from ._check import check_distinct, check_index, check_leading_axes
-from ._columns import map_columns
 from ._compare import compare_trees, replace_rules
+from ._index import map_columns
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 from .. import _check
 from ._check import check_leading_axes, check_trees
-from ._columns import map_columns
 from ._compare import CONCATENATE_RULES, Rules, compare_trees
+from ._index import map_columns
 
 T = TypeVar("T")
 

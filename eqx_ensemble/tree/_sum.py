@@ -3,16 +3,208 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
-from ._accumulate import add_up, normalise, number_dtype, result_dtype, sum_dtype
-from ._check import check_trees
-from ._check_weights import check_summable, check_tree_weights, check_weights_fit
-from ._columns import map_columns
-from ._compare import SUM_RULES, compare_trees
+from .._check import is_key, is_member_array, is_traced
+from .._foreign import from_foreign
+from .._leaf_text import leaf_text
+from ._check import check_fraction, check_same_ids, check_trees
+from ._compare import POLYAK_RULES, SUM_RULES, compare_trees
+from ._index import map_columns
+
+
+def check_tree_weights(weights: Any, count: int, *, name: str, mean: bool = False) -> list | jax.Array:
+    """Raises unless there is one finite real weight per tree, checked on the host.
+
+    **Returns:** a list of Python ints and floats; a traced vector unchanged and unchecked.
+    """
+    values = _values(weights, name)
+    if len(values) != count:
+        raise ValueError(f"`{name}` needs one weight per tree; got {count} trees and {len(values)} weights.")
+    if is_traced(values):
+        return values
+    for i, value in enumerate(values):
+        if not isinstance(value, (int, float)):
+            raise TypeError(f"`{name}` needs real weights; weight {i} is {value!r}.")
+        if not math.isfinite(value):
+            raise ValueError(f"`{name}` needs finite weights; weight {i} is {value}.")
+    if mean and math.fsum(values) == 0:
+        raise ValueError(f"`{name}` divides by the sum of the weights, which is 0: {values}.")
+    return values
+
+
+def _values(weights: Any, name: str) -> Any:
+    weights = from_foreign(weights, "weights", name=name)
+    if isinstance(weights, (list, tuple)):
+        if any(is_traced(w) for w in weights):
+            with jax.numpy_dtype_promotion("standard"):
+                return jnp.stack([jnp.asarray(w) for w in weights])
+        return [_number(w.tolist()) if is_member_array(w) else _number(w) for w in weights]
+    if not is_member_array(weights) or weights.ndim == 0:
+        kind = leaf_text(weights) if is_member_array(weights) else f"`{type(weights).__name__}`"
+        raise TypeError(f"`{name}` needs a list or a one-dimensional array of weights, one per tree; got {kind}.")
+    if weights.ndim > 1:
+        raise ValueError(f"`{name}` needs one weight per tree, in a one-dimensional array; got {leaf_text(weights)}.")
+    if is_traced(weights):
+        return weights
+    return [_number(value) for value in np.asarray(weights).tolist()]
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, bool) else value
+
+
+def check_summable(leaf: Any, path: str, *, name: str) -> None:
+    """Raises for typed PRNG keys, which cannot be added."""
+    if is_key(leaf):
+        raise TypeError(
+            f"`{name}` cannot add PRNG keys; `{path}` is {leaf_text(leaf)}.\n"
+            "Take the keys out first (`equinox.partition`), or sum their trees without them."
+        )
+
+
+def check_weights_fit(weights: list, dtype: Any, path: str, *, name: str) -> None:
+    """Raises for integer weights that overflow the integer type in which the leaf at `path` is summed."""
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return
+    limits = jnp.iinfo(dtype)
+    wrong = [w for w in weights if not limits.min <= w <= limits.max]
+    if wrong:
+        raise ValueError(
+            f"`{name}`: weight {wrong[0]} does not fit {jnp.dtype(dtype).name}, in which `{path}` is summed."
+        )
+
+
+def _step(total, weight, leaf, dtype):
+    leaf = leaf.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        # Real and imaginary part apart: multiplying by `weight + 0j` would turn an infinite part into NaN.
+        term = jax.lax.complex(weight * leaf.real, weight * leaf.imag)
+    else:
+        term = weight * leaf
+    return total + term
+
+
+# One small program per leaf shape, whatever the number of trees.
+_add = jax.jit(_step, static_argnums=3)
+
+
+def add_up(leaves: list, weights: Any, dtype: Any) -> jax.Array:
+    """The weighted sum of arrays of one shape (or of Python numbers), computed in `dtype`."""
+    total = np.zeros(np.shape(leaves[0]), dtype)
+    for i, leaf in enumerate(leaves):
+        weight = weights[i]
+        # NumPy rounds a Python number once, to the right type.
+        listed = isinstance(weights, list)
+        weight = np.asarray(weight, _real(dtype)) if listed else weight.astype(_real(dtype))
+        leaf = leaf if _check.is_member_array(leaf) else np.asarray(leaf, dtype)
+        total = _add(total, weight, leaf, dtype)
+    return jnp.asarray(total)
+
+
+def normalise(weights: Any, dtype: Any) -> Any:
+    """Weights that sum to 1: Python floats, or if traced an array of the real type of `dtype`."""
+    if isinstance(weights, list):
+        total = math.fsum(weights)
+        return [weight / total for weight in weights]
+    weights = weights.astype(_real(dtype))
+    return weights / jnp.sum(weights)
+
+
+def sum_dtype(leaf: Any, weights: Any) -> Any:
+    """The type in which arrays like `leaf` are summed: at least 32 bits wide."""
+    dtype = _check.member_dtype(leaf)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
+    if not _all_integer(weights):
+        return _default(float)
+    if dtype == np.bool_ or jnp.iinfo(dtype).bits < 32:
+        return jnp.dtype(jnp.int32)
+    if jnp.issubdtype(dtype, jnp.signedinteger):
+        return dtype
+    positive = isinstance(weights, list) and min(weights) >= 0
+    return dtype if positive else _default(int)
+
+
+def result_dtype(leaf: Any, weights: Any) -> Any:
+    """The type of the sum of arrays like `leaf`: their own for floats."""
+    dtype = _check.member_dtype(leaf)
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else sum_dtype(leaf, weights)
+
+
+def number_dtype(leaves: list, weights: Any) -> Any:
+    """The type of a sum of Python numbers with traced weights."""
+    if any(isinstance(leaf, complex) for leaf in leaves):
+        return _default(complex)
+    whole = all(isinstance(leaf, int) for leaf in leaves) and _all_integer(weights)
+    return _default(int if whole else float)
+
+
+def _all_integer(weights: Any) -> bool:
+    if isinstance(weights, list):
+        return all(isinstance(weight, int) for weight in weights)
+    return bool(jnp.issubdtype(weights.dtype, jnp.integer) or weights.dtype == np.bool_)
+
+
+def _default(kind: type) -> Any:
+    return jax.dtypes.canonicalize_dtype(np.dtype(kind))
+
+
+def _real(dtype: Any) -> Any:
+    return jnp.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
+
 
 T = TypeVar("T")
+
+
+def polyak(old: T, new: T, tau: Any) -> T:
+    r"""Takes a step of a Polyak average, as for target networks: moves `old` towards `new` by the fraction `tau`.
+
+    Each floating-point or complex array becomes $\tau\, x_{new} + (1 - \tau)\, x_{old}$, as in
+    `optax.incremental_update`, in its own dtype. (Below 32 bits it is computed in float32 and rounded to the dtype: in
+    bfloat16 a step of less than 1/256 of a value may be lost.) All other arrays are taken from `new`: counters, keys,
+    and the ids of an [`eqx_ensemble.Ensemble`][]. Leaves that are not arrays must be equal, and are kept. The members'
+    ids are compared outside `jax.jit` only, which synchronises with their device unless both trees hold the same array.
+
+    **Arguments:**
+
+    - `old`, `new`: PyTrees that differ only in the values of their arrays: a target ensemble and the trained one.
+    - `tau`: one number from 0 (`old`) to 1 (`new`). It may be traced; then its value is not checked.
+
+    **Returns:**
+
+    A PyTree with the structure of `old`.
+
+    **Raises:**
+
+    `MemberMismatchError` if the trees differ in structure, shapes, dtypes, static values, or in the ids of their
+    members; `TypeError` and `ValueError` for a `tau` that is not one number from 0 to 1.
+
+    ```python
+    online = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
+    target = online  # arrays are immutable
+    target = ee.tree.polyak(target, online, 0.005)  # after every step
+    ```
+    """
+    name = "tree.polyak"
+    check_fraction(tau, "tau", name=name)
+    columns = compare_trees([old, new], name=name, rules=POLYAK_RULES)
+    check_same_ids(old, new, name=name)
+    # Python numbers are rounded once, to each leaf's type: `1 - tau` of a rounded `tau` is another weight.
+    weights = jnp.stack([1 - tau, tau]) if isinstance(tau, jax.Array) else [1 - float(tau), float(tau)]
+    return map_columns(lambda leaves: _move_column(leaves, weights), columns)
+
+
+def _move_column(leaves: list, weights: Any) -> Any:
+    old, new = leaves
+    if not _check.is_member_array(new):
+        return old
+    if not jnp.issubdtype(_check.member_dtype(new), jnp.inexact):
+        return new
+    dtype = sum_dtype(new, weights)
+    return add_up(leaves, weights, dtype).astype(result_dtype(new, weights))
 
 
 def weighted_sum(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.ndarray) -> T:

@@ -6,7 +6,7 @@ from jaxtyping import Array, ArrayLike, Float, Real
 from .._check import check_level, check_moments, check_weights
 from .._weighting import blank_unweighted, weighted_mean
 from ._check import check_levels
-from ._interval import Interval
+from ._quantile import Interval
 
 
 def gaussian_mixture_quantile(

@@ -1,11 +1,184 @@
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxtyping import Array, ArrayLike, Float, Real
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
-from .._check import check_moments, check_weights
+from .._check import check_labels, check_logits, check_moments, check_regression, check_weights
 from .._combination import Summary, by_rows, check_pair_of_moments, stream
-from .._weighting import blank_unweighted, known_mean, mixture_moments, moments
-from ._decomposition import Decomposition
+from .._weighting import at_label, blank_unweighted, is_class, known_mean, mixture_moments, moments, weighted_mean
+
+
+class Decomposition(NamedTuple):
+    """Uncertainty in two parts, `total` = `aleatoric` + `epistemic`, all of the same shape.
+
+    Aleatoric uncertainty is the noise that members predict; epistemic uncertainty is the disagreement between members,
+    which more data would reduce.
+    """
+
+    total: Float[Array, "..."]
+    aleatoric: Float[Array, "..."]
+    epistemic: Float[Array, "..."]
+
+
+class Ambiguity(NamedTuple):
+    """The loss of the ensemble in two parts, `ensemble` = `members` - `ambiguity`, all of the same shape.
+
+    `members` is the mean loss of the members, and `ambiguity`, never negative, the gain from their diversity.
+    """
+
+    ensemble: Float[Array, "..."]
+    members: Float[Array, "..."]
+    ambiguity: Float[Array, "..."]
+
+
+def decompose_squared_error(
+    predictions: Float[ArrayLike, " members *batch"],
+    targets: Real[ArrayLike, "*batch"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Ambiguity:
+    r"""The squared error of the ensemble mean: the mean squared error of the members minus their ambiguity.
+
+    With $\bar f = \sum_m w_m f_m$: $(\bar f - y)^2 = \sum_m w_m (f_m - y)^2 - \sum_m w_m (f_m - \bar f)^2$. In the
+    squared unit of the target.
+
+    **Arguments:**
+
+    - `predictions`: `(members, *batch)`.
+    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+
+    **Returns:**
+
+    A named tuple with `.ensemble`, `.members` and `.ambiguity`, each `(*batch,)`, not reduced over rows.
+
+    **Raises:**
+
+    - `TypeError` for predictions that are not floating-point.
+    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), and invalid weights.
+
+    ```python
+    parts = ee.uncertainty.decompose_squared_error(
+        jnp.array([[1.0], [3.0]]), jnp.array([1.0])
+    )
+    parts.ensemble, parts.members, parts.ambiguity  # [1.0], [2.0], [1.0]
+    ```
+
+    ??? cite
+        [Neural Network Ensembles, Cross Validation, and Active
+        Learning](https://proceedings.neurips.cc/paper/1994/hash/b8c37e33defde51cf91e1e03e51657da-Abstract.html)
+
+        ```bibtex
+        @inproceedings{krogh1994neural,
+            author={Anders Krogh and Jesper Vedelsby},
+            title={Neural Network Ensembles, Cross Validation, and Active Learning},
+            booktitle={Advances in Neural Information Processing Systems},
+            year={1994},
+        }
+        ```
+    """
+    name = "uncertainty.decompose_squared_error"
+    predicted, observed = check_regression(name, targets, members=True, predictions=predictions)
+    convex = check_weights(name, weights, predicted.shape[0], predicted.dtype)
+    ensemble, ambiguity = by_rows(_squared_error, predicted, observed, convex)
+    return Ambiguity(ensemble, ensemble + ambiguity, ambiguity)
+
+
+def decompose_nll(
+    logits: Float[ArrayLike, "members *batch classes"],
+    labels: Integer[ArrayLike, "*batch"],
+    *,
+    weights: Real[ArrayLike, " members"] | None = None,
+) -> Ambiguity:
+    r"""The cross-entropy of the mean logits: the mean cross-entropy of the members minus their ambiguity.
+
+    With $q$ the normalised geometric mean of the members, [`eqx_ensemble.combine.mean_logits`][]: $-\log q(y) = -\sum_m
+    w_m \log p_m(y) - \sum_m w_m \mathrm{KL}(q \parallel p_m)$, in nats. As for the squared error, the ambiguity does
+    not depend on the label. This holds only for mean logits: for mean probabilities,
+    [`eqx_ensemble.combine.mixture`][], the gain depends on the label.
+
+    **Arguments:**
+
+    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+
+    **Returns:**
+
+    A named tuple with `.ensemble`, `.members` and `.ambiguity`, each `(*batch,)`, not reduced over rows.
+    While tracing, a label out of range makes its row NaN.
+
+    **Raises:**
+
+    - `TypeError` for logits that are not floating-point or labels that are not integers.
+    - `ValueError` for mismatched shapes, labels out of range (where concrete), and invalid weights.
+
+    ```python
+    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.1, 0.9]]]))
+    parts = ee.uncertainty.decompose_nll(logits, jnp.array([0]))
+    parts.ensemble, parts.members, parts.ambiguity  # log(2) = 0.693, 1.204, 0.511
+    ```
+
+    ??? cite
+        [A Unified Theory of Diversity in Ensemble Learning](https://jmlr.org/papers/v24/23-0041.html)
+
+        ```bibtex
+        @article{wood2023unified,
+            author={Danny Wood and Tingting Mu and Andrew M. Webb and Henry W. J. Reeve and Mikel Luj{\'a}n and
+                    Gavin Brown},
+            title={A Unified Theory of Diversity in Ensemble Learning},
+            journal={Journal of Machine Learning Research},
+            year={2023},
+        }
+        ```
+    """
+    name = "uncertainty.decompose_nll"
+    checked = check_logits(name, logits)
+    targets = check_labels(name, labels, checked)
+    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    ensemble, ambiguity = by_rows(_nll, checked, targets, convex, event_ndim=1)
+    return Ambiguity(ensemble, ensemble + ambiguity, ambiguity)
+
+
+def _squared_error(
+    predictions: Float[Array, " members *batch"],
+    targets: Float[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    # Errors, not predictions: a large common offset cancels before squaring.
+    error, ambiguity = moments(blank_unweighted(predictions - targets[None], weights), weights)
+    return error**2, ambiguity
+
+
+def _nll(
+    logits: Float[Array, "members *batch classes"],
+    labels: Integer[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
+    absent = logs == -jnp.inf
+    pooled = jnp.where(jnp.any(absent, axis=0), -jnp.inf, weighted_mean(jnp.where(absent, 0, logs), weights))
+    pooled = jax.nn.log_softmax(pooled, axis=-1)
+    ambiguity = weighted_mean(_divergence_to(pooled[None], logs), weights)
+    return -at_label(pooled, labels), jnp.where(is_class(labels, logs.shape[-1]), ambiguity, jnp.nan)
+
+
+def _divergence_to(
+    pooled: Float[Array, "1 *batch classes"], logs: Float[Array, "members *batch classes"]
+) -> Float[Array, " members *batch"]:
+    r"""KL divergence of the pool $q$ from each member, $\sum_c q_c (\delta_c + e^{-\delta_c} - 1)$.
+
+    Here $\delta_c = \log q_c - \log p_c$: as both sum to one, this equals $\sum_c q_c \delta_c$, but no term is
+    negative.
+    """
+    gone = jnp.broadcast_to(pooled == -jnp.inf, logs.shape)  # where q is zero the term is p
+    delta = jnp.where(gone, 0, jnp.broadcast_to(pooled, logs.shape)) - jnp.where(gone, 0, logs)
+    near = delta > -1
+    small = jnp.where(near, delta, 0)
+    q, p = jnp.exp(pooled), jnp.exp(logs)
+    terms = jnp.where(near, q * jnp.maximum(small + jnp.expm1(-small), 0), q * (delta - 1) + p)
+    return jnp.sum(jnp.where(gone, p, terms), axis=-1)
 
 
 def decompose_variance(

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import _commit, _disk, _open
+from eqx_ensemble.checkpoint import _disk
+from eqx_ensemble.checkpoint import _formats as _open
+from eqx_ensemble.checkpoint import _write as _commit
 from eqx_ensemble.checkpoint._write import write_file
 
 from .faults import HOWS, Killed, Layer

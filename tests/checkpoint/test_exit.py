@@ -13,7 +13,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints, exit_on_signal
-from eqx_ensemble.train.host._recording import Recording
+from eqx_ensemble.train.host._loop import Recording
 
 from ..methods import kills
 

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from eqx_ensemble.checkpoint._fingerprint import fingerprints
+from eqx_ensemble.checkpoint._hashing import fingerprints
 
 ROW = 4096 * 8
 FACTOR = 0x9E3779B97F4A7C15

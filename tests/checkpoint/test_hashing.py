@@ -10,8 +10,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import _hashing
-from eqx_ensemble.checkpoint._fingerprint import fingerprints
-from eqx_ensemble.checkpoint._hashing import Digests
+from eqx_ensemble.checkpoint._hashing import Digests, fingerprints
 
 DATA = np.random.default_rng(0).bytes(6 * 2**20)
 

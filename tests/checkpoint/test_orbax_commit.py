@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import Checkpoints, _disk, _open, _orbax
+from eqx_ensemble.checkpoint import Checkpoints, _disk, _orbax
+from eqx_ensemble.checkpoint import _formats as _open
 from eqx_ensemble.checkpoint._formats import FORMATS
 from eqx_ensemble.checkpoint._manifest import encode
 from eqx_ensemble.checkpoint._read import read_manifest

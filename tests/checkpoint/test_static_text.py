@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint._static_text import static_text
+from eqx_ensemble.checkpoint._structure import static_text
 
 KEY = jax.random.key(0)
 

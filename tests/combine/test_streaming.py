@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 
 from eqx_ensemble import combine, uncertainty
-from eqx_ensemble._combination import _blocks, _registry, _summary
+from eqx_ensemble._combination import _blocks
+from eqx_ensemble._combination import _combination as _registry
+from eqx_ensemble._combination import _combination as _summary
 from eqx_ensemble._suggest import inner_function
-from eqx_ensemble.combine import QuantileSketch, _sketch, streaming
+from eqx_ensemble.combine import QuantileSketch, streaming
+from eqx_ensemble.combine import _robust as _sketch
 
 MEAN = streaming(combine.mean)
 MOMENTS = streaming(combine.moments)

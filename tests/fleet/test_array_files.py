@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from eqx_ensemble.checkpoint import _disk
-from eqx_ensemble.fleet._array_files import _prefix, write_arrays
+from eqx_ensemble.fleet._engines import _prefix, write_arrays
 
 HELD = """
 import sys, tempfile, numpy as np
-from eqx_ensemble.fleet._array_files import write_arrays
+from eqx_ensemble.fleet._engines import write_arrays
 tempfile.tempdir = sys.argv[1]
 with write_arrays([np.arange(5)]) as files:
     print(files[0].path, flush=True)

@@ -11,8 +11,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.fleet import _engines
-from eqx_ensemble.fleet._check_engine import check_not_forked
-from eqx_ensemble.fleet._end_processes import end_processes
+from eqx_ensemble.fleet._engines import check_not_forked, end_processes
 
 from .executors import Here
 from .test_fit import ENSEMBLE, KEY, OPTIMISER, OPTIONS, SEQUENTIAL, X, Y, assert_equal, fit, mse

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.fleet._identity import call_identity
+from eqx_ensemble.fleet._folder import call_identity
 from eqx_ensemble.fleet._make_members import check_ids_of_function
-from eqx_ensemble.train.data._functions import is_data_function
+from eqx_ensemble.train.data._source import is_data_function
 
 from .executors import Here
 from .test_fit import ENSEMBLE, KEY, OPTIMISER, SEQUENTIAL, X, Y, assert_equal, mse

@@ -17,9 +17,8 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.fleet import _fit
-from eqx_ensemble.fleet._folder import read_call
-from eqx_ensemble.fleet._identity import check_same_identity
-from eqx_ensemble.fleet._settings import use_settings
+from eqx_ensemble.fleet._folder import check_same_identity, read_call
+from eqx_ensemble.fleet._worker import use_settings
 
 from ..checkpoint.damage import flip, forge_each
 from ..train.test_forged_records import unharmed

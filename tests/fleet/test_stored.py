@@ -11,7 +11,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.fleet._columns import Columns, from_json, to_json
-from eqx_ensemble.fleet._merge import PairwiseMerge
+from eqx_ensemble.fleet._predict import PairwiseMerge
 from eqx_ensemble.fleet._serialise import dumps
 
 from .executors import Here

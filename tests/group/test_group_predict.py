@@ -64,7 +64,7 @@ def test_weights_of_each_row(group, expected):
 @pytest.mark.slow
 def test_members_are_taken_a_few_at_a_time(group, expected, monkeypatch):
     """A budget that only one member of one row fits: predictions of several are never held."""
-    from eqx_ensemble._predict import _block_sizes
+    from eqx_ensemble._predict import _run_works as _block_sizes
 
     seen, note = [], _block_sizes.BlockSizes.note
 

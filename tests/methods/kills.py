@@ -14,9 +14,9 @@ import numpy as np
 import optax
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import _worker
-from eqx_ensemble.train.host._executor import Executor
-from eqx_ensemble.train.resume._texts import digest_of
+from eqx_ensemble.checkpoint import _checkpoints as _worker
+from eqx_ensemble.train.host._loop import Executor
+from eqx_ensemble.train.resume._code_texts import digest_of
 
 KEY = jax.random.key(0)
 MEMBERS = 6

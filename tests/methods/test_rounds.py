@@ -21,8 +21,7 @@ from eqx_ensemble.checkpoint import Checkpoints
 from eqx_ensemble.checkpoint._run_folder import RunFolder
 from eqx_ensemble.methods import _rounds
 from eqx_ensemble.train import NotSavedError
-from eqx_ensemble.train.host._executor import Executor
-from eqx_ensemble.train.host._recording import Recording
+from eqx_ensemble.train.host._loop import Executor, Recording
 from eqx_ensemble.train.resume import _resume
 
 from ..checkpoint import faults

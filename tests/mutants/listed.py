@@ -37,7 +37,7 @@ MUTANTS = [
         ("return share / share[-1:]", "return share"),
     ),
     *of(
-        "combine/_gaussian.py",
+        "combine/_moments.py",
         "combine/test_gaussian.py",
         ("least / total / power", "least / total"),
     ),
@@ -66,7 +66,7 @@ MUTANTS = [
         ("rows if row_weights.dtype == bool else rows * row_weights, 0)", "rows, 0)"),
     ),
     *of(
-        "scores/_row_weights.py",
+        "scores/_reduce.py",
         "scores/test_row_weights.py",
         ("np.where(known, host.astype(np.float64), 0)", "host.astype(np.float64)"),
         ("np.ldexp(exact, 1 - np.frexp(exact.max(initial=0))[1])", "exact"),
@@ -124,7 +124,7 @@ MUTANTS = [
         ("moments(blank_unweighted(mean, weights), weights)[1]", "moments(mean, weights)[1]"),
     ),
     *of(
-        "conformal/_rank.py",
+        "conformal/_quantile.py",
         "conformal/test_quantile.py conformal/test_intervals.py",
         ("-(-(num_rows + 1) * level.numerator", "-(-num_rows * level.numerator"),
         ("jnp.where(rank > count, jnp.inf, found)", "found"),
@@ -150,7 +150,7 @@ MUTANTS = [
         ("np.arange(longest) < len(part)", "np.arange(longest) <= len(part)"),
     ),
     *of(
-        "tree/_polyak.py",
+        "tree/_sum.py",
         "tree/test_polyak.py",
         ("[1 - float(tau), float(tau)]", "[float(tau), 1 - float(tau)]"),
     ),
@@ -170,7 +170,7 @@ MUTANTS = [
         ("if node.axis == 0:", "if True:"),
     ),
     *of(
-        "_axes/_arrays.py",
+        "_axes/_map.py",
         "train/test_health.py",
         ("x.ndim), x, y)", "x.ndim), y, x)"),
     ),
@@ -188,7 +188,7 @@ MUTANTS = [
         ("if i not in best] +", "if i in best] +"),
     ),
     *of(
-        "_predict/_rows.py",
+        "_predict/_batch.py",
         "predict/test_rows.py",
         ("1 << (num_rows - 1).bit_length()", "1 << num_rows.bit_length()"),
     ),
@@ -198,7 +198,7 @@ MUTANTS = [
         ("jax.random.fold_in(fixed.key, step)", "fixed.key"),
     ),
     *of(
-        "train/compiled/_scan.py",
+        "train/compiled/_program.py",
         "train/test_fit.py train/test_cuts.py",
         ("(state[0] < length) & ~state[1]", "(state[0] <= length) & ~state[1]"),
     ),
@@ -217,7 +217,7 @@ MUTANTS = [
         ("(num_steps > 1) & jnp.any(lost)", "(num_steps > 1) & jnp.all(lost)"),
     ),
     *of(
-        "train/compiled/_limits.py",
+        "train/compiled/_selection.py",
         "train/test_limits.py",
         ("limits.steps <= step", "limits.steps < step"),
         ('side="right") :][:1]', 'side="left") :][:1]'),
@@ -239,7 +239,7 @@ MUTANTS = [
         ("np.argsort(status != Status.OK", "np.argsort(status == Status.OK"),
     ),
     *of(
-        "checkpoint/_names.py",
+        "checkpoint/_check_folders.py",
         "checkpoint/test_orbax_commit.py checkpoint/test_commit.py",
         ("return 1 + max(map(number_of", "return max(map(number_of"),
     ),

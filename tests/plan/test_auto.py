@@ -15,12 +15,9 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.plan import Auto, Chunked, Sequential, Unrolled, Vmap
 from eqx_ensemble.plan import _pilot as pilot_module
-from eqx_ensemble.plan._candidates import candidates
-from eqx_ensemble.plan._cost import Cost, cost_of
-from eqx_ensemble.plan._memory import Peak
-from eqx_ensemble.plan._report import reason
-from eqx_ensemble.plan._search import Search
-from eqx_ensemble.plan._trials import SearchCache, Trial
+from eqx_ensemble.plan._auto import reason
+from eqx_ensemble.plan._memory import Cost, Peak, cost_of
+from eqx_ensemble.plan._search import Search, SearchCache, Trial, candidates
 
 from ..factories import assert_close, assert_same
 
@@ -210,7 +207,7 @@ def eager(monkeypatch):
     """Trials as if compiling took no time, and short ones: how many are made does not depend on the machine."""
     monkeypatch.setattr("eqx_ensemble.plan._search._ENOUGH_SECONDS", 0.0)
     monkeypatch.setattr("eqx_ensemble.plan._search._SECONDS_PER_CALL", 0.0)
-    monkeypatch.setattr("eqx_ensemble.train.host._pacing._SECONDS_PER_TRIAL", 1e-3)
+    monkeypatch.setattr("eqx_ensemble.train.host._loop._SECONDS_PER_TRIAL", 1e-3)
     monkeypatch.setattr(SearchCache, "seconds_to_compile", lambda self, trial: 0.0)
 
 

@@ -9,11 +9,9 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.plan import Chunked, Sequential, Unrolled, Vmap
-from eqx_ensemble.plan._cost import Cost
-from eqx_ensemble.plan._memory import Peak
-from eqx_ensemble.plan._report import reason
-from eqx_ensemble.plan._search import Search
-from eqx_ensemble.plan._trials import SearchCache, Trial
+from eqx_ensemble.plan._auto import reason
+from eqx_ensemble.plan._memory import Cost, Peak
+from eqx_ensemble.plan._search import Search, SearchCache, Trial
 
 from ..factories import assert_close, assert_same
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble._predict import _block_sizes, _blocks
+from eqx_ensemble._predict import _batch as _blocks
+from eqx_ensemble._predict import _run_works as _block_sizes
 from eqx_ensemble.plan import _memory
-from eqx_ensemble.sharding import _collectives
+from eqx_ensemble.sharding import _mesh as _collectives
 from eqx_ensemble.sharding._layout import Layout
 
 KEY = jax.random.key(0)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import eqx_ensemble as ee
 from eqx_ensemble.sharding._layout import Layout
 from eqx_ensemble.sharding._shard import shard_members
-from eqx_ensemble.train.host import _pacing
+from eqx_ensemble.train.host import _loop as _pacing
 from eqx_ensemble.train.host._active import ActiveMembers
 
 from ..factories import CASES, assert_close, assert_same, assert_same_where_optimised, data

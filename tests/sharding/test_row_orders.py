@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.sharding import _collectives
+from eqx_ensemble.sharding import _mesh as _collectives
 from eqx_ensemble.train.compiled._chunk import run_chunk
 from eqx_ensemble.train.data import _arrays
 

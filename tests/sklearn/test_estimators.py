@@ -17,7 +17,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import eqx_ensemble as ee
-from eqx_ensemble.sklearn import EnsembleClassifier, EnsembleRegressor, _available
+from eqx_ensemble.sklearn import EnsembleClassifier, EnsembleRegressor
+from eqx_ensemble.sklearn import _base as _available
 
 MLP = functools.partial(eqx.nn.MLP, width_size=4, depth=1)
 

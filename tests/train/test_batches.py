@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train.host._recording import Recording
+from eqx_ensemble.train.host._loop import Recording
 
 from ..factories import assert_same
 

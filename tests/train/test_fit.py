@@ -14,7 +14,7 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble._progress import progress_line
 from eqx_ensemble.train import Status
-from eqx_ensemble.train.host import _pacing
+from eqx_ensemble.train.host import _loop as _pacing
 from eqx_ensemble.train.host._active import ActiveMembers
 
 from ..factories import Alone, assert_close, assert_same, distance, in_order, step_key

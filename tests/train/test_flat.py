@@ -16,7 +16,7 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.train.compiled import _flat
 from eqx_ensemble.train.compiled._flat import FlatFunction
-from eqx_ensemble.train.host._executor import Executor
+from eqx_ensemble.train.host._loop import Executor
 
 from ..factories import assert_same
 

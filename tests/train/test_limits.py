@@ -75,7 +75,7 @@ def test_in_batches_of_ones_own(ensemble):
 
 def test_weights_of_members_that_leave_the_arrays_are_validated(ensemble, monkeypatch):
     """Members go as soon as they stop, before the epoch ends; over batches whose pass never ends, too."""
-    pays = "eqx_ensemble.train.host._pacing.Pacing.pays"
+    pays = "eqx_ensemble.train.host._loop.Pacing.pays"
     monkeypatch.setattr(pays, lambda self, width, before, steps_left: width < before)
     monkeypatch.setattr("eqx_ensemble.train.host._active._FEWEST", 1)
     x, y = data(40)

@@ -9,9 +9,8 @@ import pytest
 from scipy import stats
 
 import eqx_ensemble as ee
-from eqx_ensemble.train.compiled import _permute
-from eqx_ensemble.train.compiled._order import RowOrder
-from eqx_ensemble.train.compiled._permute import permute, split
+from eqx_ensemble.train.compiled import _order as _permute
+from eqx_ensemble.train.compiled._order import RowOrder, permute, split
 
 from .plain_orders import plain_permutation
 

@@ -17,7 +17,8 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.train import Status
-from eqx_ensemble.train.host import _active, _pacing
+from eqx_ensemble.train.host import _active
+from eqx_ensemble.train.host import _loop as _pacing
 
 from ..factories import distance, relaxed, step_key
 from .plain_orders import plain_permutation

@@ -20,8 +20,7 @@ from eqx_ensemble.checkpoint import Checkpoints
 from eqx_ensemble.checkpoint._run_folder import RunFolder
 from eqx_ensemble.train import NotSavedError, Revive, Status
 from eqx_ensemble.train.data._cursor import decode, encode
-from eqx_ensemble.train.host._executor import Executor
-from eqx_ensemble.train.host._recording import Recording
+from eqx_ensemble.train.host._loop import Executor, Recording
 from eqx_ensemble.train.resume import _resume as resume_module
 
 from ..factories import assert_same, assert_same_where_optimised
@@ -452,7 +451,7 @@ class TestOptions:
         fitted(ensemble, steps=300, checkpoint=Checkpoints(tmp_path / "a", last=99))
         assert Checkpoints(tmp_path / "a").steps == [300]
         monkeypatch.setattr(resume_module, "_SECONDS_BETWEEN", 0.0)
-        monkeypatch.setattr("eqx_ensemble.train.host._pacing._SECONDS_PER_CHUNK", 0.0)  # whose end is a checkpoint
+        monkeypatch.setattr("eqx_ensemble.train.host._loop._SECONDS_PER_CHUNK", 0.0)  # whose end is a checkpoint
         fitted(ensemble, steps=300, checkpoint=Checkpoints(tmp_path / "b", last=99))
         assert len(Checkpoints(tmp_path / "b").steps) > 1
 

@@ -121,7 +121,7 @@ class TestDonor:
     @pytest.mark.parametrize("length", [3, 5, 20])
     def test_when_it_comes_back_does_not_depend_on_chunks(self, length, monkeypatch):
         reference = fitted(KEPT)
-        monkeypatch.setattr("eqx_ensemble.train.host._pacing._FIRST_STEPS", length)
+        monkeypatch.setattr("eqx_ensemble.train.host._loop._FIRST_STEPS", length)
         run = fitted(KEPT)
         assert run.revived == reference.revived
         assert_same(run.ensemble, reference.ensemble)
@@ -290,7 +290,7 @@ def test_batches_of_ones_own():
 
 def test_with_members_that_left_the_arrays(monkeypatch):
     """Three quarters have stopped and left; one of those that train fails and comes back in its place."""
-    pays = "eqx_ensemble.train.host._pacing.Pacing.pays"
+    pays = "eqx_ensemble.train.host._loop.Pacing.pays"
     monkeypatch.setattr(pays, lambda self, width, before, steps_left: width < before)
     members = 16
     ensemble = ee.build(make, members, key=KEY)

@@ -13,10 +13,10 @@ import eqx_ensemble as ee
 from eqx_ensemble.plan import _search
 from eqx_ensemble.plan._pilot import Pilot
 from eqx_ensemble.train import Status
-from eqx_ensemble.train.data._slots import Slots
-from eqx_ensemble.train.host import _pacing
+from eqx_ensemble.train.data._rows import Slots
+from eqx_ensemble.train.host import _loop as _pacing
 from eqx_ensemble.train.host._active import ActiveMembers, width_for
-from eqx_ensemble.train.host._pacing import Pacing
+from eqx_ensemble.train.host._loop import Pacing
 
 from ..factories import assert_close, assert_same_where_optimised
 

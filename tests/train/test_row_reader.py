@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train.data._reader_source import StepRows
 from eqx_ensemble.train.data._rows import row_order
-from eqx_ensemble.train.data._step_rows import StepRows
-from eqx_ensemble.train.host._pacing import Pacing
+from eqx_ensemble.train.host._loop import Pacing
 
 from ..factories import assert_same
 

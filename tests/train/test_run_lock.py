@@ -20,9 +20,9 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints, _disk
-from eqx_ensemble.checkpoint._run_lock import NAME, RunLock
+from eqx_ensemble.checkpoint._run_folder import NAME, RunLock
 from eqx_ensemble.train import NotSavedError
-from eqx_ensemble.train.host._recording import Recording
+from eqx_ensemble.train.host._loop import Recording
 
 KEY = jax.random.key(0)
 SGD = optax.sgd(0.1)
@@ -209,7 +209,7 @@ import os, pathlib, signal, sys, time
 import numpy as np
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints, _disk, _write
-from eqx_ensemble.checkpoint._run_lock import RunLock
+from eqx_ensemble.checkpoint._run_folder import RunLock
 
 folder = pathlib.Path(sys.argv[1])
 ee.save(folder / "run" / "step-000000000001", {"a": np.ones(3)})

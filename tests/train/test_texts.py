@@ -18,7 +18,8 @@ from jaxtyping import config as jaxtyping_config
 
 import eqx_ensemble as ee
 from eqx_ensemble.train import Revive
-from eqx_ensemble.train.resume import _identity, _texts
+from eqx_ensemble.train.resume import _code_texts as _texts
+from eqx_ensemble.train.resume import _identity
 
 KEY = jax.random.key(0)
 SCALE = 3.0

@@ -4,10 +4,185 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
 
-from ..._check import check_values
-from ._check import check_greedy, check_log_scores, check_score_value
+from ..._check import check_values, check_word, concrete
+from ..._foreign import from_foreign
+from ._check import (
+    check_greedy,
+    check_log_scores,
+    check_score_value,
+    check_scores_of_members,
+    check_similarity,
+    check_sparsify,
+)
+
+
+def elites(scores: Real[ArrayLike, " members"], count: int, *, mode: Literal["min", "max"]) -> Float[Array, " members"]:
+    """Equal weights for the `count` members with the best scores, zero for the others.
+
+    **Arguments:**
+
+    - `scores`: one per member, `(members,)`, such as `scores.per_member(scores.nll, logits, labels)`, or the
+        `best_score` of a run. Where members tie, the first is selected; NaN is worse than any number.
+    - `count`: the number of members to select.
+    - `mode`: `"min"` if lower scores are better, `"max"` if higher; for a run's `best_score`, `run.mode`.
+
+    **Returns:**
+
+    Convex weights `(members,)`, each 0 or `1 / count`. The members' indices are `jnp.flatnonzero(weights)`;
+    [`eqx_ensemble.prune`][] selects them from an ensemble.
+
+    **Raises:**
+
+    - `ValueError` for scores that are not `(members,)`, fewer than `count` scores that are not NaN (where concrete), a
+        count out of range, and another `mode`.
+
+    ```python
+    ee.combine.weights.elites(jnp.array([0.3, 0.1, 0.2]), 2, mode="min")  # [0.0, 0.5, 0.5]
+    ```
+    """
+    check_word(mode, "mode", ("min", "max"), name="combine.weights.elites")
+    checked, count = check_scores_of_members("combine.weights.elites", scores, count)
+    dtype = jnp.float64 if checked.dtype == jnp.float64 else jnp.float32
+    host = concrete(scores)  # in its own precision
+    if host is None:
+        return _elites(_ascending(checked, mode), count, dtype)
+    rank = np.argsort(np.argsort(_ascending(host, mode), kind="stable"))
+    return jnp.asarray(np.where(rank < count, 1 / count, 0), dtype)
+
+
+def _ascending(scores: Any, mode: str) -> Any:
+    """The scores, negated if higher is better."""
+    if mode == "min":
+        return scores
+    return -scores if jnp.issubdtype(scores.dtype, jnp.floating) else ~scores  # also for unsigned integers
+
+
+@partial(jax.jit, static_argnames=("count", "dtype"))
+def _elites(scores: Real[Array, " members"], count: int, dtype: Any) -> Float[Array, " members"]:
+    rank = jnp.argsort(jnp.argsort(scores, stable=True))  # NaN is sorted last
+    return jnp.where(rank < count, jnp.asarray(1 / count, dtype), jnp.asarray(0, dtype))
+
+
+def diverse(
+    similarity: Float[ArrayLike, "members members"],
+    count: int,
+    *,
+    quality: Real[ArrayLike, " members"] | None = None,
+) -> Float[Array, " members"]:
+    r"""Equal weights for `count` members that differ from each other, zero for the others.
+
+    Greedy maximisation of the determinant of $q_i S_{ij} q_j$ over the selected members, the greedy mode of a
+    determinantal point process. The first member has the largest $q_i^2 S_{ii}$; each step then adds the member that
+    increases the determinant most. At equal quality, this is the member least explained by those selected. Copies of
+    selected members come last.
+
+    **Arguments:**
+
+    - `similarity`: $S$, a positive semi-definite matrix `(members, members)`: for classes
+        `1 - uncertainty.pairwise_disagreement(logits)`, for real targets the correlations of the members' errors.
+        Compute it on held-out rows.
+    - `count`: the number of members to select.
+    - `quality`: $q$, non-negative, `(members,)`, higher is better; equal by default. For example
+        `jnp.exp(log_scores.mean(axis=1))` or a power of it: larger powers give diversity less weight.
+
+    **Returns:**
+
+    Convex weights `(members,)`, each 0 or `1 / count`. [`eqx_ensemble.prune`][] selects these members of an ensemble.
+    Where members tie, the first is selected. The selection is not differentiable.
+
+    **Raises:**
+
+    - `TypeError` for a similarity that is not floating-point.
+    - `ValueError` for a matrix that is not square, symmetric, or positive semi-definite (where concrete), quality that
+        is negative or not finite, and a count out of range.
+
+    ```python
+    logits = jnp.array([[[2.0, 0.0]] * 4, [[3.0, 0.0]] * 4, [[2.0, 0.0]] * 2 + [[0.0, 2.0]] * 2])
+    similarity = 1 - ee.uncertainty.pairwise_disagreement(logits)
+    ee.combine.weights.diverse(similarity, 2)  # [0.5, 0.0, 0.5]: the first two vote alike
+    ```
+
+    ??? cite
+        [Determinantal Point Processes for Machine Learning](https://arxiv.org/abs/1207.6083), Kulesza and Taskar, 2012;
+        the algorithm: [Fast Greedy MAP Inference for Determinantal Point
+        Process](https://arxiv.org/abs/1709.05135), Chen, Zhang and Zhou, 2018.
+    """
+    matrix, number, scale = check_similarity("combine.weights.diverse", similarity, count, quality)
+    return _diverse(matrix, scale, number)
+
+
+@partial(jax.jit, static_argnames="count")
+def _diverse(
+    similarity: Float[Array, "members members"], quality: Float[Array, " members"], count: int
+) -> Float[Array, " members"]:
+    """Computes one row of the Cholesky factor per step; `left` is the variance not yet explained."""
+    scaled = quality[:, None] * similarity * quality[None]
+    rounding = 8 * jnp.finfo(scaled.dtype).eps * jnp.max(jnp.diagonal(scaled))
+
+    def step(carry: tuple[Array, Array, Array], number: Any) -> tuple[tuple[Array, Array, Array], None]:
+        rows, left, selected = carry
+        known = jnp.where(left > rounding, left, 0)
+        chosen = jnp.argmax(jnp.where(selected, -1, known))
+        pivot = jnp.sqrt(jnp.maximum(left[chosen], rounding))
+        explained = jnp.matmul(rows.T, rows[:, chosen], precision="highest")
+        row = (scaled[chosen] - explained) / jnp.where(pivot > 0, pivot, 1)
+        return (rows.at[number].set(row), left - row**2, selected.at[chosen].set(True)), None
+
+    none = jnp.zeros(similarity.shape[0], bool)
+    start = jnp.zeros((count, similarity.shape[0]), scaled.dtype), jnp.diagonal(scaled), none
+    (_, _, selected), _ = jax.lax.scan(step, start, jnp.arange(count))
+    return jnp.where(selected, jnp.asarray(1 / count, scaled.dtype), 0)
+
+
+class Sparse(NamedTuple):
+    """The members with enough weight.
+
+    **Attributes:**
+
+    - `members`: their indices, in increasing order.
+    - `weights`: their weights, which sum to one.
+    """
+
+    members: Int32[Array, " left"]
+    weights: Float[Array, " left"]
+
+
+def sparsify(
+    weights: Real[ArrayLike, " members"], *, above: float | int = 0.0, num_members: int | None = None
+) -> Sparse:
+    """Keeps the members with enough weight, and normalises their weights.
+
+    To prune an ensemble use [`eqx_ensemble.prune`][].
+
+    **Arguments:**
+
+    - `weights`: convex weights over members, `(members,)`; divided by their sum. They must be concrete, because the
+        number of kept members depends on them.
+    - `above`: keeps members whose normalised weight exceeds this. Members of weight zero are always removed.
+    - `num_members`: keeps at most this many members, those with the largest weights, the first among equal weights.
+
+    **Returns:**
+
+    A named tuple with `.members`, indices `(left,)` in increasing order, and `.weights` `(left,)`.
+
+    **Raises:**
+
+    - `TypeError` for traced weights.
+    - `ValueError` for invalid weights, and for an `above` that keeps no member.
+
+    ```python
+    ee.combine.weights.sparsify(jnp.array([0.5, 0.01, 0.0, 0.49]), above=0.05)
+    # members [0, 3]
+    ```
+    """
+    exact = check_sparsify("combine.weights.sparsify", weights, above, num_members)
+    order = np.argsort(-exact, kind="stable")
+    left = np.sort(order[: int((exact > above).sum())][:num_members])
+    dtype = jnp.float64 if jnp.asarray(from_foreign(weights)).dtype == jnp.float64 else jnp.float32
+    return Sparse(jnp.asarray(left, jnp.int32), jnp.asarray(exact[left] / exact[left].sum(), dtype))
 
 
 class Greedy(NamedTuple):

@@ -5,8 +5,8 @@ from ._align import align as align
 from ._connectivity import barrier as barrier
 from ._connectivity import connectivity as connectivity
 from ._connectivity import interpolate as interpolate
+from ._find import Heads as Heads
+from ._find import Units as Units
 from ._find import find_units as find_units
-from ._units import Heads as Heads
-from ._units import Units as Units
 
 _suggest.explain_names(__name__)

@@ -1,12 +1,257 @@
+import math
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
-from ..._check import check_flag
+from ..._check import (
+    check_array,
+    check_fitted_members,
+    check_flag,
+    check_mask,
+    check_number,
+    check_positive_int,
+    check_values,
+    concrete,
+    first_text,
+    kept_rows,
+    needs_message,
+)
 from ..._weighting import blank_masked
-from ._check import check_classes, check_factors, check_features, check_new_features, check_ridge
-from ._moments import centre_rows, class_means, factor, one_hot_rows, squared_distance
+
+# Class means and Cholesky factors of covariances, for one member.
+
+
+def centre_rows(
+    features: Float[Array, "batch hidden"], counted: Float[Array, " batch"]
+) -> tuple[Float[Array, "batch hidden"], Float[Array, " hidden"]]:
+    """Deviations from the mean of the unmasked rows, and this mean; avoids cancellation for large offsets."""
+    share = counted / jnp.sum(counted)
+    rough = share @ features
+    away = features - rough[None]
+    return away - (share @ away)[None], rough + share @ away
+
+
+def class_means(
+    deviations: Float[Array, "batch hidden"], member_of: Float[Array, "batch classes"]
+) -> Float[Array, "classes hidden"]:
+    """The mean of each class."""
+    return (member_of / jnp.sum(member_of, axis=0, keepdims=True)).T @ deviations
+
+
+def one_hot_rows(
+    labels: Integer[Array, " batch"], mask: Bool[Array, " batch"] | None, num_classes: int, dtype: jnp.dtype
+) -> Float[Array, "batch classes"]:
+    """One-hot labels; masked rows are all zero."""
+    found = jax.nn.one_hot(labels, num_classes, dtype=dtype)
+    return found if mask is None else jnp.where(mask[:, None], found, 0)
+
+
+def factor(
+    residuals: Float[Array, "batch hidden"],
+    counted: Float[Array, " batch"],
+    ddof: int,
+    ridge: Float[Array, ""],
+    largest: Float[Array, " hidden"],
+) -> Float[Array, "hidden hidden"]:
+    """The lower Cholesky factor of a covariance around zero, with a ridge; NaN if it is numerically singular.
+
+    `largest` is the largest magnitude of each unit. A variance, or the residual variance of a unit given the previous
+    ones, counts as zero if it is within rounding.
+    """
+    kept = jnp.where(counted[:, None] > 0, residuals, 0)
+    covariance = kept.T @ kept / (jnp.sum(counted) - ddof)
+    variances = jnp.diagonal(covariance) + ridge
+    lower = jnp.linalg.cholesky(covariance + ridge * jnp.eye(covariance.shape[0], dtype=covariance.dtype))
+    eps = float(jnp.finfo(lower.dtype).eps)
+    known = variances > (4 * eps * largest) ** 2
+    known &= jnp.diagonal(lower) ** 2 > 2 * len(lower) ** 0.5 * eps * variances
+    return jnp.where(jnp.all(known), lower, jnp.nan)
+
+
+def squared_distance(
+    away: Float[Array, "batch hidden"], lower: Float[Array, "hidden hidden"]
+) -> Float[Array, " batch"]:
+    """Squared Mahalanobis distance from zero."""
+    return jnp.sum(solve_triangular(lower, away.T, lower=True) ** 2, axis=0)
+
+
+def check_features(name: str, features: Any, mask: Any) -> tuple[Array, Array | None]:
+    """Raises unless features are `(members, batch, hidden)` and finite where unmasked. Returns them and the mask."""
+    array = check_values(name, "features", features)
+    if array.ndim != 3 or 0 in array.shape:
+        fix = "Flatten what is not one row of numbers: `features.reshape(members, batch, -1)`."
+        raise ValueError(
+            needs_message(name, "`features` of shape (members, batch, hidden)", f"got shape {array.shape}", fix)
+        )
+    kept = check_mask(name, mask, array.shape[1:2])
+    host, rows = concrete(array), kept_rows(mask)
+    if host is not None and rows is not None:
+        wrong = ~np.isfinite(host) & (rows[:, None] if rows.ndim else True)
+        if wrong.any():
+            fix = "Leave members that diverged out, and rows with NaN by `mask`."
+            raise ValueError(needs_message(name, "finite `features`", first_text(host, wrong), fix))
+    return array, kept
+
+
+def check_classes(name: str, labels: Any, features: Array, num_classes: Any, mask: Any) -> Array:
+    """Raises unless labels are integers below `num_classes`, with two rows per class (if concrete). Returns them."""
+    count = check_positive_int(num_classes, "num_classes", name=name)
+    array = check_array(name, "labels", labels)
+    if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape != features.shape[1:2]:
+        got = f"expected integers {features.shape[1:2]}, got {array.dtype} of shape {array.shape}"
+        fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`."
+        raise (TypeError if array.shape == features.shape[1:2] else ValueError)(
+            needs_message(name, "one label per row of the features", got, fix)
+        )
+    host, kept = concrete(labels), kept_rows(mask)
+    if host is not None and kept is not None:
+        wrong = ((host < 0) | (host >= count)) & kept
+        if wrong.any():
+            fix = "Count classes from 0; leave rows without a class out by `mask`."
+            raise ValueError(needs_message(name, f"labels from 0 to {count - 1}", first_text(host, wrong), fix))
+        rows = np.bincount(host[np.broadcast_to(kept, host.shape)], minlength=count)
+        if (rows < 2).any():
+            few = np.flatnonzero(rows < 2).tolist()
+            fix = "Classes that are not in these rows have no density: number the others without gaps."
+            raise ValueError(needs_message(name, "at least two rows of each class", f"got fewer of classes {few}", fix))
+    return array.astype(jnp.int32)
+
+
+def check_ridge(name: str, ridge: Any, dtype: jnp.dtype) -> Array:
+    """Raises unless `ridge` is a number of at least 0. Returns it as an array."""
+    return jnp.asarray(check_number(ridge, "ridge", name=name, least=0), dtype)
+
+
+def check_factors(name: str, factors: Array) -> None:
+    """Raises for singular covariances of any member or class (if concrete)."""
+    host = concrete(factors)
+    if host is not None and not np.isfinite(host).all():
+        wrong = ~np.isfinite(host).all(axis=(-2, -1))
+        member = int(np.argwhere(wrong)[0][0])
+        fix = (
+            "Hidden units that are constant, or fewer rows than hidden units? Pass a (larger) `ridge`, or reduce them."
+        )
+        raise ValueError(needs_message(name, "covariances that are not singular", f"got one of member {member}", fix))
+
+
+def check_new_features(name: str, features: Any, centre: Array) -> Array:
+    """Raises unless features belong to the fitted members and have as many hidden units. Returns them."""
+    array = check_values(name, "features", features)
+    check_fitted_members(name, centre.shape[0], array.shape[0])
+    if array.ndim != 3 or array.shape[2] != centre.shape[1]:
+        got = f"expected (members, batch, hidden) with hidden {centre.shape[1]}, got {array.shape}"
+        raise ValueError(needs_message(name, "features like those that it was fitted on", got, "Take the same layer."))
+    return array
+
+
+class GaussianDiscriminant(eqx.Module):
+    """A fitted Gaussian per class over the hidden units of each member; call it on features of the same members.
+
+    **Attributes:**
+
+    - `centre`: `(members, hidden)`, the mean of all rows.
+    - `means`: `(members, classes, hidden)`, the class means relative to `centre`.
+    - `factors`: `(members, classes, hidden, hidden)`, lower Cholesky factors of the covariances.
+    - `log_priors`: `(classes,)`, the logarithms of the class frequencies.
+    """
+
+    centre: Float[Array, "members hidden"]
+    means: Float[Array, "members classes hidden"]
+    factors: Float[Array, "members classes hidden hidden"]
+    log_priors: Float[Array, " classes"]
+
+    def __call__(self, features: Float[ArrayLike, "members batch hidden"]) -> Float[Array, "members batch"]:
+        """The log-density under each member, in nats; lower is more unusual."""
+        checked = check_new_features("methods.density.GaussianDiscriminant", features, self.centre)
+        return jax.nn.logsumexp(_log_joint(self, checked), axis=1)
+
+    def log_joint(self, features: Float[ArrayLike, "members batch hidden"]) -> Float[Array, "members classes batch"]:
+        """The log joint density of features and class; its softmax over classes is the class posterior."""
+        return _log_joint(self, check_new_features("methods.density.GaussianDiscriminant", features, self.centre))
+
+
+def gaussian_discriminant(
+    features: Float[ArrayLike, "members batch hidden"],
+    labels: Integer[ArrayLike, " batch"],
+    *,
+    num_classes: int,
+    ridge: float | int = 0.0,
+    mask: Bool[ArrayLike, " batch"] | None = None,
+) -> GaussianDiscriminant:
+    r"""Fits a Gaussian per class to the hidden units of each member: Gaussian discriminant analysis, as in DDU.
+
+    The density of a row is $\sum_c \pi_c\, \mathcal{N}(h; \mu_c, \Sigma_c)$ with the class frequencies, means and
+    covariances (`ddof=1`). Rows unlike the training data have a low density, even where the softmax is confident. Each
+    member has its own density; combine their log-densities with [`eqx_ensemble.combine.log_mixture`][]. DDU trains the
+    network with bounded spectral norms; without a bound, rows far from the training data may have similar hidden units.
+
+    **Arguments:**
+
+    - `features`: inputs of the last layer for the training rows, `(members, batch, hidden)`, from
+        [`eqx_ensemble.predict`][] with `fn`.
+    - `labels`: integers `(batch,)` from 0 to classes - 1.
+    - `num_classes`: the number of classes. Each needs at least two rows, and without `ridge` more rows than hidden
+        units.
+    - `ridge`: added to the variances. Hidden units that are constant in a class, such as inactive ReLU units, need a
+        positive ridge.
+    - `mask`: booleans `(batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+
+    **Returns:** [`eqx_ensemble.methods.density.GaussianDiscriminant`][].
+
+    **Raises:** `TypeError` or `ValueError` for inconsistent arguments, a class with fewer than two rows, and singular
+    covariances (where concrete; otherwise the result is NaN).
+
+    ```python
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 4, 1, key=key), 4, key=key)
+    hidden = lambda model, x: jnp.tanh(model.layers[0](x))
+    x = jax.random.normal(key, (100, 3))
+    features = ee.predict(ensemble, x, fn=hidden)
+    density = ee.methods.density.gaussian_discriminant(features, jnp.arange(100) % 2, num_classes=2)
+    density(ee.predict(ensemble, 3 * x, fn=hidden)).shape  # (4, 100)
+    ```
+
+    ??? cite
+        [Deep Deterministic Uncertainty: A New Simple Baseline](https://arxiv.org/abs/2102.11582), Mukhoti et al., 2023.
+    """
+    name = "methods.density.gaussian_discriminant"
+    checked, kept = check_features(name, features, mask)
+    known = check_classes(name, labels, checked, num_classes, mask)
+    level = check_ridge(name, ridge, checked.dtype)
+    counted = one_hot_rows(blank_masked(known, kept), kept, num_classes, checked.dtype)
+    fit_member = lambda x: _fit_discriminant(x, counted, level)
+    centre, means, factors = jax.vmap(fit_member)(blank_masked(checked, kept, before=1))
+    check_factors(name, factors)
+    counts = jnp.sum(counted, axis=0)
+    return GaussianDiscriminant(centre, means, factors, jnp.log(counts / jnp.sum(counts)))
+
+
+@jax.jit
+def _fit_discriminant(features: Array, counted: Array, ridge: Array) -> tuple[Array, Array, Array]:
+    """The centre, means and factors of one member."""
+    deviations, centre = centre_rows(features, jnp.sum(counted, axis=1))
+    means = class_means(deviations, counted)
+    largest = jnp.max(jnp.abs(features), axis=0)
+    one = lambda of: factor(deviations - of[0][None], of[1], 1, ridge, largest)
+    return centre, means, jax.lax.map(one, (means, counted.T))
+
+
+@jax.jit
+def _log_joint(fitted: GaussianDiscriminant, features: Array) -> Float[Array, "members classes batch"]:
+    def of_class(away: Array, mean: Array, lower: Array, log_prior: Array) -> Array:
+        half_log_det = jnp.sum(jnp.log(jnp.diagonal(lower)))
+        constant = log_prior - half_log_det - lower.shape[0] / 2 * math.log(2 * math.pi)
+        return constant - squared_distance(away - mean[None], lower) / 2
+
+    def of_member(features: Array, centre: Array, means: Array, factors: Array) -> Array:
+        away = features - centre[None]
+        return jax.lax.map(lambda of: of_class(away, *of), (means, factors, fitted.log_priors))
+
+    return jax.vmap(of_member)(features, fitted.centre, fitted.means, fitted.factors)
 
 
 class Mahalanobis(eqx.Module):

@@ -1,6 +1,6 @@
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -8,12 +8,137 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ... import _axes
+from ... import _axes, tree
 from ..._check import check_function, check_key, check_number, check_positive_int, check_word, is_member_array
+from ..._ensemble import Ensemble, stack
 from ..._jaxpr import warn_of_two_batch_axes
-from ._check import check_batch, check_call, check_joint, check_rows_differ
-from ._joint import has_one_pass, map_submembers, submember_keys
-from ._members import dense_models
+from ..._pytree import PyTree
+from ..._warnings import ignore_warnings
+from ._check import check_batch, check_call, check_joint, check_predictions, check_rows_differ
+from ._joint import JointEnsemble, Submembers, has_one_pass, is_joint_layer, map_submembers, submember_keys
+from ._layers import RankOne
+
+
+def weight_labels(params: PyTree) -> PyTree:
+    """Labels the factors of rank-one sub-members `"fast"`, and all other weights `"slow"`.
+
+    Use it with `optax.multi_transform` or, compared with a label, as a mask for optax. The authors of BatchEnsemble
+    train the factors with half the learning rate and no weight decay, which would shrink the factors, and with them the
+    weights, towards 0.
+
+    **Arguments:**
+
+    - `params`: a [`eqx_ensemble.methods.efficient.JointEnsemble`][], or its trained leaves, which optax passes to a
+        label function.
+
+    **Returns:** a tree of strings with the structure of `params`.
+
+    **Raises:** `TypeError` for an [`eqx_ensemble.Ensemble`][].
+
+    ```python
+    optimiser = optax.multi_transform(
+        {"fast": optax.adam(5e-4), "slow": optax.adamw(1e-3, weight_decay=1e-4)},
+        ee.methods.efficient.weight_labels,
+    )
+    ```
+    """
+    if isinstance(params, Ensemble):
+        raise TypeError(
+            "`methods.efficient.weight_labels` labels the weights of one joint ensemble, got an `Ensemble`.\n"
+            "Pass the function itself to `optax.multi_transform`, or an `ensemble[0]`."
+        )
+
+    def of_node(node: Any) -> Any:
+        labels = jax.tree.map(lambda _: "slow", node)
+        if isinstance(node, RankOne):
+            fast = jax.tree.map(lambda _: "fast", (node.in_factors, node.out_factors))
+            labels = RankOne(labels.layer, fast[0], fast[1], labels.bias)
+        return labels
+
+    return jax.tree.map(of_node, params, is_leaf=is_joint_layer)
+
+
+M = TypeVar("M")
+
+
+@overload
+def members(joint: Ensemble[JointEnsemble[M]]) -> Ensemble[M]: ...
+@overload
+def members(joint: JointEnsemble[M]) -> Ensemble[M]: ...
+def members(joint: JointEnsemble[M] | Ensemble[JointEnsemble[M]]) -> Ensemble[M]:
+    """Extracts the sub-members as ordinary models that share no weights: an ensemble for all functions of this library.
+
+    Rank-one factors are multiplied into the weights, weights of masked features are set to zero, and packed layers are
+    separated. Sub-members of [`eqx_ensemble.methods.efficient.mimo`][] predict as if all got the same input. The result
+    takes the memory of `num_submembers` full models, and further training no longer shares weights.
+
+    **Arguments:**
+
+    - `joint`: a joint ensemble, or an ensemble of them.
+
+    **Returns:** an [`eqx_ensemble.Ensemble`][] of models of the original type. In an ensemble of joint ensembles,
+    sub-member $i$ of $k$ in the member with id $j$ gets the id $j k + i$.
+
+    **Raises:** `TypeError` for anything else.
+
+    ```python
+    joint = ee.methods.efficient.batch_ensemble(eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
+    ensemble = ee.methods.efficient.members(joint)
+    ensemble[0]  # an ordinary eqx.nn.MLP
+    ```
+    """
+    name = "methods.efficient.members"
+    if not isinstance(joint, Ensemble):
+        check_joint(joint, name=name)
+        return _stack(dense_models(joint))
+    models = joint.unstack()
+    for model in models:
+        check_joint(model, name=name)
+    size = models[0].num_submembers
+    ids = joint.ids[:, None] * size + jnp.arange(size, dtype=joint.ids.dtype)[None]
+    return _stack([dense for model in models for dense in dense_models(model)], ids=ids.reshape(-1))
+
+
+def _stack(models: list[M], *, ids: Any = None) -> Ensemble[M]:
+    with ignore_warnings("`stack` got identical models"):  # sub-members may begin as equals
+        return stack(models, ids=ids)
+
+
+def dense_models(joint: JointEnsemble[M]) -> list[M]:
+    """The sub-members as ordinary models."""
+    parts = Submembers(joint)
+    models = [parts.one(tree.take(parts.per_member(), i)) for i in range(joint.num_submembers)]
+    dense = lambda node, i: node.dense(i) if is_joint_layer(node) else node
+    return [jax.tree.map(lambda x, i=i: dense(x, i), m, is_leaf=is_joint_layer) for i, m in enumerate(models)]
+
+
+def as_members(predictions: PyTree) -> PyTree:
+    """Merges the axes of members and sub-members in predictions of an ensemble of joint ensembles.
+
+    Use it for `combine`, `scores` and `uncertainty`, which take a leading `members` axis, and inside `combine=`.
+
+    **Arguments:**
+
+    - `predictions`: a PyTree of arrays `(members, rows, submembers, ...)`, as [`eqx_ensemble.predict`][] returns them.
+
+    **Returns:** the predictions as arrays `(members * submembers, rows, ...)`. The sub-members of one member are
+    adjacent, in the order of [`eqx_ensemble.methods.efficient.members`][].
+
+    **Raises:** `ValueError` for arrays of fewer than three axes.
+
+    ```python
+    make = lambda key: ee.methods.efficient.tabm(eqx.nn.MLP(3, 2, 16, 2, key=key), 8, key=key)
+    ensemble, x = ee.build(make, 2, key=key), jnp.ones((100, 3))
+    as_members = ee.methods.efficient.as_members
+    logits = as_members(ee.predict(ensemble, x))  # (2, 100, 8, 2) becomes (16, 100, 2)
+    combine = lambda logits: ee.combine.mixture(as_members(logits))
+    ee.predict(ensemble, x, combine=combine).shape  # (100, 2)
+    ```
+    """
+    check_predictions(predictions, name="methods.efficient.as_members")
+    flat = lambda x: jnp.moveaxis(x, 2, 1).reshape((-1, x.shape[1], *x.shape[3:]))
+    return jax.tree.map(flat, predictions)
+
 
 _NAME = "methods.efficient.mean_loss"
 

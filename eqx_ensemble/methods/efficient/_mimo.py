@@ -5,9 +5,8 @@ import jax
 from ... import _keys
 from ._check import check_groups, check_known, check_model
 from ._convert import Select, replace_layers, select_layers
-from ._joint import JointEnsemble
+from ._joint import JoinInputs, JointEnsemble, SelectOutput
 from ._layers import input_shape, output_shape, redraw
-from ._mimo_layers import JoinInputs, SelectOutput
 
 M = TypeVar("M")
 

@@ -7,19 +7,19 @@ accept any leading axes, including `members`.
 from ... import _suggest
 from ._dirichlet import decompose_dirichlet as decompose_dirichlet
 from ._dirichlet import dirichlet as dirichlet
+from ._dirichlet import dirichlet_loss as dirichlet_loss
+from ._dirichlet import kl_annealing as kl_annealing
 from ._dirichlet import vacuity as vacuity
-from ._dirichlet_loss import dirichlet_loss as dirichlet_loss
-from ._dirichlet_loss import kl_annealing as kl_annealing
 from ._evidential import NormalInverseGamma as NormalInverseGamma
 from ._evidential import decompose_evidential as decompose_evidential
+from ._evidential import evidential_loss as evidential_loss
 from ._evidential import normal_inverse_gamma as normal_inverse_gamma
-from ._evidential_loss import evidential_loss as evidential_loss
 from ._mixture_density import MixtureComponents as MixtureComponents
 from ._mixture_density import MixtureDensity as MixtureDensity
 from ._mixture_density import mixture_components as mixture_components
 from ._mixture_density import mixture_density as mixture_density
+from ._mixture_density import mixture_density_loss as mixture_density_loss
 from ._mixture_density import mixture_density_moments as mixture_density_moments
-from ._mixture_density_loss import mixture_density_loss as mixture_density_loss
 from ._quantiles import pinball_loss as pinball_loss
 from ._quantiles import sort_quantiles as sort_quantiles
 

@@ -12,8 +12,7 @@ from ..._axes import Each
 from ..._axes._check_rows import explain_rows
 from ..._check import check_function, check_optional_function, check_positive_int, check_word
 from ..._ensemble import Ensemble
-from ..._ensemble._check import check_ensemble
-from ..._ensemble._check_state import check_model_state, check_model_state_given
+from ..._ensemble._check import check_ensemble, check_model_state, check_model_state_given
 from ..._pytree import PyTree
 from ..._warnings import warn
 from ...plan import AnyPlan
@@ -23,16 +22,29 @@ from ...sharding._layout import layout_for
 from ...train._check_run import excluded_message
 from ...train._run import Run
 from ...train._status import Status
-from ._check import check_indices, check_no_noise, check_per_member
-from ._check_data import check_outputs, check_targets
-from ._check_posterior import check_called_once, check_finite_posterior, check_healthy
-from ._choose import choose, member_shapes
-from ._curvatures import CURVATURES
-from ._data import prepare, take_members
+from ._check import (
+    check_called_once,
+    check_finite_posterior,
+    check_healthy,
+    check_indices,
+    check_no_noise,
+    check_per_member,
+)
+from ._curvature import CURVATURES
 from ._laplace import Laplace
-from ._likelihoods import LIKELIHOODS
-from ._member import LaplaceMember, Problem, call
-from ._setup import Setup, add_batch, factor_error, finish
+from ._member import LIKELIHOODS, LaplaceMember, Problem, call
+from ._setup import (
+    Setup,
+    add_batch,
+    check_outputs,
+    check_targets,
+    choose,
+    factor_error,
+    finish,
+    member_shapes,
+    prepare,
+    take_members,
+)
 
 _NAME = "methods.laplace.fit"
 

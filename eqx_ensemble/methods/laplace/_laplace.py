@@ -3,26 +3,129 @@ from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from ... import _keys, tree
 from ..._axes import Each
-from ..._check import check_flag, check_positive_int
+from ..._check import check_flag, check_positive_int, kind_text
 from ..._compiled import filter_jit
 from ..._ensemble import Ensemble
-from ..._ensemble._check_members import check_index_of_members
+from ..._ensemble._ensemble import check_index_of_members
 from ..._predict import predict
 from ..._pytree import PyTree
 from ...plan._map import map_members
 from .._check import check_options
 from ..path._check import check_factor_ids
-from ._check import check_link, check_per_member, check_sampling
-from ._check_posterior import check_optimum
-from ._evidence import best_prior, log_evidence
-from ._links import Link
-from ._member import LaplaceMember, Outputs, Predict, PredictOutputs
-from ._sample import draw
+from ._check import check_link, check_optimum, check_per_member, check_sampling, check_some_value
+from ._member import LaplaceMember, Link, Outputs, Predict, PredictOutputs, log_likelihood
+
+_HALVINGS = 64  # of a bracket of width `_WIDTH` in log space: below the rounding of double precision
+_WIDTH = 80.0
+_MOST_ROUNDS = 1_000
+
+
+def log_evidence(member: LaplaceMember, prior_precision: Any, noise: Any) -> Float[Array, ""]:
+    """The log marginal likelihood of the data under one member, in nats."""
+    posterior = member.posterior
+    values = posterior.curvature.values if noise is None else posterior.curvature.values / noise**2
+    vector = posterior.selection.vector(member.model)
+    logdets = jnp.sum(jnp.log1p(values / prior_precision))  # log det of the posterior precision minus that of the prior
+    fit = log_likelihood(member.problem.likelihood, posterior.loss, posterior.count, noise)
+    return fit - (logdets + prior_precision * (vector @ vector)) / 2
+
+
+def best_prior(member: LaplaceMember, *, with_noise: bool) -> tuple[Float[Array, ""], Float[Array, ""] | None]:
+    """The prior precision and the noise that maximise the evidence of one member, with fixed weights.
+
+    The derivatives with respect to the logarithms of precision and noise each have one root. They are bisected in turn,
+    so the evidence never decreases.
+    """
+    posterior = member.posterior
+    vector = posterior.selection.vector(member.model)
+    values, square = posterior.curvature.values, vector @ vector
+    if posterior.noise is None or not with_noise:
+        scaled = values if posterior.noise is None else values / posterior.noise**2
+        return _best_precision(scaled, square), posterior.noise
+
+    def advance(carry: tuple) -> tuple:
+        precision, inverse, _, count = carry
+        new_precision = _best_precision(values * inverse, square)
+        new_inverse = _best_inverse(values, new_precision, posterior.loss, posterior.count)
+        moved = jnp.abs(jnp.log(new_precision / precision)) + jnp.abs(jnp.log(new_inverse / inverse))
+        return new_precision, new_inverse, moved, count + 1
+
+    def goes_on(carry: tuple) -> Array:
+        *_, moved, count = carry
+        return (moved > 4 * jnp.finfo(values.dtype).eps) & (count < _MOST_ROUNDS)
+
+    start = posterior.prior_precision, 1 / posterior.noise**2, jnp.full_like(square, jnp.inf), 0
+    precision, inverse, _, _ = jax.lax.while_loop(goes_on, advance, start)
+    return precision, 1 / jnp.sqrt(inverse)
+
+
+def _best_precision(values: Float[Array, " weights"], square: Float[Array, ""]) -> Float[Array, ""]:
+    """The root of `precision |w|^2 = gamma`, MacKay's fixed point; 0 or infinite without one."""
+    above = lambda precision: precision * square > jnp.sum(values / (values + precision))
+    return _bisect(above, values.size / square)
+
+
+def _best_inverse(
+    values: Float[Array, " weights"], precision: Float[Array, ""], loss: Float[Array, ""], count: Float[Array, ""]
+) -> Float[Array, ""]:
+    """The root of `loss / noise^2 = count - gamma`, in `1 / noise^2`."""
+    above = lambda inverse: inverse * loss + jnp.sum(values * inverse / (values * inverse + precision)) > count
+    return _bisect(above, count / loss)
+
+
+def _bisect(above: Any, most: Float[Array, ""]) -> Float[Array, ""]:
+    """The smallest number up to `most` at which `above` holds, by bisection of its logarithm."""
+    high = jnp.log(most)
+
+    def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = (low + high) / 2
+        is_above = above(jnp.exp(middle))
+        return jnp.where(is_above, low, middle), jnp.where(is_above, middle, high)
+
+    low, high = jax.lax.fori_loop(0, _HALVINGS, halve, (high - _WIDTH, high))
+    return jnp.exp((low + high) / 2)
+
+
+_is_none = lambda x: x is None
+
+
+def draw(members: Ensemble, ensemble: Ensemble, num_samples: int, key: Any) -> Ensemble[Any]:
+    """An ensemble of draws from all members' posteriors."""
+    keys = _keys.member_keys(key, members.ids, purpose="laplace")
+    arrays = _draw(members, Each(keys), jnp.arange(num_samples))
+    shape = lambda x: x.reshape(-1, *x.shape[2:])
+    stacked = jax.tree.map(
+        lambda old, new: None if old is None else shape(new), ensemble.arrays, arrays, is_leaf=_is_none
+    )
+    numbers = jnp.arange(num_samples, dtype=jnp.int32)
+    ids = (members.ids[:, None] * num_samples + numbers[None]).astype(jnp.int32).ravel()
+    return Ensemble(stacked, ensemble.shared, ids)
+
+
+@filter_jit
+def _draw(members: Ensemble, keys: Each, numbers: jax.Array) -> PyTree:
+    """The arrays of all draws, each `(members, draws, ...)`."""
+
+    def of_member(member: LaplaceMember, key: jax.Array) -> PyTree:
+        posterior = member.posterior
+        mean, precision = posterior.selection.vector(member.model), posterior.precision
+
+        def one(number: jax.Array) -> PyTree:
+            noise = jax.random.normal(jax.random.fold_in(key, number), precision.shape, precision.dtype)
+            away = posterior.curvature.rotate(noise / jnp.sqrt(precision))
+            return eqx.filter(posterior.selection.insert(member.model, mean + away), eqx.is_array)
+
+        return jax.vmap(one)(numbers)
+
+    return map_members(of_member)(members, keys)
+
 
 M = TypeVar("M")
 
@@ -221,3 +324,50 @@ def _log_evidence(members: Ensemble, prior_precision: Array, noise: Array | None
 @filter_jit
 def _best_prior(members: Ensemble, with_noise: bool) -> tuple[Array, Array | None]:  # noqa: FBT001
     return map_members(lambda member: best_prior(member, with_noise=with_noise))(members)
+
+
+def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = None) -> Laplace[M]:
+    """Replaces the prior precision or the noise of posteriors, without access to the data.
+
+    The result equals a fit with these values, because the stored curvatures depend on neither. A prior precision can
+    thus be selected on held-out rows with one pass over the training data. As with
+    [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][], the weights do not change.
+
+    **Arguments:**
+
+    - `posterior`: the result of [`eqx_ensemble.methods.laplace.fit`][].
+    - `prior_precision`, `noise`: as for `fit`, one number or `(members,)` each; unchanged by default.
+
+    **Returns:** [`eqx_ensemble.methods.laplace.Laplace`][].
+
+    **Raises:** `TypeError` or `ValueError` for other types of `posterior`, values that are not above zero, `noise` with
+    classes, and if neither is given.
+
+    ```python
+    laplace = ee.methods.laplace
+    ensemble = ee.build(lambda key: eqx.nn.MLP(2, 3, 8, 1, key=key), 4, key=key)
+    x, labels = jax.random.normal(key, (60, 2)), jnp.arange(60) % 3
+    posterior = laplace.fit(
+        ensemble,
+        (x[:40], labels[:40]),
+        likelihood="classification",
+        where=lambda model: model.layers[-1],
+    )
+
+
+    def held_out(precision):
+        chosen = laplace.replace(posterior, prior_precision=precision)
+        logits = chosen.predict(x[40:], combine=ee.combine.mixture)
+        return ee.scores.nll(logits[None], labels[40:])
+
+
+    best = min([0.1, 1.0, 10.0], key=held_out)
+    posterior = laplace.replace(posterior, prior_precision=best)
+    ```
+    """
+    name = "methods.laplace.replace"
+    if not isinstance(posterior, Laplace):
+        raise TypeError(f"`{name}` needs what `methods.laplace.fit` returned, got {kind_text(posterior)}.")
+    check_some_value(prior_precision, noise, name=name)
+    precision = check_per_member(name, "prior_precision", prior_precision, posterior.prior_precision)
+    return with_values(posterior, precision, check_per_member(name, "noise", noise, posterior.noise))

@@ -1,18 +1,167 @@
+import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from ..._pytree import PyTree
 from ...combine import Gaussian
 from ._curvature import AbstractCurvature
-from ._likelihoods import LIKELIHOODS
-from ._links import Link, both_classes, log_probabilities
 from ._selection import AbstractSelection
+
+Link = Literal["probit", "bridge", "bridge_norm", "mc"]
+LINKS = ("probit", "bridge", "bridge_norm", "mc")
+
+
+def probit(mean: Float[Array, " classes"], covariance: Float[Array, "classes classes"]) -> Float[Array, " classes"]:
+    """Log-probabilities from differences of logits, divided by `sqrt(1 + pi / 8 * variance)` of the difference."""
+    variances = jnp.diagonal(covariance)
+    # Of a difference: what all logits share cancels. Rounding may leave it negative.
+    spread = jnp.maximum(variances[:, None] + variances[None] - 2 * covariance, 0)
+    differences = (mean[:, None] - mean[None]) / jnp.sqrt(1 + math.pi / 8 * spread)
+    return jax.nn.log_softmax(-jax.nn.logsumexp(-differences, axis=1))
+
+
+def bridge(
+    mean: Float[Array, " classes"], covariance: Float[Array, "classes classes"], *, normalise: bool
+) -> Float[Array, " classes"]:
+    """Log-probabilities of the mean of the Dirichlet distribution given by the Laplace bridge.
+
+    Logits are first conditioned on a sum of zero. Computed in log space, because the concentration of a large logit
+    overflows.
+    """
+    classes = mean.shape[0]
+    across = jnp.sum(covariance, axis=1)
+    total = jnp.sum(across)
+    share = across / jnp.where(total > 0, total, 1)
+    mean = mean - share * jnp.sum(mean)
+    variance = jnp.diagonal(covariance) - share * across
+    # The difference may round to zero, and a zero variance would make a class certain.
+    variance = jnp.maximum(variance, jnp.finfo(mean.dtype).eps * jnp.diagonal(covariance))
+    if normalise:
+        scale = jnp.mean(variance) / math.sqrt(classes / 2)
+        mean, variance = mean / jnp.sqrt(scale), variance / scale
+    odds = mean + jax.nn.logsumexp(-mean) - 2 * math.log(classes)
+    log_base = math.log1p(-2 / classes) if classes > 2 else -math.inf
+    return jax.nn.log_softmax(jnp.logaddexp(jnp.full_like(odds, log_base), odds) - jnp.log(variance))
+
+
+def monte_carlo(
+    mean: Float[Array, " classes"], covariance: Float[Array, "classes classes"], num_samples: int, key: Key[Array, ""]
+) -> Float[Array, " classes"]:
+    """The logarithm of the mean probabilities over draws of the logits."""
+    values, vectors = jnp.linalg.eigh(covariance)  # the covariance may be singular
+    root = vectors * jnp.sqrt(jnp.maximum(values, 0))[None]
+    noise = jax.random.normal(key, (num_samples, mean.shape[0]), mean.dtype)
+    logs = jax.nn.log_softmax(mean[None] + noise @ root.T)
+    return jax.nn.logsumexp(logs, axis=0) - math.log(num_samples)
+
+
+def log_probabilities(
+    mean: Float[Array, " classes"],
+    covariance: Float[Array, "classes classes"],
+    *,
+    link: Link,
+    num_samples: int,
+    key: Key[Array, ""] | None,
+) -> Float[Array, " classes"]:
+    """The log-probabilities of the classes with the given link."""
+    if link == "probit":
+        return probit(mean, covariance)
+    if link == "mc":
+        assert key is not None
+        return monte_carlo(mean, covariance, num_samples, key)
+    return bridge(mean, covariance, normalise=link == "bridge_norm")
+
+
+def both_classes(
+    mean: Float[Array, " 1"], covariance: Float[Array, "1 1"]
+) -> tuple[Float[Array, " 2"], Float[Array, "2 2"]]:
+    """The logits of classes 0 and 1 from one logit, and their covariance."""
+    return jnp.concatenate([jnp.zeros_like(mean), mean]), jnp.pad(covariance, ((1, 0), (1, 0)))
+
+
+class AbstractLikelihood(eqx.Module):
+    """The loss and curvature of a likelihood, for one row of outputs `(out,)`.
+
+    A likelihood with noise is evaluated at standard deviation 1, so that the noise can be changed afterwards.
+    """
+
+    has_noise: eqx.AbstractClassVar[bool]
+
+    @abc.abstractmethod
+    def loss(self, outputs: Float[Array, " out"], target: Array) -> Float[Array, ""]:
+        """The negative log-likelihood; with noise, the sum of squared errors."""
+
+    @abc.abstractmethod
+    def root(self, outputs: Float[Array, " out"], jacobian: Float[Array, "out n"]) -> Float[Array, "out n"]:
+        """`L' jacobian`, where `L L'` is the Hessian of the negative log-likelihood with respect to the outputs."""
+
+
+class Regression(AbstractLikelihood):
+    """Gaussian noise with one standard deviation for all outputs."""
+
+    has_noise: ClassVar[bool] = True
+
+    def loss(self, outputs: Float[Array, " out"], target: Array) -> Float[Array, ""]:
+        """The sum of squared errors."""
+        return jnp.sum((outputs - target.astype(outputs.dtype)) ** 2)
+
+    def root(self, outputs: Float[Array, " out"], jacobian: Float[Array, "out n"]) -> Float[Array, "out n"]:
+        """The Jacobian itself."""
+        return jacobian
+
+
+class Binary(AbstractLikelihood):
+    """Labels 0 and 1; one output, the logit of 1."""
+
+    has_noise: ClassVar[bool] = False
+
+    def loss(self, outputs: Float[Array, " out"], target: Array) -> Float[Array, ""]:
+        """The cross-entropy in nats."""
+        signed = jnp.where(target == 1, outputs, -outputs)
+        return -jnp.sum(jax.nn.log_sigmoid(signed))
+
+    def root(self, outputs: Float[Array, " out"], jacobian: Float[Array, "out n"]) -> Float[Array, "out n"]:
+        """The second derivative is `p (1 - p)`, computed in log space for accuracy."""
+        log = jax.nn.log_sigmoid(outputs) + jax.nn.log_sigmoid(-outputs)
+        return jnp.exp(log / 2)[:, None] * jacobian
+
+
+class Classification(AbstractLikelihood):
+    """Labels from 0 to classes - 1; one output per class, the logits."""
+
+    has_noise: ClassVar[bool] = False
+
+    def loss(self, outputs: Float[Array, " out"], target: Array) -> Float[Array, ""]:
+        """The cross-entropy in nats."""
+        return -jax.nn.log_softmax(outputs)[target]
+
+    def root(self, outputs: Float[Array, " out"], jacobian: Float[Array, "out n"]) -> Float[Array, "out n"]:
+        """The second derivative `diag(p) - p p'` has the root `(diag(p) - p p') / sqrt(p)`, column by column."""
+        logs = jax.nn.log_softmax(outputs)
+        mean = jnp.exp(logs) @ jacobian
+        return jnp.exp(logs / 2)[:, None] * (jacobian - mean[None])
+
+
+LIKELIHOODS: dict[str, AbstractLikelihood] = {
+    "regression": Regression(),
+    "binary": Binary(),
+    "classification": Classification(),
+}
+
+
+def log_likelihood(kind: str, loss: Any, count: Any, noise: Any) -> Float[Array, ""]:
+    """The log-likelihood of all rows in nats, from the sum of their losses and the number of targets."""
+    if not LIKELIHOODS[kind].has_noise:
+        return -loss
+    return -loss / (2 * noise**2) - count * (jnp.log(noise) + math.log(2 * math.pi) / 2)
+
 
 M = TypeVar("M")
 

@@ -10,14 +10,11 @@ from jaxtyping import Array, Float
 from ..._check import check_flag, check_function
 from ..._pytree import PyTree
 from ...plan import AnyPlan
-from ...train.compiled._check import check_loss_output, check_loss_signature
-from ...train.compiled._explain import explain_loss
+from ...train.compiled._check import check_loss_output, check_loss_signature, explain_loss
 from ...train.compiled._optimiser import Optimiser
 from ._check import check_outputs, check_stateless
-from ._directions import Method
-from ._kernels import Kernel
-from ._space import AbstractSpace, Evaluation, Member, ravel, unravel
-from ._step import InteractingStep, interacting_step
+from ._directions import Kernel, Method
+from ._step import AbstractSpace, Evaluation, InteractingStep, Member, interacting_step, ravel, unravel
 
 
 class FunctionSpace(AbstractSpace):

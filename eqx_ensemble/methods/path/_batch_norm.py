@@ -10,8 +10,7 @@ from ... import _keys
 from ..._axes._check_rows import check_rows_of_data
 from ..._check import check_function, check_positive_int
 from ..._ensemble import Ensemble
-from ..._ensemble._check import check_ensemble
-from ..._ensemble._check_state import check_model_state, check_model_state_given
+from ..._ensemble._check import check_ensemble, check_model_state, check_model_state_given
 from ..._foreign import from_foreign_tree
 from ..._pytree import PyTree
 from ...plan import AnyPlan

@@ -4,12 +4,12 @@ Weights, optimiser states, hyper-parameters, ids and random streams are moved to
 """
 
 from ... import _suggest
+from ._decisions import clone as clone
 from ._decisions import perturb_hyper as perturb_hyper
+from ._decisions import rank as rank
+from ._decisions import select as select
 from ._decisions import set_hyper as set_hyper
+from ._decisions import stop as stop
 from ._decisions import truncation as truncation
-from ._moves import clone as clone
-from ._moves import rank as rank
-from ._moves import select as select
-from ._moves import stop as stop
 
 _suggest.explain_names(__name__)

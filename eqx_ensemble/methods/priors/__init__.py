@@ -3,8 +3,8 @@
 from ... import _suggest
 from ._anchor import Anchor as Anchor
 from ._anchor import draw_anchors as draw_anchors
-from ._penalty import gaussian_penalty as gaussian_penalty
 from ._randomised import RandomisedPrior as RandomisedPrior
-from ._targets import noisy_targets as noisy_targets
+from ._randomised import gaussian_penalty as gaussian_penalty
+from ._randomised import noisy_targets as noisy_targets
 
 _suggest.explain_names(__name__)

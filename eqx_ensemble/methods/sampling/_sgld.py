@@ -1,13 +1,269 @@
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
+from ... import _keys
+from ..._check import check_counter
 from ..._pytree import PyTree
-from ._check import check_weights
-from ._noise import draw_noise, first_key, next_count, rates
+from ._check import (
+    check_adapt_steps,
+    check_eps,
+    check_explore,
+    check_fraction,
+    check_num_rows,
+    check_rate,
+    check_weights,
+)
+
+Rates = Callable[[Int[Array, ""]], tuple[Float[Array, ""], Float[Array, ""]]]
+"""The learning rate and the standard deviation of the noise in a step."""
+
+
+def rates(learning_rate: Any, num_rows: Any, temperature: Any, *, name: str) -> Rates:
+    """Returns a function of a step's learning rate and noise, `sqrt(2 * rate * temperature / num_rows)`."""
+    learning_rate = check_rate(learning_rate, "learning_rate", name=name)
+    temperature = check_rate(temperature, "temperature", name=name)
+    num_rows = check_num_rows(num_rows, name=name)
+
+    def at(count: Int[Array, ""]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        rate, heat = _number(learning_rate, count), _number(temperature, count)
+        return rate, jnp.sqrt(2 * rate * heat / _number(num_rows, count))
+
+    return at
+
+
+def _number(value: Any, count: Int[Array, ""]) -> Float[Array, ""]:
+    return jnp.asarray(value(count) if callable(value) else value).astype(jnp.result_type(float))
+
+
+def first_key(key: Any, *, name: str) -> Key[Array, ""]:
+    """The key in the initial state of a sampler, from which training derives one key per member."""
+    return jax.random.fold_in(_keys.root(key, name=name), np.uint32(_keys.tag("sampling")))
+
+
+def draw_noise(key: Key[Array, ""], count: Int[Array, ""], like: PyTree, std: Float[Array, ""]) -> PyTree:
+    """Gaussian noise for one step, with the shapes and dtypes of `like`.
+
+    The stream of each leaf is derived from its path, because parts of an `optax.multi_transform` share leaf numbers.
+    """
+    of_step = jax.random.fold_in(key, count)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
+    drawn = []
+    for i, (path, x) in enumerate(leaves):
+        of_path = jax.random.fold_in(of_step, np.uint32(_keys.tag(jax.tree_util.keystr(path))))
+        own = jax.random.fold_in(of_path, i)
+        drawn.append(std.astype(x.dtype) * jax.random.normal(own, x.shape, x.dtype))
+    return jax.tree.unflatten(treedef, drawn)
+
+
+def next_count(count: Int[Array, ""]) -> Int[Array, ""]:
+    """The number of steps plus one, without overflow."""
+    return jnp.asarray(optax.safe_increment(count))
+
+
+class PSGLDState(NamedTuple):
+    """The state of `psgld`: the number of steps, the key of the noise, and the mean squared gradients."""
+
+    count: Int[Array, "*members"]
+    key: Key[Array, "*members"]
+    squares: PyTree
+
+
+def psgld(
+    learning_rate: Any,
+    num_rows: Any,
+    *,
+    decay: Any = 0.99,
+    eps: Any = 1e-5,
+    adapt_steps: Any = None,
+    temperature: Any = 1.0,
+    key: Any,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Preconditioned SGLD: Langevin dynamics with the per-weight step sizes of RMSProp.
+
+    In the notation of [`eqx_ensemble.methods.sampling.sgld`][], a step is
+
+    $$s \leftarrow \lambda s + (1 - \lambda)\, g^2, \qquad G = \frac{1}{\varepsilon + \sqrt s}, \qquad
+    w \leftarrow w - \eta\, G g + \sqrt{2 \eta T G / N}\; \xi$$
+
+    Li et al. write $\epsilon / 2$ for $\eta / N$. As in their algorithm, the term $\Gamma$ with the derivative of $G$
+    is omitted. While $G$ adapts to the weights, this is biased for any step size: for a quadratic loss, the variance of
+    a chain that is slow compared with the window $1 / (1 - \lambda)$ tends to twice that of the posterior. With
+    `adapt_steps`, $G$ is constant afterwards, and the chain is as exact as SGLD: start sampling after that.
+
+    The first steps are large, because $s$ starts at 0: start from trained members, or warm up the learning rate.
+
+    **Arguments:**
+
+    - `learning_rate`, `num_rows`, `temperature`, `key`: as for [`eqx_ensemble.methods.sampling.sgld`][].
+    - `decay`: $\lambda$, from 0 to below 1.
+    - `eps`: $\varepsilon$, above 0; the step size of a weight is at most $1 / \varepsilon$ times the learning rate.
+    - `adapt_steps`: the number of steps in which $G$ is adapted; by default all, as by the authors.
+
+    **Returns:** an optax optimiser.
+
+    **Raises:** as [`eqx_ensemble.methods.sampling.sgld`][].
+
+    ```python
+    sampler = ee.methods.sampling.psgld(1e-5, num_rows=100, adapt_steps=1000, key=key)
+    samples = ee.methods.path.snapshots(sampler, 10, start=2000, every=100)
+    ```
+
+    ??? cite
+
+        Li, Chen, Carlson and Carin, "Preconditioned Stochastic Gradient Langevin Dynamics for Deep Neural Networks"
+        (AAAI 2016).
+    """
+    name = "methods.sampling.psgld"
+    at = rates(learning_rate, num_rows, temperature, name=name)
+    decay = check_fraction(decay, "decay", name=name, allow=0)
+    eps = check_eps(eps, name=name)
+    adapt_steps = check_adapt_steps(adapt_steps, name=name)
+    key = first_key(key, name=name)
+
+    def init(params: PyTree) -> PSGLDState:
+        check_weights(params, name=name)
+        return PSGLDState(jnp.zeros((), jnp.int32), key, jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, PSGLDState]:
+        del params, extra
+        rate, std = at(state.count)
+        noise = draw_noise(state.key, state.count, updates, std)
+        new = jnp.asarray(1 - decay).astype(std.dtype)
+        new = new if adapt_steps is None else jnp.where(state.count < adapt_steps, new, 0)
+        squares = jax.tree.map(lambda s, g: s + new.astype(s.dtype) * (g**2 - s), state.squares, updates)
+
+        def move(g: Array, s: Array, n: Array) -> Array:
+            gain = 1 / (jnp.asarray(eps).astype(s.dtype) + jnp.sqrt(s))
+            return jnp.sqrt(gain) * n - rate.astype(g.dtype) * gain * g
+
+        moves = jax.tree.map(move, updates, squares, noise)
+        return moves, PSGLDState(next_count(state.count), state.key, squares)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class SGHMCState(NamedTuple):
+    """The state of `sghmc`: the number of steps, the key of the noise, and the velocity."""
+
+    count: Int[Array, "*members"]
+    key: Key[Array, "*members"]
+    velocity: PyTree
+
+
+def sghmc(
+    learning_rate: Any, num_rows: Any, *, friction: Any = 0.1, temperature: Any = 1.0, key: Any
+) -> optax.GradientTransformationExtraArgs:
+    r"""Stochastic-gradient Hamiltonian Monte Carlo: gradient descent with momentum and noise.
+
+    With the gradient $g$ of the loss $L$, the learning rate $\eta$, the friction $a$, $N$ rows and the temperature $T$,
+    a step is
+
+    $$v \leftarrow (1 - a)\, v - \eta\, g + \sqrt{2 a \eta T / N}\; \xi, \qquad w \leftarrow w + v$$
+
+    with $\xi \sim \mathcal N(0, I)$: `optax.sgd(learning_rate, momentum=1 - friction)` with noise. The loss, the rows
+    and the target distribution are those of [`eqx_ensemble.methods.sampling.sgld`][], to which it reduces at $a = 1$.
+    Momentum moves a chain further in the same number of steps. If the loss has curvature $h$, and minibatch gradients
+    have variance $s^2$, independent between steps, the variance is
+    $(T / N + \eta s^2 / (2 a)) / (h\,(1 - \eta h / (2 (2 - a))))$ instead of $T / (N h)$: momentum multiplies the
+    effect of minibatch noise by $1 / a$.
+
+    This is the form of Chen et al. in which the velocity includes the step size, without an estimate of the gradient
+    noise. The velocity starts at 0 and is not resampled.
+
+    **Arguments:**
+
+    - `learning_rate`, `num_rows`, `temperature`, `key`: as for [`eqx_ensemble.methods.sampling.sgld`][].
+    - `friction`: $a$, above 0 and at most 1.
+
+    **Returns:** an optax optimiser.
+
+    **Raises:** as [`eqx_ensemble.methods.sampling.sgld`][].
+
+    ```python
+    sampler = ee.methods.sampling.sghmc(1e-4, num_rows=100, friction=0.1, key=key)
+    ```
+
+    ??? cite
+
+        Chen, Fox and Guestrin, "Stochastic Gradient Hamiltonian Monte Carlo" (ICML 2014), equation 15.
+    """
+    name = "methods.sampling.sghmc"
+    at = rates(learning_rate, num_rows, temperature, name=name)
+    friction = check_fraction(friction, "friction", name=name, allow=1)
+    key = first_key(key, name=name)
+
+    def init(params: PyTree) -> SGHMCState:
+        check_weights(params, name=name)
+        return SGHMCState(jnp.zeros((), jnp.int32), key, jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, SGHMCState]:
+        del params, extra
+        rate, std = at(state.count)
+        drag = jnp.asarray(friction).astype(std.dtype)
+        noise = draw_noise(state.key, state.count, updates, jnp.sqrt(drag) * std)
+        velocity = jax.tree.map(
+            lambda v, g, n: (1 - drag).astype(g.dtype) * v - rate.astype(g.dtype) * g + n,
+            state.velocity, updates, noise,
+        )  # fmt: skip
+        return velocity, SGHMCState(next_count(state.count), state.key, velocity)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def cyclical_temperature(
+    period: int, *, explore: float = 0.9, temperature: Any = 1.0
+) -> Callable[[Any], Float[Array, ""]]:
+    r"""The temperature of cyclical stochastic-gradient MCMC: 0 while a cycle explores, then that of sampling.
+
+    With the learning rate $\frac{a_0}{2}\big(\cos(\pi\, (t \bmod P) / P) + 1\big)$ of
+    [`eqx_ensemble.methods.path.snapshot_schedule`][], each cycle descends to a mode with large steps and without noise,
+    and then samples around it with small steps. Chains visit several modes, but not in proportion to their posterior
+    mass.
+
+    **Arguments:**
+
+    - `period`: $P$, the number of steps per cycle; the authors use 50 epochs.
+    - `explore`: the fraction of each cycle without noise, from 0 to below 1; at least the last step has noise. In the
+        authors' CIFAR experiments, the last 5 of 50 epochs have noise.
+    - `temperature`: the temperature of the other steps, a number.
+
+    **Returns:** a schedule for `temperature` of [`eqx_ensemble.methods.sampling.sgld`][] and the other samplers.
+
+    **Raises:** `TypeError` or `ValueError` for invalid arguments.
+
+    ```python
+    period = 50 * 10  # epochs, of 10 batches each
+    sampler = ee.methods.sampling.sghmc(
+        ee.methods.path.snapshot_schedule(1e-3, period),
+        num_rows=1000,
+        temperature=ee.methods.sampling.cyclical_temperature(period),
+        key=key,
+    )
+    # after epochs 48, 49 and 50 of each of four cycles
+    chains = ee.methods.path.snapshots(
+        sampler, 12, start=48 * 10, every=10, period=period
+    )
+    ```
+
+    ??? cite
+
+        Zhang, Li, Zhang, Chen and Wilson, "Cyclical Stochastic Gradient MCMC for Bayesian Deep Learning" (ICLR 2020).
+    """
+    name = "methods.sampling.cyclical_temperature"
+    period = check_counter(period, "period", name=name)
+    first = min(round(check_explore(explore, name=name) * period), period - 1)
+    heat = check_rate(temperature, "temperature", name=name, schedules=False)
+
+    def schedule(count: Any) -> Float[Array, ""]:
+        return jnp.where(count % period >= first, jnp.asarray(heat).astype(jnp.result_type(float)), 0)
+
+    return schedule
 
 
 class SGLDState(NamedTuple):

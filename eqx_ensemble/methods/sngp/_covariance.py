@@ -10,8 +10,7 @@ from ..._axes._check_rows import check_rows_of_data, explain_rows
 from ..._check import check_positive_int
 from ..._compiled import filter_jit
 from ..._ensemble import Ensemble
-from ..._ensemble._check import check_ensemble
-from ..._ensemble._check_state import check_model_state, check_model_state_given
+from ..._ensemble._check import check_ensemble, check_model_state, check_model_state_given
 from ..._foreign import from_foreign_tree
 from ..._pytree import PyTree
 from ...plan import AnyPlan

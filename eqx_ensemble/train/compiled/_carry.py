@@ -3,9 +3,8 @@ from jaxtyping import Array, Int
 
 from ..._pytree import PyTree
 from .._state import MemberConstants, MemberState
-from ._limits import Limits
 from ._order import RowOrder
-from ._selection import Selection
+from ._selection import Limits, Selection
 
 
 class Carry(eqx.Module):

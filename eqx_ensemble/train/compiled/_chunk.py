@@ -14,9 +14,8 @@ from ._carry import Carry, Inputs
 from ._check import check_same_outputs
 from ._flat import FlatFunction
 from ._health import revert_diverged
-from ._limits import stop_at_limits
-from ._program import NEVER, Program
-from ._scan import scan, trace_once
+from ._program import NEVER, Program, scan, trace_once
+from ._selection import stop_at_limits
 from ._windows import no_outputs, put_outputs
 
 

@@ -11,8 +11,7 @@ from ..._foreign import as_hashable
 from ..._jaxpr import warn_of_two_batch_axes
 from ..._pytree import PyTree
 from .._state import MemberConstants, TrainState
-from ._check import check_loss_output, check_loss_signature
-from ._explain import explain_loss
+from ._check import check_loss_output, check_loss_signature, explain_loss
 
 
 class Loss(eqx.Module):

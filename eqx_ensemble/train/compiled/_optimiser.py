@@ -12,8 +12,7 @@ from ... import _keys
 from ..._check import is_typed_key
 from ..._promotion import standard_promotion
 from ..._pytree import PyTree
-from ._check import check_made_optimiser, check_state_after, concrete_hyper_message
-from ._explain import explain_optimiser
+from ._check import check_made_optimiser, check_state_after, concrete_hyper_message, explain_optimiser
 
 Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
 """An optax optimiser, or a function that makes one from a member's hyper-parameters."""

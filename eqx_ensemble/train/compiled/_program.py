@@ -5,24 +5,70 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ... import _axes
 from ..._pytree import PyTree
 from ...plan import AbstractPlan
-from ...plan._cost import Cost
+from ...plan._memory import Cost
 from ...plan._sharded import sharded_plan
-from ...sharding._constrain import constrain_carry, constrain_member, constrain_rows
-from ...sharding._layout import Layout
+from ...sharding._layout import Layout, constrain_carry, constrain_member, constrain_rows
 from .._state import MemberConstants, MemberState
 from ._carry import Carry, Inputs
 from ._health import revert_diverged_one
-from ._limits import stop_at_limits
 from ._loss import Loss
 from ._optimiser import Optimiser, update_member
-from ._scan import scan
 from ._select import Occasion, select
+from ._selection import stop_at_limits
 from ._windows import Windows
+
+
+def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, traced only by the first of several calls with the same shapes, and inlined into the calling program.
+
+    Tracing a step takes as long as compiling a small one.
+    """
+    return jax.jit(lambda *args: fn(*args), inline=True)
+
+
+def scan(
+    body: Callable[[Any, Any], tuple[Any, Any, Bool[Array, ""]]],
+    carry: PyTree,
+    xs: PyTree,
+    length: Int[Array, ""],
+    *,
+    room: int | None = None,
+    slot: Callable[[Int[Array, ""]], Int[Array, ""]] = lambda i: i,
+) -> tuple[PyTree, PyTree, Int[Array, ""]]:
+    """`jax.lax.scan` over the first `length` of `xs`, known only at run time; `body` may end it early.
+
+    The outputs of iteration `i` are put at `slot(i)` of `room`, by default at `i`; later ones overwrite earlier ones.
+
+    If `xs` have only one element, there is no loop, because XLA's CPU convolutions are slow inside of loops and
+    conditionals. The body then runs even if `length` is 0, and the caller reverts it.
+
+    **Returns:** the carry; the outputs, zeros where nothing ran; and the number of iterations.
+    """
+    most = jax.tree.leaves(xs)[0].shape[0]
+    if most == 1:
+        carry, y, _ = body(carry, jax.tree.map(lambda x: x[0], xs))
+        return carry, jax.tree.map(lambda y: y[None], y), jnp.int32(1)
+    body = trace_once(body)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
+    out = jax.eval_shape(body, carry, one)[1]
+    ys = jax.tree.map(lambda x: jnp.zeros((room or most, *x.shape), x.dtype), out)
+
+    def step(state: tuple[Array, Array, PyTree, PyTree]) -> tuple[Array, Array, PyTree, PyTree]:
+        i, _, carry, ys = state
+        x = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), xs)
+        carry, y, stop = body(carry, x)
+        ys = jax.tree.map(lambda all, y: jax.lax.dynamic_update_index_in_dim(all, y, slot(i), 0), ys, y)
+        return i + 1, stop, carry, ys
+
+    start = (jnp.int32(0), jnp.bool_(0), carry, ys)
+    count, _, carry, ys = jax.lax.while_loop(lambda state: (state[0] < length) & ~state[1], step, start)
+    return carry, ys, count
+
 
 NEVER = jnp.iinfo(jnp.int32).max  # the step of a fault that did not occur
 

@@ -15,9 +15,8 @@ from .._state import MemberState, TrainState
 from .._status import Status
 from ._carry import Inputs
 from ._health import nan_is_data
-from ._limits import stop_members
 from ._loss import Loss
-from ._selection import Selection
+from ._selection import Selection, stop_members
 
 
 class Occasion(enum.IntEnum):

@@ -9,17 +9,16 @@ from ..._axes._check_rows import not_finite_text
 from ..._pytree import PyTree
 from ..compiled._carry import Carry
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
-from ..compiled._limits import next_limit
 from ..compiled._order import RowOrder
 from ..compiled._program import in_a_loop
+from ..compiled._selection import next_limit
 from ..compiled._stepwise import run_stepwise
 from ..compiled._windows import Windows
-from ..resume._texts import array_text, array_texts
+from ..resume._code_texts import array_text, array_texts
 from ._check import check_last_step, check_not_exceeded, check_patience_length
 from ._data import member_shapes
-from ._queue import PieceQueue
-from ._rows import Order, Piece, PieceIterator
-from ._slots import Slots
+from ._read_ahead import PieceQueue
+from ._rows import Order, Piece, PieceIterator, Slots
 from ._source import NOTHING, AbstractSource, AbstractWork, EpochEnd, Outcome, Outputs, Setting
 
 _FEWEST_STEPS, _MOST_STEPS = 32, 2048

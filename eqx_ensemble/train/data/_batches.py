@@ -12,14 +12,13 @@ from ..._warnings import warn
 from ...sharding._layout import Layout
 from ..compiled._carry import Carry
 from ..compiled._stepwise import run_batches
-from ..resume._texts import digest_of
+from ..resume._code_texts import digest_of
 from ._check import check_last_step, check_not_exceeded, check_some_batches, idle_patience_message, many_shapes_message
-from ._converter import Converter
 from ._cursor import Cursor
 from ._data import member_shapes
-from ._iterator import BatchIterator, iterate_from
+from ._iterator import BatchIterator, Converter, iterate_from
 from ._read_ahead import ReadAhead
-from ._slots import Slots
+from ._rows import Slots
 from ._source import NOTHING, AbstractSource, AbstractWork, EpochEnd, Outcome, Outputs, Setting
 
 _MANY_SHAPES = 8

@@ -5,8 +5,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...checkpoint._check_record import InvalidRecordError, check_valid
-from ...checkpoint._json_array import decode_array, decode_bytes, encode_array, encode_bytes, is_encodable
+from ...checkpoint._check_record import (
+    InvalidRecordError,
+    check_valid,
+    decode_array,
+    decode_bytes,
+    encode_array,
+    encode_bytes,
+    is_encodable,
+)
 from ._check import cursor_not_savable_message
 
 

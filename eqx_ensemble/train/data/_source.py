@@ -1,18 +1,34 @@
 """The sources of a run's work: arrays in memory, a `RowReader`, or an iterable of batches."""
 
 import abc
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
+import jax
 import numpy as np
 
 from ..._pytree import PyTree
-from ...plan._cost import Cost
+from ...plan._memory import Cost
 from ..compiled._carry import Carry
 from ..compiled._order import RowOrder
 from ..compiled._program import Program
 from ._cursor import Cursor, Length
-from ._slots import Slots
+from ._rows import Slots
+
+# What counts as a function among callable PyTrees.
+
+
+def is_wrapper(fn: Any) -> bool:
+    """Whether a callable PyTree stands for a function: a method of a Module, a partial, a transformed function."""
+    is_module = isinstance(fn, eqx.Module) and (isinstance(fn, eqx.Partial) or hasattr(type(fn), "__wrapped__"))
+    return callable(fn) and (is_module or isinstance(fn, ft.partial))
+
+
+def is_data_function(source: Any) -> bool:
+    """Whether a worker calls this to make its data; a Module with arrays is data itself, its methods are functions."""
+    return callable(source) and (is_wrapper(source) or not any(map(eqx.is_array, jax.tree.leaves(source))))
 
 
 class Setting(NamedTuple):

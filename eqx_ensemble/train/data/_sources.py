@@ -13,13 +13,10 @@ from .._state import TrainState
 from ._arrays import ArraySource
 from ._batches import IterableSource
 from ._check import check_batch_size
-from ._check_reader import check_no_scan
 from ._data import as_row_indices, is_batches, on_device
-from ._reader import RowReader
-from ._reader_source import ReaderSource
-from ._reading import Reading
+from ._reader import RowReader, check_no_scan
+from ._reader_source import ReaderSource, Reading, StepRows
 from ._rows import Order, order_words, row_order
-from ._step_rows import StepRows
 
 
 def make_source(

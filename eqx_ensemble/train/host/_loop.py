@@ -1,27 +1,248 @@
 import dataclasses
+import functools as ft
+import math
+import threading
 import time
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...distributed import to_host
+from ..._pytree import PyTree
+from ...distributed import broadcast_from_first, to_host
+from ...plan import AbstractPlan, Vmap
+from ...plan._memory import Cost, cost_of
+from ...plan._pilot import Pilot
 from .._state import MemberState
 from .._status import Status
-from ..compiled._carry import Carry
+from ..compiled._carry import Carry, Inputs
 from ..compiled._chunk import compiled_validation
+from ..compiled._flat import key_of
 from ..compiled._program import Program
 from ..compiled._select import Occasion
 from ..compiled._selection import rescore
 from ..data._cursor import Cursor, Length
-from ..data._source import AbstractSource, AbstractWork, EpochEnd, Setting
+from ..data._rows import Slots
+from ..data._source import AbstractSource, AbstractWork, EpochEnd, Outcome, Setting
 from ._active import ActiveMembers, width_for
 from ._callbacks import Callbacks
-from ._executor import Executor
-from ._pacing import Pacing
-from ._recording import Recording
+from ._record import Record
 from ._saving import Saving
 from ._stopping import Stopping
+
+if TYPE_CHECKING:
+    from tqdm.std import tqdm
+
+
+class Recording:
+    """Records the outputs of steps and validations, and shows them in a progress line."""
+
+    def __init__(self, record: Record, line: "tqdm") -> None:
+        self.record, self._line = record, line
+
+    def start(self, total: int | None, done: int) -> None:
+        """Sets the length and the position of the progress line."""
+        self._line.total, self._line.n = total, done
+
+    def add(self, outcome: Outcome, slots: Slots) -> None:
+        """Records the outputs of the members in `slots`."""
+        for num_steps, windows, scores in outcome.outputs:
+            self.record.add_steps(slots.expand(windows), num_steps)
+            if scores is not None:
+                self.add_scores(scores, slots)
+
+    def add_scores(self, scores: Any, slots: Slots, *, of_all: bool = True) -> None:
+        """Records validation scores `(slots,)`, of all members or only of stopped ones."""
+        self.record.add_scores(slots.expand(np.asarray(scores)[None])[0], of_all=of_all)
+
+    def report(self, steps: int, members: ActiveMembers) -> None:
+        """Advances the progress line by `steps`, if it is shown."""
+        if self._line.disable:
+            return
+        selection, status = members.carry.selection, members.status
+        losses, scores = self.record.latest("min" if selection is None else selection.mode)
+        shown = {"loss": f"{_mean(losses):.4g}"}
+        if scores is not None:
+            shown["best validation"] = f"{_mean(scores):.4g}"
+        for name, code in (("stopped", Status.STOPPED), ("diverged", Status.DIVERGED)):
+            if (status == code).any():
+                shown[name] = str(int((status == code).sum()))
+        self._line.set_postfix(shown, refresh=False)
+        self._line.update(steps)
+
+
+def _mean(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else float("nan")
+
+
+class Executor:
+    """Calls compiled programs under the plan that the pilot chooses."""
+
+    def __init__(self, program: Program, pilot: Pilot, members: ActiveMembers) -> None:
+        self._program, self._pilot, self._members = program, pilot, members
+
+    @property
+    def program(self) -> Program:
+        """The program under the current plan."""
+        if self._program.plan is not self._pilot.plan:
+            self._program = dataclasses.replace(self._program, plan=self._pilot.plan)
+        return self._program
+
+    @property
+    def key(self) -> Hashable:
+        """The key of the current program; `None` if it cannot be hashed."""
+        return key_of(self.program, self._members.inputs, self._members.carry)
+
+    def call(self, work: AbstractWork) -> tuple[Carry, PyTree]:
+        """Runs the work. Returns the carry and the results, which the device may still be computing."""
+        inputs, batch, compiled = self._members.inputs, work.batch, work.compiled
+        if not self._pilot.is_trial:
+            return compiled((self.program, inputs, batch), self._members.carry)
+        return self._pilot.call(lambda plan, carry: compiled((self.program, inputs, batch), carry), self._members.carry)
+
+    def inspect(self, *, data: PyTree = None, steps_inside: bool = False, scan: bool | None = None) -> Program:
+        """Analyses a step, on the batch `data` if given, to choose the plan. Returns the program under it."""
+        program = dataclasses.replace(self._program, plan=Vmap(), layout=None)
+        layout, carry, inputs = self._program.layout, self._members.carry, self._members.inputs
+        inputs = inputs if data is None else dataclasses.replace(inputs, data=data)
+        count = carry.moving.status.shape[0]
+        count = count if layout is None else layout.per_device(count)
+        options = {"num_members": count, "unit": "step", "steps_inside": steps_inside, "scan": scan}
+        self._pilot.look(_step_under, program, inputs, carry, **options)
+        return self.program
+
+    def cost(self) -> Cost:
+        """The cost of one member's step."""
+        program = dataclasses.replace(self.program, layout=None)
+        leaves, treedef = jax.tree.flatten((program, self._members.inputs, self._members.carry))
+        shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x for x in leaves)
+        return _cost_of(shapes, treedef)
+
+
+def _step_under(plan: AbstractPlan, program: Program, inputs: Inputs, carry: Carry) -> tuple[Carry, PyTree]:
+    """One step under another plan than the program's own."""
+    return dataclasses.replace(program, plan=plan).step(inputs, carry)
+
+
+@ft.lru_cache(maxsize=64)
+def _cost_of(leaves: tuple, treedef: Any) -> Cost:
+    return cost_of(_own_step, *jax.tree.unflatten(treedef, leaves))
+
+
+def _own_step(_: AbstractPlan, program: Program, *rest: Any) -> tuple[Carry, PyTree]:
+    return program.step(*rest)  # under its own plan, on which a step may depend
+
+
+_SECONDS_PER_CHUNK = 1.0
+_SECONDS_UNTIL_NOTICED = 0.2
+_SECONDS_PER_TRIAL = 0.1
+_FIRST_STEPS = 32
+_MOST_KNOWN = 256
+
+
+@dataclasses.dataclass
+class _Known:
+    """Timings of one program in earlier runs, with all members and with fewer."""
+
+    seconds_per_step: float | None = None  # of all members
+    seconds_to_compile: float = 0.0
+    widths: set[int] = dataclasses.field(default_factory=set)  # that were compiled
+
+
+_known: dict[Hashable, _Known] = {}
+_LOCK = threading.Lock()
+
+
+class Pacing:
+    """Measures steps, to set the length of chunks and to decide whether fewer members are worth another program.
+
+    **Attributes:**
+
+    - `steps`: the number of steps of the next chunk: about a second, or a fifth of one if members may stop, which is
+        checked between chunks.
+    """
+
+    def __init__(self, pilot: Pilot, *, members_stop: bool = False) -> None:
+        self._pilot = pilot
+        self._members_stop = members_stop
+        self.steps = _FIRST_STEPS
+        self._is_fresh = True  # the next call compiles
+        self._known = _Known()
+        self._seconds_per_step = 0.0
+        self._speedup = 1.0
+        self._widest: tuple[int, float] | None = None
+
+    def recall(self, key: Hashable) -> None:
+        """Starts at the pace of an earlier run of the same program, if any, instead of growing the chunks."""
+        if self._pilot.watching or jax.process_count() > 1 or key is None:
+            return
+        with _LOCK:
+            self._known = known = _known.pop(key, self._known)
+            _known[key] = known
+            if len(_known) > _MOST_KNOWN:
+                del _known[next(iter(_known))]
+        if (seconds := known.seconds_per_step) is not None:
+            self._is_fresh, self._seconds_per_step = False, seconds
+            self.steps = max(int(self._seconds_per_chunk / max(seconds, 1e-6)), 1)
+
+    def measure(self, steps: int, seconds: float, *, width: int, steps_left: int | None) -> None:
+        """Records the time of steps of `width` members; the first time of a new program includes its compilation."""
+        first, self._is_fresh, seconds = self._is_fresh, False, broadcast_from_first(seconds)
+        known = self._known
+        if first:
+            known.seconds_to_compile = max(known.seconds_to_compile, seconds - steps * self._seconds_per_step)
+            known.widths.add(width)
+        else:
+            self._seconds_per_step = seconds / steps
+            self._measure_width(width)
+        left = None if steps_left is None else steps_left * self._seconds_per_step
+        self._is_fresh = self._pilot.note(steps, seconds, seconds_left=left)
+        if not first:
+            wanted = _SECONDS_PER_TRIAL if self._pilot.watching else self._seconds_per_chunk
+            wanted /= max(self._seconds_per_step, 1e-6)
+            self.steps = int(np.clip(wanted, 1, 4 * self.steps))
+
+    @property
+    def _seconds_per_chunk(self) -> float:
+        return min(_SECONDS_PER_CHUNK, _SECONDS_UNTIL_NOTICED) if self._members_stop else _SECONDS_PER_CHUNK
+
+    def _measure_width(self, width: int) -> None:
+        """Estimates how time depends on the number of members, from the widest and the current arrays of this run."""
+        if self._widest is None:
+            self._widest = (width, self._seconds_per_step)
+        widest, seconds = self._widest
+        if width == widest:
+            self._known.seconds_per_step = self._seconds_per_step
+        else:
+            gain = math.log(seconds / max(self._seconds_per_step, 1e-9)) / math.log(widest / width)
+            self._speedup = float(np.clip(gain, 0, 1))
+
+    def pays(self, width: int, before: int, steps_left: int) -> bool:
+        """Whether the time saved by `width` members instead of `before` exceeds the cost of another program."""
+        if width == before:
+            return False
+        seconds_left, known = steps_left * self._seconds_per_step, self._known
+        cost = 0.0 if width in known.widths else known.seconds_to_compile
+        return seconds_left * (1 - (width / before) ** self._speedup) > cost
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the next chunk is a trial of a plan."""
+        return self._pilot.watching
+
+    def restart(self) -> None:
+        """Prepares for another program: the next call compiles, and the plan stays as it is."""
+        self._is_fresh = True
+        self._pilot.settle()
+
+    def halve(self, steps: int) -> int:
+        """Sets the next chunks to half of `steps`. Returns it."""
+        self.steps = steps // 2
+        return self.steps
 
 
 @dataclasses.dataclass(frozen=True)

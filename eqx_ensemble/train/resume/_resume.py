@@ -1,8 +1,10 @@
+import errno
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, final
 
 import jax
 import numpy as np
@@ -11,25 +13,205 @@ from jaxtyping import Array
 from ..._pytree import PyTree
 from ..._warnings import warn
 from ...checkpoint import Checkpoints, Contents
-from ...checkpoint._check_folders import check_overwritable
-from ...checkpoint._check_record import check_valid, explain_record
+from ...checkpoint._check_folders import check_nothing_newer, check_overwritable, explain_folder, is_sealed
+from ...checkpoint._check_record import (
+    check_fields,
+    check_valid,
+    explain_record,
+    is_count,
+    is_seconds,
+    is_string,
+    is_texts,
+)
 from ...checkpoint._formats import FormatName
-from ...checkpoint._names import is_sealed
 from ...checkpoint._path import is_on_disk
+from ...checkpoint._run_folder import RunLock
 from ...checkpoint._snapshot import versions
-from ...distributed import broadcast_from_first
+from ...checkpoint._write import make_parents
+from ...distributed import broadcast_from_first, is_first
+from ...distributed._arrays import raise_on_all
 from .._revive import Revival
 from .._state import MemberConstants, TrainState
 from ..compiled._carry import Carry
 from ..compiled._selection import Mode
-from ..data._cursor import Cursor
+from ..data._cursor import Cursor, decode, encode
 from ..host._record import History, Record
 from ..host._start import Start
-from ._check import check_resume, check_run_folder, check_same_call, other_versions_message
-from ._claim import Claim
+from ._check import check_of_fit, check_resume, check_run_folder, check_same_call, other_versions_message
 from ._identity import Identity
-from ._round import Round
-from ._saved_record import SavedRecord, read_record
+
+
+class Claim:
+    """A run's lock on its folder, held by one process for all processes of the run.
+
+    Object stores have no locks.
+    """
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+        self._folder = checkpoints.path(0).parent
+        self._lock = RunLock(self._folder) if is_on_disk(self._folder) and is_first() else None
+        self._taken = False
+        self._call(self._prepare)
+
+    def take(self, seen: list[int]) -> None:
+        """Takes the lock before the first step; `seen` are the checkpoints that the run resumed from."""
+        if not self._taken:
+            self._call(lambda lock: self._take(lock, seen))
+            self._taken = True
+
+    def check(self) -> None:
+        """Raises if another run has taken the folder."""
+        self._call(RunLock.check)
+
+    def release(self) -> None:
+        """Releases the lock."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _call(self, job: Callable[[RunLock], None]) -> None:
+        """Calls `job` with the lock in the process that holds it; an error is raised in all processes."""
+        failed = None
+        try:
+            if self._lock is not None:
+                job(self._lock)
+        except OSError as error:
+            failed = error
+        raise_on_all(failed)
+
+    def _prepare(self, lock: RunLock) -> None:
+        """Raises, before compiling, if the run cannot be saved."""
+        with explain_folder(self._folder):
+            make_parents(self._folder)
+            if not self._checkpoints.steps and not os.access(self._folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        lock.look()
+
+    def _take(self, lock: RunLock, seen: list[int]) -> None:
+        with explain_folder(self._folder):
+            lock.acquire()
+        check_nothing_newer(self._folder, seen, self._checkpoints.steps)
+
+
+# What `fit` writes about a run into the metadata of a checkpoint.
+
+
+class SavedRecord(NamedTuple):
+    """The record of a run.
+
+    **Attributes:**
+
+    - `identity`, `conditions`: texts that identify the call, and what else determines its last bits.
+    - `steps`, `validations`: the numbers of recorded columns.
+    - `revived`, `place`: the revived members, and the position in the data.
+    - `seconds`, `continued`: durations of the call, and of the runs that it continues; `begun`: its first step.
+    """
+
+    identity: dict[str, str]
+    conditions: dict[str, str]
+    steps: int
+    validations: int
+    revived: list[Revival] | None
+    place: Cursor
+    seconds: float
+    continued: float
+    begun: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON."""
+        revived = None if self.revived is None else [list(each) for each in self.revived]
+        place = list(self.place._replace(state=encode(self.place.state)))
+        return self._asdict() | {"revived": revived, "place": place}
+
+
+_KINDS = {
+    "identity": is_texts,
+    "conditions": is_texts,
+    "steps": is_count,
+    "validations": is_count,
+    "seconds": is_seconds,
+    "continued": is_seconds,
+    "begun": is_count,
+    "revived": lambda value: value is None or (type(value) is list and all(map(_is_revival, value))),
+    "place": lambda value: _is_place(value),
+}
+
+
+def read_record(contents: Contents, path: Any, folder: Any) -> SavedRecord:
+    """The record in a checkpoint at `path`; `ValueError` if `fit` did not write it, else `CheckpointCorruptError`."""
+    saved = check_of_fit(contents.meta, folder)
+    with explain_record(path):
+        fields = check_fields(saved, _KINDS, "fit")
+        for name, word in (("history_step", "steps"), ("validation_step", "validations")):
+            expected = f"i64[{fields[word]}]"
+            check_valid(f"`{word}` is not what was recorded", holds=contents.leaves.get(f"['{name}']") == expected)
+        done = -1 if contents.step is None else contents.step
+        check_valid("it begins after its step", holds=fields["begun"] <= done)
+        epochs, batches, state, digest = fields["place"]
+        # Each epoch has a batch, and each step takes one: more of them would only be counted.
+        check_valid("`place` is after the step", holds=max(epochs, batches) <= done + 1)
+        revived = None if fields["revived"] is None else [Revival(*each) for each in fields["revived"]]
+        fields = {name: fields[name] for name in SavedRecord._fields}
+        return SavedRecord(**fields | {"revived": revived, "place": Cursor(epochs, batches, decode(state), digest)})
+
+
+def _is_revival(value: Any) -> bool:
+    return (
+        type(value) is list
+        and len(value) == 3
+        and all(map(is_count, value[:2]))
+        and (value[2] is None or is_count(value[2]))
+    )
+
+
+def _is_place(value: Any) -> bool:
+    if type(value) is not list or len(value) != len(Cursor._fields):
+        return False
+    return is_count(value[0]) and is_count(value[1]) and (value[3] is None or is_string(value[3]))
+
+
+@final
+class Round:
+    """The `checkpoint` of a run that is one of several runs of a method.
+
+    The first run in a process starts from the arguments of the method's call: it has the identity of that call, and
+    resumes where an earlier process stopped. Later runs continue a run of this process, and only write.
+
+    **Attributes:**
+
+    - `folder`: the folder of this run.
+    - `name`: the method's name in messages.
+    - `own`, `functions`: texts of the method's own arguments, which are part of the identity. Those of functions are
+        comparable only under the same versions of the libraries.
+    - `identity`: the identity of the call, known after the first run of this process.
+    """
+
+    def __init__(
+        self,
+        folder: Any,
+        *,
+        name: str,
+        own: dict[str, str],
+        functions: dict[str, str],
+        identity: dict[str, str] | None,
+    ) -> None:
+        self.folder, self.name = folder, name
+        self.own, self.functions, self.identity = own, functions, identity
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.folder)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run continues one of this process."""
+        return self.identity is not None
+
+    def identify(self, run: Identity) -> Identity:
+        """The identity `run` of this run, replaced by that of the call."""
+        if self.identity is None:
+            self.identity = self.own | self.functions | run.texts
+        return run._replace(texts=self.identity, traced=(*run.traced, *self.functions))
+
 
 _SECONDS_BETWEEN = 60.0
 _PER_MEMBER = ("moving", "fixed", "ids", "selection", "loss", "aux", "validation")
