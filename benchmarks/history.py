@@ -12,7 +12,7 @@ import optax
 from _measure import Contender, Report, compared, interleaved, ratio_row, script
 
 import eqx_ensemble as ee
-from eqx_ensemble.train.data._arrays import ChunkWork
+from eqx_ensemble.train.data._sources import ChunkWork
 
 HISTORIES = ("all", 32, "last")
 

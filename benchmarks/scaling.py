@@ -22,7 +22,7 @@ from _problems import Problem, cnn, middle, tiny
 import eqx_ensemble as ee
 from eqx_ensemble.sharding._mesh import in_text
 from eqx_ensemble.train.compiled._chunk import undonated_chunk
-from eqx_ensemble.train.data import _arrays
+from eqx_ensemble.train.data import _sources as _arrays
 
 COUNTS = (1, 2, 4)
 SPIN = bytes(2**20)

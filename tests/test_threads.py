@@ -7,7 +7,7 @@ import pytest
 
 from eqx_ensemble.plan import Vmap
 from eqx_ensemble.plan import _map as _compiled
-from eqx_ensemble.plan._pilot import Pilot
+from eqx_ensemble.plan._auto import Pilot
 from eqx_ensemble.train.host import _loop as _pacing
 
 

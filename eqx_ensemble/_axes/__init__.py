@@ -1,7 +1,10 @@
+from ._map import ProgramKey as ProgramKey
 from ._map import as_array as as_array
+from ._map import leaf_kinds as leaf_kinds
 from ._map import map_each as map_each
 from ._map import over_batch as over_batch
 from ._map import over_leading_axis as over_leading_axis
+from ._map import program_key as program_key
 from ._map import split_members as split_members
 from ._map import strip_weak_types as strip_weak_types
 from ._map import where_members as where_members
@@ -11,6 +14,3 @@ from ._marks import Batch as Batch
 from ._marks import Each as Each
 from ._marks import is_array as is_array
 from ._marks import is_per_member as is_per_member
-from ._program_key import ProgramKey as ProgramKey
-from ._program_key import leaf_kinds as leaf_kinds
-from ._program_key import program_key as program_key

@@ -18,12 +18,12 @@ from .._ensemble._construct import warn_of_equal_members
 from .._pytree import PyTree
 from .._warnings import warn
 from ..plan import Vmap
-from ..plan._sharded import sharded_plan
+from ..plan._plans import sharded_plan
 from ..sharding import Shard
 from ..sharding._check import check_shard_rule, warn_of_padding
 from ..sharding._layout import Layout, as_layout, constrain_member
 from ..sharding._shard import replicate, shard_members
-from ..tree._hidden import check_no_tracers
+from ..tree._check import check_no_tracers
 from ._check import (
     check_arguments,
     check_count,

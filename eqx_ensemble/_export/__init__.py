@@ -1,3 +1,3 @@
 from ._artefact import Artefact as Artefact
 from ._export import export as export
-from ._onnx import export_onnx as export_onnx
+from ._export import export_onnx as export_onnx

@@ -25,7 +25,7 @@ from .._ensemble import Ensemble, Group
 from ..checkpoint._check import safe_text
 from ..checkpoint._manifest import Manifest
 from ..checkpoint._structure import is_array_like
-from ..tree._hidden import check_no_tracers
+from ..tree._check import check_no_tracers
 
 
 def is_maker(like: Any) -> bool:

@@ -16,10 +16,9 @@ from .._check import check_path, kind_text
 from .._ensemble import Ensemble, Group, M, stack
 from .._ensemble._check import check_ensemble_or_group
 from ..checkpoint._check import corrupt_error
-from ..checkpoint._check_like import LeafDifference, check_same_leaves
-from ..checkpoint._dtypes import count_bytes
-from ..checkpoint._path import absolute, as_path, is_on_disk
-from ..checkpoint._structure import is_array_like, is_number, saved_leaves
+from ..checkpoint._disk import absolute, as_path, is_on_disk
+from ..checkpoint._snapshot import count_bytes
+from ..checkpoint._structure import LeafDifference, check_same_leaves, is_array_like, is_number, saved_leaves
 from ..checkpoint._write import write_file
 from ._check import (
     check_like_given,

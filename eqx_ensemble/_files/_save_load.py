@@ -13,9 +13,9 @@ from .._check import check_flag, check_integer_ids, check_path, is_member_array,
 from .._ensemble import Ensemble, Group, M
 from .._pytree import PyTree
 from ..checkpoint._check import check_format
+from ..checkpoint._disk import as_path
 from ..checkpoint._formats import FORMATS, FormatName, is_of_fit, open_checkpoint
 from ..checkpoint._manifest import Manifest
-from ..checkpoint._path import as_path
 from ..checkpoint._restore import restore
 from ..checkpoint._snapshot import snapshot
 from ..distributed import to_host

@@ -11,7 +11,7 @@ from .. import _axes, _check, tree
 from .._ensemble import Ensemble
 from .._pytree import PyTree
 from ..plan import AbstractPlan
-from ..plan._sharded import sharded_plan
+from ..plan._plans import sharded_plan
 from ..sharding._layout import Layout, constrain_members
 from ..sharding._shard import put, shard_rows
 

@@ -1,23 +1,87 @@
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from .. import _axes, _check
-from .._axes._check_rows import check_no_batch
+from .. import _axes, _check, _keys
+from .._axes._check_rows import check_no_batch, check_rows_of_data
 from .._combination import AbstractCombination, of_predictions, stream_of
 from .._ensemble import Ensemble, Group
-from .._ensemble._by_part import by_part, data_by_part, explain_part, states_by_part
+from .._ensemble._check import check_model_state, check_model_state_given
+from .._ensemble._concatenate import by_part, data_by_part, explain_part, states_by_part
 from .._ensemble._group import check_like_outputs, join_values, member_positions
 from .._foreign import as_hashable
 from .._pytree import PyTree
-from ..plan._auto import as_plan
-from ..plan._pilot import Pilot
-from ._batch import MemberCall, first_rows, row_of_zeros, weights_of
-from ._check import check_combine, check_inference, check_rows_of_result
-from ._inputs import check_budget, check_members_and_rows, prepare_inputs, size_of_batch
+from ..plan import AbstractPlan
+from ..plan._auto import Pilot, as_plan
+from ..sharding._layout import Layout, layout_for
+from ..sharding._shard import replicate, shard_members
+from ._batch import MemberCall, PredictionInputs, first_rows, predict_batch, row_of_zeros, size_of_few, weights_of
+from ._check import check_combine, check_inference, check_rows_of_result, check_untraced
 from ._run_works import Work, combine_parts, run_works
+
+# The inputs of a prediction, checked and on their devices.
+
+
+def check_members_and_rows(ensemble: Ensemble[Any], x: PyTree, state: Any) -> int:
+    """Raises unless the members fit their state and the rows. Returns the number of rows."""
+    check_model_state_given(ensemble.stacked, state, name="predict")
+    check_model_state(state, ensemble.num_members, name="predict")
+    num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", name="predict", finite=False, least=0)
+    _check.check_integers_fit((ensemble.stacked, ensemble.shared, state), argument="ensemble", name="predict")
+    return num_rows
+
+
+def check_budget(memory: Any, read: PyTree) -> None:
+    """Raises unless `memory` is a positive integer and the arrays are concrete, or `memory` is `None`."""
+    if memory is not None:
+        _check.check_positive_int(memory, "memory", name="predict")
+        check_untraced(read)
+
+
+def prepare_inputs(
+    ensemble: Ensemble[Any], x: PyTree, state: Any, *, mesh: Mesh | None, key: Any
+) -> tuple[PredictionInputs, Layout | None]:
+    """The inputs on their devices, and their layout on a mesh."""
+    keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
+    return _on_mesh(PredictionInputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh)
+
+
+def size_of_batch(inputs: Sequence[PredictionInputs], num_rows: int, batch_size: int, memory: int | None) -> int:
+    """The number of rows of a batch: a power of two if there are fewer rows than `batch_size`."""
+    padded = memory is None and num_rows < batch_size and not any(map(_check.is_traced, jax.tree.leaves(inputs)))
+    return size_of_few(num_rows, batch_size) if padded else min(batch_size, num_rows)
+
+
+def _on_mesh(inputs: PredictionInputs, mesh: Mesh | None) -> tuple[PredictionInputs, Layout | None]:
+    """The inputs on the devices of a mesh, with its layout; unchanged without a mesh."""
+    layout = layout_for(mesh, inputs.ensemble.stacked, name="predict")
+    if layout is None or any(map(_check.is_traced, jax.tree.leaves(inputs))):
+        return inputs, layout
+    ensemble = inputs.ensemble
+    stacked, state, keys = shard_members((ensemble.stacked, inputs.state, inputs.keys), layout)
+    shared, ids = replicate((ensemble.shared, ensemble.ids), layout)
+    return PredictionInputs(Ensemble(stacked, shared, ids), inputs.x, state, keys), layout
+
+
+def predict_no_rows(
+    plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs, combine: Any, weights: Any
+) -> PyTree:
+    """The prediction for no rows, from the shapes of that for one row."""
+    shapes = eqx.filter_eval_shape(
+        lambda inputs: predict_batch(plan, call, inputs.one_row_of_zeros(), jnp.arange(1)), inputs
+    )
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+    if weights is not None and weights.ndim == 2:
+        weights = np.ones((len(weights), 1))
+    out = combine_parts([(slice(None), jax.tree.map(zeros, shapes))], combine, weights)
+    if combine is not None:
+        check_rows_of_result(out, 1)
+    return jax.tree.map(lambda x: first_rows(x, 0, axis=1 if combine is None else 0), out)
 
 
 class Part(NamedTuple):

@@ -19,8 +19,8 @@ from .._ensemble._group import join_values
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
 from ..distributed._arrays import largest
+from ..plan._auto import Pilot, explain_memory
 from ..plan._memory import cost_of, free_bytes, peak, release_memory
-from ..plan._pilot import Pilot, explain_memory
 from ..sharding._layout import spans_processes
 from ._batch import (
     MemberCall,

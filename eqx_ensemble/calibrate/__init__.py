@@ -12,8 +12,8 @@ from ._platt import Platt as Platt
 from ._platt import beta as beta
 from ._platt import platt as platt
 from ._temperature import Temperature as Temperature
+from ._temperature import Variance as Variance
 from ._temperature import temperature as temperature
-from ._variance import Variance as Variance
-from ._variance import variance as variance
+from ._temperature import variance as variance
 
 _suggest.explain_names(__name__)

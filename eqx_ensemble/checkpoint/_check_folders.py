@@ -14,8 +14,8 @@ from typing import Any
 from .._check import CheckpointCorruptError
 from . import _disk, _layout, _manifest
 from ._check import safe_text
+from ._disk import has_manifest, is_on_disk, list_folder, open_file
 from ._manifest import NAME
-from ._path import has_manifest, is_on_disk, list_folder, open_file
 
 # The names and marks of this library. Nothing with another name, or foreign_content, is ever replaced or removed.
 

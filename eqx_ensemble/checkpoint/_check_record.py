@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ._check import MOST_NESTED, corrupt_error
-from ._dtypes import DTYPES, count_bytes
+from ._snapshot import DTYPES, count_bytes
 
 _MOST_COUNT = 2**53
 

@@ -18,12 +18,11 @@ from ._check_folders import (
     is_written,
     not_a_checkpoint_message,
 )
-from ._dtypes import device_numbers, host_numbers
+from ._disk import has_manifest, is_on_disk, list_folder
 from ._manifest import Manifest, is_orbax
 from ._orbax import OrbaxReader
-from ._path import has_manifest, is_on_disk, list_folder
 from ._read import Reader, read_manifest
-from ._snapshot import Snapshot
+from ._snapshot import Snapshot, device_numbers, host_numbers
 from ._write import write
 
 # Recognises folders that are not checkpoints.

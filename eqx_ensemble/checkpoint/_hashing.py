@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from ._dtypes import raw
 from ._manifest import Entry
+from ._snapshot import raw
 
 # The checksum of a piece of memory: SHA-256; for large pieces, after a compression at a fraction of its cost.
 #

@@ -2,8 +2,8 @@ import json
 from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
-from ._dtypes import DTYPES, count_bytes, storage_of
 from ._manifest import LIMIT, TABLE, Entry
+from ._snapshot import DTYPES, count_bytes, storage_of
 
 DIGEST = 32
 

@@ -14,13 +14,12 @@ from ..distributed import is_first
 from ..distributed._arrays import all_gather, raise_on_all
 from ._check import check_manifest_size, check_same_in_processes, corrupt_error
 from ._check_folders import NotSyncedError, explain_orbax, explain_writing, next_number
-from ._check_like import shape_text
-from ._dtypes import DTYPES
+from ._disk import absolute, is_on_disk
 from ._hashing import SIZE, checksum, digests, rows_of
 from ._manifest import LIMIT, NAME, TABLE, Entry, Manifest, encode
-from ._path import absolute, is_on_disk
 from ._read import MISMATCH, Wanted
-from ._snapshot import Snapshot
+from ._snapshot import DTYPES, Snapshot
+from ._structure import shape_text
 from ._write import (
     check_own,
     give_up,

@@ -9,7 +9,11 @@ import numpy as np
 
 from .._check import kind_text, number_text
 from .._warnings import warn
-from ._check_like import (
+from ._manifest import Entry, Manifest
+from ._orbax import OrbaxReader
+from ._read import Reader, Wanted
+from ._snapshot import DTYPES, key_dtype
+from ._structure import (
     LeafDifference,
     check_cast,
     check_castable,
@@ -17,14 +21,14 @@ from ._check_like import (
     check_same_leaves,
     check_same_structure,
     check_sharding,
+    is_array_like,
+    is_number,
+    saved_leaves,
     shape_text,
+    structure,
     structure_text,
+    unlike,
 )
-from ._dtypes import DTYPES, key_dtype
-from ._manifest import Entry, Manifest
-from ._orbax import OrbaxReader
-from ._read import Reader, Wanted
-from ._structure import is_array_like, is_number, saved_leaves, structure, unlike
 
 _NOTHING = "nothing"
 

@@ -14,9 +14,8 @@ from .._warnings import warn
 from . import _disk
 from ._check_folders import check_folder_free, check_lock_held, check_own_lock, foreign_content, is_unfinished
 from ._check_record import check_fields, explain_record, is_count, is_string
-from ._disk import Lock
+from ._disk import Lock, list_folder, open_file
 from ._formats import STEP, Format
-from ._path import list_folder, open_file
 from ._read import read_manifest
 from ._write import clean, make_parents, remove
 

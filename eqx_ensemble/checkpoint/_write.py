@@ -34,13 +34,12 @@ from ._check_folders import (
     remove_ours,
     temporary,
 )
-from ._dtypes import raw
+from ._disk import has_manifest, is_on_disk, list_folder
 from ._hashing import Digests
 from ._layout import FileLayout, file_layout
 from ._manifest import LIMIT, NAME, encode
-from ._path import has_manifest, is_on_disk, list_folder
 from ._read import read_manifest
-from ._snapshot import Snapshot
+from ._snapshot import Snapshot, raw
 
 # Commits the files written into a checkpoint's folder, atomically, by renaming the manifest.
 

@@ -8,7 +8,7 @@ from .. import _weighting
 from .._check import check_moments, check_values, check_weights
 from .._combination import Summary, by_rows, check_one_values, check_pair_of_moments, stream
 from .._weighting import blank_unweighted, known_mean, mixture_moments, weighted_mean
-from ._check import check_power
+from ._robust import check_power
 
 
 def mean(

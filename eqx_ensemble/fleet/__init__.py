@@ -2,7 +2,7 @@
 
 from .. import _suggest
 from ._fit import fit as fit
-from ._map_members import map_members as map_members
+from ._predict import map_members as map_members
 from ._predict import predict as predict
 from ._shard import ShardReport as ShardReport
 from ._sharded_run import ShardedRun as ShardedRun

@@ -21,7 +21,7 @@ import numpy as np
 from .._check import check_installed, check_positive_int, kind_text
 from .._warnings import ignore_warnings, warn
 from ..checkpoint import _disk
-from ..checkpoint._dtypes import raw
+from ..checkpoint._snapshot import raw
 from ._worker import ArrayFile
 
 # Checks of executors, which need the interface of `concurrent.futures`.

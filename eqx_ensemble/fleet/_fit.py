@@ -36,19 +36,27 @@ from ..train.compiled._check import check_loss_signature
 from ..train.compiled._optimiser import Optimiser
 from ..train.compiled._selection import make_limits, stop_at_limits
 from ..train.data._check import check_batch_size
-from ..train.data._data import as_row_indices, without_marks
 from ..train.data._reader import RowReader, check_no_scan
-from ..train.data._source import is_data_function
+from ..train.data._source import as_row_indices, is_data_function, without_marks
 from ..train.host._check import check_not_given_again, check_same_mode, missing_validation_message
 from ..train.resume._check import check_checkpoint_options
 from ._check import check_divisible, check_folder, check_start
 from ._check_saved import check_save_folder
-from ._divide import ids_of, large_arrays, large_shared, member_options, on_host, take_data, take_members, take_options
-from ._fit_shard import count_of_columns, count_of_run, fit_shard, join_shards
+from ._divide import (
+    check_ids_of_function,
+    ids_of,
+    large_arrays,
+    large_shared,
+    member_options,
+    on_host,
+    shapes_of_start,
+    take_data,
+    take_members,
+    take_options,
+)
+from ._fit_shard import count_of_columns, count_of_run, fit_shard, join_shards, save_shards
 from ._folder import ShardCheckpoints, call_identity
-from ._make_members import check_ids_of_function, shapes_of_start
 from ._run_shards import Call, Hooks
-from ._save_shards import save_shards
 from ._shard import ShardReport, members_text
 from ._sharded_run import ShardedRun
 

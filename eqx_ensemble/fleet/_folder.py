@@ -21,7 +21,7 @@ from .._warnings import warn
 from ..checkpoint import contents
 from ..checkpoint._check_folders import explain_folder, is_checkpoint
 from ..checkpoint._check_record import check_fields, check_valid, explain_record, is_count, is_list, is_texts
-from ..checkpoint._path import has_manifest, list_folder
+from ..checkpoint._disk import has_manifest, list_folder
 from ..checkpoint._run_folder import RunLock
 from ..checkpoint._snapshot import versions
 from ..checkpoint._write import check_own
@@ -39,8 +39,7 @@ from ._check_saved import (
     check_shard_of_call,
 )
 from ._columns import Columns, columns_of, from_json, to_json
-from ._divide import divide
-from ._make_members import is_maker
+from ._divide import divide, is_maker
 from ._worker import settings
 
 # The folder in which shards save their runs during training, and its division into shards.

@@ -12,11 +12,11 @@ from .._ensemble._concatenate import concatenate
 from .._files import load
 from .._files._check import as_like, check_like_given
 from ..checkpoint._check_record import check_valid, explain_record
-from ..checkpoint._path import as_path
+from ..checkpoint._disk import as_path
 from ..checkpoint._read import read_manifest
 from ..train._rank import rank_members
+from ..train._run import data_frame
 from ..train._status import Status, status_names
-from ..train._summary import data_frame
 from ..train.compiled._selection import Mode
 from ._check_saved import (
     check_has_call,

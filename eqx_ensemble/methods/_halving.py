@@ -18,7 +18,7 @@ from ..train._fit import fit
 from ..train._run import Run
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
-from ..train.data._data import is_batches
+from ..train.data._source import is_batches
 from . import population
 from ._check import (
     check_factor,

@@ -24,7 +24,7 @@ from ..train._run import Run
 from ..train._status import Status
 from ..train.compiled._optimiser import Optimiser
 from ..train.compiled._selection import reset_best
-from ..train.data._data import is_batches
+from ..train.data._source import is_batches
 from . import population
 from ._check import (
     check_fraction,

@@ -19,8 +19,8 @@ from .._pytree import PyTree
 from .._warnings import warn
 from ..checkpoint import Checkpoints, _disk
 from ..checkpoint._check_folders import check_overwritable, explain_folder, is_sealed
+from ..checkpoint._disk import absolute, as_path, is_on_disk, list_folder
 from ..checkpoint._formats import STEP
-from ..checkpoint._path import absolute, as_path, is_on_disk, list_folder
 from ..checkpoint._run_folder import NAME as LOCK
 from ..checkpoint._run_folder import RunLock
 from ..checkpoint._write import clean, remove
@@ -28,8 +28,7 @@ from ..distributed import to_host
 from ..train._errors import NotSavedError
 from ..train._fit import fit as fit_here
 from ..train._run import Run
-from ..train.data._data import is_batches
-from ..train.data._source import is_data_function
+from ..train.data._source import is_batches, is_data_function
 from ..train.resume._check import check_checkpoint_options, check_run_folder, check_same_call
 from ..train.resume._code_texts import option_text
 from ..train.resume._identity import function_text

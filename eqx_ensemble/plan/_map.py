@@ -19,8 +19,7 @@ from .._typing import MappedFunction, Out, P
 from ..sharding._layout import as_layout
 from ._auto import AnyPlan, as_plan
 from ._check import check_equal_constants, check_no_parts
-from ._plans import AbstractPlan
-from ._sharded import sharded_plan
+from ._plans import AbstractPlan, sharded_plan
 
 # A cache of functions that are compiled for all members: `jax.lax.map` outside `jax.jit` compiles in every call.
 

@@ -7,14 +7,18 @@ from jaxtyping import ArrayLike, Float, Real
 from .._check import check_optional_text
 from ..combine import mean
 from ..uncertainty import interval
-from ._axes import Axes, axes_for, of_line, of_patch, with_unit
 from ._check import (
+    Axes,
+    axes_for,
     check_bands,
     check_bin_edges,
     check_plotted,
     check_risk_coverage,
     check_two_names,
     check_weighted_members,
+    of_line,
+    of_patch,
+    with_unit,
 )
 
 

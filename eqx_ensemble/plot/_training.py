@@ -17,8 +17,7 @@ from ..train import History
 from ..train._check import check_mode
 from ..train._check_member import TABLE_COLUMNS
 from ..train._run import Run
-from ._axes import Axes, axes_for, of_line, with_unit
-from ._check import check_plotted
+from ._check import Axes, axes_for, check_plotted, of_line, with_unit
 
 
 def check_curves(name: str, run: Any, curve: str) -> None:

@@ -6,10 +6,10 @@ from ._held_out import HeldOut as HeldOut
 from ._held_out import out_of_bag as out_of_bag
 from ._held_out import out_of_bag_mean as out_of_bag_mean
 from ._held_out import out_of_fold as out_of_fold
-from ._rows import bootstrap as bootstrap
-from ._rows import subsets as subsets
 from ._weights import bayesian_weights as bayesian_weights
+from ._weights import bootstrap as bootstrap
 from ._weights import counts as counts
 from ._weights import poisson_weights as poisson_weights
+from ._weights import subsets as subsets
 
 _suggest.explain_names(__name__)

@@ -11,7 +11,7 @@ from .._code import Code, code_of
 from .._foreign import as_hashable
 from .._keys import member_keys
 from ._check import check_num_draws, check_per_member
-from ._check_rows import check_rows_of_scores
+from ._reduce import check_rows_of_scores
 
 
 def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: object) -> Array:

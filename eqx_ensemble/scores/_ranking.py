@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import check_level
-from ._check_rows import check_ranking
-from ._reduce import mean_of_rows
+from ._reduce import check_ranking, mean_of_rows
 
 
 def auroc(

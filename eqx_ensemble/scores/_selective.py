@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from ._check_rows import check_selection
-from ._reduce import RowWeights, counts, mean_of_rows, sum_by_segment, weigh
+from ._reduce import RowWeights, check_selection, counts, mean_of_rows, sum_by_segment, weigh
 
 
 class RiskCoverage(NamedTuple):

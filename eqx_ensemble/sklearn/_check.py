@@ -17,7 +17,7 @@ from .._check import (
     kind_text,
 )
 from .._ensemble import Ensemble
-from ._heads import AbstractHead
+from ._member import AbstractHead
 from ._network import ACTIVATIONS
 
 

@@ -13,9 +13,8 @@ from sklearn.utils.validation import _check_sample_weight, validate_data
 from .. import combine
 from ._base import AbstractEstimator, has_bag
 from ._check import check_classes, check_parameters
-from ._data import predict_out_of_bag, predict_rows, validate_and_predict
-from ._fit import fit_members, is_warm
-from ._heads import Classes
+from ._fit import fit_members, is_warm, predict_out_of_bag, predict_rows, validate_and_predict
+from ._member import Classes
 
 
 class EnsembleClassifier(ClassifierMixin, AbstractEstimator):

@@ -1,18 +1,248 @@
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from jaxtyping import ArrayLike
+from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import _check_sample_weight
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from .._ensemble import Ensemble
+from .. import tree
+from .._build import build
+from .._ensemble import Ensemble, concatenate
+from .._predict import predict
+from ..resample import bootstrap, out_of_bag_mean
+from ..train import DivergedError, Status
+from ..train._fit import fit
 from ._base import AbstractEstimator
-from ._check import check_growth, check_same_draws, check_same_kind, check_same_rows, check_sample_weight
-from ._data import Table, device_scaler, fit_scaler, scale, split_rows
-from ._heads import AbstractHead
-from ._member import Scaling
-from ._train import Members, add_members, build_members, draw_rows, extend_curves, make_maker, train_members
+from ._check import (
+    check_growth,
+    check_outputs,
+    check_same_draws,
+    check_same_kind,
+    check_same_rows,
+    check_sample_weight,
+    check_validation_fraction,
+)
+from ._member import AbstractHead, MemberMaker, Scaler, Scaling, call_network, loss, stateful_loss
+from ._network import Network, default_optimiser, optimiser_of_rate
+
+
+class Table(NamedTuple):
+    """Rows to train on: features, targets (numbers, or indices of classes) and weights."""
+
+    x: np.ndarray
+    y: np.ndarray
+    weights: np.ndarray
+
+    def take(self, rows: np.ndarray) -> "Table":
+        """Some of the rows."""
+        return Table(*(part[rows] for part in self))
+
+
+def split_rows(
+    rows: np.ndarray, fraction: float, *, strata: np.ndarray | None, seed: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Splits rows into training and validation rows, stratified by `strata` if each stratum has enough rows."""
+    count = check_validation_fraction(fraction, len(rows), name=name)
+    if strata is not None:
+        sizes = np.unique(strata[rows], return_counts=True)[1]
+        if sizes.min() < 2 or count < len(sizes) or len(rows) - count < len(sizes):
+            strata = None
+    stratify = None if strata is None else strata[rows]
+    train, held_out = train_test_split(rows, test_size=count, random_state=seed, stratify=stratify)
+    return np.asarray(train), np.asarray(held_out)
+
+
+def fit_scaler(values: np.ndarray, weights: np.ndarray, *, standardise: bool) -> StandardScaler:
+    """Means and standard deviations of the columns, in 64 bits."""
+    scaler = StandardScaler(with_mean=standardise, with_std=standardise)
+    return scaler.fit(_columns(values), sample_weight=weights)
+
+
+def scale(scaler: StandardScaler, values: np.ndarray) -> np.ndarray:
+    """Standardises in 64 bits, then casts to the dtype of the members."""
+    scaled = np.asarray(scaler.transform(_columns(values))).reshape(values.shape)
+    return scaled.astype(jax.dtypes.canonicalize_dtype(float))
+
+
+def unscale(scaler: StandardScaler, values: ArrayLike) -> np.ndarray:
+    """The inverse of `scale`, in 64 bits: the dtype of the members may lack the precision for a large offset."""
+    exact = np.asarray(values, np.float64)
+    return np.asarray(scaler.inverse_transform(_columns(exact))).reshape(exact.shape)
+
+
+def widths(scaler: StandardScaler, values: ArrayLike) -> np.ndarray:
+    """Converts standardised widths `(rows, ...)`, such as standard deviations, to the unit of the targets."""
+    exact = np.asarray(values, np.float64)
+    return exact if scaler.scale_ is None else (_columns(exact) * scaler.scale_).reshape(exact.shape)
+
+
+def device_scaler(scaler: StandardScaler, shape: tuple[int, ...]) -> Scaler:
+    """The same standardisation as a Module, for members that are called directly."""
+    dtype = jax.dtypes.canonicalize_dtype(float)
+    mean = np.zeros(shape) if scaler.mean_ is None else scaler.mean_
+    scale = np.ones(shape) if scaler.scale_ is None else scaler.scale_
+    return Scaler(*(jax.numpy.asarray(np.reshape(part, shape), dtype) for part in (mean, scale)))
+
+
+def _columns(values: np.ndarray) -> np.ndarray:
+    return values.reshape(len(values), -1)
+
+
+def validate_and_predict(estimator: AbstractEstimator, X: Any, combine: Callable[..., Any] | None = None) -> Any:
+    """The members' predictions of standardised targets, or of logits, for rows of features, combined."""
+    check_is_fitted(estimator)
+    X = validate_data(estimator, X, reset=False, dtype=np.float64)
+    return predict_rows(estimator, X, combine)
+
+
+def predict_rows(estimator: AbstractEstimator, x: np.ndarray, combine: Callable[..., Any] | None = None) -> Any:
+    """`validate_and_predict` for validated features."""
+    return predict(
+        estimator.ensemble_, scale(estimator.input_scaler_, x), fn=call_network, combine=combine,
+        state=estimator.state_, progress=False,
+    )  # fmt: skip
+
+
+def predict_out_of_bag(predictions: Any, drawn: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The mean over the members that did not draw a row; NaN if all did, or if members could not draw it."""
+    found = np.array(out_of_bag_mean(predictions, drawn).mean)
+    found[~np.isin(np.arange(len(found)), rows)] = np.nan
+    return found
+
+
+class Members(NamedTuple):
+    """Trained members, with the state of their layers, the rows they drew and their curves `(members, epochs)`."""
+
+    ensemble: Ensemble
+    state: Any
+    rows: np.ndarray | None
+    losses: np.ndarray
+    validation: np.ndarray | None
+
+    def take(self, kept: np.ndarray) -> "Members":
+        """Some of the members."""
+        if kept.all():
+            return self
+        take = lambda part: None if part is None else part[kept]
+        state = None if self.state is None else tree.take(self.state, kept)
+        return Members(self.ensemble[kept], state, take(self.rows), self.losses[kept], take(self.validation))
+
+
+def make_maker(estimator: AbstractEstimator, in_size: int, head: AbstractHead, scaling: Scaling) -> MemberMaker:
+    """The constructor of a member: the user's, or that of the default network."""
+    make = estimator.make
+    if make is None:
+        sizes = tuple(map(int, estimator.hidden_layer_sizes))
+        make = functools.partial(Network, hidden_layer_sizes=sizes, activation=estimator.activation)
+    return MemberMaker(make, in_size, head, scaling)
+
+
+def build_members(maker: MemberMaker, ids: range, x: np.ndarray, *, key: jax.Array, name: str) -> tuple[Ensemble, Any]:
+    """New members, and the state of their layers if they have one."""
+    made = build(maker, ids=ids, shared=_scaling, key=key)
+    ensemble, state = made if isinstance(made, tuple) else (made, None)
+    check_outputs(ensemble, maker.head, x, state, name=name)
+    return ensemble, state
+
+
+def draw_rows(estimator: AbstractEstimator, num_rows: int, ids: np.ndarray, *, key: jax.Array) -> np.ndarray | None:
+    """With `bootstrap`, the rows of the members with these ids; those of a member do not depend on the others."""
+    if not estimator.bootstrap:
+        return None
+    return np.asarray(bootstrap(num_rows, int(max(ids)) + 1, key=key))[ids]
+
+
+def train_members(
+    estimator: AbstractEstimator,
+    ensemble: Ensemble,
+    state: Any,
+    data: Table,
+    validation: Table | None,
+    *,
+    rows: np.ndarray | None,
+    key: jax.Array,
+    name: str,
+) -> Members:
+    """The members after at most `max_iter` epochs, without those that diverged."""
+    batch_size = min(estimator.batch_size, len(data.x))
+    options: dict[str, Any] = {}
+    if validation is not None:
+        # Patience longer than the run would have no effect; the best weights are kept anyway.
+        patience = estimator.n_iter_no_change if estimator.n_iter_no_change < estimator.max_iter else None
+        options |= {"validation": tuple(validation), "patience": patience, "min_delta": estimator.tol}
+    optimiser = estimator.optimiser
+    if not isinstance(optimiser, optax.GradientTransformation):
+        hyper = {"learning_rate": estimator.learning_rate}
+        if optimiser is None:
+            hyper["weight_decay"] = estimator.weight_decay
+        dtype = jax.dtypes.canonicalize_dtype(float)
+        options["hyper"] = {k: jnp.full(ensemble.num_members, v, dtype) for k, v in hyper.items()}
+        optimiser = default_optimiser if optimiser is None else optimiser_of_rate(optimiser)
+    run = fit(
+        ensemble, loss if state is None else stateful_loss, optimiser, tuple(data), epochs=estimator.max_iter,
+        batch_size=batch_size, state=state, rows=rows, progress=bool(estimator.verbose), key=key, **options,
+    )  # fmt: skip
+    healthy = run.status != Status.DIVERGED
+    if not healthy.any():
+        raise DivergedError(
+            f"`{name}`: all members diverged. Lower `learning_rate`, or look for extreme values in the data.", run
+        )
+    losses = _epoch_means(run.history.loss, len(data.x), batch_size)
+    return Members(run.ensemble, run.state, rows, losses, run.history.validation).take(healthy)
+
+
+def extend_curves(before: Members, after: Members) -> Members:
+    """Concatenates the curves of members that were trained further."""
+    kept = np.isin(np.asarray(before.ensemble.ids), np.asarray(after.ensemble.ids))
+    before = before.take(kept)
+    losses = np.concatenate([before.losses, after.losses], axis=1)
+    return after._replace(losses=losses, validation=_join(before, after, axis=1))
+
+
+def add_members(before: Members, after: Members) -> Members:
+    """Joins members with new ones."""
+    ensemble = concatenate([before.ensemble, after.ensemble])
+    state = None if before.state is None else tree.concatenate([before.state, after.state])
+    rows = None if before.rows is None or after.rows is None else np.concatenate([before.rows, after.rows])
+    length = max(before.losses.shape[1], after.losses.shape[1])
+    losses = np.concatenate([_pad(part.losses, length) for part in (before, after)])
+    return Members(ensemble, state, rows, losses, _join(before, after, axis=0))
+
+
+def _join(before: Members, after: Members, *, axis: int) -> np.ndarray | None:
+    parts = [part.validation for part in (before, after) if part.validation is not None]
+    if len(parts) < 2:  # curves are comparable if all members have one
+        return None
+    if axis == 0:
+        parts = [_pad(part, max(part.shape[1] for part in parts)) for part in parts]
+    return np.concatenate(parts, axis=axis)
+
+
+def _pad(curves: np.ndarray, length: int) -> np.ndarray:
+    return np.pad(curves, ((0, 0), (0, length - curves.shape[1])), constant_values=np.nan)
+
+
+def _epoch_means(losses: np.ndarray, num_rows: int, batch_size: int) -> np.ndarray:
+    """The mean loss of each epoch `(members, epochs)`, with batches weighted by their rows."""
+    steps = -(-num_rows // batch_size)
+    weights = np.full(steps, batch_size)
+    weights[-1] = num_rows - batch_size * (steps - 1)
+    epochs = -(-losses.shape[1] // steps)
+    losses = _pad(losses, epochs * steps).reshape(len(losses), epochs, steps)
+    total = np.where(np.isnan(losses), 0, weights).sum(axis=-1)
+    means = np.nansum(losses * weights, axis=-1) / np.maximum(total, 1)
+    return np.where(total > 0, means, np.nan)
+
+
+def _scaling(member: Any) -> Scaling:
+    return member.scaling
 
 
 def is_warm(estimator: AbstractEstimator) -> bool:

@@ -13,9 +13,8 @@ from .._check import check_level, check_word
 from ..uncertainty import Interval
 from ._base import AbstractEstimator, has_bag
 from ._check import check_parameters
-from ._data import predict_out_of_bag, predict_rows, unscale, validate_and_predict, widths
-from ._fit import fit_members, is_warm
-from ._heads import Gaussian, head_for_targets
+from ._fit import fit_members, is_warm, predict_out_of_bag, predict_rows, unscale, validate_and_predict, widths
+from ._member import Gaussian, head_for_targets
 
 
 class EnsembleRegressor(RegressorMixin, AbstractEstimator):

@@ -24,8 +24,8 @@ from ._status import Status
 from .compiled._selection import Mode
 from .compiled._windows import Windows
 from .data._check import integers_text
-from .data._data import in_memory
 from .data._rows import ORDERS
+from .data._source import in_memory
 
 
 def diverged_message(

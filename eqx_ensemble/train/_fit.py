@@ -49,9 +49,8 @@ from .compiled._loss import Loss, make_losses
 from .compiled._optimiser import Optimiser
 from .compiled._program import Program
 from .compiled._selection import Mode, make_limits, stop_at_limits
-from .data._cursor import Length
-from .data._data import is_batches, member_shapes, without_marks
 from .data._rows import Order
+from .data._source import Length, is_batches, member_shapes, without_marks
 from .data._sources import make_source
 from .host._execute import execute
 from .host._start import layout_of, start_of, with_validation

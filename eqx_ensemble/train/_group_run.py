@@ -9,7 +9,7 @@ from jaxtyping import Int8
 from .. import _axes, tree
 from .._check import array_leaves, kind_text
 from .._ensemble import Group
-from .._ensemble._by_part import (
+from .._ensemble._concatenate import (
     by_part,
     data_by_part,
     explain_part,
@@ -25,16 +25,15 @@ from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
 from ..checkpoint import Checkpoints
-from ..checkpoint._path import as_path
+from ..checkpoint._disk import as_path
 from ._check_run import check_run_weights, excluded_message
 from ._errors import DivergedError
 from ._opt_hyper import hyper_arrays
 from ._rank import rank_members
-from ._run import Run
+from ._run import Run, data_frame, summary, table_columns
 from ._status import Status
-from ._summary import data_frame, summary, table_columns
 from .compiled._selection import Mode
-from .data._data import is_batches
+from .data._source import is_batches
 from .host._record import History
 
 # The curves and the tables of several runs, joined over all members.

@@ -22,8 +22,7 @@ from .._jaxpr import output_sources, unused_inputs
 from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import Vmap
-from ._check_member import check_followed, check_hyper, check_same_hyper
-from ._check_state import check_hyper_structure, check_state_arrays
+from ._check_member import check_followed, check_hyper, check_hyper_structure, check_same_hyper, check_state_arrays
 from .compiled._optimiser import Optimiser, init_member, update_alone
 
 

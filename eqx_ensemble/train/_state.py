@@ -19,11 +19,11 @@ from .._ensemble._check import check_ensemble, check_model_state, check_model_st
 from .._foreign import as_hashable
 from .._pytree import PyTree
 from ..plan import Vmap
-from ..plan._sharded import sharded_plan
+from ..plan._plans import sharded_plan
 from ..sharding._layout import Layout, constrain_member, layout_for
 from ..sharding._shard import replicate, shard_members
 from ._check import check_optimiser
-from ._check_state import check_state_arrays
+from ._check_member import check_state_arrays
 from ._opt_hyper import filter_hyper, hyper_arrays, hyper_of_init
 from ._trainable import Trainable, partition_trainable
 from .compiled._optimiser import Optimiser, init_member, resolve

@@ -21,16 +21,14 @@ from .._jaxpr import has_callbacks, plain_jit
 from .._pytree import PyTree
 from .._suggest import explain_as
 from ..plan import AbstractPlan, AnyPlan, Vmap
-from ..plan._auto import as_plan
-from ..plan._pilot import Pilot
+from ..plan._auto import Pilot, as_plan
 from ..sharding._layout import Layout, as_layout
 from ._check import check_optimiser_kind
-from ._check_state import check_state_arrays
+from ._check_member import check_state_arrays
 from ._opt_hyper import follow_hyper
 from ._state import MemberState, TrainState, check_state, check_train_state
-from .compiled._carry import Carry, Inputs
 from .compiled._flat import ARRAYS, constants_of
-from .compiled._health import nan_is_data
+from .compiled._health import Carry, Inputs, nan_is_data
 from .compiled._loss import as_loss
 from .compiled._optimiser import Optimiser
 from .compiled._program import Program

@@ -2,8 +2,8 @@ from .. import _suggest
 from ._index import num_members as num_members
 from ._index import take as take
 from ._index import unstack as unstack
-from ._replace import replace as replace
 from ._stack import concatenate as concatenate
+from ._stack import replace as replace
 from ._stack import stack as stack
 from ._sum import polyak as polyak
 from ._sum import weighted_mean as weighted_mean

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import Checkpoints, _disk, _orbax, _path
+from eqx_ensemble.checkpoint import Checkpoints, _disk, _orbax
+from eqx_ensemble.checkpoint import _disk as _path
 
 from ..children import finish_together
 from ..factories import mlp

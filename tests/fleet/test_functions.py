@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.fleet._divide import check_ids_of_function
 from eqx_ensemble.fleet._folder import call_identity
-from eqx_ensemble.fleet._make_members import check_ids_of_function
 from eqx_ensemble.train.data._source import is_data_function
 
 from .executors import Here

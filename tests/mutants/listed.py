@@ -130,7 +130,7 @@ MUTANTS = [
         ("jnp.where(rank > count, jnp.inf, found)", "found"),
     ),
     *of(
-        "calibrate/_variance.py",
+        "calibrate/_temperature.py",
         "calibrate/test_variance.py",
         ("return jnp.mean(errors, axis=entries)", "return jnp.sum(errors, axis=entries)"),
     ),

@@ -14,7 +14,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.plan import Auto, Chunked, Sequential, Unrolled, Vmap
-from eqx_ensemble.plan import _pilot as pilot_module
+from eqx_ensemble.plan import _auto as pilot_module
 from eqx_ensemble.plan._auto import reason
 from eqx_ensemble.plan._memory import Cost, Peak, cost_of
 from eqx_ensemble.plan._search import Search, SearchCache, Trial, candidates

@@ -162,7 +162,7 @@ def test_in_the_messages(ensemble, monkeypatch):
     def fail(*args):
         raise error
 
-    monkeypatch.setattr("eqx_ensemble._predict._few.predict_batch", fail)
+    monkeypatch.setattr("eqx_ensemble._predict._predict.predict_batch", fail)
     with pytest.raises(MemoryError, match=r"with 5 members under `Strided\(2\)`") as caught:
         ee.predict(ensemble, DATA[0], plan=Strided(2))
     assert "Try `plan=Sequential()`" in str(caught.value)

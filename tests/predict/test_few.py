@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble._predict import _few
+from eqx_ensemble._predict import _predict as _few
 from eqx_ensemble._predict import _predict as room
 
 from ..factories import CASES

@@ -12,7 +12,7 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.sharding import _mesh as _collectives
 from eqx_ensemble.train.compiled._chunk import run_chunk
-from eqx_ensemble.train.data import _arrays
+from eqx_ensemble.train.data import _sources as _arrays
 
 KEY = jax.random.key(0)
 X = np.ones((103, 3), np.float32)

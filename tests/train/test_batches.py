@@ -115,7 +115,7 @@ def test_the_next_is_drawn_while_the_device_works(ensemble, monkeypatch):
             yield X[:5], Y[:5]
 
     monkeypatch.setattr(Recording, "add", lambda *args: (events.append("wait"), waits(*args))[1])
-    monkeypatch.setattr("eqx_ensemble.train.host._stopping._SECONDS", 1e3)
+    monkeypatch.setattr("eqx_ensemble.train.host._callbacks._SECONDS", 1e3)
     fitted(ensemble, batches(), epochs=1)
     assert events == ["draw 0", "draw 1", "draw 2", "wait"]
     events.clear()

@@ -9,7 +9,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.train.compiled._windows import Windows
-from eqx_ensemble.train.data import _arrays
+from eqx_ensemble.train.data import _sources as _arrays
 from eqx_ensemble.train.host._record import Record
 
 KEY = jax.random.key(0)

@@ -9,9 +9,9 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.train.compiled import _stepwise
-from eqx_ensemble.train.data._iterator import Converter
+from eqx_ensemble.train.data._batches import Converter
+from eqx_ensemble.train.host import _callbacks as _stopping
 from eqx_ensemble.train.host import _loop as _pacing
-from eqx_ensemble.train.host import _stopping
 from eqx_ensemble.train.host._loop import Recording
 
 from ..factories import assert_same

@@ -19,7 +19,7 @@ import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints
 from eqx_ensemble.checkpoint._run_folder import RunFolder
 from eqx_ensemble.train import NotSavedError, Revive, Status
-from eqx_ensemble.train.data._cursor import decode, encode
+from eqx_ensemble.train.data._source import decode, encode
 from eqx_ensemble.train.host._loop import Executor, Recording
 from eqx_ensemble.train.resume import _resume as resume_module
 

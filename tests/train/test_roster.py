@@ -11,7 +11,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.plan import _search
-from eqx_ensemble.plan._pilot import Pilot
+from eqx_ensemble.plan._auto import Pilot
 from eqx_ensemble.train import Status
 from eqx_ensemble.train.data._rows import Slots
 from eqx_ensemble.train.host import _loop as _pacing

@@ -149,7 +149,7 @@ def test_memory_is_bounded(ensemble):
 
 def test_members_that_stopped_are_not_read(ensemble, monkeypatch):
     monkeypatch.setattr(Pacing, "pays", lambda self, width, before, steps_left: width < before)
-    monkeypatch.setattr("eqx_ensemble.train.host._stopping._SECONDS", 0.0)
+    monkeypatch.setattr("eqx_ensemble.train.host._callbacks._SECONDS", 0.0)
     disk, limits = Disk(DATA), np.array([9, 2, 9, 9, 9])
     run = fitted(ensemble, disk.reader(), steps=9, max_steps=limits)
     assert run.stopped_at.tolist() == limits.tolist()

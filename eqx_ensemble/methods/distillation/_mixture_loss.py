@@ -21,7 +21,7 @@ from ..._weighting import blank_masked, class_mixture
 from ...scores._check import check_reduction
 from ...scores._reduce import Reduction, reduce
 from ...uncertainty._check import check_temperature
-from ._check import check_classes, check_gaussians, check_smoothing
+from ._targets import check_classes, check_gaussians, check_smoothing
 
 
 def gaussian_loss(

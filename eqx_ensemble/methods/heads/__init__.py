@@ -20,7 +20,7 @@ from ._mixture_density import mixture_components as mixture_components
 from ._mixture_density import mixture_density as mixture_density
 from ._mixture_density import mixture_density_loss as mixture_density_loss
 from ._mixture_density import mixture_density_moments as mixture_density_moments
-from ._quantiles import pinball_loss as pinball_loss
-from ._quantiles import sort_quantiles as sort_quantiles
+from ._mixture_density import pinball_loss as pinball_loss
+from ._mixture_density import sort_quantiles as sort_quantiles
 
 _suggest.explain_names(__name__)

@@ -2,9 +2,9 @@
 
 from ... import _suggest
 from ._fit import fit as fit
+from ._fit import subnetwork as subnetwork
 from ._laplace import Laplace as Laplace
 from ._laplace import replace as replace
 from ._member import Outputs as Outputs
-from ._subnetwork import subnetwork as subnetwork
 
 _suggest.explain_names(__name__)

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Key
 
 from ..._pytree import PyTree
 from ...combine import Gaussian
-from ._curvature import AbstractCurvature
-from ._selection import AbstractSelection
+from ._selection import AbstractCurvature, AbstractSelection
 
 Link = Literal["probit", "bridge", "bridge_norm", "mc"]
 LINKS = ("probit", "bridge", "bridge_norm", "mc")

@@ -31,9 +31,8 @@ from ...plan import AbstractPlan
 from ...plan._map import map_members
 from ...train._trainable import frozen_flags
 from ._check import check_chosen, check_layer, check_sizes, explain_where
-from ._curvature import CURVATURES
 from ._member import LIKELIHOODS, Posterior, Problem, call
-from ._selection import AbstractSelection, Factors, Layer, Leaves, is_linear, widest
+from ._selection import CURVATURES, AbstractSelection, Factors, Layer, Leaves, is_linear, widest
 
 
 class Chosen(NamedTuple):

@@ -12,6 +12,7 @@ from ..._check import check_counter, check_positive_int
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...distributed import to_host
+from ._average import Weights, as_ensemble, find_record, record_path
 from ._check import (
     check_concrete,
     check_factor_ids,
@@ -22,7 +23,6 @@ from ._check import (
     check_steps,
     warn_of_few,
 )
-from ._record import Weights, as_ensemble, find_record, record_path
 
 Schedule = Callable[[Any], Float[Array, ""]]
 """An optax schedule of learning rates."""

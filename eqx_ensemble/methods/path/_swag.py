@@ -10,16 +10,7 @@ from ... import _keys
 from ..._check import check_positive_int
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
-from ._check import (
-    check_factor_ids,
-    check_inner_optimiser,
-    check_rank,
-    check_real,
-    check_scale,
-    check_steps,
-    warn_of_few,
-)
-from ._record import (
+from ._average import (
     Moments,
     as_ensemble,
     find_record,
@@ -28,6 +19,15 @@ from ._record import (
     record_path,
     weights_or_current,
     zeros_like,
+)
+from ._check import (
+    check_factor_ids,
+    check_inner_optimiser,
+    check_rank,
+    check_real,
+    check_scale,
+    check_steps,
+    warn_of_few,
 )
 
 

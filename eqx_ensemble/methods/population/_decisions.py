@@ -16,7 +16,7 @@ from ...sweep import AbstractRange
 from ...sweep._ranges import check_ranges
 from ...train import TrainState
 from ...train._check import check_mode
-from ...train._check_state import check_state_arrays
+from ...train._check_member import check_state_arrays
 from ...train._opt_hyper import change_hyper
 from ...train._revive import copy_donors, take_members
 from ...train._state import check_train_state

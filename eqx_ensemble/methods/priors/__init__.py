@@ -2,9 +2,9 @@
 
 from ... import _suggest
 from ._anchor import Anchor as Anchor
+from ._anchor import RandomisedPrior as RandomisedPrior
 from ._anchor import draw_anchors as draw_anchors
-from ._randomised import RandomisedPrior as RandomisedPrior
-from ._randomised import gaussian_penalty as gaussian_penalty
-from ._randomised import noisy_targets as noisy_targets
+from ._anchor import gaussian_penalty as gaussian_penalty
+from ._anchor import noisy_targets as noisy_targets
 
 _suggest.explain_names(__name__)

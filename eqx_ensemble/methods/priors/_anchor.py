@@ -1,17 +1,216 @@
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jaxtyping import Array, Float
 
 from ... import _keys
+from ..._axes import Each
 from ..._ensemble import Ensemble
 from ..._ensemble._check import check_ensemble
+from ..._foreign import from_foreign
 from ..._pytree import PyTree
+from ...train import Frozen
 from ...train._trainable import Trainable, partition_trainable
-from ._check import check_num_rows, check_real, check_same_model, check_std, prefix_message
+from ._check import (
+    check_noise,
+    check_num_rows,
+    check_outputs,
+    check_penalised,
+    check_penalty_std,
+    check_prior,
+    check_real,
+    check_row_ids,
+    check_same_model,
+    check_scale,
+    check_std,
+    check_targets,
+    prefix_message,
+)
+
+
+def noisy_targets(targets: Any, ids: Any, *, std: Any, row_ids: Any = None, key: Any) -> Each:
+    """Adds Gaussian noise to the targets, drawn once per member and row.
+
+    The noise is part of the data: a member gets the same noisy target for a row in every epoch and batch, and for every
+    repetition of the row in its `rows`. It depends only on the key, the member's id and the row's id, not on the number
+    or order of members and rows. Noise that is redrawn in every step would average out, and would not make members
+    differ.
+
+    **Arguments:**
+
+    - `targets`: `(rows, ...)`, floating-point, shared by all members.
+    - `ids`: the ids of the members, `ensemble.ids`, or the number of members.
+    - `std`: the standard deviation of the noise: one number, or an array of the shape of `targets`. Equal to that of
+        the noise already in the targets, it makes linear members draws from the posterior:
+        [`eqx_ensemble.methods.priors.draw_anchors`][].
+    - `row_ids`: one integer id per row `(rows,)`, for rows of a larger data set, such as a batch of a loader; by
+        default `0, 1, 2, ...`.
+    - `key`: the root key.
+
+    **Returns:** the noisy targets of each member, an [`eqx_ensemble.Each`][] `(members, rows, ...)` for the data of
+    [`eqx_ensemble.fit`][], in the dtype of `targets`.
+
+    **Raises:** `TypeError` for targets that are not floating-point, and for ids and keys of the wrong type;
+    `ValueError` for targets without rows, row ids out of range, and a standard deviation that is negative or of another
+    shape.
+
+    ```python
+    x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
+    targets = ee.methods.priors.noisy_targets(y, 4, std=0.1, key=key)
+    targets.value.shape  # (4, 100, 1)
+    # for `fit(ensemble, loss, optimiser, (x, targets), ...)`
+    ```
+
+    ??? cite
+
+        Osband, Aslanides and Cassirer, *Randomized Prior Functions for Deep Reinforcement Learning*, NeurIPS 2018,
+        arXiv:1806.03335 (section 3).
+    """
+    targets = from_foreign(targets, "targets", name="methods.priors.noisy_targets")
+    check_targets(targets)
+    row_ids = np.arange(len(targets)) if row_ids is None else row_ids
+    check_row_ids(row_ids, len(targets))
+    std = check_noise(std, targets.shape)
+    keys = _keys.member_keys(key, ids, purpose="noise in targets")
+    targets = jnp.asarray(targets)
+    return Each(_add_noise(targets, jnp.asarray(std, targets.dtype), jnp.asarray(row_ids, jnp.int32), keys))
+
+
+@jax.jit
+def _add_noise(targets: Array, std: Array, row_ids: Array, keys: Array) -> Array:
+    draw = lambda key, row: jax.random.normal(jax.random.fold_in(key, row), targets.shape[1:], targets.dtype)
+    of_member = lambda key: targets + std * jax.vmap(draw, in_axes=(None, 0))(key, row_ids)
+    return jax.vmap(of_member)(keys)
+
+
+def gaussian_penalty(model: PyTree, std: Any = 1.0, *, num_rows: Any) -> Float[Array, ""]:
+    r"""The negative log-density of a Gaussian prior over one member's weights, per row: the prior term of a mean loss.
+
+    $$\frac{1}{N} \sum_j \frac{w_j^2}{2 \sigma_j^2}$$
+
+    over all floating-point leaves that are not [`eqx_ensemble.train.Frozen`][], up to a constant, in nats. Add it to a
+    loss that is a **mean** over rows of negative log-likelihoods; $N$ times the sum is the negative log-posterior, from
+    which [`eqx_ensemble.methods.sampling.sgld`][] samples. A mean squared error lacks the factor $1 / (2 s^2)$, with
+    the standard deviation $s$ of the noise in the targets. Decoupled weight decay (AdamW) is not equivalent to this
+    prior.
+
+    **Arguments:**
+
+    - `model`: the model of one member, as the loss receives it. Leaves that are not trained add a constant.
+    - `std`: $\sigma$, one number, or a function of a leaf that returns one.
+    - `num_rows`: $N$, the number of all training rows of the member, not of a batch. It scales the prior to a mean over
+        rows.
+
+    **Returns:** a scalar, at least float32.
+
+    **Raises:** `TypeError` or `ValueError` for standard deviations or a number of rows that are not numbers above zero,
+    complex weights, a model without weights, and an [`eqx_ensemble.Ensemble`][].
+
+    ```python
+    model = eqx.nn.Linear(3, 1, key=key)
+    prior = ee.methods.priors.gaussian_penalty
+    prior(model, num_rows=100)
+    prior(model, lambda leaf: 1 / np.sqrt(leaf.shape[-1]), num_rows=100)
+    ```
+    """
+    name = "methods.priors.gaussian_penalty"
+    num_rows = check_num_rows(num_rows, name=name)
+    found = jtu.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Frozen))
+    is_weight = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
+    weights = [(jtu.keystr(path), x) for path, x in found if is_weight(x)]
+    check_penalised(weights, model, name=name)
+    terms = []
+    for path, x in weights:
+        check_real(x, path, name=name)
+        x = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+        own = std(jax.ShapeDtypeStruct(x.shape, x.dtype)) if callable(std) else std
+        scale = jnp.asarray(check_penalty_std(own, "std" + path if callable(std) else "std", name=name))
+        terms.append(jnp.sum((x / scale.astype(x.dtype)) ** 2) / 2)
+    widest = np.result_type(*[term.dtype for term in terms])
+    total = jnp.sum(jnp.stack([term.astype(widest) for term in terms]))
+    return total / jnp.asarray(num_rows).astype(widest)
+
+
+M = TypeVar("M")
+
+
+class RandomisedPrior(eqx.Module, Generic[M]):
+    r"""A member with a randomised prior function: a trained network plus a fixed random network.
+
+    The output is $f(x) + \beta p(x)$, in training and in prediction, with the network $f$, the prior $p$ and its scale
+    $\beta$. Near the data, $f$ learns to compensate for $p$; far from the data, members differ like their priors. Prior
+    and scale are [`eqx_ensemble.train.Frozen`][]: they have no gradient and no weight decay. Each member of
+    [`eqx_ensemble.build`][] draws its own prior from its key.
+
+    A linear $f$ with a penalty towards zero is equivalent to an anchored member (see
+    [`eqx_ensemble.methods.priors.Anchor`][]) with the anchor $\beta p$. Without weight decay or early stopping, the
+    prior has little effect near the data.
+
+    **Arguments:**
+
+    - `network`: the trained network.
+    - `prior`: a network whose outputs have the shapes of those of `network`, often the same architecture with another
+        key. It is called in inference mode with the positional inputs of `network`, without its keyword arguments (such
+        as dropout keys) and its `equinox.nn.State`.
+    - `scale`: $\beta$, one number. `build(zip={"scale": ...})` gives each member its own.
+
+    **Raises:** `TypeError` for networks that are not callable and for a scale that is not one number; when called,
+    `ValueError` if the outputs of network and prior differ in structure or shape.
+
+    ```python
+    def make(key):
+        network, prior = (
+            eqx.nn.MLP(3, 1, 16, 2, key=key) for key in jax.random.split(key)
+        )
+        return ee.methods.priors.RandomisedPrior(network, prior, scale=3.0)
+
+
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+    ensemble = ee.build(make, 4, key=key)
+    data = (jnp.ones((100, 3)), jnp.zeros((100, 1)))
+    run = ee.fit(ensemble, loss, optax.adamw(1e-3), data, epochs=2, key=key)
+    jnp.array_equal(
+        run.ensemble[0].prior.value.layers[0].weight,
+        ensemble[0].prior.value.layers[0].weight,
+    )  # True
+    ```
+
+    ??? cite
+
+        Osband, Aslanides and Cassirer, *Randomized Prior Functions for Deep Reinforcement Learning*, NeurIPS 2018,
+        arXiv:1806.03335.
+    """
+
+    network: M
+    prior: Frozen[Any]
+    scale: Frozen[Any]
+
+    def __init__(self, network: M, prior: Any, *, scale: Any = 1.0) -> None:
+        check_prior(network, prior)
+        self.network = network
+        self.prior = prior if isinstance(prior, Frozen) else Frozen(prior)
+        self.scale = Frozen(check_scale(scale))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+        """The network's output plus the scaled prior; if a state is among the inputs, also the new state."""
+        is_state = lambda x: isinstance(x, eqx.nn.State)
+        out = self.network(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        out, *state = out if any(map(is_state, args)) else (out,)
+        prior = eqx.nn.inference_mode(self.prior)(*(x for x in args if not is_state(x)))
+        check_outputs(out, prior)
+        scale = jax.lax.stop_gradient(self.scale.value)
+        add = lambda f, p: f + (jnp.asarray(scale, p.dtype) * p).astype(f.dtype)
+        total = jax.tree.map(add, out, prior)
+        return (total, *state) if state else total
+
 
 _is_none = lambda x: x is None
 

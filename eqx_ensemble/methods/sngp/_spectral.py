@@ -11,7 +11,7 @@ from ..._check import check_flag, check_optional_function, check_positive_int
 from ..._pytree import PyTree
 from ...train.compiled._optimiser import supported_arguments
 from .._check import check_inner_optimiser
-from ._check import check_bound, check_matrices, params_message
+from ._model import check_bound, check_matrices, params_message
 
 _NAME = "methods.sngp.bound_spectral_norm"
 

@@ -10,10 +10,9 @@ from jaxtyping import Array, Bool, Int
 
 from ..._pytree import PyTree
 from .._status import Status
-from ._carry import Carry, Inputs
 from ._check import check_same_outputs
 from ._flat import FlatFunction
-from ._health import revert_diverged
+from ._health import Carry, Inputs, revert_diverged
 from ._program import NEVER, Program, scan, trace_once
 from ._selection import stop_at_limits
 from ._windows import no_outputs, put_outputs

@@ -2,14 +2,36 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ... import _axes
 from ..._pytree import PyTree
-from .._state import MemberState
+from .._state import MemberConstants, MemberState
 from .._status import Status
+from ._order import RowOrder
+from ._selection import Limits, Selection
+
+
+class Carry(eqx.Module):
+    """The arrays that a run changes, stacked; donated to every chunk."""
+
+    moving: MemberState
+    selection: Selection | None
+    step: Int[Array, ""]
+
+
+class Inputs(eqx.Module):
+    """The arrays that a run only reads, of all members or of the active ones; without an order, data are a batch."""
+
+    fixed: MemberConstants
+    shared: PyTree
+    data: PyTree
+    validation: PyTree = None
+    limits: Limits = Limits()
+    order: RowOrder | None = None
 
 
 @contextlib.contextmanager

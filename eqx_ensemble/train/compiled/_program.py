@@ -11,11 +11,10 @@ from ... import _axes
 from ..._pytree import PyTree
 from ...plan import AbstractPlan
 from ...plan._memory import Cost
-from ...plan._sharded import sharded_plan
+from ...plan._plans import sharded_plan
 from ...sharding._layout import Layout, constrain_carry, constrain_member, constrain_rows
 from .._state import MemberConstants, MemberState
-from ._carry import Carry, Inputs
-from ._health import revert_diverged_one
+from ._health import Carry, Inputs, revert_diverged_one
 from ._loss import Loss
 from ._optimiser import Optimiser, update_member
 from ._select import Occasion, select

@@ -13,8 +13,7 @@ from ..._pytree import PyTree
 from ...plan import AbstractPlan
 from .._state import MemberState, TrainState
 from .._status import Status
-from ._carry import Inputs
-from ._health import nan_is_data
+from ._health import Inputs, nan_is_data
 from ._loss import Loss
 from ._selection import Selection, stop_members
 

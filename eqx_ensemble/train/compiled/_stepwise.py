@@ -15,9 +15,9 @@ from ...distributed import to_host
 from ...plan import Unrolled
 from .._state import MemberState
 from .._status import Status
-from ._carry import Carry, Inputs
 from ._check import check_same_outputs
 from ._chunk import Chunk, compiled_batch, compiled_chunk, run_chunk, undonated_chunk
+from ._health import Carry, Inputs
 from ._program import Program
 from ._selection import Selection
 from ._windows import Windows, merge_outputs

@@ -17,11 +17,10 @@ from ..compiled._order import RowOrder
 from ..resume._code_texts import array_text, array_texts
 from ._batches import BatchWork, begin_work
 from ._check import check_last_step, check_not_exceeded, check_patience_length
-from ._data import member_shapes
 from ._read_ahead import ReadAhead
 from ._reader import RowReader, check_batch_read
 from ._rows import Order, Slots
-from ._source import NOTHING, AbstractSource, AbstractWork, EpochEnd, Outcome, Setting
+from ._source import NOTHING, AbstractSource, AbstractWork, EpochEnd, Outcome, Setting, member_shapes
 
 _MOST_STEPS, _MOST_ROWS = 64, 2**20
 

@@ -2,20 +2,166 @@
 
 import abc
 import functools as ft
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from ... import _axes
+from ..._axes._check_rows import check_rows_of_data
+from ..._foreign import as_numpy, from_foreign_tree
 from ..._pytree import PyTree
+from ...checkpoint._check_record import (
+    InvalidRecordError,
+    check_valid,
+    decode_array,
+    decode_bytes,
+    encode_array,
+    encode_bytes,
+    is_encodable,
+)
 from ...plan._memory import Cost
-from ..compiled._carry import Carry
+from ...sharding._layout import Layout
+from ...sharding._shard import replicate_rows, shard_rows
+from ..compiled._health import Carry
 from ..compiled._order import RowOrder
 from ..compiled._program import Program
-from ._cursor import Cursor, Length
+from ._check import check_row_indices, cursor_not_savable_message
+from ._reader import RowReader
 from ._rows import Slots
+
+# A run's position in an iterable of batches, in JSON, so that a saved file cannot name code to run.
+
+
+class Length(NamedTuple):
+    """The length of a run: a number of epochs or steps after the `begun` steps that were done before it."""
+
+    begun: int
+    epochs: int | None
+    steps: int | None
+
+
+class Cursor(NamedTuple):
+    """A run's position in an iterable of batches.
+
+    `epochs` counts those that ended since the run began, `batches` those taken in the current one. `state` is the
+    iterator's state after the last batch, if it supports checkpointing; else `digest` identifies that batch.
+    """
+
+    epochs: int = 0
+    batches: int = 0
+    state: Any = None
+    digest: str | None = None
+
+
+def encode(state: Any, path: str = "") -> Any:
+    """An iterator's state as JSON: values that JSON lacks are written as `{"": [kind, ...]}`."""
+    if state is None or type(state) in (bool, int, float, str):
+        return state
+    if isinstance(state, bytes):
+        return {"": ["bytes", encode_bytes(state)]}
+    if isinstance(state, np.generic) and state.dtype.kind in "biuf":
+        return encode(state.item(), path)
+    if isinstance(state, dict) and all(isinstance(key, str) and key for key in state):
+        return {key: encode(item, f"{path}[{key!r}]") for key, item in state.items()}
+    if isinstance(state, dict):
+        pairs = [[encode(key, path), encode(item, f"{path}[{key!r}]")] for key, item in state.items()]
+        return {"": ["dict", pairs]}
+    if isinstance(state, list | tuple):
+        items = [encode(item, f"{path}[{i}]") for i, item in enumerate(state)]
+        return items if isinstance(state, list) else {"": ["tuple", items]}
+    kind = "tensor" if type(state).__module__ == "torch" else "array"
+    if isinstance(state, np.ndarray) or kind == "tensor":
+        array = np.asarray(state)
+        if array.dtype.kind in "biufc" and is_encodable(array):
+            return {"": [kind, encode_array(array)]}
+    raise TypeError(cursor_not_savable_message(state, path))
+
+
+def decode(text: Any) -> Any:
+    """The state from the JSON that `encode` returned; `InvalidRecordError` for anything else."""
+    if isinstance(text, list):
+        return [decode(item) for item in text]
+    if not isinstance(text, dict):
+        return text
+    if "" not in text:
+        return {key: decode(item) for key, item in text.items()}
+    match text[""]:
+        case ["bytes", data]:
+            return decode_bytes(data, "place")
+        case ["dict", list(pairs)] if all(type(pair) is list and len(pair) == 2 for pair in pairs):
+            try:
+                return {decode(key): decode(item) for key, item in pairs}
+            except TypeError:
+                raise InvalidRecordError("`place` has a key that cannot be one") from None
+        case ["tuple", list(items)]:
+            return tuple(map(decode, items))
+        case ["array", array]:
+            return decode_array(array, "place")
+        case ["tensor", array]:
+            torch: Any = sys.modules.get("torch")  # imported by the iterator, never because a file names it
+            check_valid("`place` holds a tensor, and torch is not imported", holds=torch is not None)
+            return torch.from_numpy(decode_array(array, "place"))
+    raise InvalidRecordError("`place` holds a value of an unknown kind")
+
+
+def is_batches(data: Any) -> bool:
+    """Whether `data` is an iterable of batches rather than a PyTree of arrays.
+
+    A list of arrays is a PyTree; a list of anything else, such as `(x, y)` tuples, is a list of batches.
+    """
+    if isinstance(data, list):
+        return bool(data) and not all(_axes.is_array(x) or isinstance(x, _axes.Each) for x in data)
+    is_tree = _axes.is_array(data) or isinstance(data, tuple | dict | eqx.Module)
+    return isinstance(data, Iterable) and not is_tree
+
+
+def in_memory(data: Any) -> bool:
+    """Whether `data` is a PyTree of arrays: neither an iterable of batches nor a `RowReader`."""
+    return not is_batches(data) and not isinstance(data, RowReader)
+
+
+def on_device(
+    data: PyTree, num_members: int, *, argument: str, name: str, layout: Layout | None = None, whole: bool = False
+) -> tuple[PyTree, int]:
+    """A data set on the device, checked, and its number of rows.
+
+    Arrays are `(rows, ...)`; those marked `Each` are `(members, rows, ...)`. On a mesh, rows are sharded if they divide
+    evenly; they are replicated if `whole`.
+    """
+    data = from_foreign_tree(data, argument, name=name)
+    rows = check_rows_of_data(data, num_members, argument=argument, name=name, finite=False)
+    data = _axes.map_each(_axes.Each, data)
+    if layout is None:
+        return jax.tree.map(jnp.asarray, data), rows
+    return replicate_rows(data, layout) if whole else shard_rows(data, layout), rows
+
+
+def without_marks(data: PyTree) -> PyTree:
+    """The data without `Each`, in the structure that a member's loss receives."""
+    return _axes.map_each(lambda value: value, data)
+
+
+def as_row_indices(rows: Any, num_members: int, num_rows: int, *, name: str) -> np.ndarray | None:
+    """The members' own rows `(members, n)` of the data, as int32 on the host."""
+    if rows is None:
+        return None
+    rows = as_numpy(_axes.map_each(lambda value: value, rows), "rows", name=name)
+    check_row_indices(rows, num_members, num_rows, name=name)
+    return rows.astype(np.int32)
+
+
+def member_shapes(data: PyTree, *, rows: int | None = None) -> PyTree:
+    """The shapes of the data on the device as one member sees them, or of a batch of `rows` of their rows."""
+    shape = lambda x, own: x.shape[own:] if rows is None else (rows, *x.shape[own + 1 :])
+    of_one = lambda x, own: jax.ShapeDtypeStruct(shape(x, own), x.dtype) if eqx.is_array(x) else x
+    of = lambda tree, own: jax.tree.map(lambda x: of_one(x, own), tree)
+    return _axes.map_each(lambda value: of(value, 1), data, shared=lambda x: of(x, 0))
+
 
 # What counts as a function among callable PyTrees.
 

@@ -15,7 +15,7 @@ from ...sharding._layout import Layout
 from ...sharding._shard import pad_members, replicate, shard_members
 from .._state import MemberConstants
 from .._status import Status
-from ..compiled._carry import Carry, Inputs
+from ..compiled._health import Carry, Inputs
 from ..data._rows import Slots
 
 _FEWEST = 4  # with fewer members, compilers order sums differently, which changes the others' last bits

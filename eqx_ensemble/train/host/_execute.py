@@ -14,26 +14,23 @@ from ..._pytree import PyTree
 from ...checkpoint._exit import exit_if_asked
 from ...distributed import to_host
 from ...plan import AbstractPlan
-from ...plan._pilot import Pilot, explain_memory
+from ...plan._auto import Pilot, explain_memory
 from .._callback import Callback
 from .._check_run import warn_of_undefined_scores
 from .._revive import Revival, Revive
 from .._run import Run
 from .._state import TrainState
-from ..compiled._carry import Carry, Inputs
-from ..compiled._health import fault_path, nan_is_data
+from ..compiled._health import Carry, Inputs, fault_path, nan_is_data
 from ..compiled._program import Program
 from ..compiled._selection import Limits, stop_at_limits
-from ..data._cursor import Length
-from ..data._source import AbstractSource
+from ..data._source import AbstractSource, Length
 from ..resume._resume import Saver
 from ._active import ActiveMembers
-from ._callbacks import Callbacks
+from ._callbacks import Callbacks, Interruption, Reviver, Stopping
 from ._check import ended_message, lost_run_message
 from ._loop import Executor, Host, Pacing, Recording, run, validate_best
 from ._saving import Saving
 from ._start import Start
-from ._stopping import Interruption, Reviver, Stopping
 
 
 def execute(

@@ -14,24 +14,22 @@ import numpy as np
 from ..._pytree import PyTree
 from ...distributed import broadcast_from_first, to_host
 from ...plan import AbstractPlan, Vmap
+from ...plan._auto import Pilot
 from ...plan._memory import Cost, cost_of
-from ...plan._pilot import Pilot
 from .._state import MemberState
 from .._status import Status
-from ..compiled._carry import Carry, Inputs
 from ..compiled._chunk import compiled_validation
 from ..compiled._flat import key_of
+from ..compiled._health import Carry, Inputs
 from ..compiled._program import Program
 from ..compiled._select import Occasion
 from ..compiled._selection import rescore
-from ..data._cursor import Cursor, Length
 from ..data._rows import Slots
-from ..data._source import AbstractSource, AbstractWork, EpochEnd, Outcome, Setting
+from ..data._source import AbstractSource, AbstractWork, Cursor, EpochEnd, Length, Outcome, Setting
 from ._active import ActiveMembers, width_for
-from ._callbacks import Callbacks
+from ._callbacks import Callbacks, Stopping
 from ._record import Record
 from ._saving import Saving
-from ._stopping import Stopping
 
 if TYPE_CHECKING:
     from tqdm.std import tqdm

@@ -25,8 +25,7 @@ from ..compiled._select import first_scores, match_dtype
 from ..compiled._selection import Mode, Selection, no_selection
 from ..compiled._windows import Windows
 from ..data._check import warn_of_training_data
-from ..data._cursor import Cursor
-from ..data._data import on_device
+from ..data._source import Cursor, on_device
 from ._check import check_not_given_again, check_same_mode, missing_validation_message
 from ._record import Record
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from ... import _axes
 from ..._check import is_typed_key
-from ..._libraries import is_library, is_standard, top_of
+from ..._code import is_library, is_standard, top_of
 from ..._pytree import PyTree
-from ...checkpoint._check_like import shape_text
 from ...checkpoint._snapshot import versions
+from ...checkpoint._structure import shape_text
 from ...distributed import to_host
 from ...tree._statics import global_names, static_parts
 

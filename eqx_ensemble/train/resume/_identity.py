@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 
+from ..._code import is_library
 from ..._jaxpr import callbacks, inner_jaxprs
-from ..._libraries import is_library
 from ..._pytree import PyTree
-from ...checkpoint._check_like import shape_text
+from ...checkpoint._structure import shape_text
 from ...tree._statics import static_parts
 from .._revive import Revive
 from .._state import MemberConstants, MemberState
 from ..compiled._loss import Loss
 from ..compiled._optimiser import Optimiser, init_member, update_alone
 from ..compiled._program import Program
-from ..data._data import member_shapes
+from ..data._source import member_shapes
 from ..host._start import Start
 from ._code_texts import SET, add_array, array_texts, code_text, digest_of, option_text, without_addresses
 

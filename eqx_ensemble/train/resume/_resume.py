@@ -23,8 +23,8 @@ from ...checkpoint._check_record import (
     is_string,
     is_texts,
 )
+from ...checkpoint._disk import is_on_disk
 from ...checkpoint._formats import FormatName
-from ...checkpoint._path import is_on_disk
 from ...checkpoint._run_folder import RunLock
 from ...checkpoint._snapshot import versions
 from ...checkpoint._write import make_parents
@@ -32,9 +32,9 @@ from ...distributed import broadcast_from_first, is_first
 from ...distributed._arrays import raise_on_all
 from .._revive import Revival
 from .._state import MemberConstants, TrainState
-from ..compiled._carry import Carry
+from ..compiled._health import Carry
 from ..compiled._selection import Mode
-from ..data._cursor import Cursor, decode, encode
+from ..data._source import Cursor, decode, encode
 from ..host._record import History, Record
 from ..host._start import Start
 from ._check import check_of_fit, check_resume, check_run_folder, check_same_call, other_versions_message
