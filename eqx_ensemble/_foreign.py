@@ -1,7 +1,8 @@
 """Takes in what users pass: data frames and tensors (without importing their packages), reused arrays, functions."""
 
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -185,3 +186,14 @@ def as_hashable(fn: Any) -> Any:
 def as_hashable_leaf(fn: Any) -> Any:
     """A user's function as a part of a tree. A Module is one itself: another one with other arrays uses its program."""
     return as_hashable(fn) if jax.tree_util.all_leaves([fn]) else fn
+
+
+_ALIGNMENT = 64  # bytes
+
+
+def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """An uninitialised array, aligned so that `jax.device_put` need not copy it to a CPU device."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + num_bytes].view(dtype).reshape(shape)

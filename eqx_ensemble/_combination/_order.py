@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float
 
-from .._aligned import empty_aligned
 from .._check import as_column
+from .._foreign import empty_aligned
 from .._pytree import PyTree
 from ._blocks import pays
 

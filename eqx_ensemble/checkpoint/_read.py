@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._aligned import empty_aligned
+from .._foreign import empty_aligned
 from ._check import KEY_WORDS, corrupt_error, format_version_message
 from ._check_record import InvalidRecordError, check_depth, check_valid, is_list, is_texts
 from ._disk import open_file

@@ -12,7 +12,7 @@ from .._check import (
     missing_extra_message,
     needs_message,
 )
-from .._streams import key_words
+from .._keys import key_words
 from ._check import Labels, check_draw_key, check_in_range, check_num_rows, check_row_labels
 
 Split = tuple[np.ndarray, np.ndarray]

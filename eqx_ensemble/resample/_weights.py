@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float32, Int, Int32
 
-from .._streams import generators
+from .._keys import generators
 from ._check import check_draw, check_draw_size, check_num_rows, check_row_labels, check_rows, check_shares
 
 

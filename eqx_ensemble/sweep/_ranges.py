@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from .. import _streams
+from .. import _keys
 from .._check import (
     MemberMismatchError,
     check_integers_fit,
@@ -162,7 +162,7 @@ def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> 
     check_positive_int(num_members, "num_members", name="sweep.draw")
     check_key(key, name="sweep.draw")
     return {
-        name: jnp.asarray([one.draw(g) for g in _streams.generators(key, num_members, purpose=f"sweep {name}")])
+        name: jnp.asarray([one.draw(g) for g in _keys.generators(key, num_members, purpose=f"sweep {name}")])
         for name, one in ranges.items()
     }
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble._jaxpr._outer import inner_jaxprs
+from eqx_ensemble._jaxpr import inner_jaxprs
 from eqx_ensemble.methods.efficient import (
     JointEnsemble,
     as_members,

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble._aligned import empty_aligned
+from eqx_ensemble._foreign import empty_aligned
 
 KEY = jax.random.key(0)
 ROWS, BATCH = 32, 8

@@ -13,9 +13,9 @@ from ..._axes import is_array
 from ..._check import check_installed, check_optional_function
 from ..._ensemble import Ensemble
 from ..._ensemble._check import check_ensemble, check_model_state, check_model_state_given
+from ..._keys import generators
 from ..._predict import predict
 from ..._pytree import PyTree
-from ..._streams import generators
 from ._check import (
     check_axis_of,
     check_divisible,

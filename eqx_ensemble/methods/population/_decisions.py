@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, Key
 
-from ... import _keys, _streams
+from ... import _keys
 from ..._check import check_function, check_number
 from ..._ensemble import M
 from ..._pytree import PyTree
@@ -179,7 +179,7 @@ def truncation(
     if len(best) == 0:
         return donors
     losers = [i for i in order[-most:] if i not in best] + [i for i in order[:-most] if not able[i]]
-    drawn = next(_streams.generators(key, 1, purpose="truncation")).integers(len(best), size=count)
+    drawn = next(_keys.generators(key, 1, purpose="truncation")).integers(len(best), size=count)
     donors[losers] = best[drawn[losers]]
     return donors
 
@@ -219,7 +219,7 @@ def perturb_hyper(
     choices = check_factors(factors, name=name)
 
     def explore(hyper: PyTree, key: Key[Any, ""]) -> PyTree:
-        (generator,) = _streams.generators(key, 1, purpose="explore")
+        (generator,) = _keys.generators(key, 1, purpose="explore")
         check_range_names(ranges, hyper, name=name)
         new = dict(hyper)
         for word, one in ranges.items():

@@ -20,8 +20,8 @@ import jaxtyping
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from .._pytree import PyTree
-from .._warnings import ignore_warnings
+from ._pytree import PyTree
+from ._warnings import ignore_warnings
 
 # With `EQX_ON_ERROR=breakpoint` Equinox replaces `jax.jit` by a function whose results cannot be traced or lowered.
 plain_jit: Any = inspect.unwrap(jax.jit)
