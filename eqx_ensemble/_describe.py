@@ -140,7 +140,7 @@ def describe(
     ```
     """
     if isinstance(ensemble, Ensemble):
-        params, frozen = split_trainable(ensemble, trainable, name="describe")
+        params, frozen = split_trainable(ensemble, trainable)
         rows = [*_model_rows(params, frozen, ensemble.shared)]
         return Description(rows, ensemble.num_members, f"Ensemble of {_kind(ensemble)}")
     state = ensemble.train_state if isinstance(ensemble, Run) else ensemble

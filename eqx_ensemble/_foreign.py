@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._caller import caller
 from ._pytree import PyTree
 
 _CLASSES = {
@@ -28,7 +29,7 @@ def is_foreign(value: Any) -> bool:
     return _library(value) is not None
 
 
-def from_foreign(value: Any, argument: str = "values", *, name: str = "jnp.asarray") -> Any:
+def from_foreign(value: Any, argument: str = "values") -> Any:
     """Converts a data frame, a column or a tensor to a NumPy array, without a copy if possible.
 
     Anything else is returned unchanged. Raises for columns that are not numbers, or have missing values.
@@ -37,35 +38,35 @@ def from_foreign(value: Any, argument: str = "values", *, name: str = "jnp.asarr
     if library is None:
         return value
     if library == "torch":
-        return _from_torch(value, argument, name)
+        return _from_torch(value, argument)
     if library == "polars" and isinstance(value, sys.modules[library].LazyFrame):
-        raise TypeError(f"`{name}` needs numbers in `{argument}`, got a LazyFrame. Pass `{argument}.collect()`.")
+        raise TypeError(f"`{caller()}` needs numbers in `{argument}`, got a LazyFrame. Pass `{argument}.collect()`.")
     if not isinstance(value, sys.modules[library].DataFrame):
-        return _column_array(value, library, f"`{argument}`", name)
+        return _column_array(value, library, f"`{argument}`")
     labelled = _columns(value, library)
-    columns = [_column_array(x, library, f"column {label!r} of `{argument}`", name) for label, x in labelled]
+    columns = [_column_array(x, library, f"column {label!r} of `{argument}`") for label, x in labelled]
     whole = value.to_numpy()
     if len({column.dtype for column in columns}) == 1 and whole.dtype == columns[0].dtype:
         return whole
     return np.column_stack(columns) if columns else np.zeros(value.shape, np.float32)
 
 
-def as_numpy(value: Any, argument: str, *, name: str) -> np.ndarray:
+def as_numpy(value: Any, argument: str) -> np.ndarray:
     """`numpy.asarray` of anything, data frames, columns and tensors included."""
-    return np.asarray(from_foreign(value, argument, name=name))
+    return np.asarray(from_foreign(value, argument))
 
 
-def from_foreign_tree(tree: PyTree, argument: str, *, name: str) -> PyTree:
+def from_foreign_tree(tree: PyTree, argument: str) -> PyTree:
     """Converts the data frames, columns and tensors of a tree to NumPy arrays; without any, returns the tree itself."""
     if isinstance(tree, Iterator) or not any(map(is_foreign, jax.tree.leaves(tree))):
         return tree  # an iterator's batches are converted one by one
-    convert = lambda path, leaf: from_foreign(leaf, argument + jax.tree_util.keystr(path), name=name)
+    convert = lambda path, leaf: from_foreign(leaf, argument + jax.tree_util.keystr(path))
     return jax.tree_util.tree_map_with_path(convert, tree)
 
 
-def take_in(tree: PyTree, argument: str, *, name: str) -> PyTree:
+def take_in(tree: PyTree, argument: str) -> PyTree:
     """As `from_foreign_tree`, with own copies of all NumPy arrays: for calls that return before devices have read."""
-    tree = from_foreign_tree(tree, argument, name=name)
+    tree = from_foreign_tree(tree, argument)
     return tree if isinstance(tree, Iterator) else jax.tree.map(own_array, tree)
 
 
@@ -97,13 +98,13 @@ def _columns(frame: Any, library: str) -> Iterator[tuple[Any, Any]]:
     return ((label, frame.iloc[:, i]) for i, label in enumerate(frame.columns))
 
 
-def _column_array(column: Any, library: str, where: str, name: str) -> np.ndarray:
+def _column_array(column: Any, library: str, where: str) -> np.ndarray:
     """A column as an array of numbers, or booleans."""
     dtype = _numpy_dtype(column.dtype) if library == "pandas" else None
     encode, fill = _FIXES[library]
     if not (dtype.kind in "biufc" if dtype is not None else _is_polars_number(column.dtype)):
         raise TypeError(
-            f"`{name}` needs columns of numbers; {where} has dtype {column.dtype}.\n"
+            f"`{caller()}` needs columns of numbers; {where} has dtype {column.dtype}.\n"
             f"Leave it out, or encode it as numbers: {encode} makes a column for each category."
         )
     # NaN in a NumPy column is a number, which each function handles.
@@ -111,7 +112,7 @@ def _column_array(column: Any, library: str, where: str, name: str) -> np.ndarra
     missing = 0 if native else int(column.isna().sum() if library == "pandas" else column.null_count())
     if missing:
         raise ValueError(
-            f"`{name}` needs columns without missing values; {where} has {missing} of them.\n"
+            f"`{caller()}` needs columns without missing values; {where} has {missing} of them.\n"
             f"Fill them, or drop these rows: {fill}."
         )
     return column.to_numpy() if native or dtype is None else column.to_numpy(dtype=dtype)
@@ -131,15 +132,17 @@ def _numpy_dtype(dtype: Any) -> np.dtype:
     return found if is_number and isinstance(found, np.dtype) else np.dtype(object)
 
 
-def _from_torch(tensor: Any, argument: str, name: str) -> np.ndarray:
+def _from_torch(tensor: Any, argument: str) -> np.ndarray:
     torch = sys.modules["torch"]
     if tensor.is_meta:
-        raise TypeError(f"`{name}` needs numbers in `{argument}`, got a tensor on the device `meta`, which has none.")
+        raise TypeError(
+            f"`{caller()}` needs numbers in `{argument}`, got a tensor on the device `meta`, which has none."
+        )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantised" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         fix = "dequantize" if tensor.is_quantized else "to_dense"
         raise TypeError(
-            f"`{name}` needs dense tensors; `{argument}` is {kind}.\nPass a dense one: `{argument}.{fix}()`."
+            f"`{caller()}` needs dense tensors; `{argument}` is {kind}.\nPass a dense one: `{argument}.{fix}()`."
         )
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     if tensor.dtype == torch.bfloat16:  # which NumPy lacks
@@ -148,7 +151,7 @@ def _from_torch(tensor: Any, argument: str, name: str) -> np.ndarray:
         return tensor.numpy()
     except TypeError as error:
         raise TypeError(
-            f"`{name}` needs numbers in `{argument}`, got a tensor of {tensor.dtype}.\n"
+            f"`{caller()}` needs numbers in `{argument}`, got a tensor of {tensor.dtype}.\n"
             f"Convert it: `{argument}.float()`."
         ) from error
 

@@ -10,9 +10,9 @@ from jaxtyping import Array, Int, Key, UInt32
 from ._check import check_integer_ids, check_key, check_positive_int, is_traced, is_typed_key, kind_text
 
 
-def root(key: Any, *, name: str) -> Key[Array, ""]:
+def root(key: Any) -> Key[Array, ""]:
     """`key`, typed or legacy, as one typed threefry key."""
-    check_key(key, name=name)
+    check_key(key)
     return key if is_typed_key(key) else jax.random.wrap_key_data(key)
 
 
@@ -42,9 +42,7 @@ def member_keys(key: Any, ids: Any, *, purpose: str = "build") -> Key[Array, " m
     """
     if not isinstance(purpose, str):
         raise TypeError(f"`member_keys` needs `purpose` to be a string, got {kind_text(purpose)}.")
-    return _member_keys(
-        root(key, name="member_keys"), np.uint32(tag(purpose)), member_ids(ids, "ids", name="member_keys")
-    )
+    return _member_keys(root(key), np.uint32(tag(purpose)), member_ids(ids, "ids"))
 
 
 @jax.jit
@@ -52,10 +50,10 @@ def _member_keys(key: Key[Array, ""], tag: UInt32[Array, ""], ids: Int[Array, " 
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.fold_in(key, tag), ids)
 
 
-def member_ids(ids: Any, argument: str = "num_members", *, name: str) -> Int[Array, " members"]:
+def member_ids(ids: Any, argument: str = "num_members") -> Int[Array, " members"]:
     """Ids `(members,)` from a count, the argument `argument` of the function `name`, or from ids."""
     if isinstance(ids, int | np.integer):
-        check_positive_int(ids, argument, name=name)
+        check_positive_int(ids, argument)
         return jnp.arange(ids, dtype=jnp.int32)
     check_ids(ids)
     return jnp.asarray(ids, dtype=jnp.int32)

@@ -40,7 +40,7 @@ def prune(
     ee.combine.mean(small(jnp.ones(2)), weights=weights)
     ```
     """
-    check_ensemble_or_group(ensemble, name="prune")
-    _check.check_weight_count(weights, ensemble.num_members, name="prune")
+    check_ensemble_or_group(ensemble)
+    _check.check_weight_count(weights, ensemble.num_members)
     left, kept = combine.weights.sparsify(weights, above=above, num_members=num_members)
     return ensemble[left], kept

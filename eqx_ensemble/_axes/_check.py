@@ -4,79 +4,80 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from .._caller import caller
 from .._check import MemberMismatchError, Size, array_leaves, check_axis
 from .._leaf_text import leaf_text
 
 _STACK = "For a list of models, stack it first: `stack(models)`."
 
 
-def _sizes(tree: Any, axis: int, name: str) -> dict[Size, list[str]]:
+def _sizes(tree: Any, axis: int) -> dict[Size, list[str]]:
     sizes: dict[int, list[str]] = {}
     for path, x in array_leaves(tree):
         if not -x.ndim <= axis < x.ndim:
             raise MemberMismatchError(
-                f"`{name}` needs arrays with one value per member along axis {axis}; at `{path}`: got {leaf_text(x)}.\n"
-                + _STACK
+                f"`{caller()}` needs arrays with one value per member along axis {axis}; at `{path}`: got "
+                f"{leaf_text(x)}.\n" + _STACK
             )
         sizes.setdefault(x.shape[axis], []).append(path)
     return sizes
 
 
-def check_member_axis(value: Any, *, axis: int, name: str) -> Size:
+def check_member_axis(value: Any, *, axis: int) -> Size:
     """Raises unless all array leaves agree on the length of the members axis. Returns it."""
-    check_axis(axis, "axis", name=name)
-    if name == "Each" and _holds_list_of_models(value, eqx.Module):
+    check_axis(axis, "axis")
+    if _holds_list_of_models(value, eqx.Module) and caller() == "Each":
         raise TypeError(f"`Each` needs one PyTree whose arrays carry the members axis, got a list of models.\n{_STACK}")
-    sizes = _sizes(value, axis, name)
+    sizes = _sizes(value, axis)
     if not sizes:
         raise TypeError(
-            f"`{name}` needs at least one array with a members axis, got {leaf_text(value)}.\n"
+            f"`{caller()}` needs at least one array with a members axis, got {leaf_text(value)}.\n"
             "Python numbers, functions and strings carry no axis: pass `jnp.asarray(values)`."
         )
     if len(sizes) > 1:
         listed = "\n".join(f"  {size} members at {_some(paths)}" for size, paths in sorted(sizes.items()))
         raise MemberMismatchError(
-            f"`{name}` needs arrays that agree on the number of members along axis {axis}; got\n{listed}\n{_STACK}"
+            f"`{caller()}` needs arrays that agree on the number of members along axis {axis}; got\n{listed}\n{_STACK}"
         )
     return next(iter(sizes))
 
 
-def check_member_count(parts: dict[int, Any], arguments: Any, *, name: str) -> Size:
+def check_member_count(parts: dict[int, Any], arguments: Any) -> Size:
     """Raises unless all arguments with members have the same number of them. Returns it."""
     if not parts:
         hint = "Mark inputs with one value per member: `Each(x)`."
         if _holds_list_of_models(arguments):
             hint = _STACK
-        raise TypeError(f"`{name}` needs an argument with members, an `Ensemble` or an `Each`; got none.\n{hint}")
-    counts = list(dict.fromkeys(check_member_axis(part, axis=0, name=name) for part in parts.values()))
+        raise TypeError(f"`{caller()}` needs an argument with members, an `Ensemble` or an `Each`; got none.\n{hint}")
+    counts = list(dict.fromkeys(check_member_axis(part, axis=0) for part in parts.values()))
     if len(counts) > 1:
         raise MemberMismatchError(
-            f"`{name}` needs arguments with the same number of members, got {', '.join(map(str, counts[:-1]))} and "
+            f"`{caller()}` needs arguments with the same number of members, got {', '.join(map(str, counts[:-1]))} and "
             f"{counts[-1]}.\nAn `Each` holds one value per member. Mark a batch that all members share as `Batch`."
         )
     return counts[0]
 
 
-def check_has_axis(tree: Any, axis: int, argument: str, *, name: str) -> None:
+def check_has_axis(tree: Any, axis: int, argument: str) -> None:
     """Raises unless every array has this axis."""
     for path, x in array_leaves(tree):
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(
-                f"`{name}` needs `{argument}` to be an axis of every array; at `{path or '<root>'}`: "
+                f"`{caller()}` needs `{argument}` to be an axis of every array; at `{path or '<root>'}`: "
                 f"got {axis} for shape {x.shape}."
             )
 
 
 def check_batch_axis(value: Any, axis: Any) -> None:
     """Raises unless `axis` is an axis of every array."""
-    check_has_axis(value, check_axis(axis, "axis", name="Batch"), "axis", name="Batch")
+    check_has_axis(value, check_axis(axis, "axis"), "axis")
 
 
 def check_batch_size(values: Iterable[Any]) -> None:
     """Raises unless all inputs marked as batches have the same number of examples."""
     sizes: set[int] = set()
     for value in values:
-        sizes.update(_sizes(value, 0, "Batch"))
+        sizes.update(_sizes(value, 0))
     if len(sizes) != 1:
         found = ", ".join(map(str, sorted(sizes))) or "no array"
         raise ValueError(f"`Batch` inputs of one call must have the same number of examples; got {found}.")
@@ -93,9 +94,9 @@ def _holds_list_of_models(arguments: Any, kinds: Any = (eqx.Module, list, tuple,
     return any(all(isinstance(item, kinds if len(x) > 1 else eqx.Module) for item in x) for x in lists)
 
 
-def too_large_message(value: Any, *, name: str, path: str) -> str:
+def too_large_message(value: Any, *, path: str) -> str:
     """The message for Python integers that JAX cannot hold."""
     return (
-        f"`{name}` makes a jax array of `{path}`, and an integer in it is too large: got {value!r}.\n"
+        f"`{caller()}` makes a jax array of `{path}`, and an integer in it is too large: got {value!r}.\n"
         "Enable 64 bits (`jax.config.update('jax_enable_x64', True)`) or rescale."
     )

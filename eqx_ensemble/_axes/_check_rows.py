@@ -8,55 +8,55 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._caller import caller
 from .._check import MemberMismatchError, check_in_range, is_traced, kind_text
 from ._marks import Batch, Each
 
 UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")  # in errors of JAX
 
 
-def check_rows_of_data(
-    data: Any, num_members: int, *, argument: str, name: str, finite: bool = True, least: int = 1
-) -> int:
+def check_rows_of_data(data: Any, num_members: int, *, argument: str, finite: bool = True, least: int = 1) -> int:
     """Raises unless all arrays have the same number of rows, at least `least`, and are finite if `finite`. Returns it.
 
     Arrays are `(rows, ...)`, in an `Each` `(members, rows, ...)`.
     """
     sizes: dict[int, str] = {}
     for path, x, axis in _data_leaves(data, argument):
-        _numeric(x, path, name=name)
-        check_in_range(x, name=name, path=path)
+        _numeric(x, path)
+        check_in_range(x, path=path)
         if axis == 1 and x.shape[:1] != (num_members,):
             raise MemberMismatchError(
-                f"`{name}` needs one data set per member in the `Each` of `{argument}`; at `{path}`: expected "
+                f"`{caller()}` needs one data set per member in the `Each` of `{argument}`; at `{path}`: expected "
                 f"({num_members}, rows, ...), got {x.shape}."
             )
         if x.ndim <= axis:
             raise ValueError(
-                f"`{name}` needs arrays with one row per example in `{argument}`; at `{path}`: got shape {x.shape}."
+                f"`{caller()}` needs arrays with one row per example in `{argument}`; at `{path}`: got shape {x.shape}."
             )
         sizes.setdefault(x.shape[axis], path)
         if finite:
-            _finite(x, path, name=name)
+            _finite(x, path)
     if not sizes:
-        raise TypeError(f"`{name}` needs at least one array in `{argument}`, got {kind_text(data)}.")
+        raise TypeError(f"`{caller()}` needs at least one array in `{argument}`, got {kind_text(data)}.")
     if len(sizes) > 1:
         listed = ", ".join(f"{rows} rows at `{path}`" for rows, path in sizes.items())
         hint = "\nRows one by one, as from `zip(x, y)`? Pass `(x, y)`: an iterable holds whole batches."
         raise ValueError(
-            f"`{name}` needs arrays of one length in `{argument}`; got {listed}.{hint if argument == 'batch' else ''}"
+            f"`{caller()}` needs arrays of one length in `{argument}`; got "
+            f"{listed}.{hint if argument == 'batch' else ''}"
         )
     rows = next(iter(sizes))
     if rows < least:
-        raise ValueError(f"`{name}` needs at least one row in `{argument}`, got none.")
+        raise ValueError(f"`{caller()}` needs at least one row in `{argument}`, got none.")
     return rows
 
 
-def check_some_rows(batch: Any, *, name: str) -> None:
+def check_some_rows(batch: Any) -> None:
     """Raises for a batch without rows, whose loss would be NaN. Arrays are as for `check_rows_of_data`."""
     sizes = [x.shape[axis] for _, x, axis in _data_leaves(batch, "batch") if np.ndim(x) > axis]
     if sizes and not any(sizes):
         raise ValueError(
-            f"`{name}` needs at least one row in a batch, got none: the mean over no rows is NaN, and all members "
+            f"`{caller()}` needs at least one row in a batch, got none: the mean over no rows is NaN, and all members "
             "would count as diverged.\nLeave empty batches out."
         )
 
@@ -72,24 +72,26 @@ def _data_leaves(data: Any, argument: str) -> Iterator[tuple[str, Any, int]]:
             yield path + jtu.keystr(inner), leaf, 1
 
 
-def _numeric(x: Any, path: str, *, name: str) -> None:
+def _numeric(x: Any, path: str) -> None:
     if not isinstance(x, jax.Array | np.ndarray):
         fix = "Convert tables and lists first, for example `np.asarray(table)`."
         if callable(x):
             fix = "Call it, and pass the arrays that it returns."
-        raise TypeError(f"`{name}` needs arrays in its data; at `{path}`: {kind_text(x)}.\n{fix}")
+        raise TypeError(f"`{caller()}` needs arrays in its data; at `{path}`: {kind_text(x)}.\n{fix}")
     if isinstance(x, np.ndarray) and not x.dtype.isnative:
         raise TypeError(
-            f"`{name}` needs arrays in this machine's byte order; at `{path}`: dtype {x.dtype.str}.\n"
+            f"`{caller()}` needs arrays in this machine's byte order; at `{path}`: dtype {x.dtype.str}.\n"
             "Convert them: `x.astype(x.dtype.newbyteorder('='))`."
         )
     if isinstance(x, np.ndarray) and x.dtype.kind not in "biufcV":
-        raise TypeError(f"`{name}` needs arrays of numbers; at `{path}`: dtype {x.dtype}.\nEncode labels as integers.")
+        raise TypeError(
+            f"`{caller()}` needs arrays of numbers; at `{path}`: dtype {x.dtype}.\nEncode labels as integers."
+        )
 
 
-def _finite(x: Any, path: str, *, name: str) -> None:
+def _finite(x: Any, path: str) -> None:
     if text := _not_finite(x, path):
-        raise ValueError(f"`{name}` needs finite numbers; {text}.\nDrop or impute those rows.")
+        raise ValueError(f"`{caller()}` needs finite numbers; {text}.\nDrop or impute those rows.")
 
 
 def not_finite_text(data: Any, *, argument: str) -> str:
@@ -121,13 +123,13 @@ def is_finite(x: Any) -> bool:
 
 
 @contextlib.contextmanager
-def explain_rows(data: Any, *, argument: str = "x", name: str = "predict") -> Iterator[None]:
+def explain_rows(data: Any, *, argument: str = "x") -> Iterator[None]:
     """Adds the shape of a row to an error raised by a member."""
     try:
         yield
     except (TypeError, ValueError) as error:
         rows = dict.fromkeys(str(tuple(leaf.shape[axis + 1 :])) for _, leaf, axis in _data_leaves(data, argument))
-        note = f"`{name}` calls a member with one row of `{argument}`; here a row has shape {', '.join(rows)}."
+        note = f"`{caller()}` calls a member with one row of `{argument}`; here a row has shape {', '.join(rows)}."
         if list(rows) == ["()"]:
             note += f" For a single example pass `{argument}[None]`."
         elif isinstance(data, tuple | list):
@@ -137,7 +139,7 @@ def explain_rows(data: Any, *, argument: str = "x", name: str = "predict") -> It
     except NameError as error:
         if unbound := UNBOUND_AXIS.search(str(error)):
             error.add_note(
-                f"`{name}` maps members over rows, without a batch axis {unbound[1]!r}: layers such as BatchNorm "
+                f"`{caller()}` maps members over rows, without a batch axis {unbound[1]!r}: layers such as BatchNorm "
                 "predict in inference mode.\nLeave out `inference=False`, or set `inference=True` in the layer."
             )
         raise

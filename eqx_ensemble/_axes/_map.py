@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._caller import caller
 from .._check import Size, as_column, check_integers_fit
 from .._code import code_of
 from .._foreign import from_foreign
@@ -62,16 +63,16 @@ def _values(value: Any) -> Iterator[Any]:
         yield value
 
 
-def as_array(values: Any, *, path: str, name: str) -> jax.Array:
+def as_array(values: Any, *, path: str) -> jax.Array:
     """Values as a strongly typed JAX array; raises for integers that overflow."""
-    values = from_foreign(values, path, name=name)
-    check_integers_fit(values, argument=path, name=name)
+    values = from_foreign(values, path)
+    check_integers_fit(values, argument=path)
     try:
         return strip_weak_types(jnp.asarray(values))
     except OverflowError as error:  # Python's own integers
-        raise ValueError(too_large_message(values, path=path, name=name)) from error
+        raise ValueError(too_large_message(values, path=path)) from error
     except TypeError as error:
-        raise TypeError(f"`{name}` needs numbers at `{path}`, got {leaf_text(values)}.") from error
+        raise TypeError(f"`{caller()}` needs numbers at `{path}`, got {leaf_text(values)}.") from error
 
 
 def strip_weak_types(tree: PyTree) -> PyTree:
@@ -99,7 +100,7 @@ def map_each(own: Callable[[PyTree], Any], tree: PyTree, *, shared: Callable[[An
     return jax.tree.map(lambda x: own(x.per_member()) if is_each(x) else shared(x), tree, is_leaf=is_each)
 
 
-def split_members(tree: PyTree, *, name: str) -> tuple[PyTree, Callable[[PyTree], PyTree], Size]:
+def split_members(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree], Size]:
     """Partitions `tree` into a part to map over members and a shared part.
 
     **Returns:** the tree to map, with the `members` axis in front of its array leaves; the function that turns one
@@ -108,8 +109,8 @@ def split_members(tree: PyTree, *, name: str) -> tuple[PyTree, Callable[[PyTree]
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_per_member)
     marked = {i: node for i, node in enumerate(nodes) if is_per_member(node)}
     parts = {i: node.per_member() if isinstance(node, AbstractPerMember) else node for i, node in marked.items()}
-    num_members = check_member_count(parts, tree, name=name)
-    check_integers_fit(parts, argument="", name=name)
+    num_members = check_member_count(parts, tree)
+    check_integers_fit(parts, argument="")
 
     def view(one_part: dict[int, PyTree]) -> PyTree:
         seen = list(nodes)
@@ -148,7 +149,7 @@ def over_batch(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
     parts = {i: _batch_first(node) for i, node in marked.items()}
     check_batch_size(parts.values())
-    check_integers_fit(parts, argument="", name="Batch")
+    check_integers_fit(parts, argument="")
 
     def call(one_part: dict[int, PyTree]) -> Any:
         args, kwargs = jax.tree.unflatten(treedef, [one_part.get(i, node) for i, node in enumerate(nodes)])

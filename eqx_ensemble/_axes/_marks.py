@@ -68,11 +68,11 @@ class Each(AbstractPerMember):
     ```
     """
 
-    value: PyTree = eqx.field(converter=lambda value: from_foreign_tree(value, "value", name="Each"))
+    value: PyTree = eqx.field(converter=lambda value: from_foreign_tree(value, "value"))
     axis: int = eqx.field(static=True, default=0)
 
     def __check_init__(self) -> None:
-        check_member_axis(self.value, axis=self.axis, name="Each")
+        check_member_axis(self.value, axis=self.axis)
 
     def per_member(self) -> PyTree:
         """The value with the `members` axis in front."""
@@ -105,7 +105,7 @@ class Batch(eqx.Module):
     ```
     """
 
-    value: PyTree = eqx.field(converter=lambda value: from_foreign_tree(value, "value", name="Batch"))
+    value: PyTree = eqx.field(converter=lambda value: from_foreign_tree(value, "value"))
     axis: int = eqx.field(static=True, default=0)
 
     def __check_init__(self) -> None:

@@ -191,19 +191,19 @@ def build(
     check_signature(make, arguments)
     count = check_count(
         num_members=num_members,
-        ids=None if ids is None else len(check_sequence(ids, "ids", name="build", of="integers")),
-        keys=None if keys is None else check_keys(keys, name="build"),
+        ids=None if ids is None else len(check_sequence(ids, "ids", of="integers")),
+        keys=None if keys is None else check_keys(keys),
         **counted,
     )
-    ids = _keys.member_ids(count if ids is None else np.asarray(ids), name="build")
+    ids = _keys.member_ids(count if ids is None else np.asarray(ids))
     if keys is None:
-        check_key(key, name="build")
+        check_key(key)
         keys = _keys.member_keys(key, ids)
     else:
         check_no_key(key)
         keys = keys if is_typed_key(keys) else jax.random.wrap_key_data(jnp.asarray(keys))
 
-    layout = as_layout(mesh, name="build")
+    layout = as_layout(mesh)
     check_shard_rule(shard, None if layout is None else layout.mesh)
     if layout is not None:
         ids = replicate(ids, layout)
@@ -211,7 +211,7 @@ def build(
     def make_one(key: Any, **arguments: Any) -> Any:
         one = make(key, **arguments)
         check_made(make, one)
-        check_no_text_arrays(one, name="build")
+        check_no_text_arrays(one)
         return one
 
     with explain_make(make):
@@ -220,7 +220,7 @@ def build(
             if layout is None
             else _make_on_mesh(make_one, keys, arguments, layout, shard)
         )
-    check_no_tracers(made, name="build")
+    check_no_tracers(made)
     warn_of_equal_members(made, keys, arguments)
     model, *state = made if _is_stateful(made) else (made,)
     numbers = _numbers(make, keys, arguments, model)
@@ -257,7 +257,7 @@ def _make_on_mesh(
         shapes = eqx.filter_eval_shape(build, layout, (keys, arguments))
         layout = layout.split_weights(shapes, shard)
         made = eqx.filter_jit(build)(layout, replicate((keys, arguments), layout))
-        check_no_tracers(made, name="build")
+        check_no_tracers(made)
     except (jax.errors.JAXTypeError, MemberMismatchError) as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         warn(
@@ -307,7 +307,7 @@ def _arguments(zip: Arguments | None, product: Arguments | None) -> tuple[dict[s
     """The stacked per-member arguments, and the number of members that each of them determines."""
     chosen = check_arguments(zip, product)
     option = "zip" if product is None else "product"
-    as_array = lambda name, values: _axes.as_array(values, path=f"{option}[{name!r}]", name="build")
+    as_array = lambda name, values: _axes.as_array(values, path=f"{option}[{name!r}]")
     arrays = {name: as_array(name, values) for name, values in chosen.items()}
     if product is None:
         return arrays, {f"zip[{name!r}]": len(values) for name, values in arrays.items()}

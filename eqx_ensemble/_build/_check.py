@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
+from .._caller import caller
 from .._check import check_key_shape, is_integer, kind_text
 from .._foreign import from_foreign
 
@@ -77,7 +78,7 @@ def check_arguments(zip: Mapping[str, Any] | None, product: Mapping[str, Any] | 
     option = "zip" if product is None else "product"
     if not isinstance(chosen, Mapping):
         raise TypeError(f"`build` needs `{option}` as a dict from name to values, got {kind_text(chosen)}.")
-    chosen = {key: from_foreign(values, f"{option}[{key!r}]", name="build") for key, values in chosen.items()}
+    chosen = {key: from_foreign(values, f"{option}[{key!r}]") for key, values in chosen.items()}
     for name, values in chosen.items():
         array = np.asarray(values) if not isinstance(values, jax.Array) else values
         if array.dtype.kind in "OUS":
@@ -172,15 +173,15 @@ def _where(error: Exception) -> str:
     return found
 
 
-def check_keys(keys: Any, *, name: str) -> int:
+def check_keys(keys: Any) -> int:
     """Raises unless `keys` is a vector of threefry keys. Returns its length."""
-    shape = check_key_shape(keys, name=name, wanted="one key per member")
+    shape = check_key_shape(keys, wanted="one key per member")
     if len(shape) != 1:
         got = "one single key" if shape == () else f"keys of shape {shape}"
         raise TypeError(
-            f"`{name}` needs one key per member as `keys`, shape (members,); got {got}.\n"
+            f"`{caller()}` needs one key per member as `keys`, shape (members,); got {got}.\n"
             "One key for all is passed with the number of members: `build(make, num_members, key=key)`."
         )
     if shape[0] == 0:
-        raise ValueError(f"`{name}` needs at least one key, got none.")
+        raise ValueError(f"`{caller()}` needs at least one key, got none.")
     return shape[0]

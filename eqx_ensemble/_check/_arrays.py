@@ -5,13 +5,14 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike
 
+from .._caller import caller
 from .._foreign import from_foreign
 from ._leaves import kind_text
 
 _ARRAYS = (np.ndarray, Array)
 
 
-def check_no_pair(name: str, argument: str, values: object) -> None:
+def check_no_pair(argument: str, values: object) -> None:
     """Raises for tuples of arrays, such as means and variances, which would become members."""
     fields: tuple[str, ...] = getattr(values, "_fields", ())
     if not isinstance(values, tuple) or not (fields or any(np.ndim(x) for x in values if isinstance(x, _ARRAYS))):
@@ -19,7 +20,7 @@ def check_no_pair(name: str, argument: str, values: object) -> None:
     held = f": {', '.join(fields)}" if fields else " arrays"
     one = f"{argument}.{fields[0]}" if fields else f"{argument}[0]"
     raise TypeError(
-        f"`{name}` needs `{argument}` as one array.\n  got {kind_text(values)} of {len(values)}{held}\n"
+        f"`{caller()}` needs `{argument}` as one array.\n  got {kind_text(values)} of {len(values)}{held}\n"
         f"Take the one that is meant, such as `{one}`. One array for each member? `jnp.stack({argument})`."
     )
 
@@ -54,9 +55,9 @@ def kept_rows(mask: ArrayLike | None) -> np.ndarray | None:
     return np.ones((), bool) if mask is None else concrete(mask)
 
 
-def needs_message(name: str, needs: str, got: str, fix: str) -> str:
+def needs_message(needs: str, got: str, fix: str) -> str:
     """The requirement of a function, the value that it got, and the likely fix."""
-    return f"`{name}` needs {needs}.\n  {got}\n{fix}"
+    return f"`{caller()}` needs {needs}.\n  {got}\n{fix}"
 
 
 def first_text(host: np.ndarray, wrong: np.ndarray) -> str:
@@ -75,16 +76,16 @@ def as_column(per_member: Any, ndim: int) -> Any:
     return per_member.reshape(per_member.shape + (1,) * (ndim - per_member.ndim))
 
 
-def check_array(name: str, argument: str, values: ArrayLike) -> Array:
+def check_array(argument: str, values: ArrayLike) -> Array:
     """Raises unless `values` are numbers. Returns them as an array; data frames and tensors are converted."""
-    values = from_foreign(values, argument, name=name)
-    check_no_pair(name, argument, values)
+    values = from_foreign(values, argument)
+    check_no_pair(argument, values)
     try:
         return jnp.asarray(values)
     except (TypeError, ValueError) as error:
         got = f"got {values!r}" if isinstance(values, str | None) else f"got {kind_text(values)}"
         fix = "Pass what `jnp.asarray` takes; for a run or an ensemble, pass its predictions: `run.predict(x)`."
-        raise TypeError(needs_message(name, f"`{argument}` as an array of numbers", got, fix)) from error
+        raise TypeError(needs_message(f"`{argument}` as an array of numbers", got, fix)) from error
 
 
 def promote(*arrays: Array) -> tuple[Array, ...]:
@@ -93,24 +94,23 @@ def promote(*arrays: Array) -> tuple[Array, ...]:
     return tuple(array.astype(dtype) for array in arrays)
 
 
-def check_floating(name: str, argument: str, values: ArrayLike) -> Array:
+def check_floating(argument: str, values: ArrayLike) -> Array:
     """Raises for integers, which are likely targets or labels in the wrong position. Returns the array."""
-    array = check_array(name, argument, values)
+    array = check_array(argument, values)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         fix = "Predictions come first, targets last; whole-numbered predictions need `.astype(float)`."
         raise TypeError(
-            needs_message(name, f"floating-point `{argument}`", f"got dtype {array.dtype}, shape {array.shape}", fix)
+            needs_message(f"floating-point `{argument}`", f"got dtype {array.dtype}, shape {array.shape}", fix)
         )
     return array
 
 
-def check_values(name: str, argument: str, values: ArrayLike) -> Array:
+def check_values(argument: str, values: ArrayLike) -> Array:
     """Raises unless `values` is floating-point, with at least one member. Returns it in the computation's dtype."""
-    array = check_floating(name, argument, values)
+    array = check_floating(argument, values)
     if array.ndim < 1 or array.shape[0] < 1:
         raise ValueError(
             needs_message(
-                name,
                 f"`{argument}` with a leading `members` axis of at least one member",
                 f"got shape {array.shape}",
                 one_member_text(argument),
@@ -119,14 +119,14 @@ def check_values(name: str, argument: str, values: ArrayLike) -> Array:
     return promote(array)[0]
 
 
-def check_floating_arrays(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
+def check_floating_arrays(**arrays: ArrayLike) -> tuple[Array, ...]:
     """Raises unless all arrays are floating-point, of one shape. Returns them in one dtype."""
-    checked = {argument: check_floating(name, argument, values) for argument, values in arrays.items()}
-    check_same_shape(name, **checked)
+    checked = {argument: check_floating(argument, values) for argument, values in arrays.items()}
+    check_same_shape(**checked)
     return promote(*checked.values())
 
 
-def check_same_shape(name: str, **arrays: Array) -> None:
+def check_same_shape(**arrays: Array) -> None:
     """Raises unless all arrays have one shape: nothing is broadcast."""
     shapes = {argument: array.shape for argument, array in arrays.items()}
     if len(set(shapes.values())) > 1:
@@ -134,30 +134,29 @@ def check_same_shape(name: str, **arrays: Array) -> None:
         names = " and ".join(f"`{argument}`" for argument in shapes)
         raise ValueError(
             needs_message(
-                name, f"{names} of one shape", f"got {listed}", "Nothing is broadcast: use `jnp.broadcast_to` if meant."
+                f"{names} of one shape", f"got {listed}", "Nothing is broadcast: use `jnp.broadcast_to` if meant."
             )
         )
 
 
-def check_mask(name: str, mask: ArrayLike | None, rows: Shape) -> Array | None:
+def check_mask(mask: ArrayLike | None, rows: Shape) -> Array | None:
     """Raises unless `mask` is one boolean per row and, if concrete, keeps a row. Returns it as an array."""
     if mask is None:
         return None
-    array = check_array(name, "mask", mask)
+    array = check_array("mask", mask)
     if array.dtype != bool:
         fix = "True keeps a row: pass `mask.astype(bool)`."
-        raise TypeError(needs_message(name, "a boolean `mask`", f"got dtype {array.dtype}, shape {array.shape}", fix))
+        raise TypeError(needs_message("a boolean `mask`", f"got dtype {array.dtype}, shape {array.shape}", fix))
     if array.shape != rows:
         raise ValueError(
             needs_message(
-                name, "one `mask` entry per row", f"expected {rows}, got {array.shape}", "Masks have no `members` axis."
+                "one `mask` entry per row", f"expected {rows}, got {array.shape}", "Masks have no `members` axis."
             )
         )
     host = concrete(mask)
     if host is not None and host.size and not host.any():
         raise ValueError(
             needs_message(
-                name,
                 "a `mask` that leaves a row",
                 f"got {host.size} times False",
                 "True keeps a row: is the mask inverted?",
@@ -166,7 +165,7 @@ def check_mask(name: str, mask: ArrayLike | None, rows: Shape) -> Array | None:
     return array
 
 
-def check_no_nan(name: str, argument: str, values: ArrayLike, mask: ArrayLike | None) -> None:
+def check_no_nan(argument: str, values: ArrayLike, mask: ArrayLike | None) -> None:
     """Raises for NaN in rows that are not masked, if the values are concrete."""
     host, kept = concrete(values), None if mask is None else concrete(mask)
     if host is None or (mask is not None and kept is None):
@@ -174,37 +173,35 @@ def check_no_nan(name: str, argument: str, values: ArrayLike, mask: ArrayLike | 
     wrong = np.isnan(host.astype(np.float64)) & (True if kept is None else kept)
     if wrong.any():
         fix = "Leave these rows out: `mask=~jnp.isnan(...)`."
-        raise ValueError(needs_message(name, f"`{argument}` without NaN", f"got {int(wrong.sum())} of them", fix))
+        raise ValueError(needs_message(f"`{argument}` without NaN", f"got {int(wrong.sum())} of them", fix))
 
 
-def check_level(name: str, level: float) -> None:
+def check_level(level: float) -> None:
     """Raises unless `level` is a number strictly between zero and one."""
     host = concrete(level)
     if host is None or host.ndim or not np.issubdtype(host.dtype, np.number):
         got = "a traced array" if host is None else f"{level!r}"
         raise TypeError(
-            needs_message(name, "a Python number as `level`", f"got {got}", "Several levels? Call it once for each.")
+            needs_message("a Python number as `level`", f"got {got}", "Several levels? Call it once for each.")
         )
     if not 0 < level < 1:
-        raise ValueError(needs_message(name, "a `level` between 0 and 1", f"got {level}", "Write 90 % as `level=0.9`."))
+        raise ValueError(needs_message("a `level` between 0 and 1", f"got {level}", "Write 90 % as `level=0.9`."))
 
 
-def check_scalar(name: str, argument: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
+def check_scalar(argument: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
     """Raises unless `value` is one number. Returns it in `dtype`."""
-    array = check_array(name, argument, value)
+    array = check_array(argument, value)
     if array.shape != ():
         raise ValueError(
-            needs_message(
-                name, f"one number as `{argument}`", f"got shape {array.shape}", "It is the same for all entries."
-            )
+            needs_message(f"one number as `{argument}`", f"got shape {array.shape}", "It is the same for all entries.")
         )
     return array.astype(dtype)
 
 
-def check_positive_scalar(name: str, argument: str, value: ArrayLike, dtype: jnp.dtype, *, fix: str) -> Array:
+def check_positive_scalar(argument: str, value: ArrayLike, dtype: jnp.dtype, *, fix: str) -> Array:
     """Raises unless `value` is one number and, if concrete, finite and above zero. Returns it in `dtype`."""
-    array = check_scalar(name, argument, value, dtype)
+    array = check_scalar(argument, value, dtype)
     host = concrete(value)
     if host is not None and not 0 < host < np.inf:
-        raise ValueError(needs_message(name, f"a finite `{argument}` above zero", f"got {host}", fix))
+        raise ValueError(needs_message(f"a finite `{argument}` above zero", f"got {host}", fix))
     return array

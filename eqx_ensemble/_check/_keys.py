@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._caller import caller
 from ._leaves import is_key
 
 
@@ -37,25 +38,25 @@ def _is_legacy(key: Any) -> bool:
     return isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim >= 1 and key.shape[-1] == 2
 
 
-def check_key(key: Any, *, name: str) -> None:
+def check_key(key: Any) -> None:
     """Raises unless `key` is one threefry key, typed or legacy."""
-    shape = check_key_shape(key, name=name, wanted="one key")
+    shape = check_key_shape(key, wanted="one key")
     if shape != ():
         raise TypeError(
-            f"`{name}` needs one key as `key`, got {'x'.join(map(str, shape))} keys.\n"
+            f"`{caller()}` needs one key as `key`, got {'x'.join(map(str, shape))} keys.\n"
             "It makes the members' keys itself; keys of your own go to `build(make, keys=keys)`."
         )
 
 
-def check_key_shape(key: Any, *, name: str, wanted: str) -> tuple[int, ...]:
+def check_key_shape(key: Any, *, wanted: str) -> tuple[int, ...]:
     """Raises for anything but threefry keys, typed or legacy. Returns their shape: `()` for one key."""
     if key is None:
-        raise TypeError(f"`{name}` needs {wanted}: for example `key=jax.random.key(0)`.")
+        raise TypeError(f"`{caller()}` needs {wanted}: for example `key=jax.random.key(0)`.")
     if is_typed_key(key):
         implementation = str(jax.random.key_impl(key))
         if implementation != "threefry2x32":
             raise TypeError(
-                f"`{name}` needs a threefry key, got one of {implementation!r}: other generators draw differently "
+                f"`{caller()}` needs a threefry key, got one of {implementation!r}: other generators draw differently "
                 "under `jax.vmap`, so a member would depend on its neighbours.\n"
                 "Use `jax.random.key(seed, impl='threefry2x32')`."
             )
@@ -63,8 +64,10 @@ def check_key_shape(key: Any, *, name: str, wanted: str) -> tuple[int, ...]:
     if _is_legacy(key):
         return key.shape[:-1]
     if isinstance(key, int):
-        raise TypeError(f"`{name}` needs {wanted}, got the integer {key}.\nMake a key of it: `jax.random.key({key})`.")
-    raise TypeError(f"`{name}` needs {wanted} from `jax.random.key(seed)`, got {_array_text(key)}.")
+        raise TypeError(
+            f"`{caller()}` needs {wanted}, got the integer {key}.\nMake a key of it: `jax.random.key({key})`."
+        )
+    raise TypeError(f"`{caller()}` needs {wanted} from `jax.random.key(seed)`, got {_array_text(key)}.")
 
 
 def check_integer_ids(values: Any) -> None:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._caller import caller
 from .._older_jax import get_opaque_trace_state
 
 MOST_BITS = 2_000
@@ -77,7 +78,7 @@ def number_text(value: Any) -> str:
     return hex(value) if isinstance(value, int) and value.bit_length() > MOST_BITS else repr(value)
 
 
-def check_in_range(leaf: Any, *, name: str, path: str) -> None:
+def check_in_range(leaf: Any, *, path: str) -> None:
     """Raises for NumPy integers that would overflow in a JAX array.
 
     `jnp.asarray` silently converts 64-bit integers to 32 bits if `jax_enable_x64` is off. JAX users expect float64 to
@@ -91,16 +92,16 @@ def check_in_range(leaf: Any, *, name: str, path: str) -> None:
     low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
     if leaf.min() < low or leaf.max() > high:
         raise ValueError(
-            f"`{name}` makes jax arrays of NumPy leaves, and `{path}` holds integers outside {dtype}: from "
+            f"`{caller()}` makes jax arrays of NumPy leaves, and `{path}` holds integers outside {dtype}: from "
             f"{leaf.min()} to {leaf.max()}.\nEnable 64 bits (`jax.config.update('jax_enable_x64', True)`) or rescale."
         )
 
 
-def check_integers_fit(tree: Any, *, argument: str, name: str) -> None:
+def check_integers_fit(tree: Any, *, argument: str) -> None:
     """Raises if a NumPy integer of a tree would overflow in a JAX array."""
     if any(map(_is_wide, jax.tree.leaves(tree))):  # paths are made only if needed
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            check_in_range(leaf, name=name, path=argument + jax.tree_util.keystr(path))
+            check_in_range(leaf, path=argument + jax.tree_util.keystr(path))
 
 
 def _is_wide(leaf: Any) -> bool:

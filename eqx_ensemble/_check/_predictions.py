@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
+from .._caller import caller
 from .._warnings import warn
 from ._arrays import (
     Shape,
@@ -24,7 +25,7 @@ from ._leaves import Size, kind_text
 
 
 def check_nonnegative(
-    name: str, argument: str, values: Any, *, fix: str, mask: ArrayLike | None = None, all_zero: bool = True
+    argument: str, values: Any, *, fix: str, mask: ArrayLike | None = None, all_zero: bool = True
 ) -> None:
     """Raises unless values, if concrete, are finite and >= 0 where `mask`, and not all zero unless `all_zero`."""
     host, kept = concrete(values), kept_rows(mask)
@@ -32,24 +33,24 @@ def check_nonnegative(
         return
     wrong = (~np.isfinite(host.astype(np.float64)) | (host < 0)) & kept
     if wrong.any():
-        raise ValueError(needs_message(name, f"finite `{argument}` of zero or more", first_text(host, wrong), fix))
+        raise ValueError(needs_message(f"finite `{argument}` of zero or more", first_text(host, wrong), fix))
     if not all_zero and kept.any() and not ((host > 0) & kept).any():
         got = f"got {np.broadcast_to(kept, host.shape).sum()} zeros"
-        raise ValueError(needs_message(name, f"`{argument}` that are not all zero", got, fix))
+        raise ValueError(needs_message(f"`{argument}` that are not all zero", got, fix))
 
 
-def check_plain_weights(name: str, weights: object) -> None:
+def check_plain_weights(weights: object) -> None:
     """Raises for the result of a search for weights, in place of its weights."""
     if hasattr(weights, "weights"):
         got = f"got {kind_text(weights)}"
         raise TypeError(
-            needs_message(name, "`weights` as an array `(members,)`", got, "Pass its weights alone: `found.weights`.")
+            needs_message("`weights` as an array `(members,)`", got, "Pass its weights alone: `found.weights`.")
         )
 
 
-def check_weight_count(weights: Any, num_members: Size, *, name: str, rows: tuple[Size, ...] = ()) -> None:
+def check_weight_count(weights: Any, num_members: Size, *, rows: tuple[Size, ...] = ()) -> None:
     """Raises unless weights are `None`, `(members,)`, or `(members, ...)` with leading axes of `rows`."""
-    check_plain_weights(name, weights)
+    check_plain_weights(weights)
     shape = np.shape(weights)
     shapes = [(num_members, *rows[:i]) for i in range(len(rows) + 1)]
     if weights is None or shape in shapes:
@@ -60,17 +61,16 @@ def check_weight_count(weights: Any, num_members: Size, *, name: str, rows: tupl
     elif len(shape) > 1 and not rows:
         fix += " For weights of each row, such as a gate's, call it for one row inside `jax.vmap`."
     expected = " or ".join(map(str, shapes if len(shape) > 1 else shapes[:1]))
-    raise ValueError(needs_message(name, "one weight per member", f"expected shape {expected}, got {shape}", fix))
+    raise ValueError(needs_message("one weight per member", f"expected shape {expected}, got {shape}", fix))
 
 
-def check_nonnegative_weights(name: str, weights: Any, *, mask: ArrayLike | None = None, all_zero: bool = True) -> None:
+def check_nonnegative_weights(weights: Any, *, mask: ArrayLike | None = None, all_zero: bool = True) -> None:
     """Raises unless weights are finite and not negative where `mask`, and not all zero unless `all_zero`."""
     fix = "A member of weight zero has no influence; `jax.nn.softmax` converts scores to weights."
-    check_nonnegative(name, "weights", weights, fix=fix, mask=mask, all_zero=all_zero)
+    check_nonnegative("weights", weights, fix=fix, mask=mask, all_zero=all_zero)
 
 
 def check_weights(
-    name: str,
     weights: ArrayLike | None,
     num_members: Size,
     dtype: jnp.dtype,
@@ -86,13 +86,13 @@ def check_weights(
     """
     if weights is None:
         return None
-    check_plain_weights(name, weights)
+    check_plain_weights(weights)
     with np.errstate(over="ignore"):  # concrete weights are divided by their sum in float64, below
-        array = check_array(name, "weights", weights)
-    check_weight_count(array, num_members, name=name, rows=rows)
+        array = check_array("weights", weights)
+    check_weight_count(array, num_members, rows=rows)
     if array.ndim > 1:
-        return _check_row_weights(name, weights, array, dtype, mask)
-    check_nonnegative_weights(name, weights, all_zero=False)
+        return _check_row_weights(weights, array, dtype, mask)
+    check_nonnegative_weights(weights, all_zero=False)
     host = concrete(weights)
     if host is not None:
         exact = host.astype(np.float64)
@@ -100,11 +100,11 @@ def check_weights(
     return _normalise(array, dtype)
 
 
-def _check_row_weights(name: str, weights: ArrayLike, array: Array, dtype: jnp.dtype, mask: ArrayLike | None) -> Array:
+def _check_row_weights(weights: ArrayLike, array: Array, dtype: jnp.dtype, mask: ArrayLike | None) -> Array:
     """`check_weights` for weights that differ between rows; a row counts if one of its entries does."""
     kept = None if mask is None else jnp.any(jnp.asarray(mask), axis=tuple(range(array.ndim - 1, np.ndim(mask))))
     counts = kept_rows(kept)
-    check_nonnegative_weights(name, weights, mask=kept)
+    check_nonnegative_weights(weights, mask=kept)
     host = concrete(weights)
     if host is not None and counts is not None:
         empty = (host == 0).all(axis=0) & counts
@@ -112,7 +112,7 @@ def _check_row_weights(name: str, weights: ArrayLike, array: Array, dtype: jnp.d
             index = tuple(int(i) for i in np.argwhere(empty)[0])
             got = f"got only zeros in row {index}, the first of {int(empty.sum())} such"
             fix = "They are divided by their sum in each row: at least one member needs a nonzero weight."
-            raise ValueError(needs_message(name, "`weights` that are not all zero in any row", got, fix))
+            raise ValueError(needs_message("`weights` that are not all zero in any row", got, fix))
         exact = np.where(counts, host.astype(np.float64), 1)
         return jnp.asarray(exact / exact.sum(axis=0), dtype)
     return _normalise(array if kept is None else jnp.where(kept[None], array, jnp.ones_like(array)), dtype)
@@ -125,41 +125,39 @@ def _normalise(array: Array, dtype: jnp.dtype) -> Array:
     return converted / jnp.sum(converted, axis=0, keepdims=array.ndim > 1)
 
 
-def check_logits(name: str, logits: ArrayLike, *, members: bool = True, of_votes: bool = False) -> Array:
+def check_logits(logits: ArrayLike, *, members: bool = True, of_votes: bool = False) -> Array:
     """Raises unless logits are `(members, *batch, classes)`, or `(*batch, classes)`. Returns them in one dtype.
 
     Warns if they look like probabilities, except for functions `of_votes`, which use the most likely classes only.
     """
-    array = check_floating(name, "logits", logits)
+    array = check_floating("logits", logits)
     axes = "(members, *batch, classes)" if members else "(*batch, classes)"
     if array.ndim < 1 + members:
         fix = one_member_text("logits") if members else "The classes are the last axis."
-        raise ValueError(needs_message(name, f"`logits` of shape {axes}", f"got shape {array.shape}", fix))
+        raise ValueError(needs_message(f"`logits` of shape {axes}", f"got shape {array.shape}", fix))
     if array.shape[-1] < 2:
         fix = (
             "One logit per row (sigmoid)? Pass `jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)`, with the "
             "classes on the last axis."
         )
         raise ValueError(
-            needs_message(
-                name, f"at least two classes on the last axis of `logits`, {axes}", f"got shape {array.shape}", fix
-            )
+            needs_message(f"at least two classes on the last axis of `logits`, {axes}", f"got shape {array.shape}", fix)
         )
     if members and array.shape[0] < 1:
         raise ValueError(
             needs_message(
-                name, f"at least one member in `logits`, {axes}", f"got shape {array.shape}", one_member_text("logits")
+                f"at least one member in `logits`, {axes}", f"got shape {array.shape}", one_member_text("logits")
             )
         )
     if not of_votes:
-        _warn_of_probabilities(name, logits)
+        _warn_of_probabilities(logits)
     return promote(array)[0]
 
 
 _ROWS_LOOKED_AT = 32
 
 
-def _warn_of_probabilities(name: str, logits: ArrayLike) -> None:
+def _warn_of_probabilities(logits: ArrayLike) -> None:
     """Warns if the first rows look like probabilities: positive numbers that sum to one."""
     host = first_rows(logits, _ROWS_LOOKED_AT)
     if host is None:
@@ -170,13 +168,12 @@ def _warn_of_probabilities(name: str, logits: ArrayLike) -> None:
     # The softmax of equal numbers is the same; zeros and ones may be logits written by hand.
     if are_distributions and ((np.ptp(rows, axis=-1) > 1e-6) & (rows.max(axis=-1) < 1)).any():
         warn(
-            f"`{name}` takes logits, but every row of these sums to 1, as probabilities do. The softmax of "
+            f"`{caller()}` takes logits, but every row of these sums to 1, as probabilities do. The softmax of "
             "probabilities is nearly uniform.\nPass `jnp.log(probabilities)`, or the estimator's `predict_log_proba`."
         )
 
 
 def check_labels(
-    name: str,
     labels: ArrayLike,
     logits: Array,
     mask: ArrayLike | None = None,
@@ -190,30 +187,28 @@ def check_labels(
     """
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "OUST":
         fix = "Number the classes: `classes, labels = np.unique(labels, return_inverse=True)`."
-        raise TypeError(needs_message(name, "integer class labels", f"got dtype {labels.dtype}", fix))
-    array = check_array(name, "labels", labels)
+        raise TypeError(needs_message("integer class labels", f"got dtype {labels.dtype}", fix))
+    array = check_array("labels", labels)
     rows, classes = logits.shape[int(members) : -1], logits.shape[-1]
     if array.dtype == bool and array.shape == rows and classes == 2:
         array = array.astype(int)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         one_hot = array.shape == (*rows, classes)
         fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`." if one_hot else "Pass `labels.astype(int)`."
-        raise TypeError(
-            needs_message(name, "integer class labels", f"got dtype {array.dtype}, shape {array.shape}", fix)
-        )
+        raise TypeError(needs_message("integer class labels", f"got dtype {array.dtype}, shape {array.shape}", fix))
     if array.shape != rows:
         fix = _row_fix_text("labels", array.shape, argument, logits.shape[:-1], members=members)
         if array.shape == (*rows, classes):
             fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`."
         axes = "(members, *batch, classes)" if members else "(*batch, classes)"
         got = f"expected {rows}, as `{argument}` are {axes} = {logits.shape}; got {array.shape}"
-        raise ValueError(needs_message(name, f"one label per row of the {argument}", got, fix))
+        raise ValueError(needs_message(f"one label per row of the {argument}", got, fix))
     host, kept = concrete(labels), kept_rows(mask)
     if host is not None and kept is not None and (wrong := ((host < 0) | (host >= classes)) & kept).any():
         fix = "Leave rows that carry a mark such as -1 out (`mask`), and count classes from 0."
         raise ValueError(
             needs_message(
-                name, f"labels from 0 to {classes - 1}, as there are {classes} classes", first_text(host, wrong), fix
+                f"labels from 0 to {classes - 1}, as there are {classes} classes", first_text(host, wrong), fix
             )
         )
     # Smaller integers may not hold the number of classes, with which they are compared.
@@ -221,18 +216,17 @@ def check_labels(
 
 
 def check_moments(
-    name: str, mean: ArrayLike, variance: ArrayLike, *, members: bool = True, weights: ArrayLike | None = None
+    mean: ArrayLike, variance: ArrayLike, *, members: bool = True, weights: ArrayLike | None = None
 ) -> tuple[Array, ...]:
     """Raises unless means and variances have one shape, with members if `members`. Returns them in one dtype."""
     check = check_values if members else check_floating
-    means, variances = check(name, "mean", mean), check(name, "variance", variance)
-    check_same_shape(name, mean=means, variance=variances)
-    check_variance(name, variance, positive=False, weights=weights)
+    means, variances = check("mean", mean), check("variance", variance)
+    check_same_shape(mean=means, variance=variances)
+    check_variance(variance, positive=False, weights=weights)
     return promote(means, variances)
 
 
 def check_variance(
-    name: str,
     variance: ArrayLike,
     *,
     positive: bool,
@@ -257,32 +251,30 @@ def check_variance(
     if wrong.any():
         needs = "variances above zero" if positive else "variances of zero or more"
         fix = "A log-variance? Pass `jnp.exp(log_variance)`. A variance that shrinks to zero? Add a floor such as 1e-6."
-        raise ValueError(needs_message(name, needs, first_text(host, wrong), fix))
+        raise ValueError(needs_message(needs, first_text(host, wrong), fix))
 
 
-def check_regression(name: str, targets: ArrayLike, *, members: bool, **predictions: ArrayLike) -> tuple[Array, ...]:
+def check_regression(targets: ArrayLike, *, members: bool, **predictions: ArrayLike) -> tuple[Array, ...]:
     """Raises unless predictions have one shape, and targets that of their rows. Returns all in one dtype."""
     check = check_values if members else check_floating
-    arrays = {argument: check(name, argument, values) for argument, values in predictions.items()}
-    check_same_shape(name, **arrays)
+    arrays = {argument: check(argument, values) for argument, values in predictions.items()}
+    check_same_shape(**arrays)
     argument, first = next(iter(arrays.items()))
     rows = first.shape[1:] if members else first.shape
-    array = check_array(name, "targets", targets)
+    array = check_array("targets", targets)
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(
-            needs_message(
-                name, "real-valued `targets`", f"got dtype {array.dtype}", "Predictions come first, targets last."
-            )
+            needs_message("real-valued `targets`", f"got dtype {array.dtype}", "Predictions come first, targets last.")
         )
     if array.shape != rows:
         axes = "(members, *batch)" if members else "(*batch)"
         got = f"expected {rows}, as `{argument}` is {axes} = {first.shape}; got {array.shape}"
         fix = _row_fix_text("targets", array.shape, argument, first.shape, members=members)
-        raise ValueError(needs_message(name, "one target per row of the prediction", got, fix))
+        raise ValueError(needs_message("one target per row of the prediction", got, fix))
     return promote(*arrays.values(), array)
 
 
-def check_fitted_members(name: str, expected: int, got: int) -> None:
+def check_fitted_members(expected: int, got: int) -> None:
     """Raises unless the predictions have as many members as the calibration was fitted on."""
     if got != expected:
         fix = (
@@ -291,7 +283,7 @@ def check_fitted_members(name: str, expected: int, got: int) -> None:
         )
         raise ValueError(
             needs_message(
-                name, "predictions of the members that it was fitted on", f"expected {expected} members, got {got}", fix
+                "predictions of the members that it was fitted on", f"expected {expected} members, got {got}", fix
             )
         )
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from .._caller import caller
 from .._check import (
     Size,
     check_logits,
@@ -24,25 +25,25 @@ from .._suggest import inner_function
 from ._blocks import by_blocks, pays
 
 
-def check_members(predictions: Any, *, name: str) -> Size:
+def check_members(predictions: Any) -> Size:
     """Raises unless all predictions have the same leading axis of at least one member. Returns its length."""
     shapes = {np.shape(leaf) for leaf in jax.tree.leaves(predictions)}
     counts = {shape[:1] for shape in shapes}
     if len(counts) != 1 or counts & {(), (0,)}:
         raise ValueError(
-            f"`{name}` needs predictions with a leading `members` axis of at least one member.\n"
+            f"`{caller()}` needs predictions with a leading `members` axis of at least one member.\n"
             f"  got shapes {', '.join(map(str, sorted(shapes)))}\nOne member? Add a leading axis: `prediction[None]`."
         )
     return counts.pop()[0]
 
 
-def check_chunk_weights(weights: Any, num_members: Size, *, name: str, rows: tuple[Size, ...] = ()) -> Any:
+def check_chunk_weights(weights: Any, num_members: Size, *, rows: tuple[Size, ...] = ()) -> Any:
     """Raises unless a chunk's weights are finite and non-negative; all may be zero. Returns NumPy's array if concrete.
 
     With `rows`, the shape of the rows, weights per row are also accepted.
     """
-    check_weight_count(weights, num_members, name=name, rows=rows)
-    check_nonnegative_weights(name, weights)
+    check_weight_count(weights, num_members, rows=rows)
+    check_nonnegative_weights(weights)
     host = concrete(weights)
     if host is not None:
         return host.astype(np.float64)
@@ -50,50 +51,50 @@ def check_chunk_weights(weights: Any, num_members: Size, *, name: str, rows: tup
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
 
 
-def check_seen(partial: Any, *, name: str) -> None:
+def check_seen(partial: Any) -> None:
     """Raises unless at least one member of positive weight was seen."""
     if partial is None:
-        raise ValueError(f"`{name}` needs at least one member of positive weight before `finish`.")
+        raise ValueError(f"`{caller()}` needs at least one member of positive weight before `finish`.")
 
 
-def check_one_array(predictions: Any, *, name: str) -> Any:
+def check_one_array(predictions: Any) -> Any:
     """Raises unless predictions are one array; NumPy would stack a tuple along a new axis."""
     if isinstance(predictions, tuple | list | dict):
         raise TypeError(
-            f"`{name}` needs predictions that are one array, got {_several_text(predictions)}.\n"
+            f"`{caller()}` needs predictions that are one array, got {_several_text(predictions)}.\n"
             "Pairs `(mean, variance)` are for `combine.gaussian` and `uncertainty.decompose_variance`; to keep one of "
             "several outputs: `predict(..., fn=lambda model, x: model(x)[0])`."
         )
     return predictions
 
 
-def check_pair(predictions: Any, *, name: str) -> tuple[Any, Any]:
+def check_pair(predictions: Any) -> tuple[Any, Any]:
     """Raises unless predictions are a pair of a mean and a variance. Returns both."""
     if not isinstance(predictions, tuple | list) or len(predictions) != 2:
         got = f"{type(predictions).__name__} of shape {np.shape(predictions)}"
         if isinstance(predictions, tuple | list | dict):
             got = _several_text(predictions)
         raise TypeError(
-            f"`{name}` needs predictions that are a pair `(mean, variance)`, got {got}.\n"
+            f"`{caller()}` needs predictions that are a pair `(mean, variance)`, got {got}.\n"
             "Other outputs become a pair by `predict(..., fn=lambda model, x: (mean, variance))`; for point "
             "predictions use `combine.moments`."
         )
     return predictions[0], predictions[1]
 
 
-def check_one_values(name: str, predictions: Any) -> Any:
+def check_one_values(predictions: Any) -> Any:
     """Raises unless predictions are one floating-point array `(members, ...)`. Returns it."""
-    return check_values(name, "predictions", check_one_array(predictions, name=name))
+    return check_values("predictions", check_one_array(predictions))
 
 
-def check_one_logits(name: str, predictions: Any) -> Any:
+def check_one_logits(predictions: Any) -> Any:
     """Raises unless predictions are logits `(members, *batch, classes)`. Returns them."""
-    return check_logits(name, check_one_array(predictions, name=name))
+    return check_logits(check_one_array(predictions))
 
 
-def check_pair_of_moments(name: str, predictions: Any) -> tuple[Any, ...]:
+def check_pair_of_moments(predictions: Any) -> tuple[Any, ...]:
     """Raises unless predictions are means and variances of one shape. Returns both."""
-    return check_moments(name, *check_pair(predictions, name=name))
+    return check_moments(*check_pair(predictions))
 
 
 def _several_text(predictions: Any) -> str:
@@ -108,16 +109,16 @@ class ChunkWeights(NamedTuple):
     exponent: Int[Array, ""]
 
 
-def chunk_weights(predictions: PyTree, weights: Any, *, name: str) -> ChunkWeights | None:
+def chunk_weights(predictions: PyTree, weights: Any) -> ChunkWeights | None:
     """The checked weights of a chunk; `None` if all are known to be zero.
 
     Concrete weights are divided by a power of two, which is exact, because float32 may not hold them: likelihoods, for
     example, are often below 1e-45.
     """
-    count = check_members(predictions, name=name)
+    count = check_members(predictions)
     if weights is None:
         return ChunkWeights(None, jnp.asarray(count).astype(float), jnp.int32(0))  # while exporting it may be a symbol
-    weights = check_chunk_weights(weights, count, name=name)
+    weights = check_chunk_weights(weights, count)
     if not isinstance(weights, np.ndarray):
         return ChunkWeights(weights, jnp.sum(weights), jnp.int32(0))
     if not weights.any():
@@ -221,8 +222,8 @@ class Summary(AbstractCombination):
 
     **Attributes:**
 
-    - `name`: the name of the function, for messages.
-    - `check`: `check(name, predictions)` returns predictions in the compute dtype.
+    - `public_name`: the name of the function, for messages; see `_caller`.
+    - `check`: `check(predictions)` returns predictions in the compute dtype.
     - `of_members`: the summary of members from checked predictions and convex weights, `None` for equal weights.
     - `of_groups`: the summary of groups from their stacked summaries and convex weights.
     - `result`: the function's result from the summary of all members.
@@ -232,8 +233,8 @@ class Summary(AbstractCombination):
     - `in_blocks`: whether to process rows in blocks on a CPU, which is faster for all functions but plain sums.
     """
 
-    name: str
-    check: Callable[[str, PyTree], PyTree]
+    public_name: str
+    check: Callable[[PyTree], PyTree]
     of_members: Callable[[PyTree, Any], PyTree]
     of_groups: Callable[[PyTree, Any], PyTree]
     result: Callable[[PyTree], PyTree] = lambda summary: summary
@@ -243,10 +244,10 @@ class Summary(AbstractCombination):
 
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
         """Adds members to a partial."""
-        chunk = chunk_weights(predictions, weights, name=self.name)
+        chunk = chunk_weights(predictions, weights)
         if chunk is None:
             return partial
-        predictions = self.check(self.name, predictions)
+        predictions = self.check(predictions)
         return _update(self, partial, predictions, chunk, in_blocks=self.in_blocks and pays(predictions))
 
     def merge(self, first: Any, second: Any) -> Any:
@@ -257,7 +258,7 @@ class Summary(AbstractCombination):
 
     def finish(self, partial: Any) -> PyTree:
         """The result for all members seen."""
-        check_seen(partial, name=self.name)
+        check_seen(partial)
         return self.result(partial.summary)
 
 
@@ -351,6 +352,6 @@ def of_predictions(combine: Callable[..., Any]) -> Callable[..., Any]:
         return combine
 
     def of_pair(predictions: PyTree, **weights: Any) -> PyTree:
-        return combine(*check_pair(predictions, name=summary.name), **weights)
+        return combine(*check_pair(predictions), **weights)
 
     return of_pair

@@ -5,6 +5,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
+from .._caller import caller
 from .._check import (
     MemberMismatchError,
     array_leaves,
@@ -20,31 +21,31 @@ from ._ensemble import Ensemble
 from ._group import Group
 
 
-def check_model_state(state: Any, num_members: int, *, name: str) -> None:
+def check_model_state(state: Any, num_members: int) -> None:
     """Raises unless `state` is the stacked state of `num_members` members, or `None`."""
     if state is None:
         return
     if not isinstance(state, eqx.nn.State):
         raise TypeError(
-            f"`{name}` needs `state` to be the stacked `equinox.nn.State` that `build` returned with the ensemble, "
+            f"`{caller()}` needs `state` to be the stacked `equinox.nn.State` that `build` returned with the ensemble, "
             f"got {kind_text(state)}."
         )
     for path, x in array_leaves(state):
         if x.ndim == 0 or x.shape[0] != num_members:
             raise MemberMismatchError(
-                f"`{name}` needs a state with one value per member; at `{path}`: expected ({num_members}, ...), "
+                f"`{caller()}` needs a state with one value per member; at `{path}`: expected ({num_members}, ...), "
                 f"got {x.shape}.\nIndex the state as the ensemble: `tree.take(state, index)`."
             )
 
 
-def check_model_state_given(stacked: Any, state: Any, *, name: str) -> None:
+def check_model_state_given(stacked: Any, state: Any) -> None:
     """Raises if the members are stateful and no state is given."""
     if state is not None:
         return
     indices = [x for x in jax.tree.leaves(stacked, is_leaf=_is_state_index) if _is_state_index(x)]
     if indices:
         raise TypeError(
-            f"`{name}`: the members are stateful (for example they contain BatchNorm), but no `state` was given.\n"
+            f"`{caller()}`: the members are stateful (for example they contain BatchNorm), but no `state` was given.\n"
             "Build with `ensemble, state = build(eqx.nn.make_with_state(Model), ...)` and pass `state=state`."
         )
 
@@ -56,13 +57,13 @@ def _is_state_index(x: Any) -> bool:
 T = TypeVar("T")
 
 
-def check_no_text_arrays(tree: Any, *, name: str) -> None:
+def check_no_text_arrays(tree: Any) -> None:
     """Raises for NumPy leaves that JAX cannot hold, which would otherwise fail at the first compilation."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, np.ndarray) and not is_member_array(leaf):
             raise TypeError(
-                f"`{name}` makes ensembles of models whose arrays jax can hold; at `{path_text(path)}`: a NumPy array "
-                f"of dtype {leaf.dtype}, shape {leaf.shape}.\nStore it as a tuple in a field of "
+                f"`{caller()}` makes ensembles of models whose arrays jax can hold; at `{path_text(path)}`: a NumPy "
+                f"array of dtype {leaf.dtype}, shape {leaf.shape}.\nStore it as a tuple in a field of "
                 "`equinox.field(static=True)`, which jax ignores."
             )
 
@@ -78,25 +79,21 @@ def check_selection(select: Callable[[Any], T], tree: Any) -> T:
         ) from error
 
 
-def check_ensembles(values: Any, *, name: str) -> list[Any]:
+def check_ensembles(values: Any) -> list[Any]:
     """Raises unless `values` are ensembles or groups, at least one. Returns them as a list."""
-    values = (
-        [values]
-        if isinstance(values, Ensemble | Group)
-        else check_sequence(values, "ensembles", name=name, of="ensembles")
-    )
+    values = [values] if isinstance(values, Ensemble | Group) else check_sequence(values, "ensembles", of="ensembles")
     if not values:
-        raise ValueError(f"`{name}` needs at least one ensemble, got none.")
+        raise ValueError(f"`{caller()}` needs at least one ensemble, got none.")
     for i, value in enumerate(values):
         if not isinstance(value, Ensemble | Group):
             raise TypeError(
-                f"`{name}` needs ensembles, got {kind_text(value)} at position {i}.\n"
+                f"`{caller()}` needs ensembles, got {kind_text(value)} at position {i}.\n"
                 "Make an ensemble of models with `stack([model, ...])`."
             )
     return values
 
 
-def check_equal_shared(trees: list[Any], *, name: str) -> None:
+def check_equal_shared(trees: list[Any]) -> None:
     """Raises unless the shared arrays of all trees are equal."""
     first = dict(array_leaves(trees[0]))
     for i, tree in enumerate(trees[1:], start=1):
@@ -106,12 +103,12 @@ def check_equal_shared(trees: list[Any], *, name: str) -> None:
                 continue
             if y is None or not _same_array(x, y):
                 raise MemberMismatchError(
-                    f"`{name}` keeps one copy of what members share; the shared array at `{path}` of number {i} "
+                    f"`{caller()}` keeps one copy of what members share; the shared array at `{path}` of number {i} "
                     "differs from that of number 0.\nLeave it out of `shared` if it differs between members."
                 )
 
 
-def check_equal_members(tree: Any, *, name: str) -> None:
+def check_equal_members(tree: Any) -> None:
     """Raises unless arrays that cannot be averaged are equal in all members."""
     for path, x in array_leaves(tree):
         if is_traced(x):
@@ -119,8 +116,8 @@ def check_equal_members(tree: Any, *, name: str) -> None:
         raw = np.asarray(jax.random.key_data(x) if is_key(x) else x)
         if (raw != raw[:1]).any():
             raise MemberMismatchError(
-                f"`{name}` averages floating-point arrays; the {x.dtype} array at `{path}` differs between members and "
-                "has no mean of its dtype.\nReplace it first, or average with `tree.weighted_mean`."
+                f"`{caller()}` averages floating-point arrays; the {x.dtype} array at `{path}` differs between members "
+                "and has no mean of its dtype.\nReplace it first, or average with `tree.weighted_mean`."
             )
 
 
@@ -132,37 +129,37 @@ def _same_array(x: Any, y: Any) -> bool:
     return np.array_equal(np.asarray(x), np.asarray(y), equal_nan=np.issubdtype(np.asarray(x).dtype, np.inexact))
 
 
-def check_ensemble(value: Any, *, name: str) -> None:
+def check_ensemble(value: Any) -> None:
     """Raises unless `value` is an `Ensemble`."""
     if isinstance(value, Ensemble):
         check_integer_ids(value.ids)
         return
     if isinstance(value, Group):
         raise TypeError(
-            f"`{name}` needs an `Ensemble`, whose members are of one architecture, got a group.\n"
+            f"`{caller()}` needs an `Ensemble`, whose members are of one architecture, got a group.\n"
             "Pass one of its parts, `group['name']`, or each of `group.parts` in turn."
         )
     if isinstance(value, list | tuple):
         raise TypeError(
-            f"`{name}` needs an `Ensemble`, got {kind_text(value)}.\n"
+            f"`{caller()}` needs an `Ensemble`, got {kind_text(value)}.\n"
             "If it holds models, make an ensemble of them first: `stack(models)`."
         )
     if isinstance(getattr(value, "ensemble", None), Ensemble):
-        raise TypeError(f"`{name}` needs an `Ensemble`, got a run: pass `run.ensemble`, or call `run.predict(x)`.")
+        raise TypeError(f"`{caller()}` needs an `Ensemble`, got a run: pass `run.ensemble`, or call `run.predict(x)`.")
     if isinstance(getattr(value, "shards", None), tuple):
         raise TypeError(
-            f"`{name}` needs an `Ensemble`, got a run whose members are in files: pass `run.load()`.\n"
+            f"`{caller()}` needs an `Ensemble`, got a run whose members are in files: pass `run.load()`.\n"
             "`fleet.predict` and `fleet.map_members` take the run, and read its members on workers."
         )
     if isinstance(getattr(value, "group", None), Group):
-        raise TypeError(f"`{name}` needs an `Ensemble` or a `Group`, got a run of a group: pass `run.group`.")
+        raise TypeError(f"`{caller()}` needs an `Ensemble` or a `Group`, got a run of a group: pass `run.group`.")
     raise TypeError(
-        f"`{name}` needs an `Ensemble`, got {kind_text(value)}.\n"
+        f"`{caller()}` needs an `Ensemble`, got {kind_text(value)}.\n"
         "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked already."
     )
 
 
-def check_ensemble_or_group(value: Any, *, name: str) -> None:
+def check_ensemble_or_group(value: Any) -> None:
     """Raises unless `value` is an `Ensemble` or a `Group`."""
     if not isinstance(value, Group):
-        check_ensemble(value, name=name)
+        check_ensemble(value)

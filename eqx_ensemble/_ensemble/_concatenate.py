@@ -7,6 +7,7 @@ import numpy as np
 
 from .. import _axes, _keys
 from .. import tree as _tree
+from .._caller import caller
 from .._check import MemberMismatchError, check_flag, check_weight_count, kind_text
 from .._keys import check_distinct_ids
 from .._pytree import PyTree
@@ -19,7 +20,7 @@ from ._group import Group, check_member_values, member_positions, part_names
 # Splits the arguments of a group by part.
 
 
-def by_part(value: Any, names: Mapping[str, Any], argument: str, *, name: str) -> dict[str, Any]:
+def by_part(value: Any, names: Mapping[str, Any], argument: str) -> dict[str, Any]:
     """The value for each part: looked up by name in a dict, otherwise the same for all.
 
     Only for arguments that are not dicts themselves.
@@ -30,7 +31,7 @@ def by_part(value: Any, names: Mapping[str, Any], argument: str, *, name: str) -
     if unknown or missing:
         wrong = f"there is no part {unknown[0]!r}" if unknown else f"there is none for {', '.join(map(repr, missing))}"
         raise ValueError(
-            f"`{name}` needs `{argument}` for every part of the group, {', '.join(map(repr, names))}; {wrong}."
+            f"`{caller()}` needs `{argument}` for every part of the group, {', '.join(map(repr, names))}; {wrong}."
         )
     return {own: value[own] for own in names}
 
@@ -40,52 +41,52 @@ def tree_by_part(value: Any, names: Mapping[str, Any]) -> dict[str, Any] | None:
     return {own: value[own] for own in names} if isinstance(value, dict) and set(value) == set(names) else None
 
 
-def states_by_part(states: Any, names: Mapping[str, Any], *, name: str) -> dict[str, Any]:
+def states_by_part(states: Any, names: Mapping[str, Any]) -> dict[str, Any]:
     """The state of each part, `None` if none is given."""
     if states is None:
         return dict.fromkeys(names)
     if not isinstance(states, Mapping) or not set(states) <= set(names):
         got = f"keys {sorted(map(str, states))}" if isinstance(states, Mapping) else kind_text(states)
         raise TypeError(
-            f"`{name}` needs the `state` of a group as a dict from the names of its stateful parts to their states; "
-            f"the parts are {', '.join(map(repr, names))}, got {got}."
+            f"`{caller()}` needs the `state` of a group as a dict from the names of its stateful parts to their "
+            f"states; the parts are {', '.join(map(repr, names))}, got {got}."
         )
     return {own: states.get(own) for own in names}
 
 
-def data_by_part(group: Group, data: PyTree, *, name: str) -> dict[str, Any]:
+def data_by_part(group: Group, data: PyTree) -> dict[str, Any]:
     """The data of each part; an `Each` has one value per member of the group."""
     own = tree_by_part(data, group.parts)
     if own is not None:
         return own
-    _axes.map_each(lambda value: check_member_values(value, group.num_members, name=name), data)
+    _axes.map_each(lambda value: check_member_values(value, group.num_members), data)
     take = lambda positions: _axes.map_each(lambda value: _axes.Each(_tree.take(value, positions)), data)
     return {part: take(positions) for part, positions in member_positions(group).items()}
 
 
-def members_by_part(group: Group, value: PyTree, argument: str, *, name: str) -> dict[str, Any]:
+def members_by_part(group: Group, value: PyTree, argument: str) -> dict[str, Any]:
     """Splits a tree of arrays `(members, ...)` by part; a dict of such trees by part is used directly."""
     own = tree_by_part(value, group.parts)
     if own is not None or value is None:
         return dict.fromkeys(group.parts) if own is None else own
-    with _explain_argument(argument, name):
-        check_member_values(value, group.num_members, name=name)
+    with _explain_argument(argument):
+        check_member_values(value, group.num_members)
     return {part: _tree.take(value, positions) for part, positions in member_positions(group).items()}
 
 
-def numbers_by_part(group: Group, value: Any, argument: str, *, name: str) -> dict[str, Any]:
+def numbers_by_part(group: Group, value: Any, argument: str) -> dict[str, Any]:
     """Splits a scalar, one value per member `(members,)`, or a dict of these, by part."""
     if isinstance(value, Mapping) or value is None or np.ndim(value) == 0:
-        return by_part(value, group.parts, argument, name=name)
-    return members_by_part(group, np.asarray(value), argument, name=name)
+        return by_part(value, group.parts, argument)
+    return members_by_part(group, np.asarray(value), argument)
 
 
 @contextlib.contextmanager
-def _explain_argument(argument: str, name: str) -> Iterator[None]:
+def _explain_argument(argument: str) -> Iterator[None]:
     try:
         yield
     except MemberMismatchError as error:
-        error.add_note(f"It is the argument `{argument}` of `{name}`.")
+        error.add_note(f"It is the argument `{argument}` of `{caller()}`.")
         raise
 
 
@@ -118,13 +119,13 @@ def average(ensemble: Ensemble[M], weights: Any = None) -> M:
         [Model soups: averaging weights of multiple fine-tuned models improves accuracy without increasing inference
         time](https://arxiv.org/abs/2203.05482), Wortsman et al., 2022.
     """
-    check_ensemble(ensemble, name="average")
-    check_weight_count(weights, ensemble.num_members, name="average")
+    check_ensemble(ensemble)
+    check_weight_count(weights, ensemble.num_members)
     inexact, exact = eqx.partition(ensemble.arrays, eqx.is_inexact_array)
-    check_equal_members(exact, name="average")
+    check_equal_members(exact)
     kept, _ = _tree.take((exact, ensemble.ids), 0)
     members = [part for part, _ in _tree.unstack((inexact, ensemble.ids))]
-    mean = combine_trees(members, weights, name="average", mean=True)
+    mean = combine_trees(members, weights, mean=True)
     return one_alone(eqx.combine(mean, kept), ensemble.shared)
 
 
@@ -153,8 +154,8 @@ def concatenate(ensembles: Iterable[Any], *, renumber: bool = False) -> Ensemble
     ee.concatenate([old, new])  # the same members as ee.build(make, 6, key=key)
     ```
     """
-    listed = check_ensembles(ensembles, name="concatenate")
-    check_flag(renumber, "renumber", name="concatenate")
+    listed = check_ensembles(ensembles)
+    check_flag(renumber, "renumber")
     ensembles = [one for one in listed if isinstance(one, Ensemble)]
     if len(ensembles) < len(listed):
         return _of_groups(listed, renumber=renumber)
@@ -165,10 +166,10 @@ def _of_ensembles(ensembles: list[Ensemble[Any]], *, renumber: bool) -> Ensemble
     stacked, ids = _tree.concatenate([ensemble.per_member() for ensemble in ensembles])
     shared = [ensemble.shared for ensemble in ensembles]
     rules = Rules(needs="ensembles whose members share the same", noun="ensemble")
-    compare_trees(shared, name="concatenate", rules=rules)
-    check_equal_shared(shared, name="concatenate")
+    compare_trees(shared, rules=rules)
+    check_equal_shared(shared)
     if renumber:
-        ids = _keys.member_ids(ids.shape[0], name="concatenate")
+        ids = _keys.member_ids(ids.shape[0])
     else:
         check_distinct_ids(ids, "Build new members with `build(make, ids=..., key=key)`, or pass `renumber=True`.")
     return Ensemble(stacked, shared[0], ids)

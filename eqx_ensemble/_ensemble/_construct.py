@@ -9,6 +9,7 @@ import numpy as np
 from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes._check import check_member_axis
+from .._caller import caller
 from .._check import MemberMismatchError, check_flag, is_key, is_member_array, is_traced, kind_text
 from .._pytree import PyTree
 from .._warnings import warn
@@ -19,16 +20,16 @@ from ._ensemble import Ensemble, M, Where
 from ._group import Group, part_names
 
 
-def check_no_dict(models: Any, *, name: str) -> None:
+def check_no_dict(models: Any) -> None:
     """No dict: a group names the parts of models after their classes."""
     if isinstance(models, Mapping):
         fix = (
             "`Group({name: ensemble, ...})` makes a group of ensembles. Pass models as a list: `list(models.values())`."
         )
-        raise TypeError(f"`{name}` needs a list of models, got {kind_text(models)}.\n{fix}")
+        raise TypeError(f"`{caller()}` needs a list of models, got {kind_text(models)}.\n{fix}")
 
 
-def check_models(models: list[Any], *, name: str) -> list[Any]:
+def check_models(models: list[Any]) -> list[Any]:
     """Raises unless all items are models. Returns them."""
     for i, model in enumerate(models):
         fix = None
@@ -39,7 +40,7 @@ def check_models(models: list[Any], *, name: str) -> list[Any]:
         elif not callable(model):
             fix = "Members are models that can be called."
         if fix is not None:
-            raise TypeError(f"`{name}` needs models, got {kind_text(model)} at position {i}.\n{fix}")
+            raise TypeError(f"`{caller()}` needs models, got {kind_text(model)} at position {i}.\n{fix}")
     return models
 
 
@@ -145,13 +146,13 @@ def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> E
     ensemble = ee.from_stacked(stacked)  # four members
     ```
     """
-    check_no_text_arrays(model, name="from_stacked")
+    check_no_text_arrays(model)
     stacked, rest = eqx.partition(_axes.strip_weak_types(model), _axes_mask(model, shared))
     has_arrays = any(map(_axes.is_array, jax.tree.leaves(stacked)))
     if ids is None or has_arrays:
-        num_members = check_member_axis(stacked, axis=0, name="from_stacked")
+        num_members = check_member_axis(stacked, axis=0)
         ids = num_members if ids is None else ids
-    return Ensemble(stacked, rest, _keys.member_ids(ids, name="from_stacked"))
+    return Ensemble(stacked, rest, _keys.member_ids(ids))
 
 
 def stack(
@@ -181,12 +182,12 @@ def stack(
     ensemble = ee.stack(models)
     ```
     """
-    models = check_trees(models, name="stack", noun="model")
-    check_flag(promote_scalars, "promote_scalars", name="stack")
+    models = check_trees(models, noun="model")
+    check_flag(promote_scalars, "promote_scalars")
     rules = Rules(scalars="floats" if promote_scalars else "equal")
-    compare_trees(models, name="stack", rules=rules)
+    compare_trees(models, rules=rules)
     for model in models:
-        check_no_text_arrays(model, name="stack")
+        check_no_text_arrays(model)
     stacked = _axes.strip_weak_types(_tree.stack(models, promote_scalars=promote_scalars))
     warn_of_equal_models(stacked, models)
     numbers = jax.tree.map(lambda x, y: _axes.is_array(x) and type(y) is float, stacked, models[0])
@@ -194,11 +195,11 @@ def stack(
     if shared is not None:
         unstacked = [eqx.filter(model, _axes_mask(model, shared), inverse=True) for model in models]
         rules = Rules(needs="models whose shared nodes are equal", noun="model")
-        compare_trees(unstacked, name="stack", rules=rules)
-        check_equal_shared(unstacked, name="stack")
+        compare_trees(unstacked, rules=rules)
+        check_equal_shared(unstacked)
         rest = _axes.strip_weak_types(unstacked[0])
     rest = mark_numbers(stacked, rest, numbers)
-    return Ensemble(stacked, rest, _keys.member_ids(len(models) if ids is None else ids, name="stack"))
+    return Ensemble(stacked, rest, _keys.member_ids(len(models) if ids is None else ids))
 
 
 def mark_numbers(stacked: PyTree, shared: PyTree, numbers: PyTree) -> PyTree:
@@ -261,9 +262,9 @@ def group(models: Iterable[Any], *, ids: Any = None) -> Group:
     group(jnp.ones(2)).shape  # (3, 1), in the order of the list
     ```
     """
-    check_no_dict(models, name="group")
-    models = check_models(check_trees(models, name="group", noun="model"), name="group")
-    numbers = _keys.member_ids(len(models) if ids is None else ids, name="group")
+    check_no_dict(models)
+    models = check_models(check_trees(models, noun="model"))
+    numbers = _keys.member_ids(len(models) if ids is None else ids)
     numbers = check_ids_of_models(numbers, len(models))
     members: list[list[int]] = []
     for i, model in enumerate(models):
@@ -281,7 +282,7 @@ def group(models: Iterable[Any], *, ids: Any = None) -> Group:
 def _is_alike(first: Any, second: Any) -> bool:
     """Whether two models can be stacked."""
     try:
-        compare_trees([first, second], name="group")
+        compare_trees([first, second])
     except MemberMismatchError:
         return False
     return True

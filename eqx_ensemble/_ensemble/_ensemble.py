@@ -28,7 +28,7 @@ def check_stacked_leaves(stacked: Any, ids: Any) -> None:
     """Raises unless all array leaves have one value per id along the members axis."""
     if not array_leaves(stacked):
         return
-    found = check_member_axis(stacked, axis=0, name="Ensemble")
+    found = check_member_axis(stacked, axis=0)
     if found != ids.shape[0]:
         raise MemberMismatchError(f"`Ensemble` needs one id per member: {found} members, {ids.shape[0]} ids.")
 
@@ -231,7 +231,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     def num_members(self) -> int:
         """The number of members."""
         if self.ids is None:  # gradients, or a filtered tree
-            return check_member_axis(self.stacked, axis=0, name="Ensemble")
+            return check_member_axis(self.stacked, axis=0)
         check_integer_ids(self.ids)
         return self.ids.shape[0]
 
@@ -262,8 +262,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         input is marked [`eqx_ensemble.Batch`][]. An `equinox.nn.State` always has one value per member.
         """
         check_callable(self.stacked)
-        args = take_in(args, "args", name="Ensemble.__call__")
-        kwargs = take_in(kwargs, "kwargs", name="Ensemble.__call__")
+        args = take_in(args, "args")
+        kwargs = take_in(kwargs, "kwargs")
 
         def call(model: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(model, Ensemble):
@@ -271,7 +271,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
             return _axes.over_batch(model, *args, **kwargs)
 
         with explain_call((args, kwargs)):
-            return call_members(call, (self, *args), kwargs, name="Ensemble.__call__")
+            return call_members(call, (self, *args), kwargs)
 
     @overload
     def __getitem__(self, index: int | np.integer) -> M: ...

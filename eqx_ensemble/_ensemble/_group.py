@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 
 from .. import _axes
 from .. import tree as _tree
+from .._caller import caller
 from .._check import MemberMismatchError, check_flag, check_sequence, is_traced, kind_text
 from .._foreign import from_foreign_tree
 from .._leaf_text import leaf_text
@@ -32,22 +33,22 @@ def part_names(parts: Iterable[Any], taken: Iterable[str] = ()) -> list[str]:
 _NAME = re.compile(r"\w[\w.-]*")
 
 
-def check_parts(parts: Any, *, name: str) -> dict[str, Ensemble[Any]]:
+def check_parts(parts: Any) -> dict[str, Ensemble[Any]]:
     """Raises unless `parts` are ensembles with valid names. Returns them by name, in the given order."""
     if not isinstance(parts, Mapping):
         if isinstance(parts, Ensemble):
             parts = [parts]
-        listed = check_sequence(parts, "parts", name=name, of="ensembles, or a dict of them")
-        parts = dict(zip(part_names(check_each_part(enumerate(listed), name=name)), listed, strict=True))
+        listed = check_sequence(parts, "parts", of="ensembles, or a dict of them")
+        parts = dict(zip(part_names(check_each_part(enumerate(listed))), listed, strict=True))
     else:
-        check_each_part(parts.items(), name=name)
-        check_part_names(parts, name=name)
+        check_each_part(parts.items())
+        check_part_names(parts)
     if not parts:
-        raise ValueError(f"`{name}` needs at least one ensemble, got none.")
+        raise ValueError(f"`{caller()}` needs at least one ensemble, got none.")
     return dict(parts)
 
 
-def check_each_part(parts: Iterable[tuple[Any, Any]], *, name: str) -> list[Ensemble[Any]]:
+def check_each_part(parts: Iterable[tuple[Any, Any]]) -> list[Ensemble[Any]]:
     """Raises unless all parts, given with their names or positions, are ensembles. Returns them."""
     values = []
     for where, value in parts:
@@ -59,26 +60,26 @@ def check_each_part(parts: Iterable[tuple[Any, Any]], *, name: str) -> list[Ense
             fix = "Pass the ensemble alone, and its state to `predict` or `fit`: `state={part: state}`."
         elif isinstance(getattr(value, "ensemble", None), Ensemble):
             fix = "Pass `run.healthy`; or make one run of them with `GroupRun({part: run, ...})`."
-        raise TypeError(f"`{name}` needs ensembles as its parts, got {kind_text(value)} at {where!r}.\n{fix}")
+        raise TypeError(f"`{caller()}` needs ensembles as its parts, got {kind_text(value)} at {where!r}.\n{fix}")
     return values
 
 
-def check_part_names(names: Iterable[Any], *, name: str) -> None:
+def check_part_names(names: Iterable[Any]) -> None:
     """Raises unless all names are strings that can also name folders."""
     for own in names:
         if not isinstance(own, str):
-            raise TypeError(f"`{name}` needs a string as the name of each part, got {own!r}.")
+            raise TypeError(f"`{caller()}` needs a string as the name of each part, got {own!r}.")
         if _NAME.fullmatch(own) is None:
             raise ValueError(
-                f"`{name}` needs names of letters, digits, `_`, `-` and `.` for its parts, got {own!r}: a checkpoint "
-                "folder of each part has its name."
+                f"`{caller()}` needs names of letters, digits, `_`, `-` and `.` for its parts, got {own!r}: a "
+                "checkpoint folder of each part has its name."
             )
 
 
 _FIX_IDS = "Pass `renumber=True` for the ids 0, 1, 2, ...; or build each part with its own: "
 
 
-def check_distinct_parts(parts: Mapping[str, Ensemble[Any]], *, name: str, fix: str = _FIX_IDS) -> None:
+def check_distinct_parts(parts: Mapping[str, Ensemble[Any]], *, fix: str = _FIX_IDS) -> None:
     """Raises if an id occurs in two parts."""
     owner: dict[int, str] = {}
     for own, part in parts.items():
@@ -87,18 +88,18 @@ def check_distinct_parts(parts: Mapping[str, Ensemble[Any]], *, name: str, fix: 
         repeated = [i for i in np.asarray(part.ids).tolist() if i in owner]
         if repeated:
             raise ValueError(
-                f"`{name}` needs members with different ids, because each member's random stream follows from its id; "
-                f"the parts `{owner[repeated[0]]}` and `{own}` both have {repeated}.\n"
+                f"`{caller()}` needs members with different ids, because each member's random stream follows from its "
+                f"id; the parts `{owner[repeated[0]]}` and `{own}` both have {repeated}.\n"
                 f"{fix}`build(make, ids=range(4, 8), key=key)`."
             )
         owner |= dict.fromkeys(np.asarray(part.ids).tolist(), own)
 
 
-def check_order(order: Any, num_members: int, *, name: str) -> tuple[int, ...]:
+def check_order(order: Any, num_members: int) -> tuple[int, ...]:
     """Raises unless `order` is a permutation of the members of all parts. Returns it."""
-    listed = [int(i) for i in check_sequence(order, "order", name=name, of="integers")]
+    listed = [int(i) for i in check_sequence(order, "order", of="integers")]
     if sorted(listed) != list(range(num_members)):
-        raise ValueError(f"`{name}` needs `order` to have each of 0 to {num_members - 1} once, got {listed}.")
+        raise ValueError(f"`{caller()}` needs `order` to have each of 0 to {num_members - 1} once, got {listed}.")
     return tuple(listed)
 
 
@@ -140,24 +141,24 @@ def check_no_state(args: Any) -> None:
         )
 
 
-def check_member_values(value: Any, num_members: int, *, name: str) -> None:
+def check_member_values(value: Any, num_members: int) -> None:
     """Raises unless all arrays of a value have one entry per member of a group."""
     for x in jax.tree.leaves(value):
         shape = np.shape(x)
         if shape[:1] != (num_members,):
             raise MemberMismatchError(
-                f"`{name}` needs one value per member of the group: expected ({num_members}, ...), got {shape}."
+                f"`{caller()}` needs one value per member of the group: expected ({num_members}, ...), got {shape}."
             )
 
 
-def check_like_outputs(outputs: Mapping[str, Any], *, name: str) -> None:
+def check_like_outputs(outputs: Mapping[str, Any]) -> None:
     """Raises unless the outputs of all parts agree in structure, dtype, and shape after the `members` axis."""
     (first_name, first), *others = outputs.items()
     for own, output in others:
         expected, got = (_shapes_text(tree) for tree in (first, output))
         if expected != got or jax.tree.structure(first) != jax.tree.structure(output):
             raise MemberMismatchError(
-                f"`{name}` needs the same shape, structure and dtype from the members of all parts.\n"
+                f"`{caller()}` needs the same shape, structure and dtype from the members of all parts.\n"
                 f"  part `{first_name}`: {expected}\n  part `{own}`: {got}\n"
                 "Pass a function of a model for each part that returns the same: `predict(group, x, fn={part: lambda "
                 "model, x: ...})`."
@@ -193,9 +194,9 @@ def member_positions(group: "Group") -> dict[str, np.ndarray]:
     return positions
 
 
-def join_members(group: "Group", values: Mapping[str, PyTree], *, name: str) -> PyTree:
+def join_members(group: "Group", values: Mapping[str, PyTree]) -> PyTree:
     """Joins the parts' values `(members, ...)` in the order of the group."""
-    check_like_outputs(values, name=name)
+    check_like_outputs(values)
     check_order_fits(group.order, group.num_members)
     return join_values([values[part] for part in group.parts], np.asarray(group.order))
 
@@ -259,20 +260,19 @@ class Group(_axes.AbstractParts):
         order: Sequence[int] | None = None,
         renumber: bool = False,
     ) -> None:
-        name = "Group"
-        given = check_parts(parts, name=name)
-        check_flag(renumber, "renumber", name=name)
+        given = check_parts(parts)
+        check_flag(renumber, "renumber")
         self.parts = {own: given[own] for own in sorted(given)}  # the order in which JAX flattens a dict
         sizes = {own: part.num_members for own, part in self.parts.items()}
         if order is None:
             ends = dict(zip(sizes, np.cumsum([*sizes.values()]).tolist(), strict=True))
             self.order = tuple(i for own in given for i in range(ends[own] - sizes[own], ends[own]))
         else:
-            self.order = check_order(order, sum(sizes.values()), name=name)
+            self.order = check_order(order, sum(sizes.values()))
         if renumber:
             ids = {own: jnp.asarray(i, jnp.int32) for own, i in member_positions(self).items()}
             self.parts = {own: Ensemble(part.stacked, part.shared, ids[own]) for own, part in self.parts.items()}
-        check_distinct_parts(self.parts, name=name)
+        check_distinct_parts(self.parts)
 
     @property
     def num_members(self) -> int:
@@ -284,7 +284,7 @@ class Group(_axes.AbstractParts):
     @property
     def ids(self) -> Int[Array, " members"]:
         """The ids of the members `(members,)`, in their order."""
-        return join_members(self, {name: jnp.asarray(part.ids) for name, part in self.parts.items()}, name="Group")
+        return join_members(self, {name: jnp.asarray(part.ids) for name, part in self.parts.items()})
 
     def __pdoc__(self, **_: Any) -> Any:
         """The short form, in one line."""
@@ -302,16 +302,15 @@ class Group(_axes.AbstractParts):
         group; [`eqx_ensemble.Batch`][] marks many examples. For one key per member pass
         `Each(member_keys(key, group.ids, purpose="call"))`.
         """
-        name = "Group.__call__"
-        given = from_foreign_tree((args, kwargs), "args", name=name)
+        given = from_foreign_tree((args, kwargs), "args")
         check_no_state(given)
         own = lambda i: _axes.map_each(lambda value: _axes.Each(_tree.take(value, i)), given)
-        _axes.map_each(lambda value: check_member_values(value, self.num_members, name=name), given)
+        _axes.map_each(lambda value: check_member_values(value, self.num_members), given)
         outputs = {}
         for part, positions in member_positions(self).items():
             own_args, own_kwargs = own(positions)
             outputs[part] = self.parts[part](*own_args, **own_kwargs)
-        return join_members(self, outputs, name=name)
+        return join_members(self, outputs)
 
     @overload
     def __getitem__(self, index: str) -> Ensemble[Any]: ...
@@ -325,7 +324,7 @@ class Group(_axes.AbstractParts):
             check_known_part(index, self.parts)
             return self.parts[index]
         check_group_index(index)
-        rows = check_index(index, self.num_members, name="Group.__getitem__")
+        rows = check_index(index, self.num_members)
         chosen = np.asarray(self.order)[rows]
         parts, positions, start = {}, [], 0
         for name, part in self.parts.items():

@@ -59,17 +59,16 @@ def export_onnx(
     **Raises:** `ImportError` without jax2onnx; `NotImplementedError` for random numbers and operations that it does not
     support; `TypeError` as for [`eqx_ensemble.export`][].
     """
-    name = "export_onnx"
     check_installed("jax2onnx", what="export_onnx", extra="onnx")
-    call = MemberCall(fn, check_inference(inference, None, name=name))
-    job = prepare_export(ensemble, call, name=name, shapes=shapes, combine=combine, weights=weights, state=state)
-    x, _ = batches(job.row, batch_size, name=name)
-    with explain_export(job.row, name=name):
+    call = MemberCall(fn, check_inference(inference, None))
+    job = prepare_export(ensemble, call, shapes=shapes, combine=combine, weights=weights, state=state)
+    x, _ = batches(job.row, batch_size)
+    with explain_export(job.row):
         traced = plain_jit(with_constants(job)).trace(x)
     # This drops random keys that inference requires and does not use.
     jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars), instantiate=True)
-    check_no_callbacks(jaxpr, name=name)
-    check_no_random_numbers(jaxpr, name=name)
+    check_no_callbacks(jaxpr)
+    check_no_random_numbers(jaxpr)
     with explain_onnx():
         model = _convert(ClosedJaxpr(jaxpr, traced.jaxpr.consts), x, traced.out_info)
     origin = {"ids": ensemble.ids.tolist(), "versions": versions()}
@@ -152,14 +151,12 @@ def export(
     artefact.save(path)
     ```
     """
-    name = "export"
     check_installed("flatbuffers", what="export", extra="export")
-    check_leaves_option(leaves, symbolic_members=symbolic_members, name=name)
-    platforms = check_platforms(platforms, name=name)
+    check_leaves_option(leaves, symbolic_members=symbolic_members)
+    platforms = check_platforms(platforms)
     job = prepare_export(
         ensemble,
-        MemberCall(fn, check_inference(inference, key, name=name)),
-        name=name,
+        MemberCall(fn, check_inference(inference, key)),
         shapes=shapes,
         combine=combine,
         weights=weights,
@@ -168,12 +165,12 @@ def export(
         key=key,
     )
     packed = job.packed
-    x, symbolic = batches(job.row, batch_size, name=name)
+    x, symbolic = batches(job.row, batch_size)
     if leaves == "inside":
-        check_fits_inside(sum(array.nbytes for array in packed.arrays.values()), name=name)
+        check_fits_inside(sum(array.nbytes for array in packed.arrays.values()))
         program = _export_program(with_constants(job), (x,), platforms, job.row)
         return Artefact(program, None, about(program, ensemble, symbolic_members=False))
-    check_plain_dtypes(packed.arrays, name=name)
+    check_plain_dtypes(packed.arrays)
     specs = _specs(packed, symbolic if symbolic_members else ensemble.num_members)
     program = _export_program(lambda leaves, x: job.run(packed.unpack(leaves), x), (specs, x), platforms, job.row)
     host = {text: np.asarray(array) for text, array in packed.arrays.items()}
@@ -193,6 +190,6 @@ def _export_program(
 ) -> jax_export.Exported:
     fn.__name__ = "ensemble"  # for error messages of calls of the program
     jitted = plain_jit(fn)
-    with explain_export(row, name="export"):
-        check_no_callbacks(jitted.trace(*specs).jaxpr.jaxpr, name="export")
+    with explain_export(row):
+        check_no_callbacks(jitted.trace(*specs).jaxpr.jaxpr)
         return jax_export.export(jitted, platforms=platforms)(*specs)

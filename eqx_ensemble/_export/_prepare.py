@@ -50,7 +50,7 @@ class Packed(NamedTuple):
     unpack: Callable[[dict[str, Any]], Parts]
 
 
-def pack(parts: Parts, *, name: str) -> Packed:
+def pack(parts: Parts) -> Packed:
     """Separates the arrays of some parts; `unpack` keeps everything else."""
     own = {"model": parts.ensemble.stacked, "state": parts.state, "weights": parts.weights, "keys": parts.keys}
     keyed, treedef = jtu.tree_flatten_with_path((own, {"model": parts.ensemble.shared}))
@@ -59,7 +59,7 @@ def pack(parts: Parts, *, name: str) -> Packed:
     for position, (path, leaf) in enumerate(keyed):
         if is_member_array(leaf):
             text = _distinct(jtu.keystr(path[1:], simple=True, separator="."), arrays)
-            check_exportable(leaf, text, name=name)
+            check_exportable(leaf, text)
             generator = str(jax.random.key_impl(leaf)) if is_key(leaf) else None
             arrays[text] = _plain(leaf) if generator is None else jax.random.key_data(leaf)
             positions[text] = position, generator
@@ -95,19 +95,19 @@ def _with_number(text: str, number: int) -> str:
     return text if number == 0 else f"{text}#{number}"
 
 
-def plain(tree: PyTree, *, name: str, path: str = "") -> PyTree:
+def plain(tree: PyTree, *, path: str = "") -> PyTree:
     """Converts a tree to dicts, lists and tuples, which need no class; named tuples become dicts of their fields."""
     if tree is None:
         return None
     if isinstance(tree, tuple) and type(tree) is not tuple and (fields := getattr(tree, "_fields", None)):
         tree = dict(zip(fields, tree, strict=True))
     if type(tree) is dict:
-        check_string_keys(tree, path, name=name)
-        return {key: plain(value, name=name, path=f"{path}[{key!r}]") for key, value in tree.items()}
+        check_string_keys(tree, path)
+        return {key: plain(value, path=f"{path}[{key!r}]") for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(plain(value, name=name, path=f"{path}[{i}]") for i, value in enumerate(tree))
+        return type(tree)(plain(value, path=f"{path}[{i}]") for i, value in enumerate(tree))
     if not _axes.is_array(tree):
-        check_output(tree, path, name=name)
+        check_output(tree, path)
     return jnp.asarray(tree)
 
 
@@ -130,7 +130,6 @@ def prepare_export(
     ensemble: Ensemble[Any],
     call: MemberCall,
     *,
-    name: str,
     shapes: PyTree,
     combine: Callable[..., Any] | None,
     weights: Any,
@@ -139,16 +138,16 @@ def prepare_export(
     key: Any = None,
 ) -> ExportJob:
     """Checks the arguments of an export, and makes its job."""
-    check_ensemble(ensemble, name=name)
-    check_optional_function(call.fn, "fn", name=name, example="lambda model, x: model(x)")
-    check_optional_function(combine, "combine", name=name, example="combine.mean")
-    row = check_row_shapes(shapes, name=name)
-    check_model_state_given(ensemble.stacked, state, name=name)
-    check_model_state(state, ensemble.num_members, name=name)
-    convex = check_run_weights(weights, np.ones(ensemble.num_members, bool), combine, name=name)
-    keys = None if key is None else _keys.member_keys(_keys.root(key, name=name), ensemble.ids, purpose="predict")
+    check_ensemble(ensemble)
+    check_optional_function(call.fn, "fn", example="lambda model, x: model(x)")
+    check_optional_function(combine, "combine", example="combine.mean")
+    row = check_row_shapes(shapes)
+    check_model_state_given(ensemble.stacked, state)
+    check_model_state(state, ensemble.num_members)
+    convex = check_run_weights(weights, np.ones(ensemble.num_members, bool), combine)
+    keys = None if key is None else _keys.member_keys(_keys.root(key), ensemble.ids, purpose="predict")
     plan = as_plan(plan)
-    check_known_plan(plan, name=name)
+    check_known_plan(plan)
 
     def run(parts: Parts, x: PyTree) -> PyTree:
         rows = jnp.arange(jax.tree.leaves(x)[0].shape[0])
@@ -156,10 +155,10 @@ def prepare_export(
         if combine is not None:
             fn = of_predictions(combine)
             out = fn(out) if parts.weights is None else fn(out, weights=parts.weights)
-        return plain(out, name=name)
+        return plain(out)
 
     convex = None if convex is None else jnp.asarray(convex)
-    return ExportJob(run, pack(Parts(ensemble, state, convex, keys), name=name), row)
+    return ExportJob(run, pack(Parts(ensemble, state, convex, keys)), row)
 
 
 def with_constants(job: ExportJob) -> Callable[[PyTree], PyTree]:
@@ -167,9 +166,9 @@ def with_constants(job: ExportJob) -> Callable[[PyTree], PyTree]:
     return lambda x: job.run(job.packed.unpack(job.packed.arrays), x)
 
 
-def batches(row: PyTree, batch_size: int | None, *, name: str) -> tuple[PyTree, Any]:
+def batches(row: PyTree, batch_size: int | None) -> tuple[PyTree, Any]:
     """The shapes of a batch, with a symbolic number of rows if `batch_size` is `None`; and a symbol for the members."""
     batch, members = symbolic_shape("batch, members")
     if batch_size is not None:
-        batch = check_positive_int(batch_size, "batch_size", name=name)
+        batch = check_positive_int(batch_size, "batch_size")
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((batch, *x.shape), x.dtype), row), members

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._caller import caller
 from .._check import (
     MemberMismatchError,
     check_path,
@@ -35,11 +36,11 @@ def is_maker(like: Any) -> bool:
 
 def evaluate_make(make: Any) -> Any:
     """The shapes of the result of `make`; the result itself if `make` cannot be traced or hides arrays."""
-    check_make_of_key(make, name="load")
+    check_make_of_key(make)
     key = jax.random.key(0)
     try:
         shapes = eqx.filter_eval_shape(make, key)
-        check_no_tracers(shapes, name="load")
+        check_no_tracers(shapes)
     except (jax.errors.JAXTypeError, MemberMismatchError):
         return make(key)
     return shapes
@@ -115,7 +116,7 @@ def _with_axis(leaf: Any, count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((count, *leaf.shape), dtype)
 
 
-def check_make_of_key(make: Callable[..., Any], *, name: str) -> None:
+def check_make_of_key(make: Callable[..., Any]) -> None:
     """Checks that the function can be called with a key alone: the values of `zip` and `product` are in the file."""
     try:
         inspect.signature(make, follow_wrapped=False).bind(None)
@@ -123,26 +124,27 @@ def check_make_of_key(make: Callable[..., Any], *, name: str) -> None:
         return
     except TypeError as error:
         raise TypeError(
-            f"`{name}` calls the function that makes one member with a key alone, which it does not take: {error}.\n"
-            "Give what `build` got from `zip` or `product` any value: `lambda key: make(key, rate=0.0)`."
+            f"`{caller()}` calls the function that makes one member with a key alone, which it does not take: "
+            f"{error}.\nGive what `build` got from `zip` or `product` any value: `lambda key: make(key, rate=0.0)`."
         ) from None
 
 
-def run_of_fit_message(path: Any, folder: Any, *, name: str) -> str:
+def run_of_fit_message(path: Any, folder: Any) -> str:
     """The message for a checkpoint of a run in place of a model."""
     return (
-        f"`{name}` needs a checkpoint of an ensemble or a model, and `{path}` is one of a run of `fit`: it holds the "
-        f"whole training state.\nThe same call of `fit` with `checkpoint={str(folder)!r}` gives the run; to load the "
-        "ensemble without it, keep it with `save(path, run.ensemble)`."
+        f"`{caller()}` needs a checkpoint of an ensemble or a model, and `{path}` is one of a run of `fit`: it holds "
+        f"the whole training state.\nThe same call of `fit` with `checkpoint={str(folder)!r}` gives the run; to load "
+        "the ensemble without it, keep it with `save(path, run.ensemble)`."
     )
 
 
-def check_has_arrays(tree: Any, *, name: str) -> None:
+def check_has_arrays(tree: Any) -> None:
     """Checks that a tree is not a function without arrays, such as the one that makes the model."""
     leaves = jax.tree.leaves(tree)
     if callable(tree) and all(callable(leaf) and not is_member_array(leaf) for leaf in leaves):
         raise TypeError(
-            f"`{name}` got {kind_text(tree)} without any array.\nPass the ensemble or the model, not its constructor."
+            f"`{caller()}` got {kind_text(tree)} without any array.\nPass the ensemble or the model, not its "
+            "constructor."
         )
 
 
@@ -150,80 +152,80 @@ PLAIN_DTYPES = {"bool", "bfloat16", "complex64", "float8_e4m3fn", "float8_e5m2"}
 PLAIN_DTYPES |= {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
 
 
-def check_saved_members(members: Any, path: Any, *, name: str) -> None:
+def check_saved_members(members: Any, path: Any) -> None:
     """Checks that a checkpoint was saved with members."""
     if members is None:
         raise ValueError(
-            f"`{name}` cannot choose members of `{path}`: it was saved without members.\n"
+            f"`{caller()}` cannot choose members of `{path}`: it was saved without members.\n"
             "Members are those of an `Ensemble` or an `Each` in the tree that was saved."
         )
 
 
-def check_one_ensemble(ensembles: Sequence[str], others: Sequence[str], path: Any, *, name: str) -> None:
+def check_one_ensemble(ensembles: Sequence[str], others: Sequence[str], path: Any) -> None:
     """Checks that a checkpoint holds at most one ensemble, and nothing with other members."""
     if len(ensembles) > 1:
         raise ValueError(
-            f"`{name}` cannot choose members of `{path}`, which holds several ensembles: at "
+            f"`{caller()}` cannot choose members of `{path}`, which holds several ensembles: at "
             f"{', '.join(f'`{safe_text(where)}`' for where in ensembles)}.\nLoad all of it and index each ensemble, or "
             "save each at a path of its own."
         )
     if others:
         raise ValueError(
-            f"`{name}` cannot choose members of `{path}`: what is marked at "
+            f"`{caller()}` cannot choose members of `{path}`: what is marked at "
             f"{', '.join(f'`{safe_text(where)}`' for where in others)} was saved as a whole, because it has another "
             "number of members or holds them along another axis.\nLoad all of it, and take the members from each part."
         )
 
 
-def check_member_selection(members: Any, *, name: str) -> None:
+def check_member_selection(members: Any) -> None:
     """Checks that members are given as several positions."""
     if isinstance(members, int | np.integer):
         raise TypeError(
-            f"`{name}` needs a list of positions as `members`, got {members}.\n"
+            f"`{caller()}` needs a list of positions as `members`, got {members}.\n"
             f"Write `load(path, like, members=[{members}])[0]` for one model."
         )
 
 
-def check_like_given(like: Any, *, name: str) -> None:
+def check_like_given(like: Any) -> None:
     """Checks that `like` is given."""
     if like is None:
         raise TypeError(
-            f"`{name}` needs `like`: the function that makes one member, an ensemble, or the shapes from "
+            f"`{caller()}` needs `like`: the function that makes one member, an ensemble, or the shapes from "
             "`equinox.filter_eval_shape`.\nThe file holds the numbers; the model's code is yours."
         )
 
 
-def check_member_format(format: Any, *, name: str) -> None:
+def check_member_format(format: Any) -> None:
     """Checks a format of exported members."""
-    check_word(format, "format", ("eqx", "safetensors"), name=name)
+    check_word(format, "format", ("eqx", "safetensors"))
 
 
-def check_no_typed_keys(tree: Any, reason: str, *, name: str) -> None:
+def check_no_typed_keys(tree: Any, reason: str) -> None:
     """Checks that no leaf is an array of typed keys."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key):
             raise TypeError(
-                f"`{name}` found typed keys at `{path_text(path)}`: {reason}.\nUse `save` and "
+                f"`{caller()}` found typed keys at `{path_text(path)}`: {reason}.\nUse `save` and "
                 "`load`, or keep `jax.random.key_data(key)` in the model."
             )
 
 
-def check_plain_dtype(dtype: Any, path: str, *, name: str) -> None:
+def check_plain_dtype(dtype: Any, path: str) -> None:
     """Checks that safetensors supports a dtype."""
     if dtype.name not in PLAIN_DTYPES:
         raise TypeError(
-            f"`{name}` cannot write the array `{path}` of dtype {dtype.name}: safetensors has no such type.\n"
+            f"`{caller()}` cannot write the array `{path}` of dtype {dtype.name}: safetensors has no such type.\n"
             "Cast it, or use `format='eqx'` or `save`."
         )
 
 
-def check_paths(paths: Any, *, name: str) -> list:
+def check_paths(paths: Any) -> list:
     """Checks paths, at least one, and returns them as a list."""
     if isinstance(paths, str | os.PathLike):
-        raise TypeError(f"`{name}` needs a list of paths, one per member, got the single path {str(paths)!r}.")
-    listed = check_sequence(paths, "paths", name=name, of="paths, one per member")
+        raise TypeError(f"`{caller()}` needs a list of paths, one per member, got the single path {str(paths)!r}.")
+    listed = check_sequence(paths, "paths", of="paths, one per member")
     for path in listed:
-        check_path(path, "paths", name=name)
+        check_path(path, "paths")
     if not listed:
-        raise ValueError(f"`{name}` needs at least one path, got none.")
+        raise ValueError(f"`{caller()}` needs at least one path, got none.")
     return listed

@@ -35,12 +35,12 @@ _AFTER = "<after the last leaf>"
 _KINDS = {bool: "b", int: "iu", float: "f", complex: "c"}
 
 
-def read_equinox(path: Path, like: Any, *, name: str) -> Any:
+def read_equinox(path: Path, like: Any) -> Any:
     """Reads a file of `equinox.tree_serialise_leaves`, which has neither names nor a count of its arrays.
 
     The headers of the arrays are compared with `like` first; NumPy then allocates memory for arrays in the file only.
     """
-    check_no_typed_keys(like, "files of `equinox.tree_serialise_leaves` hold none", name=name)
+    check_no_typed_keys(like, "files of `equinox.tree_serialise_leaves` hold none")
     with open(path, "rb") as file:
         gaps, size = [], os.fstat(file.fileno()).st_size
         for where, leaf in saved_leaves(like):
@@ -50,7 +50,7 @@ def read_equinox(path: Path, like: Any, *, name: str) -> Any:
                     gaps.append(_gap(where, found, leaf))
         while (found := _header(file, size, path, _AFTER)) is not None:
             gaps.append(_gap(_AFTER, found, None))
-        check_same_leaves(gaps, path, only_dtypes=False, name=name)
+        check_same_leaves(gaps, path, only_dtypes=False)
         file.seek(0)
         return eqx.tree_deserialise_leaves(file, like)
 
@@ -89,20 +89,20 @@ def _gap(where: str, found: Any, leaf: Any) -> LeafDifference:
     return LeafDifference(where, saved, kind_text(leaf) if is_number(leaf) else f"{leaf.dtype}{list(leaf.shape)}")
 
 
-def to_safetensors(model: Any, *, name: str) -> bytes:
+def to_safetensors(model: Any) -> bytes:
     """The arrays of a model under names such as `layers.0.weight`."""
-    check_no_typed_keys(model, "safetensors files hold plain arrays", name=name)
+    check_no_typed_keys(model, "safetensors files hold plain arrays")
     arrays = {}
     for where, leaf in _named_leaves(model):
         if is_array_like(leaf):
             arrays[where] = np.array(leaf, order="C")
-            check_plain_dtype(arrays[where].dtype, where, name=name)
+            check_plain_dtype(arrays[where].dtype, where)
     return safetensors_bytes(arrays)
 
 
-def read_safetensors(path: Path, like: Any, *, name: str) -> Any:
+def read_safetensors(path: Path, like: Any) -> Any:
     """Reads a model from its arrays by name; everything else, numbers included, comes from `like`."""
-    check_no_typed_keys(like, "safetensors files hold plain arrays", name=name)
+    check_no_typed_keys(like, "safetensors files hold plain arrays")
     try:
         with safe_open(path, framework="np") as file:
             found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
@@ -115,7 +115,7 @@ def read_safetensors(path: Path, like: Any, *, name: str) -> Any:
                         text = "nothing" if saved is None else f"{saved.get_dtype()}{list(shape or ())}"
                         gaps.append(LeafDifference(where, text, f"{leaf.dtype}{list(leaf.shape)}"))
             gaps += [LeafDifference(where, f"{s.get_dtype()}{s.get_shape()}", "nothing") for where, s in found.items()]
-            check_same_leaves(gaps, path, only_dtypes=False, name=name)
+            check_same_leaves(gaps, path, only_dtypes=False)
             read = lambda where, leaf: _as(leaf, file.get_tensor(where)) if is_array_like(leaf) else leaf
             leaves = [read(where, leaf) for where, leaf in _named_leaves(like)]
     except SafetensorError as error:
@@ -158,21 +158,20 @@ def export_members(
     ee.load_members(paths, make)  # the ensemble
     ```
     """
-    name = "export_members"
-    check_ensemble_or_group(ensemble, name=name)
-    check_path(folder, "folder", name=name)
-    check_member_format(format, name=name)
+    check_ensemble_or_group(ensemble)
+    check_path(folder, "folder")
+    check_member_format(format)
     paths = []
     for i, member_id in enumerate(ensemble.ids.tolist()):
         paths.append(absolute(as_path(folder)) / f"member-{member_id:06d}.{format}")
-        write_file(paths[-1], _encode(ensemble[i], format, name))
+        write_file(paths[-1], _encode(ensemble[i], format))
     return paths
 
 
-def _encode(model: Any, format: str, name: str) -> bytes:
+def _encode(model: Any, format: str) -> bytes:
     if format == "safetensors":
-        return to_safetensors(model, name=name)
-    check_no_typed_keys(model, "`equinox.tree_serialise_leaves` cannot write them", name=name)
+        return to_safetensors(model)
+    check_no_typed_keys(model, "`equinox.tree_serialise_leaves` cannot write them")
     file = io.BytesIO()
     eqx.tree_serialise_leaves(file, model)
     return file.getvalue()
@@ -211,18 +210,17 @@ def load_members(paths: Iterable[PathLike], like: Any, *, ids: Any = None) -> En
     ensemble = ee.load_members([f"{folder}/{i}.eqx" for i in range(4)], make)
     ```
     """
-    name = "load_members"
-    paths = check_paths(paths, name=name)
-    check_like_given(like, name=name)
+    paths = check_paths(paths)
+    check_like_given(like)
     like = evaluate_make(like) if is_maker(like) else like
-    return stack([_one(as_path(path), like, name) for path in paths], ids=ids)
+    return stack([_one(as_path(path), like) for path in paths], ids=ids)
 
 
-def _one(path: Any, like: Any, name: str) -> Any:
+def _one(path: Any, like: Any) -> Any:
     if not is_on_disk(path) or path.is_dir():
         return load(path, like)
     if path.suffix == ".safetensors":
-        return read_safetensors(path, like, name=name)
+        return read_safetensors(path, like)
     if not path.exists() and path.suffix == "":
         path = path.with_suffix(".eqx")  # as equinox does
-    return read_equinox(path, like, name=name)
+    return read_equinox(path, like)

@@ -77,8 +77,8 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     ensemble = ee.load(path, make)
     ```
     """
-    check_format(format, path, name="save")
-    check_has_arrays(tree, name="save")
+    check_format(format, path)
+    check_has_arrays(tree)
     for ensemble in _ensembles(tree):
         check_integer_ids(ensemble.ids)
     how, marked = FORMATS[format], marks(tree)
@@ -151,23 +151,22 @@ def load(
     ee.concatenate([ee.load(path, make), more])  # the same as ee.build(make, 10, key=key)
     ```
     """
-    name = "load"
-    check_path(path, "path", name=name)
-    check_like_given(like, name=name)
-    check_flag(strict, "strict", name=name)
-    layout = as_layout(mesh, name=name)
-    with open_checkpoint(as_path(path), name=name) as reader:
+    check_path(path, "path")
+    check_like_given(like)
+    check_flag(strict, "strict")
+    layout = as_layout(mesh)
+    with open_checkpoint(as_path(path)) as reader:
         if is_of_fit(reader.manifest) and not isinstance(like, dict):
-            raise ValueError(run_of_fit_message(reader.folder, reader.folder.parent, name=name))
+            raise ValueError(run_of_fit_message(reader.folder, reader.folder.parent))
         like, rows = as_like(like, reader.manifest), None
         if members is not None:
-            check_member_selection(members, name=name)
+            check_member_selection(members)
         if members is not None and not isinstance(like, Group):
-            rows = _rows(members, reader.manifest, path, name)
-            _one_set_of_members(like, reader.manifest, path, name)
-        tree = restore(reader, like, rows=rows, cast=cast, strict=strict, name=name)
+            rows = _rows(members, reader.manifest, path)
+            _one_set_of_members(like, reader.manifest, path)
+        tree = restore(reader, like, rows=rows, cast=cast, strict=strict)
     if members is not None and isinstance(tree, Group):
-        tree = tree[_positions(members, tree.num_members, name)]
+        tree = tree[_positions(members, tree.num_members)]
     return tree if layout is None else _shard(tree, layout)
 
 
@@ -232,7 +231,7 @@ def _count(node: Any) -> int | None:
     return shapes.pop()[0] if len(shapes) == 1 and () not in shapes else None
 
 
-def _one_set_of_members(like: Any, manifest: Manifest, path: PathLike, name: str) -> None:
+def _one_set_of_members(like: Any, manifest: Manifest, path: PathLike) -> None:
     """Checks that a tree has one set of members, so that some of them can be selected."""
     kinds = {entry.path: entry.kind for entry in manifest.entries}
     keyed, _ = jtu.tree_flatten_with_path(like, is_leaf=_axes.is_per_member)
@@ -243,17 +242,17 @@ def _one_set_of_members(like: Any, manifest: Manifest, path: PathLike, name: str
         leaves = [kinds.get(path_text(keys + inner)) for inner, _ in jtu.tree_flatten_with_path(node)[0]]
         if not isinstance(node, Ensemble) and "shared" in leaves:
             others.append(path_text(keys))
-    check_one_ensemble(ensembles, others, path, name=name)
+    check_one_ensemble(ensembles, others, path)
 
 
-def _rows(members: Any, manifest: Manifest, path: PathLike, name: str) -> list[int]:
+def _rows(members: Any, manifest: Manifest, path: PathLike) -> list[int]:
     ids = manifest.members
-    check_saved_members(ids, path, name=name)
-    return _positions(members, len(ids or ()), name)
+    check_saved_members(ids, path)
+    return _positions(members, len(ids or ()))
 
 
-def _positions(members: Any, num_members: int, name: str) -> list[int]:
-    rows = check_index(list(members) if isinstance(members, range) else members, num_members, name=name)
-    check_member_selection(rows, name=name)  # of an array without axes
-    check_distinct(rows, name=name)
+def _positions(members: Any, num_members: int) -> list[int]:
+    rows = check_index(list(members) if isinstance(members, range) else members, num_members)
+    check_member_selection(rows)  # of an array without axes
+    check_distinct(rows)
     return [int(row) for row in rows]

@@ -153,7 +153,7 @@ class PredictionInputs(eqx.Module):
 def predict_batch(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs, rows: jax.Array) -> PyTree:
     """The predictions of all members for all rows of `inputs`; `rows` are their indices in the data."""
     read = (inputs.ensemble, inputs.x, inputs.state, None if inputs.keys is None else _axes.Each(inputs.keys))
-    own, view, _ = _axes.split_members(read, name="predict")
+    own, view, _ = _axes.split_members(read)
 
     def one(part: PyTree) -> PyTree:
         model, batch, state, key = view(part)

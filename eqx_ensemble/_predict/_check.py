@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._caller import caller
 from .._check import check_optional_flag, is_traced
 from .._combination import AbstractCombination, check_chunk_weights, scale_weights
 
@@ -24,7 +25,7 @@ def check_combine(combine: Any, weights: Any, num_members: int, num_rows: int) -
             f"  expected shape ({num_members},), got {np.shape(weights)}\n"
             "Weights of each row are for functions, such as `combine=combine.mixture`, which see all members."
         )
-    checked = None if weights is None else check_chunk_weights(weights, num_members, name="predict", rows=rows)
+    checked = None if weights is None else check_chunk_weights(weights, num_members, rows=rows)
     if isinstance(checked, np.ndarray) and checked.size and not checked.any():
         raise ValueError(f"`predict` needs `weights` that are not all zero, got {num_members} zeros.")
     if isinstance(checked, np.ndarray) and checked.ndim == 2 and not checked.any(axis=0).all():
@@ -39,12 +40,12 @@ def check_combine(combine: Any, weights: Any, num_members: int, num_rows: int) -
     return checked
 
 
-def check_inference(inference: Any, key: Any, *, name: str) -> bool:
+def check_inference(inference: Any, key: Any) -> bool:
     """Whether members are put into inference mode: with a key, which may be meant for dropout, there is no default."""
-    check_optional_flag(inference, "inference", name=name)
+    check_optional_flag(inference, "inference")
     if inference is None and key is not None:
         raise ValueError(
-            f"`{name}` needs `inference` with `key`: by default members are in inference mode, where dropout does "
+            f"`{caller()}` needs `inference` with `key`: by default members are in inference mode, where dropout does "
             "nothing.\n"
             "For Monte-Carlo dropout pass `inference=False`; for members that draw random numbers in inference mode, "
             "`inference=True`."
@@ -61,16 +62,16 @@ def check_untraced(tree: Any) -> None:
         )
 
 
-def check_rows_of_result(combined: Any, num_rows: int, *, name: str = "predict") -> None:
+def check_rows_of_result(combined: Any, num_rows: int) -> None:
     """Raises unless the leading axis of every combined array is that of the rows."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(combined)]
     if not shapes or any(shape[:1] != (num_rows,) for shape in shapes):
         listed = ", ".join(map(str, shapes)) or "no array"
         raise ValueError(
-            f"`{name}` needs a `combine` that treats rows independently and returns arrays `(rows, ...)`; it gave "
+            f"`{caller()}` needs a `combine` that treats rows independently and returns arrays `(rows, ...)`; it gave "
             f"{listed} for {num_rows} rows.\n"
             "To move an axis: `combine=lambda p: jnp.moveaxis(jnp.quantile(p, levels, axis=0), 0, -1)`. For "
-            f"statistics over all rows, such as a mean over them, call the function on what `{name}` returns."
+            f"statistics over all rows, such as a mean over them, call the function on what `{caller()}` returns."
         )
 
 

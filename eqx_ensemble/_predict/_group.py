@@ -29,17 +29,17 @@ from ._run_works import Work, combine_parts, run_works
 
 def check_members_and_rows(ensemble: Ensemble[Any], x: PyTree, state: Any) -> int:
     """Raises unless the members fit their state and the rows. Returns the number of rows."""
-    check_model_state_given(ensemble.stacked, state, name="predict")
-    check_model_state(state, ensemble.num_members, name="predict")
-    num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", name="predict", finite=False, least=0)
-    _check.check_integers_fit((ensemble.stacked, ensemble.shared, state), argument="ensemble", name="predict")
+    check_model_state_given(ensemble.stacked, state)
+    check_model_state(state, ensemble.num_members)
+    num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", finite=False, least=0)
+    _check.check_integers_fit((ensemble.stacked, ensemble.shared, state), argument="ensemble")
     return num_rows
 
 
 def check_budget(memory: Any, read: PyTree) -> None:
     """Raises unless `memory` is a positive integer and the arrays are concrete, or `memory` is `None`."""
     if memory is not None:
-        _check.check_positive_int(memory, "memory", name="predict")
+        _check.check_positive_int(memory, "memory")
         check_untraced(read)
 
 
@@ -47,7 +47,7 @@ def prepare_inputs(
     ensemble: Ensemble[Any], x: PyTree, state: Any, *, mesh: Mesh | None, key: Any
 ) -> tuple[PredictionInputs, Layout | None]:
     """The inputs on their devices, and their layout on a mesh."""
-    keys = None if key is None else _keys.member_keys(_keys.root(key, name="predict"), ensemble.ids, purpose="predict")
+    keys = None if key is None else _keys.member_keys(_keys.root(key), ensemble.ids, purpose="predict")
     return _on_mesh(PredictionInputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh)
 
 
@@ -59,7 +59,7 @@ def size_of_batch(inputs: Sequence[PredictionInputs], num_rows: int, batch_size:
 
 def _on_mesh(inputs: PredictionInputs, mesh: Mesh | None) -> tuple[PredictionInputs, Layout | None]:
     """The inputs on the devices of a mesh, with its layout; unchanged without a mesh."""
-    layout = layout_for(mesh, inputs.ensemble.stacked, name="predict")
+    layout = layout_for(mesh, inputs.ensemble.stacked)
     if layout is None or any(map(_check.is_traced, jax.tree.leaves(inputs))):
         return inputs, layout
     ensemble = inputs.ensemble
@@ -117,9 +117,9 @@ def predict_group(
     that combined predictions need memory for one batch only.
     """
     check_no_batch(x)
-    _check.check_positive_int(batch_size, "batch_size", name="predict")
-    _check.check_optional_flag(progress, "progress", name="predict")
-    check_inference(options["inference"], options["key"], name="predict")
+    _check.check_positive_int(batch_size, "batch_size")
+    _check.check_optional_flag(progress, "progress")
+    check_inference(options["inference"], options["key"])
     parts = _parts(group, x, state, fn, plan)
     num_rows = _num_rows(parts)
     weights = check_combine(combine, weights, group.num_members, num_rows)
@@ -148,10 +148,10 @@ def predict_group(
 
 
 def _parts(group: Group, x: PyTree, state: Any, fn: Any, plan: Any) -> list[Part]:
-    xs, states = data_by_part(group, x, name="predict"), states_by_part(state, group.parts, name="predict")
-    fns, plans = (by_part(value, group.parts, word, name="predict") for word, value in (("fn", fn), ("plan", plan)))
+    xs, states = data_by_part(group, x), states_by_part(state, group.parts)
+    fns, plans = (by_part(value, group.parts, word) for word, value in (("fn", fn), ("plan", plan)))
     for own in fns.values():
-        _check.check_optional_function(own, "fn", name="predict", example="lambda model, x: model(x)")
+        _check.check_optional_function(own, "fn", example="lambda model, x: model(x)")
     return [
         Part(name, group.parts[name], members, xs[name], states[name], as_hashable(fns[name]), plans[name])
         for name, members in member_positions(group).items()
@@ -172,7 +172,7 @@ def _num_rows(parts: list[Part]) -> int:
 def _works(
     parts: list[Part], num_rows: int, batch_size: int, *, memory: int | None, inference: Any, mesh: Any, key: Any
 ) -> list[Work]:
-    inference = check_inference(inference, key, name="predict")
+    inference = check_inference(inference, key)
     ready = [prepare_inputs(p.ensemble, p.x, p.state, mesh=mesh, key=key) for p in parts]
     size = size_of_batch([inputs for inputs, _ in ready], num_rows, batch_size, memory)
     works = []
@@ -203,7 +203,7 @@ def _alike(outs: Iterable[tuple[np.ndarray, PyTree]], owners: dict[int, str]) ->
         of_rows = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if _axes.is_array(x) else x
         shapes = jax.tree.map(of_rows, out)
         first = (owner, shapes) if first is None else first
-        check_like_outputs({first[0]: first[1], owner: shapes}, name="predict")
+        check_like_outputs({first[0]: first[1], owner: shapes})
         yield members, out
 
 

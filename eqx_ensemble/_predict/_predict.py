@@ -330,7 +330,7 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     parts.epistemic.shape  # (1000,)
     ```
     """
-    few, x, fn = None, from_foreign_tree(x, "x", name="predict"), as_hashable(fn)
+    few, x, fn = None, from_foreign_tree(x, "x"), as_hashable(fn)
     if isinstance(ensemble, Group):
         return predict_group(
             predict, ensemble, x, combine=combine, weights=weights, batch_size=batch_size, memory=memory, state=state,
@@ -341,12 +341,12 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     program = None if few is None else find_program(few)
     if few is not None and program is not None:
         return _predict_few(program, few, x, combine, weights)
-    check_ensemble(ensemble, name="predict")
-    inference = check_inference(inference, key, name="predict")
-    _check.check_optional_function(fn, "fn", name="predict", example="lambda model, x: model(x)")
-    _check.check_optional_flag(progress, "progress", name="predict")
+    check_ensemble(ensemble)
+    inference = check_inference(inference, key)
+    _check.check_optional_function(fn, "fn", example="lambda model, x: model(x)")
+    _check.check_optional_flag(progress, "progress")
     plan = as_plan(plan)
-    _check.check_positive_int(batch_size, "batch_size", name="predict")
+    _check.check_positive_int(batch_size, "batch_size")
     check_no_batch(x)
     num_rows = check_members_and_rows(ensemble, x, state)
     if few is not None and can_keep_program(plan, x):
@@ -372,7 +372,7 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
 def _predict_few(program: FewProgram, few: FewRows, x: PyTree, combine: Any, weights: Any) -> PyTree:
     """The prediction for at most a batch of rows, by one call of a program."""
     weights = check_combine(combine, weights, program.num_members, few.num_rows)
-    with explain_memory(Pilot(program.plan, name="predict"), program.num_members, name="predict"):
+    with explain_memory(Pilot(program.plan, name="predict"), program.num_members):
         with explain_rows(x):
             out = run_program(program, few)
         if combine is not None:

@@ -289,7 +289,7 @@ def run_works(
     ):
         for work in works:
             own = work.inputs.ensemble.num_members
-            explained.enter_context(explain_memory(work.pilot, own, name="predict"))
+            explained.enter_context(explain_memory(work.pilot, own))
         for rows, out in _batches(works, collect) if memory is None else _batches_within(memory, works, collect):
             if axis == 0:
                 check_rows_of_result(out, len(rows))

@@ -74,7 +74,7 @@ class Vector(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
-        return jax.vmap(_by_vector)(self.pooling.logs("calibrate.Vector", logits), self.scale, self.bias)
+        return jax.vmap(_by_vector)(self.pooling.logs(logits), self.scale, self.bias)
 
 
 class Matrix(eqx.Module):
@@ -94,7 +94,7 @@ class Matrix(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
-        return jax.vmap(_by_matrix)(self.pooling.logs("calibrate.Matrix", logits), self.matrix, self.bias)
+        return jax.vmap(_by_matrix)(self.pooling.logs(logits), self.matrix, self.bias)
 
 
 def vector(
@@ -144,11 +144,11 @@ def vector(
         [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
     """
     name = "calibrate.vector"
-    steps = check_positive_int(max_steps, "max_steps", name=name)
-    pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
+    steps = check_positive_int(max_steps, "max_steps")
+    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
     rows = rows._replace(logs=_constant(name, rows.logs))
     scale, bias, found = _fit_vector(rows, steps)
-    warn_of_no_minimum(name, pool, found)
+    warn_of_no_minimum(pool, found)
     return Vector(scale, bias, pooling)
 
 
@@ -197,14 +197,14 @@ def matrix(
         calibration](https://arxiv.org/abs/1910.12656)
     """
     name = "calibrate.matrix"
-    steps = check_positive_int(max_steps, "max_steps", name=name)
-    check_number(off_diagonal_penalty, "off_diagonal_penalty", name=name, least=0)
-    check_number(bias_penalty, "bias_penalty", name=name, least=0)
-    pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
+    steps = check_positive_int(max_steps, "max_steps")
+    check_number(off_diagonal_penalty, "off_diagonal_penalty", least=0)
+    check_number(bias_penalty, "bias_penalty", least=0)
+    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
     rows = rows._replace(logs=_constant(name, rows.logs))
     penalties = jnp.asarray([off_diagonal_penalty, bias_penalty], rows.logs.dtype)
     fitted, bias, found = _fit_matrix(rows, penalties, steps)
-    warn_of_no_minimum(name, pool, found)
+    warn_of_no_minimum(pool, found)
     return Matrix(fitted, bias, pooling)
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
+from .._caller import caller
 from .._check import (
     as_column,
     check_fitted_members,
@@ -26,17 +27,17 @@ from .._weighting import blank_masked, blank_unweighted, is_class, log_mixture
 from ..scores._check import check_some_rows
 
 
-def check_pool(name: str, pool: str, *, weighted: bool) -> None:
+def check_pool(pool: str, *, weighted: bool) -> None:
     """Raises for an unknown `pool`, and for weights with `pool="members"`."""
-    check_word(pool, "pool", ("members", "mixture"), name=name)
+    check_word(pool, "pool", ("members", "mixture"))
     if weighted and pool == "members":
         fix = "Each member is calibrated separately: weight the members when you combine them."
         raise ValueError(
-            needs_message(name, '`weights` only with `pool="mixture"`', 'got both `weights` and `pool="members"`', fix)
+            needs_message('`weights` only with `pool="mixture"`', 'got both `weights` and `pool="members"`', fix)
         )
 
 
-def check_finite_logits(name: str, logits: Array, weights: ArrayLike | None, mask: ArrayLike | None) -> None:
+def check_finite_logits(logits: Array, weights: ArrayLike | None, mask: ArrayLike | None) -> None:
     """Raises unless logits of members and rows with nonzero weight are finite; checked where concrete."""
     host, kept, share = concrete(logits), kept_rows(mask), None if weights is None else concrete(weights)
     if host is None or kept is None or (weights is not None and share is None):
@@ -49,7 +50,6 @@ def check_finite_logits(name: str, logits: Array, weights: ArrayLike | None, mas
         fix = "Probabilities of zero? Mix in a little of the uniform distribution before taking the logarithm."
         raise ValueError(
             needs_message(
-                name,
                 "finite `logits`",
                 first_text(host, wrong),
                 fix,
@@ -57,7 +57,7 @@ def check_finite_logits(name: str, logits: Array, weights: ArrayLike | None, mas
         )
 
 
-def check_best_temperature(name: str, pool: str, separated: ArrayLike, hopeless: ArrayLike) -> None:
+def check_best_temperature(pool: str, separated: ArrayLike, hopeless: ArrayLike) -> None:
     """Raises if the likelihood has no maximum at a finite, positive temperature; checked where concrete."""
     for flags, got, fix in (
         (
@@ -74,13 +74,11 @@ def check_best_temperature(name: str, pool: str, separated: ArrayLike, hopeless:
         host = concrete(flags)
         if host is not None and host.any():
             raise ValueError(
-                needs_message(
-                    name, "labels for which an optimal temperature exists", f"{_member_text(pool, host)}{got}", fix
-                )
+                needs_message("labels for which an optimal temperature exists", f"{_member_text(pool, host)}{got}", fix)
             )
 
 
-def check_not_separable(name: str, pool: str, separable: ArrayLike) -> None:
+def check_not_separable(pool: str, separable: ArrayLike) -> None:
     """Raises if the probabilities of a class separate its rows from the others; checked where concrete."""
     host = concrete(separable)
     if host is None or not host.any():
@@ -89,10 +87,10 @@ def check_not_separable(name: str, pool: str, separable: ArrayLike) -> None:
     whose = f"member {group}, class {label}" if pool == "members" else f"class {label}"
     got = f"{whose}: its probabilities separate its rows from the others, or all or none of the rows are of this class"
     fix = "Fit on more rows, or use `calibrate.platt`: its smoothed targets always have an optimum."
-    raise ValueError(needs_message(name, "labels for which optimal parameters exist", got, fix))
+    raise ValueError(needs_message("labels for which optimal parameters exist", got, fix))
 
 
-def check_finite_targets(name: str, targets: ArrayLike, mask: ArrayLike | None) -> None:
+def check_finite_targets(targets: ArrayLike, mask: ArrayLike | None) -> None:
     """Raises unless targets are finite in the rows of the mask; checked where concrete."""
     host, kept = concrete(targets), kept_rows(mask)
     if host is None or kept is None:
@@ -101,12 +99,12 @@ def check_finite_targets(name: str, targets: ArrayLike, mask: ArrayLike | None) 
     if wrong.any():
         raise ValueError(
             needs_message(
-                name, "finite `targets`", first_text(host, wrong), "Leave these rows out: `mask=jnp.isfinite(targets)`."
+                "finite `targets`", first_text(host, wrong), "Leave these rows out: `mask=jnp.isfinite(targets)`."
             )
         )
 
 
-def check_scale(name: str, pool: str, scale: ArrayLike) -> None:
+def check_scale(pool: str, scale: ArrayLike) -> None:
     """Raises unless the factor is finite and positive; checked where concrete."""
     host = concrete(scale)
     if host is not None and not np.isfinite(host).all():
@@ -114,7 +112,6 @@ def check_scale(name: str, pool: str, scale: ArrayLike) -> None:
         got = f"{_member_text(pool, wrong)}the factor would be {host[wrong][0]}"
         raise ValueError(
             needs_message(
-                name,
                 "finite means and variances",
                 got,
                 "Exclude such members by `weights`, and such rows by `mask`.",
@@ -124,7 +121,6 @@ def check_scale(name: str, pool: str, scale: ArrayLike) -> None:
         fix = "Are the targets the predictions themselves?"
         raise ValueError(
             needs_message(
-                name,
                 "targets that differ from the predicted means",
                 f"{_member_text(pool, host == 0)}every target equals its mean exactly",
                 fix,
@@ -141,27 +137,27 @@ def no_gradient_message(name: str) -> str:
     )
 
 
-def check_untraced(name: str, **arrays: ArrayLike | None) -> None:
+def check_untraced(**arrays: ArrayLike | None) -> None:
     """Raises for traced arrays."""
     for argument, values in arrays.items():
         if is_traced(values):
             fix = "Fit outside `jax.jit`; the fitted Module can be called inside."
-            raise TypeError(needs_message(name, f"a concrete `{argument}`", "got a traced array", fix))
+            raise TypeError(needs_message(f"a concrete `{argument}`", "got a traced array", fix))
 
 
-def check_smoothing(smoothing: Any, *, name: str) -> float:
+def check_smoothing(smoothing: Any) -> float:
     """Raises unless `smoothing` is a non-negative number. Returns it."""
-    check_number(smoothing, "smoothing", name=name, least=0)
+    check_number(smoothing, "smoothing", least=0)
     return float(smoothing)
 
 
-def warn_of_no_minimum(name: str, pool: str, flat: ArrayLike) -> None:
+def warn_of_no_minimum(pool: str, flat: ArrayLike) -> None:
     """Warns if L-BFGS did not reach a minimum; checked where concrete."""
     host = concrete(flat)
     if host is not None and not host.all():
-        penalty = "add a penalty" if name == "calibrate.matrix" else "use `calibrate.matrix` with penalties"
+        penalty = "add a penalty" if caller() == "calibrate.matrix" else "use `calibrate.matrix` with penalties"
         warn(
-            f"`{name}`: {_member_text(pool, ~host)}no minimum was reached. If the rows are separable, none exists: "
+            f"`{caller()}`: {_member_text(pool, ~host)}no minimum was reached. If the rows are separable, none exists: "
             f"fit on more rows, use a calibration with fewer parameters, or {penalty}."
         )
 
@@ -187,10 +183,10 @@ class Pooling(eqx.Module):
     num_members: int = eqx.field(static=True)
     weights: Float[Array, " members"] | None
 
-    def logs(self, name: str, logits: ArrayLike) -> Float[Array, "groups *batch classes"]:
+    def logs(self, logits: ArrayLike) -> Float[Array, "groups *batch classes"]:
         """The log-probabilities to calibrate, with one group per member, or one for the mixture."""
-        checked = check_logits(name, logits)
-        check_fitted_members(name, self.num_members, checked.shape[0])
+        checked = check_logits(logits)
+        check_fitted_members(self.num_members, checked.shape[0])
         return _logs(checked, self.weights, self.pool)
 
 
@@ -203,15 +199,15 @@ class Rows(NamedTuple):
 
 
 def fit_rows(
-    name: str, logits: ArrayLike, labels: ArrayLike, pool: Pool, weights: ArrayLike | None, mask: ArrayLike | None
+    logits: ArrayLike, labels: ArrayLike, pool: Pool, weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Pooling, Rows]:
     """The predictions to calibrate and the rows to fit on; masked rows and invalid labels have weight zero."""
-    checked = check_logits(name, logits)
-    kept = check_mask(name, mask, checked.shape[1:-1])
-    targets = check_labels(name, labels, checked, mask)
-    pooling = make_pooling(name, pool, weights, checked)
-    check_some_rows(name, targets.shape)
-    check_finite_logits(name, checked, pooling.weights, mask)
+    checked = check_logits(logits)
+    kept = check_mask(mask, checked.shape[1:-1])
+    targets = check_labels(labels, checked, mask)
+    pooling = make_pooling(pool, weights, checked)
+    check_some_rows(targets.shape)
+    check_finite_logits(checked, pooling.weights, mask)
     # While tracing, invalid labels raise no error.
     known = is_class(targets, checked.shape[-1])
     kept = known if kept is None else kept & known
@@ -220,11 +216,11 @@ def fit_rows(
     return pooling, Rows(jnp.reshape(logs, (logs.shape[0], -1, logs.shape[-1])), rows, share)
 
 
-def make_pooling(name: str, pool: Pool, weights: ArrayLike | None, predictions: Array) -> Pooling:
+def make_pooling(pool: Pool, weights: ArrayLike | None, predictions: Array) -> Pooling:
     """The pooling of predictions with a leading `members` axis."""
-    check_pool(name, pool, weighted=weights is not None)
+    check_pool(pool, weighted=weights is not None)
     num_members = predictions.shape[0]
-    return Pooling(pool, num_members, check_weights(name, weights, num_members, predictions.dtype))
+    return Pooling(pool, num_members, check_weights(weights, num_members, predictions.dtype))
 
 
 def _shares(kept: Bool[Array, "*batch"], dtype: jnp.dtype) -> Float[Array, " rows"]:

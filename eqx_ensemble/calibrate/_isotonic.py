@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
+from .._caller import caller
 from .._check import check_positive_int, check_word, missing_extra_message
 from ..scores._binning import Binning, bin_rows
 from ._check import Pool, Pooling, Rows, check_smoothing, check_untraced, fit_rows
@@ -27,7 +28,7 @@ class Histogram(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
-        probabilities = jnp.exp(self.pooling.logs("calibrate.Histogram", logits))
+        probabilities = jnp.exp(self.pooling.logs(logits))
         return by_class(_frequency_of, probabilities, self.edges, self.frequency)
 
 
@@ -93,11 +94,10 @@ def histogram(
         }
         ```
     """
-    name = "calibrate.histogram"
-    check_positive_int(num_bins, "num_bins", name=name)
-    check_word(binning, "binning", ("width", "mass"), name=name)
-    pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
-    edges, frequency = _fit_histogram(rows, check_smoothing(smoothing, name=name), num_bins, binning)
+    check_positive_int(num_bins, "num_bins")
+    check_word(binning, "binning", ("width", "mass"))
+    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
+    edges, frequency = _fit_histogram(rows, check_smoothing(smoothing), num_bins, binning)
     return Histogram(edges, frequency, pooling)
 
 
@@ -154,7 +154,7 @@ class Isotonic(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
-        probabilities = jnp.exp(self.pooling.logs("calibrate.Isotonic", logits))
+        probabilities = jnp.exp(self.pooling.logs(logits))
         return by_class(jnp.interp, probabilities, self.knots, self.values)
 
 
@@ -217,18 +217,17 @@ def isotonic(
         }
         ```
     """
-    name = "calibrate.isotonic"
-    check_untraced(name, logits=logits, labels=labels, weights=weights, mask=mask)
-    pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
-    knots, values = _fit(name, rows, check_smoothing(smoothing, name=name))
+    check_untraced(logits=logits, labels=labels, weights=weights, mask=mask)
+    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
+    knots, values = _fit(rows, check_smoothing(smoothing))
     return Isotonic(knots, values, pooling)
 
 
-def _fit(name: str, rows: Rows, smoothing: float) -> tuple[Array, Array]:
+def _fit(rows: Rows, smoothing: float) -> tuple[Array, Array]:
     try:
         from sklearn.isotonic import IsotonicRegression
     except ImportError as error:
-        raise ImportError(missing_extra_message(name, "scikit-learn", "sklearn")) from error
+        raise ImportError(missing_extra_message(caller(), "scikit-learn", "sklearn")) from error
     kept = np.asarray(rows.share) > 0
     probabilities, labels = np.asarray(jnp.exp(rows.logs))[:, kept], np.asarray(rows.labels)[kept]
     knots, values = [], []

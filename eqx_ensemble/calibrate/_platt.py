@@ -35,12 +35,12 @@ def each_class(
     return jnp.concatenate([mirror(found), found], axis=1) if first else found
 
 
-def along_classes(name: str, fitted: Array, logits: Array) -> Array:
+def along_classes(fitted: Array, logits: Array) -> Array:
     """Reshapes parameters `(groups, classes)` to broadcast with logits `(groups, *batch, classes)`."""
     if fitted.shape[-1] != logits.shape[-1]:
         got = f"expected {fitted.shape[-1]}, got {logits.shape[-1]}"
         fix = "Pass logits of the same classes, on the last axis."
-        raise ValueError(needs_message(name, "logits of the classes that it was fitted on", got, fix))
+        raise ValueError(needs_message("logits of the classes that it was fitted on", got, fix))
     return fitted.reshape(fitted.shape[0], *(1,) * (logits.ndim - 2), fitted.shape[-1])
 
 
@@ -160,9 +160,8 @@ class Beta(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
-        name = "calibrate.Beta"
-        logs = self.pooling.logs(name, logits)
-        a, b, c = (along_classes(name, x, logs) for x in (self.a, self.b, self.c))
+        logs = self.pooling.logs(logits)
+        a, b, c = (along_classes(x, logs) for x in (self.a, self.b, self.c))
         return normalise(a * logs + b * log_complement(logs, class_log_odds(logs)) + c)
 
 
@@ -218,10 +217,9 @@ def beta(
         }
         ```
     """
-    name = "calibrate.beta"
-    pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
+    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
     found = _fit_beta(rows)
-    check_not_separable(name, pool, jnp.isnan(found[..., 0]) & ~jnp.any(jnp.isnan(rows.logs), axis=1))
+    check_not_separable(pool, jnp.isnan(found[..., 0]) & ~jnp.any(jnp.isnan(rows.logs), axis=1))
     return Beta(found[..., 0], found[..., 1], found[..., 2], pooling)
 
 
@@ -271,9 +269,8 @@ class Platt(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
-        name = "calibrate.Platt"
-        odds = class_log_odds(self.pooling.logs(name, logits))
-        slope, offset = (along_classes(name, x, odds) for x in (self.slope, self.offset))
+        odds = class_log_odds(self.pooling.logs(logits))
+        slope, offset = (along_classes(x, odds) for x in (self.slope, self.offset))
         return normalise(slope * odds + offset)
 
 
@@ -327,7 +324,7 @@ def platt(
         [A note on Platt's probabilistic outputs for support vector
         machines](https://doi.org/10.1007/s10994-007-5018-6)
     """
-    pooling, rows = fit_rows("calibrate.platt", logits, labels, pool, weights, mask)
+    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
     found = _fit(rows)
     return Platt(found[..., 0], found[..., 1], pooling)
 

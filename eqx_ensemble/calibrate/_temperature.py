@@ -36,9 +36,8 @@ class Variance(eqx.Module):
         self, mean: Float[ArrayLike, " members *batch"], variance: Float[ArrayLike, " members *batch"]
     ) -> Gaussian:
         """Means and calibrated variances, `(members, *batch)`, or `(1, *batch)` for the combination."""
-        name = "calibrate.Variance"
-        means, variances = check_moments(name, mean, variance)
-        check_fitted_members(name, self.pooling.num_members, means.shape[0])
+        means, variances = check_moments(mean, variance)
+        check_fitted_members(self.pooling.num_members, means.shape[0])
         means, variances = _moments(means, variances, self.pooling)
         return Gaussian(means, variances * as_column(self.scale, means.ndim))
 
@@ -96,16 +95,15 @@ def variance(
         }
         ```
     """
-    name = "calibrate.variance"
-    means, variances, observed = check_regression(name, targets, members=True, mean=mean, variance=variance)
-    kept = check_mask(name, mask, observed.shape)
-    check_variance(name, variance, positive=True, mask=mask, weights=weights)
-    check_some_rows(name, observed.shape)
-    check_finite_targets(name, targets, mask)
-    pooling = make_pooling(name, pool, weights, means)
+    means, variances, observed = check_regression(targets, members=True, mean=mean, variance=variance)
+    kept = check_mask(mask, observed.shape)
+    check_variance(variance, positive=True, mask=mask, weights=weights)
+    check_some_rows(observed.shape)
+    check_finite_targets(targets, mask)
+    pooling = make_pooling(pool, weights, means)
     means, variances = blank_masked(means, kept, before=1), blank_masked(variances, kept, before=1, fill=1)
     scale = _fit_scale(*_moments(means, variances, pooling), blank_masked(observed, kept), kept)
-    check_scale(name, pool, scale)
+    check_scale(pool, scale)
     return Variance(scale, pooling)
 
 
@@ -147,7 +145,7 @@ class Temperature(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
-        logs = self.pooling.logs("calibrate.Temperature", logits)
+        logs = self.pooling.logs(logits)
         return jax.nn.log_softmax(logs / as_column(self.temperature, logs.ndim), axis=-1)
 
 
@@ -208,10 +206,9 @@ def temperature(
         }
         ```
     """
-    name = "calibrate.temperature"
-    pooling, rows = fit_rows(name, logits, labels, pool, weights, mask)
+    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
     inverse, separated, hopeless = _fit(rows)
-    check_best_temperature(name, pool, separated, hopeless)
+    check_best_temperature(pool, separated, hopeless)
     return Temperature(1 / inverse, pooling)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from .._caller import caller
 from .._check import (
     CheckpointCorruptError,
     MemberMismatchError,
@@ -149,13 +150,14 @@ _STORES = ("gs", "s3")
 _NOT_IN_ORBAX = {"uint2", "uint4", "float8_e4m3"}
 
 
-def check_format(format: Any, path: Any, *, name: str) -> None:
+def check_format(format: Any, path: Any) -> None:
     """Checks a format, and that it can be written at a path."""
-    check_path(path, "path", name=name)
-    check_word(format, "format", ("safetensors", "orbax"), name=name)
+    check_path(path, "path")
+    check_word(format, "format", ("safetensors", "orbax"))
     if format == "safetensors" and "://" in os.fspath(path):
         raise ValueError(
-            f"`{name}` writes safetensors to disks only, and `{path}` is in an object store.\nPass `format='orbax'`."
+            f"`{caller()}` writes safetensors to disks only, and `{path}` is in an object store.\nPass "
+            "`format='orbax'`."
         )
 
 

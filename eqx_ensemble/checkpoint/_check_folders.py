@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .._caller import caller
 from .._check import CheckpointCorruptError
 from . import _disk, _layout, _manifest
 from ._check import safe_text
@@ -309,19 +310,19 @@ def check_nothing_newer(path: Any, read: Sequence[int], now: Sequence[int]) -> N
         )
 
 
-def check_folder_exists(path: Any, *, name: str) -> None:
+def check_folder_exists(path: Any) -> None:
     """Checks that there is a folder at `path`."""
     if not os.path.exists(path):
-        raise FileNotFoundError(errno.ENOENT, f"`{name}` found no checkpoint at `{path}`")
+        raise FileNotFoundError(errno.ENOENT, f"`{caller()}` found no checkpoint at `{path}`")
     if not os.path.isdir(path):
         raise NotADirectoryError(
             errno.ENOTDIR,
-            f"`{name}` needs the folder that `save` wrote, and `{path}` is a file.\nFiles of "
+            f"`{caller()}` needs the folder that `save` wrote, and `{path}` is a file.\nFiles of "
             "`equinox.tree_serialise_leaves` and safetensors files are read by `load_members`",
         )
 
 
-def not_a_checkpoint_message(path: Any, kind: str, found: Sequence[str], *, name: str) -> str:
+def not_a_checkpoint_message(path: Any, kind: str, found: Sequence[str]) -> str:
     """The message for a folder that is not a checkpoint: its kind, and the function that reads it.
 
     **Arguments:** `kind`, one of those in `_KINDS`; `found`, the names in the folder that show it, in order.
@@ -330,7 +331,7 @@ def not_a_checkpoint_message(path: Any, kind: str, found: Sequence[str], *, name
     fields = {"names": names_text(found), "count": len(found), "first": found[0] if found else "", "path": str(path)}
     fields["last"] = found[-1] if found else ""
     what, way = what.format(**fields), way.format(**fields)
-    return f"`{name}` needs the folder of one checkpoint, as `save` writes it, and `{path}` is {what}.\n{way}"
+    return f"`{caller()}` needs the folder of one checkpoint, as `save` writes it, and `{path}` is {what}.\n{way}"
 
 
 _KINDS = {
@@ -404,7 +405,7 @@ def explain_orbax(path: Any) -> Iterator[None]:
             raise OSError(known[0] if known else errno.EIO, f"Orbax says: {safe_text(text)}") from error
 
 
-def check_finished(path: Any, *, finished: bool, name: str) -> None:
+def check_finished(path: Any, *, finished: bool) -> None:
     """Checks that a checkpoint is finished: its manifest is written last."""
     if not finished:
-        raise FileNotFoundError(errno.ENOENT, f"`{name}` found no finished checkpoint at `{path}`")
+        raise FileNotFoundError(errno.ENOENT, f"`{caller()}` found no finished checkpoint at `{path}`")

@@ -74,8 +74,8 @@ def contents(path: str | os.PathLike[str]) -> Contents:
     ee.checkpoint.contents(path).leaves  # {".weight": "f32[1,3]", ".bias": "f32[1]"}
     ```
     """
-    check_path(path, "path", name="checkpoint.contents")
-    with open_checkpoint(as_path(path), name="checkpoint.contents") as reader:
+    check_path(path, "path")
+    with open_checkpoint(as_path(path)) as reader:
         return contents_of(reader)
 
 
@@ -102,8 +102,8 @@ def verify(path: str | os.PathLike[str]) -> Contents:
     ee.checkpoint.verify(path).num_bytes  # 16
     ```
     """
-    check_path(path, "path", name="checkpoint.verify")
-    with open_checkpoint(as_path(path), name="checkpoint.verify") as reader:
+    check_path(path, "path")
+    with open_checkpoint(as_path(path)) as reader:
         for _ in reader.arrays([Wanted(entry, None) for entry in _tensors(reader.manifest)]):
             pass
         return contents_of(reader)
@@ -211,9 +211,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
 
 
-_NAME = "checkpoint.Checkpoints.restore"
-
-
 class Restored(NamedTuple):
     """A restored checkpoint, as [`eqx_ensemble.checkpoint.Checkpoints.restore`][] returns it.
 
@@ -285,8 +282,8 @@ class Checkpoints:
         format: FormatName = "safetensors",
     ) -> None:
         check_retention(last, best, keep_period)
-        check_format(format, folder, name="checkpoint.Checkpoints")
-        check_flag(asynchronous, "asynchronous", name="checkpoint.Checkpoints")
+        check_format(format, folder)
+        check_flag(asynchronous, "asynchronous")
         self.folder = absolute(as_path(folder))
         self.retention = Retention(last, best, keep_period)
         self.asynchronous = asynchronous
@@ -377,9 +374,9 @@ class Checkpoints:
         bad: list[tuple[int, Exception]] = []
         for number in reversed(steps) if step is None else [step]:
             try:
-                with open_checkpoint(self.path(number), name=_NAME) as reader:
+                with open_checkpoint(self.path(number)) as reader:
                     expected = like(contents_of(reader)) if inspect.isroutine(like) else like
-                    tree = restore(reader, expected, rows=None, cast=cast, strict=strict, name=_NAME)
+                    tree = restore(reader, expected, rows=None, cast=cast, strict=strict)
                     manifest = reader.manifest
             except (CheckpointCorruptError, OSError) as error:
                 # Reading may also fail, and another process may have removed an old checkpoint meanwhile.

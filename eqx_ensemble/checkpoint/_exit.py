@@ -5,21 +5,23 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from .._caller import caller
 
-def check_signal(number: Any, *, name: str) -> None:
+
+def check_signal(number: Any) -> None:
     """Raises unless `number` is a signal that a program can handle."""
     never = [getattr(signal, word) for word in ("SIGKILL", "SIGSTOP") if hasattr(signal, word)]
     whole = isinstance(number, int) and not isinstance(number, bool)
     if not whole or number not in signal.valid_signals() or number in never:
         raise ValueError(
-            f"`{name}` needs a signal that a program can handle, such as `signal.SIGTERM`; got {number!r}."
+            f"`{caller()}` needs a signal that a program can handle, such as `signal.SIGTERM`; got {number!r}."
         )
 
 
-def check_exit_code(code: Any, *, name: str) -> None:
+def check_exit_code(code: Any) -> None:
     """Raises unless `code` is an exit code other than success."""
     if not isinstance(code, int) or isinstance(code, bool) or not 1 <= code <= 255:
-        raise ValueError(f"`{name}` needs `code` to be an exit code from 1 to 255, got {code!r}.")
+        raise ValueError(f"`{caller()}` needs `code` to be an exit code from 1 to 255, got {code!r}.")
 
 
 def is_main_thread() -> bool:
@@ -27,10 +29,10 @@ def is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def check_main_thread(*, name: str) -> None:
+def check_main_thread() -> None:
     """Raises outside of the main thread."""
     if not is_main_thread():
-        raise RuntimeError(f"`{name}` needs the main thread, which alone receives signals.")
+        raise RuntimeError(f"`{caller()}` needs the main thread, which alone receives signals.")
 
 
 AGAIN = 75  # `EX_TEMPFAIL` of sysexits.h: a temporary failure, to be retried
@@ -89,10 +91,9 @@ def exit_on_signal(number: int = signal.SIGTERM, *, code: int = AGAIN) -> Iterat
         )
     ```
     """
-    name = "checkpoint.exit_on_signal"
-    check_signal(number, name=name)
-    check_exit_code(code, name=name)
-    check_main_thread(name=name)
+    check_signal(number)
+    check_exit_code(code)
+    check_main_thread()
     watch = _Watch(code)
     before = signal.signal(number, watch.note)
     _active.append(watch)

@@ -80,16 +80,16 @@ def is_of_fit(manifest: Manifest) -> bool:
 _ATTEMPTS = 5
 
 
-def open_checkpoint(path: Any, *, name: str) -> Reader | OrbaxReader:
+def open_checkpoint(path: Any) -> Reader | OrbaxReader:
     """Opens a checkpoint of either format for reading.
 
     **Arguments:** `path`, the folder, from `as_path`; `name`, the public function, for messages.
     """
     if is_on_disk(path):
-        check_folder_exists(path, name=name)
+        check_folder_exists(path)
         if not (is_sealed(path) or any(map(is_written, list_folder(path)))):
-            raise FileNotFoundError(errno.ENOENT, not_a_checkpoint_message(path, *kind_of(path), name=name))
-    check_finished(path, finished=not is_unfinished(path) if is_on_disk(path) else has_manifest(path), name=name)
+            raise FileNotFoundError(errno.ENOENT, not_a_checkpoint_message(path, *kind_of(path)))
+    check_finished(path, finished=not is_unfinished(path) if is_on_disk(path) else has_manifest(path))
     for _ in range(_ATTEMPTS):
         manifest = read_manifest(path)
         try:

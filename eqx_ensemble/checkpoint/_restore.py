@@ -34,17 +34,17 @@ _NOTHING = "nothing"
 
 
 def restore(
-    reader: Reader | OrbaxReader, like: Any, *, rows: Sequence[int] | None, cast: str | None, strict: bool, name: str
+    reader: Reader | OrbaxReader, like: Any, *, rows: Sequence[int] | None, cast: str | None, strict: bool
 ) -> Any:
     """Restores a tree: arrays and numbers from the file, everything else from `like`.
 
     All differences are found before any number is read. With `rows`, only these members are read, and the number of
     members in `like` does not matter.
     """
-    check_cast(cast, name=name)
+    check_cast(cast)
     manifest, leaves = reader.manifest, saved_leaves(like)
-    _compare(manifest, leaves, reader.folder, any_count=rows is not None, cast=cast, name=name)
-    _compare_structure(manifest, like, reader.folder, strict=strict, name=name)
+    _compare(manifest, leaves, reader.folder, any_count=rows is not None, cast=cast)
+    _compare_structure(manifest, like, reader.folder, strict=strict)
     entries = {entry.path: entry for entry in manifest.entries}
     wanted: dict[tuple, tuple[Entry, Any]] = {}
     for path, leaf in leaves:
@@ -126,7 +126,7 @@ def _cast(data: np.ndarray, dtype: Any, entry: Entry) -> np.ndarray:
 
 
 def _compare(
-    manifest: Manifest, leaves: list[tuple[str, Any]], path: Any, *, any_count: bool, cast: str | None, name: str
+    manifest: Manifest, leaves: list[tuple[str, Any]], path: Any, *, any_count: bool, cast: str | None
 ) -> None:
     saved: dict[str, Any] = {entry.path: entry for entry in manifest.entries}
     saved |= {number.path: number for number in manifest.numbers}
@@ -141,7 +141,7 @@ def _compare(
             dtypes.append(same_shape)
     gaps += [LeafDifference(where, _saved_text(found), _NOTHING) for where, found in saved.items()]
     only_dtypes = len(dtypes) == len(gaps) and all(dtypes)
-    check_same_leaves(gaps, path, only_dtypes=only_dtypes and cast is None, name=name)
+    check_same_leaves(gaps, path, only_dtypes=only_dtypes and cast is None)
 
 
 def _same(found: Any, leaf: Any, *, any_count: bool, cast: str | None) -> tuple[bool, bool]:
@@ -177,13 +177,13 @@ def _expected_text(leaf: Any) -> str:
     return f"{kind_text(leaf)}" if is_number(leaf) else shape_text(leaf.shape, leaf.dtype)
 
 
-def _compare_structure(manifest: Manifest, like: Any, path: Any, *, strict: bool, name: str) -> None:
+def _compare_structure(manifest: Manifest, like: Any, path: Any, *, strict: bool) -> None:
     expected = structure(like)
     gaps = [
         LeafDifference(where, manifest.structure.get(where, _NOTHING), expected.get(where, _NOTHING))
         for where in unlike(manifest.structure, expected)
     ]
     if strict:
-        check_same_structure(gaps, path, name=name)
+        check_same_structure(gaps, path)
     elif gaps:
-        warn(structure_text(gaps, path, name=name))
+        warn(structure_text(gaps, path))

@@ -15,6 +15,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
+from .._caller import caller
 from .._check import MemberMismatchError, check_word, is_key, is_member_array, is_traced, number_text, path_text
 from .._leaf_text import leaf_text
 from ._check import safe_text
@@ -39,7 +40,7 @@ class LeafDifference(NamedTuple):
     expected: str
 
 
-def check_same_leaves(differences: Sequence[LeafDifference], path: Any, *, only_dtypes: bool, name: str) -> None:
+def check_same_leaves(differences: Sequence[LeafDifference], path: Any, *, only_dtypes: bool) -> None:
     """Checks that the leaves of `like` are those that were saved."""
     if not differences:
         return
@@ -62,24 +63,24 @@ def check_same_leaves(differences: Sequence[LeafDifference], path: Any, *, only_
             "or save the pair `(ensemble, state)`."
         )
     raise MemberMismatchError(
-        f"`{name}` needs a `like` with the leaves saved in `{path}`; {len(differences)} {verb}.\n"
+        f"`{caller()}` needs a `like` with the leaves saved in `{path}`; {len(differences)} {verb}.\n"
         f"{_differences_text(differences)}\n{fix}"
     )
 
 
-def structure_text(differences: Sequence[LeafDifference], path: Any, *, name: str) -> str:
+def structure_text(differences: Sequence[LeafDifference], path: Any) -> str:
     """The differences between the static parts of `like` and those that were saved."""
     return (
-        f"`{name}` found equal leaves in `{path}`, but parts that are not arrays differ from what was saved.\n"
+        f"`{caller()}` found equal leaves in `{path}`, but parts that are not arrays differ from what was saved.\n"
         f"{_differences_text(differences)}"
     )
 
 
-def check_same_structure(differences: Sequence[LeafDifference], path: Any, *, name: str) -> None:
+def check_same_structure(differences: Sequence[LeafDifference], path: Any) -> None:
     """Checks that the static parts of `like` are those that were saved."""
     if differences:
         raise MemberMismatchError(
-            f"{structure_text(differences, path, name=name)}\nMake `like` as the saved model was made, or pass "
+            f"{structure_text(differences, path)}\nMake `like` as the saved model was made, or pass "
             "`strict=False` to take these parts from `like` as they are."
         )
 
@@ -107,9 +108,9 @@ def check_jax_dtype(dtype: Any, path: str) -> None:
         )
 
 
-def check_cast(cast: Any, *, name: str) -> None:
+def check_cast(cast: Any) -> None:
     """Checks `cast`: `None`, or `"like"`."""
-    check_word(cast, "cast", (None, "like"), name=name)
+    check_word(cast, "cast", (None, "like"))
 
 
 def shape_text(shape: Sequence[int], dtype: Any) -> str:

@@ -41,9 +41,8 @@ def mixture(
     jnp.exp(ee.combine.mixture(logits))  # [[0.6, 0.4]]
     ```
     """
-    name = "combine.mixture"
-    checked = check_logits(name, logits)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
+    checked = check_logits(logits)
+    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
     return _mixture(checked, convex)
 
 
@@ -93,9 +92,8 @@ def mean_logits(
         }
         ```
     """
-    name = "combine.mean_logits"
-    checked = check_logits(name, logits)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
+    checked = check_logits(logits)
+    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
     return by_rows(_mean_logits, checked, (), convex, event_ndim=1)
 
 
@@ -130,9 +128,8 @@ def vote(
     ee.combine.vote(logits)  # [0.667, 0.333]
     ```
     """
-    name = "combine.vote"
-    checked = check_logits(name, logits, of_votes=True)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
+    checked = check_logits(logits, of_votes=True)
+    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
     return _vote(checked, convex)
 
 

@@ -44,9 +44,8 @@ def mean(
     ee.combine.mean(values, weights=jnp.array([[2, 0], [1, 1]]))  # [2.0, 8.0]
     ```
     """
-    name = "combine.mean"
-    checked = check_values(name, "values", values)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])
+    checked = check_values("values", values)
+    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])
     return _mean(checked, convex)
 
 
@@ -78,9 +77,8 @@ def log_mixture(
     ee.combine.log_mixture(jnp.log(jnp.array([[0.5], [0.1]])))  # log(0.3)
     ```
     """
-    name = "combine.log_mixture"
-    checked = check_values(name, "log_densities", log_densities)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])
+    checked = check_values("log_densities", log_densities)
+    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])
     return _log_mixture(checked, convex)
 
 
@@ -147,9 +145,8 @@ def gaussian(
         }
         ```
     """
-    name = "combine.gaussian"
-    means, variances = check_moments(name, mean, variance, weights=weights)
-    convex = check_weights(name, weights, means.shape[0], means.dtype, rows=means.shape[1:])
+    means, variances = check_moments(mean, variance, weights=weights)
+    convex = check_weights(weights, means.shape[0], means.dtype, rows=means.shape[1:])
     return by_rows(_gaussian, (means, variances), (), convex)
 
 
@@ -203,10 +200,9 @@ def product_gaussian(
         }
         ```
     """
-    name = "combine.product_gaussian"
-    means, variances = check_moments(name, mean, variance, weights=weights)
-    convex = check_weights(name, weights, means.shape[0], means.dtype, rows=means.shape[1:])
-    return _product(means, variances, convex, check_power(name, power, means.dtype))
+    means, variances = check_moments(mean, variance, weights=weights)
+    convex = check_weights(weights, means.shape[0], means.dtype, rows=means.shape[1:])
+    return _product(means, variances, convex, check_power(power, means.dtype))
 
 
 def _gaussian(moments: tuple[Array, Array], _: tuple, weights: Float[Array, "members ..."] | None) -> Gaussian:
@@ -289,9 +285,8 @@ def moments(
         }
         ```
     """
-    name = "combine.moments"
-    checked = check_values(name, "values", values)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])
+    checked = check_values("values", values)
+    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])
     return Gaussian(*by_rows(_moments, checked, (), convex))
 
 

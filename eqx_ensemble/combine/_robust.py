@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Real
 
 from .. import _weighting
+from .._caller import caller
 from .._check import (
     as_column,
     check_positive_int,
@@ -22,38 +23,35 @@ from .._pytree import PyTree
 from .._weighting import quantile_in_order, shares_in_order, sum_members
 
 
-def check_sketch_levels(levels: Any, *, name: str) -> tuple[float, ...]:
+def check_sketch_levels(levels: Any) -> tuple[float, ...]:
     """Raises unless `levels` are a list of numbers from 0 to 1. Returns them as floats."""
-    found = as_numpy(levels, "levels", name=name)
+    found = as_numpy(levels, "levels")
     if found.ndim != 1 or found.size == 0 or found.dtype.kind not in "fiu":
-        raise TypeError(f"`{name}` needs a list of `levels`, got {levels!r}.")
+        raise TypeError(f"`{caller()}` needs a list of `levels`, got {levels!r}.")
     if not ((found >= 0) & (found <= 1)).all():
-        raise ValueError(f"`{name}` needs `levels` from 0 to 1, got {levels!r}.")
+        raise ValueError(f"`{caller()}` needs `levels` from 0 to 1, got {levels!r}.")
     return tuple(float(level) for level in found)
 
 
-def check_known_members(name: str, num_members: Any) -> None:
+def check_known_members(num_members: Any) -> None:
     """Raises for a symbolic number of members: it decides how often a sketch is condensed."""
     if not isinstance(num_members, int):
         fix = "Pass `combine=functools.partial(ee.uncertainty.quantile, levels=...)`, or no `symbolic_members`."
-        raise TypeError(needs_message(name, "a known number of members", f"got any number, `{num_members}`", fix))
+        raise TypeError(needs_message("a known number of members", f"got any number, `{num_members}`", fix))
 
 
-def check_power(name: str, power: ArrayLike, dtype: jnp.dtype) -> Array:
+def check_power(power: ArrayLike, dtype: jnp.dtype) -> Array:
     """Raises unless `power` is a positive scalar (where concrete). Returns it as an array."""
-    return check_positive_scalar(
-        name, "power", power, dtype, fix="1 is the geometric mean, `num_members` the plain product."
-    )
+    return check_positive_scalar("power", power, dtype, fix="1 is the geometric mean, `num_members` the plain product.")
 
 
-def check_cut(name: str, cut: ArrayLike, dtype: jnp.dtype) -> Array:
+def check_cut(cut: ArrayLike, dtype: jnp.dtype) -> Array:
     """Raises unless `cut` is a scalar from 0 to below 0.5 (where concrete). Returns it as an array."""
-    array = check_scalar(name, "cut", cut, dtype)
+    array = check_scalar("cut", cut, dtype)
     host = concrete(cut)
     if host is not None and not (0 <= host and host.astype(dtype) < 0.5):
         raise ValueError(
             needs_message(
-                name,
                 "a `cut` from 0 to below 0.5",
                 f"got {host}",
                 "10 % at each end are `cut=0.1`; for 0.5 use `median`.",
@@ -114,15 +112,14 @@ class QuantileSketch(AbstractCombination):
     """
 
     def __init__(self, levels: Sequence[float], *, size: int = 128) -> None:
-        self.levels: tuple[float, ...] = check_sketch_levels(levels, name="combine.QuantileSketch")
-        self.size: int = check_positive_int(size, "size", name="combine.QuantileSketch")
+        self.levels: tuple[float, ...] = check_sketch_levels(levels)
+        self.size: int = check_positive_int(size, "size")
 
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
         """Adds members to the sketch."""
-        name = "combine.QuantileSketch"
-        values = check_values(name, "predictions", check_one_array(predictions, name=name))
-        check_known_members(name, values.shape[0])
-        chunk = chunk_weights(predictions, weights, name=name)
+        values = check_values("predictions", check_one_array(predictions))
+        check_known_members(values.shape[0])
+        chunk = chunk_weights(predictions, weights)
         if chunk is None:
             return partial
         given, dtype = chunk.weights, values.dtype
@@ -159,7 +156,7 @@ class QuantileSketch(AbstractCombination):
 
     def finish(self, partial: Any) -> Float[Array, "... levels"]:
         """The quantiles over all members seen."""
-        check_seen(partial, name="combine.QuantileSketch")
+        check_seen(partial)
         return _quantiles(partial, jnp.asarray(self.levels, partial.tiers[0].values.dtype))
 
 
@@ -247,9 +244,8 @@ def median(
     ee.combine.median(values, weights=jnp.array([3, 1, 1]))  # [1.0]
     ```
     """
-    name = "combine.median"
-    checked = check_values(name, "values", values)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    checked = check_values("values", values)
+    convex = check_weights(weights, checked.shape[0], checked.dtype)
     return by_order(_median, checked, convex)
 
 
@@ -285,10 +281,9 @@ def trimmed_mean(
     ee.combine.trimmed_mean(values, cut=0.2)  # [2.0]
     ```
     """
-    name = "combine.trimmed_mean"
-    checked = check_values(name, "values", values)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
-    return by_order(_trimmed_mean, checked, convex, check_cut(name, cut, checked.dtype))
+    checked = check_values("values", values)
+    convex = check_weights(weights, checked.shape[0], checked.dtype)
+    return by_order(_trimmed_mean, checked, convex, check_cut(cut, checked.dtype))
 
 
 def _median(ordered: Float[Array, "members ..."], own: Float[Array, "members ..."] | None, _: None) -> Array:

@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
+from .._caller import caller
 from .._check import check_mask, check_number
 from ._check import check_level, check_rows
 from ._enbpi import check_outcome
@@ -32,14 +33,13 @@ class Aci(eqx.Module):
         `scores` `(rows,)` are recent scores; rows where `mask` is `False` are ignored. Infinite at a level of 1 or
         more, and for too few scores; minus infinity at a level of 0 or less. NaN if a score is NaN.
         """
-        name = "conformal.Aci.quantile"
-        (checked,) = check_rows(name, scores=scores)
-        kept = check_mask(name, mask, checked.shape)
+        (checked,) = check_rows(scores=scores)
+        kept = check_mask(mask, checked.shape)
         return _quantile(checked, kept, self.level)
 
     def update(self, covered: Bool[ArrayLike, ""] | Real[ArrayLike, ""]) -> "Aci":
         """The state after a step; `covered` is whether the target was covered, or the fraction of covered targets."""
-        part = check_outcome("conformal.Aci.update", covered).astype(self.level.dtype)
+        part = check_outcome(covered).astype(self.level.dtype)
         return Aci(self.level + self.rate * (self.target - part), self.target, self.rate)
 
 
@@ -100,10 +100,9 @@ def aci(*, level: float, rate: float = 0.005) -> Aci:
         }
         ```
     """
-    name = "conformal.aci"
-    check_level(name, level)
-    if check_number(rate, "rate", name=name, least=0) == 0:
-        raise ValueError(f"`{name}` needs `rate` to be above zero, got {rate!r}.")
+    check_level(level)
+    if check_number(rate, "rate", least=0) == 0:
+        raise ValueError(f"`{caller()}` needs `rate` to be above zero, got {rate!r}.")
     start = jnp.asarray(level, float)
     return Aci(start, start, jnp.asarray(rate, float))
 

@@ -7,6 +7,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from .. import _check
+from .._caller import caller
 from .._check import (
     check_array,
     check_floating,
@@ -26,107 +27,101 @@ from .._warnings import warn
 from ._outward import enclose
 
 
-def check_rows(name: str, **arrays: ArrayLike) -> tuple[Array, ...]:
+def check_rows(**arrays: ArrayLike) -> tuple[Array, ...]:
     """Raises unless arrays are floating-point `(rows,)` with at least one row. Returns them, rounded up if at all."""
-    checked = promote(*(check_floating(name, argument, values) for argument, values in arrays.items()))
-    _one_axis(name, next(iter(arrays)), checked[0])
+    checked = promote(*(check_floating(argument, values) for argument, values in arrays.items()))
+    _one_axis(next(iter(arrays)), checked[0])
     return tuple(enclose(*pair).upper for pair in zip(arrays.values(), checked, strict=True))
 
 
-def check_targets(name: str, targets: ArrayLike, mask: ArrayLike | None, **predictions: ArrayLike) -> tuple[Any, ...]:
+def check_targets(targets: ArrayLike, mask: ArrayLike | None, **predictions: ArrayLike) -> tuple[Any, ...]:
     """Raises unless predictions and targets are `(rows,)` with at least one row, without NaN in rows that count.
 
     `held_out` predictions may be NaN where no member held a row out. Returns predictions, `enclose` of the targets, and
     the mask.
     """
-    *checked, observed = check_regression(name, targets, members=False, **predictions)
-    _one_axis(name, next(iter(predictions)), checked[0])
-    kept = check_mask(name, mask, checked[0].shape)
+    *checked, observed = check_regression(targets, members=False, **predictions)
+    _one_axis(next(iter(predictions)), checked[0])
+    kept = check_mask(mask, checked[0].shape)
     for argument, values in {"targets": targets, **predictions}.items():
         if argument != "held_out":
-            check_no_nan(name, argument, values, mask)
+            check_no_nan(argument, values, mask)
     return *checked, enclose(targets, observed), kept
 
 
-def check_row_logits(name: str, logits: ArrayLike, *, argument: str = "logits") -> Array:
+def check_row_logits(logits: ArrayLike, *, argument: str = "logits") -> Array:
     """Raises unless logits are `(rows, classes)` with at least one row. Returns them as an array."""
-    check_floating(name, argument, logits)
-    checked = check_logits(name, logits, members=False)
+    check_floating(argument, logits)
+    checked = check_logits(logits, members=False)
     if checked.ndim != 2 or checked.shape[0] == 0:
         fix = "Combine the members first: `combine.mixture(logits)`. Several axes of rows? Reshape them to one."
         raise ValueError(
-            needs_message(
-                name, f"`{argument}` of shape (rows, classes), at least one row", f"got shape {checked.shape}", fix
-            )
+            needs_message(f"`{argument}` of shape (rows, classes), at least one row", f"got shape {checked.shape}", fix)
         )
     return checked
 
 
-def _one_axis(name: str, argument: str, array: Array) -> None:
+def _one_axis(argument: str, array: Array) -> None:
     if array.ndim != 1 or array.size == 0:
         fix = (
             "The entries of a row are not exchangeable: combine members first, and fit each output separately, "
             "with `jax.vmap` over the last axis."
         )
         raise ValueError(
-            needs_message(name, f"`{argument}` of shape (rows,), at least one row", f"got shape {array.shape}", fix)
+            needs_message(f"`{argument}` of shape (rows,), at least one row", f"got shape {array.shape}", fix)
         )
 
 
 def check_row_weights(
-    name: str, row_weights: ArrayLike, new_weights: ArrayLike, scores: Array, mask: ArrayLike | None
+    row_weights: ArrayLike, new_weights: ArrayLike, scores: Array, mask: ArrayLike | None
 ) -> tuple[Array, Array]:
     """Raises unless weights of held-out and new rows are finite and non-negative. Returns both in the scores' dtype."""
-    own, new = check_array(name, "row_weights", row_weights), check_array(name, "new_weights", new_weights)
+    own, new = check_array("row_weights", row_weights), check_array("new_weights", new_weights)
     if own.shape != scores.shape:
         got = f"expected shape {scores.shape}, got {own.shape}"
         raise ValueError(
-            needs_message(name, "one of `row_weights` per score", got, "Weights are in the order of the scores.")
+            needs_message("one of `row_weights` per score", got, "Weights are in the order of the scores.")
         )
     fix = "The weight of an input is the ratio of its density among new rows to that among held-out rows."
-    check_nonnegative(name, "row_weights", row_weights, fix=fix, mask=mask)
-    check_nonnegative(name, "new_weights", new_weights, fix=fix)
+    check_nonnegative("row_weights", row_weights, fix=fix, mask=mask)
+    check_nonnegative("new_weights", new_weights, fix=fix)
     return own.astype(scores.dtype), new.astype(scores.dtype)
 
 
-def check_scales(name: str, scale: ArrayLike, mask: ArrayLike | None = None) -> None:
+def check_scales(scale: ArrayLike, mask: ArrayLike | None = None) -> None:
     """Raises unless scales are positive; checked where concrete."""
     host, kept = concrete(scale), kept_rows(mask)
     if host is not None and kept is not None and (wrong := (host <= 0) & kept).any():
         raise ValueError(
-            needs_message(
-                name, "a `scale` above zero", first_text(host, wrong), "Add a floor: `jnp.maximum(scale, 1e-6)`."
-            )
+            needs_message("a `scale` above zero", first_text(host, wrong), "Add a floor: `jnp.maximum(scale, 1e-6)`.")
         )
 
 
-def check_num_free(name: str, num_free: int) -> None:
+def check_num_free(num_free: int) -> None:
     """Raises unless `num_free` is a non-negative integer."""
-    check_integer(num_free, "num_free", name=name, least=0)
+    check_integer(num_free, "num_free", least=0)
 
 
-def check_rows_of_folds(name: str, num_rows: int, expected: int) -> None:
+def check_rows_of_folds(num_rows: int, expected: int) -> None:
     """Raises unless predictions have as many rows as the folds."""
     if num_rows != expected:
         fix = "Use `mask` to exclude rows."
         raise ValueError(
-            needs_message(
-                name, "predictions of all rows of the folds", f"expected {expected} rows, got {num_rows}", fix
-            )
+            needs_message("predictions of all rows of the folds", f"expected {expected} rows, got {num_rows}", fix)
         )
 
 
-def check_members_of_folds(name: str, num_folds: int, num_members: int) -> int:
+def check_members_of_folds(num_folds: int, num_members: int) -> int:
     """Raises unless all folds have equally many members. Returns their number per fold."""
     times, rest = divmod(num_members, num_folds)
     if rest or times == 0:
         got = f"fitted on {num_folds}, got {num_members}"
         fix = "Pass the predictions of all fitted members, in order."
-        raise ValueError(needs_message(name, "predictions of equally many members for each fold", got, fix))
+        raise ValueError(needs_message("predictions of equally many members for each fold", got, fix))
     return times
 
 
-def check_held_out(name: str, held_out: ArrayLike, unseen: Array, mask: ArrayLike | None, *, every_row: bool) -> int:
+def check_held_out(held_out: ArrayLike, unseen: Array, mask: ArrayLike | None, *, every_row: bool) -> int:
     """Raises for NaN in rows that a member held out. Returns the number of unmasked rows that none held out."""
     host, held_out_by, kept = concrete(held_out), concrete(unseen), kept_rows(mask)
     if host is None or held_out_by is None or kept is None:
@@ -134,25 +129,25 @@ def check_held_out(name: str, held_out: ArrayLike, unseen: Array, mask: ArrayLik
     never = ~held_out_by.any(axis=0) & kept
     if every_row and never.any():
         got = f"got {int(never.sum())} rows that no fold holds out, the first is row {int(np.argmax(never))}"
-        raise ValueError(needs_message(name, "folds that hold out every row", got, "Exclude these rows with `mask`."))
+        raise ValueError(needs_message("folds that hold out every row", got, "Exclude these rows with `mask`."))
     wrong = np.isnan(host) & kept & ~never
     if wrong.any():
         fix = "Did members diverge? Exclude their rows with `mask`, or retrain them."
-        raise ValueError(needs_message(name, "`held_out` predictions without NaN", first_text(host, wrong), fix))
+        raise ValueError(needs_message("`held_out` predictions without NaN", first_text(host, wrong), fix))
     return int(never.sum())
 
 
-def check_level(name: str, level: float) -> None:
+def check_level(level: float) -> None:
     """Raises unless `level` is a number between zero and one; warns if it looks like the share of errors."""
-    _check.check_level(name, level)
+    _check.check_level(level)
     if level < 0.5:
         warn(
-            f"`{name}` got `level={float(level):g}`, the share of rows to cover: most are left out.\nFor an error rate "
-            f"of {float(level):g} pass `level={1 - float(level):g}`."
+            f"`{caller()}` got `level={float(level):g}`, the share of rows to cover: most are left out.\nFor an error "
+            f"rate of {float(level):g} pass `level={1 - float(level):g}`."
         )
 
 
-def warn_of_infinite(name: str, rank: int, num_rows: int, infinite: int, level: Fraction) -> None:
+def warn_of_infinite(rank: int, num_rows: int, infinite: int, level: Fraction) -> None:
     """Warns if there are too few rows for the level."""
     if rank <= num_rows - infinite:
         return
@@ -162,7 +157,7 @@ def warn_of_infinite(name: str, rank: int, num_rows: int, infinite: int, level: 
     else:
         because = f"{num_rows} rows are too few for level {float(level):g}"
         fix = enough_rows_text(level)
-    warn(f"`{name}`: {because}; every prediction is unbounded. {fix}")
+    warn(f"`{caller()}`: {because}; every prediction is unbounded. {fix}")
 
 
 def enough_rows_text(level: Fraction) -> str:
@@ -172,16 +167,16 @@ def enough_rows_text(level: Fraction) -> str:
     return f"Hold out {math.ceil(level / (1 - level))} rows or more, or ask for a lower level."
 
 
-def check_num_classes(name: str, expected: int, got: int) -> None:
+def check_num_classes(expected: int, got: int) -> None:
     """Raises unless logits have the number of classes of the fit."""
     if got != expected:
         fix = "Pass logits of the same classes, on the last axis."
         raise ValueError(
-            needs_message(name, "logits of the classes that it was fitted on", f"expected {expected}, got {got}", fix)
+            needs_message("logits of the classes that it was fitted on", f"expected {expected}, got {got}", fix)
         )
 
 
-def check_one_fold(name: str, in_test: Array, mask: ArrayLike | None) -> None:
+def check_one_fold(in_test: Array, mask: ArrayLike | None) -> None:
     """Raises unless every unmasked row is in the test part of exactly one fold; checked where concrete."""
     host, kept = concrete(in_test), kept_rows(mask)
     if host is None or kept is None:
@@ -192,4 +187,4 @@ def check_one_fold(name: str, in_test: Array, mask: ArrayLike | None) -> None:
         first = int(np.argmax(wrong))
         got = f"got {int(wrong.sum())} others, the first is row {first}, which {int(times[first])} folds hold out"
         fix = "Use `resample.folds`, or exclude these rows with `mask`."
-        raise ValueError(needs_message(name, "folds that hold out every row once", got, fix))
+        raise ValueError(needs_message("folds that hold out every row once", got, fix))

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key
 
+from .._caller import caller
 from .._check import check_key, check_labels, check_logits, check_mask, check_no_nan, check_number, concrete, promote
 from .._keys import member_keys
 from .._warnings import warn
@@ -40,7 +41,7 @@ class Sets(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
         """The set of each row as booleans; all classes where the logits are NaN."""
-        checked = check_logits("conformal.Sets", logits, members=False)
+        checked = check_logits(logits, members=False)
         return _sets(checked, None, self)
 
 
@@ -66,9 +67,8 @@ class RandomisedSets(eqx.Module):
 
         `key` is one threefry key, from which the random fraction of each row is drawn.
         """
-        name = "conformal.RandomisedSets"
-        checked = check_logits(name, logits, members=False)
-        check_key(key, name=name)
+        checked = check_logits(logits, members=False)
+        check_key(key)
         return _sets(checked, member_keys(key, 1, purpose="conformal.RandomisedSets"), self)
 
 
@@ -182,8 +182,8 @@ def raps(
         ```
     """
     name = "conformal.raps"
-    check_number(penalty, "penalty", name=name, least=0)
-    check_num_free(name, num_free)
+    check_number(penalty, "penalty", least=0)
+    check_num_free(num_free)
     return _fit(name, logits, labels, level, penalty, num_free, mask, key)
 
 
@@ -197,32 +197,30 @@ def _fit(
     mask: ArrayLike | None,
     key: Any,
 ) -> Sets | RandomisedSets:
-    checked = check_row_logits(name, logits)
-    kept = check_mask(name, mask, checked.shape[:-1])
-    targets = check_labels(name, labels, checked, mask, members=False)
-    check_level(name, level)
+    checked = check_row_logits(logits)
+    kept = check_mask(mask, checked.shape[:-1])
+    targets = check_labels(labels, checked, mask, members=False)
+    check_level(level)
     keys = None
     if key is not None:
-        check_key(key, name=name)
+        check_key(key)
         keys = member_keys(key, 1, purpose="conformal.aps")
     extra = jnp.asarray(penalty, checked.dtype), jnp.asarray(num_free, jnp.int32)
     scores, log_rest = adaptive_scores(blank_masked(checked, kept), keys, *extra)
     blanked = blank_masked(targets, kept)
     of_label = at_label(scores, blanked)
-    check_no_nan(name, "logits", of_label, mask)
-    rank = rank_of(name, fraction(level), of_label.size, kept)
+    check_no_nan("logits", of_label, mask)
+    rank = rank_of(fraction(level), of_label.size, kept)
     threshold, negative = pair_at_rank(of_label, -at_label(log_rest, blanked), kept, rank)
     if key is not None:
         return RandomisedSets(threshold, -negative, *extra)
     fitted = Sets(threshold, -negative, *extra)
     if name == "conformal.aps":
-        _warn_of_large_sets(name, checked, blanked, kept, rank, fitted)
+        _warn_of_large_sets(checked, blanked, kept, rank, fitted)
     return fitted
 
 
-def _warn_of_large_sets(
-    name: str, logits: Array, labels: Array, mask: Array | None, rank: Int32[Array, ""], fitted: Sets
-) -> None:
+def _warn_of_large_sets(logits: Array, labels: Array, mask: Array | None, rank: Int32[Array, ""], fitted: Sets) -> None:
     """Warns if sets are more than twice as large as those of `lac` on the same rows."""
     odds = class_log_odds(logits)
     smallest = odds >= -value_at_rank_jit(-at_label(odds, labels), mask, rank)
@@ -233,8 +231,8 @@ def _warn_of_large_sets(
     least, size = known
     if size > 2 * max(least, 1):
         warn(
-            f"`{name}`: the sets have {size:.3g} classes on average on the rows of the fit, those of `conformal.lac` "
-            f"{least:.3g}. Pass `key=` for smaller, randomised sets, or use `conformal.lac`."
+            f"`{caller()}`: the sets have {size:.3g} classes on average on the rows of the fit, those of "
+            f"`conformal.lac` {least:.3g}. Pass `key=` for smaller, randomised sets, or use `conformal.lac`."
         )
 
 
@@ -310,7 +308,6 @@ def class_scores(score: Score, logits: Float[Array, "*batch classes"]) -> Float[
 
 
 def score_labels(
-    name: str,
     score: Score,
     logits: ArrayLike,
     labels: ArrayLike,
@@ -320,11 +317,11 @@ def score_labels(
     argument: str = "logits",
 ) -> tuple[Array, Array, Array | None]:
     """Raises for invalid arguments. Returns the labels' scores on held-out rows, the labels and the mask."""
-    checked = check_row_logits(name, logits, argument=argument)
-    kept = check_mask(name, mask, checked.shape[:-1])
-    targets = check_labels(name, labels, checked, mask, argument=argument, members=False)
-    check_level(name, level)
+    checked = check_row_logits(logits, argument=argument)
+    kept = check_mask(mask, checked.shape[:-1])
+    targets = check_labels(labels, checked, mask, argument=argument, members=False)
+    check_level(level)
     blanked = blank_masked(targets, kept)
     scores = at_label(class_scores(score, blank_masked(checked, kept)), blanked)
-    check_no_nan(name, argument, scores, mask)
+    check_no_nan(argument, scores, mask)
     return scores, blanked, kept

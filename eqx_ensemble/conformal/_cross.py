@@ -23,7 +23,7 @@ class TopK(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
         """The set of each row as booleans; all classes where the logits are NaN."""
-        scores, k = promote(top_k_scores(check_logits("conformal.TopK", logits, members=False)), self.k)
+        scores, k = promote(top_k_scores(check_logits(logits, members=False)), self.k)
         return ~(scores > k)
 
 
@@ -68,9 +68,8 @@ def top_k(
         [Uncertainty Sets for Image Classifiers using Conformal Prediction](https://arxiv.org/abs/2009.14193), where it
         is the baseline of sets of a fixed size.
     """
-    name = "conformal.top_k"
-    scores, _, kept = score_labels(name, "top_k", logits, labels, level, mask)
-    return TopK(value_at_rank_jit(scores, kept, rank_of(name, fraction(level), scores.size, kept)))
+    scores, _, kept = score_labels("top_k", logits, labels, level, mask)
+    return TopK(value_at_rank_jit(scores, kept, rank_of(fraction(level), scores.size, kept)))
 
 
 class Lac(eqx.Module):
@@ -86,7 +85,7 @@ class Lac(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
         """The set of each row as booleans, which may be empty; all classes where the logits are NaN."""
-        scores, threshold = promote(lac_scores(check_logits("conformal.Lac", logits, members=False)), self.threshold)
+        scores, threshold = promote(lac_scores(check_logits(logits, members=False)), self.threshold)
         return ~(scores > threshold)
 
 
@@ -143,9 +142,8 @@ def lac(
         }
         ```
     """
-    name = "conformal.lac"
-    scores, _, kept = score_labels(name, "lac", logits, labels, level, mask)
-    return Lac(value_at_rank_jit(scores, kept, rank_of(name, fraction(level), scores.size, kept)))
+    scores, _, kept = score_labels("lac", logits, labels, level, mask)
+    return Lac(value_at_rank_jit(scores, kept, rank_of(fraction(level), scores.size, kept)))
 
 
 class CrossConformal(eqx.Module):
@@ -169,11 +167,10 @@ class CrossConformal(eqx.Module):
 
         Member `i` belongs to fold `i % folds`; the logits of several members per fold are averaged.
         """
-        name = "conformal.CrossConformal"
-        checked = check_logits(name, logits)
+        checked = check_logits(logits)
         num_folds = self.scores.shape[0]
-        times = check_members_of_folds(name, num_folds, checked.shape[0])
-        check_num_classes(name, self.num_classes, checked.shape[-1])
+        times = check_members_of_folds(num_folds, checked.shape[0])
+        check_num_classes(self.num_classes, checked.shape[-1])
         by_fold = jnp.mean(jnp.reshape(checked, (times, num_folds, *checked.shape[1:])), axis=0)
         return _count_below(self, by_fold) < self.rank
 
@@ -242,13 +239,12 @@ def cross_conformal(
         }
         ```
     """
-    name = "conformal.cross_conformal"
-    check_folds(name, folds)
-    check_word(score, "score", SCORES, name=name)
-    scores, _, kept = score_labels(name, score, held_out, labels, level, mask, argument="held_out")
-    check_rows_of_folds(name, scores.size, folds.in_test.shape[1])
-    check_one_fold(name, folds.in_test, mask)
-    rank = rank_of(name, fraction(level), scores.size, kept)
+    check_folds(folds)
+    check_word(score, "score", SCORES)
+    scores, _, kept = score_labels(score, held_out, labels, level, mask, argument="held_out")
+    check_rows_of_folds(scores.size, folds.in_test.shape[1])
+    check_one_fold(folds.in_test, mask)
+    rank = rank_of(fraction(level), scores.size, kept)
     by_fold, rank = _sort_by_fold(scores, kept, folds, rank)
     return CrossConformal(by_fold, rank, jnp.shape(held_out)[-1], score)
 

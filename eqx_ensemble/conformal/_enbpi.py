@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Num, Real
 
+from .._caller import caller
 from .._check import (
     check_array,
     check_fitted_members,
@@ -68,53 +69,53 @@ def shortest(
     return below, jnp.where(none, jnp.inf, jnp.where(spoilt, jnp.nan, ends[first]))
 
 
-def check_outcome(name: str, covered: ArrayLike) -> Array:
+def check_outcome(covered: ArrayLike) -> Array:
     """Raises unless `covered` is a scalar from 0 to 1. Returns it as an array."""
-    array = check_array(name, "covered", covered)
+    array = check_array("covered", covered)
     if array.shape != () or jnp.issubdtype(array.dtype, jnp.complexfloating):
         fix = "Several targets at one step? Pass the mean of their outcomes. Several series? `jax.vmap` over states."
-        raise ValueError(needs_message(name, "one outcome as `covered`", f"got {kind_text(array)}", fix))
+        raise ValueError(needs_message("one outcome as `covered`", f"got {kind_text(array)}", fix))
     host = concrete(covered)
     if host is not None and not 0 <= host <= 1:
         fix = "Pass whether the target was in its set: `(lower <= target) & (target <= upper)`."
-        raise ValueError(needs_message(name, "`covered` from 0 to 1", f"got {host}", fix))
+        raise ValueError(needs_message("`covered` from 0 to 1", f"got {host}", fix))
     return array
 
 
-def check_times(name: str, predictions: Array, targets: Array) -> None:
+def check_times(predictions: Array, targets: Array) -> None:
     """Raises unless predictions are `(members,)` or `(members, times)`."""
     if targets.ndim > 1:
         fix = "The window of residuals belongs to one series: one state for each, with `jax.vmap`."
         raise ValueError(
-            needs_message(name, "`predictions` (members,) or (members, times)", f"got shape {predictions.shape}", fix)
+            needs_message("`predictions` (members,) or (members, times)", f"got shape {predictions.shape}", fix)
         )
 
 
-def check_known(name: str, mask: ArrayLike | None, times: tuple[int, ...]) -> Array:
+def check_known(mask: ArrayLike | None, times: tuple[int, ...]) -> Array:
     """Raises unless `mask` has one boolean per time; all may be `False`. Returns it as an array."""
     if mask is None:
         return jnp.ones(times, bool)
-    array = check_array(name, "mask", mask)
+    array = check_array("mask", mask)
     if array.dtype != bool or array.shape != times:
         got = f"expected booleans {times}, got {array.dtype} {array.shape}"
-        raise ValueError(needs_message(name, "one boolean of `mask` for each time", got, "True keeps a target."))
+        raise ValueError(needs_message("one boolean of `mask` for each time", got, "True keeps a target."))
     return array
 
 
-def check_residuals(name: str, residuals: Array) -> None:
+def check_residuals(residuals: Array) -> None:
     """Raises for NaN; checked where concrete."""
     host = concrete(residuals)
     if host is not None and np.isnan(host).any():
         got = f"got {int(np.isnan(host).sum())} residuals that are NaN"
         fix = "No target at that time? Pass `mask=False`. Did members diverge? Give them a weight of zero."
-        raise ValueError(needs_message(name, "predictions and targets without NaN", got, fix))
+        raise ValueError(needs_message("predictions and targets without NaN", got, fix))
 
 
-def warn_of_no_residual(name: str, known: Array, reason: str, fix: str) -> None:
+def warn_of_no_residual(known: Array, reason: str, fix: str) -> None:
     """Warns if no residual of the window is known; checked where concrete."""
     host = concrete(known)
     if host is not None and not np.any(host):
-        warn(f"`{name}`: {reason}; every interval is unbounded. {fix}")
+        warn(f"`{caller()}`: {reason}; every interval is unbounded. {fix}")
 
 
 class Enbpi(eqx.Module):
@@ -136,9 +137,8 @@ class Enbpi(eqx.Module):
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
         """The intervals `(*batch,)` from all members' predictions."""
-        name = "conformal.Enbpi"
-        checked = check_values(name, "predictions", predictions)
-        check_fitted_members(name, self.share.size, checked.shape[0])
+        checked = check_values("predictions", predictions)
+        check_fitted_members(self.share.size, checked.shape[0])
         below, above = shortest(self.residuals, self.known, self.level)
         return _ends(*promote(checked, self.share, below, above))
 
@@ -154,19 +154,18 @@ class Enbpi(eqx.Module):
         Times where `mask` is `False` have no target: they are ignored, even if they contain NaN, but also replace
         residuals. Warns if no time of the window has a target: intervals are then unbounded.
         """
-        name = "conformal.Enbpi.update"
-        checked, observed = check_regression(name, targets, members=True, predictions=predictions)
-        check_fitted_members(name, self.share.size, checked.shape[0])
-        check_times(name, checked, observed)
-        known = check_known(name, mask, observed.shape)
+        checked, observed = check_regression(targets, members=True, predictions=predictions)
+        check_fitted_members(self.share.size, checked.shape[0])
+        check_times(checked, observed)
+        known = check_known(mask, observed.shape)
         checked, lower, upper, share = promote(checked, *enclose(targets, observed), self.share)
         lower, upper = blank_masked(lower, known), blank_masked(upper, known)
         found = residuals_out(Interval(lower, upper), known_mean(blank_masked(checked, known, before=1), share))
-        check_residuals(name, found.upper)
+        check_residuals(found.upper)
         window = self.known.size
         slide = lambda old, new: jnp.concatenate([old, jnp.ravel(new).astype(old.dtype)])[-window:]
         known = slide(self.known, known)
-        warn_of_no_residual(name, known, "no time of the window has a target", "Pass a longer `window` to `enbpi`.")
+        warn_of_no_residual(known, "no time of the window has a target", "Pass a longer `window` to `enbpi`.")
         return Enbpi(jax.tree.map(slide, self.residuals, found), known, self.share, self.level)
 
 
@@ -255,18 +254,17 @@ def enbpi(
         }
         ```
     """
-    name = "conformal.enbpi"
-    predicted, observed, kept = check_targets(name, targets, mask, held_out=held_out)
-    check_level(name, level)
-    length = predicted.size if window is None else check_positive_int(window, "window", name=name)
-    unseen = out_of_bag(check_drawn(name, drawn, predicted.size), predicted.size)
-    convex = check_weights(name, weights, unseen.shape[0], predicted.dtype)
+    predicted, observed, kept = check_targets(targets, mask, held_out=held_out)
+    check_level(level)
+    length = predicted.size if window is None else check_positive_int(window, "window")
+    unseen = out_of_bag(check_drawn(drawn, predicted.size), predicted.size)
+    convex = check_weights(weights, unseen.shape[0], predicted.dtype)
     seen_by = unseen if convex is None else unseen & (convex > 0)[:, None]
-    check_held_out(name, held_out, seen_by, mask, every_row=False)
+    check_held_out(held_out, seen_by, mask, every_row=False)
     known = jnp.any(seen_by, axis=0) if kept is None else jnp.any(seen_by, axis=0) & kept
     own = jnp.ones(unseen.shape[0], predicted.dtype) if convex is None else convex
     residuals, share = residuals_and_share(predicted, observed, seen_by, own, known)
     known = known[-length:]
     reason = "no row of the window has a target and an out-of-bag prediction"
-    warn_of_no_residual(name, known, reason, "Train more members, or each on fewer rows; or pass a longer `window`.")
+    warn_of_no_residual(known, reason, "Train more members, or each on fewer rows; or pass a longer `window`.")
     return Enbpi(jax.tree.map(lambda x: x[-length:], residuals), known, share, float(level))

@@ -18,7 +18,6 @@ _CHUNK = 256
 
 
 def fit_left_out(
-    name: str,
     held_out: Array,
     targets: Interval,
     unseen: Bool[Array, "folds rows"],
@@ -28,7 +27,7 @@ def fit_left_out(
     infinite: int,
 ) -> tuple[Array, Array, Array, Array]:
     """Residuals, weights of the members that held each row out, the rank of the quantile, and the mask of used rows."""
-    rank = rank_of(name, fraction(level), held_out.size, mask, infinite=infinite)
+    rank = rank_of(fraction(level), held_out.size, mask, infinite=infinite)
     kept = jnp.ones(held_out.shape, bool) if mask is None else mask
     held_out, *ends = (blank_masked(x, mask) for x in (held_out, *targets))
     return *_residuals_and_shares(held_out, Interval(*ends), unseen, weights), rank, kept
@@ -108,9 +107,8 @@ class CvPlus(eqx.Module):
 
         Member `i` belongs to fold `i % folds`; several members per fold are averaged.
         """
-        name = "conformal.CvPlus"
-        checked = check_values(name, "predictions", predictions)
-        times = check_members_of_folds(name, self.share.shape[0], checked.shape[0])
+        checked = check_values("predictions", predictions)
+        times = check_members_of_folds(self.share.shape[0], checked.shape[0])
         by_fold = jnp.reshape(checked, (times, self.share.shape[0], *checked.shape[1:]))
         return intervals(*promote(by_fold, self.residuals, self.share), self.rank, self.mask)
 
@@ -133,9 +131,8 @@ class JackknifePlus(eqx.Module):
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
         """The intervals `(*batch,)` from all members' predictions for new rows."""
-        name = "conformal.JackknifePlus"
-        checked = check_values(name, "predictions", predictions)
-        check_fitted_members(name, self.share.shape[0], checked.shape[0])
+        checked = check_values("predictions", predictions)
+        check_fitted_members(self.share.shape[0], checked.shape[0])
         return intervals(*promote(checked[None], self.residuals, self.share), self.rank, self.mask)
 
 
@@ -204,14 +201,13 @@ def cv_plus(
         }
         ```
     """
-    name = "conformal.cv_plus"
-    check_folds(name, folds)
-    predicted, observed, kept = check_targets(name, targets, mask, held_out=held_out)
-    check_rows_of_folds(name, predicted.size, folds.in_test.shape[1])
-    check_level(name, level)
+    check_folds(folds)
+    predicted, observed, kept = check_targets(targets, mask, held_out=held_out)
+    check_rows_of_folds(predicted.size, folds.in_test.shape[1])
+    check_level(level)
     unseen = folds.in_test
-    check_held_out(name, held_out, unseen, mask, every_row=True)
-    return CvPlus(*fit_left_out(name, predicted, observed, unseen, None, kept, level, 0))
+    check_held_out(held_out, unseen, mask, every_row=True)
+    return CvPlus(*fit_left_out(predicted, observed, unseen, None, kept, level, 0))
 
 
 def jackknife_plus_after_bootstrap(
@@ -276,11 +272,10 @@ def jackknife_plus_after_bootstrap(
         }
         ```
     """
-    name = "conformal.jackknife_plus_after_bootstrap"
-    predicted, observed, kept = check_targets(name, targets, mask, held_out=held_out)
-    check_level(name, level)
-    unseen = out_of_bag(check_drawn(name, drawn, predicted.size), predicted.size)
-    convex = check_weights(name, weights, unseen.shape[0], predicted.dtype)
+    predicted, observed, kept = check_targets(targets, mask, held_out=held_out)
+    check_level(level)
+    unseen = out_of_bag(check_drawn(drawn, predicted.size), predicted.size)
+    convex = check_weights(weights, unseen.shape[0], predicted.dtype)
     seen_by = unseen if convex is None else unseen & (convex > 0)[:, None]
-    infinite = check_held_out(name, held_out, seen_by, mask, every_row=False)
-    return JackknifePlus(*fit_left_out(name, predicted, observed, seen_by, convex, kept, level, infinite))
+    infinite = check_held_out(held_out, seen_by, mask, every_row=False)
+    return JackknifePlus(*fit_left_out(predicted, observed, seen_by, convex, kept, level, infinite))

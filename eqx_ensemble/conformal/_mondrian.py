@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 
+from .._caller import caller
 from .._check import check_logits, check_mask, check_word, concrete, promote
 from .._warnings import warn
 from ..scores._by_group import check_groups
@@ -67,16 +68,14 @@ def group_quantile(
         }
         ```
     """
-    name = "conformal.group_quantile"
-    (checked,) = check_rows(name, scores=scores)
-    kept = check_mask(name, mask, checked.shape)
-    own, count = check_groups(name, groups, num_groups, checked.shape, mask)
-    check_level(name, level)
-    return fit_groups(name, checked, own, count, fraction(level), kept, noun="groups")
+    (checked,) = check_rows(scores=scores)
+    kept = check_mask(mask, checked.shape)
+    own, count = check_groups(groups, num_groups, checked.shape, mask)
+    check_level(level)
+    return fit_groups(checked, own, count, fraction(level), kept, noun="groups")
 
 
 def fit_groups(
-    name: str,
     scores: Array,
     groups: Array,
     num_groups: int,
@@ -92,7 +91,7 @@ def fit_groups(
     if host is not None and (few := table[host] > host).any():
         first = int(np.argmax(few))
         warn(
-            f"`{name}`: {int(few.sum())} of {num_groups} {noun} have too few rows for level {float(level):g}, the "
+            f"`{caller()}`: {int(few.sum())} of {num_groups} {noun} have too few rows for level {float(level):g}, the "
             f"first is {first} with {int(host[first])}; their predictions are unbounded. {enough_rows_text(level)}"
         )
     return found
@@ -133,9 +132,8 @@ class ClassConditional(eqx.Module):
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
         """The set of each row as booleans, which may be empty; all classes where the logits are NaN."""
-        name = "conformal.ClassConditional"
-        checked = check_logits(name, logits, members=False)
-        check_num_classes(name, self.threshold.size, checked.shape[-1])
+        checked = check_logits(logits, members=False)
+        check_num_classes(self.threshold.size, checked.shape[-1])
         threshold = jnp.reshape(self.threshold, (1,) * (checked.ndim - 1) + self.threshold.shape)
         scores, threshold = promote(class_scores(self.score, checked), threshold)
         return ~(scores > threshold)
@@ -158,9 +156,8 @@ class GroupConditional(eqx.Module):
         self, logits: Float[ArrayLike, "*batch classes"], groups: Integer[ArrayLike, "*batch"]
     ) -> Bool[Array, "*batch classes"]:
         """The set of each row as booleans; all classes for NaN logits and, while tracing, for groups out of range."""
-        name = "conformal.GroupConditional"
-        checked = check_logits(name, logits, members=False)
-        own, count = check_groups(name, groups, self.threshold.size, checked.shape[:-1])
+        checked = check_logits(logits, members=False)
+        own, count = check_groups(groups, self.threshold.size, checked.shape[:-1])
         known = (own >= 0) & (own < count)
         threshold = jnp.where(known, self.threshold[jnp.where(known, own, 0)], jnp.inf)
         scores, threshold = promote(class_scores(self.score, checked), threshold[..., None])
@@ -210,11 +207,10 @@ def class_conditional(
     ??? cite
         [Conditional validity of inductive conformal predictors](https://arxiv.org/abs/1209.2673)
     """
-    name = "conformal.class_conditional"
-    check_word(score, "score", SCORES, name=name)
-    scores, targets, kept = score_labels(name, score, logits, labels, level, mask)
+    check_word(score, "score", SCORES)
+    scores, targets, kept = score_labels(score, logits, labels, level, mask)
     num_classes = jnp.shape(logits)[-1]
-    threshold = fit_groups(name, scores, targets, num_classes, fraction(level), kept, noun="classes")
+    threshold = fit_groups(scores, targets, num_classes, fraction(level), kept, noun="classes")
     return ClassConditional(threshold, score)
 
 
@@ -260,9 +256,8 @@ def group_conditional(
     ??? cite
         [Conditional validity of inductive conformal predictors](https://arxiv.org/abs/1209.2673)
     """
-    name = "conformal.group_conditional"
-    check_word(score, "score", SCORES, name=name)
-    scores, _, kept = score_labels(name, score, logits, labels, level, mask)
-    own, count = check_groups(name, groups, num_groups, scores.shape, mask)
-    threshold = fit_groups(name, scores, own, count, fraction(level), kept, noun="groups")
+    check_word(score, "score", SCORES)
+    scores, _, kept = score_labels(score, logits, labels, level, mask)
+    own, count = check_groups(groups, num_groups, scores.shape, mask)
+    threshold = fit_groups(scores, own, count, fraction(level), kept, noun="groups")
     return GroupConditional(threshold, score)

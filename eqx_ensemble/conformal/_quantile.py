@@ -17,11 +17,11 @@ def fraction(level: float) -> Fraction:
     return Fraction(float(level)).limit_denominator(10**9)
 
 
-def rank_of(name: str, level: Fraction, num_rows: int, mask: Array | None, *, infinite: int = 0) -> Int32[Array, ""]:
+def rank_of(level: Fraction, num_rows: int, mask: Array | None, *, infinite: int = 0) -> Int32[Array, ""]:
     r"""$\lceil (n + 1) \mathrm{level} \rceil$ for the $n$ unmasked rows; warns if no finite score has this rank."""
     kept = num_rows if mask is None else _count_kept(mask)
     if kept is not None:
-        warn_of_infinite(name, _rank(level, kept), kept, infinite, level)
+        warn_of_infinite(_rank(level, kept), kept, infinite, level)
     return rank_among(level, num_rows, mask)
 
 
@@ -116,11 +116,10 @@ def quantile(
         }
         ```
     """
-    name = "conformal.quantile"
-    (checked,) = check_rows(name, scores=scores)
-    kept = check_mask(name, mask, checked.shape)
-    check_level(name, level)
-    return value_at_rank_jit(checked, kept, rank_of(name, fraction(level), checked.size, kept))
+    (checked,) = check_rows(scores=scores)
+    kept = check_mask(mask, checked.shape)
+    check_level(level)
+    return value_at_rank_jit(checked, kept, rank_of(fraction(level), checked.size, kept))
 
 
 def weighted_quantile(
@@ -174,11 +173,10 @@ def weighted_quantile(
         }
         ```
     """
-    name = "conformal.weighted_quantile"
-    (checked,) = check_rows(name, scores=scores)
-    kept = check_mask(name, mask, checked.shape)
-    own, new = check_row_weights(name, row_weights, new_weights, checked, mask)
-    check_level(name, level)
+    (checked,) = check_rows(scores=scores)
+    kept = check_mask(mask, checked.shape)
+    own, new = check_row_weights(row_weights, new_weights, checked, mask)
+    check_level(level)
     return _weighted_quantile(checked, own, new, kept, float(level), rank_among(fraction(level), checked.size, kept))
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
+from .._caller import caller
 from .._check import (
     as_column,
     check_floating,
@@ -79,90 +80,86 @@ def first_step(
     return jnp.where(spoilt, jnp.nan, found)
 
 
-def check_risk(name: str, risk: float, bound: float) -> None:
+def check_risk(risk: float, bound: float) -> None:
     """Raises unless `0 < risk < bound`."""
-    check_number(bound, "bound", name=name)
-    check_number(risk, "risk", name=name)
+    check_number(bound, "bound")
+    check_number(risk, "risk")
     if not 0 < risk < bound:
         fix = "The bound is the largest loss that a row can have; any threshold has a risk of at most that."
-        raise ValueError(needs_message(name, "a `risk` between 0 and `bound`", f"got {risk} and {bound}", fix))
+        raise ValueError(needs_message("a `risk` between 0 and `bound`", f"got {risk} and {bound}", fix))
 
 
-def check_losses(name: str, losses: ArrayLike, thresholds: ArrayLike) -> tuple[Array, Array]:
+def check_losses(losses: ArrayLike, thresholds: ArrayLike) -> tuple[Array, Array]:
     """Raises unless losses are `(rows, thresholds)` and thresholds increase. Returns both in one dtype."""
-    table, grid = check_floating(name, "losses", losses), check_floating(name, "thresholds", thresholds)
+    table, grid = check_floating("losses", losses), check_floating("thresholds", thresholds)
     if grid.ndim != 1 or table.ndim != 2 or table.shape[1] != grid.size or table.size == 0:
         got = f"got `losses` {table.shape} and `thresholds` {grid.shape}"
         fix = "A row of losses for each held-out row, one for each threshold."
-        raise ValueError(needs_message(name, "`losses` (rows, thresholds) and `thresholds` (thresholds,)", got, fix))
+        raise ValueError(needs_message("`losses` (rows, thresholds) and `thresholds` (thresholds,)", got, fix))
     host = concrete(thresholds)
     wrong = np.zeros(0, bool) if host is None else ~(np.diff(host.astype(np.float64)) > 0)
     if host is not None and wrong.any():
         at = int(np.argmax(wrong)) + 1
         got = f"got {host[at]} after {host[at - 1]} at index {at}"
         fix = "Sort them, and the losses with them, from the largest loss to the smallest."
-        raise ValueError(needs_message(name, "increasing `thresholds`", got, fix))
+        raise ValueError(needs_message("increasing `thresholds`", got, fix))
     first, second = promote(table, grid)
     return first, enclose(thresholds, second).upper
 
 
-def check_steps(name: str, steps: ArrayLike, drops: ArrayLike) -> tuple[Array, Array]:
+def check_steps(steps: ArrayLike, drops: ArrayLike) -> tuple[Array, Array]:
     """Raises unless steps and drops are floating-point `(rows, steps)`. Returns both in one dtype."""
-    at, heights = check_floating(name, "steps", steps), check_floating(name, "drops", drops)
+    at, heights = check_floating("steps", steps), check_floating("drops", drops)
     if at.ndim != 2 or at.shape != heights.shape or at.size == 0:
         got = f"got `steps` {at.shape} and `drops` {heights.shape}"
         fix = "One step for each row? Pass `scores[:, None]`. Rows with fewer steps have drops of zero."
-        raise ValueError(needs_message(name, "`steps` and `drops` of shape (rows, steps)", got, fix))
+        raise ValueError(needs_message("`steps` and `drops` of shape (rows, steps)", got, fix))
     first, second = promote(at, heights)
     return enclose(steps, first).upper, second
 
 
-def check_loss_values(name: str, losses: ArrayLike, bound: float, mask: ArrayLike | None) -> None:
+def check_loss_values(losses: ArrayLike, bound: float, mask: ArrayLike | None) -> None:
     """Raises if losses are NaN, exceed the bound or increase with the threshold; checked where concrete."""
     host, kept = concrete(losses), kept_rows(mask)
     if host is None or kept is None:
         return
     table, kept = host.astype(np.float64), as_column(np.broadcast_to(kept, host.shape[:1]), 2)
     rounding = 1e-5 * bound
-    _check_no_nan(name, "losses", host, np.isnan(table) & kept)
+    _check_no_nan("losses", host, np.isnan(table) & kept)
     if (wrong := (table > bound + rounding) & kept).any():
         fix = "Raise `bound`, the largest loss that a row can have."
-        raise ValueError(needs_message(name, f"`losses` of at most `bound` ({bound})", first_text(host, wrong), fix))
+        raise ValueError(needs_message(f"`losses` of at most `bound` ({bound})", first_text(host, wrong), fix))
     if (wrong := (np.diff(table, axis=1, prepend=np.inf) > rounding) & kept).any():
         fix = "Take the largest loss from each threshold on: `jax.lax.cummax(losses, axis=1, reverse=True)`."
-        raise ValueError(
-            needs_message(name, "`losses` that never increase with the threshold", first_text(host, wrong), fix)
-        )
+        raise ValueError(needs_message("`losses` that never increase with the threshold", first_text(host, wrong), fix))
 
 
-def check_drop_values(name: str, steps: ArrayLike, drops: ArrayLike, bound: float, mask: ArrayLike | None) -> None:
+def check_drop_values(steps: ArrayLike, drops: ArrayLike, bound: float, mask: ArrayLike | None) -> None:
     """Raises for NaN, negative drops, and drops of a row that sum to more than the bound; checked where concrete."""
     at, heights, kept = concrete(steps), concrete(drops), kept_rows(mask)
     if at is None or heights is None or kept is None:
         return
     kept = as_column(np.broadcast_to(kept, heights.shape[:1]), 2)
-    _check_no_nan(name, "drops", heights, np.isnan(heights.astype(np.float64)) & kept)
-    _check_no_nan(name, "steps", at, np.isnan(at.astype(np.float64)) & kept & (heights != 0))
+    _check_no_nan("drops", heights, np.isnan(heights.astype(np.float64)) & kept)
+    _check_no_nan("steps", at, np.isnan(at.astype(np.float64)) & kept & (heights != 0))
     if (wrong := (heights < 0) & kept).any():
         fix = "A loss may not increase with the threshold."
-        raise ValueError(needs_message(name, "`drops` of zero or more", first_text(heights, wrong), fix))
+        raise ValueError(needs_message("`drops` of zero or more", first_text(heights, wrong), fix))
     total = heights.astype(np.float64).sum(axis=1)
     if (wrong := (total > bound * (1 + 1e-5)) & kept[:, 0]).any():
         fix = "They add up to the loss of the row at the lowest threshold: raise `bound`, the largest loss of a row."
         needs = f"`drops` of each row that add up to `bound` ({bound}) or less"
-        raise ValueError(needs_message(name, needs, first_text(total, wrong), fix))
+        raise ValueError(needs_message(needs, first_text(total, wrong), fix))
 
 
-def _check_no_nan(name: str, argument: str, host: np.ndarray, wrong: np.ndarray) -> None:
+def _check_no_nan(argument: str, host: np.ndarray, wrong: np.ndarray) -> None:
     if wrong.any():
         raise ValueError(
-            needs_message(name, f"`{argument}` without NaN", first_text(host, wrong), "Leave these rows out: `mask`.")
+            needs_message(f"`{argument}` without NaN", first_text(host, wrong), "Leave these rows out: `mask`.")
         )
 
 
-def warn_of_no_threshold(
-    name: str, found: Array, risk: float, bound: float, num_rows: int, mask: ArrayLike | None
-) -> None:
+def warn_of_no_threshold(found: Array, risk: float, bound: float, num_rows: int, mask: ArrayLike | None) -> None:
     """Warns if no threshold controls the risk; checked where concrete."""
     host, kept = concrete(found), kept_rows(mask)
     if host is None or kept is None or host != jnp.inf:
@@ -176,7 +173,7 @@ def warn_of_no_threshold(
     else:
         because = f"no threshold has a risk of {risk:g} or less"
         fix = "Add thresholds of lower losses, hold out more rows, or allow a higher risk."
-    warn(f"`{name}`: {because}; the threshold is infinite. {fix}")
+    warn(f"`{caller()}`: {because}; the threshold is infinite. {fix}")
 
 
 def risk_control(
@@ -239,14 +236,13 @@ def risk_control(
         }
         ```
     """
-    name = "conformal.risk_control"
-    table, grid = check_losses(name, losses, thresholds)
-    kept = check_mask(name, mask, table.shape[:1])
-    check_risk(name, risk, bound)
-    check_loss_values(name, losses, bound, mask)
+    table, grid = check_losses(losses, thresholds)
+    kept = check_mask(mask, table.shape[:1])
+    check_risk(risk, bound)
+    check_loss_values(losses, bound, mask)
     most = largest_total(risk, bound, table.shape[0], kept, table.dtype)
     found = first_on_grid(table, grid, kept, most)
-    warn_of_no_threshold(name, found, risk, bound, table.shape[0], mask)
+    warn_of_no_threshold(found, risk, bound, table.shape[0], mask)
     return found
 
 
@@ -292,12 +288,11 @@ def risk_control_steps(
     ??? cite
         [Conformal Risk Control](https://arxiv.org/abs/2208.02814)
     """
-    name = "conformal.risk_control_steps"
-    at, heights = check_steps(name, steps, drops)
-    kept = check_mask(name, mask, at.shape[:1])
-    check_risk(name, risk, bound)
-    check_drop_values(name, steps, drops, bound, mask)
+    at, heights = check_steps(steps, drops)
+    kept = check_mask(mask, at.shape[:1])
+    check_risk(risk, bound)
+    check_drop_values(steps, drops, bound, mask)
     most = largest_total(risk, bound, at.shape[0], kept, at.dtype)
     found = first_step(at, heights, kept, most)
-    warn_of_no_threshold(name, found, risk, bound, at.shape[0], mask)
+    warn_of_no_threshold(found, risk, bound, at.shape[0], mask)
     return found

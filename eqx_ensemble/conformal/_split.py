@@ -26,7 +26,7 @@ class Cqr(eqx.Module):
 
     def __call__(self, lower: Float[ArrayLike, "*batch"], upper: Float[ArrayLike, "*batch"]) -> Interval:
         """The conformalised intervals, of any shape; ends that cross are set to their midpoint."""
-        low, high = check_floating_arrays("conformal.Cqr", lower=lower, upper=upper)
+        low, high = check_floating_arrays(lower=lower, upper=upper)
         low, high, below, above = promote(low, high, self.below, self.above)
         low, high = low - below, high + above
         middle = low / 2 + high / 2
@@ -85,13 +85,12 @@ def cqr(
         }
         ```
     """
-    name = "conformal.cqr"
-    low, high, observed, kept = check_targets(name, targets, mask, lower=lower, upper=upper)
-    check_level(name, level)
-    check_word(ends, "ends", ("together", "each"), name=name)
+    low, high, observed, kept = check_targets(targets, mask, lower=lower, upper=upper)
+    check_level(level)
+    check_word(ends, "ends", ("together", "each"))
     low, high, lowest, highest = (blank_masked(x, kept) for x in (low, high, *observed))
     wanted = fraction(level) if ends == "together" else (1 + fraction(level)) / 2
-    rank = rank_of(name, wanted, low.size, kept)
+    rank = rank_of(wanted, low.size, kept)
     below, above = difference_up(low, lowest), difference_up(highest, high)
     if ends == "together":
         margin = value_at_rank_jit(jnp.maximum(below, above), kept, rank)
@@ -111,7 +110,7 @@ class Split(eqx.Module):
 
     def __call__(self, predictions: Float[ArrayLike, "*batch"]) -> Interval:
         """The intervals of predictions of any shape, `predictions - radius` to `predictions + radius`."""
-        (centre,) = check_floating_arrays("conformal.Split", predictions=predictions)
+        (centre,) = check_floating_arrays(predictions=predictions)
         centre, radius = promote(centre, self.radius)
         return Interval(centre - radius, centre + radius)
 
@@ -128,9 +127,8 @@ class Normalised(eqx.Module):
 
     def __call__(self, predictions: Float[ArrayLike, "*batch"], scale: Float[ArrayLike, "*batch"]) -> Interval:
         """The intervals of predictions of any shape, `predictions` plus or minus `factor * scale`."""
-        name = "conformal.Normalised"
-        centre, scales = check_floating_arrays(name, predictions=predictions, scale=scale)
-        check_scales(name, scale)
+        centre, scales = check_floating_arrays(predictions=predictions, scale=scale)
+        check_scales(scale)
         centre, scales, factor = promote(centre, scales, self.factor)
         return Interval(centre - factor * scales, centre + factor * scales)
 
@@ -173,11 +171,10 @@ def split(
     ??? cite
         [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
     """
-    name = "conformal.split"
-    centre, observed, kept = check_targets(name, targets, mask, predictions=predictions)
-    check_level(name, level)
+    centre, observed, kept = check_targets(targets, mask, predictions=predictions)
+    check_level(level)
     centre, *ends = (blank_masked(x, kept) for x in (centre, *observed))
-    rank = rank_of(name, fraction(level), centre.size, kept)
+    rank = rank_of(fraction(level), centre.size, kept)
     return Split(value_at_rank_jit(distance_up(Interval(*ends), centre), kept, rank))
 
 
@@ -220,11 +217,10 @@ def normalised(
     ??? cite
         [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
     """
-    name = "conformal.normalised"
-    centre, scales, observed, kept = check_targets(name, targets, mask, predictions=predictions, scale=scale)
-    check_scales(name, scale, mask)
-    check_level(name, level)
+    centre, scales, observed, kept = check_targets(targets, mask, predictions=predictions, scale=scale)
+    check_scales(scale, mask)
+    check_level(level)
     scales = blank_masked(scales, kept, fill=1)
     centre, *ends = (blank_masked(x, kept) for x in (centre, *observed))
-    rank = rank_of(name, fraction(level), centre.size, kept)
+    rank = rank_of(fraction(level), centre.size, kept)
     return Normalised(value_at_rank_jit(quotient_up(distance_up(Interval(*ends), centre), scales), kept, rank))

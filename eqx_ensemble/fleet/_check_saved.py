@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from .._caller import caller
 from .._check import check_path, check_sequence, kind_text
 from .._ensemble import Ensemble
 from ..checkpoint._check_folders import is_sealed
@@ -15,54 +16,54 @@ from ..checkpoint._formats import kind_of
 _MOST_NAMED = 8
 
 
-def check_save_folder(path: Any, *, name: str) -> Any:
+def check_save_folder(path: Any) -> Any:
     """Raises unless `path` is a folder on a file system. Returns its absolute path."""
-    check_path(path, "save", name=name)
+    check_path(path, "save")
     found = as_path(path)
     if not is_on_disk(found):
-        raise TypeError(f"`{name}` needs a folder on a file system as `save`, got `{path}`.")
+        raise TypeError(f"`{caller()}` needs a folder on a file system as `save`, got `{path}`.")
     if is_sealed(found):
         raise FileExistsError(
             errno.EEXIST,
-            f"`{name}` needs a folder for all shards as `save`; `{path}` is a single checkpoint written by `ee.save`.\n"
-            "Choose another folder",
+            f"`{caller()}` needs a folder for all shards as `save`; `{path}` is a single checkpoint written by "
+            "`ee.save`.\nChoose another folder",
         )
     return found.absolute()
 
 
-def check_like_of_members(like: Any, *, name: str) -> Any:
+def check_like_of_members(like: Any) -> Any:
     """Raises unless `like` is an ensemble, or a pair of an ensemble and its state. Returns it."""
     ensemble = like[0] if isinstance(like, tuple) and len(like) == 2 else like
     if not isinstance(ensemble, Ensemble):
         raise TypeError(
-            f"`{name}` needs as `like` the function that makes one member from a key, or an `Ensemble`; got "
+            f"`{caller()}` needs as `like` the function that makes one member from a key, or an `Ensemble`; got "
             f"{kind_text(like)}."
         )
     return like
 
 
-def check_call_record(meta: Any, folder: Any, *, name: str) -> dict[str, Any]:
+def check_call_record(meta: Any, folder: Any) -> dict[str, Any]:
     """Raises unless the metadata are those of a call of `fleet.fit`. Returns its record."""
     record = meta.get("fleet.fit") if isinstance(meta, dict) else None
     if not isinstance(record, dict):
         raise ValueError(
-            f"`{name}` needs a folder of `fleet.fit(save=...)`, and `{folder}` holds something else.\n"
+            f"`{caller()}` needs a folder of `fleet.fit(save=...)`, and `{folder}` holds something else.\n"
             "Choose another folder."
         )
     return record
 
 
-def check_shard_of_call(meta: Any, digest: str, path: Any, *, name: str) -> dict[str, Any]:
+def check_shard_of_call(meta: Any, digest: str, path: Any) -> dict[str, Any]:
     """Raises unless the metadata are those of a shard of this call. Returns its record."""
     record = meta.get("fleet.fit") if isinstance(meta, dict) else None
     if not isinstance(record, dict) or record.get("call") != digest:
         raise ValueError(
-            f"`{name}` cannot read `{path}`: it belongs to a different call than its folder.\n"
+            f"`{caller()}` cannot read `{path}`: it belongs to a different call than its folder.\n"
             "Remove it, and rerun the call of the folder."
         )
     if record.get("shard") != path.name:
         raise ValueError(
-            f"`{name}` cannot read `{path}`: it holds `{record.get('shard')}` of this call under another name.\n"
+            f"`{caller()}` cannot read `{path}`: it holds `{record.get('shard')}` of this call under another name.\n"
             "Rename it back, or remove it and rerun the call."
         )
     return record
@@ -77,51 +78,51 @@ def check_stored_ids(found: np.ndarray, wanted: np.ndarray, path: Any) -> None:
         )
 
 
-def check_has_call(folder: Any, *, there: bool, name: str) -> None:
+def check_has_call(folder: Any, *, there: bool) -> None:
     """Raises unless `fleet.fit` saved members in the folder."""
     if not there:
         exists = "holds no run of it" if os.path.isdir(folder) else "does not exist"
         raise FileNotFoundError(
-            errno.ENOENT, f"`{name}` needs a folder of `fleet.fit(save=...)`, and `{folder}` {exists}"
+            errno.ENOENT, f"`{caller()}` needs a folder of `fleet.fit(save=...)`, and `{folder}` {exists}"
         )
 
 
-def check_some_members(count: int, folder: Any, *, name: str) -> None:
+def check_some_members(count: int, folder: Any) -> None:
     """Raises unless at least one shard of the folder is complete."""
     if not count:
         raise ValueError(
-            f"`{name}` needs at least one complete shard, and `{folder}` has none.\n"
+            f"`{caller()}` needs at least one complete shard, and `{folder}` has none.\n"
             "Rerun the call of `fleet.fit` that started it."
         )
 
 
-def check_same_size(shard: Any, sizes: np.ndarray, expected: np.ndarray, folder: Any, *, name: str) -> None:
+def check_same_size(shard: Any, sizes: np.ndarray, expected: np.ndarray, folder: Any) -> None:
     """Raises unless a resumed call divides the members as the saved one did."""
     if not np.array_equal(sizes, expected):
         raise ValueError(
-            f"`{name}` resumes in `{folder}`, whose shards have up to {sizes.max()} members; got `shard={shard}`.\n"
+            f"`{caller()}` resumes in `{folder}`, whose shards have up to {sizes.max()} members; got `shard={shard}`.\n"
             "Leave out `shard`, or save in another folder."
         )
 
 
-def check_wanted_ids(ids: Any, there: np.ndarray, missing: np.ndarray, *, name: str) -> np.ndarray:
+def check_wanted_ids(ids: Any, there: np.ndarray, missing: np.ndarray) -> np.ndarray:
     """Raises unless `ids` are different ids of saved members. Returns them as an array."""
     if isinstance(ids, int | np.integer):
-        raise TypeError(f"`{name}` needs a list of ids, got {ids}.\nWrite `ids=[{ids}]`.")
-    wanted = np.asarray(ids if isinstance(ids, np.ndarray) else check_sequence(ids, "ids", name=name, of="integers"))
+        raise TypeError(f"`{caller()}` needs a list of ids, got {ids}.\nWrite `ids=[{ids}]`.")
+    wanted = np.asarray(ids if isinstance(ids, np.ndarray) else check_sequence(ids, "ids", of="integers"))
     if wanted.ndim != 1 or not len(wanted) or not np.issubdtype(wanted.dtype, np.integer):
         raise TypeError(
-            f"`{name}` needs `ids` to be integers `(members,)`, at least one, got {kind_text(ids)} of shape "
+            f"`{caller()}` needs `ids` to be integers `(members,)`, at least one, got {kind_text(ids)} of shape "
             f"{wanted.shape}.\nFor members by a condition: `ids=run.ids[condition]`."
         )
     unique, counts = np.unique(wanted, return_counts=True)
     if (counts > 1).any():
-        raise ValueError(f"`{name}` needs different `ids`; repeated: {ids_text(unique[counts > 1])}.")
+        raise ValueError(f"`{caller()}` needs different `ids`; repeated: {ids_text(unique[counts > 1])}.")
     absent = wanted[~np.isin(wanted, there)]
     if len(absent):
         lost = absent[np.isin(absent, missing)]
         never = absent[~np.isin(absent, missing)]
-        lines = [f"`{name}` found no members with some of these `ids`."]
+        lines = [f"`{caller()}` found no members with some of these `ids`."]
         if len(never):
             lines.append(f"  not in this run: {ids_text(never)}")
         if len(lost):
@@ -136,38 +137,38 @@ def ids_text(ids: np.ndarray) -> str:
     return ", ".join(map(str, ids[:_MOST_NAMED].tolist())) + (", ..." if len(ids) > _MOST_NAMED else "")
 
 
-def check_not_of_fit(folder: Any, *, name: str) -> None:
+def check_not_of_fit(folder: Any) -> None:
     """Raises if a folder holds the checkpoints of one `fit`."""
     if folder.is_dir() and kind_of(folder).name == "fit":
         raise FileExistsError(
             errno.EEXIST,
-            f"`{name}` needs a folder for the checkpoints of its shards, and `{folder}` is the folder of a run of "
+            f"`{caller()}` needs a folder for the checkpoints of its shards, and `{folder}` is the folder of a run of "
             "`fit`.\nChoose another folder",
         )
 
 
-def check_begun(folder: Any, resume: str, *, begun: bool, name: str) -> None:
+def check_begun(folder: Any, resume: str, *, begun: bool) -> None:
     """Raises for `resume="must"` without checkpoints, and for `"never"` with some."""
     if resume == "must" and not begun:
-        raise FileNotFoundError(errno.ENOENT, f"`{name}` must resume, and found no checkpoint in `{folder}`")
+        raise FileNotFoundError(errno.ENOENT, f"`{caller()}` must resume, and found no checkpoint in `{folder}`")
     if resume == "never" and begun:
         raise FileExistsError(
             errno.EEXIST,
-            f"`{name}` must not resume, and `{folder}` holds checkpoints of shards, which are not overwritten.\n"
+            f"`{caller()}` must not resume, and `{folder}` holds checkpoints of shards, which are not overwritten.\n"
             "Choose another folder, or remove this one",
         )
 
 
-def check_one_division(counts: set[int], folder: Any, *, name: str) -> None:
+def check_one_division(counts: set[int], folder: Any) -> None:
     """Raises for checkpoints of different divisions into shards."""
     if len(counts) > 1:
         raise ValueError(
-            f"`{name}` cannot resume: the checkpoints in `{folder}` are from divisions into {sorted(counts)} shards, "
-            "of more than one call.\nChoose another folder."
+            f"`{caller()}` cannot resume: the checkpoints in `{folder}` are from divisions into {sorted(counts)} "
+            "shards, of more than one call.\nChoose another folder."
         )
 
 
-def check_same_division(found: int | None, count: int, shard: int | None, folder: Any, *, name: str) -> None:
+def check_same_division(found: int | None, count: int, shard: int | None, folder: Any) -> None:
     """Raises unless a resumed call has as many shards as its checkpoints."""
     if found is None or found == count:
         return
@@ -175,6 +176,6 @@ def check_same_division(found: int | None, count: int, shard: int | None, folder
     if shard is not None:
         given, hint = f"`shard={shard}` makes {count}", "Leave `shard` out, or choose another folder."
     raise ValueError(
-        f"`{name}` cannot resume: the checkpoints in `{folder}` are from a division into {found} shards, and {given}.\n"
-        f"{hint}"
+        f"`{caller()}` cannot resume: the checkpoints in `{folder}` are from a division into {found} shards, and "
+        f"{given}.\n{hint}"
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _axes, _keys, tree
+from .._caller import caller
 from .._check import MemberMismatchError, check_sequence, is_typed_key, kind_text
 from .._ensemble import Ensemble, Group
 from .._ensemble._check import check_model_state
@@ -99,11 +100,11 @@ def take_data(data: PyTree, positions: np.ndarray) -> PyTree:
     return _axes.map_each(lambda value: _axes.Each(tree.take(value, positions)), data)
 
 
-def on_host(data: PyTree, argument: str, *, name: str) -> PyTree:
+def on_host(data: PyTree, argument: str) -> PyTree:
     """Data whose large shared arrays are NumPy arrays, which can be written to files."""
     is_large = lambda x: isinstance(x, jax.Array) and not is_typed_key(x) and x.nbytes > _SMALL
     to_host = lambda x: np.asarray(x) if is_large(x) else x
-    return jax.tree.map(to_host, from_foreign_tree(data, argument, name=name), is_leaf=_axes.is_per_member)
+    return jax.tree.map(to_host, from_foreign_tree(data, argument), is_leaf=_axes.is_per_member)
 
 
 def large_arrays(data: PyTree) -> list[np.ndarray]:
@@ -136,20 +137,20 @@ def large_shared(tree: PyTree) -> list[Any]:
     return list(found.values())
 
 
-def member_options(options: dict[str, Any], num_members: int, *, name: str) -> dict[str, Any]:
+def member_options(options: dict[str, Any], num_members: int) -> dict[str, Any]:
     """The options of `fit` with one value per member, in the form that `take_options` takes."""
     found = {word: options[word] for word in ("hyper", "rows", "state", *_MEMBERS) if options.get(word) is not None}
     if "hyper" in found:
-        found["hyper"] = hyper_arrays(found["hyper"], num_members, name=name)
+        found["hyper"] = hyper_arrays(found["hyper"], num_members)
     if "rows" in found:
-        found["rows"] = as_numpy(found["rows"], "rows", name=name)
+        found["rows"] = as_numpy(found["rows"], "rows")
         if found["rows"].shape[:1] != (num_members,):
             raise MemberMismatchError(
-                f"`{name}` needs the `rows` of each member, ({num_members}, n); got {found['rows'].shape}."
+                f"`{caller()}` needs the `rows` of each member, ({num_members}, n); got {found['rows'].shape}."
             )
     for word in _MEMBERS:
-        check_limit(found.get(word), word, num_members, name=name, whole=word == "max_steps")
-    check_model_state(found.get("state"), num_members, name=name)
+        check_limit(found.get(word), word, num_members, whole=word == "max_steps")
+    check_model_state(found.get("state"), num_members)
     return {word: value for word, value in found.items() if word not in _MEMBERS or np.ndim(value) > 0}
 
 
@@ -167,24 +168,24 @@ def take_options(options: dict[str, Any], positions: np.ndarray) -> dict[str, An
 _WITH_IDS = Ensemble | TrainState | Run | Group | GroupRun
 
 
-def check_ids_of_function(start: Any, ids: Any, *, name: str) -> np.ndarray | None:
+def check_ids_of_function(start: Any, ids: Any) -> np.ndarray | None:
     """Raises unless `ids` are given with a function, and only then. Returns them; `None` without a function."""
     if ids is not None and isinstance(start, _WITH_IDS):
         raise TypeError(
-            f"`{name}` takes `ids` with a function that makes an ensemble of them; {kind_text(start)} has its own."
+            f"`{caller()}` takes `ids` with a function that makes an ensemble of them; {kind_text(start)} has its own."
         )
     is_model = ids is None and isinstance(start, eqx.Module) and not is_wrapper(start)
     if is_model or not is_maker(start):
         return None
     if ids is None:
         raise TypeError(
-            f"`{name}` needs `ids` with a function that makes an ensemble, such as `ids=range(1000)`: a function does "
-            "not tell the number of members."
+            f"`{caller()}` needs `ids` with a function that makes an ensemble, such as `ids=range(1000)`: a function "
+            "does not tell the number of members."
         )
     if isinstance(ids, int | np.integer):
-        raise TypeError(f"`{name}` needs the ids of members as `ids`, got {ids}.\nWrite `ids=range({ids})`.")
-    values = np.asarray(ids if isinstance(ids, np.ndarray) else check_sequence(ids, "ids", name=name, of="integers"))
-    return np.asarray(_keys.member_ids(values if len(values) else values.astype(int), name=name))
+        raise TypeError(f"`{caller()}` needs the ids of members as `ids`, got {ids}.\nWrite `ids=range({ids})`.")
+    values = np.asarray(ids if isinstance(ids, np.ndarray) else check_sequence(ids, "ids", of="integers"))
+    return np.asarray(_keys.member_ids(values if len(values) else values.astype(int)))
 
 
 def is_maker(start: Any) -> bool:
@@ -192,28 +193,28 @@ def is_maker(start: Any) -> bool:
     return callable(start) and not isinstance(start, _WITH_IDS)
 
 
-def begin(make: Callable[[np.ndarray], Any], ids: np.ndarray, *, name: str) -> tuple[Ensemble[Any], Any]:
+def begin(make: Callable[[np.ndarray], Any], ids: np.ndarray) -> tuple[Ensemble[Any], Any]:
     """Calls the function for these ids. Returns the ensemble, and its state or `None`."""
     made = make(ids)
     ensemble, state = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(ensemble, Ensemble):
         raise TypeError(
-            f"`{name}` needs a function that returns an `Ensemble`, or one and its state; got {kind_text(made)}.\n"
+            f"`{caller()}` needs a function that returns an `Ensemble`, or one and its state; got {kind_text(made)}.\n"
             "For example `lambda ids: ee.build(make, ids=ids, key=key)`."
         )
     if not np.array_equal(np.asarray(ensemble.ids), ids):
         raise ValueError(
-            f"`{name}` needs a function that returns the members with the requested ids.\n"
+            f"`{caller()}` needs a function that returns the members with the requested ids.\n"
             f"  requested {ids[:8].tolist()}, got {np.asarray(ensemble.ids)[:8].tolist()}\n"
             "Pass them on: `lambda ids: ee.build(make, ids=ids, key=key)`."
         )
     return ensemble, state
 
 
-def shapes_of_start(start: Any, ids: np.ndarray, state: Any, *, name: str) -> Any:
+def shapes_of_start(start: Any, ids: np.ndarray, state: Any) -> Any:
     """The shapes of one member to train, or of it and its state; a function is called for the first two ids."""
     if is_maker(start):
-        start, made = begin(start, ids[:2], name=name)
+        start, made = begin(start, ids[:2])
         state = state if made is None else made
     if isinstance(start, TrainState | Run):
         found = start.train_state if isinstance(start, Run) else start

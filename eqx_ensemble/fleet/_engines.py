@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from .._caller import caller
 from .._check import check_installed, check_positive_int, kind_text
 from .._warnings import ignore_warnings, warn
 from ..checkpoint import _disk
@@ -32,12 +33,12 @@ _FIX = (
 )
 
 
-def check_factory(executor: Any, *, name: str) -> None:
+def check_factory(executor: Any) -> None:
     """Raises unless `executor` is a function, being neither an executor nor a Dask client."""
     if not callable(executor):
         raise TypeError(
-            f"`{name}` needs a `concurrent.futures.Executor`, a function that makes one, a Dask client, or `None` for "
-            f"a local Dask cluster; got {kind_text(executor)}.\n"
+            f"`{caller()}` needs a `concurrent.futures.Executor`, a function that makes one, a Dask client, or `None` "
+            f"for a local Dask cluster; got {kind_text(executor)}.\n"
             "For example `lambda: ProcessPoolExecutor(2, multiprocessing.get_context('spawn'))`. " + _FIX
         )
 
@@ -73,20 +74,20 @@ def check_future(future: Any, executor: Executor) -> "Future[Any]":
     return future
 
 
-def check_open(client: Any, *, name: str) -> None:
+def check_open(client: Any) -> None:
     """Raises if a Dask client is closed."""
     if client.status == "closed":
-        raise RuntimeError(f"`{name}` needs a Dask client that is open: call it inside the `with` block.")
+        raise RuntimeError(f"`{caller()}` needs a Dask client that is open: call it inside the `with` block.")
 
 
 @contextlib.contextmanager
-def explain_start(*, name: str) -> Iterator[None]:
+def explain_start() -> Iterator[None]:
     """Adds the likely fix to the errors of workers that do not start."""
     try:
         yield
     except RuntimeError as error:
         error.add_note(
-            f"`{name}` starts worker processes, which import the script: in a script, call it below "
+            f"`{caller()}` starts worker processes, which import the script: in a script, call it below "
             "`if __name__ == '__main__':`."
         )
         raise
@@ -320,39 +321,39 @@ class Dask(Engine):
 
 
 @contextlib.contextmanager
-def open_engine(executor: Any, workers: int | None, *, name: str) -> Iterator[Engine]:
+def open_engine(executor: Any, workers: int | None) -> Iterator[Engine]:
     """The engine for `executor` and `workers`, closed at the end; an engine that is passed in stays open."""
     if isinstance(executor, Engine):
         yield executor
         return
-    engine = as_engine(executor, workers, name=name)
+    engine = as_engine(executor, workers)
     try:
         yield engine
     finally:
         engine.close()
 
 
-def as_engine(executor: Any, workers: int | None, *, name: str) -> Engine:
+def as_engine(executor: Any, workers: int | None) -> Engine:
     """The engine for `executor` and `workers`."""
     if workers is not None:
-        check_positive_int(workers, "workers", name=name)
+        check_positive_int(workers, "workers")
     if executor is None:
-        check_installed("distributed", what=f"{name}(None, ...)", extra="dask")
+        check_installed("distributed", what=f"{caller()}(None, ...)", extra="dask")
         from distributed import Client, LocalCluster
 
-        with explain_start(name=name):
+        with explain_start():
             cluster = LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0")
         return Dask(Client(cluster), workers=workers, cluster=cluster)
     distributed = sys.modules.get("distributed")
     if distributed is not None and isinstance(executor, distributed.Client):
-        check_open(executor, name=name)
+        check_open(executor)
         return Dask(executor, workers=workers)
     count = workers or os.cpu_count() or 1
     if isinstance(executor, Executor):
         check_not_forked(executor)
         return Engine(executor, workers=count)
     make: Callable[[], Any] = executor
-    check_factory(executor, name=name)
+    check_factory(executor)
     return FactoryEngine(make, workers=count)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._axes._check_rows import check_rows_of_data
+from .._caller import caller
 from .._check import check_integers_fit, check_key, check_optional_function, check_positive_int
 from .._ensemble import Ensemble, M
 from .._ensemble._check import check_model_state_given
@@ -88,58 +89,58 @@ _KNOWN = sorted(FleetFitOptions.__optional_keys__)
 _REFUSED = ("max_seconds", "callbacks", "callback_every")  # unless they are `None`
 
 
-def check_known(options: Iterable[str], *, name: str) -> None:
+def check_known(options: Iterable[str]) -> None:
     """Raises for options that `fit` does not have."""
     for word in options:
         if word not in _KNOWN and word not in _REFUSED:
             hint = meant_text(word, _KNOWN) or f"Its options are {', '.join(f'`{known}`' for known in _KNOWN)}."
-            raise TypeError(f"`{name}` has no option `{word}`.\n{hint}")
+            raise TypeError(f"`{caller()}` has no option `{word}`.\n{hint}")
 
 
-def check_options(options: dict[str, Any], *, name: str) -> None:
+def check_options(options: dict[str, Any]) -> None:
     """Raises for invalid options, and for options without those they require."""
     of = lambda word, *, default=None: options.get(word, default)
     check_choices(
         has_aux=of("has_aux", default=False), progress=None, scan=of("scan"), score=of("score"),
-        order=of("order", default="each"), how=of("on_diverge", default="freeze"), name=name,
+        order=of("order", default="each"), how=of("on_diverge", default="freeze"),
     )  # fmt: skip
-    check_history(of("history", default="all"), name=name)
-    check_patience(of("patience"), of("validation"), name=name)
-    check_scoring(of("score"), of("mode"), of("min_delta", default=0.0), of("target"), of("validation"), name=name)
+    check_history(of("history", default="all"))
+    check_patience(of("patience"), of("validation"))
+    check_scoring(of("score"), of("mode"), of("min_delta", default=0.0), of("target"), of("validation"))
     if of("batch_size") is not None:
-        check_positive_int(of("batch_size"), "batch_size", name=name)
+        check_positive_int(of("batch_size"), "batch_size")
 
 
-def check_start_options(begun: Any, optimiser: Any, options: dict[str, Any], *, name: str) -> None:
+def check_start_options(begun: Any, optimiser: Any, options: dict[str, Any]) -> None:
     """Raises for options that the start of a run does not take, or lacks; `None` is built on the worker."""
     if begun is None or isinstance(begun, Ensemble):
-        check_optimiser(optimiser, hyper=options.get("hyper"), name=name)
+        check_optimiser(optimiser, hyper=options.get("hyper"))
     if isinstance(begun, Ensemble):
-        check_integers_fit((begun.stacked, begun.shared), argument="ensemble", name=name)
-        check_model_state_given(begun.stacked, options.get("state"), name=name)
-        partition_trainable(begun, options.get("trainable", eqx.is_inexact_array), name=name)
+        check_integers_fit((begun.stacked, begun.shared), argument="ensemble")
+        check_model_state_given(begun.stacked, options.get("state"))
+        partition_trainable(begun, options.get("trainable", eqx.is_inexact_array))
     elif begun is not None:
         given = [word for word in ("state", "hyper") if options.get(word) is not None]
         given += ["trainable"] * (options.get("trainable", eqx.is_inexact_array) is not eqx.is_inexact_array)
-        check_not_given_again(given, name=name)
-        check_state(_train_state(begun), optimiser, name=name)
-        _check_selection(begun, options, name=name)
+        check_not_given_again(given)
+        check_state(_train_state(begun), optimiser)
+        _check_selection(begun, options)
 
 
-def _check_selection(begun: Any, options: dict[str, Any], *, name: str) -> None:
+def _check_selection(begun: Any, options: dict[str, Any]) -> None:
     """Raises unless a run with best weights continues with validation data, and with the same mode."""
     selection = begun.selection if isinstance(begun, Run) else None
     if selection is not None and options.get("validation") is None:
-        raise TypeError(missing_validation_message(name))
+        raise TypeError(missing_validation_message())
     if selection is not None:
-        check_same_mode(options.get("mode") or "min", selection.mode, name=name)
+        check_same_mode(options.get("mode") or "min", selection.mode)
 
 
 def _train_state(begun: Any) -> Any:
     return begun.train_state if isinstance(begun, Run) else begun
 
 
-def check_losses(begun: Any, loss: Any, optimiser: Any, options: dict[str, Any], *, name: str) -> None:
+def check_losses(begun: Any, loss: Any, optimiser: Any, options: dict[str, Any]) -> None:
     """Raises unless the loss and the score can be called as documented, and use the hyper-parameters if any."""
     if begun is None and callable(loss):  # whether its members have a state is seen on the worker
         return
@@ -147,26 +148,26 @@ def check_losses(begun: Any, loss: Any, optimiser: Any, options: dict[str, Any],
     hyper = options.get("hyper") if first else _train_state(begun).hyper
     stateful = (options.get("state") if first else _train_state(begun).model_state) is not None
     fns = [loss] if options.get("score") is None else [loss, options["score"]]
-    wants_hyper = [check_loss_signature(fn, stateful=stateful, hyper=hyper, name=name) for fn in fns]
+    wants_hyper = [check_loss_signature(fn, stateful=stateful, hyper=hyper) for fn in fns]
     if hyper is not None:
-        check_hyper_used(optimiser, wants_hyper=any(wants_hyper), name=name)
+        check_hyper_used(optimiser, wants_hyper=any(wants_hyper))
 
 
-def check_data(sources: dict[str, Any], num_members: int, options: dict[str, Any], *, name: str) -> None:
+def check_data(sources: dict[str, Any], num_members: int, options: dict[str, Any]) -> None:
     """Raises unless data and validation data are arrays of rows, and fit to `batch_size` and `rows`."""
     data, validation = sources["data"], sources["validation"]
-    of_arrays = lambda x, word: check_rows_of_data(x, num_members, argument=word, name=name, finite=False)
+    of_arrays = lambda x, word: check_rows_of_data(x, num_members, argument=word, finite=False)
     if not is_data_function(data):
         if isinstance(data, RowReader):
-            check_no_scan(options.get("scan"), name=name)
+            check_no_scan(options.get("scan"))
         num_rows = data.num_rows if isinstance(data, RowReader) else of_arrays(data, "data")
-        rows = as_row_indices(options.get("rows"), num_members, num_rows, name=name)
-        check_batch_size(options.get("batch_size"), num_rows if rows is None else rows.shape[1], name=name)
+        rows = as_row_indices(options.get("rows"), num_members, num_rows)
+        check_batch_size(options.get("batch_size"), num_rows if rows is None else rows.shape[1])
     if validation is None or is_data_function(validation):
         return
     of_arrays(validation, "validation")
     if options.get("score") is None and not is_data_function(data) and not isinstance(data, RowReader):
-        check_same_structure(without_marks(validation), without_marks(data), name=name)
+        check_same_structure(without_marks(validation), without_marks(data))
 
 
 # The arguments of `fit`, divided into those common to all shards and those of each shard.
@@ -206,7 +207,6 @@ def prepare(
     num_members: int,
     *,
     begun: Any,
-    name: str,
     key: Any,
 ) -> Fitting:
     """Checks the arguments of `fit`, and divides them into common and per-member ones.
@@ -214,22 +214,19 @@ def prepare(
     `begun` is an ensemble, a training state or a run; or `None` for ensembles that are built on the worker.
     """
     plan = as_plan(options.get("plan"))
-    check_divisible(options, plan, options.get("on_diverge", "freeze"), data, name=name)
-    check_known(options, name=name)
-    check_options(options, name=name)
-    check_key(key, name=name)
-    own = member_options(options, num_members, name=name)
+    check_divisible(options, plan, options.get("on_diverge", "freeze"), data)
+    check_known(options)
+    check_options(options)
+    check_key(key)
+    own = member_options(options, num_members)
     given = (("data", data), ("validation", options.get("validation")))
-    sources = {word: x if is_data_function(x) else on_host(x, word, name=name) for word, x in given}
-    check_start_options(begun, optimiser, options | own, name=name)
-    check_losses(begun, loss, optimiser, options, name=name)
-    check_data(sources, num_members, options | own, name=name)
+    sources = {word: x if is_data_function(x) else on_host(x, word) for word, x in given}
+    check_start_options(begun, optimiser, options | own)
+    check_losses(begun, loss, optimiser, options)
+    check_data(sources, num_members, options | own)
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
     common |= {word: value for word, value in options.items() if word not in common | own | sources}
     return Fitting(common, own, sources)
-
-
-_NAME = "fleet.fit"
 
 
 Start = Ensemble[M] | TrainState[M] | Run[M] | Callable[[np.ndarray], Ensemble[M] | tuple[Ensemble[M], eqx.nn.State]]
@@ -348,25 +345,25 @@ def fit(
     run.predict(data[0]).shape  # (8, 64, 1)
     ```
     """
-    check_no_transformation(name=_NAME)
-    wanted = check_ids_of_function(ensemble, ids, name=_NAME)
+    check_no_transformation()
+    wanted = check_ids_of_function(ensemble, ids)
     if wanted is None:
-        check_start(ensemble, name=_NAME)
-    check_optional_function(on_shard, "on_shard", name=_NAME, example="lambda report: print(report)")
-    folder = check_folder(checkpoint, name=_NAME)
-    save_folder = None if save is None else check_save_folder(save, name=_NAME)
+        check_start(ensemble)
+    check_optional_function(on_shard, "on_shard", example="lambda report: print(report)")
+    folder = check_folder(checkpoint)
+    save_folder = None if save is None else check_save_folder(save)
     ids_of_all = ids_of(ensemble) if wanted is None else wanted
     given = dict(options)
     training = _training(ensemble, given.get("max_steps"))
     if training is not None:
         check_some_training(training, ids=ids_of_all)
     resume: Any = given.pop("resume", "auto")
-    check_checkpoint_options(checkpoint, given.get("checkpoint_every"), resume, name=_NAME)
+    check_checkpoint_options(checkpoint, given.get("checkpoint_every"), resume)
     begun = ensemble if wanted is None else None
-    fitting = prepare(loss, optimiser, data, given, len(ids_of_all), begun=begun, name=_NAME, key=key)
-    check_length(given.get("epochs"), given.get("steps"), name=_NAME)
+    fitting = prepare(loss, optimiser, data, given, len(ids_of_all), begun=begun, key=key)
+    check_length(given.get("epochs"), given.get("steps"))
     common = fitting.common if wanted is None else fitting.common | {"make": ensemble}
-    checkpoints = ShardCheckpoints(folder, len(ids_of_all), shard=shard, resume=resume, name=_NAME)
+    checkpoints = ShardCheckpoints(folder, len(ids_of_all), shard=shard, resume=resume)
 
     def part(positions: np.ndarray) -> dict[str, Any]:
         start = take_members(ensemble, positions) if wanted is None else None
@@ -375,7 +372,7 @@ def fit(
         return fitting.part(start, positions, ids_of_all[positions], checkpoints.path(positions))
 
     shared = large_shared(ensemble) if wanted is None else []
-    call = Call(_NAME, fit_shard, common, part, [*fitting.arrays, *shared], ids_of_all)
+    call = Call(fit_shard, common, part, [*fitting.arrays, *shared], ids_of_all)
     how = {"shard": shard, "workers": workers, "retries": retries, "data": fitting.sources["data"]}
     how["first_step"] = int(_state(ensemble).step) if isinstance(ensemble, Run | TrainState) else 0
     if save_folder is None:
@@ -384,7 +381,7 @@ def fit(
         return join_shards(call, executor, checkpoints, **how, hooks=hooks, continued=continued)
     functions = {"loss": loss, "optimiser": optimiser}
     texts = call_identity(ensemble, ids_of_all, functions, given | fitting.own | fitting.sources, key=key)
-    like = shapes_of_start(ensemble, ids_of_all, given.get("state"), name=_NAME)
+    like = shapes_of_start(ensemble, ids_of_all, given.get("state"))
     hooks = Hooks(progress, count=count_of_columns, on_shard=on_shard)
     return save_shards(call, executor, save_folder, checkpoints, texts, like, **how, hooks=hooks)
 
@@ -406,6 +403,7 @@ def _check_shard_trains(training: np.ndarray, ids: np.ndarray) -> None:
     """Raises if no member of a shard trains: a training state has no history to return for them."""
     if not training.any():
         raise ValueError(
-            f"`{_NAME}` needs in each shard of a training state at least one member that trains; {members_text(ids)}, "
-            "a shard, have all stopped or diverged.\nPass the run instead, which has their history."
+            f"`{caller()}` needs in each shard of a training state at least one member that trains; "
+            f"{members_text(ids)}, a shard, have all stopped or diverged.\nPass the run instead, which has their "
+            "history."
         )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import tree
+from .._caller import caller
 from .._ensemble._concatenate import concatenate
 from .._warnings import warn
 from ..distributed import to_host
@@ -63,7 +64,7 @@ def save_shards(
     """Runs the shards that are not in the folder yet. The argument `store` of each is where it saves."""
     begun = time.perf_counter()
     with lock_folder(folder):
-        saved, done = _read_done(folder, identity, shard, name=call.name)
+        saved, done = _read_done(folder, identity, shard)
         finished = Finished([], [], interrupted=False)
         if saved is None or len(done) < len(saved.sizes):
             found: list[SavedCall] = [] if saved is None else [saved]
@@ -91,8 +92,8 @@ def save_shards(
             saved = found[0]
     done |= {part.number: columns for part, columns in finished.results if columns is not None}
     interrupted = finished.interrupted or any(columns is None for _, columns in finished.results)
-    check_some_done(finished, done, name=call.name)
-    message = lost_message(finished._replace(interrupted=interrupted), name=call.name)
+    check_some_done(finished, done)
+    message = lost_message(finished._replace(interrupted=interrupted))
     if message:
         warn(f"{message}\nRerun the same call to resume in `{folder}`.")
     seconds = time.perf_counter() - begun
@@ -101,25 +102,23 @@ def save_shards(
     return run
 
 
-def _read_done(
-    folder: Path, identity: CallIdentity, shard: int | None, *, name: str
-) -> tuple[SavedCall | None, dict[int, Columns]]:
+def _read_done(folder: Path, identity: CallIdentity, shard: int | None) -> tuple[SavedCall | None, dict[int, Columns]]:
     """The call and the completed shards in a folder; raises if it belongs to a different call.
 
     A different call that completed no shard, because it failed, is replaced.
     """
     if not has_call(folder):
         return None, {}
-    saved = read_call(folder, name=name)
+    saved = read_call(folder)
     stores = [store_of(folder, number, saved.identity.digest) for number in range(len(saved.sizes))]
     complete = [number for number, store in enumerate(stores) if store.is_complete]
     if not complete and saved.identity.digest != identity.digest:
         return None, {}
-    check_same_identity(saved.identity, identity, folder, name=name)
+    check_same_identity(saved.identity, identity, folder)
     if shard is not None:
         expected = np.array([len(part) for part in divide(len(saved.ids), shard)])
-        check_same_size(shard, saved.sizes, expected, folder, name=name)
-    return saved, {number: stores[number].read(name=name) for number in complete}
+        check_same_size(shard, saved.sizes, expected, folder)
+    return saved, {number: stores[number].read() for number in complete}
 
 
 # Joins the runs of shards.
@@ -222,7 +221,7 @@ def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any] | Columns
     """Trains one shard. With a store, saves the members and returns their columns, or `None` after Ctrl-C."""
     store = own.get("store")
     if store is not None and store.is_complete:  # by a worker that died before it returned
-        return store.read(name="fleet.fit")
+        return store.read()
     start = own["start"]
     made = {word: x(own["ids"]) if is_data_function(x) else x for word, x in own["sources"].items()}
     options = {word: x for word, x in common.items() if word not in _ARGUMENTS} | own["options"]
@@ -230,7 +229,7 @@ def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any] | Columns
     if options.get("mesh") is not None:
         options["mesh"] = options["mesh"]()
     if "make" in common:
-        start, state = begin(common["make"], own["ids"], name="fleet.fit")
+        start, state = begin(common["make"], own["ids"])
         options |= {} if state is None else {"state": state}
     with allow_idle():  # members of other shards train
         run: Run[Any] = fit_here(
@@ -278,8 +277,8 @@ def join_shards(
     begun = time.perf_counter()
     start = lambda size: list(enumerate(checkpoints.divide(size)))
     finished = run_call(call, executor, shard=shard, workers=workers, retries=retries, hooks=hooks, start=start)
-    check_some_done(finished, finished.results, name=call.name)
-    message = lost_message(finished, name=call.name)
+    check_some_done(finished, finished.results)
+    message = lost_message(finished)
     if message:
         warn(message)
     seconds = continued + time.perf_counter() - begun
@@ -288,7 +287,7 @@ def join_shards(
     was_stopped = [x is not run and not run.interrupted for x, run in zip(runs, ended, strict=True)]
     if any(was_stopped) and not finished.interrupted:
         warn(
-            f"`{call.name}` trained shards to different steps, as with data of different lengths: members that are "
+            f"`{caller()}` trained shards to different steps, as with data of different lengths: members that are "
             "behind the last step have the status `STOPPED`.\nPass `steps` for equal lengths."
         )
     run = join_runs(runs, interrupted=finished.interrupted, seconds=seconds)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from .. import _axes
+from .._caller import caller
 from .._ensemble import Ensemble
 from .._files import load, save
 from .._warnings import warn
@@ -53,12 +54,12 @@ class ShardCheckpoints:
     A resumed call keeps the division of the folder, whatever the current number of workers.
     """
 
-    def __init__(self, folder: Path | None, num_members: int, *, shard: int | None, resume: str, name: str) -> None:
-        self._folder, self._num_members, self._shard, self._name = folder, num_members, shard, name
+    def __init__(self, folder: Path | None, num_members: int, *, shard: int | None, resume: str) -> None:
+        self._folder, self._num_members, self._shard = folder, num_members, shard
         self._firsts: list[int] = []
         if folder is not None:
-            check_not_of_fit(folder, name=name)
-            check_begun(folder, resume, begun=has_checkpoints(folder), name=name)
+            check_not_of_fit(folder)
+            check_begun(folder, resume, begun=has_checkpoints(folder))
 
     def divide(self, size: int) -> list[np.ndarray]:
         """The positions of the members of each shard: as divided in the folder, otherwise of about `size`."""
@@ -74,7 +75,7 @@ class ShardCheckpoints:
         """Uses a given division; raises if the folder has another one."""
         self._firsts = [int(part[0]) for part in parts]
         if self._folder is not None:
-            check_same_division(self._count(), len(parts), self._shard, self._folder, name=self._name)
+            check_same_division(self._count(), len(parts), self._shard, self._folder)
 
     def path(self, positions: np.ndarray) -> Any:
         """The folder of the shard of the members at these positions."""
@@ -88,7 +89,7 @@ class ShardCheckpoints:
             return None
         matches = [_SHARD.fullmatch(entry.name) for entry in list_folder(self._folder)]
         counts = {int(match[2]) for match in matches if match}
-        check_one_division(counts, self._folder, name=self._name)
+        check_one_division(counts, self._folder)
         return counts.pop() if counts else None
 
 
@@ -165,7 +166,7 @@ def _conditions(precision: str) -> dict[str, str]:
     return packages | dict(zip(_DEVICE, (jax.default_backend(), precision), strict=True))
 
 
-def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any, *, name: str) -> None:
+def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any) -> None:
     """Raises if a folder was written by a different call; warns if it was written under other conditions."""
     before, after = saved.texts, now.texts
     differ = [word for word in now.conditions if saved.conditions.get(word) != now.conditions[word]]
@@ -173,13 +174,13 @@ def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any, *, 
         changes = ", ".join(f"{word} {saved.conditions.get(word)} -> {now.conditions[word]}" for word in differ)
         others = not set(differ) <= set(_DEVICE)
         warn(
-            f"`{name}` resumes in `{folder}`, which was written under other conditions ({changes}): new shards may "
+            f"`{caller()}` resumes in `{folder}`, which was written under other conditions ({changes}): new shards may "
             f"differ from the saved ones in their last bits{', and functions cannot be compared' if others else ''}."
         )
         if others:
             code = {*saved.code, *now.code}
             before, after = ({word: x for word, x in texts.items() if word not in code} for texts in (before, after))
-    check_same_call(before, after, folder, name=name)
+    check_same_call(before, after, folder)
 
 
 def _is_default(word: str, value: Any) -> bool:
@@ -228,10 +229,10 @@ class Store(NamedTuple):
         """Whether the shard is complete."""
         return _is_saved(self.path)
 
-    def read(self, *, name: str) -> Columns:
+    def read(self) -> Columns:
         """The columns of a complete shard."""
         found = contents(self.path)
-        record = check_shard_of_call(found.meta, self.digest, self.path, name=name)
+        record = check_shard_of_call(found.meta, self.digest, self.path)
         with explain_record(self.path):
             columns = from_json(record.get("columns"))
             check_valid("its columns are of other members", holds=tuple(columns.ids.tolist()) == found.ids)
@@ -271,10 +272,10 @@ def _is_saved(path: Path) -> bool:
     return has_manifest(path) and is_checkpoint(path)
 
 
-def read_call(folder: Path, *, name: str) -> SavedCall:
+def read_call(folder: Path) -> SavedCall:
     """Reads the checkpoint of the call."""
     found = contents(folder / _CALL)
-    record = check_call_record(found.meta, folder, name=name)
+    record = check_call_record(found.meta, folder)
     with explain_record(folder / _CALL):
         check_fields(record, _CALL_FIELDS, "fleet.fit")
         saved = tuple(found.leaves.get(f"['{word}']") for word in ("ids", "sizes"))

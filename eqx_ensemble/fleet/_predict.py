@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _axes, tree
+from .._caller import caller
 from .._check import check_function
 from .._combination import of_predictions, stream_of
 from .._ensemble import Ensemble
@@ -69,24 +70,24 @@ def map_members(
         norms = ee.fleet.map_members(executor, norm, shard=4)(ensemble)  # (8,)
     ```
     """
-    check_function(fn, "fn", name=_MAP_MEMBERS, example="lambda model, x: model(x)")
-    check_no_auto(as_plan(plan), name=_MAP_MEMBERS)
+    check_function(fn, "fn", example="lambda model, x: model(x)")
+    check_no_auto(as_plan(plan))
 
     @ft.wraps(fn)
     def run_all(*args: Any, **kwargs: Any) -> PyTree:
-        given = on_host((args, kwargs), "args", name=_MAP_MEMBERS)
-        ids = check_member_arguments(given, name=_MAP_MEMBERS)
+        given = on_host((args, kwargs), "args")
+        ids = check_member_arguments(given)
         part = lambda positions: _cut(given, positions)
         arrays = [*large_arrays(given), *large_shared(given)]
-        call = Call(_MAP_MEMBERS, _map_shard, (fn, plan), part, arrays, ids)
+        call = Call(_map_shard, (fn, plan), part, arrays, ids)
         runs = [node for node in jax.tree.leaves(given, is_leaf=_axes.is_per_member) if isinstance(node, ShardedRun)]
         in_files = lambda size: by_file(runs[0], np.arange(len(ids)))
         start = in_files if runs and shard is None else None
         finished = run_call(
             call, executor, shard=shard, workers=workers, retries=retries, hooks=Hooks(progress), start=start
         )
-        check_complete(finished, name=_MAP_MEMBERS)
-        columns = compare_trees([result for _, result in finished.results], name=_MAP_MEMBERS, rules=_RULES)
+        check_complete(finished)
+        columns = compare_trees([result for _, result in finished.results], rules=_RULES)
         return map_columns(lambda xs: jnp.concatenate(xs) if _axes.is_array(xs[0]) else xs[0], columns)
 
     return run_all
@@ -146,9 +147,6 @@ class PairwiseMerge:
         return total
 
 
-_NAME = "fleet.predict"
-
-
 def predict(
     executor: Any,
     ensemble: Ensemble[Any] | ShardedRun[Any],
@@ -201,8 +199,8 @@ def predict(
     mean.shape  # (100, 2)
     ```
     """
-    check_no_auto(as_plan(plan), name=_NAME)
-    x = on_host(x, "x", name=_NAME)
+    check_no_auto(as_plan(plan))
+    x = on_host(x, "x")
     members = _members(ensemble, state, weights, combine)
     num_rows = check_members_and_rows(members.shapes, x, members.state)
     weights = check_combine(combine, members.weights, len(members.ids), num_rows)
@@ -218,27 +216,27 @@ def predict(
         }
 
     arrays = [*large_arrays(x), *large_shared(ensemble)]
-    call = Call(_NAME, _predict_shard, (form, options), part, arrays, members.ids)
+    call = Call(_predict_shard, (form, options), part, arrays, members.ids)
     run = ft.partial(
         run_call, call, executor, shard=shard, workers=workers, retries=retries,
         start=members.start if shard is None else None,
     )  # fmt: skip
     if form is None:
         finished = run(hooks=Hooks(progress))
-        check_complete(finished, name=_NAME)
+        check_complete(finished)
         predictions = jax.tree.map(lambda *xs: jnp.concatenate(xs), *(result for _, result in finished.results))
         if combine is None:
             return predictions
         together = of_predictions(combine)
         combined = together(predictions) if weights is None else together(predictions, weights=weights)
-        check_rows_of_result(combined, num_rows, name=_NAME)
+        check_rows_of_result(combined, num_rows)
         return combined
     merge = PairwiseMerge(form.merge)
     hooks = Hooks(progress, keep=lambda shard, partial: merge.add(shard.number, partial))
     finished = run(hooks=hooks)
-    check_complete(finished, name=_NAME)
+    check_complete(finished)
     combined = form.finish(merge.result())
-    check_rows_of_result(combined, num_rows, name=_NAME)
+    check_rows_of_result(combined, num_rows)
     return combined
 
 
@@ -255,16 +253,16 @@ class _Members(NamedTuple):
 
 def _members(ensemble: Any, state: Any, weights: Any, combine: Any) -> _Members:
     if not isinstance(ensemble, ShardedRun):
-        check_ensemble(ensemble, name=_NAME)
-        check_model_state_given(ensemble.stacked, state, name=_NAME)
-        check_model_state(state, len(ensemble), name=_NAME)
+        check_ensemble(ensemble)
+        check_model_state_given(ensemble.stacked, state)
+        check_model_state(state, len(ensemble))
         return _Members(np.asarray(ensemble.ids), ensemble, state, weights, lambda p: ensemble[p], None)
     if state is not None:
-        raise TypeError(f"`{_NAME}` reads member states from the files of the run: leave out `state`.")
+        raise TypeError(f"`{caller()}` reads member states from the files of the run: leave out `state`.")
     healthy = ensemble.status != Status.DIVERGED
-    weights = check_run_weights(weights, healthy, combine, name=_NAME)
+    weights = check_run_weights(weights, healthy, combine)
     if not healthy.all():
-        message = excluded_message(ensemble.ids[~healthy], healthy, name=_NAME)
+        message = excluded_message(ensemble.ids[~healthy], healthy)
         if not healthy.any():
             raise ValueError(message)
         warn(message)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._caller import caller
 from .._check import check_optional_flag
 from .._progress import progress_line
 from .._warnings import warn
@@ -64,7 +65,6 @@ def run_shards(
     *,
     retries: int,
     hooks: Hooks,
-    name: str,
 ) -> Finished:
     """Runs all shards.
 
@@ -75,15 +75,15 @@ def run_shards(
 
     **Raises:** the error of a shard, with a note that names its members; the other shards are cancelled.
     """
-    check_optional_flag(hooks.progress, "progress", name=name)
-    work = _Work(engine, retries, refs_of(arrays), name)
+    check_optional_flag(hooks.progress, "progress")
+    work = _Work(engine, retries, refs_of(arrays))
     work.queue.extend(shards)
     total = sum(len(shard.positions) for shard in work.queue)
     with (
         engine.share([np.asarray(array) for array in arrays]) as shared,
         progress_line(show=hooks.progress, description="fleet", unit="member", total=total) as line,
     ):
-        work.task, work.shared = dumps(task, work.numbers, name=name), shared
+        work.task, work.shared = dumps(task, work.numbers), shared
         totals: Counter[str] = Counter()
         try:
             while work.queue or work.in_flight:
@@ -110,8 +110,8 @@ def run_shards(
 class _Work:
     """The queued, running and completed shards of a call."""
 
-    def __init__(self, engine: Engine, retries: int, numbers: dict[int, ArrayRef], name: str) -> None:
-        self.engine, self.retries, self.numbers, self.name = engine, retries, numbers, name
+    def __init__(self, engine: Engine, retries: int, numbers: dict[int, ArrayRef]) -> None:
+        self.engine, self.retries, self.numbers = engine, retries, numbers
         self.queue: deque[Shard] = deque()
         self.in_flight: dict[futures.Future[Any], Shard] = {}
         self.results: list[tuple[Shard, Any]] = []
@@ -132,7 +132,7 @@ class _Work:
         most = 1 if self._suspects else _most_in_flight(self.engine)
         while self.queue and len(self.in_flight) < most:
             shard = self.queue.popleft()
-            own = dumps(shard.own(), self.numbers, name=self.name)
+            own = dumps(shard.own(), self.numbers)
             attempt = Attempt(self._failures[shard.number], self._settings)
             self._attempts[shard.number] += 1
             try:
@@ -144,7 +144,7 @@ class _Work:
                 break
             except RuntimeError as error:
                 if "shutdown" in str(error):
-                    error.add_note(f"`{self.name}` needs an executor that is open: call it inside the `with` block.")
+                    error.add_note(f"`{caller()}` needs an executor that is open: call it inside the `with` block.")
                 raise
 
     def collect(self, arrays: list[Any]) -> list[tuple[Shard, Outcome]]:
@@ -167,7 +167,7 @@ class _Work:
             outcome = loads(future.result(), arrays)
             self._warn_once(outcome.warnings)
             if outcome.error is not None:
-                outcome.error.add_note(f"`{self.name}` was running {members_text(shard.ids)} on a worker.")
+                outcome.error.add_note(f"`{caller()}` was running {members_text(shard.ids)} on a worker.")
                 raise outcome.error
             self._suspects.discard(shard.number)
             found.append((shard, outcome))
@@ -258,7 +258,6 @@ class Call(NamedTuple):
     `arrays` are leaves of `common` and of the parts that are sent to each worker once.
     """
 
-    name: str
     fn: Callable[[Any, Any], Any]
     common: Any
     part: Callable[[np.ndarray], Any]
@@ -277,10 +276,10 @@ def run_call(
     start: Callable[[int], list[tuple[int, np.ndarray]]] | None = None,
 ) -> Finished:
     """Runs a call on an executor. `start(size)` returns the numbered shards to run; by default all of them."""
-    retries, count = check_retries(retries, name=call.name), len(call.ids)
+    retries, count = check_retries(retries), len(call.ids)
     if shard is not None:
-        check_shard(shard, count, name=call.name)
-    with open_engine(executor, workers, name=call.name) as engine:
+        check_shard(shard, count)
+    with open_engine(executor, workers) as engine:
         size = default_size(count, engine.num_workers()) if shard is None else shard
         numbered = list(enumerate(divide(count, size))) if start is None else start(size)
         shards = [
@@ -288,4 +287,4 @@ def run_call(
             for number, positions in numbered
         ]
         task = Task(call.fn, call.common)
-        return run_shards(engine, task, shards, call.arrays, retries=retries, hooks=hooks, name=call.name)
+        return run_shards(engine, task, shards, call.arrays, retries=retries, hooks=hooks)

@@ -5,6 +5,7 @@ import dataclasses
 import functools as ft
 import hashlib
 import importlib
+import importlib.util
 import io
 import pickle
 import sys
@@ -20,7 +21,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._check import check_installed, is_typed_key, kind_text
+from .._caller import caller
+from .._check import is_typed_key, kind_text, missing_extra_message
 from ..tree._statics import global_names, static_parts
 
 # Serialisation of module classes that other processes cannot import: those of a script, notebook or function.
@@ -110,7 +112,7 @@ class _Part(NamedTuple):
     value: Any
 
 
-def unserialisable_message(value: Any, error: Exception, fails: Callable[[Any], bool], *, name: str) -> str:
+def unserialisable_message(value: Any, error: Exception, fails: Callable[[Any], bool]) -> str:
     """The message that `value` cannot be sent to workers; `fails` tells which of its parts cannot."""
     trail = _find(value, fails)
     of_jax = [position for position, part in enumerate(trail) if _is_of_jax(part)]
@@ -123,7 +125,7 @@ def unserialisable_message(value: Any, error: Exception, fails: Callable[[Any], 
     if of_jax:
         hint = "In place of `jax.checkpoint`, use `equinox.filter_checkpoint`; or define"
     return (
-        f"`{name}` cannot serialise {subject} for workers: {error}{where and f', in {where}'}.\n"
+        f"`{caller()}` cannot serialise {subject} for workers: {error}{where and f', in {where}'}.\n"
         f"{hint} the function that needs it in a module that workers can import."
     )
 
@@ -212,12 +214,13 @@ def refs_on_worker(arrays: Sequence[Any]) -> dict[int, ArrayRef]:
     return found
 
 
-def dumps(value: Any, arrays: Mapping[int, ArrayRef] | None = None, *, name: str) -> bytes:
+def dumps(value: Any, arrays: Mapping[int, ArrayRef] | None = None) -> bytes:
     """Serialises `value`. Arrays whose `id` is in `arrays` are replaced by placeholders.
 
     Raises a `TypeError` that names the function that holds what cannot be serialised.
     """
-    check_installed("cloudpickle", what=name, extra="fleet")
+    if importlib.util.find_spec("cloudpickle") is None:
+        raise ImportError(missing_extra_message(caller(), "cloudpickle", "fleet"))
     numbers = arrays or {}
 
     def fails(part: Any) -> bool:
@@ -230,7 +233,7 @@ def dumps(value: Any, arrays: Mapping[int, ArrayRef] | None = None, *, name: str
     try:
         return _dumps(value, numbers, is_part=False)
     except _UNSERIALISABLE as error:
-        raise TypeError(unserialisable_message(value, error, fails, name=name)) from error
+        raise TypeError(unserialisable_message(value, error, fails)) from error
 
 
 def loads(data: bytes, arrays: Sequence[Any] = ()) -> Any:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from jaxtyping import Int
 
+from .._caller import caller
+
 _MOST_NAMED = 8
 
 
@@ -56,13 +58,13 @@ def members_text(ids: np.ndarray) -> str:
     return f"the members {listed}" + (f" and {len(ids) - _MOST_NAMED} more" if len(ids) > _MOST_NAMED else "")
 
 
-def lost_message(finished: Finished, missing: np.ndarray | None = None, *, name: str) -> str:
+def lost_message(finished: Finished, missing: np.ndarray | None = None) -> str:
     """The text of the warning or error that members are missing, by default those of abandoned shards."""
     lost = np.concatenate([shard.ids for shard in finished.lost]) if finished.lost else np.zeros(0, int)
     missing = lost if missing is None else missing
-    lines = [f"`{name}` returns without {members_text(missing)}: their workers died."] if len(missing) else []
+    lines = [f"`{caller()}` returns without {members_text(missing)}: their workers died."] if len(missing) else []
     if finished.interrupted:
-        lines.append(f"`{name}` was interrupted: members of shards that were not done are missing.")
+        lines.append(f"`{caller()}` was interrupted: members of shards that were not done are missing.")
     if finished.lost and (len(missing) or finished.interrupted):
         error = finished.lost[-1].error
         lines.append(f"The last error was {type(error).__name__}: {error}")
@@ -74,12 +76,12 @@ def lost_message(finished: Finished, missing: np.ndarray | None = None, *, name:
     return "\n".join(lines)
 
 
-def check_some_done(finished: Finished, done: Any, *, name: str) -> None:
+def check_some_done(finished: Finished, done: Any) -> None:
     """Raises the error of the last abandoned shard, or `KeyboardInterrupt`, if there is no result."""
     if len(done):
         return
     error = finished.lost[-1].error if finished.lost else None
     if error is None:
         raise KeyboardInterrupt
-    error.add_note(lost_message(finished, name=name))
+    error.add_note(lost_message(finished))
     raise error

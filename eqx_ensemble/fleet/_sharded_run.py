@@ -173,7 +173,7 @@ class ShardedRun(Generic[M]):
         """
         if ids is None:
             return locate(self, np.arange(len(self.ids))).read()
-        wanted = check_wanted_ids(ids, self.ids, self.missing, name="fleet.ShardedRun.load")
+        wanted = check_wanted_ids(ids, self.ids, self.missing)
         order = np.argsort(self.ids, kind="stable")
         return locate(self, order[np.searchsorted(self.ids, wanted, sorter=order)]).read()
 
@@ -186,7 +186,7 @@ class ShardedRun(Generic[M]):
 
         **Raises:** as [`eqx_ensemble.Run.best`][], but not for stateful members.
         """
-        return self.load(self.ids[rank_members(self, count, by, mode, name="fleet.ShardedRun.best")])
+        return self.load(self.ids[rank_members(self, count, by, mode)])
 
     def table(self, *, as_frame: bool = False) -> Any:
         """A table of one row per member: id, hyper-parameters, scores, status.
@@ -266,20 +266,19 @@ def open_run(folder: str | os.PathLike[str], like: Any) -> ShardedRun[Any]:
     run.load(ids=[5, 2]).ids  # [5, 2]
     ```
     """
-    name = "fleet.open_run"
     path = as_path(folder)
-    check_has_call(path, there=has_call(path), name=name)
-    check_like_given(like, name=name)
-    call = read_call(path, name=name)
+    check_has_call(path, there=has_call(path))
+    check_like_given(like)
+    call = read_call(path)
     stores = [store_of(path, number, call.identity.digest) for number in range(len(call.sizes))]
-    done = {number: store.read(name=name) for number, store in enumerate(stores) if store.is_complete}
-    check_some_members(len(done), path, name=name)
+    done = {number: store.read() for number, store in enumerate(stores) if store.is_complete}
+    check_some_members(len(done), path)
     first = store_of(path, min(done), "").path
     return run_of_columns(
         path,
         call,
         done,
-        check_like_of_members(as_like(like, read_manifest(first)), name=name),
+        check_like_of_members(as_like(like, read_manifest(first))),
         lost=(),
         interrupted=False,
         seconds=0.0,

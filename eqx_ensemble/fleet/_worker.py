@@ -126,7 +126,7 @@ def run_shard(task: bytes, own: bytes, attempt: Attempt, *arrays: Any) -> bytes:
             error = RuntimeError(f"{text} (which cannot be serialised: {type(problem).__name__}: {problem})")
             for note in getattr(outcome.error, "__notes__", ()):
                 error.add_note(note)
-            return dumps(Outcome(None, error, outcome.seconds), name="fleet")
+            return dumps(Outcome(None, error, outcome.seconds))
 
 
 def _run(task: bytes, own: bytes, held: list[Any]) -> Outcome:
@@ -164,7 +164,7 @@ def _trace(error: BaseException) -> str:
 
 def _to_send(outcome: Outcome, held: list[Any]) -> bytes:
     """Serialises an outcome. Arrays that the caller sent are not sent back."""
-    data = dumps(outcome, refs_on_worker(held), name="fleet")
+    data = dumps(outcome, refs_on_worker(held))
     if outcome.error is not None:
         loads(data, held)  # fails for exceptions whose constructors need more than a message
     return data

@@ -6,24 +6,25 @@ from typing import Any
 import numpy as np
 import optax
 
+from .._caller import caller
 from .._check import check_number, check_positive_int, check_sequence, kind_text
 from .._foreign import as_numpy, from_foreign
 from ..train._check import check_optimiser_kind
 
 
-def check_indices(values: Any, num_members: int, *, name: str, unique: bool = False) -> np.ndarray:
+def check_indices(values: Any, num_members: int, *, unique: bool = False) -> np.ndarray:
     """Raises unless `values` are indices of members, each at most once if `unique`. Returns them as an array."""
-    found = as_numpy(values, "members", name=name)
+    found = as_numpy(values, "members")
     if found.ndim != 1 or found.dtype.kind not in "iu" or len(found) == 0:
-        raise TypeError(f"`{name}` needs indices of members, a list of integers; got {values!r}.")
+        raise TypeError(f"`{caller()}` needs indices of members, a list of integers; got {values!r}.")
     if found.min() < 0 or found.max() >= num_members:
         raise ValueError(
-            f"`{name}` needs indices from 0 to {num_members - 1}, got {found.min()} to {found.max()}.\n"
+            f"`{caller()}` needs indices from 0 to {num_members - 1}, got {found.min()} to {found.max()}.\n"
             "An index is a member's position in the ensemble, not its id."
         )
     if unique and len(np.unique(found)) < len(found):
         raise ValueError(
-            f"`{name}` needs every member at most once, because ids are unique; got {found.tolist()}.\n"
+            f"`{caller()}` needs every member at most once, because ids are unique; got {found.tolist()}.\n"
             "`methods.population.clone` makes members copies of others."
         )
     return found
@@ -31,113 +32,109 @@ def check_indices(values: Any, num_members: int, *, name: str, unique: bool = Fa
 
 def check_donors(donors: np.ndarray, training: np.ndarray, ids: np.ndarray) -> None:
     """Raises unless every member has a donor that is still training."""
-    name = "methods.population.clone"
     if len(donors) != len(training):
-        raise ValueError(f"`{name}` needs one donor per member ({len(training)},), got ({len(donors)},).")
+        raise ValueError(f"`{caller()}` needs one donor per member ({len(training)},), got ({len(donors)},).")
     invalid = np.unique(donors[(donors != np.arange(len(training))) & ~training[donors]])
     if len(invalid):
         raise ValueError(
-            f"`{name}` needs donors that are training; these have diverged or stopped: members "
+            f"`{caller()}` needs donors that are training; these have diverged or stopped: members "
             f"{', '.join(map(str, ids[invalid].tolist()))}."
         )
 
 
-def check_fraction(fraction: Any, *, name: str) -> None:
+def check_fraction(fraction: Any) -> None:
     """Raises unless `fraction` is above 0 and at most a half."""
     if not isinstance(fraction, numbers.Real) or not 0 < float(fraction) <= 0.5:
-        raise ValueError(f"`{name}` needs `fraction` to be above 0 and at most 0.5, got {fraction!r}.")
+        raise ValueError(f"`{caller()}` needs `fraction` to be above 0 and at most 0.5, got {fraction!r}.")
 
 
-def check_factors(factors: Any, *, name: str) -> list[float]:
+def check_factors(factors: Any) -> list[float]:
     """Raises unless `factors` is a list of positive numbers. Returns them as Python numbers."""
-    listed = [
-        check_number(factor, "factors", name=name)
-        for factor in check_sequence(factors, "factors", name=name, of="numbers")
-    ]
+    listed = [check_number(factor, "factors") for factor in check_sequence(factors, "factors", of="numbers")]
     if not listed or min(listed) <= 0:
-        raise ValueError(f"`{name}` needs `factors` to be positive numbers, such as `(0.8, 1.2)`; got {factors!r}.")
+        raise ValueError(f"`{caller()}` needs `factors` to be positive numbers, such as `(0.8, 1.2)`; got {factors!r}.")
     return listed
 
 
-def check_range_names(names: Iterable[str], hyper: Any, *, name: str) -> None:
+def check_range_names(names: Iterable[str], hyper: Any) -> None:
     """Raises unless every range belongs to a hyper-parameter."""
     if not isinstance(hyper, dict) or set(names) - set(hyper):
         found = f"names {sorted(hyper)}" if isinstance(hyper, dict) else kind_text(hyper)
-        raise ValueError(f"`{name}` has ranges of {sorted(names)}, but the hyper-parameters are {found}.")
+        raise ValueError(f"`{caller()}` has ranges of {sorted(names)}, but the hyper-parameters are {found}.")
 
 
-def check_state_has_hyper(hyper: Any, *, name: str) -> None:
+def check_state_has_hyper(hyper: Any) -> None:
     """Raises for a training state without hyper-parameters."""
     if hyper is None:
         raise TypeError(
-            f"`{name}` needs a training state with hyper-parameters: pass `hyper=` to `fit` or `train.init`."
+            f"`{caller()}` needs a training state with hyper-parameters: pass `hyper=` to `fit` or `train.init`."
         )
 
 
-def check_hyper_given(hyper: Any, *, name: str) -> None:
+def check_hyper_given(hyper: Any) -> None:
     """Raises for a search without hyper-parameters."""
     if hyper is None:
-        raise TypeError(f"`{name}` needs `hyper`, the hyper-parameters to search.")
+        raise TypeError(f"`{caller()}` needs `hyper`, the hyper-parameters to search.")
 
 
-def check_validation_given(validation: Any, *, name: str) -> None:
+def check_validation_given(validation: Any) -> None:
     """Raises for a search without validation data."""
     if validation is None:
-        raise TypeError(f"`{name}` needs `validation=` data: members are compared by their validation scores.")
+        raise TypeError(f"`{caller()}` needs `validation=` data: members are compared by their validation scores.")
 
 
-def check_factor(factor: Any, *, name: str) -> float | int:
+def check_factor(factor: Any) -> float | int:
     """Raises unless `factor` is a number above 1. Returns it as a Python number, an `int` if it is integral."""
     if not isinstance(factor, int | float | np.number) or not 1 < float(factor) < math.inf:
-        raise ValueError(f"`{name}` needs `factor` to be above 1, got {factor!r}.")
+        raise ValueError(f"`{caller()}` needs `factor` to be above 1, got {factor!r}.")
     return int(factor) if float(factor).is_integer() else float(factor)
 
 
-def check_length(name: str, **lengths: Any) -> tuple[str, int]:
+def check_length(**lengths: Any) -> tuple[str, int]:
     """Raises unless exactly one length is given. Returns its name and value."""
     given = {unit: length for unit, length in lengths.items() if length is not None}
     if len(given) != 1:
         words = " or ".join(f"`{unit}`" for unit in lengths)
-        raise TypeError(f"`{name}` needs either {words}, got {'both' if given else 'neither'}.")
+        raise TypeError(f"`{caller()}` needs either {words}, got {'both' if given else 'neither'}.")
     ((unit, length),) = given.items()
-    check_positive_int(length, unit, name=name)
+    check_positive_int(length, unit)
     return unit, length
 
 
-def check_member_scores(scores: Any, *, name: str) -> np.ndarray:
+def check_member_scores(scores: Any) -> np.ndarray:
     """Raises unless `scores` holds one number per member. Returns them as an array."""
     try:
-        found = np.asarray(from_foreign(scores, "scores", name=name), float)
+        found = np.asarray(from_foreign(scores, "scores"), float)
     except (TypeError, ValueError):
-        raise TypeError(f"`{name}` needs one score per member as numbers `(members,)`, got {scores!r}.") from None
+        raise TypeError(f"`{caller()}` needs one score per member as numbers `(members,)`, got {scores!r}.") from None
     if found.ndim != 1 or len(found) == 0:
-        raise ValueError(f"`{name}` needs one score per member `(members,)`, got shape {found.shape}.")
+        raise ValueError(f"`{caller()}` needs one score per member `(members,)`, got shape {found.shape}.")
     return found
 
 
-def check_healthy(healthy: Any, num_members: int, *, name: str) -> np.ndarray:
+def check_healthy(healthy: Any, num_members: int) -> np.ndarray:
     """Raises unless `healthy` is `None` or holds one boolean per member. Returns them as an array."""
-    found = np.ones(num_members, bool) if healthy is None else as_numpy(healthy, "healthy", name=name)
+    found = np.ones(num_members, bool) if healthy is None else as_numpy(healthy, "healthy")
     if found.shape != (num_members,) or found.dtype != bool:
         raise TypeError(
-            f"`{name}` needs one boolean per member in `healthy` ({num_members},), got {found.dtype} of shape "
+            f"`{caller()}` needs one boolean per member in `healthy` ({num_members},), got {found.dtype} of shape "
             f"{found.shape}.\nFrom a run: `run.status == train.Status.OK`."
         )
     return found
 
 
-def check_options(options: Mapping[str, Any], refused: Iterable[str], reason: str, *, name: str) -> None:
+def check_options(options: Mapping[str, Any], refused: Iterable[str], reason: str) -> None:
     """Raises if an option of `fit` that the method does not support is given."""
     given = [f"`{word}`" for word in refused if options.get(word) is not None]
     if given:
-        raise TypeError(f"`{name}` does not take {', '.join(given)}: {reason}.")
+        raise TypeError(f"`{caller()}` does not take {', '.join(given)}: {reason}.")
 
 
-def check_whole_epochs(steps: Any, *, is_batches: bool, name: str) -> None:
+def check_whole_epochs(steps: Any, *, is_batches: bool) -> None:
     """Raises for `steps` with an iterable of batches, of which every round would use the same first batches."""
     if is_batches and steps is not None:
         raise TypeError(
-            f"`{name}` needs `epochs`, not `steps`, with an iterable of batches: every round iterates it from the "
+            f"`{caller()}` needs `epochs`, not `steps`, with an iterable of batches: every round iterates it from the "
             "beginning, so rounds of a few steps would use the same few batches again and again."
         )
 
@@ -151,22 +148,22 @@ def check_on_diverge(on_diverge: Any) -> None:
         )
 
 
-def check_whole_folds(num_folds: int, num_members: int, *, name: str) -> int:
+def check_whole_folds(num_folds: int, num_members: int) -> int:
     """Raises unless every fold has the same number of members. Returns that number."""
     times, rest = divmod(num_members, num_folds)
     if rest or times == 0:
         raise ValueError(
-            f"`{name}` needs one member per fold, or the same number for each: got {num_members} members and "
+            f"`{caller()}` needs one member per fold, or the same number for each: got {num_members} members and "
             f"{num_folds} folds."
         )
     return times
 
 
-def check_inner_optimiser(value: Any, *, name: str) -> None:
+def check_inner_optimiser(value: Any) -> None:
     """Raises unless `value` is an optax optimiser itself, not a function that returns one."""
-    check_optimiser_kind(value, name=name)
+    check_optimiser_kind(value)
     if not isinstance(value, optax.GradientTransformation):
         raise TypeError(
-            f"`{name}` needs an optax optimiser, got {kind_text(value)}.\nWrap the optimiser inside of the function: "
-            f"`lambda hyper: {name}(optax.adam(hyper['lr']), ...)`."
+            f"`{caller()}` needs an optax optimiser, got {kind_text(value)}.\nWrap the optimiser inside of the "
+            f"function: `lambda hyper: {caller()}(optax.adam(hyper['lr']), ...)`."
         )

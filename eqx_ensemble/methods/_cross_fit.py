@@ -81,15 +81,14 @@ def cross_fit(
         Chernozhukov et al., *Double/Debiased Machine Learning for Treatment and Structural Parameters*,
         The Econometrics Journal 21, 2018.
     """
-    name = "methods.cross_fit"
-    check_ensemble(ensemble, name=name)
-    check_folds(name, folds)
-    check_options(options, ("rows",), "each member is trained on the training rows of its fold", name=name)
-    times = check_whole_folds(folds.test.shape[0], ensemble.num_members, name=name)
+    check_ensemble(ensemble)
+    check_folds(folds)
+    check_options(options, ("rows",), "each member is trained on the training rows of its fold")
+    times = check_whole_folds(folds.test.shape[0], ensemble.num_members)
     own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)
-    x = from_foreign_tree(x, "x", name=name)
-    num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", name=name, finite=False)
-    check_rows_of_folds(num_rows, own, None, name=name)
+    x = from_foreign_tree(x, "x")
+    num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", finite=False)
+    check_rows_of_folds(num_rows, own, None)
     predict(ensemble, _first_row(x), state=options.get("state"), fn=fn)  # raises its errors before training
     run = fit(ensemble, loss, optimiser, data, rows=own.train, key=key, **options)
     return CrossFit(run, run.out_of_fold(x, own, fn=fn))

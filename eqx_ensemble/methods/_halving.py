@@ -105,9 +105,9 @@ def successive_halving(
         Jamieson and Talwalkar, *Non-stochastic Best Arm Identification and Hyperparameter Optimization*, AISTATS 2016.
     """
     name = "methods.successive_halving"
-    check_saving(checkpoint, checkpoint_every, resume, data, name=name)
+    check_saving(checkpoint, checkpoint_every, resume, data)
     rungs_of = {"validation": validation, "epochs": epochs, "steps": steps, "factor": factor, "rungs": rungs}
-    ladder = check_rungs(ensemble, data, **rungs_of, name=name)
+    ladder = check_rungs(ensemble, data, **rungs_of)
     own = {ladder.unit: ladder.totals[0], "factor": ladder.factor, "rungs": ladder.rungs}
     saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
     with saved.lock():
@@ -130,16 +130,16 @@ class Rungs(NamedTuple):
 
 
 def check_rungs(
-    ensemble: Any, data: Any, *, validation: Any, epochs: Any, steps: Any, factor: Any, rungs: Any, name: str
+    ensemble: Any, data: Any, *, validation: Any, epochs: Any, steps: Any, factor: Any, rungs: Any
 ) -> Rungs:
     """Checks the arguments of a call. Returns its rungs."""
-    check_validation_given(validation, name=name)
-    factor = check_factor(factor, name=name)
+    check_validation_given(validation)
+    factor = check_factor(factor)
     if rungs is not None:
-        check_positive_int(rungs, "rungs", name=name)
-    check_ensemble(ensemble, name=name)
-    unit, shortest = check_length(name, epochs=epochs, steps=steps)
-    check_whole_epochs(steps, is_batches=is_batches(data), name=name)
+        check_positive_int(rungs, "rungs")
+    check_ensemble(ensemble)
+    unit, shortest = check_length(epochs=epochs, steps=steps)
+    check_whole_epochs(steps, is_batches=is_batches(data))
     rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
     totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
     return Rungs(unit, sorted(set(totals)), factor, rungs)
@@ -181,7 +181,7 @@ def halve(
         if run.interrupted or not training.any():
             break
         scores = last_scores(run)
-        check_some_score(scores, training, name="methods.successive_halving")
+        check_some_score(scores, training)
         order = population.rank(scores, healthy=training, mode=run.mode)
         dropped = order[training[order]][max(1, share(int(training.sum()), ladder.factor)) :]
         saved.decide(index - 1, run)
@@ -296,11 +296,11 @@ def hyperband(
         Li et al., *Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization*, JMLR 18, 2018.
     """
     name = "methods.hyperband"
-    check_positive_int(epochs, "epochs", name=name)
-    check_validation_given(validation, name=name)
-    check_options(options, SETS, "it sets these itself", name=name)
-    check_saving(checkpoint, checkpoint_every, resume, data, name=name)
-    factor = check_factor(factor, name=name)
+    check_positive_int(epochs, "epochs")
+    check_validation_given(validation)
+    check_options(options, SETS, "it sets these itself")
+    check_saving(checkpoint, checkpoint_every, resume, data)
+    factor = check_factor(factor)
     own = {"epochs": epochs, "factor": factor}
     saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
     runs = []

@@ -71,7 +71,7 @@ class Population(eqx.Module, Generic[M]):
         **Raises:** `ValueError` for an index out of range.
         """
         ids = np.asarray(self.run.train_state.ids).tolist()
-        check_indices([index], len(ids), name="methods.Population.ancestors")
+        check_indices([index], len(ids))
         found = [ids[index]]
         for row in self.lineage[-2::-1]:
             found.append(int(row[ids.index(found[-1])]))
@@ -164,22 +164,21 @@ def check_evolution(
     fraction: Any,
     explore: Any,
     key: Any,
-    name: str,
 ) -> Evolution:
     """Checks the arguments of a call. Returns its rounds."""
-    check_positive_int(rounds, "rounds", name=name)
-    check_hyper_given(hyper, name=name)
-    check_validation_given(validation, name=name)
-    check_fraction(fraction, name=name)
-    check_options(options, _STOPS, "all members train in every round", name=name)
+    check_positive_int(rounds, "rounds")
+    check_hyper_given(hyper)
+    check_validation_given(validation)
+    check_fraction(fraction)
+    check_options(options, _STOPS, "all members train in every round")
     check_on_diverge(options.get("on_diverge"))
-    check_whole_epochs(steps, is_batches=is_batches(data), name=name)
-    check_ensemble(ensemble, name=name)
-    check_function(explore, "explore", name=name, example="train.perturb")
-    check_key(key, name=name)
-    hyper = hyper_arrays(hyper, ensemble.num_members, name=name)
+    check_whole_epochs(steps, is_batches=is_batches(data))
+    check_ensemble(ensemble)
+    check_function(explore, "explore", example="train.perturb")
+    check_key(key)
+    hyper = hyper_arrays(hyper, ensemble.num_members)
     plan = Evolution(hyper, {"epochs": epochs, "steps": steps}, jax.random.split(key, rounds), fraction, explore)
-    check_same_hyper(plan.one, explore(plan.one, plan.keys[0]), name="explore")
+    check_same_hyper(plan.one, explore(plan.one, plan.keys[0]))
     return plan
 
 
@@ -216,7 +215,7 @@ def evolve(
         ended = index == len(evolution.keys) - 1
         if ended or run.interrupted or not past.training.any():
             return past.population(run, ended=ended)
-        check_some_score(past.scores[-1], past.training, name="methods.population_based_training")
+        check_some_score(past.scores[-1], past.training)
         index += 1
         donors = population.truncation(
             past.scores[-1], past.training, fraction=evolution.fraction, mode=run.mode, key=evolution.keys[index]
@@ -319,10 +318,10 @@ def population_based_training(
         Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
     name = "methods.population_based_training"
-    check_saving(checkpoint, checkpoint_every, resume, data, name=name)
+    check_saving(checkpoint, checkpoint_every, resume, data)
     plan = check_evolution(
         ensemble, data, options, hyper=hyper, validation=validation, rounds=rounds, epochs=epochs, steps=steps,
-        fraction=fraction, explore=explore, key=key, name=name,
+        fraction=fraction, explore=explore, key=key,
     )  # fmt: skip
     own = {"rounds": rounds, **plan.length, "fraction": fraction}
     saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from .._caller import caller
 from .._check import CheckpointCorruptError, MemberMismatchError, check_function, kind_text
 from .._pytree import PyTree
 from .._warnings import warn
@@ -45,11 +46,11 @@ def texts_of(own: dict[str, Any], *, name: str) -> dict[str, str]:
     return {"method": name} | {word: option_text(value) for word, value in own.items() if value is not None}
 
 
-def check_recorded(folder: Path, texts: dict[str, str], *, other_fit: bool, name: str) -> None:
+def check_recorded(folder: Path, texts: dict[str, str], *, other_fit: bool) -> None:
     """Raises if the rounds in a folder are of another call, or of another kind of `fit`."""
     record = _record(folder)
     if record.steps:
-        check_same_call(record.restore({}).meta, texts | _OTHER_FIT if other_fit else {}, folder, name=name)
+        check_same_call(record.restore({}).meta, texts | _OTHER_FIT if other_fit else {}, folder)
 
 
 def write_record(folder: Path, texts: dict[str, str]) -> None:
@@ -68,23 +69,21 @@ def _record(folder: Path) -> Checkpoints:
 _IN_FILES = ("save", "ids")  # options of `fleet.fit`
 
 
-def check_rounds_of(fit: Callable[..., Any], *, name: str) -> Callable[..., Any]:
+def check_rounds_of(fit: Callable[..., Any]) -> Callable[..., Any]:
     """Raises unless `fit` is a function. Returns it, with checks of what it returns if it is not that of this library.
 
     Rounds that another function ends early, before all members were trained, have not taken place.
     """
     if fit is fit_here:
         return fit
-    check_function(fit, "fit", name=name, example="functools.partial(ee.fleet.fit, executor)")
-    return ft.partial(_fit_round, fit, name)
+    check_function(fit, "fit", example="functools.partial(ee.fleet.fit, executor)")
+    return ft.partial(_fit_round, fit)
 
 
-def _fit_round(
-    fit: Callable[..., Any], name: str, begun: Any, loss: Any, optimiser: Any, data: Any, **options: Any
-) -> Run[Any]:
-    check_options(getattr(fit, "keywords", {}) | options, _IN_FILES, "it compares members in this process", name=name)
+def _fit_round(fit: Callable[..., Any], begun: Any, loss: Any, optimiser: Any, data: Any, **options: Any) -> Run[Any]:
+    check_options(getattr(fit, "keywords", {}) | options, _IN_FILES, "it compares members in this process")
     if options.get("steps") is not None and is_data_function(data):
-        data = ft.partial(_make_data, data, name)
+        data = ft.partial(_make_data, data)
     before = _not_trained(begun) if isinstance(begun, Run) else None
     try:
         run = fit(begun, loss, optimiser, data, **options)
@@ -93,12 +92,14 @@ def _fit_round(
             raise
         return before
     if not isinstance(run, Run):
-        raise TypeError(f"`{name}` needs `fit` to return a run, as that of this library does; got {kind_text(run)}.")
+        raise TypeError(
+            f"`{caller()}` needs `fit` to return a run, as that of this library does; got {kind_text(run)}."
+        )
     missing = np.setdiff1d(_ids(begun), _ids(run)).tolist()
     if missing and not run.interrupted:
         raise MemberMismatchError(
-            f"`{name}` needs the runs of all members to compare them; `fit` returned without {len(missing)} of them, "
-            f"ids {missing[:8]}.\n"
+            f"`{caller()}` needs the runs of all members to compare them; `fit` returned without {len(missing)} of "
+            f"them, ids {missing[:8]}.\n"
             "Rerun the call: with `checkpoint=`, it resumes."
         )
     return before if missing and before is not None else run
@@ -115,9 +116,9 @@ def _ids(begun: Any) -> np.ndarray:
     return np.asarray(begun.train_state.ids if isinstance(begun, Run) else begun.ids)
 
 
-def _make_data(make: Callable[..., Any], name: str, ids: np.ndarray) -> Any:
+def _make_data(make: Callable[..., Any], ids: np.ndarray) -> Any:
     data = make(ids)
-    check_whole_epochs(1, is_batches=is_batches(data), name=name)
+    check_whole_epochs(1, is_batches=is_batches(data))
     return data
 
 
@@ -170,67 +171,67 @@ def _rounds(folder: Any) -> list[int]:
 # Checks for methods that save several runs in one folder.
 
 
-def check_saving(checkpoint: Any, every: Any, resume: Any, data: Any, *, name: str) -> None:
+def check_saving(checkpoint: Any, every: Any, resume: Any, data: Any) -> None:
     """Raises for invalid checkpoint options, and for data whose position cannot be restored between two runs."""
-    check_checkpoint_options(checkpoint, every, resume, name=name)
+    check_checkpoint_options(checkpoint, every, resume)
     if checkpoint is None:
         return
     if isinstance(checkpoint, Checkpoints):
         raise TypeError(
-            f"`{name}` needs `checkpoint` to be the path of a folder, got {kind_text(checkpoint)}: each of its runs "
-            "has a folder of its own in it."
+            f"`{caller()}` needs `checkpoint` to be the path of a folder, got {kind_text(checkpoint)}: each of its "
+            "runs has a folder of its own in it."
         )
     if is_batches(data):
         raise TypeError(
-            f"`{name}` takes `checkpoint` with data in arrays, got {kind_text(data)}: the position of an iterable of "
-            "batches cannot be restored between runs.\nLeave `checkpoint` out, or call `fit`, which saves it."
+            f"`{caller()}` takes `checkpoint` with data in arrays, got {kind_text(data)}: the position of an iterable "
+            "of batches cannot be restored between runs.\nLeave `checkpoint` out, or call `fit`, which saves it."
         )
     if jax.process_count() > 1:
-        raise NotImplementedError(f"`{name}` takes `checkpoint` on one process, not on {jax.process_count()}.")
+        raise NotImplementedError(f"`{caller()}` takes `checkpoint` on one process, not on {jax.process_count()}.")
 
 
-def check_folder(folder: Any, *, name: str) -> None:
+def check_folder(folder: Any) -> None:
     """Raises for a path that holds something else: a file, a checkpoint, or the run of one `fit`."""
     if not is_on_disk(folder):
-        raise TypeError(f"`{name}` needs `checkpoint` to be a folder in a file system, got `{folder}`.")
+        raise TypeError(f"`{caller()}` needs `checkpoint` to be a folder in a file system, got `{folder}`.")
     check_overwritable(folder, is_checkpoint=not folder.exists() or folder.is_dir())
-    check_run_folder(folder, is_checkpoint=is_sealed(folder), name=name)
+    check_run_folder(folder, is_checkpoint=is_sealed(folder))
     if Checkpoints(folder).steps:
         raise FileExistsError(
             errno.EEXIST,
-            f"`{name}` needs a folder of its own as `checkpoint`, and `{folder}` holds the checkpoints of one run.\n"
-            "Choose another folder",
+            f"`{caller()}` needs a folder of its own as `checkpoint`, and `{folder}` holds the checkpoints of one "
+            "run.\nChoose another folder",
         )
 
 
-def check_resume_rounds(folder: Any, resume: str, *, begun: bool, name: str) -> None:
+def check_resume_rounds(folder: Any, resume: str, *, begun: bool) -> None:
     """Raises for `resume="must"` without checkpoints, and for `"never"` with some."""
     if resume == "must" and not begun:
-        raise FileNotFoundError(errno.ENOENT, f"`{name}` must resume, and found no checkpoint in `{folder}`")
+        raise FileNotFoundError(errno.ENOENT, f"`{caller()}` must resume, and found no checkpoint in `{folder}`")
     if resume == "never" and begun:
         raise FileExistsError(
             errno.EEXIST,
-            f"`{name}` must not resume, and `{folder}` holds checkpoints, which are not overwritten.\nChoose another "
-            "folder, or remove this one",
+            f"`{caller()}` must not resume, and `{folder}` holds checkpoints, which are not overwritten.\nChoose "
+            "another folder, or remove this one",
         )
 
 
-def went_back_message(folder: Any, error: Exception, *, name: str) -> str:
+def went_back_message(folder: Any, error: Exception) -> str:
     """The warning that training resumes from the previous round, because all checkpoints of this one are damaged."""
     round_ = os.path.basename(folder)
     return (
-        f"`{name}` resumes from the round before `{round_}`: all checkpoints of `{round_}` are damaged.\n"
+        f"`{caller()}` resumes from the round before `{round_}`: all checkpoints of `{round_}` are damaged.\n"
         f"  {str(error).splitlines()[0]}"
     )
 
 
-def check_some_score(scores: np.ndarray, training: np.ndarray, *, name: str) -> None:
+def check_some_score(scores: np.ndarray, training: np.ndarray) -> None:
     """Raises if no member that trains has a validation score by which members could be compared."""
     if np.isnan(scores[training]).all():
         raise ValueError(
-            f"`{name}` cannot compare members: the validation scores of all {int(training.sum())} members that train "
-            "are NaN.\nA metric may be undefined for these rows, such as the recall of a class that they lack: return "
-            "a number there."
+            f"`{caller()}` cannot compare members: the validation scores of all {int(training.sum())} members that "
+            "train are NaN.\nA metric may be undefined for these rows, such as the recall of a class that they lack: "
+            "return a number there."
         )
 
 
@@ -266,17 +267,17 @@ class Rounds:
         name: str,
         fit: Callable[..., Any] = fit_here,
     ) -> None:
-        self.fit = check_rounds_of(fit, name=name)
+        self.fit = check_rounds_of(fit)
         self._given_fit, self._replays = fit, fit is not fit_here
         self._folder: Any = None if checkpoint is None else absolute(as_path(checkpoint))
         self._own, self._every, self._name = own, every, name
         self._functions: dict[str, str] = {}
         self._round: Round | None = None
         if self._folder is not None:
-            check_folder(self._folder, name=name)
-            check_resume_rounds(self._folder, resume, begun=has_checkpoints(self._folder), name=name)
+            check_folder(self._folder)
+            check_resume_rounds(self._folder, resume, begun=has_checkpoints(self._folder))
             texts = texts_of(own, name=name)
-            check_recorded(self._folder, texts, other_fit=self._replays, name=name)
+            check_recorded(self._folder, texts, other_fit=self._replays)
 
     def add_function(self, word: str, fn: Callable[..., Any], *args: PyTree) -> None:
         """Adds a function argument of the method to the identity of the call; `args` are examples of its arguments."""
@@ -324,7 +325,7 @@ class Rounds:
             except CheckpointCorruptError as error:
                 if index - 1 not in saved:
                     raise
-                warn(went_back_message(round_path(self._folder, index), error, name=self._name))
+                warn(went_back_message(round_path(self._folder, index), error))
                 remove_round(self._folder, index)
                 index -= 1
 
@@ -337,7 +338,7 @@ class Rounds:
             return {"checkpoint": path, "checkpoint_every": self._every}
         before = None if self._round is None else self._round.identity
         own = texts_of(self._own, name=self._name)
-        self._round = Round(path, name=self._name, own=own, functions=self._functions, identity=before)
+        self._round = Round(path, own=own, functions=self._functions, identity=before)
         return {"checkpoint": self._round, "checkpoint_every": self._every}
 
     def decide(self, index: int, run: Run[Any], decisions: Callable[[], PyTree] | None = None) -> None:

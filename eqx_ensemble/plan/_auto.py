@@ -62,7 +62,7 @@ class Pilot:
                 less = self._search.out_of_memory() if is_out_of_memory(error) and kept is not None else None
                 if less is None:
                     raise
-                warn(smaller_plan_message(repr(self.plan), repr(less), name=self._name))
+                warn(smaller_plan_message(repr(self.plan), repr(less)))
                 self.plan, carry = less, jax.device_put(kept)
 
     def note(self, units: int, seconds: float, *, seconds_left: float | None) -> bool:
@@ -79,7 +79,7 @@ class Pilot:
 
 
 @contextlib.contextmanager
-def explain_memory(pilot: Pilot, num_members: int, *, name: str) -> Iterator[None]:
+def explain_memory(pilot: Pilot, num_members: int) -> Iterator[None]:
     """Raises a `MemoryError` that names a smaller plan when a compiled program runs out of memory."""
     try:
         yield
@@ -88,7 +88,7 @@ def explain_memory(pilot: Pilot, num_members: int, *, name: str) -> Iterator[Non
             raise
         less = pilot.plan.smaller(num_members)
         tried, next_one = repr(pilot.plan), None if less is None else repr(less)
-        raise MemoryError(out_of_memory_message(num_members, tried, next_one, str(error), name=name)) from error
+        raise MemoryError(out_of_memory_message(num_members, tried, next_one, str(error))) from error
 
 
 def _on_host(tree: PyTree) -> PyTree:
@@ -214,8 +214,8 @@ class Auto(AbstractPlan):
 
     def __check_init__(self) -> None:
         if self.memory is not None:
-            _check.check_positive_int(self.memory, "memory", name="plan.Auto")
-        _check.check_number(self.max_overhead, "max_overhead", name="plan.Auto", least=0, most=1)
+            _check.check_positive_int(self.memory, "memory")
+        _check.check_number(self.max_overhead, "max_overhead", least=0, most=1)
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` under the plan that static analysis suggests."""

@@ -95,19 +95,18 @@ def map_members(
     mse(ensemble, x, y).shape  # (4,)
     ```
     """
-    _check.check_function(fn, "fn", name="map_members", example="lambda model, x: model(x)")
+    _check.check_function(fn, "fn", example="lambda model, x: model(x)")
     fn = as_hashable_leaf(fn)
-    out_axis = _check.check_axis(out_axis, "out_axis", name="map_members")
-    plan = sharded_plan(as_plan(plan), as_layout(mesh, name="map_members"))
-    name = getattr(fn, "__name__", type(fn).__name__)
+    out_axis = _check.check_axis(out_axis, "out_axis")
+    plan = sharded_plan(as_plan(plan), as_layout(mesh))
 
     @ft.wraps(fn)
     def run_all(*args: Any, **kwargs: Any) -> PyTree:
-        call = _Mapping(plan, f"map_members({name})", out_axis)
+        call = _Mapping(plan, out_axis)
         if not keeps_program(plan):
             return _run(call, fn, args, kwargs)
         try:
-            told_apart = _Mapping(plan, call.name, out_axis, _axes.program_key((fn, plan, args, kwargs)))
+            told_apart = _Mapping(plan, out_axis, _axes.program_key((fn, plan, args, kwargs)))
             return program_of(fn, _run)(told_apart, fn, args, kwargs)
         except (TypeError, IndexError):
             # In a program, shared leaves have only a shape and a dtype; `fn` may need more, or be at fault.
@@ -116,21 +115,20 @@ def map_members(
     return run_all
 
 
-def call_members(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], *, name: str) -> PyTree:
-    """`map_members(fn)(*args, **kwargs)`; errors name the function `name`, on whose behalf it is called."""
-    return _run(_Mapping(as_plan(None), name, 0), fn, args, kwargs)
+def call_members(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
+    """`map_members(fn)(*args, **kwargs)`."""
+    return _run(_Mapping(as_plan(None), 0), fn, args, kwargs)
 
 
 class _Mapping(eqx.Module):
     plan: AbstractPlan
-    name: str = eqx.field(static=True)
     out_axis: int = eqx.field(static=True)
     program_key: _axes.ProgramKey = eqx.field(static=True, default=())
 
 
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
-    check_no_parts((args, kwargs), name=call.name)
-    parts, view, _ = _axes.split_members((args, kwargs), name=call.name)
+    check_no_parts((args, kwargs))
+    parts, view, _ = _axes.split_members((args, kwargs))
     constants = []
 
     def one(part: PyTree) -> PyTree:
@@ -140,8 +138,8 @@ def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, 
         return out
 
     out = _axes.over_leading_axis(call.plan.run, one, parts)
-    check_equal_constants(constants, name=call.name)
+    check_equal_constants(constants)
     if call.out_axis == 0:
         return out
-    check_has_axis(out, call.out_axis, "out_axis", name="map_members")
+    check_has_axis(out, call.out_axis, "out_axis")
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, call.out_axis) if _axes.is_array(x) else x, out)

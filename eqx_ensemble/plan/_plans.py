@@ -131,7 +131,7 @@ class Chunked(AbstractPlan):
     size: int = eqx.field(static=True)
 
     def __check_init__(self) -> None:
-        _check.check_positive_int(self.size, "size", name="plan.Chunked")
+        _check.check_positive_int(self.size, "size")
 
     def width(self, num_members: int) -> int:
         """The members of a chunk."""

@@ -65,14 +65,13 @@ def uncertainty_histogram(
     ax = ee.plot.uncertainty_histogram(known.total, novel.total, unit="nats")
     ```
     """
-    name = "plot.uncertainty_histogram"
-    check_optional_text(unit, "unit", name=name)
-    check_two_names(labels, name=name)
-    known = np.ravel(check_plotted(name, "in_distribution", in_distribution))
-    novel = np.ravel(check_plotted(name, "out_of_distribution", out_of_distribution))
-    edges = np.histogram_bin_edges(np.concatenate([known, novel]), check_bin_edges(name, bins))
+    check_optional_text(unit, "unit")
+    check_two_names(labels)
+    known = np.ravel(check_plotted("in_distribution", in_distribution))
+    novel = np.ravel(check_plotted("out_of_distribution", out_of_distribution))
+    edges = np.histogram_bin_edges(np.concatenate([known, novel]), check_bin_edges(bins))
 
-    ax = axes_for(name, ax)
+    ax = axes_for(ax)
     filled = {"fill": True, "facecolor": "0.8", "edgecolor": "0.3", "hatch": "///", "linewidth": 0.8}
     outline = {"edgecolor": "black", "linewidth": 2}
     for values, label, style in zip((known, novel), labels, (filled, outline), strict=True):
@@ -124,11 +123,10 @@ def risk_coverage(
     ??? cite
         [Selective Classification for Deep Neural Networks](https://arxiv.org/abs/1705.08500)
     """
-    name = "plot.risk_coverage"
-    check_optional_text(unit, "unit", name=name)
-    coverages, risks = check_risk_coverage(name, coverage, risk)
+    check_optional_text(unit, "unit")
+    coverages, risks = check_risk_coverage(coverage, risk)
 
-    ax = axes_for(name, ax)
+    ax = axes_for(ax)
     (line,) = ax.plot(coverages, risks, **of_line(ax, options))
     ax.hlines(risks[-1], 0, 1, color=line.get_color(), linestyle=":", linewidth=0.8)
     ax.set(xlim=(0, 1), xlabel="coverage, share of rows that are predicted", ylabel=with_unit("risk, mean loss", unit))
@@ -186,16 +184,15 @@ def prediction_bands(
     ax = ee.plot.prediction_bands(predictions, x=x, targets=x)
     ```
     """
-    name = "plot.prediction_bands"
-    check_optional_text(unit, "unit", name=name)
-    members, convex = check_weighted_members(name, predictions, weights)
-    positions, points, bands = check_bands(name, members.shape[1:], x, targets, intervals, levels)
+    check_optional_text(unit, "unit")
+    members, convex = check_weighted_members(predictions, weights)
+    positions, points, bands = check_bands(members.shape[1:], x, targets, intervals, levels)
     centre = np.asarray(mean(members, weights=convex))
     for level in levels if intervals is None else ():
         lower, upper = interval(members, level=level, weights=convex)
         bands[level] = np.asarray(lower), np.asarray(upper)
 
-    ax = axes_for(name, ax)
+    ax = axes_for(ax)
     order = np.argsort(centre if positions is None else positions, kind="stable")
     at = np.arange(len(order)) if positions is None else positions[order]
     (line,) = ax.plot(at, centre[order], **of_line(ax, options, label="mean of the members", zorder=2.5))

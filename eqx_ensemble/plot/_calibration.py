@@ -13,13 +13,13 @@ from ..scores._binning import Binning, check_bins, mean_gap, of_top_label
 from ._check import Axes, axes_for, check_counts, check_plotted, of_line, of_patch
 
 
-def check_rates(name: str, rates: Mapping[str, Any], *, rising: tuple[str, ...]) -> list[np.ndarray]:
+def check_rates(rates: Mapping[str, Any], *, rising: tuple[str, ...]) -> list[np.ndarray]:
     """Raises unless rates are from 0 to 1, of one shape, and those in `rising` do not decrease. Returns them."""
-    found = {argument: check_plotted(name, argument, values, "(points,)") for argument, values in rates.items()}
+    found = {argument: check_plotted(argument, values, "(points,)") for argument, values in rates.items()}
     if len({values.shape for values in found.values()}) > 1:
         got = "got " + ", ".join(f"`{argument}` {values.shape}" for argument, values in found.items())
         both = " and ".join(f"`{argument}`" for argument in found)
-        raise ValueError(needs_message(name, f"{both} of one shape", got, "They are the coordinates of one curve."))
+        raise ValueError(needs_message(f"{both} of one shape", got, "They are the coordinates of one curve."))
     for argument, values in found.items():
         wrong = (values < 0) | (values > 1)
         if argument in rising:
@@ -27,7 +27,7 @@ def check_rates(name: str, rates: Mapping[str, Any], *, rising: tuple[str, ...])
         if wrong.any():
             kind = "that rises, from 0 to 1" if argument in rising else "from 0 to 1"
             fix = f"Swapped? `{next(iter(found))}` comes first, and its points begin at the highest threshold."
-            raise ValueError(needs_message(name, f"`{argument}` {kind}", first_text(values, wrong), fix))
+            raise ValueError(needs_message(f"`{argument}` {kind}", first_text(values, wrong), fix))
     return list(found.values())
 
 
@@ -68,11 +68,10 @@ def roc_curve(
     ??? cite
         [An Introduction to ROC Analysis](https://doi.org/10.1016/j.patrec.2005.10.010)
     """
-    name = "plot.roc_curve"
     rates = {"false_positive_rate": false_positive_rate, "true_positive_rate": true_positive_rate}
-    false, hits = check_rates(name, rates, rising=tuple(rates))
+    false, hits = check_rates(rates, rising=tuple(rates))
 
-    ax = axes_for(name, ax)
+    ax = axes_for(ax)
     if not ax.lines:
         from matplotlib.collections import LineCollection  # not a line, whose style curves would avoid
 
@@ -122,10 +121,9 @@ def precision_recall_curve(
     ??? cite
         [The Relationship Between Precision-Recall and ROC Curves](https://doi.org/10.1145/1143844.1143874)
     """
-    name = "plot.precision_recall_curve"
-    precisions, recalls = check_rates(name, {"precision": precision, "recall": recall}, rising=("recall",))
+    precisions, recalls = check_rates({"precision": precision, "recall": recall}, rising=("recall",))
 
-    ax = axes_for(name, ax)
+    ax = axes_for(ax)
     # Between two points the precision is that of the higher recall, as in the area.
     (line,) = ax.plot(recalls, precisions, **of_line(ax, options, drawstyle="steps-pre"))
     ax.hlines(precisions[-1], 0, 1, color=line.get_color(), linestyle=":", linewidth=0.8)
@@ -191,13 +189,12 @@ def reliability_diagram(
         }
         ```
     """
-    name = "plot.reliability_diagram"
-    check_flag(show_members, "show_members", name=name)
-    checked, targets, convex, kept = check_bins(name, logits, labels, num_bins, binning, weights, None, mask)
-    check_plotted(name, "logits", jnp.exp(mixture(checked, weights=convex)))
+    check_flag(show_members, "show_members")
+    checked, targets, convex, kept = check_bins(logits, labels, num_bins, binning, weights, None, mask)
+    check_plotted("logits", jnp.exp(mixture(checked, weights=convex)))
     bins = _binned(checked, targets, convex, kept, num_bins, binning)
 
-    ax = axes_for(name, ax)
+    ax = axes_for(ax)
     filled = np.flatnonzero(bins.count)
     counts, confidence, right = (np.asarray(x)[filled] for x in (bins.count, bins.probability, bins.frequency))
     # The largest of several probabilities is at least their mean, so a bin of equal mass does not start at zero.
@@ -271,11 +268,10 @@ def rank_histogram(
         [Interpretation of Rank Histograms for Verifying Ensemble
         Forecasts](https://doi.org/10.1175/1520-0493(2001)129%3C0550:IORHFV%3E2.0.CO;2)
     """
-    name = "plot.rank_histogram"
-    check_word(kind, "kind", ("rank", "pit"), name=name)
-    heights = check_counts(name, counts)
+    check_word(kind, "kind", ("rank", "pit"))
+    heights = check_counts(counts)
 
-    ax = axes_for(name, ax)
+    ax = axes_for(ax)
     total, ranks = heights.sum(), len(heights)
     expected, deviation = total / ranks, np.sqrt(total * (1 - 1 / ranks) / ranks)
     bars = {"facecolor": "0.75", "edgecolor": "black", "linewidth": 0.8}

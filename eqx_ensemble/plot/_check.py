@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._caller import caller
 from .._check import (
     check_level,
     check_sequence,
@@ -26,19 +27,19 @@ _MARKERS = ("None", "o", "s", "^", "D", "v")
 _LINES = ("-", "--", "-.", ":")
 
 
-def axes_for(name: str, ax: Axes | None) -> Axes:
+def axes_for(ax: Axes | None) -> Axes:
     """The Axes to draw on; those of a new figure if none are given."""
     try:
         from matplotlib.axes import Axes as Kind
     except ImportError as error:
-        raise ImportError(missing_extra_message(name, "matplotlib", "plot")) from error
+        raise ImportError(missing_extra_message(caller(), "matplotlib", "plot")) from error
     if ax is None:
         from matplotlib import pyplot
 
         return pyplot.subplots()[1]
     if not isinstance(ax, Kind):
         fix = "`plt.subplots(1, 2)` returns an array of Axes: pass one of them, `axes[0]`."
-        raise TypeError(needs_message(name, "one matplotlib Axes as `ax`", f"got {kind_text(ax)}", fix))
+        raise TypeError(needs_message("one matplotlib Axes as `ax`", f"got {kind_text(ax)}", fix))
     return ax
 
 
@@ -74,7 +75,7 @@ def with_unit(name: str, unit: str | None) -> str:
 Bands = dict[float, tuple[np.ndarray, np.ndarray]]
 
 
-def check_plotted(name: str, argument: str, values: Any, axes: str | None = None, *, finite: bool = True) -> np.ndarray:
+def check_plotted(argument: str, values: Any, axes: str | None = None, *, finite: bool = True) -> np.ndarray:
     """Raises unless values are concrete real numbers, with axes such as `(members, batch)`. Returns float64."""
     host = concrete(values)
     if host is None:
@@ -82,88 +83,85 @@ def check_plotted(name: str, argument: str, values: Any, axes: str | None = None
             f"a concrete `{argument}` on this host",
             "Plot outside `jax.jit`; gather distributed arrays first.",
         )
-        raise TypeError(needs_message(name, needs, "got a traced or distributed array", fix))
+        raise TypeError(needs_message(needs, "got a traced or distributed array", fix))
     if not (jnp.issubdtype(host.dtype, jnp.floating) or host.dtype.kind in "biu"):
         got = f"got dtype {host.dtype}, shape {host.shape}"
-        raise TypeError(needs_message(name, f"real numbers in `{argument}`", got, "Pass an array of numbers."))
+        raise TypeError(needs_message(f"real numbers in `{argument}`", got, "Pass an array of numbers."))
     wanted = host.ndim if axes is None else len(axes.strip("(,)").split(","))
     if host.ndim != wanted:
         several = f"Pass one entry of the extra axis, `{argument}[..., 0]`."
         fix = f"One member? Add a leading axis: `{argument}[None]`." if host.ndim < wanted else several
-        raise ValueError(needs_message(name, f"`{argument}` of shape {axes}", f"got shape {host.shape}", fix))
+        raise ValueError(needs_message(f"`{argument}` of shape {axes}", f"got shape {host.shape}", fix))
     if host.size == 0:
         raise ValueError(
             needs_message(
-                name, f"at least one number in `{argument}`", f"got shape {host.shape}", "Was every row filtered out?"
+                f"at least one number in `{argument}`", f"got shape {host.shape}", "Was every row filtered out?"
             )
         )
     host = host.astype(np.float64)
     if finite and not np.isfinite(host).all():
         fix = "Exclude diverged members and missing rows; `run.predict` excludes diverged members."
-        raise ValueError(needs_message(name, f"finite `{argument}`", first_text(host, ~np.isfinite(host)), fix))
+        raise ValueError(needs_message(f"finite `{argument}`", first_text(host, ~np.isfinite(host)), fix))
     return host
 
 
-def check_weighted_members(name: str, predictions: Any, weights: Any) -> tuple[np.ndarray, np.ndarray | None]:
+def check_weighted_members(predictions: Any, weights: Any) -> tuple[np.ndarray, np.ndarray | None]:
     """Checks predictions `(members, batch)`. Returns those of members of nonzero weight, and their weights."""
     axes = "(members, batch)"
     if weights is None:
-        return check_plotted(name, "predictions", predictions, axes), None
-    every = check_plotted(name, "predictions", predictions, axes, finite=False)
-    known = check_plotted(name, "weights", weights, "(members,)", finite=False)
-    check_weights(name, known, len(every), jnp.dtype("float32"))
+        return check_plotted("predictions", predictions, axes), None
+    every = check_plotted("predictions", predictions, axes, finite=False)
+    known = check_plotted("weights", weights, "(members,)", finite=False)
+    check_weights(known, len(every), jnp.dtype("float32"))
     counts = known > 0
-    check_plotted(name, "predictions", np.where(counts[:, None], every, 0), axes)
+    check_plotted("predictions", np.where(counts[:, None], every, 0), axes)
     return every[counts], known[counts]
 
 
 def check_bands(
-    name: str, rows: tuple[int, ...], x: Any, targets: Any, intervals: Any, levels: tuple[float, ...]
+    rows: tuple[int, ...], x: Any, targets: Any, intervals: Any, levels: tuple[float, ...]
 ) -> tuple[np.ndarray | None, np.ndarray | None, Bands]:
     """Raises unless optional arrays have one number per row. Returns them, and the bands of `intervals`."""
     per_row = {}
     for argument, values in (("x", x), ("targets", targets)):
-        per_row[argument] = None if values is None else _per_row(name, argument, values, rows)
+        per_row[argument] = None if values is None else _per_row(argument, values, rows)
     if intervals is not None and (not isinstance(intervals, Mapping) or not intervals):
         fix = "`intervals={0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`."
         raise TypeError(
-            needs_message(
-                name, "`intervals` as a dict from level to `(lower, upper)`", f"got {kind_text(intervals)}", fix
-            )
+            needs_message("`intervals` as a dict from level to `(lower, upper)`", f"got {kind_text(intervals)}", fix)
         )
     if intervals is None:
-        check_sequence(levels, "levels", name=name, of="levels")
+        check_sequence(levels, "levels", of="levels")
     for level in levels if intervals is None else intervals:
-        check_level(name, level)
+        check_level(level)
     bands = {}
     for level, ends in (intervals or {}).items():
         names = (f"intervals[{level}] lower", f"intervals[{level}] upper")
-        lower, upper = (_per_row(name, argument, end, rows) for argument, end in zip(names, ends, strict=True))
+        lower, upper = (_per_row(argument, end, rows) for argument, end in zip(names, ends, strict=True))
         if (lower > upper).any():
             fix = "Swapped? `lower` comes first."
             raise ValueError(
-                needs_message(name, f"`{names[0]}` at or below its upper end", first_text(lower, lower > upper), fix)
+                needs_message(f"`{names[0]}` at or below its upper end", first_text(lower, lower > upper), fix)
             )
         bands[level] = lower, upper
     return per_row["x"], per_row["targets"], bands
 
 
-def check_risk_coverage(name: str, coverage: Any, risk: Any) -> tuple[np.ndarray, np.ndarray]:
+def check_risk_coverage(coverage: Any, risk: Any) -> tuple[np.ndarray, np.ndarray]:
     """Raises unless coverages are from 0 to 1 and do not decrease, with a risk at each. Returns both."""
     coverages, risks = (
-        check_plotted(name, "coverage", coverage, "(rows,)"),
-        check_plotted(name, "risk", risk, "(rows,)"),
+        check_plotted("coverage", coverage, "(rows,)"),
+        check_plotted("risk", risk, "(rows,)"),
     )
     if coverages.shape != risks.shape:
         got = f"got `coverage` {coverages.shape}, `risk` {risks.shape}"
         raise ValueError(
-            needs_message(name, "`coverage` and `risk` of one shape", got, "They are the coordinates of one curve.")
+            needs_message("`coverage` and `risk` of one shape", got, "They are the coordinates of one curve.")
         )
     wrong = (coverages < 0) | (coverages > 1) | (np.diff(coverages, prepend=coverages[0]) < 0)
     if wrong.any():
         raise ValueError(
             needs_message(
-                name,
                 "`coverage` that rises, from 0 to 1",
                 first_text(coverages, wrong),
                 "Swapped? `coverage` comes first.",
@@ -172,78 +170,74 @@ def check_risk_coverage(name: str, coverage: Any, risk: Any) -> tuple[np.ndarray
     return coverages, risks
 
 
-def check_lines(name: str, losses: Any) -> np.ndarray:
+def check_lines(losses: Any) -> np.ndarray:
     """Raises unless losses are of three or more points on one or several lines. Returns `(members, points)`."""
     host = concrete(losses)
     one = host is not None and host.ndim == 1
-    curves = check_plotted(name, "losses", losses if host is None or not one else host[None], "(members, points)")
+    curves = check_plotted("losses", losses if host is None or not one else host[None], "(members, points)")
     if curves.shape[1] < 3:
         fix = "Between the two ends there is at least one point: `num_points=11`."
-        raise ValueError(needs_message(name, "`losses` of at least three points", f"got shape {curves.shape}", fix))
+        raise ValueError(needs_message("`losses` of at least three points", f"got shape {curves.shape}", fix))
     return curves
 
 
-def check_counts(name: str, counts: Any) -> np.ndarray:
+def check_counts(counts: Any) -> np.ndarray:
     """Raises unless counts are whole numbers of two or more bins, not all zero. Returns them."""
-    host = check_plotted(name, "counts", counts, "(ranks,)")
+    host = check_plotted("counts", counts, "(ranks,)")
     fix = "Pass the number of rows for each rank, `(members + 1,)`, not the ranks: `np.bincount(ranks)`."
     if len(host) < 2:
-        raise ValueError(needs_message(name, "`counts` of at least two ranks", f"got {len(host)}", fix))
+        raise ValueError(needs_message("`counts` of at least two ranks", f"got {len(host)}", fix))
     if (wrong := host != np.round(host)).any():
         fix = "For values of a probability integral transform pass `scores.pit_histogram(values)`."
-        raise ValueError(needs_message(name, "whole `counts`", first_text(host, wrong), fix))
+        raise ValueError(needs_message("whole `counts`", first_text(host, wrong), fix))
     if (host < 0).any():
-        raise ValueError(needs_message(name, "`counts` of zero or more", first_text(host, host < 0), fix))
+        raise ValueError(needs_message("`counts` of zero or more", first_text(host, host < 0), fix))
     if not host.any():
-        raise ValueError(needs_message(name, "`counts` of at least one row", f"got {len(host)} zeros", fix))
+        raise ValueError(needs_message("`counts` of at least one row", f"got {len(host)} zeros", fix))
     return host
 
 
-def check_bin_edges(name: str, bins: Any) -> int | np.ndarray:
+def check_bin_edges(bins: Any) -> int | np.ndarray:
     """Raises unless `bins` is a number of bins, or increasing edges. Returns it."""
     if is_integer(bins):
         if bins < 1:
-            raise ValueError(needs_message(name, "`bins` of one or more", f"got {bins}", "20 is usual."))
+            raise ValueError(needs_message("`bins` of one or more", f"got {bins}", "20 is usual."))
         return int(bins)
-    edges = check_plotted(name, "bins", bins, "(edges,)")
+    edges = check_plotted("bins", bins, "(edges,)")
     if len(edges) < 2 or (np.diff(edges) <= 0).any():
         fix = "Logarithmic bins: `bins=np.geomspace(1e-5, 1, 21)`, and `ax.set_xscale('log')`."
         raise ValueError(
-            needs_message(name, "`bins` as a number, or as two or more rising edges", f"got {edges.tolist()}", fix)
+            needs_message("`bins` as a number, or as two or more rising edges", f"got {edges.tolist()}", fix)
         )
     return edges
 
 
-def check_two_names(labels: Any, *, name: str) -> None:
+def check_two_names(labels: Any) -> None:
     """Raises unless `labels` are two strings."""
-    listed = check_sequence(labels, "labels", name=name, of="two strings")
+    listed = check_sequence(labels, "labels", of="two strings")
     if len(listed) != 2 or not all(isinstance(label, str) for label in listed):
-        raise TypeError(f"`{name}` needs `labels` to be two strings, got {kind_text(labels)} of {len(listed)}.")
+        raise TypeError(f"`{caller()}` needs `labels` to be two strings, got {kind_text(labels)} of {len(listed)}.")
 
 
-def check_pairs(name: str, matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
+def check_pairs(matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
     """Raises unless `matrix` has one number per pair of members. Returns it, and the members' names."""
-    square = check_plotted(name, "matrix", matrix, "(members, members)", finite=False)
+    square = check_plotted("matrix", matrix, "(members, members)", finite=False)
     if square.shape[0] != square.shape[1]:
         fix = "Pass a comparison of members, such as `uncertainty.pairwise_disagreement(logits)`."
-        raise ValueError(needs_message(name, "`matrix` of shape (members, members)", f"got shape {square.shape}", fix))
-    listed = range(len(square)) if ids is None else check_sequence(ids, "ids", name=name, of="ids")
+        raise ValueError(needs_message("`matrix` of shape (members, members)", f"got shape {square.shape}", fix))
+    listed = range(len(square)) if ids is None else check_sequence(ids, "ids", of="ids")
     names = [str(i) for i in listed]
     if len(names) != len(square):
         fix = "Pass `ensemble.ids`."
-        raise ValueError(
-            needs_message(name, "one id per member in `ids`", f"expected {len(square)}, got {len(names)}", fix)
-        )
+        raise ValueError(needs_message("one id per member in `ids`", f"expected {len(square)}, got {len(names)}", fix))
     return square, names
 
 
-def _per_row(name: str, argument: str, values: Any, rows: tuple[int, ...]) -> np.ndarray:
-    host = check_plotted(name, argument, values, "(batch,)")
+def _per_row(argument: str, values: Any, rows: tuple[int, ...]) -> np.ndarray:
+    host = check_plotted(argument, values, "(batch,)")
     if host.shape != rows:
         got = f"expected {rows}, as `predictions` are (members, batch); got {host.shape}"
         raise ValueError(
-            needs_message(
-                name, f"one number per row in `{argument}`", got, "Rows have the same order in all arguments."
-            )
+            needs_message(f"one number per row in `{argument}`", got, "Rows have the same order in all arguments.")
         )
     return host

@@ -48,15 +48,14 @@ def connectivity(
     ax = ee.plot.connectivity(before / 10, label="after alignment", ax=ax)
     ```
     """
-    name = "plot.connectivity"
-    check_optional_text(label, "label", name=name)
-    check_optional_text(unit, "unit", name=name)
-    curves = check_lines(name, losses)
+    check_optional_text(label, "label")
+    check_optional_text(unit, "unit")
+    curves = check_lines(losses)
     points = np.linspace(0, 1, curves.shape[1])
     base = curves[:, :1] + points * (curves[:, -1:] - curves[:, :1])
     height = float(np.median(np.max(curves - base, axis=1)))
 
-    ax = axes_for(name, ax)
+    ax = axes_for(ax)
     text = f"barrier {height:.3g}" if len(curves) == 1 else f"median barrier {height:.3g} of {len(curves)} members"
     text = text if label is None else f"{label}: {text}"
     (median,) = ax.plot(points, np.median(curves, axis=0), **of_line(ax, options, label=text, zorder=2.5))
@@ -128,12 +127,11 @@ def member_similarity(
     ax = ee.plot.member_similarity(matrix, label="correlation of errors", vmin=0, vmax=1)
     ```
     """
-    name = "plot.member_similarity"
-    check_text(label, "label", name=name)
-    check_flag(colorbar, "colorbar", name=name)
-    square, names = check_pairs(name, matrix, ids)
+    check_text(label, "label")
+    check_flag(colorbar, "colorbar")
+    square, names = check_pairs(matrix, ids)
 
-    ax = axes_for(name, ax)
+    ax = axes_for(ax)
     # The diagonal would dominate the scale of the shades.
     of_pairs = ~np.eye(len(square), dtype=bool) & np.isfinite(square)
     written = _texts(square, float(np.abs(square[of_pairs]).max(initial=0)))

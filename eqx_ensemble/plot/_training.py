@@ -20,24 +20,19 @@ from ..train._run import Run
 from ._check import Axes, axes_for, check_plotted, of_line, with_unit
 
 
-def check_curves(name: str, run: Any, curve: str) -> None:
+def check_curves(run: Any, curve: str) -> None:
     """Raises unless `run` is a run or its history, with a finite value of the given curve."""
     if not isinstance(run, Run | History):
-        raise TypeError(
-            needs_message(name, "a `Run` or its `History`", f"got {kind_text(run)}", "Pass the result of `fit`.")
-        )
-    check_word(curve, "curve", ("loss", "validation"), name=name)
+        raise TypeError(needs_message("a `Run` or its `History`", f"got {kind_text(run)}", "Pass the result of `fit`."))
+    check_word(curve, "curve", ("loss", "validation"))
     history = run.history if isinstance(run, Run) else run
     if curve == "validation" and history.validation is None:
         raise ValueError(
-            needs_message(
-                name, "validation scores", "got a run without", "Train with `validation=` data, or plot the loss."
-            )
+            needs_message("validation scores", "got a run without", "Train with `validation=` data, or plot the loss.")
         )
     if not np.isfinite(getattr(history, curve)).any():
         raise ValueError(
             needs_message(
-                name,
                 f"a finite number in `history.{curve}`",
                 "got none",
                 "`run.fault` is the first value that was not finite.",
@@ -45,58 +40,51 @@ def check_curves(name: str, run: Any, curve: str) -> None:
         )
 
 
-def check_columns(name: str, table: Any, columns: Any, log: Any, score: str | None) -> str:
+def check_columns(table: Any, columns: Any, log: Any, score: str | None) -> str:
     """Raises unless `table` has the given columns. Returns the name of the column that determines the shade."""
     if not callable(getattr(table, "items", None)) or not len(table):
         raise TypeError(
-            needs_message(
-                name, "a table, a dict from column to values", f"got {kind_text(table)}", "Pass `run.table()`."
-            )
+            needs_message("a table, a dict from column to values", f"got {kind_text(table)}", "Pass `run.table()`.")
         )
-    check_optional_text(score, "score", name=name)
+    check_optional_text(score, "score")
     score = score or ("validation" if "validation" in table else "loss")
     for option, names in (("columns", columns), ("log", log), ("score", [score])):
         if isinstance(names, str):
             raise TypeError(
-                needs_message(name, f"`{option}` as a list of names", f"got {names!r}", f"Pass `{option}=[{names!r}]`.")
+                needs_message(f"`{option}` as a list of names", f"got {names!r}", f"Pass `{option}=[{names!r}]`.")
             )
-        names = () if names is None else check_sequence(names, option, name=name, of="names")
+        names = () if names is None else check_sequence(names, option, of="names")
         missing = [argument for argument in names if not isinstance(argument, str) or argument not in table]
         if missing:
             listed = ", ".join(f"`{argument}`" for argument in table)
             fix = f"Columns of the table: {listed}."
-            raise ValueError(needs_message(name, f"names of columns in `{option}`", f"got {missing[0]!r}", fix))
+            raise ValueError(needs_message(f"names of columns in `{option}`", f"got {missing[0]!r}", fix))
     return score
 
 
-def check_lines(name: str, lines: Mapping[str, Any], log: Any) -> dict[str, np.ndarray]:
+def check_lines(lines: Mapping[str, Any], log: Any) -> dict[str, np.ndarray]:
     """Raises unless two or more columns have equally many numbers, positive on logarithmic scales. Returns them."""
     checked = {
-        argument: check_plotted(name, argument, values, "(members,)", finite=False)
-        for argument, values in lines.items()
+        argument: check_plotted(argument, values, "(members,)", finite=False) for argument, values in lines.items()
     }
     if len(checked) < 2:
         fix = "A run without `hyper` has only scores; pass names of columns as `columns`."
-        raise ValueError(needs_message(name, "two or more columns", f"got {list(checked)}", fix))
+        raise ValueError(needs_message("two or more columns", f"got {list(checked)}", fix))
     if len({values.shape for values in checked.values()}) > 1:
         listed = ", ".join(f"{len(values)} in `{argument}`" for argument, values in checked.items())
         raise ValueError(
-            needs_message(
-                name, "one number per member in every column", f"got {listed}", "Rows of the table are members."
-            )
+            needs_message("one number per member in every column", f"got {listed}", "Rows of the table are members.")
         )
     for argument, values in checked.items():
         finite = values[np.isfinite(values)]
         if not len(finite):
             raise ValueError(
-                needs_message(
-                    name, f"a finite number in column `{argument}`", "got none", "Pass other columns as `columns`."
-                )
+                needs_message(f"a finite number in column `{argument}`", "got none", "Pass other columns as `columns`.")
             )
         if argument in (log or ()) and finite.min() <= 0:
             raise ValueError(
                 needs_message(
-                    name, f"positive numbers in column `{argument}`", f"got {finite.min():g}", "Zero has no logarithm."
+                    f"positive numbers in column `{argument}`", f"got {finite.min():g}", "Zero has no logarithm."
                 )
             )
     return checked
@@ -159,20 +147,19 @@ def parallel_coordinates(
     ??? cite
         [The Plane with Parallel Coordinates](https://doi.org/10.1007/BF01898350)
     """
-    name = "plot.parallel_coordinates"
-    score = check_columns(name, table, columns, log, score)
+    score = check_columns(table, columns, log, score)
     names = [column for column in table if column not in TABLE_COLUMNS and column != score] + [score]
-    lines = check_lines(name, _flat(table, names if columns is None else columns), log)
-    scores = check_plotted(name, score, table[score], "(members,)", finite=False)
-    check_text(cmap, "cmap", name=name)
-    check_mode(mode, name=name)
+    lines = check_lines(_flat(table, names if columns is None else columns), log)
+    scores = check_plotted(score, table[score], "(members,)", finite=False)
+    check_text(cmap, "cmap")
+    check_mode(mode)
     # By rank, not by value: one bad score would make all others look alike.
     costs = np.where(np.isfinite(scores), scores if mode == "min" else -scores, np.inf)
     rank = np.argsort(np.argsort(costs, kind="stable"), kind="stable")
     diverged = np.asarray(table["status"]) == "diverged" if "status" in table else ~np.isfinite(scores)
     heights = np.stack([_height(x, _is_log(column, x, log)) for column, x in lines.items()], axis=1)
 
-    ax = axes_for(name, ax)
+    ax = axes_for(ax)
     from matplotlib import colormaps
 
     shades = colormaps[cmap](0.8 * rank / max(len(rank) - 1, 1))
@@ -279,11 +266,10 @@ def training_curves(
     ax = ee.plot.training_curves(run, curve="validation", ax=ax)
     ```
     """
-    name = "plot.training_curves"
-    check_curves(name, run, curve)
-    check_optional_text(unit, "unit", name=name)
-    check_positive_int(stride, "stride", name=name)
-    check_level(name, level)
+    check_curves(run, curve)
+    check_optional_text(unit, "unit")
+    check_positive_int(stride, "stride")
+    check_level(level)
     history = run.history if isinstance(run, Run) else run
     steps = history.step if curve == "loss" else history.validation_step
     steps, curves = _means(np.asarray(steps), np.asarray(getattr(history, curve), np.float64), stride)
@@ -292,7 +278,7 @@ def training_curves(
     carried = _carry(curves)
     lower, upper = np.nanquantile(carried, ends, axis=0, method="averaged_inverted_cdf")
 
-    ax = axes_for(name, ax)
+    ax = axes_for(ax)
     num_ended = int(np.isfinite(carried[:, -1]).sum() - np.isfinite(curves[:, -1]).sum())
     label = f"{_NAMES[curve]}, median of {len(curves)} members"
     label += f"\n({num_ended} ended: their last value)" if num_ended else ""

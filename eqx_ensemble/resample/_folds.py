@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from .._caller import caller
 from .._check import (
     check_positive_int,
     check_word,
@@ -18,57 +19,52 @@ from ._check import Labels, check_draw_key, check_in_range, check_num_rows, chec
 Split = tuple[np.ndarray, np.ndarray]
 
 
-def check_num_folds(name: str, num_folds: Any, num_rows: int, classes: Labels | None, groups: Labels | None) -> int:
+def check_num_folds(num_folds: Any, num_rows: int, classes: Labels | None, groups: Labels | None) -> int:
     """Raises if there are more folds than rows, rows of a class, or groups. Returns the number of folds."""
-    count = check_positive_int(num_folds, "num_folds", name=name)
+    count = check_positive_int(num_folds, "num_folds")
     if not 2 <= count <= num_rows:
         fix = "Each fold has at least one row, and there are at least two folds."
         raise ValueError(
-            needs_message(
-                name, "`num_folds` from 2 to the number of rows", f"got {count} folds of {num_rows} rows", fix
-            )
+            needs_message("`num_folds` from 2 to the number of rows", f"got {count} folds of {num_rows} rows", fix)
         )
     if classes is not None and (sizes := np.bincount(classes[1])).min() < count:
         got = f"got {count} folds and {sizes.min()} rows of class {classes[0][sizes.argmin()]!r}"
         raise ValueError(
-            needs_message(name, "as many rows of every class as folds", got, "Pass fewer folds, or merge rare classes.")
+            needs_message("as many rows of every class as folds", got, "Pass fewer folds, or merge rare classes.")
         )
     if groups is not None and len(groups[0]) < count:
         fix = "Pass fewer folds; `groups` are rows that belong together, `stratify` are classes."
         raise ValueError(
-            needs_message(name, "as many groups as folds", f"got {count} folds and {len(groups[0])} groups", fix)
+            needs_message("as many groups as folds", f"got {count} folds and {len(groups[0])} groups", fix)
         )
     return count
 
 
-def check_splits(name: str, pairs: Any, num_rows: int) -> list[Split]:
+def check_splits(pairs: Any, num_rows: int) -> list[Split]:
     """Raises unless splits are pairs of nonempty, disjoint row indices, with distinct test rows. Returns them."""
     if not isinstance(pairs, Iterable):
         fix = "Pass the result of a splitter: `splitter.split(x, y)`."
-        raise TypeError(
-            needs_message(name, "an iterable of `(train, test)` row indices", f"got {kind_text(pairs)}", fix)
-        )
+        raise TypeError(needs_message("an iterable of `(train, test)` row indices", f"got {kind_text(pairs)}", fix))
     checked = []
     for i, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             got = f"got {kind_text(pair)} as split {i}"
             raise TypeError(
                 needs_message(
-                    name, "pairs `(train, test)` of row indices", got, "Put one split in a list: `[(train, test)]`."
+                    "pairs `(train, test)` of row indices", got, "Put one split in a list: `[(train, test)]`."
                 )
             )
-        train = _indices(name, pair[0], f"train rows of split {i}", num_rows)
-        test = _indices(name, pair[1], f"test rows of split {i}", num_rows)
+        train = _indices(pair[0], f"train rows of split {i}", num_rows)
+        test = _indices(pair[1], f"test rows of split {i}", num_rows)
         unique, times = np.unique(test, return_counts=True)
         if (times > 1).any():
             got = f"got row {unique[times > 1][0]} {times.max()} times in the test rows of split {i}"
-            raise ValueError(needs_message(name, "test rows that differ", got, "Only training rows may repeat."))
+            raise ValueError(needs_message("test rows that differ", got, "Only training rows may repeat."))
         both = np.intersect1d(train, unique)
         if both.size:
             got = f"got {both.size} of them in split {i}, the first is row {both[0]}"
             raise ValueError(
                 needs_message(
-                    name,
                     "no row in both the train and the test part of a split",
                     got,
                     "The test rows would not be held out.",
@@ -77,31 +73,31 @@ def check_splits(name: str, pairs: Any, num_rows: int) -> list[Split]:
         checked.append((train, test))
     if not checked:
         fix = "An exhausted generator? Call `splitter.split(x, y)` again."
-        raise ValueError(needs_message(name, "at least one split", "got none", fix))
+        raise ValueError(needs_message("at least one split", "got none", fix))
     return checked
 
 
-def _indices(name: str, part: Any, words: str, num_rows: int) -> np.ndarray:
+def _indices(part: Any, words: str, num_rows: int) -> np.ndarray:
     rows = np.asarray(part)
     if rows.dtype == bool:
         raise TypeError(
-            needs_message(name, "integer row indices", f"got booleans as the {words}", "Pass `np.flatnonzero(mask)`.")
+            needs_message("integer row indices", f"got booleans as the {words}", "Pass `np.flatnonzero(mask)`.")
         )
     if rows.ndim != 1 or rows.size == 0:
         fix = "Each split needs training rows and test rows."
         raise ValueError(
-            needs_message(name, "row indices `(n,)`, at least one", f"got shape {rows.shape} as the {words}", fix)
+            needs_message("row indices `(n,)`, at least one", f"got shape {rows.shape} as the {words}", fix)
         )
     if rows.dtype.kind not in "iu":
         fix = "Pass the rows' positions, not their labels."
-        raise TypeError(needs_message(name, "integer row indices", f"got dtype {rows.dtype} as the {words}", fix))
-    check_in_range(name, rows, num_rows, f" of the {words}")
+        raise TypeError(needs_message("integer row indices", f"got dtype {rows.dtype} as the {words}", fix))
+    check_in_range(rows, num_rows, f" of the {words}")
     return rows
 
 
-def check_one_length(name: str, lengths: list[int], uneven: Any) -> None:
+def check_one_length(lengths: list[int], uneven: Any) -> None:
     """Raises unless the lengths of training parts differ by at most one row or `uneven` is given."""
-    check_word(uneven, "uneven", ("trim", "repeat", None), name=name)
+    check_word(uneven, "uneven", ("trim", "repeat", None))
     short, long = min(lengths), max(lengths)
     if uneven is None and long - short > 1:
         fix = (
@@ -109,9 +105,7 @@ def check_one_length(name: str, lengths: list[int], uneven: Any) -> None:
             "with either, weights `in_train` train on exactly the rows of each split."
         )
         raise ValueError(
-            needs_message(
-                name, "training sets whose lengths differ by at most one row", f"got {short} to {long} rows", fix
-            )
+            needs_message("training sets whose lengths differ by at most one row", f"got {short} to {long} rows", fix)
         )
 
 
@@ -193,25 +187,24 @@ def folds(
     # (100, 1): each row by the member that held it out
     ```
     """
-    name = "resample.folds"
-    num_rows = check_num_rows(name, num_rows)
-    classes = None if stratify is None else check_row_labels(name, "stratify", stratify, num_rows)
-    of_group = None if groups is None else check_row_labels(name, "groups", groups, num_rows)
-    num_folds = check_num_folds(name, num_folds, num_rows, classes, of_group)
+    num_rows = check_num_rows(num_rows)
+    classes = None if stratify is None else check_row_labels("stratify", stratify, num_rows)
+    of_group = None if groups is None else check_row_labels("groups", groups, num_rows)
+    num_folds = check_num_folds(num_folds, num_rows, classes, of_group)
     shuffle = None
     if key is not None:
-        check_draw_key(name, key)
+        check_draw_key(key)
         shuffle = np.random.RandomState(key_words(key, 1, purpose="folds")[0])
     if classes is not None or of_group is not None:
-        parts = _of_sklearn(name, num_folds, classes and classes[1], of_group and of_group[1], shuffle)
-        return _folds(name, parts, num_rows, uneven)
+        parts = _of_sklearn(num_folds, classes and classes[1], of_group and of_group[1], shuffle)
+        return _folds(parts, num_rows, uneven)
 
     order = np.arange(num_rows) if shuffle is None else shuffle.permutation(num_rows)
     fold_of = np.empty(num_rows, np.int32)
     for i, part in enumerate(np.array_split(order, num_folds)):
         fold_of[part] = i
     parts = [(np.flatnonzero(fold_of != i), np.flatnonzero(fold_of == i)) for i in range(num_folds)]
-    return _folds(name, parts, num_rows, uneven)
+    return _folds(parts, num_rows, uneven)
 
 
 def from_splits(splits: Iterable[tuple[Any, Any]], num_rows: int, *, uneven: Uneven | None = None) -> Folds:
@@ -247,19 +240,16 @@ def from_splits(splits: Iterable[tuple[Any, Any]], num_rows: int, *, uneven: Une
     folds.train.shape, folds.test.shape  # (20, 48), (20, 12)
     ```
     """
-    name = "resample.from_splits"
-    num_rows = check_num_rows(name, num_rows)
-    return _folds(name, check_splits(name, splits, num_rows), num_rows, uneven)
+    num_rows = check_num_rows(num_rows)
+    return _folds(check_splits(splits, num_rows), num_rows, uneven)
 
 
-def _of_sklearn(
-    name: str, num_folds: int, classes: np.ndarray | None, groups: np.ndarray | None, shuffle: Any
-) -> list[Split]:
+def _of_sklearn(num_folds: int, classes: np.ndarray | None, groups: np.ndarray | None, shuffle: Any) -> list[Split]:
     try:
         from sklearn.model_selection import GroupKFold, StratifiedGroupKFold, StratifiedKFold
     except ImportError as error:
         raise ImportError(
-            missing_extra_message(f"{name}(stratify=..., groups=...)", "scikit-learn", "sklearn")
+            missing_extra_message(f"{caller()}(stratify=..., groups=...)", "scikit-learn", "sklearn")
         ) from error
     kind = StratifiedKFold if groups is None else GroupKFold if classes is None else StratifiedGroupKFold
     splitter = kind(num_folds, shuffle=shuffle is not None, random_state=shuffle)
@@ -267,9 +257,9 @@ def _of_sklearn(
     return list(splitter.split(labels, labels, groups))
 
 
-def _folds(name: str, splits: list[Split], num_rows: int, uneven: Uneven | None) -> Folds:
+def _folds(splits: list[Split], num_rows: int, uneven: Uneven | None) -> Folds:
     lengths = [len(train) for train, _ in splits]
-    check_one_length(name, lengths, uneven)
+    check_one_length(lengths, uneven)
     length = max(lengths) if uneven == "repeat" else min(lengths)
     train = [part[_space_evenly(len(part), length, i / len(splits))] for i, (part, _) in enumerate(splits)]
     longest = max(len(test) for _, test in splits)

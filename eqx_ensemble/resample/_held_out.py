@@ -17,30 +17,26 @@ from ._folds import Folds
 from ._weights import count_rows
 
 
-def check_held_out(
-    name: str, predictions: ArrayLike, shape: tuple[int, ...] | None = None, axes: str = "rows"
-) -> Array:
+def check_held_out(predictions: ArrayLike, shape: tuple[int, ...] | None = None, axes: str = "rows") -> Array:
     """Raises unless predictions are `(members, rows, ...)`. Returns them in the compute dtype."""
-    array = check_values(name, "predictions", predictions)
+    array = check_values("predictions", predictions)
     if array.ndim < 2:
         fix = "One member? Add a leading axis: `predictions[None]`."
-        raise ValueError(
-            needs_message(name, "`predictions` of shape (members, rows, ...)", f"got shape {array.shape}", fix)
-        )
+        raise ValueError(needs_message("`predictions` of shape (members, rows, ...)", f"got shape {array.shape}", fix))
     if shape is not None and array.shape[:2] != shape:
         fix = 'Predictions of all rows are `rows="all"`, of `folds.test` alone `rows="test"`.'
         got = f"expected ({shape[0]}, {shape[1]}, ...), got {array.shape}"
         raise ValueError(
-            needs_message(name, f"`predictions` (members, {axes}, ...) of the members and rows of the folds", got, fix)
+            needs_message(f"`predictions` (members, {axes}, ...) of the members and rows of the folds", got, fix)
         )
     return array
 
 
-def check_folds(name: str, value: Any) -> None:
+def check_folds(value: Any) -> None:
     """Raises unless the argument is a `Folds`."""
     if not isinstance(value, Folds):
         fix = "For other splits use `from_splits(splits, num_rows)`."
-        raise TypeError(needs_message(name, "`folds` to be a `Folds`", f"got {kind_text(value)}", fix))
+        raise TypeError(needs_message("`folds` to be a `Folds`", f"got {kind_text(value)}", fix))
 
 
 class HeldOut(NamedTuple):
@@ -80,9 +76,8 @@ def out_of_bag(
     ee.resample.out_of_bag(jnp.array([[0.5, 0.0, 2.5]]), 3)  # [[False, True, False]]
     ```
     """
-    name = "resample.out_of_bag"
-    num_rows = check_num_rows(name, num_rows)
-    return _unseen(check_drawn(name, drawn, num_rows), num_rows)
+    num_rows = check_num_rows(num_rows)
+    return _unseen(check_drawn(drawn, num_rows), num_rows)
 
 
 def out_of_bag_mean(
@@ -121,11 +116,10 @@ def out_of_bag_mean(
     ee.resample.out_of_bag_mean(predictions, rows)
     ```
     """
-    name = "resample.out_of_bag_mean"
-    checked = check_held_out(name, predictions)
+    checked = check_held_out(predictions)
     num_members, num_rows = checked.shape[:2]
-    sample = check_drawn(name, drawn, num_rows, num_members=num_members)
-    convex = check_weights(name, weights, num_members, checked.dtype)
+    sample = check_drawn(drawn, num_rows, num_members=num_members)
+    convex = check_weights(weights, num_members, checked.dtype)
     return _held_out(checked, _unseen(sample, num_rows), convex)
 
 
@@ -169,12 +163,11 @@ def out_of_fold(
     ).mean
     ```
     """
-    name = "resample.out_of_fold"
-    check_folds(name, folds)
-    check_word(rows, "rows", ("all", "test"), name=name)
+    check_folds(folds)
+    check_word(rows, "rows", ("all", "test"))
     shape, axes = (folds.in_test.shape, "rows") if rows == "all" else (folds.test.shape, "test")
-    checked = check_held_out(name, predictions, shape, axes)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    checked = check_held_out(predictions, shape, axes)
+    convex = check_weights(weights, checked.shape[0], checked.dtype)
     return _held_out(checked, folds.in_test, convex) if rows == "all" else _scatter_mean(checked, folds, convex)
 
 

@@ -60,17 +60,16 @@ def bootstrap(
         }
         ```
     """
-    name = "resample.bootstrap"
-    num_rows, num_members = check_draw(name, num_rows, num_members, key)
-    count = num_rows if size is None else check_draw_size(name, size, num_rows, replace=True)
+    num_rows, num_members = check_draw(num_rows, num_members, key)
+    count = num_rows if size is None else check_draw_size(size, num_rows, replace=True)
     streams = generators(key, num_members, purpose="bootstrap")
     if stratify is None:
         return _stack_rows([stream.integers(num_rows, size=count) for stream in streams])
 
-    names, classes = check_row_labels(name, "stratify", stratify, num_rows)
+    names, classes = check_row_labels("stratify", stratify, num_rows)
     by_class, sizes = np.argsort(classes, kind="stable"), np.bincount(classes)
     starts = np.cumsum(sizes) - sizes
-    wanted = np.repeat(np.arange(len(sizes)), _shares(name, names, sizes, count))
+    wanted = np.repeat(np.arange(len(sizes)), _shares(names, sizes, count))
     drawn = []
     for stream in streams:
         own = classes if size is None else stream.permutation(wanted)
@@ -109,17 +108,16 @@ def subsets(
     rows.shape  # (8, 50)
     ```
     """
-    name = "resample.subsets"
-    num_rows, num_members = check_draw(name, num_rows, num_members, key)
-    count = check_draw_size(name, size, num_rows, replace=False)
+    num_rows, num_members = check_draw(num_rows, num_members, key)
+    count = check_draw_size(size, num_rows, replace=False)
     streams = generators(key, num_members, purpose="subsets")
     if stratify is None:
         return _stack_rows([stream.choice(num_rows, count, replace=False) for stream in streams])
 
-    names, classes = check_row_labels(name, "stratify", stratify, num_rows)
+    names, classes = check_row_labels("stratify", stratify, num_rows)
     sizes = np.bincount(classes)
     of_each = np.split(np.argsort(classes, kind="stable"), np.cumsum(sizes)[:-1])
-    shares = _shares(name, names, sizes, count)
+    shares = _shares(names, sizes, count)
     drawn = []
     for stream in streams:
         parts = [stream.choice(rows, share, replace=False) for rows, share in zip(of_each, shares, strict=True)]
@@ -127,11 +125,11 @@ def subsets(
     return _stack_rows(drawn)
 
 
-def _shares(name: str, names: list, sizes: np.ndarray, count: int) -> np.ndarray:
+def _shares(names: list, sizes: np.ndarray, count: int) -> np.ndarray:
     """The number of rows of each class: its quota rounded down, plus one for classes with the largest remainders."""
     whole, cut = np.divmod(count * sizes, sizes.sum())
     shares = whole + (np.argsort(np.argsort(-cut, kind="stable")) < count - whole.sum())
-    check_shares(name, names, sizes, shares)
+    check_shares(names, sizes, shares)
     return shares
 
 
@@ -190,7 +188,7 @@ def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Arr
         }
         ```
     """
-    num_rows, num_members = check_draw("resample.poisson_weights", num_rows, num_members, key)
+    num_rows, num_members = check_draw(num_rows, num_members, key)
     streams = generators(key, num_members, purpose="poisson weights")
     return _stack([stream.poisson(size=num_rows) for stream in streams])
 
@@ -234,7 +232,7 @@ def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Ar
         }
         ```
     """
-    num_rows, num_members = check_draw("resample.bayesian_weights", num_rows, num_members, key)
+    num_rows, num_members = check_draw(num_rows, num_members, key)
     # Exponential variables divided by their sum have this distribution.
     gaps = [
         stream.standard_exponential(num_rows) for stream in generators(key, num_members, purpose="bayesian weights")
@@ -272,9 +270,8 @@ def counts(rows: Int[ArrayLike, "members n"], num_rows: int) -> Float32[Array, "
     # (8, 6): rows of one patient have equal weights
     ```
     """
-    name = "resample.counts"
-    num_rows = check_num_rows(name, num_rows)
-    return count_rows(check_rows(name, rows, num_rows), num_rows)
+    num_rows = check_num_rows(num_rows)
+    return count_rows(check_rows(rows, num_rows), num_rows)
 
 
 @partial(jax.jit, static_argnames="num_rows")

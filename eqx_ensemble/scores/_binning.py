@@ -33,7 +33,6 @@ class Bins(NamedTuple):
 
 
 def check_bins(
-    name: str,
     logits: ArrayLike,
     labels: ArrayLike,
     num_bins: int,
@@ -43,9 +42,9 @@ def check_bins(
     mask: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Raises for invalid bins, and as `check_classes`, whose result it returns."""
-    checked = check_classes(name, logits, labels, weights, row_weights, mask, "mean")
-    check_positive_int(num_bins, "num_bins", name=name)
-    check_word(binning, "binning", ("width", "mass"), name=name)
+    checked = check_classes(logits, labels, weights, row_weights, mask, "mean")
+    check_positive_int(num_bins, "num_bins")
+    check_word(binning, "binning", ("width", "mass"))
     return checked
 
 

@@ -42,7 +42,7 @@ def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: objec
     ee.scores.per_member(ee.scores.accuracy, logits, jnp.array([0, 1]))  # [1.0, 0.5]
     ```
     """
-    predictions = check_per_member("scores.per_member", arrays, options)
+    predictions = check_per_member(arrays, options)
     target = arrays[-1]
 
     def alone(*one):
@@ -129,14 +129,13 @@ def bootstrap(
         }
         ```
     """
-    name = "scores.bootstrap"
-    rows, weights, kept = check_rows_of_scores(name, values, row_weights, mask)
-    check_level(name, level)
+    rows, weights, kept = check_rows_of_scores(values, row_weights, mask)
+    check_level(level)
     if statistic is not None:
-        check_function(statistic, "statistic", name=name, example="lambda means: jnp.sqrt(means)")
+        check_function(statistic, "statistic", example="lambda means: jnp.sqrt(means)")
         statistic = as_hashable(statistic)
-    check_num_draws(name, num_draws)
-    check_key(key, name=name)
+    check_num_draws(num_draws)
+    check_key(key)
     keys = member_keys(key, num_draws, purpose="scores.bootstrap")
     return _bootstrap(rows, weights, kept, keys, level, statistic, code_of([statistic]))
 

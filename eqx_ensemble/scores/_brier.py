@@ -63,7 +63,7 @@ def ranked_probability(
         }
         ```
     """
-    checked = check_classes("scores.ranked_probability", logits, labels, weights, row_weights, mask, reduction)
+    checked = check_classes(logits, labels, weights, row_weights, mask, reduction)
     return _ranked_probability(*checked, reduction)
 
 
@@ -150,7 +150,7 @@ def brier(
         }
         ```
     """
-    return _brier(*check_classes("scores.brier", logits, labels, weights, row_weights, mask, reduction), reduction)
+    return _brier(*check_classes(logits, labels, weights, row_weights, mask, reduction), reduction)
 
 
 def decompose_brier(
@@ -214,8 +214,7 @@ def decompose_brier(
         }
         ```
     """
-    name = "scores.decompose_brier"
-    checked = check_bins(name, logits, labels, num_bins, binning, weights, row_weights, mask)
+    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
     return _decompose(*checked, num_bins, binning)
 
 

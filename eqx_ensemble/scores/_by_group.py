@@ -23,26 +23,26 @@ from ._reduce import RowWeights, check_rows, counts, sum_by_segment, weigh
 
 
 def check_groups(
-    name: str, groups: Any, num_groups: Any, rows: tuple[int, ...], mask: ArrayLike | None = None
+    groups: Any, num_groups: Any, rows: tuple[int, ...], mask: ArrayLike | None = None
 ) -> tuple[Array, int]:
     """Raises unless `groups` are integers from 0 to `num_groups - 1` (where concrete), one per row. Returns both."""
-    count = check_positive_int(num_groups, "num_groups", name=name)
+    count = check_positive_int(num_groups, "num_groups")
     if isinstance(groups, np.ndarray) and groups.dtype.kind in "OUST":
         fix = "Number the groups: `names, groups = np.unique(groups, return_inverse=True)`."
-        raise TypeError(needs_message(name, "integer `groups`", f"got dtype {groups.dtype}", fix))
-    array = check_array(name, "groups", groups)
+        raise TypeError(needs_message("integer `groups`", f"got dtype {groups.dtype}", fix))
+    array = check_array("groups", groups)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         fix = "Number the groups from 0: `names, groups = np.unique(groups, return_inverse=True)`."
         got = f"got dtype {array.dtype}, shape {array.shape}"
-        raise TypeError(needs_message(name, "integer `groups`", got, fix))
+        raise TypeError(needs_message("integer `groups`", got, fix))
     if array.shape != rows:
         got = f"expected {rows}, got {array.shape}"
-        raise ValueError(needs_message(name, "one of `groups` per row", got, "Groups are in the order of the rows."))
+        raise ValueError(needs_message("one of `groups` per row", got, "Groups are in the order of the rows."))
     host, kept = concrete(groups), kept_rows(mask)
     if host is not None and kept is not None and (wrong := ((host < 0) | (host >= count)) & kept).any():
         fix = "Count groups from 0, and leave rows without a group out (`mask`)."
         needs = f"`groups` from 0 to {count - 1}, as `num_groups` is {count}"
-        raise ValueError(needs_message(name, needs, first_text(host, wrong), fix))
+        raise ValueError(needs_message(needs, first_text(host, wrong), fix))
     return array.astype(jnp.int32), count
 
 
@@ -94,10 +94,9 @@ def by_group(
     ee.scores.by_group(inside, jnp.array([0, 0, 1, 1]), num_groups=2)
     ```
     """
-    name = "scores.by_group"
-    (checked,) = promote(check_floating(name, "values", values))
-    rows = check_rows(name, row_weights, mask, checked.shape, checked.dtype)
-    own, count = check_groups(name, groups, num_groups, checked.shape, rows.known)
+    (checked,) = promote(check_floating("values", values))
+    rows = check_rows(row_weights, mask, checked.shape, checked.dtype)
+    own, count = check_groups(groups, num_groups, checked.shape, rows.known)
     return _by_group(rows.blank(checked), own, rows.weights, count)
 
 
@@ -132,8 +131,7 @@ def class_conditional_coverage(
     ee.scores.class_conditional_coverage(sets, jnp.array([1, 2]))
     ```
     """
-    name = "scores.class_conditional_coverage"
-    chosen, targets, weights = _check(name, sets, labels, row_weights, mask)
+    chosen, targets, weights = _check(sets, labels, row_weights, mask)
     return _by_group(_inside(chosen, targets), targets, weights, chosen.shape[-1])
 
 
@@ -177,18 +175,17 @@ def size_stratified_coverage(
     ??? cite
         [Uncertainty Sets for Image Classifiers using Conformal Prediction](https://arxiv.org/abs/2009.14193)
     """
-    name = "scores.size_stratified_coverage"
-    chosen, targets, weights = _check(name, sets, labels, row_weights, mask)
+    chosen, targets, weights = _check(sets, labels, row_weights, mask)
     sizes = jnp.sum(chosen, axis=-1, dtype=jnp.int32)
     return _by_group(_inside(chosen, targets), sizes, weights, chosen.shape[-1] + 1)
 
 
 def _check(
-    name: str, sets: ArrayLike, labels: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
+    sets: ArrayLike, labels: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Integer[Array, "*batch"], Array | None]:
-    chosen = check_sets(name, sets)
-    rows = check_rows(name, row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
-    targets = check_labels(name, labels, chosen, rows.known, argument="sets", members=False)
+    chosen = check_sets(sets)
+    rows = check_rows(row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
+    targets = check_labels(labels, chosen, rows.known, argument="sets", members=False)
     return chosen, rows.blank(targets), rows.weights
 
 

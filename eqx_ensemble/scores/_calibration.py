@@ -55,7 +55,7 @@ def mce(
         }
         ```
     """
-    checked = check_bins("scores.mce", logits, labels, num_bins, binning, weights, row_weights, mask)
+    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
     return _mce(*checked, num_bins, binning)
 
 
@@ -126,10 +126,8 @@ def squared_calibration_error(
         }
         ```
     """
-    checked = check_bins(
-        "scores.squared_calibration_error", logits, labels, num_bins, binning, weights, row_weights, mask
-    )
-    debiased = check_flag(debiased, "debiased", name="scores.squared_calibration_error")
+    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
+    debiased = check_flag(debiased, "debiased")
     return _squared_calibration_error(*checked, num_bins, binning, debiased)
 
 
@@ -214,8 +212,8 @@ def ece(
         }
         ```
     """
-    checked = check_bins("scores.ece", logits, labels, num_bins, binning, weights, row_weights, mask)
-    debiased = check_flag(debiased, "debiased", name="scores.ece")
+    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
+    debiased = check_flag(debiased, "debiased")
     return _ece(*checked, num_bins, binning, debiased)
 
 
@@ -270,8 +268,8 @@ def classwise_ece(
         }
         ```
     """
-    checked = check_bins("scores.classwise_ece", logits, labels, num_bins, binning, weights, row_weights, mask)
-    debiased = check_flag(debiased, "debiased", name="scores.classwise_ece")
+    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
+    debiased = check_flag(debiased, "debiased")
     return _classwise_ece(*checked, num_bins, binning, debiased)
 
 

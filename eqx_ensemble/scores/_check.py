@@ -14,18 +14,15 @@ from .._check import (
 )
 
 
-def check_fair(name: str, num_members: int, *, weighted: bool) -> None:
+def check_fair(num_members: int, *, weighted: bool) -> None:
     """Raises unless there are two or more members without weights, as the fair estimator needs."""
     if num_members < 2:
         raise ValueError(
-            needs_message(
-                name, 'at least two members for estimator="fair"', f"got {num_members}", 'Use `estimator="nrg"`.'
-            )
+            needs_message('at least two members for estimator="fair"', f"got {num_members}", 'Use `estimator="nrg"`.')
         )
     if weighted:
         raise ValueError(
             needs_message(
-                name,
                 'equally weighted members for estimator="fair"',
                 "got `weights`",
                 'Drop them, or use `estimator="nrg"`.',
@@ -33,7 +30,7 @@ def check_fair(name: str, num_members: int, *, weighted: bool) -> None:
         )
 
 
-def check_unit_interval(name: str, values: ArrayLike, mask: ArrayLike | None) -> None:
+def check_unit_interval(values: ArrayLike, mask: ArrayLike | None) -> None:
     """Raises unless values are from 0 to 1 or NaN in the rows of the mask; checked where concrete."""
     host, kept = concrete(values), kept_rows(mask)
     if host is None or kept is None:
@@ -41,15 +38,14 @@ def check_unit_interval(name: str, values: ArrayLike, mask: ArrayLike | None) ->
     wrong = ((host < 0) | (host > 1)) & kept
     if wrong.any():
         fix = "They are what `scores.pit` or `scores.pit_gaussian_mixture` returns."
-        raise ValueError(needs_message(name, "`values` from 0 to 1", first_text(host, wrong), fix))
+        raise ValueError(needs_message("`values` from 0 to 1", first_text(host, wrong), fix))
 
 
-def check_per_member(name: str, arrays: tuple[ArrayLike, ...], options: dict[str, object]) -> tuple[Array, ...]:
+def check_per_member(arrays: tuple[ArrayLike, ...], options: dict[str, object]) -> tuple[Array, ...]:
     """Raises unless predictions have equally many members and a target follows. Returns the predictions."""
     if len(arrays) < 2:
         raise ValueError(
             needs_message(
-                name,
                 "predictions, then the target",
                 f"got {len(arrays)} arrays",
                 "`per_member(scores.nll, logits, labels)`.",
@@ -57,73 +53,69 @@ def check_per_member(name: str, arrays: tuple[ArrayLike, ...], options: dict[str
         )
     if "weights" in options:
         fix = "Each member is scored by itself: weight the result, or call the score directly."
-        raise ValueError(needs_message(name, "no `weights`", "got `weights`", fix))
-    predictions = tuple(check_array(name, "predictions", values) for values in arrays[:-1])
+        raise ValueError(needs_message("no `weights`", "got `weights`", fix))
+    predictions = tuple(check_array("predictions", values) for values in arrays[:-1])
     counts = {prediction.shape[:1] for prediction in predictions}
     if len(counts) > 1 or counts & {(), (0,)}:
         shapes = ", ".join(str(prediction.shape) for prediction in predictions)
         fix = "All arrays but the last are predictions with a leading `members` axis; the last is the target."
         raise ValueError(
-            needs_message(name, "predictions with equally many members, at least one", f"got shapes {shapes}", fix)
+            needs_message("predictions with equally many members, at least one", f"got shapes {shapes}", fix)
         )
     return predictions
 
 
-def check_sets(name: str, sets: ArrayLike) -> Array:
+def check_sets(sets: ArrayLike) -> Array:
     """Raises unless `sets` are booleans `(*batch, classes)`. Returns them as an array."""
-    array = check_array(name, "sets", sets)
+    array = check_array("sets", sets)
     if array.dtype != bool:
         fix = "Pass one boolean per class: whether it is in the set."
-        raise TypeError(needs_message(name, "boolean `sets`", f"got dtype {array.dtype}, shape {array.shape}", fix))
+        raise TypeError(needs_message("boolean `sets`", f"got dtype {array.dtype}, shape {array.shape}", fix))
     if array.ndim < 1:
         raise ValueError(
             needs_message(
-                name, "`sets` of shape (*batch, classes)", f"got shape {array.shape}", "Classes are on the last axis."
+                "`sets` of shape (*batch, classes)", f"got shape {array.shape}", "Classes are on the last axis."
             )
         )
     return array
 
 
-def check_outputs(name: str, samples: Array) -> None:
+def check_outputs(samples: Array) -> None:
     """Raises unless samples have the axes `(members, *batch, out)`."""
     if samples.ndim < 2:
         fix = "One output? That is `crps`; with `samples[..., None]` it is the same score."
-        raise ValueError(
-            needs_message(name, "`samples` of shape (members, *batch, out)", f"got shape {samples.shape}", fix)
-        )
+        raise ValueError(needs_message("`samples` of shape (members, *batch, out)", f"got shape {samples.shape}", fix))
 
 
-def check_two_members(name: str, num_members: int) -> None:
+def check_two_members(num_members: int) -> None:
     """Raises for fewer than two members, which have no variance."""
     if num_members < 2:
         fix = "For one member that predicts a variance use `scores.nll_gaussian`."
-        raise ValueError(needs_message(name, "at least two members to compute a variance", f"got {num_members}", fix))
+        raise ValueError(needs_message("at least two members to compute a variance", f"got {num_members}", fix))
 
 
-def check_known_weights(name: str, weights: ArrayLike | None) -> None:
+def check_known_weights(weights: ArrayLike | None) -> None:
     """Raises for traced weights."""
     if weights is not None and concrete(weights) is None:
         fix = "Close over the weights instead of passing them into `jax.jit`."
         raise ValueError(
-            needs_message(
-                name, "concrete `weights`, because scoringrules reads their values", "got a traced array", fix
-            )
+            needs_message("concrete `weights`, because scoringrules reads their values", "got a traced array", fix)
         )
 
 
-def check_top_k(name: str, k: int, num_classes: int) -> int:
+def check_top_k(k: int, num_classes: int) -> int:
     """Raises unless `k` is from 1 to the number of classes. Returns it."""
-    number = check_positive_int(k, "k", name=name)
+    number = check_positive_int(k, "k")
     if number > num_classes:
         fix = "With `k` equal to it, every row counts as correct."
-        raise ValueError(needs_message(name, f"`k` of at most {num_classes}, the number of classes", f"got {k}", fix))
+        raise ValueError(needs_message(f"`k` of at most {num_classes}, the number of classes", f"got {k}", fix))
     return number
 
 
-def check_num_draws(name: str, num_draws: int) -> None:
+def check_num_draws(num_draws: int) -> None:
     """Raises for fewer than two draws, which have no standard deviation."""
-    if check_positive_int(num_draws, "num_draws", name=name) < 2:
-        raise ValueError(needs_message(name, "`num_draws` of two or more", f"got {num_draws}", "1,000 is usual."))
+    if check_positive_int(num_draws, "num_draws") < 2:
+        raise ValueError(needs_message("`num_draws` of two or more", f"got {num_draws}", "1,000 is usual."))
 
 
 def no_gradient_message(name: str) -> str:
@@ -134,7 +126,7 @@ def no_gradient_message(name: str) -> str:
     )
 
 
-def check_interval(name: str, lower: ArrayLike, upper: ArrayLike, mask: ArrayLike | None = None) -> None:
+def check_interval(lower: ArrayLike, upper: ArrayLike, mask: ArrayLike | None = None) -> None:
     """Raises if a lower end is above its upper end; checked where concrete."""
     low, high, kept = concrete(lower), concrete(upper), kept_rows(mask)
     if low is None or high is None or kept is None:
@@ -143,20 +135,20 @@ def check_interval(name: str, lower: ArrayLike, upper: ArrayLike, mask: ArrayLik
     if wrong.any():
         raise ValueError(
             needs_message(
-                name, "`lower` ends at or below `upper` ends", first_text(low, wrong), "Swapped? `lower` comes first."
+                "`lower` ends at or below `upper` ends", first_text(low, wrong), "Swapped? `lower` comes first."
             )
         )
 
 
-def check_reduction(name: str, reduction: str, rows: tuple[int, ...]) -> None:
+def check_reduction(reduction: str, rows: tuple[int, ...]) -> None:
     """Raises for an unknown reduction, and for a mean over zero rows."""
-    check_word(reduction, "reduction", ("mean", "none"), name=name)
+    check_word(reduction, "reduction", ("mean", "none"))
     if reduction == "mean":
-        check_some_rows(name, rows)
+        check_some_rows(rows)
 
 
-def check_some_rows(name: str, rows: tuple[int, ...]) -> None:
+def check_some_rows(rows: tuple[int, ...]) -> None:
     """Raises if there is no row to average over."""
     if math.prod(rows) == 0:
         fix = "Was every row filtered out?"
-        raise ValueError(needs_message(name, "at least one row to average over", f"got rows of shape {rows}", fix))
+        raise ValueError(needs_message("at least one row to average over", f"got rows of shape {rows}", fix))

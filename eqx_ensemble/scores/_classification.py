@@ -53,7 +53,7 @@ def nll(
     ee.scores.nll(logits, jnp.array([0]))  # -log(0.6) = 0.511
     ```
     """
-    return _nll(*check_classes("scores.nll", logits, labels, weights, row_weights, mask, reduction), reduction)
+    return _nll(*check_classes(logits, labels, weights, row_weights, mask, reduction), reduction)
 
 
 def accuracy(
@@ -93,9 +93,7 @@ def accuracy(
     ee.scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
     ```
     """
-    return _accuracy(
-        *check_classes("scores.accuracy", logits, labels, weights, row_weights, mask, reduction), reduction
-    )
+    return _accuracy(*check_classes(logits, labels, weights, row_weights, mask, reduction), reduction)
 
 
 def mean_member_accuracy(
@@ -136,14 +134,12 @@ def mean_member_accuracy(
     ee.scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
     ```
     """
-    name = "scores.mean_member_accuracy"
     return _mean_member_accuracy(
-        *check_classes(name, logits, labels, weights, row_weights, mask, reduction, of_votes=True), reduction
+        *check_classes(logits, labels, weights, row_weights, mask, reduction, of_votes=True), reduction
     )
 
 
 def check_classes(
-    name: str,
     logits: ArrayLike,
     labels: ArrayLike,
     weights: ArrayLike | None,
@@ -154,11 +150,11 @@ def check_classes(
     of_votes: bool = False,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Raises for invalid arguments. Returns logits, labels, weights and row weights; ignored rows are overwritten."""
-    checked = check_logits(name, logits, of_votes=of_votes)
-    rows = check_rows(name, row_weights, mask, checked.shape[1:-1], checked.dtype)
-    targets = check_labels(name, labels, checked, rows.known)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1], mask=rows.mask)
-    check_reduction(name, reduction, targets.shape)
+    checked = check_logits(logits, of_votes=of_votes)
+    rows = check_rows(row_weights, mask, checked.shape[1:-1], checked.dtype)
+    targets = check_labels(labels, checked, rows.known)
+    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1], mask=rows.mask)
+    check_reduction(reduction, targets.shape)
     return rows.blank(checked, before=1), rows.blank(targets), convex, rows.weights
 
 
@@ -258,8 +254,7 @@ def balanced_accuracy(
         }
         ```
     """
-    name = "scores.balanced_accuracy"
-    return _balanced_accuracy(*check_classes(name, logits, labels, weights, row_weights, mask, "mean"))
+    return _balanced_accuracy(*check_classes(logits, labels, weights, row_weights, mask, "mean"))
 
 
 @jax.jit
@@ -318,9 +313,8 @@ def top_k_accuracy(
     ee.scores.top_k_accuracy(logits, jnp.array([1, 2]), k=2)  # 0.5
     ```
     """
-    name = "scores.top_k_accuracy"
-    checked = check_classes(name, logits, labels, weights, row_weights, mask, reduction)
-    return _top_k_accuracy(*checked, check_top_k(name, k, checked[0].shape[-1]), reduction)
+    checked = check_classes(logits, labels, weights, row_weights, mask, reduction)
+    return _top_k_accuracy(*checked, check_top_k(k, checked[0].shape[-1]), reduction)
 
 
 @partial(jax.jit, static_argnames=("k", "reduction"))

@@ -24,55 +24,53 @@ from ._check import check_fair, check_reduction
 from ._reduce import CountedRows, Reduction, check_rows, reduce_rows
 
 
-def check_chaining(
-    name: str, chaining: Callable[[Array], Array] | None, lower: ArrayLike | None, upper: ArrayLike | None
-) -> None:
+def check_chaining(chaining: Callable[[Array], Array] | None, lower: ArrayLike | None, upper: ArrayLike | None) -> None:
     """Raises unless either thresholds or a chaining function are given."""
     given = lower is not None or upper is not None
     if chaining is not None:
-        check_function(chaining, "chaining", name=name, example="lambda z: jax.nn.softplus(z - 3)")
+        check_function(chaining, "chaining", example="lambda z: jax.nn.softplus(z - 3)")
     if given == (chaining is not None):
         got = "got both" if given else "got neither"
         fix = "`lower=`, `upper=` or both restrict the score to a range. For all values use `scores.crps`."
-        raise ValueError(needs_message(name, "thresholds or `chaining`", got, fix))
+        raise ValueError(needs_message("thresholds or `chaining`", got, fix))
 
 
 def check_thresholds(
-    name: str, lower: ArrayLike | None, upper: ArrayLike | None, targets: Array, known: ArrayLike | None
+    lower: ArrayLike | None, upper: ArrayLike | None, targets: Array, known: ArrayLike | None
 ) -> tuple[Array, Array]:
     """Raises for invalid thresholds. Returns both, each a scalar or one per row, infinite if not given."""
     found = []
     for argument, value, missing in (("lower", lower, -np.inf), ("upper", upper, np.inf)):
-        array = check_array(name, argument, missing if value is None else value)
+        array = check_array(argument, missing if value is None else value)
         if not (jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)):
             got = f"got dtype {array.dtype}, shape {array.shape}"
-            raise TypeError(needs_message(name, f"real numbers as `{argument}`", got, "In the unit of the targets."))
+            raise TypeError(needs_message(f"real numbers as `{argument}`", got, "In the unit of the targets."))
         if array.shape not in ((), targets.shape):
             got = f"expected () or {targets.shape}, got {array.shape}"
             fix = "Nothing is broadcast. One score per threshold? Use `jax.vmap`."
-            raise ValueError(needs_message(name, f"`{argument}` as one number, or one per row", got, fix))
+            raise ValueError(needs_message(f"`{argument}` as one number, or one per row", got, fix))
         host, kept = concrete(missing if value is None else value), kept_rows(known)
         if host is not None and kept is not None and (wrong := np.isnan(host) & (kept if host.ndim else True)).any():
             fix = "Leave out the threshold that does not bound anything."
-            raise ValueError(needs_message(name, f"`{argument}` without NaN", first_text(host, wrong), fix))
+            raise ValueError(needs_message(f"`{argument}` without NaN", first_text(host, wrong), fix))
         found.append((array.astype(targets.dtype), host, kept))
     (low, low_host, kept), (high, high_host, _) = found
     if low_host is not None and high_host is not None and kept is not None:
         wrong = (low_host > high_host) & (kept if max(low_host.ndim, high_host.ndim) else True)
         if np.any(wrong):
             got = f"got `lower` {low_host[wrong].flat[0]}" if low_host.ndim else f"got `lower` {low_host}"
-            raise ValueError(needs_message(name, "`lower` at or below `upper`", got, "Swapped? `lower` comes first."))
+            raise ValueError(needs_message("`lower` at or below `upper`", got, "Swapped? `lower` comes first."))
     return low, high
 
 
-def check_chained(name: str, chaining: Callable[[Array], Array], values: Array) -> Array:
+def check_chained(chaining: Callable[[Array], Array], values: Array) -> Array:
     """Calls a chaining function; raises unless it returns floating-point values of the same shape."""
     chained = chaining(values)
     shape, dtype = getattr(chained, "shape", None), getattr(chained, "dtype", None)
     if shape != values.shape or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         got = f"got shape {shape}, dtype {dtype}, of shape {values.shape}"
         fix = "It is applied to each value: `lambda z: jnp.maximum(z, 3.0)`."
-        raise ValueError(needs_message(name, "`chaining` that returns a number for each value", got, fix))
+        raise ValueError(needs_message("`chaining` that returns a number for each value", got, fix))
     return chained.astype(values.dtype)
 
 
@@ -134,23 +132,21 @@ def crps(
         }
         ```
     """
-    name = "scores.crps"
-    points, observed = check_regression(name, targets, members=True, samples=samples)
-    convex = check_estimator(name, estimator, points, weights)
-    rows = check_rows(name, row_weights, mask, observed.shape, points.dtype)
-    return crps_of_points(name, points, observed, rows, convex, estimator, reduction)
+    points, observed = check_regression(targets, members=True, samples=samples)
+    convex = check_estimator(estimator, points, weights)
+    rows = check_rows(row_weights, mask, observed.shape, points.dtype)
+    return crps_of_points(points, observed, rows, convex, estimator, reduction)
 
 
-def check_estimator(name: str, estimator: str, points: Array, weights: ArrayLike | None) -> Array | None:
+def check_estimator(estimator: str, points: Array, weights: ArrayLike | None) -> Array | None:
     """Raises unless the estimator is known and accepts these members. Returns normalised weights."""
-    check_word(estimator, "estimator", ("nrg", "fair"), name=name)
+    check_word(estimator, "estimator", ("nrg", "fair"))
     if estimator == "fair":
-        check_fair(name, points.shape[0], weighted=weights is not None)
-    return check_weights(name, weights, points.shape[0], points.dtype)
+        check_fair(points.shape[0], weighted=weights is not None)
+    return check_weights(weights, points.shape[0], points.dtype)
 
 
 def crps_of_points(
-    name: str,
     points: Float[Array, " members *batch"],
     observed: Float[Array, "*batch"],
     rows: CountedRows,
@@ -159,7 +155,7 @@ def crps_of_points(
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     """The score of checked arrays and options."""
-    check_reduction(name, reduction, observed.shape)
+    check_reduction(reduction, observed.shape)
     points, observed = rows.blank(points, before=1), rows.blank(observed)
     # Errors are sorted, not values: a large common offset of samples and targets cancels before the sums.
     each = by_order(_fair if estimator == "fair" else _energy, points, convex, centre=observed, fill=0.0)
@@ -261,17 +257,16 @@ def threshold_weighted_crps(
         }
         ```
     """
-    name = "scores.threshold_weighted_crps"
-    points, observed = check_regression(name, targets, members=True, samples=samples)
-    convex = check_estimator(name, estimator, points, weights)
-    rows = check_rows(name, row_weights, mask, observed.shape, points.dtype)
-    check_chaining(name, chaining, lower, upper)
+    points, observed = check_regression(targets, members=True, samples=samples)
+    convex = check_estimator(estimator, points, weights)
+    rows = check_rows(row_weights, mask, observed.shape, points.dtype)
+    check_chaining(chaining, lower, upper)
     # Ignored rows are set to one, where most chaining functions and their gradients are finite.
     points, observed = rows.blank(points, before=1, fill=1), rows.blank(observed, fill=1)
     if chaining is None:
-        low, high = check_thresholds(name, lower, upper, observed, rows.known)
+        low, high = check_thresholds(lower, upper, observed, rows.known)
         of_members = [x[None] if x.ndim else x for x in (low, high)]
         points, observed = jnp.clip(points, *of_members), jnp.clip(observed, low, high)
     else:
-        points, observed = check_chained(name, chaining, points), check_chained(name, chaining, observed)
-    return crps_of_points(name, points, observed, rows, convex, estimator, reduction)
+        points, observed = check_chained(chaining, points), check_chained(chaining, observed)
+    return crps_of_points(points, observed, rows, convex, estimator, reduction)

@@ -54,9 +54,8 @@ def nll_gaussian(
     ??? cite
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
     """
-    name = "scores.nll_gaussian"
-    *arrays, rows = check_gaussian(name, mean, variance, targets, row_weights, mask, members=False, positive=True)
-    check_reduction(name, reduction, arrays[-1].shape)
+    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, mask, members=False, positive=True)
+    check_reduction(reduction, arrays[-1].shape)
     return _nll(*arrays, rows.weights, reduction)
 
 
@@ -98,18 +97,16 @@ def nll_gaussian_mixture(
     ee.scores.nll_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 1.419
     ```
     """
-    name = "scores.nll_gaussian_mixture"
     *arrays, rows = check_gaussian(
-        name, mean, variance, targets, row_weights, mask, members=True, positive=True, weights=weights
+        mean, variance, targets, row_weights, mask, members=True, positive=True, weights=weights
     )
     means, variances, observed = arrays
-    convex = check_weights(name, weights, means.shape[0], means.dtype, rows=observed.shape, mask=rows.mask)
-    check_reduction(name, reduction, observed.shape)
+    convex = check_weights(weights, means.shape[0], means.dtype, rows=observed.shape, mask=rows.mask)
+    check_reduction(reduction, observed.shape)
     return reduce_rows(by_rows(_nll_mixture, (means, variances), observed, convex), rows.weights, reduction)
 
 
 def check_gaussian(
-    name: str,
     mean: ArrayLike,
     variance: ArrayLike,
     targets: ArrayLike,
@@ -121,9 +118,9 @@ def check_gaussian(
     weights: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array, CountedRows]:
     """Raises for invalid arguments. Returns means, variances, targets and row weights; ignored rows are overwritten."""
-    means, variances, observed = check_regression(name, targets, members=members, mean=mean, variance=variance)
-    rows = check_rows(name, row_weights, mask, observed.shape, means.dtype)
-    check_variance(name, variance, positive=positive, mask=rows.known, weights=weights)
+    means, variances, observed = check_regression(targets, members=members, mean=mean, variance=variance)
+    rows = check_rows(row_weights, mask, observed.shape, means.dtype)
+    check_variance(variance, positive=positive, mask=rows.known, weights=weights)
     means = rows.blank(means, before=int(members))
     variances = rows.blank(variances, before=int(members), fill=1)
     return means, variances, rows.blank(observed), rows
@@ -204,9 +201,8 @@ def crps_gaussian(
         }
         ```
     """
-    name = "scores.crps_gaussian"
-    *arrays, rows = check_gaussian(name, mean, variance, targets, row_weights, mask, members=False, positive=False)
-    check_reduction(name, reduction, arrays[-1].shape)
+    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, mask, members=False, positive=False)
+    check_reduction(reduction, arrays[-1].shape)
     return _single(*arrays, rows.weights, reduction)
 
 
@@ -263,12 +259,11 @@ def crps_gaussian_mixture(
         }
         ```
     """
-    name = "scores.crps_gaussian_mixture"
     *arrays, rows = check_gaussian(
-        name, mean, variance, targets, row_weights, mask, members=True, positive=False, weights=weights
+        mean, variance, targets, row_weights, mask, members=True, positive=False, weights=weights
     )
-    convex = check_weights(name, weights, arrays[0].shape[0], arrays[0].dtype)
-    check_reduction(name, reduction, arrays[-1].shape)
+    convex = check_weights(weights, arrays[0].shape[0], arrays[0].dtype)
+    check_reduction(reduction, arrays[-1].shape)
     return _mixture(*arrays, rows.weights, convex, reduction)
 
 

@@ -69,13 +69,12 @@ def quantile_calibration_error(
         }
         ```
     """
-    name = "scores.quantile_calibration_error"
-    (checked,) = promote(check_floating(name, "values", values))
-    rows = check_rows(name, row_weights, mask, checked.shape, checked.dtype)
-    check_positive_int(num_levels, "num_levels", name=name)
-    check_word(kind, "kind", ("absolute", "squared"), name=name)
-    check_unit_interval(name, values, rows.known)
-    check_some_rows(name, checked.shape)
+    (checked,) = promote(check_floating("values", values))
+    rows = check_rows(row_weights, mask, checked.shape, checked.dtype)
+    check_positive_int(num_levels, "num_levels")
+    check_word(kind, "kind", ("absolute", "squared"))
+    check_unit_interval(values, rows.known)
+    check_some_rows(checked.shape)
     return _quantile_calibration_error(rows.blank(checked), rows.weights, int(num_levels), kind)
 
 
@@ -146,10 +145,9 @@ def ence(
         }
         ```
     """
-    name = "scores.ence"
-    *arrays, rows = check_gaussian(name, mean, variance, targets, row_weights, mask, members=False, positive=True)
-    check_positive_int(num_bins, "num_bins", name=name)
-    check_some_rows(name, arrays[-1].shape)
+    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, mask, members=False, positive=True)
+    check_positive_int(num_bins, "num_bins")
+    check_some_rows(arrays[-1].shape)
     return _ence(*arrays, rows.weights, int(num_bins))
 
 
@@ -196,11 +194,10 @@ def sharpness(
         }
         ```
     """
-    name = "scores.sharpness"
-    (checked,) = promote(check_floating(name, "variance", variance))
-    rows = check_rows(name, row_weights, mask, checked.shape, checked.dtype)
-    check_variance(name, variance, positive=False, mask=rows.known)
-    check_some_rows(name, checked.shape)
+    (checked,) = promote(check_floating("variance", variance))
+    rows = check_rows(row_weights, mask, checked.shape, checked.dtype)
+    check_variance(variance, positive=False, mask=rows.known)
+    check_some_rows(checked.shape)
     return _sharpness(rows.blank(checked), rows.weights)
 
 

@@ -54,13 +54,12 @@ def interval_score(
     ??? cite
         [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
     """
-    name = "scores.interval_score"
-    rules = import_scoringrules(name)
-    low, high, observed = check_regression(name, targets, members=False, lower=lower, upper=upper)
-    check_level(name, level)
-    rows = check_rows(name, row_weights, mask, observed.shape, observed.dtype)
-    check_interval(name, lower, upper, mask=rows.known)
-    check_reduction(name, reduction, observed.shape)
+    rules = import_scoringrules()
+    low, high, observed = check_regression(targets, members=False, lower=lower, upper=upper)
+    check_level(level)
+    rows = check_rows(row_weights, mask, observed.shape, observed.dtype)
+    check_interval(lower, upper, mask=rows.known)
+    check_reduction(reduction, observed.shape)
     low, high, observed = (rows.blank(x) for x in (low, high, observed))
     # scoringrules multiplies distances by zero or one, and infinity times zero is NaN.
     infinite = jnp.isinf(low) | jnp.isinf(high) | jnp.isinf(observed)
@@ -122,12 +121,11 @@ def pinball(
         }
         ```
     """
-    name = "scores.pinball"
-    rules = import_scoringrules(name)
-    predicted, observed = check_regression(name, targets, members=False, quantiles=quantiles)
-    check_level(name, level)
-    rows = check_rows(name, row_weights, mask, observed.shape, observed.dtype)
-    check_reduction(name, reduction, observed.shape)
+    rules = import_scoringrules()
+    predicted, observed = check_regression(targets, members=False, quantiles=quantiles)
+    check_level(level)
+    rows = check_rows(row_weights, mask, observed.shape, observed.dtype)
+    check_reduction(reduction, observed.shape)
     predicted, observed = rows.blank(predicted), rows.blank(observed)
     with scoringrules_config():
         each = rules.quantile_score(observed, predicted, level, backend="jax").astype(predicted.dtype)
@@ -168,11 +166,10 @@ def coverage(
     ee.scores.coverage(jnp.zeros(2), jnp.ones(2), jnp.array([0.5, 3.0]))  # 0.5
     ```
     """
-    name = "scores.coverage"
-    low, high, observed = check_regression(name, targets, members=False, lower=lower, upper=upper)
-    rows = check_rows(name, row_weights, mask, observed.shape, low.dtype)
-    check_interval(name, lower, upper, mask=rows.known)
-    check_reduction(name, reduction, observed.shape)
+    low, high, observed = check_regression(targets, members=False, lower=lower, upper=upper)
+    rows = check_rows(row_weights, mask, observed.shape, low.dtype)
+    check_interval(lower, upper, mask=rows.known)
+    check_reduction(reduction, observed.shape)
     return _coverage(low, high, observed, rows.weights, reduction)
 
 
@@ -207,11 +204,10 @@ def width(
     ee.scores.width(jnp.zeros(2), jnp.array([1.0, 3.0]))  # 2.0
     ```
     """
-    name = "scores.width"
-    low, high = check_floating_arrays(name, lower=lower, upper=upper)
-    rows = check_rows(name, row_weights, mask, low.shape, low.dtype)
-    check_interval(name, lower, upper, mask=rows.known)
-    check_reduction(name, reduction, low.shape)
+    low, high = check_floating_arrays(lower=lower, upper=upper)
+    rows = check_rows(row_weights, mask, low.shape, low.dtype)
+    check_interval(lower, upper, mask=rows.known)
+    check_reduction(reduction, low.shape)
     return reduce(rows.blank(high) - rows.blank(low), reduction, rows.weights)
 
 
@@ -248,11 +244,10 @@ def set_coverage(
     ee.scores.set_coverage(sets, jnp.array([1, 2])), ee.scores.set_size(sets)  # 0.5, 1.5
     ```
     """
-    name = "scores.set_coverage"
-    chosen = check_sets(name, sets)
-    rows = check_rows(name, row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
-    targets = check_labels(name, labels, chosen, rows.known, argument="sets", members=False)
-    check_reduction(name, reduction, targets.shape)
+    chosen = check_sets(sets)
+    rows = check_rows(row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
+    targets = check_labels(labels, chosen, rows.known, argument="sets", members=False)
+    check_reduction(reduction, targets.shape)
     return _set_coverage(chosen, rows.blank(targets), rows.weights, reduction)
 
 
@@ -286,10 +281,9 @@ def set_size(
     ee.scores.set_size(jnp.array([[True, True, False], [True, False, False]]))  # 1.5
     ```
     """
-    name = "scores.set_size"
-    chosen = check_sets(name, sets)
-    rows = check_rows(name, row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
-    check_reduction(name, reduction, chosen.shape[:-1])
+    chosen = check_sets(sets)
+    rows = check_rows(row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
+    check_reduction(reduction, chosen.shape[:-1])
     return reduce(jnp.sum(chosen, axis=-1).astype(float), reduction, rows.weights)
 
 

@@ -72,12 +72,11 @@ def dawid_sebastiani(
         }
         ```
     """
-    name = "scores.dawid_sebastiani"
-    rules = import_scoringrules(name)
-    points, observed = check_regression(name, targets, members=True, samples=samples)
-    check_two_members(name, points.shape[0])
-    rows = check_rows(name, row_weights, mask, observed.shape, points.dtype)
-    check_reduction(name, reduction, observed.shape)
+    rules = import_scoringrules()
+    points, observed = check_regression(targets, members=True, samples=samples)
+    check_two_members(points.shape[0])
+    rows = check_rows(row_weights, mask, observed.shape, points.dtype)
+    check_reduction(reduction, observed.shape)
     # Ignored rows are overwritten with 0, 1, 2...: equal members would give a NaN gradient.
     numbers = jnp.arange(points.shape[0], dtype=points.dtype)
     # Errors, not values: the mean of large numbers would lose precision.
@@ -88,24 +87,24 @@ def dawid_sebastiani(
     return reduce(each, reduction, rows.weights)
 
 
-def check_order(name: str, order: float | int) -> float:
+def check_order(order: float | int) -> float:
     """Raises unless `order` is a positive number. Returns it."""
-    number = check_number(order, "order", name=name)
+    number = check_number(order, "order")
     if number <= 0:
-        raise ValueError(needs_message(name, "`order` above zero", f"got {order}", "0.5, 1 and 2 are usual."))
+        raise ValueError(needs_message("`order` above zero", f"got {order}", "0.5, 1 and 2 are usual."))
     return number
 
 
-def check_pair_weights(name: str, pair_weights: ArrayLike | None, out: int, dtype: jnp.dtype) -> Array | None:
+def check_pair_weights(pair_weights: ArrayLike | None, out: int, dtype: jnp.dtype) -> Array | None:
     """Raises unless `pair_weights` are non-negative numbers `(out, out)`. Returns them as an array."""
     if pair_weights is None:
         return None
-    array = check_array(name, "pair_weights", pair_weights)
+    array = check_array("pair_weights", pair_weights)
     if array.shape != (out, out):
         got = f"expected {(out, out)}, got {array.shape}"
-        raise ValueError(needs_message(name, "`pair_weights` for pairs of outputs", got, "They are `(out, out)`."))
+        raise ValueError(needs_message("`pair_weights` for pairs of outputs", got, "They are `(out, out)`."))
     fix = "A pair of weight zero does not count."
-    check_nonnegative(name, "pair_weights", pair_weights, fix=fix)
+    check_nonnegative("pair_weights", pair_weights, fix=fix)
     return array.astype(dtype)
 
 
@@ -119,7 +118,6 @@ class Vectors(NamedTuple):
 
 
 def check_vectors(
-    name: str,
     samples: ArrayLike,
     targets: ArrayLike,
     weights: ArrayLike | None,
@@ -129,12 +127,12 @@ def check_vectors(
     reduction: Reduction,
 ) -> Vectors:
     """Raises for invalid arguments of a multi-output score. Returns them as arrays."""
-    points, observed = check_regression(name, targets, members=True, samples=samples)
-    check_outputs(name, points)
-    check_known_weights(name, weights)
-    convex = check_estimator(name, estimator, points, weights)
-    rows = check_rows(name, row_weights, mask, observed.shape[:-1], points.dtype)
-    check_reduction(name, reduction, observed.shape[:-1])
+    points, observed = check_regression(targets, members=True, samples=samples)
+    check_outputs(points)
+    check_known_weights(weights)
+    convex = check_estimator(estimator, points, weights)
+    rows = check_rows(row_weights, mask, observed.shape[:-1], points.dtype)
+    check_reduction(reduction, observed.shape[:-1])
     return Vectors(points, observed, convex, rows)
 
 
@@ -205,8 +203,8 @@ def energy_score(
         [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
     """
     name = "scores.energy_score"
-    rules = import_scoringrules(name)
-    vectors = check_vectors(name, samples, targets, weights, row_weights, mask, estimator, reduction)
+    rules = import_scoringrules()
+    vectors = check_vectors(samples, targets, weights, row_weights, mask, estimator, reduction)
     options = {"m_axis": 0, "estimator": estimator, "backend": "jax"}
     rule = lambda y, x, weights: rules.es_ensemble(y, x, ens_w=weights, **options)
     return score_vectors(name, rule, vectors, reduction)
@@ -276,11 +274,11 @@ def variogram_score(
         ```
     """
     name = "scores.variogram_score"
-    rules = import_scoringrules(name)
-    vectors = check_vectors(name, samples, targets, weights, row_weights, mask, estimator, reduction)
+    rules = import_scoringrules()
+    vectors = check_vectors(samples, targets, weights, row_weights, mask, estimator, reduction)
     points, observed = vectors.samples, vectors.targets
-    pairs = check_pair_weights(name, pair_weights, points.shape[-1], points.dtype)
+    pairs = check_pair_weights(pair_weights, points.shape[-1], points.dtype)
     wide = None if pairs is None else jnp.broadcast_to(pairs, (*observed.shape, observed.shape[-1]))
-    options = {"w": wide, "m_axis": 0, "p": check_order(name, order), "estimator": estimator, "backend": "jax"}
+    options = {"w": wide, "m_axis": 0, "p": check_order(order), "estimator": estimator, "backend": "jax"}
     rule = lambda y, x, weights: rules.vs_ensemble(y, x, ens_w=weights, **options)
     return score_vectors(name, rule, vectors, reduction)

@@ -59,12 +59,11 @@ def rank_histogram(
         }
         ```
     """
-    name = "scores.rank_histogram"
-    points, observed = check_regression(name, targets, members=True, samples=samples)
-    kept = check_mask(name, mask, observed.shape)
-    check_no_nan(name, "samples", samples, mask)
-    check_no_nan(name, "targets", targets, mask)
-    check_key(key, name=name)
+    points, observed = check_regression(targets, members=True, samples=samples)
+    kept = check_mask(mask, observed.shape)
+    check_no_nan("samples", samples, mask)
+    check_no_nan("targets", targets, mask)
+    check_key(key)
     return _rank_histogram(points, observed, kept, member_keys(key, 1, purpose="rank_histogram"))
 
 
@@ -133,12 +132,11 @@ def pit(
         }
         ```
     """
-    name = "scores.pit"
-    points, observed = check_regression(name, targets, members=True, samples=samples)
-    convex = check_weights(name, weights, points.shape[0], points.dtype)
-    kept = check_mask(name, mask, observed.shape)
+    points, observed = check_regression(targets, members=True, samples=samples)
+    convex = check_weights(weights, points.shape[0], points.dtype)
+    kept = check_mask(mask, observed.shape)
     if key is not None:
-        check_key(key, name=name)
+        check_key(key)
     share = None
     if key is not None:
         share = jax.random.uniform(member_keys(key, 1, purpose="pit")[0], observed.shape, observed.dtype)
@@ -177,11 +175,8 @@ def pit_gaussian_mixture(
     ee.scores.pit_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 0.5
     ```
     """
-    name = "scores.pit_gaussian_mixture"
-    *arrays, rows = check_gaussian(
-        name, mean, variance, targets, None, mask, members=True, positive=True, weights=weights
-    )
-    convex = check_weights(name, weights, arrays[0].shape[0], arrays[0].dtype)
+    *arrays, rows = check_gaussian(mean, variance, targets, None, mask, members=True, positive=True, weights=weights)
+    convex = check_weights(weights, arrays[0].shape[0], arrays[0].dtype)
     return _pit_gaussian_mixture(*arrays, rows.mask, convex)
 
 
@@ -212,11 +207,10 @@ def pit_histogram(
     ee.scores.pit_histogram(jnp.array([0.0, 0.1, 0.5, 0.9]), num_bins=2)  # [3, 1]
     ```
     """
-    name = "scores.pit_histogram"
-    checked = jnp.ravel(check_values(name, "values", values))
-    kept = check_mask(name, mask, jnp.shape(values))
-    check_positive_int(num_bins, "num_bins", name=name)
-    check_unit_interval(name, values, mask)
+    checked = jnp.ravel(check_values("values", values))
+    kept = check_mask(mask, jnp.shape(values))
+    check_positive_int(num_bins, "num_bins")
+    check_unit_interval(values, mask)
     return _pit_histogram(checked, None if kept is None else jnp.ravel(kept), int(num_bins))
 
 

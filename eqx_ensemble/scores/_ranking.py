@@ -57,7 +57,7 @@ def auroc(
         }
         ```
     """
-    return _auroc(*check_ranking("scores.auroc", scores, positives, row_weights, mask))
+    return _auroc(*check_ranking(scores, positives, row_weights, mask))
 
 
 def aupr(
@@ -102,7 +102,7 @@ def aupr(
         }
         ```
     """
-    return _aupr(*check_ranking("scores.aupr", scores, positives, row_weights, mask))
+    return _aupr(*check_ranking(scores, positives, row_weights, mask))
 
 
 def fpr_at_tpr(
@@ -138,9 +138,8 @@ def fpr_at_tpr(
     ee.scores.fpr_at_tpr(scores, positives)  # 0.5: at the threshold 0.7
     ```
     """
-    name = "scores.fpr_at_tpr"
-    check_level(name, level)
-    return _fpr_at_tpr(*check_ranking(name, scores, positives, row_weights, mask), level)
+    check_level(level)
+    return _fpr_at_tpr(*check_ranking(scores, positives, row_weights, mask), level)
 
 
 def rates(
@@ -273,7 +272,7 @@ def roc_curve(
         }
         ```
     """
-    return _roc_curve(*check_ranking("scores.roc_curve", scores, positives, row_weights, mask))
+    return _roc_curve(*check_ranking(scores, positives, row_weights, mask))
 
 
 def precision_recall_curve(
@@ -311,9 +310,7 @@ def precision_recall_curve(
     ??? cite
         [The Relationship Between Precision-Recall and ROC Curves](https://doi.org/10.1145/1143844.1143874)
     """
-    return _precision_recall_curve(
-        *check_ranking("scores.precision_recall_curve", scores, positives, row_weights, mask)
-    )
+    return _precision_recall_curve(*check_ranking(scores, positives, row_weights, mask))
 
 
 @jax.jit

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
 
+from .._caller import caller
 from .._check import (
     check_array,
     check_floating,
@@ -28,12 +29,12 @@ from ._check import no_gradient_message
 # Imports and calls scoringrules. Its scores take the `members` axis first, as all scores do.
 
 
-def import_scoringrules(name: str) -> ModuleType:
+def import_scoringrules() -> ModuleType:
     """Imports the optional package for a function; raises an `ImportError` with the install command."""
     try:
         import scoringrules
     except ImportError as error:
-        raise ImportError(missing_extra_message(name, "scoringrules", "scores")) from error
+        raise ImportError(missing_extra_message(caller(), "scoringrules", "scores")) from error
     return scoringrules
 
 
@@ -152,13 +153,13 @@ class CountedRows(NamedTuple):
 
 
 def check_rows(
-    name: str, row_weights: ArrayLike | None, mask: ArrayLike | None, shape: tuple[int, ...], dtype: jnp.dtype
+    row_weights: ArrayLike | None, mask: ArrayLike | None, shape: tuple[int, ...], dtype: jnp.dtype
 ) -> CountedRows:
     """Raises for an invalid mask or invalid row weights. Returns them, with weights scaled to a maximum below two."""
-    kept = check_mask(name, mask, shape)
+    kept = check_mask(mask, shape)
     if row_weights is None:
         return CountedRows(kept, kept, mask)
-    array = check_row_weights(name, row_weights, shape, mask)
+    array = check_row_weights(row_weights, shape, mask)
     host, known = concrete(row_weights), kept_rows(mask)
     if host is not None and known is not None:
         exact = np.where(known, host.astype(np.float64), 0)
@@ -173,38 +174,38 @@ def check_rows(
     return CountedRows(weights, counts(weights), counts(weights))
 
 
-def check_row_weights(name: str, row_weights: ArrayLike, shape: tuple[int, ...], mask: ArrayLike | None) -> Array:
+def check_row_weights(row_weights: ArrayLike, shape: tuple[int, ...], mask: ArrayLike | None) -> Array:
     """Raises unless there is one real, finite, non-negative weight per row, not all zero, in rows that `mask` keeps."""
     with np.errstate(over="ignore"):  # of float64 weights, which are scaled where concrete
-        array = check_array(name, "row_weights", row_weights)
+        array = check_array("row_weights", row_weights)
     if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.complexfloating):
         fix = "Use `mask` to exclude rows; `row_weights` are numbers."
         raise TypeError(
-            needs_message(name, "real numbers as `row_weights`", f"got dtype {array.dtype}, shape {array.shape}", fix)
+            needs_message("real numbers as `row_weights`", f"got dtype {array.dtype}, shape {array.shape}", fix)
         )
     if array.shape != shape:
         fix = "Nothing is broadcast. Weights of members are `weights`."
         if array.ndim < len(shape) and array.shape == shape[: array.ndim]:
             fix = "Several entries per row? Pass `jnp.broadcast_to(row_weights[:, None], targets.shape)`."
         got = f"expected shape {shape}, got {array.shape}"
-        raise ValueError(needs_message(name, "one of `row_weights` per row", got, fix))
+        raise ValueError(needs_message("one of `row_weights` per row", got, fix))
     if math.prod(shape) > 0:
         fix = "A row of weight zero does not count; a weight of two counts a row twice."
-        check_nonnegative(name, "row_weights", row_weights, fix=fix, mask=mask, all_zero=False)
+        check_nonnegative("row_weights", row_weights, fix=fix, mask=mask, all_zero=False)
     return array
 
 
 def check_ranking(
-    name: str, scores: ArrayLike, positives: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
+    scores: ArrayLike, positives: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
     """Raises unless there are positive and negative rows. Returns scores, positives and row weights, flattened."""
-    values, truth = check_floating(name, "scores", scores), check_array(name, "positives", positives)
+    values, truth = check_floating("scores", scores), check_array("positives", positives)
     if truth.dtype != jnp.bool_:
         fix = "For example `labels == 1`, or `jnp.arange(n) >= num_inside`."
-        raise TypeError(needs_message(name, "boolean `positives`", f"got dtype {truth.dtype}", fix))
-    _same_rows(name, "scores", values, "positives", truth)
+        raise TypeError(needs_message("boolean `positives`", f"got dtype {truth.dtype}", fix))
+    _same_rows("scores", values, "positives", truth)
     (values,) = promote(values)
-    rows = check_rows(name, row_weights, mask, values.shape, values.dtype)
+    rows = check_rows(row_weights, mask, values.shape, values.dtype)
     weights = jnp.ones(values.shape, values.dtype) if rows.weights is None else rows.weights.astype(values.dtype)
     known, host = kept_rows(rows.known), concrete(positives)
     if known is not None and host is not None:
@@ -212,7 +213,6 @@ def check_ranking(
             if not (known & found).any():
                 raise ValueError(
                     needs_message(
-                        name,
                         "positive and negative rows",
                         f"got no {kind} row that counts",
                         "Ranking scores need both kinds of rows.",
@@ -222,40 +222,38 @@ def check_ranking(
 
 
 def check_selection(
-    name: str, uncertainty: ArrayLike, losses: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
+    uncertainty: ArrayLike, losses: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
     """Raises for invalid arguments. Returns uncertainties, losses and row weights, flattened."""
-    values, array = check_floating(name, "uncertainty", uncertainty), check_array(name, "losses", losses)
-    _same_rows(name, "uncertainty", values, "losses", array)
+    values, array = check_floating("uncertainty", uncertainty), check_array("losses", losses)
+    _same_rows("uncertainty", values, "losses", array)
     if values.size == 0:
-        raise ValueError(
-            needs_message(name, "at least one row", f"got shape {values.shape}", "Was every row filtered out?")
-        )
+        raise ValueError(needs_message("at least one row", f"got shape {values.shape}", "Was every row filtered out?"))
     values, array = promote(values, array)
-    rows = check_rows(name, row_weights, mask, values.shape, values.dtype)
+    rows = check_rows(row_weights, mask, values.shape, values.dtype)
     counted = jnp.ones(values.shape, bool) if rows.weights is None else rows.weights
     return jnp.ravel(values), jnp.ravel(array), jnp.ravel(counted)
 
 
-def _same_rows(name: str, argument: str, values: Array, other: str, array: Array) -> None:
+def _same_rows(argument: str, values: Array, other: str, array: Array) -> None:
     if array.shape != values.shape:
         got = f"got `{argument}` {values.shape}, `{other}` {array.shape}"
         fix = "Nothing is broadcast. One score per member? Use `jax.vmap`."
-        raise ValueError(needs_message(name, f"`{argument}` and `{other}` of one shape", got, fix))
+        raise ValueError(needs_message(f"`{argument}` and `{other}` of one shape", got, fix))
 
 
 def check_rows_of_scores(
-    name: str, values: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
+    values: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
 ) -> tuple[Array, Array | None, Array | None]:
     """Raises for invalid arguments. Returns scores `(..., rows)`, row weights and the mask over rows."""
-    array = promote(check_floating(name, "values", values))[0]
+    array = promote(check_floating("values", values))[0]
     if array.ndim < 1 or array.shape[-1] == 0:
         fix = 'Pass one score per row, what `reduction="none"` gives.'
         raise ValueError(
-            needs_message(name, "`values` with at least one row on the last axis", f"got shape {array.shape}", fix)
+            needs_message("`values` with at least one row on the last axis", f"got shape {array.shape}", fix)
         )
-    rows = check_mask(name, mask, array.shape[-1:])
+    rows = check_mask(mask, array.shape[-1:])
     if row_weights is None:
         return array, None, rows
-    weights = check_row_weights(name, row_weights, array.shape[-1:], mask)
+    weights = check_row_weights(row_weights, array.shape[-1:], mask)
     return array, weights.astype(array.dtype), rows

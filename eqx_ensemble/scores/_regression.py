@@ -52,7 +52,7 @@ def rmse(
     ee.scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
     ```
     """
-    arrays = check_points("scores.rmse", predictions, targets, weights, row_weights, mask)
+    arrays = check_points(predictions, targets, weights, row_weights, mask)
     return _rmse(*arrays, in_groups=pays_if_large(arrays[0], arrays[1:]))
 
 
@@ -90,12 +90,11 @@ def mean_member_rmse(
     # (1 + 3) / 2 = 2.0
     ```
     """
-    arrays = check_points("scores.mean_member_rmse", predictions, targets, weights, row_weights, mask)
+    arrays = check_points(predictions, targets, weights, row_weights, mask)
     return _mean_member_rmse(*arrays, one_by_one=pays_if_large(arrays[0], arrays[1:]))
 
 
 def check_points(
-    name: str,
     predictions: ArrayLike,
     targets: ArrayLike,
     weights: ArrayLike | None,
@@ -103,10 +102,10 @@ def check_points(
     mask: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Raises for invalid arguments. Returns point predictions, targets, weights of members and of rows."""
-    predicted, observed = check_regression(name, targets, members=True, predictions=predictions)
-    convex = check_weights(name, weights, predicted.shape[0], predicted.dtype)
-    rows = check_rows(name, row_weights, mask, observed.shape, predicted.dtype)
-    check_some_rows(name, observed.shape)
+    predicted, observed = check_regression(targets, members=True, predictions=predictions)
+    convex = check_weights(weights, predicted.shape[0], predicted.dtype)
+    rows = check_rows(row_weights, mask, observed.shape, predicted.dtype)
+    check_some_rows(observed.shape)
     return rows.blank(predicted, before=1), rows.blank(observed), convex, rows.weights
 
 
@@ -230,9 +229,8 @@ def mae(
     ee.scores.mae(predictions, targets)  # (0 + 2) / 2 = 1.0
     ```
     """
-    name = "scores.mae"
-    check_reduction(name, reduction, ())
-    arrays = check_points(name, predictions, targets, weights, row_weights, mask)
+    check_reduction(reduction, ())
+    arrays = check_points(predictions, targets, weights, row_weights, mask)
     return _mae(*arrays, reduction, in_groups=pays_if_large(arrays[0], arrays[1:]))
 
 
@@ -272,7 +270,7 @@ def r2(
     ee.scores.r2(predictions, targets)  # 1 - 1 / 4.67 = 0.786
     ```
     """
-    arrays = check_points("scores.r2", predictions, targets, weights, row_weights, mask)
+    arrays = check_points(predictions, targets, weights, row_weights, mask)
     return _r2(*arrays, in_groups=pays_if_large(arrays[0], arrays[1:]))
 
 

@@ -62,7 +62,7 @@ def risk_coverage(
         }
         ```
     """
-    return _risk_coverage(*check_selection("scores.risk_coverage", uncertainty, losses, row_weights, mask))
+    return _risk_coverage(*check_selection(uncertainty, losses, row_weights, mask))
 
 
 def aurc(
@@ -108,7 +108,7 @@ def aurc(
         }
         ```
     """
-    return _aurc(*check_selection("scores.aurc", uncertainty, losses, row_weights, mask))
+    return _aurc(*check_selection(uncertainty, losses, row_weights, mask))
 
 
 def excess_aurc(
@@ -143,7 +143,7 @@ def excess_aurc(
     ??? cite
         [Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers](https://arxiv.org/abs/1805.08206)
     """
-    return _excess_aurc(*check_selection("scores.excess_aurc", uncertainty, losses, None, mask))
+    return _excess_aurc(*check_selection(uncertainty, losses, None, mask))
 
 
 @jax.jit

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from .._caller import caller
 from .._check import check_sequence, is_integer, kind_text
 from .._warnings import warn
 
@@ -30,7 +31,7 @@ def check_num_devices(members: int | None, data: int, model: int, num_devices: i
 
 def check_devices(devices: Any) -> list[Any]:
     """Checks a sequence of devices and returns it as a list."""
-    listed = check_sequence(devices, "devices", name="make_mesh", of="devices")
+    listed = check_sequence(devices, "devices", of="devices")
     for device in listed:
         if not isinstance(device, jax.Device):
             raise TypeError(
@@ -51,20 +52,20 @@ def check_all_processes(devices: Any, num_processes: int) -> None:
         )
 
 
-def check_mesh(value: Any, *, name: str) -> None:
+def check_mesh(value: Any) -> None:
     """Checks a mesh: the axes `members`, `data` and `model` or the first of them, all of the type `Auto`."""
     hint = "Make one with `make_mesh(members=4, data=2)`."
     if not isinstance(value, Mesh):
-        raise TypeError(f"`{name}` needs a `jax.sharding.Mesh` as `mesh`, got {kind_text(value)}.\n{hint}")
+        raise TypeError(f"`{caller()}` needs a `jax.sharding.Mesh` as `mesh`, got {kind_text(value)}.\n{hint}")
     if not _has_axes(value):
         names = ", ".join(f"`{axis}`" for axis in value.axis_names)
         raise ValueError(
-            f"`{name}` needs a mesh with the axes `members`, and `data` and `model` if you like, in this order; got "
-            f"{names}.\n{hint}"
+            f"`{caller()}` needs a mesh with the axes `members`, and `data` and `model` if you like, in this order; "
+            f"got {names}.\n{hint}"
         )
     if not is_members_mesh(value):
         raise ValueError(
-            f"`{name}` needs a mesh whose axes are all of the type `Auto`, which `jax.make_mesh` does not make by "
+            f"`{caller()}` needs a mesh whose axes are all of the type `Auto`, which `jax.make_mesh` does not make by "
             f"default, got {value.axis_types}.\n{hint}"
         )
 
@@ -111,12 +112,12 @@ def check_spec(value: Any, path: str, shape: tuple[int, ...], parts: int) -> Non
         )
 
 
-def check_rows_divide(num_rows: Any, parts: int, *, name: str) -> None:
+def check_rows_divide(num_rows: Any, parts: int) -> None:
     """Checks that rows divide evenly over the devices."""
     if not is_integer(num_rows) or num_rows < 1:
-        raise TypeError(f"`{name}` needs the number of rows of a batch, got {num_rows!r}.")
+        raise TypeError(f"`{caller()}` needs the number of rows of a batch, got {num_rows!r}.")
     if num_rows % parts:
-        raise ValueError(f"`{name}` needs rows that divide over data x model = {parts} devices, got {num_rows}.")
+        raise ValueError(f"`{caller()}` needs rows that divide over data x model = {parts} devices, got {num_rows}.")
 
 
 def check_local_rows(rows: Any, expected: int, num_rows: int) -> None:
@@ -159,10 +160,10 @@ def check_same_arrays(digests: np.ndarray) -> None:
         )
 
 
-def check_member_ids(tree: Any, *, name: str) -> jax.Array:
+def check_member_ids(tree: Any) -> jax.Array:
     """Checks that a tree holds an ensemble, a training state or a run, and returns the ids of its members."""
     has_ids = lambda x: isinstance(getattr(x, "ids", None), jax.Array)
     for node in jax.tree.leaves(tree, is_leaf=has_ids):
         if has_ids(node):
             return node.ids
-    raise TypeError(f"`{name}` needs an ensemble, a training state or a run, got {kind_text(tree)}.")
+    raise TypeError(f"`{caller()}` needs an ensemble, a training state or a run, got {kind_text(tree)}.")

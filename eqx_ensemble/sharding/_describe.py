@@ -72,7 +72,7 @@ def describe(tree: PyTree) -> Placement:
     print(ee.sharding.describe(ensemble))
     ```
     """
-    ids = check_member_ids(tree, name="sharding.describe")
+    ids = check_member_ids(tree)
     names = to_host(ids)
     leaves = {id(x): (path, x) for path, x in reversed(jtu.tree_leaves_with_path(tree)) if _axes.is_array(x)}
     arrays = [x for _, x in leaves.values() if isinstance(x, jax.Array)]
@@ -145,7 +145,7 @@ def visualise(tree: PyTree) -> None:
     if _axes.is_array(tree):
         arrays = [tree]
     else:
-        ids = check_member_ids(tree, name="sharding.visualise")
+        ids = check_member_ids(tree)
         arrays = [x for x in jax.tree.leaves(tree) if np.shape(x)[:1] == ids.shape and not is_typed_key(x)]
     largest = max((x for x in arrays if isinstance(x, jax.Array)), key=lambda x: x.size, default=None)
     if largest is None:

@@ -143,20 +143,20 @@ def spans_processes(layout: Layout | None) -> bool:
     return layout is not None and any(d.process_index != jax.process_index() for d in layout.mesh.devices.flat)
 
 
-def as_layout(mesh: Any, *, name: str) -> Layout | None:
+def as_layout(mesh: Any) -> Layout | None:
     """The layout of the argument `mesh`, checked."""
     if mesh is None or isinstance(mesh, Layout):
         return mesh
-    check_mesh(mesh, name=name)
+    check_mesh(mesh)
     return Layout(mesh)
 
 
-def layout_for(mesh: Any, tree: PyTree, *, name: str) -> Layout | None:
+def layout_for(mesh: Any, tree: PyTree) -> Layout | None:
     """The layout for members `tree`, each array `(members, ...)`.
 
     Without a mesh, members keep the mesh that they are on, and split weights stay split as they are.
     """
-    layout = as_layout(mesh_of(tree) if mesh is None else mesh, name=name)
+    layout = as_layout(mesh_of(tree) if mesh is None else mesh)
     return None if layout is None else layout.split_weights(tree)
 
 

@@ -57,7 +57,7 @@ def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
     # []: members are independent
     ```
     """
-    check_function(fn, "fn", name="sharding.collectives", example="lambda ensemble, x: ensemble(x)")
+    check_function(fn, "fn", example="lambda ensemble, x: ensemble(x)")
     return in_text(compiled_text(fn, *args))
 
 
@@ -123,10 +123,10 @@ def make_mesh(
     ```
     """
     found = jax.devices() if devices is None else check_devices(devices)
-    check_positive_int(data, "data", name="make_mesh")
-    check_positive_int(model, "model", name="make_mesh")
+    check_positive_int(data, "data")
+    check_positive_int(model, "model")
     if members is not None:
-        check_positive_int(members, "members", name="make_mesh")
+        check_positive_int(members, "members")
     members = check_num_devices(members, data, model, len(found))
     found = sorted(found, key=lambda device: (device.process_index, device.id)) if devices is None else found
     chosen = found[: members * data * model]

@@ -40,9 +40,9 @@ def local_rows(mesh: Mesh, num_rows: int) -> slice:
     ee.sharding.local_rows(mesh, 32)  # slice(0, 32): a single process needs all of them
     ```
     """
-    check_mesh(mesh, name="sharding.local_rows")
+    check_mesh(mesh)
     layout = Layout(mesh)
-    check_rows_divide(num_rows, layout.row_parts, name="sharding.local_rows")
+    check_rows_divide(num_rows, layout.row_parts)
     indices = _rows_of(layout, num_rows).addressable_devices_indices_map((num_rows,)).values()
     bounds = [index[0].indices(num_rows)[:2] for index in indices if index is not None]
     return slice(min(start for start, _ in bounds), max(stop for _, stop in bounds))
@@ -70,12 +70,12 @@ def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
     x = ee.sharding.batch(mesh, np.ones((32, 3))[own], 32)  # (32, 3), over all processes
     ```
     """
-    check_mesh(mesh, name="sharding.batch")
+    check_mesh(mesh)
     layout = Layout(mesh)
     own = local_rows(mesh, num_rows)
-    rows = take_in(rows, "rows", name="sharding.batch")
+    rows = take_in(rows, "rows")
     check_local_rows(rows, own.stop - own.start, num_rows)
-    check_integers_fit(rows, argument="rows", name="sharding.batch")
+    check_integers_fit(rows, argument="rows")
 
     def globalise(x: Any) -> jax.Array:
         x = np.asarray(x)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 
+from .._caller import caller
 from .._check import (
     check_counter,
     check_flag,
@@ -21,54 +22,55 @@ from ._member import AbstractHead
 from ._network import ACTIVATIONS
 
 
-def check_parameters(estimator: Any, *, name: str) -> None:
+def check_parameters(estimator: Any) -> None:
     """Raises unless the parameters that both estimators have are valid."""
-    check_positive_int(estimator.num_members, "num_members", name=name)
-    check_positive_int(estimator.batch_size, "batch_size", name=name)
-    check_counter(estimator.max_iter, "max_iter", name=name)
-    check_positive_int(estimator.n_iter_no_change, "n_iter_no_change", name=name)
-    check_number(estimator.tol, "tol", name=name, least=0)
-    check_number(estimator.learning_rate, "learning_rate", name=name, least=0)
-    check_number(estimator.weight_decay, "weight_decay", name=name, least=0)
+    check_positive_int(estimator.num_members, "num_members")
+    check_positive_int(estimator.batch_size, "batch_size")
+    check_counter(estimator.max_iter, "max_iter")
+    check_positive_int(estimator.n_iter_no_change, "n_iter_no_change")
+    check_number(estimator.tol, "tol", least=0)
+    check_number(estimator.learning_rate, "learning_rate", least=0)
+    check_number(estimator.weight_decay, "weight_decay", least=0)
     for flag in ("standardise", "early_stopping", "bootstrap", "warm_start"):
-        check_flag(getattr(estimator, flag), flag, name=name)
+        check_flag(getattr(estimator, flag), flag)
     if estimator.make is None:
-        check_word(estimator.activation, "activation", tuple(ACTIVATIONS), name=name)
-        sizes = check_sequence(estimator.hidden_layer_sizes, "hidden_layer_sizes", name=name, of="integers")
+        check_word(estimator.activation, "activation", tuple(ACTIVATIONS))
+        sizes = check_sequence(estimator.hidden_layer_sizes, "hidden_layer_sizes", of="integers")
         for size in sizes:
-            check_positive_int(size, "hidden_layer_sizes", name=name)
+            check_positive_int(size, "hidden_layer_sizes")
     else:
-        check_function(estimator.make, "make", name=name, example="partial(eqx.nn.MLP, width_size=32, depth=2)")
-        _check_make_signature(estimator.make, name)
+        check_function(estimator.make, "make", example="partial(eqx.nn.MLP, width_size=32, depth=2)")
+        _check_make_signature(estimator.make)
     if not isinstance(estimator.optimiser, optax.GradientTransformation | None):
-        check_function(estimator.optimiser, "optimiser", name=name, example="optax.adam")
+        check_function(estimator.optimiser, "optimiser", example="optax.adam")
 
 
-def _check_make_signature(make: Any, name: str) -> None:
+def _check_make_signature(make: Any) -> None:
     try:
         inspect.signature(make).bind(1, 1, key=None)
     except ValueError:  # without a signature
         return
     except TypeError as error:
         raise TypeError(
-            f"`{name}` calls `make(in_size, out_size, key=key)`, which its signature does not allow: {error}.\n"
+            f"`{caller()}` calls `make(in_size, out_size, key=key)`, which its signature does not allow: {error}.\n"
             "For example `make=functools.partial(eqx.nn.MLP, width_size=32, depth=2)`."
         ) from None
 
 
-def check_validation_fraction(fraction: Any, num_rows: int, *, name: str) -> int:
+def check_validation_fraction(fraction: Any, num_rows: int) -> int:
     """Raises unless training and validation have at least one row each. Returns the number of validation rows."""
-    check_number(fraction, "validation_fraction", name=name, least=0, most=1)
+    check_number(fraction, "validation_fraction", least=0, most=1)
     count = int(np.ceil(fraction * num_rows))
     if not 0 < count < num_rows:
         raise ValueError(
-            f"`{name}` needs rows to train on and rows to validate on: `validation_fraction={fraction}` of {num_rows} "
-            f"sample(s) is {count}.\nPass more rows, another `validation_fraction`, or `early_stopping=False`."
+            f"`{caller()}` needs rows to train on and rows to validate on: `validation_fraction={fraction}` of "
+            f"{num_rows} sample(s) is {count}.\nPass more rows, another `validation_fraction`, or "
+            "`early_stopping=False`."
         )
     return count
 
 
-def check_outputs(ensemble: Ensemble, head: AbstractHead, x: np.ndarray, state: Any, *, name: str) -> None:
+def check_outputs(ensemble: Ensemble, head: AbstractHead, x: np.ndarray, state: Any) -> None:
     """Raises unless members return as many outputs as the head reads."""
 
     def outputs(ensemble: Ensemble, x: Any, state: Any) -> Any:
@@ -83,68 +85,68 @@ def check_outputs(ensemble: Ensemble, head: AbstractHead, x: np.ndarray, state: 
     if getattr(found, "shape", None) != wanted:
         text = str(found.shape[1:]) if hasattr(found, "shape") else kind_text(found)
         raise ValueError(
-            f"`{name}` needs members that return one array of shape {wanted[1:]}: {head.meaning}; got {text}.\n"
+            f"`{caller()}` needs members that return one array of shape {wanted[1:]}: {head.meaning}; got {text}.\n"
             "`make(in_size, out_size, key=key)` makes a member that takes `(in_size,)` and returns `(out_size,)`."
         )
 
 
-def check_growth(num_members: int, before: int, *, name: str) -> None:
+def check_growth(num_members: int, before: int) -> None:
     """Raises if a warm start would remove members."""
     if num_members < before:
         raise ValueError(
-            f"`{name}` with `warm_start=True` needs `num_members` of at least {before}, as in the previous fit; "
+            f"`{caller()}` with `warm_start=True` needs `num_members` of at least {before}, as in the previous fit; "
             f"got {num_members}.\nSelect members from the fitted ensemble (`ensemble_[:{num_members}]`) instead."
         )
 
 
-def check_same_rows(num_rows: int, rows: np.ndarray, *, name: str) -> None:
+def check_same_rows(num_rows: int, rows: np.ndarray) -> None:
     """Raises unless members that are added to bagged ones draw from as many rows."""
     if num_rows != rows.shape[1]:
         raise ValueError(
-            f"`{name}` adds members to bagged ones, which needs the same training rows: there were {rows.shape[1]}, "
-            f"now there are {num_rows}."
+            f"`{caller()}` adds members to bagged ones, which needs the same training rows: there were "
+            f"{rows.shape[1]}, now there are {num_rows}."
         )
 
 
-def check_same_draws(drawn: np.ndarray, before: np.ndarray | None, *, name: str) -> None:
+def check_same_draws(drawn: np.ndarray, before: np.ndarray | None) -> None:
     """Raises unless members that are trained further keep their bootstrap samples, which define the out-of-bag rows."""
     if before is None or not np.array_equal(drawn, before):
         raise ValueError(
-            f"`{name}` trains bagged members further, which needs their earlier bootstrap samples: the previous fit "
-            f"{'had none' if before is None else 'drew other rows'}, so that rows which a member has seen would count "
-            "as out of bag.\nPass the same rows and `bootstrap` as in the previous fit, or `warm_start=False`."
+            f"`{caller()}` trains bagged members further, which needs their earlier bootstrap samples: the previous "
+            f"fit {'had none' if before is None else 'drew other rows'}, so that rows which a member has seen would "
+            "count as out of bag.\nPass the same rows and `bootstrap` as in the previous fit, or `warm_start=False`."
         )
 
 
-def check_same_kind(head: AbstractHead, before: AbstractHead, *, name: str) -> None:
+def check_same_kind(head: AbstractHead, before: AbstractHead) -> None:
     """Raises unless a warm start has the head and the targets of the previous fit."""
     if head != before:
         raise ValueError(
-            f"`{name}` with `warm_start=True` needs targets and `head` as in the previous fit: there the outputs were "
-            f"{before.meaning}, now they are {head.meaning}.\nPass `warm_start=False`, or fit a new estimator."
+            f"`{caller()}` with `warm_start=True` needs targets and `head` as in the previous fit: there the outputs "
+            f"were {before.meaning}, now they are {head.meaning}.\nPass `warm_start=False`, or fit a new estimator."
         )
 
 
-def check_classes(classes: np.ndarray, before: np.ndarray | None, *, name: str) -> None:
+def check_classes(classes: np.ndarray, before: np.ndarray | None) -> None:
     """Raises unless there are two or more classes, and for a warm start those of the previous fit."""
     if len(classes) < 2:
-        raise ValueError(f"`{name}` needs two or more classes, got one class: {classes.tolist()}.")
+        raise ValueError(f"`{caller()}` needs two or more classes, got one class: {classes.tolist()}.")
     if before is not None and not np.array_equal(classes, before):
         raise ValueError(
-            f"`{name}` with `warm_start=True` needs the classes of the previous fit, {before.tolist()}; "
+            f"`{caller()}` with `warm_start=True` needs the classes of the previous fit, {before.tolist()}; "
             f"got {classes.tolist()}."
         )
 
 
-def check_sample_weight(weights: np.ndarray | None, *, name: str) -> None:
+def check_sample_weight(weights: np.ndarray | None) -> None:
     """Raises if weights are negative, or all zero."""
     if weights is None:
         return
     if (weights < 0).any():
-        raise ValueError(f"`{name}` needs `sample_weight` that is not negative, got {weights.min():g}.")
+        raise ValueError(f"`{caller()}` needs `sample_weight` that is not negative, got {weights.min():g}.")
     if not (weights > 0).any():
-        raise ValueError(f"`{name}` needs a row with a nonzero `sample_weight`; all are zero.")
+        raise ValueError(f"`{caller()}` needs a row with a nonzero `sample_weight`; all are zero.")
     if weights.max() > (most := np.finfo(np.float32).max):
         raise ValueError(
-            f"`{name}` needs `sample_weight` of at most {most:g}, got {weights.max():g}; divide by the mean."
+            f"`{caller()}` needs `sample_weight` of at most {most:g}, got {weights.max():g}; divide by the mean."
         )

@@ -138,18 +138,17 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
         **Raises:** `TypeError` or `ValueError` for parameters and data that do not fit together;
         [`eqx_ensemble.train.DivergedError`][] if all members diverged.
         """
-        name = "sklearn.EnsembleClassifier.fit"
-        check_parameters(self, name=name)
+        check_parameters(self)
         warm = is_warm(self)
         X, y = validate_data(self, X, y, dtype=np.float64, reset=not warm)
         check_classification_targets(y)
         classes, indices = np.unique(y, return_inverse=True)
-        check_classes(classes, self.classes_ if warm else None, name=name)
+        check_classes(classes, self.classes_ if warm else None)
         self.classes_ = classes
         if self.class_weight is not None:
             given = _check_sample_weight(sample_weight, X, dtype=np.float64)
             sample_weight = given * compute_sample_weight(self.class_weight, y)
-        rows = fit_members(self, X, indices, sample_weight, head=Classes(len(classes)), name=name)
+        rows = fit_members(self, X, indices, sample_weight, head=Classes(len(classes)))
         if self.rows_ is not None:
             found = predict_out_of_bag(jax.nn.softmax(predict_rows(self, X)), self.rows_, rows)
             self.oob_decision_function_ = found

@@ -14,6 +14,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 
 from .. import tree
 from .._build import build
+from .._caller import caller
 from .._ensemble import Ensemble, concatenate
 from .._predict import predict
 from ..resample import bootstrap, out_of_bag_mean
@@ -46,10 +47,10 @@ class Table(NamedTuple):
 
 
 def split_rows(
-    rows: np.ndarray, fraction: float, *, strata: np.ndarray | None, seed: int, name: str
+    rows: np.ndarray, fraction: float, *, strata: np.ndarray | None, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Splits rows into training and validation rows, stratified by `strata` if each stratum has enough rows."""
-    count = check_validation_fraction(fraction, len(rows), name=name)
+    count = check_validation_fraction(fraction, len(rows))
     if strata is not None:
         sizes = np.unique(strata[rows], return_counts=True)[1]
         if sizes.min() < 2 or count < len(sizes) or len(rows) - count < len(sizes):
@@ -144,11 +145,11 @@ def make_maker(estimator: AbstractEstimator, in_size: int, head: AbstractHead, s
     return MemberMaker(make, in_size, head, scaling)
 
 
-def build_members(maker: MemberMaker, ids: range, x: np.ndarray, *, key: jax.Array, name: str) -> tuple[Ensemble, Any]:
+def build_members(maker: MemberMaker, ids: range, x: np.ndarray, *, key: jax.Array) -> tuple[Ensemble, Any]:
     """New members, and the state of their layers if they have one."""
     made = build(maker, ids=ids, shared=_scaling, key=key)
     ensemble, state = made if isinstance(made, tuple) else (made, None)
-    check_outputs(ensemble, maker.head, x, state, name=name)
+    check_outputs(ensemble, maker.head, x, state)
     return ensemble, state
 
 
@@ -168,7 +169,6 @@ def train_members(
     *,
     rows: np.ndarray | None,
     key: jax.Array,
-    name: str,
 ) -> Members:
     """The members after at most `max_iter` epochs, without those that diverged."""
     batch_size = min(estimator.batch_size, len(data.x))
@@ -192,7 +192,7 @@ def train_members(
     healthy = run.status != Status.DIVERGED
     if not healthy.any():
         raise DivergedError(
-            f"`{name}`: all members diverged. Lower `learning_rate`, or look for extreme values in the data.", run
+            f"`{caller()}`: all members diverged. Lower `learning_rate`, or look for extreme values in the data.", run
         )
     losses = _epoch_means(run.history.loss, len(data.x), batch_size)
     return Members(run.ensemble, run.state, rows, losses, run.history.validation).take(healthy)
@@ -251,7 +251,7 @@ def is_warm(estimator: AbstractEstimator) -> bool:
 
 
 def fit_members(
-    estimator: AbstractEstimator, x: np.ndarray, y: np.ndarray, sample_weight: Any, *, head: AbstractHead, name: str
+    estimator: AbstractEstimator, x: np.ndarray, y: np.ndarray, sample_weight: Any, *, head: AbstractHead
 ) -> np.ndarray:
     """Trains the members, and sets the fitted attributes that both estimators have.
 
@@ -263,21 +263,19 @@ def fit_members(
         estimator._seed = int(check_random_state(estimator.random_state).randint(np.iinfo(np.int32).max))
     classes = y if np.issubdtype(y.dtype, np.integer) else None
     weights = None if sample_weight is None else _check_sample_weight(sample_weight, x, dtype=np.float64)
-    check_sample_weight(weights, name=name)
+    check_sample_weight(weights)
     # A row of weight zero is treated as absent, also in batches.
     rows = np.arange(len(x)) if weights is None else np.flatnonzero(weights > 0)
     held_out = None
     if estimator.early_stopping:
-        rows, held_out = split_rows(
-            rows, estimator.validation_fraction, strata=classes, seed=estimator._seed, name=name
-        )
+        rows, held_out = split_rows(rows, estimator.validation_fraction, strata=classes, seed=estimator._seed)
     weights = np.ones(len(x)) if weights is None else weights
     if warm:
-        check_same_kind(head, estimator._maker.head, name=name)
+        check_same_kind(head, estimator._maker.head)
     else:
         _fit_scalers(estimator, Table(x, y, weights).take(rows), head)
     table = _standardise(estimator, Table(x, y, weights / weights[rows].mean()))
-    members = _train(estimator, table, rows, held_out, warm=warm, name=name)
+    members = _train(estimator, table, rows, held_out, warm=warm)
     _set_attributes(estimator, members)
     return rows
 
@@ -301,30 +299,30 @@ def _standardise(estimator: AbstractEstimator, table: Table) -> Table:
 
 
 def _train(
-    estimator: AbstractEstimator, table: Table, rows: np.ndarray, held_out: np.ndarray | None, *, warm: bool, name: str
+    estimator: AbstractEstimator, table: Table, rows: np.ndarray, held_out: np.ndarray | None, *, warm: bool
 ) -> Members:
     data, validation = table.take(rows), None if held_out is None else table.take(held_out)
     key = jax.random.key(estimator._seed)
     wanted, built = estimator.num_members, estimator._num_built if warm else 0
-    check_growth(wanted, built, name=name)
+    check_growth(wanted, built)
 
     def train(ensemble: Ensemble, state: Any, drawn: np.ndarray | None, key: jax.Array) -> Members:
-        trained = train_members(estimator, ensemble, state, data, validation, rows=drawn, key=key, name=name)
+        trained = train_members(estimator, ensemble, state, data, validation, rows=drawn, key=key)
         return trained if drawn is None else trained._replace(rows=rows[trained.rows])
 
     before = _members(estimator) if warm else None
     if before is not None and wanted == built:
         drawn = draw_rows(estimator, len(rows), np.asarray(before.ensemble.ids), key=key)
         if drawn is not None:
-            check_same_draws(rows[drawn], before.rows, name=name)
+            check_same_draws(rows[drawn], before.rows)
         # Further epochs, with new row orders.
         key = jax.random.fold_in(key, before.losses.shape[1])
         return extend_curves(before, train(before.ensemble, before.state, drawn, key))
     ids = range(built, wanted)
     drawn = draw_rows(estimator, len(rows), np.asarray(ids), key=key)
     if before is not None and before.rows is not None and drawn is not None:
-        check_same_rows(drawn.shape[1], before.rows, name=name)
-    after = train(*build_members(estimator._maker, ids, data.x, key=key, name=name), drawn, key)
+        check_same_rows(drawn.shape[1], before.rows)
+    after = train(*build_members(estimator._maker, ids, data.x, key=key), drawn, key)
     return after if before is None else add_members(before, after)
 
 

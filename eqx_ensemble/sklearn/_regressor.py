@@ -159,13 +159,12 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         **Raises:** `TypeError` or `ValueError` for parameters and data that do not fit together;
         [`eqx_ensemble.train.DivergedError`][] if all members diverged.
         """
-        name = "sklearn.EnsembleRegressor.fit"
-        check_parameters(self, name=name)
-        check_word(self.head, "head", ("gaussian", "point"), name=name)
+        check_parameters(self)
+        check_word(self.head, "head", ("gaussian", "point"))
         warm = is_warm(self)
         X, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64, reset=not warm)
         y = np.asarray(y, np.float64)
-        rows = fit_members(self, X, y, sample_weight, head=head_for_targets(self.head, y), name=name)
+        rows = fit_members(self, X, y, sample_weight, head=head_for_targets(self.head, y))
         if self.rows_ is not None:
             predictions = predict_rows(self, X)
             means = predictions[0] if self.head == "gaussian" else predictions
@@ -214,7 +213,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         the mixture of the members' Gaussians. With point heads, quantiles of the members' predictions: they measure the
         disagreement between members and ignore the noise of targets, and cover less than `level` of these.
         """
-        check_level("sklearn.EnsembleRegressor.predict_interval", level)
+        check_level(level)
         find = _mixture_interval if self._is_gaussian() else uncertainty.interval
         lower, upper = validate_and_predict(self, X, partial(find, level=level))
         return unscale(self.target_scaler_, lower), unscale(self.target_scaler_, upper)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from .. import _keys
+from .._caller import caller
 from .._check import (
     MemberMismatchError,
     check_integers_fit,
@@ -67,66 +68,68 @@ class AbstractRange(abc.ABC):
         """
 
 
-def check_sweep_values(values: Any, *, name: str) -> dict[str, np.ndarray]:
+def check_sweep_values(values: Any) -> dict[str, np.ndarray]:
     """Raises unless `values` maps names to lists of numbers. Returns them as arrays."""
     if not isinstance(values, Mapping):
-        raise TypeError(f"`{name}` needs a dict from name to values, got {kind_text(values)}.")
+        raise TypeError(f"`{caller()}` needs a dict from name to values, got {kind_text(values)}.")
     if not values:
-        raise ValueError(f"`{name}` needs at least one name with values, got none.")
+        raise ValueError(f"`{caller()}` needs at least one name with values, got none.")
     arrays = {}
     for word, given in values.items():
-        array = as_numpy(given, word, name=name)
+        array = as_numpy(given, word)
         if array.dtype.kind not in "biuf":
             raise TypeError(
-                f"`{name}` needs numbers in `{word}`, because members of one ensemble differ only in arrays; got "
+                f"`{caller()}` needs numbers in `{word}`, because members of one ensemble differ only in arrays; got "
                 f"{given!r}.\nBuild one ensemble per choice."
             )
         if array.ndim == 0 or len(array) == 0:
-            raise ValueError(f"`{name}` needs a list of values in `{word}`, got {given!r}.")
-        check_integers_fit(array, argument=word, name=name)
+            raise ValueError(f"`{caller()}` needs a list of values in `{word}`, got {given!r}.")
+        check_integers_fit(array, argument=word)
         arrays[word] = array
     return arrays
 
 
-def check_lengths(arrays: Mapping[str, np.ndarray], *, name: str) -> None:
+def check_lengths(arrays: Mapping[str, np.ndarray]) -> None:
     """Raises unless all names have the same number of values."""
     if len({len(x) for x in arrays.values()}) > 1:
         listed = ", ".join(f"{len(x)} in `{word}`" for word, x in arrays.items())
         raise MemberMismatchError(
-            f"`{name}` needs one value per member in every name; got {listed}.\n"
+            f"`{caller()}` needs one value per member in every name; got {listed}.\n"
             "`sweep.grid` makes one member of every combination."
         )
 
 
-def check_ends(low: Any, high: Any, *, name: str, positive: bool = False) -> None:
+def check_ends(low: Any, high: Any, *, positive: bool = False) -> None:
     """Raises unless `low` and `high` are finite numbers in order, positive if asked."""
     for value in (low, high):
-        check_number(value, "low" if value is low else "high", name=name)
+        check_number(value, "low" if value is low else "high")
     if not low < high:
-        raise ValueError(f"`{name}` needs `low` below `high`, got {low} and {high}.")
+        raise ValueError(f"`{caller()}` needs `low` below `high`, got {low} and {high}.")
     if positive and low <= 0:
-        raise ValueError(f"`{name}` needs positive ends, because zero has no logarithm; got {low} and {high}.")
+        raise ValueError(f"`{caller()}` needs positive ends, because zero has no logarithm; got {low} and {high}.")
 
 
-def check_ranges(value: Any, *, name: str) -> None:
+def check_ranges(value: Any) -> None:
     """Raises unless `value` maps names to ranges."""
     if not isinstance(value, Mapping) or not value:
-        raise TypeError(f"`{name}` needs a dict from name to range, got {value!r}.")
+        raise TypeError(f"`{caller()}` needs a dict from name to range, got {value!r}.")
     for word, one in value.items():
         if not isinstance(one, AbstractRange):
-            raise TypeError(f"`{name}` needs a range in `{word}`, such as `sweep.LogUniform(1e-4, 1e-1)`, got {one!r}.")
+            raise TypeError(
+                f"`{caller()}` needs a range in `{word}`, such as `sweep.LogUniform(1e-4, 1e-1)`, got {one!r}."
+            )
 
 
-def check_schedule(value: Any, length: Any, new_length: Any, *, name: str) -> None:
+def check_schedule(value: Any, length: Any, new_length: Any) -> None:
     """Raises unless `value` is a function and both lengths are positive numbers."""
     if not callable(value):
-        raise TypeError(f"`{name}` needs a schedule, a function of a step; got {value!r}.")
-    if not check_number(length, "length", name=name) > 0:
-        raise ValueError(f"`{name}` needs the schedule's own length as a positive number, got {length!r}.")
+        raise TypeError(f"`{caller()}` needs a schedule, a function of a step; got {value!r}.")
+    if not check_number(length, "length") > 0:
+        raise ValueError(f"`{caller()}` needs the schedule's own length as a positive number, got {length!r}.")
     if not is_traced(new_length):
         found = np.asarray(new_length)
         if found.dtype.kind not in "iuf" or found.ndim or not 0 < found < math.inf:
-            raise ValueError(f"`{name}` needs `new_length` to be a positive number, got {new_length!r}.")
+            raise ValueError(f"`{caller()}` needs `new_length` to be a positive number, got {new_length!r}.")
 
 
 def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> dict[str, Shaped[Array, " members"]]:
@@ -158,9 +161,9 @@ def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> 
 
         Bergstra and Bengio, *Random Search for Hyper-Parameter Optimization*, JMLR 13, 2012.
     """
-    check_ranges(ranges, name="sweep.draw")
-    check_positive_int(num_members, "num_members", name="sweep.draw")
-    check_key(key, name="sweep.draw")
+    check_ranges(ranges)
+    check_positive_int(num_members, "num_members")
+    check_key(key)
     return {
         name: jnp.asarray([one.draw(g) for g in _keys.generators(key, num_members, purpose=f"sweep {name}")])
         for name, one in ranges.items()
@@ -184,7 +187,7 @@ def grid(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
     hyper["lr"].shape  # (6,): the last name varies fastest
     ```
     """
-    arrays = check_sweep_values(values, name="sweep.grid")
+    arrays = check_sweep_values(values)
     combinations = np.array(list(itertools.product(*(range(len(x)) for x in arrays.values()))))
     return {name: jnp.asarray(x[combinations[:, i]]) for i, (name, x) in enumerate(arrays.items())}
 
@@ -206,8 +209,8 @@ def zip_values(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..
     hyper = ee.sweep.zip_values({"lr": [1e-3, 1e-2, 1e-1], "clip": [1.0, 0.5, 0.1]})
     ```
     """
-    arrays = check_sweep_values(values, name="sweep.zip_values")
-    check_lengths(arrays, name="sweep.zip_values")
+    arrays = check_sweep_values(values)
+    check_lengths(arrays)
     return {name: jnp.asarray(x) for name, x in arrays.items()}
 
 
@@ -235,7 +238,7 @@ def rescale_schedule(schedule: Callable[[Any], Any], length: float | int, new_le
     )
     ```
     """
-    check_schedule(schedule, length, new_length, name="sweep.rescale_schedule")
+    check_schedule(schedule, length, new_length)
     return lambda step: schedule(step * (length / new_length))
 
 
@@ -252,7 +255,7 @@ class Uniform(AbstractRange):
     high: float
 
     def __post_init__(self) -> None:
-        check_ends(self.low, self.high, name="sweep.Uniform")
+        check_ends(self.low, self.high)
 
     def draw(self, generator: np.random.Generator) -> float:
         """Draws one value."""
@@ -276,7 +279,7 @@ class LogUniform(AbstractRange):
     high: float
 
     def __post_init__(self) -> None:
-        check_ends(self.low, self.high, name="sweep.LogUniform", positive=True)
+        check_ends(self.low, self.high, positive=True)
 
     def draw(self, generator: np.random.Generator) -> float:
         """Draws one value."""
@@ -299,7 +302,7 @@ class Choice(AbstractRange):
     values: Sequence[Any]
 
     def __post_init__(self) -> None:
-        check_sweep_values({"values": self.values}, name="sweep.Choice")
+        check_sweep_values({"values": self.values})
 
     def draw(self, generator: np.random.Generator) -> Any:
         """Draws one value."""

@@ -10,6 +10,7 @@ import numpy as np
 from .. import _keys
 from .. import tree as _tree
 from .._build import build
+from .._caller import caller
 from .._check import check_number, check_optional_function, is_key, is_member_array
 from .._ensemble import Ensemble, concatenate, stack
 from .._pytree import PyTree
@@ -87,10 +88,10 @@ def differ(name: str, ensemble: Ensemble) -> Check:
     return Check(name, None if first is None else "members {} and {} have the same arrays".format(*first))
 
 
-def raise_failures(checks: list[Check], name: str) -> list[Check]:
+def raise_failures(checks: list[Check]) -> list[Check]:
     """Returns the checks, or raises an error that lists them if one failed."""
     if any(check.problem is not None for check in checks):
-        raise AssertionError("\n".join([f"`{name}`:", *map(str, checks)]))
+        raise AssertionError("\n".join([f"`{caller()}`:", *map(str, checks)]))
     return checks
 
 
@@ -131,7 +132,7 @@ def check_ensemble(
     ```
     """
     _check_fn(fn, x)
-    check_number(rtol, "rtol", name="testing.check_ensemble", least=0)
+    check_number(rtol, "rtol", least=0)
     made = build(make, num_members, key=key)
     ensemble, state = made if isinstance(made, tuple) else (made, None)
     alone = [make(key) for key in _keys.member_keys(key, num_members)]
@@ -153,7 +154,7 @@ def check_ensemble(
     ]
     if x is not None:
         checks += _calls(ensemble, state, x, fn, rtol)
-    return raise_failures(checks, "testing.check_ensemble")
+    return raise_failures(checks)
 
 
 def _calls(ensemble: Ensemble, state: Any, x: PyTree, fn: Callable[..., Any] | None, rtol: float) -> list[Check]:
@@ -166,7 +167,6 @@ def _calls(ensemble: Ensemble, state: Any, x: PyTree, fn: Callable[..., Any] | N
 
 
 def _check_fn(fn: Any, x: PyTree) -> None:
-    name = "testing.check_ensemble"
-    check_optional_function(fn, "fn", name=name, example="lambda model, x: model(x)")
+    check_optional_function(fn, "fn", example="lambda model, x: model(x)")
     if fn is not None and x is None:
-        raise ValueError(f"`{name}` needs `x` with `fn`, which is called as `fn(model, x)`; got `x=None`.")
+        raise ValueError(f"`{caller()}` needs `x` with `fn`, which is called as `fn(model, x)`; got `x=None`.")

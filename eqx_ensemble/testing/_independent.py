@@ -13,6 +13,7 @@ from .. import tree as _tree
 from .._axes import Each
 from .._axes._check_rows import check_rows_of_data
 from .._build import build
+from .._caller import caller
 from .._check import check_number, check_positive_int, check_sequence, is_typed_key
 from .._promotion import standard_promotion
 from .._pytree import PyTree
@@ -55,7 +56,7 @@ class Alone:
         self._state, self._key = state, key
         transformation = optax.with_extra_args_support(resolve(optimiser, hyper))
         stateful = state is not None
-        named = {"hyper": hyper} if check_loss_signature(loss, stateful=stateful, hyper=hyper, name="fit") else {}
+        named = {"hyper": hyper} if check_loss_signature(loss, stateful=stateful, hyper=hyper) else {}
 
         def value(params: Any, state: Any, batch: Any, key: Any) -> tuple[Any, Any]:
             model = eqx.combine(params, self._frozen)
@@ -207,16 +208,15 @@ def check_independent(
     ee.testing.check_independent(make, loss, optax.adam(1e-3), data, steps=5, key=key)
     ```
     """
-    name = "testing.check_independent"
-    check_number(rtol, "rtol", name=name, least=0)
-    check_positive_int(steps, "steps", name=name)
-    check_optimiser(optimiser, hyper=hyper, name=name)
-    plans = [as_plan(plan) for plan in check_sequence(plans, "plans", name=name, of="plans")]
+    check_number(rtol, "rtol", least=0)
+    check_positive_int(steps, "steps")
+    check_optimiser(optimiser, hyper=hyper)
+    plans = [as_plan(plan) for plan in check_sequence(plans, "plans", of="plans")]
     made = build(make, num_members, key=key)
     ensemble, state = made if isinstance(made, tuple) else (made, None)
-    _check_no_each(data, name=name)
-    rows = check_rows_of_data(data, num_members, argument="data", name=name, finite=False)
-    size = check_batch_size(batch_size, rows, name=name)
+    _check_no_each(data)
+    rows = check_rows_of_data(data, num_members, argument="data", finite=False)
+    size = check_batch_size(batch_size, rows)
 
     begin = {"state": state, "hyper": hyper}
     in_order = {"batch_size": size, "order": "given"}
@@ -228,7 +228,7 @@ def check_independent(
     batches = [jax.tree.map(lambda x, i=i: x[i : i + size], data) for i in range(0, rows, size)]
     batches = [batches[i % len(batches)] for i in range(steps)]
     states = [None] * num_members if state is None else _tree.unstack(state)
-    hypers = [None] * num_members if hyper is None else _tree.unstack(hyper_arrays(hyper, num_members, name=name))
+    hypers = [None] * num_members if hyper is None else _tree.unstack(hyper_arrays(hyper, num_members))
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
     reference = Reference(
         [
@@ -254,13 +254,13 @@ def check_independent(
         held = eqx.Partial(lambda _, *args: loss(*args), jnp.zeros(()))
         ways["a loss that is a Module"] = train(ensemble, held, data, **begin, **in_order)
     else:
-        hyper = hyper_arrays(hyper, num_members, name=name)
+        hyper = hyper_arrays(hyper, num_members)
         others = jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), hyper)
         first = init(ensemble, optimiser, state=state, hyper=others, key=key)
         first = eqx.tree_at(lambda state: state.hyper, first, hyper)
         ways["hyper-parameters that were changed"] = train(first, loss, data, **in_order)
     checks += [reference.check(f"with {words}: trained together as alone", run, rtol) for words, run in ways.items()]
-    return raise_failures(checks, name)
+    return raise_failures(checks)
 
 
 def _refill(batches: list[PyTree]) -> Iterator[PyTree]:
@@ -277,7 +277,7 @@ def _with_nan(stacked: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.at[0].set(jnp.nan) if eqx.is_inexact_array(x) else x, stacked)
 
 
-def _check_no_each(data: PyTree, *, name: str) -> None:
+def _check_no_each(data: PyTree) -> None:
     is_each = lambda x: isinstance(x, Each)
     if any(map(is_each, jax.tree.leaves(data, is_leaf=is_each))):
-        raise TypeError(f"`{name}` trains all members on the same `data`: pass it without `Each`.")
+        raise TypeError(f"`{caller()}` trains all members on the same `data`: pass it without `Each`.")

@@ -35,7 +35,7 @@ def check_callbacks(callbacks: Any, every: Any) -> tuple[Callable[..., Any], ...
     if every is not None:
         if not callbacks:
             raise TypeError("`fit` takes `callback_every` with `callbacks=`.")
-        check_positive_int(every, "callback_every", name="fit")
+        check_positive_int(every, "callback_every")
     return tuple(callbacks)
 
 

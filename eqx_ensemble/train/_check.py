@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 
+from .._caller import caller
 from .._check import (
     array_leaves,
     check_counter,
@@ -43,34 +44,36 @@ def may_be_idle() -> bool:
 MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
 
 
-def check_no_transformation(*, name: str) -> None:
+def check_no_transformation() -> None:
     """Raises inside a transformation, where training cannot make decisions by concrete values."""
     if is_inside_transformation():
         raise TypeError(
-            f"`{name}` cannot run inside `jax.jit`, `jax.vmap`, `jax.grad` or another transformation: it makes "
+            f"`{caller()}` cannot run inside `jax.jit`, `jax.vmap`, `jax.grad` or another transformation: it makes "
             "decisions on the host. There, use `train.make_step` with `train.scan_steps`, or write the whole training "
             "of one member as a function for `map_members`."
         )
 
 
-def check_length(epochs: Any, steps: Any, *, name: str) -> None:
+def check_length(epochs: Any, steps: Any) -> None:
     """Raises unless exactly one of `epochs` and `steps` is given, as a count."""
     if (epochs is None) == (steps is None):
         got = "neither" if epochs is None else "both"
-        raise TypeError(f"`{name}` needs either `epochs` or `steps`, got {got}.")
+        raise TypeError(f"`{caller()}` needs either `epochs` or `steps`, got {got}.")
     if steps is None:
-        check_counter(epochs, "epochs", name=name)
+        check_counter(epochs, "epochs")
     else:
-        check_counter(steps, "steps", name=name)
+        check_counter(steps, "steps")
 
 
-def check_patience(value: Any, validation: Any, *, name: str) -> int | None:
+def check_patience(value: Any, validation: Any) -> int | None:
     """Raises unless `patience` is a count and comes with validation data. Returns it."""
     if value is None:
         return None
-    count = check_counter(value, "patience", name=name)
+    count = check_counter(value, "patience")
     if validation is None:
-        raise TypeError(f"`{name}` needs `validation=` data with `patience`: members stop by their validation scores.")
+        raise TypeError(
+            f"`{caller()}` needs `validation=` data with `patience`: members stop by their validation scores."
+        )
     return count
 
 
@@ -81,30 +84,28 @@ _NEEDS_VALIDATION = {
 }
 
 
-def check_mode(value: Any, *, name: str) -> None:
+def check_mode(value: Any) -> None:
     """Raises unless `value` is `"min"` or `"max"`."""
-    check_word(value, "mode", ("min", "max"), name=name)
+    check_word(value, "mode", ("min", "max"))
 
 
-def check_scoring(
-    score: Any, mode: Any, min_delta: Any, target: Any, validation: Any, *, name: str = "fit"
-) -> Literal["min", "max"]:
+def check_scoring(score: Any, mode: Any, min_delta: Any, target: Any, validation: Any) -> Literal["min", "max"]:
     """Raises for an invalid `mode` or `min_delta`, and for options without those they require. Returns the mode."""
     if mode is not None:
-        check_mode(mode, name=name)
-    check_number(min_delta, "min_delta", name=name, least=0)
+        check_mode(mode)
+    check_number(min_delta, "min_delta", least=0)
     for word, given in (("target", target is not None), ("score", score is not None), ("min_delta", min_delta != 0)):
         if given and validation is None:
-            raise TypeError(f"`{name}` needs `validation=` data with `{word}`: {_NEEDS_VALIDATION[word]}.")
+            raise TypeError(f"`{caller()}` needs `validation=` data with `{word}`: {_NEEDS_VALIDATION[word]}.")
     if score is not None and mode is None:
         raise TypeError(
-            f"`{name}` needs `mode` with `score`, because a score may be better when it is lower or when it is "
+            f"`{caller()}` needs `mode` with `score`, because a score may be better when it is lower or when it is "
             "higher.\n"
             'Pass `mode="min"` for an error, `mode="max"` for an accuracy.'
         )
     if score is None and mode == "max":
         raise TypeError(
-            f'`{name}` got `mode="max"` without `score`: validation scores are then the loss, which training '
+            f'`{caller()}` got `mode="max"` without `score`: validation scores are then the loss, which training '
             "minimises, and members would keep their worst weights.\n"
             'Pass `score=`, the function to maximise; or leave `mode="max"` out.'
         )
@@ -126,30 +127,32 @@ def check_one_pass(data: Any, epochs: Any) -> None:
     )
 
 
-def check_no_array_options(*, batch_size: Any, rows: Any, order: Any, scan: Any, name: str) -> None:
+def check_no_array_options(*, batch_size: Any, rows: Any, order: Any, scan: Any) -> None:
     """Raises if an option for data in arrays comes with an iterable of batches."""
     used = {"batch_size": batch_size is not None, "rows": rows is not None, "order": order != "each"}
     used["scan"] = scan is not None
     given = [f"`{word}`" for word, is_used in used.items() if is_used]
     if given:
-        raise TypeError(f"`{name}` takes {', '.join(given)} only for data in arrays, not for an iterable of batches.")
+        raise TypeError(
+            f"`{caller()}` takes {', '.join(given)} only for data in arrays, not for an iterable of batches."
+        )
 
 
-def check_same_structure(validation: Any, data: Any, *, name: str = "fit") -> None:
+def check_same_structure(validation: Any, data: Any) -> None:
     """Raises unless validation data have the structure of the training data."""
     expected, got = jax.tree.structure(data), jax.tree.structure(validation)
     if expected != got:
         raise TypeError(
-            f"`{name}` needs `validation` with the structure of `data`, because the loss takes both; expected "
+            f"`{caller()}` needs `validation` with the structure of `data`, because the loss takes both; expected "
             f"{expected}, got {got}.\nPass both as `(x, y)`; or give a `score` of its own."
         )
 
 
-def check_hyper_used(optimiser: Any, *, wants_hyper: bool, name: str) -> None:
+def check_hyper_used(optimiser: Any, *, wants_hyper: bool) -> None:
     """Raises unless the optimiser or the loss uses the hyper-parameters."""
     if isinstance(optimiser, optax.GradientTransformation) and not wants_hyper:
         raise TypeError(
-            f"`{name}` got `hyper`, but nothing uses it.\n"
+            f"`{caller()}` got `hyper`, but nothing uses it.\n"
             "Pass the optimiser as a function, `lambda h: optax.adam(h['lr'])`, or name a loss parameter `hyper`."
         )
 
@@ -163,51 +166,53 @@ def check_some_training(training: np.ndarray, *, ids: np.ndarray) -> None:
         )
 
 
-def check_optimiser_kind(value: Any, *, name: str) -> None:
+def check_optimiser_kind(value: Any) -> None:
     """Raises unless `value` is an optax optimiser or a function."""
     if isinstance(value, optax.GradientTransformation):
         return
     if isinstance(value, optax.MultiSteps):
-        raise TypeError(f"`{name}` needs an optax optimiser, got a MultiSteps.\n{MULTI_STEPS}")
+        raise TypeError(f"`{caller()}` needs an optax optimiser, got a MultiSteps.\n{MULTI_STEPS}")
     if not callable(value):
         arrays = len(array_leaves(value))
         if arrays:
             raise TypeError(
-                f"`{name}` needs an optax optimiser, got {kind_text(value)} of {arrays} arrays: an optimiser's state?\n"
-                "Pass the optimiser itself, such as `optax.adam(1e-3)`; its state is made for every member."
+                f"`{caller()}` needs an optax optimiser, got {kind_text(value)} of {arrays} arrays: an optimiser's "
+                "state?\nPass the optimiser itself, such as `optax.adam(1e-3)`; its state is made for every member."
             )
-        raise TypeError(f"`{name}` needs an optax optimiser, got {leaf_text(value)}.")
+        raise TypeError(f"`{caller()}` needs an optax optimiser, got {leaf_text(value)}.")
 
 
-def check_optimiser(value: Any, *, hyper: Any, name: str, hyper_of: str | None = None) -> None:
+def check_optimiser(value: Any, *, hyper: Any, hyper_of: str | None = None) -> None:
     """Raises unless `value` is an optax optimiser, or with `hyper` (of `hyper_of`) a function that makes one."""
-    check_optimiser_kind(value, name=name)
+    check_optimiser_kind(value)
     if isinstance(value, optax.GradientTransformation):
         return
     if hyper is None:
         named = getattr(value, "__name__", type(value).__name__)
         raise TypeError(
-            f"`{name}` needs an optax optimiser, got the function `{named}`.\n"
+            f"`{caller()}` needs an optax optimiser, got the function `{named}`.\n"
             f"Call it first, for example `optax.adam(1e-3)`; or pass `hyper=`{f' to `{hyper_of}`' if hyper_of else ''} "
             f"if `{named}` makes an optimiser from each member's hyper-parameters."
         )
 
 
-def check_limit(value: Any, argument: str, num_members: int, *, name: str, whole: bool = False) -> np.ndarray | None:
+def check_limit(value: Any, argument: str, num_members: int, *, whole: bool = False) -> np.ndarray | None:
     """Raises unless `value` is a number or one per member, positive except for `target`. Returns it as `(members,)`."""
     if value is None:
         return None
-    numbers = as_numpy(value, argument, name=name)
+    numbers = as_numpy(value, argument)
     if numbers.shape not in ((), (num_members,)) or numbers.dtype.kind not in ("iu" if whole else "iuf"):
         kind = "an integer" if whole else "a number"
-        raise TypeError(f"`{name}` needs `{argument}` to be {kind}, or one per member ({num_members},), got {value!r}.")
+        raise TypeError(
+            f"`{caller()}` needs `{argument}` to be {kind}, or one per member ({num_members},), got {value!r}."
+        )
     if not np.isfinite(numbers).all() or (argument != "target" and (numbers <= 0).any()):
         raise ValueError(
-            f"`{name}` needs `{argument}` to be {'finite' if argument == 'target' else 'positive'}, got {value!r}."
+            f"`{caller()}` needs `{argument}` to be {'finite' if argument == 'target' else 'positive'}, got {value!r}."
         )
     if whole and (numbers > MOST_STEPS).any():
         raise ValueError(
-            f"`{name}` needs `{argument}` of at most {MOST_STEPS}, because compiled programs count in 32 bits; got "
+            f"`{caller()}` needs `{argument}` of at most {MOST_STEPS}, because compiled programs count in 32 bits; got "
             f"{value!r}."
         )
     return np.broadcast_to(numbers, (num_members,))
@@ -218,4 +223,4 @@ def check_revive(make: Any, perturb: Any, most: Any) -> None:
     for argument, value in (("make", make), ("perturb", perturb)):
         if value is not None and not callable(value):
             raise TypeError(f"`train.Revive` needs `{argument}` to be a function, got {value!r}.")
-    check_positive_int(most, "most", name="train.Revive")
+    check_positive_int(most, "most")

@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 
 from .._axes._check_rows import not_finite_text
+from .._caller import caller
 from .._check import (
     check_counter,
     check_flag,
@@ -69,95 +70,99 @@ def undefined_scores_message(ids: Any, undefined: np.ndarray, steps: np.ndarray)
     )
 
 
-def excluded_message(ids: Any, healthy: Any, *, name: str) -> str:
+def excluded_message(ids: Any, healthy: Any) -> str:
     """The warning, or the error, that diverged members are excluded from predictions."""
     if not healthy.any():
-        return f"`{name}` cannot predict: all {len(ids)} members diverged."
-    return f"`{name}` excludes {len(ids)} member(s) that diverged: {', '.join(map(str, ids.tolist()))}."
+        return f"`{caller()}` cannot predict: all {len(ids)} members diverged."
+    return f"`{caller()}` excludes {len(ids)} member(s) that diverged: {', '.join(map(str, ids.tolist()))}."
 
 
-def check_run_weights(weights: Any, healthy: np.ndarray, combine: Any, *, name: str) -> np.ndarray | None:
+def check_run_weights(weights: Any, healthy: np.ndarray, combine: Any) -> np.ndarray | None:
     """Raises for invalid weights. Returns those of the healthy members, normalised to sum to 1."""
     if weights is None:
         return None
     if combine is None:
-        raise TypeError(f"`{name}` needs `combine=` with `weights`: weights have no effect without `combine`.")
+        raise TypeError(f"`{caller()}` needs `combine=` with `weights`: weights have no effect without `combine`.")
     if np.ndim(weights) > 1:
         raise ValueError(
-            f"`{name}` needs one weight per member: expected shape ({len(healthy)},), got {np.shape(weights)}.\n"
+            f"`{caller()}` needs one weight per member: expected shape ({len(healthy)},), got {np.shape(weights)}.\n"
             "For weights of each row: `ee.predict(run.ensemble, x, combine=..., weights=weights)`, with zeros for the "
             "members that diverged."
         )
-    check_weight_count(weights, len(healthy), name=name)
-    check_nonnegative_weights(name, weights, mask=healthy, all_zero=False)
-    kept = as_numpy(weights, "weights", name=name).astype(float)[healthy]
+    check_weight_count(weights, len(healthy))
+    check_nonnegative_weights(weights, mask=healthy, all_zero=False)
+    kept = as_numpy(weights, "weights").astype(float)[healthy]
     return kept / kept.sum() if kept.size else kept
 
 
-def check_no_state(state: Any, *, name: str) -> None:
+def check_no_state(state: Any) -> None:
     """Raises if members have a state that is not selected with them."""
     if state is not None:
         raise TypeError(
-            f"`{name}` returns members without their states, which would stay in another order.\n"
+            f"`{caller()}` returns members without their states, which would stay in another order.\n"
             "Get both: `ensemble, state = run.best_with_state(...)`."
         )
 
 
-def check_has_state(state: Any, *, name: str) -> None:
+def check_has_state(state: Any) -> None:
     """Raises if members have no state."""
     if state is None:
-        raise TypeError(f"`{name}` is for members with an `equinox.nn.State`; these have none: use `run.best(...)`.")
+        raise TypeError(
+            f"`{caller()}` is for members with an `equinox.nn.State`; these have none: use `run.best(...)`."
+        )
 
 
-def check_ranking_mode(by: Any, mode: Any, *, default: Mode, name: str) -> Mode:
+def check_ranking_mode(by: Any, mode: Any, *, default: Mode) -> Mode:
     """Raises unless the direction of the scores is known. Returns the mode."""
     if by is not None and mode is None:
         raise TypeError(
-            f"`{name}` needs `mode` with `by`, because a score may be better when it is lower or when it is higher.\n"
+            f"`{caller()}` needs `mode` with `by`, because a score may be better when it is lower or when it is "
+            "higher.\n"
             'Pass `mode="min"` for an error, `mode="max"` for an accuracy.'
         )
     if mode is not None:
-        check_mode(mode, name=name)
+        check_mode(mode)
     if by is None and mode not in (None, default):
         raise ValueError(
-            f"`{name}` ranks by `best_score`, whose `mode` was {default!r} in `fit`; got `mode={mode!r}`.\n"
+            f"`{caller()}` ranks by `best_score`, whose `mode` was {default!r} in `fit`; got `mode={mode!r}`.\n"
             "Leave `mode` out, or pass the scores to rank by as `by`."
         )
     return default if mode is None else mode
 
 
-def check_scores_to_rank(scores: Any, num_members: int, *, name: str) -> np.ndarray:
+def check_scores_to_rank(scores: Any, num_members: int) -> np.ndarray:
     """Raises unless there is a score for every member. Returns them as an array."""
     if scores is None:
-        raise TypeError(f"`{name}` needs scores to rank members by: train with `validation=` data, or pass `by=`.")
+        raise TypeError(f"`{caller()}` needs scores to rank members by: train with `validation=` data, or pass `by=`.")
     if isinstance(scores, str):
-        raise TypeError(f"`{name}` needs one score per member in `by`, got {scores!r}: pass the scores themselves.")
-    scores = np.asarray(from_foreign(scores, "by", name=name), float)
+        raise TypeError(f"`{caller()}` needs one score per member in `by`, got {scores!r}: pass the scores themselves.")
+    scores = np.asarray(from_foreign(scores, "by"), float)
     if scores.shape != (num_members,):
-        raise ValueError(f"`{name}` needs one score per member in `by`: expected ({num_members},), got {scores.shape}.")
+        raise ValueError(
+            f"`{caller()}` needs one score per member in `by`: expected ({num_members},), got {scores.shape}."
+        )
     return scores
 
 
-def check_num_ranked(count: Any, available: int, *, name: str) -> None:
+def check_num_ranked(count: Any, available: int) -> None:
     """Raises if `count` exceeds the number of members with a score."""
-    check_positive_int(count, "count", name=name)
+    check_positive_int(count, "count")
     if count > available:
         raise ValueError(
-            f"`{name}` needs `count` of at most {available}, the number of healthy members with a score; got {count}."
+            f"`{caller()}` needs `count` of at most {available}, the number of healthy members with a score; got "
+            f"{count}."
         )
 
 
-def check_choices(
-    *, has_aux: Any, progress: Any, scan: Any, score: Any, order: Any, how: Any, name: str = "fit"
-) -> None:
+def check_choices(*, has_aux: Any, progress: Any, scan: Any, score: Any, order: Any, how: Any) -> None:
     """Raises for invalid flags, functions and strings among the options of `fit`."""
-    check_flag(has_aux, "has_aux", name=name)
-    check_optional_flag(progress, "progress", name=name)
-    check_optional_flag(scan, "scan", name=name)
-    check_optional_function(score, "score", name=name, example="lambda model, batch, key: ...")
-    check_word(order, "order", ORDERS, name=name)
+    check_flag(has_aux, "has_aux")
+    check_optional_flag(progress, "progress")
+    check_optional_flag(scan, "scan")
+    check_optional_function(score, "score", example="lambda model, batch, key: ...")
+    check_word(order, "order", ORDERS)
     if not isinstance(how, Revive):
-        check_word(how, "on_diverge", ("freeze", "revive", "raise"), name=name)
+        check_word(how, "on_diverge", ("freeze", "revive", "raise"))
 
 
 def check_outcome(
@@ -203,13 +208,13 @@ def warn_of_undefined_scores(run: Any, validated: list[int]) -> None:
         warn(undefined_scores_message(ids, undefined, steps))
 
 
-def check_history(history: Any, *, name: str = "fit") -> Windows:
+def check_history(history: Any) -> Windows:
     """Raises for an invalid `history`. Returns the windows of steps whose last outputs are recorded."""
     if isinstance(history, str) and history in ("all", "last"):
         return Windows(1 if history == "all" else None)
     if isinstance(history, str) or history is None:
         raise ValueError(
-            f"`{name}` needs `history` to be 'all', 'last' or a number of steps, got {history!r}.\n"
+            f"`{caller()}` needs `history` to be 'all', 'last' or a number of steps, got {history!r}.\n"
             "A number `n` records the losses of every `n`-th step."
         )
-    return Windows(check_counter(history, "history", name=name))
+    return Windows(check_counter(history, "history"))

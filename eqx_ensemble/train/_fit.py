@@ -323,15 +323,15 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     """
     if isinstance(ensemble, Group | GroupRun):
         return fit_parts(fit, ensemble, {name: value for name, value in locals().items() if name != "ensemble"})
-    check_no_transformation(name="fit")
+    check_no_transformation()
     optimiser = as_hashable(optimiser)
-    data = from_foreign_tree(data, "data", name="fit")
+    data = from_foreign_tree(data, "data")
     plan = as_plan(plan)
     how = Revive() if isinstance(on_diverge, str) and on_diverge == "revive" else on_diverge
     check_choices(has_aux=has_aux, progress=progress, scan=scan, score=score, order=order, how=how)
     windows = check_history(history)
-    check_length(epochs, steps, name="fit")
-    most_waits = check_patience(patience, validation, name="fit")
+    check_length(epochs, steps)
+    most_waits = check_patience(patience, validation)
     mode = check_scoring(score, mode, min_delta, target, validation)
     if is_batches(data):
         check_one_pass(data, epochs)
@@ -347,14 +347,14 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     first = start.state
     limits = make_limits(max_steps, target, first.num_members, min_delta=float(min_delta))
     limits = limits if layout is None else shard_members(limits, layout)
-    max_seconds = check_limit(max_seconds, "max_seconds", first.num_members, name="fit")
+    max_seconds = check_limit(max_seconds, "max_seconds", first.num_members)
     losses = make_losses(first, loss, score, has_aux=has_aux, has_validation=has_validation)
     program = Program(
         losses[0], optimiser, plan, layout, losses[1], most_waits, halts=isinstance(how, Revive), windows=windows,
         program_key=program_key((losses, optimiser, plan, first)),
     )  # fmt: skip
     if first.fixed.hyper is not None:
-        check_hyper_used(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses), name="fit")
+        check_hyper_used(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses))
     source = make_source(
         data, start.state, rows=rows, order=order, batch_size=batch_size, scan=scan, layout=layout, key=key
     )

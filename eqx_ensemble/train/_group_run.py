@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int8
 
 from .. import _axes, tree
+from .._caller import caller
 from .._check import array_leaves, kind_text
 from .._ensemble import Group
 from .._ensemble._concatenate import (
@@ -89,56 +90,56 @@ def _at_steps(curves: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.nda
     return found
 
 
-def check_runs(runs: Any, *, name: str) -> dict[str, Run[Any]]:
+def check_runs(runs: Any) -> dict[str, Run[Any]]:
     """Raises unless `runs` are runs of `fit` by the names of their parts. Returns them as a dict."""
     if not isinstance(runs, Mapping) or not runs:
-        raise TypeError(f"`{name}` needs a dict from the names of parts to their runs, got {kind_text(runs)}.")
-    check_part_names(runs, name=name)
+        raise TypeError(f"`{caller()}` needs a dict from the names of parts to their runs, got {kind_text(runs)}.")
+    check_part_names(runs)
     for part, run in runs.items():
         if not isinstance(run, Run):
-            raise TypeError(f"`{name}` needs runs of `fit`, got {kind_text(run)} for the part {part!r}.")
+            raise TypeError(f"`{caller()}` needs runs of `fit`, got {kind_text(run)} for the part {part!r}.")
     return dict(runs)
 
 
-def check_one_mode(runs: Mapping[str, Run[Any]], *, by: Any, name: str) -> Mode:
+def check_one_mode(runs: Mapping[str, Run[Any]], *, by: Any) -> Mode:
     """Raises if members are ranked by scores of different modes. Returns the mode."""
     modes: dict[Mode, str] = {run.mode: part for part, run in runs.items() if run.selection is not None}
     if by is None and len(modes) > 1:
         listed = " and ".join(f"{mode!r} of `{part}`" for mode, part in modes.items())
         raise ValueError(
-            f"`{name}` needs validation scores of one `mode`, got {listed}.\n"
+            f"`{caller()}` needs validation scores of one `mode`, got {listed}.\n"
             "Pass one score for each member: `by=scores, mode=...`."
         )
     return next(iter(modes)) if modes else "min"
 
 
-def check_no_states(runs: Mapping[str, Run[Any]], *, name: str) -> None:
+def check_no_states(runs: Mapping[str, Run[Any]]) -> None:
     """Raises if members have states that are not selected with them."""
     stateful = [part for part, run in runs.items() if run.state is not None]
     if stateful:
         raise TypeError(
-            f"`{name}` returns members without their states, and those of {stateful[0]!r} have some.\n"
+            f"`{caller()}` returns members without their states, and those of {stateful[0]!r} have some.\n"
             f"Get both from a part: `ensemble, state = run.runs[{stateful[0]!r}].best_with_state(...)`."
         )
 
 
-def check_data_of_parts(data: Any, parts: Iterable[str], *, name: str) -> None:
+def check_data_of_parts(data: Any, parts: Iterable[str]) -> None:
     """Raises if an iterable of batches that all parts use can be iterated only once."""
     if iter(data) is data:
         listed = ", ".join(f"{part!r}: ..." for part in parts)
         raise TypeError(
-            f"`{name}` trains the parts of a group one after another, and {kind_text(data)} can be iterated only once."
-            "\nPass what can be iterated again, such as a loader or a list, or an iterator for each part: "
+            f"`{caller()}` trains the parts of a group one after another, and {kind_text(data)} can be iterated only "
+            "once.\nPass what can be iterated again, such as a loader or a list, or an iterator for each part: "
             f"`{{{listed}}}`."
         )
 
 
-def check_folder_of_parts(checkpoint: Any, *, name: str) -> None:
+def check_folder_of_parts(checkpoint: Any) -> None:
     """Raises for one `Checkpoints` for all parts; a path or a dict is accepted."""
     if isinstance(checkpoint, Checkpoints):
         raise TypeError(
-            f"`{name}` needs a folder as `checkpoint` for a group, in which each part has a folder; one `Checkpoints` "
-            "is for one run.\nPass a path, or a dict with `Checkpoints` for each part."
+            f"`{caller()}` needs a folder as `checkpoint` for a group, in which each part has a folder; one "
+            "`Checkpoints` is for one run.\nPass a path, or a dict with `Checkpoints` for each part."
         )
 
 
@@ -184,9 +185,9 @@ class GroupRun(eqx.Module):
     order: tuple[int, ...]
 
     def __init__(self, runs: Mapping[str, Run[Any]], *, order: Sequence[int] | None = None) -> None:
-        given = check_runs(runs, name="GroupRun")
+        given = check_runs(runs)
         parts = {part: run.ensemble for part, run in given.items()}
-        check_distinct_parts(parts, name="GroupRun", fix="Build each ensemble with its own before training: ")
+        check_distinct_parts(parts, fix="Build each ensemble with its own before training: ")
         self.order = Group(parts, order=order).order
         self.runs = {part: given[part] for part in sorted(given)}
 
@@ -240,10 +241,10 @@ class GroupRun(eqx.Module):
         **Raises:** [`eqx_ensemble.train.DivergedError`][] if all members diverged, or with `strict` if any did; and as
         [`eqx_ensemble.Run.predict`][].
         """
-        name, healthy = "GroupRun.predict", self.status != Status.DIVERGED
-        weights = check_run_weights(weights, healthy, combine, name=name)
+        healthy = self.status != Status.DIVERGED
+        weights = check_run_weights(weights, healthy, combine)
         if not healthy.all():
-            message = excluded_message(np.asarray(self.group.ids)[~healthy], healthy, name=name)
+            message = excluded_message(np.asarray(self.group.ids)[~healthy], healthy)
             if strict or not healthy.any():
                 raise DivergedError(message, self)
             warn(message)
@@ -266,8 +267,8 @@ class GroupRun(eqx.Module):
         **Raises:** as [`eqx_ensemble.Run.best`][]; `ValueError` if the validation scores of the parts have different
         modes.
         """
-        check_no_states(self.runs, name="GroupRun.best")
-        return self.group[rank_members(_Ranks(self, by), count, by, mode, name="GroupRun.best")]
+        check_no_states(self.runs)
+        return self.group[rank_members(_Ranks(self, by), count, by, mode)]
 
     def table(self, *, as_frame: bool = False) -> Any:
         """A table of one row per member: id, part, hyper-parameters, scores, status.
@@ -295,7 +296,7 @@ class _Ranks:
         )
         self.best_score = None if joined is None else joined[np.asarray(run.order)]
         self.status = run.status
-        self.mode = check_one_mode(run.runs, by=by, name="GroupRun.best")
+        self.mode = check_one_mode(run.runs, by=by)
 
 
 def _state_of(run: Run[Any]) -> Any:
@@ -303,7 +304,6 @@ def _state_of(run: Run[Any]) -> Any:
     return run.state if healthy.all() or not array_leaves(run.state) else tree.take(run.state, healthy)
 
 
-_NAME = "fit"
 _NUMBERS = ("target", "max_steps", "max_seconds")
 _DATA = ("data", "validation")
 _BY_PART = {
@@ -362,23 +362,23 @@ def _of_parts(group: Group, name: str, value: Any) -> dict[str, Any]:
     if name == "hyper":
         own = tree_by_part(value, group.parts)
         if own is None and value is not None:
-            value = hyper_arrays(value, group.num_members, name=_NAME)
-        return members_by_part(group, value, name, name=_NAME) if own is None else own
+            value = hyper_arrays(value, group.num_members)
+        return members_by_part(group, value, name) if own is None else own
     if name == "rows":
         if value is not None and tree_by_part(value, group.parts) is None:
-            value = as_numpy(_axes.map_each(lambda rows: rows, value), name, name=_NAME)
-        return members_by_part(group, value, name, name=_NAME)
+            value = as_numpy(_axes.map_each(lambda rows: rows, value), name)
+        return members_by_part(group, value, name)
     if name == "state":
-        return states_by_part(value, group.parts, name=_NAME)
+        return states_by_part(value, group.parts)
     if name == "trainable":
         return tree_by_part(value, group.parts) or dict.fromkeys(group.parts, value)
     if name == "checkpoint" and value is not None and not isinstance(value, Mapping):
-        check_folder_of_parts(value, name=_NAME)
+        check_folder_of_parts(value)
         if isinstance(value, str | os.PathLike):
             return {part: as_path(value) / part for part in group.parts}
     if name in _NUMBERS:
-        return numbers_by_part(group, value, name, name=_NAME)
-    return by_part(value, group.parts, name, name=_NAME) if name in _BY_PART else dict.fromkeys(group.parts, value)
+        return numbers_by_part(group, value, name)
+    return by_part(value, group.parts, name) if name in _BY_PART else dict.fromkeys(group.parts, value)
 
 
 def _data_of_parts(group: Group, name: str, value: Any) -> dict[str, Any]:
@@ -386,6 +386,6 @@ def _data_of_parts(group: Group, name: str, value: Any) -> dict[str, Any]:
     if own is not None or value is None:
         return dict.fromkeys(group.parts) if own is None else own
     if is_batches(value):
-        check_data_of_parts(value, group.parts, name=_NAME)
+        check_data_of_parts(value, group.parts)
         return dict.fromkeys(group.parts, value)
-    return data_by_part(group, from_foreign_tree(value, name, name=_NAME), name=_NAME)
+    return data_by_part(group, from_foreign_tree(value, name))

@@ -26,15 +26,15 @@ from ._check_member import check_followed, check_hyper, check_hyper_structure, c
 from .compiled._optimiser import Optimiser, init_member, update_alone
 
 
-def hyper_arrays(hyper: PyTree, num_members: int, *, name: str) -> PyTree:
+def hyper_arrays(hyper: PyTree, num_members: int) -> PyTree:
     """Converts hyper-parameters, also lists of numbers, to JAX arrays `(members, ...)`, and checks them."""
     keyed, treedef = jax.tree_util.tree_flatten_with_path(
         _axes.map_each(lambda value: value, hyper), is_leaf=lambda x: isinstance(x, list)
     )
     path_of = lambda path: f"hyper{jax.tree_util.keystr(path)}"
-    arrays = [_axes.as_array(values, path=path_of(path), name=name) for path, values in keyed]
+    arrays = [_axes.as_array(values, path=path_of(path)) for path, values in keyed]
     hyper = jax.tree.unflatten(treedef, arrays)
-    check_hyper(hyper, num_members, name=name)
+    check_hyper(hyper, num_members)
     return hyper
 
 
@@ -43,15 +43,13 @@ def change_hyper(
     fn: Callable[[PyTree, Key[Array, ""]], PyTree],
     members: np.ndarray,
     keys: Key[Array, " chosen"],
-    *,
-    name: str,
 ) -> PyTree:
     """Replaces the hyper-parameters of the chosen members by `fn(hyper, key)` of their own."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(np.array, to_host(hyper)))
     for member, key in zip(members.tolist(), keys, strict=True):
         own = jax.tree.unflatten(treedef, [jnp.asarray(x[member]) for x in leaves])
         new = fn(own, key)
-        check_same_hyper(own, new, name=name)
+        check_same_hyper(own, new)
         for x, y in zip(leaves, jax.tree.leaves(new), strict=True):
             x[member] = y
     return jax.tree.unflatten(treedef, [jnp.asarray(x) for x in leaves])
@@ -73,7 +71,7 @@ def filter_hyper(hyper: PyTree, is_used: tuple[bool, ...]) -> PyTree:
     return jax.tree.unflatten(treedef, kept) if any(is_used) else None
 
 
-def follow_hyper(state: S, optimiser: Optimiser, *, name: str) -> S:
+def follow_hyper(state: S, optimiser: Optimiser) -> S:
     """A training state whose optimiser state is made with the current hyper-parameters.
 
     Leaves of the optimiser state that still have the value that `init` gave them are computed again. Others have
@@ -84,12 +82,12 @@ def follow_hyper(state: S, optimiser: Optimiser, *, name: str) -> S:
     if fixed.opt_hyper is None:
         return state
     is_none = lambda x: x is None
-    check_hyper_structure(fixed.opt_hyper, fixed.hyper, name=name)
+    check_hyper_structure(fixed.opt_hyper, fixed.hyper)
     now = jax.tree.map(lambda old, new: None if old is None else new, fixed.opt_hyper, fixed.hyper, is_leaf=is_none)
     pairs = list(zip(jax.tree.leaves(fixed.opt_hyper), jax.tree.leaves(now), strict=True))
     if all(old is new for old, new in pairs):  # as in every step of a loop, which then waits for nothing
         return state
-    check_state_arrays(state, name=name)
+    check_state_arrays(state)
     followed = dataclasses.replace(fixed, opt_hyper=now)
     concrete = not any(map(is_traced, jax.tree.leaves((moving, fixed))))
     if concrete and all(np.array_equal(to_host(old), to_host(new)) for old, new in pairs):
@@ -99,7 +97,7 @@ def follow_hyper(state: S, optimiser: Optimiser, *, name: str) -> S:
     if concrete and any(x.any() for x in to_host(jax.tree.leaves(kept))):
         sources = _sources(optimiser, moving.params, fixed.hyper, ids)
         unused = _unused_in_update(optimiser, moving, fixed.hyper, ids)
-        check_followed(before, fixed.hyper, to_host(kept), sources, unused, ids=to_host(ids), name=name)
+        check_followed(before, fixed.hyper, to_host(kept), sources, unused, ids=to_host(ids))
     moving = dataclasses.replace(moving, opt_state=opt_state)
     return dataclasses.replace(state, moving=moving, fixed=followed)  # pyright: ignore[reportArgumentType]
 

@@ -143,9 +143,9 @@ def revive(
     ```
     """
     check_train_state(state)
-    check_state_arrays(state, name="train.revive")
-    check_optimiser_kind(optimiser, name="train.revive")
-    check_key(key, name="train.revive")
+    check_state_arrays(state)
+    check_optimiser_kind(optimiser)
+    check_key(key)
     if not isinstance(how, Revive | None):
         raise TypeError(f"`train.revive` needs `how` to be a `Revive`, got {kind_text(how)}.")
     lost = np.flatnonzero(to_host(state.moving.status) == Status.DIVERGED)
@@ -161,7 +161,7 @@ def revive_members(
 ) -> tuple[MemberState, MemberConstants, list[Revival]]:
     """Revives the members at the indices `lost`; `times` makes the random keys of a member's revivals distinct."""
     ids = to_host(state.ids)
-    keys = _own_keys(_keys.root(key, name="revive"), ids[lost], times)
+    keys = _own_keys(_keys.root(key), ids[lost], times)
     names, step = ids.tolist(), int(state.step)
     if how.make is not None:
         moving, fixed = _from_scratch(state, optimiser, how, how.make, lost, keys)
@@ -178,7 +178,7 @@ def revive_members(
 def _follow(
     state: TrainState, moving: MemberState, fixed: MemberConstants, optimiser: Optimiser
 ) -> tuple[MemberState, MemberConstants]:
-    after = follow_hyper(TrainState(moving, fixed, state.shared, state.ids, state.step), optimiser, name="Revive")
+    after = follow_hyper(TrainState(moving, fixed, state.shared, state.ids, state.step), optimiser)
     return after.moving, after.fixed
 
 
@@ -231,7 +231,7 @@ def _from_scratch(
     new, model_state = made if isinstance(made, tuple) else (made, None)
     before = state.ensemble[lost]
     own = _with_numbers_of(before, new)
-    compare_trees([before[0], own[0]], name="Revive(make)")
+    compare_trees([before[0], own[0]])
     params = _as_in(moving.params, new, len(lost))
     frozen = _as_in(fixed.frozen, own, len(lost))
     hyper = _perturb(fixed.hyper, how, lost, keys)
@@ -283,7 +283,7 @@ def _perturb(hyper: PyTree, how: Revive, lost: np.ndarray, keys: Key[Array, " lo
     if hyper is None or how.perturb is None:
         return hyper
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 1)
-    return change_hyper(hyper, how.perturb, lost, keys, name="Revive(perturb=...)")
+    return change_hyper(hyper, how.perturb, lost, keys)
 
 
 def _own_keys(key: Key[Array, ""], ids: np.ndarray, times: np.ndarray) -> Key[Array, " lost"]:

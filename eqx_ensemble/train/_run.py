@@ -10,6 +10,7 @@ from jaxtyping import Float, Int, Int8
 
 from .. import _axes, tree
 from .._axes._check_rows import check_rows_of_data
+from .._caller import caller
 from .._check import is_traced, missing_extra_message
 from .._ensemble import Ensemble, M
 from .._foreign import from_foreign_tree
@@ -78,7 +79,7 @@ def _scores(run: "Run[Any]", ids: np.ndarray) -> list[str]:
         low, high = loss.min(), loss.max()
         lines.append(f"  loss     {low:.4g}" + ("" if low == high else f" to {high:.4g}"))
     if run.best_score is not None and run.best_step is not None and np.isfinite(run.best_score[healthy]).any():
-        best = int(rank_members(run, 1, name="Run.best")[0])
+        best = int(rank_members(run, 1)[0])
         lines.append(f"  best     {run.best_score[best]:.4g} by id {ids[best]} after {run.best_step[best]} steps")
     return lines
 
@@ -119,51 +120,51 @@ def check_drawn_rows(drawn: Any, rows: Any) -> Any:
     return rows if drawn is None else drawn
 
 
-def check_fold_count(num_folds: int, num_members: int, *, name: str) -> None:
+def check_fold_count(num_folds: int, num_members: int) -> None:
     """Raises unless there is one fold per member."""
     if num_folds != num_members:
-        raise ValueError(f"`{name}` needs one fold per member, got {num_folds} folds and {num_members} members.")
+        raise ValueError(f"`{caller()}` needs one fold per member, got {num_folds} folds and {num_members} members.")
 
 
-def check_no_copies(revived: list[Any], *, name: str) -> None:
+def check_no_copies(revived: list[Any]) -> None:
     """Raises if a member became a copy of another, and so was trained on the rows of both."""
     copied = [event for event in revived if event.donor is not None]
     if copied:
         words = ", ".join(f"{event.member} of {event.donor}" for event in copied)
         raise ValueError(
-            f"`{name}` cannot determine the training rows: diverged members were revived as copies of others "
+            f"`{caller()}` cannot determine the training rows: diverged members were revived as copies of others "
             f"({words}), which were trained on other rows.\nRe-initialise diverged members, with "
             "`on_diverge=train.Revive(make)`, or freeze them."
         )
 
 
-def check_rows_of_folds(num_rows: int, folds: Any, rows: Any, *, name: str) -> None:
+def check_rows_of_folds(num_rows: int, folds: Any, rows: Any) -> None:
     """Raises unless the folds match the data and no member was trained on rows of its test fold."""
     expected = folds.in_test.shape[1]
     if num_rows != expected:
-        raise ValueError(f"`{name}` needs all rows of the data of the folds: expected {expected}, got {num_rows}.")
+        raise ValueError(f"`{caller()}` needs all rows of the data of the folds: expected {expected}, got {num_rows}.")
     if rows is None:
         return
     for member, (seen, tested) in enumerate(zip(np.asarray(rows), np.asarray(folds.in_test), strict=True)):
         if tested[seen].any():
             raise ValueError(
-                f"`{name}` needs the folds that were passed to `fit`: the member at index {member} was trained on "
+                f"`{caller()}` needs the folds that were passed to `fit`: the member at index {member} was trained on "
                 f"{int(tested[np.unique(seen)].sum())} of its test rows."
             )
 
 
-def check_held_out_weights(run: "Run[Any]", weights: Any, *, name: str) -> np.ndarray | None:
+def check_held_out_weights(run: "Run[Any]", weights: Any) -> np.ndarray | None:
     """Warns of diverged members, or raises if all are. Returns weights `(members,)`, zero for them; `None` if equal."""
     healthy = run.status != Status.DIVERGED
     if healthy.all():
         return weights
-    message = excluded_message(np.asarray(run.ensemble.ids)[~healthy], healthy, name=name)
+    message = excluded_message(np.asarray(run.ensemble.ids)[~healthy], healthy)
     if not healthy.any():
         raise DivergedError(message, run)
     warn(message)
     kept = np.zeros(len(healthy))
     given = np.ones(len(healthy)) if weights is None else weights
-    kept[healthy] = check_run_weights(given, healthy, out_of_bag_mean, name=name)
+    kept[healthy] = check_run_weights(given, healthy, out_of_bag_mean)
     return kept
 
 
@@ -287,9 +288,9 @@ class Run(eqx.Module, Generic[M]):
         ```
         """
         healthy = self.status != Status.DIVERGED
-        weights = check_run_weights(weights, healthy, combine, name="Run.predict")
+        weights = check_run_weights(weights, healthy, combine)
         if not healthy.all():
-            message = excluded_message(np.asarray(self.ensemble.ids)[~healthy], healthy, name="Run.predict")
+            message = excluded_message(np.asarray(self.ensemble.ids)[~healthy], healthy)
             if strict or not healthy.any():
                 raise DivergedError(message, self)
             warn(message)
@@ -326,8 +327,8 @@ class Run(eqx.Module, Generic[M]):
         ```
         """
         drawn = check_drawn_rows(drawn, self.rows)
-        check_no_copies(self.revived, name="Run.out_of_bag")
-        weights = check_held_out_weights(self, weights, name="Run.out_of_bag")
+        check_no_copies(self.revived)
+        weights = check_held_out_weights(self, weights)
         return out_of_bag_mean(predict(self.ensemble, x, state=self.state, **options), drawn, weights=weights)
 
     def out_of_fold(self, x: PyTree, folds: Folds, *, weights: Any = None, **options: Any) -> HeldOut:
@@ -346,13 +347,13 @@ class Run(eqx.Module, Generic[M]):
         **Raises:** `ValueError` if the folds do not match the members, the rows or the training, or if a member became
         a copy of another; [`eqx_ensemble.train.DivergedError`][] if all members diverged.
         """
-        check_folds("Run.out_of_fold", folds)
-        check_fold_count(folds.test.shape[0], len(self.status), name="Run.out_of_fold")
-        check_no_copies(self.revived, name="Run.out_of_fold")
-        x = from_foreign_tree(x, "x", name="Run.out_of_fold")
-        num_rows = check_rows_of_data(x, len(self.status), argument="x", name="Run.out_of_fold", finite=False)
-        check_rows_of_folds(num_rows, folds, self.rows, name="Run.out_of_fold")
-        weights = check_held_out_weights(self, weights, name="Run.out_of_fold")
+        check_folds(folds)
+        check_fold_count(folds.test.shape[0], len(self.status))
+        check_no_copies(self.revived)
+        x = from_foreign_tree(x, "x")
+        num_rows = check_rows_of_data(x, len(self.status), argument="x", finite=False)
+        check_rows_of_folds(num_rows, folds, self.rows)
+        weights = check_held_out_weights(self, weights)
         of_each = lambda x: jax.vmap(lambda x, rows: x[rows])(jnp.asarray(x), folds.test)
         own = lambda value: _axes.Each(jax.tree.map(of_each, value))
         own_rows = _axes.map_each(own, x, shared=lambda x: _axes.Each(jnp.asarray(x)[folds.test]))
@@ -393,8 +394,8 @@ class Run(eqx.Module, Generic[M]):
         run.best(3).ids  # (3,)
         ```
         """
-        check_no_state(self.state, name="Run.best")
-        return self.ensemble[rank_members(self, count, by, mode, name="Run.best")]
+        check_no_state(self.state)
+        return self.ensemble[rank_members(self, count, by, mode)]
 
     def best_with_state(
         self, count: int = 1, *, by: Any = None, mode: Mode | None = None
@@ -407,8 +408,8 @@ class Run(eqx.Module, Generic[M]):
 
         **Raises:** `TypeError` for members without a state; and as [`eqx_ensemble.Run.best`][].
         """
-        check_has_state(self.state, name="Run.best_with_state")
-        index = rank_members(self, count, by, mode, name="Run.best_with_state")
+        check_has_state(self.state)
+        index = rank_members(self, count, by, mode)
         return self.ensemble[index], tree.take(self.state, index)
 
     def table(self, *, as_frame: bool = False) -> Any:

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
+from .._caller import caller
 from .._check import (
     check_flag,
     check_function,
@@ -38,37 +39,37 @@ def explain_list(batches: Any) -> Iterator[None]:
         raise
 
 
-def check_batches(batches: PyTree, length: Any, *, name: str) -> int:
+def check_batches(batches: PyTree, length: Any) -> int:
     """Raises for invalid batches. Returns the number of steps: their leading axis, or `length` without batches."""
     if length is not None:
-        check_positive_int(length, "length", name=name)
+        check_positive_int(length, "length")
     sizes: dict[int, str] = {}
     for path, leaf in _leaves(batches):
         where = f"`batches{jax.tree_util.keystr(path)}`"
         if not is_member_array(leaf):
             raise TypeError(
-                f"`{name}` needs `batches` to be arrays with a leading axis of steps; {where} is {kind_text(leaf)}.\n"
-                + _STACK
+                f"`{caller()}` needs `batches` to be arrays with a leading axis of steps; {where} is "
+                f"{kind_text(leaf)}.\n" + _STACK
             )
         if leaf.ndim == 0:
             raise ValueError(
-                f"`{name}` needs `batches` to be arrays with a leading axis of steps; {where} is {leaf_text(leaf)}.\n"
-                "Repeat what is the same in every step, or let the step close over it."
+                f"`{caller()}` needs `batches` to be arrays with a leading axis of steps; {where} is "
+                f"{leaf_text(leaf)}.\nRepeat what is the same in every step, or let the step close over it."
             )
         sizes.setdefault(leaf.shape[0], f"  at {where}: {leaf.shape[0]} ({leaf_text(leaf)})")
     if not sizes and length is None:
-        raise ValueError(f"`{name}` needs `batches`, or `length` for steps without a batch; got neither.")
+        raise ValueError(f"`{caller()}` needs `batches`, or `length` for steps without a batch; got neither.")
     if len(sizes) > 1:
         listed = "\n".join(sizes.values())
         raise ValueError(
-            f"`{name}` needs batches with one number of steps; their leading axes differ.\n{listed}\n{_STACK}"
+            f"`{caller()}` needs batches with one number of steps; their leading axes differ.\n{listed}\n{_STACK}"
         )
     count = next(iter(sizes)) if sizes else int(length or 0)
     if count == 0:
-        raise ValueError(f"`{name}` needs at least one step; the leading axis of `batches` is 0.")
+        raise ValueError(f"`{caller()}` needs at least one step; the leading axis of `batches` is 0.")
     if length is not None and count != length:
         raise ValueError(
-            f"`{name}` needs `length` to be the number of batches; expected {count}, got {length}.\n"
+            f"`{caller()}` needs `length` to be the number of batches; expected {count}, got {length}.\n"
             "Leave `length` out where there are batches."
         )
     return count
@@ -80,17 +81,16 @@ def _leaves(batches: Any) -> list[tuple[tuple, Any]]:
     return jax.tree_util.tree_flatten_with_path(batches)[0]
 
 
-def check_stepped(value: Any, *, name: str) -> None:
+def check_stepped(value: Any) -> None:
     """Raises unless `value`, the result of a step, is a pair."""
     if not (isinstance(value, tuple) and len(value) == 2):
         got = f"a tuple of {len(value)}" if isinstance(value, tuple) else kind_text(value)
         raise TypeError(
-            f"`{name}` needs `step` to return `(state, outputs)`, got {got}.\nWithout outputs: `(state, None)`."
+            f"`{caller()}` needs `step` to return `(state, outputs)`, got {got}.\nWithout outputs: `(state, None)`."
         )
 
 
 T = TypeVar("T")
-_NAME = "train.scan_steps"
 
 
 def scan_steps(
@@ -142,13 +142,13 @@ def scan_steps(
     metrics.loss.shape  # (100, 4)
     ```
     """
-    check_function(step, "step", name=_NAME, example="train.make_step(loss, optimiser)")
-    check_flag(donate, "donate", name=_NAME)
-    batches = take_in(batches, "batches", name=_NAME)
-    count = check_batches(batches, length, name=_NAME)
-    check_integers_fit(batches, argument="batches", name=_NAME)
+    check_function(step, "step", example="train.make_step(loss, optimiser)")
+    check_flag(donate, "donate")
+    batches = take_in(batches, "batches")
+    count = check_batches(batches, length)
+    check_integers_fit(batches, argument="batches")
     own, nan = _in_loop(step, state)
-    state = follow_hyper(state, step.optimiser, name=_NAME) if isinstance(step, Step) else state
+    state = follow_hyper(state, step.optimiser) if isinstance(step, Step) else state
     scan = _scan if is_inside_transformation() else _donating_scan if donate else _compiled_scan
     state = _copy_duplicates(state) if scan is _donating_scan else state
     with nan, explain_list(batches):
@@ -190,9 +190,9 @@ def _scan(read: tuple[Callable[..., Any], PyTree, int], state: PyTree) -> tuple[
 
     def body(arrays: list[Any], batch: PyTree) -> tuple[list[Any], PyTree]:
         stepped = step(rebuild(arrays), batch)
-        check_stepped(stepped, name=_NAME)
+        check_stepped(stepped)
         after, outputs = stepped
-        pairs = compare_trees([rebuild(arrays), after], name=_NAME, rules=LOOP_RULES).leaves
+        pairs = compare_trees([rebuild(arrays), after], rules=LOOP_RULES).leaves
         numbers, rest = eqx.partition(outputs, eqx.is_array_like)
         kept[:] = [rest]
         return [new for old, new in pairs if is_member_array(old)], numbers

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, Int8, Key
 
 from .. import _axes, _keys
+from .._caller import caller
 from .._check import check_integers_fit, is_traced, is_typed_key, kind_text
 from .._compiled import filter_jit
 from .._ensemble import Ensemble, M
@@ -38,9 +39,7 @@ _NAMES = {"step_size": "learning_rate"}
 _MASKS = ("masked", "partition", "multi_transform")
 
 
-def check_no_numbers_of_members(
-    optimiser: Optimiser, params: PyTree, hyper: PyTree, num_members: int, *, name: str
-) -> None:
+def check_no_numbers_of_members(optimiser: Optimiser, params: PyTree, hyper: PyTree, num_members: int) -> None:
     """Raises if an optax optimiser holds an array of one number per member where it takes a scalar.
 
     Each member's optimiser would broadcast it over the last axis of the weights. An array with the shape of all weights
@@ -55,8 +54,8 @@ def check_no_numbers_of_members(
         if shape[:1] == (num_members,) and not is_of_weights:
             word = _NAMES.get(found.name, found.name)
             raise ValueError(
-                f"`{name}` needs an optimiser of one member; this one holds `{word}` as an array {shape}, which optax "
-                f"would broadcast over the last axis of the weights.\n"
+                f"`{caller()}` needs an optimiser of one member; this one holds `{word}` as an array {shape}, which "
+                f"optax would broadcast over the last axis of the weights.\n"
                 f"One number for each of {num_members} members? Pass `hyper={{'{word}': ...}}` with the array, and the "
                 f"optimiser as a function: `lambda h: optax.sgd(...)` with `h['{word}']` instead of it."
             )
@@ -211,11 +210,11 @@ def check_train_state(value: Any) -> None:
         )
 
 
-def check_state(state: TrainState, optimiser: Optimiser, *, name: str, hyper_of: str | None = None) -> None:
+def check_state(state: TrainState, optimiser: Optimiser, *, hyper_of: str | None = None) -> None:
     """Raises unless the parts of a training state fit together, and fit the optimiser."""
-    check_state_arrays(state, name=name)
-    check_optimiser(optimiser, hyper=state.hyper, name=name, hyper_of=hyper_of)
-    check_opt_state(state.opt_state, init_state_shapes(optimiser, state), name=name)
+    check_state_arrays(state)
+    check_optimiser(optimiser, hyper=state.hyper, hyper_of=hyper_of)
+    check_opt_state(state.opt_state, init_state_shapes(optimiser, state))
 
 
 def init(
@@ -258,10 +257,10 @@ def init(
     train_state = ee.train.init(ensemble, optax.adam(1e-3), key=key)
     ```
     """
-    check_ensemble(ensemble, name="train.init")
-    layout = layout_for(mesh, ensemble.stacked, name="train.init")
+    check_ensemble(ensemble)
+    layout = layout_for(mesh, ensemble.stacked)
     options = {"state": state, "hyper": hyper, "trainable": trainable}
-    return first_state(ensemble, optimiser, **options, layout=layout, name="train.init", key=key)
+    return first_state(ensemble, optimiser, **options, layout=layout, key=key)
 
 
 def first_state(
@@ -272,20 +271,19 @@ def first_state(
     hyper: PyTree,
     trainable: Trainable,
     layout: Layout | None,
-    name: str,
     key: Any,
 ) -> TrainState[M]:
     """[`eqx_ensemble.train.init`][] on a layout, for the public function `name`."""
-    check_ensemble(ensemble, name=name)
-    check_integers_fit((ensemble.stacked, ensemble.shared), argument="ensemble", name=name)
-    check_optimiser(optimiser, hyper=hyper, name=name)
+    check_ensemble(ensemble)
+    check_integers_fit((ensemble.stacked, ensemble.shared), argument="ensemble")
+    check_optimiser(optimiser, hyper=hyper)
     optimiser = as_hashable(optimiser)
-    hyper = None if hyper is None else hyper_arrays(hyper, ensemble.num_members, name=name)
-    check_model_state_given(ensemble.stacked, state, name=name)
-    check_model_state(state, ensemble.num_members, name=name)
-    params, frozen = partition_trainable(ensemble, trainable, name=name)
-    check_no_numbers_of_members(optimiser, params, hyper, ensemble.num_members, name=name)
-    key = _keys.root(key, name=name)
+    hyper = None if hyper is None else hyper_arrays(hyper, ensemble.num_members)
+    check_model_state_given(ensemble.stacked, state)
+    check_model_state(state, ensemble.num_members)
+    params, frozen = partition_trainable(ensemble, trainable)
+    check_no_numbers_of_members(optimiser, params, hyper, ensemble.num_members)
+    key = _keys.root(key)
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
 
     params, frozen, state, shared, ids = copy_arrays((params, frozen, state, ensemble.shared, ensemble.ids))

@@ -210,9 +210,9 @@ class Step(eqx.Module):
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
         check_train_state(state)
-        state = follow_hyper(state, self.optimiser, name="train.make_step")
-        batch = take_in(batch, "batch", name="train.make_step")
-        check_integers_fit(batch, argument="batch", name="train.make_step")
+        state = follow_hyper(state, self.optimiser)
+        batch = take_in(batch, "batch")
+        check_integers_fit(batch, argument="batch")
         if self.layout is not None and self.layout.splits_weights:
             self = dataclasses.replace(self, layout=self.layout.split_weights(state.moving.params))
         with nan_is_data():
@@ -227,7 +227,7 @@ class Step(eqx.Module):
 
 
 def _step_under_pilot(step: Step, pilot: Pilot, state: TrainState, batch: PyTree) -> tuple:
-    check_state_arrays(state, name="train.make_step")
+    check_state_arrays(state)
     plain = dataclasses.replace(step, plan=Vmap(), pilot=None)
     alone, layout = dataclasses.replace(plain, layout=None), step.layout
     count = state.num_members if layout is None else layout.per_device(state.num_members)
@@ -240,14 +240,14 @@ def _step_under_pilot(step: Step, pilot: Pilot, state: TrainState, batch: PyTree
 
 
 def _step_under(plan: AbstractPlan, step: Step, state: TrainState, batch: PyTree) -> tuple:
-    check_state(state, step.optimiser, name="train.make_step", hyper_of="train.init")
+    check_state(state, step.optimiser, hyper_of="train.init")
     program, inputs, carry = _parts(dataclasses.replace(step, plan=plan), state, batch)
     return program.step(inputs, carry)
 
 
 def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Inputs, Carry]:
     stateful = state.model_state is not None
-    loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper, name="train.make_step")
+    loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper)
     program = Program(loss, step.optimiser, step.plan, step.layout)
     inputs = Inputs(state.fixed, state.shared, batch)
     return program, inputs, Carry(state.moving, None, state.step)
@@ -256,9 +256,9 @@ def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Input
 def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState, Int[Array, ""], Metrics]:
     # Constants are not returned, because flattening big trees takes as long as a small step. For the same
     # reason signatures and states are inspected here, while tracing.
-    check_state(state, step.optimiser, name="train.make_step", hyper_of="train.init")
-    split_members((Each(state.ids), batch), name="train.make_step")  # raises for another number of members
-    check_some_rows(batch, name="train.make_step")
+    check_state(state, step.optimiser, hyper_of="train.init")
+    split_members((Each(state.ids), batch))  # raises for another number of members
+    check_some_rows(batch)
     program, inputs, carry = _parts(step, state, batch)
     carry, (value, aux) = program.guarded_step(inputs, carry)
     carry = program.constrain(carry)
@@ -326,10 +326,10 @@ def make_step(
     metrics.loss.shape  # (4,)
     ```
     """
-    check_function(loss, "loss", name="train.make_step", example="lambda model, batch, key: ...")
-    check_optimiser_kind(optimiser, name="train.make_step")
-    check_flag(has_aux, "has_aux", name="train.make_step")
+    check_function(loss, "loss", example="lambda model, batch, key: ...")
+    check_optimiser_kind(optimiser)
+    check_flag(has_aux, "has_aux")
     plan = as_plan(plan)
     pilot = Pilot(plan, name="train.make_step") if plan.choice is not plan else None
     loss, optimiser = as_hashable(loss), as_hashable(optimiser)
-    return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh, name="train.make_step"), LastState())
+    return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh), LastState())

@@ -69,17 +69,17 @@ Trainable = PyTree | Callable[[Any], bool]
 """A prefix of a member's tree with booleans and functions of a leaf, as in `equinox.partition`."""
 
 
-def partition_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> tuple[PyTree, PyTree]:
+def partition_trainable(ensemble: Ensemble, trainable: Trainable) -> tuple[PyTree, PyTree]:
     """Splits an ensemble's stacked leaves into trained and frozen ones. Raises if none is trained."""
-    params, frozen = split_trainable(ensemble, trainable, name=name)
-    check_trained(params, name=name)
+    params, frozen = split_trainable(ensemble, trainable)
+    check_trained(params)
     return params, frozen
 
 
-def split_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> tuple[PyTree, PyTree]:
+def split_trainable(ensemble: Ensemble, trainable: Trainable) -> tuple[PyTree, PyTree]:
     """The same, but none needs to be trained; `trainable` is called with the leaves of one member."""
     trainable = _as_test(trainable)
-    check_trainable(trainable, name=name)
+    check_trainable(trainable)
     stacked = ensemble.arrays
     leaves, treedef = jax.tree.flatten(stacked)
     flags = number_flags(stacked, ensemble.shared)
@@ -87,7 +87,7 @@ def split_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> t
     def select(own: list[Any]) -> list[bool]:
         own = [0.0 if flag else x for x, flag in zip(own, flags, strict=True)]
         member = jax.tree.unflatten(treedef, own)
-        with explain_trainable(name=name):
+        with explain_trainable():
             kept = eqx.filter(member, jax.tree.map(_of_floats, trainable), replace=_LeftOut)
         return [x is not _LeftOut for x in jax.tree.leaves(kept)]
 
@@ -95,7 +95,7 @@ def split_trainable(ensemble: Ensemble, trainable: Trainable, *, name: str) -> t
         mask = select(leaves)
     else:
         mask, last = (select(tree.take(leaves, member)) for member in (0, -1))
-        check_same_choice(mask, last, stacked, name=name)
+        check_same_choice(mask, last, stacked)
     mask = [kept and not frozen for kept, frozen in zip(mask, frozen_flags(stacked), strict=True)]
     return eqx.partition(stacked, jax.tree.unflatten(treedef, mask))
 

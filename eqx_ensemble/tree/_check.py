@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._caller import caller
 from .._check import MemberMismatchError, check_integer_ids, is_member_array, is_traced, path_text
 from .._foreign import from_foreign
 from .._leaf_text import leaf_text
 from ._statics import static_parts
 
 
-def check_no_tracers(made: Any, *, name: str) -> None:
+def check_no_tracers(made: Any) -> None:
     """Raises if a function or a static field made by a constructor holds a tracer.
 
     Such an array belongs to one member but is not an output of `jax.vmap`: its use raises an error much later.
@@ -26,30 +27,30 @@ def check_no_tracers(made: Any, *, name: str) -> None:
     seen: set[int] = set()
     for path, leaf in paths:
         if not eqx.is_array_like(leaf):
-            _search(leaf, jax.tree_util.keystr(path), name, seen)
+            _search(leaf, jax.tree_util.keystr(path), seen)
     for node in jax.tree.leaves(made, is_leaf=lambda x: isinstance(x, eqx.Module)):
         if isinstance(node, eqx.Module):
-            _search(node, type(node).__name__, name, seen)
+            _search(node, type(node).__name__, seen)
 
 
-def _search(value: Any, path: str, name: str, seen: set[int]) -> None:
+def _search(value: Any, path: str, seen: set[int]) -> None:
     if is_traced(value):
         raise MemberMismatchError(
-            f"`{name}` found an array of one member at `{path}`, where it cannot carry the members axis: a "
+            f"`{caller()}` found an array of one member at `{path}`, where it cannot carry the members axis: a "
             "function closes over it, or a static field holds it.\nMake the array a field of a Module."
         )
     if id(value) in seen or eqx.is_array_like(value):
         return
     seen.add(id(value))
     for part, child in (static_parts(value) or {}).items():
-        _search(child, f"{path}, {part if isinstance(part, str) else part[0]}", name, seen)
+        _search(child, f"{path}, {part if isinstance(part, str) else part[0]}", seen)
 
 
 _MOST_LINES = 8
 _NO_AXIS = "A tree that was never stacked has no `members` axis: stack a list of members first."
 
 
-def check_leading_axes(tree: Any, num_axes: int = 1, *, name: str) -> tuple[int, ...]:
+def check_leading_axes(tree: Any, num_axes: int = 1) -> tuple[int, ...]:
     """The sizes of the first `num_axes` axes, on which all array leaves of `tree` must agree.
 
     **Raises:** `ValueError` if there is no array leaf, a leaf without so many axes, or an axis of size 0;
@@ -59,10 +60,12 @@ def check_leading_axes(tree: Any, num_axes: int = 1, *, name: str) -> tuple[int,
     arrays = [(path_text(path), leaf) for path, leaf in keyed if is_member_array(leaf)]
     axis = "leading `members` axis" if num_axes == 1 else f"{num_axes} leading axes"
     if not arrays:
-        raise ValueError(f"`{name}` needs a stacked tree; this `{type(tree).__name__}` has no array leaf.\n{_NO_AXIS}")
+        raise ValueError(
+            f"`{caller()}` needs a stacked tree; this `{type(tree).__name__}` has no array leaf.\n{_NO_AXIS}"
+        )
     flat = [f"  at `{path}`: {leaf_text(leaf)}" for path, leaf in arrays if leaf.ndim < num_axes]
     if flat:
-        lines = [f"`{name}` needs array leaves with the {axis}; some have too few axes.", *_trim(flat), _NO_AXIS]
+        lines = [f"`{caller()}` needs array leaves with the {axis}; some have too few axes.", *_trim(flat), _NO_AXIS]
         raise MemberMismatchError("\n".join(lines))
     sizes = Counter(leaf.shape[:num_axes] for _, leaf in arrays)
     common = sizes.most_common(1)[0][0]
@@ -70,12 +73,13 @@ def check_leading_axes(tree: Any, num_axes: int = 1, *, name: str) -> tuple[int,
         expected = common[0] if num_axes == 1 else common
         wrong = [(path, leaf) for path, leaf in arrays if leaf.shape[:num_axes] != common]
         lines = [
-            f"`{name}` needs array leaves that agree on the {axis}; {sizes[common]} of {len(arrays)} have {expected}."
+            f"`{caller()}` needs array leaves that agree on the {axis}; {sizes[common]} of {len(arrays)} have "
+            f"{expected}."
         ]
         lines += _trim([f"  at `{path}`: expected {expected}, got {leaf_text(leaf)}" for path, leaf in wrong])
         raise MemberMismatchError("\n".join([*lines, _NO_AXIS]))
     if 0 in common:
-        raise ValueError(f"`{name}` needs at least one member; the {axis} of `{arrays[0][0]}` is empty.")
+        raise ValueError(f"`{caller()}` needs at least one member; the {axis} of `{arrays[0][0]}` is empty.")
     return common
 
 
@@ -84,38 +88,38 @@ def _trim(lines: list[str]) -> list[str]:
     return lines if more <= 0 else [*lines[:_MOST_LINES], f"  and {more} more"]
 
 
-def check_index(index: Any, num_members: int, *, name: str) -> Any:
+def check_index(index: Any, num_members: int) -> Any:
     """Checks an index of members on the host: JAX would clamp it silently.
 
     **Returns:** a Python int >= 0 for one member; a NumPy array of ints >= 0 for a selection (slice, list, integer
     array or boolean mask); a traced integer index unchanged.
     """
-    index = from_foreign(index, "index", name=name)
+    index = from_foreign(index, "index")
     if isinstance(index, slice):
-        return _rows(_slice_rows(index, num_members, name), name)
+        return _rows(_slice_rows(index, num_members))
     if isinstance(index, (list, tuple)):
-        index = _list_index(index, name)
+        index = _list_index(index)
     if is_member_array(index):
-        return _array_index(index, num_members, name)
+        return _array_index(index, num_members)
     if isinstance(index, bool):
-        raise TypeError(_type_message(index, name))
+        raise TypeError(_type_message(index))
     try:
         position = operator.index(index)
     except TypeError:
-        raise TypeError(_type_message(index, name)) from None
-    return int(_in_range(np.asarray([position], dtype=object), num_members, name)[0])
+        raise TypeError(_type_message(index)) from None
+    return int(_in_range(np.asarray([position], dtype=object), num_members)[0])
 
 
-def _slice_rows(index: slice, num_members: int, name: str) -> np.ndarray:
+def _slice_rows(index: slice, num_members: int) -> np.ndarray:
     if any(isinstance(part, bool) for part in (index.start, index.stop, index.step)):
-        raise TypeError(_type_message(index, name))
+        raise TypeError(_type_message(index))
     try:
         return np.arange(num_members)[index]
     except TypeError:
-        raise TypeError(_type_message(index, name)) from None
+        raise TypeError(_type_message(index)) from None
 
 
-def _list_index(index: list | tuple, name: str) -> Any:
+def _list_index(index: list | tuple) -> Any:
     if not index:
         return np.zeros(0, dtype=int)
     if any(is_traced(i) for i in index):
@@ -123,78 +127,78 @@ def _list_index(index: list | tuple, name: str) -> Any:
     array = np.asarray(index)
     mixed = len({isinstance(i, (bool, np.bool_)) for i in index}) > 1  # NumPy would read True as member 1
     if mixed or array.dtype.kind not in "bui":
-        raise TypeError(_type_message(index, name))
+        raise TypeError(_type_message(index))
     return array
 
 
-def _array_index(index: Any, num_members: int, name: str) -> Any:
+def _array_index(index: Any, num_members: int) -> Any:
     is_bool = index.dtype == np.bool_
     if index.ndim > 1 or not (is_bool or jnp.issubdtype(index.dtype, jnp.integer)) or (is_bool and index.ndim == 0):
-        raise TypeError(_type_message(index, name))
+        raise TypeError(_type_message(index))
     if is_bool and index.shape[0] != num_members:
         raise IndexError(
-            f"`{name}`: a boolean mask needs one value per member: expected {num_members}, got {index.shape[0]}."
+            f"`{caller()}`: a boolean mask needs one value per member: expected {num_members}, got {index.shape[0]}."
         )
     if is_traced(index):
         if is_bool:
             raise TypeError(
-                f"`{name}`: a traced boolean mask selects a number of members unknown to jit: use integers."
+                f"`{caller()}`: a traced boolean mask selects a number of members unknown to jit: use integers."
             )
         return index
     concrete = np.asarray(index)
     if is_bool:
-        return _rows(np.flatnonzero(concrete), name)
-    rows = _in_range(np.atleast_1d(concrete), num_members, name)
-    return int(rows[0]) if concrete.ndim == 0 else _rows(rows, name)
+        return _rows(np.flatnonzero(concrete))
+    rows = _in_range(np.atleast_1d(concrete), num_members)
+    return int(rows[0]) if concrete.ndim == 0 else _rows(rows)
 
 
-def _rows(rows: np.ndarray, name: str) -> np.ndarray:
+def _rows(rows: np.ndarray) -> np.ndarray:
     if rows.size == 0:
-        raise ValueError(f"`{name}`: the index selects no member; an ensemble needs at least one.")
+        raise ValueError(f"`{caller()}`: the index selects no member; an ensemble needs at least one.")
     return rows
 
 
-def _in_range(rows: np.ndarray, num_members: int, name: str) -> np.ndarray:
+def _in_range(rows: np.ndarray, num_members: int) -> np.ndarray:
     wrong = rows[(rows < -num_members) | (rows >= num_members)]
     if wrong.size:
         raise IndexError(
-            f"`{name}`: index {wrong[0]} is out of range for {num_members} members; "
+            f"`{caller()}`: index {wrong[0]} is out of range for {num_members} members; "
             f"expected {-num_members} to {num_members - 1}."
         )
     return np.where(rows < 0, rows + num_members, rows).astype(np.int32)
 
 
-def check_distinct(rows: np.ndarray, *, name: str) -> None:
+def check_distinct(rows: np.ndarray) -> None:
     """Raises for a repeated member, for which the result would depend on the order of writes."""
     values, counts = np.unique(rows, return_counts=True)
     if (counts > 1).any():
-        raise ValueError(f"`{name}`: member {values[counts > 1][0]} is given twice; each member once at most.")
+        raise ValueError(f"`{caller()}`: member {values[counts > 1][0]} is given twice; each member once at most.")
 
 
-def _type_message(index: Any, name: str) -> str:
+def _type_message(index: Any) -> str:
     kind = leaf_text(index) if isinstance(index, jax.Array | np.ndarray | np.generic) else repr(index)
     return (
-        f"`{name}`: expected an int, a slice, or a one-dimensional list or array of ints or bools, got {kind}.\n"
+        f"`{caller()}`: expected an int, a slice, or a one-dimensional list or array of ints or bools, got {kind}.\n"
         "Use the position of a member, such as `0` or `[0, 2]`."
     )
 
 
-def check_trees(trees: Any, *, name: str, noun: str = "tree") -> list:
+def check_trees(trees: Any, *, noun: str = "tree") -> list:
     """Raises `TypeError` for a single tree, `ValueError` for an empty sequence. Returns the trees as a list."""
     single = isinstance(trees, (eqx.Module, Mapping, Set, str, bytes)) or is_member_array(trees)
     single = single or (isinstance(trees, tuple) and type(trees) is not tuple)  # a namedtuple is one tree
     if single or not isinstance(trees, Iterable):
         raise TypeError(
-            f"`{name}` needs a sequence of {noun}s (a list, tuple or iterator), got one `{type(trees).__name__}`.\n"
+            f"`{caller()}` needs a sequence of {noun}s (a list, tuple or iterator), got one `{type(trees).__name__}`.\n"
             f"Put the {noun}s in a list, one per member; a {noun} that is already stacked needs no stacking."
         )
     listed = list(trees)
     if not listed:
-        raise ValueError(f"`{name}` needs at least one {noun}, got an empty sequence.")
+        raise ValueError(f"`{caller()}` needs at least one {noun}, got an empty sequence.")
     return listed
 
 
-def check_same_ids(old: Any, new: Any, *, name: str) -> None:
+def check_same_ids(old: Any, new: Any) -> None:
     """Raises unless the ensembles of two trees of one structure have the same members in the same order."""
     for (path, first), (_, second) in zip(_nodes_with_ids(old), _nodes_with_ids(new), strict=True):
         for node in (first, second):
@@ -204,7 +208,7 @@ def check_same_ids(old: Any, new: Any, *, name: str) -> None:
         a, b = np.asarray(first.ids), np.asarray(second.ids)
         if not np.array_equal(a, b):
             raise MemberMismatchError(
-                f"`{name}` needs the same members in both trees; at `{path_text(path)}.ids`: "
+                f"`{caller()}` needs the same members in both trees; at `{path_text(path)}.ids`: "
                 f"expected {a.tolist()}, got {b.tolist()}.\n"
                 "Take the members in one order first: `ensemble[positions]`."
             )
@@ -216,12 +220,12 @@ def _nodes_with_ids(tree: Any) -> list[tuple[tuple, Any]]:
     return [(path, x) for path, x in jtu.tree_flatten_with_path(tree, is_leaf=has_ids)[0] if has_ids(x)]
 
 
-def check_fraction(value: Any, argument: str, *, name: str) -> None:
+def check_fraction(value: Any, argument: str) -> None:
     """Raises unless `value` is one number from 0 to 1; of a traced one, only shape and dtype are checked."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     real = is_array and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
     if not (real and value.ndim == 0) and (isinstance(value, bool) or not isinstance(value, int | float)):
         got = leaf_text(value) if is_array else repr(value)
-        raise TypeError(f"`{name}` needs one number from 0 to 1 as `{argument}`, got {got}.")
+        raise TypeError(f"`{caller()}` needs one number from 0 to 1 as `{argument}`, got {got}.")
     if not is_traced(value) and not 0 <= float(value) <= 1:
-        raise ValueError(f"`{name}` needs one number from 0 to 1 as `{argument}`, got {float(value):g}.")
+        raise ValueError(f"`{caller()}` needs one number from 0 to 1 as `{argument}`, got {float(value):g}.")

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 
+from .._caller import caller
 from .._check import MemberMismatchError, check_in_range, is_member_array, is_number, member_dtype, path_text
 from .._leaf_text import leaf_text
 from ._index import Columns
@@ -194,7 +195,7 @@ def replace_rules(num_members: int | None) -> Rules:
     return Rules(needs, shape=lambda first, own: axis + first[1:], subject="the value", reference="the members")
 
 
-def compare_trees(trees: list, *, name: str, rules: Rules | None = None) -> Columns:
+def compare_trees(trees: list, *, rules: Rules | None = None) -> Columns:
     """Checks that trees differ only where `rules` allows it, and pairs their leaves.
 
     **Raises:** `MemberMismatchError` that lists every leaf that differs, up to eight.
@@ -205,11 +206,11 @@ def compare_trees(trees: list, *, name: str, rules: Rules | None = None) -> Colu
     for column in walk.columns:
         differences += _leaf_differences(walk, column, rules)
     if differences:
-        raise MemberMismatchError(_message(differences, name, rules))
+        raise MemberMismatchError(_message(differences, rules))
     for column in walk.columns:
         for leaf in column.leaves:
             if is_member_array(leaf):
-                check_in_range(leaf, name=name, path=path_text(column.path))
+                check_in_range(leaf, path=path_text(column.path))
     paths = [path_text(column.path) for column in walk.columns]
     return Columns(paths, [column.leaves for column in walk.columns], jtu.tree_structure(trees[0]))
 
@@ -247,13 +248,13 @@ def _kind(a, b, gap, rules) -> str:
     )
 
 
-def _message(differences: list[Difference], name: str, rules: Rules) -> str:
+def _message(differences: list[Difference], rules: Rules) -> str:
     order = list(rules.fixes)
     differences = sorted(differences, key=lambda d: order.index(d.kind))
     members = sorted({d.member for d in differences})
     reference = rules.reference or f"{rules.noun} 0"
     verb = "differs" if len(members) == 1 else "differ"
-    lines = [f"`{name}` needs {rules.needs}; {_subject_text(members, rules)} {verb} from {reference}."]
+    lines = [f"`{caller()}` needs {rules.needs}; {_subject_text(members, rules)} {verb} from {reference}."]
     grouped: dict[tuple, list[Difference]] = {}
     for d in differences:
         grouped.setdefault((d.path, d.kind), []).append(d)

@@ -62,7 +62,7 @@ def num_members(tree: Any) -> int:
     num_members({"w": jnp.ones((5, 3)), "b": jnp.ones(5)})  # 5
     ```
     """
-    return check_leading_axes(tree, name="tree.num_members")[0]
+    return check_leading_axes(tree)[0]
 
 
 @overload
@@ -104,9 +104,8 @@ def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
     first["w"].shape  # (3,)
     ```
     """
-    name = "tree.unstack"
-    num_axes = _check.check_positive_int(num_axes, "num_axes", name=name)
-    sizes = check_leading_axes(tree, num_axes, name=name)
+    num_axes = _check.check_positive_int(num_axes, "num_axes")
+    sizes = check_leading_axes(tree, num_axes)
     leaves, treedef = jtu.tree_flatten(tree)
     return _unstack(leaves, treedef, sizes)
 
@@ -155,8 +154,7 @@ def take(tree: T, index: Any) -> T:
     take(stacked, [2, 0])  # {"w": [[4., 5.], [0., 1.]]}
     ```
     """
-    name = "tree.take"
-    rows = check_index(index, check_leading_axes(tree, name=name)[0], name=name)
+    rows = check_index(index, check_leading_axes(tree)[0])
     pick = _take_one if np.ndim(rows) == 0 else _take_many
     return _map_tied(lambda leaf: pick(leaf, rows), tree)
 

@@ -42,12 +42,11 @@ def replace(tree: T, index: Any, value: Any) -> T:
     replace({"w": jnp.zeros((3, 2))}, 1, {"w": jnp.ones(2)})
     ```
     """
-    name = "tree.replace"
-    rows = check_index(index, check_leading_axes(tree, name=name)[0], name=name)
+    rows = check_index(index, check_leading_axes(tree)[0])
     if isinstance(rows, np.ndarray):
-        check_distinct(rows, name=name)
+        check_distinct(rows)
     count = None if np.ndim(rows) == 0 else np.shape(rows)[0]
-    columns = compare_trees([tree, value], name=name, rules=replace_rules(count))
+    columns = compare_trees([tree, value], rules=replace_rules(count))
     return map_columns(lambda leaves: _replace_column(leaves, rows), columns)
 
 
@@ -95,10 +94,9 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
     stack(models).weight.shape  # (4, 3, 2)
     ```
     """
-    name = "tree.stack"
-    _check.check_flag(promote_scalars, "promote_scalars", name="tree.stack")
+    _check.check_flag(promote_scalars, "promote_scalars")
     rules = Rules(scalars="floats" if promote_scalars else "equal")
-    columns = compare_trees(check_trees(trees, name=name), name=name, rules=rules)
+    columns = compare_trees(check_trees(trees), rules=rules)
     return map_columns(_stack_column, columns)
 
 
@@ -137,11 +135,10 @@ def concatenate(trees: Iterable[T]) -> T:
     concatenate([{"w": jnp.zeros((2, 3))}, {"w": jnp.ones((1, 3))}])["w"].shape  # (3, 3)
     ```
     """
-    name = "tree.concatenate"
-    listed = check_trees(trees, name=name)
+    listed = check_trees(trees)
     for tree in listed:
-        check_leading_axes(tree, name=name)
-    columns = compare_trees(listed, name=name, rules=CONCATENATE_RULES)
+        check_leading_axes(tree)
+    columns = compare_trees(listed, rules=CONCATENATE_RULES)
     return map_columns(_concatenate_column, columns)
 
 

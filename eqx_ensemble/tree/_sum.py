@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
+from .._caller import caller
 from .._check import is_key, is_member_array, is_traced
 from .._foreign import from_foreign
 from .._leaf_text import leaf_text
@@ -15,28 +16,28 @@ from ._compare import POLYAK_RULES, SUM_RULES, compare_trees
 from ._index import map_columns
 
 
-def check_tree_weights(weights: Any, count: int, *, name: str, mean: bool = False) -> list | jax.Array:
+def check_tree_weights(weights: Any, count: int, *, mean: bool = False) -> list | jax.Array:
     """Raises unless there is one finite real weight per tree, checked on the host.
 
     **Returns:** a list of Python ints and floats; a traced vector unchanged and unchecked.
     """
-    values = _values(weights, name)
+    values = _values(weights)
     if len(values) != count:
-        raise ValueError(f"`{name}` needs one weight per tree; got {count} trees and {len(values)} weights.")
+        raise ValueError(f"`{caller()}` needs one weight per tree; got {count} trees and {len(values)} weights.")
     if is_traced(values):
         return values
     for i, value in enumerate(values):
         if not isinstance(value, (int, float)):
-            raise TypeError(f"`{name}` needs real weights; weight {i} is {value!r}.")
+            raise TypeError(f"`{caller()}` needs real weights; weight {i} is {value!r}.")
         if not math.isfinite(value):
-            raise ValueError(f"`{name}` needs finite weights; weight {i} is {value}.")
+            raise ValueError(f"`{caller()}` needs finite weights; weight {i} is {value}.")
     if mean and math.fsum(values) == 0:
-        raise ValueError(f"`{name}` divides by the sum of the weights, which is 0: {values}.")
+        raise ValueError(f"`{caller()}` divides by the sum of the weights, which is 0: {values}.")
     return values
 
 
-def _values(weights: Any, name: str) -> Any:
-    weights = from_foreign(weights, "weights", name=name)
+def _values(weights: Any) -> Any:
+    weights = from_foreign(weights, "weights")
     if isinstance(weights, (list, tuple)):
         if any(is_traced(w) for w in weights):
             with jax.numpy_dtype_promotion("standard"):
@@ -44,9 +45,11 @@ def _values(weights: Any, name: str) -> Any:
         return [_number(w.tolist()) if is_member_array(w) else _number(w) for w in weights]
     if not is_member_array(weights) or weights.ndim == 0:
         kind = leaf_text(weights) if is_member_array(weights) else f"`{type(weights).__name__}`"
-        raise TypeError(f"`{name}` needs a list or a one-dimensional array of weights, one per tree; got {kind}.")
+        raise TypeError(f"`{caller()}` needs a list or a one-dimensional array of weights, one per tree; got {kind}.")
     if weights.ndim > 1:
-        raise ValueError(f"`{name}` needs one weight per tree, in a one-dimensional array; got {leaf_text(weights)}.")
+        raise ValueError(
+            f"`{caller()}` needs one weight per tree, in a one-dimensional array; got {leaf_text(weights)}."
+        )
     if is_traced(weights):
         return weights
     return [_number(value) for value in np.asarray(weights).tolist()]
@@ -56,16 +59,16 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, bool) else value
 
 
-def check_summable(leaf: Any, path: str, *, name: str) -> None:
+def check_summable(leaf: Any, path: str) -> None:
     """Raises for typed PRNG keys, which cannot be added."""
     if is_key(leaf):
         raise TypeError(
-            f"`{name}` cannot add PRNG keys; `{path}` is {leaf_text(leaf)}.\n"
+            f"`{caller()}` cannot add PRNG keys; `{path}` is {leaf_text(leaf)}.\n"
             "Take the keys out first (`equinox.partition`), or sum their trees without them."
         )
 
 
-def check_weights_fit(weights: list, dtype: Any, path: str, *, name: str) -> None:
+def check_weights_fit(weights: list, dtype: Any, path: str) -> None:
     """Raises for integer weights that overflow the integer type in which the leaf at `path` is summed."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return
@@ -73,7 +76,7 @@ def check_weights_fit(weights: list, dtype: Any, path: str, *, name: str) -> Non
     wrong = [w for w in weights if not limits.min <= w <= limits.max]
     if wrong:
         raise ValueError(
-            f"`{name}`: weight {wrong[0]} does not fit {jnp.dtype(dtype).name}, in which `{path}` is summed."
+            f"`{caller()}`: weight {wrong[0]} does not fit {jnp.dtype(dtype).name}, in which `{path}` is summed."
         )
 
 
@@ -188,10 +191,9 @@ def polyak(old: T, new: T, tau: Any) -> T:
     target = ee.tree.polyak(target, online, 0.005)  # after every step
     ```
     """
-    name = "tree.polyak"
-    check_fraction(tau, "tau", name=name)
-    columns = compare_trees([old, new], name=name, rules=POLYAK_RULES)
-    check_same_ids(old, new, name=name)
+    check_fraction(tau, "tau")
+    columns = compare_trees([old, new], rules=POLYAK_RULES)
+    check_same_ids(old, new)
     # Python numbers are rounded once, to each leaf's type: `1 - tau` of a rounded `tau` is another weight.
     weights = jnp.stack([1 - tau, tau]) if isinstance(tau, jax.Array) else [1 - float(tau), float(tau)]
     return map_columns(lambda leaves: _move_column(leaves, weights), columns)
@@ -243,7 +245,7 @@ def weighted_sum(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nda
     weighted_sum([{"a": [1, 2]}, {"a": [3, 4]}], [1, 10])  # {"a": [31, 42]}
     ```
     """
-    return combine_trees(trees, weights, name="tree.weighted_sum", mean=False)
+    return combine_trees(trees, weights, mean=False)
 
 
 def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.ndarray | None = None) -> T:
@@ -274,20 +276,20 @@ def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nd
     weighted_mean([{"w": jnp.zeros(2)}, {"w": jnp.ones(2)}], [1, 3])  # {"w": [0.75, 0.75]}
     ```
     """
-    return combine_trees(trees, weights, name="tree.weighted_mean", mean=True)
+    return combine_trees(trees, weights, mean=True)
 
 
-def combine_trees(trees: Any, weights: Any, *, name: str, mean: bool) -> Any:
+def combine_trees(trees: Any, weights: Any, *, mean: bool) -> Any:
     """The weighted sum or mean; errors name the function `name`, on whose behalf it is computed."""
-    trees = check_trees(trees, name=name)
+    trees = check_trees(trees)
     # Weights are optional for a mean only.
     weights = [1] * len(trees) if weights is None and mean else weights
-    weights = check_tree_weights(weights, len(trees), name=name, mean=mean)
-    columns = compare_trees(trees, name=name, rules=SUM_RULES)
+    weights = check_tree_weights(weights, len(trees), mean=mean)
+    columns = compare_trees(trees, rules=SUM_RULES)
     for path, leaves in zip(columns.paths, columns.leaves, strict=True):
-        check_summable(leaves[0], path, name=name)
+        check_summable(leaves[0], path)
         if isinstance(weights, list) and not mean and _check.is_member_array(leaves[0]):
-            check_weights_fit(weights, sum_dtype(leaves[0], weights), path, name=name)
+            check_weights_fit(weights, sum_dtype(leaves[0], weights), path)
     if mean:
         return map_columns(lambda leaves: _mean_column(leaves, weights), columns)
     return map_columns(lambda leaves: _sum_column(leaves, weights), columns)

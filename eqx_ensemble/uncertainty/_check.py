@@ -16,18 +16,18 @@ from .._check import (
 )
 
 
-def check_temperature(name: str, temperature: ArrayLike, dtype: jnp.dtype) -> Array:
+def check_temperature(temperature: ArrayLike, dtype: jnp.dtype) -> Array:
     """Raises unless the temperature is a positive scalar (where concrete). Returns it as an array."""
     fix = "Logits are divided by it; 1 leaves them unchanged."
-    return check_positive_scalar(name, "temperature", temperature, dtype, fix=fix)
+    return check_positive_scalar("temperature", temperature, dtype, fix=fix)
 
 
-def check_levels(name: str, levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) -> tuple[Array, Array]:
+def check_levels(levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) -> tuple[Array, Array]:
     """Raises unless `levels` are valid; `ends` allows 0 and 1. Returns the levels and their distances to one."""
-    array = check_array(name, "levels", levels)
+    array = check_array("levels", levels)
     if array.ndim > 1:
         raise ValueError(
-            needs_message(name, "`levels` as a number or `(levels,)`", f"got shape {array.shape}", "Write 90 % as 0.9.")
+            needs_message("`levels` as a number or `(levels,)`", f"got shape {array.shape}", "Write 90 % as 0.9.")
         )
     host = concrete(levels)
     if host is None:
@@ -36,35 +36,34 @@ def check_levels(name: str, levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) 
     inside = (0 <= host) & (host <= 1) if ends else (0 < host) & (host < 1)
     if not inside.all():
         words = "`levels` from 0 to 1" if ends else "`levels` between 0 and 1"
-        raise ValueError(needs_message(name, words, first_text(host, ~inside), "Write 90 % as 0.9."))
+        raise ValueError(needs_message(words, first_text(host, ~inside), "Write 90 % as 0.9."))
     # The distance to one is computed in float64, because float32 rounds a level such as 1 - 1e-9 to one.
     return jnp.asarray(host, dtype), jnp.asarray(1 - host, dtype)
 
 
 def check_rows_of_members(
-    name: str, argument: str, values: ArrayLike, mask: ArrayLike | None, *, binary: bool = False
+    argument: str, values: ArrayLike, mask: ArrayLike | None, *, binary: bool = False
 ) -> tuple[Array, Array]:
     """Raises for invalid values; `binary` allows 0, 1 and NaN only. Returns them as `(members, rows)`, and a mask."""
-    array = check_array(name, argument, values)
+    array = check_array(argument, values)
     if binary and not jnp.issubdtype(array.dtype, jnp.inexact):  # booleans, and integers 0 and 1
         array = array.astype(jnp.float32)
-    array = check_floating(name, argument, array)
+    array = check_floating(argument, array)
     if array.ndim < 2 or array.shape[0] < 1:
         raise ValueError(
             needs_message(
-                name,
                 f"`{argument}` of shape (members, *batch)",
                 f"got shape {array.shape}",
                 "The members axis comes first.",
             )
         )
-    rows = check_mask(name, mask, array.shape[1:])
+    rows = check_mask(mask, array.shape[1:])
     host, kept = concrete(values), kept_rows(mask)
     if binary and host is not None and kept is not None:
         exact = np.asarray(host, np.float64)
         wrong = ~np.isin(exact, (0, 1)) & ~np.isnan(exact) & kept
         if wrong.any():
             fix = "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`."
-            raise ValueError(needs_message(name, f"zeros and ones in `{argument}`", first_text(exact, wrong), fix))
+            raise ValueError(needs_message(f"zeros and ones in `{argument}`", first_text(exact, wrong), fix))
     counted = jnp.ones(array.shape[1:], bool) if rows is None else rows
     return jnp.reshape(promote(array)[0], (array.shape[0], -1)), jnp.ravel(counted)

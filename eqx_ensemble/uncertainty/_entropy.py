@@ -30,7 +30,7 @@ def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"
     ee.uncertainty.entropy(jnp.log(jnp.array([[0.5, 0.5], [1.0, 0.0]])))  # [0.693, 0.0]
     ```
     """
-    checked = check_logits("uncertainty.entropy", logits, members=False)
+    checked = check_logits(logits, members=False)
     return _entropy(checked)
 
 
@@ -80,9 +80,8 @@ def decompose_entropy(
         }
         ```
     """
-    name = "uncertainty.decompose_entropy"
-    checked = check_logits(name, logits)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
+    checked = check_logits(logits)
+    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
     aleatoric, epistemic = _parts(checked, convex)
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 
@@ -198,9 +197,8 @@ def jensen_shannon(
         }
         ```
     """
-    name = "uncertainty.jensen_shannon"
-    checked = check_logits(name, logits)
-    return _jensen_shannon(checked, check_weights(name, weights, checked.shape[0], checked.dtype))
+    checked = check_logits(logits)
+    return _jensen_shannon(checked, check_weights(weights, checked.shape[0], checked.dtype))
 
 
 def pairwise_kl(
@@ -248,9 +246,8 @@ def pairwise_kl(
         }
         ```
     """
-    name = "uncertainty.pairwise_kl"
-    checked = check_logits(name, logits)
-    return _pairwise_kl(checked, check_weights(name, weights, checked.shape[0], checked.dtype))
+    checked = check_logits(logits)
+    return _pairwise_kl(checked, check_weights(weights, checked.shape[0], checked.dtype))
 
 
 @jax.jit

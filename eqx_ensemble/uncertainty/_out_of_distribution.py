@@ -49,9 +49,8 @@ def least_confidence(
         }
         ```
     """
-    name = "uncertainty.least_confidence"
-    checked = check_logits(name, logits)
-    return _least_confidence(checked, check_weights(name, weights, checked.shape[0], checked.dtype))
+    checked = check_logits(logits)
+    return _least_confidence(checked, check_weights(weights, checked.shape[0], checked.dtype))
 
 
 def free_energy(
@@ -98,10 +97,9 @@ def free_energy(
         }
         ```
     """
-    name = "uncertainty.free_energy"
-    checked = check_logits(name, logits)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
-    return _free_energy(checked, check_temperature(name, temperature, checked.dtype), convex)
+    checked = check_logits(logits)
+    convex = check_weights(weights, checked.shape[0], checked.dtype)
+    return _free_energy(checked, check_temperature(temperature, checked.dtype), convex)
 
 
 @jax.jit

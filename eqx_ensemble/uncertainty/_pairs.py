@@ -37,9 +37,8 @@ def variation_ratio(
     ee.uncertainty.variation_ratio(logits)  # 1/3
     ```
     """
-    name = "uncertainty.variation_ratio"
-    checked = check_logits(name, logits, of_votes=True)
-    return _variation_ratio(checked, check_weights(name, weights, checked.shape[0], checked.dtype))
+    checked = check_logits(logits, of_votes=True)
+    return _variation_ratio(checked, check_weights(weights, checked.shape[0], checked.dtype))
 
 
 def disagreement(
@@ -72,9 +71,8 @@ def disagreement(
     ee.uncertainty.disagreement(logits)  # 4/9, or 2/3 of the pairs of different members
     ```
     """
-    name = "uncertainty.disagreement"
-    checked = check_logits(name, logits, of_votes=True)
-    return _disagreement(checked, check_weights(name, weights, checked.shape[0], checked.dtype))
+    checked = check_logits(logits, of_votes=True)
+    return _disagreement(checked, check_weights(weights, checked.shape[0], checked.dtype))
 
 
 @jax.jit
@@ -140,9 +138,8 @@ def pairwise_disagreement(
         }
         ```
     """
-    name = "uncertainty.pairwise_disagreement"
-    checked = check_logits(name, logits, of_votes=True)
-    return _pairwise_disagreement(checked, check_mask(name, mask, checked.shape[1:-1]))
+    checked = check_logits(logits, of_votes=True)
+    return _pairwise_disagreement(checked, check_mask(mask, checked.shape[1:-1]))
 
 
 def q_statistic(
@@ -191,7 +188,7 @@ def q_statistic(
         }
         ```
     """
-    return _q_statistic(*check_rows_of_members("uncertainty.q_statistic", "correct", correct, mask, binary=True))
+    return _q_statistic(*check_rows_of_members("correct", correct, mask, binary=True))
 
 
 def error_correlation(
@@ -223,7 +220,7 @@ def error_correlation(
     ee.uncertainty.error_correlation(errors)  # all ones
     ```
     """
-    return _error_correlation(*check_rows_of_members("uncertainty.error_correlation", "errors", errors, mask))
+    return _error_correlation(*check_rows_of_members("errors", errors, mask))
 
 
 @jax.jit

@@ -49,9 +49,8 @@ def gaussian_interval(
     """
     from statistics import NormalDist  # here, because it takes a thirtieth of this library's import time
 
-    name = "uncertainty.gaussian_interval"
-    check_level(name, level)
-    means, variances = check_moments(name, mean, variance, members=False)
+    check_level(level)
+    means, variances = check_moments(mean, variance, members=False)
     # The small tail is exact in floating point; one minus the tail is not.
     return _interval(means, variances, -NormalDist().inv_cdf((1 - level) / 2))
 
@@ -109,10 +108,9 @@ def quantile(
         }
         ```
     """
-    name = "uncertainty.quantile"
-    checked = check_values(name, "values", values)
-    wanted, over = check_levels(name, levels, checked.dtype, ends=True)
-    return _quantiles(checked, wanted, over, check_weights(name, weights, checked.shape[0], checked.dtype))
+    checked = check_values("values", values)
+    wanted, over = check_levels(levels, checked.dtype, ends=True)
+    return _quantiles(checked, wanted, over, check_weights(weights, checked.shape[0], checked.dtype))
 
 
 def interval(
@@ -147,10 +145,9 @@ def interval(
     ee.uncertainty.interval(values, level=0.5)  # [2.0], [7.0]
     ```
     """
-    name = "uncertainty.interval"
-    checked = check_values(name, "values", values)
-    check_level(name, level)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    checked = check_values("values", values)
+    check_level(level)
+    convex = check_weights(weights, checked.shape[0], checked.dtype)
     tail = (1 - level) / 2
     below, over = (jnp.asarray(levels, checked.dtype) for levels in ([tail, 1 - tail], [1 - tail, tail]))
     return Interval(*_quantiles(checked, below, over, convex))
@@ -212,10 +209,9 @@ def gaussian_mixture_quantile(
     # about [[-3.0], [0.0]]
     ```
     """
-    name = "uncertainty.gaussian_mixture_quantile"
-    means, variances = check_moments(name, mean, variance, weights=weights)
-    below, over = check_levels(name, levels, means.dtype, ends=False)
-    convex = check_weights(name, weights, means.shape[0], means.dtype)
+    means, variances = check_moments(mean, variance, weights=weights)
+    below, over = check_levels(levels, means.dtype, ends=False)
+    convex = check_weights(weights, means.shape[0], means.dtype)
     return _quantile_of_mixture(means, variances, below, over, convex)
 
 
@@ -252,10 +248,9 @@ def gaussian_mixture_interval(
     ee.uncertainty.gaussian_mixture_interval(mean, variance, level=0.9)  # [-4.28], [4.28]
     ```
     """
-    name = "uncertainty.gaussian_mixture_interval"
-    means, variances = check_moments(name, mean, variance, weights=weights)
-    check_level(name, level)
-    convex = check_weights(name, weights, means.shape[0], means.dtype)
+    means, variances = check_moments(mean, variance, weights=weights)
+    check_level(level)
+    convex = check_weights(weights, means.shape[0], means.dtype)
     tail = (1 - level) / 2
     below, over = (jnp.asarray(levels, means.dtype) for levels in ([tail, 1 - tail], [1 - tail, tail]))
     return Interval(*_quantile_of_mixture(means, variances, below, over, convex))

@@ -45,12 +45,11 @@ def sample_gaussian_mixture(
     ee.uncertainty.sample_gaussian_mixture(mean, variance, 100, key=key).shape  # (100, 1)
     ```
     """
-    name = "uncertainty.sample_gaussian_mixture"
-    joint = check_flag(joint, "joint", name=name)
-    means, variances = check_moments(name, mean, variance, weights=weights)
-    convex = check_weights(name, weights, means.shape[0], means.dtype)
-    num_samples = check_positive_int(num_samples, "num_samples", name=name)
-    return _gaussian(means, variances, convex, num_samples, joint, _keys.root(key, name=name))
+    joint = check_flag(joint, "joint")
+    means, variances = check_moments(mean, variance, weights=weights)
+    convex = check_weights(weights, means.shape[0], means.dtype)
+    num_samples = check_positive_int(num_samples, "num_samples")
+    return _gaussian(means, variances, convex, num_samples, joint, _keys.root(key))
 
 
 def sample_class_mixture(
@@ -87,12 +86,11 @@ def sample_class_mixture(
     jnp.mean(ee.uncertainty.sample_class_mixture(logits, 1000, key=key))  # about 0.3
     ```
     """
-    name = "uncertainty.sample_class_mixture"
-    joint = check_flag(joint, "joint", name=name)
-    checked = check_logits(name, logits)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
-    num_samples = check_positive_int(num_samples, "num_samples", name=name)
-    return _classes(checked, convex, num_samples, joint, _keys.root(key, name=name))
+    joint = check_flag(joint, "joint")
+    checked = check_logits(logits)
+    convex = check_weights(weights, checked.shape[0], checked.dtype)
+    num_samples = check_positive_int(num_samples, "num_samples")
+    return _classes(checked, convex, num_samples, joint, _keys.root(key))
 
 
 @partial(jax.jit, static_argnames=("num_samples", "joint"))

@@ -78,9 +78,8 @@ def decompose_squared_error(
         }
         ```
     """
-    name = "uncertainty.decompose_squared_error"
-    predicted, observed = check_regression(name, targets, members=True, predictions=predictions)
-    convex = check_weights(name, weights, predicted.shape[0], predicted.dtype)
+    predicted, observed = check_regression(targets, members=True, predictions=predictions)
+    convex = check_weights(weights, predicted.shape[0], predicted.dtype)
     ensemble, ambiguity = by_rows(_squared_error, predicted, observed, convex)
     return Ambiguity(ensemble, ensemble + ambiguity, ambiguity)
 
@@ -133,10 +132,9 @@ def decompose_nll(
         }
         ```
     """
-    name = "uncertainty.decompose_nll"
-    checked = check_logits(name, logits)
-    targets = check_labels(name, labels, checked)
-    convex = check_weights(name, weights, checked.shape[0], checked.dtype)
+    checked = check_logits(logits)
+    targets = check_labels(labels, checked)
+    convex = check_weights(weights, checked.shape[0], checked.dtype)
     ensemble, ambiguity = by_rows(_nll, checked, targets, convex, event_ndim=1)
     return Ambiguity(ensemble, ensemble + ambiguity, ambiguity)
 
@@ -220,9 +218,8 @@ def decompose_variance(
         [Decomposition of Uncertainty in Bayesian Deep Learning for Efficient and Risk-sensitive
         Learning](https://arxiv.org/abs/1710.07283)
     """
-    name = "uncertainty.decompose_variance"
-    means, variances = check_moments(name, mean, variance, weights=weights)
-    convex = check_weights(name, weights, means.shape[0], means.dtype, rows=means.shape[1:])
+    means, variances = check_moments(mean, variance, weights=weights)
+    convex = check_weights(weights, means.shape[0], means.dtype, rows=means.shape[1:])
     aleatoric, epistemic = by_rows(_parts, (means, variances), (), convex)
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 

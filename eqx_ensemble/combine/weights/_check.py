@@ -7,6 +7,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from ..._caller import caller
 from ..._check import (
     check_array,
     check_floating,
@@ -27,16 +28,14 @@ from ..._warnings import warn
 _HOW_TO_SCORE = "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like."
 
 
-def check_log_scores(name: str, log_scores: ArrayLike, mask: ArrayLike | None) -> tuple[Array, Array | None]:
+def check_log_scores(log_scores: ArrayLike, mask: ArrayLike | None) -> tuple[Array, Array | None]:
     """Raises unless log scores are finite or -inf, and not -inf for all members. Returns them and the mask."""
-    array = check_values(name, "log_scores", log_scores)
+    array = check_values("log_scores", log_scores)
     if math.prod(array.shape) == 0:
         raise ValueError(
-            needs_message(
-                name, "at least one row in `log_scores`", f"got shape {array.shape}", "Was every row filtered out?"
-            )
+            needs_message("at least one row in `log_scores`", f"got shape {array.shape}", "Was every row filtered out?")
         )
-    rows = check_mask(name, mask, array.shape[1:])
+    rows = check_mask(mask, array.shape[1:])
     host, counted = concrete(log_scores), True if mask is None else concrete(mask)
     if host is None or counted is None:
         return array, rows
@@ -44,178 +43,171 @@ def check_log_scores(name: str, log_scores: ArrayLike, mask: ArrayLike | None) -
     wrong = (np.isnan(host) | (host == np.inf)) & counted
     if wrong.any():
         fix = f"Remove members with such scores, or exclude the rows with `mask`. {_HOW_TO_SCORE}"
-        raise ValueError(needs_message(name, "`log_scores` that are finite or -inf", first_text(host, wrong), fix))
+        raise ValueError(needs_message("`log_scores` that are finite or -inf", first_text(host, wrong), fix))
     hopeless = (host == -np.inf).all(axis=0) & counted
     if hopeless.any():
         fix = "No weights explain such a row: mask it by `mask`, or bound the members' probabilities away from 0."
         raise ValueError(
-            needs_message(
-                name, "a member above -inf in every row of `log_scores`", f"got none in {_where(hopeless)}", fix
-            )
+            needs_message("a member above -inf in every row of `log_scores`", f"got none in {_where(hopeless)}", fix)
         )
-    _check_logarithms(name, host, np.broadcast_to(counted, host.shape[1:]))
+    _check_logarithms(host, np.broadcast_to(counted, host.shape[1:]))
     return array, rows
 
 
-def _check_logarithms(name: str, scores: np.ndarray, counted: np.ndarray) -> None:
+def _check_logarithms(scores: np.ndarray, counted: np.ndarray) -> None:
     """Raises for log-probabilities of all classes; warns about values that look like probabilities."""
     if scores.ndim > 2 and scores.shape[-1] > 1 and counted.all():
         sums = np.exp(np.minimum(scores, 1.0)).sum(axis=-1)
         if np.allclose(sums, 1.0, atol=1e-4):
             got = f"got shape {scores.shape}, whose probabilities sum to 1 on the last axis"
             fix = f"Take the log-probabilities of the labels. {_HOW_TO_SCORE}"
-            raise ValueError(needs_message(name, "one of `log_scores` per member and row", got, fix))
+            raise ValueError(needs_message("one of `log_scores` per member and row", got, fix))
     if scores.ndim == 1:
         return  # one evidence per member
     kept = scores[:, counted]
     if (kept >= 0).all() and (kept <= 1).all() and (kept > 0).any():
         warn(
-            f"`{name}` takes natural logarithms, but all `log_scores` are from 0 to 1, as probabilities are.\n"
+            f"`{caller()}` takes natural logarithms, but all `log_scores` are from 0 to 1, as probabilities are.\n"
             "Pass `jnp.log(probabilities)`. Log-densities in that range are fine."
         )
 
 
-def check_scores_of_members(name: str, scores: ArrayLike, count: Any) -> tuple[Array, int]:
+def check_scores_of_members(scores: ArrayLike, count: Any) -> tuple[Array, int]:
     """Raises unless there is one score per member, and `count` are not NaN. Returns the scores and the count."""
-    array, number = check_array(name, "scores", scores), check_positive_int(count, "count", name=name)
+    array, number = check_array("scores", scores), check_positive_int(count, "count")
     if array.ndim != 1:
         fix = "`scores.per_member` makes them."
-        raise ValueError(needs_message(name, "one score per member, `(members,)`", f"got shape {array.shape}", fix))
+        raise ValueError(needs_message("one score per member, `(members,)`", f"got shape {array.shape}", fix))
     if number > array.shape[0]:
         raise ValueError(
             needs_message(
-                name, "`count` of at most the number of members", f"got {number} of {array.shape[0]}", "Ask for fewer."
+                "`count` of at most the number of members", f"got {number} of {array.shape[0]}", "Ask for fewer."
             )
         )
     host = concrete(scores)
     if host is not None and (known := int((~np.isnan(host)).sum())) < number:
         raise ValueError(
             needs_message(
-                name, "`count` members with a score that is not NaN", f"got {known}, need {number}", "Ask for fewer."
+                "`count` members with a score that is not NaN", f"got {known}, need {number}", "Ask for fewer."
             )
         )
     return array, number
 
 
-def check_similarity(name: str, similarity: ArrayLike, count: Any, quality: Any) -> tuple[Array, int, Array]:
+def check_similarity(similarity: ArrayLike, count: Any, quality: Any) -> tuple[Array, int, Array]:
     """Raises unless the matrix is symmetric positive semi-definite. Returns it, the count, and the quality."""
-    matrix, number = check_floating(name, "similarity", similarity), check_positive_int(count, "count", name=name)
+    matrix, number = check_floating("similarity", similarity), check_positive_int(count, "count")
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
         fix = "For classes, `1 - uncertainty.pairwise_disagreement(logits)`."
-        raise ValueError(needs_message(name, "`similarity` (members, members)", f"got shape {matrix.shape}", fix))
+        raise ValueError(needs_message("`similarity` (members, members)", f"got shape {matrix.shape}", fix))
     if number > matrix.shape[0]:
         got = f"got {number} of {matrix.shape[0]}"
-        raise ValueError(needs_message(name, "`count` of at most the number of members", got, "Ask for fewer."))
+        raise ValueError(needs_message("`count` of at most the number of members", got, "Ask for fewer."))
     matrix = matrix.astype(matrix.dtype if jnp.finfo(matrix.dtype).bits >= 32 else jnp.float32)
-    _check_semi_definite(name, similarity)
+    _check_semi_definite(similarity)
     if quality is None:
         return matrix, number, jnp.ones(matrix.shape[0], matrix.dtype)
-    scale = check_array(name, "quality", quality)
+    scale = check_array("quality", quality)
     if scale.shape != matrix.shape[:1]:
         got = f"got shape {scale.shape}, need ({matrix.shape[0]},)"
-        raise ValueError(needs_message(name, "one `quality` per member", got, "Higher is better."))
+        raise ValueError(needs_message("one `quality` per member", got, "Higher is better."))
     host = concrete(quality)
     if host is not None and not (np.isfinite(host) & (host >= 0)).all():
         fix = "For log scores pass `jnp.exp(log_scores)`."
-        raise ValueError(needs_message(name, "`quality` of zero or more", "got a negative one, infinity or NaN", fix))
+        raise ValueError(needs_message("`quality` of zero or more", "got a negative one, infinity or NaN", fix))
     return matrix, number, scale.astype(matrix.dtype)
 
 
-def _check_semi_definite(name: str, similarity: ArrayLike) -> None:
+def _check_semi_definite(similarity: ArrayLike) -> None:
     host = concrete(similarity)
     if host is None:
         return
     host = np.asarray(host, np.float64)
     if not np.isfinite(host).all():
         fix = "Leave out members with NaN predictions."
-        raise ValueError(needs_message(name, "a finite `similarity`", "got NaN or infinity", fix))
+        raise ValueError(needs_message("a finite `similarity`", "got NaN or infinity", fix))
     tolerance = 1e-3 * np.abs(host).max()
     if np.abs(host - host.T).max() > tolerance or np.linalg.eigvalsh(host).min() < -tolerance:
         fix = "A matrix of disagreements? Pass `1 - disagreement`."
         got = "got one that is not"
-        raise ValueError(needs_message(name, "a symmetric, positive semi-definite `similarity`", got, fix))
+        raise ValueError(needs_message("a symmetric, positive semi-definite `similarity`", got, fix))
 
 
-def check_greedy(
-    name: str, score: Any, mask: Any, num_steps: Any, num_initial: Any, num_members: int
-) -> Callable | None:
+def check_greedy(score: Any, mask: Any, num_steps: Any, num_initial: Any, num_members: int) -> Callable | None:
     """Raises for invalid options. Returns the score function; `None` for log scores."""
-    check_positive_int(num_steps, "num_steps", name=name)
+    check_positive_int(num_steps, "num_steps")
     if not isinstance(num_initial, int | np.integer) or num_initial != 0:
-        check_positive_int(num_initial, "num_initial", name=name)
+        check_positive_int(num_initial, "num_initial")
     if num_initial > min(num_steps, num_members):
         got = f"got {num_initial}, with {num_members} members and {num_steps} steps"
         raise ValueError(
             needs_message(
-                name, "`num_initial` of at most `num_steps` and the number of members", got, "They are the first steps."
+                "`num_initial` of at most `num_steps` and the number of members", got, "They are the first steps."
             )
         )
     if callable(score):
         if mask is not None:
             fix = "Ignore those rows in the score itself."
-            raise ValueError(needs_message(name, "no `mask` with a score of your own", "got `mask`", fix))
+            raise ValueError(needs_message("no `mask` with a score of your own", "got `mask`", fix))
         return score
     if not isinstance(score, str) or score != "log":
         fix = "Predictions come first, then the score of their mean."
         raise ValueError(
-            needs_message(name, '`score` to be "log" or a function of the combined prediction', f"got {score!r}", fix)
+            needs_message('`score` to be "log" or a function of the combined prediction', f"got {score!r}", fix)
         )
     return None
 
 
-def check_score_value(name: str, shape: tuple[int, ...]) -> None:
+def check_score_value(shape: tuple[int, ...]) -> None:
     """Raises unless the score is a scalar."""
     if shape != ():
         fix = "Return the mean over rows."
         raise ValueError(
-            needs_message(
-                name, "a `score` that returns one number for one combined prediction", f"got shape {shape}", fix
-            )
+            needs_message("a `score` that returns one number for one combined prediction", f"got shape {shape}", fix)
         )
 
 
-def check_tolerance(name: str, tolerance: float | None) -> None:
+def check_tolerance(tolerance: float | None) -> None:
     """Raises unless `tolerance` is `None` or a non-negative number."""
     if tolerance is not None:
-        check_number(tolerance, "tolerance", name=name, least=0)
+        check_number(tolerance, "tolerance", least=0)
 
 
-def warn_of_gap(name: str, gap: Array, tolerance: float) -> None:
+def warn_of_gap(gap: Array, tolerance: float) -> None:
     """Warns if a search for weights ended above its tolerance; checked where concrete."""
     host = concrete(gap)
     if host is not None and not (host <= tolerance).all():
         warn(
-            f"`{name}` ended {host.max():.2g} nats at most from the best mean log score, above its "
+            f"`{caller()}` ended {host.max():.2g} nats at most from the best mean log score, above its "
             f"tolerance {tolerance:.2g}.\nRaise `tolerance` or `max_steps`, or compute in float64."
         )
 
 
-def check_sparsify(name: str, weights: ArrayLike, above: float, num_members: Any) -> np.ndarray:
+def check_sparsify(weights: ArrayLike, above: float, num_members: Any) -> np.ndarray:
     """Raises unless weights are concrete and valid, and `above` keeps a member. Returns them normalised, as float64."""
     if is_traced(weights):
         fix = "Call it outside `jax.jit`: how many members are left depends on the weights."
-        raise TypeError(needs_message(name, "weights whose values are known", "got a traced array", fix))
-    check_plain_weights(name, weights)
+        raise TypeError(needs_message("weights whose values are known", "got a traced array", fix))
+    check_plain_weights(weights)
     shape = np.shape(weights)
     if len(shape) != 1 or shape[0] < 1:
         raise ValueError(
             needs_message(
-                name,
                 "one weight per member, `(members,)`",
                 f"got shape {shape}",
                 "Weights are in the order of the members.",
             )
         )
-    check_weights(name, weights, shape[0], jnp.dtype("float32"))
+    check_weights(weights, shape[0], jnp.dtype("float32"))
     if num_members is not None:
-        check_positive_int(num_members, "num_members", name=name)
-    exact = as_numpy(weights, "weights", name=name).astype(np.float64)
+        check_positive_int(num_members, "num_members")
+    exact = as_numpy(weights, "weights").astype(np.float64)
     exact = exact / exact.sum()
-    check_number(above, "above", name=name)
+    check_number(above, "above")
     if not 0 <= above < exact.max():
         got = f"got above={above}; the largest weight is {exact.max():.3g} of a sum of 1"
         fix = "Only members whose normalised weight exceeds `above` are kept."
-        raise ValueError(needs_message(name, "a non-negative `above` below the largest weight", got, fix))
+        raise ValueError(needs_message("a non-negative `above` below the largest weight", got, fix))
     return exact
 
 

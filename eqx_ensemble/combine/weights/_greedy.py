@@ -43,8 +43,8 @@ def elites(scores: Real[ArrayLike, " members"], count: int, *, mode: Literal["mi
     ee.combine.weights.elites(jnp.array([0.3, 0.1, 0.2]), 2, mode="min")  # [0.0, 0.5, 0.5]
     ```
     """
-    check_word(mode, "mode", ("min", "max"), name="combine.weights.elites")
-    checked, count = check_scores_of_members("combine.weights.elites", scores, count)
+    check_word(mode, "mode", ("min", "max"))
+    checked, count = check_scores_of_members(scores, count)
     dtype = jnp.float64 if checked.dtype == jnp.float64 else jnp.float32
     host = concrete(scores)  # in its own precision
     if host is None:
@@ -110,7 +110,7 @@ def diverse(
         the algorithm: [Fast Greedy MAP Inference for Determinantal Point
         Process](https://arxiv.org/abs/1709.05135), Chen, Zhang and Zhou, 2018.
     """
-    matrix, number, scale = check_similarity("combine.weights.diverse", similarity, count, quality)
+    matrix, number, scale = check_similarity(similarity, count, quality)
     return _diverse(matrix, scale, number)
 
 
@@ -178,7 +178,7 @@ def sparsify(
     # members [0, 3]
     ```
     """
-    exact = check_sparsify("combine.weights.sparsify", weights, above, num_members)
+    exact = check_sparsify(weights, above, num_members)
     order = np.argsort(-exact, kind="stable")
     left = np.sort(order[: int((exact > above).sum())][:num_members])
     dtype = jnp.float64 if jnp.asarray(from_foreign(weights)).dtype == jnp.float64 else jnp.float32
@@ -258,14 +258,13 @@ def greedy(
         }
         ```
     """
-    name = "combine.weights.greedy"
-    checked = check_values(name, "predictions", predictions)
-    own = check_greedy(name, score, mask, num_steps, num_initial, checked.shape[0])
+    checked = check_values("predictions", predictions)
+    own = check_greedy(score, mask, num_steps, num_initial, checked.shape[0])
     if own is None:
-        logs, rows = check_log_scores(name, predictions, mask)
+        logs, rows = check_log_scores(predictions, mask)
         return _greedy_log(logs, rows, num_steps, num_initial)
     one = jax.eval_shape(own, jax.ShapeDtypeStruct(checked.shape[1:], checked.dtype))
-    check_score_value(name, jnp.shape(one))
+    check_score_value(jnp.shape(one))
     judge = lambda total, count: jnp.asarray(own(total / count), checked.dtype)
     return _select(checked, jnp.zeros_like(checked[0]), jnp.add, judge, num_steps, num_initial)
 

@@ -49,7 +49,7 @@ def bayesian(
         }
         ```
     """
-    return _bayesian(*check_log_scores("combine.weights.bayesian", log_scores, mask))
+    return _bayesian(*check_log_scores(log_scores, mask))
 
 
 @jax.jit
@@ -127,14 +127,13 @@ def stacking(
         }
         ```
     """
-    name = "combine.weights.stacking"
-    check_tolerance(name, tolerance)
-    logs, rows = check_log_scores(name, log_scores, mask)
+    check_tolerance(tolerance)
+    logs, rows = check_log_scores(log_scores, mask)
     if tolerance is None:
         tolerance = 1e-10 if logs.dtype == jnp.float64 else 1e-6
     tolerance = float(tolerance)
-    found = _stacking(logs, rows, tolerance, check_positive_int(max_steps, "max_steps", name=name))
-    warn_of_gap(name, found.gap, tolerance)
+    found = _stacking(logs, rows, tolerance, check_positive_int(max_steps, "max_steps"))
+    warn_of_gap(found.gap, tolerance)
     return found
 
 

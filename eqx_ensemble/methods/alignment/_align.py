@@ -349,16 +349,16 @@ def align(
         [Git Re-Basin: Merging Models modulo Permutation Symmetries](https://arxiv.org/abs/2209.04836), Ainsworth et
         al., 2023.
     """
-    check_ensemble(ensemble, name=_NAME)
-    check_model_state_given(ensemble.stacked, state, name=_NAME)
-    check_model_state(state, ensemble.num_members, name=_NAME)
-    check_optional_function(fn, "fn", name=_NAME, example="lambda model, x: model(x)")
-    position = check_reference(reference, ensemble.num_members, name=_NAME)
+    check_ensemble(ensemble)
+    check_model_state_given(ensemble.stacked, state)
+    check_model_state(state, ensemble.num_members)
+    check_optional_function(fn, "fn", example="lambda model, x: model(x)")
+    position = check_reference(reference, ensemble.num_members)
     check_installed("scipy", what=_NAME, extra="sklearn")
     known = find_units(ensemble) if units is None else units
     groups = resolve(check_units(known, (Units, Heads), found=units is None), ensemble[0])
     arrays = _member_arrays(ensemble, groups)
-    turns = list(generators(_keys.root(key, name=_NAME), ensemble.ids, purpose="align"))
+    turns = list(generators(_keys.root(key), ensemble.ids, purpose="align"))
     permuted = lambda orders: _permute(ensemble, state, groups, orders)
     shuffled = [[shuffle(group, rng) for group in groups] for rng in turns]
     check_equal_predictions(ensemble, state, permuted, shuffled, groups, x, fn)

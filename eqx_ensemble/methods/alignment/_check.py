@@ -6,27 +6,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._caller import caller
 from ..._check import check_function, check_integer, check_sequence, concrete, is_member_array, kind_text
 from ..._ensemble import Ensemble
 from ..._leaf_text import leaf_text
 
 _ALIGN = "methods.alignment.align"
-_UNITS = "methods.alignment.Units"
 _EXAMPLE = "lambda model: model.layers[0]"
 
 
-def check_entries(entries: Any, argument: str, *, name: str) -> tuple[Any, ...]:
+def check_entries(entries: Any, argument: str) -> tuple[Any, ...]:
     """Raises unless `entries` are functions or pairs of a function and an axis; `outputs` must not be empty."""
-    found = check_sequence(entries, argument, name=name, of="functions that select layers")
+    found = check_sequence(entries, argument, of="functions that select layers")
     if not found and argument == "outputs":
         fix = f"`outputs` lists the layers that output the units. For example `{_EXAMPLE}`."
-        raise ValueError(f"`{name}` needs at least one layer in `outputs`.\n{fix}")
+        raise ValueError(f"`{caller()}` needs at least one layer in `outputs`.\n{fix}")
     for i, entry in enumerate(found):
         path = f"{argument}[{i}]"
         where, *axis = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry,)
-        check_function(where, path, name=name, example=_EXAMPLE)
+        check_function(where, path, example=_EXAMPLE)
         if axis and (isinstance(axis[0], bool) or not isinstance(axis[0], int)):
-            raise TypeError(f"`{name}` needs `{path}` to be `(where, axis)` with an integer axis, got {axis[0]!r}.")
+            raise TypeError(f"`{caller()}` needs `{path}` to be `(where, axis)` with an integer axis, got {axis[0]!r}.")
     return tuple(found)
 
 
@@ -46,17 +46,17 @@ def check_model(model: Any) -> Any:
     return model
 
 
-def check_reference(value: Any, num_members: int, *, name: str) -> int:
+def check_reference(value: Any, num_members: int) -> int:
     """Raises unless `value` is the position of a member. Returns it as a non-negative integer."""
-    position = check_integer(value, "reference", name=name, least=-num_members)
+    position = check_integer(value, "reference", least=-num_members)
     if position >= num_members:
-        raise ValueError(f"`{name}` needs `reference` to be the position of one of the members, got {position}.")
+        raise ValueError(f"`{caller()}` needs `reference` to be the position of one of the members, got {position}.")
     return position % num_members
 
 
 def check_units(units: Any, kinds: tuple[type, ...], *, found: bool) -> list[Any]:
     """Raises unless `units` is a list of at least one `Units` or `Heads`. Returns it."""
-    listed = check_sequence(units, "units", name=_ALIGN, of="`Units` and `Heads`")
+    listed = check_sequence(units, "units", of="`Units` and `Heads`")
     for i, each in enumerate(listed):
         if not isinstance(each, kinds):
             raise TypeError(f"`{_ALIGN}` needs a list of `Units` and `Heads`, got {kind_text(each)} at `units[{i}]`.")

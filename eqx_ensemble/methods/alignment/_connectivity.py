@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
+from ..._caller import caller
 from ..._check import (
     check_floating,
     check_function,
@@ -28,13 +29,13 @@ from ...plan._map import map_members
 from ._check import check_reference
 
 
-def check_position(value: Any, *, name: str) -> None:
+def check_position(value: Any) -> None:
     """Raises unless `value` is one finite real number; the value of a traced one is not checked."""
     if isinstance(value, jax.Array | np.ndarray):
         if value.shape or not jnp.issubdtype(value.dtype, jnp.number) or jnp.iscomplexobj(value):
-            raise TypeError(f"`{name}` needs `position` to be one number, got {leaf_text(value)}.")
+            raise TypeError(f"`{caller()}` needs `position` to be one number, got {leaf_text(value)}.")
         value = 0.0 if is_traced(value) else value.item()
-    check_number(value, "position", name=name)
+    check_number(value, "position")
 
 
 def check_loss(value: Any) -> jax.Array:
@@ -49,15 +50,15 @@ def check_loss(value: Any) -> jax.Array:
     return promote(jnp.asarray(found))[0]
 
 
-def check_losses(losses: Any, *, name: str) -> jax.Array:
+def check_losses(losses: Any) -> jax.Array:
     """Raises unless `losses` are `(*batch, points)`, at least three points. Returns them in the dtype to compute in."""
-    array = check_floating(name, "losses", losses)
+    array = check_floating("losses", losses)
     if array.ndim < 1 or array.shape[-1] < 3:
         needs, fix = (
             "`losses` of shape (*batch, points), of at least three points",
             "`connectivity` returns such losses.",
         )
-        raise ValueError(needs_message(name, needs, f"got shape {array.shape}", fix))
+        raise ValueError(needs_message(needs, f"got shape {array.shape}", fix))
     return promote(array)[0]
 
 
@@ -84,11 +85,10 @@ def interpolate(ensemble: Ensemble[M], position: Real[ArrayLike, ""], *, referen
     halfway = ee.methods.alignment.interpolate(ensemble, 0.5)
     ```
     """
-    name = "methods.alignment.interpolate"
-    check_ensemble(ensemble, name=name)
-    check_position(position, name=name)
-    first = check_reference(reference, ensemble.num_members, name=name)
-    check_equal_members(eqx.filter(ensemble.arrays, eqx.is_inexact_array, inverse=True), name=name)
+    check_ensemble(ensemble)
+    check_position(position)
+    first = check_reference(reference, ensemble.num_members)
+    check_equal_members(eqx.filter(ensemble.arrays, eqx.is_inexact_array, inverse=True))
     return _interpolate(ensemble, position, first)
 
 
@@ -134,13 +134,12 @@ def connectivity(
         [Linear Mode Connectivity and the Lottery Ticket Hypothesis](https://arxiv.org/abs/1912.05671), Frankle et al.,
         2020.
     """
-    name = "methods.alignment.connectivity"
-    check_ensemble(ensemble, name=name)
-    check_function(fn, "fn", name=name, example="lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)")
+    check_ensemble(ensemble)
+    check_function(fn, "fn", example="lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)")
     fn = as_hashable_leaf(fn)
-    count = check_integer(num_points, "num_points", name=name, least=3)
-    first = check_reference(reference, ensemble.num_members, name=name)
-    check_equal_members(eqx.filter(ensemble.arrays, eqx.is_inexact_array, inverse=True), name=name)
+    count = check_integer(num_points, "num_points", least=3)
+    first = check_reference(reference, ensemble.num_members)
+    check_equal_members(eqx.filter(ensemble.arrays, eqx.is_inexact_array, inverse=True))
 
     points = [jnp.asarray(p, jnp.result_type(float)) for p in np.linspace(0, 1, count)]
     return jnp.stack([_losses(ensemble, point, first, fn, args, plan) for point in points], axis=1)
@@ -184,9 +183,8 @@ def barrier(
         [The Role of Permutation Invariance in Linear Mode Connectivity of Neural
         Networks](https://arxiv.org/abs/2110.06296), Entezari et al., 2022.
     """
-    name = "methods.alignment.barrier"
-    checked = check_losses(losses, name=name)
-    check_word(baseline, "baseline", ("line", "mean"), name=name)
+    checked = check_losses(losses)
+    check_word(baseline, "baseline", ("line", "mean"))
     share = jnp.linspace(0, 1, checked.shape[-1], dtype=checked.dtype).reshape((1,) * (checked.ndim - 1) + (-1,))
     start, end = checked[..., :1], checked[..., -1:]
     base = (start + end) / 2 if baseline == "mean" else start + share * (end - start)

@@ -98,10 +98,9 @@ class Units(eqx.Module):
     size: int | None = eqx.field(static=True)
 
     def __init__(self, outputs: Sequence[Entry], inputs: Sequence[Entry] = (), *, size: int | None = None) -> None:
-        name = "methods.alignment.Units"
-        self.outputs = check_entries(outputs, "outputs", name=name)
-        self.inputs = check_entries(inputs, "inputs", name=name)
-        self.size = None if size is None else check_positive_int(size, "size", name=name)
+        self.outputs = check_entries(outputs, "outputs")
+        self.inputs = check_entries(inputs, "inputs")
+        self.size = None if size is None else check_positive_int(size, "size")
 
 
 class Heads(eqx.Module):
@@ -135,7 +134,7 @@ class Heads(eqx.Module):
     vo: Units
 
     def __init__(self, num_heads: int, *, qk: Units, vo: Units) -> None:
-        self.num_heads = check_positive_int(num_heads, "num_heads", name="methods.alignment.Heads")
+        self.num_heads = check_positive_int(num_heads, "num_heads")
         check_heads(qk, vo, Units)
         self.qk = qk
         self.vo = vo

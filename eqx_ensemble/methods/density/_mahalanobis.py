@@ -80,54 +80,52 @@ def squared_distance(
     return jnp.sum(solve_triangular(lower, away.T, lower=True) ** 2, axis=0)
 
 
-def check_features(name: str, features: Any, mask: Any) -> tuple[Array, Array | None]:
+def check_features(features: Any, mask: Any) -> tuple[Array, Array | None]:
     """Raises unless features are `(members, batch, hidden)` and finite where unmasked. Returns them and the mask."""
-    array = check_values(name, "features", features)
+    array = check_values("features", features)
     if array.ndim != 3 or 0 in array.shape:
         fix = "Flatten what is not one row of numbers: `features.reshape(members, batch, -1)`."
-        raise ValueError(
-            needs_message(name, "`features` of shape (members, batch, hidden)", f"got shape {array.shape}", fix)
-        )
-    kept = check_mask(name, mask, array.shape[1:2])
+        raise ValueError(needs_message("`features` of shape (members, batch, hidden)", f"got shape {array.shape}", fix))
+    kept = check_mask(mask, array.shape[1:2])
     host, rows = concrete(array), kept_rows(mask)
     if host is not None and rows is not None:
         wrong = ~np.isfinite(host) & (rows[:, None] if rows.ndim else True)
         if wrong.any():
             fix = "Leave members that diverged out, and rows with NaN by `mask`."
-            raise ValueError(needs_message(name, "finite `features`", first_text(host, wrong), fix))
+            raise ValueError(needs_message("finite `features`", first_text(host, wrong), fix))
     return array, kept
 
 
-def check_classes(name: str, labels: Any, features: Array, num_classes: Any, mask: Any) -> Array:
+def check_classes(labels: Any, features: Array, num_classes: Any, mask: Any) -> Array:
     """Raises unless labels are integers below `num_classes`, with two rows per class (if concrete). Returns them."""
-    count = check_positive_int(num_classes, "num_classes", name=name)
-    array = check_array(name, "labels", labels)
+    count = check_positive_int(num_classes, "num_classes")
+    array = check_array("labels", labels)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape != features.shape[1:2]:
         got = f"expected integers {features.shape[1:2]}, got {array.dtype} of shape {array.shape}"
         fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`."
         raise (TypeError if array.shape == features.shape[1:2] else ValueError)(
-            needs_message(name, "one label per row of the features", got, fix)
+            needs_message("one label per row of the features", got, fix)
         )
     host, kept = concrete(labels), kept_rows(mask)
     if host is not None and kept is not None:
         wrong = ((host < 0) | (host >= count)) & kept
         if wrong.any():
             fix = "Count classes from 0; leave rows without a class out by `mask`."
-            raise ValueError(needs_message(name, f"labels from 0 to {count - 1}", first_text(host, wrong), fix))
+            raise ValueError(needs_message(f"labels from 0 to {count - 1}", first_text(host, wrong), fix))
         rows = np.bincount(host[np.broadcast_to(kept, host.shape)], minlength=count)
         if (rows < 2).any():
             few = np.flatnonzero(rows < 2).tolist()
             fix = "Classes that are not in these rows have no density: number the others without gaps."
-            raise ValueError(needs_message(name, "at least two rows of each class", f"got fewer of classes {few}", fix))
+            raise ValueError(needs_message("at least two rows of each class", f"got fewer of classes {few}", fix))
     return array.astype(jnp.int32)
 
 
-def check_ridge(name: str, ridge: Any, dtype: jnp.dtype) -> Array:
+def check_ridge(ridge: Any, dtype: jnp.dtype) -> Array:
     """Raises unless `ridge` is a number of at least 0. Returns it as an array."""
-    return jnp.asarray(check_number(ridge, "ridge", name=name, least=0), dtype)
+    return jnp.asarray(check_number(ridge, "ridge", least=0), dtype)
 
 
-def check_factors(name: str, factors: Array) -> None:
+def check_factors(factors: Array) -> None:
     """Raises for singular covariances of any member or class (if concrete)."""
     host = concrete(factors)
     if host is not None and not np.isfinite(host).all():
@@ -136,16 +134,16 @@ def check_factors(name: str, factors: Array) -> None:
         fix = (
             "Hidden units that are constant, or fewer rows than hidden units? Pass a (larger) `ridge`, or reduce them."
         )
-        raise ValueError(needs_message(name, "covariances that are not singular", f"got one of member {member}", fix))
+        raise ValueError(needs_message("covariances that are not singular", f"got one of member {member}", fix))
 
 
-def check_new_features(name: str, features: Any, centre: Array) -> Array:
+def check_new_features(features: Any, centre: Array) -> Array:
     """Raises unless features belong to the fitted members and have as many hidden units. Returns them."""
-    array = check_values(name, "features", features)
-    check_fitted_members(name, centre.shape[0], array.shape[0])
+    array = check_values("features", features)
+    check_fitted_members(centre.shape[0], array.shape[0])
     if array.ndim != 3 or array.shape[2] != centre.shape[1]:
         got = f"expected (members, batch, hidden) with hidden {centre.shape[1]}, got {array.shape}"
-        raise ValueError(needs_message(name, "features like those that it was fitted on", got, "Take the same layer."))
+        raise ValueError(needs_message("features like those that it was fitted on", got, "Take the same layer."))
     return array
 
 
@@ -167,12 +165,12 @@ class GaussianDiscriminant(eqx.Module):
 
     def __call__(self, features: Float[ArrayLike, "members batch hidden"]) -> Float[Array, "members batch"]:
         """The log-density under each member, in nats; lower is more unusual."""
-        checked = check_new_features("methods.density.GaussianDiscriminant", features, self.centre)
+        checked = check_new_features(features, self.centre)
         return jax.nn.logsumexp(_log_joint(self, checked), axis=1)
 
     def log_joint(self, features: Float[ArrayLike, "members batch hidden"]) -> Float[Array, "members classes batch"]:
         """The log joint density of features and class; its softmax over classes is the class posterior."""
-        return _log_joint(self, check_new_features("methods.density.GaussianDiscriminant", features, self.centre))
+        return _log_joint(self, check_new_features(features, self.centre))
 
 
 def gaussian_discriminant(
@@ -218,14 +216,13 @@ def gaussian_discriminant(
     ??? cite
         [Deep Deterministic Uncertainty: A New Simple Baseline](https://arxiv.org/abs/2102.11582), Mukhoti et al., 2023.
     """
-    name = "methods.density.gaussian_discriminant"
-    checked, kept = check_features(name, features, mask)
-    known = check_classes(name, labels, checked, num_classes, mask)
-    level = check_ridge(name, ridge, checked.dtype)
+    checked, kept = check_features(features, mask)
+    known = check_classes(labels, checked, num_classes, mask)
+    level = check_ridge(ridge, checked.dtype)
     counted = one_hot_rows(blank_masked(known, kept), kept, num_classes, checked.dtype)
     fit_member = lambda x: _fit_discriminant(x, counted, level)
     centre, means, factors = jax.vmap(fit_member)(blank_masked(checked, kept, before=1))
-    check_factors(name, factors)
+    check_factors(factors)
     counts = jnp.sum(counted, axis=0)
     return GaussianDiscriminant(centre, means, factors, jnp.log(counts / jnp.sum(counts)))
 
@@ -277,9 +274,8 @@ class Mahalanobis(eqx.Module):
 
         If `relative`, the squared distance under the Gaussian of all rows is subtracted; the result may be negative.
         """
-        name = "methods.density.Mahalanobis"
-        check_flag(relative, "relative", name=name)
-        nearest, background = _distances(self, check_new_features(name, features, self.centre))
+        check_flag(relative, "relative")
+        nearest, background = _distances(self, check_new_features(features, self.centre))
         return nearest - background if relative else nearest
 
 
@@ -319,13 +315,12 @@ def mahalanobis(
         Attacks](https://arxiv.org/abs/1807.03888), Lee et al., 2018; the relative distance: [A Simple Fix to
         Mahalanobis Distance for Improving Near-OOD Detection](https://arxiv.org/abs/2106.09022), Ren et al., 2021.
     """
-    name = "methods.density.mahalanobis"
-    checked, kept = check_features(name, features, mask)
-    known = check_classes(name, labels, checked, num_classes, mask)
-    level = check_ridge(name, ridge, checked.dtype)
+    checked, kept = check_features(features, mask)
+    known = check_classes(labels, checked, num_classes, mask)
+    level = check_ridge(ridge, checked.dtype)
     counted = one_hot_rows(blank_masked(known, kept), kept, num_classes, checked.dtype)
     fitted = jax.vmap(lambda x: _fit(x, counted, level))(blank_masked(checked, kept, before=1))
-    check_factors(name, jnp.stack(fitted[2:], axis=1))
+    check_factors(jnp.stack(fitted[2:], axis=1))
     return Mahalanobis(*fitted)
 
 

@@ -66,13 +66,12 @@ def gaussian_loss(
     loss(jnp.array([0.0]), jnp.array([1.0]), means, variances)  # 0.5
     ```
     """
-    name = "methods.distillation.gaussian_loss"
-    own_mean, own_variance = check_floating_arrays(name, mean=mean, variance=variance)
-    means, variances = check_gaussians(name, own_mean, teacher_mean, teacher_variance)
-    kept = check_mask(name, mask, own_mean.shape)
-    check_variance(name, variance, positive=True, mask=mask)
-    check_variance(name, teacher_variance, positive=True, mask=None if mask is None else jnp.asarray(mask)[..., None])
-    check_reduction(name, reduction, own_mean.shape)
+    own_mean, own_variance = check_floating_arrays(mean=mean, variance=variance)
+    means, variances = check_gaussians(own_mean, teacher_mean, teacher_variance)
+    kept = check_mask(mask, own_mean.shape)
+    check_variance(variance, positive=True, mask=mask)
+    check_variance(teacher_variance, positive=True, mask=None if mask is None else jnp.asarray(mask)[..., None])
+    check_reduction(reduction, own_mean.shape)
     arrays = promote(own_mean, own_variance, means, variances)
     blanked = (blank_masked(x, kept, before=i // 2, fill=i % 2) for i, x in enumerate(arrays))
     return _gaussian_loss(*blanked, kept, reduction)
@@ -146,12 +145,11 @@ def distribution_loss(
 
         [Ensemble Distribution Distillation](https://arxiv.org/abs/1905.00076), Malinin, Mlodozeniec and Gales, 2020.
     """
-    name = "methods.distillation.distribution_loss"
-    student, teachers = check_classes(name, logits, teacher, least=2)
-    kept = check_mask(name, mask, student.shape[:-1])
-    check_reduction(name, reduction, student.shape[:-1])
-    scale = check_temperature(name, temperature, student.dtype)
-    uniform = check_smoothing(name, smoothing)
+    student, teachers = check_classes(logits, teacher, least=2)
+    kept = check_mask(mask, student.shape[:-1])
+    check_reduction(reduction, student.shape[:-1])
+    scale = check_temperature(temperature, student.dtype)
+    uniform = check_smoothing(smoothing)
     student, teachers = blank_masked(student, kept), blank_masked(teachers, kept, before=1)
     return _distribution_loss(student, teachers, scale, kept, uniform, reduction)
 
@@ -185,11 +183,10 @@ def temperature_annealing(
 
         [Ensemble Distribution Distillation](https://arxiv.org/abs/1905.00076), Malinin, Mlodozeniec and Gales, 2020.
     """
-    name = "methods.distillation.temperature_annealing"
-    length = check_positive_int(num_steps, "num_steps", name=name)
-    first = check_number(start, "start", name=name, least=1)
-    array = check_array(name, "step", step)
-    check_nonnegative(name, "step", step, fix="Epochs and steps count from 0.")
+    length = check_positive_int(num_steps, "num_steps")
+    first = check_number(start, "start", least=1)
+    array = check_array("step", step)
+    check_nonnegative("step", step, fix="Epochs and steps count from 0.")
     dtype = array.dtype if jnp.issubdtype(array.dtype, jnp.floating) else jnp.float32
     return 1 + (first - 1) * jnp.maximum(0, 1 - array.astype(dtype) / length)
 
@@ -285,11 +282,10 @@ def mixture_loss(
         [Distilling the Knowledge in a Neural Network](https://arxiv.org/abs/1503.02531), Hinton, Vinyals and Dean,
         2015.
     """
-    name = "methods.distillation.mixture_loss"
-    student, teachers = check_classes(name, logits, teacher, least=1)
-    kept = check_mask(name, mask, student.shape[:-1])
-    check_reduction(name, reduction, student.shape[:-1])
-    scale = check_temperature(name, temperature, student.dtype)
+    student, teachers = check_classes(logits, teacher, least=1)
+    kept = check_mask(mask, student.shape[:-1])
+    check_reduction(reduction, student.shape[:-1])
+    scale = check_temperature(temperature, student.dtype)
     return _loss(blank_masked(student, kept), blank_masked(teachers, kept, before=1), scale, kept, reduction)
 
 

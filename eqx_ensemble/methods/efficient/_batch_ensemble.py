@@ -51,13 +51,12 @@ def masksembles(
 
         Durasov, Bagautdinov, Baque and Fua, *Masksembles for Uncertainty Estimation*, CVPR 2021, arXiv:2012.08334.
     """
-    name = "methods.efficient.masksembles"
-    num_submembers = check_model(model, num_submembers, key, name=name)
-    scale = check_number(scale, "scale", name=name, least=1)
-    find_all, layers = select_layers(model, where, least=2 if where is None else 1, name=name)
+    num_submembers = check_model(model, num_submembers, key)
+    scale = check_number(scale, "scale", least=1)
+    find_all, layers = select_layers(model, where, least=2 if where is None else 1)
     find = (lambda tree: find_all(tree)[1:]) if where is None else find_all
     layers = layers[1:] if where is None else layers
-    check_known(layers, name=name)
+    check_known(layers)
     root = _keys.member_keys(key, 1, purpose="masksembles")[0]
     new = []
     for i, layer in enumerate(layers):
@@ -141,14 +140,13 @@ def batch_ensemble(
         Wen, Tran and Ba, *BatchEnsemble: An Alternative Approach to Efficient Ensemble and Lifelong Learning*,
         ICLR 2020, arXiv:2002.06715.
     """
-    name = "methods.efficient.batch_ensemble"
-    num_submembers = check_model(model, num_submembers, key, name=name)
-    check_word(factors, "factors", ("normal", "signs", "ones"), name=name)
-    std = check_number(std, "std", name=name, least=0)
-    find, layers = select_layers(model, where, name=name)
-    check_known(layers, name=name)
+    num_submembers = check_model(model, num_submembers, key)
+    check_word(factors, "factors", ("normal", "signs", "ones"))
+    std = check_number(std, "std", least=0)
+    find, layers = select_layers(model, where)
+    check_known(layers)
     if num_submembers > 1 and (factors == "ones" or (factors == "normal" and std == 0)):
-        warn_alike(name=name)
+        warn_alike()
     keys = _keys.member_keys(key, num_submembers, purpose="batch_ensemble")
     new = []
     for i, layer in enumerate(layers):
@@ -223,11 +221,10 @@ def tabm(
         Gorishniy, Kotelnikov and Babenko, *TabM: Advancing Tabular Deep Learning with Parameter-Efficient
         Ensembling*, ICLR 2025, arXiv:2410.24210.
     """
-    name = "methods.efficient.tabm"
-    num_submembers = check_model(model, num_submembers, key, name=name)
-    check_word(factors, "factors", ("signs", "normal"), name=name)
-    find, layers = select_layers(model, where, least=2, name=name)
-    check_known(layers, name=name)
+    num_submembers = check_model(model, num_submembers, key)
+    check_word(factors, "factors", ("signs", "normal"))
+    find, layers = select_layers(model, where, least=2)
+    check_known(layers)
     keys = jax.vmap(jax.random.split)(_keys.member_keys(key, num_submembers, purpose="tabm"))
     ones = lambda layer, shape: jnp.ones((num_submembers, *shape), layer.weight.dtype)
     draw = jax.random.rademacher if factors == "signs" else jax.random.normal

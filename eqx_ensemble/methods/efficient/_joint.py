@@ -98,7 +98,7 @@ class JointEnsemble(eqx.Module, Generic[M]):
         if key is not None:
             kwargs["key"] = submember_keys(self, key)
         call: Any = lambda model, args, kwargs: model(*args, **kwargs)
-        return map_submembers(call, self, args, kwargs, name="methods.efficient.JointEnsemble.__call__")
+        return map_submembers(call, self, args, kwargs)
 
 
 def has_one_pass(joint: JointEnsemble[Any]) -> bool:
@@ -133,7 +133,7 @@ def submember_keys(joint: JointEnsemble[Any], key: Any) -> Any:
     return _axes.Each(_keys.member_keys(key, joint.num_submembers, purpose="submember"))
 
 
-def map_submembers(fn: Callable[..., PyTree], joint: JointEnsemble[Any], *inputs: PyTree, name: str) -> PyTree:
+def map_submembers(fn: Callable[..., PyTree], joint: JointEnsemble[Any], *inputs: PyTree) -> PyTree:
     """Maps `fn(model, *inputs)` over the sub-members, with a named axis for layers that join them.
 
     Inputs are shared unless they are marked `Each`. States are per sub-member, or shared in a joint forward pass.
@@ -142,7 +142,7 @@ def map_submembers(fn: Callable[..., PyTree], joint: JointEnsemble[Any], *inputs
     nodes, treedef = jax.tree.flatten(inputs, is_leaf=_axes.is_per_member)
     common = {i: node for i, node in enumerate(nodes) if is_state(node) and has_one_pass(joint)}
     mapped = [None if i in common else node for i, node in enumerate(nodes)]
-    parts, view, _ = _axes.split_members((Submembers(joint), mapped), name=name)
+    parts, view, _ = _axes.split_members((Submembers(joint), mapped))
 
     def one(part: PyTree) -> PyTree:
         model, own = view(part)

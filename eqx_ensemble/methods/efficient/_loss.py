@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ... import _axes, tree
+from ..._caller import caller
 from ..._check import check_function, check_key, check_number, check_positive_int, check_word, is_member_array
 from ..._ensemble import Ensemble, stack
 from ..._jaxpr import warn_of_two_batch_axes
@@ -87,13 +88,12 @@ def members(joint: JointEnsemble[M] | Ensemble[JointEnsemble[M]]) -> Ensemble[M]
     ensemble[0]  # an ordinary eqx.nn.MLP
     ```
     """
-    name = "methods.efficient.members"
     if not isinstance(joint, Ensemble):
-        check_joint(joint, name=name)
+        check_joint(joint)
         return _stack(dense_models(joint))
     models = joint.unstack()
     for model in models:
-        check_joint(model, name=name)
+        check_joint(model)
     size = models[0].num_submembers
     ids = joint.ids[:, None] * size + jnp.arange(size, dtype=joint.ids.dtype)[None]
     return _stack([dense for model in models for dense in dense_models(model)], ids=ids.reshape(-1))
@@ -135,12 +135,9 @@ def as_members(predictions: PyTree) -> PyTree:
     ee.predict(ensemble, x, combine=combine).shape  # (100, 2)
     ```
     """
-    check_predictions(predictions, name="methods.efficient.as_members")
+    check_predictions(predictions)
     flat = lambda x: jnp.moveaxis(x, 2, 1).reshape((-1, x.shape[1], *x.shape[3:]))
     return jax.tree.map(flat, predictions)
-
-
-_NAME = "methods.efficient.mean_loss"
 
 
 def mean_loss(
@@ -192,30 +189,30 @@ def mean_loss(
     run = ee.fit(ee.stack([joint]), loss, optax.adam(1e-3), data, epochs=2, key=key)
     ```
     """
-    check_function(loss, "loss", name=_NAME, example="lambda model, batch, key: ...")
-    check_word(rows, "rows", ("same", "split", "shuffle"), name=_NAME)
-    repetitions = check_positive_int(repetitions, "repetitions", name=_NAME)
-    same_inputs = check_number(same_inputs, "same_inputs", name=_NAME, least=0, most=1)
+    check_function(loss, "loss", example="lambda model, batch, key: ...")
+    check_word(rows, "rows", ("same", "split", "shuffle"))
+    repetitions = check_positive_int(repetitions, "repetitions")
+    same_inputs = check_number(same_inputs, "same_inputs", least=0, most=1)
     if rows != "shuffle" and (repetitions, same_inputs) != (1, 0.0):
-        raise ValueError(f"`{_NAME}` needs `rows='shuffle'` for `repetitions` and `same_inputs`, got {rows!r}.")
+        raise ValueError(f"`{caller()}` needs `rows='shuffle'` for `repetitions` and `same_inputs`, got {rows!r}.")
 
     @functools.wraps(loss)
     def mean_of_losses(model: Any, *inputs: Any, **named: Any) -> Any:
-        check_joint(model, name=_NAME)
-        check_rows_differ(model, rows, name=_NAME)
-        check_call(inputs, name=_NAME)
+        check_joint(model)
+        check_rows_differ(model, rows)
+        check_call(inputs)
         *state, batch, key = inputs
         _warn_of_one(loss, model, state, batch, key, named)
         if rows != "same":
-            num_rows = check_batch(batch, name=_NAME)
+            num_rows = check_batch(batch)
             if rows == "shuffle":
-                check_key(key, name=_NAME)
+                check_key(key)
             chosen = _choose_rows(num_rows, model.num_submembers, key, rows, repetitions, same_inputs)
             batch = jax.tree.map(lambda x: _axes.Each(x[chosen]) if is_member_array(x) else x, batch)
         if key is not None:
             key = submember_keys(model, key)
         own = lambda model, inputs, named: loss(model, *inputs, **named)
-        out = map_submembers(own, model, (*state, batch, key), named, name=_NAME)
+        out = map_submembers(own, model, (*state, batch, key), named)
         return (jnp.mean(out[0]), *out[1:]) if isinstance(out, tuple) else jnp.mean(out)
 
     return mean_of_losses

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ... import _keys
+from ..._caller import caller
 from ..._check import check_number, check_positive_int
 from ._check import Select, check_chain, check_groups, check_known, check_model, replace_layers, select_layers
 from ._joint import JoinInputs, JointEnsemble, SelectOutput
@@ -53,13 +54,12 @@ def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -
         Havasi, Jenatton, Fort, Liu, Snoek, Lakshminarayanan, Dai and Tran, *Training independent subnetworks for
         robust prediction*, ICLR 2021, arXiv:2010.06610.
     """
-    name = "methods.efficient.mimo"
-    num_submembers = check_model(model, num_submembers, key, name=name)
-    find, layers = select_layers(model, where, least=2, name=name)
+    num_submembers = check_model(model, num_submembers, key)
+    find, layers = select_layers(model, where, least=2)
     first, last = layers[0], layers[-1]
-    check_known([first, last], name=name)
+    check_known([first, last])
     for layer in (first, last):
-        check_groups(layer, name=name)
+        check_groups(layer)
     first_key, last_key = jax.random.split(_keys.member_keys(key, 1, purpose="mimo")[0])
     size = lambda shape: shape[0] if shape else "scalar"
     count = lambda shape: num_submembers * (shape[0] if shape else 1)
@@ -114,12 +114,11 @@ def packed_ensemble(
         Laurent, Lafage, Tartaglione, Daniel, Martinez, Bursuc and Franchi, *Packed-Ensembles for Efficient
         Uncertainty Estimation*, ICLR 2023, arXiv:2210.09184.
     """
-    name = "methods.efficient.packed_ensemble"
-    num_submembers = check_model(model, num_submembers, key, name=name)
-    alpha, gamma = _check_sizes(alpha, gamma, name=name)
-    find, layers = select_layers(model, where, least=2, name=name)
-    check_known(layers, name=name)
-    check_chain(layers, model, name=name)
+    num_submembers = check_model(model, num_submembers, key)
+    alpha, gamma = _check_sizes(alpha, gamma)
+    find, layers = select_layers(model, where, least=2)
+    check_known(layers)
+    check_chain(layers, model)
     keys = _keys.member_keys(key, num_submembers, purpose="packed_ensemble")
     new, before, narrow, last = [], 1, 1, len(layers) - 1
     for i, layer in enumerate(layers):
@@ -133,12 +132,12 @@ def packed_ensemble(
     return JointEnsemble(replace_layers(model, find, new), num_submembers)
 
 
-def _check_sizes(alpha: Any, gamma: Any, *, name: str) -> tuple[float, int]:
+def _check_sizes(alpha: Any, gamma: Any) -> tuple[float, int]:
     """Raises unless both are positive. Returns them."""
-    alpha = check_number(alpha, "alpha", name=name, least=0)
+    alpha = check_number(alpha, "alpha", least=0)
     if alpha == 0:
-        raise ValueError(f"`{name}` needs `alpha` above 0, got 0: sub-members would have no hidden features.")
-    return alpha, check_positive_int(gamma, "gamma", name=name)
+        raise ValueError(f"`{caller()}` needs `alpha` above 0, got 0: sub-members would have no hidden features.")
+    return alpha, check_positive_int(gamma, "gamma")
 
 
 def _make_layers(layer: Any, keys: Any, groups: int, sizes: dict[str, Any]) -> AbstractJointLayer:

@@ -19,29 +19,25 @@ from ..._check import (
 )
 
 
-def check_raw(name: str, raw: ArrayLike, *, multiple: int, exact: bool, parameters: str) -> Array:
+def check_raw(raw: ArrayLike, *, multiple: int, exact: bool, parameters: str) -> Array:
     """Raises unless the last axis of `raw` is `multiple` or, unless `exact`, a multiple of it. Returns the array."""
-    array = check_floating(name, "raw", raw)
+    array = check_floating("raw", raw)
     size = array.shape[-1] if array.ndim else 0
     if size == 0 or size % multiple or (exact and size != multiple):
         wanted = f"`raw` of shape (*batch, {multiple if exact else f'{multiple} * components'})"
         fix = f"The last axis holds {parameters}: choose the `out_size` of the last layer accordingly."
-        raise ValueError(needs_message(name, wanted, f"got shape {array.shape}", fix))
+        raise ValueError(needs_message(wanted, f"got shape {array.shape}", fix))
     return promote(array)[0]
 
 
-def check_parameters(name: str, parameters: Any, kind: type, make: str) -> None:
+def check_parameters(parameters: Any, kind: type, make: str) -> None:
     """Raises unless `parameters` is a named tuple of this type; a plain tuple may have another order."""
     if not isinstance(parameters, kind):
         fix = f"It is what `methods.heads.{make}` returns."
-        raise TypeError(
-            needs_message(name, f"`parameters` of type `{kind.__name__}`", f"got {kind_text(parameters)}", fix)
-        )
+        raise TypeError(needs_message(f"`parameters` of type `{kind.__name__}`", f"got {kind_text(parameters)}", fix))
 
 
-def check_above(
-    name: str, argument: str, values: ArrayLike, bound: int, *, fix: str, mask: ArrayLike | None = None
-) -> None:
+def check_above(argument: str, values: ArrayLike, bound: int, *, fix: str, mask: ArrayLike | None = None) -> None:
     """Raises unless unmasked values are above `bound` or NaN (if concrete)."""
     host, kept = concrete(values), kept_rows(mask)
     if host is None or kept is None:
@@ -49,41 +45,39 @@ def check_above(
     wrong = host <= bound
     wrong &= kept.reshape(kept.shape + (1,) * (host.ndim - kept.ndim))
     if wrong.any():
-        raise ValueError(needs_message(name, f"`{argument}` above {bound:g}", first_text(host, wrong), fix))
+        raise ValueError(needs_message(f"`{argument}` above {bound:g}", first_text(host, wrong), fix))
 
 
-def check_coefficient(name: str, argument: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
+def check_coefficient(argument: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
     """Raises unless `value` is a number of at least 0; the value of a traced one is not checked. Returns an array."""
-    array = check_scalar(name, argument, value, dtype)
-    check_nonnegative(name, argument, value, fix="It multiplies a penalty; zero switches it off.")
+    array = check_scalar(argument, value, dtype)
+    check_nonnegative(argument, value, fix="It multiplies a penalty; zero switches it off.")
     return array
 
 
-def check_increasing_levels(name: str, levels: ArrayLike, quantiles: Array) -> Array:
+def check_increasing_levels(levels: ArrayLike, quantiles: Array) -> Array:
     """Raises unless levels increase within 0 to 1 (if concrete), one per quantile. Returns them."""
-    array = check_array(name, "levels", levels)
+    array = check_array("levels", levels)
     size = quantiles.shape[-1]
     if array.shape != (size,):
         got = f"expected ({size},), as `quantiles` are (*batch, levels) = {quantiles.shape}; got {array.shape}"
-        raise ValueError(needs_message(name, "one level per quantile", got, "The levels are the last axis."))
+        raise ValueError(needs_message("one level per quantile", got, "The levels are the last axis."))
     host = concrete(levels)
     if host is not None:
         host = np.asarray(host, np.float64)
         outside = ~((0 < host) & (host < 1))
         if outside.any():
-            raise ValueError(
-                needs_message(name, "`levels` between 0 and 1", first_text(host, outside), "Write 90 % as 0.9.")
-            )
+            raise ValueError(needs_message("`levels` between 0 and 1", first_text(host, outside), "Write 90 % as 0.9."))
         if (np.diff(host) <= 0).any():
             fix = "Sort them, and the outputs of the last layer with them."
-            raise ValueError(needs_message(name, "increasing `levels`", f"got {host.tolist()}", fix))
+            raise ValueError(needs_message("increasing `levels`", f"got {host.tolist()}", fix))
     return array.astype(quantiles.dtype)
 
 
-def check_quantiles(name: str, quantiles: ArrayLike) -> Array:
+def check_quantiles(quantiles: ArrayLike) -> Array:
     """Raises unless `quantiles` are `(*batch, levels)` with at least one level. Returns them."""
-    array = check_floating(name, "quantiles", quantiles)
+    array = check_floating("quantiles", quantiles)
     if array.ndim < 1 or array.shape[-1] < 1:
         fix = "The levels are the last axis: for one level pass `quantiles[..., None]`."
-        raise ValueError(needs_message(name, "`quantiles` of shape (*batch, levels)", f"got shape {array.shape}", fix))
+        raise ValueError(needs_message("`quantiles` of shape (*batch, levels)", f"got shape {array.shape}", fix))
     return promote(array)[0]

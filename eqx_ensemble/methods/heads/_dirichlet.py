@@ -54,7 +54,7 @@ def dirichlet(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batc
     ??? cite
         [Evidential Deep Learning to Quantify Classification Uncertainty](https://arxiv.org/abs/1806.01768)
     """
-    return jax.nn.softplus(check_logits("methods.heads.dirichlet", logits, members=False)) + 1
+    return jax.nn.softplus(check_logits(logits, members=False)) + 1
 
 
 def vacuity(concentration: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"]:
@@ -83,9 +83,8 @@ def vacuity(concentration: Float[ArrayLike, "*batch classes"]) -> Float[Array, "
     ??? cite
         [Evidential Deep Learning to Quantify Classification Uncertainty](https://arxiv.org/abs/1806.01768)
     """
-    name = "methods.heads.vacuity"
-    checked = check_concentration(name, concentration)
-    check_positive(name, concentration)
+    checked = check_concentration(concentration)
+    check_positive(concentration)
     return checked.shape[-1] / jnp.sum(checked, axis=-1)
 
 
@@ -122,9 +121,8 @@ def decompose_dirichlet(concentration: Float[ArrayLike, "*batch classes"]) -> De
     ??? cite
         [Pitfalls of Epistemic Uncertainty Quantification through Loss Minimisation](https://arxiv.org/abs/2203.06102)
     """
-    name = "methods.heads.decompose_dirichlet"
-    checked = check_concentration(name, concentration)
-    check_positive(name, concentration)
+    checked = check_concentration(concentration)
+    check_positive(concentration)
     strength = jnp.sum(checked, axis=-1, keepdims=True)
     mean = checked / strength
     total = -jnp.sum(mean * jnp.log(mean), axis=-1)
@@ -134,19 +132,19 @@ def decompose_dirichlet(concentration: Float[ArrayLike, "*batch classes"]) -> De
     return Decomposition(total, total - epistemic, epistemic)
 
 
-def check_concentration(name: str, concentration: ArrayLike) -> Array:
+def check_concentration(concentration: ArrayLike) -> Array:
     """Raises unless `concentration` is `(*batch, classes)`. Returns it; `check_positive` checks its values."""
-    array = check_floating(name, "concentration", concentration)
+    array = check_floating("concentration", concentration)
     if array.ndim < 1 or array.shape[-1] < 2:
         needs = "`concentration` of shape (*batch, classes), of at least two classes"
-        raise ValueError(needs_message(name, needs, f"got shape {array.shape}", "The classes are the last axis."))
+        raise ValueError(needs_message(needs, f"got shape {array.shape}", "The classes are the last axis."))
     return promote(array)[0]
 
 
-def check_positive(name: str, concentration: ArrayLike, *, mask: ArrayLike | None = None) -> None:
+def check_positive(concentration: ArrayLike, *, mask: ArrayLike | None = None) -> None:
     """Raises unless the unmasked parameters of Dirichlet distributions are above zero (if concrete)."""
     fix = "Outputs of a last layer? `methods.heads.dirichlet` maps them to a concentration."
-    check_above(name, "concentration", concentration, 0, fix=fix, mask=mask)
+    check_above("concentration", concentration, 0, fix=fix, mask=mask)
 
 
 Risk = Literal["squared", "digamma"]
@@ -197,14 +195,13 @@ def dirichlet_loss(
     ??? cite
         [Evidential Deep Learning to Quantify Classification Uncertainty](https://arxiv.org/abs/1806.01768)
     """
-    name = "methods.heads.dirichlet_loss"
-    check_word(risk, "risk", ("squared", "digamma"), name=name)
-    checked = check_concentration(name, concentration)
-    kept = check_mask(name, mask, checked.shape[:-1])
-    known = check_labels(name, labels, checked, mask, argument="concentration", members=False)
-    check_positive(name, concentration, mask=mask)
-    weight = check_coefficient(name, "kl_weight", kl_weight, checked.dtype)
-    check_reduction(name, reduction, known.shape)
+    check_word(risk, "risk", ("squared", "digamma"))
+    checked = check_concentration(concentration)
+    kept = check_mask(mask, checked.shape[:-1])
+    known = check_labels(labels, checked, mask, argument="concentration", members=False)
+    check_positive(concentration, mask=mask)
+    weight = check_coefficient("kl_weight", kl_weight, checked.dtype)
+    check_reduction(reduction, known.shape)
     return _loss(blank_masked(checked, kept, fill=1), blank_masked(known, kept), weight, kept, risk, reduction)
 
 
@@ -232,10 +229,9 @@ def kl_annealing(step: Real[ArrayLike, "..."], num_steps: int) -> Float[Array, "
     ??? cite
         [Evidential Deep Learning to Quantify Classification Uncertainty](https://arxiv.org/abs/1806.01768)
     """
-    name = "methods.heads.kl_annealing"
-    length = check_positive_int(num_steps, "num_steps", name=name)
-    array = check_array(name, "step", step)
-    check_nonnegative(name, "step", step, fix="Epochs and steps count from 0.")
+    length = check_positive_int(num_steps, "num_steps")
+    array = check_array("step", step)
+    check_nonnegative("step", step, fix="Epochs and steps count from 0.")
     dtype = array.dtype if jnp.issubdtype(array.dtype, jnp.floating) else jnp.float32
     return jnp.minimum(array.astype(dtype) / length, 1)
 

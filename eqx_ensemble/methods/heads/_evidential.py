@@ -59,9 +59,8 @@ def normal_inverse_gamma(raw: Float[ArrayLike, "*batch 4"], *, floor: float = 1e
     ??? cite
         [Deep Evidential Regression](https://arxiv.org/abs/1910.02600)
     """
-    name = "methods.heads.normal_inverse_gamma"
-    least = check_number(floor, "floor", name=name, least=0)
-    array = check_raw(name, raw, multiple=4, exact=True, parameters="mean, nu, alpha and beta of one target")
+    least = check_number(floor, "floor", least=0)
+    array = check_raw(raw, multiple=4, exact=True, parameters="mean, nu, alpha and beta of one target")
     mean, nu, alpha, beta = jnp.moveaxis(array, -1, 0)
     positive = lambda x: jax.nn.softplus(x) + least
     return NormalInverseGamma(mean, positive(nu), positive(alpha) + 1, positive(beta))
@@ -103,20 +102,19 @@ def decompose_evidential(parameters: NormalInverseGamma) -> Decomposition:
     ??? cite
         [The Unreasonable Effectiveness of Deep Evidential Regression](https://arxiv.org/abs/2205.10060)
     """
-    name = "methods.heads.decompose_evidential"
-    check_parameters(name, parameters, NormalInverseGamma, "normal_inverse_gamma")
-    _, nu, alpha, beta = check_floating_arrays(name, **parameters._asdict())
-    check_ranges(name, parameters)
+    check_parameters(parameters, NormalInverseGamma, "normal_inverse_gamma")
+    _, nu, alpha, beta = check_floating_arrays(**parameters._asdict())
+    check_ranges(parameters)
     aleatoric = beta / (alpha - 1)
     epistemic = aleatoric / nu
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 
 
-def check_ranges(name: str, parameters: NormalInverseGamma, *, mask: ArrayLike | None = None) -> None:
+def check_ranges(parameters: NormalInverseGamma, *, mask: ArrayLike | None = None) -> None:
     """Raises unless unmasked parameters define a distribution with finite variance (if concrete)."""
     fix = "Outputs of a last layer? `methods.heads.normal_inverse_gamma` maps them to parameters."
     for argument, bound in {"nu": 0, "alpha": 1, "beta": 0}.items():
-        check_above(name, argument, getattr(parameters, argument), bound, fix=fix, mask=mask)
+        check_above(argument, getattr(parameters, argument), bound, fix=fix, mask=mask)
 
 
 def evidential_loss(
@@ -159,13 +157,12 @@ def evidential_loss(
     ??? cite
         [Deep Evidential Regression](https://arxiv.org/abs/1910.02600)
     """
-    name = "methods.heads.evidential_loss"
-    check_parameters(name, parameters, NormalInverseGamma, "normal_inverse_gamma")
-    *arrays, observed = check_regression(name, targets, members=False, **parameters._asdict())
-    kept = check_mask(name, mask, observed.shape)
-    check_ranges(name, parameters, mask=mask)
-    penalty = check_coefficient(name, "coefficient", coefficient, observed.dtype)
-    check_reduction(name, reduction, observed.shape)
+    check_parameters(parameters, NormalInverseGamma, "normal_inverse_gamma")
+    *arrays, observed = check_regression(targets, members=False, **parameters._asdict())
+    kept = check_mask(mask, observed.shape)
+    check_ranges(parameters, mask=mask)
+    penalty = check_coefficient("coefficient", coefficient, observed.dtype)
+    check_reduction(reduction, observed.shape)
     known = NormalInverseGamma(*(blank_masked(x, kept, fill=2) for x in arrays))
     return _loss(known, blank_masked(observed, kept), penalty, kept, reduction)
 

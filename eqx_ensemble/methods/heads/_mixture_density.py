@@ -64,12 +64,11 @@ def pinball_loss(
     ??? cite
         [Regression Quantiles](https://doi.org/10.2307/1913643)
     """
-    name = "methods.heads.pinball_loss"
-    checked = check_quantiles(name, quantiles)
-    every_level = check_increasing_levels(name, levels, checked)
-    _, observed = check_regression(name, targets, members=False, quantiles=checked[..., 0])
-    kept = check_mask(name, mask, observed.shape)
-    check_reduction(name, reduction, observed.shape)
+    checked = check_quantiles(quantiles)
+    every_level = check_increasing_levels(levels, checked)
+    _, observed = check_regression(targets, members=False, quantiles=checked[..., 0])
+    kept = check_mask(mask, observed.shape)
+    check_reduction(reduction, observed.shape)
     dtype = observed.dtype  # float64 where the targets are
     known = blank_masked(checked.astype(dtype), kept)
     return _pinball_loss(known, blank_masked(observed, kept), every_level.astype(dtype), kept, reduction)
@@ -104,7 +103,7 @@ def sort_quantiles(quantiles: Float[ArrayLike, "*batch levels"]) -> Float[Array,
     ??? cite
         [Quantile and Probability Curves without Crossing](https://doi.org/10.3982/ECTA7880)
     """
-    checked = check_quantiles("methods.heads.sort_quantiles", quantiles)
+    checked = check_quantiles(quantiles)
     unknown = jnp.any(jnp.isnan(checked), axis=-1, keepdims=True)
     return jnp.where(unknown, jnp.nan, jnp.sort(checked, axis=-1))
 
@@ -176,11 +175,8 @@ def mixture_density(raw: Float[ArrayLike, "*batch outputs"], *, floor: float = 1
     ??? cite
         [Mixture Density Networks](https://publications.aston.ac.uk/id/eprint/373/)
     """
-    name = "methods.heads.mixture_density"
-    least = check_number(floor, "floor", name=name, least=0)
-    array = check_raw(
-        name, raw, multiple=3, exact=False, parameters="logits, means and raw variances of the components"
-    )
+    least = check_number(floor, "floor", least=0)
+    array = check_raw(raw, multiple=3, exact=False, parameters="logits, means and raw variances of the components")
     logits, mean, variance = jnp.split(array, 3, axis=-1)
     return MixtureDensity(logits, mean, jax.nn.softplus(variance) + least)
 
@@ -211,9 +207,8 @@ def mixture_density_moments(parameters: MixtureDensity) -> combine.Gaussian:
     ee.methods.heads.mixture_density_moments(parameters)  # mean 0, variance 2
     ```
     """
-    name = "methods.heads.mixture_density_moments"
-    logits, mean, variance = check_density(name, parameters)
-    check_variance(name, parameters.variance, positive=False)
+    logits, mean, variance = check_density(parameters)
+    check_variance(parameters.variance, positive=False)
     first = lambda x: jnp.moveaxis(x, -1, 0)
     return combine.gaussian(first(mean), first(variance), weights=first(jax.nn.softmax(logits, axis=-1)))
 
@@ -249,15 +244,14 @@ def mixture_components(
     ee.scores.nll_gaussian_mixture(mean, variance, jnp.ones(7), weights=weights)  # 0.919
     ```
     """
-    name = "methods.heads.mixture_components"
-    logits, mean, variance = check_density(name, parameters)
+    logits, mean, variance = check_density(parameters)
     if mean.ndim < 2 or mean.shape[0] < 1:
         needs = "`parameters` of arrays (members, *batch, components)"
         fix = "One member? `jax.tree.map(lambda x: x[None], parameters)`."
-        raise ValueError(needs_message(name, needs, f"got shape {mean.shape}", fix))
-    check_variance(name, parameters.variance, positive=False, weights=weights)
+        raise ValueError(needs_message(needs, f"got shape {mean.shape}", fix))
+    check_variance(parameters.variance, positive=False, weights=weights)
     num_members = mean.shape[0]
-    convex = check_weights(name, weights, num_members, mean.dtype)
+    convex = check_weights(weights, num_members, mean.dtype)
     logits, mean, variance = (blank_unweighted(x, convex, fill=1) for x in (logits, mean, variance))
     if convex is None:
         convex = jnp.full(num_members, 1 / num_members, mean.dtype)
@@ -266,13 +260,13 @@ def mixture_components(
     return MixtureComponents(flat(mean), flat(variance), flat(shares))
 
 
-def check_density(name: str, parameters: MixtureDensity) -> tuple[Array, ...]:
+def check_density(parameters: MixtureDensity) -> tuple[Array, ...]:
     """Raises unless parameters have one shape `(*batch, components)`. Returns their arrays in one dtype."""
-    check_parameters(name, parameters, MixtureDensity, "mixture_density")
-    arrays = check_floating_arrays(name, **parameters._asdict())
+    check_parameters(parameters, MixtureDensity, "mixture_density")
+    arrays = check_floating_arrays(**parameters._asdict())
     if arrays[0].ndim < 1 or arrays[0].shape[-1] < 1:
         needs, fix = "`parameters` of arrays (*batch, components)", "The components are the last axis."
-        raise ValueError(needs_message(name, needs, f"got shape {arrays[0].shape}", fix))
+        raise ValueError(needs_message(needs, f"got shape {arrays[0].shape}", fix))
     return arrays
 
 
@@ -314,14 +308,11 @@ def mixture_density_loss(
     ??? cite
         [Mixture Density Networks](https://publications.aston.ac.uk/id/eprint/373/)
     """
-    name = "methods.heads.mixture_density_loss"
-    logits, mean, variance = check_density(name, parameters)
-    _, observed = check_regression(name, targets, members=False, parameters=mean[..., 0])
-    kept = check_mask(name, mask, observed.shape)
-    check_variance(
-        name, parameters.variance, positive=True, mask=None if mask is None else jnp.asarray(mask)[..., None]
-    )
-    check_reduction(name, reduction, observed.shape)
+    logits, mean, variance = check_density(parameters)
+    _, observed = check_regression(targets, members=False, parameters=mean[..., 0])
+    kept = check_mask(mask, observed.shape)
+    check_variance(parameters.variance, positive=True, mask=None if mask is None else jnp.asarray(mask)[..., None])
+    check_reduction(reduction, observed.shape)
     dtype = observed.dtype  # float64 where the targets are
     arrays = zip((logits, mean, variance), (0, 0, 1), strict=True)
     known = (blank_masked(x.astype(dtype), kept, fill=fill) for x, fill in arrays)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._axes import Each
+from ..._caller import caller
 from ..._check import (
     check_array,
     check_positive_int,
@@ -21,13 +22,13 @@ from ._member import LINKS
 from ._selection import Leaves
 
 
-def check_healthy(run: Any, healthy: np.ndarray, *, name: str) -> None:
+def check_healthy(run: Any, healthy: np.ndarray) -> None:
     """Raises if all members diverged."""
     if not healthy.any():
-        raise DivergedError(f"`{name}` needs members that did not diverge: all {len(healthy)} did.", run)
+        raise DivergedError(f"`{caller()}` needs members that did not diverge: all {len(healthy)} did.", run)
 
 
-def check_finite_posterior(posterior: Any, ids: Any, *, name: str) -> None:
+def check_finite_posterior(posterior: Any, ids: Any) -> None:
     """Raises unless curvatures are finite and noise is above zero."""
     values, loss = concrete(posterior.curvature.values), concrete(posterior.loss)
     if values is None or loss is None:
@@ -35,29 +36,29 @@ def check_finite_posterior(posterior: Any, ids: Any, *, name: str) -> None:
     bad = ~(np.isfinite(values).all(axis=1) & np.isfinite(loss))
     if bad.any():
         raise ValueError(
-            f"`{name}` needs finite outputs and derivatives; those of the members {_ids(ids, bad)} are not.\n"
+            f"`{caller()}` needs finite outputs and derivatives; those of the members {_ids(ids, bad)} are not.\n"
             "Members that diverged? Pass the run instead of its ensemble, or `run.healthy`."
         )
     noise = None if posterior.noise is None else concrete(posterior.noise)
     if noise is not None and not (noise > 0).all():
         raise ValueError(
-            f"`{name}` takes the noise from the residuals by default; members {_ids(ids, noise <= 0)} have zero "
+            f"`{caller()}` takes the noise from the residuals by default; members {_ids(ids, noise <= 0)} have zero "
             "residuals.\nPass `noise`, the standard deviation of the targets around their means."
         )
 
 
-def check_called_once(error: Any, *, name: str) -> None:
+def check_called_once(error: Any) -> None:
     """Raises unless the Jacobian of a linear layer is an outer product."""
     host = concrete(error)
     if host is not None and np.isfinite(host).all() and (host > 1e-2).any():
         raise ValueError(
-            f'`{name}` with `structure="kron"` needs a linear layer that is called once for each row; this one is '
+            f'`{caller()}` with `structure="kron"` needs a linear layer that is called once for each row; this one is '
             'called more often, such as for each token, or its weight is used elsewhere too.\nPass `structure="full"` '
             'or `"diag"`.'
         )
 
 
-def check_optimum(precision: Any, noise: Any, ids: Any, *, name: str) -> None:
+def check_optimum(precision: Any, noise: Any, ids: Any) -> None:
     """Raises unless all optima are inside their brackets."""
     host = concrete(precision)
     if host is None:
@@ -68,8 +69,8 @@ def check_optimum(precision: Any, noise: Any, ids: Any, *, name: str) -> None:
         bad |= ~(np.isfinite(spread) & (spread > 0))
     if bad.any():
         raise ValueError(
-            f"`{name}` found no maximum of the marginal likelihood for the members {_ids(ids, bad)}: their selected "
-            "weights are zero, or the outputs do not depend on them."
+            f"`{caller()}` found no maximum of the marginal likelihood for the members {_ids(ids, bad)}: their "
+            "selected weights are zero, or the outputs do not depend on them."
         )
 
 
@@ -81,142 +82,142 @@ _MOST_SQUARE = 2**15  # weights with a full covariance: 4 GiB in single precisio
 
 
 @contextlib.contextmanager
-def explain_where(name: str) -> Iterator[None]:
+def explain_where() -> Iterator[None]:
     """Turns an error of `where` into one that explains how to select nodes of a member."""
     try:
         yield
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(
-            f"`{name}` needs `where` to select nodes of one member as `equinox.tree_at` does, for example "
+            f"`{caller()}` needs `where` to select nodes of one member as `equinox.tree_at` does, for example "
             f"`lambda model: model.layers[-1]`; it raised {type(error).__name__}.\n"
             'With `structure="kron"` it has to select a whole `equinox.nn.Linear`, not its weight.'
         ) from error
 
 
-def check_chosen(leaves: Sequence[Any], count: int, *, name: str) -> None:
+def check_chosen(leaves: Sequence[Any], count: int) -> None:
     """Raises unless at least one per-member floating-point array, and no complex one, is selected."""
     for leaf in leaves:
         if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.complexfloating):
-            raise TypeError(f"`{name}` needs real weights, got {leaf.dtype} of shape {leaf.shape}.")
+            raise TypeError(f"`{caller()}` needs real weights, got {leaf.dtype} of shape {leaf.shape}.")
     if count == 0:
         raise ValueError(
-            f"`{name}` needs `where` to select at least one floating-point array of each member, got none.\n"
+            f"`{caller()}` needs `where` to select at least one floating-point array of each member, got none.\n"
             "Arrays that the members share, and those inside of `train.Frozen`, have no posterior."
         )
 
 
-def check_layer(found: Sequence[Any], can: Sequence[bool], *, name: str) -> None:
+def check_layer(found: Sequence[Any], can: Sequence[bool]) -> None:
     """Raises unless one linear layer with per-member arrays is selected."""
     if len(found) != 1 or not is_integer(found[0]) or not can[found[0]]:
         raise ValueError(
-            f'`{name}` needs `where` to select one `equinox.nn.Linear` for `structure="kron"`, with arrays of each '
+            f'`{caller()}` needs `where` to select one `equinox.nn.Linear` for `structure="kron"`, with arrays of each '
             f"member that are not frozen; got {len(found)} node(s), or another kind.\n"
             'For example `lambda model: model.layers[-1]`; `structure="full"` and `"diag"` take any leaves.'
         )
 
 
-def check_sizes(count: int, structure: str, *, name: str) -> None:
+def check_sizes(count: int, structure: str) -> None:
     """Raises if a full covariance would be too large for memory."""
     if structure == "full" and count > _MOST_SQUARE:
         raise ValueError(
-            f'`{name}` with `structure="full"` holds a matrix of the square of the selected weights; got {count}, '
+            f'`{caller()}` with `structure="full"` holds a matrix of the square of the selected weights; got {count}, '
             f'at most {_MOST_SQUARE}.\nSelect fewer, or pass `structure="kron"` for a linear layer, or `"diag"`.'
         )
 
 
-def check_indices(indices: Any, num_weights: int, structure: str, *, name: str) -> Any:
+def check_indices(indices: Any, num_weights: int, structure: str) -> Any:
     """Raises unless `indices` are unique positions of selected weights, shared or in an `Each`. Returns them."""
     if indices is None:
         return None
     if structure == "kron":
         raise TypeError(
-            f'`{name}` takes `indices` with `structure="full"` or `"diag"`: `"kron"` applies to a whole layer.'
+            f'`{caller()}` takes `indices` with `structure="full"` or `"diag"`: `"kron"` applies to a whole layer.'
         )
     own = isinstance(indices, Each)
-    array = check_array(name, "indices", indices.per_member() if isinstance(indices, Each) else indices)
+    array = check_array("indices", indices.per_member() if isinstance(indices, Each) else indices)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != 1 + own or array.shape[-1] == 0:
         fix = "They are positions in the selected leaves, one after another; of each member `Each((members, n))`."
-        raise TypeError(needs_message(name, "integers `(n,)` as `indices`", f"got {array.dtype} {array.shape}", fix))
+        raise TypeError(needs_message("integers `(n,)` as `indices`", f"got {array.dtype} {array.shape}", fix))
     host = concrete(array)
     if host is not None:
         if host.min() < 0 or host.max() >= num_weights:
             got = f"got {host.min()} to {host.max()}"
             raise ValueError(
-                needs_message(name, f"`indices` from 0 to {num_weights - 1}", got, "`where` selects so many weights.")
+                needs_message(f"`indices` from 0 to {num_weights - 1}", got, "`where` selects so many weights.")
             )
         if (np.diff(np.sort(host, axis=-1), axis=-1) == 0).any():
-            raise ValueError(needs_message(name, "every one of `indices` once", "got some twice", "Use `np.unique`."))
+            raise ValueError(needs_message("every one of `indices` once", "got some twice", "Use `np.unique`."))
     return Each(array) if own else array
 
 
-def check_per_member(name: str, argument: str, value: Any, own: Any) -> Any:
+def check_per_member(argument: str, value: Any, own: Any) -> Any:
     """Raises unless `value` is one positive number, or one per member. Returns `(members,)`; `own` by default."""
     if own is None:
         if value is not None:
-            raise TypeError(f"`{name}` takes `{argument}` for regression only: classes have no noise.")
+            raise TypeError(f"`{caller()}` takes `{argument}` for regression only: classes have no noise.")
         return None
     if value is None:
         return own
-    array = check_array(name, argument, value.per_member() if isinstance(value, Each) else value)
+    array = check_array(argument, value.per_member() if isinstance(value, Each) else value)
     if array.shape not in ((), own.shape) or not jnp.issubdtype(array.dtype, jnp.number):
         got = f"expected () or {own.shape}, got {array.dtype} {array.shape}"
         fix = "It is a scalar or `(members,)`."
-        raise ValueError(needs_message(name, f"one `{argument}`, or one per member", got, fix))
+        raise ValueError(needs_message(f"one `{argument}`, or one per member", got, fix))
     host = concrete(array)
     if host is not None and not ((host > 0) & np.isfinite(host)).all():
         wrong = ~((host > 0) & np.isfinite(host))
         fix = "The prior must be proper: choose a small positive precision."
         fix = "It is a standard deviation, in the unit of the targets." if argument == "noise" else fix
-        raise ValueError(needs_message(name, f"`{argument}` above zero and finite", first_text(host, wrong), fix))
+        raise ValueError(needs_message(f"`{argument}` above zero and finite", first_text(host, wrong), fix))
     return jnp.broadcast_to(array.astype(own.dtype), own.shape)
 
 
-def check_some_value(prior_precision: Any, noise: Any, *, name: str) -> None:
+def check_some_value(prior_precision: Any, noise: Any) -> None:
     """Raises if no value is given."""
     if prior_precision is None and noise is None:
-        raise TypeError(f"`{name}` needs `prior_precision` or `noise`, got neither.")
+        raise TypeError(f"`{caller()}` needs `prior_precision` or `noise`, got neither.")
 
 
-def check_no_noise(noise: Any, *, name: str) -> None:
+def check_no_noise(noise: Any) -> None:
     """Raises for noise with a likelihood of classes."""
     if noise is not None:
-        raise TypeError(f"`{name}` takes `noise` for regression only: classes have none.")
+        raise TypeError(f"`{caller()}` takes `noise` for regression only: classes have none.")
 
 
-def check_link(link: Any, likelihood: str, *, name: str) -> Any:
+def check_link(link: Any, likelihood: str) -> Any:
     """Raises unless the likelihood supports the link. Returns the link, or its default."""
     if likelihood == "regression":
         if link is not None:
-            raise TypeError(f"`{name}` takes `link` for classes only: a regression's mean and variance are exact.")
+            raise TypeError(f"`{caller()}` takes `link` for classes only: a regression's mean and variance are exact.")
         return None
     link = "probit" if link is None else link
-    check_word(link, "link", LINKS, name=name)
+    check_word(link, "link", LINKS)
     if likelihood == "binary" and link in ("bridge", "bridge_norm"):
-        raise ValueError(f'`{name}` needs `link="probit"` or `"mc"` for `likelihood="binary"`, got {link!r}.')
+        raise ValueError(f'`{caller()}` needs `link="probit"` or `"mc"` for `likelihood="binary"`, got {link!r}.')
     return link
 
 
-def check_sampling(link: Any, num_samples: Any, key: Any, *, name: str) -> int:
+def check_sampling(link: Any, num_samples: Any, key: Any) -> int:
     """Raises unless samples and a key are given for `link="mc"`, and only then. Returns the number of samples."""
     if link != "mc":
         given = [word for word, value in (("num_samples", num_samples), ("key", key)) if value is not None]
         if given:
-            raise TypeError(f'`{name}` takes `{given[0]}` with `link="mc"` only: nothing else is random.')
+            raise TypeError(f'`{caller()}` takes `{given[0]}` with `link="mc"` only: nothing else is random.')
         return 0
     if key is None:
-        raise TypeError(f'`{name}` needs `key` with `link="mc"`.')
-    return 100 if num_samples is None else check_positive_int(num_samples, "num_samples", name=name)
+        raise TypeError(f'`{caller()}` needs `key` with `link="mc"`.')
+    return 100 if num_samples is None else check_positive_int(num_samples, "num_samples")
 
 
-def check_subnetwork_size(count: Any, num_weights: int, *, name: str) -> int:
+def check_subnetwork_size(count: Any, num_weights: int) -> int:
     """Raises unless `count` is from 1 to the number of weights. Returns it."""
-    number = check_positive_int(count, "count", name=name)
+    number = check_positive_int(count, "count")
     if number > num_weights:
-        raise ValueError(f"`{name}` needs `count` of at most {num_weights}, the number of weights; got {number}.")
+        raise ValueError(f"`{caller()}` needs `count` of at most {num_weights}, the number of weights; got {number}.")
     return number
 
 
-def check_subnetwork(selection: Any, *, name: str) -> None:
+def check_subnetwork(selection: Any) -> None:
     """Raises for the posterior of a layer (`"kron"`)."""
     if not isinstance(selection, Leaves):
-        raise TypeError(f'`{name}` needs a fit with `structure="diag"` or `"full"`: `"kron"` has no subnetworks.')
+        raise TypeError(f'`{caller()}` needs a fit with `structure="diag"` or `"full"`: `"kron"` has no subnetworks.')

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 from ... import _axes, tree
 from ..._axes import Each
 from ..._axes._check_rows import explain_rows
+from ..._caller import caller
 from ..._check import check_function, check_optional_function, check_positive_int, check_word, kind_text
 from ..._ensemble import Ensemble
 from ..._ensemble._check import check_ensemble, check_model_state, check_model_state_given
@@ -82,13 +83,12 @@ def subnetwork(posterior: Laplace[Any], count: int) -> Each:
         Daxberger, Nalisnick, Allingham, Antoran and Hernandez-Lobato, "Bayesian Deep Learning via Subnetwork Inference"
         (ICML 2021).
     """
-    name = "methods.laplace.subnetwork"
     if not isinstance(posterior, Laplace):
-        raise TypeError(f"`{name}` needs what `methods.laplace.fit` returned, got {kind_text(posterior)}.")
+        raise TypeError(f"`{caller()}` needs what `methods.laplace.fit` returned, got {kind_text(posterior)}.")
     selection = posterior.members.stacked.posterior.selection
-    check_subnetwork(selection, name=name)
+    check_subnetwork(selection)
     values = posterior.members.stacked.posterior.curvature.values
-    count = check_subnetwork_size(count, values.shape[-1], name=name)
+    count = check_subnetwork_size(count, values.shape[-1])
 
     def choose(member: LaplaceMember) -> Int[Array, " weights"]:
         own = member.posterior
@@ -97,9 +97,6 @@ def subnetwork(posterior: Laplace[Any], count: int) -> Each:
         return found if indices is None else indices[found]
 
     return Each(map_members(choose)(posterior.members))
-
-
-_NAME = "methods.laplace.fit"
 
 
 def fit(
@@ -203,32 +200,32 @@ def fit(
         for Improved Post-Hoc Uncertainty in Deep Learning" (NeurIPS workshop on Bayesian deep learning, 2021).
     """
     members, state, kept, num_given = _healthy_members(ensemble, state)
-    check_word(likelihood, "likelihood", tuple(LIKELIHOODS), name=_NAME)
-    check_word(structure, "structure", tuple(CURVATURES), name=_NAME)
-    check_function(where, "where", name=_NAME, example="lambda model: model.layers[-1]")
-    check_optional_function(fn, "fn", name=_NAME, example="lambda model, x: model(x)[0]")
-    check_positive_int(batch_size, "batch_size", name=_NAME)
-    check_model_state_given(members.stacked, state, name=_NAME)
-    check_model_state(state, len(members), name=_NAME)
-    chosen = choose(members, where, structure, name=_NAME)
+    check_word(likelihood, "likelihood", tuple(LIKELIHOODS))
+    check_word(structure, "structure", tuple(CURVATURES))
+    check_function(where, "where", example="lambda model: model.layers[-1]")
+    check_optional_function(fn, "fn", example="lambda model, x: model(x)[0]")
+    check_positive_int(batch_size, "batch_size")
+    check_model_state_given(members.stacked, state)
+    check_model_state(state, len(members))
+    chosen = choose(members, where, structure)
     like = jnp.zeros(num_given, chosen.dtype)
     precision, noises = _hyper(prior_precision, noise, likelihood, like, kept)
     data, row_weights, indices = take_members((data, row_weights, indices), kept)
-    found, num_rows = prepare(data, len(members), row_weights, mask, name=_NAME)
+    found, num_rows = prepare(data, len(members), row_weights, mask)
     shape = _output_shape(members, found.x, state, fn)
-    check_outputs(shape, likelihood, name=_NAME)
-    found = found._replace(y=check_targets(found.y, likelihood, shape.shape, mask, name=_NAME))
-    indices = check_indices(indices, chosen.num_weights, structure, name=_NAME)
+    check_outputs(shape, likelihood)
+    found = found._replace(y=check_targets(found.y, likelihood, shape.shape, mask))
+    indices = check_indices(indices, chosen.num_weights, structure)
     setup = Setup(structure, chosen, Problem(likelihood, fn, shape.shape))
-    plan = sharded_plan(as_plan(plan), layout_for(mesh, members.stacked, name=_NAME))
+    plan = sharded_plan(as_plan(plan), layout_for(mesh, members.stacked))
     if structure == "kron":
-        check_called_once(factor_error(setup, members, found.batch(0, 1, num_rows), state), name=_NAME)
+        check_called_once(factor_error(setup, members, found.batch(0, 1, num_rows), state))
     sums, size = setup.start(len(members), indices), min(batch_size, num_rows)
     for begin in range(0, num_rows, size):
         rows = found.batch(begin, size, num_rows)
         sums = add_batch(setup, plan, members, Each(sums), rows, indices, state)
     posterior = finish(setup, plan, Each(sums), indices, Each(precision), noises)
-    check_finite_posterior(posterior, members.ids, name=_NAME)
+    check_finite_posterior(posterior, members.ids)
     stacked = LaplaceMember(members.stacked, posterior, setup.problem)
     shared = LaplaceMember(members.shared, jax.tree.map(lambda _: None, posterior), setup.problem)
     return Laplace(Ensemble(stacked, shared, members.ids), state)
@@ -237,14 +234,14 @@ def fit(
 def _healthy_members(ensemble: Any, state: Any) -> tuple[Ensemble, Any, np.ndarray, int]:
     """The members to fit (of a run, those that did not diverge), their state and positions, and the number of all."""
     if not isinstance(ensemble, Run):
-        check_ensemble(ensemble, name=_NAME)
+        check_ensemble(ensemble)
         return ensemble, state, np.arange(len(ensemble)), len(ensemble)
     healthy = ensemble.status != Status.DIVERGED
-    check_healthy(ensemble, healthy, name=_NAME)
+    check_healthy(ensemble, healthy)
     state = ensemble.state if state is None else state
     if not healthy.all():
         ids = np.asarray(ensemble.ensemble.ids)[~healthy]
-        warn(excluded_message(ids, healthy, name=_NAME))
+        warn(excluded_message(ids, healthy))
         state = None if state is None else tree.take(state, healthy)
     return ensemble.healthy, state, np.flatnonzero(healthy), len(healthy)
 
@@ -253,11 +250,11 @@ def _hyper(
     prior_precision: Any, noise: Any, likelihood: str, like: jax.Array, kept: np.ndarray
 ) -> tuple[jax.Array, Any]:
     """The prior precision and noise of the fitted members."""
-    precision = check_per_member(_NAME, "prior_precision", prior_precision, like)[kept]
+    precision = check_per_member("prior_precision", prior_precision, like)[kept]
     if not LIKELIHOODS[likelihood].has_noise:
-        check_no_noise(noise, name=_NAME)
+        check_no_noise(noise)
         return precision, None
-    return precision, None if noise is None else Each(check_per_member(_NAME, "noise", noise, like)[kept])
+    return precision, None if noise is None else Each(check_per_member("noise", noise, like)[kept])
 
 
 def _output_shape(ensemble: Ensemble, x: PyTree, state: Any, fn: Callable[..., Any] | None) -> Any:
@@ -265,5 +262,5 @@ def _output_shape(ensemble: Ensemble, x: PyTree, state: Any, fn: Callable[..., A
     row = _axes.map_each(lambda own: jax.tree.map(lambda x: x[0, 0], own), x, shared=lambda x: x[0])
     one = lambda x, state, model: call(fn, eqx.nn.inference_mode(model), x, state)
     own_state = None if state is None else tree.take(state, 0)
-    with explain_rows(x, argument="data[0]", name=_NAME):
+    with explain_rows(x, argument="data[0]"):
         return eqx.filter_eval_shape(one, row, own_state, member_shapes(ensemble))

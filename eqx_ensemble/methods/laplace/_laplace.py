@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from ... import _keys, tree
 from ..._axes import Each
+from ..._caller import caller
 from ..._check import check_flag, check_positive_int, kind_text
 from ..._compiled import filter_jit
 from ..._ensemble import Ensemble
@@ -188,10 +189,9 @@ class Laplace(eqx.Module, Generic[M]):
 
         **Raises:** `TypeError` or `ValueError` for invalid arguments.
         """
-        name = "methods.laplace.Laplace.sample"
-        num_samples = check_positive_int(num_samples, "num_samples", name=name)
-        key = _keys.root(key, name=name)
-        check_factor_ids(self.members.ids, num_samples, name=name)
+        num_samples = check_positive_int(num_samples, "num_samples")
+        key = _keys.root(key)
+        check_factor_ids(self.members.ids, num_samples)
         return draw(self.members, self.ensemble, num_samples, key)
 
     def predict(
@@ -237,10 +237,9 @@ class Laplace(eqx.Module, Generic[M]):
         **Raises:** `TypeError` or `ValueError` for options that the likelihood does not support; also as
         [`eqx_ensemble.predict`][].
         """
-        name = "methods.laplace.Laplace.predict"
-        check_options(options, ("fn", "state"), "the posterior has them", name=name)
-        link = check_link(link, self.members.stacked.problem.likelihood, name=name)
-        num_samples = check_sampling(link, num_samples, key, name=name)
+        check_options(options, ("fn", "state"), "the posterior has them")
+        link = check_link(link, self.members.stacked.problem.likelihood)
+        num_samples = check_sampling(link, num_samples, key)
         fn = Predict(link or "probit", num_samples)
         chance = {} if key is None else {"key": key, "inference": True}
         return predict(self.members, x, fn=fn, combine=combine, state=self.state, **chance, **options)
@@ -256,7 +255,7 @@ class Laplace(eqx.Module, Generic[M]):
         **Returns:** [`eqx_ensemble.methods.laplace.Outputs`][]: `mean` `(members, rows, out)` and `covariance`
         `(members, rows, out, out)`, with the outputs of a model flattened to one axis. Noise is not included.
         """
-        check_options(options, ("fn", "state"), "the posterior has them", name="methods.laplace.Laplace.outputs")
+        check_options(options, ("fn", "state"), "the posterior has them")
         return predict(self.members, x, fn=PredictOutputs(), state=self.state, **options)
 
     def log_marginal_likelihood(self, prior_precision: Any = None, noise: Any = None) -> Float[Array, " members"]:
@@ -276,9 +275,8 @@ class Laplace(eqx.Module, Generic[M]):
 
         **Raises:** `TypeError` or `ValueError` for values that are not above zero, and for `noise` with classes.
         """
-        name = "methods.laplace.Laplace.log_marginal_likelihood"
-        own = check_per_member(name, "prior_precision", prior_precision, self.prior_precision)
-        noises = check_per_member(name, "noise", noise, self.noise)
+        own = check_per_member("prior_precision", prior_precision, self.prior_precision)
+        noises = check_per_member("noise", noise, self.noise)
         return _log_evidence(self.members, own, noises)
 
     def optimise_prior(self, *, fit_noise: bool = False) -> "Laplace[M]":
@@ -300,12 +298,11 @@ class Laplace(eqx.Module, Generic[M]):
         **Raises:** `TypeError` for `fit_noise` with classes; `ValueError` if the marginal likelihood has no maximum,
         because the weights are zero or the outputs do not depend on them.
         """
-        name = "methods.laplace.Laplace.optimise_prior"
-        with_noise = check_flag(fit_noise, "fit_noise", name=name)
+        with_noise = check_flag(fit_noise, "fit_noise")
         if with_noise:
-            check_per_member(name, "fit_noise", None if self.noise is not None else 1.0, self.noise)
+            check_per_member("fit_noise", None if self.noise is not None else 1.0, self.noise)
         precision, noise = _best_prior(self.members, with_noise)
-        check_optimum(precision, noise, self.members.ids, name=name)
+        check_optimum(precision, noise, self.members.ids)
         return with_values(self, precision, noise)
 
 
@@ -365,9 +362,8 @@ def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = 
     posterior = laplace.replace(posterior, prior_precision=best)
     ```
     """
-    name = "methods.laplace.replace"
     if not isinstance(posterior, Laplace):
-        raise TypeError(f"`{name}` needs what `methods.laplace.fit` returned, got {kind_text(posterior)}.")
-    check_some_value(prior_precision, noise, name=name)
-    precision = check_per_member(name, "prior_precision", prior_precision, posterior.prior_precision)
-    return with_values(posterior, precision, check_per_member(name, "noise", noise, posterior.noise))
+        raise TypeError(f"`{caller()}` needs what `methods.laplace.fit` returned, got {kind_text(posterior)}.")
+    check_some_value(prior_precision, noise)
+    precision = check_per_member("prior_precision", prior_precision, posterior.prior_precision)
+    return with_values(posterior, precision, check_per_member("noise", noise, posterior.noise))

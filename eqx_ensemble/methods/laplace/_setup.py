@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from ... import _axes, tree
 from ..._axes import Each
 from ..._axes._check_rows import check_no_batch, check_rows_of_data
+from ..._caller import caller
 from ..._check import (
     check_array,
     check_labels,
@@ -47,19 +48,19 @@ class Chosen(NamedTuple):
     dtype: Any
 
 
-def choose(ensemble: Ensemble, where: Callable[[Any], Any], structure: str, *, name: str) -> Chosen:
+def choose(ensemble: Ensemble, where: Callable[[Any], Any], structure: str) -> Chosen:
     """Selects weights of a member by `where`, as in `equinox.tree_at`."""
     model = member_shapes(ensemble)
     if structure == "kron":
-        return _layer(ensemble, model, where, name)
+        return _layer(ensemble, model, where)
     leaves, treedef = jax.tree.flatten(model)
-    with explain_where(name):
+    with explain_where():
         found = jax.tree.leaves(where(jax.tree.unflatten(treedef, range(len(leaves)))))
     own = _own(ensemble)
     kept = [i for i in dict.fromkeys(found) if type(i) is int and own[i] and _is_float(leaves[i])]
-    check_chosen([leaves[i] for i in found if type(i) is int], len(kept), name=name)
+    check_chosen([leaves[i] for i in found if type(i) is int], len(kept))
     count = sum(leaves[i].size for i in kept)
-    check_sizes(count, structure, name=name)
+    check_sizes(count, structure)
     return Chosen(tuple(kept), count, (0, 0), widest([leaves[i] for i in kept]))
 
 
@@ -68,15 +69,15 @@ def member_shapes(ensemble: Ensemble) -> PyTree:
     return eqx.filter_eval_shape(lambda ensemble: ensemble.one((tree.take(ensemble.arrays, 0), None)), ensemble)
 
 
-def _layer(ensemble: Ensemble, model: PyTree, where: Callable[[Any], Any], name: str) -> Chosen:
+def _layer(ensemble: Ensemble, model: PyTree, where: Callable[[Any], Any]) -> Chosen:
     nodes, treedef = jax.tree.flatten(model, is_leaf=is_linear)
-    with explain_where(name):
+    with explain_where():
         found = jax.tree.leaves(where(jax.tree.unflatten(treedef, range(len(nodes)))))
     flags = iter(_own(ensemble))
     own = [all([next(flags) for x in jax.tree.leaves(node) if x is not None]) for node in nodes]
-    check_layer(found, [is_linear(node) and mine for node, mine in zip(nodes, own, strict=True)], name=name)
+    check_layer(found, [is_linear(node) and mine for node, mine in zip(nodes, own, strict=True)])
     layer = nodes[found[0]]
-    check_chosen([layer.weight], 1, name=name)
+    check_chosen([layer.weight], 1)
     units, inputs = layer.weight.shape
     shape = units, inputs + (layer.bias is not None)
     return Chosen((found[0],), shape[0] * shape[1], shape, widest([layer.weight]))
@@ -93,39 +94,39 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def check_pair(data: Any, *, name: str) -> tuple[Any, Any]:
+def check_pair(data: Any) -> tuple[Any, Any]:
     """Raises unless `data` is a pair. Returns inputs and targets."""
     if not isinstance(data, tuple | list) or len(data) != 2:
-        raise TypeError(f"`{name}` needs `data` to be a pair `(inputs, targets)`, got {kind_text(data)}.")
+        raise TypeError(f"`{caller()}` needs `data` to be a pair `(inputs, targets)`, got {kind_text(data)}.")
     return data[0], data[1]
 
 
-def check_row_weights(values: Any, kept: Any, num_rows: int, num_members: int, *, name: str) -> Any:
+def check_row_weights(values: Any, kept: Any, num_rows: int, num_members: int) -> Any:
     """Raises for invalid row weights, shared or in an `Each`. Returns them, with zeros for masked rows."""
     own = isinstance(values, Each)
     expected = (num_members, num_rows) if own else (num_rows,)
     given = values.per_member() if isinstance(values, Each) else values
-    array = jnp.ones(expected) if given is None else check_array(name, "row_weights", given)
+    array = jnp.ones(expected) if given is None else check_array("row_weights", given)
     if array.shape != expected:
         fix = "Weights of each member, `(members, rows)`, are marked: `ee.Each(ee.resample.counts(rows, num_rows))`."
         got = f"expected {expected}, got {array.shape}"
-        raise ValueError(needs_message(name, "one of `row_weights` per row", got, fix))
-    check_nonnegative(name, "row_weights", array, fix="They are how often each row counts.", mask=kept)
+        raise ValueError(needs_message("one of `row_weights` per row", got, fix))
+    check_nonnegative("row_weights", array, fix="They are how often each row counts.", mask=kept)
     array = jnp.where(True if kept is None else kept, array, jnp.zeros((), array.dtype))
     array = array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
     host = concrete(array)
     if host is not None and not host.any(axis=-1).all():
         fix = "All rows are masked or have weight zero: is the mask inverted?"
-        raise ValueError(needs_message(name, "`row_weights` that leave a row", "got only zeros", fix))
+        raise ValueError(needs_message("`row_weights` that leave a row", "got only zeros", fix))
     return Each(array) if own else array
 
 
-def check_outputs(shape: Any, likelihood: str, *, name: str) -> None:
+def check_outputs(shape: Any, likelihood: str) -> None:
     """Raises unless the output is one floating-point array with a shape that matches the likelihood."""
     if not isinstance(shape, jax.ShapeDtypeStruct) or not jnp.issubdtype(shape.dtype, jnp.floating):
         got = f"{shape.dtype} of shape {shape.shape}" if isinstance(shape, jax.ShapeDtypeStruct) else kind_text(shape)
         raise TypeError(
-            f"`{name}` needs members with one floating-point array of outputs for a row, got {got}.\n"
+            f"`{caller()}` needs members with one floating-point array of outputs for a row, got {got}.\n"
             "For a part of what they return pass `fn=lambda model, x: model(x)[0]`."
         )
     wanted = {
@@ -140,32 +141,32 @@ def check_outputs(shape: Any, likelihood: str, *, name: str) -> None:
     fits, needs, fix = wanted[likelihood]
     if not fits:
         raise ValueError(
-            needs_message(name, f"members with {needs} for `likelihood={likelihood!r}`", f"got {shape.shape}", fix)
+            needs_message(f"members with {needs} for `likelihood={likelihood!r}`", f"got {shape.shape}", fix)
         )
 
 
-def check_targets(targets: Any, likelihood: str, shape: tuple[int, ...], mask: Any, *, name: str) -> Any:
+def check_targets(targets: Any, likelihood: str, shape: tuple[int, ...], mask: Any) -> Any:
     """Raises unless targets match the outputs. Returns targets `(rows, out)` or labels `(rows,)`, or an `Each`."""
     own = isinstance(targets, Each)
-    array = check_array(name, "data[1]", targets.per_member() if isinstance(targets, Each) else targets)
+    array = check_array("data[1]", targets.per_member() if isinstance(targets, Each) else targets)
     rows = array.shape[: 1 + own]
     if likelihood == "classification":
         logits = np.broadcast_to(np.float32(0), (*rows, *shape))  # only for its shape
-        checked = check_labels(name, array, jnp.asarray(logits), mask, argument="outputs", members=False)
+        checked = check_labels(array, jnp.asarray(logits), mask, argument="outputs", members=False)
     else:
-        checked = _check_values(array, likelihood, rows, shape, mask, name)
+        checked = _check_values(array, likelihood, rows, shape, mask)
     return Each(checked) if own else checked
 
 
-def _check_values(array: Any, likelihood: str, rows: Any, shape: Any, mask: Any, name: str) -> Any:
+def _check_values(array: Any, likelihood: str, rows: Any, shape: Any, mask: Any) -> Any:
     size = math.prod(shape)
     if array.shape != (*rows, *shape) and not (size == 1 and array.size == math.prod(rows)):
         got = f"expected {(*rows, *shape)}, got {array.shape}"
         fix = "Targets have the shape of the outputs, with the rows in front."
-        raise ValueError(needs_message(name, "one target per output and row", got, fix))
+        raise ValueError(needs_message("one target per output and row", got, fix))
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         fix = "For complex targets pass the real and imaginary parts as two outputs."
-        raise TypeError(needs_message(name, "targets that are real numbers", f"got {array.dtype}", fix))
+        raise TypeError(needs_message("targets that are real numbers", f"got {array.dtype}", fix))
     flat = array.reshape(*rows, size)
     if likelihood != "binary":
         return flat
@@ -174,7 +175,7 @@ def _check_values(array: Any, likelihood: str, rows: Any, shape: Any, mask: Any,
         wrong = ~np.isin(host.reshape(rows), (0, 1)) & kept
         if wrong.any():
             fix = "Labels -1 and 1? Pass `(labels + 1) // 2`. Soft labels are not supported."
-            raise ValueError(needs_message(name, "labels 0 and 1", first_text(host.reshape(rows), wrong), fix))
+            raise ValueError(needs_message("labels 0 and 1", first_text(host.reshape(rows), wrong), fix))
     return flat
 
 
@@ -194,18 +195,18 @@ class Data(NamedTuple):
         return some._replace(weights=_map_rows(zero, some.weights)) if beyond.any() else some
 
 
-def prepare(data: Any, num_members: int, row_weights: Any, mask: Any, *, name: str) -> tuple[Data, int]:
+def prepare(data: Any, num_members: int, row_weights: Any, mask: Any) -> tuple[Data, int]:
     """Checks the data. Returns them with zeros in masked rows, and the number of rows."""
-    x, y = check_pair(data, name=name)
-    x, y = from_foreign_tree(x, "data[0]", name=name), from_foreign_tree(y, "data[1]", name=name)
+    x, y = check_pair(data)
+    x, y = from_foreign_tree(x, "data[0]"), from_foreign_tree(y, "data[1]")
     check_no_batch((x, y))
-    num_rows = check_rows_of_data((x, y), num_members, argument="data", name=name, finite=False)
-    kept = check_mask(name, mask, (num_rows,))
+    num_rows = check_rows_of_data((x, y), num_members, argument="data", finite=False)
+    kept = check_mask(mask, (num_rows,))
     if kept is not None:
         blank = lambda x, axis: jnp.where(_along(kept, x, axis), x, jnp.zeros((), x.dtype))
         x, y = _map_rows(lambda x, axis: blank(jnp.asarray(x), axis), (x, y))
-    check_rows_of_data((x, y), num_members, argument="data", name=name)
-    weights = check_row_weights(row_weights, kept, num_rows, num_members, name=name)
+    check_rows_of_data((x, y), num_members, argument="data")
+    weights = check_row_weights(row_weights, kept, num_rows, num_members)
     return Data(x, y, weights), num_rows
 
 

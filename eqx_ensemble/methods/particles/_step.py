@@ -81,12 +81,11 @@ class WeightSpace(AbstractSpace):
 
     loss: Callable[..., Any] = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
-    name: str = eqx.field(static=True)
 
     def evaluate(self, member: Member) -> Evaluation:
         """The weights as a vector, with the gradient of the loss."""
         params, stateful, hyper = member.params, member.model_state is not None, member.fixed.hyper
-        loss = as_loss(self.loss, stateful=stateful, has_aux=self.has_aux, hyper=hyper, name=self.name)
+        loss = as_loss(self.loss, stateful=stateful, has_aux=self.has_aux, hyper=hyper)
         rest = (member.model_state, member.fixed, member.shared, member.batch, member.key)
         (value, (state, aux)), grads = jax.value_and_grad(loss, has_aux=True)(params, *rest)
         return Evaluation(value, aux, state, ravel(params), ravel(grads))
@@ -126,15 +125,15 @@ class InteractingStep(eqx.Module):
     kernel: Kernel
     plan: AbstractPlan
     layout: Layout | None = eqx.field(static=True)
-    name: str = eqx.field(static=True)
+    public_name: str = eqx.field(static=True)
 
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, which is shared except for parts marked [`eqx_ensemble.Each`][]."""
         check_train_state(state)
-        state = follow_hyper(state, self.optimiser, name=self.name)
-        batch = take_in(batch, "batch", name=self.name)
-        check_integers_fit(batch, argument="batch", name=self.name)
-        layout = layout_for(None if self.layout is None else self.layout.mesh, state.params, name=self.name)
+        state = follow_hyper(state, self.optimiser)
+        batch = take_in(batch, "batch")
+        check_integers_fit(batch, argument="batch")
+        layout = layout_for(None if self.layout is None else self.layout.mesh, state.params)
         step = _one_step if is_inside_transformation() else _compiled_step
         with nan_is_data():
             moving, count, metrics = step(self, layout, state, batch)
@@ -217,9 +216,9 @@ def make_step(
         Bayesian](https://arxiv.org/abs/2106.11642), D'Angelo and Fortuin, 2021.
     """
     name = "methods.particles.make_step"
-    check_function(loss, "loss", name=name, example="lambda model, batch, key: ...")
-    check_flag(has_aux, "has_aux", name=name)
-    space = WeightSpace(as_hashable(loss), has_aux, name)
+    check_function(loss, "loss", example="lambda model, batch, key: ...")
+    check_flag(has_aux, "has_aux")
+    space = WeightSpace(as_hashable(loss), has_aux)
     return interacting_step(space, optimiser, num_rows, method, kernel, plan, mesh, name=name)
 
 
@@ -235,12 +234,12 @@ def interacting_step(
     name: str,
 ) -> InteractingStep:
     """Checks the options. Returns the step of members that interact in a space."""
-    check_optimiser_kind(optimiser, name=name)
-    check_num_rows(name, num_rows)
-    check_word(method, "method", ("svgd", "wgd"), name=name)
+    check_optimiser_kind(optimiser)
+    check_num_rows(num_rows)
+    check_word(method, "method", ("svgd", "wgd"))
     kernel = RBF() if kernel is None else kernel
-    check_kernel(name, kernel)
-    layout = as_layout(mesh, name=name)
+    check_kernel(kernel)
+    layout = as_layout(mesh)
     own = as_hashable(optimiser), num_rows, method, as_hashable_leaf(kernel)
     return InteractingStep(space, *own, as_plan(plan), layout, name)
 
@@ -248,11 +247,11 @@ def interacting_step(
 def _one_step(
     step: InteractingStep, layout: Layout | None, state: TrainState, batch: PyTree
 ) -> tuple[MemberState, Int[Array, ""], Metrics]:
-    check_state(state, step.optimiser, name=step.name, hyper_of="train.init")
-    split_members((Each(state.ids), batch), name=step.name)  # raises for another number of members
-    check_some_rows(batch, name=step.name)
-    check_real_weights(step.name, state.params)
-    own, view, _ = split_members((Each(state.fixed.key), batch), name=step.name)
+    check_state(state, step.optimiser, hyper_of="train.init")
+    split_members((Each(state.ids), batch))  # raises for another number of members
+    check_some_rows(batch)
+    check_real_weights(state.params)
+    own, view, _ = split_members((Each(state.fixed.key), batch))
     run = sharded_plan(step.plan, layout).run
 
     def member(part: PyTree) -> Member:
@@ -271,7 +270,7 @@ def _one_step(
         whole, gradient, value, model_state = part
         one, moving = member(whole), whole[0]
         grads = step.space.pull_back(one, gradient)
-        refuse = lambda _: _no_values(step.name)
+        refuse = lambda _: _no_values()
         hyper = one.fixed.hyper
         params, opt_state = update_member(step.optimiser, one.params, moving.opt_state, grads, value, refuse, hyper)
         after = MemberState(params, opt_state, model_state, moving.status, moving.stopped_at, moving.fault)
@@ -306,8 +305,8 @@ def _all_finite(points: Float[Array, "members size"]) -> Bool[Array, " members"]
     return jnp.all(jnp.isfinite(points), axis=1)
 
 
-def _no_values(name: str) -> Float[Array, ""]:
-    raise TypeError(no_values_message(name))
+def _no_values() -> Float[Array, ""]:
+    raise TypeError(no_values_message())
 
 
 class FunctionSpace(AbstractSpace):
@@ -316,13 +315,12 @@ class FunctionSpace(AbstractSpace):
     outputs: Callable[..., Any] = eqx.field(static=True)
     loss: Callable[..., Any] = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
-    name: str = eqx.field(static=True)
 
     def evaluate(self, member: Member) -> Evaluation:
         """The outputs as a vector, with the gradient of the loss with respect to them."""
-        check_stateless(self.name, member.model_state)
+        check_stateless(member.model_state)
         outputs = self._outputs(member, member.params)
-        check_outputs(self.name, outputs)
+        check_outputs(outputs)
 
         def loss(outputs: PyTree) -> tuple[Array, PyTree]:
             found = self._call(self.loss, outputs, member)
@@ -343,9 +341,9 @@ class FunctionSpace(AbstractSpace):
 
     def _call(self, fn: Callable[..., Any], first: PyTree, member: Member) -> Any:
         hyper = member.fixed.hyper
-        named = {"hyper": hyper} if check_loss_signature(fn, stateful=False, hyper=hyper, name=self.name) else {}
+        named = {"hyper": hyper} if check_loss_signature(fn, stateful=False, hyper=hyper) else {}
         arguments = (first, member.batch, member.key)
-        with explain_loss(fn, arguments, named.get("hyper"), name=self.name, purpose="in training"):
+        with explain_loss(fn, arguments, named.get("hyper"), purpose="in training"):
             return fn(*arguments, **named)
 
 
@@ -421,8 +419,8 @@ def make_function_space_step(
         Ren, Zhu and Zhang, 2019.
     """
     name = "methods.particles.make_function_space_step"
-    check_function(outputs, "outputs", name=name, example="lambda model, batch, key: jax.vmap(model)(batch[0])")
-    check_function(loss, "loss", name=name, example="lambda outputs, batch, key: ...")
-    check_flag(has_aux, "has_aux", name=name)
-    space = FunctionSpace(outputs, loss, has_aux, name)
+    check_function(outputs, "outputs", example="lambda model, batch, key: jax.vmap(model)(batch[0])")
+    check_function(loss, "loss", example="lambda outputs, batch, key: ...")
+    check_flag(has_aux, "has_aux")
+    space = FunctionSpace(outputs, loss, has_aux)
     return interacting_step(space, optimiser, num_rows, method, kernel, plan, mesh, name=name)

@@ -66,7 +66,6 @@ def record_path(
     period: Any = None,
     init: Callable[[PyTree], PyTree],
     update: Update,
-    name: str,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimiser to record the weights after steps `start`, `start + every`, `start + 2 * every` ...
 
@@ -79,7 +78,7 @@ def record_path(
 
     def update_all(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, RecordState]:
         if params is None:
-            raise ValueError(params_message(name))
+            raise ValueError(params_message())
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **supported_arguments(inner.update, extra)
         )
@@ -119,12 +118,12 @@ def reciprocal(count: Int[Array, ""]) -> Array:
 
 def find_record(source: Any, kinds: tuple[type, ...], *, name: str) -> tuple[TrainState, RecordState]:
     """The training state of a run, and the record of its optimiser."""
-    check_source(source, (Run, TrainState, Progress), name=name)
+    check_source(source, (Run, TrainState, Progress))
     state = source if isinstance(source, TrainState) else source.train_state
     found = [(x, is_last) for x, is_last in _records(state.opt_state) if isinstance(x.record, kinds)]
     check_record([is_last for _, is_last in found], name=name)
     ((record, _),) = found
-    check_same_leaves(state.params, record.record[0], name=name)
+    check_same_leaves(state.params, record.record[0])
     return state, record
 
 
@@ -192,10 +191,9 @@ def ema(
         Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (SIAM Journal on Control and
         Optimization, 1992); the debiasing: Kingma and Ba, "Adam" (ICLR 2015).
     """
-    name = "methods.path.ema"
-    check_inner_optimiser(optimiser, name=name)
-    check_decay(decay, name=name)
-    check_steps(start, every, name=name)
+    check_inner_optimiser(optimiser)
+    check_decay(decay)
+    check_steps(start, every)
 
     def update(record: Mean, weights: PyTree, count: Int[Array, ""], due: Bool[Array, ""]) -> Mean:
         log = _log(decay)
@@ -203,7 +201,7 @@ def ema(
         return Mean(move_mean(record.mean, weights, jnp.expm1(log) / jnp.expm1(number * log), due))
 
     init = lambda params: Mean(zeros_like(params))
-    return record_path(optimiser, start=start, every=every, init=init, update=update, name=name)
+    return record_path(optimiser, start=start, every=every, init=init, update=update)
 
 
 def swa(
@@ -232,15 +230,14 @@ def swa(
         Izmailov, Podoprikhin, Garipov, Vetrov and Wilson, "Averaging Weights Leads to Wider Optima and Better
         Generalization" (UAI 2018).
     """
-    name = "methods.path.swa"
-    check_inner_optimiser(optimiser, name=name)
-    check_steps(start, every, name=name)
+    check_inner_optimiser(optimiser)
+    check_steps(start, every)
 
     def update(record: Mean, weights: PyTree, count: Int[Array, ""], due: Bool[Array, ""]) -> Mean:
         return Mean(move_mean(record.mean, weights, reciprocal(count), due))
 
     init = lambda params: Mean(zeros_like(params))
-    return record_path(optimiser, start=start, every=every, init=init, update=update, name=name)
+    return record_path(optimiser, start=start, every=every, init=init, update=update)
 
 
 def average(run: Any) -> Ensemble[Any]:
@@ -275,7 +272,7 @@ def average(run: Any) -> Ensemble[Any]:
     """
     name = "methods.path.average"
     state, found = find_record(run, (Mean, Moments), name=name)
-    warn_of_few(found.count, state.ids, least=1, effect="Their current weights are returned.", name=name)
+    warn_of_few(found.count, state.ids, least=1, effect="Their current weights are returned.")
     params = weights_or_current(found.record.mean, state.params, found.count)
     return as_ensemble(state, params, state.fixed.frozen, state.ids)
 

@@ -92,20 +92,19 @@ def update_batch_norm(
         Izmailov, Podoprikhin, Garipov, Vetrov and Wilson, "Averaging Weights Leads to Wider Optima and Better
         Generalization" (UAI 2018).
     """
-    name = "methods.path.update_batch_norm"
-    check_ensemble(ensemble, name=name)
-    check_model_state_given(ensemble.stacked, state, name=name)
-    check_model_state(state, ensemble.num_members, name=name)
-    check_function(fn, "fn", name=name, example="lambda model, state, batch, key: (value, state)")
-    check_batch_norms(_layers(ensemble.stacked), name=name)
-    data = from_foreign_tree(data, "data", name=name)
-    num_rows = check_rows_of_data(data, ensemble.num_members, argument="data", name=name)
-    batch_size = min(32, num_rows) if batch_size is None else check_positive_int(batch_size, "batch_size", name=name)
-    key = _keys.root(key, name=name)
+    check_ensemble(ensemble)
+    check_model_state_given(ensemble.stacked, state)
+    check_model_state(state, ensemble.num_members)
+    check_function(fn, "fn", example="lambda model, state, batch, key: (value, state)")
+    check_batch_norms(_layers(ensemble.stacked))
+    data = from_foreign_tree(data, "data")
+    num_rows = check_rows_of_data(data, ensemble.num_members, argument="data")
+    batch_size = min(32, num_rows) if batch_size is None else check_positive_int(batch_size, "batch_size")
+    key = _keys.root(key)
     order = jax.random.permutation(jax.random.fold_in(key, _keys.tag("batch_norm")), num_rows)
 
     def one(model: Any, state: eqx.nn.State, data: PyTree, order: Array, key: Array) -> eqx.nn.State:
-        return _estimate(fn, model, state, data, order, key, min(batch_size, num_rows), name)
+        return _estimate(fn, model, state, data, order, key, min(batch_size, num_rows))
 
     keys = ensemble.keys(key, purpose="batch_norm")
     return eqx.filter_jit(map_members(one, plan=plan))(ensemble, state, data, order, keys)
@@ -113,7 +112,7 @@ def update_batch_norm(
 
 def _estimate(
     fn: Callable[..., Any], model: Any, state: eqx.nn.State, data: PyTree, order: Int[Array, " rows"],
-    key: Key[Array, ""], batch_size: int, name: str,
+    key: Key[Array, ""], batch_size: int,
 ) -> eqx.nn.State:  # fmt: skip
     """The state of one member after one pass."""
     layers, num_rows = _layers(model), order.shape[0]
@@ -122,7 +121,7 @@ def _estimate(
         state, old, rows_before = carry
         rows = jax.lax.dynamic_slice_in_dim(order, number * batch_size, size)
         out = fn(model, _reset(layers, state), take_rows(data, rows), jax.random.fold_in(key, number))
-        check_output_state(out, name=name)
+        check_output_state(out)
         share = size / (rows_before + size)
         new = [_pool(*pair, share) for pair in zip(old, _read(layers, out[1]), strict=True)]
         return out[1], new, rows_before + size

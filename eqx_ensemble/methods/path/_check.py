@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._caller import caller
 from ..._check import check_counter, check_integer, check_number, is_traced, kind_text
 from ..._pytree import PyTree
 from ..._warnings import warn
@@ -23,80 +24,83 @@ EXAMPLES = {
 }
 
 
-def check_steps(start: Any, every: Any, *, name: str) -> None:
+def check_steps(start: Any, every: Any) -> None:
     """Raises unless `start` and `every` are numbers of steps, or traced integers."""
     for argument, value, least in (("start", start, 0), ("every", every, 1)):
         if is_traced(value):
             if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
-                raise TypeError(f"`{name}` needs an integer `{argument}`, got {value.dtype} of shape {value.shape}.")
-        elif check_integer(value, argument, name=name, least=least) > 0:
-            check_counter(value, argument, name=name)
+                raise TypeError(
+                    f"`{caller()}` needs an integer `{argument}`, got {value.dtype} of shape {value.shape}."
+                )
+        elif check_integer(value, argument, least=least) > 0:
+            check_counter(value, argument)
 
 
-def check_period(period: Any, start: Any, every: Any, *, name: str) -> None:
+def check_period(period: Any, start: Any, every: Any) -> None:
     """Raises unless `period` is `None`, traced, or a number of steps that includes a snapshot."""
     if period is None:
         return
     if is_traced(period):
         if period.ndim or not jnp.issubdtype(period.dtype, jnp.integer):
-            raise TypeError(f"`{name}` needs an integer `period`, got {period.dtype} of shape {period.shape}.")
+            raise TypeError(f"`{caller()}` needs an integer `period`, got {period.dtype} of shape {period.shape}.")
         return
-    check_counter(period, "period", name=name)
+    check_counter(period, "period")
     first = start if is_traced(start) or start else every
     if not is_traced(first) and first > period:
-        raise ValueError(f"`{name}` takes no snapshot: the first is after {first} steps of each {period}.")
+        raise ValueError(f"`{caller()}` takes no snapshot: the first is after {first} steps of each {period}.")
 
 
-def check_decay(decay: Any, *, name: str) -> None:
+def check_decay(decay: Any) -> None:
     """Raises unless `decay` is a number from 0 to below 1; a traced one is not checked."""
     if is_traced(decay):
         if decay.ndim:
-            raise TypeError(f"`{name}` needs one number `decay` per member, got shape {decay.shape}.")
+            raise TypeError(f"`{caller()}` needs one number `decay` per member, got shape {decay.shape}.")
         return
     if isinstance(decay, jax.Array) and decay.ndim == 0:
         decay = float(decay)
-    if check_number(decay, "decay", name=name, least=0, most=1) == 1:
-        raise ValueError(f"`{name}` needs `decay` below 1, got 1: the average would never move.")
+    if check_number(decay, "decay", least=0, most=1) == 1:
+        raise ValueError(f"`{caller()}` needs `decay` below 1, got 1: the average would never move.")
 
 
-def check_rank(rank: Any, *, name: str) -> int:
+def check_rank(rank: Any) -> int:
     """Raises unless `rank` is 0 or at least 2. Returns it as an `int`."""
-    rank = check_integer(rank, "rank", name=name, least=0)
+    rank = check_integer(rank, "rank", least=0)
     if rank == 1:
         raise ValueError(
-            f"`{name}` needs `rank` to be 0 (diagonal only) or at least 2, got 1: the divisor `rank - 1` would be 0."
+            f"`{caller()}` needs `rank` to be 0 (diagonal only) or at least 2, got 1: the divisor `rank - 1` would be "
+            "0."
         )
     return rank
 
 
-def check_real(params: PyTree, *, name: str) -> None:
+def check_real(params: PyTree) -> None:
     """Raises for complex weights."""
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if jnp.iscomplexobj(x):
             raise TypeError(
-                f"`{name}` needs real weights, got {x.dtype} at `{jax.tree_util.keystr(path)}`: a complex Gaussian has "
-                "more than one covariance."
+                f"`{caller()}` needs real weights, got {x.dtype} at `{jax.tree_util.keystr(path)}`: a complex Gaussian "
+                "has more than one covariance."
             )
 
 
-def check_scale(scale: Any, *, name: str) -> None:
+def check_scale(scale: Any) -> None:
     """Raises unless `scale` is `None` or a number of at least 0."""
     if scale is not None:
-        check_number(scale, "scale", name=name, least=0)
+        check_number(scale, "scale", least=0)
 
 
-def check_learning_rate(value: Any, argument: str, *, name: str) -> Any:
+def check_learning_rate(value: Any, argument: str) -> Any:
     """Raises unless `value` is a number of at least 0; a traced one is not checked. Returns it as a Python number."""
     if is_traced(value):
         return value
-    return check_number(float(value) if isinstance(value, jax.Array) else value, argument, name=name, least=0)
+    return check_number(float(value) if isinstance(value, jax.Array) else value, argument, least=0)
 
 
-def check_source(source: Any, kinds: tuple[type, ...], *, name: str) -> None:
+def check_source(source: Any, kinds: tuple[type, ...]) -> None:
     """Raises unless `source` has a training state."""
     if not isinstance(source, kinds):
         raise TypeError(
-            f"`{name}` needs the run that `fit` returned, or a training state; got {kind_text(source)}.\n"
+            f"`{caller()}` needs the run that `fit` returned, or a training state; got {kind_text(source)}.\n"
             "An ensemble does not hold what the optimiser recorded."
         )
 
@@ -119,16 +123,16 @@ def check_record(are_last: Sequence[bool], *, name: str) -> None:
         )
 
 
-def check_same_leaves(params: PyTree, recorded: PyTree, *, name: str) -> None:
+def check_same_leaves(params: PyTree, recorded: PyTree) -> None:
     """Raises if only some of the trained weights were recorded."""
     if jax.tree.structure(params) != jax.tree.structure(recorded):
         raise ValueError(
-            f"`{name}`: the wrapper recorded only a part of the trained weights, as inside of `optax.masked` or "
+            f"`{caller()}`: the wrapper recorded only a part of the trained weights, as inside of `optax.masked` or "
             "`optax.multi_transform`.\nWrap the whole optimiser: `methods.path.swa(optax.multi_transform(...))`."
         )
 
 
-def warn_of_few(count: Any, ids: Any, *, least: int, effect: str, name: str) -> None:
+def warn_of_few(count: Any, ids: Any, *, least: int, effect: str) -> None:
     """Warns of members with fewer than `least` snapshots, unless they are traced."""
     if is_traced(count) or not getattr(count, "is_fully_addressable", True):
         return
@@ -136,48 +140,48 @@ def warn_of_few(count: Any, ids: Any, *, least: int, effect: str, name: str) -> 
     if few.any():
         what = "no snapshot" if least == 1 else f"fewer than {least} snapshots"
         listed = ", ".join(map(str, np.asarray(ids)[few].tolist()))
-        warn(f"`{name}`: members with {what}: {listed}. {effect}")
+        warn(f"`{caller()}`: members with {what}: {listed}. {effect}")
 
 
-def check_concrete(count: Any, *, name: str) -> None:
+def check_concrete(count: Any) -> None:
     """Raises if the number of snapshots is traced."""
     if is_traced(count):
-        raise TypeError(f"`{name}` cannot be called inside `jax.jit`: the number of members depends on values.")
+        raise TypeError(f"`{caller()}` cannot be called inside `jax.jit`: the number of members depends on values.")
 
 
-def check_some_snapshots(count: np.ndarray, *, name: str) -> None:
+def check_some_snapshots(count: np.ndarray) -> None:
     """Raises if no member has a snapshot."""
     if not count.any():
-        raise ValueError(f"`{name}`: no member has reached its first snapshot, after step `start` (or `every`).")
+        raise ValueError(f"`{caller()}`: no member has reached its first snapshot, after step `start` (or `every`).")
 
 
-def check_factor_ids(ids: Any, count: int, *, name: str) -> None:
+def check_factor_ids(ids: Any, count: int) -> None:
     """Raises if the ids `id * count + i` do not fit in 32 bits; traced ones are not checked."""
     if not is_traced(ids) and (int(np.max(np.asarray(ids))) + 1) * count > 2**31:
         raise ValueError(
-            f"`{name}` gives the ids `id * {count} + i`, which have to be below 2**31; the largest id is "
+            f"`{caller()}` gives the ids `id * {count} + i`, which have to be below 2**31; the largest id is "
             f"{int(np.max(np.asarray(ids)))}.\nGive the members smaller ids, or ask for fewer."
         )
 
 
-def check_batch_norms(layers: Sequence[eqx.nn.BatchNorm], *, name: str) -> None:
+def check_batch_norms(layers: Sequence[eqx.nn.BatchNorm]) -> None:
     """Raises without BatchNorm layers in training mode."""
     if not layers:
         raise ValueError(
-            f"`{name}` needs members with `equinox.nn.BatchNorm` layers that are not in inference mode.\n"
+            f"`{caller()}` needs members with `equinox.nn.BatchNorm` layers that are not in inference mode.\n"
             "For others there is nothing to do; `equinox.nn.inference_mode(ensemble, value=False)` ends that mode."
         )
 
 
-def check_output_state(out: Any, *, name: str) -> None:
+def check_output_state(out: Any) -> None:
     """Raises unless the user's function returns a state after its value."""
     if not isinstance(out, tuple) or len(out) < 2 or not isinstance(out[1], eqx.nn.State):
         raise TypeError(
-            f"`{name}` needs `fn(model, state, batch, key)` to return `(value, state)`, as a stateful loss does; got "
-            f"{kind_text(out)}."
+            f"`{caller()}` needs `fn(model, state, batch, key)` to return `(value, state)`, as a stateful loss does; "
+            f"got {kind_text(out)}."
         )
 
 
-def params_message(name: str) -> str:
+def params_message() -> str:
     """The message for an `update` without weights."""
-    return f"`{name}` records weights: call `update(grads, state, params)` with the weights."
+    return f"`{caller()}` records weights: call `update(grads, state, params)` with the weights."

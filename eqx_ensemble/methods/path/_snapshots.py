@@ -8,6 +8,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from ..._caller import caller
 from ..._check import check_counter, check_positive_int
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
@@ -52,9 +53,8 @@ def snapshot_schedule(init_value: Any, period: int) -> Schedule:
 
         Huang, Li, Pleiss, Liu, Hopcroft and Weinberger, "Snapshot Ensembles: Train 1, Get M for Free" (ICLR 2017).
     """
-    name = "methods.path.snapshot_schedule"
-    init_value = check_learning_rate(init_value, "init_value", name=name)
-    period = check_counter(period, "period", name=name)
+    init_value = check_learning_rate(init_value, "init_value")
+    period = check_counter(period, "period")
 
     def schedule(count: Any) -> Float[Array, ""]:
         part = jnp.asarray(count % period, jnp.result_type(float)) / period
@@ -89,12 +89,11 @@ def fast_geometric_schedule(init_value: Any, end_value: Any, period: int) -> Sch
         Garipov, Izmailov, Podoprikhin, Vetrov and Wilson, "Loss Surfaces, Mode Connectivity, and Fast Ensembling of
         DNNs" (NeurIPS 2018).
     """
-    name = "methods.path.fast_geometric_schedule"
-    init_value = check_learning_rate(init_value, "init_value", name=name)
-    end_value = check_learning_rate(end_value, "end_value", name=name)
-    period = check_counter(period, "period", name=name)
+    init_value = check_learning_rate(init_value, "init_value")
+    end_value = check_learning_rate(end_value, "end_value")
+    period = check_counter(period, "period")
     if period % 2:
-        raise ValueError(f"`{name}` needs an even `period`, got {period}: the rate is smallest after half of it.")
+        raise ValueError(f"`{caller()}` needs an even `period`, got {period}: the rate is smallest after half of it.")
 
     def schedule(count: Any) -> Float[Array, ""]:
         part = jnp.asarray(count % period + 1, jnp.result_type(float)) / period
@@ -137,11 +136,10 @@ def snapshots(
 
         Huang, Li, Pleiss, Liu, Hopcroft and Weinberger, "Snapshot Ensembles: Train 1, Get M for Free" (ICLR 2017).
     """
-    name = "methods.path.snapshots"
-    check_inner_optimiser(optimiser, name=name)
-    size = check_positive_int(size, "size", name=name)
-    check_steps(start, every, name=name)
-    check_period(period, start, every, name=name)
+    check_inner_optimiser(optimiser)
+    size = check_positive_int(size, "size")
+    check_steps(start, every)
+    check_period(period, start, every)
 
     def init(params: PyTree) -> Weights:
         return Weights(jax.tree.map(lambda x: jnp.zeros((size, *jnp.shape(x)), jnp.asarray(x).dtype), params))
@@ -151,7 +149,7 @@ def snapshots(
         put = lambda kept, w: kept.at[index].set(w, mode="drop")
         return Weights(jax.tree.map(put, record.weights, weights))
 
-    return record_path(optimiser, start=start, every=every, period=period, init=init, update=update, name=name)
+    return record_path(optimiser, start=start, every=every, period=period, init=init, update=update)
 
 
 def snapshot_ensemble(run: Any) -> Ensemble[Any]:
@@ -188,13 +186,13 @@ def snapshot_ensemble(run: Any) -> Ensemble[Any]:
     """
     name = "methods.path.snapshot_ensemble"
     state, found = find_record(run, (Weights,), name=name)
-    check_concrete(found.count, name=name)
+    check_concrete(found.count)
     weights = found.record.weights
     size = jax.tree.leaves(weights)[0].shape[1]
-    check_factor_ids(state.ids, size, name=name)
+    check_factor_ids(state.ids, size)
     count, ids = to_host(found.count), to_host(state.ids)
-    check_some_snapshots(count, name=name)
-    warn_of_few(count, ids, least=1, effect="They are left out.", name=name)
+    check_some_snapshots(count)
+    warn_of_few(count, ids, least=1, effect="They are left out.")
     pairs = [(i, n % size) for i, most in enumerate(count.tolist()) for n in range(max(0, most - size), most)]
     members, slots = np.array(pairs, np.int32).T
     params = jax.tree.map(lambda x: x[members, slots], weights)

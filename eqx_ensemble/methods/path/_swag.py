@@ -62,13 +62,12 @@ def swag(
         (NeurIPS 2019); Wilson and Izmailov, "Bayesian Deep Learning and a Probabilistic Perspective of Generalization"
         (NeurIPS 2020), for MultiSWAG, the SWAG of each member of an ensemble.
     """
-    name = "methods.path.swag"
-    check_inner_optimiser(optimiser, name=name)
-    check_steps(start, every, name=name)
-    rank = check_rank(rank, name=name)
+    check_inner_optimiser(optimiser)
+    check_steps(start, every)
+    rank = check_rank(rank)
 
     def init(params: PyTree) -> Moments:
-        check_real(params, name=name)
+        check_real(params)
         return Moments(zeros_like(params), zeros_like(params), zeros_like(params, rank) if rank else None)
 
     def update(record: Moments, weights: PyTree, count: Int[Array, ""], due: Bool[Array, ""]) -> Moments:
@@ -84,7 +83,7 @@ def swag(
         put = lambda columns, w, m: columns.at[index].set(away(w, m), mode="drop")
         return Moments(mean, squares, jax.tree.map(put, record.columns, weights, mean))
 
-    return record_path(optimiser, start=start, every=every, init=init, update=update, name=name)
+    return record_path(optimiser, start=start, every=every, init=init, update=update)
 
 
 def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) -> Ensemble[Any]:
@@ -130,12 +129,12 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
         (NeurIPS 2019).
     """
     name = "methods.path.sample"
-    num_samples = check_positive_int(num_samples, "num_samples", name=name)
-    check_scale(scale, name=name)
-    key = _keys.root(key, name=name)
+    num_samples = check_positive_int(num_samples, "num_samples")
+    check_scale(scale)
+    key = _keys.root(key)
     state, found = find_record(run, (Moments,), name=name)
-    check_factor_ids(state.ids, num_samples, name=name)
-    warn_of_few(found.count, state.ids, least=2, effect="Their draws are all equal.", name=name)
+    check_factor_ids(state.ids, num_samples)
+    warn_of_few(found.count, state.ids, least=2, effect="Their draws are all equal.")
     if scale is None:
         scale = 1.0 if found.record.columns is None else 0.5
     keys = _keys.member_keys(key, state.ids, purpose="swag")

@@ -49,10 +49,9 @@ def rank(scores: Any, *, healthy: Any = None, mode: Literal["min", "max"] = "min
     ee.methods.population.rank([0.3, 0.1, 0.2])  # [1, 2, 0]
     ```
     """
-    name = "methods.population.rank"
-    check_mode(mode, name=name)
-    scores = check_member_scores(scores, name=name)
-    bad = np.isnan(scores) | ~check_healthy(healthy, len(scores), name=name)
+    check_mode(mode)
+    scores = check_member_scores(scores)
+    bad = np.isnan(scores) | ~check_healthy(healthy, len(scores))
     return np.lexsort((scores if mode == "min" else -scores, bad))
 
 
@@ -77,8 +76,8 @@ def select(state: TrainState[M], members: Any) -> TrainState[M]:
     ```
     """
     check_train_state(state)
-    check_state_arrays(state, name="methods.population.select")
-    members = check_indices(members, state.num_members, name="methods.population.select", unique=True)
+    check_state_arrays(state)
+    members = check_indices(members, state.num_members, unique=True)
     moving, fixed, ids = take_members((state.moving, state.fixed, state.ids), members)
     return TrainState(moving, fixed, state.shared, ids, state.step)
 
@@ -107,9 +106,9 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     ```
     """
     check_train_state(state)
-    check_state_arrays(state, name="methods.population.clone")
+    check_state_arrays(state)
     count, moving, fixed = state.num_members, state.moving, state.fixed
-    donors = check_indices(donors, count, name="methods.population.clone")
+    donors = check_indices(donors, count)
     check_donors(donors, to_host(moving.status) == Status.OK, np.asarray(state.ids))
     moving, fixed = copy_donors(moving, fixed, donors)
     return TrainState(moving, fixed, state.shared, state.ids, state.step)
@@ -128,8 +127,8 @@ def stop(state: TrainState[M], members: Any) -> TrainState[M]:
     **Raises:** `TypeError` for anything but integers; `ValueError` for an index out of range.
     """
     check_train_state(state)
-    check_state_arrays(state, name="methods.population.stop")
-    members, moving = check_indices(members, state.num_members, name="methods.population.stop"), state.moving
+    check_state_arrays(state)
+    members, moving = check_indices(members, state.num_members), state.moving
     chosen = np.isin(np.arange(state.num_members), members)
     moving = stop_members(moving, chosen, state.step)
     return TrainState(moving, state.fixed, state.shared, state.ids, state.step)
@@ -168,11 +167,10 @@ def truncation(
 
         Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
-    name = "methods.population.truncation"
-    scores = check_member_scores(scores, name=name)
-    check_fraction(fraction, name=name)
+    scores = check_member_scores(scores)
+    check_fraction(fraction)
     count = len(scores)
-    able = ~np.isnan(scores) & check_healthy(healthy, count, name=name)
+    able = ~np.isnan(scores) & check_healthy(healthy, count)
     order, donors = rank(scores, healthy=able, mode=mode), np.arange(count)
     most = math.ceil(fraction * count - 1e-9) if count > 1 else 0
     best = order[: min(most, able.sum())]
@@ -213,14 +211,13 @@ def perturb_hyper(
 
         Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
-    name = "methods.population.perturb_hyper"
-    check_ranges(ranges, name=name)
-    check_number(resample, "resample", name=name, least=0, most=1)
-    choices = check_factors(factors, name=name)
+    check_ranges(ranges)
+    check_number(resample, "resample", least=0, most=1)
+    choices = check_factors(factors)
 
     def explore(hyper: PyTree, key: Key[Any, ""]) -> PyTree:
         (generator,) = _keys.generators(key, 1, purpose="explore")
-        check_range_names(ranges, hyper, name=name)
+        check_range_names(ranges, hyper)
         new = dict(hyper)
         for word, one in ranges.items():
             factor, anew = generator.choice(choices), generator.random() < resample
@@ -256,14 +253,13 @@ def set_hyper(
     state.hyper["lr"]  # [0.1, 0.1, 0.1, 0.08] or [0.1, 0.1, 0.1, 0.12]
     ```
     """
-    name = "methods.population.set_hyper"
     check_train_state(state)
-    check_state_arrays(state, name=name)
-    members = check_indices(members, state.num_members, name=name)
-    check_state_has_hyper(state.hyper, name=name)
-    check_function(fn, "fn", name=name, example="lambda hyper, key: hyper")
+    check_state_arrays(state)
+    members = check_indices(members, state.num_members)
+    check_state_has_hyper(state.hyper)
+    check_function(fn, "fn", example="lambda hyper, key: hyper")
     keys = _keys.member_keys(key, state.ids, purpose="population")[members]
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, state.step)
-    hyper = change_hyper(state.hyper, fn, members, keys, name=name)
+    hyper = change_hyper(state.hyper, fn, members, keys)
     fixed = dataclasses.replace(state.fixed, hyper=hyper)
     return TrainState(state.moving, fixed, state.shared, state.ids, state.step)

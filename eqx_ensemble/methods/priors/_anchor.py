@@ -70,7 +70,7 @@ def noisy_targets(targets: Any, ids: Any, *, std: Any, row_ids: Any = None, key:
         Osband, Aslanides and Cassirer, *Randomized Prior Functions for Deep Reinforcement Learning*, NeurIPS 2018,
         arXiv:1806.03335 (section 3).
     """
-    targets = from_foreign(targets, "targets", name="methods.priors.noisy_targets")
+    targets = from_foreign(targets, "targets")
     check_targets(targets)
     row_ids = np.arange(len(targets)) if row_ids is None else row_ids
     check_row_ids(row_ids, len(targets))
@@ -117,18 +117,17 @@ def gaussian_penalty(model: PyTree, std: Any = 1.0, *, num_rows: Any) -> Float[A
     prior(model, lambda leaf: 1 / np.sqrt(leaf.shape[-1]), num_rows=100)
     ```
     """
-    name = "methods.priors.gaussian_penalty"
-    num_rows = check_num_rows(num_rows, name=name)
+    num_rows = check_num_rows(num_rows)
     found = jtu.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Frozen))
     is_weight = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
     weights = [(jtu.keystr(path), x) for path, x in found if is_weight(x)]
-    check_penalised(weights, model, name=name)
+    check_penalised(weights, model)
     terms = []
     for path, x in weights:
-        check_real(x, path, name=name)
+        check_real(x, path)
         x = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
         own = std(jax.ShapeDtypeStruct(x.shape, x.dtype)) if callable(std) else std
-        scale = jnp.asarray(check_penalty_std(own, "std" + path if callable(std) else "std", name=name))
+        scale = jnp.asarray(check_penalty_std(own, "std" + path if callable(std) else "std"))
         terms.append(jnp.sum((x / scale.astype(x.dtype)) ** 2) / 2)
     widest = np.result_type(*[term.dtype for term in terms])
     total = jnp.sum(jnp.stack([term.astype(widest) for term in terms]))
@@ -320,10 +319,9 @@ def draw_anchors(
         Pearce, Leibfried, Brintrup, Zaki and Neely, *Uncertainty in Neural Networks: Approximately Bayesian
         Ensembling*, AISTATS 2020, arXiv:1810.05546.
     """
-    name = "methods.priors.draw_anchors"
-    check_ensemble(ensemble, name=name)
+    check_ensemble(ensemble)
     keys = _keys.member_keys(key, ensemble.ids, purpose="anchor")
-    params, _ = partition_trainable(ensemble, trainable, name=name)
+    params, _ = partition_trainable(ensemble, trainable)
     for path, leaf in jtu.tree_leaves_with_path(params):
         check_real(leaf, jtu.keystr(path))
     stds = _std_of_leaves(std, params)

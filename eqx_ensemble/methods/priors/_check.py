@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from ..._caller import caller
 from ..._check import check_function, check_number, is_traced, kind_text
 from ..._ensemble import Ensemble
 from ..._leaf_text import leaf_text
@@ -18,14 +19,14 @@ _ANCHORS = "methods.priors.draw_anchors"
 
 def check_prior(network: Any, prior: Any) -> None:
     """Raises unless network and prior are callable."""
-    check_function(network, "network", name=_PRIOR, example="eqx.nn.MLP(3, 1, 16, 2, key=key)")
-    check_function(prior, "prior", name=_PRIOR, example="eqx.nn.MLP(3, 1, 16, 2, key=other_key)")
+    check_function(network, "network", example="eqx.nn.MLP(3, 1, 16, 2, key=key)")
+    check_function(prior, "prior", example="eqx.nn.MLP(3, 1, 16, 2, key=other_key)")
 
 
 def check_scale(scale: Any) -> Any:
     """Raises unless `scale` is one finite number or scalar array. Returns it."""
     if not isinstance(scale, jax.Array):
-        return check_number(scale, "scale", name=_PRIOR)
+        return check_number(scale, "scale")
     if scale.shape or scale.dtype == bool or not jnp.isrealobj(scale):
         raise TypeError(f"`{_PRIOR}` needs `scale` to be one number, got {leaf_text(scale)}.")
     if not is_traced(scale) and not math.isfinite(scale):
@@ -49,30 +50,30 @@ def check_outputs(out: Any, prior: Any) -> None:
             )
 
 
-def check_std(std: Any, path: str, *, name: str = _ANCHORS) -> float:
+def check_std(std: Any, path: str) -> float:
     """Raises unless `std` is a finite number or scalar array above zero. Returns it as a Python number."""
     if isinstance(std, jax.Array | np.ndarray) and not std.shape and not is_traced(std):
         std = std.item()
-    number = check_number(std, path, name=name)
+    number = check_number(std, path)
     if number <= 0:
-        raise ValueError(f"`{name}` needs `{path}` to be above 0, got {std!r}.")
+        raise ValueError(f"`{caller()}` needs `{path}` to be above 0, got {std!r}.")
     return number
 
 
-def check_penalty_std(std: Any, path: str, *, name: str) -> Any:
+def check_penalty_std(std: Any, path: str) -> Any:
     """As `check_std`, but a traced one is not checked."""
     if is_traced(std) and not std.shape:
         return std
-    return check_std(std, path, name=name)
+    return check_std(std, path)
 
 
-def check_penalised(weights: list[Any], model: Any, *, name: str) -> None:
+def check_penalised(weights: list[Any], model: Any) -> None:
     """Raises for an ensemble, and for a model without weights."""
     if isinstance(model, Ensemble):
-        raise TypeError(f"`{name}` needs the model of one member, got an `Ensemble`.\nCall it inside the loss.")
+        raise TypeError(f"`{caller()}` needs the model of one member, got an `Ensemble`.\nCall it inside the loss.")
     if not weights:
         raise TypeError(
-            f"`{name}` needs a model with floating-point arrays that are not frozen, got {kind_text(model)}."
+            f"`{caller()}` needs a model with floating-point arrays that are not frozen, got {kind_text(model)}."
         )
 
 
@@ -84,25 +85,25 @@ def prefix_message(std: Any) -> str:
     )
 
 
-def check_real(leaf: Any, path: str, *, name: str = _ANCHORS) -> None:
+def check_real(leaf: Any, path: str) -> None:
     """Raises for a complex leaf."""
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise TypeError(
-            f"`{name}` needs real floating-point arrays; at `{path}`: got {leaf.dtype}.\n"
+            f"`{caller()}` needs real floating-point arrays; at `{path}`: got {leaf.dtype}.\n"
             "Leave it out with `trainable=`."
         )
 
 
-def check_num_rows(num_rows: Any, *, name: str = _PENALTY) -> Any:
+def check_num_rows(num_rows: Any) -> Any:
     """Raises unless `num_rows` is a finite number or scalar array above zero (if concrete). Returns it."""
     if not isinstance(num_rows, jax.Array | np.generic | np.ndarray):
-        value = check_number(num_rows, "num_rows", name=name)
+        value = check_number(num_rows, "num_rows")
     elif num_rows.shape:
-        raise TypeError(f"`{name}` needs `num_rows` to be one number, got {leaf_text(num_rows)}.")
+        raise TypeError(f"`{caller()}` needs `num_rows` to be one number, got {leaf_text(num_rows)}.")
     else:
         value = num_rows
     if not is_traced(value) and not 0 < float(value) < math.inf:
-        raise ValueError(f"`{name}` needs `num_rows` to be above 0 and finite, got {num_rows}.")
+        raise ValueError(f"`{caller()}` needs `num_rows` to be above 0 and finite, got {num_rows}.")
     return num_rows
 
 
@@ -138,7 +139,7 @@ def check_targets(targets: Any) -> None:
 def check_noise(std: Any, shape: tuple[int, ...]) -> Any:
     """Raises unless `std` is one number, or an array of the shape of the targets, and not negative. Returns it."""
     if not isinstance(std, jax.Array | np.ndarray):
-        return check_number(std, "std", name=_TARGETS, least=0)
+        return check_number(std, "std", least=0)
     if std.shape not in ((), shape) or not jnp.issubdtype(std.dtype, jnp.floating):
         raise ValueError(
             f"`{_TARGETS}` needs `std` to be one number, or one for each target: expected {shape}, got "

@@ -55,8 +55,8 @@ def diagnostics(values: Any, chains: Any) -> Diagnostics:
         $\hat R$ for Assessing Convergence of MCMC" (Bayesian Analysis, 2021).
     """
     name = "methods.sampling.diagnostics"
-    array = check_values(values, name=name)
-    order, num_chains = check_chains(chains, len(array), name=name)
+    array = check_values(values)
+    order, num_chains = check_chains(chains, len(array))
     try:
         from arviz_stats.base.array import array_stats  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:

@@ -24,11 +24,11 @@ Rates = Callable[[Int[Array, ""]], tuple[Float[Array, ""], Float[Array, ""]]]
 """The learning rate and the standard deviation of the noise in a step."""
 
 
-def rates(learning_rate: Any, num_rows: Any, temperature: Any, *, name: str) -> Rates:
+def rates(learning_rate: Any, num_rows: Any, temperature: Any) -> Rates:
     """Returns a function of a step's learning rate and noise, `sqrt(2 * rate * temperature / num_rows)`."""
-    learning_rate = check_rate(learning_rate, "learning_rate", name=name)
-    temperature = check_rate(temperature, "temperature", name=name)
-    num_rows = check_num_rows(num_rows, name=name)
+    learning_rate = check_rate(learning_rate, "learning_rate")
+    temperature = check_rate(temperature, "temperature")
+    num_rows = check_num_rows(num_rows)
 
     def at(count: Int[Array, ""]) -> tuple[Float[Array, ""], Float[Array, ""]]:
         rate, heat = _number(learning_rate, count), _number(temperature, count)
@@ -41,9 +41,9 @@ def _number(value: Any, count: Int[Array, ""]) -> Float[Array, ""]:
     return jnp.asarray(value(count) if callable(value) else value).astype(jnp.result_type(float))
 
 
-def first_key(key: Any, *, name: str) -> Key[Array, ""]:
+def first_key(key: Any) -> Key[Array, ""]:
     """The key in the initial state of a sampler, from which training derives one key per member."""
-    return jax.random.fold_in(_keys.root(key, name=name), np.uint32(_keys.tag("sampling")))
+    return jax.random.fold_in(_keys.root(key), np.uint32(_keys.tag("sampling")))
 
 
 def draw_noise(key: Key[Array, ""], count: Int[Array, ""], like: PyTree, std: Float[Array, ""]) -> PyTree:
@@ -119,15 +119,14 @@ def psgld(
         Li, Chen, Carlson and Carin, "Preconditioned Stochastic Gradient Langevin Dynamics for Deep Neural Networks"
         (AAAI 2016).
     """
-    name = "methods.sampling.psgld"
-    at = rates(learning_rate, num_rows, temperature, name=name)
-    decay = check_fraction(decay, "decay", name=name, allow=0)
-    eps = check_eps(eps, name=name)
-    adapt_steps = check_adapt_steps(adapt_steps, name=name)
-    key = first_key(key, name=name)
+    at = rates(learning_rate, num_rows, temperature)
+    decay = check_fraction(decay, "decay", allow=0)
+    eps = check_eps(eps)
+    adapt_steps = check_adapt_steps(adapt_steps)
+    key = first_key(key)
 
     def init(params: PyTree) -> PSGLDState:
-        check_weights(params, name=name)
+        check_weights(params)
         return PSGLDState(jnp.zeros((), jnp.int32), key, jax.tree.map(jnp.zeros_like, params))
 
     def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, PSGLDState]:
@@ -193,13 +192,12 @@ def sghmc(
 
         Chen, Fox and Guestrin, "Stochastic Gradient Hamiltonian Monte Carlo" (ICML 2014), equation 15.
     """
-    name = "methods.sampling.sghmc"
-    at = rates(learning_rate, num_rows, temperature, name=name)
-    friction = check_fraction(friction, "friction", name=name, allow=1)
-    key = first_key(key, name=name)
+    at = rates(learning_rate, num_rows, temperature)
+    friction = check_fraction(friction, "friction", allow=1)
+    key = first_key(key)
 
     def init(params: PyTree) -> SGHMCState:
-        check_weights(params, name=name)
+        check_weights(params)
         return SGHMCState(jnp.zeros((), jnp.int32), key, jax.tree.map(jnp.zeros_like, params))
 
     def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, SGHMCState]:
@@ -255,10 +253,9 @@ def cyclical_temperature(
 
         Zhang, Li, Zhang, Chen and Wilson, "Cyclical Stochastic Gradient MCMC for Bayesian Deep Learning" (ICLR 2020).
     """
-    name = "methods.sampling.cyclical_temperature"
-    period = check_counter(period, "period", name=name)
-    first = min(round(check_explore(explore, name=name) * period), period - 1)
-    heat = check_rate(temperature, "temperature", name=name, schedules=False)
+    period = check_counter(period, "period")
+    first = min(round(check_explore(explore) * period), period - 1)
+    heat = check_rate(temperature, "temperature", schedules=False)
 
     def schedule(count: Any) -> Float[Array, ""]:
         return jnp.where(count % period >= first, jnp.asarray(heat).astype(jnp.result_type(float)), 0)
@@ -328,12 +325,11 @@ def sgld(
 
         Welling and Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics" (ICML 2011).
     """
-    name = "methods.sampling.sgld"
-    at = rates(learning_rate, num_rows, temperature, name=name)
-    key = first_key(key, name=name)
+    at = rates(learning_rate, num_rows, temperature)
+    key = first_key(key)
 
     def init(params: PyTree) -> SGLDState:
-        check_weights(params, name=name)
+        check_weights(params)
         return SGLDState(jnp.zeros((), jnp.int32), key)
 
     def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, SGLDState]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from ... import _keys
 from ..._axes._check_rows import check_rows_of_data, explain_rows
+from ..._caller import caller
 from ..._check import (
     check_floating_arrays,
     check_function,
@@ -34,17 +35,17 @@ from ...train.compiled._program import take_rows
 _MODEL = "methods.sngp.SNGP"
 
 
-def check_positive_number(value: Any, argument: str, *, name: str) -> float:
+def check_positive_number(value: Any, argument: str) -> float:
     """Raises unless `value` is a finite number above zero. Returns it."""
-    number = check_number(value, argument, name=name)
+    number = check_number(value, argument)
     if number <= 0:
-        raise ValueError(f"`{name}` needs `{argument}` to be above 0, got {value!r}.")
+        raise ValueError(f"`{caller()}` needs `{argument}` to be above 0, got {value!r}.")
     return number
 
 
 def check_outputs(out_size: Any, likelihood: str) -> int:
     """Raises unless the likelihood supports this number of outputs. Returns it."""
-    size = check_positive_int(out_size, "out_size", name=_MODEL)
+    size = check_positive_int(out_size, "out_size")
     if likelihood == "bernoulli" and size != 1:
         raise ValueError(f"`{_MODEL}` needs `out_size=1` for `likelihood='bernoulli'`, got {size}: it has one logit.")
     if likelihood == "categorical" and size < 2:
@@ -75,36 +76,36 @@ def check_sngp(stacked: Any, kind: type) -> None:
         )
 
 
-def check_bound(bound: Any, *, name: str) -> None:
+def check_bound(bound: Any) -> None:
     """Raises unless `bound` is a number above zero; a traced one is not checked."""
     if is_traced(bound):
         if bound.ndim:
-            raise TypeError(f"`{name}` needs one number `bound` per member, got {leaf_text(bound)}.")
+            raise TypeError(f"`{caller()}` needs one number `bound` per member, got {leaf_text(bound)}.")
         return
-    check_positive_number(
-        bound.item() if isinstance(bound, jax.Array) and bound.ndim == 0 else bound, "bound", name=name
-    )
+    check_positive_number(bound.item() if isinstance(bound, jax.Array) and bound.ndim == 0 else bound, "bound")
 
 
-def check_matrices(select: Callable[[Any], Any], positions: Any, leaves: list[Any], *, name: str) -> list[int]:
+def check_matrices(select: Callable[[Any], Any], positions: Any, leaves: list[Any]) -> list[int]:
     """Raises unless an array of two or more axes is selected. Returns the positions of all such arrays."""
     fix = "Say which parts are bounded: `where=lambda model: model.layers[:-1]`."
     try:
         selected = jax.tree.leaves(select(positions))
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"`{name}` needs `where` to select parts of a member; it raised an error.\n{fix}") from error
+        raise ValueError(
+            f"`{caller()}` needs `where` to select parts of a member; it raised an error.\n{fix}"
+        ) from error
     found = [i for i in selected if isinstance(i, int) and not isinstance(i, bool) and leaves[i].ndim >= 2]
     if not found:
-        raise ValueError(f"`{name}` needs `where` to select trained arrays of two or more axes, got none.\n{fix}")
+        raise ValueError(f"`{caller()}` needs `where` to select trained arrays of two or more axes, got none.\n{fix}")
     complex_ones = [leaves[i] for i in found if jnp.iscomplexobj(leaves[i])]
     if complex_ones:
-        raise TypeError(f"`{name}` needs real weights, got {leaf_text(complex_ones[0])}.")
+        raise TypeError(f"`{caller()}` needs real weights, got {leaf_text(complex_ones[0])}.")
     return found
 
 
-def params_message(name: str) -> str:
+def params_message() -> str:
     """The message for an `update` without weights."""
-    return f"`{name}` bounds weights: call `update(grads, state, params)` with the weights."
+    return f"`{caller()}` bounds weights: call `update(grads, state, params)` with the weights."
 
 
 def mean_field(
@@ -137,16 +138,14 @@ def mean_field(
         [Uncertainty Estimation with Infinitesimal Jackknife, Its Distribution and Mean-Field
         Approximation](https://arxiv.org/abs/2006.07584), Lu et al., 2020.
     """
-    name = "methods.sngp.mean_field"
-    centre, variances = check_floating_arrays(name, mean=mean, variance=variance)
-    check_variance(name, variance, positive=False)
-    return centre / jnp.sqrt(1 + check_number(factor, "factor", name=name, least=0) * variances)
+    centre, variances = check_floating_arrays(mean=mean, variance=variance)
+    check_variance(variance, positive=False)
+    return centre / jnp.sqrt(1 + check_number(factor, "factor", least=0) * variances)
 
 
 M = TypeVar("M")
 
 Likelihood = Literal["gaussian", "bernoulli", "categorical"]
-_NAME = "methods.sngp.SNGP"
 
 
 class SNGPOutput(NamedTuple):
@@ -251,22 +250,22 @@ class SNGP(eqx.Module, Generic[M]):
         noise_variance: float | int = 1.0,
         key: Any,
     ) -> None:
-        check_function(network, "network", name=_NAME, example="eqx.nn.MLP(3, 16, 16, 2, key=key)")
-        width = check_positive_int(in_size, "in_size", name=_NAME)
-        count = check_positive_int(num_features, "num_features", name=_NAME)
-        scale = check_positive_number(length_scale, "length_scale", name=_NAME)
-        check_word(likelihood, "likelihood", ("gaussian", "bernoulli", "categorical"), name=_NAME)
+        check_function(network, "network", example="eqx.nn.MLP(3, 16, 16, 2, key=key)")
+        width = check_positive_int(in_size, "in_size")
+        count = check_positive_int(num_features, "num_features")
+        scale = check_positive_number(length_scale, "length_scale")
+        check_word(likelihood, "likelihood", ("gaussian", "bernoulli", "categorical"))
         outputs = check_outputs(out_size, likelihood)
-        own, first, second = jax.random.split(_keys.root(key, name=_NAME), 3)
+        own, first, second = jax.random.split(_keys.root(key), 3)
         self.network = network
         self.weight = jax.random.normal(own, (outputs, count)) / count**0.5
         self.frequencies = Frozen(jax.random.normal(first, (count, width)) / scale)
         self.phases = Frozen(jax.random.uniform(second, (count,), maxval=2 * jnp.pi))
-        self.ridge = check_positive_number(ridge, "ridge", name=_NAME)
+        self.ridge = check_positive_number(ridge, "ridge")
         shape = (outputs, count, count) if likelihood == "categorical" else (count, count)
         self.root = Frozen(jnp.zeros(shape))
         self.likelihood = likelihood
-        self.noise_variance = check_positive_number(noise_variance, "noise_variance", name=_NAME)
+        self.noise_variance = check_positive_number(noise_variance, "noise_variance")
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         """Mean and variance of the outputs for one row; if a state is among the inputs, also the new state."""
@@ -327,16 +326,15 @@ def update_covariance(
         [Simple and Principled Uncertainty Estimation with Deterministic Deep Learning via Distance
         Awareness](https://arxiv.org/abs/2006.10108), Liu et al., 2020.
     """
-    name = "methods.sngp.update_covariance"
-    check_ensemble(ensemble, name=name)
+    check_ensemble(ensemble)
     check_sngp(ensemble.stacked, SNGP)
-    check_model_state_given(ensemble.stacked, state, name=name)
-    check_model_state(state, ensemble.num_members, name=name)
-    x = from_foreign_tree(x, "x", name=name)
-    num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", name=name)
+    check_model_state_given(ensemble.stacked, state)
+    check_model_state(state, ensemble.num_members)
+    x = from_foreign_tree(x, "x")
+    num_rows = check_rows_of_data(x, ensemble.num_members, argument="x")
     weight = ensemble.shared.weight if ensemble.stacked.weight is None else ensemble.stacked.weight
-    size = weight.shape[-1] if batch_size is None else check_positive_int(batch_size, "batch_size", name=name)
-    with explain_rows(x, name=name):
+    size = weight.shape[-1] if batch_size is None else check_positive_int(batch_size, "batch_size")
+    with explain_rows(x):
         root = _roots(ensemble, state, x, num_rows, min(size, num_rows), plan)
     roots = lambda e: (e.stacked.root.value, e.shared.root.value)  # the initial zeros may be shared
     return eqx.tree_at(roots, ensemble, (root, None), is_leaf=lambda x: x is None)

@@ -13,8 +13,6 @@ from ...train.compiled._optimiser import supported_arguments
 from .._check import check_inner_optimiser
 from ._model import check_bound, check_matrices, params_message
 
-_NAME = "methods.sngp.bound_spectral_norm"
-
 
 class SpectralState(NamedTuple):
     """The state of an optimiser that bounds spectral norms: estimates of a left singular vector of each weight."""
@@ -68,11 +66,11 @@ def bound_spectral_norm(
         [Simple and Principled Uncertainty Estimation with Deterministic Deep Learning via Distance
         Awareness](https://arxiv.org/abs/2006.10108), Liu et al., 2020.
     """
-    check_inner_optimiser(optimiser, name=_NAME)
-    check_bound(bound, name=_NAME)
-    check_optional_function(where, "where", name=_NAME, example="lambda model: model.network")
-    check_positive_int(num_iterations, "num_iterations", name=_NAME)
-    check_flag(certified, "certified", name=_NAME)
+    check_inner_optimiser(optimiser)
+    check_bound(bound)
+    check_optional_function(where, "where", example="lambda model: model.network")
+    check_positive_int(num_iterations, "num_iterations")
+    check_flag(certified, "certified")
     inner = optax.with_extra_args_support(optimiser)
     select = where or (lambda model: model.network)
 
@@ -82,7 +80,7 @@ def bound_spectral_norm(
 
     def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, SpectralState]:
         if params is None:
-            raise ValueError(params_message(_NAME))
+            raise ValueError(params_message())
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **supported_arguments(inner.update, extra)
         )
@@ -104,7 +102,7 @@ def bound_spectral_norm(
 def _matrices(params: PyTree, select: Callable[[Any], Any]) -> list[tuple[int, Array]]:
     """The selected weights, with their positions among the leaves."""
     leaves, treedef = jax.tree.flatten(params)
-    positions = check_matrices(select, jax.tree.unflatten(treedef, range(len(leaves))), leaves, name=_NAME)
+    positions = check_matrices(select, jax.tree.unflatten(treedef, range(len(leaves))), leaves)
     return [(i, leaves[i]) for i in positions]
 
 

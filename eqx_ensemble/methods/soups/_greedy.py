@@ -5,27 +5,26 @@ import equinox as eqx
 import numpy as np
 from jaxtyping import Float
 
+from ..._caller import caller
 from ..._check import check_function, check_word, kind_text
 from ..._ensemble import Ensemble, average
 from ..._ensemble._check import check_ensemble
 from ..._foreign import as_numpy
 
-_NAME = "methods.soups.greedy"
-
 
 def check_value(value: Any) -> float:
     """Raises unless a score is one real number. Returns it."""
-    found = as_numpy(value, "score", name=_NAME)
+    found = as_numpy(value, "score")
     if found.shape != () or found.dtype.kind not in "iuf" and str(found.dtype) != "bfloat16":
         got = kind_text(value) if found.dtype.kind == "O" else f"{found.dtype} of shape {found.shape}"
-        raise TypeError(f"`{_NAME}` needs `score` to return one number, got {got}.\nFor example `jnp.mean(errors)`.")
+        raise TypeError(f"`{caller()}` needs `score` to return one number, got {got}.\nFor example `jnp.mean(errors)`.")
     return float(found)
 
 
 def check_some_scores(costs: np.ndarray) -> None:
     """Raises if no member has a score."""
     if np.isnan(costs).all():
-        raise ValueError(f"`{_NAME}` needs at least one member whose score is a number; all scores are NaN.")
+        raise ValueError(f"`{caller()}` needs at least one member whose score is a number; all scores are NaN.")
 
 
 class Soup(NamedTuple):
@@ -90,9 +89,9 @@ def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Litera
         [Model soups: averaging weights of multiple fine-tuned models improves accuracy without increasing inference
         time](https://arxiv.org/abs/2203.05482), Wortsman et al., 2022.
     """
-    check_ensemble(ensemble, name=_NAME)
-    check_function(score, "score", name=_NAME, example="lambda model: jnp.mean((jax.vmap(model)(x) - y) ** 2)")
-    check_word(mode, "mode", ("min", "max"), name=_NAME)
+    check_ensemble(ensemble)
+    check_function(score, "score", example="lambda model: jnp.mean((jax.vmap(model)(x) - y) ** 2)")
+    check_word(mode, "mode", ("min", "max"))
     sign = 1.0 if mode == "min" else -1.0
     cost = lambda model: sign * check_value(score(eqx.nn.inference_mode(model)))
     costs = np.array([cost(model) for model in ensemble.unstack()])

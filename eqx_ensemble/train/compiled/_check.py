@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from ..._axes._check_rows import UNBOUND_AXIS
+from ..._caller import caller
 from ..._check import is_member_array, kind_text, path_text
 from ..._leaf_text import leaf_text
 from ..._pytree import PyTree
@@ -27,9 +28,7 @@ _NUMBERS = re.compile("rate|step_size|decay|momentum|scale|clip|norm$")
 
 
 @contextlib.contextmanager
-def explain_loss(
-    fn: Callable[..., Any], arguments: tuple[Any, ...], hyper: PyTree, *, name: str, purpose: str
-) -> Iterator[None]:
+def explain_loss(fn: Callable[..., Any], arguments: tuple[Any, ...], hyper: PyTree, *, purpose: str) -> Iterator[None]:
     """Adds a note to an error inside a loss or a score: where it was called, with which arguments, the likely cause.
 
     `arguments` are those of one member: its model, its state if it has one, its batch and its key. `hyper` is `None`
@@ -40,7 +39,7 @@ def explain_loss(
     except Exception as error:
         parameters = _parameters_of(fn, len(arguments))
         named = [*zip(parameters, arguments, strict=True), *([] if hyper is None else [("hyper", hyper)])]
-        called = f"`{name}` called `{_name_of(fn)}` ({_where(fn)}) {purpose}, for one member with"
+        called = f"`{caller()}` called `{_name_of(fn)}` ({_where(fn)}) {purpose}, for one member with"
         cause = _cause(error, parameters, arguments, hyper)
         lines = [called, *(f"  {parameter}: {_short(value)}" for parameter, value in named), cause]
         error.add_note("\n".join(filter(None, lines)))
@@ -213,17 +212,19 @@ def _strings_in(fn: Any) -> list[str]:
     return found
 
 
-def check_loss_signature(fn: Any, *, stateful: bool, hyper: Any, name: str) -> bool:
+def check_loss_signature(fn: Any, *, stateful: bool, hyper: Any) -> bool:
     """Raises unless the loss can be called as documented. Returns whether it takes `hyper`."""
     if not callable(fn):
-        raise TypeError(f"`{name}` needs the loss of one member as a function `loss(model, batch, key)`, got {fn!r}.")
+        raise TypeError(
+            f"`{caller()}` needs the loss of one member as a function `loss(model, batch, key)`, got {fn!r}."
+        )
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return False
     wants_hyper = "hyper" in signature.parameters
     if wants_hyper and hyper is None:
-        raise TypeError(f"`{name}`: the loss has a parameter `hyper`, but no `hyper=` was given.")
+        raise TypeError(f"`{caller()}`: the loss has a parameter `hyper`, but no `hyper=` was given.")
     wanted = ["model", "state", "batch", "key"] if stateful else ["model", "batch", "key"]
     try:
         signature.bind(*wanted, **({"hyper": None} if wants_hyper else {}))
@@ -235,7 +236,7 @@ def check_loss_signature(fn: Any, *, stateful: bool, hyper: Any, name: str) -> b
         elif not stateful and "state" in signature.parameters:
             hint = "\nPass the members' state that `build` returned, as `state=`."
         raise TypeError(
-            f"`{name}` calls the loss of one member as `loss({', '.join(wanted)})`; `{named}{signature}` cannot be "
+            f"`{caller()}` calls the loss of one member as `loss({', '.join(wanted)})`; `{named}{signature}` cannot be "
             f"called like that: {error}.{hint}"
         ) from None
     return wants_hyper
@@ -297,12 +298,12 @@ def concrete_hyper_message() -> str:
     )
 
 
-def check_made_optimiser(value: Any, *, name: str) -> None:
+def check_made_optimiser(value: Any) -> None:
     """Raises unless a function of `hyper` returned an optimiser."""
     if not isinstance(value, optax.GradientTransformation):
         way = f"\n{MULTI_STEPS}" if isinstance(value, optax.MultiSteps) else ""
         raise TypeError(
-            f"`{name}`: the optimiser function must return an optax optimiser, it returned {kind_text(value)}.{way}"
+            f"`{caller()}`: the optimiser function must return an optax optimiser, it returned {kind_text(value)}.{way}"
         )
 
 

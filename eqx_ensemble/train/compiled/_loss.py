@@ -21,7 +21,6 @@ class Loss(eqx.Module):
     stateful: bool = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
     wants_hyper: bool = eqx.field(static=True)
-    name: str = eqx.field(static=True)
     purpose: Literal["in training", "in validation"] = eqx.field(static=True)
 
     def __call__(
@@ -45,7 +44,7 @@ class Loss(eqx.Module):
         own = (model, jax.tree.map(lambda x: x, state), batch, key) if self.stateful else arguments
         named = {"hyper": fixed.hyper} if self.wants_hyper else {}
         shapes = jax.tree.map(_shape, (arguments, named))  # taken now, because a state can be used only once
-        with explain_loss(self.fn, arguments, named.get("hyper"), name=self.name, purpose=self.purpose):
+        with explain_loss(self.fn, arguments, named.get("hyper"), purpose=self.purpose):
             out = self.fn(*own, **named)
             check_loss_output(out, stateful=self.stateful, has_aux=self.has_aux)
         warn_of_two_batch_axes(self.fn, *shapes)
@@ -69,13 +68,12 @@ def as_loss(
     stateful: bool,
     has_aux: bool,
     hyper: PyTree,
-    name: str,
     purpose: Literal["in training", "in validation"] = "in training",
 ) -> Loss:
     """The loss as the step calls it, its signature checked."""
     fn = as_hashable(fn)
-    wants_hyper = check_loss_signature(fn, stateful=stateful, hyper=hyper, name=name)
-    return Loss(fn, stateful, has_aux, wants_hyper, name, purpose)
+    wants_hyper = check_loss_signature(fn, stateful=stateful, hyper=hyper)
+    return Loss(fn, stateful, has_aux, wants_hyper, purpose)
 
 
 def make_losses(
@@ -87,7 +85,7 @@ def make_losses(
     has_validation: bool,
 ) -> tuple[Loss, Loss | None]:
     """The loss, and the score if there are validation data."""
-    options = {"stateful": first.model_state is not None, "hyper": first.fixed.hyper, "name": "fit"}
+    options = {"stateful": first.model_state is not None, "hyper": first.fixed.hyper}
     loss_of_one = as_loss(loss, has_aux=has_aux, **options)
     if not has_validation:
         return loss_of_one, None

@@ -84,7 +84,7 @@ def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation
             made = optimiser(jax.tree.map(_as_python_float, hyper))
     except jax.errors.TracerBoolConversionError as error:
         raise TypeError(concrete_hyper_message()) from error
-    check_made_optimiser(made, name="fit")
+    check_made_optimiser(made)
     return made
 
 

@@ -148,7 +148,7 @@ class Program(eqx.Module):
         From one member's part, `member(part)` returns its step, its first state and the function of its rows.
         """
         data = (_axes.Each(inputs.fixed.key), inputs.data, inputs.order)
-        own_data, view, _ = _axes.split_members(data, name="fit")
+        own_data, view, _ = _axes.split_members(data)
 
         def member(part: PyTree) -> tuple[Callable[..., Any], MemberState, Callable[..., Any]]:
             moving, fixed, own_data = part

@@ -57,7 +57,7 @@ def _score_of_all(score: Loss, state: TrainState, validation: PyTree) -> tuple[C
         key, data = view(own)
         return score(moving.params, moving.model_state, fixed, state.shared, data, key)[0]
 
-    own, view, _ = _axes.split_members((_axes.Each(state.fixed.key), validation), name="fit")
+    own, view, _ = _axes.split_members((_axes.Each(state.fixed.key), validation))
     every = lambda parts: _axes.over_leading_axis(lambda fn, parts: jax.vmap(fn)(parts), one, parts)
     return every, (state.moving, state.fixed, own)
 
@@ -78,7 +78,7 @@ def select(
     **Returns:** the members, their best weights, and the scores of those that the `occasion` selects, NaN for others.
     """
     limits = jax.tree.map(_axes.Each, (inputs.limits.target, inputs.limits.min_delta))
-    own, view, _ = _axes.split_members((_axes.Each(inputs.fixed.key), inputs.validation, *limits), name="fit")
+    own, view, _ = _axes.split_members((_axes.Each(inputs.fixed.key), inputs.validation, *limits))
 
     def one(part: PyTree) -> PyTree:
         moving, selection, fixed, own = part

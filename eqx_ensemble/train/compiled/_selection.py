@@ -25,8 +25,8 @@ class Limits(eqx.Module):
 
 def make_limits(max_steps: Any, target: Any, num_members: int, *, min_delta: float) -> Limits:
     """The limits, each from a scalar or from one value per member, checked."""
-    steps = check_limit(max_steps, "max_steps", num_members, name="fit", whole=True)
-    target = check_limit(target, "target", num_members, name="fit")
+    steps = check_limit(max_steps, "max_steps", num_members, whole=True)
+    target = check_limit(target, "target", num_members)
     return Limits(
         None if steps is None else jnp.asarray(steps, jnp.int32),
         None if target is None else jnp.asarray(target, float),

@@ -75,7 +75,7 @@ class Converter:
             if not self.fault and not all(map(_is_finite, leaves)):
                 self._note(batch)
             return batch
-        converted, _ = on_device(batch, self._num_members, argument="batch", name="fit", layout=self._layout)
+        converted, _ = on_device(batch, self._num_members, argument="batch", layout=self._layout)
         self.shapes[tuple((x.shape, x.dtype) for x in jax.tree.leaves(converted))] = None
         if self._layout is None and jax.tree.structure(converted) == treedef and all(map(_is_simple, leaves)):
             self._known.add(key)
@@ -90,7 +90,7 @@ class Converter:
 
 def _as_numpy(x: Any) -> Any:
     """Data frames, and arrays of other frameworks, such as the tensors of a torch loader, as NumPy arrays."""
-    x = from_foreign(x, "batch", name="fit")
+    x = from_foreign(x, "batch")
     return np.asarray(x) if not _axes.is_array(x) and hasattr(x, "__dlpack__") else x
 
 
@@ -330,7 +330,7 @@ class IterableSource(AbstractSource):
         """The shapes of the first batch as one member sees it."""
         self._first = self._iterate()
         first = self._first.peek()
-        check_some_batches(int(first is not None), 0, name="fit")
+        check_some_batches(int(first is not None), 0)
         return member_shapes(first)
 
     def start(self, setting: Setting) -> None:
@@ -338,7 +338,7 @@ class IterableSource(AbstractSource):
         begun, self._epochs, self.num_steps = setting.length
         self.last_step = None if self.num_steps is None else begun + self.num_steps
         check_not_exceeded(setting.step, self.last_step, "steps")
-        check_last_step(self.last_step, name="fit")
+        check_last_step(self.last_step)
         check_not_exceeded(setting.cursor.epochs, self._epochs, "epochs")
         self.cursor, self._step, self._patience = setting.cursor, setting.step, setting.program.patience
         # The previous run may have counted an epoch whose end it did not see.
@@ -365,7 +365,7 @@ class IterableSource(AbstractSource):
         first = self._iterator.take()
         if first is None:
             if not self._may_be_empty:
-                check_some_batches(self.cursor.batches, self.cursor.epochs, name="fit")
+                check_some_batches(self.cursor.batches, self.cursor.epochs)
             return EpochEnd()
         if self._inspect is not None:
             self._inspect(data=slots.own(first))

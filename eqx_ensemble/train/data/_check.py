@@ -7,46 +7,51 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..._axes import Each
+from ..._caller import caller
 from ..._check import check_positive_int, is_member_array, kind_text
 from ..._check._options import MOST_STEPS
 from ..._warnings import warn
 
 
-def check_batch_size(batch_size: Any, rows: int, *, name: str) -> int:
+def check_batch_size(batch_size: Any, rows: int) -> int:
     """Raises unless `batch_size` is a count or `None`, which means 32. Returns the rows of a batch, at most `rows`."""
-    size = 32 if batch_size is None else check_positive_int(batch_size, "batch_size", name=name)
+    size = 32 if batch_size is None else check_positive_int(batch_size, "batch_size")
     return min(int(size), rows)
 
 
-def check_row_indices(rows: Any, num_members: int, num_rows: int, *, name: str) -> None:
+def check_row_indices(rows: Any, num_members: int, num_rows: int) -> None:
     """Raises unless `rows` are indices `(members, n)` into the shared data."""
     if rows.ndim != 2 or not np.issubdtype(rows.dtype, np.integer):
-        raise TypeError(f"`{name}` needs integer `rows` of shape (members, n), got {rows.dtype} of shape {rows.shape}.")
+        raise TypeError(
+            f"`{caller()}` needs integer `rows` of shape (members, n), got {rows.dtype} of shape {rows.shape}."
+        )
     if rows.shape[0] != num_members or rows.shape[1] == 0:
-        raise ValueError(f"`{name}` needs `rows` of shape ({num_members}, n) with n of at least 1, got {rows.shape}.")
+        raise ValueError(
+            f"`{caller()}` needs `rows` of shape ({num_members}, n) with n of at least 1, got {rows.shape}."
+        )
     outside = (rows < 0) | (rows >= num_rows)
     if outside.any():
         member, position = (int(i) for i in np.argwhere(outside)[0])
         raise IndexError(
-            f"`{name}` needs `rows` from 0 to {num_rows - 1}; {int(outside.sum())} lie outside, the first is "
+            f"`{caller()}` needs `rows` from 0 to {num_rows - 1}; {int(outside.sum())} lie outside, the first is "
             f"`rows[{member}, {position}]` = {rows[member, position]}."
         )
 
 
-def check_last_step(last_step: int | None, *, name: str) -> None:
+def check_last_step(last_step: int | None) -> None:
     """Raises if a run has more steps than compiled programs can count."""
     if last_step is not None and last_step > MOST_STEPS:
         raise ValueError(
-            f"`{name}` counts at most {MOST_STEPS} steps, including those of earlier runs; this call would end at step "
-            f"{last_step}.\nAsk for fewer steps."
+            f"`{caller()}` counts at most {MOST_STEPS} steps, including those of earlier runs; this call would end at "
+            f"step {last_step}.\nAsk for fewer steps."
         )
 
 
-def check_patience_length(patience: Any, num_steps: int, per_epoch: int, first_step: int, *, name: str) -> None:
+def check_patience_length(patience: Any, num_steps: int, per_epoch: int, first_step: int) -> None:
     """Raises if `patience` has no effect because no epoch ends."""
     if patience is not None and first_step % per_epoch + num_steps < per_epoch:
         raise ValueError(
-            f"`{name}` cannot use `patience`: it counts validations, which are made at the end of every epoch, and "
+            f"`{caller()}` cannot use `patience`: it counts validations, which are made at the end of every epoch, and "
             f"the {num_steps} steps asked for end within an epoch of {per_epoch}."
         )
 
@@ -59,14 +64,14 @@ def idle_patience_message() -> str:
     )
 
 
-def check_some_batches(count: int, epoch: int, *, name: str) -> None:
+def check_some_batches(count: int, epoch: int) -> None:
     """Raises if an epoch of an iterable of batches was empty."""
     if count > 0:
         return
     if epoch == 0:
-        raise ValueError(f"`{name}` needs at least one batch, but the iterable of batches is empty.")
+        raise ValueError(f"`{caller()}` needs at least one batch, but the iterable of batches is empty.")
     raise ValueError(
-        f"`{name}` found no batches in epoch {epoch + 1}: the iterable can be iterated only once, as a generator.\n"
+        f"`{caller()}` found no batches in epoch {epoch + 1}: the iterable can be iterated only once, as a generator.\n"
         "Pass an object that restarts each time, or make the generator endless and give `steps`."
     )
 
@@ -140,7 +145,7 @@ def integers_text(data: Any) -> str:
     return "; ".join(found)
 
 
-def warn_of_training_data(validation: Any, data: Any, *, name: str) -> None:
+def warn_of_training_data(validation: Any, data: Any) -> None:
     """Warns if the validation data are those of the training data, or copies."""
     if isinstance(data, Iterator):
         return
@@ -148,7 +153,7 @@ def warn_of_training_data(validation: Any, data: Any, *, name: str) -> None:
     arrays = [x for x in jtu.tree_leaves(validation) if is_member_array(x)]
     if arrays and all(any(_same(x, other) for other in trained) for x in arrays):
         warn(
-            f"`{name}` got the training data as `validation`: scores on them do not measure how well members "
+            f"`{caller()}` got the training data as `validation`: scores on them do not measure how well members "
             "generalise, and best weights, `patience` and `target` follow them.\nPass rows that are not in `data`."
         )
 

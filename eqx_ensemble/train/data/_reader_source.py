@@ -139,7 +139,7 @@ class Reading:
     def _read(self, rows: np.ndarray, *, note: str) -> PyTree:
         """Some rows, in memory that the next read may overwrite."""
         try:
-            batch = check_batch_read(self._reader.read(rows), len(rows), self._like, name="train.RowReader")
+            batch = check_batch_read(self._reader.read(rows), len(rows), self._like)
         except Exception as error:
             error.add_note(note)
             raise
@@ -218,9 +218,9 @@ class ReaderSource(AbstractSource):
         begun, epochs, steps = setting.length
         self.num_steps = int(steps or 0) if epochs is None else epochs * self._order.epoch
         self.last_step = begun + self.num_steps
-        check_patience_length(setting.program.patience, self.num_steps, self._order.epoch, begun, name="fit")
+        check_patience_length(setting.program.patience, self.num_steps, self._order.epoch, begun)
         check_not_exceeded(setting.step, self.last_step, "steps")
-        check_last_step(self.last_step, name="fit")
+        check_last_step(self.last_step)
         self.cursor, self._step, self._setting, self._slots = setting.cursor, setting.step, setting, setting.slots
         self._begun_epoch, self._is_inspected = begun // self._order.epoch, False
         self._final = min([self.last_step, *setting.limits[-1:].tolist()])

@@ -92,7 +92,7 @@ def decode(text: Any) -> Any:
         return {key: decode(item) for key, item in text.items()}
     match text[""]:
         case ["bytes", data]:
-            return decode_bytes(data, "place")
+            return decode_bytes(data)
         case ["dict", list(pairs)] if all(type(pair) is list and len(pair) == 2 for pair in pairs):
             try:
                 return {decode(key): decode(item) for key, item in pairs}
@@ -126,15 +126,15 @@ def in_memory(data: Any) -> bool:
 
 
 def on_device(
-    data: PyTree, num_members: int, *, argument: str, name: str, layout: Layout | None = None, whole: bool = False
+    data: PyTree, num_members: int, *, argument: str, layout: Layout | None = None, whole: bool = False
 ) -> tuple[PyTree, int]:
     """A data set on the device, checked, and its number of rows.
 
     Arrays are `(rows, ...)`; those marked `Each` are `(members, rows, ...)`. On a mesh, rows are sharded if they divide
     evenly; they are replicated if `whole`.
     """
-    data = from_foreign_tree(data, argument, name=name)
-    rows = check_rows_of_data(data, num_members, argument=argument, name=name, finite=False)
+    data = from_foreign_tree(data, argument)
+    rows = check_rows_of_data(data, num_members, argument=argument, finite=False)
     data = _axes.map_each(_axes.Each, data)
     if layout is None:
         return jax.tree.map(jnp.asarray, data), rows
@@ -146,12 +146,12 @@ def without_marks(data: PyTree) -> PyTree:
     return _axes.map_each(lambda value: value, data)
 
 
-def as_row_indices(rows: Any, num_members: int, num_rows: int, *, name: str) -> np.ndarray | None:
+def as_row_indices(rows: Any, num_members: int, num_rows: int) -> np.ndarray | None:
     """The members' own rows `(members, n)` of the data, as int32 on the host."""
     if rows is None:
         return None
-    rows = as_numpy(_axes.map_each(lambda value: value, rows), "rows", name=name)
-    check_row_indices(rows, num_members, num_rows, name=name)
+    rows = as_numpy(_axes.map_each(lambda value: value, rows), "rows")
+    check_row_indices(rows, num_members, num_rows)
     return rows.astype(np.int32)
 
 

@@ -126,9 +126,9 @@ class ArraySource(AbstractSource):
         self.cursor, self._periods, self._step = setting.cursor, setting.periods, setting.step
         num_steps = int(steps or 0) if epochs is None else epochs * self._order.epoch
         self.num_steps, self.last_step = num_steps, begun + num_steps
-        check_patience_length(setting.program.patience, num_steps, self._order.epoch, begun, name="fit")
+        check_patience_length(setting.program.patience, num_steps, self._order.epoch, begun)
         check_not_exceeded(setting.step, self.last_step, "steps")
-        check_last_step(self.last_step, name="fit")
+        check_last_step(self.last_step)
         self._windows = setting.program.windows
         program, cost = setting.inspect(steps_inside=True, scan=self._scan), setting.cost()
         self._may_raise = cost.callbacks > 0
@@ -208,13 +208,13 @@ def make_source(
     """The source of a run's batches, by the kind of the data."""
     num_members = state.num_members
     if is_batches(data):
-        check_no_array_options(batch_size=batch_size, rows=rows, order=order, scan=scan, name="fit")
+        check_no_array_options(batch_size=batch_size, rows=rows, order=order, scan=scan)
         return IterableSource(data, num_members, layout)
     if isinstance(data, RowReader):
-        check_no_scan(scan, name="fit")
+        check_no_scan(scan)
         return _reader_source(data, state, rows=rows, order=order, batch_size=batch_size, layout=layout, key=key)
-    data, num_rows = on_device(data, num_members, argument="data", name="fit", layout=layout, whole=True)
-    rows = as_row_indices(rows, num_members, num_rows, name="fit")
+    data, num_rows = on_device(data, num_members, argument="data", layout=layout, whole=True)
+    rows = as_row_indices(rows, num_members, num_rows)
     size = _batch_size(batch_size, num_rows if rows is None else rows.shape[1], layout)
     drawn = row_order(key, state.ids, order, num_rows=num_rows, rows=rows, batch_size=size, layout=layout)
     return ArraySource(data, drawn, rows=rows, kind=order, scan=scan)
@@ -230,7 +230,7 @@ def _reader_source(
     layout: Layout | None,
     key: Any,
 ) -> ReaderSource:
-    own = as_row_indices(rows, state.num_members, reader.num_rows, name="fit")
+    own = as_row_indices(rows, state.num_members, reader.num_rows)
     check_same_in_processes([np.zeros(0, np.int32) if own is None else own])
     per_epoch = reader.num_rows if own is None else own.shape[1]
     size = _batch_size(batch_size, per_epoch, layout)
@@ -241,7 +241,7 @@ def _reader_source(
 
 
 def _batch_size(batch_size: int | None, per_epoch: int, layout: Layout | None) -> int:
-    size = check_batch_size(batch_size, per_epoch, name="fit")
+    size = check_batch_size(batch_size, per_epoch)
     if layout is not None:
         warn_of_uneven_rows(size, layout.row_parts)
     return size

@@ -2,27 +2,29 @@ from typing import Any
 
 import jax
 
+from ..._caller import caller
 
-def check_not_given_again(given: list[str], *, name: str = "fit") -> None:
+
+def check_not_given_again(given: list[str]) -> None:
     """Raises for arguments that the training state already contains."""
     if given:
         words = ", ".join(f"`{word}`" for word in given)
         them = "it" if len(given) == 1 else "them"
         raise TypeError(
-            f"`{name}` continues a training state, which already contains {words}: omit {them}.\n"
+            f"`{caller()}` continues a training state, which already contains {words}: omit {them}.\n"
             "To change hyper-parameters: `equinox.tree_at(lambda s: s.hyper, state, new)`."
         )
 
 
-def missing_validation_message(name: str = "fit") -> str:
+def missing_validation_message() -> str:
     """The message that a run with best weights continues without validation data."""
     return (
-        f"`{name}` continues a run with best weights by a validation score, and needs `validation=` again.\n"
+        f"`{caller()}` continues a run with best weights by a validation score, and needs `validation=` again.\n"
         "To continue from the last weights without the best: `fit(run.train_state, ...)`."
     )
 
 
-def check_opt_state(found: Any, expected: Any, *, name: str) -> None:
+def check_opt_state(found: Any, expected: Any) -> None:
     """Raises unless the optimiser is the one that made the state."""
     found = jax.eval_shape(lambda tree: tree, found)  # the dtypes that NumPy's arrays have in JAX
     shapes = lambda tree: [(path, x.shape, x.dtype) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]]
@@ -31,7 +33,7 @@ def check_opt_state(found: Any, expected: Any, *, name: str) -> None:
     own, other = ", ".join(_state_names(found)), ", ".join(_state_names(expected))
     words = "arrays of other shapes or dtypes, as for other `params`" if own == other else other or "nothing"
     raise TypeError(
-        f"`{name}` got a training state that another optimiser made: its optimiser state holds {own or 'nothing'}; "
+        f"`{caller()}` got a training state that another optimiser made: its optimiser state holds {own or 'nothing'}; "
         f"this optimiser's would hold {words}.\nPass the optimiser of the state, or begin anew with `train.init`."
     )
 
@@ -44,12 +46,12 @@ def _state_names(opt_state: Any) -> list[str]:
     return [name for part in parts for name in _state_names(part)]
 
 
-def check_same_mode(value: str, before: str | None, *, name: str = "fit") -> None:
+def check_same_mode(value: str, before: str | None) -> None:
     """Raises if a run is continued with another `mode`."""
     if before not in (None, value):
         raise ValueError(
-            f"`{name}` continues a run whose best weights were chosen with `mode={before!r}`, got `mode={value!r}`.\n"
-            "Pass the same mode; or continue from `run.train_state`, without the best weights."
+            f"`{caller()}` continues a run whose best weights were chosen with `mode={before!r}`, got "
+            f"`mode={value!r}`.\nPass the same mode; or continue from `run.train_state`, without the best weights."
         )
 
 

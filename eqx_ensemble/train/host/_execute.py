@@ -80,7 +80,7 @@ def execute(
             Executor(program, pilot, members), members, pacing, Recording(record, line), stopping, saving, calls
         )  # fmt: skip
         collect = lambda **options: collect_run(start, host, source, plan, revivals, **options)
-        with _attach_run(host, source, collect), explain_memory(pilot, first.num_members, name="fit"):
+        with _attach_run(host, source, collect), explain_memory(pilot, first.num_members):
             members.begin()
             if saver is None or saver.step < 0:
                 validate_best(program, members)

@@ -52,7 +52,7 @@ def layout_of(mesh: Mesh | None, begun: Any) -> Layout | None:
     state = begun.train_state if isinstance(begun, Run) else begun
     if not isinstance(state, TrainState | Ensemble):
         return None  # rejected by a later check
-    layout = layout_for(mesh, state.moving.params if isinstance(state, TrainState) else state.stacked, name="fit")
+    layout = layout_for(mesh, state.moving.params if isinstance(state, TrainState) else state.stacked)
     if layout is not None:
         warn_of_padding(state.num_members, layout.members)
     return layout
@@ -78,7 +78,7 @@ def start_of(
     """
     if not isinstance(begun, TrainState | Run):
         options = {"state": state, "hyper": hyper, "trainable": trainable, "layout": layout}
-        first = first_state(begun, optimiser, **options, name="fit", key=key)
+        first = first_state(begun, optimiser, **options, key=key)
         selection = no_selection(first.moving, mode) if has_validation else None
         return Start(first, selection, Record(windows=windows), [], Cursor(), _no_rows(first), int(first.step), 0.0)
     given = {"state": state is not None, "hyper": hyper is not None, "trainable": trainable is not eqx.is_inexact_array}
@@ -86,8 +86,8 @@ def start_of(
     run, first = (begun, begun.train_state) if isinstance(begun, Run) else (None, begun)
     if run is not None and run.selection is not None and not has_validation:
         raise TypeError(missing_validation_message())
-    check_state(first, optimiser, name="fit")
-    first = _shard(copy_arrays(follow_hyper(first, optimiser, name="fit")), layout)
+    check_state(first, optimiser)
+    first = _shard(copy_arrays(follow_hyper(first, optimiser)), layout)
     selection = run.selection if run is not None and has_validation else None
     if has_validation:
         check_same_mode(mode, None if selection is None else selection.mode)
@@ -106,9 +106,9 @@ def with_validation(
     start: Start, score: Loss | None, validation: PyTree, layout: Layout | None, *, data: Any
 ) -> tuple[Start, PyTree]:
     """The start, with scores of the dtype that `score` returns, and the validation data on the device."""
-    warn_of_training_data(validation, data, name="fit")
+    warn_of_training_data(validation, data)
     first = start.state
-    validation, _ = on_device(validation, first.num_members, argument="validation", name="fit", layout=layout)
+    validation, _ = on_device(validation, first.num_members, argument="validation", layout=layout)
     assert start.selection is not None
     assert score is not None
     fault = not_finite_text(validation, argument="validation")

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..._caller import caller
 from ..._check import check_positive_int, check_word, kind_text
 from ...checkpoint import Checkpoints
 
@@ -13,7 +14,7 @@ RESUME = ("auto", "must", "never")
 _DIGEST = re.compile(r",? ?[0-9a-f]{64}")
 
 
-def check_checkpoint_options(checkpoint: Any, every: Any, resume: Any, *, name: str = "fit") -> None:
+def check_checkpoint_options(checkpoint: Any, every: Any, resume: Any) -> None:
     """Raises for invalid options of saving, and for such options without `checkpoint`."""
     if checkpoint is None:
         given = [
@@ -25,22 +26,22 @@ def check_checkpoint_options(checkpoint: Any, every: Any, resume: Any, *, name: 
             if there
         ]
         if given:
-            raise TypeError(f"`{name}` takes {', '.join(given)} with `checkpoint=`, the folder to save the run in.")
+            raise TypeError(f"`{caller()}` takes {', '.join(given)} with `checkpoint=`, the folder to save the run in.")
         return
     if not isinstance(checkpoint, str | os.PathLike | Checkpoints):
-        raise TypeError(f"`{name}` needs `checkpoint` to be a path or `Checkpoints`, got {kind_text(checkpoint)}.")
-    check_word(resume, "resume", RESUME, name=name)
+        raise TypeError(f"`{caller()}` needs `checkpoint` to be a path or `Checkpoints`, got {kind_text(checkpoint)}.")
+    check_word(resume, "resume", RESUME)
     if every is not None:
-        check_positive_int(every, "checkpoint_every", name=name)
+        check_positive_int(every, "checkpoint_every")
 
 
-def check_run_folder(folder: Any, *, is_checkpoint: bool, name: str = "fit") -> None:
+def check_run_folder(folder: Any, *, is_checkpoint: bool) -> None:
     """Raises for a folder that `save` wrote: checkpoints of a run would be written among its arrays."""
     if is_checkpoint:
         raise FileExistsError(
             errno.EEXIST,
-            f"`{name}` needs a folder for checkpoints as `checkpoint`; `{folder}` is a single checkpoint written by "
-            "`save`.\n"
+            f"`{caller()}` needs a folder for checkpoints as `checkpoint`; `{folder}` is a single checkpoint written "
+            "by `save`.\n"
             "Choose another folder; `load` reads this one",
         )
 
@@ -66,15 +67,16 @@ def check_of_fit(meta: Any, folder: Any) -> Any:
     return meta["fit"]
 
 
-def check_same_call(saved: Mapping[str, str], now: Mapping[str, str], folder: Any, *, name: str = "fit") -> None:
+def check_same_call(saved: Mapping[str, str], now: Mapping[str, str], folder: Any) -> None:
     """Raises unless the call matches the one that was interrupted."""
     words = [*saved, *(word for word in now if word not in saved)]
     differ = [word for word in words if saved.get(word) != now.get(word)]
     if differ:
         lines = "\n".join(f"  `{word}`: {_difference_text(saved.get(word), now.get(word))}" for word in differ)
         raise ValueError(
-            f"`{name}` cannot resume from `{folder}`: this call differs from the one that wrote it.\n{lines}\nRepeat "
-            "that call, or save in another folder; to continue with changes, call `fit` on the run that it returns."
+            f"`{caller()}` cannot resume from `{folder}`: this call differs from the one that wrote "
+            f"it.\n{lines}\nRepeat that call, or save in another folder; to continue with changes, call `fit` on the "
+            "run that it returns."
         )
 
 

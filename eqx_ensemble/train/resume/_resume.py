@@ -180,7 +180,6 @@ class Round:
     **Attributes:**
 
     - `folder`: the folder of this run.
-    - `name`: the method's name in messages.
     - `own`, `functions`: texts of the method's own arguments, which are part of the identity. Those of functions are
         comparable only under the same versions of the libraries.
     - `identity`: the identity of the call, known after the first run of this process.
@@ -190,12 +189,11 @@ class Round:
         self,
         folder: Any,
         *,
-        name: str,
         own: dict[str, str],
         functions: dict[str, str],
         identity: dict[str, str] | None,
     ) -> None:
-        self.folder, self.name = folder, name
+        self.folder = folder
         self.own, self.functions, self.identity = own, functions, identity
 
     def __fspath__(self) -> str:
@@ -296,8 +294,7 @@ class Saver:
         if record.conditions != now:
             warn(other_versions_message(record.conditions, now, self.folder))
             saved, texts = ({k: v for k, v in t.items() if k not in self._identity.traced} for t in (saved, texts))
-        name = "fit" if self._round is None else self._round.name
-        check_same_call(saved, texts, self.folder, name=name)
+        check_same_call(saved, texts, self.folder)
         if self._round is None:  # a round may have begun at the end of another one
             with explain_record(path):
                 check_valid("`begun` is not the step at which this call begins", holds=record.begun == start.begun)

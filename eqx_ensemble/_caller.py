@@ -1,0 +1,85 @@
+"""The public function that the user's code called, for messages; it is found only when one is written."""
+
+import sys
+import types
+from collections.abc import Collection
+
+_OWN = __name__.partition(".")[0]
+_LIBRARIES = frozenset(
+    "abc beartype cloudpickle concurrent contextlib copy dataclasses distributed equinox functools importlib jax "
+    "jaxlib "
+    "jaxtyping joblib numpy optax pickle sklearn threading".split()
+)
+_HIDDEN = ("__call__", "__init__", "__post_init__", "__check_init__", "__new__", "__array__")  # a class's name says it
+_ACTS_AS = {  # what has another name in messages, whoever called it
+    "_ensemble._ensemble.Ensemble.__call__": "Ensemble.__call__",
+    "_ensemble._group.Group.__call__": "Group.__call__",
+    "train._revive._from_scratch": "Revive(make)",
+    "train._revive._perturb": "Revive(perturb=...)",
+    "train._step.Step.__call__": "train.make_step",
+}
+
+
+def caller() -> str:
+    """The public name, without the package, of the function that was called from outside of this library."""
+    frame: types.FrameType | None = sys._getframe(1)
+    found, first = "", ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__") or ""
+        package = module.partition(".")[0]
+        if package == _OWN:
+            acts_as = _acts_as(frame, module)
+            if acts_as:
+                return acts_as
+            found = _public_name(frame, module) or found
+            first = frame.f_code.co_qualname.partition(".<locals>")[0]
+        elif found and package not in _LIBRARIES:
+            return found
+        frame = frame.f_back
+    return found or first
+
+
+def _acts_as(frame: types.FrameType, module: str) -> str:
+    code = frame.f_code
+    name = code.co_qualname
+    if module == f"{_OWN}.plan._map" and code.co_name == "run_all":
+        fn = frame.f_locals["fn"]
+        return f"map_members({getattr(fn, '__name__', type(fn).__name__)})"
+    if code.co_varnames[:1] == ("self",) and "self" in frame.f_locals:
+        own = getattr(frame.f_locals["self"], "__dict__", {}).get("public_name")
+        if own:
+            return own
+    return _ACTS_AS.get(f"{module.removeprefix(f'{_OWN}.')}.{name}", "")
+
+
+def _public_name(frame: types.FrameType, module: str) -> str:
+    """The public name of the function of a frame; empty for private functions."""
+    code = frame.f_code
+    name = code.co_qualname.partition(".<locals>")[0]
+    if module == f"{_OWN}._suggest":
+        return frame.f_locals["path"] if code.co_name == "call" and "path" in frame.f_locals else ""
+    owner, _, last = name.rpartition(".")
+    if owner and code.co_varnames[:1] == ("self",) and "self" in frame.f_locals:
+        kinds = (kind for kind in type(frame.f_locals["self"]).__mro__ if kind.__module__.partition(".")[0] == _OWN)
+        kind = next((kind for kind in kinds if not kind.__name__.startswith("_")), None)
+        if kind is None:
+            return ""
+        module, owner = kind.__module__, kind.__name__
+    if last.startswith("_") and not last.startswith("__"):
+        return ""
+    path = owner if last in _HIDDEN else f"{owner}.{last}" if owner else last
+    return _dotted(module, path) if path else ""
+
+
+def _dotted(module: str, path: str) -> str:
+    """The name with its public package; empty for one that no public package exports."""
+    parts = module.split(".")
+    public = parts[: next((i for i, part in enumerate(parts) if part.startswith("_")), len(parts))]
+    name = path.partition(".")[0]
+    if len(public) > 1 and name in _exports(".".join(public)):
+        return ".".join([*public[1:], path])
+    return path if name in _exports(_OWN) else ""
+
+
+def _exports(package: str) -> Collection[str]:
+    return getattr(sys.modules[package], "__all__", vars(sys.modules[package]))
