@@ -14,6 +14,8 @@ _HIDDEN = ("__call__", "__init__", "__post_init__", "__check_init__", "__new__",
 _ACTS_AS = {  # what has another name in messages, whoever called it
     "_ensemble._ensemble.Ensemble.__call__": "Ensemble.__call__",
     "_ensemble._group.Group.__call__": "Group.__call__",
+    "methods._pbt.check_explore": "explore",
+    "train._revive._follow": "Revive",
     "train._revive._from_scratch": "Revive(make)",
     "train._revive._perturb": "Revive(perturb=...)",
     "train._step.Step.__call__": "train.make_step",
@@ -68,10 +70,10 @@ def _public_name(frame: types.FrameType, module: str) -> str:
     if last.startswith("_") and not last.startswith("__"):
         return ""
     path = owner if last in _HIDDEN else f"{owner}.{last}" if owner else last
-    return _dotted(module, path) if path else ""
+    return _public_path(module, path) if path else ""
 
 
-def _dotted(module: str, path: str) -> str:
+def _public_path(module: str, path: str) -> str:
     """The name with its public package; empty for one that no public package exports."""
     parts = module.split(".")
     public = parts[: next((i for i, part in enumerate(parts) if part.startswith("_")), len(parts))]

@@ -153,7 +153,7 @@ def test_integers_that_do_not_fit_are_refused(entry):
 def _held(values):
     """The integers that a jax array of them holds; `None` where it is refused."""
     try:
-        return np.asarray(_axes.as_array(values, path="values", name="fit")).tolist()
+        return np.asarray(_axes.as_array(values, path="values")).tolist()
     except ValueError as error:
         if "64 bits" not in str(error):
             raise
@@ -174,7 +174,7 @@ def test_an_integer_stays_itself_or_is_refused(values):
 def test_jax_arrays_and_small_types_are_not_looked_at(monkeypatch):
     """A check of every element would be paid for at every step."""
     monkeypatch.setattr(np, "iinfo", None)
-    _check.check_integers_fit((jnp.arange(3), np.zeros(3, np.int32), np.zeros(3), "x"), argument="x", name="fit")
+    _check.check_integers_fit((jnp.arange(3), np.zeros(3, np.int32), np.zeros(3), "x"), argument="x")
 
 
 class Weak(eqx.Module):

@@ -123,10 +123,10 @@ def test_lazy_frames_and_odd_tensors_are_refused():
     bad |= {"float8": torch.zeros(2).to(torch.float8_e4m3fn)}
     for word, tensor in bad.items():
         with pytest.raises(TypeError, match=f"`predict`.*`x`.*{word}"):
-            from_foreign(tensor, "x", name="predict")
+            from_foreign(tensor, "x")
     polars = library("polars")
     with pytest.raises(TypeError, match=r"Pass `x.collect\(\)`"):
-        from_foreign(polars.DataFrame({"a": [1]}).lazy(), "x", name="predict")
+        from_foreign(polars.DataFrame({"a": [1]}).lazy(), "x")
 
 
 def test_tensors():

@@ -126,20 +126,20 @@ BAD = {
     ),
     "member out of range": (
         lambda: ENSEMBLE[3],
-        "IndexError: `tree.take`: index 3 is out of range for 3 members; expected -3 to 2.",
+        "IndexError: `Ensemble.__getitem__`: index 3 is out of range for 3 members; expected -3 to 2.",
     ),
     "mask of the wrong length": (
         lambda: ENSEMBLE[np.array([True, False])],
-        "IndexError: `tree.take`: a boolean mask needs one value per member: expected 3, got 2.",
+        "IndexError: `Ensemble.__getitem__`: a boolean mask needs one value per member: expected 3, got 2.",
     ),
     "an empty selection": (
         lambda: ENSEMBLE[[]],
-        "ValueError: `tree.take`: the index selects no member; an ensemble needs at least one.",
+        "ValueError: `Ensemble.__getitem__`: the index selects no member; an ensemble needs at least one.",
     ),
     "a name as an index": (
         lambda: ENSEMBLE["first"],
         "TypeError: "
-        "`tree.take`: expected an int, a slice, or a one-dimensional list or array of ints or "
+        "`Ensemble.__getitem__`: expected an int, a slice, or a one-dimensional list or array of ints or "
         "bools, got 'first'.\n"
         "Use the position of a member, such as `0` or `[0, 2]`.",
     ),

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from .._caller import caller
 from ._check import MOST_NESTED, corrupt_error
 from ._snapshot import DTYPES, count_bytes
 
@@ -102,7 +101,7 @@ def decode_array(value: Any, name: str) -> np.ndarray:
     """Inverts `encode_array`; `InvalidRecordError`, with the name of the array, for anything else."""
     fields = check_fields(value, {"dtype": is_string, "shape": _is_shape, "base64": is_string}, name)
     check_valid(f"`{name}` has an unknown dtype", holds=fields["dtype"] in DTYPES)
-    dtype, shape, data = DTYPES[fields["dtype"]], fields["shape"], decode_bytes(fields["base64"])
+    dtype, shape, data = DTYPES[fields["dtype"]], fields["shape"], decode_bytes(fields["base64"], name)
     check_valid(f"`{name}` has another size than its shape", holds=len(data) == count_bytes(shape, dtype.itemsize))
     array = np.frombuffer(data, np.uint8).view(_little(dtype)).reshape(shape)
     return array.astype(dtype)
@@ -113,14 +112,14 @@ def encode_bytes(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def decode_bytes(text: Any) -> bytes:
+def decode_bytes(text: Any, name: str) -> bytes:
     """Inverts `encode_bytes`."""
-    check_valid(f"`{caller()}` is not text", holds=is_string(text))
+    check_valid(f"`{name}` is not text", holds=is_string(text))
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
         pass
-    check_valid(f"`{caller()}` is not base64", holds=False)
+    check_valid(f"`{name}` is not base64", holds=False)
     raise AssertionError
 
 

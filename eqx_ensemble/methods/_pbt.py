@@ -178,8 +178,13 @@ def check_evolution(
     check_key(key)
     hyper = hyper_arrays(hyper, ensemble.num_members)
     plan = Evolution(hyper, {"epochs": epochs, "steps": steps}, jax.random.split(key, rounds), fraction, explore)
-    check_same_hyper(plan.one, explore(plan.one, plan.keys[0]))
+    check_explore(plan)
     return plan
+
+
+def check_explore(plan: Evolution) -> None:
+    """Raises unless `explore` returns hyper-parameters like those it is given."""
+    check_same_hyper(plan.one, plan.explore(plan.one, plan.keys[0]))
 
 
 def evolve(

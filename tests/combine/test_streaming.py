@@ -398,7 +398,7 @@ def test_sketch_of_nan():
 def test_functions_without_a_streaming_form_are_refused_with_those_that_have_one():
     with pytest.raises(TypeError, match="combine.mean, combine.mean_logits, .* your own subclass") as caught:
         streaming(combine.median)
-    registered = {form.name for form in _registry._STREAMS.values() if isinstance(form, _summary.Summary)}
+    registered = {form.public_name for form in _registry._STREAMS.values() if isinstance(form, _summary.Summary)}
     assert sorted(registered) == list(_registry.NAMES)
     assert "uncertainty.decompose_entropy" in str(caught.value)
     assert streaming(MEAN) is MEAN

@@ -104,9 +104,9 @@ class Elsewhere(Here):
 
 def test_a_relative_folder_is_that_of_the_caller(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert check_folder("runs", name="test") == tmp_path / "runs"
-    assert check_folder(tmp_path, name="test") == tmp_path
-    assert check_folder(None, name="test") is None
+    assert check_folder("runs") == tmp_path / "runs"
+    assert check_folder(tmp_path) == tmp_path
+    assert check_folder(None) is None
 
 
 @pytest.mark.slow

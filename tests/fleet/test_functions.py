@@ -69,15 +69,15 @@ def test_modules_with_arrays_are_data():
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_functions_that_make_members(name):
-    assert check_ids_of_function(MAKERS[name], range(3), name="test").tolist() == [0, 1, 2]
+    assert check_ids_of_function(MAKERS[name], range(3)).tolist() == [0, 1, 2]
 
 
 def test_what_makes_no_members(unhooked):
     model = eqx.nn.Linear(3, 1, key=KEY)
     for start in (ENSEMBLE, model):
-        assert check_ids_of_function(start, None, name="test") is None
+        assert check_ids_of_function(start, None) is None
     with pytest.raises(TypeError, match="an Ensemble has its own"):
-        check_ids_of_function(ENSEMBLE, range(3), name="test")
+        check_ids_of_function(ENSEMBLE, range(3))
     with pytest.raises(TypeError, match="needs an `Ensemble`, a training state or a run, got"):
         ee.fleet.fit(Here(), model, mse, OPTIMISER, (X, Y), steps=1, key=KEY)
     with pytest.raises(TypeError, match="needs an `Ensemble`, a training state or a run, got an int"):

@@ -249,16 +249,16 @@ class TestRepeated:
     )
     def test_other_conditions(self, sharded_run, change, compared):
         """Only other versions of libraries make functions incomparable."""
-        now = read_call(sharded_run.folder, name="fleet.fit").identity
+        now = read_call(sharded_run.folder).identity
         saved = now._replace(conditions=now.conditions | change)
         edited = now._replace(texts=now.texts | {"loss": "mse 0"})
         with pytest.warns(
             UserWarning, match=f"written under other conditions .*{'' if compared else 'cannot be comp'}"
         ):
-            check_same_identity(saved, now, "a", name="fleet.fit")
+            check_same_identity(saved, now, "a")
         refused = pytest.raises(ValueError, match="`loss`") if compared else contextlib.nullcontext()
         with pytest.warns(UserWarning, match="written under other conditions"), refused:
-            check_same_identity(saved, edited, "a", name="fleet.fit")
+            check_same_identity(saved, edited, "a")
 
     def test_lists_for_arrays(self, identity_of):
         given = {
@@ -280,7 +280,7 @@ class TestRepeated:
         for size in (8, 9):
             with pytest.raises(ZeroDivisionError):
                 save(folder, options | {"batch_size": size})
-            assert read_call(folder, name="fleet.fit").identity.texts["batch_size"] == str(size)
+            assert read_call(folder).identity.texts["batch_size"] == str(size)
 
     def test_defaults_in_words(self, identity_of):
         defaults = {

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def both(value, **options):
-    return loads(dumps(value, name="test"), **options)
+    return loads(dumps(value), **options)
 
 
 def test_functions_come_back():
@@ -36,9 +36,9 @@ def test_functions_come_back():
 def test_a_function_that_changed_is_another():
     values = [1.0]
     local = lambda: values[0]
-    before = dumps(local, name="test")
+    before = dumps(local)
     values[0] = 2.0
-    assert dumps(local, name="test") != before
+    assert dumps(local) != before
 
 
 def test_functions_that_refer_to_each_other():
@@ -55,7 +55,7 @@ def test_functions_that_refer_to_each_other():
 
 def test_arrays_in_place_of_their_numbers():
     array = np.arange(1000.0)
-    data = dumps({"x": array, "y": 3}, refs_of([array]), name="test")
+    data = dumps({"x": array, "y": 3}, refs_of([array]))
     assert len(data) < 200
     assert loads(data, [array])["x"] is array
 
@@ -63,7 +63,7 @@ def test_arrays_in_place_of_their_numbers():
 def test_shards_of_a_call_share_their_task():
     """What compiled programs are found by, such as a combination, is one object on a worker."""
     array, other = np.arange(1000.0), np.ones(1000)
-    task = dumps(Task(max, {"combine": object(), "data": array}), refs_of([array]), name="test")
+    task = dumps(Task(max, {"combine": object(), "data": array}), refs_of([array]))
     assert _read_task(task, [array]) is _read_task(task, [array])
     assert _read_task(task, [other])[1]["data"] is other
     assert _read_task(task, [array])[1]["data"] is array
@@ -142,8 +142,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_serialised(name):
     value, text = REFUSED[name]
-    with pytest.raises(TypeError, match="`test` cannot serialise " + text):
-        dumps(value, name="test")
+    with pytest.raises(TypeError, match="`dumps` cannot serialise " + text):
+        dumps(value)
 
 
 class Slope:
@@ -196,21 +196,21 @@ def test_callables_keep_their_identity(name, as_worker):
     """As functions do: programs compiled for them are found again."""
     fn = CALLABLES[name]
     assert both(fn) is fn
-    data = dumps({"activation": fn}, name="test")
+    data = dumps({"activation": fn})
     first, second = (as_worker(loads, data)["activation"] for _ in range(2))
     assert first is second
     assert first is not fn
     assert first(-1.0) == fn(-1.0)
-    assert loads(as_worker(lambda: dumps([first], name="test")))[0] is fn
+    assert loads(as_worker(lambda: dumps([first])))[0] is fn
 
 
 def test_objects_that_changed_are_sent_anew(as_worker):
     line = Slope(1.0)
-    data = dumps(line, name="test")
+    data = dumps(line)
     first = as_worker(loads, data)
     first.slope = 3.0  # on the worker, by a shard
     assert as_worker(loads, data).slope == 1.0
-    assert loads(as_worker(lambda: dumps(first, name="test"))).slope == 3.0
+    assert loads(as_worker(lambda: dumps(first))).slope == 3.0
     line.slope = 5.0  # in the caller's process
     assert both(line) is line
     assert loads(data).slope == 1.0

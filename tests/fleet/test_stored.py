@@ -233,7 +233,7 @@ class TestSharedArrays:
         )
         assert sums.shape == (6,)
         assert max(executor.sizes) < 100_000
-        assert len(dumps(ensemble, name="test")) > 400_000  # what would travel otherwise
+        assert len(dumps(ensemble)) > 400_000  # what would travel otherwise
 
 
 class Sent(Here):

@@ -226,9 +226,7 @@ RIGHT = [
 
 def shapes_of(model, x, y, value):
     """The loss as it is traced for one member, of which nothing runs."""
-    loss = as_loss(
-        lambda model, batch, key: value(model, *batch), stateful=False, has_aux=False, hyper=None, name="fit"
-    )
+    loss = as_loss(lambda model, batch, key: value(model, *batch), stateful=False, has_aux=False, hyper=None)
     params, static = eqx.partition(model, eqx.is_array)
     fixed = MemberConstants(static, KEY, None)
     one = lambda params, batch, key: loss(params, None, fixed, static, batch, key)[0]

@@ -92,7 +92,7 @@ def decode(text: Any) -> Any:
         return {key: decode(item) for key, item in text.items()}
     match text[""]:
         case ["bytes", data]:
-            return decode_bytes(data)
+            return decode_bytes(data, "place")
         case ["dict", list(pairs)] if all(type(pair) is list and len(pair) == 2 for pair in pairs):
             try:
                 return {decode(key): decode(item) for key, item in pairs}
