@@ -5,13 +5,12 @@ import types
 from collections.abc import Collection
 
 _OWN = __name__.partition(".")[0]
-_LIBRARIES = frozenset(
+_LIBRARIES = frozenset(  # whose frames may lie between two of ours
     "abc beartype cloudpickle concurrent contextlib copy dataclasses distributed equinox functools importlib jax "
-    "jaxlib "
-    "jaxtyping joblib numpy optax pickle sklearn threading".split()
+    "jaxlib jaxtyping joblib numpy optax pickle sklearn threading".split()
 )
-_HIDDEN = ("__call__", "__init__", "__post_init__", "__check_init__", "__new__", "__array__")  # a class's name says it
-_ACTS_AS = {  # what has another name in messages, whoever called it
+_HIDDEN = ("__call__", "__init__", "__post_init__", "__check_init__", "__new__")  # named by their class
+_ACTS_AS = {  # what messages name differently, whoever called it
     "_ensemble._ensemble.Ensemble.__call__": "Ensemble.__call__",
     "_ensemble._group.Group.__call__": "Group.__call__",
     "methods._pbt.check_explore": "explore",
@@ -23,9 +22,13 @@ _ACTS_AS = {  # what has another name in messages, whoever called it
 
 
 def caller() -> str:
-    """The public name, without the package, of the function that was called from outside of this library."""
+    """The public name, without the package, of the function that was called from outside of this library.
+
+    A public function is a frame of `_suggest.explain_as`. A message from a frame without public ones around it, as in a
+    thread of our own, names the outermost private function.
+    """
     frame: types.FrameType | None = sys._getframe(1)
-    found, first = "", ""
+    found, outermost = "", ""
     while frame is not None:
         module = frame.f_globals.get("__name__") or ""
         package = module.partition(".")[0]
@@ -34,14 +37,15 @@ def caller() -> str:
             if acts_as:
                 return acts_as
             found = _public_name(frame, module) or found
-            first = frame.f_code.co_qualname.partition(".<locals>")[0]
+            outermost = frame.f_code.co_qualname.partition(".<locals>")[0]
         elif found and package not in _LIBRARIES:
             return found
         frame = frame.f_back
-    return found or first
+    return found or outermost
 
 
 def _acts_as(frame: types.FrameType, module: str) -> str:
+    """The name that a frame has in messages by the table or by an attribute `public_name`; empty for most."""
     code = frame.f_code
     name = code.co_qualname
     if module == f"{_OWN}.plan._map" and code.co_name == "run_all":

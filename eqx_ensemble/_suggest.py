@@ -138,7 +138,7 @@ def explain_as(path: str) -> Callable[[_F], _F]:
     """A decorator: the errors of calls that do not fit a function's signature name the likely options.
 
     Public functions get it from their package. Those that others pass their options on to get it where they are
-    defined.
+    defined. Messages find `path` in the frame of `call`; see `_caller`.
     """
 
     def decorate(fn: Any) -> Any:
