@@ -132,10 +132,10 @@ def test_a_disk_that_cannot_be_read_is_damage_too(folder, monkeypatch):
     checkpoints.save(2, tree(2))
     opened = _checkpoints.open_checkpoint
 
-    def failing(path, *, name):
+    def failing(path):
         if path.name.endswith("2"):
             raise OSError(5, "Input/output error")
-        return opened(path, name=name)
+        return opened(path)
 
     monkeypatch.setattr(_checkpoints, "open_checkpoint", failing)
     with pytest.warns(UserWarning, match="Input/output error"):
