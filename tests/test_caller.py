@@ -47,8 +47,13 @@ CALLS = {
         ee.train.init(ENSEMBLE, optax.sgd(0.1), key=KEY), (X[:0], Y[:0])
     ),
     "map_members(first)": lambda: ee.map_members(first)(X),
+    "combine.mixture": lambda: ee.predict(ENSEMBLE, X, combine=ee.combine.mixture, fn=pair),
     "combine.gaussian": lambda: ee.combine.streaming(ee.combine.gaussian).update(None, X),
 }
+
+
+def pair(model, x):
+    return model(x), model(x)
 
 
 def first(model):
