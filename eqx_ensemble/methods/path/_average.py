@@ -63,6 +63,7 @@ def record_path(
     *,
     start: Any,
     every: Any,
+    name: str,
     period: Any = None,
     init: Callable[[PyTree], PyTree],
     update: Update,
@@ -78,7 +79,7 @@ def record_path(
 
     def update_all(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, RecordState]:
         if params is None:
-            raise ValueError(params_message())
+            raise ValueError(params_message(name))
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **supported_arguments(inner.update, extra)
         )
@@ -201,7 +202,7 @@ def ema(
         return Mean(move_mean(record.mean, weights, jnp.expm1(log) / jnp.expm1(number * log), due))
 
     init = lambda params: Mean(zeros_like(params))
-    return record_path(optimiser, start=start, every=every, init=init, update=update)
+    return record_path(optimiser, start=start, every=every, name="methods.path.ema", init=init, update=update)
 
 
 def swa(
@@ -237,7 +238,7 @@ def swa(
         return Mean(move_mean(record.mean, weights, reciprocal(count), due))
 
     init = lambda params: Mean(zeros_like(params))
-    return record_path(optimiser, start=start, every=every, init=init, update=update)
+    return record_path(optimiser, start=start, every=every, name="methods.path.swa", init=init, update=update)
 
 
 def average(run: Any) -> Ensemble[Any]:

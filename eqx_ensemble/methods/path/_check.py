@@ -182,6 +182,6 @@ def check_output_state(out: Any) -> None:
         )
 
 
-def params_message() -> str:
+def params_message(name: str) -> str:
     """The message for an `update` without weights."""
-    return f"`{caller()}` records weights: call `update(grads, state, params)` with the weights."
+    return f"`{name}` records weights: call `update(grads, state, params)` with the weights."

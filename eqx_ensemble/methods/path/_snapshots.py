@@ -149,7 +149,9 @@ def snapshots(
         put = lambda kept, w: kept.at[index].set(w, mode="drop")
         return Weights(jax.tree.map(put, record.weights, weights))
 
-    return record_path(optimiser, start=start, every=every, period=period, init=init, update=update)
+    return record_path(
+        optimiser, start=start, every=every, name="methods.path.snapshots", period=period, init=init, update=update
+    )
 
 
 def snapshot_ensemble(run: Any) -> Ensemble[Any]:

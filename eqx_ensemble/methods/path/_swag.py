@@ -83,7 +83,7 @@ def swag(
         put = lambda columns, w, m: columns.at[index].set(away(w, m), mode="drop")
         return Moments(mean, squares, jax.tree.map(put, record.columns, weights, mean))
 
-    return record_path(optimiser, start=start, every=every, init=init, update=update)
+    return record_path(optimiser, start=start, every=every, name="methods.path.swag", init=init, update=update)
 
 
 def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) -> Ensemble[Any]:
