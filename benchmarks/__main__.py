@@ -36,6 +36,7 @@ SCRIPTS = (
     "fleet",
     "fleet_memory",
     "history",
+    "house",
 )
 RELIABILITY = tuple(f"reliability/{name}" for name in ("kills", "flips", "disks", "hostile", "saving"))
 KNOWN = SCRIPTS + RELIABILITY

@@ -186,7 +186,7 @@ def rows_table(rows: Iterable[Row]) -> str:
     cells = []
     for row in rows:
         spread = "" if row.low is None else f"{row.low:.3g} to {row.high:.3g}"
-        ratio, cpu = ("" if x is None else f"{x:.3g}" for x in (row.ratio, row.cpu_ratio))
+        ratio, cpu = ("" if x is None else f"{x:.3g}" if x < 1000 else f"{x:.0f}" for x in (row.ratio, row.cpu_ratio))
         cells.append([row.question, row.ratio_of, ratio, spread, cpu, row.target, row.verdict])
     return table(["question", "ratio of", "ratio", "quartiles", "CPU ratio", "target", ""], cells)
 
