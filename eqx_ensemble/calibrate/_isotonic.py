@@ -84,15 +84,6 @@ def histogram(
     ??? cite
         [Obtaining calibrated probability estimates from decision trees and naive Bayesian
         classifiers](https://dl.acm.org/doi/10.5555/645530.655658)
-
-        ```bibtex
-        @inproceedings{zadrozny2001obtaining,
-            author={Bianca Zadrozny and Charles Elkan},
-            title={Obtaining calibrated probability estimates from decision trees and naive {B}ayesian classifiers},
-            booktitle={International Conference on Machine Learning},
-            year={2001},
-        }
-        ```
     """
     check_positive_int(num_bins, "num_bins")
     check_word(binning, "binning", ("width", "mass"))
@@ -207,15 +198,6 @@ def isotonic(
     ??? cite
         [Transforming classifier scores into accurate multiclass probability
         estimates](https://doi.org/10.1145/775047.775151)
-
-        ```bibtex
-        @inproceedings{zadrozny2002transforming,
-            author={Bianca Zadrozny and Charles Elkan},
-            title={Transforming classifier scores into accurate multiclass probability estimates},
-            booktitle={International Conference on Knowledge Discovery and Data Mining},
-            year={2002},
-        }
-        ```
     """
     check_untraced(logits=logits, labels=labels, weights=weights, mask=mask)
     pooling, rows = fit_rows(logits, labels, pool, weights, mask)

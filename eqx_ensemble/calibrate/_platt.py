@@ -206,16 +206,6 @@ def beta(
     ??? cite
         [Beta calibration: a well-founded and easily implemented improvement on logistic calibration for binary
         classifiers](https://proceedings.mlr.press/v54/kull17a.html)
-
-        ```bibtex
-        @inproceedings{kull2017beta,
-            author={Meelis Kull and Telmo {Silva Filho} and Peter Flach},
-            title={Beta calibration: a well-founded and easily implemented improvement on logistic calibration for
-                binary classifiers},
-            booktitle={International Conference on Artificial Intelligence and Statistics},
-            year={2017},
-        }
-        ```
     """
     pooling, rows = fit_rows(logits, labels, pool, weights, mask)
     found = _fit_beta(rows)

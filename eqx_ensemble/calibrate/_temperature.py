@@ -85,15 +85,6 @@ def variance(
 
     ??? cite
         [Well-Calibrated Regression Uncertainty in Medical Imaging with Deep Learning](https://arxiv.org/abs/2104.12376)
-
-        ```bibtex
-        @inproceedings{laves2020well,
-            author={Max-Heinrich Laves and Sontje Ihler and Jacob F. Fast and L{\"u}der A. Kahrs and Tobias Ortmaier},
-            title={Well-Calibrated Regression Uncertainty in Medical Imaging with Deep Learning},
-            booktitle={Medical Imaging with Deep Learning},
-            year={2020},
-        }
-        ```
     """
     means, variances, observed = check_regression(targets, members=True, mean=mean, variance=variance)
     kept = check_mask(mask, observed.shape)
@@ -196,15 +187,6 @@ def temperature(
     ??? cite
         [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599); before or after combination:
         [Uncertainty Quantification and Deep Ensembles](https://arxiv.org/abs/2007.08792)
-
-        ```bibtex
-        @inproceedings{rahaman2021uncertainty,
-            author={Rahul Rahaman and Alexandre H. Thiery},
-            title={Uncertainty Quantification and Deep Ensembles},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2021},
-        }
-        ```
     """
     pooling, rows = fit_rows(logits, labels, pool, weights, mask)
     inverse, separated, hopeless = _fit(rows)

@@ -82,15 +82,6 @@ def mean_logits(
 
     ??? cite
         [Training Products of Experts by Minimizing Contrastive Divergence](https://doi.org/10.1162/089976602760128018)
-
-        ```bibtex
-        @article{hinton2002training,
-            author={Geoffrey E. Hinton},
-            title={Training Products of Experts by Minimizing Contrastive Divergence},
-            journal={Neural Computation},
-            year={2002},
-        }
-        ```
     """
     checked = check_logits(logits)
     convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])

@@ -135,15 +135,6 @@ def gaussian(
 
     ??? cite
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
-
-        ```bibtex
-        @inproceedings{lakshminarayanan2017simple,
-            author={Balaji Lakshminarayanan and Alexander Pritzel and Charles Blundell},
-            title={Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2017},
-        }
-        ```
     """
     means, variances = check_moments(mean, variance, weights=weights)
     convex = check_weights(weights, means.shape[0], means.dtype, rows=means.shape[1:])
@@ -189,16 +180,6 @@ def product_gaussian(
     ??? cite
         [Generalized Product of Experts for Automatic and Principled Fusion of Gaussian Process
         Predictions](https://arxiv.org/abs/1410.7827)
-
-        ```bibtex
-        @article{cao2014generalized,
-            author={Yanshuai Cao and David J. Fleet},
-            title={Generalized Product of Experts for Automatic and Principled Fusion of {G}aussian Process
-                   Predictions},
-            journal={arXiv: 1410.7827},
-            year={2014},
-        }
-        ```
     """
     means, variances = check_moments(mean, variance, weights=weights)
     convex = check_weights(weights, means.shape[0], means.dtype, rows=means.shape[1:])
@@ -275,15 +256,6 @@ def moments(
     ??? cite
         [Updating Formulae and a Pairwise Algorithm for Computing Sample
         Variances](https://doi.org/10.1007/978-3-642-51461-6_3)
-
-        ```bibtex
-        @inproceedings{chan1982updating,
-            author={Tony F. Chan and Gene H. Golub and Randall J. LeVeque},
-            title={Updating Formulae and a Pairwise Algorithm for Computing Sample Variances},
-            booktitle={COMPSTAT 1982},
-            year={1982},
-        }
-        ```
     """
     checked = check_values("values", values)
     convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])

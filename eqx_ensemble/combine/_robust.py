@@ -100,15 +100,6 @@ class QuantileSketch(AbstractCombination):
     ??? cite
         [Approximate Medians and other Quantiles in One Pass and with Limited
         Memory](https://doi.org/10.1145/276304.276342)
-
-        ```bibtex
-        @inproceedings{manku1998approximate,
-            author={Gurmeet Singh Manku and Sridhar Rajagopalan and Bruce G. Lindsay},
-            title={Approximate Medians and other Quantiles in One Pass and with Limited Memory},
-            booktitle={ACM SIGMOD International Conference on Management of Data},
-            year={1998},
-        }
-        ```
     """
 
     def __init__(self, levels: Sequence[float], *, size: int = 128) -> None:

@@ -90,15 +90,6 @@ def aci(*, level: float, rate: float = 0.005) -> Aci:
 
     ??? cite
         [Adaptive Conformal Inference Under Distribution Shift](https://arxiv.org/abs/2106.00170)
-
-        ```bibtex
-        @inproceedings{gibbs2021adaptive,
-            author={Isaac Gibbs and Emmanuel J. Cand{\`e}s},
-            title={Adaptive Conformal Inference Under Distribution Shift},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2021},
-        }
-        ```
     """
     check_level(level)
     if check_number(rate, "rate", least=0) == 0:

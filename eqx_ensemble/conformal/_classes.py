@@ -118,15 +118,6 @@ def aps(
 
     ??? cite
         [Classification with Valid and Adaptive Coverage](https://arxiv.org/abs/2006.02544)
-
-        ```bibtex
-        @inproceedings{romano2020classification,
-            author={Yaniv Romano and Matteo Sesia and Emmanuel J. Cand{\`e}s},
-            title={Classification with Valid and Adaptive Coverage},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2020},
-        }
-        ```
     """
     return _fit("conformal.aps", logits, labels, level, 0.0, 0, mask, key)
 
@@ -171,15 +162,6 @@ def raps(
 
     ??? cite
         [Uncertainty Sets for Image Classifiers using Conformal Prediction](https://arxiv.org/abs/2009.14193)
-
-        ```bibtex
-        @inproceedings{angelopoulos2021uncertainty,
-            author={Anastasios Angelopoulos and Stephen Bates and Jitendra Malik and Michael I. Jordan},
-            title={Uncertainty Sets for Image Classifiers using Conformal Prediction},
-            booktitle={International Conference on Learning Representations},
-            year={2021},
-        }
-        ```
     """
     name = "conformal.raps"
     check_number(penalty, "penalty", least=0)

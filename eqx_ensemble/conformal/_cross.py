@@ -132,15 +132,6 @@ def lac(
 
     ??? cite
         [Least Ambiguous Set-Valued Classifiers With Bounded Error Levels](https://arxiv.org/abs/1609.00451)
-
-        ```bibtex
-        @article{sadinle2019least,
-            author={Mauricio Sadinle and Jing Lei and Larry Wasserman},
-            title={Least Ambiguous Set-Valued Classifiers With Bounded Error Levels},
-            journal={Journal of the American Statistical Association},
-            year={2019},
-        }
-        ```
     """
     scores, _, kept = score_labels("lac", logits, labels, level, mask)
     return Lac(value_at_rank_jit(scores, kept, rank_of(fraction(level), scores.size, kept)))
@@ -229,15 +220,6 @@ def cross_conformal(
     ??? cite
         [Cross-conformal predictors](https://arxiv.org/abs/1208.0806); the sets as CV+:
         [Classification with Valid and Adaptive Coverage](https://arxiv.org/abs/2006.02544)
-
-        ```bibtex
-        @article{vovk2015cross,
-            author={Vladimir Vovk},
-            title={Cross-conformal predictors},
-            journal={Annals of Mathematics and Artificial Intelligence},
-            year={2015},
-        }
-        ```
     """
     check_folds(folds)
     check_word(score, "score", SCORES)

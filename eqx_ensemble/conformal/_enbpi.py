@@ -244,15 +244,6 @@ def enbpi(
 
     ??? cite
         [Conformal prediction interval for dynamic time-series](https://arxiv.org/abs/2010.09107)
-
-        ```bibtex
-        @inproceedings{xu2021conformal,
-            author={Chen Xu and Yao Xie},
-            title={Conformal prediction interval for dynamic time-series},
-            booktitle={International Conference on Machine Learning},
-            year={2021},
-        }
-        ```
     """
     predicted, observed, kept = check_targets(targets, mask, held_out=held_out)
     check_level(level)

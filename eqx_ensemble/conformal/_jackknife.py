@@ -191,15 +191,6 @@ def cv_plus(
 
     ??? cite
         [Predictive inference with the jackknife+](https://arxiv.org/abs/1905.02928)
-
-        ```bibtex
-        @article{barber2021predictive,
-            author={Rina Foygel Barber and Emmanuel J. Cand{\`e}s and Aaditya Ramdas and Ryan J. Tibshirani},
-            title={Predictive inference with the jackknife+},
-            journal={The Annals of Statistics},
-            year={2021},
-        }
-        ```
     """
     check_folds(folds)
     predicted, observed, kept = check_targets(targets, mask, held_out=held_out)
@@ -262,15 +253,6 @@ def jackknife_plus_after_bootstrap(
 
     ??? cite
         [Predictive Inference Is Free with the Jackknife+-after-Bootstrap](https://arxiv.org/abs/2002.09025)
-
-        ```bibtex
-        @inproceedings{kim2020predictive,
-            author={Byol Kim and Chen Xu and Rina Foygel Barber},
-            title={Predictive Inference Is Free with the Jackknife+-after-Bootstrap},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2020},
-        }
-        ```
     """
     predicted, observed, kept = check_targets(targets, mask, held_out=held_out)
     check_level(level)

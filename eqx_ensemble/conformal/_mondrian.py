@@ -58,15 +58,6 @@ def group_quantile(
 
     ??? cite
         [Conditional validity of inductive conformal predictors](https://arxiv.org/abs/1209.2673)
-
-        ```bibtex
-        @article{vovk2013conditional,
-            author={Vladimir Vovk},
-            title={Conditional validity of inductive conformal predictors},
-            journal={Machine Learning},
-            year={2013},
-        }
-        ```
     """
     (checked,) = check_rows(scores=scores)
     kept = check_mask(mask, checked.shape)

@@ -106,15 +106,6 @@ def quantile(
 
     ??? cite
         [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
-
-        ```bibtex
-        @article{lei2018distribution,
-            author={Jing Lei and Max G'Sell and Alessandro Rinaldo and Ryan J. Tibshirani and Larry Wasserman},
-            title={Distribution-Free Predictive Inference For Regression},
-            journal={Journal of the American Statistical Association},
-            year={2018},
-        }
-        ```
     """
     (checked,) = check_rows(scores=scores)
     kept = check_mask(mask, checked.shape)
@@ -163,15 +154,6 @@ def weighted_quantile(
 
     ??? cite
         [Conformal Prediction Under Covariate Shift](https://arxiv.org/abs/1904.06019)
-
-        ```bibtex
-        @inproceedings{tibshirani2019conformal,
-            author={Ryan J. Tibshirani and Rina Foygel Barber and Emmanuel J. Cand{\`e}s and Aaditya Ramdas},
-            title={Conformal Prediction Under Covariate Shift},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2019},
-        }
-        ```
     """
     (checked,) = check_rows(scores=scores)
     kept = check_mask(mask, checked.shape)

@@ -226,15 +226,6 @@ def risk_control(
 
     ??? cite
         [Conformal Risk Control](https://arxiv.org/abs/2208.02814)
-
-        ```bibtex
-        @inproceedings{angelopoulos2024conformal,
-            author={Anastasios N. Angelopoulos and Stephen Bates and Adam Fisch and Lihua Lei and Tal Schuster},
-            title={Conformal Risk Control},
-            booktitle={International Conference on Learning Representations},
-            year={2024},
-        }
-        ```
     """
     table, grid = check_losses(losses, thresholds)
     kept = check_mask(mask, table.shape[:1])

@@ -75,15 +75,6 @@ def cqr(
 
     ??? cite
         [Conformalized Quantile Regression](https://arxiv.org/abs/1905.03222)
-
-        ```bibtex
-        @inproceedings{romano2019conformalized,
-            author={Yaniv Romano and Evan Patterson and Emmanuel J. Cand{\`e}s},
-            title={Conformalized Quantile Regression},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2019},
-        }
-        ```
     """
     low, high, observed, kept = check_targets(targets, mask, lower=lower, upper=upper)
     check_level(level)

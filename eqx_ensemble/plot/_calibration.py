@@ -179,15 +179,6 @@ def reliability_diagram(
 
     ??? cite
         [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
-
-        ```bibtex
-        @inproceedings{guo2017calibration,
-            author={Chuan Guo and Geoff Pleiss and Yu Sun and Kilian Q. Weinberger},
-            title={On Calibration of Modern Neural Networks},
-            booktitle={International Conference on Machine Learning},
-            year={2017},
-        }
-        ```
     """
     check_flag(show_members, "show_members")
     checked, targets, convex, kept = check_bins(logits, labels, num_bins, binning, weights, None, mask)

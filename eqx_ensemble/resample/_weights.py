@@ -50,15 +50,6 @@ def bootstrap(
 
     ??? cite
         [Bagging Predictors](https://doi.org/10.1007/BF00058655)
-
-        ```bibtex
-        @article{breiman1996bagging,
-            author={Leo Breiman},
-            title={Bagging Predictors},
-            journal={Machine Learning},
-            year={1996},
-        }
-        ```
     """
     num_rows, num_members = check_draw(num_rows, num_members, key)
     count = num_rows if size is None else check_draw_size(size, num_rows, replace=True)
@@ -178,15 +169,6 @@ def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Arr
 
     ??? cite
         [Online Bagging and Boosting](https://proceedings.mlr.press/r3/oza01a.html)
-
-        ```bibtex
-        @inproceedings{oza2001online,
-            author={Nikunj C. Oza and Stuart Russell},
-            title={Online Bagging and Boosting},
-            booktitle={Artificial Intelligence and Statistics},
-            year={2001},
-        }
-        ```
     """
     num_rows, num_members = check_draw(num_rows, num_members, key)
     streams = generators(key, num_members, purpose="poisson weights")
@@ -222,15 +204,6 @@ def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Ar
 
     ??? cite
         [The Bayesian Bootstrap](https://doi.org/10.1214/aos/1176345338)
-
-        ```bibtex
-        @article{rubin1981bayesian,
-            author={Donald B. Rubin},
-            title={The Bayesian Bootstrap},
-            journal={The Annals of Statistics},
-            year={1981},
-        }
-        ```
     """
     num_rows, num_members = check_draw(num_rows, num_members, key)
     # Exponential variables divided by their sum have this distribution.

@@ -119,15 +119,6 @@ def bootstrap(
 
     ??? cite
         [Bootstrap Methods: Another Look at the Jackknife](https://doi.org/10.1214/aos/1176344552)
-
-        ```bibtex
-        @article{efron1979bootstrap,
-            author={Bradley Efron},
-            title={Bootstrap Methods: Another Look at the Jackknife},
-            journal={The Annals of Statistics},
-            year={1979},
-        }
-        ```
     """
     rows, weights, kept = check_rows_of_scores(values, row_weights, mask)
     check_level(level)

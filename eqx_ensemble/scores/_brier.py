@@ -53,15 +53,6 @@ def ranked_probability(
     ??? cite
         [A Scoring System for Probability Forecasts of Ranked
         Categories](https://doi.org/10.1175/1520-0450(1969)008%3C0985:ASSFPF%3E2.0.CO;2)
-
-        ```bibtex
-        @article{epstein1969scoring,
-            author={Edward S. Epstein},
-            title={A Scoring System for Probability Forecasts of Ranked Categories},
-            journal={Journal of Applied Meteorology},
-            year={1969},
-        }
-        ```
     """
     checked = check_classes(logits, labels, weights, row_weights, mask, reduction)
     return _ranked_probability(*checked, reduction)
@@ -140,15 +131,6 @@ def brier(
     ??? cite
         [Verification of Forecasts Expressed in Terms of
         Probability](https://doi.org/10.1175/1520-0493(1950)078%3C0001:VOFEIT%3E2.0.CO;2)
-
-        ```bibtex
-        @article{brier1950verification,
-            author={Glenn W. Brier},
-            title={Verification of Forecasts Expressed in Terms of Probability},
-            journal={Monthly Weather Review},
-            year={1950},
-        }
-        ```
     """
     return _brier(*check_classes(logits, labels, weights, row_weights, mask, reduction), reduction)
 
@@ -204,15 +186,6 @@ def decompose_brier(
         [A New Vector Partition of the Probability
         Score](https://doi.org/10.1175/1520-0450(1973)012%3C0595:ANVPOT%3E2.0.CO;2); the part within bins after [Two
         Extra Components in the Brier Score Decomposition](https://doi.org/10.1175/2007WAF2006116.1)
-
-        ```bibtex
-        @article{murphy1973new,
-            author={Allan H. Murphy},
-            title={A New Vector Partition of the Probability Score},
-            journal={Journal of Applied Meteorology},
-            year={1973},
-        }
-        ```
     """
     checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
     return _decompose(*checked, num_bins, binning)

@@ -45,15 +45,6 @@ def mce(
 
     ??? cite
         [Obtaining Well Calibrated Probabilities Using Bayesian Binning](https://doi.org/10.1609/aaai.v29i1.9602)
-
-        ```bibtex
-        @inproceedings{naeini2015obtaining,
-            author={Mahdi Pakdaman Naeini and Gregory F. Cooper and Milos Hauskrecht},
-            title={Obtaining Well Calibrated Probabilities Using {B}ayesian Binning},
-            booktitle={AAAI Conference on Artificial Intelligence},
-            year={2015},
-        }
-        ```
     """
     checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
     return _mce(*checked, num_bins, binning)
@@ -116,15 +107,6 @@ def squared_calibration_error(
 
     ??? cite
         [Verified Uncertainty Calibration](https://arxiv.org/abs/1909.10155)
-
-        ```bibtex
-        @inproceedings{kumar2019verified,
-            author={Ananya Kumar and Percy Liang and Tengyu Ma},
-            title={Verified Uncertainty Calibration},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2019},
-        }
-        ```
     """
     checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
     debiased = check_flag(debiased, "debiased")
@@ -202,15 +184,6 @@ def ece(
         [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599); adaptive bins after [Posterior
         calibration and exploratory analysis for natural language processing models](https://arxiv.org/abs/1508.05154);
         debiased after [Verified Uncertainty Calibration](https://arxiv.org/abs/1909.10155)
-
-        ```bibtex
-        @inproceedings{guo2017calibration,
-            author={Chuan Guo and Geoff Pleiss and Yu Sun and Kilian Q. Weinberger},
-            title={On Calibration of Modern Neural Networks},
-            booktitle={International Conference on Machine Learning},
-            year={2017},
-        }
-        ```
     """
     checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
     debiased = check_flag(debiased, "debiased")
@@ -256,17 +229,6 @@ def classwise_ece(
     ??? cite
         [Beyond temperature scaling: Obtaining well-calibrated multiclass probabilities with Dirichlet
         calibration](https://arxiv.org/abs/1910.12656)
-
-        ```bibtex
-        @inproceedings{kull2019beyond,
-            author={Meelis Kull and Miquel Perello-Nieto and Markus K{\"a}ngsepp and Telmo Silva Filho and
-                    Hao Song and Peter Flach},
-            title={Beyond temperature scaling: Obtaining well-calibrated multiclass probabilities with {D}irichlet
-                   calibration},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2019},
-        }
-        ```
     """
     checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
     debiased = check_flag(debiased, "debiased")

@@ -244,15 +244,6 @@ def balanced_accuracy(
 
     ??? cite
         [The Balanced Accuracy and Its Posterior Distribution](https://doi.org/10.1109/ICPR.2010.764)
-
-        ```bibtex
-        @inproceedings{brodersen2010balanced,
-            author={Kay H. Brodersen and Cheng Soon Ong and Klaas E. Stephan and Joachim M. Buhmann},
-            title={The Balanced Accuracy and Its Posterior Distribution},
-            booktitle={International Conference on Pattern Recognition},
-            year={2010},
-        }
-        ```
     """
     return _balanced_accuracy(*check_classes(logits, labels, weights, row_weights, mask, "mean"))
 

@@ -122,15 +122,6 @@ def crps(
 
     ??? cite
         [Fair scores for ensemble forecasts](https://doi.org/10.1002/qj.2270)
-
-        ```bibtex
-        @article{ferro2014fair,
-            author={C. A. T. Ferro},
-            title={Fair scores for ensemble forecasts},
-            journal={Quarterly Journal of the Royal Meteorological Society},
-            year={2014},
-        }
-        ```
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     convex = check_estimator(estimator, points, weights)
@@ -247,15 +238,6 @@ def threshold_weighted_crps(
         [Evaluating Forecasts for High-Impact Events Using Transformed Kernel
         Scores](https://doi.org/10.1137/22M1532184); thresholds after [Comparing Density Forecasts Using Threshold- and
         Quantile-Weighted Scoring Rules](https://doi.org/10.1198/jbes.2010.08110)
-
-        ```bibtex
-        @article{allen2023evaluating,
-            author={Sam Allen and David Ginsbourger and Johanna Ziegel},
-            title={Evaluating Forecasts for High-Impact Events Using Transformed Kernel Scores},
-            journal={SIAM/ASA Journal on Uncertainty Quantification},
-            year={2023},
-        }
-        ```
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     convex = check_estimator(estimator, points, weights)

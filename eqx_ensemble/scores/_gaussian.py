@@ -191,15 +191,6 @@ def crps_gaussian(
 
     ??? cite
         [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
-
-        ```bibtex
-        @article{gneiting2007strictly,
-            author={Tilmann Gneiting and Adrian E. Raftery},
-            title={Strictly Proper Scoring Rules, Prediction, and Estimation},
-            journal={Journal of the American Statistical Association},
-            year={2007},
-        }
-        ```
     """
     *arrays, rows = check_gaussian(mean, variance, targets, row_weights, mask, members=False, positive=False)
     check_reduction(reduction, arrays[-1].shape)
@@ -248,16 +239,6 @@ def crps_gaussian_mixture(
     ??? cite
         [The continuous ranked probability score for circular variables and its application to mesoscale forecast
         ensemble verification](https://doi.org/10.1256/qj.05.235)
-
-        ```bibtex
-        @article{grimit2006continuous,
-            author={E. P. Grimit and T. Gneiting and V. J. Berrocal and N. A. Johnson},
-            title={The continuous ranked probability score for circular variables and its application to mesoscale
-                   forecast ensemble verification},
-            journal={Quarterly Journal of the Royal Meteorological Society},
-            year={2006},
-        }
-        ```
     """
     *arrays, rows = check_gaussian(
         mean, variance, targets, row_weights, mask, members=True, positive=False, weights=weights

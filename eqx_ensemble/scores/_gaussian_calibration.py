@@ -59,15 +59,6 @@ def quantile_calibration_error(
         [Beyond Pinball Loss: Quantile Methods for Calibrated Uncertainty
         Quantification](https://arxiv.org/abs/2011.09588); squared after [Accurate Uncertainties for Deep Learning Using
         Calibrated Regression](https://arxiv.org/abs/1807.00263)
-
-        ```bibtex
-        @inproceedings{chung2021beyond,
-            author={Youngseog Chung and Willie Neiswanger and Ian Char and Jeff Schneider},
-            title={Beyond Pinball Loss: Quantile Methods for Calibrated Uncertainty Quantification},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2021},
-        }
-        ```
     """
     (checked,) = promote(check_floating("values", values))
     rows = check_rows(row_weights, mask, checked.shape, checked.dtype)
@@ -135,15 +126,6 @@ def ence(
 
     ??? cite
         [Evaluating and Calibrating Uncertainty Prediction in Regression Tasks](https://doi.org/10.3390/s22155540)
-
-        ```bibtex
-        @article{levi2022evaluating,
-            author={Dan Levi and Liran Gispan and Niv Giladi and Ethan Fetaya},
-            title={Evaluating and Calibrating Uncertainty Prediction in Regression Tasks},
-            journal={Sensors},
-            year={2022},
-        }
-        ```
     """
     *arrays, rows = check_gaussian(mean, variance, targets, row_weights, mask, members=False, positive=True)
     check_positive_int(num_bins, "num_bins")
@@ -184,15 +166,6 @@ def sharpness(
 
     ??? cite
         [Probabilistic Forecasts, Calibration and Sharpness](https://doi.org/10.1111/j.1467-9868.2007.00587.x)
-
-        ```bibtex
-        @article{gneiting2007probabilistic,
-            author={Tilmann Gneiting and Fadoua Balabdaoui and Adrian E. Raftery},
-            title={Probabilistic Forecasts, Calibration and Sharpness},
-            journal={Journal of the Royal Statistical Society: Series B},
-            year={2007},
-        }
-        ```
     """
     (checked,) = promote(check_floating("variance", variance))
     rows = check_rows(row_weights, mask, checked.shape, checked.dtype)

@@ -111,15 +111,6 @@ def pinball(
 
     ??? cite
         [Regression Quantiles](https://doi.org/10.2307/1913643)
-
-        ```bibtex
-        @article{koenker1978regression,
-            author={Roger Koenker and Gilbert Bassett},
-            title={Regression Quantiles},
-            journal={Econometrica},
-            year={1978},
-        }
-        ```
     """
     rules = import_scoringrules()
     predicted, observed = check_regression(targets, members=False, quantiles=quantiles)

@@ -62,15 +62,6 @@ def dawid_sebastiani(
 
     ??? cite
         [Coherent Dispersion Criteria for Optimal Experimental Design](https://doi.org/10.1214/aos/1018031101)
-
-        ```bibtex
-        @article{dawid1999coherent,
-            author={A. Philip Dawid and Paola Sebastiani},
-            title={Coherent Dispersion Criteria for Optimal Experimental Design},
-            journal={The Annals of Statistics},
-            year={1999},
-        }
-        ```
     """
     rules = import_scoringrules()
     points, observed = check_regression(targets, members=True, samples=samples)
@@ -263,15 +254,6 @@ def variogram_score(
     ??? cite
         [Variogram-Based Proper Scoring Rules for Probabilistic Forecasts of Multivariate
         Quantities](https://doi.org/10.1175/MWR-D-14-00269.1)
-
-        ```bibtex
-        @article{scheuerer2015variogram,
-            author={Michael Scheuerer and Thomas M. Hamill},
-            title={Variogram-Based Proper Scoring Rules for Probabilistic Forecasts of Multivariate Quantities},
-            journal={Monthly Weather Review},
-            year={2015},
-        }
-        ```
     """
     name = "scores.variogram_score"
     rules = import_scoringrules()

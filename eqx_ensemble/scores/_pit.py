@@ -49,15 +49,6 @@ def rank_histogram(
     ??? cite
         [Interpretation of Rank Histograms for Verifying Ensemble
         Forecasts](https://doi.org/10.1175/1520-0493(2001)129%3C0550:IORHFV%3E2.0.CO;2)
-
-        ```bibtex
-        @article{hamill2001interpretation,
-            author={Thomas M. Hamill},
-            title={Interpretation of Rank Histograms for Verifying Ensemble Forecasts},
-            journal={Monthly Weather Review},
-            year={2001},
-        }
-        ```
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     kept = check_mask(mask, observed.shape)
@@ -122,15 +113,6 @@ def pit(
 
     ??? cite
         [Predictive Model Assessment for Count Data](https://doi.org/10.1111/j.1541-0420.2009.01191.x)
-
-        ```bibtex
-        @article{czado2009predictive,
-            author={Claudia Czado and Tilmann Gneiting and Leonhard Held},
-            title={Predictive Model Assessment for Count Data},
-            journal={Biometrics},
-            year={2009},
-        }
-        ```
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     convex = check_weights(weights, points.shape[0], points.dtype)

@@ -47,15 +47,6 @@ def auroc(
     ??? cite
         [The Meaning and Use of the Area under a Receiver Operating Characteristic (ROC)
         Curve](https://doi.org/10.1148/radiology.143.1.7063747)
-
-        ```bibtex
-        @article{hanley1982meaning,
-            author={James A. Hanley and Barbara J. McNeil},
-            title={The Meaning and Use of the Area under a Receiver Operating Characteristic ({ROC}) Curve},
-            journal={Radiology},
-            year={1982},
-        }
-        ```
     """
     return _auroc(*check_ranking(scores, positives, row_weights, mask))
 
@@ -92,15 +83,6 @@ def aupr(
 
     ??? cite
         [The Relationship Between Precision-Recall and ROC Curves](https://doi.org/10.1145/1143844.1143874)
-
-        ```bibtex
-        @inproceedings{davis2006relationship,
-            author={Jesse Davis and Mark Goadrich},
-            title={The Relationship Between Precision-Recall and {ROC} Curves},
-            booktitle={International Conference on Machine Learning},
-            year={2006},
-        }
-        ```
     """
     return _aupr(*check_ranking(scores, positives, row_weights, mask))
 
@@ -262,15 +244,6 @@ def roc_curve(
 
     ??? cite
         [An Introduction to ROC Analysis](https://doi.org/10.1016/j.patrec.2005.10.010)
-
-        ```bibtex
-        @article{fawcett2006introduction,
-            author={Tom Fawcett},
-            title={An Introduction to {ROC} Analysis},
-            journal={Pattern Recognition Letters},
-            year={2006},
-        }
-        ```
     """
     return _roc_curve(*check_ranking(scores, positives, row_weights, mask))
 

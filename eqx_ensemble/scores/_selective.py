@@ -52,15 +52,6 @@ def risk_coverage(
 
     ??? cite
         [Selective Classification for Deep Neural Networks](https://arxiv.org/abs/1705.08500)
-
-        ```bibtex
-        @inproceedings{geifman2017selective,
-            author={Yonatan Geifman and Ran El-Yaniv},
-            title={Selective Classification for Deep Neural Networks},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2017},
-        }
-        ```
     """
     return _risk_coverage(*check_selection(uncertainty, losses, row_weights, mask))
 
@@ -98,15 +89,6 @@ def aurc(
 
     ??? cite
         [Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers](https://arxiv.org/abs/1805.08206)
-
-        ```bibtex
-        @inproceedings{geifman2019bias,
-            author={Yonatan Geifman and Guy Uziel and Ran El-Yaniv},
-            title={Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers},
-            booktitle={International Conference on Learning Representations},
-            year={2019},
-        }
-        ```
     """
     return _aurc(*check_selection(uncertainty, losses, row_weights, mask))
 

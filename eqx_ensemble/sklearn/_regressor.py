@@ -83,15 +83,6 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
     ??? cite
 
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
-
-        ```bibtex
-        @inproceedings{lakshminarayanan2017simple,
-            author={Balaji Lakshminarayanan and Alexander Pritzel and Charles Blundell},
-            title={Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2017},
-        }
-        ```
     """
 
     def __init__(

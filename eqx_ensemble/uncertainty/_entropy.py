@@ -69,16 +69,6 @@ def decompose_entropy(
     ??? cite
         [Decomposition of Uncertainty in Bayesian Deep Learning for Efficient and Risk-sensitive
         Learning](https://arxiv.org/abs/1710.07283)
-
-        ```bibtex
-        @inproceedings{depeweg2018decomposition,
-            author={Stefan Depeweg and Jos{\'e} Miguel Hern{\'a}ndez-Lobato and Finale Doshi-Velez and
-                    Steffen Udluft},
-            title={Decomposition of Uncertainty in {B}ayesian Deep Learning for Efficient and Risk-sensitive Learning},
-            booktitle={International Conference on Machine Learning},
-            year={2018},
-        }
-        ```
     """
     checked = check_logits(logits)
     convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
@@ -187,15 +177,6 @@ def jensen_shannon(
 
     ??? cite
         [Divergence Measures Based on the Shannon Entropy](https://doi.org/10.1109/18.61115)
-
-        ```bibtex
-        @article{lin1991divergence,
-            author={Jianhua Lin},
-            title={Divergence Measures Based on the {S}hannon Entropy},
-            journal={IEEE Transactions on Information Theory},
-            year={1991},
-        }
-        ```
     """
     checked = check_logits(logits)
     return _jensen_shannon(checked, check_weights(weights, checked.shape[0], checked.dtype))
@@ -236,15 +217,6 @@ def pairwise_kl(
     ??? cite
         [Introducing an Improved Information-Theoretic Measure of Predictive
         Uncertainty](https://arxiv.org/abs/2311.08309)
-
-        ```bibtex
-        @article{schweighofer2023introducing,
-            author={Kajetan Schweighofer and Lukas Aichberger and Mykyta Ielanskyi and Sepp Hochreiter},
-            title={Introducing an Improved Information-Theoretic Measure of Predictive Uncertainty},
-            journal={arXiv: 2311.08309},
-            year={2023},
-        }
-        ```
     """
     checked = check_logits(logits)
     return _pairwise_kl(checked, check_weights(weights, checked.shape[0], checked.dtype))

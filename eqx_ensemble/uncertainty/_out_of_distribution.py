@@ -39,15 +39,6 @@ def least_confidence(
     ??? cite
         [A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural
         Networks](https://arxiv.org/abs/1610.02136)
-
-        ```bibtex
-        @inproceedings{hendrycks2017baseline,
-            author={Dan Hendrycks and Kevin Gimpel},
-            title={A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural Networks},
-            booktitle={International Conference on Learning Representations},
-            year={2017},
-        }
-        ```
     """
     checked = check_logits(logits)
     return _least_confidence(checked, check_weights(weights, checked.shape[0], checked.dtype))
@@ -87,15 +78,6 @@ def free_energy(
 
     ??? cite
         [Energy-based Out-of-distribution Detection](https://arxiv.org/abs/2010.03759)
-
-        ```bibtex
-        @inproceedings{liu2020energy,
-            author={Weitang Liu and Xiaoyun Wang and John D. Owens and Yixuan Li},
-            title={Energy-based Out-of-distribution Detection},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={2020},
-        }
-        ```
     """
     checked = check_logits(logits)
     convex = check_weights(weights, checked.shape[0], checked.dtype)

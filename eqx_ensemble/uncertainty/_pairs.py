@@ -128,15 +128,6 @@ def pairwise_disagreement(
 
     ??? cite
         [Deep Ensembles: A Loss Landscape Perspective](https://arxiv.org/abs/1912.02757)
-
-        ```bibtex
-        @article{fort2019deep,
-            author={Stanislav Fort and Huiyi Hu and Balaji Lakshminarayanan},
-            title={Deep Ensembles: A Loss Landscape Perspective},
-            journal={arXiv: 1912.02757},
-            year={2019},
-        }
-        ```
     """
     checked = check_logits(logits, of_votes=True)
     return _pairwise_disagreement(checked, check_mask(mask, checked.shape[1:-1]))
@@ -178,15 +169,6 @@ def q_statistic(
     ??? cite
         [Measures of Diversity in Classifier Ensembles and Their Relationship with the Ensemble
         Accuracy](https://doi.org/10.1023/A:1022859003006)
-
-        ```bibtex
-        @article{kuncheva2003measures,
-            author={Ludmila I. Kuncheva and Christopher J. Whitaker},
-            title={Measures of Diversity in Classifier Ensembles and Their Relationship with the Ensemble Accuracy},
-            journal={Machine Learning},
-            year={2003},
-        }
-        ```
     """
     return _q_statistic(*check_rows_of_members("correct", correct, mask, binary=True))
 

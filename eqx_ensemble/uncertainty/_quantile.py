@@ -98,15 +98,6 @@ def quantile(
 
     ??? cite
         [Sample Quantiles in Statistical Packages](https://doi.org/10.1080/00031305.1996.10473566)
-
-        ```bibtex
-        @article{hyndman1996sample,
-            author={Rob J. Hyndman and Yanan Fan},
-            title={Sample Quantiles in Statistical Packages},
-            journal={The American Statistician},
-            year={1996},
-        }
-        ```
     """
     checked = check_values("values", values)
     wanted, over = check_levels(levels, checked.dtype, ends=True)

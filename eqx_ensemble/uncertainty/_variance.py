@@ -68,15 +68,6 @@ def decompose_squared_error(
     ??? cite
         [Neural Network Ensembles, Cross Validation, and Active
         Learning](https://proceedings.neurips.cc/paper/1994/hash/b8c37e33defde51cf91e1e03e51657da-Abstract.html)
-
-        ```bibtex
-        @inproceedings{krogh1994neural,
-            author={Anders Krogh and Jesper Vedelsby},
-            title={Neural Network Ensembles, Cross Validation, and Active Learning},
-            booktitle={Advances in Neural Information Processing Systems},
-            year={1994},
-        }
-        ```
     """
     predicted, observed = check_regression(targets, members=True, predictions=predictions)
     convex = check_weights(weights, predicted.shape[0], predicted.dtype)
@@ -121,16 +112,6 @@ def decompose_nll(
 
     ??? cite
         [A Unified Theory of Diversity in Ensemble Learning](https://jmlr.org/papers/v24/23-0041.html)
-
-        ```bibtex
-        @article{wood2023unified,
-            author={Danny Wood and Tingting Mu and Andrew M. Webb and Henry W. J. Reeve and Mikel Luj{\'a}n and
-                    Gavin Brown},
-            title={A Unified Theory of Diversity in Ensemble Learning},
-            journal={Journal of Machine Learning Research},
-            year={2023},
-        }
-        ```
     """
     checked = check_logits(logits)
     targets = check_labels(labels, checked)

@@ -248,15 +248,6 @@ def greedy(
 
     ??? cite
         [Ensemble Selection from Libraries of Models](https://doi.org/10.1145/1015330.1015432)
-
-        ```bibtex
-        @inproceedings{caruana2004ensemble,
-            author={Rich Caruana and Alexandru Niculescu-Mizil and Geoff Crew and Alex Ksikes},
-            title={Ensemble Selection from Libraries of Models},
-            booktitle={International Conference on Machine Learning},
-            year={2004},
-        }
-        ```
     """
     checked = check_values("predictions", predictions)
     own = check_greedy(score, mask, num_steps, num_initial, checked.shape[0])

@@ -39,15 +39,6 @@ def bayesian(
 
     ??? cite
         [Bayesian Model Averaging: A Tutorial](https://doi.org/10.1214/ss/1009212519)
-
-        ```bibtex
-        @article{hoeting1999bayesian,
-            author={Jennifer A. Hoeting and David Madigan and Adrian E. Raftery and Chris T. Volinsky},
-            title={Bayesian Model Averaging: A Tutorial},
-            journal={Statistical Science},
-            year={1999},
-        }
-        ```
     """
     return _bayesian(*check_log_scores(log_scores, mask))
 
@@ -117,15 +108,6 @@ def stacking(
 
     ??? cite
         [Using Stacking to Average Bayesian Predictive Distributions](https://doi.org/10.1214/17-BA1091)
-
-        ```bibtex
-        @article{yao2018using,
-            author={Yuling Yao and Aki Vehtari and Daniel Simpson and Andrew Gelman},
-            title={Using Stacking to Average {B}ayesian Predictive Distributions},
-            journal={Bayesian Analysis},
-            year={2018},
-        }
-        ```
     """
     check_tolerance(tolerance)
     logs, rows = check_log_scores(log_scores, mask)
