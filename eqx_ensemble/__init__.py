@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from ._predict import predict as predict
     from ._prune import prune as prune
     from ._typing import Stacked as Stacked
-    from .plan._map import map_members as map_members
-    from .sharding._mesh import make_mesh as make_mesh
-    from .train._fit import fit as fit
-    from .train._group_run import GroupRun as GroupRun
-    from .train._run import Run as Run
+    from .plan._engine import map_members as map_members
+    from .sharding._engine import make_mesh as make_mesh
+    from .train._engine import GroupRun as GroupRun
+    from .train._engine import Run as Run
+    from .train._engine import fit as fit
 else:
     __getattr__, __dir__, __all__ = _import_when_used(
         __name__,

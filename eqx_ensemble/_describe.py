@@ -11,12 +11,10 @@ import jax.tree_util as jtu
 from ._check import is_member_array, kind_text
 from ._ensemble import Ensemble, Group
 from ._leaf_text import leaf_text
-from ._predict._check import bytes_text
+from ._predict import bytes_text
 from ._progress import members_in_words
 from ._pytree import PyTree
-from .train._run import Run
-from .train._state import TrainState
-from .train._trainable import Trainable, split_trainable
+from .train._engine import Run, Trainable, TrainState, split_trainable
 
 _HEADS = ("part", "leaf", "shape", "dtype", "kind", "trainable", "bytes")
 

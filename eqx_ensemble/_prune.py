@@ -3,8 +3,7 @@ from typing import Any, overload
 from jaxtyping import Array, Float
 
 from . import _check, combine
-from ._ensemble import Ensemble, Group, M
-from ._ensemble._check import check_ensemble_or_group
+from ._ensemble import Ensemble, Group, M, check_ensemble_or_group
 
 
 @overload

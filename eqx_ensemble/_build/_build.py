@@ -12,18 +12,31 @@ from jax.sharding import Mesh
 
 from .. import _axes, _keys
 from .._check import MemberMismatchError, check_key, check_sequence, is_readable, is_traced, is_typed_key
-from .._ensemble import Ensemble, M, Where, from_stacked, mark_numbers
-from .._ensemble._check import check_no_text_arrays, check_selection
-from .._ensemble._construct import warn_of_equal_members
+from .._ensemble import (
+    Ensemble,
+    M,
+    Where,
+    check_no_text_arrays,
+    check_selection,
+    from_stacked,
+    mark_numbers,
+    warn_of_equal_members,
+)
 from .._pytree import PyTree
 from .._warnings import warn
 from ..plan import Vmap
-from ..plan._plans import sharded_plan
+from ..plan._engine import sharded_plan
 from ..sharding import Shard
-from ..sharding._check import check_shard_rule, warn_of_padding
-from ..sharding._layout import Layout, as_layout, constrain_member
-from ..sharding._shard import replicate, shard_members
-from ..tree._check import check_no_tracers
+from ..sharding._engine import (
+    Layout,
+    as_layout,
+    check_shard_rule,
+    constrain_member,
+    replicate,
+    shard_members,
+    warn_of_padding,
+)
+from ..tree._engine import check_no_tracers
 from ._check import (
     check_arguments,
     check_count,

@@ -20,6 +20,7 @@ from ._keys import check_integer_ids as check_integer_ids
 from ._keys import check_key as check_key
 from ._keys import check_key_shape as check_key_shape
 from ._keys import is_typed_key as is_typed_key
+from ._leaves import MOST_BITS as MOST_BITS
 from ._leaves import Size as Size
 from ._leaves import array_leaves as array_leaves
 from ._leaves import check_in_range as check_in_range
@@ -34,6 +35,7 @@ from ._leaves import kind_text as kind_text
 from ._leaves import member_dtype as member_dtype
 from ._leaves import number_text as number_text
 from ._leaves import path_text as path_text
+from ._options import MOST_STEPS as MOST_STEPS
 from ._options import check_axis as check_axis
 from ._options import check_counter as check_counter
 from ._options import check_flag as check_flag

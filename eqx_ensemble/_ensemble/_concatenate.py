@@ -11,8 +11,7 @@ from .._caller import caller
 from .._check import MemberMismatchError, check_flag, check_weight_count, kind_text
 from .._keys import check_distinct_ids
 from .._pytree import PyTree
-from ..tree._compare import Rules, compare_trees
-from ..tree._sum import combine_trees
+from ..tree._engine import Rules, combine_trees, compare_trees
 from ._check import check_ensemble, check_ensembles, check_equal_members, check_equal_shared
 from ._ensemble import Ensemble, M, one_alone
 from ._group import Group, check_member_values, member_positions, part_names

@@ -8,13 +8,12 @@ import numpy as np
 
 from .. import _axes, _keys
 from .. import tree as _tree
-from .._axes._check import check_member_axis
+from .._axes import check_member_axis
 from .._caller import caller
 from .._check import MemberMismatchError, check_flag, is_key, is_member_array, is_traced, kind_text
 from .._pytree import PyTree
 from .._warnings import warn
-from ..tree._check import check_trees
-from ..tree._compare import Rules, compare_trees
+from ..tree._engine import Rules, check_trees, compare_trees
 from ._check import check_equal_shared, check_no_text_arrays, check_selection
 from ._ensemble import Ensemble, M, Where
 from ._group import Group, part_names

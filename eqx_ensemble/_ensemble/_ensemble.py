@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from .. import _axes, _keys
 from .. import tree as _tree
-from .._axes._check import check_member_axis
+from .._axes import check_member_axis
 from .._check import (
     MemberMismatchError,
     array_leaves,
@@ -21,7 +21,7 @@ from .._foreign import take_in
 from .._pytree import PyTree
 from .._typing import CallableEnsemble, Out, StatefulEnsemble, kind_of_members
 from ..plan import AbstractPlan
-from ..plan._map import call_members, map_members
+from ..plan._engine import call_members, map_members
 
 
 def check_stacked_leaves(stacked: Any, ids: Any) -> None:

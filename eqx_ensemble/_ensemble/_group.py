@@ -15,7 +15,7 @@ from .._check import MemberMismatchError, check_flag, check_sequence, is_traced,
 from .._foreign import from_foreign_tree
 from .._leaf_text import leaf_text
 from .._pytree import PyTree
-from ..tree._check import check_index
+from ..tree._engine import check_index
 from ._ensemble import Ensemble
 
 

@@ -15,9 +15,7 @@ from safetensors.numpy import save as safetensors_bytes
 
 from .._ensemble import Ensemble
 from .._pytree import PyTree
-from ..checkpoint._disk import as_path
-from ..checkpoint._snapshot import versions
-from ..checkpoint._write import write_file
+from ..checkpoint._engine import as_path, versions, write_file
 
 
 def about(program: Exported, ensemble: Ensemble[Any], *, symbolic_members: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from .._check import (
     is_traced,
     kind_text,
 )
-from .._files._check import PLAIN_DTYPES
+from .._files import PLAIN_DTYPES
 from .._jaxpr import inner_jaxprs
 from .._leaf_text import leaf_text
 from .._older_jax import InconclusiveDimensionOperation

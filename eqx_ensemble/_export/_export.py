@@ -12,10 +12,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .._check import check_installed
 from .._ensemble import Ensemble
 from .._jaxpr import plain_jit
-from .._predict._batch import MemberCall
-from .._predict._check import check_inference
+from .._predict import MemberCall, check_inference
 from .._pytree import PyTree
-from ..checkpoint._snapshot import versions
+from ..checkpoint._engine import versions
 from ..plan import AbstractPlan
 from ._artefact import Artefact, about, describe_arrays
 from ._check import (

@@ -16,13 +16,12 @@ from .._check import (
     member_dtype,
 )
 from .._combination import of_predictions
-from .._ensemble import Ensemble
-from .._ensemble._check import check_ensemble, check_model_state, check_model_state_given
-from .._predict._batch import MemberCall, PredictionInputs, predict_batch
+from .._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
+from .._predict import MemberCall, PredictionInputs, predict_batch
 from .._pytree import PyTree
 from ..plan import AbstractPlan
-from ..plan._auto import as_plan
-from ..train._check_run import check_run_weights
+from ..plan._engine import as_plan
+from ..train._engine import check_run_weights
 from ._check import check_exportable, check_known_plan, check_output, check_row_shapes, check_string_keys
 
 

@@ -23,10 +23,8 @@ from .._check import (
     path_text,
 )
 from .._ensemble import Ensemble, Group
-from ..checkpoint._check import safe_text
-from ..checkpoint._manifest import Manifest
-from ..checkpoint._structure import is_array_like
-from ..tree._check import check_no_tracers
+from ..checkpoint._engine import Manifest, is_array_like, safe_text
+from ..tree._engine import check_no_tracers
 
 
 def is_maker(like: Any) -> bool:

@@ -13,13 +13,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as safetensors_bytes
 
 from .._check import check_path, kind_text
-from .._ensemble import Ensemble, Group, M, stack
-from .._ensemble._check import check_ensemble_or_group
-from ..checkpoint._check import corrupt_error
-from ..checkpoint._disk import absolute, as_path, is_on_disk
-from ..checkpoint._snapshot import count_bytes
-from ..checkpoint._structure import LeafDifference, check_same_leaves, is_array_like, is_number, saved_leaves
-from ..checkpoint._write import write_file
+from .._ensemble import Ensemble, Group, M, check_ensemble_or_group, stack
+from ..checkpoint._engine import (
+    LeafDifference,
+    absolute,
+    as_path,
+    check_same_leaves,
+    corrupt_error,
+    count_bytes,
+    is_array_like,
+    is_number,
+    is_on_disk,
+    saved_leaves,
+    write_file,
+)
 from ._check import (
     check_like_given,
     check_member_format,

@@ -12,16 +12,20 @@ from .. import _axes
 from .._check import check_flag, check_integer_ids, check_path, is_member_array, path_text
 from .._ensemble import Ensemble, Group, M
 from .._pytree import PyTree
-from ..checkpoint._check import check_format
-from ..checkpoint._disk import as_path
-from ..checkpoint._formats import FORMATS, FormatName, is_of_fit, open_checkpoint
-from ..checkpoint._manifest import Manifest
-from ..checkpoint._restore import restore
-from ..checkpoint._snapshot import snapshot
+from ..checkpoint._engine import (
+    FORMATS,
+    FormatName,
+    Manifest,
+    as_path,
+    check_format,
+    is_of_fit,
+    open_checkpoint,
+    restore,
+    snapshot,
+)
 from ..distributed import to_host
-from ..sharding._layout import Layout, as_layout
-from ..sharding._shard import replicate, shard_members
-from ..tree._check import check_distinct, check_index
+from ..sharding._engine import Layout, as_layout, replicate, shard_members
+from ..tree._engine import check_distinct, check_index
 from ._check import (
     as_like,
     check_has_arrays,

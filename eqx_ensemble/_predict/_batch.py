@@ -11,9 +11,8 @@ from .. import _axes, _check, tree
 from .._ensemble import Ensemble
 from .._pytree import PyTree
 from ..plan import AbstractPlan
-from ..plan._plans import sharded_plan
-from ..sharding._layout import Layout, constrain_members
-from ..sharding._shard import put, shard_rows
+from ..plan._engine import sharded_plan
+from ..sharding._engine import Layout, constrain_members, put, shard_rows
 
 # Selects rows of arrays: on a CPU by NumPy, because JAX compiles its indexing anew for every number of rows.
 

@@ -8,18 +8,26 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .. import _axes, _check, _keys
-from .._axes._check_rows import check_no_batch, check_rows_of_data
+from .._axes import check_no_batch, check_rows_of_data
 from .._combination import AbstractCombination, of_predictions, stream_of
-from .._ensemble import Ensemble, Group
-from .._ensemble._check import check_model_state, check_model_state_given
-from .._ensemble._concatenate import by_part, data_by_part, explain_part, states_by_part
-from .._ensemble._group import check_like_outputs, join_values, member_positions
+from .._ensemble import (
+    Ensemble,
+    Group,
+    by_part,
+    check_like_outputs,
+    check_model_state,
+    check_model_state_given,
+    data_by_part,
+    explain_part,
+    join_values,
+    member_positions,
+    states_by_part,
+)
 from .._foreign import as_hashable
 from .._pytree import PyTree
 from ..plan import AbstractPlan
-from ..plan._auto import Pilot, as_plan
-from ..sharding._layout import Layout, layout_for
-from ..sharding._shard import replicate, shard_members
+from ..plan._engine import Pilot, as_plan
+from ..sharding._engine import Layout, layout_for, replicate, shard_members
 from ._batch import MemberCall, PredictionInputs, first_rows, predict_batch, row_of_zeros, size_of_few, weights_of
 from ._check import check_combine, check_inference, check_rows_of_result, check_untraced
 from ._run_works import Work, combine_parts, run_works

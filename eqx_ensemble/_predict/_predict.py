@@ -10,19 +10,16 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from .. import _axes, _check
-from .._axes import is_per_member, leaf_kinds, program_key
-from .._axes._check_rows import check_no_batch, explain_rows
+from .._axes import check_no_batch, explain_rows, is_per_member, leaf_kinds, program_key
 from .._code import Code
 from .._combination import of_predictions, stream_of
-from .._ensemble import Ensemble, Group
-from .._ensemble._check import check_ensemble
+from .._ensemble import Ensemble, Group, check_ensemble
 from .._foreign import as_hashable, from_foreign_tree, own_array
 from .._pytree import PyTree
 from .._suggest import explain_as
-from .._typing import CallableEnsemble, Out, StatefulEnsemble
-from .._typing._signatures import ByPart
+from .._typing import ByPart, CallableEnsemble, Out, StatefulEnsemble
 from ..plan import AbstractPlan, AnyPlan
-from ..plan._auto import Pilot, as_plan, explain_memory
+from ..plan._engine import Pilot, as_plan, explain_memory
 from ._batch import MemberCall, PredictionInputs, first_rows, predict_batch, size_of_few, weights_of
 from ._check import check_combine, check_inference, check_rows_of_result
 from ._group import check_budget, check_members_and_rows, predict_group, predict_no_rows, prepare_inputs, size_of_batch

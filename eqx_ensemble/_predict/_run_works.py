@@ -12,16 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _axes, _check
-from .._axes._check_rows import explain_rows
+from .._axes import explain_rows
 from .._check import is_typed_key
 from .._combination import AbstractCombination
-from .._ensemble._group import join_values
+from .._ensemble import join_values
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
-from ..distributed._arrays import largest
-from ..plan._auto import Pilot, explain_memory
-from ..plan._memory import cost_of, free_bytes, peak, release_memory
-from ..sharding._layout import spans_processes
+from ..distributed._engine import largest
+from ..plan._engine import Pilot, cost_of, explain_memory, free_bytes, peak, release_memory
+from ..sharding._engine import spans_processes
 from ._batch import (
     MemberCall,
     PredictionInputs,

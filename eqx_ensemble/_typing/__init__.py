@@ -1,3 +1,4 @@
+from ._signatures import ByPart as ByPart
 from ._signatures import CallableEnsemble as CallableEnsemble
 from ._signatures import MappedFunction as MappedFunction
 from ._signatures import Out as Out

@@ -24,7 +24,7 @@ from .._check import (
 )
 from .._warnings import warn
 from .._weighting import blank_masked, blank_unweighted, is_class, log_mixture
-from ..scores._check import check_some_rows
+from ..scores._engine import check_some_rows
 
 
 def check_pool(pool: str, *, weighted: bool) -> None:

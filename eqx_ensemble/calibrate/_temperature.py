@@ -6,7 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 from .._check import as_column, check_fitted_members, check_mask, check_moments, check_regression, check_variance
 from .._weighting import blank_masked
 from ..combine import Gaussian, gaussian
-from ..scores._check import check_some_rows
+from ..scores._engine import check_some_rows
 from ._check import (
     Pool,
     Pooling,

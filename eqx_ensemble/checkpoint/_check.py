@@ -7,6 +7,7 @@ import jax
 
 from .._caller import caller
 from .._check import (
+    MOST_BITS,
     CheckpointCorruptError,
     MemberMismatchError,
     check_path,
@@ -16,7 +17,6 @@ from .._check import (
     is_traced,
     kind_text,
 )
-from .._check._leaves import MOST_BITS
 
 KEY_WORDS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 """The generators whose keys can be saved, and the number of words in a key."""

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from .._check import CheckpointCorruptError
 from ..distributed import is_first
-from ..distributed._arrays import raise_on_all
+from ..distributed._engine import raise_on_all
 from . import _orbax
 from ._check import corrupt_error
 from ._check_folders import (

@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 from .._caller import caller
 from .._check import check_logits, check_mask, check_word, concrete, promote
 from .._warnings import warn
-from ..scores._by_group import check_groups
+from ..scores._engine import check_groups
 from ._check import check_level, check_num_classes, check_rows, enough_rows_text
 from ._classes import SCORES, Score, class_scores, score_labels
 from ._quantile import fraction, ranks_by_count

@@ -12,13 +12,9 @@ from .._check import MemberMismatchError, check_integer, check_optional_function
 from .._ensemble import Ensemble, Group
 from .._pytree import PyTree
 from ..checkpoint import Checkpoints
-from ..checkpoint._disk import absolute, as_path
+from ..checkpoint._engine import absolute, as_path
 from ..plan import AbstractPlan, Auto
-from ..train._group_run import GroupRun
-from ..train._revive import Revive
-from ..train._run import Run
-from ..train._state import TrainState
-from ..train.data._source import is_batches
+from ..train._engine import GroupRun, Revive, Run, TrainState, is_batches
 from ..tree import num_members
 from ._shard import Finished, lost_message
 from ._sharded_run import ShardedRun

@@ -9,9 +9,7 @@ import numpy as np
 from .._caller import caller
 from .._check import check_path, check_sequence, kind_text
 from .._ensemble import Ensemble
-from ..checkpoint._check_folders import is_sealed
-from ..checkpoint._disk import as_path, is_on_disk
-from ..checkpoint._formats import kind_of
+from ..checkpoint._engine import as_path, is_on_disk, is_sealed, kind_of
 
 _MOST_NAMED = 8
 

@@ -6,13 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..checkpoint._check_record import check_fields, check_valid, decode_array, encode_array, is_list, is_record
+from ..checkpoint._engine import check_fields, check_valid, decode_array, encode_array, is_list, is_record
 from ..distributed import to_host
-from ..train._check_member import hyper_column_text
-from ..train._run import Run
-from ..train._status import Status
-from ..train.compiled._selection import Mode
-from ..train.host._record import mean_of_last_epoch
+from ..train._engine import Mode, Run, Status, hyper_column_text, mean_of_last_epoch
 
 _INTEGERS = ("ids", "status", "stopped_at", "best_step")
 

@@ -11,18 +11,11 @@ import numpy as np
 from .. import _axes, _keys, tree
 from .._caller import caller
 from .._check import MemberMismatchError, check_sequence, is_typed_key, kind_text
-from .._ensemble import Ensemble, Group
-from .._ensemble._check import check_model_state
+from .._ensemble import Ensemble, Group, check_model_state
 from .._foreign import as_numpy, from_foreign_tree
 from .._pytree import PyTree
-from ..checkpoint._structure import is_array_like
-from ..train._check import check_limit
-from ..train._group_run import GroupRun
-from ..train._opt_hyper import hyper_arrays
-from ..train._run import Run
-from ..train._state import TrainState
-from ..train.data._source import is_wrapper
-from ..train.host._record import History
+from ..checkpoint._engine import is_array_like
+from ..train._engine import GroupRun, History, Run, TrainState, check_limit, hyper_arrays, is_wrapper
 
 # The shapes of members to read from files.
 

@@ -22,7 +22,7 @@ from .._caller import caller
 from .._check import check_installed, check_positive_int, kind_text
 from .._warnings import ignore_warnings, warn
 from ..checkpoint import _disk
-from ..checkpoint._snapshot import raw
+from ..checkpoint._engine import raw
 from ._worker import ArrayFile
 
 # Checks of executors, which need the interface of `concurrent.futures`.

@@ -6,41 +6,48 @@ import equinox as eqx
 import numpy as np
 from jax.sharding import Mesh
 
-from .._axes._check_rows import check_rows_of_data
+from .._axes import check_rows_of_data
 from .._caller import caller
 from .._check import check_integers_fit, check_key, check_optional_function, check_positive_int
-from .._ensemble import Ensemble, M
-from .._ensemble._check import check_model_state_given
+from .._ensemble import Ensemble, M, check_model_state_given
 from .._pytree import PyTree
 from .._suggest import meant_text
 from ..distributed import to_host
 from ..plan import AbstractPlan
-from ..plan._auto import as_plan
-from ..train._check import (
+from ..plan._engine import as_plan
+from ..train._engine import (
+    CommonFitOptions,
+    Optimiser,
+    Revive,
+    RowReader,
+    Run,
+    Status,
+    TrainState,
+    as_row_indices,
+    check_batch_size,
+    check_checkpoint_options,
+    check_choices,
+    check_history,
     check_hyper_used,
     check_length,
+    check_loss_signature,
+    check_no_scan,
     check_no_transformation,
+    check_not_given_again,
     check_optimiser,
     check_patience,
+    check_same_mode,
     check_same_structure,
     check_scoring,
     check_some_training,
+    check_state,
+    is_data_function,
+    make_limits,
+    missing_validation_message,
+    partition_trainable,
+    stop_at_limits,
+    without_marks,
 )
-from ..train._check_run import check_choices, check_history
-from ..train._revive import Revive
-from ..train._run import Run
-from ..train._signatures import CommonFitOptions
-from ..train._state import TrainState, check_state
-from ..train._status import Status
-from ..train._trainable import partition_trainable
-from ..train.compiled._check import check_loss_signature
-from ..train.compiled._optimiser import Optimiser
-from ..train.compiled._selection import make_limits, stop_at_limits
-from ..train.data._check import check_batch_size
-from ..train.data._reader import RowReader, check_no_scan
-from ..train.data._source import as_row_indices, is_data_function, without_marks
-from ..train.host._check import check_not_given_again, check_same_mode, missing_validation_message
-from ..train.resume._check import check_checkpoint_options
 from ._check import check_divisible, check_folder, check_start
 from ._check_saved import check_save_folder
 from ._divide import (

@@ -13,18 +13,12 @@ import numpy as np
 
 from .. import tree
 from .._caller import caller
-from .._ensemble._concatenate import concatenate
+from .._ensemble import concatenate
 from .._warnings import warn
 from ..distributed import to_host
 from ..methods import population
-from ..train._check import allow_idle
-from ..train._check_run import warn_of_diverged
-from ..train._fit import fit as fit_here
-from ..train._run import Run
-from ..train._state import TrainState
-from ..train._status import Status
-from ..train.data._source import is_data_function
-from ..train.host._record import History
+from ..train._engine import History, Run, Status, TrainState, allow_idle, is_data_function, warn_of_diverged
+from ..train._engine import fit as fit_here
 from ._check_saved import check_same_size
 from ._columns import Columns, count_status
 from ._divide import begin, divide

@@ -20,17 +20,23 @@ from .._ensemble import Ensemble
 from .._files import load, save
 from .._warnings import warn
 from ..checkpoint import contents
-from ..checkpoint._check_folders import explain_folder, is_checkpoint
-from ..checkpoint._check_record import check_fields, check_valid, explain_record, is_count, is_list, is_texts
-from ..checkpoint._disk import has_manifest, list_folder
-from ..checkpoint._run_folder import RunLock
-from ..checkpoint._snapshot import versions
-from ..checkpoint._write import check_own
+from ..checkpoint._engine import (
+    RunLock,
+    check_fields,
+    check_own,
+    check_valid,
+    explain_folder,
+    explain_record,
+    has_manifest,
+    is_checkpoint,
+    is_count,
+    is_list,
+    is_texts,
+    list_folder,
+    versions,
+)
 from ..methods._rounds import has_checkpoints
-from ..train._fit import fit
-from ..train._run import Run
-from ..train.resume._check import check_same_call
-from ..train.resume._code_texts import array_texts, code_text, digest_of, option_text
+from ..train._engine import Run, array_texts, check_same_call, code_text, digest_of, fit, option_text
 from ._check_saved import (
     check_begun,
     check_call_record,

@@ -11,20 +11,16 @@ from .. import _axes, tree
 from .._caller import caller
 from .._check import check_function
 from .._combination import of_predictions, stream_of
-from .._ensemble import Ensemble
-from .._ensemble._check import check_ensemble, check_model_state, check_model_state_given
+from .._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
+from .._predict import check_combine, check_members_and_rows, check_rows_of_result
 from .._predict import predict as predict_here
-from .._predict._check import check_combine, check_rows_of_result
-from .._predict._group import check_members_and_rows
 from .._pytree import PyTree
 from .._warnings import warn
 from ..plan import AnyPlan
-from ..plan._auto import as_plan
-from ..plan._map import map_members as map_here
-from ..train._check_run import check_run_weights, excluded_message
-from ..train._status import Status
-from ..tree._compare import CONCATENATE_RULES, compare_trees
-from ..tree._index import map_columns
+from ..plan._engine import as_plan
+from ..plan._engine import map_members as map_here
+from ..train._engine import Status, check_run_weights, excluded_message
+from ..tree._engine import CONCATENATE_RULES, compare_trees, map_columns
 from ._check import check_complete, check_member_arguments, check_no_auto
 from ._divide import large_arrays, large_shared, on_host, resize, take_data
 from ._run_shards import Call, Hooks, run_call

@@ -23,7 +23,7 @@ import numpy as np
 
 from .._caller import caller
 from .._check import is_typed_key, kind_text, missing_extra_message
-from ..tree._statics import global_names, static_parts
+from ..tree._engine import global_names, static_parts
 
 # Serialisation of module classes that other processes cannot import: those of a script, notebook or function.
 

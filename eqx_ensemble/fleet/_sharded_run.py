@@ -7,17 +7,10 @@ import numpy as np
 from jaxtyping import Float, Int, Int8
 
 from .. import tree
-from .._ensemble import Ensemble, M
-from .._ensemble._concatenate import concatenate
-from .._files import load
-from .._files._check import as_like, check_like_given
-from ..checkpoint._check_record import check_valid, explain_record
-from ..checkpoint._disk import as_path
-from ..checkpoint._read import read_manifest
-from ..train._rank import rank_members
-from ..train._run import data_frame
-from ..train._status import Status, status_names
-from ..train.compiled._selection import Mode
+from .._ensemble import Ensemble, M, concatenate
+from .._files import as_like, check_like_given, load
+from ..checkpoint._engine import as_path, check_valid, explain_record, read_manifest
+from ..train._engine import Mode, Status, data_frame, rank_members, status_names
 from ._check_saved import (
     check_has_call,
     check_like_of_members,

@@ -9,7 +9,7 @@ import optax
 from .._caller import caller
 from .._check import check_number, check_positive_int, check_sequence, kind_text
 from .._foreign import as_numpy, from_foreign
-from ..train._check import check_optimiser_kind
+from ..train._engine import check_optimiser_kind
 
 
 def check_indices(values: Any, num_members: int, *, unique: bool = False) -> np.ndarray:

@@ -5,17 +5,14 @@ import jax
 import jax.numpy as jnp
 
 from .. import _axes
-from .._axes._check_rows import check_rows_of_data
-from .._ensemble import Ensemble
-from .._ensemble._check import check_ensemble
+from .._axes import check_rows_of_data
+from .._ensemble import Ensemble, check_ensemble
 from .._foreign import from_foreign_tree
 from .._predict import predict
 from .._pytree import PyTree
 from ..resample import Folds, HeldOut
 from ..resample._held_out import check_folds
-from ..train._fit import fit
-from ..train._run import Run, check_rows_of_folds
-from ..train.compiled._optimiser import Optimiser
+from ..train._engine import Optimiser, Run, check_rows_of_folds, fit
 from ._check import check_options, check_whole_folds
 
 

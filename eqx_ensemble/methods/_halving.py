@@ -9,16 +9,11 @@ import numpy as np
 
 from .._build import build
 from .._check import check_positive_int
-from .._ensemble import Ensemble, M
-from .._ensemble._check import check_ensemble
+from .._ensemble import Ensemble, M, check_ensemble
 from .._pytree import PyTree
 from ..distributed import to_host
 from ..sweep import AbstractRange, draw
-from ..train._fit import fit
-from ..train._run import Run
-from ..train._status import Status
-from ..train.compiled._optimiser import Optimiser
-from ..train.data._source import is_batches
+from ..train._engine import Optimiser, Run, Status, fit, is_batches
 from . import population
 from ._check import (
     check_factor,

@@ -10,21 +10,22 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from .._check import check_function, check_key, check_positive_int
-from .._ensemble import Ensemble, M
-from .._ensemble._check import check_ensemble
+from .._ensemble import Ensemble, M, check_ensemble
 from .._pytree import PyTree
 from .._warnings import ignore_warnings, warn
 from ..distributed import to_host
 from ..train import perturb
-from ..train._check_member import check_same_hyper
-from ..train._check_run import diverged_message
-from ..train._fit import fit
-from ..train._opt_hyper import hyper_arrays
-from ..train._run import Run
-from ..train._status import Status
-from ..train.compiled._optimiser import Optimiser
-from ..train.compiled._selection import reset_best
-from ..train.data._source import is_batches
+from ..train._engine import (
+    Optimiser,
+    Run,
+    Status,
+    check_same_hyper,
+    diverged_message,
+    fit,
+    hyper_arrays,
+    is_batches,
+    reset_best,
+)
 from . import population
 from ._check import (
     check_fraction,

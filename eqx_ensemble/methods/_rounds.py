@@ -19,21 +19,34 @@ from .._check import CheckpointCorruptError, MemberMismatchError, check_function
 from .._pytree import PyTree
 from .._warnings import warn
 from ..checkpoint import Checkpoints, _disk
-from ..checkpoint._check_folders import check_overwritable, explain_folder, is_sealed
-from ..checkpoint._disk import absolute, as_path, is_on_disk, list_folder
-from ..checkpoint._formats import STEP
-from ..checkpoint._run_folder import NAME as LOCK
-from ..checkpoint._run_folder import RunLock
-from ..checkpoint._write import clean, remove
+from ..checkpoint._engine import NAME as LOCK
+from ..checkpoint._engine import (
+    STEP,
+    RunLock,
+    absolute,
+    as_path,
+    check_overwritable,
+    clean,
+    explain_folder,
+    is_on_disk,
+    is_sealed,
+    list_folder,
+    remove,
+)
 from ..distributed import to_host
-from ..train._errors import NotSavedError
-from ..train._fit import fit as fit_here
-from ..train._run import Run
-from ..train.data._source import is_batches, is_data_function
-from ..train.resume._check import check_checkpoint_options, check_run_folder, check_same_call
-from ..train.resume._code_texts import option_text
-from ..train.resume._identity import function_text
-from ..train.resume._resume import Round
+from ..train._engine import (
+    NotSavedError,
+    Round,
+    Run,
+    check_checkpoint_options,
+    check_run_folder,
+    check_same_call,
+    function_text,
+    is_batches,
+    is_data_function,
+    option_text,
+)
+from ..train._engine import fit as fit_here
 from ._check import check_options, check_whole_epochs
 
 # A record of the arguments of a method whose rounds are trained by another `fit`: its runs do not record them.

@@ -7,7 +7,7 @@ from .._caller import caller
 from .._check import MemberMismatchError, path_text
 from .._leaf_text import leaf_text
 from .._pytree import PyTree
-from ..tree._statics import static_gap
+from ..tree._engine import static_gap
 from ._plans import AbstractPlan
 
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from .. import _axes, _check
-from .._axes._check import check_has_axis
+from .._axes import check_has_axis
 from .._code import Code, code_of
 from .._foreign import as_hashable_leaf
 from .._pytree import PyTree
 from .._typing import MappedFunction, Out, P
-from ..sharding._layout import as_layout
+from ..sharding._engine import as_layout
 from ._auto import AnyPlan, as_plan
 from ._check import check_equal_constants, check_no_parts
 from ._plans import AbstractPlan, sharded_plan

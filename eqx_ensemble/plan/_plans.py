@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from .. import _check
 from .._pytree import PyTree
-from ..sharding._layout import FREE, Layout, constrain_members
-from ..sharding._shard import pad_members
+from ..sharding._engine import FREE, Layout, constrain_members, pad_members
 
 if TYPE_CHECKING:
     from ._search import Search

@@ -14,9 +14,7 @@ from .._check import (
     needs_message,
 )
 from ..train import History
-from ..train._check import check_mode
-from ..train._check_member import TABLE_COLUMNS
-from ..train._run import Run
+from ..train._engine import TABLE_COLUMNS, Run, check_mode
 from ._check import Axes, axes_for, check_plotted, of_line, with_unit
 
 

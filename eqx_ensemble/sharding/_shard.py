@@ -15,7 +15,7 @@ from .. import _axes
 from .._check import check_integers_fit, is_typed_key
 from .._foreign import take_in
 from .._pytree import PyTree
-from ..distributed._arrays import all_gather
+from ..distributed._engine import all_gather
 from ._check import check_local_rows, check_mesh, check_rows_divide, check_same_arrays
 from ._layout import Layout, leaf_specs
 

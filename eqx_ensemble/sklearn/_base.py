@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 from .._axes import is_array
 from .._check import check_version, is_key, missing_extra_message
 from .._ensemble import Ensemble
-from .._files._check import evaluate_make
+from .._files import evaluate_make
 from .._version import __version__
 from .._warnings import warn
 from ._member import MakeNetwork, Member, MemberMaker

@@ -19,7 +19,7 @@ from .._ensemble import Ensemble, concatenate
 from .._predict import predict
 from ..resample import bootstrap, out_of_bag_mean
 from ..train import DivergedError, Status
-from ..train._fit import fit
+from ..train._engine import fit
 from ._base import AbstractEstimator
 from ._check import (
     check_growth,

@@ -10,8 +10,7 @@ import optax
 
 from .. import _keys
 from .. import tree as _tree
-from .._axes import Each
-from .._axes._check_rows import check_rows_of_data
+from .._axes import Each, check_rows_of_data
 from .._build import build
 from .._caller import caller
 from .._check import check_number, check_positive_int, check_sequence, is_typed_key
@@ -19,14 +18,18 @@ from .._promotion import standard_promotion
 from .._pytree import PyTree
 from .._warnings import ignore_warnings
 from ..plan import AbstractPlan, Chunked, Sequential, Unrolled, Vmap
-from ..plan._auto import as_plan
-from ..train._check import check_optimiser
-from ..train._fit import fit
-from ..train._opt_hyper import hyper_arrays
-from ..train._state import init
-from ..train.compiled._check import check_loss_signature
-from ..train.compiled._optimiser import Optimiser, init_member, resolve
-from ..train.data._check import check_batch_size
+from ..plan._engine import as_plan
+from ..train._engine import (
+    Optimiser,
+    check_batch_size,
+    check_loss_signature,
+    check_optimiser,
+    fit,
+    hyper_arrays,
+    init,
+    init_member,
+    resolve,
+)
 from ._faithful import Check, distances, raise_failures, same, unlike
 
 

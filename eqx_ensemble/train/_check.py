@@ -9,6 +9,7 @@ import optax
 
 from .._caller import caller
 from .._check import (
+    MOST_STEPS,
     array_leaves,
     check_counter,
     check_number,
@@ -17,7 +18,6 @@ from .._check import (
     is_inside_transformation,
     kind_text,
 )
-from .._check._options import MOST_STEPS
 from .._foreign import as_numpy
 from .._leaf_text import leaf_text
 

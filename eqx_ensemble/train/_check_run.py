@@ -3,7 +3,7 @@ from typing import Any
 
 import numpy as np
 
-from .._axes._check_rows import not_finite_text
+from .._axes import not_finite_text
 from .._caller import caller
 from .._check import (
     check_counter,

@@ -17,13 +17,13 @@ from .._foreign import as_hashable, from_foreign_tree
 from .._jaxpr import unused_inputs
 from .._pytree import PyTree
 from .._suggest import explain_as
-from .._typing._signatures import ByPart
+from .._typing import ByPart
 from .._warnings import ignore_warnings, warn
 from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..plan import AnyPlan
-from ..plan._auto import as_plan
-from ..sharding._shard import shard_members
+from ..plan._engine import as_plan
+from ..sharding._engine import shard_members
 from ._callback import Callback, check_callbacks
 from ._check import (
     check_hyper_used,

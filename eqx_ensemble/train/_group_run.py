@@ -9,24 +9,26 @@ from jaxtyping import Int8
 from .. import _axes, tree
 from .._caller import caller
 from .._check import array_leaves, kind_text
-from .._ensemble import Group
-from .._ensemble._concatenate import (
+from .._ensemble import (
+    Group,
     by_part,
+    check_distinct_parts,
+    check_part_names,
     data_by_part,
     explain_part,
+    member_positions,
     members_by_part,
     numbers_by_part,
     states_by_part,
     tree_by_part,
 )
-from .._ensemble._group import check_distinct_parts, check_part_names, member_positions
 from .._foreign import as_numpy, from_foreign_tree
 from .._predict import predict
 from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
 from ..checkpoint import Checkpoints
-from ..checkpoint._disk import as_path
+from ..checkpoint._engine import as_path
 from ._check_run import check_run_weights, excluded_message
 from ._errors import DivergedError
 from ._opt_hyper import hyper_arrays

@@ -14,7 +14,7 @@ from .._check import check_key, kind_text
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
 from ..distributed import to_host
-from ..tree._compare import compare_trees
+from ..tree._engine import compare_trees
 from ._check import check_optimiser_kind, check_revive
 from ._check_member import check_state_arrays
 from ._opt_hyper import change_hyper, filter_hyper, follow_hyper

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int, Int8
 
 from .. import _axes, tree
-from .._axes._check_rows import check_rows_of_data
+from .._axes import check_rows_of_data
 from .._caller import caller
 from .._check import is_traced, missing_extra_message
 from .._ensemble import Ensemble, M

@@ -19,7 +19,7 @@ from .._compiled import filter_jit
 from .._foreign import as_hashable_leaf, take_in
 from .._leaf_text import leaf_text
 from .._pytree import PyTree
-from ..tree._compare import LOOP_RULES, compare_trees
+from ..tree._engine import LOOP_RULES, compare_trees
 from ._opt_hyper import follow_hyper
 from ._state import check_train_state
 from ._step import Step, step_in_loop

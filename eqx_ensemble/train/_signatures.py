@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol, Required, TypedDict, TypeVar, runtime
 import equinox as eqx
 from jax.sharding import Mesh
 
-from .._predict._predict import PredictOptions
+from .._predict import PredictOptions
 from .._pytree import PyTree
 from ..checkpoint import Checkpoints
 from ..plan import AnyPlan

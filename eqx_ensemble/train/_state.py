@@ -15,14 +15,12 @@ from .. import _axes, _keys
 from .._caller import caller
 from .._check import check_integers_fit, is_traced, is_typed_key, kind_text
 from .._compiled import filter_jit
-from .._ensemble import Ensemble, M
-from .._ensemble._check import check_ensemble, check_model_state, check_model_state_given
+from .._ensemble import Ensemble, M, check_ensemble, check_model_state, check_model_state_given
 from .._foreign import as_hashable
 from .._pytree import PyTree
 from ..plan import Vmap
-from ..plan._plans import sharded_plan
-from ..sharding._layout import Layout, constrain_member, layout_for
-from ..sharding._shard import replicate, shard_members
+from ..plan._engine import sharded_plan
+from ..sharding._engine import Layout, constrain_member, layout_for, replicate, shard_members
 from ._check import check_optimiser
 from ._check_member import check_state_arrays
 from ._opt_hyper import filter_hyper, hyper_arrays, hyper_of_init

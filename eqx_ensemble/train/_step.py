@@ -11,8 +11,7 @@ import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int8
 
-from .._axes import Each, ProgramKey, program_key, split_members
-from .._axes._check_rows import check_some_rows
+from .._axes import Each, ProgramKey, check_some_rows, program_key, split_members
 from .._check import check_flag, check_function, check_integers_fit, is_traced
 from .._compiled import filter_jit
 from .._ensemble import M
@@ -21,8 +20,8 @@ from .._jaxpr import has_callbacks, plain_jit
 from .._pytree import PyTree
 from .._suggest import explain_as
 from ..plan import AbstractPlan, AnyPlan, Vmap
-from ..plan._auto import Pilot, as_plan
-from ..sharding._layout import Layout, as_layout
+from ..plan._engine import Pilot, as_plan
+from ..sharding._engine import Layout, as_layout
 from ._check import check_optimiser_kind
 from ._check_member import check_state_arrays
 from ._opt_hyper import follow_hyper

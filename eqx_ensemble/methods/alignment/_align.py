@@ -11,8 +11,7 @@ import numpy as np
 from ... import _keys
 from ..._axes import is_array
 from ..._check import check_installed, check_optional_function
-from ..._ensemble import Ensemble
-from ..._ensemble._check import check_ensemble, check_model_state, check_model_state_given
+from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
 from ..._keys import generators
 from ..._predict import predict
 from ..._pytree import PyTree

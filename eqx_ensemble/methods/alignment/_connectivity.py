@@ -20,12 +20,11 @@ from ..._check import (
     promote,
 )
 from ..._compiled import filter_jit
-from ..._ensemble import Ensemble, M
-from ..._ensemble._check import check_ensemble, check_equal_members
+from ..._ensemble import Ensemble, M, check_ensemble, check_equal_members
 from ..._foreign import as_hashable_leaf
 from ..._leaf_text import leaf_text
 from ...plan import AnyPlan
-from ...plan._map import map_members
+from ...plan._engine import map_members
 from ._check import check_reference
 
 

@@ -18,8 +18,7 @@ from ..._check import (
     promote,
 )
 from ..._weighting import blank_masked, class_mixture
-from ...scores._check import check_reduction
-from ...scores._reduce import Reduction, reduce
+from ...scores._engine import Reduction, check_reduction, reduce
 from ...uncertainty._check import check_temperature
 from ._targets import check_classes, check_gaussians, check_smoothing
 

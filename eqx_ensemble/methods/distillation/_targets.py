@@ -10,7 +10,7 @@ from ..._axes import Each
 from ..._caller import caller
 from ..._check import check_floating, check_integer, check_logits, check_number, concrete, needs_message, promote
 from ..._ensemble import Ensemble
-from ..._predict._predict import predict
+from ..._predict import predict
 from ..._pytree import PyTree
 from .._check import check_options
 

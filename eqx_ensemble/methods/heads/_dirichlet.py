@@ -20,8 +20,7 @@ from ..._check import (
     promote,
 )
 from ..._weighting import at_label, blank_masked, is_class
-from ...scores._check import check_reduction
-from ...scores._reduce import Reduction, reduce
+from ...scores._engine import Reduction, check_reduction, reduce
 from ...uncertainty import Decomposition
 from ._check import check_above, check_coefficient
 

@@ -8,8 +8,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from ..._check import check_floating_arrays, check_mask, check_number, check_regression
 from ..._weighting import blank_masked
-from ...scores._check import check_reduction
-from ...scores._reduce import Reduction, reduce
+from ...scores._engine import Reduction, check_reduction, reduce
 from ...uncertainty import Decomposition
 from ._check import check_above, check_coefficient, check_parameters, check_raw
 

@@ -17,9 +17,7 @@ from ..._check import (
     needs_message,
 )
 from ..._weighting import blank_masked, blank_unweighted
-from ...scores._check import check_reduction
-from ...scores._gaussian import log_density
-from ...scores._reduce import Reduction, reduce
+from ...scores._engine import Reduction, check_reduction, log_density, reduce
 from ._check import check_increasing_levels, check_parameters, check_quantiles, check_raw
 
 

@@ -9,22 +9,16 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from ... import _axes, tree
-from ..._axes import Each
-from ..._axes._check_rows import explain_rows
+from ..._axes import Each, explain_rows
 from ..._caller import caller
 from ..._check import check_function, check_optional_function, check_positive_int, check_word, kind_text
-from ..._ensemble import Ensemble
-from ..._ensemble._check import check_ensemble, check_model_state, check_model_state_given
+from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
 from ..._pytree import PyTree
 from ..._warnings import warn
 from ...plan import AnyPlan
-from ...plan._auto import as_plan
-from ...plan._map import map_members
-from ...plan._plans import sharded_plan
-from ...sharding._layout import layout_for
-from ...train._check_run import excluded_message
-from ...train._run import Run
-from ...train._status import Status
+from ...plan._engine import as_plan, map_members, sharded_plan
+from ...sharding._engine import layout_for
+from ...train._engine import Run, Status, excluded_message
 from ._check import (
     check_called_once,
     check_finite_posterior,

@@ -12,11 +12,10 @@ from ..._axes import Each
 from ..._caller import caller
 from ..._check import check_flag, check_positive_int, kind_text
 from ..._compiled import filter_jit
-from ..._ensemble import Ensemble
-from ..._ensemble._ensemble import check_index_of_members
+from ..._ensemble import Ensemble, check_index_of_members
 from ..._predict import predict
 from ..._pytree import PyTree
-from ...plan._map import map_members
+from ...plan._engine import map_members
 from .._check import check_options
 from ..path._check import check_factor_ids
 from ._check import check_link, check_optimum, check_per_member, check_sampling, check_some_value

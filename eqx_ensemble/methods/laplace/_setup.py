@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ... import _axes, tree
-from ..._axes import Each
-from ..._axes._check_rows import check_no_batch, check_rows_of_data
+from ..._axes import Each, check_no_batch, check_rows_of_data
 from ..._caller import caller
 from ..._check import (
     check_array,
@@ -26,11 +25,11 @@ from ..._check import (
 from ..._compiled import filter_jit
 from ..._ensemble import Ensemble
 from ..._foreign import from_foreign_tree
-from ..._predict._batch import take_rows
+from ..._predict import take_rows
 from ..._pytree import PyTree
 from ...plan import AbstractPlan
-from ...plan._map import map_members
-from ...train._trainable import frozen_flags
+from ...plan._engine import map_members
+from ...train._engine import frozen_flags
 from ._check import check_chosen, check_layer, check_sizes, explain_where
 from ._member import LIKELIHOODS, Posterior, Problem, call
 from ._selection import CURVATURES, AbstractSelection, Factors, Layer, Leaves, is_linear, widest

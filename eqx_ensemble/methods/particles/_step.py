@@ -8,25 +8,32 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from ..._axes import Each, over_leading_axis, split_members
-from ..._axes._check_rows import check_some_rows
+from ..._axes import Each, check_some_rows, over_leading_axis, split_members
 from ..._check import check_flag, check_function, check_integers_fit, check_word, is_inside_transformation
 from ..._compiled import filter_jit
 from ..._ensemble import M
 from ..._foreign import as_hashable, as_hashable_leaf, take_in
 from ..._pytree import PyTree
 from ...plan import AbstractPlan, AnyPlan, Sequential
-from ...plan._auto import as_plan
-from ...plan._plans import sharded_plan
-from ...sharding._layout import Layout, as_layout, constrain_carry, constrain_member, constrain_rows, layout_for
+from ...plan._engine import as_plan, sharded_plan
+from ...sharding._engine import Layout, as_layout, constrain_carry, constrain_member, constrain_rows, layout_for
 from ...train import Metrics, Status, TrainState
-from ...train._check import check_optimiser_kind
-from ...train._opt_hyper import follow_hyper
-from ...train._state import MemberConstants, MemberState, check_state, check_train_state
-from ...train.compiled._check import check_loss_output, check_loss_signature, explain_loss
-from ...train.compiled._health import nan_is_data, revert_diverged_one
-from ...train.compiled._loss import as_loss
-from ...train.compiled._optimiser import Optimiser, update_member
+from ...train._engine import (
+    MemberConstants,
+    MemberState,
+    Optimiser,
+    as_loss,
+    check_loss_output,
+    check_loss_signature,
+    check_optimiser_kind,
+    check_state,
+    check_train_state,
+    explain_loss,
+    follow_hyper,
+    nan_is_data,
+    revert_diverged_one,
+    update_member,
+)
 from ._directions import (
     RBF,
     Kernel,

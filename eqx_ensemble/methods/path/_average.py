@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, Int
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...train import Progress, TrainState
-from ...train._run import Run
-from ...train.compiled._optimiser import supported_arguments
+from ...train._engine import Run, supported_arguments
 from ._check import (
     check_decay,
     check_inner_optimiser,

@@ -7,15 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from ... import _keys
-from ..._axes._check_rows import check_rows_of_data
+from ..._axes import check_rows_of_data
 from ..._check import check_function, check_positive_int
-from ..._ensemble import Ensemble
-from ..._ensemble._check import check_ensemble, check_model_state, check_model_state_given
+from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
 from ..._foreign import from_foreign_tree
 from ..._pytree import PyTree
 from ...plan import AnyPlan
-from ...plan._map import map_members
-from ...train.compiled._program import take_rows
+from ...plan._engine import map_members
+from ...train._engine import take_rows
 from ._check import check_batch_norms, check_output_state
 
 Layer = Any

@@ -15,13 +15,16 @@ from ...distributed import to_host
 from ...sweep import AbstractRange
 from ...sweep._ranges import check_ranges
 from ...train import TrainState
-from ...train._check import check_mode
-from ...train._check_member import check_state_arrays
-from ...train._opt_hyper import change_hyper
-from ...train._revive import copy_donors, take_members
-from ...train._state import check_train_state
-from ...train._status import Status
-from ...train.compiled._selection import stop_members
+from ...train._engine import (
+    Status,
+    change_hyper,
+    check_mode,
+    check_state_arrays,
+    check_train_state,
+    copy_donors,
+    stop_members,
+    take_members,
+)
 from .._check import (
     check_donors,
     check_factors,

@@ -9,12 +9,11 @@ from jaxtyping import Array, Float
 
 from ... import _keys
 from ..._axes import Each
-from ..._ensemble import Ensemble
-from ..._ensemble._check import check_ensemble
+from ..._ensemble import Ensemble, check_ensemble
 from ..._foreign import from_foreign
 from ..._pytree import PyTree
 from ...train import Frozen
-from ...train._trainable import Trainable, partition_trainable
+from ...train._engine import Trainable, partition_trainable
 from ._check import (
     check_noise,
     check_num_rows,

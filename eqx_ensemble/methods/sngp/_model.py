@@ -9,7 +9,7 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float
 
 from ... import _keys
-from ..._axes._check_rows import check_rows_of_data, explain_rows
+from ..._axes import check_rows_of_data, explain_rows
 from ..._caller import caller
 from ..._check import (
     check_floating_arrays,
@@ -22,15 +22,14 @@ from ..._check import (
     kind_text,
 )
 from ..._compiled import filter_jit
-from ..._ensemble import Ensemble
-from ..._ensemble._check import check_ensemble, check_model_state, check_model_state_given
+from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
 from ..._foreign import from_foreign_tree
 from ..._leaf_text import leaf_text
 from ..._pytree import PyTree
 from ...plan import AnyPlan
-from ...plan._map import map_members
+from ...plan._engine import map_members
 from ...train import Frozen
-from ...train.compiled._program import take_rows
+from ...train._engine import take_rows
 
 _MODEL = "methods.sngp.SNGP"
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from ..._check import check_flag, check_optional_function, check_positive_int
 from ..._pytree import PyTree
-from ...train.compiled._optimiser import supported_arguments
+from ...train._engine import supported_arguments
 from .._check import check_inner_optimiser
 from ._model import check_bound, check_matrices, params_message
 

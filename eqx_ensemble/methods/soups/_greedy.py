@@ -7,8 +7,7 @@ from jaxtyping import Float
 
 from ..._caller import caller
 from ..._check import check_function, check_word, kind_text
-from ..._ensemble import Ensemble, average
-from ..._ensemble._check import check_ensemble
+from ..._ensemble import Ensemble, average, check_ensemble
 from ..._foreign import as_numpy
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..._axes._check_rows import UNBOUND_AXIS
+from ..._axes import UNBOUND_AXIS
 from ..._caller import caller
 from ..._check import is_member_array, kind_text, path_text
 from ..._leaf_text import leaf_text

@@ -10,9 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from ... import _axes
 from ..._pytree import PyTree
 from ...plan import AbstractPlan
-from ...plan._memory import Cost
-from ...plan._plans import sharded_plan
-from ...sharding._layout import Layout, constrain_carry, constrain_member, constrain_rows
+from ...plan._engine import Cost, sharded_plan
+from ...sharding._engine import Layout, constrain_carry, constrain_member, constrain_rows
 from .._state import MemberConstants, MemberState
 from ._health import Carry, Inputs, revert_diverged_one
 from ._loss import Loss

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _axes
-from ..._axes._check_rows import is_finite, not_finite_text
+from ..._axes import is_finite, not_finite_text
 from ..._foreign import from_foreign, own_array
 from ..._pytree import PyTree
 from ..._warnings import warn
-from ...sharding._layout import Layout
+from ...sharding._engine import Layout
 from ..compiled._health import Carry
 from ..compiled._stepwise import run_batches
 from ..resume._code_texts import digest_of

@@ -8,8 +8,7 @@ import numpy as np
 
 from ..._axes import Each
 from ..._caller import caller
-from ..._check import check_positive_int, is_member_array, kind_text
-from ..._check._options import MOST_STEPS
+from ..._check import MOST_STEPS, check_positive_int, is_member_array, kind_text
 from ..._warnings import warn
 
 

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 
 from ..._pytree import PyTree
-from ...sharding._layout import Layout
-from ...sharding._shard import put
+from ...sharding._engine import Layout, put
 from ..compiled._chunk import Chunk
 from ._rows import Piece
 

@@ -7,11 +7,9 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from ..._axes import Each
-from ..._axes._check_rows import check_rows_of_data
+from ..._axes import Each, check_rows_of_data
 from ..._caller import caller
-from ..._check import check_positive_int, kind_text
-from ..._check._options import MOST_STEPS
+from ..._check import MOST_STEPS, check_positive_int, kind_text
 from ..._foreign import from_foreign_tree
 from ..._leaf_text import leaf_text
 from ..._pytree import PyTree

@@ -8,11 +8,10 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ... import _axes
-from ..._axes._check_rows import not_finite_text
+from ..._axes import not_finite_text
 from ..._foreign import own_array
 from ..._pytree import PyTree
-from ...sharding._layout import Layout
-from ...sharding._shard import local_block, rows_sharding
+from ...sharding._engine import Layout, local_block, rows_sharding
 from ..compiled._order import RowOrder
 from ..resume._code_texts import array_text, array_texts
 from ._batches import BatchWork, begin_work

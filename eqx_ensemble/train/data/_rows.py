@@ -11,8 +11,7 @@ import numpy as np
 
 from ... import _axes, _keys
 from ..._pytree import PyTree
-from ...sharding._layout import Layout
-from ...sharding._shard import pad_members, replicate_rows, shard_members, shard_rows
+from ...sharding._engine import Layout, pad_members, replicate_rows, shard_members, shard_rows
 from ..compiled._order import RowOrder
 
 

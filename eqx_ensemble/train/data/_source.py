@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _axes
-from ..._axes._check_rows import check_rows_of_data
+from ..._axes import check_rows_of_data
 from ..._foreign import as_numpy, from_foreign_tree
 from ..._pytree import PyTree
-from ...checkpoint._check_record import (
+from ...checkpoint._engine import (
     InvalidRecordError,
     check_valid,
     decode_array,
@@ -24,9 +24,8 @@ from ...checkpoint._check_record import (
     encode_bytes,
     is_encodable,
 )
-from ...plan._memory import Cost
-from ...sharding._layout import Layout
-from ...sharding._shard import replicate_rows, shard_rows
+from ...plan._engine import Cost
+from ...sharding._engine import Layout, replicate_rows, shard_rows
 from ..compiled._health import Carry
 from ..compiled._order import RowOrder
 from ..compiled._program import Program

@@ -5,12 +5,10 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from ..._axes._check_rows import not_finite_text
+from ..._axes import not_finite_text
 from ..._pytree import PyTree
 from ...distributed import to_host
-from ...sharding._check import warn_of_uneven_rows
-from ...sharding._layout import Layout
-from ...sharding._shard import check_same_in_processes
+from ...sharding._engine import Layout, check_same_in_processes, warn_of_uneven_rows
 from .._check import check_no_array_options
 from .._state import TrainState
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk

@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, Int8
 from ..._pytree import PyTree
 from ...distributed import to_host
 from ...plan import AbstractPlan
-from ...sharding._layout import Layout
-from ...sharding._shard import pad_members, replicate, shard_members
+from ...sharding._engine import Layout, pad_members, replicate, shard_members
 from .._state import MemberConstants
 from .._status import Status
 from ..compiled._health import Carry, Inputs

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Array
 
 from ..._pytree import PyTree
-from ...checkpoint._exit import hold_exit, is_exit_asked
+from ...checkpoint._engine import hold_exit, is_exit_asked
 from ...distributed import broadcast_from_first, to_host
-from ...distributed._arrays import all_gather
+from ...distributed._engine import all_gather
 from .._callback import Progress, check_answer, other_process_message
 from .._revive import Revival, Revive, revive_members
 from .._state import TrainState, copy_arrays

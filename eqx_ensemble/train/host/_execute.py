@@ -11,10 +11,10 @@ from ... import _axes
 from ..._ensemble import Ensemble
 from ..._progress import members_in_words, progress_line
 from ..._pytree import PyTree
-from ...checkpoint._exit import exit_if_asked
+from ...checkpoint._engine import exit_if_asked
 from ...distributed import to_host
 from ...plan import AbstractPlan
-from ...plan._auto import Pilot, explain_memory
+from ...plan._engine import Pilot, explain_memory
 from .._callback import Callback
 from .._check_run import warn_of_undefined_scores
 from .._revive import Revival, Revive

@@ -14,8 +14,7 @@ import numpy as np
 from ..._pytree import PyTree
 from ...distributed import broadcast_from_first, to_host
 from ...plan import AbstractPlan, Vmap
-from ...plan._auto import Pilot
-from ...plan._memory import Cost, cost_of
+from ...plan._engine import Cost, Pilot, cost_of
 from .._state import MemberState
 from .._status import Status
 from ..compiled._chunk import compiled_validation

@@ -6,13 +6,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ..._axes._check_rows import not_finite_text
+from ..._axes import not_finite_text
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...distributed import to_host
-from ...sharding._check import warn_of_padding
-from ...sharding._layout import Layout, layout_for
-from ...sharding._shard import replicate, shard_members
+from ...sharding._engine import Layout, layout_for, replicate, shard_members, warn_of_padding
 from .._opt_hyper import follow_hyper
 from .._revive import Revival, restart
 from .._run import Run

@@ -19,10 +19,9 @@ from ... import _axes
 from ..._check import is_typed_key
 from ..._code import is_library, is_standard, top_of
 from ..._pytree import PyTree
-from ...checkpoint._snapshot import versions
-from ...checkpoint._structure import shape_text
+from ...checkpoint._engine import shape_text, versions
 from ...distributed import to_host
-from ...tree._statics import global_names, static_parts
+from ...tree._engine import global_names, static_parts
 
 # Short texts of values and programs, the same in every process.
 

@@ -12,8 +12,8 @@ import jax
 from ..._code import is_library
 from ..._jaxpr import callbacks, inner_jaxprs
 from ..._pytree import PyTree
-from ...checkpoint._structure import shape_text
-from ...tree._statics import static_parts
+from ...checkpoint._engine import shape_text
+from ...tree._engine import static_parts
 from .._revive import Revive
 from .._state import MemberConstants, MemberState
 from ..compiled._loss import Loss

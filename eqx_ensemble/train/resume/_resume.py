@@ -13,23 +13,26 @@ from jaxtyping import Array
 from ..._pytree import PyTree
 from ..._warnings import warn
 from ...checkpoint import Checkpoints, Contents
-from ...checkpoint._check_folders import check_nothing_newer, check_overwritable, explain_folder, is_sealed
-from ...checkpoint._check_record import (
+from ...checkpoint._engine import (
+    FormatName,
+    RunLock,
     check_fields,
+    check_nothing_newer,
+    check_overwritable,
     check_valid,
+    explain_folder,
     explain_record,
     is_count,
+    is_on_disk,
+    is_sealed,
     is_seconds,
     is_string,
     is_texts,
+    make_parents,
+    versions,
 )
-from ...checkpoint._disk import is_on_disk
-from ...checkpoint._formats import FormatName
-from ...checkpoint._run_folder import RunLock
-from ...checkpoint._snapshot import versions
-from ...checkpoint._write import make_parents
 from ...distributed import broadcast_from_first, is_first
-from ...distributed._arrays import raise_on_all
+from ...distributed._engine import raise_on_all
 from .._revive import Revival
 from .._state import MemberConstants, TrainState
 from ..compiled._health import Carry
