@@ -78,7 +78,7 @@ def output_sources(jaxpr: Jaxpr) -> tuple[list[int], int]:
 _PACKAGES = Path(jax.__file__).parent.parent
 _COMPUTING = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("jax", "jaxlib"))
 _BETWEEN = [Path(str(module.__file__)).parent for module in (eqx, optax, jaxtyping)]
-_LIBRARIES = tuple(f"{path}{os.sep}" for path in (*_BETWEEN, _PACKAGES / "beartype", Path(__file__).parents[1]))
+_LIBRARIES = tuple(f"{path}{os.sep}" for path in (*_BETWEEN, _PACKAGES / "beartype", Path(__file__).parent))
 
 
 class Axis(NamedTuple):

@@ -1,59 +1,31 @@
 """What the other packages of the library use of `checkpoint`."""
 
-from ._check import check_format as check_format
-from ._check import corrupt_error as corrupt_error
-from ._check import safe_text as safe_text
-from ._check_folders import check_nothing_newer as check_nothing_newer
-from ._check_folders import check_overwritable as check_overwritable
-from ._check_folders import explain_folder as explain_folder
-from ._check_folders import is_checkpoint as is_checkpoint
-from ._check_folders import is_sealed as is_sealed
-from ._check_record import InvalidRecordError as InvalidRecordError
-from ._check_record import check_fields as check_fields
-from ._check_record import check_valid as check_valid
-from ._check_record import decode_array as decode_array
-from ._check_record import decode_bytes as decode_bytes
-from ._check_record import encode_array as encode_array
-from ._check_record import encode_bytes as encode_bytes
-from ._check_record import explain_record as explain_record
-from ._check_record import is_count as is_count
-from ._check_record import is_encodable as is_encodable
-from ._check_record import is_list as is_list
-from ._check_record import is_record as is_record
-from ._check_record import is_seconds as is_seconds
-from ._check_record import is_string as is_string
-from ._check_record import is_texts as is_texts
-from ._disk import absolute as absolute
-from ._disk import as_path as as_path
-from ._disk import has_manifest as has_manifest
-from ._disk import is_on_disk as is_on_disk
-from ._disk import list_folder as list_folder
-from ._exit import exit_if_asked as exit_if_asked
-from ._exit import hold_exit as hold_exit
-from ._exit import is_exit_asked as is_exit_asked
-from ._formats import FORMATS as FORMATS
-from ._formats import STEP as STEP
-from ._formats import FormatName as FormatName
-from ._formats import is_of_fit as is_of_fit
-from ._formats import kind_of as kind_of
-from ._formats import open_checkpoint as open_checkpoint
-from ._manifest import Manifest as Manifest
-from ._read import read_manifest as read_manifest
-from ._restore import restore as restore
-from ._run_folder import NAME as NAME
-from ._run_folder import RunLock as RunLock
-from ._snapshot import count_bytes as count_bytes
-from ._snapshot import raw as raw
-from ._snapshot import snapshot as snapshot
-from ._snapshot import versions as versions
-from ._structure import LeafDifference as LeafDifference
-from ._structure import check_same_leaves as check_same_leaves
-from ._structure import is_array_like as is_array_like
-from ._structure import is_number as is_number
-from ._structure import saved_leaves as saved_leaves
-from ._structure import shape_text as shape_text
-from ._write import check_own as check_own
-from ._write import clean as clean
-from ._write import make_parents as make_parents
-from ._write import remove as remove
-from ._write import write_file as write_file
+from ._check import check_format, corrupt_error, safe_text
+from ._check_folders import check_nothing_newer, check_overwritable, explain_folder, is_checkpoint, is_sealed
+from ._check_record import (
+    InvalidRecordError,
+    check_fields,
+    check_valid,
+    decode_array,
+    decode_bytes,
+    encode_array,
+    encode_bytes,
+    explain_record,
+    is_count,
+    is_encodable,
+    is_list,
+    is_record,
+    is_seconds,
+    is_string,
+    is_texts,
+)
+from ._disk import absolute, as_path, has_manifest, is_on_disk, list_folder
+from ._exit import exit_if_asked, hold_exit, is_exit_asked
+from ._formats import FORMATS, STEP, FormatName, is_of_fit, kind_of, open_checkpoint
+from ._manifest import Manifest
+from ._read import read_manifest
+from ._restore import restore
+from ._run_folder import NAME, RunLock
+from ._snapshot import count_bytes, raw, snapshot, versions
+from ._structure import LeafDifference, check_same_leaves, is_array_like, is_number, saved_leaves, shape_text
+from ._write import check_own, clean, make_parents, remove, write_file

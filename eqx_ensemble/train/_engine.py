@@ -1,89 +1,51 @@
 """What the other packages of the library use of `train`."""
 
-from ._check import allow_idle as allow_idle
-from ._check import check_hyper_used as check_hyper_used
-from ._check import check_length as check_length
-from ._check import check_limit as check_limit
-from ._check import check_mode as check_mode
-from ._check import check_no_transformation as check_no_transformation
-from ._check import check_optimiser as check_optimiser
-from ._check import check_optimiser_kind as check_optimiser_kind
-from ._check import check_patience as check_patience
-from ._check import check_same_structure as check_same_structure
-from ._check import check_scoring as check_scoring
-from ._check import check_some_training as check_some_training
-from ._check_member import TABLE_COLUMNS as TABLE_COLUMNS
-from ._check_member import check_same_hyper as check_same_hyper
-from ._check_member import check_state_arrays as check_state_arrays
-from ._check_member import hyper_column_text as hyper_column_text
-from ._check_run import check_choices as check_choices
-from ._check_run import check_history as check_history
-from ._check_run import check_run_weights as check_run_weights
-from ._check_run import diverged_message as diverged_message
-from ._check_run import excluded_message as excluded_message
-from ._check_run import warn_of_diverged as warn_of_diverged
-from ._errors import NotSavedError as NotSavedError
-from ._fit import fit as fit
-from ._group_run import GroupRun as GroupRun
-from ._opt_hyper import change_hyper as change_hyper
-from ._opt_hyper import follow_hyper as follow_hyper
-from ._opt_hyper import hyper_arrays as hyper_arrays
-from ._rank import rank_members as rank_members
-from ._revive import Revive as Revive
-from ._revive import copy_donors as copy_donors
-from ._revive import take_members as take_members
-from ._run import Run as Run
-from ._run import check_rows_of_folds as check_rows_of_folds
-from ._run import data_frame as data_frame
-from ._signatures import CommonFitOptions as CommonFitOptions
-from ._state import MemberConstants as MemberConstants
-from ._state import MemberState as MemberState
-from ._state import TrainState as TrainState
-from ._state import check_state as check_state
-from ._state import check_train_state as check_train_state
-from ._state import init as init
-from ._status import Status as Status
-from ._status import status_names as status_names
-from ._trainable import Trainable as Trainable
-from ._trainable import frozen_flags as frozen_flags
-from ._trainable import partition_trainable as partition_trainable
-from ._trainable import split_trainable as split_trainable
-from .compiled._check import check_loss_output as check_loss_output
-from .compiled._check import check_loss_signature as check_loss_signature
-from .compiled._check import explain_loss as explain_loss
-from .compiled._health import nan_is_data as nan_is_data
-from .compiled._health import revert_diverged_one as revert_diverged_one
-from .compiled._loss import as_loss as as_loss
-from .compiled._optimiser import Optimiser as Optimiser
-from .compiled._optimiser import init_member as init_member
-from .compiled._optimiser import resolve as resolve
-from .compiled._optimiser import supported_arguments as supported_arguments
-from .compiled._optimiser import update_member as update_member
-from .compiled._program import take_rows as take_rows
-from .compiled._selection import Mode as Mode
-from .compiled._selection import make_limits as make_limits
-from .compiled._selection import reset_best as reset_best
-from .compiled._selection import stop_at_limits as stop_at_limits
-from .compiled._selection import stop_members as stop_members
-from .data._check import check_batch_size as check_batch_size
-from .data._reader import RowReader as RowReader
-from .data._reader import check_no_scan as check_no_scan
-from .data._source import as_row_indices as as_row_indices
-from .data._source import is_batches as is_batches
-from .data._source import is_data_function as is_data_function
-from .data._source import is_wrapper as is_wrapper
-from .data._source import without_marks as without_marks
-from .host._check import check_not_given_again as check_not_given_again
-from .host._check import check_same_mode as check_same_mode
-from .host._check import missing_validation_message as missing_validation_message
-from .host._record import History as History
-from .host._record import mean_of_last_epoch as mean_of_last_epoch
-from .resume._check import check_checkpoint_options as check_checkpoint_options
-from .resume._check import check_run_folder as check_run_folder
-from .resume._check import check_same_call as check_same_call
-from .resume._code_texts import array_texts as array_texts
-from .resume._code_texts import code_text as code_text
-from .resume._code_texts import digest_of as digest_of
-from .resume._code_texts import option_text as option_text
-from .resume._identity import function_text as function_text
-from .resume._resume import Round as Round
+from ._check import (
+    allow_idle,
+    check_hyper_used,
+    check_length,
+    check_limit,
+    check_mode,
+    check_no_transformation,
+    check_optimiser,
+    check_optimiser_kind,
+    check_patience,
+    check_same_structure,
+    check_scoring,
+    check_some_training,
+)
+from ._check_member import TABLE_COLUMNS, check_same_hyper, check_state_arrays, hyper_column_text
+from ._check_run import (
+    check_choices,
+    check_history,
+    check_run_weights,
+    diverged_message,
+    excluded_message,
+    warn_of_diverged,
+)
+from ._errors import NotSavedError
+from ._fit import fit
+from ._group_run import GroupRun
+from ._opt_hyper import change_hyper, follow_hyper, hyper_arrays
+from ._rank import rank_members
+from ._revive import Revive, copy_donors, take_members
+from ._run import Run, check_rows_of_folds, data_frame
+from ._signatures import CommonFitOptions
+from ._state import MemberConstants, MemberState, TrainState, check_state, check_train_state, init
+from ._status import Status, status_names
+from ._trainable import Trainable, frozen_flags, partition_trainable, split_trainable
+from .compiled._check import check_loss_output, check_loss_signature, explain_loss
+from .compiled._health import nan_is_data, revert_diverged_one
+from .compiled._loss import as_loss
+from .compiled._optimiser import Optimiser, init_member, resolve, supported_arguments, update_member
+from .compiled._program import take_rows
+from .compiled._selection import Mode, make_limits, reset_best, stop_at_limits, stop_members
+from .data._check import check_batch_size
+from .data._reader import RowReader, check_no_scan
+from .data._source import as_row_indices, is_batches, is_data_function, is_wrapper, without_marks
+from .host._check import check_not_given_again, check_same_mode, missing_validation_message
+from .host._record import History, mean_of_last_epoch
+from .resume._check import check_checkpoint_options, check_run_folder, check_same_call
+from .resume._code_texts import array_texts, code_text, digest_of, option_text
+from .resume._identity import function_text
+from .resume._resume import Round

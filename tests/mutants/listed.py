@@ -75,7 +75,7 @@ MUTANTS = [
     *of(
         "scores/_regression.py",
         "scores/test_regression.py",
-        ("mean_of_rows(error**2, row_weights)", "mean_of_rows(jnp.abs(error), row_weights)"),
+        ("root(mean_of_rows(error**2, row_weights))", "root(mean_of_rows(jnp.abs(error), row_weights))"),
     ),
     *of(
         "scores/_brier.py",

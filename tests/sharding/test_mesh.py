@@ -146,7 +146,7 @@ class TestBuild:
         """Not even inside the program that makes them."""
         mesh = ee.make_mesh()
         wide = lambda key: eqx.nn.Linear(64, 64, key=key)
-        text = ee.sharding._collectives.compiled_text(
+        text = ee.sharding._mesh.compiled_text(
             lambda keys: ee.map_members(lambda key: eqx.filter(wide(key), eqx.is_array), mesh=mesh)(ee.Each(keys)),
             ee.member_keys(KEY, 8),
         )
@@ -430,20 +430,20 @@ def step_text(mesh, num_members=8, model=make, optimiser="adam"):
     """The compiled program of one training step, whole."""
     state = ee.train.init(ee.build(model, num_members, mesh=mesh, key=KEY), OPTIMISERS[optimiser], mesh=mesh, key=KEY)
     step = ee.train.make_step(loss, OPTIMISERS[optimiser], mesh=mesh)
-    return ee.sharding._collectives.compiled_text(step, state, (X[:32], Y[:32]))
+    return ee.sharding._mesh.compiled_text(step, state, (X[:32], Y[:32]))
 
 
 class TestWhatIsSent:
     def test_nothing_where_members_are_apart(self):
         text = step_text(ee.make_mesh())
         # In `fit`, devices communicate at the end of a chunk whether a member failed; a single step does not.
-        assert ee.sharding._collectives.in_text(text) == []
+        assert ee.sharding._mesh.in_text(text) == []
         assert "f32[2,8,8]" in text
         assert "f32[8,8,8]" not in text
 
     @pytest.mark.parametrize("mesh", ["2x2", "1x4"])
     def test_gradients_only_where_rows_are_split(self, mesh):
-        found = ee.sharding._collectives.in_text(step_text(ee.make_mesh(**MESHES[mesh])))
+        found = ee.sharding._mesh.in_text(step_text(ee.make_mesh(**MESHES[mesh])))
         assert {kind for kind, _ in found} == {"all-reduce"}
         here = 8 // MESHES[mesh]["members"]
         weights = sum(x.size for x in jax.tree.leaves(eqx.filter(make(KEY), eqx.is_array)))
@@ -498,7 +498,7 @@ class TestModel:
             assert tree.layers[1].weight.sharding.spec == spec
 
     def test_weights_are_gathered(self):
-        found = ee.sharding._collectives.in_text(step_text(ee.make_mesh(**MODEL)))
+        found = ee.sharding._mesh.in_text(step_text(ee.make_mesh(**MODEL)))
         assert "all-gather" in {kind for kind, _ in found}
 
     def test_by_a_rule(self):

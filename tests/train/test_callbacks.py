@@ -338,7 +338,7 @@ def test_nothing_is_done_without_callbacks(ensemble, monkeypatch):
     def fail(*args, **options):
         raise AssertionError
 
-    for name in ("to_host", "all_gather", "check_answer", "copy_arrays"):
+    for name in ("all_gather", "check_answer", "copy_arrays"):
         monkeypatch.setattr(_callbacks, name, fail)
     monkeypatch.setattr(_callbacks.NewRecords, "take", fail)
     fitted(ensemble, steps=20, validation=VALID)
