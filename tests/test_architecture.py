@@ -266,6 +266,33 @@ def test_importers_are_found():
     assert {"train/_fit.py", "train/__init__.py"} & importers()["train/_run.py"]
 
 
+# A package reaches the private modules of another through its `_engine`; a private package is its own face.
+
+PRIVATE_IMPORTS: set[str] = {
+    "fleet/_folder.py: methods._rounds",
+    "methods/distillation/_mixture_loss.py: uncertainty._check",
+    "methods/population/_decisions.py: sweep._ranges",
+}
+
+
+def private_imports(file: str) -> Iterator[str]:
+    """The private modules of other packages, but for `_engine`, that a file imports from."""
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.ImportFrom) and node.level and node.module:
+            path = [*file.split("/")[: -node.level], *node.module.split(".")]
+            if path[0] != file.split("/")[0] and any(x.startswith("_") and x != "_engine" for x in path[1:]):
+                yield ".".join(path)
+
+
+def test_private_modules_are_reached_through_one():
+    found = {f"{file}: {path}" for file in FILES for path in private_imports(file)}
+    assert_listed(found, PRIVATE_IMPORTS, "import it from the `_engine` of its package")
+
+
+def test_a_private_import_is_found():
+    assert [*private_imports("fleet/_folder.py")] == ["methods._rounds"]
+
+
 # Messages name a function by its dotted path, without the package.
 
 PREFIXED: set[str] = set()

@@ -5,7 +5,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 
 from .._check import check_logits, check_word, promote
 from ..resample import Folds
-from ..resample._held_out import check_folds
+from ..resample._engine import check_folds
 from ._check import check_members_of_folds, check_num_classes, check_one_fold, check_rows_of_folds
 from ._classes import SCORES, Score, class_scores, lac_scores, score_labels, top_k_scores
 from ._quantile import fraction, rank_of, value_at_rank_jit

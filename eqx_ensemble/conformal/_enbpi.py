@@ -22,7 +22,7 @@ from .._check import (
 from .._warnings import warn
 from .._weighting import blank_masked, blank_unweighted, known_mean, weighted_mean
 from ..resample import out_of_bag
-from ..resample._check import check_drawn
+from ..resample._engine import check_drawn
 from ..uncertainty import Interval
 from ._check import check_held_out, check_level, check_targets
 from ._jackknife import left_out_shares

@@ -6,8 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 from .._check import check_fitted_members, check_values, check_weights, promote
 from .._weighting import blank_masked
 from ..resample import Folds, out_of_bag
-from ..resample._check import check_drawn
-from ..resample._held_out import check_folds
+from ..resample._engine import check_drawn, check_folds
 from ..uncertainty import Interval
 from ._check import check_held_out, check_level, check_members_of_folds, check_rows_of_folds, check_targets
 from ._outward import difference_up, distance_up, rounding_of_means

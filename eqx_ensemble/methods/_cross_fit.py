@@ -11,7 +11,7 @@ from .._foreign import from_foreign_tree
 from .._predict import predict
 from .._pytree import PyTree
 from ..resample import Folds, HeldOut
-from ..resample._held_out import check_folds
+from ..resample._engine import check_folds
 from ..train._engine import Optimiser, Run, check_rows_of_folds, fit
 from ._check import check_options, check_whole_folds
 

@@ -22,7 +22,7 @@ from .._warnings import warn
 from ..distributed import to_host
 from ..plan import AbstractPlan
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
-from ..resample._held_out import check_folds
+from ..resample._engine import check_folds
 from ._check_member import hyper_column_text
 from ._check_run import check_has_state, check_no_state, check_run_weights, excluded_message
 from ._errors import DivergedError
