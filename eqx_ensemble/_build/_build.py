@@ -42,8 +42,6 @@ from ._check import (
     check_count,
     check_keys,
     check_made,
-    check_make,
-    check_no_key,
     check_signature,
     explain_make,
 )
@@ -199,7 +197,10 @@ def build(
     ee.build(noisy, product={"p": [0.1, 0.2, 0.5]}, key=key)
     ```
     """
-    check_make(make)
+    if isinstance(make, list | tuple):
+        raise TypeError("`build` makes members from a function; a list of models is stacked by `stack(models)`.")
+    if not callable(make):
+        raise TypeError(f"`build` needs a function that makes one member from a key, got {make!r}.")
     arguments, counted = _arguments(zip, product)
     check_signature(make, arguments)
     count = check_count(
@@ -213,7 +214,8 @@ def build(
         check_key(key)
         keys = _keys.member_keys(key, ids)
     else:
-        check_no_key(key)
+        if key is not None:
+            raise TypeError("`build` takes `keys` (one per member) or `key` (one for all), not both.")
         keys = keys if is_typed_key(keys) else jax.random.wrap_key_data(jnp.asarray(keys))
 
     layout = as_layout(mesh)

@@ -14,14 +14,6 @@ from .._foreign import from_foreign
 T = TypeVar("T")
 
 
-def check_make(make: Any) -> None:
-    """Raises unless `make` is a function."""
-    if isinstance(make, list | tuple):
-        raise TypeError("`build` makes members from a function; a list of models is stacked by `stack(models)`.")
-    if not callable(make):
-        raise TypeError(f"`build` needs a function that makes one member from a key, got {make!r}.")
-
-
 def check_signature(make: Callable[..., Any], arguments: Iterable[str]) -> None:
     """Raises unless `make` can be called with a key and the per-member arguments."""
     try:
@@ -60,12 +52,6 @@ def check_count(**counts: int | None) -> int:
     if count < 1:
         raise ValueError(f"`build` makes at least one member, got `{next(iter(given))}` of {count}.")
     return count
-
-
-def check_no_key(key: Any) -> None:
-    """Raises if a root key is given in addition to member keys."""
-    if key is not None:
-        raise TypeError("`build` takes `keys` (one per member) or `key` (one for all), not both.")
 
 
 def check_arguments(zip: Mapping[str, Any] | None, product: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from .._caller import caller
 from .._check import (
     check_flag,
     check_word,
-    is_traced,
     kind_text,
 )
 from .._files import PLAIN_DTYPES
@@ -91,17 +90,6 @@ def check_output(value: Any, path: str) -> None:
         )
 
 
-def check_exportable(leaf: Any, path: str) -> None:
-    """Checks that a leaf is neither traced nor sharded over several processes."""
-    if is_traced(leaf):
-        raise TypeError(f"`{caller()}` needs numbers, and the leaf `{path}` is traced: export outside `jax.jit`.")
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        raise NotImplementedError(
-            f"`{caller()}` needs all numbers in one process, and the leaf `{path}` is sharded over several.\nGather it "
-            "first: `distributed.to_host(tree)`."
-        )
-
-
 def check_leaves_option(leaves: Any, *, symbolic_members: bool) -> None:
     """Checks `leaves`; arrays of any number of members cannot be constants."""
     check_word(leaves, "leaves", ("inside", "beside"))
@@ -121,15 +109,6 @@ def check_platforms(values: Any) -> tuple[str, ...]:
         hint = "\nA GPU is `'cuda'` or `'rocm'`." if "gpu" in texts else ""
         raise ValueError(f"`{caller()}` needs `platforms` as a list of {', '.join(_PLATFORMS)}; got {values!r}.{hint}")
     return tuple(dict.fromkeys(listed))
-
-
-def check_known_plan(plan: Any) -> None:
-    """Checks that a plan needs no measurements."""
-    if plan.choice is not plan:
-        raise TypeError(
-            f'`{caller()}` needs a concrete plan, got `plan="auto"`: what is fastest can be tried only where the '
-            "program runs.\nPass `Vmap()`, or what `predict` chose with `plan=Auto()`: `plan.choice`."
-        )
 
 
 def check_fits_inside(num_bytes: int) -> None:

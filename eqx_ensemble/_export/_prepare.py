@@ -8,11 +8,13 @@ import numpy as np
 from jax.export import symbolic_shape
 
 from .. import _axes, _keys
+from .._caller import caller
 from .._check import (
     check_optional_function,
     check_positive_int,
     is_key,
     is_member_array,
+    is_traced,
     member_dtype,
 )
 from .._combination import of_predictions
@@ -22,7 +24,7 @@ from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ..plan._engine import as_plan
 from ..train._engine import check_run_weights
-from ._check import check_exportable, check_known_plan, check_output, check_row_shapes, check_string_keys
+from ._check import check_output, check_row_shapes, check_string_keys
 
 
 class Parts(NamedTuple):
@@ -58,7 +60,15 @@ def pack(parts: Parts) -> Packed:
     for position, (path, leaf) in enumerate(keyed):
         if is_member_array(leaf):
             text = _distinct(jtu.keystr(path[1:], simple=True, separator="."), arrays)
-            check_exportable(leaf, text)
+            if is_traced(leaf):
+                raise TypeError(
+                    f"`{caller()}` needs numbers, and the leaf `{text}` is traced: export outside `jax.jit`."
+                )
+            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+                raise NotImplementedError(
+                    f"`{caller()}` needs all numbers in one process, and the leaf `{text}` is sharded over "
+                    "several.\nGather it first: `distributed.to_host(tree)`."
+                )
             generator = str(jax.random.key_impl(leaf)) if is_key(leaf) else None
             arrays[text] = _plain(leaf) if generator is None else jax.random.key_data(leaf)
             positions[text] = position, generator
@@ -146,7 +156,11 @@ def prepare_export(
     convex = check_run_weights(weights, np.ones(ensemble.num_members, bool), combine)
     keys = None if key is None else _keys.member_keys(_keys.root(key), ensemble.ids, purpose="predict")
     plan = as_plan(plan)
-    check_known_plan(plan)
+    if plan.choice is not plan:
+        raise TypeError(
+            f'`{caller()}` needs a concrete plan, got `plan="auto"`: what is fastest can be tried only where the '
+            "program runs.\nPass `Vmap()`, or what `predict` chose with `plan=Auto()`: `plan.choice`."
+        )
 
     def run(parts: Parts, x: PyTree) -> PyTree:
         rows = jnp.arange(jax.tree.leaves(x)[0].shape[0])

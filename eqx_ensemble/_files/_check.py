@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -18,12 +18,11 @@ from .._check import (
     check_sequence,
     check_word,
     is_member_array,
-    kind_text,
     member_dtype,
     path_text,
 )
 from .._ensemble import Ensemble, Group
-from ..checkpoint._engine import Manifest, is_array_like, safe_text
+from ..checkpoint._engine import Manifest, is_array_like
 from ..tree._engine import check_no_tracers
 
 
@@ -136,43 +135,8 @@ def run_of_fit_message(path: Any, folder: Any) -> str:
     )
 
 
-def check_has_arrays(tree: Any) -> None:
-    """Checks that a tree is not a function without arrays, such as the one that makes the model."""
-    leaves = jax.tree.leaves(tree)
-    if callable(tree) and all(callable(leaf) and not is_member_array(leaf) for leaf in leaves):
-        raise TypeError(
-            f"`{caller()}` got {kind_text(tree)} without any array.\nPass the ensemble or the model, not its "
-            "constructor."
-        )
-
-
 PLAIN_DTYPES = {"bool", "bfloat16", "complex64", "float8_e4m3fn", "float8_e5m2"}
 PLAIN_DTYPES |= {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
-
-
-def check_saved_members(members: Any, path: Any) -> None:
-    """Checks that a checkpoint was saved with members."""
-    if members is None:
-        raise ValueError(
-            f"`{caller()}` cannot choose members of `{path}`: it was saved without members.\n"
-            "Members are those of an `Ensemble` or an `Each` in the tree that was saved."
-        )
-
-
-def check_one_ensemble(ensembles: Sequence[str], others: Sequence[str], path: Any) -> None:
-    """Checks that a checkpoint holds at most one ensemble, and nothing with other members."""
-    if len(ensembles) > 1:
-        raise ValueError(
-            f"`{caller()}` cannot choose members of `{path}`, which holds several ensembles: at "
-            f"{', '.join(f'`{safe_text(where)}`' for where in ensembles)}.\nLoad all of it and index each ensemble, or "
-            "save each at a path of its own."
-        )
-    if others:
-        raise ValueError(
-            f"`{caller()}` cannot choose members of `{path}`: what is marked at "
-            f"{', '.join(f'`{safe_text(where)}`' for where in others)} was saved as a whole, because it has another "
-            "number of members or holds them along another axis.\nLoad all of it, and take the members from each part."
-        )
 
 
 def check_member_selection(members: Any) -> None:

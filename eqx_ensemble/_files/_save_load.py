@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .. import _axes
-from .._check import check_flag, check_integer_ids, check_path, is_member_array, path_text
+from .._caller import caller
+from .._check import check_flag, check_integer_ids, check_path, is_member_array, kind_text, path_text
 from .._ensemble import Ensemble, Group, M
 from .._pytree import PyTree
 from ..checkpoint._engine import (
@@ -21,6 +22,7 @@ from ..checkpoint._engine import (
     is_of_fit,
     open_checkpoint,
     restore,
+    safe_text,
     snapshot,
 )
 from ..distributed import to_host
@@ -28,11 +30,8 @@ from ..sharding._engine import Layout, as_layout, replicate, shard_members
 from ..tree._engine import check_distinct, check_index
 from ._check import (
     as_like,
-    check_has_arrays,
     check_like_given,
     check_member_selection,
-    check_one_ensemble,
-    check_saved_members,
     run_of_fit_message,
 )
 
@@ -82,7 +81,12 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     ```
     """
     check_format(format, path)
-    check_has_arrays(tree)
+    leaves = jax.tree.leaves(tree)
+    if callable(tree) and all(callable(leaf) and not is_member_array(leaf) for leaf in leaves):
+        raise TypeError(
+            f"`{caller()}` got {kind_text(tree)} without any array.\nPass the ensemble or the model, not its "
+            "constructor."
+        )
     for ensemble in _ensembles(tree):
         check_integer_ids(ensemble.ids)
     how, marked = FORMATS[format], marks(tree)
@@ -246,12 +250,27 @@ def _one_set_of_members(like: Any, manifest: Manifest, path: PathLike) -> None:
         leaves = [kinds.get(path_text(keys + inner)) for inner, _ in jtu.tree_flatten_with_path(node)[0]]
         if not isinstance(node, Ensemble) and "shared" in leaves:
             others.append(path_text(keys))
-    check_one_ensemble(ensembles, others, path)
+    if len(ensembles) > 1:
+        raise ValueError(
+            f"`{caller()}` cannot choose members of `{path}`, which holds several ensembles: at "
+            f"{', '.join(f'`{safe_text(where)}`' for where in ensembles)}.\nLoad all of it and index each ensemble, or "
+            "save each at a path of its own."
+        )
+    if others:
+        raise ValueError(
+            f"`{caller()}` cannot choose members of `{path}`: what is marked at "
+            f"{', '.join(f'`{safe_text(where)}`' for where in others)} was saved as a whole, because it has another "
+            "number of members or holds them along another axis.\nLoad all of it, and take the members from each part."
+        )
 
 
 def _rows(members: Any, manifest: Manifest, path: PathLike) -> list[int]:
     ids = manifest.members
-    check_saved_members(ids, path)
+    if ids is None:
+        raise ValueError(
+            f"`{caller()}` cannot choose members of `{path}`: it was saved without members.\n"
+            "Members are those of an `Ensemble` or an `Each` in the tree that was saved."
+        )
     return _positions(members, len(ids or ()))
 
 

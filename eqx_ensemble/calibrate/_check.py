@@ -27,16 +27,6 @@ from .._weighting import blank_masked, blank_unweighted, is_class, log_mixture
 from ..scores._engine import check_some_rows
 
 
-def check_pool(pool: str, *, weighted: bool) -> None:
-    """Raises for an unknown `pool`, and for weights with `pool="members"`."""
-    check_word(pool, "pool", ("members", "mixture"))
-    if weighted and pool == "members":
-        fix = "Each member is calibrated separately: weight the members when you combine them."
-        raise ValueError(
-            needs_message('`weights` only with `pool="mixture"`', 'got both `weights` and `pool="members"`', fix)
-        )
-
-
 def check_finite_logits(logits: Array, weights: ArrayLike | None, mask: ArrayLike | None) -> None:
     """Raises unless logits of members and rows with nonzero weight are finite; checked where concrete."""
     host, kept, share = concrete(logits), kept_rows(mask), None if weights is None else concrete(weights)
@@ -218,7 +208,12 @@ def fit_rows(
 
 def make_pooling(pool: Pool, weights: ArrayLike | None, predictions: Array) -> Pooling:
     """The pooling of predictions with a leading `members` axis."""
-    check_pool(pool, weighted=weights is not None)
+    check_word(pool, "pool", ("members", "mixture"))
+    if (weights is not None) and pool == "members":
+        fix = "Each member is calibrated separately: weight the members when you combine them."
+        raise ValueError(
+            needs_message('`weights` only with `pool="mixture"`', 'got both `weights` and `pool="members"`', fix)
+        )
     num_members = predictions.shape[0]
     return Pooling(pool, num_members, check_weights(weights, num_members, predictions.dtype))
 

@@ -58,29 +58,10 @@ def check_not_traced(leaf: Any, path: str) -> None:
         )
 
 
-def check_savable(leaf: Any, path: str) -> None:
-    """Checks that a leaf is neither traced nor sharded over several processes."""
-    check_not_traced(leaf, path)
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        raise NotImplementedError(
-            f"The leaf at `{path}` is sharded over several processes, and this one holds a part of it only.\nPass "
-            "`format='orbax'`, or gather it first: `distributed.to_host(tree)`."
-        )
-
-
 def check_savable_dtype(dtype: Any, path: str, *, known: bool) -> None:
     """Checks that the format supports a dtype."""
     if not known:
         raise TypeError(f"The leaf at `{path}` is of dtype {dtype}, which cannot be saved: cast it to a dtype of jax.")
-
-
-def check_key_kind(kind: str, path: str) -> None:
-    """Checks that JAX can restore keys of a generator from their data."""
-    if kind not in KEY_WORDS:
-        raise TypeError(
-            f"The keys at `{path}` are of the generator {kind!r}, which cannot be saved: use one of "
-            f"{', '.join(KEY_WORDS)}."
-        )
 
 
 def check_saved_rows(shape: tuple[int, ...], num_members: int | None, path: str) -> None:
@@ -123,16 +104,6 @@ def check_manifest_size(size: int, limit: int, path: Any) -> None:
             f"The description of the checkpoint `{path}` takes {size} bytes, and a reader takes at most {limit}.\n"
             "Keep `meta` short, and stack small arrays into larger ones."
         )
-
-
-def check_step(step: Any) -> None:
-    """Checks a step number."""
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise TypeError(
-            f"`checkpoint.Checkpoints` needs an integer `step`, got {step!r}.\nWrite `int(step)` for an array."
-        )
-    if not 0 <= step < 10**12:
-        raise ValueError(f"`checkpoint.Checkpoints` needs `step` from 0 to 10**12 - 1, got {step}.")
 
 
 def check_retention(last: Any, best: Any, keep_period: Any) -> None:

@@ -279,16 +279,6 @@ def check_folder_free(path: Any, holder: dict[str, Any] | None, *, free: bool) -
         )
 
 
-def check_own_lock(path: Any, *, is_own: bool) -> None:
-    """Checks that the file of a lock was written by this library."""
-    if not is_own:
-        raise FileExistsError(
-            errno.EEXIST,
-            f"`{path}` is the file of a lock for runs of `fit`, and was not written by `fit`, so it is not overwritten."
-            "\nMove it away, or save in another folder",
-        )
-
-
 def check_lock_held(path: Any, holder: dict[str, Any] | None, *, ours: bool) -> None:
     """Checks that no other run has taken over the folder, if the file system has no locks between machines."""
     if not ours:
@@ -307,18 +297,6 @@ def check_nothing_newer(path: Any, read: Sequence[int], now: Sequence[int]) -> N
             errno.EWOULDBLOCK,
             f"Another run has saved step {now[-1] if now else None} in the checkpoint folder `{path}` since this one "
             "read it.\nCall `fit` again, or save in another folder",
-        )
-
-
-def check_folder_exists(path: Any) -> None:
-    """Checks that there is a folder at `path`."""
-    if not os.path.exists(path):
-        raise FileNotFoundError(errno.ENOENT, f"`{caller()}` found no checkpoint at `{path}`")
-    if not os.path.isdir(path):
-        raise NotADirectoryError(
-            errno.ENOTDIR,
-            f"`{caller()}` needs the folder that `save` wrote, and `{path}` is a file.\nFiles of "
-            "`equinox.tree_serialise_leaves` and safetensors files are read by `load_members`",
         )
 
 
@@ -366,19 +344,6 @@ _KINDS = {
 }
 
 
-def check_step_exists(folder: Any, step: int | None, steps: Sequence[int]) -> None:
-    """Checks that a step has a checkpoint."""
-    if step is None and not steps:
-        raise FileNotFoundError(errno.ENOENT, f"`checkpoint.Checkpoints.restore` found no checkpoint in `{folder}`")
-    if step is not None and step not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise FileNotFoundError(
-            errno.ENOENT,
-            f"`checkpoint.Checkpoints.restore` found no checkpoint of step {step} in `{folder}`; existing steps: "
-            f"{there}",
-        )
-
-
 def fallback_message(bad: Sequence[tuple[int, Exception]], step: int) -> str:
     """The warning if the newest checkpoints are damaged."""
     damaged = "\n".join(f"  step {number}: {str(error).splitlines()[0]}" for number, error in bad)
@@ -403,9 +368,3 @@ def explain_orbax(path: Any) -> Iterator[None]:
             text = str(error)
             known = [number for number in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT) if os.strerror(number) in text]
             raise OSError(known[0] if known else errno.EIO, f"Orbax says: {safe_text(text)}") from error
-
-
-def check_finished(path: Any, *, finished: bool) -> None:
-    """Checks that a checkpoint is finished: its manifest is written last."""
-    if not finished:
-        raise FileNotFoundError(errno.ENOENT, f"`{caller()}` found no finished checkpoint at `{path}`")

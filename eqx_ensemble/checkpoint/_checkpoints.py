@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple, final
 
 from .._check import CheckpointCorruptError, check_flag, check_path, number_text
 from .._warnings import warn
-from ._check import check_format, check_retention, check_step
-from ._check_folders import all_damaged_message, check_step_exists, fallback_message
+from ._check import check_format, check_retention
+from ._check_folders import all_damaged_message, fallback_message
 from ._disk import absolute, as_path
 from ._formats import FORMATS, FormatName, open_checkpoint
 from ._manifest import Entry, Manifest, is_orbax
@@ -307,7 +307,12 @@ class Checkpoints:
 
         In an object store, it is an `etils.epath.Path`.
         """
-        check_step(step)
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(
+                f"`checkpoint.Checkpoints` needs an integer `step`, got {step!r}.\nWrite `int(step)` for an array."
+            )
+        if not 0 <= step < 10**12:
+            raise ValueError(f"`checkpoint.Checkpoints` needs `step` from 0 to 10**12 - 1, got {step}.")
         return self._run.step_path(step)
 
     def save(
@@ -370,7 +375,17 @@ class Checkpoints:
         """
         self.wait()
         steps = self.steps
-        check_step_exists(self.folder, step, steps)
+        if step is None and not steps:
+            raise FileNotFoundError(
+                errno.ENOENT, f"`checkpoint.Checkpoints.restore` found no checkpoint in `{self.folder}`"
+            )
+        if step is not None and step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"`checkpoint.Checkpoints.restore` found no checkpoint of step {step} in `{self.folder}`; existing "
+                f"steps: {there}",
+            )
         bad: list[tuple[int, Exception]] = []
         for number in reversed(steps) if step is None else [step]:
             try:

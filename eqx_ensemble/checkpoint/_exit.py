@@ -18,21 +18,9 @@ def check_signal(number: Any) -> None:
         )
 
 
-def check_exit_code(code: Any) -> None:
-    """Raises unless `code` is an exit code other than success."""
-    if not isinstance(code, int) or isinstance(code, bool) or not 1 <= code <= 255:
-        raise ValueError(f"`{caller()}` needs `code` to be an exit code from 1 to 255, got {code!r}.")
-
-
 def is_main_thread() -> bool:
     """Whether this is the main thread."""
     return threading.current_thread() is threading.main_thread()
-
-
-def check_main_thread() -> None:
-    """Raises outside of the main thread."""
-    if not is_main_thread():
-        raise RuntimeError(f"`{caller()}` needs the main thread, which alone receives signals.")
 
 
 AGAIN = 75  # `EX_TEMPFAIL` of sysexits.h: a temporary failure, to be retried
@@ -92,8 +80,10 @@ def exit_on_signal(number: int = signal.SIGTERM, *, code: int = AGAIN) -> Iterat
     ```
     """
     check_signal(number)
-    check_exit_code(code)
-    check_main_thread()
+    if not isinstance(code, int) or isinstance(code, bool) or not 1 <= code <= 255:
+        raise ValueError(f"`{caller()}` needs `code` to be an exit code from 1 to 255, got {code!r}.")
+    if not is_main_thread():
+        raise RuntimeError(f"`{caller()}` needs the main thread, which alone receives signals.")
     watch = _Watch(code)
     before = signal.signal(number, watch.note)
     _active.append(watch)

@@ -1,18 +1,18 @@
 import errno
 import functools as ft
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from .._caller import caller
 from .._check import CheckpointCorruptError
 from ..distributed import is_first
 from ..distributed._engine import raise_on_all
 from . import _orbax
 from ._check import corrupt_error
 from ._check_folders import (
-    check_finished,
-    check_folder_exists,
     is_sealed,
     is_unfinished,
     is_written,
@@ -86,10 +86,18 @@ def open_checkpoint(path: Any) -> Reader | OrbaxReader:
     **Arguments:** `path`, the folder, from `as_path`; `name`, the public function, for messages.
     """
     if is_on_disk(path):
-        check_folder_exists(path)
+        if not os.path.exists(path):
+            raise FileNotFoundError(errno.ENOENT, f"`{caller()}` found no checkpoint at `{path}`")
+        if not os.path.isdir(path):
+            raise NotADirectoryError(
+                errno.ENOTDIR,
+                f"`{caller()}` needs the folder that `save` wrote, and `{path}` is a file.\nFiles of "
+                "`equinox.tree_serialise_leaves` and safetensors files are read by `load_members`",
+            )
         if not (is_sealed(path) or any(map(is_written, list_folder(path)))):
             raise FileNotFoundError(errno.ENOENT, not_a_checkpoint_message(path, *kind_of(path)))
-    check_finished(path, finished=not is_unfinished(path) if is_on_disk(path) else has_manifest(path))
+    if not (not is_unfinished(path) if is_on_disk(path) else has_manifest(path)):
+        raise FileNotFoundError(errno.ENOENT, f"`{caller()}` found no finished checkpoint at `{path}`")
     for _ in range(_ATTEMPTS):
         manifest = read_manifest(path)
         try:

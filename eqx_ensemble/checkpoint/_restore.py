@@ -9,6 +9,7 @@ import numpy as np
 
 from .._check import kind_text, number_text
 from .._warnings import warn
+from ._check import safe_text
 from ._manifest import Entry, Manifest
 from ._orbax import OrbaxReader
 from ._read import Reader, Wanted
@@ -16,8 +17,6 @@ from ._snapshot import DTYPES, key_dtype
 from ._structure import (
     LeafDifference,
     check_cast,
-    check_castable,
-    check_jax_dtype,
     check_same_leaves,
     check_same_structure,
     check_sharding,
@@ -73,7 +72,12 @@ def _identity(entry: Entry, like: Any) -> tuple:
 
 def _check_like(entry: Entry, like: Any) -> None:
     if entry.key is None and not isinstance(like, np.ndarray | np.generic):
-        check_jax_dtype(like.dtype, entry.path)
+        if jax.dtypes.canonicalize_dtype(like.dtype) != like.dtype:
+            raise ValueError(
+                f"The leaf at `{safe_text(entry.path)}` is {like.dtype}, and jax has 64-bit types switched "
+                "off.\nEnable them (`jax.config.update('jax_enable_x64', True)`), or pass `cast='like'` with a "
+                "`like` of 32 bits."
+            )
 
 
 def _sharding(entry: Entry, like: Any, rows: Sequence[int] | None) -> Any:
@@ -121,7 +125,11 @@ def _cast(data: np.ndarray, dtype: Any, entry: Entry) -> np.ndarray:
         fits = bool(np.all(np.isfinite(new) == np.isfinite(data)))
     else:
         fits = bool(np.all(new.astype(object) == data.astype(object)))
-    check_castable(data.dtype, np.dtype(dtype), entry.path, fits=fits)
+    if not fits:
+        raise ValueError(
+            f"The leaf saved at `{safe_text(entry.path)}` as {data.dtype} holds numbers outside {np.dtype(dtype)}: "
+            "casting would change them into others.\nLoad it as it was saved, or rescale it first."
+        )
     return new
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import socket
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .._warnings import warn
 from . import _disk
-from ._check_folders import check_folder_free, check_lock_held, check_own_lock, foreign_content, is_unfinished
+from ._check_folders import check_folder_free, check_lock_held, foreign_content, is_unfinished
 from ._check_record import check_fields, explain_record, is_count, is_string
 from ._disk import Lock, list_folder, open_file
 from ._formats import STEP, Format
@@ -121,7 +122,12 @@ def _check_own(path: Path) -> None:
     """Raises unless a file is a lock of ours, possibly empty or cut off, which may be overwritten."""
     with contextlib.suppress(FileNotFoundError):
         start = _read(path).strip(b"\0")
-        check_own_lock(path, is_own=start.startswith(_START) or _START.startswith(start))
+        if not (start.startswith(_START) or _START.startswith(start)):
+            raise FileExistsError(
+                errno.EEXIST,
+                f"`{path}` is the file of a lock for runs of `fit`, and was not written by `fit`, so it is not "
+                "overwritten.\nMove it away, or save in another folder",
+            )
 
 
 class Retention(NamedTuple):

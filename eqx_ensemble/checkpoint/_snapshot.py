@@ -12,11 +12,10 @@ import numpy as np
 from .._check import is_key, is_member_array
 from ..distributed import to_host
 from ._check import (
+    KEY_WORDS,
     check_json,
-    check_key_kind,
     check_not_traced,
     check_orbax_dtype,
-    check_savable,
     check_savable_dtype,
     check_saved_rows,
 )
@@ -72,7 +71,12 @@ class Numbers(NamedTuple):
 
 def host_numbers(leaf: Any, path: str, *, copy: bool) -> Numbers:
     """The numbers of an array leaf, in host memory. Without `copy` they may share memory that JAX reuses later."""
-    check_savable(leaf, path)
+    check_not_traced(leaf, path)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise NotImplementedError(
+            f"The leaf at `{path}` is sharded over several processes, and this one holds a part of it only.\nPass "
+            "`format='orbax'`, or gather it first: `distributed.to_host(tree)`."
+        )
     leaf, key = _without_keys(leaf, path)
     data = np.array(leaf, order="C") if copy else np.asarray(leaf, order="C")
     return Numbers(_little(data, path), key)
@@ -96,7 +100,11 @@ def _without_keys(leaf: Any, path: str) -> tuple[Any, str | None]:
     if not is_key(leaf):
         return leaf, None
     key = str(jax.random.key_impl(leaf))
-    check_key_kind(key, path)
+    if key not in KEY_WORDS:
+        raise TypeError(
+            f"The keys at `{path}` are of the generator {key!r}, which cannot be saved: use one of "
+            f"{', '.join(KEY_WORDS)}."
+        )
     return jax.random.key_data(leaf), key
 
 

@@ -90,24 +90,6 @@ def _differences_text(differences: Sequence[LeafDifference]) -> str:
     return safe_text("\n".join(lines))
 
 
-def check_castable(saved: Any, expected: Any, path: str, *, fits: bool) -> None:
-    """Checks that a cast keeps every number finite and in range."""
-    if not fits:
-        raise ValueError(
-            f"The leaf saved at `{safe_text(path)}` as {saved} holds numbers outside {expected}: casting would change "
-            "them into others.\nLoad it as it was saved, or rescale it first."
-        )
-
-
-def check_jax_dtype(dtype: Any, path: str) -> None:
-    """Checks that JAX arrays can currently have a dtype."""
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(
-            f"The leaf at `{safe_text(path)}` is {dtype}, and jax has 64-bit types switched off.\nEnable them "
-            "(`jax.config.update('jax_enable_x64', True)`), or pass `cast='like'` with a `like` of 32 bits."
-        )
-
-
 def check_cast(cast: Any) -> None:
     """Checks `cast`: `None`, or `"like"`."""
     check_word(cast, "cast", (None, "like"))

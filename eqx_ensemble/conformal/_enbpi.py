@@ -82,15 +82,6 @@ def check_outcome(covered: ArrayLike) -> Array:
     return array
 
 
-def check_times(predictions: Array, targets: Array) -> None:
-    """Raises unless predictions are `(members,)` or `(members, times)`."""
-    if targets.ndim > 1:
-        fix = "The window of residuals belongs to one series: one state for each, with `jax.vmap`."
-        raise ValueError(
-            needs_message("`predictions` (members,) or (members, times)", f"got shape {predictions.shape}", fix)
-        )
-
-
 def check_known(mask: ArrayLike | None, times: tuple[int, ...]) -> Array:
     """Raises unless `mask` has one boolean per time; all may be `False`. Returns it as an array."""
     if mask is None:
@@ -156,7 +147,11 @@ class Enbpi(eqx.Module):
         """
         checked, observed = check_regression(targets, members=True, predictions=predictions)
         check_fitted_members(self.share.size, checked.shape[0])
-        check_times(checked, observed)
+        if observed.ndim > 1:
+            fix = "The window of residuals belongs to one series: one state for each, with `jax.vmap`."
+            raise ValueError(
+                needs_message("`predictions` (members,) or (members, times)", f"got shape {checked.shape}", fix)
+            )
         known = check_known(mask, observed.shape)
         checked, lower, upper, share = promote(checked, *enclose(targets, observed), self.share)
         lower, upper = blank_masked(lower, known), blank_masked(upper, known)

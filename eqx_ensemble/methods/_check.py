@@ -56,27 +56,6 @@ def check_factors(factors: Any) -> list[float]:
     return listed
 
 
-def check_range_names(names: Iterable[str], hyper: Any) -> None:
-    """Raises unless every range belongs to a hyper-parameter."""
-    if not isinstance(hyper, dict) or set(names) - set(hyper):
-        found = f"names {sorted(hyper)}" if isinstance(hyper, dict) else kind_text(hyper)
-        raise ValueError(f"`{caller()}` has ranges of {sorted(names)}, but the hyper-parameters are {found}.")
-
-
-def check_state_has_hyper(hyper: Any) -> None:
-    """Raises for a training state without hyper-parameters."""
-    if hyper is None:
-        raise TypeError(
-            f"`{caller()}` needs a training state with hyper-parameters: pass `hyper=` to `fit` or `train.init`."
-        )
-
-
-def check_hyper_given(hyper: Any) -> None:
-    """Raises for a search without hyper-parameters."""
-    if hyper is None:
-        raise TypeError(f"`{caller()}` needs `hyper`, the hyper-parameters to search.")
-
-
 def check_validation_given(validation: Any) -> None:
     """Raises for a search without validation data."""
     if validation is None:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from .._caller import caller
 from .._check import check_function, check_key, check_positive_int
 from .._ensemble import Ensemble, M, check_ensemble
 from .._pytree import PyTree
@@ -29,7 +30,6 @@ from ..train._engine import (
 from . import population
 from ._check import (
     check_fraction,
-    check_hyper_given,
     check_indices,
     check_on_diverge,
     check_options,
@@ -168,7 +168,8 @@ def check_evolution(
 ) -> Evolution:
     """Checks the arguments of a call. Returns its rounds."""
     check_positive_int(rounds, "rounds")
-    check_hyper_given(hyper)
+    if hyper is None:
+        raise TypeError(f"`{caller()}` needs `hyper`, the hyper-parameters to search.")
     check_validation_given(validation)
     check_fraction(fraction)
     check_options(options, _STOPS, "all members train in every round")

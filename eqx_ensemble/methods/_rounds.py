@@ -59,13 +59,6 @@ def texts_of(own: dict[str, Any], *, name: str) -> dict[str, str]:
     return {"method": name} | {word: option_text(value) for word, value in own.items() if value is not None}
 
 
-def check_recorded(folder: Path, texts: dict[str, str], *, other_fit: bool) -> None:
-    """Raises if the rounds in a folder are of another call, or of another kind of `fit`."""
-    record = _record(folder)
-    if record.steps:
-        check_same_call(record.restore({}).meta, texts | _OTHER_FIT if other_fit else {}, folder)
-
-
 def write_record(folder: Path, texts: dict[str, str]) -> None:
     """Saves the arguments that later rounds depend on, after the first: a call that fails in it may change them."""
     record = _record(folder)
@@ -290,7 +283,9 @@ class Rounds:
             check_folder(self._folder)
             check_resume_rounds(self._folder, resume, begun=has_checkpoints(self._folder))
             texts = texts_of(own, name=name)
-            check_recorded(self._folder, texts, other_fit=self._replays)
+            record = _record(self._folder)
+            if record.steps:
+                check_same_call(record.restore({}).meta, texts | _OTHER_FIT if self._replays else {}, self._folder)
 
     def add_function(self, word: str, fn: Callable[..., Any], *args: PyTree) -> None:
         """Adds a function argument of the method to the identity of the call; `args` are examples of its arguments."""

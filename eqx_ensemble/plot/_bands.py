@@ -4,7 +4,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import ArrayLike, Float, Real
 
-from .._check import check_optional_text
+from .._caller import caller
+from .._check import check_optional_text, check_sequence, kind_text
 from ..combine import mean
 from ..uncertainty import interval
 from ._check import (
@@ -14,7 +15,6 @@ from ._check import (
     check_bin_edges,
     check_plotted,
     check_risk_coverage,
-    check_two_names,
     check_weighted_members,
     of_line,
     of_patch,
@@ -66,7 +66,9 @@ def uncertainty_histogram(
     ```
     """
     check_optional_text(unit, "unit")
-    check_two_names(labels)
+    listed = check_sequence(labels, "labels", of="two strings")
+    if len(listed) != 2 or not all(isinstance(label, str) for label in listed):
+        raise TypeError(f"`{caller()}` needs `labels` to be two strings, got {kind_text(labels)} of {len(listed)}.")
     known = np.ravel(check_plotted("in_distribution", in_distribution))
     novel = np.ravel(check_plotted("out_of_distribution", out_of_distribution))
     edges = np.histogram_bin_edges(np.concatenate([known, novel]), check_bin_edges(bins))

@@ -212,13 +212,6 @@ def check_bin_edges(bins: Any) -> int | np.ndarray:
     return edges
 
 
-def check_two_names(labels: Any) -> None:
-    """Raises unless `labels` are two strings."""
-    listed = check_sequence(labels, "labels", of="two strings")
-    if len(listed) != 2 or not all(isinstance(label, str) for label in listed):
-        raise TypeError(f"`{caller()}` needs `labels` to be two strings, got {kind_text(labels)} of {len(listed)}.")
-
-
 def check_pairs(matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
     """Raises unless `matrix` has one number per pair of members. Returns it, and the members' names."""
     square = check_plotted("matrix", matrix, "(members, members)", finite=False)

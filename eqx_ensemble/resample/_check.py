@@ -94,16 +94,6 @@ def check_row_labels(argument: str, labels: Any, num_rows: int) -> Labels:
     return different.tolist(), position
 
 
-def check_shares(names: list[Any], counts: np.ndarray, shares: np.ndarray) -> None:
-    """Raises unless a stratified draw has rows of every class."""
-    if (shares == 0).any():
-        lost = int(np.argmin(shares))
-        got = f"got {shares.sum()} of {counts.sum()} rows, none of the {counts[lost]} of class {names[lost]!r}"
-        raise ValueError(
-            needs_message("a `size` that leaves rows of every class", got, "Pass a larger `size`, or no `stratify`.")
-        )
-
-
 def check_drawn(values: ArrayLike, num_rows: int, *, num_members: int | None = None) -> Array:
     """Raises unless `drawn` are integer rows `(members, n)` or other weights `(members, rows)`. Returns the array."""
     array = check_array("drawn", values)

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float32, Int, Int32
 
+from .._check import needs_message
 from .._keys import generators
-from ._check import check_draw, check_draw_size, check_num_rows, check_row_labels, check_rows, check_shares
+from ._check import check_draw, check_draw_size, check_num_rows, check_row_labels, check_rows
 
 
 def bootstrap(
@@ -120,7 +121,12 @@ def _shares(names: list, sizes: np.ndarray, count: int) -> np.ndarray:
     """The number of rows of each class: its quota rounded down, plus one for classes with the largest remainders."""
     whole, cut = np.divmod(count * sizes, sizes.sum())
     shares = whole + (np.argsort(np.argsort(-cut, kind="stable")) < count - whole.sum())
-    check_shares(names, sizes, shares)
+    if (shares == 0).any():
+        lost = int(np.argmin(shares))
+        got = f"got {shares.sum()} of {sizes.sum()} rows, none of the {sizes[lost]} of class {names[lost]!r}"
+        raise ValueError(
+            needs_message("a `size` that leaves rows of every class", got, "Pass a larger `size`, or no `stratify`.")
+        )
     return shares
 
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, Real
 
-from .._check import check_function, check_key, check_level
+from .._check import check_function, check_key, check_level, check_positive_int, needs_message
 from .._code import Code, code_of
 from .._foreign import as_hashable
 from .._keys import member_keys
-from ._check import check_num_draws, check_per_member
+from ._check import check_per_member
 from ._reduce import check_rows_of_scores
 
 
@@ -125,7 +125,8 @@ def bootstrap(
     if statistic is not None:
         check_function(statistic, "statistic", example="lambda means: jnp.sqrt(means)")
         statistic = as_hashable(statistic)
-    check_num_draws(num_draws)
+    if check_positive_int(num_draws, "num_draws") < 2:
+        raise ValueError(needs_message("`num_draws` of two or more", f"got {num_draws}", "1,000 is usual."))
     check_key(key)
     keys = member_keys(key, num_draws, purpose="scores.bootstrap")
     return _bootstrap(rows, weights, kept, keys, level, statistic, code_of([statistic]))

@@ -94,15 +94,6 @@ def check_two_members(num_members: int) -> None:
         raise ValueError(needs_message("at least two members to compute a variance", f"got {num_members}", fix))
 
 
-def check_known_weights(weights: ArrayLike | None) -> None:
-    """Raises for traced weights."""
-    if weights is not None and concrete(weights) is None:
-        fix = "Close over the weights instead of passing them into `jax.jit`."
-        raise ValueError(
-            needs_message("concrete `weights`, because scoringrules reads their values", "got a traced array", fix)
-        )
-
-
 def check_top_k(k: int, num_classes: int) -> int:
     """Raises unless `k` is from 1 to the number of classes. Returns it."""
     number = check_positive_int(k, "k")
@@ -110,12 +101,6 @@ def check_top_k(k: int, num_classes: int) -> int:
         fix = "With `k` equal to it, every row counts as correct."
         raise ValueError(needs_message(f"`k` of at most {num_classes}, the number of classes", f"got {k}", fix))
     return number
-
-
-def check_num_draws(num_draws: int) -> None:
-    """Raises for fewer than two draws, which have no standard deviation."""
-    if check_positive_int(num_draws, "num_draws") < 2:
-        raise ValueError(needs_message("`num_draws` of two or more", f"got {num_draws}", "1,000 is usual."))
 
 
 def no_gradient_message(name: str) -> str:

@@ -6,9 +6,9 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import as_column, check_array, check_nonnegative, check_number, check_regression, needs_message
+from .._check import as_column, check_array, check_nonnegative, check_number, check_regression, concrete, needs_message
 from .._weighting import blank_unweighted
-from ._check import check_known_weights, check_outputs, check_reduction, check_two_members
+from ._check import check_outputs, check_reduction, check_two_members
 from ._crps import check_estimator
 from ._reduce import (
     CountedRows,
@@ -120,7 +120,11 @@ def check_vectors(
     """Raises for invalid arguments of a multi-output score. Returns them as arrays."""
     points, observed = check_regression(targets, members=True, samples=samples)
     check_outputs(points)
-    check_known_weights(weights)
+    if weights is not None and concrete(weights) is None:
+        fix = "Close over the weights instead of passing them into `jax.jit`."
+        raise ValueError(
+            needs_message("concrete `weights`, because scoringrules reads their values", "got a traced array", fix)
+        )
     convex = check_estimator(estimator, points, weights)
     rows = check_rows(row_weights, mask, observed.shape[:-1], points.dtype)
     check_reduction(reduction, observed.shape[:-1])

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .._caller import caller
-from .._check import check_sequence, is_integer, kind_text
+from .._check import check_sequence, kind_text
 from .._warnings import warn
 
 _AXES = ("members", "data", "model")
@@ -112,14 +112,6 @@ def check_spec(value: Any, path: str, shape: tuple[int, ...], parts: int) -> Non
         )
 
 
-def check_rows_divide(num_rows: Any, parts: int) -> None:
-    """Checks that rows divide evenly over the devices."""
-    if not is_integer(num_rows) or num_rows < 1:
-        raise TypeError(f"`{caller()}` needs the number of rows of a batch, got {num_rows!r}.")
-    if num_rows % parts:
-        raise ValueError(f"`{caller()}` needs rows that divide over data x model = {parts} devices, got {num_rows}.")
-
-
 def check_local_rows(rows: Any, expected: int, num_rows: int) -> None:
     """Checks the rows that this process passes."""
     for keys, x in jax.tree_util.tree_leaves_with_path(rows):
@@ -138,25 +130,6 @@ def warn_of_padding(num_members: int, parts: int) -> None:
         warn(
             f"{num_members} members do not divide evenly over {parts} devices: they are padded to {width}, and between "
             f"compiled programs some devices hold the same members.\n{width} members would take the same time."
-        )
-
-
-def warn_of_uneven_rows(batch_size: int, parts: int) -> None:
-    """Warns if the rows of a batch do not divide evenly over the devices of the axes `data` and `model`."""
-    if batch_size % parts:
-        warn(
-            f"Batches of {batch_size} rows do not divide over data x model = {parts} devices, each of which computes "
-            f"all of them.\nA multiple of {parts} rows would share the work."
-        )
-
-
-def check_same_arrays(digests: np.ndarray) -> None:
-    """Checks that all processes pass equal arrays, given the digest of each process."""
-    if not (digests == digests[0]).all():
-        raise ValueError(
-            "Processes passed different numbers for the same arrays: data, ensembles and keys have to be the same in "
-            "all of them.\nRead and draw them from the same files and seeds. Where each process reads rows of its own, "
-            "pass an iterable of batches made by `sharding.batch`."
         )
 
 

@@ -1,6 +1,6 @@
 """What the other packages of the library use of `sharding`."""
 
-from ._check import check_shard_rule, warn_of_padding, warn_of_uneven_rows
+from ._check import check_shard_rule, warn_of_padding
 from ._layout import (
     FREE,
     Layout,

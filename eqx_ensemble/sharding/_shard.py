@@ -12,11 +12,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _axes
-from .._check import check_integers_fit, is_typed_key
+from .._caller import caller
+from .._check import check_integers_fit, is_integer, is_typed_key
 from .._foreign import take_in
 from .._pytree import PyTree
 from ..distributed._engine import all_gather
-from ._check import check_local_rows, check_mesh, check_rows_divide, check_same_arrays
+from ._check import check_local_rows, check_mesh
 from ._layout import Layout, leaf_specs
 
 
@@ -42,7 +43,12 @@ def local_rows(mesh: Mesh, num_rows: int) -> slice:
     """
     check_mesh(mesh)
     layout = Layout(mesh)
-    check_rows_divide(num_rows, layout.row_parts)
+    if not is_integer(num_rows) or num_rows < 1:
+        raise TypeError(f"`{caller()}` needs the number of rows of a batch, got {num_rows!r}.")
+    if num_rows % layout.row_parts:
+        raise ValueError(
+            f"`{caller()}` needs rows that divide over data x model = {layout.row_parts} devices, got {num_rows}."
+        )
     indices = _rows_of(layout, num_rows).addressable_devices_indices_map((num_rows,)).values()
     bounds = [index[0].indices(num_rows)[:2] for index in indices if index is not None]
     return slice(min(start for start, _ in bounds), max(stop for _, stop in bounds))
@@ -180,7 +186,12 @@ def check_same_in_processes(leaves: list[Any]) -> None:
         x = np.ascontiguousarray(jax.random.key_data(x) if is_typed_key(x) else x)
         digest = zlib.crc32(x.reshape(-1).view(np.uint8).data, digest)
     digests = all_gather(np.array([digest], np.uint32))
-    check_same_arrays(digests)
+    if not (digests == digests[0]).all():
+        raise ValueError(
+            "Processes passed different numbers for the same arrays: data, ensembles and keys have to be the same in "
+            "all of them.\nRead and draw them from the same files and seeds. Where each process reads rows of its own, "
+            "pass an iterable of batches made by `sharding.batch`."
+        )
 
 
 @ft.lru_cache(maxsize=256)

@@ -90,31 +90,12 @@ def check_outputs(ensemble: Ensemble, head: AbstractHead, x: np.ndarray, state: 
         )
 
 
-def check_growth(num_members: int, before: int) -> None:
-    """Raises if a warm start would remove members."""
-    if num_members < before:
-        raise ValueError(
-            f"`{caller()}` with `warm_start=True` needs `num_members` of at least {before}, as in the previous fit; "
-            f"got {num_members}.\nSelect members from the fitted ensemble (`ensemble_[:{num_members}]`) instead."
-        )
-
-
 def check_same_rows(num_rows: int, rows: np.ndarray) -> None:
     """Raises unless members that are added to bagged ones draw from as many rows."""
     if num_rows != rows.shape[1]:
         raise ValueError(
             f"`{caller()}` adds members to bagged ones, which needs the same training rows: there were "
             f"{rows.shape[1]}, now there are {num_rows}."
-        )
-
-
-def check_same_draws(drawn: np.ndarray, before: np.ndarray | None) -> None:
-    """Raises unless members that are trained further keep their bootstrap samples, which define the out-of-bag rows."""
-    if before is None or not np.array_equal(drawn, before):
-        raise ValueError(
-            f"`{caller()}` trains bagged members further, which needs their earlier bootstrap samples: the previous "
-            f"fit {'had none' if before is None else 'drew other rows'}, so that rows which a member has seen would "
-            "count as out of bag.\nPass the same rows and `bootstrap` as in the previous fit, or `warm_start=False`."
         )
 
 

@@ -22,9 +22,7 @@ from ..train import DivergedError, Status
 from ..train._engine import fit
 from ._base import AbstractEstimator
 from ._check import (
-    check_growth,
     check_outputs,
-    check_same_draws,
     check_same_kind,
     check_same_rows,
     check_sample_weight,
@@ -304,7 +302,11 @@ def _train(
     data, validation = table.take(rows), None if held_out is None else table.take(held_out)
     key = jax.random.key(estimator._seed)
     wanted, built = estimator.num_members, estimator._num_built if warm else 0
-    check_growth(wanted, built)
+    if wanted < built:
+        raise ValueError(
+            f"`{caller()}` with `warm_start=True` needs `num_members` of at least {built}, as in the previous fit; "
+            f"got {wanted}.\nSelect members from the fitted ensemble (`ensemble_[:{wanted}]`) instead."
+        )
 
     def train(ensemble: Ensemble, state: Any, drawn: np.ndarray | None, key: jax.Array) -> Members:
         trained = train_members(estimator, ensemble, state, data, validation, rows=drawn, key=key)
@@ -314,7 +316,13 @@ def _train(
     if before is not None and wanted == built:
         drawn = draw_rows(estimator, len(rows), np.asarray(before.ensemble.ids), key=key)
         if drawn is not None:
-            check_same_draws(rows[drawn], before.rows)
+            if before.rows is None or not np.array_equal(rows[drawn], before.rows):
+                raise ValueError(
+                    f"`{caller()}` trains bagged members further, which needs their earlier bootstrap samples: the "
+                    f"previous fit {'had none' if before.rows is None else 'drew other rows'}, so that rows which a "
+                    "member has seen would count as out of bag.\nPass the same rows and `bootstrap` as in the "
+                    "previous fit, or `warm_start=False`."
+                )
         # Further epochs, with new row orders.
         key = jax.random.fold_in(key, before.losses.shape[1])
         return extend_curves(before, train(before.ensemble, before.state, drawn, key))

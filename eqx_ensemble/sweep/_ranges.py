@@ -89,16 +89,6 @@ def check_sweep_values(values: Any) -> dict[str, np.ndarray]:
     return arrays
 
 
-def check_lengths(arrays: Mapping[str, np.ndarray]) -> None:
-    """Raises unless all names have the same number of values."""
-    if len({len(x) for x in arrays.values()}) > 1:
-        listed = ", ".join(f"{len(x)} in `{word}`" for word, x in arrays.items())
-        raise MemberMismatchError(
-            f"`{caller()}` needs one value per member in every name; got {listed}.\n"
-            "`sweep.grid` makes one member of every combination."
-        )
-
-
 def check_ends(low: Any, high: Any, *, positive: bool = False) -> None:
     """Raises unless `low` and `high` are finite numbers in order, positive if asked."""
     for value in (low, high):
@@ -210,7 +200,12 @@ def zip_values(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..
     ```
     """
     arrays = check_sweep_values(values)
-    check_lengths(arrays)
+    if len({len(x) for x in arrays.values()}) > 1:
+        listed = ", ".join(f"{len(x)} in `{word}`" for word, x in arrays.items())
+        raise MemberMismatchError(
+            f"`{caller()}` needs one value per member in every name; got {listed}.\n"
+            "`sweep.grid` makes one member of every combination."
+        )
     return {name: jnp.asarray(x) for name, x in arrays.items()}
 
 

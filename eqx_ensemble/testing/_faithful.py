@@ -131,7 +131,9 @@ def check_ensemble(
     ee.testing.check_ensemble(cell, jnp.ones(3), fn=call, key=key)
     ```
     """
-    _check_fn(fn, x)
+    check_optional_function(fn, "fn", example="lambda model, x: model(x)")
+    if fn is not None and x is None:
+        raise ValueError(f"`{caller()}` needs `x` with `fn`, which is called as `fn(model, x)`; got `x=None`.")
     check_number(rtol, "rtol", least=0)
     made = build(make, num_members, key=key)
     ensemble, state = made if isinstance(made, tuple) else (made, None)
@@ -164,9 +166,3 @@ def _calls(ensemble: Ensemble, state: Any, x: PyTree, fn: Callable[..., Any] | N
     outputs = [call(model, x, *own) for model, own in zip(ensemble, states, strict=True)]
     called = ensemble(x, *rest) if fn is None else ensemble.map(fn, x, *rest)
     return [same("calling it calls every member", called, _tree.stack(outputs), rtol)]
-
-
-def _check_fn(fn: Any, x: PyTree) -> None:
-    check_optional_function(fn, "fn", example="lambda model, x: model(x)")
-    if fn is not None and x is None:
-        raise ValueError(f"`{caller()}` needs `x` with `fn`, which is called as `fn(model, x)`; got `x=None`.")

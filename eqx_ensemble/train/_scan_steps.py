@@ -81,15 +81,6 @@ def _leaves(batches: Any) -> list[tuple[tuple, Any]]:
     return jax.tree_util.tree_flatten_with_path(batches)[0]
 
 
-def check_stepped(value: Any) -> None:
-    """Raises unless `value`, the result of a step, is a pair."""
-    if not (isinstance(value, tuple) and len(value) == 2):
-        got = f"a tuple of {len(value)}" if isinstance(value, tuple) else kind_text(value)
-        raise TypeError(
-            f"`{caller()}` needs `step` to return `(state, outputs)`, got {got}.\nWithout outputs: `(state, None)`."
-        )
-
-
 T = TypeVar("T")
 
 
@@ -190,7 +181,11 @@ def _scan(read: tuple[Callable[..., Any], PyTree, int], state: PyTree) -> tuple[
 
     def body(arrays: list[Any], batch: PyTree) -> tuple[list[Any], PyTree]:
         stepped = step(rebuild(arrays), batch)
-        check_stepped(stepped)
+        if not (isinstance(stepped, tuple) and len(stepped) == 2):
+            got = f"a tuple of {len(stepped)}" if isinstance(stepped, tuple) else kind_text(stepped)
+            raise TypeError(
+                f"`{caller()}` needs `step` to return `(state, outputs)`, got {got}.\nWithout outputs: `(state, None)`."
+            )
         after, outputs = stepped
         pairs = compare_trees([rebuild(arrays), after], rules=LOOP_RULES).leaves
         numbers, rest = eqx.partition(outputs, eqx.is_array_like)

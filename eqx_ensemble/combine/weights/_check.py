@@ -167,22 +167,6 @@ def check_score_value(shape: tuple[int, ...]) -> None:
         )
 
 
-def check_tolerance(tolerance: float | None) -> None:
-    """Raises unless `tolerance` is `None` or a non-negative number."""
-    if tolerance is not None:
-        check_number(tolerance, "tolerance", least=0)
-
-
-def warn_of_gap(gap: Array, tolerance: float) -> None:
-    """Warns if a search for weights ended above its tolerance; checked where concrete."""
-    host = concrete(gap)
-    if host is not None and not (host <= tolerance).all():
-        warn(
-            f"`{caller()}` ended {host.max():.2g} nats at most from the best mean log score, above its "
-            f"tolerance {tolerance:.2g}.\nRaise `tolerance` or `max_steps`, or compute in float64."
-        )
-
-
 def check_sparsify(weights: ArrayLike, above: float, num_members: Any) -> np.ndarray:
     """Raises unless weights are concrete and valid, and `above` keeps a member. Returns them normalised, as float64."""
     if is_traced(weights):

@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32
 
-from ..._check import check_positive_int
-from ._check import check_log_scores, check_tolerance, warn_of_gap
+from ..._caller import caller
+from ..._check import check_number, check_positive_int, concrete
+from ..._warnings import warn
+from ._check import check_log_scores
 
 
 def bayesian(
@@ -109,13 +111,19 @@ def stacking(
     ??? cite
         [Using Stacking to Average Bayesian Predictive Distributions](https://doi.org/10.1214/17-BA1091)
     """
-    check_tolerance(tolerance)
+    if tolerance is not None:
+        check_number(tolerance, "tolerance", least=0)
     logs, rows = check_log_scores(log_scores, mask)
     if tolerance is None:
         tolerance = 1e-10 if logs.dtype == jnp.float64 else 1e-6
     tolerance = float(tolerance)
     found = _stacking(logs, rows, tolerance, check_positive_int(max_steps, "max_steps"))
-    warn_of_gap(found.gap, tolerance)
+    host = concrete(found.gap)
+    if host is not None and not (host <= tolerance).all():
+        warn(
+            f"`{caller()}` ended {host.max():.2g} nats at most from the best mean log score, above its "
+            f"tolerance {tolerance:.2g}.\nRaise `tolerance` or `max_steps`, or compute in float64."
+        )
     return found
 
 

@@ -15,7 +15,7 @@ from ..._ensemble import Ensemble
 from ..._leaf_text import leaf_text
 from ..._warnings import warn
 from ...train import Frozen
-from ._joint import JointEnsemble, has_one_pass, is_joint_layer
+from ._joint import JointEnsemble, is_joint_layer
 from ._layers import Layer, input_shape, output_shape
 
 _TIED = eqx.nn.Shared | eqx.nn.WeightNorm | eqx.nn.SpectralNorm
@@ -113,25 +113,6 @@ def check_joint(value: Any) -> None:
     if isinstance(value, Ensemble):
         fix = "A loss sees one member: pass it to `fit`, or use `map_members`."
     raise TypeError(f"`{caller()}` needs a `JointEnsemble`, got {kind_text(value)}.\n{fix}")
-
-
-def check_rows_differ(joint: JointEnsemble[Any], rows: str) -> None:
-    """Raises if sub-members that share a forward pass would be trained on the same inputs."""
-    if rows == "same" and has_one_pass(joint) and joint.num_submembers > 1:
-        raise ValueError(
-            f"`{caller()}` needs different rows for the sub-members of `mimo`: trained on the same inputs, they become "
-            "identical.\nPass `rows='shuffle'`. For a score, call the model: `jax.vmap(model)(x)` is "
-            "`(rows, submembers, ...)`."
-        )
-
-
-def check_call(inputs: tuple[Any, ...]) -> None:
-    """Raises unless a loss is called with positional `batch` and `key`."""
-    if len(inputs) < 2:
-        raise TypeError(
-            f"`{caller()}` makes a loss that takes its arguments by position, as `fit` passes them: expected "
-            f"`(model, batch, key)`, got {len(inputs) + 1} by position.\nPass `None` for a key that it does not use."
-        )
 
 
 def check_batch(batch: Any) -> int:

@@ -15,7 +15,7 @@ from ..._ensemble import Ensemble, stack
 from ..._jaxpr import warn_of_two_batch_axes
 from ..._pytree import PyTree
 from ..._warnings import ignore_warnings
-from ._check import check_batch, check_call, check_joint, check_predictions, check_rows_differ
+from ._check import check_batch, check_joint, check_predictions
 from ._joint import JointEnsemble, Submembers, has_one_pass, is_joint_layer, map_submembers, submember_keys
 from ._layers import RankOne
 
@@ -199,8 +199,18 @@ def mean_loss(
     @functools.wraps(loss)
     def mean_of_losses(model: Any, *inputs: Any, **named: Any) -> Any:
         check_joint(model)
-        check_rows_differ(model, rows)
-        check_call(inputs)
+        if rows == "same" and has_one_pass(model) and model.num_submembers > 1:
+            raise ValueError(
+                f"`{caller()}` needs different rows for the sub-members of `mimo`: trained on the same inputs, they "
+                "become identical.\nPass `rows='shuffle'`. For a score, call the model: `jax.vmap(model)(x)` is "
+                "`(rows, submembers, ...)`."
+            )
+        if len(inputs) < 2:
+            raise TypeError(
+                f"`{caller()}` makes a loss that takes its arguments by position, as `fit` passes them: expected "
+                f"`(model, batch, key)`, got {len(inputs) + 1} by position.\nPass `None` for a key that it does not "
+                "use."
+            )
         *state, batch, key = inputs
         _warn_of_one(loss, model, state, batch, key, named)
         if rows != "same":

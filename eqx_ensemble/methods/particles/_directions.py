@@ -89,15 +89,6 @@ def check_outputs(outputs: PyTree) -> None:
         raise TypeError(needs_message("an array from `outputs`", f"got {outputs!r}", "Is a `return` missing?"))
 
 
-def check_stateless(model_state: Any) -> None:
-    """Raises for stateful members."""
-    if model_state is not None:
-        raise NotImplementedError(
-            f"`{caller()}` takes members without state.\n"
-            "Use `methods.particles.make_step`, or layers without running statistics, such as `eqx.nn.LayerNorm`."
-        )
-
-
 def no_values_message() -> str:
     """The message for an optimiser that evaluates the loss, such as a line search."""
     return (

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from ..._axes import Each, check_some_rows, over_leading_axis, split_members
+from ..._caller import caller
 from ..._check import check_flag, check_function, check_integers_fit, check_word, is_inside_transformation
 from ..._compiled import filter_jit
 from ..._ensemble import M
@@ -42,7 +43,6 @@ from ._directions import (
     check_num_rows,
     check_outputs,
     check_real_weights,
-    check_stateless,
     directions,
     no_values_message,
 )
@@ -325,7 +325,11 @@ class FunctionSpace(AbstractSpace):
 
     def evaluate(self, member: Member) -> Evaluation:
         """The outputs as a vector, with the gradient of the loss with respect to them."""
-        check_stateless(member.model_state)
+        if member.model_state is not None:
+            raise NotImplementedError(
+                f"`{caller()}` takes members without state.\n"
+                "Use `methods.particles.make_step`, or layers without running statistics, such as `eqx.nn.LayerNorm`."
+            )
         outputs = self._outputs(member, member.params)
         check_outputs(outputs)
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int
 
+from ..._caller import caller
+from ..._check import kind_text
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...train import Progress, TrainState
@@ -17,7 +19,6 @@ from ._check import (
     check_inner_optimiser,
     check_record,
     check_same_leaves,
-    check_source,
     check_steps,
     params_message,
     warn_of_few,
@@ -118,7 +119,11 @@ def reciprocal(count: Int[Array, ""]) -> Array:
 
 def find_record(source: Any, kinds: tuple[type, ...], *, name: str) -> tuple[TrainState, RecordState]:
     """The training state of a run, and the record of its optimiser."""
-    check_source(source, (Run, TrainState, Progress))
+    if not isinstance(source, ((Run, TrainState, Progress))):
+        raise TypeError(
+            f"`{caller()}` needs the run that `fit` returned, or a training state; got {kind_text(source)}.\n"
+            "An ensemble does not hold what the optimiser recorded."
+        )
     state = source if isinstance(source, TrainState) else source.train_state
     found = [(x, is_last) for x, is_last in _records(state.opt_state) if isinstance(x.record, kinds)]
     check_record([is_last for _, is_last in found], name=name)

@@ -8,14 +8,14 @@ from jaxtyping import Array, Int, Key
 
 from ... import _keys
 from ..._axes import check_rows_of_data
-from ..._check import check_function, check_positive_int
+from ..._caller import caller
+from ..._check import check_function, check_positive_int, kind_text
 from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
 from ..._foreign import from_foreign_tree
 from ..._pytree import PyTree
 from ...plan import AnyPlan
 from ...plan._engine import map_members
 from ...train._engine import take_rows
-from ._check import check_batch_norms, check_output_state
 
 Layer = Any
 """An `equinox.nn.BatchNorm`; only the state indices of its mode are set."""
@@ -95,7 +95,11 @@ def update_batch_norm(
     check_model_state_given(ensemble.stacked, state)
     check_model_state(state, ensemble.num_members)
     check_function(fn, "fn", example="lambda model, state, batch, key: (value, state)")
-    check_batch_norms(_layers(ensemble.stacked))
+    if not _layers(ensemble.stacked):
+        raise ValueError(
+            f"`{caller()}` needs members with `equinox.nn.BatchNorm` layers that are not in inference mode.\n"
+            "For others there is nothing to do; `equinox.nn.inference_mode(ensemble, value=False)` ends that mode."
+        )
     data = from_foreign_tree(data, "data")
     num_rows = check_rows_of_data(data, ensemble.num_members, argument="data")
     batch_size = min(32, num_rows) if batch_size is None else check_positive_int(batch_size, "batch_size")
@@ -120,7 +124,11 @@ def _estimate(
         state, old, rows_before = carry
         rows = jax.lax.dynamic_slice_in_dim(order, number * batch_size, size)
         out = fn(model, _reset(layers, state), take_rows(data, rows), jax.random.fold_in(key, number))
-        check_output_state(out)
+        if not isinstance(out, tuple) or len(out) < 2 or not isinstance(out[1], eqx.nn.State):
+            raise TypeError(
+                f"`{caller()}` needs `fn(model, state, batch, key)` to return `(value, state)`, as a stateful loss "
+                f"does; got {kind_text(out)}."
+            )
         share = size / (rows_before + size)
         new = [_pool(*pair, share) for pair in zip(old, _read(layers, out[1]), strict=True)]
         return out[1], new, rows_before + size

@@ -1,13 +1,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..._caller import caller
-from ..._check import check_counter, check_integer, check_number, is_traced, kind_text
+from ..._check import check_counter, check_integer, check_number, is_traced
 from ..._pytree import PyTree
 from ..._warnings import warn
 from .._check import check_inner_optimiser as check_inner_optimiser
@@ -96,15 +95,6 @@ def check_learning_rate(value: Any, argument: str) -> Any:
     return check_number(float(value) if isinstance(value, jax.Array) else value, argument, least=0)
 
 
-def check_source(source: Any, kinds: tuple[type, ...]) -> None:
-    """Raises unless `source` has a training state."""
-    if not isinstance(source, kinds):
-        raise TypeError(
-            f"`{caller()}` needs the run that `fit` returned, or a training state; got {kind_text(source)}.\n"
-            "An ensemble does not hold what the optimiser recorded."
-        )
-
-
 def check_record(are_last: Sequence[bool], *, name: str) -> None:
     """Raises unless exactly one record exists, and its wrapper is the last transformation."""
     wrappers = WRAPPERS[name]
@@ -143,42 +133,12 @@ def warn_of_few(count: Any, ids: Any, *, least: int, effect: str) -> None:
         warn(f"`{caller()}`: members with {what}: {listed}. {effect}")
 
 
-def check_concrete(count: Any) -> None:
-    """Raises if the number of snapshots is traced."""
-    if is_traced(count):
-        raise TypeError(f"`{caller()}` cannot be called inside `jax.jit`: the number of members depends on values.")
-
-
-def check_some_snapshots(count: np.ndarray) -> None:
-    """Raises if no member has a snapshot."""
-    if not count.any():
-        raise ValueError(f"`{caller()}`: no member has reached its first snapshot, after step `start` (or `every`).")
-
-
 def check_factor_ids(ids: Any, count: int) -> None:
     """Raises if the ids `id * count + i` do not fit in 32 bits; traced ones are not checked."""
     if not is_traced(ids) and (int(np.max(np.asarray(ids))) + 1) * count > 2**31:
         raise ValueError(
             f"`{caller()}` gives the ids `id * {count} + i`, which have to be below 2**31; the largest id is "
             f"{int(np.max(np.asarray(ids)))}.\nGive the members smaller ids, or ask for fewer."
-        )
-
-
-def check_batch_norms(layers: Sequence[eqx.nn.BatchNorm]) -> None:
-    """Raises without BatchNorm layers in training mode."""
-    if not layers:
-        raise ValueError(
-            f"`{caller()}` needs members with `equinox.nn.BatchNorm` layers that are not in inference mode.\n"
-            "For others there is nothing to do; `equinox.nn.inference_mode(ensemble, value=False)` ends that mode."
-        )
-
-
-def check_output_state(out: Any) -> None:
-    """Raises unless the user's function returns a state after its value."""
-    if not isinstance(out, tuple) or len(out) < 2 or not isinstance(out[1], eqx.nn.State):
-        raise TypeError(
-            f"`{caller()}` needs `fn(model, state, batch, key)` to return `(value, state)`, as a stateful loss does; "
-            f"got {kind_text(out)}."
         )
 
 

@@ -9,18 +9,16 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from ..._caller import caller
-from ..._check import check_counter, check_positive_int
+from ..._check import check_counter, check_positive_int, is_traced
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...distributed import to_host
 from ._average import Weights, as_ensemble, find_record, record_path
 from ._check import (
-    check_concrete,
     check_factor_ids,
     check_inner_optimiser,
     check_learning_rate,
     check_period,
-    check_some_snapshots,
     check_steps,
     warn_of_few,
 )
@@ -188,12 +186,14 @@ def snapshot_ensemble(run: Any) -> Ensemble[Any]:
     """
     name = "methods.path.snapshot_ensemble"
     state, found = find_record(run, (Weights,), name=name)
-    check_concrete(found.count)
+    if is_traced(found.count):
+        raise TypeError(f"`{caller()}` cannot be called inside `jax.jit`: the number of members depends on values.")
     weights = found.record.weights
     size = jax.tree.leaves(weights)[0].shape[1]
     check_factor_ids(state.ids, size)
     count, ids = to_host(found.count), to_host(state.ids)
-    check_some_snapshots(count)
+    if not count.any():
+        raise ValueError(f"`{caller()}`: no member has reached its first snapshot, after step `start` (or `every`).")
     warn_of_few(count, ids, least=1, effect="They are left out.")
     pairs = [(i, n % size) for i, most in enumerate(count.tolist()) for n in range(max(0, most - size), most)]
     members, slots = np.array(pairs, np.int32).T

@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Int, Key
 
 from ... import _keys
-from ..._check import check_function, check_number
+from ..._caller import caller
+from ..._check import check_function, check_number, kind_text
 from ..._ensemble import M
 from ..._pytree import PyTree
 from ...distributed import to_host
@@ -32,8 +33,6 @@ from .._check import (
     check_healthy,
     check_indices,
     check_member_scores,
-    check_range_names,
-    check_state_has_hyper,
 )
 
 
@@ -220,7 +219,9 @@ def perturb_hyper(
 
     def explore(hyper: PyTree, key: Key[Any, ""]) -> PyTree:
         (generator,) = _keys.generators(key, 1, purpose="explore")
-        check_range_names(ranges, hyper)
+        if not isinstance(hyper, dict) or set(ranges) - set(hyper):
+            found = f"names {sorted(hyper)}" if isinstance(hyper, dict) else kind_text(hyper)
+            raise ValueError(f"`{caller()}` has ranges of {sorted(ranges)}, but the hyper-parameters are {found}.")
         new = dict(hyper)
         for word, one in ranges.items():
             factor, anew = generator.choice(choices), generator.random() < resample
@@ -259,7 +260,10 @@ def set_hyper(
     check_train_state(state)
     check_state_arrays(state)
     members = check_indices(members, state.num_members)
-    check_state_has_hyper(state.hyper)
+    if state.hyper is None:
+        raise TypeError(
+            f"`{caller()}` needs a training state with hyper-parameters: pass `hyper=` to `fit` or `train.init`."
+        )
     check_function(fn, "fn", example="lambda hyper, key: hyper")
     keys = _keys.member_keys(key, state.ids, purpose="population")[members]
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, state.step)

@@ -9,6 +9,8 @@ from jaxtyping import Array, Float
 
 from ... import _keys
 from ..._axes import Each
+from ..._caller import caller
+from ..._check import kind_text
 from ..._ensemble import Ensemble, check_ensemble
 from ..._foreign import from_foreign
 from ..._pytree import PyTree
@@ -18,7 +20,6 @@ from ._check import (
     check_noise,
     check_num_rows,
     check_outputs,
-    check_penalised,
     check_penalty_std,
     check_prior,
     check_real,
@@ -120,7 +121,12 @@ def gaussian_penalty(model: PyTree, std: Any = 1.0, *, num_rows: Any) -> Float[A
     found = jtu.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Frozen))
     is_weight = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
     weights = [(jtu.keystr(path), x) for path, x in found if is_weight(x)]
-    check_penalised(weights, model)
+    if isinstance(model, Ensemble):
+        raise TypeError(f"`{caller()}` needs the model of one member, got an `Ensemble`.\nCall it inside the loss.")
+    if not weights:
+        raise TypeError(
+            f"`{caller()}` needs a model with floating-point arrays that are not frozen, got {kind_text(model)}."
+        )
     terms = []
     for path, x in weights:
         check_real(x, path)

@@ -8,7 +8,6 @@ import numpy as np
 
 from ..._caller import caller
 from ..._check import check_function, check_number, is_traced, kind_text
-from ..._ensemble import Ensemble
 from ..._leaf_text import leaf_text
 
 _PRIOR = "methods.priors.RandomisedPrior"
@@ -65,16 +64,6 @@ def check_penalty_std(std: Any, path: str) -> Any:
     if is_traced(std) and not std.shape:
         return std
     return check_std(std, path)
-
-
-def check_penalised(weights: list[Any], model: Any) -> None:
-    """Raises for an ensemble, and for a model without weights."""
-    if isinstance(model, Ensemble):
-        raise TypeError(f"`{caller()}` needs the model of one member, got an `Ensemble`.\nCall it inside the loss.")
-    if not weights:
-        raise TypeError(
-            f"`{caller()}` needs a model with floating-point arrays that are not frozen, got {kind_text(model)}."
-        )
 
 
 def prefix_message(std: Any) -> str:

@@ -66,15 +66,6 @@ def check_hidden(hidden: Any, in_size: int) -> None:
         raise TypeError(f"`{_MODEL}` needs floating-point hidden units, got {leaf_text(hidden)}.")
 
 
-def check_sngp(stacked: Any, kind: type) -> None:
-    """Raises unless members are `SNGP`."""
-    if not isinstance(stacked, kind):
-        raise TypeError(
-            f"`methods.sngp.update_covariance` needs members that are `SNGP`, got {kind_text(stacked)}.\n"
-            "Make them so: `methods.sngp.SNGP(network, in_size, out_size, key=key)`."
-        )
-
-
 def check_bound(bound: Any) -> None:
     """Raises unless `bound` is a number above zero; a traced one is not checked."""
     if is_traced(bound):
@@ -326,7 +317,11 @@ def update_covariance(
         Awareness](https://arxiv.org/abs/2006.10108), Liu et al., 2020.
     """
     check_ensemble(ensemble)
-    check_sngp(ensemble.stacked, SNGP)
+    if not isinstance(ensemble.stacked, SNGP):
+        raise TypeError(
+            f"`methods.sngp.update_covariance` needs members that are `SNGP`, got {kind_text(ensemble.stacked)}.\n"
+            "Make them so: `methods.sngp.SNGP(network, in_size, out_size, key=key)`."
+        )
     check_model_state_given(ensemble.stacked, state)
     check_model_state(state, ensemble.num_members)
     x = from_foreign_tree(x, "x")

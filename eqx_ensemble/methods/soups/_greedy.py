@@ -20,12 +20,6 @@ def check_value(value: Any) -> float:
     return float(found)
 
 
-def check_some_scores(costs: np.ndarray) -> None:
-    """Raises if no member has a score."""
-    if np.isnan(costs).all():
-        raise ValueError(f"`{caller()}` needs at least one member whose score is a number; all scores are NaN.")
-
-
 class Soup(NamedTuple):
     """The result of [`eqx_ensemble.methods.soups.greedy`][].
 
@@ -94,7 +88,8 @@ def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Litera
     sign = 1.0 if mode == "min" else -1.0
     cost = lambda model: sign * check_value(score(eqx.nn.inference_mode(model)))
     costs = np.array([cost(model) for model in ensemble.unstack()])
-    check_some_scores(costs)
+    if np.isnan(costs).all():
+        raise ValueError(f"`{caller()}` needs at least one member whose score is a number; all scores are NaN.")
     order = np.argsort(costs, kind="stable")  # NaN is sorted last
     chosen, best = [order[0]], costs[order[0]]
     soup = ensemble[int(order[0])]

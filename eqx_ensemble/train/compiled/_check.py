@@ -9,14 +9,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 
 from ..._axes import UNBOUND_AXIS
 from ..._caller import caller
 from ..._check import is_member_array, kind_text, path_text
 from ..._leaf_text import leaf_text
 from ..._pytree import PyTree
-from .._check import MULTI_STEPS
 
 # Notes on errors inside a user's functions: where they were called, with which arguments, and the likely cause.
 
@@ -296,15 +294,6 @@ def concrete_hyper_message() -> str:
         "Rescale a schedule of fixed length: `sweep.rescale_schedule(optax.cosine_decay_schedule(lr, 1000), 1000, "
         "length)`; write other choices with `jax.numpy.where`."
     )
-
-
-def check_made_optimiser(value: Any) -> None:
-    """Raises unless a function of `hyper` returned an optimiser."""
-    if not isinstance(value, optax.GradientTransformation):
-        way = f"\n{MULTI_STEPS}" if isinstance(value, optax.MultiSteps) else ""
-        raise TypeError(
-            f"`{caller()}`: the optimiser function must return an optax optimiser, it returned {kind_text(value)}.{way}"
-        )
 
 
 def check_state_after(new: Any, old: Any, *, what: str) -> None:

@@ -9,10 +9,12 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from ... import _keys
-from ..._check import is_typed_key
+from ..._caller import caller
+from ..._check import is_typed_key, kind_text
 from ..._promotion import standard_promotion
 from ..._pytree import PyTree
-from ._check import check_made_optimiser, check_state_after, concrete_hyper_message, explain_optimiser
+from .._check import MULTI_STEPS
+from ._check import check_state_after, concrete_hyper_message, explain_optimiser
 
 Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
 """An optax optimiser, or a function that makes one from a member's hyper-parameters."""
@@ -84,7 +86,11 @@ def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation
             made = optimiser(jax.tree.map(_as_python_float, hyper))
     except jax.errors.TracerBoolConversionError as error:
         raise TypeError(concrete_hyper_message()) from error
-    check_made_optimiser(made)
+    if not isinstance(made, optax.GradientTransformation):
+        way = f"\n{MULTI_STEPS}" if isinstance(made, optax.MultiSteps) else ""
+        raise TypeError(
+            f"`{caller()}`: the optimiser function must return an optax optimiser, it returned {kind_text(made)}.{way}"
+        )
     return made
 
 

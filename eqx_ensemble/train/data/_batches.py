@@ -21,8 +21,6 @@ from ..resume._code_texts import digest_of
 from ._check import (
     check_last_step,
     check_not_exceeded,
-    check_resumable,
-    check_same_batches,
     check_some_batches,
     explain_state,
     idle_patience_message,
@@ -125,7 +123,12 @@ class BatchIterator:
         self._iterator, self._convert = iter(batches), convert
         self._holder, self._names = _with_state(self._iterator, batches)
         if state is not None:
-            check_resumable(able=self._holder is not None)
+            if self._holder is None:
+                raise TypeError(
+                    "`fit` continues a run that stopped within an epoch of an iterator with `set_state` or "
+                    "`load_state_dict`, which these batches lack.\nPass an iterator of the same kind; or continue "
+                    "from `run.train_state`, which starts an epoch."
+                )
             with explain_state():
                 getattr(self._holder, self._names[1])(copy.deepcopy(state))
             if self._holder is not self._iterator:  # a loader resumes with the next iterator that it makes
@@ -226,7 +229,11 @@ def iterate_from(
     for _ in range(cursor.batches - 1):
         iterator.pass_over()
     if cursor.batches > 0:
-        check_same_batches(digest_of(iterator.take()), cursor.digest)
+        if digest_of(iterator.take()) != cursor.digest:
+            raise ValueError(
+                "`fit` cannot resume: the iterable gives other batches than it gave before the interruption.\nSeed it "
+                "in each process, or give it `get_state` and `set_state` to support checkpointing."
+            )
     return iterator
 
 

@@ -84,16 +84,6 @@ def many_shapes_message(seen: Collection[tuple[tuple[tuple[int, ...], Any], ...]
     )
 
 
-def check_resumable(*, able: bool) -> None:
-    """Raises unless batches can continue from the position of another run."""
-    if not able:
-        raise TypeError(
-            "`fit` continues a run that stopped within an epoch of an iterator with `set_state` or `load_state_dict`, "
-            "which these batches lack.\n"
-            "Pass an iterator of the same kind; or continue from `run.train_state`, which starts an epoch."
-        )
-
-
 @contextlib.contextmanager
 def explain_state() -> Iterator[None]:
     """Explains an error of an iterator that is given the state that it had saved."""
@@ -112,15 +102,6 @@ def check_not_exceeded(done: int, wanted: int | None, unit: str) -> None:
         raise ValueError(
             f"`fit` cannot resume: {done} {unit} are done, and the call asks for {wanted} in all.\nAsk for at "
             "least as many, or save in another folder."
-        )
-
-
-def check_same_batches(digest: str, saved: Any) -> None:
-    """Raises unless an iterable, iterated again, gives the same batches as before."""
-    if digest != saved:
-        raise ValueError(
-            "`fit` cannot resume: the iterable gives other batches than it gave before the interruption.\nSeed it "
-            "in each process, or give it `get_state` and `set_state` to support checkpointing."
         )
 
 
