@@ -92,13 +92,15 @@ def pytest_collection_modifyitems(config, items):
         items[:] = itertools.compress(items, kept)
 
 
-def pytest_runtest_teardown():
-    """Drops compiled programs before a long-lived process has too many."""
+def pytest_runtest_teardown(item, nextitem):
+    """Drops compiled programs after the tests of a file, which would take gigabytes, and where there are too many."""
+    is_last = nextitem is None or nextitem.path != item.path
     mappings = pathlib.Path("/proc/self/maps")
-    if next(_tests) % _TESTS_BETWEEN_LOOKS == 0 and mappings.exists():
-        if mappings.read_bytes().count(b"\n") > _MOST_MAPPINGS:
-            jax.clear_caches()
-            gc.collect()
+    if not is_last and next(_tests) % _TESTS_BETWEEN_LOOKS == 0 and mappings.exists():
+        is_last = mappings.read_bytes().count(b"\n") > _MOST_MAPPINGS
+    if is_last:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
