@@ -270,7 +270,7 @@ def test_importers_are_found():
 
 PRIVATE_IMPORTS: set[str] = {
     "fleet/_folder.py: methods._rounds",
-    "methods/distillation/_mixture_loss.py: uncertainty._check",
+    "methods/distillation/_losses.py: uncertainty._check",
     "methods/population/_decisions.py: sweep._ranges",
 }
 

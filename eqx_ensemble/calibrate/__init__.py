@@ -7,10 +7,10 @@ from ._isotonic import Histogram as Histogram
 from ._isotonic import Isotonic as Isotonic
 from ._isotonic import histogram as histogram
 from ._isotonic import isotonic as isotonic
-from ._platt import Beta as Beta
-from ._platt import Platt as Platt
-from ._platt import beta as beta
-from ._platt import platt as platt
+from ._logistic import Beta as Beta
+from ._logistic import Platt as Platt
+from ._logistic import beta as beta
+from ._logistic import platt as platt
 from ._temperature import Temperature as Temperature
 from ._temperature import Variance as Variance
 from ._temperature import temperature as temperature
