@@ -289,6 +289,17 @@ def test_private_modules_are_reached_through_one():
     assert_listed(found, PRIVATE_IMPORTS, "import it from the `_engine` of its package")
 
 
+def test_an_engine_holds_what_others_use():
+    taken: dict[str, set[str]] = {file: set() for file in FILES if file.endswith("_engine.py")}
+    for file in FILES:
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.ImportFrom) and node.level and (node.module or "").endswith("_engine"):
+                path = "/".join([*file.split("/")[: -node.level], *str(node.module).split(".")])
+                taken[f"{path}.py"] |= {alias.name for alias in node.names}
+    given = {file: {x.name for node in parsed(file).body[1:] for x in node.names} for file in taken}
+    assert_listed({f"{file}: {name}" for file in taken for name in given[file] - taken[file]}, set(), "unused")
+
+
 def test_a_private_import_is_found():
     assert [*private_imports("fleet/_folder.py")] == ["methods._rounds"]
 
