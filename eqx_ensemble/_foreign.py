@@ -12,6 +12,11 @@ import numpy as np
 from ._caller import caller
 from ._pytree import PyTree
 
+# Why arrays are copied: JAX takes a NumPy array without waiting. A call returns before the device has read it, and an
+# aligned one is used in place on the CPU, as long as the JAX array lives. A loader that refills its buffers would then
+# change the batch of a step that still runs, without an error, and only for some sizes, dtypes and addresses. Which
+# arrays JAX shares, and when it copies the others, is not promised, so all of them are copied first.
+
 _CLASSES = {
     "pandas": ("DataFrame", "Series", "Index"),
     "polars": ("DataFrame", "Series", "LazyFrame"),

@@ -42,6 +42,12 @@ from ._read import read_manifest
 from ._snapshot import Snapshot, raw
 
 # Commits the files written into a checkpoint's folder, atomically, by renaming the manifest.
+#
+# Until a sync, a power cut may undo some operations and keep later ones. Contents are therefore synced before the
+# rename that shows them, and the arrays' name before the manifest that refers to it: the manifest could otherwise
+# survive without its arrays. Old arrays are removed only after the new manifest's name is synced, because the disk may
+# return to the old manifest until then. Each operation is a call of `_disk`, at which tests kill, fail and cut the
+# power.
 
 _CANNOT = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 _unsynced: set[int] = set()

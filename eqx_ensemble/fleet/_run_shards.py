@@ -21,6 +21,14 @@ from ._serialise import ArrayRef, dumps, loads, refs_of
 from ._shard import Finished, Shard, ShardReport, members_text
 from ._worker import Attempt, Outcome, Task, run_shard, settings
 
+# Errors of the user's code are values in an `Outcome`, so what a future raises is about its worker. A pool breaks for
+# all of its shards at once, and does not say which one killed it, for example by the memory that it takes. Counted for
+# all, such a shard would have innocent ones abandoned; counted for none, it would break pools forever. Hence the
+# suspects run one at a time, and only a shard that broke a pool alone is charged.
+#
+# Few shards are in flight, since their arguments are in memory, and each is a suspect if the pool breaks. A second one
+# per worker waits there while the first runs.
+
 _DIVERGED = re.compile(r"member\(s\) diverged")
 
 

@@ -25,6 +25,13 @@ from .._caller import caller
 from .._check import is_typed_key, kind_text, missing_extra_message
 from ..tree._engine import global_names, static_parts
 
+# cloudpickle alone makes a new object each time that it loads a function of a script. JAX finds programs by the
+# identity of functions: every shard would be compiled again. And the results of two shards, with two copies of one
+# function in their static fields, would have different structures, and could not be joined. Functions and callable
+# objects are therefore found again by the digest of their pickle, and classes by a token, on workers and in the
+# caller's process. `_known` is weak, since the caller has its own; on a worker, `_kept` keeps the last ones from one
+# shard to the next.
+
 # Serialisation of module classes that other processes cannot import: those of a script, notebook or function.
 
 _tokens: "weakref.WeakKeyDictionary[type, str]" = weakref.WeakKeyDictionary()

@@ -14,6 +14,11 @@ from ..._jaxpr import has_callbacks, plain_jit
 from ..._pytree import PyTree
 from ..._warnings import ignore_warnings
 
+# The carry that a call returns is remembered with the list of its arrays, so that the next call flattens only the
+# batch. Modules are found by `id`; the weak reference tells whether it is still theirs. Without it, a new Module at the
+# address of a freed one would run with the arrays of the old one. Programs that call Python, as by `equinox.error_if`,
+# are left to `filter_jit`, which turns what XLA raises into the error with the user's message.
+
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 

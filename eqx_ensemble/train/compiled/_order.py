@@ -9,7 +9,13 @@ from jaxtyping import Array, Int, UInt32
 
 from ..._pytree import PyTree
 
-# Permutations of `range(length)` of which any part can be computed without the rest.
+# Permutations of `range(length)` of which any part can be computed without the rest. Stored ones take memory for all
+# rows and members, and are sorted anew in each epoch, also for a run of few steps.
+#
+# Constants, rounds and sides are part of every result: with others, a run that is resumed within an epoch would see
+# some rows twice and others never. All integers have 32 bits, as JAX has no others by default: a side is below 2**16,
+# so that its product with half a hash fits. A cycle walk has a fixed number of rounds, because under `vmap` a loop
+# "until inside" runs for all members as long as for the slowest.
 
 _FEW = 64  # rows that are ranked instead
 _MOST_PER_SIDE = 2**16 - 1

@@ -11,6 +11,13 @@ from jaxtyping import Array, Bool, Int
 from ... import _axes
 from ..._pytree import PyTree
 
+# The lengths of chunks follow from measured times. Windows that began with a chunk would therefore make the history
+# depend on the speed of the machine, and on where a run was interrupted.
+#
+# A piece puts a fixed number of windows, of which only the first few may be its own: the next piece overwrites the
+# others, so pieces are put in their order. The room at the end takes the outputs of pieces that are reverted. Without
+# it, `dynamic_update_slice` would move a slice that exceeds the array back, onto windows that are recorded already.
+
 
 class Windows(eqx.Module):
     """Windows of `every` consecutive steps, of which the history keeps each member's last outputs.

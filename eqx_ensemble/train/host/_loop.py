@@ -134,6 +134,12 @@ def _own_step(_: AbstractPlan, program: Program, *rest: Any) -> tuple[Carry, PyT
     return program.step(*rest)  # under its own plan, on which a step may depend
 
 
+# Nothing interrupts a chunk: Ctrl-C, time limits, stopped members, progress and checkpoints wait for its end. Short
+# chunks would pay for many calls instead, so the length follows from measured times. It is an input of the program:
+# another length compiles nothing. The first call of a program is left out, since its compilation would pass for slow
+# steps, and chunks grow at most fourfold at once, since a short one is measured badly. Processes of one run must take
+# equal chunks, or they would wait for each other forever: all use the times of the first, and none from earlier runs.
+
 _SECONDS_PER_CHUNK = 1.0
 _SECONDS_UNTIL_NOTICED = 0.2
 _SECONDS_PER_TRIAL = 0.1
