@@ -250,7 +250,9 @@ def draw(seed):
     in_epochs = source == "generator" or (how in ("whole", "interrupt", "error") and maybe(0.5))
     if not in_epochs and maybe(0.6):
         total = max(total - number(0, per_epoch - 1), per_epoch if patience else 1)
-    cuts = cut(d, total, per_epoch, whole_epochs=source == "list" and how in ("continue", "state"), patience=patience)
+    # A training state does not hold the position of an iterable: a run that continues it starts an epoch.
+    whole = (source == "list" and how in ("continue", "state")) or (source == "resumable" and how == "state")
+    cuts = cut(d, total, per_epoch, whole_epochs=whole, patience=patience)
     lengths = [total] if how not in ("continue", "state", "checkpoint") else cuts
     callback_every = one_of(None, 1, 2, 3)
     stops = {}
