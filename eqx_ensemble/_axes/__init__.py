@@ -17,9 +17,14 @@ from ._map import program_key as program_key
 from ._map import split_members as split_members
 from ._map import strip_weak_types as strip_weak_types
 from ._map import where_members as where_members
+from ._marks import SHARED as SHARED
 from ._marks import AbstractParts as AbstractParts
 from ._marks import AbstractPerMember as AbstractPerMember
 from ._marks import Batch as Batch
 from ._marks import Each as Each
+from ._marks import Follower as Follower
+from ._marks import follows as follows
+from ._marks import has_marks as has_marks
 from ._marks import is_array as is_array
 from ._marks import is_per_member as is_per_member
+from ._marks import marks_of as marks_of

@@ -1,5 +1,8 @@
 import abc
-from typing import Any, TypeGuard
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import equinox as eqx
 import jax
@@ -124,3 +127,40 @@ def is_array(x: Any) -> TypeGuard[jax.Array | np.ndarray]:
 def is_per_member(x: Any) -> bool:
     """Whether a node holds one value per member: a mark, an ensemble, or the state of stateful members."""
     return isinstance(x, AbstractPerMember | eqx.nn.State)
+
+
+# Marks of the fields of a Module that holds many members. Those without a mark hold one value per member.
+
+
+class Follower(NamedTuple):
+    """A field that changes with the members, and is no array of one value per member.
+
+    `join(modules)`, `take(module, positions)` and `renumber(module, new ids by old ones)` return its value; without
+    the latter two it stays as it is.
+    """
+
+    join: Callable[[Sequence[Any]], Any]
+    take: Callable[[Any, np.ndarray], Any] | None = None
+    renumber: Callable[[Any, Mapping[int, int]], Any] | None = None
+
+
+_MARK = "members"
+SHARED = {_MARK: "shared"}
+"""The metadata of a field that all members share, which must be equal where members are concatenated."""
+
+
+def follows(join: Callable[..., Any], **functions: Callable[..., Any]) -> dict[str, Any]:
+    """The metadata of a field that is a `Follower`."""
+    return {_MARK: Follower(join, **functions)}
+
+
+@ft.cache
+def marks_of(kind: type) -> dict[str, Any]:
+    """The marks of the fields of a class, by name."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return {field.name: field.metadata[_MARK] for field in fields if _MARK in field.metadata}
+
+
+def has_marks(node: Any) -> bool:
+    """Whether a node is a Module some of whose fields are marked."""
+    return isinstance(node, eqx.Module) and bool(marks_of(type(node)))

@@ -20,6 +20,10 @@ from ._construct import mark_numbers as mark_numbers
 from ._construct import number_flags as number_flags
 from ._construct import stack as stack
 from ._construct import warn_of_equal_members as warn_of_equal_members
+from ._cut import ids_of as ids_of
+from ._cut import join as join
+from ._cut import take as take
+from ._cut import take_several as take_several
 from ._ensemble import Ensemble as Ensemble
 from ._ensemble import M as M
 from ._ensemble import Where as Where

@@ -10,7 +10,6 @@ from .._check import (
     MemberMismatchError,
     array_leaves,
     check_integer_ids,
-    check_sequence,
     is_key,
     is_member_array,
     is_traced,
@@ -79,35 +78,6 @@ def check_selection(select: Callable[[Any], T], tree: Any) -> T:
         ) from error
 
 
-def check_ensembles(values: Any) -> list[Any]:
-    """Raises unless `values` are ensembles or groups, at least one. Returns them as a list."""
-    values = [values] if isinstance(values, Ensemble | Group) else check_sequence(values, "ensembles", of="ensembles")
-    if not values:
-        raise ValueError(f"`{caller()}` needs at least one ensemble, got none.")
-    for i, value in enumerate(values):
-        if not isinstance(value, Ensemble | Group):
-            raise TypeError(
-                f"`{caller()}` needs ensembles, got {kind_text(value)} at position {i}.\n"
-                "Make an ensemble of models with `stack([model, ...])`."
-            )
-    return values
-
-
-def check_equal_shared(trees: list[Any]) -> None:
-    """Raises unless the shared arrays of all trees are equal."""
-    first = dict(array_leaves(trees[0]))
-    for i, tree in enumerate(trees[1:], start=1):
-        for path, x in array_leaves(tree):
-            y = first.get(path)
-            if is_traced(x) or is_traced(y):
-                continue
-            if y is None or not _same_array(x, y):
-                raise MemberMismatchError(
-                    f"`{caller()}` keeps one copy of what members share; the shared array at `{path}` of number {i} "
-                    "differs from that of number 0.\nLeave it out of `shared` if it differs between members."
-                )
-
-
 def check_equal_members(tree: Any) -> None:
     """Raises unless arrays that cannot be averaged are equal in all members."""
     for path, x in array_leaves(tree):
@@ -119,14 +89,6 @@ def check_equal_members(tree: Any) -> None:
                 f"`{caller()}` averages floating-point arrays; the {x.dtype} array at `{path}` differs between members "
                 "and has no mean of its dtype.\nReplace it first, or average with `tree.weighted_mean`."
             )
-
-
-def _same_array(x: Any, y: Any) -> bool:
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    if is_key(x):
-        x, y = jax.random.key_data(x), jax.random.key_data(y)
-    return np.array_equal(np.asarray(x), np.asarray(y), equal_nan=np.issubdtype(np.asarray(x).dtype, np.inexact))
 
 
 def check_ensemble(value: Any) -> None:

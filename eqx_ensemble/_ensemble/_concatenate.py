@@ -1,18 +1,27 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, overload
+from typing import Any, Protocol, TypeVar, overload, runtime_checkable
 
 import equinox as eqx
 import numpy as np
 
-from .. import _axes, _keys
+from .. import _axes
 from .. import tree as _tree
 from .._caller import caller
-from .._check import MemberMismatchError, check_flag, check_weight_count, kind_text
+from .._check import (
+    MemberMismatchError,
+    check_flag,
+    check_integer_ids,
+    check_sequence,
+    check_weight_count,
+    is_traced,
+    kind_text,
+)
 from .._keys import check_distinct_ids
 from .._pytree import PyTree
-from ..tree._engine import Rules, combine_trees, compare_trees
-from ._check import check_ensemble, check_ensembles, check_equal_members, check_equal_shared
+from ..tree._engine import combine_trees
+from ._check import check_ensemble, check_equal_members
+from ._cut import ids_of, join, take, with_ids
 from ._ensemble import Ensemble, M, one_alone
 from ._group import Group, check_member_values, member_positions, part_names
 
@@ -59,8 +68,7 @@ def data_by_part(group: Group, data: PyTree) -> dict[str, Any]:
     if own is not None:
         return own
     _axes.map_each(lambda value: check_member_values(value, group.num_members), data)
-    take = lambda positions: _axes.map_each(lambda value: _axes.Each(_tree.take(value, positions)), data)
-    return {part: take(positions) for part, positions in member_positions(group).items()}
+    return {part: take(data, positions) for part, positions in member_positions(group).items()}
 
 
 def members_by_part(group: Group, value: PyTree, argument: str) -> dict[str, Any]:
@@ -128,20 +136,58 @@ def average(ensemble: Ensemble[M], weights: Any = None) -> M:
     return one_alone(eqx.combine(mean, kept), ensemble.shared)
 
 
+def check_alike(values: Any) -> list[Any]:
+    """Raises unless `values` are ensembles or groups, or all runs, or all training states. Returns them as a list."""
+    single = isinstance(values, Group | Ensemble)
+    values = [values] if single else check_sequence(values, "ensembles", of="ensembles")
+    if not values:
+        raise ValueError(f"`{caller()}` needs at least one ensemble, got none.")
+    is_other = not isinstance(values[0], Ensemble) and ids_of(values[0]) is not None
+    kind: Any = type(values[0]) if is_other else Ensemble | Group
+    for i, value in enumerate(values):
+        if not isinstance(value, kind):
+            wanted = f"`{kind.__name__}` only" if is_other else "ensembles"
+            raise TypeError(
+                f"`{caller()}` needs {wanted}, got {kind_text(value)} at position {i}.\n"
+                "Make an ensemble of models with `stack([model, ...])`."
+            )
+        if isinstance(value, Ensemble):
+            check_integer_ids(value.ids)
+    return values
+
+
+@runtime_checkable
+class Trained(Protocol):
+    """A run or a training state."""
+
+    @property
+    def ensemble(self) -> Ensemble[Any]: ...
+
+
+R = TypeVar("R", bound=Trained)
+
+
 @overload
 def concatenate(ensembles: Iterable[Ensemble[M]], *, renumber: bool = False) -> Ensemble[M]: ...
 @overload
 def concatenate(ensembles: Iterable[Ensemble[M] | Group], *, renumber: bool = False) -> Group: ...
-def concatenate(ensembles: Iterable[Any], *, renumber: bool = False) -> Ensemble[Any] | Group:
-    """Concatenates ensembles of one architecture, or groups, in the order given.
+@overload
+def concatenate(ensembles: Iterable[R], *, renumber: bool = False) -> R: ...
+def concatenate(ensembles: Iterable[Any], *, renumber: bool = False) -> Any:
+    """Concatenates ensembles of one architecture, groups, runs or training states, in the order given.
+
+    Runs and training states are concatenated whole: optimiser states, curves, best weights, revivals and status.
 
     **Arguments:**
 
-    - `ensembles`: the ensembles or groups. Shared leaves must be equal.
-    - `renumber`: give the members the ids `0, 1, 2, ...` instead of keeping theirs.
+    - `ensembles`: the ensembles or groups; or the runs of [`eqx_ensemble.fit`][], or the training states. What members
+        share must be equal: shared leaves; the step, the plan, and the steps of the curves.
+    - `renumber`: give the members the ids `0, 1, 2, ...` instead of keeping theirs. Those of revived members and their
+        donors change as well; random streams do not that a training state has drawn from already.
 
     **Returns:** an ensemble; an [`eqx_ensemble.Group`][] if one of the inputs is a group, in which parts with the same
-    name are concatenated and each ensemble is a part.
+    name are concatenated and each ensemble is a part; a run of runs, whose `seconds` are those of the longest; a
+    training state of training states.
 
     **Raises:** `ValueError` if two members have the same id and `renumber` is not set, or if there is no ensemble;
     `MemberMismatchError` if the ensembles do not fit together; `TypeError` for anything else.
@@ -153,25 +199,24 @@ def concatenate(ensembles: Iterable[Any], *, renumber: bool = False) -> Ensemble
     ee.concatenate([old, new])  # the same members as ee.build(make, 6, key=key)
     ```
     """
-    listed = check_ensembles(ensembles)
+    listed = check_alike(ensembles)
     check_flag(renumber, "renumber")
-    ensembles = [one for one in listed if isinstance(one, Ensemble)]
-    if len(ensembles) < len(listed):
+    if any(isinstance(one, Group) for one in listed):
         return _of_groups(listed, renumber=renumber)
-    return _of_ensembles(ensembles, renumber=renumber)
+    return _of_members(listed, renumber=renumber)
 
 
-def _of_ensembles(ensembles: list[Ensemble[Any]], *, renumber: bool) -> Ensemble[Any]:
-    stacked, ids = _tree.concatenate([ensemble.per_member() for ensemble in ensembles])
-    shared = [ensemble.shared for ensemble in ensembles]
-    rules = Rules(needs="ensembles whose members share the same", noun="ensemble")
-    compare_trees(shared, rules=rules)
-    check_equal_shared(shared)
+def _of_members(listed: list[Any], *, renumber: bool) -> Any:
+    ids = [ids_of(one) for one in listed]
     if renumber:
-        ids = _keys.member_ids(ids.shape[0])
-    else:
-        check_distinct_ids(ids, "Build new members with `build(make, ids=..., key=key)`, or pass `renumber=True`.")
-    return Ensemble(stacked, shared[0], ids)
+        ends = np.cumsum([len(own) for own in ids])
+        listed = [
+            with_ids(one, np.arange(end - len(own), end)) for one, own, end in zip(listed, ids, ends, strict=True)
+        ]
+    elif not any(map(is_traced, ids)):
+        fix = "Build new members with `build(make, ids=..., key=key)`, or pass `renumber=True`."
+        check_distinct_ids(np.concatenate([np.asarray(own) for own in ids]), fix)
+    return join(listed)
 
 
 def _of_groups(listed: list[Ensemble[Any] | Group], *, renumber: bool) -> Group:
@@ -195,7 +240,7 @@ def _of_groups(listed: list[Ensemble[Any] | Group], *, renumber: bool) -> Group:
 
 def _of_part(name: str, ensembles: list[Ensemble[Any]], *, renumber: bool) -> Ensemble[Any]:
     try:
-        return _of_ensembles(ensembles, renumber=renumber)
+        return _of_members(ensembles, renumber=renumber)
     except MemberMismatchError as error:
         error.add_note(f"Both groups have a part `{name}`, and parts of one name become one ensemble.")
         raise

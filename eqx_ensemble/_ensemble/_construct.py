@@ -14,7 +14,8 @@ from .._check import MemberMismatchError, check_flag, is_key, is_member_array, i
 from .._pytree import PyTree
 from .._warnings import warn
 from ..tree._engine import Rules, check_trees, compare_trees
-from ._check import check_equal_shared, check_no_text_arrays, check_selection
+from ._check import check_no_text_arrays, check_selection
+from ._cut import check_equal_shared
 from ._ensemble import Ensemble, M, Where
 from ._group import Group, part_names
 

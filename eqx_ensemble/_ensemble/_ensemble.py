@@ -200,7 +200,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     """
 
     stacked: M
-    shared: M
+    shared: M = eqx.field(metadata=_axes.SHARED)
     ids: Int[Array, " members"]
 
     def __init__(self, stacked: M, shared: M, ids: Int[Array, " members"]) -> None:

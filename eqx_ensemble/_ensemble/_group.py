@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from .. import _axes
-from .. import tree as _tree
 from .._caller import caller
 from .._check import MemberMismatchError, check_flag, check_sequence, is_traced, kind_text
 from .._foreign import from_foreign_tree
 from .._leaf_text import leaf_text
 from .._pytree import PyTree
 from ..tree._engine import check_index
+from ._cut import take
 from ._ensemble import Ensemble
 
 
@@ -304,11 +304,10 @@ class Group(_axes.AbstractParts):
         """
         given = from_foreign_tree((args, kwargs), "args")
         check_no_state(given)
-        own = lambda i: _axes.map_each(lambda value: _axes.Each(_tree.take(value, i)), given)
         _axes.map_each(lambda value: check_member_values(value, self.num_members), given)
         outputs = {}
         for part, positions in member_positions(self).items():
-            own_args, own_kwargs = own(positions)
+            own_args, own_kwargs = take(given, positions)
             outputs[part] = self.parts[part](*own_args, **own_kwargs)
         return join_members(self, outputs)
 

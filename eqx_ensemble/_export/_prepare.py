@@ -164,7 +164,8 @@ def prepare_export(
 
     def run(parts: Parts, x: PyTree) -> PyTree:
         rows = jnp.arange(jax.tree.leaves(x)[0].shape[0])
-        out = predict_batch(plan, call, PredictionInputs(parts.ensemble, x, parts.state, parts.keys), rows)
+        keys = None if parts.keys is None else _axes.Each(parts.keys)
+        out = predict_batch(plan, call, PredictionInputs(parts.ensemble, x, parts.state, keys), rows)
         if combine is not None:
             fn = of_predictions(combine)
             out = fn(out) if parts.weights is None else fn(out, weights=parts.weights)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _axes, _check, tree
-from .._ensemble import Ensemble
+from .._ensemble import Ensemble, take
 from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ..plan._engine import sharded_plan
@@ -82,17 +82,12 @@ def blocks_of_members(num_members: int, size: int, layout: Layout | None) -> lis
     return [block[block < num_members] for block in blocks]  # the others are padding
 
 
-def take_block(tree: PyTree, positions: np.ndarray, layout: Layout) -> PyTree:
+def take_block(stacked: PyTree, positions: np.ndarray, layout: Layout) -> PyTree:
     """Arrays `(members, ...)` of a block, each on the device that holds it where members divide evenly."""
-    (num_members,) = {x.shape[0] for x in jax.tree.leaves(tree) if eqx.is_array(x)}
+    (num_members,) = {x.shape[0] for x in jax.tree.leaves(stacked) if eqx.is_array(x)}
     if num_members % layout.members > 0:
-        return _take(tree, positions)
-    return _slice_devices(tree, positions[0], len(positions) // layout.members, layout)
-
-
-@eqx.filter_jit
-def _take(tree: PyTree, positions: Any) -> PyTree:
-    return jax.tree.map(lambda x: x[positions] if eqx.is_array(x) else x, tree)
+        return tree.take(stacked, positions)
+    return _slice_devices(stacked, positions[0], len(positions) // layout.members, layout)
 
 
 @eqx.filter_jit
@@ -122,7 +117,7 @@ class PredictionInputs(eqx.Module):
     ensemble: Ensemble
     x: PyTree
     state: PyTree
-    keys: Any
+    keys: _axes.Each | None
 
     def take_rows(self, rows: np.ndarray) -> "PredictionInputs":
         """The inputs of some of the rows."""
@@ -140,18 +135,16 @@ class PredictionInputs(eqx.Module):
         """The inputs of some of the members; on a mesh they stay on their devices."""
         if isinstance(index, slice) and len(range(*index.indices(self.ensemble.num_members))) == len(self.ensemble):
             return self
-        x = _axes.map_each(lambda value: _axes.Each(tree.take(value, index)), self.x)
         if layout is not None and isinstance(index, np.ndarray):
             stacked, state, keys = take_block((self.ensemble.stacked, self.state, self.keys), index, layout)
             ids = put(np.asarray(self.ensemble.ids)[index], layout.replication)
-            return PredictionInputs(Ensemble(stacked, self.ensemble.shared, ids), x, state, keys)
-        state = None if self.state is None else tree.take(self.state, index)
-        return PredictionInputs(self.ensemble[index], x, state, None if self.keys is None else self.keys[index])
+            return PredictionInputs(Ensemble(stacked, self.ensemble.shared, ids), take(self.x, index), state, keys)
+        return take(self, index)
 
 
 def predict_batch(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs, rows: jax.Array) -> PyTree:
     """The predictions of all members for all rows of `inputs`; `rows` are their indices in the data."""
-    read = (inputs.ensemble, inputs.x, inputs.state, None if inputs.keys is None else _axes.Each(inputs.keys))
+    read = (inputs.ensemble, inputs.x, inputs.state, inputs.keys)
     own, view, _ = _axes.split_members(read)
 
     def one(part: PyTree) -> PyTree:

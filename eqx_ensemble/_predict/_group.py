@@ -55,7 +55,7 @@ def prepare_inputs(
     ensemble: Ensemble[Any], x: PyTree, state: Any, *, mesh: Mesh | None, key: Any
 ) -> tuple[PredictionInputs, Layout | None]:
     """The inputs on their devices, and their layout on a mesh."""
-    keys = None if key is None else _keys.member_keys(_keys.root(key), ensemble.ids, purpose="predict")
+    keys = None if key is None else _axes.Each(_keys.member_keys(_keys.root(key), ensemble.ids, purpose="predict"))
     return _on_mesh(PredictionInputs(ensemble, _axes.map_each(_axes.Each, x), state, keys), mesh)
 
 

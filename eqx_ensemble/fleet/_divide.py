@@ -15,7 +15,7 @@ from .._ensemble import Ensemble, Group, check_model_state
 from .._foreign import as_numpy, from_foreign_tree
 from .._pytree import PyTree
 from ..checkpoint._engine import is_array_like
-from ..train._engine import GroupRun, History, Run, TrainState, check_limit, hyper_arrays, is_wrapper
+from ..train._engine import GroupRun, Run, TrainState, check_limit, hyper_arrays, is_wrapper
 
 # The shapes of members to read from files.
 
@@ -56,43 +56,6 @@ def divide(num_members: int, size: int) -> list[np.ndarray]:
     return np.array_split(np.arange(num_members), count)
 
 
-def take_members(begun: Any, positions: np.ndarray) -> Any:
-    """The members at some positions of an ensemble, a training state or a run."""
-    if isinstance(begun, Ensemble):
-        return begun[positions]
-    if isinstance(begun, TrainState):
-        moving, fixed = tree.take((begun.moving, begun.fixed), positions)
-        return TrainState(moving, fixed, begun.shared, begun.ids[positions], begun.step)
-    history, ids = begun.history, {int(i) for i in np.asarray(begun.ensemble.ids)[positions]}
-    loss, aux = jax.tree.map(lambda x: x[positions], (history.loss, history.aux))
-    validation = None if history.validation is None else history.validation[positions]
-    optional = lambda x: None if x is None else x[positions]
-    return Run(
-        ensemble=begun.ensemble[positions],
-        state=None if begun.state is None else tree.take(begun.state, positions),
-        history=History(loss, aux, validation, history.validation_step, history.step),
-        status=begun.status[positions],
-        stopped_at=begun.stopped_at[positions],
-        fault=begun.fault[positions],
-        revived=[revival for revival in begun.revived if revival.member in ids],
-        best_step=optional(begun.best_step),
-        best_score=optional(begun.best_score),
-        train_state=take_members(begun.train_state, positions),
-        selection=None if begun.selection is None else tree.take(begun.selection, positions),
-        rows=optional(begun.rows),
-        data_state=begun.data_state,
-        plan=begun.plan,
-        interrupted=begun.interrupted,
-        seconds=begun.seconds,
-        epoch=begun.epoch,
-    )
-
-
-def take_data(data: PyTree, positions: np.ndarray) -> PyTree:
-    """Data in which parts marked `Each` keep the members at some positions."""
-    return _axes.map_each(lambda value: _axes.Each(tree.take(value, positions)), data)
-
-
 def on_host(data: PyTree, argument: str) -> PyTree:
     """Data whose large shared arrays are NumPy arrays, which can be written to files."""
     is_large = lambda x: isinstance(x, jax.Array) and not is_typed_key(x) and x.nbytes > _SMALL
@@ -109,11 +72,6 @@ def large_arrays(data: PyTree) -> list[np.ndarray]:
 def _is_plain(dtype: np.dtype[Any]) -> bool:
     """Whether an array is determined by its bytes and the name of its dtype."""
     return dtype.isnative and (dtype == np.bool_ or bool(jnp.issubdtype(dtype, jnp.number)))
-
-
-def ids_of(begun: Any) -> np.ndarray:
-    """The ids of the members of an ensemble, a training state or a run."""
-    return np.asarray(begun.train_state.ids if isinstance(begun, Run) else begun.ids)
 
 
 def large_shared(tree: PyTree) -> list[Any]:
@@ -144,16 +102,13 @@ def member_options(options: dict[str, Any], num_members: int) -> dict[str, Any]:
     for word in _MEMBERS:
         check_limit(found.get(word), word, num_members, whole=word == "max_steps")
     check_model_state(found.get("state"), num_members)
-    return {word: value for word, value in found.items() if word not in _MEMBERS or np.ndim(value) > 0}
+    of_each = {word: np.asarray(value) for word, value in found.items() if word in _MEMBERS and np.ndim(value) > 0}
+    return {word: value for word, value in found.items() if word not in _MEMBERS} | of_each
 
 
 def take_options(options: dict[str, Any], positions: np.ndarray) -> dict[str, Any]:
     """The options of `member_options` for the members at some positions."""
-    take = lambda value: np.asarray(value)[positions]
-    return {
-        word: take(value) if word == "rows" or word in _MEMBERS else tree.take(value, positions)
-        for word, value in options.items()
-    }
+    return tree.take(options, positions) if options else {}
 
 
 # Ensembles that a function builds from member ids, on the worker.

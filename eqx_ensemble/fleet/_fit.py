@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from .._axes import check_rows_of_data
 from .._caller import caller
 from .._check import check_integers_fit, check_key, check_optional_function, check_positive_int
-from .._ensemble import Ensemble, M, check_model_state_given
+from .._ensemble import Ensemble, M, check_model_state_given, ids_of, take
 from .._pytree import PyTree
 from .._suggest import meant_text
 from ..distributed import to_host
@@ -52,14 +52,11 @@ from ._check import check_divisible, check_folder, check_start
 from ._check_saved import check_save_folder
 from ._divide import (
     check_ids_of_function,
-    ids_of,
     large_arrays,
     large_shared,
     member_options,
     on_host,
     shapes_of_start,
-    take_data,
-    take_members,
     take_options,
 )
 from ._fit_shard import count_of_columns, count_of_run, fit_shard, join_shards, save_shards
@@ -201,7 +198,7 @@ class Fitting(NamedTuple):
 
     def part(self, start: Any, positions: np.ndarray, ids: np.ndarray, folder: Any) -> dict[str, Any]:
         """The arguments of the shard at `positions`, which starts from `start`."""
-        sources = {word: x if is_data_function(x) else take_data(x, positions) for word, x in self.sources.items()}
+        sources = {word: x if is_data_function(x) else take(x, positions) for word, x in self.sources.items()}
         options = take_options(self.own, positions)
         return {"start": start, "ids": ids, "sources": sources, "checkpoint": folder, "options": options}
 
@@ -359,21 +356,21 @@ def fit(
     check_optional_function(on_shard, "on_shard", example="lambda report: print(report)")
     folder = check_folder(checkpoint)
     save_folder = None if save is None else check_save_folder(save)
-    ids_of_all = ids_of(ensemble) if wanted is None else wanted
+    ids_of_all = np.asarray(ids_of(ensemble)) if wanted is None else wanted
     given = dict(options)
     training = _training(ensemble, given.get("max_steps"))
     if training is not None:
         check_some_training(training, ids=ids_of_all)
     resume: Any = given.pop("resume", "auto")
     check_checkpoint_options(checkpoint, given.get("checkpoint_every"), resume)
-    begun = ensemble if wanted is None else None
+    begun: Any = ensemble if wanted is None else None
     fitting = prepare(loss, optimiser, data, given, len(ids_of_all), begun=begun, key=key)
     check_length(given.get("epochs"), given.get("steps"))
     common = fitting.common if wanted is None else fitting.common | {"make": ensemble}
     checkpoints = ShardCheckpoints(folder, len(ids_of_all), shard=shard, resume=resume)
 
     def part(positions: np.ndarray) -> dict[str, Any]:
-        start = take_members(ensemble, positions) if wanted is None else None
+        start = begun[positions] if wanted is None else None
         if isinstance(start, TrainState) and training is not None:
             _check_shard_trains(training[positions], ids_of_all[positions])
         return fitting.part(start, positions, ids_of_all[positions], checkpoints.path(positions))

@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import tree
 from .._caller import caller
 from .._ensemble import concatenate
 from .._warnings import warn
 from ..distributed import to_host
 from ..methods import population
-from ..train._engine import History, Run, Status, TrainState, allow_idle, is_data_function, warn_of_diverged
+from ..train._engine import History, Run, Status, allow_idle, is_data_function, warn_of_diverged
 from ..train._engine import fit as fit_here
 from ._check_saved import check_same_size
 from ._columns import Columns, count_status
@@ -120,50 +119,36 @@ def _read_done(folder: Path, identity: CallIdentity, shard: int | None) -> tuple
 
 def join_runs(runs: Sequence[Run[Any]], *, interrupted: bool, seconds: float) -> Run[Any]:
     """Joins runs of different members into one, in their order."""
-    first, states = runs[0], [run.train_state for run in runs]
-    moving, fixed = tree.concatenate([(state.moving, state.fixed) for state in states])
-    step = jnp.max(jnp.stack([state.step for state in states]))
-    ids = jnp.concatenate([state.ids for state in states])
-    every = lambda name: [getattr(run, name) for run in runs]
-    of_all = lambda name: np.concatenate(every(name))
-    trees = lambda name: None if getattr(first, name) is None else tree.concatenate(every(name))
+    last, first = max(runs, key=lambda run: int(run.train_state.step)), runs[0]  # others diverged entirely
     known = all(run.rows is not None for run in runs)
-    return Run(
-        ensemble=concatenate([run.ensemble for run in runs]),
-        state=trees("state"),
-        history=_join_histories([run.history for run in runs]),
-        status=of_all("status"),
-        stopped_at=of_all("stopped_at"),
-        fault=of_all("fault"),
-        revived=sorted((revival for run in runs for revival in run.revived), key=lambda revival: revival.step),
-        best_step=None if first.best_step is None else of_all("best_step"),
-        best_score=None if first.best_score is None else of_all("best_score"),
-        train_state=TrainState(moving, fixed, states[0].shared, ids, step),
-        selection=trees("selection"),
-        rows=of_all("rows") if known else None,
-        data_state=max(runs, key=lambda run: int(run.train_state.step)).data_state,  # others diverged entirely
-        plan=first.plan,
-        interrupted=interrupted or any(run.interrupted for run in runs),
-        seconds=seconds,
-        epoch=first.epoch,
+    joined = concatenate(
+        dataclasses.replace(
+            run,
+            history=history,
+            train_state=dataclasses.replace(run.train_state, step=last.train_state.step),
+            rows=run.rows if known else None,
+            data_state=last.data_state,
+            plan=first.plan,
+            epoch=first.epoch,
+        )
+        for run, history in zip(runs, _align([run.history for run in runs]), strict=True)
     )
+    return dataclasses.replace(joined, interrupted=interrupted or joined.interrupted, seconds=seconds)
 
 
-def _join_histories(histories: Sequence[History]) -> History:
-    """Joins histories; NaN, or zero for integers, fills the columns that shorter runs lack."""
+def _align(histories: Sequence[History]) -> list[History]:
+    """Histories with the same columns; NaN, or zero for integers, fills those that shorter runs lack."""
     steps = max(history.loss.shape[1] for history in histories)
-    loss, aux = jax.tree.map(
-        lambda *curves: np.concatenate([_pad_columns(curve, steps) for curve in curves]),
-        *((history.loss, history.aux) for history in histories),
-    )
     # Columns end at the same steps in all shards, except in a shard whose members all stopped within a window.
     step = np.max([np.pad(history.step, (0, steps - len(history.step))) for history in histories], axis=0)
-    validations = [history.validation for history in histories if history.validation is not None]
-    if not validations:
-        return History(loss, aux, None, histories[0].validation_step, step)
     longest = max((history.validation_step for history in histories), key=lambda steps: (len(steps), *steps[-1:]))
-    scores = [_at_steps(history, longest, validations[0].dtype) for history in histories]
-    return History(loss, aux, np.concatenate(scores), longest, step)
+    dtype = next((history.validation.dtype for history in histories if history.validation is not None), None)
+
+    def align(history: History) -> History:
+        loss, aux = jax.tree.map(lambda curve: _pad_columns(curve, steps), (history.loss, history.aux))
+        return History(loss, aux, None if dtype is None else _at_steps(history, longest, dtype), longest, step)
+
+    return list(map(align, histories))
 
 
 def _pad_columns(curves: np.ndarray, steps: int) -> np.ndarray:

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _axes, tree
+from .. import _axes
 from .._caller import caller
 from .._check import check_function
 from .._combination import of_predictions, stream_of
-from .._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
+from .._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given, take
 from .._predict import check_combine, check_members_and_rows, check_rows_of_result
 from .._predict import predict as predict_here
 from .._pytree import PyTree
@@ -22,7 +22,7 @@ from ..plan._engine import map_members as map_here
 from ..train._engine import Status, check_run_weights, excluded_message
 from ..tree._engine import CONCATENATE_RULES, compare_trees, map_columns
 from ._check import check_complete, check_member_arguments, check_no_auto
-from ._divide import large_arrays, large_shared, on_host, resize, take_data
+from ._divide import large_arrays, large_shared, on_host, resize
 from ._run_shards import Call, Hooks, run_call
 from ._sharded_run import ShardedRun, Stored, by_file, locate
 
@@ -95,16 +95,8 @@ def _map_shard(common: Any, own: Any) -> PyTree:
 
 
 def _cut(given: PyTree, positions: np.ndarray) -> PyTree:
-    def own(node: Any) -> Any:
-        if isinstance(node, Ensemble):
-            return node[positions]
-        if isinstance(node, ShardedRun):
-            return locate(node, positions)
-        if isinstance(node, _axes.Each):
-            return _axes.Each(tree.take(node.per_member(), positions))
-        return tree.take(node, positions) if isinstance(node, eqx.nn.State) else node
-
-    return jax.tree.map(own, given, is_leaf=_axes.is_per_member)
+    cut = lambda node: locate(node, positions) if isinstance(node, ShardedRun) else take(node, positions)
+    return jax.tree.map(cut, given, is_leaf=_axes.is_per_member)
 
 
 def _is_stored(node: Any) -> bool:
@@ -206,8 +198,8 @@ def predict(
     def part(positions: np.ndarray) -> dict[str, Any]:
         return {
             "ensemble": members.part(positions),
-            "x": take_data(x, positions),
-            "state": None if state is None else tree.take(state, positions),
+            "x": take(x, positions),
+            "state": take(state, positions),
             "weights": None if form is None or weights is None else np.asarray(weights)[positions],
         }
 

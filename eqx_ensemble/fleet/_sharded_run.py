@@ -6,8 +6,7 @@ from typing import Any, Generic, NamedTuple, final
 import numpy as np
 from jaxtyping import Float, Int, Int8
 
-from .. import tree
-from .._ensemble import Ensemble, M, concatenate
+from .._ensemble import Ensemble, M, join, take
 from .._files import as_like, check_like_given, load
 from ..checkpoint._engine import as_path, check_valid, explain_record, read_manifest
 from ..train._engine import Mode, Status, data_frame, rank_members, status_names
@@ -43,12 +42,8 @@ class Stored(NamedTuple):
     def read(self) -> tuple[Ensemble[Any], Any]:
         """The ensemble, and its state or `None`."""
         parts = [self._part(*each) for each in zip(self.paths, self.rows, self.ids, self.sizes, strict=True)]
-        ensembles, states = zip(*parts, strict=True)
-        ensemble = ensembles[0] if len(parts) == 1 else concatenate(ensembles)
-        state = states[0] if states[0] is None or len(parts) == 1 else tree.concatenate(states)
-        if np.array_equal(self.order, np.arange(len(self.order))):
-            return ensemble, state
-        return ensemble[self.order], None if state is None else tree.take(state, self.order)
+        whole = parts[0] if len(parts) == 1 else join(parts)
+        return whole if np.array_equal(self.order, np.arange(len(self.order))) else take(whole, self.order)
 
     def _part(self, path: Path, rows: np.ndarray, ids: np.ndarray, size: int) -> tuple[Ensemble[Any], Any]:
         whole = np.array_equal(rows, np.arange(size))

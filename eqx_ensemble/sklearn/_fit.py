@@ -12,10 +12,9 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 
-from .. import tree
 from .._build import build
 from .._caller import caller
-from .._ensemble import Ensemble, concatenate
+from .._ensemble import Ensemble, join, take
 from .._predict import predict
 from ..resample import bootstrap, out_of_bag_mean
 from ..train import DivergedError, Status
@@ -129,9 +128,9 @@ class Members(NamedTuple):
         """Some of the members."""
         if kept.all():
             return self
-        take = lambda part: None if part is None else part[kept]
-        state = None if self.state is None else tree.take(self.state, kept)
-        return Members(self.ensemble[kept], state, take(self.rows), self.losses[kept], take(self.validation))
+        some = lambda part: None if part is None else part[kept]
+        ensemble, state = take((self.ensemble, self.state), kept)
+        return Members(ensemble, state, some(self.rows), self.losses[kept], some(self.validation))
 
 
 def make_maker(estimator: AbstractEstimator, in_size: int, head: AbstractHead, scaling: Scaling) -> MemberMaker:
@@ -206,8 +205,7 @@ def extend_curves(before: Members, after: Members) -> Members:
 
 def add_members(before: Members, after: Members) -> Members:
     """Joins members with new ones."""
-    ensemble = concatenate([before.ensemble, after.ensemble])
-    state = None if before.state is None else tree.concatenate([before.state, after.state])
+    ensemble, state = join([(part.ensemble, part.state) for part in (before, after)])
     rows = None if before.rows is None or after.rows is None else np.concatenate([before.rows, after.rows])
     length = max(before.losses.shape[1], after.losses.shape[1])
     losses = np.concatenate([_pad(part.losses, length) for part in (before, after)])

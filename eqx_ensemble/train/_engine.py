@@ -28,7 +28,7 @@ from ._fit import fit
 from ._group_run import GroupRun
 from ._opt_hyper import change_hyper, follow_hyper, hyper_arrays
 from ._rank import rank_members
-from ._revive import Revive, copy_donors, take_members
+from ._revive import Revive, copy_donors
 from ._run import Run, check_rows_of_folds, data_frame
 from ._signatures import CommonFitOptions
 from ._state import MemberConstants, MemberState, TrainState, check_state, check_train_state, init

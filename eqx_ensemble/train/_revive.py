@@ -1,5 +1,5 @@
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
-from .. import _axes, _keys
+from .. import _axes, _keys, tree
 from .._build import build
+from .._caller import caller
 from .._check import check_key, kind_text
 from .._ensemble import Ensemble, M
 from .._pytree import PyTree
@@ -112,6 +113,35 @@ class Revival(NamedTuple):
     donor: int | None
 
 
+def take_revived(run: Any, positions: np.ndarray) -> list[Revival]:
+    """The revivals of some members."""
+    return _sort_revived(run.revived, np.asarray(run.ensemble.ids)[positions])
+
+
+def join_revived(runs: Sequence[Any]) -> list[Revival]:
+    """The revivals of all runs, in the order of one run of all members."""
+    ids = np.concatenate([np.asarray(run.ensemble.ids) for run in runs])
+    return _sort_revived([revival for run in runs for revival in run.revived], ids)
+
+
+def _sort_revived(revived: list[Revival], ids: np.ndarray) -> list[Revival]:
+    place = {member: i for i, member in enumerate(ids.tolist())}
+    chosen = [revival for revival in revived if revival.member in place]
+    return sorted(chosen, key=lambda revival: (revival.step, place[revival.member]))
+
+
+def renumber_revived(run: Any, ids: Mapping[int, int]) -> list[Revival]:
+    """The revivals with new ids; raises for a donor that is not in the run, and so has no new id."""
+    lost = [revival for revival in run.revived if revival.donor is not None and revival.donor not in ids]
+    if lost:
+        raise ValueError(
+            f"`{caller()}` cannot renumber member {lost[0].member}, revived as a copy of member {lost[0].donor}, which "
+            "is not in its run.\nKeep the ids, or take both members."
+        )
+    new = lambda donor: None if donor is None else ids[donor]
+    return [Revival(ids[member], step, new(donor)) for member, step, donor in run.revived]
+
+
 def revive(
     state: TrainState[M], optimiser: Optimiser, how: Revive | None = None, *, key: Any
 ) -> tuple[TrainState[M], list[Revival]]:
@@ -207,15 +237,10 @@ def copy_donors(moving: MemberState, fixed: MemberConstants, donors: np.ndarray)
 
     Members copied from another are marked as training.
     """
-    params, opt_state, model_state = take_members((moving.params, moving.opt_state, moving.model_state), donors)
+    params, opt_state, model_state = tree.take((moving.params, moving.opt_state, moving.model_state), donors)
     opt_state, copied = keep_noise(opt_state, moving.opt_state), np.flatnonzero(donors != np.arange(len(donors)))
-    fixed = dataclasses.replace(take_members(fixed, donors), key=fixed.key)
+    fixed = dataclasses.replace(tree.take(fixed, donors), key=fixed.key)
     return _mark_training(moving, (params, opt_state, model_state), copied), fixed
-
-
-def take_members(tree: PyTree, index: np.ndarray) -> PyTree:
-    """The members at `index`, in that order."""
-    return jax.tree.map(lambda x: x[index] if _axes.is_array(x) else x, tree)
 
 
 def _from_scratch(

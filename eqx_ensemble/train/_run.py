@@ -1,5 +1,5 @@
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Unpack, overload
 
 import equinox as eqx
@@ -11,8 +11,8 @@ from jaxtyping import Float, Int, Int8
 from .. import _axes, tree
 from .._axes import check_rows_of_data
 from .._caller import caller
-from .._check import is_traced, missing_extra_message
-from .._ensemble import Ensemble, M
+from .._check import MemberMismatchError, is_traced, missing_extra_message
+from .._ensemble import Ensemble, M, take_several
 from .._foreign import from_foreign_tree
 from .._predict import predict
 from .._progress import members_in_words
@@ -27,7 +27,7 @@ from ._check_member import hyper_column_text
 from ._check_run import check_has_state, check_no_state, check_run_weights, excluded_message
 from ._errors import DivergedError
 from ._rank import rank_members
-from ._revive import Revival
+from ._revive import Revival, join_revived, renumber_revived, take_revived
 from ._signatures import RunOf, RunWithCombine, RunWithoutCombine
 from ._state import TrainState
 from ._status import Status, status_names
@@ -168,6 +168,18 @@ def check_held_out_weights(run: "Run[Any]", weights: Any) -> np.ndarray | None:
     return kept
 
 
+def check_same_plan(runs: Sequence["Run[Any]"]) -> AbstractPlan:
+    """Raises unless runs were executed by one plan. Returns that of the first."""
+    plans = [repr(run.plan.choice or run.plan) for run in runs]
+    for i, plan in enumerate(plans):
+        if plan != plans[0]:
+            raise MemberMismatchError(
+                f"`{caller()}` needs runs of one plan; run {i} differs from run 0.\n"
+                f"  at `.plan`: expected {plans[0]}, got {plan}\nPass `plan={plans[0]}` to `fit` for both."
+            )
+    return runs[0].plan
+
+
 class Run(eqx.Module, Generic[M]):
     """The result of [`eqx_ensemble.fit`][].
 
@@ -197,7 +209,8 @@ class Run(eqx.Module, Generic[M]):
 
     - `epoch`: the number of steps of an epoch; `None` if an iterable gave the batches.
 
-    `repr(run)`, also in a notebook, is a short summary.
+    `repr(run)`, also in a notebook, is a short summary. `run[index]` is a run of some members, and
+    [`eqx_ensemble.concatenate`][] joins runs.
     """
 
     ensemble: Ensemble[M]
@@ -206,17 +219,23 @@ class Run(eqx.Module, Generic[M]):
     status: Int8[np.ndarray, " members"]
     stopped_at: Int[np.ndarray, " members"]
     fault: np.ndarray
-    revived: list[Revival]
+    revived: list[Revival] = eqx.field(
+        metadata=_axes.follows(join_revived, take=take_revived, renumber=renumber_revived)
+    )
     best_step: Int[np.ndarray, " members"] | None
     best_score: Float[np.ndarray, " members"] | None
     train_state: TrainState[M]
     selection: Selection | None
     rows: Int[np.ndarray, "members n"] | None
-    data_state: Any
-    plan: AbstractPlan
-    interrupted: bool
-    seconds: float
-    epoch: int | None
+    data_state: Any = eqx.field(metadata=_axes.SHARED)
+    plan: AbstractPlan = eqx.field(metadata=_axes.follows(check_same_plan))
+    interrupted: bool = eqx.field(metadata=_axes.follows(lambda runs: any(run.interrupted for run in runs)))
+    seconds: float = eqx.field(metadata=_axes.follows(lambda runs: max(run.seconds for run in runs)))
+    epoch: int | None = eqx.field(metadata=_axes.SHARED)
+
+    def __getitem__(self, index: Any) -> "Run[M]":
+        """A smaller run for a slice, a list of integers or a mask; `fit` continues it as it would the whole."""
+        return take_several(self, index, "run")
 
     def __repr__(self) -> str:
         return summary(self)

@@ -15,7 +15,7 @@ from .. import _axes, _keys
 from .._caller import caller
 from .._check import check_integers_fit, is_traced, is_typed_key, kind_text
 from .._compiled import filter_jit
-from .._ensemble import Ensemble, M, check_ensemble, check_model_state, check_model_state_given
+from .._ensemble import Ensemble, M, check_ensemble, check_model_state, check_model_state_given, take_several
 from .._foreign import as_hashable
 from .._pytree import PyTree
 from ..plan import Vmap
@@ -153,15 +153,22 @@ class TrainState(eqx.Module, Generic[M]):
     - `ids`: `(members,)`, the members' ids.
     - `step`: the number of steps done; once all members of a run have stopped, that of the longest-running member.
 
+    `state[index]` holds some members, and [`eqx_ensemble.concatenate`][] joins training states.
+
     To replace a part: `eqx.tree_at(lambda state: state.hyper, state, new)`. What the optimiser keeps of `hyper`
     in its own state, as `optax.inject_hyperparams` does, is computed again before the next step.
     """
 
     moving: MemberState
     fixed: MemberConstants
-    shared: M
+    shared: M = eqx.field(metadata=_axes.SHARED)
     ids: Int[Array, " members"]
-    step: Int[Array, ""]
+    step: Int[Array, ""] = eqx.field(metadata=_axes.SHARED)
+
+    def __getitem__(self, index: Any) -> "TrainState[M]":
+        """A smaller training state for a slice, a list of integers or a mask; it trains on as within the whole."""
+        check_state_arrays(self)
+        return take_several(self, index, "state")
 
     @property
     def ensemble(self) -> Ensemble[M]:

@@ -265,7 +265,7 @@ def _message(differences: list[Difference], rules: Rules) -> str:
     kinds = {d.kind for d in differences}
     if kinds & {"structure", "shape"}:
         kinds.discard("static")  # static sizes differ as a consequence
-    return "\n".join(lines + [rules.fixes[kind] for kind in order if kind in kinds])
+    return "\n".join([*lines, *dict.fromkeys(rules.fixes[kind] for kind in order if kind in kinds)])
 
 
 def _line(path: tuple, group: list[Difference], rules: Rules, *, several: bool) -> str:

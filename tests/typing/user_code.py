@@ -125,6 +125,8 @@ def training(ensemble: ee.Ensemble[MLP], optimiser: optax.GradientTransformation
     assert_type(run.ensemble[run.stopped_at < 0], ee.Ensemble[MLP])
     assert_type(run.train_state.ensemble[0], MLP)
     assert_type(run.interrupted, bool)
+    assert_type(ee.concatenate([run[:1], run[1:]]), ee.Run[MLP])
+    assert_type(ee.concatenate([run.train_state[:1], run.train_state[1:]]), ee.train.TrainState[MLP])
     ee.fit(ensemble, loss, lambda h: optax.adam(h["lr"]), (x, y), hyper={"lr": x}, steps=3, key=key)
     ee.fit(ensemble, loss, optimiser, [(x, y)], epochs=3, order="given", plan=ee.plan.Chunked(2), key=key)
 

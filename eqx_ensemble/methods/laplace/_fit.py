@@ -12,7 +12,7 @@ from ... import _axes, tree
 from ..._axes import Each, explain_rows
 from ..._caller import caller
 from ..._check import check_function, check_optional_function, check_positive_int, check_word, kind_text
-from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
+from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given, take
 from ..._pytree import PyTree
 from ..._warnings import warn
 from ...plan import AnyPlan
@@ -42,7 +42,6 @@ from ._setup import (
     finish,
     member_shapes,
     prepare,
-    take_members,
 )
 
 
@@ -204,7 +203,7 @@ def fit(
     chosen = choose(members, where, structure)
     like = jnp.zeros(num_given, chosen.dtype)
     precision, noises = _hyper(prior_precision, noise, likelihood, like, kept)
-    data, row_weights, indices = take_members((data, row_weights, indices), kept)
+    data, row_weights, indices = take((data, row_weights, indices), kept)
     found, num_rows = prepare(data, len(members), row_weights, mask)
     shape = _output_shape(members, found.x, state, fn)
     check_outputs(shape, likelihood)
@@ -236,7 +235,7 @@ def _healthy_members(ensemble: Any, state: Any) -> tuple[Ensemble, Any, np.ndarr
     if not healthy.all():
         ids = np.asarray(ensemble.ensemble.ids)[~healthy]
         warn(excluded_message(ids, healthy))
-        state = None if state is None else tree.take(state, healthy)
+        state = take(state, healthy)
     return ensemble.healthy, state, np.flatnonzero(healthy), len(healthy)
 
 

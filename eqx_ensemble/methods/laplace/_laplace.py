@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ... import _keys, tree
+from ... import _keys
 from ..._axes import Each
 from ..._caller import caller
 from ..._check import check_flag, check_positive_int, kind_text
 from ..._compiled import filter_jit
-from ..._ensemble import Ensemble, check_index_of_members
+from ..._ensemble import Ensemble, check_index_of_members, take
 from ..._predict import predict
 from ..._pytree import PyTree
 from ...plan._engine import map_members
@@ -152,8 +152,7 @@ class Laplace(eqx.Module, Generic[M]):
             index = [index]
         elif isinstance(index, jax.Array | np.ndarray) and index.ndim == 0:
             index = index.reshape(1)
-        state = None if self.state is None else tree.take(self.state, index)
-        return Laplace(self.members[index], state)
+        return take(self, index)
 
     @property
     def ensemble(self) -> Ensemble[M]:

@@ -209,11 +209,6 @@ def prepare(data: Any, num_members: int, row_weights: Any, mask: Any) -> tuple[D
     return Data(x, y, weights), num_rows
 
 
-def take_members(value: Any, kept: np.ndarray) -> Any:
-    """Takes some members of all parts marked `Each`."""
-    return _axes.map_each(lambda own: Each(tree.take(own, kept)), value)
-
-
 def _map_rows(fn: Any, value: PyTree) -> Any:
     """Maps `fn(array, axis)` over all arrays, with the axis of their rows."""
     own = lambda inner: Each(jax.tree.map(lambda x: fn(x, 1), inner))

@@ -24,7 +24,6 @@ from ...train._engine import (
     check_train_state,
     copy_donors,
     stop_members,
-    take_members,
 )
 from .._check import (
     check_donors,
@@ -79,9 +78,7 @@ def select(state: TrainState[M], members: Any) -> TrainState[M]:
     """
     check_train_state(state)
     check_state_arrays(state)
-    members = check_indices(members, state.num_members, unique=True)
-    moving, fixed, ids = take_members((state.moving, state.fixed, state.ids), members)
-    return TrainState(moving, fixed, state.shared, ids, state.step)
+    return state[check_indices(members, state.num_members, unique=True)]
 
 
 def clone(state: TrainState[M], donors: Any) -> TrainState[M]:

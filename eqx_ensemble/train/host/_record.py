@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from ..._axes import SHARED
 from ..._pytree import PyTree
 from ..compiled._check import check_same_outputs
 from ..compiled._windows import Windows
@@ -119,8 +120,8 @@ class History(eqx.Module):
     loss: Float[np.ndarray, "members steps"]
     aux: PyTree
     validation: Float[np.ndarray, "members validations"] | None
-    validation_step: Int[np.ndarray, " validations"]
-    step: Int[np.ndarray, " steps"]
+    validation_step: Int[np.ndarray, " validations"] = eqx.field(metadata=SHARED)
+    step: Int[np.ndarray, " steps"] = eqx.field(metadata=SHARED)
 
 
 class Taken(NamedTuple):
