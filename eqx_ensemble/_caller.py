@@ -9,7 +9,8 @@ _LIBRARIES = frozenset(  # whose frames may lie between two of ours
     "abc beartype cloudpickle concurrent contextlib copy dataclasses distributed equinox functools importlib jax "
     "jaxlib jaxtyping joblib numpy optax pickle sklearn threading".split()
 )
-_OF_USERS = (f"{_OWN}._export.", f"{_OWN}._predict.", f"{_OWN}.scores._bootstrap")  # which call what users pass: `combine=ee.combine.mixture`
+# Which call what users pass: `combine=ee.combine.mixture`.
+_OF_USERS = (f"{_OWN}._export.", f"{_OWN}._predict.", f"{_OWN}.scores._bootstrap")
 _HIDDEN = ("__call__", "__init__", "__post_init__", "__check_init__", "__new__")  # named by their class
 _ACTS_AS = {  # what messages name differently, whoever called it
     "_ensemble._ensemble.Ensemble.__call__": "Ensemble.__call__",
