@@ -199,6 +199,7 @@ class TestIndex:
         assert lost.any()
         assert not lost.all()
         assert (run[lost].fault != "").all()
+        assert run[::-1].fault.tolist() == run.fault[::-1].tolist() != run.fault.tolist()
         assert (run[~lost].fault == "").all()
         assert run[~lost].predict(jnp.ones((3, 2))).shape[0] == (~lost).sum()
 
