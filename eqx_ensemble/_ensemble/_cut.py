@@ -100,15 +100,17 @@ def join(trees: Sequence[T]) -> T:
 
 def with_ids(tree: T, ids: Any) -> T:
     """The same members with the ids `ids`, NumPy integers `(members,)`."""
-    names = dict(zip(np.asarray(ids_of(tree)).tolist(), ids.tolist(), strict=True))
 
     def change(node: Any) -> Any:
         if not _axes.has_marks(node):
             return node
         return _map_fields(lambda name, x: jnp.asarray(ids, x.dtype) if name == "ids" else change(x), node)
 
-    changed = {name: rule.renumber(tree, names) for name, rule in _followers(tree).items() if rule.renumber}
-    return dataclasses.replace(change(tree), **changed) if changed else change(tree)
+    rules = {name: rule.renumber for name, rule in _followers(tree).items() if rule.renumber}
+    if not rules:
+        return change(tree)
+    new = dict(zip(np.asarray(ids_of(tree)).tolist(), ids.tolist(), strict=True))
+    return dataclasses.replace(change(tree), **{name: renumber(tree, new) for name, renumber in rules.items()})
 
 
 def ids_of(tree: Any) -> Any:

@@ -244,6 +244,11 @@ class TestConcatenate:
         with pytest.raises(ValueError, match="cannot renumber member 1, revived as a copy of member 3"):
             ee.concatenate([some[:1]], renumber=True)
 
+    def test_inside_a_compiled_program(self, run):
+        for value in (run.ensemble, run.train_state):
+            joined = eqx.filter_jit(lambda x: ee.concatenate([x[2:], x], renumber=True))(value)
+            assert joined.ids.tolist() == [*range(6)]
+
     def test_equal_ids(self, run):
         for value in (run, run.train_state):
             with pytest.raises(ValueError, match=r"repeated: \[1\].*\n.*renumber=True"):
