@@ -46,7 +46,7 @@ UNRULY_CHECKS: set[str] = set()
 
 
 def is_check_module(file: str) -> bool:
-    return any(part.removesuffix(".py").startswith("_check") for part in file.split("/"))
+    return any(part in ("_check", "_check.py") or part.startswith("_check_") for part in file.split("/"))
 
 
 def keeps_naming_rule(function: ast.FunctionDef) -> bool:

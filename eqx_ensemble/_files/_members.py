@@ -27,7 +27,7 @@ from ..checkpoint._engine import (
     saved_leaves,
     write_file,
 )
-from ._check import (
+from ._like import (
     check_like_given,
     check_member_format,
     check_no_typed_keys,

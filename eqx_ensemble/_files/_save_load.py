@@ -28,7 +28,7 @@ from ..checkpoint._engine import (
 from ..distributed import to_host
 from ..sharding._engine import Layout, as_layout, replicate, shard_members
 from ..tree._engine import check_distinct, check_index
-from ._check import (
+from ._like import (
     as_like,
     check_like_given,
     check_member_selection,

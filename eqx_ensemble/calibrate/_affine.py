@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 from .._check import check_number, check_positive_int
 from .._promotion import standard_promotion
 from .._pytree import PyTree
-from ._check import Pool, Pooling, Rows, fit_rows, no_gradient_message, warn_of_no_minimum
+from ._pooling import Pool, Pooling, Rows, fit_rows, no_gradient_message, warn_of_no_minimum
 
 
 class Minimum(NamedTuple):

@@ -9,7 +9,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 from .._caller import caller
 from .._check import check_positive_int, check_word, missing_extra_message
 from ..scores._engine import Binning, bin_rows
-from ._check import Pool, Pooling, Rows, check_smoothing, check_untraced, fit_rows
+from ._pooling import Pool, Pooling, Rows, check_smoothing, check_untraced, fit_rows
 
 
 class Histogram(eqx.Module):

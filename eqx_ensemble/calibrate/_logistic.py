@@ -9,7 +9,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import needs_message
 from .._weighting import class_log_odds
-from ._check import Pool, Pooling, Rows, check_not_separable, fit_rows
+from ._pooling import Pool, Pooling, Rows, check_not_separable, fit_rows
 
 # Logistic calibration of each class against the rest, shared by Platt scaling and beta calibration.
 

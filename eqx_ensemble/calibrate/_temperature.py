@@ -7,7 +7,7 @@ from .._check import as_column, check_fitted_members, check_mask, check_moments,
 from .._weighting import blank_masked
 from ..combine import Gaussian, gaussian
 from ..scores._engine import check_some_rows
-from ._check import (
+from ._pooling import (
     Pool,
     Pooling,
     Rows,

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, final
 from .._check import CheckpointCorruptError, check_flag, check_path, number_text
 from .._warnings import warn
 from ._check import check_format, check_retention
-from ._check_folders import all_damaged_message, fallback_message
 from ._disk import absolute, as_path
+from ._folders import all_damaged_message, fallback_message
 from ._formats import FORMATS, FormatName, open_checkpoint
 from ._manifest import Entry, Manifest, is_orbax
 from ._orbax import OrbaxReader

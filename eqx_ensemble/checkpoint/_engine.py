@@ -1,8 +1,14 @@
 """What the other packages of the library use of `checkpoint`."""
 
-from ._check import check_format, corrupt_error, safe_text
-from ._check_folders import check_nothing_newer, check_overwritable, explain_folder, is_checkpoint, is_sealed
-from ._check_record import (
+from ._check import check_format, safe_text
+from ._damage import corrupt_error
+from ._disk import absolute, as_path, has_manifest, is_on_disk, list_folder
+from ._exit import exit_if_asked, hold_exit, is_exit_asked
+from ._folders import check_nothing_newer, check_overwritable, explain_folder, is_checkpoint, is_sealed
+from ._formats import FORMATS, STEP, FormatName, is_of_fit, kind_of, open_checkpoint
+from ._manifest import Manifest
+from ._read import read_manifest
+from ._record import (
     InvalidRecordError,
     check_fields,
     check_valid,
@@ -19,11 +25,6 @@ from ._check_record import (
     is_string,
     is_texts,
 )
-from ._disk import absolute, as_path, has_manifest, is_on_disk, list_folder
-from ._exit import exit_if_asked, hold_exit, is_exit_asked
-from ._formats import FORMATS, STEP, FormatName, is_of_fit, kind_of, open_checkpoint
-from ._manifest import Manifest
-from ._read import read_manifest
 from ._restore import restore
 from ._run_folder import NAME, RunLock
 from ._snapshot import count_bytes, raw, snapshot, versions

@@ -11,14 +11,14 @@ from .._check import CheckpointCorruptError
 from ..distributed import is_first
 from ..distributed._engine import raise_on_all
 from . import _orbax
-from ._check import corrupt_error
-from ._check_folders import (
+from ._damage import corrupt_error
+from ._disk import has_manifest, is_on_disk, list_folder
+from ._folders import (
     is_sealed,
     is_unfinished,
     is_written,
     not_a_checkpoint_message,
 )
-from ._disk import has_manifest, is_on_disk, list_folder
 from ._manifest import Manifest, is_orbax
 from ._orbax import OrbaxReader
 from ._read import Reader, read_manifest

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from .._warnings import warn
 from . import _disk
-from ._check_folders import check_folder_free, check_lock_held, foreign_content, is_unfinished
-from ._check_record import check_fields, explain_record, is_count, is_string
 from ._disk import Lock, list_folder, open_file
+from ._folders import check_folder_free, check_lock_held, foreign_content, is_unfinished
 from ._formats import STEP, Format
 from ._read import read_manifest
+from ._record import check_fields, explain_record, is_count, is_string
 from ._write import clean, make_parents, remove
 
 # The lock of a run's folder, in which one run trains at a time.

@@ -11,7 +11,8 @@ from .._check import CheckpointCorruptError
 from .._warnings import warn
 from . import _disk
 from ._check import check_manifest_size
-from ._check_folders import (
+from ._disk import has_manifest, is_on_disk, list_folder
+from ._folders import (
     BEGUN,
     MARK,
     REMOVING,
@@ -34,7 +35,6 @@ from ._check_folders import (
     remove_ours,
     temporary,
 )
-from ._disk import has_manifest, is_on_disk, list_folder
 from ._hashing import Digests
 from ._layout import FileLayout, file_layout
 from ._manifest import LIMIT, NAME, encode

@@ -8,7 +8,7 @@ from .._caller import caller
 from .._check import check_optional_text, check_sequence, kind_text
 from ..combine import mean
 from ..uncertainty import interval
-from ._check import (
+from ._axes import (
     Axes,
     axes_for,
     check_bands,

@@ -10,7 +10,7 @@ from jaxtyping import ArrayLike, Bool, Float, Integer, Real
 from .._check import check_flag, check_word, first_text, needs_message
 from ..combine import mixture
 from ..scores._engine import Binning, check_bins, mean_gap, of_top_label
-from ._check import Axes, axes_for, check_counts, check_plotted, of_line, of_patch
+from ._axes import Axes, axes_for, check_counts, check_plotted, of_line, of_patch
 
 
 def check_rates(rates: Mapping[str, Any], *, rising: tuple[str, ...]) -> list[np.ndarray]:

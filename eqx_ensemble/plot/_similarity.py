@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Real
 
 from .._check import check_flag, check_optional_text, check_text
-from ._check import Axes, axes_for, check_lines, check_pairs, of_line, with_unit
+from ._axes import Axes, axes_for, check_lines, check_pairs, of_line, with_unit
 
 
 def connectivity(

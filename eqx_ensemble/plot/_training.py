@@ -15,7 +15,7 @@ from .._check import (
 )
 from ..train import History
 from ..train._engine import TABLE_COLUMNS, Run, check_mode
-from ._check import Axes, axes_for, check_plotted, of_line, with_unit
+from ._axes import Axes, axes_for, check_plotted, of_line, with_unit
 
 
 def check_curves(run: Any, curve: str) -> None:

@@ -1,7 +1,6 @@
 """What the other packages of the library use of `train`."""
 
 from ._check import (
-    allow_idle,
     check_hyper_used,
     check_length,
     check_limit,
@@ -26,6 +25,7 @@ from ._check_run import (
 from ._errors import NotSavedError
 from ._fit import fit
 from ._group_run import GroupRun
+from ._idle import allow_idle
 from ._opt_hyper import change_hyper, follow_hyper, hyper_arrays
 from ._rank import rank_members
 from ._revive import Revive, copy_donors

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints
-from eqx_ensemble.checkpoint._check_folders import foreign, is_checkpoint, is_temporary, temporary
+from eqx_ensemble.checkpoint._folders import foreign, is_checkpoint, is_temporary, temporary
 from eqx_ensemble.checkpoint._write import write_file
 
 ARRAYS, MANIFEST = "arrays-0001.safetensors", "checkpoint.json"

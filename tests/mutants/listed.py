@@ -239,7 +239,7 @@ MUTANTS = [
         ("np.argsort(status != Status.OK", "np.argsort(status == Status.OK"),
     ),
     *of(
-        "checkpoint/_check_folders.py",
+        "checkpoint/_folders.py",
         "checkpoint/test_orbax_commit.py checkpoint/test_commit.py",
         ("return 1 + max(map(number_of", "return max(map(number_of"),
     ),

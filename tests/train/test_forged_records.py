@@ -15,7 +15,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints
-from eqx_ensemble.checkpoint._check_record import InvalidRecordError
+from eqx_ensemble.checkpoint._record import InvalidRecordError
 from eqx_ensemble.train.data._source import decode
 
 from ..checkpoint.damage import forge, forge_each

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Key
 
 from ... import _keys
 from ..._check import check_number, check_word
-from ._check import Select, check_known, check_model, replace_layers, select_layers, warn_alike
+from ._convert import Select, check_known, check_model, replace_layers, select_layers, warn_alike
 from ._joint import JointEnsemble
 from ._layers import MaskInputs, Own, RankOne, input_shape, output_shape, redraw
 

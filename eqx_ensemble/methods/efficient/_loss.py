@@ -15,7 +15,7 @@ from ..._ensemble import Ensemble, stack
 from ..._jaxpr import warn_of_two_batch_axes
 from ..._pytree import PyTree
 from ..._warnings import ignore_warnings
-from ._check import check_batch, check_joint, check_predictions
+from ._convert import check_batch, check_joint, check_predictions
 from ._joint import JointEnsemble, Submembers, has_one_pass, is_joint_layer, map_submembers, submember_keys
 from ._layers import RankOne
 

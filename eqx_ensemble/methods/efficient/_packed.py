@@ -9,7 +9,7 @@ from jaxtyping import Array
 from ... import _keys
 from ..._caller import caller
 from ..._check import check_number, check_positive_int
-from ._check import Select, check_chain, check_groups, check_known, check_model, replace_layers, select_layers
+from ._convert import Select, check_chain, check_groups, check_known, check_model, replace_layers, select_layers
 from ._joint import JoinInputs, JointEnsemble, SelectOutput
 from ._layers import AbstractJointLayer, Own, input_shape, output_shape, redraw, with_weights
 
