@@ -1,6 +1,7 @@
 """Models, each with data and a loss of ONE member, and the loop that trains one alone: plain Equinox and optax."""
 
 import contextlib
+import dataclasses
 import os
 import zlib
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+import eqx_ensemble as ee
 
 ROWS = 20
 
@@ -317,3 +320,24 @@ def assert_same_where_optimised(got, expected):
         else:
             np.testing.assert_allclose(x, expected[path], rtol=1e-5, atol=1e-6, err_msg=path)
         assert x.dtype == expected[path].dtype
+
+
+def grouped(options):
+    """The options of `fit`, from ones that random calls and tables list one by one."""
+    left, group = dict(options), lambda *words: {word: left.pop(word) for word in words if word in left}
+    judged = group("score", "mode", "min_delta")
+    if judged and left.get("validation") is not None:
+        left["validation"] = ee.train.Validation(left["validation"], **judged)
+    if stops := {word.removeprefix("max_"): x for word, x in group("target", "max_steps", "max_seconds").items()}:
+        left["stop"] = ee.train.Stopping(**stops)
+    saved = {word.removeprefix("checkpoint_"): x for word, x in group("checkpoint_every", "resume").items()}
+    if saved and not isinstance(left.get("checkpoint"), ee.checkpoint.Checkpoints | None):
+        left["checkpoint"] = ee.checkpoint.Checkpoints(left["checkpoint"], **saved)
+    if (every := left.pop("callback_every", None)) is not None:
+        callbacks = left.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+        left["callbacks"] = [ee.train.every(every, callback) for callback in callbacks]
+    if (scan := left.pop("scan", None)) is not None:
+        plan = ee.plan.Auto() if left.get("plan") == "auto" else left.get("plan") or ee.plan.Vmap()
+        left["plan"] = dataclasses.replace(plan, scan=scan)
+    return left

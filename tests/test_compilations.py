@@ -76,7 +76,10 @@ CALLS = {
     "map_members auto": lambda i: ee.map_members(mean_output, plan="auto")(ENSEMBLES[i], X[i]),
     "fit": fitted,
     "fit with limits": lambda i: fitted(
-        i, validation=DATA[i], patience=2, min_delta=0.1 * i, target=0.01 * i, max_steps=50 + i
+        i,
+        validation=ee.train.Validation(DATA[i], min_delta=0.1 * i),
+        patience=2,
+        stop=ee.train.Stopping(target=0.01 * i, steps=50 + i),
     ),
     "fit of rows": lambda i: fitted(i, rows=ee.resample.bootstrap(ROWS, MEMBERS, key=KEYS[i])),
     "fit one after another": lambda i: fitted(i, plan=ee.plan.Sequential()),

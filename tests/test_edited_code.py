@@ -92,9 +92,15 @@ def _wrapped(module, ensemble):
 
 def _score(module, ensemble):
     run = ee.fit(
-        ensemble, lambda model, batch, key: 0.0 * jnp.sum(model.lin.weight), SGD, (X, Y), steps=1, batch_size=6,
-        validation=(X, Y), score=module.loss, mode="min", key=KEY,
-    )  # fmt: skip
+        ensemble,
+        lambda model, batch, key: 0.0 * jnp.sum(model.lin.weight),
+        SGD,
+        (X, Y),
+        steps=1,
+        batch_size=6,
+        validation=ee.train.Validation((X, Y), score=module.loss, mode="min"),
+        key=KEY,
+    )
     return run.history.validation[:, -1]
 
 

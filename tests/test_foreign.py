@@ -173,10 +173,12 @@ def test_options_of_members(ensemble):
     fit = lambda **options: ee.fit(
         ensemble, loss, lambda hyper: optax.sgd(hyper["lr"]), (X, Y), steps=3, progress=False, key=KEY, **options
     )
-    expected = fit(hyper={"lr": rates}, max_steps=np.array([1, 2, 3, 4]))
+    expected = fit(hyper={"lr": rates}, stop=ee.train.Stopping(steps=np.array([1, 2, 3, 4])))
     for name in LIBRARIES:
         if importlib.util.find_spec(name) is not None:
-            run = fit(hyper={"lr": column(name, rates)}, max_steps=column(name, np.array([1, 2, 3, 4])))
+            run = fit(
+                hyper={"lr": column(name, rates)}, stop=ee.train.Stopping(steps=column(name, np.array([1, 2, 3, 4])))
+            )
             assert_same(run.ensemble, expected.ensemble)
 
 

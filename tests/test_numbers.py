@@ -64,7 +64,7 @@ def fit(ensemble):
 
 def fit_validation(ensemble):
     x = np.ones((6, 1), np.float32)
-    options = {"validation": x, "score": loss_of, "mode": "min"}
+    options = {"validation": ee.train.Validation(x, score=loss_of, mode="min")}
     run = ee.fit(ensemble, zero_loss, OPTIMISER, x, epochs=1, batch_size=3, key=KEY, **options)
     return run.history.validation[0, 0]
 

@@ -77,6 +77,10 @@ def stepped(**options):
     return step(ee.train.init(ensemble, ADAM, key=KEY), DATA)[0].ensemble
 
 
+def _made(arguments):
+    return {name: make() for name, make in arguments.items() if name != "validation"}
+
+
 _fit = {
     "ensemble": always(ensemble),
     "loss": always(loss),
@@ -158,13 +162,24 @@ CASES = {
     "fit, validated": Case(
         ee.fit,
         _validated,
-        ("epochs", "validation", "patience", "min_delta", "target", "max_steps", "max_seconds", "score", "mode"),
+        ("epochs", "validation", "patience", "stop"),
     ),
+    "train.Validation": Case(
+        lambda **options: ee.fit(**_made(_validated), validation=ee.train.Validation(**options)),
+        {"data": always(DATA)},
+        ("score", "mode", "min_delta"),
+    ),
+    "train.Stopping": Case(
+        lambda **options: ee.fit(**_made(_validated), validation=DATA, stop=ee.train.Stopping(**options)),
+        {},
+        ("target", "steps", "seconds"),
+    ),
+    "train.every": Case(ee.train.every, {"steps": always(2), "callback": always(print)}),
     "fit, swept": Case(ee.fit, _swept | {"steps": always(2)}, ("hyper", "rows", "order")),
     "fit, saved": Case(
         lambda **options: ee.fit(**({"checkpoint": path()} | options)),
         _steps,
-        ("checkpoint", "checkpoint_every", "resume"),
+        ("checkpoint",),
     ),
     "train.init": Case(
         ee.train.init,
@@ -205,7 +220,7 @@ CASES = {
     "checkpoint.Checkpoints": Case(
         lambda **options: ee.checkpoint.Checkpoints(**({"folder": path()} | options)),
         {},
-        ("folder", "last", "best", "keep_period", "asynchronous", "format"),
+        ("folder", "last", "best", "keep_period", "asynchronous", "format", "every", "resume"),
     ),
     "checkpoint.exit_on_signal": Case(
         lambda **options: ee.checkpoint.exit_on_signal(**options).__enter__(), {}, ("number", "code")
@@ -389,7 +404,7 @@ CASES = {
     ),
 }
 
-_SAVED = {"checkpoint": "text None", "checkpoint_every": "None"}
+_SAVED = {"checkpoint": "text None"}
 
 # Bad values that are good here, by argument, as labels of `census.BAD`. `None` is what the argument is by default.
 ACCEPTED = {
@@ -416,31 +431,19 @@ ACCEPTED = {
     | dict.fromkeys(
         ["combine", "weights", "memory", "state", "fn", "inference", "plan", "mesh", "progress", "key"], "None"
     ),
-    "fit": {
-        "steps": "int64",
-        "batch_size": "int64 None",
-        "min_delta": "0",
-        "max_steps": "int64 None",
-        "max_seconds": "int64 float32 None",
-        "history": "int64",
-        "checkpoint": "text None",
-    }
-    | dict.fromkeys(["epochs", "validation", "score", "patience", "target", "state", "hyper", "rows"], "None")
-    | dict.fromkeys(["mode", "plan", "scan", "mesh", "checkpoint_every", "progress"], "None")
-    | dict.fromkeys(["callbacks", "callback_every"], "None"),
-    "fit, validated": {
-        "epochs": "int64",
-        "validation": "None",
-        "patience": "int64 None",
-        "min_delta": "0 int64 float32",
+    "fit": {"steps": "int64", "batch_size": "int64 None", "history": "int64", "checkpoint": "text None"}
+    | dict.fromkeys(["epochs", "validation", "patience", "stop", "state", "hyper", "rows"], "None")
+    | dict.fromkeys(["plan", "mesh", "progress", "callbacks"], "None"),
+    "fit, validated": {"epochs": "int64", "validation": "None", "patience": "int64 None", "stop": "None"},
+    "train.Validation": {"score": "None", "mode": "None", "min_delta": "0 int64 float32"},
+    "train.Stopping": {
         "target": "-1 0 int64 float32 None",
-        "max_steps": "int64 None",
-        "max_seconds": "int64 float32 None",
-        "score": "None",
-        "mode": "None",
+        "steps": "int64 None",
+        "seconds": "int64 float32 None",
     },
+    "train.every": {"steps": "int64"},
     "fit, swept": {"rows": "None"},
-    "fit, saved": {"checkpoint": "text None", "checkpoint_every": "int64 None"},
+    "fit, saved": {"checkpoint": "text None"},
     "train.init": dict.fromkeys(["state", "hyper", "mesh"], "None"),
     "train.make_step": {"plan": "None", "mesh": "None"},
     "train.scan_steps": {"length": "int64 None"},
@@ -457,7 +460,15 @@ ACCEPTED = {
     "export_members": {"folder": "text"},
     "export": {"batch_size": "int64 None"}
     | dict.fromkeys(["combine", "weights", "state", "fn", "inference", "plan", "key"], "None"),
-    "checkpoint.Checkpoints": {"folder": "text", "last": "int64", "best": "0 int64", "keep_period": "int64 None"},
+    "checkpoint.Checkpoints": {
+        "folder": "text",
+        "last": "int64",
+        "best": "0 int64",
+        "keep_period": "int64 None",
+        "every": "int64 None",
+        "asynchronous": "None",
+        "format": "None",
+    },
     "methods.population.perturb_hyper": {"resample": "0 float32"},
     "methods.population.rank": {"healthy": "None"},
     "methods.population.truncation": {"healthy": "None", "fraction": "float32"},

@@ -127,7 +127,9 @@ def _life(run: pathlib.Path, epochs: int, writing: int | None = None) -> str:
 
     _disk.rename = said
     resume = "must" if _newest(run) >= 0 else "auto"
-    return digest(trainer()(epochs=epochs, progress=False, checkpoint=run, checkpoint_every=EVERY, resume=resume))
+    return digest(
+        trainer()(epochs=epochs, progress=False, checkpoint=ee.checkpoint.Checkpoints(run, every=EVERY, resume=resume))
+    )
 
 
 def _newest(run: pathlib.Path) -> int:
@@ -147,7 +149,7 @@ def _is_whole(run: pathlib.Path, saved: int) -> bool:
 def _killed_everywhere(folder: pathlib.Path, steps: int, *, seldom: bool) -> dict[str, int]:
     """A run killed before, during and after each of its operations on the disk, and the run that resumes it."""
     train = trainer()
-    call = lambda: train(steps=steps, progress=False, checkpoint=folder, checkpoint_every=EVERY)
+    call = lambda: train(steps=steps, progress=False, checkpoint=ee.checkpoint.Checkpoints(folder, every=EVERY))
     with Layer() as layer:
         expected = digest(call())
     found = {"operations": layer.count, "kills": 0, "lost": 0, "different": 0}

@@ -11,7 +11,6 @@ from ._concatenate import concatenate as concatenate
 from ._concatenate import data_by_part as data_by_part
 from ._concatenate import explain_part as explain_part
 from ._concatenate import members_by_part as members_by_part
-from ._concatenate import numbers_by_part as numbers_by_part
 from ._concatenate import states_by_part as states_by_part
 from ._concatenate import tree_by_part as tree_by_part
 from ._construct import from_stacked as from_stacked

@@ -81,13 +81,6 @@ def members_by_part(group: Group, value: PyTree, argument: str) -> dict[str, Any
     return {part: _tree.take(value, positions) for part, positions in member_positions(group).items()}
 
 
-def numbers_by_part(group: Group, value: Any, argument: str) -> dict[str, Any]:
-    """Splits a scalar, one value per member `(members,)`, or a dict of these, by part."""
-    if isinstance(value, Mapping) or value is None or np.ndim(value) == 0:
-        return by_part(value, group.parts, argument)
-    return members_by_part(group, np.asarray(value), argument)
-
-
 @contextlib.contextmanager
 def _explain_argument(argument: str) -> Iterator[None]:
     try:

@@ -105,10 +105,12 @@ def check_manifest_size(size: int, limit: int, path: Any) -> None:
         )
 
 
-def check_retention(last: Any, best: Any, keep_period: Any) -> None:
-    """Checks how many checkpoints are kept."""
-    for argument, value, least in (("last", last, 1), ("best", best, 0), ("keep_period", keep_period, 1)):
-        if value is None and argument == "keep_period":
+def check_numbers(last: Any, best: Any, keep_period: Any, every: Any) -> None:
+    """Checks how many checkpoints are kept, and how often they are written."""
+    given = {"last": last, "best": best, "keep_period": keep_period, "every": every}
+    for argument, value in given.items():
+        least = 0 if argument == "best" else 1
+        if value is None and argument in ("keep_period", "every"):
             continue
         if not is_integer(value):
             raise TypeError(f"`checkpoint.Checkpoints` needs an integer `{argument}`, got {value!r}.")

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, final
 
-from .._check import CheckpointCorruptError, check_flag, check_path, number_text
+from .._check import CheckpointCorruptError, check_optional_flag, check_path, check_word, number_text
 from .._warnings import warn
-from ._check import check_format, check_retention
+from ._check import check_format, check_numbers
 from ._disk import absolute, as_path
 from ._folders import all_damaged_message, fallback_message
 from ._formats import FORMATS, FormatName, open_checkpoint
@@ -247,10 +247,15 @@ class Checkpoints:
     - `keep_period`: also keep all checkpoints whose step is a multiple of this.
     - `asynchronous`: copy the tree to host memory, and write it in another thread. One save runs at a time; the next
         one waits for it. If a save fails, the next `save` or `wait` raises its error; without either, it is printed
-        when Python exits.
-    - `format`: as in [`eqx_ensemble.save`][]. With `"orbax"`, arrays may be sharded over several processes, and
-        `folder` may be in an object store. All processes then call each method, with equal arguments apart from their
-        own parts of the arrays. A checkpoint that is damaged for one of them is skipped by all.
+        when Python exits. By default, only runs of [`eqx_ensemble.fit`][] are saved so.
+    - `format`: as in [`eqx_ensemble.save`][]. With `"orbax"`, the default of runs on several processes, arrays may be
+        sharded over these, and `folder` may be in an object store. All processes then call each method, with equal
+        arguments apart from their own parts of the arrays. A checkpoint that is damaged for one of them is skipped by
+        all.
+    - `every`: for [`eqx_ensemble.fit`][], the number of steps between two checkpoints; by default those of about a
+        minute. The last step is always saved.
+    - `resume`: for [`eqx_ensemble.fit`][]. `"auto"`: resume if there is a checkpoint; `"must"`: raise if there is none;
+        `"never"`: raise if there is one.
 
     ```python
     import tempfile
@@ -270,6 +275,8 @@ class Checkpoints:
     folder: Any
     retention: Retention
     asynchronous: bool
+    every: int | None
+    resume: Literal["auto", "must", "never"]
 
     def __init__(
         self,
@@ -278,16 +285,25 @@ class Checkpoints:
         last: int = 3,
         best: int = 0,
         keep_period: int | None = None,
-        asynchronous: bool = False,
-        format: FormatName = "safetensors",
+        asynchronous: bool | None = None,
+        format: FormatName | None = None,
+        every: int | None = None,
+        resume: Literal["auto", "must", "never"] = "auto",
     ) -> None:
-        check_retention(last, best, keep_period)
-        check_format(format, folder)
-        check_flag(asynchronous, "asynchronous")
+        check_numbers(last, best, keep_period, every)
+        kind = "safetensors" if format is None else format
+        check_format(kind, folder)
+        check_optional_flag(asynchronous, "asynchronous")
+        check_word(resume, "resume", ("auto", "must", "never"))
         self.folder = absolute(as_path(folder))
         self.retention = Retention(last, best, keep_period)
-        self.asynchronous = asynchronous
-        self._format = FORMATS[format]
+        self.asynchronous = bool(asynchronous)
+        self.every, self.resume = every, resume
+        self._given = {
+            "last": last, "best": best, "keep_period": keep_period, "asynchronous": asynchronous, "format": format,
+            "every": every, "resume": resume,
+        }  # fmt: skip
+        self._format = FORMATS[kind]
         self._run = RunFolder(self.folder, self._format, self.retention)
         self._worker = Worker()
 
@@ -296,6 +312,9 @@ class Checkpoints:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.wait()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ft.partial(Checkpoints, self.folder, **self._given), ()
 
     @property
     def steps(self) -> list[int]:
@@ -405,3 +424,15 @@ class Checkpoints:
         first = bad[0][1]
         file, leaf = getattr(first, "file", str(self.folder)), getattr(first, "leaf", None)
         raise CheckpointCorruptError(all_damaged_message(bad, self.folder), file, leaf)
+
+
+def as_checkpoints(given: str | os.PathLike[str] | Checkpoints, **defaults: Any) -> Checkpoints:
+    """The checkpoints of a run, which was given a path or `Checkpoints`; `defaults` are options that were not given."""
+    folder, options = (given.folder, given._given) if isinstance(given, Checkpoints) else (given, {})
+    return Checkpoints(folder, **defaults | {name: value for name, value in options.items() if value is not None})
+
+
+def checkpoints_inside(given: str | os.PathLike[str] | Checkpoints, subfolder: str, **changed: Any) -> Checkpoints:
+    """The checkpoints of a run that is a part of another call, with the same options, except for those `changed`."""
+    whole = as_checkpoints(given)
+    return Checkpoints(whole.folder / subfolder, **whole._given | changed)

@@ -1,6 +1,7 @@
 """What the other packages of the library use of `checkpoint`."""
 
 from ._check import check_format, safe_text
+from ._checkpoints import as_checkpoints, checkpoints_inside
 from ._damage import corrupt_error
 from ._disk import absolute, as_path, has_manifest, is_on_disk, list_folder
 from ._exit import exit_if_asked, hold_exit, is_exit_asked

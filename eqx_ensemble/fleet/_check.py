@@ -1,4 +1,3 @@
-import os
 from typing import Any
 
 import equinox as eqx
@@ -12,17 +11,15 @@ from .._check import MemberMismatchError, check_integer, check_optional_function
 from .._ensemble import Ensemble, Group
 from .._pytree import PyTree
 from ..checkpoint import Checkpoints
-from ..checkpoint._engine import absolute, as_path
+from ..checkpoint._engine import as_checkpoints
 from ..plan import AbstractPlan, Auto
-from ..train._engine import GroupRun, Revive, Run, TrainState, is_batches
+from ..train._engine import GroupRun, Revive, Run, TrainState, check_checkpoint, is_batches
 from ..tree import num_members
 from ._shard import Finished, lost_message
 from ._sharded_run import ShardedRun
 
 _REASONS = {
-    "max_seconds": "the number of steps would depend on the speed of the worker",
     "callbacks": "they would be called on workers, with the members of one shard",
-    "callback_every": "there are no `callbacks`",
 }
 
 
@@ -130,13 +127,10 @@ def _check_mesh_function(mesh: Any) -> None:
     check_optional_function(mesh, "mesh", example="mesh=ee.make_mesh")
 
 
-def check_folder(path: Any) -> Any:
-    """Raises unless `path` is the path of a folder or `None`. Returns it as an absolute path.
+def check_folder(path: Any) -> Checkpoints | None:
+    """Raises unless `path` is a path, `Checkpoints` or `None`. Returns `Checkpoints` of an absolute path.
 
     Workers have working directories of their own.
     """
-    if path is None:
-        return None
-    if not isinstance(path, str | os.PathLike) or isinstance(path, Checkpoints) or not os.fspath(path):
-        raise TypeError(f"`{caller()}` needs the path of a folder as `checkpoint`, got {kind_text(path)}.")
-    return absolute(as_path(path))
+    check_checkpoint(path)
+    return None if path is None else as_checkpoints(path)

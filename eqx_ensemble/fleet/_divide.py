@@ -15,7 +15,7 @@ from .._ensemble import Ensemble, Group, check_model_state
 from .._foreign import as_numpy, from_foreign_tree
 from .._pytree import PyTree
 from ..checkpoint._engine import is_array_like
-from ..train._engine import GroupRun, Run, TrainState, check_limit, hyper_arrays, is_wrapper
+from ..train._engine import GroupRun, Run, TrainState, hyper_arrays, is_wrapper
 
 # The shapes of members to read from files.
 
@@ -39,7 +39,6 @@ def _with_members(x: Any, count: int) -> Any:
 
 
 _SMALL = 2**16  # bytes; arrays up to this size are sent with every shard
-_MEMBERS = ("max_steps", "target")
 
 
 def default_size(num_members: int, num_workers: int) -> int:
@@ -90,7 +89,7 @@ def large_shared(tree: PyTree) -> list[Any]:
 
 def member_options(options: dict[str, Any], num_members: int) -> dict[str, Any]:
     """The options of `fit` with one value per member, in the form that `take_options` takes."""
-    found = {word: options[word] for word in ("hyper", "rows", "state", *_MEMBERS) if options.get(word) is not None}
+    found = {word: options[word] for word in ("hyper", "rows", "state") if options.get(word) is not None}
     if "hyper" in found:
         found["hyper"] = hyper_arrays(found["hyper"], num_members)
     if "rows" in found:
@@ -99,11 +98,8 @@ def member_options(options: dict[str, Any], num_members: int) -> dict[str, Any]:
             raise MemberMismatchError(
                 f"`{caller()}` needs the `rows` of each member, ({num_members}, n); got {found['rows'].shape}."
             )
-    for word in _MEMBERS:
-        check_limit(found.get(word), word, num_members, whole=word == "max_steps")
     check_model_state(found.get("state"), num_members)
-    of_each = {word: np.asarray(value) for word, value in found.items() if word in _MEMBERS and np.ndim(value) > 0}
-    return {word: value for word, value in found.items() if word not in _MEMBERS} | of_each
+    return found
 
 
 def take_options(options: dict[str, Any], positions: np.ndarray) -> dict[str, Any]:

@@ -1,3 +1,5 @@
+import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple, Required, Unpack, overload
@@ -12,33 +14,31 @@ from .._check import check_integers_fit, check_key, check_optional_function, che
 from .._ensemble import Ensemble, M, check_model_state_given, ids_of, take
 from .._pytree import PyTree
 from .._suggest import meant_text
+from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..plan import AbstractPlan
 from ..plan._engine import as_plan
 from ..train._engine import (
     CommonFitOptions,
     Optimiser,
+    Options,
     Revive,
     RowReader,
     Run,
     Status,
+    Stopping,
     TrainState,
     as_row_indices,
     check_batch_size,
-    check_checkpoint_options,
-    check_choices,
-    check_history,
     check_hyper_used,
-    check_length,
     check_loss_signature,
     check_no_scan,
     check_no_transformation,
     check_not_given_again,
     check_optimiser,
-    check_patience,
+    check_options,
     check_same_mode,
     check_same_structure,
-    check_scoring,
     check_some_training,
     check_state,
     is_data_function,
@@ -80,7 +80,7 @@ class FleetCallOptions(FleetFitOptions, total=False):
     shard: int | None
     workers: int | None
     retries: int
-    checkpoint: str | os.PathLike[str] | None
+    checkpoint: str | os.PathLike[str] | Checkpoints | None
     ids: Any
     on_shard: Callable[[ShardReport], Any] | None
     progress: bool | None
@@ -90,7 +90,8 @@ class FleetCallOptions(FleetFitOptions, total=False):
 # The checks of `fit`, in the caller's process: on workers, its errors would come after shards were submitted.
 
 _KNOWN = sorted(FleetFitOptions.__optional_keys__)
-_REFUSED = ("max_seconds", "callbacks", "callback_every")  # unless they are `None`
+_REFUSED = ("callbacks",)  # unless they are `None`
+_CHECKED = set(inspect.signature(check_options).parameters)
 
 
 def check_known(options: Iterable[str]) -> None:
@@ -101,21 +102,7 @@ def check_known(options: Iterable[str]) -> None:
             raise TypeError(f"`{caller()}` has no option `{word}`.\n{hint}")
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Raises for invalid options, and for options without those they require."""
-    of = lambda word, *, default=None: options.get(word, default)
-    check_choices(
-        has_aux=of("has_aux", default=False), progress=None, scan=of("scan"), score=of("score"),
-        order=of("order", default="each"), how=of("on_diverge", default="freeze"),
-    )  # fmt: skip
-    check_history(of("history", default="all"))
-    check_patience(of("patience"), of("validation"))
-    check_scoring(of("score"), of("mode"), of("min_delta", default=0.0), of("target"), of("validation"))
-    if of("batch_size") is not None:
-        check_positive_int(of("batch_size"), "batch_size")
-
-
-def check_start_options(begun: Any, optimiser: Any, options: dict[str, Any]) -> None:
+def check_start_options(begun: Any, optimiser: Any, options: dict[str, Any], given: Options) -> None:
     """Raises for options that the start of a run does not take, or lacks; `None` is built on the worker."""
     if begun is None or isinstance(begun, Ensemble):
         check_optimiser(optimiser, hyper=options.get("hyper"))
@@ -128,49 +115,44 @@ def check_start_options(begun: Any, optimiser: Any, options: dict[str, Any]) -> 
         given += ["trainable"] * (options.get("trainable", eqx.is_inexact_array) is not eqx.is_inexact_array)
         check_not_given_again(given)
         check_state(_train_state(begun), optimiser)
-        _check_selection(begun, options)
-
-
-def _check_selection(begun: Any, options: dict[str, Any]) -> None:
-    """Raises unless a run with best weights continues with validation data, and with the same mode."""
-    selection = begun.selection if isinstance(begun, Run) else None
-    if selection is not None and options.get("validation") is None:
-        raise TypeError(missing_validation_message())
-    if selection is not None:
-        check_same_mode(options.get("mode") or "min", selection.mode)
+        selection = begun.selection if isinstance(begun, Run) else None
+        if selection is not None and given.validation is None:
+            raise TypeError(missing_validation_message())
+        if selection is not None:
+            check_same_mode(given.scoring[1], selection.mode)
 
 
 def _train_state(begun: Any) -> Any:
     return begun.train_state if isinstance(begun, Run) else begun
 
 
-def check_losses(begun: Any, loss: Any, optimiser: Any, options: dict[str, Any]) -> None:
+def check_losses(begun: Any, loss: Any, score: Any, optimiser: Any, options: dict[str, Any]) -> None:
     """Raises unless the loss and the score can be called as documented, and use the hyper-parameters if any."""
     if begun is None and callable(loss):  # whether its members have a state is seen on the worker
         return
     first = begun is None or isinstance(begun, Ensemble)
     hyper = options.get("hyper") if first else _train_state(begun).hyper
     stateful = (options.get("state") if first else _train_state(begun).model_state) is not None
-    fns = [loss] if options.get("score") is None else [loss, options["score"]]
+    fns = [loss] if score is None else [loss, score]
     wants_hyper = [check_loss_signature(fn, stateful=stateful, hyper=hyper) for fn in fns]
     if hyper is not None:
         check_hyper_used(optimiser, wants_hyper=any(wants_hyper))
 
 
-def check_data(sources: dict[str, Any], num_members: int, options: dict[str, Any]) -> None:
+def check_data(sources: dict[str, Any], num_members: int, options: dict[str, Any], given: Options) -> None:
     """Raises unless data and validation data are arrays of rows, and fit to `batch_size` and `rows`."""
     data, validation = sources["data"], sources["validation"]
     of_arrays = lambda x, word: check_rows_of_data(x, num_members, argument=word, finite=False)
     if not is_data_function(data):
         if isinstance(data, RowReader):
-            check_no_scan(options.get("scan"))
+            check_no_scan(as_plan(options.get("plan")).scan)
         num_rows = data.num_rows if isinstance(data, RowReader) else of_arrays(data, "data")
         rows = as_row_indices(options.get("rows"), num_members, num_rows)
         check_batch_size(options.get("batch_size"), num_rows if rows is None else rows.shape[1])
     if validation is None or is_data_function(validation):
         return
     of_arrays(validation, "validation")
-    if options.get("score") is None and not is_data_function(data) and not isinstance(data, RowReader):
+    if given.scoring[0] is None and not is_data_function(data) and not isinstance(data, RowReader):
         check_same_structure(without_marks(validation), without_marks(data))
 
 
@@ -185,22 +167,26 @@ class Fitting(NamedTuple):
     - `common`: the arguments common to all shards.
     - `own`: the options with one value per member.
     - `sources`: data and validation data, or functions that make them on the worker.
+    - `stop`: when members stop.
+    - `identity`: what identifies the call, by name.
     """
 
     common: dict[str, Any]
     own: dict[str, Any]
     sources: dict[str, Any]
+    stop: Stopping
+    identity: dict[str, Any]
 
     @property
     def arrays(self) -> list[Any]:
         """The arrays that are sent to each worker once."""
         return [array for x in self.sources.values() if not is_data_function(x) for array in large_arrays(x)]
 
-    def part(self, start: Any, positions: np.ndarray, ids: np.ndarray, folder: Any) -> dict[str, Any]:
+    def part(self, start: Any, positions: np.ndarray, ids: np.ndarray, checkpoint: Any) -> dict[str, Any]:
         """The arguments of the shard at `positions`, which starts from `start`."""
         sources = {word: x if is_data_function(x) else take(x, positions) for word, x in self.sources.items()}
-        options = take_options(self.own, positions)
-        return {"start": start, "ids": ids, "sources": sources, "checkpoint": folder, "options": options}
+        options = take_options(self.own, positions) | {"stop": take(self.stop, positions)}
+        return {"start": start, "ids": ids, "sources": sources, "checkpoint": checkpoint, "options": options}
 
 
 def prepare(
@@ -220,17 +206,26 @@ def prepare(
     plan = as_plan(options.get("plan"))
     check_divisible(options, plan, options.get("on_diverge", "freeze"), data)
     check_known(options)
-    check_options(options)
+    given = check_options(**{word: value for word, value in options.items() if word in _CHECKED})
+    if given.stop.seconds is not None:
+        raise TypeError(f"`{caller()}` does not take `seconds`: the steps would depend on the speed of the worker.")
+    if options.get("batch_size") is not None:
+        check_positive_int(options["batch_size"], "batch_size")
     check_key(key)
     own = member_options(options, num_members)
-    given = (("data", data), ("validation", options.get("validation")))
-    sources = {word: x if is_data_function(x) else on_host(x, word) for word, x in given}
-    check_start_options(begun, optimiser, options | own)
-    check_losses(begun, loss, optimiser, options)
-    check_data(sources, num_members, options | own)
+    held_out, (score, mode, min_delta) = given.validation, given.scoring
+    arrays = (("data", data), ("validation", None if held_out is None else held_out.data))
+    sources = {word: x if is_data_function(x) else on_host(x, word) for word, x in arrays}
+    check_start_options(begun, optimiser, options | own, given)
+    check_losses(begun, loss, score, optimiser, options)
+    check_data(sources, num_members, options | own, given)
+    given.stop.of(num_members)
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
-    common |= {word: value for word, value in options.items() if word not in common | own | sources}
-    return Fitting(common, own, sources)
+    common |= {word: value for word, value in options.items() if word not in common | own | sources | {"stop": None}}
+    common["validation"] = None if held_out is None else dataclasses.replace(held_out, data=())
+    identity = options | own | sources | {"score": score, "mode": mode, "min_delta": min_delta}
+    identity |= {f"stop.{word}": getattr(given.stop, word) for word in ("target", "steps")}
+    return Fitting(common, own, sources, given.stop, {word: x for word, x in identity.items() if word != "stop"})
 
 
 Start = Ensemble[M] | TrainState[M] | Run[M] | Callable[[np.ndarray], Ensemble[M] | tuple[Ensemble[M], eqx.nn.State]]
@@ -269,7 +264,7 @@ def fit(
     shard: int | None = None,
     workers: int | None = None,
     retries: int = 2,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
     ids: Any = None,
     on_shard: Callable[[ShardReport], Any] | None = None,
     progress: bool | None = None,
@@ -307,8 +302,9 @@ def fit(
     - `retries`: how often a shard is retried after its worker died; then it is abandoned.
     - `checkpoint`: a folder that all workers can write, in which each shard saves its run in a subfolder. A shard whose
         worker died resumes from there, and rerunning the same call resumes all shards. The division into shards is
-        kept, whatever the number of workers; another `shard` raises an error. With `resume="never"` the folder must
-        hold no checkpoints when the call starts, with `"must"` some.
+        kept, whatever the number of workers; another `shard` raises an error. Options are given by
+        [`eqx_ensemble.checkpoint.Checkpoints`][]: with `resume="never"` the folder must hold no checkpoints when the
+        call starts, with `"must"` some.
     - `save`: a folder that all workers can write, in which each shard saves its trained members atomically instead of
         returning them; optimiser states and curves are not kept. Rerunning the same call trains only the missing
         shards, also after the caller was killed. A different call raises an error that lists the differences, once a
@@ -320,8 +316,8 @@ def fit(
         completed or abandoned. Its exceptions end the call.
     - `progress`: whether to show a progress line, with the numbers of members completed, stopped and diverged and the
         time left; by default on a terminal or in a notebook.
-    - `options`: of [`eqx_ensemble.fit`][]. `hyper`, `rows`, `state`, `target` and `max_steps` are divided among shards.
-        Options that depend on other members or on the clock raise a `TypeError`: `max_seconds`, `plan="auto"`,
+    - `options`: of [`eqx_ensemble.fit`][]. `hyper`, `rows`, `state` and `stop` are divided among shards. Options that
+        depend on other members or on the clock raise a `TypeError`: the `seconds` of `stop`, `plan="auto"`,
         `on_diverge="raise"`, revivals by copies, and `callbacks`. `mesh` is a function called on the worker, such as
         `ee.make_mesh`: a shard then runs on all devices of its worker.
 
@@ -354,26 +350,23 @@ def fit(
     if wanted is None:
         check_start(ensemble)
     check_optional_function(on_shard, "on_shard", example="lambda report: print(report)")
-    folder = check_folder(checkpoint)
+    saved = check_folder(checkpoint)
     save_folder = None if save is None else check_save_folder(save)
     ids_of_all = np.asarray(ids_of(ensemble)) if wanted is None else wanted
     given = dict(options)
-    training = _training(ensemble, given.get("max_steps"))
-    if training is not None:
-        check_some_training(training, ids=ids_of_all)
-    resume: Any = given.pop("resume", "auto")
-    check_checkpoint_options(checkpoint, given.get("checkpoint_every"), resume)
     begun: Any = ensemble if wanted is None else None
     fitting = prepare(loss, optimiser, data, given, len(ids_of_all), begun=begun, key=key)
-    check_length(given.get("epochs"), given.get("steps"))
+    training = _training(ensemble, fitting.stop)
+    if training is not None:
+        check_some_training(training, ids=ids_of_all)
     common = fitting.common if wanted is None else fitting.common | {"make": ensemble}
-    checkpoints = ShardCheckpoints(folder, len(ids_of_all), shard=shard, resume=resume)
+    checkpoints = ShardCheckpoints(saved, len(ids_of_all), shard=shard)
 
     def part(positions: np.ndarray) -> dict[str, Any]:
         start = begun[positions] if wanted is None else None
         if isinstance(start, TrainState) and training is not None:
             _check_shard_trains(training[positions], ids_of_all[positions])
-        return fitting.part(start, positions, ids_of_all[positions], checkpoints.path(positions))
+        return fitting.part(start, positions, ids_of_all[positions], checkpoints.of_shard(positions))
 
     shared = large_shared(ensemble) if wanted is None else []
     call = Call(fit_shard, common, part, [*fitting.arrays, *shared], ids_of_all)
@@ -384,7 +377,7 @@ def fit(
         continued = ensemble.seconds if isinstance(ensemble, Run) else 0.0
         return join_shards(call, executor, checkpoints, **how, hooks=hooks, continued=continued)
     functions = {"loss": loss, "optimiser": optimiser}
-    texts = call_identity(ensemble, ids_of_all, functions, given | fitting.own | fitting.sources, key=key)
+    texts = call_identity(ensemble, ids_of_all, functions, fitting.identity, key=key)
     like = shapes_of_start(ensemble, ids_of_all, given.get("state"))
     hooks = Hooks(progress, count=count_of_columns, on_shard=on_shard)
     return save_shards(call, executor, save_folder, checkpoints, texts, like, **how, hooks=hooks)
@@ -394,12 +387,12 @@ def _state(begun: Run[Any] | TrainState[Any]) -> TrainState[Any]:
     return begun.train_state if isinstance(begun, Run) else begun
 
 
-def _training(begun: Any, max_steps: Any) -> np.ndarray | None:
+def _training(begun: Any, stop: Stopping) -> np.ndarray | None:
     """Whether each member of a run or a training state is left to train; `None` for members that begin."""
     if not isinstance(begun, Run | TrainState):
         return None
     state = _state(begun)
-    limits = make_limits(max_steps, None, state.num_members, min_delta=0.0)
+    limits = make_limits(stop.of(state.num_members)["steps"], None, state.num_members)
     return to_host(stop_at_limits(state.moving, limits, state.step).status) == Status.OK
 
 

@@ -204,7 +204,9 @@ def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any] | Columns
     start = own["start"]
     made = {word: x(own["ids"]) if is_data_function(x) else x for word, x in own["sources"].items()}
     options = {word: x for word, x in common.items() if word not in _ARGUMENTS} | own["options"]
-    data = made.pop("data")
+    data, held_out = made["data"], common["validation"]
+    if held_out is not None:
+        options["validation"] = dataclasses.replace(held_out, data=made["validation"])
     if options.get("mesh") is not None:
         options["mesh"] = options["mesh"]()
     if "make" in common:
@@ -213,7 +215,7 @@ def fit_shard(common: dict[str, Any], own: dict[str, Any]) -> Run[Any] | Columns
     with allow_idle():  # members of other shards train
         run: Run[Any] = fit_here(
             start, common["loss"], common["optimiser"], data, checkpoint=own["checkpoint"], progress=False,
-            **made, **options,
+            **options,
         )  # fmt: skip
     if store is None:
         return run if own["start"] is None else _with_shared(run, start)

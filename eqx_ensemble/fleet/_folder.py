@@ -19,12 +19,13 @@ from .._caller import caller
 from .._ensemble import Ensemble
 from .._files import load, save
 from .._warnings import warn
-from ..checkpoint import contents
+from ..checkpoint import Checkpoints, contents
 from ..checkpoint._engine import (
     RunLock,
     check_fields,
     check_own,
     check_valid,
+    checkpoints_inside,
     explain_folder,
     explain_record,
     has_manifest,
@@ -55,17 +56,18 @@ _SHARD = re.compile(r"shard-([0-9]{5,})-of-([0-9]{5,})")
 
 
 class ShardCheckpoints:
-    """The checkpoint folder of each shard of a call; `None` without a folder.
+    """The checkpoints of each shard of a call; `None` if it saves none.
 
     A resumed call keeps the division of the folder, whatever the current number of workers.
     """
 
-    def __init__(self, folder: Path | None, num_members: int, *, shard: int | None, resume: str) -> None:
-        self._folder, self._num_members, self._shard = folder, num_members, shard
+    def __init__(self, checkpoints: Checkpoints | None, num_members: int, *, shard: int | None) -> None:
+        self._checkpoints, self._num_members, self._shard = checkpoints, num_members, shard
+        self._folder = None if checkpoints is None else checkpoints.folder
         self._firsts: list[int] = []
-        if folder is not None:
-            check_not_of_fit(folder)
-            check_begun(folder, resume, begun=has_checkpoints(folder))
+        if checkpoints is not None:
+            check_not_of_fit(self._folder)
+            check_begun(self._folder, checkpoints.resume, begun=has_checkpoints(self._folder))
 
     def divide(self, size: int) -> list[np.ndarray]:
         """The positions of the members of each shard: as divided in the folder, otherwise of about `size`."""
@@ -83,11 +85,12 @@ class ShardCheckpoints:
         if self._folder is not None:
             check_same_division(self._count(), len(parts), self._shard, self._folder)
 
-    def path(self, positions: np.ndarray) -> Any:
-        """The folder of the shard of the members at these positions."""
-        if self._folder is None:
+    def of_shard(self, positions: np.ndarray) -> Checkpoints | None:
+        """The checkpoints of the shard of the members at these positions."""
+        if self._checkpoints is None:
             return None
-        return self._folder / f"shard-{self._firsts.index(int(positions[0])):05d}-of-{len(self._firsts):05d}"
+        number = self._firsts.index(int(positions[0]))
+        return checkpoints_inside(self._checkpoints, f"shard-{number:05d}-of-{len(self._firsts):05d}", resume="auto")
 
     def _count(self) -> int | None:
         """The number of shards in the folder; `None` if it has none yet."""
@@ -101,13 +104,11 @@ class ShardCheckpoints:
 
 # The identity of a call of `fleet.fit`: a short text for each of its members, functions, data and options.
 
-# Options that are one number, or a list with one number per member.
-_LIMITS = ("max_steps", "target")
 # Settings of JAX that change random streams or dtypes, and those that change the last bits.
 _SETTINGS = ("jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_numpy_dtype_promotion")
 _DEVICE = ("backend", "jax_default_matmul_precision")
 # Options that affect time and memory, but not what is saved.
-_IGNORED = ("plan", "scan", "checkpoint_every", "resume", "mesh")
+_IGNORED = ("plan", "mesh")
 
 
 class CallIdentity(NamedTuple):
@@ -151,9 +152,7 @@ def call_identity(
     for word, value in options.items():
         if word in _IGNORED or value is None or _is_default(word, value):
             continue
-        if word in _LIMITS:
-            texts[word] = option_text(np.asarray(value))
-        elif not _is_data(value):
+        if not _is_data(value):
             code[word] = code_text(value)
         elif jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
             texts[word] = option_text(value)
@@ -191,7 +190,8 @@ def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any) -> 
 
 def _is_default(word: str, value: Any) -> bool:
     """Whether an option has its default value in `fit`."""
-    default = inspect.signature(fit).parameters[word].default
+    known = inspect.signature(fit).parameters
+    default = known[word].default if word in known else None
     plain = isinstance(value, bool | int | float | str) and isinstance(default, bool | int | float | str)
     return value is default or (plain and value == default)
 

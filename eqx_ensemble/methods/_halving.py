@@ -2,7 +2,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import equinox as eqx
 import numpy as np
@@ -11,6 +11,7 @@ from .._build import build
 from .._check import check_positive_int
 from .._ensemble import Ensemble, M, check_ensemble
 from .._pytree import PyTree
+from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..sweep import AbstractRange, draw
 from ..train._engine import Optimiser, Run, Status, fit, is_batches
@@ -36,9 +37,7 @@ def successive_halving(
     steps: int | None = None,
     factor: float | int = 3,
     rungs: int | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    resume: Literal["auto", "must", "never"] = "auto",
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
     fit: Callable[..., Run[Any]] = fit,
     key: Any,
     **options: Any,
@@ -55,10 +54,10 @@ def successive_halving(
         `factor ** i` times as long, rounded up.
     - `factor`: the ratio of members, and of training lengths, between two rungs; 2 halves the members.
     - `rungs`: the number of rungs. By default, enough to leave one member.
-    - `checkpoint`: a folder in which all rungs are saved, for data in arrays. Rerunning the same call after an
-        interruption resumes bit for bit, or returns the finished run; a different call raises an error that lists the
-        differences. Only one process at a time can use a folder. It takes the space of two runs.
-    - `checkpoint_every`, `resume`: as for [`eqx_ensemble.fit`][].
+    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][] with options, in which all rungs are saved,
+        for data in arrays. Rerunning the same call after an interruption resumes bit for bit, or returns the finished
+        run; a different call raises an error that lists the differences. Only one process at a time can use a folder.
+        It takes the space of two runs.
     - `fit`: the function that trains each rung, with the signature of [`eqx_ensemble.fit`][]. On workers, with the same
         result: `functools.partial(ee.fleet.fit, executor)`, where `executor` is open, so that workers are started once.
         `checkpoint` then takes the space of one run per rung, in a folder that all workers can write.
@@ -100,11 +99,11 @@ def successive_halving(
         Jamieson and Talwalkar, *Non-stochastic Best Arm Identification and Hyperparameter Optimization*, AISTATS 2016.
     """
     name = "methods.successive_halving"
-    check_saving(checkpoint, checkpoint_every, resume, data)
+    check_saving(checkpoint, data)
     rungs_of = {"validation": validation, "epochs": epochs, "steps": steps, "factor": factor, "rungs": rungs}
     ladder = check_rungs(ensemble, data, **rungs_of)
     own = {ladder.unit: ladder.totals[0], "factor": ladder.factor, "rungs": ladder.rungs}
-    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
+    saved = Rounds(checkpoint, own=own, name=name, fit=fit)
     with saved.lock():
         return halve(
             ensemble, loss, optimiser, data, ladder, saved, **options, validation=validation, key=key
@@ -200,9 +199,7 @@ def hyperband(
     validation: PyTree,
     epochs: int,
     factor: float | int = 3,
-    checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    resume: Literal["auto", "must", "never"] = "auto",
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
     fit: Callable[..., Run[Any]] = fit,
     key: Any,
     **options: Any,
@@ -218,9 +215,7 @@ def hyperband(
     validation: PyTree,
     epochs: int,
     factor: float | int = 3,
-    checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    resume: Literal["auto", "must", "never"] = "auto",
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
     fit: Callable[..., Run[Any]] = fit,
     key: Any,
     **options: Any,
@@ -235,9 +230,7 @@ def hyperband(
     validation: PyTree,
     epochs: int,
     factor: float | int = 3,
-    checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    resume: Literal["auto", "must", "never"] = "auto",
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
     fit: Callable[..., Run[Any]] = fit,
     key: Any,
     **options: Any,
@@ -254,8 +247,8 @@ def hyperband(
     - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
     - `epochs`: the longest training of a member.
     - `factor`: the ratio of members, and of training lengths, between two rungs.
-    - `checkpoint`, `checkpoint_every`, `resume`, `fit`: as for [`eqx_ensemble.methods.successive_halving`][]; each
-        bracket has its own subfolder of `checkpoint`.
+    - `checkpoint`, `fit`: as for [`eqx_ensemble.methods.successive_halving`][]; each bracket has its own subfolder of
+        `checkpoint`.
     - `key`: the root key.
 
     **Returns:** one run per bracket, the largest first; fewer after Ctrl-C. Ids are unique across brackets.
@@ -294,10 +287,10 @@ def hyperband(
     check_positive_int(epochs, "epochs")
     check_validation_given(validation)
     check_options(options, SETS, "it sets these itself")
-    check_saving(checkpoint, checkpoint_every, resume, data)
+    check_saving(checkpoint, data)
     factor = check_factor(factor)
     own = {"epochs": epochs, "factor": factor}
-    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
+    saved = Rounds(checkpoint, own=own, name=name, fit=fit)
     runs = []
     with saved.lock():
         for number, bracket in enumerate(brackets(make, ranges, epochs, factor, key=key)):

@@ -2,7 +2,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any, Generic, Literal, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,6 +14,7 @@ from .._check import check_function, check_key, check_positive_int
 from .._ensemble import Ensemble, M, check_ensemble
 from .._pytree import PyTree
 from .._warnings import ignore_warnings, warn
+from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..train import perturb
 from ..train._engine import (
@@ -126,7 +127,7 @@ class Past(NamedTuple):
 
 # Rounds of training; after each, the worst members are replaced by copies of the best.
 
-_STOPS = ("patience", "target", "max_steps", "max_seconds")
+_STOPS = ("patience", "stop")
 
 
 class Evolution(NamedTuple):
@@ -258,9 +259,7 @@ def population_based_training(
     steps: int | None = None,
     fraction: float | int = 0.2,
     explore: Callable[[PyTree, Key[Any, ""]], PyTree] = perturb,
-    checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    resume: Literal["auto", "must", "never"] = "auto",
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
     fit: Callable[..., Run[Any]] = fit,
     key: Any,
     **options: Any,
@@ -281,10 +280,10 @@ def population_based_training(
     - `fraction`: the fraction of members that are replaced after a round, rounded up.
     - `explore`: `explore(hyper, key) -> hyper` perturbs the hyper-parameters of one copy: by default
         [`eqx_ensemble.train.perturb`][]; [`eqx_ensemble.methods.population.perturb_hyper`][] respects ranges.
-    - `checkpoint`: a folder in which all rounds are saved, for data in arrays. Rerunning the same call after an
-        interruption resumes bit for bit, or returns the finished result; a different call raises an error that lists
-        the differences. Only one process at a time can use a folder. It takes the space of two rounds.
-    - `checkpoint_every`, `resume`: as for [`eqx_ensemble.fit`][].
+    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][] with options, in which all rounds are saved,
+        for data in arrays. Rerunning the same call after an interruption resumes bit for bit, or returns the finished
+        result; a different call raises an error that lists the differences. Only one process at a time can use a
+        folder. It takes the space of two rounds.
     - `fit`: the function that trains each round, as for [`eqx_ensemble.methods.successive_halving`][].
     - `key`: the root key.
 
@@ -325,13 +324,13 @@ def population_based_training(
         Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
     name = "methods.population_based_training"
-    check_saving(checkpoint, checkpoint_every, resume, data)
+    check_saving(checkpoint, data)
     plan = check_evolution(
         ensemble, data, options, hyper=hyper, validation=validation, rounds=rounds, epochs=epochs, steps=steps,
         fraction=fraction, explore=explore, key=key,
     )  # fmt: skip
     own = {"rounds": rounds, **plan.length, "fraction": fraction}
-    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
+    saved = Rounds(checkpoint, own=own, name=name, fit=fit)
     saved.add_function("explore", explore, plan.one, plan.keys[0])
     with saved.lock():
         return evolve(ensemble, loss, optimiser, data, plan, saved, **options, validation=validation, key=key)

@@ -23,9 +23,9 @@ from ..checkpoint._engine import NAME as LOCK
 from ..checkpoint._engine import (
     STEP,
     RunLock,
-    absolute,
-    as_path,
+    as_checkpoints,
     check_overwritable,
+    checkpoints_inside,
     clean,
     explain_folder,
     is_on_disk,
@@ -38,7 +38,7 @@ from ..train._engine import (
     NotSavedError,
     Round,
     Run,
-    check_checkpoint_options,
+    check_checkpoint,
     check_run_folder,
     check_same_call,
     function_text,
@@ -177,16 +177,11 @@ def _rounds(folder: Any) -> list[int]:
 # Checks for methods that save several runs in one folder.
 
 
-def check_saving(checkpoint: Any, every: Any, resume: Any, data: Any) -> None:
+def check_saving(checkpoint: Any, data: Any) -> None:
     """Raises for invalid checkpoint options, and for data whose position cannot be restored between two runs."""
-    check_checkpoint_options(checkpoint, every, resume)
+    check_checkpoint(checkpoint)
     if checkpoint is None:
         return
-    if isinstance(checkpoint, Checkpoints):
-        raise TypeError(
-            f"`{caller()}` needs `checkpoint` to be the path of a folder, got {kind_text(checkpoint)}: each of its "
-            "runs has a folder of its own in it."
-        )
     if is_batches(data):
         raise TypeError(
             f"`{caller()}` takes `checkpoint` with data in arrays, got {kind_text(data)}: the position of an iterable "
@@ -265,23 +260,22 @@ class Rounds:
 
     def __init__(
         self,
-        checkpoint: str | os.PathLike[str] | None,
+        checkpoint: str | os.PathLike[str] | Checkpoints | None,
         *,
         own: dict[str, Any],
-        every: int | None,
-        resume: str,
         name: str,
         fit: Callable[..., Any] = fit_here,
     ) -> None:
         self.fit = check_rounds_of(fit)
         self._given_fit, self._replays = fit, fit is not fit_here
-        self._folder: Any = None if checkpoint is None else absolute(as_path(checkpoint))
-        self._own, self._every, self._name = own, every, name
+        self._checkpoints = None if checkpoint is None else as_checkpoints(checkpoint)
+        self._folder: Any = None if self._checkpoints is None else self._checkpoints.folder
+        self._own, self._name = own, name
         self._functions: dict[str, str] = {}
         self._round: Round | None = None
-        if self._folder is not None:
+        if self._checkpoints is not None:
             check_folder(self._folder)
-            check_resume_rounds(self._folder, resume, begun=has_checkpoints(self._folder))
+            check_resume_rounds(self._folder, self._checkpoints.resume, begun=has_checkpoints(self._folder))
             texts = texts_of(own, name=name)
             record = _record(self._folder)
             if record.steps:
@@ -294,10 +288,8 @@ class Rounds:
 
     def inside(self, folder: str, **own: Any) -> "Rounds":
         """The rounds of a method that this one calls, in a subfolder."""
-        below = None if self._folder is None else self._folder / folder
-        return Rounds(
-            below, own=self._own | own, every=self._every, resume="auto", name=self._name, fit=self._given_fit
-        )
+        below = None if self._checkpoints is None else checkpoints_inside(self._checkpoints, folder, resume="auto")
+        return Rounds(below, own=self._own | own, name=self._name, fit=self._given_fit)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -339,15 +331,15 @@ class Rounds:
 
     def saving(self, index: int) -> dict[str, Any]:
         """The options with which `fit` saves a round."""
-        if self._folder is None:
+        if self._checkpoints is None:
             return {}
-        path = round_path(self._folder, index)
+        checkpoints = checkpoints_inside(self._checkpoints, round_path(self._folder, index).name, resume="auto")
         if self._replays:
-            return {"checkpoint": path, "checkpoint_every": self._every}
+            return {"checkpoint": checkpoints}
         before = None if self._round is None else self._round.identity
         own = texts_of(self._own, name=self._name)
-        self._round = Round(path, own=own, functions=self._functions, identity=before)
-        return {"checkpoint": self._round, "checkpoint_every": self._every}
+        self._round = Round(checkpoints, own=own, functions=self._functions, identity=before)
+        return {"checkpoint": self._round}
 
     def decide(self, index: int, run: Run[Any], decisions: Callable[[], PyTree] | None = None) -> None:
         """Saves all decisions up to the end of a round, and removes the earlier rounds."""

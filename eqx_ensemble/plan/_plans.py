@@ -41,6 +41,12 @@ class Work(NamedTuple):
 class AbstractPlan(eqx.Module):
     """Defines how a function of one member is run for all members. It affects only time and memory.
 
+    **Arguments:** of every plan, by name.
+
+    - `scan`: for [`eqx_ensemble.fit`][] with data in arrays: whether many steps run in one compiled loop (`True`), or
+        each step as its own compiled call (`False`; one per member under [`eqx_ensemble.plan.Sequential`][]). By
+        default a loop, except for convolutions on a CPU, which XLA runs many times slower inside a compiled loop.
+
     A plan of your own defines `run`, and `width` if it runs fewer than all members at a time:
 
     ```python
@@ -56,6 +62,11 @@ class AbstractPlan(eqx.Module):
     ```
     """
 
+    scan: bool | None = eqx.field(default=None, static=True, kw_only=True)
+
+    def __check_init__(self) -> None:
+        _check.check_optional_flag(self.scan, "scan")
+
     @abc.abstractmethod
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Applies `fn` to every member's part of `arrays`, a tree of arrays; results gain a leading `members` axis."""
@@ -69,7 +80,7 @@ class AbstractPlan(eqx.Module):
         half = min(self.width(num_members), num_members) // 2
         if half < 1:
             return None
-        return Sequential() if half == 1 else Chunked(half)
+        return Sequential(scan=self.scan) if half == 1 else Chunked(half, scan=self.scan)
 
     def compile_time(self, num_members: int) -> float:
         """The time to compile for `num_members`, relative to one program for all."""
@@ -155,7 +166,7 @@ class Sequential(AbstractPlan):
     """One member after another: the least memory; on one CPU device, the same bits as each member run alone.
 
     The compiler unrolls the loop over a single member, whose last bit may then differ from the same member in a larger
-    ensemble, as with `optax.MultiSteps` around Adam. `fit(..., scan=False)` has no such loop.
+    ensemble, as with `optax.MultiSteps` around Adam. `Sequential(scan=False)` has no such loop.
 
     In [`eqx_ensemble.fit`][] each member does many steps before the next one starts, so that its weights stay in the
     processor's cache; for convolutions on a CPU each step of a member is a compiled call. On a CPU this is the fastest

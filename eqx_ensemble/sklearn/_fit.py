@@ -17,7 +17,7 @@ from .._caller import caller
 from .._ensemble import Ensemble, join, take
 from .._predict import predict
 from ..resample import bootstrap, out_of_bag_mean
-from ..train import DivergedError, Status
+from ..train import DivergedError, Status, Validation
 from ..train._engine import fit
 from ._base import AbstractEstimator
 from ._check import (
@@ -173,7 +173,7 @@ def train_members(
     if validation is not None:
         # Patience longer than the run would have no effect; the best weights are kept anyway.
         patience = estimator.n_iter_no_change if estimator.n_iter_no_change < estimator.max_iter else None
-        options |= {"validation": tuple(validation), "patience": patience, "min_delta": estimator.tol}
+        options |= {"validation": Validation(tuple(validation), min_delta=estimator.tol), "patience": patience}
     optimiser = estimator.optimiser
     if not isinstance(optimiser, optax.GradientTransformation):
         hyper = {"learning_rate": estimator.learning_rate}

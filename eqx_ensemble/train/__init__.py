@@ -1,8 +1,11 @@
 from .. import _suggest
 from ._callback import Callback as Callback
 from ._callback import Progress as Progress
+from ._callback import every as every
 from ._errors import DivergedError as DivergedError
 from ._errors import NotSavedError as NotSavedError
+from ._options import Stopping as Stopping
+from ._options import Validation as Validation
 from ._revive import Revival as Revival
 from ._revive import Revive as Revive
 from ._revive import perturb as perturb

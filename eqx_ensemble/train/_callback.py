@@ -7,6 +7,7 @@ from typing import Any, Protocol, final, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int, Int8
 
+from .._caller import caller
 from .._check import check_positive_int, kind_text
 from .._ensemble import Ensemble
 from ._state import TrainState
@@ -15,8 +16,8 @@ from .host._record import History
 _ANSWERS = "`None` or `False` to continue, `True` to end the run, or booleans `(members,)` to stop members"
 
 
-def check_callbacks(callbacks: Any, every: Any) -> tuple[Callable[..., Any], ...]:
-    """Raises unless `callbacks` are functions, and for `every` without any. Returns them as a tuple."""
+def check_callbacks(callbacks: Any) -> list["Every"]:
+    """Raises unless `callbacks` are functions of one argument. Returns each with its period."""
     if callbacks is None:
         callbacks = ()
     elif callable(callbacks):
@@ -31,12 +32,8 @@ def check_callbacks(callbacks: Any, every: Any) -> tuple[Callable[..., Any], ...
             fix = f"Make one: `{callback.__name__}(...)`." if isinstance(callback, type) else "Pass functions."
             raise TypeError(f"`fit` needs functions as `callbacks`; at `callbacks[{i}]`: {kind_text(callback)}.\n{fix}")
         with contextlib.suppress(ValueError):  # no signature
-            check_takes_one(inspect.signature(callback), i)
-    if every is not None:
-        if not callbacks:
-            raise TypeError("`fit` takes `callback_every` with `callbacks=`.")
-        check_positive_int(every, "callback_every")
-    return tuple(callbacks)
+            check_takes_one(inspect.signature(callback.callback if isinstance(callback, Every) else callback), i)
+    return [callback if isinstance(callback, Every) else Every(None, callback) for callback in callbacks]
 
 
 def check_takes_one(signature: inspect.Signature, index: int) -> None:
@@ -175,7 +172,7 @@ class Callback(Protocol):
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     data = (jnp.ones((64, 3)), jnp.zeros((64, 1)))
     run = ee.fit(
-        ensemble, loss, optax.sgd(0.1), data, epochs=50, callbacks=stop_at(1e-6), callback_every=10, key=key
+        ensemble, loss, optax.sgd(0.1), data, epochs=50, callbacks=ee.train.every(10, stop_at(1e-6)), key=key
     )
     run.stopped_at  # (4,), multiples of ten, or -1
     ```
@@ -184,3 +181,38 @@ class Callback(Protocol):
     def __call__(self, progress: Progress, /) -> Any:
         """Inspects the run. Returns whether to end it, or which members to stop."""
         ...
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Every:
+    """A callback that is called after every `steps` steps; `None` for a call between any two chunks."""
+
+    steps: int | None
+    callback: Callable[..., Any]
+
+    def __call__(self, progress: Progress, /) -> Any:
+        """Calls the callback."""
+        return self.callback(progress)
+
+
+def every(steps: int, callback: Callback) -> Callback:
+    """A callback that [`eqx_ensemble.fit`][] calls after every `steps` steps, which makes its decisions reproducible.
+
+    **Arguments:**
+
+    - `steps`: the number of steps between two calls.
+    - `callback`: the [`eqx_ensemble.train.Callback`][].
+
+    **Returns:** a callback. It sees all steps since its own last call in `progress.history`.
+
+    **Raises:** `TypeError` or `ValueError` unless `steps` is a positive integer.
+
+    ```python
+    ee.train.every(100, lambda progress: print(progress.step, progress.loss))
+    ```
+    """
+    check_positive_int(steps, "steps")
+    if isinstance(callback, type) or not callable(callback):
+        raise TypeError(f"`{caller()}` needs a function of one argument, got {kind_text(callback)}.")
+    return Every(steps, callback)

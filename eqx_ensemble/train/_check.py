@@ -1,5 +1,5 @@
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -7,16 +7,13 @@ import optax
 
 from .._caller import caller
 from .._check import (
-    MOST_STEPS,
     array_leaves,
     check_counter,
-    check_number,
     check_positive_int,
     check_word,
     is_inside_transformation,
     kind_text,
 )
-from .._foreign import as_numpy
 from .._leaf_text import leaf_text
 from ._idle import may_be_idle
 
@@ -44,51 +41,9 @@ def check_length(epochs: Any, steps: Any) -> None:
         check_counter(steps, "steps")
 
 
-def check_patience(value: Any, validation: Any) -> int | None:
-    """Raises unless `patience` is a count and comes with validation data. Returns it."""
-    if value is None:
-        return None
-    count = check_counter(value, "patience")
-    if validation is None:
-        raise TypeError(
-            f"`{caller()}` needs `validation=` data with `patience`: members stop by their validation scores."
-        )
-    return count
-
-
-_NEEDS_VALIDATION = {
-    "target": "a member stops when its score reaches it",
-    "score": "members are scored on them at the end of every epoch",
-    "min_delta": "it is the smallest improvement of a validation score",
-}
-
-
 def check_mode(value: Any) -> None:
     """Raises unless `value` is `"min"` or `"max"`."""
     check_word(value, "mode", ("min", "max"))
-
-
-def check_scoring(score: Any, mode: Any, min_delta: Any, target: Any, validation: Any) -> Literal["min", "max"]:
-    """Raises for an invalid `mode` or `min_delta`, and for options without those they require. Returns the mode."""
-    if mode is not None:
-        check_mode(mode)
-    check_number(min_delta, "min_delta", least=0)
-    for word, given in (("target", target is not None), ("score", score is not None), ("min_delta", min_delta != 0)):
-        if given and validation is None:
-            raise TypeError(f"`{caller()}` needs `validation=` data with `{word}`: {_NEEDS_VALIDATION[word]}.")
-    if score is not None and mode is None:
-        raise TypeError(
-            f"`{caller()}` needs `mode` with `score`, because a score may be better when it is lower or when it is "
-            "higher.\n"
-            'Pass `mode="min"` for an error, `mode="max"` for an accuracy.'
-        )
-    if score is None and mode == "max":
-        raise TypeError(
-            f'`{caller()}` got `mode="max"` without `score`: validation scores are then the loss, which training '
-            "minimises, and members would keep their worst weights.\n"
-            'Pass `score=`, the function to maximise; or leave `mode="max"` out.'
-        )
-    return mode or "min"
 
 
 def check_one_pass(data: Any, epochs: Any) -> None:
@@ -173,28 +128,6 @@ def check_optimiser(value: Any, *, hyper: Any, hyper_of: str | None = None) -> N
             f"Call it first, for example `optax.adam(1e-3)`; or pass `hyper=`{f' to `{hyper_of}`' if hyper_of else ''} "
             f"if `{named}` makes an optimiser from each member's hyper-parameters."
         )
-
-
-def check_limit(value: Any, argument: str, num_members: int, *, whole: bool = False) -> np.ndarray | None:
-    """Raises unless `value` is a number or one per member, positive except for `target`. Returns it as `(members,)`."""
-    if value is None:
-        return None
-    numbers = as_numpy(value, argument)
-    if numbers.shape not in ((), (num_members,)) or numbers.dtype.kind not in ("iu" if whole else "iuf"):
-        kind = "an integer" if whole else "a number"
-        raise TypeError(
-            f"`{caller()}` needs `{argument}` to be {kind}, or one per member ({num_members},), got {value!r}."
-        )
-    if not np.isfinite(numbers).all() or (argument != "target" and (numbers <= 0).any()):
-        raise ValueError(
-            f"`{caller()}` needs `{argument}` to be {'finite' if argument == 'target' else 'positive'}, got {value!r}."
-        )
-    if whole and (numbers > MOST_STEPS).any():
-        raise ValueError(
-            f"`{caller()}` needs `{argument}` of at most {MOST_STEPS}, because compiled programs count in 32 bits; got "
-            f"{value!r}."
-        )
-    return np.broadcast_to(numbers, (num_members,))
 
 
 def check_revive(make: Any, perturb: Any, most: Any) -> None:

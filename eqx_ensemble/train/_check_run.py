@@ -6,26 +6,18 @@ import numpy as np
 from .._axes import not_finite_text
 from .._caller import caller
 from .._check import (
-    check_counter,
-    check_flag,
     check_nonnegative_weights,
-    check_optional_flag,
-    check_optional_function,
     check_positive_int,
     check_weight_count,
-    check_word,
 )
 from .._foreign import as_numpy, from_foreign
 from .._warnings import warn
 from ..distributed import to_host
 from ._check import check_mode
 from ._errors import DivergedError, NotSavedError
-from ._revive import Revive
 from ._status import Status
 from .compiled._selection import Mode
-from .compiled._windows import Windows
 from .data._check import integers_text
-from .data._rows import ORDERS
 from .data._source import in_memory
 
 
@@ -154,17 +146,6 @@ def check_num_ranked(count: Any, available: int) -> None:
         )
 
 
-def check_choices(*, has_aux: Any, progress: Any, scan: Any, score: Any, order: Any, how: Any) -> None:
-    """Raises for invalid flags, functions and strings among the options of `fit`."""
-    check_flag(has_aux, "has_aux")
-    check_optional_flag(progress, "progress")
-    check_optional_flag(scan, "scan")
-    check_optional_function(score, "score", example="lambda model, batch, key: ...")
-    check_word(order, "order", ORDERS)
-    if not isinstance(how, Revive):
-        check_word(how, "on_diverge", ("freeze", "revive", "raise"))
-
-
 def check_outcome(
     run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, first_step: int, data: Any, fault: Callable[[], str]
 ) -> None:
@@ -206,15 +187,3 @@ def warn_of_undefined_scores(run: Any, validated: list[int]) -> None:
     undefined = ~scored & trained & np.isin(steps, validated)
     if undefined.any():
         warn(undefined_scores_message(ids, undefined, steps))
-
-
-def check_history(history: Any) -> Windows:
-    """Raises for an invalid `history`. Returns the windows of steps whose last outputs are recorded."""
-    if isinstance(history, str) and history in ("all", "last"):
-        return Windows(1 if history == "all" else None)
-    if isinstance(history, str) or history is None:
-        raise ValueError(
-            f"`{caller()}` needs `history` to be 'all', 'last' or a number of steps, got {history!r}.\n"
-            "A number `n` records the losses of every `n`-th step."
-        )
-    return Windows(check_counter(history, "history"))

@@ -2,21 +2,15 @@
 
 from ._check import (
     check_hyper_used,
-    check_length,
-    check_limit,
     check_mode,
     check_no_transformation,
     check_optimiser,
     check_optimiser_kind,
-    check_patience,
     check_same_structure,
-    check_scoring,
     check_some_training,
 )
 from ._check_member import TABLE_COLUMNS, check_same_hyper, check_state_arrays, hyper_column_text
 from ._check_run import (
-    check_choices,
-    check_history,
     check_run_weights,
     diverged_message,
     excluded_message,
@@ -27,6 +21,7 @@ from ._fit import fit
 from ._group_run import GroupRun
 from ._idle import allow_idle
 from ._opt_hyper import change_hyper, follow_hyper, hyper_arrays
+from ._options import Options, Stopping, check_options
 from ._rank import rank_members
 from ._revive import Revive, copy_donors
 from ._run import Run, check_rows_of_folds, data_frame
@@ -45,7 +40,7 @@ from .data._reader import RowReader, check_no_scan
 from .data._source import as_row_indices, is_batches, is_data_function, is_wrapper, without_marks
 from .host._check import check_not_given_again, check_same_mode, missing_validation_message
 from .host._record import History, mean_of_last_epoch
-from .resume._check import check_checkpoint_options, check_run_folder, check_same_call
+from .resume._check import check_checkpoint, check_run_folder, check_same_call
 from .resume._code_texts import array_texts, code_text, digest_of, option_text
 from .resume._identity import function_text
 from .resume._resume import Round

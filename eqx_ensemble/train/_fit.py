@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._axes import ProgramKey, program_key
-from .._check import is_typed_key
+from .._check import check_optional_flag, is_typed_key
 from .._ensemble import Ensemble, Group, M
 from .._foreign import as_hashable, from_foreign_tree
 from .._jaxpr import unused_inputs
@@ -27,18 +27,15 @@ from ..sharding._engine import shard_members
 from ._callback import Callback, check_callbacks
 from ._check import (
     check_hyper_used,
-    check_length,
-    check_limit,
     check_no_transformation,
     check_one_pass,
-    check_patience,
     check_same_structure,
-    check_scoring,
     check_some_training,
 )
 from ._check_member import hyper_column_text
-from ._check_run import check_choices, check_history, check_outcome
+from ._check_run import check_outcome
 from ._group_run import GroupRun, fit_parts
+from ._options import Stopping, check_options
 from ._revive import Revive
 from ._run import Run
 from ._signatures import FitOptions
@@ -48,13 +45,13 @@ from ._trainable import Trainable
 from .compiled._loss import Loss, make_losses
 from .compiled._optimiser import Optimiser
 from .compiled._program import Program
-from .compiled._selection import Mode, make_limits, stop_at_limits
+from .compiled._selection import make_limits, stop_at_limits
 from .data._rows import Order
 from .data._source import Length, is_batches, member_shapes, without_marks
 from .data._sources import make_source
 from .host._execute import execute
 from .host._start import layout_of, start_of, with_validation
-from .resume._check import check_checkpoint_options
+from .resume._check import check_checkpoint
 from .resume._identity import identity, optimiser_step
 from .resume._resume import Saver
 
@@ -164,13 +161,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     steps: ByPart[int | None] = None,
     batch_size: ByPart[int | None] = None,
     validation: PyTree = None,
-    score: ByPart[Callable[..., Any] | None] = None,
-    mode: Mode | None = None,
     patience: ByPart[int | None] = None,
-    min_delta: float = 0.0,
-    target: Any = None,
-    max_steps: Any = None,
-    max_seconds: Any = None,
+    stop: ByPart[Stopping | None] = None,
     state: ByPart[eqx.nn.State | None] = None,
     hyper: PyTree = None,
     rows: Any = None,
@@ -180,14 +172,10 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     trainable: Trainable = eqx.is_inexact_array,
     on_diverge: ByPart[Literal["freeze", "revive", "raise"] | Revive] = "freeze",
     plan: ByPart[AnyPlan] = None,
-    scan: bool | None = None,
     mesh: Mesh | None = None,
     checkpoint: ByPart[str | os.PathLike[str] | Checkpoints | None] = None,
-    checkpoint_every: int | None = None,
-    resume: Literal["auto", "must", "never"] = "auto",
     progress: bool | None = None,
     callbacks: ByPart[Callback | Sequence[Callback] | None] = None,
-    callback_every: int | None = None,
     key: Any,
 ) -> Run[M] | GroupRun:
     """Trains all members of an ensemble; each becomes the model that training it alone would give.
@@ -222,9 +210,10 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `order`: `"each"`: every member has its own row order; `"shared"`: all members share one row order, which is
         faster; `"given"`: the order of the data. The other two are a fresh permutation in every epoch, which the
         compiled step computes on the fly and never stores: [row orders](../how-it-runs.md#row-orders).
-    - `validation`: arrays as for `data`, in memory; scored as one batch in inference mode at the end of every epoch. If
-        `max_steps`, `max_seconds`, a callback or the end of the run stops a member within an epoch, its last weights
-        are scored as well. A continued run scores its best weights again. Warnings name NaN scores and training data.
+    - `validation`: arrays as for `data`, in memory, scored by the loss; or [`eqx_ensemble.train.Validation`][], which
+        has a score of its own. They are scored as one batch in inference mode at the end of every epoch. If `stop`, a
+        callback or the end of the run stops a member within an epoch, its last weights are scored as well. A continued
+        run scores its best weights again. Warnings name NaN scores and training data.
 
     *Length:*
 
@@ -232,15 +221,9 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     *Stopping:*
 
-    - `score`: the validation score, called like `loss`; by default the loss.
-    - `mode`: `"min"` if lower scores are better, `"max"` if higher, such as for accuracy. Required with `score`.
-    - `patience`: a member stops after this many epochs without an improvement by more than `min_delta`.
-    - `min_delta`: the threshold, at least 0, that an improvement must exceed for `patience` and for new best weights.
-    - `target`: a member stops at the end of the epoch in which its validation score is `<= target`, or `>= target` with
-        `mode="max"`; a scalar or one value per member.
-    - `max_steps`: a member stops after this many steps, counting all its runs; a scalar or one value per member.
-    - `max_seconds`: a member stops at the end of the chunk (about a fifth of a second) in which this much time has
-        passed since the call, including the time before it was resumed; a scalar or one value per member.
+    - `patience`: a member stops after this many epochs in which its validation score did not improve.
+    - `stop`: [`eqx_ensemble.train.Stopping`][]: members stop at a validation score, or after a number of steps or some
+        time.
 
     *Members:*
 
@@ -260,19 +243,17 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     *Running:*
 
     - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][]. `"auto"` measures plans while it
-        trains: [`eqx_ensemble.plan.Auto`][].
-    - `scan`: for data in arrays: whether many steps run in one compiled loop (`True`), or each step as its own
-        compiled call (`False`; one per member under [`eqx_ensemble.plan.Sequential`][]). By default a loop, except for
-        convolutions on a CPU, which XLA runs many times slower inside a compiled loop.
+        trains: [`eqx_ensemble.plan.Auto`][]. With `scan=False`, such as in `ee.plan.Vmap(scan=False)`, each step is its
+        own compiled call: [`eqx_ensemble.plan.AbstractPlan`][].
     - `mesh`: the devices to train on, from [`eqx_ensemble.make_mesh`][]; by default the mesh that the ensemble was
         built on. Members are sharded over its axis `members`, the rows of their batches over `data`; results agree
         within rounding. [How it works](../scale.md).
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `callbacks`: a function of one [`eqx_ensemble.train.Progress`][], or a list of them, called between chunks of
-        steps, about once a second (more often with `patience`, `target` or `max_seconds`), and at the end. It returns
-        `None`, `True` to end the run, or booleans `(members,)` to stop members: [`eqx_ensemble.train.Callback`][]. With
-        several processes, all call theirs at the same steps, and the return values of the first process are used.
-    - `callback_every`: the number of steps between two calls, required for reproducible decisions.
+        steps, about once a second (more often with `patience` or `stop`), and at the end. It returns `None`, `True` to
+        end the run, or booleans `(members,)` to stop members: [`eqx_ensemble.train.Callback`][]. Reproducible decisions
+        need a fixed number of steps between two calls: [`eqx_ensemble.train.every`][]. With several processes, all call
+        theirs at the same steps, and the return values of the first process are used.
     - `key`: the root key. A member's random streams are derived from it and the member's id.
 
     *Saving:*
@@ -280,12 +261,11 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `checkpoint`: a folder to save the run in, or [`eqx_ensemble.checkpoint.Checkpoints`][]. Rerunning the same call
         resumes from the last good checkpoint, bit for bit, or returns the run if it is complete. A call with another
         loss, optimiser, ensemble, key, data or option raises an error that lists the differences; functions are
-        compared by their traced programs, or by their code where they use concrete values. The length, `plan`,
-        `scan`, `mesh`, `max_seconds`, the callbacks, `checkpoint_every` and `resume` may differ. The position of an
-        iterator of batches is saved if it supports checkpointing (`get_state` or `state_dict`); other iterables are
-        iterated again from the beginning, and must give the same batches. Only one run at a time can use a folder.
-    - `checkpoint_every`: the steps between checkpoints, by default those of about a minute. The last is always saved.
-    - `resume`: `"auto"`: resume if there is a checkpoint; `"must"`: raise if there is none; `"never"`: if there is one.
+        compared by their traced programs, or by their code where they use concrete values. The length, `plan`, `mesh`,
+        the `seconds` of `stop`, the callbacks and the options of `Checkpoints` may differ. The position of an iterator
+        of batches is saved if it supports checkpointing (`get_state` or `state_dict`); other iterables are iterated
+        again from the beginning, and must give the same batches. Only one run at a time can use a folder. Checkpoints
+        are about a minute apart, or `Checkpoints(folder, every=)` steps.
 
     **Returns:** [`eqx_ensemble.Run`][]; for a group [`eqx_ensemble.GroupRun`][]. Ctrl-C, or a callback, ends the run at
     the next boundary and returns the run so far.
@@ -297,7 +277,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together, validation
         data for which no score is finite, and integers that do not fit in 32 bits while 64-bit types are disabled.
     - `BlockingIOError`, naming process and machine, if another run trains in the checkpoint folder.
-    - `FileNotFoundError` or `FileExistsError` if the folder contradicts `resume`; `ValueError` for another call.
+    - `FileNotFoundError` or `FileExistsError` if the folder contradicts the `resume` of `Checkpoints`; `ValueError` for
+        another call.
     - `MemoryError`, with a smaller plan, if the device runs out of memory.
     - [`eqx_ensemble.train.DivergedError`][] with `on_diverge="raise"`.
     - [`eqx_ensemble.train.NotSavedError`][], which holds the run so far, if a checkpoint cannot be written.
@@ -327,48 +308,48 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     optimiser = as_hashable(optimiser)
     data = from_foreign_tree(data, "data")
     plan = as_plan(plan)
-    how = Revive() if isinstance(on_diverge, str) and on_diverge == "revive" else on_diverge
-    check_choices(has_aux=has_aux, progress=progress, scan=scan, score=score, order=order, how=how)
-    windows = check_history(history)
-    check_length(epochs, steps)
-    most_waits = check_patience(patience, validation)
-    mode = check_scoring(score, mode, min_delta, target, validation)
+    check_optional_flag(progress, "progress")
+    given = check_options(
+        epochs=epochs, steps=steps, validation=validation, patience=patience, stop=stop, order=order, has_aux=has_aux,
+        history=history, on_diverge=on_diverge,
+    )  # fmt: skip
+    held_out, how, windows = given.validation, given.on_diverge, given.windows
+    score, mode, min_delta = given.scoring
     if is_batches(data):
         check_one_pass(data, epochs)
-    callbacks = check_callbacks(callbacks, callback_every)
-    check_checkpoint_options(checkpoint, checkpoint_every, resume)
-    saver = None if checkpoint is None else Saver(checkpoint, every=checkpoint_every, resume=resume)
-    has_validation = validation is not None
+    callbacks = check_callbacks(callbacks)
+    check_checkpoint(checkpoint)
+    saver = None if checkpoint is None else Saver(checkpoint)
     layout = layout_of(mesh, ensemble)
     start = start_of(
         ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, layout=layout,
-        has_validation=has_validation, mode=mode, windows=windows, key=key,
+        has_validation=held_out is not None, mode=mode, windows=windows, key=key,
     )  # fmt: skip
     first = start.state
-    limits = make_limits(max_steps, target, first.num_members, min_delta=float(min_delta))
+    stops = given.stop.of(first.num_members)
+    limits = make_limits(stops["steps"], stops["target"], first.num_members, min_delta=min_delta)
     limits = limits if layout is None else shard_members(limits, layout)
-    max_seconds = check_limit(max_seconds, "max_seconds", first.num_members)
-    losses = make_losses(first, loss, score, has_aux=has_aux, has_validation=has_validation)
+    losses = make_losses(first, loss, score, has_aux=has_aux, has_validation=held_out is not None)
     program = Program(
-        losses[0], optimiser, plan, layout, losses[1], most_waits, halts=isinstance(how, Revive), windows=windows,
+        losses[0], optimiser, plan, layout, losses[1], given.patience, halts=isinstance(how, Revive), windows=windows,
         program_key=program_key((losses, optimiser, plan, first)),
     )  # fmt: skip
     if first.fixed.hyper is not None:
         check_hyper_used(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses))
     source = make_source(
-        data, start.state, rows=rows, order=order, batch_size=batch_size, scan=scan, layout=layout, key=key
+        data, start.state, rows=rows, order=order, batch_size=batch_size, scan=plan.scan, layout=layout, key=key
     )
     check_same_aux(ensemble, losses[0], first, None if is_batches(data) else source.shapes)
-    if validation is not None:
+    if held_out is not None:
         if score is None and not is_batches(data):
-            check_same_structure(without_marks(validation), source.shapes())
-        start, validation = with_validation(start, losses[1], validation, layout, data=data)
+            check_same_structure(without_marks(held_out.data), source.shapes())
+        start, validation = with_validation(start, losses[1], held_out.data, layout, data=data)
     if first.fixed.hyper is not None and not is_batches(data):
         seen = ((losses[0], source.shapes()), (losses[1], member_shapes(validation)))
         warn_of_unused_hyper(first, optimiser, [(fn, own) for fn, own in seen if fn is not None and fn.wants_hyper])
     if saver is not None:
-        options = {"key": key, "max_steps": max_steps, "target": target, "on_diverge": how}
-        options |= {"min_delta": float(min_delta), "mode": mode, "history": windows.name}
+        options = {"key": key, "stop.steps": stops["steps"], "stop.target": stops["target"], "on_diverge": how}
+        options |= {"min_delta": min_delta, "mode": mode, "history": windows.name}
         here = identity(program, start, source.shapes(), validation, source.fingerprint, options)
         program = dataclasses.replace(program, traced=here.programs)
         start = saver.resume(start, here)
@@ -379,8 +360,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     lost_before = to_host(first.moving.status) == Status.DIVERGED
     run = execute(
         program, start, source, length, limits=limits, validation=validation, on_diverge=how, lost_before=lost_before,
-        max_seconds=max_seconds, saver=saver, progress=progress, callbacks=callbacks,
-        callback_every=callback_every, key=key,
+        seconds=stops["seconds"], saver=saver, progress=progress, callbacks=callbacks, key=key,
     )  # fmt: skip
     check_outcome(run, lost_before, how, saver=saver, first_step=length.begun, data=data, fault=source.fault)
     return run

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,8 @@ from .._ensemble import (
     explain_part,
     member_positions,
     members_by_part,
-    numbers_by_part,
     states_by_part,
+    take,
     tree_by_part,
 )
 from .._foreign import as_numpy, from_foreign_tree
@@ -28,10 +29,11 @@ from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
 from ..checkpoint import Checkpoints
-from ..checkpoint._engine import as_path
+from ..checkpoint._engine import checkpoints_inside
 from ._check_run import check_run_weights, excluded_message
 from ._errors import DivergedError
 from ._opt_hyper import hyper_arrays
+from ._options import Stopping, Validation
 from ._rank import rank_members
 from ._run import Run, data_frame, summary, table_columns
 from ._status import Status
@@ -133,15 +135,6 @@ def check_data_of_parts(data: Any, parts: Iterable[str]) -> None:
             f"`{caller()}` trains the parts of a group one after another, and {kind_text(data)} can be iterated only "
             "once.\nPass what can be iterated again, such as a loader or a list, or an iterator for each part: "
             f"`{{{listed}}}`."
-        )
-
-
-def check_folder_of_parts(checkpoint: Any) -> None:
-    """Raises for one `Checkpoints` for all parts; a path or a dict is accepted."""
-    if isinstance(checkpoint, Checkpoints):
-        raise TypeError(
-            f"`{caller()}` needs a folder as `checkpoint` for a group, in which each part has a folder; one "
-            "`Checkpoints` is for one run.\nPass a path, or a dict with `Checkpoints` for each part."
         )
 
 
@@ -306,21 +299,7 @@ def _state_of(run: Run[Any]) -> Any:
     return run.state if healthy.all() or not array_leaves(run.state) else tree.take(run.state, healthy)
 
 
-_NUMBERS = ("target", "max_steps", "max_seconds")
-_DATA = ("data", "validation")
-_BY_PART = {
-    "loss",
-    "optimiser",
-    "epochs",
-    "steps",
-    "batch_size",
-    "score",
-    "patience",
-    "on_diverge",
-    "plan",
-    "checkpoint",
-}
-_BY_PART |= {"callbacks"}
+_BY_PART = set("loss optimiser epochs steps batch_size patience stop on_diverge plan checkpoint callbacks".split())
 
 
 def fit_parts(fit: Callable[..., Run[Any]], begun: Group | GroupRun, options: dict[str, Any]) -> GroupRun:
@@ -359,8 +338,14 @@ def _run_of(group: Group, runs: dict[str, Run[Any]]) -> GroupRun:
 
 def _of_parts(group: Group, name: str, value: Any) -> dict[str, Any]:
     """An argument of `fit` for each part."""
-    if name in _DATA:
+    if isinstance(value, Validation):
+        own = _data_of_parts(group, name, value.data)
+        return {part: dataclasses.replace(value, data=data) for part, data in own.items()}
+    if name in ("data", "validation"):
         return _data_of_parts(group, name, value)
+    if isinstance(value, Stopping):
+        value.of(group.num_members)
+        return {part: take(value, positions) for part, positions in member_positions(group).items()}
     if name == "hyper":
         own = tree_by_part(value, group.parts)
         if own is None and value is not None:
@@ -374,12 +359,8 @@ def _of_parts(group: Group, name: str, value: Any) -> dict[str, Any]:
         return states_by_part(value, group.parts)
     if name == "trainable":
         return tree_by_part(value, group.parts) or dict.fromkeys(group.parts, value)
-    if name == "checkpoint" and value is not None and not isinstance(value, Mapping):
-        check_folder_of_parts(value)
-        if isinstance(value, str | os.PathLike):
-            return {part: as_path(value) / part for part in group.parts}
-    if name in _NUMBERS:
-        return numbers_by_part(group, value, name)
+    if isinstance(value, Checkpoints) or (name == "checkpoint" and isinstance(value, str | os.PathLike)):
+        return {part: checkpoints_inside(value, part) for part in group.parts}
     return by_part(value, group.parts, name) if name in _BY_PART else dict.fromkeys(group.parts, value)
 
 

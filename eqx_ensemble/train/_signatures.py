@@ -10,9 +10,9 @@ from .._pytree import PyTree
 from ..checkpoint import Checkpoints
 from ..plan import AnyPlan
 from ._callback import Callback
+from ._options import Stopping
 from ._revive import Revive
 from ._trainable import Trainable
-from .compiled._selection import Mode
 from .data._rows import Order
 
 E = TypeVar("E", covariant=True)
@@ -49,12 +49,8 @@ class CommonFitOptions(TypedDict, total=False):
     steps: int | None
     batch_size: int | None
     validation: PyTree
-    score: Callable[..., Any] | None
-    mode: Mode | None
     patience: int | None
-    min_delta: float
-    target: Any
-    max_steps: Any
+    stop: Stopping | None
     state: eqx.nn.State | None
     hyper: PyTree
     rows: Any
@@ -62,20 +58,15 @@ class CommonFitOptions(TypedDict, total=False):
     has_aux: bool
     history: Literal["all", "last"] | int
     trainable: Trainable
-    scan: bool | None
-    checkpoint_every: int | None
-    resume: Literal["auto", "must", "never"]
 
 
 class FitOptions(CommonFitOptions, total=False):
     """The options of `fit`."""
 
-    max_seconds: Any
     on_diverge: Literal["freeze", "revive", "raise"] | Revive
     plan: AnyPlan
     mesh: Mesh | None
     checkpoint: str | os.PathLike[str] | Checkpoints | None
     progress: bool | None
     callbacks: Callback | Sequence[Callback] | None
-    callback_every: int | None
     key: Required[Any]

@@ -47,7 +47,7 @@ class TestARunThatIsSaved:
     def test_ends_at_the_next_boundary_and_resumes(self, tmp_path, signalled):
         whole = fitted(steps=12)
         signalled(2)
-        call = lambda: fitted(steps=12, checkpoint=tmp_path / "a", checkpoint_every=3)
+        call = lambda: fitted(steps=12, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=3))
         after = []
 
         def main():
@@ -66,7 +66,7 @@ class TestARunThatIsSaved:
     @pytest.mark.slow
     def test_of_a_method(self, tmp_path, signalled):
         signalled(5)
-        call = lambda: kills.pbt(checkpoint=tmp_path / "a", checkpoint_every=3)
+        call = lambda: kills.pbt(checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=3))
         with pytest.raises(SystemExit) as caught, exit_on_signal(signal.SIGUSR1, code=3), exit_on_signal():
             call()
         assert caught.value.code == 75
@@ -77,7 +77,7 @@ class TestARunThatIsSaved:
     def test_another_signal_and_code(self, tmp_path, signalled):
         signalled(1, signal.SIGUSR1)
         with pytest.raises(SystemExit) as caught, exit_on_signal(signal.SIGUSR1, code=3):
-            fitted(steps=12, checkpoint=tmp_path / "a", checkpoint_every=3)
+            fitted(steps=12, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=3))
         assert caught.value.code == 3
         assert Checkpoints(tmp_path / "a").steps
 
@@ -85,12 +85,14 @@ class TestARunThatIsSaved:
     def test_a_second_signal_does_not_wait(self, tmp_path, signalled):
         signalled(2, times=2)
         with pytest.raises(SystemExit), exit_on_signal():
-            fitted(steps=60, checkpoint=tmp_path / "a", checkpoint_every=60)
+            fitted(steps=60, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=60))
         assert not Checkpoints(tmp_path / "a").steps
 
     def test_in_another_thread(self, tmp_path, signalled):
         begun, ended = [], []
-        call = lambda: fitted(steps=2000, checkpoint=tmp_path / "a", checkpoint_every=3, callbacks=begun.append)
+        call = lambda: fitted(
+            steps=2000, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=3), callbacks=begun.append
+        )
         thread = threading.Thread(target=lambda: ended.append(call()))
 
         def main():

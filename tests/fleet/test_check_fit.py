@@ -32,8 +32,8 @@ REFUSED = {
     "rows": ({"rows": np.full((MEMBERS, 2), 37)}, IndexError, "`rows` from 0 to 36"),
     "patience": ({"patience": 1}, TypeError, "`validation=` data with `patience`"),
     "target": ({"target": 1.0}, TypeError, "`validation=` data with `target`"),
-    "score": ({"score": mse, "validation": DATA}, TypeError, "needs `mode` with `score`"),
-    "mode": ({"mode": "least", "validation": DATA}, ValueError, "`mode` to be one of"),
+    "score": ({"validation": ee.train.Validation(DATA, score=mse)}, TypeError, "needs `mode` with `score`"),
+    "mode": ({"validation": ee.train.Validation(DATA, mode="least")}, ValueError, "`mode` to be one of"),
     "none trained": ({"trainable": False}, ValueError, "train"),
     "progress": ({"progress": 3}, TypeError, "`progress`"),
 }

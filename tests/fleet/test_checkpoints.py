@@ -7,6 +7,7 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.fleet._check import check_folder
 
+from ..factories import grouped
 from .executors import Here
 from .test_fit import ENSEMBLE, KEY, OPTIMISER, SEQUENTIAL, X, Y, assert_equal, mse
 
@@ -15,7 +16,7 @@ OPTIONS = {"batch_size": 8, "plan": SEQUENTIAL, "epochs": 2, "key": KEY}
 
 
 def fit(executor, folder, loss=mse, **more):
-    return ee.fleet.fit(executor, ENSEMBLE, loss, OPTIMISER, (X, Y), checkpoint=folder, **OPTIONS | more)
+    return ee.fleet.fit(executor, ENSEMBLE, loss, OPTIMISER, (X, Y), **grouped(OPTIONS | more | {"checkpoint": folder}))
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_workers_in_another_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(here)
     options = {"steps": 2, "key": KEY, "shard": 4, "checkpoint": "runs", "validation": (X, Y)}
     found = [
-        ee.fleet.fit(Elsewhere(there), ENSEMBLE, mse, OPTIMISER, (X, Y), **options, resume=how)
+        ee.fleet.fit(Elsewhere(there), ENSEMBLE, mse, OPTIMISER, (X, Y), **grouped(options | {"resume": how}))
         for how in ("auto", "must")
     ]
     assert_equal(found[1], found[0])

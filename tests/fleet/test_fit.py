@@ -60,10 +60,11 @@ OPTIONS = {
     },
     "own data": {"data": (ee.Each(np.stack([X + i for i in range(MEMBERS)])), Y), "steps": 5},
     "patience": {
-        "optimiser": adam, "hyper": RATES, "validation": (X[:9], Y[:9]), "patience": 1, "min_delta": 0.01, "epochs": 6,
+        "optimiser": adam, "hyper": RATES, "patience": 1, "epochs": 6,
+        "validation": ee.train.Validation((X[:9], Y[:9]), min_delta=0.01),
     },
     "limits of members": {
-        "max_steps": np.arange(MEMBERS) + 2, "validation": (X[:9], Y[:9]), "target": 0.01, "epochs": 3,
+        "stop": ee.train.Stopping(target=0.01, steps=np.arange(MEMBERS) + 2), "validation": (X[:9], Y[:9]), "epochs": 3,
     },
     "aux, one order": {"loss": noisy, "has_aux": True, "order": "shared", "epochs": 2},
     "divergence": {"optimiser": lambda h: optax.sgd(h["rate"]), "hyper": {"rate": jnp.array([0.1, 1e30] * 3 + [0.1])},
@@ -256,7 +257,10 @@ def test_an_error_that_cannot_be_sent():
 WRONG = {
     "no executor": (lambda: fit(ee.fleet.fit, {"epochs": 1}, 3), "needs a `concurrent.futures.Executor`, a function"),
     "one member": (lambda: fit(ee.fleet.fit, {"epochs": 1}, Here(), shard=1), "`shard` of at least 2 members"),
-    "seconds": (lambda: fit(ee.fleet.fit, {"max_seconds": 3}, Here()), "does not take `max_seconds`"),
+    "seconds": (
+        lambda: fit(ee.fleet.fit, {"epochs": 1, "stop": ee.train.Stopping(seconds=3)}, Here()),
+        "does not take `seconds`",
+    ),
     "auto": (lambda: fit(ee.fleet.fit, {"epochs": 1, "plan": "auto"}, Here()), "does not take `plan='auto'`"),
     "raise": (lambda: fit(ee.fleet.fit, {"epochs": 1, "on_diverge": "raise"}, Here()), "other shards would still run"),
     "copies": (lambda: fit(ee.fleet.fit, {"epochs": 1, "on_diverge": "revive"}, Here()), "revivals by copies"),

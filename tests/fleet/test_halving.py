@@ -12,6 +12,7 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.train import Status
 
+from ..factories import grouped
 from .executors import Here
 from .test_fit import KEY, SEQUENTIAL, X, Y, assert_equal, mse
 
@@ -41,7 +42,7 @@ def on_workers(executor, shard=2, **options):
 
 def halve(case, **more):
     options = {"data": (X, Y)} | OPTIONS | CASES[case] | more
-    return ee.methods.successive_halving(ENSEMBLE, mse, sgd, options.pop("data"), **options)
+    return ee.methods.successive_halving(ENSEMBLE, mse, sgd, options.pop("data"), **grouped(options))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_another_number_of_rungs_is_another_result(expected):
 def test_hyperband(tmp_path):
     ranges = {"rate": ee.sweep.LogUniform(1e-4, 1e-1)}
     options = {"validation": (X[:9], Y[:9]), "epochs": 3, "batch_size": 8, "plan": SEQUENTIAL, "key": KEY}
-    call = lambda **more: ee.methods.hyperband(make, ranges, mse, sgd, (X, Y), **options, **more)
+    call = lambda **more: ee.methods.hyperband(make, ranges, mse, sgd, (X, Y), **grouped(options | more))
     expected = call()
     for _ in range(2):
         found = call(**on_workers(Here()), checkpoint=tmp_path)

@@ -50,18 +50,21 @@ def error(model, batch, key):
 
 
 CASES = {  # shards of two members, and of three: which end early is another shard in each
-    "limits": {"max_steps": [3, 7, 19, 11, NEVER]},
+    "limits": {"stop": ee.train.Stopping(steps=[3, 7, 19, 11, NEVER])},
     "limits, a target": {
-        "max_steps": [3, 7, NEVER, 11, 12],
-        "validation": DATA,
-        "score": error,
-        "mode": "min",
-        "target": 1e-9,
+        "stop": ee.train.Stopping(target=1e-9, steps=[3, 7, NEVER, 11, 12]),
+        "validation": ee.train.Validation(DATA, score=error, mode="min"),
     },
-    "none to the end": {"max_steps": [3, 7, 9, 11, 12], "validation": DATA, "score": error, "mode": "min"},
+    "none to the end": {
+        "stop": ee.train.Stopping(steps=[3, 7, 9, 11, 12]),
+        "validation": ee.train.Validation(DATA, score=error, mode="min"),
+    },
     "faults": {"nan": [2, 6, NEVER, NEVER, NEVER], "inf": [NEVER, NEVER, NEVER, 9, 8]},
     "faults of all": {"nan": [2, NEVER, 10, NEVER, 6], "inf": [NEVER, 6, NEVER, 5, NEVER]},
-    "faults and limits": {"nan": [2, 6, NEVER, NEVER, 11], "max_steps": [NEVER, NEVER, 4, 8, NEVER]},
+    "faults and limits": {
+        "nan": [2, 6, NEVER, NEVER, 11],
+        "stop": ee.train.Stopping(steps=[NEVER, NEVER, 4, 8, NEVER]),
+    },
 }
 
 
@@ -99,13 +102,17 @@ def test_of_shards_of_different_lengths(case, history):
 @pytest.mark.parametrize("history", ["all", 4, "last"])
 def test_a_joined_run_continues_as_one(history):
     """Also by shards, and with another history."""
-    options = {"max_steps": [3, 7, 9, 22, NEVER], "validation": DATA, "score": error, "mode": "min", "epochs": 2}
+    options = {
+        "stop": ee.train.Stopping(steps=[3, 7, 9, 22, NEVER]),
+        "validation": ee.train.Validation(DATA, score=error, mode="min"),
+        "epochs": 2,
+    }
     one, joined = fit(ee.fit, history=4, **options), fit(ee.fleet.fit, Here(), shard=2, history=4, **options)
     assert_equal(joined, one)
     expected = fit(ee.fit, begun=one, history=history, **options)
     assert expected.history.loss.shape[1] > one.history.loss.shape[1]
     assert_equal(fit(ee.fit, begun=joined, history=history, **options), expected)
     assert_equal(fit(ee.fleet.fit, Here(), shard=2, begun=joined, history=history, **options), expected)
-    ended = fit(ee.fit, **options | {"max_steps": 3})
+    ended = fit(ee.fit, **options | {"stop": ee.train.Stopping(steps=3)})
     with pytest.raises(ValueError, match="no member left to train: all 5"):
         fit(ee.fleet.fit, Here(), shard=2, begun=ended, **options)

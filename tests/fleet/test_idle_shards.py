@@ -36,7 +36,7 @@ def train(call, begun, *args, **options):
 
 @pytest.fixture(scope="module")
 def stopped():
-    return fit(ee.fit, PLAIN | {"max_steps": np.array(IDLE), "rows": ROWS})
+    return fit(ee.fit, PLAIN | {"stop": ee.train.Stopping(steps=np.array(IDLE)), "rows": ROWS})
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def test_a_shard_that_has_stopped(stopped, options):
 
 
 def test_a_shard_at_its_limit():
-    begun, limits = fit(ee.fit, PLAIN), {"max_steps": np.array([5] * 3 + [9] * 4)}
+    begun, limits = fit(ee.fit, PLAIN), {"stop": ee.train.Stopping(steps=np.array([5] * 3 + [9] * 4))}
     assert_equal(train(ee.fleet.fit, begun, Here(), shard=3, **limits), train(ee.fit, begun, **limits))
 
 
 def test_no_member_is_left(stopped, unhooked):
     for begun in (stopped, stopped.train_state):
         with pytest.raises(ValueError, match=f"all {MEMBERS} members have stopped"):
-            train(ee.fleet.fit, begun, Here(), shard=3, max_steps=5)
+            train(ee.fleet.fit, begun, Here(), shard=3, stop=ee.train.Stopping(steps=5))
     with pytest.raises(ValueError, match="at least one member that trains; the members 0, 1, 2, a shard, have all"):
         train(ee.fleet.fit, stopped.train_state, Here(), shard=3)
 

@@ -11,6 +11,7 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.train import Status
 
+from ..factories import grouped
 from .executors import Here
 from .test_fit import KEY, SEQUENTIAL, X, Y, assert_equal, mse
 from .test_halving import on_workers
@@ -38,7 +39,7 @@ CASES = {
 
 def train(case, **more):
     options = {"data": (X, Y)} | OPTIONS | CASES[case] | more
-    return ee.methods.population_based_training(ENSEMBLE, mse, sgd, options.pop("data"), **options)
+    return ee.methods.population_based_training(ENSEMBLE, mse, sgd, options.pop("data"), **grouped(options))
 
 
 def assert_same(found, expected):

@@ -53,9 +53,16 @@ def test_pools_whose_workers_are_killed(tmp_path):
     loss, options = make_held_loss(tmp_path, steps=120), OPTIONS | {"patience": None, "epochs": 60}
     with kill_waiting(tmp_path, times=3) as killed:
         found = ee.fleet.fit(
-            spawn(1), ENSEMBLE, loss, OPTIMISER, (X, Y), shard=4, retries=3, checkpoint=tmp_path / "runs",
-            checkpoint_every=25, **options,
-        )  # fmt: skip
+            spawn(1),
+            ENSEMBLE,
+            loss,
+            OPTIMISER,
+            (X, Y),
+            shard=4,
+            retries=3,
+            checkpoint=ee.checkpoint.Checkpoints(tmp_path / "runs", every=25),
+            **options,
+        )
     assert len(set(killed)) == 3
     assert_equal(found, ee.fit(ENSEMBLE, loss, OPTIMISER, (X, Y), **options))
 
@@ -70,9 +77,16 @@ def test_readers_of_files_on_workers_that_are_killed(tmp_path):
     loss, options = make_held_loss(tmp_path, steps=120), OPTIONS | {"patience": None, "epochs": 30}
     with kill_waiting(tmp_path, times=2) as killed:
         found = ee.fleet.fit(
-            spawn(1), ENSEMBLE, loss, OPTIMISER, read, shard=4, retries=3, checkpoint=tmp_path / "runs",
-            checkpoint_every=25, **options,
-        )  # fmt: skip
+            spawn(1),
+            ENSEMBLE,
+            loss,
+            OPTIMISER,
+            read,
+            shard=4,
+            retries=3,
+            checkpoint=ee.checkpoint.Checkpoints(tmp_path / "runs", every=25),
+            **options,
+        )
     assert len(set(killed)) == 2
     assert_equal(found, ee.fit(ENSEMBLE, loss, OPTIMISER, ee.train.RowReader((X, Y)), **options))
 
@@ -91,8 +105,14 @@ def test_dask_whose_workers_are_killed_ten_times(tmp_path):
         kill_waiting(tmp_path, times=10, ready=ready) as killed,
     ):
         found = ee.fleet.fit(
-            client, ENSEMBLE, loss, OPTIMISER, (X, Y), shard=2, checkpoint=tmp_path / "runs", checkpoint_every=25,
+            client,
+            ENSEMBLE,
+            loss,
+            OPTIMISER,
+            (X, Y),
+            shard=2,
+            checkpoint=ee.checkpoint.Checkpoints(tmp_path / "runs", every=25),
             **options,
-        )  # fmt: skip
+        )
     assert len(set(killed)) == 10
     assert_equal(found, ee.fit(ENSEMBLE, loss, OPTIMISER, (X, Y), **options))

@@ -9,6 +9,7 @@ import pytest
 
 import eqx_ensemble as ee
 
+from ..factories import grouped
 from .executors import Here
 from .test_fit import ENSEMBLE, KEY, MEMBERS, OPTIMISER, RATES, SEQUENTIAL, X, Y, adam, assert_equal, mse, noisy
 
@@ -21,7 +22,7 @@ CHOICES = {
     "rows": ({}, {"rows": ee.resample.bootstrap(37, MEMBERS, key=KEY)}),
     "loss": ({"loss": mse}, {"loss": noisy, "has_aux": True}),
     "order": ({}, {"order": "shared"}),
-    "limits": ({}, {"max_steps": np.arange(MEMBERS) + 3}, {"min_delta": 0.01, "patience": 1}),
+    "limits": ({}, {"stop": ee.train.Stopping(steps=np.arange(MEMBERS) + 3)}, {"min_delta": 0.01, "patience": 1}),
     "history": ({}, {"history": 3}, {"history": "last"}),
     "length": ({"epochs": 2}, {"steps": 7}, {"epochs": 3}),
     "size": ({"batch_size": 8}, {"batch_size": 37}),
@@ -51,7 +52,7 @@ def test_shards_are_one_fit(seed, tmp_path):
     options, data, how = draw(seed)
     loss, optimiser = options.pop("loss"), options.pop("optimiser")
     options |= {"plan": SEQUENTIAL, "key": KEY}
-    expected = ee.fit(ENSEMBLE, loss, optimiser, data, **options)
+    expected = ee.fit(ENSEMBLE, loss, optimiser, data, **grouped(options))
     made = []
 
     def executor():
@@ -59,10 +60,10 @@ def test_shards_are_one_fit(seed, tmp_path):
         return made[-1]
 
     divided = {"shard": how["shard"], "checkpoint": tmp_path if how["saves"] else None}
-    found = ee.fleet.fit(executor, ENSEMBLE, loss, optimiser, data, **divided, **options)
+    found = ee.fleet.fit(executor, ENSEMBLE, loss, optimiser, data, **divided, **grouped(options))
     assert_equal(found, expected)
     assert len(made) == 1 + bool(how["kills"])
     if how["goes_on"] and (expected.status == ee.train.Status.OK).any():
         options = {word: value for word, value in options.items() if word not in ("hyper", "max_steps", "patience")}
-        found = ee.fleet.fit(executor, found, loss, optimiser, data, shard=how["shard"], **options)
-        assert_equal(found, ee.fit(expected, loss, optimiser, data, **options))
+        found = ee.fleet.fit(executor, found, loss, optimiser, data, shard=how["shard"], **grouped(options))
+        assert_equal(found, ee.fit(expected, loss, optimiser, data, **grouped(options)))

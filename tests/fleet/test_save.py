@@ -31,10 +31,15 @@ IDS = np.asarray(ENSEMBLE.ids)
 PLAIN = OPTIONS["plain"] | {"plan": SEQUENTIAL}
 # Bootstraps, hyper-parameters, scores of each member, limits of each, and one member that diverges.
 RICH = {
-    "optimiser": adam, "hyper": {"rate": jnp.array([0.1, 1e30, *[0.1] * 5])}, "epochs": 3, "validation": (X[:9], Y[:9]),
-    "max_steps": np.arange(MEMBERS) + 2, "target": 0.01, "plan": SEQUENTIAL, "order": "shared",
+    "optimiser": adam,
+    "hyper": {"rate": jnp.array([0.1, 1e30, *[0.1] * 5])},
+    "epochs": 3,
+    "validation": (X[:9], Y[:9]),
+    "stop": ee.train.Stopping(target=0.01, steps=np.arange(MEMBERS) + 2),
+    "plan": SEQUENTIAL,
+    "order": "shared",
     "data": (ee.Each(np.stack([X + i for i in range(MEMBERS)])), Y),
-}  # fmt: skip
+}
 
 
 def save(folder, options=PLAIN, executor=None, **more):
@@ -262,13 +267,14 @@ class TestRepeated:
 
     def test_lists_for_arrays(self, identity_of):
         given = {
-            "hyper": {"rate": np.full(MEMBERS, 0.1)}, "rows": np.arange(9 * MEMBERS).reshape(MEMBERS, 9) % len(X),
-            "max_steps": np.full(MEMBERS, 2), "target": np.full(MEMBERS, 0.01),
-        }  # fmt: skip
+            "hyper": {"rate": np.full(MEMBERS, 0.1)},
+            "rows": np.arange(9 * MEMBERS).reshape(MEMBERS, 9) % len(X),
+            "stop": ee.train.Stopping(target=np.full(MEMBERS, 0.01), steps=np.full(MEMBERS, 2)),
+        }
         options = {"optimiser": adam, "validation": (X[:9], Y[:9])} | PLAIN
         expected = identity_of(options | given)
         assert identity_of(options | jax.tree.map(np.ndarray.tolist, given)) == expected
-        assert identity_of(options | given | {"max_steps": 3}) != expected
+        assert identity_of(options | given | {"stop": ee.train.Stopping(steps=3)}) != expected
 
     def test_a_call_that_failed(self, tmp_path):
         """It completed no shard: the corrected call replaces it."""
@@ -537,7 +543,7 @@ class TestRead:
 
 
 def test_the_best_by_scores_of_which_higher_are_better(tmp_path):
-    options = PLAIN | {"validation": (X[:9], Y[:9]), "score": lambda *args: -mse(*args), "mode": "max"}
+    options = PLAIN | {"validation": ee.train.Validation((X[:9], Y[:9]), score=lambda *args: -mse(*args), mode="max")}
     run = save(tmp_path / "run", options)
     assert run.mode == "max"
     assert_same(run.best(2), fit(ee.fit, options).best(2))

@@ -279,7 +279,7 @@ class TestReports:
         assert run.ensemble.ids.tolist() == list(range(MEMBERS)), [str(one.message) for one in seen]
 
     def test_progress_counts_all_shards(self, capsys):
-        options = PLAIN | {"max_steps": np.array([1, 99, 1, 99, 1, 99, 1])}
+        options = PLAIN | {"stop": ee.train.Stopping(steps=np.array([1, 99, 1, 99, 1, 99, 1]))}
         from tqdm.std import tqdm
 
         lines = []

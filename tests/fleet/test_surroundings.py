@@ -91,7 +91,7 @@ def test_a_program_that_ends_itself():
     "wrong",
     [
         {"rows": np.zeros((6, 8), int)},
-        {"max_steps": np.arange(6) + 1},
+        {"stop": ee.train.Stopping(steps=np.arange(6) + 1)},
         {"data": (ee.Each(np.ones((6, 20, 3))), DATA[1])},
         {"checkpoint": ""},
     ],

@@ -11,6 +11,7 @@ import numpy as np
 
 import eqx_ensemble as ee
 
+from ..factories import grouped
 from . import problem
 
 TRAINABLE = {"all": eqx.is_inexact_array, "vectors": lambda x: eqx.is_inexact_array(x) and x.ndim == 1}
@@ -193,9 +194,8 @@ class Call:
             options |= {"state": state, "hyper": self.hyper, "trainable": self.trainable}
         data = problem.source_of(self.source, self.data, self.batch_size, each=self.each)
         length = {"epochs": length // self.per_epoch} if self.in_epochs else {"steps": length}
-        return ee.fit(
-            begun, self.loss, self.optimiser, data, callbacks=list(callbacks), **length, **self.options(), **options
-        )
+        options = grouped(self.options() | options | length | {"callbacks": list(callbacks)})
+        return ee.fit(begun, self.loss, self.optimiser, data, **options)
 
 
 class Draw:

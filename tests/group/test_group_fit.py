@@ -69,10 +69,10 @@ def test_arguments_of_members_go_to_their_parts(group):
     optimiser = lambda hyper: optax.sgd(hyper["lr"] * 0.1)
     limits = np.array([1, 2, 3, 4, 5])
     how = {"epochs": 3, "batch_size": 8, "key": KEY}
-    run = ee.fit(group, mse, optimiser, own, hyper=by, rows=folds, max_steps=limits, **how)
+    run = ee.fit(group, mse, optimiser, own, hyper=by, rows=folds, stop=ee.train.Stopping(steps=limits), **how)
     np.testing.assert_array_equal(run.table()["stopped_at"], [1, 2, 3, 4, 5])
     take = lambda part: np.array(POSITIONS[part])
-    parts = {"hyper": by, "rows": folds, "max_steps": limits}
+    parts = {"hyper": by, "rows": folds, "stop": ee.train.Stopping(steps=limits)}
     named = {name: {p: jax.tree.map(lambda x, p=p: x[take(p)], v) for p in POSITIONS} for name, v in parts.items()}
     data = {part: (ee.Each(own[0].value[take(part)]), own[1]) for part in POSITIONS}
     assert eqx.tree_equal(ee.fit(group, mse, optimiser, data, **named, **how).group, run.group)
@@ -119,13 +119,13 @@ def test_it_continues_and_batches_can_be_iterated(group, run):
 def test_a_run_in_a_folder_resumes(group, run, tmp_path):
     stop = lambda progress: 3 in progress.ids and progress.step >= 3
     with pytest.warns(UserWarning, match=r"interrupted; these parts .* are not in the run: `wide`"):
-        part = ee.fit(group, mse, SGD, DATA, checkpoint=tmp_path, callbacks=stop, callback_every=3, **HOW)
+        part = ee.fit(group, mse, SGD, DATA, checkpoint=tmp_path, callbacks=ee.train.every(3, stop), **HOW)
     assert part.group.ids.tolist() == [3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["linear"]
     whole = ee.fit(group, mse, SGD, DATA, checkpoint=tmp_path, **HOW)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["linear", "wide"]
     assert eqx.tree_equal(whole.group, run.group)
-    again = ee.fit(group, mse, SGD, DATA, checkpoint=tmp_path, **(HOW | {"resume": "must"}))
+    again = ee.fit(group, mse, SGD, DATA, checkpoint=ee.checkpoint.Checkpoints(tmp_path, resume="must"), **HOW)
     assert eqx.tree_equal(again.group, run.group)
 
 

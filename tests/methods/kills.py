@@ -134,6 +134,13 @@ def random_kills(seed, faults):
 
 
 if __name__ == "__main__":
-    options = {"steps": int(sys.argv[3]), "checkpoint_every": 100} if len(sys.argv) > 3 else {"checkpoint_every": 2}
+    options = {"steps": int(sys.argv[3])} if len(sys.argv) > 3 else {}
     with ee.checkpoint.exit_on_signal():
-        print(digest(METHODS[sys.argv[1]](checkpoint=sys.argv[2], **options)), flush=True)
+        print(
+            digest(
+                METHODS[sys.argv[1]](
+                    checkpoint=ee.checkpoint.Checkpoints(sys.argv[2], every=100 if options else 2), **options
+                )
+            ),
+            flush=True,
+        )

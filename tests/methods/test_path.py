@@ -233,7 +233,7 @@ def test_members_that_stop_or_diverge_keep_their_own_counts(ensemble, weights):
     limit = jnp.full(3, jnp.inf).at[2].set((own[:best].max() + own[best]) / 2)
     optimiser = lambda hyper: path.swag(path.snapshots(DRIFT, 12, every=2), rank=12)
     with pytest.warns(UserWarning, match="diverged"):
-        run = fitted(ensemble, optimiser, loss=loss, hyper=limit, max_steps=[100, 5, 100])
+        run = fitted(ensemble, optimiser, loss=loss, hyper=limit, stop=ee.train.Stopping(steps=[100, 5, 100]))
     assert run.status.tolist() == [Status.OK, Status.STOPPED, Status.DIVERGED]
     counts = [12, 5, best + 1]
     record = run.train_state.opt_state
@@ -248,7 +248,12 @@ def test_members_that_stop_or_diverge_keep_their_own_counts(ensemble, weights):
 
 
 def test_few_snapshots(ensemble):
-    run = fitted(ensemble, path.swag(path.snapshots(DRIFT, 2, every=4), rank=2, start=6), max_steps=[4, 6, 8], steps=9)
+    run = fitted(
+        ensemble,
+        path.swag(path.snapshots(DRIFT, 2, every=4), rank=2, start=6),
+        stop=ee.train.Stopping(steps=[4, 6, 8]),
+        steps=9,
+    )
     with pytest.warns(UserWarning, match="members with no snapshot: 0. Their current weights"):
         averages = path.average(run)
     assert_same(averages[0], run.ensemble[0])
@@ -259,7 +264,7 @@ def test_few_snapshots(ensemble):
     assert np.ptp(draws[2], axis=0).min() > 0
     assert path.snapshot_ensemble(run).ids.tolist() == [0, 2, 4, 5]
 
-    early = fitted(ensemble, path.snapshots(DRIFT, 2, every=5), max_steps=[4, 9, 9], steps=9)
+    early = fitted(ensemble, path.snapshots(DRIFT, 2, every=5), stop=ee.train.Stopping(steps=[4, 9, 9]), steps=9)
     with pytest.warns(UserWarning, match="members with no snapshot: 0. They are left out"):
         assert path.snapshot_ensemble(early).ids.tolist() == [2, 4]
 
@@ -340,7 +345,7 @@ def test_own_loops_under_jit(ensemble):
 def test_in_a_callback(ensemble):
     seen = []
     record = lambda progress: seen.append(path.average(progress))
-    run = fitted(ensemble, path.swa(DRIFT), callbacks=record, callback_every=6)
+    run = fitted(ensemble, path.swa(DRIFT), callbacks=ee.train.every(6, record))
     assert_same(seen[-1], path.average(run))
 
 

@@ -13,7 +13,7 @@ import eqx_ensemble as ee
 from eqx_ensemble.methods import population
 from eqx_ensemble.train import Status
 
-from ..factories import assert_close, assert_same
+from ..factories import assert_close, assert_same, grouped
 
 KEY = jax.random.key(0)
 MEMBERS, BATCH, STEPS = 6, 8, 5
@@ -325,7 +325,7 @@ class TestPopulationBasedTraining:
         hyper = {"rank": jnp.arange(4.0), "lr": jnp.array([0.01, 0.01, 0.01, 0.0])}
         found = ee.methods.population_based_training(
             made, loss, OPTIMISER, data(), hyper=hyper, validation=data(16, 1), rounds=2, epochs=1, fraction=0.25,
-            explore=lambda hyper, key: hyper | {"lr": jnp.array(0.01)}, **(OPTIONS | {"score": judged}),
+            explore=lambda hyper, key: hyper | {"lr": jnp.array(0.01)}, **grouped(OPTIONS | {"score": judged}),
         )  # fmt: skip
         replaced = int(np.flatnonzero(found.lineage[0] != np.arange(4))[0])
         assert replaced != 3  # it never moved, has the best score of all, and is the donor
@@ -474,7 +474,7 @@ def test_a_score_that_is_no_number_is_dropped_first():
     with pytest.warns(UserWarning, match="that are NaN, .* 3 at step 5"):
         run = ee.methods.successive_halving(
             ensemble, loss, optax.sgd(0.05), data(), hyper={"index": jnp.arange(8)}, validation=data(16, 1), epochs=1,
-            factor=2, **(OPTIONS | {"score": judged}),
+            factor=2, **grouped(OPTIONS | {"score": judged}),
         )  # fmt: skip
     assert sorted(run.stopped_at.tolist()) == [-1, 5, 5, 5, 5, 10, 10, 20]
     assert run.stopped_at[3] == 5

@@ -51,7 +51,7 @@ def whole():
 def finished(tmp_path_factory):
     """The folder of a finished population."""
     folder = tmp_path_factory.mktemp("saved") / "a"
-    kills.pbt(checkpoint=folder, checkpoint_every=2)
+    kills.pbt(checkpoint=ee.checkpoint.Checkpoints(folder, every=2))
     return folder
 
 
@@ -71,7 +71,7 @@ class TestKilledAnywhere:
         for seed in itertools.count(fewest):
             folder = tmp_path / str(seed)
             contexts = kills.random_kills(seed, faults)
-            saved = lambda: call(checkpoint=folder, checkpoint_every=2)  # noqa: B023
+            saved = lambda: call(checkpoint=ee.checkpoint.Checkpoints(folder, every=2))  # noqa: B023
             got, count = kills.finish_with_kills(saved, faults.Killed, contexts)
             assert kills.digest(got) == whole(name)
             total += count
@@ -127,7 +127,7 @@ class TestTheSameCall:
 
     @pytest.mark.parametrize("name", METHODS)
     def test_after_ctrl_c(self, whole, tmp_path, interruptible, monkeypatch, name):
-        call = lambda: kills.METHODS[name](checkpoint=tmp_path / "a", checkpoint_every=2)
+        call = lambda: kills.METHODS[name](checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=2))
         record, left = Recording.report, [3]
 
         def report(self, steps, members):
@@ -168,7 +168,7 @@ class TestTheSameCall:
     def test_where_explore_draws_anew(self, tmp_path):
         """What was decided before a round that is saved is read, not decided again."""
         explore = lambda hyper, key: {"lr": float(hyper["lr"]) * np.random.uniform(0.5, 2)}  # noqa: NPY002
-        call = lambda: kills.pbt(checkpoint=tmp_path / "a", checkpoint_every=2, explore=explore)
+        call = lambda: kills.pbt(checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=2), explore=explore)
         with kills.KilledAtCall(8, faults.Killed), pytest.raises(faults.Killed):
             call()
         decisions = Checkpoints(tmp_path / "a" / "decisions")
@@ -185,8 +185,8 @@ class TestTheSameCall:
         call = lambda **more: kills.pbt(plan=ee.plan.Sequential(), **more)
         expected = kills.digest(call())
         with kills.KilledAtCall(3, faults.Killed), pytest.raises(faults.Killed):
-            call(checkpoint=tmp_path / "a", checkpoint_every=2)
-        assert kills.digest(call(checkpoint=tmp_path / "a", checkpoint_every=2)) == expected
+            call(checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=2))
+        assert kills.digest(call(checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=2))) == expected
 
     @pytest.mark.slow
     def test_on_a_mesh(self, tmp_path):
@@ -198,8 +198,8 @@ class TestTheSameCall:
         )
         expected = kills.digest(call())
         with kills.KilledAtCall(4, faults.Killed), pytest.raises(faults.Killed):
-            call(checkpoint=tmp_path / "a", checkpoint_every=2)
-        assert kills.digest(call(checkpoint=tmp_path / "a", checkpoint_every=2)) == expected
+            call(checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=2))
+        assert kills.digest(call(checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=2))) == expected
 
     @pytest.mark.slow
     @jax.numpy_dtype_promotion("standard")  # of Equinox's BatchNorm
@@ -228,8 +228,8 @@ class TestTheSameCall:
         expected = kills.digest(call())
         for stop in (1, 4, 7):
             with kills.KilledAtCall(stop, faults.Killed), pytest.raises(faults.Killed):
-                call(checkpoint=tmp_path / "a", checkpoint_every=3)
-        assert kills.digest(call(checkpoint=tmp_path / "a", checkpoint_every=3)) == expected
+                call(checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=3))
+        assert kills.digest(call(checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=3))) == expected
 
 
 class TestNothingIsLost:
@@ -280,7 +280,7 @@ class TestNothingIsLost:
     @pytest.mark.slow
     def test_files_of_others_in_an_old_round(self, whole, tmp_path):
         with kills.KilledAtCall(2, faults.Killed), pytest.raises(faults.Killed):
-            kills.pbt(checkpoint=tmp_path / "a", checkpoint_every=2)
+            kills.pbt(checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=2))
         (tmp_path / "a" / "round-000000" / "note").write_text("mine")
         with pytest.warns(UserWarning, match="an earlier round could not be removed"):
             again = kills.pbt(checkpoint=tmp_path / "a")
@@ -328,7 +328,7 @@ class TestAnotherCallIsRefused:
     )
     def test_of_halving(self, tmp_path, change, named):
         with kills.KilledAtCall(2, faults.Killed), pytest.raises(faults.Killed):
-            kills.halving(checkpoint=tmp_path / "a", checkpoint_every=2)
+            kills.halving(checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=2))
         with pytest.raises(ValueError, match=f"successive_halving` cannot resume from(.|\n)*{named}"):
             kills.halving(checkpoint=tmp_path / "a", **change)
 
@@ -364,9 +364,17 @@ class TestOptions:
             ({"resume": "must"}, TypeError, "takes `resume` with `checkpoint=`"),
             ({"checkpoint": 3}, TypeError, "needs `checkpoint` to be a path"),
             ({"checkpoint": Checkpoints(tmp_path / "a")}, TypeError, "needs `checkpoint` to be the path of a folder"),
-            ({"checkpoint": tmp_path / "a", "resume": "yes"}, ValueError, "one of 'auto', 'must', 'never'"),
-            ({"checkpoint": tmp_path / "a", "checkpoint_every": 0}, ValueError, "`checkpoint_every`"),
-            ({"checkpoint": tmp_path / "a", "resume": "must"}, FileNotFoundError, "must resume, and found no"),
+            (
+                {"checkpoint": ee.checkpoint.Checkpoints(tmp_path / "a", resume="yes")},
+                ValueError,
+                "one of 'auto', 'must', 'never'",
+            ),
+            ({"checkpoint": ee.checkpoint.Checkpoints(tmp_path / "a", every=0)}, ValueError, "`checkpoint_every`"),
+            (
+                {"checkpoint": ee.checkpoint.Checkpoints(tmp_path / "a", resume="must")},
+                FileNotFoundError,
+                "must resume, and found no",
+            ),
         ):
             with pytest.raises(error, match=f"`methods.*{message}"):
                 call(**options)
@@ -374,7 +382,7 @@ class TestOptions:
 
     def test_never(self, finished):
         with pytest.raises(FileExistsError, match="must not resume, and .* holds checkpoints"):
-            kills.pbt(checkpoint=finished, resume="never")
+            kills.pbt(checkpoint=ee.checkpoint.Checkpoints(finished, resume="never"))
 
     def test_batches_are_refused(self, tmp_path, unhooked):
         with pytest.raises(TypeError, match="takes `checkpoint` with data in arrays, got a list"):

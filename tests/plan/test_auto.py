@@ -19,7 +19,7 @@ from eqx_ensemble.plan._auto import reason
 from eqx_ensemble.plan._memory import Cost, Peak, cost_of
 from eqx_ensemble.plan._search import Search, SearchCache, Trial, candidates
 
-from ..factories import assert_close, assert_same
+from ..factories import assert_close, assert_same, grouped
 
 KEY = jax.random.key(0)
 MEMBERS = 5
@@ -43,7 +43,7 @@ def data(rows=64):
 
 def fitted(ensemble, plan, loss=loss, **options):
     options = {"epochs": 3, "batch_size": 8} | options
-    return ee.fit(ensemble, loss, ADAM, data(), plan=plan, progress=False, key=KEY, **options)
+    return ee.fit(ensemble, loss, ADAM, data(), progress=False, key=KEY, **grouped(options | {"plan": plan}))
 
 
 class TestLook:

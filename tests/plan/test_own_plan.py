@@ -13,7 +13,7 @@ from eqx_ensemble.plan._auto import reason
 from eqx_ensemble.plan._memory import Cost, Peak
 from eqx_ensemble.plan._search import Search, SearchCache, Trial
 
-from ..factories import assert_close, assert_same
+from ..factories import assert_close, assert_same, grouped
 
 KEY, MEMBERS = jax.random.key(0), 5
 ADAM = optax.adam(1e-2)
@@ -88,7 +88,7 @@ def loss(model, batch, key):
 
 def fitted(ensemble, plan, **options):
     options = {"steps": 12, "batch_size": 8} | options
-    return ee.fit(ensemble, loss, ADAM, DATA, plan=plan, progress=False, key=KEY, **options)
+    return ee.fit(ensemble, loss, ADAM, DATA, progress=False, key=KEY, **grouped(options | {"plan": plan}))
 
 
 def test_as_they_are_written():

@@ -113,9 +113,18 @@ def spoilt():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = ee.fit(
-            ee.build(make, 8, mesh=mesh, key=KEY(0)), fails, optax.adam(1e-2), (X, Y), hyper=hyper, epochs=8,
-            max_steps=[2, 2, 9, 2, 99, 99, 2, 99], max_seconds=1e3, batch_size=6, mesh=mesh, key=KEY(1), progress=False,
-        )  # fmt: skip
+            ee.build(make, 8, mesh=mesh, key=KEY(0)),
+            fails,
+            optax.adam(1e-2),
+            (X, Y),
+            hyper=hyper,
+            epochs=8,
+            stop=ee.train.Stopping(steps=[2, 2, 9, 2, 99, 99, 2, 99], seconds=1e3),
+            batch_size=6,
+            mesh=mesh,
+            key=KEY(1),
+            progress=False,
+        )
     return numbers(run)
 
 
@@ -196,7 +205,7 @@ def within(folder):
 
 def training(folder, *, dies=False, epochs=6):
     """A run with checkpoints; process 1 is killed within it on request."""
-    checkpoints = ee.checkpoint.Checkpoints(folder / "run", format="orbax")
+    checkpoints = ee.checkpoint.Checkpoints(folder / "run", format="orbax", every=4)
     if dies:
         killer, save = DiesAt(folder / "run", 2, 1), ee.checkpoint.Checkpoints.save
 
@@ -207,7 +216,7 @@ def training(folder, *, dies=False, epochs=6):
         ee.checkpoint.Checkpoints.save = save_and_die
     shape = {"members": 2, "data": 2} if jax.device_count() == 4 else {}
     mesh = ee.make_mesh(**shape)
-    run = fitted(mesh, 4, epochs=epochs, checkpoint=checkpoints, checkpoint_every=4, patience=None)
+    run = fitted(mesh, 4, epochs=epochs, checkpoint=checkpoints, patience=None)
     saved(folder, numbers(run))
 
 
@@ -221,7 +230,7 @@ def called(folder):
             return np.arange(8) == (progress.step if rank == 0 else 7)  # members 2 and 4
         return rank == 0
 
-    run = fitted(mesh, callbacks=answer, callback_every=2)
+    run = fitted(mesh, callbacks=ee.train.every(2, answer))
     assert run.interrupted
     assert int(run.train_state.step) == 6
     found = {f"{i} {name}": x for i, part in enumerate(seen) for name, x in part.items()} | numbers(run)
@@ -234,7 +243,7 @@ def called(folder):
         options = {"checkpoint": ee.checkpoint.Checkpoints(folder / "run", format="orbax"), "patience": None}
         error, message = (KeyError, "only here") if rank == 1 else (RuntimeError, "on process 1, which shows it")
         with pytest.raises(error, match=message):
-            fitted(mesh, **options, callbacks=fails, callback_every=5)
+            fitted(mesh, **options, callbacks=ee.train.every(5, fails))
         assert options["checkpoint"].steps == [5]
         again, whole = numbers(fitted(mesh, **options)), numbers(fitted(mesh, patience=None))
         for name, x in again.items():

@@ -18,7 +18,7 @@ from eqx_ensemble.sharding._shard import shard_members
 from eqx_ensemble.train.host import _loop as _pacing
 from eqx_ensemble.train.host._active import ActiveMembers
 
-from ..factories import CASES, assert_close, assert_same, assert_same_where_optimised, data
+from ..factories import CASES, assert_close, assert_same, assert_same_where_optimised, data, grouped
 
 KEY = jax.random.key(0)
 MESHES = {"4x1": {"members": 4}, "2x2": {"members": 2, "data": 2}, "1x4": {"members": 1, "data": 4}}
@@ -45,7 +45,7 @@ def fitted(num_members, optimiser="sgd", mesh=None, **options):
     options = {"validation": VALIDATION, "batch_size": 8, "epochs": 4, "patience": 3} | options
     mesh = None if mesh is None else ee.make_mesh(**mesh)
     ensemble = ee.build(make, num_members, mesh=mesh, key=KEY)
-    return ee.fit(ensemble, loss, OPTIMISERS[optimiser], (X, Y), mesh=mesh, key=KEY, **options)
+    return ee.fit(ensemble, loss, OPTIMISERS[optimiser], (X, Y), mesh=mesh, key=KEY, **grouped(options))
 
 
 @ft.cache
@@ -230,7 +230,7 @@ class TestFit:
         options = {
             "hyper": {"rate": jnp.geomspace(0.01, 0.3, 5)},
             "rows": rows,
-            "max_steps": [3, 100, 7, 100, 9],
+            "stop": ee.train.Stopping(steps=[3, 100, 7, 100, 9]),
             "batch_size": 8,
             "validation": (ee.Each(own.value[:, :8]), Y[:8]),
             "epochs": 3,
@@ -273,7 +273,7 @@ class TestFit:
 
     @uneven
     def test_leaving_the_arrays(self, monkeypatch):
-        options = {"max_steps": [3] * 4 + [7] * 3 + [100] * 4, "epochs": 6, "patience": None}
+        options = {"stop": ee.train.Stopping(steps=[3] * 4 + [7] * 3 + [100] * 4), "epochs": 6, "patience": None}
         expected = fitted(11, **options)
         widths, shrink = [], ActiveMembers.shrink
         monkeypatch.setattr(_pacing, "_FIRST_STEPS", 1)

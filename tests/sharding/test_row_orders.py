@@ -37,7 +37,9 @@ def program(monkeypatch, mesh):
     monkeypatch.setattr(_arrays, "compiled_chunk", look)
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=KEY, mesh=mesh)
     with pytest.raises(Done):
-        ee.fit(ensemble, loss, optax.sgd(0.1), X, batch_size=7, epochs=1, mesh=mesh, scan=True, key=KEY)
+        ee.fit(
+            ensemble, loss, optax.sgd(0.1), X, batch_size=7, epochs=1, mesh=mesh, plan=ee.plan.Vmap(scan=True), key=KEY
+        )
     return found
 
 

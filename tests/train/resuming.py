@@ -34,5 +34,5 @@ def digest(run):
 
 
 if __name__ == "__main__":
-    saving = {"checkpoint": sys.argv[1], "checkpoint_every": 20} if len(sys.argv) > 1 else {}
+    saving = {"checkpoint": ee.checkpoint.Checkpoints(sys.argv[1], every=20)} if len(sys.argv) > 1 else {}
     print(digest(trainer()(epochs=150, **saving)))

@@ -199,7 +199,11 @@ def test_the_last_epoch_counts_for_patience():
     x, y = np.ones((8, 3), np.float32), np.zeros((8, 1), np.float32)
     loss = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 2, key=jax.random.key(0))
-    options = {"validation": (x, y + 1), "score": lambda *_: jnp.float32(1), "mode": "min", "patience": 2, "steps": 6}
+    options = {
+        "validation": ee.train.Validation((x, y + 1), score=lambda *_: jnp.float32(1), mode="min"),
+        "patience": 2,
+        "steps": 6,
+    }
     call = lambda data, **others: ee.fit(
         ensemble, loss, optax.sgd(0.1), data, key=jax.random.key(0), **options, **others
     )

@@ -14,7 +14,7 @@ import eqx_ensemble as ee
 from eqx_ensemble.train import Status
 from eqx_ensemble.train.host import _callbacks
 
-from ..factories import assert_same
+from ..factories import assert_same, grouped
 
 KEY = jax.random.key(0)
 MEMBERS = 5
@@ -48,7 +48,7 @@ def ensemble():
 
 def fitted(begun, *, fn=loss, optimiser=ADAM, data=(X, Y), **options):
     options = {"batch_size": 8} | options if isinstance(data, tuple) else options
-    return ee.fit(begun, fn, optimiser, data, progress=False, key=KEY, **options)
+    return ee.fit(begun, fn, optimiser, data, progress=False, key=KEY, **grouped(options))
 
 
 class Batches:
@@ -76,7 +76,7 @@ def drawn_options(rng):
         options |= {"validation": VALID}
         options |= {"patience": int(rng.integers(1, 4))} if rng.random() < 0.5 else {}
         options |= {"target": 0.3} if rng.random() < 0.3 else {}
-    options |= {"max_steps": rng.integers(3, 60, MEMBERS)} if rng.random() < 0.4 else {}
+    options |= {"stop": ee.train.Stopping(steps=rng.integers(3, 60, MEMBERS))} if rng.random() < 0.4 else {}
     if rng.random() < 0.4:
         options |= {"fn": explosive, "hyper": jnp.asarray([0.0, 1.0, 0.0, 0.0, 1.0])}
         options |= {"optimiser": lambda hyper: ADAM, "on_diverge": str(rng.choice(["freeze", "revive"]))}
@@ -118,7 +118,9 @@ def test_looking_changes_nothing(ensemble, seed):
     every = int(rng.integers(1, 20)) if rng.random() < 0.7 else None
     expected = fitted(ensemble, **options)
     seen = Seen()
-    run = fitted(ensemble, **options, callbacks=[seen, lambda progress: False], callback_every=every)
+    run = fitted(
+        ensemble, **options, callbacks=[ee.train.every(every, seen), ee.train.every(every, lambda progress: False)]
+    )
     assert_same_runs(run, expected)
     assert_same(joined([progress.history for progress in seen]), run.history)
     assert seen[-1].step == run.history.loss.shape[1] == max(progress.step for progress in seen)
@@ -129,7 +131,7 @@ def test_looking_changes_nothing(ensemble, seed):
 
 def test_what_a_callback_sees(ensemble):
     seen = Seen()
-    run = fitted(ensemble, epochs=4, validation=VALID, callbacks=seen, callback_every=3)
+    run = fitted(ensemble, epochs=4, validation=VALID, callbacks=ee.train.every(3, seen))
     assert [progress.step for progress in seen] == [3, 6, 9, 12, 15, 18, 20]
     assert [progress.epoch for progress in seen] == [0, 1, 1, 2, 3, 3, 4]
     assert {progress.last_step for progress in seen} == {20}
@@ -150,7 +152,7 @@ def test_what_a_callback_sees(ensemble):
 
 def test_the_weights_are_those_of_a_run_cut_there(ensemble):
     kept = []
-    fitted(ensemble, steps=20, callbacks=lambda progress: kept.append(progress.train_state), callback_every=7)
+    fitted(ensemble, steps=20, callbacks=ee.train.every(7, lambda progress: kept.append(progress.train_state)))
     for state, steps in zip(kept, (7, 14, 20), strict=True):
         assert_same(state, fitted(ensemble, steps=steps).train_state)
 
@@ -182,7 +184,7 @@ def test_an_epoch_is_validated_before_the_call_at_its_end(ensemble, data):
     seen = Seen()
     sizes = {"batch_size": 8} if data is READER else {}
     end = lambda progress: seen(progress) or progress.step == 10
-    options = {"validation": VALID, "callbacks": end, "callback_every": PER_EPOCH, "epochs": 3} | sizes
+    options = {"validation": VALID, "callbacks": ee.train.every(PER_EPOCH, end), "epochs": 3} | sizes
     run = fitted(ensemble, data=data, **options)
     assert [progress.step for progress in seen] == [5, 10]
     assert [progress.epoch for progress in seen] == [1, 2]
@@ -198,7 +200,7 @@ def test_a_stop_is_a_cut(ensemble, data, step, tmp_path):
     options = {"data": data, "validation": VALID}
     stop = lambda progress: progress.step >= step
     whole = fitted(ensemble, steps=20, **options)
-    run = fitted(ensemble, steps=20, **options, callbacks=stop, callback_every=1, checkpoint=tmp_path)
+    run = fitted(ensemble, steps=20, **options, callbacks=ee.train.every(1, stop), checkpoint=tmp_path)
     assert run.interrupted
     assert not whole.interrupted
     assert (run.status == Status.OK).all()
@@ -216,8 +218,8 @@ def test_a_stop_is_a_cut(ensemble, data, step, tmp_path):
 def test_stopping_members_is_their_max_steps(ensemble, data):
     at = np.array([3, 20, 5, 11, 30])
     options = {"data": data, "steps": 24, "validation": VALID}
-    expected = fitted(ensemble, **options, max_steps=at)
-    run = fitted(ensemble, **options, callbacks=lambda progress: at <= progress.step, callback_every=1)
+    expected = fitted(ensemble, **options, stop=ee.train.Stopping(steps=at))
+    run = fitted(ensemble, **options, callbacks=ee.train.every(1, lambda progress: at <= progress.step))
     assert_same(run.status, np.where(at <= 24, Status.STOPPED, Status.OK).astype(np.int8))
     assert_same(run.stopped_at, expected.stopped_at)
     assert_same(run.history.loss, expected.history.loss)
@@ -227,16 +229,16 @@ def test_stopping_members_is_their_max_steps(ensemble, data):
 
 def test_members_that_stop_are_validated_and_leave(ensemble):
     at = np.array([2, 2, 2, 2, 7])
-    run = fitted(ensemble, steps=400, validation=VALID, callbacks=lambda p: at <= p.step, callback_every=1)
+    run = fitted(ensemble, steps=400, validation=VALID, callbacks=ee.train.every(1, lambda p: at <= p.step))
     assert run.stopped_at.tolist() == at.tolist()
     assert_same(run.best_step, at.astype(np.int32))
     assert run.history.loss.shape[1] == 7
 
 
 def test_all_members_stopped_stay_stopped_after_a_restart(ensemble, tmp_path):
-    options = {"steps": 20, "checkpoint": tmp_path, "checkpoint_every": 1}
+    options = {"steps": 20, "checkpoint": ee.checkpoint.Checkpoints(tmp_path, every=1)}
     stop = lambda progress: np.full(MEMBERS, progress.step >= 6)
-    run = fitted(ensemble, **options, callbacks=stop, callback_every=2)
+    run = fitted(ensemble, **options, callbacks=ee.train.every(2, stop))
     assert run.stopped_at.tolist() == [6] * MEMBERS
     calls = []
     again = fitted(ensemble, **options, callbacks=calls.append)
@@ -248,7 +250,7 @@ def test_answers_of_several_callbacks(ensemble):
     first = lambda progress: np.arange(MEMBERS) == 0
     second = lambda progress: [False, True, False, False, False] if progress.step >= 4 else None
     last = lambda progress: progress.step >= 6
-    run = fitted(ensemble, steps=20, callbacks=(first, second, last), callback_every=2)
+    run = fitted(ensemble, steps=20, callbacks=[ee.train.every(2, each) for each in (first, second, last)])
     assert run.stopped_at.tolist() == [2, 4, -1, -1, -1]
     assert run.interrupted
     assert int(run.train_state.step) == 6
@@ -263,7 +265,7 @@ def test_an_error_keeps_the_run(ensemble, every, tmp_path):
     options = {"steps": 20, "validation": VALID, "checkpoint": tmp_path}
     whole = fitted(ensemble, steps=20, validation=VALID)
     with pytest.raises(KeyError) as error:
-        fitted(ensemble, **options, callbacks=fail, callback_every=every)
+        fitted(ensemble, **options, callbacks=fail if every is None else ee.train.every(every, fail))
     step = int(error.value.run.train_state.step)
     assert every is None or step == 4
     assert "Rerunning the same call resumes there" in error.value.__notes__[-1]
@@ -286,7 +288,7 @@ def test_control_c_in_a_callback(ensemble, interruptible):
     def press(progress):
         os.kill(os.getpid(), signal.SIGINT)
 
-    run = fitted(ensemble, steps=50, callbacks=press, callback_every=6)
+    run = fitted(ensemble, steps=50, callbacks=ee.train.every(6, press))
     assert run.interrupted
     assert_same(run.train_state, fitted(ensemble, steps=6).train_state)
 
@@ -308,7 +310,7 @@ def test_control_c_and_a_callback(ensemble, interruptible):
 
 def test_callbacks_do_not_identify_a_run(ensemble, tmp_path):
     options = {"steps": 12, "checkpoint": tmp_path}
-    run = fitted(ensemble, **options, callbacks=Seen(), callback_every=5)
+    run = fitted(ensemble, **options, callbacks=ee.train.every(5, Seen()))
     assert_same_runs(fitted(ensemble, **options), run)
     longer = fitted(ensemble, **options | {"steps": 15}, callbacks=[Seen(), Seen()])
     assert int(longer.train_state.step) == 15
@@ -317,7 +319,7 @@ def test_callbacks_do_not_identify_a_run(ensemble, tmp_path):
 def test_a_continued_run(ensemble):
     first = fitted(ensemble, epochs=2, validation=VALID)
     seen = Seen()
-    run = fitted(first, epochs=2, validation=VALID, callbacks=seen, callback_every=5)
+    run = fitted(first, epochs=2, validation=VALID, callbacks=ee.train.every(5, seen))
     assert [progress.step for progress in seen] == [15, 20]
     assert [progress.epoch for progress in seen] == [1, 2]
     assert_same(joined([progress.history for progress in seen]).loss, run.history.loss[:, 10:])
@@ -327,9 +329,9 @@ def test_a_continued_run(ensemble):
 def test_a_resumed_run_counts_its_epochs(ensemble, tmp_path):
     for data in ((X, Y), Batches()):
         options = {"data": data, "epochs": 4, "checkpoint": tmp_path / type(data).__name__}
-        fitted(ensemble, **options, callbacks=lambda p: p.step >= 12, callback_every=1)
+        fitted(ensemble, **options, callbacks=ee.train.every(1, lambda p: p.step >= 12))
         seen = Seen()
-        fitted(ensemble, **options, callbacks=seen, callback_every=1)
+        fitted(ensemble, **options, callbacks=ee.train.every(1, seen))
         assert [progress.step for progress in seen] == [*range(13, 21)]
         assert seen[0].epoch == 2
 
@@ -350,11 +352,11 @@ def test_on_a_mesh(ensemble):
     mesh = ee.make_mesh(members=4)
     seen = []
     options = {"steps": 12, "validation": VALID, "mesh": mesh}
-    run = fitted(ensemble, **options, callbacks=lambda p: seen.append(p.train_state), callback_every=5)
+    run = fitted(ensemble, **options, callbacks=ee.train.every(5, lambda p: seen.append(p.train_state)))
     assert_same_runs(run, fitted(ensemble, **options))
     assert_same(seen[0], fitted(ensemble, **options | {"steps": 5}).train_state)
     at = np.array([3, 20, 5, 11, 30])
-    stopped = fitted(ensemble, **options, callbacks=lambda p: at <= p.step, callback_every=1)
+    stopped = fitted(ensemble, **options, callbacks=ee.train.every(1, lambda p: at <= p.step))
     assert stopped.stopped_at.tolist() == [3, -1, 5, 11, -1]
 
 
@@ -372,14 +374,20 @@ def test_methods_pass_callbacks_on(ensemble):
     seen = Seen()
     options = {"loss": loss, "data": (X, Y), "batch_size": 8, "progress": False, "key": KEY}
     run = ee.methods.successive_halving(
-        ensemble, optimiser=ADAM, validation=VALID, epochs=1, callbacks=seen, callback_every=5, **options
+        ensemble, optimiser=ADAM, validation=VALID, epochs=1, callbacks=ee.train.every(5, seen), **options
     )
     assert seen[-1].step == int(run.train_state.step) == 15
     rates = {"lr": jnp.full(MEMBERS, 0.01)}
     found = ee.methods.population_based_training(
-        ensemble, optimiser=lambda hyper: optax.sgd(hyper["lr"]), hyper=rates, validation=VALID, rounds=4, epochs=1,
-        callbacks=lambda progress: progress.step >= 10, callback_every=5, **options,
-    )  # fmt: skip
+        ensemble,
+        optimiser=lambda hyper: optax.sgd(hyper["lr"]),
+        hyper=rates,
+        validation=VALID,
+        rounds=4,
+        epochs=1,
+        callbacks=ee.train.every(5, lambda progress: progress.step >= 10),
+        **options,
+    )
     assert found.run.interrupted
     assert len(found.scores) == 2
     folds = ee.resample.folds(len(X), MEMBERS, key=KEY)
@@ -403,15 +411,15 @@ def test_wrong_callbacks(ensemble, callbacks, message, unhooked):
 
 
 @pytest.mark.parametrize(("every", "error"), [(0, ValueError), (2.5, TypeError), (True, TypeError), (-1, ValueError)])
-def test_wrong_callback_every(ensemble, every, error, unhooked):
-    with pytest.raises(error, match="`callback_every`"):
-        fitted(ensemble, steps=3, callbacks=print, callback_every=every)
+def test_wrong_periods(every, error, unhooked):
+    with pytest.raises(error, match=r"`train\.every` needs (an integer )?`steps`"):
+        ee.train.every(every, print)
 
 
-def test_callback_every_without_callbacks(ensemble, unhooked):
-    for none in (None, []):
-        with pytest.raises(TypeError, match="`fit` takes `callback_every` with `callbacks=`"):
-            fitted(ensemble, steps=3, callbacks=none, callback_every=2)
+@pytest.mark.parametrize("callback", [None, [], Seen])
+def test_no_callback_to_call_every(callback, unhooked):
+    with pytest.raises(TypeError, match="`train.every` needs a function of one argument, got"):
+        ee.train.every(2, callback)
 
 
 @pytest.mark.parametrize(
@@ -431,3 +439,14 @@ def test_wrong_answers_keep_the_run(ensemble, answer, message, unhooked):
     with pytest.raises((TypeError, ValueError), match=message) as error:
         fitted(ensemble, steps=8, callbacks=answers)
     assert int(error.value.run.train_state.step) == 8
+
+
+def test_callbacks_of_several_periods(ensemble):
+    """Each sees all steps since its own last call."""
+    calls = {every: [] for every in (3, 4, None)}
+    see = lambda every: lambda progress: calls[every].append((progress.step, progress.history.step.tolist()))
+    fitted(ensemble, steps=14, callbacks=[see(None), ee.train.every(3, see(3)), ee.train.every(4, see(4))])
+    for every, seen in calls.items():
+        assert sum((steps for _, steps in seen), []) == list(range(1, 15))
+        if every is not None:
+            assert [step for step, _ in seen] == [*range(every, 15, every), 14]

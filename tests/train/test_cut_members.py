@@ -92,7 +92,7 @@ def fitted(options, index=None, begun=None, **changed):
         given["state"] = None if state is None else several(state, chosen)
         given["hyper"] = {"lr": jnp.linspace(1e-3, 1e-1, MEMBERS)[chosen]} if "hyper" in options else None
     if "validation" in options:
-        given |= {"validation": (x[1, :5], jnp.cos(x[1, :5, 0])), "score": own_score, "mode": "min"}
+        given |= {"validation": ee.train.Validation((x[1, :5], jnp.cos(x[1, :5, 0])), score=own_score, mode="min")}
     if "rows" in options:
         given["rows"] = np.asarray(ee.resample.bootstrap(ROWS, MEMBERS, key=KEY))[chosen]
     if "revival" in options:

@@ -10,7 +10,7 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.train import Status
 
-from ..factories import assert_close, assert_same
+from ..factories import assert_close, assert_same, grouped
 
 KEY = jax.random.key(0)
 MEMBERS = 3
@@ -80,7 +80,7 @@ def a_case(seed):
         source = data(rows)
         options |= {"batch_size": batch_size, "order": rng.choice(["each", "shared", "given"]).item()}
     return -(-rows // batch_size), lambda begun, **more: ee.fit(
-        begun, noisy_loss, ADAM, source, progress=False, key=KEY, **options, **more
+        begun, noisy_loss, ADAM, source, progress=False, key=KEY, **grouped(options | more)
     )
 
 
@@ -125,8 +125,13 @@ def test_resumed_at_every_step(ensemble, tmp_path, seed):
 def test_resumed_after_an_epoch_of_an_iterator(ensemble, tmp_path):
     """The end of the epoch is validated once, and counts once for patience."""
     score = lambda model, batch, key: jnp.float32(1)
-    options = {"validation": data(8), "score": score, "mode": "min", "patience": 3, "progress": False, "key": KEY}
-    fit = lambda **more: ee.fit(ensemble, loss, ADAM, Resumable(data(20), 8), **options, **more)
+    options = {
+        "validation": ee.train.Validation(data(8), score=score, mode="min"),
+        "patience": 3,
+        "progress": False,
+        "key": KEY,
+    }
+    fit = lambda **more: ee.fit(ensemble, loss, ADAM, Resumable(data(20), 8), **grouped(options | more))
     for epochs in (1, 2, 6):
         run = fit(epochs=epochs, checkpoint=tmp_path / "run")
     assert run.stopped_at.tolist() == [12] * MEMBERS
@@ -145,7 +150,7 @@ def test_is_what_optax_alone_does(ensemble, rows, scan):
             data(rows),
             steps=steps,
             order="given",
-            scan=scan,
+            plan=ee.plan.Vmap(scan=scan),
             progress=False,
             key=KEY,
         )
@@ -169,8 +174,15 @@ def test_is_what_optax_alone_does(ensemble, rows, scan):
 def test_patience_and_target_count_whole_epochs(ensemble):
     """Where a run is cut makes no member stop earlier, and none later."""
     target = jnp.array([-1.0, -1.0, 0.4])
-    options = {"validation": data(8), "patience": 2, "min_delta": 0.01, "target": target, "batch_size": 8}
-    fit = lambda begun, steps: ee.fit(begun, loss, ADAM, data(20), steps=steps, progress=False, key=KEY, **options)
+    options = {
+        "validation": ee.train.Validation(data(8), min_delta=0.01),
+        "patience": 2,
+        "stop": ee.train.Stopping(target=target),
+        "batch_size": 8,
+    }
+    fit = lambda begun, steps: ee.fit(
+        begun, loss, ADAM, data(20), steps=steps, progress=False, key=KEY, **grouped(options)
+    )
     whole, run = fit(ensemble, 60), fit(ensemble, 4)
     assert len(set(whole.stopped_at.tolist())) > 1
     while run.train_state.step < 60 and (run.status == Status.OK).any():
@@ -186,7 +198,7 @@ def test_halving_and_populations_make_the_steps_asked_for(ensemble):
     hyper = {"lr": jnp.array([1e-2, 1e-3, 1e-4])}
     optimiser = lambda hyper: optax.adam(hyper["lr"])
     options = {"data": data(40), "hyper": hyper, "validation": data(8), "progress": False, "key": KEY}
-    halved = ee.methods.successive_halving(ensemble, loss, optimiser, steps=1, factor=2, rungs=3, **options)
+    halved = ee.methods.successive_halving(ensemble, loss, optimiser, steps=1, factor=2, rungs=3, **grouped(options))
     assert halved.train_state.opt_state[0].count.max() == 4
-    found = ee.methods.population_based_training(ensemble, loss, optimiser, steps=1, rounds=4, **options)
+    found = ee.methods.population_based_training(ensemble, loss, optimiser, steps=1, rounds=4, **grouped(options))
     np.testing.assert_array_equal(found.run.train_state.opt_state[0].count, 4)

@@ -13,6 +13,8 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.train import DivergedError, NotSavedError, Status
 
+from ..factories import grouped
+
 KEY = jax.random.key(0)
 ROWS = (jnp.linspace(-1, 1, 8)[:, None], jnp.ones((8, 1)))
 RATES = {"lr": jnp.asarray([0.1, 1e30, 0.2])}
@@ -65,13 +67,13 @@ def test_errors_arrive_without_a_run_that_cannot():
         assert not hasattr(error, "__notes__")
 
 
-@pytest.mark.parametrize("limits", [{"max_steps": [3, 8, 5]}, {"patience": 1, "min_delta": 100.0}])
+@pytest.mark.parametrize("limits", [{"stop": ee.train.Stopping(steps=[3, 8, 5])}, {"patience": 1, "min_delta": 100.0}])
 def test_debug_nans_ends_nothing(limits):
     """Members that stop, at steps of their own; the third diverges."""
     ensemble = ee.build(linear, 3, key=KEY)
     options = {"validation": ROWS, "epochs": 4, "batch_size": 4, "key": KEY} | limits
     rates = {"lr": RATES["lr"][jnp.array([0, 2, 1])]}
-    fitted = lambda: ee.fit(ensemble, loss, sgd, ROWS, hyper=rates, **options)
+    fitted = lambda: ee.fit(ensemble, loss, sgd, ROWS, hyper=rates, **grouped(options))
     with pytest.warns(UserWarning, match="diverged"):
         expected = fitted()
     with jax.debug_nans(True), jax.debug_infs(True), pytest.warns(UserWarning, match="diverged"):

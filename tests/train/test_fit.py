@@ -228,9 +228,17 @@ def patient_loop(model, member, epochs, patience, min_delta, validation, alone):
 def test_patience_of_its_own(ensemble, min_delta):
     validation, epochs = dataset(10, seed=1), 12
     run = ee.fit(
-        ensemble, loss, SGD, dataset(), batch_size=BATCH, order="given", epochs=epochs,
-        validation=validation, patience=2, min_delta=min_delta, key=KEY,
-    )  # fmt: skip
+        ensemble,
+        loss,
+        SGD,
+        dataset(),
+        batch_size=BATCH,
+        order="given",
+        epochs=epochs,
+        validation=ee.train.Validation(validation, min_delta=min_delta),
+        patience=2,
+        key=KEY,
+    )
     assert run.history.validation_step.tolist() == list(range(3, run.history.loss.shape[1] + 1, 3))
     for i, model in enumerate(ensemble.unstack()):
         best, score, step, left, scores = patient_loop(model, IDS[i], epochs, 2, min_delta, validation, ALONE)
@@ -273,9 +281,7 @@ def test_score_in_inference_mode():
         dataset(),
         batch_size=ROWS,
         epochs=4,
-        validation=validation,
-        score=score,
-        mode="min",
+        validation=ee.train.Validation(validation, score=score, mode="min"),
         key=KEY,
     )
     found = [score(eqx.nn.inference_mode(member), validation, None) for member in run.ensemble]
@@ -457,9 +463,15 @@ def test_hyper_for_the_score_alone(ensemble):
         return hyper["offset"] + 0.0 * loss(model, batch, key)
 
     run = ee.fit(
-        ensemble, loss, SGD, dataset(), epochs=1, validation=dataset(10), score=score, mode="min",
-        hyper={"offset": np.arange(3.0, dtype=np.float32)}, key=KEY,
-    )  # fmt: skip
+        ensemble,
+        loss,
+        SGD,
+        dataset(),
+        epochs=1,
+        validation=ee.train.Validation(dataset(10), score=score, mode="min"),
+        hyper={"offset": np.arange(3.0, dtype=np.float32)},
+        key=KEY,
+    )
     assert run.best_score.tolist() == [0, 1, 2]
 
 

@@ -54,7 +54,7 @@ CASES = {
     "shared": (noisy, {"order": "shared", "has_aux": True}),
     "validation": (mse, {"validation": (X[:6], Y[:6]), "patience": 1, "epochs": 6}),
     "hyper": (with_hyper, {"hyper": HYPER}),
-    "limits": (mse, {"max_steps": [1, 2, 3, 100]}),
+    "limits": (mse, {"stop": ee.train.Stopping(steps=[1, 2, 3, 100])}),
     "revive": (with_hyper, {"hyper": HYPER, "on_diverge": ee.train.Revive(perturb=None)}),
     "callbacks": (printing, {}),
     "one after another": (mse, {"plan": ee.plan.Sequential()}),

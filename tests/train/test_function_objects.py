@@ -54,7 +54,13 @@ OBJECTS = {
 def test_train_and_score_like_a_function(kind):
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 2, key=KEY)
     sgd = optax.sgd(0.1)
-    options = {"steps": 2, "batch_size": 16, "validation": DATA, "mode": "min", "key": KEY, "progress": False}
+    options = {
+        "steps": 2,
+        "batch_size": 16,
+        "validation": ee.train.Validation(DATA, mode="min"),
+        "key": KEY,
+        "progress": False,
+    }
     for w in (1.0, 3.0):  # another object is another function
         plain, own = (lambda model, batch, key, w=w: weighted(w, model, batch, key)), OBJECTS[kind](w)
         want, got = (ee.fit(ensemble, loss, sgd, DATA, score=loss, **options) for loss in (plain, own))

@@ -72,7 +72,7 @@ class TestAsIfItHadNotStopped:
         assert_same_run(run, whole)
 
     def test_with_validation_and_patience(self, ensemble):
-        options = {"validation": data(16), "patience": 2, "min_delta": 0.02}
+        options = {"validation": ee.train.Validation(data(16), min_delta=0.02), "patience": 2}
         whole = fitted(ensemble, epochs=12, **options)
         assert len(set(whole.stopped_at.tolist())) > 1
         run = fitted(fitted(ensemble, epochs=3, **options), epochs=9, **options)
@@ -81,8 +81,12 @@ class TestAsIfItHadNotStopped:
 
     def test_members_stop_at_steps_of_all_runs(self, ensemble):
         limits = [2, 7, 12, 100]
-        whole = fitted(ensemble, epochs=4, max_steps=limits)
-        run = fitted(fitted(ensemble, epochs=2, max_steps=limits), epochs=2, max_steps=limits)
+        whole = fitted(ensemble, epochs=4, stop=ee.train.Stopping(steps=limits))
+        run = fitted(
+            fitted(ensemble, epochs=2, stop=ee.train.Stopping(steps=limits)),
+            epochs=2,
+            stop=ee.train.Stopping(steps=limits),
+        )
         assert_same_run(run, whole)
         assert run.stopped_at.tolist() == [2, 7, 12, -1]
 
@@ -147,7 +151,7 @@ class TestFromATrainingState:
 
 
 def test_a_budget_that_is_over_is_not_exceeded(ensemble):
-    run = fitted(fitted(ensemble, epochs=2), steps=10, max_steps=[5, 5, 100, 100])
+    run = fitted(fitted(ensemble, epochs=2), steps=10, stop=ee.train.Stopping(steps=[5, 5, 100, 100]))
     assert run.stopped_at.tolist() == [10, 10, -1, -1]
 
 
@@ -181,23 +185,23 @@ class TestAnotherValidation:
         x, y = data(24)
         score = lambda model, batch, key: factor * plain_score(model, batch, key)
         options = {"mode": "min", "epochs": 2, "patience": 9}
-        first = fitted(ensemble, validation=(x, 0.01 * y), score=plain_score, **options)
-        second = fitted(first, validation=(x, y + 3), score=score, **options)
+        first = fitted(ensemble, validation=ee.train.Validation((x, 0.01 * y), score=plain_score), **options)
+        second = fitted(first, validation=ee.train.Validation((x, y + 3), score=score), **options)
         of_first = np.array([score(member, (x, y + 3), None) for member in first.ensemble.unstack()])
         of_second = second.history.validation[:, 2:]
         np.testing.assert_allclose(second.best_score, np.minimum(of_first, of_second.min(axis=1)), rtol=1e-5)
         assert (second.best_step > 10).any()
 
     def test_a_score_that_is_undefined_there_is_the_worst(self, ensemble):
-        first = fitted(ensemble, validation=data(24), score=plain_score, mode="min", epochs=1)
+        first = fitted(ensemble, validation=ee.train.Validation(data(24), score=plain_score, mode="min"), epochs=1)
         score = lambda model, batch, key: jnp.where(model.layers[0].weight[0, 0] > 1e9, 0.0, jnp.nan)
         with pytest.warns(UserWarning, match="validation scores that are NaN"):
-            run = fitted(first, validation=data(24), score=score, mode="min", epochs=1)
+            run = fitted(first, validation=ee.train.Validation(data(24), score=score, mode="min"), epochs=1)
         assert np.isinf(run.best_score).all()
 
 
 def test_a_status_that_was_reset(ensemble):
-    first = fitted(ensemble, epochs=2, max_steps=[3, 3, 99, 99], validation=data(24), patience=1)
+    first = fitted(ensemble, epochs=2, stop=ee.train.Stopping(steps=[3, 3, 99, 99]), validation=data(24), patience=1)
     anew = eqx.tree_at(lambda run: run.train_state.moving.status, first, jnp.zeros(MEMBERS, jnp.int8))
     run = fitted(anew, epochs=1, validation=data(24))
     assert (run.stopped_at == -1).all()
@@ -223,7 +227,7 @@ class TestRefused:
             fitted(state, epochs=1)
 
     def test_no_member_trains(self, ensemble):
-        run = fitted(ensemble, epochs=2, max_steps=3)
+        run = fitted(ensemble, epochs=2, stop=ee.train.Stopping(steps=3))
         with pytest.raises(ValueError, match="all 4 members have stopped or diverged"):
             fitted(run, epochs=1)
 
@@ -255,7 +259,7 @@ class TestDuration:
 
     def test_does_not_count_for_max_seconds(self, ensemble):
         earlier = eqx.tree_at(lambda run: run.seconds, fitted(ensemble, steps=5), 1e6)
-        run = fitted(earlier, steps=5, max_seconds=1000)
+        run = fitted(earlier, steps=5, stop=ee.train.Stopping(seconds=1000))
         assert run.status.tolist() == [ee.train.Status.OK] * MEMBERS
 
     def test_of_rounds(self, ensemble):

@@ -12,6 +12,8 @@ from eqx_ensemble.train.compiled._windows import Windows
 from eqx_ensemble.train.data import _sources as _arrays
 from eqx_ensemble.train.host._record import Record
 
+from ..factories import grouped
+
 KEY = jax.random.key(0)
 ROWS, BATCH, EPOCHS = 23, 5, 7  # five steps an epoch, the last one of three rows
 STEPS = EPOCHS * 5
@@ -35,7 +37,7 @@ def ensemble():
 def fit(ensemble, optimiser=SGD, data=DATA, **options):
     length = {} if "steps" in options else {"epochs": EPOCHS}
     sizes = {"batch_size": BATCH} if data is DATA else {}
-    return ee.fit(ensemble, loss, optimiser, data, has_aux=True, key=KEY, **length, **sizes, **options)
+    return ee.fit(ensemble, loss, optimiser, data, has_aux=True, key=KEY, **length, **sizes, **grouped(options))
 
 
 def windows(every, steps, begun=0):
@@ -101,9 +103,9 @@ def test_of_all_steps_by_default(full):
         pytest.param({"validation": DATA, "scan": False}, id="calls", marks=SLOW),
         pytest.param({"plan": ee.plan.Sequential()}, id="one by one", marks=SLOW),
         pytest.param({"plan": ee.plan.Sequential(), "scan": False}, id="calls of one", marks=SLOW),
-        pytest.param({"callbacks": lambda progress: None, "callback_every": 3}, id="cut", marks=SLOW),
-        pytest.param({"max_steps": np.array([2, 9, 35, 17])}, id="limits", marks=SLOW),
-        pytest.param({"max_steps": np.array([2, 9, 11, 10])}, id="none to the end", marks=SLOW),
+        pytest.param({"callbacks": ee.train.every(3, lambda progress: None)}, id="cut", marks=SLOW),
+        pytest.param({"stop": ee.train.Stopping(steps=np.array([2, 9, 35, 17]))}, id="limits", marks=SLOW),
+        pytest.param({"stop": ee.train.Stopping(steps=np.array([2, 9, 11, 10]))}, id="none to the end", marks=SLOW),
         pytest.param({"steps": 1}, id="one step", marks=SLOW),
         pytest.param({"steps": 22, "order": "given"}, id="within an epoch", marks=SLOW),
     ],
@@ -121,7 +123,7 @@ def test_with_other_options(ensemble, options, history):
 @pytest.mark.parametrize("history", [3, pytest.param("last", marks=SLOW)])
 def test_of_an_iterable(ensemble, history):
     batches = [(DATA[0][i : i + 5], DATA[1][i : i + 5]) for i in range(0, 20, 5)]
-    options = {"data": batches, "max_steps": np.array([28, 28, 7, 2])}
+    options = {"data": batches, "stop": ee.train.Stopping(steps=np.array([28, 28, 7, 2]))}
     full, run = fit(ensemble, **options), fit(ensemble, history=history, **options)
     assert_thinned(run.history, full.history, 10**9 if history == "last" else history)
     assert_same_members(run, full)
@@ -193,7 +195,7 @@ def test_callbacks_see_each_column_once_and_the_latest_losses(ensemble, full):
         seen.append(progress.history)
         latest.append((progress.step, progress.loss.copy()))
 
-    run = fit(ensemble, history=3, callbacks=look, callback_every=4)
+    run = fit(ensemble, history=3, callbacks=ee.train.every(4, look))
     np.testing.assert_array_equal(np.concatenate([part.loss for part in seen], axis=1), run.history.loss)
     np.testing.assert_array_equal(np.concatenate([part.step for part in seen]), run.history.step)
     assert [step for step, _ in latest] == [*range(4, 33, 4), 35]
@@ -205,7 +207,7 @@ def test_callbacks_see_a_validation_after_the_last_column_alone(ensemble):
     """A run that ends within an epoch and a window is validated after the last step's call."""
     seen = []
     look = lambda progress: seen.append(progress.history)
-    run = fit(ensemble, steps=4, history="last", validation=DATA, callbacks=look, callback_every=2)
+    run = fit(ensemble, steps=4, history="last", validation=DATA, callbacks=ee.train.every(2, look))
     assert [part.step.tolist() for part in seen] == [[], [4], []]
     assert [part.validation_step.tolist() for part in seen] == [[], [], [4]]
     np.testing.assert_array_equal(np.concatenate([part.loss for part in seen], axis=1), run.history.loss)
@@ -215,7 +217,7 @@ def test_callbacks_see_a_validation_after_the_last_column_alone(ensemble):
 def test_callbacks_see_the_last_column_of_a_run_that_they_end(ensemble, full):
     seen = []
     end = lambda progress: seen.append(progress.history) or progress.step >= 12
-    run = fit(ensemble, history=8, callbacks=end, callback_every=6)
+    run = fit(ensemble, history=8, callbacks=ee.train.every(6, end))
     assert run.history.step.tolist() == [8, 12]
     np.testing.assert_array_equal(np.concatenate([part.loss for part in seen], axis=1), run.history.loss)
     np.testing.assert_array_equal(run.history.loss, full.history.loss[:, [7, 11]])
@@ -223,7 +225,7 @@ def test_callbacks_see_the_last_column_of_a_run_that_they_end(ensemble, full):
 
 @pytest.mark.parametrize("history", [3, pytest.param("last", marks=SLOW)])
 def test_a_run_that_is_resumed_has_the_history_of_the_whole(ensemble, full, tmp_path, history):
-    options = {"history": history, "checkpoint": tmp_path, "checkpoint_every": 5}
+    options = {"history": history, "checkpoint": ee.checkpoint.Checkpoints(tmp_path, every=5)}
     fit(ensemble, steps=11, **options)  # within a window
     run = fit(ensemble, **options)
     assert_thinned(run.history, full.history, 10**9 if history == "last" else history)
@@ -247,7 +249,7 @@ def test_continuing_a_run_keeps_its_columns(ensemble, full):
 @SLOW
 def test_of_a_group(ensemble):
     group = ee.Group({"a": ensemble, "b": ensemble}, renumber=True)
-    run = fit(group, history=10, max_steps={"a": None, "b": 7})
+    run = fit(group, history=10, stop=ee.train.Stopping(steps={"a": None, "b": 7}))
     assert run.history.step.tolist() == [7, 10, 20, 30, 35]
     parts = run.runs["a"].history, run.runs["b"].history
     assert [part.step.tolist() for part in parts] == [[10, 20, 30, 35], [7]]

@@ -12,6 +12,8 @@ import pytest
 
 import eqx_ensemble as ee
 
+from ..factories import grouped
+
 KEY = jax.random.key(0)
 ROWS = (jnp.linspace(-1, 1, 12)[:, None], jnp.ones((12, 1)))
 RATES = jnp.asarray([0.001, 0.3, 0.02, 0.1])
@@ -36,7 +38,7 @@ def built():
 
 def fitted(**options):
     options = {"epochs": 2, "key": KEY, "hyper": {"lr": RATES}} | options
-    return ee.fit(built(), loss, sgd, ROWS, **options)
+    return ee.fit(built(), loss, sgd, ROWS, **grouped(options))
 
 
 # `mode="max"` of a score is `mode="min"` of its negative, in every function that ranks
@@ -44,7 +46,7 @@ def fitted(**options):
 
 @pytest.fixture(scope="module")
 def pair():
-    return fitted(validation=ROWS), fitted(validation=ROWS, score=negative, mode="max")
+    return fitted(validation=ROWS), fitted(validation=ee.train.Validation(ROWS, score=negative, mode="max"))
 
 
 def test_a_run(pair):
@@ -61,16 +63,19 @@ def test_a_run(pair):
 def test_runs_that_go_on(pair):
     low, high = pair
     options = {"epochs": 1, "validation": ROWS, "key": KEY}
-    more = ee.fit(high, loss, sgd, ROWS, score=negative, mode="max", **options)
+    more = ee.fit(high, loss, sgd, ROWS, **grouped(options | {"score": negative, "mode": "max"}))
     np.testing.assert_array_equal(more.best_score, -ee.fit(low, loss, sgd, ROWS, **options).best_score)
     with pytest.raises(ValueError, match=r"chosen with `mode='max'`, got `mode='min'`"):
-        ee.fit(high, loss, sgd, ROWS, score=negative, mode="min", **options)
+        ee.fit(high, loss, sgd, ROWS, **grouped(options | {"score": negative, "mode": "min"}))
 
 
 def test_no_score_yet():
     with pytest.warns(UserWarning, match="diverged"):
         run = fitted(
-            epochs=1, batch_size=1, hyper={"lr": RATES.at[2].set(1e30)}, validation=ROWS, score=negative, mode="max"
+            epochs=1,
+            batch_size=1,
+            hyper={"lr": RATES.at[2].set(1e30)},
+            validation=ee.train.Validation(ROWS, score=negative, mode="max"),
         )
     assert np.isneginf(run.best_score).tolist() == [False, False, True, False]
     assert run.best_step.tolist() == [12, 12, -1, 12]
@@ -79,7 +84,7 @@ def test_no_score_yet():
 
 def test_halving():
     options = {"hyper": {"lr": RATES}, "validation": ROWS, "epochs": 1, "factor": 2, "key": KEY}
-    halved = lambda **more: ee.methods.successive_halving(built(), loss, sgd, ROWS, **options, **more)
+    halved = lambda **more: ee.methods.successive_halving(built(), loss, sgd, ROWS, **grouped(options | more))
     low, high = halved(), halved(score=negative, mode="max")
     assert low.stopped_at.tolist() == high.stopped_at.tolist()
     assert sorted(low.stopped_at.tolist()) == [-1, 1, 1, 2]
@@ -88,7 +93,7 @@ def test_halving():
 
 def test_population():
     options = {"hyper": {"lr": RATES}, "validation": ROWS, "epochs": 1, "rounds": 2, "fraction": 0.25, "key": KEY}
-    grown = lambda **more: ee.methods.population_based_training(built(), loss, sgd, ROWS, **options, **more)
+    grown = lambda **more: ee.methods.population_based_training(built(), loss, sgd, ROWS, **grouped(options | more))
     low, high = grown(), grown(score=negative, mode="max")
     assert low.lineage.tolist() == high.lineage.tolist()
     donor, loser = np.argmin(low.scores[0]), np.argmax(low.scores[0])
@@ -105,8 +110,8 @@ def test_decisions():
 
 
 def test_checkpoints_keep_the_best(tmp_path):
-    folder = ee.checkpoint.Checkpoints(tmp_path, best=1, last=1)
-    fitted(validation=ROWS, score=negative, mode="max", checkpoint=folder, checkpoint_every=1, epochs=4)
+    folder = ee.checkpoint.Checkpoints(tmp_path, best=1, last=1, every=1)
+    fitted(validation=ee.train.Validation(ROWS, score=negative, mode="max"), checkpoint=folder, epochs=4)
     contents = [ee.checkpoint.contents(folder.path(step)) for step in folder.steps]
     assert len({c.score for c in contents}) == len(contents)
     assert all(c.score > 0 for c in contents)  # less is better there: the score with its sign changed
@@ -115,15 +120,13 @@ def test_checkpoints_keep_the_best(tmp_path):
 # What is refused
 
 REFUSED = {
-    "min_delta nan": ({"min_delta": float("nan")}, ValueError, "`fit` needs `min_delta`"),
-    "min_delta inf": ({"min_delta": np.inf}, ValueError, "`fit` needs `min_delta`"),
-    "min_delta negative": ({"min_delta": -1.0}, ValueError, "`fit` needs `min_delta`"),
-    "min_delta text": ({"min_delta": "0.1"}, TypeError, "`fit` needs `min_delta` to be a number"),
-    "min_delta array": ({"min_delta": np.zeros(3)}, TypeError, "`fit` needs `min_delta` to be a number"),
-    "min_delta flag": ({"min_delta": True}, TypeError, "`fit` needs `min_delta` to be a number"),
-    "mode": ({"mode": "higher"}, ValueError, "`fit` needs `mode` to be one of 'min', 'max', got 'higher'"),
-    "score alone": ({"score": loss, "validation": None}, TypeError, "needs `validation=` data with `score`"),
-    "min_delta alone": ({"min_delta": 0.1, "validation": None}, TypeError, "needs `validation=` data with `min_delta`"),
+    "min_delta nan": ({"min_delta": float("nan")}, ValueError, "`train.Validation` needs `min_delta`"),
+    "min_delta inf": ({"min_delta": np.inf}, ValueError, "`train.Validation` needs `min_delta`"),
+    "min_delta negative": ({"min_delta": -1.0}, ValueError, "`train.Validation` needs `min_delta`"),
+    "min_delta text": ({"min_delta": "0.1"}, TypeError, "`train.Validation` needs `min_delta` to be a number"),
+    "min_delta array": ({"min_delta": np.zeros(3)}, TypeError, "`train.Validation` needs `min_delta` to be a number"),
+    "min_delta flag": ({"min_delta": True}, TypeError, "`train.Validation` needs `min_delta` to be a number"),
+    "mode": ({"mode": "higher"}, ValueError, "`train.Validation` needs `mode` to be one of 'min', 'max', got 'higher'"),
 }
 
 
@@ -131,7 +134,12 @@ REFUSED = {
 def test_refused(case, unhooked):
     options, kind, text = REFUSED[case]
     with pytest.raises(kind, match=re.escape(text)):
-        fitted(**({"validation": ROWS} | options))
+        ee.train.Validation(ROWS, **options)
+
+
+def test_no_data(unhooked):
+    with pytest.raises(TypeError, match=r"`train\.Validation` needs data to score members on, got None"):
+        ee.train.Validation(None, score=loss, mode="min")
 
 
 @pytest.mark.parametrize("name", ["Run.best", "methods.population.rank"])
@@ -142,7 +150,10 @@ def test_no_such_mode(name, pair, unhooked):
 
 
 def test_numpy_numbers_are_numbers(unhooked):
-    runs = [fitted(validation=ROWS, patience=1, min_delta=delta) for delta in (0.5, np.float32(0.5), np.float64(0.5))]
+    runs = [
+        fitted(validation=ee.train.Validation(ROWS, min_delta=delta), patience=1)
+        for delta in (0.5, np.float32(0.5), np.float64(0.5))
+    ]
     assert len({tuple(run.stopped_at.tolist()) for run in runs}) == 1
 
 
@@ -160,8 +171,8 @@ def test_names_that_become_one(pair):
 
 
 def test_the_loss_is_not_maximised():
-    with pytest.raises(TypeError, match='`fit` got `mode="max"` without `score`'):
-        fitted(validation=ROWS, mode="max")
+    with pytest.raises(TypeError, match='`train.Validation` got `mode="max"` without `score`'):
+        fitted(validation=ee.train.Validation(ROWS, mode="max"))
 
 
 @pytest.mark.parametrize("name", ["best", "best_with_state"])

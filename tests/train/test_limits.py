@@ -49,7 +49,7 @@ def test_each_member_stops_at_its_own_step(ensemble, rows, with_validation):
     """Also on the step before an epoch's smaller last batch, on that, and after the last; weights are those of then."""
     options = {"validation": data(16)} if with_validation else {}
     limits = np.array([3, 5, 6, 17, 1000])
-    run = fitted(ensemble, rows, max_steps=limits, **options)
+    run = fitted(ensemble, rows, stop=ee.train.Stopping(steps=limits), **options)
     total = 6 * -(-rows // 8)
     assert run.stopped_at.tolist() == [3, 5, 6, 17, -1]
     assert run.status.tolist() == [Status.STOPPED] * 4 + [Status.OK]
@@ -69,7 +69,9 @@ def test_each_member_stops_at_its_own_step(ensemble, rows, with_validation):
 def test_in_batches_of_ones_own(ensemble):
     x, y = data(40)
     batches = [(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)]
-    run = ee.fit(ensemble, loss, ADAM, batches, epochs=2, max_steps=[1, 2, 3, 4, 50], progress=False, key=KEY)
+    run = ee.fit(
+        ensemble, loss, ADAM, batches, epochs=2, stop=ee.train.Stopping(steps=[1, 2, 3, 4, 50]), progress=False, key=KEY
+    )
     assert run.stopped_at.tolist() == [1, 2, 3, 4, -1]
 
 
@@ -82,7 +84,7 @@ def test_weights_of_members_that_leave_the_arrays_are_validated(ensemble, monkey
     endless = itertools.cycle([(x[i : i + 8], y[i : i + 8]) for i in range(0, 40, 8)])
     for source in ({}, {"data": endless}):
         fit = lambda **options: fitted(ensemble, validation=data(16), epochs=None, **source, **options)  # noqa: B023
-        run = fit(steps=14, max_steps=[3, 3, 3, 7, 100])
+        run = fit(steps=14, stop=ee.train.Stopping(steps=[3, 3, 3, 7, 100]))
         assert run.stopped_at.tolist() == [3, 3, 3, 7, -1]
         for member in range(MEMBERS):
             of_last = loss(run.train_state.ensemble[member], data(16), None)
@@ -91,7 +93,7 @@ def test_weights_of_members_that_leave_the_arrays_are_validated(ensemble, monkey
 
 
 def test_the_last_members_stop_within_an_epoch(ensemble):
-    run = fitted(ensemble, validation=data(16), max_steps=[3, 7, 7, 6, 2])
+    run = fitted(ensemble, validation=data(16), stop=ee.train.Stopping(steps=[3, 7, 7, 6, 2]))
     assert run.history.loss.shape == (MEMBERS, 7)
     assert run.history.validation_step.tolist() == [5, 7]
     assert np.isfinite(run.history.validation).sum(axis=1).tolist() == [1, 2, 2, 2, 1]
@@ -102,7 +104,7 @@ def test_the_last_members_stop_within_an_epoch(ensemble):
 
 
 def test_one_budget_for_all_ends_the_run(ensemble):
-    run = fitted(ensemble, max_steps=12)
+    run = fitted(ensemble, stop=ee.train.Stopping(steps=12))
     assert run.stopped_at.tolist() == [12] * MEMBERS
     assert run.history.loss.shape == (MEMBERS, 12)
     assert run.train_state.step == 12  # though the chunk was longer
@@ -112,7 +114,7 @@ def test_a_target_is_each_members_own(ensemble):
     free = fitted(ensemble, validation=data(64), epochs=30)
     scores = free.history.validation
     targets = np.array([scores[i, epoch] for i, epoch in enumerate((3, 0, 29, 10, 5))])
-    run = fitted(ensemble, validation=data(64), epochs=30, target=targets.astype(np.float32))
+    run = fitted(ensemble, validation=data(64), epochs=30, stop=ee.train.Stopping(target=targets.astype(np.float32)))
     first = np.argmax(scores <= targets[:, None], axis=1)  # the first epoch at which each reaches its own
     assert run.stopped_at.tolist() == ((first + 1) * 5).tolist()
     assert (run.status == Status.STOPPED).all()
@@ -122,7 +124,7 @@ def test_a_target_is_each_members_own(ensemble):
 def test_time_is_over(ensemble, monkeypatch):
     ticks = itertools.count(step=0.5)
     monkeypatch.setattr("eqx_ensemble.train.host._loop.time.perf_counter", lambda: next(ticks))
-    run = fitted(ensemble, epochs=10**7, max_seconds=[2.0, 2.0, 2.0, 2.0, 8.0])
+    run = fitted(ensemble, epochs=10**7, stop=ee.train.Stopping(seconds=[2.0, 2.0, 2.0, 2.0, 8.0]))
     assert (run.status == Status.STOPPED).all()
     assert run.stopped_at[:4].tolist() == [run.stopped_at[0]] * 4
     assert 0 < run.stopped_at[0] < run.stopped_at[4] < 10**5
@@ -131,7 +133,13 @@ def test_time_is_over(ensemble, monkeypatch):
 def test_time_stops_no_member_before_its_first_step(ensemble):
     """Also where one fails in the first chunk, whose steps are then run again in parts."""
     fails = lambda model, batch, key, hyper: loss(model, batch, key) + jnp.where(hyper == 1, jnp.nan, 0.0)
-    options = {"hyper": jnp.array([0, 1, 0, 0, 0]), "max_seconds": 1e-9, "steps": 8, "progress": False, "key": KEY}
+    options = {
+        "hyper": jnp.array([0, 1, 0, 0, 0]),
+        "stop": ee.train.Stopping(seconds=1e-9),
+        "steps": 8,
+        "progress": False,
+        "key": KEY,
+    }
     with pytest.warns(UserWarning, match="diverged"):
         run = ee.fit(ensemble, fails, ADAM, data(40), batch_size=8, **options)
     assert run.status.tolist() == [Status.STOPPED, Status.DIVERGED, *[Status.STOPPED] * 3]
@@ -142,17 +150,37 @@ def test_time_stops_no_member_before_its_first_step(ensemble):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": 0.1}, "`fit` needs `validation=` data with `target`: a member stops when its score reaches it."),
-        ({"max_steps": [1, 2]}, "`fit` needs `max_steps` to be an integer, or one per member (5,), got [1, 2]."),
-        ({"max_steps": 1.5}, "`fit` needs `max_steps` to be an integer, or one per member (5,), got 1.5."),
-        ({"max_steps": 0}, "`fit` needs `max_steps` to be positive, got 0."),
-        ({"max_seconds": -1}, "`fit` needs `max_seconds` to be positive, got -1."),
-        ({"max_seconds": "1 h"}, "`fit` needs `max_seconds` to be a number, or one per member (5,), got '1 h'."),
+        (
+            {"stop": ee.train.Stopping(target=0.1)},
+            "`fit` needs `validation=` data with `target`: a member stops when its score reaches it.",
+        ),
+        (
+            {"stop": ee.train.Stopping(steps=[1, 2])},
+            "`fit` needs one `steps` per member in `stop`: expected (5,), got (2,).",
+        ),
+        ({"stop": 100}, "`fit` needs `stop` to be a `train.Stopping`, got"),
     ],
 )
 def test_mistakes(ensemble, options, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         fitted(ensemble, **options)
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 1.5}, "`train.Stopping` needs `steps` to be an integer, or one per member `(members,)`, got 1.5."),
+        ({"steps": 0}, "`train.Stopping` needs `steps` to be positive, got 0."),
+        ({"steps": 2**40}, "`train.Stopping` needs `steps` of at most"),
+        ({"target": np.nan}, "`train.Stopping` needs `target` to be finite, got nan."),
+        ({"seconds": -1}, "`train.Stopping` needs `seconds` to be positive, got -1."),
+        ({"seconds": "1 h"}, "`train.Stopping` needs `seconds` to be a number, or one per member"),
+    ],
+)
+def test_mistakes_in_limits(options, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        ee.train.Stopping(**options)
 
 
 class TestPredictionsOfARun:

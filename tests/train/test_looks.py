@@ -90,7 +90,7 @@ def drawn(seed):
     if rng.random() < 0.4:
         chosen["max_steps"] = [[2, 7, 3, 12, 30], [6, 6, 6, 6, 6], 11][rng.integers(3)]
     if rng.random() < 0.5:
-        chosen |= {"validation": HELD_OUT, "score": score, "mode": "min", "patience": 1}
+        chosen |= {"validation": ee.train.Validation(HELD_OUT, score=score, mode="min"), "patience": 1}
     chosen["on_diverge"] = ["freeze", "freeze", "freeze", ee.train.Revive(perturb=None)][rng.integers(4)]
     return chosen
 
@@ -154,7 +154,7 @@ def test_the_host_looks_late(monkeypatch):
     fitted(listed, NEVER, epochs=2)
     assert looks == [9, 9]
     looks.clear()
-    fitted(listed, NEVER, steps=9, max_steps=4)
+    fitted(listed, NEVER, steps=9, stop=ee.train.Stopping(steps=4))
     assert looks == [4]
     looks.clear()
     fitted(listed, NEVER, epochs=1, on_diverge="revive")
@@ -242,10 +242,10 @@ def test_checkpoints_are_the_same(data, late, tmp_path):
     for on in (False, True):
         late(on=on)
         folder = tmp_path / str(on)
-        checkpoints = ee.checkpoint.Checkpoints(folder, last=99)
-        fitted(data, NEVER, steps=13, checkpoint=checkpoints, checkpoint_every=5)
+        checkpoints = ee.checkpoint.Checkpoints(folder, last=99, every=5)
+        fitted(data, NEVER, steps=13, checkpoint=checkpoints)
         assert checkpoints.steps == [5, 10, 13]
-        runs.append(fitted(data, NEVER, steps=13, checkpoint=checkpoints, checkpoint_every=5))
+        runs.append(fitted(data, NEVER, steps=13, checkpoint=checkpoints))
     same_runs(*runs)
 
 

@@ -183,7 +183,7 @@ def test_a_loss_with_a_mistake(unhooked, mistake):
 
 def test_a_score_with_a_mistake():
     validation = (X[:4], Y[:4])
-    note = note_of(lambda: fit(validation=validation, score=forgets_vmap, mode="min"))
+    note = note_of(lambda: fit(validation=ee.train.Validation(validation, score=forgets_vmap, mode="min")))
     assert note.startswith("`fit` called `forgets_vmap` (")
     assert ") in validation, for one member with\n" in note
     assert "  batch: (f32[4,2], f32[4,1])\n" in note

@@ -20,7 +20,7 @@ from eqx_ensemble.train import Status
 from eqx_ensemble.train.host import _active
 from eqx_ensemble.train.host import _loop as _pacing
 
-from ..factories import distance, relaxed, step_key
+from ..factories import distance, grouped, relaxed, step_key
 from .plain_orders import plain_permutation
 
 KEY = jax.random.key(0)
@@ -123,7 +123,7 @@ def ensemble_of(case):
 
 def fitted(case, begun=None, *, members=slice(None), steps=None, plan=None, **more):
     own = lambda tree: jax.tree.map(lambda x: x[members], tree)
-    given = {"max_steps": case.max_steps, "target": case.target, "rows": case.rows}
+    given = {"target": case.target, "max_steps": case.max_steps, "rows": case.rows}
     options = {name: value[members] for name, value in given.items() if value is not None}
     if case.validation is not None:
         options |= {"validation": case.validation, "mode": case.mode, "min_delta": case.min_delta}
@@ -135,7 +135,7 @@ def fitted(case, begun=None, *, members=slice(None), steps=None, plan=None, **mo
     data = tuple(ee.Each(part.value[members]) if isinstance(part, ee.Each) else part for part in case.data)
     return ee.fit(
         begun, loss, case.optimiser, data, steps=steps or case.steps, batch_size=case.batch_size, order=case.order,
-        progress=False, key=KEY, **(plan or case.plans[0]), **options, **more,
+        progress=False, key=KEY, **grouped((plan or case.plans[0]) | options | more),
     )  # fmt: skip
 
 
@@ -272,7 +272,7 @@ def check_twin(case, whole, folder):
     elif case.twin == "mesh":
         check_same(fitted(case, mesh=ee.make_mesh(members=2)), whole)
     elif case.twin == "checkpoint":
-        fitted(case, steps=case.cut, checkpoint=folder, checkpoint_every=2)
+        fitted(case, steps=case.cut, checkpoint=ee.checkpoint.Checkpoints(folder, every=2))
         check_same(fitted(case, plan=case.plans[1], checkpoint=folder), whole, best=best)
     else:
         begun = fitted(case, steps=case.cut)

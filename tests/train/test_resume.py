@@ -23,7 +23,7 @@ from eqx_ensemble.train.data._source import decode, encode
 from eqx_ensemble.train.host._loop import Executor, Recording
 from eqx_ensemble.train.resume import _resume as resume_module
 
-from ..factories import assert_same, assert_same_where_optimised
+from ..factories import assert_same, assert_same_where_optimised, grouped
 
 KEY = jax.random.key(0)
 MEMBERS = 4
@@ -67,7 +67,7 @@ def ensemble():
 
 def fitted(begun, *, data=DATA, fn=loss, optimiser=ADAM, **options):
     defaults = {"progress": False, "key": KEY} | ({"batch_size": 8} if data is DATA else {})
-    return ee.fit(begun, fn, optimiser, data, **(defaults | options))
+    return ee.fit(begun, fn, optimiser, data, **grouped(defaults | options))
 
 
 def assert_same_run(run, whole, same=assert_same):
@@ -80,14 +80,14 @@ def assert_same_run(run, whole, same=assert_same):
 def assert_resumes(folder, every, call, same=assert_same):
     """Every checkpoint that a run writes is the beginning of the same run."""
     whole = call()
-    saved = call(checkpoint=Checkpoints(folder / "all", last=99), checkpoint_every=every)
+    saved = call(checkpoint=Checkpoints(folder / "all", last=99, every=every))
     assert_same_run(saved, whole, same)
     steps = Checkpoints(folder / "all").steps
     assert len(steps) > 1
     for step in steps[:-1]:
         one = folder / f"from {step}"
         shutil.copytree(Checkpoints(folder / "all").path(step), Checkpoints(one).path(step))
-        assert_same_run(call(checkpoint=one, checkpoint_every=every, resume="must"), whole, same)
+        assert_same_run(call(checkpoint=ee.checkpoint.Checkpoints(one, every=every, resume="must")), whole, same)
     return steps
 
 
@@ -99,7 +99,7 @@ OPTIONS = {
     "aux": {"epochs": 4, "fn": loss_with_aux, "has_aux": True},
     "own rows": {"epochs": 4, "rows": ROWS},
     "one order": {"epochs": 4, "order": "shared"},
-    "members stop": {"epochs": 4, "max_steps": np.array([3, 9, 14, 99])},
+    "members stop": {"epochs": 4, "stop": ee.train.Stopping(steps=np.array([3, 9, 14, 99]))},
     "diverging": {"epochs": 4, "optimiser": by_lr, "hyper": LRS},
     "reviving": {"epochs": 4, "optimiser": by_lr, "hyper": LRS, "on_diverge": Revive(most=2)},
     "one by one": {"epochs": 3, "plan": ee.plan.Sequential()},
@@ -161,16 +161,18 @@ class TestTheSameCallGoesOn:
         members = 16
         ensemble = ee.build(make, members, key=KEY)
         limits = np.where(np.arange(members) < 12, 6, 40)
-        call = lambda **more: fitted(ensemble, steps=40, max_steps=limits, **more)
+        call = lambda **more: fitted(ensemble, steps=40, stop=ee.train.Stopping(steps=limits), **more)
         assert_resumes(tmp_path, 10, call, assert_same_where_optimised)
 
     def test_after_what_is_finished(self, ensemble, tmp_path, monkeypatch):
         whole = fitted(ensemble, epochs=3, checkpoint=tmp_path / "a")
         monkeypatch.delattr(Executor, "call")  # no step is made
-        assert_same_run(fitted(ensemble, epochs=3, checkpoint=tmp_path / "a", resume="must"), whole)
+        assert_same_run(
+            fitted(ensemble, epochs=3, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", resume="must")), whole
+        )
 
     def test_where_all_had_stopped(self, ensemble, tmp_path):
-        call = lambda: fitted(ensemble, epochs=9, max_steps=4, checkpoint=tmp_path / "a")
+        call = lambda: fitted(ensemble, epochs=9, stop=ee.train.Stopping(steps=4), checkpoint=tmp_path / "a")
         assert_same_run(call(), call())
 
     def test_for_longer(self, ensemble, tmp_path):
@@ -189,7 +191,7 @@ class TestTheSameCallGoesOn:
                     signal.raise_signal(signal.SIGINT)
 
             patched.setattr(Recording, "report", report)
-            part = fitted(ensemble, epochs=6, checkpoint=tmp_path / "a", checkpoint_every=5)
+            part = fitted(ensemble, epochs=6, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=5))
         assert part.interrupted
         assert 10 <= part.history.loss.shape[1] < whole.history.loss.shape[1]
         assert_same_run(fitted(ensemble, epochs=6, checkpoint=tmp_path / "a"), whole)
@@ -206,7 +208,7 @@ class TestTheSameCallGoesOn:
         fitted(ensemble, steps=5, checkpoint=tmp_path / "a")
         meta = ee.checkpoint.contents(Checkpoints(tmp_path / "a").path(5)).meta
         spent = meta["fit"]["seconds"]
-        run = fitted(ensemble, steps=10_000, checkpoint=tmp_path / "a", max_seconds=spent)
+        run = fitted(ensemble, steps=10_000, checkpoint=tmp_path / "a", stop=ee.train.Stopping(seconds=spent))
         assert run.status.tolist() == [Status.STOPPED] * MEMBERS
         assert (run.stopped_at < 5 + 64).all()
 
@@ -287,7 +289,7 @@ class TestOverBatches:
                 return {"where": [object()]}
 
         with pytest.raises(TypeError, match=re.escape("its state at `['where'][0]` is")):
-            fitted(ensemble, data=Odd(), steps=4, checkpoint=tmp_path / "a", checkpoint_every=1)
+            fitted(ensemble, data=Odd(), steps=4, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=1))
 
 
 class TestPlaces:
@@ -338,8 +340,8 @@ class TestAnotherCallIsRefused:
             ({"rows": ROWS}, "rows"),
             ({"patience": 4}, "patience"),
             ({"min_delta": 0.1}, "min_delta"),
-            ({"target": 0.1}, "target"),
-            ({"max_steps": [1, 2, 3, 4]}, "max_steps"),
+            ({"target": 0.1}, "stop.target"),
+            ({"stop": ee.train.Stopping(steps=[1, 2, 3, 4])}, "stop.steps"),
             ({"on_diverge": "revive"}, "on_diverge"),
             ({"key": jax.random.key(1)}, "key"),
         ],
@@ -418,19 +420,17 @@ class TestAnotherCallIsRefused:
 class TestOptions:
     def test_resume(self, ensemble, tmp_path):
         with pytest.raises(FileNotFoundError, match="must resume, and found no checkpoint in"):
-            fitted(ensemble, steps=4, checkpoint=tmp_path / "a", resume="must")
-        fitted(ensemble, steps=4, checkpoint=tmp_path / "a", resume="never")
+            fitted(ensemble, steps=4, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", resume="must"))
+        fitted(ensemble, steps=4, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", resume="never"))
         with pytest.raises(FileExistsError, match=r"holds checkpoints \(up to step 4\)"):
-            fitted(ensemble, steps=4, checkpoint=tmp_path / "a", resume="never")
+            fitted(ensemble, steps=4, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", resume="never"))
 
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"checkpoint_every": 3}, TypeError, "takes `checkpoint_every` with `checkpoint=`"),
-            ({"resume": "must"}, TypeError, "takes `resume` with `checkpoint=`"),
             ({"checkpoint": 3}, TypeError, "needs `checkpoint` to be a path or `Checkpoints`, got"),
             ({"checkpoint": "a", "resume": "yes"}, ValueError, "`resume` to be one of 'auto', 'must', 'never'"),
-            ({"checkpoint": "a", "checkpoint_every": 0}, ValueError, "`checkpoint_every`"),
+            ({"checkpoint": "a", "checkpoint_every": 0}, ValueError, "`checkpoint.Checkpoints` needs `every`"),
         ],
     )
     def test_that_make_no_sense(self, ensemble, tmp_path, monkeypatch, options, error, message, unhooked):
@@ -440,8 +440,8 @@ class TestOptions:
         assert not list(tmp_path.iterdir())
 
     def test_of_ones_own_checkpoints(self, ensemble, tmp_path):
-        checkpoints = Checkpoints(tmp_path, last=1, best=1)
-        run = fitted(ensemble, steps=30, validation=DATA, checkpoint=checkpoints, checkpoint_every=6)
+        checkpoints = Checkpoints(tmp_path, last=1, best=1, every=6)
+        run = fitted(ensemble, steps=30, validation=DATA, checkpoint=checkpoints)
         assert len(checkpoints.steps) in (1, 2)
         assert checkpoints.steps[-1] == run.train_state.step
         scores = [ee.checkpoint.contents(checkpoints.path(step)).score for step in checkpoints.steps]
@@ -458,20 +458,22 @@ class TestOptions:
 
 class TestNothingIsLost:
     def test_a_damaged_checkpoint(self, ensemble, tmp_path):
-        whole = fitted(ensemble, steps=20, checkpoint=tmp_path / "a", checkpoint_every=5)
+        whole = fitted(ensemble, steps=20, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=5))
         (arrays,) = Checkpoints(tmp_path / "a").path(20).glob("*.safetensors")
         data = bytearray(arrays.read_bytes())
         data[-40] ^= 1
         arrays.write_bytes(data)
         with pytest.warns(UserWarning, match="went back to step 15"):
-            again = fitted(ensemble, steps=20, checkpoint=tmp_path / "a", checkpoint_every=5)
+            again = fitted(ensemble, steps=20, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=5))
         assert_same_run(again, whole)
-        assert_same_run(fitted(ensemble, steps=20, checkpoint=tmp_path / "a", checkpoint_every=5), whole)
+        assert_same_run(
+            fitted(ensemble, steps=20, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=5)), whole
+        )
 
     @pytest.mark.parametrize("asynchronous", [True, False])
     def test_a_disk_that_is_full(self, ensemble, tmp_path, monkeypatch, asynchronous):
         whole = fitted(ensemble, steps=20)
-        checkpoints = Checkpoints(tmp_path / "a", asynchronous=asynchronous)
+        checkpoints = Checkpoints(tmp_path / "a", asynchronous=asynchronous, every=5)
         finish = RunFolder.finish
 
         def full(self, step, *rest):
@@ -482,13 +484,13 @@ class TestNothingIsLost:
         with monkeypatch.context() as patched:
             patched.setattr(RunFolder, "finish", full)
             with pytest.raises(NotSavedError, match="No space left on device") as caught:
-                fitted(ensemble, steps=20, checkpoint=checkpoints, checkpoint_every=5)
+                fitted(ensemble, steps=20, checkpoint=checkpoints)
         part = caught.value.run
         assert caught.value.errno == 28
         assert 5 < part.history.loss.shape[1] < 20
         np.testing.assert_array_equal(part.history.loss, whole.history.loss[:, : part.history.loss.shape[1]])
         assert checkpoints.steps in ([5], [6])  # a chunk ends at step 5 where steps are slow, else with the epoch
-        assert_same_run(fitted(ensemble, steps=20, checkpoint=checkpoints, checkpoint_every=5), whole)
+        assert_same_run(fitted(ensemble, steps=20, checkpoint=checkpoints), whole)
 
     def test_a_last_save_that_fails(self, ensemble, tmp_path, monkeypatch):
         whole = fitted(ensemble, steps=20)

@@ -10,7 +10,7 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.train import Revive, Status
 
-from ..factories import assert_same
+from ..factories import assert_same, grouped
 
 KEY = jax.random.key(0)
 MEMBERS, ROWS, BATCH = 6, 40, 8
@@ -47,7 +47,7 @@ def fitted(on_diverge, *, step=7, member=2, ensemble=None, steps=20, **options):
     ensemble = ee.build(make, MEMBERS, key=KEY) if ensemble is None else ensemble
     return ee.fit(
         ensemble, faulty_at(step, member), OPTIMISER, data(steps), epochs=1, batch_size=BATCH, order="given",
-        hyper=hyper(), on_diverge=on_diverge, progress=False, key=KEY, **options,
+        hyper=hyper(), on_diverge=on_diverge, progress=False, key=KEY, **grouped(options),
     )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def after_divergence(options):
         before = fitted("freeze", step=3, steps=5)
     return ee.fit(
         before, faulty_at(9, 2), OPTIMISER, data(5), epochs=1, batch_size=BATCH, order="given", on_diverge=KEPT,
-        progress=False, key=KEY, **options,
+        progress=False, key=KEY, **grouped(options),
     )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ class TestDonor:
 
     @pytest.mark.slow
     def test_diverged_in_an_earlier_run_of_enough_steps(self):
-        run = after_divergence({"max_steps": np.array([9, 9, 4, 9, 9, 9])})
+        run = after_divergence({"stop": ee.train.Stopping(steps=np.array([9, 9, 4, 9, 9, 9]))})
         assert len(run.revived) == 1
         assert run.status[2] == Status.STOPPED
         assert np.isnan(run.history.loss[2, 3:]).all()
@@ -176,7 +176,7 @@ class TestDonor:
         """The best score of the life before is forgotten with its weights."""
         x, y = data()
         score = lambda model, batch, key: jnp.mean(model.layers[0].bias)
-        options = {"validation": (x, y), "score": score, "mode": "min"}
+        options = {"validation": ee.train.Validation((x, y), score=score, mode="min")}
         run = fitted(KEPT, step=17, **options)
         assert run.best_step[2] == 20
 
@@ -296,9 +296,19 @@ def test_with_members_that_left_the_arrays(monkeypatch):
     ensemble = ee.build(make, members, key=KEY)
     max_steps = np.where(np.arange(members) % 4 == 1, 200, 10)
     run = ee.fit(
-        ensemble, faulty_at(60, 5), OPTIMISER, data(100), epochs=1, batch_size=BATCH, order="given",
-        hyper=hyper(members), max_steps=max_steps, on_diverge=KEPT, progress=False, key=KEY,
-    )  # fmt: skip
+        ensemble,
+        faulty_at(60, 5),
+        OPTIMISER,
+        data(100),
+        epochs=1,
+        batch_size=BATCH,
+        order="given",
+        hyper=hyper(members),
+        stop=ee.train.Stopping(steps=max_steps),
+        on_diverge=KEPT,
+        progress=False,
+        key=KEY,
+    )
     (event,) = run.revived
     assert (event.member, event.step) == (5, 61)
     assert event.donor in {1, 9, 13}
@@ -317,13 +327,13 @@ def test_wrong_options(wrong):
 def test_before_a_smaller_last_batch(scan):
     """A member that fails in the last full batch trains on the rest of the epoch, as on a full batch."""
     x, y = data(3)
+    options = {"epochs": 2, "batch_size": BATCH, "order": "given", "progress": False, "key": KEY}
+    options |= {"plan": ee.plan.Vmap(scan=scan), "hyper": hyper(), "on_diverge": "revive"}
+    ensemble = ee.build(make, MEMBERS, key=KEY)
     runs = [
-        ee.fit(
-            ee.build(make, MEMBERS, key=KEY), faulty_at(1, 2), OPTIMISER, (x[:rows], y[:rows]), epochs=2, scan=scan,
-            batch_size=BATCH, order="given", hyper=hyper(), on_diverge="revive", progress=False, key=KEY,
-        )
+        ee.fit(ensemble, faulty_at(1, 2), OPTIMISER, (x[:rows], y[:rows]), **options)
         for rows in (3 * BATCH, 3 * BATCH - 1)
-    ]  # fmt: skip
+    ]
     assert [[(revival.member, revival.step) for revival in run.revived] for run in runs][0][0] == (2, 2)
     assert runs[1].revived[0].step == 2
     assert np.isfinite(runs[1].history.loss[2, 2])
@@ -333,12 +343,8 @@ def test_members_called_one_after_another_take_each_step_once():
     """Also if the last member fails in the smaller last batch: the others do not take the next step without it."""
     x, y = data(3)
     rows = 3 * BATCH - 1
-    losses = [
-        ee.fit(
-            ee.build(make, MEMBERS, key=KEY), faulty_at(2, MEMBERS - 1), OPTIMISER, (x[:rows], y[:rows]), epochs=2,
-            batch_size=BATCH, order="given", hyper=hyper(), plan=ee.plan.Sequential(), scan=scan, on_diverge=KEPT,
-            progress=False, key=KEY,
-        ).history.loss
-        for scan in (True, False)
-    ]  # fmt: skip
+    options = {"epochs": 2, "batch_size": BATCH, "order": "given", "hyper": hyper(), "progress": False, "key": KEY}
+    ensemble, loss, rest = ee.build(make, MEMBERS, key=KEY), faulty_at(2, MEMBERS - 1), (x[:rows], y[:rows])
+    train = lambda plan: ee.fit(ensemble, loss, OPTIMISER, rest, plan=plan, on_diverge=KEPT, **options)
+    losses = [train(ee.plan.Sequential(scan=scan)).history.loss for scan in (True, False)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)

@@ -15,7 +15,7 @@ from eqx_ensemble.train.data._reader_source import StepRows
 from eqx_ensemble.train.data._rows import row_order
 from eqx_ensemble.train.host._loop import Pacing
 
-from ..factories import assert_same
+from ..factories import assert_same, grouped
 
 KEY = jax.random.key(0)
 MEMBERS, ROWS, SIZE = 5, 53, 8
@@ -63,7 +63,7 @@ class Disk:
 
 def fitted(begun, data, loss=mse, **options):
     options = {"batch_size": SIZE, "progress": False, "key": KEY} | options
-    return ee.fit(begun, loss, SGD, data, **options)
+    return ee.fit(begun, loss, SGD, data, **grouped(options))
 
 
 slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
@@ -130,7 +130,7 @@ def test_a_run_equals_that_on_batches_of_the_same_rows(ensemble):
             self.done += 1
             return iter(batches[(self.done - 1) * EPOCH : self.done * EPOCH])
 
-    plain = ee.fit(ensemble, mse, SGD, Epochs(), progress=False, key=KEY, **options)
+    plain = ee.fit(ensemble, mse, SGD, Epochs(), progress=False, key=KEY, **grouped(options))
     assert_same((run.ensemble, run.history, run.selection), (plain.ensemble, plain.history, plain.selection))
 
 
@@ -151,7 +151,7 @@ def test_members_that_stopped_are_not_read(ensemble, monkeypatch):
     monkeypatch.setattr(Pacing, "pays", lambda self, width, before, steps_left: width < before)
     monkeypatch.setattr("eqx_ensemble.train.host._callbacks._SECONDS", 0.0)
     disk, limits = Disk(DATA), np.array([9, 2, 9, 9, 9])
-    run = fitted(ensemble, disk.reader(), steps=9, max_steps=limits)
+    run = fitted(ensemble, disk.reader(), steps=9, stop=ee.train.Stopping(steps=limits))
     assert run.stopped_at.tolist() == limits.tolist()
     whole = fitted(ensemble, Disk(DATA).reader(), steps=9)
     assert_same(run.ensemble[[0, 2, 3, 4]], whole.ensemble[[0, 2, 3, 4]])
@@ -175,7 +175,7 @@ def test_the_next_batch_is_read_during_a_step(ensemble):
     def wait(progress):
         assert second.wait(60)
 
-    fitted(ensemble, ee.train.RowReader(read, num_rows=ROWS), steps=3, callbacks=wait, callback_every=1)
+    fitted(ensemble, ee.train.RowReader(read, num_rows=ROWS), steps=3, callbacks=ee.train.every(1, wait))
 
 
 @pytest.mark.parametrize("every", [3, slow(1)])
@@ -183,7 +183,7 @@ def test_reads_that_fail_lose_nothing(ensemble, tmp_path, every):
     """Killed by the disk at random steps, the same call ends with the same bits."""
     options = {"validation": DATA, "epochs": 3, "patience": 5, "rows": OWN}
     whole = fitted(ensemble, Disk(DATA).reader(), **options)
-    saving = options | {"checkpoint": tmp_path, "checkpoint_every": every}
+    saving = options | {"checkpoint": ee.checkpoint.Checkpoints(tmp_path, every=every)}
     for fail in (2, 6, 3, 4):  # reads of a call, the first of which is the probe
         with pytest.raises(OSError, match="Input/output error") as caught:
             fitted(ensemble, Disk(DATA, [fail]).reader(), **saving)
@@ -213,7 +213,9 @@ def test_runs_continue_in_mid_epoch(ensemble):
     assert_same((run.train_state, run.history), (whole.train_state, whole.history))
 
 
-@pytest.mark.parametrize("options", [slow({"epochs": 3}), {"steps": 17}, slow({"epochs": 3, "max_steps": EPOCH})])
+@pytest.mark.parametrize(
+    "options", [slow({"epochs": 3}), {"steps": 17}, slow({"epochs": 3, "stop": ee.train.Stopping(steps=EPOCH)})]
+)
 def test_validation_is_that_of_arrays(ensemble, options):
     options = options | {"validation": DATA, "patience": 2}
     run, in_memory = (fitted(ensemble, data, **options) for data in (Disk(DATA).reader(), DATA))
@@ -251,13 +253,20 @@ def test_memory_mapped_arrays_and_wide_numbers(ensemble, tmp_path):
 def test_shards_of_a_fleet(ensemble, tmp_path):
     """Each worker reads for its members; a shard that failed goes on at its batch."""
     options = {"epochs": 2, "rows": OWN, "batch_size": SIZE, "plan": ee.plan.Sequential(), "key": KEY}
-    whole = ee.fit(ensemble, mse, SGD, Disk(DATA).reader(), progress=False, **options)
+    whole = ee.fit(ensemble, mse, SGD, Disk(DATA).reader(), progress=False, **grouped(options))
     disk = Disk(DATA, [7])
     with ThreadPoolExecutor(1) as executor:
         fit = lambda: ee.fleet.fit(
-            executor, ensemble, mse, SGD, lambda ids: disk.reader(), shard=3, progress=False, checkpoint=tmp_path,
-            checkpoint_every=1, **options,
-        )  # fmt: skip
+            executor,
+            ensemble,
+            mse,
+            SGD,
+            lambda ids: disk.reader(),
+            shard=3,
+            progress=False,
+            checkpoint=ee.checkpoint.Checkpoints(tmp_path, every=1),
+            **grouped(options),
+        )
         with pytest.raises(OSError, match="Input/output error") as caught:
             fit()
         run = fit()

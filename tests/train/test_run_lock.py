@@ -24,6 +24,8 @@ from eqx_ensemble.checkpoint._run_folder import NAME, RunLock
 from eqx_ensemble.train import NotSavedError
 from eqx_ensemble.train.host._loop import Recording
 
+from ..factories import grouped
+
 KEY = jax.random.key(0)
 SGD = optax.sgd(0.1)
 DATA = np.ones((8, 2), np.float32)
@@ -40,7 +42,7 @@ def ensemble():
 
 def fitted(ensemble, folder, *, data=DATA, steps=6, **options):
     defaults = {"progress": False, "key": KEY, "checkpoint_every": 2} | ({"batch_size": 4} if data is DATA else {})
-    return ee.fit(ensemble, loss, SGD, data, steps=steps, checkpoint=folder, **(defaults | options))
+    return ee.fit(ensemble, loss, SGD, data, steps=steps, **grouped(defaults | options | {"checkpoint": folder}))
 
 
 def names(folder):

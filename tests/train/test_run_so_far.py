@@ -1,5 +1,6 @@
 """Errors that end a run: they keep their type, and carry the run so far."""
 
+import dataclasses
 import re
 
 import equinox as eqx
@@ -12,7 +13,7 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble.train import Status
 
-from ..factories import assert_close, assert_same
+from ..factories import assert_close, assert_same, grouped
 
 KEY = jax.random.key(0)
 MEMBERS = 3
@@ -32,7 +33,7 @@ def loss(model, batch, key):
 
 
 def fit(begun, data, **options):
-    return ee.fit(begun, loss, ADAM, data, progress=False, key=KEY, **options)
+    return ee.fit(begun, loss, ADAM, data, progress=False, key=KEY, **grouped(options))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def ensemble():
 )
 def test_of_a_program(ensemble, plan, scan, batch_size):
     """Every step before the one that raises is kept."""
-    options = {"order": "given", "batch_size": batch_size, "plan": plan, "scan": scan}
+    options = {"order": "given", "batch_size": batch_size, "plan": dataclasses.replace(plan, scan=scan)}
     bad = 14 if batch_size == 4 else 19
     with pytest.raises(RuntimeError, match="a large input") as caught:
         fit(ensemble, (X.at[bad, 0].set(60), Y), epochs=2, **options)

@@ -58,9 +58,15 @@ def test_scores_of_double_precision_decide(score, mode, tmp_path):
         x = jnp.linspace(0, 1, 8)[:, None]
         rows = (x, 2 * x + 1)
         run = lambda **more: ee.fit(
-            ensemble, loss, optax.sgd(0.3), rows, validation=rows, score=scored, mode=mode, epochs=EPOCHS, key=KEY,
+            ensemble,
+            loss,
+            optax.sgd(0.3),
+            rows,
+            validation=ee.train.Validation(rows, score=scored, mode=mode),
+            epochs=EPOCHS,
+            key=KEY,
             **more,
-        )  # fmt: skip
+        )
         free = run().history.validation
         assert free.dtype == np.float64
         curves, middle = sign * free, EPOCHS // 2
@@ -92,10 +98,8 @@ def test_scores_of_single_precision_stay_so_with_doubles():
             optax.sgd(0.1),
             rows,
             epochs=3,
-            validation=rows,
-            score=tenth,
-            mode="min",
-            target=0.1,
+            validation=ee.train.Validation(rows, score=tenth, mode="min"),
+            stop=ee.train.Stopping(target=0.1),
             key=KEY,
         )
     assert run.history.validation.dtype == run.best_score.dtype == np.float32
@@ -136,7 +140,7 @@ def test_scores_that_are_undefined_are_named():
     """Of the members that trained, at the first step; a member that was stopped earlier has no score there."""
     ensemble = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key), MEMBERS, key=KEY)
     rows = (np.linspace(0, 1, 8, dtype=np.float32)[:, None], np.ones((8, 1), np.float32))
-    options = {"epochs": 2, "validation": rows, "mode": "min", "key": KEY, "progress": False}
+    options = {"epochs": 2, "validation": ee.train.Validation(rows, mode="min"), "key": KEY, "progress": False}
     bound = float(np.sort(np.asarray(ensemble.stacked.weight).ravel())[1])
     score = lambda model, batch, key: jnp.where(model.weight[0, 0] < bound, jnp.nan, loss(model, batch, key))
     index = int(np.argmin(ensemble.stacked.weight))

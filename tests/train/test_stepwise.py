@@ -11,7 +11,7 @@ import eqx_ensemble as ee
 from eqx_ensemble.plan import Sequential, Vmap
 from eqx_ensemble.train.compiled import _stepwise
 
-from ..factories import assert_close, assert_same, assert_same_where_optimised
+from ..factories import assert_close, assert_same, assert_same_where_optimised, grouped
 
 KEY = jax.random.key(0)
 MEMBERS, ROWS = 5, 43  # epochs of five full batches and a smaller one
@@ -36,7 +36,7 @@ def ensemble():
 def both(ensemble, optimiser=ADAM, x=None, **options):
     options = {"epochs": 4, "batch_size": 8, "progress": False, "key": KEY} | options
     data_of_all = data() if x is None else x
-    return (ee.fit(ensemble, loss, optimiser, data_of_all, **plan, **options) for plan in (APART, {}))
+    return (ee.fit(ensemble, loss, optimiser, data_of_all, **grouped(plan | options)) for plan in (APART, {}))
 
 
 APART = {"plan": Sequential(), "scan": False}
@@ -46,7 +46,7 @@ OPTIONS = {
     "full batches only": {"batch_size": 43},
     "chosen rows": {"rows": np.arange(MEMBERS * 20).reshape(MEMBERS, 20) % ROWS},
     "validation and patience": {"validation": data(16), "patience": 1, "epochs": 12},
-    "budgets": {"max_steps": [1, 6, 7, 13, 100]},
+    "budgets": {"stop": ee.train.Stopping(steps=[1, 6, 7, 13, 100])},
 }
 
 

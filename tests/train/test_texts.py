@@ -175,8 +175,7 @@ SAVED = {
     "validation": DATA,
     "hyper": {"lr": jnp.array([0.1, 0.2])},
     "patience": np.int64(2),
-    "max_steps": np.array([3, 9]),
-    "target": np.float64(1e-9),
+    "stop": ee.train.Stopping(target=np.float64(1e-9), steps=np.array([3, 9])),
     "on_diverge": Revive(perturb=Plain(0.5)),
     "key": KEY,
 }
@@ -207,7 +206,7 @@ def folder(tmp_path_factory):
     ("change", "said"),
     [
         ({"patience": 50}, "`patience`: saved 2, now 50"),
-        ({"max_steps": np.int32(4)}, "`max_steps`: saved [3, 9], now 4"),
+        ({"stop": ee.train.Stopping(steps=np.int32(4))}, "`max_steps`: saved [3, 9], now 4"),
         ({"target": 0.25}, "`target`: saved 1e-09, now 0.25"),
         ({"key": jax.random.key(3)}, "`key`: saved [0, 0], now [0, 3]"),
         (
@@ -235,9 +234,12 @@ def test_the_error_lists_differences_with_both_values(folder, change, said):
 def test_the_same_call_with_other_types_resumes(folder):
     """Lists for arrays, Python's numbers for NumPy's, a function defined again, a legacy key."""
     same = {
-        "hyper": {"lr": [0.1, 0.2]}, "patience": 2, "max_steps": [3, 9], "target": 1e-9,
-        "on_diverge": Revive(perturb=Plain(0.5)), "key": jax.random.PRNGKey(0),
-    }  # fmt: skip
+        "hyper": {"lr": [0.1, 0.2]},
+        "patience": 2,
+        "stop": ee.train.Stopping(target=1e-9, steps=[3, 9]),
+        "on_diverge": Revive(perturb=Plain(0.5)),
+        "key": jax.random.PRNGKey(0),
+    }
     assert len(fitted(folder, **(SAVED | same)).history.loss[0]) == 1
 
 

@@ -65,7 +65,7 @@ def test_a_plain_optimiser():
 
 
 def test_a_score_uses_it():
-    options = {"validation": X + 1, "score": weighted, "mode": "min"}
+    options = {"validation": ee.train.Validation(X + 1, score=weighted, mode="min")}
     assert found(mse, sgd, ["lr", "weight"], **options) == []
 
 
@@ -99,4 +99,4 @@ def test_the_path_of_a_nested_name():
 def test_a_score_needs_its_direction():
     ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 2, key=KEY)
     with pytest.raises(TypeError, match="`fit` needs `mode` with `score`"):
-        ee.fit(ensemble, mse, optax.sgd(0.1), X, steps=2, validation=X, score=mse, key=KEY)
+        ee.fit(ensemble, mse, optax.sgd(0.1), X, steps=2, validation=ee.train.Validation(X, score=mse), key=KEY)

@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..._pytree import PyTree
-from .._check import check_limit
 from .._state import MemberState
 from .._status import Status
 
@@ -23,10 +22,10 @@ class Limits(eqx.Module):
     min_delta: Float[Array, "*members"] | None = None
 
 
-def make_limits(max_steps: Any, target: Any, num_members: int, *, min_delta: float) -> Limits:
-    """The limits, each from a scalar or from one value per member, checked."""
-    steps = check_limit(max_steps, "max_steps", num_members, whole=True)
-    target = check_limit(target, "target", num_members)
+def make_limits(
+    steps: np.ndarray | None, target: np.ndarray | None, num_members: int, *, min_delta: float = 0.0
+) -> Limits:
+    """The limits on the device."""
     return Limits(
         None if steps is None else jnp.asarray(steps, jnp.int32),
         None if target is None else jnp.asarray(target, float),

@@ -2,7 +2,7 @@ import contextlib
 import dataclasses
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from ..._pytree import PyTree
 from ...checkpoint._engine import hold_exit, is_exit_asked
 from ...distributed import broadcast_from_first, to_host
 from ...distributed._engine import all_gather
-from .._callback import Progress, check_answer, other_process_message
+from .._callback import Every, Progress, check_answer, other_process_message
 from .._revive import Revival, Revive, revive_members
 from .._state import TrainState, copy_arrays
 from .._status import Status
@@ -96,8 +96,8 @@ class Interruption:
         self._noted = True
 
 
-class Stopping:
-    """Decides when a run ends, stops members after their `max_seconds`, and revives those that diverged."""
+class Ending:
+    """Decides when a run ends, stops members after their `seconds`, and revives those that diverged."""
 
     def __init__(
         self,
@@ -107,11 +107,11 @@ class Stopping:
         *,
         on_diverge: Literal["freeze", "raise"] | Revive,
         lost_before: int,
-        max_seconds: np.ndarray | None,
+        seconds: np.ndarray | None,
     ) -> None:
         self._interruption, self._saving, self._reviver = interruption, saving, reviver
         self._most_lost = lost_before if on_diverge == "raise" else None
-        self._max_seconds = max_seconds
+        self._seconds = seconds
         self._ended = False
 
     @property
@@ -132,7 +132,7 @@ class Stopping:
         """
         if self._most_lost is not None or self._reviver is not None or jax.process_count() > 1:
             return 0.0
-        return _SECONDS if self._max_seconds is None else _SECONDS / 100
+        return _SECONDS if self._seconds is None else _SECONDS / 100
 
     def must_end(self) -> bool:
         """Whether the run ends regardless of its members: it is interrupted, or cannot be saved."""
@@ -154,9 +154,9 @@ class Stopping:
             members.carry = dataclasses.replace(carry, moving=stop_members(carry.moving, here, carry.step))
 
     def handle_stopped(self, members: ActiveMembers) -> None:
-        """Stops members after their `max_seconds`, and revives those that diverged."""
-        if self._max_seconds is not None:
-            self.stop(members, broadcast_from_first(self._saving.seconds) >= self._max_seconds)
+        """Stops members after their `seconds`, and revives those that diverged."""
+        if self._seconds is not None:
+            self.stop(members, broadcast_from_first(self._saving.seconds) >= self._seconds)
         self.revive(members)
 
     def revive(self, members: ActiveMembers) -> None:
@@ -224,60 +224,67 @@ class Callbacks:
 
     **Attributes:**
 
-    - `every`: the number of steps between two calls; `None` for a call after every chunk.
+    - `periods`: the numbers of steps between two calls.
     """
 
     def __init__(
         self,
-        callbacks: Sequence[Callable[..., Any]],
+        callbacks: Sequence[Every],
         *,
-        every: int | None,
         begun: int,
         start: TrainState,
         record: Record,
         saving: Saving,
-        stopping: Stopping,
+        stopping: Ending,
     ):
-        self.every = every
-        self._callbacks, self._record, self._saving, self._stopping = callbacks, record, saving, stopping
+        # Those of one period are called together, with the records since their last call.
+        found = dict.fromkeys(each.steps for each in callbacks)
+        self._due = {every: ([x for x in callbacks if x.steps == every], NewRecords(record)) for every in found}
+        self.periods = [every for every in found if every is not None]
+        self._record, self._saving, self._stopping = record, saving, stopping
         self._start, self._ids = start, to_host(start.ids) if callbacks else None
-        self._new = NewRecords(record)
         self._begun, self._has_run = begun, False
 
     def call(self, members: ActiveMembers, source: AbstractSource) -> None:
         """Calls the callbacks after a chunk, if it is time and the chunk added steps or validations."""
         self._has_run = True
-        if not self._callbacks or not self._new.any:
-            return
-        step, every = self._record.steps, self.every
-        if every is None or step // every > self._new.steps // every:
-            ends, stopping = self._answers(members, source)
+        step = self._record.steps
+        due = [
+            every
+            for every, (_, new) in self._due.items()
+            if new.any and (every is None or step // every > new.steps // every)
+        ]
+        if due:
+            ends, stopping = self._answers(members, source, due)
             self._stopping.stop(members, stopping)
             if ends:
                 self._stopping.end()
 
     def finish(self, members: ActiveMembers, source: AbstractSource) -> None:
         """Calls the callbacks at the end of a run, if anything is new. Members that they select have ended already."""
-        if self._callbacks and self._has_run and self._new.any_left:
-            ends, _ = self._answers(members, source, last=True)
+        due = [every for every, (_, new) in self._due.items() if new.any_left]
+        if due and self._has_run:
+            ends, _ = self._answers(members, source, due, last=True)
             if ends:
                 self._stopping.end()
 
     def _answers(
-        self, members: ActiveMembers, source: AbstractSource, *, last: bool = False
+        self, members: ActiveMembers, source: AbstractSource, due: list[int | None], *, last: bool = False
     ) -> tuple[bool, np.ndarray]:
-        """Whether the run ends, and which members `(members,)` stop."""
+        """Whether the run ends, and which members `(members,)` stop, by the callbacks of the periods `due`."""
         count = members.slots.num_members
         asked = np.zeros(count + 1, bool)
-        progress, snapshots = self._progress(members, source, last=last)
         error: Exception | None = None
+        snapshots = [lambda: self._snapshot(members)]
         try:
-            for callback in self._callbacks:
-                answer = check_answer(callback(progress), callback, count)
-                if isinstance(answer, np.ndarray):
-                    asked[:-1] |= answer
-                else:
-                    asked[-1] |= answer
+            for callbacks, new in map(self._due.__getitem__, due):
+                progress = self._progress(members, source, new, snapshots, last=last)
+                for callback in callbacks:
+                    answer = check_answer(callback(progress), callback.callback, count)
+                    if isinstance(answer, np.ndarray):
+                        asked[:-1] |= answer
+                    else:
+                        asked[-1] |= answer
         except Exception as raised:
             error = raised
         finally:
@@ -300,18 +307,18 @@ class Callbacks:
             raise RuntimeError(other_process_message(np.flatnonzero(failed).tolist()))
         return gathered[0, :-1]
 
-    def _progress(self, members: ActiveMembers, source: AbstractSource, *, last: bool) -> tuple[Progress, list]:
+    def _progress(
+        self, members: ActiveMembers, source: AbstractSource, new: NewRecords, snapshots: list, *, last: bool
+    ) -> Progress:
         record, status, last_step = self._record, members.status, members.last_step
         ends = last or last_step is not None or record.steps == source.last_step
-        history, step = self._new.take(last_step=last_step, ends=ends)
-        snapshots = [lambda: self._snapshot(members)]
+        history, step = new.take(last_step=last_step, ends=ends)
         seen = (self._ids, status, record.latest_loss, record.latest_score, history)
         ids, status, loss, score, history = jax.tree.map(_read_only, seen)
-        progress = Progress(
+        return Progress(
             step, source.last_step, self._num_epochs(source, step), self._saving.seconds, ids, status, loss, score,
             history, snapshots,
         )  # fmt: skip
-        return progress, snapshots
 
     def _num_epochs(self, source: AbstractSource, step: int) -> int:
         """The number of epochs of this run that have ended."""

@@ -15,7 +15,7 @@ from ...checkpoint._engine import exit_if_asked
 from ...distributed import to_host
 from ...plan import AbstractPlan
 from ...plan._engine import Pilot, explain_memory
-from .._callback import Callback
+from .._callback import Every
 from .._check_run import warn_of_undefined_scores
 from .._revive import Revival, Revive
 from .._run import Run
@@ -26,7 +26,7 @@ from ..compiled._selection import Limits, stop_at_limits
 from ..data._source import AbstractSource, Length
 from ..resume._resume import Saver
 from ._active import ActiveMembers
-from ._callbacks import Callbacks, Interruption, Reviver, Stopping
+from ._callbacks import Callbacks, Ending, Interruption, Reviver
 from ._check import ended_message, lost_run_message
 from ._loop import Executor, Host, Pacing, Recording, run, validate_best
 from ._saving import Saving
@@ -43,11 +43,10 @@ def execute(
     validation: PyTree,
     on_diverge: Literal["freeze", "raise"] | Revive,
     lost_before: np.ndarray,
-    max_seconds: np.ndarray | None,
+    seconds: np.ndarray | None,
     saver: Saver | None,
     progress: bool | None,
-    callbacks: Sequence[Callback],
-    callback_every: int | None,
+    callbacks: Sequence[Every],
     key: Any,
 ) -> Run:
     """Sets up and runs the training loop, and collects the run."""
@@ -66,16 +65,11 @@ def execute(
         nan_is_data(),
     ):
         saving = Saving(saver, record, None if reviver is None else revivals)
-        stopping = Stopping(
-            interruption, saving, reviver, on_diverge=on_diverge, lost_before=int(lost_before.sum()),
-            max_seconds=max_seconds,
-        )  # fmt: skip
-        stops = program.patience is not None or limits.target is not None or max_seconds is not None
+        lost = int(lost_before.sum())
+        stopping = Ending(interruption, saving, reviver, on_diverge=on_diverge, lost_before=lost, seconds=seconds)
+        stops = program.patience is not None or limits.target is not None or seconds is not None
         pacing = Pacing(pilot, members_stop=stops)
-        calls = Callbacks(
-            callbacks, every=callback_every, begun=length.begun, start=first, record=record, saving=saving,
-            stopping=stopping,
-        )  # fmt: skip
+        calls = Callbacks(callbacks, begun=length.begun, start=first, record=record, saving=saving, stopping=stopping)
         host = Host(
             Executor(program, pilot, members), members, pacing, Recording(record, line), stopping, saving, calls
         )  # fmt: skip

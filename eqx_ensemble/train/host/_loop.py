@@ -26,7 +26,7 @@ from ..compiled._selection import rescore
 from ..data._rows import Slots
 from ..data._source import AbstractSource, AbstractWork, Cursor, EpochEnd, Length, Outcome, Setting
 from ._active import ActiveMembers, width_for
-from ._callbacks import Callbacks, Stopping
+from ._callbacks import Callbacks, Ending
 from ._record import Record
 from ._saving import Saving
 
@@ -256,7 +256,7 @@ class Host:
     members: ActiveMembers
     pacing: Pacing
     recording: Recording
-    stopping: Stopping
+    stopping: Ending
     saving: Saving
     callbacks: Callbacks
 
@@ -337,7 +337,8 @@ def _setting(host: Host, length: Length, cursor: Cursor) -> Setting:
     executor, members = host.executor, host.members
     steps = members.inputs.limits.steps
     limits = np.unique(np.asarray([] if steps is None else to_host(steps), np.int64))
-    periods = tuple(every for every in (host.saving.every, host.callbacks.every) if every is not None)
+    saved_every = () if host.saving.every is None else (host.saving.every,)
+    periods = (*saved_every, *host.callbacks.periods)
     return Setting(
         length, host.recording.record.steps, cursor, periods, limits, host.stopping.seconds_between_looks,
         host.stopping.must_end, executor.program, members.slots, executor.inspect, executor.cost,

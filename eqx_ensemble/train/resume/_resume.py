@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from ...checkpoint import Checkpoints, Contents
 from ...checkpoint._engine import (
     FormatName,
     RunLock,
+    as_checkpoints,
     check_fields,
     check_nothing_newer,
     check_overwritable,
@@ -182,7 +183,7 @@ class Round:
 
     **Attributes:**
 
-    - `folder`: the folder of this run.
+    - `checkpoints`: the checkpoints of this run.
     - `own`, `functions`: texts of the method's own arguments, which are part of the identity. Those of functions are
         comparable only under the same versions of the libraries.
     - `identity`: the identity of the call, known after the first run of this process.
@@ -190,17 +191,17 @@ class Round:
 
     def __init__(
         self,
-        folder: Any,
+        checkpoints: Checkpoints,
         *,
         own: dict[str, str],
         functions: dict[str, str],
         identity: dict[str, str] | None,
     ) -> None:
-        self.folder = folder
+        self.checkpoints = checkpoints
         self.own, self.functions, self.identity = own, functions, identity
 
     def __fspath__(self) -> str:
-        return os.fspath(self.folder)
+        return os.fspath(self.checkpoints.folder)
 
     @property
     def goes_on(self) -> bool:
@@ -232,16 +233,13 @@ class Saver:
     def __init__(
         self,
         checkpoint: str | os.PathLike[str] | Checkpoints,
-        *,
-        every: int | None,
-        resume: Literal["auto", "must", "never"],
     ) -> None:
-        own = isinstance(checkpoint, Checkpoints)
         self._round = checkpoint if isinstance(checkpoint, Round) else None
+        given = checkpoint if self._round is None else self._round.checkpoints
         # Arrays on several processes are written by Orbax.
         kind: FormatName = "safetensors" if jax.process_count() == 1 else "orbax"
-        self._checkpoints = checkpoint if own else Checkpoints(checkpoint, asynchronous=True, format=kind)
-        self.every = every
+        self._checkpoints = as_checkpoints(given, asynchronous=True, format=kind)
+        self.every = self._checkpoints.every
         self.step = -1
         self.failed: OSError | None = None
         self.seconds_before = 0.0
@@ -249,7 +247,7 @@ class Saver:
         self.folder = self._checkpoints.path(0).parent
         check_overwritable(self.folder, is_checkpoint=not self.folder.exists() or self.folder.is_dir())
         check_run_folder(self.folder, is_checkpoint=is_on_disk(self.folder) and is_sealed(self.folder))
-        check_resume(self._checkpoints.steps, self.folder, resume)
+        check_resume(self._checkpoints.steps, self.folder, self._checkpoints.resume)
         self._claim = Claim(self._checkpoints)
 
     def __enter__(self) -> "Saver":

@@ -28,7 +28,12 @@ def mistaken(model, batch, key):
     return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
 
 
-saved = {"epochs": 3, "batch_size": 8, "checkpoint": os.environ["FOLDER"], "checkpoint_every": 5, "key": key}
+saved = {
+    "epochs": 3,
+    "batch_size": 8,
+    "checkpoint": ee.checkpoint.Checkpoints(os.environ["FOLDER"], every=5),
+    "key": key,
+}
 first = ee.fit(ensemble, loss, optax.adam(1e-2), (x, y), **saved)
 again = ee.fit(ensemble, loss, optax.adam(1e-2), (x, y), **saved)
 print(

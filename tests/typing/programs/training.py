@@ -57,7 +57,15 @@ def training(ensemble: ee.Ensemble[MLP], optimiser: Any, x: jax.Array, key: jax.
     recorder = Recorder(0.1)
     callback: ee.train.Callback = recorder
     run = ee.fit(ensemble, loss, optimiser, x, epochs=3, callbacks=recorder, key=key)
-    run = ee.fit(run, loss, optimiser, x, epochs=3, callbacks=[callback, stop_early], callback_every=10, key=key)
+    run = ee.fit(
+        run,
+        loss,
+        optimiser,
+        x,
+        epochs=3,
+        callbacks=[ee.train.every(10, callback), ee.train.every(10, stop_early)],
+        key=key,
+    )
     run = ee.fit(run, loss, optimiser, x, steps=3, callbacks=lambda progress: progress.step > 3, key=key)
     reveal_type(run)  # is Run[MLP]
     reveal_type(run.history.validation)  # is ndarray[tuple[Any, ...], dtype[Any]] | None

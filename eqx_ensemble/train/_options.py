@@ -1,0 +1,222 @@
+"""Arguments of `fit` that belong together. Each is checked where it is made, so that no receiver checks it again."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import numpy as np
+
+from .._axes import Each
+from .._caller import caller
+from .._check import (
+    MOST_STEPS,
+    MemberMismatchError,
+    check_counter,
+    check_flag,
+    check_number,
+    check_optional_function,
+    check_word,
+    kind_text,
+)
+from .._foreign import as_numpy
+from .._pytree import PyTree
+from ._check import check_length, check_mode
+from ._revive import Revive
+from .compiled._selection import Mode
+from .compiled._windows import Windows
+from .data._rows import ORDERS
+
+
+class Validation(eqx.Module):
+    """Validation data of [`eqx_ensemble.fit`][], with a score of their own.
+
+    **Arguments:**
+
+    - `data`: as `validation` of [`eqx_ensemble.fit`][].
+    - `score`: the validation score, called like `loss`; by default the loss.
+    - `mode`: `"min"` if lower scores are better, `"max"` if higher, such as for accuracy. Required with `score`.
+    - `min_delta`: the threshold, at least 0, that an improvement must exceed for `patience` and for new best weights.
+
+    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together.
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+    def within_one(model, batch, key):
+        x, y = batch
+        return jnp.mean(jnp.abs(jax.vmap(model)(x) - y) < 1)
+
+
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
+    data, held_out = (jnp.ones((100, 3)), jnp.zeros((100, 1))), (jnp.ones((20, 3)), jnp.zeros((20, 1)))
+    validation = ee.train.Validation(held_out, score=within_one, mode="max")
+    run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=2, validation=validation, key=key)
+    run.best_score  # (4,)
+    ```
+    """
+
+    data: PyTree
+    score: Callable[..., Any] | None
+    mode: Mode
+    min_delta: float
+
+    def __init__(
+        self,
+        data: PyTree,
+        *,
+        score: Callable[..., Any] | None = None,
+        mode: Mode | None = None,
+        min_delta: float = 0.0,
+    ) -> None:
+        if data is None:
+            raise TypeError(f"`{caller()}` needs data to score members on, got None.")
+        check_optional_function(score, "score", example="lambda model, batch, key: ...")
+        if mode is not None:
+            check_mode(mode)
+        check_number(min_delta, "min_delta", least=0)
+        if score is not None and mode is None:
+            raise TypeError(
+                f"`{caller()}` needs `mode` with `score`, because a score may be better when it is lower or when it is "
+                "higher.\n"
+                'Pass `mode="min"` for an error, `mode="max"` for an accuracy.'
+            )
+        if score is None and mode == "max":
+            raise TypeError(
+                f'`{caller()}` got `mode="max"` without `score`: validation scores are then the loss, which training '
+                "minimises, and members would keep their worst weights.\n"
+                'Pass `score=`, the function to maximise; or leave `mode="max"` out.'
+            )
+        self.data, self.score, self.mode, self.min_delta = data, score, mode or "min", float(min_delta)
+
+
+class Stopping(eqx.Module):
+    """When members of [`eqx_ensemble.fit`][] stop before the end of a run. All are optional.
+
+    **Arguments:** each a scalar or one value per member `(members,)`.
+
+    - `target`: a member stops at the end of the epoch in which its validation score is `<= target`, or `>= target` with
+        `mode="max"`.
+    - `steps`: a member stops after this many steps, counting all its runs.
+    - `seconds`: a member stops at the end of the chunk (about a fifth of a second) in which this much time has passed
+        since the call, including the time before it was resumed.
+
+    **Raises:** `TypeError` for values of other types and shapes; `ValueError` for `steps` and `seconds` that are not
+    positive, and a `target` that is not finite.
+
+    ```python
+    stop = ee.train.Stopping(steps=[100, 100, 200, 400], seconds=60)  # for four members
+    ```
+    """
+
+    target: Any
+    steps: Any
+    seconds: Any
+
+    def __init__(self, *, target: Any = None, steps: Any = None, seconds: Any = None) -> None:
+        self.target, self.steps, self.seconds = (
+            _limit(value, argument) for argument, value in (("target", target), ("steps", steps), ("seconds", seconds))
+        )
+
+    def of(self, num_members: int) -> dict[str, np.ndarray | None]:
+        """Each limit as an array `(members,)`; raises for another number of values."""
+        return {word: _of_members(getattr(self, word), word, num_members) for word in ("target", "steps", "seconds")}
+
+
+def _limit(value: Any, argument: str) -> Any:
+    """A number, or one per member in `Each`; positive except for `target`."""
+    if value is None:
+        return None
+    whole = argument == "steps"
+    numbers = as_numpy(value.per_member() if isinstance(value, Each) else value, argument)
+    if numbers.ndim > 1 or numbers.dtype.kind not in ("iu" if whole else "iuf"):
+        kind = "an integer" if whole else "a number"
+        raise TypeError(f"`{caller()}` needs `{argument}` to be {kind}, or one per member `(members,)`, got {value!r}.")
+    if not np.isfinite(numbers).all() or (argument != "target" and (numbers <= 0).any()):
+        raise ValueError(
+            f"`{caller()}` needs `{argument}` to be {'finite' if argument == 'target' else 'positive'}, got {value!r}."
+        )
+    if whole and (numbers > MOST_STEPS).any():
+        raise ValueError(
+            f"`{caller()}` needs `{argument}` of at most {MOST_STEPS}, because compiled programs count in 32 bits; got "
+            f"{value!r}."
+        )
+    return Each(numbers) if numbers.ndim else numbers
+
+
+def _of_members(value: Any, argument: str, num_members: int) -> np.ndarray | None:
+    if value is None:
+        return None
+    numbers = np.asarray(value.per_member() if isinstance(value, Each) else value)
+    if numbers.shape not in ((), (num_members,)):
+        raise MemberMismatchError(
+            f"`{caller()}` needs one `{argument}` per member in `stop`: expected ({num_members},), got {numbers.shape}."
+        )
+    return np.broadcast_to(numbers, (num_members,))
+
+
+class Options(NamedTuple):
+    """The options of a call that need no members, checked."""
+
+    validation: Validation | None
+    stop: Stopping
+    patience: int | None
+    windows: Windows
+    on_diverge: Any
+
+    @property
+    def scoring(self) -> tuple[Callable[..., Any] | None, Mode, float]:
+        """The score, its mode and the smallest improvement."""
+        own = self.validation
+        return (None, "min", 0.0) if own is None else (own.score, own.mode, own.min_delta)
+
+
+def check_options(
+    *,
+    epochs: Any = None,
+    steps: Any = None,
+    validation: Any = None,
+    patience: Any = None,
+    stop: Any = None,
+    order: Any = "each",
+    has_aux: Any = False,
+    history: Any = "all",
+    on_diverge: Any = "freeze",
+) -> Options:
+    """Checks the options of `fit` that need no members."""
+    check_flag(has_aux, "has_aux")
+    check_word(order, "order", ORDERS)
+    how = Revive() if isinstance(on_diverge, str) and on_diverge == "revive" else on_diverge
+    if not isinstance(how, Revive):
+        check_word(how, "on_diverge", ("freeze", "revive", "raise"))
+    check_length(epochs, steps)
+    if validation is not None and not isinstance(validation, Validation):
+        validation = Validation(validation)
+    if stop is not None and not isinstance(stop, Stopping):
+        raise TypeError(f"`{caller()}` needs `stop` to be a `train.Stopping`, got {kind_text(stop)}.")
+    stop = Stopping() if stop is None else stop
+    if patience is not None:
+        patience = check_counter(patience, "patience")
+        if validation is None:
+            raise TypeError(
+                f"`{caller()}` needs `validation=` data with `patience`: members stop by their validation scores."
+            )
+    if stop.target is not None and validation is None:
+        raise TypeError(
+            f"`{caller()}` needs `validation=` data with `target`: a member stops when its score reaches it."
+        )
+    return Options(validation, stop, patience, _windows(history), how)
+
+
+def _windows(history: Any) -> Windows:
+    """The windows of steps whose last outputs are recorded."""
+    if isinstance(history, str) and history in ("all", "last"):
+        return Windows(1 if history == "all" else None)
+    if isinstance(history, str) or history is None:
+        raise ValueError(
+            f"`{caller()}` needs `history` to be 'all', 'last' or a number of steps, got {history!r}.\n"
+            "A number `n` records the losses of every `n`-th step."
+        )
+    return Windows(check_counter(history, "history"))
