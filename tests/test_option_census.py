@@ -521,7 +521,7 @@ ACCEPTED = {
     "sweep.rescale_schedule": {"length": "int64 float32", "new_length": "int64 float32"},
     "tree.polyak": {"tau": "0 float32"},
     "plan.Auto": {"memory": "int64 None", "max_overhead": "0 float32"},
-    "plan.Chunked": {"size": "int64"},
+    "plan.Chunked": {"size": "int64", "scan": "None"},
     "sharding.batch": {"rows": "None"},  # a tree without arrays
     "sharding.local_rows": {"num_rows": "int64"},
     "testing.check_ensemble": {"num_members": "int64", "rtol": "0 int64 float32"},

@@ -8,8 +8,7 @@ class Status(enum.IntEnum):
     """The status of a member. Arrays of statuses are int8, inside compiled programs and on the host.
 
     - `OK`: the member is training, or trained to the end.
-    - `STOPPED`: `patience`, `target`, `max_steps`, `max_seconds`, a callback or
-        [`eqx_ensemble.methods.population.stop`][] stopped it.
+    - `STOPPED`: `patience`, `stop`, a callback or [`eqx_ensemble.methods.population.stop`][] stopped it.
     - `DIVERGED`: its loss or weights were not finite. It keeps its last finite weights.
 
     `str(status)` is the name that tables and messages use: `"ok"`, `"stopped"`, `"diverged"`.

@@ -85,7 +85,8 @@ def test_an_array(folder, monkeypatch):
 @pytest.mark.slow
 def test_a_task_that_loses_its_machine(folder):
     """It is put into the queue again, and goes on."""
-    (folder / "train.py").write_text(TRAIN.replace("epochs=5,", "epochs=3000, checkpoint_every=500,"))
+    often = TRAIN.replace('RUNS / f"run-{task}"', 'ee.checkpoint.Checkpoints(RUNS / f"run-{task}", every=500)')
+    (folder / "train.py").write_text(often.replace("epochs=5,", "epochs=3000,"))
     task = start("array.sbatch", SLURM_ARRAY_TASK_ID="3")
     deadline = time.monotonic() + 90
     while not list(folder.glob("runs/run-3/*")) and time.monotonic() < deadline:

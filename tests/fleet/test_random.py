@@ -64,6 +64,6 @@ def test_shards_are_one_fit(seed, tmp_path):
     assert_equal(found, expected)
     assert len(made) == 1 + bool(how["kills"])
     if how["goes_on"] and (expected.status == ee.train.Status.OK).any():
-        options = {word: value for word, value in options.items() if word not in ("hyper", "max_steps", "patience")}
+        options = {word: value for word, value in options.items() if word not in ("hyper", "stop", "patience")}
         found = ee.fleet.fit(executor, found, loss, optimiser, data, shard=how["shard"], **grouped(options))
         assert_equal(found, ee.fit(expected, loss, optimiser, data, **grouped(options)))

@@ -290,7 +290,7 @@ class TestRepeated:
 
     def test_defaults_in_words(self, identity_of):
         defaults = {
-            "has_aux": False, "history": "all", "order": "each", "min_delta": 0.0, "on_diverge": "freeze",
+            "has_aux": False, "history": "all", "order": "each", "stop": None, "on_diverge": "freeze",
             "trainable": eqx.is_inexact_array, "hyper": None,
         }  # fmt: skip
         expected = identity_of(PLAIN)

@@ -300,7 +300,7 @@ class TestAnotherCallIsRefused:
             ({"validation": (kills.X, kills.DATA[1] + 1)}, r"`validation\[1\]`: saved"),
             ({"batch_size": 4}, "`batch_size`: saved 8, now 4"),
             ({"key": jax.random.key(1)}, "`key`: saved"),
-            ({"score": lambda model, batch, key: 2 * kills.loss(model, batch, key), "mode": "min"}, "`score`: not the"),
+            ({"validation": ee.train.Validation(kills.DATA, score=kills.doubled, mode="min")}, "`score`: not the"),
         ],
     )
     def test_and_the_difference_named(self, finished, change, named):
@@ -310,7 +310,7 @@ class TestAnotherCallIsRefused:
     def test_another_loss_optimiser_or_ensemble(self, finished):
         def call(ensemble=kills.ENSEMBLE, loss=kills.loss, optimiser=kills.optimiser, data=kills.DATA):
             own = {"hyper": kills.HYPER, "rounds": 4, "steps": 5, "fraction": 0.34, "explore": kills.EXPLORE}
-            options = own | kills.OPTIONS | {"score": None}
+            options = own | kills.OPTIONS | {"validation": kills.DATA}
             ee.methods.population_based_training(ensemble, loss, optimiser, data, checkpoint=finished, **options)
 
         call()  # as it was
@@ -360,18 +360,9 @@ class TestOptions:
     def test_that_make_no_sense(self, tmp_path, name, unhooked):
         call = kills.METHODS[name]
         for options, error, message in (
-            ({"checkpoint_every": 3}, TypeError, "takes `checkpoint_every` with `checkpoint=`"),
-            ({"resume": "must"}, TypeError, "takes `resume` with `checkpoint=`"),
             ({"checkpoint": 3}, TypeError, "needs `checkpoint` to be a path"),
-            ({"checkpoint": Checkpoints(tmp_path / "a")}, TypeError, "needs `checkpoint` to be the path of a folder"),
             (
-                {"checkpoint": ee.checkpoint.Checkpoints(tmp_path / "a", resume="yes")},
-                ValueError,
-                "one of 'auto', 'must', 'never'",
-            ),
-            ({"checkpoint": ee.checkpoint.Checkpoints(tmp_path / "a", every=0)}, ValueError, "`checkpoint_every`"),
-            (
-                {"checkpoint": ee.checkpoint.Checkpoints(tmp_path / "a", resume="must")},
+                {"checkpoint": Checkpoints(tmp_path / "a", resume="must")},
                 FileNotFoundError,
                 "must resume, and found no",
             ),

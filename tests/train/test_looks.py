@@ -88,7 +88,7 @@ def drawn(seed):
     chosen = {"data": DATA[list(DATA)[seed % 4]], "lost": [NEVER, SOME, SOON][rng.integers(3)]}
     chosen |= {"epochs": 3} if rng.random() < 0.5 else {"steps": int(rng.integers(5, 30))}
     if rng.random() < 0.4:
-        chosen["max_steps"] = [[2, 7, 3, 12, 30], [6, 6, 6, 6, 6], 11][rng.integers(3)]
+        chosen["stop"] = ee.train.Stopping(steps=[[2, 7, 3, 12, 30], [6, 6, 6, 6, 6], 11][rng.integers(3)])
     if rng.random() < 0.5:
         chosen |= {"validation": ee.train.Validation(HELD_OUT, score=score, mode="min"), "patience": 1}
     chosen["on_diverge"] = ["freeze", "freeze", "freeze", ee.train.Revive(perturb=None)][rng.integers(4)]

@@ -11,6 +11,8 @@ import pytest
 
 import eqx_ensemble as ee
 
+from ..factories import grouped
+
 KEY = jax.random.key(0)
 MEMBERS, EPOCHS = 3, 30
 
@@ -57,16 +59,8 @@ def test_scores_of_double_precision_decide(score, mode, tmp_path):
         ensemble = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key, dtype=jnp.float64), MEMBERS, key=KEY)
         x = jnp.linspace(0, 1, 8)[:, None]
         rows = (x, 2 * x + 1)
-        run = lambda **more: ee.fit(
-            ensemble,
-            loss,
-            optax.sgd(0.3),
-            rows,
-            validation=ee.train.Validation(rows, score=scored, mode=mode),
-            epochs=EPOCHS,
-            key=KEY,
-            **more,
-        )
+        judged = {"validation": rows, "score": scored, "mode": mode, "epochs": EPOCHS, "key": KEY}
+        run = lambda **more: ee.fit(ensemble, loss, optax.sgd(0.3), rows, **grouped(judged | more))
         free = run().history.validation
         assert free.dtype == np.float64
         curves, middle = sign * free, EPOCHS // 2
@@ -140,14 +134,14 @@ def test_scores_that_are_undefined_are_named():
     """Of the members that trained, at the first step; a member that was stopped earlier has no score there."""
     ensemble = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key), MEMBERS, key=KEY)
     rows = (np.linspace(0, 1, 8, dtype=np.float32)[:, None], np.ones((8, 1), np.float32))
-    options = {"epochs": 2, "validation": ee.train.Validation(rows, mode="min"), "key": KEY, "progress": False}
+    options = {"epochs": 2, "validation": rows, "mode": "min", "key": KEY, "progress": False}
     bound = float(np.sort(np.asarray(ensemble.stacked.weight).ravel())[1])
     score = lambda model, batch, key: jnp.where(model.weight[0, 0] < bound, jnp.nan, loss(model, batch, key))
     index = int(np.argmin(ensemble.stacked.weight))
     with pytest.warns(UserWarning, match=rf"validation scores that are NaN, .*\(id, step\): {index} at step 1\.\n"):
-        ee.fit(ensemble, loss, optax.sgd(1e-6), rows, score=score, **options)
+        ee.fit(ensemble, loss, optax.sgd(1e-6), rows, **grouped(options | {"score": score}))
     halving = {**options, "epochs": 1, "hyper": {"lr": np.full(MEMBERS, 1e-6, np.float32)}}
     optimiser, undefined = lambda h: optax.sgd(h["lr"]), lambda model, batch, key: loss(model, batch, key) * jnp.nan
     for method in (ee.methods.successive_halving, ft.partial(ee.methods.population_based_training, rounds=2)):
         with pytest.warns(UserWarning, match="that are NaN"), pytest.raises(ValueError, match="cannot compare members"):
-            method(ensemble, loss, optimiser, rows, score=undefined, **halving)
+            method(ensemble, loss, optimiser, rows, **grouped(halving | {"score": undefined}))

@@ -206,8 +206,11 @@ def folder(tmp_path_factory):
     ("change", "said"),
     [
         ({"patience": 50}, "`patience`: saved 2, now 50"),
-        ({"stop": ee.train.Stopping(steps=np.int32(4))}, "`max_steps`: saved [3, 9], now 4"),
-        ({"target": 0.25}, "`target`: saved 1e-09, now 0.25"),
+        ({"stop": ee.train.Stopping(steps=np.int32(4), target=1e-9)}, "`stop.steps`: saved [3, 9], now [4, 4]"),
+        (
+            {"stop": ee.train.Stopping(steps=[3, 9], target=0.25)},
+            "`stop.target`: saved [1e-09, 1e-09], now [0.25, 0.25]",
+        ),
         ({"key": jax.random.key(3)}, "`key`: saved [0, 0], now [0, 3]"),
         (
             {"on_diverge": Revive(perturb=Plain(0.7))},
