@@ -308,9 +308,9 @@ def fit(
     - `save`: a folder that all workers can write, in which each shard saves its trained members atomically instead of
         returning them; optimiser states and curves are not kept. Rerunning the same call trains only the missing
         shards, also after the caller was killed. A different call raises an error that lists the differences, once a
-        shard is completed; `plan`, `mesh`, `checkpoint`, `retries`, `workers` and the executor may differ. Functions and classes are compared by their code and by the globals that they read,
-        down to those of installed libraries, which are compared by version. Settings of JAX that change random numbers
-        or dtypes must be the same.
+        shard is completed; `plan`, `mesh`, `checkpoint`, `retries`, `workers` and the executor may differ. Functions and
+        classes are compared by their code and by the globals that they read, down to those of installed libraries,
+        which are compared by version. Settings of JAX that change random numbers or dtypes must be the same.
     - `on_shard`: called in the caller's process with an [`eqx_ensemble.fleet.ShardReport`][] of each shard that is
         completed or abandoned. Its exceptions end the call.
     - `progress`: whether to show a progress line, with the numbers of members completed, stopped and diverged and the

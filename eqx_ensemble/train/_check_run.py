@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from ._errors import DivergedError, NotSavedError
 from ._status import Status
 from .compiled._selection import Mode
 from .data._check import integers_text
-from .data._source import in_memory
+from .data._source import AbstractSource, in_memory
 
 
 def diverged_message(
@@ -147,14 +146,14 @@ def check_num_ranked(count: Any, available: int) -> None:
 
 
 def check_outcome(
-    run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, first_step: int, data: Any, fault: Callable[[], str]
+    run: Any, lost_before: np.ndarray, how: Any, *, saver: Any, first_step: int, source: AbstractSource
 ) -> None:
     """Raises if a checkpoint was not written, or for newly diverged members with `"raise"`; else warns of them."""
     if saver is not None and saver.failed is not None:
         raise NotSavedError(saver.failed, run) from saver.failed
     lost = run.status == Status.DIVERGED
     if lost.any():
-        message = _diverged_text(run, to_host(run.train_state.ids), first_step, data, fault())
+        message = _diverged_text(run, to_host(run.train_state.ids), first_step, source.integers(), source.fault())
         if how == "raise" and (lost & ~lost_before).any():
             raise DivergedError(message, run)
         warn(message)
@@ -163,13 +162,13 @@ def check_outcome(
 def warn_of_diverged(run: Any, ids: np.ndarray, *, first_step: int, data: Any) -> None:
     """Warns of the diverged members of a run on several workers, as `fit` does; only data in memory are looked at."""
     if (run.status == Status.DIVERGED).any():
-        fault = not_finite_text(data, argument="data") if in_memory(data) and not callable(data) else ""
-        warn(_diverged_text(run, ids, first_step, data, fault))
+        known = in_memory(data) and not callable(data)
+        integers, fault = (integers_text(data), not_finite_text(data, argument="data")) if known else ("", "")
+        warn(_diverged_text(run, ids, first_step, integers, fault))
 
 
-def _diverged_text(run: Any, ids: np.ndarray, first_step: int, data: Any, fault: str) -> str:
+def _diverged_text(run: Any, ids: np.ndarray, first_step: int, integers: str, fault: str) -> str:
     lost = run.status == Status.DIVERGED
-    integers = integers_text(data) if in_memory(data) and not callable(data) else ""
     where = (ids[lost], run.stopped_at[lost], run.fault[lost])
     return diverged_message(*where, first_step=first_step, integers=integers, fault=fault)
 

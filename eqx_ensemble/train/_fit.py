@@ -28,7 +28,6 @@ from ._callback import Callback, check_callbacks
 from ._check import (
     check_hyper_used,
     check_no_transformation,
-    check_one_pass,
     check_same_structure,
     check_some_training,
 )
@@ -47,7 +46,7 @@ from .compiled._optimiser import Optimiser
 from .compiled._program import Program
 from .compiled._selection import make_limits, stop_at_limits
 from .data._rows import Order
-from .data._source import Length, is_batches, member_shapes, without_marks
+from .data._source import Length, member_shapes, without_marks
 from .data._sources import make_source
 from .host._execute import execute
 from .host._start import layout_of, start_of, with_validation
@@ -56,14 +55,14 @@ from .resume._identity import identity, optimiser_step
 from .resume._resume import Saver
 
 
-def check_same_aux(begun: Any, loss: Loss, first: TrainState, batch: Callable[[], PyTree] | None) -> None:
+def check_same_aux(begun: Any, loss: Loss, first: TrainState, batch: PyTree | None) -> None:
     """Raises if a run continues without the auxiliary outputs that its history has, or with the first ones.
 
-    `batch` returns the shapes of one member's batch; without it, new outputs are refused after the first steps.
+    `batch` holds the shapes of one member's batch; without it, new outputs are refused after the first steps.
     """
     if not isinstance(begun, Run) or (begun.history.aux is not None) == loss.has_aux:
         return
-    if loss.has_aux and (batch is None or not _returns_arrays(loss, first, batch())):
+    if loss.has_aux and (batch is None or not _returns_arrays(loss, first, batch)):
         return
     before, now = (f"`has_aux={has_aux}`" for has_aux in (not loss.has_aux, loss.has_aux))
     raise TypeError(
@@ -315,8 +314,6 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     )  # fmt: skip
     held_out, how, windows = given.validation, given.on_diverge, given.windows
     score, mode, min_delta = given.scoring
-    if is_batches(data):
-        check_one_pass(data, epochs)
     callbacks = check_callbacks(callbacks)
     check_checkpoint(checkpoint)
     saver = None if checkpoint is None else Saver(checkpoint)
@@ -337,20 +334,23 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     if first.fixed.hyper is not None:
         check_hyper_used(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses))
     source = make_source(
-        data, start.state, rows=rows, order=order, batch_size=batch_size, scan=plan.scan, layout=layout, key=key
-    )
-    check_same_aux(ensemble, losses[0], first, None if is_batches(data) else source.shapes)
+        data, first, epochs=epochs, rows=rows, order=order, batch_size=batch_size, scan=plan.scan, layout=layout,
+        key=key,
+    )  # fmt: skip
+    shapes = None if source.epoch is None else source.shapes()  # batches of an iterable are not known in advance
+    check_same_aux(ensemble, losses[0], first, shapes)
     if held_out is not None:
-        if score is None and not is_batches(data):
-            check_same_structure(without_marks(held_out.data), source.shapes())
+        if score is None and shapes is not None:
+            check_same_structure(without_marks(held_out.data), shapes)
         start, validation = with_validation(start, losses[1], held_out.data, layout, data=data)
-    if first.fixed.hyper is not None and not is_batches(data):
-        seen = ((losses[0], source.shapes()), (losses[1], member_shapes(validation)))
+    if first.fixed.hyper is not None and shapes is not None:
+        seen = ((losses[0], shapes), (losses[1], member_shapes(validation)))
         warn_of_unused_hyper(first, optimiser, [(fn, own) for fn, own in seen if fn is not None and fn.wants_hyper])
     if saver is not None:
         options = {"key": key, "stop.steps": stops["steps"], "stop.target": stops["target"], "on_diverge": how}
         options |= {"min_delta": min_delta, "mode": mode, "history": windows.name}
-        here = identity(program, start, source.shapes(), validation, source.fingerprint, options)
+        known = source.shapes() if shapes is None else shapes
+        here = identity(program, start, known, validation, source.fingerprint, options)
         program = dataclasses.replace(program, traced=here.programs)
         start = saver.resume(start, here)
     if saver is None or saver.step < 0:  # a run that was saved may have ended
@@ -362,5 +362,5 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         program, start, source, length, limits=limits, validation=validation, on_diverge=how, lost_before=lost_before,
         seconds=stops["seconds"], saver=saver, progress=progress, callbacks=callbacks, key=key,
     )  # fmt: skip
-    check_outcome(run, lost_before, how, saver=saver, first_step=length.begun, data=data, fault=source.fault)
+    check_outcome(run, lost_before, how, saver=saver, first_step=length.begun, source=source)
     return run

@@ -54,16 +54,11 @@ OBJECTS = {
 def test_train_and_score_like_a_function(kind):
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 2, key=KEY)
     sgd = optax.sgd(0.1)
-    options = {
-        "steps": 2,
-        "batch_size": 16,
-        "validation": ee.train.Validation(DATA, mode="min"),
-        "key": KEY,
-        "progress": False,
-    }
+    options = {"steps": 2, "batch_size": 16, "key": KEY, "progress": False}
     for w in (1.0, 3.0):  # another object is another function
         plain, own = (lambda model, batch, key, w=w: weighted(w, model, batch, key)), OBJECTS[kind](w)
-        want, got = (ee.fit(ensemble, loss, sgd, DATA, score=loss, **options) for loss in (plain, own))
+        scored = lambda loss: {"validation": ee.train.Validation(DATA, score=loss, mode="min")}
+        want, got = (ee.fit(ensemble, loss, sgd, DATA, **options, **scored(loss)) for loss in (plain, own))
         np.testing.assert_allclose(got.history.loss, want.history.loss, rtol=1e-6)
         np.testing.assert_allclose(got.best_score, want.best_score, rtol=1e-6)
         _, metrics = ee.train.make_step(own, sgd)(ee.train.init(ensemble, sgd, key=KEY), DATA)

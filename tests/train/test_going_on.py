@@ -1,5 +1,6 @@
 """Runs that continue another run, a training state or a user's loop."""
 
+import functools as ft
 import itertools
 
 import equinox as eqx
@@ -184,9 +185,9 @@ class TestAnotherValidation:
     def test_best_weights_are_scored_again(self, ensemble, factor):
         x, y = data(24)
         score = lambda model, batch, key: factor * plain_score(model, batch, key)
-        options = {"mode": "min", "epochs": 2, "patience": 9}
-        first = fitted(ensemble, validation=ee.train.Validation((x, 0.01 * y), score=plain_score), **options)
-        second = fitted(first, validation=ee.train.Validation((x, y + 3), score=score), **options)
+        options, judged = {"epochs": 2, "patience": 9}, ft.partial(ee.train.Validation, mode="min")
+        first = fitted(ensemble, validation=judged((x, 0.01 * y), score=plain_score), **options)
+        second = fitted(first, validation=judged((x, y + 3), score=score), **options)
         of_first = np.array([score(member, (x, y + 3), None) for member in first.ensemble.unstack()])
         of_second = second.history.validation[:, 2:]
         np.testing.assert_allclose(second.best_score, np.minimum(of_first, of_second.min(axis=1)), rtol=1e-5)

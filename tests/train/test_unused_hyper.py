@@ -98,5 +98,5 @@ def test_the_path_of_a_nested_name():
 
 def test_a_score_needs_its_direction():
     ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 2, key=KEY)
-    with pytest.raises(TypeError, match="`fit` needs `mode` with `score`"):
+    with pytest.raises(TypeError, match="`train.Validation` needs `mode` with `score`"):
         ee.fit(ensemble, mse, optax.sgd(0.1), X, steps=2, validation=ee.train.Validation(X, score=mse), key=KEY)

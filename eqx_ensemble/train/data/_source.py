@@ -259,6 +259,7 @@ class AbstractSource(abc.ABC):
     - `epoch`: the steps of an epoch; `None` if batches come from an iterable.
     - `cursor`: the position in the data after the steps that are recorded.
     - `fault`: a function that returns what in the data so far is not finite, in words.
+    - `integers`: a function that returns which arrays hold integers, in words; empty if they are not in memory.
     """
 
     data: PyTree = None
@@ -269,6 +270,7 @@ class AbstractSource(abc.ABC):
     epoch: int | None = None
     cursor: Cursor = Cursor()
     fault: Callable[[], str]
+    integers: Callable[[], str] = str
 
     @property
     @abc.abstractmethod

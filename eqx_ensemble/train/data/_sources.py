@@ -10,7 +10,7 @@ from ..._pytree import PyTree
 from ..._warnings import warn
 from ...distributed import to_host
 from ...sharding._engine import Layout, check_same_in_processes
-from .._check import check_no_array_options
+from .._check import check_no_array_options, check_one_pass
 from .._state import TrainState
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
 from ..compiled._health import Carry
@@ -21,7 +21,7 @@ from ..compiled._stepwise import run_stepwise
 from ..compiled._windows import Windows
 from ..resume._code_texts import array_text, array_texts
 from ._batches import IterableSource
-from ._check import check_batch_size, check_last_step, check_not_exceeded, check_patience_length
+from ._check import check_batch_size, check_last_step, check_not_exceeded, check_patience_length, integers_text
 from ._read_ahead import PieceQueue
 from ._reader import RowReader, check_no_scan
 from ._reader_source import ReaderSource, Reading, StepRows
@@ -102,6 +102,7 @@ class ArraySource(AbstractSource):
     ) -> None:
         self.data, self.order, self.rows = data, order, rows
         self.fault = lambda: not_finite_text(data, argument="data")
+        self.integers = lambda: integers_text(data)
         self._order, self._kind, self._scan = order, kind, scan
         self.epoch = order.epoch
 
@@ -197,6 +198,7 @@ def make_source(
     data: PyTree | Iterable[PyTree],
     state: TrainState,
     *,
+    epochs: int | None,
     rows: Any,
     order: Order,
     batch_size: int | None,
@@ -207,6 +209,7 @@ def make_source(
     """The source of a run's batches, by the kind of the data."""
     num_members = state.num_members
     if is_batches(data):
+        check_one_pass(data, epochs)
         check_no_array_options(batch_size=batch_size, rows=rows, order=order, scan=scan)
         return IterableSource(data, num_members, layout)
     if isinstance(data, RowReader):
