@@ -16,6 +16,7 @@ _ACTS_AS = {  # what messages name differently, whoever called it
     "_ensemble._ensemble.Ensemble.__call__": "Ensemble.__call__",
     "_ensemble._group.Group.__call__": "Group.__call__",
     "methods._pbt.check_explore": "explore",
+    "plan._plans._as_scan": "plan.AbstractPlan",
     "train.data._reader_source.Reading._read": "train.RowReader",
     "train._revive._follow": "Revive",
     "train._revive._from_scratch": "Revive(make)",

@@ -1,4 +1,5 @@
 import atexit
+import copyreg
 import dataclasses
 import errno
 import functools as ft
@@ -313,9 +314,6 @@ class Checkpoints:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.wait()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ft.partial(Checkpoints, self.folder, **self._given), ()
-
     @property
     def steps(self) -> list[int]:
         """The step numbers of the complete checkpoints, in order."""
@@ -424,6 +422,9 @@ class Checkpoints:
         first = bad[0][1]
         file, leaf = getattr(first, "file", str(self.folder)), getattr(first, "leaf", None)
         raise CheckpointCorruptError(all_damaged_message(bad, self.folder), file, leaf)
+
+
+copyreg.pickle(Checkpoints, lambda own: (ft.partial(Checkpoints, own.folder, **own._given), ()))
 
 
 def as_checkpoints(given: str | os.PathLike[str] | Checkpoints, **defaults: Any) -> Checkpoints:

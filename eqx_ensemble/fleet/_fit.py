@@ -111,9 +111,9 @@ def check_start_options(begun: Any, optimiser: Any, options: dict[str, Any], giv
         check_model_state_given(begun.stacked, options.get("state"))
         partition_trainable(begun, options.get("trainable", eqx.is_inexact_array))
     elif begun is not None:
-        given = [word for word in ("state", "hyper") if options.get(word) is not None]
-        given += ["trainable"] * (options.get("trainable", eqx.is_inexact_array) is not eqx.is_inexact_array)
-        check_not_given_again(given)
+        again = [word for word in ("state", "hyper") if options.get(word) is not None]
+        again += ["trainable"] * (options.get("trainable", eqx.is_inexact_array) is not eqx.is_inexact_array)
+        check_not_given_again(again)
         check_state(_train_state(begun), optimiser)
         selection = begun.selection if isinstance(begun, Run) else None
         if selection is not None and given.validation is None:
@@ -219,12 +219,12 @@ def prepare(
     check_start_options(begun, optimiser, options | own, given)
     check_losses(begun, loss, score, optimiser, options)
     check_data(sources, num_members, options | own, given)
-    given.stop.of(num_members)
+    stops = given.stop.of(num_members)
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
     common |= {word: value for word, value in options.items() if word not in common | own | sources | {"stop": None}}
     common["validation"] = None if held_out is None else dataclasses.replace(held_out, data=())
     identity = options | own | sources | {"score": score, "mode": mode, "min_delta": min_delta}
-    identity |= {f"stop.{word}": getattr(given.stop, word) for word in ("target", "steps")}
+    identity |= {f"stop.{word}": stops[word] for word in ("target", "steps")}
     return Fitting(common, own, sources, given.stop, {word: x for word, x in identity.items() if word != "stop"})
 
 
@@ -308,8 +308,8 @@ def fit(
     - `save`: a folder that all workers can write, in which each shard saves its trained members atomically instead of
         returning them; optimiser states and curves are not kept. Rerunning the same call trains only the missing
         shards, also after the caller was killed. A different call raises an error that lists the differences, once a
-        shard is completed; `plan`, `mesh`, `checkpoint`, `retries`, `workers` and the executor may differ. Functions and
-        classes are compared by their code and by the globals that they read, down to those of installed libraries,
+        shard is completed; `plan`, `mesh`, `checkpoint`, `retries`, `workers` and the executor may differ. Functions
+        and classes are compared by their code and by the globals that they read, down to those of installed libraries,
         which are compared by version. Settings of JAX that change random numbers or dtypes must be the same.
     - `on_shard`: called in the caller's process with an [`eqx_ensemble.fleet.ShardReport`][] of each shard that is
         completed or abandoned. Its exceptions end the call.

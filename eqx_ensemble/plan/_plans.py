@@ -38,6 +38,11 @@ class Work(NamedTuple):
     scan: bool | None = None
 
 
+def _as_scan(value: Any) -> bool | None:
+    _check.check_optional_flag(value, "scan")
+    return value
+
+
 class AbstractPlan(eqx.Module):
     """Defines how a function of one member is run for all members. It affects only time and memory.
 
@@ -62,10 +67,7 @@ class AbstractPlan(eqx.Module):
     ```
     """
 
-    scan: bool | None = eqx.field(default=None, static=True, kw_only=True)
-
-    def __check_init__(self) -> None:
-        _check.check_optional_flag(self.scan, "scan")
+    scan: bool | None = eqx.field(default=None, static=True, kw_only=True, converter=_as_scan)
 
     @abc.abstractmethod
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:

@@ -205,13 +205,6 @@ BAD = {
         "\nPass what can be iterated again, such as a loader or a list, or an iterator for each part: "
         "`{'linear': ..., 'wide': ...}`.",
     ),
-    "one set of checkpoints": (
-        lambda group, run: ee.fit(
-            group, mse, SGD, DATA, steps=1, checkpoint=ee.checkpoint.Checkpoints("none"), key=KEY
-        ),
-        "TypeError: `fit` needs a folder as `checkpoint` for a group, in which each part has a folder; one "
-        "`Checkpoints` is for one run.\nPass a path, or a dict with `Checkpoints` for each part.",
-    ),
     "a missing loss": (
         lambda group, run: ee.fit(group, {"wide": mse}, SGD, DATA, steps=1, key=KEY),
         "ValueError: `fit` needs `loss` for every part of the group, 'linear', 'wide'; there is none for 'linear'.",
