@@ -13,7 +13,7 @@ import eqx_ensemble as ee
 from eqx_ensemble.methods import population
 from eqx_ensemble.train import Status
 
-from ..factories import assert_close, assert_same, grouped
+from ..factories import assert_close, assert_same
 
 KEY = jax.random.key(0)
 MEMBERS, BATCH, STEPS = 6, 8, 5
@@ -57,7 +57,11 @@ def state(ensemble):
     return run.train_state
 
 
-OPTIONS = {"batch_size": BATCH, "order": "given", "score": score, "mode": "min", "progress": False, "key": KEY}
+OPTIONS = {"batch_size": BATCH, "order": "given", "progress": False, "key": KEY}
+
+
+def held_out(score=score):
+    return ee.train.Validation(data(16, 1), score=score, mode="min")
 
 
 class Alone:
@@ -252,7 +256,7 @@ class TestExplore:
 @pytest.fixture(scope="module")
 def found(ensemble):
     return ee.methods.population_based_training(
-        ensemble, loss, OPTIMISER, data(), hyper=hyper(), validation=data(16, 1), rounds=4, epochs=2,
+        ensemble, loss, OPTIMISER, data(), hyper=hyper(), validation=held_out(), rounds=4, epochs=2,
         fraction=0.34, explore=population.perturb_hyper(RANGES), **OPTIONS,
     )  # fmt: skip
 
@@ -324,8 +328,8 @@ class TestPopulationBasedTraining:
         made = ee.build(lambda key: eqx.tree_at(lambda m: m.layers[0].bias, make(key), jnp.full(8, 0.125)), 4, key=KEY)
         hyper = {"rank": jnp.arange(4.0), "lr": jnp.array([0.01, 0.01, 0.01, 0.0])}
         found = ee.methods.population_based_training(
-            made, loss, OPTIMISER, data(), hyper=hyper, validation=data(16, 1), rounds=2, epochs=1, fraction=0.25,
-            explore=lambda hyper, key: hyper | {"lr": jnp.array(0.01)}, **grouped(OPTIONS | {"score": judged}),
+            made, loss, OPTIMISER, data(), hyper=hyper, validation=held_out(judged), rounds=2, epochs=1, fraction=0.25,
+            explore=lambda hyper, key: hyper | {"lr": jnp.array(0.01)}, **OPTIONS,
         )  # fmt: skip
         replaced = int(np.flatnonzero(found.lineage[0] != np.arange(4))[0])
         assert replaced != 3  # it never moved, has the best score of all, and is the donor
@@ -336,7 +340,7 @@ class TestPopulationBasedTraining:
         optimiser = lambda hyper: optax.sgd(hyper["lr"])
         with compiled() as names:
             ee.methods.population_based_training(
-                ensemble, loss, optimiser, data(), hyper=hyper(), validation=data(16, 1), rounds=3, epochs=1, **OPTIONS
+                ensemble, loss, optimiser, data(), hyper=hyper(), validation=held_out(), rounds=3, epochs=1, **OPTIONS
             )
         assert names.count("run_chunk") == 1
 
@@ -352,7 +356,7 @@ class TestPopulationBasedTraining:
 
         rates = {"lr": jnp.array([0.01, 0.9, 0.02, 0.9, 0.03, 0.04])}
         found = ee.methods.population_based_training(
-            ensemble, faulty, OPTIMISER, data(), hyper=rates, validation=data(16, 1), rounds=2, epochs=1, **OPTIONS
+            ensemble, faulty, OPTIMISER, data(), hyper=rates, validation=held_out(), rounds=2, epochs=1, **OPTIONS
         )
         assert set(found.lineage[0][[1, 3]]) <= {0, 2, 4, 5}
         assert found.run.status.tolist() == [Status.OK] * MEMBERS
@@ -372,7 +376,7 @@ class TestPopulationBasedTraining:
         ],
     )
     def test_refused(self, ensemble, changes, message, unhooked):
-        options = {"hyper": hyper(), "validation": data(16, 1), "rounds": 2, "epochs": 1} | OPTIONS | changes
+        options = {"hyper": hyper(), "validation": held_out(), "rounds": 2, "epochs": 1} | OPTIONS | changes
         with pytest.raises((TypeError, ValueError), match=message):
             ee.methods.population_based_training(ensemble, loss, OPTIMISER, data(), **options)
 
@@ -385,7 +389,7 @@ class TestPopulationBasedTraining:
                 OPTIMISER,
                 [data(8)],
                 hyper=hyper(),
-                validation=data(16, 1),
+                validation=held_out(),
                 rounds=2,
                 steps=1,
                 **options,
@@ -396,7 +400,7 @@ class TestPopulationBasedTraining:
         faulty = lambda model, batch, key: jnp.nan * loss(model, batch, key)
         with pytest.warns(UserWarning, match=r"6 member\(s\) diverged"):
             found = ee.methods.population_based_training(
-                ensemble, faulty, OPTIMISER, data(), hyper=hyper(), validation=data(16, 1), rounds=rounds, epochs=1,
+                ensemble, faulty, OPTIMISER, data(), hyper=hyper(), validation=held_out(), rounds=rounds, epochs=1,
                 **OPTIONS,
             )  # fmt: skip
         assert found.run.status.tolist() == [Status.DIVERGED] * MEMBERS
@@ -410,7 +414,7 @@ class TestPopulationBasedTraining:
             yield data(8)
 
         found = ee.methods.population_based_training(
-            ensemble, loss, OPTIMISER, batches(), hyper=hyper(), validation=data(16, 1), rounds=3, epochs=1,
+            ensemble, loss, OPTIMISER, batches(), hyper=hyper(), validation=held_out(), rounds=3, epochs=1,
             progress=False, key=KEY,
         )  # fmt: skip
         assert found.run.interrupted
@@ -421,7 +425,7 @@ class TestPopulationBasedTraining:
 def run():
     ensemble = ee.build(make, 9, key=KEY)
     return ee.methods.successive_halving(
-        ensemble, loss, OPTIMISER, data(), hyper=hyper(9), validation=data(16, 1), epochs=1, **OPTIONS
+        ensemble, loss, OPTIMISER, data(), hyper=hyper(9), validation=held_out(), epochs=1, **OPTIONS
     )
 
 
@@ -445,7 +449,7 @@ class TestSuccessiveHalving:
     def test_other_factors(self, factor, rungs, left):
         ensemble = ee.build(make, 9, key=KEY)
         run = ee.methods.successive_halving(
-            ensemble, loss, OPTIMISER, data(), hyper=hyper(9), validation=data(16, 1), steps=3, factor=factor,
+            ensemble, loss, OPTIMISER, data(), hyper=hyper(9), validation=held_out(), steps=3, factor=factor,
             rungs=rungs, **OPTIONS,
         )  # fmt: skip
         assert (run.stopped_at == -1).sum() == left
@@ -460,7 +464,7 @@ class TestSuccessiveHalving:
         ],
     )
     def test_refused(self, ensemble, changes, message, unhooked):
-        options = {"hyper": hyper(), "validation": data(16, 1), "epochs": 1} | OPTIONS | changes
+        options = {"hyper": hyper(), "validation": held_out(), "epochs": 1} | OPTIONS | changes
         with pytest.raises((TypeError, ValueError), match=message):
             ee.methods.successive_halving(ensemble, loss, OPTIMISER, data(), **options)
 
@@ -473,8 +477,8 @@ def test_a_score_that_is_no_number_is_dropped_first():
 
     with pytest.warns(UserWarning, match="that are NaN, .* 3 at step 5"):
         run = ee.methods.successive_halving(
-            ensemble, loss, optax.sgd(0.05), data(), hyper={"index": jnp.arange(8)}, validation=data(16, 1), epochs=1,
-            factor=2, **grouped(OPTIONS | {"score": judged}),
+            ensemble, loss, optax.sgd(0.05), data(), hyper={"index": jnp.arange(8)}, validation=held_out(judged), epochs=1,
+            factor=2, **OPTIONS,
         )  # fmt: skip
     assert sorted(run.stopped_at.tolist()) == [-1, 5, 5, 5, 5, 10, 10, 20]
     assert run.stopped_at[3] == 5
@@ -482,22 +486,20 @@ def test_a_score_that_is_no_number_is_dropped_first():
 
 @pytest.mark.parametrize(("epochs", "longest"), [(5, [5, 5]), (8, [8, 8]), (10, [10, 10, 10])])
 def test_no_member_trains_longer_than_requested(epochs, longest):
-    runs = ee.methods.hyperband(
-        make, RANGES, loss, OPTIMISER, data(8), validation=data(16, 1), epochs=epochs, **OPTIONS
-    )
+    runs = ee.methods.hyperband(make, RANGES, loss, OPTIMISER, data(8), validation=held_out(), epochs=epochs, **OPTIONS)
     assert [run.history.loss.shape[1] for run in runs] == longest
 
 
 def test_hyperband_decides_itself(unhooked):
     with pytest.raises(TypeError, match="does not take `steps`"):
         ee.methods.hyperband(
-            make, RANGES, loss, OPTIMISER, data(8), validation=data(16, 1), epochs=3, steps=4, **OPTIONS
+            make, RANGES, loss, OPTIMISER, data(8), validation=held_out(), epochs=3, steps=4, **OPTIONS
         )
 
 
 def test_hyperband_brackets():
     """Sizes and lengths by the paper's formulas, for R = 9 and eta = 3."""
-    runs = ee.methods.hyperband(make, RANGES, loss, OPTIMISER, data(), validation=data(16, 1), epochs=9, **OPTIONS)
+    runs = ee.methods.hyperband(make, RANGES, loss, OPTIMISER, data(), validation=held_out(), epochs=9, **OPTIONS)
     assert [len(run.stopped_at) for run in runs] == [9, 5, 3]
     steps = [sorted(np.where(run.stopped_at == -1, run.history.loss.shape[1], run.stopped_at).tolist()) for run in runs]
     assert steps == [[5] * 6 + [15] * 2 + [45], [15] * 4 + [45], [45] * 3]
