@@ -477,8 +477,8 @@ def test_a_score_that_is_no_number_is_dropped_first():
 
     with pytest.warns(UserWarning, match="that are NaN, .* 3 at step 5"):
         run = ee.methods.successive_halving(
-            ensemble, loss, optax.sgd(0.05), data(), hyper={"index": jnp.arange(8)}, validation=held_out(judged), epochs=1,
-            factor=2, **OPTIONS,
+            ensemble, loss, optax.sgd(0.05), data(), hyper={"index": jnp.arange(8)}, validation=held_out(judged),
+            epochs=1, factor=2, **OPTIONS,
         )  # fmt: skip
     assert sorted(run.stopped_at.tolist()) == [-1, 5, 5, 5, 5, 10, 10, 20]
     assert run.stopped_at[3] == 5
