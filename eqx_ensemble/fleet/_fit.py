@@ -42,6 +42,7 @@ from ..train._engine import (
     check_some_training,
     check_state,
     is_data_function,
+    limits_of,
     make_limits,
     missing_validation_message,
     partition_trainable,
@@ -219,7 +220,7 @@ def prepare(
     check_start_options(begun, optimiser, options | own, given)
     check_losses(begun, loss, score, optimiser, options)
     check_data(sources, num_members, options | own, given)
-    stops = given.stop.of(num_members)
+    stops = limits_of(given.stop, num_members)
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
     common |= {word: value for word, value in options.items() if word not in common | own | sources | {"stop": None}}
     common["validation"] = None if held_out is None else dataclasses.replace(held_out, data=())
@@ -391,7 +392,7 @@ def _training(begun: Any, stop: Stopping) -> np.ndarray | None:
     if not isinstance(begun, Run | TrainState):
         return None
     state = _state(begun)
-    limits = make_limits(stop.of(state.num_members)["steps"], None, state.num_members)
+    limits = make_limits(limits_of(stop, state.num_members)["steps"], None, state.num_members)
     return to_host(stop_at_limits(state.moving, limits, state.step).status) == Status.OK
 
 

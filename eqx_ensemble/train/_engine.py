@@ -21,7 +21,7 @@ from ._fit import fit
 from ._group_run import GroupRun
 from ._idle import allow_idle
 from ._opt_hyper import change_hyper, follow_hyper, hyper_arrays
-from ._options import Options, Stopping, check_options
+from ._options import Options, Stopping, check_options, limits_of
 from ._rank import rank_members
 from ._revive import Revive, copy_donors
 from ._run import Run, check_rows_of_folds, data_frame

@@ -34,7 +34,7 @@ from ._check import (
 from ._check_member import hyper_column_text
 from ._check_run import check_outcome
 from ._group_run import GroupRun, fit_parts
-from ._options import Stopping, check_options
+from ._options import Stopping, check_options, limits_of
 from ._revive import Revive
 from ._run import Run
 from ._signatures import FitOptions
@@ -323,7 +323,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         has_validation=held_out is not None, mode=mode, windows=windows, key=key,
     )  # fmt: skip
     first = start.state
-    stops = given.stop.of(first.num_members)
+    stops = limits_of(given.stop, first.num_members)
     limits = make_limits(stops["steps"], stops["target"], first.num_members, min_delta=min_delta)
     limits = limits if layout is None else shard_members(limits, layout)
     losses = make_losses(first, loss, score, has_aux=has_aux, has_validation=held_out is not None)

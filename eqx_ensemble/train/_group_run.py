@@ -33,7 +33,7 @@ from ..checkpoint._engine import checkpoints_inside
 from ._check_run import check_run_weights, excluded_message
 from ._errors import DivergedError
 from ._opt_hyper import hyper_arrays
-from ._options import Stopping, Validation
+from ._options import Stopping, Validation, limits_of
 from ._rank import rank_members
 from ._run import Run, data_frame, summary, table_columns
 from ._status import Status
@@ -344,7 +344,7 @@ def _of_parts(group: Group, name: str, value: Any) -> dict[str, Any]:
     if name in ("data", "validation"):
         return _data_of_parts(group, name, value)
     if isinstance(value, Stopping):
-        value.of(group.num_members)
+        limits_of(value, group.num_members)
         return {part: take(value, positions) for part, positions in member_positions(group).items()}
     if name == "hyper":
         own = tree_by_part(value, group.parts)

@@ -120,10 +120,6 @@ class Stopping(eqx.Module):
             _limit(value, argument) for argument, value in (("target", target), ("steps", steps), ("seconds", seconds))
         )
 
-    def of(self, num_members: int) -> dict[str, np.ndarray | None]:
-        """Each limit as an array `(members,)`; raises for another number of values."""
-        return {word: _of_members(getattr(self, word), word, num_members) for word in ("target", "steps", "seconds")}
-
 
 def _limit(value: Any, argument: str) -> Any:
     """A number, or one per member in `Each`; positive except for `target`."""
@@ -144,6 +140,11 @@ def _limit(value: Any, argument: str) -> Any:
             f"{value!r}."
         )
     return Each(numbers) if numbers.ndim else numbers
+
+
+def limits_of(stop: Stopping, num_members: int) -> dict[str, np.ndarray | None]:
+    """Each limit as an array `(members,)`; raises for another number of values."""
+    return {word: _of_members(getattr(stop, word), word, num_members) for word in ("target", "steps", "seconds")}
 
 
 def _of_members(value: Any, argument: str, num_members: int) -> np.ndarray | None:
