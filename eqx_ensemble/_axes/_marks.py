@@ -11,7 +11,7 @@ import numpy as np
 
 from .._foreign import from_foreign_tree
 from .._pytree import PyTree
-from ._check import check_batch_axis, check_member_axis
+from ._check import check_batch_axis, check_member_axis, check_no_models
 
 
 class AbstractPerMember(eqx.Module):
@@ -75,6 +75,7 @@ class Each(AbstractPerMember):
     axis: int = eqx.field(static=True, default=0)
 
     def __check_init__(self) -> None:
+        check_no_models(self.value)
         check_member_axis(self.value, axis=self.axis)
 
     def per_member(self) -> PyTree:

@@ -67,8 +67,8 @@ def first_text(host: np.ndarray, wrong: np.ndarray) -> str:
     return f"got {host[index]}{where}, the first of {int(wrong.sum())} such"
 
 
-def one_member_text(name: str) -> str:
-    return f"One member? Add a leading axis: `{name}[None]`."
+def one_member_text(argument: str) -> str:
+    return f"One member? Add a leading axis: `{argument}[None]`."
 
 
 def as_column(per_member: Any, ndim: int) -> Any:

@@ -76,18 +76,18 @@ _FUNCTIONS = {
 }
 
 
-def attribute_message(name: str, members: Any) -> str:
+def attribute_message(attribute: str, members: Any) -> str:
     """The message for a missing attribute, which may be one of the members or a function of the package."""
-    if name in _FUNCTIONS:
-        return f"An `Ensemble` has no method `{name}`: it is a function of the package, {_FUNCTIONS[name]}."
-    if callable(getattr(type(members), name, None)):
+    if attribute in _FUNCTIONS:
+        return f"An `Ensemble` has no method `{attribute}`: it is a function of the package, {_FUNCTIONS[attribute]}."
+    if callable(getattr(type(members), attribute, None)):
         return (
-            f"An `Ensemble` has no method `{name}`. To call that of every member: "
-            f"`ensemble.map(lambda model, x: model.{name}(x), x)`; of one: `ensemble[0].{name}(x)`."
+            f"An `Ensemble` has no method `{attribute}`. To call that of every member: "
+            f"`ensemble.map(lambda model, x: model.{attribute}(x), x)`; of one: `ensemble[0].{attribute}(x)`."
         )
     return (
-        f"An `Ensemble` has no attribute `{name}`. What its members hold is in `ensemble.stacked`, with the leading "
-        "members axis, or in a single member, `ensemble[0]`."
+        f"An `Ensemble` has no attribute `{attribute}`. What its members hold is in `ensemble.stacked`, with the "
+        "leading members axis, or in a single member, `ensemble[0]`."
     )
 
 

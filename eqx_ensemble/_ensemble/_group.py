@@ -112,10 +112,10 @@ def check_order_fits(order: tuple[int, ...], num_members: int) -> None:
         )
 
 
-def check_known_part(name: str, parts: Mapping[str, Any]) -> None:
+def check_known_part(part: str, parts: Mapping[str, Any]) -> None:
     """Raises unless a part has this name."""
-    if name not in parts:
-        raise KeyError(f"This `Group` has no part {name!r}; its parts are {', '.join(map(repr, parts))}.")
+    if part not in parts:
+        raise KeyError(f"This `Group` has no part {part!r}; its parts are {', '.join(map(repr, parts))}.")
 
 
 def check_group_index(index: Any) -> None:

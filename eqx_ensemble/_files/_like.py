@@ -70,8 +70,8 @@ def _as_group(one: Group, manifest: Manifest) -> Any:
     saved = {entry.path: entry for entry in manifest.entries}
     numbers = {number.path for number in manifest.numbers}
 
-    def resize(name: str, part: Ensemble[Any]) -> Ensemble[Any]:
-        ids = saved.get(f".parts['{name}'].ids")
+    def resize(part_name: str, part: Ensemble[Any]) -> Ensemble[Any]:
+        ids = saved.get(f".parts['{part_name}'].ids")
         if ids is None:
             return part  # missing in the file: an error follows
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype), part.arrays)

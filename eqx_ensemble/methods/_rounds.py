@@ -28,8 +28,8 @@ from ..checkpoint._engine import (
     check_overwritable,
     clean,
     explain_folder,
+    has_our_manifest,
     is_on_disk,
-    is_sealed,
     list_folder,
     remove,
 )
@@ -201,7 +201,7 @@ def check_folder(folder: Any) -> None:
     if not is_on_disk(folder):
         raise TypeError(f"`{caller()}` needs `checkpoint` to be a folder in a file system, got `{folder}`.")
     check_overwritable(folder, is_checkpoint=not folder.exists() or folder.is_dir())
-    check_run_folder(folder, is_checkpoint=is_sealed(folder))
+    check_run_folder(folder, is_checkpoint=has_our_manifest(folder))
     if Checkpoints(folder).steps:
         raise FileExistsError(
             errno.EEXIST,

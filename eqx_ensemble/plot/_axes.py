@@ -67,9 +67,9 @@ def of_patch(options: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     return defaults | given
 
 
-def with_unit(name: str, unit: str | None) -> str:
+def with_unit(label: str, unit: str | None) -> str:
     """A label, with its unit if it has one."""
-    return name if unit is None else f"{name}, {unit}"
+    return label if unit is None else f"{label}, {unit}"
 
 
 Bands = dict[float, tuple[np.ndarray, np.ndarray]]

@@ -195,9 +195,9 @@ def _flat(table: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
     return flat
 
 
-def _is_log(name: str, values: np.ndarray, log: Sequence[str] | None) -> bool:
+def _is_log(column: str, values: np.ndarray, log: Sequence[str] | None) -> bool:
     if log is not None:
-        return name.split("[")[0] in log
+        return column.split("[")[0] in log
     finite = values[np.isfinite(values)]
     return bool(finite.min() > 0 and finite.max() >= _WIDE * finite.min())
 

@@ -85,11 +85,11 @@ def _group(units: Units | Heads, model: Any, number: int) -> Group:
     return Group(name, units.num_heads, parts)
 
 
-def _part(units: Units, model: Any, name: str) -> Part:
+def _part(units: Units, model: Any, of: str) -> Part:
     found, norms = [], []
     for argument, entries, axes_of in (("outputs", units.outputs, output_axes), ("inputs", units.inputs, input_axes)):
         for i, entry in enumerate(entries):
-            path = f"{name}.{argument}[{i}]"
+            path = f"{of}.{argument}[{i}]"
             if isinstance(entry, tuple):
                 leaf = check_where(entry[0], model, path)
                 found.append((check_axis_of(leaf, entry[1], path, Leaf), entry[1] % len(leaf.shape)))
@@ -97,11 +97,11 @@ def _part(units: Units, model: Any, name: str) -> Part:
             layer = check_where(entry, model, path)
             found += check_some_axes(axes_of(layer), layer, path, argument)
             norms += [layer] if isinstance(layer, eqx.nn.BatchNorm) else []
-    check_some_units(found, norms, name)
+    check_some_units(found, norms, of)
     size = units.size or _size(found, norms)
-    axes = [Axis(leaf.path, axis, _repeat(leaf, axis, size, name)) for leaf, axis in found]
+    axes = [Axis(leaf.path, axis, _repeat(leaf, axis, size, of)) for leaf, axis in found]
     for norm in norms:
-        check_divisible(norm.input_size, size, f"{name}: `BatchNorm` of {norm.input_size} for {size} units")
+        check_divisible(norm.input_size, size, f"{of}: `BatchNorm` of {norm.input_size} for {size} units")
     return Part(size, tuple(dict.fromkeys(axes)), tuple(norms))
 
 
@@ -110,9 +110,9 @@ def _size(found: list[tuple[Leaf, int]], norms: list[eqx.nn.BatchNorm]) -> int:
     return found[0][0].shape[found[0][1]] if found else norms[0].input_size
 
 
-def _repeat(leaf: Leaf, axis: int, size: int, name: str) -> int:
+def _repeat(leaf: Leaf, axis: int, size: int, of: str) -> int:
     length = leaf.shape[axis]
-    check_divisible(length, size, f"{name}: axis {axis} of `{jtu.keystr(leaf.path)}` {leaf.shape} for {size} units")
+    check_divisible(length, size, f"{of}: axis {axis} of `{jtu.keystr(leaf.path)}` {leaf.shape} for {size} units")
     return length // size
 
 

@@ -98,10 +98,10 @@ def check_axis_of(leaf: Any, axis: int, path: str, kind: type) -> Any:
     return leaf
 
 
-def check_some_units(found: list[Any], norms: list[Any], name: str) -> None:
+def check_some_units(found: list[Any], norms: list[Any], of: str) -> None:
     """Raises if the selected layers have no units."""
     if not found and not norms:
-        raise ValueError(f"`{_ALIGN}` needs `{name}.outputs` to hold an array; the layers that it selects have none.")
+        raise ValueError(f"`{_ALIGN}` needs `{of}.outputs` to hold an array; the layers that it selects have none.")
 
 
 def check_divisible(length: int, size: int, text: str) -> None:

@@ -184,8 +184,7 @@ def snapshot_ensemble(run: Any) -> Ensemble[Any]:
     members.ids // 5  # whose snapshot each is
     ```
     """
-    name = "methods.path.snapshot_ensemble"
-    state, found = find_record(run, (Weights,), name=name)
+    state, found = find_record(run, (Weights,), "`snapshots`", "snapshots(optax.sgd(0.05), 5, every=200)")
     if is_traced(found.count):
         raise TypeError(f"`{caller()}` cannot be called inside `jax.jit`: the number of members depends on values.")
     weights = found.record.weights

@@ -128,11 +128,10 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
         Maddox, Garipov, Izmailov, Vetrov and Wilson, "A Simple Baseline for Bayesian Uncertainty in Deep Learning"
         (NeurIPS 2019).
     """
-    name = "methods.path.sample"
     num_samples = check_positive_int(num_samples, "num_samples")
     check_scale(scale)
     key = _keys.root(key)
-    state, found = find_record(run, (Moments,), name=name)
+    state, found = find_record(run, (Moments,), "`swag`", "swag(optax.sgd(0.05))")
     check_factor_ids(state.ids, num_samples)
     warn_of_few(found.count, state.ids, least=2, effect="Their draws are all equal.")
     if scale is None:

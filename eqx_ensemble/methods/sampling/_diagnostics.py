@@ -2,6 +2,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._caller import caller
 from ..._check import missing_extra_message
 from ._check import check_chains, check_values
 
@@ -54,13 +55,12 @@ def diagnostics(values: Any, chains: Any) -> Diagnostics:
         Vehtari, Gelman, Simpson, Carpenter and Bürkner, "Rank-Normalization, Folding, and Localization: An Improved
         $\hat R$ for Assessing Convergence of MCMC" (Bayesian Analysis, 2021).
     """
-    name = "methods.sampling.diagnostics"
     array = check_values(values)
     order, num_chains = check_chains(chains, len(array))
     try:
         from arviz_stats.base.array import array_stats  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
-        raise ImportError(missing_extra_message(name, "ArviZ", "sampling")) from error
+        raise ImportError(missing_extra_message(caller(), "ArviZ", "sampling")) from error
     axes: Any = {"chain_axis": 0, "draw_axis": 1}
     draws = array[order].reshape(num_chains, -1, *array.shape[1:])
     with np.errstate(invalid="ignore", divide="ignore"):
