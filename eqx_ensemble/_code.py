@@ -260,7 +260,7 @@ def _parts_of_object(x: Any) -> list[Any]:
 def _try(get: Any, *args: Any) -> Any:
     try:
         return get(*args)
-    except Exception:  # no value, or none that can be read
+    except Exception:  # users' objects may raise anything when they are read; a program is then not told apart by them
         return None
 
 

@@ -253,7 +253,7 @@ def _vmap_make(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Arr
         own = draw_by_member(keys)
         try:
             return restore_keys(make_all(own, arguments), own)
-        except Exception:  # `make` mixes in other keys, or fails below too
+        except Exception:  # `make` may combine these keys with others, in its own ways; its own errors recur below
             pass
     return make_all(keys, arguments)
 
