@@ -60,6 +60,16 @@ def needs_message(needs: str, got: str, fix: str) -> str:
     return f"`{caller()}` needs {needs}.\n  {got}\n{fix}"
 
 
+def value_error(needs: str, got: str, fix: str) -> ValueError:
+    """The error for a value that a function cannot take."""
+    return ValueError(needs_message(needs, got, fix))
+
+
+def type_error(needs: str, got: str, fix: str) -> TypeError:
+    """The error for a value of another kind."""
+    return TypeError(needs_message(needs, got, fix))
+
+
 def first_text(host: np.ndarray, wrong: np.ndarray) -> str:
     """The first wrong value, its index, and the number of wrong values."""
     index = tuple(int(i) for i in np.argwhere(wrong)[0])

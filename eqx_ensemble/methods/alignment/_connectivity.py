@@ -16,8 +16,8 @@ from ..._check import (
     check_word,
     is_traced,
     kind_text,
-    needs_message,
     promote,
+    value_error,
 )
 from ..._compiled import filter_jit
 from ..._ensemble import Ensemble, M, check_ensemble, check_equal_members
@@ -57,7 +57,7 @@ def check_losses(losses: Any) -> jax.Array:
             "`losses` of shape (*batch, points), of at least three points",
             "`connectivity` returns such losses.",
         )
-        raise ValueError(needs_message(needs, f"got shape {array.shape}", fix))
+        raise value_error(needs, f"got shape {array.shape}", fix)
     return promote(array)[0]
 
 

@@ -15,7 +15,8 @@ from ..._check import (
     first_text,
     is_integer,
     is_traced,
-    needs_message,
+    type_error,
+    value_error,
 )
 from ...train import DivergedError
 from ._member import LINKS
@@ -137,16 +138,14 @@ def check_indices(indices: Any, num_weights: int, structure: str) -> Any:
     array = check_array("indices", indices.per_member() if isinstance(indices, Each) else indices)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != 1 + own or array.shape[-1] == 0:
         fix = "They are positions in the selected leaves, one after another; of each member `Each((members, n))`."
-        raise TypeError(needs_message("integers `(n,)` as `indices`", f"got {array.dtype} {array.shape}", fix))
+        raise type_error("integers `(n,)` as `indices`", f"got {array.dtype} {array.shape}", fix)
     host = concrete(array)
     if host is not None:
         if host.min() < 0 or host.max() >= num_weights:
             got = f"got {host.min()} to {host.max()}"
-            raise ValueError(
-                needs_message(f"`indices` from 0 to {num_weights - 1}", got, "`where` selects so many weights.")
-            )
+            raise value_error(f"`indices` from 0 to {num_weights - 1}", got, "`where` selects so many weights.")
         if (np.diff(np.sort(host, axis=-1), axis=-1) == 0).any():
-            raise ValueError(needs_message("every one of `indices` once", "got some twice", "Use `np.unique`."))
+            raise value_error("every one of `indices` once", "got some twice", "Use `np.unique`.")
     return Each(array) if own else array
 
 
@@ -162,13 +161,13 @@ def check_per_member(argument: str, value: Any, own: Any) -> Any:
     if array.shape not in ((), own.shape) or not jnp.issubdtype(array.dtype, jnp.number):
         got = f"expected () or {own.shape}, got {array.dtype} {array.shape}"
         fix = "It is a scalar or `(members,)`."
-        raise ValueError(needs_message(f"one `{argument}`, or one per member", got, fix))
+        raise value_error(f"one `{argument}`, or one per member", got, fix)
     host = concrete(array)
     if host is not None and not ((host > 0) & np.isfinite(host)).all():
         wrong = ~((host > 0) & np.isfinite(host))
         fix = "The prior must be proper: choose a small positive precision."
         fix = "It is a standard deviation, in the unit of the targets." if argument == "noise" else fix
-        raise ValueError(needs_message(f"`{argument}` above zero and finite", first_text(host, wrong), fix))
+        raise value_error(f"`{argument}` above zero and finite", first_text(host, wrong), fix)
     return jnp.broadcast_to(array.astype(own.dtype), own.shape)
 
 

@@ -20,7 +20,8 @@ from ..._check import (
     first_text,
     kept_rows,
     kind_text,
-    needs_message,
+    type_error,
+    value_error,
 )
 from ..._compiled import filter_jit
 from ..._ensemble import Ensemble
@@ -109,14 +110,14 @@ def check_row_weights(values: Any, kept: Any, num_rows: int, num_members: int) -
     if array.shape != expected:
         fix = "Weights of each member, `(members, rows)`, are marked: `ee.Each(ee.resample.counts(rows, num_rows))`."
         got = f"expected {expected}, got {array.shape}"
-        raise ValueError(needs_message("one of `row_weights` per row", got, fix))
+        raise value_error("one of `row_weights` per row", got, fix)
     check_nonnegative("row_weights", array, fix="They are how often each row counts.", mask=kept)
     array = jnp.where(True if kept is None else kept, array, jnp.zeros((), array.dtype))
     array = array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
     host = concrete(array)
     if host is not None and not host.any(axis=-1).all():
         fix = "All rows are masked or have weight zero: is the mask inverted?"
-        raise ValueError(needs_message("`row_weights` that leave a row", "got only zeros", fix))
+        raise value_error("`row_weights` that leave a row", "got only zeros", fix)
     return Each(array) if own else array
 
 
@@ -139,9 +140,7 @@ def check_outputs(shape: Any, likelihood: str) -> None:
     }
     fits, needs, fix = wanted[likelihood]
     if not fits:
-        raise ValueError(
-            needs_message(f"members with {needs} for `likelihood={likelihood!r}`", f"got {shape.shape}", fix)
-        )
+        raise value_error(f"members with {needs} for `likelihood={likelihood!r}`", f"got {shape.shape}", fix)
 
 
 def check_targets(targets: Any, likelihood: str, shape: tuple[int, ...], mask: Any) -> Any:
@@ -162,10 +161,10 @@ def _check_values(array: Any, likelihood: str, rows: Any, shape: Any, mask: Any)
     if array.shape != (*rows, *shape) and not (size == 1 and array.size == math.prod(rows)):
         got = f"expected {(*rows, *shape)}, got {array.shape}"
         fix = "Targets have the shape of the outputs, with the rows in front."
-        raise ValueError(needs_message("one target per output and row", got, fix))
+        raise value_error("one target per output and row", got, fix)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         fix = "For complex targets pass the real and imaginary parts as two outputs."
-        raise TypeError(needs_message("targets that are real numbers", f"got {array.dtype}", fix))
+        raise type_error("targets that are real numbers", f"got {array.dtype}", fix)
     flat = array.reshape(*rows, size)
     if likelihood != "binary":
         return flat
@@ -174,7 +173,7 @@ def _check_values(array: Any, likelihood: str, rows: Any, shape: Any, mask: Any)
         wrong = ~np.isin(host.reshape(rows), (0, 1)) & kept
         if wrong.any():
             fix = "Labels -1 and 1? Pass `(labels + 1) // 2`. Soft labels are not supported."
-            raise ValueError(needs_message("labels 0 and 1", first_text(host.reshape(rows), wrong), fix))
+            raise value_error("labels 0 and 1", first_text(host.reshape(rows), wrong), fix)
     return flat
 
 

@@ -17,7 +17,8 @@ from ..._check import (
     check_positive_scalar,
     is_traced,
     kind_text,
-    needs_message,
+    type_error,
+    value_error,
 )
 from ..._compiled import filter_jit
 from ..._foreign import as_hashable_leaf
@@ -42,7 +43,7 @@ def check_kernel_value(value: Any) -> Array:
     if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         got = f"got shape {shape}" if shape else f"got {value!r}" if dtype is None else f"got dtype {dtype}"
         fix = f"It is called with two vectors `(size,)` and returns one number: `{KERNEL}`."
-        raise TypeError(needs_message("a `kernel` that returns a floating-point scalar", got, fix))
+        raise type_error("a `kernel` that returns a floating-point scalar", got, fix)
     return value
 
 
@@ -51,14 +52,14 @@ def check_particles(points: Any, scores: Any, active: Any) -> tuple[Array, Array
     points, scores = check_floating_arrays(points=points, scores=scores)
     if points.ndim != 2 or points.shape[0] < 1:
         fix = "One particle: `x[None]`. Trees: `jax.vmap(lambda x: jax.flatten_util.ravel_pytree(x)[0])`."
-        raise ValueError(needs_message("`points` of shape (members, size)", f"got shape {points.shape}", fix))
+        raise value_error("`points` of shape (members, size)", f"got shape {points.shape}", fix)
     if active is None:
         return points, scores, jnp.ones(points.shape[:1], bool)
     taking_part = jnp.asarray(active)
     if taking_part.dtype != bool or taking_part.shape != points.shape[:1]:
         got = f"got dtype {taking_part.dtype}, shape {taking_part.shape}"
         needs = f"one boolean per member as `active` ({points.shape[0]},)"
-        raise TypeError(needs_message(needs, got, "From metrics: `metrics.status == ee.train.Status.OK`."))
+        raise type_error(needs, got, "From metrics: `metrics.status == ee.train.Status.OK`.")
     return points, scores, taking_part
 
 
@@ -73,7 +74,7 @@ def check_real_weights(params: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             got = f"got {leaf.dtype} at `{jax.tree_util.keystr(path)}`"
-            raise TypeError(needs_message("real weights", got, "Leave it out with `trainable=` of `train.init`."))
+            raise type_error("real weights", got, "Leave it out with `trainable=` of `train.init`.")
 
 
 def check_outputs(outputs: PyTree) -> None:
@@ -84,9 +85,9 @@ def check_outputs(outputs: PyTree) -> None:
             kind = leaf.dtype if isinstance(leaf, jax.Array) else kind_text(leaf)
             got = f"got {kind} at `outputs{jax.tree_util.keystr(path)}`"
             fix = "Return logits or means, and no labels."
-            raise TypeError(needs_message("floating-point arrays from `outputs`", got, fix))
+            raise type_error("floating-point arrays from `outputs`", got, fix)
     if not leaves:
-        raise TypeError(needs_message("an array from `outputs`", f"got {outputs!r}", "Is a `return` missing?"))
+        raise type_error("an array from `outputs`", f"got {outputs!r}", "Is a `return` missing?")
 
 
 def no_values_message() -> str:
