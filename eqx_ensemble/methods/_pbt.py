@@ -31,7 +31,6 @@ from . import population
 from ._check import (
     check_fraction,
     check_indices,
-    check_on_diverge,
     check_options,
     check_validation_given,
     check_whole_epochs,
@@ -173,7 +172,10 @@ def check_evolution(
     check_validation_given(validation)
     check_fraction(fraction)
     check_options(options, _STOPS, "all members train in every round")
-    check_on_diverge(options.get("on_diverge"))
+    if options.get("on_diverge") not in (None, "freeze", "raise"):
+        raise TypeError(
+            f"`{caller()}` does not take `on_diverge` to revive members: it replaces diverged members after each round."
+        )
     check_whole_epochs(steps, is_batches=is_batches(data))
     check_ensemble(ensemble)
     check_function(explore, "explore", example="train.perturb")

@@ -14,7 +14,7 @@ from ..uncertainty import Interval
 from ._base import AbstractEstimator, has_bag
 from ._check import check_parameters
 from ._fit import fit_members, is_warm, predict_out_of_bag, predict_rows, unscale, validate_and_predict, widths
-from ._member import Gaussian, head_for_targets
+from ._member import Gaussian, Point
 
 
 class EnsembleRegressor(RegressorMixin, AbstractEstimator):
@@ -155,7 +155,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         warm = is_warm(self)
         X, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64, reset=not warm)
         y = np.asarray(y, np.float64)
-        rows = fit_members(self, X, y, sample_weight, head=head_for_targets(self.head, y))
+        head = {"gaussian": Gaussian, "point": Point}[self.head](y.shape[1:])
+        rows = fit_members(self, X, y, sample_weight, head=head)
         if self.rows_ is not None:
             predictions = predict_rows(self, X)
             means = predictions[0] if self.head == "gaussian" else predictions

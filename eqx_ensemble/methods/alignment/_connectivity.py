@@ -28,15 +28,6 @@ from ...plan._engine import map_members
 from ._check import check_reference
 
 
-def check_position(value: Any) -> None:
-    """Raises unless `value` is one finite real number; the value of a traced one is not checked."""
-    if isinstance(value, jax.Array | np.ndarray):
-        if value.shape or not jnp.issubdtype(value.dtype, jnp.number) or jnp.iscomplexobj(value):
-            raise TypeError(f"`{caller()}` needs `position` to be one number, got {leaf_text(value)}.")
-        value = 0.0 if is_traced(value) else value.item()
-    check_number(value, "position")
-
-
 def check_loss(value: Any) -> jax.Array:
     """Raises unless `value` is one real number. Returns it in at least float32."""
     found = value if isinstance(value, jax.Array | np.ndarray | np.generic) else np.asarray(value)
@@ -85,7 +76,12 @@ def interpolate(ensemble: Ensemble[M], position: Real[ArrayLike, ""], *, referen
     ```
     """
     check_ensemble(ensemble)
-    check_position(position)
+    value: Any = position
+    if isinstance(value, jax.Array | np.ndarray):
+        if value.shape or not jnp.issubdtype(value.dtype, jnp.number) or jnp.iscomplexobj(value):
+            raise TypeError(f"`{caller()}` needs `position` to be one number, got {leaf_text(value)}.")
+        value = 0.0 if is_traced(value) else value.item()
+    check_number(value, "position")
     first = check_reference(reference, ensemble.num_members)
     check_equal_members(eqx.filter(ensemble.arrays, eqx.is_inexact_array, inverse=True))
     return _interpolate(ensemble, position, first)

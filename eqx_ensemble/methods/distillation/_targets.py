@@ -1,4 +1,3 @@
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -76,11 +75,6 @@ def check_smoothing(smoothing: Any) -> float:
     return number
 
 
-def check_predict_options(options: Mapping[str, Any]) -> None:
-    """Raises for options of `predict` that would combine the teachers."""
-    check_options(options, ("combine", "weights"), "the losses combine the teachers")
-
-
 def check_known(predictions: Any) -> None:
     """Raises for teachers with NaN predictions `(rows, members, ...)` (if concrete)."""
     for leaf in jax.tree.leaves(predictions):
@@ -134,7 +128,7 @@ def targets(ensemble: Ensemble[Any], x: PyTree, **options: Any) -> PyTree:
     ee.methods.distillation.targets(ensemble, jnp.ones((10, 3))).shape  # (10, 4, 2)
     ```
     """
-    check_predict_options(options)
+    check_options(options, ("combine", "weights"), "the losses combine the teachers")
     found = predict(ensemble, x, combine=_rows_first, **options)
     check_known(found)
     return found

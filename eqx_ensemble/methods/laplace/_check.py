@@ -13,14 +13,12 @@ from ..._check import (
     check_word,
     concrete,
     first_text,
-    is_integer,
     is_traced,
     type_error,
     value_error,
 )
 from ...train import DivergedError
 from ._member import LINKS
-from ._selection import Leaves
 
 
 def check_healthy(run: Any, healthy: np.ndarray) -> None:
@@ -45,17 +43,6 @@ def check_finite_posterior(posterior: Any, ids: Any) -> None:
         raise ValueError(
             f"`{caller()}` takes the noise from the residuals by default; members {_ids(ids, noise <= 0)} have zero "
             "residuals.\nPass `noise`, the standard deviation of the targets around their means."
-        )
-
-
-def check_called_once(error: Any) -> None:
-    """Raises unless the Jacobian of a linear layer is an outer product."""
-    host = concrete(error)
-    if host is not None and np.isfinite(host).all() and (host > 1e-2).any():
-        raise ValueError(
-            f'`{caller()}` with `structure="kron"` needs a linear layer that is called once for each row; this one is '
-            'called more often, such as for each token, or its weight is used elsewhere too.\nPass `structure="full"` '
-            'or `"diag"`.'
         )
 
 
@@ -104,16 +91,6 @@ def check_chosen(leaves: Sequence[Any], count: int) -> None:
         raise ValueError(
             f"`{caller()}` needs `where` to select at least one floating-point array of each member, got none.\n"
             "Arrays that the members share, and those inside of `train.Frozen`, have no posterior."
-        )
-
-
-def check_layer(found: Sequence[Any], can: Sequence[bool]) -> None:
-    """Raises unless one linear layer with per-member arrays is selected."""
-    if len(found) != 1 or not is_integer(found[0]) or not can[found[0]]:
-        raise ValueError(
-            f'`{caller()}` needs `where` to select one `equinox.nn.Linear` for `structure="kron"`, with arrays of each '
-            f"member that are not frozen; got {len(found)} node(s), or another kind.\n"
-            'For example `lambda model: model.layers[-1]`; `structure="full"` and `"diag"` take any leaves.'
         )
 
 
@@ -171,18 +148,6 @@ def check_per_member(argument: str, value: Any, own: Any) -> Any:
     return jnp.broadcast_to(array.astype(own.dtype), own.shape)
 
 
-def check_some_value(prior_precision: Any, noise: Any) -> None:
-    """Raises if no value is given."""
-    if prior_precision is None and noise is None:
-        raise TypeError(f"`{caller()}` needs `prior_precision` or `noise`, got neither.")
-
-
-def check_no_noise(noise: Any) -> None:
-    """Raises for noise with a likelihood of classes."""
-    if noise is not None:
-        raise TypeError(f"`{caller()}` takes `noise` for regression only: classes have none.")
-
-
 def check_link(link: Any, likelihood: str) -> Any:
     """Raises unless the likelihood supports the link. Returns the link, or its default."""
     if likelihood == "regression":
@@ -206,17 +171,3 @@ def check_sampling(link: Any, num_samples: Any, key: Any) -> int:
     if key is None:
         raise TypeError(f'`{caller()}` needs `key` with `link="mc"`.')
     return 100 if num_samples is None else check_positive_int(num_samples, "num_samples")
-
-
-def check_subnetwork_size(count: Any, num_weights: int) -> int:
-    """Raises unless `count` is from 1 to the number of weights. Returns it."""
-    number = check_positive_int(count, "count")
-    if number > num_weights:
-        raise ValueError(f"`{caller()}` needs `count` of at most {num_weights}, the number of weights; got {number}.")
-    return number
-
-
-def check_subnetwork(selection: Any) -> None:
-    """Raises for the posterior of a layer (`"kron"`)."""
-    if not isinstance(selection, Leaves):
-        raise TypeError(f'`{caller()}` needs a fit with `structure="diag"` or `"full"`: `"kron"` has no subnetworks.')

@@ -18,6 +18,7 @@ from ..._check import (
     check_nonnegative,
     concrete,
     first_text,
+    is_integer,
     kept_rows,
     kind_text,
     type_error,
@@ -31,7 +32,7 @@ from ..._pytree import PyTree
 from ...plan import AbstractPlan
 from ...plan._engine import map_members
 from ...train._engine import frozen_flags
-from ._check import check_chosen, check_layer, check_sizes, explain_where
+from ._check import check_chosen, check_sizes, explain_where
 from ._member import LIKELIHOODS, Posterior, Problem, call
 from ._selection import CURVATURES, AbstractSelection, Factors, Layer, Leaves, is_linear, widest
 
@@ -57,7 +58,8 @@ def choose(ensemble: Ensemble, where: Callable[[Any], Any], structure: str) -> C
     with explain_where():
         found = jax.tree.leaves(where(jax.tree.unflatten(treedef, range(len(leaves)))))
     own = _own(ensemble)
-    kept = [i for i in dict.fromkeys(found) if type(i) is int and own[i] and _is_float(leaves[i])]
+    is_float = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    kept = [i for i in dict.fromkeys(found) if type(i) is int and own[i] and is_float(leaves[i])]
     check_chosen([leaves[i] for i in found if type(i) is int], len(kept))
     count = sum(leaves[i].size for i in kept)
     check_sizes(count, structure)
@@ -75,7 +77,13 @@ def _layer(ensemble: Ensemble, model: PyTree, where: Callable[[Any], Any]) -> Ch
         found = jax.tree.leaves(where(jax.tree.unflatten(treedef, range(len(nodes)))))
     flags = iter(_own(ensemble))
     own = [all([next(flags) for x in jax.tree.leaves(node) if x is not None]) for node in nodes]
-    check_layer(found, [is_linear(node) and mine for node, mine in zip(nodes, own, strict=True)])
+    can = [is_linear(node) and mine for node, mine in zip(nodes, own, strict=True)]
+    if len(found) != 1 or not is_integer(found[0]) or not can[found[0]]:
+        raise ValueError(
+            f'`{caller()}` needs `where` to select one `equinox.nn.Linear` for `structure="kron"`, with arrays of each '
+            f"member that are not frozen; got {len(found)} node(s), or another kind.\n"
+            'For example `lambda model: model.layers[-1]`; `structure="full"` and `"diag"` take any leaves.'
+        )
     layer = nodes[found[0]]
     check_chosen([layer.weight], 1)
     units, inputs = layer.weight.shape
@@ -88,10 +96,6 @@ def _own(ensemble: Ensemble) -> list[bool]:
     stacked = jax.tree.map(lambda _: True, ensemble.arrays)
     marks = eqx.combine(stacked, jax.tree.map(lambda _: False, ensemble.shared))
     return [mine and not frozen for mine, frozen in zip(jax.tree.leaves(marks), frozen_flags(marks), strict=True)]
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def check_pair(data: Any) -> tuple[Any, Any]:

@@ -27,11 +27,6 @@ from ..._pytree import PyTree
 KERNEL = "lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))"
 
 
-def above_zero_message(argument: str, value: Any) -> str:
-    """The message for a number that is not above zero."""
-    return f"`{caller()}` needs `{argument}` to be above 0, got {value!r}."
-
-
 def check_kernel(kernel: Any) -> None:
     """Raises unless `kernel` is callable."""
     check_function(kernel, "kernel", example=KERNEL)
@@ -69,14 +64,6 @@ def check_num_rows(num_rows: Any) -> None:
     check_positive_scalar("num_rows", num_rows, jnp.result_type(float), fix=fix)
 
 
-def check_real_weights(params: PyTree) -> None:
-    """Raises for complex weights: kernels are functions of real vectors."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            got = f"got {leaf.dtype} at `{jax.tree_util.keystr(path)}`"
-            raise type_error("real weights", got, "Leave it out with `trainable=` of `train.init`.")
-
-
 def check_outputs(outputs: PyTree) -> None:
     """Raises unless `outputs` returns floating-point arrays."""
     leaves = jax.tree_util.tree_leaves_with_path(outputs)
@@ -88,14 +75,6 @@ def check_outputs(outputs: PyTree) -> None:
             raise type_error("floating-point arrays from `outputs`", got, fix)
     if not leaves:
         raise type_error("an array from `outputs`", f"got {outputs!r}", "Is a `return` missing?")
-
-
-def no_values_message() -> str:
-    """The message for an optimiser that evaluates the loss, such as a line search."""
-    return (
-        f"`{caller()}` moves members along a direction that is not the gradient of their loss; this optimiser "
-        "evaluates the loss again.\nUse one without a line search, such as `optax.adam`."
-    )
 
 
 Kernel = Callable[[Array, Array], Any]
@@ -157,7 +136,7 @@ class RBF(AbstractKernel):
         value = self.bandwidth
         value = value.item() if isinstance(value, jax.Array) and not value.shape else value
         if check_number(value, "bandwidth") <= 0:
-            raise ValueError(above_zero_message("bandwidth", value))
+            raise ValueError(f"`{caller()}` needs `bandwidth` to be above 0, got {value!r}.")
 
     def __call__(self, x: Float[Array, " size"], y: Float[Array, " size"]) -> Float[Array, ""]:
         """The kernel of two particles; `bandwidth=None` means $b = 1$ here."""

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from ..._axes import Each, check_some_rows, over_leading_axis, split_members
 from ..._caller import caller
-from ..._check import check_flag, check_function, check_integers_fit, check_word, is_inside_transformation
+from ..._check import check_flag, check_function, check_integers_fit, check_word, is_inside_transformation, type_error
 from ..._compiled import filter_jit
 from ..._ensemble import M
 from ..._foreign import as_hashable, as_hashable_leaf, take_in
@@ -42,9 +42,7 @@ from ._directions import (
     check_kernel,
     check_num_rows,
     check_outputs,
-    check_real_weights,
     directions,
-    no_values_message,
 )
 
 # The spaces in which members interact: weights, or outputs.
@@ -257,7 +255,10 @@ def _one_step(
     check_state(state, step.optimiser, hyper_of="train.init")
     split_members((Each(state.ids), batch))  # raises for another number of members
     check_some_rows(batch)
-    check_real_weights(state.params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            got = f"got {leaf.dtype} at `{jax.tree_util.keystr(path)}`"
+            raise type_error("real weights", got, "Leave it out with `trainable=` of `train.init`.")
     own, view, _ = split_members((Each(state.fixed.key), batch))
     run = sharded_plan(step.plan, layout).run
 
@@ -313,7 +314,10 @@ def _all_finite(points: Float[Array, "members size"]) -> Bool[Array, " members"]
 
 
 def _no_values() -> Float[Array, ""]:
-    raise TypeError(no_values_message())
+    raise TypeError(
+        f"`{caller()}` moves members along a direction that is not the gradient of their loss; this optimiser "
+        "evaluates the loss again.\nUse one without a line search, such as `optax.adam`."
+    )
 
 
 class FunctionSpace(AbstractSpace):

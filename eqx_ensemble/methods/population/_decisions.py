@@ -26,7 +26,6 @@ from ...train._engine import (
     stop_members,
 )
 from .._check import (
-    check_donors,
     check_factors,
     check_fraction,
     check_healthy,
@@ -108,7 +107,15 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     check_state_arrays(state)
     count, moving, fixed = state.num_members, state.moving, state.fixed
     donors = check_indices(donors, count)
-    check_donors(donors, to_host(moving.status) == Status.OK, np.asarray(state.ids))
+    training = to_host(moving.status) == Status.OK
+    if len(donors) != len(training):
+        raise ValueError(f"`{caller()}` needs one donor per member ({len(training)},), got ({len(donors)},).")
+    invalid = np.unique(donors[(donors != np.arange(len(training))) & ~training[donors]])
+    if len(invalid):
+        raise ValueError(
+            f"`{caller()}` needs donors that are training; these have diverged or stopped: members "
+            f"{', '.join(map(str, np.asarray(state.ids)[invalid].tolist()))}."
+        )
     moving, fixed = copy_donors(moving, fixed, donors)
     return TrainState(moving, fixed, state.shared, state.ids, state.step)
 
