@@ -37,14 +37,7 @@ from ..sharding._engine import (
     warn_of_padding,
 )
 from ..tree._engine import check_no_tracers
-from ._check import (
-    check_arguments,
-    check_count,
-    check_keys,
-    check_made,
-    check_signature,
-    explain_make,
-)
+from ._check import check_arguments, check_count, check_keys, check_made, check_signature, explain_make
 
 # Keys whose random numbers are compiled for one member, so that the first `build` of a process takes half as long.
 #

@@ -11,12 +11,7 @@ from jaxtyping import Array, Int
 from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes import check_member_axis
-from .._check import (
-    MemberMismatchError,
-    array_leaves,
-    check_integer_ids,
-    is_readable,
-)
+from .._check import MemberMismatchError, array_leaves, check_integer_ids, is_readable
 from .._foreign import take_in
 from .._pytree import PyTree
 from .._typing import CallableEnsemble, Out, StatefulEnsemble, kind_of_members

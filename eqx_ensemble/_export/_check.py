@@ -10,11 +10,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._caller import caller
-from .._check import (
-    check_flag,
-    check_word,
-    kind_text,
-)
+from .._check import check_flag, check_word, kind_text
 from .._files import PLAIN_DTYPES
 from .._jaxpr import inner_jaxprs
 from .._leaf_text import leaf_text

@@ -28,12 +28,7 @@ from ..checkpoint._engine import (
 from ..distributed import to_host
 from ..sharding._engine import Layout, as_layout, replicate, shard_members
 from ..tree._engine import check_distinct, check_index
-from ._like import (
-    as_like,
-    check_like_given,
-    check_member_selection,
-    run_of_fit_message,
-)
+from ._like import as_like, check_like_given, check_member_selection, run_of_fit_message
 
 PathLike = str | os.PathLike[str]
 Model = TypeVar("Model", bound=eqx.Module)

@@ -15,13 +15,7 @@ from ..distributed import to_host
 from ..sweep import AbstractRange, draw
 from ..train._engine import Optimiser, Run, Status, fit, is_batches
 from . import population
-from ._check import (
-    check_factor,
-    check_length,
-    check_options,
-    check_validation_given,
-    check_whole_epochs,
-)
+from ._check import check_factor, check_length, check_options, check_validation_given, check_whole_epochs
 from ._rounds import Rounds, check_saving, check_some_score, last_scores
 
 

@@ -28,13 +28,7 @@ from ..train._engine import (
     reset_best,
 )
 from . import population
-from ._check import (
-    check_fraction,
-    check_indices,
-    check_options,
-    check_validation_given,
-    check_whole_epochs,
-)
+from ._check import check_fraction, check_indices, check_options, check_validation_given, check_whole_epochs
 from ._rounds import Rounds, check_saving, check_some_score, last_scores
 
 

@@ -144,10 +144,7 @@ def check_bands(
 
 def check_risk_coverage(coverage: Any, risk: Any) -> tuple[np.ndarray, np.ndarray]:
     """Raises unless coverages are from 0 to 1 and do not decrease, with a risk at each. Returns both."""
-    coverages, risks = (
-        check_plotted("coverage", coverage, "(rows,)"),
-        check_plotted("risk", risk, "(rows,)"),
-    )
+    coverages, risks = (check_plotted("coverage", coverage, "(rows,)"), check_plotted("risk", risk, "(rows,)"))
     if coverages.shape != risks.shape:
         got = f"got `coverage` {coverages.shape}, `risk` {risks.shape}"
         raise value_error("`coverage` and `risk` of one shape", got, "They are the coordinates of one curve.")

@@ -84,11 +84,7 @@ def roc_curve(
 
 
 def precision_recall_curve(
-    precision: Real[ArrayLike, " points"],
-    recall: Real[ArrayLike, " points"],
-    *,
-    ax: Axes | None = None,
-    **options: Any,
+    precision: Real[ArrayLike, " points"], recall: Real[ArrayLike, " points"], *, ax: Axes | None = None, **options: Any
 ) -> Axes:
     """Precision-recall curve, in steps; the dotted line at the fraction of positive rows is a random ranking.
 
@@ -219,11 +215,7 @@ def reliability_diagram(
 
 
 def rank_histogram(
-    counts: Real[ArrayLike, " ranks"],
-    *,
-    kind: Literal["rank", "pit"] = "rank",
-    ax: Axes | None = None,
-    **options: Any,
+    counts: Real[ArrayLike, " ranks"], *, kind: Literal["rank", "pit"] = "rank", ax: Axes | None = None, **options: Any
 ) -> Axes:
     r"""Rank histogram of the target among the members' predictions: flat if these are calibrated.
 

@@ -6,14 +6,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from .._caller import caller
-from .._check import (
-    check_positive_int,
-    check_word,
-    kind_text,
-    missing_extra_message,
-    type_error,
-    value_error,
-)
+from .._check import check_positive_int, check_word, kind_text, missing_extra_message, type_error, value_error
 from .._keys import key_words
 from ._check import Labels, check_draw_key, check_in_range, check_num_rows, check_row_labels
 

@@ -5,14 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
-from .._check import (
-    check_values,
-    check_weights,
-    check_word,
-    kind_text,
-    type_error,
-    value_error,
-)
+from .._check import check_values, check_weights, check_word, kind_text, type_error, value_error
 from ._check import check_drawn, check_num_rows
 from ._folds import Folds
 from ._weights import count_rows

@@ -89,11 +89,7 @@ AXES = ("members", "data", "model")
 
 
 def make_mesh(
-    members: int | None = None,
-    data: int = 1,
-    model: int = 1,
-    *,
-    devices: Sequence[Any] | None = None,
+    members: int | None = None, data: int = 1, model: int = 1, *, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A mesh of devices with the axes `members`, `data` and `model`, for the `mesh=` of other functions.
 

@@ -20,11 +20,7 @@ from ..resample import bootstrap, out_of_bag_mean
 from ..train import DivergedError, Status
 from ..train._engine import fit
 from ._base import AbstractEstimator
-from ._check import (
-    check_outputs,
-    check_sample_weight,
-    check_validation_fraction,
-)
+from ._check import check_outputs, check_sample_weight, check_validation_fraction
 from ._member import AbstractHead, MemberMaker, Scaler, Scaling, call_network, loss, stateful_loss
 from ._network import Network, default_optimiser, optimiser_of_rate
 

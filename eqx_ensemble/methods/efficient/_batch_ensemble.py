@@ -178,12 +178,7 @@ def draw_factors(
 
 
 def tabm(
-    model: M,
-    num_submembers: int = 32,
-    *,
-    where: Select = None,
-    factors: Literal["signs", "normal"] = "signs",
-    key: Any,
+    model: M, num_submembers: int = 32, *, where: Select = None, factors: Literal["signs", "normal"] = "signs", key: Any
 ) -> JointEnsemble[M]:
     """Converts a model to TabM: rank-one factors, of which only the first are random, and a head per sub-member.
 

@@ -19,26 +19,11 @@ from ...plan import AnyPlan
 from ...plan._engine import as_plan, map_members, sharded_plan
 from ...sharding._engine import layout_for
 from ...train._engine import Run, Status, excluded_message
-from ._check import (
-    check_finite_posterior,
-    check_healthy,
-    check_indices,
-    check_per_member,
-)
+from ._check import check_finite_posterior, check_healthy, check_indices, check_per_member
 from ._laplace import Laplace
 from ._member import LIKELIHOODS, LaplaceMember, Problem, call
 from ._selection import CURVATURES, Leaves
-from ._setup import (
-    Setup,
-    add_batch,
-    check_outputs,
-    check_targets,
-    choose,
-    factor_error,
-    finish,
-    member_shapes,
-    prepare,
-)
+from ._setup import Setup, add_batch, check_outputs, check_targets, choose, factor_error, finish, member_shapes, prepare
 
 
 def subnetwork(posterior: Laplace[Any], count: int) -> Each:

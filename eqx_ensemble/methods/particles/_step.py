@@ -35,15 +35,7 @@ from ...train._engine import (
     revert_diverged_one,
     update_member,
 )
-from ._directions import (
-    RBF,
-    Kernel,
-    Method,
-    check_kernel,
-    check_num_rows,
-    check_outputs,
-    directions,
-)
+from ._directions import RBF, Kernel, Method, check_kernel, check_num_rows, check_outputs, directions
 
 # The spaces in which members interact: weights, or outputs.
 

@@ -14,14 +14,7 @@ from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...train import Progress, TrainState
 from ...train._engine import Run, supported_arguments
-from ._check import (
-    check_decay,
-    check_inner_optimiser,
-    check_record,
-    check_same_leaves,
-    check_steps,
-    warn_of_few,
-)
+from ._check import check_decay, check_inner_optimiser, check_record, check_same_leaves, check_steps, warn_of_few
 
 
 class RecordState(NamedTuple):

@@ -14,14 +14,7 @@ from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...distributed import to_host
 from ._average import Weights, as_ensemble, find_record, record_path
-from ._check import (
-    check_factor_ids,
-    check_inner_optimiser,
-    check_learning_rate,
-    check_period,
-    check_steps,
-    warn_of_few,
-)
+from ._check import check_factor_ids, check_inner_optimiser, check_learning_rate, check_period, check_steps, warn_of_few
 
 Schedule = Callable[[Any], Float[Array, ""]]
 """An optax schedule of learning rates."""

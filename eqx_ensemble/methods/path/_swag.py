@@ -21,14 +21,7 @@ from ._average import (
     weights_or_current,
     zeros_like,
 )
-from ._check import (
-    check_factor_ids,
-    check_inner_optimiser,
-    check_real,
-    check_scale,
-    check_steps,
-    warn_of_few,
-)
+from ._check import check_factor_ids, check_inner_optimiser, check_real, check_scale, check_steps, warn_of_few
 
 
 def swag(

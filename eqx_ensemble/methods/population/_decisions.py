@@ -25,13 +25,7 @@ from ...train._engine import (
     copy_donors,
     stop_members,
 )
-from .._check import (
-    check_factors,
-    check_fraction,
-    check_healthy,
-    check_indices,
-    check_member_scores,
-)
+from .._check import check_factors, check_fraction, check_healthy, check_indices, check_member_scores
 
 
 def rank(scores: Any, *, healthy: Any = None, mode: Literal["min", "max"] = "min") -> Int[np.ndarray, " members"]:
@@ -141,12 +135,7 @@ def stop(state: TrainState[M], members: Any) -> TrainState[M]:
 
 
 def truncation(
-    scores: Any,
-    healthy: Any = None,
-    *,
-    fraction: float | int = 0.2,
-    mode: Literal["min", "max"] = "min",
-    key: Any,
+    scores: Any, healthy: Any = None, *, fraction: float | int = 0.2, mode: Literal["min", "max"] = "min", key: Any
 ) -> Int[np.ndarray, " members"]:
     """Chooses donors by truncation selection: each of the worst members is assigned one of the best at random.
 
