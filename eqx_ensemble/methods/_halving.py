@@ -95,8 +95,16 @@ def successive_halving(
     """
     name = "methods.successive_halving"
     check_saving(checkpoint, checkpoint_every, resume, data)
-    rungs_of = {"validation": validation, "epochs": epochs, "steps": steps, "factor": factor, "rungs": rungs}
-    ladder = check_rungs(ensemble, data, **rungs_of)
+    check_validation_given(validation)
+    factor = check_factor(factor)
+    if rungs is not None:
+        check_positive_int(rungs, "rungs")
+    check_ensemble(ensemble)
+    unit, shortest = check_length(epochs=epochs, steps=steps)
+    check_whole_epochs(steps, is_batches=is_batches(data))
+    rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
+    totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
+    ladder = Rungs(unit, sorted(set(totals)), factor, rungs)
     own = {ladder.unit: ladder.totals[0], "factor": ladder.factor, "rungs": ladder.rungs}
     saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
     with saved.lock():
@@ -116,22 +124,6 @@ class Rungs(NamedTuple):
     def lengths(self) -> list[dict[str, Any]]:
         """The length of each rung, as an option of `fit`."""
         return [{self.unit: more} for more in np.diff(self.totals, prepend=0).tolist()]
-
-
-def check_rungs(
-    ensemble: Any, data: Any, *, validation: Any, epochs: Any, steps: Any, factor: Any, rungs: Any
-) -> Rungs:
-    """Checks the arguments of a call. Returns its rungs."""
-    check_validation_given(validation)
-    factor = check_factor(factor)
-    if rungs is not None:
-        check_positive_int(rungs, "rungs")
-    check_ensemble(ensemble)
-    unit, shortest = check_length(epochs=epochs, steps=steps)
-    check_whole_epochs(steps, is_batches=is_batches(data))
-    rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
-    totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
-    return Rungs(unit, sorted(set(totals)), factor, rungs)
 
 
 def _rungs(count: int, factor: float | int) -> int:

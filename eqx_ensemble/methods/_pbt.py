@@ -145,41 +145,6 @@ class Evolution(NamedTuple):
         return jax.tree.map(lambda x: x[0], self.hyper)
 
 
-def check_evolution(
-    ensemble: Any,
-    data: Any,
-    options: dict[str, Any],
-    *,
-    hyper: Any,
-    validation: Any,
-    rounds: Any,
-    epochs: Any,
-    steps: Any,
-    fraction: Any,
-    explore: Any,
-    key: Any,
-) -> Evolution:
-    """Checks the arguments of a call. Returns its rounds."""
-    check_positive_int(rounds, "rounds")
-    if hyper is None:
-        raise TypeError(f"`{caller()}` needs `hyper`, the hyper-parameters to search.")
-    check_validation_given(validation)
-    check_fraction(fraction)
-    check_options(options, _STOPS, "all members train in every round")
-    if options.get("on_diverge") not in (None, "freeze", "raise"):
-        raise TypeError(
-            f"`{caller()}` does not take `on_diverge` to revive members: it replaces diverged members after each round."
-        )
-    check_whole_epochs(steps, is_batches=is_batches(data))
-    check_ensemble(ensemble)
-    check_function(explore, "explore", example="train.perturb")
-    check_key(key)
-    hyper = hyper_arrays(hyper, ensemble.num_members)
-    plan = Evolution(hyper, {"epochs": epochs, "steps": steps}, jax.random.split(key, rounds), fraction, explore)
-    check_explore(plan)
-    return plan
-
-
 def check_explore(plan: Evolution) -> None:
     """Raises unless `explore` returns hyper-parameters like those it is given."""
     check_same_hyper(plan.one, plan.explore(plan.one, plan.keys[0]))
@@ -322,10 +287,23 @@ def population_based_training(
     """
     name = "methods.population_based_training"
     check_saving(checkpoint, checkpoint_every, resume, data)
-    plan = check_evolution(
-        ensemble, data, options, hyper=hyper, validation=validation, rounds=rounds, epochs=epochs, steps=steps,
-        fraction=fraction, explore=explore, key=key,
-    )  # fmt: skip
+    check_positive_int(rounds, "rounds")
+    if hyper is None:
+        raise TypeError(f"`{caller()}` needs `hyper`, the hyper-parameters to search.")
+    check_validation_given(validation)
+    check_fraction(fraction)
+    check_options(options, _STOPS, "all members train in every round")
+    if options.get("on_diverge") not in (None, "freeze", "raise"):
+        raise TypeError(
+            f"`{caller()}` does not take `on_diverge` to revive members: it replaces diverged members after each round."
+        )
+    check_whole_epochs(steps, is_batches=is_batches(data))
+    check_ensemble(ensemble)
+    check_function(explore, "explore", example="train.perturb")
+    check_key(key)
+    hyper = hyper_arrays(hyper, ensemble.num_members)
+    plan = Evolution(hyper, {"epochs": epochs, "steps": steps}, jax.random.split(key, rounds), fraction, explore)
+    check_explore(plan)
     own = {"rounds": rounds, **plan.length, "fraction": fraction}
     saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
     saved.add_function("explore", explore, plan.one, plan.keys[0])
