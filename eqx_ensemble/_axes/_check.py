@@ -72,11 +72,6 @@ def check_has_axis(tree: Any, axis: int, argument: str) -> None:
             )
 
 
-def check_batch_axis(value: Any, axis: Any) -> None:
-    """Raises unless `axis` is an axis of every array."""
-    check_has_axis(value, check_axis(axis, "axis"), "axis")
-
-
 def check_batch_size(values: Iterable[Any]) -> None:
     """Raises unless all inputs marked as batches have the same number of examples."""
     sizes: set[int] = set()
@@ -98,11 +93,3 @@ def _holds_list_of_models(arguments: Any, kinds: Any = (list, tuple, dict)) -> b
     nodes = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, list))
     lists = [x for x in nodes if isinstance(x, list) and x]
     return any(all(is_model(item) or (len(x) > 1 and isinstance(item, kinds)) for item in x) for x in lists)
-
-
-def too_large_message(value: Any, *, path: str) -> str:
-    """The message for Python integers that JAX cannot hold."""
-    return (
-        f"`{caller()}` makes a jax array of `{path}`, and an integer in it is too large: got {value!r}.\n"
-        "Enable 64 bits (`jax.config.update('jax_enable_x64', True)`) or rescale."
-    )

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._check import check_axis
 from .._foreign import from_foreign_tree
 from .._pytree import PyTree
-from ._check import check_batch_axis, check_member_axis, check_no_models
+from ._check import check_has_axis, check_member_axis, check_no_models
 
 
 class AbstractPerMember(eqx.Module):
@@ -113,7 +114,7 @@ class Batch(eqx.Module):
     axis: int = eqx.field(static=True, default=0)
 
     def __check_init__(self) -> None:
-        check_batch_axis(self.value, self.axis)
+        check_has_axis(self.value, check_axis(self.axis, "axis"), "axis")
 
 
 class AbstractParts(eqx.Module):

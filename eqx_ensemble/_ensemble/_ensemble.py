@@ -57,12 +57,6 @@ def check_one_member(index: Any) -> Any:
     return index
 
 
-def check_callable(model: Any) -> None:
-    """Raises unless the members can be called."""
-    if not callable(model):
-        raise TypeError(f"The members of this ensemble are of type {type(model).__name__} and cannot be called.")
-
-
 _FUNCTIONS = {
     "fit": "`fit(ensemble, loss, optimiser, data, ...)`",
     "predict": "`predict(ensemble, x)`",
@@ -256,7 +250,10 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         Inputs are shared by all members unless marked [`eqx_ensemble.Each`][]; a member sees one example unless the
         input is marked [`eqx_ensemble.Batch`][]. An `equinox.nn.State` always has one value per member.
         """
-        check_callable(self.stacked)
+        if not callable(self.stacked):
+            raise TypeError(
+                f"The members of this ensemble are of type {type(self.stacked).__name__} and cannot be called."
+            )
         args = take_in(args, "args")
         kwargs = take_in(kwargs, "kwargs")
 

@@ -175,11 +175,6 @@ def _shapes_text(tree: Any) -> str:
     return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
 
 
-def group_text(group: "Group") -> str:
-    """`Group(cnn=Ensemble[Conv](num_members=4), ...)`, in one line."""
-    return f"Group({', '.join(f'{name}={part!r}' for name, part in group.parts.items())})"
-
-
 # The order of a group's members among its parts.
 
 
@@ -290,7 +285,7 @@ class Group(_axes.AbstractParts):
         """The short form, in one line."""
         from wadler_lindig import TextDoc
 
-        return TextDoc(group_text(self))
+        return TextDoc(f"Group({', '.join(f'{name}={part!r}' for name, part in self.parts.items())})")
 
     def __len__(self) -> int:
         return self.num_members

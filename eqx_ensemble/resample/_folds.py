@@ -71,18 +71,6 @@ def _indices(part: Any, words: str, num_rows: int) -> np.ndarray:
     return rows
 
 
-def check_one_length(lengths: list[int], uneven: Any) -> None:
-    """Raises unless the lengths of training parts differ by at most one row or `uneven` is given."""
-    check_word(uneven, "uneven", ("trim", "repeat", None))
-    short, long = min(lengths), max(lengths)
-    if uneven is None and long - short > 1:
-        fix = (
-            '`uneven="trim"` drops rows of the longer ones, `uneven="repeat"` repeats rows of the shorter ones; '
-            "with either, weights `in_train` train on exactly the rows of each split."
-        )
-        raise value_error("training sets whose lengths differ by at most one row", f"got {short} to {long} rows", fix)
-
-
 Uneven = Literal["trim", "repeat"]
 
 
@@ -233,8 +221,15 @@ def _of_sklearn(num_folds: int, classes: np.ndarray | None, groups: np.ndarray |
 
 def _folds(splits: list[Split], num_rows: int, uneven: Uneven | None) -> Folds:
     lengths = [len(train) for train, _ in splits]
-    check_one_length(lengths, uneven)
-    length = max(lengths) if uneven == "repeat" else min(lengths)
+    check_word(uneven, "uneven", ("trim", "repeat", None))
+    short, long = min(lengths), max(lengths)
+    if uneven is None and long - short > 1:
+        fix = (
+            '`uneven="trim"` drops rows of the longer ones, `uneven="repeat"` repeats rows of the shorter ones; '
+            "with either, weights `in_train` train on exactly the rows of each split."
+        )
+        raise value_error("training sets whose lengths differ by at most one row", f"got {short} to {long} rows", fix)
+    length = long if uneven == "repeat" else short
     train = [part[_space_evenly(len(part), length, i / len(splits))] for i, (part, _) in enumerate(splits)]
     longest = max(len(test) for _, test in splits)
     test = [np.pad(part, (0, longest - len(part)), mode="edge") for _, part in splits]

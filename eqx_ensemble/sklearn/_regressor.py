@@ -10,7 +10,6 @@ from sklearn.utils.validation import validate_data
 
 from .. import combine, uncertainty
 from .._check import check_level, check_word
-from ..uncertainty import Interval
 from ._base import AbstractEstimator, has_bag
 from ._check import check_parameters
 from ._fit import fit_members, is_warm, predict_out_of_bag, predict_rows, unscale, validate_and_predict, widths
@@ -206,13 +205,10 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         disagreement between members and ignore the noise of targets, and cover less than `level` of these.
         """
         check_level(level)
-        find = _mixture_interval if self._is_gaussian() else uncertainty.interval
+        mixture = lambda moments, level: uncertainty.gaussian_mixture_interval(*moments, level=level)
+        find: Any = mixture if self._is_gaussian() else uncertainty.interval
         lower, upper = validate_and_predict(self, X, partial(find, level=level))
         return unscale(self.target_scaler_, lower), unscale(self.target_scaler_, upper)
 
     def _is_gaussian(self) -> bool:
         return hasattr(self, "_maker") and isinstance(self._maker.head, Gaussian)
-
-
-def _mixture_interval(moments: tuple[Any, Any], *, level: float) -> Interval:
-    return uncertainty.gaussian_mixture_interval(*moments, level=level)

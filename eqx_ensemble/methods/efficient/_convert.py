@@ -170,8 +170,3 @@ def select_layers(model: Any, where: Select, *, least: int = 1) -> tuple[Callabl
     layers = find(model)
     check_layers(layers, model, least=least)
     return find, layers
-
-
-def replace_layers(model: M, find: Callable[[Any], list[Any]], layers: list[Any]) -> M:
-    """Replaces the selected layers of a model."""
-    return eqx.tree_at(find, model, layers)
