@@ -19,15 +19,6 @@ from ..plan import AbstractPlan
 from ..plan._engine import call_members, map_members
 
 
-def check_stacked_leaves(stacked: Any, ids: Any) -> None:
-    """Raises unless all array leaves have one value per id along the members axis."""
-    if not array_leaves(stacked):
-        return
-    found = check_member_axis(stacked, axis=0)
-    if found != ids.shape[0]:
-        raise MemberMismatchError(f"`Ensemble` needs one id per member: {found} members, {ids.shape[0]} ids.")
-
-
 def check_one_mode(stacked: Any, shared: Any, path: str) -> None:
     """Raises if a layer's `inference` flag differs between `stacked` and `shared`."""
     if type(stacked) is bool and type(shared) is bool and stacked is not shared:
@@ -45,16 +36,6 @@ def check_index_of_members(index: Any) -> None:
             f"An ensemble is indexed along its members only, got {index!r}.\n"
             "Write `ensemble[[0, 1]]` for two members, `ensemble[0][1]` for a member of a nested ensemble."
         )
-
-
-def check_one_member(index: Any) -> Any:
-    """Raises unless `index` selects one member, for a tree whose ids were filtered out. Returns it."""
-    if isinstance(index, slice | list | tuple) or getattr(index, "ndim", 0) > 0:
-        raise TypeError(
-            "This `Ensemble` holds no member ids, as gradients and filtered trees do not: index it with one integer, "
-            "or take several members with `tree.take(tree, index)`."
-        )
-    return index
 
 
 _FUNCTIONS = {
@@ -199,7 +180,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
 
     def __check_init__(self) -> None:
         _keys.check_ids(self.ids)
-        check_stacked_leaves(self.stacked, self.ids)
+        if array_leaves(self.stacked) and (found := check_member_axis(self.stacked, axis=0)) != self.ids.shape[0]:
+            raise MemberMismatchError(f"`Ensemble` needs one id per member: {found} members, {self.ids.shape[0]} ids.")
 
     def per_member(self) -> PyTree:
         """The leaves that differ between members, and the members' ids."""
@@ -275,7 +257,12 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         """One member for an integer; a smaller ensemble for a slice, a list of integers or a mask."""
         check_index_of_members(index)
         if self.ids is None:  # as above
-            return self.one((_tree.take(self.arrays, check_one_member(index)), None))
+            if isinstance(index, slice | list) or getattr(index, "ndim", 0) > 0:
+                raise TypeError(
+                    "This `Ensemble` holds no member ids, as gradients and filtered trees do not: index it with one "
+                    "integer, or take several members with `tree.take(tree, index)`."
+                )
+            return self.one((_tree.take(self.arrays, index), None))
         stacked, ids = _tree.take(self.per_member(), index)
         if ids.ndim < self.ids.ndim:
             return one_alone(stacked, self.shared)

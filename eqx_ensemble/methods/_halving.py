@@ -93,7 +93,6 @@ def successive_halving(
 
         Jamieson and Talwalkar, *Non-stochastic Best Arm Identification and Hyperparameter Optimization*, AISTATS 2016.
     """
-    name = "methods.successive_halving"
     check_saving(checkpoint, checkpoint_every, resume, data)
     check_validation_given(validation)
     factor = check_factor(factor)
@@ -106,7 +105,9 @@ def successive_halving(
     totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
     ladder = Rungs(unit, sorted(set(totals)), factor, rungs)
     own = {ladder.unit: ladder.totals[0], "factor": ladder.factor, "rungs": ladder.rungs}
-    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
+    saved = Rounds(
+        checkpoint, own=own, every=checkpoint_every, resume=resume, name="methods.successive_halving", fit=fit
+    )
     with saved.lock():
         return halve(
             ensemble, loss, optimiser, data, ladder, saved, **options, validation=validation, key=key
@@ -276,14 +277,13 @@ def hyperband(
 
         Li et al., *Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization*, JMLR 18, 2018.
     """
-    name = "methods.hyperband"
     check_positive_int(epochs, "epochs")
     check_validation_given(validation)
     check_options(options, SETS, "it sets these itself")
     check_saving(checkpoint, checkpoint_every, resume, data)
     factor = check_factor(factor)
     own = {"epochs": epochs, "factor": factor}
-    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
+    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name="methods.hyperband", fit=fit)
     runs = []
     with saved.lock():
         for number, bracket in enumerate(brackets(make, ranges, epochs, factor, key=key)):

@@ -285,7 +285,6 @@ def population_based_training(
 
         Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
-    name = "methods.population_based_training"
     check_saving(checkpoint, checkpoint_every, resume, data)
     check_positive_int(rounds, "rounds")
     if hyper is None:
@@ -305,7 +304,9 @@ def population_based_training(
     plan = Evolution(hyper, {"epochs": epochs, "steps": steps}, jax.random.split(key, rounds), fraction, explore)
     check_explore(plan)
     own = {"rounds": rounds, **plan.length, "fraction": fraction}
-    saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
+    saved = Rounds(
+        checkpoint, own=own, every=checkpoint_every, resume=resume, name="methods.population_based_training", fit=fit
+    )
     saved.add_function("explore", explore, plan.one, plan.keys[0])
     with saved.lock():
         return evolve(ensemble, loss, optimiser, data, plan, saved, **options, validation=validation, key=key)

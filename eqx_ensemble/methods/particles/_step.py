@@ -212,11 +212,10 @@ def make_step(
         Algorithm](https://arxiv.org/abs/1608.04471), Liu and Wang, 2016; [Repulsive Deep Ensembles are
         Bayesian](https://arxiv.org/abs/2106.11642), D'Angelo and Fortuin, 2021.
     """
-    name = "methods.particles.make_step"
     check_function(loss, "loss", example="lambda model, batch, key: ...")
     check_flag(has_aux, "has_aux")
     space = WeightSpace(as_hashable(loss), has_aux)
-    return interacting_step(space, optimiser, num_rows, method, kernel, plan, mesh, name=name)
+    return interacting_step(space, optimiser, num_rows, method, kernel, plan, mesh, name="methods.particles.make_step")
 
 
 def interacting_step(
@@ -425,9 +424,10 @@ def make_function_space_step(
         [Function Space Particle Optimization for Bayesian Neural Networks](https://arxiv.org/abs/1902.09754), Wang,
         Ren, Zhu and Zhang, 2019.
     """
-    name = "methods.particles.make_function_space_step"
     check_function(outputs, "outputs", example="lambda model, batch, key: jax.vmap(model)(batch[0])")
     check_function(loss, "loss", example="lambda outputs, batch, key: ...")
     check_flag(has_aux, "has_aux")
     space = FunctionSpace(outputs, loss, has_aux)
-    return interacting_step(space, optimiser, num_rows, method, kernel, plan, mesh, name=name)
+    return interacting_step(
+        space, optimiser, num_rows, method, kernel, plan, mesh, name="methods.particles.make_function_space_step"
+    )
