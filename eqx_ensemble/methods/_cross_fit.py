@@ -75,7 +75,6 @@ def cross_fit(
     ```
 
     ??? cite
-
         Chernozhukov et al., *Double/Debiased Machine Learning for Treatment and Structural Parameters*,
         The Econometrics Journal 21, 2018.
     """

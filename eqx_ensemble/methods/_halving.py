@@ -90,7 +90,6 @@ def successive_halving(
     ```
 
     ??? cite
-
         Jamieson and Talwalkar, *Non-stochastic Best Arm Identification and Hyperparameter Optimization*, AISTATS 2016.
     """
     check_saving(checkpoint, checkpoint_every, resume, data)
@@ -274,7 +273,6 @@ def hyperband(
     ```
 
     ??? cite
-
         Li et al., *Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization*, JMLR 18, 2018.
     """
     check_positive_int(epochs, "epochs")

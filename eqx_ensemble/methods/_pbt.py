@@ -282,7 +282,6 @@ def population_based_training(
     ```
 
     ??? cite
-
         Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
     check_saving(checkpoint, checkpoint_every, resume, data)

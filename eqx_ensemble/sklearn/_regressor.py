@@ -80,7 +80,6 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
     ```
 
     ??? cite
-
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
     """
 

@@ -136,7 +136,6 @@ def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> 
     ```
 
     ??? cite
-
         Bergstra and Bengio, *Random Search for Hyper-Parameter Optimization*, JMLR 13, 2012.
     """
     check_ranges(ranges)

@@ -48,7 +48,6 @@ def masksembles(
     ```
 
     ??? cite
-
         Durasov, Bagautdinov, Baque and Fua, *Masksembles for Uncertainty Estimation*, CVPR 2021, arXiv:2012.08334.
     """
     num_submembers = check_model(model, num_submembers, key)
@@ -136,7 +135,6 @@ def batch_ensemble(
     ```
 
     ??? cite
-
         Wen, Tran and Ba, *BatchEnsemble: An Alternative Approach to Efficient Ensemble and Lifelong Learning*,
         ICLR 2020, arXiv:2002.06715.
     """
@@ -212,7 +210,6 @@ def tabm(
     ```
 
     ??? cite
-
         Gorishniy, Kotelnikov and Babenko, *TabM: Advancing Tabular Deep Learning with Parameter-Efficient
         Ensembling*, ICLR 2025, arXiv:2410.24210.
     """

@@ -50,7 +50,6 @@ def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -
     ```
 
     ??? cite
-
         Havasi, Jenatton, Fort, Liu, Snoek, Lakshminarayanan, Dai and Tran, *Training independent subnetworks for
         robust prediction*, ICLR 2021, arXiv:2010.06610.
     """
@@ -110,7 +109,6 @@ def packed_ensemble(
     ```
 
     ??? cite
-
         Laurent, Lafage, Tartaglione, Daniel, Martinez, Bursuc and Franchi, *Packed-Ensembles for Efficient
         Uncertainty Estimation*, ICLR 2023, arXiv:2210.09184.
     """

@@ -53,7 +53,6 @@ def subnetwork(posterior: Laplace[Any], count: int) -> Each:
     ```
 
     ??? cite
-
         Daxberger, Nalisnick, Allingham, Antoran and Hernandez-Lobato, "Bayesian Deep Learning via Subnetwork Inference"
         (ICML 2021).
     """
@@ -170,7 +169,6 @@ def fit(
     ```
 
     ??? cite
-
         MacKay, "A Practical Bayesian Framework for Backpropagation Networks" (Neural Computation, 1992); Daxberger,
         Kristiadi, Immer, Eschenhagen, Bauer and Hennig, "Laplace Redux: Effortless Bayesian Deep Learning"
         (NeurIPS 2021); of ensembles: Eschenhagen, Daxberger, Hennig and Kristiadi, "Mixtures of Laplace Approximations

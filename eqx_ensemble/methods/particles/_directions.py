@@ -123,7 +123,6 @@ class RBF(AbstractKernel):
     ```
 
     ??? cite
-
         [Stein Variational Gradient Descent: A General Purpose Bayesian Inference
         Algorithm](https://arxiv.org/abs/1608.04471), Liu and Wang, 2016.
     """
@@ -204,7 +203,6 @@ def svgd(
     ```
 
     ??? cite
-
         [Stein Variational Gradient Descent: A General Purpose Bayesian Inference
         Algorithm](https://arxiv.org/abs/1608.04471), Liu and Wang, 2016.
     """
@@ -248,7 +246,6 @@ def wgd(
     ```
 
     ??? cite
-
         [Repulsive Deep Ensembles are Bayesian](https://arxiv.org/abs/2106.11642), D'Angelo and Fortuin, 2021.
     """
     return _all_directions("wgd", points, scores, kernel, active)

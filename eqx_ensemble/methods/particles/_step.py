@@ -207,7 +207,6 @@ def make_step(
     ```
 
     ??? cite
-
         [Stein Variational Gradient Descent: A General Purpose Bayesian Inference
         Algorithm](https://arxiv.org/abs/1608.04471), Liu and Wang, 2016; [Repulsive Deep Ensembles are
         Bayesian](https://arxiv.org/abs/2106.11642), D'Angelo and Fortuin, 2021.
@@ -419,7 +418,6 @@ def make_function_space_step(
     ```
 
     ??? cite
-
         [Repulsive Deep Ensembles are Bayesian](https://arxiv.org/abs/2106.11642), D'Angelo and Fortuin, 2021;
         [Function Space Particle Optimization for Bayesian Neural Networks](https://arxiv.org/abs/1902.09754), Wang,
         Ren, Zhu and Zhang, 2019.

@@ -184,7 +184,6 @@ def ema(
     ```
 
     ??? cite
-
         Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (SIAM Journal on Control and
         Optimization, 1992); the debiasing: Kingma and Ba, "Adam" (ICLR 2015).
     """
@@ -223,7 +222,6 @@ def swa(
     ```
 
     ??? cite
-
         Izmailov, Podoprikhin, Garipov, Vetrov and Wilson, "Averaging Weights Leads to Wider Optima and Better
         Generalization" (UAI 2018).
     """

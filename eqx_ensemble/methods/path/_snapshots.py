@@ -41,7 +41,6 @@ def snapshot_schedule(init_value: Any, period: int) -> Schedule:
     ```
 
     ??? cite
-
         Huang, Li, Pleiss, Liu, Hopcroft and Weinberger, "Snapshot Ensembles: Train 1, Get M for Free" (ICLR 2017).
     """
     init_value = check_learning_rate(init_value, "init_value")
@@ -76,7 +75,6 @@ def fast_geometric_schedule(init_value: Any, end_value: Any, period: int) -> Sch
     ```
 
     ??? cite
-
         Garipov, Izmailov, Podoprikhin, Vetrov and Wilson, "Loss Surfaces, Mode Connectivity, and Fast Ensembling of
         DNNs" (NeurIPS 2018).
     """
@@ -124,7 +122,6 @@ def snapshots(
     ```
 
     ??? cite
-
         Huang, Li, Pleiss, Liu, Hopcroft and Weinberger, "Snapshot Ensembles: Train 1, Get M for Free" (ICLR 2017).
     """
     check_inner_optimiser(optimiser)

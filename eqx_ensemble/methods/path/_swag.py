@@ -50,7 +50,6 @@ def swag(
     ```
 
     ??? cite
-
         Maddox, Garipov, Izmailov, Vetrov and Wilson, "A Simple Baseline for Bayesian Uncertainty in Deep Learning"
         (NeurIPS 2019); Wilson and Izmailov, "Bayesian Deep Learning and a Probabilistic Perspective of Generalization"
         (NeurIPS 2020), for MultiSWAG, the SWAG of each member of an ensemble.
@@ -122,7 +121,6 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
     ```
 
     ??? cite
-
         Maddox, Garipov, Izmailov, Vetrov and Wilson, "A Simple Baseline for Bayesian Uncertainty in Deep Learning"
         (NeurIPS 2019).
     """

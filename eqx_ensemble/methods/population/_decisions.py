@@ -159,7 +159,6 @@ def truncation(
     ```
 
     ??? cite
-
         Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
     scores = check_member_scores(scores)
@@ -203,7 +202,6 @@ def perturb_hyper(
     ```
 
     ??? cite
-
         Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
     check_ranges(ranges)

@@ -65,7 +65,6 @@ def noisy_targets(targets: Any, ids: Any, *, std: Any, row_ids: Any = None, key:
     ```
 
     ??? cite
-
         Osband, Aslanides and Cassirer, *Randomized Prior Functions for Deep Reinforcement Learning*, NeurIPS 2018,
         arXiv:1806.03335 (section 3).
     """
@@ -187,7 +186,6 @@ class RandomisedPrior(eqx.Module, Generic[M]):
     ```
 
     ??? cite
-
         Osband, Aslanides and Cassirer, *Randomized Prior Functions for Deep Reinforcement Learning*, NeurIPS 2018,
         arXiv:1806.03335.
     """
@@ -320,7 +318,6 @@ def draw_anchors(
     ```
 
     ??? cite
-
         Pearce, Leibfried, Brintrup, Zaki and Neely, *Uncertainty in Neural Networks: Approximately Bayesian
         Ensembling*, AISTATS 2020, arXiv:1810.05546.
     """

@@ -89,7 +89,6 @@ def diagnostics(values: Any, chains: Any) -> Diagnostics:
     ```
 
     ??? cite
-
         Vehtari, Gelman, Simpson, Carpenter and Bürkner, "Rank-Normalization, Folding, and Localization: An Improved
         $\hat R$ for Assessing Convergence of MCMC" (Bayesian Analysis, 2021).
     """

@@ -191,7 +191,6 @@ def psgld(
     ```
 
     ??? cite
-
         Li, Chen, Carlson and Carin, "Preconditioned Stochastic Gradient Langevin Dynamics for Deep Neural Networks"
         (AAAI 2016).
     """
@@ -265,7 +264,6 @@ def sghmc(
     ```
 
     ??? cite
-
         Chen, Fox and Guestrin, "Stochastic Gradient Hamiltonian Monte Carlo" (ICML 2014), equation 15.
     """
     at = rates(learning_rate, num_rows, temperature)
@@ -326,7 +324,6 @@ def cyclical_temperature(
     ```
 
     ??? cite
-
         Zhang, Li, Zhang, Chen and Wilson, "Cyclical Stochastic Gradient MCMC for Bayesian Deep Learning" (ICLR 2020).
     """
     period = check_counter(period, "period")
@@ -398,7 +395,6 @@ def sgld(
     ```
 
     ??? cite
-
         Welling and Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics" (ICML 2011).
     """
     at = rates(learning_rate, num_rows, temperature)
