@@ -133,7 +133,7 @@ class Walk:
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.found: list[_Function | _Namespace] = []
-        self._assigned: set[Any] = set()  # names, with the module or class; or cells
+        self._mutated: set[Any] = set()  # names, with the module or class; or cells
         seen: dict[int, Any] = {}
         left = list(roots)
         while left and len(seen) < _MOST_OBJECTS:
@@ -143,16 +143,16 @@ class Walk:
                 left += _try(self._parts, x) or ()
         for place in self.found:
             # What the code assigns itself, such as a counter of its calls, differs between two calls.
-            for name in [name for name in place.variables.held if self._is_assigned(place, name)]:
+            for name in [name for name in place.variables.held if self._is_mutated(place, name)]:
                 del place.variables.held[name]
             if isinstance(place, _Function):
-                for name in [name for name in place.cells.held if place.cell_ids[name] in self._assigned]:
+                for name in [name for name in place.cells.held if place.cell_ids[name] in self._mutated]:
                     del place.cells.held[name]
 
-    def _is_assigned(self, place: _Function | _Namespace, name: str) -> bool:
+    def _is_mutated(self, place: _Function | _Namespace, name: str) -> bool:
         held = place.variables.held[name]
         constant = type(held) is tuple and issubclass(type(held[0]), _PLAIN)
-        return (place.owner, name) in self._assigned or constant and (None, name) in self._assigned
+        return (place.owner, name) in self._mutated or constant and (None, name) in self._mutated
 
     def _parts(self, x: Any) -> list[Any]:
         if issubclass(type(x), types.FunctionType):
@@ -167,16 +167,16 @@ class Walk:
         names = place.variables.held if place.is_users else ()
         inside = [*_closure(fn).values(), *(fn.__globals__.get(name) for name in names)]
         yield from (fn.__defaults__, fn.__kwdefaults__, vars(fn).get("__wrapped__"), *inside)
-        self._assigned |= {place.cell_ids.get(name) for name in words("STORE_DEREF")}
+        self._mutated |= {place.cell_ids.get(name) for name in words("STORE_DEREF")}
         if not place.is_users:
             place.variables.held.clear()
             return
-        self._assigned |= {(id(fn.__globals__), name) for name in words("STORE_GLOBAL")}
+        self._mutated |= {(id(fn.__globals__), name) for name in words("STORE_GLOBAL")}
         stored = words("STORE_ATTR") if fn.__name__ not in _INITIAL else []
         owners: list[Any] = [_owner_id(x) for x in inside if issubclass(type(x), type | types.ModuleType)]
         if not {("LOAD_GLOBAL", "type"), ("LOAD_ATTR", "__class__")}.isdisjoint(operations):
             owners.append(None)  # `type(self).calls += 1`
-        self._assigned |= {(owner, name) for owner in owners for name in stored}
+        self._mutated |= {(owner, name) for owner in owners for name in stored}
         attributes = words("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
         modules = [*inside, *(fn.__defaults__ or ()), *(sys.modules.get(name) for name in words("IMPORT_NAME"))]
         yield from self._parts_of_modules(modules, attributes)
@@ -260,7 +260,7 @@ def _parts_of_object(x: Any) -> list[Any]:
 def _try(get: Any, *args: Any) -> Any:
     try:
         return get(*args)
-    except Exception:  # no value, or none that can be read
+    except Exception:  # users' objects may raise anything when they are read; a program is then not told apart by them
         return None
 
 

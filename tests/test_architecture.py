@@ -50,7 +50,7 @@ def is_check_module(file: str) -> bool:
 
 
 def keeps_naming_rule(function: ast.FunctionDef) -> bool:
-    """What a function of a check module is called says what it does: raise, give a text, explain, warn, or answer."""
+    """What a function of a check module is called says what it does: raise, give a text or an error, explain, ..."""
     name = function.name
     returns = "" if function.returns is None else ast.unparse(function.returns)
     if name.startswith("check_"):
@@ -60,6 +60,8 @@ def keeps_naming_rule(function: ast.FunctionDef) -> bool:
         return any(ast.unparse(decorator).endswith("contextmanager") for decorator in function.decorator_list)
     if name.endswith(("_message", "_text")):
         return returns == "str"
+    if name.endswith("_error"):
+        return returns.endswith("Error")
     if name.startswith("warn_"):
         return returns == "None"
     if name.startswith(("is_", "has_", "can_")):
@@ -87,6 +89,7 @@ def test_checks_are_named_for_what_they_do():
         "def check_it(x) -> bool: ...",
         "def check_it(x) -> str: ...",
         "def it_message(x): ...",
+        "def it_error(x) -> str: ...",
         "def explain_it(x): ...",
         "def is_it(x) -> str: ...",
     ],

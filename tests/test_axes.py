@@ -284,3 +284,17 @@ def test_a_batch_of_any_axis_has_its_examples_in_front(axis):
     found = ee.from_stacked(Scale(factors))(ee.Batch(x, axis=axis))
     expected = np.stack([factor * np.moveaxis(x, axis, 0) for factor in (1.0, 2.0)])
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+class Graph(eqx.Module):
+    """Data of one graph per member: no model, which could be called."""
+
+    nodes: jax.Array
+
+
+def test_a_list_of_data_modules_has_members():
+    graphs = [Graph(jnp.ones((MEMBERS, 2))), Graph(jnp.zeros((MEMBERS, 4)))]
+    shapes = ee.map_members(lambda graphs: graphs[1].nodes)(ee.Each(graphs)).shape
+    assert shapes == (MEMBERS, 4)
+    with pytest.raises(TypeError, match="got a list of models"):
+        ee.Each([eqx.nn.Linear(MEMBERS, MEMBERS, key=KEY)])

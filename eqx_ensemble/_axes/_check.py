@@ -26,8 +26,6 @@ def _sizes(tree: Any, axis: int) -> dict[Size, list[str]]:
 def check_member_axis(value: Any, *, axis: int) -> Size:
     """Raises unless all array leaves agree on the length of the members axis. Returns it."""
     check_axis(axis, "axis")
-    if _holds_list_of_models(value, eqx.Module) and caller() == "Each":
-        raise TypeError(f"`Each` needs one PyTree whose arrays carry the members axis, got a list of models.\n{_STACK}")
     sizes = _sizes(value, axis)
     if not sizes:
         raise TypeError(
@@ -40,6 +38,12 @@ def check_member_axis(value: Any, *, axis: int) -> Size:
             f"`{caller()}` needs arrays that agree on the number of members along axis {axis}; got\n{listed}\n{_STACK}"
         )
     return next(iter(sizes))
+
+
+def check_no_models(value: Any) -> None:
+    """Raises for a list of models, whose arrays may agree by chance on a first axis that is not one of members."""
+    if _holds_list_of_models(value, ()):
+        raise TypeError(f"`Each` needs one PyTree whose arrays carry the members axis, got a list of models.\n{_STACK}")
 
 
 def check_member_count(parts: dict[int, Any], arguments: Any) -> Size:
@@ -68,11 +72,6 @@ def check_has_axis(tree: Any, axis: int, argument: str) -> None:
             )
 
 
-def check_batch_axis(value: Any, axis: Any) -> None:
-    """Raises unless `axis` is an axis of every array."""
-    check_has_axis(value, check_axis(axis, "axis"), "axis")
-
-
 def check_batch_size(values: Iterable[Any]) -> None:
     """Raises unless all inputs marked as batches have the same number of examples."""
     sizes: set[int] = set()
@@ -88,15 +87,9 @@ def _some(paths: list[str], most: int = 4) -> str:
     return shown if len(paths) <= most else f"{shown} and {len(paths) - most} more"
 
 
-def _holds_list_of_models(arguments: Any, kinds: Any = (eqx.Module, list, tuple, dict)) -> bool:
+def _holds_list_of_models(arguments: Any, kinds: Any = (list, tuple, dict)) -> bool:
+    """Whether a list holds callable Modules only, or, if it has several items, also what else may be a model."""
+    is_model = lambda x: isinstance(x, eqx.Module) and callable(x)
     nodes = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, list))
     lists = [x for x in nodes if isinstance(x, list) and x]
-    return any(all(isinstance(item, kinds if len(x) > 1 else eqx.Module) for item in x) for x in lists)
-
-
-def too_large_message(value: Any, *, path: str) -> str:
-    """The message for Python integers that JAX cannot hold."""
-    return (
-        f"`{caller()}` makes a jax array of `{path}`, and an integer in it is too large: got {value!r}.\n"
-        "Enable 64 bits (`jax.config.update('jax_enable_x64', True)`) or rescale."
-    )
+    return any(all(is_model(item) or (len(x) > 1 and isinstance(item, kinds)) for item in x) for x in lists)

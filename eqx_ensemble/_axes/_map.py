@@ -12,7 +12,7 @@ from .._code import code_of
 from .._foreign import from_foreign
 from .._leaf_text import leaf_text
 from .._pytree import PyTree
-from ._check import check_batch_size, check_member_count, too_large_message
+from ._check import check_batch_size, check_member_count
 from ._marks import AbstractPerMember, Batch, Each, is_array, is_per_member
 
 ProgramKey = tuple[Any, ...]
@@ -70,7 +70,10 @@ def as_array(values: Any, *, path: str) -> jax.Array:
     try:
         return strip_weak_types(jnp.asarray(values))
     except OverflowError as error:  # Python's own integers
-        raise ValueError(too_large_message(values, path=path)) from error
+        raise ValueError(
+            f"`{caller()}` makes a jax array of `{path}`, and an integer in it is too large: got {values!r}.\n"
+            "Enable 64 bits (`jax.config.update('jax_enable_x64', True)`) or rescale."
+        ) from error
     except TypeError as error:
         raise TypeError(f"`{caller()}` needs numbers at `{path}`, got {leaf_text(values)}.") from error
 

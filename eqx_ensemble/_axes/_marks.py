@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._check import check_axis
 from .._foreign import from_foreign_tree
 from .._pytree import PyTree
-from ._check import check_batch_axis, check_member_axis
+from ._check import check_has_axis, check_member_axis, check_no_models
 
 
 class AbstractPerMember(eqx.Module):
@@ -75,6 +76,7 @@ class Each(AbstractPerMember):
     axis: int = eqx.field(static=True, default=0)
 
     def __check_init__(self) -> None:
+        check_no_models(self.value)
         check_member_axis(self.value, axis=self.axis)
 
     def per_member(self) -> PyTree:
@@ -112,7 +114,7 @@ class Batch(eqx.Module):
     axis: int = eqx.field(static=True, default=0)
 
     def __check_init__(self) -> None:
-        check_batch_axis(self.value, self.axis)
+        check_has_axis(self.value, check_axis(self.axis, "axis"), "axis")
 
 
 class AbstractParts(eqx.Module):

@@ -37,14 +37,7 @@ from ..sharding._engine import (
     warn_of_padding,
 )
 from ..tree._engine import check_no_tracers
-from ._check import (
-    check_arguments,
-    check_count,
-    check_keys,
-    check_made,
-    check_signature,
-    explain_make,
-)
+from ._check import check_arguments, check_count, check_keys, check_made, check_signature, explain_make
 
 # Keys whose random numbers are compiled for one member, so that the first `build` of a process takes half as long.
 #
@@ -253,7 +246,7 @@ def _vmap_make(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Arr
         own = draw_by_member(keys)
         try:
             return restore_keys(make_all(own, arguments), own)
-        except Exception:  # `make` mixes in other keys, or fails below too
+        except Exception:  # `make` may combine these keys with others, in its own ways; its own errors recur below
             pass
     return make_all(keys, arguments)
 

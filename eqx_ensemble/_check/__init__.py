@@ -14,6 +14,8 @@ from ._arrays import first_text as first_text
 from ._arrays import kept_rows as kept_rows
 from ._arrays import needs_message as needs_message
 from ._arrays import promote as promote
+from ._arrays import type_error as type_error
+from ._arrays import value_error as value_error
 from ._keys import CheckpointCorruptError as CheckpointCorruptError
 from ._keys import MemberMismatchError as MemberMismatchError
 from ._keys import check_integer_ids as check_integer_ids

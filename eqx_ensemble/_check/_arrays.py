@@ -60,6 +60,16 @@ def needs_message(needs: str, got: str, fix: str) -> str:
     return f"`{caller()}` needs {needs}.\n  {got}\n{fix}"
 
 
+def value_error(needs: str, got: str, fix: str) -> ValueError:
+    """The error for a value that a function cannot take."""
+    return ValueError(needs_message(needs, got, fix))
+
+
+def type_error(needs: str, got: str, fix: str) -> TypeError:
+    """The error for a value of another kind."""
+    return TypeError(needs_message(needs, got, fix))
+
+
 def first_text(host: np.ndarray, wrong: np.ndarray) -> str:
     """The first wrong value, its index, and the number of wrong values."""
     index = tuple(int(i) for i in np.argwhere(wrong)[0])
@@ -67,8 +77,8 @@ def first_text(host: np.ndarray, wrong: np.ndarray) -> str:
     return f"got {host[index]}{where}, the first of {int(wrong.sum())} such"
 
 
-def one_member_text(name: str) -> str:
-    return f"One member? Add a leading axis: `{name}[None]`."
+def one_member_text(argument: str) -> str:
+    return f"One member? Add a leading axis: `{argument}[None]`."
 
 
 def as_column(per_member: Any, ndim: int) -> Any:

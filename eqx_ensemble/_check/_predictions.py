@@ -288,15 +288,15 @@ def check_fitted_members(expected: int, got: int) -> None:
         )
 
 
-def _row_fix_text(name: str, got: Shape, prediction: str, shape: Shape, *, members: bool) -> str:
+def _row_fix_text(argument: str, got: Shape, prediction: str, shape: Shape, *, members: bool) -> str:
     """The likely fix, for a prediction of this shape, with its `members` axis and without its classes."""
     rows = shape[1:] if members else shape
     if got == (*rows, 1):
-        return f"A trailing axis of length one would broadcast to every pair of rows: pass `{name}[..., 0]`."
+        return f"A trailing axis of length one would broadcast to every pair of rows: pass `{argument}[..., 0]`."
     if rows == (*got, 1):
         return f"The prediction has a last axis of length one: pass `{prediction}[..., 0]`."
     if members and got == shape:
-        return f"{one_member_text(prediction)} Targets repeated for every member? Pass them once: `{name}[0]`."
+        return f"{one_member_text(prediction)} Targets repeated for every member? Pass them once: `{argument}[0]`."
     if not members and got == shape[1:]:
         return (
             "This function takes no `members` axis: combine the members first, or take the score of the mixture. "

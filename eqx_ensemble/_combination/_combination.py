@@ -25,18 +25,6 @@ from .._suggest import inner_function
 from ._blocks import by_blocks, pays
 
 
-def check_members(predictions: Any) -> Size:
-    """Raises unless all predictions have the same leading axis of at least one member. Returns its length."""
-    shapes = {np.shape(leaf) for leaf in jax.tree.leaves(predictions)}
-    counts = {shape[:1] for shape in shapes}
-    if len(counts) != 1 or counts & {(), (0,)}:
-        raise ValueError(
-            f"`{caller()}` needs predictions with a leading `members` axis of at least one member.\n"
-            f"  got shapes {', '.join(map(str, sorted(shapes)))}\nOne member? Add a leading axis: `prediction[None]`."
-        )
-    return counts.pop()[0]
-
-
 def check_chunk_weights(weights: Any, num_members: Size, *, rows: tuple[Size, ...] = ()) -> Any:
     """Raises unless a chunk's weights are finite and non-negative; all may be zero. Returns NumPy's array if concrete.
 
@@ -115,7 +103,14 @@ def chunk_weights(predictions: PyTree, weights: Any) -> ChunkWeights | None:
     Concrete weights are divided by a power of two, which is exact, because float32 may not hold them: likelihoods, for
     example, are often below 1e-45.
     """
-    count = check_members(predictions)
+    shapes = {np.shape(leaf) for leaf in jax.tree.leaves(predictions)}
+    counts = {shape[:1] for shape in shapes}
+    if len(counts) != 1 or counts & {(), (0,)}:
+        raise ValueError(
+            f"`{caller()}` needs predictions with a leading `members` axis of at least one member.\n"
+            f"  got shapes {', '.join(map(str, sorted(shapes)))}\nOne member? Add a leading axis: `prediction[None]`."
+        )
+    count = counts.pop()[0]
     if weights is None:
         return ChunkWeights(None, jnp.asarray(count).astype(float), jnp.int32(0))  # while exporting it may be a symbol
     weights = check_chunk_weights(weights, count)

@@ -231,9 +231,9 @@ def _of_groups(listed: list[Ensemble[Any] | Group], *, renumber: bool) -> Group:
     return Group(joined, order=order, renumber=renumber)
 
 
-def _of_part(name: str, ensembles: list[Ensemble[Any]], *, renumber: bool) -> Ensemble[Any]:
+def _of_part(part: str, ensembles: list[Ensemble[Any]], *, renumber: bool) -> Ensemble[Any]:
     try:
         return _of_members(ensembles, renumber=renumber)
     except MemberMismatchError as error:
-        error.add_note(f"Both groups have a part `{name}`, and parts of one name become one ensemble.")
+        error.add_note(f"Both groups have a part `{part}`, and parts of one name become one ensemble.")
         raise

@@ -20,15 +20,6 @@ from ._ensemble import Ensemble, M, Where
 from ._group import Group, part_names
 
 
-def check_no_dict(models: Any) -> None:
-    """No dict: a group names the parts of models after their classes."""
-    if isinstance(models, Mapping):
-        fix = (
-            "`Group({name: ensemble, ...})` makes a group of ensembles. Pass models as a list: `list(models.values())`."
-        )
-        raise TypeError(f"`{caller()}` needs a list of models, got {kind_text(models)}.\n{fix}")
-
-
 def check_models(models: list[Any]) -> list[Any]:
     """Raises unless all items are models. Returns them."""
     for i, model in enumerate(models):
@@ -42,13 +33,6 @@ def check_models(models: list[Any]) -> list[Any]:
         if fix is not None:
             raise TypeError(f"`{caller()}` needs models, got {kind_text(model)} at position {i}.\n{fix}")
     return models
-
-
-def check_ids_of_models(ids: Any, num_models: int) -> Any:
-    """Raises unless there is one id per model. Returns the ids."""
-    if len(ids) != num_models:
-        raise MemberMismatchError(f"`group` needs one id per model: {num_models} models, {len(ids)} ids.")
-    return ids
 
 
 def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) -> None:
@@ -262,10 +246,15 @@ def group(models: Iterable[Any], *, ids: Any = None) -> Group:
     group(jnp.ones(2)).shape  # (3, 1), in the order of the list
     ```
     """
-    check_no_dict(models)
+    if isinstance(models, Mapping):
+        raise TypeError(
+            f"`{caller()}` needs a list of models, got {kind_text(models)}.\n"
+            "`Group({name: ensemble, ...})` makes a group of ensembles. Pass models as a list: `list(models.values())`."
+        )
     models = check_models(check_trees(models, noun="model"))
     numbers = _keys.member_ids(len(models) if ids is None else ids)
-    numbers = check_ids_of_models(numbers, len(models))
+    if len(numbers) != len(models):
+        raise MemberMismatchError(f"`group` needs one id per model: {len(models)} models, {len(numbers)} ids.")
     members: list[list[int]] = []
     for i, model in enumerate(models):
         alike = next((own for own in members if _is_alike(models[own[0]], model)), None)

@@ -11,26 +11,12 @@ from jaxtyping import Array, Int
 from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes import check_member_axis
-from .._check import (
-    MemberMismatchError,
-    array_leaves,
-    check_integer_ids,
-    is_readable,
-)
+from .._check import MemberMismatchError, array_leaves, check_integer_ids, is_readable
 from .._foreign import take_in
 from .._pytree import PyTree
 from .._typing import CallableEnsemble, Out, StatefulEnsemble, kind_of_members
 from ..plan import AbstractPlan
 from ..plan._engine import call_members, map_members
-
-
-def check_stacked_leaves(stacked: Any, ids: Any) -> None:
-    """Raises unless all array leaves have one value per id along the members axis."""
-    if not array_leaves(stacked):
-        return
-    found = check_member_axis(stacked, axis=0)
-    if found != ids.shape[0]:
-        raise MemberMismatchError(f"`Ensemble` needs one id per member: {found} members, {ids.shape[0]} ids.")
 
 
 def check_one_mode(stacked: Any, shared: Any, path: str) -> None:
@@ -52,22 +38,6 @@ def check_index_of_members(index: Any) -> None:
         )
 
 
-def check_one_member(index: Any) -> Any:
-    """Raises unless `index` selects one member, for a tree whose ids were filtered out. Returns it."""
-    if isinstance(index, slice | list | tuple) or getattr(index, "ndim", 0) > 0:
-        raise TypeError(
-            "This `Ensemble` holds no member ids, as gradients and filtered trees do not: index it with one integer, "
-            "or take several members with `tree.take(tree, index)`."
-        )
-    return index
-
-
-def check_callable(model: Any) -> None:
-    """Raises unless the members can be called."""
-    if not callable(model):
-        raise TypeError(f"The members of this ensemble are of type {type(model).__name__} and cannot be called.")
-
-
 _FUNCTIONS = {
     "fit": "`fit(ensemble, loss, optimiser, data, ...)`",
     "predict": "`predict(ensemble, x)`",
@@ -76,18 +46,18 @@ _FUNCTIONS = {
 }
 
 
-def attribute_message(name: str, members: Any) -> str:
+def attribute_message(attribute: str, members: Any) -> str:
     """The message for a missing attribute, which may be one of the members or a function of the package."""
-    if name in _FUNCTIONS:
-        return f"An `Ensemble` has no method `{name}`: it is a function of the package, {_FUNCTIONS[name]}."
-    if callable(getattr(type(members), name, None)):
+    if attribute in _FUNCTIONS:
+        return f"An `Ensemble` has no method `{attribute}`: it is a function of the package, {_FUNCTIONS[attribute]}."
+    if callable(getattr(type(members), attribute, None)):
         return (
-            f"An `Ensemble` has no method `{name}`. To call that of every member: "
-            f"`ensemble.map(lambda model, x: model.{name}(x), x)`; of one: `ensemble[0].{name}(x)`."
+            f"An `Ensemble` has no method `{attribute}`. To call that of every member: "
+            f"`ensemble.map(lambda model, x: model.{attribute}(x), x)`; of one: `ensemble[0].{attribute}(x)`."
         )
     return (
-        f"An `Ensemble` has no attribute `{name}`. What its members hold is in `ensemble.stacked`, with the leading "
-        "members axis, or in a single member, `ensemble[0]`."
+        f"An `Ensemble` has no attribute `{attribute}`. What its members hold is in `ensemble.stacked`, with the "
+        "leading members axis, or in a single member, `ensemble[0]`."
     )
 
 
@@ -210,7 +180,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
 
     def __check_init__(self) -> None:
         _keys.check_ids(self.ids)
-        check_stacked_leaves(self.stacked, self.ids)
+        if array_leaves(self.stacked) and (found := check_member_axis(self.stacked, axis=0)) != self.ids.shape[0]:
+            raise MemberMismatchError(f"`Ensemble` needs one id per member: {found} members, {self.ids.shape[0]} ids.")
 
     def per_member(self) -> PyTree:
         """The leaves that differ between members, and the members' ids."""
@@ -261,7 +232,10 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         Inputs are shared by all members unless marked [`eqx_ensemble.Each`][]; a member sees one example unless the
         input is marked [`eqx_ensemble.Batch`][]. An `equinox.nn.State` always has one value per member.
         """
-        check_callable(self.stacked)
+        if not callable(self.stacked):
+            raise TypeError(
+                f"The members of this ensemble are of type {type(self.stacked).__name__} and cannot be called."
+            )
         args = take_in(args, "args")
         kwargs = take_in(kwargs, "kwargs")
 
@@ -283,7 +257,12 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         """One member for an integer; a smaller ensemble for a slice, a list of integers or a mask."""
         check_index_of_members(index)
         if self.ids is None:  # as above
-            return self.one((_tree.take(self.arrays, check_one_member(index)), None))
+            if isinstance(index, slice | list) or getattr(index, "ndim", 0) > 0:
+                raise TypeError(
+                    "This `Ensemble` holds no member ids, as gradients and filtered trees do not: index it with one "
+                    "integer, or take several members with `tree.take(tree, index)`."
+                )
+            return self.one((_tree.take(self.arrays, index), None))
         stacked, ids = _tree.take(self.per_member(), index)
         if ids.ndim < self.ids.ndim:
             return one_alone(stacked, self.shared)

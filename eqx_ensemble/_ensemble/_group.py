@@ -112,10 +112,10 @@ def check_order_fits(order: tuple[int, ...], num_members: int) -> None:
         )
 
 
-def check_known_part(name: str, parts: Mapping[str, Any]) -> None:
+def check_known_part(part: str, parts: Mapping[str, Any]) -> None:
     """Raises unless a part has this name."""
-    if name not in parts:
-        raise KeyError(f"This `Group` has no part {name!r}; its parts are {', '.join(map(repr, parts))}.")
+    if part not in parts:
+        raise KeyError(f"This `Group` has no part {part!r}; its parts are {', '.join(map(repr, parts))}.")
 
 
 def check_group_index(index: Any) -> None:
@@ -173,11 +173,6 @@ def _shapes_text(tree: Any) -> str:
 
     texts = [text(x) for x in jax.tree.leaves(tree)]
     return texts[0] if len(texts) == 1 else f"({', '.join(texts)})"
-
-
-def group_text(group: "Group") -> str:
-    """`Group(cnn=Ensemble[Conv](num_members=4), ...)`, in one line."""
-    return f"Group({', '.join(f'{name}={part!r}' for name, part in group.parts.items())})"
 
 
 # The order of a group's members among its parts.
@@ -290,7 +285,7 @@ class Group(_axes.AbstractParts):
         """The short form, in one line."""
         from wadler_lindig import TextDoc
 
-        return TextDoc(group_text(self))
+        return TextDoc(f"Group({', '.join(f'{name}={part!r}' for name, part in self.parts.items())})")
 
     def __len__(self) -> int:
         return self.num_members

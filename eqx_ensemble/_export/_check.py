@@ -10,11 +10,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._caller import caller
-from .._check import (
-    check_flag,
-    check_word,
-    kind_text,
-)
+from .._check import kind_text
 from .._files import PLAIN_DTYPES
 from .._jaxpr import inner_jaxprs
 from .._leaf_text import leaf_text
@@ -87,17 +83,6 @@ def check_output(value: Any, path: str) -> None:
             f"{kind_text(value)}.\n"
             "Named tuples are returned as dicts. Take other types apart in `fn` or `combine`: where the program is "
             "loaded they do not exist."
-        )
-
-
-def check_leaves_option(leaves: Any, *, symbolic_members: bool) -> None:
-    """Checks `leaves`; arrays of any number of members cannot be constants."""
-    check_word(leaves, "leaves", ("inside", "beside"))
-    check_flag(symbolic_members, "symbolic_members")
-    if symbolic_members and leaves == "inside":
-        raise ValueError(
-            f"`{caller()}` needs `leaves='beside'` with `symbolic_members=True`: a program for any number of members "
-            "gets their arrays as an argument."
         )
 
 

@@ -9,7 +9,8 @@ from jax import export as jax_export
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._check import check_installed
+from .._caller import caller
+from .._check import check_flag, check_installed, check_word
 from .._ensemble import Ensemble
 from .._jaxpr import plain_jit
 from .._predict import MemberCall, check_inference
@@ -19,7 +20,6 @@ from ..plan import AbstractPlan
 from ._artefact import Artefact, about, describe_arrays
 from ._check import (
     check_fits_inside,
-    check_leaves_option,
     check_no_callbacks,
     check_no_random_numbers,
     check_plain_dtypes,
@@ -151,7 +151,13 @@ def export(
     ```
     """
     check_installed("flatbuffers", what="export", extra="export")
-    check_leaves_option(leaves, symbolic_members=symbolic_members)
+    check_word(leaves, "leaves", ("inside", "beside"))
+    check_flag(symbolic_members, "symbolic_members")
+    if symbolic_members and leaves == "inside":
+        raise ValueError(
+            f"`{caller()}` needs `leaves='beside'` with `symbolic_members=True`: a program for any number of members "
+            "gets their arrays as an argument."
+        )
     platforms = check_platforms(platforms)
     job = prepare_export(
         ensemble,

@@ -9,14 +9,7 @@ from jax.export import symbolic_shape
 
 from .. import _axes, _keys
 from .._caller import caller
-from .._check import (
-    check_optional_function,
-    check_positive_int,
-    is_key,
-    is_member_array,
-    is_traced,
-    member_dtype,
-)
+from .._check import check_optional_function, check_positive_int, is_key, is_member_array, is_traced, member_dtype
 from .._combination import of_predictions
 from .._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
 from .._predict import MemberCall, PredictionInputs, predict_batch

@@ -12,15 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._caller import caller
-from .._check import (
-    MemberMismatchError,
-    check_path,
-    check_sequence,
-    check_word,
-    is_member_array,
-    member_dtype,
-    path_text,
-)
+from .._check import MemberMismatchError, check_path, check_sequence, is_member_array, member_dtype, path_text
 from .._ensemble import Ensemble, Group
 from ..checkpoint._engine import Manifest, is_array_like
 from ..tree._engine import check_no_tracers
@@ -70,8 +62,8 @@ def _as_group(one: Group, manifest: Manifest) -> Any:
     saved = {entry.path: entry for entry in manifest.entries}
     numbers = {number.path for number in manifest.numbers}
 
-    def resize(name: str, part: Ensemble[Any]) -> Ensemble[Any]:
-        ids = saved.get(f".parts['{name}'].ids")
+    def resize(part_name: str, part: Ensemble[Any]) -> Ensemble[Any]:
+        ids = saved.get(f".parts['{part_name}'].ids")
         if ids is None:
             return part  # missing in the file: an error follows
         stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype), part.arrays)
@@ -126,15 +118,6 @@ def check_make_of_key(make: Callable[..., Any]) -> None:
         ) from None
 
 
-def run_of_fit_message(path: Any, folder: Any) -> str:
-    """The message for a checkpoint of a run in place of a model."""
-    return (
-        f"`{caller()}` needs a checkpoint of an ensemble or a model, and `{path}` is one of a run of `fit`: it holds "
-        f"the whole training state.\nThe same call of `fit` with `checkpoint={str(folder)!r}` gives the run; to load "
-        "the ensemble without it, keep it with `save(path, run.ensemble)`."
-    )
-
-
 PLAIN_DTYPES = {"bool", "bfloat16", "complex64", "float8_e4m3fn", "float8_e5m2"}
 PLAIN_DTYPES |= {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
 
@@ -157,11 +140,6 @@ def check_like_given(like: Any) -> None:
         )
 
 
-def check_member_format(format: Any) -> None:
-    """Checks a format of exported members."""
-    check_word(format, "format", ("eqx", "safetensors"))
-
-
 def check_no_typed_keys(tree: Any, reason: str) -> None:
     """Checks that no leaf is an array of typed keys."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -170,15 +148,6 @@ def check_no_typed_keys(tree: Any, reason: str) -> None:
                 f"`{caller()}` found typed keys at `{path_text(path)}`: {reason}.\nUse `save` and "
                 "`load`, or keep `jax.random.key_data(key)` in the model."
             )
-
-
-def check_plain_dtype(dtype: Any, path: str) -> None:
-    """Checks that safetensors supports a dtype."""
-    if dtype.name not in PLAIN_DTYPES:
-        raise TypeError(
-            f"`{caller()}` cannot write the array `{path}` of dtype {dtype.name}: safetensors has no such type.\n"
-            "Cast it, or use `format='eqx'` or `save`."
-        )
 
 
 def check_paths(paths: Any) -> list:

@@ -12,7 +12,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as safetensors_bytes
 
-from .._check import check_path, kind_text
+from .._caller import caller
+from .._check import check_path, check_word, kind_text
 from .._ensemble import Ensemble, Group, M, check_ensemble_or_group, stack
 from ..checkpoint._engine import (
     LeafDifference,
@@ -27,15 +28,7 @@ from ..checkpoint._engine import (
     saved_leaves,
     write_file,
 )
-from ._like import (
-    check_like_given,
-    check_member_format,
-    check_no_typed_keys,
-    check_paths,
-    check_plain_dtype,
-    evaluate_make,
-    is_maker,
-)
+from ._like import PLAIN_DTYPES, check_like_given, check_no_typed_keys, check_paths, evaluate_make, is_maker
 from ._save_load import Model, PathLike, Tree, load
 
 _AFTER = "<after the last leaf>"
@@ -103,7 +96,12 @@ def to_safetensors(model: Any) -> bytes:
     for where, leaf in _named_leaves(model):
         if is_array_like(leaf):
             arrays[where] = np.array(leaf, order="C")
-            check_plain_dtype(arrays[where].dtype, where)
+            dtype = arrays[where].dtype
+            if dtype.name not in PLAIN_DTYPES:
+                raise TypeError(
+                    f"`{caller()}` cannot write the array `{where}` of dtype {dtype.name}: safetensors has no such "
+                    "type.\nCast it, or use `format='eqx'` or `save`."
+                )
     return safetensors_bytes(arrays)
 
 
@@ -167,7 +165,7 @@ def export_members(
     """
     check_ensemble_or_group(ensemble)
     check_path(folder, "folder")
-    check_member_format(format)
+    check_word(format, "format", ("eqx", "safetensors"))
     paths = []
     for i, member_id in enumerate(ensemble.ids.tolist()):
         paths.append(absolute(as_path(folder)) / f"member-{member_id:06d}.{format}")

@@ -28,12 +28,7 @@ from ..checkpoint._engine import (
 from ..distributed import to_host
 from ..sharding._engine import Layout, as_layout, replicate, shard_members
 from ..tree._engine import check_distinct, check_index
-from ._like import (
-    as_like,
-    check_like_given,
-    check_member_selection,
-    run_of_fit_message,
-)
+from ._like import as_like, check_like_given, check_member_selection
 
 PathLike = str | os.PathLike[str]
 Model = TypeVar("Model", bound=eqx.Module)
@@ -165,7 +160,12 @@ def load(
     layout = as_layout(mesh)
     with open_checkpoint(as_path(path)) as reader:
         if is_of_fit(reader.manifest) and not isinstance(like, dict):
-            raise ValueError(run_of_fit_message(reader.folder, reader.folder.parent))
+            raise ValueError(
+                f"`{caller()}` needs a checkpoint of an ensemble or a model, and `{reader.folder}` is one of a run of "
+                "`fit`: it holds the whole training state.\nThe same call of `fit` with "
+                f"`checkpoint={str(reader.folder.parent)!r}` gives the run; to load the ensemble without it, keep it "
+                "with `save(path, run.ensemble)`."
+            )
         like, rows = as_like(like, reader.manifest), None
         if members is not None:
             check_member_selection(members)

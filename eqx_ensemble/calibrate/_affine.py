@@ -148,7 +148,7 @@ def vector(
     pooling, rows = fit_rows(logits, labels, pool, weights, mask)
     rows = rows._replace(logs=_constant(name, rows.logs))
     scale, bias, found = _fit_vector(rows, steps)
-    warn_of_no_minimum(pool, found)
+    warn_of_no_minimum(pool, found, "use `calibrate.matrix` with penalties")
     return Vector(scale, bias, pooling)
 
 
@@ -204,7 +204,7 @@ def matrix(
     rows = rows._replace(logs=_constant(name, rows.logs))
     penalties = jnp.asarray([off_diagonal_penalty, bias_penalty], rows.logs.dtype)
     fitted, bias, found = _fit_matrix(rows, penalties, steps)
-    warn_of_no_minimum(pool, found)
+    warn_of_no_minimum(pool, found, "add a penalty")
     return Matrix(fitted, bias, pooling)
 
 

@@ -141,14 +141,13 @@ def check_smoothing(smoothing: Any) -> float:
     return float(smoothing)
 
 
-def warn_of_no_minimum(pool: str, flat: ArrayLike) -> None:
+def warn_of_no_minimum(pool: str, flat: ArrayLike, fix: str) -> None:
     """Warns if L-BFGS did not reach a minimum; checked where concrete."""
     host = concrete(flat)
     if host is not None and not host.all():
-        penalty = "add a penalty" if caller() == "calibrate.matrix" else "use `calibrate.matrix` with penalties"
         warn(
             f"`{caller()}`: {_member_text(pool, ~host)}no minimum was reached. If the rows are separable, none exists: "
-            f"fit on more rows, use a calibration with fewer parameters, or {penalty}."
+            f"fit on more rows, use a calibration with fewer parameters, or {fix}."
         )
 
 

@@ -5,7 +5,7 @@ from ._checkpoints import as_checkpoints, checkpoints_inside
 from ._damage import corrupt_error
 from ._disk import absolute, as_path, has_manifest, is_on_disk, list_folder
 from ._exit import exit_if_asked, hold_exit, is_exit_asked
-from ._folders import check_nothing_newer, check_overwritable, explain_folder, is_checkpoint, is_sealed
+from ._folders import check_nothing_newer, check_overwritable, explain_folder, has_our_manifest, is_checkpoint
 from ._formats import FORMATS, STEP, FormatName, is_of_fit, kind_of, open_checkpoint
 from ._manifest import Manifest
 from ._read import read_manifest

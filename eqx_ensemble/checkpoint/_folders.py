@@ -71,7 +71,7 @@ def is_checkpoint(path: Any) -> bool:
         return False
     if not has_manifest(path):
         return not foreign_content(path)
-    return is_sealed(path) or (not foreign_content(path) and any(map(number_of, list_folder(path))))
+    return has_our_manifest(path) or (not foreign_content(path) and any(map(number_of, list_folder(path))))
 
 
 def foreign_content(path: Any) -> list[str]:
@@ -79,7 +79,7 @@ def foreign_content(path: Any) -> list[str]:
 
     In object stores the names alone decide.
     """
-    if not is_on_disk(path) or is_begun(path) or is_sealed(path):
+    if not is_on_disk(path) or is_begun(path) or has_our_manifest(path):
         return foreign(path)
     return sorted(entry.name for entry in list_folder(path) if not (is_ours(entry) and _is_ours_by_content(entry)))
 
@@ -102,7 +102,7 @@ def is_begun(path: Path) -> bool:
     return _start_of(path / BEGUN) == MARK
 
 
-def is_sealed(path: Any) -> bool:
+def has_our_manifest(path: Any) -> bool:
     """Whether a folder has a manifest that begins as ours do."""
     return _manifest.begins_as_ours(_start_of(path / NAME))
 

@@ -14,7 +14,7 @@ from . import _orbax
 from ._damage import corrupt_error
 from ._disk import has_manifest, is_on_disk, list_folder
 from ._folders import (
-    is_sealed,
+    has_our_manifest,
     is_unfinished,
     is_written,
     not_a_checkpoint_message,
@@ -53,7 +53,7 @@ def kind_of(folder: Path) -> Kind:
         return Kind("members", members)
     if _ORBAX & {*found}:
         return Kind("orbax", found)
-    inside = [entry.name for entry in entries if entry.is_dir() and is_sealed(entry)]
+    inside = [entry.name for entry in entries if entry.is_dir() and has_our_manifest(entry)]
     if "call" in inside and any(map(_SHARD.fullmatch, inside)):
         return Kind("shards", [name for name in inside if name != "call"])
     if inside:
@@ -94,7 +94,7 @@ def open_checkpoint(path: Any) -> Reader | OrbaxReader:
                 f"`{caller()}` needs the folder that `save` wrote, and `{path}` is a file.\nFiles of "
                 "`equinox.tree_serialise_leaves` and safetensors files are read by `load_members`",
             )
-        if not (is_sealed(path) or any(map(is_written, list_folder(path)))):
+        if not (has_our_manifest(path) or any(map(is_written, list_folder(path)))):
             raise FileNotFoundError(errno.ENOENT, not_a_checkpoint_message(path, *kind_of(path)))
     if not (not is_unfinished(path) if is_on_disk(path) else has_manifest(path)):
         raise FileNotFoundError(errno.ENOENT, f"`{caller()}` found no finished checkpoint at `{path}`")

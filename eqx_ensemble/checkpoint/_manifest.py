@@ -93,9 +93,9 @@ def strict(value: Any) -> Any:
     return [strict(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def is_orbax(name: str) -> bool:
+def is_orbax(file: str) -> bool:
     """Whether the arrays are in a folder of Orbax, and not in a safetensors file."""
-    return name.startswith("orbax-")
+    return file.startswith("orbax-")
 
 
 def _number_fields(number: Number) -> dict:

@@ -104,8 +104,8 @@ def _no_duplicates(pairs: list) -> dict:
     return dict(pairs)
 
 
-def _no_constant(name: str) -> None:
-    raise InvalidRecordError(f"`{name}` is not a JSON number")
+def _no_constant(text: str) -> None:
+    raise InvalidRecordError(f"`{text}` is not a JSON number")
 
 
 def _manifest(content: dict) -> Manifest:

@@ -25,13 +25,13 @@ def check_valid(reason: str, *, holds: bool) -> None:
         raise InvalidRecordError(reason)
 
 
-def check_fields(record: Any, kinds: Mapping[str, Callable[[Any], bool]], name: str) -> dict[str, Any]:
+def check_fields(record: Any, kinds: Mapping[str, Callable[[Any], bool]], field: str) -> dict[str, Any]:
     """Checks that a record is a dict with these keys, and that each value passes its check. Returns it."""
-    check_valid(f"`{name}` is not a record", holds=is_record(record))
+    check_valid(f"`{field}` is not a record", holds=is_record(record))
     missing = [key for key in kinds if key not in record]
-    check_valid(f"`{name}` lacks `{', '.join(missing)}`", holds=not missing)
+    check_valid(f"`{field}` lacks `{', '.join(missing)}`", holds=not missing)
     wrong = [key for key, is_kind in kinds.items() if not is_kind(record[key])]
-    check_valid(f"`{name}` has another `{', '.join(wrong)}` than is written", holds=not wrong)
+    check_valid(f"`{field}` has another `{', '.join(wrong)}` than is written", holds=not wrong)
     return record
 
 
@@ -98,12 +98,12 @@ def encode_array(array: np.ndarray) -> dict[str, Any]:
     return {"dtype": array.dtype.name, "shape": list(array.shape), "base64": encode_bytes(little.tobytes())}
 
 
-def decode_array(value: Any, name: str) -> np.ndarray:
+def decode_array(value: Any, field: str) -> np.ndarray:
     """Inverts `encode_array`; `InvalidRecordError`, with the name of the array, for anything else."""
-    fields = check_fields(value, {"dtype": is_string, "shape": _is_shape, "base64": is_string}, name)
-    check_valid(f"`{name}` has an unknown dtype", holds=fields["dtype"] in DTYPES)
-    dtype, shape, data = DTYPES[fields["dtype"]], fields["shape"], decode_bytes(fields["base64"], name)
-    check_valid(f"`{name}` has another size than its shape", holds=len(data) == count_bytes(shape, dtype.itemsize))
+    fields = check_fields(value, {"dtype": is_string, "shape": _is_shape, "base64": is_string}, field)
+    check_valid(f"`{field}` has an unknown dtype", holds=fields["dtype"] in DTYPES)
+    dtype, shape, data = DTYPES[fields["dtype"]], fields["shape"], decode_bytes(fields["base64"], field)
+    check_valid(f"`{field}` has another size than its shape", holds=len(data) == count_bytes(shape, dtype.itemsize))
     array = np.frombuffer(data, np.uint8).view(_little(dtype)).reshape(shape)
     return array.astype(dtype)
 
@@ -113,14 +113,14 @@ def encode_bytes(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-def decode_bytes(text: Any, name: str) -> bytes:
+def decode_bytes(text: Any, field: str) -> bytes:
     """Inverts `encode_bytes`."""
-    check_valid(f"`{name}` is not text", holds=is_string(text))
+    check_valid(f"`{field}` is not text", holds=is_string(text))
     try:
         return base64.b64decode(text, validate=True)
     except ValueError:
         pass
-    check_valid(f"`{name}` is not base64", holds=False)
+    check_valid(f"`{field}` is not base64", holds=False)
     raise AssertionError
 
 

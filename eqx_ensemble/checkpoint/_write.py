@@ -23,10 +23,10 @@ from ._folders import (
     check_removable,
     explain_writing,
     foreign_content,
+    has_our_manifest,
     is_begun,
     is_checkpoint,
     is_ours,
-    is_sealed,
     is_temporary,
     next_number,
     no_sync_message,
@@ -63,7 +63,7 @@ def check_own(path: Any) -> None:
 
 def mark(folder: Path) -> None:
     """Marks a folder without a manifest as ours, before arrays are written in it: a kill may leave any part of them."""
-    if is_sealed(folder) or is_begun(folder):
+    if has_our_manifest(folder) or is_begun(folder):
         return
     with contextlib.suppress(FileNotFoundError):
         _disk.remove(folder / BEGUN)

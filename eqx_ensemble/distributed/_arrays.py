@@ -33,21 +33,6 @@ def check_addressable(leaf: Any, path: tuple) -> None:
         )
 
 
-def broadcast_type_message(kind: str) -> str:
-    """The message for a value of process 0 that is not a number."""
-    return (
-        "`distributed.broadcast_from_first` needs a bool, an int of at most 64 bits or a float in process 0, got "
-        f"{kind}.\n"
-        "Encode it as a number."
-    )
-
-
-def failure_message(processes: Sequence[int]) -> str:
-    """The message in processes without a failure, when others failed."""
-    listed = ", ".join(map(str, processes))
-    return f"The checkpoint was not written, because it failed in another process ({listed}); check its log"
-
-
 # Collectives between processes. With one process, nothing is sent.
 
 
@@ -72,7 +57,10 @@ def raise_on_all(error: Exception | None) -> None:
     if error is not None:
         raise error
     if failed.size:
-        raise OSError(errno.EIO, failure_message([int(process) for process in failed]))
+        listed = ", ".join(map(str, failed.tolist()))
+        raise OSError(
+            errno.EIO, f"The checkpoint was not written, because it failed in another process ({listed}); check its log"
+        )
 
 
 def is_first() -> bool:
@@ -192,7 +180,10 @@ def broadcast_from_first(value: Any) -> bool | int | float:
         packet = _receive_from_first(packet)
     kind, number = packet[:1].decode(), packet[1:9]
     if kind == " ":
-        raise TypeError(broadcast_type_message(packet[9:].rstrip(b"\0").decode()))
+        raise TypeError(
+            "`distributed.broadcast_from_first` needs a bool, an int of at most 64 bits or a float in process 0, got "
+            f"{packet[9:].rstrip(bytes(1)).decode()}.\nEncode it as a number."
+        )
     return struct.unpack(f"<{kind}", number[: struct.calcsize(f"<{kind}")])[0]
 
 

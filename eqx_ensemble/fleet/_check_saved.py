@@ -9,7 +9,7 @@ import numpy as np
 from .._caller import caller
 from .._check import check_path, check_sequence, kind_text
 from .._ensemble import Ensemble
-from ..checkpoint._engine import as_path, is_on_disk, is_sealed, kind_of
+from ..checkpoint._engine import as_path, has_our_manifest, is_on_disk, kind_of
 
 _MOST_NAMED = 8
 
@@ -20,7 +20,7 @@ def check_save_folder(path: Any) -> Any:
     found = as_path(path)
     if not is_on_disk(found):
         raise TypeError(f"`{caller()}` needs a folder on a file system as `save`, got `{path}`.")
-    if is_sealed(found):
+    if has_our_manifest(found):
         raise FileExistsError(
             errno.EEXIST,
             f"`{caller()}` needs a folder for all shards as `save`; `{path}` is a single checkpoint written by "

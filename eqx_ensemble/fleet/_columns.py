@@ -50,19 +50,12 @@ def columns_of(run: Run[Any]) -> Columns:
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
     """Concatenates the columns of several shards; `InvalidRecordError` unless all have the same ones."""
-    kinds = [(part.best_step is None, part.hyper.keys(), part.mode) for part in parts]
-    shapes = [{name: x.shape[1:] for name, x in part.hyper.items()} for part in parts]
-    same = all(kind == kinds[0] for kind in kinds) and all(shape == shapes[0] for shape in shapes)
-    check_valid("shards have different columns", holds=same)
-    of_all = lambda name: np.concatenate([getattr(part, name) for part in parts])
-    optional = lambda name: None if getattr(parts[0], name) is None else of_all(name)
-    return Columns(
-        *map(of_all, ("ids", "status", "stopped_at", "fault", "loss")),
-        best_step=optional("best_step"),
-        best_score=optional("best_score"),
-        hyper={name: np.concatenate([part.hyper[name] for part in parts]) for name in parts[0].hyper},
-        mode=parts[0].mode,
-    )
+    rows = [part._replace(mode=None) for part in parts]
+    kinds = [(part.mode, jax.tree.map(lambda x: x.shape[1:], own)) for part, own in zip(parts, rows, strict=True)]
+    check_valid("shards have different columns", holds=all(kind == kinds[0] for kind in kinds))
+    joined = jax.tree.map(lambda *xs: np.concatenate(xs), *rows)
+    # JAX sorts the keys of a dict
+    return joined._replace(mode=parts[0].mode, hyper={name: joined.hyper[name] for name in parts[0].hyper})
 
 
 def to_json(columns: Columns) -> dict[str, Any]:

@@ -275,10 +275,10 @@ class Dask(Engine):
         return self._given or max(sum(self._threads().values()), 1)
 
     def _threads(self) -> dict[Any, int]:
-        """The threads of each worker. Raises `BrokenExecutor` if the cluster is gone: Dask has no error for that."""
+        """The threads of each worker. Raises `BrokenExecutor` if the cluster is gone."""
         try:
             return self._client.nthreads()
-        except Exception as error:
+        except Exception as error:  # of sockets, of `asyncio` or of Dask, by how the cluster ended
             raise BrokenExecutor(f"the Dask cluster does not answer: {type(error).__name__}: {error}") from error
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> "Future[Any]":

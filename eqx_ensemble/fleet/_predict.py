@@ -26,7 +26,6 @@ from ._divide import large_arrays, large_shared, on_host, resize
 from ._run_shards import Call, Hooks, run_call
 from ._sharded_run import ShardedRun, Stored, by_file, locate
 
-_MAP_MEMBERS = "fleet.map_members"
 _RULES = CONCATENATE_RULES._replace(needs="results of members that differ only in their arrays", noun="shard")
 
 

@@ -30,18 +30,6 @@ def check_indices(values: Any, num_members: int, *, unique: bool = False) -> np.
     return found
 
 
-def check_donors(donors: np.ndarray, training: np.ndarray, ids: np.ndarray) -> None:
-    """Raises unless every member has a donor that is still training."""
-    if len(donors) != len(training):
-        raise ValueError(f"`{caller()}` needs one donor per member ({len(training)},), got ({len(donors)},).")
-    invalid = np.unique(donors[(donors != np.arange(len(training))) & ~training[donors]])
-    if len(invalid):
-        raise ValueError(
-            f"`{caller()}` needs donors that are training; these have diverged or stopped: members "
-            f"{', '.join(map(str, ids[invalid].tolist()))}."
-        )
-
-
 def check_fraction(fraction: Any) -> None:
     """Raises unless `fraction` is above 0 and at most a half."""
     if not isinstance(fraction, numbers.Real) or not 0 < float(fraction) <= 0.5:
@@ -116,26 +104,6 @@ def check_whole_epochs(steps: Any, *, is_batches: bool) -> None:
             f"`{caller()}` needs `epochs`, not `steps`, with an iterable of batches: every round iterates it from the "
             "beginning, so rounds of a few steps would use the same few batches again and again."
         )
-
-
-def check_on_diverge(on_diverge: Any) -> None:
-    """Raises unless `on_diverge` is `None`, `"freeze"` or `"raise"`: a population does not take revivals."""
-    if on_diverge not in (None, "freeze", "raise"):
-        raise TypeError(
-            "`methods.population_based_training` does not take `on_diverge` to revive members: it replaces diverged "
-            "members after each round."
-        )
-
-
-def check_whole_folds(num_folds: int, num_members: int) -> int:
-    """Raises unless every fold has the same number of members. Returns that number."""
-    times, rest = divmod(num_members, num_folds)
-    if rest or times == 0:
-        raise ValueError(
-            f"`{caller()}` needs one member per fold, or the same number for each: got {num_members} members and "
-            f"{num_folds} folds."
-        )
-    return times
 
 
 def check_inner_optimiser(value: Any) -> None:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from .. import _axes
 from .._axes import check_rows_of_data
+from .._caller import caller
 from .._ensemble import Ensemble, check_ensemble
 from .._foreign import from_foreign_tree
 from .._predict import predict
@@ -13,7 +14,7 @@ from .._pytree import PyTree
 from ..resample import Folds, HeldOut
 from ..resample._engine import check_folds
 from ..train._engine import Optimiser, Run, check_rows_of_folds, fit
-from ._check import check_options, check_whole_folds
+from ._check import check_options
 
 
 class CrossFit(NamedTuple):
@@ -74,17 +75,22 @@ def cross_fit(
     ```
 
     ??? cite
-
         Chernozhukov et al., *Double/Debiased Machine Learning for Treatment and Structural Parameters*,
         The Econometrics Journal 21, 2018.
     """
     check_ensemble(ensemble)
     check_folds(folds)
     check_options(options, ("rows",), "each member is trained on the training rows of its fold")
-    times = check_whole_folds(folds.test.shape[0], ensemble.num_members)
+    num_folds, num_members = folds.test.shape[0], ensemble.num_members
+    times, rest = divmod(num_members, num_folds)
+    if rest or times == 0:
+        raise ValueError(
+            f"`{caller()}` needs one member per fold, or the same number for each: got {num_members} members and "
+            f"{num_folds} folds."
+        )
     own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)
     x = from_foreign_tree(x, "x")
-    num_rows = check_rows_of_data(x, ensemble.num_members, argument="x", finite=False)
+    num_rows = check_rows_of_data(x, num_members, argument="x", finite=False)
     check_rows_of_folds(num_rows, own, None)
     predict(ensemble, _first_row(x), state=options.get("state"), fn=fn)  # raises its errors before training
     run = fit(ensemble, loss, optimiser, data, rows=own.train, key=key, **options)

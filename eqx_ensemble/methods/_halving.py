@@ -16,13 +16,7 @@ from ..distributed import to_host
 from ..sweep import AbstractRange, draw
 from ..train._engine import Optimiser, Run, Status, fit, is_batches
 from . import population
-from ._check import (
-    check_factor,
-    check_length,
-    check_options,
-    check_validation_given,
-    check_whole_epochs,
-)
+from ._check import check_factor, check_length, check_options, check_validation_given, check_whole_epochs
 from ._rounds import Rounds, check_saving, check_some_score, last_scores
 
 
@@ -95,15 +89,21 @@ def successive_halving(
     ```
 
     ??? cite
-
         Jamieson and Talwalkar, *Non-stochastic Best Arm Identification and Hyperparameter Optimization*, AISTATS 2016.
     """
-    name = "methods.successive_halving"
     check_saving(checkpoint, data)
-    rungs_of = {"validation": validation, "epochs": epochs, "steps": steps, "factor": factor, "rungs": rungs}
-    ladder = check_rungs(ensemble, data, **rungs_of)
+    check_validation_given(validation)
+    factor = check_factor(factor)
+    if rungs is not None:
+        check_positive_int(rungs, "rungs")
+    check_ensemble(ensemble)
+    unit, shortest = check_length(epochs=epochs, steps=steps)
+    check_whole_epochs(steps, is_batches=is_batches(data))
+    rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
+    totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
+    ladder = Rungs(unit, sorted(set(totals)), factor, rungs)
     own = {ladder.unit: ladder.totals[0], "factor": ladder.factor, "rungs": ladder.rungs}
-    saved = Rounds(checkpoint, own=own, name=name, fit=fit)
+    saved = Rounds(checkpoint, own=own, name="methods.successive_halving", fit=fit)
     with saved.lock():
         return halve(
             ensemble, loss, optimiser, data, ladder, saved, **options, validation=validation, key=key
@@ -121,22 +121,6 @@ class Rungs(NamedTuple):
     def lengths(self) -> list[dict[str, Any]]:
         """The length of each rung, as an option of `fit`."""
         return [{self.unit: more} for more in np.diff(self.totals, prepend=0).tolist()]
-
-
-def check_rungs(
-    ensemble: Any, data: Any, *, validation: Any, epochs: Any, steps: Any, factor: Any, rungs: Any
-) -> Rungs:
-    """Checks the arguments of a call. Returns its rungs."""
-    check_validation_given(validation)
-    factor = check_factor(factor)
-    if rungs is not None:
-        check_positive_int(rungs, "rungs")
-    check_ensemble(ensemble)
-    unit, shortest = check_length(epochs=epochs, steps=steps)
-    check_whole_epochs(steps, is_batches=is_batches(data))
-    rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
-    totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
-    return Rungs(unit, sorted(set(totals)), factor, rungs)
 
 
 def _rungs(count: int, factor: float | int) -> int:
@@ -280,17 +264,15 @@ def hyperband(
     ```
 
     ??? cite
-
         Li et al., *Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization*, JMLR 18, 2018.
     """
-    name = "methods.hyperband"
     check_positive_int(epochs, "epochs")
     check_validation_given(validation)
     check_options(options, SETS, "it sets these itself")
     check_saving(checkpoint, data)
     factor = check_factor(factor)
     own = {"epochs": epochs, "factor": factor}
-    saved = Rounds(checkpoint, own=own, name=name, fit=fit)
+    saved = Rounds(checkpoint, own=own, name="methods.hyperband", fit=fit)
     runs = []
     with saved.lock():
         for number, bracket in enumerate(brackets(make, ranges, epochs, factor, key=key)):

@@ -29,14 +29,7 @@ from ..train._engine import (
     reset_best,
 )
 from . import population
-from ._check import (
-    check_fraction,
-    check_indices,
-    check_on_diverge,
-    check_options,
-    check_validation_given,
-    check_whole_epochs,
-)
+from ._check import check_fraction, check_indices, check_options, check_validation_given, check_whole_epochs
 from ._rounds import Rounds, check_saving, check_some_score, last_scores
 
 
@@ -151,38 +144,6 @@ class Evolution(NamedTuple):
     def one(self) -> PyTree:
         """The hyper-parameters of one member."""
         return jax.tree.map(lambda x: x[0], self.hyper)
-
-
-def check_evolution(
-    ensemble: Any,
-    data: Any,
-    options: dict[str, Any],
-    *,
-    hyper: Any,
-    validation: Any,
-    rounds: Any,
-    epochs: Any,
-    steps: Any,
-    fraction: Any,
-    explore: Any,
-    key: Any,
-) -> Evolution:
-    """Checks the arguments of a call. Returns its rounds."""
-    check_positive_int(rounds, "rounds")
-    if hyper is None:
-        raise TypeError(f"`{caller()}` needs `hyper`, the hyper-parameters to search.")
-    check_validation_given(validation)
-    check_fraction(fraction)
-    check_options(options, _STOPS, "all members train in every round")
-    check_on_diverge(options.get("on_diverge"))
-    check_whole_epochs(steps, is_batches=is_batches(data))
-    check_ensemble(ensemble)
-    check_function(explore, "explore", example="train.perturb")
-    check_key(key)
-    hyper = hyper_arrays(hyper, ensemble.num_members)
-    plan = Evolution(hyper, {"epochs": epochs, "steps": steps}, jax.random.split(key, rounds), fraction, explore)
-    check_explore(plan)
-    return plan
 
 
 def check_explore(plan: Evolution) -> None:
@@ -320,17 +281,28 @@ def population_based_training(
     ```
 
     ??? cite
-
         Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
-    name = "methods.population_based_training"
     check_saving(checkpoint, data)
-    plan = check_evolution(
-        ensemble, data, options, hyper=hyper, validation=validation, rounds=rounds, epochs=epochs, steps=steps,
-        fraction=fraction, explore=explore, key=key,
-    )  # fmt: skip
+    check_positive_int(rounds, "rounds")
+    if hyper is None:
+        raise TypeError(f"`{caller()}` needs `hyper`, the hyper-parameters to search.")
+    check_validation_given(validation)
+    check_fraction(fraction)
+    check_options(options, _STOPS, "all members train in every round")
+    if options.get("on_diverge") not in (None, "freeze", "raise"):
+        raise TypeError(
+            f"`{caller()}` does not take `on_diverge` to revive members: it replaces diverged members after each round."
+        )
+    check_whole_epochs(steps, is_batches=is_batches(data))
+    check_ensemble(ensemble)
+    check_function(explore, "explore", example="train.perturb")
+    check_key(key)
+    hyper = hyper_arrays(hyper, ensemble.num_members)
+    plan = Evolution(hyper, {"epochs": epochs, "steps": steps}, jax.random.split(key, rounds), fraction, explore)
+    check_explore(plan)
     own = {"rounds": rounds, **plan.length, "fraction": fraction}
-    saved = Rounds(checkpoint, own=own, name=name, fit=fit)
+    saved = Rounds(checkpoint, own=own, name="methods.population_based_training", fit=fit)
     saved.add_function("explore", explore, plan.one, plan.keys[0])
     with saved.lock():
         return evolve(ensemble, loss, optimiser, data, plan, saved, **options, validation=validation, key=key)

@@ -28,8 +28,8 @@ from ..checkpoint._engine import (
     checkpoints_inside,
     clean,
     explain_folder,
+    has_our_manifest,
     is_on_disk,
-    is_sealed,
     list_folder,
     remove,
 )
@@ -57,13 +57,6 @@ _OTHER_FIT = {"fit": "another function"}
 def texts_of(own: dict[str, Any], *, name: str) -> dict[str, str]:
     """A method's own arguments, as texts."""
     return {"method": name} | {word: option_text(value) for word, value in own.items() if value is not None}
-
-
-def write_record(folder: Path, texts: dict[str, str]) -> None:
-    """Saves the arguments that later rounds depend on, after the first: a call that fails in it may change them."""
-    record = _record(folder)
-    if not record.steps:
-        record.save(0, {}, meta=texts | _OTHER_FIT)
 
 
 def _record(folder: Path) -> Checkpoints:
@@ -143,11 +136,6 @@ def has_checkpoints(folder: Any) -> bool:
     return any(STEP.fullmatch(path.name) for path in folder.glob("**/step-*"))
 
 
-def saved_rounds(folder: Any) -> list[int]:
-    """The indices of the rounds with a complete checkpoint, in order."""
-    return [index for index in _rounds(folder) if Checkpoints(round_path(folder, index)).steps]
-
-
 def remove_rounds(folder: Any, before: int) -> None:
     """Removes all earlier rounds, including leftovers of killed processes."""
     for index in _rounds(folder):
@@ -196,7 +184,7 @@ def check_folder(folder: Any) -> None:
     if not is_on_disk(folder):
         raise TypeError(f"`{caller()}` needs `checkpoint` to be a folder in a file system, got `{folder}`.")
     check_overwritable(folder, is_checkpoint=not folder.exists() or folder.is_dir())
-    check_run_folder(folder, is_checkpoint=is_sealed(folder))
+    check_run_folder(folder, is_checkpoint=has_our_manifest(folder))
     if Checkpoints(folder).steps:
         raise FileExistsError(
             errno.EEXIST,
@@ -314,9 +302,12 @@ class Rounds:
         if self._replays:
             result = train(0, **self.saving(0))
             if self._folder is not None:
-                write_record(self._folder, texts_of(self._own, name=self._name))
+                record = _record(self._folder)
+                if not record.steps:  # after the first round: a call that fails in it may change its arguments
+                    record.save(0, {}, meta=texts_of(self._own, name=self._name) | _OTHER_FIT)
             return 0, result
-        saved = [] if self._folder is None else saved_rounds(self._folder)
+        begun = [] if self._folder is None else _rounds(self._folder)
+        saved = [index for index in begun if Checkpoints(round_path(self._folder, index)).steps]  # complete ones
         index = saved[-1] if saved else 0
         while True:
             self._round = None

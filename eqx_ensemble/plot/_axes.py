@@ -15,7 +15,8 @@ from .._check import (
     is_integer,
     kind_text,
     missing_extra_message,
-    needs_message,
+    type_error,
+    value_error,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def axes_for(ax: Axes | None) -> Axes:
         return pyplot.subplots()[1]
     if not isinstance(ax, Kind):
         fix = "`plt.subplots(1, 2)` returns an array of Axes: pass one of them, `axes[0]`."
-        raise TypeError(needs_message("one matplotlib Axes as `ax`", f"got {kind_text(ax)}", fix))
+        raise type_error("one matplotlib Axes as `ax`", f"got {kind_text(ax)}", fix)
     return ax
 
 
@@ -67,9 +68,9 @@ def of_patch(options: dict[str, Any], **defaults: Any) -> dict[str, Any]:
     return defaults | given
 
 
-def with_unit(name: str, unit: str | None) -> str:
+def with_unit(label: str, unit: str | None) -> str:
     """A label, with its unit if it has one."""
-    return name if unit is None else f"{name}, {unit}"
+    return label if unit is None else f"{label}, {unit}"
 
 
 Bands = dict[float, tuple[np.ndarray, np.ndarray]]
@@ -83,25 +84,23 @@ def check_plotted(argument: str, values: Any, axes: str | None = None, *, finite
             f"a concrete `{argument}` on this host",
             "Plot outside `jax.jit`; gather distributed arrays first.",
         )
-        raise TypeError(needs_message(needs, "got a traced or distributed array", fix))
+        raise type_error(needs, "got a traced or distributed array", fix)
     if not (jnp.issubdtype(host.dtype, jnp.floating) or host.dtype.kind in "biu"):
         got = f"got dtype {host.dtype}, shape {host.shape}"
-        raise TypeError(needs_message(f"real numbers in `{argument}`", got, "Pass an array of numbers."))
+        raise type_error(f"real numbers in `{argument}`", got, "Pass an array of numbers.")
     wanted = host.ndim if axes is None else len(axes.strip("(,)").split(","))
     if host.ndim != wanted:
         several = f"Pass one entry of the extra axis, `{argument}[..., 0]`."
         fix = f"One member? Add a leading axis: `{argument}[None]`." if host.ndim < wanted else several
-        raise ValueError(needs_message(f"`{argument}` of shape {axes}", f"got shape {host.shape}", fix))
+        raise value_error(f"`{argument}` of shape {axes}", f"got shape {host.shape}", fix)
     if host.size == 0:
-        raise ValueError(
-            needs_message(
-                f"at least one number in `{argument}`", f"got shape {host.shape}", "Was every row filtered out?"
-            )
+        raise value_error(
+            f"at least one number in `{argument}`", f"got shape {host.shape}", "Was every row filtered out?"
         )
     host = host.astype(np.float64)
     if finite and not np.isfinite(host).all():
         fix = "Exclude diverged members and missing rows; `run.predict` excludes diverged members."
-        raise ValueError(needs_message(f"finite `{argument}`", first_text(host, ~np.isfinite(host)), fix))
+        raise value_error(f"finite `{argument}`", first_text(host, ~np.isfinite(host)), fix)
     return host
 
 
@@ -127,9 +126,7 @@ def check_bands(
         per_row[argument] = None if values is None else _per_row(argument, values, rows)
     if intervals is not None and (not isinstance(intervals, Mapping) or not intervals):
         fix = "`intervals={0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`."
-        raise TypeError(
-            needs_message("`intervals` as a dict from level to `(lower, upper)`", f"got {kind_text(intervals)}", fix)
-        )
+        raise type_error("`intervals` as a dict from level to `(lower, upper)`", f"got {kind_text(intervals)}", fix)
     if intervals is None:
         check_sequence(levels, "levels", of="levels")
     for level in levels if intervals is None else intervals:
@@ -140,32 +137,21 @@ def check_bands(
         lower, upper = (_per_row(argument, end, rows) for argument, end in zip(names, ends, strict=True))
         if (lower > upper).any():
             fix = "Swapped? `lower` comes first."
-            raise ValueError(
-                needs_message(f"`{names[0]}` at or below its upper end", first_text(lower, lower > upper), fix)
-            )
+            raise value_error(f"`{names[0]}` at or below its upper end", first_text(lower, lower > upper), fix)
         bands[level] = lower, upper
     return per_row["x"], per_row["targets"], bands
 
 
 def check_risk_coverage(coverage: Any, risk: Any) -> tuple[np.ndarray, np.ndarray]:
     """Raises unless coverages are from 0 to 1 and do not decrease, with a risk at each. Returns both."""
-    coverages, risks = (
-        check_plotted("coverage", coverage, "(rows,)"),
-        check_plotted("risk", risk, "(rows,)"),
-    )
+    coverages, risks = (check_plotted("coverage", coverage, "(rows,)"), check_plotted("risk", risk, "(rows,)"))
     if coverages.shape != risks.shape:
         got = f"got `coverage` {coverages.shape}, `risk` {risks.shape}"
-        raise ValueError(
-            needs_message("`coverage` and `risk` of one shape", got, "They are the coordinates of one curve.")
-        )
+        raise value_error("`coverage` and `risk` of one shape", got, "They are the coordinates of one curve.")
     wrong = (coverages < 0) | (coverages > 1) | (np.diff(coverages, prepend=coverages[0]) < 0)
     if wrong.any():
-        raise ValueError(
-            needs_message(
-                "`coverage` that rises, from 0 to 1",
-                first_text(coverages, wrong),
-                "Swapped? `coverage` comes first.",
-            )
+        raise value_error(
+            "`coverage` that rises, from 0 to 1", first_text(coverages, wrong), "Swapped? `coverage` comes first."
         )
     return coverages, risks
 
@@ -177,7 +163,7 @@ def check_lines(losses: Any) -> np.ndarray:
     curves = check_plotted("losses", losses if host is None or not one else host[None], "(members, points)")
     if curves.shape[1] < 3:
         fix = "Between the two ends there is at least one point: `num_points=11`."
-        raise ValueError(needs_message("`losses` of at least three points", f"got shape {curves.shape}", fix))
+        raise value_error("`losses` of at least three points", f"got shape {curves.shape}", fix)
     return curves
 
 
@@ -186,14 +172,14 @@ def check_counts(counts: Any) -> np.ndarray:
     host = check_plotted("counts", counts, "(ranks,)")
     fix = "Pass the number of rows for each rank, `(members + 1,)`, not the ranks: `np.bincount(ranks)`."
     if len(host) < 2:
-        raise ValueError(needs_message("`counts` of at least two ranks", f"got {len(host)}", fix))
+        raise value_error("`counts` of at least two ranks", f"got {len(host)}", fix)
     if (wrong := host != np.round(host)).any():
         fix = "For values of a probability integral transform pass `scores.pit_histogram(values)`."
-        raise ValueError(needs_message("whole `counts`", first_text(host, wrong), fix))
+        raise value_error("whole `counts`", first_text(host, wrong), fix)
     if (host < 0).any():
-        raise ValueError(needs_message("`counts` of zero or more", first_text(host, host < 0), fix))
+        raise value_error("`counts` of zero or more", first_text(host, host < 0), fix)
     if not host.any():
-        raise ValueError(needs_message("`counts` of at least one row", f"got {len(host)} zeros", fix))
+        raise value_error("`counts` of at least one row", f"got {len(host)} zeros", fix)
     return host
 
 
@@ -201,14 +187,12 @@ def check_bin_edges(bins: Any) -> int | np.ndarray:
     """Raises unless `bins` is a number of bins, or increasing edges. Returns it."""
     if is_integer(bins):
         if bins < 1:
-            raise ValueError(needs_message("`bins` of one or more", f"got {bins}", "20 is usual."))
+            raise value_error("`bins` of one or more", f"got {bins}", "20 is usual.")
         return int(bins)
     edges = check_plotted("bins", bins, "(edges,)")
     if len(edges) < 2 or (np.diff(edges) <= 0).any():
         fix = "Logarithmic bins: `bins=np.geomspace(1e-5, 1, 21)`, and `ax.set_xscale('log')`."
-        raise ValueError(
-            needs_message("`bins` as a number, or as two or more rising edges", f"got {edges.tolist()}", fix)
-        )
+        raise value_error("`bins` as a number, or as two or more rising edges", f"got {edges.tolist()}", fix)
     return edges
 
 
@@ -217,12 +201,12 @@ def check_pairs(matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
     square = check_plotted("matrix", matrix, "(members, members)", finite=False)
     if square.shape[0] != square.shape[1]:
         fix = "Pass a comparison of members, such as `uncertainty.pairwise_disagreement(logits)`."
-        raise ValueError(needs_message("`matrix` of shape (members, members)", f"got shape {square.shape}", fix))
+        raise value_error("`matrix` of shape (members, members)", f"got shape {square.shape}", fix)
     listed = range(len(square)) if ids is None else check_sequence(ids, "ids", of="ids")
     names = [str(i) for i in listed]
     if len(names) != len(square):
         fix = "Pass `ensemble.ids`."
-        raise ValueError(needs_message("one id per member in `ids`", f"expected {len(square)}, got {len(names)}", fix))
+        raise value_error("one id per member in `ids`", f"expected {len(square)}, got {len(names)}", fix)
     return square, names
 
 
@@ -230,7 +214,5 @@ def _per_row(argument: str, values: Any, rows: tuple[int, ...]) -> np.ndarray:
     host = check_plotted(argument, values, "(batch,)")
     if host.shape != rows:
         got = f"expected {rows}, as `predictions` are (members, batch); got {host.shape}"
-        raise ValueError(
-            needs_message(f"one number per row in `{argument}`", got, "Rows have the same order in all arguments.")
-        )
+        raise value_error(f"one number per row in `{argument}`", got, "Rows have the same order in all arguments.")
     return host

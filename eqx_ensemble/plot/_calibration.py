@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_flag, check_word, first_text, needs_message
+from .._check import check_flag, check_word, first_text, value_error
 from ..combine import mixture
 from ..scores._engine import Binning, check_bins, mean_gap, of_top_label
 from ._axes import Axes, axes_for, check_counts, check_plotted, of_line, of_patch
@@ -19,7 +19,7 @@ def check_rates(rates: Mapping[str, Any], *, rising: tuple[str, ...]) -> list[np
     if len({values.shape for values in found.values()}) > 1:
         got = "got " + ", ".join(f"`{argument}` {values.shape}" for argument, values in found.items())
         both = " and ".join(f"`{argument}`" for argument in found)
-        raise ValueError(needs_message(f"{both} of one shape", got, "They are the coordinates of one curve."))
+        raise value_error(f"{both} of one shape", got, "They are the coordinates of one curve.")
     for argument, values in found.items():
         wrong = (values < 0) | (values > 1)
         if argument in rising:
@@ -27,7 +27,7 @@ def check_rates(rates: Mapping[str, Any], *, rising: tuple[str, ...]) -> list[np
         if wrong.any():
             kind = "that rises, from 0 to 1" if argument in rising else "from 0 to 1"
             fix = f"Swapped? `{next(iter(found))}` comes first, and its points begin at the highest threshold."
-            raise ValueError(needs_message(f"`{argument}` {kind}", first_text(values, wrong), fix))
+            raise value_error(f"`{argument}` {kind}", first_text(values, wrong), fix)
     return list(found.values())
 
 
@@ -84,11 +84,7 @@ def roc_curve(
 
 
 def precision_recall_curve(
-    precision: Real[ArrayLike, " points"],
-    recall: Real[ArrayLike, " points"],
-    *,
-    ax: Axes | None = None,
-    **options: Any,
+    precision: Real[ArrayLike, " points"], recall: Real[ArrayLike, " points"], *, ax: Axes | None = None, **options: Any
 ) -> Axes:
     """Precision-recall curve, in steps; the dotted line at the fraction of positive rows is a random ranking.
 
@@ -219,11 +215,7 @@ def reliability_diagram(
 
 
 def rank_histogram(
-    counts: Real[ArrayLike, " ranks"],
-    *,
-    kind: Literal["rank", "pit"] = "rank",
-    ax: Axes | None = None,
-    **options: Any,
+    counts: Real[ArrayLike, " ranks"], *, kind: Literal["rank", "pit"] = "rank", ax: Axes | None = None, **options: Any
 ) -> Axes:
     r"""Rank histogram of the target among the members' predictions: flat if these are calibrated.
 

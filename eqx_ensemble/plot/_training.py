@@ -11,7 +11,8 @@ from .._check import (
     check_text,
     check_word,
     kind_text,
-    needs_message,
+    type_error,
+    value_error,
 )
 from ..train import History
 from ..train._engine import TABLE_COLUMNS, Run, check_mode
@@ -21,42 +22,32 @@ from ._axes import Axes, axes_for, check_plotted, of_line, with_unit
 def check_curves(run: Any, curve: str) -> None:
     """Raises unless `run` is a run or its history, with a finite value of the given curve."""
     if not isinstance(run, Run | History):
-        raise TypeError(needs_message("a `Run` or its `History`", f"got {kind_text(run)}", "Pass the result of `fit`."))
+        raise type_error("a `Run` or its `History`", f"got {kind_text(run)}", "Pass the result of `fit`.")
     check_word(curve, "curve", ("loss", "validation"))
     history = run.history if isinstance(run, Run) else run
     if curve == "validation" and history.validation is None:
-        raise ValueError(
-            needs_message("validation scores", "got a run without", "Train with `validation=` data, or plot the loss.")
-        )
+        raise value_error("validation scores", "got a run without", "Train with `validation=` data, or plot the loss.")
     if not np.isfinite(getattr(history, curve)).any():
-        raise ValueError(
-            needs_message(
-                f"a finite number in `history.{curve}`",
-                "got none",
-                "`run.fault` is the first value that was not finite.",
-            )
+        raise value_error(
+            f"a finite number in `history.{curve}`", "got none", "`run.fault` is the first value that was not finite."
         )
 
 
 def check_columns(table: Any, columns: Any, log: Any, score: str | None) -> str:
     """Raises unless `table` has the given columns. Returns the name of the column that determines the shade."""
     if not callable(getattr(table, "items", None)) or not len(table):
-        raise TypeError(
-            needs_message("a table, a dict from column to values", f"got {kind_text(table)}", "Pass `run.table()`.")
-        )
+        raise type_error("a table, a dict from column to values", f"got {kind_text(table)}", "Pass `run.table()`.")
     check_optional_text(score, "score")
     score = score or ("validation" if "validation" in table else "loss")
     for option, names in (("columns", columns), ("log", log), ("score", [score])):
         if isinstance(names, str):
-            raise TypeError(
-                needs_message(f"`{option}` as a list of names", f"got {names!r}", f"Pass `{option}=[{names!r}]`.")
-            )
+            raise type_error(f"`{option}` as a list of names", f"got {names!r}", f"Pass `{option}=[{names!r}]`.")
         names = () if names is None else check_sequence(names, option, of="names")
         missing = [argument for argument in names if not isinstance(argument, str) or argument not in table]
         if missing:
             listed = ", ".join(f"`{argument}`" for argument in table)
             fix = f"Columns of the table: {listed}."
-            raise ValueError(needs_message(f"names of columns in `{option}`", f"got {missing[0]!r}", fix))
+            raise value_error(f"names of columns in `{option}`", f"got {missing[0]!r}", fix)
     return score
 
 
@@ -67,23 +58,17 @@ def check_lines(lines: Mapping[str, Any], log: Any) -> dict[str, np.ndarray]:
     }
     if len(checked) < 2:
         fix = "A run without `hyper` has only scores; pass names of columns as `columns`."
-        raise ValueError(needs_message("two or more columns", f"got {list(checked)}", fix))
+        raise value_error("two or more columns", f"got {list(checked)}", fix)
     if len({values.shape for values in checked.values()}) > 1:
         listed = ", ".join(f"{len(values)} in `{argument}`" for argument, values in checked.items())
-        raise ValueError(
-            needs_message("one number per member in every column", f"got {listed}", "Rows of the table are members.")
-        )
+        raise value_error("one number per member in every column", f"got {listed}", "Rows of the table are members.")
     for argument, values in checked.items():
         finite = values[np.isfinite(values)]
         if not len(finite):
-            raise ValueError(
-                needs_message(f"a finite number in column `{argument}`", "got none", "Pass other columns as `columns`.")
-            )
+            raise value_error(f"a finite number in column `{argument}`", "got none", "Pass other columns as `columns`.")
         if argument in (log or ()) and finite.min() <= 0:
-            raise ValueError(
-                needs_message(
-                    f"positive numbers in column `{argument}`", f"got {finite.min():g}", "Zero has no logarithm."
-                )
+            raise value_error(
+                f"positive numbers in column `{argument}`", f"got {finite.min():g}", "Zero has no logarithm."
             )
     return checked
 
@@ -195,9 +180,9 @@ def _flat(table: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
     return flat
 
 
-def _is_log(name: str, values: np.ndarray, log: Sequence[str] | None) -> bool:
+def _is_log(column: str, values: np.ndarray, log: Sequence[str] | None) -> bool:
     if log is not None:
-        return name.split("[")[0] in log
+        return column.split("[")[0] in log
     finite = values[np.isfinite(values)]
     return bool(finite.min() > 0 and finite.max() >= _WIDE * finite.min())
 

@@ -14,6 +14,8 @@ from .._check import (
     first_text,
     is_traced,
     needs_message,
+    type_error,
+    value_error,
 )
 
 Labels = tuple[list[Any], np.ndarray]
@@ -32,19 +34,17 @@ def check_draw_key(key: Any) -> None:
     check_key(key)
     if is_traced(key):
         fix = "Draw outside `jax.jit` and pass the result in: rows and weights are ordinary arrays."
-        raise TypeError(needs_message("a concrete key, because rows are drawn on the host", "got a traced key", fix))
+        raise type_error("a concrete key, because rows are drawn on the host", "got a traced key", fix)
 
 
 def check_num_rows(num_rows: Any) -> int:
     """Raises unless `num_rows` is a positive integer that fits 32-bit indices. Returns it."""
     if np.ndim(num_rows) > 0:
         got = f"got an array of shape {np.shape(num_rows)}"
-        raise TypeError(needs_message("the number of rows as `num_rows`", got, "Pass `len(x)`."))
+        raise type_error("the number of rows as `num_rows`", got, "Pass `len(x)`.")
     rows = check_positive_int(num_rows, "num_rows")
     if rows >= 2**31:
-        raise ValueError(
-            needs_message("`num_rows` below 2**31, as rows are int32", f"got {rows}", "Resample the data in parts.")
-        )
+        raise value_error("`num_rows` below 2**31, as rows are int32", f"got {rows}", "Resample the data in parts.")
     return rows
 
 
@@ -53,16 +53,16 @@ def check_draw_size(size: Any, num_rows: int, *, replace: bool) -> int:
     if isinstance(size, float | np.floating):
         if not 0 < size <= 1:
             fix = "A count is passed as an integer: `size=100`."
-            raise ValueError(needs_message("a fraction `size` above 0 and at most 1", f"got {size}", fix))
+            raise value_error("a fraction `size` above 0 and at most 1", f"got {size}", fix)
         count = round(float(size) * num_rows)
         if count == 0:
             fix = "Pass a larger fraction, or a count."
-            raise ValueError(needs_message("a `size` of at least one row", f"got {size} of {num_rows} rows", fix))
+            raise value_error("a `size` of at least one row", f"got {size} of {num_rows} rows", fix)
         return count
     count = check_positive_int(size, "size")
     if not replace and count > num_rows:
         fix = "Drawing with replacement is `bootstrap`, which has no such limit."
-        raise ValueError(needs_message("`size` of at most the number of rows", f"got {count} of {num_rows} rows", fix))
+        raise value_error("`size` of at most the number of rows", f"got {count} of {num_rows} rows", fix)
     return count
 
 
@@ -70,7 +70,7 @@ def check_row_labels(argument: str, labels: Any, num_rows: int) -> Labels:
     """Raises unless labels are discrete `(rows,)`. Returns the distinct values, sorted, and each row's index."""
     if is_traced(labels):
         fix = "Resample before `jax.jit`."
-        raise TypeError(needs_message(f"a concrete `{argument}`", "got a traced array", fix))
+        raise type_error(f"a concrete `{argument}`", "got a traced array", fix)
     array = np.asarray(labels)
     if array.shape != (num_rows,):
         fix = "Labels are in the order of the rows."
@@ -78,18 +78,16 @@ def check_row_labels(argument: str, labels: Any, num_rows: int) -> Labels:
             fix = f"Pass `{argument}[:, 0]`."
         elif array.ndim == 2 and len(array) == num_rows:
             fix = f"One-hot labels? Pass `{argument}.argmax(axis=1)`."
-        raise ValueError(
-            needs_message(f"one label per row in `{argument}`", f"expected shape {(num_rows,)}, got {array.shape}", fix)
-        )
+        raise value_error(f"one label per row in `{argument}`", f"expected shape {(num_rows,)}, got {array.shape}", fix)
     if array.dtype.kind not in "biuSUTO":
         fix = "Real-valued targets are binned first: `np.digitize(y, np.quantile(y, [0.25, 0.5, 0.75]))`."
-        raise TypeError(needs_message(f"discrete labels in `{argument}`", f"got dtype {array.dtype}", fix))
+        raise type_error(f"discrete labels in `{argument}`", f"got dtype {array.dtype}", fix)
     try:
         different, position = np.unique(array, return_inverse=True)
     except TypeError as error:
         fix = "Missing labels? Replace them by a label for missing values."
-        raise TypeError(
-            needs_message(f"labels of one kind in `{argument}`", f"got objects that cannot be sorted: {error}", fix)
+        raise type_error(
+            f"labels of one kind in `{argument}`", f"got objects that cannot be sorted: {error}", fix
         ) from error
     return different.tolist(), position
 
@@ -99,16 +97,12 @@ def check_drawn(values: ArrayLike, num_rows: int, *, num_members: int | None = N
     array = check_array("drawn", values)
     if num_members is not None and array.shape[:1] != (num_members,):
         got = f"expected {num_members} members as in `predictions`, got shape {array.shape}"
-        raise ValueError(
-            needs_message("rows or weights of the members that predict", got, "Members have the same order in both.")
-        )
+        raise value_error("rows or weights of the members that predict", got, "Members have the same order in both.")
     if jnp.issubdtype(array.dtype, jnp.integer):
         return check_rows(values, num_rows)
     if array.ndim != 2 or array.shape[1] != num_rows or array.shape[0] == 0:
         fix = "Integers are row indices `(members, n)`, other numbers are weights `(members, rows)`."
-        raise ValueError(
-            needs_message(f"weights of shape (members, {num_rows})", f"got {array.dtype} of shape {array.shape}", fix)
-        )
+        raise value_error(f"weights of shape (members, {num_rows})", f"got {array.dtype} of shape {array.shape}", fix)
     check_nonnegative("drawn", values, fix="A row of weight zero is out of bag.")
     return array
 
@@ -118,10 +112,10 @@ def check_rows(values: ArrayLike, num_rows: int) -> Array:
     array = check_array("rows", values)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         fix = "Pass row indices; weights do not need `counts`."
-        raise TypeError(needs_message("integer rows (members, n)", f"got {array.dtype} of shape {array.shape}", fix))
+        raise type_error("integer rows (members, n)", f"got {array.dtype} of shape {array.shape}", fix)
     if array.ndim != 2 or 0 in array.shape:
         fix = "One member? Add a leading axis: `rows[None]`."
-        raise ValueError(needs_message("rows of shape (members, n), at least one", f"got shape {array.shape}", fix))
+        raise value_error("rows of shape (members, n), at least one", f"got shape {array.shape}", fix)
     host = concrete(values)
     if host is not None:
         check_in_range(host, num_rows, "")

@@ -5,13 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
-from .._check import (
-    check_values,
-    check_weights,
-    check_word,
-    kind_text,
-    needs_message,
-)
+from .._check import check_values, check_weights, check_word, kind_text, type_error, value_error
 from ._check import check_drawn, check_num_rows
 from ._folds import Folds
 from ._weights import count_rows
@@ -22,13 +16,11 @@ def check_held_out(predictions: ArrayLike, shape: tuple[int, ...] | None = None,
     array = check_values("predictions", predictions)
     if array.ndim < 2:
         fix = "One member? Add a leading axis: `predictions[None]`."
-        raise ValueError(needs_message("`predictions` of shape (members, rows, ...)", f"got shape {array.shape}", fix))
+        raise value_error("`predictions` of shape (members, rows, ...)", f"got shape {array.shape}", fix)
     if shape is not None and array.shape[:2] != shape:
         fix = 'Predictions of all rows are `rows="all"`, of `folds.test` alone `rows="test"`.'
         got = f"expected ({shape[0]}, {shape[1]}, ...), got {array.shape}"
-        raise ValueError(
-            needs_message(f"`predictions` (members, {axes}, ...) of the members and rows of the folds", got, fix)
-        )
+        raise value_error(f"`predictions` (members, {axes}, ...) of the members and rows of the folds", got, fix)
     return array
 
 
@@ -36,7 +28,7 @@ def check_folds(value: Any) -> None:
     """Raises unless the argument is a `Folds`."""
     if not isinstance(value, Folds):
         fix = "For other splits use `from_splits(splits, num_rows)`."
-        raise TypeError(needs_message("`folds` to be a `Folds`", f"got {kind_text(value)}", fix))
+        raise type_error("`folds` to be a `Folds`", f"got {kind_text(value)}", fix)
 
 
 class HeldOut(NamedTuple):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float32, Int, Int32
 
-from .._check import needs_message
+from .._check import value_error
 from .._keys import generators
 from ._check import check_draw, check_draw_size, check_num_rows, check_row_labels, check_rows
 
@@ -124,9 +124,7 @@ def _shares(names: list, sizes: np.ndarray, count: int) -> np.ndarray:
     if (shares == 0).any():
         lost = int(np.argmin(shares))
         got = f"got {shares.sum()} of {sizes.sum()} rows, none of the {sizes[lost]} of class {names[lost]!r}"
-        raise ValueError(
-            needs_message("a `size` that leaves rows of every class", got, "Pass a larger `size`, or no `stratify`.")
-        )
+        raise value_error("a `size` that leaves rows of every class", got, "Pass a larger `size`, or no `stratify`.")
     return shares
 
 

@@ -41,17 +41,6 @@ def check_devices(devices: Any) -> list[Any]:
     return listed
 
 
-def check_all_processes(devices: Any, num_processes: int) -> None:
-    """Checks that every process has devices in the mesh: one without any would block."""
-    there = {device.process_index for device in devices}
-    if len(there) < num_processes:
-        missing = sorted(set(range(num_processes)) - there)
-        raise ValueError(
-            f"`make_mesh` needs devices of all {num_processes} processes, and the first {len(devices)} include none of "
-            f"process {', '.join(map(str, missing))}.\nAsk for more devices, or start fewer processes."
-        )
-
-
 def check_mesh(value: Any) -> None:
     """Checks a mesh: the axes `members`, `data` and `model` or the first of them, all of the type `Auto`."""
     hint = "Make one with `make_mesh(members=4, data=2)`."

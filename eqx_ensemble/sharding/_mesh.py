@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from .._check import check_function, check_positive_int
 from .._jaxpr import plain_jit
 from .._pytree import PyTree
-from ._check import check_all_processes, check_devices, check_num_devices
+from ._check import check_devices, check_num_devices
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _FOUND = re.compile(rf"= (?P<shape>.*?) (?P<kind>{_KINDS})(?:-start)?\(")
@@ -89,11 +89,7 @@ AXES = ("members", "data", "model")
 
 
 def make_mesh(
-    members: int | None = None,
-    data: int = 1,
-    model: int = 1,
-    *,
-    devices: Sequence[Any] | None = None,
+    members: int | None = None, data: int = 1, model: int = 1, *, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A mesh of devices with the axes `members`, `data` and `model`, for the `mesh=` of other functions.
 
@@ -130,5 +126,12 @@ def make_mesh(
     members = check_num_devices(members, data, model, len(found))
     found = sorted(found, key=lambda device: (device.process_index, device.id)) if devices is None else found
     chosen = found[: members * data * model]
-    check_all_processes(chosen, jax.process_count())
+    num_processes = jax.process_count()
+    there = {device.process_index for device in chosen}
+    if len(there) < num_processes:
+        missing = sorted(set(range(num_processes)) - there)
+        raise ValueError(
+            f"`make_mesh` needs devices of all {num_processes} processes, and the first {len(chosen)} include none of "
+            f"process {', '.join(map(str, missing))}.\nAsk for more devices, or start fewer processes."
+        )
     return Mesh(np.array(chosen).reshape(members, data, model), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -9,7 +9,5 @@ if TYPE_CHECKING:
     from ._regressor import EnsembleRegressor as EnsembleRegressor
 else:  # scikit-learn is optional, and `from eqx_ensemble import *` works without it
     __getattr__, __dir__, __all__ = _import_when_used(
-        __name__,
-        subpackages=[],
-        names={"_classifier": ["EnsembleClassifier"], "_regressor": ["EnsembleRegressor"]},
+        __name__, subpackages=[], names={"_classifier": ["EnsembleClassifier"], "_regressor": ["EnsembleRegressor"]}
     )

@@ -42,7 +42,8 @@ def restore_ensemble(maker: MemberMaker, weights: Weights) -> tuple[Ensemble, An
     for path, leaf in keyed:
         text = jtu.keystr(path)
         stacked.append(_array(weights.stacked.get(text)))
-        shared.append(_array(weights.shared.get(text)) if _is_array_like(leaf) else leaf)
+        is_array_like = is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+        shared.append(_array(weights.shared.get(text)) if is_array_like else leaf)
     if state is not None:
         keyed, structure = jtu.tree_flatten_with_path(state)
         state = jtu.tree_unflatten(structure, [_array(weights.state[jtu.keystr(path)]) for path, _ in keyed])
@@ -64,10 +65,6 @@ def _array(value: Any) -> Any:
     if value is None:
         return None
     return jax.random.wrap_key_data(value[1], impl=value[0]) if isinstance(value, tuple) else jnp.asarray(value)
-
-
-def _is_array_like(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 # The estimators inherit from scikit-learn's classes, so their import needs it.

@@ -90,24 +90,6 @@ def check_outputs(ensemble: Ensemble, head: AbstractHead, x: np.ndarray, state: 
         )
 
 
-def check_same_rows(num_rows: int, rows: np.ndarray) -> None:
-    """Raises unless members that are added to bagged ones draw from as many rows."""
-    if num_rows != rows.shape[1]:
-        raise ValueError(
-            f"`{caller()}` adds members to bagged ones, which needs the same training rows: there were "
-            f"{rows.shape[1]}, now there are {num_rows}."
-        )
-
-
-def check_same_kind(head: AbstractHead, before: AbstractHead) -> None:
-    """Raises unless a warm start has the head and the targets of the previous fit."""
-    if head != before:
-        raise ValueError(
-            f"`{caller()}` with `warm_start=True` needs targets and `head` as in the previous fit: there the outputs "
-            f"were {before.meaning}, now they are {head.meaning}.\nPass `warm_start=False`, or fit a new estimator."
-        )
-
-
 def check_classes(classes: np.ndarray, before: np.ndarray | None) -> None:
     """Raises unless there are two or more classes, and for a warm start those of the previous fit."""
     if len(classes) < 2:

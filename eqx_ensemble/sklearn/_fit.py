@@ -20,13 +20,7 @@ from ..resample import bootstrap, out_of_bag_mean
 from ..train import DivergedError, Status, Validation
 from ..train._engine import fit
 from ._base import AbstractEstimator
-from ._check import (
-    check_outputs,
-    check_same_kind,
-    check_same_rows,
-    check_sample_weight,
-    check_validation_fraction,
-)
+from ._check import check_outputs, check_sample_weight, check_validation_fraction
 from ._member import AbstractHead, MemberMaker, Scaler, Scaling, call_network, loss, stateful_loss
 from ._network import Network, default_optimiser, optimiser_of_rate
 
@@ -267,7 +261,13 @@ def fit_members(
         rows, held_out = split_rows(rows, estimator.validation_fraction, strata=classes, seed=estimator._seed)
     weights = np.ones(len(x)) if weights is None else weights
     if warm:
-        check_same_kind(head, estimator._maker.head)
+        before = estimator._maker.head
+        if head != before:
+            raise ValueError(
+                f"`{caller()}` with `warm_start=True` needs targets and `head` as in the previous fit: there the "
+                f"outputs were {before.meaning}, now they are {head.meaning}.\nPass `warm_start=False`, or fit a new "
+                "estimator."
+            )
     else:
         _fit_scalers(estimator, Table(x, y, weights).take(rows), head)
     table = _standardise(estimator, Table(x, y, weights / weights[rows].mean()))
@@ -327,7 +327,11 @@ def _train(
     ids = range(built, wanted)
     drawn = draw_rows(estimator, len(rows), np.asarray(ids), key=key)
     if before is not None and before.rows is not None and drawn is not None:
-        check_same_rows(drawn.shape[1], before.rows)
+        if drawn.shape[1] != before.rows.shape[1]:
+            raise ValueError(
+                f"`{caller()}` adds members to bagged ones, which needs the same training rows: there were "
+                f"{before.rows.shape[1]}, now there are {drawn.shape[1]}."
+            )
     after = train(*build_members(estimator._maker, ids, data.x, key=key), drawn, key)
     return after if before is None else add_members(before, after)
 

@@ -8,7 +8,6 @@ from typing import Any, final
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Key
 
@@ -133,11 +132,6 @@ class Classes(AbstractHead):
 
     def loss(self, outputs: Float[Array, " out"], target: Int[Array, ""]) -> Float[Array, ""]:
         return optax.softmax_cross_entropy_with_integer_labels(outputs, target)
-
-
-def head_for_targets(head: str, targets: np.ndarray) -> AbstractHead:
-    """The head of a regressor for targets `(rows,)` or `(rows, targets)`."""
-    return {"gaussian": Gaussian, "point": Point}[head](targets.shape[1:])
 
 
 MakeNetwork = Callable[..., Any]

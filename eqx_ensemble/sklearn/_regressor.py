@@ -10,11 +10,10 @@ from sklearn.utils.validation import validate_data
 
 from .. import combine, uncertainty
 from .._check import check_level, check_word
-from ..uncertainty import Interval
 from ._base import AbstractEstimator, has_bag
 from ._check import check_parameters
 from ._fit import fit_members, is_warm, predict_out_of_bag, predict_rows, unscale, validate_and_predict, widths
-from ._member import Gaussian, head_for_targets
+from ._member import Gaussian, Point
 
 
 class EnsembleRegressor(RegressorMixin, AbstractEstimator):
@@ -81,7 +80,6 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
     ```
 
     ??? cite
-
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
     """
 
@@ -155,7 +153,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         warm = is_warm(self)
         X, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64, reset=not warm)
         y = np.asarray(y, np.float64)
-        rows = fit_members(self, X, y, sample_weight, head=head_for_targets(self.head, y))
+        head = {"gaussian": Gaussian, "point": Point}[self.head](y.shape[1:])
+        rows = fit_members(self, X, y, sample_weight, head=head)
         if self.rows_ is not None:
             predictions = predict_rows(self, X)
             means = predictions[0] if self.head == "gaussian" else predictions
@@ -205,13 +204,10 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         disagreement between members and ignore the noise of targets, and cover less than `level` of these.
         """
         check_level(level)
-        find = _mixture_interval if self._is_gaussian() else uncertainty.interval
+        mixture = lambda moments, level: uncertainty.gaussian_mixture_interval(*moments, level=level)
+        find: Any = mixture if self._is_gaussian() else uncertainty.interval
         lower, upper = validate_and_predict(self, X, partial(find, level=level))
         return unscale(self.target_scaler_, lower), unscale(self.target_scaler_, upper)
 
     def _is_gaussian(self) -> bool:
         return hasattr(self, "_maker") and isinstance(self._maker.head, Gaussian)
-
-
-def _mixture_interval(moments: tuple[Any, Any], *, level: float) -> Interval:
-    return uncertainty.gaussian_mixture_interval(*moments, level=level)

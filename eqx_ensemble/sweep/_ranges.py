@@ -110,18 +110,6 @@ def check_ranges(value: Any) -> None:
             )
 
 
-def check_schedule(value: Any, length: Any, new_length: Any) -> None:
-    """Raises unless `value` is a function and both lengths are positive numbers."""
-    if not callable(value):
-        raise TypeError(f"`{caller()}` needs a schedule, a function of a step; got {value!r}.")
-    if not check_number(length, "length") > 0:
-        raise ValueError(f"`{caller()}` needs the schedule's own length as a positive number, got {length!r}.")
-    if not is_traced(new_length):
-        found = np.asarray(new_length)
-        if found.dtype.kind not in "iuf" or found.ndim or not 0 < found < math.inf:
-            raise ValueError(f"`{caller()}` needs `new_length` to be a positive number, got {new_length!r}.")
-
-
 def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> dict[str, Shaped[Array, " members"]]:
     """Draws random hyper-parameters, one value per member and name.
 
@@ -148,7 +136,6 @@ def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> 
     ```
 
     ??? cite
-
         Bergstra and Bengio, *Random Search for Hyper-Parameter Optimization*, JMLR 13, 2012.
     """
     check_ranges(ranges)
@@ -233,7 +220,14 @@ def rescale_schedule(schedule: Callable[[Any], Any], length: float | int, new_le
     )
     ```
     """
-    check_schedule(schedule, length, new_length)
+    if not callable(schedule):
+        raise TypeError(f"`{caller()}` needs a schedule, a function of a step; got {schedule!r}.")
+    if not check_number(length, "length") > 0:
+        raise ValueError(f"`{caller()}` needs the schedule's own length as a positive number, got {length!r}.")
+    if not is_traced(new_length):
+        found = np.asarray(new_length)
+        if found.dtype.kind not in "iuf" or found.ndim or not 0 < found < math.inf:
+            raise ValueError(f"`{caller()}` needs `new_length` to be a positive number, got {new_length!r}.")
     return lambda step: schedule(step * (length / new_length))
 
 

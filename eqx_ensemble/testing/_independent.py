@@ -141,8 +141,7 @@ class Reference:
         again = same(name, self._train_alone(None), self._expected, rtol)
         if again.problem is not None:
             return Check(
-                name,
-                f"training alone is not the same twice, {again.problem}: does the loss draw without its key?",
+                name, f"training alone is not the same twice, {again.problem}: does the loss draw without its key?"
             )
         largest = max(self._rounding_effects["losses"].values())
         if not largest <= _CHAOS:

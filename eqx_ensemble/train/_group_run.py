@@ -69,10 +69,10 @@ def group_columns(runs: Mapping[str, Run[Any]], order: Sequence[int]) -> dict[st
     return {name: _column(name, list(tables.values()))[np.asarray(order)] for name in names}
 
 
-def _column(name: str, tables: list[dict[str, np.ndarray]]) -> np.ndarray:
-    shape = next(table[name].shape[1:] for table in tables if name in table)
+def _column(column: str, tables: list[dict[str, np.ndarray]]) -> np.ndarray:
+    shape = next(table[column].shape[1:] for table in tables if column in table)
     nothing = lambda table: np.full((len(table["member"]), *shape), np.nan)
-    return np.concatenate([table[name] if name in table else nothing(table) for table in tables])
+    return np.concatenate([table[column] if column in table else nothing(table) for table in tables])
 
 
 def _scores_of(history: History) -> np.ndarray:
@@ -336,39 +336,39 @@ def _run_of(group: Group, runs: dict[str, Run[Any]]) -> GroupRun:
     return GroupRun(runs, order=np.argsort(np.concatenate([positions[part] for part in sorted(runs)])).tolist())
 
 
-def _of_parts(group: Group, name: str, value: Any) -> dict[str, Any]:
+def _of_parts(group: Group, argument: str, value: Any) -> dict[str, Any]:
     """An argument of `fit` for each part."""
     if isinstance(value, Validation):
-        own = _data_of_parts(group, name, value.data)
+        own = _data_of_parts(group, argument, value.data)
         return {part: dataclasses.replace(value, data=data) for part, data in own.items()}
-    if name in ("data", "validation"):
-        return _data_of_parts(group, name, value)
+    if argument in ("data", "validation"):
+        return _data_of_parts(group, argument, value)
     if isinstance(value, Stopping):
         limits_of(value, group.num_members)
         return {part: take(value, positions) for part, positions in member_positions(group).items()}
-    if name == "hyper":
+    if argument == "hyper":
         own = tree_by_part(value, group.parts)
         if own is None and value is not None:
             value = hyper_arrays(value, group.num_members)
-        return members_by_part(group, value, name) if own is None else own
-    if name == "rows":
+        return members_by_part(group, value, argument) if own is None else own
+    if argument == "rows":
         if value is not None and tree_by_part(value, group.parts) is None:
-            value = as_numpy(_axes.map_each(lambda rows: rows, value), name)
-        return members_by_part(group, value, name)
-    if name == "state":
+            value = as_numpy(_axes.map_each(lambda rows: rows, value), argument)
+        return members_by_part(group, value, argument)
+    if argument == "state":
         return states_by_part(value, group.parts)
-    if name == "trainable":
+    if argument == "trainable":
         return tree_by_part(value, group.parts) or dict.fromkeys(group.parts, value)
-    if isinstance(value, Checkpoints) or (name == "checkpoint" and isinstance(value, str | os.PathLike)):
+    if isinstance(value, Checkpoints) or (argument == "checkpoint" and isinstance(value, str | os.PathLike)):
         return {part: checkpoints_inside(value, part) for part in group.parts}
-    return by_part(value, group.parts, name) if name in _BY_PART else dict.fromkeys(group.parts, value)
+    return by_part(value, group.parts, argument) if argument in _BY_PART else dict.fromkeys(group.parts, value)
 
 
-def _data_of_parts(group: Group, name: str, value: Any) -> dict[str, Any]:
+def _data_of_parts(group: Group, argument: str, value: Any) -> dict[str, Any]:
     own = tree_by_part(value, group.parts)
     if own is not None or value is None:
         return dict.fromkeys(group.parts) if own is None else own
     if is_batches(value):
         check_data_of_parts(value, group.parts)
         return dict.fromkeys(group.parts, value)
-    return data_by_part(group, from_foreign_tree(value, name))
+    return data_by_part(group, from_foreign_tree(value, argument))

@@ -59,15 +59,6 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, bool) else value
 
 
-def check_summable(leaf: Any, path: str) -> None:
-    """Raises for typed PRNG keys, which cannot be added."""
-    if is_key(leaf):
-        raise TypeError(
-            f"`{caller()}` cannot add PRNG keys; `{path}` is {leaf_text(leaf)}.\n"
-            "Take the keys out first (`equinox.partition`), or sum their trees without them."
-        )
-
-
 def check_weights_fit(weights: list, dtype: Any, path: str) -> None:
     """Raises for integer weights that overflow the integer type in which the leaf at `path` is summed."""
     if not jnp.issubdtype(dtype, jnp.integer):
@@ -287,7 +278,11 @@ def combine_trees(trees: Any, weights: Any, *, mean: bool) -> Any:
     weights = check_tree_weights(weights, len(trees), mean=mean)
     columns = compare_trees(trees, rules=SUM_RULES)
     for path, leaves in zip(columns.paths, columns.leaves, strict=True):
-        check_summable(leaves[0], path)
+        if is_key(leaves[0]):
+            raise TypeError(
+                f"`{caller()}` cannot add PRNG keys; `{path}` is {leaf_text(leaves[0])}.\n"
+                "Take the keys out first (`equinox.partition`), or sum their trees without them."
+            )
         if isinstance(weights, list) and not mean and _check.is_member_array(leaves[0]):
             check_weights_fit(weights, sum_dtype(leaves[0], weights), path)
     if mean:

@@ -11,8 +11,8 @@ from .._check import (
     concrete,
     first_text,
     kept_rows,
-    needs_message,
     promote,
+    value_error,
 )
 
 
@@ -26,9 +26,7 @@ def check_levels(levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) -> tuple[Ar
     """Raises unless `levels` are valid; `ends` allows 0 and 1. Returns the levels and their distances to one."""
     array = check_array("levels", levels)
     if array.ndim > 1:
-        raise ValueError(
-            needs_message("`levels` as a number or `(levels,)`", f"got shape {array.shape}", "Write 90 % as 0.9.")
-        )
+        raise value_error("`levels` as a number or `(levels,)`", f"got shape {array.shape}", "Write 90 % as 0.9.")
     host = concrete(levels)
     if host is None:
         return array.astype(dtype), 1 - array.astype(dtype)
@@ -36,7 +34,7 @@ def check_levels(levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) -> tuple[Ar
     inside = (0 <= host) & (host <= 1) if ends else (0 < host) & (host < 1)
     if not inside.all():
         words = "`levels` from 0 to 1" if ends else "`levels` between 0 and 1"
-        raise ValueError(needs_message(words, first_text(host, ~inside), "Write 90 % as 0.9."))
+        raise value_error(words, first_text(host, ~inside), "Write 90 % as 0.9.")
     # The distance to one is computed in float64, because float32 rounds a level such as 1 - 1e-9 to one.
     return jnp.asarray(host, dtype), jnp.asarray(1 - host, dtype)
 
@@ -50,12 +48,8 @@ def check_rows_of_members(
         array = array.astype(jnp.float32)
     array = check_floating(argument, array)
     if array.ndim < 2 or array.shape[0] < 1:
-        raise ValueError(
-            needs_message(
-                f"`{argument}` of shape (members, *batch)",
-                f"got shape {array.shape}",
-                "The members axis comes first.",
-            )
+        raise value_error(
+            f"`{argument}` of shape (members, *batch)", f"got shape {array.shape}", "The members axis comes first."
         )
     rows = check_mask(mask, array.shape[1:])
     host, kept = concrete(values), kept_rows(mask)
@@ -64,6 +58,6 @@ def check_rows_of_members(
         wrong = ~np.isin(exact, (0, 1)) & ~np.isnan(exact) & kept
         if wrong.any():
             fix = "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`."
-            raise ValueError(needs_message(f"zeros and ones in `{argument}`", first_text(exact, wrong), fix))
+            raise value_error(f"zeros and ones in `{argument}`", first_text(exact, wrong), fix)
     counted = jnp.ones(array.shape[1:], bool) if rows is None else rows
     return jnp.reshape(promote(array)[0], (array.shape[0], -1)), jnp.ravel(counted)

@@ -35,9 +35,7 @@ def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"
 
 
 def decompose_entropy(
-    logits: Float[ArrayLike, "members *batch classes"],
-    *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
+    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members *rows"] | None = None
 ) -> Decomposition:
     r"""The entropy of the mixture of the members, in nats, split into noise and disagreement between members.
 
@@ -145,9 +143,7 @@ stream(
 
 
 def jensen_shannon(
-    logits: Float[ArrayLike, "members *batch classes"],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
 ) -> Float[Array, "*batch"]:
     r"""The Jensen-Shannon divergence of the members, in nats: their mean divergence from their mixture.
 
@@ -183,9 +179,7 @@ def jensen_shannon(
 
 
 def pairwise_kl(
-    logits: Float[ArrayLike, "members *batch classes"],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
 ) -> Float[Array, "*batch"]:
     r"""The mean KL divergence, in nats, between two members drawn with probabilities equal to their weights.
 

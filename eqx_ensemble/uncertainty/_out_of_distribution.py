@@ -8,9 +8,7 @@ from ._check import check_temperature
 
 
 def least_confidence(
-    logits: Float[ArrayLike, "members *batch classes"],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
 ) -> Float[Array, "*batch"]:
     r"""One minus the largest probability of the mixture of the members, $1 - \max_c \sum_m w_m p_{mc}$.
 

@@ -9,9 +9,7 @@ from ._check import check_rows_of_members
 
 
 def variation_ratio(
-    logits: Float[ArrayLike, "members *batch classes"],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
 ) -> Float[Array, "*batch"]:
     """The fraction of the members' votes that are not for the class with the most votes.
 
@@ -42,9 +40,7 @@ def variation_ratio(
 
 
 def disagreement(
-    logits: Float[ArrayLike, "members *batch classes"],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
 ) -> Float[Array, "*batch"]:
     r"""The probability that two members, drawn with probabilities equal to their weights, vote for different classes.
 

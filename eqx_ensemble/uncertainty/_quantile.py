@@ -105,10 +105,7 @@ def quantile(
 
 
 def interval(
-    values: Float[ArrayLike, "members ..."],
-    *,
-    level: float = 0.9,
-    weights: Real[ArrayLike, " members"] | None = None,
+    values: Float[ArrayLike, "members ..."], *, level: float = 0.9, weights: Real[ArrayLike, " members"] | None = None
 ) -> Interval:
     r"""The central interval of the members' values as a weighted sample, entry by entry.
 

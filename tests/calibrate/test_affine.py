@@ -129,7 +129,7 @@ def test_a_penalty_gives_a_minimum_where_rows_can_be_separated():
     logits = np.log(np.full((1, 30, 3), 0.1) + 0.7 * np.eye(3)[(labels + 1) % 3]).astype(np.float32)
     fitted = calibrate.matrix(logits, labels, pool="mixture", off_diagonal_penalty=0.01, bias_penalty=0.01)
     np.testing.assert_array_equal(np.argmax(fitted(logits)[0], axis=-1), labels)
-    with pytest.warns(UserWarning, match="no minimum was reached"):
+    with pytest.warns(UserWarning, match="no minimum was reached.*, or add a penalty"):
         calibrate.matrix(logits, labels, pool="mixture", max_steps=50)
     sure = logits[:, :, [1, 2, 0]]  # and here scales alone do, which have no penalty
     with pytest.warns(UserWarning, match="no minimum was reached"):

@@ -165,6 +165,12 @@ MUTANTS = [
         ("_sum_column(leaves, weights) / math.fsum(weights)", "_sum_column(leaves, weights) / len(weights)"),
     ),
     *of(
+        "_ensemble/_cut.py",
+        "train/test_cut_members.py",
+        ("x[rows] if _is_text(x) else x", "x"),
+        ("if y is None or not _same_array(x, y):", "if y is None:"),
+    ),
+    *of(
         "_axes/_map.py",
         "test_axes.py test_ensemble.py",
         ("if node.axis == 0:", "if True:"),

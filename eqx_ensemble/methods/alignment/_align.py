@@ -10,6 +10,7 @@ import numpy as np
 
 from ... import _keys
 from ..._axes import is_array
+from ..._caller import caller
 from ..._check import check_installed, check_optional_function
 from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
 from ..._keys import generators
@@ -18,15 +19,12 @@ from ..._pytree import PyTree
 from ._check import (
     check_axis_of,
     check_divisible,
-    check_finite,
     check_member_arrays,
     check_predictions,
     check_reference,
     check_some_axes,
-    check_some_units,
     check_units,
     check_where,
-    units_message,
 )
 from ._find import Heads, Units, find_units, input_axes, output_axes
 
@@ -85,11 +83,11 @@ def _group(units: Units | Heads, model: Any, number: int) -> Group:
     return Group(name, units.num_heads, parts)
 
 
-def _part(units: Units, model: Any, name: str) -> Part:
+def _part(units: Units, model: Any, of: str) -> Part:
     found, norms = [], []
     for argument, entries, axes_of in (("outputs", units.outputs, output_axes), ("inputs", units.inputs, input_axes)):
         for i, entry in enumerate(entries):
-            path = f"{name}.{argument}[{i}]"
+            path = f"{of}.{argument}[{i}]"
             if isinstance(entry, tuple):
                 leaf = check_where(entry[0], model, path)
                 found.append((check_axis_of(leaf, entry[1], path, Leaf), entry[1] % len(leaf.shape)))
@@ -97,11 +95,12 @@ def _part(units: Units, model: Any, name: str) -> Part:
             layer = check_where(entry, model, path)
             found += check_some_axes(axes_of(layer), layer, path, argument)
             norms += [layer] if isinstance(layer, eqx.nn.BatchNorm) else []
-    check_some_units(found, norms, name)
+    if not found and not norms:
+        raise ValueError(f"`{caller()}` needs `{of}.outputs` to hold an array; the layers that it selects have none.")
     size = units.size or _size(found, norms)
-    axes = [Axis(leaf.path, axis, _repeat(leaf, axis, size, name)) for leaf, axis in found]
+    axes = [Axis(leaf.path, axis, _repeat(leaf, axis, size, of)) for leaf, axis in found]
     for norm in norms:
-        check_divisible(norm.input_size, size, f"{name}: `BatchNorm` of {norm.input_size} for {size} units")
+        check_divisible(norm.input_size, size, f"{of}: `BatchNorm` of {norm.input_size} for {size} units")
     return Part(size, tuple(dict.fromkeys(axes)), tuple(norms))
 
 
@@ -110,9 +109,9 @@ def _size(found: list[tuple[Leaf, int]], norms: list[eqx.nn.BatchNorm]) -> int:
     return found[0][0].shape[found[0][1]] if found else norms[0].input_size
 
 
-def _repeat(leaf: Leaf, axis: int, size: int, name: str) -> int:
+def _repeat(leaf: Leaf, axis: int, size: int, of: str) -> int:
     length = leaf.shape[axis]
-    check_divisible(length, size, f"{name}: axis {axis} of `{jtu.keystr(leaf.path)}` {leaf.shape} for {size} units")
+    check_divisible(length, size, f"{of}: axis {axis} of `{jtu.keystr(leaf.path)}` {leaf.shape} for {size} units")
     return length // size
 
 
@@ -248,8 +247,14 @@ def check_equal_predictions(
     still = [[np.arange(part.size) for part in group.parts] for group in groups]
     only = lambda i: [[own[j] if j == i else still[j] for j in range(len(groups))] for own in shuffled]
     changes = {i: change(only(i)) for i in range(len(groups))}
-    described = [_describe(groups[i]) for i, size in changes.items() if size > 1]
-    raise ValueError(units_message(described, found))
+    described = [f"  {_describe(groups[i])}" for i, size in changes.items() if size > 1]
+    listed = "\n".join(described or ["  all of them together"])
+    raise ValueError(
+        f"`{caller()}` needs units whose order does not change predictions; shuffling them changed predictions by "
+        f"{found:.1e} times the rounding tolerance:\n{listed}\n"
+        "Name everything that has these units: norms and what adds to them among `outputs`, all that reads them among "
+        "`inputs`."
+    )
 
 
 def _change(before: list[np.ndarray], after: list[np.ndarray]) -> float:
@@ -270,8 +275,6 @@ def _describe(group: Group) -> str:
 
 
 M = TypeVar("M")
-
-_NAME = "methods.alignment.align"
 
 
 @overload
@@ -353,7 +356,7 @@ def align(
     check_model_state(state, ensemble.num_members)
     check_optional_function(fn, "fn", example="lambda model, x: model(x)")
     position = check_reference(reference, ensemble.num_members)
-    check_installed("scipy", what=_NAME, extra="sklearn")
+    check_installed("scipy", what=caller(), extra="sklearn")
     known = find_units(ensemble) if units is None else units
     groups = resolve(check_units(known, (Units, Heads), found=units is None), ensemble[0])
     arrays = _member_arrays(ensemble, groups)
@@ -377,7 +380,12 @@ def _member_arrays(ensemble: Ensemble[Any], groups: list[Group]) -> dict[tuple, 
     paths = dict.fromkeys(axis.path for group in groups for part in group.parts for axis in part.axes)
     found = {path: check_member_arrays(stacked.get(path), jtu.keystr(path)) for path in paths}
     for path, array in found.items():
-        check_finite(array, jtu.keystr(path), ensemble.ids)
+        wrong = ~np.isfinite(array).reshape(len(array), -1).all(axis=1)
+        if wrong.any():
+            raise ValueError(
+                f"`{caller()}` needs finite weights; at `{jtu.keystr(path)}`: not finite in members "
+                f"{np.asarray(ensemble.ids)[wrong].tolist()}.\nLeave members that diverged out: `ensemble[finite]`."
+            )
     return found
 
 

@@ -11,7 +11,6 @@ from ..._check import check_function, check_integer, check_sequence, concrete, i
 from ..._ensemble import Ensemble
 from ..._leaf_text import leaf_text
 
-_ALIGN = "methods.alignment.align"
 _EXAMPLE = "lambda model: model.layers[0]"
 
 
@@ -34,7 +33,7 @@ def check_heads(qk: Any, vo: Any, kind: type) -> None:
     """Raises unless both arguments are `Units`."""
     for argument, value in (("qk", qk), ("vo", vo)):
         if not isinstance(value, kind):
-            raise TypeError(f"`methods.alignment.Heads` needs `{argument}` to be `Units`, got {kind_text(value)}.")
+            raise TypeError(f"`{caller()}` needs `{argument}` to be `Units`, got {kind_text(value)}.")
 
 
 def check_model(model: Any) -> Any:
@@ -42,7 +41,7 @@ def check_model(model: Any) -> Any:
     if isinstance(model, Ensemble):
         return model[0]
     if not isinstance(model, eqx.Module):
-        raise TypeError(f"`methods.alignment.find_units` needs a model or an ensemble, got {kind_text(model)}.")
+        raise TypeError(f"`{caller()}` needs a model or an ensemble, got {kind_text(model)}.")
     return model
 
 
@@ -59,10 +58,12 @@ def check_units(units: Any, kinds: tuple[type, ...], *, found: bool) -> list[Any
     listed = check_sequence(units, "units", of="`Units` and `Heads`")
     for i, each in enumerate(listed):
         if not isinstance(each, kinds):
-            raise TypeError(f"`{_ALIGN}` needs a list of `Units` and `Heads`, got {kind_text(each)} at `units[{i}]`.")
+            raise TypeError(f"`{caller()}` needs a list of `Units` and `Heads`, got {kind_text(each)} at `units[{i}]`.")
     if not listed:
         what = "found no units between layers of known types" if found else "needs at least one group in `units`"
-        raise ValueError(f"`{_ALIGN}` {what}.\nSay which axes share an order: `units=[methods.alignment.Units(...)]`.")
+        raise ValueError(
+            f"`{caller()}` {what}.\nSay which axes share an order: `units=[methods.alignment.Units(...)]`."
+        )
     return listed
 
 
@@ -72,7 +73,7 @@ def check_where(where: Callable[[Any], Any], model: Any, path: str) -> Any:
         return where(model)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise ValueError(
-            f"`{_ALIGN}` needs functions that select parts of a member, as in `equinox.tree_at`; `{path}` raised "
+            f"`{caller()}` needs functions that select parts of a member, as in `equinox.tree_at`; `{path}` raised "
             f"{type(error).__name__}.\nFor example `{_EXAMPLE}`."
         ) from error
 
@@ -82,7 +83,7 @@ def check_some_axes(found: list[Any] | None, layer: Any, path: str, argument: st
     if found is None:
         role = "output" if argument == "outputs" else "input"
         raise TypeError(
-            f"`{_ALIGN}` cannot infer the {role} axes of {kind_text(layer)}, at `{path}`.\n"
+            f"`{caller()}` cannot infer the {role} axes of {kind_text(layer)}, at `{path}`.\n"
             "Select its arrays, each with its axis: `(lambda model: model.layer.weight, 0)`."
         )
     return found
@@ -91,24 +92,18 @@ def check_some_axes(found: list[Any] | None, layer: Any, path: str, argument: st
 def check_axis_of(leaf: Any, axis: int, path: str, kind: type) -> Any:
     """Raises unless `leaf` is an array that has this axis. Returns it."""
     if not isinstance(leaf, kind):
-        raise TypeError(f"`{_ALIGN}` needs `{path}` to select an array of a member, got {kind_text(leaf)}.")
+        raise TypeError(f"`{caller()}` needs `{path}` to select an array of a member, got {kind_text(leaf)}.")
     ndim = len(leaf.shape)
     if not -ndim <= axis < ndim:
-        raise ValueError(f"`{_ALIGN}` needs `{path}` to name an axis of an array of shape {leaf.shape}, got {axis}.")
+        raise ValueError(f"`{caller()}` needs `{path}` to name an axis of an array of shape {leaf.shape}, got {axis}.")
     return leaf
-
-
-def check_some_units(found: list[Any], norms: list[Any], name: str) -> None:
-    """Raises if the selected layers have no units."""
-    if not found and not norms:
-        raise ValueError(f"`{_ALIGN}` needs `{name}.outputs` to hold an array; the layers that it selects have none.")
 
 
 def check_divisible(length: int, size: int, text: str) -> None:
     """Raises unless the length of an axis is a multiple of the number of units."""
     if length % size:
         raise ValueError(
-            f"`{_ALIGN}` needs axes that hold a whole number of entries for each unit; {text}.\n"
+            f"`{caller()}` needs axes that hold a whole number of entries for each unit; {text}.\n"
             "Do these layers share the units? Name another one in `outputs` or `inputs`."
         )
 
@@ -119,14 +114,15 @@ def check_conv_groups(layer: Any, argument: str) -> None:
     depthwise = groups == getattr(layer, "in_channels", None) == getattr(layer, "out_channels", None)
     if groups > 1 and not (depthwise and argument == "outputs"):
         fix = "Name a depthwise convolution among `outputs` alone." if depthwise else "Leave these units out."
-        raise ValueError(f"`{_ALIGN}` cannot permute channels of a convolution in {groups} groups.\n{fix}")
+        raise ValueError(f"`{caller()}` cannot permute channels of a convolution in {groups} groups.\n{fix}")
 
 
 def check_norm_groups(layer: Any) -> None:
     """Raises for a `GroupNorm` in groups of some of the units."""
     if isinstance(layer, eqx.nn.GroupNorm) and layer.groups not in (1, layer.channels):
         raise ValueError(
-            f"`{_ALIGN}` cannot permute units across the {layer.groups} groups of `GroupNorm`.\nLeave these units out."
+            f"`{caller()}` cannot permute units across the {layer.groups} groups of `GroupNorm`.\n"
+            "Leave these units out."
         )
 
 
@@ -134,25 +130,15 @@ def check_member_arrays(stacked: Any, path: str) -> np.ndarray:
     """Raises unless `stacked` is a concrete floating-point array with members. Returns it in double precision."""
     if not is_member_array(stacked):
         raise ValueError(
-            f"`{_ALIGN}` permutes each member's own arrays; the one at `{path}` is shared by all members.\n"
+            f"`{caller()}` permutes each member's own arrays; the one at `{path}` is shared by all members.\n"
             "Leave these units out."
         )
     host = concrete(stacked)
     if host is None:
-        raise TypeError(f"`{_ALIGN}` needs concrete arrays of one process; at `{path}`: got {leaf_text(stacked)}.")
+        raise TypeError(f"`{caller()}` needs concrete arrays of one process; at `{path}`: got {leaf_text(stacked)}.")
     if not jnp.issubdtype(host.dtype, jnp.inexact):
-        raise TypeError(f"`{_ALIGN}` compares floating-point arrays; at `{path}`: got {leaf_text(stacked)}.")
+        raise TypeError(f"`{caller()}` compares floating-point arrays; at `{path}`: got {leaf_text(stacked)}.")
     return host.astype(np.complex128 if np.iscomplexobj(host) else np.float64)
-
-
-def check_finite(array: np.ndarray, path: str, ids: Any) -> None:
-    """Raises for members with weights that are not finite."""
-    wrong = ~np.isfinite(array).reshape(len(array), -1).all(axis=1)
-    if wrong.any():
-        raise ValueError(
-            f"`{_ALIGN}` needs finite weights; at `{path}`: not finite in members {np.asarray(ids)[wrong].tolist()}.\n"
-            "Leave members that diverged out: `ensemble[finite]`."
-        )
 
 
 def check_predictions(out: Any) -> list[np.ndarray]:
@@ -160,18 +146,7 @@ def check_predictions(out: Any) -> list[np.ndarray]:
     found = [np.asarray(x) for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if not sum(x.size for x in found) or not all(np.isfinite(x).all() for x in found):
         raise ValueError(
-            f"`{_ALIGN}` compares predictions for `x`, and needs finite floating-point ones of at least one row.\n"
+            f"`{caller()}` compares predictions for `x`, and needs finite floating-point ones of at least one row.\n"
             "Pass a few rows of the data, and `state` after training."
         )
     return found
-
-
-def units_message(described: list[str], change: float) -> str:
-    """The message that lists units that cannot be permuted."""
-    listed = "\n".join(f"  {text}" for text in described) or "  all of them together"
-    return (
-        f"`{_ALIGN}` needs units whose order does not change predictions; shuffling them changed predictions by "
-        f"{change:.1e} times the rounding tolerance:\n{listed}\n"
-        "Name everything that has these units: norms and what adds to them among `outputs`, all that reads them among "
-        "`inputs`."
-    )

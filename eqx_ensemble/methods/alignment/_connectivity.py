@@ -16,8 +16,8 @@ from ..._check import (
     check_word,
     is_traced,
     kind_text,
-    needs_message,
     promote,
+    value_error,
 )
 from ..._compiled import filter_jit
 from ..._ensemble import Ensemble, M, check_ensemble, check_equal_members
@@ -26,15 +26,6 @@ from ..._leaf_text import leaf_text
 from ...plan import AnyPlan
 from ...plan._engine import map_members
 from ._check import check_reference
-
-
-def check_position(value: Any) -> None:
-    """Raises unless `value` is one finite real number; the value of a traced one is not checked."""
-    if isinstance(value, jax.Array | np.ndarray):
-        if value.shape or not jnp.issubdtype(value.dtype, jnp.number) or jnp.iscomplexobj(value):
-            raise TypeError(f"`{caller()}` needs `position` to be one number, got {leaf_text(value)}.")
-        value = 0.0 if is_traced(value) else value.item()
-    check_number(value, "position")
 
 
 def check_loss(value: Any) -> jax.Array:
@@ -57,7 +48,7 @@ def check_losses(losses: Any) -> jax.Array:
             "`losses` of shape (*batch, points), of at least three points",
             "`connectivity` returns such losses.",
         )
-        raise ValueError(needs_message(needs, f"got shape {array.shape}", fix))
+        raise value_error(needs, f"got shape {array.shape}", fix)
     return promote(array)[0]
 
 
@@ -85,7 +76,12 @@ def interpolate(ensemble: Ensemble[M], position: Real[ArrayLike, ""], *, referen
     ```
     """
     check_ensemble(ensemble)
-    check_position(position)
+    value: Any = position
+    if isinstance(value, jax.Array | np.ndarray):
+        if value.shape or not jnp.issubdtype(value.dtype, jnp.number) or jnp.iscomplexobj(value):
+            raise TypeError(f"`{caller()}` needs `position` to be one number, got {leaf_text(value)}.")
+        value = 0.0 if is_traced(value) else value.item()
+    check_number(value, "position")
     first = check_reference(reference, ensemble.num_members)
     check_equal_members(eqx.filter(ensemble.arrays, eqx.is_inexact_array, inverse=True))
     return _interpolate(ensemble, position, first)

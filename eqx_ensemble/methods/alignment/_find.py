@@ -54,11 +54,6 @@ def input_axes(layer: Any) -> list[Named] | None:
             return None
 
 
-def is_depthwise(layer: Any) -> bool:
-    """Whether each output channel of a convolution depends on its own input channel only."""
-    return isinstance(layer, eqx.nn.Conv) and layer.groups == layer.in_channels == layer.out_channels
-
-
 Entry = Callable[[Any], Any] | tuple[Callable[[Any], Any], int]
 """A function that selects a layer of a model; or a function that selects an array, and one of its axes."""
 
@@ -231,11 +226,15 @@ def _between(layers: list[tuple[Any, Where]]) -> list[Units | Heads]:
             outputs, size = [where], layer.weight.shape[1]
         elif not outputs or isinstance(layer, _KEEP_UNITS):
             continue
-        elif is_depthwise(layer) or _is_plain_norm(layer, size):
+        elif _is_depthwise(layer) or _is_plain_norm(layer, size):
             outputs = [*outputs, where]
         else:
             outputs, size = (), 0
     return found
+
+
+def _is_depthwise(layer: Any) -> bool:
+    return isinstance(layer, eqx.nn.Conv) and layer.groups == layer.in_channels == layer.out_channels
 
 
 def _is_plain_norm(layer: Any, size: int) -> bool:

@@ -20,6 +20,7 @@ from ..._check import (
     first_text,
     kept_rows,
     needs_message,
+    value_error,
 )
 from ..._weighting import blank_masked
 
@@ -85,14 +86,14 @@ def check_features(features: Any, mask: Any) -> tuple[Array, Array | None]:
     array = check_values("features", features)
     if array.ndim != 3 or 0 in array.shape:
         fix = "Flatten what is not one row of numbers: `features.reshape(members, batch, -1)`."
-        raise ValueError(needs_message("`features` of shape (members, batch, hidden)", f"got shape {array.shape}", fix))
+        raise value_error("`features` of shape (members, batch, hidden)", f"got shape {array.shape}", fix)
     kept = check_mask(mask, array.shape[1:2])
     host, rows = concrete(array), kept_rows(mask)
     if host is not None and rows is not None:
         wrong = ~np.isfinite(host) & (rows[:, None] if rows.ndim else True)
         if wrong.any():
             fix = "Leave members that diverged out, and rows with NaN by `mask`."
-            raise ValueError(needs_message("finite `features`", first_text(host, wrong), fix))
+            raise value_error("finite `features`", first_text(host, wrong), fix)
     return array, kept
 
 
@@ -111,12 +112,12 @@ def check_classes(labels: Any, features: Array, num_classes: Any, mask: Any) -> 
         wrong = ((host < 0) | (host >= count)) & kept
         if wrong.any():
             fix = "Count classes from 0; leave rows without a class out by `mask`."
-            raise ValueError(needs_message(f"labels from 0 to {count - 1}", first_text(host, wrong), fix))
+            raise value_error(f"labels from 0 to {count - 1}", first_text(host, wrong), fix)
         rows = np.bincount(host[np.broadcast_to(kept, host.shape)], minlength=count)
         if (rows < 2).any():
             few = np.flatnonzero(rows < 2).tolist()
             fix = "Classes that are not in these rows have no density: number the others without gaps."
-            raise ValueError(needs_message("at least two rows of each class", f"got fewer of classes {few}", fix))
+            raise value_error("at least two rows of each class", f"got fewer of classes {few}", fix)
     return array.astype(jnp.int32)
 
 
@@ -134,7 +135,7 @@ def check_factors(factors: Array) -> None:
         fix = (
             "Hidden units that are constant, or fewer rows than hidden units? Pass a (larger) `ridge`, or reduce them."
         )
-        raise ValueError(needs_message("covariances that are not singular", f"got one of member {member}", fix))
+        raise value_error("covariances that are not singular", f"got one of member {member}", fix)
 
 
 def check_new_features(features: Any, centre: Array) -> Array:
@@ -143,7 +144,7 @@ def check_new_features(features: Any, centre: Array) -> Array:
     check_fitted_members(centre.shape[0], array.shape[0])
     if array.ndim != 3 or array.shape[2] != centre.shape[1]:
         got = f"expected (members, batch, hidden) with hidden {centre.shape[1]}, got {array.shape}"
-        raise ValueError(needs_message("features like those that it was fitted on", got, "Take the same layer."))
+        raise value_error("features like those that it was fitted on", got, "Take the same layer.")
     return array
 
 

@@ -141,7 +141,6 @@ def distribution_loss(
     ```
 
     ??? cite
-
         [Ensemble Distribution Distillation](https://arxiv.org/abs/1905.00076), Malinin, Mlodozeniec and Gales, 2020.
     """
     student, teachers = check_classes(logits, teacher, least=2)
@@ -179,7 +178,6 @@ def temperature_annealing(
     ```
 
     ??? cite
-
         [Ensemble Distribution Distillation](https://arxiv.org/abs/1905.00076), Malinin, Mlodozeniec and Gales, 2020.
     """
     length = check_positive_int(num_steps, "num_steps")
@@ -277,7 +275,6 @@ def mixture_loss(
     ```
 
     ??? cite
-
         [Distilling the Knowledge in a Neural Network](https://arxiv.org/abs/1503.02531), Hinton, Vinyals and Dean,
         2015.
     """

@@ -1,4 +1,3 @@
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,7 +7,16 @@ from jaxtyping import Array, ArrayLike
 
 from ..._axes import Each
 from ..._caller import caller
-from ..._check import check_floating, check_integer, check_logits, check_number, concrete, needs_message, promote
+from ..._check import (
+    check_floating,
+    check_integer,
+    check_logits,
+    check_number,
+    concrete,
+    promote,
+    type_error,
+    value_error,
+)
 from ..._ensemble import Ensemble
 from ..._predict import predict
 from ..._pytree import PyTree
@@ -28,7 +36,7 @@ def check_classes(logits: ArrayLike, teacher: ArrayLike, *, least: int) -> tuple
     expected = (*rows, known.shape[-2] if known.ndim > 1 else "members", classes)
     if known.shape != expected:
         got = f"expected ({', '.join(map(str, (*rows, 'members', classes)))}), got {known.shape}"
-        raise ValueError(needs_message("`teacher` of shape (*batch, members, classes)", got, _FROM_PREDICT))
+        raise value_error("`teacher` of shape (*batch, members, classes)", got, _FROM_PREDICT)
     _check_teachers(known.shape[-2], least)
     return promote(student, jnp.moveaxis(known, -2, 0))
 
@@ -40,12 +48,12 @@ def check_gaussians(mean: Array, teacher_mean: Any, teacher_variance: Any) -> tu
         known = check_floating(argument, values)
         if known.ndim != mean.ndim + 1 or known.shape[:-1] != mean.shape:
             got = f"expected ({', '.join(map(str, (*mean.shape, 'members')))}), got {known.shape}"
-            raise ValueError(needs_message(f"`{argument}` of shape (*batch, members)", got, _FROM_PREDICT))
+            raise value_error(f"`{argument}` of shape (*batch, members)", got, _FROM_PREDICT)
         found.append(jnp.moveaxis(known, -1, 0))
     means, variances = found
     if means.shape != variances.shape:
         got = f"got {means.shape[0]} means and {variances.shape[0]} variances of each row"
-        raise ValueError(needs_message("teachers with a mean and a variance each", got, _FROM_PREDICT))
+        raise value_error("teachers with a mean and a variance each", got, _FROM_PREDICT)
     _check_teachers(means.shape[0], 1)
     return means, variances
 
@@ -56,7 +64,7 @@ def _check_teachers(count: int, least: int) -> None:
         fix = "Was every member removed?"
         if least > 1:
             fix = "The Dirichlet likelihood of one teacher is unbounded. Use `methods.distillation.mixture_loss`."
-        raise ValueError(needs_message(words, f"got {count}", fix))
+        raise value_error(words, f"got {count}", fix)
 
 
 def check_smoothing(smoothing: Any) -> float:
@@ -65,11 +73,6 @@ def check_smoothing(smoothing: Any) -> float:
     if number >= 1:
         raise ValueError(f"`{caller()}` needs `smoothing` below 1, got {smoothing!r}.")
     return number
-
-
-def check_predict_options(options: Mapping[str, Any]) -> None:
-    """Raises for options of `predict` that would combine the teachers."""
-    check_options(options, ("combine", "weights"), "the losses combine the teachers")
 
 
 def check_known(predictions: Any) -> None:
@@ -84,7 +87,7 @@ def check_known(predictions: Any) -> None:
             indices = ", ".join(map(str, unknown.tolist()))
             got = f"got NaN from {unknown.size} of {host.shape[1]}, at index {indices}"
             fix = "Leave out members that diverged: `run.ensemble[run.status == ee.train.Status.OK]`."
-            raise ValueError(needs_message("teachers with predictions that are not NaN", got, fix))
+            raise value_error("teachers with predictions that are not NaN", got, fix)
 
 
 def check_split(predictions: Any, num_students: Any) -> int:
@@ -92,13 +95,13 @@ def check_split(predictions: Any, num_students: Any) -> int:
     count = check_integer(num_students, "num_students", least=1)
     leaves = jax.tree.leaves(predictions)
     if not leaves:
-        raise TypeError(needs_message("an array of predictions", f"got {predictions!r}", _FROM_PREDICT))
+        raise type_error("an array of predictions", f"got {predictions!r}", _FROM_PREDICT)
     for leaf in leaves:
         shape = np.shape(leaf)
         if len(shape) < 2 or shape[1] % count or shape[1] == 0:
             got = f"got {count} students for predictions of shape {shape}"
             fix = "The members are the second axis. Leave some out, or choose a divisor of their number."
-            raise ValueError(needs_message("a number of teachers divisible by `num_students`", got, fix))
+            raise value_error("a number of teachers divisible by `num_students`", got, fix)
     return count
 
 
@@ -125,7 +128,7 @@ def targets(ensemble: Ensemble[Any], x: PyTree, **options: Any) -> PyTree:
     ee.methods.distillation.targets(ensemble, jnp.ones((10, 3))).shape  # (10, 4, 2)
     ```
     """
-    check_predict_options(options)
+    check_options(options, ("combine", "weights"), "the losses combine the teachers")
     found = predict(ensemble, x, combine=_rows_first, **options)
     check_known(found)
     return found

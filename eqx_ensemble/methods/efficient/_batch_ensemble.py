@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Key
 
 from ... import _keys
 from ..._check import check_number, check_word
-from ._convert import Select, check_known, check_model, replace_layers, select_layers, warn_alike
+from ._convert import Select, check_known, check_model, select_layers, warn_alike
 from ._joint import JointEnsemble
 from ._layers import MaskInputs, Own, RankOne, input_shape, output_shape, redraw
 
@@ -48,7 +48,6 @@ def masksembles(
     ```
 
     ??? cite
-
         Durasov, Bagautdinov, Baque and Fua, *Masksembles for Uncertainty Estimation*, CVPR 2021, arXiv:2012.08334.
     """
     num_submembers = check_model(model, num_submembers, key)
@@ -63,7 +62,7 @@ def masksembles(
         shape = input_shape(layer)
         masks = draw_masks(jax.random.fold_in(root, i), num_submembers, math.prod(shape), scale)
         new.append(MaskInputs(layer, masks.reshape((num_submembers, *shape))))
-    return JointEnsemble(replace_layers(model, find, new), num_submembers)
+    return JointEnsemble(eqx.tree_at(find, model, new), num_submembers)
 
 
 def draw_masks(key: Key[Array, ""], num_masks: int, width: int, scale: float) -> Bool[Array, "masks width"]:
@@ -136,7 +135,6 @@ def batch_ensemble(
     ```
 
     ??? cite
-
         Wen, Tran and Ba, *BatchEnsemble: An Alternative Approach to Efficient Ensemble and Lifelong Learning*,
         ICLR 2020, arXiv:2002.06715.
     """
@@ -155,7 +153,7 @@ def batch_ensemble(
             own = jax.vmap(lambda key, n=2 * i + j: jax.random.fold_in(key, n))(keys)
             sides.append(draw_factors(own, shape, layer.weight.dtype, factors=factors, std=std))
         new.append(rank_one(layer, *sides))
-    return JointEnsemble(replace_layers(model, find, new), num_submembers)
+    return JointEnsemble(eqx.tree_at(find, model, new), num_submembers)
 
 
 def rank_one(layer: Any, in_factors: Array, out_factors: Array) -> RankOne:
@@ -178,12 +176,7 @@ def draw_factors(
 
 
 def tabm(
-    model: M,
-    num_submembers: int = 32,
-    *,
-    where: Select = None,
-    factors: Literal["signs", "normal"] = "signs",
-    key: Any,
+    model: M, num_submembers: int = 32, *, where: Select = None, factors: Literal["signs", "normal"] = "signs", key: Any
 ) -> JointEnsemble[M]:
     """Converts a model to TabM: rank-one factors, of which only the first are random, and a head per sub-member.
 
@@ -217,7 +210,6 @@ def tabm(
     ```
 
     ??? cite
-
         Gorishniy, Kotelnikov and Babenko, *TabM: Advancing Tabular Deep Learning with Parameter-Efficient
         Ensembling*, ICLR 2025, arXiv:2410.24210.
     """
@@ -235,4 +227,4 @@ def tabm(
         rank_one(layer, side, ones(layer, output_shape(layer))) for layer, side in zip(layers[:-1], sides, strict=True)
     ]
     heads = eqx.filter_vmap(lambda key: redraw(layers[-1], key))(keys[:, 1])
-    return JointEnsemble(replace_layers(model, find, [*new, Own(heads)]), num_submembers)
+    return JointEnsemble(eqx.tree_at(find, model, [*new, Own(heads)]), num_submembers)

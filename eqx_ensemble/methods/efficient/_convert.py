@@ -115,16 +115,6 @@ def check_joint(value: Any) -> None:
     raise TypeError(f"`{caller()}` needs a `JointEnsemble`, got {kind_text(value)}.\n{fix}")
 
 
-def check_batch(batch: Any) -> int:
-    """Raises unless the arrays of a batch have the same number of rows. Returns it."""
-    found = [(path, x) for path, x in jtu.tree_leaves_with_path(batch) if is_member_array(x)]
-    sizes = {x.shape[:1] for _, x in found}
-    if len(sizes) != 1 or sizes == {()} or sizes == {(0,)}:
-        listed = ", ".join(f"`batch{jtu.keystr(path)}` {x.shape}" for path, x in found) or "no array"
-        raise ValueError(f"`{caller()}` needs a batch of arrays `(rows, ...)` with at least one row, got {listed}.")
-    return sizes.pop()[0]
-
-
 def check_predictions(predictions: Any) -> None:
     """Raises unless all arrays have at least three axes: members, rows and sub-members."""
     for path, x in jtu.tree_leaves_with_path(predictions) or [((), None)]:
@@ -180,8 +170,3 @@ def select_layers(model: Any, where: Select, *, least: int = 1) -> tuple[Callabl
     layers = find(model)
     check_layers(layers, model, least=least)
     return find, layers
-
-
-def replace_layers(model: M, find: Callable[[Any], list[Any]], layers: list[Any]) -> M:
-    """Replaces the selected layers of a model."""
-    return eqx.tree_at(find, model, layers)

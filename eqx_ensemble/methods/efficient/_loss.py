@@ -5,6 +5,7 @@ from typing import Any, Literal, TypeVar, overload
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array
 
@@ -15,7 +16,7 @@ from ..._ensemble import Ensemble, stack
 from ..._jaxpr import warn_of_two_batch_axes
 from ..._pytree import PyTree
 from ..._warnings import ignore_warnings
-from ._convert import check_batch, check_joint, check_predictions
+from ._convert import check_joint, check_predictions
 from ._joint import JointEnsemble, Submembers, has_one_pass, is_joint_layer, map_submembers, submember_keys
 from ._layers import RankOne
 
@@ -214,7 +215,14 @@ def mean_loss(
         *state, batch, key = inputs
         _warn_of_one(loss, model, state, batch, key, named)
         if rows != "same":
-            num_rows = check_batch(batch)
+            found = [(path, x) for path, x in jtu.tree_leaves_with_path(batch) if is_member_array(x)]
+            sizes = {x.shape[:1] for _, x in found}
+            if len(sizes) != 1 or sizes == {()} or sizes == {(0,)}:
+                listed = ", ".join(f"`batch{jtu.keystr(path)}` {x.shape}" for path, x in found) or "no array"
+                raise ValueError(
+                    f"`{caller()}` needs a batch of arrays `(rows, ...)` with at least one row, got {listed}."
+                )
+            num_rows = sizes.pop()[0]
             if rows == "shuffle":
                 check_key(key)
             chosen = _choose_rows(num_rows, model.num_submembers, key, rows, repetitions, same_inputs)

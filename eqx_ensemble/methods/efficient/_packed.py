@@ -9,7 +9,7 @@ from jaxtyping import Array
 from ... import _keys
 from ..._caller import caller
 from ..._check import check_number, check_positive_int
-from ._convert import Select, check_chain, check_groups, check_known, check_model, replace_layers, select_layers
+from ._convert import Select, check_chain, check_groups, check_known, check_model, select_layers
 from ._joint import JoinInputs, JointEnsemble, SelectOutput
 from ._layers import AbstractJointLayer, Own, input_shape, output_shape, redraw, with_weights
 
@@ -50,7 +50,6 @@ def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -
     ```
 
     ??? cite
-
         Havasi, Jenatton, Fort, Liu, Snoek, Lakshminarayanan, Dai and Tran, *Training independent subnetworks for
         robust prediction*, ICLR 2021, arXiv:2010.06610.
     """
@@ -68,7 +67,7 @@ def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -
     parted = redraw(last, last_key, out_size=count(outputs))
     new = [JoinInputs(joined, num_submembers, size(inputs)), SelectOutput(parted, num_submembers, size(outputs))]
     ends = lambda tree: [find(tree)[0], find(tree)[-1]]
-    return JointEnsemble(replace_layers(model, ends, new), num_submembers)
+    return JointEnsemble(eqx.tree_at(ends, model, new), num_submembers)
 
 
 def packed_ensemble(
@@ -110,7 +109,6 @@ def packed_ensemble(
     ```
 
     ??? cite
-
         Laurent, Lafage, Tartaglione, Daniel, Martinez, Bursuc and Franchi, *Packed-Ensembles for Efficient
         Uncertainty Estimation*, ICLR 2023, arXiv:2210.09184.
     """
@@ -129,7 +127,7 @@ def packed_ensemble(
         own = jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(keys)
         new.append(_make_layers(layer, own, groups, sizes))
         before, narrow = out, width
-    return JointEnsemble(replace_layers(model, find, new), num_submembers)
+    return JointEnsemble(eqx.tree_at(find, model, new), num_submembers)
 
 
 def _check_sizes(alpha: Any, gamma: Any) -> tuple[float, int]:

@@ -14,8 +14,9 @@ from ..._check import (
     first_text,
     kept_rows,
     kind_text,
-    needs_message,
     promote,
+    type_error,
+    value_error,
 )
 
 
@@ -26,7 +27,7 @@ def check_raw(raw: ArrayLike, *, multiple: int, exact: bool, parameters: str) ->
     if size == 0 or size % multiple or (exact and size != multiple):
         wanted = f"`raw` of shape (*batch, {multiple if exact else f'{multiple} * components'})"
         fix = f"The last axis holds {parameters}: choose the `out_size` of the last layer accordingly."
-        raise ValueError(needs_message(wanted, f"got shape {array.shape}", fix))
+        raise value_error(wanted, f"got shape {array.shape}", fix)
     return promote(array)[0]
 
 
@@ -34,7 +35,7 @@ def check_parameters(parameters: Any, kind: type, make: str) -> None:
     """Raises unless `parameters` is a named tuple of this type; a plain tuple may have another order."""
     if not isinstance(parameters, kind):
         fix = f"It is what `methods.heads.{make}` returns."
-        raise TypeError(needs_message(f"`parameters` of type `{kind.__name__}`", f"got {kind_text(parameters)}", fix))
+        raise type_error(f"`parameters` of type `{kind.__name__}`", f"got {kind_text(parameters)}", fix)
 
 
 def check_above(argument: str, values: ArrayLike, bound: int, *, fix: str, mask: ArrayLike | None = None) -> None:
@@ -45,7 +46,7 @@ def check_above(argument: str, values: ArrayLike, bound: int, *, fix: str, mask:
     wrong = host <= bound
     wrong &= kept.reshape(kept.shape + (1,) * (host.ndim - kept.ndim))
     if wrong.any():
-        raise ValueError(needs_message(f"`{argument}` above {bound:g}", first_text(host, wrong), fix))
+        raise value_error(f"`{argument}` above {bound:g}", first_text(host, wrong), fix)
 
 
 def check_coefficient(argument: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
@@ -61,16 +62,16 @@ def check_increasing_levels(levels: ArrayLike, quantiles: Array) -> Array:
     size = quantiles.shape[-1]
     if array.shape != (size,):
         got = f"expected ({size},), as `quantiles` are (*batch, levels) = {quantiles.shape}; got {array.shape}"
-        raise ValueError(needs_message("one level per quantile", got, "The levels are the last axis."))
+        raise value_error("one level per quantile", got, "The levels are the last axis.")
     host = concrete(levels)
     if host is not None:
         host = np.asarray(host, np.float64)
         outside = ~((0 < host) & (host < 1))
         if outside.any():
-            raise ValueError(needs_message("`levels` between 0 and 1", first_text(host, outside), "Write 90 % as 0.9."))
+            raise value_error("`levels` between 0 and 1", first_text(host, outside), "Write 90 % as 0.9.")
         if (np.diff(host) <= 0).any():
             fix = "Sort them, and the outputs of the last layer with them."
-            raise ValueError(needs_message("increasing `levels`", f"got {host.tolist()}", fix))
+            raise value_error("increasing `levels`", f"got {host.tolist()}", fix)
     return array.astype(quantiles.dtype)
 
 
@@ -79,5 +80,5 @@ def check_quantiles(quantiles: ArrayLike) -> Array:
     array = check_floating("quantiles", quantiles)
     if array.ndim < 1 or array.shape[-1] < 1:
         fix = "The levels are the last axis: for one level pass `quantiles[..., None]`."
-        raise ValueError(needs_message("`quantiles` of shape (*batch, levels)", f"got shape {array.shape}", fix))
+        raise value_error("`quantiles` of shape (*batch, levels)", f"got shape {array.shape}", fix)
     return promote(array)[0]

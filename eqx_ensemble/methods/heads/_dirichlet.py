@@ -16,8 +16,8 @@ from ..._check import (
     check_nonnegative,
     check_positive_int,
     check_word,
-    needs_message,
     promote,
+    value_error,
 )
 from ..._weighting import at_label, blank_masked, is_class
 from ...scores._engine import Reduction, check_reduction, reduce
@@ -136,7 +136,7 @@ def check_concentration(concentration: ArrayLike) -> Array:
     array = check_floating("concentration", concentration)
     if array.ndim < 1 or array.shape[-1] < 2:
         needs = "`concentration` of shape (*batch, classes), of at least two classes"
-        raise ValueError(needs_message(needs, f"got shape {array.shape}", "The classes are the last axis."))
+        raise value_error(needs, f"got shape {array.shape}", "The classes are the last axis.")
     return promote(array)[0]
 
 

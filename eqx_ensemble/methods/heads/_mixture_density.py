@@ -14,7 +14,7 @@ from ..._check import (
     check_regression,
     check_variance,
     check_weights,
-    needs_message,
+    value_error,
 )
 from ..._weighting import blank_masked, blank_unweighted
 from ...scores._engine import Reduction, check_reduction, log_density, reduce
@@ -246,7 +246,7 @@ def mixture_components(
     if mean.ndim < 2 or mean.shape[0] < 1:
         needs = "`parameters` of arrays (members, *batch, components)"
         fix = "One member? `jax.tree.map(lambda x: x[None], parameters)`."
-        raise ValueError(needs_message(needs, f"got shape {mean.shape}", fix))
+        raise value_error(needs, f"got shape {mean.shape}", fix)
     check_variance(parameters.variance, positive=False, weights=weights)
     num_members = mean.shape[0]
     convex = check_weights(weights, num_members, mean.dtype)
@@ -264,7 +264,7 @@ def check_density(parameters: MixtureDensity) -> tuple[Array, ...]:
     arrays = check_floating_arrays(**parameters._asdict())
     if arrays[0].ndim < 1 or arrays[0].shape[-1] < 1:
         needs, fix = "`parameters` of arrays (*batch, components)", "The components are the last axis."
-        raise ValueError(needs_message(needs, f"got shape {arrays[0].shape}", fix))
+        raise value_error(needs, f"got shape {arrays[0].shape}", fix)
     return arrays
 
 

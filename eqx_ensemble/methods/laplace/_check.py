@@ -13,13 +13,12 @@ from ..._check import (
     check_word,
     concrete,
     first_text,
-    is_integer,
     is_traced,
-    needs_message,
+    type_error,
+    value_error,
 )
 from ...train import DivergedError
 from ._member import LINKS
-from ._selection import Leaves
 
 
 def check_healthy(run: Any, healthy: np.ndarray) -> None:
@@ -44,17 +43,6 @@ def check_finite_posterior(posterior: Any, ids: Any) -> None:
         raise ValueError(
             f"`{caller()}` takes the noise from the residuals by default; members {_ids(ids, noise <= 0)} have zero "
             "residuals.\nPass `noise`, the standard deviation of the targets around their means."
-        )
-
-
-def check_called_once(error: Any) -> None:
-    """Raises unless the Jacobian of a linear layer is an outer product."""
-    host = concrete(error)
-    if host is not None and np.isfinite(host).all() and (host > 1e-2).any():
-        raise ValueError(
-            f'`{caller()}` with `structure="kron"` needs a linear layer that is called once for each row; this one is '
-            'called more often, such as for each token, or its weight is used elsewhere too.\nPass `structure="full"` '
-            'or `"diag"`.'
         )
 
 
@@ -106,16 +94,6 @@ def check_chosen(leaves: Sequence[Any], count: int) -> None:
         )
 
 
-def check_layer(found: Sequence[Any], can: Sequence[bool]) -> None:
-    """Raises unless one linear layer with per-member arrays is selected."""
-    if len(found) != 1 or not is_integer(found[0]) or not can[found[0]]:
-        raise ValueError(
-            f'`{caller()}` needs `where` to select one `equinox.nn.Linear` for `structure="kron"`, with arrays of each '
-            f"member that are not frozen; got {len(found)} node(s), or another kind.\n"
-            'For example `lambda model: model.layers[-1]`; `structure="full"` and `"diag"` take any leaves.'
-        )
-
-
 def check_sizes(count: int, structure: str) -> None:
     """Raises if a full covariance would be too large for memory."""
     if structure == "full" and count > _MOST_SQUARE:
@@ -137,16 +115,14 @@ def check_indices(indices: Any, num_weights: int, structure: str) -> Any:
     array = check_array("indices", indices.per_member() if isinstance(indices, Each) else indices)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != 1 + own or array.shape[-1] == 0:
         fix = "They are positions in the selected leaves, one after another; of each member `Each((members, n))`."
-        raise TypeError(needs_message("integers `(n,)` as `indices`", f"got {array.dtype} {array.shape}", fix))
+        raise type_error("integers `(n,)` as `indices`", f"got {array.dtype} {array.shape}", fix)
     host = concrete(array)
     if host is not None:
         if host.min() < 0 or host.max() >= num_weights:
             got = f"got {host.min()} to {host.max()}"
-            raise ValueError(
-                needs_message(f"`indices` from 0 to {num_weights - 1}", got, "`where` selects so many weights.")
-            )
+            raise value_error(f"`indices` from 0 to {num_weights - 1}", got, "`where` selects so many weights.")
         if (np.diff(np.sort(host, axis=-1), axis=-1) == 0).any():
-            raise ValueError(needs_message("every one of `indices` once", "got some twice", "Use `np.unique`."))
+            raise value_error("every one of `indices` once", "got some twice", "Use `np.unique`.")
     return Each(array) if own else array
 
 
@@ -162,26 +138,14 @@ def check_per_member(argument: str, value: Any, own: Any) -> Any:
     if array.shape not in ((), own.shape) or not jnp.issubdtype(array.dtype, jnp.number):
         got = f"expected () or {own.shape}, got {array.dtype} {array.shape}"
         fix = "It is a scalar or `(members,)`."
-        raise ValueError(needs_message(f"one `{argument}`, or one per member", got, fix))
+        raise value_error(f"one `{argument}`, or one per member", got, fix)
     host = concrete(array)
     if host is not None and not ((host > 0) & np.isfinite(host)).all():
         wrong = ~((host > 0) & np.isfinite(host))
         fix = "The prior must be proper: choose a small positive precision."
         fix = "It is a standard deviation, in the unit of the targets." if argument == "noise" else fix
-        raise ValueError(needs_message(f"`{argument}` above zero and finite", first_text(host, wrong), fix))
+        raise value_error(f"`{argument}` above zero and finite", first_text(host, wrong), fix)
     return jnp.broadcast_to(array.astype(own.dtype), own.shape)
-
-
-def check_some_value(prior_precision: Any, noise: Any) -> None:
-    """Raises if no value is given."""
-    if prior_precision is None and noise is None:
-        raise TypeError(f"`{caller()}` needs `prior_precision` or `noise`, got neither.")
-
-
-def check_no_noise(noise: Any) -> None:
-    """Raises for noise with a likelihood of classes."""
-    if noise is not None:
-        raise TypeError(f"`{caller()}` takes `noise` for regression only: classes have none.")
 
 
 def check_link(link: Any, likelihood: str) -> Any:
@@ -207,17 +171,3 @@ def check_sampling(link: Any, num_samples: Any, key: Any) -> int:
     if key is None:
         raise TypeError(f'`{caller()}` needs `key` with `link="mc"`.')
     return 100 if num_samples is None else check_positive_int(num_samples, "num_samples")
-
-
-def check_subnetwork_size(count: Any, num_weights: int) -> int:
-    """Raises unless `count` is from 1 to the number of weights. Returns it."""
-    number = check_positive_int(count, "count")
-    if number > num_weights:
-        raise ValueError(f"`{caller()}` needs `count` of at most {num_weights}, the number of weights; got {number}.")
-    return number
-
-
-def check_subnetwork(selection: Any) -> None:
-    """Raises for the posterior of a layer (`"kron"`)."""
-    if not isinstance(selection, Leaves):
-        raise TypeError(f'`{caller()}` needs a fit with `structure="diag"` or `"full"`: `"kron"` has no subnetworks.')

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 from ... import _axes, tree
 from ..._axes import Each, explain_rows
 from ..._caller import caller
-from ..._check import check_function, check_optional_function, check_positive_int, check_word, kind_text
+from ..._check import check_function, check_optional_function, check_positive_int, check_word, concrete, kind_text
 from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given, take
 from ..._pytree import PyTree
 from ..._warnings import warn
@@ -19,30 +19,11 @@ from ...plan import AnyPlan
 from ...plan._engine import as_plan, map_members, sharded_plan
 from ...sharding._engine import layout_for
 from ...train._engine import Run, Status, excluded_message
-from ._check import (
-    check_called_once,
-    check_finite_posterior,
-    check_healthy,
-    check_indices,
-    check_no_noise,
-    check_per_member,
-    check_subnetwork,
-    check_subnetwork_size,
-)
+from ._check import check_finite_posterior, check_healthy, check_indices, check_per_member
 from ._laplace import Laplace
 from ._member import LIKELIHOODS, LaplaceMember, Problem, call
-from ._selection import CURVATURES
-from ._setup import (
-    Setup,
-    add_batch,
-    check_outputs,
-    check_targets,
-    choose,
-    factor_error,
-    finish,
-    member_shapes,
-    prepare,
-)
+from ._selection import CURVATURES, Leaves
+from ._setup import Setup, add_batch, check_outputs, check_targets, choose, factor_error, finish, member_shapes, prepare
 
 
 def subnetwork(posterior: Laplace[Any], count: int) -> Each:
@@ -72,16 +53,18 @@ def subnetwork(posterior: Laplace[Any], count: int) -> Each:
     ```
 
     ??? cite
-
         Daxberger, Nalisnick, Allingham, Antoran and Hernandez-Lobato, "Bayesian Deep Learning via Subnetwork Inference"
         (ICML 2021).
     """
     if not isinstance(posterior, Laplace):
         raise TypeError(f"`{caller()}` needs what `methods.laplace.fit` returned, got {kind_text(posterior)}.")
     selection = posterior.members.stacked.posterior.selection
-    check_subnetwork(selection)
+    if not isinstance(selection, Leaves):
+        raise TypeError(f'`{caller()}` needs a fit with `structure="diag"` or `"full"`: `"kron"` has no subnetworks.')
     values = posterior.members.stacked.posterior.curvature.values
-    count = check_subnetwork_size(count, values.shape[-1])
+    count, num_weights = check_positive_int(count, "count"), values.shape[-1]
+    if count > num_weights:
+        raise ValueError(f"`{caller()}` needs `count` of at most {num_weights}, the number of weights; got {count}.")
 
     def choose(member: LaplaceMember) -> Int[Array, " weights"]:
         own = member.posterior
@@ -186,7 +169,6 @@ def fit(
     ```
 
     ??? cite
-
         MacKay, "A Practical Bayesian Framework for Backpropagation Networks" (Neural Computation, 1992); Daxberger,
         Kristiadi, Immer, Eschenhagen, Bauer and Hennig, "Laplace Redux: Effortless Bayesian Deep Learning"
         (NeurIPS 2021); of ensembles: Eschenhagen, Daxberger, Hennig and Kristiadi, "Mixtures of Laplace Approximations
@@ -212,7 +194,13 @@ def fit(
     setup = Setup(structure, chosen, Problem(likelihood, fn, shape.shape))
     plan = sharded_plan(as_plan(plan), layout_for(mesh, members.stacked))
     if structure == "kron":
-        check_called_once(factor_error(setup, members, found.batch(0, 1, num_rows), state))
+        error = concrete(factor_error(setup, members, found.batch(0, 1, num_rows), state))
+        if error is not None and np.isfinite(error).all() and (error > 1e-2).any():  # no outer product
+            raise ValueError(
+                f'`{caller()}` with `structure="kron"` needs a linear layer that is called once for each row; this one '
+                "is called more often, such as for each token, or its weight is used elsewhere too.\nPass "
+                '`structure="full"` or `"diag"`.'
+            )
     sums, size = setup.start(len(members), indices), min(batch_size, num_rows)
     for begin in range(0, num_rows, size):
         rows = found.batch(begin, size, num_rows)
@@ -245,7 +233,8 @@ def _hyper(
     """The prior precision and noise of the fitted members."""
     precision = check_per_member("prior_precision", prior_precision, like)[kept]
     if not LIKELIHOODS[likelihood].has_noise:
-        check_no_noise(noise)
+        if noise is not None:
+            raise TypeError(f"`{caller()}` takes `noise` for regression only: classes have none.")
         return precision, None
     return precision, None if noise is None else Each(check_per_member("noise", noise, like)[kept])
 

@@ -18,7 +18,7 @@ from ..._pytree import PyTree
 from ...plan._engine import map_members
 from .._check import check_options
 from ..path._check import check_factor_ids
-from ._check import check_link, check_optimum, check_per_member, check_sampling, check_some_value
+from ._check import check_link, check_optimum, check_per_member, check_sampling
 from ._member import LaplaceMember, Link, Outputs, Predict, PredictOutputs, log_likelihood
 
 _HALVINGS = 64  # of a bracket of width `_WIDTH` in log space: below the rounding of double precision
@@ -362,6 +362,7 @@ def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = 
     """
     if not isinstance(posterior, Laplace):
         raise TypeError(f"`{caller()}` needs what `methods.laplace.fit` returned, got {kind_text(posterior)}.")
-    check_some_value(prior_precision, noise)
+    if prior_precision is None and noise is None:
+        raise TypeError(f"`{caller()}` needs `prior_precision` or `noise`, got neither.")
     precision = check_per_member("prior_precision", prior_precision, posterior.prior_precision)
     return with_values(posterior, precision, check_per_member("noise", noise, posterior.noise))

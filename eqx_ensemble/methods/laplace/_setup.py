@@ -18,9 +18,11 @@ from ..._check import (
     check_nonnegative,
     concrete,
     first_text,
+    is_integer,
     kept_rows,
     kind_text,
-    needs_message,
+    type_error,
+    value_error,
 )
 from ..._compiled import filter_jit
 from ..._ensemble import Ensemble
@@ -30,7 +32,7 @@ from ..._pytree import PyTree
 from ...plan import AbstractPlan
 from ...plan._engine import map_members
 from ...train._engine import frozen_flags
-from ._check import check_chosen, check_layer, check_sizes, explain_where
+from ._check import check_chosen, check_sizes, explain_where
 from ._member import LIKELIHOODS, Posterior, Problem, call
 from ._selection import CURVATURES, AbstractSelection, Factors, Layer, Leaves, is_linear, widest
 
@@ -56,7 +58,8 @@ def choose(ensemble: Ensemble, where: Callable[[Any], Any], structure: str) -> C
     with explain_where():
         found = jax.tree.leaves(where(jax.tree.unflatten(treedef, range(len(leaves)))))
     own = _own(ensemble)
-    kept = [i for i in dict.fromkeys(found) if type(i) is int and own[i] and _is_float(leaves[i])]
+    is_float = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    kept = [i for i in dict.fromkeys(found) if type(i) is int and own[i] and is_float(leaves[i])]
     check_chosen([leaves[i] for i in found if type(i) is int], len(kept))
     count = sum(leaves[i].size for i in kept)
     check_sizes(count, structure)
@@ -74,7 +77,13 @@ def _layer(ensemble: Ensemble, model: PyTree, where: Callable[[Any], Any]) -> Ch
         found = jax.tree.leaves(where(jax.tree.unflatten(treedef, range(len(nodes)))))
     flags = iter(_own(ensemble))
     own = [all([next(flags) for x in jax.tree.leaves(node) if x is not None]) for node in nodes]
-    check_layer(found, [is_linear(node) and mine for node, mine in zip(nodes, own, strict=True)])
+    can = [is_linear(node) and mine for node, mine in zip(nodes, own, strict=True)]
+    if len(found) != 1 or not is_integer(found[0]) or not can[found[0]]:
+        raise ValueError(
+            f'`{caller()}` needs `where` to select one `equinox.nn.Linear` for `structure="kron"`, with arrays of each '
+            f"member that are not frozen; got {len(found)} node(s), or another kind.\n"
+            'For example `lambda model: model.layers[-1]`; `structure="full"` and `"diag"` take any leaves.'
+        )
     layer = nodes[found[0]]
     check_chosen([layer.weight], 1)
     units, inputs = layer.weight.shape
@@ -87,10 +96,6 @@ def _own(ensemble: Ensemble) -> list[bool]:
     stacked = jax.tree.map(lambda _: True, ensemble.arrays)
     marks = eqx.combine(stacked, jax.tree.map(lambda _: False, ensemble.shared))
     return [mine and not frozen for mine, frozen in zip(jax.tree.leaves(marks), frozen_flags(marks), strict=True)]
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def check_pair(data: Any) -> tuple[Any, Any]:
@@ -109,14 +114,14 @@ def check_row_weights(values: Any, kept: Any, num_rows: int, num_members: int) -
     if array.shape != expected:
         fix = "Weights of each member, `(members, rows)`, are marked: `ee.Each(ee.resample.counts(rows, num_rows))`."
         got = f"expected {expected}, got {array.shape}"
-        raise ValueError(needs_message("one of `row_weights` per row", got, fix))
+        raise value_error("one of `row_weights` per row", got, fix)
     check_nonnegative("row_weights", array, fix="They are how often each row counts.", mask=kept)
     array = jnp.where(True if kept is None else kept, array, jnp.zeros((), array.dtype))
     array = array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
     host = concrete(array)
     if host is not None and not host.any(axis=-1).all():
         fix = "All rows are masked or have weight zero: is the mask inverted?"
-        raise ValueError(needs_message("`row_weights` that leave a row", "got only zeros", fix))
+        raise value_error("`row_weights` that leave a row", "got only zeros", fix)
     return Each(array) if own else array
 
 
@@ -139,9 +144,7 @@ def check_outputs(shape: Any, likelihood: str) -> None:
     }
     fits, needs, fix = wanted[likelihood]
     if not fits:
-        raise ValueError(
-            needs_message(f"members with {needs} for `likelihood={likelihood!r}`", f"got {shape.shape}", fix)
-        )
+        raise value_error(f"members with {needs} for `likelihood={likelihood!r}`", f"got {shape.shape}", fix)
 
 
 def check_targets(targets: Any, likelihood: str, shape: tuple[int, ...], mask: Any) -> Any:
@@ -162,10 +165,10 @@ def _check_values(array: Any, likelihood: str, rows: Any, shape: Any, mask: Any)
     if array.shape != (*rows, *shape) and not (size == 1 and array.size == math.prod(rows)):
         got = f"expected {(*rows, *shape)}, got {array.shape}"
         fix = "Targets have the shape of the outputs, with the rows in front."
-        raise ValueError(needs_message("one target per output and row", got, fix))
+        raise value_error("one target per output and row", got, fix)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         fix = "For complex targets pass the real and imaginary parts as two outputs."
-        raise TypeError(needs_message("targets that are real numbers", f"got {array.dtype}", fix))
+        raise type_error("targets that are real numbers", f"got {array.dtype}", fix)
     flat = array.reshape(*rows, size)
     if likelihood != "binary":
         return flat
@@ -174,7 +177,7 @@ def _check_values(array: Any, likelihood: str, rows: Any, shape: Any, mask: Any)
         wrong = ~np.isin(host.reshape(rows), (0, 1)) & kept
         if wrong.any():
             fix = "Labels -1 and 1? Pass `(labels + 1) // 2`. Soft labels are not supported."
-            raise ValueError(needs_message("labels 0 and 1", first_text(host.reshape(rows), wrong), fix))
+            raise value_error("labels 0 and 1", first_text(host.reshape(rows), wrong), fix)
     return flat
 
 

@@ -17,18 +17,14 @@ from ..._check import (
     check_positive_scalar,
     is_traced,
     kind_text,
-    needs_message,
+    type_error,
+    value_error,
 )
 from ..._compiled import filter_jit
 from ..._foreign import as_hashable_leaf
 from ..._pytree import PyTree
 
 KERNEL = "lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))"
-
-
-def above_zero_message(argument: str, value: Any) -> str:
-    """The message for a number that is not above zero."""
-    return f"`{caller()}` needs `{argument}` to be above 0, got {value!r}."
 
 
 def check_kernel(kernel: Any) -> None:
@@ -42,7 +38,7 @@ def check_kernel_value(value: Any) -> Array:
     if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         got = f"got shape {shape}" if shape else f"got {value!r}" if dtype is None else f"got dtype {dtype}"
         fix = f"It is called with two vectors `(size,)` and returns one number: `{KERNEL}`."
-        raise TypeError(needs_message("a `kernel` that returns a floating-point scalar", got, fix))
+        raise type_error("a `kernel` that returns a floating-point scalar", got, fix)
     return value
 
 
@@ -51,14 +47,14 @@ def check_particles(points: Any, scores: Any, active: Any) -> tuple[Array, Array
     points, scores = check_floating_arrays(points=points, scores=scores)
     if points.ndim != 2 or points.shape[0] < 1:
         fix = "One particle: `x[None]`. Trees: `jax.vmap(lambda x: jax.flatten_util.ravel_pytree(x)[0])`."
-        raise ValueError(needs_message("`points` of shape (members, size)", f"got shape {points.shape}", fix))
+        raise value_error("`points` of shape (members, size)", f"got shape {points.shape}", fix)
     if active is None:
         return points, scores, jnp.ones(points.shape[:1], bool)
     taking_part = jnp.asarray(active)
     if taking_part.dtype != bool or taking_part.shape != points.shape[:1]:
         got = f"got dtype {taking_part.dtype}, shape {taking_part.shape}"
         needs = f"one boolean per member as `active` ({points.shape[0]},)"
-        raise TypeError(needs_message(needs, got, "From metrics: `metrics.status == ee.train.Status.OK`."))
+        raise type_error(needs, got, "From metrics: `metrics.status == ee.train.Status.OK`.")
     return points, scores, taking_part
 
 
@@ -66,14 +62,6 @@ def check_num_rows(num_rows: Any) -> None:
     """Raises unless `num_rows` is one number above zero."""
     fix = "It is the number of all training rows; for a loss that is a sum over rows, 1."
     check_positive_scalar("num_rows", num_rows, jnp.result_type(float), fix=fix)
-
-
-def check_real_weights(params: PyTree) -> None:
-    """Raises for complex weights: kernels are functions of real vectors."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            got = f"got {leaf.dtype} at `{jax.tree_util.keystr(path)}`"
-            raise TypeError(needs_message("real weights", got, "Leave it out with `trainable=` of `train.init`."))
 
 
 def check_outputs(outputs: PyTree) -> None:
@@ -84,17 +72,9 @@ def check_outputs(outputs: PyTree) -> None:
             kind = leaf.dtype if isinstance(leaf, jax.Array) else kind_text(leaf)
             got = f"got {kind} at `outputs{jax.tree_util.keystr(path)}`"
             fix = "Return logits or means, and no labels."
-            raise TypeError(needs_message("floating-point arrays from `outputs`", got, fix))
+            raise type_error("floating-point arrays from `outputs`", got, fix)
     if not leaves:
-        raise TypeError(needs_message("an array from `outputs`", f"got {outputs!r}", "Is a `return` missing?"))
-
-
-def no_values_message() -> str:
-    """The message for an optimiser that evaluates the loss, such as a line search."""
-    return (
-        f"`{caller()}` moves members along a direction that is not the gradient of their loss; this optimiser "
-        "evaluates the loss again.\nUse one without a line search, such as `optax.adam`."
-    )
+        raise type_error("an array from `outputs`", f"got {outputs!r}", "Is a `return` missing?")
 
 
 Kernel = Callable[[Array, Array], Any]
@@ -143,7 +123,6 @@ class RBF(AbstractKernel):
     ```
 
     ??? cite
-
         [Stein Variational Gradient Descent: A General Purpose Bayesian Inference
         Algorithm](https://arxiv.org/abs/1608.04471), Liu and Wang, 2016.
     """
@@ -156,7 +135,7 @@ class RBF(AbstractKernel):
         value = self.bandwidth
         value = value.item() if isinstance(value, jax.Array) and not value.shape else value
         if check_number(value, "bandwidth") <= 0:
-            raise ValueError(above_zero_message("bandwidth", value))
+            raise ValueError(f"`{caller()}` needs `bandwidth` to be above 0, got {value!r}.")
 
     def __call__(self, x: Float[Array, " size"], y: Float[Array, " size"]) -> Float[Array, ""]:
         """The kernel of two particles; `bandwidth=None` means $b = 1$ here."""
@@ -224,7 +203,6 @@ def svgd(
     ```
 
     ??? cite
-
         [Stein Variational Gradient Descent: A General Purpose Bayesian Inference
         Algorithm](https://arxiv.org/abs/1608.04471), Liu and Wang, 2016.
     """
@@ -268,7 +246,6 @@ def wgd(
     ```
 
     ??? cite
-
         [Repulsive Deep Ensembles are Bayesian](https://arxiv.org/abs/2106.11642), D'Angelo and Fortuin, 2021.
     """
     return _all_directions("wgd", points, scores, kernel, active)

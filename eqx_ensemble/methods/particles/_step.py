@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from ..._axes import Each, check_some_rows, over_leading_axis, split_members
 from ..._caller import caller
-from ..._check import check_flag, check_function, check_integers_fit, check_word, is_inside_transformation
+from ..._check import check_flag, check_function, check_integers_fit, check_word, is_inside_transformation, type_error
 from ..._compiled import filter_jit
 from ..._ensemble import M
 from ..._foreign import as_hashable, as_hashable_leaf, take_in
@@ -35,17 +35,7 @@ from ...train._engine import (
     revert_diverged_one,
     update_member,
 )
-from ._directions import (
-    RBF,
-    Kernel,
-    Method,
-    check_kernel,
-    check_num_rows,
-    check_outputs,
-    check_real_weights,
-    directions,
-    no_values_message,
-)
+from ._directions import RBF, Kernel, Method, check_kernel, check_num_rows, check_outputs, directions
 
 # The spaces in which members interact: weights, or outputs.
 
@@ -217,16 +207,14 @@ def make_step(
     ```
 
     ??? cite
-
         [Stein Variational Gradient Descent: A General Purpose Bayesian Inference
         Algorithm](https://arxiv.org/abs/1608.04471), Liu and Wang, 2016; [Repulsive Deep Ensembles are
         Bayesian](https://arxiv.org/abs/2106.11642), D'Angelo and Fortuin, 2021.
     """
-    name = "methods.particles.make_step"
     check_function(loss, "loss", example="lambda model, batch, key: ...")
     check_flag(has_aux, "has_aux")
     space = WeightSpace(as_hashable(loss), has_aux)
-    return interacting_step(space, optimiser, num_rows, method, kernel, plan, mesh, name=name)
+    return interacting_step(space, optimiser, num_rows, method, kernel, plan, mesh, name="methods.particles.make_step")
 
 
 def interacting_step(
@@ -257,7 +245,10 @@ def _one_step(
     check_state(state, step.optimiser, hyper_of="train.init")
     split_members((Each(state.ids), batch))  # raises for another number of members
     check_some_rows(batch)
-    check_real_weights(state.params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            got = f"got {leaf.dtype} at `{jax.tree_util.keystr(path)}`"
+            raise type_error("real weights", got, "Leave it out with `trainable=` of `train.init`.")
     own, view, _ = split_members((Each(state.fixed.key), batch))
     run = sharded_plan(step.plan, layout).run
 
@@ -313,7 +304,10 @@ def _all_finite(points: Float[Array, "members size"]) -> Bool[Array, " members"]
 
 
 def _no_values() -> Float[Array, ""]:
-    raise TypeError(no_values_message())
+    raise TypeError(
+        f"`{caller()}` moves members along a direction that is not the gradient of their loss; this optimiser "
+        "evaluates the loss again.\nUse one without a line search, such as `optax.adam`."
+    )
 
 
 class FunctionSpace(AbstractSpace):
@@ -424,14 +418,14 @@ def make_function_space_step(
     ```
 
     ??? cite
-
         [Repulsive Deep Ensembles are Bayesian](https://arxiv.org/abs/2106.11642), D'Angelo and Fortuin, 2021;
         [Function Space Particle Optimization for Bayesian Neural Networks](https://arxiv.org/abs/1902.09754), Wang,
         Ren, Zhu and Zhang, 2019.
     """
-    name = "methods.particles.make_function_space_step"
     check_function(outputs, "outputs", example="lambda model, batch, key: jax.vmap(model)(batch[0])")
     check_function(loss, "loss", example="lambda outputs, batch, key: ...")
     check_flag(has_aux, "has_aux")
     space = FunctionSpace(outputs, loss, has_aux)
-    return interacting_step(space, optimiser, num_rows, method, kernel, plan, mesh, name=name)
+    return interacting_step(
+        space, optimiser, num_rows, method, kernel, plan, mesh, name="methods.particles.make_function_space_step"
+    )

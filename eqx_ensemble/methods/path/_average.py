@@ -14,15 +14,7 @@ from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...train import Progress, TrainState
 from ...train._engine import Run, supported_arguments
-from ._check import (
-    check_decay,
-    check_inner_optimiser,
-    check_record,
-    check_same_leaves,
-    check_steps,
-    params_message,
-    warn_of_few,
-)
+from ._check import check_decay, check_inner_optimiser, check_record, check_same_leaves, check_steps, warn_of_few
 
 
 class RecordState(NamedTuple):
@@ -79,7 +71,7 @@ def record_path(
 
     def update_all(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, RecordState]:
         if params is None:
-            raise ValueError(params_message(name))
+            raise ValueError(f"`{name}` records weights: call `update(grads, state, params)` with the weights.")
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **supported_arguments(inner.update, extra)
         )
@@ -117,8 +109,8 @@ def reciprocal(count: Int[Array, ""]) -> Array:
     return 1 / jnp.maximum(count, 1).astype(jnp.result_type(float))
 
 
-def find_record(source: Any, kinds: tuple[type, ...], *, name: str) -> tuple[TrainState, RecordState]:
-    """The training state of a run, and the record of its optimiser."""
+def find_record(source: Any, kinds: tuple[type, ...], wrappers: str, example: str) -> tuple[TrainState, RecordState]:
+    """The training state of a run, and the record of its optimiser by one of these wrappers."""
     if not isinstance(source, ((Run, TrainState, Progress))):
         raise TypeError(
             f"`{caller()}` needs the run that `fit` returned, or a training state; got {kind_text(source)}.\n"
@@ -126,7 +118,7 @@ def find_record(source: Any, kinds: tuple[type, ...], *, name: str) -> tuple[Tra
         )
     state = source if isinstance(source, TrainState) else source.train_state
     found = [(x, is_last) for x, is_last in _records(state.opt_state) if isinstance(x.record, kinds)]
-    check_record([is_last for _, is_last in found], name=name)
+    check_record([is_last for _, is_last in found], wrappers, example)
     ((record, _),) = found
     check_same_leaves(state.params, record.record[0])
     return state, record
@@ -192,7 +184,6 @@ def ema(
     ```
 
     ??? cite
-
         Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (SIAM Journal on Control and
         Optimization, 1992); the debiasing: Kingma and Ba, "Adam" (ICLR 2015).
     """
@@ -231,7 +222,6 @@ def swa(
     ```
 
     ??? cite
-
         Izmailov, Podoprikhin, Garipov, Vetrov and Wilson, "Averaging Weights Leads to Wider Optima and Better
         Generalization" (UAI 2018).
     """
@@ -275,8 +265,7 @@ def average(run: Any) -> Ensemble[Any]:
     ee.methods.path.average(run).ids  # [0, 1, 2, 3]
     ```
     """
-    name = "methods.path.average"
-    state, found = find_record(run, (Mean, Moments), name=name)
+    state, found = find_record(run, (Mean, Moments), "`ema`, `swa` or `swag`", "swa(optax.adam(1e-3))")
     warn_of_few(found.count, state.ids, least=1, effect="Their current weights are returned.")
     params = weights_or_current(found.record.mean, state.params, found.count)
     return as_ensemble(state, params, state.fixed.frozen, state.ids)

@@ -87,7 +87,6 @@ def update_batch_norm(
     ```
 
     ??? cite
-
         Izmailov, Podoprikhin, Garipov, Vetrov and Wilson, "Averaging Weights Leads to Wider Optima and Better
         Generalization" (UAI 2018).
     """

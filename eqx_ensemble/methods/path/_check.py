@@ -11,17 +11,6 @@ from ..._pytree import PyTree
 from ..._warnings import warn
 from .._check import check_inner_optimiser as check_inner_optimiser
 
-WRAPPERS = {
-    "methods.path.average": "`ema`, `swa` or `swag`",
-    "methods.path.sample": "`swag`",
-    "methods.path.snapshot_ensemble": "`snapshots`",
-}
-EXAMPLES = {
-    "methods.path.average": "swa(optax.adam(1e-3))",
-    "methods.path.sample": "swag(optax.sgd(0.05))",
-    "methods.path.snapshot_ensemble": "snapshots(optax.sgd(0.05), 5, every=200)",
-}
-
 
 def check_steps(start: Any, every: Any) -> None:
     """Raises unless `start` and `every` are numbers of steps, or traced integers."""
@@ -61,17 +50,6 @@ def check_decay(decay: Any) -> None:
         raise ValueError(f"`{caller()}` needs `decay` below 1, got 1: the average would never move.")
 
 
-def check_rank(rank: Any) -> int:
-    """Raises unless `rank` is 0 or at least 2. Returns it as an `int`."""
-    rank = check_integer(rank, "rank", least=0)
-    if rank == 1:
-        raise ValueError(
-            f"`{caller()}` needs `rank` to be 0 (diagonal only) or at least 2, got 1: the divisor `rank - 1` would be "
-            "0."
-        )
-    return rank
-
-
 def check_real(params: PyTree) -> None:
     """Raises for complex weights."""
     for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -95,20 +73,19 @@ def check_learning_rate(value: Any, argument: str) -> Any:
     return check_number(float(value) if isinstance(value, jax.Array) else value, argument, least=0)
 
 
-def check_record(are_last: Sequence[bool], *, name: str) -> None:
+def check_record(are_last: Sequence[bool], wrappers: str, example: str) -> None:
     """Raises unless exactly one record exists, and its wrapper is the last transformation."""
-    wrappers = WRAPPERS[name]
     if not are_last:
         raise ValueError(
-            f"`{name}` found no record in the optimiser state: train with an optimiser in a wrapper, {wrappers} of "
-            f"`methods.path`, as in `methods.path.{EXAMPLES[name]}`."
+            f"`{caller()}` found no record in the optimiser state: train with an optimiser in a wrapper, {wrappers} of "
+            f"`methods.path`, as in `methods.path.{example}`."
         )
     if len(are_last) > 1:
-        raise ValueError(f"`{name}` found {len(are_last)} records, which is ambiguous: use one wrapper.")
+        raise ValueError(f"`{caller()}` found {len(are_last)} records, which is ambiguous: use one wrapper.")
     if not all(are_last):
-        wrapper = EXAMPLES[name].partition("(")[0]
+        wrapper = example.partition("(")[0]
         raise ValueError(
-            f"`{name}`: the wrapper is not the last part of `optax.chain`, so the weights that it recorded are not "
+            f"`{caller()}`: the wrapper is not the last part of `optax.chain`, so the weights that it recorded are not "
             f"those of the members.\nWrap the whole chain: `methods.path.{wrapper}(optax.chain(...), ...)`."
         )
 
@@ -140,8 +117,3 @@ def check_factor_ids(ids: Any, count: int) -> None:
             f"`{caller()}` gives the ids `id * {count} + i`, which have to be below 2**31; the largest id is "
             f"{int(np.max(np.asarray(ids)))}.\nGive the members smaller ids, or ask for fewer."
         )
-
-
-def params_message(name: str) -> str:
-    """The message for an `update` without weights."""
-    return f"`{name}` records weights: call `update(grads, state, params)` with the weights."

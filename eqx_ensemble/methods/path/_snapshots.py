@@ -14,14 +14,7 @@ from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...distributed import to_host
 from ._average import Weights, as_ensemble, find_record, record_path
-from ._check import (
-    check_factor_ids,
-    check_inner_optimiser,
-    check_learning_rate,
-    check_period,
-    check_steps,
-    warn_of_few,
-)
+from ._check import check_factor_ids, check_inner_optimiser, check_learning_rate, check_period, check_steps, warn_of_few
 
 Schedule = Callable[[Any], Float[Array, ""]]
 """An optax schedule of learning rates."""
@@ -48,7 +41,6 @@ def snapshot_schedule(init_value: Any, period: int) -> Schedule:
     ```
 
     ??? cite
-
         Huang, Li, Pleiss, Liu, Hopcroft and Weinberger, "Snapshot Ensembles: Train 1, Get M for Free" (ICLR 2017).
     """
     init_value = check_learning_rate(init_value, "init_value")
@@ -83,7 +75,6 @@ def fast_geometric_schedule(init_value: Any, end_value: Any, period: int) -> Sch
     ```
 
     ??? cite
-
         Garipov, Izmailov, Podoprikhin, Vetrov and Wilson, "Loss Surfaces, Mode Connectivity, and Fast Ensembling of
         DNNs" (NeurIPS 2018).
     """
@@ -131,7 +122,6 @@ def snapshots(
     ```
 
     ??? cite
-
         Huang, Li, Pleiss, Liu, Hopcroft and Weinberger, "Snapshot Ensembles: Train 1, Get M for Free" (ICLR 2017).
     """
     check_inner_optimiser(optimiser)
@@ -184,8 +174,7 @@ def snapshot_ensemble(run: Any) -> Ensemble[Any]:
     members.ids // 5  # whose snapshot each is
     ```
     """
-    name = "methods.path.snapshot_ensemble"
-    state, found = find_record(run, (Weights,), name=name)
+    state, found = find_record(run, (Weights,), "`snapshots`", "snapshots(optax.sgd(0.05), 5, every=200)")
     if is_traced(found.count):
         raise TypeError(f"`{caller()}` cannot be called inside `jax.jit`: the number of members depends on values.")
     weights = found.record.weights

@@ -7,7 +7,8 @@ import optax
 from jaxtyping import Array, Bool, Int, Key
 
 from ... import _keys
-from ..._check import check_positive_int
+from ..._caller import caller
+from ..._check import check_integer, check_positive_int
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ._average import (
@@ -20,15 +21,7 @@ from ._average import (
     weights_or_current,
     zeros_like,
 )
-from ._check import (
-    check_factor_ids,
-    check_inner_optimiser,
-    check_rank,
-    check_real,
-    check_scale,
-    check_steps,
-    warn_of_few,
-)
+from ._check import check_factor_ids, check_inner_optimiser, check_real, check_scale, check_steps, warn_of_few
 
 
 def swag(
@@ -57,14 +50,18 @@ def swag(
     ```
 
     ??? cite
-
         Maddox, Garipov, Izmailov, Vetrov and Wilson, "A Simple Baseline for Bayesian Uncertainty in Deep Learning"
         (NeurIPS 2019); Wilson and Izmailov, "Bayesian Deep Learning and a Probabilistic Perspective of Generalization"
         (NeurIPS 2020), for MultiSWAG, the SWAG of each member of an ensemble.
     """
     check_inner_optimiser(optimiser)
     check_steps(start, every)
-    rank = check_rank(rank)
+    rank = check_integer(rank, "rank", least=0)
+    if rank == 1:
+        raise ValueError(
+            f"`{caller()}` needs `rank` to be 0 (diagonal only) or at least 2, got 1: the divisor `rank - 1` would be "
+            "0."
+        )
 
     def init(params: PyTree) -> Moments:
         check_real(params)
@@ -124,15 +121,13 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
     ```
 
     ??? cite
-
         Maddox, Garipov, Izmailov, Vetrov and Wilson, "A Simple Baseline for Bayesian Uncertainty in Deep Learning"
         (NeurIPS 2019).
     """
-    name = "methods.path.sample"
     num_samples = check_positive_int(num_samples, "num_samples")
     check_scale(scale)
     key = _keys.root(key)
-    state, found = find_record(run, (Moments,), name=name)
+    state, found = find_record(run, (Moments,), "`swag`", "swag(optax.sgd(0.05))")
     check_factor_ids(state.ids, num_samples)
     warn_of_few(found.count, state.ids, least=2, effect="Their draws are all equal.")
     if scale is None:

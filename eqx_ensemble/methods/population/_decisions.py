@@ -25,14 +25,7 @@ from ...train._engine import (
     copy_donors,
     stop_members,
 )
-from .._check import (
-    check_donors,
-    check_factors,
-    check_fraction,
-    check_healthy,
-    check_indices,
-    check_member_scores,
-)
+from .._check import check_factors, check_fraction, check_healthy, check_indices, check_member_scores
 
 
 def rank(scores: Any, *, healthy: Any = None, mode: Literal["min", "max"] = "min") -> Int[np.ndarray, " members"]:
@@ -108,7 +101,15 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     check_state_arrays(state)
     count, moving, fixed = state.num_members, state.moving, state.fixed
     donors = check_indices(donors, count)
-    check_donors(donors, to_host(moving.status) == Status.OK, np.asarray(state.ids))
+    training = to_host(moving.status) == Status.OK
+    if len(donors) != len(training):
+        raise ValueError(f"`{caller()}` needs one donor per member ({len(training)},), got ({len(donors)},).")
+    invalid = np.unique(donors[(donors != np.arange(len(training))) & ~training[donors]])
+    if len(invalid):
+        raise ValueError(
+            f"`{caller()}` needs donors that are training; these have diverged or stopped: members "
+            f"{', '.join(map(str, np.asarray(state.ids)[invalid].tolist()))}."
+        )
     moving, fixed = copy_donors(moving, fixed, donors)
     return TrainState(moving, fixed, state.shared, state.ids, state.step)
 
@@ -134,12 +135,7 @@ def stop(state: TrainState[M], members: Any) -> TrainState[M]:
 
 
 def truncation(
-    scores: Any,
-    healthy: Any = None,
-    *,
-    fraction: float | int = 0.2,
-    mode: Literal["min", "max"] = "min",
-    key: Any,
+    scores: Any, healthy: Any = None, *, fraction: float | int = 0.2, mode: Literal["min", "max"] = "min", key: Any
 ) -> Int[np.ndarray, " members"]:
     """Chooses donors by truncation selection: each of the worst members is assigned one of the best at random.
 
@@ -163,7 +159,6 @@ def truncation(
     ```
 
     ??? cite
-
         Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
     scores = check_member_scores(scores)
@@ -207,7 +202,6 @@ def perturb_hyper(
     ```
 
     ??? cite
-
         Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
     """
     check_ranges(ranges)

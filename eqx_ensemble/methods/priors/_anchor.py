@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from ... import _keys
 from ..._axes import Each
 from ..._caller import caller
-from ..._check import kind_text
+from ..._check import check_function, kind_text
 from ..._ensemble import Ensemble, check_ensemble
 from ..._foreign import from_foreign
 from ..._pytree import PyTree
@@ -21,7 +21,6 @@ from ._check import (
     check_num_rows,
     check_outputs,
     check_penalty_std,
-    check_prior,
     check_real,
     check_row_ids,
     check_same_model,
@@ -66,7 +65,6 @@ def noisy_targets(targets: Any, ids: Any, *, std: Any, row_ids: Any = None, key:
     ```
 
     ??? cite
-
         Osband, Aslanides and Cassirer, *Randomized Prior Functions for Deep Reinforcement Learning*, NeurIPS 2018,
         arXiv:1806.03335 (section 3).
     """
@@ -188,7 +186,6 @@ class RandomisedPrior(eqx.Module, Generic[M]):
     ```
 
     ??? cite
-
         Osband, Aslanides and Cassirer, *Randomized Prior Functions for Deep Reinforcement Learning*, NeurIPS 2018,
         arXiv:1806.03335.
     """
@@ -198,7 +195,8 @@ class RandomisedPrior(eqx.Module, Generic[M]):
     scale: Frozen[Any]
 
     def __init__(self, network: M, prior: Any, *, scale: Any = 1.0) -> None:
-        check_prior(network, prior)
+        check_function(network, "network", example="eqx.nn.MLP(3, 1, 16, 2, key=key)")
+        check_function(prior, "prior", example="eqx.nn.MLP(3, 1, 16, 2, key=other_key)")
         self.network = network
         self.prior = prior if isinstance(prior, Frozen) else Frozen(prior)
         self.scale = Frozen(check_scale(scale))
@@ -320,7 +318,6 @@ def draw_anchors(
     ```
 
     ??? cite
-
         Pearce, Leibfried, Brintrup, Zaki and Neely, *Uncertainty in Neural Networks: Approximately Bayesian
         Ensembling*, AISTATS 2020, arXiv:1810.05546.
     """

@@ -7,19 +7,13 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ..._caller import caller
-from ..._check import check_function, check_number, is_traced, kind_text
+from ..._check import check_number, is_traced, kind_text
 from ..._leaf_text import leaf_text
 
 _PRIOR = "methods.priors.RandomisedPrior"
 _PENALTY = "methods.priors.Anchor.penalty"
 _TARGETS = "methods.priors.noisy_targets"
 _ANCHORS = "methods.priors.draw_anchors"
-
-
-def check_prior(network: Any, prior: Any) -> None:
-    """Raises unless network and prior are callable."""
-    check_function(network, "network", example="eqx.nn.MLP(3, 1, 16, 2, key=key)")
-    check_function(prior, "prior", example="eqx.nn.MLP(3, 1, 16, 2, key=other_key)")
 
 
 def check_scale(scale: Any) -> Any:

@@ -1,9 +1,48 @@
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from ..._check import missing_extra_message
-from ._check import check_chains, check_values
+from ..._caller import caller
+from ..._check import is_traced, kind_text, missing_extra_message
+from ..._foreign import as_numpy
+
+
+def check_values(values: Any) -> np.ndarray:
+    """Raises unless `values` is an array of real numbers with members. Returns it in double precision."""
+    if is_traced(values):
+        raise TypeError(f"`{caller()}` cannot be called inside `jax.jit`: ArviZ computes with NumPy.")
+    array = as_numpy(values, "values")
+    is_real = array.dtype.kind in "iub" or jnp.issubdtype(array.dtype, jnp.floating)
+    if array.ndim == 0 or not is_real:
+        raise TypeError(
+            f"`{caller()}` needs an array of real numbers `(members, ...)` as `values`, got {kind_text(values)}."
+        )
+    return array.astype(np.float64)
+
+
+def check_chains(chains: Any, num_samples: int) -> tuple[np.ndarray, int]:
+    """Raises unless all chains have the same length.
+
+    **Returns:** the indices that sort samples by chain, and the number of chains.
+    """
+    array = as_numpy(chains, "chains")
+    if array.dtype.kind not in "iu" or array.shape != (num_samples,):
+        raise TypeError(
+            f"`{caller()}` needs one integer for each sample as `chains` ({num_samples},), got {array.dtype} of shape "
+            f"{array.shape}.\nOf snapshots: `ensemble.ids // size`."
+        )
+    found, lengths = np.unique(array, return_counts=True)
+    if len(set(lengths.tolist())) > 1:
+        listed = ", ".join(f"{chain}: {length}" for chain, length in zip(found, lengths, strict=True))
+        raise ValueError(
+            f"`{caller()}` needs chains with as many samples each, got {listed}.\nA member that stopped or diverged "
+            "has fewer: leave it out, or the first samples of the others."
+        )
+    length = max(lengths.tolist(), default=0)
+    if length < 4:
+        raise ValueError(f"`{caller()}` needs chains of at least 4 samples, got {length}.")
+    return np.argsort(array, kind="stable"), len(found)
 
 
 class Diagnostics(NamedTuple):
@@ -50,17 +89,15 @@ def diagnostics(values: Any, chains: Any) -> Diagnostics:
     ```
 
     ??? cite
-
         Vehtari, Gelman, Simpson, Carpenter and Bürkner, "Rank-Normalization, Folding, and Localization: An Improved
         $\hat R$ for Assessing Convergence of MCMC" (Bayesian Analysis, 2021).
     """
-    name = "methods.sampling.diagnostics"
     array = check_values(values)
     order, num_chains = check_chains(chains, len(array))
     try:
         from arviz_stats.base.array import array_stats  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:
-        raise ImportError(missing_extra_message(name, "ArviZ", "sampling")) from error
+        raise ImportError(missing_extra_message(caller(), "ArviZ", "sampling")) from error
     axes: Any = {"chain_axis": 0, "draw_axis": 1}
     draws = array[order].reshape(num_chains, -1, *array.shape[1:])
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -8,17 +8,93 @@ import optax
 from jaxtyping import Array, Float, Int, Key
 
 from ... import _keys
-from ..._check import check_counter
+from ..._caller import caller
+from ..._check import check_counter, check_number, is_traced
+from ..._leaf_text import leaf_text
 from ..._pytree import PyTree
-from ._check import (
-    check_adapt_steps,
-    check_eps,
-    check_explore,
-    check_fraction,
-    check_num_rows,
-    check_rate,
-    check_weights,
-)
+
+
+def _check_scalar(value: Any, argument: str) -> Any:
+    """Raises unless `value` is one real number. Returns it as a Python number, unless it is traced."""
+    if is_traced(value):
+        if value.ndim or not (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
+            raise TypeError(f"`{caller()}` needs one number `{argument}` per member, got {leaf_text(value)}.")
+        return value
+    if isinstance(value, jax.Array | np.ndarray) and value.ndim == 0 and value.dtype != bool:
+        value = value.item()
+    return check_number(value, argument)
+
+
+def check_rate(value: Any, argument: str, *, schedules: bool = True) -> Any:
+    """Raises unless `value` is a number of at least 0, or a schedule. Returns it."""
+    if schedules and callable(value):
+        return value
+    value = _check_scalar(value, argument)
+    if not is_traced(value) and value < 0:
+        raise ValueError(f"`{caller()}` needs `{argument}` to be at least 0, got {value!r}.")
+    return value
+
+
+def check_num_rows(value: Any) -> Any:
+    """Raises unless `value` is above 0; a traced one is not checked."""
+    value = _check_scalar(value, "num_rows")
+    if not is_traced(value) and value <= 0:
+        raise ValueError(
+            f"`{caller()}` needs `num_rows` to be above 0, got {value!r}: the number of rows that a member is trained "
+            "on."
+        )
+    return value
+
+
+def check_fraction(value: Any, argument: str, *, allow: int) -> Any:
+    """Raises unless `value` is between 0 and 1, exclusive except for `allow`. Returns it."""
+    value = _check_scalar(value, argument)
+    if not is_traced(value) and not (0 < value < 1 or value == allow):
+        wanted = "above 0 and at most 1" if allow else "at least 0 and below 1"
+        raise ValueError(f"`{caller()}` needs `{argument}` to be {wanted}, got {value!r}.")
+    return value
+
+
+def check_eps(value: Any) -> Any:
+    """Raises unless `value` is above 0."""
+    value = _check_scalar(value, "eps")
+    if not is_traced(value) and value <= 0:
+        raise ValueError(f"`{caller()}` needs `eps` to be above 0, got {value!r}.")
+    return value
+
+
+def check_adapt_steps(value: Any) -> Any:
+    """Raises unless `value` is `None` or a number of steps."""
+    if value is None:
+        return None
+    if is_traced(value):
+        if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(f"`{caller()}` needs an integer `adapt_steps` per member, got {leaf_text(value)}.")
+        return value
+    return check_counter(value, "adapt_steps")
+
+
+def check_explore(value: Any) -> float:
+    """Raises unless `value` is from 0 to below 1. Returns it."""
+    number = check_number(value, "explore", least=0, most=1)
+    if number == 1:
+        raise ValueError(f"`{caller()}` needs `explore` below 1, got {value!r}: no step would be left to sample in.")
+    return number
+
+
+def check_weights(params: PyTree) -> None:
+    """Raises for weights whose dtype does not allow sampling."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        where, dtype = jax.tree_util.keystr(path), jnp.asarray(x).dtype
+        if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 32:
+            why = "a complex Gaussian has more than one covariance"
+            if jnp.issubdtype(dtype, jnp.floating):
+                why = "small steps and their noise would be rounded away"
+            raise TypeError(
+                f"`{caller()}` needs weights in float32 or float64, got {dtype} at `{where}`: {why}.\nCast inside the "
+                "loss where it should compute in fewer bits, or leave the weights out with `trainable=`."
+            )
+
 
 Rates = Callable[[Int[Array, ""]], tuple[Float[Array, ""], Float[Array, ""]]]
 """The learning rate and the standard deviation of the noise in a step."""
@@ -115,7 +191,6 @@ def psgld(
     ```
 
     ??? cite
-
         Li, Chen, Carlson and Carin, "Preconditioned Stochastic Gradient Langevin Dynamics for Deep Neural Networks"
         (AAAI 2016).
     """
@@ -189,7 +264,6 @@ def sghmc(
     ```
 
     ??? cite
-
         Chen, Fox and Guestrin, "Stochastic Gradient Hamiltonian Monte Carlo" (ICML 2014), equation 15.
     """
     at = rates(learning_rate, num_rows, temperature)
@@ -250,7 +324,6 @@ def cyclical_temperature(
     ```
 
     ??? cite
-
         Zhang, Li, Zhang, Chen and Wilson, "Cyclical Stochastic Gradient MCMC for Bayesian Deep Learning" (ICLR 2020).
     """
     period = check_counter(period, "period")
@@ -322,7 +395,6 @@ def sgld(
     ```
 
     ??? cite
-
         Welling and Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics" (ICML 2011).
     """
     at = rates(learning_rate, num_rows, temperature)

@@ -54,18 +54,6 @@ def check_outputs(out_size: Any, likelihood: str) -> int:
     return size
 
 
-def check_hidden(hidden: Any, in_size: int) -> None:
-    """Raises unless `hidden` holds the floating-point hidden units of one row."""
-    if not isinstance(hidden, jax.Array) or hidden.shape != (in_size,):
-        got = leaf_text(hidden) if isinstance(hidden, jax.Array) else kind_text(hidden)
-        raise ValueError(
-            f"`{_MODEL}` needs a network that gives `in_size` hidden units of one row, ({in_size},), got {got}.\n"
-            "A batch of rows? Map the model: `jax.vmap(model)(x)`."
-        )
-    if not jnp.issubdtype(hidden.dtype, jnp.floating):
-        raise TypeError(f"`{_MODEL}` needs floating-point hidden units, got {leaf_text(hidden)}.")
-
-
 def check_bound(bound: Any) -> None:
     """Raises unless `bound` is a number above zero; a traced one is not checked."""
     if is_traced(bound):
@@ -91,11 +79,6 @@ def check_matrices(select: Callable[[Any], Any], positions: Any, leaves: list[An
     if complex_ones:
         raise TypeError(f"`{caller()}` needs real weights, got {leaf_text(complex_ones[0])}.")
     return found
-
-
-def params_message() -> str:
-    """The message for an `update` without weights."""
-    return f"`{caller()}` bounds weights: call `update(grads, state, params)` with the weights."
 
 
 def mean_field(
@@ -272,7 +255,15 @@ class SNGP(eqx.Module, Generic[M]):
     def features(self, hidden: Float[Array, " hidden"]) -> Float[Array, " features"]:
         """The random features of one row's hidden units."""
         frequencies, phases = (jax.lax.stop_gradient(x.value) for x in (self.frequencies, self.phases))
-        check_hidden(hidden, frequencies.shape[1])
+        in_size = frequencies.shape[1]
+        if not isinstance(hidden, jax.Array) or hidden.shape != (in_size,):
+            got = leaf_text(hidden) if isinstance(hidden, jax.Array) else kind_text(hidden)
+            raise ValueError(
+                f"`{_MODEL}` needs a network that gives `in_size` hidden units of one row, ({in_size},), got {got}.\n"
+                "A batch of rows? Map the model: `jax.vmap(model)(x)`."
+            )
+        if not jnp.issubdtype(hidden.dtype, jnp.floating):
+            raise TypeError(f"`{_MODEL}` needs floating-point hidden units, got {leaf_text(hidden)}.")
         cosines = jnp.cos(frequencies.astype(hidden.dtype) @ hidden + phases.astype(hidden.dtype))
         return (2 / phases.shape[0]) ** 0.5 * cosines
 

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from ..._caller import caller
 from ..._check import check_flag, check_optional_function, check_positive_int
 from ..._pytree import PyTree
 from ...train._engine import supported_arguments
 from .._check import check_inner_optimiser
-from ._model import check_bound, check_matrices, params_message
+from ._model import check_bound, check_matrices
 
 
 class SpectralState(NamedTuple):
@@ -80,7 +81,7 @@ def bound_spectral_norm(
 
     def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, SpectralState]:
         if params is None:
-            raise ValueError(params_message())
+            raise ValueError(f"`{caller()}` bounds weights: call `update(grads, state, params)` with the weights.")
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **supported_arguments(inner.update, extra)
         )

@@ -47,10 +47,10 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("", text)
 
 
-def array_texts(tree: PyTree, name: str) -> dict[str, str]:
+def array_texts(tree: PyTree, root: str) -> dict[str, str]:
     """A text for every array of a tree."""
     keyed, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {f"{name}{jax.tree_util.keystr(path)}": array_text(x) for path, x in keyed}
+    return {f"{root}{jax.tree_util.keystr(path)}": array_text(x) for path, x in keyed}
 
 
 def array_text(x: Any) -> str:

@@ -23,9 +23,9 @@ from ...checkpoint._engine import (
     check_valid,
     explain_folder,
     explain_record,
+    has_our_manifest,
     is_count,
     is_on_disk,
-    is_sealed,
     is_seconds,
     is_string,
     is_texts,
@@ -246,7 +246,7 @@ class Saver:
         self._saved_at = time.perf_counter()
         self.folder = self._checkpoints.path(0).parent
         check_overwritable(self.folder, is_checkpoint=not self.folder.exists() or self.folder.is_dir())
-        check_run_folder(self.folder, is_checkpoint=is_on_disk(self.folder) and is_sealed(self.folder))
+        check_run_folder(self.folder, is_checkpoint=is_on_disk(self.folder) and has_our_manifest(self.folder))
         check_resume(self._checkpoints.steps, self.folder, self._checkpoints.resume)
         self._claim = Claim(self._checkpoints)
 
