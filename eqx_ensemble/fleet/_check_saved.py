@@ -40,15 +40,15 @@ def check_like_of_members(like: Any) -> Any:
     return like
 
 
-def check_call_record(meta: Any, folder: Any) -> dict[str, Any]:
-    """Raises unless the metadata are those of a call of `fleet.fit`. Returns its record."""
-    record = meta.get("fleet.fit") if isinstance(meta, dict) else None
-    if not isinstance(record, dict):
+def check_shard_arrays(arrays: dict[str, np.ndarray], folder: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Raises unless the arrays of a call are the ids of its members and the sizes of its shards. Returns both."""
+    found = [arrays.get(word, np.zeros(())) for word in ("ids", "sizes")]
+    if [(x.ndim, x.dtype.name) for x in found] != [(1, "int32"), (1, "int64")] or found[1].sum() != len(found[0]):
         raise ValueError(
             f"`{caller()}` needs a folder of `fleet.fit(save=...)`, and `{folder}` holds something else.\n"
             "Choose another folder."
         )
-    return record
+    return found[0], found[1]
 
 
 def check_shard_of_call(meta: Any, digest: str, path: Any) -> dict[str, Any]:
@@ -142,18 +142,6 @@ def check_not_of_fit(folder: Any) -> None:
             errno.EEXIST,
             f"`{caller()}` needs a folder for the checkpoints of its shards, and `{folder}` is the folder of a run of "
             "`fit`.\nChoose another folder",
-        )
-
-
-def check_begun(folder: Any, resume: str, *, begun: bool) -> None:
-    """Raises for `resume="must"` without checkpoints, and for `"never"` with some."""
-    if resume == "must" and not begun:
-        raise FileNotFoundError(errno.ENOENT, f"`{caller()}` must resume, and found no checkpoint in `{folder}`")
-    if resume == "never" and begun:
-        raise FileExistsError(
-            errno.EEXIST,
-            f"`{caller()}` must not resume, and `{folder}` holds checkpoints of shards, which are not overwritten.\n"
-            "Choose another folder, or remove this one",
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from .._caller import caller
 from .._ensemble import concatenate
 from .._warnings import warn
+from ..checkpoint._engine import CallRecord, has_call, lock_folder
 from ..distributed import to_host
 from ..methods import population
 from ..train._engine import History, Run, Status, allow_idle, is_data_function, warn_of_diverged
@@ -22,15 +23,12 @@ from ._check_saved import check_same_size
 from ._columns import Columns, count_status
 from ._divide import begin, divide
 from ._folder import (
-    CallIdentity,
     SavedCall,
     ShardCheckpoints,
-    check_same_identity,
-    has_call,
-    lock_folder,
-    read_call,
+    check_call_of_folder,
+    load_call,
+    save_call,
     store_of,
-    write_call,
 )
 from ._run_shards import Call, Hooks, run_call
 from ._shard import Finished, check_some_done, lost_message
@@ -44,7 +42,7 @@ def save_shards(
     executor: Any,
     folder: Path,
     checkpoints: ShardCheckpoints,
-    identity: CallIdentity,
+    record: CallRecord,
     like: Any,
     *,
     shard: int | None,
@@ -57,7 +55,7 @@ def save_shards(
     """Runs the shards that are not in the folder yet. The argument `store` of each is where it saves."""
     begun = time.perf_counter()
     with lock_folder(folder):
-        saved, done = _read_done(folder, identity, shard)
+        saved, done = _read_done(folder, record, shard)
         finished = Finished([], [], interrupted=False)
         if saved is None or len(done) < len(saved.sizes):
             found: list[SavedCall] = [] if saved is None else [saved]
@@ -66,12 +64,12 @@ def save_shards(
                 if found:
                     checkpoints.use(found[0].positions())
                 else:
-                    found.append(write_call(folder, identity, call.ids, checkpoints.divide(size)))
+                    found.append(save_call(folder, record, call.ids, checkpoints.divide(size)))
                 return [pair for pair in enumerate(found[0].positions()) if pair[0] not in done]
 
             def part(positions: np.ndarray) -> Any:
                 number = int(np.searchsorted(np.cumsum(found[0].sizes), positions[0], side="right"))
-                return call.part(positions) | {"store": store_of(folder, number, found[0].identity.digest)}
+                return call.part(positions) | {"store": store_of(folder, number, found[0].record.digest)}
 
             finished = run_call(
                 call._replace(part=part),
@@ -95,19 +93,19 @@ def save_shards(
     return run
 
 
-def _read_done(folder: Path, identity: CallIdentity, shard: int | None) -> tuple[SavedCall | None, dict[int, Columns]]:
+def _read_done(folder: Path, record: CallRecord, shard: int | None) -> tuple[SavedCall | None, dict[int, Columns]]:
     """The call and the completed shards in a folder; raises if it belongs to a different call.
 
     A different call that completed no shard, because it failed, is replaced.
     """
     if not has_call(folder):
         return None, {}
-    saved = read_call(folder)
-    stores = [store_of(folder, number, saved.identity.digest) for number in range(len(saved.sizes))]
+    saved = load_call(folder)
+    stores = [store_of(folder, number, saved.record.digest) for number in range(len(saved.sizes))]
     complete = [number for number, store in enumerate(stores) if store.is_complete]
-    if not complete and saved.identity.digest != identity.digest:
+    if not complete and saved.record.digest != record.digest:
         return None, {}
-    check_same_identity(saved.identity, identity, folder)
+    check_call_of_folder(saved.record, record, folder)
     if shard is not None:
         expected = np.array([len(part) for part in divide(len(saved.ids), shard)])
         check_same_size(shard, saved.sizes, expected, folder)

@@ -1,12 +1,8 @@
 """The folder in which shards save their members: one checkpoint for the call, and one per completed shard."""
 
-import contextlib
-import hashlib
 import inspect
-import json
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,34 +11,31 @@ import jax
 import numpy as np
 
 from .. import _axes
-from .._caller import caller
 from .._ensemble import Ensemble
-from .._files import load, save
-from .._warnings import warn
+from .._files import save
 from ..checkpoint import contents
 from ..checkpoint._engine import (
-    RunLock,
-    check_fields,
+    CallRecord,
     check_own,
+    check_resume,
+    check_run_folder,
+    check_same_call,
     check_valid,
-    explain_folder,
+    child,
+    conditions,
     explain_record,
-    has_manifest,
-    is_checkpoint,
-    is_count,
-    is_list,
-    is_texts,
+    has_checkpoints,
+    is_saved,
     list_folder,
-    versions,
+    read_call,
+    write_call,
 )
-from ..methods._rounds import has_checkpoints
-from ..train._engine import Run, array_texts, check_same_call, code_text, digest_of, fit, option_text
+from ..train._engine import Run, array_texts, code_text, digest_of, fit, option_text
 from ._check_saved import (
-    check_begun,
-    check_call_record,
     check_not_of_fit,
     check_one_division,
     check_same_division,
+    check_shard_arrays,
     check_shard_of_call,
 )
 from ._columns import Columns, columns_of, from_json, to_json
@@ -64,8 +57,9 @@ class ShardCheckpoints:
         self._folder, self._num_members, self._shard = folder, num_members, shard
         self._firsts: list[int] = []
         if folder is not None:
+            check_run_folder(folder)
             check_not_of_fit(folder)
-            check_begun(folder, resume, begun=has_checkpoints(folder))
+            check_resume(resume, folder, "checkpoints of shards" if has_checkpoints(folder) else "")
 
     def divide(self, size: int) -> list[np.ndarray]:
         """The positions of the members of each shard: as divided in the folder, otherwise of about `size`."""
@@ -103,36 +97,16 @@ class ShardCheckpoints:
 
 # Options that are one number, or a list with one number per member.
 _LIMITS = ("max_steps", "target")
-# Settings of JAX that change random streams or dtypes, and those that change the last bits.
+# Settings of JAX that change random streams or dtypes, and one that changes the last bits.
 _SETTINGS = ("jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_numpy_dtype_promotion")
-_DEVICE = ("backend", "jax_default_matmul_precision")
+_PRECISION = "jax_default_matmul_precision"
 # Options that affect time and memory, but not what is saved.
 _IGNORED = ("plan", "scan", "checkpoint_every", "resume", "mesh")
 
 
-class CallIdentity(NamedTuple):
-    """The identity of a call.
-
-    **Attributes:**
-
-    - `texts`: the texts that identify the call, by name.
-    - `code`: the names of the texts that can be compared under equal library versions only.
-    - `conditions`: these versions, the kind of device and the precision of matrix products.
-    """
-
-    texts: dict[str, str]
-    code: tuple[str, ...]
-    conditions: dict[str, str]
-
-    @property
-    def digest(self) -> str:
-        """The SHA-256 digest of the texts and conditions."""
-        return hashlib.sha256(json.dumps([self.texts, self.conditions], sort_keys=True).encode()).hexdigest()
-
-
 def call_identity(
     start: Any, ids: np.ndarray, functions: dict[str, Any], options: dict[str, Any], *, key: Any
-) -> CallIdentity:
+) -> CallRecord:
     """The identity of a call.
 
     **Arguments:**
@@ -162,31 +136,13 @@ def call_identity(
             texts |= array_texts(arrays, word)
     current = settings()
     texts |= {word: str(current[word]) for word in _SETTINGS}
-    return CallIdentity(code | texts, tuple(code), _conditions(str(current["jax_default_matmul_precision"])))
+    return CallRecord(code | texts, tuple(code), conditions(**{_PRECISION: str(current[_PRECISION])}))
 
 
-def _conditions(precision: str) -> dict[str, str]:
-    """What affects the last bits of results."""
-    packages = {name: version for name, version in versions().items() if name not in ("python", "numpy")}
-    packages["bytecode"] = str(sys.implementation.cache_tag)
-    return packages | dict(zip(_DEVICE, (jax.default_backend(), precision), strict=True))
-
-
-def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any) -> None:
+def check_call_of_folder(saved: CallRecord, now: CallRecord, folder: Any) -> None:
     """Raises if a folder was written by a different call; warns if it was written under other conditions."""
-    before, after = saved.texts, now.texts
-    differ = [word for word in now.conditions if saved.conditions.get(word) != now.conditions[word]]
-    if differ:
-        changes = ", ".join(f"{word} {saved.conditions.get(word)} -> {now.conditions[word]}" for word in differ)
-        others = not set(differ) <= set(_DEVICE)
-        warn(
-            f"`{caller()}` resumes in `{folder}`, which was written under other conditions ({changes}): new shards may "
-            f"differ from the saved ones in their last bits{', and functions cannot be compared' if others else ''}."
-        )
-        if others:
-            code = {*saved.code, *now.code}
-            before, after = ({word: x for word, x in texts.items() if word not in code} for texts in (before, after))
-    check_same_call(before, after, folder)
+    effect = "new shards may differ from the saved ones in their last bits"
+    check_same_call(saved, now, folder, effect=effect, harmless=("backend", _PRECISION))
 
 
 def _is_default(word: str, value: Any) -> bool:
@@ -202,20 +158,10 @@ def _is_data(value: Any) -> bool:
     return not callable(value) and all(map(plain, jax.tree.leaves(value)))
 
 
-_CALL = "call"
-_CALL_FIELDS = {
-    "texts": is_texts,
-    "code": lambda value: is_list(value, str),
-    "conditions": is_texts,
-    "members": is_count,
-    "shards": is_count,
-}
-
-
 class SavedCall(NamedTuple):
     """The call that a folder belongs to, and its division into shards."""
 
-    identity: CallIdentity
+    record: CallRecord
     ids: np.ndarray
     sizes: np.ndarray
 
@@ -233,7 +179,7 @@ class Store(NamedTuple):
     @property
     def is_complete(self) -> bool:
         """Whether the shard is complete."""
-        return _is_saved(self.path)
+        return is_saved(self.path)
 
     def read(self) -> Columns:
         """The columns of a complete shard."""
@@ -255,51 +201,20 @@ class Store(NamedTuple):
 
 def store_of(folder: Path, number: int, digest: str) -> Store:
     """The store of the shard with this number."""
-    return Store(folder / f"shard-{number:06d}", digest)
+    return Store(child(folder, "shard", number), digest)
 
 
-def write_call(folder: Path, identity: CallIdentity, ids: np.ndarray, positions: Sequence[np.ndarray]) -> SavedCall:
-    """Writes the checkpoint of the call."""
+def save_call(folder: Path, record: CallRecord, ids: np.ndarray, positions: Sequence[np.ndarray]) -> SavedCall:
+    """Saves the call."""
     sizes = np.array([len(part) for part in positions])
     for number in range(len(sizes)):  # before members are trained that could not be saved
         check_own(store_of(folder, number, "").path)
-    meta = {"fleet.fit": identity._asdict() | {"members": len(ids), "shards": len(sizes)}}
-    save(folder / _CALL, {"ids": ids, "sizes": sizes}, meta=meta)
-    return SavedCall(identity, ids, sizes)
+    write_call(folder, record, {"ids": ids, "sizes": sizes})
+    return SavedCall(record, ids, sizes)
 
 
-def has_call(folder: Path) -> bool:
-    """Whether a folder holds a call of `fleet.fit`."""
-    return _is_saved(folder / _CALL)
-
-
-def _is_saved(path: Path) -> bool:
-    """Whether there is a checkpoint, damaged or not."""
-    return has_manifest(path) and is_checkpoint(path)
-
-
-def read_call(folder: Path) -> SavedCall:
-    """Reads the checkpoint of the call."""
-    found = contents(folder / _CALL)
-    record = check_call_record(found.meta, folder)
-    with explain_record(folder / _CALL):
-        check_fields(record, _CALL_FIELDS, "fleet.fit")
-        saved = tuple(found.leaves.get(f"['{word}']") for word in ("ids", "sizes"))
-        expected = f"i32[{record['members']}]", f"i64[{record['shards']}]"
-        check_valid("its numbers of members and shards have changed", holds=saved == expected)
-    like = {"ids": np.empty(record["members"], np.int32), "sizes": np.empty(record["shards"], np.int64)}
-    tree = load(folder / _CALL, like)
-    identity = CallIdentity(record["texts"], tuple(record["code"]), record["conditions"])
-    return SavedCall(identity, tree["ids"], tree["sizes"])
-
-
-@contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Locks the folder for one call."""
-    lock = RunLock(folder)
-    with explain_folder(folder):
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+def load_call(folder: Path) -> SavedCall:
+    """Reads the call."""
+    record, arrays = read_call(folder)
+    ids, sizes = check_shard_arrays(arrays, folder)
+    return SavedCall(record, ids, sizes)

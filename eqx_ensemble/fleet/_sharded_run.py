@@ -8,7 +8,7 @@ from jaxtyping import Float, Int, Int8
 
 from .._ensemble import Ensemble, M, join, take
 from .._files import as_like, check_like_given, load
-from ..checkpoint._engine import as_path, check_valid, explain_record, read_manifest
+from ..checkpoint._engine import as_path, check_valid, explain_record, has_call, read_manifest
 from ..train._engine import Mode, Status, data_frame, rank_members, status_names
 from ._check_saved import (
     check_has_call,
@@ -20,7 +20,7 @@ from ._check_saved import (
 )
 from ._columns import Columns, count_status, join_columns
 from ._divide import resize
-from ._folder import SavedCall, has_call, read_call, store_of
+from ._folder import SavedCall, load_call, store_of
 from ._shard import ShardReport
 
 # Members in the files of shards: which to read, in which order and shapes.
@@ -257,8 +257,8 @@ def open_run(folder: str | os.PathLike[str], like: Any) -> ShardedRun[Any]:
     path = as_path(folder)
     check_has_call(path, there=has_call(path))
     check_like_given(like)
-    call = read_call(path)
-    stores = [store_of(path, number, call.identity.digest) for number in range(len(call.sizes))]
+    call = load_call(path)
+    stores = [store_of(path, number, call.record.digest) for number in range(len(call.sizes))]
     done = {number: store.read() for number, store in enumerate(stores) if store.is_complete}
     check_some_members(len(done), path)
     first = store_of(path, min(done), "").path

@@ -11,6 +11,7 @@ from .._build import build
 from .._check import check_positive_int
 from .._ensemble import Ensemble, M, check_ensemble
 from .._pytree import PyTree
+from ..checkpoint._engine import lock_folder
 from ..distributed import to_host
 from ..sweep import AbstractRange, draw
 from ..train._engine import Optimiser, Run, Status, fit, is_batches
@@ -105,7 +106,7 @@ def successive_halving(
     ladder = check_rungs(ensemble, data, **rungs_of)
     own = {ladder.unit: ladder.totals[0], "factor": ladder.factor, "rungs": ladder.rungs}
     saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
-    with saved.lock():
+    with lock_folder(saved.folder):
         return halve(
             ensemble, loss, optimiser, data, ladder, saved, **options, validation=validation, key=key
         )  # fmt: skip
@@ -299,9 +300,9 @@ def hyperband(
     own = {"epochs": epochs, "factor": factor}
     saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
     runs = []
-    with saved.lock():
+    with lock_folder(saved.folder):
         for number, bracket in enumerate(brackets(make, ranges, epochs, factor, key=key)):
-            inside = saved.inside(f"bracket-{number:02d}", bracket=number)
+            inside = saved.inside("bracket", number)
             start = {"hyper": bracket.hyper, "state": bracket.state}
             runs.append(
                 halve(

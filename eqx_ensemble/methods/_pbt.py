@@ -14,6 +14,7 @@ from .._check import check_function, check_key, check_positive_int
 from .._ensemble import Ensemble, M, check_ensemble
 from .._pytree import PyTree
 from .._warnings import ignore_warnings, warn
+from ..checkpoint._engine import lock_folder
 from ..distributed import to_host
 from ..train import perturb
 from ..train._engine import (
@@ -333,5 +334,5 @@ def population_based_training(
     own = {"rounds": rounds, **plan.length, "fraction": fraction}
     saved = Rounds(checkpoint, own=own, every=checkpoint_every, resume=resume, name=name, fit=fit)
     saved.add_function("explore", explore, plan.one, plan.keys[0])
-    with saved.lock():
+    with lock_folder(saved.folder):
         return evolve(ensemble, loss, optimiser, data, plan, saved, **options, validation=validation, key=key)

@@ -1,13 +1,10 @@
 """Checkpoints of methods that consist of several runs: one folder per run, and one lock for all of them."""
 
-import contextlib
 import dataclasses
 import errno
 import functools as ft
 import os
-import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -18,20 +15,22 @@ from .._caller import caller
 from .._check import CheckpointCorruptError, MemberMismatchError, check_function, kind_text
 from .._pytree import PyTree
 from .._warnings import warn
-from ..checkpoint import Checkpoints, _disk
-from ..checkpoint._engine import NAME as LOCK
+from ..checkpoint import Checkpoints
 from ..checkpoint._engine import (
-    STEP,
-    RunLock,
+    CallRecord,
     absolute,
     as_path,
-    check_overwritable,
-    clean,
-    explain_folder,
+    check_resume,
+    check_run_folder,
+    check_same_call,
+    child,
+    children,
+    has_call,
+    has_checkpoints,
     is_on_disk,
-    is_sealed,
-    list_folder,
-    remove,
+    read_call,
+    remove_run,
+    write_call,
 )
 from ..distributed import to_host
 from ..train._engine import (
@@ -39,8 +38,6 @@ from ..train._engine import (
     Round,
     Run,
     check_checkpoint_options,
-    check_run_folder,
-    check_same_call,
     function_text,
     is_batches,
     is_data_function,
@@ -49,26 +46,7 @@ from ..train._engine import (
 from ..train._engine import fit as fit_here
 from ._check import check_options, check_whole_epochs
 
-# A record of the arguments of a method whose rounds are trained by another `fit`: its runs do not record them.
-
-_OTHER_FIT = {"fit": "another function"}
-
-
-def texts_of(own: dict[str, Any], *, name: str) -> dict[str, str]:
-    """A method's own arguments, as texts."""
-    return {"method": name} | {word: option_text(value) for word, value in own.items() if value is not None}
-
-
-def write_record(folder: Path, texts: dict[str, str]) -> None:
-    """Saves the arguments that later rounds depend on, after the first: a call that fails in it may change them."""
-    record = _record(folder)
-    if not record.steps:
-        record.save(0, {}, meta=texts | _OTHER_FIT)
-
-
-def _record(folder: Path) -> Checkpoints:
-    return Checkpoints(folder / "call")
-
+_ROUND, _DECISIONS = "round", "decisions"
 
 # The function `fit` with which a method trains its rounds: that of this library, or another with its signature.
 
@@ -128,50 +106,27 @@ def _make_data(make: Callable[..., Any], ids: np.ndarray) -> Any:
     return data
 
 
-# The subfolders of rounds in the folder of a method.
-
-_ROUND = re.compile(r"round-([0-9]{6})")
-
-
-def round_path(folder: Any, index: int) -> Any:
-    """The folder of a round."""
-    return folder / f"round-{index:06d}"
-
-
-def has_checkpoints(folder: Any) -> bool:
-    """Whether a folder or any of its subfolders holds a checkpoint."""
-    return any(STEP.fullmatch(path.name) for path in folder.glob("**/step-*"))
+# The rounds in the folder of a method.
 
 
 def saved_rounds(folder: Any) -> list[int]:
     """The indices of the rounds with a complete checkpoint, in order."""
-    return [index for index in _rounds(folder) if Checkpoints(round_path(folder, index)).steps]
+    return [index for index in children(folder, _ROUND) if Checkpoints(child(folder, _ROUND, index)).steps]
 
 
 def remove_rounds(folder: Any, before: int) -> None:
     """Removes all earlier rounds, including leftovers of killed processes."""
-    for index in _rounds(folder):
+    for index in children(folder, _ROUND):
         if index < before:
             remove_round(folder, index)
 
 
 def remove_round(folder: Any, index: int) -> None:
     """Removes a round. If other files are in its folder, warns and keeps them."""
-    path = round_path(folder, index)
     try:
-        for step in Checkpoints(path).steps:
-            remove(Checkpoints(path).path(step))
-        clean(path, STEP)
-        with contextlib.suppress(FileNotFoundError):
-            _disk.remove(path / LOCK)  # left by a killed process
-        _disk.remove_empty_folder(path)
+        remove_run(child(folder, _ROUND, index))
     except OSError as error:
         warn(f"The checkpoints of an earlier round could not be removed: {error}")
-
-
-def _rounds(folder: Any) -> list[int]:
-    matches = [_ROUND.fullmatch(entry.name) for entry in list_folder(folder) if entry.is_dir()]
-    return sorted(int(match[1]) for match in matches if match)
 
 
 # Checks for methods that save several runs in one folder.
@@ -200,25 +155,12 @@ def check_folder(folder: Any) -> None:
     """Raises for a path that holds something else: a file, a checkpoint, or the run of one `fit`."""
     if not is_on_disk(folder):
         raise TypeError(f"`{caller()}` needs `checkpoint` to be a folder in a file system, got `{folder}`.")
-    check_overwritable(folder, is_checkpoint=not folder.exists() or folder.is_dir())
-    check_run_folder(folder, is_checkpoint=is_sealed(folder))
+    check_run_folder(folder)
     if Checkpoints(folder).steps:
         raise FileExistsError(
             errno.EEXIST,
             f"`{caller()}` needs a folder of its own as `checkpoint`, and `{folder}` holds the checkpoints of one "
             "run.\nChoose another folder",
-        )
-
-
-def check_resume_rounds(folder: Any, resume: str, *, begun: bool) -> None:
-    """Raises for `resume="must"` without checkpoints, and for `"never"` with some."""
-    if resume == "must" and not begun:
-        raise FileNotFoundError(errno.ENOENT, f"`{caller()}` must resume, and found no checkpoint in `{folder}`")
-    if resume == "never" and begun:
-        raise FileExistsError(
-            errno.EEXIST,
-            f"`{caller()}` must not resume, and `{folder}` holds checkpoints, which are not overwritten.\nChoose "
-            "another folder, or remove this one",
         )
 
 
@@ -249,7 +191,6 @@ def last_scores(run: Run) -> Float[np.ndarray, " members"]:
     return scores[:, -1]
 
 
-_DECISIONS = "decisions"
 T = TypeVar("T")
 
 
@@ -275,43 +216,30 @@ class Rounds:
     ) -> None:
         self.fit = check_rounds_of(fit)
         self._given_fit, self._replays = fit, fit is not fit_here
-        self._folder: Any = None if checkpoint is None else absolute(as_path(checkpoint))
+        self.folder: Any = None if checkpoint is None else absolute(as_path(checkpoint))
         self._own, self._every, self._name = own, every, name
+        self._texts = {"method": name} | {word: option_text(x) for word, x in own.items() if x is not None}
         self._functions: dict[str, str] = {}
         self._round: Round | None = None
-        if self._folder is not None:
-            check_folder(self._folder)
-            check_resume_rounds(self._folder, resume, begun=has_checkpoints(self._folder))
-            texts = texts_of(own, name=name)
-            record = _record(self._folder)
-            if record.steps:
-                check_same_call(record.restore({}).meta, texts | _OTHER_FIT if self._replays else {}, self._folder)
+        if self.folder is not None:
+            check_folder(self.folder)
+            check_resume(resume, self.folder, "checkpoints" if has_checkpoints(self.folder) else "")
+            if has_call(self.folder):
+                check_same_call(read_call(self.folder)[0], self._record(), self.folder, effect="")
 
     def add_function(self, word: str, fn: Callable[..., Any], *args: PyTree) -> None:
         """Adds a function argument of the method to the identity of the call; `args` are examples of its arguments."""
-        if self._folder is not None:
+        if self.folder is not None:
             self._functions[word] = function_text(fn, *args)
 
-    def inside(self, folder: str, **own: Any) -> "Rounds":
-        """The rounds of a method that this one calls, in a subfolder."""
-        below = None if self._folder is None else self._folder / folder
-        return Rounds(
-            below, own=self._own | own, every=self._every, resume="auto", name=self._name, fit=self._given_fit
-        )
+    def _record(self) -> CallRecord:
+        """The arguments that rounds depend on, where another `fit` trains them: its runs do not record them."""
+        return CallRecord(self._texts | {"fit": "another function"} if self._replays else {}, (), {})
 
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Holds the lock of the folder, so that only one process trains in it."""
-        if self._folder is None:
-            yield
-            return
-        lock = RunLock(self._folder)
-        with explain_folder(self._folder):
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
+    def inside(self, kind: str, number: int) -> "Rounds":
+        """The rounds of a method that this one calls, in a subfolder."""
+        below, own = None if self.folder is None else child(self.folder, kind, number), self._own | {kind: number}
+        return Rounds(below, own=own, every=self._every, resume="auto", name=self._name, fit=self._given_fit)
 
     def resume(self, train: Callable[..., T]) -> tuple[int, T]:
         """Calls `train(index, **saving)` for the newest saved round, or the first. Returns the index and the result.
@@ -321,10 +249,10 @@ class Rounds:
         """
         if self._replays:
             result = train(0, **self.saving(0))
-            if self._folder is not None:
-                write_record(self._folder, texts_of(self._own, name=self._name))
+            if self.folder is not None and not has_call(self.folder):  # after a round: a call that fails may change
+                write_call(self.folder, self._record(), {})
             return 0, result
-        saved = [] if self._folder is None else saved_rounds(self._folder)
+        saved = [] if self.folder is None else saved_rounds(self.folder)
         index = saved[-1] if saved else 0
         while True:
             self._round = None
@@ -333,32 +261,31 @@ class Rounds:
             except CheckpointCorruptError as error:
                 if index - 1 not in saved:
                     raise
-                warn(went_back_message(round_path(self._folder, index), error))
-                remove_round(self._folder, index)
+                warn(went_back_message(child(self.folder, _ROUND, index), error))
+                remove_round(self.folder, index)
                 index -= 1
 
     def saving(self, index: int) -> dict[str, Any]:
         """The options with which `fit` saves a round."""
-        if self._folder is None:
+        if self.folder is None:
             return {}
-        path = round_path(self._folder, index)
+        path = child(self.folder, _ROUND, index)
         if self._replays:
             return {"checkpoint": path, "checkpoint_every": self._every}
-        before = None if self._round is None else self._round.identity
-        own = texts_of(self._own, name=self._name)
-        self._round = Round(path, own=own, functions=self._functions, identity=before)
+        before = None if self._round is None else self._round.call
+        self._round = Round(path, own=self._texts, functions=self._functions, call=before)
         return {"checkpoint": self._round, "checkpoint_every": self._every}
 
     def decide(self, index: int, run: Run[Any], decisions: Callable[[], PyTree] | None = None) -> None:
         """Saves all decisions up to the end of a round, and removes the earlier rounds."""
-        if self._folder is None or self._replays:
+        if self.folder is None or self._replays:
             return
         try:
             if decisions is not None:
                 self._journal().save(index + 1, decisions())
         except OSError as error:
             raise NotSavedError(error, run) from error
-        remove_rounds(self._folder, before=index)
+        remove_rounds(self.folder, before=index)
 
     def decisions(self, index: int, like: PyTree) -> PyTree:
         """Restores the decisions before a round; each array of `like` has a leading axis of rounds."""
@@ -366,4 +293,4 @@ class Rounds:
         return self._journal().restore(jax.tree.map(along, like), step=index).tree
 
     def _journal(self) -> Checkpoints:
-        return Checkpoints(self._folder / _DECISIONS, last=2)
+        return Checkpoints(self.folder / _DECISIONS, last=2)

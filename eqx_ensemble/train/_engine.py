@@ -45,7 +45,7 @@ from .data._reader import RowReader, check_no_scan
 from .data._source import as_row_indices, is_batches, is_data_function, is_wrapper, without_marks
 from .host._check import check_not_given_again, check_same_mode, missing_validation_message
 from .host._record import History, mean_of_last_epoch
-from .resume._check import check_checkpoint_options, check_run_folder, check_same_call
+from .resume._check import check_checkpoint_options
 from .resume._code_texts import array_texts, code_text, digest_of, option_text
 from .resume._identity import function_text
 from .resume._resume import Round
