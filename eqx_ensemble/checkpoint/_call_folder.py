@@ -18,7 +18,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +111,12 @@ class RunLock:
             self.release()
             self.acquire()
         holder = self._holder()
-        _check_held(self._folder, holder, ours=holder is None or holder.get("token") == self._token)
+        if holder is not None and holder["token"] != self._token:  # the file system has no locks between machines
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                f"The checkpoint folder `{self._folder}` was taken over by another run: process {holder['pid']} on "
+                f"`{holder['host']}`, since {holder['since']}.\nGive each run a folder of its own",
+            )
 
     def release(self) -> None:
         """Releases the lock, and removes its file."""
@@ -222,7 +227,13 @@ class Claim:
     def _take(self, lock: RunLock, seen: list[int]) -> None:
         with _explain(self._folder):
             lock.acquire()
-        _check_nothing_newer(self._folder, seen, self._steps())
+        now = self._steps()
+        if now[-1:] != seen[-1:]:
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                f"Another run has saved step {now[-1] if now else None} in the checkpoint folder `{self._folder}` "
+                "since this one read it.\nCall `fit` again, or save in another folder",
+            )
 
 
 @contextlib.contextmanager
@@ -252,27 +263,6 @@ def _check_free(path: Any, holder: dict[str, Any] | None, *, free: bool) -> None
             errno.EWOULDBLOCK,
             f"`fit` needs a checkpoint folder that no other run uses, and `{path}` is in use: by {who}.\nWait for that "
             "run to end, end it, or save in another folder",
-        )
-
-
-def _check_held(path: Any, holder: dict[str, Any] | None, *, ours: bool) -> None:
-    """Checks that no other run has taken over the folder, if the file system has no locks between machines."""
-    if not ours:
-        holder = holder or {}
-        raise BlockingIOError(
-            errno.EWOULDBLOCK,
-            f"The checkpoint folder `{path}` was taken over by another run: process {holder.get('pid')} on "
-            f"`{holder.get('host')}`, since {holder.get('since')}.\nGive each run a folder of its own",
-        )
-
-
-def _check_nothing_newer(path: Any, read: Sequence[int], now: Sequence[int]) -> None:
-    """Checks that no other run has saved in the folder between reading and locking it."""
-    if now[-1:] != read[-1:]:
-        raise BlockingIOError(
-            errno.EWOULDBLOCK,
-            f"Another run has saved step {now[-1] if now else None} in the checkpoint folder `{path}` since this one "
-            "read it.\nCall `fit` again, or save in another folder",
         )
 
 

@@ -19,7 +19,6 @@ from ..distributed import to_host
 from ..methods import population
 from ..train._engine import History, Run, Status, allow_idle, is_data_function, warn_of_diverged
 from ..train._engine import fit as fit_here
-from ._check_saved import check_same_size
 from ._columns import Columns, count_status
 from ._divide import begin, divide
 from ._folder import (
@@ -28,7 +27,6 @@ from ._folder import (
     check_call_of_folder,
     load_call,
     save_call,
-    store_of,
 )
 from ._run_shards import Call, Hooks, run_call
 from ._shard import Finished, check_some_done, lost_message
@@ -69,7 +67,7 @@ def save_shards(
 
             def part(positions: np.ndarray) -> Any:
                 number = int(np.searchsorted(np.cumsum(found[0].sizes), positions[0], side="right"))
-                return call.part(positions) | {"store": store_of(folder, number, found[0].record.digest)}
+                return call.part(positions) | {"store": found[0].store(number)}
 
             finished = run_call(
                 call._replace(part=part),
@@ -88,7 +86,7 @@ def save_shards(
     if message:
         warn(f"{message}\nRerun the same call to resume in `{folder}`.")
     seconds = time.perf_counter() - begun
-    run = run_of_columns(folder, saved, done, like, lost=tuple(finished.lost), interrupted=interrupted, seconds=seconds)
+    run = run_of_columns(saved, done, like, lost=tuple(finished.lost), interrupted=interrupted, seconds=seconds)
     warn_of_diverged(run, run.ids, first_step=first_step, data=data)
     return run
 
@@ -101,15 +99,18 @@ def _read_done(folder: Path, record: CallRecord, shard: int | None) -> tuple[Sav
     if not has_call(folder):
         return None, {}
     saved = load_call(folder)
-    stores = [store_of(folder, number, saved.record.digest) for number in range(len(saved.sizes))]
-    complete = [number for number, store in enumerate(stores) if store.is_complete]
+    complete = saved.complete()
     if not complete and saved.record.digest != record.digest:
         return None, {}
     check_call_of_folder(saved.record, record, folder)
     if shard is not None:
         expected = np.array([len(part) for part in divide(len(saved.ids), shard)])
-        check_same_size(shard, saved.sizes, expected, folder)
-    return saved, {number: stores[number].read() for number in complete}
+        if not np.array_equal(saved.sizes, expected):
+            raise ValueError(
+                f"`{caller()}` resumes in `{folder}`, whose shards have up to {saved.sizes.max()} members; got "
+                f"`shard={shard}`.\nLeave out `shard`, or save in another folder."
+            )
+    return saved, {number: store.read() for number, store in complete.items()}
 
 
 # Joins the runs of shards.

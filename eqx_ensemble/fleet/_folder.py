@@ -1,5 +1,6 @@
-"""The folder in which shards save their members: one checkpoint for the call, and one per completed shard."""
+"""The folders of a call: of the runs of its shards during training, and of their members, one checkpoint per shard."""
 
+import errno
 import inspect
 import re
 from collections.abc import Sequence
@@ -11,11 +12,14 @@ import jax
 import numpy as np
 
 from .. import _axes
+from .._caller import caller
+from .._check import check_path
 from .._ensemble import Ensemble
 from .._files import save
 from ..checkpoint import contents
 from ..checkpoint._engine import (
     CallRecord,
+    as_path,
     check_own,
     check_resume,
     check_run_folder,
@@ -25,19 +29,15 @@ from ..checkpoint._engine import (
     conditions,
     explain_record,
     has_checkpoints,
+    is_on_disk,
     is_saved,
+    is_sealed,
+    kind_of,
     list_folder,
     read_call,
     write_call,
 )
 from ..train._engine import Run, array_texts, code_text, digest_of, fit, option_text
-from ._check_saved import (
-    check_not_of_fit,
-    check_one_division,
-    check_same_division,
-    check_shard_arrays,
-    check_shard_of_call,
-)
 from ._columns import Columns, columns_of, from_json, to_json
 from ._divide import divide, is_maker
 from ._worker import settings
@@ -58,12 +58,17 @@ class ShardCheckpoints:
         self._firsts: list[int] = []
         if folder is not None:
             check_run_folder(folder)
-            check_not_of_fit(folder)
+            if folder.is_dir() and kind_of(folder).name == "fit":
+                raise FileExistsError(
+                    errno.EEXIST,
+                    f"`{caller()}` needs a folder for the checkpoints of its shards, and `{folder}` is the folder of a "
+                    "run of `fit`.\nChoose another folder",
+                )
             check_resume(resume, folder, "checkpoints of shards" if has_checkpoints(folder) else "")
 
     def divide(self, size: int) -> list[np.ndarray]:
         """The positions of the members of each shard: as divided in the folder, otherwise of about `size`."""
-        count = None if self._folder is None or self._shard is not None else self._count()
+        count = None if self._shard is not None else self._count()
         if count is not None and count <= max(self._num_members // 2, 1):
             parts = np.array_split(np.arange(self._num_members), count)
         else:
@@ -74,8 +79,16 @@ class ShardCheckpoints:
     def use(self, parts: list[np.ndarray]) -> None:
         """Uses a given division; raises if the folder has another one."""
         self._firsts = [int(part[0]) for part in parts]
-        if self._folder is not None:
-            check_same_division(self._count(), len(parts), self._shard, self._folder)
+        found, count = self._count(), len(parts)
+        if found is None or found == count:
+            return
+        given, hint = f"this call has {count}", "Choose another folder."
+        if self._shard is not None:
+            given, hint = f"`shard={self._shard}` makes {count}", "Leave `shard` out, or choose another folder."
+        raise ValueError(
+            f"`{caller()}` cannot resume: the checkpoints in `{self._folder}` are from a division into {found} shards, "
+            f"and {given}.\n{hint}"
+        )
 
     def path(self, positions: np.ndarray) -> Any:
         """The folder of the shard of the members at these positions."""
@@ -89,7 +102,11 @@ class ShardCheckpoints:
             return None
         matches = [_SHARD.fullmatch(entry.name) for entry in list_folder(self._folder)]
         counts = {int(match[2]) for match in matches if match}
-        check_one_division(counts, self._folder)
+        if len(counts) > 1:
+            raise ValueError(
+                f"`{caller()}` cannot resume: the checkpoints in `{self._folder}` are from divisions into "
+                f"{sorted(counts)} shards, of more than one call.\nChoose another folder."
+            )
         return counts.pop() if counts else None
 
 
@@ -158,16 +175,22 @@ def _is_data(value: Any) -> bool:
     return not callable(value) and all(map(plain, jax.tree.leaves(value)))
 
 
-class SavedCall(NamedTuple):
-    """The call that a folder belongs to, and its division into shards."""
+# The folder in which shards save their members.
 
-    record: CallRecord
-    ids: np.ndarray
-    sizes: np.ndarray
 
-    def positions(self) -> list[np.ndarray]:
-        """The positions of the members of each shard."""
-        return np.split(np.arange(len(self.ids)), np.cumsum(self.sizes)[:-1])
+def check_save_folder(path: Any) -> Any:
+    """Raises unless `path` is a folder on a file system. Returns its absolute path."""
+    check_path(path, "save")
+    found = as_path(path)
+    if not is_on_disk(found):
+        raise TypeError(f"`{caller()}` needs a folder on a file system as `save`, got `{path}`.")
+    if is_sealed(found):
+        raise FileExistsError(
+            errno.EEXIST,
+            f"`{caller()}` needs a folder for all shards as `save`; `{path}` is a single checkpoint written by "
+            "`ee.save`.\nChoose another folder",
+        )
+    return found.absolute()
 
 
 class Store(NamedTuple):
@@ -184,7 +207,17 @@ class Store(NamedTuple):
     def read(self) -> Columns:
         """The columns of a complete shard."""
         found = contents(self.path)
-        record = check_shard_of_call(found.meta, self.digest, self.path)
+        record: Any = found.meta.get("fleet.fit") if isinstance(found.meta, dict) else None
+        if not isinstance(record, dict) or record.get("call") != self.digest:
+            raise ValueError(
+                f"`{caller()}` cannot read `{self.path}`: it belongs to a different call than its folder.\n"
+                "Remove it, and rerun the call of the folder."
+            )
+        if record.get("shard") != self.path.name:
+            raise ValueError(
+                f"`{caller()}` cannot read `{self.path}`: it holds `{record.get('shard')}` of this call under another "
+                "name.\nRename it back, or remove it and rerun the call."
+            )
         with explain_record(self.path):
             columns = from_json(record.get("columns"))
             check_valid("its columns are of other members", holds=tuple(columns.ids.tolist()) == found.ids)
@@ -199,22 +232,50 @@ class Store(NamedTuple):
         return columns
 
 
-def store_of(folder: Path, number: int, digest: str) -> Store:
-    """The store of the shard with this number."""
-    return Store(child(folder, "shard", number), digest)
+class SavedCall(NamedTuple):
+    """The call that a folder belongs to, and its division into shards."""
+
+    folder: Path
+    record: CallRecord
+    ids: np.ndarray
+    sizes: np.ndarray
+
+    def positions(self) -> list[np.ndarray]:
+        """The positions of the members of each shard."""
+        return np.split(np.arange(len(self.ids)), np.cumsum(self.sizes)[:-1])
+
+    def store(self, number: int) -> Store:
+        """The store of the shard with this number."""
+        return Store(shard_path(self.folder, number), self.record.digest)
+
+    def complete(self) -> dict[int, Store]:
+        """The stores of the completed shards, by number."""
+        stores = {number: self.store(number) for number in range(len(self.sizes))}
+        return {number: store for number, store in stores.items() if store.is_complete}
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """The checkpoint of the shard with this number."""
+    return child(folder, "shard", number)
 
 
 def save_call(folder: Path, record: CallRecord, ids: np.ndarray, positions: Sequence[np.ndarray]) -> SavedCall:
     """Saves the call."""
     sizes = np.array([len(part) for part in positions])
     for number in range(len(sizes)):  # before members are trained that could not be saved
-        check_own(store_of(folder, number, "").path)
+        check_own(shard_path(folder, number))
     write_call(folder, record, {"ids": ids, "sizes": sizes})
-    return SavedCall(record, ids, sizes)
+    return SavedCall(folder, record, ids, sizes)
 
 
 def load_call(folder: Path) -> SavedCall:
     """Reads the call."""
     record, arrays = read_call(folder)
-    ids, sizes = check_shard_arrays(arrays, folder)
-    return SavedCall(record, ids, sizes)
+    ids, sizes = (arrays.get(word, np.zeros(())) for word in ("ids", "sizes"))
+    kinds = [(x.ndim, x.dtype.name) for x in (ids, sizes)]
+    if kinds != [(1, "int32"), (1, "int64")] or sizes.sum() != len(ids):
+        raise ValueError(
+            f"`{caller()}` needs a folder of `fleet.fit(save=...)`, and `{folder}` holds something else.\n"
+            "Choose another folder."
+        )
+    return SavedCall(folder, record, ids, sizes)

@@ -106,23 +106,8 @@ def _make_data(make: Callable[..., Any], ids: np.ndarray) -> Any:
     return data
 
 
-# The rounds in the folder of a method.
-
-
-def saved_rounds(folder: Any) -> list[int]:
-    """The indices of the rounds with a complete checkpoint, in order."""
-    return [index for index in children(folder, _ROUND) if Checkpoints(child(folder, _ROUND, index)).steps]
-
-
-def remove_rounds(folder: Any, before: int) -> None:
-    """Removes all earlier rounds, including leftovers of killed processes."""
-    for index in children(folder, _ROUND):
-        if index < before:
-            remove_round(folder, index)
-
-
 def remove_round(folder: Any, index: int) -> None:
-    """Removes a round. If other files are in its folder, warns and keeps them."""
+    """Removes a round, with leftovers of killed processes. If other files are in its folder, warns and keeps them."""
     try:
         remove_run(child(folder, _ROUND, index))
     except OSError as error:
@@ -151,8 +136,8 @@ def check_saving(checkpoint: Any, every: Any, resume: Any, data: Any) -> None:
         raise NotImplementedError(f"`{caller()}` takes `checkpoint` on one process, not on {jax.process_count()}.")
 
 
-def check_folder(folder: Any) -> None:
-    """Raises for a path that holds something else: a file, a checkpoint, or the run of one `fit`."""
+def check_folder(folder: Any, resume: str) -> None:
+    """Raises for a path that holds something else, such as the run of one `fit`, and for what `resume` forbids."""
     if not is_on_disk(folder):
         raise TypeError(f"`{caller()}` needs `checkpoint` to be a folder in a file system, got `{folder}`.")
     check_run_folder(folder)
@@ -162,15 +147,7 @@ def check_folder(folder: Any) -> None:
             f"`{caller()}` needs a folder of its own as `checkpoint`, and `{folder}` holds the checkpoints of one "
             "run.\nChoose another folder",
         )
-
-
-def went_back_message(folder: Any, error: Exception) -> str:
-    """The warning that training resumes from the previous round, because all checkpoints of this one are damaged."""
-    round_ = os.path.basename(folder)
-    return (
-        f"`{caller()}` resumes from the round before `{round_}`: all checkpoints of `{round_}` are damaged.\n"
-        f"  {str(error).splitlines()[0]}"
-    )
+    check_resume(resume, folder, "checkpoints" if has_checkpoints(folder) else "")
 
 
 def check_some_score(scores: np.ndarray, training: np.ndarray) -> None:
@@ -222,8 +199,7 @@ class Rounds:
         self._functions: dict[str, str] = {}
         self._round: Round | None = None
         if self.folder is not None:
-            check_folder(self.folder)
-            check_resume(resume, self.folder, "checkpoints" if has_checkpoints(self.folder) else "")
+            check_folder(self.folder, resume)
             if has_call(self.folder):
                 check_same_call(read_call(self.folder)[0], self._record(), self.folder, effect="")
 
@@ -252,7 +228,8 @@ class Rounds:
             if self.folder is not None and not has_call(self.folder):  # after a round: a call that fails may change
                 write_call(self.folder, self._record(), {})
             return 0, result
-        saved = [] if self.folder is None else saved_rounds(self.folder)
+        rounds = [] if self.folder is None else children(self.folder, _ROUND)
+        saved = [index for index in rounds if Checkpoints(child(self.folder, _ROUND, index)).steps]
         index = saved[-1] if saved else 0
         while True:
             self._round = None
@@ -261,7 +238,11 @@ class Rounds:
             except CheckpointCorruptError as error:
                 if index - 1 not in saved:
                     raise
-                warn(went_back_message(child(self.folder, _ROUND, index), error))
+                name = child(self.folder, _ROUND, index).name
+                warn(
+                    f"`{caller()}` resumes from the round before `{name}`: all checkpoints of `{name}` are damaged.\n"
+                    f"  {str(error).splitlines()[0]}"
+                )
                 remove_round(self.folder, index)
                 index -= 1
 
@@ -285,7 +266,9 @@ class Rounds:
                 self._journal().save(index + 1, decisions())
         except OSError as error:
             raise NotSavedError(error, run) from error
-        remove_rounds(self.folder, before=index)
+        for earlier in children(self.folder, _ROUND):
+            if earlier < index:
+                remove_round(self.folder, earlier)
 
     def decisions(self, index: int, like: PyTree) -> PyTree:
         """Restores the decisions before a round; each array of `like` has a leading axis of rounds."""
