@@ -340,7 +340,7 @@ def conditions(**settings: str) -> dict[str, str]:
 def check_same_call(
     saved: CallRecord, now: CallRecord, folder: Any, *, effect: str, harmless: Collection[str] = ()
 ) -> None:
-    """Raises if a folder was written by a different call; warns if it was written under other conditions.
+    """Raises if a folder was written by a different call; warns if by the same call under other conditions.
 
     **Arguments:**
 
@@ -349,16 +349,10 @@ def check_same_call(
     """
     before, after = saved.texts, now.texts
     changed = _differences(saved.conditions, now.conditions)
-    if changed:
-        changes = ", ".join(f"{word} {saved.conditions.get(word)} -> {now.conditions.get(word)}" for word in changed)
-        compared = {*changed} <= {*harmless}
-        warn(
-            f"`{caller()}` resumes from `{folder}`, saved under other conditions ({changes}): {effect}"
-            f"{'' if compared else ', and functions cannot be compared'}."
-        )
-        if not compared:
-            code = {*saved.code} & {*now.code}
-            before, after = ({word: x for word, x in texts.items() if word not in code} for texts in (before, after))
+    comparable = {*changed} <= {*harmless}
+    if not comparable:
+        code = {*saved.code} & {*now.code}
+        before, after = ({word: x for word, x in texts.items() if word not in code} for texts in (before, after))
     differ = _differences(before, after)
     if differ:
         lines = "\n".join(f"  `{word}`: {_difference_text(before.get(word), after.get(word))}" for word in differ)
@@ -366,6 +360,12 @@ def check_same_call(
             f"`{caller()}` cannot resume from `{folder}`: this call differs from the one that wrote "
             f"it.\n{lines}\nRepeat that call, or save in another folder; to continue with changes, call `fit` on the "
             "run that it returns."
+        )
+    if changed:
+        changes = ", ".join(f"{word} {saved.conditions.get(word)} -> {now.conditions.get(word)}" for word in changed)
+        warn(
+            f"`{caller()}` resumes from `{folder}`, saved under other conditions ({changes}): {effect}"
+            f"{'' if comparable else ', and functions cannot be compared'}."
         )
 
 

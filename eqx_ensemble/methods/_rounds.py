@@ -254,7 +254,7 @@ class Rounds:
         if self._replays:
             return {"checkpoint": path, "checkpoint_every": self._every}
         before = None if self._round is None else self._round.call
-        self._round = Round(path, own=self._texts, functions=self._functions, call=before)
+        self._round = Round(path, self._texts, self._functions, before)
         return {"checkpoint": self._round, "checkpoint_every": self._every}
 
     def decide(self, index: int, run: Run[Any], decisions: Callable[[], PyTree] | None = None) -> None:

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import time
 from types import TracebackType
@@ -115,6 +116,7 @@ def _is_place(value: Any) -> bool:
 
 
 @final
+@dataclasses.dataclass(eq=False)
 class Round:
     """The `checkpoint` of a run that is one of several runs of a method.
 
@@ -124,22 +126,18 @@ class Round:
     **Attributes:**
 
     - `folder`: the folder of this run.
-    - `own`, `functions`: texts of the method's own arguments, which are part of the identity. Those of functions are
-        comparable only under the same versions of the libraries.
+    - `own`, `functions`: texts of the method's own arguments, which are part of the identity; those of functions are
+        `code` of a `CallRecord`.
     - `call`: what identifies the call, known after the first run of this process.
     """
 
-    def __init__(self, folder: Any, *, own: dict[str, str], functions: dict[str, str], call: CallRecord | None) -> None:
-        self.folder = folder
-        self.own, self.functions, self.call = own, functions, call
+    folder: Any
+    own: dict[str, str]
+    functions: dict[str, str]
+    call: CallRecord | None
 
     def __fspath__(self) -> str:
         return os.fspath(self.folder)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the run continues one of this process."""
-        return self.call is not None
 
     def identify(self, run: CallRecord) -> CallRecord:
         """What identifies the call, of which `run` is one run."""
@@ -201,12 +199,12 @@ class Saver:
 
     def resume(self, start: Start, identity: Identity) -> Start:
         """The start at the last good checkpoint, or `start` if there is none."""
-        goes_on = self._round is not None and self._round.goes_on
+        continues = self._round is not None and self._round.call is not None
         self._call = identity.call if self._round is None else self._round.identify(identity.call)
         self._identity, self._begun, self._continued = identity, start.begun, start.seconds
         self._shared, self._ids = start.state.shared, start.state.ids
         self._seen = self._checkpoints.steps
-        if not self._seen or goes_on:
+        if not self._seen or continues:
             return start
         restored = self._checkpoints.restore(lambda contents: self._like(start, contents))
         self.step, record = restored.step, self._record
