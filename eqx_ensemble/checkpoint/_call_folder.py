@@ -1,11 +1,11 @@
-"""The folder of a call: its lock, the record of the call that it belongs to, and its children.
+"""The folder of a call: its lock, `resume=`, the record of the call and its comparison, and its subfolders.
 
-`fit`, the methods of several runs and `fleet.fit` all save in such a folder. It holds, where they are needed,
+`fit`, the methods of several runs and `fleet.fit` save in such a folder. It holds some of
 
-    fit.lock                   while a call uses the folder: who
-    call/                      a checkpoint: the texts of the call, and how it divides its members
-    step-000000000100/         checkpoints of one run
-    round-000001/, shard-000003/, ...  its children: folders of calls, or checkpoints
+    fit.lock                        who uses it, while a call does
+    call/                           a checkpoint: the record of the call, and its division into shards
+    step-000000000100/              checkpoints of one run, with the record of its call
+    round-000001/, shard-000003/    subfolders: each the folder of a run, or a checkpoint
 """
 
 import contextlib
@@ -40,14 +40,16 @@ from ._write import make_parents, write
 
 # Why it is made like this:
 #
-# - A kill at any moment leaves a folder from which the same call resumes, as nothing here is in two files that must
-#   agree. A checkpoint holds the record of its call itself, or, as a shard, the digest of the record in `call`. `call`
-#   is written before all that depends on it, atomically, and replaced only while nothing does.
-# - The lock is the system's, which ends with its process, and not the existence of a file: a killed call blocks nobody.
-# - A call is compared by short texts, one for each argument, so that the difference can be named. What they say of a
-#   program or a function changes with the versions of the libraries and the kind of device. Under other ones, these
-#   texts are left out, with a warning: a folder must not become useless by an upgrade. Only texts that both calls have
-#   of this kind are left out: a score that one of them lacks is a difference under any version.
+# - A call may be killed at any operation, so no two files have to change together. A checkpoint contains the record of
+#   its call. Only shards, which many workers write, contain a digest of the record in `call` instead: it is written,
+#   atomically, before the first of them, and replaced only while none is complete. Rounds that another `fit` trains
+#   cannot contain a record: `call` is written after the first of them, which that `fit` compares by itself.
+# - The lock is that of the operating system, which ends with the process. The existence of a file would block the
+#   folder after a kill, and a time stamp needs clocks that agree.
+# - Calls are compared by short texts, one per argument, so that an error can name the arguments that differ. What a
+#   text says of a program or a function changes with the versions of the libraries and with the device. These texts
+#   are then left out, with a warning, because an upgrade should not make a folder useless. A text that only one of the
+#   calls has, such as that of a score, is a difference under any version.
 
 # The lock of a folder, in which one call works at a time.
 
