@@ -272,7 +272,6 @@ def test_importers_are_found():
 # A package reaches the private modules of another through its `_engine`; a private package is its own face.
 
 PRIVATE_IMPORTS: set[str] = {
-    "fleet/_folder.py: methods._rounds",
     "methods/distillation/_losses.py: uncertainty._check",
     "methods/population/_decisions.py: sweep._ranges",
 }
@@ -304,7 +303,7 @@ def test_an_engine_holds_what_others_use():
 
 
 def test_a_private_import_is_found():
-    assert [*private_imports("fleet/_folder.py")] == ["methods._rounds"]
+    assert [*private_imports("methods/population/_decisions.py")] == ["sweep._ranges"]
 
 
 # Messages name a function by its dotted path, without the package.

@@ -1,4 +1,5 @@
 import atexit
+import contextlib
 import copyreg
 import dataclasses
 import errno
@@ -6,140 +7,24 @@ import functools as ft
 import inspect
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, final
 
-from .._check import CheckpointCorruptError, check_optional_flag, check_path, check_word, number_text
+from .._check import CheckpointCorruptError, check_optional_flag, check_word
 from .._warnings import warn
+from . import _disk
+from ._call_folder import LOCK
 from ._check import check_format, check_numbers
-from ._disk import absolute, as_path
-from ._folders import all_damaged_message, fallback_message
-from ._formats import FORMATS, FormatName, open_checkpoint
-from ._manifest import Entry, Manifest, is_orbax
-from ._orbax import OrbaxReader
-from ._read import Reader, Wanted
+from ._disk import absolute, as_path, list_folder
+from ._folders import all_damaged_message, fallback_message, foreign_content, is_unfinished
+from ._formats import FORMATS, STEP, Format, FormatName, contents_of, open_checkpoint
+from ._read import read_manifest
 from ._restore import restore
-from ._run_folder import Retention, RunFolder
-from ._snapshot import DTYPES, count_bytes, key_dtype, snapshot
-from ._structure import shape_text
-
-
-class Contents(NamedTuple):
-    """The contents of a checkpoint, from its manifest.
-
-    **Attributes:**
-
-    - `ids`: the members' ids; `None` for a tree without members.
-    - `leaves`: by path, the arrays as `f32[8,50,13]` and the Python numbers.
-    - `structure`: by path, the rest of the tree: types, static fields, functions by name.
-    - `meta`, `step`, `score`: as they were saved.
-    - `versions`: those of Python and of the libraries that wrote it.
-    - `num_bytes`: the size of its arrays.
-    - `format`: `"safetensors"` or `"orbax"`.
-    - `unchecked`: the paths of leaves without a checksum, in which a changed bit is not detected. Only the format
-        `"orbax"` has them: leaves of which no process held all, or all of one member's part.
-    """
-
-    ids: tuple[int, ...] | None
-    leaves: dict[str, str]
-    structure: dict[str, str]
-    meta: Any
-    step: int | None
-    score: float | None
-    versions: dict[str, str]
-    num_bytes: int
-    format: str
-    unchecked: tuple[str, ...]
-
-
-def contents(path: str | os.PathLike[str]) -> Contents:
-    """Lists the contents of a checkpoint, without reading its arrays and without the model's code.
-
-    **Arguments:**
-
-    - `path`: the checkpoint's folder.
-
-    **Returns:** [`eqx_ensemble.checkpoint.Contents`][].
-
-    **Raises:** `CheckpointCorruptError` for a damaged manifest, or a file of arrays of the wrong size;
-    `FileNotFoundError` if there is no checkpoint; `ValueError` for another version of the format.
-
-    ```python
-    import tempfile
-
-    path = f"{tempfile.mkdtemp()}/model"
-    ee.save(path, eqx.nn.Linear(3, 1, key=key), meta={"note": "an example"})
-    ee.checkpoint.contents(path).leaves  # {".weight": "f32[1,3]", ".bias": "f32[1]"}
-    ```
-    """
-    check_path(path, "path")
-    with open_checkpoint(as_path(path)) as reader:
-        return contents_of(reader)
-
-
-def verify(path: str | os.PathLike[str]) -> Contents:
-    """Reads a checkpoint and verifies all of its checksums, without the model's code.
-
-    In the format `"orbax"`, all arrays are read into host memory at once. Leaves without a checksum are not verified;
-    `unchecked` lists them.
-
-    **Arguments:**
-
-    - `path`: the checkpoint's folder.
-
-    **Returns:** [`eqx_ensemble.checkpoint.Contents`][].
-
-    **Raises:** `CheckpointCorruptError` with the file, the leaf and the member, if a checksum does not match; otherwise
-    as [`eqx_ensemble.checkpoint.contents`][].
-
-    ```python
-    import tempfile
-
-    path = f"{tempfile.mkdtemp()}/model"
-    ee.save(path, eqx.nn.Linear(3, 1, key=key))
-    ee.checkpoint.verify(path).num_bytes  # 16
-    ```
-    """
-    check_path(path, "path")
-    with open_checkpoint(as_path(path)) as reader:
-        for _ in reader.arrays([Wanted(entry, None) for entry in _tensors(reader.manifest)]):
-            pass
-        return contents_of(reader)
-
-
-def _tensors(manifest: Manifest) -> list[Entry]:
-    """The arrays, each once."""
-    return [entry for entry in manifest.entries if entry.tensor == entry.path]
-
-
-def contents_of(reader: Reader | OrbaxReader) -> Contents:
-    """The contents of an open checkpoint."""
-    manifest = reader.manifest
-    leaves = {entry.path: _text(entry) for entry in manifest.entries}
-    leaves |= {number.path: number_text(number.value) for number in manifest.numbers}
-    num_bytes = sum(count_bytes(entry.shape, DTYPES[entry.dtype].itemsize) for entry in _tensors(manifest))
-    return Contents(
-        manifest.members,
-        leaves,
-        manifest.structure,
-        manifest.meta,
-        manifest.step,
-        manifest.score,
-        manifest.versions,
-        num_bytes,
-        "orbax" if is_orbax(manifest.file) else "safetensors",
-        tuple(entry.path for entry in manifest.entries if entry.checksum == ""),
-    )
-
-
-def _text(entry: Entry) -> str:
-    if entry.key is not None:
-        return shape_text(entry.shape[:-1], key_dtype(entry.key))
-    return shape_text(entry.shape, DTYPES[entry.dtype])
-
+from ._snapshot import snapshot
+from ._write import clean, remove
 
 _unseen: set[Future] = set()
 """Jobs in progress, and failed jobs whose error was not raised yet."""
@@ -210,6 +95,83 @@ def _forget_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
+
+
+class Retention(NamedTuple):
+    """Which checkpoints are kept: the `last` newest, the `best` by score, and every multiple of `keep_period`."""
+
+    last: int
+    best: int
+    keep_period: int | None
+
+    def superfluous(self, scores: Mapping[int, float | None], newest: int) -> list[int]:
+        """The steps that are not kept, given the scores of all; `newest`, the one just saved, always is."""
+        kept = {newest, *sorted(scores)[-self.last :]}
+        scored = [(score, -step) for step, score in scores.items() if score is not None]
+        kept |= {-step for _, step in sorted(scored)[: self.best]}
+        return [step for step in scores if step not in kept and not (self.keep_period and step % self.keep_period == 0)]
+
+
+class RunFolder:
+    """Checkpoints in one folder, numbered by step; old ones are removed after each save."""
+
+    def __init__(self, path: Any, format: Format, retention: Retention) -> None:
+        self._path, self._format, self._retention = path, format, retention
+        self._scores: dict[int, float | None] = {}
+        self._warned: set[int] = set()
+
+    def step_path(self, step: int) -> Any:
+        """The folder of one checkpoint."""
+        return self._path / f"step-{step:012d}"
+
+    def steps(self) -> list[int]:
+        """The step numbers of the complete checkpoints, in order."""
+        return sorted(step for step, entry in self._entries() if self._format.stands(entry))
+
+    def finish(self, step: int, write: Callable[[], None], score: float | None) -> None:
+        """Writes a checkpoint, then removes those that are not kept."""
+        write()
+        self._scores[step] = score
+        if not self._format.leads():
+            return
+        try:
+            clean(self._path, STEP)
+            for old in self._retention.superfluous(self._kept_scores(), step):
+                self._remove(old)
+        except OSError as error:
+            warn(f"Step {step} is saved, but an old checkpoint could not be removed: {error}")
+
+    def _entries(self) -> list[tuple[int, Any]]:
+        """The folders of checkpoints, also of those that were never finished, with their steps."""
+        matches = [(STEP.fullmatch(entry.name), entry) for entry in list_folder(self._path)]
+        found = [(int(match[1]), entry) for match, entry in matches if match]
+        return [(step, entry) for step, entry in found if step in self._scores or entry.is_dir()]
+
+    def _kept_scores(self) -> dict[int, float | None]:
+        """The scores of the complete checkpoints. Those that a killed process did not finish are removed.
+
+        One whose manifest cannot be read has no score: it is neither counted nor removed. Each is read once.
+        """
+        entries = self._entries()
+        for step, entry in entries:
+            if step in self._scores:
+                continue
+            if is_unfinished(entry) and not foreign_content(entry):
+                remove(entry)
+            elif self._format.stands(entry):
+                with contextlib.suppress(ValueError, OSError):
+                    self._scores[step] = read_manifest(entry).score
+        return {step: self._scores[step] for step, _ in entries if step in self._scores}
+
+    def _remove(self, step: int) -> None:
+        """Removes an old checkpoint; one that contains other files is kept, with one warning."""
+        try:
+            remove(self.step_path(step))
+            del self._scores[step]
+        except FileExistsError as error:
+            if step not in self._warned:
+                self._warned.add(step)
+                warn(f"An old checkpoint is kept: {error}")
 
 
 class Restored(NamedTuple):
@@ -422,6 +384,20 @@ class Checkpoints:
         first = bad[0][1]
         file, leaf = getattr(first, "file", str(self.folder)), getattr(first, "leaf", None)
         raise CheckpointCorruptError(all_damaged_message(bad, self.folder), file, leaf)
+
+
+def remove_run(folder: Path) -> None:
+    """Removes the checkpoints of a run, with leftovers of killed processes, and the folder; it must hold nothing else.
+
+    `OSError` if it does, or if something cannot be removed.
+    """
+    checkpoints = Checkpoints(folder)
+    for step in checkpoints.steps:
+        remove(checkpoints.path(step))
+    clean(folder, STEP)
+    with contextlib.suppress(FileNotFoundError):
+        _disk.remove(folder / LOCK)
+    _disk.remove_empty_folder(folder)
 
 
 copyreg.pickle(Checkpoints, lambda own: (ft.partial(Checkpoints, own.folder, **own._given), ()))

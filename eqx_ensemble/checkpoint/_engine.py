@@ -1,12 +1,28 @@
 """What the other packages of the library use of `checkpoint`."""
 
+from ._call_folder import (
+    CallRecord,
+    Claim,
+    check_resume,
+    check_run_folder,
+    check_same_call,
+    child,
+    children,
+    conditions,
+    has_call,
+    has_checkpoints,
+    is_saved,
+    lock_folder,
+    read_call,
+    write_call,
+)
 from ._check import check_format, safe_text
-from ._checkpoints import as_checkpoints, checkpoints_inside
+from ._checkpoints import as_checkpoints, checkpoints_inside, remove_run
 from ._damage import corrupt_error
-from ._disk import absolute, as_path, has_manifest, is_on_disk, list_folder
+from ._disk import absolute, as_path, is_on_disk, list_folder
 from ._exit import exit_if_asked, hold_exit, is_exit_asked
-from ._folders import check_nothing_newer, check_overwritable, explain_folder, has_our_manifest, is_checkpoint
-from ._formats import FORMATS, STEP, FormatName, is_of_fit, kind_of, open_checkpoint
+from ._folders import has_our_manifest
+from ._formats import FORMATS, FormatName, is_of_fit, kind_of, open_checkpoint
 from ._manifest import Manifest
 from ._read import read_manifest
 from ._record import (
@@ -24,10 +40,8 @@ from ._record import (
     is_record,
     is_seconds,
     is_string,
-    is_texts,
 )
 from ._restore import restore
-from ._run_folder import NAME, RunLock
 from ._snapshot import count_bytes, raw, snapshot, versions
 from ._structure import LeafDifference, check_same_leaves, is_array_like, is_number, saved_leaves, shape_text
-from ._write import check_own, clean, make_parents, remove, write_file
+from ._write import check_own, write_file

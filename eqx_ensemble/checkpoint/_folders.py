@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -216,21 +215,6 @@ def _free(path: Any) -> str:
         return "free space is unknown"
 
 
-@contextlib.contextmanager
-def explain_folder(path: Any) -> Iterator[None]:
-    """Adds the path to errors of making or writing the folder of a run."""
-    try:
-        yield
-    except (BlockingIOError, FileExistsError):
-        raise  # the folder is in use, or has a lock that is not ours: the message says so
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"`fit` cannot save in the checkpoint folder `{path}`: {error.strerror or error}.\nNothing is trained yet: "
-            "check the folder and its permissions, or save elsewhere.",
-        ) from error
-
-
 def no_sync_message(folder: Any, error: OSError) -> str:
     """The warning for a file system that cannot sync folders."""
     return (
@@ -262,42 +246,6 @@ def names_text(found: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     text = ", ".join(f"`{name}`" for name in found[:3])
     return text if len(found) <= 3 else f"{text} and {len(found) - 3} more"
-
-
-def check_folder_free(path: Any, holder: dict[str, Any] | None, *, free: bool) -> None:
-    """Checks that no other run holds the folder."""
-    if not free:
-        who = "another process"
-        if holder:
-            who = f"process {holder.get('pid')} on `{holder.get('host')}`, since {holder.get('since')}"
-            if holder.get("pid") == os.getpid() and holder.get("host") == socket.gethostname():
-                who += ", which is this process: another thread, possibly left by an interrupted call"
-        raise BlockingIOError(
-            errno.EWOULDBLOCK,
-            f"`fit` needs a checkpoint folder that no other run uses, and `{path}` is in use: by {who}.\nWait for that "
-            "run to end, end it, or save in another folder",
-        )
-
-
-def check_lock_held(path: Any, holder: dict[str, Any] | None, *, ours: bool) -> None:
-    """Checks that no other run has taken over the folder, if the file system has no locks between machines."""
-    if not ours:
-        holder = holder or {}
-        raise BlockingIOError(
-            errno.EWOULDBLOCK,
-            f"The checkpoint folder `{path}` was taken over by another run: process {holder.get('pid')} on "
-            f"`{holder.get('host')}`, since {holder.get('since')}.\nGive each run a folder of its own",
-        )
-
-
-def check_nothing_newer(path: Any, read: Sequence[int], now: Sequence[int]) -> None:
-    """Checks that no other run has saved in the folder between reading and locking it."""
-    if now[-1:] != read[-1:]:
-        raise BlockingIOError(
-            errno.EWOULDBLOCK,
-            f"Another run has saved step {now[-1] if now else None} in the checkpoint folder `{path}` since this one "
-            "read it.\nCall `fit` again, or save in another folder",
-        )
 
 
 def not_a_checkpoint_message(path: Any, kind: str, found: Sequence[str]) -> str:

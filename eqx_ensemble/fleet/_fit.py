@@ -50,7 +50,6 @@ from ..train._engine import (
     without_marks,
 )
 from ._check import check_divisible, check_folder, check_start
-from ._check_saved import check_save_folder
 from ._divide import (
     check_ids_of_function,
     large_arrays,
@@ -61,7 +60,7 @@ from ._divide import (
     take_options,
 )
 from ._fit_shard import count_of_columns, count_of_run, fit_shard, join_shards, save_shards
-from ._folder import ShardCheckpoints, call_identity
+from ._folder import ShardCheckpoints, call_identity, check_save_folder
 from ._run_shards import Call, Hooks
 from ._shard import ShardReport, members_text
 from ._sharded_run import ShardedRun

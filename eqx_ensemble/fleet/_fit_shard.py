@@ -14,23 +14,19 @@ import numpy as np
 from .._caller import caller
 from .._ensemble import concatenate
 from .._warnings import warn
+from ..checkpoint._engine import CallRecord, has_call, lock_folder
 from ..distributed import to_host
 from ..methods import population
 from ..train._engine import History, Run, Status, allow_idle, is_data_function, warn_of_diverged
 from ..train._engine import fit as fit_here
-from ._check_saved import check_same_size
 from ._columns import Columns, count_status
 from ._divide import begin, divide
 from ._folder import (
-    CallIdentity,
     SavedCall,
     ShardCheckpoints,
-    check_same_identity,
-    has_call,
-    lock_folder,
-    read_call,
-    store_of,
-    write_call,
+    check_call_of_folder,
+    load_call,
+    save_call,
 )
 from ._run_shards import Call, Hooks, run_call
 from ._shard import Finished, check_some_done, lost_message
@@ -44,7 +40,7 @@ def save_shards(
     executor: Any,
     folder: Path,
     checkpoints: ShardCheckpoints,
-    identity: CallIdentity,
+    record: CallRecord,
     like: Any,
     *,
     shard: int | None,
@@ -57,7 +53,7 @@ def save_shards(
     """Runs the shards that are not in the folder yet. The argument `store` of each is where it saves."""
     begun = time.perf_counter()
     with lock_folder(folder):
-        saved, done = _read_done(folder, identity, shard)
+        saved, done = _read_done(folder, record, shard)
         finished = Finished([], [], interrupted=False)
         if saved is None or len(done) < len(saved.sizes):
             found: list[SavedCall] = [] if saved is None else [saved]
@@ -66,12 +62,12 @@ def save_shards(
                 if found:
                     checkpoints.use(found[0].positions())
                 else:
-                    found.append(write_call(folder, identity, call.ids, checkpoints.divide(size)))
+                    found.append(save_call(folder, record, call.ids, checkpoints.divide(size)))
                 return [pair for pair in enumerate(found[0].positions()) if pair[0] not in done]
 
             def part(positions: np.ndarray) -> Any:
                 number = int(np.searchsorted(np.cumsum(found[0].sizes), positions[0], side="right"))
-                return call.part(positions) | {"store": store_of(folder, number, found[0].identity.digest)}
+                return call.part(positions) | {"store": found[0].store(number)}
 
             finished = run_call(
                 call._replace(part=part),
@@ -90,28 +86,31 @@ def save_shards(
     if message:
         warn(f"{message}\nRerun the same call to resume in `{folder}`.")
     seconds = time.perf_counter() - begun
-    run = run_of_columns(folder, saved, done, like, lost=tuple(finished.lost), interrupted=interrupted, seconds=seconds)
+    run = run_of_columns(saved, done, like, lost=tuple(finished.lost), interrupted=interrupted, seconds=seconds)
     warn_of_diverged(run, run.ids, first_step=first_step, data=data)
     return run
 
 
-def _read_done(folder: Path, identity: CallIdentity, shard: int | None) -> tuple[SavedCall | None, dict[int, Columns]]:
+def _read_done(folder: Path, record: CallRecord, shard: int | None) -> tuple[SavedCall | None, dict[int, Columns]]:
     """The call and the completed shards in a folder; raises if it belongs to a different call.
 
     A different call that completed no shard, because it failed, is replaced.
     """
     if not has_call(folder):
         return None, {}
-    saved = read_call(folder)
-    stores = [store_of(folder, number, saved.identity.digest) for number in range(len(saved.sizes))]
-    complete = [number for number, store in enumerate(stores) if store.is_complete]
-    if not complete and saved.identity.digest != identity.digest:
+    saved = load_call(folder)
+    complete = saved.complete()
+    if not complete and saved.record.digest != record.digest:
         return None, {}
-    check_same_identity(saved.identity, identity, folder)
+    check_call_of_folder(saved.record, record, folder)
     if shard is not None:
         expected = np.array([len(part) for part in divide(len(saved.ids), shard)])
-        check_same_size(shard, saved.sizes, expected, folder)
-    return saved, {number: stores[number].read() for number in complete}
+        if not np.array_equal(saved.sizes, expected):
+            raise ValueError(
+                f"`{caller()}` resumes in `{folder}`, whose shards have up to {saved.sizes.max()} members; got "
+                f"`shard={shard}`.\nLeave out `shard`, or save in another folder."
+            )
+    return saved, {number: store.read() for number, store in complete.items()}
 
 
 # Joins the runs of shards.

@@ -1,12 +1,9 @@
-"""The folder in which shards save their members: one checkpoint for the call, and one per completed shard."""
+"""The folders of a call: of the runs of its shards during training, and of their members, one checkpoint per shard."""
 
-import contextlib
-import hashlib
+import errno
 import inspect
-import json
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,36 +13,32 @@ import numpy as np
 
 from .. import _axes
 from .._caller import caller
+from .._check import check_path
 from .._ensemble import Ensemble
-from .._files import load, save
-from .._warnings import warn
+from .._files import save
 from ..checkpoint import Checkpoints, contents
 from ..checkpoint._engine import (
-    RunLock,
-    check_fields,
+    CallRecord,
+    as_path,
     check_own,
+    check_resume,
+    check_run_folder,
+    check_same_call,
     check_valid,
     checkpoints_inside,
-    explain_folder,
+    child,
+    conditions,
     explain_record,
-    has_manifest,
-    is_checkpoint,
-    is_count,
-    is_list,
-    is_texts,
+    has_checkpoints,
+    has_our_manifest,
+    is_on_disk,
+    is_saved,
+    kind_of,
     list_folder,
-    versions,
+    read_call,
+    write_call,
 )
-from ..methods._rounds import has_checkpoints
-from ..train._engine import Run, array_texts, check_same_call, code_text, digest_of, fit, option_text
-from ._check_saved import (
-    check_begun,
-    check_call_record,
-    check_not_of_fit,
-    check_one_division,
-    check_same_division,
-    check_shard_of_call,
-)
+from ..train._engine import Run, array_texts, code_text, digest_of, fit, option_text
 from ._columns import Columns, columns_of, from_json, to_json
 from ._divide import divide, is_maker
 from ._worker import settings
@@ -66,12 +59,19 @@ class ShardCheckpoints:
         self._folder = None if checkpoints is None else checkpoints.folder
         self._firsts: list[int] = []
         if checkpoints is not None:
-            check_not_of_fit(self._folder)
-            check_begun(self._folder, checkpoints.resume, begun=has_checkpoints(self._folder))
+            folder = checkpoints.folder
+            check_run_folder(folder)
+            if folder.is_dir() and kind_of(folder).name == "fit":
+                raise FileExistsError(
+                    errno.EEXIST,
+                    f"`{caller()}` needs a folder for the checkpoints of its shards, and `{folder}` is the folder of a "
+                    "run of `fit`.\nChoose another folder",
+                )
+            check_resume(checkpoints.resume, folder, "checkpoints of shards" if has_checkpoints(folder) else "")
 
     def divide(self, size: int) -> list[np.ndarray]:
         """The positions of the members of each shard: as divided in the folder, otherwise of about `size`."""
-        count = None if self._folder is None or self._shard is not None else self._count()
+        count = None if self._shard is not None else self._count()
         if count is not None and count <= max(self._num_members // 2, 1):
             parts = np.array_split(np.arange(self._num_members), count)
         else:
@@ -82,8 +82,16 @@ class ShardCheckpoints:
     def use(self, parts: list[np.ndarray]) -> None:
         """Uses a given division; raises if the folder has another one."""
         self._firsts = [int(part[0]) for part in parts]
-        if self._folder is not None:
-            check_same_division(self._count(), len(parts), self._shard, self._folder)
+        found, count = self._count(), len(parts)
+        if found is None or found == count:
+            return
+        given, hint = f"this call has {count}", "Choose another folder."
+        if self._shard is not None:
+            given, hint = f"`shard={self._shard}` makes {count}", "Leave `shard` out, or choose another folder."
+        raise ValueError(
+            f"`{caller()}` cannot resume: the checkpoints in `{self._folder}` are from a division into {found} shards, "
+            f"and {given}.\n{hint}"
+        )
 
     def of_shard(self, positions: np.ndarray) -> Checkpoints | None:
         """The checkpoints of the shard of the members at these positions."""
@@ -98,42 +106,26 @@ class ShardCheckpoints:
             return None
         matches = [_SHARD.fullmatch(entry.name) for entry in list_folder(self._folder)]
         counts = {int(match[2]) for match in matches if match}
-        check_one_division(counts, self._folder)
+        if len(counts) > 1:
+            raise ValueError(
+                f"`{caller()}` cannot resume: the checkpoints in `{self._folder}` are from divisions into "
+                f"{sorted(counts)} shards, of more than one call.\nChoose another folder."
+            )
         return counts.pop() if counts else None
 
 
 # The identity of a call of `fleet.fit`: a short text for each of its members, functions, data and options.
 
-# Settings of JAX that change random streams or dtypes, and those that change the last bits.
+# Settings of JAX that change random streams or dtypes, and one that changes the last bits.
 _SETTINGS = ("jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl", "jax_numpy_dtype_promotion")
-_DEVICE = ("backend", "jax_default_matmul_precision")
+_PRECISION = "jax_default_matmul_precision"
 # Options that affect time and memory, but not what is saved.
 _IGNORED = ("plan", "mesh")
 
 
-class CallIdentity(NamedTuple):
-    """The identity of a call.
-
-    **Attributes:**
-
-    - `texts`: the texts that identify the call, by name.
-    - `code`: the names of the texts that can be compared under equal library versions only.
-    - `conditions`: these versions, the kind of device and the precision of matrix products.
-    """
-
-    texts: dict[str, str]
-    code: tuple[str, ...]
-    conditions: dict[str, str]
-
-    @property
-    def digest(self) -> str:
-        """The SHA-256 digest of the texts and conditions."""
-        return hashlib.sha256(json.dumps([self.texts, self.conditions], sort_keys=True).encode()).hexdigest()
-
-
 def call_identity(
     start: Any, ids: np.ndarray, functions: dict[str, Any], options: dict[str, Any], *, key: Any
-) -> CallIdentity:
+) -> CallRecord:
     """The identity of a call.
 
     **Arguments:**
@@ -161,31 +153,13 @@ def call_identity(
             texts |= array_texts(arrays, word)
     current = settings()
     texts |= {word: str(current[word]) for word in _SETTINGS}
-    return CallIdentity(code | texts, tuple(code), _conditions(str(current["jax_default_matmul_precision"])))
+    return CallRecord(code | texts, tuple(code), conditions(**{_PRECISION: str(current[_PRECISION])}))
 
 
-def _conditions(precision: str) -> dict[str, str]:
-    """What affects the last bits of results."""
-    packages = {name: version for name, version in versions().items() if name not in ("python", "numpy")}
-    packages["bytecode"] = str(sys.implementation.cache_tag)
-    return packages | dict(zip(_DEVICE, (jax.default_backend(), precision), strict=True))
-
-
-def check_same_identity(saved: CallIdentity, now: CallIdentity, folder: Any) -> None:
+def check_call_of_folder(saved: CallRecord, now: CallRecord, folder: Any) -> None:
     """Raises if a folder was written by a different call; warns if it was written under other conditions."""
-    before, after = saved.texts, now.texts
-    differ = [word for word in now.conditions if saved.conditions.get(word) != now.conditions[word]]
-    if differ:
-        changes = ", ".join(f"{word} {saved.conditions.get(word)} -> {now.conditions[word]}" for word in differ)
-        others = not set(differ) <= set(_DEVICE)
-        warn(
-            f"`{caller()}` resumes in `{folder}`, which was written under other conditions ({changes}): new shards may "
-            f"differ from the saved ones in their last bits{', and functions cannot be compared' if others else ''}."
-        )
-        if others:
-            code = {*saved.code, *now.code}
-            before, after = ({word: x for word, x in texts.items() if word not in code} for texts in (before, after))
-    check_same_call(before, after, folder)
+    effect = "new shards may differ from the saved ones in their last bits"
+    check_same_call(saved, now, folder, effect=effect, harmless=("backend", _PRECISION))
 
 
 def _is_default(word: str, value: Any) -> bool:
@@ -202,26 +176,22 @@ def _is_data(value: Any) -> bool:
     return not callable(value) and all(map(plain, jax.tree.leaves(value)))
 
 
-_CALL = "call"
-_CALL_FIELDS = {
-    "texts": is_texts,
-    "code": lambda value: is_list(value, str),
-    "conditions": is_texts,
-    "members": is_count,
-    "shards": is_count,
-}
+# The folder in which shards save their members.
 
 
-class SavedCall(NamedTuple):
-    """The call that a folder belongs to, and its division into shards."""
-
-    identity: CallIdentity
-    ids: np.ndarray
-    sizes: np.ndarray
-
-    def positions(self) -> list[np.ndarray]:
-        """The positions of the members of each shard."""
-        return np.split(np.arange(len(self.ids)), np.cumsum(self.sizes)[:-1])
+def check_save_folder(path: Any) -> Any:
+    """Raises unless `path` is a folder on a file system. Returns its absolute path."""
+    check_path(path, "save")
+    found = as_path(path)
+    if not is_on_disk(found):
+        raise TypeError(f"`{caller()}` needs a folder on a file system as `save`, got `{path}`.")
+    if has_our_manifest(found):
+        raise FileExistsError(
+            errno.EEXIST,
+            f"`{caller()}` needs a folder for all shards as `save`; `{path}` is a single checkpoint written by "
+            "`ee.save`.\nChoose another folder",
+        )
+    return found.absolute()
 
 
 class Store(NamedTuple):
@@ -233,12 +203,22 @@ class Store(NamedTuple):
     @property
     def is_complete(self) -> bool:
         """Whether the shard is complete."""
-        return _is_saved(self.path)
+        return is_saved(self.path)
 
     def read(self) -> Columns:
         """The columns of a complete shard."""
         found = contents(self.path)
-        record = check_shard_of_call(found.meta, self.digest, self.path)
+        record: Any = found.meta.get("fleet.fit") if isinstance(found.meta, dict) else None
+        if not isinstance(record, dict) or record.get("call") != self.digest:
+            raise ValueError(
+                f"`{caller()}` cannot read `{self.path}`: it belongs to a different call than its folder.\n"
+                "Remove it, and rerun the call of the folder."
+            )
+        if record.get("shard") != self.path.name:
+            raise ValueError(
+                f"`{caller()}` cannot read `{self.path}`: it holds `{record.get('shard')}` of this call under another "
+                "name.\nRename it back, or remove it and rerun the call."
+            )
         with explain_record(self.path):
             columns = from_json(record.get("columns"))
             check_valid("its columns are of other members", holds=tuple(columns.ids.tolist()) == found.ids)
@@ -253,53 +233,50 @@ class Store(NamedTuple):
         return columns
 
 
-def store_of(folder: Path, number: int, digest: str) -> Store:
-    """The store of the shard with this number."""
-    return Store(folder / f"shard-{number:06d}", digest)
+class SavedCall(NamedTuple):
+    """The call that a folder belongs to, and its division into shards."""
+
+    folder: Path
+    record: CallRecord
+    ids: np.ndarray
+    sizes: np.ndarray
+
+    def positions(self) -> list[np.ndarray]:
+        """The positions of the members of each shard."""
+        return np.split(np.arange(len(self.ids)), np.cumsum(self.sizes)[:-1])
+
+    def store(self, number: int) -> Store:
+        """The store of the shard with this number."""
+        return Store(shard_path(self.folder, number), self.record.digest)
+
+    def complete(self) -> dict[int, Store]:
+        """The stores of the completed shards, by number."""
+        stores = {number: self.store(number) for number in range(len(self.sizes))}
+        return {number: store for number, store in stores.items() if store.is_complete}
 
 
-def write_call(folder: Path, identity: CallIdentity, ids: np.ndarray, positions: Sequence[np.ndarray]) -> SavedCall:
-    """Writes the checkpoint of the call."""
+def shard_path(folder: Path, number: int) -> Path:
+    """The checkpoint of the shard with this number."""
+    return child(folder, "shard", number)
+
+
+def save_call(folder: Path, record: CallRecord, ids: np.ndarray, positions: Sequence[np.ndarray]) -> SavedCall:
+    """Saves the call."""
     sizes = np.array([len(part) for part in positions])
     for number in range(len(sizes)):  # before members are trained that could not be saved
-        check_own(store_of(folder, number, "").path)
-    meta = {"fleet.fit": identity._asdict() | {"members": len(ids), "shards": len(sizes)}}
-    save(folder / _CALL, {"ids": ids, "sizes": sizes}, meta=meta)
-    return SavedCall(identity, ids, sizes)
+        check_own(shard_path(folder, number))
+    write_call(folder, record, {"ids": ids, "sizes": sizes})
+    return SavedCall(folder, record, ids, sizes)
 
 
-def has_call(folder: Path) -> bool:
-    """Whether a folder holds a call of `fleet.fit`."""
-    return _is_saved(folder / _CALL)
-
-
-def _is_saved(path: Path) -> bool:
-    """Whether there is a checkpoint, damaged or not."""
-    return has_manifest(path) and is_checkpoint(path)
-
-
-def read_call(folder: Path) -> SavedCall:
-    """Reads the checkpoint of the call."""
-    found = contents(folder / _CALL)
-    record = check_call_record(found.meta, folder)
-    with explain_record(folder / _CALL):
-        check_fields(record, _CALL_FIELDS, "fleet.fit")
-        saved = tuple(found.leaves.get(f"['{word}']") for word in ("ids", "sizes"))
-        expected = f"i32[{record['members']}]", f"i64[{record['shards']}]"
-        check_valid("its numbers of members and shards have changed", holds=saved == expected)
-    like = {"ids": np.empty(record["members"], np.int32), "sizes": np.empty(record["shards"], np.int64)}
-    tree = load(folder / _CALL, like)
-    identity = CallIdentity(record["texts"], tuple(record["code"]), record["conditions"])
-    return SavedCall(identity, tree["ids"], tree["sizes"])
-
-
-@contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Locks the folder for one call."""
-    lock = RunLock(folder)
-    with explain_folder(folder):
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+def load_call(folder: Path) -> SavedCall:
+    """Reads the call."""
+    record, arrays = read_call(folder)
+    ids, sizes = (arrays.get(word, np.zeros(())) for word in ("ids", "sizes"))
+    kinds = [(x.ndim, x.dtype.name) for x in (ids, sizes)]
+    if kinds != [(1, "int32"), (1, "int64")] or sizes.sum() != len(ids):
+        raise ValueError(
+            f"`{caller()}` needs a folder of `fleet.fit(save=...)`, and `{folder}` holds something else.\n"
+            "Choose another folder."
+        )
+    return SavedCall(folder, record, ids, sizes)

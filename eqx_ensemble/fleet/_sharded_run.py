@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import os
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, final
@@ -6,22 +7,51 @@ from typing import Any, Generic, NamedTuple, final
 import numpy as np
 from jaxtyping import Float, Int, Int8
 
+from .._caller import caller
+from .._check import check_sequence, kind_text
 from .._ensemble import Ensemble, M, join, take
 from .._files import as_like, check_like_given, load
-from ..checkpoint._engine import as_path, check_valid, explain_record, read_manifest
+from ..checkpoint._engine import as_path, check_valid, explain_record, has_call, read_manifest
 from ..train._engine import Mode, Status, data_frame, rank_members, status_names
-from ._check_saved import (
-    check_has_call,
-    check_like_of_members,
-    check_some_members,
-    check_stored_ids,
-    check_wanted_ids,
-    ids_text,
-)
 from ._columns import Columns, count_status, join_columns
 from ._divide import resize
-from ._folder import SavedCall, has_call, read_call, store_of
+from ._folder import SavedCall, load_call, shard_path
 from ._shard import ShardReport
+
+_MOST_NAMED = 8
+
+
+def ids_text(ids: np.ndarray) -> str:
+    """Ids in a message, at most eight of them."""
+    return ", ".join(map(str, ids[:_MOST_NAMED].tolist())) + (", ..." if len(ids) > _MOST_NAMED else "")
+
+
+def check_wanted_ids(ids: Any, there: np.ndarray, missing: np.ndarray) -> np.ndarray:
+    """Raises unless `ids` are different ids of saved members. Returns them as an array."""
+    if isinstance(ids, int | np.integer):
+        raise TypeError(f"`{caller()}` needs a list of ids, got {ids}.\nWrite `ids=[{ids}]`.")
+    wanted = np.asarray(ids if isinstance(ids, np.ndarray) else check_sequence(ids, "ids", of="integers"))
+    if wanted.ndim != 1 or not len(wanted) or not np.issubdtype(wanted.dtype, np.integer):
+        raise TypeError(
+            f"`{caller()}` needs `ids` to be integers `(members,)`, at least one, got {kind_text(ids)} of shape "
+            f"{wanted.shape}.\nFor members by a condition: `ids=run.ids[condition]`."
+        )
+    unique, counts = np.unique(wanted, return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(f"`{caller()}` needs different `ids`; repeated: {ids_text(unique[counts > 1])}.")
+    absent = wanted[~np.isin(wanted, there)]
+    if len(absent):
+        lost = absent[np.isin(absent, missing)]
+        never = absent[~np.isin(absent, missing)]
+        lines = [f"`{caller()}` found no members with some of these `ids`."]
+        if len(never):
+            lines.append(f"  not in this run: {ids_text(never)}")
+        if len(lost):
+            lines.append(f"  in incomplete shards: {ids_text(lost)}")
+            lines.append("Rerun the call of `fleet.fit` to complete them.")
+        raise ValueError("\n".join(lines))
+    return wanted
+
 
 # Members in the files of shards: which to read, in which order and shapes.
 
@@ -49,7 +79,11 @@ class Stored(NamedTuple):
         whole = np.array_equal(rows, np.arange(size))
         found = load(path, resize(self.like, size), members=None if whole else rows.tolist())
         ensemble, state = found if isinstance(found, tuple) else (found, None)
-        check_stored_ids(np.asarray(ensemble.ids), ids, path)
+        if not np.array_equal(ensemble.ids, ids):
+            raise ValueError(
+                f"`{path}` holds members {ids_text(np.asarray(ensemble.ids))}, and the run needs {ids_text(ids)} "
+                "there: it was renamed or replaced.\nRerun the call of its folder."
+            )
         return ensemble, state
 
 
@@ -64,7 +98,7 @@ def locate(run: "ShardedRun[Any]", positions: np.ndarray) -> Stored:
     back[order] = np.arange(len(order))
     return Stored(
         like=run.like,
-        paths=tuple(store_of(run.folder, run.shards[i], "").path for i in found),
+        paths=tuple(shard_path(run.folder, run.shards[i]) for i in found),
         rows=tuple(np.split(row[order], first[1:])),
         ids=tuple(np.split(run.ids[positions][order], first[1:])),
         sizes=tuple(run.sizes[i] for i in found),
@@ -193,24 +227,18 @@ class ShardedRun(Generic[M]):
 
 
 def run_of_columns(
-    folder: Path,
-    call: SavedCall,
-    done: dict[int, Columns],
-    like: Any,
-    *,
-    lost: tuple[ShardReport, ...],
-    interrupted: bool,
+    call: SavedCall, done: dict[int, Columns], like: Any, *, lost: tuple[ShardReport, ...], interrupted: bool,
     seconds: float,
-) -> ShardedRun[Any]:
+) -> ShardedRun[Any]:  # fmt: skip
     """The run of the completed shards."""
     numbers = sorted(done)
-    with explain_record(folder):
+    with explain_record(call.folder):
         columns = join_columns([done[number] for number in numbers])
         ids = np.concatenate([call.ids[call.positions()[number]] for number in numbers])
         check_valid("shards hold other members than its call", holds=np.array_equal(columns.ids, ids))
     sizes = tuple(len(done[number].ids) for number in numbers)
     return ShardedRun(
-        folder=folder,
+        folder=call.folder,
         missing=call.ids[~np.isin(call.ids, columns.ids)],
         lost=lost,
         interrupted=interrupted,
@@ -255,19 +283,23 @@ def open_run(folder: str | os.PathLike[str], like: Any) -> ShardedRun[Any]:
     ```
     """
     path = as_path(folder)
-    check_has_call(path, there=has_call(path))
+    if not has_call(path):
+        exists = "holds no run of it" if os.path.isdir(path) else "does not exist"
+        raise FileNotFoundError(
+            errno.ENOENT, f"`{caller()}` needs a folder of `fleet.fit(save=...)`, and `{path}` {exists}"
+        )
     check_like_given(like)
-    call = read_call(path)
-    stores = [store_of(path, number, call.identity.digest) for number in range(len(call.sizes))]
-    done = {number: store.read() for number, store in enumerate(stores) if store.is_complete}
-    check_some_members(len(done), path)
-    first = store_of(path, min(done), "").path
-    return run_of_columns(
-        path,
-        call,
-        done,
-        check_like_of_members(as_like(like, read_manifest(first))),
-        lost=(),
-        interrupted=False,
-        seconds=0.0,
-    )
+    call = load_call(path)
+    done = {number: store.read() for number, store in call.complete().items()}
+    if not done:
+        raise ValueError(
+            f"`{caller()}` needs at least one complete shard, and `{path}` has none.\n"
+            "Rerun the call of `fleet.fit` that started it."
+        )
+    like = as_like(like, read_manifest(shard_path(path, min(done))))
+    if not isinstance(like[0] if isinstance(like, tuple) and len(like) == 2 else like, Ensemble):
+        raise TypeError(
+            f"`{caller()}` needs as `like` the function that makes one member from a key, or an `Ensemble`; got "
+            f"{kind_text(like)}."
+        )
+    return run_of_columns(call, done, like, lost=(), interrupted=False, seconds=0.0)

@@ -12,6 +12,7 @@ from .._check import check_positive_int
 from .._ensemble import Ensemble, M, check_ensemble
 from .._pytree import PyTree
 from ..checkpoint import Checkpoints
+from ..checkpoint._engine import lock_folder
 from ..distributed import to_host
 from ..sweep import AbstractRange, draw
 from ..train._engine import Optimiser, Run, Status, fit, is_batches
@@ -104,7 +105,7 @@ def successive_halving(
     ladder = Rungs(unit, sorted(set(totals)), factor, rungs)
     own = {ladder.unit: ladder.totals[0], "factor": ladder.factor, "rungs": ladder.rungs}
     saved = Rounds(checkpoint, own=own, name="methods.successive_halving", fit=fit)
-    with saved.lock():
+    with lock_folder(saved.folder):
         return halve(
             ensemble, loss, optimiser, data, ladder, saved, **options, validation=validation, key=key
         )  # fmt: skip
@@ -274,9 +275,9 @@ def hyperband(
     own = {"epochs": epochs, "factor": factor}
     saved = Rounds(checkpoint, own=own, name="methods.hyperband", fit=fit)
     runs = []
-    with saved.lock():
+    with lock_folder(saved.folder):
         for number, bracket in enumerate(brackets(make, ranges, epochs, factor, key=key)):
-            inside = saved.inside(f"bracket-{number:02d}", bracket=number)
+            inside = saved.inside("bracket", number)
             start = {"hyper": bracket.hyper, "state": bracket.state}
             runs.append(
                 halve(

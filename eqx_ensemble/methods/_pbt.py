@@ -15,6 +15,7 @@ from .._ensemble import Ensemble, M, check_ensemble
 from .._pytree import PyTree
 from .._warnings import ignore_warnings, warn
 from ..checkpoint import Checkpoints
+from ..checkpoint._engine import lock_folder
 from ..distributed import to_host
 from ..train import perturb
 from ..train._engine import (
@@ -304,5 +305,5 @@ def population_based_training(
     own = {"rounds": rounds, **plan.length, "fraction": fraction}
     saved = Rounds(checkpoint, own=own, name="methods.population_based_training", fit=fit)
     saved.add_function("explore", explore, plan.one, plan.keys[0])
-    with saved.lock():
+    with lock_folder(saved.folder):
         return evolve(ensemble, loss, optimiser, data, plan, saved, **options, validation=validation, key=key)

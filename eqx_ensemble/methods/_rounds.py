@@ -1,13 +1,10 @@
 """Checkpoints of methods that consist of several runs: one folder per run, and one lock for all of them."""
 
-import contextlib
 import dataclasses
 import errno
 import functools as ft
 import os
-import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -18,20 +15,22 @@ from .._caller import caller
 from .._check import CheckpointCorruptError, MemberMismatchError, check_function, kind_text
 from .._pytree import PyTree
 from .._warnings import warn
-from ..checkpoint import Checkpoints, _disk
-from ..checkpoint._engine import NAME as LOCK
+from ..checkpoint import Checkpoints
 from ..checkpoint._engine import (
-    STEP,
-    RunLock,
+    CallRecord,
     as_checkpoints,
-    check_overwritable,
+    check_resume,
+    check_run_folder,
+    check_same_call,
     checkpoints_inside,
-    clean,
-    explain_folder,
-    has_our_manifest,
+    child,
+    children,
+    has_call,
+    has_checkpoints,
     is_on_disk,
-    list_folder,
-    remove,
+    read_call,
+    remove_run,
+    write_call,
 )
 from ..distributed import to_host
 from ..train._engine import (
@@ -39,8 +38,6 @@ from ..train._engine import (
     Round,
     Run,
     check_checkpoint,
-    check_run_folder,
-    check_same_call,
     function_text,
     is_batches,
     is_data_function,
@@ -49,19 +46,7 @@ from ..train._engine import (
 from ..train._engine import fit as fit_here
 from ._check import check_options, check_whole_epochs
 
-# A record of the arguments of a method whose rounds are trained by another `fit`: its runs do not record them.
-
-_OTHER_FIT = {"fit": "another function"}
-
-
-def texts_of(own: dict[str, Any], *, name: str) -> dict[str, str]:
-    """A method's own arguments, as texts."""
-    return {"method": name} | {word: option_text(value) for word, value in own.items() if value is not None}
-
-
-def _record(folder: Path) -> Checkpoints:
-    return Checkpoints(folder / "call")
-
+_ROUND, _DECISIONS = "round", "decisions"
 
 # The function `fit` with which a method trains its rounds: that of this library, or another with its signature.
 
@@ -121,45 +106,12 @@ def _make_data(make: Callable[..., Any], ids: np.ndarray) -> Any:
     return data
 
 
-# The subfolders of rounds in the folder of a method.
-
-_ROUND = re.compile(r"round-([0-9]{6})")
-
-
-def round_path(folder: Any, index: int) -> Any:
-    """The folder of a round."""
-    return folder / f"round-{index:06d}"
-
-
-def has_checkpoints(folder: Any) -> bool:
-    """Whether a folder or any of its subfolders holds a checkpoint."""
-    return any(STEP.fullmatch(path.name) for path in folder.glob("**/step-*"))
-
-
-def remove_rounds(folder: Any, before: int) -> None:
-    """Removes all earlier rounds, including leftovers of killed processes."""
-    for index in _rounds(folder):
-        if index < before:
-            remove_round(folder, index)
-
-
 def remove_round(folder: Any, index: int) -> None:
-    """Removes a round. If other files are in its folder, warns and keeps them."""
-    path = round_path(folder, index)
+    """Removes a round, with leftovers of killed processes. If other files are in its folder, warns and keeps them."""
     try:
-        for step in Checkpoints(path).steps:
-            remove(Checkpoints(path).path(step))
-        clean(path, STEP)
-        with contextlib.suppress(FileNotFoundError):
-            _disk.remove(path / LOCK)  # left by a killed process
-        _disk.remove_empty_folder(path)
+        remove_run(child(folder, _ROUND, index))
     except OSError as error:
         warn(f"The checkpoints of an earlier round could not be removed: {error}")
-
-
-def _rounds(folder: Any) -> list[int]:
-    matches = [_ROUND.fullmatch(entry.name) for entry in list_folder(folder) if entry.is_dir()]
-    return sorted(int(match[1]) for match in matches if match)
 
 
 # Checks for methods that save several runs in one folder.
@@ -179,39 +131,18 @@ def check_saving(checkpoint: Any, data: Any) -> None:
         raise NotImplementedError(f"`{caller()}` takes `checkpoint` on one process, not on {jax.process_count()}.")
 
 
-def check_folder(folder: Any) -> None:
-    """Raises for a path that holds something else: a file, a checkpoint, or the run of one `fit`."""
+def check_folder(folder: Any, resume: str) -> None:
+    """Raises for a path that holds something else, such as the run of one `fit`, and for what `resume` forbids."""
     if not is_on_disk(folder):
         raise TypeError(f"`{caller()}` needs `checkpoint` to be a folder in a file system, got `{folder}`.")
-    check_overwritable(folder, is_checkpoint=not folder.exists() or folder.is_dir())
-    check_run_folder(folder, is_checkpoint=has_our_manifest(folder))
+    check_run_folder(folder)
     if Checkpoints(folder).steps:
         raise FileExistsError(
             errno.EEXIST,
             f"`{caller()}` needs a folder of its own as `checkpoint`, and `{folder}` holds the checkpoints of one "
             "run.\nChoose another folder",
         )
-
-
-def check_resume_rounds(folder: Any, resume: str, *, begun: bool) -> None:
-    """Raises for `resume="must"` without checkpoints, and for `"never"` with some."""
-    if resume == "must" and not begun:
-        raise FileNotFoundError(errno.ENOENT, f"`{caller()}` must resume, and found no checkpoint in `{folder}`")
-    if resume == "never" and begun:
-        raise FileExistsError(
-            errno.EEXIST,
-            f"`{caller()}` must not resume, and `{folder}` holds checkpoints, which are not overwritten.\nChoose "
-            "another folder, or remove this one",
-        )
-
-
-def went_back_message(folder: Any, error: Exception) -> str:
-    """The warning that training resumes from the previous round, because all checkpoints of this one are damaged."""
-    round_ = os.path.basename(folder)
-    return (
-        f"`{caller()}` resumes from the round before `{round_}`: all checkpoints of `{round_}` are damaged.\n"
-        f"  {str(error).splitlines()[0]}"
-    )
+    check_resume(resume, folder, "checkpoints" if has_checkpoints(folder) else "")
 
 
 def check_some_score(scores: np.ndarray, training: np.ndarray) -> None:
@@ -232,7 +163,6 @@ def last_scores(run: Run) -> Float[np.ndarray, " members"]:
     return scores[:, -1]
 
 
-_DECISIONS = "decisions"
 T = TypeVar("T")
 
 
@@ -257,41 +187,31 @@ class Rounds:
         self.fit = check_rounds_of(fit)
         self._given_fit, self._replays = fit, fit is not fit_here
         self._checkpoints = None if checkpoint is None else as_checkpoints(checkpoint)
-        self._folder: Any = None if self._checkpoints is None else self._checkpoints.folder
+        self.folder: Any = None if self._checkpoints is None else self._checkpoints.folder
         self._own, self._name = own, name
+        self._texts = {"method": name} | {word: option_text(x) for word, x in own.items() if x is not None}
         self._functions: dict[str, str] = {}
         self._round: Round | None = None
         if self._checkpoints is not None:
-            check_folder(self._folder)
-            check_resume_rounds(self._folder, self._checkpoints.resume, begun=has_checkpoints(self._folder))
-            texts = texts_of(own, name=name)
-            record = _record(self._folder)
-            if record.steps:
-                check_same_call(record.restore({}).meta, texts | _OTHER_FIT if self._replays else {}, self._folder)
+            check_folder(self.folder, self._checkpoints.resume)
+            if has_call(self.folder):
+                check_same_call(read_call(self.folder)[0], self._record(), self.folder, effect="")
 
     def add_function(self, word: str, fn: Callable[..., Any], *args: PyTree) -> None:
         """Adds a function argument of the method to the identity of the call; `args` are examples of its arguments."""
-        if self._folder is not None:
+        if self.folder is not None:
             self._functions[word] = function_text(fn, *args)
 
-    def inside(self, folder: str, **own: Any) -> "Rounds":
-        """The rounds of a method that this one calls, in a subfolder."""
-        below = None if self._checkpoints is None else checkpoints_inside(self._checkpoints, folder, resume="auto")
-        return Rounds(below, own=self._own | own, name=self._name, fit=self._given_fit)
+    def _record(self) -> CallRecord:
+        """The arguments that rounds depend on, where another `fit` trains them: its runs do not record them."""
+        return CallRecord(self._texts | {"fit": "another function"} if self._replays else {}, (), {})
 
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Holds the lock of the folder, so that only one process trains in it."""
-        if self._folder is None:
-            yield
-            return
-        lock = RunLock(self._folder)
-        with explain_folder(self._folder):
-            lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
+    def inside(self, kind: str, number: int) -> "Rounds":
+        """The rounds of a method that this one calls, in a subfolder."""
+        below = self._checkpoints
+        if below is not None:
+            below = checkpoints_inside(below, child(self.folder, kind, number).name, resume="auto")
+        return Rounds(below, own=self._own | {kind: number}, name=self._name, fit=self._given_fit)
 
     def resume(self, train: Callable[..., T]) -> tuple[int, T]:
         """Calls `train(index, **saving)` for the newest saved round, or the first. Returns the index and the result.
@@ -301,13 +221,11 @@ class Rounds:
         """
         if self._replays:
             result = train(0, **self.saving(0))
-            if self._folder is not None:
-                record = _record(self._folder)
-                if not record.steps:  # after the first round: a call that fails in it may change its arguments
-                    record.save(0, {}, meta=texts_of(self._own, name=self._name) | _OTHER_FIT)
+            if self.folder is not None and not has_call(self.folder):  # after a round: a call that fails may change
+                write_call(self.folder, self._record(), {})
             return 0, result
-        begun = [] if self._folder is None else _rounds(self._folder)
-        saved = [index for index in begun if Checkpoints(round_path(self._folder, index)).steps]  # complete ones
+        rounds = [] if self.folder is None else children(self.folder, _ROUND)
+        saved = [index for index in rounds if Checkpoints(child(self.folder, _ROUND, index)).steps]
         index = saved[-1] if saved else 0
         while True:
             self._round = None
@@ -316,32 +234,37 @@ class Rounds:
             except CheckpointCorruptError as error:
                 if index - 1 not in saved:
                     raise
-                warn(went_back_message(round_path(self._folder, index), error))
-                remove_round(self._folder, index)
+                name = child(self.folder, _ROUND, index).name
+                warn(
+                    f"`{caller()}` resumes from the round before `{name}`: all checkpoints of `{name}` are damaged.\n"
+                    f"  {str(error).splitlines()[0]}"
+                )
+                remove_round(self.folder, index)
                 index -= 1
 
     def saving(self, index: int) -> dict[str, Any]:
         """The options with which `fit` saves a round."""
         if self._checkpoints is None:
             return {}
-        checkpoints = checkpoints_inside(self._checkpoints, round_path(self._folder, index).name, resume="auto")
+        checkpoints = checkpoints_inside(self._checkpoints, child(self.folder, _ROUND, index).name, resume="auto")
         if self._replays:
             return {"checkpoint": checkpoints}
-        before = None if self._round is None else self._round.identity
-        own = texts_of(self._own, name=self._name)
-        self._round = Round(checkpoints, own=own, functions=self._functions, identity=before)
+        before = None if self._round is None else self._round.call
+        self._round = Round(checkpoints, self._texts, self._functions, before)
         return {"checkpoint": self._round}
 
     def decide(self, index: int, run: Run[Any], decisions: Callable[[], PyTree] | None = None) -> None:
         """Saves all decisions up to the end of a round, and removes the earlier rounds."""
-        if self._folder is None or self._replays:
+        if self.folder is None or self._replays:
             return
         try:
             if decisions is not None:
                 self._journal().save(index + 1, decisions())
         except OSError as error:
             raise NotSavedError(error, run) from error
-        remove_rounds(self._folder, before=index)
+        for earlier in children(self.folder, _ROUND):
+            if earlier < index:
+                remove_round(self.folder, earlier)
 
     def decisions(self, index: int, like: PyTree) -> PyTree:
         """Restores the decisions before a round; each array of `like` has a leading axis of rounds."""
@@ -349,4 +272,4 @@ class Rounds:
         return self._journal().restore(jax.tree.map(along, like), step=index).tree
 
     def _journal(self) -> Checkpoints:
-        return Checkpoints(self._folder / _DECISIONS, last=2)
+        return Checkpoints(self.folder / _DECISIONS, last=2)

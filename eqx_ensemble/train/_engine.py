@@ -21,7 +21,7 @@ from ._fit import fit
 from ._group_run import GroupRun
 from ._idle import allow_idle
 from ._opt_hyper import change_hyper, follow_hyper, hyper_arrays
-from ._options import Options, Stopping, check_options, limits_of
+from ._options import Options, Stopping, check_checkpoint, check_options, limits_of
 from ._rank import rank_members
 from ._revive import Revive, copy_donors
 from ._run import Run, check_rows_of_folds, data_frame
@@ -40,7 +40,6 @@ from .data._reader import RowReader, check_no_scan
 from .data._source import as_row_indices, is_batches, is_data_function, is_wrapper, without_marks
 from .host._check import check_not_given_again, check_same_mode, missing_validation_message
 from .host._record import History, mean_of_last_epoch
-from .resume._check import check_checkpoint, check_run_folder, check_same_call
 from .resume._code_texts import array_texts, code_text, digest_of, option_text
 from .resume._identity import function_text
 from .resume._resume import Round

@@ -1,8 +1,6 @@
 from pickle import PicklingError, dumps
 from typing import Any
 
-from .resume._check import not_saved_message
-
 
 class DivergedError(ArithmeticError):
     """Raised by [`eqx_ensemble.fit`][] with `on_diverge="raise"` when members diverge; `run` is the run so far.
@@ -25,7 +23,9 @@ class NotSavedError(OSError):
     """
 
     def __init__(self, error: OSError, run: Any) -> None:
-        super().__init__(error.errno, not_saved_message(error, int(run.train_state.step)))
+        text = f"`fit` ended after {int(run.train_state.step)} steps, because the run could not be saved: "
+        text += f"{error.strerror or error}\nThis error's `run` is the run so far; the same call resumes from the last "
+        super().__init__(error.errno, f"{text}checkpoint.")
         self.run = run
 
     def __reduce__(self) -> tuple[Any, ...]:

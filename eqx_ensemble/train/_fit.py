@@ -34,7 +34,7 @@ from ._check import (
 from ._check_member import hyper_column_text
 from ._check_run import check_outcome
 from ._group_run import GroupRun, fit_parts
-from ._options import Stopping, check_options, limits_of
+from ._options import Stopping, check_checkpoint, check_options, limits_of
 from ._revive import Revive
 from ._run import Run
 from ._signatures import FitOptions
@@ -50,7 +50,6 @@ from .data._source import Length, member_shapes, without_marks
 from .data._sources import make_source
 from .host._execute import execute
 from .host._start import layout_of, start_of, with_validation
-from .resume._check import check_checkpoint
 from .resume._identity import identity, optimiser_step
 from .resume._resume import Saver
 

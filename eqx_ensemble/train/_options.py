@@ -1,5 +1,6 @@
 """Arguments of `fit` that belong together. Each is checked where it is made, so that no receiver checks it again."""
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from .._check import (
 )
 from .._foreign import as_numpy
 from .._pytree import PyTree
+from ..checkpoint import Checkpoints
 from ._check import check_length, check_mode
 from ._revive import Revive
 from .compiled._selection import Mode
@@ -156,6 +158,12 @@ def _of_members(value: Any, argument: str, num_members: int) -> np.ndarray | Non
             f"`{caller()}` needs one `{argument}` per member in `stop`: expected ({num_members},), got {numbers.shape}."
         )
     return np.broadcast_to(numbers, (num_members,))
+
+
+def check_checkpoint(checkpoint: Any) -> None:
+    """Raises unless `checkpoint` is a path, `Checkpoints` or `None`."""
+    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike | Checkpoints):
+        raise TypeError(f"`{caller()}` needs `checkpoint` to be a path or `Checkpoints`, got {kind_text(checkpoint)}.")
 
 
 class Options(NamedTuple):

@@ -101,7 +101,7 @@ def test_an_error_ends_the_threads():
 def test_a_large_save_continues_while_python_exits(tmp_path):
     code = (
         "import sys, time, numpy as np, eqx_ensemble as ee\n"
-        "from eqx_ensemble.checkpoint._run_folder import RunFolder\n"
+        "from eqx_ensemble.checkpoint._checkpoints import RunFolder\n"
         "finish = RunFolder.finish\n"
         "def later(*args):\n    time.sleep(1)\n    finish(*args)\n"
         "RunFolder.finish = later\n"

@@ -85,6 +85,15 @@ def test_the_folder_of_one_fit_is_refused(tmp_path, unhooked):
         fit(Here(), tmp_path, shard=4)
 
 
+def test_a_checkpoint_and_a_file_are_refused(tmp_path, unhooked):
+    ee.save(tmp_path / "a", ENSEMBLE)
+    with pytest.raises(FileExistsError, match="`fleet.fit` needs a folder for checkpoints .* a single checkpoint"):
+        fit(Here(), tmp_path / "a")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not a checkpoint, so nothing is overwritten"):
+        fit(Here(), tmp_path / "file")
+
+
 class Elsewhere(Here):
     """Runs calls in another working directory, as workers that began in it do."""
 

@@ -1,6 +1,5 @@
 """Members that stay in the files of shards are those of one `fit`, whatever was killed on the way."""
 
-import contextlib
 import os
 import pathlib
 import random
@@ -17,7 +16,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.fleet import _fit
-from eqx_ensemble.fleet._folder import check_same_identity, read_call
+from eqx_ensemble.fleet._folder import check_call_of_folder, load_call
 from eqx_ensemble.fleet._worker import use_settings
 
 from ..checkpoint.damage import flip, forge_each
@@ -254,16 +253,14 @@ class TestRepeated:
     )
     def test_other_conditions(self, sharded_run, change, compared):
         """Only other versions of libraries make functions incomparable."""
-        now = read_call(sharded_run.folder).identity
+        now = load_call(sharded_run.folder).record
         saved = now._replace(conditions=now.conditions | change)
         edited = now._replace(texts=now.texts | {"loss": "mse 0"})
-        with pytest.warns(
-            UserWarning, match=f"written under other conditions .*{'' if compared else 'cannot be comp'}"
-        ):
-            check_same_identity(saved, now, "a")
-        refused = pytest.raises(ValueError, match="`loss`") if compared else contextlib.nullcontext()
-        with pytest.warns(UserWarning, match="written under other conditions"), refused:
-            check_same_identity(saved, edited, "a")
+        with pytest.warns(UserWarning, match=f"saved under other conditions .*{'' if compared else 'cannot be comp'}"):
+            check_call_of_folder(saved, now, "a")
+        warns = pytest.warns(UserWarning, match="saved under other conditions")
+        with pytest.raises(ValueError, match="`loss`") if compared else warns:
+            check_call_of_folder(saved, edited, "a")
 
     def test_lists_for_arrays(self, identity_of):
         given = {
@@ -286,7 +283,7 @@ class TestRepeated:
         for size in (8, 9):
             with pytest.raises(ZeroDivisionError):
                 save(folder, options | {"batch_size": size})
-            assert read_call(folder).identity.texts["batch_size"] == str(size)
+            assert load_call(folder).record.texts["batch_size"] == str(size)
 
     def test_defaults_in_words(self, identity_of):
         defaults = {
@@ -364,7 +361,7 @@ class TestRepeated:
 
     def test_in_use(self, sharded_run):
         run = sharded_run
-        from eqx_ensemble.fleet._folder import lock_folder
+        from eqx_ensemble.checkpoint._engine import lock_folder
 
         with lock_folder(run.folder), pytest.raises(BlockingIOError):
             save(run.folder)
@@ -570,8 +567,8 @@ def test_changed_metadata_under_a_right_checksum(sharded_run, tmp_path):
         run = ee.fleet.open_run(folder, ENSEMBLE)
         return run.table(), run.load().arrays
 
-    for name in ("call", "shard-000001"):
-        for change in forge_each(folder / name, random.Random(0), 80, under=("meta", "fleet.fit")):
+    for name, record in (("call", "call"), ("shard-000001", "fleet.fit")):
+        for change in forge_each(folder / name, random.Random(0), 80, under=("meta", record)):
             raised.append(unharmed(opened, lambda found: assert_same(found, whole), folder, change))
     assert sum(raised) > 50
 

@@ -20,7 +20,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints, _disk
-from eqx_ensemble.checkpoint._run_folder import NAME, RunLock
+from eqx_ensemble.checkpoint._call_folder import LOCK, RunLock
 from eqx_ensemble.train import NotSavedError
 from eqx_ensemble.train.host._loop import Recording
 
@@ -64,7 +64,7 @@ time.sleep(600)
 @pytest.fixture
 def holder(tmp_path):
     (tmp_path / "a").mkdir()
-    child = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "a" / NAME], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "a" / LOCK], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "held\n"
     yield child
     child.kill()
@@ -75,10 +75,10 @@ def test_another_process_has_the_folder_until_it_is_killed(ensemble, holder, tmp
     message = "`.*/a` is in use: by process 4321 on `node7`, since 2026-01-02 03:04:05\\+00:00"
     with pytest.raises(BlockingIOError, match=message):
         fitted(ensemble, tmp_path / "a")
-    assert names(tmp_path / "a") == [NAME]
+    assert names(tmp_path / "a") == [LOCK]
     holder.kill()
     holder.wait()
-    assert (tmp_path / "a" / NAME).read_text()  # what a killed run leaves does not matter
+    assert (tmp_path / "a" / LOCK).read_text()  # what a killed run leaves does not matter
     fitted(ensemble, tmp_path / "a")
     assert names(tmp_path / "a") == [f"step-{step:012d}" for step in (2, 4, 6)]
 
@@ -99,7 +99,7 @@ def test_two_runs_in_one_process(ensemble, tmp_path):
     fitted(ensemble, tmp_path / "a", data=batches(), checkpoint_every=1)
     assert len(met) == 1
     assert re.search(rf"by process {os.getpid()} on `{re.escape(socket.gethostname())}`, since 20[0-9-]+ ", met[0])
-    assert NAME not in names(tmp_path / "a")
+    assert LOCK not in names(tmp_path / "a")
 
 
 @pytest.mark.parametrize("wrong", [ValueError, KeyboardInterrupt])
@@ -122,14 +122,14 @@ def test_a_folder_that_is_taken_over_is_noticed_at_the_next_save(ensemble, tmp_p
         report(self, steps, members)
         if self.record.steps >= 3:
             said = {"host": "node8", "pid": 99, "since": "now", "token": "theirs"}
-            (tmp_path / "a" / NAME).write_text(json.dumps(said))
+            (tmp_path / "a" / LOCK).write_text(json.dumps(said))
 
     monkeypatch.setattr(Recording, "report", other)
     with pytest.raises(NotSavedError, match="taken over by another run: process 99 on `node8`, since now") as caught:
         fitted(ensemble, tmp_path / "a")
     assert caught.value.run.history.loss.shape[1] < 6
     assert Checkpoints(tmp_path / "a").steps == [2]
-    assert json.loads((tmp_path / "a" / NAME).read_text())["token"] == "theirs"
+    assert json.loads((tmp_path / "a" / LOCK).read_text())["token"] == "theirs"
 
 
 def test_without_locks_a_run_continues(ensemble, tmp_path, monkeypatch):
@@ -143,8 +143,8 @@ def test_a_lock_file_that_is_removed_is_made_again(ensemble, tmp_path, monkeypat
 
     def removed(self, steps, members):
         report(self, steps, members)
-        seen.append((tmp_path / "a" / NAME).exists())
-        (tmp_path / "a" / NAME).unlink()
+        seen.append((tmp_path / "a" / LOCK).exists())
+        (tmp_path / "a" / LOCK).unlink()
 
     monkeypatch.setattr(Recording, "report", removed)
     fitted(ensemble, tmp_path / "a")
@@ -164,7 +164,7 @@ def test_somebody_saves_between_reading_and_locking(ensemble, tmp_path, monkeypa
     monkeypatch.setattr(RunLock, "acquire", later)
     with pytest.raises(BlockingIOError, match="has saved step 4 in the checkpoint folder .* since this one read it"):
         fitted(ensemble, tmp_path / "a")
-    assert NAME not in names(tmp_path / "a")
+    assert LOCK not in names(tmp_path / "a")
     fitted(ensemble, tmp_path / "a")
 
 
@@ -211,7 +211,7 @@ import os, pathlib, signal, sys, time
 import numpy as np
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import Checkpoints, _disk, _write
-from eqx_ensemble.checkpoint._run_folder import RunLock
+from eqx_ensemble.checkpoint._call_folder import RunLock
 
 folder = pathlib.Path(sys.argv[1])
 ee.save(folder / "run" / "step-000000000001", {"a": np.ones(3)})
@@ -263,7 +263,7 @@ def test_a_forked_child_neither_waits_nor_holds_locks(tmp_path):
         assert said["child"] == ["False"]
         parent.wait(60)
         os.kill(child, 0)  # it lives
-        assert (tmp_path / NAME).exists()
+        assert (tmp_path / LOCK).exists()
         started = time.monotonic()
         lock = RunLock(tmp_path)
         lock.acquire()

@@ -12,7 +12,7 @@ import jax
 from ..._code import is_library
 from ..._jaxpr import callbacks, inner_jaxprs
 from ..._pytree import PyTree
-from ...checkpoint._engine import shape_text
+from ...checkpoint._engine import CallRecord, conditions, shape_text
 from ...tree._engine import static_parts
 from .._revive import Revive
 from .._state import MemberConstants, MemberState
@@ -82,14 +82,12 @@ class Identity(NamedTuple):
 
     **Attributes:**
 
-    - `texts`: the texts that identify the call, by name.
-    - `traced`: the names of texts that are comparable only under the same versions of the libraries.
+    - `call`: its texts; those of traced programs and of arrays that they made are its `code`.
     - `programs`: the digests of loss, score and optimiser.
     - `value`, `aux`: the shapes of a member's loss and of its auxiliary outputs.
     """
 
-    texts: dict[str, str]
-    traced: tuple[str, ...]
+    call: CallRecord
     programs: tuple[str, ...]
     value: jax.ShapeDtypeStruct
     aux: PyTree
@@ -121,7 +119,8 @@ def identity(
     texts = {name: option_text(value) for name, value in options.items() if name not in traced} | texts
     texts |= {"batch": _shapes_text(batch), "members' keys": digest_of(fixed.key)}
     texts |= array_texts(fixed.hyper, "hyper") | array_texts(validation, "validation")
-    return Identity(traced | texts, tuple(traced), tuple(programs.values()), value, aux)
+    call = CallRecord(traced | texts, tuple(traced), conditions(x64=str(jax.config.read("jax_enable_x64"))))
+    return Identity(call, tuple(programs.values()), value, aux)
 
 
 def _revive_text(how: Revive, hyper: PyTree) -> str:

@@ -1,8 +1,6 @@
-import errno
+import dataclasses
 import os
-import sys
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, final
 
@@ -11,29 +9,24 @@ import numpy as np
 from jaxtyping import Array
 
 from ..._pytree import PyTree
-from ..._warnings import warn
 from ...checkpoint import Checkpoints, Contents
 from ...checkpoint._engine import (
+    CallRecord,
+    Claim,
     FormatName,
-    RunLock,
     as_checkpoints,
     check_fields,
-    check_nothing_newer,
-    check_overwritable,
+    check_resume,
+    check_run_folder,
+    check_same_call,
     check_valid,
-    explain_folder,
     explain_record,
-    has_our_manifest,
     is_count,
-    is_on_disk,
+    is_record,
     is_seconds,
     is_string,
-    is_texts,
-    make_parents,
-    versions,
 )
-from ...distributed import broadcast_from_first, is_first
-from ...distributed._engine import raise_on_all
+from ...distributed import broadcast_from_first
 from .._revive import Revival
 from .._state import MemberConstants, TrainState
 from ..compiled._health import Carry
@@ -41,61 +34,7 @@ from ..compiled._selection import Mode
 from ..data._source import Cursor, decode, encode
 from ..host._record import History, Record
 from ..host._start import Start
-from ._check import check_of_fit, check_resume, check_run_folder, check_same_call, other_versions_message
 from ._identity import Identity
-
-
-class Claim:
-    """A run's lock on its folder, held by one process for all processes of the run.
-
-    Object stores have no locks.
-    """
-
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
-        self._folder = checkpoints.path(0).parent
-        self._lock = RunLock(self._folder) if is_on_disk(self._folder) and is_first() else None
-        self._taken = False
-        self._call(self._prepare)
-
-    def take(self, seen: list[int]) -> None:
-        """Takes the lock before the first step; `seen` are the checkpoints that the run resumed from."""
-        if not self._taken:
-            self._call(lambda lock: self._take(lock, seen))
-            self._taken = True
-
-    def check(self) -> None:
-        """Raises if another run has taken the folder."""
-        self._call(RunLock.check)
-
-    def release(self) -> None:
-        """Releases the lock."""
-        if self._lock is not None:
-            self._lock.release()
-
-    def _call(self, job: Callable[[RunLock], None]) -> None:
-        """Calls `job` with the lock in the process that holds it; an error is raised in all processes."""
-        failed = None
-        try:
-            if self._lock is not None:
-                job(self._lock)
-        except OSError as error:
-            failed = error
-        raise_on_all(failed)
-
-    def _prepare(self, lock: RunLock) -> None:
-        """Raises, before compiling, if the run cannot be saved."""
-        with explain_folder(self._folder):
-            make_parents(self._folder)
-            if not self._checkpoints.steps and not os.access(self._folder, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        lock.look()
-
-    def _take(self, lock: RunLock, seen: list[int]) -> None:
-        with explain_folder(self._folder):
-            lock.acquire()
-        check_nothing_newer(self._folder, seen, self._checkpoints.steps)
-
 
 # What `fit` writes about a run into the metadata of a checkpoint.
 
@@ -105,14 +44,13 @@ class SavedRecord(NamedTuple):
 
     **Attributes:**
 
-    - `identity`, `conditions`: texts that identify the call, and what else determines its last bits.
+    - `call`: what identifies the call.
     - `steps`, `validations`: the numbers of recorded columns.
     - `revived`, `place`: the revived members, and the position in the data.
     - `seconds`, `continued`: durations of the call, and of the runs that it continues; `begun`: its first step.
     """
 
-    identity: dict[str, str]
-    conditions: dict[str, str]
+    call: CallRecord
     steps: int
     validations: int
     revived: list[Revival] | None
@@ -125,12 +63,11 @@ class SavedRecord(NamedTuple):
         """The record as JSON."""
         revived = None if self.revived is None else [list(each) for each in self.revived]
         place = list(self.place._replace(state=encode(self.place.state)))
-        return self._asdict() | {"revived": revived, "place": place}
+        return self._asdict() | {"call": self.call._asdict(), "revived": revived, "place": place}
 
 
 _KINDS = {
-    "identity": is_texts,
-    "conditions": is_texts,
+    "call": is_record,
     "steps": is_count,
     "validations": is_count,
     "seconds": is_seconds,
@@ -143,7 +80,11 @@ _KINDS = {
 
 def read_record(contents: Contents, path: Any, folder: Any) -> SavedRecord:
     """The record in a checkpoint at `path`; `ValueError` if `fit` did not write it, else `CheckpointCorruptError`."""
-    saved = check_of_fit(contents.meta, folder)
+    saved = contents.meta.get("fit") if isinstance(contents.meta, dict) else None
+    if not (isinstance(saved, dict) and saved):
+        raise ValueError(
+            f"`fit` cannot resume from `{folder}`: its checkpoints were not written by `fit`.\nChoose another folder."
+        )
     with explain_record(path):
         fields = check_fields(saved, _KINDS, "fit")
         for name, word in (("history_step", "steps"), ("validation_step", "validations")):
@@ -155,8 +96,9 @@ def read_record(contents: Contents, path: Any, folder: Any) -> SavedRecord:
         # Each epoch has a batch, and each step takes one: more of them would only be counted.
         check_valid("`place` is after the step", holds=max(epochs, batches) <= done + 1)
         revived = None if fields["revived"] is None else [Revival(*each) for each in fields["revived"]]
-        fields = {name: fields[name] for name in SavedRecord._fields}
-        return SavedRecord(**fields | {"revived": revived, "place": Cursor(epochs, batches, decode(state), digest)})
+        read = {"revived": revived, "place": Cursor(epochs, batches, decode(state), digest)}
+        read["call"] = CallRecord.read(fields["call"], "call")
+        return SavedRecord(**{name: fields[name] for name in SavedRecord._fields} | read)
 
 
 def _is_revival(value: Any) -> bool:
@@ -175,6 +117,7 @@ def _is_place(value: Any) -> bool:
 
 
 @final
+@dataclasses.dataclass(eq=False)
 class Round:
     """The `checkpoint` of a run that is one of several runs of a method.
 
@@ -184,35 +127,25 @@ class Round:
     **Attributes:**
 
     - `checkpoints`: the checkpoints of this run.
-    - `own`, `functions`: texts of the method's own arguments, which are part of the identity. Those of functions are
-        comparable only under the same versions of the libraries.
-    - `identity`: the identity of the call, known after the first run of this process.
+    - `own`, `functions`: texts of the method's own arguments, which are part of the identity; those of functions are
+        `code` of a `CallRecord`.
+    - `call`: what identifies the call, known after the first run of this process.
     """
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        *,
-        own: dict[str, str],
-        functions: dict[str, str],
-        identity: dict[str, str] | None,
-    ) -> None:
-        self.checkpoints = checkpoints
-        self.own, self.functions, self.identity = own, functions, identity
+    checkpoints: Checkpoints
+    own: dict[str, str]
+    functions: dict[str, str]
+    call: CallRecord | None
 
     def __fspath__(self) -> str:
         return os.fspath(self.checkpoints.folder)
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the run continues one of this process."""
-        return self.identity is not None
-
-    def identify(self, run: Identity) -> Identity:
-        """The identity `run` of this run, replaced by that of the call."""
-        if self.identity is None:
-            self.identity = self.own | self.functions | run.texts
-        return run._replace(texts=self.identity, traced=(*run.traced, *self.functions))
+    def identify(self, run: CallRecord) -> CallRecord:
+        """What identifies the call, of which `run` is one run."""
+        if self.call is None:
+            texts = self.own | self.functions | run.texts
+            self.call = CallRecord(texts, (*run.code, *self.functions), run.conditions)
+        return self.call
 
 
 _SECONDS_BETWEEN = 60.0
@@ -244,11 +177,11 @@ class Saver:
         self.failed: OSError | None = None
         self.seconds_before = 0.0
         self._saved_at = time.perf_counter()
-        self.folder = self._checkpoints.path(0).parent
-        check_overwritable(self.folder, is_checkpoint=not self.folder.exists() or self.folder.is_dir())
-        check_run_folder(self.folder, is_checkpoint=is_on_disk(self.folder) and has_our_manifest(self.folder))
-        check_resume(self._checkpoints.steps, self.folder, self._checkpoints.resume)
-        self._claim = Claim(self._checkpoints)
+        self.folder = self._checkpoints.folder
+        check_run_folder(self.folder)
+        steps = self._checkpoints.steps
+        check_resume(self._checkpoints.resume, self.folder, f"checkpoints (up to step {steps[-1]})" if steps else "")
+        self._claim = Claim(self.folder, lambda: self._checkpoints.steps)
 
     def __enter__(self) -> "Saver":
         return self
@@ -264,13 +197,12 @@ class Saver:
 
     def resume(self, start: Start, identity: Identity) -> Start:
         """The start at the last good checkpoint, or `start` if there is none."""
-        goes_on = self._round is not None and self._round.goes_on
-        if self._round is not None:
-            identity = self._round.identify(identity)
+        continues = self._round is not None and self._round.call is not None
+        self._call = identity.call if self._round is None else self._round.identify(identity.call)
         self._identity, self._begun, self._continued = identity, start.begun, start.seconds
         self._shared, self._ids = start.state.shared, start.state.ids
         self._seen = self._checkpoints.steps
-        if not self._seen or goes_on:
+        if not self._seen or continues:
             return start
         restored = self._checkpoints.restore(lambda contents: self._like(start, contents))
         self.step, record = restored.step, self._record
@@ -291,11 +223,7 @@ class Saver:
         """The shapes in a checkpoint of this run; raises if it belongs to another run."""
         path = self._checkpoints.path(contents.step or 0)
         record = self._record = read_record(contents, path, self.folder)
-        texts, saved, now = dict(self._identity.texts), record.identity, _conditions()
-        if record.conditions != now:
-            warn(other_versions_message(record.conditions, now, self.folder))
-            saved, texts = ({k: v for k, v in t.items() if k not in self._identity.traced} for t in (saved, texts))
-        check_same_call(saved, texts, self.folder)
+        check_same_call(record.call, self._call, self.folder, effect="the result will not be the same bit for bit")
         if self._round is None:  # a round may have begun at the end of another one
             with explain_record(path):
                 check_valid("`begun` is not the step at which this call begins", holds=record.begun == start.begun)
@@ -339,8 +267,7 @@ class Saver:
         tree = _tree(carry, fixed, self._shared, self._ids, history)
         scores = history.validation
         saved = SavedRecord(
-            identity=self._identity.texts,
-            conditions=_conditions(),
+            call=self._call,
             steps=history.loss.shape[1],
             validations=0 if scores is None else scores.shape[1],
             revived=revived,
@@ -387,15 +314,6 @@ def _tree(carry: Carry, fixed: MemberConstants, shared: PyTree, ids: Array, hist
         "validation_step": history.validation_step,
         "history_step": history.step,
     }
-
-
-def _conditions() -> dict[str, str]:
-    """The conditions, in addition to the call, that determine the last bits of a run."""
-    packages = {name: version for name, version in versions().items() if name not in ("python", "numpy")}
-    packages["bytecode"] = str(
-        sys.implementation.cache_tag
-    )  # functions that cannot be traced are compared by their code
-    return packages | {"backend": jax.default_backend(), "x64": str(jax.config.read("jax_enable_x64"))}
 
 
 def _mode_of(carry: Carry) -> Mode:
