@@ -86,7 +86,7 @@ def test_a_checkpoint_of_the_user_is_no_call(tmp_path):
 def test_a_call_of_another_function_is_refused(tmp_path):
     write_call(tmp_path, CALL, {})
     with pytest.raises(ValueError, match="`steps`: saved with it, now without it"):
-        Rounds(tmp_path, own={}, every=None, resume="auto", name="methods.x")
+        Rounds(tmp_path, own={}, name="methods.x")
     with pytest.raises(ValueError, match=r"needs a folder of `fleet.fit\(save=...\)`, and .* holds something else"):
         load_call(tmp_path)
 
