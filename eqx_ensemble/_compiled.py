@@ -87,21 +87,12 @@ def _traits(treedef: Any) -> tuple[bool, bool]:
     return immutable, next(_static(treedef), None) is not None
 
 
-def _constants(leaves: list[Any]) -> tuple:
-    """The leaves, with `None` for arrays."""
-    return tuple(None if isinstance(x, _ARRAYS) else x for x in leaves)
-
-
 class Structure:
     """Everything in a tree except the values of its arrays, with a hash that is computed once."""
 
-    def __init__(self, leaves: list[Any], treedef: Any) -> None:
-        shapes = tuple([(x.shape, x.dtype) for x in leaves if isinstance(x, _ARRAYS)])
-        self.treedef, self.is_of_arrays = treedef, len(shapes) == len(leaves)
-        self.is_immutable, is_static = _traits(treedef)
-        self._constants = () if self.is_of_arrays else _constants(leaves)
-        kinds = _kinds(leaves) if self._constants else (), _static_kinds(treedef) if is_static else ()
-        self._parts = treedef, self._constants, kinds, shapes
+    def __init__(self, treedef: Any, shapes: tuple, constants: tuple = (), kinds: tuple = ()) -> None:
+        self.treedef, self.constants, self.is_immutable = treedef, constants, _traits(treedef)[0]
+        self._parts = treedef, shapes, constants, kinds
         self._hash = hash(self._parts)
 
     def __hash__(self) -> int:
@@ -114,23 +105,14 @@ class Structure:
 
     def combine(self, arrays: list[Any]) -> PyTree:
         """The tree with these arrays."""
-        if self.is_of_arrays:
-            return jax.tree.unflatten(self.treedef, arrays)
-        left = iter(arrays)
-        return jax.tree.unflatten(self.treedef, [next(left) if x is None else x for x in self._constants])
-
-    def arrays(self, leaves: list[Any], treedef: Any) -> list[Any] | None:
-        """The arrays of another tree; `None` if anything else of it is another object."""
-        if treedef != self.treedef:
-            return None
-        constants = () if self.is_of_arrays else _constants(leaves)
-        if not all(x is y for x, y in zip(constants, self._constants, strict=True)):
-            return None
-        return [x for x in leaves if isinstance(x, _ARRAYS)]
+        if self.constants:
+            left = iter(arrays)
+            arrays = [next(left) if x is None else x for x in self.constants]
+        return jax.tree.unflatten(self.treedef, arrays)
 
     def functions(self) -> list[Any]:
         """The functions, classes and objects that a program with such an argument may call."""
-        return _functions(self._constants, self.treedef)
+        return _functions(self.constants, self.treedef)
 
 
 class Flat(NamedTuple):
@@ -160,17 +142,24 @@ def flatten(tree: PyTree, *, owned: bool = False) -> Flat:
     if known is not None and (owned or known.structure.is_immutable):
         return known
     leaves, treedef = jax.tree.flatten(tree)
-    if known is not None and (arrays := known.structure.arrays(leaves, treedef)) is not None:
-        return known._replace(arrays=arrays)
-    structure = Structure(leaves, treedef)
-    arrays = leaves if structure.is_of_arrays else [x for x in leaves if isinstance(x, _ARRAYS)]
+    arrays = [x for x in leaves if isinstance(x, _ARRAYS)]
+    constants = () if len(arrays) == len(leaves) else tuple(None if isinstance(x, _ARRAYS) else x for x in leaves)
+    if known is not None and treedef == known.structure.treedef:
+        if all(x is y for x, y in zip(constants, known.structure.constants, strict=True)):
+            return known._replace(arrays=arrays)
+    shapes = tuple([(x.shape, x.dtype) for x in arrays])
+    if constants or _traits(treedef)[1]:
+        structure = Structure(treedef, shapes, constants, (_kinds(leaves), _static_kinds(treedef)))
+    else:
+        structure = _structure_of_arrays(treedef, shapes)
     flat = Flat(arrays, structure)
     if isinstance(tree, eqx.Module):
         _remember(tree, flat)
     return flat
 
 
-_NOTHING = Flat([], Structure([], jax.tree.structure(None)))
+_structure_of_arrays = ft.lru_cache(maxsize=512)(Structure)
+_NOTHING = Flat([], Structure(jax.tree.structure(None), ()))
 
 
 def _remember(tree: eqx.Module, flat: Flat) -> None:
@@ -217,7 +206,7 @@ class CompiledCall:
         if more.results is not None:
             results = eqx.combine(results, more.results)
         after = more.after.combine(leaves)
-        if isinstance(after, eqx.Module):
+        if more.is_module:
             _remember(after, Flat(leaves, more.after, program.code))
         return after, results
 
@@ -245,7 +234,10 @@ class _Program:
         """Whether it is compiled, from code that returned one of the arguments or has not been edited since."""
         if self.run is None or self.code is None:
             return self.run is not None
-        return any(part.code is self.code for part in parts) or self.code.is_current()
+        for part in parts:
+            if part.code is self.code:
+                return True
+        return self.code.is_current()
 
     def compile(self, arrays: list[list[Any]], last: list[Any]) -> tuple[list[Any], PyTree, "_More"]:
         """Compiles the code as it is now, and runs it."""
@@ -258,7 +250,11 @@ class _Program:
             same = [x for x in self._structures if x == structure]  # which is found sooner than an equal one
             own, constants = eqx.partition(results, lambda x: isinstance(x, _ARRAYS))
             constants = constants if jax.tree.leaves(constants) else None
-            return leaves, own, _More(same[0] if same else structure, constants)
+            return (
+                leaves,
+                own,
+                _More(same[0] if same else structure, constants, is_module=isinstance(after, eqx.Module)),
+            )
 
         run.__name__ = run.__qualname__ = self._fn.__name__
         compiled = plain_jit(run, donate_argnums=1 if self._donate else ())
@@ -274,8 +270,8 @@ class _Program:
 class _More:
     """What a program returns beside arrays: the structure of `after`, and the constants of the results."""
 
-    def __init__(self, after: Structure, results: PyTree) -> None:
-        self.after, self.results = after, results
+    def __init__(self, after: Structure, results: PyTree, *, is_module: bool) -> None:
+        self.after, self.results, self.is_module = after, results, is_module
 
 
 def filter_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
