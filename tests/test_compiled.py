@@ -5,6 +5,7 @@ import gc
 import os
 import subprocess
 import sys
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -89,8 +90,8 @@ def test_it_is_filter_jit(kind, monkeypatch):
 
 
 class Numbers(eqx.Module):
-    x: object
-    other: object = None
+    x: Any
+    other: Any = None
 
 
 def doubled(read, carry):

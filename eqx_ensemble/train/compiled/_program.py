@@ -27,7 +27,7 @@ def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Tracing a step takes as long as compiling a small one.
     """
-    return jax.jit(lambda *args: fn(*args), inline=True)
+    return jax.jit(fn, inline=True)
 
 
 def scan(
