@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble._axes import program_key
+from eqx_ensemble._compiled import program_key
 
 KEY = jax.random.key(0)
 PAIRS = [(4, 4.0), (True, 1), (0.0, -0.0), (2.0, 2 + 0j)]

@@ -5,17 +5,19 @@ import threading
 
 import pytest
 
+from eqx_ensemble._compiled import CompiledCall
 from eqx_ensemble.plan import Vmap
-from eqx_ensemble.plan import _map as _compiled
 from eqx_ensemble.plan._auto import Pilot
 from eqx_ensemble.train.host import _loop as _pacing
 
+CALL = CompiledCall(lambda read, _: (None, read[0](read[1])), most=2)
+FUNCTIONS = [lambda x, i=i: x + i for i in range(3)]
 
-def ask_for_programs(number):
-    functions = [lambda x, i=i: x + i for i in range(5)]
-    for _ in range(150):
-        for fn in functions:
-            _compiled.program_of(fn, fn)
+
+def call_programs(number):
+    for _ in range(20):
+        for i, fn in enumerate(FUNCTIONS):
+            assert CALL((fn, 1.0))[1] == 1.0 + i
 
 
 def recall_paces(number):
@@ -34,9 +36,8 @@ def impatient():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use", [ask_for_programs, recall_paces])
+@pytest.mark.parametrize("use", [call_programs, recall_paces])
 def test_threads_share_what_is_kept(monkeypatch, impatient, use):
-    monkeypatch.setattr(_compiled, "_MOST_PROGRAMS", 2)
     monkeypatch.setattr(_pacing, "_MOST_KNOWN", 2)
     problems = []
 

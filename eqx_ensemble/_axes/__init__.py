@@ -7,13 +7,10 @@ from ._check_rows import check_some_rows as check_some_rows
 from ._check_rows import explain_rows as explain_rows
 from ._check_rows import is_finite as is_finite
 from ._check_rows import not_finite_text as not_finite_text
-from ._map import ProgramKey as ProgramKey
 from ._map import as_array as as_array
-from ._map import leaf_kinds as leaf_kinds
 from ._map import map_each as map_each
 from ._map import over_batch as over_batch
 from ._map import over_leading_axis as over_leading_axis
-from ._map import program_key as program_key
 from ._map import split_members as split_members
 from ._map import strip_weak_types as strip_weak_types
 from ._map import where_members as where_members

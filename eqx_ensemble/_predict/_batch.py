@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _axes, _check, tree
+from .._compiled import ProgramKey
 from .._ensemble import Ensemble, take
 from .._pytree import PyTree
 from ..plan import AbstractPlan
@@ -108,7 +109,7 @@ class MemberCall(eqx.Module):
     fn: Callable[..., Any] | None = eqx.field(static=True)
     inference: bool = eqx.field(static=True)
     layout: Layout | None = eqx.field(static=True, default=None)
-    program_key: _axes.ProgramKey = eqx.field(static=True, default=())
+    program_key: ProgramKey = eqx.field(static=True, default=())
 
 
 class PredictionInputs(eqx.Module):
@@ -165,6 +166,7 @@ def predict_batch(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs
     return _axes.over_leading_axis(sharded_plan(plan, call.layout).run, one, own)
 
 
+# Not a `CompiledCall`: with `memory` it is lowered without a call, too, to read the compiler's estimate.
 compiled_batch = eqx.filter_jit(predict_batch)
 
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from .. import _axes, _check, _keys
 from .._axes import check_no_batch, check_rows_of_data
 from .._combination import AbstractCombination, of_predictions, stream_of
+from .._compiled import program_key
 from .._ensemble import (
     Ensemble,
     Group,
@@ -185,9 +186,7 @@ def _works(
     size = size_of_batch([inputs for inputs, _ in ready], num_rows, batch_size, memory)
     works = []
     for part, (inputs, layout) in zip(parts, ready, strict=True):
-        call = MemberCall(
-            part.fn, inference, layout, _axes.program_key((part.ensemble, part.state, part.fn, part.plan))
-        )
+        call = MemberCall(part.fn, inference, layout, program_key((part.ensemble, part.state, part.fn, part.plan)))
         works.append(Work(Pilot(as_plan(part.plan), name="predict"), call, inputs, num_rows, size, part.members))
     return works
 

@@ -1,6 +1,5 @@
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+import functools as ft
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import equinox as eqx
@@ -9,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from .. import _axes, _check
-from .._axes import check_no_batch, explain_rows, is_per_member, leaf_kinds, program_key
-from .._code import Code
+from .. import _check
+from .._axes import check_no_batch, explain_rows, is_per_member
 from .._combination import of_predictions, stream_of
+from .._compiled import CompiledCall, flatten, program_key
 from .._ensemble import Ensemble, Group, check_ensemble
 from .._foreign import as_hashable, from_foreign_tree, own_array
 from .._pytree import PyTree
@@ -25,133 +24,74 @@ from ._check import check_combine, check_inference, check_rows_of_result
 from ._group import check_budget, check_members_and_rows, predict_group, predict_no_rows, prepare_inputs, size_of_batch
 from ._run_works import Work, combine_parts, run_works
 
-# The fast path for few rows: a compiled program of flat arrays, cached by the structure of the arguments.
-#
-# Most checks of `predict` depend on structures, shapes and dtypes only. A program is cached once they and a first call
-# have passed; further calls skip the checks, and take a tenth of the time.
+# The fast path for few rows: most checks of `predict` depend on structures, shapes and dtypes only. Calls that were
+# compiled before skip the checks, and take a tenth of the time.
 
-_MOST_PROGRAMS = 512  # each keeps compiled programs, one for each power of two
 _INTEGERS_OF_64_BITS = [np.dtype("int64"), np.dtype("uint64")]  # may not fit: checked by value, at every call
 
 
 class FewRows(NamedTuple):
-    """The arguments of `predict` for at most a batch of rows, as flat lists.
+    """The arguments of `predict` for at most a batch of rows.
 
     **Attributes:**
 
-    - `key`: all that a program depends on, except for the number of rows.
-    - `arrays`: those of the ensemble and the state.
-    - `rows`: those of `x`, `(rows, ...)`.
-    - `num_rows`, `batch_size`: the former is at most the latter.
+    - `read`: plan, call, ensemble, state and rows, which are padded to a power of two by repeating the last one.
+    - `num_rows`, `size`: the number of rows without the padding, and with it.
     """
 
-    key: Hashable
-    arrays: list[Any]
-    rows: list[Any]
+    read: tuple[AbstractPlan, MemberCall, Ensemble, PyTree, PyTree]
     num_rows: int
-    batch_size: int
-
-
-class FewProgram(NamedTuple):
-    """A compiled prediction of an ensemble for few rows."""
-
-    call: Callable[[list[Any], list[Any]], PyTree]
-    plan: AbstractPlan
-    num_members: int
-    code: Code | None
-
-
-_PROGRAMS: OrderedDict[Hashable, FewProgram] = OrderedDict()
-_LOCK = threading.Lock()
+    size: int
 
 
 def few_rows(
     ensemble: Any, x: PyTree, state: Any, *, fn: Any, inference: Any, plan: Any, batch_size: Any
 ) -> FewRows | None:
-    """The arguments as flat lists; `None` without a fast path, as for several devices, or rows not on a CPU."""
+    """The arguments for few rows; `None` without a fast path, as for several devices, or rows not on a CPU."""
     if type(ensemble) is not Ensemble or type(batch_size) is not int or type(inference) not in (bool, type(None)):
         return None
-    if _check.is_inside_transformation():
+    if not isinstance(plan, AbstractPlan | None) or _check.is_inside_transformation():
         return None
-    rows, structure_of_rows = jax.tree.flatten(x)
+    rows, structure = jax.tree.flatten(x)
     if not rows or not all(map(_is_rows, rows)):
         return None
     num_rows = rows[0].shape[0]
     if not 1 <= num_rows <= batch_size or any(x.shape[0] != num_rows for x in rows):
         return None
-    leaves, structure = jax.tree.flatten((ensemble, state))
-    arrays, kinds = [], []
-    for leaf in leaves:
-        if isinstance(leaf, jax.Array | np.ndarray):
-            if not _is_plain(leaf):
-                return None
-            arrays.append(leaf)
-            kinds.append((leaf.shape, leaf.dtype))
-        elif isinstance(leaf, np.generic):
-            return None
-        else:
-            kinds.append(leaf)
-    kinds.extend(leaf_kinds(leaves))
-    kinds_of_rows = tuple((x.shape[1:], x.dtype) for x in rows)
-    key = structure, tuple(kinds), structure_of_rows, kinds_of_rows, fn, inference, type(plan), plan
     try:
-        hash(key)
-    except TypeError:  # by a field or an option
+        arrays = [*flatten(ensemble).arrays, *flatten(state).arrays]
+        own_plan, call = _call(fn, inference, plan)
+    except TypeError:  # something cannot be hashed
         return None
-    return FewRows(key, arrays, rows, num_rows, batch_size)
+    if not all(map(_is_plain, arrays)):
+        return None
+    size = size_of_few(num_rows, batch_size)
+    x = jax.tree.unflatten(structure, [own_array(x) if size == num_rows else _pad(x, size) for x in rows])
+    return FewRows((own_plan, call, ensemble, state, x), num_rows, size)
 
 
-def find_program(few: FewRows) -> FewProgram | None:
-    """The cached program for these arguments, if any, and if its code has not been edited since."""
-    with _LOCK:
-        program = _PROGRAMS.get(few.key)
-        if program is None:
-            return None
-        _PROGRAMS.move_to_end(few.key)
-    return program if program.code is None or program.code.is_current() else None
+@ft.lru_cache(maxsize=512)
+def _call(fn: Any, inference: Any, plan: AbstractPlan | None) -> tuple[AbstractPlan, MemberCall]:
+    return as_plan(plan), MemberCall(fn, inference is not False)
 
 
-def keep_program(few: FewRows, program: FewProgram) -> None:
-    """Caches a program for further calls."""
-    with _LOCK:
-        _PROGRAMS[few.key] = program
-        while len(_PROGRAMS) > _MOST_PROGRAMS:
-            _PROGRAMS.popitem(last=False)
+def _predict_rows(read: tuple[AbstractPlan, MemberCall, Ensemble, PyTree, PyTree], _: None) -> tuple[None, PyTree]:
+    plan, call, ensemble, state, x = read
+    rows = jnp.arange(jax.tree.leaves(x)[0].shape[0])
+    return None, predict_batch(plan, call, PredictionInputs(ensemble, x, state, None), rows)
 
 
-def can_keep_program(plan: AbstractPlan, x: PyTree) -> bool:
+_compiled_few = CompiledCall(_predict_rows)
+
+
+def can_be_few(plan: AbstractPlan, x: PyTree) -> bool:
     """Whether the plan is fixed, and all rows are shared by the members."""
     return plan.choice is plan and not any(map(is_per_member, jax.tree.leaves(x, is_leaf=is_per_member)))
 
 
-def make_program(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs) -> FewProgram:
-    """The program for these inputs, and for others of the same structure."""
-    leaves, structure = jax.tree.flatten((inputs.ensemble, inputs.state))
-    rest = [None if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves]
-    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
-    structure_of_rows = jax.tree.structure(inputs.x)
-
-    def run(arrays: list[Any], rows: list[Any]) -> PyTree:
-        remaining = iter(arrays)
-        merged = [next(remaining) if own else leaf for own, leaf in zip(is_array, rest, strict=True)]
-        ensemble, state = jax.tree.unflatten(structure, merged)
-        x = jax.tree.unflatten(structure_of_rows, rows)
-        return predict_batch(plan, call, PredictionInputs(ensemble, x, state, None), jnp.arange(rows[0].shape[0]))
-
-    *_, code = program_key((inputs.ensemble, inputs.state, call.fn, plan))
-    return FewProgram(eqx.filter_jit(run), plan, inputs.ensemble.num_members, code)
-
-
-def run_program(program: FewProgram, few: FewRows) -> PyTree:
-    """The predictions for all rows, padded to a power of two by repeating the last one."""
-    size = size_of_few(few.num_rows, few.batch_size)
-    rows = [own_array(x) if size == few.num_rows else _pad(x, size) for x in few.rows]
-    return program.call(few.arrays, rows)
-
-
 def _is_plain(x: Any) -> bool:
     """Whether an array is concrete, on one device, and passes every check by its shape and dtype alone."""
-    if isinstance(x, np.ndarray):
+    if isinstance(x, np.ndarray | np.generic):
         return type(x) is np.ndarray and x.dtype not in _INTEGERS_OF_64_BITS
     return not _check.is_traced(x) and isinstance(x.sharding, SingleDeviceSharding)
 
@@ -335,9 +275,8 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
         )  # fmt: skip
     if memory is None and mesh is None and key is None and (progress is None or progress is False):
         few = few_rows(ensemble, x, state, fn=fn, inference=inference, plan=plan, batch_size=batch_size)
-    program = None if few is None else find_program(few)
-    if few is not None and program is not None:
-        return _predict_few(program, few, x, combine, weights)
+    if few is not None and _compiled_few.is_compiled(few.read):
+        return _predict_few(few, x, combine, weights)
     check_ensemble(ensemble)
     inference = check_inference(inference, key)
     _check.check_optional_function(fn, "fn", example="lambda model, x: model(x)")
@@ -346,11 +285,8 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     _check.check_positive_int(batch_size, "batch_size")
     check_no_batch(x)
     num_rows = check_members_and_rows(ensemble, x, state)
-    if few is not None and can_keep_program(plan, x):
-        program = make_program(plan, MemberCall(fn, inference), PredictionInputs(ensemble, x, state, None))
-        out = _predict_few(program, few, x, combine, weights)
-        keep_program(few, program)
-        return out
+    if few is not None and can_be_few(plan, x):
+        return _predict_few(few, x, combine, weights)
     weights = check_combine(combine, weights, ensemble.num_members, num_rows)
     if combine is not None:
         streams = memory is not None and (weights is None or weights.ndim == 1)
@@ -358,7 +294,7 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     inputs, layout = prepare_inputs(ensemble, x, state, mesh=mesh, key=key)
     if num_rows == 0:
         return predict_no_rows(plan, MemberCall(fn, inference), inputs, combine, weights)
-    call = MemberCall(fn, inference, layout, _axes.program_key((ensemble, state, fn, plan)))
+    call = MemberCall(fn, inference, layout, program_key((ensemble, state, fn, plan)))
     check_budget(memory, (inputs, weights))
     size = size_of_batch([inputs], num_rows, batch_size, memory)
     work = Work(Pilot(plan, name="predict"), call, inputs, num_rows, size)
@@ -366,15 +302,15 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     return run_works([work], collect, axis=1 if combine is None else 0, memory=memory, progress=progress)
 
 
-def _predict_few(program: FewProgram, few: FewRows, x: PyTree, combine: Any, weights: Any) -> PyTree:
+def _predict_few(few: FewRows, x: PyTree, combine: Any, weights: Any) -> PyTree:
     """The prediction for at most a batch of rows, by one call of a program."""
-    weights = check_combine(combine, weights, program.num_members, few.num_rows)
-    with explain_memory(Pilot(program.plan, name="predict"), program.num_members):
+    plan, _, ensemble, *_ = few.read
+    weights = check_combine(combine, weights, ensemble.num_members, few.num_rows)
+    with explain_memory(Pilot(plan, name="predict"), ensemble.num_members):
         with explain_rows(x):
-            out = run_program(program, few)
+            _, out = _compiled_few(few.read)
         if combine is not None:
-            size = size_of_few(few.num_rows, few.batch_size)
-            own = weights_of(weights, np.minimum(np.arange(size), few.num_rows - 1))
+            own = weights_of(weights, np.minimum(np.arange(few.size), few.num_rows - 1))
             out = combine_parts([(slice(None), out)], of_predictions(combine), own)
-            check_rows_of_result(out, size)
+            check_rows_of_result(out, few.size)
         return jax.tree.map(lambda x: first_rows(x, few.num_rows, axis=1 if combine is None else 0), out)

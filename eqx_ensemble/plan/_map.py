@@ -1,9 +1,6 @@
 import functools as ft
-import threading
-import types
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +9,7 @@ from jax.sharding import Mesh
 
 from .. import _axes, _check
 from .._axes import check_has_axis
-from .._code import Code, code_of
+from .._compiled import CompiledCall
 from .._foreign import as_hashable_leaf
 from .._pytree import PyTree
 from .._typing import MappedFunction, Out, P
@@ -20,39 +17,6 @@ from ..sharding._engine import as_layout
 from ._auto import AnyPlan, as_plan
 from ._check import check_equal_constants, check_no_parts
 from ._plans import AbstractPlan, sharded_plan
-
-# A cache of functions that are compiled for all members: `jax.lax.map` outside `jax.jit` compiles in every call.
-
-_MOST_PROGRAMS = 32  # each holds its function and the variables that it reads
-
-
-class _Program(NamedTuple):
-    code: Code | None
-    call: Callable[..., Any]
-
-
-_PROGRAMS: OrderedDict[Any, _Program] = OrderedDict()
-_LOCK = threading.Lock()
-
-
-def keeps_program(plan: AbstractPlan) -> bool:
-    """Whether a call is compiled and its program cached; never inside a transformation."""
-    return plan.compiles and not _check.is_inside_transformation()
-
-
-def program_of(fn: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """`eqx.filter_jit(run)` for a function, cached until its code or a variable that it reads is replaced."""
-    plain = isinstance(fn, types.FunctionType)
-    key, code = (fn, code_of([fn])) if plain else (type(fn), None)  # `filter_jit` distinguishes other callables
-    with _LOCK:
-        found = _PROGRAMS.get(key)
-        if found is None or found.code is not code:
-            found = _Program(code, eqx.filter_jit(lambda *args: run(*args)))  # its programs are freed with it
-            _PROGRAMS[key] = found
-            while len(_PROGRAMS) > _MOST_PROGRAMS:
-                _PROGRAMS.popitem(last=False)
-        _PROGRAMS.move_to_end(key)
-    return found.call
 
 
 def map_members(
@@ -98,19 +62,17 @@ def map_members(
     _check.check_function(fn, "fn", example="lambda model, x: model(x)")
     fn = as_hashable_leaf(fn)
     out_axis = _check.check_axis(out_axis, "out_axis")
-    plan = sharded_plan(as_plan(plan), as_layout(mesh))
+    call = _Mapping(sharded_plan(as_plan(plan), as_layout(mesh)), out_axis)
 
     @ft.wraps(fn)
     def run_all(*args: Any, **kwargs: Any) -> PyTree:
-        call = _Mapping(plan, out_axis)
-        if not keeps_program(plan):
-            return _run(call, fn, args, kwargs)
-        try:
-            told_apart = _Mapping(plan, out_axis, _axes.program_key((fn, plan, args, kwargs)))
-            return program_of(fn, _run)(told_apart, fn, args, kwargs)
-        except (TypeError, IndexError):
-            # In a program, shared leaves have only a shape and a dtype; `fn` may need more, or be at fault.
-            return _run(call, fn, args, kwargs)
+        # `jax.lax.map` outside `jax.jit` would compile in every call.
+        if call.plan.compiles and not _check.is_inside_transformation():
+            try:
+                return _compiled_run((call, fn, *args, kwargs))[1]
+            except (TypeError, IndexError):
+                pass  # in a program, shared leaves have only a shape and a dtype; `fn` may need more, or be at fault
+        return _run(call, fn, args, kwargs)
 
     return run_all
 
@@ -123,7 +85,6 @@ def call_members(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) ->
 class _Mapping(eqx.Module):
     plan: AbstractPlan
     out_axis: int = eqx.field(static=True)
-    program_key: _axes.ProgramKey = eqx.field(static=True, default=())
 
 
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
@@ -143,3 +104,11 @@ def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, 
         return out
     check_has_axis(out, call.out_axis, "out_axis")
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, call.out_axis) if _axes.is_array(x) else x, out)
+
+
+def _run_compiled(read: tuple[Any, ...], _: None) -> tuple[None, PyTree]:
+    call, fn, *args, kwargs = read
+    return None, _run(call, fn, tuple(args), kwargs)
+
+
+_compiled_run = CompiledCall(_run_compiled, most=64)

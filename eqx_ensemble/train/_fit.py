@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._axes import ProgramKey, program_key
 from .._check import check_optional_flag, is_typed_key
+from .._compiled import ProgramKey, program_key
 from .._ensemble import Ensemble, Group, M
 from .._foreign import as_hashable, from_foreign_tree
 from .._jaxpr import unused_inputs

@@ -15,7 +15,7 @@ from .._check import (
     is_member_array,
     kind_text,
 )
-from .._compiled import filter_jit
+from .._compiled import CompiledCall
 from .._foreign import as_hashable_leaf, take_in
 from .._leaf_text import leaf_text
 from .._pytree import PyTree
@@ -197,5 +197,5 @@ def _scan(read: tuple[Callable[..., Any], PyTree, int], state: PyTree) -> tuple[
     return rebuild(arrays), eqx.combine(numbers, kept[0])
 
 
-_compiled_scan = filter_jit(_scan)
-_donating_scan = filter_jit(_scan, donate="all-except-first")
+_compiled_scan = CompiledCall(_scan)
+_donating_scan = CompiledCall(_scan, donate=True)

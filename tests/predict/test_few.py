@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble._predict import _predict as _few
+from eqx_ensemble._compiled import CompiledCall
 from eqx_ensemble._predict import _predict as room
 
 from ..factories import CASES
@@ -19,11 +19,16 @@ MEMBERS = 3
 
 
 @pytest.fixture(autouse=True)
-def programs(monkeypatch):
-    """The programs of this test alone."""
-    kept = _few._PROGRAMS.__class__()
-    monkeypatch.setattr(_few, "_PROGRAMS", kept)
-    return kept
+def sizes(monkeypatch):
+    """The numbers of rows that programs of this test were compiled for."""
+    found, own = [], room._predict_rows
+
+    def counted(read, _):
+        found.append(len(jax.tree.leaves(read[-1])[0]))
+        return own(read, _)
+
+    monkeypatch.setattr(room, "_compiled_few", CompiledCall(counted))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +78,7 @@ def _marks(seed):
 
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=_marks(seed)) for seed in range(20)])
-def test_random_options_are_the_loop_over_members(ensemble, in_batches, programs, seed):
+def test_random_options_are_the_loop_over_members(ensemble, in_batches, sizes, seed):
     """Bit for bit what batches give, and within rounding each member called by itself."""
     rng = np.random.default_rng(seed)
     options = {name: values[rng.integers(len(values))] for name, values in CHOICES.items()}
@@ -92,17 +97,17 @@ def test_random_options_are_the_loop_over_members(ensemble, in_batches, programs
             loop = options["combine"](jnp.asarray(loop), **named)
         for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(loop), strict=True):
             np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
-    assert len(programs) == 1
+    assert len(sizes) == len(set(sizes))
 
 
 @pytest.mark.parametrize("case", ["mlp", "conv and batch norm", "recurrent", "tied weights", "callables"])
-def test_models_of_all_kinds(in_batches, programs, case):
+def test_models_of_all_kinds(in_batches, sizes, case):
     built = ee.build(CASES[case].make, 2, key=KEY)
     ensemble, state = built if isinstance(built, tuple) else (built, None)
     for count in (1, 5, 5, 8):
         x = rows(count, 25)
         assert_equal(ee.predict(ensemble, x, state=state), in_batches(ensemble, x, state=state))
-    assert len(programs) == 1
+    assert sizes == [1, 8]
 
 
 def test_a_handful_of_programs_for_all_numbers_of_rows(ensemble, compiled):
@@ -118,7 +123,7 @@ def test_a_handful_of_programs_for_all_numbers_of_rows(ensemble, compiled):
     assert names == []
 
 
-def test_members_of_their_own_rows_keys_meshes_and_searches_go_in_batches(ensemble, programs):
+def test_members_of_their_own_rows_keys_meshes_and_searches_go_in_batches(ensemble, sizes):
     x = rows(5)
     dropout = ee.build(lambda key: eqx.nn.Sequential([eqx.nn.Linear(3, 3, key=key), eqx.nn.Dropout()]), 4, key=KEY)
     own = ee.Each(np.stack([x] * MEMBERS) * np.arange(MEMBERS, dtype=np.float32)[:, None, None])
@@ -130,9 +135,9 @@ def test_members_of_their_own_rows_keys_meshes_and_searches_go_in_batches(ensemb
     ee.predict(ensemble, x, plan="auto")
     ee.predict(ensemble, x, memory=2**26)
     jax.jit(lambda x: ee.predict(ensemble, x))(x)
-    assert not programs
+    assert not sizes
     ee.predict(ensemble, x)
-    assert len(programs) == 1
+    assert sizes == [8]
 
 
 def test_what_a_program_holds_is_told_apart():
@@ -160,14 +165,14 @@ def test_what_a_program_holds_is_told_apart():
     ]
 
 
-def test_other_arrays_of_one_structure_share_a_program(ensemble, programs):
+def test_other_arrays_of_one_structure_share_a_program(ensemble, sizes):
     other = ee.build(
         lambda key: eqx.nn.MLP(3, 4, 8, 1, activation=jax.nn.relu, key=key), MEMBERS, key=jax.random.key(5)
     )
     for some in (ensemble, other, ensemble[::-1]):
         want = np.stack([jax.vmap(member)(rows(6)) for member in some.unstack()])
         np.testing.assert_allclose(ee.predict(some, rows(6)), want, rtol=1e-5, atol=1e-6)
-    assert len(programs) == 1
+    assert sizes == [8]
 
 
 def test_mistakes_are_found_after_good_calls(ensemble):
@@ -211,7 +216,7 @@ def test_an_error_of_a_member_is_equinox_error(ensemble):
 
 
 def test_threads(ensemble, monkeypatch):
-    monkeypatch.setattr(_few, "_MOST_PROGRAMS", 2)
+    monkeypatch.setattr(room, "_compiled_few", CompiledCall(room._predict_rows, most=2))
     fns = [lambda model, x, i=i: model(x) + i for i in range(4)]
     want = np.asarray(ee.predict(ensemble, rows(3)))
     failed = []
@@ -227,4 +232,3 @@ def test_threads(ensemble, monkeypatch):
     for thread in threads:
         thread.join()
     assert not failed
-    assert len(_few._PROGRAMS) <= 2

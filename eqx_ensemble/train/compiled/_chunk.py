@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from ..._compiled import CompiledCall
 from ..._pytree import PyTree
 from .._status import Status
 from ._check import check_same_outputs
-from ._flat import FlatFunction
 from ._health import Carry, Inputs, revert_diverged
 from ._program import NEVER, Program, scan, trace_once
 from ._selection import stop_at_limits
@@ -102,9 +102,9 @@ def run_validation(read: tuple[Program, Inputs, Int[Array, ""]], carry: Carry) -
     return program.constrain(carry), scores
 
 
-compiled_chunk = FlatFunction(run_chunk, donate=True)
+compiled_chunk = CompiledCall(run_chunk, donate=True, owned=True)
 # For programs that may raise while they run: only the carry before the call is left then.
 undonated_chunk = eqx.filter_jit(run_chunk)
 # A single step needs the old carry until the new one is checked: donating it would save nothing.
-compiled_batch = FlatFunction(run_batch, donate=False)
-compiled_validation = FlatFunction(run_validation, donate=False)
+compiled_batch = CompiledCall(run_batch, owned=True)
+compiled_validation = CompiledCall(run_validation, owned=True)

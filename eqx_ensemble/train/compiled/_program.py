@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ... import _axes
+from ..._compiled import ProgramKey
 from ..._pytree import PyTree
 from ...plan import AbstractPlan
 from ...plan._engine import Cost, sharded_plan
@@ -26,7 +27,7 @@ def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Tracing a step takes as long as compiling a small one.
     """
-    return jax.jit(lambda *args: fn(*args), inline=True)
+    return jax.jit(fn, inline=True)
 
 
 def scan(
@@ -88,7 +89,7 @@ class Program(eqx.Module):
     # The digests of its traced functions, if the run is saved: a global that the loss reads may have changed since the
     # same objects were compiled, and the run must match its checkpoints.
     traced: tuple[str, ...] = eqx.field(static=True, default=())
-    program_key: _axes.ProgramKey = eqx.field(static=True, default=())
+    program_key: ProgramKey = eqx.field(static=True, default=())
 
     def step(self, inputs: Inputs, carry: Carry, *, last: bool = False) -> tuple[Carry, PyTree]:
         """One step of all members on the rows of the current step, or on all of the data without a row order.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._compiled import key_of
 from ..._pytree import PyTree
 from ...distributed import broadcast_from_first, to_host
 from ...plan import AbstractPlan, Vmap
@@ -18,7 +19,6 @@ from ...plan._engine import Cost, Pilot, cost_of
 from .._state import MemberState
 from .._status import Status
 from ..compiled._chunk import compiled_validation
-from ..compiled._flat import key_of
 from ..compiled._health import Carry, Inputs
 from ..compiled._program import Program
 from ..compiled._select import Occasion

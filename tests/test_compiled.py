@@ -1,10 +1,11 @@
-"""Compiled calls of flat lists return what `equinox.filter_jit` returns, and keep nothing."""
+"""Compiled calls return what `equinox.filter_jit` returns, and keep no arrays."""
 
 import functools as ft
 import gc
 import os
 import subprocess
 import sys
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,11 +15,11 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train.compiled import _flat
-from eqx_ensemble.train.compiled._flat import FlatFunction
+from eqx_ensemble import _compiled
+from eqx_ensemble._compiled import CompiledCall, key_of
 from eqx_ensemble.train.host._loop import Executor
 
-from ..factories import assert_same
+from .factories import assert_same
 
 KEY = jax.random.key(0)
 MEMBERS = 4
@@ -78,19 +79,19 @@ def test_it_is_filter_jit(kind, monkeypatch):
     run = fitted(kind)
     calls = []
 
-    def plain(self, read, carry):
+    def plain(self, read, carry=None):
         calls.append(1)
-        return self._filter_jit(read, carry)
+        return eqx.filter_jit(self._fn)(read, carry)
 
-    monkeypatch.setattr(FlatFunction, "__call__", plain)
+    monkeypatch.setattr(CompiledCall, "__call__", plain)
     expected = fitted(kind)
-    assert calls or kind == "callbacks"  # whose chunks are never donated
+    assert calls
     assert_same(*(eqx.filter(tree, eqx.is_array_like) for tree in (run, expected)))
 
 
 class Numbers(eqx.Module):
-    x: jax.Array
-    other: object = None
+    x: Any
+    other: Any = None
 
 
 def doubled(read, carry):
@@ -100,7 +101,7 @@ def doubled(read, carry):
 
 @pytest.mark.parametrize("donate", [False, True])
 def test_constants_and_shapes_have_their_own_programs(donate):
-    fn = FlatFunction(doubled, donate=donate)
+    fn = CompiledCall(doubled, donate=donate, owned=donate)
     inputs = Numbers(jnp.float32(2))
     for other in (1, 1.0, True, -0.0, 0.0, 2):
         for shape in ((), (2,)):
@@ -110,33 +111,48 @@ def test_constants_and_shapes_have_their_own_programs(donate):
             carry, out = fn((program, inputs, batch), carry)
             np.testing.assert_array_equal(carry.x, np.full(shape, 7.0))
             np.testing.assert_array_equal(out, np.full(shape, 3.0 + len(repr(other))))
-    assert _flat.key_of(Numbers(0, 1)) != _flat.key_of(Numbers(0, 1.0))
-    assert _flat.key_of(Numbers(0, 0.0)) != _flat.key_of(Numbers(0, -0.0))
-    assert _flat.key_of(Numbers(0, 1)) == _flat.key_of(Numbers(0, 1))
+    assert key_of(Numbers(0, 1)) != key_of(Numbers(0, 1.0))
+    assert key_of(Numbers(0, 0.0)) != key_of(Numbers(0, -0.0))
+    assert key_of(Numbers(0, 1)) == key_of(Numbers(0, 1))
 
 
-@pytest.mark.parametrize("fn", [doubled, lambda read, carry: (jax.debug.callback(print), doubled(read, carry))[1]])
 @pytest.mark.parametrize("other", [None, "text"])
-def test_what_filter_jit_has_to_call(fn, other, monkeypatch):
-    """Callbacks, and a carry that holds more than arrays."""
-    flat = FlatFunction(fn, donate=False)
-    one = Numbers(jnp.ones(()))
-    calls = []
-    plain = flat._filter_jit
-    flat._filter_jit = lambda *args: calls.append(1) or plain(*args)
+@pytest.mark.parametrize("calls_python", [False, True])
+def test_constants_are_returned_and_callbacks_called(calls_python, other):
+    called = []
+
+    def fn(read, carry):
+        if calls_python:
+            jax.debug.callback(lambda: called.append(1))
+        after, results = doubled(read, carry)
+        return after, (results, other, len(carry.x.shape))
+
+    call, one = CompiledCall(fn), Numbers(jnp.ones(()))
     for _ in range(2):
-        carry, _ = flat((one, one, np.float32(1)), Numbers(jnp.ones(()), other))
-        assert carry.other == other
+        carry, results = call((one, one, np.float32(1)), Numbers(jnp.ones(()), other))
+        assert carry.other == results[1] == other
         assert carry.x == 2
-    assert len(calls) == (0 if fn is doubled and other is None else 2)
+        assert type(results[2]) is int
+    jax.effects_barrier()
+    assert len(called) == 2 * calls_python
+
+
+def test_what_is_changed_in_place_is_seen():
+    call = CompiledCall(lambda read, _: (None, read[0].x["a"] + read[0].other[0]))
+    numbers = Numbers({"a": jnp.ones(2)}, [1])
+    assert call((numbers,))[1].tolist() == [2, 2]
+    numbers.x["a"] = jnp.zeros(3)
+    assert call((numbers,))[1].tolist() == [1, 1, 1]
+    numbers.other[0] = 3
+    assert call((numbers,))[1].tolist() == [3, 3, 3]
 
 
 def test_it_keeps_no_arrays():
     gc.collect()
-    before = len(_flat._known._flats)
+    before = len(_compiled._remembered)
     fitted("plain")
     gc.collect()
-    assert len(_flat._known._flats) == before
+    assert len(_compiled._remembered) == before
 
 
 def test_a_second_run_begins_at_the_pace_of_the_first(monkeypatch):
