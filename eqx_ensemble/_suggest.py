@@ -41,6 +41,7 @@ _OURS = {
     "iterations max_iter n_iter n_steps num_iterations num_steps": ["steps", "max_steps", "epochs", "length"],
     "learning_rate lr": ["learning_rate", "optimiser"],
     "log_loss cross_entropy": ["nll"],
+    "mask": ["row_weights"],
     "metric metrics monitor scoring": ["score"],
     "min_improvement tol": ["min_delta"],
     "mse mean_squared_error": ["rmse"],

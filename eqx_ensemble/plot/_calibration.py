@@ -140,7 +140,7 @@ def reliability_diagram(
     num_bins: int = 15,
     binning: Binning = "width",
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     show_members: bool = False,
     ax: Axes | None = None,
     **options: Any,
@@ -158,7 +158,7 @@ def reliability_diagram(
     - `num_bins`: the number of bins.
     - `binning`: `"width"`, bins of equal width; or `"mass"`, bins of equally many rows.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are excluded.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `show_members`: whether to also draw each member's curve, as a thin line.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: passed to `matplotlib.axes.Axes.bar` for the bars.
@@ -181,7 +181,7 @@ def reliability_diagram(
         [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
     """
     check_flag(show_members, "show_members")
-    checked, targets, convex, kept = check_bins(logits, labels, num_bins, binning, weights, None, mask)
+    checked, targets, convex, kept = check_bins(logits, labels, num_bins, binning, weights, row_weights)
     check_plotted("logits", jnp.exp(mixture(checked, weights=convex)))
     bins = _binned(checked, targets, convex, kept, num_bins, binning)
 

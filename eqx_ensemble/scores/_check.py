@@ -3,15 +3,7 @@ import math
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._check import (
-    check_array,
-    check_positive_int,
-    check_word,
-    concrete,
-    first_text,
-    kept_rows,
-    needs_message,
-)
+from .._check import CountedRows, check_array, check_entries, check_positive_int, check_word, concrete, needs_message
 
 
 def check_fair(num_members: int, *, weighted: bool) -> None:
@@ -30,15 +22,10 @@ def check_fair(num_members: int, *, weighted: bool) -> None:
         )
 
 
-def check_unit_interval(values: ArrayLike, mask: ArrayLike | None) -> None:
-    """Raises unless values are from 0 to 1 or NaN in the rows of the mask; checked where concrete."""
-    host, kept = concrete(values), kept_rows(mask)
-    if host is None or kept is None:
-        return
-    wrong = ((host < 0) | (host > 1)) & kept
-    if wrong.any():
-        fix = "They are what `scores.pit` or `scores.pit_gaussian_mixture` returns."
-        raise ValueError(needs_message("`values` from 0 to 1", first_text(host, wrong), fix))
+def check_unit_interval(values: ArrayLike, rows: CountedRows) -> None:
+    """Raises unless values are from 0 to 1 or NaN in rows that count; checked where concrete."""
+    fix = "They are what `scores.pit` or `scores.pit_gaussian_mixture` returns."
+    check_entries("`values` from 0 to 1", values, lambda host: (host < 0) | (host > 1), fix, rows)
 
 
 def check_per_member(arrays: tuple[ArrayLike, ...], options: dict[str, object]) -> tuple[Array, ...]:
@@ -111,18 +98,11 @@ def no_gradient_message(name: str) -> str:
     )
 
 
-def check_interval(lower: ArrayLike, upper: ArrayLike, mask: ArrayLike | None = None) -> None:
-    """Raises if a lower end is above its upper end; checked where concrete."""
-    low, high, kept = concrete(lower), concrete(upper), kept_rows(mask)
-    if low is None or high is None or kept is None:
-        return
-    wrong = (low > high) & kept
-    if wrong.any():
-        raise ValueError(
-            needs_message(
-                "`lower` ends at or below `upper` ends", first_text(low, wrong), "Swapped? `lower` comes first."
-            )
-        )
+def check_interval(lower: ArrayLike, upper: ArrayLike, rows: CountedRows) -> None:
+    """Raises if a lower end is above its upper end in a row that counts; checked where concrete."""
+    high, fix = concrete(upper), "Swapped? `lower` comes first."
+    if high is not None:
+        check_entries("`lower` ends at or below `upper` ends", lower, lambda low: low > high, fix, rows)
 
 
 def check_reduction(reduction: str, rows: tuple[int, ...]) -> None:

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_floating_arrays, check_labels, check_level, check_regression
+from .._check import check_floating_arrays, check_labels, check_level, check_regression, check_row_weights
 from .._weighting import at_label
 from ._check import check_interval, check_reduction, check_sets
-from ._reduce import Reduction, RowWeights, check_rows, import_scoringrules, reduce, scoringrules_config
+from ._reduce import Reduction, RowWeights, import_scoringrules, reduce, scoringrules_config
 
 
 def interval_score(
@@ -16,8 +16,7 @@ def interval_score(
     targets: Real[ArrayLike, "*batch"],
     *,
     level: float,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Interval (Winkler) score of central intervals: width plus a penalty for targets outside; lower is better.
@@ -31,9 +30,7 @@ def interval_score(
     - `lower`, `upper`: the ends, of one shape; no `members` axis.
     - `targets`: of the same shape; nothing is broadcast.
     - `level`: the nominal coverage of the intervals, a Python number between 0 and 1.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -57,8 +54,8 @@ def interval_score(
     rules = import_scoringrules()
     low, high, observed = check_regression(targets, members=False, lower=lower, upper=upper)
     check_level(level)
-    rows = check_rows(row_weights, mask, observed.shape, observed.dtype)
-    check_interval(lower, upper, mask=rows.known)
+    rows = check_row_weights(row_weights, observed.shape, observed.dtype)
+    check_interval(lower, upper, rows=rows)
     check_reduction(reduction, observed.shape)
     low, high, observed = (rows.blank(x) for x in (low, high, observed))
     # scoringrules multiplies distances by zero or one, and infinity times zero is NaN.
@@ -76,8 +73,7 @@ def pinball(
     targets: Real[ArrayLike, "*batch"],
     *,
     level: float,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Pinball (quantile) score of predictions of a single quantile; lower is better.
@@ -89,9 +85,7 @@ def pinball(
 
     - `quantiles`, `targets`: of one shape `(*batch,)`, without a `members` axis; nothing is broadcast.
     - `level`: the level of the predicted quantile, a Python number between 0 and 1.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -115,7 +109,7 @@ def pinball(
     rules = import_scoringrules()
     predicted, observed = check_regression(targets, members=False, quantiles=quantiles)
     check_level(level)
-    rows = check_rows(row_weights, mask, observed.shape, observed.dtype)
+    rows = check_row_weights(row_weights, observed.shape, observed.dtype)
     check_reduction(reduction, observed.shape)
     predicted, observed = rows.blank(predicted), rows.blank(observed)
     with scoringrules_config():
@@ -128,8 +122,7 @@ def coverage(
     upper: Float[ArrayLike, "*batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Fraction of targets inside their intervals, ends included; ideally equal to the level of the intervals.
@@ -138,9 +131,7 @@ def coverage(
 
     - `lower`, `upper`: the ends, such as those of [`eqx_ensemble.uncertainty.gaussian_interval`][]; no `members` axis.
     - `targets`: of the same shape; nothing is broadcast.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for 1.0 (inside) or 0.0 (outside) per entry, NaN for ignored
         ones.
 
@@ -158,8 +149,8 @@ def coverage(
     ```
     """
     low, high, observed = check_regression(targets, members=False, lower=lower, upper=upper)
-    rows = check_rows(row_weights, mask, observed.shape, low.dtype)
-    check_interval(lower, upper, mask=rows.known)
+    rows = check_row_weights(row_weights, observed.shape, low.dtype)
+    check_interval(lower, upper, rows=rows)
     check_reduction(reduction, observed.shape)
     return _coverage(low, high, observed, rows.weights, reduction)
 
@@ -168,8 +159,7 @@ def width(
     lower: Float[ArrayLike, "*batch"],
     upper: Float[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Width of intervals, in the unit of the target; at equal coverage, narrower is better.
@@ -177,9 +167,7 @@ def width(
     **Arguments:**
 
     - `lower`, `upper`: the ends, of one shape; no `members` axis.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -196,8 +184,8 @@ def width(
     ```
     """
     low, high = check_floating_arrays(lower=lower, upper=upper)
-    rows = check_rows(row_weights, mask, low.shape, low.dtype)
-    check_interval(lower, upper, mask=rows.known)
+    rows = check_row_weights(row_weights, low.shape, low.dtype)
+    check_interval(lower, upper, rows=rows)
     check_reduction(reduction, low.shape)
     return reduce(rows.blank(high) - rows.blank(low), reduction, rows.weights)
 
@@ -206,8 +194,7 @@ def set_coverage(
     sets: Bool[ArrayLike, "*batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Fraction of labels inside their prediction sets; ideally equal to the level of the sets.
@@ -216,9 +203,7 @@ def set_coverage(
 
     - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.aps`][]; no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (inside) or 0.0 (outside) per row, NaN for ignored rows.
 
     **Returns:**
@@ -236,8 +221,8 @@ def set_coverage(
     ```
     """
     chosen = check_sets(sets)
-    rows = check_rows(row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
-    targets = check_labels(labels, chosen, rows.known, argument="sets", members=False)
+    rows = check_row_weights(row_weights, chosen.shape[:-1], jnp.result_type(float))
+    targets = check_labels(labels, chosen, rows, argument="sets", members=False)
     check_reduction(reduction, targets.shape)
     return _set_coverage(chosen, rows.blank(targets), rows.weights, reduction)
 
@@ -245,8 +230,7 @@ def set_coverage(
 def set_size(
     sets: Bool[ArrayLike, "*batch classes"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Number of classes in prediction sets; at equal coverage, smaller is better.
@@ -254,9 +238,7 @@ def set_size(
     **Arguments:**
 
     - `sets`: booleans `(*batch, classes)`; no `members` axis.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
 
     **Returns:**
@@ -273,7 +255,7 @@ def set_size(
     ```
     """
     chosen = check_sets(sets)
-    rows = check_rows(row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
+    rows = check_row_weights(row_weights, chosen.shape[:-1], jnp.result_type(float))
     check_reduction(reduction, chosen.shape[:-1])
     return reduce(jnp.sum(chosen, axis=-1).astype(float), reduction, rows.weights)
 
