@@ -60,7 +60,9 @@ OTHERS = [name for name in TAKING if name not in COUNTING and not name.startswit
 
 
 @pytest.mark.filterwarnings("ignore:.*(no minimum|best mean log score)")
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("calibrate") else name for name in OTHERS]
+)
 def test_whole_numbers_repeat_rows(name):
     repeat = lambda x: np.repeat(x, WHOLE, axis=x.shape.index(6)) if 6 in np.shape(x)[:2] else x
     options = arguments_of(name) | {"row_weights": None}

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from ._arrays import Shape, check_array, concrete, first_text, needs_message
+from ._options import check_word
 
 
 class CountedRows(NamedTuple):
@@ -41,12 +42,23 @@ ALL_ROWS = CountedRows()
 
 
 def check_row_weights(
-    row_weights: ArrayLike | None, shape: Shape, dtype: jnp.dtype | None = None, *, none_counts: bool = False
+    row_weights: ArrayLike | None,
+    shape: Shape,
+    dtype: jnp.dtype | None = None,
+    *,
+    reduction: str | None = None,
+    none_counts: bool = False,
 ) -> CountedRows:
     """Raises unless there is one boolean or non-negative number per row, and one that counts. Returns them as arrays.
 
-    With a `dtype`, numbers are relative: scaled to a maximum below two. `none_counts` allows that no row counts.
+    With a `dtype`, numbers are relative: scaled to a maximum below two. A `reduction` is `"mean"`, which needs a row,
+    or `"none"`. `none_counts` allows that no row counts.
     """
+    if reduction is not None:
+        check_word(reduction, "reduction", ("mean", "none"))
+    if reduction == "mean" and math.prod(shape) == 0:
+        fix = "Was every row filtered out?"
+        raise ValueError(needs_message("at least one row to average over", f"got rows of shape {shape}", fix))
     if row_weights is None:
         return ALL_ROWS
     with np.errstate(over="ignore"):  # of float64 weights, which are scaled where concrete

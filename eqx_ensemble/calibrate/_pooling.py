@@ -8,8 +8,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
 from .._caller import caller
 from .._check import (
-    CountedRows,
     as_column,
+    check_entries,
     check_fitted_members,
     check_labels,
     check_logits,
@@ -18,33 +18,11 @@ from .._check import (
     check_weights,
     check_word,
     concrete,
-    first_text,
     is_traced,
     needs_message,
 )
 from .._warnings import warn
 from .._weighting import blank_unweighted, is_class, log_mixture
-from ..scores._engine import check_some_rows
-
-
-def check_finite_logits(logits: Array, weights: ArrayLike | None, rows: CountedRows) -> None:
-    """Raises unless logits of members and rows with nonzero weight are finite; checked where concrete."""
-    host, kept, share = concrete(logits), rows.known, None if weights is None else concrete(weights)
-    if host is None or kept is None or (weights is not None and share is None):
-        return
-    counts = np.broadcast_to(kept, host.shape[1:-1])[None, ..., None]
-    if share is not None:
-        counts = counts & as_column(share > 0, host.ndim)
-    wrong = ~np.isfinite(host) & counts
-    if wrong.any():
-        fix = "Probabilities of zero? Mix in a little of the uniform distribution before taking the logarithm."
-        raise ValueError(
-            needs_message(
-                "finite `logits`",
-                first_text(host, wrong),
-                fix,
-            )
-        )
 
 
 def check_best_temperature(pool: str, separated: ArrayLike, hopeless: ArrayLike) -> None:
@@ -184,11 +162,15 @@ def fit_rows(
 ) -> tuple[Pooling, Rows]:
     """The predictions to calibrate and the rows to fit on; ignored rows and invalid labels have weight zero."""
     checked = check_logits(logits)
-    counted = check_row_weights(row_weights, checked.shape[1:-1])
+    counted = check_row_weights(row_weights, checked.shape[1:-1], reduction="mean")
     targets = check_labels(labels, checked, counted)
     pooling = make_pooling(pool, weights, checked)
-    check_some_rows(targets.shape)
-    check_finite_logits(checked, pooling.weights, counted)
+    share = None if pooling.weights is None else concrete(pooling.weights)
+    if share is not None or pooling.weights is None:
+        of_members = True if share is None else as_column(share > 0, checked.ndim)
+        is_wrong = lambda host: ~np.isfinite(host) & of_members
+        fix = "Probabilities of zero? Mix in a little of the uniform distribution before taking the logarithm."
+        check_entries("finite `logits`", checked, is_wrong, fix, counted.known_along(checked.ndim - 1))
     # While tracing, invalid labels raise no error.
     known = counted.blank(is_class(targets, checked.shape[-1]), fill=False)
     counted = counted._replace(counted=known)

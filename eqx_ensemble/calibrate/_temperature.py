@@ -14,7 +14,7 @@ from .._check import (
     check_variance,
 )
 from ..combine import Gaussian, gaussian
-from ..scores._engine import RowWeights, check_some_rows, reduce
+from ..scores._engine import RowWeights, reduce
 from ._pooling import (
     Pool,
     Pooling,
@@ -94,9 +94,8 @@ def variance(
         [Well-Calibrated Regression Uncertainty in Medical Imaging with Deep Learning](https://arxiv.org/abs/2104.12376)
     """
     means, variances, observed = check_regression(targets, members=True, mean=mean, variance=variance)
-    rows = check_row_weights(row_weights, observed.shape, means.dtype)
+    rows = check_row_weights(row_weights, observed.shape, means.dtype, reduction="mean")
     check_variance(variance, positive=True, rows=rows, weights=weights)
-    check_some_rows(observed.shape)
     fix = "Leave these rows out: `row_weights=jnp.isfinite(targets)`."
     check_entries("finite `targets`", targets, lambda host: ~np.isfinite(host.astype(np.float64)), fix, rows)
     pooling = make_pooling(pool, weights, means)

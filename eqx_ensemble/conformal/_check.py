@@ -14,7 +14,6 @@ from .._check import (
     check_counted_rows,
     check_entries,
     check_floating,
-    check_integer,
     check_logits,
     check_no_nan,
     check_regression,
@@ -76,11 +75,6 @@ def check_scales(scale: ArrayLike, rows: CountedRows = ALL_ROWS) -> None:
     """Raises unless scales are positive; checked where concrete."""
     fix = "Add a floor: `jnp.maximum(scale, 1e-6)`."
     check_entries("a `scale` above zero", scale, lambda host: host <= 0, fix, rows)
-
-
-def check_num_free(num_free: int) -> None:
-    """Raises unless `num_free` is a non-negative integer."""
-    check_integer(num_free, "num_free", least=0)
 
 
 def check_rows_of_folds(num_rows: int, expected: int) -> None:

@@ -9,6 +9,7 @@ from .._caller import caller
 from .._check import (
     CountedRows,
     check_counted_rows,
+    check_integer,
     check_key,
     check_labels,
     check_logits,
@@ -20,7 +21,7 @@ from .._check import (
 from .._keys import member_keys
 from .._warnings import warn
 from .._weighting import at_label, class_log_odds
-from ._check import check_level, check_num_free, check_row_logits
+from ._check import check_level, check_row_logits
 from ._quantile import fraction, pair_at_rank, rank_of, value_at_rank_jit
 
 
@@ -175,7 +176,7 @@ def raps(
     """
     name = "conformal.raps"
     check_number(penalty, "penalty", least=0)
-    check_num_free(num_free)
+    check_integer(num_free, "num_free", least=0)
     return _fit(name, logits, labels, level, penalty, num_free, row_weights, key)
 
 

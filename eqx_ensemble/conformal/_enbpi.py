@@ -83,15 +83,6 @@ def check_outcome(covered: ArrayLike) -> Array:
     return array
 
 
-def check_residuals(residuals: Array) -> None:
-    """Raises for NaN; checked where concrete."""
-    host = concrete(residuals)
-    if host is not None and np.isnan(host).any():
-        got = f"got {int(np.isnan(host).sum())} residuals that are NaN"
-        fix = "No target at that time? Pass `row_weights=False`. Did members diverge? Give them a weight of zero."
-        raise ValueError(needs_message("predictions and targets without NaN", got, fix))
-
-
 def warn_of_no_residual(known: Array, reason: str, fix: str) -> None:
     """Warns if no residual of the window is known; checked where concrete."""
     host = concrete(known)
@@ -146,7 +137,10 @@ class Enbpi(eqx.Module):
         checked, lower, upper, share = promote(checked, *enclose(targets, observed), self.share)
         lower, upper = rows.blank(lower), rows.blank(upper)
         found = residuals_out(Interval(lower, upper), known_mean(rows.blank(checked, before=1), share))
-        check_residuals(found.upper)
+        if (host := concrete(found.upper)) is not None and (count := np.isnan(host).sum()):
+            fix = "No target at that time? Pass `row_weights=False`. Did members diverge? Give them a weight of zero."
+            got = f"got {count} residuals that are NaN"
+            raise ValueError(needs_message("predictions and targets without NaN", got, fix))
         window = self.known.size
         slide = lambda old, new: jnp.concatenate([old, jnp.ravel(new).astype(old.dtype)])[-window:]
         known = slide(self.known, jnp.ones(observed.shape, bool) if rows.counted is None else rows.counted)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_flag, check_word, first_text, needs_message
+from .._check import check_counted_rows, check_flag, check_word, first_text, needs_message
 from ..combine import mixture
 from ..scores._engine import Binning, check_bins, mean_gap, of_top_label
 from ._axes import Axes, axes_for, check_counts, check_plotted, of_line, of_patch
@@ -158,7 +158,7 @@ def reliability_diagram(
     - `num_bins`: the number of bins.
     - `binning`: `"width"`, bins of equal width; or `"mass"`, bins of equally many rows.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are excluded.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: booleans `(*batch,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
     - `show_members`: whether to also draw each member's curve, as a thin line.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: passed to `matplotlib.axes.Axes.bar` for the bars.
@@ -181,7 +181,8 @@ def reliability_diagram(
         [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
     """
     check_flag(show_members, "show_members")
-    checked, targets, convex, kept = check_bins(logits, labels, num_bins, binning, weights, row_weights)
+    counted = check_counted_rows(row_weights, np.shape(labels)).counted
+    checked, targets, convex, kept = check_bins(logits, labels, num_bins, binning, weights, counted)
     check_plotted("logits", jnp.exp(mixture(checked, weights=convex)))
     bins = _binned(checked, targets, convex, kept, num_bins, binning)
 

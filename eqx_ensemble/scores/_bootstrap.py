@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, Real
 
 from .._check import (
+    check_array,
     check_floating,
     check_function,
     check_key,
@@ -19,7 +20,6 @@ from .._check import (
 from .._code import Code, code_of
 from .._foreign import as_hashable
 from .._keys import member_keys
-from ._check import check_per_member
 from ._reduce import RowWeights
 
 
@@ -51,8 +51,19 @@ def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: objec
     ee.scores.per_member(ee.scores.accuracy, logits, jnp.array([0, 1]))  # [1.0, 0.5]
     ```
     """
-    predictions = check_per_member(arrays, options)
-    target = arrays[-1]
+    if len(arrays) < 2:
+        needs, fix = "predictions, then the target", "`per_member(scores.nll, logits, labels)`."
+        raise ValueError(needs_message(needs, f"got {len(arrays)} arrays", fix))
+    if "weights" in options:
+        fix = "Each member is scored by itself: weight the result, or call the score directly."
+        raise ValueError(needs_message("no `weights`", "got `weights`", fix))
+    predictions, target = [check_array("predictions", values) for values in arrays[:-1]], arrays[-1]
+    counts = {prediction.shape[:1] for prediction in predictions}
+    if len(counts) > 1 or counts & {(), (0,)}:
+        shapes = ", ".join(str(prediction.shape) for prediction in predictions)
+        needs = "predictions with equally many members, at least one"
+        fix = "All arrays but the last are predictions with a leading `members` axis; the last is the target."
+        raise ValueError(needs_message(needs, f"got shapes {shapes}", fix))
 
     def alone(*one):
         return score(*(prediction[None] for prediction in one), target, **options)

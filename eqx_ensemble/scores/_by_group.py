@@ -19,7 +19,7 @@ from .._check import (
     promote,
 )
 from .._weighting import at_label
-from ._check import check_sets
+from ._intervals import check_sets
 from ._reduce import RowWeights, counts, sum_by_segment, weigh
 
 

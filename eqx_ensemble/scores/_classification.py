@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_labels, check_logits, check_row_weights, check_weights
+from .._check import check_labels, check_logits, check_positive_int, check_row_weights, check_weights, needs_message
 from .._weighting import at_label, blank_unweighted, class_mixture, is_class, log_mixture, weighted_mean
-from ._check import check_reduction, check_top_k
 from ._reduce import Reduction, RowWeights, reduce, sum_by_segment, weigh
 
 
@@ -138,10 +137,9 @@ def check_classes(
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Raises for invalid arguments. Returns logits, labels, weights and row weights; ignored rows are overwritten."""
     checked = check_logits(logits, of_votes=of_votes)
-    rows = check_row_weights(row_weights, checked.shape[1:-1], checked.dtype)
+    rows = check_row_weights(row_weights, checked.shape[1:-1], checked.dtype, reduction=reduction)
     targets = check_labels(labels, checked, rows)
     convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1], rows=rows)
-    check_reduction(reduction, targets.shape)
     return rows.blank(checked, before=1), rows.blank(targets), convex, rows.weights
 
 
@@ -284,7 +282,11 @@ def top_k_accuracy(
     ```
     """
     checked = check_classes(logits, labels, weights, row_weights, reduction)
-    return _top_k_accuracy(*checked, check_top_k(k, checked[0].shape[-1]), reduction)
+    number, num_classes = check_positive_int(k, "k"), checked[0].shape[-1]
+    if number > num_classes:
+        needs = f"`k` of at most {num_classes}, the number of classes"
+        raise ValueError(needs_message(needs, f"got {k}", "With `k` equal to it, every row counts as correct."))
+    return _top_k_accuracy(*checked, number, reduction)
 
 
 @partial(jax.jit, static_argnames=("k", "reduction"))

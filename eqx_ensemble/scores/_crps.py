@@ -22,7 +22,6 @@ from .._check import (
 )
 from .._combination import by_order
 from .._weighting import shares_in_order
-from ._check import check_fair, check_reduction
 from ._reduce import Reduction, reduce_rows
 
 
@@ -129,15 +128,20 @@ def crps(
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     convex = check_estimator(estimator, points, weights)
-    rows = check_row_weights(row_weights, observed.shape, points.dtype)
+    rows = check_row_weights(row_weights, observed.shape, points.dtype, reduction=reduction)
     return crps_of_points(points, observed, rows, convex, estimator, reduction)
 
 
 def check_estimator(estimator: str, points: Array, weights: ArrayLike | None) -> Array | None:
     """Raises unless the estimator is known and accepts these members. Returns normalised weights."""
     check_word(estimator, "estimator", ("nrg", "fair"))
-    if estimator == "fair":
-        check_fair(points.shape[0], weighted=weights is not None)
+    num_members = points.shape[0]
+    if estimator == "fair" and num_members < 2:
+        needs, got = 'at least two members for estimator="fair"', f"got {num_members}"
+        raise ValueError(needs_message(needs, got, 'Use `estimator="nrg"`.'))
+    if estimator == "fair" and weights is not None:
+        needs, fix = 'equally weighted members for estimator="fair"', 'Drop them, or use `estimator="nrg"`.'
+        raise ValueError(needs_message(needs, "got `weights`", fix))
     return check_weights(weights, points.shape[0], points.dtype)
 
 
@@ -150,7 +154,6 @@ def crps_of_points(
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     """The score of checked arrays and options."""
-    check_reduction(reduction, observed.shape)
     points, observed = rows.blank(points, before=1), rows.blank(observed)
     # Errors are sorted, not values: a large common offset of samples and targets cancels before the sums.
     each = by_order(_fair if estimator == "fair" else _energy, points, convex, centre=observed, fill=0.0)
@@ -242,7 +245,7 @@ def threshold_weighted_crps(
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     convex = check_estimator(estimator, points, weights)
-    rows = check_row_weights(row_weights, observed.shape, points.dtype)
+    rows = check_row_weights(row_weights, observed.shape, points.dtype, reduction=reduction)
     check_chaining(chaining, lower, upper)
     # Ignored rows are set to one, where most chaining functions and their gradients are finite.
     points, observed = rows.blank(points, before=1, fill=1), rows.blank(observed, fill=1)

@@ -8,7 +8,6 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 from .._check import CountedRows, check_regression, check_row_weights, check_variance, check_weights
 from .._combination import by_rows
 from .._weighting import blank_unweighted, log_mixture, weighted_mean
-from ._check import check_reduction
 from ._reduce import Reduction, RowWeights, reduce, reduce_rows
 
 
@@ -51,8 +50,9 @@ def nll_gaussian(
     ??? cite
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
     """
-    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, members=False, positive=True)
-    check_reduction(reduction, arrays[-1].shape)
+    *arrays, rows = check_gaussian(
+        mean, variance, targets, row_weights, members=False, positive=True, reduction=reduction
+    )
     return _nll(*arrays, rows.weights, reduction)
 
 
@@ -90,10 +90,11 @@ def nll_gaussian_mixture(
     ee.scores.nll_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 1.419
     ```
     """
-    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, members=True, positive=True, weights=weights)
+    *arrays, rows = check_gaussian(
+        mean, variance, targets, row_weights, members=True, positive=True, weights=weights, reduction=reduction
+    )
     means, variances, observed = arrays
     convex = check_weights(weights, means.shape[0], means.dtype, shape=observed.shape, rows=rows)
-    check_reduction(reduction, observed.shape)
     return reduce_rows(by_rows(_nll_mixture, (means, variances), observed, convex), rows.weights, reduction)
 
 
@@ -105,11 +106,12 @@ def check_gaussian(
     *,
     members: bool,
     positive: bool,
+    reduction: str | None = None,
     weights: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array, CountedRows]:
     """Raises for invalid arguments. Returns means, variances, targets and row weights; ignored rows are overwritten."""
     means, variances, observed = check_regression(targets, members=members, mean=mean, variance=variance)
-    rows = check_row_weights(row_weights, observed.shape, means.dtype)
+    rows = check_row_weights(row_weights, observed.shape, means.dtype, reduction=reduction)
     check_variance(variance, positive=positive, rows=rows, weights=weights)
     means = rows.blank(means, before=int(members))
     variances = rows.blank(variances, before=int(members), fill=1)
@@ -179,8 +181,9 @@ def crps_gaussian(
     ??? cite
         [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
     """
-    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, members=False, positive=False)
-    check_reduction(reduction, arrays[-1].shape)
+    *arrays, rows = check_gaussian(
+        mean, variance, targets, row_weights, members=False, positive=False, reduction=reduction
+    )
     return _single(*arrays, rows.weights, reduction)
 
 
@@ -224,9 +227,10 @@ def crps_gaussian_mixture(
         [The continuous ranked probability score for circular variables and its application to mesoscale forecast
         ensemble verification](https://doi.org/10.1256/qj.05.235)
     """
-    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, members=True, positive=False, weights=weights)
+    *arrays, rows = check_gaussian(
+        mean, variance, targets, row_weights, members=True, positive=False, weights=weights, reduction=reduction
+    )
     convex = check_weights(weights, arrays[0].shape[0], arrays[0].dtype)
-    check_reduction(reduction, arrays[-1].shape)
     return _mixture(*arrays, rows.weights, convex, reduction)
 
 

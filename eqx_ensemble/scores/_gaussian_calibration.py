@@ -7,8 +7,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import check_floating, check_positive_int, check_row_weights, check_variance, check_word, promote
 from ._binning import bin_rows
-from ._check import check_some_rows, check_unit_interval
 from ._gaussian import check_gaussian
+from ._pit import check_unit_interval
 from ._reduce import RowWeights, mean_of_rows, root, sum_by_segment, total_weight
 
 
@@ -58,11 +58,10 @@ def quantile_calibration_error(
         Calibrated Regression](https://arxiv.org/abs/1807.00263)
     """
     (checked,) = promote(check_floating("values", values))
-    rows = check_row_weights(row_weights, checked.shape, checked.dtype)
+    rows = check_row_weights(row_weights, checked.shape, checked.dtype, reduction="mean")
     check_positive_int(num_levels, "num_levels")
     check_word(kind, "kind", ("absolute", "squared"))
     check_unit_interval(values, rows)
-    check_some_rows(checked.shape)
     return _quantile_calibration_error(rows.blank(checked), rows.weights, int(num_levels), kind)
 
 
@@ -121,9 +120,8 @@ def ence(
     ??? cite
         [Evaluating and Calibrating Uncertainty Prediction in Regression Tasks](https://doi.org/10.3390/s22155540)
     """
-    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, members=False, positive=True)
+    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, members=False, positive=True, reduction="mean")
     check_positive_int(num_bins, "num_bins")
-    check_some_rows(arrays[-1].shape)
     return _ence(*arrays, rows.weights, int(num_bins))
 
 
@@ -159,9 +157,8 @@ def sharpness(
         [Probabilistic Forecasts, Calibration and Sharpness](https://doi.org/10.1111/j.1467-9868.2007.00587.x)
     """
     (checked,) = promote(check_floating("variance", variance))
-    rows = check_row_weights(row_weights, checked.shape, checked.dtype)
+    rows = check_row_weights(row_weights, checked.shape, checked.dtype, reduction="mean")
     check_variance(variance, positive=False, rows=rows)
-    check_some_rows(checked.shape)
     return _sharpness(rows.blank(checked), rows.weights)
 
 

@@ -4,10 +4,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_floating_arrays, check_labels, check_level, check_regression, check_row_weights
+from .._check import (
+    CountedRows,
+    check_array,
+    check_entries,
+    check_floating_arrays,
+    check_labels,
+    check_level,
+    check_regression,
+    check_row_weights,
+    concrete,
+    needs_message,
+)
 from .._weighting import at_label
-from ._check import check_interval, check_reduction, check_sets
 from ._reduce import Reduction, RowWeights, import_scoringrules, reduce, scoringrules_config
+
+
+def check_interval(lower: ArrayLike, upper: ArrayLike, rows: CountedRows) -> None:
+    """Raises if a lower end is above its upper end in a row that counts; checked where concrete."""
+    high, fix = concrete(upper), "Swapped? `lower` comes first."
+    if high is not None:
+        check_entries("`lower` ends at or below `upper` ends", lower, lambda low: low > high, fix, rows)
 
 
 def interval_score(
@@ -54,9 +71,8 @@ def interval_score(
     rules = import_scoringrules()
     low, high, observed = check_regression(targets, members=False, lower=lower, upper=upper)
     check_level(level)
-    rows = check_row_weights(row_weights, observed.shape, observed.dtype)
+    rows = check_row_weights(row_weights, observed.shape, observed.dtype, reduction=reduction)
     check_interval(lower, upper, rows=rows)
-    check_reduction(reduction, observed.shape)
     low, high, observed = (rows.blank(x) for x in (low, high, observed))
     # scoringrules multiplies distances by zero or one, and infinity times zero is NaN.
     infinite = jnp.isinf(low) | jnp.isinf(high) | jnp.isinf(observed)
@@ -109,8 +125,7 @@ def pinball(
     rules = import_scoringrules()
     predicted, observed = check_regression(targets, members=False, quantiles=quantiles)
     check_level(level)
-    rows = check_row_weights(row_weights, observed.shape, observed.dtype)
-    check_reduction(reduction, observed.shape)
+    rows = check_row_weights(row_weights, observed.shape, observed.dtype, reduction=reduction)
     predicted, observed = rows.blank(predicted), rows.blank(observed)
     with scoringrules_config():
         each = rules.quantile_score(observed, predicted, level, backend="jax").astype(predicted.dtype)
@@ -149,9 +164,8 @@ def coverage(
     ```
     """
     low, high, observed = check_regression(targets, members=False, lower=lower, upper=upper)
-    rows = check_row_weights(row_weights, observed.shape, low.dtype)
+    rows = check_row_weights(row_weights, observed.shape, low.dtype, reduction=reduction)
     check_interval(lower, upper, rows=rows)
-    check_reduction(reduction, observed.shape)
     return _coverage(low, high, observed, rows.weights, reduction)
 
 
@@ -184,10 +198,21 @@ def width(
     ```
     """
     low, high = check_floating_arrays(lower=lower, upper=upper)
-    rows = check_row_weights(row_weights, low.shape, low.dtype)
+    rows = check_row_weights(row_weights, low.shape, low.dtype, reduction=reduction)
     check_interval(lower, upper, rows=rows)
-    check_reduction(reduction, low.shape)
     return reduce(rows.blank(high) - rows.blank(low), reduction, rows.weights)
+
+
+def check_sets(sets: ArrayLike) -> Array:
+    """Raises unless `sets` are booleans `(*batch, classes)`. Returns them as an array."""
+    array = check_array("sets", sets)
+    if array.dtype != bool:
+        fix = "Pass one boolean per class: whether it is in the set."
+        raise TypeError(needs_message("boolean `sets`", f"got dtype {array.dtype}, shape {array.shape}", fix))
+    if array.ndim < 1:
+        got, fix = f"got shape {array.shape}", "Classes are on the last axis."
+        raise ValueError(needs_message("`sets` of shape (*batch, classes)", got, fix))
+    return array
 
 
 def set_coverage(
@@ -221,9 +246,8 @@ def set_coverage(
     ```
     """
     chosen = check_sets(sets)
-    rows = check_row_weights(row_weights, chosen.shape[:-1], jnp.result_type(float))
+    rows = check_row_weights(row_weights, chosen.shape[:-1], jnp.result_type(float), reduction=reduction)
     targets = check_labels(labels, chosen, rows, argument="sets", members=False)
-    check_reduction(reduction, targets.shape)
     return _set_coverage(chosen, rows.blank(targets), rows.weights, reduction)
 
 
@@ -255,8 +279,7 @@ def set_size(
     ```
     """
     chosen = check_sets(sets)
-    rows = check_row_weights(row_weights, chosen.shape[:-1], jnp.result_type(float))
-    check_reduction(reduction, chosen.shape[:-1])
+    rows = check_row_weights(row_weights, chosen.shape[:-1], jnp.result_type(float), reduction=reduction)
     return reduce(jnp.sum(chosen, axis=-1).astype(float), reduction, rows.weights)
 
 

@@ -18,7 +18,6 @@ from .._check import (
     needs_message,
 )
 from .._weighting import blank_unweighted
-from ._check import check_outputs, check_reduction, check_two_members
 from ._crps import check_estimator
 from ._reduce import Reduction, import_scoringrules, reduce, scoringrules_config, without_gradient
 
@@ -64,9 +63,10 @@ def dawid_sebastiani(
     """
     rules = import_scoringrules()
     points, observed = check_regression(targets, members=True, samples=samples)
-    check_two_members(points.shape[0])
-    rows = check_row_weights(row_weights, observed.shape, points.dtype)
-    check_reduction(reduction, observed.shape)
+    if points.shape[0] < 2:
+        fix = "For one member that predicts a variance use `scores.nll_gaussian`."
+        raise ValueError(needs_message("at least two members to compute a variance", f"got {points.shape[0]}", fix))
+    rows = check_row_weights(row_weights, observed.shape, points.dtype, reduction=reduction)
     # Ignored rows are overwritten with 0, 1, 2...: equal members would give a NaN gradient.
     numbers = jnp.arange(points.shape[0], dtype=points.dtype)
     # Errors, not values: the mean of large numbers would lose precision.
@@ -117,15 +117,16 @@ def check_vectors(
 ) -> Vectors:
     """Raises for invalid arguments of a multi-output score. Returns them as arrays."""
     points, observed = check_regression(targets, members=True, samples=samples)
-    check_outputs(points)
+    if points.ndim < 2:
+        fix = "One output? That is `crps`; with `samples[..., None]` it is the same score."
+        raise ValueError(needs_message("`samples` of shape (members, *batch, out)", f"got shape {points.shape}", fix))
     if weights is not None and concrete(weights) is None:
         fix = "Close over the weights instead of passing them into `jax.jit`."
         raise ValueError(
             needs_message("concrete `weights`, because scoringrules reads their values", "got a traced array", fix)
         )
     convex = check_estimator(estimator, points, weights)
-    rows = check_row_weights(row_weights, observed.shape[:-1], points.dtype)
-    check_reduction(reduction, observed.shape[:-1])
+    rows = check_row_weights(row_weights, observed.shape[:-1], points.dtype, reduction=reduction)
     return Vectors(points, observed, convex, rows)
 
 

@@ -6,9 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Key, Real
 
 from .._check import (
+    CountedRows,
     check_counted_rows,
+    check_entries,
     check_key,
     check_no_nan,
+    check_positive_int,
     check_regression,
     check_row_weights,
     check_values,
@@ -17,7 +20,6 @@ from .._check import (
 from .._combination import by_rows
 from .._keys import member_keys
 from .._weighting import blank_unweighted, weighted_mean
-from ._check import check_positive_int, check_unit_interval
 from ._gaussian import check_gaussian
 
 
@@ -166,6 +168,12 @@ def pit_gaussian_mixture(
     *arrays, rows = check_gaussian(mean, variance, targets, row_weights, members=True, positive=True, weights=weights)
     convex = check_weights(weights, arrays[0].shape[0], arrays[0].dtype)
     return _pit_gaussian_mixture(*arrays, rows.counted, convex)
+
+
+def check_unit_interval(values: ArrayLike, rows: CountedRows) -> None:
+    """Raises unless values are from 0 to 1 or NaN in rows that count; checked where concrete."""
+    fix = "They are what `scores.pit` or `scores.pit_gaussian_mixture` returns."
+    check_entries("`values` from 0 to 1", values, lambda host: (host < 0) | (host > 1), fix, rows)
 
 
 def pit_histogram(

@@ -20,7 +20,6 @@ from .._check import (
 )
 from .._promotion import standard_promotion
 from .._weighting import sum_members
-from ._check import no_gradient_message
 
 # Imports and calls scoringrules. Its scores take the `members` axis first, as all scores do.
 
@@ -47,7 +46,10 @@ def without_gradient(name: str, score: Callable[..., Array]) -> Callable[..., Ar
 
     @function.defjvp
     def refuse(primals: tuple, tangents: tuple) -> NoReturn:
-        raise NotImplementedError(no_gradient_message(name))
+        raise NotImplementedError(
+            f"`{name}` has no gradient: where members coincide, that of scoringrules is NaN.\n"
+            "Train on `scores.crps` of each output, and evaluate with this score."
+        )
 
     return function
 

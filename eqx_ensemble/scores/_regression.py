@@ -7,7 +7,6 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 from .._check import as_column, check_regression, check_row_weights, check_weights
 from .._combination import pays_if_large
 from .._weighting import blank_unweighted, known_mean, sum_members, weighted_mean
-from ._check import check_reduction, check_some_rows
 from ._reduce import Reduction, RowWeights, counts, mean_of_rows, reduce, root, total_weight, weigh
 
 _GROUP = 8  # members whose errors are added in registers
@@ -89,13 +88,16 @@ def mean_member_rmse(
 
 
 def check_points(
-    predictions: ArrayLike, targets: ArrayLike, weights: ArrayLike | None, row_weights: ArrayLike | None
+    predictions: ArrayLike,
+    targets: ArrayLike,
+    weights: ArrayLike | None,
+    row_weights: ArrayLike | None,
+    reduction: Reduction = "mean",
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Raises for invalid arguments. Returns point predictions, targets, weights of members and of rows."""
     predicted, observed = check_regression(targets, members=True, predictions=predictions)
     convex = check_weights(weights, predicted.shape[0], predicted.dtype)
-    rows = check_row_weights(row_weights, observed.shape, predicted.dtype)
-    check_some_rows(observed.shape)
+    rows = check_row_weights(row_weights, observed.shape, predicted.dtype, reduction=reduction)
     return rows.blank(predicted, before=1), rows.blank(observed), convex, rows.weights
 
 
@@ -216,8 +218,7 @@ def mae(
     ee.scores.mae(predictions, targets)  # (0 + 2) / 2 = 1.0
     ```
     """
-    check_reduction(reduction, ())
-    arrays = check_points(predictions, targets, weights, row_weights)
+    arrays = check_points(predictions, targets, weights, row_weights, reduction)
     return _mae(*arrays, reduction, in_groups=pays_if_large(arrays[0], arrays[1:]))
 
 

@@ -128,6 +128,9 @@ def test_masked_rows_do_not_count(loss):
     value, slope = jax.value_and_grad(loss)(logits, teacher, row_weights=MASK)
     np.testing.assert_allclose(value, loss(LOGITS[MASK], TEACHER[MASK]), rtol=1e-5)
     np.testing.assert_array_equal(slope[2], 0)
+    weights = (1 + np.arange(len(MASK))) * MASK
+    want = np.average(loss(LOGITS, TEACHER, reduction="none"), weights=weights)
+    np.testing.assert_allclose(loss(logits, teacher, row_weights=weights), want, rtol=1e-5)
     rows = loss(logits, teacher, row_weights=MASK, reduction="none")
     np.testing.assert_array_equal(np.isnan(rows), ~MASK)
     mean, variance = np.moveaxis(teacher[..., :1], 1, -1)[:, 0], np.exp(logits[..., :1]) + 0 * teacher[..., 0]

@@ -73,14 +73,6 @@ MUTANTS = [
         ("rows if row_weights.dtype == bool else rows * row_weights, 0)", "rows, 0)"),
     ),
     *of(
-        "_check/_rows.py",
-        "scores/test_intervals.py scores/test_transforms.py scores/test_row_weights.py",
-        ("jnp.reshape(self.counted, shape), values, fill)", "jnp.reshape(self.counted, shape), fill, values)"),
-        ("wrong := is_wrong(host) & rows.known)", "wrong := is_wrong(host))"),
-        ("np.ldexp(exact, 1 - np.frexp(exact.max(initial=0))[1])", "exact"),
-        ("weights = jnp.ldexp(converted, 1 - exponent)", "weights = converted"),
-    ),
-    *of(
         "scores/_regression.py",
         "scores/test_regression.py",
         ("root(mean_of_rows(error**2, row_weights))", "root(mean_of_rows(jnp.abs(error), row_weights))"),
@@ -140,7 +132,7 @@ MUTANTS = [
     *of(
         "calibrate/_temperature.py",
         "calibrate/test_variance.py",
-        ("return jnp.mean(errors, axis=entries)", "return jnp.sum(errors, axis=entries)"),
+        ('reduce(of_group, "mean", row_weights)', "jnp.sum(of_group)"),
     ),
     *of(
         "resample/_weights.py",

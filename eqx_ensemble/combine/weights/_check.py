@@ -161,15 +161,6 @@ def check_greedy(score: Any, row_weights: Any, num_steps: Any, num_initial: Any,
     return None
 
 
-def check_score_value(shape: tuple[int, ...]) -> None:
-    """Raises unless the score is a scalar."""
-    if shape != ():
-        fix = "Return the mean over rows."
-        raise ValueError(
-            needs_message("a `score` that returns one number for one combined prediction", f"got shape {shape}", fix)
-        )
-
-
 def check_sparsify(weights: ArrayLike, above: float, num_members: Any) -> np.ndarray:
     """Raises unless weights are concrete and valid, and `above` keeps a member. Returns them normalised, as float64."""
     if is_traced(weights):

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
 
-from ..._check import check_values, check_word, concrete
+from ..._check import check_values, check_word, concrete, needs_message
 from ..._foreign import from_foreign
 from ._check import (
     check_greedy,
     check_log_scores,
-    check_score_value,
     check_scores_of_members,
     check_similarity,
     check_sparsify,
@@ -256,7 +255,9 @@ def greedy(
         logs, own_weights = check_log_scores(predictions, row_weights)
         return _greedy_log(logs, own_weights, num_steps, num_initial)
     one = jax.eval_shape(own, jax.ShapeDtypeStruct(checked.shape[1:], checked.dtype))
-    check_score_value(jnp.shape(one))
+    if (shape := jnp.shape(one)) != ():
+        needs = "a `score` that returns one number for one combined prediction"
+        raise ValueError(needs_message(needs, f"got shape {shape}", "Return the mean over rows."))
     judge = lambda total, count: jnp.asarray(own(total / count), checked.dtype)
     return _select(checked, jnp.zeros_like(checked[0]), jnp.add, judge, num_steps, num_initial)
 

@@ -289,7 +289,7 @@ def mahalanobis(
 
     **Arguments:**
 
-    - `features`, `labels`, `num_classes`, `ridge`, `mask`: as for
+    - `features`, `labels`, `num_classes`, `ridge`, `row_weights`: as for
         [`eqx_ensemble.methods.density.gaussian_discriminant`][]. Without `ridge`, all classes together need at least as
         many rows as hidden units plus classes.
 

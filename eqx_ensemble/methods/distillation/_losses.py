@@ -18,7 +18,7 @@ from ..._check import (
     promote,
 )
 from ..._weighting import class_mixture
-from ...scores._engine import Reduction, RowWeights, check_reduction, reduce
+from ...scores._engine import Reduction, RowWeights, reduce
 from ...uncertainty._check import check_temperature
 from ._targets import check_classes, check_gaussians, check_smoothing
 
@@ -67,11 +67,10 @@ def gaussian_loss(
     """
     own_mean, own_variance = check_floating_arrays(mean=mean, variance=variance)
     means, variances = check_gaussians(own_mean, teacher_mean, teacher_variance)
-    rows = check_row_weights(row_weights, own_mean.shape, own_mean.dtype)
+    arrays = promote(own_mean, own_variance, means, variances)
+    rows = check_row_weights(row_weights, own_mean.shape, arrays[0].dtype, reduction=reduction)
     check_variance(variance, positive=True, rows=rows)
     check_variance(teacher_variance, positive=True, rows=rows.known_along(own_mean.ndim + 1))
-    check_reduction(reduction, own_mean.shape)
-    arrays = promote(own_mean, own_variance, means, variances)
     blanked = (rows.blank(x, before=i // 2, fill=i % 2) for i, x in enumerate(arrays))
     return _gaussian_loss(*blanked, rows.weights, reduction)
 
@@ -145,8 +144,7 @@ def distribution_loss(
         [Ensemble Distribution Distillation](https://arxiv.org/abs/1905.00076), Malinin, Mlodozeniec and Gales, 2020.
     """
     student, teachers = check_classes(logits, teacher, least=2)
-    rows = check_row_weights(row_weights, student.shape[:-1], student.dtype)
-    check_reduction(reduction, student.shape[:-1])
+    rows = check_row_weights(row_weights, student.shape[:-1], student.dtype, reduction=reduction)
     scale = check_temperature(temperature, student.dtype)
     uniform = check_smoothing(smoothing)
     student, teachers = rows.blank(student), rows.blank(teachers, before=1)
@@ -282,8 +280,7 @@ def mixture_loss(
         2015.
     """
     student, teachers = check_classes(logits, teacher, least=1)
-    rows = check_row_weights(row_weights, student.shape[:-1], student.dtype)
-    check_reduction(reduction, student.shape[:-1])
+    rows = check_row_weights(row_weights, student.shape[:-1], student.dtype, reduction=reduction)
     scale = check_temperature(temperature, student.dtype)
     return _loss(rows.blank(student), rows.blank(teachers, before=1), scale, rows.weights, reduction)
 

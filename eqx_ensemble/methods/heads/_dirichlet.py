@@ -22,7 +22,7 @@ from ..._check import (
     promote,
 )
 from ..._weighting import at_label, is_class
-from ...scores._engine import Reduction, RowWeights, check_reduction, reduce
+from ...scores._engine import Reduction, RowWeights, reduce
 from ...uncertainty import Decomposition
 from ._check import check_above, check_coefficient
 
@@ -198,11 +198,10 @@ def dirichlet_loss(
     """
     check_word(risk, "risk", ("squared", "digamma"))
     checked = check_concentration(concentration)
-    rows = check_row_weights(row_weights, checked.shape[:-1], checked.dtype)
+    rows = check_row_weights(row_weights, checked.shape[:-1], checked.dtype, reduction=reduction)
     known = check_labels(labels, checked, rows, argument="concentration", members=False)
     check_positive(concentration, rows)
     weight = check_coefficient("kl_weight", kl_weight, checked.dtype)
-    check_reduction(reduction, known.shape)
     return _loss(rows.blank(checked, fill=1), rows.blank(known), weight, rows.weights, risk, reduction)
 
 

@@ -7,7 +7,7 @@ from jax.scipy.special import betaln
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from ..._check import ALL_ROWS, CountedRows, check_floating_arrays, check_number, check_regression, check_row_weights
-from ...scores._engine import Reduction, RowWeights, check_reduction, reduce
+from ...scores._engine import Reduction, RowWeights, reduce
 from ...uncertainty import Decomposition
 from ._check import check_above, check_coefficient, check_parameters, check_raw
 
@@ -157,10 +157,9 @@ def evidential_loss(
     """
     check_parameters(parameters, NormalInverseGamma, "normal_inverse_gamma")
     *arrays, observed = check_regression(targets, members=False, **parameters._asdict())
-    rows = check_row_weights(row_weights, observed.shape, observed.dtype)
+    rows = check_row_weights(row_weights, observed.shape, observed.dtype, reduction=reduction)
     check_ranges(parameters, rows)
     penalty = check_coefficient("coefficient", coefficient, observed.dtype)
-    check_reduction(reduction, observed.shape)
     known = NormalInverseGamma(*(rows.blank(x, fill=2) for x in arrays))
     return _loss(known, rows.blank(observed), penalty, rows.weights, reduction)
 

@@ -17,7 +17,7 @@ from ..._check import (
     needs_message,
 )
 from ..._weighting import blank_unweighted
-from ...scores._engine import Reduction, RowWeights, check_reduction, log_density, reduce
+from ...scores._engine import Reduction, RowWeights, log_density, reduce
 from ._check import check_increasing_levels, check_parameters, check_quantiles, check_raw
 
 
@@ -66,8 +66,7 @@ def pinball_loss(
     every_level = check_increasing_levels(levels, checked)
     _, observed = check_regression(targets, members=False, quantiles=checked[..., 0])
     dtype = observed.dtype  # float64 where the targets are
-    rows = check_row_weights(row_weights, observed.shape, dtype)
-    check_reduction(reduction, observed.shape)
+    rows = check_row_weights(row_weights, observed.shape, dtype, reduction=reduction)
     known = rows.blank(checked.astype(dtype))
     return _pinball_loss(known, rows.blank(observed), every_level.astype(dtype), rows.weights, reduction)
 
@@ -309,9 +308,8 @@ def mixture_density_loss(
     logits, mean, variance = check_density(parameters)
     _, observed = check_regression(targets, members=False, parameters=mean[..., 0])
     dtype = observed.dtype  # float64 where the targets are
-    rows = check_row_weights(row_weights, observed.shape, dtype)
+    rows = check_row_weights(row_weights, observed.shape, dtype, reduction=reduction)
     check_variance(parameters.variance, positive=True, rows=rows.known_along(variance.ndim))
-    check_reduction(reduction, observed.shape)
     arrays = zip((logits, mean, variance), (0, 0, 1), strict=True)
     known = (rows.blank(x.astype(dtype), fill=fill) for x, fill in arrays)
     return _loss(MixtureDensity(*known), rows.blank(observed), rows.weights, reduction)
