@@ -136,7 +136,7 @@ def test_only_ratios_matter(scale):
         assert_close(score(*arguments, row_weights=scale * weights), want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("scale", [2.0**-100, *(pytest.param(x, marks=pytest.mark.slow) for x in (1.0, 2.0**100))])
+@pytest.mark.parametrize("scale", [2.0**122, *(pytest.param(x, marks=pytest.mark.slow) for x in (1.0, 2.0**-100))])
 def test_while_tracing_too(scale):
     weights = np.where(np.arange(20) % 5 == 0, 0, np.arange(20) + 1).astype(np.float32)
     for name in ("crps", "brier", "rmse", "aupr"):
