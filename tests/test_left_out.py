@@ -85,7 +85,7 @@ def test_rows_that_are_counted(name):
     with pytest.raises(ValueError, match=r"`row_weights` of zeros and ones.\n  got 2 at index \(1,\)"):
         call(name, row_weights=WHOLE)
     with pytest.raises(TypeError, match="boolean `row_weights`.\n  got a traced array of dtype float32"):
-        jax.jit(lambda row_weights: _numbers(call(name, row_weights=row_weights)))(jnp.ones(6))
+        jax.jit(lambda row_weights: _numbers(call(name, row_weights=row_weights)))(jnp.ones(6, jnp.float32))
 
 
 _WITHOUT = {  # said in words
