@@ -43,6 +43,7 @@ _OURS = {
     "max_seconds max_steps max_time time_limit": ["stop"],
     "learning_rate lr": ["learning_rate", "optimiser"],
     "log_loss cross_entropy": ["nll"],
+    "mask": ["row_weights"],
     "metric metrics monitor scoring": ["score", "validation"],
     "min_improvement tol": ["min_delta", "validation"],
     "min_delta mode score": ["validation"],

@@ -4,7 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
 from ._check import as_column
 
@@ -16,16 +16,6 @@ def blank_unweighted(
     if weights is None:
         return values
     return jnp.where(as_column(weights, values.ndim) == 0, fill, values)
-
-
-def blank_masked(
-    values: Shaped[Array, "..."], mask: Bool[Array, "*batch"] | None, *, before: int = 0, fill: ArrayLike = 0
-) -> Shaped[Array, "..."]:
-    """The values, overwritten in masked rows; `before` is the number of axes before those of the rows."""
-    if mask is None:
-        return values
-    shape = (1,) * before + mask.shape + (1,) * (values.ndim - before - mask.ndim)
-    return jnp.where(jnp.reshape(mask, shape), values, fill)
 
 
 def weighted_mean(

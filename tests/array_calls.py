@@ -14,16 +14,16 @@ _LABELS = np.array([0, 1, 2, 0, 1, 2])
 _LOGITS = (_RNG.normal(size=(3, 6, 3)) + np.eye(3)[(_LABELS + (np.arange(6) == 5)) % 3]).astype(np.float32)
 _MEAN, _TARGETS = _RNG.normal(size=(3, 6)).astype(np.float32), _RNG.normal(size=6).astype(np.float32)
 _VARIANCE = np.exp(_RNG.normal(size=(3, 6))).astype(np.float32)
-_WEIGHTS, _ROW_WEIGHTS = np.array([0.5, 0.2, 0.3]), np.array([1.0, 2.0, 1.0, 0.5, 1.0, 1.0])
+_WEIGHTS, _ROW_WEIGHTS = np.array([0.5, 0.2, 0.3]), np.array([1.0, 2.0, 0.0, 0.5, 1.0, 1.0])
 _MASK = np.array([True, True, False, True, True, True])
 _DRAWN = np.array([[0, 1, 2, 0, 1, 2], [3, 4, 5, 3, 4, 5], [0, 2, 4, 0, 2, 4]])
 _FOLDS = resample.folds(6, 3)
 
-_CLASSES = {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS, "mask": _MASK}
-_ROWS = {"row_weights": _ROW_WEIGHTS, "mask": _MASK}
-_POINTS = {"samples": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS, "mask": _MASK}
+_CLASSES = {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS, "row_weights": _MASK}
+_ROWS = {"row_weights": _ROW_WEIGHTS}
+_POINTS = {"samples": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS, "row_weights": _MASK}
 _MOMENTS = {"mean": _MEAN, "variance": _VARIANCE, "weights": _WEIGHTS}
-_ENDS = {"lower": _MEAN[0], "upper": _MEAN[0] + 1, "targets": _TARGETS, "mask": _MASK}
+_ENDS = {"lower": _MEAN[0], "upper": _MEAN[0] + 1, "targets": _TARGETS, "row_weights": _MASK}
 _ONE = {"mean": _MEAN[0], "variance": _VARIANCE[0], "targets": _TARGETS, "reduction": "mean"} | _ROWS
 _MEAN_OR_NONE = {"reduction": "mean"}
 _BINS = {"num_bins": 2, "binning": "width"}
@@ -31,7 +31,6 @@ _RANKED = {
     "scores": _TARGETS,
     "positives": np.arange(6) % 2 == 0,
     "row_weights": _ROW_WEIGHTS,
-    "mask": np.arange(6) > 0,
 }
 _SELECTED = {"uncertainty": _TARGETS, "losses": _MEAN[0]}
 _LOGITS_AND_WEIGHTS = {"logits": _LOGITS, "weights": _WEIGHTS}
@@ -55,15 +54,15 @@ CALLS = {
         "trimmed_mean": {"values": _MEAN, "cut": 0.1, "weights": _WEIGHTS},
     },
     combine.weights: {
-        "bayesian": {"log_scores": _MEAN, "mask": _MASK},
+        "bayesian": {"log_scores": _MEAN, "row_weights": _MASK},
         "diverse": {"similarity": np.eye(len(_MEAN), dtype=np.float32), "count": 2},
         "elites": {"scores": _MEAN[:, 0], "count": 2, "mode": "min"},
-        "greedy": {"predictions": _MEAN, "score": "log", "num_steps": 3, "num_initial": 1, "mask": _MASK},
+        "greedy": {"predictions": _MEAN, "score": "log", "num_steps": 3, "num_initial": 1, "row_weights": _MASK},
         "sparsify": {"weights": _WEIGHTS, "above": 0.1, "num_members": 3},
-        "stacking": {"log_scores": _MEAN, "mask": _MASK, "tolerance": 1.0, "max_steps": 5},
+        "stacking": {"log_scores": _MEAN, "row_weights": _MASK, "tolerance": 1.0, "max_steps": 5},
     },
     scores: {
-        "bootstrap": {"values": _MEAN, "statistic": None, "row_weights": _ROW_WEIGHTS, "mask": _MASK, "level": 0.9}
+        "bootstrap": {"values": _MEAN, "statistic": None, "row_weights": _ROW_WEIGHTS, "level": 0.9}
         | {"num_draws": 5, "key": _KEY},
         **{name: _CLASSES | _ROWS | _MEAN_OR_NONE for name in ("brier", "accuracy", "mean_member_accuracy", "nll")},
         "ranked_probability": _CLASSES | _ROWS | _MEAN_OR_NONE,
@@ -96,9 +95,9 @@ CALLS = {
         },
         "width": {name: _ENDS[name] for name in ("lower", "upper")} | _ROWS | _MEAN_OR_NONE,
         "pit": _POINTS | {"key": _KEY},
-        "pit_gaussian_mixture": _MOMENTS | {"targets": _TARGETS, "mask": _MASK},
-        "pit_histogram": {"values": np.abs(_TARGETS) / 3, "num_bins": 2, "mask": _MASK},
-        "rank_histogram": {"samples": _MEAN, "targets": _TARGETS, "mask": _MASK, "key": _KEY},
+        "pit_gaussian_mixture": _MOMENTS | {"targets": _TARGETS, "row_weights": _MASK},
+        "pit_histogram": {"values": np.abs(_TARGETS) / 3, "num_bins": 2, "row_weights": _MASK},
+        "rank_histogram": {"samples": _MEAN, "targets": _TARGETS, "row_weights": _MASK, "key": _KEY},
         **{
             name: {"predictions": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS} | _ROWS
             for name in ("rmse", "mean_member_rmse", "r2")
@@ -121,7 +120,7 @@ CALLS = {
         "precision_recall_curve": _RANKED,
         "fpr_at_tpr": _RANKED | {"level": 0.9},
         **{name: _SELECTED | _ROWS for name in ("aurc", "risk_coverage")},
-        "excess_aurc": _SELECTED | {"mask": _MASK},
+        "excess_aurc": _SELECTED | {"row_weights": _MASK},
     },
     uncertainty: {
         "decompose_nll": {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS},
@@ -142,9 +141,9 @@ CALLS = {
         "gaussian_mixture_interval": _MOMENTS | {"level": 0.9},
         "gaussian_mixture_quantile": _MOMENTS | {"levels": np.array([0.2, 0.5])},
         "free_energy": _LOGITS_AND_WEIGHTS | {"temperature": 2.0},
-        "error_correlation": {"errors": _MEAN, "mask": _MASK},
-        "pairwise_disagreement": {"logits": _LOGITS, "mask": _MASK},
-        "q_statistic": {"correct": (_MEAN > 0).astype(np.float32), "mask": _MASK},
+        "error_correlation": {"errors": _MEAN, "row_weights": _MASK},
+        "pairwise_disagreement": {"logits": _LOGITS, "row_weights": _MASK},
+        "q_statistic": {"correct": (_MEAN > 0).astype(np.float32), "row_weights": _MASK},
         "interval": {"values": _MEAN, "level": 0.9, "weights": _WEIGHTS},
         "quantile": {"values": _MEAN, "levels": np.array([0.2, 0.5]), "weights": _WEIGHTS},
         "sample_class_mixture": _LOGITS_AND_WEIGHTS | {"num_samples": 2, "joint": False, "key": _KEY},
@@ -159,42 +158,61 @@ CALLS = {
         "temperature": _CLASSES | {"pool": "mixture"},
         "platt": _CLASSES | {"pool": "mixture"},
         "beta": _CLASSES | {"logits": -_LOGITS, "pool": "mixture"},
-        "variance": _MOMENTS | {"targets": _TARGETS, "pool": "mixture", "mask": _MASK},
+        "variance": _MOMENTS | {"targets": _TARGETS, "pool": "mixture", "row_weights": _MASK},
     },
     conformal: {
-        "lac": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "mask": _MASK},
-        "top_k": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "mask": _MASK},
-        "class_conditional": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "score": "lac", "mask": _MASK},
+        "lac": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "row_weights": _MASK},
+        "top_k": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "row_weights": _MASK},
+        "class_conditional": {
+            "logits": _LOGITS[0],
+            "labels": _LABELS,
+            "level": 0.5,
+            "score": "lac",
+            "row_weights": _MASK,
+        },
         "group_conditional": {"logits": _LOGITS[0], "labels": _LABELS, "groups": _LABELS % 2, "num_groups": 2}
-        | {"level": 0.5, "score": "lac", "mask": _MASK},
-        "group_quantile": {"scores": _TARGETS, "groups": _LABELS % 2, "num_groups": 2, "level": 0.5, "mask": _MASK},
+        | {"level": 0.5, "score": "lac", "row_weights": _MASK},
+        "group_quantile": {
+            "scores": _TARGETS,
+            "groups": _LABELS % 2,
+            "num_groups": 2,
+            "level": 0.5,
+            "row_weights": _MASK,
+        },
         "cross_conformal": {"held_out": _LOGITS[0], "labels": _LABELS, "folds": _FOLDS, "level": 0.5, "score": "aps"}
-        | {"mask": _MASK},
-        "aps": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "mask": _MASK, "key": _KEY},
-        "raps": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "penalty": 0.1, "num_free": 1, "mask": _MASK}
+        | {"row_weights": _MASK},
+        "aps": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "row_weights": _MASK, "key": _KEY},
+        "raps": {
+            "logits": _LOGITS[0],
+            "labels": _LABELS,
+            "level": 0.5,
+            "penalty": 0.1,
+            "num_free": 1,
+            "row_weights": _MASK,
+        }
         | {"key": _KEY},
         "cqr": _ENDS | {"level": 0.5, "ends": "together"},
-        "cv_plus": {"held_out": _MEAN[0], "targets": _TARGETS, "folds": _FOLDS, "level": 0.5, "mask": _MASK},
+        "cv_plus": {"held_out": _MEAN[0], "targets": _TARGETS, "folds": _FOLDS, "level": 0.5, "row_weights": _MASK},
         "jackknife_plus_after_bootstrap": {"held_out": _MEAN[0], "targets": _TARGETS, "drawn": _DRAWN, "level": 0.5}
-        | {"weights": _WEIGHTS, "mask": _MASK},
+        | {"weights": _WEIGHTS, "row_weights": _MASK},
         "enbpi": {"held_out": _MEAN[0], "targets": _TARGETS, "drawn": _DRAWN, "level": 0.5}
-        | {"window": 4, "weights": _WEIGHTS, "mask": _MASK},
+        | {"window": 4, "weights": _WEIGHTS, "row_weights": _MASK},
         "aci": {"level": 0.9, "rate": 0.05},
         "risk_control": {"losses": np.tile(np.float32([1, 0.5, 0]), (6, 1)), "thresholds": np.float32([0, 1, 2])}
-        | {"risk": 0.5, "bound": 1.0, "mask": _MASK},
+        | {"risk": 0.5, "bound": 1.0, "row_weights": _MASK},
         "risk_control_steps": {"steps": _LOGITS[0], "drops": np.full((6, 3), 0.25, np.float32), "risk": 0.5}
-        | {"bound": 1.0, "mask": _MASK},
-        "quantile": {"scores": _TARGETS, "level": 0.5, "mask": _MASK},
+        | {"bound": 1.0, "row_weights": _MASK},
+        "quantile": {"scores": _TARGETS, "level": 0.5, "row_weights": _MASK},
         "weighted_quantile": {"scores": _TARGETS, "row_weights": _ROW_WEIGHTS, "new_weights": np.ones(2)}
-        | {"level": 0.5, "mask": _MASK},
+        | {"level": 0.5, "row_weights": _MASK},
         "normalised": {
             "predictions": _MEAN[0],
             "scale": _VARIANCE[0],
             "targets": _TARGETS,
             "level": 0.5,
-            "mask": _MASK,
+            "row_weights": _MASK,
         },
-        "split": {"predictions": _MEAN[0], "targets": _TARGETS, "level": 0.5, "mask": _MASK},
+        "split": {"predictions": _MEAN[0], "targets": _TARGETS, "level": 0.5, "row_weights": _MASK},
     },
     density: {
         name: {
@@ -202,26 +220,27 @@ CALLS = {
             "labels": np.array([0, 1, 0, 1, 0, 1]),
             "num_classes": 2,
             "ridge": 0.1,
-            "mask": _MASK,
+            "row_weights": _MASK,
         }
         for name in ("gaussian_discriminant", "mahalanobis")
     },
     heads: {
         "normal_inverse_gamma": {"raw": np.ones((6, 4), np.float32), "floor": 0.1},
         "decompose_evidential": {"parameters": _EVIDENTIAL},
-        "evidential_loss": {"parameters": _EVIDENTIAL, "targets": _TARGETS, "coefficient": 0.1, "mask": _MASK}
+        "evidential_loss": {"parameters": _EVIDENTIAL, "targets": _TARGETS, "coefficient": 0.1, "row_weights": _MASK}
         | _MEAN_OR_NONE,
         "dirichlet": {"logits": _LOGITS[0]},
         "vacuity": {"concentration": _CONCENTRATION},
         "decompose_dirichlet": {"concentration": _CONCENTRATION},
         "dirichlet_loss": {"concentration": _CONCENTRATION, "labels": _LABELS, "kl_weight": 0.5, "risk": "squared"}
-        | {"mask": _MASK, "reduction": "mean"},
+        | {"row_weights": _MASK, "reduction": "mean"},
         "kl_annealing": {"step": 3, "num_steps": 10},
-        "pinball_loss": {"quantiles": _LOGITS[0], "targets": _TARGETS, "levels": _LEVELS, "mask": _MASK}
+        "pinball_loss": {"quantiles": _LOGITS[0], "targets": _TARGETS, "levels": _LEVELS, "row_weights": _MASK}
         | _MEAN_OR_NONE,
         "sort_quantiles": {"quantiles": _LOGITS[0]},
         "mixture_density": {"raw": np.ones((6, 6), np.float32), "floor": 0.1},
-        "mixture_density_loss": {"parameters": _DENSITY_OF_ONE, "targets": _TARGETS, "mask": _MASK} | _MEAN_OR_NONE,
+        "mixture_density_loss": {"parameters": _DENSITY_OF_ONE, "targets": _TARGETS, "row_weights": _MASK}
+        | _MEAN_OR_NONE,
         "mixture_density_moments": {"parameters": _DENSITY_OF_ONE},
         "mixture_components": {"parameters": _DENSITY, "weights": _WEIGHTS},
     },

@@ -18,7 +18,7 @@ TARGETS = RNG.normal(size=(ROWS, CLASSES)).astype(np.float32)
 WEIGHTS = np.array([0.0, 1.0, 2.0, 0.5, 3.0])
 MASK = RNG.random((ROWS, CLASSES)) < 0.7
 
-SCORED = {"mask": [None, MASK], "reduction": ["mean", "none"]}
+SCORED = {"row_weights": [None, MASK], "reduction": ["mean", "none"]}
 CASES = {
     "moments": (combine.moments, (LOGITS,), {}),
     "gaussian": (combine.gaussian, (LOGITS, VARIANCE), {}),
@@ -32,9 +32,9 @@ CASES = {
     "interval": (uncertainty.interval, (LOGITS,), {"level": [0.5, 0.9]}),
     "crps": (scores.crps, (LOGITS, TARGETS), SCORED),
     "nll_gaussian_mixture": (scores.nll_gaussian_mixture, (LOGITS, VARIANCE, TARGETS), SCORED),
-    "rmse": (scores.rmse, (LOGITS, TARGETS), {"mask": [None, MASK]}),
-    "mean_member_rmse": (scores.mean_member_rmse, (LOGITS, TARGETS), {"mask": [None, MASK]}),
-    "pit": (scores.pit, (LOGITS, TARGETS), {"mask": [None, MASK], "key": [None, jax.random.key(0)]}),
+    "rmse": (scores.rmse, (LOGITS, TARGETS), {"row_weights": [None, MASK]}),
+    "mean_member_rmse": (scores.mean_member_rmse, (LOGITS, TARGETS), {"row_weights": [None, MASK]}),
+    "pit": (scores.pit, (LOGITS, TARGETS), {"row_weights": [None, MASK], "key": [None, jax.random.key(0)]}),
 }
 
 

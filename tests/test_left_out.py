@@ -1,4 +1,4 @@
-"""What does not count, a row that the mask leaves out or a member of weight zero, changes no value and no gradient."""
+"""What does not count, a row or a member of weight zero, changes no value and no gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ KEPT = np.array([True, True, False, True, True, True])
 WEIGHTS = np.array([0.75, 0.0, 0.25])
 
 # Sets of rows, drawn rows and the like are not predictions: they define themselves which rows count.
-_NOT_SPOILT = ("weights", "mask", "row_weights", "new_weights", "positives", "drawn", "sets", "correct")
+_NOT_SPOILT = ("weights", "row_weights", "new_weights", "positives", "drawn", "sets", "correct")
 
 
 def _spoilt(name, member, value):
     """The call's arguments with `value` in the row, or the member, that does not count; all of them finite else."""
     arguments = arguments_of(name)
-    option = {"weights": WEIGHTS} if member else {"mask": KEPT}
+    option = {"weights": WEIGHTS} if member else {"row_weights": KEPT}
     changed = {}
     for argument, array in arguments.items():
         if argument in _NOT_SPOILT or not isinstance(array, np.ndarray) or array.dtype != np.float32:
@@ -32,7 +32,7 @@ def _spoilt(name, member, value):
 
 
 CASES = [(name, member) for name in NAMES for member in (False, True)
-         if {False: "mask", True: "weights"}[member] in arguments_of(name)
+         if {False: "row_weights", True: "weights"}[member] in arguments_of(name)
          and name not in ("combine.weights.sparsify", "tree.weighted_sum", "tree.weighted_mean")]  # fmt: skip
 
 
@@ -50,6 +50,42 @@ def test_value(name, member, value):
         _numbers(call(name, **spoilt, **option)), _numbers(call(name, **clean, **option)), strict=True
     ):
         np.testing.assert_array_equal(got, want)
+
+
+WHOLE = np.array([1, 2, 0, 1, 3, 1])
+TAKING = [name for name in NAMES if "row_weights" in arguments_of(name) and name != "conformal.weighted_quantile"]
+COUNTING = [name for name in TAKING if name.startswith(("conformal", "methods.density"))]
+COUNTING += ["scores.excess_aurc", "scores.pit_histogram", "scores.rank_histogram"]
+OTHERS = [name for name in TAKING if name not in COUNTING and not name.startswith("scores")]  # scores have their own
+
+
+@pytest.mark.filterwarnings("ignore:.*(no minimum|best mean log score)")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name.startswith("calibrate") else name for name in OTHERS]
+)
+def test_whole_numbers_repeat_rows(name):
+    repeat = lambda x: np.repeat(x, WHOLE, axis=x.shape.index(6)) if 6 in np.shape(x)[:2] else x
+    options = arguments_of(name) | {"row_weights": None}
+    options |= {"tolerance": 1e-6, "max_steps": 50} if name.endswith("stacking") else {}
+    repeated, plain = _numbers(call(name, **jax.tree.map(repeat, options))), _numbers(call(name, **options))
+    got = _numbers(call(name, **(options | {"row_weights": WHOLE})))
+    for one, want in zip(got, repeated, strict=True):
+        np.testing.assert_allclose(one, want, rtol=1e-4, atol=1e-6)
+    assert any(one.shape != other.shape or not np.allclose(one, other) for one, other in zip(got, plain, strict=True))
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.filterwarnings("ignore:.*(too few|are too few|unbounded|the sets have)")
+@pytest.mark.parametrize("name", COUNTING)
+def test_rows_that_are_counted(name):
+    """By booleans, or numbers that are known to be zeros and ones."""
+    want = _numbers(call(name, row_weights=KEPT))
+    for got, same in zip(_numbers(call(name, row_weights=1.0 * KEPT)), want, strict=True):
+        np.testing.assert_array_equal(got, same)
+    with pytest.raises(ValueError, match=r"`row_weights` of zeros and ones.\n  got 2 at index \(1,\)"):
+        call(name, row_weights=WHOLE)
+    with pytest.raises(TypeError, match="boolean `row_weights`.\n  got a traced array of dtype float32"):
+        jax.jit(lambda row_weights: _numbers(call(name, row_weights=row_weights)))(jnp.ones(6, jnp.float32))
 
 
 _WITHOUT = {  # said in words

@@ -62,6 +62,8 @@ def test_the_attribute_that_was_meant_is_named(package):
         (lambda: ee.fit(1, 2, 3, 4, max_epochs=3), "`epochs`"),
         (lambda: ee.build(3, n_estimators=3), "`num_members`"),
         (lambda: ee.predict(3, 4, seed=3), "`key`"),
+        (lambda: ee.scores.nll(3, 4, mask=3), "`row_weights`"),
+        (lambda: ee.conformal.split(3, 4, sample_weight=3), "`row_weights`"),
         (lambda: ee.conformal.split(3, 4, alpha=0.1), "`level`? It is the coverage, 1 - alpha."),
         (lambda: ee.Ensemble([3]), "`ee.stack(models)`"),
         (lambda: ee.fit(1, 2, 3, 4, Batch_Size=3), "`batch_size`"),

@@ -50,11 +50,6 @@ def first_rows(values: ArrayLike, count: int) -> np.ndarray | None:
     return np.atleast_2d(np.asarray(array[first][:count] if array.ndim > 1 else array))
 
 
-def kept_rows(mask: ArrayLike | None) -> np.ndarray | None:
-    """The mask on the host, `True` if there is none; `None` if it cannot be read."""
-    return np.ones((), bool) if mask is None else concrete(mask)
-
-
 def needs_message(needs: str, got: str, fix: str) -> str:
     """The requirement of a function, the value that it got, and the likely fix."""
     return f"`{caller()}` needs {needs}.\n  {got}\n{fix}"
@@ -147,43 +142,6 @@ def check_same_shape(**arrays: Array) -> None:
                 f"{names} of one shape", f"got {listed}", "Nothing is broadcast: use `jnp.broadcast_to` if meant."
             )
         )
-
-
-def check_mask(mask: ArrayLike | None, rows: Shape) -> Array | None:
-    """Raises unless `mask` is one boolean per row and, if concrete, keeps a row. Returns it as an array."""
-    if mask is None:
-        return None
-    array = check_array("mask", mask)
-    if array.dtype != bool:
-        fix = "True keeps a row: pass `mask.astype(bool)`."
-        raise TypeError(needs_message("a boolean `mask`", f"got dtype {array.dtype}, shape {array.shape}", fix))
-    if array.shape != rows:
-        raise ValueError(
-            needs_message(
-                "one `mask` entry per row", f"expected {rows}, got {array.shape}", "Masks have no `members` axis."
-            )
-        )
-    host = concrete(mask)
-    if host is not None and host.size and not host.any():
-        raise ValueError(
-            needs_message(
-                "a `mask` that leaves a row",
-                f"got {host.size} times False",
-                "True keeps a row: is the mask inverted?",
-            )
-        )
-    return array
-
-
-def check_no_nan(argument: str, values: ArrayLike, mask: ArrayLike | None) -> None:
-    """Raises for NaN in rows that are not masked, if the values are concrete."""
-    host, kept = concrete(values), None if mask is None else concrete(mask)
-    if host is None or (mask is not None and kept is None):
-        return
-    wrong = np.isnan(host.astype(np.float64)) & (True if kept is None else kept)
-    if wrong.any():
-        fix = "Leave these rows out: `mask=~jnp.isnan(...)`."
-        raise ValueError(needs_message(f"`{argument}` without NaN", f"got {int(wrong.sum())} of them", fix))
 
 
 def check_level(level: float) -> None:

@@ -16,27 +16,12 @@ from ._arrays import (
     concrete,
     first_rows,
     first_text,
-    kept_rows,
     needs_message,
     one_member_text,
     promote,
 )
 from ._leaves import Size, kind_text
-
-
-def check_nonnegative(
-    argument: str, values: Any, *, fix: str, mask: ArrayLike | None = None, all_zero: bool = True
-) -> None:
-    """Raises unless values, if concrete, are finite and >= 0 where `mask`, and not all zero unless `all_zero`."""
-    host, kept = concrete(values), kept_rows(mask)
-    if host is None or kept is None:
-        return
-    wrong = (~np.isfinite(host.astype(np.float64)) | (host < 0)) & kept
-    if wrong.any():
-        raise ValueError(needs_message(f"finite `{argument}` of zero or more", first_text(host, wrong), fix))
-    if not all_zero and kept.any() and not ((host > 0) & kept).any():
-        got = f"got {np.broadcast_to(kept, host.shape).sum()} zeros"
-        raise ValueError(needs_message(f"`{argument}` that are not all zero", got, fix))
+from ._rows import ALL_ROWS, CountedRows, check_entries, check_nonnegative
 
 
 def check_plain_weights(weights: object) -> None:
@@ -64,10 +49,10 @@ def check_weight_count(weights: Any, num_members: Size, *, rows: tuple[Size, ...
     raise ValueError(needs_message("one weight per member", f"expected shape {expected}, got {shape}", fix))
 
 
-def check_nonnegative_weights(weights: Any, *, mask: ArrayLike | None = None, all_zero: bool = True) -> None:
-    """Raises unless weights are finite and not negative where `mask`, and not all zero unless `all_zero`."""
+def check_nonnegative_weights(weights: Any, *, rows: CountedRows = ALL_ROWS, all_zero: bool = True) -> None:
+    """Raises unless weights are finite and not negative in rows that count, and not all zero unless `all_zero`."""
     fix = "A member of weight zero has no influence; `jax.nn.softmax` converts scores to weights."
-    check_nonnegative("weights", weights, fix=fix, mask=mask, all_zero=all_zero)
+    check_nonnegative("weights", weights, fix=fix, rows=rows, all_zero=all_zero)
 
 
 def check_weights(
@@ -75,13 +60,13 @@ def check_weights(
     num_members: Size,
     dtype: jnp.dtype,
     *,
-    rows: tuple[Size, ...] = (),
-    mask: ArrayLike | None = None,
+    shape: tuple[Size, ...] = (),
+    rows: CountedRows = ALL_ROWS,
 ) -> Array | None:
     """Raises unless weights are one per member, finite, not negative and not all zero. Returns them with sum 1.
 
-    With `rows`, the shape of the rows of the predictions, they may also differ between rows: `(members, ...)` with some
-    leading axes of `rows`. Each row is divided by its own sum. Rows outside `mask` are not checked, and get equal
+    With a `shape`, that of the rows of the predictions, they may also differ between rows: `(members, ...)` with some
+    of its leading axes. Each row is divided by its own sum. Rows that do not count are not checked, and get equal
     weights.
     """
     if weights is None:
@@ -89,9 +74,9 @@ def check_weights(
     check_plain_weights(weights)
     with np.errstate(over="ignore"):  # concrete weights are divided by their sum in float64, below
         array = check_array("weights", weights)
-    check_weight_count(array, num_members, rows=rows)
+    check_weight_count(array, num_members, rows=shape)
     if array.ndim > 1:
-        return _check_row_weights(weights, array, dtype, mask)
+        return _check_weights_of_rows(weights, array, dtype, rows)
     check_nonnegative_weights(weights, all_zero=False)
     host = concrete(weights)
     if host is not None:
@@ -100,27 +85,27 @@ def check_weights(
     return _normalise(array, dtype)
 
 
-def _check_row_weights(weights: ArrayLike, array: Array, dtype: jnp.dtype, mask: ArrayLike | None) -> Array:
+def _check_weights_of_rows(weights: ArrayLike, array: Array, dtype: jnp.dtype, rows: CountedRows) -> Array:
     """`check_weights` for weights that differ between rows; a row counts if one of its entries does."""
-    kept = None if mask is None else jnp.any(jnp.asarray(mask), axis=tuple(range(array.ndim - 1, np.ndim(mask))))
-    counts = kept_rows(kept)
-    check_nonnegative_weights(weights, mask=kept)
+    over_entries = lambda x: x if x is None else x.any(axis=tuple(range(array.ndim - 1, x.ndim)))
+    counted, known = over_entries(rows.counted), over_entries(rows.known)
+    check_nonnegative_weights(weights, rows=CountedRows(known=known))
     host = concrete(weights)
-    if host is not None and counts is not None:
-        empty = (host == 0).all(axis=0) & counts
+    if host is not None and known is not None:
+        empty = (host == 0).all(axis=0) & known
         if empty.any():
             index = tuple(int(i) for i in np.argwhere(empty)[0])
             got = f"got only zeros in row {index}, the first of {int(empty.sum())} such"
             fix = "They are divided by their sum in each row: at least one member needs a nonzero weight."
             raise ValueError(needs_message("`weights` that are not all zero in any row", got, fix))
-        exact = np.where(counts, host.astype(np.float64), 1)
+        exact = np.where(known, host.astype(np.float64), 1)
         return jnp.asarray(exact / exact.sum(axis=0), dtype)
-    return _normalise(array if kept is None else jnp.where(kept[None], array, jnp.ones_like(array)), dtype)
+    return _normalise(array if counted is None else jnp.where(counted[None], array, jnp.ones_like(array)), dtype)
 
 
 def _normalise(array: Array, dtype: jnp.dtype) -> Array:
     converted = array.astype(dtype)
-    # Members of weight zero are masked, so that the gradient of such a weight would be wrong: it is set to zero.
+    # Members of weight zero are overwritten, so that the gradient of such a weight would be wrong: it is set to zero.
     converted = jnp.where(converted == 0, 0, converted)
     return converted / jnp.sum(converted, axis=0, keepdims=array.ndim > 1)
 
@@ -174,12 +159,7 @@ def _warn_of_probabilities(logits: ArrayLike) -> None:
 
 
 def check_labels(
-    labels: ArrayLike,
-    logits: Array,
-    mask: ArrayLike | None = None,
-    *,
-    argument: str = "logits",
-    members: bool = True,
+    labels: ArrayLike, logits: Array, rows: CountedRows = ALL_ROWS, *, argument: str = "logits", members: bool = True
 ) -> Array:
     """Raises unless there is one integer label per row of checked logits, in range if concrete. Returns them.
 
@@ -189,28 +169,23 @@ def check_labels(
         fix = "Number the classes: `classes, labels = np.unique(labels, return_inverse=True)`."
         raise TypeError(needs_message("integer class labels", f"got dtype {labels.dtype}", fix))
     array = check_array("labels", labels)
-    rows, classes = logits.shape[int(members) : -1], logits.shape[-1]
-    if array.dtype == bool and array.shape == rows and classes == 2:
+    shape, classes = logits.shape[int(members) : -1], logits.shape[-1]
+    if array.dtype == bool and array.shape == shape and classes == 2:
         array = array.astype(int)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        one_hot = array.shape == (*rows, classes)
+        one_hot = array.shape == (*shape, classes)
         fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`." if one_hot else "Pass `labels.astype(int)`."
         raise TypeError(needs_message("integer class labels", f"got dtype {array.dtype}, shape {array.shape}", fix))
-    if array.shape != rows:
+    if array.shape != shape:
         fix = _row_fix_text("labels", array.shape, argument, logits.shape[:-1], members=members)
-        if array.shape == (*rows, classes):
+        if array.shape == (*shape, classes):
             fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`."
         axes = "(members, *batch, classes)" if members else "(*batch, classes)"
-        got = f"expected {rows}, as `{argument}` are {axes} = {logits.shape}; got {array.shape}"
+        got = f"expected {shape}, as `{argument}` are {axes} = {logits.shape}; got {array.shape}"
         raise ValueError(needs_message(f"one label per row of the {argument}", got, fix))
-    host, kept = concrete(labels), kept_rows(mask)
-    if host is not None and kept is not None and (wrong := ((host < 0) | (host >= classes)) & kept).any():
-        fix = "Leave rows that carry a mark such as -1 out (`mask`), and count classes from 0."
-        raise ValueError(
-            needs_message(
-                f"labels from 0 to {classes - 1}, as there are {classes} classes", first_text(host, wrong), fix
-            )
-        )
+    fix = "Leave rows that carry a mark such as -1 out (`row_weights`), and count classes from 0."
+    needs = f"labels from 0 to {classes - 1}, as there are {classes} classes"
+    check_entries(needs, labels, lambda host: (host < 0) | (host >= classes), fix, rows)
     # Smaller integers may not hold the number of classes, with which they are compared.
     return array.astype(jnp.int32) if array.dtype.itemsize < 4 else array
 
@@ -227,14 +202,10 @@ def check_moments(
 
 
 def check_variance(
-    variance: ArrayLike,
-    *,
-    positive: bool,
-    mask: ArrayLike | None = None,
-    weights: ArrayLike | None = None,
+    variance: ArrayLike, *, positive: bool, rows: CountedRows = ALL_ROWS, weights: ArrayLike | None = None
 ) -> None:
     """Raises for a negative variance, or a zero if `positive`, in members and rows that count; if concrete."""
-    host, kept = concrete(variance), kept_rows(mask)
+    host, kept = concrete(variance), rows.known
     if host is None or kept is None:
         return
     with np.errstate(invalid="ignore"):

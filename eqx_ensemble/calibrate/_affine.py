@@ -103,7 +103,7 @@ def vector(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     max_steps: int = 1000,
 ) -> Vector:
     r"""Vector scaling: a scale and a bias for the log-probability of each class, fitted by maximum likelihood.
@@ -119,7 +119,7 @@ def vector(
     - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
         first, and calibrates the mixture.
     - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `max_steps`: the maximum number of L-BFGS steps.
 
     **Returns:**
@@ -145,7 +145,7 @@ def vector(
     """
     name = "calibrate.vector"
     steps = check_positive_int(max_steps, "max_steps")
-    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
+    pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     rows = rows._replace(logs=_constant(name, rows.logs))
     scale, bias, found = _fit_vector(rows, steps)
     warn_of_no_minimum(pool, found, "use `calibrate.matrix` with penalties")
@@ -160,7 +160,7 @@ def matrix(
     off_diagonal_penalty: float = 0.0,
     bias_penalty: float = 0.0,
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     max_steps: int = 1000,
 ) -> Matrix:
     r"""Matrix scaling of log-probabilities, which is Dirichlet calibration.
@@ -200,7 +200,7 @@ def matrix(
     steps = check_positive_int(max_steps, "max_steps")
     check_number(off_diagonal_penalty, "off_diagonal_penalty", least=0)
     check_number(bias_penalty, "bias_penalty", least=0)
-    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
+    pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     rows = rows._replace(logs=_constant(name, rows.logs))
     penalties = jnp.asarray([off_diagonal_penalty, bias_penalty], rows.logs.dtype)
     fitted, bias, found = _fit_matrix(rows, penalties, steps)

@@ -41,7 +41,7 @@ def histogram(
     binning: Binning = "mass",
     smoothing: float | int = 0.0,
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Histogram:
     """Histogram binning: each probability is replaced by the class's frequency in its bin of held-out rows.
 
@@ -61,7 +61,8 @@ def histogram(
         becomes $(k + s) / (n + C s)$ for $C$ classes. With zero, the default, a class without rows in a bin has
         probability zero there, and the negative log-likelihood of a later row of this class is infinite.
     - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: numbers `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN. A row of weight
+        2 counts twice.
 
     **Returns:**
 
@@ -87,7 +88,7 @@ def histogram(
     """
     check_positive_int(num_bins, "num_bins")
     check_word(binning, "binning", ("width", "mass"))
-    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
+    pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     edges, frequency = _fit_histogram(rows, check_smoothing(smoothing), num_bins, binning)
     return Histogram(edges, frequency, pooling)
 
@@ -98,8 +99,8 @@ def _fit_histogram(rows: Rows, smoothing: ArrayLike, num_bins: int, binning: Bin
     truth = jax.nn.one_hot(rows.labels, rows.logs.shape[-1], dtype=rows.logs.dtype)
 
     def of_class(p: Array, hits: Array) -> tuple[Array, Array]:
-        bins = bin_rows(p, hits, rows.share > 0, num_bins, binning)
-        count = jnp.maximum(bins.count, 1)
+        bins = bin_rows(p, hits, rows.weights, num_bins, binning)
+        count = jnp.where(bins.count == 0, 1, bins.count)
         # Not from `count * frequency`: without smoothing the frequency is kept bit for bit.
         found = bins.frequency + (1 - num_classes * bins.frequency) * smoothing / (count + num_classes * smoothing)
         return bins.edges, jnp.where(bins.count == 0, jnp.nan, found)
@@ -156,7 +157,7 @@ def isotonic(
     pool: Pool,
     smoothing: float | int = 0.0,
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Isotonic:
     """Isotonic calibration: an increasing function of the probabilities, fitted to held-out labels.
 
@@ -177,7 +178,8 @@ def isotonic(
         probability zero there, and the negative log-likelihood of a later row of this class is infinite. The function
         remains increasing: steps that cross are joined.
     - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: numbers `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN. A row of weight
+        2 counts twice.
 
     **Returns:**
 
@@ -199,8 +201,8 @@ def isotonic(
         [Transforming classifier scores into accurate multiclass probability
         estimates](https://doi.org/10.1145/775047.775151)
     """
-    check_untraced(logits=logits, labels=labels, weights=weights, mask=mask)
-    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
+    check_untraced(logits=logits, labels=labels, weights=weights, row_weights=row_weights)
+    pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     knots, values = _fit(rows, check_smoothing(smoothing))
     return Isotonic(knots, values, pooling)
 
@@ -210,27 +212,28 @@ def _fit(rows: Rows, smoothing: float) -> tuple[Array, Array]:
         from sklearn.isotonic import IsotonicRegression
     except ImportError as error:
         raise ImportError(missing_extra_message(caller(), "scikit-learn", "sklearn")) from error
-    kept = np.asarray(rows.share) > 0
+    kept = np.asarray(rows.weights) > 0
+    own = np.asarray(rows.weights, np.float64)[kept]
     probabilities, labels = np.asarray(jnp.exp(rows.logs))[:, kept], np.asarray(rows.labels)[kept]
     knots, values = [], []
     for group in probabilities:
         # scikit-learn merges probabilities within the resolution of their dtype, 1e-6 in float32.
         for c, p in enumerate(group.T.astype(np.float64)):
-            fitted = IsotonicRegression(out_of_bounds="clip").fit(p, labels == c)
+            fitted = IsotonicRegression(out_of_bounds="clip").fit(p, labels == c, sample_weight=own)
             if smoothing > 0:
-                fitted.fit(p, *_smooth(fitted.predict(p), probabilities.shape[-1], smoothing))
+                fitted.fit(p, *_smooth(fitted.predict(p), own, probabilities.shape[-1], smoothing))
             knots.append(fitted.X_thresholds_)
             values.append(fitted.y_thresholds_)
     shape = (*probabilities.shape[::2], -1)
     return _fill_up(knots, shape, rows.logs.dtype), _fill_up(values, shape, rows.logs.dtype)
 
 
-def _smooth(steps: np.ndarray, num_classes: int, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
+def _smooth(steps: np.ndarray, own: np.ndarray, num_classes: int, smoothing: float) -> tuple[np.ndarray, np.ndarray]:
     """The smoothed frequency of the step of each row, and the row's share of the smoothed row count."""
-    _, step, count = np.unique(steps, return_inverse=True, return_counts=True)
-    count = count[step]
+    _, step = np.unique(steps, return_inverse=True)
+    count = np.bincount(step, own)[step]
     whole = count + num_classes * smoothing
-    return (count * steps + smoothing) / whole, whole / count
+    return (count * steps + smoothing) / whole, own * whole / count
 
 
 def _fill_up(parts: list[np.ndarray], shape: tuple[int, ...], dtype: jnp.dtype) -> Array:

@@ -15,10 +15,11 @@ from ._pooling import Pool, Pooling, Rows, check_not_separable, fit_rows
 
 
 class Labels(NamedTuple):
-    """One class against the rest: whether each row has this label, and its weight in the mean."""
+    """One class against the rest: whether each row has this label, its weight in the mean, and the row weights."""
 
     hits: Bool[Array, " rows"]
     share: Float[Array, " rows"]
+    weights: Float[Array, " rows"]
 
 
 def each_class(
@@ -29,7 +30,7 @@ def each_class(
     num_classes = rows.logs.shape[-1]
     first = 1 if num_classes == 2 else 0
     hits = rows.labels[None] == jnp.arange(first, num_classes, dtype=rows.labels.dtype)[:, None]
-    of_class = lambda logs, odds, hits: fit(logs, odds, Labels(hits, rows.share))
+    of_class = lambda logs, odds, hits: fit(logs, odds, Labels(hits, rows.share, rows.weights.astype(odds.dtype)))
     of_group = jax.vmap(of_class, in_axes=(-1, -1, 0))
     found = jax.vmap(of_group, in_axes=(0, 0, None))(rows.logs[..., first:], odds[..., first:], hits)
     return jnp.concatenate([mirror(found), found], axis=1) if first else found
@@ -171,7 +172,7 @@ def beta(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Beta:
     r"""Beta calibration: log-odds $a \ln p - b \ln(1 - p) + c$ with $a, b \ge 0$, fitted by maximum likelihood.
 
@@ -207,7 +208,7 @@ def beta(
         [Beta calibration: a well-founded and easily implemented improvement on logistic calibration for binary
         classifiers](https://proceedings.mlr.press/v54/kull17a.html)
     """
-    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
+    pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     found = _fit_beta(rows)
     check_not_separable(pool, jnp.isnan(found[..., 0]) & ~jnp.any(jnp.isnan(rows.logs), axis=1))
     return Beta(found[..., 0], found[..., 1], found[..., 2], pooling)
@@ -270,7 +271,7 @@ def platt(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Platt:
     r"""Platt scaling: a logistic regression of the labels on the log-odds of a class.
 
@@ -288,7 +289,8 @@ def platt(
     - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
         first, and calibrates the mixture.
     - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: numbers `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN. A row of weight
+        2 counts twice.
 
     **Returns:**
 
@@ -314,7 +316,7 @@ def platt(
         [A note on Platt's probabilistic outputs for support vector
         machines](https://doi.org/10.1007/s10994-007-5018-6)
     """
-    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
+    pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     found = _fit(rows)
     return Platt(found[..., 0], found[..., 1], pooling)
 
@@ -327,8 +329,8 @@ def _fit(rows: Rows) -> Float[Array, "groups classes 2"]:
 
 
 def _fit_class(logs: Float[Array, " rows"], odds: Float[Array, " rows"], labels: Labels) -> Float[Array, "2"]:
-    counts = lambda rows: jnp.sum(rows & (labels.share > 0)).astype(odds.dtype)
-    positive, negative = counts(labels.hits), counts(~labels.hits)
+    total = lambda rows: jnp.sum(jnp.where(rows, labels.weights, 0))
+    positive, negative = total(labels.hits), total(~labels.hits)
     targets = jnp.where(labels.hits, (positive + 1) / (positive + 2), 1 / (negative + 2))
     scaled, mean, scale = standardise(odds[:, None], labels.share)
     features = jnp.concatenate([scaled, jnp.ones_like(scaled)], axis=1)

@@ -9,42 +9,20 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 from .._caller import caller
 from .._check import (
     as_column,
+    check_entries,
     check_fitted_members,
     check_labels,
     check_logits,
-    check_mask,
     check_number,
+    check_row_weights,
     check_weights,
     check_word,
     concrete,
-    first_text,
     is_traced,
-    kept_rows,
     needs_message,
 )
 from .._warnings import warn
-from .._weighting import blank_masked, blank_unweighted, is_class, log_mixture
-from ..scores._engine import check_some_rows
-
-
-def check_finite_logits(logits: Array, weights: ArrayLike | None, mask: ArrayLike | None) -> None:
-    """Raises unless logits of members and rows with nonzero weight are finite; checked where concrete."""
-    host, kept, share = concrete(logits), kept_rows(mask), None if weights is None else concrete(weights)
-    if host is None or kept is None or (weights is not None and share is None):
-        return
-    counts = np.broadcast_to(kept, host.shape[1:-1])[None, ..., None]
-    if share is not None:
-        counts = counts & as_column(share > 0, host.ndim)
-    wrong = ~np.isfinite(host) & counts
-    if wrong.any():
-        fix = "Probabilities of zero? Mix in a little of the uniform distribution before taking the logarithm."
-        raise ValueError(
-            needs_message(
-                "finite `logits`",
-                first_text(host, wrong),
-                fix,
-            )
-        )
+from .._weighting import blank_unweighted, is_class, log_mixture
 
 
 def check_best_temperature(pool: str, separated: ArrayLike, hopeless: ArrayLike) -> None:
@@ -80,20 +58,6 @@ def check_not_separable(pool: str, separable: ArrayLike) -> None:
     raise ValueError(needs_message("labels for which optimal parameters exist", got, fix))
 
 
-def check_finite_targets(targets: ArrayLike, mask: ArrayLike | None) -> None:
-    """Raises unless targets are finite in the rows of the mask; checked where concrete."""
-    host, kept = concrete(targets), kept_rows(mask)
-    if host is None or kept is None:
-        return
-    wrong = ~np.isfinite(host.astype(np.float64)) & kept
-    if wrong.any():
-        raise ValueError(
-            needs_message(
-                "finite `targets`", first_text(host, wrong), "Leave these rows out: `mask=jnp.isfinite(targets)`."
-            )
-        )
-
-
 def check_scale(pool: str, scale: ArrayLike) -> None:
     """Raises unless the factor is finite and positive; checked where concrete."""
     host = concrete(scale)
@@ -104,7 +68,7 @@ def check_scale(pool: str, scale: ArrayLike) -> None:
             needs_message(
                 "finite means and variances",
                 got,
-                "Exclude such members by `weights`, and such rows by `mask`.",
+                "Exclude such members by `weights`, and such rows by `row_weights`.",
             )
         )
     if host is not None and (host == 0).any():
@@ -180,29 +144,40 @@ class Pooling(eqx.Module):
 
 
 class Rows(NamedTuple):
-    """Log-probabilities, labels and weights in the mean, with all rows on one axis."""
+    """Log-probabilities, labels and row weights, with all rows on one axis."""
 
     logs: Float[Array, "groups rows classes"]
     labels: Integer[Array, " rows"]
-    share: Float[Array, " rows"]
+    weights: Bool[Array, " rows"] | Float[Array, " rows"]
+
+    @property
+    def share(self) -> Float[Array, " rows"]:
+        """The weight of each row in the mean."""
+        return self.weights.astype(self.logs.dtype) / jnp.sum(self.weights).astype(self.logs.dtype)
 
 
 def fit_rows(
-    logits: ArrayLike, labels: ArrayLike, pool: Pool, weights: ArrayLike | None, mask: ArrayLike | None
+    logits: ArrayLike, labels: ArrayLike, pool: Pool, weights: ArrayLike | None, row_weights: ArrayLike | None
 ) -> tuple[Pooling, Rows]:
-    """The predictions to calibrate and the rows to fit on; masked rows and invalid labels have weight zero."""
+    """The predictions to calibrate and the rows to fit on; ignored rows and invalid labels have weight zero."""
     checked = check_logits(logits)
-    kept = check_mask(mask, checked.shape[1:-1])
-    targets = check_labels(labels, checked, mask)
+    counted = check_row_weights(row_weights, checked.shape[1:-1], reduction="mean")
+    targets = check_labels(labels, checked, counted)
     pooling = make_pooling(pool, weights, checked)
-    check_some_rows(targets.shape)
-    check_finite_logits(checked, pooling.weights, mask)
+    share = None if pooling.weights is None else concrete(pooling.weights)
+    if share is not None or pooling.weights is None:
+        of_members = True if share is None else as_column(share > 0, checked.ndim)
+        is_wrong = lambda host: ~np.isfinite(host) & of_members
+        fix = "Probabilities of zero? Mix in a little of the uniform distribution before taking the logarithm."
+        check_entries("finite `logits`", checked, is_wrong, fix, counted.known_along(checked.ndim - 1))
     # While tracing, invalid labels raise no error.
-    known = is_class(targets, checked.shape[-1])
-    kept = known if kept is None else kept & known
-    logs = _logs(blank_masked(checked, kept, before=1), pooling.weights, pool)
-    rows, share = jnp.ravel(blank_masked(targets, kept)), _shares(kept, logs.dtype)
-    return pooling, Rows(jnp.reshape(logs, (logs.shape[0], -1, logs.shape[-1])), rows, share)
+    known = counted.blank(is_class(targets, checked.shape[-1]), fill=False)
+    counted = counted._replace(counted=known)
+    own = counted.weights
+    own = known if own is None or own.dtype == bool else counted.blank(own).astype(checked.dtype)
+    logs = _logs(counted.blank(checked, before=1), pooling.weights, pool)
+    flat = jnp.reshape(logs, (logs.shape[0], -1, logs.shape[-1]))
+    return pooling, Rows(flat, jnp.ravel(counted.blank(targets)), jnp.ravel(own))
 
 
 def make_pooling(pool: Pool, weights: ArrayLike | None, predictions: Array) -> Pooling:
@@ -215,10 +190,6 @@ def make_pooling(pool: Pool, weights: ArrayLike | None, predictions: Array) -> P
         )
     num_members = predictions.shape[0]
     return Pooling(pool, num_members, check_weights(weights, num_members, predictions.dtype))
-
-
-def _shares(kept: Bool[Array, "*batch"], dtype: jnp.dtype) -> Float[Array, " rows"]:
-    return jnp.ravel(kept).astype(dtype) / jnp.sum(kept).astype(dtype)
 
 
 def _logs(

@@ -1,18 +1,25 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import as_column, check_fitted_members, check_mask, check_moments, check_regression, check_variance
-from .._weighting import blank_masked
+from .._check import (
+    as_column,
+    check_entries,
+    check_fitted_members,
+    check_moments,
+    check_regression,
+    check_row_weights,
+    check_variance,
+)
 from ..combine import Gaussian, gaussian
-from ..scores._engine import check_some_rows
+from ..scores._engine import RowWeights, reduce
 from ._pooling import (
     Pool,
     Pooling,
     Rows,
     check_best_temperature,
-    check_finite_targets,
     check_scale,
     fit_rows,
     make_pooling,
@@ -49,7 +56,7 @@ def variance(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Variance:
     r"""Variance scaling: variances are multiplied by a factor, fitted to held-out targets by maximum likelihood.
 
@@ -64,7 +71,7 @@ def variance(
     - `pool`: `"members"` fits one factor per member; combine them afterwards. `"mixture"` first combines the members
         into one Gaussian by [`eqx_ensemble.combine.gaussian`][], whose variance includes their disagreement.
     - `weights`: convex weights over members in the combination, `(members,)`; stored in the result.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -87,13 +94,13 @@ def variance(
         [Well-Calibrated Regression Uncertainty in Medical Imaging with Deep Learning](https://arxiv.org/abs/2104.12376)
     """
     means, variances, observed = check_regression(targets, members=True, mean=mean, variance=variance)
-    kept = check_mask(mask, observed.shape)
-    check_variance(variance, positive=True, mask=mask, weights=weights)
-    check_some_rows(observed.shape)
-    check_finite_targets(targets, mask)
+    rows = check_row_weights(row_weights, observed.shape, means.dtype, reduction="mean")
+    check_variance(variance, positive=True, rows=rows, weights=weights)
+    fix = "Leave these rows out: `row_weights=jnp.isfinite(targets)`."
+    check_entries("finite `targets`", targets, lambda host: ~np.isfinite(host.astype(np.float64)), fix, rows)
     pooling = make_pooling(pool, weights, means)
-    means, variances = blank_masked(means, kept, before=1), blank_masked(variances, kept, before=1, fill=1)
-    scale = _fit_scale(*_moments(means, variances, pooling), blank_masked(observed, kept), kept)
+    means, variances = rows.blank(means, before=1), rows.blank(variances, before=1, fill=1)
+    scale = _fit_scale(*_moments(means, variances, pooling), rows.blank(observed), rows.weights)
     check_scale(pool, scale)
     return Variance(scale, pooling)
 
@@ -110,13 +117,10 @@ def _fit_scale(
     mean: Float[Array, " groups *batch"],
     variance: Float[Array, " groups *batch"],
     targets: Float[Array, "*batch"],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
 ) -> Float[Array, " groups"]:
     errors = (targets[None] - mean) ** 2 / variance
-    entries = tuple(range(1, errors.ndim))
-    if mask is None:
-        return jnp.mean(errors, axis=entries)
-    return jnp.sum(jnp.where(mask[None], errors, 0), axis=entries) / jnp.sum(mask).astype(errors.dtype)
+    return jax.vmap(lambda of_group: reduce(of_group, "mean", row_weights))(errors)
 
 
 _BRACKET = 40.0  # bounds of log(1 / T), in units of the largest difference of logits
@@ -146,7 +150,7 @@ def temperature(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Temperature:
     r"""Temperature scaling: logits are divided by a temperature, fitted to held-out labels by maximum likelihood.
 
@@ -162,7 +166,7 @@ def temperature(
     - `pool`: `"members"` fits one temperature per member; combine them afterwards. `"mixture"` combines the members
         first, and fits one temperature for the mixture.
     - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -172,7 +176,7 @@ def temperature(
 
     **Raises:**
 
-    - `TypeError` for logits that are not floating-point, labels that are not integers, and a mask that is not boolean.
+    - `TypeError` for logits that are not floating-point, and labels that are not integers.
     - `ValueError` for mismatched shapes, zero rows, labels out of range, logits that are not finite, weights with
         `pool="members"`, and if no optimum exists: every label is the most likely class, or labels are no more likely
         than by chance.
@@ -188,7 +192,7 @@ def temperature(
         [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599); before or after combination:
         [Uncertainty Quantification and Deep Ensembles](https://arxiv.org/abs/2007.08792)
     """
-    pooling, rows = fit_rows(logits, labels, pool, weights, mask)
+    pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     inverse, separated, hopeless = _fit(rows)
     check_best_temperature(pool, separated, hopeless)
     return Temperature(1 / inverse, pooling)

@@ -23,8 +23,7 @@ def mixture(
 
     - `logits`: logits, `(members, *batch, classes)`, or log-probabilities, which `log_softmax` leaves unchanged. For
         probabilities `p` pass `jnp.log(p)`.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
 
     **Returns:**
 
@@ -42,7 +41,7 @@ def mixture(
     ```
     """
     checked = check_logits(logits)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
+    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
     return _mixture(checked, convex)
 
 
@@ -61,8 +60,7 @@ def mean_logits(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities give the same result.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
 
     **Returns:**
 
@@ -84,7 +82,7 @@ def mean_logits(
         [Training Products of Experts by Minimizing Contrastive Divergence](https://doi.org/10.1162/089976602760128018)
     """
     checked = check_logits(logits)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
+    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
     return by_rows(_mean_logits, checked, (), convex, event_ndim=1)
 
 
@@ -120,7 +118,7 @@ def vote(
     ```
     """
     checked = check_logits(logits, of_votes=True)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
+    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
     return _vote(checked, convex)
 
 

@@ -45,7 +45,7 @@ def mean(
     ```
     """
     checked = check_values("values", values)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])
+    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:])
     return _mean(checked, convex)
 
 
@@ -62,8 +62,7 @@ def log_mixture(
     **Arguments:**
 
     - `log_densities`: natural logarithms of densities or probabilities, `(members, ...)`.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
 
     **Returns:**
 
@@ -78,7 +77,7 @@ def log_mixture(
     ```
     """
     checked = check_values("log_densities", log_densities)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])
+    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:])
     return _log_mixture(checked, convex)
 
 
@@ -115,8 +114,7 @@ def gaussian(
     **Arguments:**
 
     - `mean`, `variance`: `(members, ...)`, of one shape.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
 
     **Returns:**
 
@@ -137,7 +135,7 @@ def gaussian(
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
     """
     means, variances = check_moments(mean, variance, weights=weights)
-    convex = check_weights(weights, means.shape[0], means.dtype, rows=means.shape[1:])
+    convex = check_weights(weights, means.shape[0], means.dtype, shape=means.shape[1:])
     return by_rows(_gaussian, (means, variances), (), convex)
 
 
@@ -159,8 +157,7 @@ def product_gaussian(
 
     - `mean`, `variance`: `(members, ...)`, of one shape. Members of infinite variance have no influence; where a member
         has variance zero, only such members are used.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
     - `power`: the sum of the exponents, positive.
 
     **Returns:**
@@ -182,7 +179,7 @@ def product_gaussian(
         Predictions](https://arxiv.org/abs/1410.7827)
     """
     means, variances = check_moments(mean, variance, weights=weights)
-    convex = check_weights(weights, means.shape[0], means.dtype, rows=means.shape[1:])
+    convex = check_weights(weights, means.shape[0], means.dtype, shape=means.shape[1:])
     return _product(means, variances, convex, check_power(power, means.dtype))
 
 
@@ -238,8 +235,7 @@ def moments(
 
     - `values`: floating-point, `(members, ...)`. For members that predict a variance see
         [`eqx_ensemble.combine.gaussian`][] and [`eqx_ensemble.uncertainty.decompose_variance`][].
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
 
     **Returns:**
 
@@ -258,7 +254,7 @@ def moments(
         Variances](https://doi.org/10.1007/978-3-642-51461-6_3)
     """
     checked = check_values("values", values)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:])
+    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:])
     return Gaussian(*by_rows(_moments, checked, (), convex))
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._caller import caller
-from .._check import check_mask, check_number
+from .._check import check_counted_rows, check_number
 from ._check import check_level, check_rows
 from ._enbpi import check_outcome
 from ._quantile import value_at_rank
@@ -26,16 +26,18 @@ class Aci(eqx.Module):
     rate: Float[Array, ""]
 
     def quantile(
-        self, scores: Float[ArrayLike, " rows"], *, mask: Bool[ArrayLike, " rows"] | None = None
+        self,
+        scores: Float[ArrayLike, " rows"],
+        *,
+        row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
     ) -> Float[Array, ""]:
         r"""The bound of the next score: [`eqx_ensemble.conformal.quantile`][] at the current level.
 
-        `scores` `(rows,)` are recent scores; rows where `mask` is `False` are ignored. Infinite at a level of 1 or
-        more, and for too few scores; minus infinity at a level of 0 or less. NaN if a score is NaN.
+        `scores` `(rows,)` are recent scores; rows where `row_weights` are `False` or 0 are ignored. Infinite at a level
+        of 1 or more, and for too few scores; minus infinity at a level of 0 or less. NaN if a score is NaN.
         """
         (checked,) = check_rows(scores=scores)
-        kept = check_mask(mask, checked.shape)
-        return _quantile(checked, kept, self.level)
+        return _quantile(checked, check_counted_rows(row_weights, checked.shape).counted, self.level)
 
     def update(self, covered: Bool[ArrayLike, ""] | Real[ArrayLike, ""]) -> "Aci":
         """The state after a step; `covered` is whether the target was covered, or the fraction of covered targets."""
@@ -100,12 +102,12 @@ def aci(*, level: float, rate: float = 0.005) -> Aci:
 
 @jax.jit
 def _quantile(
-    scores: Float[Array, " rows"], mask: Bool[Array, " rows"] | None, level: Float[Array, ""]
+    scores: Float[Array, " rows"], counted: Bool[Array, " rows"] | None, level: Float[Array, ""]
 ) -> Float[Array, ""]:
-    count = jnp.asarray(scores.size if mask is None else jnp.sum(mask), level.dtype)
+    count = jnp.asarray(scores.size if counted is None else jnp.sum(counted), level.dtype)
     # A rank that is exceeded only by rounding of the level counts as reached.
     rank = jnp.ceil((count + 1) * level * (1 - 4 * jnp.finfo(level.dtype).eps))
     rank = jnp.clip(rank, 1, count + 1).astype(jnp.int32)
-    found = value_at_rank(scores, mask, rank)
+    found = value_at_rank(scores, counted, rank)
     found = jnp.where(level >= 1, jnp.inf, jnp.where(level <= 0, -jnp.inf, found))
     return jnp.where(jnp.isnan(level), jnp.nan, found)

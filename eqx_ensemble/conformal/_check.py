@@ -9,17 +9,16 @@ from jax.typing import ArrayLike
 from .. import _check
 from .._caller import caller
 from .._check import (
-    check_array,
+    ALL_ROWS,
+    CountedRows,
+    check_counted_rows,
+    check_entries,
     check_floating,
-    check_integer,
     check_logits,
-    check_mask,
     check_no_nan,
-    check_nonnegative,
     check_regression,
     concrete,
     first_text,
-    kept_rows,
     needs_message,
     promote,
 )
@@ -34,19 +33,19 @@ def check_rows(**arrays: ArrayLike) -> tuple[Array, ...]:
     return tuple(enclose(*pair).upper for pair in zip(arrays.values(), checked, strict=True))
 
 
-def check_targets(targets: ArrayLike, mask: ArrayLike | None, **predictions: ArrayLike) -> tuple[Any, ...]:
+def check_targets(targets: ArrayLike, row_weights: ArrayLike | None, **predictions: ArrayLike) -> tuple[Any, ...]:
     """Raises unless predictions and targets are `(rows,)` with at least one row, without NaN in rows that count.
 
     `held_out` predictions may be NaN where no member held a row out. Returns predictions, `enclose` of the targets, and
-    the mask.
+    which rows count.
     """
     *checked, observed = check_regression(targets, members=False, **predictions)
     _one_axis(next(iter(predictions)), checked[0])
-    kept = check_mask(mask, checked[0].shape)
+    rows = check_counted_rows(row_weights, checked[0].shape)
     for argument, values in {"targets": targets, **predictions}.items():
         if argument != "held_out":
-            check_no_nan(argument, values, mask)
-    return *checked, enclose(targets, observed), kept
+            check_no_nan(argument, values, rows)
+    return *checked, enclose(targets, observed), rows
 
 
 def check_row_logits(logits: ArrayLike, *, argument: str = "logits") -> Array:
@@ -72,40 +71,16 @@ def _one_axis(argument: str, array: Array) -> None:
         )
 
 
-def check_row_weights(
-    row_weights: ArrayLike, new_weights: ArrayLike, scores: Array, mask: ArrayLike | None
-) -> tuple[Array, Array]:
-    """Raises unless weights of held-out and new rows are finite and non-negative. Returns both in the scores' dtype."""
-    own, new = check_array("row_weights", row_weights), check_array("new_weights", new_weights)
-    if own.shape != scores.shape:
-        got = f"expected shape {scores.shape}, got {own.shape}"
-        raise ValueError(
-            needs_message("one of `row_weights` per score", got, "Weights are in the order of the scores.")
-        )
-    fix = "The weight of an input is the ratio of its density among new rows to that among held-out rows."
-    check_nonnegative("row_weights", row_weights, fix=fix, mask=mask)
-    check_nonnegative("new_weights", new_weights, fix=fix)
-    return own.astype(scores.dtype), new.astype(scores.dtype)
-
-
-def check_scales(scale: ArrayLike, mask: ArrayLike | None = None) -> None:
+def check_scales(scale: ArrayLike, rows: CountedRows = ALL_ROWS) -> None:
     """Raises unless scales are positive; checked where concrete."""
-    host, kept = concrete(scale), kept_rows(mask)
-    if host is not None and kept is not None and (wrong := (host <= 0) & kept).any():
-        raise ValueError(
-            needs_message("a `scale` above zero", first_text(host, wrong), "Add a floor: `jnp.maximum(scale, 1e-6)`.")
-        )
-
-
-def check_num_free(num_free: int) -> None:
-    """Raises unless `num_free` is a non-negative integer."""
-    check_integer(num_free, "num_free", least=0)
+    fix = "Add a floor: `jnp.maximum(scale, 1e-6)`."
+    check_entries("a `scale` above zero", scale, lambda host: host <= 0, fix, rows)
 
 
 def check_rows_of_folds(num_rows: int, expected: int) -> None:
     """Raises unless predictions have as many rows as the folds."""
     if num_rows != expected:
-        fix = "Use `mask` to exclude rows."
+        fix = "Use `row_weights` to exclude rows."
         raise ValueError(
             needs_message("predictions of all rows of the folds", f"expected {expected} rows, got {num_rows}", fix)
         )
@@ -121,18 +96,18 @@ def check_members_of_folds(num_folds: int, num_members: int) -> int:
     return times
 
 
-def check_held_out(held_out: ArrayLike, unseen: Array, mask: ArrayLike | None, *, every_row: bool) -> int:
-    """Raises for NaN in rows that a member held out. Returns the number of unmasked rows that none held out."""
-    host, held_out_by, kept = concrete(held_out), concrete(unseen), kept_rows(mask)
+def check_held_out(held_out: ArrayLike, unseen: Array, rows: CountedRows, *, every_row: bool) -> int:
+    """Raises for NaN in rows that a member held out. Returns the number of counted rows that none held out."""
+    host, held_out_by, kept = concrete(held_out), concrete(unseen), rows.known
     if host is None or held_out_by is None or kept is None:
         return 0
     never = ~held_out_by.any(axis=0) & kept
     if every_row and never.any():
         got = f"got {int(never.sum())} rows that no fold holds out, the first is row {int(np.argmax(never))}"
-        raise ValueError(needs_message("folds that hold out every row", got, "Exclude these rows with `mask`."))
+        raise ValueError(needs_message("folds that hold out every row", got, "Exclude these rows with `row_weights`."))
     wrong = np.isnan(host) & kept & ~never
     if wrong.any():
-        fix = "Did members diverge? Exclude their rows with `mask`, or retrain them."
+        fix = "Did members diverge? Exclude their rows with `row_weights`, or retrain them."
         raise ValueError(needs_message("`held_out` predictions without NaN", first_text(host, wrong), fix))
     return int(never.sum())
 
@@ -176,9 +151,9 @@ def check_num_classes(expected: int, got: int) -> None:
         )
 
 
-def check_one_fold(in_test: Array, mask: ArrayLike | None) -> None:
-    """Raises unless every unmasked row is in the test part of exactly one fold; checked where concrete."""
-    host, kept = concrete(in_test), kept_rows(mask)
+def check_one_fold(in_test: Array, rows: CountedRows) -> None:
+    """Raises unless every row that counts is in the test part of exactly one fold; checked where concrete."""
+    host, kept = concrete(in_test), rows.known
     if host is None or kept is None:
         return
     times = host.sum(axis=0)
@@ -186,5 +161,5 @@ def check_one_fold(in_test: Array, mask: ArrayLike | None) -> None:
     if wrong.any():
         first = int(np.argmax(wrong))
         got = f"got {int(wrong.sum())} others, the first is row {first}, which {int(times[first])} folds hold out"
-        fix = "Use `resample.folds`, or exclude these rows with `mask`."
+        fix = "Use `resample.folds`, or exclude these rows with `row_weights`."
         raise ValueError(needs_message("folds that hold out every row once", got, fix))

@@ -3,14 +3,25 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key, Real
 
 from .._caller import caller
-from .._check import check_key, check_labels, check_logits, check_mask, check_no_nan, check_number, concrete, promote
+from .._check import (
+    CountedRows,
+    check_counted_rows,
+    check_integer,
+    check_key,
+    check_labels,
+    check_logits,
+    check_no_nan,
+    check_number,
+    concrete,
+    promote,
+)
 from .._keys import member_keys
 from .._warnings import warn
-from .._weighting import at_label, blank_masked, class_log_odds
-from ._check import check_level, check_num_free, check_row_logits
+from .._weighting import at_label, class_log_odds
+from ._check import check_level, check_row_logits
 from ._quantile import fraction, pair_at_rank, rank_of, value_at_rank_jit
 
 
@@ -77,7 +88,7 @@ def aps(
     labels: Integer[ArrayLike, " rows"],
     *,
     level: float,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
     key: Any = None,
 ) -> Sets | RandomisedSets:
     r"""Adaptive prediction sets with guaranteed coverage: larger where the prediction is uncertain.
@@ -95,7 +106,7 @@ def aps(
         [`eqx_ensemble.combine.mixture`][]. No `members` axis.
     - `labels`: integers `(rows,)` from 0 to classes - 1.
     - `level`: the coverage, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
     - `key`: one threefry key, typed or legacy, for randomised sets; deterministic if not given.
 
     **Returns:**
@@ -119,7 +130,7 @@ def aps(
     ??? cite
         [Classification with Valid and Adaptive Coverage](https://arxiv.org/abs/2006.02544)
     """
-    return _fit("conformal.aps", logits, labels, level, 0.0, 0, mask, key)
+    return _fit("conformal.aps", logits, labels, level, 0.0, 0, row_weights, key)
 
 
 def raps(
@@ -129,7 +140,7 @@ def raps(
     level: float,
     penalty: float,
     num_free: int,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
     key: Any = None,
 ) -> Sets | RandomisedSets:
     r"""Regularised adaptive prediction sets: [`eqx_ensemble.conformal.aps`][] with a penalty on large sets.
@@ -165,8 +176,8 @@ def raps(
     """
     name = "conformal.raps"
     check_number(penalty, "penalty", least=0)
-    check_num_free(num_free)
-    return _fit(name, logits, labels, level, penalty, num_free, mask, key)
+    check_integer(num_free, "num_free", least=0)
+    return _fit(name, logits, labels, level, penalty, num_free, row_weights, key)
 
 
 def _fit(
@@ -176,37 +187,39 @@ def _fit(
     level: float,
     penalty: float,
     num_free: int,
-    mask: ArrayLike | None,
+    row_weights: ArrayLike | None,
     key: Any,
 ) -> Sets | RandomisedSets:
     checked = check_row_logits(logits)
-    kept = check_mask(mask, checked.shape[:-1])
-    targets = check_labels(labels, checked, mask, members=False)
+    rows = check_counted_rows(row_weights, checked.shape[:-1])
+    targets = check_labels(labels, checked, rows, members=False)
     check_level(level)
     keys = None
     if key is not None:
         check_key(key)
         keys = member_keys(key, 1, purpose="conformal.aps")
     extra = jnp.asarray(penalty, checked.dtype), jnp.asarray(num_free, jnp.int32)
-    scores, log_rest = adaptive_scores(blank_masked(checked, kept), keys, *extra)
-    blanked = blank_masked(targets, kept)
+    scores, log_rest = adaptive_scores(rows.blank(checked), keys, *extra)
+    blanked = rows.blank(targets)
     of_label = at_label(scores, blanked)
-    check_no_nan("logits", of_label, mask)
-    rank = rank_of(fraction(level), of_label.size, kept)
-    threshold, negative = pair_at_rank(of_label, -at_label(log_rest, blanked), kept, rank)
+    check_no_nan("logits", of_label, rows)
+    rank = rank_of(fraction(level), of_label.size, rows)
+    threshold, negative = pair_at_rank(of_label, -at_label(log_rest, blanked), rows.counted, rank)
     if key is not None:
         return RandomisedSets(threshold, -negative, *extra)
     fitted = Sets(threshold, -negative, *extra)
     if name == "conformal.aps":
-        _warn_of_large_sets(checked, blanked, kept, rank, fitted)
+        _warn_of_large_sets(checked, blanked, rows.counted, rank, fitted)
     return fitted
 
 
-def _warn_of_large_sets(logits: Array, labels: Array, mask: Array | None, rank: Int32[Array, ""], fitted: Sets) -> None:
+def _warn_of_large_sets(
+    logits: Array, labels: Array, counted: Array | None, rank: Int32[Array, ""], fitted: Sets
+) -> None:
     """Warns if sets are more than twice as large as those of `lac` on the same rows."""
     odds = class_log_odds(logits)
-    smallest = odds >= -value_at_rank_jit(-at_label(odds, labels), mask, rank)
-    sizes = [jnp.mean(jnp.sum(x, axis=-1), where=mask) for x in (smallest, _sets(logits, None, fitted))]
+    smallest = odds >= -value_at_rank_jit(-at_label(odds, labels), counted, rank)
+    sizes = [jnp.mean(jnp.sum(x, axis=-1), where=counted) for x in (smallest, _sets(logits, None, fitted))]
     known = concrete(jnp.stack(sizes))
     if known is None:
         return
@@ -294,16 +307,16 @@ def score_labels(
     logits: ArrayLike,
     labels: ArrayLike,
     level: float,
-    mask: ArrayLike | None,
+    row_weights: ArrayLike | None,
     *,
     argument: str = "logits",
-) -> tuple[Array, Array, Array | None]:
-    """Raises for invalid arguments. Returns the labels' scores on held-out rows, the labels and the mask."""
+) -> tuple[Array, Array, CountedRows]:
+    """Raises for invalid arguments. Returns the labels' scores on held-out rows, the labels and which rows count."""
     checked = check_row_logits(logits, argument=argument)
-    kept = check_mask(mask, checked.shape[:-1])
-    targets = check_labels(labels, checked, mask, argument=argument, members=False)
+    rows = check_counted_rows(row_weights, checked.shape[:-1])
+    targets = check_labels(labels, checked, rows, argument=argument, members=False)
     check_level(level)
-    blanked = blank_masked(targets, kept)
-    scores = at_label(class_scores(score, blank_masked(checked, kept)), blanked)
-    check_no_nan(argument, scores, mask)
-    return scores, blanked, kept
+    blanked = rows.blank(targets)
+    scores = at_label(class_scores(score, rows.blank(checked)), blanked)
+    check_no_nan(argument, scores, rows)
+    return scores, blanked, rows

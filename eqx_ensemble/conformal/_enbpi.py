@@ -9,6 +9,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Num, Real
 from .._caller import caller
 from .._check import (
     check_array,
+    check_counted_rows,
     check_fitted_members,
     check_positive_int,
     check_regression,
@@ -20,7 +21,7 @@ from .._check import (
     promote,
 )
 from .._warnings import warn
-from .._weighting import blank_masked, blank_unweighted, known_mean, weighted_mean
+from .._weighting import blank_unweighted, known_mean, weighted_mean
 from ..resample import out_of_bag
 from ..resample._engine import check_drawn
 from ..uncertainty import Interval
@@ -41,7 +42,7 @@ def residuals_and_share(
     known: Bool[Array, " rows"],
 ) -> tuple[Interval, Float[Array, " members"]]:
     """The residuals, rounded outwards, and the members' weights in the mean of out-of-bag means over known rows."""
-    lower, upper, held_out = (blank_masked(x, known) for x in (*targets, held_out))
+    lower, upper, held_out = (jnp.where(known, x, 0) for x in (*targets, held_out))
     residuals = residuals_out(Interval(lower, upper), held_out)
     share = jnp.sum(jnp.where(known[None], left_out_shares(unseen, weights), 0), axis=1)
     total = jnp.sum(share)
@@ -82,26 +83,6 @@ def check_outcome(covered: ArrayLike) -> Array:
     return array
 
 
-def check_known(mask: ArrayLike | None, times: tuple[int, ...]) -> Array:
-    """Raises unless `mask` has one boolean per time; all may be `False`. Returns it as an array."""
-    if mask is None:
-        return jnp.ones(times, bool)
-    array = check_array("mask", mask)
-    if array.dtype != bool or array.shape != times:
-        got = f"expected booleans {times}, got {array.dtype} {array.shape}"
-        raise ValueError(needs_message("one boolean of `mask` for each time", got, "True keeps a target."))
-    return array
-
-
-def check_residuals(residuals: Array) -> None:
-    """Raises for NaN; checked where concrete."""
-    host = concrete(residuals)
-    if host is not None and np.isnan(host).any():
-        got = f"got {int(np.isnan(host).sum())} residuals that are NaN"
-        fix = "No target at that time? Pass `mask=False`. Did members diverge? Give them a weight of zero."
-        raise ValueError(needs_message("predictions and targets without NaN", got, fix))
-
-
 def warn_of_no_residual(known: Array, reason: str, fix: str) -> None:
     """Warns if no residual of the window is known; checked where concrete."""
     host = concrete(known)
@@ -138,11 +119,11 @@ class Enbpi(eqx.Module):
         predictions: Float[ArrayLike, " members *times"],
         targets: Real[ArrayLike, "*times"],
         *,
-        mask: Bool[ArrayLike, "*times"] | None = None,
+        row_weights: Bool[ArrayLike, "*times"] | Real[ArrayLike, "*times"] | None = None,
     ) -> "Enbpi":
         """The state after one time step, or several in order: new residuals replace the oldest.
 
-        Times where `mask` is `False` have no target: they are ignored, even if they contain NaN, but also replace
+        Times where `row_weights` are `False` have no target: they are ignored, even if they are NaN, but also replace
         residuals. Warns if no time of the window has a target: intervals are then unbounded.
         """
         checked, observed = check_regression(targets, members=True, predictions=predictions)
@@ -152,14 +133,17 @@ class Enbpi(eqx.Module):
             raise ValueError(
                 needs_message("`predictions` (members,) or (members, times)", f"got shape {checked.shape}", fix)
             )
-        known = check_known(mask, observed.shape)
+        rows = check_counted_rows(row_weights, observed.shape, none_counts=True)
         checked, lower, upper, share = promote(checked, *enclose(targets, observed), self.share)
-        lower, upper = blank_masked(lower, known), blank_masked(upper, known)
-        found = residuals_out(Interval(lower, upper), known_mean(blank_masked(checked, known, before=1), share))
-        check_residuals(found.upper)
+        lower, upper = rows.blank(lower), rows.blank(upper)
+        found = residuals_out(Interval(lower, upper), known_mean(rows.blank(checked, before=1), share))
+        if (host := concrete(found.upper)) is not None and (count := np.isnan(host).sum()):
+            fix = "No target at that time? Pass `row_weights=False`. Did members diverge? Give them a weight of zero."
+            got = f"got {count} residuals that are NaN"
+            raise ValueError(needs_message("predictions and targets without NaN", got, fix))
         window = self.known.size
         slide = lambda old, new: jnp.concatenate([old, jnp.ravel(new).astype(old.dtype)])[-window:]
-        known = slide(self.known, known)
+        known = slide(self.known, jnp.ones(observed.shape, bool) if rows.counted is None else rows.counted)
         warn_of_no_residual(known, "no time of the window has a target", "Pass a longer `window` to `enbpi`.")
         return Enbpi(jax.tree.map(slide, self.residuals, found), known, self.share, self.level)
 
@@ -186,7 +170,7 @@ def enbpi(
     level: float,
     window: int | None = None,
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> Enbpi:
     r"""EnbPI: intervals for a time series from one bagged ensemble, adapted to the latest residuals.
 
@@ -210,7 +194,7 @@ def enbpi(
     - `window`: the number of latest residuals to keep; by default the number of rows.
     - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means. Members of weight zero are
         ignored.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -240,14 +224,14 @@ def enbpi(
     ??? cite
         [Conformal prediction interval for dynamic time-series](https://arxiv.org/abs/2010.09107)
     """
-    predicted, observed, kept = check_targets(targets, mask, held_out=held_out)
+    predicted, observed, rows = check_targets(targets, row_weights, held_out=held_out)
     check_level(level)
     length = predicted.size if window is None else check_positive_int(window, "window")
     unseen = out_of_bag(check_drawn(drawn, predicted.size), predicted.size)
     convex = check_weights(weights, unseen.shape[0], predicted.dtype)
     seen_by = unseen if convex is None else unseen & (convex > 0)[:, None]
-    check_held_out(held_out, seen_by, mask, every_row=False)
-    known = jnp.any(seen_by, axis=0) if kept is None else jnp.any(seen_by, axis=0) & kept
+    check_held_out(held_out, seen_by, rows, every_row=False)
+    known = rows.blank(jnp.any(seen_by, axis=0), fill=False)
     own = jnp.ones(unseen.shape[0], predicted.dtype) if convex is None else convex
     residuals, share = residuals_and_share(predicted, observed, seen_by, own, known)
     known = known[-length:]

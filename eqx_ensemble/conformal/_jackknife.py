@@ -3,8 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
-from .._check import check_fitted_members, check_values, check_weights, promote
-from .._weighting import blank_masked
+from .._check import CountedRows, check_fitted_members, check_values, check_weights, promote
 from ..resample import Folds, out_of_bag
 from ..resample._engine import check_drawn, check_folds
 from ..uncertainty import Interval
@@ -21,15 +20,15 @@ def fit_left_out(
     targets: Interval,
     unseen: Bool[Array, "folds rows"],
     weights: Array | None,
-    mask: Array | None,
+    rows: CountedRows,
     level: float,
     infinite: int,
 ) -> tuple[Array, Array, Array, Array]:
-    """Residuals, weights of the members that held each row out, the rank of the quantile, and the mask of used rows."""
-    rank = rank_of(fraction(level), held_out.size, mask, infinite=infinite)
-    kept = jnp.ones(held_out.shape, bool) if mask is None else mask
-    held_out, *ends = (blank_masked(x, mask) for x in (held_out, *targets))
-    return *_residuals_and_shares(held_out, Interval(*ends), unseen, weights), rank, kept
+    """Residuals, weights of the members that held each row out, the rank of the quantile, and which rows count."""
+    rank = rank_of(fraction(level), held_out.size, rows, infinite=infinite)
+    counted = jnp.ones(held_out.shape, bool) if rows.counted is None else rows.counted
+    held_out, *ends = (rows.blank(x) for x in (held_out, *targets))
+    return *_residuals_and_shares(held_out, Interval(*ends), unseen, weights), rank, counted
 
 
 @jax.jit
@@ -57,7 +56,7 @@ def intervals(
     residuals: Float[Array, " rows"],
     share: Float[Array, "folds rows"],
     rank: Int32[Array, ""],
-    mask: Bool[Array, " rows"],
+    counted: Bool[Array, " rows"],
 ) -> Interval:
     """Quantiles over held-out rows of the prediction by members that held the row out, plus or minus its residual.
 
@@ -77,7 +76,7 @@ def intervals(
         differences = difference_up(jnp.stack([-of_row, of_row]), jnp.broadcast_to(offsets[:, None], (2, of_row.size)))
         left_out = jnp.matmul(differences, share, precision=jax.lax.Precision.HIGHEST)
         at_rows = difference_up(jnp.broadcast_to(residuals, left_out.shape), -left_out)
-        found = jax.vmap(value_at_rank, in_axes=(0, None, None))(at_rows, mask, rank)
+        found = jax.vmap(value_at_rank, in_axes=(0, None, None))(at_rows, counted, rank)
         lower, upper = difference_up(found, -offsets) + rounding_of_means(of_row, num_averaged)
         return -lower, upper
 
@@ -93,13 +92,13 @@ class CvPlus(eqx.Module):
     - `residuals`: `(rows,)`, the absolute error of every row's held-out prediction.
     - `share`: `(folds, rows)`, the weights of the folds that held the row out; they sum to one.
     - `rank`: the rank of the values at the interval ends.
-    - `mask`: booleans `(rows,)`, whether each row is used.
+    - `counted`: booleans `(rows,)`, whether each row counts.
     """
 
     residuals: Float[Array, " rows"]
     share: Float[Array, "folds rows"]
     rank: Int32[Array, ""]
-    mask: Bool[Array, " rows"]
+    counted: Bool[Array, " rows"]
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
         """The intervals `(*batch,)` from all members' predictions for new rows.
@@ -109,7 +108,7 @@ class CvPlus(eqx.Module):
         checked = check_values("predictions", predictions)
         times = check_members_of_folds(self.share.shape[0], checked.shape[0])
         by_fold = jnp.reshape(checked, (times, self.share.shape[0], *checked.shape[1:]))
-        return intervals(*promote(by_fold, self.residuals, self.share), self.rank, self.mask)
+        return intervals(*promote(by_fold, self.residuals, self.share), self.rank, self.counted)
 
 
 class JackknifePlus(eqx.Module):
@@ -120,19 +119,19 @@ class JackknifePlus(eqx.Module):
     - `residuals`: `(rows,)`, the absolute error of every row's held-out prediction; infinite for rows without one.
     - `share`: `(members, rows)`, the weights of the members that held the row out; they sum to one.
     - `rank`: the rank of the values at the interval ends.
-    - `mask`: booleans `(rows,)`, whether each row is used.
+    - `counted`: booleans `(rows,)`, whether each row counts.
     """
 
     residuals: Float[Array, " rows"]
     share: Float[Array, "members rows"]
     rank: Int32[Array, ""]
-    mask: Bool[Array, " rows"]
+    counted: Bool[Array, " rows"]
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
         """The intervals `(*batch,)` from all members' predictions for new rows."""
         checked = check_values("predictions", predictions)
         check_fitted_members(self.share.shape[0], checked.shape[0])
-        return intervals(*promote(checked[None], self.residuals, self.share), self.rank, self.mask)
+        return intervals(*promote(checked[None], self.residuals, self.share), self.rank, self.counted)
 
 
 def cv_plus(
@@ -141,7 +140,7 @@ def cv_plus(
     folds: Folds,
     *,
     level: float,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> CvPlus:
     r"""CV+: intervals from one cross-fit run, without a calibration set.
 
@@ -158,7 +157,7 @@ def cv_plus(
     - `targets`: `(rows,)`; nothing is broadcast.
     - `folds`: the result of [`eqx_ensemble.resample.folds`][].
     - `level`: the coverage, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -192,12 +191,12 @@ def cv_plus(
         [Predictive inference with the jackknife+](https://arxiv.org/abs/1905.02928)
     """
     check_folds(folds)
-    predicted, observed, kept = check_targets(targets, mask, held_out=held_out)
+    predicted, observed, rows = check_targets(targets, row_weights, held_out=held_out)
     check_rows_of_folds(predicted.size, folds.in_test.shape[1])
     check_level(level)
     unseen = folds.in_test
-    check_held_out(held_out, unseen, mask, every_row=True)
-    return CvPlus(*fit_left_out(predicted, observed, unseen, None, kept, level, 0))
+    check_held_out(held_out, unseen, rows, every_row=True)
+    return CvPlus(*fit_left_out(predicted, observed, unseen, None, rows, level, 0))
 
 
 def jackknife_plus_after_bootstrap(
@@ -207,7 +206,7 @@ def jackknife_plus_after_bootstrap(
     *,
     level: float,
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> JackknifePlus:
     r"""Jackknife+-after-bootstrap: intervals from one bagged ensemble, without a calibration set.
 
@@ -226,7 +225,7 @@ def jackknife_plus_after_bootstrap(
     - `level`: the coverage, a Python number between 0 and 1.
     - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means. Members of weight zero are
         ignored.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -253,10 +252,10 @@ def jackknife_plus_after_bootstrap(
     ??? cite
         [Predictive Inference Is Free with the Jackknife+-after-Bootstrap](https://arxiv.org/abs/2002.09025)
     """
-    predicted, observed, kept = check_targets(targets, mask, held_out=held_out)
+    predicted, observed, rows = check_targets(targets, row_weights, held_out=held_out)
     check_level(level)
     unseen = out_of_bag(check_drawn(drawn, predicted.size), predicted.size)
     convex = check_weights(weights, unseen.shape[0], predicted.dtype)
     seen_by = unseen if convex is None else unseen & (convex > 0)[:, None]
-    infinite = check_held_out(held_out, seen_by, mask, every_row=False)
-    return JackknifePlus(*fit_left_out(predicted, observed, seen_by, convex, kept, level, infinite))
+    infinite = check_held_out(held_out, seen_by, rows, every_row=False)
+    return JackknifePlus(*fit_left_out(predicted, observed, seen_by, convex, rows, level, infinite))

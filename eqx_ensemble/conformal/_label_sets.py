@@ -1,7 +1,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
 
 from .._check import check_logits, check_word, promote
 from ..resample import Folds
@@ -32,7 +32,7 @@ def top_k(
     labels: Integer[ArrayLike, " rows"],
     *,
     level: float,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> TopK:
     r"""Prediction sets of a fixed size: the `k` most likely classes, with the smallest `k` that reaches the coverage.
 
@@ -46,7 +46,7 @@ def top_k(
     - `logits`: combined logits or log-probabilities for held-out rows, `(rows, classes)`. No `members` axis.
     - `labels`: integers `(rows,)` from 0 to classes - 1.
     - `level`: the coverage, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -68,8 +68,8 @@ def top_k(
         [Uncertainty Sets for Image Classifiers using Conformal Prediction](https://arxiv.org/abs/2009.14193), where it
         is the baseline of sets of a fixed size.
     """
-    scores, _, kept = score_labels("top_k", logits, labels, level, mask)
-    return TopK(value_at_rank_jit(scores, kept, rank_of(fraction(level), scores.size, kept)))
+    scores, _, rows = score_labels("top_k", logits, labels, level, row_weights)
+    return TopK(value_at_rank_jit(scores, rows.counted, rank_of(fraction(level), scores.size, rows)))
 
 
 class Lac(eqx.Module):
@@ -94,7 +94,7 @@ def lac(
     labels: Integer[ArrayLike, " rows"],
     *,
     level: float,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> Lac:
     r"""Least ambiguous prediction sets: all classes whose probability reaches a threshold; the smallest on average.
 
@@ -114,7 +114,7 @@ def lac(
         [`eqx_ensemble.combine.mixture`][]. No `members` axis.
     - `labels`: integers `(rows,)` from 0 to classes - 1.
     - `level`: the coverage, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -133,8 +133,8 @@ def lac(
     ??? cite
         [Least Ambiguous Set-Valued Classifiers With Bounded Error Levels](https://arxiv.org/abs/1609.00451)
     """
-    scores, _, kept = score_labels("lac", logits, labels, level, mask)
-    return Lac(value_at_rank_jit(scores, kept, rank_of(fraction(level), scores.size, kept)))
+    scores, _, rows = score_labels("lac", logits, labels, level, row_weights)
+    return Lac(value_at_rank_jit(scores, rows.counted, rank_of(fraction(level), scores.size, rows)))
 
 
 class CrossConformal(eqx.Module):
@@ -173,7 +173,7 @@ def cross_conformal(
     *,
     level: float,
     score: Score = "aps",
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> CrossConformal:
     r"""Cross-conformal prediction sets from one cross-fit run, without a calibration set.
 
@@ -191,7 +191,7 @@ def cross_conformal(
     - `folds`: the result of [`eqx_ensemble.resample.folds`][]; every row must be in the test part of exactly one fold.
     - `level`: a Python number between 0 and 1.
     - `score`: `"lac"`, `"aps"` or `"top_k"`, as in [`eqx_ensemble.conformal.class_conditional`][].
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -223,20 +223,20 @@ def cross_conformal(
     """
     check_folds(folds)
     check_word(score, "score", SCORES)
-    scores, _, kept = score_labels(score, held_out, labels, level, mask, argument="held_out")
+    scores, _, rows = score_labels(score, held_out, labels, level, row_weights, argument="held_out")
     check_rows_of_folds(scores.size, folds.in_test.shape[1])
-    check_one_fold(folds.in_test, mask)
-    rank = rank_of(fraction(level), scores.size, kept)
-    by_fold, rank = _sort_by_fold(scores, kept, folds, rank)
+    check_one_fold(folds.in_test, rows)
+    rank = rank_of(fraction(level), scores.size, rows)
+    by_fold, rank = _sort_by_fold(scores, rows.counted, folds, rank)
     return CrossConformal(by_fold, rank, jnp.shape(held_out)[-1], score)
 
 
 @jax.jit
 def _sort_by_fold(
-    scores: Float[Array, " rows"], mask: Bool[Array, " rows"] | None, folds: Folds, rank: Int32[Array, ""]
+    scores: Float[Array, " rows"], counted: Bool[Array, " rows"] | None, folds: Folds, rank: Int32[Array, ""]
 ) -> tuple[Float[Array, "folds test"], Int32[Array, ""]]:
-    counts = folds.valid if mask is None else folds.valid & mask[folds.test]
-    own = jnp.where(counts, scores[folds.test], jnp.inf)
+    valid = folds.valid if counted is None else folds.valid & counted[folds.test]
+    own = jnp.where(valid, scores[folds.test], jnp.inf)
     # While tracing, NaN raises no error: no class is then excluded.
     spoilt = jnp.any(jnp.isnan(own))
     return jnp.sort(own, axis=-1), jnp.where(spoilt, scores.size + 1, rank)

@@ -5,10 +5,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
 
 from .._caller import caller
-from .._check import check_logits, check_mask, check_word, concrete, promote
+from .._check import check_counted_rows, check_logits, check_word, concrete, promote
 from .._warnings import warn
 from ..scores._engine import check_groups
 from ._check import check_level, check_num_classes, check_rows, enough_rows_text
@@ -22,7 +22,7 @@ def group_quantile(
     *,
     level: float,
     num_groups: int,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> Float[Array, " groups"]:
     r"""The conformal quantile of each group: it bounds a new score of the group with probability `level` or more.
 
@@ -35,7 +35,7 @@ def group_quantile(
     - `groups`: integers `(rows,)` from 0 to num_groups - 1, also known for new rows.
     - `level`: the coverage, a Python number between 0 and 1.
     - `num_groups`: the number of groups.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -60,24 +60,18 @@ def group_quantile(
         [Conditional validity of inductive conformal predictors](https://arxiv.org/abs/1209.2673)
     """
     (checked,) = check_rows(scores=scores)
-    kept = check_mask(mask, checked.shape)
-    own, count = check_groups(groups, num_groups, checked.shape, mask)
+    rows = check_counted_rows(row_weights, checked.shape)
+    own, count = check_groups(groups, num_groups, checked.shape, rows)
     check_level(level)
-    return fit_groups(checked, own, count, fraction(level), kept, noun="groups")
+    return fit_groups(checked, own, count, fraction(level), rows.counted, noun="groups")
 
 
 def fit_groups(
-    scores: Array,
-    groups: Array,
-    num_groups: int,
-    level: Fraction,
-    mask: Array | None,
-    *,
-    noun: str,
+    scores: Array, groups: Array, num_groups: int, level: Fraction, counted: Array | None, *, noun: str
 ) -> Float[Array, " groups"]:
     """The quantile of each group; warns about groups with too few rows."""
     table = ranks_by_count(level, scores.size)
-    found, counts = _values_at_ranks(scores, groups, mask, jnp.asarray(table), num_groups)
+    found, counts = _values_at_ranks(scores, groups, counted, jnp.asarray(table), num_groups)
     host = concrete(counts)
     if host is not None and (few := table[host] > host).any():
         first = int(np.argmax(few))
@@ -92,12 +86,12 @@ def fit_groups(
 def _values_at_ranks(
     scores: Float[Array, " rows"],
     groups: Integer[Array, " rows"],
-    mask: Bool[Array, " rows"] | None,
+    counted: Bool[Array, " rows"] | None,
     table: Int32[Array, " counts"],
     num_groups: int,
 ) -> tuple[Float[Array, " groups"], Int32[Array, " groups"]]:
     known = (groups >= 0) & (groups < num_groups)
-    bucket = jnp.where(known if mask is None else known & mask, groups, num_groups)
+    bucket = jnp.where(known if counted is None else known & counted, groups, num_groups)
     bucket, ordered = jax.lax.sort((bucket, scores), num_keys=2)
     per_bucket = partial(jax.ops.segment_sum, segment_ids=bucket, num_segments=num_groups + 1)
     count = per_bucket(jnp.ones(bucket.shape, jnp.int32))[:-1]
@@ -161,7 +155,7 @@ def class_conditional(
     *,
     level: float,
     score: Score = "lac",
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> ClassConditional:
     r"""Prediction sets that cover the rows of every class with probability `level` or more (Mondrian).
 
@@ -176,7 +170,7 @@ def class_conditional(
     - `level`: the coverage, a Python number between 0 and 1.
     - `score`: `"lac"`, `"aps"` or `"top_k"`, as in [`eqx_ensemble.conformal.lac`][],
         [`eqx_ensemble.conformal.aps`][] and [`eqx_ensemble.conformal.top_k`][].
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -199,9 +193,9 @@ def class_conditional(
         [Conditional validity of inductive conformal predictors](https://arxiv.org/abs/1209.2673)
     """
     check_word(score, "score", SCORES)
-    scores, targets, kept = score_labels(score, logits, labels, level, mask)
+    scores, targets, rows = score_labels(score, logits, labels, level, row_weights)
     num_classes = jnp.shape(logits)[-1]
-    threshold = fit_groups(scores, targets, num_classes, fraction(level), kept, noun="classes")
+    threshold = fit_groups(scores, targets, num_classes, fraction(level), rows.counted, noun="classes")
     return ClassConditional(threshold, score)
 
 
@@ -213,7 +207,7 @@ def group_conditional(
     level: float,
     num_groups: int,
     score: Score = "lac",
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> GroupConditional:
     r"""Prediction sets that cover the rows of every group with probability `level` or more (Mondrian).
 
@@ -248,7 +242,7 @@ def group_conditional(
         [Conditional validity of inductive conformal predictors](https://arxiv.org/abs/1209.2673)
     """
     check_word(score, "score", SCORES)
-    scores, _, kept = score_labels(score, logits, labels, level, mask)
-    own, count = check_groups(groups, num_groups, scores.shape, mask)
-    threshold = fit_groups(scores, own, count, fraction(level), kept, noun="groups")
+    scores, _, rows = score_labels(score, logits, labels, level, row_weights)
+    own, count = check_groups(groups, num_groups, scores.shape, rows)
+    threshold = fit_groups(scores, own, count, fraction(level), rows.counted, noun="groups")
     return GroupConditional(threshold, score)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
 
-from .._check import check_mask, concrete
-from ._check import check_level, check_row_weights, check_rows, warn_of_infinite
+from .._check import CountedRows, check_array, check_counted_rows, check_nonnegative, check_row_weights
+from ._check import check_level, check_rows, warn_of_infinite
 
 # The rank of the quantile among the sorted scores, in exact arithmetic.
 
@@ -17,19 +17,19 @@ def fraction(level: float) -> Fraction:
     return Fraction(float(level)).limit_denominator(10**9)
 
 
-def rank_of(level: Fraction, num_rows: int, mask: Array | None, *, infinite: int = 0) -> Int32[Array, ""]:
-    r"""$\lceil (n + 1) \mathrm{level} \rceil$ for the $n$ unmasked rows; warns if no finite score has this rank."""
-    kept = num_rows if mask is None else _count_kept(mask)
-    if kept is not None:
-        warn_of_infinite(_rank(level, kept), kept, infinite, level)
-    return rank_among(level, num_rows, mask)
+def rank_of(level: Fraction, num_rows: int, rows: CountedRows, *, infinite: int = 0) -> Int32[Array, ""]:
+    r"""$\lceil (n + 1) \mathrm{level} \rceil$ for the $n$ rows that count; warns if no finite score has this rank."""
+    count = count_of(num_rows, rows)
+    if count is not None:
+        warn_of_infinite(_rank(level, count), count, infinite, level)
+    return rank_among(level, num_rows, rows)
 
 
-def rank_among(level: Fraction, num_rows: int, mask: Array | None) -> Int32[Array, ""]:
+def rank_among(level: Fraction, num_rows: int, rows: CountedRows) -> Int32[Array, ""]:
     """`rank_of` without the warning."""
-    if mask is None or (count := _count_kept(mask)) is not None:
-        return jnp.asarray(_rank(level, num_rows if mask is None else count), jnp.int32)
-    return jnp.asarray(ranks_by_count(level, num_rows))[jnp.sum(mask)]
+    if rows.counted is None or (count := count_of(num_rows, rows)) is not None:
+        return jnp.asarray(_rank(level, num_rows if rows.counted is None else count), jnp.int32)
+    return jnp.asarray(ranks_by_count(level, num_rows))[jnp.sum(rows.counted)]
 
 
 def ranks_by_count(level: Fraction, num_rows: int) -> np.ndarray:
@@ -41,21 +41,20 @@ def _rank(level: Fraction, num_rows: int) -> int:
     return max(-(-(num_rows + 1) * level.numerator // level.denominator), 1)
 
 
-def _count_kept(mask: Array) -> int | None:
-    """The number of unmasked rows; `None` while tracing."""
-    host = concrete(mask)
-    return None if host is None else int(host.sum())
+def count_of(num_rows: int, rows: CountedRows) -> int | None:
+    """The number of rows that count; `None` while tracing."""
+    return None if rows.known is None else int(np.broadcast_to(rows.known, num_rows).sum())
 
 
 def value_at_rank(
-    scores: Float[Array, " rows"], mask: Bool[Array, " rows"] | None, rank: Int32[Array, ""]
+    scores: Float[Array, " rows"], counted: Bool[Array, " rows"] | None, rank: Int32[Array, ""]
 ) -> Float[Array, ""]:
-    """The score of a rank among unmasked rows, infinite beyond the last; NaN if any is NaN."""
-    count = scores.size if mask is None else jnp.sum(mask, dtype=jnp.int32)
-    counted = scores if mask is None else jnp.where(mask, scores, jnp.inf)
-    found = jnp.sort(counted)[jnp.clip(rank - 1, 0, scores.size - 1)]
+    """The score of a rank among rows that count, infinite beyond the last; NaN if any is NaN."""
+    count = scores.size if counted is None else jnp.sum(counted, dtype=jnp.int32)
+    scores = scores if counted is None else jnp.where(counted, scores, jnp.inf)
+    found = jnp.sort(scores)[jnp.clip(rank - 1, 0, scores.size - 1)]
     found = jnp.where(rank > count, jnp.inf, found)
-    return jnp.where(jnp.any(jnp.isnan(counted)), jnp.nan, found)
+    return jnp.where(jnp.any(jnp.isnan(scores)), jnp.nan, found)
 
 
 value_at_rank_jit = jax.jit(value_at_rank)
@@ -65,17 +64,20 @@ value_at_rank_jit = jax.jit(value_at_rank)
 def pair_at_rank(
     scores: Float[Array, " rows"],
     ties: Float[Array, " rows"],
-    mask: Bool[Array, " rows"] | None,
+    counted: Bool[Array, " rows"] | None,
     rank: Int32[Array, ""],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`value_at_rank` for scores whose ties are ordered by `ties`, and the value of `ties` at that rank."""
-    counted = scores if mask is None else jnp.where(mask, scores, jnp.inf)
-    _, in_order = jax.lax.sort((counted, ties), num_keys=2)
-    return value_at_rank(scores, mask, rank), in_order[jnp.clip(rank - 1, 0, scores.size - 1)]
+    scores = scores if counted is None else jnp.where(counted, scores, jnp.inf)
+    _, in_order = jax.lax.sort((scores, ties), num_keys=2)
+    return value_at_rank(scores, counted, rank), in_order[jnp.clip(rank - 1, 0, scores.size - 1)]
 
 
 def quantile(
-    scores: Float[ArrayLike, " rows"], *, level: float, mask: Bool[ArrayLike, " rows"] | None = None
+    scores: Float[ArrayLike, " rows"],
+    *,
+    level: float,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> Float[Array, ""]:
     r"""The conformal quantile: an upper bound for a new score that holds with probability `level` or more.
 
@@ -88,7 +90,7 @@ def quantile(
 
     - `scores`: `(rows,)`, one nonconformity score per held-out row; higher is more unusual.
     - `level`: the coverage, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -108,18 +110,17 @@ def quantile(
         [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
     """
     (checked,) = check_rows(scores=scores)
-    kept = check_mask(mask, checked.shape)
+    rows = check_counted_rows(row_weights, checked.shape)
     check_level(level)
-    return value_at_rank_jit(checked, kept, rank_of(fraction(level), checked.size, kept))
+    return value_at_rank_jit(checked, rows.counted, rank_of(fraction(level), checked.size, rows))
 
 
 def weighted_quantile(
     scores: Float[ArrayLike, " rows"],
-    row_weights: Real[ArrayLike, " rows"],
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"],
     new_weights: Real[ArrayLike, "*batch"],
     *,
     level: float,
-    mask: Bool[ArrayLike, " rows"] | None = None,
 ) -> Float[Array, "*batch"]:
     r"""The conformal quantile under covariate shift, for new rows with a different distribution of inputs.
 
@@ -130,10 +131,10 @@ def weighted_quantile(
     **Arguments:**
 
     - `scores`: `(rows,)`, one nonconformity score per held-out row; higher is more unusual.
-    - `row_weights`: `(rows,)`, finite and non-negative.
+    - `row_weights`: finite and non-negative numbers `(rows,)`, or booleans; rows of zero or `False` are ignored, even
+        if they are NaN.
     - `new_weights`: `(*batch,)`, the weights of the new rows, finite and non-negative.
     - `level`: the coverage, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
 
     **Returns:**
 
@@ -156,10 +157,14 @@ def weighted_quantile(
         [Conformal Prediction Under Covariate Shift](https://arxiv.org/abs/1904.06019)
     """
     (checked,) = check_rows(scores=scores)
-    kept = check_mask(mask, checked.shape)
-    own, new = check_row_weights(row_weights, new_weights, checked, mask)
+    rows = check_row_weights(row_weights, checked.shape, none_counts=True)
+    new = check_array("new_weights", new_weights).astype(checked.dtype)
+    fix = "The weight of an input is the ratio of its density among new rows to that among held-out rows."
+    check_nonnegative("new_weights", new_weights, fix=fix)
     check_level(level)
-    return _weighted_quantile(checked, own, new, kept, float(level), rank_among(fraction(level), checked.size, kept))
+    rank = rank_among(fraction(level), checked.size, rows)
+    own = jnp.asarray(rows.weights, checked.dtype)
+    return _weighted_quantile(checked, own, new, float(level), rank)
 
 
 @jax.jit
@@ -167,13 +172,12 @@ def _weighted_quantile(
     scores: Float[Array, " rows"],
     row_weights: Float[Array, " rows"],
     new_weights: Float[Array, "*batch"],
-    mask: Bool[Array, " rows"] | None,
     level: float | Float[Array, ""],
     rank: Int32[Array, ""],
 ) -> Float[Array, "*batch"]:
-    counted = scores if mask is None else jnp.where(mask, scores, jnp.inf)
-    weights = row_weights if mask is None else jnp.where(mask, row_weights, 0)
-    ordered, reordered = jax.lax.sort((counted, weights), num_keys=1)
+    counted = row_weights > 0
+    scores = jnp.where(counted, scores, jnp.inf)
+    ordered, reordered = jax.lax.sort((scores, row_weights), num_keys=1)
     reached = jnp.cumsum(reordered)
     # A level that is missed only by rounding of a sum counts as reached.
     slack = 1 - 4 * math.log2(2 * scores.size) * jnp.finfo(scores.dtype).eps
@@ -181,7 +185,7 @@ def _weighted_quantile(
     index = jnp.searchsorted(reached, jnp.ravel(wanted), side="left")
     found = jnp.append(ordered, jnp.inf)[jnp.reshape(index, new_weights.shape)]
     # For many rows this slack exceeds one row: for equal weights the exact rank is used instead.
-    alike = new_weights == (row_weights if mask is None else jnp.where(mask, row_weights, jnp.inf)).min()
-    alike = alike & (new_weights == weights.max()) & (new_weights > 0)
-    found = jnp.where(alike, value_at_rank(scores, mask, rank), found)
-    return jnp.where(jnp.any(jnp.isnan(counted)), jnp.nan, found)
+    alike = new_weights == jnp.where(counted, row_weights, jnp.inf).min()
+    alike = alike & (new_weights == row_weights.max()) & (new_weights > 0)
+    found = jnp.where(alike, value_at_rank(scores, counted, rank), found)
+    return jnp.where(jnp.any(jnp.isnan(scores)), jnp.nan, found)

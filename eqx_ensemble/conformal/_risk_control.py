@@ -4,36 +4,36 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._caller import caller
 from .._check import (
-    as_column,
+    CountedRows,
+    check_counted_rows,
+    check_entries,
     check_floating,
-    check_mask,
     check_number,
     concrete,
-    first_text,
-    kept_rows,
     needs_message,
     promote,
 )
 from .._warnings import warn
 from ._outward import enclose
-from ._quantile import fraction
+from ._quantile import count_of, fraction
+
+_NO_NAN = "Leave these rows out: `row_weights`."
 
 # The largest sum of losses that controls a risk, in exact arithmetic, and the threshold that reaches it.
 
 
-def largest_total(risk: float, bound: float, num_rows: int, mask: Array | None, dtype: jnp.dtype) -> Float[Array, ""]:
+def largest_total(risk: float, bound: float, num_rows: int, rows: CountedRows, dtype: jnp.dtype) -> Float[Array, ""]:
     """The largest sum of losses `S` with `(S + bound) / (n + 1) <= risk`, rounded down."""
     largest = Fraction(repr(float(bound)))
     total = lambda n: _round_down(fraction_of(risk, bound) * largest * (n + 1) - largest, dtype)
-    host = None if mask is None else concrete(mask)
-    if mask is None or host is not None:
-        return jnp.asarray(total(num_rows if host is None else int(host.sum())))
+    if rows.counted is None or (count := count_of(num_rows, rows)) is not None:
+        return jnp.asarray(total(num_rows if rows.counted is None else count))
     table = np.asarray([total(n) for n in range(num_rows + 1)])
-    return jnp.asarray(table)[jnp.sum(mask)]
+    return jnp.asarray(table)[jnp.sum(rows.counted)]
 
 
 def fraction_of(risk: float, bound: float) -> Fraction:
@@ -52,12 +52,12 @@ def _round_down(value: Fraction, dtype: jnp.dtype) -> np.ndarray:
 def first_on_grid(
     losses: Float[Array, "rows thresholds"],
     thresholds: Float[Array, " thresholds"],
-    mask: Bool[Array, " rows"] | None,
+    counted: Bool[Array, " rows"] | None,
     most: Float[Array, ""],
 ) -> Float[Array, ""]:
     """The first threshold whose losses sum to `most` or less, infinite if none does; NaN if a loss is NaN."""
-    counted = losses if mask is None else jnp.where(mask[:, None], losses, 0)
-    total = jnp.sum(counted, axis=0)
+    losses = losses if counted is None else jnp.where(counted[:, None], losses, 0)
+    total = jnp.sum(losses, axis=0)
     found = jnp.min(jnp.where(total <= most, thresholds, jnp.inf))
     return jnp.where(jnp.any(jnp.isnan(total)), jnp.nan, found)
 
@@ -66,11 +66,11 @@ def first_on_grid(
 def first_step(
     steps: Float[Array, "rows steps"],
     drops: Float[Array, "rows steps"],
-    mask: Bool[Array, " rows"] | None,
+    counted: Bool[Array, " rows"] | None,
     most: Float[Array, ""],
 ) -> Float[Array, ""]:
     """The first step above which the drops sum to `most` or less; minus infinity if all drops do."""
-    heights = drops if mask is None else jnp.where(mask[:, None], drops, 0)
+    heights = drops if counted is None else jnp.where(counted[:, None], drops, 0)
     at = jnp.where(heights == 0, -jnp.inf, steps)
     spoilt = jnp.any(jnp.isnan(heights)) | jnp.any(jnp.isnan(at))
     at, heights = jax.lax.sort((jnp.ravel(at), jnp.ravel(heights)), num_keys=1)
@@ -118,53 +118,41 @@ def check_steps(steps: ArrayLike, drops: ArrayLike) -> tuple[Array, Array]:
     return enclose(steps, first).upper, second
 
 
-def check_loss_values(losses: ArrayLike, bound: float, mask: ArrayLike | None) -> None:
+def check_loss_values(losses: ArrayLike, bound: float, rows: CountedRows) -> None:
     """Raises if losses are NaN, exceed the bound or increase with the threshold; checked where concrete."""
-    host, kept = concrete(losses), kept_rows(mask)
-    if host is None or kept is None:
-        return
-    table, kept = host.astype(np.float64), as_column(np.broadcast_to(kept, host.shape[:1]), 2)
-    rounding = 1e-5 * bound
-    _check_no_nan("losses", host, np.isnan(table) & kept)
-    if (wrong := (table > bound + rounding) & kept).any():
-        fix = "Raise `bound`, the largest loss that a row can have."
-        raise ValueError(needs_message(f"`losses` of at most `bound` ({bound})", first_text(host, wrong), fix))
-    if (wrong := (np.diff(table, axis=1, prepend=np.inf) > rounding) & kept).any():
-        fix = "Take the largest loss from each threshold on: `jax.lax.cummax(losses, axis=1, reverse=True)`."
-        raise ValueError(needs_message("`losses` that never increase with the threshold", first_text(host, wrong), fix))
+    rows, rounding = rows.known_along(2), 1e-5 * bound
+    check_entries("`losses` without NaN", losses, lambda host: np.isnan(host.astype(np.float64)), _NO_NAN, rows)
+    fix = "Raise `bound`, the largest loss that a row can have."
+    too_large = lambda host: host.astype(np.float64) > bound + rounding
+    check_entries(f"`losses` of at most `bound` ({bound})", losses, too_large, fix, rows)
+    fix = "Take the largest loss from each threshold on: `jax.lax.cummax(losses, axis=1, reverse=True)`."
+    rises = lambda host: np.diff(host.astype(np.float64), axis=1, prepend=np.inf) > rounding
+    check_entries("`losses` that never increase with the threshold", losses, rises, fix, rows)
 
 
-def check_drop_values(steps: ArrayLike, drops: ArrayLike, bound: float, mask: ArrayLike | None) -> None:
+def check_drop_values(steps: ArrayLike, drops: ArrayLike, bound: float, rows: CountedRows) -> None:
     """Raises for NaN, negative drops, and drops of a row that sum to more than the bound; checked where concrete."""
-    at, heights, kept = concrete(steps), concrete(drops), kept_rows(mask)
-    if at is None or heights is None or kept is None:
+    at, heights, along = concrete(steps), concrete(drops), rows.known_along(2)
+    if at is None or heights is None:
         return
-    kept = as_column(np.broadcast_to(kept, heights.shape[:1]), 2)
-    _check_no_nan("drops", heights, np.isnan(heights.astype(np.float64)) & kept)
-    _check_no_nan("steps", at, np.isnan(at.astype(np.float64)) & kept & (heights != 0))
-    if (wrong := (heights < 0) & kept).any():
-        fix = "A loss may not increase with the threshold."
-        raise ValueError(needs_message("`drops` of zero or more", first_text(heights, wrong), fix))
-    total = heights.astype(np.float64).sum(axis=1)
-    if (wrong := (total > bound * (1 + 1e-5)) & kept[:, 0]).any():
-        fix = "They add up to the loss of the row at the lowest threshold: raise `bound`, the largest loss of a row."
-        needs = f"`drops` of each row that add up to `bound` ({bound}) or less"
-        raise ValueError(needs_message(needs, first_text(total, wrong), fix))
+    is_nan = lambda host: np.isnan(host.astype(np.float64))
+    check_entries("`drops` without NaN", heights, is_nan, _NO_NAN, along)
+    check_entries("`steps` without NaN", at, lambda host: is_nan(host) & (heights != 0), _NO_NAN, along)
+    fix = "A loss may not increase with the threshold."
+    check_entries("`drops` of zero or more", heights, lambda host: host < 0, fix, along)
+    fix = "They add up to the loss of the row at the lowest threshold: raise `bound`, the largest loss of a row."
+    needs, total = (
+        f"`drops` of each row that add up to `bound` ({bound}) or less",
+        heights.astype(np.float64).sum(axis=1),
+    )
+    check_entries(needs, total, lambda host: host > bound * (1 + 1e-5), fix, rows)
 
 
-def _check_no_nan(argument: str, host: np.ndarray, wrong: np.ndarray) -> None:
-    if wrong.any():
-        raise ValueError(
-            needs_message(f"`{argument}` without NaN", first_text(host, wrong), "Leave these rows out: `mask`.")
-        )
-
-
-def warn_of_no_threshold(found: Array, risk: float, bound: float, num_rows: int, mask: ArrayLike | None) -> None:
+def warn_of_no_threshold(found: Array, risk: float, bound: float, num_rows: int, rows: CountedRows) -> None:
     """Warns if no threshold controls the risk; checked where concrete."""
-    host, kept = concrete(found), kept_rows(mask)
-    if host is None or kept is None or host != jnp.inf:
+    host, count = concrete(found), count_of(num_rows, rows)
+    if host is None or count is None or host != jnp.inf:
         return
-    count = num_rows if mask is None else int(kept.sum())
     part = fraction_of(risk, bound)
     if (count + 1) * part < 1:
         because = f"{count} rows are too few for a risk of {risk:g}"
@@ -182,7 +170,7 @@ def risk_control(
     *,
     risk: float,
     bound: float = 1.0,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> Float[Array, ""]:
     r"""Conformal risk control: the smallest threshold at which the expected loss of a new row is at most `risk`.
 
@@ -202,7 +190,7 @@ def risk_control(
     - `thresholds`: `(thresholds,)`, increasing.
     - `risk`: the largest expected loss, a Python number between 0 and `bound`.
     - `bound`: $B$, the largest possible loss of a row.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -228,12 +216,12 @@ def risk_control(
         [Conformal Risk Control](https://arxiv.org/abs/2208.02814)
     """
     table, grid = check_losses(losses, thresholds)
-    kept = check_mask(mask, table.shape[:1])
+    rows = check_counted_rows(row_weights, table.shape[:1])
     check_risk(risk, bound)
-    check_loss_values(losses, bound, mask)
-    most = largest_total(risk, bound, table.shape[0], kept, table.dtype)
-    found = first_on_grid(table, grid, kept, most)
-    warn_of_no_threshold(found, risk, bound, table.shape[0], mask)
+    check_loss_values(losses, bound, rows)
+    most = largest_total(risk, bound, table.shape[0], rows, table.dtype)
+    found = first_on_grid(table, grid, rows.counted, most)
+    warn_of_no_threshold(found, risk, bound, table.shape[0], rows)
     return found
 
 
@@ -243,7 +231,7 @@ def risk_control_steps(
     *,
     risk: float,
     bound: float = 1.0,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> Float[Array, ""]:
     r"""Conformal risk control for losses that are step functions of the threshold: exact, without a grid.
 
@@ -256,7 +244,7 @@ def risk_control_steps(
     - `steps`: `(rows, steps)`, the thresholds at which the loss drops; for multi-label rows the scores of the true
         labels.
     - `drops`: `(rows, steps)`, the non-negative size of each drop; zero for rows with fewer steps.
-    - `risk`, `bound`, `mask`: as for [`eqx_ensemble.conformal.risk_control`][].
+    - `risk`, `bound`, `row_weights`: as for [`eqx_ensemble.conformal.risk_control`][].
 
     **Returns:**
 
@@ -280,10 +268,10 @@ def risk_control_steps(
         [Conformal Risk Control](https://arxiv.org/abs/2208.02814)
     """
     at, heights = check_steps(steps, drops)
-    kept = check_mask(mask, at.shape[:1])
+    rows = check_counted_rows(row_weights, at.shape[:1])
     check_risk(risk, bound)
-    check_drop_values(steps, drops, bound, mask)
-    most = largest_total(risk, bound, at.shape[0], kept, at.dtype)
-    found = first_step(at, heights, kept, most)
-    warn_of_no_threshold(found, risk, bound, at.shape[0], mask)
+    check_drop_values(steps, drops, bound, rows)
+    most = largest_total(risk, bound, at.shape[0], rows, at.dtype)
+    found = first_step(at, heights, rows.counted, most)
+    warn_of_no_threshold(found, risk, bound, at.shape[0], rows)
     return found

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import check_floating_arrays, check_word, promote
-from .._weighting import blank_masked
 from ..uncertainty import Interval
 from ._check import check_level, check_scales, check_targets
 from ._outward import difference_up, distance_up, quotient_up
@@ -40,7 +39,7 @@ def cqr(
     *,
     level: float,
     ends: Literal["together", "each"] = "together",
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> Cqr:
     r"""Conformalised quantile regression: intervals whose ends are corrected for coverage of `level` or more.
 
@@ -57,7 +56,7 @@ def cqr(
     - `targets`: `(rows,)`; nothing is broadcast.
     - `level`: the coverage, a Python number between 0 and 1.
     - `ends`: `"together"` or `"each"`.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -76,17 +75,17 @@ def cqr(
     ??? cite
         [Conformalized Quantile Regression](https://arxiv.org/abs/1905.03222)
     """
-    low, high, observed, kept = check_targets(targets, mask, lower=lower, upper=upper)
+    low, high, observed, rows = check_targets(targets, row_weights, lower=lower, upper=upper)
     check_level(level)
     check_word(ends, "ends", ("together", "each"))
-    low, high, lowest, highest = (blank_masked(x, kept) for x in (low, high, *observed))
+    low, high, lowest, highest = (rows.blank(x) for x in (low, high, *observed))
     wanted = fraction(level) if ends == "together" else (1 + fraction(level)) / 2
-    rank = rank_of(wanted, low.size, kept)
+    rank = rank_of(wanted, low.size, rows)
     below, above = difference_up(low, lowest), difference_up(highest, high)
     if ends == "together":
-        margin = value_at_rank_jit(jnp.maximum(below, above), kept, rank)
+        margin = value_at_rank_jit(jnp.maximum(below, above), rows.counted, rank)
         return Cqr(margin, margin)
-    return Cqr(value_at_rank_jit(below, kept, rank), value_at_rank_jit(above, kept, rank))
+    return Cqr(value_at_rank_jit(below, rows.counted, rank), value_at_rank_jit(above, rows.counted, rank))
 
 
 class Split(eqx.Module):
@@ -129,7 +128,7 @@ def split(
     targets: Real[ArrayLike, " rows"],
     *,
     level: float,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> Split:
     r"""Intervals of constant width that cover a new target with probability `level` or more, for any model.
 
@@ -142,7 +141,7 @@ def split(
     - `predictions`: `(rows,)`, the combined predictions for held-out rows. Fit several outputs separately.
     - `targets`: `(rows,)`; nothing is broadcast.
     - `level`: the coverage, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -151,7 +150,7 @@ def split(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes, NaN in rows that are not masked, and a level outside (0, 1). Warns if there
+    - `ValueError` for mismatched shapes, NaN in rows that count, and a level outside (0, 1). Warns if there
         are too few rows for finite intervals. While tracing, NaN makes the intervals NaN.
 
     ```python
@@ -162,11 +161,11 @@ def split(
     ??? cite
         [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
     """
-    centre, observed, kept = check_targets(targets, mask, predictions=predictions)
+    centre, observed, rows = check_targets(targets, row_weights, predictions=predictions)
     check_level(level)
-    centre, *ends = (blank_masked(x, kept) for x in (centre, *observed))
-    rank = rank_of(fraction(level), centre.size, kept)
-    return Split(value_at_rank_jit(distance_up(Interval(*ends), centre), kept, rank))
+    centre, *ends = (rows.blank(x) for x in (centre, *observed))
+    rank = rank_of(fraction(level), centre.size, rows)
+    return Split(value_at_rank_jit(distance_up(Interval(*ends), centre), rows.counted, rank))
 
 
 def normalised(
@@ -175,7 +174,7 @@ def normalised(
     targets: Real[ArrayLike, " rows"],
     *,
     level: float,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> Normalised:
     r"""Intervals whose width is proportional to a scale of each row, with coverage `level` or more.
 
@@ -188,7 +187,7 @@ def normalised(
     - `scale`: `(rows,)`, positive, such as a standard deviation.
     - `targets`: `(rows,)`; nothing is broadcast.
     - `level`: the coverage, a Python number between 0 and 1.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -208,10 +207,11 @@ def normalised(
     ??? cite
         [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
     """
-    centre, scales, observed, kept = check_targets(targets, mask, predictions=predictions, scale=scale)
-    check_scales(scale, mask)
+    centre, scales, observed, rows = check_targets(targets, row_weights, predictions=predictions, scale=scale)
+    check_scales(scale, rows)
     check_level(level)
-    scales = blank_masked(scales, kept, fill=1)
-    centre, *ends = (blank_masked(x, kept) for x in (centre, *observed))
-    rank = rank_of(fraction(level), centre.size, kept)
-    return Normalised(value_at_rank_jit(quotient_up(distance_up(Interval(*ends), centre), scales), kept, rank))
+    scales = rows.blank(scales, fill=1)
+    centre, *ends = (rows.blank(x) for x in (centre, *observed))
+    rank = rank_of(fraction(level), centre.size, rows)
+    relative = quotient_up(distance_up(Interval(*ends), centre), scales)
+    return Normalised(value_at_rank_jit(relative, rows.counted, rank))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_flag, check_word, first_text, value_error
+from .._check import check_counted_rows, check_flag, check_word, first_text, value_error
 from ..combine import mixture
 from ..scores._engine import Binning, check_bins, mean_gap, of_top_label
 from ._axes import Axes, axes_for, check_counts, check_plotted, of_line, of_patch
@@ -136,7 +136,7 @@ def reliability_diagram(
     num_bins: int = 15,
     binning: Binning = "width",
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     show_members: bool = False,
     ax: Axes | None = None,
     **options: Any,
@@ -154,7 +154,7 @@ def reliability_diagram(
     - `num_bins`: the number of bins.
     - `binning`: `"width"`, bins of equal width; or `"mass"`, bins of equally many rows.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are excluded.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(*batch,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
     - `show_members`: whether to also draw each member's curve, as a thin line.
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: passed to `matplotlib.axes.Axes.bar` for the bars.
@@ -177,7 +177,8 @@ def reliability_diagram(
         [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
     """
     check_flag(show_members, "show_members")
-    checked, targets, convex, kept = check_bins(logits, labels, num_bins, binning, weights, None, mask)
+    counted = check_counted_rows(row_weights, np.shape(labels)).counted
+    checked, targets, convex, kept = check_bins(logits, labels, num_bins, binning, weights, counted)
     check_plotted("logits", jnp.exp(mixture(checked, weights=convex)))
     bins = _binned(checked, targets, convex, kept, num_bins, binning)
 

@@ -77,8 +77,8 @@ Uneven = Literal["trim", "repeat"]
 class Folds(NamedTuple):
     """The training and test rows of each member: one split of the data per member.
 
-    `train` and `test` are row indices of equal length for all members. `in_train` and `in_test` are masks over the rows
-    of the data, which are exact even if the parts of members differ in length.
+    `train` and `test` are row indices of equal length for all members. `in_train` and `in_test` are booleans over the
+    rows of the data, which are exact even if the parts of members differ in length.
 
     - `train`: rows `(members, train)` for `fit(..., rows=folds.train)`, disjoint from the member's test part.
     - `test`: rows `(members, test)`; shorter test parts are padded with their last row.

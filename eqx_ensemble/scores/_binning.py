@@ -39,10 +39,9 @@ def check_bins(
     binning: Binning,
     weights: ArrayLike | None,
     row_weights: ArrayLike | None,
-    mask: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Raises for invalid bins, and as `check_classes`, whose result it returns."""
-    checked = check_classes(logits, labels, weights, row_weights, mask, "mean")
+    checked = check_classes(logits, labels, weights, row_weights, "mean")
     check_positive_int(num_bins, "num_bins")
     check_word(binning, "binning", ("width", "mass"))
     return checked

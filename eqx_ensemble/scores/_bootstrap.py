@@ -6,12 +6,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, Real
 
-from .._check import check_function, check_key, check_level, check_positive_int, needs_message
+from .._check import (
+    check_array,
+    check_floating,
+    check_function,
+    check_key,
+    check_level,
+    check_positive_int,
+    check_row_weights,
+    needs_message,
+    promote,
+)
 from .._code import Code, code_of
 from .._foreign import as_hashable
 from .._keys import member_keys
-from ._check import check_per_member
-from ._reduce import check_rows_of_scores
+from ._reduce import RowWeights
 
 
 def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: object) -> Array:
@@ -23,8 +32,8 @@ def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: objec
         [`eqx_ensemble.scores.crps_gaussian_mixture`][]; or a function of your own that JAX can trace.
     - `arrays`: the arguments of the score, in order. All but the last are predictions `(members, ...)`; the last is the
         target, shared by all members.
-    - `options`: keyword arguments of the score, such as `mask` and `row_weights`. `weights` raise an error, because
-        they have no effect on one member.
+    - `options`: keyword arguments of the score, such as `row_weights`. `weights` raise an error, because they have no
+        effect on one member.
 
     Map a score without a `members` axis directly:
     `jax.vmap(scores.nll_gaussian, in_axes=(0, 0, None))(mean, variance, targets)`.
@@ -42,16 +51,24 @@ def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: objec
     ee.scores.per_member(ee.scores.accuracy, logits, jnp.array([0, 1]))  # [1.0, 0.5]
     ```
     """
-    predictions = check_per_member(arrays, options)
-    target = arrays[-1]
+    if len(arrays) < 2:
+        needs, fix = "predictions, then the target", "`per_member(scores.nll, logits, labels)`."
+        raise ValueError(needs_message(needs, f"got {len(arrays)} arrays", fix))
+    if "weights" in options:
+        fix = "Each member is scored by itself: weight the result, or call the score directly."
+        raise ValueError(needs_message("no `weights`", "got `weights`", fix))
+    predictions, target = [check_array("predictions", values) for values in arrays[:-1]], arrays[-1]
+    counts = {prediction.shape[:1] for prediction in predictions}
+    if len(counts) > 1 or counts & {(), (0,)}:
+        shapes = ", ".join(str(prediction.shape) for prediction in predictions)
+        needs = "predictions with equally many members, at least one"
+        fix = "All arrays but the last are predictions with a leading `members` axis; the last is the target."
+        raise ValueError(needs_message(needs, f"got shapes {shapes}", fix))
 
     def alone(*one):
         return score(*(prediction[None] for prediction in one), target, **options)
 
     return jax.vmap(alone)(*predictions)
-
-
-_MOST_ATTEMPTS = 100  # exceeded with probability exp(-100) where one of many rows has weight
 
 
 class Bootstrap(NamedTuple):
@@ -72,8 +89,7 @@ def bootstrap(
     values: Float[ArrayLike, "*scores rows"],
     statistic: Callable[[Array], Array] | None = None,
     *,
-    row_weights: Real[ArrayLike, " rows"] | None = None,
-    mask: Bool[ArrayLike, " rows"] | None = None,
+    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
     level: float = 0.9,
     num_draws: int = 1000,
     key: Any,
@@ -89,9 +105,8 @@ def bootstrap(
         dependent rows (repeated measurements, neighbours in time).
     - `statistic`: an optional function of the means `(*scores,)`, traceable by JAX. For squared errors, `jnp.sqrt`
         gives the root mean squared error, and `lambda m: jnp.sqrt(m[0]) - jnp.sqrt(m[1])` the difference of two.
-    - `row_weights`: finite, non-negative weights `(rows,)`; the mean of a draw is $\sum_i w_i v_i / \sum_i w_i$ over
-        its rows. Rows of weight zero are ignored, even if they contain NaN; a draw with only such rows is repeated.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(rows,)`, or booleans; rows of zero or `False` are ignored, even if NaN. The mean
+        of a draw is $\sum_i w_i v_i / \sum_i w_i$ over its rows.
     - `level`: the fraction of the draws between `lower` and `upper`, a Python number between 0 and 1.
     - `num_draws`: the number of draws. The relative error of the standard error is about $1 / \sqrt{2 \,
         \mathrm{draws}}$.
@@ -104,7 +119,7 @@ def bootstrap(
     **Raises:**
 
     - `TypeError` for values that are not floating-point, a `statistic` that is not a function, and an invalid key.
-    - `ValueError` for zero rows, invalid weights, a mismatched mask, a level outside (0, 1), and fewer than two draws.
+    - `ValueError` for zero rows, invalid weights, a level outside (0, 1), and fewer than two draws.
 
     ```python
     targets = jnp.linspace(-1, 1, 50)
@@ -120,7 +135,13 @@ def bootstrap(
     ??? cite
         [Bootstrap Methods: Another Look at the Jackknife](https://doi.org/10.1214/aos/1176344552)
     """
-    rows, weights, kept = check_rows_of_scores(values, row_weights, mask)
+    array = promote(check_floating("values", values))[0]
+    if array.ndim < 1 or array.shape[-1] == 0:
+        fix = 'Pass one score per row, what `reduction="none"` gives.'
+        raise ValueError(
+            needs_message("`values` with at least one row on the last axis", f"got shape {array.shape}", fix)
+        )
+    rows = check_row_weights(row_weights, array.shape[-1:], array.dtype)
     check_level(level)
     if statistic is not None:
         check_function(statistic, "statistic", example="lambda means: jnp.sqrt(means)")
@@ -129,44 +150,31 @@ def bootstrap(
         raise ValueError(needs_message("`num_draws` of two or more", f"got {num_draws}", "1,000 is usual."))
     check_key(key)
     keys = member_keys(key, num_draws, purpose="scores.bootstrap")
-    return _bootstrap(rows, weights, kept, keys, level, statistic, code_of([statistic]))
+    return _bootstrap(array, rows.weights, keys, level, statistic, code_of([statistic]))
 
 
 @partial(jax.jit, static_argnames=("level", "statistic", "code"))
 def _bootstrap(
     values: Float[Array, "*scores rows"],
-    weights: Float[Array, " rows"] | None,
-    mask: Bool[Array, " rows"] | None,
+    weights: RowWeights | None,
     keys: Key[Array, " draws"],
     level: float,
     statistic: Callable[[Array], Array] | None,
     code: Code | None,
 ) -> Bootstrap:
     num_rows = values.shape[-1]
-    share = jnp.ones(num_rows, values.dtype) if weights is None else weights
-    share = share if mask is None else jnp.where(mask, share, 0)
+    share = jnp.ones(num_rows, values.dtype) if weights is None else weights.astype(values.dtype)
     values = jnp.where(_along(share == 0, values), 0, values)
     mean = jnp.sum(values * _along(share, values), axis=-1) / jnp.sum(share)
     # A large common offset is subtracted first: its rounding would exceed the differences between draws.
     rest = (values - mean[..., None]) * _along(share, values)
-    num_kept = num_rows if mask is None else jnp.sum(mask, dtype=jnp.int32)
-    candidates = jnp.arange(num_rows) if mask is None else jnp.argsort(~mask, stable=True)
-
+    num_kept = num_rows if weights is None else jnp.sum(share > 0, dtype=jnp.int32)
+    candidates = jnp.arange(num_rows) if weights is None else jnp.argsort(share == 0, stable=True)
     counts = (jnp.arange(num_rows, dtype=jnp.int32) < num_kept).astype(values.dtype)
 
-    def draw(key: Array) -> tuple[Array, Array]:
-        drawn = candidates[jax.random.randint(key, (num_rows,), 0, num_kept)]
-        return drawn, jnp.sum(share[drawn] * counts)
-
     def shift(key: Array) -> Array:
-        def again(state: tuple) -> tuple:
-            attempt, _, _ = state
-            return (attempt + 1, *draw(jax.random.fold_in(key, attempt)))
-
-        # A draw of total weight zero has no mean and is repeated.
-        empty = lambda state: (state[2] == 0) & (state[0] < _MOST_ATTEMPTS)
-        _, drawn, total = jax.lax.while_loop(empty, again, (0, *draw(key)))
-        return jnp.sum(rest[..., drawn] * _along(counts, values), axis=-1) / total
+        drawn = candidates[jax.random.randint(key, (num_rows,), 0, num_kept)]
+        return jnp.sum(rest[..., drawn] * _along(counts, values), axis=-1) / jnp.sum(share[drawn] * counts)
 
     shifts = jax.lax.map(shift, keys)
     if statistic is None:

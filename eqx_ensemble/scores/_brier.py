@@ -16,8 +16,7 @@ def ranked_probability(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Ranked probability score of the mixture of the members, for ordered classes; lower is better.
@@ -29,11 +28,8 @@ def ranked_probability(
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`, with ordered classes.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
 
     **Returns:**
@@ -54,7 +50,7 @@ def ranked_probability(
         [A Scoring System for Probability Forecasts of Ranked
         Categories](https://doi.org/10.1175/1520-0450(1969)008%3C0985:ASSFPF%3E2.0.CO;2)
     """
-    checked = check_classes(logits, labels, weights, row_weights, mask, reduction)
+    checked = check_classes(logits, labels, weights, row_weights, reduction)
     return _ranked_probability(*checked, reduction)
 
 
@@ -95,8 +91,7 @@ def brier(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Brier score of the mixture of the members, from 0 to 2; lower is better.
@@ -108,11 +103,8 @@ def brier(
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
 
     **Returns:**
@@ -132,7 +124,7 @@ def brier(
         [Verification of Forecasts Expressed in Terms of
         Probability](https://doi.org/10.1175/1520-0493(1950)078%3C0001:VOFEIT%3E2.0.CO;2)
     """
-    return _brier(*check_classes(logits, labels, weights, row_weights, mask, reduction), reduction)
+    return _brier(*check_classes(logits, labels, weights, row_weights, reduction), reduction)
 
 
 def decompose_brier(
@@ -142,8 +134,7 @@ def decompose_brier(
     num_bins: int = 15,
     binning: Binning = "width",
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> BrierDecomposition:
     r"""Murphy's decomposition of the Brier score of the mixture: reliability, resolution and uncertainty.
 
@@ -160,11 +151,8 @@ def decompose_brier(
     - `num_bins`: the number of bins.
     - `binning`: `"width"`, bins of equal width; or `"mass"`, bins of equally many rows. See
         [`eqx_ensemble.scores.ece`][].
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -187,7 +175,7 @@ def decompose_brier(
         Score](https://doi.org/10.1175/1520-0450(1973)012%3C0595:ANVPOT%3E2.0.CO;2); the part within bins after [Two
         Extra Components in the Brier Score Decomposition](https://doi.org/10.1175/2007WAF2006116.1)
     """
-    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
+    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
     return _decompose(*checked, num_bins, binning)
 
 

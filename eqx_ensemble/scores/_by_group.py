@@ -7,23 +7,24 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
 
 from .._check import (
+    ALL_ROWS,
+    CountedRows,
     check_array,
+    check_entries,
     check_floating,
     check_labels,
     check_positive_int,
-    concrete,
-    first_text,
-    kept_rows,
+    check_row_weights,
     needs_message,
     promote,
 )
 from .._weighting import at_label
-from ._check import check_sets
-from ._reduce import RowWeights, check_rows, counts, sum_by_segment, weigh
+from ._intervals import check_sets
+from ._reduce import RowWeights, counts, sum_by_segment, weigh
 
 
 def check_groups(
-    groups: Any, num_groups: Any, rows: tuple[int, ...], mask: ArrayLike | None = None
+    groups: Any, num_groups: Any, shape: tuple[int, ...], rows: CountedRows = ALL_ROWS
 ) -> tuple[Array, int]:
     """Raises unless `groups` are integers from 0 to `num_groups - 1` (where concrete), one per row. Returns both."""
     count = check_positive_int(num_groups, "num_groups")
@@ -35,14 +36,12 @@ def check_groups(
         fix = "Number the groups from 0: `names, groups = np.unique(groups, return_inverse=True)`."
         got = f"got dtype {array.dtype}, shape {array.shape}"
         raise TypeError(needs_message("integer `groups`", got, fix))
-    if array.shape != rows:
-        got = f"expected {rows}, got {array.shape}"
+    if array.shape != shape:
+        got = f"expected {shape}, got {array.shape}"
         raise ValueError(needs_message("one of `groups` per row", got, "Groups are in the order of the rows."))
-    host, kept = concrete(groups), kept_rows(mask)
-    if host is not None and kept is not None and (wrong := ((host < 0) | (host >= count)) & kept).any():
-        fix = "Count groups from 0, and leave rows without a group out (`mask`)."
-        needs = f"`groups` from 0 to {count - 1}, as `num_groups` is {count}"
-        raise ValueError(needs_message(needs, first_text(host, wrong), fix))
+    fix = "Count groups from 0, and leave rows without a group out (`row_weights`)."
+    needs = f"`groups` from 0 to {count - 1}, as `num_groups` is {count}"
+    check_entries(needs, groups, lambda host: (host < 0) | (host >= count), fix, rows)
     return array.astype(jnp.int32), count
 
 
@@ -62,8 +61,7 @@ def by_group(
     groups: Integer[ArrayLike, "*batch"],
     *,
     num_groups: int,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> ByGroup:
     """The mean of a score in each group of rows, such as group-conditional coverage.
 
@@ -72,9 +70,7 @@ def by_group(
     - `values`: one value per row, `(*batch,)`: a score with `reduction="none"`. No `members` axis.
     - `groups`: integers `(*batch,)` from 0 to num_groups - 1. While tracing, rows of other groups are ignored.
     - `num_groups`: the number of groups.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice in the mean; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -95,8 +91,8 @@ def by_group(
     ```
     """
     (checked,) = promote(check_floating("values", values))
-    rows = check_rows(row_weights, mask, checked.shape, checked.dtype)
-    own, count = check_groups(groups, num_groups, checked.shape, rows.known)
+    rows = check_row_weights(row_weights, checked.shape, checked.dtype)
+    own, count = check_groups(groups, num_groups, checked.shape, rows)
     return _by_group(rows.blank(checked), own, rows.weights, count)
 
 
@@ -104,8 +100,7 @@ def class_conditional_coverage(
     sets: Bool[ArrayLike, "*batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> ByGroup:
     """Coverage of prediction sets in the rows of each class; ideally equal to the sets' level for every class.
 
@@ -113,9 +108,7 @@ def class_conditional_coverage(
 
     - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.lac`][]; no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice in the mean; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -131,7 +124,7 @@ def class_conditional_coverage(
     ee.scores.class_conditional_coverage(sets, jnp.array([1, 2]))
     ```
     """
-    chosen, targets, weights = _check(sets, labels, row_weights, mask)
+    chosen, targets, weights = _check(sets, labels, row_weights)
     return _by_group(_inside(chosen, targets), targets, weights, chosen.shape[-1])
 
 
@@ -139,8 +132,7 @@ def size_stratified_coverage(
     sets: Bool[ArrayLike, "*batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> ByGroup:
     """Coverage of prediction sets of each size; ideally equal to the sets' level for every size.
 
@@ -153,9 +145,7 @@ def size_stratified_coverage(
     - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.aps`][]; no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels make the mean of their
         size NaN.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice in the mean; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -175,17 +165,17 @@ def size_stratified_coverage(
     ??? cite
         [Uncertainty Sets for Image Classifiers using Conformal Prediction](https://arxiv.org/abs/2009.14193)
     """
-    chosen, targets, weights = _check(sets, labels, row_weights, mask)
+    chosen, targets, weights = _check(sets, labels, row_weights)
     sizes = jnp.sum(chosen, axis=-1, dtype=jnp.int32)
     return _by_group(_inside(chosen, targets), sizes, weights, chosen.shape[-1] + 1)
 
 
 def _check(
-    sets: ArrayLike, labels: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
+    sets: ArrayLike, labels: ArrayLike, row_weights: ArrayLike | None
 ) -> tuple[Array, Integer[Array, "*batch"], Array | None]:
     chosen = check_sets(sets)
-    rows = check_rows(row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
-    targets = check_labels(labels, chosen, rows.known, argument="sets", members=False)
+    rows = check_row_weights(row_weights, chosen.shape[:-1], jnp.result_type(float))
+    targets = check_labels(labels, chosen, rows, argument="sets", members=False)
     return chosen, rows.blank(targets), rows.weights
 
 
@@ -195,10 +185,7 @@ def _inside(sets: Bool[Array, "*batch classes"], labels: Integer[Array, "*batch"
 
 @partial(jax.jit, static_argnames="num_groups")
 def _by_group(
-    values: Float[Array, "*batch"],
-    groups: Integer[Array, "*batch"],
-    row_weights: RowWeights | None,
-    num_groups: int,
+    values: Float[Array, "*batch"], groups: Integer[Array, "*batch"], row_weights: RowWeights | None, num_groups: int
 ) -> ByGroup:
     known = (groups >= 0) & (groups < num_groups)
     kept = known if row_weights is None else known & counts(row_weights)

@@ -16,8 +16,7 @@ def mce(
     num_bins: int = 15,
     binning: Binning = "width",
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Maximum calibration error of the mixture's top label, from 0 to 1; lower is better.
 
@@ -46,7 +45,7 @@ def mce(
     ??? cite
         [Obtaining Well Calibrated Probabilities Using Bayesian Binning](https://doi.org/10.1609/aaai.v29i1.9602)
     """
-    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
+    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
     return _mce(*checked, num_bins, binning)
 
 
@@ -74,8 +73,7 @@ def squared_calibration_error(
     binning: Binning = "mass",
     debiased: bool = True,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Mean squared calibration error of the mixture's top label, unbiased for the given bins; lower is better.
 
@@ -108,7 +106,7 @@ def squared_calibration_error(
     ??? cite
         [Verified Uncertainty Calibration](https://arxiv.org/abs/1909.10155)
     """
-    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
+    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
     debiased = check_flag(debiased, "debiased")
     return _squared_calibration_error(*checked, num_bins, binning, debiased)
 
@@ -140,8 +138,7 @@ def ece(
     binning: Binning = "width",
     debiased: bool = False,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Expected calibration error of the mixture of the members, from 0 to 1; lower is better.
 
@@ -160,11 +157,8 @@ def ece(
         rows, or equal weight; rows of equal confidence share a bin.
     - `debiased`: whether to subtract the expected excess; the result may then be slightly negative. The noise depends
         on the effective number of rows, $(\sum_i w_i)^2 / \sum_i w_i^2$: a row of weight 2 is one observation, not two.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -185,7 +179,7 @@ def ece(
         calibration and exploratory analysis for natural language processing models](https://arxiv.org/abs/1508.05154);
         debiased after [Verified Uncertainty Calibration](https://arxiv.org/abs/1909.10155)
     """
-    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
+    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
     debiased = check_flag(debiased, "debiased")
     return _ece(*checked, num_bins, binning, debiased)
 
@@ -198,8 +192,7 @@ def classwise_ece(
     binning: Binning = "width",
     debiased: bool = False,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Mean over classes of the calibration error of each class's probability under the mixture of the members.
 
@@ -230,7 +223,7 @@ def classwise_ece(
         [Beyond temperature scaling: Obtaining well-calibrated multiclass probabilities with Dirichlet
         calibration](https://arxiv.org/abs/1910.12656)
     """
-    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights, mask)
+    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
     debiased = check_flag(debiased, "debiased")
     return _classwise_ece(*checked, num_bins, binning, debiased)
 

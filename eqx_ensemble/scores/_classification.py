@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_labels, check_logits, check_weights
+from .._check import check_labels, check_logits, check_positive_int, check_row_weights, check_weights, needs_message
 from .._weighting import at_label, blank_unweighted, class_mixture, is_class, log_mixture, weighted_mean
-from ._check import check_reduction, check_top_k
-from ._reduce import Reduction, RowWeights, check_rows, reduce, sum_by_segment, weigh
+from ._reduce import Reduction, RowWeights, reduce, sum_by_segment, weigh
 
 
 def nll(
@@ -15,8 +14,7 @@ def nll(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Negative log-likelihood, in nats, of the labels under the mixture of the members; lower is better.
@@ -29,11 +27,8 @@ def nll(
     - `logits`: logits, `(members, *batch, classes)`, or log-probabilities, which `log_softmax` leaves unchanged. For
         probabilities `p` pass `jnp.log(p)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
 
     **Returns:**
@@ -43,7 +38,7 @@ def nll(
 
     **Raises:**
 
-    - `TypeError` for logits that are not floating-point, labels that are not integers, and a mask that is not boolean.
+    - `TypeError` for logits that are not floating-point, and labels that are not integers.
     - `ValueError` for mismatched shapes, labels out of range (where concrete), invalid weights, and a mean over zero
         rows.
 
@@ -53,7 +48,7 @@ def nll(
     ee.scores.nll(logits, jnp.array([0]))  # -log(0.6) = 0.511
     ```
     """
-    return _nll(*check_classes(logits, labels, weights, row_weights, mask, reduction), reduction)
+    return _nll(*check_classes(logits, labels, weights, row_weights, reduction), reduction)
 
 
 def accuracy(
@@ -61,8 +56,7 @@ def accuracy(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Accuracy of the mixture of the members: the fraction of rows whose most likely class is the label.
@@ -71,11 +65,8 @@ def accuracy(
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (right) or 0.0 (wrong) per row, NaN for ignored rows.
 
     **Returns:**
@@ -93,7 +84,7 @@ def accuracy(
     ee.scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
     ```
     """
-    return _accuracy(*check_classes(logits, labels, weights, row_weights, mask, reduction), reduction)
+    return _accuracy(*check_classes(logits, labels, weights, row_weights, reduction), reduction)
 
 
 def mean_member_accuracy(
@@ -101,8 +92,7 @@ def mean_member_accuracy(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Mean accuracy of the members; higher is better.
@@ -113,11 +103,8 @@ def mean_member_accuracy(
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same result.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for the fraction of members that are right on each row, NaN for
         ignored rows.
 
@@ -135,7 +122,7 @@ def mean_member_accuracy(
     ```
     """
     return _mean_member_accuracy(
-        *check_classes(logits, labels, weights, row_weights, mask, reduction, of_votes=True), reduction
+        *check_classes(logits, labels, weights, row_weights, reduction, of_votes=True), reduction
     )
 
 
@@ -144,17 +131,15 @@ def check_classes(
     labels: ArrayLike,
     weights: ArrayLike | None,
     row_weights: ArrayLike | None,
-    mask: ArrayLike | None,
     reduction: Reduction,
     *,
     of_votes: bool = False,
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Raises for invalid arguments. Returns logits, labels, weights and row weights; ignored rows are overwritten."""
     checked = check_logits(logits, of_votes=of_votes)
-    rows = check_rows(row_weights, mask, checked.shape[1:-1], checked.dtype)
-    targets = check_labels(labels, checked, rows.known)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1], mask=rows.mask)
-    check_reduction(reduction, targets.shape)
+    rows = check_row_weights(row_weights, checked.shape[1:-1], checked.dtype, reduction=reduction)
+    targets = check_labels(labels, checked, rows)
+    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1], rows=rows)
     return rows.blank(checked, before=1), rows.blank(targets), convex, rows.weights
 
 
@@ -209,8 +194,7 @@ def balanced_accuracy(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     """Balanced accuracy of the mixture of the members: the mean recall over classes; higher is better.
 
@@ -221,11 +205,8 @@ def balanced_accuracy(
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -245,7 +226,7 @@ def balanced_accuracy(
     ??? cite
         [The Balanced Accuracy and Its Posterior Distribution](https://doi.org/10.1109/ICPR.2010.764)
     """
-    return _balanced_accuracy(*check_classes(logits, labels, weights, row_weights, mask, "mean"))
+    return _balanced_accuracy(*check_classes(logits, labels, weights, row_weights, "mean"))
 
 
 @jax.jit
@@ -272,8 +253,7 @@ def top_k_accuracy(
     *,
     k: int,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Fraction of rows whose label is among the `k` most likely classes of the mixture; higher is better.
@@ -283,11 +263,8 @@ def top_k_accuracy(
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `k`: the number of classes, an integer from 1 to classes. With 1 it is [`eqx_ensemble.scores.accuracy`][].
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (right) or 0.0 (wrong) per row, NaN for ignored rows.
 
     **Returns:**
@@ -304,8 +281,12 @@ def top_k_accuracy(
     ee.scores.top_k_accuracy(logits, jnp.array([1, 2]), k=2)  # 0.5
     ```
     """
-    checked = check_classes(logits, labels, weights, row_weights, mask, reduction)
-    return _top_k_accuracy(*checked, check_top_k(k, checked[0].shape[-1]), reduction)
+    checked = check_classes(logits, labels, weights, row_weights, reduction)
+    number, num_classes = check_positive_int(k, "k"), checked[0].shape[-1]
+    if number > num_classes:
+        needs = f"`k` of at most {num_classes}, the number of classes"
+        raise ValueError(needs_message(needs, f"got {k}", "With `k` equal to it, every row counts as correct."))
+    return _top_k_accuracy(*checked, number, reduction)
 
 
 @partial(jax.jit, static_argnames=("k", "reduction"))

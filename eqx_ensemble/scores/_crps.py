@@ -7,21 +7,22 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import (
+    ALL_ROWS,
+    CountedRows,
     as_column,
     check_array,
+    check_entries,
     check_function,
     check_regression,
+    check_row_weights,
     check_weights,
     check_word,
     concrete,
-    first_text,
-    kept_rows,
     needs_message,
 )
 from .._combination import by_order
 from .._weighting import shares_in_order
-from ._check import check_fair, check_reduction
-from ._reduce import CountedRows, Reduction, check_rows, reduce_rows
+from ._reduce import Reduction, reduce_rows
 
 
 def check_chaining(chaining: Callable[[Array], Array] | None, lower: ArrayLike | None, upper: ArrayLike | None) -> None:
@@ -36,7 +37,7 @@ def check_chaining(chaining: Callable[[Array], Array] | None, lower: ArrayLike |
 
 
 def check_thresholds(
-    lower: ArrayLike | None, upper: ArrayLike | None, targets: Array, known: ArrayLike | None
+    lower: ArrayLike | None, upper: ArrayLike | None, targets: Array, rows: CountedRows
 ) -> tuple[Array, Array]:
     """Raises for invalid thresholds. Returns both, each a scalar or one per row, infinite if not given."""
     found = []
@@ -49,14 +50,19 @@ def check_thresholds(
             got = f"expected () or {targets.shape}, got {array.shape}"
             fix = "Nothing is broadcast. One score per threshold? Use `jax.vmap`."
             raise ValueError(needs_message(f"`{argument}` as one number, or one per row", got, fix))
-        host, kept = concrete(missing if value is None else value), kept_rows(known)
-        if host is not None and kept is not None and (wrong := np.isnan(host) & (kept if host.ndim else True)).any():
-            fix = "Leave out the threshold that does not bound anything."
-            raise ValueError(needs_message(f"`{argument}` without NaN", first_text(host, wrong), fix))
-        found.append((array.astype(targets.dtype), host, kept))
-    (low, low_host, kept), (high, high_host, _) = found
-    if low_host is not None and high_host is not None and kept is not None:
-        wrong = (low_host > high_host) & (kept if max(low_host.ndim, high_host.ndim) else True)
+        host = concrete(missing if value is None else value)
+        fix = "Leave out the threshold that does not bound anything."
+        check_entries(
+            f"`{argument}` without NaN",
+            missing if value is None else value,
+            np.isnan,
+            fix,
+            rows if array.ndim else ALL_ROWS,
+        )
+        found.append((array.astype(targets.dtype), host))
+    (low, low_host), (high, high_host) = found
+    if low_host is not None and high_host is not None and rows.known is not None:
+        wrong = (low_host > high_host) & (rows.known if max(low_host.ndim, high_host.ndim) else True)
         if np.any(wrong):
             got = f"got `lower` {low_host[wrong].flat[0]}" if low_host.ndim else f"got `lower` {low_host}"
             raise ValueError(needs_message("`lower` at or below `upper`", got, "Swapped? `lower` comes first."))
@@ -80,8 +86,7 @@ def crps(
     *,
     estimator: Literal["nrg", "fair"] = "nrg",
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Continuous ranked probability score of the members' point predictions as samples; lower is better.
@@ -98,9 +103,7 @@ def crps(
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `estimator`: `"nrg"` or `"fair"`; report which one was used.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -125,15 +128,20 @@ def crps(
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     convex = check_estimator(estimator, points, weights)
-    rows = check_rows(row_weights, mask, observed.shape, points.dtype)
+    rows = check_row_weights(row_weights, observed.shape, points.dtype, reduction=reduction)
     return crps_of_points(points, observed, rows, convex, estimator, reduction)
 
 
 def check_estimator(estimator: str, points: Array, weights: ArrayLike | None) -> Array | None:
     """Raises unless the estimator is known and accepts these members. Returns normalised weights."""
     check_word(estimator, "estimator", ("nrg", "fair"))
-    if estimator == "fair":
-        check_fair(points.shape[0], weighted=weights is not None)
+    num_members = points.shape[0]
+    if estimator == "fair" and num_members < 2:
+        needs, got = 'at least two members for estimator="fair"', f"got {num_members}"
+        raise ValueError(needs_message(needs, got, 'Use `estimator="nrg"`.'))
+    if estimator == "fair" and weights is not None:
+        needs, fix = 'equally weighted members for estimator="fair"', 'Drop them, or use `estimator="nrg"`.'
+        raise ValueError(needs_message(needs, "got `weights`", fix))
     return check_weights(weights, points.shape[0], points.dtype)
 
 
@@ -146,7 +154,6 @@ def crps_of_points(
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     """The score of checked arrays and options."""
-    check_reduction(reduction, observed.shape)
     points, observed = rows.blank(points, before=1), rows.blank(observed)
     # Errors are sorted, not values: a large common offset of samples and targets cancels before the sums.
     each = by_order(_fair if estimator == "fair" else _energy, points, convex, centre=observed, fill=0.0)
@@ -195,8 +202,7 @@ def threshold_weighted_crps(
     chaining: Callable[[Array], Array] | None = None,
     estimator: Literal["nrg", "fair"] = "nrg",
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Threshold-weighted CRPS of the members' point predictions, for a range of values; lower is better.
@@ -214,9 +220,7 @@ def threshold_weighted_crps(
         `lambda z: jax.nn.softplus(z - 3)`. It must be nondecreasing, which is not checked.
     - `estimator`: `"nrg"` or `"fair"`, as for [`eqx_ensemble.scores.crps`][].
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -241,12 +245,12 @@ def threshold_weighted_crps(
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     convex = check_estimator(estimator, points, weights)
-    rows = check_rows(row_weights, mask, observed.shape, points.dtype)
+    rows = check_row_weights(row_weights, observed.shape, points.dtype, reduction=reduction)
     check_chaining(chaining, lower, upper)
     # Ignored rows are set to one, where most chaining functions and their gradients are finite.
     points, observed = rows.blank(points, before=1, fill=1), rows.blank(observed, fill=1)
     if chaining is None:
-        low, high = check_thresholds(lower, upper, observed, rows.known)
+        low, high = check_thresholds(lower, upper, observed, rows)
         of_members = [x[None] if x.ndim else x for x in (low, high)]
         points, observed = jnp.clip(points, *of_members), jnp.clip(observed, low, high)
     else:

@@ -2,6 +2,5 @@
 
 from ._binning import Binning, bin_rows, check_bins, mean_gap, of_top_label
 from ._by_group import check_groups
-from ._check import check_reduction, check_some_rows
 from ._gaussian import log_density
-from ._reduce import Reduction, reduce
+from ._reduce import Reduction, RowWeights, reduce

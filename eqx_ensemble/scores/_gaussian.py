@@ -5,11 +5,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_regression, check_variance, check_weights
+from .._check import CountedRows, check_regression, check_row_weights, check_variance, check_weights
 from .._combination import by_rows
 from .._weighting import blank_unweighted, log_mixture, weighted_mean
-from ._check import check_reduction
-from ._reduce import CountedRows, Reduction, RowWeights, check_rows, reduce, reduce_rows
+from ._reduce import Reduction, RowWeights, reduce, reduce_rows
 
 
 def nll_gaussian(
@@ -17,8 +16,7 @@ def nll_gaussian(
     variance: Float[ArrayLike, "*batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Negative log-density, in nats, of the targets under a single Gaussian per entry; lower is better.
@@ -30,9 +28,7 @@ def nll_gaussian(
     **Arguments:**
 
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. Variances above zero.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -54,8 +50,9 @@ def nll_gaussian(
     ??? cite
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
     """
-    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, mask, members=False, positive=True)
-    check_reduction(reduction, arrays[-1].shape)
+    *arrays, rows = check_gaussian(
+        mean, variance, targets, row_weights, members=False, positive=True, reduction=reduction
+    )
     return _nll(*arrays, rows.weights, reduction)
 
 
@@ -65,8 +62,7 @@ def nll_gaussian_mixture(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Negative log-density, in nats, of the targets under the mixture of the members' Gaussians; lower is better.
@@ -77,11 +73,8 @@ def nll_gaussian_mixture(
 
     - `mean`, `variance`: `(members, *batch)`, of one shape. Variances above zero.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -98,11 +91,10 @@ def nll_gaussian_mixture(
     ```
     """
     *arrays, rows = check_gaussian(
-        mean, variance, targets, row_weights, mask, members=True, positive=True, weights=weights
+        mean, variance, targets, row_weights, members=True, positive=True, weights=weights, reduction=reduction
     )
     means, variances, observed = arrays
-    convex = check_weights(weights, means.shape[0], means.dtype, rows=observed.shape, mask=rows.mask)
-    check_reduction(reduction, observed.shape)
+    convex = check_weights(weights, means.shape[0], means.dtype, shape=observed.shape, rows=rows)
     return reduce_rows(by_rows(_nll_mixture, (means, variances), observed, convex), rows.weights, reduction)
 
 
@@ -111,16 +103,16 @@ def check_gaussian(
     variance: ArrayLike,
     targets: ArrayLike,
     row_weights: ArrayLike | None,
-    mask: ArrayLike | None,
     *,
     members: bool,
     positive: bool,
+    reduction: str | None = None,
     weights: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array, CountedRows]:
     """Raises for invalid arguments. Returns means, variances, targets and row weights; ignored rows are overwritten."""
     means, variances, observed = check_regression(targets, members=members, mean=mean, variance=variance)
-    rows = check_rows(row_weights, mask, observed.shape, means.dtype)
-    check_variance(variance, positive=positive, mask=rows.known, weights=weights)
+    rows = check_row_weights(row_weights, observed.shape, means.dtype, reduction=reduction)
+    check_variance(variance, positive=positive, rows=rows, weights=weights)
     means = rows.blank(means, before=int(members))
     variances = rows.blank(variances, before=int(members), fill=1)
     return means, variances, rows.blank(observed), rows
@@ -156,8 +148,7 @@ def crps_gaussian(
     variance: Float[ArrayLike, "*batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Continuous ranked probability score of a single Gaussian per entry, in closed form; lower is better.
@@ -169,9 +160,7 @@ def crps_gaussian(
 
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. For variance zero, the score is the
         absolute error.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -192,8 +181,9 @@ def crps_gaussian(
     ??? cite
         [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
     """
-    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, mask, members=False, positive=False)
-    check_reduction(reduction, arrays[-1].shape)
+    *arrays, rows = check_gaussian(
+        mean, variance, targets, row_weights, members=False, positive=False, reduction=reduction
+    )
     return _single(*arrays, rows.weights, reduction)
 
 
@@ -203,8 +193,7 @@ def crps_gaussian_mixture(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Continuous ranked probability score of the mixture of the members' Gaussians, in closed form; lower is better.
@@ -218,9 +207,7 @@ def crps_gaussian_mixture(
     - `mean`, `variance`: `(members, *batch)`, of one shape. Members of variance zero are point masses.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -241,10 +228,9 @@ def crps_gaussian_mixture(
         ensemble verification](https://doi.org/10.1256/qj.05.235)
     """
     *arrays, rows = check_gaussian(
-        mean, variance, targets, row_weights, mask, members=True, positive=False, weights=weights
+        mean, variance, targets, row_weights, members=True, positive=False, weights=weights, reduction=reduction
     )
     convex = check_weights(weights, arrays[0].shape[0], arrays[0].dtype)
-    check_reduction(reduction, arrays[-1].shape)
     return _mixture(*arrays, rows.weights, convex, reduction)
 
 
@@ -281,7 +267,7 @@ def _mixture(
 def _finite(
     mean: Float[Array, "*members"], variance: Float[Array, "*members"], targets: Float[Array, "*batch"]
 ) -> tuple[Array, Array, Array, Bool[Array, "*batch"]]:
-    """The arrays with infinities replaced by one, and a mask of the rows that had any; NaN is kept.
+    """The arrays with infinities replaced by one, and which rows had any; NaN is kept.
 
     The score of these rows is infinite, also where the closed form gives infinity minus infinity.
     """

@@ -5,11 +5,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_floating, check_positive_int, check_variance, check_word, promote
+from .._check import check_floating, check_positive_int, check_row_weights, check_variance, check_word, promote
 from ._binning import bin_rows
-from ._check import check_some_rows, check_unit_interval
 from ._gaussian import check_gaussian
-from ._reduce import RowWeights, check_rows, mean_of_rows, root, sum_by_segment, total_weight
+from ._pit import check_unit_interval
+from ._reduce import RowWeights, mean_of_rows, root, sum_by_segment, total_weight
 
 
 def quantile_calibration_error(
@@ -17,8 +17,7 @@ def quantile_calibration_error(
     *,
     num_levels: int = 99,
     kind: Literal["absolute", "squared"] = "absolute",
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Distance between predicted and observed quantiles: 0 if calibrated, lower is better.
 
@@ -30,12 +29,10 @@ def quantile_calibration_error(
 
     - `values`: the probability integral transform of the targets, from 0 to 1, `(*batch,)`: the result of
         [`eqx_ensemble.scores.pit`][] for members that are samples, or of
-        [`eqx_ensemble.scores.pit_gaussian_mixture`][]. If those used a mask, pass the same mask here.
+        [`eqx_ensemble.scores.pit_gaussian_mixture`][]. Pass the `row_weights` of those again.
     - `num_levels`: the number of levels $J$.
     - `kind`: `"absolute"` or `"squared"`.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -61,11 +58,10 @@ def quantile_calibration_error(
         Calibrated Regression](https://arxiv.org/abs/1807.00263)
     """
     (checked,) = promote(check_floating("values", values))
-    rows = check_rows(row_weights, mask, checked.shape, checked.dtype)
+    rows = check_row_weights(row_weights, checked.shape, checked.dtype, reduction="mean")
     check_positive_int(num_levels, "num_levels")
     check_word(kind, "kind", ("absolute", "squared"))
-    check_unit_interval(values, rows.known)
-    check_some_rows(checked.shape)
+    check_unit_interval(values, rows)
     return _quantile_calibration_error(rows.blank(checked), rows.weights, int(num_levels), kind)
 
 
@@ -92,8 +88,7 @@ def ence(
     targets: Real[ArrayLike, "*batch"],
     *,
     num_bins: int = 15,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Expected normalised calibration error of predicted variances: 0 if calibrated, lower is better.
 
@@ -107,9 +102,7 @@ def ence(
     - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. Variances above zero. No `members`
         axis: pass the result of [`eqx_ensemble.combine.gaussian`][].
     - `num_bins`: the number of bins $K$. Entries of equal variance share a bin.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -127,17 +120,15 @@ def ence(
     ??? cite
         [Evaluating and Calibrating Uncertainty Prediction in Regression Tasks](https://doi.org/10.3390/s22155540)
     """
-    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, mask, members=False, positive=True)
+    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, members=False, positive=True, reduction="mean")
     check_positive_int(num_bins, "num_bins")
-    check_some_rows(arrays[-1].shape)
     return _ence(*arrays, rows.weights, int(num_bins))
 
 
 def sharpness(
     variance: Float[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     """Sharpness of predicted distributions: the root mean variance, in the unit of the target; lower is sharper.
 
@@ -147,9 +138,7 @@ def sharpness(
     **Arguments:**
 
     - `variance`: `(*batch,)`, such as that of [`eqx_ensemble.combine.gaussian`][]; no `members` axis.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -168,9 +157,8 @@ def sharpness(
         [Probabilistic Forecasts, Calibration and Sharpness](https://doi.org/10.1111/j.1467-9868.2007.00587.x)
     """
     (checked,) = promote(check_floating("variance", variance))
-    rows = check_rows(row_weights, mask, checked.shape, checked.dtype)
-    check_variance(variance, positive=False, mask=rows.known)
-    check_some_rows(checked.shape)
+    rows = check_row_weights(row_weights, checked.shape, checked.dtype, reduction="mean")
+    check_variance(variance, positive=False, rows=rows)
     return _sharpness(rows.blank(checked), rows.weights)
 
 

@@ -4,10 +4,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_floating_arrays, check_labels, check_level, check_regression
+from .._check import (
+    CountedRows,
+    check_array,
+    check_entries,
+    check_floating_arrays,
+    check_labels,
+    check_level,
+    check_regression,
+    check_row_weights,
+    concrete,
+    needs_message,
+)
 from .._weighting import at_label
-from ._check import check_interval, check_reduction, check_sets
-from ._reduce import Reduction, RowWeights, check_rows, import_scoringrules, reduce, scoringrules_config
+from ._reduce import Reduction, RowWeights, import_scoringrules, reduce, scoringrules_config
+
+
+def check_interval(lower: ArrayLike, upper: ArrayLike, rows: CountedRows) -> None:
+    """Raises if a lower end is above its upper end in a row that counts; checked where concrete."""
+    high, fix = concrete(upper), "Swapped? `lower` comes first."
+    if high is not None:
+        check_entries("`lower` ends at or below `upper` ends", lower, lambda low: low > high, fix, rows)
 
 
 def interval_score(
@@ -16,8 +33,7 @@ def interval_score(
     targets: Real[ArrayLike, "*batch"],
     *,
     level: float,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Interval (Winkler) score of central intervals: width plus a penalty for targets outside; lower is better.
@@ -31,9 +47,7 @@ def interval_score(
     - `lower`, `upper`: the ends, of one shape; no `members` axis.
     - `targets`: of the same shape; nothing is broadcast.
     - `level`: the nominal coverage of the intervals, a Python number between 0 and 1.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -57,9 +71,8 @@ def interval_score(
     rules = import_scoringrules()
     low, high, observed = check_regression(targets, members=False, lower=lower, upper=upper)
     check_level(level)
-    rows = check_rows(row_weights, mask, observed.shape, observed.dtype)
-    check_interval(lower, upper, mask=rows.known)
-    check_reduction(reduction, observed.shape)
+    rows = check_row_weights(row_weights, observed.shape, observed.dtype, reduction=reduction)
+    check_interval(lower, upper, rows=rows)
     low, high, observed = (rows.blank(x) for x in (low, high, observed))
     # scoringrules multiplies distances by zero or one, and infinity times zero is NaN.
     infinite = jnp.isinf(low) | jnp.isinf(high) | jnp.isinf(observed)
@@ -76,8 +89,7 @@ def pinball(
     targets: Real[ArrayLike, "*batch"],
     *,
     level: float,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Pinball (quantile) score of predictions of a single quantile; lower is better.
@@ -89,9 +101,7 @@ def pinball(
 
     - `quantiles`, `targets`: of one shape `(*batch,)`, without a `members` axis; nothing is broadcast.
     - `level`: the level of the predicted quantile, a Python number between 0 and 1.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -115,8 +125,7 @@ def pinball(
     rules = import_scoringrules()
     predicted, observed = check_regression(targets, members=False, quantiles=quantiles)
     check_level(level)
-    rows = check_rows(row_weights, mask, observed.shape, observed.dtype)
-    check_reduction(reduction, observed.shape)
+    rows = check_row_weights(row_weights, observed.shape, observed.dtype, reduction=reduction)
     predicted, observed = rows.blank(predicted), rows.blank(observed)
     with scoringrules_config():
         each = rules.quantile_score(observed, predicted, level, backend="jax").astype(predicted.dtype)
@@ -128,8 +137,7 @@ def coverage(
     upper: Float[ArrayLike, "*batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Fraction of targets inside their intervals, ends included; ideally equal to the level of the intervals.
@@ -138,9 +146,7 @@ def coverage(
 
     - `lower`, `upper`: the ends, such as those of [`eqx_ensemble.uncertainty.gaussian_interval`][]; no `members` axis.
     - `targets`: of the same shape; nothing is broadcast.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for 1.0 (inside) or 0.0 (outside) per entry, NaN for ignored
         ones.
 
@@ -158,9 +164,8 @@ def coverage(
     ```
     """
     low, high, observed = check_regression(targets, members=False, lower=lower, upper=upper)
-    rows = check_rows(row_weights, mask, observed.shape, low.dtype)
-    check_interval(lower, upper, mask=rows.known)
-    check_reduction(reduction, observed.shape)
+    rows = check_row_weights(row_weights, observed.shape, low.dtype, reduction=reduction)
+    check_interval(lower, upper, rows=rows)
     return _coverage(low, high, observed, rows.weights, reduction)
 
 
@@ -168,8 +173,7 @@ def width(
     lower: Float[ArrayLike, "*batch"],
     upper: Float[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Width of intervals, in the unit of the target; at equal coverage, narrower is better.
@@ -177,9 +181,7 @@ def width(
     **Arguments:**
 
     - `lower`, `upper`: the ends, of one shape; no `members` axis.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -196,18 +198,28 @@ def width(
     ```
     """
     low, high = check_floating_arrays(lower=lower, upper=upper)
-    rows = check_rows(row_weights, mask, low.shape, low.dtype)
-    check_interval(lower, upper, mask=rows.known)
-    check_reduction(reduction, low.shape)
+    rows = check_row_weights(row_weights, low.shape, low.dtype, reduction=reduction)
+    check_interval(lower, upper, rows=rows)
     return reduce(rows.blank(high) - rows.blank(low), reduction, rows.weights)
+
+
+def check_sets(sets: ArrayLike) -> Array:
+    """Raises unless `sets` are booleans `(*batch, classes)`. Returns them as an array."""
+    array = check_array("sets", sets)
+    if array.dtype != bool:
+        fix = "Pass one boolean per class: whether it is in the set."
+        raise TypeError(needs_message("boolean `sets`", f"got dtype {array.dtype}, shape {array.shape}", fix))
+    if array.ndim < 1:
+        got, fix = f"got shape {array.shape}", "Classes are on the last axis."
+        raise ValueError(needs_message("`sets` of shape (*batch, classes)", got, fix))
+    return array
 
 
 def set_coverage(
     sets: Bool[ArrayLike, "*batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Fraction of labels inside their prediction sets; ideally equal to the level of the sets.
@@ -216,9 +228,7 @@ def set_coverage(
 
     - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.aps`][]; no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (inside) or 0.0 (outside) per row, NaN for ignored rows.
 
     **Returns:**
@@ -236,17 +246,15 @@ def set_coverage(
     ```
     """
     chosen = check_sets(sets)
-    rows = check_rows(row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
-    targets = check_labels(labels, chosen, rows.known, argument="sets", members=False)
-    check_reduction(reduction, targets.shape)
+    rows = check_row_weights(row_weights, chosen.shape[:-1], jnp.result_type(float), reduction=reduction)
+    targets = check_labels(labels, chosen, rows, argument="sets", members=False)
     return _set_coverage(chosen, rows.blank(targets), rows.weights, reduction)
 
 
 def set_size(
     sets: Bool[ArrayLike, "*batch classes"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Number of classes in prediction sets; at equal coverage, smaller is better.
@@ -254,9 +262,7 @@ def set_size(
     **Arguments:**
 
     - `sets`: booleans `(*batch, classes)`; no `members` axis.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
 
     **Returns:**
@@ -273,8 +279,7 @@ def set_size(
     ```
     """
     chosen = check_sets(sets)
-    rows = check_rows(row_weights, mask, chosen.shape[:-1], jnp.result_type(float))
-    check_reduction(reduction, chosen.shape[:-1])
+    rows = check_row_weights(row_weights, chosen.shape[:-1], jnp.result_type(float), reduction=reduction)
     return reduce(jnp.sum(chosen, axis=-1).astype(float), reduction, rows.weights)
 
 

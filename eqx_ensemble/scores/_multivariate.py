@@ -6,27 +6,27 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import as_column, check_array, check_nonnegative, check_number, check_regression, concrete, needs_message
-from .._weighting import blank_unweighted
-from ._check import check_outputs, check_reduction, check_two_members
-from ._crps import check_estimator
-from ._reduce import (
+from .._check import (
     CountedRows,
-    Reduction,
-    check_rows,
-    import_scoringrules,
-    reduce,
-    scoringrules_config,
-    without_gradient,
+    as_column,
+    check_array,
+    check_nonnegative,
+    check_number,
+    check_regression,
+    check_row_weights,
+    concrete,
+    needs_message,
 )
+from .._weighting import blank_unweighted
+from ._crps import check_estimator
+from ._reduce import Reduction, import_scoringrules, reduce, scoringrules_config, without_gradient
 
 
 def dawid_sebastiani(
     samples: Float[ArrayLike, " members *batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Dawid-Sebastiani score of the mean and the variance of the members' point predictions; lower is better.
@@ -40,9 +40,7 @@ def dawid_sebastiani(
 
     - `samples`: `(members, *batch)`, one number per member and entry; at least two members, equally weighted.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -65,9 +63,10 @@ def dawid_sebastiani(
     """
     rules = import_scoringrules()
     points, observed = check_regression(targets, members=True, samples=samples)
-    check_two_members(points.shape[0])
-    rows = check_rows(row_weights, mask, observed.shape, points.dtype)
-    check_reduction(reduction, observed.shape)
+    if points.shape[0] < 2:
+        fix = "For one member that predicts a variance use `scores.nll_gaussian`."
+        raise ValueError(needs_message("at least two members to compute a variance", f"got {points.shape[0]}", fix))
+    rows = check_row_weights(row_weights, observed.shape, points.dtype, reduction=reduction)
     # Ignored rows are overwritten with 0, 1, 2...: equal members would give a NaN gradient.
     numbers = jnp.arange(points.shape[0], dtype=points.dtype)
     # Errors, not values: the mean of large numbers would lose precision.
@@ -113,21 +112,21 @@ def check_vectors(
     targets: ArrayLike,
     weights: ArrayLike | None,
     row_weights: ArrayLike | None,
-    mask: ArrayLike | None,
     estimator: str,
     reduction: Reduction,
 ) -> Vectors:
     """Raises for invalid arguments of a multi-output score. Returns them as arrays."""
     points, observed = check_regression(targets, members=True, samples=samples)
-    check_outputs(points)
+    if points.ndim < 2:
+        fix = "One output? That is `crps`; with `samples[..., None]` it is the same score."
+        raise ValueError(needs_message("`samples` of shape (members, *batch, out)", f"got shape {points.shape}", fix))
     if weights is not None and concrete(weights) is None:
         fix = "Close over the weights instead of passing them into `jax.jit`."
         raise ValueError(
             needs_message("concrete `weights`, because scoringrules reads their values", "got a traced array", fix)
         )
     convex = check_estimator(estimator, points, weights)
-    rows = check_rows(row_weights, mask, observed.shape[:-1], points.dtype)
-    check_reduction(reduction, observed.shape[:-1])
+    rows = check_row_weights(row_weights, observed.shape[:-1], points.dtype, reduction=reduction)
     return Vectors(points, observed, convex, rows)
 
 
@@ -154,8 +153,7 @@ def energy_score(
     *,
     estimator: Literal["nrg", "fair"] = "nrg",
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Energy score of the members' multi-output predictions as samples; lower is better.
@@ -172,9 +170,7 @@ def energy_score(
         used.
     - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. Members of weight zero are
         ignored. Only with `"nrg"`.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
 
     **Returns:**
@@ -199,7 +195,7 @@ def energy_score(
     """
     name = "scores.energy_score"
     rules = import_scoringrules()
-    vectors = check_vectors(samples, targets, weights, row_weights, mask, estimator, reduction)
+    vectors = check_vectors(samples, targets, weights, row_weights, estimator, reduction)
     options = {"m_axis": 0, "estimator": estimator, "backend": "jax"}
     rule = lambda y, x, weights: rules.es_ensemble(y, x, ens_w=weights, **options)
     return score_vectors(name, rule, vectors, reduction)
@@ -213,8 +209,7 @@ def variogram_score(
     pair_weights: Real[ArrayLike, "out out"] | None = None,
     estimator: Literal["nrg", "fair"] = "nrg",
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Variogram score of the members' multi-output predictions as samples; lower is better.
@@ -235,9 +230,7 @@ def variogram_score(
         allocates `(*batch, members, members, out, out)`.
     - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. Members of weight zero are
         ignored. Only with `"nrg"`.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
 
     **Returns:**
@@ -261,7 +254,7 @@ def variogram_score(
     """
     name = "scores.variogram_score"
     rules = import_scoringrules()
-    vectors = check_vectors(samples, targets, weights, row_weights, mask, estimator, reduction)
+    vectors = check_vectors(samples, targets, weights, row_weights, estimator, reduction)
     points, observed = vectors.samples, vectors.targets
     pairs = check_pair_weights(pair_weights, points.shape[-1], points.dtype)
     wide = None if pairs is None else jnp.broadcast_to(pairs, (*observed.shape, observed.shape[-1]))

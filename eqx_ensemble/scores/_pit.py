@@ -5,11 +5,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Key, Real
 
-from .._check import check_key, check_mask, check_no_nan, check_regression, check_values, check_weights
+from .._check import (
+    CountedRows,
+    check_counted_rows,
+    check_entries,
+    check_key,
+    check_no_nan,
+    check_positive_int,
+    check_regression,
+    check_row_weights,
+    check_values,
+    check_weights,
+)
 from .._combination import by_rows
 from .._keys import member_keys
-from .._weighting import blank_masked, blank_unweighted, weighted_mean
-from ._check import check_positive_int, check_unit_interval
+from .._weighting import blank_unweighted, weighted_mean
 from ._gaussian import check_gaussian
 
 
@@ -17,19 +27,19 @@ def rank_histogram(
     samples: Float[ArrayLike, " members *batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     key: Any,
 ) -> Int32[Array, " ranks"]:
     """Histogram of the target's rank among the members, from lowest to highest; flat if calibrated.
 
     Ties between target and members are broken uniformly at random. Members are equally weighted: for weights see
-    [`eqx_ensemble.scores.pit`][]. It takes no `row_weights`: sums of weights are not counts, and have different noise.
+    [`eqx_ensemble.scores.pit`][]. Row weights are booleans: sums of numbers are not counts, and have different noise.
 
     **Arguments:**
 
     - `samples`: `(members, *batch)`, one number per member and entry.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(*batch,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
     - `key`: one threefry key, typed or legacy, to break ties.
 
     **Returns:**
@@ -51,23 +61,23 @@ def rank_histogram(
         Forecasts](https://doi.org/10.1175/1520-0493(2001)129%3C0550:IORHFV%3E2.0.CO;2)
     """
     points, observed = check_regression(targets, members=True, samples=samples)
-    kept = check_mask(mask, observed.shape)
-    check_no_nan("samples", samples, mask)
-    check_no_nan("targets", targets, mask)
+    rows = check_counted_rows(row_weights, observed.shape)
+    check_no_nan("samples", samples, rows)
+    check_no_nan("targets", targets, rows)
     check_key(key)
-    return _rank_histogram(points, observed, kept, member_keys(key, 1, purpose="rank_histogram"))
+    points, observed = rows.blank(points, before=1), rows.blank(observed)
+    return _rank_histogram(points, observed, rows.counted, member_keys(key, 1, purpose="rank_histogram"))
 
 
 @jax.jit
 def _rank_histogram(
     samples: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
-    mask: Bool[Array, "*batch"] | None,
+    counted: Bool[Array, "*batch"] | None,
     keys: Key[Array, "1"],
 ) -> Int32[Array, " ranks"]:
-    samples, targets = blank_masked(samples, mask, before=1), blank_masked(targets, mask)
     kept = ~(jnp.any(jnp.isnan(samples), axis=0) | jnp.isnan(targets))
-    kept = kept if mask is None else kept & mask
+    kept = kept if counted is None else kept & counted
     below = jnp.sum(samples < targets[None], axis=0, dtype=jnp.int32)
     level = jnp.sum(samples == targets[None], axis=0, dtype=jnp.int32)
     rank = below + jax.random.randint(keys[0], targets.shape, 0, level + 1, dtype=jnp.int32)
@@ -79,7 +89,7 @@ def pit(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     key: Any = None,
 ) -> Float[Array, "*batch"]:
     r"""Probability integral transform of the targets under the members' empirical distribution.
@@ -93,7 +103,7 @@ def pit(
     - `samples`: `(members, *batch)`, one number per member and entry.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are NaN in the result.
+    - `row_weights`: booleans or numbers `(*batch,)`; rows of `False` or zero are NaN in the result.
     - `key`: one threefry key, typed or legacy, to randomise ties between targets and members, as for counts and other
         discrete targets.
 
@@ -116,11 +126,9 @@ def pit(
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     convex = check_weights(weights, points.shape[0], points.dtype)
-    kept = check_mask(mask, observed.shape)
+    kept, share = check_row_weights(row_weights, observed.shape).counted, None
     if key is not None:
         check_key(key)
-    share = None
-    if key is not None:
         share = jax.random.uniform(member_keys(key, 1, purpose="pit")[0], observed.shape, observed.dtype)
     return by_rows(_pit, points, (observed, share, kept), convex)
 
@@ -131,7 +139,7 @@ def pit_gaussian_mixture(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, "*batch"]:
     r"""Probability integral transform of the targets under the mixture of the members' Gaussians.
 
@@ -142,7 +150,7 @@ def pit_gaussian_mixture(
     - `mean`, `variance`: `(members, *batch)`, of one shape. Variances above zero.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are NaN in the result.
+    - `row_weights`: booleans or numbers `(*batch,)`; rows of `False` or zero are NaN in the result.
 
     **Returns:**
 
@@ -157,24 +165,33 @@ def pit_gaussian_mixture(
     ee.scores.pit_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 0.5
     ```
     """
-    *arrays, rows = check_gaussian(mean, variance, targets, None, mask, members=True, positive=True, weights=weights)
+    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, members=True, positive=True, weights=weights)
     convex = check_weights(weights, arrays[0].shape[0], arrays[0].dtype)
-    return _pit_gaussian_mixture(*arrays, rows.mask, convex)
+    return _pit_gaussian_mixture(*arrays, rows.counted, convex)
+
+
+def check_unit_interval(values: ArrayLike, rows: CountedRows) -> None:
+    """Raises unless values are from 0 to 1 or NaN in rows that count; checked where concrete."""
+    fix = "They are what `scores.pit` or `scores.pit_gaussian_mixture` returns."
+    check_entries("`values` from 0 to 1", values, lambda host: (host < 0) | (host > 1), fix, rows)
 
 
 def pit_histogram(
-    values: Float[ArrayLike, "..."], *, num_bins: int = 10, mask: Bool[ArrayLike, "..."] | None = None
+    values: Float[ArrayLike, "..."],
+    *,
+    num_bins: int = 10,
+    row_weights: Bool[ArrayLike, "..."] | Real[ArrayLike, "..."] | None = None,
 ) -> Int32[Array, " bins"]:
     """Histogram of a probability integral transform in bins of equal width; flat if calibrated.
 
-    It takes no `row_weights`: sums of weights are not counts, and have different noise.
+    Row weights are booleans: sums of numbers are not counts, and have different noise.
 
     **Arguments:**
 
     - `values`: of any shape, from 0 to 1: the result of [`eqx_ensemble.scores.pit`][] or
         [`eqx_ensemble.scores.pit_gaussian_mixture`][].
     - `num_bins`: the number of bins. Bins include their upper end; the first also includes 0.
-    - `mask`: booleans of the same shape; NaN, and entries where it is `False`, are ignored.
+    - `row_weights`: booleans of the same shape, or 0 and 1; NaN, and entries of `False` or 0, are ignored.
 
     **Returns:**
 
@@ -190,10 +207,10 @@ def pit_histogram(
     ```
     """
     checked = jnp.ravel(check_values("values", values))
-    kept = check_mask(mask, jnp.shape(values))
+    rows = check_counted_rows(row_weights, jnp.shape(values))
     check_positive_int(num_bins, "num_bins")
-    check_unit_interval(values, mask)
-    return _pit_histogram(checked, None if kept is None else jnp.ravel(kept), int(num_bins))
+    check_unit_interval(values, rows)
+    return _pit_histogram(checked, None if rows.counted is None else jnp.ravel(rows.counted), int(num_bins))
 
 
 def _pit(
@@ -201,12 +218,12 @@ def _pit(
     rows: tuple[Array, Array | None, Array | None],
     weights: Float[Array, " members"] | None,
 ) -> Float[Array, "*batch"]:
-    targets, share, mask = rows
+    targets, share, counted = rows
     below = weighted_mean((samples < targets[None]).astype(samples.dtype), weights)
     level = weighted_mean((samples == targets[None]).astype(samples.dtype), weights)
     unknown = jnp.any(jnp.isnan(blank_unweighted(samples, weights)), axis=0) | jnp.isnan(targets)
     value = jnp.where(unknown, jnp.nan, jnp.minimum(below + (0.5 if share is None else share) * level, 1))
-    return value if mask is None else jnp.where(mask, value, jnp.nan)
+    return value if counted is None else jnp.where(counted, value, jnp.nan)
 
 
 @jax.jit
@@ -214,17 +231,19 @@ def _pit_gaussian_mixture(
     mean: Float[Array, " members *batch"],
     variance: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
-    mask: Bool[Array, "*batch"] | None,
+    counted: Bool[Array, "*batch"] | None,
     weights: Float[Array, " members"] | None,
 ) -> Float[Array, "*batch"]:
     mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights, fill=1.0)
     value = weighted_mean(jax.scipy.special.ndtr((targets[None] - mean) / jnp.sqrt(variance)), weights)
-    return value if mask is None else jnp.where(mask, value, jnp.nan)
+    return value if counted is None else jnp.where(counted, value, jnp.nan)
 
 
 @partial(jax.jit, static_argnames="num_bins")
-def _pit_histogram(values: Float[Array, " n"], mask: Bool[Array, " n"] | None, num_bins: int) -> Int32[Array, " bins"]:
+def _pit_histogram(
+    values: Float[Array, " n"], counted: Bool[Array, " n"] | None, num_bins: int
+) -> Int32[Array, " bins"]:
     edges = jnp.arange(1, num_bins, dtype=values.dtype) / num_bins
     known = (values >= 0) & (values <= 1)
-    kept = known if mask is None else mask & known
+    kept = known if counted is None else counted & known
     return jax.ops.segment_sum(kept.astype(jnp.int32), jnp.searchsorted(edges, values, side="left"), num_bins)

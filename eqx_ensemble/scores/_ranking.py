@@ -13,8 +13,7 @@ def auroc(
     scores: Float[ArrayLike, "*batch"],
     positives: Bool[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     """Area under the ROC curve: the probability that a positive row has a higher score than a negative one.
 
@@ -24,8 +23,7 @@ def auroc(
 
     - `scores`: one number per row `(*batch,)`, higher for likely positives, such as a measure of uncertainty.
     - `positives`: booleans `(*batch,)`, such as out-of-distribution rows, or wrongly predicted rows.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; a row of weight 2 counts twice.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -34,7 +32,7 @@ def auroc(
 
     **Raises:**
 
-    - `TypeError` for scores that are not floating-point, and for positives or a mask that are not boolean.
+    - `TypeError` for scores that are not floating-point, and positives that are not boolean.
     - `ValueError` for mismatched shapes, invalid row weights, and rows that are all positive or all negative (where
         concrete).
 
@@ -48,15 +46,14 @@ def auroc(
         [The Meaning and Use of the Area under a Receiver Operating Characteristic (ROC)
         Curve](https://doi.org/10.1148/radiology.143.1.7063747)
     """
-    return _auroc(*check_ranking(scores, positives, row_weights, mask))
+    return _auroc(*check_ranking(scores, positives, row_weights))
 
 
 def aupr(
     scores: Float[ArrayLike, "*batch"],
     positives: Bool[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Area under the precision-recall curve, as average precision, $\sum_k (R_k - R_{k-1}) P_k$ over thresholds.
 
@@ -66,7 +63,7 @@ def aupr(
 
     **Arguments:**
 
-    - `scores`, `positives`, `row_weights`, `mask`: as for [`eqx_ensemble.scores.auroc`][].
+    - `scores`, `positives`, `row_weights`: as for [`eqx_ensemble.scores.auroc`][].
 
     **Returns:**
 
@@ -84,7 +81,7 @@ def aupr(
     ??? cite
         [The Relationship Between Precision-Recall and ROC Curves](https://doi.org/10.1145/1143844.1143874)
     """
-    return _aupr(*check_ranking(scores, positives, row_weights, mask))
+    return _aupr(*check_ranking(scores, positives, row_weights))
 
 
 def fpr_at_tpr(
@@ -92,8 +89,7 @@ def fpr_at_tpr(
     positives: Bool[ArrayLike, "*batch"],
     *,
     level: float = 0.95,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     """False positive rate at the threshold where the true positive rate reaches `level`: by default FPR95.
 
@@ -101,7 +97,7 @@ def fpr_at_tpr(
 
     **Arguments:**
 
-    - `scores`, `positives`, `row_weights`, `mask`: as for [`eqx_ensemble.scores.auroc`][]. Papers on
+    - `scores`, `positives`, `row_weights`: as for [`eqx_ensemble.scores.auroc`][]. Papers on
         out-of-distribution detection differ in which rows are positive. For positive in-distribution rows pass
         `-scores, ~positives`, with scores that are high out of distribution.
     - `level`: the true positive rate, a Python number between 0 and 1.
@@ -121,7 +117,7 @@ def fpr_at_tpr(
     ```
     """
     check_level(level)
-    return _fpr_at_tpr(*check_ranking(scores, positives, row_weights, mask), level)
+    return _fpr_at_tpr(*check_ranking(scores, positives, row_weights), level)
 
 
 def rates(
@@ -213,8 +209,7 @@ def roc_curve(
     scores: Float[ArrayLike, "*batch"],
     positives: Bool[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> RocCurve:
     """ROC curve: true against false positive rate at every threshold, for [`eqx_ensemble.plot.roc_curve`][].
 
@@ -224,7 +219,7 @@ def roc_curve(
 
     **Arguments:**
 
-    - `scores`, `positives`, `row_weights`, `mask`: as for [`eqx_ensemble.scores.auroc`][].
+    - `scores`, `positives`, `row_weights`: as for [`eqx_ensemble.scores.auroc`][].
 
     **Returns:**
 
@@ -245,15 +240,14 @@ def roc_curve(
     ??? cite
         [An Introduction to ROC Analysis](https://doi.org/10.1016/j.patrec.2005.10.010)
     """
-    return _roc_curve(*check_ranking(scores, positives, row_weights, mask))
+    return _roc_curve(*check_ranking(scores, positives, row_weights))
 
 
 def precision_recall_curve(
     scores: Float[ArrayLike, "*batch"],
     positives: Bool[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> PrecisionRecallCurve:
     """Precision against recall at every threshold, for [`eqx_ensemble.plot.precision_recall_curve`][].
 
@@ -263,7 +257,7 @@ def precision_recall_curve(
 
     **Arguments:**
 
-    - `scores`, `positives`, `row_weights`, `mask`: as for [`eqx_ensemble.scores.auroc`][].
+    - `scores`, `positives`, `row_weights`: as for [`eqx_ensemble.scores.auroc`][].
 
     **Returns:**
 
@@ -283,7 +277,7 @@ def precision_recall_curve(
     ??? cite
         [The Relationship Between Precision-Recall and ROC Curves](https://doi.org/10.1145/1143844.1143874)
     """
-    return _precision_recall_curve(*check_ranking(scores, positives, row_weights, mask))
+    return _precision_recall_curve(*check_ranking(scores, positives, row_weights))
 
 
 @jax.jit

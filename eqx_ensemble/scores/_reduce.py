@@ -1,30 +1,25 @@
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Shaped
 
 from .._caller import caller
 from .._check import (
     check_array,
     check_floating,
-    check_mask,
-    check_nonnegative,
+    check_row_weights,
     concrete,
-    kept_rows,
     missing_extra_message,
     needs_message,
     promote,
 )
 from .._promotion import standard_promotion
-from .._weighting import blank_masked, sum_members
-from ._check import no_gradient_message
+from .._weighting import sum_members
 
 # Imports and calls scoringrules. Its scores take the `members` axis first, as all scores do.
 
@@ -51,7 +46,10 @@ def without_gradient(name: str, score: Callable[..., Array]) -> Callable[..., Ar
 
     @function.defjvp
     def refuse(primals: tuple, tangents: tuple) -> NoReturn:
-        raise NotImplementedError(no_gradient_message(name))
+        raise NotImplementedError(
+            f"`{name}` has no gradient: where members coincide, that of scoringrules is NaN.\n"
+            "Train on `scores.crps` of each output, and evaluate with this score."
+        )
 
     return function
 
@@ -59,7 +57,7 @@ def without_gradient(name: str, score: Callable[..., Array]) -> Callable[..., Ar
 Reduction = Literal["mean", "none"]
 
 RowWeights = Bool[Array, "*batch"] | Float[Array, "*batch"]
-"""Row weights: the booleans of a mask, or non-negative numbers."""
+"""Row weights: booleans, or non-negative numbers."""
 
 _BLOCK = 256
 """The number of rows in one partial sum."""
@@ -137,67 +135,7 @@ def sum_by_segment(
     return jnp.where(segment[last] == every, running[last], 0)
 
 
-# The arguments `row_weights` and `mask`, merged into one array of row weights for compiled scores.
-
-
-class CountedRows(NamedTuple):
-    """Row weights and the mask of rows to include, `None` for equal rows; `known` is the mask as checks can read it."""
-
-    weights: RowWeights | None = None
-    mask: Array | None = None
-    known: ArrayLike | None = None
-
-    def blank(self, values: Shaped[Array, "..."], *, before: int = 0, fill: ArrayLike = 0) -> Shaped[Array, "..."]:
-        """The values, overwritten in ignored rows; `before` is the number of axes before those of the rows."""
-        return blank_masked(values, self.mask, before=before, fill=fill)
-
-
-def check_rows(
-    row_weights: ArrayLike | None, mask: ArrayLike | None, shape: tuple[int, ...], dtype: jnp.dtype
-) -> CountedRows:
-    """Raises for an invalid mask or invalid row weights. Returns them, with weights scaled to a maximum below two."""
-    kept = check_mask(mask, shape)
-    if row_weights is None:
-        return CountedRows(kept, kept, mask)
-    array = check_row_weights(row_weights, shape, mask)
-    host, known = concrete(row_weights), kept_rows(mask)
-    if host is not None and known is not None:
-        exact = np.where(known, host.astype(np.float64), 0)
-        # By a power of two: integer weights remain exact.
-        scaled = np.ldexp(exact, 1 - np.frexp(exact.max(initial=0))[1]).astype(dtype)
-        return CountedRows(jnp.asarray(scaled), jnp.asarray(scaled != 0), scaled != 0)
-    converted = array.astype(dtype) if kept is None else jnp.where(kept, array.astype(dtype), 0)
-    # Values of weight zero are overwritten, so the gradient of such a weight would be wrong: it is set to zero.
-    converted = jnp.where(converted == 0, 0, converted)
-    exponent = jnp.frexp(jax.lax.stop_gradient(jnp.max(converted, initial=0)))[1]
-    weights = jnp.ldexp(converted, 1 - exponent)
-    return CountedRows(weights, counts(weights), counts(weights))
-
-
-def check_row_weights(row_weights: ArrayLike, shape: tuple[int, ...], mask: ArrayLike | None) -> Array:
-    """Raises unless there is one real, finite, non-negative weight per row, not all zero, in rows that `mask` keeps."""
-    with np.errstate(over="ignore"):  # of float64 weights, which are scaled where concrete
-        array = check_array("row_weights", row_weights)
-    if array.dtype == bool or jnp.issubdtype(array.dtype, jnp.complexfloating):
-        fix = "Use `mask` to exclude rows; `row_weights` are numbers."
-        raise TypeError(
-            needs_message("real numbers as `row_weights`", f"got dtype {array.dtype}, shape {array.shape}", fix)
-        )
-    if array.shape != shape:
-        fix = "Nothing is broadcast. Weights of members are `weights`."
-        if array.ndim < len(shape) and array.shape == shape[: array.ndim]:
-            fix = "Several entries per row? Pass `jnp.broadcast_to(row_weights[:, None], targets.shape)`."
-        got = f"expected shape {shape}, got {array.shape}"
-        raise ValueError(needs_message("one of `row_weights` per row", got, fix))
-    if math.prod(shape) > 0:
-        fix = "A row of weight zero does not count; a weight of two counts a row twice."
-        check_nonnegative("row_weights", row_weights, fix=fix, mask=mask, all_zero=False)
-    return array
-
-
-def check_ranking(
-    scores: ArrayLike, positives: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
-) -> tuple[Array, Array, Array]:
+def check_ranking(scores: ArrayLike, positives: ArrayLike, row_weights: ArrayLike | None) -> tuple[Array, Array, Array]:
     """Raises unless there are positive and negative rows. Returns scores, positives and row weights, flattened."""
     values, truth = check_floating("scores", scores), check_array("positives", positives)
     if truth.dtype != jnp.bool_:
@@ -205,9 +143,9 @@ def check_ranking(
         raise TypeError(needs_message("boolean `positives`", f"got dtype {truth.dtype}", fix))
     _same_rows("scores", values, "positives", truth)
     (values,) = promote(values)
-    rows = check_rows(row_weights, mask, values.shape, values.dtype)
+    rows = check_row_weights(row_weights, values.shape, values.dtype)
     weights = jnp.ones(values.shape, values.dtype) if rows.weights is None else rows.weights.astype(values.dtype)
-    known, host = kept_rows(rows.known), concrete(positives)
+    known, host = rows.known, concrete(positives)
     if known is not None and host is not None:
         for kind, found in (("positive", host), ("negative", ~host)):
             if not (known & found).any():
@@ -222,7 +160,7 @@ def check_ranking(
 
 
 def check_selection(
-    uncertainty: ArrayLike, losses: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
+    uncertainty: ArrayLike, losses: ArrayLike, row_weights: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
     """Raises for invalid arguments. Returns uncertainties, losses and row weights, flattened."""
     values, array = check_floating("uncertainty", uncertainty), check_array("losses", losses)
@@ -230,7 +168,7 @@ def check_selection(
     if values.size == 0:
         raise ValueError(needs_message("at least one row", f"got shape {values.shape}", "Was every row filtered out?"))
     values, array = promote(values, array)
-    rows = check_rows(row_weights, mask, values.shape, values.dtype)
+    rows = check_row_weights(row_weights, values.shape, values.dtype)
     counted = jnp.ones(values.shape, bool) if rows.weights is None else rows.weights
     return jnp.ravel(values), jnp.ravel(array), jnp.ravel(counted)
 
@@ -240,20 +178,3 @@ def _same_rows(argument: str, values: Array, other: str, array: Array) -> None:
         got = f"got `{argument}` {values.shape}, `{other}` {array.shape}"
         fix = "Nothing is broadcast. One score per member? Use `jax.vmap`."
         raise ValueError(needs_message(f"`{argument}` and `{other}` of one shape", got, fix))
-
-
-def check_rows_of_scores(
-    values: ArrayLike, row_weights: ArrayLike | None, mask: ArrayLike | None
-) -> tuple[Array, Array | None, Array | None]:
-    """Raises for invalid arguments. Returns scores `(..., rows)`, row weights and the mask over rows."""
-    array = promote(check_floating("values", values))[0]
-    if array.ndim < 1 or array.shape[-1] == 0:
-        fix = 'Pass one score per row, what `reduction="none"` gives.'
-        raise ValueError(
-            needs_message("`values` with at least one row on the last axis", f"got shape {array.shape}", fix)
-        )
-    rows = check_mask(mask, array.shape[-1:])
-    if row_weights is None:
-        return array, None, rows
-    weights = check_row_weights(row_weights, array.shape[-1:], mask)
-    return array, weights.astype(array.dtype), rows

@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import as_column, check_regression, check_weights
+from .._check import as_column, check_regression, check_row_weights, check_weights
 from .._combination import pays_if_large
 from .._weighting import blank_unweighted, known_mean, sum_members, weighted_mean
-from ._check import check_reduction, check_some_rows
-from ._reduce import Reduction, RowWeights, check_rows, counts, mean_of_rows, reduce, root, total_weight, weigh
+from ._reduce import Reduction, RowWeights, counts, mean_of_rows, reduce, root, total_weight, weigh
 
 _GROUP = 8  # members whose errors are added in registers
 _LANES = 1024
@@ -20,8 +19,7 @@ def rmse(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Root mean squared error of the ensemble mean, in the unit of the target; lower is better.
 
@@ -32,9 +30,7 @@ def rmse(
     - `predictions`: `(members, *batch)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -52,7 +48,7 @@ def rmse(
     ee.scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
     ```
     """
-    arrays = check_points(predictions, targets, weights, row_weights, mask)
+    arrays = check_points(predictions, targets, weights, row_weights)
     return _rmse(*arrays, in_groups=pays_if_large(arrays[0], arrays[1:]))
 
 
@@ -61,8 +57,7 @@ def mean_member_rmse(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     """Mean root mean squared error of the members; lower is better.
 
@@ -73,9 +68,7 @@ def mean_member_rmse(
     - `predictions`: `(members, *batch)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -90,7 +83,7 @@ def mean_member_rmse(
     # (1 + 3) / 2 = 2.0
     ```
     """
-    arrays = check_points(predictions, targets, weights, row_weights, mask)
+    arrays = check_points(predictions, targets, weights, row_weights)
     return _mean_member_rmse(*arrays, one_by_one=pays_if_large(arrays[0], arrays[1:]))
 
 
@@ -99,13 +92,12 @@ def check_points(
     targets: ArrayLike,
     weights: ArrayLike | None,
     row_weights: ArrayLike | None,
-    mask: ArrayLike | None,
+    reduction: Reduction = "mean",
 ) -> tuple[Array, Array, Array | None, Array | None]:
     """Raises for invalid arguments. Returns point predictions, targets, weights of members and of rows."""
     predicted, observed = check_regression(targets, members=True, predictions=predictions)
     convex = check_weights(weights, predicted.shape[0], predicted.dtype)
-    rows = check_rows(row_weights, mask, observed.shape, predicted.dtype)
-    check_some_rows(observed.shape)
+    rows = check_row_weights(row_weights, observed.shape, predicted.dtype, reduction=reduction)
     return rows.blank(predicted, before=1), rows.blank(observed), convex, rows.weights
 
 
@@ -197,8 +189,7 @@ def mae(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Mean absolute error of the ensemble mean, in the unit of the target; lower is better.
@@ -211,9 +202,7 @@ def mae(
     - `predictions`: `(members, *batch)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
 
     **Returns:**
@@ -229,8 +218,7 @@ def mae(
     ee.scores.mae(predictions, targets)  # (0 + 2) / 2 = 1.0
     ```
     """
-    check_reduction(reduction, ())
-    arrays = check_points(predictions, targets, weights, row_weights, mask)
+    arrays = check_points(predictions, targets, weights, row_weights, reduction)
     return _mae(*arrays, reduction, in_groups=pays_if_large(arrays[0], arrays[1:]))
 
 
@@ -239,8 +227,7 @@ def r2(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Coefficient of determination $R^2$ of the ensemble mean: 1 is perfect, 0 equals predicting the mean target.
 
@@ -253,9 +240,7 @@ def r2(
     - `predictions`: `(members, *batch)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -270,7 +255,7 @@ def r2(
     ee.scores.r2(predictions, targets)  # 1 - 1 / 4.67 = 0.786
     ```
     """
-    arrays = check_points(predictions, targets, weights, row_weights, mask)
+    arrays = check_points(predictions, targets, weights, row_weights)
     return _r2(*arrays, in_groups=pays_if_large(arrays[0], arrays[1:]))
 
 

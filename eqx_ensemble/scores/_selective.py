@@ -2,8 +2,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
+from .._check import check_counted_rows
 from ._reduce import RowWeights, check_selection, counts, mean_of_rows, sum_by_segment, weigh
 
 
@@ -18,8 +20,7 @@ def risk_coverage(
     uncertainty: Float[ArrayLike, "*batch"],
     losses: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> RiskCoverage:
     """Risk-coverage curve of selective prediction: the mean loss when the least certain rows are rejected.
 
@@ -31,9 +32,7 @@ def risk_coverage(
 
     - `uncertainty`: one number per row `(*batch,)`, higher is less certain.
     - `losses`: `(*batch,)`, such as `scores.nll(logits, labels, reduction="none")`, or one minus `scores.accuracy`.
-    - `row_weights`: finite, non-negative row weights `(*batch,)`; only their ratios matter. A row of weight 2 counts
-        twice; a row of weight zero is ignored, even if it contains NaN.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -42,7 +41,7 @@ def risk_coverage(
 
     **Raises:**
 
-    - `TypeError` for uncertainties that are not floating-point, and a mask that is not boolean.
+    - `TypeError` for uncertainties that are not floating-point.
     - `ValueError` for mismatched shapes, zero rows, and invalid row weights.
 
     ```python
@@ -53,15 +52,14 @@ def risk_coverage(
     ??? cite
         [Selective Classification for Deep Neural Networks](https://arxiv.org/abs/1705.08500)
     """
-    return _risk_coverage(*check_selection(uncertainty, losses, row_weights, mask))
+    return _risk_coverage(*check_selection(uncertainty, losses, row_weights))
 
 
 def aurc(
     uncertainty: Float[ArrayLike, "*batch"],
     losses: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Real[ArrayLike, "*batch"] | None = None,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     r"""Area under the risk-coverage curve, $\frac1n \sum_{k=1}^n \mathrm{risk}_k$; lower is better.
 
@@ -70,7 +68,7 @@ def aurc(
 
     **Arguments:**
 
-    - `uncertainty`, `losses`, `row_weights`, `mask`: as for [`eqx_ensemble.scores.risk_coverage`][]. The risk of each
+    - `uncertainty`, `losses`, `row_weights`: as for [`eqx_ensemble.scores.risk_coverage`][]. The risk of each
         point is weighted by its row. A repeated row has more points than a row of larger weight, and gives a different
         area.
 
@@ -90,23 +88,24 @@ def aurc(
     ??? cite
         [Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers](https://arxiv.org/abs/1805.08206)
     """
-    return _aurc(*check_selection(uncertainty, losses, row_weights, mask))
+    return _aurc(*check_selection(uncertainty, losses, row_weights))
 
 
 def excess_aurc(
     uncertainty: Float[ArrayLike, "*batch"],
     losses: Real[ArrayLike, "*batch"],
     *,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, ""]:
     """Excess area under the risk-coverage curve (E-AURC): the area minus that of the ideal ranking, by the losses.
 
-    Zero for a perfect ranking. The ideal area is computed exactly for these rows, not in the limit of many rows. It
-    takes no `row_weights`: with unequal weights, the ranking by losses is not always optimal.
+    Zero for a perfect ranking. The ideal area is computed exactly for these rows, not in the limit of many rows. Row
+    weights are booleans: with unequal weights, the ranking by losses is not always optimal.
 
     **Arguments:**
 
-    - `uncertainty`, `losses`, `mask`: as for [`eqx_ensemble.scores.risk_coverage`][].
+    - `uncertainty`, `losses`: as for [`eqx_ensemble.scores.risk_coverage`][].
+    - `row_weights`: booleans `(*batch,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:**
 
@@ -125,7 +124,8 @@ def excess_aurc(
     ??? cite
         [Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers](https://arxiv.org/abs/1805.08206)
     """
-    return _excess_aurc(*check_selection(uncertainty, losses, None, mask))
+    counted = check_counted_rows(row_weights, np.shape(uncertainty)).counted
+    return _excess_aurc(*check_selection(uncertainty, losses, counted))
 
 
 @jax.jit

@@ -134,7 +134,7 @@ class AbstractEstimator(BaseEstimator):
 
 
 def has_bag(prediction: np.ndarray) -> np.ndarray:
-    """A mask of the rows with an out-of-bag prediction. Warns if there are none."""
+    """Which rows have an out-of-bag prediction. Warns if there are none."""
     found = np.asarray(~np.isnan(prediction.reshape(len(prediction), -1)).any(axis=1))
     if not found.any():
         warn("No row is out of bag for any member: `oob_score_` is NaN. Use more members or rows.")

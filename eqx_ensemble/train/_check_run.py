@@ -5,6 +5,7 @@ import numpy as np
 from .._axes import not_finite_text
 from .._caller import caller
 from .._check import (
+    CountedRows,
     check_nonnegative_weights,
     check_positive_int,
     check_weight_count,
@@ -81,7 +82,7 @@ def check_run_weights(weights: Any, healthy: np.ndarray, combine: Any) -> np.nda
             "members that diverged."
         )
     check_weight_count(weights, len(healthy))
-    check_nonnegative_weights(weights, mask=healthy, all_zero=False)
+    check_nonnegative_weights(weights, rows=CountedRows(known=healthy), all_zero=False)
     kept = as_numpy(weights, "weights").astype(float)[healthy]
     return kept / kept.sum() if kept.size else kept
 

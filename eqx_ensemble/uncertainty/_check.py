@@ -5,12 +5,12 @@ from jax.typing import ArrayLike
 
 from .._check import (
     check_array,
+    check_entries,
     check_floating,
-    check_mask,
     check_positive_scalar,
+    check_row_weights,
     concrete,
     first_text,
-    kept_rows,
     promote,
     value_error,
 )
@@ -40,9 +40,9 @@ def check_levels(levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) -> tuple[Ar
 
 
 def check_rows_of_members(
-    argument: str, values: ArrayLike, mask: ArrayLike | None, *, binary: bool = False
+    argument: str, values: ArrayLike, row_weights: ArrayLike | None, *, binary: bool = False
 ) -> tuple[Array, Array]:
-    """Raises for invalid values; `binary` allows 0, 1 and NaN only. Returns them as `(members, rows)`, and a mask."""
+    """Raises for invalid values; `binary` allows 0, 1 and NaN only. Returns `(members, rows)` and row weights."""
     array = check_array(argument, values)
     if binary and not jnp.issubdtype(array.dtype, jnp.inexact):  # booleans, and integers 0 and 1
         array = array.astype(jnp.float32)
@@ -51,13 +51,11 @@ def check_rows_of_members(
         raise value_error(
             f"`{argument}` of shape (members, *batch)", f"got shape {array.shape}", "The members axis comes first."
         )
-    rows = check_mask(mask, array.shape[1:])
-    host, kept = concrete(values), kept_rows(mask)
-    if binary and host is not None and kept is not None:
-        exact = np.asarray(host, np.float64)
-        wrong = ~np.isin(exact, (0, 1)) & ~np.isnan(exact) & kept
-        if wrong.any():
-            fix = "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`."
-            raise value_error(f"zeros and ones in `{argument}`", first_text(exact, wrong), fix)
-    counted = jnp.ones(array.shape[1:], bool) if rows is None else rows
-    return jnp.reshape(promote(array)[0], (array.shape[0], -1)), jnp.ravel(counted)
+    (array,) = promote(array)
+    rows = check_row_weights(row_weights, array.shape[1:], array.dtype)
+    if binary and (host := concrete(values)) is not None:
+        fix = "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`."
+        is_wrong = lambda exact: ~np.isin(exact, (0, 1)) & ~np.isnan(exact)
+        check_entries(f"zeros and ones in `{argument}`", np.asarray(host, np.float64), is_wrong, fix, rows)
+    own = jnp.ones(array.shape[1:], array.dtype) if rows.weights is None else rows.weights.astype(array.dtype)
+    return jnp.reshape(rows.blank(array, before=1), (array.shape[0], -1)), jnp.ravel(own)

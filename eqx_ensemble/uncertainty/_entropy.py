@@ -46,8 +46,7 @@ def decompose_entropy(
     **Arguments:**
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
 
     **Returns:**
 
@@ -69,7 +68,7 @@ def decompose_entropy(
         Learning](https://arxiv.org/abs/1710.07283)
     """
     checked = check_logits(logits)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, rows=checked.shape[1:-1])
+    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
     aleatoric, epistemic = _parts(checked, convex)
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 

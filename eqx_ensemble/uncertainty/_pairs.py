@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_logits, check_mask, check_weights
+from .._check import check_logits, check_row_weights, check_weights
 from .._combination import Summary, check_one_logits, stream
 from .._weighting import different_votes, known_mean, votes
 from ._check import check_rows_of_members
@@ -97,14 +97,16 @@ for _fn, _result in ((variation_ratio, _rest), (disagreement, different_votes)):
 
 
 def pairwise_disagreement(
-    logits: Float[ArrayLike, "members *batch classes"], *, mask: Bool[ArrayLike, "*batch"] | None = None
+    logits: Float[ArrayLike, "members *batch classes"],
+    *,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, "members members"]:
     """The fraction of rows on which each pair of members votes for different classes.
 
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -113,8 +115,8 @@ def pairwise_disagreement(
 
     **Raises:**
 
-    - `TypeError` for logits that are not floating-point, and a mask that is not boolean.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and a mismatched mask.
+    - `TypeError` for logits that are not floating-point.
+    - `ValueError` for logits without a `members` axis or with fewer than two classes, and invalid row weights.
 
     ```python
     # two members, two rows
@@ -126,13 +128,15 @@ def pairwise_disagreement(
         [Deep Ensembles: A Loss Landscape Perspective](https://arxiv.org/abs/1912.02757)
     """
     checked = check_logits(logits, of_votes=True)
-    return _pairwise_disagreement(checked, check_mask(mask, checked.shape[1:-1]))
+    rows = check_row_weights(row_weights, checked.shape[1:-1], checked.dtype)
+    own = jnp.ones(checked.shape[1:-1], checked.dtype) if rows.weights is None else rows.weights.astype(checked.dtype)
+    return _pairwise_disagreement(rows.blank(checked, before=1), own)
 
 
 def q_statistic(
     correct: Real[ArrayLike, " members *batch"] | Bool[ArrayLike, " members *batch"],
     *,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, "members members"]:
     r"""Yule's Q statistic of every pair of members: whether they fail on the same rows.
 
@@ -145,7 +149,7 @@ def q_statistic(
 
     - `correct`: `(members, *batch)`, 1 where the member is right and 0 where it is wrong, of any dtype:
         `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -154,7 +158,7 @@ def q_statistic(
 
     **Raises:**
 
-    - `TypeError` for a `correct` that is not an array of numbers or booleans, and a mask that is not boolean.
+    - `TypeError` for a `correct` that is not an array of numbers or booleans.
     - `ValueError` for mismatched shapes, and numbers other than 0, 1 and NaN (where concrete).
 
     ```python
@@ -166,11 +170,13 @@ def q_statistic(
         [Measures of Diversity in Classifier Ensembles and Their Relationship with the Ensemble
         Accuracy](https://doi.org/10.1023/A:1022859003006)
     """
-    return _q_statistic(*check_rows_of_members("correct", correct, mask, binary=True))
+    return _q_statistic(*check_rows_of_members("correct", correct, row_weights, binary=True))
 
 
 def error_correlation(
-    errors: Float[ArrayLike, " members *batch"], *, mask: Bool[ArrayLike, "*batch"] | None = None
+    errors: Float[ArrayLike, " members *batch"],
+    *,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, "members members"]:
     r"""Pearson's correlation over rows of the errors of every pair of members.
 
@@ -181,7 +187,7 @@ def error_correlation(
 
     - `errors`: `(members, *batch)`, such as `predictions - targets[None]`, or, for classes,
         `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -190,7 +196,7 @@ def error_correlation(
 
     **Raises:**
 
-    - `TypeError` for errors that are not floating-point, and a mask that is not boolean.
+    - `TypeError` for errors that are not floating-point.
     - `ValueError` for mismatched shapes.
 
     ```python
@@ -198,29 +204,25 @@ def error_correlation(
     ee.uncertainty.error_correlation(errors)  # all ones
     ```
     """
-    return _error_correlation(*check_rows_of_members("errors", errors, mask))
+    return _error_correlation(*check_rows_of_members("errors", errors, row_weights))
 
 
 @jax.jit
 def _pairwise_disagreement(
-    logits: Float[Array, "members *batch classes"], mask: Bool[Array, "*batch"] | None
+    logits: Float[Array, "members *batch classes"], own: Float[Array, "*batch"]
 ) -> Float[Array, "members members"]:
     voted = jnp.reshape(jnp.argmax(logits, axis=-1), (logits.shape[0], -1))
     broken = jnp.reshape(jnp.any(jnp.isnan(logits), axis=-1), voted.shape)
-    counted = jnp.ones(voted.shape[1:], bool) if mask is None else jnp.ravel(mask)
-    of_one = lambda row: jnp.sum((voted != row[None]) & counted[None], axis=1, dtype=jnp.int32)
-    shares = jax.lax.map(of_one, voted).astype(logits.dtype) / jnp.sum(counted).astype(logits.dtype)
-    unknown = jnp.any(broken & counted[None], axis=1)
+    of_one = lambda row: jnp.sum(jnp.where(voted != row[None], jnp.ravel(own)[None], 0), axis=1)
+    shares = jax.lax.map(of_one, voted) / jnp.sum(own)
+    unknown = jnp.any(broken, axis=1)
     return jnp.where(unknown[None] | unknown[:, None], jnp.nan, shares)
 
 
 @jax.jit
-def _q_statistic(
-    correct: Float[Array, "members rows"], counted: Bool[Array, " rows"]
-) -> Float[Array, "members members"]:
-    right = jnp.where(counted[None], correct, 0)
-    wrong = jnp.where(counted[None], 1 - correct, 0)
-    share = lambda one, other: jnp.matmul(one, other.T, precision="highest") / jnp.sum(counted).astype(one.dtype)
+def _q_statistic(correct: Float[Array, "members rows"], own: Float[Array, " rows"]) -> Float[Array, "members members"]:
+    right, wrong = correct, 1 - correct
+    share = lambda one, other: jnp.matmul(one * own[None], other.T, precision="highest") / jnp.sum(own)
     alike = share(right, right) * share(wrong, wrong)
     unlike = share(right, wrong) * share(wrong, right)
     return (alike - unlike) / (alike + unlike)
@@ -228,17 +230,17 @@ def _q_statistic(
 
 @jax.jit
 def _error_correlation(
-    errors: Float[Array, "members rows"], counted: Bool[Array, " rows"]
+    errors: Float[Array, "members rows"], own: Float[Array, " rows"]
 ) -> Float[Array, "members members"]:
-    over_rows = lambda x: jnp.sum(x, axis=1, keepdims=True) / jnp.sum(counted).astype(x.dtype)
-    rough = over_rows(jnp.where(counted[None], errors, 0))
-    deviation = jnp.where(counted[None], errors - rough, 0)
-    deviation = jnp.where(counted[None], deviation - over_rows(deviation), 0)
-    lowest = jnp.min(jnp.where(counted[None], errors, jnp.inf), axis=1, keepdims=True)
-    highest = jnp.max(jnp.where(counted[None], errors, -jnp.inf), axis=1, keepdims=True)
+    over_rows = lambda x: jnp.sum(x * own[None], axis=1, keepdims=True) / jnp.sum(own)
+    counted = own[None] > 0
+    deviation = jnp.where(counted, errors - over_rows(errors), 0)
+    deviation = jnp.where(counted, deviation - over_rows(deviation), 0)
+    lowest = jnp.min(jnp.where(counted, errors, jnp.inf), axis=1, keepdims=True)
+    highest = jnp.max(jnp.where(counted, errors, -jnp.inf), axis=1, keepdims=True)
     # Deviations of constant errors are rounding only, which must not count as correlation.
     deviation = jnp.where(lowest == highest, jnp.nan, deviation)
     # Divided by the largest first: squares of very large or small errors would overflow or underflow.
-    deviation = deviation / jnp.max(jnp.abs(deviation), axis=1, keepdims=True)
+    deviation = jnp.sqrt(own)[None] * (deviation / jnp.max(jnp.abs(deviation), axis=1, keepdims=True))
     scaled = deviation / jnp.sqrt(jnp.sum(deviation**2, axis=1, keepdims=True))
     return jnp.clip(jnp.matmul(scaled, scaled.T, precision="highest"), -1, 1)

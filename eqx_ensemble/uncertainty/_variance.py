@@ -176,8 +176,7 @@ def decompose_variance(
     **Arguments:**
 
     - `mean`, `variance`: `(members, ...)`, of one shape. For point predictions pass `jnp.zeros_like(mean)`.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
 
     **Returns:**
 
@@ -200,7 +199,7 @@ def decompose_variance(
         Learning](https://arxiv.org/abs/1710.07283)
     """
     means, variances = check_moments(mean, variance, weights=weights)
-    convex = check_weights(weights, means.shape[0], means.dtype, rows=means.shape[1:])
+    convex = check_weights(weights, means.shape[0], means.dtype, shape=means.shape[1:])
     aleatoric, epistemic = by_rows(_parts, (means, variances), (), convex)
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 

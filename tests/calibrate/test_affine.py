@@ -107,7 +107,7 @@ def test_masked_rows_change_nothing():
     mask = np.arange(80) % 4 > 0
     spoilt, labels = SMALL.copy(), LABELS.copy()
     spoilt[:, ~mask], labels[~mask] = np.nan, -7
-    got = calibrate.vector(spoilt, labels, pool="mixture", mask=mask)(SMALL)
+    got = calibrate.vector(spoilt, labels, pool="mixture", row_weights=mask)(SMALL)
     want = calibrate.vector(SMALL[:, mask], LABELS[mask], pool="mixture")(SMALL)
     np.testing.assert_allclose(got, want, atol=5e-3)
     assert not np.allclose(calibrate.vector(SMALL, LABELS, pool="mixture")(SMALL), want, atol=2e-2)

@@ -160,7 +160,7 @@ def test_masked_rows_change_nothing(fit):
     mask = np.arange(80) % 4 > 0
     spoilt, labels = LOGITS.copy(), LABELS.copy()
     spoilt[:, ~mask], labels[~mask] = np.nan, -7
-    got = np.exp(fit(spoilt, labels, pool="members", mask=mask)(LOGITS))
+    got = np.exp(fit(spoilt, labels, pool="members", row_weights=mask)(LOGITS))
     want = np.exp(fit(LOGITS[:, mask], LABELS[mask], pool="members")(LOGITS))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     assert not np.allclose(np.exp(fit(LOGITS, LABELS, pool="members")(LOGITS)), want, atol=1e-2)

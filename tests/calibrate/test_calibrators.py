@@ -68,7 +68,7 @@ def test_rows_without_a_class_are_left_out_while_tracing(kind, label):
     fit, labels = getattr(ee.calibrate, kind), LABELS.copy()
     labels[::5] = label
     got = jax.jit(lambda y: fit(LOGITS, y, pool="mixture")(LOGITS))(labels)
-    want = fit(LOGITS, LABELS, pool="mixture", mask=labels == LABELS)(LOGITS)
+    want = fit(LOGITS, LABELS, pool="mixture", row_weights=labels == LABELS)(LOGITS)
     alike = lambda found: np.isclose(np.exp(found), np.exp(want), atol=1e-4).all(axis=-1).mean()
     assert alike(got) >= 0.97  # a row on the edge of a bin of equal mass may fall to either side by rounding
     last = fit(LOGITS, np.where(labels == LABELS, labels, 2), pool="mixture")(LOGITS)

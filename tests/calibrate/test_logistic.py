@@ -24,7 +24,7 @@ def _binary(kind, odds, labels):
     """The parameters of the second class; always of 400 rows, of which some are masked, so that one program serves."""
     pad = (0, 400 - len(odds))
     logits, mask = _logits(np.pad(odds, pad)).astype(np.float32), np.arange(400) < len(odds)
-    fitted = getattr(calibrate, kind)(logits, np.pad(labels, pad), pool="mixture", mask=mask)
+    fitted = getattr(calibrate, kind)(logits, np.pad(labels, pad), pool="mixture", row_weights=mask)
     names = ("slope", "offset") if kind == "platt" else ("a", "b", "c")
     return np.array([getattr(fitted, name)[0, 1] for name in names])
 
@@ -180,8 +180,10 @@ def test_members_masks_weights_and_jit(kind):
     mask = np.arange(400) % 3 > 0
     spoilt, labels = np.where(mask[:, None], logits, np.nan), np.where(mask, LABELS, -9)
     want = leaves(fit(logits[:, mask], LABELS[mask], pool="members"))
-    np.testing.assert_allclose(leaves(fit(spoilt, labels, pool="members", mask=mask)), want, rtol=1e-3, atol=1e-4)
-    traced = jax.jit(lambda x, y, mask: fit(x, y, pool="members", mask=mask))(spoilt, labels, mask)
+    np.testing.assert_allclose(
+        leaves(fit(spoilt, labels, pool="members", row_weights=mask)), want, rtol=1e-3, atol=1e-4
+    )
+    traced = jax.jit(lambda x, y, mask: fit(x, y, pool="members", row_weights=mask))(spoilt, labels, mask)
     np.testing.assert_allclose(leaves(traced), want, rtol=1e-3, atol=1e-4)
     assert not np.allclose(leaves(together), want, rtol=1e-2)
     spoilt = np.where(np.arange(3)[:, None, None] == 1, np.nan, logits)

@@ -48,7 +48,7 @@ def test_an_offset_costs_no_precision():
 def test_masks_and_shapes():
     mask = np.arange(40) % 3 > 0
     spoilt = np.where(mask, VARIANCE, -1)
-    got = calibrate.variance(MEAN, spoilt, TARGETS, pool="members", mask=mask)
+    got = calibrate.variance(MEAN, spoilt, TARGETS, pool="members", row_weights=mask)
     want = calibrate.variance(MEAN[:, mask], VARIANCE[:, mask], TARGETS[mask], pool="members")
     np.testing.assert_allclose(got.scale, want.scale, rtol=1e-5)
     square = (x.reshape(*x.shape[:-1], 5, 8) for x in (MEAN, VARIANCE, TARGETS))
@@ -79,7 +79,7 @@ def test_targets_that_are_not_finite_are_refused(wrong):
     mean, variance, targets = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32), np.array([1, wrong, 2])
     with pytest.raises(ValueError, match=r"finite `targets`.\n  got (nan|inf) at index \(1,\)"):
         calibrate.variance(mean, variance, targets, pool="mixture")
-    fitted = calibrate.variance(mean, variance, targets, pool="mixture", mask=np.isfinite(targets))
+    fitted = calibrate.variance(mean, variance, targets, pool="mixture", row_weights=np.isfinite(targets))
     np.testing.assert_allclose(fitted.scale, 2.5)
     with pytest.raises(ValueError, match="finite means and variances.\n  .*nan"):
         calibrate.variance(mean * np.nan, variance, np.ones(3), pool="mixture")

@@ -162,16 +162,18 @@ def test_masked_rows_may_hold_anything(name):
     for bad in (np.nan, -1.0, 0.0):
         weights = WEIGHTS.copy()
         weights[:, 2] = bad
-        got = fn(*(x.astype(np.float32) for x in broken), *rows, weights=weights, mask=mask)
+        got = fn(*(x.astype(np.float32) for x in broken), *rows, weights=weights, row_weights=mask)
         expected = np.asarray(fn(*own, *rows, weights=WEIGHTS))
         np.testing.assert_allclose(np.asarray(got)[mask], expected[mask], rtol=1e-5)
-        mean = fn.func(*(x.astype(np.float32) for x in broken), *rows, weights=weights, mask=mask)
+        mean = fn.func(*(x.astype(np.float32) for x in broken), *rows, weights=weights, row_weights=mask)
         np.testing.assert_allclose(mean, expected[mask].mean(), rtol=1e-5)
-        gradient = jax.grad(lambda w: fn.func(*own, *rows, weights=w, mask=mask))(jnp.asarray(weights, jnp.float32))  # noqa: B023
+        gradient = jax.grad(lambda w: fn.func(*own, *rows, weights=w, row_weights=mask))(
+            jnp.asarray(weights, jnp.float32)
+        )  # noqa: B023
         assert np.isfinite(gradient).all()
     weights[0, 3] = np.nan
     with pytest.raises(ValueError, match=r"finite `weights` of zero or more.\n  got nan at index \(0, 3\)"):
-        fn(*own, *rows, weights=weights, mask=mask)
+        fn(*own, *rows, weights=weights, row_weights=mask)
 
 
 def change(index, value):

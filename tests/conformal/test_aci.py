@@ -72,7 +72,7 @@ def test_quantile_at_any_level():
         assert quantile(level, SCORES) == want
     mask = np.arange(99) % 2 == 0
     spoilt = np.where(mask, SCORES, np.nan)
-    assert _at(0.8).quantile(spoilt, mask=mask) == conformal.quantile(SCORES[mask], level=0.8)
+    assert _at(0.8).quantile(spoilt, row_weights=mask) == conformal.quantile(SCORES[mask], level=0.8)
     assert np.isnan(_at(0.8).quantile(spoilt))
 
 

@@ -115,10 +115,10 @@ def test_masks_jit_files_nan_and_few_rows(kind, tmp_path):
     fit = getattr(conformal, kind)
     mask = np.arange(99) % 4 > 0
     spoilt, labels = np.where(mask[:, None], LOGITS[OLD], np.nan), np.where(mask, LABELS[OLD], -7)
-    got = fit(spoilt, labels, level=0.8, mask=mask)
+    got = fit(spoilt, labels, level=0.8, row_weights=mask)
     want = fit(LOGITS[OLD][mask], LABELS[OLD][mask], level=0.8)
     assert eqx.tree_equal(got, want)
-    traced = jax.jit(lambda x, y, mask: fit(x, y, level=0.8, mask=mask))
+    traced = jax.jit(lambda x, y, mask: fit(x, y, level=0.8, row_weights=mask))
     assert eqx.tree_equal(traced(spoilt, labels, mask), want)
     assert np.isnan(jax.tree.leaves(traced(LOGITS[OLD], labels, mask | True))[0])
     assert np.asarray(traced(LOGITS[OLD], labels, mask | True)(LOGITS[NEW])).all()

@@ -34,7 +34,7 @@ def test_sets_are_those_of_the_p_values(level):
     mask = np.arange(99) % 7 > 0
     for kept in (np.ones(99, bool), mask):
         spoilt = np.where(kept[:, None], HELD_OUT, np.nan)
-        fitted = conformal.cross_conformal(spoilt, LABELS[OLD], FOLDS, level=level, score="lac", mask=kept)
+        fitted = conformal.cross_conformal(spoilt, LABELS[OLD], FOLDS, level=level, score="lac", row_weights=kept)
         p = _p_values(np.asarray(HELD_OUT), LOGITS, FOLD, LABELS[OLD], kept)
         np.testing.assert_array_equal(fitted(LOGITS), p > 1 - level + 1e-12)
         rolled = _p_values(np.asarray(HELD_OUT), LOGITS[[1, 2, 0]], FOLD, LABELS[OLD], kept)

@@ -19,7 +19,7 @@ OLD = slice(0, ROWS)
 
 def _fit(level, weights=None, mask=None, predictions=PREDICTIONS, targets=TARGETS):
     held_out = resample.out_of_bag_mean(predictions[:, OLD], DRAWN, weights=weights).mean
-    return conformal.enbpi(held_out, targets[OLD], DRAWN, level=level, weights=weights, mask=mask)
+    return conformal.enbpi(held_out, targets[OLD], DRAWN, level=level, weights=weights, row_weights=mask)
 
 
 def _loop(weights, kept):
@@ -76,7 +76,7 @@ def test_rows_that_every_member_drew_do_not_count():
     assert fitted(PREDICTIONS[:3, 0]).upper == np.inf
     held_out = resample.out_of_bag_mean(PREDICTIONS[:, OLD], DRAWN).mean
     with pytest.warns(UserWarning, match=nothing):  # the latest rows have no target
-        conformal.enbpi(held_out, TARGETS[OLD], DRAWN, level=0.8, window=5, mask=np.arange(ROWS) < ROWS - 5)
+        conformal.enbpi(held_out, TARGETS[OLD], DRAWN, level=0.8, window=5, row_weights=np.arange(ROWS) < ROWS - 5)
 
 
 def test_updates_slide_the_window():
@@ -110,18 +110,18 @@ def test_times_without_a_target():
     fitted = _fit(0.8)
     known = np.arange(NEW) % 3 > 0
     spoilt = np.where(known, TARGETS[ROWS:], np.nan)
-    got = fitted.update(np.where(known, PREDICTIONS[:, ROWS:], np.nan), spoilt, mask=known)
+    got = fitted.update(np.where(known, PREDICTIONS[:, ROWS:], np.nan), spoilt, row_weights=known)
     np.testing.assert_array_equal(got.known[-NEW:], known)
     lower, upper = got(PREDICTIONS[:, 0])
     centre = np.asarray(fitted.share) @ PREDICTIONS[:, 0]
     ends = _shortest(np.asarray(got.residuals.upper)[np.asarray(got.known)], 0.8)
     np.testing.assert_allclose([lower - centre, upper - centre], ends, rtol=1e-4, atol=1e-5)
-    one = fitted.update(PREDICTIONS[:, 0], np.float32(np.nan), mask=False)
+    one = fitted.update(PREDICTIONS[:, 0], np.float32(np.nan), row_weights=False)
     assert not one.known[-1]
     traced = jax.jit(lambda y: fitted.update(PREDICTIONS[:, ROWS:], y)(PREDICTIONS[:, 0]))(spoilt)
     assert np.isnan(jax.tree.leaves(traced)).all()
     with pytest.warns(UserWarning, match="`conformal.Enbpi.update`: no time of the window has a target; .* unbounded"):
-        nothing = fitted.update(np.zeros((MEMBERS, ROWS), np.float32), np.zeros(ROWS), mask=np.zeros(ROWS, bool))
+        nothing = fitted.update(np.zeros((MEMBERS, ROWS), np.float32), np.zeros(ROWS), row_weights=np.zeros(ROWS, bool))
     np.testing.assert_array_equal(jax.tree.leaves(nothing(PREDICTIONS[:, 0])), [-np.inf, np.inf])
 
 
@@ -168,7 +168,7 @@ def test_messages():
         ValueError, match=r"`predictions` \(members,\) or \(members, times\).\n  got shape \(6, 4, 13\)"
     ):
         fitted.update(PREDICTIONS.reshape(6, 4, 13), TARGETS.reshape(4, 13))
-    with pytest.raises(ValueError, match=r"one boolean of `mask` for each time.\n  expected booleans \(\), got int"):
-        fitted.update(PREDICTIONS[:, 0], TARGETS[0], mask=1)
+    with pytest.raises(ValueError, match="`row_weights` of zeros and ones.\n  got 2"):
+        fitted.update(PREDICTIONS[:, 0], TARGETS[0], row_weights=2)
     with pytest.raises(ValueError, match="`held_out` predictions without NaN"):
         conformal.enbpi(np.full(ROWS, np.nan, np.float32), TARGETS[OLD], DRAWN, level=0.8)

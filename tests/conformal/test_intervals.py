@@ -135,15 +135,15 @@ def test_masks():
     bad_scale = np.where(mask, SCALE, -1)
     for got, want in (
         (
-            conformal.split(spoilt, TARGETS, level=0.8, mask=mask),
+            conformal.split(spoilt, TARGETS, level=0.8, row_weights=mask),
             conformal.split(CENTRE[mask], TARGETS[mask], level=0.8),
         ),
         (
-            conformal.normalised(spoilt, bad_scale, TARGETS, level=0.8, mask=mask),
+            conformal.normalised(spoilt, bad_scale, TARGETS, level=0.8, row_weights=mask),
             conformal.normalised(CENTRE[mask], SCALE[mask], TARGETS[mask], level=0.8),
         ),
         (
-            conformal.cqr(spoilt, spoilt, TARGETS, level=0.8, mask=mask),
+            conformal.cqr(spoilt, spoilt, TARGETS, level=0.8, row_weights=mask),
             conformal.cqr(CENTRE[mask], CENTRE[mask], TARGETS[mask], level=0.8),
         ),
     ):

@@ -112,9 +112,9 @@ def test_masks():
     mask = np.arange(ROWS) % 4 > 0
     held_out = np.where(mask, resample.out_of_fold(at_rows, FOLDS).mean, np.nan)
     want = _loop(at_rows, new, np.asarray(FOLDS.in_test), TARGETS, 0.8, counts=mask)
-    fitted = conformal.cv_plus(held_out, TARGETS, FOLDS, level=0.8, mask=mask)
+    fitted = conformal.cv_plus(held_out, TARGETS, FOLDS, level=0.8, row_weights=mask)
     np.testing.assert_allclose(fitted(new), want, rtol=1e-5, atol=1e-5)
-    traced = jax.jit(lambda mask: conformal.cv_plus(held_out, TARGETS, FOLDS, level=0.8, mask=mask)(new))(mask)
+    traced = jax.jit(lambda mask: conformal.cv_plus(held_out, TARGETS, FOLDS, level=0.8, row_weights=mask)(new))(mask)
     np.testing.assert_allclose(traced, want, rtol=1e-5, atol=1e-5)
     assert not np.allclose(_loop(at_rows, new, np.asarray(FOLDS.in_test), TARGETS, 0.8), want, atol=1e-2)
 

@@ -21,7 +21,9 @@ VALUES = RNG.normal(size=80).astype(np.float32)
 def test_quantile_of_a_group_is_that_of_its_rows():
     mask = RNG.uniform(size=80) < 0.8
     spoilt, groups = np.where(mask, VALUES, np.nan), np.where(mask, GROUPS[OLD], -1)
-    fit = lambda values, groups, mask: conformal.group_quantile(values, groups, level=0.7, num_groups=4, mask=mask)
+    fit = lambda values, groups, mask: conformal.group_quantile(
+        values, groups, level=0.7, num_groups=4, row_weights=mask
+    )
     want = [conformal.quantile(VALUES[mask & (GROUPS[OLD] == g)], level=0.7) for g in range(4)]
     np.testing.assert_array_equal(fit(spoilt, groups, mask), want)
     np.testing.assert_array_equal(jax.jit(fit)(spoilt, groups, mask), want)
@@ -41,7 +43,7 @@ def test_one_group_is_the_fit_of_its_rows(score):
     got = np.asarray(fitted(LOGITS, GROUPS))
     for g in range(4):
         own = GROUPS[OLD] == g
-        want = fit(LOGITS[OLD], LABELS[OLD], level=0.7, mask=own)(LOGITS)
+        want = fit(LOGITS[OLD], LABELS[OLD], level=0.7, row_weights=own)(LOGITS)
         np.testing.assert_array_equal(got[GROUPS == g], want[GROUPS == g])
     assert not np.array_equal(fit(LOGITS[OLD], LABELS[OLD], level=0.7)(LOGITS), got)
 
@@ -53,7 +55,7 @@ def test_a_class_has_the_fit_of_its_rows(score):
     got = np.asarray(fitted(LOGITS))
     for c in range(3):
         own = LABELS[OLD] == c
-        want = fit(LOGITS[OLD], LABELS[OLD], level=0.7, mask=own)(LOGITS)
+        want = fit(LOGITS[OLD], LABELS[OLD], level=0.7, row_weights=own)(LOGITS)
         np.testing.assert_array_equal(got[:, c], want[:, c])
 
 

@@ -57,12 +57,12 @@ def test_too_few_rows():
 def test_masks():
     want = conformal.quantile(SCORES[MASK], level=0.8)
     spoilt = np.where(MASK, SCORES, np.nan)
-    assert conformal.quantile(spoilt, level=0.8, mask=MASK) == want
-    assert jax.jit(lambda mask: conformal.quantile(spoilt, level=0.8, mask=mask))(MASK) == want
+    assert conformal.quantile(spoilt, level=0.8, row_weights=MASK) == want
+    assert jax.jit(lambda mask: conformal.quantile(spoilt, level=0.8, row_weights=mask))(MASK) == want
     assert conformal.quantile(SCORES, level=0.8) != want
     assert np.isnan(conformal.quantile(spoilt, level=0.8))
     few = np.arange(99) < 3
-    assert jax.jit(lambda mask: conformal.quantile(SCORES, level=0.8, mask=mask))(few) == np.inf
+    assert jax.jit(lambda mask: conformal.quantile(SCORES, level=0.8, row_weights=mask))(few) == np.inf
 
 
 def _weighted_loop(scores, weights, new, level):
@@ -89,7 +89,7 @@ def test_weighted_is_the_loop(level):
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert not np.allclose(_weighted_loop(np.float64(SCORES), weights[::-1], new, level), want)
     spoilt = np.where(MASK, SCORES, np.nan)
-    got = conformal.weighted_quantile(spoilt, np.where(MASK, weights, -1), new, level=level, mask=MASK)
+    got = conformal.weighted_quantile(spoilt, np.where(MASK, weights, 0), new, level=level)
     np.testing.assert_allclose(got, _weighted_loop(np.float64(SCORES[MASK]), weights[MASK], new, level), rtol=1e-6)
 
 
@@ -108,16 +108,16 @@ def test_equal_weights_of_many_rows(masked):
     # The rounding of a sum of 100,000 weights is worth several ranks.
     scores, rows = np.arange(1.0, 100_001, dtype=np.float32), 90_000 if masked else 100_000
     mask = np.arange(100_000) < rows if masked else None
-    weights = np.where(np.arange(100_000) < rows, np.float32(0.1), -1)
+    weights = np.where(np.arange(100_000) < rows, np.float32(0.1), 0)
     new = np.array([0.1, 0.0, 100.0], np.float32)
     for level in (0.5, 0.9, 0.95):
-        fitted = lambda mask, level=level: conformal.weighted_quantile(scores, weights, new, level=level, mask=mask)
-        got, rank = np.asarray(fitted(mask)), -(-(rows + 1) * round(100 * level) // 100)
-        assert got[0] == rank == conformal.quantile(scores, level=level, mask=mask)
+        fitted = lambda weights, level=level: conformal.weighted_quantile(scores, weights, new, level=level)
+        got, rank = np.asarray(fitted(weights)), -(-(rows + 1) * round(100 * level) // 100)
+        assert got[0] == rank == conformal.quantile(scores, level=level, row_weights=mask)
         # Other weights: as near as a sum in float32 can be.
         np.testing.assert_allclose(got[1:], level * (rows + np.array([0, 1000])), rtol=1e-5)
         if masked:
-            np.testing.assert_array_equal(jax.jit(fitted)(mask), got)
+            np.testing.assert_array_equal(jax.jit(fitted)(weights), got)
 
 
 def test_weights_undo_a_shift_of_the_inputs():
@@ -144,7 +144,7 @@ def test_messages():
         conformal.quantile(SCORES, level="0.9")
     with pytest.raises(TypeError, match="a Python number as `level`.\n  got a traced array"):
         jax.jit(lambda level: conformal.quantile(SCORES, level=level))(0.9)
-    with pytest.raises(ValueError, match=r"one of `row_weights` per score.\n  expected shape \(99,\), got \(9,\)"):
+    with pytest.raises(ValueError, match=r"one of `row_weights` per row.\n  expected shape \(99,\), got \(9,\)"):
         conformal.weighted_quantile(SCORES, np.ones(9), np.ones(1), level=0.9)
     with pytest.raises(ValueError, match="finite `new_weights` of zero or more.\n  got -1.0 at index"):
         conformal.weighted_quantile(SCORES, np.ones(99), -np.ones(1), level=0.9)

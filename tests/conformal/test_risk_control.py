@@ -67,15 +67,17 @@ def test_is_the_definition(risk):
         good = [(Fraction(float(total)) + Fraction(3, 4)) / (n + 1) <= exact for total in risks]
         want = at[np.argmax(good)] if any(good) else np.inf
         spoilt = np.where(kept[:, None], STEPS, np.nan), np.where(kept[:, None], DROPS, np.nan)
-        fit = lambda steps, drops, mask: conformal.risk_control_steps(steps, drops, risk=risk, bound=0.75, mask=mask)
+        fit = lambda steps, drops, mask: conformal.risk_control_steps(
+            steps, drops, risk=risk, bound=0.75, row_weights=mask
+        )
         if any(good):
             assert fit(*spoilt, kept) == want
             losses = np.where(kept[:, None], _losses(STEPS, DROPS, at), np.nan)
-            assert conformal.risk_control(losses, at, risk=risk, bound=0.75, mask=kept) == want
+            assert conformal.risk_control(losses, at, risk=risk, bound=0.75, row_weights=kept) == want
         assert jax.jit(fit)(*spoilt, kept) == want
         assert np.isnan(jax.jit(fit)(spoilt[0], np.where(DROPS > -1, DROPS * np.nan, 0), kept))
     grid = np.linspace(0, 1, 50, dtype=np.float32)
-    traced = jax.jit(lambda losses, mask: conformal.risk_control(losses, grid, risk=0.3, bound=0.75, mask=mask))
+    traced = jax.jit(lambda losses, mask: conformal.risk_control(losses, grid, risk=0.3, bound=0.75, row_weights=mask))
     got, losses = traced(_losses(STEPS, DROPS, grid), MASK), _losses(STEPS, DROPS, grid)
     assert got == conformal.risk_control(losses[MASK], grid, risk=0.3, bound=0.75)
     assert np.isnan(traced(losses * np.nan, MASK))

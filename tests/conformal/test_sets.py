@@ -138,7 +138,7 @@ def test_a_penalty_makes_sets_smaller():
 def test_masks_shapes_jit_and_files(tmp_path):
     mask = np.arange(49) % 4 > 0
     spoilt, labels = np.where(mask[:, None], LOGITS, np.nan), np.where(mask, LABELS, -7)
-    got = conformal.raps(spoilt, labels, level=0.8, penalty=0.1, num_free=1, mask=mask)
+    got = conformal.raps(spoilt, labels, level=0.8, penalty=0.1, num_free=1, row_weights=mask)
     want = conformal.raps(LOGITS[mask], LABELS[mask], level=0.8, penalty=0.1, num_free=1)
     assert eqx.tree_equal(got, want)
     assert conformal.raps(LOGITS, LABELS, level=0.8, penalty=0.1, num_free=1).threshold != want.threshold

@@ -13,7 +13,7 @@ from .draws import Case
 
 
 def _calibrated(d, kinds):
-    """Logits and labels, of which a third are random, on 64 rows, the mask, and the logs and labels of each group."""
+    """Logits and labels, of which a third are random, on 64 rows, options, and the logs and labels of each group."""
     d.rows = 64
     logits = d.numbers("logits", d.members, d.rows, d.classes, kinds=kinds, dtypes=FLOATS)
     d.own = np.ones(d.rows)
@@ -21,11 +21,11 @@ def _calibrated(d, kinds):
     pool = d.pick("pool", "members", "mixture")
     d.share = np.full((d.members, 1), 1 / d.members)
     weights = d.weighted_members() if pool == "mixture" else {}
-    mask, kept = draw_kept(d)
+    row_weights, kept = draw_kept(d)
     logs = special.log_softmax(d.wide(logits), -1)
     if pool == "mixture":
         logs = special.logsumexp(logs, axis=0, b=d.share[..., None])[None]
-    arguments = {"logits": d.spoil(logits, members=1), "labels": np.where(kept, labels, 0)} | weights | mask
+    arguments = {"logits": d.spoil(logits, members=1), "labels": np.where(kept, labels, 0)} | weights | row_weights
     return logits, logs, labels, kept, arguments, pool
 
 
@@ -103,7 +103,7 @@ def variance(d):
     mean, targets = draw_regression(d, d.members)
     v, pool = np.exp(d.rng.normal(size=mean.shape)).astype(mean.dtype), d.pick("pool", "members", "mixture")
     weights = d.weighted_members() if pool == "mixture" else {}
-    mask, kept = draw_kept(d)
+    row_weights, kept = draw_kept(d)
     m, wide, y = d.wide(mean), d.wide(v), d.wide(targets)
     if pool == "mixture":
         centre = (d.share * m).sum(0)
@@ -111,7 +111,8 @@ def variance(d):
     factor = np.mean(((y - m) ** 2 / wide)[:, kept], axis=1)
     if (factor < 1e-3).any():
         return None
-    arrays = {"mean": d.spoil(mean, members=1), "variance": d.spoil(v, members=1), "targets": targets} | weights | mask
+    arrays = {"mean": d.spoil(mean, members=1), "variance": d.spoil(v, members=1), "targets": targets}
+    arrays |= weights | row_weights
     return Case(lambda **arrays: calibrate.variance(**arrays, pool=pool).scale, arrays, {}, factor)
 
 

@@ -32,24 +32,24 @@ def draw_kept(d):
 
 def quantile(d):
     scores, level = d.numbers("scores", d.rows, kinds=("normal", "ties", "infinite")), d.level()
-    mask, kept = draw_kept(d)
+    row_weights, kept = draw_kept(d)
     rank = _rank(level, kept.sum())
     want = _at_rank(d.wide(scores)[kept], rank)
     covers = lambda got: np.sum(d.exact(scores)[kept] <= np.asarray(got)) >= min(rank, kept.sum())
-    arrays = {"scores": d.spoil(scores, members=0)} | mask
+    arrays = {"scores": d.spoil(scores, members=0)} | row_weights
     return Case(conformal.quantile, arrays, {"level": level}, want, rtol=1e-6, holds=covers)
 
 
 def weighted_quantile(d):
     scores, level = d.numbers("scores", d.rows, kinds=("normal", "ties", "infinite")), d.level()
-    mask, kept = draw_kept(d)
+    _, kept = draw_kept(d)
     kind = d.pick("row_weights", "equal", "random")
     own = np.ones(d.rows) if kind == "equal" else d.rng.exponential(size=d.rows)
     new = np.array([1.0, 0.3, 40.0])
     order = np.argsort(d.wide(scores)[kept], kind="stable")
     reached, values = np.cumsum(own[kept][order]), np.append(d.wide(scores)[kept][order], np.inf)
     want = values[np.searchsorted(reached, level * (reached[-1] + new) * (1 - 1e-9))]
-    arrays = {"scores": d.spoil(scores, members=0), "row_weights": own, "new_weights": new} | mask
+    arrays = {"scores": d.spoil(scores, members=0), "row_weights": np.where(kept, own, 0), "new_weights": new}
     return Case(conformal.weighted_quantile, arrays, {"level": level}, want, rtol=1e-6)
 
 
@@ -59,10 +59,10 @@ def group_quantile(d):
         d.level(),
         d.rng.integers(0, 3, d.rows),
     )
-    mask, kept = draw_kept(d)
+    row_weights, kept = draw_kept(d)
     each = [d.wide(scores)[kept & (groups == g)] for g in range(3)]
     want = np.array([_at_rank(own, _rank(level, own.size)) for own in each])
-    arrays = {"scores": d.spoil(scores, members=0), "groups": groups} | mask
+    arrays = {"scores": d.spoil(scores, members=0), "groups": groups} | row_weights
     return Case(conformal.group_quantile, arrays, {"level": level, "num_groups": 3}, want, rtol=1e-6)
 
 
@@ -88,17 +88,17 @@ def split(name):
     def case(d):
         predictions, targets = draw_regression(d)
         scale = np.exp(d.rng.normal(size=d.rows)).astype(predictions.dtype)
-        level, (mask, kept) = d.level(), draw_kept(d)
+        level, (row_weights, kept) = d.level(), draw_kept(d)
         x, y, rank = d.wide(predictions), d.wide(targets), _rank(level, kept.sum())
         given = [predictions, scale] if name == "normalised" else [predictions]
         wide = d.wide(scale) if name == "normalised" else np.ones(d.rows)
         radius = _at_rank((abs(y - x) / wide)[kept], rank) * wide
 
-        def fn(new, fill, targets, mask=None):
-            return getattr(conformal, name)(*fill, targets, level=level, mask=mask)(*new)
+        def fn(new, fill, targets, row_weights=None):
+            return getattr(conformal, name)(*fill, targets, level=level, row_weights=row_weights)(*new)
 
         spoilt = [np.where(kept, x, value) for x, value in zip(given, (np.nan, -1.0)[: len(given)], strict=True)]
-        arrays = {"new": given, "fill": [x.astype(predictions.dtype) for x in spoilt], "targets": targets} | mask
+        arrays = {"new": given, "fill": [x.astype(predictions.dtype) for x in spoilt], "targets": targets} | row_weights
         return Case(fn, arrays, {}, (x - radius, x + radius), holds=_covers(d, targets, rank))
 
     return case
@@ -107,15 +107,15 @@ def split(name):
 def cqr(d):
     low, targets = draw_regression(d)
     high, level, ends = low + np.float32(0.7), d.level(), d.pick("ends", "together", "each")
-    mask, kept = draw_kept(d)
+    row_weights, kept = draw_kept(d)
     low64, high64, y = d.wide(low), d.wide(high), d.wide(targets)
     rank = _rank(level if ends == "together" else (1 + Fraction(level).limit_denominator(1000)) / 2, kept.sum())
     below, above = low64 - y, y - high64
     if ends == "together":
         below = above = np.maximum(below, above)
     margins = [_at_rank(m[kept], rank) for m in (below, above)]
-    fn = lambda mask=None, **arrays: conformal.cqr(**arrays, level=level, ends=ends, mask=mask)(low, high)
-    arrays = {"lower": low, "upper": high, "targets": targets} | mask
+    fn = lambda **arrays: conformal.cqr(**arrays, level=level, ends=ends)(low, high)
+    arrays = {"lower": low, "upper": high, "targets": targets} | row_weights
     both = rank if ends == "together" else max(2 * min(rank, kept.sum()) - kept.sum(), 0)
     return Case(fn, arrays, {}, (low64 - margins[0], high64 + margins[1]), holds=_covers(d, targets, both))
 
@@ -130,13 +130,13 @@ def left_out(name):
         drawn = ~unseen if d.members > 1 else np.zeros((1, d.rows), bool)
         unseen = ~drawn
         d.own = np.ones(d.rows)
-        level, (mask, kept) = d.level(), draw_kept(d)
+        level, (row_weights, kept) = d.level(), draw_kept(d)
         x, y = d.wide(predictions), d.wide(targets)
         held = predictions[np.argmax(unseen, axis=0), np.arange(d.rows)]
         rank = _rank(level, kept.sum())
         fit = {"jackknife": conformal.jackknife_plus_after_bootstrap, "enbpi": conformal.enbpi}[name]
-        fn = lambda new, mask=None, **arrays: fit(**arrays, level=level, mask=mask)(new)
-        arrays = {"new": predictions, "held_out": held, "targets": targets, "drawn": drawn} | mask
+        fn = lambda new, row_weights=None, **arrays: fit(**arrays, level=level, row_weights=row_weights)(new)
+        arrays = {"new": predictions, "held_out": held, "targets": targets, "drawn": drawn} | row_weights
         member = np.argmax(unseen, axis=0)
         r = (y - x[member, np.arange(d.rows)])[kept]
         if name == "jackknife":
@@ -164,7 +164,7 @@ def left_out(name):
 def sets(name):
     def case(d):
         logits, labels, level = d.logits(("normal", "ties", "steep"), members=False), d.labels(), d.level()
-        mask, kept = draw_kept(d)
+        row_weights, kept = draw_kept(d)
         p = special.softmax(d.wide(logits), -1)
         score = {
             "lac": lambda: 1 - p,
@@ -175,13 +175,13 @@ def sets(name):
         threshold = _at_rank(score[np.arange(d.rows), labels][kept], rank)
         clear = abs(score - threshold) > 1e-5  # others may round to either side
 
-        def fn(new, mask=None, **arrays):
-            found = getattr(conformal, name)(**arrays, level=level, mask=mask)(new)
+        def fn(new, row_weights=None, **arrays):
+            found = getattr(conformal, name)(**arrays, level=level, row_weights=row_weights)(new)
             covered = found[np.arange(d.rows), labels.astype(int)][kept].sum()
             return jnp.where(clear, found, False), covered >= min(rank, kept.sum())
 
         spoilt = np.where(kept[:, None], logits, np.nan).astype(logits.dtype)
-        arrays = {"new": logits, "logits": spoilt, "labels": labels} | mask
+        arrays = {"new": logits, "logits": spoilt, "labels": labels} | row_weights
         return Case(fn, arrays, {}, (clear & (score <= threshold), True))
 
     return case
@@ -190,9 +190,9 @@ def sets(name):
 def risk_steps(d):
     """A label that is missed below its score is the split-conformal quantile."""
     steps, risk = d.numbers("steps", d.rows, kinds=("normal", "ties")), d.pick("risk", 0.1, 0.2, 0.5)
-    mask, kept = draw_kept(d)
+    row_weights, kept = draw_kept(d)
     want = _at_rank(d.wide(steps)[kept], _rank(1 - risk, kept.sum()))
-    arrays = {"steps": steps[:, None], "drops": np.ones((d.rows, 1), np.float32)} | mask
+    arrays = {"steps": steps[:, None], "drops": np.ones((d.rows, 1), np.float32)} | row_weights
     return Case(conformal.risk_control_steps, arrays, {"risk": risk}, want, rtol=1e-6)
 
 

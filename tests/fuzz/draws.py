@@ -103,22 +103,19 @@ class Draw:
         return {"weights": found if kind == "per row" else found[:, 0]}
 
     def counted_rows(self, *, weights=True, keep=0):
-        """The arguments `row_weights` and `mask`, of which the first `keep` rows are kept; sets `own`."""
-        kind = self.pick("row_weights", *([None, "random", "integer", "tiny"] if weights else [None]))
-        masked, arguments = self.pick("mask", False, True), {}
+        """The argument `row_weights`, of which the first `keep` rows are kept; sets `own`."""
+        kind = self.pick("row_weights", None, "booleans", *(["random", "integer", "tiny"] if weights else []))
         kept = self.rng.random(self.rows) < 0.6
         kept[:keep] = True
         kept[self.rng.integers(self.rows)] = True
-        if kind is not None:
-            found = self.rng.exponential(size=self.rows) * (1e-60 if kind == "tiny" else 1)
-            if kind == "integer":
-                found = self.rng.integers(1, 4, self.rows)
-            if not masked:
-                found = found * kept
-            arguments["row_weights"], self.own = found, self.own * (found / found.max())
-        if masked:
-            arguments["mask"], self.own = kept, self.own * kept
-        return arguments
+        if kind is None:
+            return {}
+        found = self.rng.exponential(size=self.rows) * (1e-60 if kind == "tiny" else 1)
+        if kind == "integer":
+            found = self.rng.integers(1, 4, self.rows)
+        found = kept if kind == "booleans" else found * kept
+        self.own = self.own * (found / found.max())
+        return {"row_weights": found}
 
     def spoil(self, values, *, members, fill=np.nan):
         """The values with `fill` for ignored members and in ignored rows."""

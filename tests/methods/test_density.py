@@ -69,7 +69,7 @@ def test_a_ridge_a_mask_and_one_member():
     mask = np.arange(90) % 3 > 0
     spoilt = np.where(mask[:, None], FEATURES, np.nan)
     for fit in (gaussian_discriminant, mahalanobis):
-        masked = fit(spoilt, LABELS, num_classes=3, ridge=0.5, mask=mask)(NEW)
+        masked = fit(spoilt, LABELS, num_classes=3, ridge=0.5, row_weights=mask)(NEW)
         left_out = fit(FEATURES[:1, mask], LABELS[mask], num_classes=3, ridge=0.5)(NEW[:1])
         np.testing.assert_allclose(masked[:1], left_out, rtol=1e-4)
     joint = mixture(0, lambda rows, ddof: np.cov(rows.T, ddof=ddof) + 0.5 * np.eye(4))

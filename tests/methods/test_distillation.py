@@ -125,13 +125,16 @@ def test_the_gaussian_loss_is_least_at_the_moments_of_the_mixture():
 def test_masked_rows_do_not_count(loss):
     logits, teacher = LOGITS.copy(), TEACHER.copy()
     logits[2], teacher[2] = np.nan, np.nan
-    value, slope = jax.value_and_grad(loss)(logits, teacher, mask=MASK)
+    value, slope = jax.value_and_grad(loss)(logits, teacher, row_weights=MASK)
     np.testing.assert_allclose(value, loss(LOGITS[MASK], TEACHER[MASK]), rtol=1e-5)
     np.testing.assert_array_equal(slope[2], 0)
-    rows = loss(logits, teacher, mask=MASK, reduction="none")
+    weights = (1 + np.arange(len(MASK))) * MASK
+    want = np.average(loss(LOGITS, TEACHER, reduction="none"), weights=weights)
+    np.testing.assert_allclose(loss(logits, teacher, row_weights=weights), want, rtol=1e-5)
+    rows = loss(logits, teacher, row_weights=MASK, reduction="none")
     np.testing.assert_array_equal(np.isnan(rows), ~MASK)
     mean, variance = np.moveaxis(teacher[..., :1], 1, -1)[:, 0], np.exp(logits[..., :1]) + 0 * teacher[..., 0]
-    options = dict(mask=MASK)
+    options = dict(row_weights=MASK)
     assert np.isfinite(distillation.gaussian_loss(logits[:, 0], variance[:, 0], mean, variance, **options))
 
 

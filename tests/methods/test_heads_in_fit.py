@@ -76,7 +76,7 @@ def test_masked_rows_change_no_value_and_no_gradient(name):
     bad[~kept] = -7 if bad.dtype.kind == "i" else np.nan
     for leaf in jax.tree.leaves(parameters):
         leaf[~kept] = np.nan
-    spoilt = lambda parameters: loss(parameters, bad, mask=kept, **options)
+    spoilt = lambda parameters: loss(parameters, bad, row_weights=kept, **options)
     got, slope = jax.jit(jax.value_and_grad(spoilt))(parameters)
     np.testing.assert_allclose(got, rows[kept].mean(), rtol=1e-5)
     np.testing.assert_allclose(spoilt(parameters), got, rtol=1e-5)

@@ -45,7 +45,7 @@ class TestRows:
         """Rows that do not count may hold anything."""
         mask = jnp.arange(11) < 8
         x = jnp.where(mask[:, None], X, jnp.nan)
-        same(fit(data=(x, jnp.where(mask, LABELS, -1)), mask=mask), fit(data=(X[:8], LABELS[:8])))
+        same(fit(data=(x, jnp.where(mask, LABELS, -1)), row_weights=mask), fit(data=(X[:8], LABELS[:8])))
 
     @pytest.mark.slow
     def test_weights(self):
@@ -241,9 +241,9 @@ BAD = {
     "prior of zero": ({"prior_precision": 0.0}, ValueError, "`prior_precision` above zero"),
     "priors of others": ({"prior_precision": jnp.ones(2)}, ValueError, r"expected \(\) or \(3,\)"),
     "weights": ({"row_weights": jnp.ones((3, 11))}, ValueError, "are marked: `ee.Each"),
-    "no row": ({"row_weights": jnp.zeros(11)}, ValueError, "leave a row"),
+    "no row": ({"row_weights": jnp.zeros(11)}, ValueError, "not all zero"),
     "negative": ({"row_weights": -jnp.ones(11)}, ValueError, "zero or more"),
-    "mask": ({"mask": jnp.ones(11)}, TypeError, "boolean `mask`"),
+    "no row of a member": ({"row_weights": ee.Each(jnp.eye(3, 11) > 1)}, ValueError, "leave a row"),
     "no pair": ({"data": X}, TypeError, r"pair `\(inputs, targets\)`"),
     "NaN": ({"data": (X.at[3].set(jnp.nan), LABELS)}, ValueError, "finite"),
     "labels": ({"data": (X, LABELS + 1)}, ValueError, "labels from 0 to 2"),

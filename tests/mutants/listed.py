@@ -29,7 +29,6 @@ MUTANTS = [
         "combine/test_mean.py combine/test_gaussian.py combine/test_robust.py uncertainty/test_quantile.py "
         "scores/test_classification.py scores/test_intervals.py scores/test_transforms.py",
         ("as_column(weights, values.ndim) == 0, fill, values", "as_column(weights, values.ndim) != 0, fill, values"),
-        ("jnp.where(jnp.reshape(mask, shape), values, fill)", "jnp.where(jnp.reshape(mask, shape), fill, values)"),
         ("known_mean(variance, weights) + between", "known_mean(variance, weights)"),
         ("(labels >= 0) & (labels < num_classes)", "(labels >= 0) & (labels <= num_classes)"),
         ("1 / num_members, logs.dtype", "1.0, logs.dtype"),
@@ -60,17 +59,18 @@ MUTANTS = [
         ("(1 - below) ** 2", "(1 - below)"),
     ),
     *of(
+        "_check/_rows.py",
+        "scores/test_intervals.py scores/test_transforms.py scores/test_row_weights.py",
+        ("jnp.reshape(self.counted, shape), values, fill)", "jnp.reshape(self.counted, shape), fill, values)"),
+        ("wrong := is_wrong(host) & rows.known)", "wrong := is_wrong(host))"),
+        ("np.ldexp(exact, 1 - np.frexp(exact.max(initial=0))[1])", "exact"),
+        ("weights = jnp.ldexp(converted, 1 - exponent)", "weights = converted"),
+    ),
+    *of(
         "scores/_reduce.py",
         "scores/test_regression.py scores/test_brier.py scores/test_row_weights.py",
         ("/ total_weight(row_weights, rows.dtype)", "/ rows.size"),
         ("rows if row_weights.dtype == bool else rows * row_weights, 0)", "rows, 0)"),
-    ),
-    *of(
-        "scores/_reduce.py",
-        "scores/test_row_weights.py",
-        ("np.where(known, host.astype(np.float64), 0)", "host.astype(np.float64)"),
-        ("np.ldexp(exact, 1 - np.frexp(exact.max(initial=0))[1])", "exact"),
-        ("weights = jnp.ldexp(converted, 1 - exponent)", "weights = converted"),
     ),
     *of(
         "scores/_regression.py",
@@ -132,7 +132,7 @@ MUTANTS = [
     *of(
         "calibrate/_temperature.py",
         "calibrate/test_variance.py",
-        ("return jnp.mean(errors, axis=entries)", "return jnp.sum(errors, axis=entries)"),
+        ('reduce(of_group, "mean", row_weights)', "jnp.sum(of_group)"),
     ),
     *of(
         "resample/_weights.py",

@@ -254,7 +254,14 @@ BAD = {
         lambda: plot.reliability_diagram(LOGITS, LABELS, binning="equal"),
         "`binning` to be one of 'width', 'mass'",
     ),
-    "mask": (lambda: plot.reliability_diagram(LOGITS, LABELS, mask=np.ones(3, bool)), "one `mask` entry per row"),
+    "row_weights": (
+        lambda: plot.reliability_diagram(LOGITS, LABELS, row_weights=np.ones(3, bool)),
+        "one of `row_weights` per row",
+    ),
+    "numbers": (
+        lambda: plot.reliability_diagram(LOGITS, LABELS, row_weights=2 * np.ones(len(LABELS))),
+        "`row_weights` of zeros and ones",
+    ),
     "nan_logits": (lambda: plot.reliability_diagram(LOGITS * np.nan, LABELS), "finite `logits`"),
     "ranks": (lambda: plot.rank_histogram(np.ones((2, 3))), r"`counts` of shape \(ranks,\)"),
     "negative": (lambda: plot.rank_histogram(np.array([1, -1])), "`counts` of zero or more"),

@@ -79,7 +79,7 @@ def test_reliability_diagram_of_some_rows(ax, binning):
     logits = (2 * RNG.normal(size=(4, 20, 15, 3)) + np.eye(3)[labels]).astype(np.float32)
     kept = logits[:, mask], labels[mask]
     logits[:, ~mask], labels[~mask] = np.nan, -1
-    plot.reliability_diagram(logits, labels, num_bins=7, binning=binning, mask=mask, show_members=True, ax=ax)
+    plot.reliability_diagram(logits, labels, num_bins=7, binning=binning, row_weights=mask, show_members=True, ax=ax)
     bars, gaps = ax.containers
     counts = inside_of(bars, np.mean(softmax(kept[0]), axis=0).max(-1)).sum(1)
     if binning == "width":

@@ -66,7 +66,7 @@ ACCEPTED = {
     | {"predictions": "array"}
     | dict.fromkeys(["x", "targets", "intervals", "weights"], "None"),
     "rank_histogram": OPTIONAL,
-    "reliability_diagram": OPTIONAL | {"num_bins": "int64", "weights": "None", "mask": "None"},
+    "reliability_diagram": OPTIONAL | {"num_bins": "int64", "weights": "None", "row_weights": "None"},
     "risk_coverage": UNIT,
     "roc_curve": OPTIONAL,
     "precision_recall_curve": OPTIONAL,

@@ -37,7 +37,7 @@ def test_murphys_parts_by_hand():
 def test_parts_add_up_to_the_score(num_bins, binning):
     logits, labels = _random()
     mask, weights = np.arange(200) % 4 > 0, np.array([2, 0, 1])
-    options = {"mask": mask, "weights": weights}
+    options = {"row_weights": mask, "weights": weights}
     parts = scores.decompose_brier(logits, labels, num_bins=num_bins, binning=binning, **options)
     want = scores.brier(logits, labels, **options)
     np.testing.assert_allclose(parts.reliability - parts.resolution + parts.uncertainty + parts.within_bins, want, 1e-5)

@@ -19,7 +19,7 @@ def _loop(values, groups, num_groups, mask):
 def test_is_the_loop():
     spoilt, groups = np.where(MASK, VALUES, np.nan), np.where(MASK, GROUPS, -1)
     want = _loop(VALUES, GROUPS, 4, MASK)
-    got = scores.by_group(spoilt.reshape(6, 10), groups.reshape(6, 10), num_groups=4, mask=MASK.reshape(6, 10))
+    got = scores.by_group(spoilt.reshape(6, 10), groups.reshape(6, 10), num_groups=4, row_weights=MASK.reshape(6, 10))
     np.testing.assert_allclose(got.mean, want[0], rtol=1e-5)
     np.testing.assert_array_equal(got.count, want[1])
     assert got.count[3] == 0
@@ -33,14 +33,14 @@ def test_is_the_loop():
 
 def test_coverage_by_class_and_by_size():
     labels = np.where(MASK, LABELS, -7)
-    by_class = scores.class_conditional_coverage(SETS, labels, mask=MASK)
-    by_size = scores.size_stratified_coverage(SETS, labels, mask=MASK)
+    by_class = scores.class_conditional_coverage(SETS, labels, row_weights=MASK)
+    by_size = scores.size_stratified_coverage(SETS, labels, row_weights=MASK)
     for got, groups, count in ((by_class, LABELS, 4), (by_size, SIZES, 5)):
         want = _loop(INSIDE, groups, count, MASK)
         np.testing.assert_allclose(got.mean, want[0], rtol=1e-6)
         np.testing.assert_array_equal(got.count, want[1])
     # Sums of rows are those of all rows.
-    covered = scores.set_coverage(SETS, labels, mask=MASK)
+    covered = scores.set_coverage(SETS, labels, row_weights=MASK)
     for got in (by_class, by_size):
         total = np.nansum(np.asarray(got.mean) * np.asarray(got.count)) / MASK.sum()
         np.testing.assert_allclose(total, covered, rtol=1e-6)

@@ -57,8 +57,8 @@ def test_masks_while_tracing(name):
     values, positives, weights = _rows(7)
     function, mask = getattr(scores, name), weights > 1
     spoilt = np.where(mask, values, np.nan)
-    traced = jax.jit(lambda mask, weights: function(spoilt, positives, row_weights=weights, mask=mask))
-    got, want = traced(mask, jnp.ones(40)), function(values[mask], positives[mask])
+    traced = jax.jit(lambda row_weights: function(spoilt, positives, row_weights=row_weights))
+    got, want = traced(mask), function(values[mask], positives[mask])
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one[: other.size], other, rtol=1e-6)
         np.testing.assert_allclose(one[other.size :], other[-1], rtol=1e-6)  # the last point again
@@ -97,7 +97,9 @@ def test_nan_is_nan():
 
 def test_infinite_scores_are_thresholds():
     values = np.array([np.inf, 1.0, -np.inf, 0.0], np.float32)
-    curve = scores.roc_curve(values, np.array([True, False, True, False]), mask=np.array([True, True, True, False]))
+    curve = scores.roc_curve(
+        values, np.array([True, False, True, False]), row_weights=np.array([True, True, True, False])
+    )
     np.testing.assert_array_equal(curve.thresholds, [np.inf, np.inf, 1, -np.inf, -np.inf])
     np.testing.assert_array_equal(curve.true_positive_rate, [0, 0.5, 0.5, 1, 1])
 

@@ -83,7 +83,7 @@ def test_levels_by_hand():
 def test_nan_is_nan():
     values = np.array([0.2, np.nan], np.float32)
     assert np.isnan(scores.quantile_calibration_error(values))
-    assert np.isfinite(scores.quantile_calibration_error(values, mask=np.array([True, False])))
+    assert np.isfinite(scores.quantile_calibration_error(values, row_weights=np.array([True, False])))
     assert np.isnan(scores.ence(values, np.ones(2, np.float32), np.zeros(2, np.float32), num_bins=1))
 
 

@@ -23,8 +23,8 @@ def test_sets():
     np.testing.assert_allclose(scores.set_coverage(SETS, labels * 0), 2 / 3, rtol=1e-6)
     np.testing.assert_array_equal(scores.set_size(SETS, reduction="none"), [2, 1, 0])
     mask = np.array([True, False, True])
-    assert scores.set_size(SETS, mask=mask) == 1
-    assert scores.set_coverage(SETS, np.array([1, -7, 0]), mask=mask) == 0.5
+    assert scores.set_size(SETS, row_weights=mask) == 1
+    assert scores.set_coverage(SETS, np.array([1, -7, 0]), row_weights=mask) == 0.5
     traced = jax.jit(lambda labels: scores.set_coverage(SETS, labels, reduction="none"))(np.array([1, 3, 0]))
     np.testing.assert_array_equal(traced, [1, np.nan, 0])
 
@@ -39,12 +39,10 @@ def test_messages():
         scores.set_size(SETS.astype(np.int32))
     with pytest.raises(ValueError, match=r"one label per row of the sets.\n  expected \(3,\), as `sets` are"):
         scores.set_coverage(SETS, np.array([1, 2]))
-    with pytest.raises(TypeError, match="needs a boolean `mask`.\n  got dtype float32"):
-        scores.width(LOWER, UPPER, mask=LOWER)
-    with pytest.raises(ValueError, match=r"needs one `mask` entry per row.\n  expected \(3,\), got \(2,\)"):
-        scores.width(LOWER, UPPER, mask=np.ones(2, bool))
-    with pytest.raises(ValueError, match="a `mask` that leaves a row.\n  got 3 times False"):
-        scores.width(LOWER, UPPER, mask=np.zeros(3, bool))
+    with pytest.raises(ValueError, match=r"needs one of `row_weights` per row.\n  expected shape \(3,\), got \(2,\)"):
+        scores.width(LOWER, UPPER, row_weights=np.ones(2, bool))
+    with pytest.raises(ValueError, match="`row_weights` that leave a row.\n  got 3 times False"):
+        scores.width(LOWER, UPPER, row_weights=np.zeros(3, bool))
     logits = np.zeros((1, 3, 4), np.float32)
     with pytest.raises(ValueError, match="labels from 0 to 3, as there.*\n.*\nLeave rows that carry a mark"):
         scores.nll(logits, np.array([0, -1, 0]))

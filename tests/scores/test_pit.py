@@ -75,8 +75,8 @@ def test_nan_and_masks():
     samples[0, 3], targets[5] = np.nan, np.nan
     mask = np.arange(40) != 7
     for got in (
-        scores.pit(samples, targets, mask=mask),
-        scores.pit_gaussian_mixture(samples, np.ones_like(samples), targets, mask=mask),
+        scores.pit(samples, targets, row_weights=mask),
+        scores.pit_gaussian_mixture(samples, np.ones_like(samples), targets, row_weights=mask),
     ):
         np.testing.assert_array_equal(np.flatnonzero(np.isnan(got)), [3, 5, 7])
     weights = np.array([0, 1, 1, 1, 1])
@@ -93,7 +93,7 @@ def test_pit_histogram_is_numpys(num_bins):
     want = np.histogram(values, bins=num_bins, range=(0, 1))[0]
     np.testing.assert_array_equal(scores.pit_histogram(values, num_bins=num_bins), want)
     masked = np.histogram(values[mask], bins=num_bins, range=(0, 1))[0]
-    np.testing.assert_array_equal(scores.pit_histogram(values, num_bins=num_bins, mask=mask), masked)
+    np.testing.assert_array_equal(scores.pit_histogram(values, num_bins=num_bins, row_weights=mask), masked)
     assert not np.array_equal(want, masked)
 
 
@@ -110,7 +110,7 @@ def test_ranks_without_ties_are_counts():
     mask = np.arange(300) % 2 == 0
     masked = np.bincount((samples < targets).sum(0)[mask], minlength=6)
     spoilt = np.where(mask, samples, np.nan)
-    np.testing.assert_array_equal(scores.rank_histogram(spoilt, targets, mask=mask, key=KEY), masked)
+    np.testing.assert_array_equal(scores.rank_histogram(spoilt, targets, row_weights=mask, key=KEY), masked)
     assert not np.array_equal(scores.rank_histogram(samples, -targets, key=KEY), want)
 
 
@@ -166,4 +166,4 @@ def test_values_outside_zero_to_one_are_not_counted_in_the_outer_bins():
         scores.pit_histogram(values, num_bins=2)
     np.testing.assert_array_equal(jax.jit(lambda x: scores.pit_histogram(x, num_bins=2))(values), [1, 0])
     mask = np.array([False, True, False, True])
-    np.testing.assert_array_equal(scores.pit_histogram(values, num_bins=2, mask=mask), [1, 0])
+    np.testing.assert_array_equal(scores.pit_histogram(values, num_bins=2, row_weights=mask), [1, 0])

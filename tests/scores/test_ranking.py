@@ -103,19 +103,10 @@ def test_row_weights_count_rows_and_masks_leave_them_out(name):
     mask = row_weights > 1
     want = metric(scores[mask], positives[mask])
     broken = np.where(mask, scores, np.nan).astype(np.float32)
-    np.testing.assert_allclose(metric(broken, positives, mask=mask), want, rtol=1e-5)
+    np.testing.assert_allclose(metric(broken, positives, row_weights=mask), want, rtol=1e-5)
     broken = np.where(mask, scores, np.inf).astype(np.float32)
     np.testing.assert_allclose(metric(broken, positives, row_weights=mask.astype(np.float32)), want, rtol=1e-5)
     assert not np.allclose(metric(scores, positives), want, rtol=1e-3)
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_rows_left_out_may_have_any_weight(name):
-    scores, positives, row_weights = _rows(distinct=3)
-    mask = np.arange(200) % 3 > 0
-    want = METRICS[name](scores, positives, row_weights=row_weights, mask=mask)
-    broken = np.where(mask, row_weights, np.nan).astype(np.float32)
-    np.testing.assert_array_equal(METRICS[name](scores, positives, row_weights=broken, mask=mask), want)
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -158,7 +149,7 @@ def test_messages():
     with pytest.raises(ValueError, match="positive and negative rows.\n  got no positive row that counts"):
         ee.scores.auroc(scores, np.zeros(4, bool))
     with pytest.raises(ValueError, match="positive and negative rows.\n  got no negative row that counts"):
-        ee.scores.auroc(scores, positives, mask=positives)
+        ee.scores.auroc(scores, positives, row_weights=positives)
     with pytest.raises(ValueError, match=r"finite `row_weights` of zero or more.\n  got -1.0 at index \(0,\)"):
         ee.scores.auroc(scores, positives, row_weights=-np.ones(4))
     with pytest.raises(ValueError, match=r"one of `row_weights` per row.\n  expected shape \(4,\), got \(3,\)"):

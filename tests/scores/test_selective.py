@@ -83,12 +83,12 @@ def test_masked_rows_are_left_out_whatever_they_hold():
     mask = np.arange(60) % 3 > 0
     values[5] = np.inf  # a row that counts, as uncertain as can be
     broken = np.where(mask, values, np.nan).astype(np.float32), np.where(mask, losses, np.nan).astype(np.float32)
-    want, got = ee.scores.risk_coverage(values[mask], losses[mask]), ee.scores.risk_coverage(*broken, mask=mask)
+    want, got = ee.scores.risk_coverage(values[mask], losses[mask]), ee.scores.risk_coverage(*broken, row_weights=mask)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one[:40], other, rtol=1e-5)
         np.testing.assert_allclose(one[40:], other[-1], rtol=1e-5)
     for area in (ee.scores.aurc, ee.scores.excess_aurc):
-        np.testing.assert_allclose(area(*broken, mask=mask), area(values[mask], losses[mask]), rtol=1e-5)
+        np.testing.assert_allclose(area(*broken, row_weights=mask), area(values[mask], losses[mask]), rtol=1e-5)
         assert not np.allclose(area(*_rows()), area(values[mask], losses[mask]), rtol=1e-2)
 
 
@@ -118,5 +118,5 @@ def test_messages():
         ee.scores.risk_coverage(values[:0], losses[:0])
     with pytest.raises(TypeError, match="excess_aurc` needs floating-point `uncertainty`"):
         ee.scores.excess_aurc(np.arange(4), losses)
-    with pytest.raises(ValueError, match="a `mask` that leaves a row"):
-        ee.scores.aurc(values, losses, mask=np.zeros(4, bool))
+    with pytest.raises(ValueError, match="`row_weights` that leave a row"):
+        ee.scores.aurc(values, losses, row_weights=np.zeros(4, bool))

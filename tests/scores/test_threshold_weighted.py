@@ -52,7 +52,7 @@ def test_thresholds_of_each_row():
 def test_rows_that_do_not_count_have_no_part_in_the_gradient():
     targets, mask = np.abs(TARGETS) + 1, np.arange(40) > 3
     samples = np.where(mask, np.abs(SAMPLES) + 1, np.nan)
-    score = lambda x: scores.threshold_weighted_crps(x, targets, chaining=jnp.log, mask=mask)
+    score = lambda x: scores.threshold_weighted_crps(x, targets, chaining=jnp.log, row_weights=mask)
     value, slope = jax.jit(jax.value_and_grad(score))(samples)
     assert np.isfinite(slope).all()
     assert np.isfinite(value)

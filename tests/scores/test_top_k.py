@@ -48,7 +48,7 @@ def test_nan_is_nan():
     logits[0, 3, 1] = np.nan
     assert np.isnan(scores.top_k_accuracy(logits, LABELS, k=2))
     assert np.isnan(scores.balanced_accuracy(logits, LABELS))
-    assert np.isfinite(scores.balanced_accuracy(logits, LABELS, mask=np.arange(60) != 3))
+    assert np.isfinite(scores.balanced_accuracy(logits, LABELS, row_weights=np.arange(60) != 3))
 
 
 def test_classes_without_a_row_are_left_out():
@@ -57,7 +57,7 @@ def test_classes_without_a_row_are_left_out():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of predictions of a class that no row has
         want = metrics.balanced_accuracy_score(LABELS[kept], LOGITS[0, kept].argmax(1))
-    np.testing.assert_allclose(scores.balanced_accuracy(LOGITS, LABELS, mask=kept), want, rtol=1e-5)
+    np.testing.assert_allclose(scores.balanced_accuracy(LOGITS, LABELS, row_weights=kept), want, rtol=1e-5)
 
 
 def test_balanced_is_accuracy_with_weights_of_classes():

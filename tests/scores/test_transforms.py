@@ -140,16 +140,18 @@ def test_masks(name):
         copy = np.array(array)
         np.moveaxis(copy, axis, 0)[~KEPT] = -7 if array.dtype.kind == "i" else np.nan
         spoilt.append(copy)
-    np.testing.assert_allclose(score(*spoilt, mask=KEPT), want, rtol=1e-5)
-    np.testing.assert_allclose(jax.jit(lambda mask, *arrays: score(*arrays, mask=mask))(KEPT, *spoilt), want, rtol=1e-5)
-    np.testing.assert_allclose(score(*arguments, mask=np.ones(20, bool)), score(*arguments), rtol=1e-5)
-    assert not np.allclose(score(*arguments, mask=~KEPT), want, rtol=1e-3) or name == "coverage"
+    np.testing.assert_allclose(score(*spoilt, row_weights=KEPT), want, rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.jit(lambda mask, *arrays: score(*arrays, row_weights=mask))(KEPT, *spoilt), want, rtol=1e-5
+    )
+    np.testing.assert_allclose(score(*arguments, row_weights=np.ones(20, bool)), score(*arguments), rtol=1e-5)
+    assert not np.allclose(score(*arguments, row_weights=~KEPT), want, rtol=1e-3) or name == "coverage"
     if name not in NO_GRADIENT:
-        slope = jax.jit(jax.grad(lambda x: score(x, *spoilt[1:], mask=KEPT)))(spoilt[0])
+        slope = jax.jit(jax.grad(lambda x: score(x, *spoilt[1:], row_weights=KEPT)))(spoilt[0])
         assert np.isfinite(slope).all()
         assert not np.moveaxis(np.asarray(slope), before[0], 0)[~KEPT].any()
     if "reduction" in inspect.signature(score).parameters:
-        rows = np.asarray(score(*spoilt, mask=KEPT, reduction="none"))
+        rows = np.asarray(score(*spoilt, row_weights=KEPT, reduction="none"))
         assert np.isnan(rows[~KEPT]).all()
         np.testing.assert_allclose(rows[KEPT].mean(), want, rtol=1e-5)
 
@@ -162,7 +164,7 @@ CLASSES = [name for name, (predictions, *_) in MEMBERS.items() if predictions is
 def test_labels_out_of_range_are_not_taken_for_wrong(name, label):
     # While tracing they cannot be refused.
     score = score_of(name)
-    of_labels = jax.jit(lambda labels, mask: score(LOGITS, labels, mask=mask))
+    of_labels = jax.jit(lambda labels, mask: score(LOGITS, labels, row_weights=mask))
     labels = jnp.asarray(LABELS).at[3].set(label)
     got = of_labels(labels, jnp.ones(20, bool))
     assert all(np.isnan(part) for part in jax.tree.leaves(got))

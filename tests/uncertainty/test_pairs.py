@@ -32,7 +32,7 @@ def test_pairwise_disagreement_with_masks_and_broken_members():
     logits, mask = _logits(), np.arange(40) % 3 > 0
     logits[1, ~mask] = np.nan
     want = uncertainty.pairwise_disagreement(logits[:, mask])
-    np.testing.assert_allclose(uncertainty.pairwise_disagreement(logits, mask=mask), want, rtol=1e-6)
+    np.testing.assert_allclose(uncertainty.pairwise_disagreement(logits, row_weights=mask), want, rtol=1e-6)
     broken = np.isnan(uncertainty.pairwise_disagreement(logits))
     np.testing.assert_array_equal(broken, (np.arange(5) == 1)[:, None] | (np.arange(5) == 1)[None])
 
@@ -80,7 +80,10 @@ def test_correlation_is_numpys():
 def test_errors_that_are_all_the_same_correlate_with_none(count):
     errors = np.stack([np.full(count, 0.1), np.arange(count)]).astype(np.float32)
     errors[:, 1], mask = 7, np.arange(count) != 1
-    for found in (uncertainty.error_correlation(errors, mask=mask), uncertainty.error_correlation(errors[:, mask])):
+    for found in (
+        uncertainty.error_correlation(errors, row_weights=mask),
+        uncertainty.error_correlation(errors[:, mask]),
+    ):
         assert np.isnan(found[0]).all()
         assert np.isnan(found[1, 0])
         np.testing.assert_allclose(found[1, 1], 1, rtol=1e-6)
@@ -99,7 +102,7 @@ def test_masks_broken_members_and_transforms(function):
     correct, mask = _correct(), np.arange(200) % 3 > 0
     correct[2, ~mask] = np.nan
     want = function(correct[:, mask])
-    np.testing.assert_allclose(function(correct, mask=mask), want, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(function(correct, row_weights=mask), want, rtol=1e-4, atol=1e-6)
     assert np.isfinite(want).all()
     np.testing.assert_array_equal(np.isnan(function(correct))[0], [False, False, True, False])
     np.testing.assert_allclose(jax.jit(function)(correct[:, mask]), want, rtol=1e-4, atol=1e-6)
@@ -108,9 +111,9 @@ def test_masks_broken_members_and_transforms(function):
 
 def test_rows_left_out_may_hold_any_mark():
     correct, mask = _correct(), np.arange(200) % 3 > 0
-    want = uncertainty.q_statistic(correct, mask=mask)
+    want = uncertainty.q_statistic(correct, row_weights=mask)
     correct[:, ~mask] = -1
-    np.testing.assert_array_equal(uncertainty.q_statistic(correct, mask=mask), want)
+    np.testing.assert_array_equal(uncertainty.q_statistic(correct, row_weights=mask), want)
 
 
 def test_takes_what_the_scores_give():
@@ -135,7 +138,7 @@ def test_messages():
         uncertainty.q_statistic(np.ones(3))
     with pytest.raises(TypeError, match="error_correlation` needs floating-point `errors`"):
         uncertainty.error_correlation(np.ones((2, 3), int))
-    with pytest.raises(ValueError, match=r"one `mask` entry per row.\n  expected \(3,\), got \(2, 3\)"):
-        uncertainty.error_correlation(np.ones((2, 3)), mask=np.ones((2, 3), bool))
-    with pytest.raises(ValueError, match="`uncertainty.pairwise_disagreement` needs one `mask` entry"):
-        uncertainty.pairwise_disagreement(_logits(), mask=np.ones(3, bool))
+    with pytest.raises(ValueError, match=r"one of `row_weights` per row.\n  expected shape \(3,\), got \(2, 3\)"):
+        uncertainty.error_correlation(np.ones((2, 3)), row_weights=np.ones((2, 3), bool))
+    with pytest.raises(ValueError, match="`uncertainty.pairwise_disagreement` needs one of `row_weights` per row"):
+        uncertainty.pairwise_disagreement(_logits(), row_weights=np.ones(3, bool))

@@ -11,10 +11,10 @@ from ..._caller import caller
 from ..._check import (
     check_array,
     check_floating,
-    check_mask,
     check_number,
     check_plain_weights,
     check_positive_int,
+    check_row_weights,
     check_values,
     check_weights,
     concrete,
@@ -28,30 +28,33 @@ from ..._warnings import warn
 _HOW_TO_SCORE = "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like."
 
 
-def check_log_scores(log_scores: ArrayLike, mask: ArrayLike | None) -> tuple[Array, Array | None]:
-    """Raises unless log scores are finite or -inf, and not -inf for all members. Returns them and the mask."""
+def check_log_scores(
+    log_scores: ArrayLike, row_weights: ArrayLike | None, *, relative: bool = True
+) -> tuple[Array, Array | None]:
+    """Raises unless log scores are finite or -inf, and not -inf for all members. Returns them and the row weights."""
     array = check_values("log_scores", log_scores)
     if math.prod(array.shape) == 0:
         raise ValueError(
             needs_message("at least one row in `log_scores`", f"got shape {array.shape}", "Was every row filtered out?")
         )
-    rows = check_mask(mask, array.shape[1:])
-    host, counted = concrete(log_scores), True if mask is None else concrete(mask)
+    rows = check_row_weights(row_weights, array.shape[1:], array.dtype if relative else None)
+    weights = None if rows.weights is None else rows.weights.astype(array.dtype)
+    host, counted = concrete(log_scores), rows.known
     if host is None or counted is None:
-        return array, rows
+        return rows.blank(array, before=1), weights
     host = np.asarray(host, np.float64)
     wrong = (np.isnan(host) | (host == np.inf)) & counted
     if wrong.any():
-        fix = f"Remove members with such scores, or exclude the rows with `mask`. {_HOW_TO_SCORE}"
+        fix = f"Remove members with such scores, or exclude the rows with `row_weights`. {_HOW_TO_SCORE}"
         raise ValueError(needs_message("`log_scores` that are finite or -inf", first_text(host, wrong), fix))
     hopeless = (host == -np.inf).all(axis=0) & counted
     if hopeless.any():
-        fix = "No weights explain such a row: mask it by `mask`, or bound the members' probabilities away from 0."
+        fix = "No weights explain such a row: exclude it (`row_weights`), or bound probabilities away from 0."
         raise ValueError(
             needs_message("a member above -inf in every row of `log_scores`", f"got none in {_where(hopeless)}", fix)
         )
     _check_logarithms(host, np.broadcast_to(counted, host.shape[1:]))
-    return array, rows
+    return rows.blank(array, before=1), weights
 
 
 def _check_logarithms(scores: np.ndarray, counted: np.ndarray) -> None:
@@ -133,7 +136,7 @@ def _check_semi_definite(similarity: ArrayLike) -> None:
         raise ValueError(needs_message("a symmetric, positive semi-definite `similarity`", got, fix))
 
 
-def check_greedy(score: Any, mask: Any, num_steps: Any, num_initial: Any, num_members: int) -> Callable | None:
+def check_greedy(score: Any, row_weights: Any, num_steps: Any, num_initial: Any, num_members: int) -> Callable | None:
     """Raises for invalid options. Returns the score function; `None` for log scores."""
     check_positive_int(num_steps, "num_steps")
     if not isinstance(num_initial, int | np.integer) or num_initial != 0:
@@ -146,9 +149,9 @@ def check_greedy(score: Any, mask: Any, num_steps: Any, num_initial: Any, num_me
             )
         )
     if callable(score):
-        if mask is not None:
+        if row_weights is not None:
             fix = "Ignore those rows in the score itself."
-            raise ValueError(needs_message("no `mask` with a score of your own", "got `mask`", fix))
+            raise ValueError(needs_message("no `row_weights` with a score of your own", "got `row_weights`", fix))
         return score
     if not isinstance(score, str) or score != "log":
         fix = "Predictions come first, then the score of their mean."
@@ -156,15 +159,6 @@ def check_greedy(score: Any, mask: Any, num_steps: Any, num_initial: Any, num_me
             needs_message('`score` to be "log" or a function of the combined prediction', f"got {score!r}", fix)
         )
     return None
-
-
-def check_score_value(shape: tuple[int, ...]) -> None:
-    """Raises unless the score is a scalar."""
-    if shape != ():
-        fix = "Return the mean over rows."
-        raise ValueError(
-            needs_message("a `score` that returns one number for one combined prediction", f"got shape {shape}", fix)
-        )
 
 
 def check_sparsify(weights: ArrayLike, above: float, num_members: Any) -> np.ndarray:

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
 
-from ..._check import check_values, check_word, concrete
+from ..._check import check_values, check_word, concrete, needs_message
 from ..._foreign import from_foreign
 from ._check import (
     check_greedy,
     check_log_scores,
-    check_score_value,
     check_scores_of_members,
     check_similarity,
     check_sparsify,
@@ -206,7 +205,7 @@ def greedy(
     *,
     num_steps: int = 50,
     num_initial: int = 0,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Greedy:
     r"""Weights by greedy ensemble selection: each step adds the member that improves the mean prediction most.
 
@@ -224,7 +223,8 @@ def greedy(
     - `num_steps`: the number of members to select.
     - `num_initial`: the number of initial steps that select the best single members, each once. A few such steps
         prevent overfitting while the ensemble has one or two members.
-    - `mask`: for `"log"`, booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: for `"log"`, relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even
+        if NaN.
 
     **Returns:**
 
@@ -234,8 +234,8 @@ def greedy(
     **Raises:**
 
     - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for counts out of range, a score that is not a scalar, a `mask` with a score function, and invalid
-        log scores as in [`eqx_ensemble.combine.weights.stacking`][].
+    - `ValueError` for counts out of range, a score that is not a scalar, `row_weights` with a score function, and
+        invalid log scores as in [`eqx_ensemble.combine.weights.stacking`][].
 
     ```python
     targets = jnp.array([1.0, 2.0, 3.0])
@@ -250,36 +250,39 @@ def greedy(
         [Ensemble Selection from Libraries of Models](https://doi.org/10.1145/1015330.1015432)
     """
     checked = check_values("predictions", predictions)
-    own = check_greedy(score, mask, num_steps, num_initial, checked.shape[0])
+    own = check_greedy(score, row_weights, num_steps, num_initial, checked.shape[0])
     if own is None:
-        logs, rows = check_log_scores(predictions, mask)
-        return _greedy_log(logs, rows, num_steps, num_initial)
+        logs, own_weights = check_log_scores(predictions, row_weights)
+        return _greedy_log(logs, own_weights, num_steps, num_initial)
     one = jax.eval_shape(own, jax.ShapeDtypeStruct(checked.shape[1:], checked.dtype))
-    check_score_value(jnp.shape(one))
+    if (shape := jnp.shape(one)) != ():
+        needs = "a `score` that returns one number for one combined prediction"
+        raise ValueError(needs_message(needs, f"got shape {shape}", "Return the mean over rows."))
     judge = lambda total, count: jnp.asarray(own(total / count), checked.dtype)
     return _select(checked, jnp.zeros_like(checked[0]), jnp.add, judge, num_steps, num_initial)
 
 
 @partial(jax.jit, static_argnames=("num_steps", "num_initial"))
 def _greedy_log(
-    logs: Float[Array, " members *batch"], mask: Bool[Array, "*batch"] | None, num_steps: int, num_initial: int
+    logs: Float[Array, " members *batch"], row_weights: Float[Array, "*batch"] | None, num_steps: int, num_initial: int
 ) -> Greedy:
     counted = jnp.any(logs > -jnp.inf, axis=0)
-    counted = counted if mask is None else counted & mask
+    own = jnp.where(counted, jnp.ones(counted.shape, logs.dtype) if row_weights is None else row_weights, 0)
     logs = jnp.where(counted[None], logs, 0)
     level = jnp.max(logs, axis=0)
-    num_rows = jnp.sum(counted).astype(logs.dtype)
+    total_weight = jnp.sum(own)
     # The log score of rows that no selected member explains: among infinite scores, fewer such rows are better.
     impossible = float(jnp.finfo(logs.dtype).min) / (2 * counted.size)
 
     def judge(total: Array, count: Array) -> Array:
-        return -jnp.sum(jnp.where(counted, jnp.maximum(total - jnp.log(count), impossible), 0)) / num_rows
+        return -jnp.sum(own * jnp.maximum(total - jnp.log(count), impossible)) / total_weight
 
     # Differences from the best member of each row: the common part is added to the scores at the end.
     nothing = jnp.full(level.shape, -jnp.inf, logs.dtype)
     found = _select(logs - level[None], nothing, jnp.logaddexp, judge, num_steps, num_initial)
-    scores = jnp.where(found.scores < -0.5 * impossible / num_rows, found.scores, jnp.inf)
-    return found._replace(scores=scores - jnp.sum(level) / num_rows)
+    least = jnp.min(jnp.where(own > 0, own, jnp.inf))
+    scores = jnp.where(found.scores < -0.5 * impossible * least / total_weight, found.scores, jnp.inf)
+    return found._replace(scores=scores - jnp.sum(own * level) / total_weight)
 
 
 def _select(

@@ -2,7 +2,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32, Real
 
 from ..._caller import caller
 from ..._check import check_number, check_positive_int, concrete
@@ -11,7 +11,9 @@ from ._check import check_log_scores
 
 
 def bayesian(
-    log_scores: Float[ArrayLike, " members *batch"], *, mask: Bool[ArrayLike, "*batch"] | None = None
+    log_scores: Float[ArrayLike, " members *batch"],
+    *,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
 ) -> Float[Array, " members"]:
     r"""Weights of Bayesian model averaging: the posterior probabilities of the members under a uniform prior.
 
@@ -25,7 +27,7 @@ def bayesian(
     - `log_scores`: the members' log evidences `(members,)`, or log-likelihoods of rows `(members, *batch)`. Likelihoods
         of training rows favour members that overfit: use rows that no member was trained on. For another prior pass
         `log_evidences + jnp.log(prior)`.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
@@ -42,13 +44,15 @@ def bayesian(
     ??? cite
         [Bayesian Model Averaging: A Tutorial](https://doi.org/10.1214/ss/1009212519)
     """
-    return _bayesian(*check_log_scores(log_scores, mask))
+    return _bayesian(*check_log_scores(log_scores, row_weights, relative=False))
 
 
 @jax.jit
-def _bayesian(logs: Float[Array, " members *batch"], mask: Bool[Array, "*batch"] | None) -> Float[Array, " members"]:
-    logs = logs if mask is None else jnp.where(mask[None], logs, 0)
-    total = lambda values: jnp.sum(values, axis=tuple(range(1, logs.ndim)))
+def _bayesian(
+    logs: Float[Array, " members *batch"], row_weights: Float[Array, "*batch"] | None
+) -> Float[Array, " members"]:
+    weigh = lambda values: values if row_weights is None else values * row_weights[None]
+    total = lambda values: jnp.sum(weigh(values), axis=tuple(range(1, logs.ndim)))
     best = jnp.argmax(total(logs - jnp.max(logs, axis=0)[None]))
     # Relative to the best member, not to the best of each row, sums over many rows stay small and accurate.
     return jax.nn.softmax(total(logs - jax.lax.stop_gradient(logs[best])[None]))
@@ -70,7 +74,7 @@ class Stacking(NamedTuple):
 def stacking(
     log_scores: Float[ArrayLike, " members *batch"],
     *,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     tolerance: float | None = None,
     max_steps: int = 100,
 ) -> Stacking:
@@ -86,7 +90,7 @@ def stacking(
 
     - `log_scores`: natural logarithms of $p_{mi}$ for held-out rows, `(members, *batch)`: for classes
         `-scores.per_member(scores.nll, logits, labels, reduction="none")`. A constant per row has no effect.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `tolerance`: in nats; by default 1e-6 in float32 and 1e-10 in float64.
     - `max_steps`: the maximum number of steps, after which the search ends with a warning; 5 to 15 usually suffice.
 
@@ -96,7 +100,7 @@ def stacking(
 
     **Raises:**
 
-    - `TypeError` for log scores that are not floating-point, and a mask that is not boolean.
+    - `TypeError` for log scores that are not floating-point.
     - `ValueError` for log scores that are NaN or +inf, rows where every member has -inf, and log-probabilities of all
         classes (where concrete), and for zero rows.
 
@@ -113,11 +117,11 @@ def stacking(
     """
     if tolerance is not None:
         check_number(tolerance, "tolerance", least=0)
-    logs, rows = check_log_scores(log_scores, mask)
+    logs, own = check_log_scores(log_scores, row_weights)
     if tolerance is None:
         tolerance = 1e-10 if logs.dtype == jnp.float64 else 1e-6
     tolerance = float(tolerance)
-    found = _stacking(logs, rows, tolerance, check_positive_int(max_steps, "max_steps"))
+    found = _stacking(logs, own, tolerance, check_positive_int(max_steps, "max_steps"))
     host = concrete(found.gap)
     if host is not None and not (host <= tolerance).all():
         warn(
@@ -142,17 +146,17 @@ _BLOCK = 512
 @jax.jit
 def _stacking(
     logs: Float[Array, " members *batch"],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: Float[Array, "*batch"] | None,
     tolerance: float | Float[Array, ""],
     max_steps: int | Int[Array, ""],
 ) -> Stacking:
     num_members = logs.shape[0]
     logs = jnp.reshape(logs, (num_members, -1))
     counted = jnp.any(logs > -jnp.inf, axis=0)
-    counted = counted if mask is None else counted & jnp.ravel(mask)
+    own = jnp.where(counted, jnp.ones(counted.shape, logs.dtype) if row_weights is None else jnp.ravel(row_weights), 0)
     logs = jnp.where(counted[None], logs, 0)
     likelihood = _blocks(jnp.exp(logs - jnp.max(logs, axis=0)[None]), fill=1)
-    share = _blocks(counted.astype(logs.dtype)[None] / jnp.sum(counted).astype(logs.dtype), fill=0)[:, 0]
+    share = _blocks(own[None] / jnp.sum(own), fill=0)[:, 0]
 
     equal = jnp.full(num_members, 1 / num_members, logs.dtype)
     start = _Point(equal, jnp.ones_like(equal), jnp.int32(0), equal, _gap(likelihood, share, equal))

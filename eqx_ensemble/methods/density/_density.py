@@ -6,23 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.linalg import solve_triangular
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from ..._check import (
+    CountedRows,
     check_array,
+    check_counted_rows,
+    check_entries,
     check_fitted_members,
     check_flag,
-    check_mask,
     check_number,
     check_positive_int,
     check_values,
     concrete,
-    first_text,
-    kept_rows,
     needs_message,
     value_error,
 )
-from ..._weighting import blank_masked
 
 # Class means and Cholesky factors of covariances, for one member.
 
@@ -30,7 +29,7 @@ from ..._weighting import blank_masked
 def centre_rows(
     features: Float[Array, "batch hidden"], counted: Float[Array, " batch"]
 ) -> tuple[Float[Array, "batch hidden"], Float[Array, " hidden"]]:
-    """Deviations from the mean of the unmasked rows, and this mean; avoids cancellation for large offsets."""
+    """Deviations from the mean of the rows that count, and this mean; avoids cancellation for large offsets."""
     share = counted / jnp.sum(counted)
     rough = share @ features
     away = features - rough[None]
@@ -45,11 +44,11 @@ def class_means(
 
 
 def one_hot_rows(
-    labels: Integer[Array, " batch"], mask: Bool[Array, " batch"] | None, num_classes: int, dtype: jnp.dtype
+    labels: Integer[Array, " batch"], counted: Bool[Array, " batch"] | None, num_classes: int, dtype: jnp.dtype
 ) -> Float[Array, "batch classes"]:
-    """One-hot labels; masked rows are all zero."""
+    """One-hot labels; ignored rows are all zero."""
     found = jax.nn.one_hot(labels, num_classes, dtype=dtype)
-    return found if mask is None else jnp.where(mask[:, None], found, 0)
+    return found if counted is None else jnp.where(counted[:, None], found, 0)
 
 
 def factor(
@@ -81,23 +80,19 @@ def squared_distance(
     return jnp.sum(solve_triangular(lower, away.T, lower=True) ** 2, axis=0)
 
 
-def check_features(features: Any, mask: Any) -> tuple[Array, Array | None]:
-    """Raises unless features are `(members, batch, hidden)` and finite where unmasked. Returns them and the mask."""
+def check_features(features: Any, row_weights: Any) -> tuple[Array, CountedRows]:
+    """Raises unless features are `(members, batch, hidden)` and finite in rows that count. Returns both."""
     array = check_values("features", features)
     if array.ndim != 3 or 0 in array.shape:
         fix = "Flatten what is not one row of numbers: `features.reshape(members, batch, -1)`."
-        raise value_error("`features` of shape (members, batch, hidden)", f"got shape {array.shape}", fix)
-    kept = check_mask(mask, array.shape[1:2])
-    host, rows = concrete(array), kept_rows(mask)
-    if host is not None and rows is not None:
-        wrong = ~np.isfinite(host) & (rows[:, None] if rows.ndim else True)
-        if wrong.any():
-            fix = "Leave members that diverged out, and rows with NaN by `mask`."
-            raise value_error("finite `features`", first_text(host, wrong), fix)
-    return array, kept
+        raise ValueError(needs_message("`features` of shape (members, batch, hidden)", f"got shape {array.shape}", fix))
+    rows = check_counted_rows(row_weights, array.shape[1:2])
+    fix = "Leave members that diverged out, and rows with NaN by `row_weights`."
+    check_entries("finite `features`", array, lambda host: ~np.isfinite(host), fix, rows.known_along(2))
+    return array, rows
 
 
-def check_classes(labels: Any, features: Array, num_classes: Any, mask: Any) -> Array:
+def check_classes(labels: Any, features: Array, num_classes: Any, rows: CountedRows) -> Array:
     """Raises unless labels are integers below `num_classes`, with two rows per class (if concrete). Returns them."""
     count = check_positive_int(num_classes, "num_classes")
     array = check_array("labels", labels)
@@ -107,15 +102,13 @@ def check_classes(labels: Any, features: Array, num_classes: Any, mask: Any) -> 
         raise (TypeError if array.shape == features.shape[1:2] else ValueError)(
             needs_message("one label per row of the features", got, fix)
         )
-    host, kept = concrete(labels), kept_rows(mask)
-    if host is not None and kept is not None:
-        wrong = ((host < 0) | (host >= count)) & kept
-        if wrong.any():
-            fix = "Count classes from 0; leave rows without a class out by `mask`."
-            raise value_error(f"labels from 0 to {count - 1}", first_text(host, wrong), fix)
-        rows = np.bincount(host[np.broadcast_to(kept, host.shape)], minlength=count)
-        if (rows < 2).any():
-            few = np.flatnonzero(rows < 2).tolist()
+    fix = "Count classes from 0; leave rows without a class out by `row_weights`."
+    check_entries(f"labels from 0 to {count - 1}", labels, lambda host: (host < 0) | (host >= count), fix, rows)
+    host = concrete(labels)
+    if host is not None and rows.known is not None:
+        found = np.bincount(host[np.broadcast_to(rows.known, host.shape)], minlength=count)
+        if (found < 2).any():
+            few = np.flatnonzero(found < 2).tolist()
             fix = "Classes that are not in these rows have no density: number the others without gaps."
             raise value_error("at least two rows of each class", f"got fewer of classes {few}", fix)
     return array.astype(jnp.int32)
@@ -180,7 +173,7 @@ def gaussian_discriminant(
     *,
     num_classes: int,
     ridge: float | int = 0.0,
-    mask: Bool[ArrayLike, " batch"] | None = None,
+    row_weights: Bool[ArrayLike, " batch"] | Real[ArrayLike, " batch"] | None = None,
 ) -> GaussianDiscriminant:
     r"""Fits a Gaussian per class to the hidden units of each member: Gaussian discriminant analysis, as in DDU.
 
@@ -198,7 +191,7 @@ def gaussian_discriminant(
         units.
     - `ridge`: added to the variances. Hidden units that are constant in a class, such as inactive ReLU units, need a
         positive ridge.
-    - `mask`: booleans `(batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: booleans `(batch,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:** [`eqx_ensemble.methods.density.GaussianDiscriminant`][].
 
@@ -217,12 +210,12 @@ def gaussian_discriminant(
     ??? cite
         [Deep Deterministic Uncertainty: A New Simple Baseline](https://arxiv.org/abs/2102.11582), Mukhoti et al., 2023.
     """
-    checked, kept = check_features(features, mask)
-    known = check_classes(labels, checked, num_classes, mask)
+    checked, rows = check_features(features, row_weights)
+    known = check_classes(labels, checked, num_classes, rows)
     level = check_ridge(ridge, checked.dtype)
-    counted = one_hot_rows(blank_masked(known, kept), kept, num_classes, checked.dtype)
+    counted = one_hot_rows(rows.blank(known), rows.counted, num_classes, checked.dtype)
     fit_member = lambda x: _fit_discriminant(x, counted, level)
-    centre, means, factors = jax.vmap(fit_member)(blank_masked(checked, kept, before=1))
+    centre, means, factors = jax.vmap(fit_member)(rows.blank(checked, before=1))
     check_factors(factors)
     counts = jnp.sum(counted, axis=0)
     return GaussianDiscriminant(centre, means, factors, jnp.log(counts / jnp.sum(counts)))
@@ -286,7 +279,7 @@ def mahalanobis(
     *,
     num_classes: int,
     ridge: float | int = 0.0,
-    mask: Bool[ArrayLike, " batch"] | None = None,
+    row_weights: Bool[ArrayLike, " batch"] | Real[ArrayLike, " batch"] | None = None,
 ) -> Mahalanobis:
     r"""Fits class means and a common covariance to the hidden units of each member, for Mahalanobis distances.
 
@@ -297,7 +290,7 @@ def mahalanobis(
 
     **Arguments:**
 
-    - `features`, `labels`, `num_classes`, `ridge`, `mask`: as for
+    - `features`, `labels`, `num_classes`, `ridge`, `row_weights`: as for
         [`eqx_ensemble.methods.density.gaussian_discriminant`][]. Without `ridge`, all classes together need at least as
         many rows as hidden units plus classes.
 
@@ -316,11 +309,11 @@ def mahalanobis(
         Attacks](https://arxiv.org/abs/1807.03888), Lee et al., 2018; the relative distance: [A Simple Fix to
         Mahalanobis Distance for Improving Near-OOD Detection](https://arxiv.org/abs/2106.09022), Ren et al., 2021.
     """
-    checked, kept = check_features(features, mask)
-    known = check_classes(labels, checked, num_classes, mask)
+    checked, rows = check_features(features, row_weights)
+    known = check_classes(labels, checked, num_classes, rows)
     level = check_ridge(ridge, checked.dtype)
-    counted = one_hot_rows(blank_masked(known, kept), kept, num_classes, checked.dtype)
-    fitted = jax.vmap(lambda x: _fit(x, counted, level))(blank_masked(checked, kept, before=1))
+    counted = one_hot_rows(rows.blank(known), rows.counted, num_classes, checked.dtype)
+    fitted = jax.vmap(lambda x: _fit(x, counted, level))(rows.blank(checked, before=1))
     check_factors(jnp.stack(fitted[2:], axis=1))
     return Mahalanobis(*fitted)
 

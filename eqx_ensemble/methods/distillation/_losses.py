@@ -10,15 +10,15 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 from ..._check import (
     check_array,
     check_floating_arrays,
-    check_mask,
     check_nonnegative,
     check_number,
     check_positive_int,
+    check_row_weights,
     check_variance,
     promote,
 )
-from ..._weighting import blank_masked, class_mixture
-from ...scores._engine import Reduction, check_reduction, reduce
+from ..._weighting import class_mixture
+from ...scores._engine import Reduction, RowWeights, reduce
 from ...uncertainty._check import check_temperature
 from ._targets import check_classes, check_gaussians, check_smoothing
 
@@ -29,7 +29,7 @@ def gaussian_loss(
     teacher_mean: Float[ArrayLike, "*batch members"],
     teacher_variance: Float[ArrayLike, "*batch members"],
     *,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of a student that predicts the mean and variance of an ensemble of Gaussian predictions.
@@ -46,7 +46,7 @@ def gaussian_loss(
     - `mean`, `variance`: the predictions of ONE student, `(*batch,)`.
     - `teacher_mean`, `teacher_variance`: the predictions of the teachers, `(*batch, members)`, from
         [`eqx_ensemble.methods.distillation.targets`][].
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
     **Returns:**
@@ -67,13 +67,12 @@ def gaussian_loss(
     """
     own_mean, own_variance = check_floating_arrays(mean=mean, variance=variance)
     means, variances = check_gaussians(own_mean, teacher_mean, teacher_variance)
-    kept = check_mask(mask, own_mean.shape)
-    check_variance(variance, positive=True, mask=mask)
-    check_variance(teacher_variance, positive=True, mask=None if mask is None else jnp.asarray(mask)[..., None])
-    check_reduction(reduction, own_mean.shape)
     arrays = promote(own_mean, own_variance, means, variances)
-    blanked = (blank_masked(x, kept, before=i // 2, fill=i % 2) for i, x in enumerate(arrays))
-    return _gaussian_loss(*blanked, kept, reduction)
+    rows = check_row_weights(row_weights, own_mean.shape, arrays[0].dtype, reduction=reduction)
+    check_variance(variance, positive=True, rows=rows)
+    check_variance(teacher_variance, positive=True, rows=rows.known_along(own_mean.ndim + 1))
+    blanked = (rows.blank(x, before=i // 2, fill=i % 2) for i, x in enumerate(arrays))
+    return _gaussian_loss(*blanked, rows.weights, reduction)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -82,12 +81,12 @@ def _gaussian_loss(
     variance: Float[Array, "*batch"],
     teacher_means: Float[Array, " members *batch"],
     teacher_variances: Float[Array, " members *batch"],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     ratio = teacher_variances / variance[None]
     squares = (teacher_means - mean[None]) ** 2 / variance[None]
-    return reduce(jnp.mean(ratio - 1 - jnp.log(ratio) + squares, axis=0) / 2, reduction, mask)
+    return reduce(jnp.mean(ratio - 1 - jnp.log(ratio) + squares, axis=0) / 2, reduction, row_weights)
 
 
 def distribution_loss(
@@ -96,7 +95,7 @@ def distribution_loss(
     *,
     temperature: Real[ArrayLike, ""] = 1.0,
     smoothing: float = 1e-4,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of a student that predicts the distribution of an ensemble's probabilities, as a Dirichlet distribution.
@@ -121,7 +120,7 @@ def distribution_loss(
         unbounded.
     - `temperature`: $T$, above zero; it may be a hyper-parameter.
     - `smoothing`: from 0 to below 1. With 0, the loss is not finite if a teacher gives a class zero probability.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
     **Returns:**
@@ -144,12 +143,11 @@ def distribution_loss(
         [Ensemble Distribution Distillation](https://arxiv.org/abs/1905.00076), Malinin, Mlodozeniec and Gales, 2020.
     """
     student, teachers = check_classes(logits, teacher, least=2)
-    kept = check_mask(mask, student.shape[:-1])
-    check_reduction(reduction, student.shape[:-1])
+    rows = check_row_weights(row_weights, student.shape[:-1], student.dtype, reduction=reduction)
     scale = check_temperature(temperature, student.dtype)
     uniform = check_smoothing(smoothing)
-    student, teachers = blank_masked(student, kept), blank_masked(teachers, kept, before=1)
-    return _distribution_loss(student, teachers, scale, kept, uniform, reduction)
+    student, teachers = rows.blank(student), rows.blank(teachers, before=1)
+    return _distribution_loss(student, teachers, scale, rows.weights, uniform, reduction)
 
 
 def temperature_annealing(
@@ -193,13 +191,13 @@ def _distribution_loss(
     student: Float[Array, "*batch classes"],
     teachers: Float[Array, "members *batch classes"],
     temperature: Float[Array, ""],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     smoothing: float,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     logs = _smooth(jax.nn.log_softmax(teachers / temperature, axis=-1), smoothing)
     rows = _negative_log_density(student / temperature, jnp.mean(logs, axis=0))
-    return reduce(temperature**2 * rows, reduction, mask)
+    return reduce(temperature**2 * rows, reduction, row_weights)
 
 
 def _smooth(logs: Float[Array, "..."], smoothing: float) -> Float[Array, "..."]:
@@ -238,7 +236,7 @@ def mixture_loss(
     teacher: Float[ArrayLike, "*batch members classes"],
     *,
     temperature: Real[ArrayLike, ""] = 1.0,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of a student that predicts the mean probabilities of an ensemble of classifiers.
@@ -256,7 +254,7 @@ def mixture_loss(
     - `teacher`: the teachers' logits or log-probabilities, `(*batch, members, classes)`, from
         [`eqx_ensemble.methods.distillation.targets`][].
     - `temperature`: $T$, above zero; it may be a hyper-parameter.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
     **Returns:**
@@ -279,10 +277,9 @@ def mixture_loss(
         2015.
     """
     student, teachers = check_classes(logits, teacher, least=1)
-    kept = check_mask(mask, student.shape[:-1])
-    check_reduction(reduction, student.shape[:-1])
+    rows = check_row_weights(row_weights, student.shape[:-1], student.dtype, reduction=reduction)
     scale = check_temperature(temperature, student.dtype)
-    return _loss(blank_masked(student, kept), blank_masked(teachers, kept, before=1), scale, kept, reduction)
+    return _loss(rows.blank(student), rows.blank(teachers, before=1), scale, rows.weights, reduction)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -290,11 +287,11 @@ def _loss(
     student: Float[Array, "*batch classes"],
     teachers: Float[Array, "members *batch classes"],
     temperature: Float[Array, ""],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     target = class_mixture(teachers / temperature, None)
     found = jax.nn.log_softmax(student / temperature, axis=-1)
     possible = target > -jnp.inf
     terms = jnp.exp(target) * (jnp.where(possible, target, 0) - jnp.where(possible, found, 0))
-    return reduce(temperature**2 * jnp.sum(terms, axis=-1), reduction, mask)
+    return reduce(temperature**2 * jnp.sum(terms, axis=-1), reduction, row_weights)

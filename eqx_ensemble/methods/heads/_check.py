@@ -6,13 +6,15 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ..._check import (
+    ALL_ROWS,
+    CountedRows,
     check_array,
+    check_entries,
     check_floating,
     check_nonnegative,
     check_scalar,
     concrete,
     first_text,
-    kept_rows,
     kind_text,
     promote,
     type_error,
@@ -38,15 +40,10 @@ def check_parameters(parameters: Any, kind: type, make: str) -> None:
         raise type_error(f"`parameters` of type `{kind.__name__}`", f"got {kind_text(parameters)}", fix)
 
 
-def check_above(argument: str, values: ArrayLike, bound: int, *, fix: str, mask: ArrayLike | None = None) -> None:
-    """Raises unless unmasked values are above `bound` or NaN (if concrete)."""
-    host, kept = concrete(values), kept_rows(mask)
-    if host is None or kept is None:
-        return
-    wrong = host <= bound
-    wrong &= kept.reshape(kept.shape + (1,) * (host.ndim - kept.ndim))
-    if wrong.any():
-        raise value_error(f"`{argument}` above {bound:g}", first_text(host, wrong), fix)
+def check_above(argument: str, values: ArrayLike, bound: int, *, fix: str, rows: CountedRows = ALL_ROWS) -> None:
+    """Raises unless values of rows that count are above `bound` or NaN (if concrete)."""
+    along = rows.known_along(np.ndim(values))
+    check_entries(f"`{argument}` above {bound:g}", values, lambda host: host <= bound, fix, along)
 
 
 def check_coefficient(argument: str, value: ArrayLike, dtype: jnp.dtype) -> Array:

@@ -8,19 +8,21 @@ from jax.scipy.special import digamma, gammaln
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from ..._check import (
+    ALL_ROWS,
+    CountedRows,
     check_array,
     check_floating,
     check_labels,
     check_logits,
-    check_mask,
     check_nonnegative,
     check_positive_int,
+    check_row_weights,
     check_word,
     promote,
     value_error,
 )
-from ..._weighting import at_label, blank_masked, is_class
-from ...scores._engine import Reduction, check_reduction, reduce
+from ..._weighting import at_label, is_class
+from ...scores._engine import Reduction, RowWeights, reduce
 from ...uncertainty import Decomposition
 from ._check import check_above, check_coefficient
 
@@ -140,10 +142,10 @@ def check_concentration(concentration: ArrayLike) -> Array:
     return promote(array)[0]
 
 
-def check_positive(concentration: ArrayLike, *, mask: ArrayLike | None = None) -> None:
-    """Raises unless the unmasked parameters of Dirichlet distributions are above zero (if concrete)."""
+def check_positive(concentration: ArrayLike, rows: CountedRows = ALL_ROWS) -> None:
+    """Raises unless the parameters of Dirichlet distributions are above zero (if concrete)."""
     fix = "Outputs of a last layer? `methods.heads.dirichlet` maps them to a concentration."
-    check_above("concentration", concentration, 0, fix=fix, mask=mask)
+    check_above("concentration", concentration, 0, fix=fix, rows=rows)
 
 
 Risk = Literal["squared", "digamma"]
@@ -155,7 +157,7 @@ def dirichlet_loss(
     *,
     kl_weight: Real[ArrayLike, ""],
     risk: Risk = "squared",
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of evidential classification: a Bayes risk, plus a penalty on evidence for wrong classes.
@@ -173,7 +175,7 @@ def dirichlet_loss(
         ([`eqx_ensemble.methods.heads.kl_annealing`][]). Without it, evidence for wrong classes is hardly penalised. It
         may be a hyper-parameter.
     - `risk`: `"squared"`, the authors' choice, or `"digamma"`.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
     **Returns:**
@@ -196,12 +198,11 @@ def dirichlet_loss(
     """
     check_word(risk, "risk", ("squared", "digamma"))
     checked = check_concentration(concentration)
-    kept = check_mask(mask, checked.shape[:-1])
-    known = check_labels(labels, checked, mask, argument="concentration", members=False)
-    check_positive(concentration, mask=mask)
+    rows = check_row_weights(row_weights, checked.shape[:-1], checked.dtype, reduction=reduction)
+    known = check_labels(labels, checked, rows, argument="concentration", members=False)
+    check_positive(concentration, rows)
     weight = check_coefficient("kl_weight", kl_weight, checked.dtype)
-    check_reduction(reduction, known.shape)
-    return _loss(blank_masked(checked, kept, fill=1), blank_masked(known, kept), weight, kept, risk, reduction)
+    return _loss(rows.blank(checked, fill=1), rows.blank(known), weight, rows.weights, risk, reduction)
 
 
 def kl_annealing(step: Real[ArrayLike, "..."], num_steps: int) -> Float[Array, "..."]:
@@ -240,7 +241,7 @@ def _loss(
     concentration: Float[Array, "*batch classes"],
     labels: Integer[Array, "*batch"],
     kl_weight: Float[Array, ""],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     risk: Risk,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
@@ -252,7 +253,7 @@ def _loss(
         mean = concentration / strength[..., None]
         rows = jnp.sum(jnp.where(one_hot, 1 - mean, mean) ** 2 + mean * (1 - mean) / (strength[..., None] + 1), axis=-1)
         rows = jnp.where(is_class(labels, concentration.shape[-1]), rows, jnp.nan)
-    return reduce(rows + kl_weight * _divergence(jnp.where(one_hot, 1, concentration)), reduction, mask)
+    return reduce(rows + kl_weight * _divergence(jnp.where(one_hot, 1, concentration)), reduction, row_weights)
 
 
 def _divergence(concentration: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 from jax.scipy.special import betaln
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from ..._check import check_floating_arrays, check_mask, check_number, check_regression
-from ..._weighting import blank_masked
-from ...scores._engine import Reduction, check_reduction, reduce
+from ..._check import ALL_ROWS, CountedRows, check_floating_arrays, check_number, check_regression, check_row_weights
+from ...scores._engine import Reduction, RowWeights, reduce
 from ...uncertainty import Decomposition
 from ._check import check_above, check_coefficient, check_parameters, check_raw
 
@@ -109,11 +108,11 @@ def decompose_evidential(parameters: NormalInverseGamma) -> Decomposition:
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 
 
-def check_ranges(parameters: NormalInverseGamma, *, mask: ArrayLike | None = None) -> None:
-    """Raises unless unmasked parameters define a distribution with finite variance (if concrete)."""
+def check_ranges(parameters: NormalInverseGamma, rows: CountedRows = ALL_ROWS) -> None:
+    """Raises unless parameters of rows that count define a distribution with finite variance (if concrete)."""
     fix = "Outputs of a last layer? `methods.heads.normal_inverse_gamma` maps them to parameters."
     for argument, bound in {"nu": 0, "alpha": 1, "beta": 0}.items():
-        check_above(argument, getattr(parameters, argument), bound, fix=fix, mask=mask)
+        check_above(argument, getattr(parameters, argument), bound, fix=fix, rows=rows)
 
 
 def evidential_loss(
@@ -121,7 +120,7 @@ def evidential_loss(
     targets: Real[ArrayLike, "*batch"],
     *,
     coefficient: Real[ArrayLike, ""] = 0.01,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of evidential regression: a negative log-likelihood, in nats, plus a penalty on evidence for wrong means.
@@ -136,7 +135,7 @@ def evidential_loss(
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `coefficient`: $\lambda$, zero or more; by default the authors' value. It depends on the unit of the targets:
         standardise them. It may be a hyper-parameter.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -158,12 +157,11 @@ def evidential_loss(
     """
     check_parameters(parameters, NormalInverseGamma, "normal_inverse_gamma")
     *arrays, observed = check_regression(targets, members=False, **parameters._asdict())
-    kept = check_mask(mask, observed.shape)
-    check_ranges(parameters, mask=mask)
+    rows = check_row_weights(row_weights, observed.shape, observed.dtype, reduction=reduction)
+    check_ranges(parameters, rows)
     penalty = check_coefficient("coefficient", coefficient, observed.dtype)
-    check_reduction(reduction, observed.shape)
-    known = NormalInverseGamma(*(blank_masked(x, kept, fill=2) for x in arrays))
-    return _loss(known, blank_masked(observed, kept), penalty, kept, reduction)
+    known = NormalInverseGamma(*(rows.blank(x, fill=2) for x in arrays))
+    return _loss(known, rows.blank(observed), penalty, rows.weights, reduction)
 
 
 @partial(jax.jit, static_argnames="reduction")
@@ -171,7 +169,7 @@ def _loss(
     parameters: NormalInverseGamma,
     targets: Float[Array, "*batch"],
     coefficient: Float[Array, ""],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     mean, nu, alpha, beta = parameters
@@ -180,4 +178,4 @@ def _loss(
     # `betaln` instead of a difference of two log-gammas, which are large for much evidence.
     likelihood = betaln(alpha, jnp.full_like(alpha, 0.5)) + 0.5 * jnp.log(width)
     likelihood += (alpha + 0.5) * jnp.log1p(error**2 / width)
-    return reduce(likelihood + coefficient * jnp.abs(error) * (2 * nu + alpha), reduction, mask)
+    return reduce(likelihood + coefficient * jnp.abs(error) * (2 * nu + alpha), reduction, row_weights)

@@ -9,15 +9,15 @@ from ... import combine
 from ..._check import (
     as_column,
     check_floating_arrays,
-    check_mask,
     check_number,
     check_regression,
+    check_row_weights,
     check_variance,
     check_weights,
     value_error,
 )
-from ..._weighting import blank_masked, blank_unweighted
-from ...scores._engine import Reduction, check_reduction, log_density, reduce
+from ..._weighting import blank_unweighted
+from ...scores._engine import Reduction, RowWeights, log_density, reduce
 from ._check import check_increasing_levels, check_parameters, check_quantiles, check_raw
 
 
@@ -26,7 +26,7 @@ def pinball_loss(
     targets: Real[ArrayLike, "*batch"],
     *,
     levels: Real[ArrayLike, " levels"],
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of a head that predicts several quantiles: the mean of their pinball scores.
@@ -40,7 +40,7 @@ def pinball_loss(
     - `quantiles`: those of ONE member, `(*batch, levels)`, the unchanged outputs of a last layer.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `levels`: `(levels,)`, increasing, between 0 and 1.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
 
     **Returns:**
@@ -65,11 +65,10 @@ def pinball_loss(
     checked = check_quantiles(quantiles)
     every_level = check_increasing_levels(levels, checked)
     _, observed = check_regression(targets, members=False, quantiles=checked[..., 0])
-    kept = check_mask(mask, observed.shape)
-    check_reduction(reduction, observed.shape)
     dtype = observed.dtype  # float64 where the targets are
-    known = blank_masked(checked.astype(dtype), kept)
-    return _pinball_loss(known, blank_masked(observed, kept), every_level.astype(dtype), kept, reduction)
+    rows = check_row_weights(row_weights, observed.shape, dtype, reduction=reduction)
+    known = rows.blank(checked.astype(dtype))
+    return _pinball_loss(known, rows.blank(observed), every_level.astype(dtype), rows.weights, reduction)
 
 
 def sort_quantiles(quantiles: Float[ArrayLike, "*batch levels"]) -> Float[Array, "*batch levels"]:
@@ -111,12 +110,12 @@ def _pinball_loss(
     quantiles: Float[Array, "*batch levels"],
     targets: Float[Array, "*batch"],
     levels: Float[Array, " levels"],
-    mask: Bool[Array, "*batch"] | None,
+    row_weights: RowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     error = targets[..., None] - quantiles
     own = jnp.broadcast_to(levels, error.shape)
-    return reduce(jnp.mean(jnp.where(error < 0, own - 1, own) * error, axis=-1), reduction, mask)
+    return reduce(jnp.mean(jnp.where(error < 0, own - 1, own) * error, axis=-1), reduction, row_weights)
 
 
 class MixtureDensity(NamedTuple):
@@ -272,7 +271,7 @@ def mixture_density_loss(
     parameters: MixtureDensity,
     targets: Real[ArrayLike, "*batch"],
     *,
-    mask: Bool[ArrayLike, "*batch"] | None = None,
+    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of a mixture density network: the negative log-density of the targets, in nats.
@@ -286,7 +285,7 @@ def mixture_density_loss(
     - `parameters`: those of ONE member, [`eqx_ensemble.methods.heads.MixtureDensity`][] of arrays
         `(*batch, components)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
-    - `mask`: booleans `(*batch,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
 
     **Returns:**
@@ -308,22 +307,18 @@ def mixture_density_loss(
     """
     logits, mean, variance = check_density(parameters)
     _, observed = check_regression(targets, members=False, parameters=mean[..., 0])
-    kept = check_mask(mask, observed.shape)
-    check_variance(parameters.variance, positive=True, mask=None if mask is None else jnp.asarray(mask)[..., None])
-    check_reduction(reduction, observed.shape)
     dtype = observed.dtype  # float64 where the targets are
+    rows = check_row_weights(row_weights, observed.shape, dtype, reduction=reduction)
+    check_variance(parameters.variance, positive=True, rows=rows.known_along(variance.ndim))
     arrays = zip((logits, mean, variance), (0, 0, 1), strict=True)
-    known = (blank_masked(x.astype(dtype), kept, fill=fill) for x, fill in arrays)
-    return _loss(MixtureDensity(*known), blank_masked(observed, kept), kept, reduction)
+    known = (rows.blank(x.astype(dtype), fill=fill) for x, fill in arrays)
+    return _loss(MixtureDensity(*known), rows.blank(observed), rows.weights, reduction)
 
 
 @partial(jax.jit, static_argnames="reduction")
 def _loss(
-    parameters: MixtureDensity,
-    targets: Float[Array, "*batch"],
-    mask: Bool[Array, "*batch"] | None,
-    reduction: Reduction,
+    parameters: MixtureDensity, targets: Float[Array, "*batch"], row_weights: RowWeights | None, reduction: Reduction
 ) -> Float[Array, "..."]:
     every = jnp.broadcast_to(targets[..., None], parameters.mean.shape)
     logs = jax.nn.log_softmax(parameters.logits, axis=-1) + log_density(parameters.mean, parameters.variance, every)
-    return reduce(-jax.nn.logsumexp(logs, axis=-1), reduction, mask)
+    return reduce(-jax.nn.logsumexp(logs, axis=-1), reduction, row_weights)

@@ -86,7 +86,6 @@ def fit(
     noise: Any = None,
     indices: Any = None,
     row_weights: Any = None,
-    mask: Any = None,
     state: eqx.nn.State | None = None,
     fn: Callable[..., Any] | None = None,
     batch_size: int = 256,
@@ -139,9 +138,8 @@ def fit(
     - `indices`: a subnetwork: positions in the concatenation of the selected leaves, integers `(n,)`, or in an `Each`
         `(members, n)`, such as those of [`eqx_ensemble.methods.laplace.subnetwork`][]. Their covariance is the inverse
         of their block of $P$, with all other weights fixed; it is not their marginal covariance.
-    - `row_weights`: the weight of each row, `(rows,)`, or in an `Each` `(members, rows)`: for a bootstrap,
-        `ee.Each(ee.resample.counts(rows, num_rows))`.
-    - `mask`: booleans `(rows,)`; rows where it is `False` are ignored, even if they contain NaN.
+    - `row_weights`: the weight of each row, `(rows,)`, or booleans, or in an `Each` `(members, rows)`: for a bootstrap,
+        `ee.Each(ee.resample.counts(rows, num_rows))`. Rows of zero or `False` are ignored, even if NaN.
     - `state`: the stacked `equinox.nn.State` of stateful members; by default that of the run. Members are called in
         inference mode.
     - `fn`: called instead of the member as `fn(model, x)`, or `fn(model, x, state) -> (outputs, state)`.
@@ -186,10 +184,10 @@ def fit(
     like = jnp.zeros(num_given, chosen.dtype)
     precision, noises = _hyper(prior_precision, noise, likelihood, like, kept)
     data, row_weights, indices = take((data, row_weights, indices), kept)
-    found, num_rows = prepare(data, len(members), row_weights, mask)
+    found, num_rows = prepare(data, len(members), row_weights)
     shape = _output_shape(members, found.x, state, fn)
     check_outputs(shape, likelihood)
-    found = found._replace(y=check_targets(found.y, likelihood, shape.shape, mask))
+    found = found._replace(y=check_targets(found.y, likelihood, shape.shape))
     indices = check_indices(indices, chosen.num_weights, structure)
     setup = Setup(structure, chosen, Problem(likelihood, fn, shape.shape))
     plan = sharded_plan(as_plan(plan), layout_for(mesh, members.stacked))

@@ -13,14 +13,12 @@ from ..._axes import Each, check_no_batch, check_rows_of_data
 from ..._caller import caller
 from ..._check import (
     check_array,
+    check_entries,
     check_labels,
-    check_mask,
-    check_nonnegative,
-    concrete,
-    first_text,
+    check_row_weights,
     is_integer,
-    kept_rows,
     kind_text,
+    needs_message,
     type_error,
     value_error,
 )
@@ -105,24 +103,24 @@ def check_pair(data: Any) -> tuple[Any, Any]:
     return data[0], data[1]
 
 
-def check_row_weights(values: Any, kept: Any, num_rows: int, num_members: int) -> Any:
-    """Raises for invalid row weights, shared or in an `Each`. Returns them, with zeros for masked rows."""
-    own = isinstance(values, Each)
+def check_weights(row_weights: Any, num_rows: int, num_members: int) -> tuple[Any, Array | None]:
+    """Raises for invalid row weights, shared or in an `Each`. Returns them, and which rows count."""
+    own = isinstance(row_weights, Each)
     expected = (num_members, num_rows) if own else (num_rows,)
-    given = values.per_member() if isinstance(values, Each) else values
-    array = jnp.ones(expected) if given is None else check_array("row_weights", given)
-    if array.shape != expected:
+    given = row_weights.per_member() if isinstance(row_weights, Each) else row_weights
+    if given is None:
+        return jnp.ones(expected), None
+    if np.shape(given) != expected:
         fix = "Weights of each member, `(members, rows)`, are marked: `ee.Each(ee.resample.counts(rows, num_rows))`."
-        got = f"expected {expected}, got {array.shape}"
-        raise value_error("one of `row_weights` per row", got, fix)
-    check_nonnegative("row_weights", array, fix="They are how often each row counts.", mask=kept)
-    array = jnp.where(True if kept is None else kept, array, jnp.zeros((), array.dtype))
+        got = f"expected {expected}, got {np.shape(given)}"
+        raise ValueError(needs_message("one of `row_weights` per row", got, fix))
+    rows = check_row_weights(given, expected)
+    if rows.known is not None and not rows.known.any(axis=-1).all():
+        fix = "Every member needs rows: which does it see?"
+        raise ValueError(needs_message("`row_weights` that leave a row", "got only zeros", fix))
+    array = jnp.asarray(rows.weights)
     array = array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
-    host = concrete(array)
-    if host is not None and not host.any(axis=-1).all():
-        fix = "All rows are masked or have weight zero: is the mask inverted?"
-        raise value_error("`row_weights` that leave a row", "got only zeros", fix)
-    return Each(array) if own else array
+    return Each(array) if own else array, rows.counted
 
 
 def check_outputs(shape: Any, likelihood: str) -> None:
@@ -147,20 +145,20 @@ def check_outputs(shape: Any, likelihood: str) -> None:
         raise value_error(f"members with {needs} for `likelihood={likelihood!r}`", f"got {shape.shape}", fix)
 
 
-def check_targets(targets: Any, likelihood: str, shape: tuple[int, ...], mask: Any) -> Any:
+def check_targets(targets: Any, likelihood: str, shape: tuple[int, ...]) -> Any:
     """Raises unless targets match the outputs. Returns targets `(rows, out)` or labels `(rows,)`, or an `Each`."""
     own = isinstance(targets, Each)
     array = check_array("data[1]", targets.per_member() if isinstance(targets, Each) else targets)
     rows = array.shape[: 1 + own]
     if likelihood == "classification":
         logits = np.broadcast_to(np.float32(0), (*rows, *shape))  # only for its shape
-        checked = check_labels(array, jnp.asarray(logits), mask, argument="outputs", members=False)
+        checked = check_labels(array, jnp.asarray(logits), argument="outputs", members=False)
     else:
-        checked = _check_values(array, likelihood, rows, shape, mask)
+        checked = _check_values(array, likelihood, rows, shape)
     return Each(checked) if own else checked
 
 
-def _check_values(array: Any, likelihood: str, rows: Any, shape: Any, mask: Any) -> Any:
+def _check_values(array: Any, likelihood: str, rows: Any, shape: Any) -> Any:
     size = math.prod(shape)
     if array.shape != (*rows, *shape) and not (size == 1 and array.size == math.prod(rows)):
         got = f"expected {(*rows, *shape)}, got {array.shape}"
@@ -170,14 +168,9 @@ def _check_values(array: Any, likelihood: str, rows: Any, shape: Any, mask: Any)
         fix = "For complex targets pass the real and imaginary parts as two outputs."
         raise type_error("targets that are real numbers", f"got {array.dtype}", fix)
     flat = array.reshape(*rows, size)
-    if likelihood != "binary":
-        return flat
-    host, kept = concrete(array), kept_rows(mask)
-    if host is not None and kept is not None:
-        wrong = ~np.isin(host.reshape(rows), (0, 1)) & kept
-        if wrong.any():
-            fix = "Labels -1 and 1? Pass `(labels + 1) // 2`. Soft labels are not supported."
-            raise value_error("labels 0 and 1", first_text(host.reshape(rows), wrong), fix)
+    if likelihood == "binary":
+        fix = "Labels -1 and 1? Pass `(labels + 1) // 2`. Soft labels are not supported."
+        check_entries("labels 0 and 1", array.reshape(rows), lambda host: ~np.isin(host, (0, 1)), fix)
     return flat
 
 
@@ -197,18 +190,17 @@ class Data(NamedTuple):
         return some._replace(weights=_map_rows(zero, some.weights)) if beyond.any() else some
 
 
-def prepare(data: Any, num_members: int, row_weights: Any, mask: Any) -> tuple[Data, int]:
-    """Checks the data. Returns them with zeros in masked rows, and the number of rows."""
+def prepare(data: Any, num_members: int, row_weights: Any) -> tuple[Data, int]:
+    """Checks the data. Returns them with zeros in ignored rows, and the number of rows."""
     x, y = check_pair(data)
     x, y = from_foreign_tree(x, "data[0]"), from_foreign_tree(y, "data[1]")
     check_no_batch((x, y))
     num_rows = check_rows_of_data((x, y), num_members, argument="data", finite=False)
-    kept = check_mask(mask, (num_rows,))
-    if kept is not None:
-        blank = lambda x, axis: jnp.where(_along(kept, x, axis), x, jnp.zeros((), x.dtype))
+    weights, counted = check_weights(row_weights, num_rows, num_members)
+    if counted is not None:
+        blank = lambda x, axis: jnp.where(_along(counted, x, axis), x, jnp.zeros((), x.dtype))
         x, y = _map_rows(lambda x, axis: blank(jnp.asarray(x), axis), (x, y))
     check_rows_of_data((x, y), num_members, argument="data")
-    weights = check_row_weights(row_weights, kept, num_rows, num_members)
     return Data(x, y, weights), num_rows
 
 
@@ -218,8 +210,10 @@ def _map_rows(fn: Any, value: PyTree) -> Any:
     return _axes.map_each(own, value, shared=lambda x: fn(x, 0))
 
 
-def _along(mask: jax.Array, x: Any, axis: int) -> jax.Array:
-    return mask.reshape((1,) * axis + mask.shape + (1,) * (x.ndim - axis - 1))
+def _along(counted: Array, x: Any, axis: int) -> Array:
+    """Which rows count, for any member if `x` is shared, reshaped to broadcast with `x`."""
+    counted = counted.any(axis=0) if counted.ndim > axis + 1 else counted
+    return counted.reshape((1,) * (axis + 1 - counted.ndim) + counted.shape + (1,) * (x.ndim - axis - 1))
 
 
 class Setup(eqx.Module):

@@ -35,7 +35,7 @@ def test_masks_impossible_members_and_transforms():
     mask = np.array([True, True, False, True, False, True])
     want = combine.weights.bayesian(rows[:, mask])
     for given in (rows, np.where(mask, rows, np.nan)):
-        np.testing.assert_allclose(combine.weights.bayesian(given, mask=mask), want, rtol=1e-5)
+        np.testing.assert_allclose(combine.weights.bayesian(given, row_weights=mask), want, rtol=1e-5)
     rows[1, 0] = -np.inf
     found = combine.weights.bayesian(rows)
     assert found[1] == 0

@@ -107,7 +107,7 @@ def test_masked_rows_are_left_out_whatever_they_hold():
     log_scores, mask = np.random.default_rng(5).normal(size=(4, 30)).astype(np.float32), np.arange(30) % 3 > 0
     want = combine.weights.greedy(log_scores[:, mask], num_steps=8)
     for given in (log_scores, np.where(mask, log_scores, np.nan)):
-        found = combine.weights.greedy(given, num_steps=8, mask=mask)
+        found = combine.weights.greedy(given, num_steps=8, row_weights=mask)
         np.testing.assert_array_equal(found.order, want.order)
         np.testing.assert_allclose(found.scores, want.scores, rtol=1e-5)
     assert not np.array_equal(combine.weights.greedy(log_scores, num_steps=8).order, want.order)
@@ -128,8 +128,8 @@ def test_messages():
         combine.weights.greedy(predictions, "brier")
     with pytest.raises(ValueError, match=r"one number for one combined prediction.\n  got shape \(40,\)"):
         combine.weights.greedy(predictions, lambda mean: mean)
-    with pytest.raises(ValueError, match="no `mask` with a score of your own"):
-        combine.weights.greedy(predictions, score, mask=np.ones(40, bool))
+    with pytest.raises(ValueError, match="no `row_weights` with a score of your own"):
+        combine.weights.greedy(predictions, score, row_weights=np.ones(40, bool))
     with pytest.raises(ValueError, match="`num_steps` of at least 1, got 0"):
         combine.weights.greedy(predictions, score, num_steps=0)
     with pytest.raises(ValueError, match="got 7, with 6 members and 50 steps"):

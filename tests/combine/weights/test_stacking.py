@@ -111,7 +111,7 @@ def test_masked_rows_are_left_out_whatever_they_hold():
     log_scores, mask = _log_scores((5, 200)), np.arange(200) % 3 > 0
     want = combine.weights.stacking(log_scores[:, mask])
     for given in (log_scores, np.where(mask, log_scores, np.nan), np.where(mask, log_scores, np.inf)):
-        np.testing.assert_allclose(combine.weights.stacking(given, mask=mask).weights, want.weights, atol=1e-5)
+        np.testing.assert_allclose(combine.weights.stacking(given, row_weights=mask).weights, want.weights, atol=1e-5)
     assert not np.allclose(combine.weights.stacking(log_scores).weights, want.weights, atol=1e-3)
 
 
@@ -190,12 +190,10 @@ def test_messages():
     log_scores[:, 2] = -np.inf
     with pytest.raises(ValueError, match=r"a member above -inf in every row.*\n  got none in row \(2,\)"):
         combine.weights.stacking(log_scores)
-    with pytest.raises(ValueError, match=r"one `mask` entry per row.\n  expected \(4,\), got \(3,\)"):
-        combine.weights.stacking(log_scores, mask=np.ones(3, bool))
-    with pytest.raises(TypeError, match="a boolean `mask`"):
-        combine.weights.stacking(log_scores, mask=np.ones(4))
-    with pytest.raises(ValueError, match="a `mask` that leaves a row"):
-        combine.weights.stacking(log_scores, mask=np.zeros(4, bool))
+    with pytest.raises(ValueError, match=r"one of `row_weights` per row.\n  expected shape \(4,\), got \(3,\)"):
+        combine.weights.stacking(log_scores, row_weights=np.ones(3, bool))
+    with pytest.raises(ValueError, match="`row_weights` that leave a row"):
+        combine.weights.stacking(log_scores, row_weights=np.zeros(4, bool))
     with pytest.raises(ValueError, match="`tolerance` to be at least 0 and finite, got -1.0"):
         combine.weights.stacking(log_scores, tolerance=-1.0)
 
@@ -211,7 +209,7 @@ def test_what_is_no_log_score(find):
             find(shaped)
     mask = np.arange(20) > 2
     with pytest.warns(UserWarning, match="takes natural logarithms, but all .* as probabilities are"):
-        find(jnp.where(mask, jnp.exp(of_labels), -1.0), mask=mask)
+        find(jnp.where(mask, jnp.exp(of_labels), -1.0), row_weights=mask)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         find(of_labels)
