@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key, UInt32
 
-from ._check import check_integer_ids, check_key, check_positive_int, is_traced, is_typed_key, kind_text
+from ._check import check_integer_ids, check_key, check_positive_int, is_key, is_traced, kind_text
 
 
 def root(key: Any) -> Key[Array, ""]:
     """`key`, typed or legacy, as one typed threefry key."""
     check_key(key)
-    return key if is_typed_key(key) else jax.random.wrap_key_data(key)
+    return key if is_key(key) else jax.random.wrap_key_data(key)
 
 
 def member_keys(key: Any, ids: Any, *, purpose: str = "build") -> Key[Array, " members"]:

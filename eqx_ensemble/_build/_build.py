@@ -11,7 +11,7 @@ from jax.extend.random import define_prng_impl, threefry_prng_impl
 from jax.sharding import Mesh
 
 from .. import _axes, _keys
-from .._check import MemberMismatchError, check_key, check_sequence, is_readable, is_traced, is_typed_key
+from .._check import MemberMismatchError, check_key, check_sequence, is_key, is_readable, is_traced
 from .._ensemble import (
     Ensemble,
     M,
@@ -63,7 +63,7 @@ def draw_by_member(keys: jax.Array) -> jax.Array:
 def restore_keys(tree: Any, keys: jax.Array) -> Any:
     """Replaces keys made by `draw_by_member`, such as `keys`, by ordinary keys in `tree`."""
     ordinary = lambda x: jax.random.wrap_key_data(jax.random.key_data(x), impl="threefry2x32")
-    return jax.tree.map(lambda x: ordinary(x) if is_typed_key(x) and x.dtype == keys.dtype else x, tree)
+    return jax.tree.map(lambda x: ordinary(x) if is_key(x) and x.dtype == keys.dtype else x, tree)
 
 
 def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
@@ -209,7 +209,7 @@ def build(
     else:
         if key is not None:
             raise TypeError("`build` takes `keys` (one per member) or `key` (one for all), not both.")
-        keys = keys if is_typed_key(keys) else jax.random.wrap_key_data(jnp.asarray(keys))
+        keys = keys if is_key(keys) else jax.random.wrap_key_data(jnp.asarray(keys))
 
     layout = as_layout(mesh)
     check_shard_rule(shard, None if layout is None else layout.mesh)

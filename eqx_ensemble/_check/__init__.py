@@ -18,7 +18,6 @@ from ._keys import MemberMismatchError as MemberMismatchError
 from ._keys import check_integer_ids as check_integer_ids
 from ._keys import check_key as check_key
 from ._keys import check_key_shape as check_key_shape
-from ._keys import is_typed_key as is_typed_key
 from ._leaves import MOST_BITS as MOST_BITS
 from ._leaves import Size as Size
 from ._leaves import array_leaves as array_leaves

@@ -57,12 +57,12 @@ def needs_message(needs: str, got: str, fix: str) -> str:
 
 def value_error(needs: str, got: str, fix: str) -> ValueError:
     """The error for a value that a function cannot take."""
-    return ValueError(needs_message(needs, got, fix))
+    return value_error(needs, got, fix)
 
 
 def type_error(needs: str, got: str, fix: str) -> TypeError:
     """The error for a value of another kind."""
-    return TypeError(needs_message(needs, got, fix))
+    return type_error(needs, got, fix)
 
 
 def first_text(host: np.ndarray, wrong: np.ndarray) -> str:
@@ -90,7 +90,7 @@ def check_array(argument: str, values: ArrayLike) -> Array:
     except (TypeError, ValueError) as error:
         got = f"got {values!r}" if isinstance(values, str | None) else f"got {kind_text(values)}"
         fix = "Pass what `jnp.asarray` takes; for a run or an ensemble, pass its predictions: `run.predict(x)`."
-        raise TypeError(needs_message(f"`{argument}` as an array of numbers", got, fix)) from error
+        raise type_error(f"`{argument}` as an array of numbers", got, fix) from error
 
 
 def promote(*arrays: Array) -> tuple[Array, ...]:
@@ -104,9 +104,7 @@ def check_floating(argument: str, values: ArrayLike) -> Array:
     array = check_array(argument, values)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         fix = "Predictions come first, targets last; whole-numbered predictions need `.astype(float)`."
-        raise TypeError(
-            needs_message(f"floating-point `{argument}`", f"got dtype {array.dtype}, shape {array.shape}", fix)
-        )
+        raise type_error(f"floating-point `{argument}`", f"got dtype {array.dtype}, shape {array.shape}", fix)
     return array
 
 
@@ -114,12 +112,10 @@ def check_values(argument: str, values: ArrayLike) -> Array:
     """Raises unless `values` is floating-point, with at least one member. Returns it in the computation's dtype."""
     array = check_floating(argument, values)
     if array.ndim < 1 or array.shape[0] < 1:
-        raise ValueError(
-            needs_message(
-                f"`{argument}` with a leading `members` axis of at least one member",
-                f"got shape {array.shape}",
-                one_member_text(argument),
-            )
+        raise value_error(
+            f"`{argument}` with a leading `members` axis of at least one member",
+            f"got shape {array.shape}",
+            one_member_text(argument),
         )
     return promote(array)[0]
 
@@ -137,10 +133,8 @@ def check_same_shape(**arrays: Array) -> None:
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"`{argument}` {shape}" for argument, shape in shapes.items())
         names = " and ".join(f"`{argument}`" for argument in shapes)
-        raise ValueError(
-            needs_message(
-                f"{names} of one shape", f"got {listed}", "Nothing is broadcast: use `jnp.broadcast_to` if meant."
-            )
+        raise value_error(
+            f"{names} of one shape", f"got {listed}", "Nothing is broadcast: use `jnp.broadcast_to` if meant."
         )
 
 
@@ -149,20 +143,16 @@ def check_level(level: float) -> None:
     host = concrete(level)
     if host is None or host.ndim or not np.issubdtype(host.dtype, np.number):
         got = "a traced array" if host is None else f"{level!r}"
-        raise TypeError(
-            needs_message("a Python number as `level`", f"got {got}", "Several levels? Call it once for each.")
-        )
+        raise type_error("a Python number as `level`", f"got {got}", "Several levels? Call it once for each.")
     if not 0 < level < 1:
-        raise ValueError(needs_message("a `level` between 0 and 1", f"got {level}", "Write 90 % as `level=0.9`."))
+        raise value_error("a `level` between 0 and 1", f"got {level}", "Write 90 % as `level=0.9`.")
 
 
 def check_scalar(argument: str, value: ArrayLike, dtype: jnp.dtype) -> Array:
     """Raises unless `value` is one number. Returns it in `dtype`."""
     array = check_array(argument, value)
     if array.shape != ():
-        raise ValueError(
-            needs_message(f"one number as `{argument}`", f"got shape {array.shape}", "It is the same for all entries.")
-        )
+        raise value_error(f"one number as `{argument}`", f"got shape {array.shape}", "It is the same for all entries.")
     return array.astype(dtype)
 
 
@@ -171,5 +161,5 @@ def check_positive_scalar(argument: str, value: ArrayLike, dtype: jnp.dtype, *, 
     array = check_scalar(argument, value, dtype)
     host = concrete(value)
     if host is not None and not 0 < host < np.inf:
-        raise ValueError(needs_message(f"a finite `{argument}` above zero", f"got {host}", fix))
+        raise value_error(f"a finite `{argument}` above zero", f"got {host}", fix)
     return array

@@ -29,11 +29,6 @@ class CheckpointCorruptError(ValueError):
         self.member = member
 
 
-def is_typed_key(key: Any) -> bool:
-    """Whether `key` is an array of new-style typed keys."""
-    return is_key(key)
-
-
 def _is_legacy(key: Any) -> bool:
     return isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim >= 1 and key.shape[-1] == 2
 
@@ -52,7 +47,7 @@ def check_key_shape(key: Any, *, wanted: str) -> tuple[int, ...]:
     """Raises for anything but threefry keys, typed or legacy. Returns their shape: `()` for one key."""
     if key is None:
         raise TypeError(f"`{caller()}` needs {wanted}: for example `key=jax.random.key(0)`.")
-    if is_typed_key(key):
+    if is_key(key):
         implementation = str(jax.random.key_impl(key))
         if implementation != "threefry2x32":
             raise TypeError(

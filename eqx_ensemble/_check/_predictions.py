@@ -16,9 +16,10 @@ from ._arrays import (
     concrete,
     first_rows,
     first_text,
-    needs_message,
     one_member_text,
     promote,
+    type_error,
+    value_error,
 )
 from ._leaves import Size, kind_text
 from ._rows import ALL_ROWS, CountedRows, check_entries, check_nonnegative
@@ -28,9 +29,7 @@ def check_plain_weights(weights: object) -> None:
     """Raises for the result of a search for weights, in place of its weights."""
     if hasattr(weights, "weights"):
         got = f"got {kind_text(weights)}"
-        raise TypeError(
-            needs_message("`weights` as an array `(members,)`", got, "Pass its weights alone: `found.weights`.")
-        )
+        raise type_error("`weights` as an array `(members,)`", got, "Pass its weights alone: `found.weights`.")
 
 
 def check_weight_count(weights: Any, num_members: Size, *, rows: tuple[Size, ...] = ()) -> None:
@@ -46,7 +45,7 @@ def check_weight_count(weights: Any, num_members: Size, *, rows: tuple[Size, ...
     elif len(shape) > 1 and not rows:
         fix += " For weights of each row, such as a gate's, call it for one row inside `jax.vmap`."
     expected = " or ".join(map(str, shapes if len(shape) > 1 else shapes[:1]))
-    raise ValueError(needs_message("one weight per member", f"expected shape {expected}, got {shape}", fix))
+    raise value_error("one weight per member", f"expected shape {expected}, got {shape}", fix)
 
 
 def check_nonnegative_weights(weights: Any, *, rows: CountedRows = ALL_ROWS, all_zero: bool = True) -> None:
@@ -97,7 +96,7 @@ def _check_weights_of_rows(weights: ArrayLike, array: Array, dtype: jnp.dtype, r
             index = tuple(int(i) for i in np.argwhere(empty)[0])
             got = f"got only zeros in row {index}, the first of {int(empty.sum())} such"
             fix = "They are divided by their sum in each row: at least one member needs a nonzero weight."
-            raise ValueError(needs_message("`weights` that are not all zero in any row", got, fix))
+            raise value_error("`weights` that are not all zero in any row", got, fix)
         exact = np.where(known, host.astype(np.float64), 1)
         return jnp.asarray(exact / exact.sum(axis=0), dtype)
     return _normalise(array if counted is None else jnp.where(counted[None], array, jnp.ones_like(array)), dtype)
@@ -119,20 +118,16 @@ def check_logits(logits: ArrayLike, *, members: bool = True, of_votes: bool = Fa
     axes = "(members, *batch, classes)" if members else "(*batch, classes)"
     if array.ndim < 1 + members:
         fix = one_member_text("logits") if members else "The classes are the last axis."
-        raise ValueError(needs_message(f"`logits` of shape {axes}", f"got shape {array.shape}", fix))
+        raise value_error(f"`logits` of shape {axes}", f"got shape {array.shape}", fix)
     if array.shape[-1] < 2:
         fix = (
             "One logit per row (sigmoid)? Pass `jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)`, with the "
             "classes on the last axis."
         )
-        raise ValueError(
-            needs_message(f"at least two classes on the last axis of `logits`, {axes}", f"got shape {array.shape}", fix)
-        )
+        raise value_error(f"at least two classes on the last axis of `logits`, {axes}", f"got shape {array.shape}", fix)
     if members and array.shape[0] < 1:
-        raise ValueError(
-            needs_message(
-                f"at least one member in `logits`, {axes}", f"got shape {array.shape}", one_member_text("logits")
-            )
+        raise value_error(
+            f"at least one member in `logits`, {axes}", f"got shape {array.shape}", one_member_text("logits")
         )
     if not of_votes:
         _warn_of_probabilities(logits)
@@ -167,7 +162,7 @@ def check_labels(
     """
     if isinstance(labels, np.ndarray) and labels.dtype.kind in "OUST":
         fix = "Number the classes: `classes, labels = np.unique(labels, return_inverse=True)`."
-        raise TypeError(needs_message("integer class labels", f"got dtype {labels.dtype}", fix))
+        raise type_error("integer class labels", f"got dtype {labels.dtype}", fix)
     array = check_array("labels", labels)
     shape, classes = logits.shape[int(members) : -1], logits.shape[-1]
     if array.dtype == bool and array.shape == shape and classes == 2:
@@ -175,14 +170,14 @@ def check_labels(
     if not jnp.issubdtype(array.dtype, jnp.integer):
         one_hot = array.shape == (*shape, classes)
         fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`." if one_hot else "Pass `labels.astype(int)`."
-        raise TypeError(needs_message("integer class labels", f"got dtype {array.dtype}, shape {array.shape}", fix))
+        raise type_error("integer class labels", f"got dtype {array.dtype}, shape {array.shape}", fix)
     if array.shape != shape:
         fix = _row_fix_text("labels", array.shape, argument, logits.shape[:-1], members=members)
         if array.shape == (*shape, classes):
             fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`."
         axes = "(members, *batch, classes)" if members else "(*batch, classes)"
         got = f"expected {shape}, as `{argument}` are {axes} = {logits.shape}; got {array.shape}"
-        raise ValueError(needs_message(f"one label per row of the {argument}", got, fix))
+        raise value_error(f"one label per row of the {argument}", got, fix)
     fix = "Leave rows that carry a mark such as -1 out (`row_weights`), and count classes from 0."
     needs = f"labels from 0 to {classes - 1}, as there are {classes} classes"
     check_entries(needs, labels, lambda host: (host < 0) | (host >= classes), fix, rows)
@@ -222,7 +217,7 @@ def check_variance(
     if wrong.any():
         needs = "variances above zero" if positive else "variances of zero or more"
         fix = "A log-variance? Pass `jnp.exp(log_variance)`. A variance that shrinks to zero? Add a floor such as 1e-6."
-        raise ValueError(needs_message(needs, first_text(host, wrong), fix))
+        raise value_error(needs, first_text(host, wrong), fix)
 
 
 def check_regression(targets: ArrayLike, *, members: bool, **predictions: ArrayLike) -> tuple[Array, ...]:
@@ -234,14 +229,12 @@ def check_regression(targets: ArrayLike, *, members: bool, **predictions: ArrayL
     rows = first.shape[1:] if members else first.shape
     array = check_array("targets", targets)
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
-        raise TypeError(
-            needs_message("real-valued `targets`", f"got dtype {array.dtype}", "Predictions come first, targets last.")
-        )
+        raise type_error("real-valued `targets`", f"got dtype {array.dtype}", "Predictions come first, targets last.")
     if array.shape != rows:
         axes = "(members, *batch)" if members else "(*batch)"
         got = f"expected {rows}, as `{argument}` is {axes} = {first.shape}; got {array.shape}"
         fix = _row_fix_text("targets", array.shape, argument, first.shape, members=members)
-        raise ValueError(needs_message("one target per row of the prediction", got, fix))
+        raise value_error("one target per row of the prediction", got, fix)
     return promote(*arrays.values(), array)
 
 
@@ -252,10 +245,8 @@ def check_fitted_members(expected: int, got: int) -> None:
             "Pass the predictions of all members, before any combination. A calibration belongs to the ensemble that "
             "it was fitted on: for another one fit it anew."
         )
-        raise ValueError(
-            needs_message(
-                "predictions of the members that it was fitted on", f"expected {expected} members, got {got}", fix
-            )
+        raise value_error(
+            "predictions of the members that it was fitted on", f"expected {expected} members, got {got}", fix
         )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from ._arrays import Shape, check_array, concrete, first_text, needs_message
+from ._arrays import Shape, check_array, concrete, first_text, type_error, value_error
 from ._options import check_word
 
 
@@ -58,25 +58,25 @@ def check_row_weights(
         check_word(reduction, "reduction", ("mean", "none"))
     if reduction == "mean" and math.prod(shape) == 0:
         fix = "Was every row filtered out?"
-        raise ValueError(needs_message("at least one row to average over", f"got rows of shape {shape}", fix))
+        raise value_error("at least one row to average over", f"got rows of shape {shape}", fix)
     if row_weights is None:
         return ALL_ROWS
     with np.errstate(over="ignore"):  # of float64 weights, which are scaled where concrete
         array = check_array("row_weights", row_weights)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         got = f"got dtype {array.dtype}, shape {array.shape}"
-        raise TypeError(needs_message("real numbers or booleans as `row_weights`", got, "True counts, False does not."))
+        raise type_error("real numbers or booleans as `row_weights`", got, "True counts, False does not.")
     if array.shape != shape:
         fix = "Nothing is broadcast. Weights of members are `weights`."
         if array.ndim < len(shape) and array.shape == shape[: array.ndim]:
             fix = "Several entries per row? Pass `jnp.broadcast_to(row_weights[:, None], targets.shape)`."
         got = f"expected shape {shape}, got {array.shape}"
-        raise ValueError(needs_message("one of `row_weights` per row", got, fix))
+        raise value_error("one of `row_weights` per row", got, fix)
     host = concrete(row_weights)
     if array.dtype == bool:
         if host is not None and host.size and not host.any() and not none_counts:
             fix = "True keeps a row: are they inverted?"
-            raise ValueError(needs_message("`row_weights` that leave a row", f"got {host.size} times False", fix))
+            raise value_error("`row_weights` that leave a row", f"got {host.size} times False", fix)
         return CountedRows(array, array, host)
     fix = "A row of weight zero does not count; a weight of two counts a row twice."
     check_nonnegative("row_weights", row_weights, fix=fix, all_zero=none_counts or math.prod(shape) == 0)
@@ -102,9 +102,9 @@ def check_counted_rows(row_weights: ArrayLike | None, shape: Shape, *, none_coun
     if array is not None and array.dtype != bool and array.shape == shape:
         host = concrete(row_weights)
         if host is None:
-            raise TypeError(needs_message("boolean `row_weights`", f"got a traced array of dtype {array.dtype}", fix))
+            raise type_error("boolean `row_weights`", f"got a traced array of dtype {array.dtype}", fix)
         if (wrong := (host != 0) & (host != 1)).any():
-            raise ValueError(needs_message("`row_weights` of zeros and ones", first_text(host, wrong), fix))
+            raise value_error("`row_weights` of zeros and ones", first_text(host, wrong), fix)
         row_weights = host.astype(bool)
     return check_row_weights(row_weights, shape, none_counts=none_counts)
 
@@ -115,7 +115,7 @@ def check_entries(
     """Raises for the first wrong one of the values in rows that count, if they can be read."""
     host = concrete(values)
     if host is not None and rows.known is not None and (wrong := is_wrong(host) & rows.known).any():
-        raise ValueError(needs_message(needs, first_text(host, wrong), fix))
+        raise value_error(needs, first_text(host, wrong), fix)
 
 
 def check_nonnegative(
@@ -127,7 +127,7 @@ def check_nonnegative(
     host, known = concrete(values), rows.known
     if not all_zero and host is not None and known is not None and known.any() and not ((host > 0) & known).any():
         got = f"got {np.broadcast_to(known, host.shape).sum()} zeros"
-        raise ValueError(needs_message(f"`{argument}` that are not all zero", got, fix))
+        raise value_error(f"`{argument}` that are not all zero", got, fix)
 
 
 def check_no_nan(argument: str, values: ArrayLike, rows: CountedRows = ALL_ROWS) -> None:
@@ -138,4 +138,4 @@ def check_no_nan(argument: str, values: ArrayLike, rows: CountedRows = ALL_ROWS)
     wrong = np.isnan(host.astype(np.float64)) & rows.known
     if wrong.any():
         fix = "Leave these rows out: `row_weights=~jnp.isnan(...)`."
-        raise ValueError(needs_message(f"`{argument}` without NaN", f"got {int(wrong.sum())} of them", fix))
+        raise value_error(f"`{argument}` without NaN", f"got {int(wrong.sum())} of them", fix)

@@ -45,14 +45,14 @@ def weights_of(weights: Any, rows: np.ndarray) -> Any:
 def row_of_zeros(x: Any, *, axis: int) -> jax.Array:
     """A row of zeros, of the shape and dtype of one row."""
     shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
-    if _check.is_typed_key(x):
+    if _check.is_key(x):
         return jnp.broadcast_to(jax.random.key(0, impl=jax.random.key_impl(x)), shape)
     return jnp.zeros_like(x, shape=shape)  # keeps a weak type
 
 
 def _is_on_host(x: Any) -> bool:
     """Whether NumPy can read an array without a copy; a weak type would be lost."""
-    if not isinstance(x, jax.Array) or _check.is_traced(x) or _check.is_typed_key(x) or x.aval.weak_type:
+    if not isinstance(x, jax.Array) or _check.is_traced(x) or _check.is_key(x) or x.aval.weak_type:
         return False
     return x.is_fully_addressable and len(x.devices()) == 1 and all(d.platform == "cpu" for d in x.devices())
 

@@ -101,7 +101,7 @@ def _is_rows(x: Any) -> bool:
         return False
     if isinstance(x, np.ndarray):
         return True
-    if _check.is_typed_key(x) or x.aval.weak_type:
+    if _check.is_key(x) or x.aval.weak_type:
         return False
     return all(device.platform == "cpu" for device in x.sharding.device_set)
 

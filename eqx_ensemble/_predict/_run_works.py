@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import _axes, _check
 from .._axes import explain_rows
-from .._check import is_typed_key
+from .._check import is_key
 from .._combination import AbstractCombination
 from .._ensemble import join_values
 from .._progress import members_in_words, progress_line
@@ -261,7 +261,7 @@ def _bytes(tree: PyTree) -> int:
     held: dict[Any, int] = {}
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array):
-            data = jax.random.key_data(x) if is_typed_key(x) else x
+            data = jax.random.key_data(x) if is_key(x) else x
             shards = [(shard.device, shard.data.nbytes) for shard in data.addressable_shards]
         else:
             shards = [(None, x.nbytes)] if _axes.is_array(x) else []

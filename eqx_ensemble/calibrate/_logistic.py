@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import needs_message
+from .._check import value_error
 from .._weighting import class_log_odds
 from ._pooling import Pool, Pooling, Rows, check_not_separable, fit_rows
 
@@ -41,7 +41,7 @@ def along_classes(fitted: Array, logits: Array) -> Array:
     if fitted.shape[-1] != logits.shape[-1]:
         got = f"expected {fitted.shape[-1]}, got {logits.shape[-1]}"
         fix = "Pass logits of the same classes, on the last axis."
-        raise ValueError(needs_message("logits of the classes that it was fitted on", got, fix))
+        raise value_error("logits of the classes that it was fitted on", got, fix)
     return fitted.reshape(fitted.shape[0], *(1,) * (logits.ndim - 2), fitted.shape[-1])
 
 

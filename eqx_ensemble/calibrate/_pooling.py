@@ -19,7 +19,8 @@ from .._check import (
     check_word,
     concrete,
     is_traced,
-    needs_message,
+    type_error,
+    value_error,
 )
 from .._warnings import warn
 from .._weighting import blank_unweighted, is_class, log_mixture
@@ -41,9 +42,7 @@ def check_best_temperature(pool: str, separated: ArrayLike, hopeless: ArrayLike)
     ):
         host = concrete(flags)
         if host is not None and host.any():
-            raise ValueError(
-                needs_message("labels for which an optimal temperature exists", f"{_member_text(pool, host)}{got}", fix)
-            )
+            raise value_error("labels for which an optimal temperature exists", f"{_member_text(pool, host)}{got}", fix)
 
 
 def check_not_separable(pool: str, separable: ArrayLike) -> None:
@@ -55,7 +54,7 @@ def check_not_separable(pool: str, separable: ArrayLike) -> None:
     whose = f"member {group}, class {label}" if pool == "members" else f"class {label}"
     got = f"{whose}: its probabilities separate its rows from the others, or all or none of the rows are of this class"
     fix = "Fit on more rows, or use `calibrate.platt`: its smoothed targets always have an optimum."
-    raise ValueError(needs_message("labels for which optimal parameters exist", got, fix))
+    raise value_error("labels for which optimal parameters exist", got, fix)
 
 
 def check_scale(pool: str, scale: ArrayLike) -> None:
@@ -64,21 +63,15 @@ def check_scale(pool: str, scale: ArrayLike) -> None:
     if host is not None and not np.isfinite(host).all():
         wrong = ~np.isfinite(host)
         got = f"{_member_text(pool, wrong)}the factor would be {host[wrong][0]}"
-        raise ValueError(
-            needs_message(
-                "finite means and variances",
-                got,
-                "Exclude such members by `weights`, and such rows by `row_weights`.",
-            )
+        raise value_error(
+            "finite means and variances", got, "Exclude such members by `weights`, and such rows by `row_weights`."
         )
     if host is not None and (host == 0).any():
         fix = "Are the targets the predictions themselves?"
-        raise ValueError(
-            needs_message(
-                "targets that differ from the predicted means",
-                f"{_member_text(pool, host == 0)}every target equals its mean exactly",
-                fix,
-            )
+        raise value_error(
+            "targets that differ from the predicted means",
+            f"{_member_text(pool, host == 0)}every target equals its mean exactly",
+            fix,
         )
 
 
@@ -96,7 +89,7 @@ def check_untraced(**arrays: ArrayLike | None) -> None:
     for argument, values in arrays.items():
         if is_traced(values):
             fix = "Fit outside `jax.jit`; the fitted Module can be called inside."
-            raise TypeError(needs_message(f"a concrete `{argument}`", "got a traced array", fix))
+            raise type_error(f"a concrete `{argument}`", "got a traced array", fix)
 
 
 def check_smoothing(smoothing: Any) -> float:
@@ -185,9 +178,7 @@ def make_pooling(pool: Pool, weights: ArrayLike | None, predictions: Array) -> P
     check_word(pool, "pool", ("members", "mixture"))
     if (weights is not None) and pool == "members":
         fix = "Each member is calibrated separately: weight the members when you combine them."
-        raise ValueError(
-            needs_message('`weights` only with `pool="mixture"`', 'got both `weights` and `pool="members"`', fix)
-        )
+        raise value_error('`weights` only with `pool="mixture"`', 'got both `weights` and `pool="members"`', fix)
     num_members = predictions.shape[0]
     return Pooling(pool, num_members, check_weights(weights, num_members, predictions.dtype))
 

@@ -15,15 +15,7 @@ from .._check import (
 )
 from ..combine import Gaussian, gaussian
 from ..scores._engine import RowWeights, reduce
-from ._pooling import (
-    Pool,
-    Pooling,
-    Rows,
-    check_best_temperature,
-    check_scale,
-    fit_rows,
-    make_pooling,
-)
+from ._pooling import Pool, Pooling, Rows, check_best_temperature, check_scale, fit_rows, make_pooling
 
 
 class Variance(eqx.Module):

@@ -13,12 +13,7 @@ from ..distributed._engine import raise_on_all
 from . import _orbax
 from ._damage import corrupt_error
 from ._disk import as_path, has_manifest, is_on_disk, list_folder
-from ._folders import (
-    has_our_manifest,
-    is_unfinished,
-    is_written,
-    not_a_checkpoint_message,
-)
+from ._folders import has_our_manifest, is_unfinished, is_written, not_a_checkpoint_message
 from ._manifest import Entry, Manifest, is_orbax
 from ._orbax import OrbaxReader
 from ._read import Reader, Wanted, read_manifest

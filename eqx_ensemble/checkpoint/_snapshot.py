@@ -11,14 +11,7 @@ import numpy as np
 
 from .._check import is_key, is_member_array
 from ..distributed import to_host
-from ._check import (
-    KEY_WORDS,
-    check_json,
-    check_not_traced,
-    check_orbax_dtype,
-    check_savable_dtype,
-    check_saved_rows,
-)
+from ._check import KEY_WORDS, check_json, check_not_traced, check_orbax_dtype, check_savable_dtype, check_saved_rows
 from ._manifest import Entry, Manifest, Number
 from ._structure import is_array_like, is_number, saved_leaves, structure
 

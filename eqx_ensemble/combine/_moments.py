@@ -12,9 +12,7 @@ from ._robust import check_power
 
 
 def mean(
-    values: Float[ArrayLike, "members ..."],
-    *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
+    values: Float[ArrayLike, "members ..."], *, weights: Real[ArrayLike, " members *rows"] | None = None
 ) -> Float[Array, "..."]:
     r"""The weighted mean over members of any array, $\sum_m w_m v_m$.
 
@@ -50,9 +48,7 @@ def mean(
 
 
 def log_mixture(
-    log_densities: Float[ArrayLike, "members ..."],
-    *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
+    log_densities: Float[ArrayLike, "members ..."], *, weights: Real[ArrayLike, " members *rows"] | None = None
 ) -> Float[Array, "..."]:
     r"""The logarithm of the mixture of the members' densities, $\log \sum_m w_m p_m$.
 
@@ -219,9 +215,7 @@ stream(gaussian, Summary("combine.gaussian", check_pair_of_moments, _of_pair, _o
 
 
 def moments(
-    values: Float[ArrayLike, "members ..."],
-    *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
+    values: Float[ArrayLike, "members ..."], *, weights: Real[ArrayLike, " members *rows"] | None = None
 ) -> Gaussian:
     r"""Mean and variance over members of point predictions, entry by entry.
 

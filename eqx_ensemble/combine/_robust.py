@@ -15,7 +15,8 @@ from .._check import (
     check_values,
     check_weights,
     concrete,
-    needs_message,
+    type_error,
+    value_error,
 )
 from .._combination import AbstractCombination, by_order, check_one_array, check_seen, chunk_weights, common_scale
 from .._foreign import as_numpy
@@ -37,7 +38,7 @@ def check_known_members(num_members: Any) -> None:
     """Raises for a symbolic number of members: it decides how often a sketch is condensed."""
     if not isinstance(num_members, int):
         fix = "Pass `combine=functools.partial(ee.uncertainty.quantile, levels=...)`, or no `symbolic_members`."
-        raise TypeError(needs_message("a known number of members", f"got any number, `{num_members}`", fix))
+        raise type_error("a known number of members", f"got any number, `{num_members}`", fix)
 
 
 def check_power(power: ArrayLike, dtype: jnp.dtype) -> Array:
@@ -50,12 +51,8 @@ def check_cut(cut: ArrayLike, dtype: jnp.dtype) -> Array:
     array = check_scalar("cut", cut, dtype)
     host = concrete(cut)
     if host is not None and not (0 <= host and host.astype(dtype) < 0.5):
-        raise ValueError(
-            needs_message(
-                "a `cut` from 0 to below 0.5",
-                f"got {host}",
-                "10 % at each end are `cut=0.1`; for 0.5 use `median`.",
-            )
+        raise value_error(
+            "a `cut` from 0 to below 0.5", f"got {host}", "10 % at each end are `cut=0.1`; for 0.5 use `median`."
         )
     return array
 
@@ -206,9 +203,7 @@ def _quantiles(sketch: _Sketch, levels: Array) -> Array:
 
 
 def median(
-    values: Float[ArrayLike, "members ..."],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    values: Float[ArrayLike, "members ..."], *, weights: Real[ArrayLike, " members"] | None = None
 ) -> Float[Array, "..."]:
     r"""The weighted median over members, entry by entry; robust to outlying members.
 

@@ -19,8 +19,8 @@ from .._check import (
     check_regression,
     concrete,
     first_text,
-    needs_message,
     promote,
+    value_error,
 )
 from .._warnings import warn
 from ._outward import enclose
@@ -54,9 +54,7 @@ def check_row_logits(logits: ArrayLike, *, argument: str = "logits") -> Array:
     checked = check_logits(logits, members=False)
     if checked.ndim != 2 or checked.shape[0] == 0:
         fix = "Combine the members first: `combine.mixture(logits)`. Several axes of rows? Reshape them to one."
-        raise ValueError(
-            needs_message(f"`{argument}` of shape (rows, classes), at least one row", f"got shape {checked.shape}", fix)
-        )
+        raise value_error(f"`{argument}` of shape (rows, classes), at least one row", f"got shape {checked.shape}", fix)
     return checked
 
 
@@ -66,9 +64,7 @@ def _one_axis(argument: str, array: Array) -> None:
             "The entries of a row are not exchangeable: combine members first, and fit each output separately, "
             "with `jax.vmap` over the last axis."
         )
-        raise ValueError(
-            needs_message(f"`{argument}` of shape (rows,), at least one row", f"got shape {array.shape}", fix)
-        )
+        raise value_error(f"`{argument}` of shape (rows,), at least one row", f"got shape {array.shape}", fix)
 
 
 def check_scales(scale: ArrayLike, rows: CountedRows = ALL_ROWS) -> None:
@@ -81,9 +77,7 @@ def check_rows_of_folds(num_rows: int, expected: int) -> None:
     """Raises unless predictions have as many rows as the folds."""
     if num_rows != expected:
         fix = "Use `row_weights` to exclude rows."
-        raise ValueError(
-            needs_message("predictions of all rows of the folds", f"expected {expected} rows, got {num_rows}", fix)
-        )
+        raise value_error("predictions of all rows of the folds", f"expected {expected} rows, got {num_rows}", fix)
 
 
 def check_members_of_folds(num_folds: int, num_members: int) -> int:
@@ -92,7 +86,7 @@ def check_members_of_folds(num_folds: int, num_members: int) -> int:
     if rest or times == 0:
         got = f"fitted on {num_folds}, got {num_members}"
         fix = "Pass the predictions of all fitted members, in order."
-        raise ValueError(needs_message("predictions of equally many members for each fold", got, fix))
+        raise value_error("predictions of equally many members for each fold", got, fix)
     return times
 
 
@@ -104,11 +98,11 @@ def check_held_out(held_out: ArrayLike, unseen: Array, rows: CountedRows, *, eve
     never = ~held_out_by.any(axis=0) & kept
     if every_row and never.any():
         got = f"got {int(never.sum())} rows that no fold holds out, the first is row {int(np.argmax(never))}"
-        raise ValueError(needs_message("folds that hold out every row", got, "Exclude these rows with `row_weights`."))
+        raise value_error("folds that hold out every row", got, "Exclude these rows with `row_weights`.")
     wrong = np.isnan(host) & kept & ~never
     if wrong.any():
         fix = "Did members diverge? Exclude their rows with `row_weights`, or retrain them."
-        raise ValueError(needs_message("`held_out` predictions without NaN", first_text(host, wrong), fix))
+        raise value_error("`held_out` predictions without NaN", first_text(host, wrong), fix)
     return int(never.sum())
 
 
@@ -146,9 +140,7 @@ def check_num_classes(expected: int, got: int) -> None:
     """Raises unless logits have the number of classes of the fit."""
     if got != expected:
         fix = "Pass logits of the same classes, on the last axis."
-        raise ValueError(
-            needs_message("logits of the classes that it was fitted on", f"expected {expected}, got {got}", fix)
-        )
+        raise value_error("logits of the classes that it was fitted on", f"expected {expected}, got {got}", fix)
 
 
 def check_one_fold(in_test: Array, rows: CountedRows) -> None:
@@ -162,4 +154,4 @@ def check_one_fold(in_test: Array, rows: CountedRows) -> None:
         first = int(np.argmax(wrong))
         got = f"got {int(wrong.sum())} others, the first is row {first}, which {int(times[first])} folds hold out"
         fix = "Use `resample.folds`, or exclude these rows with `row_weights`."
-        raise ValueError(needs_message("folds that hold out every row once", got, fix))
+        raise value_error("folds that hold out every row once", got, fix)

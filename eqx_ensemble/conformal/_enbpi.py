@@ -17,8 +17,8 @@ from .._check import (
     check_weights,
     concrete,
     kind_text,
-    needs_message,
     promote,
+    value_error,
 )
 from .._warnings import warn
 from .._weighting import blank_unweighted, known_mean, weighted_mean
@@ -75,11 +75,11 @@ def check_outcome(covered: ArrayLike) -> Array:
     array = check_array("covered", covered)
     if array.shape != () or jnp.issubdtype(array.dtype, jnp.complexfloating):
         fix = "Several targets at one step? Pass the mean of their outcomes. Several series? `jax.vmap` over states."
-        raise ValueError(needs_message("one outcome as `covered`", f"got {kind_text(array)}", fix))
+        raise value_error("one outcome as `covered`", f"got {kind_text(array)}", fix)
     host = concrete(covered)
     if host is not None and not 0 <= host <= 1:
         fix = "Pass whether the target was in its set: `(lower <= target) & (target <= upper)`."
-        raise ValueError(needs_message("`covered` from 0 to 1", f"got {host}", fix))
+        raise value_error("`covered` from 0 to 1", f"got {host}", fix)
     return array
 
 
@@ -130,9 +130,7 @@ class Enbpi(eqx.Module):
         check_fitted_members(self.share.size, checked.shape[0])
         if observed.ndim > 1:
             fix = "The window of residuals belongs to one series: one state for each, with `jax.vmap`."
-            raise ValueError(
-                needs_message("`predictions` (members,) or (members, times)", f"got shape {checked.shape}", fix)
-            )
+            raise value_error("`predictions` (members,) or (members, times)", f"got shape {checked.shape}", fix)
         rows = check_counted_rows(row_weights, observed.shape, none_counts=True)
         checked, lower, upper, share = promote(checked, *enclose(targets, observed), self.share)
         lower, upper = rows.blank(lower), rows.blank(upper)
@@ -140,7 +138,7 @@ class Enbpi(eqx.Module):
         if (host := concrete(found.upper)) is not None and (count := np.isnan(host).sum()):
             fix = "No target at that time? Pass `row_weights=False`. Did members diverge? Give them a weight of zero."
             got = f"got {count} residuals that are NaN"
-            raise ValueError(needs_message("predictions and targets without NaN", got, fix))
+            raise value_error("predictions and targets without NaN", got, fix)
         window = self.known.size
         slide = lambda old, new: jnp.concatenate([old, jnp.ravel(new).astype(old.dtype)])[-window:]
         known = slide(self.known, jnp.ones(observed.shape, bool) if rows.counted is None else rows.counted)

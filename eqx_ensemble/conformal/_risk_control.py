@@ -14,8 +14,8 @@ from .._check import (
     check_floating,
     check_number,
     concrete,
-    needs_message,
     promote,
+    value_error,
 )
 from .._warnings import warn
 from ._outward import enclose
@@ -86,7 +86,7 @@ def check_risk(risk: float, bound: float) -> None:
     check_number(risk, "risk")
     if not 0 < risk < bound:
         fix = "The bound is the largest loss that a row can have; any threshold has a risk of at most that."
-        raise ValueError(needs_message("a `risk` between 0 and `bound`", f"got {risk} and {bound}", fix))
+        raise value_error("a `risk` between 0 and `bound`", f"got {risk} and {bound}", fix)
 
 
 def check_losses(losses: ArrayLike, thresholds: ArrayLike) -> tuple[Array, Array]:
@@ -95,14 +95,14 @@ def check_losses(losses: ArrayLike, thresholds: ArrayLike) -> tuple[Array, Array
     if grid.ndim != 1 or table.ndim != 2 or table.shape[1] != grid.size or table.size == 0:
         got = f"got `losses` {table.shape} and `thresholds` {grid.shape}"
         fix = "A row of losses for each held-out row, one for each threshold."
-        raise ValueError(needs_message("`losses` (rows, thresholds) and `thresholds` (thresholds,)", got, fix))
+        raise value_error("`losses` (rows, thresholds) and `thresholds` (thresholds,)", got, fix)
     host = concrete(thresholds)
     wrong = np.zeros(0, bool) if host is None else ~(np.diff(host.astype(np.float64)) > 0)
     if host is not None and wrong.any():
         at = int(np.argmax(wrong)) + 1
         got = f"got {host[at]} after {host[at - 1]} at index {at}"
         fix = "Sort them, and the losses with them, from the largest loss to the smallest."
-        raise ValueError(needs_message("increasing `thresholds`", got, fix))
+        raise value_error("increasing `thresholds`", got, fix)
     first, second = promote(table, grid)
     return first, enclose(thresholds, second).upper
 
@@ -113,7 +113,7 @@ def check_steps(steps: ArrayLike, drops: ArrayLike) -> tuple[Array, Array]:
     if at.ndim != 2 or at.shape != heights.shape or at.size == 0:
         got = f"got `steps` {at.shape} and `drops` {heights.shape}"
         fix = "One step for each row? Pass `scores[:, None]`. Rows with fewer steps have drops of zero."
-        raise ValueError(needs_message("`steps` and `drops` of shape (rows, steps)", got, fix))
+        raise value_error("`steps` and `drops` of shape (rows, steps)", got, fix)
     first, second = promote(at, heights)
     return enclose(steps, first).upper, second
 

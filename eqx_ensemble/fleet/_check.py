@@ -18,9 +18,7 @@ from ..tree import num_members
 from ._shard import Finished, lost_message
 from ._sharded_run import ShardedRun
 
-_REASONS = {
-    "callbacks": "they would be called on workers, with the members of one shard",
-}
+_REASONS = {"callbacks": "they would be called on workers, with the members of one shard"}
 
 
 def check_start(begun: Any) -> None:

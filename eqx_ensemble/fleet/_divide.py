@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _axes, _keys, tree
 from .._caller import caller
-from .._check import MemberMismatchError, check_sequence, is_typed_key, kind_text
+from .._check import MemberMismatchError, check_sequence, is_key, kind_text
 from .._ensemble import Ensemble, Group, check_model_state
 from .._foreign import as_numpy, from_foreign_tree
 from .._pytree import PyTree
@@ -57,7 +57,7 @@ def divide(num_members: int, size: int) -> list[np.ndarray]:
 
 def on_host(data: PyTree, argument: str) -> PyTree:
     """Data whose large shared arrays are NumPy arrays, which can be written to files."""
-    is_large = lambda x: isinstance(x, jax.Array) and not is_typed_key(x) and x.nbytes > _SMALL
+    is_large = lambda x: isinstance(x, jax.Array) and not is_key(x) and x.nbytes > _SMALL
     to_host = lambda x: np.asarray(x) if is_large(x) else x
     return jax.tree.map(to_host, from_foreign_tree(data, argument), is_leaf=_axes.is_per_member)
 
@@ -82,7 +82,7 @@ def large_shared(tree: PyTree) -> list[Any]:
             (node.ensemble.shared, node.train_state.shared) if isinstance(node, Run) else getattr(node, "shared", ())
         )
         for x in jax.tree.leaves(parts):
-            if _axes.is_array(x) and not is_typed_key(x) and x.nbytes > _SMALL:
+            if _axes.is_array(x) and not is_key(x) and x.nbytes > _SMALL:
                 found[id(x)] = x
     return list(found.values())
 

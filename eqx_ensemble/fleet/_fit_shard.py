@@ -21,13 +21,7 @@ from ..train._engine import History, Run, Status, allow_idle, is_data_function, 
 from ..train._engine import fit as fit_here
 from ._columns import Columns, count_status
 from ._divide import begin, divide
-from ._folder import (
-    SavedCall,
-    ShardCheckpoints,
-    check_call_of_folder,
-    load_call,
-    save_call,
-)
+from ._folder import SavedCall, ShardCheckpoints, check_call_of_folder, load_call, save_call
 from ._run_shards import Call, Hooks, run_call
 from ._shard import Finished, check_some_done, lost_message
 from ._sharded_run import ShardedRun, run_of_columns

@@ -66,13 +66,7 @@ class Hooks(NamedTuple):
 
 
 def run_shards(
-    engine: Engine,
-    task: Task,
-    shards: Iterable[Shard],
-    arrays: list[Any],
-    *,
-    retries: int,
-    hooks: Hooks,
+    engine: Engine, task: Task, shards: Iterable[Shard], arrays: list[Any], *, retries: int, hooks: Hooks
 ) -> Finished:
     """Runs all shards.
 

@@ -22,7 +22,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._caller import caller
-from .._check import is_typed_key, kind_text, missing_extra_message
+from .._check import is_key, kind_text, missing_extra_message
 from ..tree._engine import global_names, static_parts
 
 # cloudpickle alone makes a new object each time that it loads a function of a script. JAX finds programs by the
@@ -259,7 +259,7 @@ def _dumps(value: Any, arrays: Mapping[int, ArrayRef], *, is_part: bool) -> byte
             return None if number is None else (number.number, number.is_jax)
 
         def reducer_override(self, obj: Any) -> Any:
-            if is_typed_key(obj):  # JAX before 0.10 cannot pickle these
+            if is_key(obj):  # JAX before 0.10 cannot pickle these
                 return _as_key, (np.asarray(jax.random.key_data(obj)), jax.random.key_impl(obj))
             if isinstance(obj, types.FunctionType | _Jitted):
                 # Functions that it refers to are serialised inside it, since two functions may refer to each other.

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from .. import _axes, _check
-from .._check import is_typed_key
+from .._check import is_key
 from .._pytree import PyTree
 from .._warnings import warn
 from ._check import check_plan, out_of_memory_message, smaller_plan_message
@@ -92,7 +92,7 @@ def explain_memory(pilot: Pilot, num_members: int) -> Iterator[None]:
 
 
 def _on_host(tree: PyTree) -> PyTree:
-    copy = lambda x: x.copy() if is_typed_key(x) else np.array(x) if _axes.is_array(x) else x
+    copy = lambda x: x.copy() if is_key(x) else np.array(x) if _axes.is_array(x) else x
     return jax.tree.map(copy, tree)
 
 

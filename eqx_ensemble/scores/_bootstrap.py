@@ -14,8 +14,8 @@ from .._check import (
     check_level,
     check_positive_int,
     check_row_weights,
-    needs_message,
     promote,
+    value_error,
 )
 from .._code import Code, code_of
 from .._foreign import as_hashable
@@ -53,17 +53,17 @@ def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: objec
     """
     if len(arrays) < 2:
         needs, fix = "predictions, then the target", "`per_member(scores.nll, logits, labels)`."
-        raise ValueError(needs_message(needs, f"got {len(arrays)} arrays", fix))
+        raise value_error(needs, f"got {len(arrays)} arrays", fix)
     if "weights" in options:
         fix = "Each member is scored by itself: weight the result, or call the score directly."
-        raise ValueError(needs_message("no `weights`", "got `weights`", fix))
+        raise value_error("no `weights`", "got `weights`", fix)
     predictions, target = [check_array("predictions", values) for values in arrays[:-1]], arrays[-1]
     counts = {prediction.shape[:1] for prediction in predictions}
     if len(counts) > 1 or counts & {(), (0,)}:
         shapes = ", ".join(str(prediction.shape) for prediction in predictions)
         needs = "predictions with equally many members, at least one"
         fix = "All arrays but the last are predictions with a leading `members` axis; the last is the target."
-        raise ValueError(needs_message(needs, f"got shapes {shapes}", fix))
+        raise value_error(needs, f"got shapes {shapes}", fix)
 
     def alone(*one):
         return score(*(prediction[None] for prediction in one), target, **options)
@@ -138,16 +138,14 @@ def bootstrap(
     array = promote(check_floating("values", values))[0]
     if array.ndim < 1 or array.shape[-1] == 0:
         fix = 'Pass one score per row, what `reduction="none"` gives.'
-        raise ValueError(
-            needs_message("`values` with at least one row on the last axis", f"got shape {array.shape}", fix)
-        )
+        raise value_error("`values` with at least one row on the last axis", f"got shape {array.shape}", fix)
     rows = check_row_weights(row_weights, array.shape[-1:], array.dtype)
     check_level(level)
     if statistic is not None:
         check_function(statistic, "statistic", example="lambda means: jnp.sqrt(means)")
         statistic = as_hashable(statistic)
     if check_positive_int(num_draws, "num_draws") < 2:
-        raise ValueError(needs_message("`num_draws` of two or more", f"got {num_draws}", "1,000 is usual."))
+        raise value_error("`num_draws` of two or more", f"got {num_draws}", "1,000 is usual.")
     check_key(key)
     keys = member_keys(key, num_draws, purpose="scores.bootstrap")
     return _bootstrap(array, rows.weights, keys, level, statistic, code_of([statistic]))

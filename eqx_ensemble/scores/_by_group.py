@@ -15,8 +15,9 @@ from .._check import (
     check_labels,
     check_positive_int,
     check_row_weights,
-    needs_message,
     promote,
+    type_error,
+    value_error,
 )
 from .._weighting import at_label
 from ._intervals import check_sets
@@ -30,15 +31,15 @@ def check_groups(
     count = check_positive_int(num_groups, "num_groups")
     if isinstance(groups, np.ndarray) and groups.dtype.kind in "OUST":
         fix = "Number the groups: `names, groups = np.unique(groups, return_inverse=True)`."
-        raise TypeError(needs_message("integer `groups`", f"got dtype {groups.dtype}", fix))
+        raise type_error("integer `groups`", f"got dtype {groups.dtype}", fix)
     array = check_array("groups", groups)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         fix = "Number the groups from 0: `names, groups = np.unique(groups, return_inverse=True)`."
         got = f"got dtype {array.dtype}, shape {array.shape}"
-        raise TypeError(needs_message("integer `groups`", got, fix))
+        raise type_error("integer `groups`", got, fix)
     if array.shape != shape:
         got = f"expected {shape}, got {array.shape}"
-        raise ValueError(needs_message("one of `groups` per row", got, "Groups are in the order of the rows."))
+        raise value_error("one of `groups` per row", got, "Groups are in the order of the rows.")
     fix = "Count groups from 0, and leave rows without a group out (`row_weights`)."
     needs = f"`groups` from 0 to {count - 1}, as `num_groups` is {count}"
     check_entries(needs, groups, lambda host: (host < 0) | (host >= count), fix, rows)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_labels, check_logits, check_positive_int, check_row_weights, check_weights, needs_message
+from .._check import check_labels, check_logits, check_positive_int, check_row_weights, check_weights, value_error
 from .._weighting import at_label, blank_unweighted, class_mixture, is_class, log_mixture, weighted_mean
 from ._reduce import Reduction, RowWeights, reduce, sum_by_segment, weigh
 
@@ -285,7 +285,7 @@ def top_k_accuracy(
     number, num_classes = check_positive_int(k, "k"), checked[0].shape[-1]
     if number > num_classes:
         needs = f"`k` of at most {num_classes}, the number of classes"
-        raise ValueError(needs_message(needs, f"got {k}", "With `k` equal to it, every row counts as correct."))
+        raise value_error(needs, f"got {k}", "With `k` equal to it, every row counts as correct.")
     return _top_k_accuracy(*checked, number, reduction)
 
 

@@ -18,7 +18,8 @@ from .._check import (
     check_weights,
     check_word,
     concrete,
-    needs_message,
+    type_error,
+    value_error,
 )
 from .._combination import by_order
 from .._weighting import shares_in_order
@@ -33,7 +34,7 @@ def check_chaining(chaining: Callable[[Array], Array] | None, lower: ArrayLike |
     if given == (chaining is not None):
         got = "got both" if given else "got neither"
         fix = "`lower=`, `upper=` or both restrict the score to a range. For all values use `scores.crps`."
-        raise ValueError(needs_message("thresholds or `chaining`", got, fix))
+        raise value_error("thresholds or `chaining`", got, fix)
 
 
 def check_thresholds(
@@ -45,11 +46,11 @@ def check_thresholds(
         array = check_array(argument, missing if value is None else value)
         if not (jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)):
             got = f"got dtype {array.dtype}, shape {array.shape}"
-            raise TypeError(needs_message(f"real numbers as `{argument}`", got, "In the unit of the targets."))
+            raise type_error(f"real numbers as `{argument}`", got, "In the unit of the targets.")
         if array.shape not in ((), targets.shape):
             got = f"expected () or {targets.shape}, got {array.shape}"
             fix = "Nothing is broadcast. One score per threshold? Use `jax.vmap`."
-            raise ValueError(needs_message(f"`{argument}` as one number, or one per row", got, fix))
+            raise value_error(f"`{argument}` as one number, or one per row", got, fix)
         host = concrete(missing if value is None else value)
         fix = "Leave out the threshold that does not bound anything."
         check_entries(
@@ -65,7 +66,7 @@ def check_thresholds(
         wrong = (low_host > high_host) & (rows.known if max(low_host.ndim, high_host.ndim) else True)
         if np.any(wrong):
             got = f"got `lower` {low_host[wrong].flat[0]}" if low_host.ndim else f"got `lower` {low_host}"
-            raise ValueError(needs_message("`lower` at or below `upper`", got, "Swapped? `lower` comes first."))
+            raise value_error("`lower` at or below `upper`", got, "Swapped? `lower` comes first.")
     return low, high
 
 
@@ -76,7 +77,7 @@ def check_chained(chaining: Callable[[Array], Array], values: Array) -> Array:
     if shape != values.shape or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         got = f"got shape {shape}, dtype {dtype}, of shape {values.shape}"
         fix = "It is applied to each value: `lambda z: jnp.maximum(z, 3.0)`."
-        raise ValueError(needs_message("`chaining` that returns a number for each value", got, fix))
+        raise value_error("`chaining` that returns a number for each value", got, fix)
     return chained.astype(values.dtype)
 
 
@@ -138,10 +139,10 @@ def check_estimator(estimator: str, points: Array, weights: ArrayLike | None) ->
     num_members = points.shape[0]
     if estimator == "fair" and num_members < 2:
         needs, got = 'at least two members for estimator="fair"', f"got {num_members}"
-        raise ValueError(needs_message(needs, got, 'Use `estimator="nrg"`.'))
+        raise value_error(needs, got, 'Use `estimator="nrg"`.')
     if estimator == "fair" and weights is not None:
         needs, fix = 'equally weighted members for estimator="fair"', 'Drop them, or use `estimator="nrg"`.'
-        raise ValueError(needs_message(needs, "got `weights`", fix))
+        raise value_error(needs, "got `weights`", fix)
     return check_weights(weights, points.shape[0], points.dtype)
 
 

@@ -14,7 +14,8 @@ from .._check import (
     check_regression,
     check_row_weights,
     concrete,
-    needs_message,
+    type_error,
+    value_error,
 )
 from .._weighting import at_label
 from ._reduce import Reduction, RowWeights, import_scoringrules, reduce, scoringrules_config
@@ -208,10 +209,10 @@ def check_sets(sets: ArrayLike) -> Array:
     array = check_array("sets", sets)
     if array.dtype != bool:
         fix = "Pass one boolean per class: whether it is in the set."
-        raise TypeError(needs_message("boolean `sets`", f"got dtype {array.dtype}, shape {array.shape}", fix))
+        raise type_error("boolean `sets`", f"got dtype {array.dtype}, shape {array.shape}", fix)
     if array.ndim < 1:
         got, fix = f"got shape {array.shape}", "Classes are on the last axis."
-        raise ValueError(needs_message("`sets` of shape (*batch, classes)", got, fix))
+        raise value_error("`sets` of shape (*batch, classes)", got, fix)
     return array
 
 

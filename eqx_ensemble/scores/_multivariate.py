@@ -15,7 +15,7 @@ from .._check import (
     check_regression,
     check_row_weights,
     concrete,
-    needs_message,
+    value_error,
 )
 from .._weighting import blank_unweighted
 from ._crps import check_estimator
@@ -65,7 +65,7 @@ def dawid_sebastiani(
     points, observed = check_regression(targets, members=True, samples=samples)
     if points.shape[0] < 2:
         fix = "For one member that predicts a variance use `scores.nll_gaussian`."
-        raise ValueError(needs_message("at least two members to compute a variance", f"got {points.shape[0]}", fix))
+        raise value_error("at least two members to compute a variance", f"got {points.shape[0]}", fix)
     rows = check_row_weights(row_weights, observed.shape, points.dtype, reduction=reduction)
     # Ignored rows are overwritten with 0, 1, 2...: equal members would give a NaN gradient.
     numbers = jnp.arange(points.shape[0], dtype=points.dtype)
@@ -81,7 +81,7 @@ def check_order(order: float | int) -> float:
     """Raises unless `order` is a positive number. Returns it."""
     number = check_number(order, "order")
     if number <= 0:
-        raise ValueError(needs_message("`order` above zero", f"got {order}", "0.5, 1 and 2 are usual."))
+        raise value_error("`order` above zero", f"got {order}", "0.5, 1 and 2 are usual.")
     return number
 
 
@@ -92,7 +92,7 @@ def check_pair_weights(pair_weights: ArrayLike | None, out: int, dtype: jnp.dtyp
     array = check_array("pair_weights", pair_weights)
     if array.shape != (out, out):
         got = f"expected {(out, out)}, got {array.shape}"
-        raise ValueError(needs_message("`pair_weights` for pairs of outputs", got, "They are `(out, out)`."))
+        raise value_error("`pair_weights` for pairs of outputs", got, "They are `(out, out)`.")
     fix = "A pair of weight zero does not count."
     check_nonnegative("pair_weights", pair_weights, fix=fix)
     return array.astype(dtype)
@@ -119,12 +119,10 @@ def check_vectors(
     points, observed = check_regression(targets, members=True, samples=samples)
     if points.ndim < 2:
         fix = "One output? That is `crps`; with `samples[..., None]` it is the same score."
-        raise ValueError(needs_message("`samples` of shape (members, *batch, out)", f"got shape {points.shape}", fix))
+        raise value_error("`samples` of shape (members, *batch, out)", f"got shape {points.shape}", fix)
     if weights is not None and concrete(weights) is None:
         fix = "Close over the weights instead of passing them into `jax.jit`."
-        raise ValueError(
-            needs_message("concrete `weights`, because scoringrules reads their values", "got a traced array", fix)
-        )
+        raise value_error("concrete `weights`, because scoringrules reads their values", "got a traced array", fix)
     convex = check_estimator(estimator, points, weights)
     rows = check_row_weights(row_weights, observed.shape[:-1], points.dtype, reduction=reduction)
     return Vectors(points, observed, convex, rows)

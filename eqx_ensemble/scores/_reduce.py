@@ -15,8 +15,9 @@ from .._check import (
     check_row_weights,
     concrete,
     missing_extra_message,
-    needs_message,
     promote,
+    type_error,
+    value_error,
 )
 from .._promotion import standard_promotion
 from .._weighting import sum_members
@@ -140,7 +141,7 @@ def check_ranking(scores: ArrayLike, positives: ArrayLike, row_weights: ArrayLik
     values, truth = check_floating("scores", scores), check_array("positives", positives)
     if truth.dtype != jnp.bool_:
         fix = "For example `labels == 1`, or `jnp.arange(n) >= num_inside`."
-        raise TypeError(needs_message("boolean `positives`", f"got dtype {truth.dtype}", fix))
+        raise type_error("boolean `positives`", f"got dtype {truth.dtype}", fix)
     _same_rows("scores", values, "positives", truth)
     (values,) = promote(values)
     rows = check_row_weights(row_weights, values.shape, values.dtype)
@@ -149,12 +150,10 @@ def check_ranking(scores: ArrayLike, positives: ArrayLike, row_weights: ArrayLik
     if known is not None and host is not None:
         for kind, found in (("positive", host), ("negative", ~host)):
             if not (known & found).any():
-                raise ValueError(
-                    needs_message(
-                        "positive and negative rows",
-                        f"got no {kind} row that counts",
-                        "Ranking scores need both kinds of rows.",
-                    )
+                raise value_error(
+                    "positive and negative rows",
+                    f"got no {kind} row that counts",
+                    "Ranking scores need both kinds of rows.",
                 )
     return jnp.ravel(values), jnp.ravel(truth), jnp.ravel(weights)
 
@@ -166,7 +165,7 @@ def check_selection(
     values, array = check_floating("uncertainty", uncertainty), check_array("losses", losses)
     _same_rows("uncertainty", values, "losses", array)
     if values.size == 0:
-        raise ValueError(needs_message("at least one row", f"got shape {values.shape}", "Was every row filtered out?"))
+        raise value_error("at least one row", f"got shape {values.shape}", "Was every row filtered out?")
     values, array = promote(values, array)
     rows = check_row_weights(row_weights, values.shape, values.dtype)
     counted = jnp.ones(values.shape, bool) if rows.weights is None else rows.weights
@@ -177,4 +176,4 @@ def _same_rows(argument: str, values: Array, other: str, array: Array) -> None:
     if array.shape != values.shape:
         got = f"got `{argument}` {values.shape}, `{other}` {array.shape}"
         fix = "Nothing is broadcast. One score per member? Use `jax.vmap`."
-        raise ValueError(needs_message(f"`{argument}` and `{other}` of one shape", got, fix))
+        raise value_error(f"`{argument}` and `{other}` of one shape", got, fix)

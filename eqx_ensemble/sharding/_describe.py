@@ -5,7 +5,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _axes
-from .._check import is_typed_key
+from .._check import is_key
 from .._pytree import PyTree
 from ..distributed import to_host
 from ._check import check_member_ids
@@ -105,7 +105,7 @@ def _bytes_by_place(x: Any) -> list[tuple[Any, int]]:
     """The bytes of an array on each device; NumPy arrays are on the host."""
     if not isinstance(x, jax.Array):
         return [(HOST, x.nbytes)]
-    data = jax.random.key_data(x) if is_typed_key(x) else x
+    data = jax.random.key_data(x) if is_key(x) else x
     found, indices = [], data.sharding.devices_indices_map(data.shape)
     for device, index in indices.items():
         sizes = [len(range(*part.indices(size))) for part, size in zip(index or (), data.shape, strict=False)]
@@ -146,7 +146,7 @@ def visualise(tree: PyTree) -> None:
         arrays = [tree]
     else:
         ids = check_member_ids(tree)
-        arrays = [x for x in jax.tree.leaves(tree) if np.shape(x)[:1] == ids.shape and not is_typed_key(x)]
+        arrays = [x for x in jax.tree.leaves(tree) if np.shape(x)[:1] == ids.shape and not is_key(x)]
     largest = max((x for x in arrays if isinstance(x, jax.Array)), key=lambda x: x.size, default=None)
     if largest is None:
         raise TypeError("`sharding.visualise` needs arrays of JAX; those of NumPy are on the host.")

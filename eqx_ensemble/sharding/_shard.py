@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _axes
 from .._caller import caller
-from .._check import check_integers_fit, is_integer, is_typed_key
+from .._check import check_integers_fit, is_integer, is_key
 from .._foreign import take_in
 from .._pytree import PyTree
 from ..distributed._engine import all_gather
@@ -166,7 +166,7 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return _reshard(sharding)(x)
-    if is_typed_key(x):
+    if is_key(x):
         return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
@@ -183,7 +183,7 @@ def check_same_in_processes(leaves: list[Any]) -> None:
         return
     digest = 0
     for x in passed:
-        x = np.ascontiguousarray(jax.random.key_data(x) if is_typed_key(x) else x)
+        x = np.ascontiguousarray(jax.random.key_data(x) if is_key(x) else x)
         digest = zlib.crc32(x.reshape(-1).view(np.uint8).data, digest)
     digests = all_gather(np.array([digest], np.uint32))
     if not (digests == digests[0]).all():

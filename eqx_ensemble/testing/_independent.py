@@ -13,7 +13,7 @@ from .. import tree as _tree
 from .._axes import Each, check_rows_of_data
 from .._build import build
 from .._caller import caller
-from .._check import check_number, check_positive_int, check_sequence, is_typed_key
+from .._check import check_number, check_positive_int, check_sequence, is_key
 from .._promotion import standard_promotion
 from .._pytree import PyTree
 from .._warnings import ignore_warnings
@@ -268,7 +268,7 @@ def check_independent(
 def _refill(batches: list[PyTree]) -> Iterator[PyTree]:
     """The batches, each in memory that is overwritten when the next one is drawn, as some loaders do."""
     for batch in batches:
-        own = jax.tree.map(lambda x: x if is_typed_key(x) else np.array(x), batch)
+        own = jax.tree.map(lambda x: x if is_key(x) else np.array(x), batch)
         yield own
         for x in jax.tree.leaves(own):
             if isinstance(x, np.ndarray):

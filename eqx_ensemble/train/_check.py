@@ -6,14 +6,7 @@ import numpy as np
 import optax
 
 from .._caller import caller
-from .._check import (
-    array_leaves,
-    check_counter,
-    check_positive_int,
-    check_word,
-    is_inside_transformation,
-    kind_text,
-)
+from .._check import array_leaves, check_counter, check_positive_int, check_word, is_inside_transformation, kind_text
 from .._leaf_text import leaf_text
 from ._idle import may_be_idle
 

@@ -4,12 +4,7 @@ import numpy as np
 
 from .._axes import not_finite_text
 from .._caller import caller
-from .._check import (
-    CountedRows,
-    check_nonnegative_weights,
-    check_positive_int,
-    check_weight_count,
-)
+from .._check import CountedRows, check_nonnegative_weights, check_positive_int, check_weight_count
 from .._foreign import as_numpy, from_foreign
 from .._warnings import warn
 from ..distributed import to_host

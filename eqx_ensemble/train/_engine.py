@@ -10,12 +10,7 @@ from ._check import (
     check_some_training,
 )
 from ._check_member import TABLE_COLUMNS, check_same_hyper, check_state_arrays, hyper_column_text
-from ._check_run import (
-    check_run_weights,
-    diverged_message,
-    excluded_message,
-    warn_of_diverged,
-)
+from ._check_run import check_run_weights, diverged_message, excluded_message, warn_of_diverged
 from ._errors import NotSavedError
 from ._fit import fit
 from ._group_run import GroupRun

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._check import check_optional_flag, is_typed_key
+from .._check import check_optional_flag, is_key
 from .._compiled import ProgramKey, program_key
 from .._ensemble import Ensemble, Group, M
 from .._foreign import as_hashable, from_foreign_tree
@@ -25,12 +25,7 @@ from ..plan import AnyPlan
 from ..plan._engine import as_plan
 from ..sharding._engine import shard_members
 from ._callback import Callback, check_callbacks
-from ._check import (
-    check_hyper_used,
-    check_no_transformation,
-    check_same_structure,
-    check_some_training,
-)
+from ._check import check_hyper_used, check_no_transformation, check_same_structure, check_some_training
 from ._check_member import hyper_column_text
 from ._check_run import check_outcome
 from ._group_run import GroupRun, fit_parts
@@ -111,7 +106,7 @@ def _is_in_members(values: Any, state: TrainState) -> bool:
     same = [
         x
         for x in jax.tree.leaves((state.params, state.fixed.frozen))
-        if eqx.is_array(x) and not is_typed_key(x) and (x.shape, x.dtype) == (values.shape, values.dtype)
+        if eqx.is_array(x) and not is_key(x) and (x.shape, x.dtype) == (values.shape, values.dtype)
     ]
     return any(np.array_equal(to_host(values), to_host(x)) for x in same)
 

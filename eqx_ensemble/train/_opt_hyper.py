@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Key
 
 from .. import _axes
-from .._check import is_traced, is_typed_key
+from .._check import is_key, is_traced
 from .._compiled import filter_jit
 from .._jaxpr import output_sources, unused_inputs
 from .._pytree import PyTree
@@ -39,10 +39,7 @@ def hyper_arrays(hyper: PyTree, num_members: int) -> PyTree:
 
 
 def change_hyper(
-    hyper: PyTree,
-    fn: Callable[[PyTree, Key[Array, ""]], PyTree],
-    members: np.ndarray,
-    keys: Key[Array, " chosen"],
+    hyper: PyTree, fn: Callable[[PyTree, Key[Array, ""]], PyTree], members: np.ndarray, keys: Key[Array, " chosen"]
 ) -> PyTree:
     """Replaces the hyper-parameters of the chosen members by `fn(hyper, key)` of their own."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(np.array, to_host(hyper)))
@@ -131,7 +128,7 @@ def _replace_initial(x: Array, before: Array, after: Array) -> tuple[Array, Bool
 
 
 def _differ(x: Array, y: Array) -> Bool[Array, ""]:
-    x, y = (jax.random.key_data(value) if is_typed_key(value) else value for value in (x, y))
+    x, y = (jax.random.key_data(value) if is_key(value) else value for value in (x, y))
     return jnp.any((x != y) & ((x == x) | (y == y)))
 
 

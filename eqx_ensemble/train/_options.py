@@ -66,12 +66,7 @@ class Validation(eqx.Module):
     min_delta: float
 
     def __init__(
-        self,
-        data: PyTree,
-        *,
-        score: Callable[..., Any] | None = None,
-        mode: Mode | None = None,
-        min_delta: float = 0.0,
+        self, data: PyTree, *, score: Callable[..., Any] | None = None, mode: Mode | None = None, min_delta: float = 0.0
     ) -> None:
         if data is None:
             raise TypeError(f"`{caller()}` needs data to score members on, got None.")

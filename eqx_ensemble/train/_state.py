@@ -13,7 +13,7 @@ from jaxtyping import Array, Int, Int8, Key
 
 from .. import _axes, _keys
 from .._caller import caller
-from .._check import check_integers_fit, is_traced, is_typed_key, kind_text
+from .._check import check_integers_fit, is_key, is_traced, kind_text
 from .._compiled import filter_jit
 from .._ensemble import Ensemble, M, check_ensemble, check_model_state, check_model_state_given, take_several
 from .._foreign import as_hashable
@@ -332,7 +332,7 @@ def copy_arrays(tree: PyTree) -> PyTree:
 def _copy(x: Any) -> Any:
     if not eqx.is_array(x):
         return x
-    if is_typed_key(x):
+    if is_key(x):
         return x.copy()
     if not isinstance(x, jax.Array):
         return jnp.array(x)  # a NumPy array, whose dtype JAX may not support

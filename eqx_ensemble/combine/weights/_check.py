@@ -20,7 +20,8 @@ from ..._check import (
     concrete,
     first_text,
     is_traced,
-    needs_message,
+    type_error,
+    value_error,
 )
 from ..._foreign import as_numpy
 from ..._warnings import warn
@@ -34,9 +35,7 @@ def check_log_scores(
     """Raises unless log scores are finite or -inf, and not -inf for all members. Returns them and the row weights."""
     array = check_values("log_scores", log_scores)
     if math.prod(array.shape) == 0:
-        raise ValueError(
-            needs_message("at least one row in `log_scores`", f"got shape {array.shape}", "Was every row filtered out?")
-        )
+        raise value_error("at least one row in `log_scores`", f"got shape {array.shape}", "Was every row filtered out?")
     rows = check_row_weights(row_weights, array.shape[1:], array.dtype if relative else None)
     weights = None if rows.weights is None else rows.weights.astype(array.dtype)
     host, counted = concrete(log_scores), rows.known
@@ -46,13 +45,11 @@ def check_log_scores(
     wrong = (np.isnan(host) | (host == np.inf)) & counted
     if wrong.any():
         fix = f"Remove members with such scores, or exclude the rows with `row_weights`. {_HOW_TO_SCORE}"
-        raise ValueError(needs_message("`log_scores` that are finite or -inf", first_text(host, wrong), fix))
+        raise value_error("`log_scores` that are finite or -inf", first_text(host, wrong), fix)
     hopeless = (host == -np.inf).all(axis=0) & counted
     if hopeless.any():
         fix = "No weights explain such a row: exclude it (`row_weights`), or bound probabilities away from 0."
-        raise ValueError(
-            needs_message("a member above -inf in every row of `log_scores`", f"got none in {_where(hopeless)}", fix)
-        )
+        raise value_error("a member above -inf in every row of `log_scores`", f"got none in {_where(hopeless)}", fix)
     _check_logarithms(host, np.broadcast_to(counted, host.shape[1:]))
     return rows.blank(array, before=1), weights
 
@@ -64,7 +61,7 @@ def _check_logarithms(scores: np.ndarray, counted: np.ndarray) -> None:
         if np.allclose(sums, 1.0, atol=1e-4):
             got = f"got shape {scores.shape}, whose probabilities sum to 1 on the last axis"
             fix = f"Take the log-probabilities of the labels. {_HOW_TO_SCORE}"
-            raise ValueError(needs_message("one of `log_scores` per member and row", got, fix))
+            raise value_error("one of `log_scores` per member and row", got, fix)
     if scores.ndim == 1:
         return  # one evidence per member
     kept = scores[:, counted]
@@ -80,19 +77,15 @@ def check_scores_of_members(scores: ArrayLike, count: Any) -> tuple[Array, int]:
     array, number = check_array("scores", scores), check_positive_int(count, "count")
     if array.ndim != 1:
         fix = "`scores.per_member` makes them."
-        raise ValueError(needs_message("one score per member, `(members,)`", f"got shape {array.shape}", fix))
+        raise value_error("one score per member, `(members,)`", f"got shape {array.shape}", fix)
     if number > array.shape[0]:
-        raise ValueError(
-            needs_message(
-                "`count` of at most the number of members", f"got {number} of {array.shape[0]}", "Ask for fewer."
-            )
+        raise value_error(
+            "`count` of at most the number of members", f"got {number} of {array.shape[0]}", "Ask for fewer."
         )
     host = concrete(scores)
     if host is not None and (known := int((~np.isnan(host)).sum())) < number:
-        raise ValueError(
-            needs_message(
-                "`count` members with a score that is not NaN", f"got {known}, need {number}", "Ask for fewer."
-            )
+        raise value_error(
+            "`count` members with a score that is not NaN", f"got {known}, need {number}", "Ask for fewer."
         )
     return array, number
 
@@ -102,10 +95,10 @@ def check_similarity(similarity: ArrayLike, count: Any, quality: Any) -> tuple[A
     matrix, number = check_floating("similarity", similarity), check_positive_int(count, "count")
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
         fix = "For classes, `1 - uncertainty.pairwise_disagreement(logits)`."
-        raise ValueError(needs_message("`similarity` (members, members)", f"got shape {matrix.shape}", fix))
+        raise value_error("`similarity` (members, members)", f"got shape {matrix.shape}", fix)
     if number > matrix.shape[0]:
         got = f"got {number} of {matrix.shape[0]}"
-        raise ValueError(needs_message("`count` of at most the number of members", got, "Ask for fewer."))
+        raise value_error("`count` of at most the number of members", got, "Ask for fewer.")
     matrix = matrix.astype(matrix.dtype if jnp.finfo(matrix.dtype).bits >= 32 else jnp.float32)
     _check_semi_definite(similarity)
     if quality is None:
@@ -113,11 +106,11 @@ def check_similarity(similarity: ArrayLike, count: Any, quality: Any) -> tuple[A
     scale = check_array("quality", quality)
     if scale.shape != matrix.shape[:1]:
         got = f"got shape {scale.shape}, need ({matrix.shape[0]},)"
-        raise ValueError(needs_message("one `quality` per member", got, "Higher is better."))
+        raise value_error("one `quality` per member", got, "Higher is better.")
     host = concrete(quality)
     if host is not None and not (np.isfinite(host) & (host >= 0)).all():
         fix = "For log scores pass `jnp.exp(log_scores)`."
-        raise ValueError(needs_message("`quality` of zero or more", "got a negative one, infinity or NaN", fix))
+        raise value_error("`quality` of zero or more", "got a negative one, infinity or NaN", fix)
     return matrix, number, scale.astype(matrix.dtype)
 
 
@@ -128,12 +121,12 @@ def _check_semi_definite(similarity: ArrayLike) -> None:
     host = np.asarray(host, np.float64)
     if not np.isfinite(host).all():
         fix = "Leave out members with NaN predictions."
-        raise ValueError(needs_message("a finite `similarity`", "got NaN or infinity", fix))
+        raise value_error("a finite `similarity`", "got NaN or infinity", fix)
     tolerance = 1e-3 * np.abs(host).max()
     if np.abs(host - host.T).max() > tolerance or np.linalg.eigvalsh(host).min() < -tolerance:
         fix = "A matrix of disagreements? Pass `1 - disagreement`."
         got = "got one that is not"
-        raise ValueError(needs_message("a symmetric, positive semi-definite `similarity`", got, fix))
+        raise value_error("a symmetric, positive semi-definite `similarity`", got, fix)
 
 
 def check_greedy(score: Any, row_weights: Any, num_steps: Any, num_initial: Any, num_members: int) -> Callable | None:
@@ -143,21 +136,17 @@ def check_greedy(score: Any, row_weights: Any, num_steps: Any, num_initial: Any,
         check_positive_int(num_initial, "num_initial")
     if num_initial > min(num_steps, num_members):
         got = f"got {num_initial}, with {num_members} members and {num_steps} steps"
-        raise ValueError(
-            needs_message(
-                "`num_initial` of at most `num_steps` and the number of members", got, "They are the first steps."
-            )
+        raise value_error(
+            "`num_initial` of at most `num_steps` and the number of members", got, "They are the first steps."
         )
     if callable(score):
         if row_weights is not None:
             fix = "Ignore those rows in the score itself."
-            raise ValueError(needs_message("no `row_weights` with a score of your own", "got `row_weights`", fix))
+            raise value_error("no `row_weights` with a score of your own", "got `row_weights`", fix)
         return score
     if not isinstance(score, str) or score != "log":
         fix = "Predictions come first, then the score of their mean."
-        raise ValueError(
-            needs_message('`score` to be "log" or a function of the combined prediction', f"got {score!r}", fix)
-        )
+        raise value_error('`score` to be "log" or a function of the combined prediction', f"got {score!r}", fix)
     return None
 
 
@@ -165,16 +154,12 @@ def check_sparsify(weights: ArrayLike, above: float, num_members: Any) -> np.nda
     """Raises unless weights are concrete and valid, and `above` keeps a member. Returns them normalised, as float64."""
     if is_traced(weights):
         fix = "Call it outside `jax.jit`: how many members are left depends on the weights."
-        raise TypeError(needs_message("weights whose values are known", "got a traced array", fix))
+        raise type_error("weights whose values are known", "got a traced array", fix)
     check_plain_weights(weights)
     shape = np.shape(weights)
     if len(shape) != 1 or shape[0] < 1:
-        raise ValueError(
-            needs_message(
-                "one weight per member, `(members,)`",
-                f"got shape {shape}",
-                "Weights are in the order of the members.",
-            )
+        raise value_error(
+            "one weight per member, `(members,)`", f"got shape {shape}", "Weights are in the order of the members."
         )
     check_weights(weights, shape[0], jnp.dtype("float32"))
     if num_members is not None:
@@ -185,7 +170,7 @@ def check_sparsify(weights: ArrayLike, above: float, num_members: Any) -> np.nda
     if not 0 <= above < exact.max():
         got = f"got above={above}; the largest weight is {exact.max():.3g} of a sum of 1"
         fix = "Only members whose normalised weight exceeds `above` are kept."
-        raise ValueError(needs_message("a non-negative `above` below the largest weight", got, fix))
+        raise value_error("a non-negative `above` below the largest weight", got, fix)
     return exact
 
 

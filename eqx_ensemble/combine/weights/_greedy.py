@@ -7,15 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
 
-from ..._check import check_values, check_word, concrete, needs_message
+from ..._check import check_values, check_word, concrete, value_error
 from ..._foreign import from_foreign
-from ._check import (
-    check_greedy,
-    check_log_scores,
-    check_scores_of_members,
-    check_similarity,
-    check_sparsify,
-)
+from ._check import check_greedy, check_log_scores, check_scores_of_members, check_similarity, check_sparsify
 
 
 def elites(scores: Real[ArrayLike, " members"], count: int, *, mode: Literal["min", "max"]) -> Float[Array, " members"]:
@@ -66,10 +60,7 @@ def _elites(scores: Real[Array, " members"], count: int, dtype: Any) -> Float[Ar
 
 
 def diverse(
-    similarity: Float[ArrayLike, "members members"],
-    count: int,
-    *,
-    quality: Real[ArrayLike, " members"] | None = None,
+    similarity: Float[ArrayLike, "members members"], count: int, *, quality: Real[ArrayLike, " members"] | None = None
 ) -> Float[Array, " members"]:
     r"""Equal weights for `count` members that differ from each other, zero for the others.
 
@@ -257,7 +248,7 @@ def greedy(
     one = jax.eval_shape(own, jax.ShapeDtypeStruct(checked.shape[1:], checked.dtype))
     if (shape := jnp.shape(one)) != ():
         needs = "a `score` that returns one number for one combined prediction"
-        raise ValueError(needs_message(needs, f"got shape {shape}", "Return the mean over rows."))
+        raise value_error(needs, f"got shape {shape}", "Return the mean over rows.")
     judge = lambda total, count: jnp.asarray(own(total / count), checked.dtype)
     return _select(checked, jnp.zeros_like(checked[0]), jnp.add, judge, num_steps, num_initial)
 

@@ -85,7 +85,7 @@ def check_features(features: Any, row_weights: Any) -> tuple[Array, CountedRows]
     array = check_values("features", features)
     if array.ndim != 3 or 0 in array.shape:
         fix = "Flatten what is not one row of numbers: `features.reshape(members, batch, -1)`."
-        raise ValueError(needs_message("`features` of shape (members, batch, hidden)", f"got shape {array.shape}", fix))
+        raise value_error("`features` of shape (members, batch, hidden)", f"got shape {array.shape}", fix)
     rows = check_counted_rows(row_weights, array.shape[1:2])
     fix = "Leave members that diverged out, and rows with NaN by `row_weights`."
     check_entries("finite `features`", array, lambda host: ~np.isfinite(host), fix, rows.known_along(2))

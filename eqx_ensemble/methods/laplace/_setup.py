@@ -18,7 +18,6 @@ from ..._check import (
     check_row_weights,
     is_integer,
     kind_text,
-    needs_message,
     type_error,
     value_error,
 )
@@ -113,11 +112,11 @@ def check_weights(row_weights: Any, num_rows: int, num_members: int) -> tuple[An
     if np.shape(given) != expected:
         fix = "Weights of each member, `(members, rows)`, are marked: `ee.Each(ee.resample.counts(rows, num_rows))`."
         got = f"expected {expected}, got {np.shape(given)}"
-        raise ValueError(needs_message("one of `row_weights` per row", got, fix))
+        raise value_error("one of `row_weights` per row", got, fix)
     rows = check_row_weights(given, expected)
     if rows.known is not None and not rows.known.any(axis=-1).all():
         fix = "Every member needs rows: which does it see?"
-        raise ValueError(needs_message("`row_weights` that leave a row", "got only zeros", fix))
+        raise value_error("`row_weights` that leave a row", "got only zeros", fix)
     array = jnp.asarray(rows.weights)
     array = array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.result_type(float))
     return Each(array) if own else array, rows.counted

@@ -24,13 +24,7 @@ class Loss(eqx.Module):
     purpose: Literal["in training", "in validation"] = eqx.field(static=True)
 
     def __call__(
-        self,
-        params: PyTree,
-        state: PyTree,
-        fixed: MemberConstants,
-        shared: PyTree,
-        batch: PyTree,
-        key: Key[Array, ""],
+        self, params: PyTree, state: PyTree, fixed: MemberConstants, shared: PyTree, batch: PyTree, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], tuple[PyTree, PyTree]]:
         """The loss's value, the new state of the model (`None` if it has none) and the auxiliary outputs.
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from ... import _keys
 from ..._caller import caller
-from ..._check import is_typed_key, kind_text
+from ..._check import is_key, kind_text
 from ..._promotion import standard_promotion
 from ..._pytree import PyTree
 from .._check import MULTI_STEPS
@@ -101,7 +101,7 @@ def _as_python_float(x: Any) -> Any:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, jax.Array | int | float) and not is_typed_key(x)
+    return isinstance(x, jax.Array | int | float) and not is_key(x)
 
 
 def _strip_weak_type(new: Any, old: Any) -> Any:
@@ -115,7 +115,7 @@ def _own_noise(path: tuple, x: Any, member_id: Int[Array, ""]) -> Any:
     if not _is_noise(path, x):
         return x
     own = jax.random.fold_in(jax.random.fold_in(x, _keys.tag("optimiser")), member_id)
-    return own if is_typed_key(x) else jax.random.key_data(own)
+    return own if is_key(x) else jax.random.key_data(own)
 
 
 def keep_noise(state: PyTree, own: PyTree) -> PyTree:
@@ -125,7 +125,7 @@ def keep_noise(state: PyTree, own: PyTree) -> PyTree:
 
 
 def _is_noise(path: tuple, x: Any) -> bool:
-    if is_typed_key(x):
+    if is_key(x):
         return True
     name = getattr(path[-1], "name", None) if path else None
     return name in ("key", "rng_key") and isinstance(x, jax.Array) and x.dtype == jnp.uint32 and x.shape[-1:] == (2,)

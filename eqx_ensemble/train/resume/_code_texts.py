@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from ... import _axes
-from ..._check import is_typed_key
+from ..._check import is_key
 from ..._code import is_library, is_standard, top_of
 from ..._pytree import PyTree
 from ...checkpoint._engine import shape_text, versions
@@ -34,7 +34,7 @@ def option_text(option: Any) -> str:
     """A text for a number, a string, a key, or one number per member, regardless of the type of a number."""
     if option is None or isinstance(option, str):
         return repr(option)
-    if is_typed_key(option):
+    if is_key(option):
         option = jax.random.key_data(option)
     values = np.asarray(to_host(option))
     if values.size > _SHOWN:
@@ -56,7 +56,7 @@ def array_texts(tree: PyTree, root: str) -> dict[str, str]:
 def array_text(x: Any) -> str:
     """An array's shape, dtype, first values and digest."""
     x = to_host(x)
-    first = "" if is_typed_key(x) else ", ".join(map(str, np.ravel(x[:_SHOWN] if x.ndim else x)[:_SHOWN]))
+    first = "" if is_key(x) else ", ".join(map(str, np.ravel(x[:_SHOWN] if x.ndim else x)[:_SHOWN]))
     more = ", ..." if x.size > _SHOWN else ""
     return f"{shape_text(x.shape, x.dtype)} [{first}{more}], {digest_of(x)}"
 
@@ -72,7 +72,7 @@ def digest_of(tree: PyTree) -> str:
 
 def add_array(digest: Any, path: str, leaf: Any) -> None:
     """Adds an array or a number to a digest."""
-    if is_typed_key(leaf):
+    if is_key(leaf):
         path, leaf = f"{path} {jax.random.key_impl(leaf)}", jax.random.key_data(leaf)
     array = np.ascontiguousarray(to_host(leaf))
     digest.update(f"{path} {array.dtype} {array.shape}".encode())

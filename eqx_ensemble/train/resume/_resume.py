@@ -163,10 +163,7 @@ class Saver:
     - `seconds_before`: the duration of the call before this process.
     """
 
-    def __init__(
-        self,
-        checkpoint: str | os.PathLike[str] | Checkpoints,
-    ) -> None:
+    def __init__(self, checkpoint: str | os.PathLike[str] | Checkpoints) -> None:
         self._round = checkpoint if isinstance(checkpoint, Round) else None
         given = checkpoint if self._round is None else self._round.checkpoints
         # Arrays on several processes are written by Orbax.
