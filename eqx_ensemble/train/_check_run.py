@@ -87,15 +87,7 @@ def check_no_state(state: Any) -> None:
     if state is not None:
         raise TypeError(
             f"`{caller()}` returns members without their states, which would stay in another order.\n"
-            "Get both: `ensemble, state = run.best_with_state(...)`."
-        )
-
-
-def check_has_state(state: Any) -> None:
-    """Raises if members have no state."""
-    if state is None:
-        raise TypeError(
-            f"`{caller()}` is for members with an `equinox.nn.State`; these have none: use `run.best(...)`."
+            "Get both: `best = run[run.ranking(...)]` has `best.ensemble` and `best.state`."
         )
 
 

@@ -123,7 +123,7 @@ def check_no_states(runs: Mapping[str, Run[Any]]) -> None:
     if stateful:
         raise TypeError(
             f"`{caller()}` returns members without their states, and those of {stateful[0]!r} have some.\n"
-            f"Get both from a part: `ensemble, state = run.runs[{stateful[0]!r}].best_with_state(...)`."
+            f"Get both from a part: `part = run.runs[{stateful[0]!r}]`, then `part[part.ranking(...)]`."
         )
 
 

@@ -24,7 +24,7 @@ from ..plan import AbstractPlan
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
 from ..resample._engine import check_folds
 from ._check_member import hyper_column_text
-from ._check_run import check_has_state, check_no_state, check_run_weights, excluded_message
+from ._check_run import check_no_state, check_run_weights, excluded_message
 from ._errors import DivergedError
 from ._rank import rank_members
 from ._revive import Revival, join_revived, renumber_revived, take_revived
@@ -380,6 +380,11 @@ class Run(eqx.Module, Generic[M]):
         return out_of_fold(tested, folds, rows="test", weights=weights)
 
     @property
+    def hyper(self) -> PyTree:
+        """The hyper-parameters with which members were trained last, a tree of arrays `(members, ...)`, or `None`."""
+        return self.train_state.hyper
+
+    @property
     def mode(self) -> Mode:
         """Whether lower (`"min"`) or higher (`"max"`) validation scores are better: the `mode` passed to `fit`."""
         return "min" if self.selection is None else self.selection.mode
@@ -394,8 +399,8 @@ class Run(eqx.Module, Generic[M]):
         - `mode`: `"min"` if lower scores are better, `"max"` if higher. Required with `by`; for `best_score` it is the
             `mode` passed to `fit`.
 
-        **Returns:** the ensemble of these members. For stateful members, see
-        [`eqx_ensemble.Run.best_with_state`][].
+        **Returns:** the ensemble of these members. With their states, hyper-parameters and curves, they are
+        `run[run.ranking(count)]`.
 
         **Raises:** `TypeError` without validation scores and `by`, because training losses do not rank members; for
         `by` without `mode`; and for stateful members, whose states would not be in the same order. `ValueError` if
@@ -416,20 +421,19 @@ class Run(eqx.Module, Generic[M]):
         check_no_state(self.state)
         return self.ensemble[rank_members(self, count, by, mode)]
 
-    def best_with_state(
-        self, count: int = 1, *, by: Any = None, mode: Mode | None = None
-    ) -> tuple[Ensemble[M], eqx.nn.State]:
-        """The best stateful members, best first, and their states in the same order.
+    def ranking(
+        self, count: int | None = None, *, by: Any = None, mode: Mode | None = None
+    ) -> Int[np.ndarray, " best"]:
+        """The positions of the best members, best first, without diverged ones.
 
-        **Arguments:** as for [`eqx_ensemble.Run.best`][].
+        **Arguments:** as for [`eqx_ensemble.Run.best`][]; without `count`, all that have a score.
 
-        **Returns:** the ensemble of these members, and their stacked `equinox.nn.State`.
+        **Returns:** `(count,)`: `run[run.ranking(3)]` is the run of the three best members, with their `hyper` and
+        `state`.
 
-        **Raises:** `TypeError` for members without a state; and as [`eqx_ensemble.Run.best`][].
+        **Raises:** as [`eqx_ensemble.Run.best`][].
         """
-        check_has_state(self.state)
-        index = rank_members(self, count, by, mode)
-        return self.ensemble[index], tree.take(self.state, index)
+        return rank_members(self, count, by, mode)
 
     def table(self, *, as_frame: bool = False) -> Any:
         """A table of one row per member: id, hyper-parameters, scores, status.

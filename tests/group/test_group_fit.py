@@ -166,7 +166,7 @@ def test_stateful_parts(group):
     alone = ee.fit(ensemble, stateful_mse, SGD, DATA, state=state, epochs=1, key=KEY)
     np.testing.assert_array_equal(run.predict(X)[:2], alone.predict(X))
     assert run.runs["linear"].state is None
-    with pytest.raises(TypeError, match=r"`GroupRun.best` .*'norm' have some.*\n.*run.runs\['norm'\].best_with_state"):
+    with pytest.raises(TypeError, match=r"`GroupRun.best` .*'norm' have some.*\n.*run.runs\['norm'\]`, then"):
         run.best(by=np.arange(len(mixed)), mode="max")
 
 

@@ -175,7 +175,7 @@ def test_the_loss_is_not_maximised():
         fitted(validation=ee.train.Validation(ROWS, mode="max"))
 
 
-@pytest.mark.parametrize("name", ["best", "best_with_state"])
+@pytest.mark.parametrize("name", ["best", "ranking"])
 def test_scores_of_ones_own_need_a_mode(name, pair, stateful_run):
     run = pair[0] if name == "best" else stateful_run
     with pytest.raises(TypeError, match=f"`Run.{name}` needs `mode` with `by`"):
@@ -230,21 +230,18 @@ def stateful_run():
 
 
 def test_the_best_come_with_their_states(stateful_run):
-    with pytest.raises(TypeError, match=r"ensemble, state = run.best_with_state\(...\)"):
+    with pytest.raises(TypeError, match=r"`best = run\[run.ranking\(...\)\]` has `best.ensemble` and `best.state`"):
         stateful_run.best(4)
-    ensemble, state = stateful_run.best_with_state(4)
-    ids = np.asarray(ensemble.ids)
+    best = stateful_run[stateful_run.ranking()]
+    ensemble, state, ids = best.ensemble, best.state, np.asarray(best.ensemble.ids)
+    np.testing.assert_array_equal(best.hyper["lr"], RATES[ids])
+    np.testing.assert_array_equal(stateful_run.ranking(2), ids[:2])
     assert ids.tolist() == np.argsort(stateful_run.best_score).tolist() != [0, 1, 2, 3]
     assert (np.asarray(state.get(ensemble.stacked.calls)) // 100).tolist() == ids.tolist()
     x = ROWS[0][:3]
     members = lambda ensemble, state: np.asarray(ee.predict(ensemble, x, state=state))
     np.testing.assert_array_equal(members(ensemble, state), members(stateful_run.ensemble, stateful_run.state)[ids])
     assert "best" in str(stateful_run)
-
-
-def test_stateless_members_have_none(pair):
-    with pytest.raises(TypeError, match=r"these have none: use `run.best\(...\)`"):
-        pair[0].best_with_state()
 
 
 class TestTrainingDataAsValidation:
