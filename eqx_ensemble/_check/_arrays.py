@@ -57,12 +57,12 @@ def needs_message(needs: str, got: str, fix: str) -> str:
 
 def value_error(needs: str, got: str, fix: str) -> ValueError:
     """The error for a value that a function cannot take."""
-    return value_error(needs, got, fix)
+    return ValueError(needs_message(needs, got, fix))
 
 
 def type_error(needs: str, got: str, fix: str) -> TypeError:
     """The error for a value of another kind."""
-    return type_error(needs, got, fix)
+    return TypeError(needs_message(needs, got, fix))
 
 
 def first_text(host: np.ndarray, wrong: np.ndarray) -> str:
