@@ -421,17 +421,12 @@ class Run(eqx.Module, Generic[M]):
         check_no_state(self.state)
         return self.ensemble[rank_members(self, count, by, mode)]
 
-    def ranking(
-        self, count: int | None = None, *, by: Any = None, mode: Mode | None = None
-    ) -> Int[np.ndarray, " best"]:
-        """The positions of the best members, best first, without diverged ones.
+    def ranking(self, count: int | None = None, *, by: Any = None, mode: Mode | None = None) -> Int[np.ndarray, " n"]:
+        """The positions of the best members `(count,)`, best first, without diverged ones.
 
-        **Arguments:** as for [`eqx_ensemble.Run.best`][]; without `count`, all that have a score.
+        `run[run.ranking(3)]` is the run of the three best members, with their `hyper` and `state`.
 
-        **Returns:** `(count,)`: `run[run.ranking(3)]` is the run of the three best members, with their `hyper` and
-        `state`.
-
-        **Raises:** as [`eqx_ensemble.Run.best`][].
+        **Arguments**, **Raises:** as [`eqx_ensemble.Run.best`][]; without `count`, all that have a score are ranked.
         """
         return rank_members(self, count, by, mode)
 
