@@ -25,9 +25,9 @@ from _measure import Report, counted, script
 from damage import HEADERS, HOSTILE, MANIFEST, arrays_file, forge, load, small, write_manifest
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint._layout import file_layout
 from eqx_ensemble.checkpoint._manifest import LIMIT
 from eqx_ensemble.checkpoint._read import decode
+from eqx_ensemble.checkpoint._snapshot import file_layout
 
 BOUND = 64 * 2**20
 """Address space beyond what the process has at the start, for files below 1 MB: more is refused by the system."""

@@ -8,6 +8,7 @@ import jax
 from .._caller import caller
 from .._check import (
     MOST_BITS,
+    CheckpointCorruptError,
     MemberMismatchError,
     check_path,
     check_word,
@@ -157,3 +158,11 @@ def check_same_in_processes(path: str, *, same: bool) -> None:
             "Make it equal, or an array that is sharded over the processes, as "
             "`jax.make_array_from_process_local_data` does."
         )
+
+
+def corrupt_error(
+    file: Any, reason: str, *, leaf: str | None = None, member: int | None = None
+) -> CheckpointCorruptError:
+    """The error for a damaged file; the caller raises it."""
+    message = damage_message(file, reason, leaf=leaf, member=member)
+    return CheckpointCorruptError(message, str(file), leaf, member)

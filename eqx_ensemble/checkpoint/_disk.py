@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .._check import missing_extra_message
-from ._check import check_object_store
-from ._damage import corrupt_error
+from ._check import check_object_store, corrupt_error
 from ._manifest import NAME
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)

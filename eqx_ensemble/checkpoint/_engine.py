@@ -16,9 +16,8 @@ from ._call_folder import (
     read_call,
     write_call,
 )
-from ._check import check_format, safe_text
+from ._check import check_format, corrupt_error, safe_text
 from ._checkpoints import as_checkpoints, checkpoints_inside, remove_run
-from ._damage import corrupt_error
 from ._disk import absolute, as_path, is_on_disk, list_folder
 from ._exit import exit_if_asked, hold_exit, is_exit_asked
 from ._folders import has_our_manifest

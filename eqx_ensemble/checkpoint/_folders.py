@@ -12,7 +12,8 @@ from typing import Any
 
 from .._caller import caller
 from .._check import CheckpointCorruptError
-from . import _disk, _layout, _manifest
+from . import _disk, _manifest
+from . import _snapshot as _layout
 from ._check import safe_text
 from ._disk import has_manifest, is_on_disk, list_folder, open_file
 from ._manifest import NAME

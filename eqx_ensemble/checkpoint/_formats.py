@@ -11,7 +11,7 @@ from .._check import CheckpointCorruptError, check_path, number_text
 from ..distributed import is_first
 from ..distributed._engine import raise_on_all
 from . import _orbax
-from ._damage import corrupt_error
+from ._check import corrupt_error
 from ._disk import as_path, has_manifest, is_on_disk, list_folder
 from ._folders import has_our_manifest, is_unfinished, is_written, not_a_checkpoint_message
 from ._manifest import Entry, Manifest, is_orbax

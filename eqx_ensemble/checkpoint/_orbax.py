@@ -12,8 +12,7 @@ import numpy as np
 from .._check import CheckpointCorruptError, check_version, missing_extra_message
 from ..distributed import is_first
 from ..distributed._engine import all_gather, raise_on_all
-from ._check import check_manifest_size, check_same_in_processes
-from ._damage import corrupt_error
+from ._check import check_manifest_size, check_same_in_processes, corrupt_error
 from ._disk import absolute, is_on_disk
 from ._folders import NotSyncedError, explain_orbax, explain_writing, next_number
 from ._hashing import SIZE, checksum, digests, rows_of

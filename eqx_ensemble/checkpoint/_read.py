@@ -11,14 +11,12 @@ import jax
 import numpy as np
 
 from .._foreign import empty_aligned
-from ._check import KEY_WORDS, format_version_message
-from ._damage import corrupt_error
+from ._check import KEY_WORDS, corrupt_error, format_version_message
 from ._disk import open_file
 from ._hashing import Digests, Pending
-from ._layout import DIGEST, FileLayout, file_layout
 from ._manifest import FLOAT, FORMAT, LIMIT, NAME, SEAL, TABLE, VERSION, Entry, Manifest, Number, digest, is_orbax
 from ._record import InvalidRecordError, check_depth, check_valid, is_list, is_texts
-from ._snapshot import DTYPES, raw
+from ._snapshot import DIGEST, DTYPES, FileLayout, file_layout, raw
 
 
 class ArraysFile:

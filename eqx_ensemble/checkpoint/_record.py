@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ._check import MOST_NESTED
-from ._damage import corrupt_error
+from ._check import MOST_NESTED, corrupt_error
 from ._snapshot import DTYPES, count_bytes
 
 _MOST_COUNT = 2**53

@@ -36,10 +36,9 @@ from ._folders import (
     temporary,
 )
 from ._hashing import Digests
-from ._layout import FileLayout, file_layout
 from ._manifest import LIMIT, NAME, encode
 from ._read import read_manifest
-from ._snapshot import Snapshot, raw
+from ._snapshot import FileLayout, Snapshot, file_layout, raw
 
 # Commits the files written into a checkpoint's folder, atomically, by renaming the manifest.
 #

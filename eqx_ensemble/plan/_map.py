@@ -14,8 +14,7 @@ from .._foreign import as_hashable_leaf
 from .._pytree import PyTree
 from .._typing import MappedFunction, Out, P
 from ..sharding._engine import as_layout
-from ._auto import AnyPlan, as_plan
-from ._check import check_equal_constants, check_no_parts
+from ._auto import AnyPlan, as_plan, check_equal_constants, check_no_parts
 from ._plans import AbstractPlan, sharded_plan
 
 

@@ -18,8 +18,7 @@ from .._check import (
     kind_text,
 )
 from .._ensemble import Ensemble
-from ._member import AbstractHead
-from ._network import ACTIVATIONS
+from ._member import ACTIVATIONS, AbstractHead
 
 
 def check_parameters(estimator: Any) -> None:

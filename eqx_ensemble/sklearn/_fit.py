@@ -21,8 +21,18 @@ from ..train import DivergedError, Status, Validation
 from ..train._engine import fit
 from ._base import AbstractEstimator
 from ._check import check_outputs, check_sample_weight, check_validation_fraction
-from ._member import AbstractHead, MemberMaker, Scaler, Scaling, call_network, loss, stateful_loss
-from ._network import Network, default_optimiser, optimiser_of_rate
+from ._member import (
+    AbstractHead,
+    MemberMaker,
+    Network,
+    Scaler,
+    Scaling,
+    call_network,
+    default_optimiser,
+    loss,
+    optimiser_of_rate,
+    stateful_loss,
+)
 
 
 class Table(NamedTuple):

@@ -2,8 +2,6 @@ from .. import _suggest
 from ._callback import Callback as Callback
 from ._callback import Progress as Progress
 from ._callback import every as every
-from ._errors import DivergedError as DivergedError
-from ._errors import NotSavedError as NotSavedError
 from ._options import Stopping as Stopping
 from ._options import Validation as Validation
 from ._revive import Revival as Revival
@@ -13,6 +11,8 @@ from ._revive import revive as revive
 from ._scan_steps import scan_steps as scan_steps
 from ._state import TrainState as TrainState
 from ._state import init as init
+from ._status import DivergedError as DivergedError
+from ._status import NotSavedError as NotSavedError
 from ._status import Status as Status
 from ._step import Metrics as Metrics
 from ._step import Step as Step

@@ -1,3 +1,5 @@
+import contextlib
+import contextvars
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +10,26 @@ import optax
 from .._caller import caller
 from .._check import array_leaves, check_counter, check_positive_int, check_word, is_inside_transformation, kind_text
 from .._leaf_text import leaf_text
-from ._idle import may_be_idle
+
+# Calls of `fit` for a part of an ensemble, of which no member may be left to train.
+
+_may_be_idle: contextvars.ContextVar[bool] = contextvars.ContextVar("may_be_idle", default=False)
+
+
+@contextlib.contextmanager
+def allow_idle() -> Iterator[None]:
+    """Within it, `fit` accepts members of which none trains: a part of an ensemble in which others do."""
+    token = _may_be_idle.set(True)
+    try:
+        yield
+    finally:
+        _may_be_idle.reset(token)
+
+
+def may_be_idle() -> bool:
+    """Whether the current call of `fit` accepts members of which none trains."""
+    return _may_be_idle.get()
+
 
 MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
 

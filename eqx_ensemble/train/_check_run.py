@@ -9,8 +9,7 @@ from .._foreign import as_numpy, from_foreign
 from .._warnings import warn
 from ..distributed import to_host
 from ._check import check_mode
-from ._errors import DivergedError, NotSavedError
-from ._status import Status
+from ._status import DivergedError, NotSavedError, Status
 from .compiled._selection import Mode
 from .data._check import integers_text
 from .data._source import AbstractSource, in_memory
@@ -174,3 +173,16 @@ def warn_of_undefined_scores(run: Any, validated: list[int]) -> None:
     undefined = ~scored & trained & np.isin(steps, validated)
     if undefined.any():
         warn(undefined_scores_message(ids, undefined, steps))
+
+
+def rank_members(run: Any, count: int | None, by: Any = None, mode: Mode | None = None) -> np.ndarray:
+    """The positions of a run's `count` best members, or of all with a score, best first, without diverged ones."""
+    mode = check_ranking_mode(by, mode, default=run.mode)
+    scores = check_scores_to_rank(run.best_score if by is None else by, len(run.status))
+    scores = scores if mode == "min" else -scores
+    scores = np.where(run.status == Status.DIVERGED, np.inf, scores)
+    order = np.argsort(np.where(np.isnan(scores), np.inf, scores), kind="stable")
+    ranked = int((scores < np.inf).sum())
+    if count is not None:
+        check_num_ranked(count, ranked)
+    return order[: ranked if count is None else count]

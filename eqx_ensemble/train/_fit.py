@@ -32,7 +32,7 @@ from ._group_run import GroupRun, fit_parts
 from ._options import Stopping, check_checkpoint, check_options, limits_of
 from ._revive import Revive
 from ._run import Run
-from ._signatures import FitOptions
+from ._scan_steps import FitOptions
 from ._state import MemberConstants, TrainState
 from ._status import Status
 from ._trainable import Trainable

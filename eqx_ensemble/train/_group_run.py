@@ -30,13 +30,11 @@ from .._pytree import PyTree
 from .._warnings import warn
 from ..checkpoint import Checkpoints
 from ..checkpoint._engine import checkpoints_inside
-from ._check_run import check_run_weights, excluded_message
-from ._errors import DivergedError
-from ._opt_hyper import hyper_arrays
+from ._check_member import hyper_arrays
+from ._check_run import check_run_weights, excluded_message, rank_members
 from ._options import Stopping, Validation, limits_of
-from ._rank import rank_members
 from ._run import Run, data_frame, summary, table_columns
-from ._status import Status
+from ._status import DivergedError, Status
 from .compiled._selection import Mode
 from .data._source import is_batches
 from .host._record import History

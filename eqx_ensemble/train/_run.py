@@ -24,13 +24,11 @@ from ..plan import AbstractPlan
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
 from ..resample._engine import check_folds
 from ._check_member import hyper_column_text
-from ._check_run import check_no_state, check_run_weights, excluded_message
-from ._errors import DivergedError
-from ._rank import rank_members
+from ._check_run import check_no_state, check_run_weights, excluded_message, rank_members
 from ._revive import Revival, join_revived, renumber_revived, take_revived
-from ._signatures import RunOf, RunWithCombine, RunWithoutCombine
+from ._scan_steps import RunOf, RunWithCombine, RunWithoutCombine
 from ._state import TrainState
-from ._status import Status, status_names
+from ._status import DivergedError, Status, status_names
 from .compiled._selection import Mode, Selection
 from .host._record import History, mean_of_last_epoch
 

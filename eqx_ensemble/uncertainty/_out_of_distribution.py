@@ -4,7 +4,7 @@ from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_logits, check_weights
 from .._weighting import blank_unweighted, class_mixture, weighted_mean
-from ._check import check_temperature
+from ._variance import check_temperature
 
 
 def least_confidence(

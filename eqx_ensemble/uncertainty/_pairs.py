@@ -5,7 +5,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 from .._check import check_logits, check_row_weights, check_weights
 from .._combination import Summary, check_one_logits, stream
 from .._weighting import different_votes, known_mean, votes
-from ._check import check_rows_of_members
+from ._variance import check_rows_of_members
 
 
 def variation_ratio(

@@ -8,7 +8,7 @@ from jaxtyping import Array, ArrayLike, Float, Real
 from .._check import check_level, check_moments, check_values, check_weights
 from .._combination import by_order
 from .._weighting import blank_unweighted, quantile_in_order, weighted_mean
-from ._check import check_levels
+from ._variance import check_levels
 
 
 class Interval(NamedTuple):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint import _manifest
 from eqx_ensemble.checkpoint import _read as _decode
-from eqx_ensemble.checkpoint._layout import file_layout
+from eqx_ensemble.checkpoint._snapshot import file_layout
 
 from .damage import HEADERS, HOSTILE, MANIFEST, arrays_file, entry, every_bit, every_length, flip, forge, load, small
 

@@ -19,7 +19,7 @@ from ..._check import (
 )
 from ..._weighting import class_mixture
 from ...scores._engine import Reduction, RowWeights, reduce
-from ...uncertainty._check import check_temperature
+from ...uncertainty._variance import check_temperature
 from ._targets import check_classes, check_gaussians, check_smoothing
 
 

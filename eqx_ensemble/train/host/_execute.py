@@ -26,10 +26,9 @@ from ..compiled._selection import Limits, stop_at_limits
 from ..data._source import AbstractSource, Length
 from ..resume._resume import Saver
 from ._active import ActiveMembers
-from ._callbacks import Callbacks, Ending, Interruption, Reviver
+from ._callbacks import Callbacks, Ending, Interruption, Reviver, Saving
 from ._check import ended_message, lost_run_message
 from ._loop import Executor, Host, Pacing, Recording, run, validate_best
-from ._saving import Saving
 from ._start import Start
 
 

@@ -26,9 +26,8 @@ from ..compiled._selection import rescore
 from ..data._rows import Slots
 from ..data._source import AbstractSource, AbstractWork, Cursor, EpochEnd, Length, Outcome, Setting
 from ._active import ActiveMembers, width_for
-from ._callbacks import Callbacks, Ending
+from ._callbacks import Callbacks, Ending, Saving
 from ._record import Record
-from ._saving import Saving
 
 if TYPE_CHECKING:
     from tqdm.std import tqdm
