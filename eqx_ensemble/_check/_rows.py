@@ -41,12 +41,15 @@ class CountedRows(NamedTuple):
 ALL_ROWS = CountedRows()
 
 
+_SUM = "of a function without the argument"
+
+
 def check_row_weights(
     row_weights: ArrayLike | None,
     shape: Shape,
     dtype: jnp.dtype | None = None,
     *,
-    reduction: str | None = None,
+    reduction: Any = _SUM,
     none_counts: bool = False,
 ) -> CountedRows:
     """Raises unless there is one boolean or non-negative number per row, and one that counts. Returns them as arrays.
@@ -54,7 +57,7 @@ def check_row_weights(
     With a `dtype`, numbers are relative: scaled to a maximum below two. A `reduction` is `"mean"`, which needs a row,
     or `"none"`. `none_counts` allows that no row counts.
     """
-    if reduction is not None:
+    if reduction is not _SUM:
         check_word(reduction, "reduction", ("mean", "none"))
     if reduction == "mean" and math.prod(shape) == 0:
         fix = "Was every row filtered out?"

@@ -162,8 +162,8 @@ class AbstractCombination(abc.ABC):
             )
 
         def merge(self, first, second):
-            if first is None:
-                return second
+            if first is None or second is None:
+                return second if first is None else first
             return jnp.minimum(first[0], second[0]), jnp.maximum(first[1], second[1])
 
         def finish(self, partial):

@@ -57,7 +57,7 @@ class AbstractPlan(eqx.Module):
     ```python
     class Twos(ee.plan.AbstractPlan):
         def run(self, fn, arrays):
-            return jax.lax.map(fn, arrays, batch_size=2)
+            return ee.plan.Chunked(2).run(fn, arrays)
 
         def width(self, num_members):
             return min(2, num_members)

@@ -1,5 +1,6 @@
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,7 @@ def check_gaussian(
     *,
     members: bool,
     positive: bool,
-    reduction: str | None = None,
+    reduction: Any = "none",
     weights: ArrayLike | None = None,
 ) -> tuple[Array, Array, Array, CountedRows]:
     """Raises for invalid arguments. Returns means, variances, targets and row weights; ignored rows are overwritten."""

@@ -204,7 +204,8 @@ def every(steps: int, callback: Callback) -> Callback:
     - `steps`: the number of steps between two calls.
     - `callback`: the [`eqx_ensemble.train.Callback`][].
 
-    **Returns:** a callback. It sees all steps since its own last call in `progress.history`.
+    **Returns:** a callback. It sees all steps since its own last call in `progress.history`, and is also called at the
+    end of the run, if there is anything new: steps, or a last validation without new steps.
 
     **Raises:** `TypeError` or `ValueError` unless `steps` is a positive integer.
 
@@ -213,6 +214,9 @@ def every(steps: int, callback: Callback) -> Callback:
     ```
     """
     check_positive_int(steps, "steps")
-    if isinstance(callback, type) or not callable(callback):
-        raise TypeError(f"`{caller()}` needs a function of one argument, got {kind_text(callback)}.")
+    if isinstance(callback, type | Every) or not callable(callback):
+        raise TypeError(
+            f"`{caller()}` needs a function of one argument, got {kind_text(callback)}.\n"
+            "Several callbacks are a list, each with its period: `[train.every(50, first), train.every(200, second)]`."
+        )
     return Every(steps, callback)

@@ -102,7 +102,7 @@ def check_ranking_mode(by: Any, mode: Any, *, default: Mode) -> Mode:
         check_mode(mode)
     if by is None and mode not in (None, default):
         raise ValueError(
-            f"`{caller()}` ranks by `best_score`, whose `mode` was {default!r} in `fit`; got `mode={mode!r}`.\n"
+            f"`{caller()}` ranks by `best_score`, chosen with `mode={default!r}`; got `mode={mode!r}`.\n"
             "Leave `mode` out, or pass the scores to rank by as `by`."
         )
     return default if mode is None else mode

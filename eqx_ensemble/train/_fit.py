@@ -49,14 +49,14 @@ from .resume._identity import identity, optimiser_step
 from .resume._resume import Saver
 
 
-def check_same_aux(begun: Any, loss: Loss, first: TrainState, batch: PyTree | None) -> None:
+def check_same_aux(begun: Any, loss: Loss, first: TrainState, batch: Callable[[], PyTree] | None) -> None:
     """Raises if a run continues without the auxiliary outputs that its history has, or with the first ones.
 
-    `batch` holds the shapes of one member's batch; without it, new outputs are refused after the first steps.
+    `batch` returns the shapes of one member's batch; without it, new outputs are refused after the first steps.
     """
     if not isinstance(begun, Run) or (begun.history.aux is not None) == loss.has_aux:
         return
-    if loss.has_aux and (batch is None or not _returns_arrays(loss, first, batch)):
+    if loss.has_aux and (batch is None or not _returns_arrays(loss, first, batch())):
         return
     before, now = (f"`has_aux={has_aux}`" for has_aux in (not loss.has_aux, loss.has_aux))
     raise TypeError(
@@ -331,20 +331,19 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         data, first, epochs=epochs, rows=rows, order=order, batch_size=batch_size, scan=plan.scan, layout=layout,
         key=key,
     )  # fmt: skip
-    shapes = None if source.epoch is None else source.shapes()  # batches of an iterable are not known in advance
-    check_same_aux(ensemble, losses[0], first, shapes)
+    is_known = source.epoch is not None  # batches of an iterable are not known in advance
+    check_same_aux(ensemble, losses[0], first, source.shapes if is_known else None)
     if held_out is not None:
-        if score is None and shapes is not None:
-            check_same_structure(without_marks(held_out.data), shapes)
+        if score is None and is_known:
+            check_same_structure(without_marks(held_out.data), source.shapes())
         start, validation = with_validation(start, losses[1], held_out.data, layout, data=data)
-    if first.fixed.hyper is not None and shapes is not None:
-        seen = ((losses[0], shapes), (losses[1], member_shapes(validation)))
+    if first.fixed.hyper is not None and is_known:
+        seen = ((losses[0], source.shapes()), (losses[1], member_shapes(validation)))
         warn_of_unused_hyper(first, optimiser, [(fn, own) for fn, own in seen if fn is not None and fn.wants_hyper])
     if saver is not None:
         options = {"key": key, "stop.steps": stops["steps"], "stop.target": stops["target"], "on_diverge": how}
         options |= {"min_delta": min_delta, "mode": mode, "history": windows.name}
-        known = source.shapes() if shapes is None else shapes
-        here = identity(program, start, known, validation, source.fingerprint, options)
+        here = identity(program, start, source.shapes(), validation, source.fingerprint, options)
         program = dataclasses.replace(program, traced=here.programs)
         start = saver.resume(start, here)
     if saver is None or saver.step < 0:  # a run that was saved may have ended

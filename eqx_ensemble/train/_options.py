@@ -68,8 +68,8 @@ class Validation(eqx.Module):
     def __init__(
         self, data: PyTree, *, score: Callable[..., Any] | None = None, mode: Mode | None = None, min_delta: float = 0.0
     ) -> None:
-        if data is None:
-            raise TypeError(f"`{caller()}` needs data to score members on, got None.")
+        if data is None or isinstance(data, Validation):
+            raise TypeError(f"`{caller()}` needs data to score members on, got {kind_text(data)}.")
         check_optional_function(score, "score", example="lambda model, batch, key: ...")
         if mode is not None:
             check_mode(mode)
@@ -199,7 +199,10 @@ def check_options(
     if validation is not None and not isinstance(validation, Validation):
         validation = Validation(validation)
     if stop is not None and not isinstance(stop, Stopping):
-        raise TypeError(f"`{caller()}` needs `stop` to be a `train.Stopping`, got {kind_text(stop)}.")
+        hint = (
+            "A function is a callback: `callbacks=`." if callable(stop) else "For example `train.Stopping(steps=100)`."
+        )
+        raise TypeError(f"`{caller()}` needs `stop` to be a `train.Stopping`, got {kind_text(stop)}.\n{hint}")
     stop = Stopping() if stop is None else stop
     if patience is not None:
         patience = check_counter(patience, "patience")

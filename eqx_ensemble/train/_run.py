@@ -384,7 +384,7 @@ class Run(eqx.Module, Generic[M]):
 
     @property
     def mode(self) -> Mode:
-        """Whether lower (`"min"`) or higher (`"max"`) validation scores are better: the `mode` passed to `fit`."""
+        """Whether lower (`"min"`) or higher (`"max"`) validation scores are better: the `mode` of its `Validation`."""
         return "min" if self.selection is None else self.selection.mode
 
     def best(self, count: int = 1, *, by: Any = None, mode: Mode | None = None) -> Ensemble[M]:
@@ -395,7 +395,7 @@ class Run(eqx.Module, Generic[M]):
         - `count`: the number of members.
         - `by`: a score for each member `(members,)`; by default `best_score`.
         - `mode`: `"min"` if lower scores are better, `"max"` if higher. Required with `by`; for `best_score` it is the
-            `mode` passed to `fit`.
+            `mode` of the run's `Validation`.
 
         **Returns:** the ensemble of these members. With their states, hyper-parameters and curves, they are
         `run[run.ranking(count)]`.

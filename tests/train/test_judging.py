@@ -138,7 +138,7 @@ def test_refused(case, unhooked):
 
 
 def test_no_data(unhooked):
-    with pytest.raises(TypeError, match=r"`train\.Validation` needs data to score members on, got None"):
+    with pytest.raises(TypeError, match=r"`train\.Validation` needs data to score members on, got `None`"):
         ee.train.Validation(None, score=loss, mode="min")
 
 
