@@ -116,7 +116,7 @@ INTEGERS = {
     "rows": lambda n: fit_integers(rows=np.stack([n, n, n])),
     "hyper": lambda n: fit_integers(loss=of_hyper, hyper={"n": n}),
     "hyper as a list": lambda n: fit_integers(loss=of_hyper, hyper={"n": n.tolist()}),
-    "stop": ee.train.Stopping(steps=lambda n: fit_integers(stop=ee.train.Stopping(steps=n + 1))),
+    "limits": lambda n: fit_integers(stop=ee.train.Stopping(steps=n + 1)),
     "steps": lambda n: fit_integers(epochs=None, steps=int(n[-1]) + 1, stop=ee.train.Stopping(steps=1)),
     "epochs": lambda n: fit_integers(epochs=int(n[-1]) + 1, stop=ee.train.Stopping(steps=1)),
     "patience": lambda n: fit_integers(patience=int(n[-1]) + 1, validation=(INDICES[0],)),
