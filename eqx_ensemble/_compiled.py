@@ -116,11 +116,12 @@ class Structure:
 
 
 class Flat(NamedTuple):
-    """A tree as a list of its arrays. `code` is that of the program that returned the tree."""
+    """A tree as a list of its arrays. `code` is that of the program that returned the tree, called with `first`."""
 
     arrays: list[Any]
     structure: Structure
     code: Code | None = None
+    first: Any = None
 
 
 # The Modules that calls took and returned are remembered with the lists of their arrays, while they are alive, so that
@@ -179,7 +180,8 @@ class CompiledCall:
     """A compiled `fn(read, carry)`, which returns `(after, results)`; `read` is a tuple of trees.
 
     A program is used again only for the same structures, with numbers of the same types, and for the same code. It is
-    not looked at in calls that go on from the `after` of the same code, as in a training loop.
+    not looked at in calls that go on from the `after` of the same code and the same first object of `read`, as in a
+    training loop: an equal one, such as a step made anew, may be meant to have the edited code.
 
     **Arguments:**
 
@@ -200,14 +202,15 @@ class CompiledCall:
             program = self._program(*[part.structure for part in parts])
         except TypeError:  # something cannot be hashed, which `filter_jit` explains
             return eqx.filter_jit(self._fn)(read, carry)
-        run = program.run if program.is_current(parts) else program.compile
+        first = read[0] if read else None
+        run = program.run if program.is_current(parts, first) else program.compile
         *arrays, last = [part.arrays for part in parts]
         leaves, results, more = run(arrays, last)
         if more.results is not None:
             results = eqx.combine(results, more.results)
         after = more.after.combine(leaves)
         if more.is_module:
-            _remember(after, Flat(leaves, more.after, program.code))
+            _remember(after, Flat(leaves, more.after, program.code, first))
         return after, results
 
     def is_compiled(self, read: tuple[PyTree, ...]) -> bool:
@@ -230,12 +233,12 @@ class _Program:
         self.code: Code | None = None
         self._fn, self._structures, self._donate, self._owned = fn, structures, donate, owned
 
-    def is_current(self, parts: list[Flat]) -> bool:
+    def is_current(self, parts: list[Flat], first: Any) -> bool:
         """Whether it is compiled, from code that returned one of the arguments or has not been edited since."""
         if self.run is None or self.code is None:
             return self.run is not None
         for part in parts:
-            if part.code is self.code:
+            if part.code is self.code and part.first is first:
                 return True
         return self.code.is_current()
 

@@ -286,3 +286,24 @@ def test_what_is_the_same_is_not_traced_again(module):
     for call in calls:
         call(module, ensemble)
     assert module.traces == before
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_step_made_anew_has_the_edited_code_on_a_state_of_an_earlier_step(scanned):
+    scale = types.SimpleNamespace(value=1.0)
+    loss = lambda model, batch, key: scale.value * jnp.mean(jax.vmap(model)(batch) ** 2)
+    state = ee.train.init(ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 2, key=KEY), SGD, key=KEY)
+
+    def losses(state):
+        step = ee.train.make_step(loss, SGD)
+        if scanned:
+            state, metrics = ee.train.scan_steps(step, state, X[None])
+            return state, np.ravel(metrics.loss)
+        state, metrics = step(state, X)
+        return state, np.ravel(metrics.loss)
+
+    state, before = losses(state)
+    loss.__defaults__ = None
+    loss.__code__ = (lambda model, batch, key: scale.value * 10 * jnp.mean(jax.vmap(model)(batch) ** 2)).__code__
+    _, after = losses(state)
+    np.testing.assert_allclose(after, 10 * before, rtol=1e-6)

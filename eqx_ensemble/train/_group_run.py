@@ -29,7 +29,7 @@ from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
 from ..checkpoint import Checkpoints
-from ..checkpoint._engine import checkpoints_inside
+from ..checkpoint._engine import as_checkpoints, check_resume, checkpoints_inside, has_checkpoints
 from ._check_member import hyper_arrays
 from ._check_run import check_run_weights, excluded_message, rank_members
 from ._options import Stopping, Validation, limits_of
@@ -358,7 +358,9 @@ def _of_parts(group: Group, argument: str, value: Any) -> dict[str, Any]:
     if argument == "trainable":
         return tree_by_part(value, group.parts) or dict.fromkeys(group.parts, value)
     if isinstance(value, Checkpoints) or (argument == "checkpoint" and isinstance(value, str | os.PathLike)):
-        return {part: checkpoints_inside(value, part) for part in group.parts}
+        whole = as_checkpoints(value)  # parts that an interrupted call did not reach have no checkpoints
+        check_resume(whole.resume, whole.folder, "checkpoints" if has_checkpoints(whole.folder) else "")
+        return {part: checkpoints_inside(whole, part, resume="auto") for part in group.parts}
     return by_part(value, group.parts, argument) if argument in _BY_PART else dict.fromkeys(group.parts, value)
 
 

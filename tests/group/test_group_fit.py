@@ -122,10 +122,13 @@ def test_a_run_in_a_folder_resumes(group, run, tmp_path):
         part = ee.fit(group, mse, SGD, DATA, checkpoint=tmp_path, callbacks=ee.train.every(3, stop), **HOW)
     assert part.group.ids.tolist() == [3, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["linear"]
-    whole = ee.fit(group, mse, SGD, DATA, checkpoint=tmp_path, **HOW)
+    must, never = (ee.checkpoint.Checkpoints(tmp_path, resume=how) for how in ("must", "never"))
+    with pytest.raises(FileExistsError, match="`fit` must not resume"):
+        ee.fit(group, mse, SGD, DATA, checkpoint=never, **HOW)
+    whole = ee.fit(group, mse, SGD, DATA, checkpoint=must, **HOW)  # a part has no checkpoint yet
     assert sorted(path.name for path in tmp_path.iterdir()) == ["linear", "wide"]
     assert eqx.tree_equal(whole.group, run.group)
-    again = ee.fit(group, mse, SGD, DATA, checkpoint=ee.checkpoint.Checkpoints(tmp_path, resume="must"), **HOW)
+    again = ee.fit(group, mse, SGD, DATA, checkpoint=must, **HOW)
     assert eqx.tree_equal(again.group, run.group)
 
 

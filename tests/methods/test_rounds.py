@@ -375,6 +375,12 @@ class TestOptions:
         with pytest.raises(FileExistsError, match="must not resume, and .* holds checkpoints"):
             kills.pbt(checkpoint=ee.checkpoint.Checkpoints(finished, resume="never"))
 
+    def test_another_fit(self, finished):
+        before = sorted(path.name for path in finished.iterdir())
+        with pytest.raises(ValueError, match="cannot resume from .* with another `fit`"):
+            kills.pbt(checkpoint=finished, fit=lambda *args, **options: ee.fit(*args, **options))
+        assert sorted(path.name for path in finished.iterdir()) == before
+
     def test_batches_are_refused(self, tmp_path, unhooked):
         with pytest.raises(TypeError, match="takes `checkpoint` with data in arrays, got a list"):
             ee.methods.population_based_training(

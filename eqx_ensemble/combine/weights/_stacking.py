@@ -27,7 +27,8 @@ def bayesian(
     - `log_scores`: the members' log evidences `(members,)`, or log-likelihoods of rows `(members, *batch)`. Likelihoods
         of training rows favour members that overfit: use rows that no member was trained on. For another prior pass
         `log_evidences + jnp.log(prior)`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: numbers `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN. A row of weight
+        2 counts twice.
 
     **Returns:**
 
