@@ -76,7 +76,7 @@ def drawn_options(rng):
         options |= {"validation": VALID}
         options |= {"patience": int(rng.integers(1, 4))} if rng.random() < 0.5 else {}
         options |= {"target": 0.3} if rng.random() < 0.3 else {}
-    options |= {"stop": ee.train.Stopping(steps=rng.integers(3, 60, MEMBERS))} if rng.random() < 0.4 else {}
+    options |= {"max_steps": rng.integers(3, 60, MEMBERS)} if rng.random() < 0.4 else {}
     if rng.random() < 0.4:
         options |= {"fn": explosive, "hyper": jnp.asarray([0.0, 1.0, 0.0, 0.0, 1.0])}
         options |= {"optimiser": lambda hyper: ADAM, "on_diverge": str(rng.choice(["freeze", "revive"]))}
@@ -118,9 +118,7 @@ def test_looking_changes_nothing(ensemble, seed):
     every = int(rng.integers(1, 20)) if rng.random() < 0.7 else None
     expected = fitted(ensemble, **options)
     seen = Seen()
-    run = fitted(
-        ensemble, **options, callbacks=[ee.train.every(every, seen), ee.train.every(every, lambda progress: False)]
-    )
+    run = fitted(ensemble, **options, callbacks=[seen, lambda progress: False], callback_every=every)
     assert_same_runs(run, expected)
     assert_same(joined([progress.history for progress in seen]), run.history)
     assert seen[-1].step == run.history.loss.shape[1] == max(progress.step for progress in seen)
