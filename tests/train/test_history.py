@@ -249,7 +249,7 @@ def test_continuing_a_run_keeps_its_columns(ensemble, full):
 @SLOW
 def test_of_a_group(ensemble):
     group = ee.Group({"a": ensemble, "b": ensemble}, renumber=True)
-    run = fit(group, history=10, stop=ee.train.Stopping(steps={"a": None, "b": 7}))
+    run = fit(group, history=10, stop={"a": None, "b": ee.train.Stopping(steps=7)})
     assert run.history.step.tolist() == [7, 10, 20, 30, 35]
     parts = run.runs["a"].history, run.runs["b"].history
     assert [part.step.tolist() for part in parts] == [[10, 20, 30, 35], [7]]

@@ -92,7 +92,7 @@ def test_errors_that_give_nan_are_one_members(ensemble, scan):
     def solver(model, batch, key, hyper):
         return eqx.error_if(loss(model, batch, key), hyper == 1, "no convergence", on_error="nan")
 
-    options = {"hyper": jnp.arange(MEMBERS), "plan": ee.plan.Sequential(), "scan": scan, "batch_size": 4, "steps": 3}
+    options = {"hyper": jnp.arange(MEMBERS), "plan": ee.plan.Sequential(scan=scan), "batch_size": 4, "steps": 3}
     with pytest.warns(UserWarning, match="diverged"):
         run = ee.fit(ensemble, solver, ADAM, (X, Y), progress=False, key=KEY, **options)
     assert run.status.tolist() == [Status.OK, Status.DIVERGED, Status.OK]
