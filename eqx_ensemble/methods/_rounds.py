@@ -194,9 +194,8 @@ class Rounds:
         self._round: Round | None = None
         if self._checkpoints is not None:
             check_folder(self.folder, self._checkpoints.resume)
-            if self._replays and any(
-                Checkpoints(child(self.folder, _ROUND, i)).steps for i in children(self.folder, _ROUND)
-            ):
+            # Another `fit` leaves `call` before its second round.
+            if self._replays and not has_call(self.folder) and any(children(self.folder, _ROUND)):
                 raise ValueError(
                     f"`{caller()}` cannot resume from `{self.folder}` with another `fit`: its rounds were trained by "
                     "that of this library.\nRepeat that call, or save in another folder."

@@ -381,6 +381,11 @@ class TestOptions:
             kills.pbt(checkpoint=finished, fit=lambda *args, **options: ee.fit(*args, **options))
         assert sorted(path.name for path in finished.iterdir()) == before
 
+    def test_another_fit_that_saves_as_that_of_this_library_resumes(self, tmp_path):
+        own = lambda *args, **options: ee.fit(*args, **options)
+        first, again = (kills.halving(checkpoint=tmp_path / "a", fit=own) for _ in range(2))
+        assert kills.digest(again) == kills.digest(first)
+
     def test_batches_are_refused(self, tmp_path, unhooked):
         with pytest.raises(TypeError, match="takes `checkpoint` with data in arrays, got a list"):
             ee.methods.population_based_training(
