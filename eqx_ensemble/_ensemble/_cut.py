@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _FIX = "Only what one call could have made is concatenated: the same options, and as many steps."
 _FIXES: dict[str, str] = dict.fromkeys(("structure", "shape", "dtype", "hidden", "float", "static"), _FIX)
-_OF_ENSEMBLES = Rules(needs="ensembles whose members share the same", noun="ensemble")
+_OF_ENSEMBLES = CONCATENATE_RULES._replace(needs="ensembles of the same kind of member", noun="ensemble")
 _OF_OTHERS = Rules(needs="members that share the same", noun="number", fixes=_FIXES)
 
 
@@ -88,9 +88,14 @@ def join(trees: Sequence[T]) -> T:
     first = trees[0]
     followers = {name: rule.join(trees) for name, rule in _followers(first).items()}
     owns, rests = zip(*map(_split, trees), strict=True)
-    is_ensemble = isinstance(first, Ensemble)
-    compare_trees(list(rests), rules=_OF_ENSEMBLES if is_ensemble else _OF_OTHERS)
-    check_equal_shared(rests, _OUTSIDE if is_ensemble else _FIX)
+    if isinstance(first, Ensemble):  # compared as models first, so that a message has the paths of one
+        compare_trees(
+            [eqx.combine(own.stacked, rest.shared) for own, rest in zip(owns, rests, strict=True)], rules=_OF_ENSEMBLES
+        )
+        check_equal_shared([rest.shared for rest in rests])
+    else:
+        compare_trees(list(rests), rules=_OF_OTHERS)
+        check_equal_shared(rests, _FIX)
     texts, owns = zip(*(eqx.partition(own, _is_text) for own in owns), strict=True)
     for own in owns:
         _tree.num_members(own)
