@@ -1,5 +1,3 @@
-import contextlib
-import contextvars
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,26 +8,7 @@ import optax
 from .._caller import caller
 from .._check import array_leaves, check_counter, check_positive_int, check_word, is_inside_transformation, kind_text
 from .._leaf_text import leaf_text
-
-# Calls of `fit` for a part of an ensemble, of which no member may be left to train.
-
-_may_be_idle: contextvars.ContextVar[bool] = contextvars.ContextVar("may_be_idle", default=False)
-
-
-@contextlib.contextmanager
-def allow_idle() -> Iterator[None]:
-    """Within it, `fit` accepts members of which none trains: a part of an ensemble in which others do."""
-    token = _may_be_idle.set(True)
-    try:
-        yield
-    finally:
-        _may_be_idle.reset(token)
-
-
-def may_be_idle() -> bool:
-    """Whether the current call of `fit` accepts members of which none trains."""
-    return _may_be_idle.get()
-
+from ._status import is_idle_allowed
 
 MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
 
@@ -107,7 +86,7 @@ def check_hyper_used(optimiser: Any, *, wants_hyper: bool) -> None:
 
 def check_some_training(training: np.ndarray, *, ids: np.ndarray) -> None:
     """Raises if no member is training."""
-    if not training.any() and not may_be_idle():
+    if not training.any() and not is_idle_allowed():
         raise ValueError(
             f"`fit` has no member left to train: all {len(ids)} members have stopped or diverged.\n"
             "To train their weights again, pass the ensemble: `fit(run.ensemble, ...)`."

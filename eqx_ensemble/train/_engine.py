@@ -1,7 +1,6 @@
 """What the other packages of the library use of `train`."""
 
 from ._check import (
-    allow_idle,
     check_hyper_used,
     check_mode,
     check_no_transformation,
@@ -12,22 +11,21 @@ from ._check import (
 )
 from ._check_member import (
     TABLE_COLUMNS,
-    change_hyper,
     check_same_hyper,
     check_state_arrays,
-    follow_hyper,
-    hyper_arrays,
     hyper_column_text,
 )
-from ._check_run import check_run_weights, diverged_message, excluded_message, rank_members, warn_of_diverged
+from ._check_run import check_run_weights, diverged_message, excluded_message, warn_of_diverged
 from ._fit import fit
 from ._group_run import GroupRun
+from ._hyper import change_hyper, follow_hyper, hyper_arrays
 from ._options import Options, Stopping, check_checkpoint, check_options, limits_of
+from ._ranking import rank_members
 from ._revive import Revive, copy_donors
 from ._run import Run, check_rows_of_folds, data_frame
 from ._scan_steps import CommonFitOptions
 from ._state import MemberConstants, MemberState, TrainState, check_state, check_train_state, init
-from ._status import NotSavedError, Status, status_names
+from ._status import NotSavedError, Status, allow_idle, status_names
 from ._trainable import Trainable, frozen_flags, partition_trainable, split_trainable
 from .compiled._check import check_loss_output, check_loss_signature, explain_loss
 from .compiled._health import nan_is_data, revert_diverged_one

@@ -30,9 +30,10 @@ from .._pytree import PyTree
 from .._warnings import warn
 from ..checkpoint import Checkpoints
 from ..checkpoint._engine import as_checkpoints, check_resume, checkpoints_inside, has_checkpoints
-from ._check_member import hyper_arrays
-from ._check_run import check_run_weights, excluded_message, rank_members
+from ._check_run import check_run_weights, excluded_message
+from ._hyper import hyper_arrays
 from ._options import Stopping, Validation, limits_of
+from ._ranking import rank_members
 from ._run import Run, data_frame, summary, table_columns
 from ._status import DivergedError, Status
 from .compiled._selection import Mode

@@ -17,7 +17,8 @@ from .._pytree import PyTree
 from ..distributed import to_host
 from ..tree._engine import compare_trees
 from ._check import check_optimiser_kind, check_revive
-from ._check_member import change_hyper, check_state_arrays, filter_hyper, follow_hyper
+from ._check_member import check_state_arrays
+from ._hyper import change_hyper, filter_hyper, follow_hyper
 from ._state import MemberConstants, MemberState, TrainState, check_train_state, init_all
 from ._status import Status
 from .compiled._optimiser import Optimiser, keep_noise

@@ -24,7 +24,8 @@ from ..plan import AbstractPlan
 from ..resample import Folds, HeldOut, out_of_bag_mean, out_of_fold
 from ..resample._engine import check_folds
 from ._check_member import hyper_column_text
-from ._check_run import check_no_state, check_run_weights, excluded_message, rank_members
+from ._check_run import check_no_state, check_run_weights, excluded_message
+from ._ranking import rank_members
 from ._revive import Revival, join_revived, renumber_revived, take_revived
 from ._scan_steps import RunOf, RunWithCombine, RunWithoutCombine
 from ._state import TrainState

@@ -26,7 +26,7 @@ from ..checkpoint import Checkpoints
 from ..plan import AnyPlan
 from ..tree._engine import LOOP_RULES, compare_trees
 from ._callback import Callback
-from ._check_member import follow_hyper
+from ._hyper import follow_hyper
 from ._options import Stopping
 from ._revive import Revive
 from ._state import check_train_state

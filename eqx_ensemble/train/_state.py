@@ -22,7 +22,8 @@ from ..plan import Vmap
 from ..plan._engine import sharded_plan
 from ..sharding._engine import Layout, constrain_member, layout_for, replicate, shard_members
 from ._check import check_optimiser
-from ._check_member import check_state_arrays, filter_hyper, hyper_arrays, hyper_of_init
+from ._check_member import check_state_arrays
+from ._hyper import filter_hyper, hyper_arrays, hyper_of_init
 from ._trainable import Trainable, partition_trainable
 from .compiled._optimiser import Optimiser, init_member, resolve
 from .host._check import check_opt_state

@@ -1,4 +1,7 @@
+import contextlib
+import contextvars
 import enum
+from collections.abc import Iterator
 from pickle import PicklingError, dumps
 from typing import Any
 
@@ -83,3 +86,23 @@ class Status(enum.IntEnum):
 def status_names(status: Int8[Array | np.ndarray, " members"]) -> Shaped[np.ndarray, " members"]:
     """The names of statuses."""
     return np.array([str(one) for one in Status])[np.asarray(status)]
+
+
+# Calls of `fit` for a part of an ensemble, of which no member may be left to train.
+
+_may_be_idle: contextvars.ContextVar[bool] = contextvars.ContextVar("may_be_idle", default=False)
+
+
+@contextlib.contextmanager
+def allow_idle() -> Iterator[None]:
+    """Within it, `fit` accepts members of which none trains: a part of an ensemble in which others do."""
+    token = _may_be_idle.set(True)
+    try:
+        yield
+    finally:
+        _may_be_idle.reset(token)
+
+
+def is_idle_allowed() -> bool:
+    """Whether the current call of `fit` accepts members of which none trains."""
+    return _may_be_idle.get()

@@ -18,7 +18,8 @@ from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._engine import Pilot, as_plan
 from ..sharding._engine import Layout, as_layout
 from ._check import check_optimiser_kind
-from ._check_member import check_state_arrays, follow_hyper
+from ._check_member import check_state_arrays
+from ._hyper import follow_hyper
 from ._state import MemberState, TrainState, check_state, check_train_state
 from .compiled._health import Carry, Inputs, nan_is_data
 from .compiled._loss import as_loss

@@ -11,7 +11,7 @@ from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...distributed import to_host
 from ...sharding._engine import Layout, layout_for, replicate, shard_members, warn_of_padding
-from .._check_member import follow_hyper
+from .._hyper import follow_hyper
 from .._revive import Revival, restart
 from .._run import Run
 from .._state import TrainState, check_state, copy_arrays, first_state
