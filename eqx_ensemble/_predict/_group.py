@@ -27,7 +27,7 @@ from .._ensemble import (
 from .._foreign import as_hashable
 from .._pytree import PyTree
 from ..plan import AbstractPlan
-from ..plan._engine import Pilot, as_plan
+from ..plan._engine import Pilot, as_plan, plan_in_program
 from ..sharding._engine import Layout, layout_for, replicate, shard_members
 from ._batch import MemberCall, PredictionInputs, first_rows, predict_batch, row_of_zeros, size_of_few, weights_of
 from ._check import check_combine, check_inference, check_rows_of_result, check_untraced
@@ -186,7 +186,8 @@ def _works(
     size = size_of_batch([inputs for inputs, _ in ready], num_rows, batch_size, memory)
     works = []
     for part, (inputs, layout) in zip(parts, ready, strict=True):
-        call = MemberCall(part.fn, inference, layout, program_key((part.ensemble, part.state, part.fn, part.plan)))
+        code = program_key((part.ensemble, part.state, part.fn, plan_in_program(part.plan)))
+        call = MemberCall(part.fn, inference, layout, code)
         works.append(Work(Pilot(as_plan(part.plan), name="predict"), call, inputs, num_rows, size, part.members))
     return works
 

@@ -18,7 +18,7 @@ from .._pytree import PyTree
 from .._suggest import explain_as
 from .._typing import ByPart, CallableEnsemble, Out, StatefulEnsemble
 from ..plan import AbstractPlan, AnyPlan
-from ..plan._engine import Pilot, as_plan, explain_memory
+from ..plan._engine import Pilot, as_plan, explain_memory, plan_in_program
 from ._batch import MemberCall, PredictionInputs, first_rows, predict_batch, size_of_few, weights_of
 from ._check import check_combine, check_inference, check_rows_of_result
 from ._group import check_budget, check_members_and_rows, predict_group, predict_no_rows, prepare_inputs, size_of_batch
@@ -294,7 +294,7 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     inputs, layout = prepare_inputs(ensemble, x, state, mesh=mesh, key=key)
     if num_rows == 0:
         return predict_no_rows(plan, MemberCall(fn, inference), inputs, combine, weights)
-    call = MemberCall(fn, inference, layout, program_key((ensemble, state, fn, plan)))
+    call = MemberCall(fn, inference, layout, program_key((ensemble, state, fn, plan_in_program(plan))))
     check_budget(memory, (inputs, weights))
     size = size_of_batch([inputs], num_rows, batch_size, memory)
     work = Work(Pilot(plan, name="predict"), call, inputs, num_rows, size)

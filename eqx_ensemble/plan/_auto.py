@@ -43,6 +43,11 @@ def out_of_memory_message(num_members: int, plan: str, less: str | None, error: 
     return f"`{caller()}` ran out of memory with {num_members} members under `{plan}`: {first}\n{hint}"
 
 
+def plan_in_program(plan: AbstractPlan) -> AbstractPlan | None:
+    """What of a plan distinguishes compiled programs: nothing if it searches, since its options only choose others."""
+    return None if isinstance(plan, Auto) else plan
+
+
 def check_equal_constants(outputs: list[PyTree]) -> None:
     """Raises unless the outputs that are not arrays are equal in all calls of a function of one member."""
     if len(outputs) < 2:  # traced once for all members

@@ -22,7 +22,7 @@ from .._warnings import ignore_warnings, warn
 from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..plan import AnyPlan
-from ..plan._engine import as_plan
+from ..plan._engine import as_plan, plan_in_program
 from ..sharding._engine import shard_members
 from ._callback import Callback, check_callbacks
 from ._check import check_hyper_used, check_no_transformation, check_same_structure, check_some_training
@@ -323,7 +323,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     losses = make_losses(first, loss, score, has_aux=has_aux, has_validation=held_out is not None)
     program = Program(
         losses[0], optimiser, plan, layout, losses[1], given.patience, halts=isinstance(how, Revive), windows=windows,
-        program_key=program_key((losses, optimiser, plan, first)),
+        program_key=program_key((losses, optimiser, plan_in_program(plan), first)),
     )  # fmt: skip
     if first.fixed.hyper is not None:
         check_hyper_used(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses))
