@@ -511,6 +511,15 @@ def test_concatenate_refuses_what_does_not_fit(ensemble, branching):
 
 
 @pytest.mark.usefixtures("unhooked")
+def test_concatenate_joins_equivalent_constants():
+    class Tagged(eqx.Module):
+        weight: jax.Array
+        tag: object = eqx.field(static=True)
+
+    tagged = [ee.build(lambda key: Tagged(jax.random.normal(key, (3,)), [object()]), ids=[i], key=KEY) for i in (0, 1)]
+    assert ee.concatenate(tagged).stacked.weight.shape == (2, 3)
+
+
 def test_concatenate_refuses_other_activations_and_rates():
     relu, tanh = (
         ee.build(lambda key, activation=activation: Branching(key, activation), ids=ids, key=KEY)

@@ -61,7 +61,7 @@ def test_under_jit():
 
 
 def test_keys_of_a_call():
-    dropout = ee.stack([eqx.nn.Sequential([eqx.nn.Linear(3, 64, key=k), eqx.nn.Dropout()]) for k in [KEY] * 3])
+    dropout = ee.stack([eqx.nn.Sequential([eqx.nn.Linear(3, 64, key=KEY), eqx.nn.Dropout()])] * 3)
     x = jnp.ones(3)
     same = np.asarray(dropout(x, key=KEY)) == 0
     own = np.asarray(dropout(x, key=dropout.keys(KEY))) == 0

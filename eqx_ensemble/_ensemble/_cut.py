@@ -100,7 +100,11 @@ def join(trees: Sequence[T]) -> T:
     for own in owns:
         _tree.num_members(own)
     own = map_columns(_join_column, compare_trees(list(owns), rules=CONCATENATE_RULES))
-    return _close(eqx.combine(own, jax.tree.map(lambda *xs: np.concatenate(xs), *texts)), rests[0], followers)
+    if jax.tree.leaves(
+        texts
+    ):  # otherwise constants may be equivalent without being equal, which `jax.tree.map` refuses
+        own = eqx.combine(own, jax.tree.map(lambda *xs: np.concatenate(xs), *texts))
+    return _close(own, rests[0], followers)
 
 
 def with_ids(tree: T, ids: Any) -> T:
