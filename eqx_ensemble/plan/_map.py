@@ -1,3 +1,4 @@
+import collections
 import functools as ft
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +26,17 @@ def map_members(
 
     Arguments that are an [`eqx_ensemble.Ensemble`][], an [`eqx_ensemble.Each`][] or an `equinox.nn.State`, at any
     depth of the arguments' trees, are mapped over: `fn` receives one member's model, value or state. All others are
-    shared and passed unchanged. Array outputs gain a `members` axis; outputs that are not arrays are returned once,
-    and must be equal for all members.
+    shared and passed unchanged.
+
+    What is returned has a value per member, and can be passed to a mapped function again:
+
+    - a Module, such as a model or its gradient, becomes an `Ensemble` with the ids of the first one among the
+        arguments (an `Each` if there is none). Arrays that the members share, and that `fn` returns as they are, stay
+        shared; `to_stacked()` gives the plain stacked Module;
+    - another custom node, such as an optimiser's state, and random keys become an `Each`;
+    - an array, also in tuples, lists and dicts, gains a `members` axis, and is plain: a result to calculate with. Mark
+        it `Each` to pass it to a mapped function per member;
+    - what is not an array is returned once, and must be equal for all members.
 
     Outside `jax.jit`, `Chunked` and `Sequential` run a compiled loop. It is compiled once for a function, and again if
     its code, or a variable that it reads from outside, has been replaced since, also in functions that it calls.
@@ -39,7 +49,7 @@ def map_members(
         `Sequential()`, `Unrolled()`; or `"auto"`, which analyses `fn`. It affects only time and memory.
     - `mesh`: the devices to shard members over, from [`eqx_ensemble.make_mesh`][]; each device runs its own members
         under the plan.
-    - `out_axis`: the position of the `members` axis in every array output.
+    - `out_axis`: the position of the `members` axis in every plain array that is returned.
 
     **Returns:** the function of all members.
 
@@ -56,12 +66,36 @@ def map_members(
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
     mse(ensemble, x, y).shape  # (4,)
+
+    optimiser = optax.adam(1e-3)
+
+    @ee.map_members
+    def init(model):
+        return optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    @ee.map_members
+    def step(model, state, x, y):
+        loss, gradient = eqx.filter_value_and_grad(lambda model: jnp.mean((jax.vmap(model)(x) - y) ** 2))(model)
+        update, state = optimiser.update(gradient, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, update), state, loss
+
+    state = init(ensemble)
+    for _ in range(3):
+        ensemble, state, loss = step(ensemble, state, x, y)
     ```
     """
+    return over_members(fn, plan=plan, mesh=mesh, out_axis=out_axis, marks=True)
+
+
+def over_members(
+    fn: Callable[P, Out], *, plan: AnyPlan = None, mesh: Mesh | None = None, out_axis: int = 0, marks: bool = False
+) -> MappedFunction[P, Out]:
+    """`map_members`; without `marks`, all that is returned is plain."""
     _check.check_function(fn, "fn", example="lambda model, x: model(x)")
     fn = as_hashable_leaf(fn)
     out_axis = _check.check_axis(out_axis, "out_axis")
-    call = _Mapping(sharded_plan(as_plan(plan), as_layout(mesh)), out_axis)
+    call = _Mapping(sharded_plan(as_plan(plan), as_layout(mesh)), out_axis, marks)
 
     @ft.wraps(fn)
     def run_all(*args: Any, **kwargs: Any) -> PyTree:
@@ -77,32 +111,39 @@ def map_members(
 
 
 def call_members(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
-    """`map_members(fn)(*args, **kwargs)`."""
-    return _run(_Mapping(as_plan(None), 0), fn, args, kwargs)
+    """`fn` of every member; all that is returned is plain."""
+    return _run(_Mapping(as_plan(None), 0, marks=False), fn, args, kwargs)
 
 
 class _Mapping(eqx.Module):
     plan: AbstractPlan
     out_axis: int = eqx.field(static=True)
+    marks: bool = eqx.field(static=True)
 
 
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
     check_no_parts((args, kwargs))
-    parts, view, _ = _axes.split_members((args, kwargs))
+    parts, view, num_members = _axes.split_members((args, kwargs))
+    marking = _Marking((args, kwargs), num_members) if call.marks else None
     constants = []
 
     def one(part: PyTree) -> PyTree:
         own_args, own_kwargs = view(part)
         out = fn(*own_args, **own_kwargs)
         constants.append(eqx.filter(out, eqx.is_array, inverse=True))
-        return out
+        return marking.set_aside(out, part) if marking else out
 
     out = _axes.over_leading_axis(call.plan.run, one, parts)
     check_equal_constants(constants)
+    if marking is None:
+        return out
+    out = marking.mark(out)
     if call.out_axis == 0:
         return out
-    check_has_axis(out, call.out_axis, "out_axis")
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, call.out_axis) if _axes.is_array(x) else x, out)
+    plain, rest = eqx.partition(out, _axes.is_array, is_leaf=_axes.is_per_member)
+    check_has_axis(plain, call.out_axis, "out_axis")
+    plain = jax.tree.map(lambda x: jnp.moveaxis(x, 0, call.out_axis), plain)
+    return eqx.combine(plain, rest, is_leaf=_axes.is_per_member)
 
 
 def _run_compiled(read: tuple[Any, ...], _: None) -> tuple[None, PyTree]:
@@ -111,3 +152,54 @@ def _run_compiled(read: tuple[Any, ...], _: None) -> tuple[None, PyTree]:
 
 
 _compiled_run = CompiledCall(_run_compiled, most=64)
+
+
+_ASIDE = object()
+"""Stands for an array that all members share, while the others pass through a plan."""
+
+
+class _Marking:
+    """Marks what the function of one member returned to a call with these arguments.
+
+    Arrays are recognised as those of the arguments by identity: a function of one member gets the shared arrays
+    themselves, so that one of them in a model that it returns is unchanged, and the same for all members.
+    """
+
+    def __init__(self, arguments: PyTree, num_members: int) -> None:
+        nodes = enumerate(jax.tree.leaves(arguments, is_leaf=_axes.is_per_member))
+        self._ensembles = {i: node for i, node in nodes if isinstance(node, _axes.AbstractEnsemble)}
+        self._num_members = num_members
+        self._shared: dict[int, Any] = {}  # by the position of a leaf of what is returned
+
+    def set_aside(self, out: PyTree, part: dict[int, PyTree]) -> PyTree:
+        """What was returned, without the arrays of its Modules that all members share."""
+        known = {}
+        for i, ensemble in self._ensembles.items():
+            known |= {id(x): y for x, y in ensemble.shared_leaves(part[i])}
+        leaves, treedef = jax.tree.flatten(out)
+        inside = jax.tree.leaves(_by_node(lambda x: jax.tree.map(lambda _: isinstance(x, eqx.Module), x), out))
+        self._shared = {i: known[id(x)] for i, x in enumerate(leaves) if inside[i] and id(x) in known}
+        return treedef.unflatten([_ASIDE if _axes.is_array(self._shared.get(i)) else x for i, x in enumerate(leaves)])
+
+    def mark(self, out: PyTree) -> PyTree:
+        """What was returned for all members, with its marks."""
+        leaves, treedef = jax.tree.flatten(out)
+        shared = [self._shared.get(i, None if _axes.is_array(x) else x) for i, x in enumerate(leaves)]
+        own = [x if _axes.is_array(x) else None for x in leaves]
+        return _by_node(self._mark, out, treedef.unflatten(own), treedef.unflatten(shared))
+
+    def _mark(self, out: Any, own: PyTree, shared: PyTree) -> Any:
+        if not jax.tree.leaves(own):
+            return eqx.combine(own, shared)
+        if isinstance(out, eqx.Module) and self._ensembles:
+            return next(iter(self._ensembles.values())).with_models(own, shared)
+        is_plain = isinstance(out, eqx.nn.State) or (_axes.is_array(out) and not _check.is_key(out))
+        return out if is_plain else _axes.Each(out)
+
+
+def _by_node(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
+    """`jax.tree.map` over the outermost nodes that are no plain containers."""
+    return jax.tree.map(fn, tree, *others, is_leaf=lambda x: type(x) not in _CONTAINERS)
+
+
+_CONTAINERS = {tuple, list, dict, collections.OrderedDict, collections.defaultdict, collections.deque, type(None)}

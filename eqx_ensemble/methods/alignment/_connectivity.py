@@ -24,7 +24,7 @@ from ..._ensemble import Ensemble, M, check_ensemble, check_equal_members
 from ..._foreign import as_hashable_leaf
 from ..._leaf_text import leaf_text
 from ...plan import AnyPlan
-from ...plan._engine import map_members
+from ...plan._engine import over_members
 from ._check import check_reference
 
 
@@ -145,7 +145,7 @@ def _losses(
     ensemble: Ensemble[Any], position: Array, first: int, fn: Callable[..., Any], args: tuple[Any, ...], plan: AnyPlan
 ) -> Float[Array, " members"]:
     models = eqx.nn.inference_mode(_interpolate(ensemble, position, first))
-    return map_members(lambda model, *args: check_loss(fn(model, *args)), plan=plan)(models, *args)
+    return over_members(lambda model, *args: check_loss(fn(model, *args)), plan=plan)(models, *args)
 
 
 def barrier(

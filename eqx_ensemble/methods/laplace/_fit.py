@@ -16,7 +16,7 @@ from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_mode
 from ..._pytree import PyTree
 from ..._warnings import warn
 from ...plan import AnyPlan
-from ...plan._engine import as_plan, map_members, sharded_plan
+from ...plan._engine import as_plan, over_members, sharded_plan
 from ...sharding._engine import layout_for
 from ...train._engine import Run, Status, excluded_message
 from ._check import check_finite_posterior, check_healthy, check_indices, check_per_member
@@ -72,7 +72,7 @@ def subnetwork(posterior: Laplace[Any], count: int) -> Each:
         indices = getattr(own.selection, "indices", None)
         return found if indices is None else indices[found]
 
-    return Each(map_members(choose)(posterior.members))
+    return Each(over_members(choose)(posterior.members))
 
 
 def fit(

@@ -15,7 +15,7 @@ from ..._compiled import filter_jit
 from ..._ensemble import Ensemble, check_index_of_members, take
 from ..._predict import predict
 from ..._pytree import PyTree
-from ...plan._engine import map_members
+from ...plan._engine import over_members
 from .._check import check_options
 from ..path._check import check_factor_ids
 from ._check import check_link, check_optimum, check_per_member, check_sampling
@@ -124,7 +124,7 @@ def _draw(members: Ensemble, keys: Each, numbers: jax.Array) -> PyTree:
 
         return jax.vmap(one)(numbers)
 
-    return map_members(of_member)(members, keys)
+    return over_members(of_member)(members, keys)
 
 
 M = TypeVar("M")
@@ -313,12 +313,12 @@ def with_values(posterior: Laplace[M], prior_precision: Array, noise: Array | No
 
 @filter_jit
 def _log_evidence(members: Ensemble, prior_precision: Array, noise: Array | None) -> Float[Array, " members"]:
-    return map_members(log_evidence)(members, Each(prior_precision), None if noise is None else Each(noise))
+    return over_members(log_evidence)(members, Each(prior_precision), None if noise is None else Each(noise))
 
 
 @filter_jit
 def _best_prior(members: Ensemble, with_noise: bool) -> tuple[Array, Array | None]:  # noqa: FBT001
-    return map_members(lambda member: best_prior(member, with_noise=with_noise))(members)
+    return over_members(lambda member: best_prior(member, with_noise=with_noise))(members)
 
 
 def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = None) -> Laplace[M]:

@@ -27,7 +27,7 @@ from ..._foreign import from_foreign_tree
 from ..._predict import take_rows
 from ..._pytree import PyTree
 from ...plan import AbstractPlan
-from ...plan._engine import map_members
+from ...plan._engine import over_members
 from ...train._engine import frozen_flags
 from ._check import check_chosen, check_sizes, explain_where
 from ._member import LIKELIHOODS, Posterior, Problem, call
@@ -274,13 +274,13 @@ def add_batch(
 ) -> PyTree:
     """Adds a batch of rows to the sums of all members."""
     fn = lambda model, sums, data, indices, state: setup.add(model, sums, data, indices, state)
-    return map_members(fn, plan=plan)(ensemble, sums, data, indices, state)
+    return over_members(fn, plan=plan)(ensemble, sums, data, indices, state)
 
 
 @filter_jit
 def finish(setup: Setup, plan: AbstractPlan, sums: Each, indices: Any, prior_precision: Each, noise: Any) -> Posterior:
     """The posteriors of all members."""
-    return map_members(setup.finish, plan=plan)(sums, indices, prior_precision, noise)
+    return over_members(setup.finish, plan=plan)(sums, indices, prior_precision, noise)
 
 
 @filter_jit
@@ -300,4 +300,4 @@ def factor_error(setup: Setup, ensemble: Ensemble, row: Data, state: Any) -> Arr
         found = jnp.outer(mix @ factors.outputs, factors.inputs).ravel()
         return jnp.max(jnp.abs(found - exact)) / jnp.maximum(jnp.max(jnp.abs(exact)), jnp.finfo(vector.dtype).tiny)
 
-    return map_members(of_member)(ensemble, row, state)
+    return over_members(of_member)(ensemble, row, state)

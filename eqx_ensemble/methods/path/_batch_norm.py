@@ -14,7 +14,7 @@ from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_mode
 from ..._foreign import from_foreign_tree
 from ..._pytree import PyTree
 from ...plan import AnyPlan
-from ...plan._engine import map_members
+from ...plan._engine import over_members
 from ...train._engine import take_rows
 
 Layer = Any
@@ -109,7 +109,7 @@ def update_batch_norm(
         return _estimate(fn, model, state, data, order, key, min(batch_size, num_rows))
 
     keys = ensemble.keys(key, purpose="batch_norm")
-    return eqx.filter_jit(map_members(one, plan=plan))(ensemble, state, data, order, keys)
+    return eqx.filter_jit(over_members(one, plan=plan))(ensemble, state, data, order, keys)
 
 
 def _estimate(

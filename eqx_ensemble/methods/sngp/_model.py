@@ -27,7 +27,7 @@ from ..._foreign import from_foreign_tree
 from ..._leaf_text import leaf_text
 from ..._pytree import PyTree
 from ...plan import AnyPlan
-from ...plan._engine import map_members
+from ...plan._engine import over_members
 from ...train import Frozen
 from ...train._engine import take_rows
 
@@ -332,7 +332,7 @@ def _roots(
     def one(model: SNGP[Any], state: eqx.nn.State | None, x: PyTree) -> Array:
         return _root(eqx.nn.inference_mode(model), state, x, num_rows, size)
 
-    return map_members(one, plan=plan)(ensemble, state, x)
+    return over_members(one, plan=plan)(ensemble, state, x)
 
 
 def _root(model: SNGP[Any], state: eqx.nn.State | None, x: PyTree, num_rows: int, size: int) -> Array:
