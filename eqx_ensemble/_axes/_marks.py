@@ -2,7 +2,7 @@ import abc
 import dataclasses
 import functools as ft
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import equinox as eqx
 import jax
@@ -79,6 +79,13 @@ class Each(AbstractPerMember):
         check_no_models(self.value)
         check_member_axis(self.value, axis=self.axis)
 
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            known = hasattr(vars(self).get("value"), name)
+            hint = f"; what it marks is its `value`: write `.value.{name}`." if known else "."
+            raise AttributeError(f"An `Each` has no attribute `{name}`{hint}")
+
     def per_member(self) -> PyTree:
         """The value with the `members` axis in front."""
         if self.axis == 0:
@@ -123,7 +130,8 @@ class AbstractEnsemble(AbstractPerMember):
     @abc.abstractmethod
     def shared_leaves(self, part: PyTree) -> list[tuple[Any, Any]]:
         """Leaves of the model of one member, each with its leaf in `shared`: arrays that are the same for all members,
-        and the numbers that are Python floats in a member alone."""
+        and the numbers that are Python floats in a member alone.
+        """
 
     @abc.abstractmethod
     def with_models(self, stacked: Any, shared: Any) -> "AbstractEnsemble":

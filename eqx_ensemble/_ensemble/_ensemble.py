@@ -132,6 +132,7 @@ def _is_inference(path: _Path) -> bool:
 
 
 M = TypeVar("M")
+N = TypeVar("N", bound=eqx.Module)
 
 Where = Callable[[Any], Any]
 """Selects nodes of a model, as in `equinox.tree_at`."""
@@ -204,10 +205,10 @@ class Ensemble(_axes.AbstractEnsemble, Generic[M]):
         return Ensemble(stacked, shared, self.ids)
 
     def to_stacked(self) -> M:
-        """The members as one plain Module: arrays that differ between them are `(members, ...)`, all others as they are.
+        """The members as one plain Module, for code that calls `equinox.filter_vmap` itself.
 
-        For code that calls `equinox.filter_vmap` itself; [`eqx_ensemble.from_stacked`][] is the way back. With arrays
-        that the members share, it needs `in_axes`.
+        Arrays that differ between members are `(members, ...)`. Those that they share have no such axis, so that
+        `equinox.filter_vmap` needs `in_axes` for them. [`eqx_ensemble.from_stacked`][] is the way back.
 
         ```python
         stacked = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key).to_stacked()
@@ -299,7 +300,13 @@ class Ensemble(_axes.AbstractEnsemble, Generic[M]):
         parts = _tree.unstack(self.per_member())
         return [one_alone(stacked, self.shared) for stacked, _ in parts]
 
-    def map(self, fn: Callable[..., Out], *args: Any, plan: AbstractPlan | None = None, **kwargs: Any) -> Out:
+    @overload
+    def map(
+        self, fn: Callable[..., N], *args: Any, plan: AbstractPlan | None = None, **kwargs: Any
+    ) -> "Ensemble[N]": ...
+    @overload
+    def map(self, fn: Callable[..., Out], *args: Any, plan: AbstractPlan | None = None, **kwargs: Any) -> Out: ...
+    def map(self, fn: Callable[..., Any], *args: Any, plan: AbstractPlan | None = None, **kwargs: Any) -> Any:
         """Calls `fn(model, *args, **kwargs)` for every member, as [`eqx_ensemble.map_members`][] does."""
         return map_members(fn, plan=plan)(self, *args, **kwargs)
 

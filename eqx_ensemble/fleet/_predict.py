@@ -11,7 +11,7 @@ from .. import _axes
 from .._caller import caller
 from .._check import check_function
 from .._combination import of_predictions, stream_of
-from .._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given, take
+from .._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given, join, take
 from .._predict import check_combine, check_members_and_rows, check_rows_of_result
 from .._predict import predict as predict_here
 from .._pytree import PyTree
@@ -82,10 +82,19 @@ def map_members(
             call, executor, shard=shard, workers=workers, retries=retries, hooks=Hooks(progress), start=start
         )
         check_complete(finished)
-        columns = compare_trees([result for _, result in finished.results], rules=_RULES)
-        return map_columns(lambda xs: jnp.concatenate(xs) if _axes.is_array(xs[0]) else xs[0], columns)
+        return _joined([result for _, result in finished.results])
 
     return run_all
+
+
+def _joined(results: list[PyTree]) -> PyTree:
+    """What `map_members` returned for the members of each shard, for all of them."""
+    is_marked = _axes.is_per_member
+    marked, plain = zip(*[eqx.partition(result, is_marked, is_leaf=is_marked) for result in results], strict=True)
+    columns = compare_trees(list(plain), rules=_RULES)
+    plain = map_columns(lambda xs: jnp.concatenate(xs) if _axes.is_array(xs[0]) else xs[0], columns)
+    joined = join(marked) if jax.tree.leaves(marked) else marked[0]
+    return eqx.combine(plain, joined, is_leaf=is_marked)
 
 
 def _map_shard(common: Any, own: Any) -> PyTree:

@@ -1,7 +1,7 @@
 import collections
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 
 import equinox as eqx
 import jax
@@ -18,10 +18,33 @@ from ..sharding._engine import as_layout
 from ._auto import AnyPlan, as_plan, check_equal_constants, check_no_parts
 from ._plans import AbstractPlan, sharded_plan
 
+if TYPE_CHECKING:
+    from .._ensemble import Ensemble
 
+M = TypeVar("M", bound=eqx.Module)
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+@overload
+def map_members(
+    fn: Callable[P, M], *, plan: AnyPlan = None, mesh: Mesh | None = None, out_axis: int = 0
+) -> MappedFunction[P, "Ensemble[M]"]: ...
+@overload
+def map_members(
+    fn: Callable[P, tuple[M, *Ts]], *, plan: AnyPlan = None, mesh: Mesh | None = None, out_axis: int = 0
+) -> MappedFunction[P, "tuple[Ensemble[M], *Ts]"]: ...
+@overload
+def map_members(
+    fn: Callable[P, tuple[T, M]], *, plan: AnyPlan = None, mesh: Mesh | None = None, out_axis: int = 0
+) -> MappedFunction[P, "tuple[T, Ensemble[M]]"]: ...
+@overload
 def map_members(
     fn: Callable[P, Out], *, plan: AnyPlan = None, mesh: Mesh | None = None, out_axis: int = 0
-) -> MappedFunction[P, Out]:
+) -> MappedFunction[P, Out]: ...
+def map_members(
+    fn: Callable[P, Any], *, plan: AnyPlan = None, mesh: Mesh | None = None, out_axis: int = 0
+) -> MappedFunction[P, Any]:
     """Transforms a function of one member into a function of all members.
 
     Arguments that are an [`eqx_ensemble.Ensemble`][], an [`eqx_ensemble.Each`][] or an `equinox.nn.State`, at any

@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 
 import eqx_ensemble as ee
 
@@ -38,6 +39,21 @@ def distance(a: MLP, b: MLP) -> jax.Array:
     return a.layers[0].weight - b.layers[0].weight
 
 
+@ee.map_members
+def gradient(model: MLP, x: jax.Array) -> MLP:
+    return eqx.filter_grad(lambda model: model(x).sum())(model)
+
+
+@ee.map_members
+def step(model: MLP, state: optax.OptState, x: jax.Array) -> tuple[MLP, optax.OptState, jax.Array]:
+    return model, state, x.sum()
+
+
+@ee.map_members
+def value_and_model(model: MLP, x: jax.Array) -> tuple[jax.Array, MLP]:
+    return model(x), model
+
+
 def mapping(mlps: ee.Ensemble[MLP], x: jax.Array, key: jax.Array) -> None:
     reveal_type(mse(mlps, x))  # is Array
     reveal_type(mse(mlps, x=x, scale=2.0))  # is Array
@@ -51,6 +67,10 @@ def mapping(mlps: ee.Ensemble[MLP], x: jax.Array, key: jax.Array) -> None:
     reveal_type(ee.map_members(distance)(mlps, b=mlps))  # is Array
     reveal_type(ee.map_members(distance, plan="auto")(mlps, mlps[0]))  # is Array
     reveal_type(eqx.filter_jit(mse)(mlps, ee.Each(x)))  # is Array
+    reveal_type(gradient(mlps, x))  # is Ensemble[MLP]
+    reveal_type(step(mlps, None, x))  # is tuple[Ensemble[MLP], Any, Array]
+    reveal_type(value_and_model(mlps, x))  # is tuple[Array, Ensemble[MLP]]
+    reveal_type(mlps.to_stacked())  # is MLP
     free: Callable[..., jax.Array] = mse
     exact: Callable[[ee.Ensemble[MLP], jax.Array], jax.Array] = mse
     print(free(mlps, x), exact(mlps, x))
