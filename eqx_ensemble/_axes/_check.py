@@ -49,7 +49,7 @@ def check_no_models(value: Any) -> None:
 def check_member_count(parts: dict[int, Any], arguments: Any) -> Size:
     """Raises unless all arguments with members have the same number of them. Returns it."""
     if not parts:
-        hint = "Mark inputs with one value per member: `Each(x)`."
+        hint = "Mark inputs with one value per member: `Each(x)`; of a stacked Module, make one: `from_stacked(model)`."
         if _holds_list_of_models(arguments):
             hint = _STACK
         raise TypeError(f"`{caller()}` needs an argument with members, an `Ensemble` or an `Each`; got none.\n{hint}")

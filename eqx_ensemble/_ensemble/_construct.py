@@ -175,9 +175,10 @@ def stack(
     stacked = _axes.strip_weak_types(_tree.stack(models, promote_scalars=promote_scalars))
     warn_of_equal_models(stacked, models)
     numbers = jax.tree.map(lambda x, y: _axes.is_array(x) and type(y) is float, stacked, models[0])
-    stacked, rest = eqx.partition(stacked, _axes_mask(stacked, shared))
+    mask = _axes_mask(stacked, shared)
+    stacked, rest = eqx.partition(stacked, mask)
     if shared is not None:
-        unstacked = [eqx.filter(model, _axes_mask(model, shared), inverse=True) for model in models]
+        unstacked = [eqx.filter(model, mask, inverse=True) for model in models]
         rules = Rules(needs="models whose shared nodes are equal", noun="model")
         compare_trees(unstacked, rules=rules)
         check_equal_shared(unstacked)

@@ -1,6 +1,7 @@
 import collections
+import contextlib
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 
 import equinox as eqx
@@ -57,8 +58,9 @@ def map_members(
         arguments (an `Each` if there is none). Arrays that the members share, and that `fn` returns as they are, stay
         shared; `to_stacked()` gives the plain stacked Module;
     - another custom node, such as an optimiser's state, and random keys become an `Each`;
-    - an array, also in tuples, lists and dicts, gains a `members` axis, and is plain: a result to calculate with. Mark
-        it `Each` to pass it to a mapped function per member;
+    - a tuple, list or dict with the structure and shapes of an argument's becomes what the argument was;
+    - any other array, also in tuples, lists and dicts, gains a `members` axis, and is plain: a result to calculate
+        with. Mark it `Each` to pass it to a mapped function per member;
     - what is not an array is returned once, and must be equal for all members.
 
     Outside `jax.jit`, `Chunked` and `Sequential` run a compiled loop. It is compiled once for a function, and again if
@@ -147,20 +149,21 @@ class _Mapping(eqx.Module):
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
     check_no_parts((args, kwargs))
     parts, view, num_members = _axes.split_members((args, kwargs))
-    marking = _Marking((args, kwargs), num_members) if call.marks else None
+    marking = _Marking((args, kwargs)) if call.marks else None
     constants = []
 
     def one(part: PyTree) -> PyTree:
         own_args, own_kwargs = view(part)
         out = fn(*own_args, **own_kwargs)
         constants.append(eqx.filter(out, eqx.is_array, inverse=True))
-        return marking.set_aside(out, part) if marking else out
+        return marking.of_member(out, part) if marking else out
 
-    out = _axes.over_leading_axis(call.plan.run, one, parts)
+    with _explain_unmarked(args, kwargs, num_members):
+        out = _axes.over_leading_axis(call.plan.run, one, parts)
     check_equal_constants(constants)
     if marking is None:
         return out
-    out = marking.mark(out)
+    out = marking.of_all(out)
     if call.out_axis == 0:
         return out
     plain, rest = eqx.partition(out, _axes.is_array, is_leaf=_axes.is_per_member)
@@ -177,52 +180,84 @@ def _run_compiled(read: tuple[Any, ...], _: None) -> tuple[None, PyTree]:
 _compiled_run = CompiledCall(_run_compiled, most=64)
 
 
-_ASIDE = object()
-"""Stands for an array that all members share, while the others pass through a plan."""
+@contextlib.contextmanager
+def _explain_unmarked(args: tuple, kwargs: dict[str, Any], num_members: Any) -> Iterator[None]:
+    """Adds to an error of a function of one member which shared arguments have an axis as long as there are members."""
+    try:
+        yield
+    except Exception as error:
+        shapes = {
+            name: {leaf.shape[:1] if _axes.is_array(leaf) else () for leaf in jax.tree.leaves(value)}
+            for name, value in ({f"args[{i}]": x for i, x in enumerate(args)} | kwargs).items()
+            if not any(map(_axes.is_per_member, jax.tree.leaves(value, is_leaf=_axes.is_per_member)))
+        }
+        found = [f"`{name}`" for name, sizes in shapes.items() if sizes == {(num_members,)}]
+        if found:
+            error.add_note(
+                f"Each member got the whole of {', '.join(found)}, with {num_members} values along the first axis. If "
+                "there is one per member, mark it `Each(x)`; of a stacked Module, make an ensemble by `from_stacked`."
+            )
+        raise
 
 
 class _Marking:
     """Marks what the function of one member returned to a call with these arguments.
 
-    Arrays are recognised as those of the arguments by identity: a function of one member gets the shared arrays
-    themselves, so that one of them in a model that it returns is unchanged, and the same for all members.
+    What it is going to be is decided for one member, inside the plan. A shared array in a returned model is recognised
+    by identity: a function of one member gets the shared arrays themselves.
     """
 
-    def __init__(self, arguments: PyTree, num_members: int) -> None:
+    def __init__(self, arguments: PyTree) -> None:
         nodes = enumerate(jax.tree.leaves(arguments, is_leaf=_axes.is_per_member))
-        self._ensembles = {i: node for i, node in nodes if isinstance(node, _axes.AbstractEnsemble)}
-        self._num_members = num_members
-        self._shared: dict[int, Any] = {}  # by the position of a leaf of what is returned
+        self._given = {i: x for i, x in nodes if isinstance(x, _axes.AbstractEnsemble | _axes.Each)}
+        self._ensembles = {i: x for i, x in self._given.items() if isinstance(x, _axes.AbstractEnsemble)}
+        self._outer: Any = None  # the structure of what is returned, above what gets a mark
+        self._marks: list[Callable[[PyTree], Any]] = []
 
-    def set_aside(self, out: PyTree, part: dict[int, PyTree]) -> PyTree:
-        """What was returned, without the arrays of its Modules that all members share."""
-        known = {}
-        for i, ensemble in self._ensembles.items():
-            known |= {id(x): y for x, y in ensemble.shared_leaves(part[i])}
-        leaves, treedef = jax.tree.flatten(out)
-        inside = jax.tree.leaves(_by_node(lambda x: jax.tree.map(lambda _: isinstance(x, eqx.Module), x), out))
-        self._shared = {i: known[id(x)] for i, x in enumerate(leaves) if inside[i] and id(x) in known}
-        return treedef.unflatten([_ASIDE if _axes.is_array(self._shared.get(i)) else x for i, x in enumerate(leaves)])
+    def of_member(self, out: PyTree, part: dict[int, PyTree]) -> PyTree:
+        """What was returned for one member, without the arrays of its models that all members share."""
+        outlines = [(_outline(x.one(part[i])), x) for i, x in self._given.items()]
+        like = lambda x: next((node for outline, node in outlines if outline and outline == _outline(x)), None)
+        shared = {id(x): y for i, node in self._ensembles.items() for x, y in node.shared_leaves(part[i])}
+        is_node = lambda x: type(x) not in _CONTAINERS or like(x) is not None
+        nodes, self._outer = jax.tree.flatten(out, is_leaf=is_node)
+        own, self._marks = [], []
+        for node in nodes:
+            of = next(iter(self._ensembles.values()), None) if isinstance(node, eqx.Module) else like(node)
+            if isinstance(of, _axes.AbstractEnsemble):
+                rest = jax.tree.map(lambda x: shared.get(id(x), None if _axes.is_array(x) else x), node)
+                node = jax.tree.map(lambda x: None if _axes.is_array(shared.get(id(x))) else x, node)
+                self._marks.append(ft.partial(_as_ensemble, of, rest))
+            else:
+                is_plain = of is None and (isinstance(node, eqx.nn.State) or _axes.is_array(node))
+                self._marks.append(_as_each if not is_plain or _check.is_key(node) else lambda x: x)
+            own.append(node)
+        return self._outer.unflatten(own)
 
-    def mark(self, out: PyTree) -> PyTree:
+    def of_all(self, out: PyTree) -> PyTree:
         """What was returned for all members, with its marks."""
-        leaves, treedef = jax.tree.flatten(out)
-        shared = [self._shared.get(i, None if _axes.is_array(x) else x) for i, x in enumerate(leaves)]
-        own = [x if _axes.is_array(x) else None for x in leaves]
-        return _by_node(self._mark, out, treedef.unflatten(own), treedef.unflatten(shared))
-
-    def _mark(self, out: Any, own: PyTree, shared: PyTree) -> Any:
-        if not jax.tree.leaves(own):
-            return eqx.combine(own, shared)
-        if isinstance(out, eqx.Module) and self._ensembles:
-            return next(iter(self._ensembles.values())).with_models(own, shared)
-        is_plain = isinstance(out, eqx.nn.State) or (_axes.is_array(out) and not _check.is_key(out))
-        return out if is_plain else _axes.Each(out)
+        nodes = self._outer.flatten_up_to(out)
+        return self._outer.unflatten([mark(node) for mark, node in zip(self._marks, nodes, strict=True)])
 
 
-def _by_node(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
-    """`jax.tree.map` over the outermost nodes that are no plain containers."""
-    return jax.tree.map(fn, tree, *others, is_leaf=lambda x: type(x) not in _CONTAINERS)
+def _as_ensemble(like: _axes.AbstractEnsemble, shared: PyTree, out: PyTree) -> PyTree:
+    return like.with_models(eqx.filter(out, _axes.is_array), shared) if _has_arrays(out) else eqx.combine(out, shared)
+
+
+def _as_each(out: PyTree) -> PyTree:
+    return _axes.Each(out) if _has_arrays(out) else out
+
+
+def _has_arrays(tree: PyTree) -> bool:
+    return any(map(_axes.is_array, jax.tree.leaves(tree)))
 
 
 _CONTAINERS = {tuple, list, dict, collections.OrderedDict, collections.defaultdict, collections.deque, type(None)}
+
+
+def _outline(tree: Any) -> Any:
+    """The structure and the shapes of a plain container of arrays; `None` for anything else."""
+    if type(tree) not in _CONTAINERS or not tree:
+        return None
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [(x.shape, x.dtype) if _axes.is_array(x) else None for x in leaves]

@@ -1,7 +1,10 @@
+import collections
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import eqx_ensemble as ee
@@ -208,6 +211,110 @@ def test_constants_are_returned_once(ensemble, plan):
     assert out[2] == "text"
     assert out[4](1) == 2
     assert out[5].shape == (5,)
+
+
+class Net(eqx.Module):
+    trunk: eqx.nn.Linear
+    head: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key, rate=0.1):
+        self.trunk = eqx.nn.Linear(3, 4, key=jax.random.key(7))
+        self.head = eqx.nn.Linear(4, 2, key=key)
+        self.dropout = eqx.nn.Dropout(rate, inference=True)
+
+    def __call__(self, x):
+        return self.dropout(self.head(jax.nn.tanh(self.trunk(x))))
+
+
+SGD = optax.sgd(0.1, momentum=0.9)
+
+
+@ee.map_members
+def sgd_state(model):
+    return SGD.init(eqx.filter(model, eqx.is_inexact_array))
+
+
+def sgd_step(model, state, x, y):
+    loss, gradient = eqx.filter_value_and_grad(lambda model: mse(model, x, y)["mse"])(model)
+    update, state = SGD.update(gradient, state, eqx.filter(model, eqx.is_inexact_array))
+    return eqx.apply_updates(model, update), state, loss
+
+
+@pytest.mark.parametrize("plan", [Vmap(), Chunked(2), Unrolled()], ids=repr)
+def test_what_comes_back_goes_in_again(ensemble, plan):
+    x, y = batch_of()
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), ids=[3, 1, 4], key=KEY)
+    step, state = ee.map_members(sgd_step, plan=plan), sgd_state(ensemble)
+    assert type(state[0]) is ee.Each
+    assert jax.tree.leaves(state[1]) == []
+
+    arrays, constants = eqx.partition((ensemble, state), eqx.is_array)
+
+    def scanned(arrays, _):  # which needs the same structure before and after
+        *after, loss = step(*eqx.combine(arrays, constants), x, y)
+        return eqx.filter(tuple(after), eqx.is_array), loss
+
+    arrays, losses = jax.jit(lambda arrays: jax.lax.scan(scanned, arrays, length=3))(arrays)
+    ours, _ = eqx.combine(arrays, constants)
+    again = (ensemble, state)
+    for _ in range(3):
+        again = step(*again, x, y)[:2]
+    assert_close(again[0], ours, 1e-5)
+    assert ours.ids.tolist() == [3, 1, 4]
+    for i, model in enumerate(ensemble.unstack()):
+        alone = (model, SGD.init(eqx.filter(model, eqx.is_inexact_array)))
+        for loss in losses[:, i]:
+            *alone, expected = sgd_step(*alone, x, y)
+            np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        assert_close(ours[i], alone[0], 1e-5)
+
+
+def test_what_members_share_stays_shared_until_it_is_changed():
+    models = [Net(key, rate) for key, rate in zip(jax.random.split(KEY, 3), (0.1, 0.2, 0.3), strict=True)]
+    members = ee.stack(models, shared=lambda model: model.trunk, promote_scalars=True)
+    halve = lambda model: eqx.tree_at(lambda model: model.head.weight, model, replace_fn=lambda w: w / 2)
+    for plan in (Vmap(), Chunked(2), Unrolled()):
+        halved = ee.map_members(halve, plan=plan)(members)
+        assert jax.tree.structure(halved) == jax.tree.structure(members)
+        assert halved.shared.trunk.weight.shape == (4, 3)
+        assert_same(halved.unstack(), [halve(model) for model in models])  # with their Python floats
+    own = members.map(lambda model: jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) else x, model))
+    assert own.stacked.trunk.weight.shape == (3, 4, 3)
+    assert own[1].dropout.p == 0.4
+    wrapped = members.map(lambda model: (model.trunk, {"net": model}))
+    assert wrapped[0].weight.shape == (4, 3)
+    assert wrapped[1]["net"].shared.trunk.weight.shape == (4, 3)
+
+
+def test_marks_of_what_is_returned(ensemble):
+    named = collections.namedtuple("named", "loss count")
+    fn = lambda model: (named(model(jnp.ones(3)), 1), {"keys": jax.random.key(0)}, [jnp.ones(2), None, "text"])
+    marked, keys, plain = ensemble.map(fn)
+    assert marked.value.loss.shape == (5, 2)
+    assert marked.value.count == 1
+    assert keys["keys"].value.shape == (5,)
+    assert (plain[0].shape, plain[1:]) == ((5, 2), [None, "text"])
+    with pytest.raises(AttributeError, match=r"`\.value\.loss`"):
+        print(marked.loss)
+    models = ee.map_members(lambda model: model)(ee.Each(ensemble.to_stacked()))
+    assert_same(models.value, ensemble.to_stacked())
+    layers = ee.from_stacked([(jnp.ones((5, 2)), jnp.ones(5))])  # a model that is no Module
+    gradients, loss, pair = layers.map(lambda model: (jax.tree.map(jnp.sin, model), [(1.0, jnp.ones(2))], (1, 2)))
+    assert type(gradients) is ee.Ensemble
+    assert (loss[0][1].shape, pair) == ((5, 2), (1, 2))
+    params = ee.map_members(lambda own: (own, {"w": own["w"][0]}))(ee.Each({"w": jnp.ones((5, 2))}))
+    assert (type(params[0]), params[1]["w"].shape) == (ee.Each, (5,))
+    moved = ee.map_members(lambda model, x: (model, model(x)), out_axis=1)(ensemble, jnp.ones(3))
+    assert_same(moved[0], ensemble)
+    assert moved[1].shape == (2, 5)
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_an_error_names_what_was_given_whole(ensemble):
+    with pytest.raises(TypeError) as raised:
+        ee.map_members(mse)(ensemble, x=jnp.ones((5, 6, 3)), y=jnp.ones((6, 2)))
+    assert "whole of `x`" in raised.value.__notes__[-1]
 
 
 def test_the_error_of_a_function_is_its_own(ensemble):

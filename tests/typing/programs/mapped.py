@@ -40,8 +40,8 @@ def distance(a: MLP, b: MLP) -> jax.Array:
 
 
 @ee.map_members
-def gradient(model: MLP, x: jax.Array) -> MLP:
-    return eqx.filter_grad(lambda model: model(x).sum())(model)
+def shrink(model: MLP, factor: jax.Array) -> MLP:
+    return jax.tree.map(lambda w: w * factor, model)
 
 
 @ee.map_members
@@ -67,7 +67,7 @@ def mapping(mlps: ee.Ensemble[MLP], x: jax.Array, key: jax.Array) -> None:
     reveal_type(ee.map_members(distance)(mlps, b=mlps))  # is Array
     reveal_type(ee.map_members(distance, plan="auto")(mlps, mlps[0]))  # is Array
     reveal_type(eqx.filter_jit(mse)(mlps, ee.Each(x)))  # is Array
-    reveal_type(gradient(mlps, x))  # is Ensemble[MLP]
+    reveal_type(shrink(mlps, x))  # is Ensemble[MLP]
     reveal_type(step(mlps, None, x))  # is tuple[Ensemble[MLP], Any, Array]
     reveal_type(value_and_model(mlps, x))  # is tuple[Array, Ensemble[MLP]]
     reveal_type(mlps.to_stacked())  # is MLP
