@@ -124,20 +124,6 @@ class Batch(eqx.Module):
         check_has_axis(self.value, check_axis(self.axis, "axis"), "axis")
 
 
-class AbstractEnsemble(AbstractPerMember):
-    """The base class of `Ensemble`: what `map_members`, which it is built on, needs of it."""
-
-    @abc.abstractmethod
-    def shared_leaves(self, part: PyTree) -> list[tuple[Any, Any]]:
-        """Leaves of the model of one member, each with its leaf in `shared`: arrays that are the same for all members,
-        and the numbers that are Python floats in a member alone.
-        """
-
-    @abc.abstractmethod
-    def with_models(self, stacked: Any, shared: Any) -> "AbstractEnsemble":
-        """Other models of the same members."""
-
-
 class AbstractParts(eqx.Module):
     """The base class of `Group`, over which `map_members` does not map: its members have several architectures."""
 

@@ -138,7 +138,7 @@ Where = Callable[[Any], Any]
 """Selects nodes of a model, as in `equinox.tree_at`."""
 
 
-class Ensemble(_axes.AbstractEnsemble, Generic[M]):
+class Ensemble(_axes.AbstractPerMember, Generic[M]):
     """Many models of one architecture, stored as one Module whose arrays carry a leading `members` axis.
 
     Made by [`eqx_ensemble.build`][], [`eqx_ensemble.stack`][] or [`eqx_ensemble.from_stacked`][]. An `Ensemble` is
@@ -193,16 +193,6 @@ class Ensemble(_axes.AbstractEnsemble, Generic[M]):
         """The model of one member, given its part of `per_member()`."""
         stacked, _ = part
         return eqx.combine(stacked, self.shared)
-
-    def shared_leaves(self, part: PyTree) -> list[tuple[Any, Any]]:
-        """Leaves of a member's model, each with its leaf in `shared`."""
-        own, shared = (jax.tree.leaves(tree, is_leaf=lambda x: x is None) for tree in (part[0], self.shared))
-        pairs = zip(own, shared, strict=True)
-        return [(y if x is None else x, y) for x, y in pairs if _axes.is_array(y) or (x is not None and y is not None)]
-
-    def with_models(self, stacked: Any, shared: Any) -> "Ensemble[Any]":
-        """Other models of the same members."""
-        return Ensemble(stacked, shared, self.ids)
 
     def to_stacked(self) -> M:
         """The members as one plain Module, for code that calls `equinox.filter_vmap` itself.

@@ -14,7 +14,7 @@ from .._axes import check_has_axis
 from .._compiled import CompiledCall
 from .._foreign import as_hashable_leaf
 from .._pytree import PyTree
-from .._typing import MappedFunction, Out, P
+from .._typing import HoldsMembers, MappedFunction, Out, P
 from ..sharding._engine import as_layout
 from ._auto import AnyPlan, as_plan, check_equal_constants, check_no_parts
 from ._plans import AbstractPlan, sharded_plan
@@ -92,7 +92,7 @@ def map_members(
 
     mse(ensemble, x, y).shape  # (4,)
 
-    optimiser = optax.adam(1e-3)
+    optimiser = optax.sgd(1e-3, momentum=0.9)
 
     @ee.map_members
     def init(model):
@@ -209,8 +209,8 @@ class _Marking:
 
     def __init__(self, arguments: PyTree) -> None:
         nodes = enumerate(jax.tree.leaves(arguments, is_leaf=_axes.is_per_member))
-        self._given = {i: x for i, x in nodes if isinstance(x, _axes.AbstractEnsemble | _axes.Each)}
-        self._ensembles = {i: x for i, x in self._given.items() if isinstance(x, _axes.AbstractEnsemble)}
+        self._given: dict[int, Any] = {i: x for i, x in nodes if isinstance(x, HoldsMembers | _axes.Each)}
+        self._ensembles = {i: x for i, x in self._given.items() if isinstance(x, HoldsMembers)}
         self._outer: Any = None  # the structure of what is returned, above what gets a mark
         self._marks: list[Callable[[PyTree], Any]] = []
 
@@ -218,13 +218,13 @@ class _Marking:
         """What was returned for one member, without the arrays of its models that all members share."""
         outlines = [(_outline(x.one(part[i])), x) for i, x in self._given.items()]
         like = lambda x: next((node for outline, node in outlines if outline and outline == _outline(x)), None)
-        shared = {id(x): y for i, node in self._ensembles.items() for x, y in node.shared_leaves(part[i])}
+        shared = {id(x): y for i, node in self._ensembles.items() for x, y in _shared_leaves(node, part[i])}
         is_node = lambda x: type(x) not in _CONTAINERS or like(x) is not None
         nodes, self._outer = jax.tree.flatten(out, is_leaf=is_node)
         own, self._marks = [], []
         for node in nodes:
             of = next(iter(self._ensembles.values()), None) if isinstance(node, eqx.Module) else like(node)
-            if isinstance(of, _axes.AbstractEnsemble):
+            if isinstance(of, HoldsMembers):
                 rest = jax.tree.map(lambda x: shared.get(id(x), None if _axes.is_array(x) else x), node)
                 node = jax.tree.map(lambda x: None if _axes.is_array(shared.get(id(x))) else x, node)
                 self._marks.append(ft.partial(_as_ensemble, of, rest))
@@ -240,8 +240,20 @@ class _Marking:
         return self._outer.unflatten([mark(node) for mark, node in zip(self._marks, nodes, strict=True)])
 
 
-def _as_ensemble(like: _axes.AbstractEnsemble, shared: PyTree, out: PyTree) -> PyTree:
-    return like.with_models(eqx.filter(out, _axes.is_array), shared) if _has_arrays(out) else eqx.combine(out, shared)
+def _shared_leaves(ensemble: Any, part: PyTree) -> Iterator[tuple[Any, Any]]:
+    """Leaves of the model of one member that keep their leaf in `shared`: arrays, and numbers that are Python floats
+    in a member alone.
+    """
+    own, shared = (jax.tree.leaves(tree, is_leaf=lambda x: x is None) for tree in (part[0], ensemble.shared))
+    for x, y in zip(own, shared, strict=True):
+        if _axes.is_array(y) or (x is not None and y is not None):
+            yield (y if x is None else x), y
+
+
+def _as_ensemble(ensemble: Any, shared: PyTree, out: PyTree) -> PyTree:
+    """Other models of the same members."""
+    own = eqx.filter(out, _axes.is_array)
+    return type(ensemble)(own, shared, ensemble.ids) if _has_arrays(own) else eqx.combine(out, shared)
 
 
 def _as_each(out: PyTree) -> PyTree:
