@@ -4,12 +4,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-import optax
 
 from .._caller import caller
-from .._check import check_number, check_positive_int, check_sequence, kind_text
+from .._check import check_number, check_positive_int, check_sequence
 from .._foreign import as_numpy, from_foreign
-from ..train._engine import check_optimiser_kind
 
 
 def check_indices(values: Any, num_members: int, *, unique: bool = False) -> np.ndarray:
@@ -103,14 +101,4 @@ def check_whole_epochs(steps: Any, *, is_batches: bool) -> None:
         raise TypeError(
             f"`{caller()}` needs `epochs`, not `steps`, with an iterable of batches: every round iterates it from the "
             "beginning, so rounds of a few steps would use the same few batches again and again."
-        )
-
-
-def check_inner_optimiser(value: Any) -> None:
-    """Raises unless `value` is an optax optimiser itself, not a function that returns one."""
-    check_optimiser_kind(value)
-    if not isinstance(value, optax.GradientTransformation):
-        raise TypeError(
-            f"`{caller()}` needs an optax optimiser, got {kind_text(value)}.\nWrap the optimiser inside of the "
-            f"function: `lambda hyper: {caller()}(optax.adam(hyper['lr']), ...)`."
         )

@@ -4,6 +4,7 @@ from ._callback import Progress as Progress
 from ._callback import every as every
 from ._options import Stopping as Stopping
 from ._options import Validation as Validation
+from ._project import project as project
 from ._revive import Revival as Revival
 from ._revive import Revive as Revive
 from ._revive import perturb as perturb

@@ -84,6 +84,16 @@ def check_hyper_used(optimiser: Any, *, wants_hyper: bool) -> None:
         )
 
 
+def check_inner_optimiser(value: Any) -> None:
+    """Raises unless `value` is an optax optimiser itself, not a function that returns one."""
+    check_optimiser_kind(value)
+    if not isinstance(value, optax.GradientTransformation):
+        raise TypeError(
+            f"`{caller()}` needs an optax optimiser, got {kind_text(value)}.\nWrap the optimiser inside of the "
+            f"function: `lambda hyper: {caller()}(optax.adam(hyper['lr']), ...)`."
+        )
+
+
 def check_some_training(training: np.ndarray, *, ids: np.ndarray) -> None:
     """Raises if no member is training."""
     if not training.any() and not is_idle_allowed():

@@ -2,6 +2,7 @@
 
 from ._check import (
     check_hyper_used,
+    check_inner_optimiser,
     check_mode,
     check_no_transformation,
     check_optimiser,

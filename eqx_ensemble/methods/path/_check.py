@@ -9,7 +9,7 @@ from ..._caller import caller
 from ..._check import check_counter, check_integer, check_number, is_traced
 from ..._pytree import PyTree
 from ..._warnings import warn
-from .._check import check_inner_optimiser as check_inner_optimiser
+from ...train._engine import check_inner_optimiser as check_inner_optimiser
 
 
 def check_steps(start: Any, every: Any) -> None:

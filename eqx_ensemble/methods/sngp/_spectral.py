@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 from ..._caller import caller
 from ..._check import check_flag, check_optional_function, check_positive_int
 from ..._pytree import PyTree
-from ...train._engine import supported_arguments
-from .._check import check_inner_optimiser
+from ...train._engine import check_inner_optimiser, supported_arguments
 from ._model import check_bound, check_matrices
 
 

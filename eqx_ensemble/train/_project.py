@@ -1,0 +1,63 @@
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from .._check import check_function
+from .._pytree import PyTree
+from ._check import check_inner_optimiser
+from .compiled._check import check_state_after
+from .compiled._optimiser import supported_arguments
+
+
+def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -> optax.GradientTransformationExtraArgs:
+    """Projects the weights after every update of an optimiser: projected gradient descent.
+
+    For constraints that a step must not leave: weights in a range, non-negative weights of a convex network, orthogonal
+    or normalised weights. Every member is projected alone. The update becomes the difference between the projected
+    weights and those before it, so that a projected weight is exact up to one rounding; a weight of zero is exact.
+
+    **Arguments:**
+
+    - `optimiser`: the optimiser of one member.
+    - `fn`: `fn(params) -> params` of one member. Its weights are those that are trained, with `None` elsewhere, as by
+        `equinox.filter(model, trainable)`.
+
+    **Returns:** an optax optimiser.
+
+    **Raises:** `TypeError` if `optimiser` or `fn` is something else, and if `fn` changes the structure, the shapes or
+    the dtypes of the weights.
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    def non_negative(model):
+        return eqx.tree_at(lambda model: model.weight, model, replace_fn=jax.nn.relu)
+
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    optimiser = ee.train.project(optax.sgd(0.1), non_negative)
+    run = ee.fit(ensemble, loss, optimiser, (jnp.ones((20, 3)), jnp.ones((20, 1))), epochs=2, key=key)
+    run.ensemble.stacked.weight.min()  # 0 or more
+    ```
+
+    ??? cite
+
+        Goldstein, "Convex Programming in Hilbert Space" (Bulletin of the American Mathematical Society, 1964).
+    """
+    check_inner_optimiser(optimiser)
+    check_function(fn, "fn", example="lambda model: jax.tree.map(jax.nn.relu, model)")
+    inner = optax.with_extra_args_support(optimiser)
+
+    def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, Any]:
+        if params is None:
+            raise ValueError("`train.project` needs the weights: call `update(grads, state, params)` with them.")
+        updates, state = inner.update(updates, state, params, **supported_arguments(inner.update, extra))
+        after = optax.apply_updates(params, updates)
+        projected = fn(after)
+        check_state_after(projected, after, what="weights by `project`")
+        return jax.tree.map(lambda new, old: new - old, projected, params), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
