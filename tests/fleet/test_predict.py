@@ -98,7 +98,7 @@ def test_members_that_are_missing():
 
 def test_map_members():
     def fn(model, x, scale, *, shift):
-        return {"out": scale * jax.vmap(model)(x) + shift, "name": "fixed"}
+        return {"out": scale * jax.vmap(model)(x) + shift, "name": "fixed", "model": model}
 
     large = np.tile(X, (400, 1))
     args, kwargs = (ENSEMBLE, large, ee.Each(jnp.arange(7.0))), {"shift": 3.0}
@@ -107,6 +107,7 @@ def test_map_members():
     expected = ee.map_members(fn)(*args, **kwargs)
     assert found["name"] == "fixed"
     np.testing.assert_allclose(found["out"], expected["out"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found["model"].ids, ENSEMBLE.ids)
     assert max(len(part) for call in executor.calls for part in call if isinstance(part, bytes)) < large.nbytes / 5
 
 
@@ -135,8 +136,8 @@ def test_results_with_static_fields_that_are_equivalent(tag):
     """Each shard returns a copy of its own."""
     ensemble = ee.build(lambda key: Tagged(jax.random.normal(key, (3,)), tag), 4, key=jax.random.key(0))
     found = ee.fleet.map_members(Here(), lambda model: model, shard=2)(ensemble)
-    np.testing.assert_array_equal(found.weight, ensemble.stacked.weight)
-    assert type(found.tag) is type(tag)
+    np.testing.assert_array_equal(found.stacked.weight, ensemble.stacked.weight)
+    assert type(found.stacked.tag) is type(tag)
 
 
 @pytest.mark.slow
@@ -153,5 +154,5 @@ def test_results_with_static_fields_that_differ():
     values = iter(range(9))
     fn = lambda model: Tagged(model.weight, next(values))
     ensemble = ee.build(lambda key: Tagged(jax.random.normal(key, (3,)), 0), 4, key=jax.random.key(0))
-    with pytest.raises(ee.MemberMismatchError, match=r"`fleet.map_members` needs results of members"):
+    with pytest.raises(ee.MemberMismatchError, match=r"`fleet.map_members` needs ensembles of the same kind(.|\n)*`\.tag`: expected 0"):
         ee.fleet.map_members(Here(), fn, shard=2)(ensemble)
