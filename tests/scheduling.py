@@ -1,5 +1,7 @@
 """How pytest-xdist divides tests among its workers, with `--dist loadgroup`."""
 
+import contextlib
+
 # One worker runs all tests of each of these, in turn: what they make once, they make once, and processes that wait for
 # each other have the machine. By path, because marks of groups do nothing from pytest 9.2 on.
 GROUPS = {
@@ -39,6 +41,13 @@ def make_scheduler(config, log):
             for other in self.nodes:
                 self._reschedule(other)
             return crashed
+
+        def _reschedule(self, node):
+            if node in self.registered_collections:  # not one that replaces a crashed worker and has not begun
+                with contextlib.suppress(
+                    OSError
+                ):  # crashed too: its tests are submitted again when that is known
+                    super()._reschedule(node)
 
         def schedule(self):
             """Tells workers that there is nothing else: until then they hold back their last test."""

@@ -239,7 +239,7 @@ def test_a_student_reaches_the_distribution_with_annealing(teachers):
         (lambda: distillation.temperature_annealing(-1, 5), "Epochs and steps count from 0"),
         (lambda: distillation.temperature_annealing(1, 5, start=0.5), "needs `start` to be at least 1"),
         (lambda: distillation.targets(ee.build(linear, 2, key=KEY), X, combine=max), "does not take `combine`"),
-        (lambda: distillation.targets(linear(KEY), X), "predict"),
+        (lambda: distillation.targets(linear(KEY), X), "needs an `Ensemble`, got a Linear"),
     ],
 )  # fmt: skip
 def test_bad_distillation(unhooked, call, message):
