@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from ._code import Code, code_of
+from ._ids import Ids, has_ids, open_ids
 from ._jaxpr import has_callbacks, plain_jit
 from ._pytree import PyTree
 from ._warnings import ignore_warnings
@@ -73,7 +74,7 @@ def _values(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple | list):
         for x in value:
             yield from _values(x)
-    elif value is not None and not isinstance(value, str):
+    elif value is not None and not isinstance(value, str | Ids):
         yield value
 
 
@@ -83,7 +84,7 @@ def _traits(treedef: Any) -> tuple[bool, bool]:
 
     Structures that are equal by `==` differ in neither.
     """
-    immutable = all(issubclass(node[0], tuple | eqx.Module | type(None)) for node in _nodes(treedef))
+    immutable = all(issubclass(node[0], tuple | eqx.Module | Ids | type(None)) for node in _nodes(treedef))
     return immutable, next(_static(treedef), None) is not None
 
 
@@ -128,21 +129,24 @@ class Flat(NamedTuple):
 # the next call flattens only the batch. Modules are found by `id`; the weak reference tells whether it is still theirs.
 # Without it, a new Module at the address of a freed one would run with the arrays of the old one.
 
-_remembered: dict[int, tuple[weakref.ref, Flat]] = {}
+_remembered: dict[tuple[int, bool], tuple[weakref.ref, Flat]] = {}
 
 
-def flatten(tree: PyTree, *, owned: bool = False) -> Flat:
+def flatten(tree: PyTree, *, owned: bool = False, is_carry: bool = False) -> Flat:
     """The arrays of a tree. Raises a `TypeError` if something else in it cannot be hashed.
 
-    Modules are looked into once; those with a dict or a list inside again, unless they are `owned`.
+    Modules are looked into once; those with a dict or a list inside again, unless they are `owned`. The ids of an
+    ensemble are among its arrays, so that one program serves all members; those of a carry are not, which has one
+    structure before and after.
     """
     if tree is None:
         return _NOTHING
-    found = _remembered.get(id(tree))
+    keeps_ids = is_carry and has_ids(tree)
+    found = _remembered.get((id(tree), keeps_ids))
     known = found[1] if found is not None and found[0]() is tree else None
     if known is not None and (owned or known.structure.is_immutable):
         return known
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(tree if keeps_ids else open_ids(tree))
     arrays = [x for x in leaves if isinstance(x, _ARRAYS)]
     constants = () if len(arrays) == len(leaves) else tuple(None if isinstance(x, _ARRAYS) else x for x in leaves)
     if known is not None and treedef == known.structure.treedef:
@@ -155,7 +159,7 @@ def flatten(tree: PyTree, *, owned: bool = False) -> Flat:
         structure = _structure_of_arrays(treedef, shapes)
     flat = Flat(arrays, structure)
     if isinstance(tree, eqx.Module):
-        _remember(tree, flat)
+        _remember(tree, flat, keeps_ids=keeps_ids)
     return flat
 
 
@@ -163,8 +167,8 @@ _structure_of_arrays = ft.lru_cache(maxsize=512)(Structure)
 _NOTHING = Flat([], Structure(jax.tree.structure(None), ()))
 
 
-def _remember(tree: eqx.Module, flat: Flat) -> None:
-    address = id(tree)
+def _remember(tree: eqx.Module, flat: Flat, *, keeps_ids: bool) -> None:
+    address = id(tree), keeps_ids
     _remembered[address] = weakref.ref(tree, lambda _: _remembered.pop(address, None)), flat
 
 
@@ -198,7 +202,8 @@ class CompiledCall:
     def __call__(self, read: tuple[PyTree, ...], carry: PyTree = None) -> tuple[Any, PyTree]:
         """Calls `fn`; `carry` is deleted if it is donated."""
         try:
-            parts = [flatten(x, owned=self._owned) for x in (*read, carry)]
+            parts = [flatten(x, owned=self._owned) for x in read]
+            parts.append(flatten(carry, owned=self._owned, is_carry=True))
             program = self._program(*[part.structure for part in parts])
         except TypeError:  # something cannot be hashed, which `filter_jit` explains
             return eqx.filter_jit(self._fn)(read, carry)
@@ -210,7 +215,7 @@ class CompiledCall:
             results = eqx.combine(results, more.results)
         after = more.after.combine(leaves)
         if more.is_module:
-            _remember(after, Flat(leaves, more.after, program.code, first))
+            _remember(after, Flat(leaves, more.after, program.code, first), keeps_ids=has_ids(after))
         return after, results
 
     def is_compiled(self, read: tuple[PyTree, ...]) -> bool:
@@ -249,7 +254,7 @@ class _Program:
         def run(arrays: list[list[Any]], last: list[Any]) -> tuple[list[Any], PyTree, _More]:
             *read, carry = map(Structure.combine, self._structures, [*arrays, last])
             after, results = self._fn(tuple(read), carry)
-            leaves, structure = flatten(after)[:2]
+            leaves, structure = flatten(after, is_carry=True)[:2]
             same = [x for x in self._structures if x == structure]  # which is found sooner than an equal one
             own, constants = eqx.partition(results, lambda x: isinstance(x, _ARRAYS))
             constants = constants if jax.tree.leaves(constants) else None

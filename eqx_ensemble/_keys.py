@@ -50,13 +50,13 @@ def _member_keys(key: Key[Array, ""], tag: UInt32[Array, ""], ids: Int[Array, " 
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.fold_in(key, tag), ids)
 
 
-def member_ids(ids: Any, argument: str = "num_members") -> Int[Array, " members"]:
+def member_ids(ids: Any, argument: str = "num_members") -> Int[np.ndarray, " members"] | Int[Array, " members"]:
     """Ids `(members,)` from a count, the argument `argument` of the function `name`, or from ids."""
     if isinstance(ids, int | np.integer):
         check_positive_int(ids, argument)
-        return jnp.arange(ids, dtype=jnp.int32)
+        return np.arange(ids, dtype=np.int32)  # known also inside of `jax.jit`
     check_ids(ids)
-    return jnp.asarray(ids, dtype=jnp.int32)
+    return jnp.asarray(ids, dtype=jnp.int32) if is_traced(ids) else np.asarray(ids, np.int32)
 
 
 def tag(purpose: str) -> int:

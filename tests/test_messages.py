@@ -497,10 +497,10 @@ BAD = {
         "Write `ensemble[[0, 1]]` for two members, `ensemble[0][1]` for a member of a nested ensemble.",
     ),
     "several gradients": (
-        lambda: eqx.filter(ENSEMBLE, eqx.is_inexact_array)[:2],
+        lambda: eqx.filter(eqx.filter_jit(lambda e, i: e[i])(ENSEMBLE, jnp.arange(2)), eqx.is_inexact_array)[:2],
         "TypeError: "
-        "This `Ensemble` holds no member ids, as gradients and filtered trees do not: index it with one integer, or "
-        "take several members with `tree.take(tree, index)`.",
+        "This `Ensemble` holds no member ids, as its ids were computed by a compiled function and then filtered out: "
+        "index it with one integer, or take several members with `tree.take(tree, index)`.",
     ),
     "average of models": (
         lambda: ee.average(MODELS),

@@ -213,8 +213,6 @@ def build(
 
     layout = as_layout(mesh)
     check_shard_rule(shard, None if layout is None else layout.mesh)
-    if layout is not None:
-        ids = replicate(ids, layout)
 
     def make_one(key: Any, **arguments: Any) -> Any:
         one = make(key, **arguments)
@@ -300,7 +298,7 @@ def _numbers(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array
     return jax.tree_util.tree_map_with_path(lambda path, _: path in found, stacked)
 
 
-def _as_ensemble(stacked: Any, ids: jax.Array, shared: Where | None, numbers: PyTree) -> Ensemble[Any]:
+def _as_ensemble(stacked: Any, ids: Any, shared: Where | None, numbers: PyTree) -> Ensemble[Any]:
     if shared is not None:
         stacked = check_selection(lambda tree: eqx.tree_at(shared, tree, replace_fn=_first), stacked)
     ensemble = from_stacked(stacked, ids=ids, shared=shared)

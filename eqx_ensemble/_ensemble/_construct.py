@@ -11,6 +11,7 @@ from .. import tree as _tree
 from .._axes import check_member_axis
 from .._caller import caller
 from .._check import MemberMismatchError, check_flag, is_key, is_member_array, is_traced, kind_text
+from .._ids import open_all
 from .._pytree import PyTree
 from .._warnings import warn
 from ..tree._engine import Rules, check_trees, compare_trees
@@ -169,16 +170,17 @@ def stack(
     models = check_trees(models, noun="model")
     check_flag(promote_scalars, "promote_scalars")
     rules = Rules(scalars="floats" if promote_scalars else "equal")
-    compare_trees(models, rules=rules)
+    opened = [open_all(model) for model in models]
+    compare_trees(opened, rules=rules)
     for model in models:
         check_no_text_arrays(model)
     stacked = _axes.strip_weak_types(_tree.stack(models, promote_scalars=promote_scalars))
     warn_of_equal_models(stacked, models)
-    numbers = jax.tree.map(lambda x, y: _axes.is_array(x) and type(y) is float, stacked, models[0])
+    numbers = jax.tree.map(lambda x, y: _axes.is_array(x) and type(y) is float, stacked, opened[0])
     mask = _axes_mask(stacked, shared)
     stacked, rest = eqx.partition(stacked, mask)
     if shared is not None:
-        unstacked = [eqx.filter(model, mask, inverse=True) for model in models]
+        unstacked = [eqx.filter(model, mask, inverse=True) for model in opened]
         rules = Rules(needs="models whose shared nodes are equal", noun="model")
         compare_trees(unstacked, rules=rules)
         check_equal_shared(unstacked)
@@ -200,7 +202,7 @@ def number_flags(stacked: PyTree, shared: PyTree) -> list[bool]:
     for x, y in zip(jax.tree.leaves(stacked, is_leaf=is_node), jax.tree.leaves(shared, is_leaf=is_node), strict=True):
         if isinstance(x, Ensemble) and isinstance(y, Ensemble):
             flags += number_flags(x.stacked, y.shared)
-            flags += [False] * len(jax.tree.leaves((x.shared, x.ids)))
+            flags += [False] * (len(jax.tree.leaves(x)) - len(jax.tree.leaves(x.stacked)))
         elif x is not None:
             flags.append(type(y) is float)
     return flags

@@ -12,8 +12,9 @@ from .. import _axes, _keys
 from .. import tree as _tree
 from .._caller import caller
 from .._check import MemberMismatchError, array_leaves, is_key, is_member_array, is_traced
+from .._ids import Ids, as_known, open_all, without_ids
 from .._pytree import PyTree
-from ..tree._engine import CONCATENATE_RULES, Rules, check_index, compare_trees, map_columns
+from ..tree._engine import CONCATENATE_RULES, Rules, check_index, compare_trees, map_columns, take_leaves
 from ._ensemble import Ensemble, check_index_of_members
 
 # Members of anything: ensembles, states, runs, and trees in which some nodes hold one value per member.
@@ -62,7 +63,7 @@ def take(tree: T, index: Any) -> T:
     if not array_leaves(own):
         return tree
     rows = check_index(index, _tree.num_members(own))
-    own = jax.tree.map(lambda x: x[rows] if _is_text(x) else x, _tree.take(own, rows))
+    own = jax.tree.map(lambda x: x[rows] if _is_text(x) else x, take_leaves(own, rows))
     followers = _followers(tree).items()
     return _close(own, rest, {n: rule.take(tree, rows) if rule.take else getattr(tree, n) for n, rule in followers})
 
@@ -113,7 +114,8 @@ def with_ids(tree: T, ids: Any) -> T:
     def change(node: Any) -> Any:
         if not _axes.has_marks(node):
             return node
-        return _map_fields(lambda name, x: jnp.asarray(ids, x.dtype) if name == "ids" else change(x), node)
+        own = lambda x: as_known(np.asarray(ids)) if isinstance(x, Ids) else jnp.asarray(ids, x.dtype)
+        return _map_fields(lambda name, x: own(x) if name == "ids" else change(x), node)
 
     rules = {name: rule.renumber for name, rule in _followers(tree).items() if rule.renumber}
     if not rules:
@@ -141,7 +143,9 @@ def _open(node: Any) -> Any:
     if not _axes.has_marks(node):
         return node
     if isinstance(node, Ensemble):  # without the flags, which are traced scalars inside `jax.jit`
-        return _map_fields(lambda name, x: node.arrays if name == "stacked" else x, node)
+        stacked = open_all(node.arrays, axes=(node.num_members,))
+        fields = {"stacked": stacked, "shared": without_ids(node.shared), "ids": node.ids}
+        return _map_fields(lambda name, _: fields[name], node)
     followers = _followers(node)
     return _map_fields(lambda name, x: None if name in followers else _open(x), node)
 

@@ -1,22 +1,24 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, ArrayLike, Int
 
 from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes import check_member_axis
-from .._check import MemberMismatchError, array_leaves, check_integer_ids, is_readable
+from .._check import MemberMismatchError, array_leaves, check_one_row_per_id, is_inside_transformation, is_readable
 from .._foreign import take_in
+from .._ids import Ids, IdsField, as_known, close_inner, open_all, stored_ids
 from .._pytree import PyTree
 from .._typing import CallableEnsemble, Out, StatefulEnsemble, kind_of_members
 from ..plan import AbstractPlan
 from ..plan._engine import call_members, map_members
+from ..tree._engine import take_leaves
 
 
 def check_one_mode(stacked: Any, shared: Any, path: str) -> None:
@@ -92,7 +94,14 @@ def one_alone(stacked: PyTree, shared: PyTree) -> Any:
         # The shortest float that rounds to this one: 0.1, as given, not 0.10000000149.
         return float(str(np.asarray(x)[()]))
 
+    stacked, shared = close_inner(stacked, shared)
     return eqx.combine(jax.tree.map(number, stacked, shared, is_leaf=lambda x: x is None), shared)
+
+
+def _rows_of(per_member: tuple[PyTree, Any]) -> PyTree:
+    """The leaves that differ between members, with the ids of ensembles within each member as leaves too."""
+    stacked, ids = per_member
+    return open_all(stacked, axes=ids.shape), ids
 
 
 def with_flags(stacked: PyTree, shared: PyTree) -> PyTree:
@@ -157,8 +166,11 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         [both ways](../how-it-runs.md#shared-arrays). A zero marks an array of `stacked` that holds Python floats
         (a dropout rate for each member): indexing a member restores its float, and training does not change it.
     - `ids`: the members' stable ids `(members,)`, which determine their random streams. Indexing and concatenation keep
-        them. They are an integer array leaf: arithmetic on all arrays changes them, and the next use of the ensemble
-        then raises a `TypeError`. Select weights with `equinox.is_inexact_array`, not `equinox.is_array`.
+        them. They are no leaf but part of the structure of the tree: gradients, optimisers and `jax.tree.map` leave
+        them as they are, and JAX rejects two ensembles with different members, as well as a compiled loop that changes
+        them. A function of yours under `equinox.filter_jit` is compiled again for an ensemble with other ids; functions
+        of this library are not. Only ids that a compiled function computes, as in `ensemble[index]` with a traced
+        index, are an integer array leaf; outside that function, `ensemble[:]` has them in its structure again.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key), 8, key=key)
@@ -172,22 +184,23 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
 
     stacked: M
     shared: M = eqx.field(metadata=_axes.SHARED)
-    ids: Int[Array, " members"]
+    ids: Int[Array, " members"] = cast(Any, IdsField())
 
-    def __init__(self, stacked: M, shared: M, ids: Int[Array, " members"]) -> None:
-        self.stacked = with_flags(stacked, shared)
-        self.shared = shared
-        self.ids = ids
+    def __init__(self, stacked: M, shared: M, ids: Int[ArrayLike, " members"]) -> None:
+        _keys.check_ids(ids)
+        self.stacked, self.shared = close_inner(with_flags(stacked, shared), shared)
+        self.ids = as_known(ids)
 
     def __check_init__(self) -> None:
-        _keys.check_ids(self.ids)
         if array_leaves(self.stacked) and (found := check_member_axis(self.stacked, axis=0)) != self.ids.shape[0]:
             raise MemberMismatchError(f"`Ensemble` needs one id per member: {found} members, {self.ids.shape[0]} ids.")
 
     def per_member(self) -> PyTree:
         """The leaves that differ between members, and the members' ids."""
-        check_integer_ids(self.ids)
-        return self.arrays, self.ids
+        arrays, ids = self.arrays, self.ids
+        if not isinstance(stored_ids(self), Ids) or is_inside_transformation():
+            check_one_row_per_id(arrays, ids)
+        return arrays, ids
 
     def one(self, part: PyTree) -> M:
         """The model of one member, given its part of `per_member()`."""
@@ -215,9 +228,12 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     @property
     def num_members(self) -> int:
         """The number of members."""
-        if self.ids is None:  # gradients, or a filtered tree
+        ids = stored_ids(self)
+        if isinstance(ids, Ids) and not is_inside_transformation():
+            return len(ids.values)
+        if ids is None:  # filtered out, inside a compiled function
             return check_member_axis(self.stacked, axis=0)
-        check_integer_ids(self.ids)
+        check_one_row_per_id(self.stacked, self.ids)
         return self.ids.shape[0]
 
     if not TYPE_CHECKING:  # type checkers know the attributes
@@ -273,11 +289,11 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         if self.ids is None:  # as above
             if isinstance(index, slice | list) or getattr(index, "ndim", 0) > 0:
                 raise TypeError(
-                    "This `Ensemble` holds no member ids, as gradients and filtered trees do not: index it with one "
-                    "integer, or take several members with `tree.take(tree, index)`."
+                    "This `Ensemble` holds no member ids, as its ids were computed by a compiled function and then "
+                    "filtered out: index it with one integer, or take several members with `tree.take(tree, index)`."
                 )
             return self.one((_tree.take(self.arrays, index), None))
-        stacked, ids = _tree.take(self.per_member(), index)
+        stacked, ids = take_leaves(_rows_of(self.per_member()), index)
         if ids.ndim < self.ids.ndim:
             return one_alone(stacked, self.shared)
         return Ensemble(stacked, self.shared, ids)
@@ -287,7 +303,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
 
     def unstack(self) -> list[M]:
         """The members as a list of ordinary models."""
-        parts = _tree.unstack(self.per_member())
+        parts = _tree.unstack(_rows_of(self.per_member()))
         return [one_alone(stacked, self.shared) for stacked, _ in parts]
 
     @overload

@@ -12,6 +12,7 @@ from .. import _axes
 from .._caller import caller
 from .._check import check_flag, check_integer_ids, check_path, is_member_array, kind_text, path_text
 from .._ensemble import Ensemble, Group, M
+from .._ids import open_all
 from .._pytree import PyTree
 from ..checkpoint._engine import (
     FORMATS,
@@ -84,6 +85,7 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
         )
     for ensemble in _ensembles(tree):
         check_integer_ids(ensemble.ids)
+    tree = open_all(tree)
     how, marked = FORMATS[format], marks(tree)
     content = snapshot(tree, per_member=marked.per_member, ids=marked.ids, meta=meta, take=how.take)
     how.settle(how.begin(as_path(path), content))
@@ -225,7 +227,8 @@ def marks(tree: PyTree) -> Marks:
 def _flags(node: Any, ids: np.ndarray | None) -> Iterable[bool]:
     if isinstance(node, Ensemble):
         own = ids is not None and node.ids is not None and np.array_equal(to_host(node.ids), ids)
-        stacked, shared, its_ids = (len(jax.tree.leaves(part)) for part in (node.stacked, node.shared, node.ids))
+        stacked, shared = (len(jax.tree.leaves(part)) for part in (node.stacked, node.shared))
+        its_ids = len(jax.tree.leaves(node)) - stacked - shared
         return [own] * stacked + [False] * shared + [own] * its_ids
     own = ids is not None and _axes.is_per_member(node) and _count(node) == len(ids)  # by count: they have no ids
     return [own] * len(jax.tree.leaves(node))

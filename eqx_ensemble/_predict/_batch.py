@@ -10,6 +10,7 @@ import numpy as np
 from .. import _axes, _check, tree
 from .._compiled import ProgramKey
 from .._ensemble import Ensemble, take
+from .._ids import open_ids
 from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ..plan._engine import sharded_plan
@@ -175,6 +176,7 @@ def batch_arguments(
 ) -> tuple[MemberCall, PredictionInputs, jax.Array]:
     """The arguments of `predict_batch`, except for the plan, for some rows and members."""
     some = inputs.take_rows(rows).take_members(members, call.layout)
+    some = dataclasses.replace(some, ensemble=open_ids(some.ensemble))  # one program for all members
     if call.layout is None or any(map(_check.is_traced, jax.tree.leaves(some.x))):
         return call, some, jnp.asarray(rows)
     return call, dataclasses.replace(some, x=shard_rows(some.x, call.layout)), shard_rows(rows, call.layout)

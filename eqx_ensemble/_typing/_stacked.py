@@ -21,6 +21,7 @@ import jax.tree_util as jtu
 from jaxtyping import AbstractArray, Shaped
 
 from .._check import is_member_array, path_text
+from .._ids import open_all, open_stacked, stored_ids
 from .._leaf_text import leaf_text
 from .._pytree import PyTree
 
@@ -85,8 +86,9 @@ class HoldsMembers(Protocol):
     stacked: Any
     ids: Any
 
-    def per_member(self) -> PyTree:
-        """The leaves with the `members` axis."""
+    @property
+    def arrays(self) -> PyTree:
+        """The leaves with the `members` axis, except for the ids."""
         ...
 
 
@@ -145,13 +147,18 @@ def _subscript(cls: _StackedMeta, model: Any, axes: str) -> _StackedMeta:
 def _readings(obj: Any, model: Any, num_axes: int) -> Iterator[PyTree]:
     """The trees whose arrays have the axes: of a stacked `model`, or of an ensemble whose members are `model`s."""
     if _is_a(obj, model):
-        yield obj.per_member() if isinstance(obj, HoldsMembers) else obj
+        yield _rows(open_stacked(obj)) if isinstance(obj, HoldsMembers) else obj
+    obj = open_all(obj) if isinstance(obj, HoldsMembers) else obj
     while isinstance(obj, HoldsMembers):
         # The ids of an ensemble in an ensemble carry the axes of both.
         depth = len(obj.ids.shape) if _carries(obj.ids) else num_axes
         if depth == num_axes and _is_a(obj.stacked, model):
-            yield obj.per_member()
+            yield _rows(obj)
         obj = obj.stacked
+
+
+def _rows(obj: HoldsMembers) -> PyTree:
+    return obj.arrays, stored_ids(obj)
 
 
 def _is_a(obj: Any, model: Any) -> bool:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._check import kind_text, number_text
+from .._check import kind_text, number_text, path_text
+from .._ids import close_all, open_all
 from .._warnings import warn
 from ._check import safe_text
 from ._manifest import Entry, Manifest
@@ -41,6 +42,8 @@ def restore(
     members in `like` does not matter.
     """
     check_cast(cast)
+    saved = {entry.path for entry in reader.manifest.entries}
+    like = open_all(like, lambda path: path_text(path) in saved)
     manifest, leaves = reader.manifest, saved_leaves(like)
     _compare(manifest, leaves, reader.folder, any_count=rows is not None, cast=cast)
     _compare_structure(manifest, like, reader.folder, strict=strict)
@@ -62,7 +65,7 @@ def restore(
             restored.append(done[_identity(entries[path], leaf)])
         else:
             restored.append(leaf)
-    return jtu.tree_unflatten(jtu.tree_structure(like), restored)
+    return close_all(jtu.tree_unflatten(jtu.tree_structure(like), restored))
 
 
 def _identity(entry: Entry, like: Any) -> tuple:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._check import is_key, is_member_array
+from .._ids import open_all, open_own
 from ..distributed import to_host
 from ._check import KEY_WORDS, check_json, check_not_traced, check_orbax_dtype, check_savable_dtype, check_saved_rows
 from ._manifest import LIMIT, TABLE, Entry, Manifest, Number
@@ -157,7 +158,11 @@ def snapshot(
     - `take`: the function that returns the numbers of an array leaf.
     """
     check_json(meta)
+    if per_member is False:
+        tree = open_all(tree)
     members = None if ids is None else tuple(int(i) for i in to_host(ids))
+    if members is not None:
+        tree, per_member = open_own(tree, per_member, members)
     flags = jax.tree.leaves(jax.tree.broadcast(per_member, tree))
     entries, numbers, arrays, firsts = [], [], {}, {}
     for (path, leaf), flag in zip(saved_leaves(tree), flags, strict=True):

@@ -13,6 +13,7 @@ from .. import _axes, _check
 from .._axes import check_has_axis
 from .._compiled import CompiledCall
 from .._foreign import as_hashable_leaf
+from .._ids import close_all
 from .._pytree import PyTree
 from .._typing import HoldsMembers, MappedFunction, Out, P
 from ..sharding._engine import as_layout
@@ -127,7 +128,7 @@ def over_members(
         # `jax.lax.map` outside `jax.jit` would compile in every call.
         if call.plan.compiles and not _check.is_inside_transformation():
             try:
-                return _compiled_run((call, fn, *args, kwargs))[1]
+                return close_all(_compiled_run((call, fn, *args, kwargs))[1])
             except (TypeError, IndexError):
                 pass  # in a program, shared leaves have only a shape and a dtype; `fn` may need more, or be at fault
         return _run(call, fn, args, kwargs)

@@ -199,8 +199,10 @@ def check_trees(trees: Any, *, noun: str = "tree") -> list:
 
 
 def check_same_ids(old: Any, new: Any) -> None:
-    """Raises unless the ensembles of two trees of one structure have the same members in the same order."""
-    for (path, first), (_, second) in zip(_nodes_with_ids(old), _nodes_with_ids(new), strict=True):
+    """Raises if an ensemble or a training state has other members, or in another order, at one path of two trees."""
+    others = dict(_nodes_with_ids(new))
+    for path, first in _nodes_with_ids(old):
+        second = others.get(path, first)
         for node in (first, second):
             check_integer_ids(node.ids)
         if first.ids is second.ids or is_traced(first.ids) or is_traced(second.ids):

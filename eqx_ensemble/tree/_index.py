@@ -6,6 +6,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _check
+from .._ids import close_all, open_stacked
 from ._check import check_index, check_leading_axes
 
 
@@ -105,6 +106,7 @@ def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
     ```
     """
     num_axes = _check.check_positive_int(num_axes, "num_axes")
+    tree = open_stacked(tree)
     sizes = check_leading_axes(tree, num_axes)
     leaves, treedef = jtu.tree_flatten(tree)
     return _unstack(leaves, treedef, sizes)
@@ -119,7 +121,7 @@ def _unstack(leaves: list, treedef: Any, sizes: tuple[int, ...]) -> list:
     members = [[rows[id(leaf)][i] for leaf in leaves] for i in range(sizes[0])]
     if len(sizes) > 1:
         return [_unstack(member, treedef, sizes[1:]) for member in members]
-    return [jtu.tree_unflatten(treedef, member) for member in members]
+    return [close_all(jtu.tree_unflatten(treedef, member)) for member in members]
 
 
 def take(tree: T, index: Any) -> T:
@@ -154,6 +156,11 @@ def take(tree: T, index: Any) -> T:
     take(stacked, [2, 0])  # {"w": [[4., 5.], [0., 1.]]}
     ```
     """
+    return close_all(take_leaves(open_stacked(tree), index))
+
+
+def take_leaves(tree: T, index: Any) -> T:
+    """`take` for a tree whose ids, if any, are leaves, as in the result."""
     rows = check_index(index, check_leading_axes(tree)[0])
     pick = _take_one if np.ndim(rows) == 0 else _take_many
     return _map_tied(lambda leaf: pick(leaf, rows), tree)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
+from .._ids import close_all, open_all, open_stacked
 from ._check import check_distinct, check_index, check_leading_axes, check_trees
 from ._compare import CONCATENATE_RULES, Rules, compare_trees, replace_rules
 from ._index import map_columns
@@ -42,12 +43,13 @@ def replace(tree: T, index: Any, value: Any) -> T:
     replace({"w": jnp.zeros((3, 2))}, 1, {"w": jnp.ones(2)})
     ```
     """
+    tree, value = open_stacked(tree), open_stacked(value)
     rows = check_index(index, check_leading_axes(tree)[0])
     if isinstance(rows, np.ndarray):
         check_distinct(rows)
     count = None if np.ndim(rows) == 0 else np.shape(rows)[0]
     columns = compare_trees([tree, value], rules=replace_rules(count))
-    return map_columns(lambda leaves: _replace_column(leaves, rows), columns)
+    return close_all(map_columns(lambda leaves: _replace_column(leaves, rows), columns))
 
 
 def _replace_column(leaves: list, rows: Any) -> Any:
@@ -96,7 +98,7 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
     """
     _check.check_flag(promote_scalars, "promote_scalars")
     rules = Rules(scalars="floats" if promote_scalars else "equal")
-    columns = compare_trees(check_trees(trees), rules=rules)
+    columns = compare_trees([open_all(tree) for tree in check_trees(trees)], rules=rules)
     return map_columns(_stack_column, columns)
 
 
@@ -135,11 +137,11 @@ def concatenate(trees: Iterable[T]) -> T:
     concatenate([{"w": jnp.zeros((2, 3))}, {"w": jnp.ones((1, 3))}])["w"].shape  # (3, 3)
     ```
     """
-    listed = check_trees(trees)
+    listed = [open_stacked(tree) for tree in check_trees(trees)]
     for tree in listed:
         check_leading_axes(tree)
     columns = compare_trees(listed, rules=CONCATENATE_RULES)
-    return map_columns(_concatenate_column, columns)
+    return close_all(map_columns(_concatenate_column, columns))
 
 
 def _concatenate_column(leaves: list) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from .._check import is_key, is_member_array, is_traced
+from .._ids import Ids
 from .._leaf_text import leaf_text
 
 
@@ -131,7 +132,7 @@ def static_parts(x: Any) -> dict | None:
         return {name: getattr(x, name) for name in _CODE}
     if isinstance(x, weakref.ref):
         return {"the referent": x()}
-    if isinstance(x, (types.ModuleType, type)):
+    if isinstance(x, (types.ModuleType, type, Ids)):
         return None
     if is_program(x):
         return program_parts(x)

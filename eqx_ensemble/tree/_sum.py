@@ -10,6 +10,7 @@ from .. import _check
 from .._caller import caller
 from .._check import is_key, is_member_array, is_traced
 from .._foreign import from_foreign
+from .._ids import close_all, in_form_of
 from .._leaf_text import leaf_text
 from ._check import check_fraction, check_same_ids, check_trees
 from ._compare import POLYAK_RULES, SUM_RULES, compare_trees
@@ -158,9 +159,8 @@ def polyak(old: T, new: T, tau: Any) -> T:
 
     Each floating-point or complex array becomes $\tau\, x_{new} + (1 - \tau)\, x_{old}$, as in
     `optax.incremental_update`, in its own dtype. (Below 32 bits it is computed in float32 and rounded to the dtype: in
-    bfloat16 a step of less than 1/256 of a value may be lost.) All other arrays are taken from `new`: counters, keys,
-    and the ids of an [`eqx_ensemble.Ensemble`][]. Leaves that are not arrays must be equal, and are kept. The members'
-    ids are compared outside `jax.jit` only, which synchronises with their device unless both trees hold the same array.
+    bfloat16 a step of less than 1/256 of a value may be lost.) All other arrays are taken from `new`, such as counters
+    and keys. Leaves that are not arrays must be equal, and are kept, as are the ids of an [`eqx_ensemble.Ensemble`][].
 
     **Arguments:**
 
@@ -183,8 +183,9 @@ def polyak(old: T, new: T, tau: Any) -> T:
     ```
     """
     check_fraction(tau, "tau")
-    columns = compare_trees([old, new], rules=POLYAK_RULES)
+    old, new = close_all(old), close_all(new)
     check_same_ids(old, new)
+    columns = compare_trees([old, in_form_of(old, new)], rules=POLYAK_RULES)
     # Python numbers are rounded once, to each leaf's type: `1 - tau` of a rounded `tau` is another weight.
     weights = jnp.stack([1 - tau, tau]) if isinstance(tau, jax.Array) else [1 - float(tau), float(tau)]
     return map_columns(lambda leaves: _move_column(leaves, weights), columns)

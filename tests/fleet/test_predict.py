@@ -154,5 +154,7 @@ def test_results_with_static_fields_that_differ():
     values = iter(range(9))
     fn = lambda model: Tagged(model.weight, next(values))
     ensemble = ee.build(lambda key: Tagged(jax.random.normal(key, (3,)), 0), 4, key=jax.random.key(0))
-    with pytest.raises(ee.MemberMismatchError, match=r"`fleet.map_members` needs ensembles of the same kind(.|\n)*`\.tag`: expected 0"):
+    with pytest.raises(
+        ee.MemberMismatchError, match=r"`fleet.map_members` needs ensembles of the same kind(.|\n)*`\.tag`: expected 0"
+    ):
         ee.fleet.map_members(Here(), fn, shard=2)(ensemble)

@@ -260,6 +260,7 @@ def test_what_comes_back_goes_in_again(ensemble, plan):
     again = (ensemble, state)
     for _ in range(3):
         again = step(*again, x, y)[:2]
+    assert jax.tree.structure(again) == jax.tree.structure((ensemble, state))
     assert_close(again[0], ours, 1e-5)
     assert ours.ids.tolist() == [3, 1, 4]
     for i, model in enumerate(ensemble.unstack()):
