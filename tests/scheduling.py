@@ -44,9 +44,7 @@ def make_scheduler(config, log):
 
         def _reschedule(self, node):
             if node in self.registered_collections:  # not one that replaces a crashed worker and has not begun
-                with contextlib.suppress(
-                    OSError
-                ):  # crashed too: its tests are submitted again when that is known
+                with contextlib.suppress(OSError):  # crashed too: its tests are submitted again when that is known
                     super()._reschedule(node)
 
         def schedule(self):
