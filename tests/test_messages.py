@@ -208,7 +208,7 @@ BAD = {
         lambda: ee.map_members(lambda x: x)(X),
         "TypeError: "
         "`map_members(<lambda>)` needs an argument with members, an `Ensemble` or an `Each`; got none.\n"
-        "Mark inputs with one value per member: `Each(x)`.",
+        "Mark inputs with one value per member: `Each(x)`; of a stacked Module, make one: `from_stacked(model)`.",
     ),
     "Each of a number": (
         lambda: ee.Each(3.0),

@@ -174,6 +174,11 @@ CASES = {
         {},
         ("target", "steps", "seconds"),
     ),
+    "train.project": Case(
+        lambda **options: updated(ee.train.project(**options)),
+        {"optimiser": always(SGD), "fn": always(lambda params: params)},
+        ("optimiser", "fn"),
+    ),
     "train.every": Case(ee.train.every, {"steps": always(2), "callback": always(print)}),
     "fit, swept": Case(ee.fit, _swept | {"steps": always(2)}, ("hyper", "rows", "order")),
     "fit, saved": Case(

@@ -186,9 +186,10 @@ def _works(
     size = size_of_batch([inputs for inputs, _ in ready], num_rows, batch_size, memory)
     works = []
     for part, (inputs, layout) in zip(parts, ready, strict=True):
-        code = program_key((part.ensemble, part.state, part.fn, plan_in_program(part.plan)))
+        plan = as_plan(part.plan)
+        code = program_key((part.ensemble, part.state, part.fn, plan_in_program(plan)))
         call = MemberCall(part.fn, inference, layout, code)
-        works.append(Work(Pilot(as_plan(part.plan), name="predict"), call, inputs, num_rows, size, part.members))
+        works.append(Work(Pilot(plan, name="predict"), call, inputs, num_rows, size, part.members))
     return works
 
 

@@ -82,12 +82,12 @@ def map_members(
             call, executor, shard=shard, workers=workers, retries=retries, hooks=Hooks(progress), start=start
         )
         check_complete(finished)
-        return _joined([result for _, result in finished.results])
+        return _join_results([result for _, result in finished.results])
 
     return run_all
 
 
-def _joined(results: list[PyTree]) -> PyTree:
+def _join_results(results: list[PyTree]) -> PyTree:
     """What `map_members` returned for the members of each shard, for all of them."""
     is_marked = _axes.is_per_member
     marked, plain = zip(*[eqx.partition(result, is_marked, is_leaf=is_marked) for result in results], strict=True)

@@ -22,7 +22,7 @@ MUTANTS = [
         "test_keys.py test_ensemble.py",
         ("jax.random.fold_in(key, tag), ids)", "key, ids)"),
         ("(counts > 1).any()", "(counts > 2).any()"),
-        ("jnp.arange(ids, dtype=jnp.int32)", "jnp.arange(1, ids + 1, dtype=jnp.int32)"),
+        ("np.arange(ids, dtype=np.int32)", "np.arange(1, ids + 1, dtype=np.int32)"),
     ),
     *of(
         "_weighting.py",
