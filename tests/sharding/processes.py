@@ -166,7 +166,7 @@ class DiesAt:
         self.folder, self.count, self.rank = folder, count, rank
 
     def __call__(self):
-        if jax.process_index() == self.rank and len(list(self.folder.glob("*"))) >= self.count:
+        if jax.process_index() == self.rank and len(list(self.folder.glob("step-*"))) >= self.count:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
