@@ -58,8 +58,10 @@ def _own_filter(own: "_OwnWarnings", category: type[Warning]) -> Iterator[None]:
     finally:
         own.active = False
         filters = warnings.filters
-        with contextlib.suppress(ValueError):
-            filters.remove(entry)
+        for old in list(filters):  # also those that `warnings.catch_warnings` in another thread has put back
+            if isinstance(old[1], _OwnWarnings) and not old[1].active:
+                with contextlib.suppress(ValueError):
+                    filters.remove(old)
 
 
 class _OwnWarnings:

@@ -101,9 +101,7 @@ def join(trees: Sequence[T]) -> T:
     for own in owns:
         _tree.num_members(own)
     own = map_columns(_join_column, compare_trees(list(owns), rules=CONCATENATE_RULES))
-    if jax.tree.leaves(
-        texts
-    ):  # otherwise constants may be equivalent without being equal, which `jax.tree.map` refuses
+    if jax.tree.leaves(texts):  # or `jax.tree.map` would refuse constants that are equivalent, but not equal
         own = eqx.combine(own, jax.tree.map(lambda *xs: np.concatenate(xs), *texts))
     return _close(own, rests[0], followers)
 

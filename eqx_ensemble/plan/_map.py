@@ -159,7 +159,7 @@ def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, 
         constants.append(eqx.filter(out, eqx.is_array, inverse=True))
         return marking.of_member(out, part) if marking else out
 
-    with _explain_unmarked(args, kwargs, num_members):
+    with _explain_shared(args, kwargs, num_members):
         out = _axes.over_leading_axis(call.plan.run, one, parts)
     check_equal_constants(constants)
     if marking is None:
@@ -182,7 +182,7 @@ _compiled_run = CompiledCall(_run_compiled, most=64)
 
 
 @contextlib.contextmanager
-def _explain_unmarked(args: tuple, kwargs: dict[str, Any], num_members: Any) -> Iterator[None]:
+def _explain_shared(args: tuple, kwargs: dict[str, Any], num_members: Any) -> Iterator[None]:
     """Adds to an error of a function of one member which shared arguments have an axis as long as there are members."""
     try:
         yield

@@ -8,7 +8,7 @@ import optax
 from .._caller import caller
 from .._check import array_leaves, check_counter, check_positive_int, check_word, is_inside_transformation, kind_text
 from .._leaf_text import leaf_text
-from ._status import is_idle_allowed
+from ._status import may_be_idle
 
 MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
 
@@ -96,7 +96,7 @@ def check_inner_optimiser(value: Any) -> None:
 
 def check_some_training(training: np.ndarray, *, ids: np.ndarray) -> None:
     """Raises if no member is training."""
-    if not training.any() and not is_idle_allowed():
+    if not training.any() and not may_be_idle():
         raise ValueError(
             f"`fit` has no member left to train: all {len(ids)} members have stopped or diverged.\n"
             "To train their weights again, pass the ensemble: `fit(run.ensemble, ...)`."

@@ -103,6 +103,6 @@ def allow_idle() -> Iterator[None]:
         _may_be_idle.reset(token)
 
 
-def is_idle_allowed() -> bool:
+def may_be_idle() -> bool:
     """Whether the current call of `fit` accepts members of which none trains."""
     return _may_be_idle.get()
