@@ -97,6 +97,9 @@ def join(trees: Sequence[T]) -> T:
     else:
         compare_trees(list(rests), rules=_OF_OTHERS)
         check_equal_shared(rests, _FIX)
+        states: list[Any] = [getattr(tree, "train_state", tree) for tree in trees]
+        if hasattr(states[0], "ensemble"):  # has once what members train together
+            check_equal_shared([state.ensemble.shared for state in states])
     texts, owns = zip(*(eqx.partition(own, _is_text) for own in owns), strict=True)
     for own in owns:
         _tree.num_members(own)

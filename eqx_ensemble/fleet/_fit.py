@@ -36,6 +36,7 @@ from ..train._engine import (
     check_no_transformation,
     check_not_given_again,
     check_optimiser,
+    check_optimiser_kind,
     check_options,
     check_same_mode,
     check_same_structure,
@@ -104,6 +105,7 @@ def check_known(options: Iterable[str]) -> None:
 
 def check_start_options(begun: Any, optimiser: Any, options: dict[str, Any], given: Options) -> None:
     """Raises for options that the start of a run does not take, or lacks; `None` is built on the worker."""
+    check_optimiser_kind(optimiser)
     if begun is None or isinstance(begun, Ensemble):
         check_optimiser(optimiser, hyper=options.get("hyper"))
     if isinstance(begun, Ensemble):

@@ -117,12 +117,21 @@ class AbstractPlan(eqx.Module):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
+# The names of the mapped axes, for means over members.
+_MEMBERS, _DEVICES = "eqx_ensemble.members", "eqx_ensemble.devices"
+
+
+def axes_of(layout: Layout | None) -> tuple[str, ...]:
+    """The names of the mapped axes under `Vmap`, whose members all run at once."""
+    return (_MEMBERS,) if layout is None else (_DEVICES, _MEMBERS)
+
+
 class Vmap(AbstractPlan):
     """All members at once, by `jax.vmap`: the fastest plan if one member does not saturate the machine."""
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over all members at once."""
-        return jax.vmap(fn)(arrays)
+        return jax.vmap(fn, axis_name=_MEMBERS)(arrays)
 
     @property
     def compiles(self) -> bool:
@@ -233,7 +242,7 @@ class ShardedPlan(AbstractPlan):
             layout,
         )
         # The axis name keeps constraints on one member's layout valid inside.
-        out = jax.vmap(lambda some: self.inner.run(fn, some), spmd_axis_name="members")(own)
+        out = jax.vmap(lambda some: self.inner.run(fn, some), axis_name=_DEVICES, spmd_axis_name="members")(own)
         out = constrain_members(jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), out), layout)
         if layout.width(count) == count:
             return out

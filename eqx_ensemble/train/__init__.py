@@ -18,6 +18,7 @@ from ._status import Status as Status
 from ._step import Metrics as Metrics
 from ._step import Step as Step
 from ._step import make_step as make_step
+from ._together import Together as Together
 from ._trainable import Frozen as Frozen
 from .data._reader import RowReader as RowReader
 from .host._record import History as History

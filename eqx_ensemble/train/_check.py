@@ -8,7 +8,9 @@ import optax
 from .._caller import caller
 from .._check import array_leaves, check_counter, check_positive_int, check_word, is_inside_transformation, kind_text
 from .._leaf_text import leaf_text
+from ..plan import Vmap
 from ._status import may_be_idle
+from ._together import Together
 
 MULTI_STEPS = "Pass `optax.MultiSteps(...).gradient_transformation()`."
 
@@ -77,7 +79,8 @@ def check_same_structure(validation: Any, data: Any) -> None:
 
 def check_hyper_used(optimiser: Any, *, wants_hyper: bool) -> None:
     """Raises unless the optimiser or the loss uses the hyper-parameters."""
-    if isinstance(optimiser, optax.GradientTransformation) and not wants_hyper:
+    own = optimiser.optimiser if isinstance(optimiser, Together) else optimiser
+    if isinstance(own, optax.GradientTransformation) and not wants_hyper:
         raise TypeError(
             f"`{caller()}` got `hyper`, but nothing uses it.\n"
             "Pass the optimiser as a function, `lambda h: optax.adam(h['lr'])`, or name a loss parameter `hyper`."
@@ -94,6 +97,15 @@ def check_inner_optimiser(value: Any) -> None:
         )
 
 
+def check_plan_together(optimiser: Any, plan: Any) -> None:
+    """Raises unless members that are trained together run at once."""
+    if isinstance(optimiser, Together) and type(plan) is not Vmap:
+        raise ValueError(
+            f"`{caller()}` needs the plan `Vmap()` for the members of `train.Together`, which all take a step at once; "
+            f"got {plan!r}."
+        )
+
+
 def check_some_training(training: np.ndarray, *, ids: np.ndarray) -> None:
     """Raises if no member is training."""
     if not training.any() and not may_be_idle():
@@ -103,9 +115,22 @@ def check_some_training(training: np.ndarray, *, ids: np.ndarray) -> None:
         )
 
 
-def check_optimiser_kind(value: Any) -> None:
-    """Raises unless `value` is an optax optimiser or a function."""
+def check_optimiser_kind(value: Any, *, together: bool = False) -> None:
+    """Raises unless `value` is an optax optimiser or a function; or, if members may depend on others, a `Together`."""
     if isinstance(value, optax.GradientTransformation):
+        return
+    if isinstance(value, Together):
+        if not together:
+            raise TypeError(
+                f"`{caller()}` needs members that are trained independently of each other; those of `train.Together` "
+                "are not."
+            )
+        check_optimiser_kind(value.optimiser)
+        if not isinstance(value.shared, optax.GradientTransformation):
+            raise TypeError(
+                f"`train.Together` needs `shared` to be an optax optimiser, got {kind_text(value.shared)}.\n"
+                "Hyper-parameters are those of members; shared parameters have none."
+            )
         return
     if isinstance(value, optax.MultiSteps):
         raise TypeError(f"`{caller()}` needs an optax optimiser, got a MultiSteps.\n{MULTI_STEPS}")
@@ -119,9 +144,10 @@ def check_optimiser_kind(value: Any) -> None:
         raise TypeError(f"`{caller()}` needs an optax optimiser, got {leaf_text(value)}.")
 
 
-def check_optimiser(value: Any, *, hyper: Any, hyper_of: str | None = None) -> None:
+def check_optimiser(value: Any, *, hyper: Any, hyper_of: str | None = None, together: bool = False) -> None:
     """Raises unless `value` is an optax optimiser, or with `hyper` (of `hyper_of`) a function that makes one."""
-    check_optimiser_kind(value)
+    check_optimiser_kind(value, together=together)
+    value = value.optimiser if isinstance(value, Together) else value
     if isinstance(value, optax.GradientTransformation):
         return
     if hyper is None:

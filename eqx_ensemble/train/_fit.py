@@ -25,7 +25,13 @@ from ..plan import AnyPlan
 from ..plan._engine import as_plan, plan_in_program
 from ..sharding._engine import shard_members
 from ._callback import Callback, check_callbacks
-from ._check import check_hyper_used, check_no_transformation, check_same_structure, check_some_training
+from ._check import (
+    check_hyper_used,
+    check_no_transformation,
+    check_plan_together,
+    check_same_structure,
+    check_some_training,
+)
 from ._check_member import hyper_column_text
 from ._check_run import check_outcome
 from ._group_run import GroupRun, fit_parts
@@ -35,6 +41,7 @@ from ._run import Run
 from ._scan_steps import FitOptions
 from ._state import MemberConstants, TrainState
 from ._status import Status
+from ._together import bind
 from ._trainable import Trainable
 from .compiled._loss import Loss, make_losses
 from .compiled._optimiser import Optimiser
@@ -189,7 +196,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         hyper-parameters. If the loss combines predictions `(batch, 1)` with targets `(batch,)`, a warning names the
         line, because all pairs would be compared; axes that the loss adds itself (`y[:, None]`, `keepdims`) are
         accepted.
-    - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyper-parameters that returns one.
+    - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyper-parameters that returns one; or
+        [`eqx_ensemble.train.Together`][], which also trains shared leaves.
 
     *Data:*
 
@@ -301,6 +309,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     optimiser = as_hashable(optimiser)
     data = from_foreign_tree(data, "data")
     plan = as_plan(plan)
+    check_plan_together(optimiser, plan)
     check_optional_flag(progress, "progress")
     given = check_options(
         epochs=epochs, steps=steps, validation=validation, patience=patience, stop=stop, order=order, has_aux=has_aux,
@@ -317,6 +326,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         has_validation=held_out is not None, mode=mode, windows=windows, key=key,
     )  # fmt: skip
     first = start.state
+    optimiser = bind(optimiser, first.fixed.tied)
     stops = limits_of(given.stop, first.num_members)
     limits = make_limits(stops["steps"], stops["target"], first.num_members, min_delta=min_delta)
     limits = limits if layout is None else shard_members(limits, layout)

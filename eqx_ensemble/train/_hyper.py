@@ -16,6 +16,7 @@ from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import Vmap
 from ._check_member import check_followed, check_hyper, check_hyper_structure, check_same_hyper, check_state_arrays
+from ._together import bind
 from .compiled._optimiser import Optimiser, init_member, update_alone
 
 # Hyper-parameters that an optimiser's `init` stores in its state, as `optax.inject_hyperparams` does.
@@ -77,6 +78,7 @@ def follow_hyper(state: S, optimiser: Optimiser) -> S:
     moving, fixed, ids = state.moving, state.fixed, state.ids  # pyright: ignore[reportAttributeAccessIssue]
     if fixed.opt_hyper is None:
         return state
+    optimiser = bind(optimiser, fixed.tied)
     is_none = lambda x: x is None
     check_hyper_structure(fixed.opt_hyper, fixed.hyper)
     now = jax.tree.map(lambda old, new: None if old is None else new, fixed.opt_hyper, fixed.hyper, is_leaf=is_none)

@@ -21,6 +21,7 @@ from ._check_member import check_state_arrays
 from ._hyper import change_hyper, filter_hyper, follow_hyper
 from ._state import MemberConstants, MemberState, TrainState, check_train_state, init_all
 from ._status import Status
+from ._together import bind, split_tied
 from .compiled._optimiser import Optimiser, keep_noise
 from .compiled._selection import Selection
 
@@ -174,7 +175,7 @@ def revive(
     """
     check_train_state(state)
     check_state_arrays(state)
-    check_optimiser_kind(optimiser)
+    check_optimiser_kind(optimiser, together=True)
     check_key(key)
     if not isinstance(how, Revive | None):
         raise TypeError(f"`train.revive` needs `how` to be a `Revive`, got {kind_text(how)}.")
@@ -192,6 +193,7 @@ def revive_members(
     """Revives the members at the indices `lost`; `times` makes the random keys of a member's revivals distinct."""
     ids = to_host(state.ids)
     keys = _own_keys(_keys.root(key), ids[lost], times)
+    optimiser = bind(optimiser, state.fixed.tied)
     names, step = ids.tolist(), int(state.step)
     if how.make is not None:
         moving, fixed = _from_scratch(state, optimiser, how, how.make, lost, keys)
@@ -268,7 +270,12 @@ def _from_scratch(
         (moving.params, moving.opt_state, moving.model_state, fixed.frozen, fixed.opt_hyper),
         (params, opt_state, model_state, frozen, opt_hyper),
     )
-    fixed = MemberConstants(frozen, fixed.key, hyper, opt_hyper)
+    fixed = MemberConstants(frozen, fixed.key, hyper, opt_hyper, fixed.tied)
+    if fixed.tied:
+        own, shared = split_tied(params, fixed.tied)
+        source = [*np.flatnonzero(to_host(moving.status) == Status.OK), lost[0]][0]
+        copies, of_shared = jax.tree.map(lambda x: x.at[lost].set(x[source]), (shared, opt_state.shared))
+        params, opt_state = eqx.combine(own, copies), opt_state._replace(shared=of_shared)
     return _mark_training(moving, (params, opt_state, model_state), lost), fixed
 
 

@@ -24,6 +24,8 @@ from ..sharding._engine import Layout, constrain_member, layout_for, replicate, 
 from ._check import check_optimiser
 from ._check_member import check_state_arrays
 from ._hyper import filter_hyper, hyper_arrays, hyper_of_init
+from ._status import Status
+from ._together import Together, bind, fold, spread
 from ._trainable import Trainable, partition_trainable
 from .compiled._optimiser import Optimiser, init_member, resolve
 from .host._check import check_opt_state
@@ -44,6 +46,10 @@ def check_no_numbers_of_members(optimiser: Optimiser, params: PyTree, hyper: PyT
     of a member is accepted as one number per weight; under a mask, the shape of some weights suffices.
     """
     if num_members == 1:  # the array acts as a scalar
+        return
+    if isinstance(optimiser, Together):
+        for part, own in zip((optimiser.optimiser, optimiser.shared), optimiser.split(params), strict=True):
+            check_no_numbers_of_members(part, own, hyper, num_members)
         return
     shapes = {x.shape[1:] for x in jax.tree.leaves(params)}
     for found in _arrays_of(optimiser, hyper):
@@ -129,6 +135,8 @@ class MemberState(eqx.Module):
 class MemberConstants(eqx.Module):
     """The part of one member's training state that no step changes: frozen arrays, random key, hyper-parameters.
 
+    `tied` tells which trained leaves are copies of shared ones that members train together.
+
     `opt_hyper` holds the hyper-parameters that the optimiser's state was made with, `None` for those that its `init`
     does not use: `hyper` may be replaced at any time, and `follow_hyper` compares them.
     """
@@ -137,6 +145,7 @@ class MemberConstants(eqx.Module):
     key: Key[Array, "*members"]
     hyper: PyTree
     opt_hyper: PyTree = None
+    tied: tuple[bool, ...] = eqx.field(static=True, default=())
 
 
 class TrainState(eqx.Module, Generic[M]):
@@ -173,7 +182,20 @@ class TrainState(eqx.Module, Generic[M]):
     @property
     def ensemble(self) -> Ensemble[M]:
         """The ensemble with its current weights."""
-        return Ensemble(eqx.combine(self.moving.params, self.fixed.frozen), self.shared, self.ids)
+        return self.ensemble_of(self.moving.params)
+
+    def ensemble_of(self, params: PyTree, member: Any = None) -> Ensemble[M]:
+        """The ensemble with other trained arrays; what members train together is that of the one at index `member`.
+
+        By default of one that trains, or stopped last.
+        """
+        shared = self.shared
+        if self.fixed.tied:
+            status, stopped_at = self.moving.status, self.moving.stopped_at
+            last = jnp.where(status == Status.OK, jnp.iinfo(stopped_at.dtype).max, stopped_at)
+            params, own = fold(params, self.fixed.tied, jnp.argmax(last) if member is None else member)
+            shared = eqx.combine(shared, own)
+        return Ensemble(eqx.combine(params, self.fixed.frozen), shared, self.ids)
 
     @property
     def params(self) -> PyTree:
@@ -218,7 +240,7 @@ def check_train_state(value: Any) -> None:
 def check_state(state: TrainState, optimiser: Optimiser, *, hyper_of: str | None = None) -> None:
     """Raises unless the parts of a training state fit together, and fit the optimiser."""
     check_state_arrays(state)
-    check_optimiser(optimiser, hyper=state.hyper, hyper_of=hyper_of)
+    check_optimiser(optimiser, hyper=state.hyper, hyper_of=hyper_of, together=True)
     check_opt_state(state.opt_state, init_state_shapes(optimiser, state))
 
 
@@ -241,14 +263,14 @@ def init(
 
     - `ensemble`: the ensemble to train.
     - `optimiser`: an optax optimiser for ONE member; or, with `hyper`, a function of a member's hyper-parameters
-        that returns one.
+        that returns one; or [`eqx_ensemble.train.Together`][], which also trains shared leaves.
     - `state`: the stacked `equinox.nn.State` of stateful members.
     - `hyper`: hyper-parameters, any PyTree of arrays `(members, ...)`.
     - `trainable`: which leaves of a member are trained: a function of a member's leaf (without the `members` axis) or
         a PyTree of booleans, as in `equinox.partition`. The function must decide by type, shape and dtype, which are
         the same for all members. It sees Python floats stacked by `build(zip=...)` or `stack(promote_scalars=True)` as
-        floats: `eqx.is_inexact_array_like` selects them, `eqx.is_inexact_array` does not. Shared leaves are never
-        trained.
+        floats: `eqx.is_inexact_array_like` selects them, `eqx.is_inexact_array` does not. Shared leaves are trained
+        only by [`eqx_ensemble.train.Together`][].
     - `mesh`: the devices to shard members over, from [`eqx_ensemble.make_mesh`][]; by default the mesh that the
         ensemble was built on.
     - `key`: the root key of the run's random streams.
@@ -281,17 +303,22 @@ def first_state(
     """[`eqx_ensemble.train.init`][] on a layout, for the public function `name`."""
     check_ensemble(ensemble)
     check_integers_fit((ensemble.stacked, ensemble.shared), argument="ensemble")
-    check_optimiser(optimiser, hyper=hyper)
+    check_optimiser(optimiser, hyper=hyper, together=True)
     optimiser = as_hashable(optimiser)
     hyper = None if hyper is None else hyper_arrays(hyper, ensemble.num_members)
     check_model_state_given(ensemble.stacked, state)
     check_model_state(state, ensemble.num_members)
-    params, frozen = partition_trainable(ensemble, trainable)
+    shared, tied = ensemble.shared, ()
+    if isinstance(optimiser, Together):
+        params, frozen, shared, tied = spread(ensemble, trainable)
+        optimiser = bind(optimiser, tied)
+    else:
+        params, frozen = partition_trainable(ensemble, trainable)
     check_no_numbers_of_members(optimiser, params, hyper, ensemble.num_members)
     key = _keys.root(key)
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
 
-    params, frozen, state, shared, ids = copy_arrays((params, frozen, state, ensemble.shared, ensemble.ids))
+    params, frozen, state, shared, ids = copy_arrays((params, frozen, state, shared, ensemble.ids))
 
     count = ensemble.num_members
     if layout is not None:
@@ -304,7 +331,7 @@ def first_state(
     step = _put(np.int32(0))
     if layout is not None:
         moving, step = shard_members(moving, layout), replicate(step, layout)
-    fixed = MemberConstants(frozen, keys, hyper, filter_hyper(hyper, is_used))
+    fixed = MemberConstants(frozen, keys, hyper, filter_hyper(hyper, is_used), tied)
     return TrainState(moving, fixed, shared, ids, step)
 
 
@@ -321,7 +348,7 @@ def init_all(
 
 def init_state_shapes(optimiser: Optimiser, state: TrainState) -> PyTree:
     """The shapes and dtypes of the optimiser states that `optimiser` makes for the members of `state`."""
-    return eqx.filter_eval_shape(init_all, optimiser, state.params, state.hyper, state.ids)[0]
+    return eqx.filter_eval_shape(init_all, bind(optimiser, state.fixed.tied), state.params, state.hyper, state.ids)[0]
 
 
 def copy_arrays(tree: PyTree) -> PyTree:

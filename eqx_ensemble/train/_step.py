@@ -17,10 +17,11 @@ from .._suggest import explain_as
 from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._engine import Pilot, as_plan
 from ..sharding._engine import Layout, as_layout
-from ._check import check_optimiser_kind
+from ._check import check_optimiser_kind, check_plan_together
 from ._check_member import check_state_arrays
 from ._hyper import follow_hyper
 from ._state import MemberState, TrainState, check_state, check_train_state
+from ._together import bind
 from .compiled._health import Carry, Inputs, nan_is_data
 from .compiled._loss import as_loss
 from .compiled._optimiser import Optimiser
@@ -102,7 +103,7 @@ def _step_under(plan: AbstractPlan, step: Step, state: TrainState, batch: PyTree
 def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Inputs, Carry]:
     stateful = state.model_state is not None
     loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper)
-    program = Program(loss, step.optimiser, step.plan, step.layout)
+    program = Program(loss, bind(step.optimiser, state.fixed.tied), step.plan, step.layout)
     inputs = Inputs(state.fixed, state.shared, batch)
     return program, inputs, Carry(state.moving, None, state.step)
 
@@ -185,9 +186,10 @@ def make_step(
     ```
     """
     check_function(loss, "loss", example="lambda model, batch, key: ...")
-    check_optimiser_kind(optimiser)
+    check_optimiser_kind(optimiser, together=True)
     check_flag(has_aux, "has_aux")
     plan = as_plan(plan)
+    check_plan_together(optimiser, plan)
     pilot = Pilot(plan, name="train.make_step") if plan.choice is not plan else None
     loss, optimiser = as_hashable(loss), as_hashable(optimiser)
     return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh))

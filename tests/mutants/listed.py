@@ -18,6 +18,17 @@ def of(path, tests, *pairs):
 
 MUTANTS = [
     *of(
+        "train/_together.py",
+        "train/test_together.py",
+        ("/ jnp.maximum(count, 1)", "/ jnp.minimum(count, 1)"),
+        ("jnp.where(chosen, x, 0), axes)", "jnp.where(x == x, x, 0), axes)"),
+    ),
+    *of(
+        "train/compiled/_select.py",
+        "train/test_together.py",
+        ("chosen, mean_of_members(value, chosen, axes), value", "chosen, value, value"),
+    ),
+    *of(
         "_keys.py",
         "test_keys.py test_ensemble.py",
         ("jax.random.fold_in(key, tag), ids)", "key, ids)"),

@@ -14,14 +14,19 @@ from ..._check import is_key, kind_text
 from ..._promotion import standard_promotion
 from ..._pytree import PyTree
 from .._check import MULTI_STEPS
+from .._together import Together, TogetherState
 from ._check import check_state_after, concrete_hyper_message, explain_optimiser
 
-Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
-"""An optax optimiser, or a function that makes one from a member's hyper-parameters."""
+Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation] | Together
+"""An optax optimiser, a function that makes one from a member's hyper-parameters, or both for two kinds of leaves."""
 
 
 def init_member(optimiser: Optimiser, params: PyTree, hyper: PyTree, member_id: Int[Array, ""]) -> PyTree:
     """The optimiser's first state for one member."""
+    if isinstance(optimiser, Together):
+        own, shared = optimiser.split(params)
+        first = init_member(optimiser.optimiser, own, hyper, member_id)
+        return TogetherState(first, init_member(optimiser.shared, shared, None, member_id))
     transformation = resolve(optimiser, hyper)
     with standard_promotion(), explain_optimiser("in the optimiser's `init`", transformation.init, hyper):
         state = transformation.init(params)
@@ -43,6 +48,14 @@ def update_member(
 
     Line searches, plateau schedules, Polyak steps and the like get extra arguments, by the names that optax uses.
     """
+    if isinstance(optimiser, Together):
+        (own, shared), (own_grads, shared_grads) = optimiser.split(params), optimiser.split(grads)
+        value_of_own = lambda own: value_fn(eqx.combine(own, shared))
+        new, state = update_member(optimiser.optimiser, own, opt_state.own, own_grads, value, value_of_own, hyper)
+        new_shared, shared_state = update_member(
+            optimiser.shared, shared, opt_state.shared, shared_grads, value, _refuse, None
+        )
+        return eqx.combine(new, new_shared), TogetherState(state, shared_state)
 
     def value_at(params: PyTree, *, obj_fn: Any = None, grad_fn: Any = None) -> Float[Array, ""]:
         del obj_fn, grad_fn  # a line search forwards unknown arguments, and rejects those not accepted here
@@ -63,6 +76,10 @@ def update_member(
     return new_params, jax.tree.map(_strip_weak_type, new_state, opt_state)
 
 
+def _refuse(_: PyTree) -> Any:
+    raise TypeError("`train.Together` needs an optimiser of `shared` that does not evaluate the loss.")
+
+
 def update_alone(optimiser: Optimiser, params: PyTree, opt_state: PyTree, value: Any, hyper: PyTree) -> PyTree:
     """The optimiser's `update` without a loss, for analysis; the loss that a line search evaluates is arbitrary."""
     some_loss = lambda params: jnp.asarray(sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(params)), value.dtype)
@@ -77,7 +94,7 @@ def supported_arguments(update: Callable[..., Any], extra: dict[str, Any]) -> di
     return {name: value for name, value in extra.items() if name in parameters}
 
 
-def resolve(optimiser: Optimiser, hyper: PyTree) -> optax.GradientTransformation:
+def resolve(optimiser: Any, hyper: PyTree) -> optax.GradientTransformation:
     """The optimiser of one member."""
     if isinstance(optimiser, optax.GradientTransformation):
         return optimiser

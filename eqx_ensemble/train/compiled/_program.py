@@ -5,15 +5,17 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from ... import _axes
 from ..._compiled import ProgramKey
 from ..._pytree import PyTree
 from ...plan import AbstractPlan
-from ...plan._engine import Cost, sharded_plan
+from ...plan._engine import Cost, axes_of, sharded_plan
 from ...sharding._engine import Layout, constrain_carry, constrain_member, constrain_rows
 from .._state import MemberConstants, MemberState
+from .._status import Status
+from .._together import Together, mean_of_members, of_first_member
 from ._health import Carry, Inputs, revert_diverged_one
 from ._loss import Loss
 from ._optimiser import Optimiser, update_member
@@ -192,6 +194,7 @@ class Program(eqx.Module):
             plan=self.sharded_plan,
             patience=self.patience,
             occasion=jnp.asarray(occasion),
+            axes=axes_of(self.layout),
         )
         return Carry(moving, selection, carry.step), scores
 
@@ -212,12 +215,37 @@ def _member_step(
     rest = (moving.model_state, fixed, shared, batch, key)
     (value, (model_state, aux)), grads = jax.value_and_grad(program.loss, has_aux=True)(moving.params, *rest)
     value_of = lambda params: program.loss(params, *rest)[0]
-    params, opt_state = update_member(
-        program.optimiser, moving.params, moving.opt_state, grads, value, value_of, fixed.hyper
+    optimiser = program.optimiser
+    update = lambda grads: update_member(
+        optimiser, moving.params, moving.opt_state, grads, value, value_of, fixed.hyper
     )
+    if isinstance(optimiser, Together):
+        params, opt_state = _update_together(program, optimiser, moving.status, value, grads, update)
+    else:
+        params, opt_state = update(grads)
     moving = MemberState(params, opt_state, model_state, moving.status, moving.stopped_at, moving.fault)
     moving = moving if program.layout is None else constrain_member(moving, program.layout)
     return moving, (value, aux)
+
+
+def _update_together(
+    program: Program,
+    optimiser: Together,
+    status: Int8[Array, ""],
+    value: Float[Array, ""],
+    grads: PyTree,
+    update: Callable[[PyTree], tuple[PyTree, PyTree]],
+) -> tuple[PyTree, PyTree]:
+    """The update of a member with the mean gradient, over all members that train, of what they share."""
+    axes = axes_of(program.layout)
+    own, shared = optimiser.split(grads)
+    finite = [jnp.all(jnp.isfinite(x)) for x in (value, *jax.tree.leaves(shared))]
+    chosen = (status == Status.OK) & jnp.all(jnp.stack(finite))
+    params, opt_state = update(eqx.combine(own, mean_of_members(shared, chosen, axes)))
+    own, after = optimiser.split(params)
+    # A gradient that is not finite ends its member, at the leaf where it is not.
+    end = lambda x, grad: jnp.where(chosen, x, x + 0 * grad)
+    return eqx.combine(own, jax.tree.map(end, of_first_member(after, chosen, axes), shared)), opt_state
 
 
 def take_rows(data: PyTree, rows: Int[Array, " batch"]) -> PyTree:

@@ -13,6 +13,7 @@ from ..._pytree import PyTree
 from ...plan import AbstractPlan
 from .._state import MemberState, TrainState
 from .._status import Status
+from .._together import mean_of_members
 from ._health import Inputs, nan_is_data
 from ._loss import Loss
 from ._selection import Selection, stop_members
@@ -72,6 +73,7 @@ def select(
     plan: AbstractPlan,
     patience: int | None,
     occasion: Int[Array, ""],
+    axes: tuple[str, ...],
 ) -> tuple[MemberState, Selection, Float[Array, " members"]]:
     """Validates all members; a member's best weights, patience and target follow from its own scores alone.
 
@@ -88,7 +90,10 @@ def select(
         key = jax.random.fold_in(fixed.key, at)
         _, validation, target, min_delta = view(own)
         value, _ = score(moving.params, moving.model_state, fixed, inputs.shared, validation, key)
-        value = value.astype(selection.score.dtype)
+        value = own_score = value.astype(selection.score.dtype)
+        if fixed.tied:  # all members have their best weights of one step
+            chosen = (training | unseen) & jnp.isfinite(value)
+            value = jnp.where(chosen, mean_of_members(value, chosen, axes), value)
         sign = 1 if selection.mode == "min" else -1  # negation is exact
         gain = lambda best: sign * value < sign * best - min_delta.astype(value.dtype)
         judged = training | unseen
@@ -115,6 +120,6 @@ def select(
         if target is not None:
             stops |= sign * value <= sign * target.astype(value.dtype)
         moving = stop_members(moving, stops & counts, step)
-        return moving, selection, jnp.where(judged, value, jnp.nan)
+        return moving, selection, jnp.where(judged, own_score, jnp.nan)
 
     return _axes.over_leading_axis(plan.run, one, (moving, selection, inputs.fixed, own))

@@ -2,13 +2,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ... import _axes
-from ..._ensemble import Ensemble
 from ..._progress import members_in_words, progress_line
 from ..._pytree import PyTree
 from ...checkpoint._engine import exit_if_asked
@@ -125,17 +123,17 @@ def collect_run(
         step = jnp.minimum(step, max([host.recording.record.first_step + 1, *history.step[-1:].tolist()]))
     last = TrainState(carry.moving, fixed, first.shared, first.ids, step)
     moving, selection = carry.moving, carry.selection
-    params, state, best_step, best_score = moving.params, moving.model_state, None, None
+    params, state, best_step, best_score, member = moving.params, moving.model_state, None, None, None
     if selection is not None:
         best_step, best_score = to_host((selection.step, selection.score))
-        found = best_step >= 0
+        found, member = best_step >= 0, best_step.argmax()
         params, state = jax.tree.map(
             lambda best, last: _axes.where_members(found, best, last),
             (selection.params, selection.model_state),
             (params, state),
         )
     return Run(
-        ensemble=Ensemble(eqx.combine(params, fixed.frozen), first.shared, first.ids),
+        ensemble=last.ensemble_of(params, member),
         state=state,
         history=history,
         status=status,
