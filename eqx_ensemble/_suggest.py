@@ -46,7 +46,7 @@ _OURS = {
     "mask": ["row_weights"],
     "metric metrics monitor scoring": ["score", "validation"],
     "min_improvement tol": ["min_delta", "validation"],
-    "min_delta mode score": ["validation"],
+    "min_delta mode score smooth smoothing": ["validation"],
     "mse mean_squared_error": ["rmse"],
     "n_bins bins nbins": ["num_bins", "bins"],
     "n_folds n_splits num_splits": ["num_folds"],
@@ -68,11 +68,14 @@ _OURS = {
     "vmap filter_vmap": ["map_members"],
 }
 _TRANSLATIONS = {word: ours for words, ours in _OURS.items() for word in words.split()}
-_OF_VALIDATION = " The score is a part of it: `ee.train.Validation(data, score=..., mode=..., min_delta=...)`."
+_OF_SCORES = "metric metrics min_delta mode monitor score scoring smooth smoothing"
+_OF_VALIDATION = (
+    " The score is a part of it: `ee.train.Validation(data, score=..., mode=..., min_delta=..., smooth=...)`."
+)
 _OF_STOPPING = " It takes `ee.train.Stopping(target=..., steps=..., seconds=...)`."
 _OF_CHECKPOINTS = " It takes `ee.checkpoint.Checkpoints(folder, every=..., resume=...)`."
 _REMARKS = {  # on our word
-    **{(word, "validation"): _OF_VALIDATION for word in "metric metrics min_delta mode monitor score scoring".split()},
+    **{(word, "validation"): _OF_VALIDATION for word in _OF_SCORES.split()},
     **{(word, "stop"): _OF_STOPPING for word in "max_seconds max_steps max_time target time_limit".split()},
     **{(word, "checkpoint"): _OF_CHECKPOINTS for word in "checkpoint_every resume save_every".split()},
     ("callback_every", "callbacks"): " Each may have its period: `ee.train.every(100, callback)`.",

@@ -325,7 +325,7 @@ def assert_same_where_optimised(got, expected):
 def grouped(options):
     """The options of `fit`, from ones that random calls and tables list one by one."""
     left, group = dict(options), lambda *words: {word: left.pop(word) for word in words if word in left}
-    judged = group("score", "mode", "min_delta")
+    judged = group("score", "mode", "min_delta", "smooth")
     if judged and left.get("validation") is not None:
         left["validation"] = ee.train.Validation(left["validation"], **judged)
     if stops := {word.removeprefix("max_"): x for word, x in group("target", "max_steps", "max_seconds").items()}:

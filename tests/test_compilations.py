@@ -77,7 +77,7 @@ CALLS = {
     "fit": fitted,
     "fit with limits": lambda i: fitted(
         i,
-        validation=ee.train.Validation(DATA[i], min_delta=0.1 * i),
+        validation=ee.train.Validation(DATA[i], min_delta=0.1 * i, smooth=0.1 * i),
         patience=2,
         stop=ee.train.Stopping(target=0.01 * i, steps=50 + i),
     ),

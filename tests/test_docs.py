@@ -27,7 +27,7 @@ WITH_CODE = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", 
 HAS_ORBAX = importlib.util.find_spec("orbax") is not None
 # What examples need of extras; each is left out where it is not installed.
 NEEDED = {"blackjax": "import blackjax", "arviz_stats": "sampling.diagnostics("}
-NEEDED |= {package: f"import {package}" for package in ("zarr", "pyarrow", "grain")}
+NEEDED |= {package: f"import {package}" for package in ("zarr", "pyarrow", "grain", "paramax")}
 MISSING = [mark for package, mark in NEEDED.items() if importlib.util.find_spec(package) is None]
 # `fleet/test_recipes` and `fleet/test_clusters` run them, each in processes of its own.
 ENGINES = re.compile(r"^(?:import|from) (?:dask_\w+|engine|loky|mpi4py|parsl|ray|submitit|train)\b", re.MULTILINE)

@@ -167,7 +167,7 @@ CASES = {
     "train.Validation": Case(
         lambda **options: ee.fit(**_made(_validated), validation=ee.train.Validation(**options)),
         {"data": always(DATA)},
-        ("score", "mode", "min_delta"),
+        ("score", "mode", "min_delta", "smooth"),
     ),
     "train.Stopping": Case(
         lambda **options: ee.fit(**_made(_validated), validation=DATA, stop=ee.train.Stopping(**options)),
@@ -440,7 +440,7 @@ ACCEPTED = {
     | dict.fromkeys(["epochs", "validation", "patience", "stop", "state", "hyper", "rows"], "None")
     | dict.fromkeys(["plan", "mesh", "progress", "callbacks"], "None"),
     "fit, validated": {"epochs": "int64", "validation": "None", "patience": "int64 None", "stop": "None"},
-    "train.Validation": {"score": "None", "mode": "None", "min_delta": "0 int64 float32"},
+    "train.Validation": {"score": "None", "mode": "None", "min_delta": "0 int64 float32", "smooth": "0 float32"},
     "train.Stopping": {
         "target": "-1 0 int64 float32 None",
         "steps": "int64 None",

@@ -215,7 +215,7 @@ def prepare(
         check_positive_int(options["batch_size"], "batch_size")
     check_key(key)
     own = member_options(options, num_members)
-    held_out, (score, mode, min_delta) = given.validation, given.scoring
+    held_out, (score, mode) = given.validation, given.scoring
     arrays = (("data", data), ("validation", None if held_out is None else held_out.data))
     sources = {word: x if is_data_function(x) else on_host(x, word) for word, x in arrays}
     check_start_options(begun, optimiser, options | own, given)
@@ -225,7 +225,7 @@ def prepare(
     common = {"loss": loss, "optimiser": optimiser, "plan": plan, "key": key}
     common |= {word: value for word, value in options.items() if word not in common | own | sources | {"stop": None}}
     common["validation"] = None if held_out is None else dataclasses.replace(held_out, data=())
-    identity = options | own | sources | {"score": score, "mode": mode, "min_delta": min_delta}
+    identity = options | own | sources | {"score": score, "mode": mode} | given.improving
     identity |= {f"stop.{word}": stops[word] for word in ("target", "steps")}
     return Fitting(common, own, sources, given.stop, {word: x for word, x in identity.items() if word != "stop"})
 

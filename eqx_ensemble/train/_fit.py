@@ -316,7 +316,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         history=history, on_diverge=on_diverge,
     )  # fmt: skip
     held_out, how, windows = given.validation, given.on_diverge, given.windows
-    score, mode, min_delta = given.scoring
+    score, mode = given.scoring
     callbacks = check_callbacks(callbacks)
     check_checkpoint(checkpoint)
     saver = None if checkpoint is None else Saver(checkpoint)
@@ -328,7 +328,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     first = start.state
     optimiser = bind(optimiser, first.fixed.tied)
     stops = limits_of(given.stop, first.num_members)
-    limits = make_limits(stops["steps"], stops["target"], first.num_members, min_delta=min_delta)
+    limits = make_limits(stops["steps"], stops["target"], first.num_members, **given.improving)
     limits = limits if layout is None else shard_members(limits, layout)
     losses = make_losses(first, loss, score, has_aux=has_aux, has_validation=held_out is not None)
     program = Program(
@@ -352,7 +352,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         warn_of_unused_hyper(first, optimiser, [(fn, own) for fn, own in seen if fn is not None and fn.wants_hyper])
     if saver is not None:
         options = {"key": key, "stop.steps": stops["steps"], "stop.target": stops["target"], "on_diverge": how}
-        options |= {"min_delta": min_delta, "mode": mode, "history": windows.name}
+        options |= given.improving | {"mode": mode, "history": windows.name}
         here = identity(program, start, source.shapes(), validation, source.fingerprint, options)
         program = dataclasses.replace(program, traced=here.programs)
         start = saver.resume(start, here)

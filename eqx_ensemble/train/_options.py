@@ -30,7 +30,7 @@ from .data._rows import ORDERS
 
 
 class Validation(eqx.Module):
-    """Validation data of [`eqx_ensemble.fit`][], with a score of their own.
+    r"""Validation data of [`eqx_ensemble.fit`][], with a score of their own.
 
     **Arguments:**
 
@@ -38,6 +38,13 @@ class Validation(eqx.Module):
     - `score`: the validation score, called like `loss`; by default the loss.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher, such as for accuracy. Required with `score`.
     - `min_delta`: the threshold, at least 0, that an improvement must exceed for `patience` and for new best weights.
+    - `smooth`: the decay $d$, from 0 to below 1, of an exponential average of each member's own scores $s_t$, for
+        noisy scores. The smoothed score after epoch $n$ is $\sum_{t \le n} d^{\,n-t} s_t\, (1-d) / (1-d^n)$, as
+        `ewm(alpha=1 - smooth).mean()` of pandas. It decides both `patience` and the best weights; 0 is the score
+        itself. `history` holds the scores, `best_score` the score of the best weights, and `target` of
+        [`eqx_ensemble.train.Stopping`][] applies to scores. A score within an epoch, such as that of last weights, is
+        averaged with those before it, but not with later ones. A score that is not finite is excluded from the average
+        and is its own smoothed score, so that NaN is never an improvement.
 
     **Raises:** `TypeError` or `ValueError` for arguments that do not fit together.
 
@@ -64,9 +71,16 @@ class Validation(eqx.Module):
     score: Callable[..., Any] | None
     mode: Mode
     min_delta: float
+    smooth: float
 
     def __init__(
-        self, data: PyTree, *, score: Callable[..., Any] | None = None, mode: Mode | None = None, min_delta: float = 0.0
+        self,
+        data: PyTree,
+        *,
+        score: Callable[..., Any] | None = None,
+        mode: Mode | None = None,
+        min_delta: float = 0.0,
+        smooth: float = 0.0,
     ) -> None:
         if data is None or isinstance(data, Validation):
             raise TypeError(f"`{caller()}` needs data to score members on, got {kind_text(data)}.")
@@ -74,6 +88,8 @@ class Validation(eqx.Module):
         if mode is not None:
             check_mode(mode)
         check_number(min_delta, "min_delta", least=0)
+        if check_number(smooth, "smooth", least=0, most=1) == 1:
+            raise ValueError(f"`{caller()}` needs `smooth` below 1, got 1: the average would never move.")
         if score is not None and mode is None:
             raise TypeError(
                 f"`{caller()}` needs `mode` with `score`, because a score may be better when it is lower or when it is "
@@ -86,7 +102,8 @@ class Validation(eqx.Module):
                 "minimises, and members would keep their worst weights.\n"
                 'Pass `score=`, the function to maximise; or leave `mode="max"` out.'
             )
-        self.data, self.score, self.mode, self.min_delta = data, score, mode or "min", float(min_delta)
+        self.data, self.score, self.mode = data, score, mode or "min"
+        self.min_delta, self.smooth = float(min_delta), float(smooth)
 
 
 class Stopping(eqx.Module):
@@ -171,10 +188,15 @@ class Options(NamedTuple):
     on_diverge: Any
 
     @property
-    def scoring(self) -> tuple[Callable[..., Any] | None, Mode, float]:
-        """The score, its mode and the smallest improvement."""
+    def scoring(self) -> tuple[Callable[..., Any] | None, Mode]:
+        """The score and its mode."""
+        return (None, "min") if self.validation is None else (self.validation.score, self.validation.mode)
+
+    @property
+    def improving(self) -> dict[str, float]:
+        """What counts as an improvement."""
         own = self.validation
-        return (None, "min", 0.0) if own is None else (own.score, own.mode, own.min_delta)
+        return {"min_delta": 0.0 if own is None else own.min_delta, "smooth": 0.0 if own is None else own.smooth}
 
 
 def check_options(

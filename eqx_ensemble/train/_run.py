@@ -194,7 +194,8 @@ class Run(eqx.Module, Generic[M]):
         for the others.
     - `revived`: the revivals of diverged members, in order; see [`eqx_ensemble.train.Revive`][].
     - `best_step`, `best_score`: `(members,)`, the step of each member's best validation score, and that score (-1 and
-        infinity if there was none, minus infinity with `mode="max"`); `None` without validation data.
+        infinity if there was none, minus infinity with `mode="max"`); `None` without validation data. With `smooth` of
+        [`eqx_ensemble.train.Validation`][], the step of the best smoothed score, and the score itself at that step.
     - `train_state`: the last training state, to continue with [`eqx_ensemble.fit`][] or
         [`eqx_ensemble.train.make_step`][].
     - `selection`: each member's best weights and the number of epochs since then; `None` without validation data.

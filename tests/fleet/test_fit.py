@@ -61,7 +61,7 @@ OPTIONS = {
     "own data": {"data": (ee.Each(np.stack([X + i for i in range(MEMBERS)])), Y), "steps": 5},
     "patience": {
         "optimiser": adam, "hyper": RATES, "patience": 1, "epochs": 6,
-        "validation": ee.train.Validation((X[:9], Y[:9]), min_delta=0.01),
+        "validation": ee.train.Validation((X[:9], Y[:9]), min_delta=0.01, smooth=0.5),
     },
     "limits of members": {
         "stop": ee.train.Stopping(target=0.01, steps=np.arange(MEMBERS) + 2), "validation": (X[:9], Y[:9]), "epochs": 3,

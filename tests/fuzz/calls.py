@@ -38,6 +38,7 @@ class Call:
     mode: str | None
     patience: int | None
     min_delta: float
+    smooth: float
     target: float | list[float] | None
     max_steps: int | list[int] | None
     max_seconds: list[float] | None
@@ -172,7 +173,7 @@ class Call:
         options = {
             "validation": validation, "score": self.score_fn, "mode": self.mode, "patience": self.patience,
             "min_delta": self.min_delta, "target": self.target, "max_steps": self.max_steps, "has_aux": self.has_aux,
-            "max_seconds": self.max_seconds,
+            "smooth": self.smooth, "max_seconds": self.max_seconds,
             "history": self.history, "on_diverge": self.on_diverge, "callback_every": self.callback_every,
         }  # fmt: skip
         if self.on_diverge in ("donor", "fresh"):
@@ -281,6 +282,7 @@ def draw(seed):
         mesh=one_of((2, 1), (4, 1), (2, 2), (1, 2)) if maybe(0.15) else None, callback_every=callback_every,
         stops=stops, ends_at=ends_at, how=how, lengths=lengths, in_epochs=in_epochs,
         checkpoint_every=one_of(None, None, 1, 2, 3),
+        smooth=one_of(0.0, 0.0, 0.5, 0.9) if validated else 0.0,
     )  # fmt: skip
 
 

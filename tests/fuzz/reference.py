@@ -75,12 +75,15 @@ class Member:
     best_score: float = np.inf  # of the smallest: scores to be maximised are negated
     best_step: int = -1
     bar: float = np.inf
+    best_smoothed: float = np.inf
+    average: tuple[float, float] = (0.0, 0.0)  # sums of scores and of their weights, at ends of epochs
     waited: int = 0
     scored_at: int = -1
 
     def forget_best(self):
         self.best, self.best_score, self.best_step = None, np.inf, -1
         self.bar, self.waited, self.scored_at = np.inf, 0, -1
+        self.best_smoothed, self.average = np.inf, (0.0, 0.0)
 
     def last_finite(self, first, end):
         """The last step after `first` and up to `end` with a finite loss; -1 if there is none."""
@@ -219,12 +222,16 @@ class Reference:
             member.scores.append((at, value, trains))
             member.scored_at = at
             value *= sign
-            if self.below(value, member.best_score - call.min_delta):
+            total, weight = (call.smooth * x + new for x, new in zip(member.average, (value, 1), strict=True))
+            smoothed = total / weight
+            if self.below(smoothed, member.best_smoothed - call.min_delta):
                 member.best, member.best_score, member.best_step = (member.params, member.state), value, at
+                member.best_smoothed = smoothed
             if not (trains and epoch_ends):
                 continue
-            closer = self.below(value, member.bar - call.min_delta)
-            member.bar, member.waited = (value, 0) if closer else (member.bar, member.waited + 1)
+            member.average = total, weight
+            closer = self.below(smoothed, member.bar - call.min_delta)
+            member.bar, member.waited = (smoothed, 0) if closer else (member.bar, member.waited + 1)
             target = None if call.target is None else sign * np.broadcast_to(call.target, len(self.members))[i]
             reached = target is not None and not self.below(target, value)
             if reached or (call.patience is not None and member.waited >= call.patience):

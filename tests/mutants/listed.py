@@ -227,6 +227,21 @@ MUTANTS = [
         ('sign = 1 if selection.mode == "min" else -1', "sign = 1"),
     ),
     *of(
+        "train/compiled/_select.py",
+        "train/test_smooth.py",
+        ("judged & gain(selection.best)", "judged & gain(selection.score)"),
+        ("jnp.where(counts, average, selection.average)", "jnp.where(judged, average, selection.average)"),
+        ("jnp.where(counts, weight, selection.weight)", "weight"),
+    ),
+    *of(
+        "train/compiled/_selection.py",
+        "train/test_smooth.py",
+        ("selection.weight + newest * (1 - selection.weight)", "newest + 0 * selection.weight"),
+        ("known = jnp.isfinite(average)", "known = ~jnp.isnan(average)"),
+        ("newest == 1", "newest == 2"),
+        ('"average": 0, "weight": 0', '"average": 0'),
+    ),
+    *of(
         "train/compiled/_health.py",
         "train/test_health.py train/test_fault_census.py",
         ("keep = training & good & ~again & some", "keep = good & ~again & some"),

@@ -126,6 +126,10 @@ REFUSED = {
     "min_delta text": ({"min_delta": "0.1"}, TypeError, "`train.Validation` needs `min_delta` to be a number"),
     "min_delta array": ({"min_delta": np.zeros(3)}, TypeError, "`train.Validation` needs `min_delta` to be a number"),
     "min_delta flag": ({"min_delta": True}, TypeError, "`train.Validation` needs `min_delta` to be a number"),
+    "smooth nan": ({"smooth": np.nan}, ValueError, "`train.Validation` needs `smooth` to be between 0 and 1, got nan"),
+    "smooth negative": ({"smooth": -0.1}, ValueError, "`train.Validation` needs `smooth` to be between 0 and 1"),
+    "smooth one": ({"smooth": 1}, ValueError, "needs `smooth` below 1, got 1: the average would never move"),
+    "smooth array": ({"smooth": np.zeros(3)}, TypeError, "`train.Validation` needs `smooth` to be a number"),
     "mode": ({"mode": "higher"}, ValueError, "`train.Validation` needs `mode` to be one of 'min', 'max', got 'higher'"),
 }
 

@@ -57,6 +57,7 @@ CASES = {
     "shared rows": {"data": (X, Y), "order": "shared"},
     "a bootstrap": {"data": (X, Y), "rows": np.random.default_rng(0).integers(0, ROWS, (MEMBERS, 15))},
     "data of their own": {"data": (own(X), Y), "validation": (own(VALIDATION[0]), VALIDATION[1])},
+    "smoothed scores": {"data": (X, Y), "validation": ee.train.Validation(VALIDATION, smooth=0.5)},
     "one batch": {"data": (X, Y), "batch_size": ROWS},
     "an iterable": {"data": batches(), "batch_size": None},
     "an iterable of their own": {"data": [(own(x), y) for x, y in batches()], "batch_size": None},

@@ -224,5 +224,5 @@ def test_another_min_delta_compiles_nothing(ensemble, compiled):
     options = {"epochs": 2, "validation": (X, Y), "patience": 2, "batch_size": 4}
     fit(ensemble, (X, Y), min_delta=0.1, **options)
     with compiled() as names:
-        fit(ensemble, (X, Y), min_delta=0.2, **options)
+        fit(ensemble, (X, Y), min_delta=0.2, smooth=0.5, **options)
     assert names == []

@@ -16,7 +16,7 @@ from .._status import Status
 from .._together import mean_of_members
 from ._health import Inputs, nan_is_data
 from ._loss import Loss
-from ._selection import Selection, stop_members
+from ._selection import Selection, smooth_score, stop_members
 
 
 class Occasion(enum.IntEnum):
@@ -40,7 +40,8 @@ def match_dtype(score: Loss, selection: Selection, state: TrainState, validation
     every, parts = _score_of_all(score, state, validation)
     values = eqx.filter_eval_shape(every, parts)
     dtype = values.dtype if values.dtype.itemsize > 4 else jnp.float32
-    return dataclasses.replace(selection, score=selection.score.astype(dtype), bar=selection.bar.astype(dtype))
+    names = ("score", "bar", "best", "average", "weight")
+    return dataclasses.replace(selection, **{name: getattr(selection, name).astype(dtype) for name in names})
 
 
 @nan_is_data()
@@ -79,7 +80,7 @@ def select(
 
     **Returns:** the members, their best weights, and the scores of those that the `occasion` selects, NaN for others.
     """
-    limits = jax.tree.map(_axes.Each, (inputs.limits.target, inputs.limits.min_delta))
+    limits = jax.tree.map(_axes.Each, (inputs.limits.target, inputs.limits.min_delta, inputs.limits.newest))
     own, view, _ = _axes.split_members((_axes.Each(inputs.fixed.key), inputs.validation, *limits))
 
     def one(part: PyTree) -> PyTree:
@@ -88,16 +89,17 @@ def select(
         unseen = (moving.status == Status.STOPPED) & (moving.stopped_at != selection.scored)
         at = jnp.where(unseen, moving.stopped_at, step)
         key = jax.random.fold_in(fixed.key, at)
-        _, validation, target, min_delta = view(own)
+        _, validation, target, min_delta, newest = view(own)
         value, _ = score(moving.params, moving.model_state, fixed, inputs.shared, validation, key)
         value = own_score = value.astype(selection.score.dtype)
         if fixed.tied:  # all members have their best weights of one step
             chosen = (training | unseen) & jnp.isfinite(value)
             value = jnp.where(chosen, mean_of_members(value, chosen, axes), value)
         sign = 1 if selection.mode == "min" else -1  # negation is exact
-        gain = lambda best: sign * value < sign * best - min_delta.astype(value.dtype)
+        smoothed, average, weight = smooth_score(selection, value, newest)
+        gain = lambda best: sign * smoothed < sign * best - min_delta.astype(value.dtype)
         judged = training | unseen
-        better = judged & gain(selection.score)
+        better = judged & gain(selection.best)
         params, state = jax.tree.map(
             lambda new, old: jnp.where(better, new, old),
             (moving.params, moving.model_state),
@@ -112,8 +114,11 @@ def select(
             jnp.where(better, value, selection.score),
             jnp.where(better, at, selection.step),
             waited,
-            jnp.where(closer, value, selection.bar),
+            jnp.where(closer, smoothed, selection.bar),
             jnp.where(judged, at, selection.scored),
+            jnp.where(better, smoothed, selection.best),
+            jnp.where(counts, average, selection.average),
+            jnp.where(counts, weight, selection.weight),
             selection.mode,
         )
         stops = jnp.bool_(0) if patience is None else waited >= patience

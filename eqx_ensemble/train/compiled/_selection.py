@@ -15,21 +15,32 @@ from .._status import Status
 
 
 class Limits(eqx.Module):
-    """Each member's maximum number of steps, target score and minimum improvement, `(members,)`, or `None`."""
+    """Each member's maximum number of steps, target score and minimum improvement, `(members,)`, or `None`.
+
+    `newest` is the weight of a new score in an endless average of scores, one without smoothing.
+    """
 
     steps: Int[Array, "*members"] | None = None
     target: Float[Array, "*members"] | None = None
     min_delta: Float[Array, "*members"] | None = None
+    newest: Float[Array, "*members"] | None = None
 
 
 def make_limits(
-    steps: np.ndarray | None, target: np.ndarray | None, num_members: int, *, min_delta: float = 0.0
+    steps: np.ndarray | None,
+    target: np.ndarray | None,
+    num_members: int,
+    *,
+    min_delta: float = 0.0,
+    smooth: float = 0.0,
 ) -> Limits:
     """The limits on the device."""
+    numbers = lambda value: jax.device_put(np.full(num_members, value, jax.dtypes.canonicalize_dtype(float)))
     return Limits(
         None if steps is None else jnp.asarray(steps, jnp.int32),
         None if target is None else jnp.asarray(target, float),
-        jax.device_put(np.full(num_members, min_delta, jax.dtypes.canonicalize_dtype(float))),
+        numbers(min_delta),
+        numbers(1 - smooth),  # a decay near one would round to it
     )
 
 
@@ -58,11 +69,12 @@ Mode = Literal["min", "max"]
 
 
 class Selection(eqx.Module):
-    """The best weights of one member so far, by its own validation score; stacked for all members.
+    """The best weights of one member so far, by its own smoothed validation score; stacked for all members.
 
-    `score` and `step` are those of the best weights. `waited` counts the epochs without a score better than `bar`, the
-    best at the end of an epoch; resuming and continuing a run changes neither. `scored` is the step of the weights that
-    were validated last.
+    `score`, `step` and `best` are the score of the best weights, their step, and their smoothed score. `waited` counts
+    the epochs without a smoothed score better than `bar`, the best at the end of an epoch. `average` is the average of
+    the scores at ends of epochs so far, and `weight` the sum of their weights in it; resuming and continuing a run
+    changes none of these four. `scored` is the step of the weights that were validated last.
     """
 
     params: PyTree
@@ -72,6 +84,9 @@ class Selection(eqx.Module):
     waited: Int[Array, "*members"]
     bar: Float[Array, "*members"]
     scored: Int[Array, "*members"]
+    best: Float[Array, "*members"]
+    average: Float[Array, "*members"]
+    weight: Float[Array, "*members"]
     mode: Mode = eqx.field(static=True, default="min")
 
 
@@ -86,16 +101,37 @@ def no_selection(moving: MemberState, mode: Mode, dtype: Any = jnp.float32) -> S
     params, model_state = jax.tree.map(jnp.array, (moving.params, moving.model_state))
     score = jnp.full(count, worst(mode), dtype)
     never = jnp.full(count, -1, jnp.int32)
-    waited = jnp.zeros(count, jnp.int32)
-    return Selection(params, model_state, score, never, waited, score.copy(), never.copy(), mode)
+    waited, none = jnp.zeros(count, jnp.int32), jnp.zeros_like(score)
+    again = (score.copy(), never.copy(), score.copy(), none, none.copy())
+    return Selection(params, model_state, score, never, waited, *again, mode)
+
+
+def smooth_score(
+    selection: Selection, value: Float[Array, ""], newest: Float[Array, ""]
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """The smoothed score of one member with a new score `value`, and the average and its weight from then on.
+
+    The average moves towards the score by the score's share of the weights, so that equal scores give exactly that
+    score, as a division by the sum of weights would not: patience must not begin anew by a rounding. A score that is
+    not finite is its own smoothed score, and leaves the average as it is.
+    """
+    newest = newest.astype(value.dtype)
+    weight = selection.weight + newest * (1 - selection.weight)
+    moved = selection.average + newest / weight * (value - selection.average)
+    average = jnp.where(newest == 1, value, moved)
+    known = jnp.isfinite(average)
+    return average, jnp.where(known, average, selection.average), jnp.where(known, weight, selection.weight)
 
 
 def rescore(selection: Selection, chosen: np.ndarray, scores: np.ndarray) -> Selection:
-    """The same best weights, with the `scores` `(members,)` of the `chosen` members; their patience begins anew."""
+    """The same best weights, with the `scores` `(members,)` of the `chosen` members.
+
+    Their averages and their patience begin anew.
+    """
     new = jnp.asarray(np.where(np.isnan(scores), worst(selection.mode), scores), selection.score.dtype)
     put = lambda old, new: jnp.where(chosen, new, old)
-    score, bar, waited = put(selection.score, new), put(selection.bar, new), put(selection.waited, 0)
-    return dataclasses.replace(selection, score=score, bar=bar, waited=waited)
+    begun = {"score": new, "best": new, "bar": new, "waited": 0, "average": 0, "weight": 0}
+    return dataclasses.replace(selection, **{name: put(getattr(selection, name), x) for name, x in begun.items()})
 
 
 def reset_best(selection: Selection | None, moving: MemberState, members: np.ndarray) -> Selection | None:
