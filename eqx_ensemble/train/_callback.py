@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final, runtime_checkable
@@ -127,12 +128,17 @@ class Progress:
     status: Int8[np.ndarray, " members"]
     loss: Float[np.ndarray, " members"]
     score: Float[np.ndarray, " members"] | None
-    history: History
+    _curves: Callable[[], History]
     _snapshots: list[Callable[[], TrainState[Any]]]  # one element; empty once the callback has returned
 
     def __repr__(self) -> str:
         end = "" if self.last_step is None else f" of {self.last_step}"
         return f"Progress(step {self.step}{end}, epoch {self.epoch}, {self.seconds:.3g} s)"
+
+    @ft.cached_property
+    def history(self) -> History:
+        """The curves since the previous call."""
+        return self._curves()
 
     @property
     def train_state(self) -> TrainState[Any]:

@@ -32,6 +32,8 @@ class ActiveMembers:
     - `inputs`, `carry`: the inputs and the carry of a compiled call, for these members.
     """
 
+    _seen: tuple[Any, Any, int] = (None, None, 0)
+
     def __init__(self, inputs: Inputs, carry: Carry, layout: Layout | None) -> None:
         self._all_inputs = inputs
         self._last: tuple[PyTree, PyTree] | None = None  # of all members; out of date for the active ones
@@ -56,10 +58,27 @@ class ActiveMembers:
         data, order = self.slots.own((self._all_inputs.data, self._all_inputs.order), whole=True)
         return Inputs(fixed, shared, data, self.slots.own(self._all_inputs.validation), limits, order)
 
+    def _look(self) -> tuple[Any, np.ndarray, int]:
+        """The carry, the status of its slots, and how many of them train. Each carry is looked at once."""
+        if self._seen[0] is not self.carry:
+            status = to_host(self.carry.moving.status)
+            self._seen = self.carry, status, int(np.count_nonzero(status == Status.OK.value))
+        return self._seen
+
+    @property
+    def slot_status(self) -> np.ndarray:
+        """The status of the slots."""
+        return self._look()[1]
+
+    @property
+    def num_training(self) -> int:
+        """The number of members that train."""
+        return self._look()[2]
+
     @property
     def status(self) -> np.ndarray:
         """The status of all members `(members,)`."""
-        status = to_host(self.carry.moving.status)[: len(self.slots.members)]
+        status = self.slot_status[: len(self.slots.members)]
         if self._last is None:
             return status
         of_all = np.array(to_host(self._last[0].status))
@@ -69,7 +88,7 @@ class ActiveMembers:
     @property
     def last_step(self) -> int | None:
         """The number of steps after which the last member stopped; `None` while any member trains."""
-        if (self.status == Status.OK).any():
+        if self.num_training:
             return None
         moving = self.all().moving
         status, stopped_at, fault = to_host((moving.status, moving.stopped_at, moving.fault))
@@ -99,7 +118,7 @@ class ActiveMembers:
     def shrink(self, width: int) -> None:
         """Keeps `width` members in the compiled arrays: those that train, filled up with others."""
         members = self.slots.members
-        status = to_host(self.carry.moving.status)[: len(members)]
+        status = self.slot_status[: len(members)]
         chosen = np.sort(np.argsort(status != Status.OK, kind="stable")[:width])
         carry = self.all()
         self._last = (carry.moving, carry.selection)
@@ -115,14 +134,13 @@ def width_for(members: ActiveMembers, plan: AbstractPlan) -> int:
 
     If the plan runs a few members at a time, each device has whole chunks.
     """
-    training = int((to_host(members.carry.moving.status) == Status.OK).sum())
     count, layout = members.slots.num_members, members.slots.layout
     num_devices = 1 if layout is None else layout.members
     of_device = -(-count // num_devices)
     chunk = plan.width(of_device)
     unit = num_devices * (chunk if chunk < of_device else 1)
     sizes = [math.ceil(count * part / 2**i) for part in (1, 5 / 6, 2 / 3) for i in range(count.bit_length())]
-    enough = [-(-size // unit) * unit for size in sizes if size >= max(training, _FEWEST)]
+    enough = [-(-size // unit) * unit for size in sizes if size >= max(members.num_training, _FEWEST)]
     return min([len(members.slots.index), *enough])
 
 
