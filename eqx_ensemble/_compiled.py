@@ -26,6 +26,8 @@ ProgramKey = tuple[Any, ...]
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 _NUMBERS = (int, float, complex)
+_SEQUENCES = (tuple, list)
+_TEXTS = (str, Ids)
 
 
 def program_key(tree: Any) -> ProgramKey:
@@ -61,9 +63,11 @@ def _static(treedef: Any) -> list[Any]:
     found, left = [], [data for _, data in reversed(_nodes(treedef))]
     while left:
         value = left.pop()
-        if isinstance(value, tuple | list):
+        if value is None or isinstance(value, _TEXTS):
+            continue
+        if isinstance(value, _SEQUENCES):
             left += reversed(value)
-        elif value is not None and not isinstance(value, str | Ids):
+        else:
             found.append(value)
     return found
 
