@@ -3,6 +3,7 @@
 Each contender of "step" takes the same steps; the hand-written one is `eqx.filter_jit` of a vmapped step.
 """
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,7 @@ def _states(report: Report, problem: Problem, rounds: int, quick: bool) -> None:
     ways = {"the last state": last, "two states in turn": in_turn, "an old state": rolled_back, "an edited one": edited}
     sides = {"make_step": (ours, states), "filter_jit by hand": (by_hand, [start, start])}
     contenders = [
-        Contender(f"{side}, {name}", lambda way=way, by=by: way(*by), steps)
+        Contender(f"{side}, {name}", ft.partial(way, *by), steps)
         for name, way in ways.items()
         for side, by in sides.items()
     ]
@@ -118,8 +119,8 @@ def _callbacks(report: Report, problem: Problem, rounds: int, quick: bool) -> No
 
     for steps in (8, 64) if quick else (250, 2_500):
         ways = {"fit": fit, "by hand": by_hand}
-        contenders = [Contender(f"{way}, {steps} steps", lambda fn=fn: fn(steps), steps) for way, fn in ways.items()]
-        times = interleaved(contenders, rounds=min(rounds, 11))
+        runs = [Contender(f"{way}, {steps} steps", ft.partial(fn, steps), steps) for way, fn in ways.items()]
+        times = interleaved(runs, rounds=min(rounds, 11))
         report.timings += times.values()
         report.rows.append(compared(f"a callback after each of {steps} steps", *times.values(), target="<= 5"))
 
@@ -133,7 +134,8 @@ def _conversions(report: Report, problem: Problem, rounds: int, quick: bool) -> 
         "combine": lambda: eqx.combine(*parts),
     }
     repeat = lambda fn: eqx.filter([fn() for _ in range(repeats)][-1], eqx.is_array)
-    times = interleaved([Contender(name, lambda fn=fn: repeat(fn), repeats) for name, fn in ways.items()], rounds=rounds)
+    calls = [Contender(name, ft.partial(repeat, fn), repeats) for name, fn in ways.items()]
+    times = interleaved(calls, rounds=rounds)
     report.timings += times.values()
     for name in ("to_stacked", "from_stacked"):
         report.rows.append(compared(f"{name} beside eqx.combine", times[name], times["combine"]))

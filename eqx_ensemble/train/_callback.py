@@ -98,8 +98,6 @@ class Progress:
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `loss`: `(members,)`, each member's latest finite training loss; NaN if it has none.
     - `score`: `(members,)`, each member's latest finite validation score; `None` before the first validation.
-    - `history`: the curves since the previous call: [`eqx_ensemble.train.History`][]. Concatenated over all calls, they
-        are the history of the run.
 
     ```python
     def loss(model, batch, key):
@@ -137,7 +135,7 @@ class Progress:
 
     @ft.cached_property
     def history(self) -> History:
-        """The curves since the previous call."""
+        """The curves since the previous call. Concatenated over all calls, they are the history of the run."""
         return self._curves()
 
     @property

@@ -26,7 +26,7 @@ from ..compiled._selection import reset_best, stop_at_limits, stop_members
 from ..data._source import AbstractSource
 from ..resume._resume import Saver
 from ._active import ActiveMembers
-from ._record import History, Record, Taken
+from ._record import History, Record, Taken, curves_since
 
 
 class Saving:
@@ -95,7 +95,7 @@ class Reviver:
     def revive(self, members: ActiveMembers) -> None:
         """Revives the members that diverged, except those that were revived `most` times already."""
         slots, carry, inputs = members.slots, members.carry, members.inputs
-        lost = np.flatnonzero(members.slot_status == Status.DIVERGED)
+        lost = np.flatnonzero(members.latest.status == Status.DIVERGED)
         lost = lost[self._times[slots.members[lost]] < self._how.most]
         if len(lost) == 0:
             return
@@ -197,7 +197,7 @@ class Ending:
             return True
         failed = self._most_lost is not None and (members.status == Status.DIVERGED).sum() > self._most_lost
         interrupted = broadcast_from_first(self._interruption.is_requested) and begun  # a run has at least one step
-        return bool(interrupted or self._ended or failed or not members.num_training)
+        return bool(interrupted or self._ended or failed or not members.latest.num_training)
 
     def stop(self, members: ActiveMembers, chosen: np.ndarray) -> None:
         """Stops those of the `chosen` members `(members,)` that are training."""
@@ -258,7 +258,7 @@ class NewRecords:
         if ends and record.columns.has_open:
             self._open_taken_at = record.steps
         if last_step is None:
-            return record.curves_since(taken, with_open=ends and not is_known), record.steps
+            return curves_since(record, taken, with_open=ends and not is_known), record.steps
         history = record.history(last_step)
         loss, aux, step = jax.tree.map(
             lambda curves: curves[(slice(None),) * (curves.ndim > 1) + (slice(taken.windows + is_known, None),)],

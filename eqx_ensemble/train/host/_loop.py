@@ -321,7 +321,7 @@ def drop_inactive(host: Host, steps_left: int | None) -> None:
     The remaining length counts up to the steps done so far; if it is unknown, it is assumed to equal them.
     """
     executor, members, pacing, recording = host.executor, host.members, host.pacing, host.recording
-    if pacing.is_trial or members.num_training == len(members.slots.index):
+    if pacing.is_trial or members.latest.num_training == len(members.slots.index):
         return
     steps = recording.record.steps
     width, before = width_for(members, executor.program.plan), len(members.slots.index)

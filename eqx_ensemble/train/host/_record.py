@@ -229,23 +229,7 @@ class Record:
 
     def curves(self) -> History:
         """All curves, `members` first."""
-        return self.curves_since()()
-
-    def curves_since(self, taken: Taken = NOTHING_TAKEN, *, with_open: bool = True) -> Callable[[], History]:
-        """A function that returns the curves recorded by now, without those taken.
-
-        `with_open` includes a last window that has not ended.
-        """
-        read = self.columns.since(taken.windows, with_open=with_open)
-        scores, score_steps = self.scores[taken.validations :], self.score_steps[taken.validations :]
-
-        def curves() -> History:
-            outputs, ends = read()
-            loss, aux = jax.tree.map(lambda x: x.swapaxes(0, 1), outputs)
-            validation = np.stack(scores, axis=1) if scores else None
-            return History(loss, aux, validation, np.array(score_steps, np.int64), ends)
-
-        return curves
+        return curves_since(self)()
 
     def history(self, last_step: int | None = None) -> History:
         """The curves up to the last step of any member; the last chunk may have been longer.
@@ -263,6 +247,23 @@ class Record:
         end = max([self.first_step + 1, *step[-1:].tolist()])
         kept = (history.validation_step <= end) | np.isfinite(history.validation).any(axis=0)
         return History(loss, aux, history.validation[:, kept], np.minimum(history.validation_step[kept], end), step)
+
+
+def curves_since(record: Record, taken: Taken = NOTHING_TAKEN, *, with_open: bool = True) -> Callable[[], History]:
+    """A function that returns the curves recorded by now, without those taken.
+
+    `with_open` includes a last window that has not ended.
+    """
+    read = record.columns.since(taken.windows, with_open=with_open)
+    scores, score_steps = record.scores[taken.validations :], record.score_steps[taken.validations :]
+
+    def curves() -> History:
+        outputs, ends = read()
+        loss, aux = jax.tree.map(lambda x: x.swapaxes(0, 1), outputs)
+        validation = np.stack(scores, axis=1) if scores else None
+        return History(loss, aux, validation, np.array(score_steps, np.int64), ends)
+
+    return curves
 
 
 def _trained_columns(history: History) -> int:
