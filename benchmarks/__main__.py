@@ -29,6 +29,7 @@ SCRIPTS = (
     "imports",
     "building",
     "first_call",
+    "steps",
     "choosing",
     "quality",
     "methods",

@@ -9,7 +9,7 @@ hashing their contents takes as long as many small steps. So `fit`, `make_step`,
 
 import functools as ft
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -26,6 +26,8 @@ ProgramKey = tuple[Any, ...]
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 _NUMBERS = (int, float, complex)
+_SEQUENCES = (tuple, list)
+_TEXTS = (str, Ids)
 
 
 def program_key(tree: Any) -> ProgramKey:
@@ -46,7 +48,7 @@ def _kinds(values: list[Any]) -> ProgramKey:
 
 
 def _static_kinds(treedef: Any) -> ProgramKey:
-    return tuple((i, type(x), repr(x)) for i, x in enumerate(x for x in _static(treedef) if isinstance(x, _NUMBERS)))
+    return tuple([(i, type(x), repr(x)) for i, x in enumerate(x for x in _static(treedef) if isinstance(x, _NUMBERS))])
 
 
 def _functions(leaves: Any, treedef: Any) -> list[Any]:
@@ -56,26 +58,29 @@ def _functions(leaves: Any, treedef: Any) -> list[Any]:
     return [*classes, *(x for x in leaves if callable(x)), *static]
 
 
-def _static(treedef: Any) -> Iterator[Any]:
-    """The static values in a structure."""
-    return (value for node in _nodes(treedef) for value in _values(node[1]))
+def _static(treedef: Any) -> list[Any]:
+    """The static values in a structure, also those inside of tuples and lists."""
+    found, left = [], [data for _, data in reversed(_nodes(treedef))]
+    while left:
+        value = left.pop()
+        if value is None or isinstance(value, _TEXTS):
+            continue
+        if isinstance(value, _SEQUENCES):
+            left += reversed(value)
+        else:
+            found.append(value)
+    return found
 
 
-def _nodes(treedef: Any) -> Iterator[Any]:
-    node = treedef.node_data()
-    if node is not None:
-        yield node
-        for child in treedef.children():
-            yield from _nodes(child)
-
-
-def _values(value: Any) -> Iterator[Any]:
-    """A static value, or those inside of tuples and lists."""
-    if isinstance(value, tuple | list):
-        for x in value:
-            yield from _values(x)
-    elif value is not None and not isinstance(value, str | Ids):
-        yield value
+def _nodes(treedef: Any) -> list[Any]:
+    found, left = [], [treedef]
+    while left:
+        at = left.pop()
+        node = at.node_data()
+        if node is not None:
+            found.append(node)
+            left += reversed(at.children())
+    return found
 
 
 @ft.lru_cache(maxsize=512)
@@ -85,7 +90,7 @@ def _traits(treedef: Any) -> tuple[bool, bool]:
     Structures that are equal by `==` differ in neither.
     """
     immutable = all(issubclass(node[0], tuple | eqx.Module | Ids | type(None)) for node in _nodes(treedef))
-    return immutable, next(_static(treedef), None) is not None
+    return immutable, bool(_static(treedef))
 
 
 class Structure:

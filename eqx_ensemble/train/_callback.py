@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, final, runtime_checkable
@@ -97,8 +98,6 @@ class Progress:
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `loss`: `(members,)`, each member's latest finite training loss; NaN if it has none.
     - `score`: `(members,)`, each member's latest finite validation score; `None` before the first validation.
-    - `history`: the curves since the previous call: [`eqx_ensemble.train.History`][]. Concatenated over all calls, they
-        are the history of the run.
 
     ```python
     def loss(model, batch, key):
@@ -127,12 +126,17 @@ class Progress:
     status: Int8[np.ndarray, " members"]
     loss: Float[np.ndarray, " members"]
     score: Float[np.ndarray, " members"] | None
-    history: History
+    _curves: Callable[[], History]
     _snapshots: list[Callable[[], TrainState[Any]]]  # one element; empty once the callback has returned
 
     def __repr__(self) -> str:
         end = "" if self.last_step is None else f" of {self.last_step}"
         return f"Progress(step {self.step}{end}, epoch {self.epoch}, {self.seconds:.3g} s)"
+
+    @ft.cached_property
+    def history(self) -> History:
+        """The curves since the previous call. Concatenated over all calls, they are the history of the run."""
+        return self._curves()
 
     @property
     def train_state(self) -> TrainState[Any]:

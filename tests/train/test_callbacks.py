@@ -12,7 +12,9 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.train import Status
+from eqx_ensemble.train.data._read_ahead import PieceQueue
 from eqx_ensemble.train.host import _callbacks
+from eqx_ensemble.train.host._record import Columns
 
 from ..factories import assert_same, grouped
 
@@ -342,6 +344,24 @@ def test_nothing_is_done_without_callbacks(ensemble, monkeypatch):
         monkeypatch.setattr(_callbacks, name, fail)
     monkeypatch.setattr(_callbacks.NewRecords, "take", fail)
     fitted(ensemble, steps=20, validation=VALID)
+
+
+def test_little_is_done_at_a_call(ensemble, monkeypatch):
+    """A call after every step transfers nothing anew, and makes no curves that nobody reads."""
+    made, make, since = [], PieceQueue._make_chunk, Columns.since
+
+    def counted(*args, **options):
+        read = since(*args, **options)
+        return lambda: made.append("curves") or read()
+
+    monkeypatch.setattr(PieceQueue, "_make_chunk", lambda *args: made.append("chunk") or make(*args))
+    monkeypatch.setattr(Columns, "since", counted)
+    fitted(ensemble, steps=20, callbacks=ee.train.every(1, lambda progress: False))
+    assert made.count("chunk") == 2  # of a full batch, and of the last of an epoch
+    assert made.count("curves") == 1  # of the run
+    kept = []
+    run = fitted(ensemble, steps=20, callbacks=ee.train.every(1, kept.append))
+    np.testing.assert_array_equal(np.concatenate([p.history.loss for p in kept], axis=1), run.history.loss)
 
 
 @pytest.mark.slow

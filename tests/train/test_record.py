@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eqx_ensemble.train.host._record import History, Record
+from eqx_ensemble.train.host._record import History, Record, Taken, curves_since
 
 NAN = np.nan
 
@@ -46,3 +46,25 @@ def test_a_history_without_a_validation(num_steps):
     assert record.latest_score is None
     np.testing.assert_array_equal(record.latest_loss, [NAN, NAN])
     assert record.latest("min")[1] is None
+
+
+def test_columns_are_appended_in_place():
+    """Adding the thousandth column copies none of those before; curves that are read late are those of their time."""
+    record, arrays = Record(), []
+    for i in range(1000):
+        record.add_steps(steps([i, -i]))
+        arrays.append(record.columns._ended[0])
+        if i == 2:
+            read = curves_since(record, Taken(steps=1, windows=1))
+    assert len(set(map(id, arrays))) <= 10
+    np.testing.assert_array_equal(record.curves().loss, [np.arange(1000), -np.arange(1000)])
+    assert read().loss.tolist() == [[1, 2], [-1, -2]]
+    assert read().step.tolist() == [2, 3]
+
+
+def test_columns_of_two_precisions():
+    """As of a run that another one continues in float64."""
+    record = Record()
+    record.add_steps((np.array([[0.1, 0.2]], np.float32), None))
+    record.add_steps((np.array([[0.1, 0.2]]), None))
+    assert record.curves().loss.T.tolist() == [[np.float32(0.1), np.float32(0.2)], [0.1, 0.2]]

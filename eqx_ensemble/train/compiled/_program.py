@@ -87,7 +87,7 @@ class Program(eqx.Module):
     score: Loss | None = None
     patience: int | None = eqx.field(static=True, default=None)
     halts: bool = eqx.field(static=True, default=False)
-    windows: Windows = Windows()
+    windows: Windows = eqx.field(static=True, default=Windows())
     # The digests of its traced functions, if the run is saved: a global that the loss reads may have changed since the
     # same objects were compiled, and the run must match its checkpoints.
     traced: tuple[str, ...] = eqx.field(static=True, default=())

@@ -1,8 +1,8 @@
 """The steps whose outputs a run records: all, every n-th, or only the last."""
 
+import dataclasses
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,14 +19,15 @@ from ..._pytree import PyTree
 # it, `dynamic_update_slice` would move a slice that exceeds the array back, onto windows that are recorded already.
 
 
-class Windows(eqx.Module):
+@dataclasses.dataclass(frozen=True)
+class Windows:
     """Windows of `every` consecutive steps, of which the history keeps each member's last outputs.
 
     They are counted from the first step of all runs, so that they do not depend on how a run is split into chunks. If
     `every` is `None`, all steps are one window; windows of one step record everything.
     """
 
-    every: int | None = eqx.field(static=True, default=1)
+    every: int | None = 1
 
     @property
     def name(self) -> str | int:

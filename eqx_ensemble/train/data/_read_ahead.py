@@ -1,3 +1,4 @@
+import functools as ft
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ class PieceQueue:
         self._most_steps = most_steps
         self._layout = layout
         self._waiting: deque[Piece] = deque()
+        self._chunk = ft.lru_cache(maxsize=64)(self._make_chunk)  # transfers take as long as a small step
 
     def take(self, steps: int) -> list[Piece]:
         """The next pieces of at least `steps` steps, as far as a chunk holds them; none at the end of the run."""
@@ -40,6 +42,9 @@ class PieceQueue:
 
     def chunk(self, pieces: list[Piece]) -> Chunk:
         """Pads pieces to the one shape."""
+        return self._chunk(*pieces)
+
+    def _make_chunk(self, *pieces: Piece) -> Chunk:
         num_full = np.zeros(self._most_pieces, np.int32)
         ends = np.zeros(self._most_pieces, bool)
         num_full[: len(pieces)] = [piece.full for piece in pieces]

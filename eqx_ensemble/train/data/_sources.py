@@ -75,12 +75,12 @@ class ChunkWork(AbstractWork):
 
     def _outputs(self, good: int, recorded: PyTree, scores: PyTree) -> Iterator[Outputs]:
         """The outputs of the good pieces."""
-        recorded, step = jax.tree.map(lambda x: np.moveaxis(x, 1, 0), recorded), self._first_step
+        step = self._first_step
         for i, piece in enumerate(self.pieces[:good]):
             here = self._windows.part(self._first_step, step, piece.num_steps)
             yield Outputs(
                 piece.num_steps,
-                jax.tree.map(lambda x: x[here], recorded),  # noqa: B023
+                jax.tree.map(lambda x: x[:, here].swapaxes(0, 1), recorded),  # noqa: B023
                 scores[i] if piece.ends_epoch and scores is not None else None,
             )
             step += piece.num_steps

@@ -1,6 +1,6 @@
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,6 +20,14 @@ from ..data._rows import Slots
 _FEWEST = 4  # with fewer members, compilers order sums differently, which changes the others' last bits
 
 
+class Latest(NamedTuple):
+    """The status of the slots after a call, on the host, and how many of them hold members that train."""
+
+    carry: Any
+    status: np.ndarray
+    num_training: int
+
+
 class ActiveMembers:
     """The members in the compiled arrays, and the last state of those that were removed.
 
@@ -31,6 +39,8 @@ class ActiveMembers:
     - `slots`: the members in the compiled arrays.
     - `inputs`, `carry`: the inputs and the carry of a compiled call, for these members.
     """
+
+    _latest: Latest | None = None
 
     def __init__(self, inputs: Inputs, carry: Carry, layout: Layout | None) -> None:
         self._all_inputs = inputs
@@ -49,17 +59,22 @@ class ActiveMembers:
         )
         real = shard_members(np.arange(len(self.slots.index)) < self.slots.num_members, layout)
         moving = dataclasses.replace(moving, status=_stop_pads(moving.status, real))
-        self.inputs = self._inputs_of(fixed, replicate(inputs.shared, layout), limits)
+        self.inputs = _own_inputs(self._all_inputs, self.slots, fixed, replicate(inputs.shared, layout), limits)
         self.carry = Carry(moving, selection, replicate(carry.step, layout))
 
-    def _inputs_of(self, fixed: MemberConstants, shared: PyTree, limits: PyTree) -> Inputs:
-        data, order = self.slots.own((self._all_inputs.data, self._all_inputs.order), whole=True)
-        return Inputs(fixed, shared, data, self.slots.own(self._all_inputs.validation), limits, order)
+    @property
+    def latest(self) -> Latest:
+        """What the carry says of its slots; it is copied to the host once."""
+        if self._latest is None or self._latest.carry is not self.carry:
+            status = to_host(self.carry.moving.status)
+            training = np.count_nonzero(status == Status.OK.value)  # NumPy is slow with the enum itself
+            self._latest = Latest(self.carry, status, int(training))
+        return self._latest
 
     @property
     def status(self) -> np.ndarray:
         """The status of all members `(members,)`."""
-        status = to_host(self.carry.moving.status)[: len(self.slots.members)]
+        status = self.latest.status[: len(self.slots.members)]
         if self._last is None:
             return status
         of_all = np.array(to_host(self._last[0].status))
@@ -69,7 +84,7 @@ class ActiveMembers:
     @property
     def last_step(self) -> int | None:
         """The number of steps after which the last member stopped; `None` while any member trains."""
-        if (self.status == Status.OK).any():
+        if self.latest.num_training:
             return None
         moving = self.all().moving
         status, stopped_at, fault = to_host((moving.status, moving.stopped_at, moving.fault))
@@ -99,15 +114,20 @@ class ActiveMembers:
     def shrink(self, width: int) -> None:
         """Keeps `width` members in the compiled arrays: those that train, filled up with others."""
         members = self.slots.members
-        status = to_host(self.carry.moving.status)[: len(members)]
+        status = self.latest.status[: len(members)]
         chosen = np.sort(np.argsort(status != Status.OK, kind="stable")[:width])
         carry = self.all()
         self._last = (carry.moving, carry.selection)
         self.slots = dataclasses.replace(self.slots, members=members[chosen])
         inputs = self._all_inputs
         moving, selection, fixed, limits = self.slots.take((*self._last, inputs.fixed, inputs.limits))
-        self.inputs = self._inputs_of(fixed, inputs.shared, limits)
+        self.inputs = _own_inputs(inputs, self.slots, fixed, inputs.shared, limits)
         self.carry = Carry(moving, selection, carry.step)
+
+
+def _own_inputs(inputs: Inputs, slots: Slots, fixed: MemberConstants, shared: PyTree, limits: PyTree) -> Inputs:
+    data, order = slots.own((inputs.data, inputs.order), whole=True)
+    return Inputs(fixed, shared, data, slots.own(inputs.validation), limits, order)
 
 
 def width_for(members: ActiveMembers, plan: AbstractPlan) -> int:
@@ -115,14 +135,13 @@ def width_for(members: ActiveMembers, plan: AbstractPlan) -> int:
 
     If the plan runs a few members at a time, each device has whole chunks.
     """
-    training = int((to_host(members.carry.moving.status) == Status.OK).sum())
     count, layout = members.slots.num_members, members.slots.layout
     num_devices = 1 if layout is None else layout.members
     of_device = -(-count // num_devices)
     chunk = plan.width(of_device)
     unit = num_devices * (chunk if chunk < of_device else 1)
     sizes = [math.ceil(count * part / 2**i) for part in (1, 5 / 6, 2 / 3) for i in range(count.bit_length())]
-    enough = [-(-size // unit) * unit for size in sizes if size >= max(training, _FEWEST)]
+    enough = [-(-size // unit) * unit for size in sizes if size >= max(members.latest.num_training, _FEWEST)]
     return min([len(members.slots.index), *enough])
 
 

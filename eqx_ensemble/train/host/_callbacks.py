@@ -3,7 +3,7 @@ import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from ..compiled._selection import reset_best, stop_at_limits, stop_members
 from ..data._source import AbstractSource
 from ..resume._resume import Saver
 from ._active import ActiveMembers
-from ._record import History, Record, Taken
+from ._record import History, Record, Taken, curves_since
 
 
 class Saving:
@@ -95,7 +95,7 @@ class Reviver:
     def revive(self, members: ActiveMembers) -> None:
         """Revives the members that diverged, except those that were revived `most` times already."""
         slots, carry, inputs = members.slots, members.carry, members.inputs
-        lost = np.flatnonzero(to_host(carry.moving.status) == Status.DIVERGED)
+        lost = np.flatnonzero(members.latest.status == Status.DIVERGED)
         lost = lost[self._times[slots.members[lost]] < self._how.most]
         if len(lost) == 0:
             return
@@ -193,12 +193,11 @@ class Ending:
 
     def should_stop(self, members: ActiveMembers, *, begun: bool) -> bool:
         """Whether the run ends: it is interrupted, a save failed, no member trains, or one diverged under `"raise"`."""
-        status = to_host(members.carry.moving.status)
         if self._saving.error is not None:
             return True
         failed = self._most_lost is not None and (members.status == Status.DIVERGED).sum() > self._most_lost
         interrupted = broadcast_from_first(self._interruption.is_requested) and begun  # a run has at least one step
-        return bool(interrupted or self._ended or failed or not (status == Status.OK).any())
+        return bool(interrupted or self._ended or failed or not members.latest.num_training)
 
     def stop(self, members: ActiveMembers, chosen: np.ndarray) -> None:
         """Stops those of the `chosen` members `(members,)` that are training."""
@@ -224,13 +223,12 @@ class NewRecords:
     def __init__(self, record: Record) -> None:
         self._record = record
         self._taken = self._now
-        self._num_windows = record.columns.num_ended
         self._all_taken = True
         self._open_taken_at = -1
 
     @property
     def _now(self) -> Taken:
-        return Taken(self._record.steps, self._record.columns.num_parts, len(self._record.scores))
+        return Taken(self._record.steps, self._record.columns.num_ended, len(self._record.scores))
 
     @property
     def steps(self) -> int:
@@ -247,27 +245,28 @@ class NewRecords:
         """Whether there are new records, or a window that the last `take` left out because it had not ended."""
         return self.any or not self._all_taken
 
-    def take(self, *, last_step: int | None, ends: bool) -> tuple[History, int]:
-        """The new curves and the last step; trimmed like those of the run if no member trains after `last_step`.
+    def take(self, *, last_step: int | None, ends: bool) -> tuple[Callable[[], History], int]:
+        """A function that returns the new curves, and the last step.
 
-        A last window that has not ended is left out, unless the run `ends`.
+        They are trimmed like those of the run if no member trains after `last_step`. A last window that has not ended
+        is left out, unless the run `ends`.
         """
-        record, taken, num_windows = self._record, self._taken, self._num_windows
+        record, taken = self._record, self._taken
         is_known = record.columns.has_open and self._open_taken_at == record.steps  # a validation may have followed it
-        self._taken, self._num_windows = self._now, record.columns.num_ended
+        self._taken = self._now
         self._all_taken = ends or not record.columns.has_open
         if ends and record.columns.has_open:
             self._open_taken_at = record.steps
         if last_step is None:
-            return record.curves(since=taken, with_open=ends and not is_known), record.steps
+            return curves_since(record, taken, with_open=ends and not is_known), record.steps
         history = record.history(last_step)
         loss, aux, step = jax.tree.map(
-            lambda curves: curves[(slice(None),) * (curves.ndim > 1) + (slice(num_windows + is_known, None),)],
+            lambda curves: curves[(slice(None),) * (curves.ndim > 1) + (slice(taken.windows + is_known, None),)],
             (history.loss, history.aux, history.step),
         )
         scores = None if history.validation is None else history.validation[:, taken.validations :]
         new = History(loss, aux, scores, history.validation_step[taken.validations :], step)
-        return new, int(history.step[-1])
+        return lambda: new, int(history.step[-1])
 
 
 class Callbacks:
@@ -326,7 +325,7 @@ class Callbacks:
     ) -> tuple[bool, np.ndarray]:
         """Whether the run ends, and which members `(members,)` stop, by the callbacks of the periods `due`."""
         count = members.slots.num_members
-        asked = np.zeros(count + 1, bool)
+        asked = np.zeros(count + 2, bool)  # of each member, of the run, and whether a callback raised
         error: Exception | None = None
         snapshots = [lambda: self._snapshot(members)]
         try:
@@ -335,21 +334,21 @@ class Callbacks:
                 for callback in callbacks:
                     answer = check_answer(callback(progress), callback.callback, count)
                     if isinstance(answer, np.ndarray):
-                        asked[:-1] |= answer
+                        asked[:-2] |= answer
                     else:
-                        asked[-1] |= answer
+                        asked[-2] |= answer
         except Exception as raised:
-            error = raised
+            error, asked[-1] = raised, True
         finally:
             snapshots.clear()
         asked = self._agree(asked, error, members, source)
-        return bool(asked[-1]), asked[:-1]
+        return bool(asked[-2]), asked[:-2]
 
     def _agree(
         self, asked: np.ndarray, error: Exception | None, members: ActiveMembers, source: AbstractSource
     ) -> np.ndarray:
         """The return values of the first process. If a callback raised in any, saves the run and raises in all."""
-        gathered = all_gather(np.append(asked, error is not None))
+        gathered = all_gather(asked)
         failed = gathered[:, -1]
         if failed.any() and jax.process_count() > 1:
             self._saving.save(members, source)
@@ -358,25 +357,24 @@ class Callbacks:
             raise error
         if failed.any():
             raise RuntimeError(other_process_message(np.flatnonzero(failed).tolist()))
-        return gathered[0, :-1]
+        return gathered[0]
 
     def _progress(
         self, members: ActiveMembers, source: AbstractSource, new: NewRecords, snapshots: list, *, last: bool
     ) -> Progress:
         record, status, last_step = self._record, members.status, members.last_step
         ends = last or last_step is not None or record.steps == source.last_step
-        history, step = new.take(last_step=last_step, ends=ends)
-        seen = (self._ids, status, record.latest_loss, record.latest_score, history)
-        ids, status, loss, score, history = jax.tree.map(_read_only, seen)
+        curves, step = new.take(last_step=last_step, ends=ends)
+        ids, status, loss, score = map(_read_only, (self._ids, status, record.latest_loss, record.latest_score))
         return Progress(
             step, source.last_step, self._num_epochs(source, step), self._saving.seconds, ids, status, loss, score,
-            history, snapshots,
+            lambda: jax.tree.map(_read_only, curves()), snapshots,
         )  # fmt: skip
 
     def _num_epochs(self, source: AbstractSource, step: int) -> int:
         """The number of epochs of this run that have ended."""
-        order = source.order
-        return source.cursor.epochs if order is None else step // order.epoch - self._begun // order.epoch
+        epoch = None if source.order is None else source.epoch
+        return source.cursor.epochs if epoch is None else step // epoch - self._begun // epoch
 
     def _snapshot(self, members: ActiveMembers) -> TrainState:
         carry, start = members.all(), self._start

@@ -206,7 +206,7 @@ class Pacing:
         if not first:
             wanted = _SECONDS_PER_TRIAL if self._pilot.watching else self._seconds_per_chunk
             wanted /= max(self._seconds_per_step, 1e-6)
-            self.steps = int(np.clip(wanted, 1, 4 * self.steps))
+            self.steps = int(min(max(wanted, 1), 4 * self.steps))
 
     @property
     def _seconds_per_chunk(self) -> float:
@@ -321,7 +321,7 @@ def drop_inactive(host: Host, steps_left: int | None) -> None:
     The remaining length counts up to the steps done so far; if it is unknown, it is assumed to equal them.
     """
     executor, members, pacing, recording = host.executor, host.members, host.pacing, host.recording
-    if pacing.is_trial:
+    if pacing.is_trial or members.latest.num_training == len(members.slots.index):
         return
     steps = recording.record.steps
     width, before = width_for(members, executor.program.plan), len(members.slots.index)

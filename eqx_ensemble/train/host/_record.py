@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -15,61 +16,79 @@ from ..compiled._windows import Windows
 class Columns:
     """The outputs of consecutive windows of steps: the columns of a history.
 
+    Those of windows that have ended are in arrays with room for more, so that adding a column does not cost more after
+    many.
+
     **Attributes:**
 
     - `windows`: which steps' outputs are recorded.
+    - `num_ended`: the number of windows that have ended.
     - `has_open`: whether the last window has not ended.
     """
 
     def __init__(self, windows: Windows) -> None:
-        self.windows = windows
-        self._outputs: list[PyTree] = []  # of windows that have ended, `(windows, members, ...)`, in parts
-        self._ends: list[np.ndarray] = []
+        self.windows, self.num_ended = windows, 0
+        self._kind: tuple[Any, list[tuple[int, ...]]] | None = None  # the structure and the shapes of a column
+        self._ended: list[np.ndarray] = []  # `(windows, members, ...)`, and the windows' ends
         self._open: tuple[PyTree, np.ndarray] | None = None
 
     @property
     def has_open(self) -> bool:
         return self._open is not None
 
-    @property
-    def num_parts(self) -> int:
-        """The number of parts of windows that have ended."""
-        return len(self._outputs)
-
-    @property
-    def num_ended(self) -> int:
-        """The number of windows that have ended."""
-        return sum(map(len, self._ends))
-
     def add(self, outputs: PyTree, step: int, num_steps: int) -> None:
         """Adds outputs `(windows, members, ...)` of `num_steps` steps after `step`."""
-        if self._outputs or self.has_open:
-            parts = (self.parts()[0][-1], outputs)
-            check_same_outputs(*(jax.tree.map(lambda x: x[0], part) for part in parts))
         if self._open is not None:
+            self._check(outputs)
             outputs = _continue_window(outputs, self._open[0])
         still_open = bool(self.windows.continues(step + num_steps))
         self.restore(outputs, self.windows.ends(step, num_steps), last_is_open=still_open)
 
     def restore(self, outputs: PyTree, ends: np.ndarray, *, last_is_open: bool) -> None:
         """Adds outputs of windows with these ends, unchanged."""
+        leaves = self._check(outputs)
         self._open = None
         if last_is_open:
             self._open = (jax.tree.map(lambda x: x[-1:], outputs), ends[-1:])
-            outputs, ends = jax.tree.map(lambda x: x[:-1], outputs), ends[:-1]
-        if len(ends) or not last_is_open:
-            self._outputs.append(outputs)
-            self._ends.append(ends)
+            leaves, ends = [x[:-1] for x in leaves], ends[:-1]
+        new, count = [*leaves, ends.astype(np.int64)], self.num_ended
+        held = self._ended or [x[:0].copy() for x in new]
+        self._ended = [_append(old, x, count) for old, x in zip(held, new, strict=True)]
+        self.num_ended = count + len(ends)
 
-    def parts(self, since: int = 0, *, with_open: bool = True) -> tuple[list[PyTree], list[np.ndarray]]:
-        """The parts from `since` on, at least one, and the ends of their windows."""
-        outputs, ends = self._outputs[since:], self._ends[since:]
-        if self._open is not None and with_open:
-            outputs, ends = [*outputs, self._open[0]], [*ends, self._open[1]]
-        if not outputs:
-            some = self._outputs[0] if self._open is None else self._open[0]
-            outputs, ends = [jax.tree.map(lambda x: x[:0], some)], [np.zeros(0, np.int64)]
-        return outputs, ends
+    def _check(self, outputs: PyTree) -> list[np.ndarray]:
+        """Raises unless outputs have the structure and the shapes of those before. Returns their arrays."""
+        leaves, structure = jax.tree.flatten(outputs)
+        kind = structure, [x.shape[1:] for x in leaves]
+        if self._kind is not None and kind != self._kind:
+            columns = ([jax.ShapeDtypeStruct(shape, float) for shape in shapes] for _, shapes in (self._kind, kind))
+            check_same_outputs(*map(jax.tree.unflatten, (self._kind[0], structure), columns))
+        self._kind = kind
+        return leaves
+
+    def since(self, first: int = 0, *, with_open: bool = True) -> Callable[[], tuple[PyTree, np.ndarray]]:
+        """A function that returns the windows recorded by now, from `first` on: their outputs and their ends."""
+        assert self._kind is not None
+        structure, last, ended, window = self._kind[0], self.num_ended, self._ended, self._open
+
+        def read() -> tuple[PyTree, np.ndarray]:
+            *leaves, ends = [x[first:last].copy() for x in ended]
+            outputs = jax.tree.unflatten(structure, leaves)
+            if window is None or not with_open:
+                return outputs, ends
+            return jax.tree.map(lambda *parts: np.concatenate(parts), (outputs, ends), window)
+
+        return read
+
+
+def _append(held: np.ndarray, new: np.ndarray, count: int) -> np.ndarray:
+    """The array whose first `count` rows are held, and the next are new; it has room for as many more."""
+    end = count + len(new)
+    if end > len(held) or held.dtype != new.dtype:
+        old, held = held[:count], np.empty((2 * end, *new.shape[1:]), np.result_type(held, new))
+        held[:count] = old
+    held[count:end] = new
+    return held
 
 
 def _continue_window(outputs: PyTree, window: PyTree) -> PyTree:
@@ -125,10 +144,10 @@ class History(eqx.Module):
 
 
 class Taken(NamedTuple):
-    """How much of a record was taken: steps, parts of its outputs, and validations."""
+    """How much of a record was taken: steps, windows that have ended, and validations."""
 
     steps: int = 0
-    parts: int = 0
+    windows: int = 0
     validations: int = 0
 
 
@@ -175,11 +194,11 @@ class Record:
 
     def add_steps(self, outputs: PyTree, num_steps: int | None = None) -> None:
         """Adds outputs of the windows of consecutive steps, `(windows, members, ...)`; by default of every step."""
-        outputs = jax.tree.map(np.asarray, outputs)
         count = outputs[0].shape[0] if num_steps is None else num_steps
         self.columns.add(outputs, self.steps, count)
         self.steps += count
-        self.latest_loss = _update(self.latest_loss, last_finite(outputs[0].T))
+        last = outputs[0][0] if len(outputs[0]) == 1 else last_finite(outputs[0].T)
+        self.latest_loss = _update(self.latest_loss, last)
 
     def add_scores(self, scores: Any, *, of_all: bool = True) -> None:
         """Adds validation scores `(members,)` after the steps so far, of all members or only of stopped ones."""
@@ -208,14 +227,9 @@ class Record:
         """Whether the current weights are validated."""
         return self.steps in self.validated[-1:]
 
-    def curves(self, *, since: Taken = NOTHING_TAKEN, with_open: bool = True) -> History:
-        """The curves since `since`, `members` first; `with_open` includes a last window that has not ended."""
-        outputs, ends = self.columns.parts(since.parts, with_open=with_open)
-        loss, aux = jax.tree.map(lambda *parts: np.moveaxis(np.concatenate(parts), 0, 1), *outputs)
-        scores = self.scores[since.validations :]
-        validation = np.stack(scores, axis=1) if scores else None
-        steps = np.array(self.score_steps[since.validations :], np.int64)
-        return History(loss, aux, validation, steps, np.concatenate(ends).astype(np.int64))
+    def curves(self) -> History:
+        """All curves, `members` first."""
+        return curves_since(self)()
 
     def history(self, last_step: int | None = None) -> History:
         """The curves up to the last step of any member; the last chunk may have been longer.
@@ -235,6 +249,23 @@ class Record:
         return History(loss, aux, history.validation[:, kept], np.minimum(history.validation_step[kept], end), step)
 
 
+def curves_since(record: Record, taken: Taken = NOTHING_TAKEN, *, with_open: bool = True) -> Callable[[], History]:
+    """A function that returns the curves recorded by now, without those taken.
+
+    `with_open` includes a last window that has not ended.
+    """
+    read = record.columns.since(taken.windows, with_open=with_open)
+    scores, score_steps = record.scores[taken.validations :], record.score_steps[taken.validations :]
+
+    def curves() -> History:
+        outputs, ends = read()
+        loss, aux = jax.tree.map(lambda x: x.swapaxes(0, 1), outputs)
+        validation = np.stack(scores, axis=1) if scores else None
+        return History(loss, aux, validation, np.array(score_steps, np.int64), ends)
+
+    return curves
+
+
 def _trained_columns(history: History) -> int:
     """The number of columns up to the last one in which some member has an output, at least one."""
     trained = int(np.flatnonzero((~np.isnan(history.loss)).any(axis=0)).max(initial=-1)) + 1
@@ -251,7 +282,7 @@ def _is_blank(outputs: np.ndarray) -> bool:
 
 def _update(latest: np.ndarray | None, new: np.ndarray) -> np.ndarray:
     """New numbers `(members,)` where they are finite, else the latest."""
-    return new if latest is None else np.where(np.isfinite(new), new, latest)
+    return np.where(np.isfinite(new), new, np.nan if latest is None else latest)
 
 
 def mean_of_last_epoch(history: History, epoch: int | None) -> np.ndarray:
