@@ -19,6 +19,8 @@ def progress_line(*, show: bool | None, description: str, unit: str, total: int 
     from tqdm.std import tqdm  # here, because it takes a tenth of the time of this library's import
 
     class Line(tqdm):
+        monitor_interval = 0  # else each of these classes starts a thread that never ends
+
         def display(self, *args: Any, **options: Any) -> Any:
             with contextlib.suppress(OSError):
                 return super().display(*args, **options)
@@ -30,7 +32,7 @@ def progress_line(*, show: bool | None, description: str, unit: str, total: int 
     if show is None:
         show = sys.stderr.isatty() or "ipykernel" in sys.modules
     show = show and is_first()
-    with Line(total=total, desc=description, unit=unit, disable=not show, delay=2) as bar:
+    with Line(total=total, desc=description, unit=unit, disable=not show, delay=2, miniters=1) as bar:
         yield bar
 
 

@@ -661,3 +661,11 @@ def test_a_progress_line_that_nobody_reads(monkeypatch):
     with progress_line(show=True, description="fit", unit="step", total=3) as line:
         line.display()
         line.update(3)
+
+
+def test_progress_lines_leave_no_threads(ensemble, capsys):
+    before = threading.active_count()
+    for show in (True, False):
+        with progress_line(show=show, description="fit", unit="step", total=3) as line:
+            line.update(3)
+    assert threading.active_count() == before
