@@ -163,6 +163,7 @@ def explain_as(path: str, *, transfers: bool = True) -> Callable[[_F], _F]:
     def decorate(fn: Any) -> Any:
         @ft.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             try:
                 return call_transferring(fn, args, kwargs) if transfers else fn(*args, **kwargs)
             except Exception as error:

@@ -17,6 +17,7 @@ _GUARDS = {
 
 def call_transferring(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Calls a function whose transfers are explicit: only the levels of guards that name explicit ones stop them."""
+    __tracebackhide__ = True  # in IPython and pytest
     guarded = [guard for name, guard in _GUARDS.items() if getattr(jax.config, name) in ("log", "disallow")]
     if not guarded:
         return fn(*args, **kwargs)
