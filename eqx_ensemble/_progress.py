@@ -35,7 +35,7 @@ def progress_line(*, show: bool | None, description: str, unit: str, total: int 
 
     if show is None:
         show = sys.stderr.isatty() or ("ipykernel" in sys.modules and not _is_open.get())
-    show = show and is_first()
+    show = bool(show and is_first())
     with Line(total=total, desc=description, unit=unit, disable=not show, delay=2, miniters=1) as bar:
         token = _is_open.set(_is_open.get() or show)
         try:
