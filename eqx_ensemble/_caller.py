@@ -1,6 +1,8 @@
 """The public function that the user's code called, for messages; it is found only when one is written."""
 
+import builtins
 import sys
+import traceback
 import types
 from collections.abc import Collection
 
@@ -48,6 +50,20 @@ def caller() -> str:
             return found
         frame = frame.f_back
     return found or outermost
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """In IPython, hides this library's frames of an error that the user's code or another library raised.
+
+    JAX and Equinox hide theirs in the same way. `%debug` passes over hidden frames.
+    """
+    if "__IPYTHON__" not in vars(builtins):
+        return
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [frame for frame in frames if (frame.f_globals.get("__name__") or "").partition(".")[0] == _OWN]
+    if own and own[-1] is not frames[-1]:
+        for frame in own:
+            frame.f_locals["__tracebackhide__"] = True
 
 
 def _acts_as(frame: types.FrameType, module: str) -> str:

@@ -1,4 +1,5 @@
 import contextlib
+import contextvars
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -9,16 +10,21 @@ if TYPE_CHECKING:
     from tqdm.std import tqdm
 
 
+_is_open: contextvars.ContextVar[bool] = contextvars.ContextVar("is_open", default=False)
+
+
 @contextlib.contextmanager
 def progress_line(*, show: bool | None, description: str, unit: str, total: int | None = None) -> "Iterator[tqdm]":
     """A progress line on standard error, shown after two seconds; by default in a terminal or a notebook.
 
-    With several processes, only the first shows it. What cannot be written, because nobody reads it any more, is
-    dropped.
+    With several processes, only the first shows it. A notebook, which cannot move between lines, shows that of the
+    outermost call. What cannot be written, because nobody reads it any more, is dropped.
     """
     from tqdm.std import tqdm  # here, because it takes a tenth of the time of this library's import
 
     class Line(tqdm):
+        monitor_interval = 0  # else each of these classes starts a thread that never ends
+
         def display(self, *args: Any, **options: Any) -> Any:
             with contextlib.suppress(OSError):
                 return super().display(*args, **options)
@@ -28,10 +34,14 @@ def progress_line(*, show: bool | None, description: str, unit: str, total: int 
                 super().close()
 
     if show is None:
-        show = sys.stderr.isatty() or "ipykernel" in sys.modules
-    show = show and is_first()
-    with Line(total=total, desc=description, unit=unit, disable=not show, delay=2) as bar:
-        yield bar
+        show = sys.stderr.isatty() or ("ipykernel" in sys.modules and not _is_open.get())
+    show = bool(show and is_first())
+    with Line(total=total, desc=description, unit=unit, disable=not show, delay=2, miniters=1) as bar:
+        token = _is_open.set(_is_open.get() or show)
+        try:
+            yield bar
+        finally:
+            _is_open.reset(token)
 
 
 def members_in_words(count: int) -> str:

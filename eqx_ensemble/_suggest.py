@@ -10,6 +10,9 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from ._caller import hide_own_frames
+from ._transfers import call_transferring
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OWN = __name__.partition(".")[0]
 
@@ -151,8 +154,10 @@ def inner_function(fn: Any) -> Any:
     return _inner.get(fn, fn) if isinstance(fn, types.FunctionType) else fn
 
 
-def explain_as(path: str) -> Callable[[_F], _F]:
+def explain_as(path: str, *, transfers: bool = True) -> Callable[[_F], _F]:
     """A decorator: the errors of calls that do not fit a function's signature name the likely options.
+
+    With `transfers`, the function moves what it is called with and what it computes on the host; see `_transfers`.
 
     Public functions get it from their package. Those that others pass their options on to get it where they are
     defined. Messages find `path` in the frame of `call`; see `_caller`.
@@ -161,10 +166,13 @@ def explain_as(path: str) -> Callable[[_F], _F]:
     def decorate(fn: Any) -> Any:
         @ft.wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             try:
-                return fn(*args, **kwargs)
-            except (TypeError, AttributeError) as error:
-                _explain(error, fn, args, kwargs, path)
+                return call_transferring(fn, args, kwargs) if transfers else fn(*args, **kwargs)
+            except Exception as error:
+                if isinstance(error, TypeError | AttributeError):
+                    _explain(error, fn, args, kwargs, path)
+                hide_own_frames(error)
                 raise
 
         _inner[call] = fn

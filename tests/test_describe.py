@@ -8,6 +8,8 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.train.compiled._selection import Selection
+from eqx_ensemble.train.host._record import History
 
 KEY = jax.random.key(0)
 
@@ -150,3 +152,41 @@ def test_trainable_of_a_training_state_is_refused(unhooked):
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 2, key=key), 2, key=KEY)
     with pytest.raises(TypeError, match="a training state knows what it trains"):
         ee.describe(ee.train.init(ensemble, optax.sgd(0.1), key=KEY), trainable=lambda x: True)
+
+
+# Representations, which notebooks show
+
+
+def shown():
+    """What notebooks show, with many members, many rows and a model of two layers."""
+    ensemble = ee.build(lambda key: eqx.nn.MLP(2, 1, 4, 1, key=key), 300, key=KEY)
+    state = ee.train.init(ensemble, optax.sgd(0.1), key=KEY)
+    some = eqx.tree_at(lambda state: (state.moving.status, state.step), state, (np.arange(300) % 3, np.array(2)))
+    deleted = eqx.tree_at(lambda state: (state.moving.status, state.step), state, (jnp.zeros(300), jnp.zeros(())))
+    jax.tree.map(lambda x: x.delete(), (deleted.status, deleted.step))
+    few, steps, many, ends = jnp.ones(2), jnp.ones(2, int), jnp.ones((300, 5)), jnp.zeros((40, 2))
+    yield ensemble, "Ensemble[MLP](num_members=300)"
+    yield state, "TrainState[MLP](num_members=300, step=0)"
+    yield some, "TrainState[MLP](num_members=300, step=2, stopped=100, diverged=100)"
+    yield deleted, "TrainState[MLP](num_members=300)"
+    yield History(np.ones((300, 2)), ensemble.stacked, None, np.zeros(0, int), np.array([1, 2])), "step=[1, 2]"
+    yield Selection(ensemble.stacked, None, few, steps, steps, few, steps), "params=MLP(...)"
+    yield ee.Each({"a": ensemble.stacked, "b": many}), "Each(value=dict(...))"
+    yield ee.Batch(many), "Batch(value=f32[300,5])"
+    yield ee.train.Metrics(few, None, jnp.zeros(2, jnp.int8)), "Metrics(loss=[1, 1], aux=None, status=[0, 0])"
+    yield ee.conformal.Split(jnp.float32(0.25)), "Split(radius=0.25)"
+    yield ee.conformal.Split(jnp.bfloat16(0.25)), "Split(radius=0.25)"
+    yield ee.conformal.ClassConditional(jnp.ones(9), "lac"), "ClassConditional(threshold=f32[9], score='lac')"
+    yield ee.uncertainty.Interval(ends, few), "Interval(lower=f32[40,2], upper=[1, 1])"
+
+
+def test_representations_are_a_few_lines():
+    traced = []
+    for value, part in shown():
+        assert part in repr(value)
+        assert len(repr(value).splitlines()) <= 10
+        assert max(map(len, repr(value).splitlines())) <= 100
+        arrays, rest = eqx.partition(value, lambda x: isinstance(x, jax.Array) and not x.is_deleted())
+        jax.eval_shape(lambda arrays, rest=rest: traced.append(repr(eqx.combine(arrays, rest))), arrays)
+        assert len(traced[-1].splitlines()) <= 10
+    assert "Split(radius=f32[])" in traced

@@ -608,7 +608,8 @@ def test_message_of_an_axis_that_does_not_fit():
         weights_first(jnp.ones(7), ENSEMBLE)
     assert "members=7" in str(caught.value)
     assert str(caught.value.__cause__.__cause__).endswith(
-        'its arrays have leading axes (5,), which do not fit "members" here.'
+        'its arrays have leading axes (5,), which do not fit "members": the size of dimension members is 5 which does '
+        "not equal the existing value of 7."
     )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._brief import brief_doc
 from .._check import check_axis
 from .._foreign import from_foreign_tree
 from .._pytree import PyTree
@@ -75,6 +76,8 @@ class Each(AbstractPerMember):
     value: PyTree = eqx.field(converter=lambda value: from_foreign_tree(value, "value"))
     axis: int = eqx.field(static=True, default=0)
 
+    __pdoc__ = brief_doc
+
     def __check_init__(self) -> None:
         check_no_models(self.value)
         check_member_axis(self.value, axis=self.axis)
@@ -119,6 +122,8 @@ class Batch(eqx.Module):
 
     value: PyTree = eqx.field(converter=lambda value: from_foreign_tree(value, "value"))
     axis: int = eqx.field(static=True, default=0)
+
+    __pdoc__ = brief_doc
 
     def __check_init__(self) -> None:
         check_has_axis(self.value, check_axis(self.axis, "axis"), "axis")

@@ -125,11 +125,12 @@ class _StackedMeta(type):
             sizes = {leaf.shape[: cls.num_axes] for leaf in jax.tree.leaves(tree) if _carries(leaf)}
             if len(sizes) != 1:
                 reason = not_stacked_message(tree, cls.num_axes, _carries)
-            # Checked for all arrays at once, so that a rejected object binds no axis.
-            elif isinstance(jax.ShapeDtypeStruct(*sizes, bool), cls.sizes):
-                return ""
-            else:
-                reason = f'its arrays have leading axes {next(iter(sizes))}, which do not fit "{cls.axes}" here'
+            else:  # checked for all arrays at once, so that a rejected object binds no axis
+                misfit = cls.sizes.__instancecheck_str__(jax.ShapeDtypeStruct(*sizes, bool))
+                if not misfit:
+                    return ""
+                misfit = misfit.removeprefix("this array has ")
+                reason = f'its arrays have leading axes {next(iter(sizes))}, which do not fit "{cls.axes}": {misfit}'
         return reason or f"this `{kind_of_members(obj)}` is no `{cls!r}`"
 
 

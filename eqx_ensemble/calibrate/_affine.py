@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
+from .._brief import brief_doc
 from .._check import check_number, check_positive_int
 from .._promotion import standard_promotion
 from .._pytree import PyTree
@@ -72,6 +73,8 @@ class Vector(eqx.Module):
     bias: Float[Array, "groups classes"]
     pooling: Pooling
 
+    __pdoc__ = brief_doc
+
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
         return jax.vmap(_by_vector)(self.pooling.logs(logits), self.scale, self.bias)
@@ -91,6 +94,8 @@ class Matrix(eqx.Module):
     matrix: Float[Array, "groups classes classes"]
     bias: Float[Array, "groups classes"]
     pooling: Pooling
+
+    __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
+from .._brief import brief_doc
 from .._caller import caller
 from .._check import check_positive_int, check_word, missing_extra_message
 from ..scores._engine import Binning, bin_rows
@@ -25,6 +26,8 @@ class Histogram(eqx.Module):
     edges: Float[Array, "groups classes edges"]
     frequency: Float[Array, "groups classes bins"]
     pooling: Pooling
+
+    __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
@@ -143,6 +146,8 @@ class Isotonic(eqx.Module):
     knots: Float[Array, "groups classes knots"]
     values: Float[Array, "groups classes knots"]
     pooling: Pooling
+
+    __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""

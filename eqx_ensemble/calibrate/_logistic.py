@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
+from .._brief import brief_doc
 from .._check import value_error
 from .._weighting import class_log_odds
 from ._pooling import Pool, Pooling, Rows, check_not_separable, fit_rows
@@ -159,6 +160,8 @@ class Beta(eqx.Module):
     c: Float[Array, "groups classes"]
     pooling: Pooling
 
+    __pdoc__ = brief_doc
+
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
         logs = self.pooling.logs(logits)
@@ -257,6 +260,8 @@ class Platt(eqx.Module):
     slope: Float[Array, "groups classes"]
     offset: Float[Array, "groups classes"]
     pooling: Pooling
+
+    __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""

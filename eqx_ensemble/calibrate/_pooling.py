@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
+from .._brief import brief_doc
 from .._caller import caller
 from .._check import (
     as_column,
@@ -128,6 +129,8 @@ class Pooling(eqx.Module):
     pool: Pool = eqx.field(static=True)
     num_members: int = eqx.field(static=True)
     weights: Float[Array, " members"] | None
+
+    __pdoc__ = brief_doc
 
     def logs(self, logits: ArrayLike) -> Float[Array, "groups *batch classes"]:
         """The log-probabilities to calibrate, with one group per member, or one for the mixture."""

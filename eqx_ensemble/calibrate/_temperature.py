@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
+from .._brief import brief_doc
 from .._check import (
     as_column,
     check_entries,
@@ -30,6 +31,8 @@ class Variance(eqx.Module):
 
     scale: Float[Array, " groups"]
     pooling: Pooling
+
+    __pdoc__ = brief_doc
 
     def __call__(
         self, mean: Float[ArrayLike, " members *batch"], variance: Float[ArrayLike, " members *batch"]
@@ -129,6 +132,8 @@ class Temperature(eqx.Module):
 
     temperature: Float[Array, " groups"]
     pooling: Pooling
+
+    __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""

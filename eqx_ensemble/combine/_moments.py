@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .. import _weighting
+from .._brief import brief_repr
 from .._check import check_moments, check_values, check_weights
 from .._combination import Summary, by_rows, check_one_values, check_pair_of_moments, stream
 from .._weighting import blank_unweighted, known_mean, mixture_moments, weighted_mean
@@ -94,6 +95,8 @@ class Gaussian(NamedTuple):
 
     mean: Float[Array, "..."]
     variance: Float[Array, "..."]
+
+    __repr__ = brief_repr
 
 
 def gaussian(

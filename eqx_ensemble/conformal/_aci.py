@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
+from .._brief import brief_doc
 from .._caller import caller
 from .._check import check_counted_rows, check_number
 from ._check import check_level, check_rows
@@ -24,6 +25,8 @@ class Aci(eqx.Module):
     level: Float[Array, ""]
     target: Float[Array, ""]
     rate: Float[Array, ""]
+
+    __pdoc__ = brief_doc
 
     def quantile(
         self,

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key, Real
 
+from .._brief import brief_doc
 from .._caller import caller
 from .._check import (
     CountedRows,
@@ -50,6 +51,8 @@ class Sets(eqx.Module):
     penalty: Float[Array, ""]
     num_free: Int32[Array, ""]
 
+    __pdoc__ = brief_doc
+
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
         """The set of each row as booleans; all classes where the logits are NaN."""
         checked = check_logits(logits, members=False)
@@ -72,6 +75,8 @@ class RandomisedSets(eqx.Module):
     log_rest: Float[Array, ""]
     penalty: Float[Array, ""]
     num_free: Int32[Array, ""]
+
+    __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"], *, key: Any) -> Bool[Array, "*batch classes"]:
         """The set of each row as booleans; all classes where the logits are NaN.

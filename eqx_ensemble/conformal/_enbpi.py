@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Num, Real
 
+from .._brief import brief_doc
 from .._caller import caller
 from .._check import (
     check_array,
@@ -106,6 +107,8 @@ class Enbpi(eqx.Module):
     known: Bool[Array, " window"]
     share: Float[Array, " members"]
     level: float = eqx.field(static=True)
+
+    __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
         """The intervals `(*batch,)` from all members' predictions."""

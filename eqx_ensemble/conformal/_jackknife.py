@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
+from .._brief import brief_doc
 from .._check import CountedRows, check_fitted_members, check_values, check_weights, promote
 from ..resample import Folds, out_of_bag
 from ..resample._engine import check_drawn, check_folds
@@ -100,6 +101,8 @@ class CvPlus(eqx.Module):
     rank: Int32[Array, ""]
     counted: Bool[Array, " rows"]
 
+    __pdoc__ = brief_doc
+
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
         """The intervals `(*batch,)` from all members' predictions for new rows.
 
@@ -126,6 +129,8 @@ class JackknifePlus(eqx.Module):
     share: Float[Array, "members rows"]
     rank: Int32[Array, ""]
     counted: Bool[Array, " rows"]
+
+    __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
         """The intervals `(*batch,)` from all members' predictions for new rows."""

@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
 
+from .._brief import brief_doc
 from .._check import check_logits, check_word, promote
 from ..resample import Folds
 from ..resample._engine import check_folds
@@ -20,6 +21,8 @@ class TopK(eqx.Module):
     """
 
     k: Float[Array, ""]
+
+    __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
         """The set of each row as booleans; all classes where the logits are NaN."""
@@ -82,6 +85,8 @@ class Lac(eqx.Module):
     """
 
     threshold: Float[Array, ""]
+
+    __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
         """The set of each row as booleans, which may be empty; all classes where the logits are NaN."""
@@ -152,6 +157,8 @@ class CrossConformal(eqx.Module):
     rank: Int32[Array, ""]
     num_classes: int = eqx.field(static=True)
     score: Score = eqx.field(static=True)
+
+    __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Bool[Array, "*batch classes"]:
         """The set of each row as booleans, from the logits of all members; all classes where these are NaN.

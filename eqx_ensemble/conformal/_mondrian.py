@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
 
+from .._brief import brief_doc
 from .._caller import caller
 from .._check import check_counted_rows, check_logits, check_word, concrete, promote
 from .._warnings import warn
@@ -115,6 +116,8 @@ class ClassConditional(eqx.Module):
     threshold: Float[Array, " classes"]
     score: Score = eqx.field(static=True)
 
+    __pdoc__ = brief_doc
+
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
         """The set of each row as booleans, which may be empty; all classes where the logits are NaN."""
         checked = check_logits(logits, members=False)
@@ -136,6 +139,8 @@ class GroupConditional(eqx.Module):
 
     threshold: Float[Array, " groups"]
     score: Score = eqx.field(static=True)
+
+    __pdoc__ = brief_doc
 
     def __call__(
         self, logits: Float[ArrayLike, "*batch classes"], groups: Integer[ArrayLike, "*batch"]

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
+from .._brief import brief_doc
 from .._check import check_floating_arrays, check_word, promote
 from ..uncertainty import Interval
 from ._check import check_level, check_scales, check_targets
@@ -22,6 +23,8 @@ class Cqr(eqx.Module):
 
     below: Float[Array, ""]
     above: Float[Array, ""]
+
+    __pdoc__ = brief_doc
 
     def __call__(self, lower: Float[ArrayLike, "*batch"], upper: Float[ArrayLike, "*batch"]) -> Interval:
         """The conformalised intervals, of any shape; ends that cross are set to their midpoint."""
@@ -98,6 +101,8 @@ class Split(eqx.Module):
 
     radius: Float[Array, ""]
 
+    __pdoc__ = brief_doc
+
     def __call__(self, predictions: Float[ArrayLike, "*batch"]) -> Interval:
         """The intervals of predictions of any shape, `predictions - radius` to `predictions + radius`."""
         (centre,) = check_floating_arrays(predictions=predictions)
@@ -114,6 +119,8 @@ class Normalised(eqx.Module):
     """
 
     factor: Float[Array, ""]
+
+    __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, "*batch"], scale: Float[ArrayLike, "*batch"]) -> Interval:
         """The intervals of predictions of any shape, `predictions` plus or minus `factor * scale`."""

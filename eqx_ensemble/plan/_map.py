@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from .. import _axes, _check
 from .._axes import check_has_axis
+from .._caller import hide_own_frames
 from .._compiled import CompiledCall
 from .._foreign import as_hashable_leaf
 from .._ids import close_all
@@ -125,13 +126,16 @@ def over_members(
 
     @ft.wraps(fn)
     def run_all(*args: Any, **kwargs: Any) -> PyTree:
-        # `jax.lax.map` outside `jax.jit` would compile in every call.
-        if call.plan.compiles and not _check.is_inside_transformation():
-            try:
-                return close_all(_compiled_run((call, fn, *args, kwargs))[1])
-            except (TypeError, IndexError):
-                pass  # in a program, shared leaves have only a shape and a dtype; `fn` may need more, or be at fault
-        return _run(call, fn, args, kwargs)
+        try:
+            # `jax.lax.map` outside `jax.jit` would compile in every call.
+            if call.plan.compiles and not _check.is_inside_transformation():
+                # In a program, shared leaves have only a shape and a dtype; `fn` may need more, or be at fault.
+                with contextlib.suppress(TypeError, IndexError):
+                    return close_all(_compiled_run((call, fn, *args, kwargs))[1])
+            return _run(call, fn, args, kwargs)
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
     return run_all
 

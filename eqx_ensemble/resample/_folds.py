@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
+from .._brief import brief_repr
 from .._caller import caller
 from .._check import check_positive_int, check_word, kind_text, missing_extra_message, type_error, value_error
 from .._keys import key_words
@@ -92,6 +93,8 @@ class Folds(NamedTuple):
     valid: Bool[Array, "members test"]
     in_train: Bool[Array, "members rows"]
     in_test: Bool[Array, "members rows"]
+
+    __repr__ = brief_repr
 
 
 def folds(

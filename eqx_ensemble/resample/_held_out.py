@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
+from .._brief import brief_repr
 from .._check import check_values, check_weights, check_word, kind_text, type_error, value_error
 from ._check import check_drawn, check_num_rows
 from ._folds import Folds
@@ -40,6 +41,8 @@ class HeldOut(NamedTuple):
 
     mean: Float[Array, "rows ..."]
     num_members: Int32[Array, " rows"]
+
+    __repr__ = brief_repr
 
 
 def out_of_bag(

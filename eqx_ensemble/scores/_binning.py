@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Integer
 
+from .._brief import brief_repr
 from .._check import check_positive_int, check_word
 from .._weighting import class_mixture, is_class
 from ._classification import check_classes, correct
@@ -30,6 +31,8 @@ class Bins(NamedTuple):
     probability: Float[Array, " bins"]
     frequency: Float[Array, " bins"]
     effective: Float[Array, " bins"]
+
+    __repr__ = brief_repr
 
 
 def check_bins(

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
+from .._brief import brief_repr
 from .._weighting import class_mixture, is_class
 from ._binning import Binning, bin_rows, by_class, check_bins
 from ._classification import check_classes
@@ -84,6 +85,8 @@ class BrierDecomposition(NamedTuple):
     resolution: Float[Array, ""]
     uncertainty: Float[Array, ""]
     within_bins: Float[Array, ""]
+
+    __repr__ = brief_repr
 
 
 def brier(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
 
+from .._brief import brief_repr
 from .._check import (
     ALL_ROWS,
     CountedRows,
@@ -55,6 +56,8 @@ class ByGroup(NamedTuple):
 
     mean: Float[Array, " groups"]
     count: Int32[Array, " groups"]
+
+    __repr__ = brief_repr
 
 
 def by_group(

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
+from .._brief import brief_repr
 from .._check import check_level
 from ._reduce import check_ranking, mean_of_rows
 
@@ -190,6 +191,8 @@ class RocCurve(NamedTuple):
     true_positive_rate: Float[Array, " points"]
     thresholds: Float[Array, " points"]
 
+    __repr__ = brief_repr
+
 
 class PrecisionRecallCurve(NamedTuple):
     """The points of a precision-recall curve from recall 0 to recall 1: arrays `(rows + 1,)`.
@@ -203,6 +206,8 @@ class PrecisionRecallCurve(NamedTuple):
     precision: Float[Array, " points"]
     recall: Float[Array, " points"]
     thresholds: Float[Array, " points"]
+
+    __repr__ = brief_repr
 
 
 def roc_curve(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
+from .._brief import brief_repr
 from .._check import check_counted_rows
 from ._reduce import RowWeights, check_selection, counts, mean_of_rows, sum_by_segment, weigh
 
@@ -14,6 +15,8 @@ class RiskCoverage(NamedTuple):
 
     coverage: Float[Array, " rows"]
     risk: Float[Array, " rows"]
+
+    __repr__ = brief_repr
 
 
 def risk_coverage(

@@ -12,12 +12,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, Int8, Key
 
 from .. import _axes, _keys
+from .._brief import known_values
 from .._caller import caller
 from .._check import check_integers_fit, is_key, is_traced, kind_text
 from .._compiled import filter_jit
 from .._ensemble import Ensemble, M, check_ensemble, check_model_state, check_model_state_given, take_several
 from .._foreign import as_hashable
 from .._pytree import PyTree
+from .._typing import kind_of_members
 from ..plan import Vmap
 from ..plan._engine import sharded_plan
 from ..sharding._engine import Layout, constrain_member, layout_for, replicate, shard_members
@@ -178,6 +180,12 @@ class TrainState(eqx.Module, Generic[M]):
         """A smaller training state for a slice, a list of integers or a mask; it trains on as within the whole."""
         check_state_arrays(self)
         return take_several(self, index, "state")
+
+    def __pdoc__(self, **_: Any) -> Any:
+        """The short form, in one line; print `params`, `opt_state` and others for their leaves."""
+        from wadler_lindig import TextDoc
+
+        return TextDoc(f"TrainState[{kind_of_members(self.shared)}]({', '.join(_outline(self))})")
 
     @property
     def ensemble(self) -> Ensemble[M]:
@@ -371,3 +379,16 @@ def _copy(x: Any) -> Any:
 def _put(x: Any) -> jax.Array:
     """A copy on the same devices, without a compiled program."""
     return jax.device_put(x, may_alias=False)
+
+
+def _outline(state: TrainState) -> Iterator[str]:
+    """The number of members, of steps, and of members that do not train, as far as they are known."""
+    sizes = {x.shape[:1] for x in jax.tree.leaves(state.moving) if _axes.is_array(x)}
+    yield f"num_members={sizes.pop()[0]}" if len(sizes) == 1 and sizes != {()} else "..."
+    step, status = known_values(state.step), known_values(state.status)
+    if step is not None:
+        yield f"step={step}"
+    for one in Status:
+        count = 0 if status is None or one is Status.OK else (status == one).sum()
+        if count:
+            yield f"{one!s}={count}"

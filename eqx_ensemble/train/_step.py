@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int8
 
 from .._axes import Each, check_some_rows, split_members
+from .._brief import brief_doc
 from .._check import check_flag, check_function, check_integers_fit
 from .._compiled import CompiledCall
 from .._ensemble import M
@@ -42,6 +43,8 @@ class Metrics(eqx.Module):
     aux: PyTree
     status: Int8[Array, " members"]
 
+    __pdoc__ = brief_doc
+
 
 class Step(eqx.Module):
     """A compiled training step; see [`eqx_ensemble.train.make_step`][]."""
@@ -53,7 +56,7 @@ class Step(eqx.Module):
     pilot: Pilot | None = eqx.field(static=True)
     layout: Layout | None = eqx.field(static=True)
 
-    @explain_as("step")
+    @explain_as("step", transfers=False)
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
         check_train_state(state)

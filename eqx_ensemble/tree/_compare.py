@@ -81,7 +81,7 @@ class Walk:
     def _same_node(self, path, member, reference, other) -> bool:
         (expected, level0), (got, level) = reference, other
         if type(expected) is not type(got):
-            texts = type(expected).__name__, type(got).__name__
+            texts = _class_texts(type(expected), type(got))
         elif [key for key, _ in level0.keyed] != [key for key, _ in level.keyed]:
             texts = _outline(expected, level0), _outline(got, level)
         else:
@@ -101,6 +101,16 @@ class Walk:
             if gap is not None:
                 kind = "hidden" if gap.hides_array else "static"
                 self.differences.append(from_gap(where, member, kind, gap))
+
+
+def _class_texts(expected: type, got: type) -> tuple[str, str]:
+    """The names of two classes, with what tells them apart."""
+    if expected.__name__ != got.__name__:
+        return expected.__name__, got.__name__
+    if expected.__module__ == got.__module__ and expected.__qualname__ == got.__qualname__:
+        again = "another class of this name: its cell or module ran again, so make these models anew"
+        return got.__name__, f"{got.__name__}, {again}"
+    return f"{expected.__module__}.{expected.__qualname__}", f"{got.__module__}.{got.__qualname__}"
 
 
 class _Level(NamedTuple):

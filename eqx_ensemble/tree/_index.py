@@ -7,6 +7,7 @@ import numpy as np
 
 from .. import _check
 from .._ids import close_all, open_stacked
+from .._transfers import transfers
 from ._check import check_index, check_leading_axes
 
 
@@ -159,6 +160,7 @@ def take(tree: T, index: Any) -> T:
     return close_all(take_leaves(open_stacked(tree), index))
 
 
+@transfers
 def take_leaves(tree: T, index: Any) -> T:
     """`take` for a tree whose ids, if any, are leaves, as in the result."""
     rows = check_index(index, check_leading_axes(tree)[0])

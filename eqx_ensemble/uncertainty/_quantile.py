@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.scipy.special import ndtr
 from jaxtyping import Array, ArrayLike, Float, Real
 
+from .._brief import brief_repr
 from .._check import check_level, check_moments, check_values, check_weights
 from .._combination import by_order
 from .._weighting import blank_unweighted, quantile_in_order, weighted_mean
@@ -16,6 +17,8 @@ class Interval(NamedTuple):
 
     lower: Float[Array, "..."]
     upper: Float[Array, "..."]
+
+    __repr__ = brief_repr
 
 
 def gaussian_interval(

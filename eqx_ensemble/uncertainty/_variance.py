@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
+from .._brief import brief_repr
 from .._check import (
     check_array,
     check_entries,
@@ -81,6 +82,8 @@ class Decomposition(NamedTuple):
     aleatoric: Float[Array, "..."]
     epistemic: Float[Array, "..."]
 
+    __repr__ = brief_repr
+
 
 class Ambiguity(NamedTuple):
     """The loss of the ensemble in two parts, `ensemble` = `members` - `ambiguity`, all of the same shape.
@@ -91,6 +94,8 @@ class Ambiguity(NamedTuple):
     ensemble: Float[Array, "..."]
     members: Float[Array, "..."]
     ambiguity: Float[Array, "..."]
+
+    __repr__ = brief_repr
 
 
 def decompose_squared_error(

@@ -1,6 +1,8 @@
+import functools as ft
 import os
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -661,3 +663,19 @@ def test_a_progress_line_that_nobody_reads(monkeypatch):
     with progress_line(show=True, description="fit", unit="step", total=3) as line:
         line.display()
         line.update(3)
+
+
+def test_progress_lines_leave_no_threads(ensemble, capsys):
+    before = threading.active_count()
+    for show in (True, False):
+        with progress_line(show=show, description="fit", unit="step", total=3) as line:
+            line.update(3)
+    assert threading.active_count() == before
+
+
+def test_a_notebook_shows_the_line_of_the_outermost_call(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "ipykernel", object())
+    line = ft.partial(progress_line, show=None, description="fit", unit="step", total=3)
+    for _ in range(2):
+        with line() as outer, line() as inner:
+            assert (outer.disable, inner.disable) == (False, True)

@@ -86,6 +86,21 @@ def test_other_depth_width_and_class():
     assert "at `.layers[2].bias`: expected None, got f32[2]" in text
 
 
+def test_a_class_that_is_defined_again():
+    def made(module):
+        class Net(eqx.Module):
+            weight: jax.Array
+
+        Net.__module__ = module
+        return Net(jnp.ones(2))
+
+    text = _text(MemberMismatchError, tree.stack, [made("nets"), made("nets")])
+    again = "its cell or module ran again, so make these models anew"
+    assert f"at `<root>`: expected Net, got Net, another class of this name: {again}\n" in text
+    text = _text(MemberMismatchError, tree.stack, [made("nets"), made("others")])
+    assert "expected nets.test_a_class_that_is_defined_again.<locals>.made.<locals>.Net, got others." in text
+
+
 def test_static_field():
     first, second = eqx.nn.LayerNorm(3, eps=1e-5), eqx.nn.LayerNorm(3, eps=1e-6)
     assert _text(MemberMismatchError, tree.stack, [first, first, second]) == (

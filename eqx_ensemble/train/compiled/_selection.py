@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ..._brief import brief_doc
 from ..._pytree import PyTree
 from .._state import MemberState
 from .._status import Status
@@ -88,6 +89,8 @@ class Selection(eqx.Module):
     average: Float[Array, "*members"]
     weight: Float[Array, "*members"]
     mode: Mode = eqx.field(static=True, default="min")
+
+    __pdoc__ = brief_doc
 
 
 def worst(mode: Mode) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from ..._axes import SHARED
+from ..._brief import brief_doc
 from ..._pytree import PyTree
 from ..compiled._check import check_same_outputs
 from ..compiled._windows import Windows
@@ -141,6 +142,8 @@ class History(eqx.Module):
     validation: Float[np.ndarray, "members validations"] | None
     validation_step: Int[np.ndarray, " validations"] = eqx.field(metadata=SHARED)
     step: Int[np.ndarray, " steps"] = eqx.field(metadata=SHARED)
+
+    __pdoc__ = brief_doc
 
 
 class Taken(NamedTuple):
