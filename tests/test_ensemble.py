@@ -473,6 +473,17 @@ def test_stack_with_shared_leaves(branching):
         ee.stack(ee.build(Branching, 2, key=KEY).unstack(), shared=trunk)
 
 
+@pytest.mark.parametrize("fn", ["num_members", "take", "unstack", "replace", "concatenate"])
+def test_functions_of_stacked_trees_refuse_shared_arrays(branching, fn):
+    """Here their first axis is as long as there are members."""
+    args = {"take": (branching, 0), "replace": (branching, [0], branching[:1]), "concatenate": ([branching] * 2,)}
+    with pytest.raises(
+        TypeError, match=rf"`tree.{fn}` .* shared by all members.\n  at `.shared.trunk.weight`: f32\[4,3"
+    ):
+        getattr(ee.tree, fn)(*args.get(fn, (branching,)))
+    assert len(ee.tree.unstack(ee.tree.stack([branching] * 2))) == 2  # stacked, they have the axis
+
+
 def test_several_shared_nodes():
     ensemble = ee.build(Branching, 3, shared=lambda m: (m.trunk.weight, m.head.layers[1]), key=KEY)
     assert sorted(numbers(ensemble.shared)) == [".head.layers[1].bias", ".head.layers[1].weight", ".trunk.weight"]

@@ -226,11 +226,11 @@ class _Marking:
         for node in nodes:
             of = next(iter(self._ensembles.values()), None) if isinstance(node, eqx.Module) else like(node)
             if isinstance(of, HoldsMembers):
-                rest = jax.tree.map(lambda x: shared.get(id(x), None if _axes.is_array(x) else x), node)
+                rest = jax.tree.map(lambda x: shared.get(id(x), None if eqx.is_array(x) else x), node)
                 node = jax.tree.map(lambda x: None if _axes.is_array(shared.get(id(x))) else x, node)
                 self._marks.append(ft.partial(_as_ensemble, of, rest))
             else:
-                is_plain = of is None and (isinstance(node, eqx.nn.State) or _axes.is_array(node))
+                is_plain = of is None and (isinstance(node, eqx.nn.State) or eqx.is_array(node))
                 self._marks.append(_as_each if not is_plain or _check.is_key(node) else lambda x: x)
             own.append(node)
         return self._outer.unflatten(own)
