@@ -113,11 +113,6 @@ def open_ids(tree: Any) -> Any:
     return _replace(tree, stored_ids(tree).array)
 
 
-def close_ids(tree: Any) -> Any:
-    """The reverse of `open_ids`."""
-    return _replace(tree, as_known(stored_ids(tree))) if has_ids(tree) else tree
-
-
 def map_modules(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Replaces the outermost Modules with ids by `fn(module)`; a tree without any stays the same object."""
     if not modules_in(tree):
@@ -225,7 +220,7 @@ def _map_fields(node: Any, stacked: Callable[[Path, Any], Any], shared: Callable
 
 def close_all(tree: Any) -> Any:
     """A tree with all ids known that can be; those within members if they are equal in all members."""
-    return map_modules(lambda node: _close_parts([close_ids(node)])[0], tree)
+    return map_modules(lambda node: _close_parts([_replace(node, as_known(stored_ids(node)))])[0], tree)
 
 
 def close_inner(*parts: Any) -> list[Any]:

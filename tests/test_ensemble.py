@@ -473,6 +473,26 @@ def test_stack_with_shared_leaves(branching):
         ee.stack(ee.build(Branching, 2, key=KEY).unstack(), shared=trunk)
 
 
+def test_rows_that_were_cut_outside_the_ensemble(ensemble):
+    """The ids cannot follow, and every use says so."""
+    cut = jax.tree.map(lambda x: x[:2] if eqx.is_array(x) else x, ensemble)
+    message = r"expected 4 members, got float32\[2(.|\n)*`ensemble\[index\]`"
+    for use in (lambda: cut(SQUARE[0, 0]), lambda: cut[0], cut.unstack, lambda: cut.map(lambda model: 0)):
+        with pytest.raises(ee.MemberMismatchError, match=message):
+            use()
+
+
+@pytest.mark.parametrize("fn", ["num_members", "take", "unstack", "replace", "concatenate"])
+def test_functions_of_stacked_trees_refuse_shared_arrays(branching, fn):
+    """Here their first axis is as long as there are members."""
+    args = {"take": (branching, 0), "replace": (branching, [0], branching[:1]), "concatenate": ([branching] * 2,)}
+    with pytest.raises(
+        TypeError, match=rf"`tree.{fn}` .* shared by all members.\n  at `.shared.trunk.weight`: f32\[4,3"
+    ):
+        getattr(ee.tree, fn)(*args.get(fn, (branching,)))
+    assert len(ee.tree.unstack(ee.tree.stack([branching] * 2))) == 2  # stacked, they have the axis
+
+
 def test_several_shared_nodes():
     ensemble = ee.build(Branching, 3, shared=lambda m: (m.trunk.weight, m.head.layers[1]), key=KEY)
     assert sorted(numbers(ensemble.shared)) == [".head.layers[1].bias", ".head.layers[1].weight", ".trunk.weight"]
@@ -759,6 +779,7 @@ def test_short_texts():
     nested = ee.build(lambda key: ee.build(mlp, 2, key=key), 3, key=KEY)
     assert repr(ensemble) == str(ensemble) == eqx.tree_pformat(ensemble) == "Ensemble[MLP](num_members=3)"
     assert repr(nested) == "Ensemble[Ensemble[MLP]](num_members=3)"
+    assert repr(jax.tree.map(jnp.shape, eqx.filter(nested, eqx.is_array))) == repr(nested)
     assert repr(eqx.filter(ensemble, eqx.is_inexact_array)) == "Ensemble[MLP](num_members=3)"
     assert repr(jax.tree.map(lambda x: None, ensemble)) == "Ensemble[MLP](num_members=3)"
     assert repr(eqx.filter_jit(lambda e: e)(ensemble)) == "Ensemble[MLP](num_members=3)"

@@ -90,6 +90,6 @@ def _some(paths: list[str], most: int = 4) -> str:
 def _holds_list_of_models(arguments: Any, kinds: Any = (list, tuple, dict)) -> bool:
     """Whether a list holds callable Modules only, or, if it has several items, also what else may be a model."""
     is_model = lambda x: isinstance(x, eqx.Module) and callable(x)
-    nodes = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, list))
+    nodes = jax.tree.leaves(arguments, is_leaf=lambda x: type(x) not in (tuple, dict))  # not the layers of a model
     lists = [x for x in nodes if isinstance(x, list) and x]
     return any(all(is_model(item) or (len(x) > 1 and isinstance(item, kinds)) for item in x) for x in lists)

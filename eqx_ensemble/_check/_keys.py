@@ -67,7 +67,8 @@ def check_key_shape(key: Any, *, wanted: str) -> tuple[int, ...]:
 
 _SLICED = (
     "Inside `equinox.filter_vmap`, `jax.vmap` or `jax.lax.scan`, an ensemble is sliced along its members and is not a "
-    "model. Write `map_members(fn)(ensemble, x)` or `ensemble.map(fn, x)`: there, `fn` gets the model of one member."
+    "model. Write `map_members(fn)(ensemble, x)` or `ensemble.map(fn, x)`: there, `fn` gets the model of one member. "
+    "To take some members, write `ensemble[index]`."
 )
 
 

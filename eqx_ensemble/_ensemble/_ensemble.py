@@ -164,7 +164,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][]: a trunk trained by all its members would couple
         them. `equinox.filter_grad` of a function of the ensemble does give them gradients, summed over the members:
         [both ways](../how-it-runs.md#shared-arrays). A zero marks an array of `stacked` that holds Python floats
-        (a dropout rate for each member): indexing a member restores its float, and training does not change it.
+        (a dropout rate for each member): indexing a member restores its float, and `fit` and `make_step` do not change
+        it. A function under `map_members` gets it as an array, which `eqx.is_inexact_array` selects like a weight.
     - `ids`: the members' stable ids `(members,)`, which determine their random streams. Indexing and concatenation keep
         them. They are no leaf but part of the structure of the tree: gradients, optimisers and `jax.tree.map` leave
         them as they are, and JAX rejects two ensembles with different members, as well as a compiled loop that changes
@@ -198,8 +199,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     def per_member(self) -> PyTree:
         """The leaves that differ between members, and the members' ids."""
         arrays, ids = self.arrays, self.ids
-        if not isinstance(stored_ids(self), Ids) or is_inside_transformation():
-            check_one_row_per_id(arrays, ids)
+        check_one_row_per_id(arrays, ids)
         return arrays, ids
 
     def one(self, part: PyTree) -> M:
@@ -211,7 +211,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         """The members as one plain Module, for code that calls `equinox.filter_vmap` itself.
 
         Arrays that differ between members are `(members, ...)`. Those that they share have no such axis, so that
-        `equinox.filter_vmap` needs `in_axes` for them. [`eqx_ensemble.from_stacked`][] is the way back.
+        `equinox.filter_vmap` needs `in_axes` for them. [`eqx_ensemble.from_stacked`][] is the way back, with `ids=` and
+        `shared=` of this ensemble: otherwise a shared array as long as there are members is taken for one of each.
 
         ```python
         stacked = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key).to_stacked()

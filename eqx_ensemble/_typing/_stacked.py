@@ -6,13 +6,11 @@ from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
-    Protocol,
     TypeVar,
     Union,
     get_args,
     get_origin,
     no_type_check,
-    runtime_checkable,
 )
 
 import equinox as eqx
@@ -21,7 +19,7 @@ import jax.tree_util as jtu
 from jaxtyping import AbstractArray, Shaped
 
 from .._check import is_member_array, path_text
-from .._ids import open_all, open_stacked, stored_ids
+from .._ids import has_ids, open_all, open_stacked, stored_ids
 from .._leaf_text import leaf_text
 from .._pytree import PyTree
 
@@ -77,19 +75,6 @@ def not_stacked_message(tree: Any, num_axes: int, carries: Callable[[Any], bool]
     for path, leaf in leaves:
         first.setdefault(leaf.shape[:num_axes], f"{leaf_text(leaf)} at `{path}`")
     return f"its arrays have no common size of {axes}: {', '.join(list(first.values())[:_MOST])}"
-
-
-@runtime_checkable
-class HoldsMembers(Protocol):
-    """The protocol of `Ensemble`, whose class is defined in a higher layer."""
-
-    stacked: Any
-    ids: Any
-
-    @property
-    def arrays(self) -> PyTree:
-        """The leaves with the `members` axis, except for the ids."""
-        ...
 
 
 class _StackedMeta(type):
@@ -148,9 +133,9 @@ def _subscript(cls: _StackedMeta, model: Any, axes: str) -> _StackedMeta:
 def _readings(obj: Any, model: Any, num_axes: int) -> Iterator[PyTree]:
     """The trees whose arrays have the axes: of a stacked `model`, or of an ensemble whose members are `model`s."""
     if _is_a(obj, model):
-        yield _rows(open_stacked(obj)) if isinstance(obj, HoldsMembers) else obj
-    obj = open_all(obj) if isinstance(obj, HoldsMembers) else obj
-    while isinstance(obj, HoldsMembers):
+        yield _rows(open_stacked(obj)) if has_ids(obj) else obj
+    obj = open_all(obj) if has_ids(obj) else obj
+    while has_ids(obj):
         # The ids of an ensemble in an ensemble carry the axes of both.
         depth = len(obj.ids.shape) if _carries(obj.ids) else num_axes
         if depth == num_axes and _is_a(obj.stacked, model):
@@ -158,7 +143,7 @@ def _readings(obj: Any, model: Any, num_axes: int) -> Iterator[PyTree]:
         obj = obj.stacked
 
 
-def _rows(obj: HoldsMembers) -> PyTree:
+def _rows(obj: Any) -> PyTree:
     return obj.arrays, stored_ids(obj)
 
 
@@ -176,7 +161,7 @@ def _is_a(obj: Any, model: Any) -> bool:
         return _is_a(obj, args[0])
     if origin in (Union, UnionType):
         return any(_is_a(obj, choice) for choice in args)
-    if isinstance(obj, origin) and isinstance(obj, HoldsMembers) and len(args) == 1:
+    if isinstance(obj, origin) and has_ids(obj) and len(args) == 1:
         return _is_a(obj.stacked, args[0])
     return isinstance(obj, origin)  # the arguments of other generic classes cannot be checked
 
@@ -184,7 +169,7 @@ def _is_a(obj: Any, model: Any) -> bool:
 def kind_of_members(obj: Any) -> str:
     """The type of a tree in words: `Ensemble[MLP]` for an ensemble."""
     name = type(obj).__name__
-    return f"{name}[{kind_of_members(obj.stacked)}]" if isinstance(obj, HoldsMembers) else name
+    return f"{name}[{kind_of_members(obj.stacked)}]" if has_ids(obj) else name
 
 
 def _carries(leaf: Any) -> bool:

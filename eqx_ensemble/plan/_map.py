@@ -14,9 +14,9 @@ from .._axes import check_has_axis
 from .._caller import hide_own_frames
 from .._compiled import CompiledCall
 from .._foreign import as_hashable_leaf
-from .._ids import close_all
+from .._ids import close_all, has_ids
 from .._pytree import PyTree
-from .._typing import HoldsMembers, MappedFunction, Out, P
+from .._typing import MappedFunction, Out, P
 from ..sharding._engine import as_layout
 from ._auto import AnyPlan, as_plan, check_equal_constants, check_no_parts
 from ._plans import AbstractPlan, sharded_plan
@@ -57,8 +57,8 @@ def map_members(
     What is returned has a value per member, and can be passed to a mapped function again:
 
     - a Module, such as a model or its gradient, becomes an `Ensemble` with the ids of the first one among the
-        arguments (an `Each` if there is none). Arrays that the members share, and that `fn` returns as they are, stay
-        shared; `to_stacked()` gives the plain stacked Module;
+        arguments, keyword arguments by name (an `Each` if there is none). Arrays that the members share, and that `fn`
+        returns as they are, stay shared; `to_stacked()` gives the plain stacked Module;
     - another custom node, such as an optimiser's state, and random keys become an `Each`;
     - a tuple, list or dict with the structure and shapes of an argument's becomes what the argument was;
     - any other array, also in tuples, lists and dicts, gains a `members` axis, and is plain: a result to calculate
@@ -171,7 +171,7 @@ def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, 
     out = marking.of_all(out)
     if call.out_axis == 0:
         return out
-    plain, rest = eqx.partition(out, _axes.is_array, is_leaf=_axes.is_per_member)
+    plain, rest = eqx.partition(out, eqx.is_array, is_leaf=_axes.is_per_member)
     check_has_axis(plain, call.out_axis, "out_axis")
     plain = jax.tree.map(lambda x: jnp.moveaxis(x, 0, call.out_axis), plain)
     return eqx.combine(plain, rest, is_leaf=_axes.is_per_member)
@@ -192,7 +192,7 @@ def _explain_shared(args: tuple, kwargs: dict[str, Any], num_members: Any) -> It
         yield
     except Exception as error:
         shapes = {
-            name: {leaf.shape[:1] if _axes.is_array(leaf) else () for leaf in jax.tree.leaves(value)}
+            name: {leaf.shape[:1] if eqx.is_array(leaf) else () for leaf in jax.tree.leaves(value)}
             for name, value in ({f"args[{i}]": x for i, x in enumerate(args)} | kwargs).items()
             if not any(map(_axes.is_per_member, jax.tree.leaves(value, is_leaf=_axes.is_per_member)))
         }
@@ -214,8 +214,8 @@ class _Marking:
 
     def __init__(self, arguments: PyTree) -> None:
         nodes = enumerate(jax.tree.leaves(arguments, is_leaf=_axes.is_per_member))
-        self._given: dict[int, Any] = {i: x for i, x in nodes if isinstance(x, HoldsMembers | _axes.Each)}
-        self._ensembles = {i: x for i, x in self._given.items() if isinstance(x, HoldsMembers)}
+        self._given: dict[int, Any] = {i: x for i, x in nodes if has_ids(x) or isinstance(x, _axes.Each)}
+        self._ensembles = {i: x for i, x in self._given.items() if has_ids(x)}
         self._outer: Any = None  # the structure of what is returned, above what gets a mark
         self._marks: list[Callable[[PyTree], Any]] = []
 
@@ -229,12 +229,12 @@ class _Marking:
         own, self._marks = [], []
         for node in nodes:
             of = next(iter(self._ensembles.values()), None) if isinstance(node, eqx.Module) else like(node)
-            if isinstance(of, HoldsMembers):
-                rest = jax.tree.map(lambda x: shared.get(id(x), None if _axes.is_array(x) else x), node)
-                node = jax.tree.map(lambda x: None if _axes.is_array(shared.get(id(x))) else x, node)
+            if has_ids(of):
+                rest = jax.tree.map(lambda x: shared.get(id(x), None if eqx.is_array(x) else x), node)
+                node = jax.tree.map(lambda x: None if eqx.is_array(shared.get(id(x))) else x, node)
                 self._marks.append(ft.partial(_as_ensemble, of, rest))
             else:
-                is_plain = of is None and (isinstance(node, eqx.nn.State) or _axes.is_array(node))
+                is_plain = of is None and (isinstance(node, eqx.nn.State) or eqx.is_array(node))
                 self._marks.append(_as_each if not is_plain or _check.is_key(node) else lambda x: x)
             own.append(node)
         return self._outer.unflatten(own)
@@ -251,13 +251,13 @@ def _shared_leaves(ensemble: Any, part: PyTree) -> Iterator[tuple[Any, Any]]:
     """
     own, shared = (jax.tree.leaves(tree, is_leaf=lambda x: x is None) for tree in (part[0], ensemble.shared))
     for x, y in zip(own, shared, strict=True):
-        if _axes.is_array(y) or (x is not None and y is not None):
+        if eqx.is_array(y) or (x is not None and y is not None):
             yield (y if x is None else x), y
 
 
 def _as_ensemble(ensemble: Any, shared: PyTree, out: PyTree) -> PyTree:
     """Other models of the same members."""
-    own = eqx.filter(out, _axes.is_array)
+    own = eqx.filter(out, eqx.is_array)
     return type(ensemble)(own, shared, ensemble.ids) if _has_arrays(own) else eqx.combine(out, shared)
 
 
@@ -266,7 +266,7 @@ def _as_each(out: PyTree) -> PyTree:
 
 
 def _has_arrays(tree: PyTree) -> bool:
-    return any(map(_axes.is_array, jax.tree.leaves(tree)))
+    return any(map(eqx.is_array, jax.tree.leaves(tree)))
 
 
 _CONTAINERS = {tuple, list, dict, collections.OrderedDict, collections.defaultdict, collections.deque, type(None)}
@@ -277,4 +277,4 @@ def _outline(tree: Any) -> Any:
     if type(tree) not in _CONTAINERS or not tree:
         return None
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef, [(x.shape, x.dtype) if _axes.is_array(x) else None for x in leaves]
+    return treedef, [(x.shape, x.dtype) if eqx.is_array(x) else None for x in leaves]

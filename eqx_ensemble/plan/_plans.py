@@ -209,6 +209,7 @@ class Unrolled(AbstractPlan):
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Calls `fn` for every member."""
         num_members = jax.tree.leaves(arrays)[0].shape[0]
+        arrays = jax.tree.map(jnp.asarray, arrays)  # whose rows, unlike those of NumPy, are arrays of the same dtype
         members = [fn(jax.tree.map(lambda x, i=i: x[i], arrays)) for i in range(num_members)]
         return jax.tree.map(lambda *xs: jnp.stack(xs), *members)
 

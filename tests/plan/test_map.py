@@ -120,11 +120,10 @@ def test_plans_are_static_and_compared_by_value():
     assert traces == [Chunked(2), Sequential(), Chunked(3)]
 
 
-def test_typed_keys_and_integers_pass():
+@pytest.mark.parametrize("plan", [Chunked(2), Unrolled()], ids=repr)
+def test_typed_keys_and_integers_pass(plan):
     keys = ee.Each(jax.random.split(KEY, 5))
-    out = ee.map_members(lambda key, i: (jax.random.fold_in(key, i), i + 1), plan=Chunked(2))(
-        keys, ee.Each(np.arange(5))
-    )
+    out = ee.map_members(lambda key, i: (jax.random.fold_in(key, i), i + 1), plan=plan)(keys, ee.Each(np.arange(5)))
     expected = jnp.stack([jax.random.fold_in(key, i) for i, key in enumerate(keys.value)])
     assert (out[0].value == expected).all()
     np.testing.assert_array_equal(out[1], np.arange(1, 6))
@@ -227,6 +226,16 @@ class Net(eqx.Module):
         return self.dropout(self.head(jax.nn.tanh(self.trunk(x))))
 
 
+class Layers(eqx.Module):
+    layers: list
+
+    def __init__(self, key):
+        self.layers = [eqx.nn.Linear(3, 3, key=key), eqx.nn.Linear(3, 2, key=key)]
+
+    def __call__(self, x):
+        return self.layers[1](jnp.tanh(self.layers[0](x)))
+
+
 SGD = optax.sgd(0.1, momentum=0.9)
 
 
@@ -244,7 +253,7 @@ def sgd_step(model, state, x, y):
 @pytest.mark.parametrize("plan", [Vmap(), Chunked(2), Unrolled()], ids=repr)
 def test_what_comes_back_goes_in_again(ensemble, plan):
     x, y = batch_of()
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), ids=[3, 1, 4], key=KEY)
+    ensemble = ee.build(Layers, ids=[3, 1, 4], key=KEY)
     step, state = ee.map_members(sgd_step, plan=plan), sgd_state(ensemble)
     assert type(state[0]) is ee.Each
     assert jax.tree.leaves(state[1]) == []
@@ -290,12 +299,12 @@ def test_what_members_share_stays_shared_until_it_is_changed():
 
 def test_marks_of_what_is_returned(ensemble):
     named = collections.namedtuple("named", "loss count")
-    fn = lambda model: (named(model(jnp.ones(3)), 1), {"keys": jax.random.key(0)}, [jnp.ones(2), None, "text"])
+    fn = lambda model: (named(model(jnp.ones(3)), 1), {"keys": jax.random.key(0)}, [np.float32(1), None, "text"])
     marked, keys, plain = ensemble.map(fn)
     assert marked.value.loss.shape == (5, 2)
     assert marked.value.count == 1
     assert keys["keys"].value.shape == (5,)
-    assert (plain[0].shape, plain[1:]) == ((5, 2), [None, "text"])
+    assert (plain[0].shape, plain[1:]) == ((5,), [None, "text"])
     with pytest.raises(AttributeError, match=r"`\.value\.loss`"):
         print(marked.loss)
     models = ee.map_members(lambda model: model)(ee.Each(ensemble.to_stacked()))
