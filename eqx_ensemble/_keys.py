@@ -79,6 +79,12 @@ def check_ids(values: Any) -> None:
     check_distinct_ids(array, "Give each member a different id.")
 
 
+COPIES_KEEP_IDS = (
+    "A copy keeps the id of the member that it replaces: "
+    "`equinox.tree_at(lambda e: e.stacked, ensemble, tree.take(ensemble.stacked, index))`."
+)
+
+
 def check_distinct_ids(values: Any, fix: str) -> None:
     """Raises if ids repeat."""
     if is_traced(values):

@@ -120,6 +120,37 @@ BAD = {
         "[1].\n"
         "Give each member a different id.",
     ),
+    "a member taken twice": (
+        lambda: ENSEMBLE[[0, 0]],
+        "ValueError: "
+        "Members need different ids, because each member's random stream follows from its id; repeated: "
+        "[0].\n"
+        "A copy keeps the id of the member that it replaces: "
+        "`equinox.tree_at(lambda e: e.stacked, ensemble, tree.take(ensemble.stacked, index))`.",
+    ),
+    "a member taken twice from the tree": (
+        lambda: ee.tree.take(ENSEMBLE, [0, 0]),
+        "ValueError: "
+        "Members need different ids, because each member's random stream follows from its id; repeated: "
+        "[0].\n"
+        "A copy keeps the id of the member that it replaces: "
+        "`equinox.tree_at(lambda e: e.stacked, ensemble, tree.take(ensemble.stacked, index))`.",
+    ),
+    "a member replaced by a copy": (
+        lambda: ee.tree.replace(ENSEMBLE, [2], ENSEMBLE[:1]),
+        "ValueError: "
+        "Members need different ids, because each member's random stream follows from its id; repeated: "
+        "[0].\n"
+        "A copy keeps the id of the member that it replaces: "
+        "`equinox.tree_at(lambda e: e.stacked, ensemble, tree.take(ensemble.stacked, index))`.",
+    ),
+    "trees of equal ids": (
+        lambda: ee.tree.concatenate([ENSEMBLE, ENSEMBLE[:1]]),
+        "ValueError: "
+        "Members need different ids, because each member's random stream follows from its id; repeated: "
+        "[0].\n"
+        "To concatenate ensembles under new ids, use `concatenate(ensembles, renumber=True)`.",
+    ),
     "ids of the wrong number": (
         lambda: ee.stack(MODELS, ids=[1, 2]),
         "MemberMismatchError: `Ensemble` needs one id per member: 3 members, 2 ids.",

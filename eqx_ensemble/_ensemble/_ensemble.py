@@ -297,6 +297,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         stacked, ids = take_leaves(_rows_of(self.per_member()), index)
         if ids.ndim < self.ids.ndim:
             return one_alone(stacked, self.shared)
+        _keys.check_distinct_ids(ids, _keys.COPIES_KEEP_IDS)
         return Ensemble(stacked, self.shared, ids)
 
     def __iter__(self) -> Iterator[M]:

@@ -6,7 +6,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _check
-from .._ids import close_all, open_stacked
+from .._ids import Ids, close_all, modules_in, open_stacked, stored_ids
+from .._keys import COPIES_KEEP_IDS, check_distinct_ids
 from .._transfers import transfers
 from ._check import check_index, check_leading_axes
 
@@ -129,8 +130,8 @@ def take(tree: T, index: Any) -> T:
     """Takes one or several members of a stacked tree.
 
     For an int, member `index` without the axis: `leaf[index]` for every array leaf. For a selection of `k` members, a
-    smaller stacked tree with arrays `(k, ...)`, in the given order; a member may be taken more than once. Other
-    leaves are kept. NumPy arrays stay NumPy arrays.
+    smaller stacked tree with arrays `(k, ...)`, in the given order; a member may be taken more than once, except of an
+    [`eqx_ensemble.Ensemble`][]. Other leaves are kept. NumPy arrays stay NumPy arrays.
 
     **Arguments:**
 
@@ -145,8 +146,9 @@ def take(tree: T, index: Any) -> T:
 
     **Raises:**
 
-    `IndexError` for an index out of range or a mask of the wrong length; `ValueError` for an empty selection;
-    `TypeError` for any other index; `MemberMismatchError` if array leaves disagree on the number of members.
+    `IndexError` for an index out of range or a mask of the wrong length; `ValueError` for an empty selection, and for a
+    member of an ensemble that is taken twice; `TypeError` for any other index; `MemberMismatchError` if array leaves
+    disagree on the number of members.
 
     ```python
     import jax.numpy as jnp
@@ -157,7 +159,16 @@ def take(tree: T, index: Any) -> T:
     take(stacked, [2, 0])  # {"w": [[4., 5.], [0., 1.]]}
     ```
     """
-    return close_all(take_leaves(open_stacked(tree), index))
+    return close_members(take_leaves(open_stacked(tree), index), COPIES_KEEP_IDS)
+
+
+def close_members(tree: T, fix: str) -> T:
+    """A stacked tree with its ids known; raises for ensembles in which a member occurs twice."""
+    tree = close_all(tree)
+    for ids in (stored_ids(node) for node in modules_in(tree)):
+        if isinstance(ids, Ids):
+            check_distinct_ids(ids.values, fix)
+    return tree
 
 
 @transfers

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
-from .._ids import close_all, open_all, open_stacked
+from .._ids import open_all, open_stacked
+from .._keys import COPIES_KEEP_IDS
 from ._check import check_distinct, check_index, check_leading_axes, check_trees
 from ._compare import CONCATENATE_RULES, Rules, compare_trees, replace_rules
-from ._index import map_columns
+from ._index import close_members, map_columns
 
 T = TypeVar("T")
 
@@ -33,7 +34,8 @@ def replace(tree: T, index: Any, value: Any) -> T:
     **Raises:**
 
     `MemberMismatchError` if `value` differs from the members in structure, shapes, dtypes or static values;
-    `ValueError` if a member is given twice; the errors of [`eqx_ensemble.tree.take`][] for an invalid index.
+    `ValueError` if a member is given twice, or if two members of an [`eqx_ensemble.Ensemble`][] would have one id; the
+    errors of [`eqx_ensemble.tree.take`][] for an invalid index.
 
     ```python
     import jax.numpy as jnp
@@ -49,7 +51,7 @@ def replace(tree: T, index: Any, value: Any) -> T:
         check_distinct(rows)
     count = None if np.ndim(rows) == 0 else np.shape(rows)[0]
     columns = compare_trees([tree, value], rules=replace_rules(count))
-    return close_all(map_columns(lambda leaves: _replace_column(leaves, rows), columns))
+    return close_members(map_columns(lambda leaves: _replace_column(leaves, rows), columns), COPIES_KEEP_IDS)
 
 
 def _replace_column(leaves: list, rows: Any) -> Any:
@@ -128,7 +130,8 @@ def concatenate(trees: Iterable[T]) -> T:
     **Raises:**
 
     `MemberMismatchError` if the trees differ in anything but their arrays' values and number of members, or if the
-    arrays of one tree disagree on that number. `TypeError` for a single tree, `ValueError` for an empty sequence.
+    arrays of one tree disagree on that number. `TypeError` for a single tree, `ValueError` for an empty sequence, and
+    for ensembles with an id in common.
 
     ```python
     import jax.numpy as jnp
@@ -141,7 +144,8 @@ def concatenate(trees: Iterable[T]) -> T:
     for tree in listed:
         check_leading_axes(tree)
     columns = compare_trees(listed, rules=CONCATENATE_RULES)
-    return close_all(map_columns(_concatenate_column, columns))
+    fix = "To concatenate ensembles under new ids, use `concatenate(ensembles, renumber=True)`."
+    return close_members(map_columns(_concatenate_column, columns), fix)
 
 
 def _concatenate_column(leaves: list) -> Any:
