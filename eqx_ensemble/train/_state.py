@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, Int8, Key
 
 from .. import _axes, _keys
+from .._by_name import reduce_shared
 from .._caller import caller
 from .._check import check_integers_fit, is_key, is_traced, kind_text
 from .._compiled import filter_jit
@@ -169,6 +170,8 @@ class TrainState(eqx.Module, Generic[M]):
         """A smaller training state for a slice, a list of integers or a mask; it trains on as within the whole."""
         check_state_arrays(self)
         return take_several(self, index, "state")
+
+    __reduce__ = reduce_shared
 
     @property
     def ensemble(self) -> Ensemble[M]:
