@@ -124,7 +124,8 @@ def over_members(
     call = _Mapping(sharded_plan(as_plan(plan), as_layout(mesh)), out_axis, marks)
 
     # cloudpickle sends this by value: all that it does can be imported, and no import hook wraps a lambda.
-    return ft.wraps(fn)(lambda *args, **kwargs: _run_outside(call, fn, args, kwargs))
+    mapped: Any = ft.wraps(fn)(lambda *args, **kwargs: _run_outside(call, fn, args, kwargs))
+    return mapped
 
 
 def call_members(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
