@@ -70,7 +70,7 @@ def _acts_as(frame: types.FrameType, module: str) -> str:
     """The name that a frame has in messages by the table or by an attribute `public_name`; empty for most."""
     code = frame.f_code
     name = code.co_qualname
-    if module == f"{_OWN}.plan._map" and code.co_name == "run_all":
+    if module == f"{_OWN}.plan._map" and code.co_name == "_run_outside":
         fn = frame.f_locals["fn"]
         return f"map_members({getattr(fn, '__name__', type(fn).__name__)})"
     if code.co_varnames[:1] == ("self",) and "self" in frame.f_locals:

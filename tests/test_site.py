@@ -19,7 +19,6 @@ URL = "https://example.org/docs/"
 COLUMNS = 88
 # Fields that are no part of what a class offers: how it is kept inside.
 INSIDE = {
-    "checkpoint.Checkpoints": {"retention"},
     "methods.InteractingStep": {"space", "optimiser", "num_rows", "method", "kernel", "plan", "layout", "name"},
     "methods.SNGP": {"frequencies", "phases", "root"},
     "plan.Auto": {"notes"},

@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Int
 from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes import check_member_axis
+from .._by_name import reduce_shared
 from .._check import MemberMismatchError, array_leaves, check_one_row_per_id, is_inside_transformation, is_readable
 from .._foreign import take_in
 from .._ids import Ids, IdsField, as_known, close_inner, open_all, stored_ids
@@ -252,6 +253,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
 
     def __len__(self) -> int:
         return self.num_members
+
+    __reduce__ = reduce_shared
 
     @overload
     def __call__(self: StatefulEnsemble[Out], x: Any, state: eqx.nn.State, /, *args: Any, **kwargs: Any) -> Out: ...

@@ -192,7 +192,7 @@ class Restored(NamedTuple):
 
 
 @final
-@dataclasses.dataclass(init=False, eq=False)
+@dataclasses.dataclass(eq=False)
 class Checkpoints:
     """A folder of checkpoints of one run, numbered by step.
 
@@ -236,38 +236,24 @@ class Checkpoints:
     """
 
     folder: Any
-    retention: Retention
-    asynchronous: bool
-    every: int | None
-    resume: Literal["auto", "must", "never"]
+    _: dataclasses.KW_ONLY
+    last: int = 3
+    best: int = 0
+    keep_period: int | None = None
+    asynchronous: bool | None = None
+    format: FormatName | None = None
+    every: int | None = None
+    resume: Literal["auto", "must", "never"] = "auto"
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        last: int = 3,
-        best: int = 0,
-        keep_period: int | None = None,
-        asynchronous: bool | None = None,
-        format: FormatName | None = None,
-        every: int | None = None,
-        resume: Literal["auto", "must", "never"] = "auto",
-    ) -> None:
-        check_numbers(last, best, keep_period, every)
-        kind = "safetensors" if format is None else format
-        check_format(kind, folder)
-        check_optional_flag(asynchronous, "asynchronous")
-        check_word(resume, "resume", ("auto", "must", "never"))
-        self.folder = absolute(as_path(folder))
-        self.retention = Retention(last, best, keep_period)
-        self.asynchronous = bool(asynchronous)
-        self.every, self.resume = every, resume
-        self._given = {
-            "last": last, "best": best, "keep_period": keep_period, "asynchronous": asynchronous, "format": format,
-            "every": every, "resume": resume,
-        }  # fmt: skip
+    def __post_init__(self) -> None:
+        check_numbers(self.last, self.best, self.keep_period, self.every)
+        kind = "safetensors" if self.format is None else self.format
+        check_format(kind, self.folder)
+        check_optional_flag(self.asynchronous, "asynchronous")
+        check_word(self.resume, "resume", ("auto", "must", "never"))
+        self.folder = absolute(as_path(self.folder))
         self._format = FORMATS[kind]
-        self._run = RunFolder(self.folder, self._format, self.retention)
+        self._run = RunFolder(self.folder, self._format, Retention(self.last, self.best, self.keep_period))
         self._worker = Worker()
 
     def __enter__(self) -> "Checkpoints":
@@ -315,7 +301,7 @@ class Checkpoints:
         """
         self.wait()
         path = self.path(step)
-        copy, take = self.asynchronous, self._format.take
+        copy, take = bool(self.asynchronous), self._format.take
         content = snapshot(
             tree, per_member=per_member, ids=ids, meta=meta, step=step, score=score, copy=copy, take=take
         )
@@ -400,16 +386,20 @@ def remove_run(folder: Path) -> None:
     _disk.remove_empty_folder(folder)
 
 
-copyreg.pickle(Checkpoints, lambda own: (ft.partial(Checkpoints, own.folder, **own._given), ()))
+def _options(own: Checkpoints) -> dict[str, Any]:
+    return {field.name: getattr(own, field.name) for field in dataclasses.fields(own)[1:]}
+
+
+copyreg.pickle(Checkpoints, lambda own: (ft.partial(Checkpoints, own.folder, **_options(own)), ()))
 
 
 def as_checkpoints(given: str | os.PathLike[str] | Checkpoints, **defaults: Any) -> Checkpoints:
     """The checkpoints of a run, which was given a path or `Checkpoints`; `defaults` are options that were not given."""
-    folder, options = (given.folder, given._given) if isinstance(given, Checkpoints) else (given, {})
+    folder, options = (given.folder, _options(given)) if isinstance(given, Checkpoints) else (given, {})
     return Checkpoints(folder, **defaults | {name: value for name, value in options.items() if value is not None})
 
 
 def checkpoints_inside(given: str | os.PathLike[str] | Checkpoints, subfolder: str, **changed: Any) -> Checkpoints:
     """The checkpoints of a run that is a part of another call, with the same options, except for those `changed`."""
     whole = as_checkpoints(given)
-    return Checkpoints(whole.folder / subfolder, **whole._given | changed)
+    return Checkpoints(whole.folder / subfolder, **_options(whole) | changed)

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools as ft
 import hashlib
-import importlib
 import importlib.util
 import io
 import pickle
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from .._by_name import import_object, is_importable
 from .._caller import caller
 from .._check import is_key, kind_text, missing_extra_message
 from ..tree._engine import global_names, static_parts
@@ -263,19 +263,19 @@ def _dumps(value: Any, arrays: Mapping[int, ArrayRef], *, is_part: bool) -> byte
                 return _as_key, (np.asarray(jax.random.key_data(obj)), jax.random.key_impl(obj))
             if isinstance(obj, types.FunctionType | _Jitted):
                 # Functions that it refers to are serialised inside it, since two functions may refer to each other.
-                if _is_importable(obj) and isinstance(obj, _Jitted):
-                    return _import_object, (obj.__module__, obj.__qualname__)
-                if is_part or _is_importable(obj):
+                if is_importable(obj) and isinstance(obj, _Jitted):
+                    return import_object, (obj.__module__, obj.__qualname__)
+                if is_part or is_importable(obj):
                     return super().reducer_override(obj)
                 return _reduce_by_digest(obj)
             if is_module_class(obj):
                 reduction = super().reducer_override(obj)
                 return reduce_class(obj, reduction) if isinstance(reduction, tuple) else reduction
-            if not isinstance(obj, type | types.ModuleType) and callable(obj) and _is_importable(obj):
-                return _import_object, (obj.__module__, obj.__qualname__)
+            if not isinstance(obj, type | types.ModuleType) and callable(obj) and is_importable(obj):
+                return import_object, (obj.__module__, obj.__qualname__)
             sentinel = _name_of_sentinel(obj)
             if sentinel is not None:
-                return _import_object, sentinel
+                return import_object, sentinel
             if not is_part and _is_static_callable(obj):
                 return _reduce_by_digest(obj)
             return super().reducer_override(obj)
@@ -305,17 +305,6 @@ class _Unpickler(pickle.Unpickler):
         return _on_device[id(array)][1]
 
 
-def _is_importable(obj: Any) -> bool:
-    """Whether other processes can import the object by name: not if it is defined in `__main__` or in a function."""
-    module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(qualname, str) or module == "__main__":
-        return False
-    found = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found is obj
-
-
 def _name_of_sentinel(obj: Any) -> tuple[str, str] | None:
     """The module of an object without state and its name there, such as Equinox's `MISSING`, compared by identity."""
     cls = type(obj)
@@ -326,13 +315,6 @@ def _name_of_sentinel(obj: Any) -> tuple[str, str] | None:
     module = sys.modules.get(cls.__module__)
     attributes = [] if module is None else list(vars(module).items())
     return next(((cls.__module__, name) for name, value in attributes if value is obj), None)
-
-
-def _import_object(module: str, qualname: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _as_key(data: np.ndarray, impl: Any) -> jax.Array:

@@ -124,20 +124,9 @@ def over_members(
     out_axis = _check.check_axis(out_axis, "out_axis")
     call = _Mapping(sharded_plan(as_plan(plan), as_layout(mesh)), out_axis, marks)
 
-    @ft.wraps(fn)
-    def run_all(*args: Any, **kwargs: Any) -> PyTree:
-        try:
-            # `jax.lax.map` outside `jax.jit` would compile in every call.
-            if call.plan.compiles and not _check.is_inside_transformation():
-                # In a program, shared leaves have only a shape and a dtype; `fn` may need more, or be at fault.
-                with contextlib.suppress(TypeError, IndexError):
-                    return close_all(_compiled_run((call, fn, *args, kwargs))[1])
-            return _run(call, fn, args, kwargs)
-        except Exception as error:
-            hide_own_frames(error)
-            raise
-
-    return run_all
+    # cloudpickle sends this by value: all that it does can be imported, and no import hook wraps a lambda.
+    mapped: Any = ft.wraps(fn)(lambda *args, **kwargs: _run_outside(call, fn, args, kwargs))
+    return mapped
 
 
 def call_members(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
@@ -149,6 +138,19 @@ class _Mapping(eqx.Module):
     plan: AbstractPlan
     out_axis: int = eqx.field(static=True)
     marks: bool = eqx.field(static=True)
+
+
+def _run_outside(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
+    try:
+        # `jax.lax.map` outside `jax.jit` would compile in every call.
+        if call.plan.compiles and not _check.is_inside_transformation():
+            # In a program, shared leaves have only a shape and a dtype; `fn` may need more, or be at fault.
+            with contextlib.suppress(TypeError, IndexError):
+                return close_all(_compiled_run((call, fn, *args, kwargs))[1])
+        return _run(call, fn, args, kwargs)
+    except Exception as error:
+        hide_own_frames(error)
+        raise
 
 
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int, Int8, Key
 
 from .. import _axes, _keys
 from .._brief import known_values
+from .._by_name import reduce_shared
 from .._caller import caller
 from .._check import check_integers_fit, is_key, is_traced, kind_text
 from .._compiled import filter_jit
@@ -186,6 +187,7 @@ class TrainState(eqx.Module, Generic[M]):
         from wadler_lindig import TextDoc
 
         return TextDoc(f"TrainState[{kind_of_members(self.shared)}]({', '.join(_outline(self))})")
+    __reduce__ = reduce_shared
 
     @property
     def ensemble(self) -> Ensemble[M]:

@@ -50,7 +50,7 @@ def _again(kind: type[Exception], arguments: tuple) -> Exception:
 
 
 def _state_of(error: DivergedError | NotSavedError) -> dict[str, Any]:
-    """The error's attributes; `run` becomes `None` if it cannot be pickled, for example because of `jax.nn.relu`."""
+    """The error's attributes; `run` becomes `None` if it cannot be pickled, for example because of a lambda."""
     try:
         dumps(error.run)
     except (PicklingError, AttributeError, TypeError) as problem:

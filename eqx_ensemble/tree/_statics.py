@@ -49,6 +49,7 @@ _OPERATORS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
 _CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount")
 _CODE += ("co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable")
 _EMPTY_CELL = "<empty cell>"
+_Jitted: Any = type(jax.jit(lambda: None))
 
 
 class StaticGap(NamedTuple):
@@ -132,6 +133,9 @@ def static_parts(x: Any) -> dict | None:
         return {name: getattr(x, name) for name in _CODE}
     if isinstance(x, weakref.ref):
         return {"the referent": x()}
+    if isinstance(x, _Jitted):  # whose copies lack `__wrapped__`
+        state = x.__getstate__()
+        return {"the function": state["fun"]} | {k: state[k] for k in ("static_argnums", "static_argnames")}
     if isinstance(x, (types.ModuleType, type, Ids)):
         return None
     if is_program(x):

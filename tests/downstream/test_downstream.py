@@ -63,6 +63,21 @@ def plain():
     return numbers([], {})
 
 
+HOOKS = {
+    "its own hook": ([], {}, True),
+    "after that of the library": (["eqx_ensemble"], {}, True),
+    "both in one": (["forecasts", "eqx_ensemble"], {}, True),
+    "no checks": (["eqx_ensemble"], {"JAXTYPING_DISABLE": "1"}, False),
+}
+
+
+@pytest.mark.parametrize("hook", [next(iter(HOOKS)), *(pytest.param(x, marks=pytest.mark.slow) for x in [*HOOKS][1:])])
+def test_its_own_loop_callback_and_copies_under_its_hook(hook):
+    packages, environment, is_checked = HOOKS[hook]
+    printed = run("-W", "error", HERE / "programs/own_loop.py", *packages, **environment)
+    assert json.loads(printed) == {"checked": is_checked, "stopped": True}
+
+
 @pytest.mark.slow
 def test_faults_are_refused_in_words(plain):
     assert (plain["optimise"], plain["docstring"], plain["dtype"]) == (0, True, "float32")

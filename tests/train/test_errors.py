@@ -33,7 +33,7 @@ def linear(key):
     return eqx.nn.Linear(1, 1, key=key)
 
 
-def with_relu(key):
+def with_lambda(key):
     return eqx.nn.MLP(1, 1, 4, 1, key=key)
 
 
@@ -57,8 +57,8 @@ def test_errors_arrive_with_their_run(send):
 
 
 def test_errors_arrive_without_a_run_that_cannot():
-    """`jax.nn.relu` cannot be pickled: an error that then could not either would hang some pools of processes."""
-    for error in errors_of(with_relu):
+    """`equinox.nn.MLP` holds a lambda: an error that could not be pickled would hang some pools of processes."""
+    for error in errors_of(with_lambda):
         arrived = pickle.loads(pickle.dumps(error))
         assert str(arrived) == str(error)
         assert arrived.run is None

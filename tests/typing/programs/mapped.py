@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
+import optax  # pyright: ignore[reportMissingTypeStubs]
 
 import eqx_ensemble as ee
 
@@ -41,7 +41,13 @@ def distance(a: MLP, b: MLP) -> jax.Array:
 
 @ee.map_members
 def shrink(model: MLP, factor: jax.Array) -> MLP:
-    return jax.tree.map(lambda w: w * factor, model)
+    print(factor)
+    return model
+
+
+@ee.map_members
+def init(model: MLP) -> Any:
+    return {"momentum": model.layers[0].weight}
 
 
 @ee.map_members
@@ -52,6 +58,11 @@ def step(model: MLP, state: optax.OptState, x: jax.Array) -> tuple[MLP, optax.Op
 @ee.map_members
 def value_and_model(model: MLP, x: jax.Array) -> tuple[jax.Array, MLP]:
     return model(x), model
+
+
+@ee.map_members
+def optional(model: MLP, x: jax.Array | None = None, y: jax.Array | None = None) -> jax.Array:
+    return model.layers[0].weight if x is None or y is None else model(x + y)
 
 
 def mapping(mlps: ee.Ensemble[MLP], x: jax.Array, key: jax.Array) -> None:
@@ -68,13 +79,30 @@ def mapping(mlps: ee.Ensemble[MLP], x: jax.Array, key: jax.Array) -> None:
     reveal_type(ee.map_members(distance, plan="auto")(mlps, mlps[0]))  # is Array
     reveal_type(eqx.filter_jit(mse)(mlps, ee.Each(x)))  # is Array
     reveal_type(shrink(mlps, x))  # is Ensemble[MLP]
-    reveal_type(step(mlps, None, x))  # is tuple[Ensemble[MLP], Any, Array]
+    reveal_type(step(mlps, init(mlps), x)[0])  # is Ensemble[MLP]
+    reveal_type(step(mlps, init(mlps), x)[2])  # is Array
+    reveal_type(step(mlps, mlps, ee.Each(x))[0])  # is Ensemble[MLP]
+    reveal_type(optional(mlps))  # is Array
+    reveal_type(optional(mlps, ee.Each(x)))  # is Array
+    reveal_type(optional(mlps, y=ee.Each(x)))  # is Array
+    reveal_type(ee.map_members(len)([mlps]))  # is int
+    reveal_type(eqx.filter_jit(optional)(mlps, ee.Each(x)))  # is Array
     reveal_type(value_and_model(mlps, x))  # is tuple[Array, Ensemble[MLP]]
     reveal_type(mlps.to_stacked())  # is MLP
     free: Callable[..., jax.Array] = mse
     exact: Callable[[ee.Ensemble[MLP], jax.Array], jax.Array] = mse
     print(free(mlps, x), exact(mlps, x))
 
+    mse(3, x)  # error
+    mse(mlps.num_members, x=x)  # error
+    mse(mlps, "x")  # error
+    mse(mlps, x, x)  # error
+    mse(mlps, ee.Each(x), x)  # error
+    forward(mlps, x, {"a": mlps})  # error
+    ee.map_members(distance)(mlps, x)  # error
+    print(mse(mlps, x).num_members)  # error
+    mse(mse(mlps, x), x)  # error
+    print(shrink(mlps, x).width_size)  # error
     text: Callable[..., str] = mse  # error
     print(text, mse(mlps, x).shapes)  # error
     ee.map_members("mse")  # error

@@ -10,6 +10,9 @@ with jaxtyping.install_import_hook("forecasts", "beartype.beartype"):
     from ._judge import disagreement as disagreement
     from ._judge import judge as judge
     from ._judge import late_members as late_members
+    from ._loop import StopBelow as StopBelow
+    from ._loop import outputs as outputs
+    from ._loop import train_members as train_members
     from ._model import Cell as Cell
     from ._model import Forecast as Forecast
     from ._model import Forecaster as Forecaster
