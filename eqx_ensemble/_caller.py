@@ -60,10 +60,19 @@ def hide_own_frames(error: BaseException) -> None:
     if "__IPYTHON__" not in vars(builtins):
         return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = [frame for frame in frames if (frame.f_globals.get("__name__") or "").partition(".")[0] == _OWN]
-    if own and own[-1] is not frames[-1]:
-        for frame in own:
-            frame.f_locals["__tracebackhide__"] = True
+    own = [frame for frame in frames if _is_own(frame)]
+    if not own or own[-1] is frames[-1]:
+        return
+    outer = frames[0].f_back
+    while outer is not None and _is_own(outer):  # which the error has not reached yet
+        own.append(outer)
+        outer = outer.f_back
+    for frame in own:
+        frame.f_locals["__tracebackhide__"] = True
+
+
+def _is_own(frame: types.FrameType) -> bool:
+    return (frame.f_globals.get("__name__") or "").partition(".")[0] == _OWN
 
 
 def _acts_as(frame: types.FrameType, module: str) -> str:

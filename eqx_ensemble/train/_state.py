@@ -187,6 +187,7 @@ class TrainState(eqx.Module, Generic[M]):
         from wadler_lindig import TextDoc
 
         return TextDoc(f"TrainState[{kind_of_members(self.shared)}]({', '.join(_outline(self))})")
+
     __reduce__ = reduce_shared
 
     @property
