@@ -211,6 +211,8 @@ def _call_text(path: str, signature: inspect.Signature, args: Any) -> str:
     positional = [x.name for x in parameters if x.kind in (_EITHER, inspect.Parameter.POSITIONAL_ONLY)]
     needed = [f"{x.name}=..." for x in parameters if x.kind == inspect.Parameter.KEYWORD_ONLY and x.default is x.empty]
     text = f"Call it as `{path}({', '.join([*positional, *needed])})`"
+    if not args and positional == ["fn"]:
+        return f"{text}, or `@functools.partial({path}, ...)` as a decorator with options."
     if len(args) - ("self" in signature.parameters) <= len(positional):
         return f"{text}."
     several = next((name for name in positional if name in _SEVERAL), None)

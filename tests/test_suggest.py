@@ -80,6 +80,7 @@ def test_the_attribute_that_was_meant_is_named(package):
         (lambda: ee.fit(1, 2, 3, 4, 5), "`fit(ensemble, loss, optimiser, data, key=...)`; several arrays are one"),
         (lambda: ee.fit(1, 2, 3, 4), "'key'\nCall it as `fit(ensemble, loss, optimiser, data, key=...)`."),
         (lambda: ee.stack(3, 4), "Call it as `stack(models)`; several models are one argument, `models`."),
+        (lambda: ee.map_members(out_axis=1), "`map_members(fn)`, or `@functools.partial(map_members, ...)`"),
         (lambda: ee.plot.prediction_bands(3, 4), "`plot.prediction_bands(predictions)`; other options go by name."),
         (lambda: STEP(1, 2, 3), "Call it as `step(state, batch)`; several arrays are one argument, `batch`."),
         (lambda: ee.train.fit, "`ee.fit`"),
