@@ -63,11 +63,8 @@ def hide_own_frames(error: BaseException) -> None:
     own = [frame for frame in frames if _is_own(frame)]
     if not own or own[-1] is frames[-1]:
         return
-    outer = frames[0].f_back
-    while outer is not None and _is_own(outer):  # which the error has not reached yet
-        own.append(outer)
-        outer = outer.f_back
-    for frame in own:
+    outer = [frame for frame, _ in traceback.walk_stack(frames[0].f_back) if _is_own(frame)]  # not reached yet
+    for frame in own + outer:
         frame.f_locals["__tracebackhide__"] = True
 
 
