@@ -15,7 +15,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 _FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 _FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]  # parts that threads compile cost more than they gain
 _FLAGS += [f"--xla_llvm_enable_{kind}_metadata=false" for kind in ("alias_scope", "noalias", "invariant_load")]
-if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 12):  # newer ones do not have it
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):  # newer ones do not have it
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
 
