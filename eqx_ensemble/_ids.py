@@ -55,7 +55,13 @@ class Ids:
 
 
 class IdsField:
-    """The field `ids` of a Module: it holds `Ids` or an array, and its value is an array."""
+    """The field `ids` of a Module: it holds `Ids` or an array, and its value is an array.
+
+    By default the Module holds one model of all members, in the fields `stacked` and `shared`.
+    """
+
+    def __init__(self, *, of_model: bool = True) -> None:
+        self.of_model = of_model
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None or "ids" not in vars(module):
@@ -72,9 +78,15 @@ def has_ids(node: Any) -> bool:
     return _has_field(type(node))
 
 
-@ft.lru_cache(maxsize=512)
 def _has_field(cls: type) -> bool:
-    return any(isinstance(vars(base).get("ids"), IdsField) for base in cls.__mro__)
+    field = _field(cls)
+    return field is not None and field.of_model
+
+
+@ft.lru_cache(maxsize=512)
+def _field(cls: type) -> IdsField | None:
+    found = (vars(base).get("ids") for base in cls.__mro__)
+    return next((x for x in found if isinstance(x, IdsField)), None)
 
 
 def stored_ids(node: Any) -> Any:
@@ -104,6 +116,19 @@ def _replace(node: Any, ids: Any) -> Any:
 
 def _fields(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
     return jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+
+
+def _is_state(node: Any) -> bool:
+    """Whether a node is a Module with ids that holds no model, such as a training state."""
+    field = _field(type(node))
+    return field is not None and not field.of_model
+
+
+def _map_states(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Replaces the ids of training states by `fn(ids)`."""
+    change = lambda x: _replace(x, fn(stored_ids(x))) if _is_state(x) else x
+    nodes = jax.tree.leaves(tree, is_leaf=_is_state)
+    return jax.tree.map(change, tree, is_leaf=_is_state) if any(map(_is_state, nodes)) else tree
 
 
 def open_ids(tree: Any) -> Any:
@@ -184,7 +209,7 @@ def open_all(tree: Any, is_saved: Callable[[Path], bool] = lambda _: True, axes:
 
     Only where `is_saved` of the path; not in Modules without ids.
     """
-    return _open_all(tree, is_saved, axes, ())
+    return _open_all(_map_states(lambda ids: ids.array if isinstance(ids, Ids) else ids, tree), is_saved, axes, ())
 
 
 def _open_all(tree: Any, is_saved: Callable[[Path], bool], axes: tuple[int, ...], start: Path) -> Any:
@@ -220,6 +245,7 @@ def _map_fields(node: Any, stacked: Callable[[Path, Any], Any], shared: Callable
 
 def close_all(tree: Any) -> Any:
     """A tree with all ids known that can be; those within members if they are equal in all members."""
+    tree = _map_states(as_known, tree)
     return map_modules(lambda node: _close_parts([_replace(node, as_known(stored_ids(node)))])[0], tree)
 
 

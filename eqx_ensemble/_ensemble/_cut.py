@@ -12,7 +12,7 @@ from .. import _axes, _keys
 from .. import tree as _tree
 from .._caller import caller
 from .._check import MemberMismatchError, array_leaves, is_key, is_member_array, is_traced
-from .._ids import Ids, as_known, open_all, without_ids
+from .._ids import Ids, as_known, close_all, open_all, without_ids
 from .._pytree import PyTree
 from ..tree._engine import CONCATENATE_RULES, Rules, check_index, compare_trees, map_columns, take_leaves
 from ._ensemble import Ensemble, check_index_of_members
@@ -141,6 +141,8 @@ def _split(tree: PyTree) -> tuple[Any, Any]:
 def _open(node: Any) -> Any:
     if isinstance(node, _axes.Each):
         return _axes.Each(node.per_member())
+    if isinstance(node, Ids):  # of a training state
+        return node.array
     if not _axes.has_marks(node):
         return node
     if isinstance(node, Ensemble):  # without the flags, which are traced scalars inside `jax.jit`
@@ -162,7 +164,7 @@ def _is_own(node: Any) -> Any:
 
 def _close(own: Any, rest: Any, followers: dict[str, Any]) -> Any:
     close = lambda x: Ensemble(x.stacked, x.shared, x.ids) if isinstance(x, Ensemble) else x
-    tree = jax.tree.map(close, eqx.combine(own, rest), is_leaf=lambda x: isinstance(x, Ensemble))
+    tree = close_all(jax.tree.map(close, eqx.combine(own, rest), is_leaf=lambda x: isinstance(x, Ensemble)))
     return dataclasses.replace(tree, **followers) if followers else tree
 
 

@@ -229,7 +229,7 @@ def _visit(path: tuple, node: Any) -> Iterator[tuple[str, str]]:
             if field.metadata.get("static", False):
                 yield f"{where}{STATIC}{field.name}", static_text(getattr(node, field.name, None))
     for keys, child in keyed:
-        if not (child is None or isinstance(child, Ids)) or not has_ids(node):  # a file holds ids as arrays
+        if not (isinstance(child, Ids) or (child is None and has_ids(node))):  # a file holds ids as arrays
             yield from _visit(path + keys, child)
 
 

@@ -1,7 +1,7 @@
 import re
 import types
 from collections.abc import Iterator
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -19,6 +19,7 @@ from .._check import check_integers_fit, is_key, is_traced, kind_text
 from .._compiled import filter_jit
 from .._ensemble import Ensemble, M, check_ensemble, check_model_state, check_model_state_given, take_several
 from .._foreign import as_hashable
+from .._ids import IdsField, as_known
 from .._pytree import PyTree
 from .._typing import kind_of_members
 from ..plan import Vmap
@@ -174,8 +175,11 @@ class TrainState(eqx.Module, Generic[M]):
     moving: MemberState
     fixed: MemberConstants
     shared: M = eqx.field(metadata=_axes.SHARED)
-    ids: Int[Array, " members"]
+    ids: Int[Array, " members"] = cast(Any, IdsField(of_model=False))
     step: Int[Array, ""] = eqx.field(metadata=_axes.SHARED)
+
+    def __init__(self, moving: MemberState, fixed: MemberConstants, shared: M, ids: Any, step: Any) -> None:
+        self.moving, self.fixed, self.shared, self.ids, self.step = moving, fixed, shared, as_known(ids), step
 
     def __getitem__(self, index: Any) -> "TrainState[M]":
         """A smaller training state for a slice, a list of integers or a mask; it trains on as within the whole."""
