@@ -18,7 +18,7 @@ from .._ids import close_all, has_ids
 from .._pytree import PyTree
 from .._typing import MappedFunction, Out, P
 from ..sharding._engine import as_layout
-from ._auto import AnyPlan, as_plan, check_equal_constants, check_no_parts
+from ._auto import AnyPlan, as_plan, check_equal_constants, check_no_batch, check_no_parts
 from ._plans import AbstractPlan, sharded_plan
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def map_members(
 
     - a Module, such as a model or its gradient, becomes an `Ensemble` with the ids of the first one among the
         arguments, keyword arguments by name (an `Each` if there is none). Arrays that the members share, and that `fn`
-        returns as they are, stay shared; `to_stacked()` gives the plain stacked Module;
+        returns as they are, stay shared; those that it changes become each member's own. `to_stacked()` gives the plain stacked Module;
     - another custom node, such as an optimiser's state, and random keys become an `Each`;
     - a tuple, list or dict with the structure and shapes of an argument's becomes what the argument was;
     - any other array, also in tuples, lists and dicts, gains a `members` axis, and is plain: a result to calculate
@@ -155,6 +155,8 @@ def _run_outside(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: di
 
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
     check_no_parts((args, kwargs))
+    if call.marks:
+        check_no_batch((args, kwargs))
     parts, view, num_members = _axes.split_members((args, kwargs))
     marking = _Marking((args, kwargs)) if call.marks else None
     constants = []
