@@ -159,7 +159,7 @@ def explain_rows(data: Any, *, argument: str = "x") -> Iterator[None]:
 
 
 def check_no_batch(data: Any) -> None:
-    """Raises for a `Batch`: `predict` maps members over rows itself."""
+    """Raises for a `Batch`, which only an ensemble that is called takes."""
     is_batch = lambda x: isinstance(x, Batch)
     if any(map(is_batch, jax.tree.leaves(data, is_leaf=is_batch))):
-        raise TypeError("`predict` takes the rows as they are: pass `x` instead of `Batch(x)`.")
+        raise TypeError(f"`{caller()}` takes the rows as they are: pass `x` instead of `Batch(x)`.")

@@ -67,16 +67,6 @@ def check_equal_constants(outputs: list[PyTree]) -> None:
                 )
 
 
-def check_no_batch(arguments: Any) -> None:
-    """Raises for a `Batch` among the arguments of a function of one member."""
-    is_batch = lambda x: isinstance(x, _axes.Batch)
-    if any(map(is_batch, jax.tree.leaves(arguments, is_leaf=is_batch))):
-        raise TypeError(
-            f"`{caller()}` passes all but members on as it is; a `Batch` is an argument of an ensemble, `ensemble(...)`, "
-            "only.\nPass its value, and use `jax.vmap` inside of the function."
-        )
-
-
 def check_no_parts(arguments: Any) -> None:
     """Raises for groups among the arguments: members of parts of equal sizes would be mapped over in pairs."""
     is_node = lambda x: isinstance(x, _axes.AbstractParts) or _axes.is_per_member(x)

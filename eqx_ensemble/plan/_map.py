@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from .. import _axes, _check
-from .._axes import check_has_axis
+from .._axes import check_has_axis, check_no_batch
 from .._caller import hide_own_frames
 from .._compiled import CompiledCall
 from .._foreign import as_hashable_leaf
@@ -18,7 +18,7 @@ from .._ids import close_all, has_ids
 from .._pytree import PyTree
 from .._typing import MappedFunction, Out, P
 from ..sharding._engine import as_layout
-from ._auto import AnyPlan, as_plan, check_equal_constants, check_no_batch, check_no_parts
+from ._auto import AnyPlan, as_plan, check_equal_constants, check_no_parts
 from ._plans import AbstractPlan, sharded_plan
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def map_members(
 
     - a Module, such as a model or its gradient, becomes an `Ensemble` with the ids of the first one among the
         arguments, keyword arguments by name (an `Each` if there is none). Arrays that the members share, and that `fn`
-        returns as they are, stay shared; those that it changes become each member's own. `to_stacked()` gives the plain stacked Module;
+        returns as they are, stay shared; those that it changes become each member's own. `to_stacked()` gives the plain
+        stacked Module;
     - another custom node, such as an optimiser's state, and random keys become an `Each`;
     - a tuple, list or dict with the structure and shapes of an argument's becomes what the argument was;
     - any other array, also in tuples, lists and dicts, gains a `members` axis, and is plain: a result to calculate

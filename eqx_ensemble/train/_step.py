@@ -7,7 +7,7 @@ import equinox as eqx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int8
 
-from .._axes import Each, check_some_rows, split_members, warn_of_unmarked
+from .._axes import Each, check_no_batch, check_some_rows, split_members, warn_of_unmarked
 from .._brief import brief_doc
 from .._check import check_flag, check_function, check_integers_fit
 from .._compiled import CompiledCall
@@ -117,6 +117,7 @@ def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState
     # Signatures and states are inspected here, while tracing.
     check_state(state, step.optimiser, hyper_of="train.init")
     split_members((Each(state.ids), batch))  # raises for another number of members
+    check_no_batch(batch)
     check_some_rows(batch)
     warn_of_unmarked(batch, state.num_members)
     program, inputs, carry = _parts(step, state, batch)

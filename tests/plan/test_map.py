@@ -52,7 +52,7 @@ def test_every_plan_is_the_loop(ensemble, plan):
 
 @pytest.mark.usefixtures("unhooked")
 def test_a_batch_is_for_calls_of_an_ensemble(ensemble):
-    with pytest.raises(TypeError, match=r"a `Batch` is an argument of an ensemble"):
+    with pytest.raises(TypeError, match=r"pass `x` instead of `Batch\(x\)`"):
         ee.map_members(lambda model, x: model(x))(ensemble, ee.Batch(jnp.ones((2, 3))))
 
 
