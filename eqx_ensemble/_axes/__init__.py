@@ -7,6 +7,7 @@ from ._check_rows import check_some_rows as check_some_rows
 from ._check_rows import explain_rows as explain_rows
 from ._check_rows import is_finite as is_finite
 from ._check_rows import not_finite_text as not_finite_text
+from ._check_rows import warn_of_unmarked as warn_of_unmarked
 from ._map import as_array as as_array
 from ._map import map_each as map_each
 from ._map import over_batch as over_batch

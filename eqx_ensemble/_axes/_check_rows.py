@@ -10,6 +10,7 @@ import numpy as np
 
 from .._caller import caller
 from .._check import MemberMismatchError, check_in_range, is_traced, kind_text
+from .._warnings import warn
 from ._marks import Batch, Each
 
 UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")  # in errors of JAX
@@ -59,6 +60,18 @@ def check_some_rows(batch: Any) -> None:
             f"`{caller()}` needs at least one row in a batch, got none: the mean over no rows is NaN, and all members "
             "would count as diverged.\nLeave empty batches out."
         )
+
+
+def warn_of_unmarked(batch: Any, num_members: int) -> None:
+    """Warns of an array with an axis `members` and rows that is not marked, beside one that is."""
+    leaves = [(path, np.shape(x), axis) for path, x, axis in _data_leaves(batch, "batch")]
+    rows = {shape[1] for _, shape, axis in leaves if axis == 1 and len(shape) > 1} - {num_members}
+    for path, shape, axis in leaves:
+        if axis == 0 and shape[:1] == (num_members,) and set(shape[1:2]) & rows:
+            warn(
+                f"`{caller()}` gives all of `{path}`, {shape}, to every member, while other parts of the batch are "
+                f"marked: for one part for each of {num_members} members, mark it `Each`."
+            )
 
 
 def _data_leaves(data: Any, argument: str) -> Iterator[tuple[str, Any, int]]:
@@ -146,7 +159,7 @@ def explain_rows(data: Any, *, argument: str = "x") -> Iterator[None]:
 
 
 def check_no_batch(data: Any) -> None:
-    """Raises for a `Batch`: `predict` maps members over rows itself."""
+    """Raises for a `Batch`, which only an ensemble that is called takes."""
     is_batch = lambda x: isinstance(x, Batch)
     if any(map(is_batch, jax.tree.leaves(data, is_leaf=is_batch))):
-        raise TypeError("`predict` takes the rows as they are: pass `x` instead of `Batch(x)`.")
+        raise TypeError(f"`{caller()}` takes the rows as they are: pass `x` instead of `Batch(x)`.")

@@ -159,7 +159,8 @@ def build(
     - `product`: per-member arguments; one member for each combination, as in `itertools.product` (the last name varies
         fastest).
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
-        are taken from the first member and stored once.
+        are taken from the first member and stored once. Training keeps them constant, except by
+        [`eqx_ensemble.train.Together`][].
     - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][]. Members are initialised on their own devices;
         if they divide evenly, no device ever holds all of them. `make` is compiled for this; if that fails, members are
         made on one device and then sharded, with a warning.

@@ -69,7 +69,7 @@ def explain_call(inputs: Any) -> Iterator[None]:
     """Adds a note about the inputs of a member to its errors: the usual cause is an unmarked batch."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AssertionError) as error:  # Equinox asserts
         if not isinstance(error, MemberMismatchError):
             if isinstance(error, TypeError) and any(isinstance(x, np.ndarray) for x in jax.tree.leaves(inputs)):
                 error.add_note(

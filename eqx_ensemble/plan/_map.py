@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from .. import _axes, _check
-from .._axes import check_has_axis
+from .._axes import check_has_axis, check_no_batch
 from .._caller import hide_own_frames
 from .._compiled import CompiledCall
 from .._foreign import as_hashable_leaf
@@ -58,7 +58,8 @@ def map_members(
 
     - a Module, such as a model or its gradient, becomes an `Ensemble` with the ids of the first one among the
         arguments, keyword arguments by name (an `Each` if there is none). Arrays that the members share, and that `fn`
-        returns as they are, stay shared; `to_stacked()` gives the plain stacked Module;
+        returns as they are, stay shared; those that it changes become each member's own. `to_stacked()` gives the plain
+        stacked Module;
     - another custom node, such as an optimiser's state, and random keys become an `Each`;
     - a tuple, list or dict with the structure and shapes of an argument's becomes what the argument was;
     - any other array, also in tuples, lists and dicts, gains a `members` axis, and is plain: a result to calculate
@@ -155,6 +156,8 @@ def _run_outside(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: di
 
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
     check_no_parts((args, kwargs))
+    if call.marks:
+        check_no_batch((args, kwargs))
     parts, view, num_members = _axes.split_members((args, kwargs))
     marking = _Marking((args, kwargs)) if call.marks else None
     constants = []

@@ -7,7 +7,7 @@ import equinox as eqx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Int8
 
-from .._axes import Each, check_some_rows, split_members
+from .._axes import Each, check_no_batch, check_some_rows, split_members, warn_of_unmarked
 from .._brief import brief_doc
 from .._check import check_flag, check_function, check_integers_fit
 from .._compiled import CompiledCall
@@ -18,7 +18,7 @@ from .._suggest import explain_as
 from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._engine import Pilot, as_plan
 from ..sharding._engine import Layout, as_layout
-from ._check import check_optimiser_kind, check_plan_together
+from ._check import check_hyper_used, check_optimiser_kind, check_plan_together
 from ._check_member import check_state_arrays
 from ._hyper import follow_hyper
 from ._state import MemberState, TrainState, check_state, check_train_state
@@ -106,6 +106,8 @@ def _step_under(plan: AbstractPlan, step: Step, state: TrainState, batch: PyTree
 def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Inputs, Carry]:
     stateful = state.model_state is not None
     loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper)
+    if state.fixed.hyper is not None:
+        check_hyper_used(step.optimiser, wants_hyper=loss.wants_hyper)
     program = Program(loss, bind(step.optimiser, state.fixed.tied), step.plan, step.layout)
     inputs = Inputs(state.fixed, state.shared, batch)
     return program, inputs, Carry(state.moving, None, state.step)
@@ -115,7 +117,9 @@ def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState
     # Signatures and states are inspected here, while tracing.
     check_state(state, step.optimiser, hyper_of="train.init")
     split_members((Each(state.ids), batch))  # raises for another number of members
+    check_no_batch(batch)
     check_some_rows(batch)
+    warn_of_unmarked(batch, state.num_members)
     program, inputs, carry = _parts(step, state, batch)
     carry, (value, aux) = program.guarded_step(inputs, carry)
     carry = program.constrain(carry)
@@ -172,7 +176,8 @@ def make_step(
 
     **Returns:** the step, a function of a training state and a batch.
 
-    **Raises:** `TypeError` for a loss or an optimiser of another type.
+    **Raises:** `TypeError` for a loss or an optimiser of another type; when called, for parts that do not fit together,
+    and if nothing uses the state's hyper-parameters.
 
     ```python
     def mse(model, batch, key):

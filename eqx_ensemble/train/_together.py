@@ -25,7 +25,8 @@ class Together:
     [`eqx_ensemble.train.make_step`][]. A step descends each member's own loss over its own parameters, and the mean
     loss of all members that train over the floating-point arrays that they share: the learned bounds of log-variances
     in dynamics ensembles, a trunk with a head for each member, a temperature. Loss and optimisers are still written for
-    ONE member. `trainable` also selects shared leaves.
+    ONE member; a penalty of shared parameters in the loss counts once, so one that belongs to the SUM of the members'
+    losses is divided by their number. `trainable` also selects shared leaves.
 
     Members are then NOT independent: what one of them sees changes the others through the shared parameters. A member
     whose loss or gradient is not finite has no part in the mean. Best weights and `patience` follow the mean of the

@@ -50,6 +50,12 @@ def test_every_plan_is_the_loop(ensemble, plan):
     assert jax.tree.structure(out["model"]) == jax.tree.structure(ensemble)
 
 
+@pytest.mark.usefixtures("unhooked")
+def test_a_batch_is_for_calls_of_an_ensemble(ensemble):
+    with pytest.raises(TypeError, match=r"pass `x` instead of `Batch\(x\)`"):
+        ee.map_members(lambda model, x: model(x))(ensemble, ee.Batch(jnp.ones((2, 3))))
+
+
 def test_one_after_another_is_each_alone_bit_for_bit(ensemble):
     x, y = batch_of()
     value_and_grad = lambda model, x, y: eqx.filter_value_and_grad(lambda model: mse(model, x, y)["mse"])(model)

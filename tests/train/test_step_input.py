@@ -83,3 +83,21 @@ def test_an_equal_optimiser_is_not():
     state = first_state(optax.adam(0.1))
     state, _ = ee.train.make_step(loss, optax.adam(0.2))(state, (X, Y))
     assert int(state.step) == 1
+
+
+def test_hyper_parameters_that_nothing_uses_are_refused():
+    ensemble = first_state(optax.sgd(0.1)).ensemble
+    state = ee.train.init(ensemble, optax.sgd(0.1), hyper={"rate": jnp.ones(3)}, key=KEY)
+    with pytest.raises(TypeError, match="`train.make_step` got `hyper`, but nothing uses it"):
+        ee.train.make_step(loss, optax.sgd(0.1))(state, (X, Y))
+
+
+def test_a_part_of_the_batch_that_is_not_marked_beside_one_that_is():
+    """Each member would be compared with the targets of all."""
+    step, state = ee.train.make_step(loss, optax.sgd(0.1)), first_state(optax.sgd(0.1))
+    x, y = (jnp.stack([part] * 3) for part in (X, Y))
+    step(state, (ee.Each(x), ee.Each(y)))
+    with pytest.warns(UserWarning, match=r"`train.make_step` gives all of `batch\[1\]`.*mark it `Each`"):
+        ee.train.make_step(lambda model, batch, key: loss(model, (batch[0], batch[1][0]), key), optax.sgd(0.1))(
+            state, (ee.Each(x), y)
+        )
