@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ._code import Code, code_of
-from ._ids import Ids, has_ids, open_ids
+from ._ids import Ids, holds_ids, open_ids
 from ._jaxpr import has_callbacks, plain_jit
 from ._pytree import PyTree
 from ._warnings import ignore_warnings
@@ -146,7 +146,7 @@ def flatten(tree: PyTree, *, owned: bool = False, is_carry: bool = False) -> Fla
     """
     if tree is None:
         return _NOTHING
-    keeps_ids = is_carry and has_ids(tree)
+    keeps_ids = is_carry and holds_ids(tree)
     found = _remembered.get((id(tree), keeps_ids))
     known = found[1] if found is not None and found[0]() is tree else None
     if known is not None and (owned or known.structure.is_immutable):
@@ -220,7 +220,7 @@ class CompiledCall:
             results = eqx.combine(results, more.results)
         after = more.after.combine(leaves)
         if more.is_module:
-            _remember(after, Flat(leaves, more.after, program.code, first), keeps_ids=has_ids(after))
+            _remember(after, Flat(leaves, more.after, program.code, first), keeps_ids=holds_ids(after))
         return after, results
 
     def is_compiled(self, read: tuple[PyTree, ...]) -> bool:

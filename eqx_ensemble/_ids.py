@@ -118,10 +118,13 @@ def _fields(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
     return jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
 
 
+def holds_ids(node: Any) -> bool:
+    """Whether a node is a Module with ids, of a model or of something else, such as a training state."""
+    return _field(type(node)) is not None
+
+
 def _is_state(node: Any) -> bool:
-    """Whether a node is a Module with ids that holds no model, such as a training state."""
-    field = _field(type(node))
-    return field is not None and not field.of_model
+    return holds_ids(node) and not has_ids(node)
 
 
 def _map_states(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -133,7 +136,7 @@ def _map_states(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 def open_ids(tree: Any) -> Any:
     """A Module with its own known ids, not those of Modules inside it, as an array leaf; other trees as they are."""
-    if not has_ids(tree) or not isinstance(stored_ids(tree), Ids):
+    if not holds_ids(tree) or not isinstance(stored_ids(tree), Ids):
         return tree
     return _replace(tree, stored_ids(tree).array)
 
@@ -170,22 +173,6 @@ def open_own(tree: Any, flags: Any, ids: Any) -> tuple[Any, Any]:
     is_own = lambda node: Ids(ids) == stored_ids(node)
     tree = map_modules(lambda x: open_ids(x) if is_own(x) else x, tree)
     return tree, map_modules(lambda x: _replace(x, ids=True) if is_own(x) else x, flags)
-
-
-def in_form_of(old: Any, new: Any) -> Any:
-    """The tree `new` with its ids known or as leaves as they are in `old`, which has the same members."""
-    held = [stored_ids(node) for node in modules_in(old)]
-    if len(held) != len(modules_in(new)):
-        return new
-    left = iter(held)
-
-    def put(node: Any) -> Any:
-        ids, own = next(left), stored_ids(node)
-        if isinstance(ids, Ids):
-            return _replace(node, ids) if isinstance(own, jax.Array) else node
-        return open_ids(node)
-
-    return map_modules(put, new)
 
 
 def open_stacked(tree: Any) -> Any:

@@ -207,11 +207,24 @@ def test_ids_are_known_while_a_program_is_traced():
 
 
 def test_a_target_beside_a_training_state():
-    """Of a training state that is an argument of a compiled function, ids are computed."""
+    """The ids of a training state are part of its structure too."""
     state = ee.train.init(ENSEMBLE, ADAM, key=KEY)
-    step = eqx.filter_jit(lambda target, state: ee.tree.polyak(target, state.ensemble, 0.1))
-    assert jax.tree.structure(step(halved(ENSEMBLE), state)) == jax.tree.structure(ENSEMBLE)
-    assert eqx.filter_jit(lambda state: ee.tree.polyak(state.ensemble, ENSEMBLE, 0.1))(state).ids.tolist() == IDS
+    of_state = {
+        "polyak": lambda target, state: ee.tree.polyak(target, state.ensemble, 0.1),
+        "optax": lambda target, state: optax.incremental_update(state.ensemble, target, 0.1),
+        "tree.map": lambda target, state: jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, target, state.ensemble),
+        "cond": lambda target, state: jax.lax.cond(state.step > 0, lambda: target, lambda: state.ensemble),
+    }
+    for name, fn in of_state.items():
+        got = eqx.filter_jit(fn)(halved(ENSEMBLE), state)
+        assert jax.tree.structure(got) == jax.tree.structure(ENSEMBLE), name
+        of_one = 1.0 if name == "cond" else 0.55
+        np.testing.assert_allclose(got.stacked.last.weight, of_one * ENSEMBLE.stacked.last.weight, rtol=1e-6)
+    (_, hard), _ = ee.train.scan_steps(
+        lambda carry, _: ((carry[0], carry[0].ensemble), None), (state, halved(ENSEMBLE)), length=2
+    )
+    assert eqx.tree_equal(hard, ENSEMBLE)
+    assert state[::-1].ensemble.ids.tolist() == IDS[::-1]
 
 
 def test_a_program_of_the_user_is_compiled_for_the_ids():

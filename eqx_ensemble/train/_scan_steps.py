@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol, Required, TypedDict, TypeVar, runtime_checkable
@@ -19,6 +20,7 @@ from .._check import (
 )
 from .._compiled import CompiledCall
 from .._foreign import as_hashable_leaf, take_in
+from .._ids import open_ids
 from .._leaf_text import leaf_text
 from .._predict import PredictOptions
 from .._pytree import PyTree
@@ -210,7 +212,10 @@ def scan_steps(
     scan = _scan if is_inside_transformation() else _donating_scan if donate else _compiled_scan
     state = _copy_duplicates(state) if scan is _donating_scan else state
     with nan, explain_list(batches):
-        return scan((own, batches, count), state)
+        if not isinstance(step, Step):
+            return scan((own, batches, count), state)
+        after, outputs = scan((own, batches, count), open_ids(state))  # one program for all members
+        return dataclasses.replace(after, ids=state.ids), outputs
 
 
 def _in_loop(step: Callable[..., Any], state: Any) -> tuple[Callable[..., Any], contextlib.AbstractContextManager]:

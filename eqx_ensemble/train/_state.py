@@ -175,8 +175,8 @@ class TrainState(eqx.Module, Generic[M]):
     moving: MemberState
     fixed: MemberConstants
     shared: M = eqx.field(metadata=_axes.SHARED)
-    ids: Int[Array, " members"] = cast(Any, IdsField(of_model=False))
     step: Int[Array, ""] = eqx.field(metadata=_axes.SHARED)
+    ids: Int[Array, " members"] = cast(Any, IdsField(of_model=False))
 
     def __init__(self, moving: MemberState, fixed: MemberConstants, shared: M, ids: Any, step: Any) -> None:
         self.moving, self.fixed, self.shared, self.ids, self.step = moving, fixed, shared, as_known(ids), step

@@ -10,7 +10,7 @@ from .. import _check
 from .._caller import caller
 from .._check import is_key, is_member_array, is_traced
 from .._foreign import from_foreign
-from .._ids import close_all, in_form_of
+from .._ids import close_all
 from .._leaf_text import leaf_text
 from ._check import check_fraction, check_same_ids, check_trees
 from ._compare import POLYAK_RULES, SUM_RULES, compare_trees
@@ -185,7 +185,7 @@ def polyak(old: T, new: T, tau: Any) -> T:
     check_fraction(tau, "tau")
     old, new = close_all(old), close_all(new)
     check_same_ids(old, new)
-    columns = compare_trees([old, in_form_of(old, new)], rules=POLYAK_RULES)
+    columns = compare_trees([old, new], rules=POLYAK_RULES)
     # Python numbers are rounded once, to each leaf's type: `1 - tau` of a rounded `tau` is another weight.
     weights = jnp.stack([1 - tau, tau]) if isinstance(tau, jax.Array) else [1 - float(tau), float(tau)]
     return map_columns(lambda leaves: _move_column(leaves, weights), columns)
