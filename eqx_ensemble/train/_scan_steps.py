@@ -214,8 +214,9 @@ def scan_steps(
     with nan, explain_list(batches):
         if not isinstance(step, Step):
             return scan((own, batches, count), state)
-        after, outputs = scan((own, batches, count), open_ids(state))  # one program for all members
-        return dataclasses.replace(after, ids=state.ids), outputs
+        known: Any = state
+        after, outputs = scan((own, batches, count), open_ids(known))  # one program for all members
+        return dataclasses.replace(after, ids=known.ids), outputs
 
 
 def _in_loop(step: Callable[..., Any], state: Any) -> tuple[Callable[..., Any], contextlib.AbstractContextManager]:
