@@ -355,7 +355,8 @@ VERBS = {
 
 
 def participles(tree: ast.AST) -> set[str]:
-    names = {node.name for node in ast.walk(tree) if isinstance(node, FUNCTIONS)}
+    own = (node.name for node in ast.walk(tree) if isinstance(node, FUNCTIONS))
+    names = {name for name in own if not name.startswith("__")}
     return {
         name
         for name in names

@@ -197,20 +197,7 @@ class TrainState(eqx.Module, Generic[M]):
     @property
     def ensemble(self) -> Ensemble[M]:
         """The ensemble with its current weights."""
-        return self.ensemble_of(self.moving.params)
-
-    def ensemble_of(self, params: PyTree, member: Any = None) -> Ensemble[M]:
-        """The ensemble with other trained arrays; what members train together is that of the one at index `member`.
-
-        By default of one that trains, or stopped last.
-        """
-        shared = self.shared
-        if self.fixed.tied:
-            status, stopped_at = self.moving.status, self.moving.stopped_at
-            last = jnp.where(status == Status.OK, jnp.iinfo(stopped_at.dtype).max, stopped_at)
-            params, own = fold(params, self.fixed.tied, jnp.argmax(last) if member is None else member)
-            shared = eqx.combine(shared, own)
-        return Ensemble(eqx.combine(params, self.fixed.frozen), shared, self.ids)
+        return ensemble_of(self, self.moving.params)
 
     @property
     def params(self) -> PyTree:
@@ -241,6 +228,20 @@ class TrainState(eqx.Module, Generic[M]):
     def num_members(self) -> int:
         """The number of members."""
         return self.ids.shape[0]
+
+
+def ensemble_of(state: TrainState[M], params: PyTree, member: Any = None) -> Ensemble[M]:
+    """The ensemble with other trained arrays; what members train together is that of the one at index `member`.
+
+    By default of one that trains, or stopped last.
+    """
+    fixed, shared = state.fixed, state.shared
+    if fixed.tied:
+        status, stopped_at = state.moving.status, state.moving.stopped_at
+        last = jnp.where(status == Status.OK, jnp.iinfo(stopped_at.dtype).max, stopped_at)
+        params, own = fold(params, fixed.tied, jnp.argmax(last) if member is None else member)
+        shared = eqx.combine(shared, own)
+    return Ensemble(eqx.combine(params, fixed.frozen), shared, state.ids)
 
 
 def check_train_state(value: Any) -> None:

@@ -17,7 +17,7 @@ from .._callback import Every
 from .._check_run import warn_of_undefined_scores
 from .._revive import Revival, Revive
 from .._run import Run
-from .._state import TrainState
+from .._state import TrainState, ensemble_of
 from ..compiled._health import Carry, Inputs, fault_path, nan_is_data
 from ..compiled._program import Program
 from ..compiled._selection import Limits, stop_at_limits
@@ -133,7 +133,7 @@ def collect_run(
             (params, state),
         )
     return Run(
-        ensemble=last.ensemble_of(params, member),
+        ensemble=ensemble_of(last, params, member),
         state=state,
         history=history,
         status=status,
