@@ -152,6 +152,26 @@ class MemberConstants(eqx.Module):
     tied: tuple[bool, ...] = eqx.field(static=True, default=())
 
 
+def _short_doc(state: "TrainState", **_: Any) -> Any:
+    """The short form, in one line; print `params`, `opt_state` and others for their leaves."""
+    from wadler_lindig import TextDoc
+
+    return TextDoc(f"TrainState[{kind_of_members(state.shared)}]({', '.join(_outline(state))})")
+
+
+def _outline(state: "TrainState") -> Iterator[str]:
+    """The number of members, of steps, and of members that do not train, as far as they are known."""
+    sizes = {x.shape[:1] for x in jax.tree.leaves(state.moving) if _axes.is_array(x)}
+    yield f"num_members={sizes.pop()[0]}" if len(sizes) == 1 and sizes != {()} else "..."
+    step, status = known_values(state.step), known_values(state.status)
+    if step is not None:
+        yield f"step={step}"
+    for one in Status:
+        count = 0 if status is None or one is Status.OK else (status == one).sum()
+        if count:
+            yield f"{one!s}={count}"
+
+
 class TrainState(eqx.Module, Generic[M]):
     """The training state of all members, which a step of [`eqx_ensemble.train.make_step`][] maps to the next.
 
@@ -186,12 +206,7 @@ class TrainState(eqx.Module, Generic[M]):
         check_state_arrays(self)
         return take_several(self, index, "state")
 
-    def __pdoc__(self, **_: Any) -> Any:
-        """The short form, in one line; print `params`, `opt_state` and others for their leaves."""
-        from wadler_lindig import TextDoc
-
-        return TextDoc(f"TrainState[{kind_of_members(self.shared)}]({', '.join(_outline(self))})")
-
+    __pdoc__ = _short_doc
     __reduce__ = reduce_shared
 
     @property
@@ -387,16 +402,3 @@ def _copy(x: Any) -> Any:
 def _put(x: Any) -> jax.Array:
     """A copy on the same devices, without a compiled program."""
     return jax.device_put(x, may_alias=False)
-
-
-def _outline(state: TrainState) -> Iterator[str]:
-    """The number of members, of steps, and of members that do not train, as far as they are known."""
-    sizes = {x.shape[:1] for x in jax.tree.leaves(state.moving) if _axes.is_array(x)}
-    yield f"num_members={sizes.pop()[0]}" if len(sizes) == 1 and sizes != {()} else "..."
-    step, status = known_values(state.step), known_values(state.status)
-    if step is not None:
-        yield f"step={step}"
-    for one in Status:
-        count = 0 if status is None or one is Status.OK else (status == one).sum()
-        if count:
-            yield f"{one!s}={count}"
