@@ -136,6 +136,13 @@ class MemberState(eqx.Module):
     fault: Int[Array, "*members"]
 
 
+def newest(moving: MemberState) -> Int[Array, ""]:
+    """The index of a member that trains, or stopped last; not of one that had stopped and is to train again."""
+    status, stopped_at = moving.status, moving.stopped_at
+    trains = (status == Status.OK) & (stopped_at < 0)
+    return jnp.argmax(jnp.where(trains, jnp.iinfo(stopped_at.dtype).max, stopped_at))
+
+
 class MemberConstants(eqx.Module):
     """The part of one member's training state that no step changes: frozen arrays, random key, hyper-parameters.
 
@@ -206,9 +213,7 @@ class TrainState(eqx.Module, Generic[M]):
         """
         shared = self.shared
         if self.fixed.tied:
-            status, stopped_at = self.moving.status, self.moving.stopped_at
-            last = jnp.where(status == Status.OK, jnp.iinfo(stopped_at.dtype).max, stopped_at)
-            params, own = fold(params, self.fixed.tied, jnp.argmax(last) if member is None else member)
+            params, own = fold(params, self.fixed.tied, newest(self.moving) if member is None else member)
             shared = eqx.combine(shared, own)
         return Ensemble(eqx.combine(params, self.fixed.frozen), shared, self.ids)
 
