@@ -19,7 +19,7 @@ from ..tree._engine import compare_trees
 from ._check import check_optimiser_kind, check_revive
 from ._check_member import check_state_arrays
 from ._hyper import change_hyper, filter_hyper, follow_hyper
-from ._state import MemberConstants, MemberState, TrainState, check_train_state, init_all
+from ._state import MemberConstants, MemberState, TrainState, check_train_state, init_all, newest
 from ._status import Status
 from ._together import bind, split_tied
 from .compiled._optimiser import Optimiser, keep_noise
@@ -223,7 +223,9 @@ def _from_donors(
     return moving, dataclasses.replace(fixed, hyper=_perturb(fixed.hyper, how, lost, keys))
 
 
-def restart(moving: MemberState, selection: Selection | None) -> tuple[MemberState, Selection | None]:
+def restart(
+    moving: MemberState, selection: Selection | None, tied: tuple[bool, ...]
+) -> tuple[MemberState, Selection | None]:
     """Forgets why members stopped whose status was set to `OK`, for example by `equinox.tree_at`."""
     status, stopped_at, fault = to_host((moving.status, moving.stopped_at, moving.fault))
     members = np.flatnonzero((status == Status.OK) & ((stopped_at >= 0) | (fault >= 0)))
@@ -231,7 +233,20 @@ def restart(moving: MemberState, selection: Selection | None) -> tuple[MemberSta
         return moving, selection
     if selection is not None:
         selection = dataclasses.replace(selection, waited=selection.waited.at[members].set(0))
-    return _mark_training(moving, (moving.params, moving.opt_state, moving.model_state), members), selection
+    params, opt_state = _with_shared(moving, moving.params, moving.opt_state, members, tied)
+    return _mark_training(moving, (params, opt_state, moving.model_state), members), selection
+
+
+def _with_shared(
+    moving: MemberState, params: PyTree, opt_state: PyTree, members: np.ndarray, tied: tuple[bool, ...]
+) -> tuple[PyTree, PyTree]:
+    """Parameters and optimiser states in which `members` have what is trained together as it is now."""
+    if not tied:
+        return params, opt_state
+    source = newest(moving)
+    own, copies = split_tied(params, tied)
+    copies, of_shared = jax.tree.map(lambda x: x.at[members].set(x[source]), (copies, opt_state.shared))
+    return eqx.combine(own, copies), opt_state._replace(shared=of_shared)
 
 
 def copy_donors(moving: MemberState, fixed: MemberConstants, donors: np.ndarray) -> tuple[MemberState, MemberConstants]:
@@ -271,11 +286,7 @@ def _from_scratch(
         (params, opt_state, model_state, frozen, opt_hyper),
     )
     fixed = MemberConstants(frozen, fixed.key, hyper, opt_hyper, fixed.tied)
-    if fixed.tied:
-        own, shared = split_tied(params, fixed.tied)
-        source = [*np.flatnonzero(to_host(moving.status) == Status.OK), lost[0]][0]
-        copies, of_shared = jax.tree.map(lambda x: x.at[lost].set(x[source]), (shared, opt_state.shared))
-        params, opt_state = eqx.combine(own, copies), opt_state._replace(shared=of_shared)
+    params, opt_state = _with_shared(moving, params, opt_state, lost, fixed.tied)
     return _mark_training(moving, (params, opt_state, model_state), lost), fixed
 
 

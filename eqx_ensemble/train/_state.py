@@ -136,6 +136,13 @@ class MemberState(eqx.Module):
     fault: Int[Array, "*members"]
 
 
+def newest(moving: MemberState) -> Int[Array, ""]:
+    """The index of a member that trains, or stopped last; not of one that had stopped and is to train again."""
+    status, stopped_at = moving.status, moving.stopped_at
+    trains = (status == Status.OK) & (stopped_at < 0)
+    return jnp.argmax(jnp.where(trains, jnp.iinfo(stopped_at.dtype).max, stopped_at))
+
+
 class MemberConstants(eqx.Module):
     """The part of one member's training state that no step changes: frozen arrays, random key, hyper-parameters.
 
@@ -252,9 +259,7 @@ def ensemble_of(state: TrainState[M], params: PyTree, member: Any = None) -> Ens
     """
     fixed, shared = state.fixed, state.shared
     if fixed.tied:
-        status, stopped_at = state.moving.status, state.moving.stopped_at
-        last = jnp.where(status == Status.OK, jnp.iinfo(stopped_at.dtype).max, stopped_at)
-        params, own = fold(params, fixed.tied, jnp.argmax(last) if member is None else member)
+        params, own = fold(params, fixed.tied, newest(state.moving) if member is None else member)
         shared = eqx.combine(shared, own)
     return Ensemble(eqx.combine(params, fixed.frozen), shared, state.ids)
 

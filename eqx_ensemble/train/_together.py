@@ -30,8 +30,9 @@ class Together:
 
     Members are then NOT independent: what one of them sees changes the others through the shared parameters. A member
     whose loss or gradient is not finite has no part in the mean. Best weights and `patience` follow the mean of the
-    validation scores, so that all members stop together and have their best weights of the same step; the history has
-    each member's own scores. If a member stops for another reason, the shared parameters move on without it.
+    validation scores, and so does a target, so that all members stop together and have their best weights of the same
+    step; the scores of the history and `run.best_score` are each member's own. If a member stops for another reason,
+    the shared parameters move on without it, and the others' scores are compared with their own earlier ones.
 
     During training every member has a copy of the shared parameters and of their optimiser state, kept equal:
     `state.params` and checkpoints have them with the `members` axis, `state.ensemble` and `run.ensemble` have them

@@ -21,17 +21,19 @@ Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransfo
 """An optax optimiser, a function that makes one from a member's hyper-parameters, or both for two kinds of leaves."""
 
 
-def init_member(optimiser: Optimiser, params: PyTree, hyper: PyTree, member_id: Int[Array, ""]) -> PyTree:
-    """The optimiser's first state for one member."""
+def init_member(optimiser: Optimiser, params: PyTree, hyper: PyTree, member_id: Int[Array, ""] | None) -> PyTree:
+    """The optimiser's first state for one member; without an id, for what members share."""
     if isinstance(optimiser, Together):
         own, shared = optimiser.split(params)
         first = init_member(optimiser.optimiser, own, hyper, member_id)
-        return TogetherState(first, init_member(optimiser.shared, shared, None, member_id))
+        return TogetherState(first, init_member(optimiser.shared, shared, None, None))
     transformation = resolve(optimiser, hyper)
     with standard_promotion(), explain_optimiser("in the optimiser's `init`", transformation.init, hyper):
         state = transformation.init(params)
     # optax starts some counters weakly typed (lbfgs); a step returns them strongly typed and would compile twice.
     state = jax.tree.map(lambda x: jnp.asarray(x, dtype=jnp.result_type(x)) if _is_number(x) else x, state)
+    if member_id is None:
+        return state
     return jax.tree_util.tree_map_with_path(lambda path, x: _own_noise(path, x, member_id), state)
 
 
@@ -43,8 +45,12 @@ def update_member(
     value: Float[Array, ""],
     value_fn: Callable[[PyTree], Float[Array, ""]],
     hyper: PyTree,
+    *,
+    mean_value: Float[Array, ""] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """The parameters and the optimiser's state of one member after one step.
+
+    `mean_value` is the loss that the optimiser of shared parameters gets.
 
     Line searches, plateau schedules, Polyak steps and the like get extra arguments, by the names that optax uses.
     """
@@ -52,6 +58,7 @@ def update_member(
         (own, shared), (own_grads, shared_grads) = optimiser.split(params), optimiser.split(grads)
         value_of_own = lambda own: value_fn(eqx.combine(own, shared))
         new, state = update_member(optimiser.optimiser, own, opt_state.own, own_grads, value, value_of_own, hyper)
+        value = value if mean_value is None else mean_value
         new_shared, shared_state = update_member(
             optimiser.shared, shared, opt_state.shared, shared_grads, value, _refuse, None
         )

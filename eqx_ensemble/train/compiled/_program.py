@@ -216,8 +216,9 @@ def _member_step(
     (value, (model_state, aux)), grads = jax.value_and_grad(program.loss, has_aux=True)(moving.params, *rest)
     value_of = lambda params: program.loss(params, *rest)[0]
     optimiser = program.optimiser
-    update = lambda grads: update_member(
-        optimiser, moving.params, moving.opt_state, grads, value, value_of, fixed.hyper
+    args = moving.params, moving.opt_state
+    update = lambda grads, mean_value=None: update_member(
+        optimiser, *args, grads, value, value_of, fixed.hyper, mean_value=mean_value
     )
     if isinstance(optimiser, Together):
         params, opt_state = _update_together(program, optimiser, moving.status, value, grads, update)
@@ -234,14 +235,15 @@ def _update_together(
     status: Int8[Array, ""],
     value: Float[Array, ""],
     grads: PyTree,
-    update: Callable[[PyTree], tuple[PyTree, PyTree]],
+    update: Callable[[PyTree, Any], tuple[PyTree, PyTree]],
 ) -> tuple[PyTree, PyTree]:
     """The update of a member with the mean gradient, over all members that train, of what they share."""
     axes = axes_of(program.layout)
     own, shared = optimiser.split(grads)
-    finite = [jnp.all(jnp.isfinite(x)) for x in (value, *jax.tree.leaves(shared))]
+    finite = [jnp.all(jnp.isfinite(x)) for x in (value, *jax.tree.leaves(grads))]
     chosen = (status == Status.OK) & jnp.all(jnp.stack(finite))
-    params, opt_state = update(eqx.combine(own, mean_of_members(shared, chosen, axes)))
+    mean, mean_value = mean_of_members((shared, value), chosen, axes)
+    params, opt_state = update(eqx.combine(own, mean), mean_value)
     own, after = optimiser.split(params)
     # A gradient that is not finite ends its member, at the leaf where it is not.
     end = lambda x, grad: jnp.where(chosen, x, x + 0 * grad)

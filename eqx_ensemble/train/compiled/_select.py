@@ -91,14 +91,21 @@ def select(
         key = jax.random.fold_in(fixed.key, at)
         _, validation, target, min_delta, newest = view(own)
         value, _ = score(moving.params, moving.model_state, fixed, inputs.shared, validation, key)
-        value = own_score = value.astype(selection.score.dtype)
-        if fixed.tied:  # all members have their best weights of one step
-            chosen = (training | unseen) & jnp.isfinite(value)
-            value = jnp.where(chosen, mean_of_members(value, chosen, axes), value)
+        value = value.astype(selection.score.dtype)
         sign = 1 if selection.mode == "min" else -1  # negation is exact
         smoothed, average, weight = smooth_score(selection, value, newest)
-        gain = lambda best: sign * smoothed < sign * best - min_delta.astype(value.dtype)
         judged = training | unseen
+        chosen = judged & jnp.isfinite(value)
+        least = min_delta.astype(value.dtype)
+
+        def gain(best: Array) -> Array:
+            if not fixed.tied:
+                return sign * smoothed < sign * best - least
+            # The mean change of the members scored now: one that has left would make means differ without any change.
+            scored = chosen & jnp.isfinite(best)
+            change = mean_of_members(sign * (smoothed - best), scored, axes)
+            return chosen & (~jnp.isfinite(best) | (change < -least))
+
         better = judged & gain(selection.best)
         params, state = jax.tree.map(
             lambda new, old: jnp.where(better, new, old),
@@ -123,8 +130,9 @@ def select(
         )
         stops = jnp.bool_(0) if patience is None else waited >= patience
         if target is not None:
-            stops |= sign * value <= sign * target.astype(value.dtype)
+            reached = mean_of_members(value, chosen, axes) if fixed.tied else value
+            stops |= (sign * reached <= sign * target.astype(value.dtype)) & (chosen | (not fixed.tied))
         moving = stop_members(moving, stops & counts, step)
-        return moving, selection, jnp.where(judged, own_score, jnp.nan)
+        return moving, selection, jnp.where(judged, value, jnp.nan)
 
     return _axes.over_leading_axis(plan.run, one, (moving, selection, inputs.fixed, own))

@@ -91,7 +91,7 @@ def start_of(
         check_same_mode(mode, None if selection is None else selection.mode)
         fresh = no_selection(first.moving, mode)
         selection = fresh if selection is None else jax.tree.map(lambda x: x.copy(), selection)
-    moving, selection = restart(first.moving, selection)
+    moving, selection = restart(first.moving, selection, first.fixed.tied)
     first = dataclasses.replace(first, moving=moving)
     step = int(first.step)
     record = Record(first_step=step, history=None if run is None else run.history, windows=windows)
