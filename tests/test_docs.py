@@ -1,6 +1,7 @@
 """The documented names are the public names, and every example in the documentation runs."""
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import pathlib
@@ -79,7 +80,7 @@ def public_methods(cls):
         for name, method in vars(cls).items()
         if (not name.startswith("_") or name in {"__call__", "__getitem__"})
         and name not in inherited
-        and (callable(method) or isinstance(method, property | classmethod | staticmethod))
+        and (callable(method) or isinstance(method, property | functools.cached_property | classmethod | staticmethod))
         and inspect.getdoc(method)
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 from .._caller import caller
 from .._check import MemberMismatchError, check_in_range, is_traced, kind_text
 from .._warnings import warn
-from ._marks import Batch, Each
+from ._marks import Batch, Each, is_per_member
 
 UNBOUND_AXIS = re.compile(r"unbound axis name:? '?(\w+)")  # in errors of JAX
 
@@ -64,13 +64,14 @@ def check_some_rows(batch: Any) -> None:
 
 def warn_of_unmarked(batch: Any, num_members: int) -> None:
     """Warns of an array with an axis `members` and rows that is not marked, beside one that is."""
-    leaves = [(path, np.shape(x), axis) for path, x, axis in _data_leaves(batch, "batch")]
-    rows = {shape[1] for _, shape, axis in leaves if axis == 1 and len(shape) > 1} - {num_members}
-    for path, shape, axis in leaves:
-        if axis == 0 and shape[:1] == (num_members,) and set(shape[1:2]) & rows:
+    nodes = jtu.tree_flatten_with_path(batch, is_leaf=is_per_member)[0]
+    marked = [np.shape(x) for _, node in nodes if isinstance(node, Each) for x in jax.tree.leaves(node.per_member())]
+    rows = {shape[1] for shape in marked if len(shape) > 1} - {num_members}
+    for path, shape in [(path, np.shape(x)) for path, x in nodes if not is_per_member(x)]:
+        if shape[:1] == (num_members,) and set(shape[1:2]) & rows:
             warn(
-                f"`{caller()}` gives all of `{path}`, {shape}, to every member, while other parts of the batch are "
-                f"marked: for one part for each of {num_members} members, mark it `Each`."
+                f"`{caller()}` gives all of `batch{jtu.keystr(path)}`, {shape}, to every member, while other parts of "
+                f"the batch are marked: for one part for each of {num_members} members, mark it `Each`."
             )
 
 

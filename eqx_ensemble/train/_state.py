@@ -29,7 +29,7 @@ from ._check import check_optimiser
 from ._check_member import check_state_arrays
 from ._hyper import filter_hyper, hyper_arrays, hyper_of_init
 from ._status import Status
-from ._together import Together, bind, fold, spread
+from ._together import Together, bind, fold, split_tied, spread
 from ._trainable import Trainable, partition_trainable
 from .compiled._optimiser import Optimiser, init_member, resolve
 from .host._check import check_opt_state
@@ -52,7 +52,7 @@ def check_no_numbers_of_members(optimiser: Optimiser, params: PyTree, hyper: PyT
     if num_members == 1:  # the array acts as a scalar
         return
     if isinstance(optimiser, Together):
-        for part, own in zip((optimiser.optimiser, optimiser.shared), optimiser.split(params), strict=True):
+        for part, own in zip((optimiser.optimiser, optimiser.shared), split_tied(params, optimiser.tied), strict=True):
             check_no_numbers_of_members(part, own, hyper, num_members)
         return
     shapes = {x.shape[1:] for x in jax.tree.leaves(params)}

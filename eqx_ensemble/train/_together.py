@@ -78,10 +78,6 @@ class Together:
     # Which trained leaves of a member are shared; known once a training state is.
     tied: tuple[bool, ...] = dataclasses.field(default=(), kw_only=True, repr=False)
 
-    def split(self, tree: PyTree) -> tuple[PyTree, PyTree]:
-        """The members' own and the shared leaves of a tree like the trained parameters."""
-        return split_tied(tree, self.tied)
-
 
 class TogetherState(NamedTuple):
     """The optimiser states of a member's own and of the shared parameters."""

@@ -14,7 +14,7 @@ from ..._check import is_key, kind_text
 from ..._promotion import standard_promotion
 from ..._pytree import PyTree
 from .._check import MULTI_STEPS
-from .._together import Together, TogetherState
+from .._together import Together, TogetherState, split_tied
 from ._check import check_state_after, concrete_hyper_message, explain_optimiser
 
 Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation] | Together
@@ -24,7 +24,7 @@ Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransfo
 def init_member(optimiser: Optimiser, params: PyTree, hyper: PyTree, member_id: Int[Array, ""] | None) -> PyTree:
     """The optimiser's first state for one member; without an id, for what members share."""
     if isinstance(optimiser, Together):
-        own, shared = optimiser.split(params)
+        own, shared = split_tied(params, optimiser.tied)
         first = init_member(optimiser.optimiser, own, hyper, member_id)
         return TogetherState(first, init_member(optimiser.shared, shared, None, None))
     transformation = resolve(optimiser, hyper)
@@ -55,7 +55,7 @@ def update_member(
     Line searches, plateau schedules, Polyak steps and the like get extra arguments, by the names that optax uses.
     """
     if isinstance(optimiser, Together):
-        (own, shared), (own_grads, shared_grads) = optimiser.split(params), optimiser.split(grads)
+        (own, shared), (own_grads, shared_grads) = (split_tied(tree, optimiser.tied) for tree in (params, grads))
         value_of_own = lambda own: value_fn(eqx.combine(own, shared))
         new, state = update_member(optimiser.optimiser, own, opt_state.own, own_grads, value, value_of_own, hyper)
         value = value if mean_value is None else mean_value

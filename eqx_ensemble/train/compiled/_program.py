@@ -15,7 +15,7 @@ from ...plan._engine import Cost, axes_of, sharded_plan
 from ...sharding._engine import Layout, constrain_carry, constrain_member, constrain_rows
 from .._state import MemberConstants, MemberState
 from .._status import Status
-from .._together import Together, mean_of_members, of_first_member
+from .._together import Together, mean_of_members, of_first_member, split_tied
 from ._health import Carry, Inputs, revert_diverged_one
 from ._loss import Loss
 from ._optimiser import Optimiser, update_member
@@ -239,12 +239,12 @@ def _update_together(
 ) -> tuple[PyTree, PyTree]:
     """The update of a member with the mean gradient, over all members that train, of what they share."""
     axes = axes_of(program.layout)
-    own, shared = optimiser.split(grads)
+    own, shared = split_tied(grads, optimiser.tied)
     finite = [jnp.all(jnp.isfinite(x)) for x in (value, *jax.tree.leaves(grads))]
     chosen = (status == Status.OK) & jnp.all(jnp.stack(finite))
     mean, mean_value = mean_of_members((shared, value), chosen, axes)
     params, opt_state = update(eqx.combine(own, mean), mean_value)
-    own, after = optimiser.split(params)
+    own, after = split_tied(params, optimiser.tied)
     # A gradient that is not finite ends its member, at the leaf where it is not.
     end = lambda x, grad: jnp.where(chosen, x, x + 0 * grad)
     return eqx.combine(own, jax.tree.map(end, of_first_member(after, chosen, axes), shared)), opt_state
