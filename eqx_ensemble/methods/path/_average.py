@@ -117,6 +117,11 @@ def find_record(source: Any, kinds: tuple[type, ...], wrappers: str, example: st
             "An ensemble does not hold what the optimiser recorded."
         )
     state = source if isinstance(source, TrainState) else source.train_state
+    if state.fixed.tied:
+        raise TypeError(
+            f"`{caller()}` needs members that are trained independently of each other; those of `train.Together` are "
+            "not, and its two optimisers record each only a part of the weights."
+        )
     found = [(x, is_last) for x, is_last in _records(state.opt_state) if isinstance(x.record, kinds)]
     check_record([is_last for _, is_last in found], wrappers, example)
     ((record, _),) = found
