@@ -74,12 +74,8 @@ class IdsField:
 
 
 def has_ids(node: Any) -> bool:
-    """Whether a node is a Module with a field that is an `IdsField`."""
-    return _has_field(type(node))
-
-
-def _has_field(cls: type) -> bool:
-    field = _field(cls)
+    """Whether a node is a Module with ids of one model, such as an ensemble."""
+    field = _field(type(node))
     return field is not None and field.of_model
 
 
@@ -129,9 +125,9 @@ def _is_state(node: Any) -> bool:
 
 def _map_states(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Replaces the ids of training states by `fn(ids)`."""
-    change = lambda x: _replace(x, fn(stored_ids(x))) if _is_state(x) else x
-    nodes = jax.tree.leaves(tree, is_leaf=_is_state)
-    return jax.tree.map(change, tree, is_leaf=_is_state) if any(map(_is_state, nodes)) else tree
+    if not _are_inside(jax.tree.structure(tree)):
+        return tree
+    return jax.tree.map(lambda x: _replace(x, fn(stored_ids(x))) if _is_state(x) else x, tree, is_leaf=_is_state)
 
 
 def open_ids(tree: Any) -> Any:
@@ -165,7 +161,7 @@ def _are_inside(treedef: Any) -> bool:
 @ft.lru_cache(maxsize=64)  # entries may hold ids
 def _are_in_structure(treedef: Any) -> bool:
     node = treedef.node_data()
-    return node is not None and (_has_field(node[0]) or any(map(_are_inside, treedef.children())))
+    return node is not None and (_field(node[0]) is not None or any(map(_are_inside, treedef.children())))
 
 
 def open_own(tree: Any, flags: Any, ids: Any) -> tuple[Any, Any]:

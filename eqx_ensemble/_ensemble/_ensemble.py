@@ -162,9 +162,10 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         `equinox.nn.inference_mode(ensemble)` sets both.
     - `shared`: the model with the leaves that all members use, such as activation functions and the nodes selected by
         `shared=` of the constructors; `None` elsewhere. Shared arrays are constants in
-        [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][]: a trunk trained by all its members would couple
-        them. `equinox.filter_grad` of a function of the ensemble does give them gradients, summed over the members:
-        [both ways](../how-it-runs.md#shared-arrays). A zero marks an array of `stacked` that holds Python floats
+        [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][]: a trunk trained by all its members, as by
+        [`eqx_ensemble.train.Together`][], couples them. `equinox.filter_grad` of a function of the ensemble does give
+        them gradients, summed over the members: [both ways](../how-it-runs.md#shared-arrays). A zero marks an array of
+        `stacked` that holds Python floats
         (a dropout rate for each member): indexing a member restores its float, and `fit` and `make_step` do not change
         it. A function under `map_members` gets it as an array, which `eqx.is_inexact_array` selects like a weight.
     - `ids`: the members' stable ids `(members,)`, which determine their random streams. Indexing and concatenation keep
