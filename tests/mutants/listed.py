@@ -26,7 +26,7 @@ MUTANTS = [
     *of(
         "train/compiled/_select.py",
         "train/test_together.py",
-        ("chosen, mean_of_members(value, chosen, axes), value", "chosen, value, value"),
+        ("mean_of_members(sign * (smoothed - best), scored, axes)", "sign * (smoothed - best)"),
     ),
     *of(
         "_keys.py",
@@ -223,7 +223,7 @@ MUTANTS = [
         "train/compiled/_select.py",
         "train/test_judging.py train/test_selection.py train/test_limits.py train/test_fit.py",
         ("waited >= patience", "waited > patience"),
-        ("sign * value <= sign * target", "sign * value >= sign * target"),
+        ("sign * reached <= sign * target", "sign * reached >= sign * target"),
         ('sign = 1 if selection.mode == "min" else -1', "sign = 1"),
     ),
     *of(
