@@ -1,6 +1,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, overload
 
 import equinox as eqx
 import jax
@@ -255,7 +255,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     def __len__(self) -> int:
         return self.num_members
 
-    __reduce__ = reduce_shared
+    __reduce__: ClassVar[Any] = reduce_shared
 
     @overload
     def __call__(self: StatefulEnsemble[Out], x: Any, state: eqx.nn.State, /, *args: Any, **kwargs: Any) -> Out: ...

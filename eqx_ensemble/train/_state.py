@@ -1,7 +1,7 @@
 import re
 import types
 from collections.abc import Iterator
-from typing import Any, Generic, NamedTuple, cast
+from typing import Any, ClassVar, Generic, NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -213,8 +213,8 @@ class TrainState(eqx.Module, Generic[M]):
         check_state_arrays(self)
         return take_several(self, index, "state")
 
-    __pdoc__ = _short_doc
-    __reduce__ = reduce_shared
+    __pdoc__: ClassVar[Any] = _short_doc
+    __reduce__: ClassVar[Any] = reduce_shared
 
     @property
     def ensemble(self) -> Ensemble[M]:
