@@ -15,7 +15,7 @@ _LONGEST, _WIDTH = 60, 80
 def brief_doc(self: Any, **options: Any) -> Any:
     """The `__pdoc__` of a Module, by which Equinox and jaxtyping show it."""
     held = vars(self)
-    fields = [x.name for x in dataclasses.fields(self) if held.get(x.name, x.default) is not x.default]
+    fields = [x.name for x in dataclasses.fields(self) if x.repr and held.get(x.name, x.default) is not x.default]
     return _doc(type(self), [(name, held[name]) for name in fields], **options)
 
 

@@ -329,7 +329,7 @@ def test_a_prefix_is_found():
 
 # Functions are verbs or nouns.
 
-PARTICIPLES: set[str] = {"stacked"}  # the attribute of `Ensemble`, as protocols say it
+PARTICIPLES: set[str] = {"stacked", "__wrapped__"}  # of `Ensemble` and of `functools.wraps`, in protocols
 IRREGULAR = set(
     "begun born bought bound brought built caught chosen come cut done drawn driven fallen felt forgotten found frozen "
     "given gone grown held hidden kept known laid led left lent lost made meant met paid put read risen run said seen "
@@ -355,8 +355,7 @@ VERBS = {
 
 
 def participles(tree: ast.AST) -> set[str]:
-    own = (node.name for node in ast.walk(tree) if isinstance(node, FUNCTIONS))
-    names = {name for name in own if not name.startswith("__")}
+    names = {node.name for node in ast.walk(tree) if isinstance(node, FUNCTIONS)}
     return {
         name
         for name in names

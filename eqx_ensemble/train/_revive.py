@@ -19,7 +19,7 @@ from ..tree._engine import compare_trees
 from ._check import check_optimiser_kind, check_revive
 from ._check_member import check_state_arrays
 from ._hyper import change_hyper, filter_hyper, follow_hyper
-from ._state import MemberConstants, MemberState, TrainState, check_train_state, init_all, newest
+from ._state import MemberConstants, MemberState, TrainState, check_train_state, init_all, latest_member
 from ._status import Status
 from ._together import bind, split_tied
 from .compiled._optimiser import Optimiser, keep_noise
@@ -243,7 +243,7 @@ def _with_shared(
     """Parameters and optimiser states in which `members` have what is trained together as it is now."""
     if not tied:
         return params, opt_state
-    source = newest(moving)
+    source = latest_member(moving)
     own, copies = split_tied(params, tied)
     copies, of_shared = jax.tree.map(lambda x: x.at[members].set(x[source]), (copies, opt_state.shared))
     return eqx.combine(own, copies), opt_state._replace(shared=of_shared)

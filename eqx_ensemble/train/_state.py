@@ -29,7 +29,7 @@ from ._check import check_optimiser
 from ._check_member import check_state_arrays
 from ._hyper import filter_hyper, hyper_arrays, hyper_of_init
 from ._status import Status
-from ._together import Together, bind, fold, split_tied, spread
+from ._together import Together, bind, split_tied, spread
 from ._trainable import Trainable, partition_trainable
 from .compiled._optimiser import Optimiser, init_member, resolve
 from .host._check import check_opt_state
@@ -136,7 +136,7 @@ class MemberState(eqx.Module):
     fault: Int[Array, "*members"]
 
 
-def newest(moving: MemberState) -> Int[Array, ""]:
+def latest_member(moving: MemberState) -> Int[Array, ""]:
     """The index of a member that trains, or stopped last; not of one that had stopped and is to train again."""
     status, stopped_at = moving.status, moving.stopped_at
     trains = (status == Status.OK) & (stopped_at < 0)
@@ -259,8 +259,9 @@ def ensemble_of(state: TrainState[M], params: PyTree, member: Any = None) -> Ens
     """
     fixed, shared = state.fixed, state.shared
     if fixed.tied:
-        params, own = fold(params, fixed.tied, newest(state.moving) if member is None else member)
-        shared = eqx.combine(shared, own)
+        params, copies = split_tied(params, fixed.tied)
+        member = latest_member(state.moving) if member is None else member
+        shared = eqx.combine(shared, jax.tree.map(lambda x: x[member], copies))
     return Ensemble(eqx.combine(params, fixed.frozen), shared, state.ids)
 
 

@@ -1,5 +1,6 @@
 """Shared parameters that all members train together."""
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ class Together:
     optimiser: optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
     shared: optax.GradientTransformation = dataclasses.field(kw_only=True)
     # Which trained leaves of a member are shared; known once a training state is.
-    tied: tuple[bool, ...] = dataclasses.field(default=(), kw_only=True, repr=False)
+    tied: tuple[bool, ...] = dataclasses.field(default=(), init=False, repr=False)
 
 
 class TogetherState(NamedTuple):
@@ -99,7 +100,11 @@ def bind(optimiser: Any, tied: tuple[bool, ...]) -> Any:
             f"`{caller()}` got a training state of {with_it if tied else without}, and an optimiser of "
             f"{without if tied else with_it}.\nPass the optimiser of `train.init`."
         )
-    return dataclasses.replace(optimiser, tied=tied) if tied else optimiser
+    if not tied:
+        return optimiser
+    bound = copy.copy(optimiser)
+    object.__setattr__(bound, "tied", tied)  # which is no argument of users
+    return bound
 
 
 def spread(ensemble: Ensemble[M], trainable: Trainable) -> tuple[PyTree, PyTree, PyTree, tuple[bool, ...]]:
@@ -125,12 +130,6 @@ def spread(ensemble: Ensemble[M], trainable: Trainable) -> tuple[PyTree, PyTree,
             f"{got}.\nSelect them where the ensemble is made: `build(make, n, shared=lambda model: model.bounds)`."
         )
     return params, frozen, shared, tied
-
-
-def fold(params: PyTree, tied: tuple[bool, ...], member: Any) -> tuple[PyTree, PyTree]:
-    """The members' own parameters, and the shared ones as the member at the index `member` has them."""
-    own, copies = split_tied(params, tied)
-    return own, jax.tree.map(lambda x: x[member], copies)
 
 
 def mean_of_members(tree: PyTree, chosen: Bool[Array, ""], axes: tuple[str, ...]) -> PyTree:

@@ -86,8 +86,8 @@ class Selection(eqx.Module):
     bar: Float[Array, "*members"]
     scored: Int[Array, "*members"]
     best: Float[Array, "*members"]
-    average: Float[Array, "*members"]
-    weight: Float[Array, "*members"]
+    average: Float[Array, "*members"] = eqx.field(repr=False)
+    weight: Float[Array, "*members"] = eqx.field(repr=False)
     mode: Mode = eqx.field(static=True, default="min")
 
     __pdoc__ = brief_doc
