@@ -27,8 +27,8 @@ _USUAL_CACHE = 2**20
 def num_cores() -> int:
     """The number of CPU cores that this process may use; 1 if JAX computes elsewhere.
 
-    Limits are the cores of the process (`taskset`), the quota of its container, `OMP_NUM_THREADS`, which joblib and Dask
-    set in their workers, and the workers of pytest-xdist.
+    Limits are the cores of the process (`taskset`), the quota of its container, `OMP_NUM_THREADS`, which joblib and
+    Dask set in their workers, and the workers of pytest-xdist.
     """
     if jax.default_backend() != "cpu":
         return 1
