@@ -223,10 +223,11 @@ class CompiledCall:
             _remember(after, Flat(leaves, more.after, program.code, first), keeps_ids=holds_ids(after))
         return after, results
 
-    def is_compiled(self, read: tuple[PyTree, ...]) -> bool:
-        """Whether such a call without a carry was compiled before; not if something in it cannot be hashed."""
+    def is_compiled(self, read: tuple[PyTree, ...], carry: PyTree = None) -> bool:
+        """Whether such a call was compiled before; not if something in it cannot be hashed."""
         try:
-            return self._program(*[flatten(x, owned=self._owned).structure for x in (*read, None)]).run is not None
+            parts = [*(flatten(x, owned=self._owned) for x in read), flatten(carry, owned=self._owned, is_carry=True)]
+            return self._program(*[part.structure for part in parts]).run is not None
         except TypeError:
             return False
 

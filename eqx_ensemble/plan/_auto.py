@@ -13,9 +13,10 @@ from .._leaf_text import leaf_text
 from .._pytree import PyTree
 from .._warnings import warn
 from ..tree._engine import static_gap
-from ._memory import Cost, Peak, cost_of, is_out_of_memory, peak
-from ._plans import AbstractPlan, Vmap, Work
-from ._search import Search, Trial, cache_of, candidates
+from ._cores import Cores
+from ._memory import Cost, Peak, is_out_of_memory, peak
+from ._plans import AbstractPlan, Notes, Vmap, Work
+from ._search import Search, Trial, cache_of, candidates, cost_of_work
 
 
 def check_plan(value: Any) -> None:
@@ -44,8 +45,8 @@ def out_of_memory_message(num_members: int, plan: str, less: str | None, error: 
 
 
 def plan_in_program(plan: AbstractPlan) -> AbstractPlan | None:
-    """What of a plan distinguishes compiled programs: nothing if it searches, since its options only choose others."""
-    return None if isinstance(plan, Auto) else plan
+    """What of a plan distinguishes compiled programs: nothing if its options only choose others."""
+    return None if isinstance(plan, Auto | Cores) else plan
 
 
 def check_equal_constants(outputs: list[PyTree]) -> None:
@@ -221,19 +222,6 @@ AnyPlan = AbstractPlan | Literal["auto"] | None
 """The argument `plan` of functions: a plan, `"auto"`, or `None` for `Vmap()`."""
 
 
-class _Notes:
-    """The searches of one plan, by function. They are not part of the plan's value: all notes are equal."""
-
-    def __init__(self) -> None:
-        self.searches: dict[str, Search] = {}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Notes)
-
-    def __hash__(self) -> int:
-        return hash(_Notes)
-
-
 class Auto(AbstractPlan):
     """Analyses the program, tries the few suitable plans, and keeps the fastest that fits in memory.
 
@@ -271,7 +259,7 @@ class Auto(AbstractPlan):
 
     memory: int | None = eqx.field(static=True, default=None, kw_only=True)
     max_overhead: float = eqx.field(static=True, default=0.05, kw_only=True)
-    notes: _Notes = eqx.field(static=True, default_factory=_Notes, kw_only=True, repr=False)
+    notes: Notes = eqx.field(static=True, default_factory=Notes, kw_only=True, repr=False)
 
     def __check_init__(self) -> None:
         if self.memory is not None:
@@ -290,22 +278,22 @@ class Auto(AbstractPlan):
             return _suggestion(work), None
         leaves, treedef = jax.tree.flatten(work.args)
         key = (work.fn, tuple((x.shape, x.dtype) if _axes.is_array(x) else x for x in leaves), treedef, work.scan)
-        cache = cache_of(key, lambda: cost_of(work.fn, *work.args), work)
+        cache = cache_of(key, work)
         search = Search(cache, max_overhead=self.max_overhead, memory=self.memory)
-        self.notes.searches.pop(work.name, None)  # the latest search is the last one
-        self.notes.searches[work.name] = search
+        self.notes.found.pop(work.name, None)  # the latest search is the last one
+        self.notes.found[work.name] = search
         return search.plan, search
 
     @property
     def choice(self) -> AbstractPlan | None:
         """The plan that the latest search has found; `None` before a search."""
-        return list(self.notes.searches.values())[-1].plan if self.notes.searches else None
+        return list(self.notes.found.values())[-1].plan if self.notes.found else None
 
     def explain(self) -> str:
         """A report on the analysis, the trials and their times, and the choice."""
-        if not self.notes.searches:
+        if not self.notes.found:
             return "No search has been run with this plan yet."
-        return "\n\n".join(search_report(name, search) for name, search in self.notes.searches.items())
+        return "\n\n".join(search_report(name, search) for name, search in self.notes.found.items())
 
 
 def as_plan(plan: AnyPlan) -> AbstractPlan:
@@ -319,5 +307,5 @@ def as_plan(plan: AnyPlan) -> AbstractPlan:
 
 def _suggestion(work: Work) -> AbstractPlan:
     """The plan that static analysis suggests."""
-    cost = cost_of(work.fn, *work.args)
+    cost = cost_of_work(work)
     return candidates(cost, work.num_members, steps_inside=work.steps_inside, scan=work.scan)[0]

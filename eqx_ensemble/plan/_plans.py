@@ -8,11 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from .. import _check
+from .._cores import num_cores
 from .._pytree import PyTree
 from ..sharding._engine import FREE, Layout, constrain_members, pad_members
 
 if TYPE_CHECKING:
     from ._search import Search
+
+
+# With fewer members at once, compilers order sums differently, which changes the others' last bits.
+FEWEST = 4
 
 
 class Work(NamedTuple):
@@ -27,6 +32,7 @@ class Work(NamedTuple):
     - `steps_inside`: whether each member does several steps in a row. If members take turns, their weights then stay in
         the cache, while single steps must fetch them.
     - `scan`: whether these steps are one compiled loop; `None` if not given.
+    - `steps`: the number of steps between two looks at their results, at least.
     """
 
     name: str
@@ -36,6 +42,20 @@ class Work(NamedTuple):
     unit: str
     steps_inside: bool = False
     scan: bool | None = None
+    steps: int = 1
+
+
+class Notes:
+    """What functions have found out for a plan, by their names. It is not part of the plan's value: notes are equal."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Notes)
+
+    def __hash__(self) -> int:
+        return hash(Notes)
 
 
 def _as_scan(value: Any) -> bool | None:
@@ -105,6 +125,18 @@ class AbstractPlan(eqx.Module):
     def choice(self) -> "AbstractPlan | None":
         """The plan in use: this one; for a plan that searches, the one found so far, `None` before a search."""
         return self
+
+    @property
+    def cores(self) -> int:
+        """The number of CPU cores on which independent calls run."""
+        return num_cores()
+
+    def blocks(self, num_members: int) -> "tuple[AbstractPlan, list[slice]]":
+        """The plan of a block of members, and the members of each block; blocks are equal, and run at the same time.
+
+        By default all members are one block.
+        """
+        return self, [slice(0, num_members)]
 
     def begin(self, work: Work) -> "tuple[AbstractPlan, Search | None]":
         """The plan at the start of `work`, and the search, if any, that may change it later."""

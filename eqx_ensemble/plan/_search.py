@@ -1,4 +1,5 @@
 import dataclasses
+import functools as ft
 import math
 import time
 from collections import OrderedDict
@@ -7,7 +8,8 @@ from typing import Any
 
 import jax
 
-from ._memory import Cost, Peak, free_bytes
+from .._axes import is_array
+from ._memory import Cost, Peak, cost_of, free_bytes
 from ._plans import AbstractPlan, Chunked, Sequential, Unrolled, Vmap, Work
 
 _BUSY_FLOPS = 4e6  # above this one member's step saturates a core, measured for dense models; see `benchmarks/`
@@ -33,6 +35,18 @@ def candidates(cost: Cost, num_members: int, *, steps_inside: bool, scan: bool |
         return [Vmap(), chunks, Sequential()]
     busy = cost.flops > _BUSY_FLOPS or cost.batched_products > 0
     return [Sequential(), Vmap(), chunks] if busy and steps_inside else [Vmap(), Sequential(), chunks]
+
+
+def cost_of_work(work: Work) -> Cost:
+    """The cost of a unit of the work for one member, analysed once per program."""
+    leaves, treedef = jax.tree.flatten(work.args)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x for x in leaves)
+    return _known_cost(work.fn, shapes, treedef)
+
+
+@ft.lru_cache(maxsize=128)
+def _known_cost(fn: Callable[..., Any], leaves: tuple, treedef: Any) -> Cost:
+    return cost_of(fn, *jax.tree.unflatten(treedef, leaves))
 
 
 @dataclasses.dataclass
@@ -115,10 +129,10 @@ _CACHES: OrderedDict[Any, SearchCache] = OrderedDict()
 _MOST_CACHES = 128
 
 
-def cache_of(key: Any, cost: Callable[[], Cost], work: Work) -> SearchCache:
+def cache_of(key: Any, work: Work) -> SearchCache:
     """The cache of a program, created if there is none."""
     if key not in _CACHES:
-        found, num_members = cost(), work.num_members
+        found, num_members = cost_of_work(work), work.num_members
         plans = candidates(found, num_members, steps_inside=work.steps_inside, scan=work.scan)
         _CACHES[key] = SearchCache(found, num_members, [Trial(plan) for plan in plans], work.unit)
         while len(_CACHES) > _MOST_CACHES:

@@ -21,7 +21,7 @@ from .._typing import ByPart
 from .._warnings import ignore_warnings, warn
 from ..checkpoint import Checkpoints
 from ..distributed import to_host
-from ..plan import AnyPlan
+from ..plan import AnyPlan, Cores
 from ..plan._engine import as_plan, plan_in_program
 from ..sharding._engine import shard_members
 from ._callback import Callback, check_callbacks
@@ -41,7 +41,7 @@ from ._run import Run
 from ._scan_steps import FitOptions
 from ._state import MemberConstants, TrainState
 from ._status import Status
-from ._together import bind
+from ._together import Together, bind
 from ._trainable import Trainable
 from .compiled._loss import Loss, make_losses
 from .compiled._optimiser import Optimiser
@@ -308,8 +308,6 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     check_no_transformation()
     optimiser = as_hashable(optimiser)
     data = from_foreign_tree(data, "data")
-    plan = as_plan(plan)
-    check_plan_together(optimiser, plan)
     check_optional_flag(progress, "progress")
     given = check_options(
         epochs=epochs, steps=steps, validation=validation, patience=patience, stop=stop, order=order, has_aux=has_aux,
@@ -321,6 +319,9 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     check_checkpoint(checkpoint)
     saver = None if checkpoint is None else Saver(checkpoint)
     layout = layout_of(mesh, ensemble)
+    is_one_call = layout is not None or isinstance(optimiser, Together)
+    plan = Cores() if plan is None and not is_one_call else as_plan(plan)
+    check_plan_together(optimiser, plan)
     start = start_of(
         ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, layout=layout,
         has_validation=held_out is not None, mode=mode, windows=windows, key=key,

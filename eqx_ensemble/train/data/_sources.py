@@ -12,6 +12,7 @@ from ...distributed import to_host
 from ...sharding._engine import Layout, check_same_in_processes
 from .._check import check_no_array_options, check_one_pass
 from .._state import TrainState
+from ..compiled._blocks import BlockCalls
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
 from ..compiled._health import Carry
 from ..compiled._order import RowOrder
@@ -130,7 +131,8 @@ class ArraySource(AbstractSource):
         check_not_exceeded(setting.step, self.last_step, "steps")
         check_last_step(self.last_step)
         self._windows = setting.program.windows
-        program, cost = setting.inspect(steps_inside=True, scan=self._scan), setting.cost()
+        steps = min([num_steps, *self._periods])
+        program, cost = setting.inspect(steps_inside=True, scan=self._scan, steps=steps), setting.cost()
         self._may_raise = cost.callbacks > 0
         if in_a_loop(cost, scan=self._scan):
             devices = 1 if program.layout is None else program.layout.members
@@ -138,6 +140,8 @@ class ArraySource(AbstractSource):
             self._compiled = undonated_chunk if self._may_raise else compiled_chunk
         else:
             most, self._compiled = 1, ft.partial(run_stepwise, donate=not self._may_raise)
+        if program.layout is None:
+            self._compiled = BlockCalls(self._compiled)
         self._queue = self._queue_of(setting, self.last_step, most)
 
     def _queue_of(self, setting: Setting, last_step: int, most: int) -> PieceQueue:

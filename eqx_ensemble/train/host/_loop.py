@@ -100,15 +100,15 @@ class Executor:
             return compiled((self.program, inputs, batch), self._members.carry)
         return self._pilot.call(lambda plan, carry: compiled((self.program, inputs, batch), carry), self._members.carry)
 
-    def inspect(self, *, data: PyTree = None, steps_inside: bool = False, scan: bool | None = None) -> Program:
+    def inspect(self, *, data: PyTree = None, steps_inside: bool = False, **work: Any) -> Program:
         """Analyses a step, on the batch `data` if given, to choose the plan. Returns the program under it."""
         program = dataclasses.replace(self._program, plan=Vmap(), layout=None)
         layout, carry, inputs = self._program.layout, self._members.carry, self._members.inputs
         inputs = inputs if data is None else dataclasses.replace(inputs, data=data)
         count = carry.moving.status.shape[0]
         count = count if layout is None else layout.per_device(count)
-        options = {"num_members": count, "unit": "step", "steps_inside": steps_inside, "scan": scan}
-        self._pilot.look(_step_under, program, inputs, carry, **options)
+        options = {"num_members": count, "unit": "step", "steps_inside": steps_inside}
+        self._pilot.look(_step_under, program, inputs, carry, **options, **work)
         return self.program
 
     def cost(self) -> Cost:
