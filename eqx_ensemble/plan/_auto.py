@@ -270,15 +270,18 @@ class Auto(AbstractPlan):
         """Maps `fn` under the plan that static analysis suggests."""
         num_members = jax.tree.leaves(arrays)[0].shape[0]
         work = Work("", lambda plan, arrays: plan.run(fn, arrays), (arrays,), num_members, unit="call")
-        return _suggestion(work).run(fn, arrays)
+        return _candidates(work)[0].run(fn, arrays)
 
     def begin(self, work: Work) -> tuple[AbstractPlan, Search | None]:
         """Starts a search, or continues an earlier one of the same program; no search in several processes."""
         if jax.process_count() > 1:
-            return _suggestion(work), None
+            return _candidates(work)[0], None
         leaves, treedef = jax.tree.flatten(work.args)
-        key = (work.fn, tuple((x.shape, x.dtype) if _axes.is_array(x) else x for x in leaves), treedef, work.scan)
-        cache = cache_of(key, work)
+        plans = _candidates(work)
+        if work.steps_inside:
+            plans = [Cores(plan).begin(work)[0] for plan in plans]
+        shapes = tuple((x.shape, x.dtype) if _axes.is_array(x) else x for x in leaves)
+        cache = cache_of((work.fn, shapes, treedef, work.scan, *plans), work, plans)
         search = Search(cache, max_overhead=self.max_overhead, memory=self.memory)
         self.notes.found.pop(work.name, None)  # the latest search is the last one
         self.notes.found[work.name] = search
@@ -305,7 +308,6 @@ def as_plan(plan: AnyPlan) -> AbstractPlan:
     return plan
 
 
-def _suggestion(work: Work) -> AbstractPlan:
-    """The plan that static analysis suggests."""
-    cost = cost_of_work(work)
-    return candidates(cost, work.num_members, steps_inside=work.steps_inside, scan=work.scan)[0]
+def _candidates(work: Work) -> list[AbstractPlan]:
+    """The plans that static analysis suggests, the most promising first."""
+    return candidates(cost_of_work(work), work.num_members, steps_inside=work.steps_inside, scan=work.scan)

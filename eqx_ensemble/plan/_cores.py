@@ -17,11 +17,11 @@ from ._search import Search, candidates, cost_of_work
 
 _WRITTEN, _OF_THE_CACHE = 1 / 4, 1 / 2
 _WORTH_IT = 0.8  # of the time of one call
-_MOST_CALLS = 16  # for blocks of one core; more take turns inside of the program
+_FEW_CALLS, _MOST_CALLS = 4, 16  # of one core; a few allow cores to take turns, and members to stop
 
 
 class Cores(AbstractPlan):
-    """Equal blocks of members, each a call of one program, on all cores of a CPU: the default of [`eqx_ensemble.fit`][].
+    """Equal blocks of members, each a call of one program, on all cores of a CPU: the default in `eqx_ensemble.fit`.
 
     XLA runs the small operations of members on one core. Blocks run at the same time, on threads that end with the
     call; and a block whose step fits in a core's cache is faster, even on one core. Values do not depend on the number
@@ -102,20 +102,22 @@ class Cores(AbstractPlan):
         cost, count = cost_of_work(work), work.num_members
         suggested = candidates(cost, count, steps_inside=work.steps_inside, scan=work.scan)[0]
         chosen = dataclasses.replace(self, inner=suggested if self.inner is None else self.inner)
-        if work.steps_inside and _is_worth_dividing(cost, work):
+        if not work.steps_inside or cost.callbacks:
+            chosen = dataclasses.replace(chosen, block=None)
+        elif self.block is None and _is_worth_dividing(cost, work):
             chosen = chosen._divided(count, cost)
         self.notes.found[work.name] = chosen, cost, count
         return chosen, None
 
     def _divided(self, num_members: int, cost: Cost) -> "Cores":
         inner, width = self._inner, self._inner.width(num_members)
-        if self.block is not None:
-            return self
         if width < num_members:  # blocks of whole chunks, or of members that take turns
-            chunks = _size(math.ceil(num_members / width), self.cores, least=2 if width == 1 else 1)
+            counts = range(_FEW_CALLS * self.cores, 0, -1)
+            chunks = _size(math.ceil(num_members / width), self.cores, counts, least=2 if width == 1 else 1)
             return dataclasses.replace(self, block=min(width * chunks, num_members))
         most = max(int(cache_bytes() * _OF_THE_CACHE / _bytes_of(cost)), FEWEST)
-        size = _size(num_members, self.cores, least=FEWEST, most=most)
+        fewest = math.ceil(num_members / most)
+        size = _size(num_members, self.cores, range(fewest, 2 * fewest + self.cores), least=FEWEST)
         turns = math.ceil(num_members / size / (_MOST_CALLS * self.cores))
         if turns > 1:
             inner = Chunked(size, scan=inner.scan)
@@ -154,20 +156,18 @@ def _bytes_of(cost: Cost) -> int:
 
 
 def _is_worth_dividing(cost: Cost, work: Work) -> bool:
-    """Whether a call is much longer than dividing its members and joining them again, and the copies fit in memory.
-
-    Programs that call Python stay in one call, so that what they raise or print comes from the calling thread.
-    """
+    """Whether a call is much longer than dividing its members and joining them again, and the copies fit in memory."""
     is_loop = work.scan or (work.scan is None and not cost.convolutions)
     flops = cost.flops * work.num_members * (work.steps if is_loop else 1)
     copied, free = _bytes_of(cost) * work.num_members, free_bytes()
-    return cost.callbacks == 0 and flops > 2e7 + 20 * copied and (free is None or copied < free / 4)
+    return flops > 2e7 + 20 * copied and (free is None or copied < free / 4)
 
 
-def _size(count: int, cores: int, *, least: int, most: int | None = None) -> int:
-    """The size of equal blocks, of `least` to `most` of a `count`, for which the cores finish first."""
-    need = 1 if most is None else math.ceil(count / most)
+def _size(count: int, cores: int, blocks: range, *, least: int) -> int:
+    """The size, of at least `least`, of equal blocks of a `count`, whose number is the first for which the cores finish
+    soonest.
+    """
     size = lambda blocks: min(max(math.ceil(count / blocks), least), count)
     turns = lambda blocks: math.ceil(math.ceil(count / size(blocks)) / cores) * size(blocks)
-    best = min(range(need, 2 * need + cores), key=turns)
-    return size(best) if need > 1 or turns(best) <= _WORTH_IT * count else count
+    best = min(blocks, key=turns)
+    return size(best) if 1 not in blocks or turns(best) <= _WORTH_IT * count else count

@@ -3,7 +3,7 @@ import functools as ft
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -129,12 +129,10 @@ _CACHES: OrderedDict[Any, SearchCache] = OrderedDict()
 _MOST_CACHES = 128
 
 
-def cache_of(key: Any, work: Work) -> SearchCache:
-    """The cache of a program, created if there is none."""
+def cache_of(key: Any, work: Work, plans: Sequence[AbstractPlan]) -> SearchCache:
+    """The cache of a program, created if there is none, to try these plans."""
     if key not in _CACHES:
-        found, num_members = cost_of_work(work), work.num_members
-        plans = candidates(found, num_members, steps_inside=work.steps_inside, scan=work.scan)
-        _CACHES[key] = SearchCache(found, num_members, [Trial(plan) for plan in plans], work.unit)
+        _CACHES[key] = SearchCache(cost_of_work(work), work.num_members, [Trial(plan) for plan in plans], work.unit)
         while len(_CACHES) > _MOST_CACHES:
             _CACHES.popitem(last=False)
     _CACHES.move_to_end(key)

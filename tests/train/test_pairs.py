@@ -28,6 +28,7 @@ MEMBERS, ROWS = 3, 11
 RATES, SCALES = [0.1, 0.5, 0.3], [0.7, 1.3, 1.0]
 OPTIMISERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(1e-2, eps=1e-3), "steps": optax.sgd(0.1, momentum=0.9)}
 PLANS = [ee.plan.Vmap(), ee.plan.Chunked(2), ee.plan.Sequential(), ee.plan.Unrolled()]
+PLANS += [ee.plan.Cores(block=2, count=2), ee.plan.Cores(ee.plan.Sequential(), block=2, count=3)]
 TWINS = ("plan", "cut", "subset", "mesh", "checkpoint")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*diverged:UserWarning"),

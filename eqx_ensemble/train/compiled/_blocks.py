@@ -81,15 +81,20 @@ def _part_of(carry: Carry, block: slice) -> Carry:
     """A copy of a block's part of the carry."""
     leaves, treedef = jax.tree.flatten((carry.moving, carry.selection))
     part, step = _take(leaves, carry.step, block.start, block.stop - block.start)
-    return Carry(*jax.tree.unflatten(treedef, part), step)
+    moving, selection = jax.tree.unflatten(treedef, part)
+    return Carry(moving, selection, step)
 
 
 def _inputs_of(inputs: Inputs, block: slice) -> Inputs:
     """A block's part of the inputs."""
-    own = lambda tree: _take_inputs(tree, block.start, block.stop - block.start)
-    marked = lambda tree: _axes.map_each(lambda value: _axes.Each(own(value)), tree)
-    fixed, limits = own((inputs.fixed, inputs.limits))
-    return Inputs(fixed, inputs.shared, marked(inputs.data), marked(inputs.validation), limits, marked(inputs.order))
+    is_each = lambda x: isinstance(x, _axes.Each)
+    nodes, treedef = jax.tree.flatten((inputs.data, inputs.validation, inputs.order), is_leaf=is_each)
+    values = {i: node.per_member() for i, node in enumerate(nodes) if is_each(node)}
+    read = inputs.fixed, inputs.limits, values
+    fixed, limits, values = _take_inputs(read, block.start, block.stop - block.start)
+    own = [_axes.Each(values[i]) if i in values else node for i, node in enumerate(nodes)]
+    data, validation, order = jax.tree.unflatten(treedef, own)
+    return Inputs(fixed, inputs.shared, data, validation, limits, order)
 
 
 def _join(carry: Carry, parts: Sequence[Carry], blocks: list[slice]) -> Carry:
@@ -97,7 +102,8 @@ def _join(carry: Carry, parts: Sequence[Carry], blocks: list[slice]) -> Carry:
     leaves, treedef = jax.tree.flatten((carry.moving, carry.selection))
     for part, block in zip(parts, blocks, strict=True):
         leaves = _put(leaves, jax.tree.leaves((part.moving, part.selection)), block.start)
-    return Carry(*jax.tree.unflatten(treedef, leaves), parts[0].step)
+    moving, selection = jax.tree.unflatten(treedef, leaves)
+    return Carry(moving, selection, parts[0].step)
 
 
 def _join_results(parts: list[Results], good: int, blocks: list[slice]) -> Results:

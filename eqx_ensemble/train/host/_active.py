@@ -11,13 +11,12 @@ from jaxtyping import Array, Bool, Int8
 from ..._pytree import PyTree
 from ...distributed import to_host
 from ...plan import AbstractPlan
+from ...plan._engine import FEWEST
 from ...sharding._engine import Layout, pad_members, replicate, shard_members
 from .._state import MemberConstants
 from .._status import Status
 from ..compiled._health import Carry, Inputs
 from ..data._rows import Slots
-
-_FEWEST = 4  # with fewer members, compilers order sums differently, which changes the others' last bits
 
 
 class Latest(NamedTuple):
@@ -133,15 +132,21 @@ def _own_inputs(inputs: Inputs, slots: Slots, fixed: MemberConstants, shared: Py
 def width_for(members: ActiveMembers, plan: AbstractPlan) -> int:
     """The smallest width that holds all members that train: 1, 5/6 or 2/3 of all, or a half, a quarter, ... of these.
 
-    If the plan runs a few members at a time, each device has whole chunks.
+    If the plan runs a few members at a time, each device has whole chunks. If it divides them into blocks, which share
+    a program, any number that keeps the cores busy will do.
     """
     count, layout = members.slots.num_members, members.slots.layout
+    needed = max(members.latest.num_training, FEWEST)
+    blocks = plan.blocks(count)[1]
+    if len(blocks) > 1:
+        unit = blocks[0].stop * plan.cores
+        return min(len(members.slots.index), math.ceil(needed / unit) * unit)
     num_devices = 1 if layout is None else layout.members
     of_device = -(-count // num_devices)
     chunk = plan.width(of_device)
     unit = num_devices * (chunk if chunk < of_device else 1)
     sizes = [math.ceil(count * part / 2**i) for part in (1, 5 / 6, 2 / 3) for i in range(count.bit_length())]
-    enough = [-(-size // unit) * unit for size in sizes if size >= max(members.latest.num_training, _FEWEST)]
+    enough = [-(-size // unit) * unit for size in sizes if size >= needed]
     return min([len(members.slots.index), *enough])
 
 

@@ -144,6 +144,7 @@ _SECONDS_UNTIL_NOTICED = 0.2
 _SECONDS_PER_TRIAL = 0.1
 _FIRST_STEPS = 32
 _MOST_KNOWN = 256
+_TAKING_FEWER = 0.05  # of the time to compile, to take members out of the arrays
 
 
 @dataclasses.dataclass
@@ -197,7 +198,7 @@ class Pacing:
         known = self._known
         if first:
             known.seconds_to_compile = max(known.seconds_to_compile, seconds - steps * self._seconds_per_step)
-            known.widths.add(width)
+            known.widths.add(self._compiled(width))
         else:
             self._seconds_per_step = seconds / steps
             self._measure_width(width)
@@ -228,8 +229,13 @@ class Pacing:
         if width == before:
             return False
         seconds_left, known = steps_left * self._seconds_per_step, self._known
-        cost = 0.0 if width in known.widths else known.seconds_to_compile
+        is_compiled = self._compiled(width) in known.widths
+        cost = known.seconds_to_compile * (_TAKING_FEWER if is_compiled else 1)
         return seconds_left * (1 - (width / before) ** self._speedup) > cost
+
+    def _compiled(self, width: int) -> int:
+        """The number of members for which a program is compiled, if `width` members are in the arrays."""
+        return self._pilot.plan.blocks(width)[1][0].stop
 
     @property
     def is_trial(self) -> bool:

@@ -1,0 +1,190 @@
+"""Blocks of members on several cores train as in one call, whatever happens in one of them."""
+
+import os
+import signal
+import threading
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble import _cores
+from eqx_ensemble.plan import Cores, Sequential, Vmap
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (22, 3))
+Y = jnp.sin(X[:, 0])
+HELD_OUT = (X[:8], Y[:8] + 0.1)
+ADAM = optax.adam(0.03)
+TWO = Cores(Vmap(), block=4, count=2)
+PLANS = {"one core": Cores(Vmap(), block=4, count=1), "two": TWO, "three": Cores(Vmap(), block=4, count=3)}
+
+
+def loss(model, batch, key, hyper):
+    x, y = batch
+    error = jnp.mean((jax.vmap(model)(x) - y) ** 2)
+    return error * jnp.where(jnp.abs(x[:, 0]).max() > hyper["fails_above"], jnp.nan, 1.0)
+
+
+ENSEMBLE = ee.build(lambda key: eqx.nn.MLP(3, "scalar", 4, 1, key=key), 10, key=KEY)
+EVERY_BATCH, SOME, NEVER = 0.1, 2.1, 99.0
+
+
+def fails_above(*values):
+    return {"fails_above": jnp.array([*values, *[NEVER] * (10 - len(values))])}
+
+
+def fitted(plan, *, begun=ENSEMBLE, epochs=12, fails=(), **more):
+    options = {"batch_size": 4, "validation": HELD_OUT, "progress": False, "key": KEY}
+    hyper = {} if isinstance(begun, ee.Run) else {"hyper": fails_above(*fails)}
+    return ee.fit(begun, loss, ADAM, (X, Y), epochs=epochs, plan=plan, **options | hyper | more)
+
+
+def assert_same(run, other):
+    parts = lambda run: eqx.filter(
+        (run.ensemble, run.history, run.train_state, run.status, run.best_step, run.best_score, run.stopped_at), eqx.is_array
+    )
+    for one, two in zip(jax.tree.leaves(parts(run)), jax.tree.leaves(parts(other)), strict=True):
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, two = jax.random.key_data(one), jax.random.key_data(two)
+        np.testing.assert_array_equal(one, two)
+
+
+OPTIONS = {
+    "plain": {},
+    "shared": {"order": "shared", "history": 3},
+    "own rows": {"rows": ee.resample.bootstrap(22, 10, key=KEY)},
+    "patience": {"patience": 2},
+    "limits": {"stop": ee.train.Stopping(steps=np.arange(3, 43, 4))},
+    "faults": {"fails": (NEVER, SOME, NEVER, NEVER, NEVER, 1.5, NEVER, EVERY_BATCH)},
+    "revival": {"fails": (NEVER, NEVER, NEVER, NEVER, NEVER, SOME), "on_diverge": "revive"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*diverged", "ignore:.*revived")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_blocks_train_as_one_call_bit_for_bit(options):
+    whole = fitted(Vmap(), **options)
+    for plan in PLANS.values():
+        assert_same(fitted(plan, **options), whole)
+
+
+def test_a_run_goes_on_with_another_number_of_cores(tmp_path):
+    whole = fitted(Vmap(), epochs=12)
+    folder = {"checkpoint": tmp_path / "run"}
+    fitted(PLANS["two"], epochs=5, **folder)
+    assert_same(fitted(PLANS["three"], epochs=12, **folder), whole)
+
+
+def test_members_that_take_turns_are_divided_too():
+    assert_same(fitted(Cores(Sequential(), block=3, count=2)), fitted(Sequential()))
+
+
+def test_threads_end_with_the_call():
+    before = threading.active_count()
+    for _ in range(3):
+        fitted(TWO, epochs=1)
+    assert threading.active_count() == before
+
+
+def test_an_interrupted_run_keeps_all_blocks_at_one_step():
+    def interrupt(progress):
+        if progress.step >= 12:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run = fitted(TWO, callbacks=ee.train.every(6, interrupt))
+    assert run.interrupted
+    np.testing.assert_array_equal(run.history.loss, fitted(Vmap()).history.loss[:, : run.history.loss.shape[1]])
+
+
+def test_the_default_is_explained_and_divides_long_runs_of_many_members():
+    plan = Cores(count=2)
+    assert "Nothing" in plan.explain()
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, "scalar", 4, 1, key=key), 512, key=KEY)
+    run = ee.fit(ensemble, lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2), ADAM,
+                 (X, Y), steps=400, batch_size=4, plan=plan, progress=False, key=KEY)  # fmt: skip
+    assert run.plan == plan
+    assert "blocks of " in plan.explain()
+    assert "2 cores" in plan.explain()
+
+
+def test_functions_that_call_python_stay_in_one_call():
+    plan = Cores(Vmap(), block=4, count=2)
+    checked = lambda model, batch, key: eqx.error_if(jnp.mean(jax.vmap(model)(batch[0])), jnp.array(False), "no")
+    ee.fit(ENSEMBLE, checked, ADAM, (X, Y), steps=2, plan=plan, progress=False, key=KEY)
+    assert "in one call" in plan.explain()
+
+
+# The cores themselves
+
+
+def test_work_is_done_on_at_most_the_cores_of_the_process():
+    running, most, lock = 0, 0, threading.Lock()
+
+    def work(item):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        nested = _cores.on_cores(lambda i: (item, i), range(3), cores=2)
+        with lock:
+            running -= 1
+        return nested
+
+    found = _cores.on_cores(work, range(8), cores=2)
+    assert found == [[(item, i) for i in range(3)] for item in range(8)]
+    assert most <= 2
+
+
+def test_the_first_error_is_raised_when_all_that_runs_has_ended():
+    ended = []
+
+    def work(item):
+        try:
+            if item in (1, 2):
+                raise ValueError(item)
+        finally:
+            ended.append(item)
+
+    with pytest.raises(ValueError, match="1"):
+        _cores.on_cores(work, range(50), cores=3)
+    assert len(ended) < 50
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("eqx_ensemble-core")]
+
+
+def test_threads_compute_as_the_calling_thread_does():
+    with jax.enable_x64(True):
+        dtypes = _cores.on_cores(lambda i: jnp.ones(i).dtype, range(1, 5), cores=2)
+    assert {str(dtype) for dtype in dtypes} == {"float64"}
+
+
+@pytest.mark.parametrize(("variable", "value", "cores"), [("OMP_NUM_THREADS", "1", 1), ("OMP_NUM_THREADS", "3,2", 3),
+                                                         ("OMP_NUM_THREADS", "no", 4), ("PYTEST_XDIST_WORKER_COUNT", "2", 2)])  # fmt: skip
+def test_the_number_of_cores_follows_the_environment(monkeypatch, variable, value, cores):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(_cores, "_quota", lambda: [])
+    assert _cores.num_cores() == 4
+    monkeypatch.setenv(variable, value)
+    assert _cores.num_cores() == cores
+
+
+@pytest.mark.parametrize(("files", "cores"), [
+    ({"own": "0::/a/b", "a/cpu.max": "250000 100000", "a/b/cpu.max": "max 100000"}, [2]),
+    ({"own": "0::/", "cpu.max": "50000 100000"}, [1]),
+    ({"own": "5:cpu,cpuacct:/c\n1:memory:/c", "cpu/c/cpu.cfs_quota_us": "300000", "cpu/c/cpu.cfs_period_us": "100000"}, [3]),
+    ({"own": "5:cpu:/c", "cpu/c/cpu.cfs_quota_us": "-1", "cpu/c/cpu.cfs_period_us": "100000"}, []),
+    ({}, []),
+])  # fmt: skip
+def test_quotas_of_containers_are_limits(monkeypatch, tmp_path, files, cores):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(_cores, "_GROUPS", tmp_path)
+    monkeypatch.setattr(_cores, "_OWN_GROUP", tmp_path / "own")
+    assert _cores._quota.__wrapped__() == cores
