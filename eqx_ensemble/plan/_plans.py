@@ -1,14 +1,13 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from .. import _check
-from .._cores import num_cores
 from .._pytree import PyTree
 from ..sharding._engine import FREE, Layout, constrain_members, pad_members
 
@@ -32,7 +31,7 @@ class Work(NamedTuple):
     - `steps_inside`: whether each member does several steps in a row. If members take turns, their weights then stay in
         the cache, while single steps must fetch them.
     - `scan`: whether these steps are one compiled loop; `None` if not given.
-    - `steps`: the number of steps between two looks at their results, at least.
+    - `steps`: the number of steps between two looks at their results, at least; 0 if members cannot be divided.
     """
 
     name: str
@@ -42,7 +41,15 @@ class Work(NamedTuple):
     unit: str
     steps_inside: bool = False
     scan: bool | None = None
-    steps: int = 1
+    steps: int = 0
+
+
+class Blocks(NamedTuple):
+    """Blocks of members, all of the same size; each runs under `plan`, on one of `cores` cores."""
+
+    plan: "AbstractPlan"
+    members: list[slice]
+    cores: int
 
 
 class Notes:
@@ -87,6 +94,8 @@ class AbstractPlan(eqx.Module):
     ```
     """
 
+    # Whether `fit`, outside compiled loops, calls a program of one member for each in turn.
+    one_by_one: ClassVar[bool] = False
     scan: bool | None = eqx.field(default=None, static=True, kw_only=True, converter=_as_scan)
 
     @abc.abstractmethod
@@ -117,26 +126,13 @@ class AbstractPlan(eqx.Module):
         return True
 
     @property
-    def one_by_one(self) -> bool:
-        """Whether [`eqx_ensemble.fit`][], outside compiled loops, calls a program of one member for each in turn."""
-        return False
-
-    @property
     def choice(self) -> "AbstractPlan | None":
         """The plan in use: this one; for a plan that searches, the one found so far, `None` before a search."""
         return self
 
-    @property
-    def cores(self) -> int:
-        """The number of CPU cores on which independent calls run."""
-        return num_cores()
-
-    def blocks(self, num_members: int) -> "tuple[AbstractPlan, list[slice]]":
-        """The plan of a block of members, and the members of each block; blocks are equal, and run at the same time.
-
-        By default all members are one block.
-        """
-        return self, [slice(0, num_members)]
+    def blocks(self, num_members: int) -> Blocks:
+        """How [`eqx_ensemble.fit`][] divides members into blocks, which run at the same time; by default not at all."""
+        return Blocks(self, [slice(0, num_members)], 1)
 
     def begin(self, work: Work) -> "tuple[AbstractPlan, Search | None]":
         """The plan at the start of `work`, and the search, if any, that may change it later."""
@@ -216,6 +212,8 @@ class Sequential(AbstractPlan):
     plan for all but small models.
     """
 
+    one_by_one: ClassVar[bool] = True
+
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over the members in a compiled loop."""
         return jax.lax.map(fn, arrays)
@@ -223,11 +221,6 @@ class Sequential(AbstractPlan):
     def width(self, num_members: int) -> int:
         """One."""
         return 1
-
-    @property
-    def one_by_one(self) -> bool:
-        """True: a member's step is then in no loop, and compile time does not grow with the number of members."""
-        return True
 
 
 class Unrolled(AbstractPlan):

@@ -12,13 +12,12 @@ from ...distributed import to_host
 from ...sharding._engine import Layout, check_same_in_processes
 from .._check import check_no_array_options, check_one_pass
 from .._state import TrainState
-from ..compiled._blocks import BlockCalls
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
 from ..compiled._health import Carry
 from ..compiled._order import RowOrder
 from ..compiled._program import in_a_loop
 from ..compiled._selection import next_limit
-from ..compiled._stepwise import run_stepwise
+from ..compiled._stepwise import BlockCalls, run_stepwise
 from ..compiled._windows import Windows
 from ..resume._code_texts import array_text, array_texts
 from ._batches import IterableSource

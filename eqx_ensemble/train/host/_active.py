@@ -137,9 +137,9 @@ def width_for(members: ActiveMembers, plan: AbstractPlan) -> int:
     """
     count, layout = members.slots.num_members, members.slots.layout
     needed = max(members.latest.num_training, FEWEST)
-    blocks = plan.blocks(count)[1]
+    _, blocks, cores = plan.blocks(count)
     if len(blocks) > 1:
-        unit = blocks[0].stop * plan.cores
+        unit = blocks[0].stop * cores
         return min(len(members.slots.index), math.ceil(needed / unit) * unit)
     num_devices = 1 if layout is None else layout.members
     of_device = -(-count // num_devices)

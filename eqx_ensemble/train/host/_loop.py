@@ -108,6 +108,8 @@ class Executor:
         count = carry.moving.status.shape[0]
         count = count if layout is None else layout.per_device(count)
         options = {"num_members": count, "unit": "step", "steps_inside": steps_inside}
+        if layout is not None:
+            work["steps"] = 0
         self._pilot.look(_step_under, program, inputs, carry, **options, **work)
         return self.program
 
@@ -198,7 +200,7 @@ class Pacing:
         known = self._known
         if first:
             known.seconds_to_compile = max(known.seconds_to_compile, seconds - steps * self._seconds_per_step)
-            known.widths.add(self._compiled(width))
+            known.widths.add(_program_width(self._pilot.plan, width))
         else:
             self._seconds_per_step = seconds / steps
             self._measure_width(width)
@@ -229,13 +231,9 @@ class Pacing:
         if width == before:
             return False
         seconds_left, known = steps_left * self._seconds_per_step, self._known
-        is_compiled = self._compiled(width) in known.widths
+        is_compiled = _program_width(self._pilot.plan, width) in known.widths
         cost = known.seconds_to_compile * (_TAKING_FEWER if is_compiled else 1)
         return seconds_left * (1 - (width / before) ** self._speedup) > cost
-
-    def _compiled(self, width: int) -> int:
-        """The number of members for which a program is compiled, if `width` members are in the arrays."""
-        return self._pilot.plan.blocks(width)[1][0].stop
 
     @property
     def is_trial(self) -> bool:
@@ -251,6 +249,11 @@ class Pacing:
         """Sets the next chunks to half of `steps`. Returns it."""
         self.steps = steps // 2
         return self.steps
+
+
+def _program_width(plan: AbstractPlan, width: int) -> int:
+    """The number of members for which a program is compiled, if `width` members are in the arrays."""
+    return plan.blocks(width).members[0].stop
 
 
 @dataclasses.dataclass(frozen=True)
