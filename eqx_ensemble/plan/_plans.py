@@ -79,7 +79,8 @@ class AbstractPlan(eqx.Module):
         each step as its own compiled call (`False`; one per member under [`eqx_ensemble.plan.Sequential`][]). By
         default a loop, except for convolutions on a CPU, which XLA runs many times slower inside a compiled loop.
 
-    A plan of your own defines `run`, and `width` if it runs fewer than all members at a time:
+    A plan of your own defines `run`, and `width` if it runs fewer than all members at a time; and the class attribute
+    `one_by_one = True` if `fit`, outside compiled loops, is to call a program of one member for each in turn:
 
     ```python
     class Twos(ee.plan.AbstractPlan):
@@ -94,7 +95,6 @@ class AbstractPlan(eqx.Module):
     ```
     """
 
-    # Whether `fit`, outside compiled loops, calls a program of one member for each in turn.
     one_by_one: ClassVar[bool] = False
     scan: bool | None = eqx.field(default=None, static=True, kw_only=True, converter=_as_scan)
 

@@ -243,9 +243,10 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     *Running:*
 
-    - `plan`: how the members are executed. By default [`eqx_ensemble.plan.Cores`][], in blocks on all cores of a CPU, and
-        [`eqx_ensemble.plan.Vmap`][] elsewhere. `"auto"` measures plans while it trains: [`eqx_ensemble.plan.Auto`][]. With `scan=False`, such as in `ee.plan.Vmap(scan=False)`, each step is its
-        own compiled call: [`eqx_ensemble.plan.AbstractPlan`][].
+    - `plan`: how the members are executed. By default [`eqx_ensemble.plan.Cores`][]: in blocks on all cores of a CPU;
+        elsewhere [`eqx_ensemble.plan.Vmap`][]. `"auto"` measures plans while it trains: [`eqx_ensemble.plan.Auto`][].
+        With `scan=False`, such as in `ee.plan.Vmap(scan=False)`, each step is its own compiled call:
+        [`eqx_ensemble.plan.AbstractPlan`][].
     - `mesh`: the devices to train on, from [`eqx_ensemble.make_mesh`][]; by default the mesh that the ensemble was
         built on. Members are sharded over its axis `members`, the rows of their batches over `data`; results agree
         within rounding. [How it works](../scale.md).
