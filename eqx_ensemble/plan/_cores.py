@@ -110,7 +110,7 @@ def _inner_of(plan: Cores) -> AbstractPlan:
 
 
 def _divide(plan: Cores, num_members: int, cost: Cost) -> Cores:
-    """The plan with a size of blocks: of members that fit in the cache together, or of whole chunks of its inner plan."""
+    """The plan with a block size: of members that fit in the cache together, or of whole chunks of its inner plan."""
     inner, cores = _inner_of(plan), plan.blocks(num_members).cores
     width = inner.width(num_members)
     if width < num_members:
