@@ -219,10 +219,7 @@ class BlockCalls:
 
 def _part_of(carry: Carry, block: slice) -> Carry:
     """A copy of a block's part of the carry."""
-    leaves, treedef = jax.tree.flatten((carry.moving, carry.selection))
-    part, step = _take(leaves, carry.step, block.start, block.stop - block.start)
-    moving, selection = jax.tree.unflatten(treedef, part)
-    return Carry(moving, selection, step)
+    return _take((np.int32(block.start), block.stop - block.start), carry)[0]
 
 
 def _inputs_of(inputs: Inputs, block: slice) -> Inputs:
@@ -239,11 +236,9 @@ def _inputs_of(inputs: Inputs, block: slice) -> Inputs:
 
 def _join(carry: Carry, parts: Sequence[Carry], blocks: list[slice]) -> Carry:
     """The carry of all members, in the memory of the one before the call."""
-    leaves, treedef = jax.tree.flatten((carry.moving, carry.selection))
     for part, block in zip(parts, blocks, strict=True):
-        leaves = _put(leaves, jax.tree.leaves((part.moving, part.selection)), block.start)
-    moving, selection = jax.tree.unflatten(treedef, leaves)
-    return Carry(moving, selection, parts[0].step)
+        carry = _put((np.int32(block.start), part), carry)[0]
+    return carry
 
 
 def _join_results(parts: list[Results], good: int, blocks: list[slice]) -> Results:
@@ -263,17 +258,23 @@ def _join_results(parts: list[Results], good: int, blocks: list[slice]) -> Resul
     return good, any(again), min(fault), *joined
 
 
-def _take_leaves(leaves: list[jax.Array], step: jax.Array, start: Any, size: int) -> tuple[list[jax.Array], jax.Array]:
+def _take_part(read: tuple[Any, int], carry: Carry) -> tuple[Carry, None]:
+    start, size = read
+    take = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size)
+    moving, selection = jax.tree.map(take, (carry.moving, carry.selection))
     # An argument that is returned as it is would be the same buffer, which the block's call donates.
-    return [jax.lax.dynamic_slice_in_dim(x, start, size) for x in leaves], step + 0
+    return Carry(moving, selection, carry.step + 0), None
 
 
-def _put_leaves(leaves: list[jax.Array], parts: list[jax.Array], start: Any) -> list[jax.Array]:
-    return [jax.lax.dynamic_update_slice_in_dim(x, y, start, 0) for x, y in zip(leaves, parts, strict=True)]
+def _put_part(read: tuple[Any, Carry], carry: Carry) -> tuple[Carry, None]:
+    start, part = read
+    put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, 0)
+    moving, selection = jax.tree.map(put, (carry.moving, carry.selection), (part.moving, part.selection))
+    return Carry(moving, selection, part.step), None
 
 
-_take = jax.jit(_take_leaves, static_argnums=3)
-_put = jax.jit(_put_leaves, donate_argnums=0)
+_take = CompiledCall(_take_part, owned=True)
+_put = CompiledCall(_put_part, owned=True, donate=True)
 
 
 @eqx.filter_jit
