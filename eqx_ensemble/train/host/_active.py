@@ -133,13 +133,13 @@ def width_for(members: ActiveMembers, plan: AbstractPlan) -> int:
     """The smallest width that holds all members that train: 1, 5/6 or 2/3 of all, or a half, a quarter, ... of these.
 
     If the plan runs a few members at a time, each device has whole chunks. If it divides them into blocks, which share
-    a program, any number that keeps the cores busy will do.
+    a program, any whole number of blocks will do.
     """
     count, layout = members.slots.num_members, members.slots.layout
     needed = max(members.latest.num_training, FEWEST)
-    _, blocks, cores = plan.blocks(count)
+    blocks = plan.blocks(count).members
     if len(blocks) > 1:
-        unit = blocks[0].stop * cores
+        unit = blocks[0].stop
         return min(len(members.slots.index), math.ceil(needed / unit) * unit)
     num_devices = 1 if layout is None else layout.members
     of_device = -(-count // num_devices)
