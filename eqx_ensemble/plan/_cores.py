@@ -79,9 +79,9 @@ class Cores(AbstractPlan):
         return self.count or num_cores()
 
     def begin(self, work: Work) -> tuple[AbstractPlan, Search | None]:
-        """Chooses the inner plan and the blocks, without measuring; the inner plan alone if members are not divided."""
+        """Chooses the inner plan and, if members are to be divided, the blocks, without measuring."""
         if not work.steps or jax.default_backend() != "cpu" or jax.process_count() > 1:
-            return _inner_of(self), None
+            return dataclasses.replace(self, block=None), None
         cost = cost_of_work(work)
         suggested = candidates(cost, work.num_members, steps_inside=work.steps_inside, scan=work.scan)[0]
         chosen: AbstractPlan = suggested if self.inner is None else self.inner

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _check
+from .._cores import num_cores
 from .._pytree import PyTree
 from ..sharding._engine import FREE, Layout, constrain_members, pad_members
 
@@ -45,7 +46,7 @@ class Work(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of members, all of the same size; each runs under `plan`, on one of `cores` cores."""
+    """Blocks of members, all of the same size, each of which runs under `plan`; `cores` may run at the same time."""
 
     plan: "AbstractPlan"
     members: list[slice]
@@ -132,7 +133,7 @@ class AbstractPlan(eqx.Module):
 
     def blocks(self, num_members: int) -> Blocks:
         """How [`eqx_ensemble.fit`][] divides members into blocks, which run at the same time; by default not at all."""
-        return Blocks(self, [slice(0, num_members)], 1)
+        return Blocks(self, [slice(0, num_members)], num_cores())
 
     def begin(self, work: Work) -> "tuple[AbstractPlan, Search | None]":
         """The plan at the start of `work`, and the search, if any, that may change it later."""
