@@ -33,6 +33,12 @@ def take_rows(x: Any, rows: np.ndarray, *, axis: int) -> Any:
     return _on_host(x, index) if x.committed else np.ascontiguousarray(np.asarray(x)[index])
 
 
+def some_rows(x: PyTree, rows: np.ndarray) -> PyTree:
+    """The rows of all arrays: no method of a Module, whose call takes longer."""
+    own = lambda value: _axes.Each(jax.tree.map(lambda x: take_rows(x, rows, axis=1), value))
+    return _axes.map_each(own, x, shared=lambda x: take_rows(x, rows, axis=0))
+
+
 def first_rows(x: Any, count: int, *, axis: int) -> Any:
     """The first `count` rows of an array along an axis."""
     if isinstance(x, jax.Array) and x.shape[axis] == count:
@@ -124,14 +130,9 @@ class PredictionInputs(eqx.Module):
     state: PyTree
     keys: _axes.Each | None
 
-    def rows_of_x(self, rows: np.ndarray) -> PyTree:
-        """Some of the rows."""
-        own = lambda value: _axes.Each(jax.tree.map(lambda x: take_rows(x, rows, axis=1), value))
-        return _axes.map_each(own, self.x, shared=lambda x: take_rows(x, rows, axis=0))
-
     def take_rows(self, rows: np.ndarray) -> "PredictionInputs":
         """The inputs of some of the rows."""
-        return PredictionInputs(self.ensemble, self.rows_of_x(rows), self.state, self.keys)
+        return PredictionInputs(self.ensemble, some_rows(self.x, rows), self.state, self.keys)
 
     def one_row_of_zeros(self) -> "PredictionInputs":
         """The inputs with a single row of zeros, for the shapes of a prediction without rows."""
@@ -176,7 +177,7 @@ def predict_batch(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs
 # Not a `CompiledCall`: with `memory` it is lowered without a call, too, to read the compiler's estimate.
 compiled_batch = eqx.filter_jit(predict_batch)
 
-FlatInputs = tuple[AbstractPlan, MemberCall, Ensemble, PyTree, PyTree, "_axes.Each | None", "np.ndarray | None"]
+FlatInputs = tuple[AbstractPlan, MemberCall, Ensemble, PyTree, PyTree, "_axes.Each | None", Any]
 """Plan, call, ensemble, state, rows of `x`, keys and, if there are keys, the indices of the rows in the data."""
 
 

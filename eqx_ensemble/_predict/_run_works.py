@@ -40,6 +40,7 @@ from ._batch import (
     members_of_device,
     on_one_device,
     predict_batch,
+    some_rows,
 )
 from ._check import budget_message, check_rows_of_result
 
@@ -65,7 +66,7 @@ class Work(NamedTuple):
     def flat_inputs(self, rows: np.ndarray) -> tuple[Any, ...]:
         """The arguments of `compiled_rows`, except for the plan."""
         own, indices = self.inputs, None if self.inputs.keys is None else rows
-        return self.call, own.ensemble, own.state, own.rows_of_x(rows), own.keys, indices
+        return self.call, own.ensemble, own.state, some_rows(own.x, rows), own.keys, indices
 
     def rows(self, start: int, count: int) -> np.ndarray:
         """The indices of `count` rows from `start`; at the end of the data the last `count` rows.
