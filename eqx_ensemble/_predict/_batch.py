@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -69,8 +70,11 @@ def _is_on_host(x: Any) -> bool:
 
 def _on_host(x: jax.Array, index: tuple) -> jax.Array:
     # A copy, so that the whole array can be freed.
-    some = np.ascontiguousarray(np.asarray(x)[index])
-    return jax.device_put(some, x.sharding if x.committed else None)
+    return _to_device_of(np.ascontiguousarray(np.asarray(x)[index]), x)
+
+
+def _to_device_of(host: np.ndarray, x: jax.Array) -> jax.Array:
+    return jax.device_put(host, x.sharding if x.committed else None)
 
 
 # Blocks of members: on a mesh the same number per device, so that all devices work and no weights move.
@@ -209,27 +213,53 @@ def on_one_device(
 
 
 class OutputBuffer:
-    """A result that is written in place, some rows at a time, without a second copy.
-
-    **Attributes:**
-
-    - `value`: the result; `None` before the first rows are written.
-    """
+    """A result that is written in place, some rows at a time, without a second copy."""
 
     def __init__(self, num_rows: int, *, axis: int) -> None:
-        self.value: Any = None
         self._num_rows, self._axis = num_rows, axis
+        self._value: Any = None
+        self._host: list[np.ndarray] = []  # of a CPU, whose arrays NumPy writes sooner than a program
+        self._late: tuple[PyTree, int] | None = None  # a part that is still being computed
+
+    @property
+    def value(self) -> PyTree:
+        """The result; `None` before the first rows are written."""
+        if not self._host:
+            return self._value
+        self._write_late()
+        first, structure = jax.tree.flatten(self._value)
+        return structure.unflatten([_to_device_of(x, own) for own, x in zip(first, self._host, strict=True)])
 
     def write(self, part: PyTree, start: int) -> None:
         """Writes a part of the result at the row `start`; the first part must start at row 0."""
-        if self.value is not None:
-            traced = any(map(_check.is_traced, jax.tree.leaves((self.value, part))))
-            self.value = (_write_copy if traced else _write_in_place)(self.value, part, start, self._axis)
-            return
-        rows = jax.tree.leaves(part)[0].shape[self._axis]
-        self._check_room(part, rows)
-        # Made from the first part, the result is on the same devices.
-        self.value = part if rows == self._num_rows else _pad_rows(part, self._num_rows, self._axis)
+        leaves = jax.tree.leaves(part)
+        if self._value is None:
+            rows = leaves[0].shape[self._axis]
+            self._check_room(part, rows)
+            if rows == self._num_rows:
+                self._value = part
+            elif all(map(_is_on_host, leaves)):
+                whole = lambda x: (*x.shape[: self._axis], self._num_rows, *x.shape[self._axis + 1 :])
+                self._host = [_empty(whole(x), x.dtype) for x in leaves]
+                self._value, self._late = part, (part, start)
+            else:  # made from the first part, the result is on the same devices
+                self._value = _pad_rows(part, self._num_rows, self._axis)
+        elif self._host:
+            self._write_late()
+            self._late = part, start
+            if all(x.is_ready() for x in leaves):
+                self._write_late()
+        else:
+            traced = any(map(_check.is_traced, jax.tree.leaves((self._value, part))))
+            self._value = (_write_copy if traced else _write_in_place)(self._value, part, start, self._axis)
+
+    def _write_late(self) -> None:
+        if self._late is not None:
+            part, start = self._late
+            for whole, x in zip(self._host, jax.tree.leaves(part), strict=True):
+                rows = slice(start, start + x.shape[self._axis])
+                whole[(slice(None),) * self._axis + (rows,)] = np.asarray(x)
+            self._late = None
 
     def _check_room(self, part: PyTree, rows: int) -> None:
         leaves, free = jax.tree.leaves(part), free_bytes()
@@ -240,6 +270,17 @@ class OutputBuffer:
             whole = lambda x: (*x.shape[: self._axis], self._num_rows, *x.shape[self._axis + 1 :])
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(whole(x), x.dtype), part)
             raise MemoryError(result_message(need, free, shapes, combined=self._axis == 0))
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array of which JAX makes one without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    held = np.empty(size + _ALIGNED, np.uint8)
+    first = -held.ctypes.data % _ALIGNED
+    return held[first : first + size].view(dtype).reshape(shape)
+
+
+_ALIGNED = 64
 
 
 def _extend(part: PyTree, num_rows: int, axis: int) -> PyTree:
