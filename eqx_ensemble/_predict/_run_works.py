@@ -309,35 +309,53 @@ def run_works(
 
 
 def _run_at_once(steps: Iterator[Step], finish: Callable[[Step, Any], None], *, count: int, cores: int) -> None:
-    """Runs `count` steps on `cores` cores. A core that has predicted some rows waits until all before are finished."""
-    turn, numbered = threading.Condition(), enumerate(steps)
-    num_finished, errors = 0, {}
+    """Runs `count` steps on `cores` cores, and finishes them in their order.
+
+    A core computes one step, and has one more in its queue: it would wait for the next one while Python runs.
+    """
+    turn, finishing = threading.Condition(), threading.Lock()
+    numbered, unfinished, num_finished = enumerate(steps), {}, 0
+    errors: dict[int, BaseException] = {}
+
+    def finish_until(most: int) -> None:
+        nonlocal num_finished
+        with finishing:
+            while len(unfinished) > most and num_finished < min(errors, default=count):
+                with turn:
+                    turn.wait_for(lambda: num_finished in unfinished or errors)  # noqa: B023
+                    if num_finished not in unfinished:
+                        return
+                    step, predicted = unfinished.pop(num_finished)
+                try:
+                    finish(step, jax.block_until_ready(predicted))
+                    num_finished += 1
+                except BaseException as error:
+                    stop(num_finished, error)
 
     def run_next() -> None:
-        nonlocal num_finished
         number = -1
         try:
             with turn:
                 if errors:
                     return
                 number, step = next(numbered)
-            predicted = jax.block_until_ready(step.predict())
+            predicted = step.predict()
             with turn:
-                turn.wait_for(lambda: num_finished == number or min(errors, default=count) < number)
-                if num_finished < number:
-                    return
-            finish(step, predicted)
-            with turn:
-                num_finished += 1
+                unfinished[number] = step, predicted
                 turn.notify_all()
+            finish_until(cores)
         except BaseException as error:
-            with turn:
-                errors[number] = error
-                turn.notify_all()
+            stop(number, error)
+
+    def stop(number: int, error: BaseException) -> None:
+        with turn:
+            errors[number] = error
+            turn.notify_all()
 
     run = explain_as(caller())(run_next)  # messages name the same function in all threads
     context = contextvars.copy_context()
     on_cores(lambda _: context.copy().run(run), range(count), cores=cores)
+    finish_until(0)
     if errors:
         raise errors[min(errors)]
 
