@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -14,6 +15,7 @@ from _measure import ABSENT, Contender, Report, compared, interleaved, ratio_row
 from _memory import UNKNOWN, estimate, in_child, peak
 
 import eqx_ensemble as ee
+from eqx_ensemble._cores import num_cores
 
 BATCH = 256
 
@@ -28,11 +30,18 @@ def measure(quick: bool) -> Report:
         raise AssertionError(f"`predict` differs from vmap by {far:.1e}")
     report.facts["equal to vmap"] = f"within {far:.0e} of the largest value"
     size = f"{ensemble.num_members} tiny members over {len(x):,} rows"
+    ways["predict, one core"] = _on_one_core(ways["predict"])
     times = interleaved([Contender(name, run) for name, run in ways.items()], rounds=3 if quick else 9)
+    del ways["predict, one core"]
     report.timings += times.values()
     time_row = compared(f"{size}: time", times["vmap"], times["predict"])
     cpu = ratio_row(f"{size}: CPU seconds", time_row.ratio_of, times["vmap"].cpu / times["predict"].cpu, target=">= 8")
     report.rows += [cpu, time_row]
+    cores = num_cores()
+    question = f"{size}: one core / all {cores}"
+    report.rows.append(compared(f"{question}, time", times["predict, one core"], times["predict"], target=">= 1.7"))
+    both = times["predict"].cpu / times["predict, one core"].cpu
+    report.rows.append(ratio_row(f"{size}: CPU seconds", "all cores / one", both, target="<= 1.15"))
 
     rounds = 1 if quick else 7
     child_size = "quick" if quick else "full"
@@ -106,6 +115,14 @@ def _ways(ensemble: ee.Ensemble, x: jax.Array) -> dict[str, Callable[[], Any]]:
         "predict": lambda: ee.predict(ensemble, x, batch_size=BATCH, progress=False),
         "vmap": lambda: plain(ensemble, x),
     }
+
+
+def _on_one_core(run: Callable[[], Any]) -> Callable[[], Any]:
+    def run_on_one() -> Any:
+        with mock.patch("eqx_ensemble._predict._run_works.num_cores", return_value=1):
+            return jax.block_until_ready(run())
+
+    return run_on_one
 
 
 def _all_rows(ensemble: ee.Ensemble, x: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _axes, _check, tree
+from .._combination import AbstractCombination
 from .._compiled import CompiledCall, ProgramKey
-from .._ensemble import Ensemble, take
+from .._ensemble import Ensemble, join_values, take
 from .._ids import open_ids
 from .._pytree import PyTree
 from ..plan import AbstractPlan
@@ -210,6 +211,23 @@ def on_one_device(
 ) -> tuple[MemberCall, PredictionInputs, jax.Array]:
     """The same arguments without a layout, for static analysis."""
     return dataclasses.replace(call, layout=None), inputs, rows
+
+
+def combine_parts(parts: Iterable[tuple[Any, PyTree]], combine: Any, weights: Any) -> PyTree:
+    """Combines the predictions of all members; each of `parts` has those of some, with their positions."""
+    if isinstance(combine, AbstractCombination):
+        partial = None
+        for index, part in parts:
+            partial = combine.update(partial, part, weights=None if weights is None else weights[index])
+        return combine.finish(partial)
+    positions, held = zip(*parts, strict=True)
+    if any(isinstance(index, np.ndarray) for index in positions):
+        predictions = join_values(held, np.argsort(np.concatenate(positions)))
+    else:
+        predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *held)
+    if combine is None:
+        return predictions
+    return combine(predictions) if weights is None else combine(predictions, weights=weights)
 
 
 class OutputBuffer:

@@ -18,10 +18,10 @@ from .._suggest import explain_as
 from .._typing import ByPart, CallableEnsemble, Out, StatefulEnsemble
 from ..plan import AbstractPlan, AnyPlan
 from ..plan._engine import Pilot, as_plan, explain_memory, plan_in_program
-from ._batch import FlatInputs, MemberCall, compiled_rows, first_rows, size_of_few, weights_of
+from ._batch import FlatInputs, MemberCall, combine_parts, compiled_rows, first_rows, size_of_few, weights_of
 from ._check import check_combine, check_inference, check_rows_of_result
 from ._group import check_budget, check_members_and_rows, predict_group, predict_no_rows, prepare_inputs, size_of_batch
-from ._run_works import Work, combine_parts, run_works
+from ._run_works import Work, run_works
 
 # The fast path for few rows: most checks of `predict` depend on structures, shapes and dtypes only. Calls that were
 # compiled before skip the checks, and take a tenth of the time.
@@ -205,6 +205,9 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     Rows are processed in batches of `batch_size`. Only the intermediate arrays of one batch are needed in addition to
     inputs and result; batches of a few hundred rows stay in a processor's cache. With `combine`, the predictions of all
     members exist for one batch at a time, and `memory` bounds the members that are processed together.
+
+    On a CPU several batches are processed at the same time, on all cores by default: each core has its batch, and one
+    in its queue, while free memory suffices. They are combined in the order of rows; results are the same bits.
 
     **Arguments:**
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
@@ -19,13 +18,12 @@ from .. import _axes, _check
 from .._axes import explain_rows
 from .._caller import caller
 from .._check import is_key
-from .._combination import AbstractCombination
 from .._cores import num_cores, on_cores
-from .._ensemble import join_values
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
 from .._suggest import explain_as
 from ..distributed._engine import largest
+from ..plan import AbstractPlan
 from ..plan._engine import Pilot, cost_of, explain_memory, free_bytes, peak, release_memory
 from ..sharding._engine import spans_processes
 from ._batch import (
@@ -81,27 +79,10 @@ class Work(NamedTuple):
         return chunk if self.members is None else self.members[chunk]
 
 
-def combine_parts(parts: Iterable[tuple[Any, PyTree]], combine: Any, weights: Any) -> PyTree:
-    """Combines the predictions of all members; each of `parts` has those of some, with their positions."""
-    if isinstance(combine, AbstractCombination):
-        partial = None
-        for index, part in parts:
-            partial = combine.update(partial, part, weights=None if weights is None else weights[index])
-        return combine.finish(partial)
-    positions, held = zip(*parts, strict=True)
-    if any(isinstance(index, np.ndarray) for index in positions):
-        predictions = join_values(held, np.argsort(np.concatenate(positions)))
-    else:
-        predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *held)
-    if combine is None:
-        return predictions
-    return combine(predictions) if weights is None else combine(predictions, weights=weights)
-
-
 _FEW_ROWS = 32  # with fewer rows a batch, fewer members at a time are cheaper: weights are read for every batch
 _MOST_STEPS_UP = 2  # a factor of four: small blocks say little about much larger ones
 _SAFETY = 0.5  # of the budget: sampling misses short peaks, by up to two fifths on a busy machine
-_WORTH_THREADS = 2**22  # bytes of all intermediate arrays: those of less are computed before a thread has started
+_WORTH_THREADS = 2**26  # bytes of intermediate arrays, about two milliseconds; threads take half of one to start
 _REPEATS = 3  # of each block: on a busy machine a sample may be late
 
 
@@ -296,8 +277,7 @@ def run_works(
         contextlib.ExitStack() as explained,
     ):
         for work in works:
-            own = work.inputs.ensemble.num_members
-            explained.enter_context(explain_memory(work.pilot, own))
+            explained.enter_context(explain_memory(work.pilot, work.inputs.ensemble.num_members))
         steps = _batches(works, collect) if memory is None else _batches_within(memory, works, collect)
         for step in steps:
             if step.cores == 1:
@@ -367,8 +347,12 @@ def _cores(works: Sequence[Work]) -> int:
         return 1
     if not all(isinstance(x.sharding, SingleDeviceSharding) for x in arrays):
         return 1
-    given = [getattr(work.pilot.plan, "cores", None) for work in works]
-    return min([num_cores() if cores is None else cores for cores in given])
+    return min(_cores_of(work.pilot.plan) for work in works)
+
+
+def _cores_of(plan: AbstractPlan) -> int:
+    given = getattr(plan, "cores", None)
+    return num_cores() if given is None or jax.default_backend() != "cpu" else given
 
 
 def _batches(works: Sequence[Work], collect: Collect) -> Iterator[Step]:
