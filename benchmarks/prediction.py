@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -14,6 +15,7 @@ from _measure import ABSENT, Contender, Report, compared, interleaved, ratio_row
 from _memory import UNKNOWN, estimate, in_child, peak
 
 import eqx_ensemble as ee
+from eqx_ensemble._cores import num_cores
 
 BATCH = 256
 
@@ -28,11 +30,18 @@ def measure(quick: bool) -> Report:
         raise AssertionError(f"`predict` differs from vmap by {far:.1e}")
     report.facts["equal to vmap"] = f"within {far:.0e} of the largest value"
     size = f"{ensemble.num_members} tiny members over {len(x):,} rows"
+    ways["predict, one core"] = _on_one_core(ways["predict"])
     times = interleaved([Contender(name, run) for name, run in ways.items()], rounds=3 if quick else 9)
+    del ways["predict, one core"]
     report.timings += times.values()
     time_row = compared(f"{size}: time", times["vmap"], times["predict"])
     cpu = ratio_row(f"{size}: CPU seconds", time_row.ratio_of, times["vmap"].cpu / times["predict"].cpu, target=">= 8")
     report.rows += [cpu, time_row]
+    if num_cores() > 1:
+        question = f"{size}: one core, and {num_cores()}"
+        report.rows.append(compared(f"{question}: time", times["predict, one core"], times["predict"], target=">= 1.7"))
+        more = times["predict"].cpu / times["predict, one core"].cpu
+        report.rows.append(ratio_row(f"{question}: CPU seconds", "all cores / one core", more, target="<= 1.15"))
 
     rounds = 1 if quick else 7
     child_size = "quick" if quick else "full"
@@ -108,6 +117,14 @@ def _ways(ensemble: ee.Ensemble, x: jax.Array) -> dict[str, Callable[[], Any]]:
     }
 
 
+def _on_one_core(run: Callable[[], Any]) -> Callable[[], Any]:
+    def run_on_one() -> Any:
+        with mock.patch("eqx_ensemble._predict._run_works.num_cores", return_value=1):
+            return jax.block_until_ready(run())
+
+    return run_on_one
+
+
 def _all_rows(ensemble: ee.Ensemble, x: jax.Array) -> jax.Array:
     models = eqx.combine(ensemble.stacked, ensemble.shared)
     return eqx.filter_vmap(lambda model, x: jax.vmap(model)(x), in_axes=(eqx.if_array(0), None))(models, x)
@@ -145,4 +162,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
         _child(*sys.argv[2:])
     else:
-        script(measure)
+        script(measure, cores=2)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ._code import Code, code_of
 from ._ids import Ids, holds_ids, open_ids
-from ._jaxpr import has_callbacks, plain_jit
+from ._jaxpr import has_callbacks, intermediate_bytes, plain_jit
 from ._pytree import PyTree
 from ._warnings import ignore_warnings
 
@@ -223,13 +223,21 @@ class CompiledCall:
             _remember(after, Flat(leaves, more.after, program.code, first), keeps_ids=holds_ids(after))
         return after, results
 
-    def is_compiled(self, read: tuple[PyTree, ...], carry: PyTree = None) -> bool:
-        """Whether such a call was compiled before; not if something in it cannot be hashed."""
+    def traits(self, read: tuple[PyTree, ...], carry: PyTree = None) -> "Traits | None":
+        """What is known of the program of such a call; `None` if the call would compile."""
         try:
             parts = [*(flatten(x, owned=self._owned) for x in read), flatten(carry, owned=self._owned, is_carry=True)]
-            return self._program(*[part.structure for part in parts]).run is not None
+            program = self._program(*[part.structure for part in parts])
+            return program.traits if program.is_current(parts, read[0] if read else None) else None
         except TypeError:
-            return False
+            return None
+
+
+class Traits(NamedTuple):
+    """Whether a program calls Python while it runs, and the sum of all its intermediate arrays and results in bytes."""
+
+    calls_python: bool
+    bytes: int
 
 
 class _Program:
@@ -242,6 +250,7 @@ class _Program:
     def __init__(self, fn: Callable[..., Any], structures: tuple[Structure, ...], *, donate: bool, owned: bool) -> None:
         self.run: Any = None  # of arrays
         self.code: Code | None = None
+        self.traits: Traits | None = None
         self._fn, self._structures, self._donate, self._owned = fn, structures, donate, owned
 
     def is_current(self, parts: list[Flat], first: Any) -> bool:
@@ -272,10 +281,13 @@ class _Program:
 
         run.__name__ = run.__qualname__ = self._fn.__name__
         compiled = plain_jit(run, donate_argnums=1 if self._donate else ())
-        if has_callbacks(compiled.trace(arrays, last).jaxpr.jaxpr):
+        jaxpr = compiled.trace(arrays, last).jaxpr.jaxpr
+        traits = Traits(has_callbacks(jaxpr), intermediate_bytes(jaxpr))
+        if traits.calls_python:
             compiled = eqx.filter_jit(run, donate="all-except-first" if self._donate else "none")
         with ignore_warnings("Some donated buffers were not usable"):
             out = compiled(arrays, last)
+        self.traits = traits
         self.run, self.code = compiled, code  # in this order: another thread may be between two lines
         return out
 

@@ -125,10 +125,11 @@ def on_cores(fn: Callable[[A], B], items: Sequence[A], *, cores: int | None = No
             for thread in threads:
                 thread.start()
             work(helps=False)
-        finally:
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
+        except BaseException as error:  # Ctrl-C outside of `fn`
+            errors[-1] = error
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
     if errors:
         raise errors[min(errors)]
     return results

@@ -8,6 +8,7 @@ from the same call that combines them, as in rank promotion. An axis that is wri
 
 import functools as ft
 import inspect
+import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -48,6 +49,18 @@ def has_callbacks(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     return any(
         eqn.primitive.name.endswith("callback") or any(map(has_callbacks, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
     )
+
+
+def intermediate_bytes(jaxpr: Jaxpr | ClosedJaxpr) -> int:
+    """The sum of all intermediate arrays and results of a program, which bounds the memory it needs at a time."""
+    own = sum(aval_bytes(var.aval) for eqn in jaxpr.eqns for var in eqn.outvars)
+    return own + sum(intermediate_bytes(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn))
+
+
+def aval_bytes(aval: Any) -> int:
+    """The bytes of an array of a program; 0 if it is none."""
+    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(getattr(aval, "shape", ())) * itemsize
 
 
 def unused_inputs(jaxpr: Jaxpr) -> list[bool]:

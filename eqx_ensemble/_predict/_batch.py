@@ -1,5 +1,6 @@
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -8,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _axes, _check, tree
-from .._compiled import ProgramKey
-from .._ensemble import Ensemble, take
+from .._combination import AbstractCombination
+from .._compiled import CompiledCall, ProgramKey
+from .._ensemble import Ensemble, join_values, take
 from .._ids import open_ids
 from .._pytree import PyTree
 from ..plan import AbstractPlan
-from ..plan._engine import sharded_plan
+from ..plan._engine import free_bytes, sharded_plan
 from ..sharding._engine import Layout, constrain_members, put, shard_rows
+from ._check import result_message
 
 # Selects rows of arrays: on a CPU by NumPy, because JAX compiles its indexing anew for every number of rows.
 
@@ -25,9 +28,17 @@ def size_of_few(num_rows: int, batch_size: int) -> int:
 
 
 def take_rows(x: Any, rows: np.ndarray, *, axis: int) -> Any:
-    """The rows of an array along an axis."""
+    """The rows of an array along an axis, as an array of NumPy where a compiled program takes them from the host."""
     index = (slice(None),) * axis + (rows,)
-    return _on_host(x, index) if _is_on_host(x) else x[index]
+    if not _is_on_host(x):
+        return x[index]
+    return _on_host(x, index) if x.committed else np.ascontiguousarray(np.asarray(x)[index])
+
+
+def some_rows(x: PyTree, rows: np.ndarray) -> PyTree:
+    """The rows of all arrays: no method of a Module, whose call takes longer."""
+    own = lambda value: _axes.Each(jax.tree.map(lambda x: take_rows(x, rows, axis=1), value))
+    return _axes.map_each(own, x, shared=lambda x: take_rows(x, rows, axis=0))
 
 
 def first_rows(x: Any, count: int, *, axis: int) -> Any:
@@ -60,8 +71,11 @@ def _is_on_host(x: Any) -> bool:
 
 def _on_host(x: jax.Array, index: tuple) -> jax.Array:
     # A copy, so that the whole array can be freed.
-    some = np.ascontiguousarray(np.asarray(x)[index])
-    return jax.device_put(some, x.sharding if x.committed else None)
+    return _to_device_of(np.ascontiguousarray(np.asarray(x)[index]), x)
+
+
+def _to_device_of(host: np.ndarray, x: jax.Array) -> jax.Array:
+    return jax.device_put(host, x.sharding if x.committed else None)
 
 
 # Blocks of members: on a mesh the same number per device, so that all devices work and no weights move.
@@ -123,9 +137,7 @@ class PredictionInputs(eqx.Module):
 
     def take_rows(self, rows: np.ndarray) -> "PredictionInputs":
         """The inputs of some of the rows."""
-        own = lambda value: _axes.Each(jax.tree.map(lambda x: take_rows(x, rows, axis=1), value))
-        x = _axes.map_each(own, self.x, shared=lambda x: take_rows(x, rows, axis=0))
-        return PredictionInputs(self.ensemble, x, self.state, self.keys)
+        return PredictionInputs(self.ensemble, some_rows(self.x, rows), self.state, self.keys)
 
     def one_row_of_zeros(self) -> "PredictionInputs":
         """The inputs with a single row of zeros, for the shapes of a prediction without rows."""
@@ -144,7 +156,7 @@ class PredictionInputs(eqx.Module):
         return take(self, index)
 
 
-def predict_batch(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs, rows: jax.Array) -> PyTree:
+def predict_batch(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs, rows: Any) -> PyTree:
     """The predictions of all members for all rows of `inputs`; `rows` are their indices in the data."""
     read = (inputs.ensemble, inputs.x, inputs.state, inputs.keys)
     own, view, _ = _axes.split_members(read)
@@ -170,6 +182,18 @@ def predict_batch(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs
 # Not a `CompiledCall`: with `memory` it is lowered without a call, too, to read the compiler's estimate.
 compiled_batch = eqx.filter_jit(predict_batch)
 
+FlatInputs = tuple[AbstractPlan, MemberCall, Ensemble, PyTree, PyTree, "_axes.Each | None", Any]
+"""Plan, call, ensemble, state, rows of `x`, keys and, if there are keys, the indices of the rows in the data."""
+
+
+def _predict_rows(read: FlatInputs, _: None) -> tuple[None, PyTree]:
+    plan, call, ensemble, state, x, keys, rows = read
+    return None, predict_batch(plan, call, PredictionInputs(ensemble, x, state, keys), rows)
+
+
+# The same program, found in a tenth of the time, for concrete arrays without a layout.
+compiled_rows = CompiledCall(_predict_rows)
+
 
 def batch_arguments(
     call: MemberCall, inputs: PredictionInputs, rows: np.ndarray, *, members: slice | np.ndarray = slice(None)
@@ -187,3 +211,108 @@ def on_one_device(
 ) -> tuple[MemberCall, PredictionInputs, jax.Array]:
     """The same arguments without a layout, for static analysis."""
     return dataclasses.replace(call, layout=None), inputs, rows
+
+
+def combine_parts(parts: Iterable[tuple[Any, PyTree]], combine: Any, weights: Any) -> PyTree:
+    """Combines the predictions of all members; each of `parts` has those of some, with their positions."""
+    if isinstance(combine, AbstractCombination):
+        partial = None
+        for index, part in parts:
+            partial = combine.update(partial, part, weights=None if weights is None else weights[index])
+        return combine.finish(partial)
+    positions, held = zip(*parts, strict=True)
+    if any(isinstance(index, np.ndarray) for index in positions):
+        predictions = join_values(held, np.argsort(np.concatenate(positions)))
+    else:
+        predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *held)
+    if combine is None:
+        return predictions
+    return combine(predictions) if weights is None else combine(predictions, weights=weights)
+
+
+class OutputBuffer:
+    """A result that is written in place, some rows at a time, without a second copy."""
+
+    def __init__(self, num_rows: int, *, axis: int) -> None:
+        self._num_rows, self._axis = num_rows, axis
+        self._value: Any = None
+        self._host: list[np.ndarray] = []  # of a CPU, whose arrays NumPy writes sooner than a program
+        self._late: tuple[PyTree, int] | None = None  # a part that is still being computed
+
+    @property
+    def value(self) -> PyTree:
+        """The result; `None` before the first rows are written."""
+        if not self._host:
+            return self._value
+        self._write_late()
+        first, structure = jax.tree.flatten(self._value)
+        return structure.unflatten([_to_device_of(x, own) for own, x in zip(first, self._host, strict=True)])
+
+    def write(self, part: PyTree, start: int) -> None:
+        """Writes a part of the result at the row `start`; the first part must start at row 0."""
+        leaves = jax.tree.leaves(part)
+        if self._value is None:
+            rows = leaves[0].shape[self._axis]
+            self._check_room(part, rows)
+            if rows == self._num_rows:
+                self._value = part
+            elif all(map(_is_on_host, leaves)):
+                whole = lambda x: (*x.shape[: self._axis], self._num_rows, *x.shape[self._axis + 1 :])
+                self._host = [_empty(whole(x), x.dtype) for x in leaves]
+                self._value, self._late = part, (part, start)
+            else:  # made from the first part, the result is on the same devices
+                self._value = _pad_rows(part, self._num_rows, self._axis)
+        elif self._host:
+            self._write_late()
+            self._late = part, start
+            if all(x.is_ready() for x in leaves):
+                self._write_late()
+        else:
+            traced = any(map(_check.is_traced, jax.tree.leaves((self._value, part))))
+            self._value = (_write_copy if traced else _write_in_place)(self._value, part, start, self._axis)
+
+    def _write_late(self) -> None:
+        if self._late is not None:
+            part, start = self._late
+            for whole, x in zip(self._host, jax.tree.leaves(part), strict=True):
+                rows = slice(start, start + x.shape[self._axis])
+                whole[(slice(None),) * self._axis + (rows,)] = np.asarray(x)
+            self._late = None
+
+    def _check_room(self, part: PyTree, rows: int) -> None:
+        leaves, free = jax.tree.leaves(part), free_bytes()
+        if free is None or any(map(_check.is_traced, leaves)):
+            return
+        need = sum(leaf.nbytes for leaf in leaves) // rows * self._num_rows
+        if need > free:
+            whole = lambda x: (*x.shape[: self._axis], self._num_rows, *x.shape[self._axis + 1 :])
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(whole(x), x.dtype), part)
+            raise MemoryError(result_message(need, free, shapes, combined=self._axis == 0))
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array of which JAX makes one without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    held = np.empty(size + _ALIGNED, np.uint8)
+    first = -held.ctypes.data % _ALIGNED
+    return held[first : first + size].view(dtype).reshape(shape)
+
+
+_ALIGNED = 64
+
+
+def _extend(part: PyTree, num_rows: int, axis: int) -> PyTree:
+    def extend(x: jax.Array) -> jax.Array:
+        padding = [(0, num_rows - size if i == axis else 0, 0) for i, size in enumerate(x.shape)]
+        return jax.lax.pad(x, jax.numpy.zeros((), x.dtype), padding)
+
+    return jax.tree.map(extend, part)
+
+
+def _write(whole: PyTree, part: PyTree, start: Any, axis: int) -> PyTree:
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, axis), whole, part)
+
+
+_pad_rows = jax.jit(_extend, static_argnums=(1, 2))
+_write_copy = jax.jit(_write, static_argnums=3)
+_write_in_place = jax.jit(_write, static_argnums=3, donate_argnums=0)

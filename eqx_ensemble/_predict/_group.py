@@ -29,9 +29,18 @@ from .._pytree import PyTree
 from ..plan import AbstractPlan
 from ..plan._engine import Pilot, as_plan, plan_in_program
 from ..sharding._engine import Layout, layout_for, replicate, shard_members
-from ._batch import MemberCall, PredictionInputs, first_rows, predict_batch, row_of_zeros, size_of_few, weights_of
+from ._batch import (
+    MemberCall,
+    PredictionInputs,
+    combine_parts,
+    first_rows,
+    predict_batch,
+    row_of_zeros,
+    size_of_few,
+    weights_of,
+)
 from ._check import check_combine, check_inference, check_rows_of_result, check_untraced
-from ._run_works import Work, combine_parts, run_works
+from ._run_works import Work, run_works
 
 # The inputs of a prediction, checked and on their devices.
 

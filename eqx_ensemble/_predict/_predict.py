@@ -4,14 +4,13 @@ from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from .. import _check
 from .._axes import check_no_batch, explain_rows, is_per_member
 from .._combination import of_predictions, stream_of
-from .._compiled import CompiledCall, flatten, program_key
+from .._compiled import flatten, program_key
 from .._ensemble import Ensemble, Group, check_ensemble
 from .._foreign import as_hashable, from_foreign_tree, own_array
 from .._pytree import PyTree
@@ -19,10 +18,10 @@ from .._suggest import explain_as
 from .._typing import ByPart, CallableEnsemble, Out, StatefulEnsemble
 from ..plan import AbstractPlan, AnyPlan
 from ..plan._engine import Pilot, as_plan, explain_memory, plan_in_program
-from ._batch import MemberCall, PredictionInputs, first_rows, predict_batch, size_of_few, weights_of
+from ._batch import FlatInputs, MemberCall, combine_parts, compiled_rows, first_rows, size_of_few, weights_of
 from ._check import check_combine, check_inference, check_rows_of_result
 from ._group import check_budget, check_members_and_rows, predict_group, predict_no_rows, prepare_inputs, size_of_batch
-from ._run_works import Work, combine_parts, run_works
+from ._run_works import Work, run_works
 
 # The fast path for few rows: most checks of `predict` depend on structures, shapes and dtypes only. Calls that were
 # compiled before skip the checks, and take a tenth of the time.
@@ -35,11 +34,11 @@ class FewRows(NamedTuple):
 
     **Attributes:**
 
-    - `read`: plan, call, ensemble, state and rows, which are padded to a power of two by repeating the last one.
+    - `read`: the arguments of the program, with rows that are padded to a power of two by repeating the last one.
     - `num_rows`, `size`: the number of rows without the padding, and with it.
     """
 
-    read: tuple[AbstractPlan, MemberCall, Ensemble, PyTree, PyTree]
+    read: FlatInputs
     num_rows: int
     size: int
 
@@ -67,21 +66,12 @@ def few_rows(
         return None
     size = size_of_few(num_rows, batch_size)
     x = jax.tree.unflatten(structure, [own_array(x) if size == num_rows else _pad(x, size) for x in rows])
-    return FewRows((own_plan, call, ensemble, state, x), num_rows, size)
+    return FewRows((own_plan, call, ensemble, state, x, None, None), num_rows, size)
 
 
 @ft.lru_cache(maxsize=512)
 def _call(fn: Any, inference: Any, plan: AbstractPlan | None) -> tuple[AbstractPlan, MemberCall]:
     return as_plan(plan), MemberCall(fn, inference is not False)
-
-
-def _predict_rows(read: tuple[AbstractPlan, MemberCall, Ensemble, PyTree, PyTree], _: None) -> tuple[None, PyTree]:
-    plan, call, ensemble, state, x = read
-    rows = jnp.arange(jax.tree.leaves(x)[0].shape[0])
-    return None, predict_batch(plan, call, PredictionInputs(ensemble, x, state, None), rows)
-
-
-_compiled_few = CompiledCall(_predict_rows)
 
 
 def can_be_few(plan: AbstractPlan, x: PyTree) -> bool:
@@ -216,6 +206,9 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     inputs and result; batches of a few hundred rows stay in a processor's cache. With `combine`, the predictions of all
     members exist for one batch at a time, and `memory` bounds the members that are processed together.
 
+    On a CPU several batches are processed at the same time, on all cores by default: each core has its batch, and one
+    in its queue, while free memory suffices. They are combined in the order of rows; results are the same bits.
+
     **Arguments:**
 
     - `ensemble`: an ensemble, whose members are functions of one example; or an [`eqx_ensemble.Group`][], whose members
@@ -275,7 +268,7 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
         )  # fmt: skip
     if memory is None and mesh is None and key is None and (progress is None or progress is False):
         few = few_rows(ensemble, x, state, fn=fn, inference=inference, plan=plan, batch_size=batch_size)
-    if few is not None and _compiled_few.is_compiled(few.read):
+    if few is not None and compiled_rows.traits(few.read) is not None:
         return _predict_few(few, x, combine, weights)
     check_ensemble(ensemble)
     inference = check_inference(inference, key)
@@ -308,7 +301,7 @@ def _predict_few(few: FewRows, x: PyTree, combine: Any, weights: Any) -> PyTree:
     weights = check_combine(combine, weights, ensemble.num_members, few.num_rows)
     with explain_memory(Pilot(plan, name="predict"), ensemble.num_members):
         with explain_rows(x):
-            _, out = _compiled_few(few.read)
+            _, out = compiled_rows(few.read)
         if combine is not None:
             own = weights_of(weights, np.minimum(np.arange(few.size), few.num_rows - 1))
             out = combine_parts([(slice(None), out)], of_predictions(combine), own)

@@ -1,89 +1,45 @@
 """The loop over the rows of a prediction, of one ensemble or of the parts of a group."""
 
 import contextlib
+import contextvars
 import dataclasses
+import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from .. import _axes, _check
 from .._axes import explain_rows
+from .._caller import caller
 from .._check import is_key
-from .._combination import AbstractCombination
-from .._ensemble import join_values
+from .._cores import on_cores
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
+from .._suggest import explain_as
 from ..distributed._engine import largest
 from ..plan._engine import Pilot, cost_of, explain_memory, free_bytes, peak, release_memory
 from ..sharding._engine import spans_processes
 from ._batch import (
     MemberCall,
+    OutputBuffer,
     PredictionInputs,
     batch_arguments,
     blocks_of_members,
     compiled_batch,
+    compiled_rows,
     first_rows,
     members_of_device,
     on_one_device,
     predict_batch,
+    some_rows,
 )
-from ._check import budget_message, check_rows_of_result, result_message
-
-
-class OutputBuffer:
-    """A result that is written in place, some rows at a time, without a second copy.
-
-    **Attributes:**
-
-    - `value`: the result; `None` before the first rows are written.
-    """
-
-    def __init__(self, num_rows: int, *, axis: int) -> None:
-        self.value: Any = None
-        self._num_rows, self._axis = num_rows, axis
-
-    def write(self, part: PyTree, start: int) -> None:
-        """Writes a part of the result at the row `start`; the first part must start at row 0."""
-        if self.value is not None:
-            traced = any(map(_check.is_traced, jax.tree.leaves((self.value, part))))
-            self.value = (_write_copy if traced else _write_in_place)(self.value, part, start, self._axis)
-            return
-        rows = jax.tree.leaves(part)[0].shape[self._axis]
-        self._check_room(part, rows)
-        # Made from the first part, the result is on the same devices.
-        self.value = part if rows == self._num_rows else _pad_rows(part, self._num_rows, self._axis)
-
-    def _check_room(self, part: PyTree, rows: int) -> None:
-        leaves, free = jax.tree.leaves(part), free_bytes()
-        if free is None or any(map(_check.is_traced, leaves)):
-            return
-        need = sum(leaf.nbytes for leaf in leaves) // rows * self._num_rows
-        if need > free:
-            whole = lambda x: (*x.shape[: self._axis], self._num_rows, *x.shape[self._axis + 1 :])
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(whole(x), x.dtype), part)
-            raise MemoryError(result_message(need, free, shapes, combined=self._axis == 0))
-
-
-def _extend(part: PyTree, num_rows: int, axis: int) -> PyTree:
-    def extend(x: jax.Array) -> jax.Array:
-        padding = [(0, num_rows - size if i == axis else 0, 0) for i, size in enumerate(x.shape)]
-        return jax.lax.pad(x, jax.numpy.zeros((), x.dtype), padding)
-
-    return jax.tree.map(extend, part)
-
-
-def _write(whole: PyTree, part: PyTree, start: Any, axis: int) -> PyTree:
-    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, start, axis), whole, part)
-
-
-_pad_rows = jax.jit(_extend, static_argnums=(1, 2))
-_write_copy = jax.jit(_write, static_argnums=3)
-_write_in_place = jax.jit(_write, static_argnums=3, donate_argnums=0)
+from ._check import budget_message, check_rows_of_result
 
 
 class Work(NamedTuple):
@@ -99,6 +55,16 @@ class Work(NamedTuple):
     batch_size: int
     members: np.ndarray | None = None
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether `compiled_rows` predicts: there is no layout, and nothing is traced."""
+        return self.call.layout is None and not _check.is_inside_transformation()
+
+    def flat_inputs(self, rows: np.ndarray) -> tuple[Any, ...]:
+        """The arguments of `compiled_rows`, except for the plan."""
+        own, indices = self.inputs, None if self.inputs.keys is None else rows
+        return self.call, own.ensemble, own.state, some_rows(own.x, rows), own.keys, indices
+
     def rows(self, start: int, count: int) -> np.ndarray:
         """The indices of `count` rows from `start`; at the end of the data the last `count` rows.
 
@@ -112,26 +78,10 @@ class Work(NamedTuple):
         return chunk if self.members is None else self.members[chunk]
 
 
-def combine_parts(parts: Iterable[tuple[Any, PyTree]], combine: Any, weights: Any) -> PyTree:
-    """Combines the predictions of all members; each of `parts` has those of some, with their positions."""
-    if isinstance(combine, AbstractCombination):
-        partial = None
-        for index, part in parts:
-            partial = combine.update(partial, part, weights=None if weights is None else weights[index])
-        return combine.finish(partial)
-    positions, held = zip(*parts, strict=True)
-    if any(isinstance(index, np.ndarray) for index in positions):
-        predictions = join_values(held, np.argsort(np.concatenate(positions)))
-    else:
-        predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *held)
-    if combine is None:
-        return predictions
-    return combine(predictions) if weights is None else combine(predictions, weights=weights)
-
-
 _FEW_ROWS = 32  # with fewer rows a batch, fewer members at a time are cheaper: weights are read for every batch
 _MOST_STEPS_UP = 2  # a factor of four: small blocks say little about much larger ones
 _SAFETY = 0.5  # of the budget: sampling misses short peaks, by up to two fifths on a busy machine
+_WORTH_THREADS = 2**26  # bytes of intermediate arrays, about two milliseconds; threads take half of one to start
 _REPEATS = 3  # of each block: on a busy machine a sample may be late
 
 
@@ -161,8 +111,9 @@ class BlockSizes:
         own = (members_of_device(inputs.ensemble.num_members, call.layout) for call, inputs in parts)
         self._ladder = _ladder(Block(max(own), most_rows))
         bounds = [_byte_bound(call, inputs) for call, inputs in parts]
-        need = lambda block: max(bound(block) for bound in bounds)
-        fitting = (i for i, block in enumerate(self._ladder) if need(block) <= _SAFETY * self._memory)
+        self._bound = lambda block: max(bound(block) for bound, _ in bounds)
+        self._calls_python = any(calls_python for _, calls_python in bounds)
+        fitting = (i for i, block in enumerate(self._ladder) if self._bound(block) <= _SAFETY * self._memory)
         self._index = self._of_all_processes(next(fitting, len(self._ladder) - 1))
         self._highest = 0
 
@@ -184,6 +135,13 @@ class BlockSizes:
         index = min(max(self._index - up, self._highest), len(self._ladder) - 1)
         self.settled = index == self._index
         self._index = index
+
+    def at_once(self, need: int, count: int) -> int:
+        """How many of `count` blocks to predict at the same time; `need` are the bytes of one."""
+        few_members = self.block.members < self._ladder[0].members  # their predictions are combined one by one
+        if few_members or self._calls_python or count * self._bound(self.block) < _WORTH_THREADS:
+            return 1
+        return max(min(count, int(_SAFETY * self._memory) // max(need, 1)), 1)
 
     def _of_all_processes(self, value: int) -> int:
         """The maximum over processes: with different blocks they would deadlock."""
@@ -238,16 +196,21 @@ def _halvings(count: int) -> list[int]:
     return [count, *(2**i for i in reversed(range((count - 1).bit_length())))]
 
 
-def _byte_bound(call: MemberCall, inputs: PredictionInputs) -> Callable[[Block], int]:
-    """An upper bound on the bytes of intermediate arrays of a block, from those of one member and one or two rows."""
+def _byte_bound(call: MemberCall, inputs: PredictionInputs) -> tuple[Callable[[Block], int], bool]:
+    """An upper bound on the bytes of intermediate arrays of a block, from those of one member and one or two rows.
+
+    And whether the program calls Python.
+    """
     layout, alone = call.layout, dataclasses.replace(call, layout=None)
     reads = (batch_arguments(alone, inputs, np.zeros(count, int)) for count in (1, 2))
-    one, two = (cost_of(predict_batch, *read).bytes for read in reads)
+    one, two = (cost_of(predict_batch, *read) for read in reads)
+    of_row = max(two.bytes - one.bytes, 0)
     own, devices = members_of_device(inputs.ensemble.num_members, layout), 1
     if layout is not None:
         axis, grid = layout.mesh.axis_names.index("members"), layout.mesh.devices
         devices = _measured_as_one(list(np.moveaxis(grid, axis, 0).reshape(grid.shape[axis], -1)[:, 0]))
-    return lambda block: devices * min(block.members, own) * (one + (block.rows - 1) * max(two - one, 0))
+    bound = lambda block: devices * min(block.members, own) * (one.bytes + (block.rows - 1) * of_row)
+    return bound, one.callbacks > 0
 
 
 def _measured_as_one(devices: Sequence[Any]) -> int:
@@ -275,6 +238,22 @@ Collect = Callable[[Iterable[tuple[Any, PyTree]], np.ndarray], PyTree]
 """Makes the result for some rows from the predictions of all members, given in parts with their positions."""
 
 
+class Step(NamedTuple):
+    """The prediction of some rows.
+
+    **Attributes:**
+
+    - `predict`: the part that may run at the same time as that of other steps.
+    - `finish`: makes the result from it, in the order of rows. It calls functions of users.
+    - `cores`: the number of cores for this step and all that follow.
+    """
+
+    rows: np.ndarray
+    predict: Callable[[], Any]
+    finish: Callable[[Any], PyTree]
+    cores: int
+
+
 def run_works(
     works: Sequence[Work], collect: Collect, *, axis: int, memory: int | None, progress: bool | None
 ) -> PyTree:
@@ -282,63 +261,162 @@ def run_works(
     num_rows, num_members = works[0].num_rows, sum(work.inputs.ensemble.num_members for work in works)
     output = OutputBuffer(num_rows, axis=axis)
     described = f"predict, {members_in_words(num_members)}"
+
+    def finish(step: Step, predicted: Any) -> None:
+        rows, out = step.rows, step.finish(predicted)
+        if axis == 0:
+            check_rows_of_result(out, len(rows))
+        if len(rows) > num_rows:
+            out = jax.tree.map(lambda x: first_rows(x, num_rows, axis=axis), out)
+        output.write(out, int(rows[0]))
+        line.update(int(rows[-1]) + 1 - line.n)
+
     with (
         progress_line(show=progress, description=described, total=num_rows, unit="row") as line,
         contextlib.ExitStack() as explained,
     ):
         for work in works:
-            own = work.inputs.ensemble.num_members
-            explained.enter_context(explain_memory(work.pilot, own))
-        for rows, out in _batches(works, collect) if memory is None else _batches_within(memory, works, collect):
-            if axis == 0:
-                check_rows_of_result(out, len(rows))
-            if len(rows) > num_rows:
-                out = jax.tree.map(lambda x: first_rows(x, num_rows, axis=axis), out)
-            output.write(out, int(rows[0]))
-            line.update(int(rows[-1]) + 1 - line.n)
+            explained.enter_context(explain_memory(work.pilot, work.inputs.ensemble.num_members))
+        steps = _batches(works, collect) if memory is None else _batches_within(memory, works, collect)
+        for step in steps:
+            if step.cores == 1:
+                finish(step, step.predict())
+            else:
+                count = -(-(num_rows - int(step.rows[0])) // len(step.rows))
+                _run_at_once(itertools.chain([step], steps), finish, count=count, cores=step.cores)
     return output.value
 
 
-def _batches(works: Sequence[Work], collect: Collect) -> Iterator[tuple[np.ndarray, PyTree]]:
-    """The rows in batches of one size, each with its result."""
-    for parts in zip(*map(_batches_of, works), strict=True):
-        rows = parts[0][0]
-        own = [(work.positions_of(slice(None)), out) for work, (_, out) in zip(works, parts, strict=True)]
-        yield rows, collect(own, rows)
+def _run_at_once(steps: Iterator[Step], finish: Callable[[Step, Any], None], *, count: int, cores: int) -> None:
+    """Runs `count` steps on `cores` cores, and finishes them in their order.
+
+    A core computes one step, and has one more in its queue: it would wait for the next one while Python runs.
+    """
+    turn, finishing = threading.Condition(), threading.Lock()
+    numbered, unfinished, num_finished = enumerate(steps), {}, 0
+    errors: dict[int, BaseException] = {}
+
+    def finish_until(most: int) -> None:
+        nonlocal num_finished
+        with finishing:
+            while len(unfinished) > most and num_finished < min(errors, default=count):
+                with turn:
+                    turn.wait_for(lambda: num_finished in unfinished or errors)  # noqa: B023
+                    if num_finished not in unfinished:
+                        return
+                    step, predicted = unfinished.pop(num_finished)
+                try:
+                    finish(step, jax.block_until_ready(predicted))
+                    num_finished += 1
+                except BaseException as error:
+                    stop(num_finished, error)
+
+    def run_next() -> None:
+        number = -1
+        try:
+            with turn:
+                if errors:
+                    return
+                number, step = next(numbered)
+            predicted = step.predict()
+            with turn:
+                unfinished[number] = step, predicted
+                turn.notify_all()
+            finish_until(cores)
+        except BaseException as error:
+            stop(number, error)
+
+    def stop(number: int, error: BaseException) -> None:
+        with turn:
+            errors[number] = error
+            turn.notify_all()
+
+    run = explain_as(caller())(run_next)  # messages name the same function in all threads
+    context = contextvars.copy_context()
+    on_cores(lambda _: context.copy().run(run), range(count), cores=cores)
+    finish_until(0)
+    if errors:
+        raise errors[min(errors)]
 
 
-def _batches_of(work: Work) -> Iterator[tuple[np.ndarray, PyTree]]:
-    """The predictions of the members of one ensemble for batches of rows."""
-    pilot, num_members, layout = work.pilot, work.inputs.ensemble.num_members, work.call.layout
-    num_members = members_of_device(num_members, layout)
-    for start in range(0, work.num_rows, work.batch_size):
-        rows = work.rows(start, work.batch_size)
-        read = batch_arguments(work.call, work.inputs, rows)
-        with explain_rows(work.inputs.x):
-            pilot.look(predict_batch, *on_one_device(*read), num_members=num_members, unit="batch")
-            began, trial = time.perf_counter(), pilot.watching
-            out = pilot.call(lambda plan, read: compiled_batch(plan, *read), read)
-        seconds = time.perf_counter() - began
-        batches_left = (work.num_rows - 1 - start) // work.batch_size
-        pilot.note(1, seconds, seconds_left=batches_left * seconds if trial else 0.0)
-        yield rows, out
+def _cores(works: Sequence[Work]) -> int:
+    """The number of cores that may predict at the same time; 1 on other devices, and in a transformation."""
+    arrays = [x for work in works for x in jax.tree.leaves(work.inputs) if isinstance(x, jax.Array)]
+    if not all(work.is_flat for work in works) or jax.process_count() > 1:
+        return 1
+    if not all(isinstance(x.sharding, SingleDeviceSharding) for x in arrays):
+        return 1
+    return min(work.pilot.plan.blocks(work.inputs.ensemble.num_members).cores for work in works)
 
 
-def _batches_within(memory: int, works: Sequence[Work], collect: Collect) -> Iterator[tuple[np.ndarray, PyTree]]:
+def _batches(works: Sequence[Work], collect: Collect) -> Iterator[Step]:
+    """The rows in batches of one size. The first one may compile; it is predicted alone, and so are trials of plans."""
+    (num_rows,), (size,) = {work.num_rows for work in works}, {work.batch_size for work in works}
+    most, cores = _cores(works), None
+    for start in range(0, num_rows, size):
+        rows, batches_left = works[0].rows(start, size), (num_rows - 1 - start) // size
+        if cores is None:
+            cores = 1 if most == 1 else _cores_for(works, rows, most, batches_left + 1)
+        predict = lambda rows=rows, left=batches_left: [
+            (work.positions_of(slice(None)), _predict_batch(work, rows, batches_left=left)) for work in works
+        ]
+        yield Step(rows, predict, lambda parts, rows=rows: collect(parts, rows), cores or 1)
+
+
+def _cores_for(works: Sequence[Work], rows: np.ndarray, most: int, count: int) -> int | None:
+    """The number of cores for `count` batches; `None` if the next one may compile or is a trial of a plan."""
+    found = [compiled_rows.traits((work.pilot.plan, *work.flat_inputs(rows))) for work in works]
+    traits = [one for one in found if one is not None]
+    if len(traits) < len(works) or any(work.pilot.is_trial for work in works):
+        return None
+    for work in works:
+        work.pilot.settle()
+    size = sum(one.bytes for one in traits)
+    if any(one.calls_python for one in traits) or size * count < _WORTH_THREADS:
+        return 1
+    free = free_bytes()
+    return max(min(most, count, most if free is None else int(_SAFETY * free) // size), 1)
+
+
+def _predict_batch(work: Work, rows: np.ndarray, *, batches_left: int) -> PyTree:
+    """The predictions of the members of one ensemble for some rows."""
+    pilot, num_members = work.pilot, members_of_device(work.inputs.ensemble.num_members, work.call.layout)
+    with explain_rows(work.inputs.x):
+        if pilot.plan.choice is not pilot.plan:
+            read = on_one_device(*batch_arguments(work.call, work.inputs, rows))
+            pilot.look(predict_batch, *read, num_members=num_members, unit="batch")
+        if work.is_flat:
+            read, run = work.flat_inputs(rows), lambda plan, read: compiled_rows((plan, *read))[1]
+        else:
+            read = batch_arguments(work.call, work.inputs, rows)
+            run = lambda plan, read: compiled_batch(plan, *read)
+        began, trial = time.perf_counter(), pilot.watching
+        out = pilot.call(run, read)
+    seconds = time.perf_counter() - began
+    pilot.note(1, seconds, seconds_left=batches_left * seconds if trial else 0.0)
+    return out
+
+
+def _batches_within(memory: int, works: Sequence[Work], collect: Collect) -> Iterator[Step]:
     """The same within a budget of memory: the block of later batches follows from the peak of the first."""
     with explain_rows(works[0].inputs.x):
         sizes = BlockSizes(memory, [(work.call, work.inputs) for work in works], most_rows=works[0].batch_size)
-    start = 0
-    while start < works[0].num_rows:
+    start, num_rows, need = 0, works[0].num_rows, memory
+    while start < num_rows:
         members, count = sizes.block
         rows = works[0].rows(start, count)
         predict_rows = lambda members=members, rows=rows: collect(_chunks(works, members, rows), rows)
-        if sizes.settled:
-            out = jax.block_until_ready(predict_rows())
-        else:
+        blocks_left = -(-(num_rows - start) // count)
+        if not sizes.settled:
             out, need = measure(works, rows, predict_rows, members=members)
             sizes.note(need)
-        yield rows, out
+            yield Step(rows, lambda: None, lambda _, out=out: out, 1)
+            del out
+        elif (cores := min(_cores(works), sizes.at_once(need, blocks_left))) > 1:
+            predict = lambda members=members, rows=rows: list(_chunks(works, members, rows))
+            yield Step(rows, predict, lambda parts, rows=rows: collect(parts, rows), cores)
+        else:
+            yield Step(rows, lambda: None, lambda _, run=predict_rows: jax.block_until_ready(run()), 1)
         start += count
 
 

@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .. import _axes
-from .._jaxpr import inner_jaxprs
+from .._jaxpr import aval_bytes, inner_jaxprs
 from .._pytree import PyTree
 from ._plans import AbstractPlan
 
@@ -63,7 +63,7 @@ def _cost_of_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Cost:
         times = int(eqn.params.get("length", 1)) if name == "scan" else 1
         loops += name in ("scan", "while")
         callbacks += name.endswith("callback")
-        held += sum(_bytes(var.aval) for var in eqn.outvars)
+        held += sum(aval_bytes(var.aval) for var in eqn.outvars)
         for inner in map(_cost_of_jaxpr, inner_jaxprs(eqn)):
             flops += times * inner.flops
             held += inner.bytes
@@ -80,11 +80,6 @@ def _cost_of_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Cost:
             flops += 2 * math.prod(shapes[-1]) * math.prod(shapes[1]) // max(out, 1)
             convolutions += 1
     return Cost(flops, held, convolutions, products, loops, callbacks)
-
-
-def _bytes(aval: Any) -> int:
-    itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
-    return math.prod(getattr(aval, "shape", ())) * itemsize
 
 
 _STATM = pathlib.Path("/proc/self/statm")

@@ -10,6 +10,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble._compiled import CompiledCall
+from eqx_ensemble._predict import _batch
 from eqx_ensemble._predict import _predict as room
 
 from ..factories import CASES
@@ -21,13 +22,13 @@ MEMBERS = 3
 @pytest.fixture(autouse=True)
 def sizes(monkeypatch):
     """The numbers of rows that programs of this test were compiled for."""
-    found, own = [], room._predict_rows
+    found, own = [], _batch._predict_rows
 
     def counted(read, _):
-        found.append(len(jax.tree.leaves(read[-1])[0]))
+        found.append(len(jax.tree.leaves(read[4])[0]))
         return own(read, _)
 
-    monkeypatch.setattr(room, "_compiled_few", CompiledCall(counted))
+    monkeypatch.setattr(room, "compiled_rows", CompiledCall(counted))
     return found
 
 
@@ -216,7 +217,7 @@ def test_an_error_of_a_member_is_equinox_error(ensemble):
 
 
 def test_threads(ensemble, monkeypatch):
-    monkeypatch.setattr(room, "_compiled_few", CompiledCall(room._predict_rows, most=2))
+    monkeypatch.setattr(room, "compiled_rows", CompiledCall(_batch._predict_rows, most=2))
     fns = [lambda model, x, i=i: model(x) + i for i in range(4)]
     want = np.asarray(ee.predict(ensemble, rows(3)))
     failed = []

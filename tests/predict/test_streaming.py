@@ -16,8 +16,8 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble._predict import _batch as _output
 from eqx_ensemble._predict import _run_works as _block_sizes
-from eqx_ensemble._predict import _run_works as _output
 from eqx_ensemble.plan import _memory
 
 KEY, MEMBERS, ROWS = jax.random.key(0), 5, 11
@@ -258,7 +258,7 @@ def test_small_blocks_of_members_with_inputs_state_and_keys_of_their_own(needing
 
 
 def test_a_block_grows_to_what_fits(ensemble, needing, monkeypatch):
-    monkeypatch.setattr(_block_sizes, "_byte_bound", lambda call, inputs: lambda block: math.inf)
+    monkeypatch.setattr(_block_sizes, "_byte_bound", lambda call, inputs: (lambda block: math.inf, False))
     with needing(lambda block: 2**20 * block.members * block.rows) as seen:
         found = ee.predict(ensemble, rows(200), memory=2**20 * MEMBERS * 64 * 2 + 1)
     assert seen == [(1, 1), (1, 4), (1, 16), (2, 32), (5, 32), (5, 64)]

@@ -190,7 +190,7 @@ def within(folder):
             mesh = ee.make_mesh(**shape)
             ensemble = ee.build(make, num_members, mesh=mesh, key=KEY(0))
             if num_members == 12 and is_last:  # as where its devices share less memory
-                _block_sizes._byte_bound = lambda call, inputs: lambda block: float("inf")
+                _block_sizes._byte_bound = lambda call, inputs: (lambda block: float("inf"), False)
             for word, combine in {"all": None, "moments": ee.combine.moments, "one": lambda p: p[3]}.items():
                 memory = 2**20 * (4 if rank == 0 else 64) + 1
                 got = ee.distributed.to_host(ee.predict(ensemble, X, combine=combine, memory=memory, batch_size=8))

@@ -207,7 +207,7 @@ class BlockCalls:
     def _is_compiled(self, read: tuple[Program, Inputs, Chunk], carry: Carry, block: slice) -> bool:
         key = read[0].plan, block.stop
         if key not in self._known and isinstance(self._call, CompiledCall):
-            if self._call.is_compiled(read, _part_of(carry, block)):
+            if self._call.traits(read, _part_of(carry, block)) is not None:
                 self._known.add(key)
         known = key in self._known
         self._known.add(key)
