@@ -16,3 +16,4 @@ from ._combination import stream as stream
 from ._combination import stream_of as stream_of
 from ._combination import streaming as streaming
 from ._order import by_order as by_order
+from ._order import sort_rows as sort_rows
