@@ -1,4 +1,5 @@
 from ._blocks import by_rows as by_rows
+from ._blocks import pays as pays
 from ._blocks import pays_if_large as pays_if_large
 from ._combination import AbstractCombination as AbstractCombination
 from ._combination import Summary as Summary
