@@ -11,12 +11,13 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Int, Shaped
 
 from .._check import as_column
+from .._cores import num_cores, on_cores
 from .._foreign import empty_aligned
 from .._pytree import PyTree
 from ._blocks import pays
 
 _FEWEST_NUMBERS = 2**13  # below this size, XLA takes less than a millisecond
-_BYTES = 63 * 2**16  # of values in a block; not a power of two, which would map members to the same cache lines
+_BYTES = 63 * 2**14  # of values in a block; not a power of two, which would map members to the same cache lines
 
 
 def by_order(
@@ -84,21 +85,26 @@ _of_order = jax.jit(lambda fn, ordered, own, shared: fn(ordered, own, shared), s
 def _by_numpy(
     fn: Callable, values: Array, weights: Array | None, shared: PyTree, centre: Array | None, fill: float
 ) -> PyTree:
-    """Sorts one block at a time, in one buffer that fits a cache."""
+    """Sorts blocks on all cores, each core one at a time, in one buffer that fits a cache."""
     columns = np.asarray(values).reshape(len(values), -1)
     middle = None if centre is None else np.asarray(centre).ravel()
     convex = None if weights is None else np.asarray(weights)
     device = values.sharding if values.committed else None
     size = min(columns.shape[1], max(_BYTES // columns[:, :1].nbytes, 1))
-    memory = empty_aligned((len(columns), size), columns.dtype)
     # The last block repeats entries of the one before: all blocks have one shape.
     starts = [*range(0, columns.shape[1] - size, size), columns.shape[1] - size]
-    parts = []
-    for start in starts:
-        part = slice(start, start + size)
-        ordered, own = _sort(memory, columns[:, part], convex, None if middle is None else middle[part], fill)
-        found = _of_order(fn, *jax.device_put((ordered, own), device), shared)
-        parts.append(jax.block_until_ready(found))  # the buffer can be reused
+
+    def run(starts: list[int]) -> list[PyTree]:
+        memory, parts = empty_aligned((len(columns), size), columns.dtype), []
+        for start in starts:
+            part = slice(start, start + size)
+            ordered, own = _sort(memory, columns[:, part], convex, None if middle is None else middle[part], fill)
+            found = _of_order(fn, *jax.device_put((ordered, own), device), shared)
+            parts.append(jax.block_until_ready(found))  # the buffer can be reused
+        return parts
+
+    share = -(-len(starts) // num_cores())
+    parts = sum(on_cores(run, [starts[i : i + share] for i in range(0, len(starts), share)]), [])
     return jax.tree.map(lambda *blocks: _join(starts, blocks, values.shape[1:], device), *parts)
 
 
