@@ -131,13 +131,11 @@ class _Ranked(NamedTuple):
 
 
 def _rank(scores: ArrayLike, positives: ArrayLike, row_weights: ArrayLike | None) -> _Ranked:
-    return _Ranked(*sort_rows(*_unranked(*check_ranking(scores, positives, row_weights))))
+    return _Ranked(*sort_rows(*_divide(*check_ranking(scores, positives, row_weights))))
 
 
 @jax.jit
-def _unranked(
-    scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
-) -> _Ranked:
+def _divide(scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]) -> _Ranked:
     positive = jnp.where(positives, weights, 0)
     return _Ranked(-jnp.where(weights == 0, -jnp.inf, scores), positive, weights - positive)
 
