@@ -76,7 +76,7 @@ def decompose_entropy(
 def _decompose(
     logits: Float[Array, "members *batch classes"], _: tuple, weights: Float[Array, "members ..."] | None
 ) -> tuple[Float[Array, "*batch"], ...]:
-    aleatoric, epistemic, _ = _parts(logits, weights)
+    aleatoric, epistemic = _parts(logits, weights)[:2]
     return aleatoric + epistemic, aleatoric, epistemic
 
 
