@@ -1,4 +1,4 @@
-"""Uncertainty: reductions over members compared with NumPy and torchmetrics, and the memory of streaming."""
+"""Uncertainty: array functions compared with NumPy, scikit-learn and torchmetrics, and the memory of streaming."""
 
 import json
 import sys
@@ -29,18 +29,19 @@ def measure(quick: bool) -> Report:
     _beside_numpy(report, logits, size, quick=quick)
     _beside_scoringrules(report, logits, quick=quick)
     _beside_torchmetrics(report, logits, labels, quick=quick)
+    _of_rows(report, logits, labels, quick=quick)
     _peaks(report, quick=quick)
     return report
 
 
 def _reductions(logits: np.ndarray) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     on_device = jnp.asarray(logits)
-    chunks = np.array_split(np.arange(len(logits)), 4)
+    chunks = [jnp.asarray(chunk) for chunk in np.array_split(logits, 4)]  # as they arrive: slicing is a copy
 
     def streamed(reduction: ee.combine.AbstractCombination) -> Any:
         partial = None
         for chunk in chunks:
-            partial = reduction.update(partial, on_device[chunk[0] : chunk[-1] + 1])
+            partial = reduction.update(partial, chunk)
         return reduction.finish(partial)
 
     ways = {
@@ -55,6 +56,7 @@ def _reductions(logits: np.ndarray) -> dict[str, tuple[Callable[[], Any], Callab
             lambda reduction=reduction: streamed(reduction),
             by_numpy,
         )
+    found["entropies, at once"] = (lambda: ee.uncertainty.decompose_entropy(on_device), lambda: _entropies(logits))
     return found
 
 
@@ -148,6 +150,7 @@ def _orders(values: np.ndarray, targets: np.ndarray) -> Ways:
             lambda: np.sort(values, axis=0)[cut : len(values) - cut].mean(0),
         ),
         "CRPS": (lambda: ee.scores.crps(v, t, reduction="none"), lambda: _crps(values, targets)),
+        "mean CRPS": (lambda: ee.scores.crps(v, t), lambda: _crps(values, targets).mean()),
     }
 
 
@@ -204,6 +207,53 @@ def _beside_torchmetrics(report: Report, logits: np.ndarray, labels: np.ndarray,
         _agree("calibration error", ours(), theirs())
     question = f"calibration error, {logits.shape[1]:,} rows"
     _raced(report, question, {"eqx_ensemble": ours, "torchmetrics": theirs}, quick=quick)
+
+
+def _of_rows(report: Report, logits: np.ndarray, labels: np.ndarray, *, quick: bool) -> None:
+    """Scores of rows: the bootstrap, calibration errors, and rankings of rows."""
+    rng, num_rows, num_draws = np.random.default_rng(3), len(labels), 100 if quick else 1000
+    values, losses = rng.normal(size=num_rows).astype(np.float32), rng.random(num_rows).astype(np.float32)
+    positives = rng.random(num_rows) < 0.3
+    mixed = np.asarray(ee.combine.mixture(jnp.asarray(logits)))
+    v, l, y, on_device, truth = (jnp.asarray(x) for x in (values, losses, positives, mixed[None], labels))
+    ways: dict[str, tuple[str, Callable[[], Any], Callable[[], Any] | None]] = {
+        "AURC": ("numpy", lambda: ee.scores.aurc(v, l), lambda: _aurc(values, losses)),
+        "calibration error by bins": ("numpy", lambda: ee.scores.ece(on_device, truth), lambda: _ece(mixed, labels)),
+        "average precision": ("scikit-learn", lambda: ee.scores.aupr(v, y), _average_precision(positives, values)),
+    }
+    for name, (peer, ours, theirs) in ways.items():
+        if theirs is not None:
+            _agree(name, ours(), theirs())
+        _raced(report, f"{name}, {num_rows:,} rows", {"eqx_ensemble": ours, peer: theirs}, quick=quick)
+    ours = lambda: ee.scores.bootstrap(v, num_draws=num_draws, key=jax.random.key(0))
+    theirs = lambda: _bootstrap(values, num_draws)  # other draws
+    question = f"bootstrap, {num_rows:,} rows, {num_draws:,} draws"
+    _raced(report, question, {"eqx_ensemble": ours, "numpy": theirs}, quick=quick)
+
+
+def _bootstrap(values: np.ndarray, num_draws: int) -> tuple[np.floating, np.ndarray]:
+    rng, count = np.random.default_rng(0), len(values)
+    means = [values[rng.integers(0, count, count)].mean() for _ in range(num_draws)]
+    return np.std(means, ddof=1), np.quantile(means, (0.05, 0.95))
+
+
+def _aurc(values: np.ndarray, losses: np.ndarray) -> np.floating:
+    return np.mean(np.cumsum(losses[np.argsort(values)], dtype=np.float64) / np.arange(1, len(values) + 1))
+
+
+def _ece(logs: np.ndarray, labels: np.ndarray, num_bins: int = 15) -> np.floating:
+    confidence, hits = np.exp(logs.max(-1)), logs.argmax(-1) == labels
+    index = np.clip(np.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
+    gaps = np.bincount(index, confidence, num_bins) - np.bincount(index, hits, num_bins)
+    return np.abs(gaps).sum() / len(labels)
+
+
+def _average_precision(positives: np.ndarray, values: np.ndarray) -> Callable[[], Any] | None:
+    try:
+        from sklearn.metrics import average_precision_score
+    except ImportError:
+        return None
+    return lambda: average_precision_score(positives, values)
 
 
 def _sizes(*, quick: bool) -> dict[str, tuple[int, int]]:

@@ -53,6 +53,8 @@ def class_mixture(
 def log_mixture(logs: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None) -> Float[Array, "..."]:
     """Logarithm of the mean over members of `exp(logs)`."""
     num_members = logs.shape[0]
+    if num_members == 1:
+        return logs[0]
     convex = jnp.full(num_members, 1 / num_members, logs.dtype) if weights is None else weights
     spread = as_column(convex, logs.ndim)
     # Where all members have probability zero, logsumexp has the right value but a NaN gradient.

@@ -25,6 +25,7 @@ CASES = {
     "mean_logits": (combine.mean_logits, (LOGITS,), {}),
     "median": (combine.median, (LOGITS,), {}),
     "trimmed_mean": (combine.trimmed_mean, (LOGITS,), {"cut": [0.1, 0.3]}),
+    "decompose_entropy": (uncertainty.decompose_entropy, (LOGITS,), {}),
     "decompose_variance": (uncertainty.decompose_variance, (LOGITS, VARIANCE), {}),
     "decompose_squared_error": (uncertainty.decompose_squared_error, (LOGITS, TARGETS), {}),
     "decompose_nll": (uncertainty.decompose_nll, (LOGITS, LABELS), {}),
@@ -175,3 +176,15 @@ def test_gradients_see_neither_blocks_nor_numpy(weights, cut):
             of_weights = jax.grad(lambda weights: combine.trimmed_mean(values, weights=weights).sum())(weights)
             assert of_weights.shape == weights.shape
             assert np.isfinite(of_weights).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rows_are_sorted_as_by_numpy(cut, dtype):
+    special = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 2e-38, -2e-38]
+    key = np.random.default_rng(0).permutation(np.concatenate([RNG.normal(size=57), special, special])).astype(dtype)
+    with jax.enable_x64(dtype == np.float64):
+        row = jnp.arange(key.size)
+        for sort in (_order.sort_rows, jax.jit(_order.sort_rows)):
+            ranked, order = sort(jnp.asarray(key), row)
+            np.testing.assert_array_equal(ranked, np.sort(key))
+    np.testing.assert_array_equal(_order._argsort(key), np.argsort(key, kind="stable"))

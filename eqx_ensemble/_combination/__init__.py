@@ -1,4 +1,5 @@
 from ._blocks import by_rows as by_rows
+from ._blocks import pays as pays
 from ._blocks import pays_if_large as pays_if_large
 from ._combination import AbstractCombination as AbstractCombination
 from ._combination import Summary as Summary
@@ -16,3 +17,4 @@ from ._combination import stream as stream
 from ._combination import stream_of as stream_of
 from ._combination import streaming as streaming
 from ._order import by_order as by_order
+from ._order import sort_rows as sort_rows

@@ -1,4 +1,4 @@
-"""Sorts values over members: with NumPy on a CPU, because XLA's sort compares scalar by scalar."""
+"""Sorts values over members or rows: with NumPy on a CPU, because XLA's sort compares scalar by scalar."""
 
 import functools as ft
 from collections.abc import Callable
@@ -8,15 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float, Int, Shaped
 
 from .._check import as_column
+from .._cores import num_cores, on_cores
 from .._foreign import empty_aligned
 from .._pytree import PyTree
 from ._blocks import pays
 
 _FEWEST_NUMBERS = 2**13  # below this size, XLA takes less than a millisecond
-_BYTES = 63 * 2**16  # of values in a block; not a power of two, which would map members to the same cache lines
+_BYTES = 63 * 2**14  # of values in a block; not a power of two, which would map members to the same cache lines
 
 
 def by_order(
@@ -34,10 +35,35 @@ def by_order(
     member's values, is subtracted first. `fn` treats entries independently: its result is a tree of arrays
     `(..., *axes)`. The order of equal values is arbitrary.
     """
-    one_cpu = pays((values, weights, shared, centre)) and isinstance(values.sharding, SingleDeviceSharding)
-    if one_cpu and values.size >= _FEWEST_NUMBERS:  # in this order: sizes of traced arrays may be symbols
-        return _by_numpy(fn, values, weights, shared, centre, fill)
-    return _by_xla(fn, values, weights, shared, centre, fill)
+    sort = _by_numpy if _numpy_pays(values, (weights, shared, centre)) else _by_xla
+    return sort(fn, values, weights, shared, centre, fill)
+
+
+def sort_rows(key: Float[Array, " rows"], *rows: Shaped[Array, " rows"]) -> tuple[Shaped[Array, " rows"], ...]:
+    """The sorted key, NaN last, and other arrays in its order; equal values stay in theirs."""
+    order = _argsort(np.asarray(key)) if _numpy_pays(key, rows) else jnp.argsort(key)
+    return _take(order, key, *rows)
+
+
+def _argsort(key: np.ndarray) -> np.ndarray:
+    """As `np.argsort(key, kind="stable")`."""
+    if key.dtype != np.float32:
+        return np.argsort(key, kind="stable").astype(np.int32)
+    # Halves of 16 bits, which NumPy sorts without comparisons. As integers, the bits of negative numbers are reversed.
+    bits = np.where(np.isnan(key), np.float32(np.nan), key + np.float32(0)).view(np.int32)
+    bits ^= bits >> 31 & 0x7FFFFFFF
+    order = np.argsort(bits.astype(np.uint16), kind="stable").astype(np.int32)
+    return order[np.argsort((bits >> 16).astype(np.int16)[order], kind="stable")]
+
+
+@jax.jit
+def _take(order: Int[ArrayLike, " rows"], *rows: Shaped[Array, " rows"]) -> tuple[Shaped[Array, " rows"], ...]:
+    return tuple(row[order] for row in rows)
+
+
+def _numpy_pays(values: Array, others: PyTree) -> bool:
+    one_cpu = pays((values, others)) and isinstance(values.sharding, SingleDeviceSharding)
+    return one_cpu and values.size >= _FEWEST_NUMBERS  # in this order: sizes of traced arrays may be symbols
 
 
 @ft.partial(jax.jit, static_argnums=(0, 5))
@@ -58,21 +84,26 @@ _of_order = jax.jit(lambda fn, ordered, own, shared: fn(ordered, own, shared), s
 def _by_numpy(
     fn: Callable, values: Array, weights: Array | None, shared: PyTree, centre: Array | None, fill: float
 ) -> PyTree:
-    """Sorts one block at a time, in one buffer that fits a cache."""
+    """Sorts blocks on all cores, each core one at a time, in one buffer that fits a cache."""
     columns = np.asarray(values).reshape(len(values), -1)
     middle = None if centre is None else np.asarray(centre).ravel()
     convex = None if weights is None else np.asarray(weights)
     device = values.sharding if values.committed else None
     size = min(columns.shape[1], max(_BYTES // columns[:, :1].nbytes, 1))
-    memory = empty_aligned((len(columns), size), columns.dtype)
     # The last block repeats entries of the one before: all blocks have one shape.
     starts = [*range(0, columns.shape[1] - size, size), columns.shape[1] - size]
-    parts = []
-    for start in starts:
-        part = slice(start, start + size)
-        ordered, own = _sort(memory, columns[:, part], convex, None if middle is None else middle[part], fill)
-        found = _of_order(fn, *jax.device_put((ordered, own), device), shared)
-        parts.append(jax.block_until_ready(found))  # the buffer can be reused
+
+    def run(starts: list[int]) -> list[PyTree]:
+        memory, parts = empty_aligned((len(columns), size), columns.dtype), []
+        for start in starts:
+            part = slice(start, start + size)
+            ordered, own = _sort(memory, columns[:, part], convex, None if middle is None else middle[part], fill)
+            found = _of_order(fn, *jax.device_put((ordered, own), device), shared)
+            parts.append(jax.block_until_ready(found))  # the buffer can be reused
+        return parts
+
+    share = -(-len(starts) // num_cores())
+    parts = sum(on_cores(run, [starts[i : i + share] for i in range(0, len(starts), share)]), [])
     return jax.tree.map(lambda *blocks: _join(starts, blocks, values.shape[1:], device), *parts)
 
 

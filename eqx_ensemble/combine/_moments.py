@@ -279,7 +279,7 @@ def _merge_centres(centres: _Centre, weights: Float[Array, " groups"]) -> tuple[
     found = first + step
     taken = found - first
     rest = (first - (found - taken)) + (step - taken)
-    plain = known_mean(centres.mean, weights)  # infinities have no rounding error
+    plain = weights[0] * first + weights[1] * second  # infinities have no rounding error
     finite = jnp.isfinite(found)
     return _Centre(jnp.where(finite, found, plain), jnp.where(finite, rest, 0)), gap
 
@@ -297,7 +297,9 @@ def _moments_of_members(values: Float[Array, "members ..."], weights: Any) -> tu
 def _moments_of_groups(groups: tuple[_Centre, Array], weights: Float[Array, " groups"]) -> tuple[_Centre, Array]:
     centres, variances = groups
     centre, gap = _merge_centres(centres, weights)
-    return centre, known_mean(variances, weights) + weights[1] * (1 - weights[1]) * gap**2
+    first, second = blank_unweighted(variances, weights)
+    # Not a sum over an axis, which XLA would not fuse on a CPU.
+    return centre, weights[0] * first + weights[1] * second + weights[1] * (1 - weights[1]) * gap**2
 
 
 stream(

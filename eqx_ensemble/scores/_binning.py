@@ -63,7 +63,7 @@ def bin_rows(
         edges = _of_width(num_bins, probability.dtype)
     else:
         edges = jax.lax.stop_gradient(_of_mass(probability, row_weights, num_bins))
-    index = jnp.searchsorted(edges, probability, side="left")
+    index = jnp.searchsorted(edges, probability, side="left", method="compare_all" if num_bins < 64 else "scan")
     total = lambda values: sum_by_segment(values * own, index, num_bins)
     count = total(jnp.ones_like(probability))
     filled = jnp.where(count == 0, 1, count)

@@ -169,12 +169,17 @@ def _with_infinite(
     convex: Float[Array, " members"] | None,
 ) -> Float[Array, "*batch"]:
     """Scores of rows with infinite members or targets, whose differences are NaN: infinite, or zero if all agree."""
-    ignored = False if convex is None else as_column(convex, points.ndim) == 0
-    points = jnp.where(ignored, observed[None], points)
-    infinite = jnp.any(jnp.isinf(points), axis=0) | jnp.isinf(observed)
-    unknown = jnp.any(jnp.isnan(points), axis=0) | jnp.isnan(observed)
-    exact = jnp.where(jnp.all(points == observed[None], axis=0), 0, jnp.inf)
-    return jnp.where(infinite & ~unknown, exact.astype(each.dtype), each)
+
+    def replace() -> Array:
+        ignored = False if convex is None else as_column(convex, points.ndim) == 0
+        known = jnp.where(ignored, observed[None], points)
+        infinite = jnp.any(jnp.isinf(known), axis=0) | jnp.isinf(observed)
+        unknown = jnp.any(jnp.isnan(known), axis=0) | jnp.isnan(observed)
+        exact = jnp.where(jnp.all(known == observed[None], axis=0), 0, jnp.inf)
+        return jnp.where(infinite & ~unknown, exact.astype(each.dtype), each)
+
+    # The score of such a row is not finite, so that usually the members need not be read.
+    return jax.lax.cond(jnp.all(jnp.isfinite(each)), lambda: each, replace)
 
 
 def _energy(

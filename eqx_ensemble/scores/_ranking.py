@@ -7,7 +7,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._brief import brief_repr
 from .._check import check_level
-from ._reduce import check_ranking, mean_of_rows
+from .._combination import sort_rows
+from ._reduce import check_ranking, mean_of_rows, running_sum, ties
 
 
 def auroc(
@@ -47,7 +48,7 @@ def auroc(
         [The Meaning and Use of the Area under a Receiver Operating Characteristic (ROC)
         Curve](https://doi.org/10.1148/radiology.143.1.7063747)
     """
-    return _auroc(*check_ranking(scores, positives, row_weights))
+    return _auroc(_rank(scores, positives, row_weights))
 
 
 def aupr(
@@ -82,7 +83,7 @@ def aupr(
     ??? cite
         [The Relationship Between Precision-Recall and ROC Curves](https://doi.org/10.1145/1143844.1143874)
     """
-    return _aupr(*check_ranking(scores, positives, row_weights))
+    return _aupr(_rank(scores, positives, row_weights))
 
 
 def fpr_at_tpr(
@@ -118,63 +119,57 @@ def fpr_at_tpr(
     ```
     """
     check_level(level)
-    return _fpr_at_tpr(*check_ranking(scores, positives, row_weights), level)
+    return _fpr_at_tpr(_rank(scores, positives, row_weights), level)
 
 
-def rates(
-    scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
-) -> tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, " rows"]]:
+class _Ranked(NamedTuple):
+    """The negative scores, and the weights of positive and of negative rows, highest score first."""
+
+    scores: Float[Array, " rows"]
+    positive: Float[Array, " rows"]
+    negative: Float[Array, " rows"]
+
+
+def _rank(scores: ArrayLike, positives: ArrayLike, row_weights: ArrayLike | None) -> _Ranked:
+    return _Ranked(*sort_rows(*_divide(*check_ranking(scores, positives, row_weights))))
+
+
+@jax.jit
+def _divide(scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]) -> _Ranked:
+    positive = jnp.where(positives, weights, 0)
+    return _Ranked(-jnp.where(weights == 0, -jnp.inf, scores), positive, weights - positive)
+
+
+def _rates(ranked: _Ranked) -> tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, " rows"]]:
     """True and false positive rates, and precision, at the score of each row, highest first."""
-    ranked, positive, negative = _in_order(scores, positives, weights)
-    total = jnp.cumsum(positive), jnp.cumsum(negative)
+    total = running_sum(ranked.positive), running_sum(ranked.negative)
     # Tied rows have the rates of the last of them.
-    last = jnp.searchsorted(ranked, ranked, side="right") - 1
+    _, last = ties(ranked.scores)
     hits, false = total[0][last], total[1][last]
-    broken = jnp.any(jnp.isnan(ranked))
+    broken = jnp.isnan(ranked.scores[-1])
     found = jnp.where(broken, jnp.nan, hits / total[0][-1])
     return found, jnp.where(broken, jnp.nan, false / total[1][-1]), jnp.where(hits == 0, 0, hits / (hits + false))
 
 
-def _in_order(
-    scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
-) -> tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, " rows"]]:
-    """The negative scores, and the weights of positive and of negative rows, highest score first."""
-    ranked = -jnp.where(weights == 0, -jnp.inf, scores)
-    order = jnp.argsort(ranked)
-    positive = jnp.where(positives, weights, 0)
-    return ranked[order], positive[order], (weights - positive)[order]
-
-
 @jax.jit
-def _auroc(
-    scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
-) -> Float[Array, ""]:
-    hits, _, _ = rates(scores, positives, weights)
-    ranked, _, negative = _in_order(scores, positives, weights)
-    new = jnp.append(True, ranked[1:] != ranked[:-1])
+def _auroc(ranked: _Ranked) -> Float[Array, ""]:
+    hits, _, _ = _rates(ranked)
+    first, _ = ties(ranked.scores)
     # The rate above the tied rows of each row. Weights are not differences of rates: as XLA rounds these, millions of
     # rows between which nothing changes would add up.
-    above = jax.lax.cummax(jnp.where(new, jnp.append(0, hits[:-1]).astype(hits.dtype), 0))
-    return mean_of_rows((hits + above) / 2, negative)
+    above = jnp.append(0, hits).astype(hits.dtype)[first]
+    return mean_of_rows((hits + above) / 2, ranked.negative)
 
 
 @jax.jit
-def _aupr(
-    scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
-) -> Float[Array, ""]:
-    hits, _, precision = rates(scores, positives, weights)
-    _, positive, _ = _in_order(scores, positives, weights)
-    return mean_of_rows(jnp.where(jnp.isnan(hits), jnp.nan, precision), positive)
+def _aupr(ranked: _Ranked) -> Float[Array, ""]:
+    hits, _, precision = _rates(ranked)
+    return mean_of_rows(jnp.where(jnp.isnan(hits), jnp.nan, precision), ranked.positive)
 
 
 @jax.jit
-def _fpr_at_tpr(
-    scores: Float[Array, " rows"],
-    positives: Bool[Array, " rows"],
-    weights: Float[Array, " rows"],
-    level: float | Float[Array, ""],
-) -> Float[Array, ""]:
-    hits, false, _ = rates(scores, positives, weights)
+def _fpr_at_tpr(ranked: _Ranked, level: float | Float[Array, ""]) -> Float[Array, ""]:
+    hits, false, _ = _rates(ranked)
     rounding = 4 * math.log2(2 * hits.size) * jnp.finfo(hits.dtype).eps
     enough = hits >= level * (1 - rounding)
     return jnp.min(jnp.where(enough | jnp.isnan(hits), false, 1))
@@ -245,7 +240,7 @@ def roc_curve(
     ??? cite
         [An Introduction to ROC Analysis](https://doi.org/10.1016/j.patrec.2005.10.010)
     """
-    return _roc_curve(*check_ranking(scores, positives, row_weights))
+    return _roc_curve(_rank(scores, positives, row_weights))
 
 
 def precision_recall_curve(
@@ -282,25 +277,21 @@ def precision_recall_curve(
     ??? cite
         [The Relationship Between Precision-Recall and ROC Curves](https://doi.org/10.1145/1143844.1143874)
     """
-    return _precision_recall_curve(*check_ranking(scores, positives, row_weights))
+    return _precision_recall_curve(_rank(scores, positives, row_weights))
 
 
 @jax.jit
-def _roc_curve(
-    scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
-) -> RocCurve:
-    hits, false, _ = rates(scores, positives, weights)
-    return RocCurve(_rise(false), _rise(hits), _thresholds(scores, weights))
+def _roc_curve(ranked: _Ranked) -> RocCurve:
+    hits, false, _ = _rates(ranked)
+    return RocCurve(_rise(false), _rise(hits), _thresholds(ranked))
 
 
 @jax.jit
-def _precision_recall_curve(
-    scores: Float[Array, " rows"], positives: Bool[Array, " rows"], weights: Float[Array, " rows"]
-) -> PrecisionRecallCurve:
-    hits, _, precision = rates(scores, positives, weights)
+def _precision_recall_curve(ranked: _Ranked) -> PrecisionRecallCurve:
+    hits, _, precision = _rates(ranked)
     precision = jnp.where(jnp.isnan(hits), jnp.nan, precision)
     first = jnp.ones(1, precision.dtype)
-    return PrecisionRecallCurve(jnp.concatenate([first, precision]), _rise(hits), _thresholds(scores, weights))
+    return PrecisionRecallCurve(jnp.concatenate([first, precision]), _rise(hits), _thresholds(ranked))
 
 
 def _rise(rate: Float[Array, " rows"]) -> Float[Array, " points"]:
@@ -308,7 +299,8 @@ def _rise(rate: Float[Array, " rows"]) -> Float[Array, " points"]:
     return jnp.concatenate([jnp.zeros(1, rate.dtype), jax.lax.cummax(rate)])
 
 
-def _thresholds(scores: Float[Array, " rows"], weights: Float[Array, " rows"]) -> Float[Array, " points"]:
-    lowest = jnp.min(jnp.where(weights == 0, jnp.inf, scores))
-    in_order = -jnp.sort(-jnp.where(weights == 0, lowest, scores))
-    return jnp.concatenate([jnp.full(1, jnp.inf, in_order.dtype), in_order])
+def _thresholds(ranked: _Ranked) -> Float[Array, " points"]:
+    in_order = -ranked.scores
+    # Ignored rows, which come last, repeat the lowest threshold.
+    lowest = jnp.min(jnp.where(ranked.positive + ranked.negative == 0, jnp.inf, in_order))
+    return jnp.concatenate([jnp.full(1, jnp.inf, in_order.dtype), jnp.maximum(in_order, lowest)])

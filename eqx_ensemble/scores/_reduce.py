@@ -136,6 +136,21 @@ def sum_by_segment(
     return jnp.where(segment[last] == every, running[last], 0)
 
 
+def ties(ranked: Shaped[Array, " rows"]) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
+    """The first and the last row equal to each of the sorted rows."""
+    group = running_sum(jnp.append(False, ranked[1:] != ranked[:-1]).astype(jnp.int32))
+    # Scattered, not `cummax` and `cummin`, which take many passes.
+    row, ends = jnp.arange(ranked.size, dtype=jnp.int32), jnp.full(ranked.size + 1, ranked.size, jnp.int32)
+    first = ends.at[group].min(row, indices_are_sorted=True)
+    return first[group], first[group + 1] - 1
+
+
+def running_sum(values: Shaped[Array, " rows"]) -> Shaped[Array, " rows"]:
+    """The cumulative sum, pairwise: on a CPU, `jnp.cumsum` takes twice as long."""
+    # Without the barrier, XLA computes the last additions once for each reader.
+    return jax.lax.optimization_barrier(jax.lax.associative_scan(jnp.add, values))
+
+
 def check_ranking(scores: ArrayLike, positives: ArrayLike, row_weights: ArrayLike | None) -> tuple[Array, Array, Array]:
     """Raises unless there are positive and negative rows. Returns scores, positives and row weights, flattened."""
     values, truth = check_floating("scores", scores), check_array("positives", positives)

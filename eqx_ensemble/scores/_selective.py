@@ -7,7 +7,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._brief import brief_repr
 from .._check import check_counted_rows
-from ._reduce import RowWeights, check_selection, counts, mean_of_rows, sum_by_segment, weigh
+from .._combination import sort_rows
+from ._reduce import RowWeights, check_selection, counts, mean_of_rows, running_sum, ties, weigh
 
 
 class RiskCoverage(NamedTuple):
@@ -55,7 +56,7 @@ def risk_coverage(
     ??? cite
         [Selective Classification for Deep Neural Networks](https://arxiv.org/abs/1705.08500)
     """
-    return _risk_coverage(*check_selection(uncertainty, losses, row_weights))
+    return _risk_coverage(_rank(*check_selection(uncertainty, losses, row_weights)))
 
 
 def aurc(
@@ -91,7 +92,7 @@ def aurc(
     ??? cite
         [Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers](https://arxiv.org/abs/1805.08206)
     """
-    return _aurc(*check_selection(uncertainty, losses, row_weights))
+    return _aurc(_rank(*check_selection(uncertainty, losses, row_weights)))
 
 
 def excess_aurc(
@@ -128,60 +129,72 @@ def excess_aurc(
         [Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers](https://arxiv.org/abs/1805.08206)
     """
     counted = check_counted_rows(row_weights, np.shape(uncertainty)).counted
-    return _excess_aurc(*check_selection(uncertainty, losses, counted))
+    values, array, counted = check_selection(uncertainty, losses, counted)
+    centred = _centre(array, counted)
+    return _excess_aurc(_rank(values, centred, counted), _rank(centred, centred, counted))
+
+
+class _Ranked(NamedTuple):
+    """Uncertainties in rising order, NaN for ignored rows, which come last, their losses and row weights."""
+
+    uncertainty: Float[Array, " rows"]
+    losses: Float[Array, " rows"]
+    weights: RowWeights
+
+
+def _rank(uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], row_weights: RowWeights) -> _Ranked:
+    return _Ranked(*sort_rows(_blank(uncertainty, row_weights), losses, row_weights))
 
 
 @jax.jit
-def _risk_coverage(
-    uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], row_weights: RowWeights
-) -> RiskCoverage:
-    points, _ = _points(uncertainty, losses, row_weights)
-    return points
+def _blank(values: Float[Array, " rows"], row_weights: RowWeights) -> Float[Array, " rows"]:
+    return jnp.where(counts(row_weights), values, jnp.nan)
 
 
 @jax.jit
-def _aurc(
-    uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], row_weights: RowWeights
-) -> Float[Array, ""]:
-    points, steps = _points(uncertainty, losses, row_weights)
+def _risk_coverage(ranked: _Ranked) -> RiskCoverage:
+    return _points(ranked)[0]
+
+
+@jax.jit
+def _aurc(ranked: _Ranked) -> Float[Array, ""]:
+    points, steps = _points(ranked)
     return _area(points.risk, steps)
 
 
 @jax.jit
-def _excess_aurc(
-    uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], counted: Bool[Array, " rows"]
-) -> Float[Array, ""]:
-    centred = jnp.where(counted, losses - mean_of_rows(losses, counted), 0)
-    found, steps = _points(uncertainty, centred, counted)
-    best, _ = _points(centred, centred, counted)
+def _centre(losses: Float[Array, " rows"], counted: Bool[Array, " rows"]) -> Float[Array, " rows"]:
+    return jnp.where(counted, losses - mean_of_rows(losses, counted), 0)
+
+
+@jax.jit
+def _excess_aurc(ranked: _Ranked, ideal: _Ranked) -> Float[Array, ""]:
+    (found, steps), (best, _) = _points(ranked), _points(ideal)
     return jnp.maximum(_area(found.risk - best.risk, steps), 0)
 
 
-def _points(
-    uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], row_weights: RowWeights
-) -> tuple[RiskCoverage, Float[Array, " rows"]]:
+def _points(ranked: _Ranked) -> tuple[RiskCoverage, Float[Array, " rows"]]:
     """The points of the curve, and the increments of covered weight."""
-    counted = counts(row_weights)
-    uncertainty = jnp.where(counted, uncertainty, jnp.inf)
-    # Ignored rows come last, after rows of infinite uncertainty.
-    order = jnp.lexsort((uncertainty, ~counted))
-    ranked, kept = uncertainty[order], counted[order]
-    # The expectation over random orders: tied rows get their mean loss and mean weight.
-    new = (ranked[1:] != ranked[:-1]) | (kept[1:] != kept[:-1])
-    group = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(new, dtype=jnp.int32)])
-    per_group = lambda x: sum_by_segment(x, group, group.size, in_order=True)[group]
-    size = per_group(jnp.ones(group.shape, jnp.int32)).astype(losses.dtype)
-    if row_weights.dtype == bool:
-        steps, weight = kept.astype(losses.dtype), size
-        covered = jnp.minimum(jnp.arange(1, group.size + 1), jnp.sum(kept)).astype(losses.dtype)
+    uncertainty, losses, weights = ranked
+    counted, dtype = counts(weights), losses.dtype
+    first, last = ties(uncertainty)
+    row = jnp.arange(first.size, dtype=first.dtype)
+    share = (row - first + 1).astype(dtype) / (last - first + 1).astype(dtype)
+
+    def running(values: Float[Array, " rows"]) -> Float[Array, " rows"]:
+        """The expected sum over random orders: it is linear between the ends of tied rows."""
+        sums = jnp.append(0, running_sum(values)).astype(dtype)
+        before, after = sums[first], sums[last + 1]
+        return jnp.where(row == last, after, (1 - share) * before + share * after)
+
+    if weights.dtype == bool:
+        steps = counted.astype(dtype)
+        covered = jnp.minimum(row + 1, jnp.sum(counted)).astype(dtype)
     else:
-        own = row_weights[order]
-        weight = per_group(own)
-        steps = weight / size
-        covered = jax.lax.cummax(jnp.cumsum(steps))
-    expected = per_group(weigh(losses, row_weights)[order]) / jnp.where(weight == 0, 1, weight)
-    risk = jnp.cumsum(expected * steps) / covered
-    broken = jnp.any(jnp.isnan(ranked) & kept)
+        covered = jax.lax.cummax(running(weights))
+        steps = jnp.where(first == last, weights, jnp.diff(covered, prepend=jnp.zeros(1, dtype)))
+    risk = running(weigh(losses, weights)) / covered
+    broken = jnp.any(jnp.isnan(uncertainty) & counted)
     return RiskCoverage(covered / covered[-1], jnp.where(broken, jnp.nan, risk)), steps
 
 

@@ -1,3 +1,4 @@
+import math
 from typing import NamedTuple
 
 import jax
@@ -5,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_logits, check_weights
-from .._combination import Summary, check_one_logits, stream
-from .._weighting import blank_unweighted, class_mixture, known_mean, log_mixture, weighted_mean
+from .._combination import Summary, by_rows, check_one_logits, stream
+from .._weighting import blank_unweighted, known_mean, weighted_mean
 from ._variance import Decomposition
 
 
@@ -69,47 +70,65 @@ def decompose_entropy(
     """
     checked = check_logits(logits)
     convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
-    aleatoric, epistemic = _parts(checked, convex)
-    return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
+    return Decomposition(*by_rows(_decompose, checked, (), convex, event_ndim=1))
 
 
-@jax.jit
+def _decompose(
+    logits: Float[Array, "members *batch classes"], _: tuple, weights: Float[Array, "members ..."] | None
+) -> tuple[Float[Array, "*batch"], ...]:
+    aleatoric, epistemic = _parts(logits, weights)[:2]
+    return aleatoric + epistemic, aleatoric, epistemic
+
+
 def _parts(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
-) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"], Float[Array, "*batch classes"]]:
+    """The mean entropy of the members, their mean divergence from the mixture, and the probabilities of the mixture."""
     logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
-    return weighted_mean(_entropy(logs), weights), mean_divergence(logs, weights)
-
-
-def mean_divergence(
-    logs: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
-) -> Float[Array, "*batch"]:
-    """Mean divergence of the members from their mixture, from log-probabilities."""
-    mixed = log_mixture(logs, weights)[None]
-    # A member of weight zero may have infinite divergence, and zero times infinity is NaN: it is set to the mixture.
-    return weighted_mean(_divergence(blank_unweighted(logs, weights, fill=mixed), mixed), weights)
+    probabilities = jnp.exp(logs)
+    mixed = weighted_mean(probabilities, weights)
+    entropies = weighted_mean(_entropy_of(logs, probabilities), weights)
+    return entropies, weighted_mean(_divergence(logs, mixed, weights), weights), mixed
 
 
 @jax.jit
 def _entropy(logits: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
     logs = jax.nn.log_softmax(logits, axis=-1)
+    return _entropy_of(logs, jnp.exp(logs))
+
+
+def _entropy_of(
+    logs: Float[Array, "*batch classes"], probabilities: Float[Array, "*batch classes"]
+) -> Float[Array, "*batch"]:
     # 0 log 0 = 0; the inner `where` keeps the gradient finite as well.
-    finite = jnp.where(logs == -jnp.inf, 0, logs)
-    return jnp.sum(jnp.exp(logs) * -finite, axis=-1)
+    return jnp.sum(probabilities * -jnp.where(logs == -jnp.inf, 0, logs), axis=-1)
 
 
 def _divergence(
-    logs: Float[Array, "members *batch classes"], mixed: Float[Array, "1 *batch classes"]
+    logs: Float[Array, "members *batch classes"],
+    mixed: Float[Array, "*batch classes"],
+    weights: Float[Array, "members ..."] | None,
 ) -> Float[Array, " members *batch"]:
     r"""KL divergence of each member from the mixture, $\sum_c q_c (\delta_c e^{\delta_c} - e^{\delta_c} + 1)$.
 
     Here $\delta_c = \log p_c - \log q_c$ and $q$ is the mixture: as both sum to one, this equals $\sum_c p_c \delta_c$,
     but no term is negative, and $\delta$ is at most the logarithm of one over the member's weight.
     """
-    absent = logs == -jnp.inf
-    delta = jnp.where(absent, 0, logs) - jnp.where(absent, 0, jnp.broadcast_to(mixed, logs.shape))
-    terms = jnp.where(absent, 1, jnp.maximum(delta * jnp.exp(delta) - jnp.expm1(delta), 0))
-    return jnp.sum(jnp.exp(mixed) * terms, axis=-1)
+    absent, impossible = logs == -jnp.inf, mixed == 0
+    relative = jnp.where(absent, 0, logs) - jnp.log(jnp.where(impossible, 1, mixed))[None]
+    # A member of weight zero may have infinite divergence, and zero times infinity is NaN.
+    delta = blank_unweighted(jnp.where(absent | impossible[None], 0, relative), weights)
+    return jnp.sum(mixed[None] * jnp.where(absent, 1, _excess(delta)), axis=-1)
+
+
+def _excess(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    r"""$x e^x - e^x + 1$, by its series $\sum_k x^k (k - 1) / k!$ where this is small and would cancel."""
+    is_small = jnp.abs(x) < 0.5
+    small, large = jnp.where(is_small, x, 0), jnp.where(is_small, 0, x)
+    series = jnp.zeros_like(x)
+    for k in range(10 if x.dtype == jnp.float32 else 17, 1, -1):
+        series = series * small + (k - 1) / math.factorial(k)
+    return jnp.where(is_small, small**2 * series, large * jnp.exp(large) - jnp.exp(large) + 1)
 
 
 class _Summary(NamedTuple):
@@ -121,14 +140,15 @@ class _Summary(NamedTuple):
 def _of_members(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
 ) -> _Summary:
-    return _Summary(class_mixture(logits, weights), *_parts(logits, weights))
+    aleatoric, epistemic, mixed = _parts(logits, weights)
+    return _Summary(jnp.log(mixed), aleatoric, epistemic)
 
 
 def _of_groups(groups: _Summary, weights: Float[Array, " groups"]) -> _Summary:
     """The divergence of all members is the mean divergence within groups plus that between the groups' mixtures."""
-    between = _parts(groups.mixture, weights)[1]
+    _, between, mixed = _parts(groups.mixture, weights)
     within = known_mean(groups.epistemic, weights)
-    return _Summary(class_mixture(groups.mixture, weights), known_mean(groups.aleatoric, weights), within + between)
+    return _Summary(jnp.log(mixed), known_mean(groups.aleatoric, weights), within + between)
 
 
 def _decomposition(summary: _Summary) -> Decomposition:
@@ -219,7 +239,7 @@ def pairwise_kl(
 def _jensen_shannon(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
 ) -> Float[Array, "*batch"]:
-    return mean_divergence(jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1), weights)
+    return _parts(logits, weights)[1]
 
 
 @jax.jit
