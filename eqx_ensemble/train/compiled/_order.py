@@ -1,5 +1,6 @@
 import functools as ft
 import math
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from ..._pytree import PyTree
+from ._apart import apart
 
 # Permutations of `range(length)` of which any part can be computed without the rest. Stored ones take memory for all
 # rows and members, and are sorted anew in each epoch, also for a run of few steps.
@@ -39,10 +41,21 @@ def permute(words: UInt32[Array, "2"], epoch: Int[Array, ""], positions: Int[Arr
         Mitchell, Stokes, Frank and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs" (2021; ACM Transactions on
         Parallel Computing, 2022): such permutations in place of stored ones.
     """
-    of_epoch = _epoch_words(words, epoch.astype(jnp.uint32))
-    x = positions.astype(jnp.uint32)
-    x = _rank(of_epoch, x, length) if length < _FEW else _walk(of_epoch, x, length)
-    return x.astype(jnp.int32)
+    return _permute(length)(words, epoch, positions)
+
+
+@ft.lru_cache(maxsize=256)
+def _permute(length: int) -> Callable[..., Array]:
+    """The permutation of a length, traced once for all programs."""
+
+    @apart
+    def permute(words: Array, epoch: Array, positions: Array) -> Array:
+        of_epoch = _epoch_words(words, epoch.astype(jnp.uint32))
+        x = positions.astype(jnp.uint32)
+        x = _rank(of_epoch, x, length) if length < _FEW else _walk(of_epoch, x, length)
+        return x.astype(jnp.int32)
+
+    return permute
 
 
 def _mix(x: Array) -> Array:
@@ -89,14 +102,18 @@ def _walk(words: tuple[Array, Array], x: Array, length: int) -> Array:
 
 
 def _network(words: tuple[Array, Array], x: Array, rows: int, columns: int) -> Array:
-    row, column = x // jnp.uint32(columns), x % jnp.uint32(columns)
-    for i in range(num_rounds(min(rows, columns))):
-        key = words[0] + jnp.uint32(0x9E3779B9 * (i + 1) % 2**32)
-        if i % 2 == 0:
-            row = _move(row, _hash(column, key, words[1]), rows)
-        else:
-            column = _move(column, _hash(row, key, words[1]), columns)
-    return row * jnp.uint32(columns) + column
+    place = jax.lax.div(x, jnp.full_like(x, columns)), jax.lax.rem(x, jnp.full_like(x, columns))
+    for i in range(0, num_rounds(min(rows, columns)), 2):
+        keys = [words[0] + np.uint32(0x9E3779B9 * (i + j) % 2**32) for j in (1, 2)]
+        place = _two_rounds(place, keys, words[1], (rows, columns))
+    return place[0] * jnp.uint32(columns) + place[1]
+
+
+@ft.partial(jax.jit, static_argnums=3, inline=True)  # the network is unrolled, and traced only once
+def _two_rounds(place: tuple[Array, Array], keys: list[Array], other: Array, sides: tuple[int, int]) -> tuple:
+    (row, column), (rows, columns) = place, sides
+    row = _move(row, _hash(column, keys[0], other), rows)
+    return row, _move(column, _hash(row, keys[1], other), columns)
 
 
 def _hash(x: Array, key: Array, other: Array) -> Array:
