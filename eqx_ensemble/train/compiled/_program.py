@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from ... import _axes
-from ..._compiled import ProgramKey
+from ..._compiled import ProgramKey, Structure, flatten
 from ..._pytree import PyTree
 from ...plan import AbstractPlan
 from ...plan._engine import Cost, axes_of, sharded_plan
@@ -156,7 +156,9 @@ class Program(eqx.Module):
             moving, fixed, own_data = part
             _, data, order = view(own_data)
             rows_at = lambda step: None if order is None else order.batch(step, last=last)
-            return ft.partial(_member_step, self, fixed, inputs.shared, data), moving, rows_at
+            # Only `fit` has a key: elsewhere a loss may hold values of an outer transformation.
+            step = _member_step_once if self.program_key else _member_step
+            return ft.partial(step, self, fixed, inputs.shared, data), moving, rows_at
 
         return member, (carry.moving, inputs.fixed, own_data)
 
@@ -227,6 +229,29 @@ def _member_step(
     moving = MemberState(params, opt_state, model_state, moving.status, moving.stopped_at, moving.fault)
     moving = moving if program.layout is None else constrain_member(moving, program.layout)
     return moving, (value, aux)
+
+
+def _member_step_once(*args: Any) -> tuple[MemberState, tuple[Float[Array, ""], PyTree]]:
+    """`_member_step`, traced once for the analysis of a step and for the program that runs it."""
+    try:
+        flat = flatten(args)
+        call = _traced_step(flat.structure)
+    except TypeError:  # something cannot be hashed
+        return _member_step(*args)
+    return call(flat.arrays)
+
+
+@ft.lru_cache(maxsize=8)
+def _traced_step(structure: Structure) -> Callable[[list[Array]], Any]:
+    rest: Any = None
+
+    def run(arrays: list[Array]) -> PyTree:
+        nonlocal rest
+        dynamic, rest = eqx.partition(_member_step(*structure.combine(arrays)), eqx.is_array)
+        return dynamic
+
+    run = trace_once(run)
+    return lambda arrays: eqx.combine(run(arrays), rest)
 
 
 def _update_together(
