@@ -12,6 +12,7 @@ import numpy as np
 from ... import _axes, _keys
 from ..._pytree import PyTree
 from ...sharding._engine import Layout, pad_members, replicate_rows, shard_members, shard_rows
+from .._state import put_new
 from ..compiled._order import RowOrder
 
 
@@ -111,7 +112,7 @@ def row_order(
     words = _axes.Each(words) if order == "each" else words
     per_epoch = num_rows if rows is None else rows.shape[1]
     drawn = RowOrder(words, None if rows is None else _axes.Each(rows), per_epoch, batch_size)
-    return jax.tree.map(jnp.asarray, drawn) if layout is None else replicate_rows(drawn, layout)
+    return jax.tree.map(put_new, drawn) if layout is None else replicate_rows(drawn, layout)
 
 
 def order_words(key: Any, ids: Any, order: Order) -> Any:
