@@ -1,3 +1,4 @@
+import contextlib
 import functools as ft
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +8,10 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 
 def apart(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, traced once and compiled apart from the program that calls it, into which XLA would inline it.
+    """`fn`, traced once, and on CPUs compiled apart from the program that calls it.
 
-    On CPUs XLA computes what several operations read anew in each of them, which takes long to compile.
+    There XLA would inline it, and compute its results anew in every operation that reads them, which takes long to
+    compile and to run.
     """
 
     @jax.jit
@@ -20,7 +22,7 @@ def apart(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @ft.wraps(fn)
     def called(*args: Any) -> Any:
-        with set_xla_metadata(inlineable="false"):
+        with set_xla_metadata(inlineable="false") if jax.default_backend() == "cpu" else contextlib.nullcontext():
             return call(*args)
 
     return called

@@ -80,8 +80,8 @@ def run_chunk(
     pieces = (chunk.num_full, chunk.ends_epoch)
     (carry, recorded), (again, faults, scores), count = scan(piece, (carry, recorded), pieces, chunk.num_pieces)
     recorded = jax.tree.map(lambda x: x[:, : windows.most(most)], recorded)
-    good = count - jnp.sum(again, dtype=jnp.int32)
-    return program.constrain(carry), (good, jnp.any(again), faults[count - 1], recorded, scores)
+    again, fault = (jax.lax.dynamic_index_in_dim(x, count - 1, keepdims=False) for x in (again, faults))
+    return program.constrain(carry), (count - again.astype(jnp.int32), again, fault, recorded, scores)
 
 
 def _put_last(last: tuple[Carry, PyTree], carry: Carry, done: tuple[Carry, PyTree, Array]) -> tuple:

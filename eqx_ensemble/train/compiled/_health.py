@@ -72,7 +72,10 @@ def revert_diverged(
     """
     sums = [_finite_sum(x) for x in jax.tree.leaves(after.params)]
     first = _first_fault(finite_loss, sums)
-    training, keep, diverged, again = _verdict(before.status, first, jnp.asarray(num_steps))
+    training, some = before.status == Status.OK, jnp.asarray(num_steps) > 0
+    lost = training & (first >= 0) & some
+    again = (num_steps > 1) & jnp.any(lost)
+    keep, diverged = _kept(before.status, first, some & ~again), lost & ~again
     params, opt_state, model_state = jax.tree.map(
         lambda new, old: _axes.where_members(keep, new, old),
         (after.params, after.opt_state, after.model_state),
@@ -93,14 +96,8 @@ def _first_fault(finite_loss: Bool[Array, " members"], sums: list[Array]) -> Int
 
 
 @apart
-def _verdict(
-    status: Int8[Array, " members"], first: Int[Array, " members"], num_steps: Int[Array, ""]
-) -> tuple[Bool[Array, " members"], Bool[Array, " members"], Bool[Array, " members"], Bool[Array, ""]]:
-    """The members that were training, that are kept, and that diverged; and whether to run again."""
-    training = status == Status.OK
-    lost = training & (first >= 0) & (num_steps > 0)
-    again = (num_steps > 1) & jnp.any(lost)
-    return training, training & (first < 0) & (num_steps > 0) & ~again, lost & ~again, again
+def _kept(status: Int8[Array, " members"], first: Int[Array, " members"], good: Bool[Array, ""]) -> Array:
+    return (status == Status.OK) & (first < 0) & good
 
 
 def revert_diverged_one(

@@ -1,6 +1,6 @@
 import functools as ft
 import math
-from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -41,21 +41,10 @@ def permute(words: UInt32[Array, "2"], epoch: Int[Array, ""], positions: Int[Arr
         Mitchell, Stokes, Frank and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs" (2021; ACM Transactions on
         Parallel Computing, 2022): such permutations in place of stored ones.
     """
-    return _permute(length)(words, epoch, positions)
-
-
-@ft.lru_cache(maxsize=256)
-def _permute(length: int) -> Callable[..., Array]:
-    """The permutation of a length, traced once for all programs."""
-
-    @apart
-    def permute(words: Array, epoch: Array, positions: Array) -> Array:
-        of_epoch = _epoch_words(words, epoch.astype(jnp.uint32))
-        x = positions.astype(jnp.uint32)
-        x = _rank(of_epoch, x, length) if length < _FEW else _walk(of_epoch, x, length)
-        return x.astype(jnp.int32)
-
-    return permute
+    of_epoch = _epoch_words(words, epoch.astype(jnp.uint32))
+    x = positions.astype(jnp.uint32)
+    x = _rank(of_epoch, x, length) if length < _FEW else _walk(of_epoch, x, length)
+    return x.astype(jnp.int32)
 
 
 def _mix(x: Array) -> Array:
@@ -88,7 +77,7 @@ def _walk(words: tuple[Array, Array], x: Array, length: int) -> Array:
     """
     rows, columns = split(length)
     outside = rows * columns - length
-    ends = _network(words, length + jnp.arange(outside, dtype=jnp.uint32), rows, columns)
+    ends = _network(words, np.divmod(length + np.arange(outside, dtype=np.uint32), np.uint32(columns)), rows, columns)
 
     def walk(x: Array) -> Array:
         walked = x
@@ -98,11 +87,12 @@ def _walk(words: tuple[Array, Array], x: Array, length: int) -> Array:
 
     for _ in range(outside.bit_length()):
         ends = walk(ends)
-    return walk(_network(words, x, rows, columns))
+    by = jnp.full_like(x, columns)
+    return walk(_network(words, (jax.lax.div(x, by), jax.lax.rem(x, by)), rows, columns))
 
 
-def _network(words: tuple[Array, Array], x: Array, rows: int, columns: int) -> Array:
-    place = jax.lax.div(x, jnp.full_like(x, columns)), jax.lax.rem(x, jnp.full_like(x, columns))
+def _network(words: tuple[Array, Array], place: tuple[Any, Any], rows: int, columns: int) -> Array:
+    """The network at rows and columns."""
     for i in range(0, num_rounds(min(rows, columns)), 2):
         keys = [words[0] + np.uint32(0x9E3779B9 * (i + j) % 2**32) for j in (1, 2)]
         place = _two_rounds(place, keys, words[1], (rows, columns))
@@ -183,9 +173,23 @@ class RowOrder(eqx.Module):
 
         Positions beyond the epoch are clipped; the caller discards them.
         """
-        size = self.remainder if last else self.batch_size
-        first = step % self.epoch * self.batch_size
-        positions = jnp.minimum(first + jnp.arange(size, dtype=jnp.int32), self.num_rows - 1)
-        if self.words is not None:
-            positions = permute(self.words, step // self.epoch, positions, self.num_rows)
-        return positions if self.rows is None else self.rows.at[positions].get(mode="promise_in_bounds")
+        return _last_batch(self, step) if last else _full_batch(self, step)
+
+
+@apart
+def _full_batch(order: RowOrder, step: Int[Array, ""]) -> Int[Array, " batch"]:
+    return _batch(order, step, order.batch_size)
+
+
+@apart
+def _last_batch(order: RowOrder, step: Int[Array, ""]) -> Int[Array, " batch"]:
+    return _batch(order, step, order.remainder)
+
+
+def _batch(order: RowOrder, step: Int[Array, ""], size: int) -> Int[Array, " batch"]:
+    per_epoch = jnp.full_like(step, order.epoch)
+    first = jax.lax.rem(step, per_epoch) * order.batch_size
+    positions = jnp.minimum(first + jnp.arange(size, dtype=jnp.int32), order.num_rows - 1)
+    if order.words is not None:
+        positions = permute(order.words, jax.lax.div(step, per_epoch), positions, order.num_rows)
+    return positions if order.rows is None else order.rows.at[positions].get(mode="promise_in_bounds")

@@ -61,7 +61,7 @@ def scan(
 
     def step(state: tuple[Array, Array, PyTree, PyTree]) -> tuple[Array, Array, PyTree, PyTree]:
         i, _, carry, ys = state
-        x = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), xs)
+        x = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False), xs)
         carry, y, stop = body(carry, x)
         ys = jax.tree.map(lambda all, y: jax.lax.dynamic_update_index_in_dim(all, y, slot(i), 0), ys, y)
         return i + 1, stop, carry, ys
@@ -128,15 +128,15 @@ class Program(eqx.Module):
         def all_steps(part: PyTree) -> tuple[MemberState, PyTree, Int[Array, ""]]:
             step, moving, rows_at = member(part)
 
-            # Rows are computed one step ahead; otherwise XLA computes them in every read of the data, once per array.
-            def one(state: tuple[MemberState, PyTree, Int[Array, ""]], number: Int[Array, ""]) -> tuple:
-                moving, rows, failed = state
+            def one(state: tuple[MemberState, Int[Array, ""]], number: Int[Array, ""]) -> tuple:
+                moving, failed = state
+                # Otherwise XLA computes rows in every read of the data, once per array.
+                rows = jax.lax.optimization_barrier(rows_at(number))
                 moving, outputs = step(moving, rows, number)
                 failed = jnp.where(jnp.isfinite(outputs[0]), failed, jnp.minimum(failed, number))
-                return (moving, rows_at(number + 1), failed), outputs, jnp.bool_(0)
+                return (moving, failed), outputs, jnp.bool_(0)
 
-            begun = (moving, rows_at(carry.step), jnp.int32(NEVER))
-            (moving, _, failed), outputs, _ = scan(one, begun, numbers, count, **slots)
+            (moving, failed), outputs, _ = scan(one, (moving, jnp.int32(NEVER)), numbers, count, **slots)
             return moving, outputs, failed
 
         moving, outputs, failed = _axes.over_leading_axis(self.sharded_plan.run, all_steps, own)
