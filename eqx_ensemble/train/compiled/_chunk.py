@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from ... import _axes
 from ..._compiled import CompiledCall
 from ..._pytree import PyTree
 from .._status import Status
@@ -89,6 +90,9 @@ def _put_last(last: tuple[Carry, PyTree], carry: Carry, done: tuple[Carry, PyTre
     (after, outputs), (_, room, _) = last, done
     check_same_outputs(jax.tree.map(lambda x: x[:, 0], room), outputs)
     room = jax.tree.map(lambda all, x: all.at[:, 0].set(x), room, outputs)
+    training = carry.moving.status == Status.OK  # without this choice, XLA rounds the last bits of updates differently
+    moving = jax.tree.map(lambda x, y: _axes.where_members(training, x, y), after.moving, carry.moving)
+    after = Carry(moving, after.selection, after.step)
     return after, room, jnp.where(jnp.isfinite(outputs[0]), NEVER, carry.step)
 
 
