@@ -16,13 +16,13 @@ def apart(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @jax.jit
     @ft.wraps(fn)
-    def call(*args: Any) -> Any:
+    def inner(*args: Any) -> Any:
         with set_xla_metadata(inlineable="true"):  # what `fn` calls
             return fn(*args)
 
     @ft.wraps(fn)
-    def called(*args: Any) -> Any:
+    def call(*args: Any) -> Any:
         with set_xla_metadata(inlineable="false") if jax.default_backend() == "cpu" else contextlib.nullcontext():
-            return call(*args)
+            return inner(*args)
 
-    return called
+    return call

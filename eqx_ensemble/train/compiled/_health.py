@@ -75,7 +75,7 @@ def revert_diverged(
     training, some = before.status == Status.OK, jnp.asarray(num_steps) > 0
     lost = training & (first >= 0) & some
     again = (num_steps > 1) & jnp.any(lost)
-    keep, diverged = _kept(before.status, first, some & ~again), lost & ~again
+    keep, diverged = _members_to_keep(before.status, first, some & ~again), lost & ~again
     params, opt_state, model_state = jax.tree.map(
         lambda new, old: _axes.where_members(keep, new, old),
         (after.params, after.opt_state, after.model_state),
@@ -96,7 +96,7 @@ def _first_fault(finite_loss: Bool[Array, " members"], sums: list[Array]) -> Int
 
 
 @apart
-def _kept(status: Int8[Array, " members"], first: Int[Array, " members"], good: Bool[Array, ""]) -> Array:
+def _members_to_keep(status: Int8[Array, " members"], first: Int[Array, " members"], good: Bool[Array, ""]) -> Array:
     return (status == Status.OK) & (first < 0) & good
 
 
