@@ -405,6 +405,11 @@ def _copy(x: Any) -> Any:
     return _put(x) if is_strong and x.is_fully_addressable else jnp.array(x, dtype=x.dtype)
 
 
+def put_new(x: Any) -> jax.Array:
+    """An array of NumPy, copied to the default device; one of JAX as it is."""
+    return x if isinstance(x, jax.Array) else _put(x)
+
+
 def _put(x: Any) -> jax.Array:
     """A copy on the same devices, without a compiled program."""
     return jax.device_put(x, may_alias=False)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from ... import _axes
 from ..._compiled import CompiledCall
 from ..._pytree import PyTree
 from .._status import Status
@@ -45,47 +46,54 @@ def run_chunk(
     windows = program.windows
     has_rest = inputs.order is not None and inputs.order.remainder > 0
     steps = trace_once(lambda carry, num_full: program.steps(inputs, carry, num_full, most=chunk.most_steps))
-
-    def finish(carry: Carry) -> tuple[Carry, PyTree]:
-        last = None
-        if has_rest:
-            carry, last = program.guarded_step(inputs, carry, last=True)
-        carry, scores = program.validate(inputs, carry)
-        return carry, (last, scores)
-
-    finish_once = trace_once(finish)
+    validate = trace_once(lambda carry: program.validate(inputs, carry))
     put = ft.partial(put_outputs, windows=windows, begun=carry.step)
 
     def piece(state: tuple[Carry, PyTree], part: tuple[Array, Array]) -> tuple[tuple, PyTree, Bool[Array, ""]]:
-        (carry, recorded), (num_full, ends) = state, part
-        after, outputs, failed = steps(carry, num_full)
+        (carry, recorded), (num_steps, ends) = state, part
+        done = steps(carry, num_steps)
+        if has_rest:  # the last step is alone in its piece, so that one program reverts and records all pieces
+            last = lambda carry, done: _put_last(program.step(inputs, carry, last=True), carry, done)
+            done = jax.lax.cond(ends, last, lambda _, done: done, carry, done)
+            num_steps += ends.astype(jnp.int32)
+        after, outputs, failed = done
         moving, outputs, again = revert_diverged(
-            carry.moving, after.moving, outputs, carry.step, num_full, finite_loss=failed == NEVER
+            carry.moving, after.moving, outputs, carry.step, num_steps, finite_loss=failed == NEVER
         )
         failed = jnp.min(jnp.where(carry.moving.status == Status.OK, failed, NEVER))
         fault = jnp.where(failed == NEVER, NEVER, failed - carry.step)
-        recorded = put(recorded, outputs, step=carry.step, skip=again | (num_full == 0))
+        recorded = put(recorded, outputs, step=carry.step, skip=again | (num_steps == 0))
         faults = jnp.any(moving.fault != carry.moving.fault)
         step = jnp.where(again, carry.step, after.step)
         carry = Carry(stop_at_limits(moving, inputs.limits, step), carry.selection, step)
-        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(finish_once, carry)[1])
-        if has_rest:
-            of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], *x.shape[2:]), x.dtype), outputs)
-            check_same_outputs(of_one, blank[0])
-        before, finishes = carry.moving.fault, ends & ~again
-        carry, (last, scores) = jax.lax.cond(finishes, finish_once, lambda carry: (carry, blank), carry)
-        if has_rest:
-            recorded = put(recorded, jax.tree.map(lambda x: x[:, None], last), step=step, skip=~finishes)
-        faults |= jnp.any(carry.moving.fault != before)
+        scores = None
+        if program.score is not None:
+            before, blank = carry.moving.fault, jnp.zeros_like(jax.eval_shape(validate, carry)[1])
+            carry, scores = jax.lax.cond(ends & ~again, validate, lambda carry: (carry, blank), carry)
+            faults |= jnp.any(carry.moving.fault != before)
         return (carry, recorded), (again, fault, scores), again | (program.halts & faults)
 
-    pieces, most = (chunk.num_full, chunk.ends_epoch), chunk.num_full.shape[0] * (chunk.most_steps + has_rest)
+    most = chunk.num_full.shape[0] * chunk.most_steps
+    if has_rest:  # every second piece is a single step
+        most = -(-chunk.num_full.shape[0] // 2) * (chunk.most_steps + 1)
     outputs = jax.eval_shape(steps, carry, chunk.num_pieces)[1]
-    recorded = no_outputs(windows, most, outputs)
+    recorded = no_outputs(windows, most, outputs, exact=not has_rest)
+    pieces = (chunk.num_full, chunk.ends_epoch)
     (carry, recorded), (again, faults, scores), count = scan(piece, (carry, recorded), pieces, chunk.num_pieces)
     recorded = jax.tree.map(lambda x: x[:, : windows.most(most)], recorded)
-    good = count - jnp.sum(again, dtype=jnp.int32)
-    return program.constrain(carry), (good, jnp.any(again), faults[count - 1], recorded, scores)
+    again, fault = (jax.lax.dynamic_index_in_dim(x, count - 1, keepdims=False) for x in (again, faults))
+    return program.constrain(carry), (count - again.astype(jnp.int32), again, fault, recorded, scores)
+
+
+def _put_last(last: tuple[Carry, PyTree], carry: Carry, done: tuple[Carry, PyTree, Array]) -> tuple:
+    """The results of a single step, in the form of those of several."""
+    (after, outputs), (_, room, _) = last, done
+    check_same_outputs(jax.tree.map(lambda x: x[:, 0], room), outputs)
+    room = jax.tree.map(lambda all, x: all.at[:, 0].set(x), room, outputs)
+    training = carry.moving.status == Status.OK  # without this choice, XLA rounds the last bits of updates differently
+    moving = jax.tree.map(lambda x, y: _axes.where_members(training, x, y), after.moving, carry.moving)
+    after = Carry(moving, after.selection, after.step)
+    return after, room, jnp.where(jnp.isfinite(outputs[0]), NEVER, carry.step)
 
 
 def run_batch(read: tuple[Program, Inputs, PyTree], carry: Carry) -> tuple[Carry, PyTree]:

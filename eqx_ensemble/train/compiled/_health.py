@@ -5,12 +5,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from ... import _axes
 from ..._pytree import PyTree
 from .._state import MemberConstants, MemberState
 from .._status import Status
+from ._apart import apart
 from ._order import RowOrder
 from ._selection import Limits, Selection
 
@@ -69,24 +70,34 @@ def revert_diverged(
     **Returns:** the members after the steps; their losses and auxiliary outputs `(members, windows, ...)`, NaN (zero
     for integers) for members that had stopped; and whether to run again.
     """
-    training = before.status == Status.OK
-    some = jnp.asarray(num_steps) > 0
-    finite = jnp.stack([finite_loss, *map(_finite_members, jax.tree.leaves(after.params))])
-    good = jnp.all(finite, axis=0)
-    lost = training & ~good & some
+    sums = [_finite_sum(x) for x in jax.tree.leaves(after.params)]
+    first = _first_fault(finite_loss, sums)
+    training, some = before.status == Status.OK, jnp.asarray(num_steps) > 0
+    lost = training & (first >= 0) & some
     again = (num_steps > 1) & jnp.any(lost)
-    keep = training & good & ~again & some
+    keep, diverged = _members_to_keep(before.status, first, some & ~again), lost & ~again
     params, opt_state, model_state = jax.tree.map(
         lambda new, old: _axes.where_members(keep, new, old),
         (after.params, after.opt_state, after.model_state),
         (before.params, before.opt_state, before.model_state),
     )
-    diverged = lost & ~again
     status = jnp.where(diverged, jnp.int8(Status.DIVERGED), before.status)
     stopped_at = jnp.where(diverged, step, before.stopped_at)
-    fault = jnp.where(diverged, jnp.argmin(finite, axis=0).astype(jnp.int32), before.fault)
+    fault = jnp.where(diverged, first, before.fault)
     outputs = jax.tree.map(lambda x: _or_blank(training, x), outputs)
     return MemberState(params, opt_state, model_state, status, stopped_at, fault), outputs, again
+
+
+@apart
+def _first_fault(finite_loss: Bool[Array, " members"], sums: list[Array]) -> Int[Array, " members"]:
+    """The first of each member's loss and `sums` that is not finite, or -1."""
+    finite = jnp.stack([finite_loss, *map(jnp.isfinite, sums)])
+    return jnp.where(jnp.all(finite, axis=0), -1, jnp.argmin(finite, axis=0).astype(jnp.int32))
+
+
+@apart
+def _members_to_keep(status: Int8[Array, " members"], first: Int[Array, " members"], good: Bool[Array, ""]) -> Array:
+    return (status == Status.OK) & (first < 0) & good
 
 
 def revert_diverged_one(
@@ -112,5 +123,13 @@ def _or_blank(training: Bool[Array, " members"], x: Array) -> Array:
     return _axes.where_members(training, x, blank)
 
 
-def _finite_members(x: Array) -> Bool[Array, " members"]:
-    return jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
+def _finite_sum(x: Array) -> Array:
+    """A sum `(members,)` of parts of the values, so small that it is finite unless one of them is not.
+
+    A product with a constant, because XLA takes much longer to compile a reduction.
+    """
+    x = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    if x.ndim == 1:
+        return x
+    part = jnp.full(x.shape[1:], 0.5 / max(x[0].size, 1), x.dtype)
+    return jnp.tensordot(x, part, part.ndim, precision=jax.lax.Precision.HIGHEST)

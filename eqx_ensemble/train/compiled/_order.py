@@ -1,5 +1,6 @@
 import functools as ft
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int, UInt32
 
 from ..._pytree import PyTree
+from ._apart import apart
 
 # Permutations of `range(length)` of which any part can be computed without the rest. Stored ones take memory for all
 # rows and members, and are sorted anew in each epoch, also for a run of few steps.
@@ -75,7 +77,7 @@ def _walk(words: tuple[Array, Array], x: Array, length: int) -> Array:
     """
     rows, columns = split(length)
     outside = rows * columns - length
-    ends = _network(words, length + jnp.arange(outside, dtype=jnp.uint32), rows, columns)
+    ends = _network(words, np.divmod(length + np.arange(outside, dtype=np.uint32), np.uint32(columns)), rows, columns)
 
     def walk(x: Array) -> Array:
         walked = x
@@ -85,18 +87,23 @@ def _walk(words: tuple[Array, Array], x: Array, length: int) -> Array:
 
     for _ in range(outside.bit_length()):
         ends = walk(ends)
-    return walk(_network(words, x, rows, columns))
+    by = jnp.full_like(x, columns)
+    return walk(_network(words, (jax.lax.div(x, by), jax.lax.rem(x, by)), rows, columns))
 
 
-def _network(words: tuple[Array, Array], x: Array, rows: int, columns: int) -> Array:
-    row, column = x // jnp.uint32(columns), x % jnp.uint32(columns)
-    for i in range(num_rounds(min(rows, columns))):
-        key = words[0] + jnp.uint32(0x9E3779B9 * (i + 1) % 2**32)
-        if i % 2 == 0:
-            row = _move(row, _hash(column, key, words[1]), rows)
-        else:
-            column = _move(column, _hash(row, key, words[1]), columns)
-    return row * jnp.uint32(columns) + column
+def _network(words: tuple[Array, Array], place: tuple[Any, Any], rows: int, columns: int) -> Array:
+    """The network at rows and columns."""
+    for i in range(0, num_rounds(min(rows, columns)), 2):
+        keys = [words[0] + np.uint32(0x9E3779B9 * (i + j) % 2**32) for j in (1, 2)]
+        place = _two_rounds(place, keys, words[1], (rows, columns))
+    return place[0] * jnp.uint32(columns) + place[1]
+
+
+@ft.partial(jax.jit, static_argnums=3, inline=True)  # the network is unrolled, and traced only once
+def _two_rounds(place: tuple[Array, Array], keys: list[Array], other: Array, sides: tuple[int, int]) -> tuple:
+    (row, column), (rows, columns) = place, sides
+    row = _move(row, _hash(column, keys[0], other), rows)
+    return row, _move(column, _hash(row, keys[1], other), columns)
 
 
 def _hash(x: Array, key: Array, other: Array) -> Array:
@@ -166,9 +173,23 @@ class RowOrder(eqx.Module):
 
         Positions beyond the epoch are clipped; the caller discards them.
         """
-        size = self.remainder if last else self.batch_size
-        first = step % self.epoch * self.batch_size
-        positions = jnp.minimum(first + jnp.arange(size, dtype=jnp.int32), self.num_rows - 1)
-        if self.words is not None:
-            positions = permute(self.words, step // self.epoch, positions, self.num_rows)
-        return positions if self.rows is None else self.rows.at[positions].get(mode="promise_in_bounds")
+        return _last_batch(self, step) if last else _full_batch(self, step)
+
+
+@apart
+def _full_batch(order: RowOrder, step: Int[Array, ""]) -> Int[Array, " batch"]:
+    return _batch(order, step, order.batch_size)
+
+
+@apart
+def _last_batch(order: RowOrder, step: Int[Array, ""]) -> Int[Array, " batch"]:
+    return _batch(order, step, order.remainder)
+
+
+def _batch(order: RowOrder, step: Int[Array, ""], size: int) -> Int[Array, " batch"]:
+    per_epoch = jnp.full_like(step, order.epoch)
+    first = jax.lax.rem(step, per_epoch) * order.batch_size
+    positions = jnp.minimum(first + jnp.arange(size, dtype=jnp.int32), order.num_rows - 1)
+    if order.words is not None:
+        positions = permute(order.words, jax.lax.div(step, per_epoch), positions, order.num_rows)
+    return positions if order.rows is None else order.rows.at[positions].get(mode="promise_in_bounds")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8
 
 from ... import _axes
-from ..._compiled import ProgramKey
+from ..._compiled import ProgramKey, Structure, flatten
 from ..._pytree import PyTree
 from ...plan import AbstractPlan
 from ...plan._engine import Cost, axes_of, sharded_plan
@@ -61,7 +61,7 @@ def scan(
 
     def step(state: tuple[Array, Array, PyTree, PyTree]) -> tuple[Array, Array, PyTree, PyTree]:
         i, _, carry, ys = state
-        x = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), xs)
+        x = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False, allow_negative_indices=False), xs)
         carry, y, stop = body(carry, x)
         ys = jax.tree.map(lambda all, y: jax.lax.dynamic_update_index_in_dim(all, y, slot(i), 0), ys, y)
         return i + 1, stop, carry, ys
@@ -128,15 +128,15 @@ class Program(eqx.Module):
         def all_steps(part: PyTree) -> tuple[MemberState, PyTree, Int[Array, ""]]:
             step, moving, rows_at = member(part)
 
-            # Rows are computed one step ahead; otherwise XLA computes them in every read of the data, once per array.
-            def one(state: tuple[MemberState, PyTree, Int[Array, ""]], number: Int[Array, ""]) -> tuple:
-                moving, rows, failed = state
+            def one(state: tuple[MemberState, Int[Array, ""]], number: Int[Array, ""]) -> tuple:
+                moving, failed = state
+                # Otherwise XLA computes rows in every read of the data, once per array.
+                rows = jax.lax.optimization_barrier(rows_at(number))
                 moving, outputs = step(moving, rows, number)
                 failed = jnp.where(jnp.isfinite(outputs[0]), failed, jnp.minimum(failed, number))
-                return (moving, rows_at(number + 1), failed), outputs, jnp.bool_(0)
+                return (moving, failed), outputs, jnp.bool_(0)
 
-            begun = (moving, rows_at(carry.step), jnp.int32(NEVER))
-            (moving, _, failed), outputs, _ = scan(one, begun, numbers, count, **slots)
+            (moving, failed), outputs, _ = scan(one, (moving, jnp.int32(NEVER)), numbers, count, **slots)
             return moving, outputs, failed
 
         moving, outputs, failed = _axes.over_leading_axis(self.sharded_plan.run, all_steps, own)
@@ -156,7 +156,9 @@ class Program(eqx.Module):
             moving, fixed, own_data = part
             _, data, order = view(own_data)
             rows_at = lambda step: None if order is None else order.batch(step, last=last)
-            return ft.partial(_member_step, self, fixed, inputs.shared, data), moving, rows_at
+            # Only `fit` has a key: elsewhere a loss may hold values of an outer transformation.
+            step = _member_step_once if self.program_key else _member_step
+            return ft.partial(step, self, fixed, inputs.shared, data), moving, rows_at
 
         return member, (carry.moving, inputs.fixed, own_data)
 
@@ -227,6 +229,29 @@ def _member_step(
     moving = MemberState(params, opt_state, model_state, moving.status, moving.stopped_at, moving.fault)
     moving = moving if program.layout is None else constrain_member(moving, program.layout)
     return moving, (value, aux)
+
+
+def _member_step_once(*args: Any) -> tuple[MemberState, tuple[Float[Array, ""], PyTree]]:
+    """`_member_step`, traced once for the analysis of a step and for the program that runs it."""
+    try:
+        flat = flatten(args)
+        call = _traced_step(flat.structure)
+    except TypeError:  # something cannot be hashed
+        return _member_step(*args)
+    return call(flat.arrays)
+
+
+@ft.lru_cache(maxsize=8)
+def _traced_step(structure: Structure) -> Callable[[list[Array]], Any]:
+    rest: Any = None
+
+    def run(arrays: list[Array]) -> PyTree:
+        nonlocal rest
+        dynamic, rest = eqx.partition(_member_step(*structure.combine(arrays)), eqx.is_array)
+        return dynamic
+
+    run = trace_once(run)
+    return lambda arrays: eqx.combine(run(arrays), rest)
 
 
 def _update_together(

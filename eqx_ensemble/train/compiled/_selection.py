@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from ..._brief import brief_doc
 from ..._pytree import PyTree
-from .._state import MemberState
+from .._state import MemberState, copy_arrays, put_new
 from .._status import Status
 
 
@@ -101,12 +101,11 @@ def worst(mode: Mode) -> float:
 def no_selection(moving: MemberState, mode: Mode, dtype: Any = jnp.float32) -> Selection:
     """Nothing validated yet. The arrays are copies, because both are donated."""
     count = moving.status.shape[0]
-    params, model_state = jax.tree.map(jnp.array, (moving.params, moving.model_state))
-    score = jnp.full(count, worst(mode), dtype)
-    never = jnp.full(count, -1, jnp.int32)
-    waited, none = jnp.zeros(count, jnp.int32), jnp.zeros_like(score)
-    again = (score.copy(), never.copy(), score.copy(), none, none.copy())
-    return Selection(params, model_state, score, never, waited, *again, mode)
+    params, model_state = copy_arrays((moving.params, moving.model_state))
+    score = lambda value: put_new(np.full(count, value, dtype))
+    number = lambda value: put_new(np.full(count, value, np.int32))
+    first = (score(worst(mode)), number(-1), number(0), score(worst(mode)), number(-1), score(worst(mode)))
+    return Selection(params, model_state, *first, score(0), score(0), mode)
 
 
 def smooth_score(

@@ -61,16 +61,16 @@ class Windows:
         return np.minimum(closed, last)
 
 
-def no_outputs(windows: Windows, num_steps: int, outputs: PyTree) -> PyTree:
+def no_outputs(windows: Windows, num_steps: int, outputs: PyTree, *, exact: bool) -> PyTree:
     """Blank outputs `(members, windows + room, ...)` of `num_steps` steps, for those `(members, room, ...)` of a piece.
 
-    Outputs that are not to be recorded are put into the last `room`. Windows of one step need none: outputs that are
-    put there are overwritten, or not read.
+    Outputs that are not to be recorded are put into the last `room`. Windows of one step need none if all pieces fill
+    theirs (`exact`): outputs that are put there are overwritten, or not read.
     """
 
     def blank(x: Any) -> Array:
         fill = jnp.nan if jnp.issubdtype(x.dtype, jnp.inexact) else 0
-        count = windows.most(num_steps) + (0 if windows.every == 1 else x.shape[1])
+        count = windows.most(num_steps) + (0 if exact and windows.every == 1 else x.shape[1])
         return jnp.full((x.shape[0], count, *x.shape[2:]), fill, x.dtype)
 
     return jax.tree.map(blank, outputs)

@@ -12,6 +12,7 @@ import numpy as np
 from ... import _axes, _keys
 from ..._pytree import PyTree
 from ...sharding._engine import Layout, pad_members, replicate_rows, shard_members, shard_rows
+from .._state import put_new
 from ..compiled._order import RowOrder
 
 
@@ -111,7 +112,7 @@ def row_order(
     words = _axes.Each(words) if order == "each" else words
     per_epoch = num_rows if rows is None else rows.shape[1]
     drawn = RowOrder(words, None if rows is None else _axes.Each(rows), per_epoch, batch_size)
-    return jax.tree.map(jnp.asarray, drawn) if layout is None else replicate_rows(drawn, layout)
+    return jax.tree.map(put_new, drawn) if layout is None else replicate_rows(drawn, layout)
 
 
 def order_words(key: Any, ids: Any, order: Order) -> Any:
@@ -127,7 +128,7 @@ def order_words(key: Any, ids: Any, order: Order) -> Any:
 class Piece:
     """Consecutive steps that are run together.
 
-    `full` counts full batches; `rest` is 1 if the smaller batch at the end of an epoch follows them, else 0.
+    `full` counts full batches; `rest` is 1 for the smaller batch at the end of an epoch, alone in its piece, else 0.
     """
 
     full: int
@@ -142,10 +143,7 @@ class Piece:
     def split(self, most: int) -> "list[Piece]":
         """The piece, split into parts of at most `most` steps each, at least one."""
         parts = [Piece(min(most, self.full - start)) for start in range(0, self.full, most)]
-        last = dataclasses.replace(self, full=parts.pop().full if parts else 0)
-        if last.num_steps <= most or last.full == 0:
-            return [*parts, last]
-        return [*parts, Piece(last.full), dataclasses.replace(last, full=0)]
+        return [*parts[:-1], dataclasses.replace(self, full=parts[-1].full if parts else 0)]
 
     def bisect_fault(self, step: int) -> "list[Piece]":
         """Splits the piece, such that a fault that shows at `step` is in a part of one step.
@@ -167,8 +165,8 @@ class PieceIterator:
     """A run's steps in pieces of at most `most()` full batches, evaluated for each piece; none crosses a limit.
 
     The run consists of the steps from `first_step` to before `last_step`, both counted from the first epoch;
-    `limit_after` returns the next limit after a step. With `rest_apart`, the smaller batch at the end of an epoch is a
-    piece of its own: a chunk can end before it, to revive a member that failed in the last full batch.
+    `limit_after` returns the next limit after a step. The smaller batch at the end of an epoch is a piece of its own: a
+    chunk can end before it, to revive a member that failed in the last full batch.
     """
 
     order: RowOrder
@@ -176,7 +174,6 @@ class PieceIterator:
     last_step: int
     limit_after: Callable[[int], int | None]
     most: Callable[[], int]
-    rest_apart: bool = False
 
     def epochs(self) -> Iterator[Piece]:
         """Pieces of one epoch each. The last epoch of a run that ends within it has no `rest` and no end."""
@@ -190,7 +187,7 @@ class PieceIterator:
             while True:
                 stop = min(done + self._end(step) - step, last)
                 if ends and stop == last:
-                    yield from self._last_pieces(step, stop - done, rest)
+                    yield from self._last_pieces(stop - done, rest)
                 else:
                     yield Piece(stop - done)
                 step, done = step + stop - done, stop
@@ -198,9 +195,9 @@ class PieceIterator:
                     break
             step += ends and rest
 
-    def _last_pieces(self, step: int, full: int, rest: int) -> Iterator[Piece]:
-        """The last `full` batches of an epoch and the smaller one, separate if a chunk may end between them."""
-        if rest and full and (self.rest_apart or self.limit_after(step) == step + full):
+    def _last_pieces(self, full: int, rest: int) -> Iterator[Piece]:
+        """The last `full` batches of an epoch, and the smaller one."""
+        if rest and full:
             yield Piece(full)
             full = 0
         yield Piece(full, rest, ends_epoch=True)

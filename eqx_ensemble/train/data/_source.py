@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ... import _axes
@@ -26,6 +25,7 @@ from ...checkpoint._engine import (
 )
 from ...plan._engine import Cost
 from ...sharding._engine import Layout, replicate_rows, shard_rows
+from .._state import put_new
 from ..compiled._health import Carry
 from ..compiled._order import RowOrder
 from ..compiled._program import Program
@@ -136,7 +136,7 @@ def on_device(
     rows = check_rows_of_data(data, num_members, argument=argument, finite=False)
     data = _axes.map_each(_axes.Each, data)
     if layout is None:
-        return jax.tree.map(jnp.asarray, data), rows
+        return jax.tree.map(put_new, data), rows
     return replicate_rows(data, layout) if whole else shard_rows(data, layout), rows
 
 

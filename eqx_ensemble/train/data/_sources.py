@@ -145,14 +145,13 @@ class ArraySource(AbstractSource):
 
     def _queue_of(self, setting: Setting, last_step: int, most: int) -> PieceQueue:
         order, program = self._order, setting.program
-        rest_apart = program.halts and order.remainder > 0
         endless = program.score is None and order.remainder == 0
         if endless:
             most_pieces = min(most, _PIECES_OF_AN_ENDLESS_CHUNK)
             most_steps = most // most_pieces
         else:
             # One piece if each step is a call of its own: members that are called one after another halt in the same.
-            most_pieces = 1 if most == 1 else max(1, most // order.epoch) * (2 if rest_apart else 1)
+            most_pieces = 1 if most == 1 else max(1, most // order.epoch) * (2 if order.remainder else 1)
             most_steps = min(order.num_rows // order.batch_size, most)
         pieces = PieceIterator(
             order,
@@ -160,7 +159,6 @@ class ArraySource(AbstractSource):
             last_step,
             limit_after=ft.partial(next_limit, setting.limits, setting.periods),
             most=lambda: min(most_steps, self._steps),
-            rest_apart=rest_apart,
         )
         return PieceQueue(pieces.endless() if endless else pieces.epochs(), most_pieces, most_steps, program.layout)
 

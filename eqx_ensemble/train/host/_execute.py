@@ -2,9 +2,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool
 
 from ... import _axes
 from ..._progress import members_in_words, progress_line
@@ -127,11 +129,8 @@ def collect_run(
     if selection is not None:
         best_step, best_score = to_host((selection.step, selection.score))
         found, member = best_step >= 0, best_step.argmax()
-        params, state = jax.tree.map(
-            lambda best, last: _axes.where_members(found, best, last),
-            (selection.params, selection.model_state),
-            (params, state),
-        )
+        best = selection.params, selection.model_state
+        params, state = best if found.all() else _where(found, best, (params, state))
     return Run(
         ensemble=ensemble_of(last, params, member),
         state=state,
@@ -151,6 +150,11 @@ def collect_run(
         seconds=start.seconds + host.saving.seconds,
         epoch=source.epoch,
     )
+
+
+@eqx.filter_jit
+def _where(found: Bool[Array, " members"], best: PyTree, last: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: _axes.where_members(found, x, y), best, last)
 
 
 def _rows_of_all(before: np.ndarray | None, now: np.ndarray | None) -> np.ndarray | None:
