@@ -12,6 +12,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble._predict import _run_works as room
+from eqx_ensemble.plan import _plans
 
 KEY, MEMBERS, ROWS = jax.random.key(0), 3, 43
 OPTIONS = {"batch_size": 4, "progress": False}  # the last batch has three rows of its own
@@ -56,7 +57,7 @@ def on(monkeypatch):
 
         with monkeypatch.context() as patched:
             patched.setattr(room, "_WORTH_THREADS", 0)
-            patched.setattr(room, "num_cores", lambda: cores)
+            patched.setattr(_plans, "num_cores", lambda: cores)
             patched.setattr(room, "_predict_batch", noted)
             out = fn()
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("eqx_ensemble")]
@@ -236,7 +237,7 @@ def test_one_at_a_time_where_memory_is_short(ensemble, on, monkeypatch):
 
 
 def test_small_batches_start_no_thread(ensemble, monkeypatch):
-    monkeypatch.setattr(room, "num_cores", lambda: 2)
+    monkeypatch.setattr(_plans, "num_cores", lambda: 2)
     monkeypatch.setattr(room, "on_cores", lambda *_, **__: pytest.fail("a thread was started"))
     for _ in range(2):
         ee.predict(ensemble, rows(), **OPTIONS)
