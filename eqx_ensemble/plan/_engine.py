@@ -3,4 +3,4 @@
 from ._auto import Pilot, as_plan, explain_memory, plan_in_program
 from ._map import call_members, map_members, over_members
 from ._memory import Cost, cost_of, free_bytes, peak, release_memory
-from ._plans import FEWEST, axes_of, sharded_plan
+from ._plans import FEWEST, NamedVmap, axes_of, sharded_plan

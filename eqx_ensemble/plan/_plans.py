@@ -151,7 +151,7 @@ _MEMBERS, _DEVICES = "eqx_ensemble.members", "eqx_ensemble.devices"
 
 
 def axes_of(layout: Layout | None) -> tuple[str, ...]:
-    """The names of the mapped axes under `Vmap`, whose members all run at once."""
+    """The names of the mapped axes under `NamedVmap`."""
     return (_MEMBERS,) if layout is None else (_DEVICES, _MEMBERS)
 
 
@@ -160,12 +160,20 @@ class Vmap(AbstractPlan):
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
         """Maps `fn` over all members at once."""
-        return jax.vmap(fn, axis_name=_MEMBERS)(arrays)
+        return jax.vmap(fn)(arrays)
 
     @property
     def compiles(self) -> bool:
         """False: `jax.vmap` compiles nothing."""
         return False
+
+
+class NamedVmap(Vmap):
+    """`Vmap` of an axis with a name. Functions traced under it are traced again elsewhere."""
+
+    def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:
+        """Maps `fn` over all members at once."""
+        return jax.vmap(fn, axis_name=_MEMBERS)(arrays)
 
 
 class Chunked(AbstractPlan):

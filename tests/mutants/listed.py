@@ -105,8 +105,8 @@ MUTANTS = [
     *of(
         "scores/_ranking.py",
         "scores/test_ranking.py",
-        ('side="right") - 1', 'side="left")'),
-        ("jnp.isnan(hits), jnp.nan, precision), positive)", "jnp.isnan(hits), jnp.nan, precision), weights)"),
+        ("hits, false = total[0][last], total[1][last]", "hits, false = total"),
+        ("jnp.nan, precision), ranked.positive)", "jnp.nan, precision), ranked.negative)"),
     ),
     *of(
         "scores/_gaussian.py",
@@ -121,13 +121,13 @@ MUTANTS = [
     *of(
         "scores/_selective.py",
         "scores/test_selective.py scores/test_row_weights.py",
-        ("jnp.lexsort((uncertainty, ~counted))", "jnp.lexsort((-uncertainty, ~counted))"),
-        ("steps = weight / size", "steps = own"),
+        ("sort_rows(_blank(uncertainty, row_weights)", "sort_rows(_blank(-uncertainty, row_weights)"),
+        ("jnp.where(first == last, weights, ", "jnp.where(first <= last, weights, "),
     ),
     *of(
         "uncertainty/_entropy.py",
         "uncertainty/test_entropy.py",
-        ("jnp.exp(logs) * -finite", "jnp.exp(logs) * finite"),
+        ("probabilities * -jnp.where(logs", "probabilities * jnp.where(logs"),
     ),
     *of(
         "uncertainty/_variance.py",
@@ -244,7 +244,7 @@ MUTANTS = [
     *of(
         "train/compiled/_health.py",
         "train/test_health.py train/test_fault_census.py",
-        ("keep = training & good & ~again & some", "keep = good & ~again & some"),
+        ("(status == Status.OK) & (first < 0) & good", "(first < 0) & good"),
         ("jnp.where(diverged, step, before.stopped_at)", "before.stopped_at"),
         ("(num_steps > 1) & jnp.any(lost)", "(num_steps > 1) & jnp.all(lost)"),
     ),

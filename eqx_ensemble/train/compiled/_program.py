@@ -1,3 +1,4 @@
+import dataclasses
 import functools as ft
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 from ... import _axes
 from ..._compiled import ProgramKey, Structure, flatten
 from ..._pytree import PyTree
-from ...plan import AbstractPlan
-from ...plan._engine import Cost, axes_of, sharded_plan
+from ...plan import AbstractPlan, Vmap
+from ...plan._engine import Cost, NamedVmap, axes_of, sharded_plan
 from ...sharding._engine import Layout, constrain_carry, constrain_member, constrain_rows
 from .._state import MemberConstants, MemberState
 from .._status import Status
@@ -151,6 +152,7 @@ class Program(eqx.Module):
         """
         data = (_axes.Each(inputs.fixed.key), inputs.data, inputs.order)
         own_data, view, _ = _axes.split_members(data)
+        of_any_plan = dataclasses.replace(self, plan=Vmap())
 
         def member(part: PyTree) -> tuple[Callable[..., Any], MemberState, Callable[..., Any]]:
             moving, fixed, own_data = part
@@ -158,7 +160,7 @@ class Program(eqx.Module):
             rows_at = lambda step: None if order is None else order.batch(step, last=last)
             # Only `fit` has a key: elsewhere a loss may hold values of an outer transformation.
             step = _member_step_once if self.program_key else _member_step
-            return ft.partial(step, self, fixed, inputs.shared, data), moving, rows_at
+            return ft.partial(step, of_any_plan, fixed, inputs.shared, data), moving, rows_at
 
         return member, (carry.moving, inputs.fixed, own_data)
 
@@ -172,7 +174,7 @@ class Program(eqx.Module):
     @property
     def sharded_plan(self) -> AbstractPlan:
         """The plan on all devices."""
-        return sharded_plan(self.plan, self.layout)
+        return sharded_plan(NamedVmap() if isinstance(self.optimiser, Together) else self.plan, self.layout)
 
     def guarded_step(self, inputs: Inputs, carry: Carry, *, last: bool = False) -> tuple[Carry, PyTree]:
         """One step of all members; those that diverge keep their last finite weights."""
