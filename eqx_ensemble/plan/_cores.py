@@ -13,9 +13,9 @@ from ._plans import FEWEST, AbstractPlan, Blocks, Chunked, Notes, Vmap, Work
 from ._search import Search, candidates, cost_of_work
 
 # A step's intermediate arrays are counted with all that a compiler fuses: about a quarter of their bytes are ever
-# written. Half of the cache is left to the data, and to what else runs on the core.
+# written. A third of the cache is left to the data, and to what else runs on the core.
 
-_WRITTEN, _OF_THE_CACHE = 1 / 4, 1 / 2
+_WRITTEN, _OF_THE_CACHE = 1 / 4, 2 / 3
 _WORTH_IT = 0.8  # of the time of one call
 _FEW_CALLS, _MOST_CALLS = 4, 16  # of one core; a few allow cores to take turns, and members to stop
 
