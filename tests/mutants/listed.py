@@ -243,10 +243,16 @@ MUTANTS = [
     ),
     *of(
         "train/compiled/_health.py",
-        "train/test_health.py train/test_fault_census.py",
+        "train/test_health.py train/test_limits.py train/test_fault_census.py",
         ("(status == Status.OK) & (first < 0) & good", "(first < 0) & good"),
         ("jnp.where(diverged, step, before.stopped_at)", "before.stopped_at"),
         ("(num_steps > 1) & jnp.any(lost)", "(num_steps > 1) & jnp.all(lost)"),
+    ),
+    *of(
+        "train/compiled/_stepwise.py",
+        "train/test_cores.py",
+        ("least = min(good)", "least = max(good)"),
+        ("num_pieces=jnp.int32(least)", "num_pieces=chunk.num_pieces"),
     ),
     *of(
         "train/compiled/_selection.py",

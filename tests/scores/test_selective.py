@@ -38,6 +38,12 @@ def test_risk_is_the_mean_loss_of_the_most_certain():
         np.testing.assert_allclose(ee.scores.excess_aurc(*wide), want.mean() - best, rtol=1e-12)
 
 
+def test_tied_rows_have_the_mean_of_their_weights():
+    args = jnp.array([0.0, 1.0, 1.0]), jnp.array([0.0, 0.0, 1.0])
+    weights = jnp.array([1.0, 1.0, 3.0])  # of which 1, 3 and 5 are covered, at risks 0, 1.5 / 3 and 3 / 5
+    np.testing.assert_allclose(ee.scores.aurc(*args, row_weights=weights), (2 * 0.5 + 2 * 0.6) / 5, rtol=1e-6)
+
+
 def test_ties_are_the_mean_over_all_orders():
     values, losses = np.float32([2, 1, 1, 1, 3, 3]), np.float32([0.5, 3, 0, 1, 2, 7])
     orders = [p for p in itertools.permutations(range(6)) if (np.diff(values[list(p)]) >= 0).all()]
