@@ -243,7 +243,7 @@ MUTANTS = [
     ),
     *of(
         "train/compiled/_health.py",
-        "train/test_health.py train/test_limits.py train/test_fault_census.py",
+        "train/test_health.py train/test_fault_census.py",
         ("(status == Status.OK) & (first < 0) & good", "(first < 0) & good"),
         ("jnp.where(diverged, step, before.stopped_at)", "before.stopped_at"),
         ("(num_steps > 1) & jnp.any(lost)", "(num_steps > 1) & jnp.all(lost)"),
