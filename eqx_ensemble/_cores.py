@@ -162,6 +162,7 @@ _SETTERS: dict[str, Callable[[Any], Any]] = {
     "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
     "jax_debug_nans": jax.debug_nans,
     "jax_debug_infs": jax.debug_infs,
+    "jax_transfer_guard": jax.transfer_guard,  # before its parts, which it sets as well
     "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
     "jax_transfer_guard_device_to_device": jax.transfer_guard_device_to_device,
     "jax_transfer_guard_device_to_host": jax.transfer_guard_device_to_host,

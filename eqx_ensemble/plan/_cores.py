@@ -55,6 +55,10 @@ class Cores(AbstractPlan):
     count: int | None = eqx.field(static=True, default=None, kw_only=True)
     notes: Notes = eqx.field(static=True, default_factory=Notes, kw_only=True, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.scan is None and isinstance(self.inner, AbstractPlan):
+            self.scan = self.inner.scan
+
     def __check_init__(self) -> None:
         if self.inner is not None and not isinstance(self.inner, AbstractPlan):
             raise TypeError(f"`inner` must be a plan such as `Vmap()`, got {self.inner!r}.")

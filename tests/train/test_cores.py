@@ -14,6 +14,7 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble import _cores
 from eqx_ensemble.plan import Cores, Sequential, Vmap
+from eqx_ensemble.train.compiled import _stepwise
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (22, 3))
@@ -87,6 +88,27 @@ def test_members_that_take_turns_are_divided_too():
     assert_same(fitted(Cores(Sequential(), block=3, count=2)), fitted(Sequential()))
 
 
+def test_one_block_of_members_that_take_turns_is_a_call_for_each(monkeypatch):
+    calls, of_one = [], _stepwise._compiled_part
+    monkeypatch.setattr(_stepwise, "_compiled_part", lambda *args: calls.append(1) or of_one(*args))
+    fitted(Cores(Sequential(scan=False), block=10), steps=2, epochs=None, validation=None)
+    assert len(calls) == 20
+
+
+def test_the_inner_plan_tells_whether_steps_are_a_loop():
+    plan = Cores(Vmap(scan=False), block=4)
+    assert plan.scan is False
+    assert eval(repr(plan), {"Cores": Cores, "Vmap": Vmap}) == plan
+    assert Cores(Vmap(scan=False), scan=True).scan is True
+
+
+def test_one_program_divides_the_inputs_of_all_blocks(compiled):
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, "scalar", 4, 1, key=key), 13, key=KEY)
+    with compiled() as names:
+        fitted(TWO, begun=ensemble, epochs=1, hyper={"fails_above": jnp.full(13, NEVER)})
+    assert sum("_take_inputs" in name for name in names) == 1
+
+
 def test_threads_end_with_the_call():
     fitted(TWO, epochs=1)
     assert_no_threads()
@@ -158,9 +180,14 @@ def test_the_first_error_is_raised_when_all_that_runs_has_ended():
 
 
 def test_threads_compute_as_the_calling_thread_does():
-    with jax.enable_x64(True):
-        dtypes = _cores.on_cores(lambda i: jnp.ones(i).dtype, range(1, 5), cores=2)
-    assert {str(dtype) for dtype in dtypes} == {"float64"}
+    both = threading.Barrier(2, timeout=60)
+
+    def work(size):
+        both.wait()  # passed only by two threads
+        return str(jnp.ones(size).dtype)
+
+    with jax.enable_x64(True), jax.transfer_guard("disallow"), jax.transfer_guard_host_to_device("allow"):
+        assert _cores.on_cores(work, range(1, 5), cores=2) == ["float64"] * 4
 
 
 LIMITS = [("OMP_NUM_THREADS", "1", 1), ("OMP_NUM_THREADS", "3,2", 3), ("OMP_NUM_THREADS", "no", 4)]
