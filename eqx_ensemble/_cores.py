@@ -122,8 +122,9 @@ def on_cores(fn: Callable[[A], B], items: Sequence[A], *, cores: int | None = No
         count = min(len(items), cores - _num_computing + 1) - 1
         threads = [threading.Thread(target=help_out, name=f"eqx_ensemble-core-{i}") for i in range(1, count + 1)]
         try:
-            for thread in threads:
-                thread.start()
+            with contextlib.suppress(RuntimeError):  # if the system allows no more threads
+                for thread in threads:
+                    thread.start()
             work(helps=False)
         finally:
             for thread in threads:

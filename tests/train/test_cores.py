@@ -179,6 +179,14 @@ def test_the_first_error_is_raised_when_all_that_runs_has_ended():
     assert_no_threads()
 
 
+def test_the_calling_thread_works_alone_if_no_other_can_start(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert _cores.on_cores(str, range(3), cores=2) == ["0", "1", "2"]
+
+
 def test_threads_compute_as_the_calling_thread_does():
     both = threading.Barrier(2, timeout=60)
 
