@@ -84,7 +84,8 @@ class Cores(AbstractPlan):
 
     def begin(self, work: Work) -> tuple[AbstractPlan, Search | None]:
         """Chooses the inner plan and the blocks, without measuring; the inner plan alone if members are not divided."""
-        if not work.steps or jax.default_backend() != "cpu" or jax.process_count() > 1:
+        has_mesh = not jax.sharding.get_abstract_mesh().empty  # threads would be without the mesh of `jax.set_mesh`
+        if not work.steps or jax.default_backend() != "cpu" or jax.process_count() > 1 or has_mesh:
             return _inner_of(self), None
         cost = cost_of_work(work)
         suggested = candidates(cost, work.num_members, steps_inside=work.steps_inside, scan=work.scan)[0]

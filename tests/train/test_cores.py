@@ -135,6 +135,12 @@ def test_the_default_is_explained_and_divides_long_runs_of_many_members():
     assert "2 cores" in plan.explain()
 
 
+def test_members_under_a_mesh_of_the_caller_are_one_call():
+    with jax.set_mesh(jax.make_mesh((1,), ("rows",), devices=jax.devices()[:1])):
+        run = fitted(TWO, epochs=2, validation=None)
+    assert_same(run, fitted(Vmap(), epochs=2, validation=None))
+
+
 def test_functions_that_call_python_stay_in_one_call():
     plan = Cores(Vmap(), block=4, count=2)
     checked = lambda model, batch, key: eqx.error_if(jnp.mean(jax.vmap(model)(batch[0])), jnp.array(False), "no")
