@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 
 from .. import _check
+from .._axes import is_array, is_per_member
 from .._cores import cache_bytes, num_cores
 from .._pytree import PyTree
 from ._memory import Cost, free_bytes
@@ -150,7 +151,9 @@ def _is_worth_dividing(cost: Cost, work: Work) -> bool:
     is_loop = work.scan or (work.scan is None and not cost.convolutions)
     flops = cost.flops * work.num_members * (work.steps if is_loop else 1)
     copied, free = _bytes_of(cost) * work.num_members, free_bytes()
-    return not cost.callbacks and flops > 2e7 + 20 * copied and (free is None or copied < free / 4)
+    each = [x for x in jax.tree.leaves(work.args, is_leaf=is_per_member) if is_per_member(x)]
+    own_data = sum(x.nbytes for x in jax.tree.leaves(each) if is_array(x))
+    return not cost.callbacks and flops > 2e7 + 20 * copied and (free is None or copied + own_data < free / 4)
 
 
 def _size(count: int, cores: int, blocks: range, *, least: int) -> int:

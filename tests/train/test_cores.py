@@ -135,6 +135,17 @@ def test_the_default_is_explained_and_divides_long_runs_of_many_members():
     assert "2 cores" in plan.explain()
 
 
+def test_members_are_one_call_if_copies_of_their_data_would_not_fit(monkeypatch):
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, "scalar", 4, 1, key=key), 512, key=KEY)
+    own = ee.Each(jnp.zeros((512, 2**14)))
+    monkeypatch.setattr("eqx_ensemble.plan._cores.free_bytes", lambda: 2**27)
+    for data, text in (((X[:1].repeat(2**14, 0), own), "in one call"), ((X, Y), "blocks of ")):
+        plan = Cores(count=2)
+        ee.fit(ensemble, lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2), ADAM, data,
+               steps=400, batch_size=4, order="given", plan=plan, progress=False, key=KEY)  # fmt: skip
+        assert text in plan.explain()
+
+
 def test_members_under_a_mesh_of_the_caller_are_one_call():
     with jax.set_mesh(jax.make_mesh((1,), ("rows",), devices=jax.devices()[:1])):
         run = fitted(TWO, epochs=2, validation=None)
