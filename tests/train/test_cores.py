@@ -14,6 +14,9 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble import _cores
 from eqx_ensemble.plan import Cores, Sequential, Vmap
+from eqx_ensemble.plan import _cores as _plan
+from eqx_ensemble.plan._memory import Cost
+from eqx_ensemble.plan._plans import Work
 from eqx_ensemble.train.compiled import _stepwise
 
 KEY = jax.random.key(0)
@@ -136,14 +139,11 @@ def test_the_default_is_explained_and_divides_long_runs_of_many_members():
 
 
 def test_members_are_one_call_if_copies_of_their_data_would_not_fit(monkeypatch):
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, "scalar", 4, 1, key=key), 512, key=KEY)
-    own = ee.Each(jnp.zeros((512, 2**14)))
-    monkeypatch.setattr("eqx_ensemble.plan._cores.free_bytes", lambda: 2**27)
-    for data, text in (((X[:1].repeat(2**14, 0), own), "in one call"), ((X, Y), "blocks of ")):
-        plan = Cores(count=2)
-        ee.fit(ensemble, lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2), ADAM, data,
-               steps=400, batch_size=4, order="given", plan=plan, progress=False, key=KEY)  # fmt: skip
-        assert text in plan.explain()
+    monkeypatch.setattr(_plan, "free_bytes", lambda: 2**22)
+    cost = Cost(flops=10**6, bytes=4, convolutions=0, batched_products=0, loops=0, callbacks=0)
+    for data, divides in ((jnp.zeros((512, 2**10)), True), (ee.Each(jnp.zeros((512, 2**10))), False)):
+        work = Work("fit", print, (data,), 512, "step", steps=400)
+        assert _plan._is_worth_dividing(cost, work) is divides
 
 
 def test_members_under_a_mesh_of_the_caller_are_one_call():
