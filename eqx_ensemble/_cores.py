@@ -25,12 +25,12 @@ _USUAL_CACHE = 2**20
 
 
 def num_cores() -> int:
-    """The number of CPU cores that this process may use; 1 if JAX computes elsewhere.
+    """The number of CPU cores that this process may use; 1 if JAX computes elsewhere, or on the mesh of `jax.set_mesh`.
 
     Limits are the cores of the process (`taskset`), the quota of its container, `OMP_NUM_THREADS`, which joblib and
     Dask set in their workers, and the workers of pytest-xdist.
     """
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or not jax.sharding.get_abstract_mesh().empty:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = min([cores, *_quota(), *_number_in("OMP_NUM_THREADS")])
@@ -122,8 +122,9 @@ def on_cores(fn: Callable[[A], B], items: Sequence[A], *, cores: int | None = No
         count = min(len(items), cores - _num_computing + 1) - 1
         threads = [threading.Thread(target=help_out, name=f"eqx_ensemble-core-{i}") for i in range(1, count + 1)]
         try:
-            for thread in threads:
-                thread.start()
+            with contextlib.suppress(RuntimeError):  # if the system allows no more threads
+                for thread in threads:
+                    thread.start()
             work(helps=False)
         except BaseException as error:  # Ctrl-C outside of `fn`
             errors[-1] = error
@@ -163,6 +164,7 @@ _SETTERS: dict[str, Callable[[Any], Any]] = {
     "jax_numpy_dtype_promotion": jax.numpy_dtype_promotion,
     "jax_debug_nans": jax.debug_nans,
     "jax_debug_infs": jax.debug_infs,
+    "jax_transfer_guard": jax.transfer_guard,  # before its parts, which it sets as well
     "jax_transfer_guard_host_to_device": jax.transfer_guard_host_to_device,
     "jax_transfer_guard_device_to_device": jax.transfer_guard_device_to_device,
     "jax_transfer_guard_device_to_host": jax.transfer_guard_device_to_host,

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 
 from .. import _check
+from .._axes import is_array, is_per_member
 from .._cores import cache_bytes, num_cores
 from .._pytree import PyTree
 from ._memory import Cost, free_bytes
@@ -55,6 +56,10 @@ class Cores(AbstractPlan):
     count: int | None = eqx.field(static=True, default=None, kw_only=True)
     notes: Notes = eqx.field(static=True, default_factory=Notes, kw_only=True, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.scan is None and isinstance(self.inner, AbstractPlan):
+            self.scan = self.inner.scan
+
     def __check_init__(self) -> None:
         if self.inner is not None and not isinstance(self.inner, AbstractPlan):
             raise TypeError(f"`inner` must be a plan such as `Vmap()`, got {self.inner!r}.")
@@ -80,7 +85,8 @@ class Cores(AbstractPlan):
 
     def begin(self, work: Work) -> tuple[AbstractPlan, Search | None]:
         """Chooses the inner plan and, if members are to be divided, the blocks, without measuring."""
-        if not work.steps or jax.default_backend() != "cpu" or jax.process_count() > 1:
+        has_mesh = not jax.sharding.get_abstract_mesh().empty  # of `jax.set_mesh`, which would shard blocks
+        if not work.steps or jax.default_backend() != "cpu" or jax.process_count() > 1 or has_mesh:
             return dataclasses.replace(self, block=None), None
         cost = cost_of_work(work)
         suggested = candidates(cost, work.num_members, steps_inside=work.steps_inside, scan=work.scan)[0]
@@ -145,7 +151,9 @@ def _is_worth_dividing(cost: Cost, work: Work) -> bool:
     is_loop = work.scan or (work.scan is None and not cost.convolutions)
     flops = cost.flops * work.num_members * (work.steps if is_loop else 1)
     copied, free = _bytes_of(cost) * work.num_members, free_bytes()
-    return not cost.callbacks and flops > 2e7 + 20 * copied and (free is None or copied < free / 4)
+    each = [x for x in jax.tree.leaves(work.args, is_leaf=is_per_member) if is_per_member(x)]
+    own_data = sum(x.nbytes for x in jax.tree.leaves(each) if is_array(x))
+    return not cost.callbacks and flops > 2e7 + 20 * copied and (free is None or copied + own_data < free / 4)
 
 
 def _size(count: int, cores: int, blocks: range, *, least: int) -> int:

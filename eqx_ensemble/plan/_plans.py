@@ -141,7 +141,8 @@ class AbstractPlan(eqx.Module):
 
     def __repr__(self) -> str:
         """The plan as code."""
-        fields = [f for f in dataclasses.fields(self) if f.repr and getattr(self, f.name) != f.default]
+        fields = sorted(dataclasses.fields(self), key=lambda f: f.kw_only is True)
+        fields = [f for f in fields if f.repr and getattr(self, f.name) != f.default]
         shown = [f"{'' if f.kw_only is False else f'{f.name}='}{getattr(self, f.name)!r}" for f in fields]
         return f"{type(self).__name__}({', '.join(shown)})"
 

@@ -320,8 +320,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     check_checkpoint(checkpoint)
     saver = None if checkpoint is None else Saver(checkpoint)
     layout = layout_of(mesh, ensemble)
-    is_one_call = layout is not None or isinstance(optimiser, Together)
-    plan = Cores() if plan is None and not is_one_call else as_plan(plan)
+    plan = Cores() if plan is None and not isinstance(optimiser, Together) else as_plan(plan)
     check_plan_together(optimiser, plan)
     start = start_of(
         ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, layout=layout,

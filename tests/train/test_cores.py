@@ -14,6 +14,10 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble import _cores
 from eqx_ensemble.plan import Cores, Sequential, Vmap
+from eqx_ensemble.plan import _cores as _plan
+from eqx_ensemble.plan._memory import Cost
+from eqx_ensemble.plan._plans import Work
+from eqx_ensemble.train.compiled import _stepwise
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (22, 3))
@@ -87,6 +91,27 @@ def test_members_that_take_turns_are_divided_too():
     assert_same(fitted(Cores(Sequential(), block=3, count=2)), fitted(Sequential()))
 
 
+def test_one_block_of_members_that_take_turns_is_a_call_for_each(monkeypatch):
+    calls, of_one = [], _stepwise._compiled_part
+    monkeypatch.setattr(_stepwise, "_compiled_part", lambda *args: calls.append(1) or of_one(*args))
+    fitted(Cores(Sequential(scan=False), block=10), steps=2, epochs=None, validation=None)
+    assert len(calls) == 20
+
+
+def test_the_inner_plan_tells_whether_steps_are_a_loop():
+    plan = Cores(Vmap(scan=False), block=4)
+    assert plan.scan is False
+    assert eval(repr(plan), {"Cores": Cores, "Vmap": Vmap}) == plan
+    assert Cores(Vmap(scan=False), scan=True).scan is True
+
+
+def test_one_program_divides_the_inputs_of_all_blocks(compiled):
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, "scalar", 4, 1, key=key), 13, key=KEY)
+    with compiled() as names:
+        fitted(TWO, begun=ensemble, epochs=1, hyper={"fails_above": jnp.full(13, NEVER)})
+    assert sum("_take_inputs" in name for name in names) == 1
+
+
 def test_threads_end_with_the_call():
     fitted(TWO, epochs=1)
     assert_no_threads()
@@ -111,6 +136,20 @@ def test_the_default_is_explained_and_divides_long_runs_of_many_members():
     assert run.plan == plan
     assert "blocks of " in plan.explain()
     assert "2 cores" in plan.explain()
+
+
+def test_members_are_one_call_if_copies_of_their_data_would_not_fit(monkeypatch):
+    monkeypatch.setattr(_plan, "free_bytes", lambda: 2**22)
+    cost = Cost(flops=10**6, bytes=4, convolutions=0, batched_products=0, loops=0, callbacks=0)
+    for data, divides in ((jnp.zeros((512, 2**10)), True), (ee.Each(jnp.zeros((512, 2**10))), False)):
+        work = Work("fit", print, (data,), 512, "step", steps=400)
+        assert _plan._is_worth_dividing(cost, work) is divides
+
+
+def test_members_under_a_mesh_of_the_caller_are_one_call():
+    with jax.set_mesh(jax.make_mesh((1,), ("rows",), devices=jax.devices()[:1])):
+        run = fitted(TWO, epochs=2, validation=None)
+    assert_same(run, fitted(Vmap(), epochs=2, validation=None))
 
 
 def test_functions_that_call_python_stay_in_one_call():
@@ -157,10 +196,23 @@ def test_the_first_error_is_raised_when_all_that_runs_has_ended():
     assert_no_threads()
 
 
+def test_the_calling_thread_works_alone_if_no_other_can_start(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert _cores.on_cores(str, range(3), cores=2) == ["0", "1", "2"]
+
+
 def test_threads_compute_as_the_calling_thread_does():
-    with jax.enable_x64(True):
-        dtypes = _cores.on_cores(lambda i: jnp.ones(i).dtype, range(1, 5), cores=2)
-    assert {str(dtype) for dtype in dtypes} == {"float64"}
+    both = threading.Barrier(2, timeout=60)
+
+    def work(size):
+        both.wait()  # passed only by two threads
+        return str(jnp.ones(size).dtype)
+
+    with jax.enable_x64(True), jax.transfer_guard("disallow"), jax.transfer_guard_host_to_device("allow"):
+        assert _cores.on_cores(work, range(1, 5), cores=2) == ["float64"] * 4
 
 
 LIMITS = [("OMP_NUM_THREADS", "1", 1), ("OMP_NUM_THREADS", "3,2", 3), ("OMP_NUM_THREADS", "no", 4)]

@@ -21,7 +21,7 @@ from .._status import Status
 from ._check import check_same_outputs
 from ._chunk import Chunk, compiled_batch, compiled_chunk, run_chunk, undonated_chunk
 from ._health import Carry, Inputs
-from ._program import Program
+from ._program import NEVER, Program
 from ._selection import Selection
 from ._windows import Windows, merge_outputs
 
@@ -177,9 +177,9 @@ class BlockCalls:
         """The carry, and the results on the host."""
         program, inputs, chunk = read
         plan, blocks, cores = program.plan.blocks(carry.moving.status.shape[0])
+        program = program if plan is program.plan else dataclasses.replace(program, plan=plan)
         if len(blocks) == 1:
-            return self._call(read, carry)
-        program = dataclasses.replace(program, plan=plan)
+            return self._call((program, inputs, chunk), carry)
         if self._parts[0] is not inputs or self._parts[1] != blocks:
             self._parts = inputs, blocks, [_inputs_of(inputs, block) for block in blocks]
         parts = self._parts[2]
@@ -190,7 +190,7 @@ class BlockCalls:
 
         def run_again(index: int) -> tuple[Carry, Results]:
             if least == 0:
-                return _part_of(carry, blocks[index]), done[index][1]
+                return _part_of(carry, blocks[index]), (0, False, NEVER, *done[index][1][3:])
             return run(index, dataclasses.replace(chunk, num_pieces=jnp.int32(least)))
 
         # Each of several threads would compile the call.
@@ -228,7 +228,7 @@ def _inputs_of(inputs: Inputs, block: slice) -> Inputs:
     nodes, treedef = jax.tree.flatten((inputs.data, inputs.validation, inputs.order), is_leaf=is_each)
     values = {i: node.per_member() for i, node in enumerate(nodes) if is_each(node)}
     read = inputs.fixed, inputs.limits, values
-    fixed, limits, values = _take_inputs(read, block.start, block.stop - block.start)
+    fixed, limits, values = _take_inputs(read, jnp.int32(block.start), block.stop - block.start)
     own = [_axes.Each(values[i]) if i in values else node for i, node in enumerate(nodes)]
     data, validation, order = jax.tree.unflatten(treedef, own)
     return Inputs(fixed, inputs.shared, data, validation, limits, order)
