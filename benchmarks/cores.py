@@ -1,6 +1,7 @@
 """All cores of a CPU: `fit` beside other ways to train, which have as many cores; plans; growth; what stays serial."""
 
 import dataclasses
+import functools as ft
 import json
 import os
 import pathlib
@@ -26,7 +27,21 @@ from eqx_ensemble._compiled import CompiledCall
 from eqx_ensemble._cores import num_cores
 from eqx_ensemble.train.compiled import _stepwise
 
-PARTS = ("tiny", "mesh", "middle", "CNN", "block", "plans", "members", "rows", "serial")
+PARTS = (
+    "tiny",
+    "mesh",
+    "middle",
+    "CNN-4",
+    "CNN-16",
+    "block",
+    "plans-tiny",
+    "plans-512",
+    "plans-middle",
+    "plans-block",
+    "members",
+    "rows",
+    "serial",
+)
 _STAT = pathlib.Path("/proc/stat")
 
 
@@ -43,7 +58,9 @@ def measure(quick: bool, parts: Sequence[str]) -> Report:
         else:
             _MEASURES[part](report, quick=quick)
         others, seconds = (after - start for after, start in zip(_busy(), before, strict=True))
-        report.facts[f"{part}: cores that others kept busy"] = f"{others / seconds:.2f}" if _STAT.exists() else "unknown"
+        report.facts[f"{part}: cores that others kept busy"] = (
+            f"{others / seconds:.2f}" if _STAT.exists() else "unknown"
+        )
     return report
 
 
@@ -100,7 +117,7 @@ def _in_child(report: Report, *, quick: bool) -> None:
     report.timings += [Timing(t["name"], *arrays(t)) for t in found["seconds per unit"]]
 
 
-def _beside_others(report: Report, problem: Problem, epochs: int, *, quick: bool, rounds: int = 7) -> None:
+def _beside_others(report: Report, problem: Problem, epochs: int, *, quick: bool) -> None:
     """`fit` beside the best of the others."""
     trains = _trains(report, problem)
     contenders = [_contender("fit", problem, _fit(problem, epochs, None), epochs)]
@@ -110,7 +127,7 @@ def _beside_others(report: Report, problem: Problem, epochs: int, *, quick: bool
         for name, train in trains.items()
         if name != "idiomatic"
     ]
-    times = _timed(report, problem, contenders, rounds=3 if quick else rounds)
+    times = _timed(report, problem, contenders, rounds=3 if quick else 7)
     others = sorted([name for name in times if name != "fit"], key=lambda name: float(np.median(times[name].wall)))
     best = _ratio(problem, times, others[0], "fit", ">= 1.3")
     report.rows.append(dataclasses.replace(best, question=f"{problem.name}: the best of the others, {others[0]}"))
@@ -122,9 +139,13 @@ def _middle(report: Report, *, quick: bool) -> None:
         _beside_others(report, middle(quick=False), 1, quick=False)
 
 
-def _cnn(report: Report, *, quick: bool) -> None:
-    for count in (2,) if quick else (4, 16):
-        _beside_others(report, cnn(count, quick=quick), 1 if quick else 2, quick=quick, rounds=5)
+def _cnn(report: Report, *, count: int, quick: bool) -> None:
+    _beside_others(report, cnn(2 if quick else count, quick=quick), 1 if quick else 2, quick=quick)
+
+
+def _cnn_of_16(report: Report, *, quick: bool) -> None:
+    if not quick:
+        _cnn(report, count=16, quick=False)
 
 
 def _block(report: Report, *, quick: bool) -> None:
@@ -132,10 +153,9 @@ def _block(report: Report, *, quick: bool) -> None:
         _beside_others(report, block(quick=False), 1, quick=False)
 
 
-def _plans(report: Report, *, quick: bool) -> None:
+def _plans(report: Report, *, make: Callable[..., Problem], epochs: int, quick: bool) -> None:
     """The default beside every plan that one could name instead."""
-    of = lambda count: dataclasses.replace(tiny(quick=False), name=f"tiny, {count} members", num_members=count)
-    cases = [(tiny(quick=True), 2)] if quick else [(of(64), 16), (of(512), 4), (middle(quick=False), 1), (_b(), 1)]
+    problem = make(quick=quick)
     known: dict[str, Any] = {
         "Vmap": ee.plan.Vmap(),
         "Sequential": ee.plan.Sequential(),
@@ -146,20 +166,26 @@ def _plans(report: Report, *, quick: bool) -> None:
         "Cores(Vmap(), block=32)": ee.plan.Cores(ee.plan.Vmap(), block=32),
         "auto": "auto",
     }
-    for problem, epochs in cases:
-        report.facts[f"{problem.name}: the default"] = _fit(problem, epochs, None)().plan.explain().replace("\n", " ")
-        names = ["Vmap", "auto"] if quick else [n for n in known if problem.num_members > 16 or "32" not in n]
-        contenders = [_contender(name, problem, _fit(problem, epochs, known[name]), epochs) for name in names]
-        contenders.append(_contender("fit", problem, _fit(problem, epochs, None), epochs))
-        times = _timed(report, problem, contenders, rounds=3 if quick else 7)
-        best = min(names, key=lambda name: float(np.median(times[name].wall)))
-        row = _ratio(problem, times, "fit", best, "<= 1.05")
-        report.rows.append(dataclasses.replace(row, question=f"{problem.name}: the default / the best plan, {best}"))
-        report.rows += [_ratio(problem, times, name, "fit") for name in names if name != best]
+    report.facts[f"{problem.name}: the default"] = _fit(problem, epochs, None)().plan.explain().replace("\n", " ")
+    names = ["Vmap", "auto"] if quick else [n for n in known if problem.num_members > 16 or "32" not in n]
+    contenders = [_contender(name, problem, _fit(problem, epochs, known[name]), epochs) for name in names]
+    contenders.append(_contender("fit", problem, _fit(problem, epochs, None), epochs))
+    times = _timed(report, problem, contenders, rounds=3 if quick else 7)
+    best = min(names, key=lambda name: float(np.median(times[name].wall)))
+    row = _ratio(problem, times, "fit", best, "<= 1.05")
+    report.rows.append(dataclasses.replace(row, question=f"{problem.name}: the default / the best plan, {best}"))
+    report.rows += [_ratio(problem, times, name, "fit") for name in names if name != best]
 
 
-def _b() -> Problem:
-    return block(quick=False)
+def _plans_for(make: Callable[..., Problem], epochs: int, *, is_quick: bool = False) -> Callable[..., None]:
+    """A part; with `--quick`, one of them is enough."""
+    return lambda report, *, quick: (
+        None if quick and not is_quick else _plans(report, make=make, epochs=epochs, quick=quick)
+    )
+
+
+def _many(*, quick: bool) -> Problem:
+    return dataclasses.replace(tiny(quick=quick), name="tiny, 512 members", num_members=512)
 
 
 def _members(report: Report, *, quick: bool) -> None:
@@ -308,9 +334,13 @@ def _ratio(problem: Problem, times: dict[str, Timing], above: str, below: str, t
 _MEASURES: dict[str, Callable[..., None]] = {
     "tiny": _tiny,
     "middle": _middle,
-    "CNN": _cnn,
+    "CNN-4": ft.partial(_cnn, count=4),
+    "CNN-16": _cnn_of_16,
     "block": _block,
-    "plans": _plans,
+    "plans-tiny": _plans_for(tiny, 16, is_quick=True),
+    "plans-512": _plans_for(_many, 4),
+    "plans-middle": _plans_for(middle, 1),
+    "plans-block": _plans_for(block, 1),
     "members": _members,
     "rows": _rows,
     "serial": _serial,
