@@ -43,6 +43,7 @@ PARTS = (
     "serial",
 )
 _STAT = pathlib.Path("/proc/stat")
+_ADAM = optax.adam(Problem.learning_rate)  # one object: calls share their compiled programs
 
 
 def measure(quick: bool, parts: Sequence[str]) -> Report:
@@ -97,7 +98,7 @@ def _tiny(report: Report, *, quick: bool) -> None:
 def _mesh(report: Report, *, quick: bool) -> None:
     """Virtual devices change the process: a process of its own, which has its own `fit` without a mesh."""
     problem, epochs = tiny(quick=quick), 2 if quick else 32
-    on_mesh = _ours.fit(problem, optax.adam(1e-3), epochs=epochs, mesh=ee.make_mesh(members=2))
+    on_mesh = _ours.fit(problem, _ADAM, epochs=epochs, mesh=ee.make_mesh(members=2))
     contenders = [
         _contender("fit beside a mesh", problem, _fit(problem, epochs, None), epochs),
         _contender("fit on a mesh of two CPU devices", problem, on_mesh, epochs),
@@ -167,7 +168,7 @@ def _plans(report: Report, *, make: Callable[..., Problem], epochs: int, quick: 
         "auto": "auto",
     }
     report.facts[f"{problem.name}: the default"] = _fit(problem, epochs, None)().plan.explain().replace("\n", " ")
-    names = ["Vmap", "auto"] if quick else [n for n in known if problem.num_members > 16 or "32" not in n]
+    names = ["Vmap"] if quick else [n for n in known if problem.num_members > 16 or "32" not in n]
     contenders = [_contender(name, problem, _fit(problem, epochs, known[name]), epochs) for name in names]
     contenders.append(_contender("fit", problem, _fit(problem, epochs, None), epochs))
     times = _timed(report, problem, contenders, rounds=3 if quick else 7)
@@ -196,7 +197,7 @@ def _members(report: Report, *, quick: bool) -> None:
     for where, plan in (("one core", ee.plan.Cores(count=1)), ("all cores", None)):
         contenders = []
         for n in counts:
-            fit = _ours.fit(dataclasses.replace(problem, num_members=n), optax.adam(1e-3), steps=steps[n], plan=plan)
+            fit = _ours.fit(dataclasses.replace(problem, num_members=n), _ADAM, steps=steps[n], plan=plan)
             contenders.append(Contender(f"{n} members, {where}", fit, n * steps[n]))
         times = _timed(report, problem, contenders, rounds=3)
         report.rows.append(_growth(f"tiny, {counts[0]} to {counts[-1]} members, {where}", times, "<= 1.15"))
@@ -209,7 +210,7 @@ def _rows(report: Report, *, quick: bool) -> None:
     for n in counts:
         x = jax.random.normal(jax.random.key(1), (n, 13))
         data: Any = dataclasses.replace(problem, x=x, y=jax.numpy.sin(x[:, 0]))
-        fit = _ours.fit(data, optax.adam(1e-3), steps=steps)
+        fit = _ours.fit(data, _ADAM, steps=steps)
         contenders.append(Contender(f"{n} rows, all cores", fit, problem.num_members * steps))
     times = _timed(report, problem, contenders, rounds=3 if quick else 7)
     report.rows.append(_growth(f"tiny, {counts[0]} to {counts[-1]} rows, all cores", times, "<= 1.2"))
@@ -247,7 +248,7 @@ def _serial(report: Report, *, quick: bool) -> None:
 
 
 def _of_steps(problem: Problem, steps: int, cores: int) -> Callable[[], ee.Run]:
-    return _ours.fit(problem, optax.adam(1e-3), steps=steps, plan=ee.plan.Cores(count=cores))
+    return _ours.fit(problem, _ADAM, steps=steps, plan=ee.plan.Cores(count=cores))
 
 
 def _divided(fit: Callable[[], ee.Run]) -> tuple[float, float, float]:
@@ -275,7 +276,7 @@ def _divided(fit: Callable[[], ee.Run]) -> tuple[float, float, float]:
 
 
 def _fit(problem: Problem, epochs: int, plan: Any) -> Callable[[], ee.Run]:
-    return _ours.fit(problem, optax.adam(problem.learning_rate), epochs=epochs, plan=plan)
+    return _ours.fit(problem, _ADAM, epochs=epochs, plan=plan)
 
 
 def _contender(name: str, problem: Problem, run: Callable[[], Any], epochs: int) -> Contender:
@@ -288,11 +289,11 @@ def _of_rows(name: str, problem: Problem, train: Train, epochs: int) -> Contende
 
 def _trains(report: Report, problem: Problem) -> dict[str, Train]:
     """What trains on given rows, after a look at its losses, which must follow those of `fit`."""
-    optimiser, threads = optax.adam(problem.learning_rate), num_cores()
+    threads = num_cores()
     trains = {
-        "scan by hand": _by_hand.scan_of_epoch(problem, optimiser),
-        "idiomatic": _by_hand.idiomatic(problem, optimiser),
-        "loop of members": _by_hand.loop_of_members(problem, optimiser),
+        "scan by hand": _by_hand.scan_of_epoch(problem, _ADAM),
+        "idiomatic": _by_hand.idiomatic(problem, _ADAM),
+        "loop of members": _by_hand.loop_of_members(problem, _ADAM),
     }
     makes = {
         "torch.func": lambda: _peers.torch_func(problem, fused=True, threads=threads),
@@ -300,7 +301,7 @@ def _trains(report: Report, problem: Problem) -> dict[str, Train]:
     }
     for name, make in makes.items():
         trains.update((name, train) for train in _present(report, problem, name, make))
-    ours, rows = _ours.fit(problem, optimiser, epochs=1, order="given")().history.loss.T, list(problem.own_rows(1))
+    ours, rows = _ours.fit(problem, _ADAM, epochs=1, order="given")().history.loss.T, list(problem.own_rows(1))
     found = []
     for name, train in trains.items():
         losses = np.concatenate([np.ravel(loss) for loss in train(rows)]).reshape(ours.shape)
