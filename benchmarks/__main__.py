@@ -16,6 +16,7 @@ from _measure import Row, environment_lines, flags, rows_table, saved  # noqa: E
 
 SCRIPTS = (
     "training",
+    "cores",
     "orders",
     "plans",
     "stopping",

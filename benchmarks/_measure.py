@@ -13,7 +13,7 @@ import pathlib
 import platform
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -242,10 +242,17 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
-def script(measure: Callable[..., Report], *, amount: tuple[str, float, float] | None = None, cores: int = 1) -> None:
+def script(
+    measure: Callable[..., Report],
+    *,
+    amount: tuple[str, float, float] | None = None,
+    parts: Sequence[str] = (),
+    cores: int = 1,
+) -> None:
     """The `main` of a script: measures, prints, and writes JSON if asked to.
 
-    `amount` is a flag for the amount of work: its name, its default and its default with `--quick`.
+    `amount` is a flag for the amount of work: its name, its default and its default with `--quick`. `parts` can be
+    measured alone.
     """
     name = pathlib.Path(measure.__code__.co_filename).stem
     parser = flags()
@@ -254,9 +261,14 @@ def script(measure: Callable[..., Report], *, amount: tuple[str, float, float] |
         flag, usual, quick = amount
         text = f"how many (default: {usual}; {quick} with --quick)"
         parser.add_argument(f"--{flag}", type=type(usual), dest="amount", help=text)
+    if parts:
+        parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="measure these alone")
     options = parser.parse_args()
     stay_on(cores if options.cores is None else options.cores)
-    if amount is None:
+    if parts:
+        report = measure(options.quick, options.parts)
+        name = "-".join([name, *(options.parts if options.parts != parts else ())])
+    elif amount is None:
         report = measure(options.quick)
     else:
         usual = quick if options.quick else usual
