@@ -18,7 +18,7 @@ from ._search import Search, candidates, cost_of_work
 
 _WRITTEN, _OF_THE_CACHE = 1 / 4, 2 / 3
 _WORTH_IT = 0.8  # of the time of one call
-_FEW_CALLS, _MOST_CALLS = 4, 16  # of one core; a few allow cores to take turns, and members to stop
+_FEW_CALLS, _MOST_CALLS = 2, 16  # of one core; a few allow cores to take turns, and members to stop
 
 
 class Cores(AbstractPlan):
@@ -150,10 +150,10 @@ def _is_worth_dividing(cost: Cost, work: Work) -> bool:
     """Whether a call is much longer than dividing its members and joining them again, and the copies fit in memory."""
     is_loop = work.scan or (work.scan is None and not cost.convolutions)
     flops = cost.flops * work.num_members * (work.steps if is_loop else 1)
-    copied, free = _bytes_of(cost) * work.num_members, free_bytes()
+    free = free_bytes()
     each = [x for x in jax.tree.leaves(work.args, is_leaf=is_per_member) if is_per_member(x)]
     own_data = sum(x.nbytes for x in jax.tree.leaves(each) if is_array(x))
-    return not cost.callbacks and flops > 2e7 + 20 * copied and (free is None or copied + own_data < free / 4)
+    return not cost.callbacks and flops > 2e7 + 20 * work.copied and (free is None or work.copied + own_data < free / 4)
 
 
 def _size(count: int, cores: int, blocks: range, *, least: int) -> int:

@@ -33,6 +33,7 @@ class Work(NamedTuple):
         the cache, while single steps must fetch them.
     - `scan`: whether these steps are one compiled loop; `None` if not given.
     - `steps`: the number of steps between two looks at their results, at least; 0 if members cannot be divided.
+    - `copied`: the bytes that a call with some of the members copies.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Work(NamedTuple):
     steps_inside: bool = False
     scan: bool | None = None
     steps: int = 0
+    copied: int = 0
 
 
 class Blocks(NamedTuple):

@@ -110,6 +110,7 @@ class Executor:
         options = {"num_members": count, "unit": "step", "steps_inside": steps_inside}
         if layout is not None:
             work["steps"] = 0
+        work["copied"] = sum(x.nbytes for x in jax.tree.leaves((carry.moving, carry.selection)))
         self._pilot.look(_step_under, program, inputs, carry, **options, **work)
         return self.program
 
