@@ -18,7 +18,7 @@ from ._search import Search, candidates, cost_of_work
 
 _WRITTEN, _OF_THE_CACHE = 1 / 4, 2 / 3
 _WORTH_IT = 0.8  # of the time of one call
-_FEW_CALLS, _MOST_CALLS = 2, 16  # of one core; a few allow cores to take turns, and members to stop
+_CALLS_IF_MEMBERS_STOP, _MOST_CALLS = 4, 16  # of one core: the members that are left are gathered in fewer blocks
 
 
 class Cores(AbstractPlan):
@@ -94,7 +94,7 @@ class Cores(AbstractPlan):
         if self.block is not None and not cost.callbacks:
             chosen = dataclasses.replace(self, inner=chosen)
         elif _is_worth_dividing(cost, work):
-            chosen = _divide(dataclasses.replace(self, inner=chosen), work.num_members, cost)
+            chosen = _divide(dataclasses.replace(self, inner=chosen), work, cost)
         self.notes.found[work.name] = chosen, cost, work.num_members
         return chosen, None
 
@@ -115,16 +115,16 @@ def _inner_of(plan: Cores) -> AbstractPlan:
     return Vmap() if plan.inner is None else plan.inner
 
 
-def _divide(plan: Cores, num_members: int, cost: Cost) -> Cores:
+def _divide(plan: Cores, work: Work, cost: Cost) -> Cores:
     """The plan with a block size: of members that fit in the cache together, or of whole chunks of its inner plan."""
-    inner, cores = _inner_of(plan), plan.blocks(num_members).cores
-    width = inner.width(num_members)
+    inner, num_members = _inner_of(plan), work.num_members
+    cores, width = plan.blocks(num_members).cores, inner.width(num_members)
+    calls = cores * (_CALLS_IF_MEMBERS_STOP if work.stops else 1)
     if width < num_members:
-        counts = range(_FEW_CALLS * cores, 0, -1)
-        chunks = _size(math.ceil(num_members / width), cores, counts, least=2 if width == 1 else 1)
+        chunks = _size(math.ceil(num_members / width), cores, range(calls, 0, -1), least=2 if width == 1 else 1)
         return dataclasses.replace(plan, block=min(width * chunks, num_members))
     most = max(int(cache_bytes() * _OF_THE_CACHE / _bytes_of(cost)), FEWEST)
-    fewest = math.ceil(num_members / most)
+    fewest = max(math.ceil(num_members / most), calls if work.stops else 1)
     size = _size(num_members, cores, range(fewest, 2 * fewest + cores), least=FEWEST)
     turns = math.ceil(num_members / size / (_MOST_CALLS * cores))
     inner = inner if turns == 1 else Chunked(size, scan=inner.scan)

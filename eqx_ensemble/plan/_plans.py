@@ -34,6 +34,7 @@ class Work(NamedTuple):
     - `scan`: whether these steps are one compiled loop; `None` if not given.
     - `steps`: the number of steps between two looks at their results, at least; 0 if members cannot be divided.
     - `copied`: the bytes that a call with some of the members copies.
+    - `stops`: whether members may stop before others.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Work(NamedTuple):
     scan: bool | None = None
     steps: int = 0
     copied: int = 0
+    stops: bool = False
 
 
 class Blocks(NamedTuple):

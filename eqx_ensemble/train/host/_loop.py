@@ -110,6 +110,9 @@ class Executor:
         options = {"num_members": count, "unit": "step", "steps_inside": steps_inside}
         if layout is not None:
             work["steps"] = 0
+        work["stops"] = (
+            program.patience is not None or inputs.limits.steps is not None or inputs.limits.target is not None
+        )
         work["copied"] = sum(x.nbytes for x in jax.tree.leaves((carry.moving, carry.selection)))
         self._pilot.look(_step_under, program, inputs, carry, **options, **work)
         return self.program
