@@ -108,7 +108,7 @@ def test_the_inner_plan_tells_whether_steps_are_a_loop():
 def test_one_program_divides_the_inputs_of_all_blocks(compiled):
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, "scalar", 4, 1, key=key), 13, key=KEY)
     with compiled() as names:
-        fitted(TWO, begun=ensemble, epochs=1, hyper={"fails_above": jnp.full(13, NEVER)})
+        fitted(TWO, begun=ensemble, epochs=1, hyper={"fails_below": jnp.full(13, NEVER)})
     assert sum("_take_inputs" in name for name in names) == 1
 
 

@@ -110,9 +110,8 @@ class Executor:
         options = {"num_members": count, "unit": "step", "steps_inside": steps_inside}
         if layout is not None:
             work["steps"] = 0
-        work["stops"] = (
-            program.patience is not None or inputs.limits.steps is not None or inputs.limits.target is not None
-        )
+        limits = inputs.limits.steps, inputs.limits.target
+        work["stops"] = program.patience is not None or any(x is not None for x in limits)
         work["copied"] = sum(x.nbytes for x in jax.tree.leaves((carry.moving, carry.selection)))
         self._pilot.look(_step_under, program, inputs, carry, **options, **work)
         return self.program
