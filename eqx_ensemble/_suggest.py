@@ -25,6 +25,7 @@ _OURS = {
     "callback callback_every": ["callbacks"],
     "checkpoint_every resume save_every": ["checkpoint"],
     "config hparams hyper_parameters hyperparameters param_grid params search_space": ["hyper", "ranges"],
+    "cores num_cores num_threads threads": ["count", "plan"],
     "criterion loss_fn loss_function objective": ["loss"],
     "cv": ["folds", "num_folds"],
     "device devices": ["mesh", "devices"],
@@ -53,7 +54,7 @@ _OURS = {
     "mse mean_squared_error": ["rmse"],
     "n_bins bins nbins": ["num_bins", "bins"],
     "n_folds n_splits num_splits": ["num_folds"],
-    "n_jobs num_workers": ["workers"],
+    "n_jobs num_workers": ["workers", "count", "plan"],
     "n_samples size": ["num_samples", "num_draws"],
     "opt optim optimizer optimizers solver tx": ["optimiser"],
     "pred preds y_pred y_score": ["predictions", "logits", "mean", "scores"],
@@ -77,11 +78,13 @@ _OF_VALIDATION = (
 )
 _OF_STOPPING = " It takes `ee.train.Stopping(target=..., steps=..., seconds=...)`."
 _OF_CHECKPOINTS = " It takes `ee.checkpoint.Checkpoints(folder, every=..., resume=...)`."
+_OF_CORES = "cores n_jobs num_cores num_threads num_workers threads".split()
 _REMARKS = {  # on our word
     **{(word, "validation"): _OF_VALIDATION for word in _OF_SCORES.split()},
     **{(word, "stop"): _OF_STOPPING for word in "max_seconds max_steps max_time target time_limit".split()},
     **{(word, "checkpoint"): _OF_CHECKPOINTS for word in "checkpoint_every resume save_every".split()},
     ("callback_every", "callbacks"): " Each may have its period: `ee.train.every(100, callback)`.",
+    **{(word, "plan"): " Its option is the number of cores: `ee.plan.Cores(count=2)`." for word in _OF_CORES},
     ("scan", "plan"): " It is an option of the plan: `ee.plan.Vmap(scan=False)`.",
     ("alpha", "level"): " It is the coverage, 1 - alpha.",
     ("error_rate", "level"): " It is the coverage, 1 - error_rate.",

@@ -256,14 +256,15 @@ BAD = {
     "plan class": (
         lambda: ENSEMBLE.map(lambda m: m.bias, plan=ee.plan.Vmap),
         "TypeError: "
-        '`plan` must be one of `"auto"`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got <class '
-        "'eqx_ensemble.plan._plans.Vmap'>.\n"
+        '`plan` must be one of `"auto"`, `Cores()`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got '
+        "<class 'eqx_ensemble.plan._plans.Vmap'>.\n"
         "Pass an instance: `Vmap(...)`.",
     ),
     "plan name": (
         lambda: fit(plan="vmap"),
         "TypeError: "
-        "`plan` must be one of `\"auto\"`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got 'vmap'.\n"
+        '`plan` must be one of `"auto"`, `Cores()`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got '
+        "'vmap'.\n"
         "For example `plan.Vmap()`.",
     ),
     "chunks of zero": (

@@ -236,7 +236,8 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     - `fn`: called instead of the member, as `fn(model, x)`, `fn(model, x, state)` or `fn(model, x, key=key)`.
     - `inference`: whether to put the members into inference mode (`equinox.nn.inference_mode`) first, which switches
         dropout off. The default is `True`; with `key` there is no default.
-    - `plan`: the execution of the members; `"auto"` measures candidates while it processes the batches.
+    - `plan`: the execution of the members; `"auto"` measures candidates while it processes the batches, and
+        `ee.plan.Cores(count=1)` limits the number of cores.
     - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]; for an ensemble that was built on a mesh,
         that one by default. Members are sharded over its axis `members`, the rows of a batch over `data`. `memory` is
         then a budget per device, or per process on CPUs, whose devices share it; the smallest one applies.

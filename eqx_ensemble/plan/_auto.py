@@ -26,7 +26,7 @@ def check_plan(value: Any) -> None:
     hint = "For example `plan.Vmap()`."
     if isinstance(value, type):
         hint = f"Pass an instance: `{value.__name__}(...)`."
-    plans = '`"auto"`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`'
+    plans = '`"auto"`, `Cores()`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`'
     raise TypeError(f"`plan` must be one of {plans}, got {value!r}.\n{hint}")
 
 

@@ -62,7 +62,8 @@ class Cores(AbstractPlan):
 
     def __check_init__(self) -> None:
         if self.inner is not None and not isinstance(self.inner, AbstractPlan):
-            raise TypeError(f"`inner` must be a plan such as `Vmap()`, got {self.inner!r}.")
+            hint = "The number of cores is `count`, that of members in a block `block`."
+            raise TypeError(f"`inner` must be a plan such as `Vmap()`, got {self.inner!r}.\n{hint}")
         for name in ("block", "count"):
             if getattr(self, name) is not None:
                 _check.check_positive_int(getattr(self, name), name)
@@ -87,7 +88,9 @@ class Cores(AbstractPlan):
         """Chooses the inner plan and, if members are to be divided, the blocks, without measuring."""
         has_mesh = not jax.sharding.get_abstract_mesh().empty  # of `jax.set_mesh`, which would shard blocks
         if not work.steps or jax.default_backend() != "cpu" or jax.process_count() > 1 or has_mesh:
-            return dataclasses.replace(self, block=None), None
+            whole = dataclasses.replace(self, block=None)
+            self.notes.found[work.name] = whole, None, work.num_members
+            return whole, None
         cost = cost_of_work(work)
         suggested = candidates(cost, work.num_members, steps_inside=work.steps_inside, scan=work.scan)[0]
         chosen: AbstractPlan = suggested if self.inner is None else self.inner
@@ -131,14 +134,17 @@ def _divide(plan: Cores, work: Work, cost: Cost) -> Cores:
     return dataclasses.replace(plan, inner=inner, block=min(turns * size, num_members))
 
 
-def _report(name: str, plan: AbstractPlan, cost: Cost, num_members: int) -> str:
+def _report(name: str, plan: AbstractPlan, cost: Cost | None, num_members: int) -> str:
     inner, blocks, cores = plan.blocks(num_members)
     runs = f"{num_members} members in one call"
     if len(blocks) > 1:
         runs = f"blocks of {blocks[0].stop} members on {cores} core" + "s" * (cores > 1)
+    report = f"`{name}` runs {runs}, under `{inner!r}`."
+    if cost is None:
+        return f"{report}\nThere is nothing to divide: each step is a call of its own, or a mesh divides the members."
     return (
-        f"`{name}` runs {runs}, under `{inner!r}`.\nOne member's step: {cost.flops / 1e6:.3g} MFLOP in products, about "
-        f"{_bytes_of(cost) / 2**10:.3g} KiB written; the cache of a core has {cache_bytes() / 2**10:.4g} KiB."
+        f"{report}\nOne member's step: {cost.flops / 1e6:.3g} MFLOP in products, "
+        f"about {_bytes_of(cost) / 2**10:.3g} KiB written; the cache of a core has {cache_bytes() / 2**10:.4g} KiB."
     )
 
 

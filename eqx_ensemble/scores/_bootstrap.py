@@ -154,7 +154,7 @@ def bootstrap(
     sample = _sample(array, rows.weights)
     parts = [keys]
     if pays((array, keys)) and array.shape[-1] * num_draws >= _FEWEST_ROWS:
-        parts = jnp.array_split(keys, num_cores())
+        parts = jnp.array_split(keys, min(num_cores(), num_draws))
     shifts = on_cores(lambda part: jax.block_until_ready(_shifts(sample, part)), parts)
     return _summarise(sample.mean, jnp.concatenate(shifts), level, statistic, code_of([statistic]))
 

@@ -203,7 +203,8 @@ class Run(eqx.Module, Generic[M]):
         them had none.
     - `data_state`: the position of an iterator of batches after the last step, if it supports checkpointing
         (`get_state` or `state_dict`); another run continues there. `None` at the end of an epoch, and for arrays.
-    - `plan`: how the members were executed; after `plan="auto"`, `run.plan.explain()` explains the choice.
+    - `plan`: how the members were executed; by default and after `plan="auto"`,
+        `run.plan.explain()` explains the choice.
     - `interrupted`: whether Ctrl-C or a callback ended the run early.
     - `seconds`: the duration, including compilation, earlier processes of the call, and the runs that it continues.
 

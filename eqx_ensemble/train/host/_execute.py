@@ -19,7 +19,7 @@ from .._callback import Every
 from .._check_run import warn_of_undefined_scores
 from .._revive import Revival, Revive
 from .._run import Run
-from .._state import TrainState, ensemble_of
+from .._state import TrainState, copy_arrays, ensemble_of
 from ..compiled._health import Carry, Inputs, fault_path, nan_is_data
 from ..compiled._program import Program
 from ..compiled._selection import Limits, stop_at_limits
@@ -130,7 +130,7 @@ def collect_run(
         best_step, best_score = to_host((selection.step, selection.score))
         found, member = best_step >= 0, best_step.argmax()
         best = selection.params, selection.model_state
-        params, state = best if found.all() else _where(found, best, (params, state))
+        params, state = copy_arrays(best) if found.all() else _where(found, best, (params, state))
     return Run(
         ensemble=ensemble_of(last, params, member),
         state=state,
