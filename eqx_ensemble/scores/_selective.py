@@ -189,7 +189,7 @@ def _points(ranked: _Ranked) -> tuple[RiskCoverage, Float[Array, " rows"]]:
 
     if weights.dtype == bool:
         steps = counted.astype(dtype)
-        covered = jnp.minimum(row + 1, jnp.sum(counted)).astype(dtype)
+        covered = jnp.minimum(row + 1, jnp.sum(counted, dtype=row.dtype)).astype(dtype)
     else:
         covered = jax.lax.cummax(running(weights))
         steps = jnp.where(first == last, weights, jnp.diff(covered, prepend=jnp.zeros(1, dtype)))

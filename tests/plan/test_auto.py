@@ -225,7 +225,7 @@ class TestUse:
         plan = Auto(max_overhead=1.0)
         options = {"epochs": 100, "validation": data(16), "loss": own}
         run, reference = fitted(ensemble, plan, **options), fitted(ensemble, Vmap(), **options)
-        assert len(plan.notes.searches["fit"]._compiled_here) == 3
+        assert len(plan.notes.found["fit"]._compiled_here) == 3
         assert_close(run.history.loss, reference.history.loss, 1e-3)  # 800 Adam steps of rounding
         assert run.history.validation.shape == reference.history.validation.shape == (MEMBERS, 100)
 
@@ -234,12 +234,12 @@ class TestUse:
         own = lambda model, batch, key: loss(model, batch, key)
         first = Auto(max_overhead=1.0)
         fitted(ensemble, first, loss=own, epochs=100)
-        known = first.notes.searches["fit"].cache
+        known = first.notes.found["fit"].cache
         second = Auto()
         run = fitted(ensemble, second, loss=own, epochs=2)
         assert run.plan is second
-        assert second.notes.searches["fit"].cache is known
-        assert second.notes.searches["fit"].cache.best(None).plan == second.choice
+        assert second.notes.found["fit"].cache is known
+        assert second.notes.found["fit"].cache.best(None).plan == second.choice
 
     @pytest.mark.usefixtures("eager")
     def test_own_loop(self, ensemble):
@@ -252,7 +252,7 @@ class TestUse:
         assert_close(state.ensemble, plain.ensemble, 1e-4)
         assert metrics.status.tolist() == [0] * MEMBERS
         assert "train.make_step" in step.plan.explain()
-        assert len(step.plan.notes.searches["train.make_step"]._compiled_here) == 3
+        assert len(step.plan.notes.found["train.make_step"]._compiled_here) == 3
 
     def test_batches(self, ensemble):
         batches = [data(8)] * 4
@@ -269,7 +269,7 @@ class TestUse:
         assert "`predict` runs 5 members" in plan.explain()
         fitted(ensemble, plan)
         ee.predict(ensemble, x, batch_size=7, plan=plan)
-        assert list(plan.notes.searches) == ["fit", "predict"]  # `choice` is that of the latest
+        assert list(plan.notes.found) == ["fit", "predict"]  # `choice` is that of the latest
 
     def test_a_function_of_a_member(self, ensemble):
         x, y = data(8)
@@ -341,7 +341,7 @@ class TestOutOfMemory:
             used = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
             resource.setrlimit(resource.RLIMIT_AS, (used + 300 * 2**20, -1))
             try:
-                ee.fit(ensemble, loss, optimiser, x, **options)
+                ee.fit(ensemble, loss, optimiser, x, plan=ee.plan.Vmap(), **options)
             except MemoryError as error:
                 print(error)
         """)
