@@ -1,5 +1,4 @@
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ from .. import _axes, _check, tree
 from .._combination import AbstractCombination
 from .._compiled import CompiledCall, ProgramKey
 from .._ensemble import Ensemble, join_values, take
+from .._foreign import empty_aligned
 from .._ids import open_ids
 from .._pytree import PyTree
 from ..plan import AbstractPlan
@@ -258,7 +258,7 @@ class OutputBuffer:
                 self._value = part
             elif all(map(_is_on_host, leaves)):
                 whole = lambda x: (*x.shape[: self._axis], self._num_rows, *x.shape[self._axis + 1 :])
-                self._host = [_empty(whole(x), x.dtype) for x in leaves]
+                self._host = [empty_aligned(whole(x), x.dtype) for x in leaves]
                 self._value, self._late = part, (part, start)
             else:  # made from the first part, the result is on the same devices
                 self._value = _pad_rows(part, self._num_rows, self._axis)
@@ -288,17 +288,6 @@ class OutputBuffer:
             whole = lambda x: (*x.shape[: self._axis], self._num_rows, *x.shape[self._axis + 1 :])
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(whole(x), x.dtype), part)
             raise MemoryError(result_message(need, free, shapes, combined=self._axis == 0))
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array of which JAX makes one without a copy."""
-    size = math.prod(shape) * dtype.itemsize
-    held = np.empty(size + _ALIGNED, np.uint8)
-    first = -held.ctypes.data % _ALIGNED
-    return held[first : first + size].view(dtype).reshape(shape)
-
-
-_ALIGNED = 64
 
 
 def _extend(part: PyTree, num_rows: int, axis: int) -> PyTree:

@@ -194,7 +194,7 @@ class BlockCalls:
             return run(index, dataclasses.replace(chunk, num_pieces=jnp.int32(least)))
 
         # Each of several threads would compile the call.
-        first = [] if self._is_compiled((program, parts[0], chunk), carry, blocks[0]) else [run(0)]
+        first = [run(0)] if self._may_compile((program, parts[0], chunk), carry, blocks[0]) else []
         done = [*first, *on_cores(run, range(len(first), len(blocks)), cores=cores)]
         good = [int(results[0]) for _, results in done]
         least = min(good)
@@ -204,14 +204,12 @@ class BlockCalls:
         results = _join_results([to_host(results) for _, results in done], least, blocks)
         return _join(carry, [after for after, _ in done], blocks), results
 
-    def _is_compiled(self, read: tuple[Program, Inputs, Chunk], carry: Carry, block: slice) -> bool:
+    def _may_compile(self, read: tuple[Program, Inputs, Chunk], carry: Carry, block: slice) -> bool:
         key = read[0].plan, block.stop
-        if key not in self._known and isinstance(self._call, CompiledCall):
-            if self._call.traits(read, _part_of(carry, block)) is not None:
-                self._known.add(key)
-        known = key in self._known
+        if key in self._known:
+            return False
         self._known.add(key)
-        return known
+        return not isinstance(self._call, CompiledCall) or self._call.traits(read, _part_of(carry, block)) is None
 
 
 # The start of a block is an argument, so that one program serves all blocks, also when fewer members are left.
