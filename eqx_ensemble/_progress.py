@@ -22,15 +22,17 @@ def progress_line(*, show: bool | None, description: str, unit: str, total: int 
     """
     from tqdm.std import tqdm  # here, because it takes a tenth of the time of this library's import
 
+    dropped = contextlib.suppress(OSError)  # a local name: this module's are gone when Python ends
+
     class Line(tqdm):
         monitor_interval = 0  # else each of these classes starts a thread that never ends
 
         def display(self, *args: Any, **options: Any) -> Any:
-            with contextlib.suppress(OSError):
+            with dropped:
                 return super().display(*args, **options)
 
         def close(self) -> None:
-            with contextlib.suppress(OSError):
+            with dropped:
                 super().close()
 
     if show is None:
