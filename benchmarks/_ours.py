@@ -18,13 +18,13 @@ def fit(
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    order: str = "each",
+    shuffle: Any = True,
     plan: Any = None,
     mesh: Any = None,
 ) -> Callable[[], ee.Run]:
-    """A whole `fit`; with `order="given"` every member still has its own rows, but none are drawn."""
+    """A whole `fit`; with `shuffle=False` every member still has its own rows, but none are drawn."""
     ensemble, key = problem.ensemble(mesh), jax.random.key(0)
-    rows = np.concatenate(list(next(problem.own_rows(1))), axis=1) if order == "given" else None
+    rows = np.concatenate(list(next(problem.own_rows(1))), axis=1) if not shuffle else None
 
     def run() -> ee.Run:
         return ee.fit(
@@ -35,7 +35,7 @@ def fit(
             epochs=epochs,
             steps=steps,
             batch_size=problem.batch_size,
-            order=order,
+            shuffle=shuffle,
             rows=rows,
             plan=plan,
             mesh=mesh,

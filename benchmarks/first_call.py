@@ -90,7 +90,7 @@ def _first(name: str, case: str, who: str) -> None:
     if who == "fit":
         options: dict[str, Any] = {"validation": held_out} if validates else {}
         options |= {"plan": ee.plan.Chunked(16)} if case == "Chunked(16)" else {}
-        options |= {"order": "given"} if case == "order given" else {}
+        options |= {"shuffle": False} if case == "order given" else {}
         ee.fit(ensemble, problem.loss, optimiser, (x, y), epochs=1, batch_size=size, key=key, **options)
     elif who == "scan":
         jax.block_until_ready(train([np.stack(batches)]))

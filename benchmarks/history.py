@@ -24,7 +24,7 @@ def measure(quick: bool) -> Report:
     ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), members, key=key)
     x = jax.random.normal(key, (64, 2))
     data, optimiser = (x, jnp.sum(x, axis=1, keepdims=True)), optax.sgd(1e-2)
-    options = {"steps": steps, "batch_size": 8, "order": "shared", "key": key}
+    options = {"steps": steps, "batch_size": 8, "shuffle": "shared", "key": key}
     fit = lambda history: ee.fit(ensemble, _loss, optimiser, data, history=history, **options)
     moved = {}
     for history in HISTORIES:

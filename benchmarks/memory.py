@@ -79,7 +79,7 @@ def _step(problem: Problem, plan: ee.plan.AbstractPlan) -> tuple[Callable[[], An
 
 def _fit(problem: Problem, plan: ee.plan.AbstractPlan) -> tuple[Callable[[], Any], Any]:
     optimiser = optax.adam(problem.learning_rate)
-    return _ours.fit(problem, optimiser, epochs=8, order="each", plan=plan), None
+    return _ours.fit(problem, optimiser, epochs=8, shuffle=True, plan=plan), None
 
 
 if __name__ == "__main__":

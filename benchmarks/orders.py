@@ -37,9 +37,9 @@ def _in_the_step(report: Report, *, quick: bool) -> None:
     fit = ft.partial(_ours.fit, problem, optimiser, epochs=epochs)
     times = interleaved(
         [
-            Contender("fit", fit(order="each"), steps),
-            Contender("fit, rows given", fit(order="given"), steps),
-            Contender("fit, one order for all", fit(order="shared"), steps),
+            Contender("fit", fit(shuffle=True), steps),
+            Contender("fit, rows given", fit(shuffle=False), steps),
+            Contender("fit, one order for all", fit(shuffle="shared"), steps),
             Contender("scan by hand, NumPy's orders", lambda: scan(problem.own_rows(epochs)), steps),
             Contender("scan by hand, rows given", lambda: scan(drawn), steps),
         ],

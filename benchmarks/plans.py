@@ -58,7 +58,7 @@ def _measure_case(report: Report, case: Case, *, rounds: int) -> None:
     optimiser = optax.adam(problem.learning_rate)
     plans = _plans(problem, case.plans)
     fits = {
-        name: _ours.fit(problem, optimiser, epochs=case.epochs[0], order="given", plan=plan)
+        name: _ours.fit(problem, optimiser, epochs=case.epochs[0], shuffle=False, plan=plan)
         for name, plan in (plans | {"auto": "auto"}).items()
     }
     _first_runs(report, problem, optimiser, fits)

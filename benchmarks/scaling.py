@@ -99,7 +99,7 @@ def _over_devices(
 
 
 def _ways(problem: Problem, optimiser: Any, lengths: Lengths, mesh: Any, where: str) -> list[Contender]:
-    fit = _ours.fit(problem, optimiser, epochs=lengths.fit, order="each", mesh=mesh)
+    fit = _ours.fit(problem, optimiser, epochs=lengths.fit, shuffle=True, mesh=mesh)
     loop = _ours.own_loop(problem, optimiser, mesh=mesh)
     units = problem.steps_per_epoch * problem.num_members
     return [
@@ -138,7 +138,7 @@ def _mesh(**shape: int) -> Any:
 
 def _check_losses(problem: Problem, optimiser: Any, mesh: Any) -> None:
     """Losses before times."""
-    losses = lambda mesh: _ours.fit(problem, optimiser, epochs=1, order="each", mesh=mesh)().history.loss
+    losses = lambda mesh: _ours.fit(problem, optimiser, epochs=1, shuffle=True, mesh=mesh)().history.loss
     expected, found = losses(None), losses(mesh)
     far = float(np.max(np.abs(found - expected) / np.abs(expected)))
     if far > 1e-3:
@@ -150,25 +150,25 @@ def _ladder(report: Report, *, quick: bool) -> None:
     on_cpu = jax.default_backend() == "cpu"
     of = lambda problem, *counts: dict.fromkeys(counts[:2] if quick else counts, problem)
     images = {n: cnn(n, quick=quick) for n in ((1,) if quick else (1, 4, 16))}
-    _rungs(report, of(tiny(quick=quick), 1, 16, 64, 256, 1024), 2 if quick else 48, order="each", target=not on_cpu)
+    _rungs(report, of(tiny(quick=quick), 1, 16, 64, 256, 1024), 2 if quick else 48, shuffle=True, target=not on_cpu)
     if not quick:
-        _rungs(report, of(tiny(quick=False), 1, 64, 1024), 48, order="shared", target=not on_cpu)
-        _rungs(report, of(middle(quick=False), 1, 4, 16, 64), 3, order="each")
+        _rungs(report, of(tiny(quick=False), 1, 64, 1024), 48, shuffle="shared", target=not on_cpu)
+        _rungs(report, of(middle(quick=False), 1, 4, 16, 64), 3, shuffle=True)
     # Convolutions of several members at a time are slow on a CPU.
-    _rungs(report, images, 2, order="each", plan=ee.plan.Sequential() if on_cpu else None)
+    _rungs(report, images, 2, shuffle=True, plan=ee.plan.Sequential() if on_cpu else None)
 
 
 def _rungs(
-    report: Report, problems: dict[int, Problem], epochs: int, *, order: str, plan: Any = None, target: bool = False
+    report: Report, problems: dict[int, Problem], epochs: int, *, shuffle: Any, plan: Any = None, target: bool = False
 ) -> None:
     first, contenders = problems[1], []
     optimiser = optax.adam(first.learning_rate)
     kind = "CNN" if first.name.startswith("CNN") else first.name
-    label = lambda n: f"{kind}, {'one batch for all, ' * (order == 'shared')}{n} member{'s' * (n > 1)}"
+    label = lambda n: f"{kind}, {'one batch for all, ' * (shuffle == 'shared')}{n} member{'s' * (n > 1)}"
     for n, problem in problems.items():
         # On a CPU a run of many members is long enough sooner; elsewhere the fixed costs of a run would show.
         length = max(1, epochs * 16 // max(16, n)) if jax.default_backend() == "cpu" else epochs
-        fit = _ours.fit(_of(problem, n), optimiser, epochs=length, order=order, plan=plan)
+        fit = _ours.fit(_of(problem, n), optimiser, epochs=length, shuffle=shuffle, plan=plan)
         contenders.append(Contender(label(n), fit, problem.steps_per_epoch * length))
     times = interleaved(contenders, rounds=3 if len(problems) < 3 else 7)
     report.timings += times.values()
@@ -237,7 +237,7 @@ def _by_ring(kind: str, size: int, parts: int) -> float:
 def _in_fit(problem: Problem, mesh: Any) -> str:
     """The collectives of the program that runs many steps."""
     with _texts_of_chunks() as texts:
-        _ours.fit(problem, optax.adam(problem.learning_rate), epochs=1, order="each", mesh=mesh)()
+        _ours.fit(problem, optax.adam(problem.learning_rate), epochs=1, shuffle=True, mesh=mesh)()
     return _shown(in_text(texts[0]))
 
 

@@ -73,11 +73,11 @@ def _middle(report: Report, *, quick: bool, lengths: Lengths) -> None:
     optimiser = optax.adam(problem.learning_rate)
     _check_losses(report, problem, optimiser)
     contenders = _by_us(problem, optimiser, lengths) + _by_others(problem, optimiser, lengths)
-    in_turn = _ours.fit(problem, optimiser, epochs=lengths.fast, order="each", plan=ee.plan.Sequential())
+    in_turn = _ours.fit(problem, optimiser, epochs=lengths.fast, shuffle=True, plan=ee.plan.Sequential())
     contenders.append(Contender("fit, one after another", in_turn, problem.steps_per_epoch * lengths.fast))
     in_bfloat16 = dataclasses.replace(problem, loss=ft.partial(bfloat16_loss, problem.loss))
     if jax.default_backend() != "cpu":
-        fit = _ours.fit(in_bfloat16, optimiser, epochs=lengths.fast, order="each")
+        fit = _ours.fit(in_bfloat16, optimiser, epochs=lengths.fast, shuffle=True)
         contenders.append(Contender("fit, bfloat16", fit, problem.steps_per_epoch * lengths.fast))
     for name, fused in (("torch.func", False), ("torch.func, fused Adam", True)):
         make = ft.partial(_peers.torch_func, problem, fused=fused)
@@ -150,7 +150,7 @@ def _short(report: Report, *, quick: bool) -> None:
 
 def _by_us(problem: Problem, optimiser: optax.GradientTransformation, lengths: Lengths) -> list[Contender]:
     steps, slow_steps = (problem.steps_per_epoch * n for n in (lengths.fast, lengths.slow))
-    fit = lambda order: _ours.fit(problem, optimiser, epochs=lengths.fast, order=order)
+    fit = lambda shuffle: _ours.fit(problem, optimiser, epochs=lengths.fast, shuffle=shuffle)
     own_loop = _ours.own_loop(problem, optimiser)
     return [
         Contender("fit, own rows", fit("each"), steps),
@@ -186,8 +186,8 @@ def _peer(report: Report, problem: Problem, name: str, epochs: int, make: Callab
 
 def _check_losses(report: Report, problem: Problem, optimiser: Any) -> None:
     """Losses before times: on the same rows, all of them must follow the same curve."""
-    ours = _ours.fit(problem, optimiser, epochs=2, order="given")().history.loss.T
-    in_turn = _ours.fit(problem, optimiser, epochs=2, order="given", plan=ee.plan.Sequential())
+    ours = _ours.fit(problem, optimiser, epochs=2, shuffle=False)().history.loss.T
+    in_turn = _ours.fit(problem, optimiser, epochs=2, shuffle=False, plan=ee.plan.Sequential())
     rows = list(problem.own_rows(1)) * 2
     others = {
         "fit, one after another": lambda _: [in_turn().history.loss.T],
@@ -213,7 +213,7 @@ def _check_losses(report: Report, problem: Problem, optimiser: Any) -> None:
 
 def _one_off_costs(report: Report, problem: Problem, optimiser: Any, steady: Timing) -> None:
     """The fixed costs of a fit: a second call, and everything up to the first step of a first call."""
-    one_epoch = _ours.fit(problem, optimiser, epochs=1, order="each")
+    one_epoch = _ours.fit(problem, optimiser, epochs=1, shuffle=True)
     times = interleaved([Contender("fit of one epoch", one_epoch)], rounds=7)["fit of one epoch"]
     rest = np.median(times.wall) - problem.steps_per_epoch * np.median(steady.wall)
     report.facts["tiny: a compiled fit without its steps"] = f"{rest * 1e3:.1f} ms"

@@ -6,6 +6,7 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -188,7 +189,7 @@ print(f"one mixture, trained by hand: {mean_nll(mixture, test):.4f} nats on new 
 # Baselines are one expert alone, and a single network with as many parameters as the whole mixture.
 
 # %%
-options = {"batch_size": BATCH, "order": "given", "key": key}
+options = {"batch_size": BATCH, "shuffle": False, "key": key}
 makers = {
     "one expert": lambda key: Expert(key=key),
     "one network, as many parameters": lambda key: Expert(90, key=key),

@@ -52,7 +52,7 @@ HYPER = {"weight": np.arange(1, 5, dtype=np.float32)}
 CASES = {
     "plain": (mse, {}),
     "uneven batches": (mse, {"batch_size": 7}),
-    "shared": (noisy, {"order": "shared", "has_aux": True}),
+    "shared": (noisy, {"shuffle": "shared", "has_aux": True}),
     "validation": (mse, {"validation": (X[:6], Y[:6]), "patience": 1, "epochs": 6}),
     "hyper": (with_hyper, {"hyper": HYPER}),
     "limits": (mse, {"stop": ee.train.Stopping(steps=[1, 2, 3, 100])}),
@@ -163,7 +163,7 @@ def test_a_second_run_begins_at_the_pace_of_the_first(monkeypatch):
         return call(self, work)
 
     monkeypatch.setattr(Executor, "call", counted)
-    options = {"batch_size": 20, "epochs": 60, "order": "shared", "key": KEY}
+    options = {"batch_size": 20, "epochs": 60, "shuffle": "shared", "key": KEY}
     run = ft.partial(ee.fit, ENSEMBLE, mse, optax.sgd(0.1), (X, Y), **options)
     first, chunks = run(), len(calls)
     assert chunks > 2

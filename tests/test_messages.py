@@ -438,9 +438,9 @@ BAD = {
         lambda: fit(rows=np.zeros((2, 4), int)),
         "ValueError: `fit` needs `rows` of shape (3, n) with n of at least 1, got (2, 4).",
     ),
-    "fit an unknown order": (
-        lambda: fit(order="random"),
-        "ValueError: `fit` needs `order` to be one of 'each', 'shared', 'given', got 'random'.",
+    "fit an unknown shuffle": (
+        lambda: fit(shuffle="random"),
+        "ValueError: `fit` needs `shuffle` to be `True`, `False` or `\"shared\"`, got 'random'.",
     ),
     "fit batch_size with an iterable": (
         lambda: fit(data=[(X, Y)], batch_size=2),

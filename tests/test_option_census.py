@@ -180,7 +180,7 @@ CASES = {
         ("optimiser", "fn"),
     ),
     "train.every": Case(ee.train.every, {"steps": always(2), "callback": always(print)}),
-    "fit, swept": Case(ee.fit, _swept | {"steps": always(2)}, ("hyper", "rows", "order")),
+    "fit, swept": Case(ee.fit, _swept | {"steps": always(2)}, ("hyper", "rows", "shuffle")),
     "fit, saved": Case(
         lambda **options: ee.fit(**({"checkpoint": path()} | options)),
         _steps,

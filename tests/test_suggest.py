@@ -67,7 +67,6 @@ def test_the_attribute_that_was_meant_is_named(package):
         (lambda: ee.conformal.split(3, 4, alpha=0.1), "`level`? It is the coverage, 1 - alpha."),
         (lambda: ee.Ensemble([3]), "`ee.stack(models)`"),
         (lambda: ee.fit(1, 2, 3, 4, Batch_Size=3), "`batch_size`"),
-        (lambda: ee.fit(1, 2, 3, 4, shuffle=True), "`order`? Rows are shuffled in every epoch"),
         (lambda: ee.build(3, n=3), "`num_members`"),
         (lambda: ee.predict(3, 4, training=True), "`inference`? It is the opposite"),
         (lambda: ee.fit(1, 2, 3, 4, validation_split=0.2), "`validation`? It takes the rows themselves"),

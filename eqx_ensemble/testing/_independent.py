@@ -221,7 +221,7 @@ def check_independent(
     size = check_batch_size(batch_size, rows)
 
     begin = {"state": state, "hyper": hyper}
-    in_order = {"batch_size": size, "order": "given"}
+    in_order = {"batch_size": size, "shuffle": False}
 
     def train(ensemble: Any, loss: Any, data: PyTree, plan: AbstractPlan = Vmap(), **options: Any) -> Any:  # noqa: B008
         with ignore_warnings(".*diverged"):

@@ -56,9 +56,9 @@ def check_one_pass(data: Any, epochs: Any) -> None:
     )
 
 
-def check_no_array_options(*, batch_size: Any, rows: Any, order: Any, scan: Any) -> None:
+def check_no_array_options(*, batch_size: Any, rows: Any, shuffle: Any, scan: Any) -> None:
     """Raises if an option for data in arrays comes with an iterable of batches."""
-    used = {"batch_size": batch_size is not None, "rows": rows is not None, "order": order != "each"}
+    used = {"batch_size": batch_size is not None, "rows": rows is not None, "shuffle": shuffle is not True}
     used["scan"] = scan is not None
     given = [f"`{word}`" for word, is_used in used.items() if is_used]
     if given:

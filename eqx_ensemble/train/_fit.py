@@ -47,7 +47,7 @@ from .compiled._loss import Loss, make_losses
 from .compiled._optimiser import Optimiser
 from .compiled._program import Program
 from .compiled._selection import make_limits, stop_at_limits
-from .data._rows import Order
+from .data._rows import Shuffle
 from .data._source import Length, member_shapes, without_marks
 from .data._sources import make_source
 from .host._execute import execute
@@ -166,7 +166,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     state: ByPart[eqx.nn.State | None] = None,
     hyper: PyTree = None,
     rows: Any = None,
-    order: Order = "each",
+    shuffle: Shuffle = True,
     has_aux: bool = False,
     history: Literal["all", "last"] | int = "all",
     trainable: Trainable = eqx.is_inexact_array,
@@ -208,8 +208,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `batch_size`: rows per step. By default 32; all rows if they are fewer. The last batch of an epoch may be
         smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
-    - `order`: `"each"`: every member has its own row order; `"shared"`: all members share one row order, which is
-        faster; `"given"`: the order of the data. The other two are a fresh permutation in every epoch, which the
+    - `shuffle`: `True`: every member has its own row order; `"shared"`: all members share one row order, which is
+        faster; `False`: the order of the data. The other two are a fresh permutation in every epoch, which the
         compiled step computes on the fly and never stores: [row orders](../how-it-runs.md#row-orders).
     - `validation`: arrays as for `data`, in memory, scored by the loss; or [`eqx_ensemble.train.Validation`][], which
         has a score of its own. They are scored as one batch in inference mode at the end of every epoch. If `stop`, a
@@ -311,8 +311,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     data = from_foreign_tree(data, "data")
     check_optional_flag(progress, "progress")
     given = check_options(
-        epochs=epochs, steps=steps, validation=validation, patience=patience, stop=stop, order=order, has_aux=has_aux,
-        history=history, on_diverge=on_diverge,
+        epochs=epochs, steps=steps, validation=validation, patience=patience, stop=stop, shuffle=shuffle,
+        has_aux=has_aux, history=history, on_diverge=on_diverge,
     )  # fmt: skip
     held_out, how, windows = given.validation, given.on_diverge, given.windows
     score, mode = given.scoring
@@ -339,7 +339,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     if first.fixed.hyper is not None:
         check_hyper_used(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses))
     source = make_source(
-        data, first, epochs=epochs, rows=rows, order=order, batch_size=batch_size, scan=plan.scan, layout=layout,
+        data, first, epochs=epochs, rows=rows, shuffle=shuffle, batch_size=batch_size, scan=plan.scan, layout=layout,
         key=key,
     )  # fmt: skip
     is_known = source.epoch is not None  # batches of an iterable are not known in advance

@@ -26,7 +26,6 @@ from ._check import check_length, check_mode
 from ._revive import Revive
 from .compiled._selection import Mode
 from .compiled._windows import Windows
-from .data._rows import ORDERS
 
 
 class Validation(eqx.Module):
@@ -199,6 +198,13 @@ class Options(NamedTuple):
         return {"min_delta": 0.0 if own is None else own.min_delta, "smooth": 0.0 if own is None else own.smooth}
 
 
+def check_shuffle(shuffle: Any) -> None:
+    """Raises unless `shuffle` is `True`, `False` or `"shared"`."""
+    if not isinstance(shuffle, bool | np.bool_) and not (isinstance(shuffle, str) and shuffle == "shared"):
+        got = repr(shuffle) if isinstance(shuffle, str) else kind_text(shuffle)
+        raise ValueError(f'`{caller()}` needs `shuffle` to be `True`, `False` or `"shared"`, got {got}.')
+
+
 def check_options(
     *,
     epochs: Any = None,
@@ -206,14 +212,14 @@ def check_options(
     validation: Any = None,
     patience: Any = None,
     stop: Any = None,
-    order: Any = "each",
+    shuffle: Any = True,
     has_aux: Any = False,
     history: Any = "all",
     on_diverge: Any = "freeze",
 ) -> Options:
     """Checks the options of `fit` that need no members."""
     check_flag(has_aux, "has_aux")
-    check_word(order, "order", ORDERS)
+    check_shuffle(shuffle)
     how = Revive() if isinstance(on_diverge, str) and on_diverge == "revive" else on_diverge
     if not isinstance(how, Revive):
         check_word(how, "on_diverge", ("freeze", "revive", "raise"))

@@ -35,7 +35,7 @@ from ._state import check_train_state
 from ._step import Step, step_in_loop
 from ._trainable import Trainable
 from .compiled._health import nan_is_data
-from .data._rows import Order
+from .data._rows import Shuffle
 
 E = TypeVar("E", covariant=True)
 
@@ -76,7 +76,7 @@ class CommonFitOptions(TypedDict, total=False):
     state: eqx.nn.State | None
     hyper: PyTree
     rows: Any
-    order: Order
+    shuffle: Shuffle
     has_aux: bool
     history: Literal["all", "last"] | int
     trainable: Trainable

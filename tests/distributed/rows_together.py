@@ -34,16 +34,16 @@ def main():
             return NUMBERS[rows]
 
         ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, mesh=mesh, key=key)
-        for order, own in (("each", None), ("shared", OWN), ("shared", None)):
-            options = {"order": order, "rows": own, "epochs": 2, "batch_size": 8, "progress": False, "key": key}
+        for shuffle, own in ((True, None), ("shared", OWN), ("shared", None)):
+            options = {"shuffle": shuffle, "rows": own, "epochs": 2, "batch_size": 8, "progress": False, "key": key}
             fit = lambda data, ensemble=ensemble, options=options: ee.fit(
                 ensemble, numbered, optax.sgd(0.1), data, **options
             )
             reads.clear()
             run, in_memory = fit(ee.train.RowReader(read, num_rows=53)), fit(NUMBERS)
             np.testing.assert_array_equal(run.history.loss, in_memory.history.loss)
-            size = 8 if own is None and order == "shared" else 20  # of 32: the last batch, of 5 rows, is not split
-            assert max(map(len, reads)) <= size, (members, order, max(map(len, reads)))
+            size = 8 if own is None and shuffle == "shared" else 20  # of 32: the last batch, of 5 rows, is not split
+            assert max(map(len, reads)) <= size, (members, shuffle, max(map(len, reads)))
     reader = ee.train.RowReader(NUMBERS)
     with pytest.raises(ValueError, match="process"):
         ee.fit(ensemble, numbered, optax.sgd(0.1), reader, rows=(OWN + rank) % 53, steps=1, progress=False, key=key)

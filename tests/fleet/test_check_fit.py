@@ -15,7 +15,7 @@ REFUSED = {
     "both lengths": ({"epochs": 1}, TypeError, "either `epochs` or `steps`, got both"),
     "no length": ({"steps": None}, TypeError, "either `epochs` or `steps`, got neither"),
     "no batch": ({"batch_size": 0}, ValueError, "`batch_size` of at least 1, got 0"),
-    "order": ({"order": "own"}, ValueError, "`order` to be one of"),
+    "shuffle": ({"shuffle": "own"}, ValueError, "`shuffle` to be `True`, `False` or"),
     "has_aux": ({"has_aux": 1}, TypeError, "`has_aux`"),
     "history": ({"history": "first"}, ValueError, "`history` to be 'all', 'last' or a number of steps"),
     "no key": ({"key": None}, TypeError, "needs one key: for example"),

@@ -66,7 +66,7 @@ OPTIONS = {
     "limits of members": {
         "stop": ee.train.Stopping(target=0.01, steps=np.arange(MEMBERS) + 2), "validation": (X[:9], Y[:9]), "epochs": 3,
     },
-    "aux, one order": {"loss": noisy, "has_aux": True, "order": "shared", "epochs": 2},
+    "aux, one order": {"loss": noisy, "has_aux": True, "shuffle": "shared", "epochs": 2},
     "divergence": {"optimiser": lambda h: optax.sgd(h["rate"]), "hyper": {"rate": jnp.array([0.1, 1e30] * 3 + [0.1])},
                    "epochs": 2},
     "revival": {"optimiser": lambda h: optax.sgd(h["rate"]), "hyper": {"rate": jnp.array([0.1, 1e30] * 3 + [0.1])},

@@ -21,7 +21,7 @@ CHOICES = {
                   {"optimiser": lambda h: optax.sgd(h["rate"]), "hyper": {"rate": jnp.array([0.1, 1e30] * 3 + [0.1])}}),
     "rows": ({}, {"rows": ee.resample.bootstrap(37, MEMBERS, key=KEY)}),
     "loss": ({"loss": mse}, {"loss": noisy, "has_aux": True}),
-    "order": ({}, {"order": "shared"}),
+    "shuffle": ({}, {"shuffle": "shared"}),
     "limits": ({}, {"stop": ee.train.Stopping(steps=np.arange(MEMBERS) + 3)}, {"min_delta": 0.01, "patience": 1}),
     "history": ({}, {"history": 3}, {"history": "last"}),
     "length": ({"epochs": 2}, {"steps": 7}, {"epochs": 3}),
@@ -37,7 +37,7 @@ def draw(seed):
     data, validation = DATA[draws.choice(sorted(DATA))]
     if "patience" in options or draws.random() < 0.5:
         options["validation"] = validation
-    if options.get("order") == "shared":
+    if options.get("shuffle") == "shared":
         options.pop("rows", None)
     if "patience" in options:
         options.pop("steps", None)

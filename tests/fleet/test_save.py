@@ -36,7 +36,7 @@ RICH = {
     "validation": (X[:9], Y[:9]),
     "stop": ee.train.Stopping(target=0.01, steps=np.arange(MEMBERS) + 2),
     "plan": SEQUENTIAL,
-    "order": "shared",
+    "shuffle": "shared",
     "data": (ee.Each(np.stack([X + i for i in range(MEMBERS)])), Y),
 }
 
@@ -287,12 +287,12 @@ class TestRepeated:
 
     def test_defaults_in_words(self, identity_of):
         defaults = {
-            "has_aux": False, "history": "all", "order": "each", "stop": None, "on_diverge": "freeze",
+            "has_aux": False, "history": "all", "shuffle": True, "stop": None, "on_diverge": "freeze",
             "trainable": eqx.is_inexact_array, "hyper": None,
         }  # fmt: skip
         expected = identity_of(PLAIN)
         assert identity_of(PLAIN | defaults) == expected
-        for other in ({"has_aux": True}, {"history": 1}, {"order": "shared"}, {"trainable": eqx.is_array}):
+        for other in ({"has_aux": True}, {"history": 1}, {"shuffle": "shared"}, {"trainable": eqx.is_array}):
             assert identity_of(PLAIN | other).keys() ^ expected.keys() == other.keys()
 
     def test_data_that_fit_refuses(self, tmp_path):

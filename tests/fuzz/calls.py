@@ -32,7 +32,7 @@ class Call:
     trained: str
     each: bool
     own_rows: int | None
-    order: str
+    shuffle: bool | str
     given_batch_size: int | None
     validated_on: str | None
     mode: str | None
@@ -183,7 +183,7 @@ class Call:
         plans |= {"sequential": ee.plan.Sequential(), "unrolled": ee.plan.Unrolled()}
         options["plan"] = plans[self.plan]
         if self.source in ("arrays", "numpy", "reader", "reading"):
-            options |= {"rows": self.rows, "order": self.order, "batch_size": self.given_batch_size}
+            options |= {"rows": self.rows, "shuffle": self.shuffle, "batch_size": self.given_batch_size}
             options |= {"scan": self.scan} if self.source in ("arrays", "numpy") else {}
         options["mesh"] = None if self.mesh is None else ee.make_mesh(*self.mesh)
         return options | {"progress": False, "key": problem.KEY}
@@ -271,7 +271,7 @@ def draw(seed):
         seed=seed, source=source, num_members=count, ids=d.rng.permutation(count).tolist(), stateful=maybe(0.3),
         has_aux=maybe(0.4), hyper_used=hyper,
         optimiser_name=one_of(*(problem.OF_HYPER if hyper else problem.PLAIN)), trained=one_of("all", "all", "vectors"),
-        each=each, own_rows=own_rows, order=one_of("each", "each", "shared", "given") if chosen else "given",
+        each=each, own_rows=own_rows, shuffle=one_of(True, True, "shared", False) if chosen else False,
         given_batch_size=batch_size, validated_on=validated_on, mode=mode, patience=patience,
         min_delta=one_of(0.0, 0.03) if validated else 0.0, target=target, max_steps=max_steps,
         max_seconds=[one_of(1e-9, 1e9) for _ in range(count)] if how == "whole" and maybe(0.15) else None,

@@ -133,8 +133,8 @@ class Reference:
         call, member = self.call, self.members[i]
         own = np.arange(call.num_rows) if call.rows is None else call.rows[i]
         epoch, position = divmod(self.step, call.per_epoch)
-        if call.order != "given":
-            of_member = call.order == "each"
+        if call.shuffle:
+            of_member = call.shuffle != "shared"
             keys = ee.member_keys(KEY, [member.id] if of_member else 1, purpose="rows" if of_member else "shared rows")
             own = own[plain_permutation(np.asarray(jax.random.key_data(keys))[0], epoch, len(own))]
         return own[position * call.batch_size :][: call.batch_size]

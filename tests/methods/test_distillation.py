@@ -203,7 +203,7 @@ def test_a_student_reaches_the_distribution_with_annealing(teachers):
     for epoch, steps in enumerate((40, 40, 40, 600)):
         now = jnp.full(2, distillation.temperature_annealing(epoch, 3, start=2.0), jnp.float32)
         state = eqx.tree_at(lambda s: s.hyper, state, {"temperature": now})
-        run = ee.fit(state, loss, adam, teacher, steps=steps, batch_size=5, order="given", key=KEY)
+        run = ee.fit(state, loss, adam, teacher, steps=steps, batch_size=5, shuffle=False, key=KEY)
         state = run.train_state
     points = (1 - 1e-4) * jax.nn.softmax(teacher) + 1e-4 / 3
     alpha = np.exp(np.asarray(state.ensemble.stacked, np.float64))

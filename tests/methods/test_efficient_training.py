@@ -165,7 +165,7 @@ def alone(ensemble, i, loss, steps, optimiser=ADAM):
 @pytest.fixture(scope="module")
 def trained():
     ensemble = ee.build(make, 3, key=KEY)
-    return ensemble, ee.fit(ensemble, LOSS, ADAM, data(), steps=6, batch_size=8, order="given", key=KEY)
+    return ensemble, ee.fit(ensemble, LOSS, ADAM, data(), steps=6, batch_size=8, shuffle=False, key=KEY)
 
 
 def test_joint_ensembles_are_trained_as_each_alone(trained):
@@ -177,7 +177,7 @@ def test_joint_ensembles_are_trained_as_each_alone(trained):
 @pytest.mark.slow
 def test_joint_ensembles_do_not_depend_on_each_other(trained):
     ensemble, run = trained
-    with_two = ee.fit(ensemble[[2, 1]], LOSS, ADAM, data(), steps=6, batch_size=8, order="given", key=KEY)
+    with_two = ee.fit(ensemble[[2, 1]], LOSS, ADAM, data(), steps=6, batch_size=8, shuffle=False, key=KEY)
     assert_close(with_two.ensemble[1], run.ensemble[1], 1e-6)
     x = data()[0]
     dense = members(run.ensemble)
@@ -192,7 +192,7 @@ def test_every_kind_is_trained_as_alone(kind, rows):
     convert = lambda key: kind(eqx.nn.MLP(25, 2, 6, 1, key=key), 3, key=key)
     ensemble = ee.build(convert, 2, key=KEY)
     loss = mean_loss(mse, rows=rows)
-    run = ee.fit(ensemble, loss, ADAM, data(), steps=4, batch_size=8, order="given", key=KEY)
+    run = ee.fit(ensemble, loss, ADAM, data(), steps=4, batch_size=8, shuffle=False, key=KEY)
     assert_close(run.ensemble[1], alone(ensemble, 1, loss, 4), 1e-5)
     if kind is masksembles:
         np.testing.assert_array_equal(run.ensemble.stacked.model.layers[1].mask, ensemble.stacked.model.layers[1].mask)
@@ -203,7 +203,7 @@ def test_every_kind_is_trained_as_alone(kind, rows):
 def test_plans_and_devices_change_nothing(trained, option):
     ensemble, run = trained
     option = {"mesh": ee.make_mesh(3, devices=jax.devices()[:3])} if "mesh" in option else option
-    other = ee.fit(ensemble, LOSS, ADAM, data(), steps=6, batch_size=8, order="given", key=KEY, **option)
+    other = ee.fit(ensemble, LOSS, ADAM, data(), steps=6, batch_size=8, shuffle=False, key=KEY, **option)
     assert_close(other.ensemble, run.ensemble, 1e-5)
 
 

@@ -45,7 +45,7 @@ def members(name, count=3):
 @pytest.mark.parametrize("name", HEADS)
 def test_a_member_is_the_model_that_training_it_alone_gives(name):
     ensemble, loss, data = members(name)
-    run = ee.fit(ensemble, loss, ADAM, data, steps=STEPS, batch_size=8, order="given", key=KEY)
+    run = ee.fit(ensemble, loss, ADAM, data, steps=STEPS, batch_size=8, shuffle=False, key=KEY)
     keys = [step_key(KEY, ensemble.ids[1], step) for step in range(STEPS)]
     alone, _, losses = Alone(loss, ADAM)(ensemble[1], in_order(data, 8, STEPS), keys)
     assert distance(alone, ensemble[1]) > 1e-2
@@ -95,7 +95,7 @@ def test_a_coefficient_of_each_member():
         x, y = batch
         return heads.evidential_loss(heads.normal_inverse_gamma(jax.vmap(model)(x)), y, coefficient=hyper["penalty"])
 
-    options = {"steps": STEPS, "batch_size": 8, "order": "given", "key": KEY}
+    options = {"steps": STEPS, "batch_size": 8, "shuffle": False, "key": KEY}
     run = ee.fit(ensemble, loss, lambda hyper: ADAM, data, hyper={"penalty": coefficients}, **options)
     for i, coefficient in enumerate(coefficients):
         fixed = lambda model, batch, key, c=coefficient: loss(model, batch, key, {"penalty": c})

@@ -57,7 +57,7 @@ def state(ensemble):
     return run.train_state
 
 
-OPTIONS = {"batch_size": BATCH, "order": "given", "progress": False, "key": KEY}
+OPTIONS = {"batch_size": BATCH, "shuffle": False, "progress": False, "key": KEY}
 
 
 def held_out(score=score):
@@ -381,7 +381,7 @@ class TestPopulationBasedTraining:
             ee.methods.population_based_training(ensemble, loss, OPTIMISER, data(), **options)
 
     def test_rounds_of_steps_over_batches_are_refused(self, ensemble):
-        options = OPTIONS | {"order": "each", "batch_size": None}
+        options = OPTIONS | {"shuffle": True, "batch_size": None}
         with pytest.raises(TypeError, match="needs `epochs`, not `steps`"):
             ee.methods.population_based_training(
                 ensemble,
@@ -516,12 +516,12 @@ def test_schedules_of_different_lengths(ensemble):
     optimiser = lambda hyper: optax.sgd(ee.sweep.rescale_schedule(unit, 100, hyper["length"]))
     run = ee.fit(
         ensemble, loss, optimiser, data(), hyper={"length": jnp.asarray(lengths)}, steps=20, batch_size=BATCH,
-        order="given", progress=False, key=KEY,
+        shuffle=False, progress=False, key=KEY,
     )  # fmt: skip
     for i in range(MEMBERS):
         own = optax.sgd(optax.cosine_decay_schedule(0.05, float(lengths[i])))
         single = ee.fit(
-            ensemble[[i]], loss, own, data(), steps=20, batch_size=BATCH, order="given", progress=False, key=KEY
+            ensemble[[i]], loss, own, data(), steps=20, batch_size=BATCH, shuffle=False, progress=False, key=KEY
         )
         assert_close(run.ensemble[[i]], single.ensemble, 1e-5)
 

@@ -31,7 +31,7 @@ def test_trained_with_a_prior_is_trained_on_what_the_prior_leaves():
     """f + βp on y is f on y - βp, an ensemble of its own; a plain ensemble on y is another."""
     x, y = data()
     ensemble = ee.build(pair, 3, key=KEY)
-    options = dict(steps=12, batch_size=8, order="given", key=KEY)
+    options = dict(steps=12, batch_size=8, shuffle=False, key=KEY)
     run = ee.fit(ensemble, mse, DECAY, (x, y), **options)
     prior = lambda model, x: SCALE * model.prior.value(x)
     offset = ee.predict(ensemble, x, fn=prior)
@@ -49,7 +49,7 @@ def test_trained_with_a_prior_is_trained_on_what_the_prior_leaves():
 @pytest.mark.slow
 def test_each_member_with_a_prior_is_the_model_that_is_trained_alone():
     ensemble = ee.build(pair, 3, key=KEY)
-    run = ee.fit(ensemble, mse, DECAY, data(), steps=6, batch_size=8, order="given", key=KEY)
+    run = ee.fit(ensemble, mse, DECAY, data(), steps=6, batch_size=8, shuffle=False, key=KEY)
     for i, model in enumerate(ensemble.unstack()):
         spec = jax.tree.map(lambda _: False, model)
         spec = eqx.tree_at(lambda m: m.network, spec, jax.tree.map(eqx.is_inexact_array, model.network))
@@ -301,7 +301,7 @@ def test_an_anchored_member_is_the_model_that_is_trained_alone():
     anchors = draw_anchors(ensemble, 0.7, key=KEY)
     x, y = data()
     targets = noisy_targets(y, ensemble.ids, std=0.2, key=KEY)
-    options = dict(steps=6, batch_size=8, order="given", hyper={"anchor": anchors}, key=KEY)
+    options = dict(steps=6, batch_size=8, shuffle=False, hyper={"anchor": anchors}, key=KEY)
     run = ee.fit(ensemble, anchored_loss, DECAY, (x, targets), **options)
     for i, model in enumerate(ensemble.unstack()):
         own = ee.tree.take(anchors, i)

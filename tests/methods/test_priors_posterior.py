@@ -47,7 +47,7 @@ def anchored(model, batch, key, hyper):
 
 
 def train(ensemble, loss, y, **options):
-    run = ee.fit(ensemble, loss, SGD, (X, y), steps=200, batch_size=ROWS, order="given", key=KEY, **options)
+    run = ee.fit(ensemble, loss, SGD, (X, y), steps=200, batch_size=ROWS, shuffle=False, key=KEY, **options)
     return run.ensemble.stacked
 
 

@@ -182,7 +182,7 @@ DATA = X, jnp.sin(X[:, :2])
 )
 def test_fit_on_rows_is_the_loop_of_single_fits(rows):
     ensemble = ee.build(mlp, 3, key=jax.random.key(1))
-    run = ee.fit(ensemble, mse, SGD, DATA, rows=rows, batch_size=8, order="given", steps=9, key=KEY)
+    run = ee.fit(ensemble, mse, SGD, DATA, rows=rows, batch_size=8, shuffle=False, steps=9, key=KEY)
     alone = Alone(mse, SGD)
     for i, model in enumerate(ensemble.unstack()):
         keys = [step_key(KEY, i, step) for step in range(9)]

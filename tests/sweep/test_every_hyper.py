@@ -131,7 +131,7 @@ def test_of_any_dtype(name, dtype, x64):
         rows = (jnp.ones((4, 3), dtype), jnp.zeros((4, 1), dtype))
         made = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key, dtype=jnp.dtype(dtype)), 2, key=KEY)
         mse = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
-        options = {"steps": 3, "key": KEY, "plan": ee.plan.Sequential(), "order": "given"}
+        options = {"steps": 3, "key": KEY, "plan": ee.plan.Sequential(), "shuffle": False}
         hyper = {"value": np.asarray(values)}
         run = ee.fit(made, mse, lambda h: make(h["value"]), rows, hyper=hyper, **options)
         for i, value in enumerate(values):

@@ -207,7 +207,7 @@ def test_the_last_epoch_counts_for_patience():
     call = lambda data, **others: ee.fit(
         ensemble, loss, optax.sgd(0.1), data, key=jax.random.key(0), **options, **others
     )
-    expected = call((x, y), batch_size=4, order="given")
+    expected = call((x, y), batch_size=4, shuffle=False)
     run = call([(x[:4], y[:4]), (x[4:], y[4:])])
     assert run.status.tolist() == expected.status.tolist() == [ee.train.Status.STOPPED] * 2
     np.testing.assert_array_equal(run.stopped_at, expected.stopped_at)

@@ -86,7 +86,7 @@ def drawn_options(rng):
     elif rng.random() < 0.3:
         options |= {"fn": loss_with_aux, "has_aux": True}
     if isinstance(options["data"], tuple):
-        options |= {"order": str(rng.choice(["each", "shared"]))}
+        options |= {"shuffle": (True, "shared")[rng.integers(2)]}
         options |= {"scan": False} if rng.random() < 0.2 else {}
     options |= {"plan": ee.plan.Sequential()} if rng.random() < 0.2 else {}
     return options

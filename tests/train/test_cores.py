@@ -63,7 +63,7 @@ def assert_same(run, other):
 
 OPTIONS = {
     "plain": {},
-    "shared": {"order": "shared", "history": 3},
+    "shared": {"shuffle": "shared", "history": 3},
     "own rows": {"rows": ee.resample.bootstrap(22, 10, key=KEY)},
     "patience": {"patience": 2},
     "limits": {"stop": ee.train.Stopping(steps=np.arange(3, 43, 4))},

@@ -78,7 +78,7 @@ def a_case(seed):
         del options["scan"]
     else:
         source = data(rows)
-        options |= {"batch_size": batch_size, "order": rng.choice(["each", "shared", "given"]).item()}
+        options |= {"batch_size": batch_size, "shuffle": (True, "shared", False)[rng.integers(3)]}
     return -(-rows // batch_size), lambda begun, **more: ee.fit(
         begun, noisy_loss, ADAM, source, progress=False, key=KEY, **grouped(options | more)
     )
@@ -149,7 +149,7 @@ def test_is_what_optax_alone_does(ensemble, rows, scan):
             ADAM,
             data(rows),
             steps=steps,
-            order="given",
+            shuffle=False,
             plan=ee.plan.Vmap(scan=scan),
             progress=False,
             key=KEY,

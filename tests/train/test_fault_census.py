@@ -117,7 +117,7 @@ def fitted(optimiser, plan, fault=None, *, models=None):
     x, y = dataset()
     data = x, ee.Each(y), ee.Each(quality), np.repeat(np.arange(STEPS), BATCH)
     return ee.fit(
-        models, loss, optimiser, data, steps=STEPS, batch_size=BATCH, order="given", hyper=hyper, has_aux=True,
+        models, loss, optimiser, data, steps=STEPS, batch_size=BATCH, shuffle=False, hyper=hyper, has_aux=True,
         plan=plan, progress=False, key=KEY,
     )  # fmt: skip
 

@@ -68,7 +68,7 @@ def assert_alone(run, ensemble, batches_of, steps, alone=ALONE):
 @pytest.mark.parametrize(("length", "steps"), [({"epochs": 3}, 9), ({"steps": 10}, 10), ({"steps": 11}, 11)])
 def test_is_the_loop_over_the_same_rows(ensemble, length, steps):
     """The last batch of an epoch has six rows, and `steps` may end in the middle of one."""
-    run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, order="given", key=KEY, **length)
+    run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, shuffle=False, key=KEY, **length)
     assert run.history.loss.shape == (MEMBERS, steps)
     assert int(run.train_state.step) == steps
     assert_alone(run, ensemble, lambda i: in_order(dataset(), BATCH, steps), steps)
@@ -80,7 +80,7 @@ def test_is_the_loop_over_the_same_rows(ensemble, length, steps):
 
 
 def test_own_loop_is_fit(ensemble):
-    run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, order="given", steps=9, key=KEY)
+    run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, shuffle=False, steps=9, key=KEY)
     state = ee.train.init(ensemble, SGD, key=KEY)
     step = ee.train.make_step(loss, SGD)
     losses = []
@@ -96,7 +96,7 @@ def test_own_loop_is_fit(ensemble):
 def test_ensemble_stays_usable(ensemble):
     x = dataset()[0][0]
     before, leaves = ensemble(x), jax.tree.leaves(ensemble)
-    run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, order="given", steps=9, key=KEY)
+    run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, shuffle=False, steps=9, key=KEY)
     np.testing.assert_array_equal(ensemble(x), before)
     arrays = [leaf for leaf in leaves + jax.tree.leaves(run) if isinstance(leaf, jax.Array)]
     assert not any(leaf.is_deleted() for leaf in arrays)
@@ -141,12 +141,12 @@ def test_each_member_has_an_order_of_its_own(ensemble):
 
 
 def test_one_order_for_all(ensemble):
-    rows, run = rows_seen(ensemble, order="shared")
+    rows, run = rows_seen(ensemble, shuffle="shared")
     np.testing.assert_array_equal(rows, np.broadcast_to(rows[:1], rows.shape))
     np.testing.assert_array_equal(np.sort(rows), np.broadcast_to(np.arange(24), rows.shape))
     assert len(np.unique(rows[0], axis=0)) == 3
     assert_trained_on(rows, run, ensemble)
-    given, run = rows_seen(ensemble, order="given")
+    given, run = rows_seen(ensemble, shuffle=False)
     np.testing.assert_array_equal(given, np.broadcast_to(np.arange(24), rows.shape))
     assert_trained_on(given, run, ensemble)
 
@@ -154,7 +154,7 @@ def test_one_order_for_all(ensemble):
 def test_rows_of_its_own(ensemble):
     """A bootstrap: indices with repetition; 16 of them are two batches."""
     bootstrap = np.random.default_rng(0).integers(0, 24, (MEMBERS, 16))
-    rows, run = rows_seen(ensemble, rows=bootstrap, order="given")
+    rows, run = rows_seen(ensemble, rows=bootstrap, shuffle=False)
     np.testing.assert_array_equal(rows, np.broadcast_to(bootstrap[:, None], rows.shape))
     assert_trained_on(rows, run, ensemble)
     shuffled, _ = rows_seen(ensemble, rows=bootstrap)
@@ -166,7 +166,7 @@ def test_rows_of_its_own(ensemble):
 def test_data_of_its_own(ensemble):
     x, y = dataset()
     xs = jnp.stack([x, 2 * x, x[::-1]])
-    run = ee.fit(ensemble, loss, SGD, (ee.Each(xs), y), batch_size=BATCH, order="given", epochs=2, key=KEY)
+    run = ee.fit(ensemble, loss, SGD, (ee.Each(xs), y), batch_size=BATCH, shuffle=False, epochs=2, key=KEY)
     assert_alone(run, ensemble, lambda i: in_order((xs[i], y), BATCH, 6), 6)
 
 
@@ -180,7 +180,7 @@ def test_hyper_parameters_of_its_own(ensemble):
     def optimiser(h):
         return optax.chain(optax.clip_by_global_norm(10 * h["rate"]), optax.sgd(h["rate"], momentum=0.9))
 
-    run = ee.fit(ensemble, decayed, optimiser, dataset(), batch_size=11, order="given", steps=8, hyper=hyper, key=KEY)
+    run = ee.fit(ensemble, decayed, optimiser, dataset(), batch_size=11, shuffle=False, steps=8, hyper=hyper, key=KEY)
     for i, model in enumerate(ensemble.unstack()):
         own = {name: float(values[i]) for name, values in hyper.items()}
         alone = Alone(lambda *args, own=own: decayed(*args, own), optimiser(own))
@@ -199,7 +199,7 @@ def test_auxiliary_outputs_of_scalars(ensemble):
         value = loss(model, batch, key)
         return value, {"double": 2 * value, "weights": model.weight}
 
-    run = ee.fit(ensemble, with_aux, SGD, dataset(), batch_size=BATCH, order="given", steps=6, has_aux=True, key=KEY)
+    run = ee.fit(ensemble, with_aux, SGD, dataset(), batch_size=BATCH, shuffle=False, steps=6, has_aux=True, key=KEY)
     np.testing.assert_array_equal(run.history.aux["double"], 2 * run.history.loss)
     assert run.history.aux["weights"].shape == (MEMBERS, 6, 1, 3)
     np.testing.assert_array_equal(run.history.aux["weights"][:, 0], ensemble.stacked.weight)
@@ -235,7 +235,7 @@ def test_patience_of_its_own(ensemble, min_delta):
         SGD,
         dataset(),
         batch_size=BATCH,
-        order="given",
+        shuffle=False,
         epochs=epochs,
         validation=ee.train.Validation(validation, min_delta=min_delta),
         patience=2,
@@ -339,7 +339,7 @@ def test_a_diverged_member_is_frozen_and_named(ensemble):
 
     def fitted(rates):
         hyper = {"rate": np.array(rates, np.float32)}
-        return ee.fit(ensemble, loss, optimiser, dataset(), batch_size=11, order="given", steps=8, hyper=hyper, key=KEY)
+        return ee.fit(ensemble, loss, optimiser, dataset(), batch_size=11, shuffle=False, steps=8, hyper=hyper, key=KEY)
 
     healthy = fitted([0.01, 0.02, 0.03])
     with pytest.warns(
@@ -359,7 +359,7 @@ def test_a_diverged_member_is_frozen_and_named(ensemble):
 
 def test_only_the_trainable_leaves_move(ensemble):
     only_bias = lambda leaf: eqx.is_inexact_array(leaf) and leaf.shape[-1:] == (1,)
-    run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=11, order="given", steps=6, trainable=only_bias, key=KEY)
+    run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=11, shuffle=False, steps=6, trainable=only_bias, key=KEY)
     np.testing.assert_array_equal(run.ensemble.stacked.weight, ensemble.stacked.weight)
     alone = Alone(loss, SGD, trainable=only_bias)
     assert_alone(run, ensemble, lambda i: in_order(dataset(), 11, 6), 6, alone)
@@ -380,7 +380,7 @@ class Trunk(eqx.Module):
 
 def test_a_shared_trunk_is_constant():
     ensemble = ee.build(Trunk, ids=IDS, shared=lambda model: model.trunk, key=BUILD_KEY)
-    run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=11, order="given", steps=6, key=KEY)
+    run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=11, shuffle=False, steps=6, key=KEY)
     assert run.ensemble.shared.trunk.weight.shape == (4, 3)
     assert run.ensemble.stacked.trunk.weight is None
     assert_same(run.ensemble.shared, ensemble.shared)
@@ -407,7 +407,7 @@ def test_batches_of_an_iterable(ensemble, kind):
     iterable = {"list": batches, "loader": Anew(batches), "generator": endless}[kind]
     length = {"steps": 6} if kind == "generator" else {"epochs": 2}
     run = ee.fit(ensemble, loss, SGD, iterable, key=KEY, **length)
-    arrays = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, order="given", epochs=2, key=KEY)
+    arrays = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, shuffle=False, epochs=2, key=KEY)
     assert run.history.loss.shape == (MEMBERS, 6)
     assert_close(run.ensemble, arrays.ensemble, 1e-6)
     np.testing.assert_allclose(run.history.loss, arrays.history.loss, rtol=1e-6)
@@ -419,7 +419,7 @@ def test_an_iterable_with_validation(ensemble):
     batches, validation = in_order(dataset(), BATCH, 3), dataset(10, seed=1)
     options = {"epochs": 4, "validation": validation, "patience": 1, "key": KEY}
     run = ee.fit(ensemble, loss, SGD, batches, **options)
-    arrays = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, order="given", **options)
+    arrays = ee.fit(ensemble, loss, SGD, dataset(), batch_size=BATCH, shuffle=False, **options)
     assert_close(run.ensemble, arrays.ensemble, 1e-6)
     np.testing.assert_allclose(run.history.validation, arrays.history.validation, rtol=1e-6)
     np.testing.assert_array_equal(run.stopped_at, arrays.stopped_at)
@@ -440,7 +440,7 @@ def test_validation_of_the_last_weights(ensemble, kind):
     batches, validation = in_order(dataset(), BATCH, 3), dataset(10, seed=1)
     steps = 6 if kind == "list" else 5
     data = {"arrays": dataset(), "endless": (batch for _ in range(9) for batch in batches), "list": batches}[kind]
-    arrays = {"batch_size": BATCH, "order": "given"} if kind == "arrays" else {}
+    arrays = {"batch_size": BATCH, "shuffle": False} if kind == "arrays" else {}
     run = ee.fit(ensemble, loss, SGD, data, steps=steps, validation=validation, key=KEY, **arrays)
     assert run.history.validation_step.tolist() == {"arrays": [3, 5], "endless": [5], "list": [3, 6]}[kind]
     last = run.train_state.ensemble
@@ -637,7 +637,7 @@ def test_a_progress_line_where_someone_looks(ensemble, capsys, progress):
 def test_double_precision():
     with jax.enable_x64(True):
         ensemble = ee.build(make, ids=IDS, key=BUILD_KEY)
-        run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=11, order="given", epochs=3, key=KEY)
+        run = ee.fit(ensemble, loss, SGD, dataset(), batch_size=11, shuffle=False, epochs=3, key=KEY)
         assert run.history.loss.dtype == run.ensemble.stacked.weight.dtype == np.float64
         for i, model in enumerate(ensemble.unstack()):
             expected, _, _ = Alone(loss, SGD)(model, in_order(dataset(), 11, 6), keys_of(IDS[i], 6))

@@ -54,11 +54,11 @@ def assert_same_run(run, whole):
 
 
 class TestAsIfItHadNotStopped:
-    @pytest.mark.parametrize("order", ["each", "shared", "given"])
+    @pytest.mark.parametrize("shuffle", [True, "shared", False])
     @pytest.mark.parametrize("rows", [40, 43])
-    def test_after_whole_epochs(self, ensemble, rows, order):
-        whole = fitted(ensemble, rows, order=order, epochs=5)
-        run = fitted(fitted(ensemble, rows, order=order, epochs=2), rows, order=order, epochs=3)
+    def test_after_whole_epochs(self, ensemble, rows, shuffle):
+        whole = fitted(ensemble, rows, shuffle=shuffle, epochs=5)
+        run = fitted(fitted(ensemble, rows, shuffle=shuffle, epochs=2), rows, shuffle=shuffle, epochs=3)
         assert_same_run(run, whole)
 
     @pytest.mark.parametrize("rows", [40, 43])
@@ -132,8 +132,8 @@ class TestFromATrainingState:
         x, y = data(40)
         for i in range(0, 40, 8):
             state, _ = step(state, (x[i : i + 8], y[i : i + 8]))
-        run = fitted(state, order="given", epochs=1)
-        whole = fitted(ensemble, order="given", epochs=2)
+        run = fitted(state, shuffle=False, epochs=1)
+        whole = fitted(ensemble, shuffle=False, epochs=2)
         assert_close(run.ensemble, whole.ensemble, 1e-6)  # a step per call is another program than a loop of steps
         np.testing.assert_allclose(run.history.loss, whole.history.loss[:, 5:], rtol=1e-5)
 

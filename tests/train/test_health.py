@@ -76,7 +76,7 @@ def faulty_optimiser(where):
 
 def fitted(steps_of_fault, where, plan=None, **options):
     hyper = {"fault": np.array(steps_of_fault, np.int32)}
-    options = {"batch_size": BATCH, "order": "given", "steps": STEPS, "plan": plan, "key": KEY} | options
+    options = {"batch_size": BATCH, "shuffle": False, "steps": STEPS, "plan": plan, "key": KEY} | options
     return ee.fit(ENSEMBLE, loss, faulty_optimiser(where), dataset(), hyper=hyper, **options)
 
 
@@ -164,7 +164,7 @@ def test_an_optimiser_that_handles_bad_gradients_continues():
     optimiser = optax.apply_if_finite(optax.sgd(0.05), 100)
     ensemble = ee.build(Model, 2, key=BUILD_KEY)
     ensemble = eqx.tree_at(lambda e: e.stacked.unseen, ensemble, jnp.array([[0.0, 0.0], [1.0, 1.0]]))
-    run = ee.fit(ensemble, kinked, optimiser, dataset(), batch_size=BATCH, order="given", steps=20, key=KEY)
+    run = ee.fit(ensemble, kinked, optimiser, dataset(), batch_size=BATCH, shuffle=False, steps=20, key=KEY)
     assert run.status.tolist() == [Status.OK, Status.OK]
     assert_same(run.ensemble[0], ensemble[0])
     alone = Alone(kinked, optimiser)

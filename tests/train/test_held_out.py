@@ -109,7 +109,7 @@ def test_of_least_squares_compared_with_scikit_learn():
     rows = np.stack(theirs.estimators_samples_)
     ours = ee.fit(
         ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 12, key=KEY), loss, optax.adam(0.05),
-        (X, jnp.asarray(y, jnp.float32)), rows=rows, epochs=1500, batch_size=ROWS, order="given", progress=False,
+        (X, jnp.asarray(y, jnp.float32)), rows=rows, epochs=1500, batch_size=ROWS, shuffle=False, progress=False,
         key=KEY,
     )  # fmt: skip
     found = ours.out_of_bag(X)

@@ -107,7 +107,7 @@ def test_of_all_steps_by_default(full):
         pytest.param({"stop": ee.train.Stopping(steps=np.array([2, 9, 35, 17]))}, id="limits", marks=SLOW),
         pytest.param({"stop": ee.train.Stopping(steps=np.array([2, 9, 11, 10]))}, id="none to the end", marks=SLOW),
         pytest.param({"steps": 1}, id="one step", marks=SLOW),
-        pytest.param({"steps": 22, "order": "given"}, id="within an epoch", marks=SLOW),
+        pytest.param({"steps": 22, "shuffle": False}, id="within an epoch", marks=SLOW),
     ],
 )
 @pytest.mark.parametrize("history", [4, pytest.param("last", marks=SLOW)])

@@ -51,7 +51,7 @@ def members(ensemble, state):
 
 def fitted(case, optimiser, num_members, **options):
     ensemble, state = built(case, num_members)
-    options = {"steps": STEPS, "batch_size": BATCH, "order": "given", "state": state, "key": KEY} | options
+    options = {"steps": STEPS, "batch_size": BATCH, "shuffle": False, "state": state, "key": KEY} | options
     return ensemble, state, ee.fit(ensemble, case.loss, optimiser, data(), **options)
 
 

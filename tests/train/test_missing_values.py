@@ -34,8 +34,8 @@ def unmasked(model, batch, key):
 
 
 SOURCES = {
-    "arrays": lambda *arrays: (arrays, {"order": "given", "batch_size": 8}),
-    "reader": lambda *arrays: (ee.train.RowReader(arrays), {"order": "given", "batch_size": 8}),
+    "arrays": lambda *arrays: (arrays, {"shuffle": False, "batch_size": 8}),
+    "reader": lambda *arrays: (ee.train.RowReader(arrays), {"shuffle": False, "batch_size": 8}),
     "iterable": lambda *arrays: ([tuple(x[i : i + 8] for x in arrays) for i in (0, 8, 16)], {}),
 }
 

@@ -78,7 +78,7 @@ def drawn(seed):
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     case = types.SimpleNamespace(seed=seed, zip=maybe(0.4), lost=int(rng.integers(MEMBERS)) if maybe(0.2) else None)
     case.rows = rng.integers(0, ROWS, (MEMBERS, 8)) if maybe(0.3) else None
-    case.order, case.batch_size = pick("each", "shared", "given"), pick(3, 4, 8)
+    case.shuffle, case.batch_size = pick(True, "shared", False), pick(3, 4, 8)
     case.per_epoch = -(-(ROWS if case.rows is None else 8) // case.batch_size)
     case.steps = int(rng.integers(case.per_epoch, 4 * case.per_epoch + 1))
     own = maybe(0.3)
@@ -135,7 +135,7 @@ def fitted(case, begun=None, *, members=slice(None), steps=None, plan=None, **mo
         options |= {"hyper": own(case.hyper), "trainable": case.trainable}
     data = tuple(ee.Each(part.value[members]) if isinstance(part, ee.Each) else part for part in case.data)
     return ee.fit(
-        begun, loss, case.optimiser, data, steps=steps or case.steps, batch_size=case.batch_size, order=case.order,
+        begun, loss, case.optimiser, data, steps=steps or case.steps, batch_size=case.batch_size, shuffle=case.shuffle,
         progress=False, key=KEY, **grouped((plan or case.plans[0]) | options | more),
     )  # fmt: skip
 
@@ -146,10 +146,10 @@ def fitted(case, begun=None, *, members=slice(None), steps=None, plan=None, **mo
 def order_of(case, member, epoch):
     """The rows of one epoch as one member sees them, by the network as documented, from the key and the epoch."""
     count = ROWS if case.rows is None else case.rows.shape[1]
-    if case.order == "given":
+    if not case.shuffle:
         places = np.arange(count)
     else:
-        purpose, stream = ("rows", member) if case.order == "each" else ("shared rows", 0)
+        purpose, stream = ("shared rows", 0) if case.shuffle == "shared" else ("rows", member)
         key = jax.random.fold_in(jax.random.fold_in(KEY, zlib.crc32(purpose.encode())), stream)
         places = plain_permutation(np.asarray(jax.random.key_data(key)), epoch, count)
     return places if case.rows is None else case.rows[member][places]

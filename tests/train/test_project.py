@@ -37,7 +37,7 @@ def unit_rows(model):
 @pytest.mark.parametrize("constraint", [non_negative, unit_rows])
 def test_each_member_is_that_of_a_loop_that_projects(ensemble, constraint):
     optimiser = lambda hyper: ee.train.project(optax.sgd(hyper["rate"], momentum=0.9), constraint)
-    options = {"steps": 6, "batch_size": 8, "order": "given", "hyper": {"rate": RATES}, "key": KEY}
+    options = {"steps": 6, "batch_size": 8, "shuffle": False, "hyper": {"rate": RATES}, "key": KEY}
     run = ee.fit(ensemble, loss, optimiser, (X, Y), **options)
     for i, rate in enumerate(RATES):
         model, alone = ensemble[i], optax.sgd(rate, momentum=0.9)

@@ -66,7 +66,7 @@ SOURCES = {
     "global batches": lambda buffers: (Global(buffers), {"mesh": MESH}),
     "reader": lambda buffers: (
         ee.train.RowReader(buffers.read, num_rows=ROWS),
-        {"order": "given", "batch_size": BATCH},
+        {"shuffle": False, "batch_size": BATCH},
     ),
 }
 

@@ -46,7 +46,7 @@ def hyper(members=MEMBERS):
 def fitted(on_diverge, *, step=7, member=2, ensemble=None, steps=20, **options):
     ensemble = ee.build(make, MEMBERS, key=KEY) if ensemble is None else ensemble
     return ee.fit(
-        ensemble, faulty_at(step, member), OPTIMISER, data(steps), epochs=1, batch_size=BATCH, order="given",
+        ensemble, faulty_at(step, member), OPTIMISER, data(steps), epochs=1, batch_size=BATCH, shuffle=False,
         hyper=hyper(), on_diverge=on_diverge, progress=False, key=KEY, **grouped(options),
     )  # fmt: skip
 
@@ -56,7 +56,7 @@ def after_divergence(options):
     with pytest.warns(UserWarning, match="1 member.* diverged"):
         before = fitted("freeze", step=3, steps=5)
     return ee.fit(
-        before, faulty_at(9, 2), OPTIMISER, data(5), epochs=1, batch_size=BATCH, order="given", on_diverge=KEPT,
+        before, faulty_at(9, 2), OPTIMISER, data(5), epochs=1, batch_size=BATCH, shuffle=False, on_diverge=KEPT,
         progress=False, key=KEY, **grouped(options),
     )  # fmt: skip
 
@@ -166,7 +166,7 @@ class TestDonor:
         optimiser = lambda h: optax.chain(optax.add_noise(0.1, 0.55, 0), optax.sgd(h["lr"]))
         ensemble = ee.build(make, MEMBERS, key=KEY)
         run = ee.fit(
-            ensemble, faulty_at(3, 2), optimiser, data(), epochs=1, batch_size=BATCH, order="given", hyper=hyper(),
+            ensemble, faulty_at(3, 2), optimiser, data(), epochs=1, batch_size=BATCH, shuffle=False, hyper=hyper(),
             on_diverge=KEPT, progress=False, key=KEY,
         )  # fmt: skip
         one, donor = (run.ensemble.unstack()[i] for i in (2, run.revived[0].donor))
@@ -199,7 +199,7 @@ class TestFresh:
 
         ensemble = ee.build(make, MEMBERS, key=KEY)
         run = ee.fit(
-            ensemble, both, OPTIMISER, data(), epochs=1, batch_size=BATCH, order="given", hyper=hyper(),
+            ensemble, both, OPTIMISER, data(), epochs=1, batch_size=BATCH, shuffle=False, hyper=hyper(),
             on_diverge=Revive(make), progress=False, key=KEY,
         )  # fmt: skip
         assert [event.member for event in run.revived] == [0, 1]
@@ -228,7 +228,7 @@ class TestFresh:
         ensemble, state = ee.build(fresh, MEMBERS, key=KEY)
         for how in (Revive(fresh), KEPT):
             run = ee.fit(
-                ensemble, loss, OPTIMISER, data(), epochs=1, batch_size=BATCH, order="given", state=state,
+                ensemble, loss, OPTIMISER, data(), epochs=1, batch_size=BATCH, shuffle=False, state=state,
                 hyper=hyper(), on_diverge=how, progress=False, key=KEY,
             )  # fmt: skip
             assert len(run.revived) == 1
@@ -302,7 +302,7 @@ def test_with_members_that_left_the_arrays(monkeypatch):
         data(100),
         epochs=1,
         batch_size=BATCH,
-        order="given",
+        shuffle=False,
         hyper=hyper(members),
         stop=ee.train.Stopping(steps=max_steps),
         on_diverge=KEPT,
@@ -327,7 +327,7 @@ def test_wrong_options(wrong):
 def test_before_a_smaller_last_batch(scan):
     """A member that fails in the last full batch trains on the rest of the epoch, as on a full batch."""
     x, y = data(3)
-    options = {"epochs": 2, "batch_size": BATCH, "order": "given", "progress": False, "key": KEY}
+    options = {"epochs": 2, "batch_size": BATCH, "shuffle": False, "progress": False, "key": KEY}
     options |= {"plan": ee.plan.Vmap(scan=scan), "hyper": hyper(), "on_diverge": "revive"}
     ensemble = ee.build(make, MEMBERS, key=KEY)
     runs = [
@@ -343,7 +343,7 @@ def test_members_called_one_after_another_take_each_step_once():
     """Also if the last member fails in the smaller last batch: the others do not take the next step without it."""
     x, y = data(3)
     rows = 3 * BATCH - 1
-    options = {"epochs": 2, "batch_size": BATCH, "order": "given", "hyper": hyper(), "progress": False, "key": KEY}
+    options = {"epochs": 2, "batch_size": BATCH, "shuffle": False, "hyper": hyper(), "progress": False, "key": KEY}
     ensemble, loss, rest = ee.build(make, MEMBERS, key=KEY), faulty_at(2, MEMBERS - 1), (x[:rows], y[:rows])
     train = lambda plan: ee.fit(ensemble, loss, OPTIMISER, rest, plan=plan, on_diverge=KEPT, **options)
     losses = [train(ee.plan.Sequential(scan=scan)).history.loss for scan in (True, False)]

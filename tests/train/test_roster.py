@@ -53,8 +53,8 @@ def own(x):
 
 CASES = {
     "own rows": {"data": (X, Y)},
-    "rows in the given order": {"data": (X, Y), "order": "given"},
-    "shared rows": {"data": (X, Y), "order": "shared"},
+    "rows in the given order": {"data": (X, Y), "shuffle": False},
+    "shared rows": {"data": (X, Y), "shuffle": "shared"},
     "a bootstrap": {"data": (X, Y), "rows": np.random.default_rng(0).integers(0, ROWS, (MEMBERS, 15))},
     "data of their own": {"data": (own(X), Y), "validation": (own(VALIDATION[0]), VALIDATION[1])},
     "smoothed scores": {"data": (X, Y), "validation": ee.train.Validation(VALIDATION, smooth=0.5)},

@@ -70,16 +70,16 @@ slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    ("order", "own"),
-    [("each", OWN), slow("each", None), slow("shared", None), slow("shared", OWN), ("given", None), ("given", OWN)],
+    ("shuffle", "own"),
+    [(True, OWN), slow(True, None), slow("shared", None), slow("shared", OWN), (False, None), (False, OWN)],
 )
-def test_the_rows_of_steps_are_those_of_arrays(order, own):
+def test_the_rows_of_steps_are_those_of_arrays(shuffle, own):
     count = ROWS if own is None else own.shape[1]
     ids = jnp.array([3, 0, 7, 8, 11])
-    compiled = row_order(KEY, ids, order, num_rows=ROWS, rows=own, batch_size=SIZE)
-    words = compiled.words.value if order == "each" else compiled.words
+    compiled = row_order(KEY, ids, shuffle, num_rows=ROWS, rows=own, batch_size=SIZE)
+    words = compiled.words.value if shuffle is True else compiled.words
     on_host = StepRows(None if words is None else np.asarray(words), own, num_rows=count, batch_size=SIZE)
-    assert on_host.is_own == (own is not None or order == "each")
+    assert on_host.is_own == (own is not None or shuffle is True)
     step_of_all = lambda step, last: ee.map_members(lambda order: order.batch(step, last=last))(compiled)
     for step in (0, 1, compiled.epoch - 1, compiled.epoch, 200):
         last = step % compiled.epoch == compiled.epoch - 1
@@ -91,27 +91,27 @@ def test_the_rows_of_steps_are_those_of_arrays(order, own):
 
 @pytest.mark.filterwarnings("ignore")  # five members are padded, and the last batch is uneven
 @pytest.mark.parametrize(
-    ("order", "own", "mesh"),
+    ("shuffle", "own", "mesh"),
     [
         ("shared", OWN, None),
-        slow("each", None, None),
+        slow(True, None, None),
         slow("shared", None, None),
-        ("given", None, None),
-        slow("each", None, (4, 1)),
-        ("each", None, (2, 2)),
+        (False, None, None),
+        slow(True, None, (4, 1)),
+        (True, None, (2, 2)),
         slow("shared", OWN, (4, 1)),
         slow("shared", None, (4, 1)),
         slow("shared", None, (2, 2)),
-        slow("given", None, (2, 2)),
+        slow(False, None, (2, 2)),
     ],
 )
-def test_members_see_the_rows_of_arrays(ensemble, order, own, mesh):
+def test_members_see_the_rows_of_arrays(ensemble, shuffle, own, mesh):
     numbers = np.arange(ROWS, dtype=np.float32)
-    options = {"order": order, "rows": own, "epochs": 2, "loss": numbered}
+    options = {"shuffle": shuffle, "rows": own, "epochs": 2, "loss": numbered}
     options["mesh"] = None if mesh is None else ee.make_mesh(members=mesh[0], data=mesh[1])
     run, in_memory = (fitted(ensemble, data, **options) for data in (Disk(numbers).reader(), numbers))
     assert_same(run.history.loss, in_memory.history.loss)
-    if order != "given":
+    if shuffle:
         assert (run.history.loss[:, :4] != run.history.loss[:, -4:]).any()  # another order in each epoch
 
 
@@ -143,7 +143,7 @@ def test_memory_is_bounded(ensemble):
     assert max(map(len, disk.reads)) < MEMBERS * SIZE  # a row that several members see is read once
     assert run.rows.shape == OWN.shape
     disk = Disk(DATA)
-    fitted(ensemble, disk.reader(), steps=3, order="shared")
+    fitted(ensemble, disk.reader(), steps=3, shuffle="shared")
     assert [len(rows) for rows in disk.reads] == [SIZE] * 3
 
 

@@ -52,7 +52,7 @@ def ensemble():
 )
 def test_of_a_program(ensemble, plan, scan, batch_size):
     """Every step before the one that raises is kept."""
-    options = {"order": "given", "batch_size": batch_size, "plan": dataclasses.replace(plan, scan=scan)}
+    options = {"shuffle": False, "batch_size": batch_size, "plan": dataclasses.replace(plan, scan=scan)}
     bad = 14 if batch_size == 4 else 19
     with pytest.raises(RuntimeError, match="a large input") as caught:
         fit(ensemble, (X.at[bad, 0].set(60), Y), epochs=2, **options)
@@ -70,7 +70,7 @@ def test_of_a_program_far_into_a_run(ensemble):
     def late(model, batch, key, hyper):
         return eqx.error_if(loss(model, batch, key), model.weight[0, 0] > hyper, "too large")
 
-    options = {"order": "given", "batch_size": 4, "progress": False, "key": KEY}
+    options = {"shuffle": False, "batch_size": 4, "progress": False, "key": KEY}
     fit = lambda hyper, **more: ee.fit(ensemble, late, optax.sgd(1e-2), (X, Y), hyper=hyper, **options, **more)
     free = fit(jnp.full(MEMBERS, 100.0), steps=200)
     grown = free.ensemble.stacked.weight[:, 0, 0] - ensemble.stacked.weight[:, 0, 0]
@@ -184,7 +184,7 @@ def test_a_live_state_is_that_of_the_last_step(ensemble, tmp_path, saved):
 @pytest.mark.parametrize("data", [(X.at[0, 0].set(60), Y), [(X[:3], Y[:3])], [None]], ids=["run time", "shape", "None"])
 def test_before_the_first_step_there_is_none(ensemble, data):
     with pytest.raises(Exception, match=r"large input|three rows|got `None`") as caught:
-        fit(ensemble, data, steps=2, **({"order": "given"} if isinstance(data, tuple) else {}))
+        fit(ensemble, data, steps=2, **({"shuffle": False} if isinstance(data, tuple) else {}))
     assert not hasattr(caught.value, "run")
 
 

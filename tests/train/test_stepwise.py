@@ -42,7 +42,7 @@ def both(ensemble, optimiser=ADAM, x=None, **options):
 APART = {"plan": Sequential(), "scan": False}
 OPTIONS = {
     "rows of each": {},
-    "one order for all": {"order": "shared"},
+    "one order for all": {"shuffle": "shared"},
     "full batches only": {"batch_size": 43},
     "chosen rows": {"rows": np.arange(MEMBERS * 20).reshape(MEMBERS, 20) % ROWS},
     "validation and patience": {"validation": data(16), "patience": 1, "epochs": 12},

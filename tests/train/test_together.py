@@ -40,7 +40,7 @@ def nll(model, batch, key=None):
 
 OWN, SHARED = optax.adam(1e-2), optax.chain(optax.clip_by_global_norm(0.1), optax.adam(3e-2))
 TOGETHER = ee.train.Together(OWN, shared=SHARED)
-OPTIONS = {"steps": STEPS, "batch_size": 8, "order": "given", "key": KEY, "progress": False}
+OPTIONS = {"steps": STEPS, "batch_size": 8, "shuffle": False, "key": KEY, "progress": False}
 
 
 @pytest.fixture(scope="module")

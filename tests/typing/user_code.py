@@ -128,7 +128,7 @@ def training(ensemble: ee.Ensemble[MLP], optimiser: optax.GradientTransformation
     assert_type(ee.concatenate([run[:1], run[1:]]), ee.Run[MLP])
     assert_type(ee.concatenate([run.train_state[:1], run.train_state[1:]]), ee.train.TrainState[MLP])
     ee.fit(ensemble, loss, lambda h: optax.adam(h["lr"]), (x, y), hyper={"lr": x}, steps=3, key=key)
-    ee.fit(ensemble, loss, optimiser, [(x, y)], epochs=3, order="given", plan=ee.plan.Chunked(2), key=key)
+    ee.fit(ensemble, loss, optimiser, [(x, y)], epochs=3, shuffle=False, plan=ee.plan.Chunked(2), key=key)
 
     ee.fit(ensemble, loss, optimiser, (x, y), epochs="3", key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
     ee.fit(ensemble, loss, optimiser, (x, y), epochs=3)  # pyright: ignore[reportCallIssue]
@@ -136,7 +136,7 @@ def training(ensemble: ee.Ensemble[MLP], optimiser: optax.GradientTransformation
     ee.fit(ensemble, "mse", optimiser, (x, y), epochs=3, key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
     ee.fit(ensemble, loss, 1e-3, (x, y), epochs=3, key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
     ee.fit(ensemble[0], loss, optimiser, (x, y), epochs=3, key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    ee.fit(ensemble, loss, optimiser, (x, y), epochs=3, order="own", key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    ee.fit(ensemble, loss, optimiser, (x, y), epochs=3, shuffle="own", key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
     ee.fit(ensemble, loss, optimiser, (x, y), epochs=3, plan="vmap", key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
     _ = run.weights  # pyright: ignore[reportAttributeAccessIssue]
 

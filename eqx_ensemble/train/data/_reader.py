@@ -164,14 +164,14 @@ def _open(file: MappedFile) -> np.ndarray:
 class RowReader:
     """Out-of-core data: [`eqx_ensemble.fit`][] reads the rows of a step on demand.
 
-    Pass it to `fit` in place of arrays. With the same `rows`, `order`, `batch_size` and `key`, every member sees the
+    Pass it to `fit` in place of arrays. With the same `rows`, `shuffle`, `batch_size` and `key`, every member sees the
     same rows in the same order as with arrays in memory; results agree within rounding, because each batch is a
     separate compiled call. The next batch is read in a thread during the current step. The rows of a step depend only
     on its number and the key: a reader has no state, and a run is saved, resumed and continued at any step, bit for
     bit. On a mesh over several processes, each process reads the rows of its own devices.
 
     A step reads at most `members * batch_size` rows, each row once even if several members see it. With
-    `order="shared"` all members see one batch of `batch_size` rows.
+    `shuffle="shared"` all members see one batch of `batch_size` rows.
 
     **Arguments:**
 

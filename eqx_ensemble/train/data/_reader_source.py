@@ -18,7 +18,7 @@ from ._batches import BatchWork, begin_work
 from ._check import check_last_step, check_not_exceeded, check_patience_length
 from ._read_ahead import ReadAhead
 from ._reader import RowReader, check_batch_read
-from ._rows import Order, Slots
+from ._rows import Shuffle, Slots
 from ._source import NOTHING, AbstractSource, AbstractWork, EpochEnd, Outcome, Setting, member_shapes
 
 _MOST_STEPS, _MOST_ROWS = 64, 2**20
@@ -187,13 +187,15 @@ def _on_mesh(x: np.ndarray, sharding: Any, block: tuple[slice, ...], shape: tupl
 class ReaderSource(AbstractSource):
     """Data that a [`RowReader`][eqx_ensemble.train.RowReader] reads, in the row order of data in memory.
 
-    `own` are the members' own rows, on the host, and `kind` is the `order` of `fit`.
+    `own` are the members' own rows, on the host, and `shuffle` is that of `fit`.
     """
 
-    def __init__(self, reading: Reading, rows: StepRows, *, own: Any, kind: Order, num_rows: int, threads: int) -> None:
+    def __init__(
+        self, reading: Reading, rows: StepRows, *, own: Any, shuffle: Shuffle, num_rows: int, threads: int
+    ) -> None:
         self.rows = own
         self.fault = lambda: reading.fault
-        self._reading, self._order, self._kind = reading, rows.order, kind
+        self._reading, self._order, self._shuffle = reading, rows.order, shuffle
         self._num_rows, self._threads, self.epoch = num_rows, threads, rows.order.epoch
         self._ahead: ReadAhead | None = None
 
@@ -201,7 +203,7 @@ class ReaderSource(AbstractSource):
     def fingerprint(self) -> dict[str, str]:
         """Some rows of the data, the row order and the batch size."""
         order = {
-            "order": self._kind,
+            "shuffle": str(self._shuffle),
             "rows": "None" if self.rows is None else array_text(self.rows),
             "batch_size": str(self._order.batch_size),
             "number of rows": str(self._num_rows),

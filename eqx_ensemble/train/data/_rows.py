@@ -90,14 +90,13 @@ def take(tree: PyTree, index: Any) -> PyTree:
     return jax.tree.map(lambda x: x[index] if eqx.is_array(x) else x, tree)
 
 
-Order = Literal["each", "shared", "given"]
-ORDERS = ("each", "shared", "given")
+Shuffle = bool | Literal["shared"]
 
 
 def row_order(
     key: Any,
     ids: jax.Array,
-    order: Order,
+    shuffle: Shuffle,
     *,
     num_rows: int,
     rows: np.ndarray | None,
@@ -108,20 +107,18 @@ def row_order(
 
     Permutations depend only on the root key and the members' ids.
     """
-    words = order_words(key, ids, order)
-    words = _axes.Each(words) if order == "each" else words
+    words = order_words(key, ids, shuffle)
+    words = words if words is None or shuffle == "shared" else _axes.Each(words)
     per_epoch = num_rows if rows is None else rows.shape[1]
     drawn = RowOrder(words, None if rows is None else _axes.Each(rows), per_epoch, batch_size)
     return jax.tree.map(put_new, drawn) if layout is None else replicate_rows(drawn, layout)
 
 
-def order_words(key: Any, ids: Any, order: Order) -> Any:
+def order_words(key: Any, ids: Any, shuffle: Shuffle) -> Any:
     """The key words of each member's row order `(members, 2)`, or of the shared one `(2,)`; `None` if not random."""
-    if order == "each":
-        return jax.random.key_data(_keys.member_keys(key, ids, purpose="rows"))
-    if order == "shared":
+    if shuffle == "shared":
         return jax.random.key_data(_keys.member_keys(key, 1, purpose="shared rows"))[0]
-    return None
+    return jax.random.key_data(_keys.member_keys(key, ids, purpose="rows")) if shuffle else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ._check import check_batch_size, check_last_step, check_not_exceeded, check
 from ._read_ahead import PieceQueue
 from ._reader import RowReader, check_no_scan
 from ._reader_source import ReaderSource, Reading, StepRows
-from ._rows import Order, Piece, PieceIterator, Slots, order_words, row_order
+from ._rows import Piece, PieceIterator, Shuffle, Slots, order_words, row_order
 from ._source import (
     NOTHING,
     AbstractSource,
@@ -94,23 +94,23 @@ class ChunkWork(AbstractWork):
 class ArraySource(AbstractSource):
     """Data in memory on the device, with the row order of the members and the `scan` of `fit`.
 
-    `rows` are the members' own rows, on the host, and `kind` is the `order` of `fit`.
+    `rows` are the members' own rows, on the host, and `shuffle` is that of `fit`.
     """
 
     def __init__(
-        self, data: PyTree, order: RowOrder, *, rows: np.ndarray | None, kind: Order, scan: bool | None
+        self, data: PyTree, order: RowOrder, *, rows: np.ndarray | None, shuffle: Shuffle, scan: bool | None
     ) -> None:
         self.data, self.order, self.rows = data, order, rows
         self.fault = lambda: not_finite_text(data, argument="data")
         self.integers = lambda: integers_text(data)
-        self._order, self._kind, self._scan = order, kind, scan
+        self._order, self._shuffle, self._scan = order, shuffle, scan
         self.epoch = order.epoch
 
     @property
     def fingerprint(self) -> dict[str, str]:
         """The arrays, the row order and the batch size."""
         order = {
-            "order": self._kind,
+            "shuffle": str(self._shuffle),
             "rows": "None" if self.rows is None else array_text(self.rows),
             "batch_size": str(self._order.batch_size),
         }
@@ -201,7 +201,7 @@ def make_source(
     *,
     epochs: int | None,
     rows: Any,
-    order: Order,
+    shuffle: Shuffle,
     batch_size: int | None,
     scan: bool | None,
     layout: Layout | None,
@@ -211,16 +211,16 @@ def make_source(
     num_members = state.num_members
     if is_batches(data):
         check_one_pass(data, epochs)
-        check_no_array_options(batch_size=batch_size, rows=rows, order=order, scan=scan)
+        check_no_array_options(batch_size=batch_size, rows=rows, shuffle=shuffle, scan=scan)
         return IterableSource(data, num_members, layout)
     if isinstance(data, RowReader):
         check_no_scan(scan)
-        return _reader_source(data, state, rows=rows, order=order, batch_size=batch_size, layout=layout, key=key)
+        return _reader_source(data, state, rows=rows, shuffle=shuffle, batch_size=batch_size, layout=layout, key=key)
     data, num_rows = on_device(data, num_members, argument="data", layout=layout, whole=True)
     rows = as_row_indices(rows, num_members, num_rows)
     size = _batch_size(batch_size, num_rows if rows is None else rows.shape[1], layout)
-    drawn = row_order(key, state.ids, order, num_rows=num_rows, rows=rows, batch_size=size, layout=layout)
-    return ArraySource(data, drawn, rows=rows, kind=order, scan=scan)
+    drawn = row_order(key, state.ids, shuffle, num_rows=num_rows, rows=rows, batch_size=size, layout=layout)
+    return ArraySource(data, drawn, rows=rows, shuffle=shuffle, scan=scan)
 
 
 def _reader_source(
@@ -228,7 +228,7 @@ def _reader_source(
     state: TrainState,
     *,
     rows: Any,
-    order: Order,
+    shuffle: Shuffle,
     batch_size: int | None,
     layout: Layout | None,
     key: Any,
@@ -237,10 +237,10 @@ def _reader_source(
     check_same_in_processes([np.zeros(0, np.int32) if own is None else own])
     per_epoch = reader.num_rows if own is None else own.shape[1]
     size = _batch_size(batch_size, per_epoch, layout)
-    words = order_words(key, to_host(state.ids), order)
+    words = order_words(key, to_host(state.ids), shuffle)
     step_rows = StepRows(None if words is None else np.asarray(words), own, num_rows=per_epoch, batch_size=size)
     reading = Reading(reader, step_rows, layout)
-    return ReaderSource(reading, step_rows, own=own, kind=order, num_rows=reader.num_rows, threads=reader.threads)
+    return ReaderSource(reading, step_rows, own=own, shuffle=shuffle, num_rows=reader.num_rows, threads=reader.threads)
 
 
 def _batch_size(batch_size: int | None, per_epoch: int, layout: Layout | None) -> int:
