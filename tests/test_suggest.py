@@ -27,6 +27,12 @@ def swapped(word):
     return word[:i] + word[i + 1] + word[i] + word[i + 2 :]
 
 
+def american(word):
+    """The American spelling."""
+    word = re.sub("(optim|normal|random|standard|visual)is", r"\1iz", word)
+    return word.replace("centre", "center").replace("Artefact", "Artifact")
+
+
 def options(fn):
     named = [
         p.name for p in inspect.signature(fn).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
@@ -41,6 +47,9 @@ def test_the_option_that_was_meant_is_named(path):
         with pytest.raises(TypeError, match=rf"Did you mean .*`{option}`") as caught:
             fn(**{swapped(option): None})
         assert f"`{path.removeprefix('eqx_ensemble.')}`" in str(caught.value)
+        if american(option) != option:
+            with pytest.raises(TypeError, match=f"Did you mean `{option}`"):
+                fn(**{american(option): None})
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -51,6 +60,9 @@ def test_the_attribute_that_was_meant_is_named(package):
         if len(name) >= LEAST:
             with pytest.raises(AttributeError, match=rf"Did you mean .*`{name}`"):
                 getattr(module, swapped(name))
+            if american(name) != name:
+                with pytest.raises(AttributeError, match=f"Did you mean `{name}`"):
+                    getattr(module, american(name))
     with pytest.raises(AttributeError, match=re.escape(f"module {package!r} has no attribute '__wrapped__'") + "$"):
         getattr(module, "__wrapped__")  # noqa: B009
 
