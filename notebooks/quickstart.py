@@ -479,7 +479,7 @@ ece_of_members, ece = np.mean(ee.scores.per_member(ee.scores.ece, of_digits, lab
 ax.text(0.69, 0.92, f"mixture,\nECE {ece:.3f}", color=DARK, ha="right")
 ax.text(0.72, 0.62, f"members together,\nmean ECE {ece_of_members:.3f}", color=TEXT)
 ax.set(xlim=(0.3, 1), ylim=(0.34, 1.04), xlabel="confidence", ylabel="accuracy")
-ax.set_title("Calibration: averaging makes predictions less confident")
+ax.set_title("Averaging makes predictions less confident")
 
 ax = figure.add_subplot(grid[1, 1])
 ee.plot.prediction_bands(matched.mean[None], intervals={0.9: band}, targets=y_test, color=DARK, ax=ax)
