@@ -108,7 +108,7 @@ WRONG_CALLS = {
     "planning": "advance(jnp.zeros(3), jnp.zeros(()))",
     "neural_ode": "solution(jnp.ones(3), seen_times)",
     "density": "true_log_density(jnp.ones((3, 1)))",
-    "active_learning": "paired(jnp.ones(3))",
+    "active_learning": "scores_of('entropy', jnp.zeros((2, 3)), 0)",
 }
 
 
