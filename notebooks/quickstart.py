@@ -326,7 +326,7 @@ parts = ee.uncertainty.decompose_variance(mean, variance)
 band = ee.uncertainty.gaussian_interval(*matched, level=0.9)
 band_of_members = ee.uncertainty.gaussian_interval(mean, variance, level=0.9)
 
-# The mixture's distribution function at the target: in its central 90 % between 5 and 95 %.
+# The mixture's distribution function at the target: 0.05 to 0.95 is its central 90 %.
 below = jnp.mean(jax.scipy.stats.norm.cdf(y_test, mean, jnp.sqrt(variance)), axis=0)
 
 diabetes_rows = [
