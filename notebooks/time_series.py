@@ -283,8 +283,8 @@ for name, (crps, inside, _) in claims.items():
 # - *The remaining error* is that of single years. 1998 has the fastest rise, faster than any year of training or
 #   calibration: no factor fitted to the past can predict it, nor would conformal intervals help, whose guarantee needs
 #   exchangeable weeks.
-# - *Estimates.* Both splits estimate better scores than those of the nineties; the shuffled split is further off. For a
-#   network that memorises its windows the difference would be larger.
+# - *Estimates.* Both splits estimate better scores than those of the nineties; the shuffled split is a little further
+#   off in coverage. For a network that memorises its windows the difference would be larger.
 #
 # Limits. This is one series and twelve years. Intervals cover single weeks, not whole paths.
 
