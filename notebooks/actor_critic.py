@@ -13,18 +13,15 @@
 # ---
 
 # %% [markdown]
-# # Actor-critic: an ensemble of critics, its slow copy, and random pairs
+# # Actor-critic: an ensemble of critics inside an agent
 #
-# A sample-efficient soft actor-critic agent uses many critics: ten here, trained on the same batches from different
-# initial weights. Their targets are the minimum of two critics that are drawn anew for every update (randomised
-# ensembled double Q-learning, REDQ), from a slow copy of the ensemble, a Polyak average.
+# A soft actor-critic agent swings up a pendulum with ten critics in one `Ensemble`, whose targets are the minimum of
+# two random members of a slow copy (REDQ). A whole run is one compiled program, and `ee.map_members` maps it over eight
+# agents.
 #
-# All of this needs only an ensemble as a field of an agent: `ee.train.make_step` trains the critics, `targets[pair]`
-# selects two of them, `ee.tree.polyak` updates the copy. One whole run is one compiled program, and `ee.map_members`
-# runs it for several seeds at once.
-#
-# This page is a notebook and a program: `python notebooks/actor_critic.py` prints the tables and writes the figure.
-# It needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on one core.
+# `ee.train.make_step` trains the critics, `targets[pair]` selects two of them, `ee.tree.polyak` updates the copy.
+# `python notebooks/actor_critic.py` prints the tables and draws the figure, in about a minute on one core. It needs
+# `pip install 'eqx_ensemble[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -61,9 +58,8 @@ figures = pathlib.Path(os.environ.get("ACTOR_CRITIC_FIGURES", here / "figures"))
 # %% [markdown]
 # ## The environment: a pendulum, in JAX
 #
-# The motor is too weak to lift the pendulum directly: it must swing. The reward of a step is minus the squared angle
-# from the top, with small costs for speed and torque, divided by ten. An episode has 200 steps of a twentieth of a
-# second.
+# The motor is too weak to lift the pendulum directly: it must swing. The reward is minus the squared angle from the
+# top, with small costs for speed and torque. An episode has 200 steps of a twentieth of a second.
 
 # %%
 NUM_CRITICS, DISCOUNT, TAU, BATCH = 10, 0.97, 0.02, 64
@@ -216,9 +212,9 @@ def update_actor(agent: Agent, seen: Transition, key: Key[Array, ""]) -> Agent:
 # %% [markdown]
 # ## A run
 #
-# A run is one compiled loop over steps of the environment. The carry of `jax.lax.scan` must consist of arrays, but an
-# agent also contains activation functions: `ee.train.scan_steps` accepts it as carry. Its step is any function of a
-# state and a batch; the batches here are the step numbers.
+# The carry of `jax.lax.scan` must consist of arrays, but an agent also contains activation functions:
+# `ee.train.scan_steps` accepts it as carry. Its step is any function of a state and a batch; the batches here are the
+# step numbers.
 
 
 # %%
@@ -326,7 +322,7 @@ print("\nERROR OF THE VALUES, predicted minus observed: mean of four seeds, stan
 for name, (_, error) in found.items():
     print(f"{name:28}{error.mean():10.2f}{error.std(ddof=1) / 2:10.2f}")
 
-# %%
+# %% alt="Left: return of eight agents by steps in the environment. Right: the error of their critics' values"
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 times = np.arange(EVALUATE_EVERY, STEPS + 1, EVALUATE_EVERY)
 for i, (name, (returns, error)) in enumerate(found.items()):

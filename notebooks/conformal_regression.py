@@ -15,13 +15,12 @@
 # %% [markdown]
 # # Conformal regression: intervals with guaranteed coverage
 #
-# How far will a patient's disease progress in a year? A network predicts a number; how large may its error be? Four
-# methods give an interval that covers nine patients in ten, however good the network is: split conformal,
-# conformalised quantile regression (CQR), CV+, and the jackknife+ after the bootstrap. Each is applied to sixteen
-# splits of the same patients, and the members of all sixteen are trained as one ensemble.
+# How far will a patient's disease progress in a year? Four methods give intervals that cover nine patients in ten,
+# however good the network is: split conformal, conformalised quantile regression (CQR), CV+ and the jackknife+.
 #
-# This page is a notebook and a program: `python notebooks/conformal_regression.py` prints the tables and writes the
-# figure. It needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on two cores.
+# Each is applied to sixteen splits of the same patients, and the members of all sixteen are trained as one ensemble.
+# `python notebooks/conformal_regression.py` prints the tables and draws the figures, in about a minute on two cores. It
+# needs `pip install 'eqx_ensemble[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -60,15 +59,9 @@ figures = pathlib.Path(os.environ.get("CONFORMAL_REGRESSION_FIGURES", here / "fi
 # %% [markdown]
 # ## Data
 #
-# Scikit-learn ships 442 patients with ten measurements each, and a score of how far the disease has progressed after a
-# year, from 25 to 346. One split is 200 patients for training, 100 for calibration, and 142 for the evaluation. We draw
-# sixteen such splits. Because they share the patients, they are not independent studies; they show how misleading one
-# split can be.
-#
-# Targets are scaled by round numbers that do not depend on the data. Conformal guarantees rest on one assumption, that
-# new patients and calibration patients are *exchangeable*: nothing that is fitted may distinguish them. (Scikit-learn
-# has standardised the measurements over all 442 patients. That treats all of them alike, and so it does no harm here;
-# in practice, scales come from the training patients.)
+# 442 patients have ten measurements each, and a score of how far the disease has progressed after a year. One split is
+# 200 patients for training, 100 for calibration, 142 for the evaluation. The guarantees rest on one assumption: new and
+# calibration patients are *exchangeable*; nothing that is fitted may distinguish them.
 
 # %%
 LEVEL, SPLITS, TRAIN, CALIBRATE = 0.9, 16, 200, 100
@@ -87,8 +80,7 @@ print(f"{test.shape[1]} for evaluation")
 # %% [markdown]
 # ## One member
 #
-# A member has three outputs: a mean, learned by squared error, and the quantiles of levels 0.05 and 0.95, learned by
-# the pinball loss. Split conformal, CV+ and the jackknife+ need the mean, CQR the quantiles.
+# A mean, learned by squared error, and the quantiles 0.05 and 0.95, learned by the pinball loss.
 
 # %%
 key = jax.random.key(0)
@@ -116,7 +108,7 @@ training = {"epochs": 40, "batch_size": 30, "key": key}
 # ## Sixteen splits, one program
 #
 # Four members for each split, sixty-four in all. `rows` gives each member the rows of its split; the data are stored
-# once. The combined prediction of a split is the mean of its four members.
+# once.
 
 # %%
 rows = np.repeat(train, 4, axis=0)  # (64, 200)
@@ -132,14 +124,10 @@ own_rows = lambda rows: (take(outputs, rows), jnp.asarray(y[rows]))
 # ## Split conformal, and CQR
 #
 # Split conformal sorts the absolute errors of the 100 calibration patients. Half the width of every interval is the
-# 91st of them: the smallest rank that is at least 0.9 (100 + 1). A new patient's error is equally likely to be in any
-# of the 101 gaps between the sorted errors, so that it is inside the interval with probability 91 / 101.
+# 91st of them: a new patient's error is inside with probability 91 / 101. CQR does the same with the distance of
+# targets from the predicted quantiles: its intervals are wide where these are far apart.
 #
-# CQR does the same with the distance of targets from the predicted quantiles, and shifts both ends of the interval by
-# it. Its intervals are wide where the predicted quantiles are far apart.
-#
-# Two more rows are for comparison: the quantiles as the network predicts them, and split conformal on the wrong
-# patients, those of the training set.
+# For comparison: the quantiles as predicted, and split conformal on the patients of the training set.
 
 
 # %%
@@ -177,10 +165,8 @@ methods = {
 # %% [markdown]
 # ## CV+ from one cross-fit run
 #
-# A hundred patients for calibration are a hundred fewer for training. CV+ needs no calibration set. Each of the 300
-# patients is predicted by the member that was not trained on it: ten folds, ten members, one run of `cross_fit`. CV+
-# needs only the held-out errors, and the predictions of the same ten members for a new patient. Here this is done for
-# the first split.
+# CV+ needs no calibration set. Each of 300 patients is predicted by the member that was not trained on it: ten folds,
+# ten members, one run of `cross_fit`. For the first split:
 
 # %%
 folds = ee.resample.folds(len(own[0]), 10, key=key)
@@ -194,7 +180,7 @@ print(f"\nCV+, first split: covers {ee.scores.coverage(lower, upper, y[test[0]])
 print(f"of the new patients, mean width {75 * ee.scores.width(lower, upper):.0f}")
 
 # %% [markdown]
-# All sixteen splits are still one run, of 160 members: the folds of a split are rows of the shared data.
+# All sixteen splits are still one run, of 160 members:
 
 # %%
 parts = [
@@ -220,8 +206,8 @@ methods["CV+, 10 folds"] = Intervals(stack_splits(cv_plus_of_split))
 # %% [markdown]
 # ## Jackknife+ after the bootstrap
 #
-# Bagging gives held-out predictions without further training. Each of 25 members is trained on 300 patients drawn with
-# replacement, which omit about 37 % of the patients. `drawn` holds the rows of each member.
+# Each of 25 members is trained on 300 patients drawn with replacement, which omit about 37 % of them: bagging gives
+# held-out predictions without further training.
 
 # %%
 drawn = [ee.resample.bootstrap(own.shape[1], 25, key=jax.random.key(s)) for s in range(SPLITS)]
@@ -241,13 +227,10 @@ methods["jackknife+, 25 bootstraps"] = Intervals(stack_splits(jackknife_of_split
 # %% [markdown]
 # ## The guarantee, exactly
 #
-# The probability 91 / 101 is over calibration patients and new patients together. In practice there is *one*
-# calibration set, and the coverage depends on it. Over calibration sets the coverage follows a Beta distribution, with
-# parameters 91 and 10 here, whatever the network and the patients (if no two errors are equal). The number of patients
-# inside, of 142 new ones, is then beta-binomial.
-#
-# We can test this many times without training anything: given the network of the first split, we divide its 242 other
-# patients at random into 100 for calibration and 142 for evaluation. The random divisions are independent.
+# The probability 91 / 101 is over calibration and new patients together. With *one* calibration set, the coverage
+# follows a Beta distribution with parameters 91 and 10, whatever the network and the patients (if no two errors are
+# equal), and the number inside, of 142, a beta-binomial. We test this on random divisions of the patients that the
+# first network was not trained on.
 
 # %%
 DIVISIONS = 4000
@@ -288,75 +271,77 @@ for n in (20, 100, 500, 2500):
     print(f"  {n:<34}{k / (n + 1):8.4f}{stats.beta.ppf(0.05, k, n + 1 - k):20.4f}")
 
 # %% [markdown]
-# The test does not reject the exact law, but rejects the simpler one, which ignores that the calibration set is random
-# too. Read the last table before you rely on an interval: with 100 patients, one calibration set in twenty covers less
-# than 85 %.
+# The test does not reject the exact law, but rejects the simpler one. Read the last table before you rely on an
+# interval: with 100 patients, one calibration set in twenty covers less than 85 %.
 
 # %% [markdown]
 # ## Coverage by group
 #
-# Nine in ten *patients* is not nine in ten of *every group* of patients. Here patients of all splits are divided into
-# thirds by their predictions:
+# Nine in ten *patients* is not nine in ten of *every group*. Here patients are divided into thirds by their
+# predictions:
 
 # %%
 third = np.argsort(np.argsort(out_test[..., 0], axis=1), axis=1) * 3 // test.shape[1]
 by_third = {name: [float(np.mean(ends.inside[third == i])) for i in range(3)] for name, ends in methods.items()}
 
 # %% [markdown]
-# # The result
+# ## The result
 
 # %%
-heads = f"{'mean':>8}{'std':>8}{'lowest':>8}{'width':>8}{'narrower':>10}   {'predicted low, middle, high':>27}"
-print(f"\n{'COVERAGE AT 0.9':30}{heads}")
+heads = ("mean", "std", "lowest", "width", "narrower", "low", "middle", "high")
+print(f"\n{'COVERAGE AT 0.9':27}{'':2}" + "".join(f"{head:>{max(7, len(head) + 1)}}" for head in heads))
 widths = {name: 75 * np.mean(ends.upper - ends.lower, axis=1) for name, ends in methods.items()}
 for name, ends in methods.items():
     covered, narrower = np.mean(ends.inside, axis=1), np.sum(widths[name] < widths["split"])
-    numbers = (
-        f"{np.mean(covered):8.3f}{np.std(covered):8.3f}{np.min(covered):8.3f}{np.mean(widths[name]):8.1f}{narrower:10d}"
-    )
-    print(f"  {name:28}{numbers}   " + "".join(f"{value:9.3f}" for value in by_third[name]))
-print(f"  {'the law of split and CQR':28}{law.mean() / 142:8.3f}{law.std() / 142:8.3f}")
+    numbers = f"{np.mean(covered):7.3f}{np.std(covered):7.3f}{np.min(covered):7.3f}{np.mean(widths[name]):7.1f}"
+    print(f"  {name:27}{numbers}{narrower:9d}" + "".join(f"{value:7.3f}" for value in by_third[name]))
+print(f"  {'the law of split and CQR':27}{law.mean() / 142:7.3f}{law.std() / 142:7.3f}")
 
 # %% [markdown]
-# `mean`, `std` and `lowest` are over the sixteen splits; `width` is in points of the disease score, which itself has a
-# standard deviation of 77; `narrower` counts the splits in which a method's intervals are narrower than those of split
-# conformal. When this page was written:
+# `width` is in points of the disease score, whose standard deviation is 77; `narrower` counts the splits in which
+# intervals are narrower than those of split conformal; the last columns are coverages by third.
 #
-# - *Without conformal prediction.* The quantiles that the network predicts cover eight in ten, not nine: it overfits
-#   its 200 training patients. Errors of training patients give even narrower intervals, with lower coverage. Neither
-#   failure is visible without further data.
-# - *Split and CQR* cover 0.9 on average, and vary about it as the law predicts. A single split with 0.80 is not a
-#   failure of the method: it is expected with 100 calibration patients and 142 test patients.
-# - *CQR* has the same coverage with narrower intervals in most splits, and its coverage differs less between the
-#   thirds. Split conformal gives all patients one width: too wide where it predicts little progression, too narrow
-#   where it predicts much.
-# - *CV+ and jackknife+* guarantee less, 0.8 instead of 0.9, but cover 0.9 or more, as is usual. Using all 300 patients
-#   for both purposes reduced the variation of the coverage between splits; intervals did not become much narrower here.
+# - *Without conformal prediction* the predicted quantiles cover eight in ten, not nine, and errors of training patients
+#   still fewer.
+# - *Split and CQR* cover 0.9 on average and vary as the law predicts. CQR is narrower in most splits, and its coverage
+#   differs less between the thirds.
+# - *CV+ and jackknife+* guarantee 0.8, but cover 0.9 or more, as is usual, and vary less between splits.
 #
 # Limits. The guarantee is an average over patients: not for the severely ill, the young, or one particular patient. It
-# does not hold if patients are not exchangeable: in another clinic, in another year, after a treatment that depends on
-# the prediction. And an interval of 190 points on a scale of 320 is valid, but of little use: conformal prediction
-# makes a poor model safe, not good.
+# does not hold in another clinic. And an interval of 190 points on a scale of 320 is valid, but of little use:
+# conformal prediction makes a poor model safe, not good.
 
-# %% [markdown]
-# # The figure
+# %% alt="Coverage of six methods in each of sixteen splits, with the band in which 90 % of splits should be"
+figure, ax = plt.subplots(figsize=(9, 4.5), layout="constrained")
+low, high = law.ppf([0.05, 0.95]) / test.shape[1]
+ax.axhspan(low, high, color="0.9", label="90 % of splits by the law of split and CQR")
+ax.axhline(LEVEL, color="black", linestyle="--", linewidth=1)
+for i, ends in enumerate(methods.values()):
+    jitter = i + 0.2 * np.linspace(-1, 1, SPLITS)
+    ax.plot(jitter, np.mean(ends.inside, axis=1), "o", color="black", markersize=4, markerfacecolor="none")
+names = [name.replace(", ", ",\n").replace("quantiles as", "quantiles as\n") for name in methods]
+ax.set(title="Coverage in each of sixteen splits", xticks=range(len(methods)), xticklabels=names)
+ax.set_ylabel("share of test patients inside")
+ax.tick_params(axis="x", labelsize="small")
+ax.legend(loc="lower right")
 
+figures.mkdir(parents=True, exist_ok=True)
+figure.savefig(figures / "conformal_regression.png", dpi=150)
 
-# %%
-figure, axes = plt.subplots(2, 2, figsize=(13, 9), layout="constrained")
-for ax, name in zip(axes[0], ("split", "CQR"), strict=True):
+# %% alt="Intervals of split conformal and of CQR for the test patients, and the law of the coverage"
+figure, (*axes, left) = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
+for ax, name in zip(axes, ("split", "CQR"), strict=True):
     ends = methods[name]
     predictions, targets = 75 * take(of_members[0], np.tile(test[0], (4, 1)))[..., 0] + 150, 75 * y_test[0] + 150
     band = {LEVEL: (75 * ends.lower[0] + 150, 75 * ends.upper[0] + 150)}
     ee.plot.prediction_bands(predictions, targets=targets, intervals=band, ax=ax, color="C0")
     ax.set(
-        title=f"{name[0].upper() + name[1:]}, first of sixteen splits: covers {np.mean(ends.inside[0]):.2f}",
+        title=f"{name[0].upper() + name[1:]}, first split: covers {np.mean(ends.inside[0]):.2f}",
         ylabel="disease score",
         ylim=(-20, 420),
     )
     ax.set_xlabel("test patients, in the order of their prediction")
 
-left, right = axes[1]
 bins = np.arange(counts.min(), counts.max() + 2) - 0.5
 shown = np.arange(counts.min(), counts.max() + 1)
 left.hist(counts, bins=bins, density=True, color="0.8", edgecolor="0.5", label=f"{DIVISIONS} random divisions")
@@ -365,18 +350,5 @@ left.plot(shown, wrong.pmf(shown), color="black", linestyle="--", label="binomia
 left.set(title="Coverage over calibration sets", xlabel="patients inside, of 142", ylabel="probability")
 left.legend()
 
-low, high = law.ppf([0.05, 0.95]) / test.shape[1]
-right.axhspan(low, high, color="0.9", label="90 % of splits by the law of split and CQR")
-right.axhline(LEVEL, color="black", linestyle="--", linewidth=1)
-for i, ends in enumerate(methods.values()):
-    jitter = i + 0.2 * np.linspace(-1, 1, SPLITS)
-    right.plot(jitter, np.mean(ends.inside, axis=1), "o", color="black", markersize=4, markerfacecolor="none")
-names = [name.replace(", ", ",\n").replace("quantiles as", "quantiles as\n") for name in methods]
-right.set(title="Coverage in each of sixteen splits", xticks=range(len(methods)), xticklabels=names)
-right.set_ylabel("share of test patients inside")
-right.tick_params(axis="x", labelsize="small")
-right.legend(loc="lower right")
-
-figures.mkdir(parents=True, exist_ok=True)
-figure.savefig(figures / "conformal_regression.png", dpi=150)
+figure.savefig(figures / "conformal_regression-2.png", dpi=150)
 print(f"\nfigure: {figures / 'conformal_regression.png'}")

@@ -13,15 +13,14 @@
 # ---
 
 # %% [markdown]
-# # Densities: an ensemble of normalising flows
+# # Normalising flows: an ensemble of densities
 #
-# A flow from [flowjax](https://github.com/danielward27/flowjax) is an Equinox Module, so six of them are an ensemble
-# like any other: built with `ee.build`, trained with `ee.fit` and early stopping for each flow, evaluated with
-# `ee.predict(..., fn=...)`, combined as a mixture of densities. The data come from a density in closed form, so that we
-# can measure the distance of each model from the truth in nats.
+# Six flows of [flowjax](https://github.com/danielward27/flowjax) are an ensemble like any other, and their mixture is a
+# density again. The data come from a density in closed form, so that the distance of each model from the truth is known
+# in nats; where data are rare, the flows disagree.
 #
-# This page is a notebook and a program: `python notebooks/density.py` prints the tables and writes the figure. It
-# needs `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on one core.
+# `python notebooks/density.py` prints the tables and draws the figure, in less than a minute on one core. It needs `pip
+# install 'eqx_ensemble[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -165,7 +164,7 @@ print("\nBY TRUE DENSITY: disagreement of the flows, error of the mixture's log-
 for name, part in {"lowest tenth": rank < 0.1, "middle": abs(rank - 0.5) < 0.05, "highest tenth": rank >= 0.9}.items():
     print(f"{name:24}{disagreement[part].mean():9.3f}{error[part].mean():9.3f}")
 
-# %%
+# %% alt="Contours of the true density, contours of the mixture of six flows, and a map of their disagreement"
 figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained", sharex=True, sharey=True)
 square = lambda values: np.asarray(values).reshape(400, 400)
 first, second = square(grid[:, 0]), square(grid[:, 1])

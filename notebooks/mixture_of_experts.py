@@ -14,18 +14,17 @@
 # ---
 
 # %% [markdown]
-# # A mixture of experts: an ensemble as a field of a larger Module
+# # Mixture of experts: an ensemble as a field of a larger Module
 #
-# An ensemble can be a field of your own Module, like any other layer. Here four experts each predict a Gaussian, and a
-# gate weights them by the input. The model is trained by the training step of the Equinox documentation, with
-# `eqx.filter_grad` and optax: nothing in it is specific to ensembles.
+# Four experts and a gate are one Module, trained by the training step of the Equinox documentation: an ensemble can be
+# a field like any other layer. Where the data have several answers, experts follow different branches and the gate
+# weights them.
 #
-# Members of an ensemble are trained independently of each other; experts of a mixture are not: a joint loss determines
-# how they specialise. This is therefore one model that contains an ensemble, not an ensemble of models. At the end it
-# becomes a member itself: five seeds of the mixture, trained by `fit`.
+# Members of an ensemble are trained independently; experts specialise by a joint loss. This is therefore one model that
+# contains an ensemble. At the end it becomes a member itself: five seeds of the mixture, trained by `fit`.
 #
-# This page is a notebook and a program: `python notebooks/mixture_of_experts.py` prints the table and writes the
-# figure. It needs `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on one core.
+# `python notebooks/mixture_of_experts.py` prints the table and draws the figure, in less than a minute on one core. It
+# needs `pip install 'eqx_ensemble[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -97,9 +96,8 @@ train, test = draw(1000, train_key), draw(2000, test_key)
 # ## The expert and the mixture
 #
 # `Mixture.experts` is an ensemble, made by `ee.build`. Calling it returns the outputs of all experts, with a leading
-# `members` axis; the gate returns their weights. Expert and mixture are functions of one example, as usual in Equinox,
-# so that the weights of one example are `(members,)`. For a batch, the functions of `ee.combine` and `ee.scores` also
-# accept weights per row, `(members, rows)`.
+# `members` axis; the gate returns their weights. Both are functions of one example, as usual in Equinox, so that the
+# weights are `(members,)`.
 
 
 # %%
@@ -181,12 +179,10 @@ print(f"one mixture, trained by hand: {mean_nll(mixture, test):.4f} nats on new 
 # %% [markdown]
 # ## Five seeds of it
 #
-# A mixture is an ordinary model, so that `ee.build` and `ee.fit` train five of them at once: an ensemble whose members
-# contain an ensemble. Nothing changes for a member, and the first of the five is the one trained by hand, with the same
-# key and the same batches. (Over 1,500 steps the rounding differences of another compiled program grow, so that the two
-# are also compared after ten epochs.)
-#
-# Baselines are one expert alone, and a single network with as many parameters as the whole mixture.
+# A mixture is an ordinary model: `ee.build` and `ee.fit` train five of them at once. The first of the five is the one
+# trained by hand, with the same key and batches. (Rounding differences between two compiled programs grow over 1,500
+# steps; the two are compared after ten epochs.) Baselines are one expert alone, and a single network with as many
+# parameters as the whole mixture.
 
 # %%
 options = {"batch_size": BATCH, "shuffle": False, "key": key}
@@ -232,7 +228,7 @@ print(f"{'the density of the data':34}{0:8}{best:10.4f}")
 # `mixture.experts` is an ordinary ensemble: index it, unstack it, call it with `ee.Batch`. Where there are three
 # causes, the experts follow different branches, and the gate weights them. One expert alone follows their mean.
 
-# %%
+# %% alt="Left: means of four experts on a curve with three branches. Right: the weights of the gate"
 line = jnp.linspace(-6, 6, 200)[:, None]
 mean, variance = mixture.experts(ee.Batch(line))  # (experts, rows)
 weights = jax.vmap(mixture)(line)[2]  # (rows, experts)

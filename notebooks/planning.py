@@ -16,7 +16,9 @@
 # # Planning: an ensemble of learnt dynamics in a `lax.scan` rollout
 #
 # Eight networks learn the dynamics of a pendulum from a few hundred noisy steps. A planner then optimises sequences of
-# torques on the learnt dynamics. Errors accumulate over the steps of a plan, and a search for the cheapest plan selects
+# torques on the learnt dynamics.
+#
+# Errors accumulate over the steps of a plan, and a search for the cheapest plan selects
 # those whose cost the model underestimates. The mean of an ensemble is a better model, and the disagreement of its
 # members shows which plans are uncertain. We measure the cost of episodes, and the excess of the cost of plans over
 # their predicted cost.

@@ -15,14 +15,13 @@
 # %% [markdown]
 # # Quickstart: sixteen models for little more than the price of one
 #
-# We train sixteen small networks on handwritten digits as **one** stacked Module, test them on a digit that is missing
-# from the training data, and then build a deep ensemble that predicts a mean and a variance from a table of patients.
+# Sixteen small networks are trained on handwritten digits as **one** stacked Module; where they disagree, they
+# recognise a digit that is missing from the training data. A second ensemble predicts a mean and a variance from a
+# table of patients.
 #
-# You write the model, the loss and the optimiser for *one* member. `eqx_ensemble` runs them for all.
-#
-# This page is a notebook and a program: `python notebooks/quickstart.py` prints the table of the last section and
-# writes the figure. It needs `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on two cores;
-# nothing changes on a GPU.
+# You write the model, the loss and the optimiser for *one* member. `python notebooks/quickstart.py` prints the table
+# and draws the figure, in less than a minute on two cores; nothing changes on a GPU. It needs `pip install
+# 'eqx_ensemble[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -59,13 +58,10 @@ here = pathlib.Path.cwd() if in_notebook else pathlib.Path(__file__).parent
 figures = pathlib.Path(os.environ.get("QUICKSTART_FIGURES", here / "figures"))
 
 # %% [markdown]
-# # Part 1: digits, and a left-out digit
+# ## Digits, and a left-out digit
 #
-# ## The data
-#
-# Scikit-learn ships 1,797 images of 8 x 8 pixels. We remove every nine: no member is trained on one. The other digits
-# are split once: 60 % for training, 15 % for early stopping, 25 % for the evaluation. The last part is used only for
-# the table at the end.
+# 1,797 images of 8 x 8 pixels. No member is trained on a nine. The other digits are split once: for training, for early
+# stopping, and for the table at the end.
 
 
 # %%
@@ -83,13 +79,14 @@ seen = digits.target != 9
 digits_train, digits_validation, (images, labels) = split(pixels[seen], digits.target[seen])
 nines = jnp.asarray(pixels[~seen])
 
-print(f"{len(digits_train[0])} images for training, {len(images)} for evaluation, {len(nines)} nines left out")
+print(f"{len(digits_train[0])} images for training, {len(images)} for evaluation", end=", ")
+print(f"{len(nines)} nines left out")
 
 # %% [markdown]
-# ## Build
+# ### Build
 #
-# `make` builds one member from one key. `ee.build` runs it once, under `eqx.filter_vmap`, so that the members are
-# stacked from the start: an array of shape `(64, 64)` in one `eqx.nn.MLP` has shape `(16, 64, 64)` in the ensemble.
+# `make` builds one member from one key. `ee.build` maps it over keys: an array of shape `(64, 64)` in one `eqx.nn.MLP`
+# has shape `(16, 64, 64)` in the ensemble.
 
 
 # %%
@@ -100,16 +97,14 @@ def make(key: Key[Array, ""]) -> eqx.nn.MLP:
 build_key, fit_key = jax.random.split(jax.random.key(0))
 ensemble = ee.build(make, 16, key=build_key)
 
-print(
-    f"second layer: {ensemble[0].layers[1].weight.shape} in a member, {ensemble.stacked.layers[1].weight.shape} stacked"
-)
+print("second layer of a member:", ensemble[0].layers[1].weight.shape)
+print("of the ensemble:", ensemble.stacked.layers[1].weight.shape)
 
 # %% [markdown]
-# ## Call: `Batch` and `Each`
+# ### Call: `Batch` and `Each`
 #
-# A member is a function of *one* image, and so is the ensemble. `Batch` and `Each` mark other inputs, because a size
-# alone is ambiguous: sixteen images could be a batch, or one image for each of the sixteen members. Nothing is
-# guessed.
+# A member is a function of *one* image, and so is the ensemble. Other inputs are marked: sixteen images could be a
+# batch, or one image for each of the sixteen members.
 
 # %%
 one_image, sixteen_images = images[0], images[:16]
@@ -123,7 +118,7 @@ for call, logits in calls.items():
     print(f"{call:36} {logits.shape}")
 
 # %% [markdown]
-# ## Train
+# ### Train
 #
 # The loss is that of one member on one batch. There is no `members` axis in it.
 
@@ -137,11 +132,8 @@ def cross_entropy(
 
 
 # %% [markdown]
-# The optimiser, too, is that of one member: `ee.fit` runs its `init` and its `update` under `vmap`, one member at a
-# time. This matters. Applied directly to the stacked gradients, `clip_by_global_norm` would compute *one* norm over all
-# sixteen members: a large gradient in one of them would shrink the steps of the fifteen others, and a single NaN would
-# spread to all. About half of the optimisers in optax mix members in some such way when applied to stacked parameters,
-# without an error.
+# The optimiser, too, is that of one member: `ee.fit` maps it over members. Applied to the stacked gradients,
+# `clip_by_global_norm` would compute *one* norm over all sixteen, and a NaN in one of them would spread to all.
 #
 # With `validation` and `patience` every member stops when *its own* score stops improving, and keeps its best weights.
 
@@ -173,32 +165,28 @@ for name, column in run.table().items():
     )
 
 # %% [markdown]
-# ## Members are independent
+# ### Members are independent
 #
-# Member 3 trained in the ensemble is member 3 trained alone: its weights, its row order and its random numbers are
-# derived from the key and its id, which indexing preserves. We train it again, alone. The two differ at most by
-# rounding, because the programs differ.
+# Member 3 trained in the ensemble is member 3 trained alone: its weights, row order and random numbers depend on the
+# key and its id. The two differ at most by rounding.
 
 # %%
 alone = train(ensemble[[3]])
-print(f"best validation loss of member 3: {run.best_score[3]:.6f} in the ensemble, {alone.best_score[0]:.6f} alone")
+print(f"best validation loss of member 3: {run.best_score[3]:.6f} in the ensemble,", end=" ")
+print(f"{alone.best_score[0]:.6f} alone")
 
 # %% [markdown]
-# ## Extract a member
-#
-# Indexing with an integer gives an ordinary `eqx.nn.MLP`, to save, serve or inspect; indexing with a list or a slice
-# gives a smaller ensemble.
+# An integer index gives an ordinary `eqx.nn.MLP`, to save, serve or inspect; a list or a slice a smaller ensemble.
 
 # %%
 member = run.ensemble[3]
-print(type(member).__name__, member.layers[1].weight.shape, "and", run.ensemble[[3, 5]].num_members, "members")
+print(type(member).__name__, "and", run.ensemble[[3, 5]].num_members, "members")
 
 # %% [markdown]
-# ## Predict
+# ### Predict
 #
-# `ee.predict` maps over members and rows, a few hundred rows at a time. `ee.Stacked` is the type of a stacked model: if
-# annotations are checked, `members` is bound together with the other shapes of the signature, so that logits with
-# another number of members raise an error.
+# `ee.predict` maps over members and rows. `ee.Stacked` is the type of a stacked model: if annotations are checked,
+# `members` is one of the shapes of the call.
 
 
 # %%
@@ -214,20 +202,16 @@ of_nines = log_probabilities(run.ensemble, nines)
 assert jnp.allclose(of_digits[3], jax.nn.log_softmax(jax.vmap(member)(images)), atol=1e-4)
 
 # %% [markdown]
-# ## Evaluate
+# ### Evaluate
 #
-# Every score takes the predictions of all members and evaluates their mixture: the mean of their probabilities.
-# `scores.per_member` gives the score of each member alone, the baseline of the ensemble. For the negative
-# log-likelihood and the Brier score it is a theorem that the mixture is no worse than the *mean* member. There is no
-# guarantee that it beats the *best* one, or that its calibration error (ECE) is lower: a mixture is less confident than
-# its members, which helps if they are overconfident and hurts if they are not.
+# A score evaluates the mixture, the mean of the members' probabilities; `scores.per_member` each member alone.
 
 # %%
 digit_scores = {
     "accuracy": (ee.scores.accuracy, "higher"),
-    "negative log-likelihood, nats": (ee.scores.nll, "lower"),
+    "negative log-likelihood": (ee.scores.nll, "lower"),
     "Brier score": (ee.scores.brier, "lower"),
-    "calibration error (ECE, 15 bins)": (ee.scores.ece, "lower"),
+    "calibration error (ECE)": (ee.scores.ece, "lower"),
 }
 digit_rows = [
     (name, better, ee.scores.per_member(score, of_digits, labels), None, score(of_digits, labels))
@@ -235,13 +219,11 @@ digit_rows = [
 ]
 
 # %% [markdown]
-# ## The left-out digit
+# ### The left-out digit
 #
 # The entropy of the mixture has two parts. The *aleatoric* part is the members' mean entropy: they agree that the image
-# is ambiguous. The *epistemic* part is due to their disagreement, the mutual information between label and member: each
-# may be confident, but in a different label. A nine is unlike the training data, so the second part should be large.
-# How well does each part separate nines from other test digits? The area under the ROC curve measures this: 0.5 is
-# guessing, 1 is perfect.
+# is ambiguous. The *epistemic* part is their disagreement. The area under the ROC curve measures how well each
+# separates nines from other digits: 0.5 is guessing, 1 is perfect.
 
 # %%
 known = ee.uncertainty.decompose_entropy(of_digits)
@@ -257,17 +239,15 @@ entropy_of_members = zip(ee.uncertainty.entropy(of_digits), ee.uncertainty.entro
 auroc_of_members = np.array([auroc(*entropies) for entropies in entropy_of_members])
 
 digit_rows += [
-    ("AUROC of nines, by entropy", "higher", auroc_of_members, None, auroc(known.total, novel.total)),
-    ("AUROC of nines, by disagreement", "higher", None, None, auroc(known.epistemic, novel.epistemic)),
+    ("AUROC, by entropy", "higher", auroc_of_members, None, auroc(known.total, novel.total)),
+    ("AUROC, by disagreement", "higher", None, None, auroc(known.epistemic, novel.epistemic)),
 ]
 
 # %% [markdown]
-# # Part 2: the progression of a disease
+# ## The progression of a disease
 #
-# ## The data
-#
-# The diabetes table has 442 patients, ten measurements each, and a score of how far the disease has progressed after a
-# year. Inputs and targets are standardised with the mean and standard deviation of the *training* patients.
+# 442 patients have ten measurements each, and a score of the progression after a year. All are standardised by the
+# *training* patients.
 
 # %%
 diabetes = load_diabetes()
@@ -288,10 +268,9 @@ def standardise_y(y: Float[Array, " batch"]) -> Float[Array, " batch"]:
 
 
 # %% [markdown]
-# ## A model with a mean and a variance
+# ### A model with a mean and a variance
 #
-# The second output becomes a variance by `softplus`, with a floor that keeps the logarithm in the loss finite. All
-# annotations are those of one member.
+# The second output becomes a variance by `softplus`, with a floor that keeps the logarithm in the loss finite.
 
 
 # %%
@@ -333,13 +312,10 @@ diabetes_run = ee.fit(
 )
 
 # %% [markdown]
-# ## Predict, combine, evaluate
+# ### Predict, combine, evaluate
 #
-# If a member returns a tuple, `ee.predict` returns a tuple, each part with `members` in front. We transform
-# predictions back to the unit of the target before we evaluate them.
-#
-# Sixteen Gaussians are combined in two ways: as their *mixture*, or as the *one Gaussian* of the same mean and
-# variance. The variance of both is the members' mean variance (noise) plus the variance of their means (disagreement).
+# If a member returns a tuple, `ee.predict` returns a tuple, each part with `members` in front. Sixteen Gaussians are
+# combined as their *mixture*, or as the *one Gaussian* of the same mean and variance.
 
 # %%
 mean, variance = ee.predict(diabetes_run.ensemble, standardise_x(x_test))
@@ -350,7 +326,7 @@ parts = ee.uncertainty.decompose_variance(mean, variance)
 band = ee.uncertainty.gaussian_interval(*matched, level=0.9)
 band_of_members = ee.uncertainty.gaussian_interval(mean, variance, level=0.9)
 
-# The target is in the mixture's central 90 % where the mixture's distribution function there is between 5 % and 95 %.
+# The mixture's distribution function at the target: 0.05 to 0.95 is its central 90 %.
 below = jnp.mean(jax.scipy.stats.norm.cdf(y_test, mean, jnp.sqrt(variance)), axis=0)
 
 diabetes_rows = [
@@ -362,7 +338,7 @@ diabetes_rows = [
         ee.scores.rmse(mean, y_test),
     ),
     (
-        "negative log-likelihood, nats",
+        "negative log-likelihood",
         "lower",
         ee.scores.per_member(ee.scores.nll_gaussian_mixture, mean, variance, y_test),
         ee.scores.nll_gaussian(*matched, y_test),
@@ -376,7 +352,7 @@ diabetes_rows = [
         ee.scores.crps_gaussian_mixture(mean, variance, y_test),
     ),
     (
-        "coverage of the 90 % interval",
+        "coverage of 90 % interval",
         "0.9",
         jax.vmap(ee.scores.coverage, in_axes=(0, 0, None))(*band_of_members, y_test),
         ee.scores.coverage(*band, y_test),
@@ -385,10 +361,10 @@ diabetes_rows = [
 ]
 
 # %% [markdown]
-# # The result
+# ## The result
 #
-# One row per score: the mean of the members' own values and their range, then the combined predictions. The last
-# column counts the members that the mixture beats.
+# One row per score: the mean of the members' own values and their range, then the combined predictions. The last column
+# counts the members that the mixture beats.
 
 
 # %%
@@ -398,16 +374,16 @@ def distance_to_best(value, better):
 
 
 def print_row(name, *cells):
-    widths = (6, 11, 16, 12, 8, 8)
-    line = "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-    print(f"{name:34}  {line}".rstrip())
+    widths = (8, 8, 17, 9, 8, 9)
+    line = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    print(f"{name:27}{line}".rstrip())
 
 
 def print_rows(title, rows, *, decimals):
     def show(value):
         return "" if value is None else f"{float(value):.{decimals}f}"
 
-    print_row(title, "better", "mean member", "their range", "one Gaussian", "mixture", "beats")
+    print_row(title, "better", "mean", "range", "Gaussian", "mixture", "beats")
     for name, better, members, gaussian, mixture in rows:
         alone, span, beaten = "", "", ""
         if members is not None:
@@ -429,18 +405,13 @@ print(f"mean confidence {jnp.mean(confidence_of_members):.1%};", end=" ")
 print(f"mixture: accuracy {ee.scores.accuracy(of_digits, labels):.1%}, mean confidence {jnp.mean(confidence):.1%}.")
 
 # %% [markdown]
-# Read the table with the size of the test sets in mind: one image more or less is a quarter of a per cent of accuracy,
-# and a coverage of 0.9 measured on 111 patients has a standard error of 0.03. The gains are small, and on most rows
-# some member does better than the mixture; which one is known only from the test set.
+# It is a theorem that the mixture's log-likelihood and Brier score are no worse than those of the *mean* member. It
+# need not beat the *best* one, nor have a lower calibration error: that of the digits became *worse*, because the
+# mixture has a higher accuracy and a lower confidence than its members.
 #
-# When this page was written, the calibration error of the digits became *worse*. The line below the table shows why:
-# the members' mean confidence is about their accuracy, while the mixture has a higher accuracy and a lower confidence.
+# The test sets are small: a coverage of 0.9 measured on 111 patients has a standard error of 0.03.
 
-# %% [markdown]
-# # The figure
-
-
-# %%
+# %% alt="Four panels: learning curves, disagreement on nines, a reliability diagram, intervals of test patients"
 LIGHT, TEXT, DARK = "#a3a8ad", "#5c6166", "#16325c"
 plt.rcParams |= {
     "font.size": 10.5,
@@ -473,12 +444,11 @@ def draw_reliability(ax, confidence, right, *, detailed, **style):
         ax.text(x[i], 0.36, text, color=style["color"], ha="right" if x[i] > 0.95 else "center")
 
 
-# %%
 predicted, predicted_of_nines = (np.argmax(ee.combine.mixture(logits), axis=-1) for logits in (of_digits, of_nines))
 right_of_members, right = np.argmax(of_digits, axis=-1) == np.asarray(labels), predicted == np.asarray(labels)
 order, nines_order = np.argsort(known.epistemic)[::-1], np.argsort(novel.epistemic)[::-1]
 
-figure = plt.figure(figsize=(13.5, 9.5), layout="constrained")
+figure = plt.figure(figsize=(11.5, 8.5), layout="constrained")
 figure.get_layout_engine().set(h_pad=0.1, w_pad=0.1)
 grid = figure.add_gridspec(2, 2, width_ratios=[1, 1.3])
 ax = figure.add_subplot(grid[0, 0])
@@ -509,7 +479,7 @@ ece_of_members, ece = np.mean(ee.scores.per_member(ee.scores.ece, of_digits, lab
 ax.text(0.69, 0.92, f"mixture,\nECE {ece:.3f}", color=DARK, ha="right")
 ax.text(0.72, 0.62, f"members together,\nmean ECE {ece_of_members:.3f}", color=TEXT)
 ax.set(xlim=(0.3, 1), ylim=(0.34, 1.04), xlabel="confidence", ylabel="accuracy")
-ax.set_title("Calibration: averaging makes predictions less confident")
+ax.set_title("Averaging makes predictions less confident")
 
 ax = figure.add_subplot(grid[1, 1])
 ee.plot.prediction_bands(matched.mean[None], intervals={0.9: band}, targets=y_test, color=DARK, ax=ax)

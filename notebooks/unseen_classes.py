@@ -13,14 +13,14 @@
 # ---
 
 # %% [markdown]
-# # Unseen classes: uncertainty on classes that were left out of training
+# # Unseen classes: out-of-distribution (OOD) detection with an ensemble
 #
-# We train thirty-two small networks on handwritten digits without the eights and the nines, and evaluate them on all
-# ten digits. There are four questions: what are the parts of the uncertainty, how well does it detect the eights and
-# nines, how much does it help to reject uncertain images, and are the probabilities calibrated?
+# Thirty-two small networks are trained on handwritten digits without the eights and nines. Their disagreement detects
+# the unseen digits better than chance and better than votes, but no score detects all of them: where all members agree
+# on something wrong, no threshold helps.
 #
-# This page is a notebook and a program: `python notebooks/unseen_classes.py` prints the tables and writes the figure.
-# It needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on two cores.
+# `python notebooks/unseen_classes.py` prints the tables and draws the figures, in about a minute on two cores. It needs
+# `pip install 'eqx_ensemble[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -58,9 +58,8 @@ figures = pathlib.Path(os.environ.get("UNSEEN_CLASSES_FIGURES", here / "figures"
 # %% [markdown]
 # ## Data
 #
-# Scikit-learn ships 1,797 images of 8 x 8 pixels. The eights and nines are set aside: nothing is trained, calibrated
-# or selected on them. Of the other images 200 are for training, 500 for calibration, and the rest for the evaluation.
-# The training set is small because with more images there would be almost no errors to study.
+# Of 1,797 images the eights and nines are set aside: nothing is fitted to them. Of the others 200 are for training
+# (with more there would be almost no errors to study), 500 for calibration.
 
 # %%
 NUM_MEMBERS, UNSEEN = 32, (8, 9)
@@ -81,9 +80,8 @@ print(f"and {len(unseen)} of digits that no member has seen")
 # %% [markdown]
 # ## Train
 #
-# Model and loss are those of one member. Members differ only in their initial weights and in the order of their rows:
-# a deep ensemble. They are trained until they are overconfident, as large networks usually are; members that stop
-# early gain less from calibration.
+# Members differ in their initial weights and row orders: a deep ensemble. They are trained until they are
+# overconfident.
 
 # %%
 key = jax.random.key(0)
@@ -107,12 +105,8 @@ assert (run.status == ee.train.Status.OK).all()
 # %% [markdown]
 # ## Two kinds of uncertainty
 #
-# The entropy of the mixture, *total*, has two parts. The *aleatoric* part is the members' mean entropy: the image is
-# ambiguous to each of them. The *epistemic* part is due to their disagreement, the mutual information between label and
-# member: each may be confident, but in a different label. All three are in nats; the total is at most log 8 = 2.08.
-#
-# For many rows and members, all logits need not be in memory at once. `predict` combines the members' logits batch by
-# batch (and for some members at a time, with a budget `memory=`), and keeps only the sums.
+# The entropy of the mixture, *total*, has two parts, in nats: *aleatoric*, the members' mean entropy, and *epistemic*,
+# their disagreement. `predict` combines batch by batch, so that all logits need not be in memory at once.
 
 
 # %%
@@ -123,8 +117,7 @@ def decompose(x: np.ndarray) -> ee.uncertainty.Decomposition:
 known, novel = decompose(test[0]), decompose(unseen)
 
 # %% [markdown]
-# The result is the same as from the logits of all members, which this page also needs. It is also the same if one half
-# of the members is processed after the other, or on another machine: partial results can be merged.
+# Partial results can be merged, here those of two halves of the members:
 
 # %%
 logits, logits_unseen = ee.predict(run.ensemble, test[0]), ee.predict(run.ensemble, unseen)
@@ -139,22 +132,17 @@ for name, parts in (("  digits 0 to 7", known), ("  eights and nines", novel)):
     print(f"{name:28}{jnp.mean(parts.total):10.3f}{jnp.mean(parts.aleatoric):12.3f}{jnp.mean(parts.epistemic):12.3f}")
 
 # %% [markdown]
-# Both parts are larger for the unseen digits. The names should not be taken literally: an image that is unlike all
-# training data is not "noisy", but much of its entropy is called aleatoric. The parts describe these members, not the
-# data.
+# Both parts are larger for the unseen digits. They describe these members, not the data: an image that is unlike all
+# training data is not "noisy", but much of its entropy is called aleatoric.
 
 # %% [markdown]
 # ## Which score detects the unseen digits?
 #
-# Any measure of uncertainty ranks images. Three numbers measure how well a ranking separates unseen from seen images:
+# - *AUROC*: the probability that an unseen image scores higher than a seen one; 0.5 is guessing.
+# - *AUPR*: the area under precision and recall with the unseen as positives; guessing gives their share.
+# - *FPR95*: the share of seen images rejected at the threshold which detects 95 % of the unseen; lower is better.
 #
-# - *AUROC*, the probability that an unseen image scores higher than a seen one; 0.5 is guessing.
-# - *AUPR*, the area under precision and recall with the unseen as positives; guessing gives their share of the images.
-# - *FPR95*, the share of the seen images that is rejected at the threshold which detects 95 % of the unseen; lower is
-#   better. (Papers differ in which of the two kinds is the positive one. Here it is the unseen.)
-#
-# The standard error comes from the Bayesian bootstrap, with two hundred weightings of the images. It measures
-# variation over images, not over training runs or left-out digits.
+# The standard error is over images, by the Bayesian bootstrap.
 
 
 # %%
@@ -187,9 +175,8 @@ for name, measure in measures.items():
 # %% [markdown]
 # ## How many members are needed?
 #
-# One member alone has a confidence, an entropy and an energy, but no disagreement. Thirty-two members are also sixteen
-# pairs, eight groups of four or four of eight: disjoint groups, trained independently, whose standard deviation
-# measures the variation over training runs.
+# Thirty-two members are also sixteen pairs, eight groups of four or four of eight: the mean over groups, and the
+# standard deviation over training runs.
 
 # %%
 SIZES = (1, 2, 4, 8, 32)
@@ -209,25 +196,21 @@ def of_groups(size: int) -> Float[np.ndarray, "groups scores"]:
 areas = {size: of_groups(size) for size in SIZES}
 areas[1][:, 1] = np.nan  # for one member the epistemic part is zero for every image
 
-print(f"\n{'AUROC, by number of members':32}" + "".join(f"{size:>16}" for size in SIZES))
+print(f"\n{'AUROC, by number of members':28}" + "".join(f"{size:>13}" for size in SIZES[:-1]) + f"{SIZES[-1]:>7}")
 for i, name in enumerate(names):
-    shown = [f"{np.mean(areas[size][:, i]):.3f} +- {np.std(areas[size][:, i]):.3f}" for size in SIZES[:-1]]
+    shown = [f"{np.mean(areas[size][:, i]):.3f}, {np.std(areas[size][:, i]):.3f}" for size in SIZES[:-1]]
     shown = ["" if "nan" in cell else cell for cell in shown]
-    print(f"  {name:30}" + "".join(f"{cell:>16}" for cell in shown) + f"{areas[32][0, i]:>16.3f}")
+    print(f"  {name:26}" + "".join(f"{cell:>13}" for cell in shown) + f"{areas[32][0, i]:>7.3f}")
 
 # %% [markdown]
-# When this page was written, more members made the scores less variable rather than much better. The mean area rises
-# by less than one hundredth from one member to thirty-two. The standard deviation over training runs, which one run
-# alone does not show, is about halved by eight members for the total entropy, and more than halved for the energy. A
-# group of eight is, on average, within 0.003 of all thirty-two.
+# More members make the scores less variable rather than much better: a group of eight is, on average, within 0.003 of
+# all.
 
 # %% [markdown]
 # ## Selective prediction
 #
-# *Selective prediction* rejects the images of highest uncertainty and predicts the rest. The risk-coverage curve gives
-# the share of wrong predictions among those that are made. The area under it, AURC, is the mean of that share over all
-# coverages; lower is better. We compute it twice: for the digits 0 to 7, and for all images, where every prediction
-# for an eight or a nine is wrong. The risk of predicting *all* images is then at least the share of eights and nines.
+# The images of highest uncertainty are rejected. AURC is the mean share of wrong predictions over all coverages; lower
+# is better. Every prediction for an eight or a nine is wrong.
 
 
 # %%
@@ -256,10 +239,8 @@ at_90 = float(np.interp(0.9, curve.coverage, curve.risk))
 # %% [markdown]
 # ## Are the probabilities calibrated?
 #
-# Predictions with a confidence of 90 % should be correct nine times in ten. *Temperature scaling* divides the logits by
-# one number, fitted on the 500 calibration images. It can be applied in two different ways: to each member before their
-# probabilities are averaged, or to the mixture. Averaging makes probabilities less extreme, so that a mixture of
-# calibrated members tends to be underconfident.
+# *Temperature scaling* divides the logits by one number, fitted on the calibration images: for each member before their
+# probabilities are averaged, or for the mixture.
 
 # %%
 logits_held_out = ee.predict(run.ensemble, held_out[0])
@@ -306,9 +287,8 @@ mean_member += [
 # %% [markdown]
 # ## Other digits left out
 #
-# Eights and nines are one choice. Here are five at once: forty members, eight for each pair of digits left out. Each
-# member has its own rows in the shared data, so that all forty train as one program. They have ten outputs; a member
-# only learns that the outputs of its two left-out digits are small.
+# Five pairs at once: forty members, eight for each pair of digits left out. Each has its own rows in the shared data,
+# so that all forty train as one program.
 
 # %%
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
@@ -327,7 +307,7 @@ for pair, logits_of_pair in zip(PAIRS, logits_by_pair, strict=True):
     by_pair[pair] = [float(ee.scores.auroc(measure, left_out)) for measure in of_pair]
 
 # %% [markdown]
-# # The result
+# ## The result
 
 # %%
 print(f"\n{'UNSEEN DIGITS, by score':32}{'AUROC':>8}{'error':>8}{'AUPR':>8}{'FPR95':>8}")
@@ -353,61 +333,45 @@ for name, gain in gains.items():
     print(f"  NLL of '{name}' less 'not calibrated': {gain.estimate:.4f} +- {gain.standard_error:.4f}")
 
 # %% [markdown]
-# ## Conclusions
+# - *Which score.* The epistemic part is a little better than the total entropy, whichever pair is left out. The energy
+#   of the logits is best for eights and nines and worst for two other pairs: one left-out pair does not decide.
+# - *Votes.* On more than 5 % of the unseen images all members vote alike: at an FPR95 of 1, every seen image is
+#   rejected with them.
+# - *Selection.* The ensemble makes as many mistakes as its members, but ranks them better.
+# - *Calibration.* Members are overconfident, their mixture less so. One temperature for the mixture has the best
+#   likelihood, by no more than its standard error.
 #
-# When this page was written, the tables showed the following.
-#
-# - *Which score.* The epistemic part detects the unseen digits a little better than the total entropy, whichever pair
-#   is left out. The energy, which depends on the size of the logits and not on probabilities, is best for eights and
-#   nines and worst for two other pairs. One left-out pair does not decide which score is best.
-# - *Votes.* The share of other votes is a poor score: on more than 5 % of the unseen images all members vote alike.
-#   This is its lowest value, so that every seen image is rejected with them: an FPR95 of 1.
-# - *Selection.* The ensemble makes as many mistakes as its members, but its uncertainty ranks them better: it has a
-#   smaller AURC than the mean member. On the most confident 90 % of the digits it makes about a quarter of the
-#   mistakes.
-# - *Calibration.* Members are overconfident. So is their mixture, but less: its temperature is lower. One temperature
-#   for the mixture gives the best likelihood, but the gain is no larger than its standard error: the test set is too
-#   small to prove it. The calibration errors (ECE, 15 bins) differ little, and with 17 wrong predictions among 743 they
-#   are themselves uncertain by about half a per cent. With the ten bins of the figure, the order of the two mixtures is
-#   reversed.
-#
-# Limits. Temperatures are fitted to seen digits, and calibrate predictions for seen digits. For eights and nines the
-# mean confidence of the calibrated mixture is still three quarters, and every prediction is wrong: calibration on
-# in-distribution data does not calibrate predictions out of distribution. Nor is an AUROC of 0.9 enough for a reliable
-# filter: the threshold that detects 95 % of the unseen images rejects a third or more of the others. And small images
-# of digits are an easy case: neither the numbers nor the ranking of the scores can be assumed for other data.
+# Limits. For eights and nines the mean confidence of the calibrated mixture is still three quarters: calibration on
+# seen classes does not calibrate predictions for others. Digits are an easy case: neither the numbers nor the ranking
+# of the scores can be assumed for other data.
 
 # %% [markdown]
-# # The figure
+# ## The figures
 #
-# The histograms have logarithmic heights: most of the seen digits are in the first bar, with almost no uncertainty,
-# and so are a third or more of the unseen ones. No threshold on these scores can detect those images. In the
-# reliability diagrams nearly all images are in the last bar; bars of a few images mean little.
+# The histograms have logarithmic heights: a third or more of the unseen digits are in the first bar, with almost no
+# uncertainty.
 
 
-# %%
-figure, axes = plt.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
+# %% alt="Left: epistemic uncertainty of seen and of unseen digits. Right: AUROC by number of members"
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
 options = {"labels": ("digits 0 to 7", "eights and nines"), "unit": "nats"}
-for ax, part, title in zip(
-    axes[0],
-    ("aleatoric", "epistemic"),
-    ("Aleatoric: the members' mean entropy", "Epistemic: their disagreement"),
-    strict=False,
-):
-    ee.plot.uncertainty_histogram(getattr(known, part), getattr(novel, part), ax=ax, **options)
-    ax.set(title=title, xlabel=f"{part} part of the entropy, nats", yscale="log")
+ee.plot.uncertainty_histogram(known.epistemic, novel.epistemic, ax=left, **options)
+left.set(title="Disagreement of 32 members", xlabel="epistemic part of the entropy, nats", yscale="log")
 
-steps = axes[0, 2]
 for i, (name, marker) in enumerate(zip(names, "os^", strict=True)):
     middle = np.array([np.mean(areas[size][:, i]) for size in SIZES])
     deviation = np.array([np.std(areas[size][:, i]) for size in SIZES])
     deviation[-1] = np.nan  # of one group
-    steps.errorbar(np.array(SIZES) * 1.04 ** (i - 1), middle, deviation, marker=marker, capsize=3, label=name)
-steps.set_xscale("log", base=2)
-steps.set(title="More members: less variable", xlabel="members", xticks=SIZES, xticklabels=SIZES, ylabel="AUROC")
-steps.legend()
+    right.errorbar(np.array(SIZES) * 1.04 ** (i - 1), middle, deviation, marker=marker, capsize=3, label=name)
+right.set_xscale("log", base=2)
+right.set(title="More members: less variable", xlabel="members", xticks=SIZES, xticklabels=SIZES, ylabel="AUROC")
+right.legend()
 
-selective_axes = axes[1, 0]
+figures.mkdir(parents=True, exist_ok=True)
+figure.savefig(figures / "unseen_classes.png", dpi=150)
+
+# %% alt="Risk-coverage curves, and reliability diagrams of the mixture before and after temperature scaling"
+figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
 styles = {"color": "black", "marker": "None"}
 for among, line in (("all images", "-"), ("digits 0 to 7", "--")):
     for label, chosen, width in (
@@ -415,16 +379,15 @@ for among, line in (("all images", "-"), ("digits 0 to 7", "--")):
         (f"one member, {among}", everything[:1], 0.7),
     ):
         points = ee.scores.risk_coverage(*selection(chosen, among=among))
-        ee.plot.risk_coverage(*points, ax=selective_axes, label=label, linestyle=line, linewidth=width, **styles)
-selective_axes.set(title="Rejecting the least certain", ylabel="share of wrong predictions")
+        ee.plot.risk_coverage(*points, ax=axes[0], label=label, linestyle=line, linewidth=width, **styles)
+axes[0].set(title="Rejecting the least certain", ylabel="share of wrong predictions")
 
 for ax, name, title in (
-    (axes[1, 1], "not calibrated", "The mixture as it is"),
-    (axes[1, 2], "combined, then the mixture", "The mixture at its temperature"),
+    (axes[1], "not calibrated", "The mixture as it is"),
+    (axes[2], "combined, then the mixture", "The mixture at its temperature"),
 ):
     ee.plot.reliability_diagram(variants[name](logits), test[1], num_bins=10, ax=ax)
     ax.set_title(title)
 
-figures.mkdir(parents=True, exist_ok=True)
-figure.savefig(figures / "unseen_classes.png", dpi=150)
+figure.savefig(figures / "unseen_classes-2.png", dpi=150)
 print(f"\nfigure: {figures / 'unseen_classes.png'}")

@@ -6,7 +6,6 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
-#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -14,17 +13,15 @@
 # ---
 
 # %% [markdown]
-# # Which ensemble?
+# # Which ensemble? Eight kinds of one network, compared
 #
-# Different seeds are not the only source of several predictions. This page trains eight kinds of ensembles of the same
-# small network on the same data, compares their predictions, and lists cost and scores in one table.
+# Seeds, bootstraps, prior functions, SWAG, stochastic-gradient MCMC, repulsion, TabM and Laplace are trained from the
+# same small network on the same 235 households. Where there are data all predict alike; far from the data their
+# uncertainties differ up to eightfold, and one table lists scores and costs.
 #
-# Data are the incomes and food expenditures of 235 Belgian working-class households, collected by Engel in 1857 and
-# shipped with statsmodels. There is one input, so that predictions can be plotted; the variance of expenditures grows
-# with income; and few households earn more than 2,000 francs: beyond, an ensemble should be uncertain.
-#
-# This page is a notebook and a program: `python notebooks/which_ensemble.py` prints the table and writes the figure. It
-# needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on two cores.
+# The data are incomes and food expenditures of Belgian households, collected by Engel in 1857. Few earn more than 2,000
+# francs: beyond, an ensemble should be uncertain. `python notebooks/which_ensemble.py` prints the table and draws the
+# figure, in about a minute on two cores. It needs `pip install 'eqx_ensemble[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -63,8 +60,8 @@ figures = pathlib.Path(os.environ.get("WHICH_ENSEMBLE_FIGURES", here / "figures"
 # %% [markdown]
 # ## Data
 #
-# Every third household is held out. Inputs and targets are standardised by the training rows; scores are in that unit.
-# The grid extends far beyond the data.
+# Every third household is held out. Inputs, targets and scores are standardised by the training rows. The grid extends
+# far beyond the data.
 
 # %%
 table = engel.load_pandas().data.sample(frac=1, random_state=0)
@@ -87,8 +84,8 @@ print(f"{num_rows} households to train, {len(test[1])} to test; incomes up to {i
 # %% [markdown]
 # ## One member
 #
-# A small network predicts a mean and a variance. The loss is the mean negative log-likelihood, with a Gaussian prior on
-# the weights. It is the negative log-posterior per row, for training, sampling and repulsion.
+# A small network predicts a mean and a variance. The loss is the negative log-posterior per row, with a Gaussian prior
+# on the weights, for training, sampling and repulsion.
 
 # %%
 MEMBERS, STEPS = 8, 1500
@@ -119,8 +116,7 @@ options = {"batch_size": 32, "key": key, "progress": False}
 # %% [markdown]
 # ## Eight ensembles
 #
-# Each function returns an ensemble. All are trained by `fit` or by a step, and predicted, combined and scored by the
-# same calls.
+# Each function returns an ensemble; all are predicted, combined and scored by the same calls.
 #
 # **Seeds**: members differ in their initial weights and row orders.
 
@@ -156,8 +152,7 @@ def prior_functions() -> ee.Ensemble:
 
 
 # %% [markdown]
-# **SWAG**: one member, trained for as many steps as all members above; samples from a Gaussian fitted to its weights in
-# the last quarter.
+# **SWAG**: one member, trained for as many steps as all above; samples of a Gaussian fitted to its last weights.
 
 
 # %%
@@ -182,8 +177,8 @@ def chains() -> ee.Ensemble:
 
 
 # %% [markdown]
-# **Repulsion**: members repel each other's predictions, on the rows of the batch and on random inputs. Members
-# interact, so that this is a separate step and not an option of `fit`. The prior is on the outputs.
+# **Repulsion**: members repel each other's predictions, on the rows of the batch and on random inputs. They interact:
+# this is a step of its own, not an option of `fit`.
 
 
 # %%
@@ -225,8 +220,8 @@ def tabm() -> ee.Ensemble:
 
 
 # %% [markdown]
-# **Laplace**: one member, and the Gaussian posterior of its last layer. Only the mean is predicted, with one noise
-# variance for all rows, chosen by the marginal likelihood along with the prior.
+# **Laplace**: one member, and the Gaussian posterior of its last layer. It predicts the mean, with one noise variance
+# for all rows, chosen by the marginal likelihood.
 
 
 # %%
@@ -253,8 +248,7 @@ def laplace() -> ee.methods.laplace.Laplace:
 # %% [markdown]
 # ## Predictions
 #
-# Two functions apply to all of them: the Gaussians of all members for given inputs, and the bytes of the weights that a
-# prediction needs.
+# The Gaussians of all members for given inputs, and the bytes of the weights that a prediction needs:
 
 
 # %%
@@ -309,8 +303,8 @@ for name, train_all in METHODS.items():
 # `std, far` is the standard deviation of the means, beyond the largest income in the data, in standard deviations of
 # the expenditures: the ensemble's epistemic uncertainty.
 
-# %%
-figure, axes = plt.subplots(2, 4, figsize=(14, 6), sharex=True, sharey=True, layout="constrained")
+# %% alt="Eight panels, one for each kind of ensemble: data, means of the members and their 90 % interval"
+figure, axes = plt.subplots(2, 4, figsize=(11, 5.5), sharex=True, sharey=True, layout="constrained")
 for (name, ensemble_of), ax in zip(found.items(), axes.flat, strict=True):
     mean, variance = predict(ensemble_of, grid)
     low, high = ee.uncertainty.gaussian_mixture_interval(mean, variance, level=0.9)
@@ -322,25 +316,21 @@ axes[0, 0].legend(loc="upper left")
 figure.supxlabel("income, standardised")
 figure.supylabel("expenditure for food, standardised")
 figures.mkdir(parents=True, exist_ok=True)
-figure.savefig(figures / "which_ensemble.png", dpi=120)
+figure.savefig(figures / "which_ensemble.png", dpi=150)
 print(f"\nfigure: {figures / 'which_ensemble.png'}")
 
 # %% [markdown]
 # ## Interpretation
 #
-# - **Where there are data, all predictions are similar.** The CRPS of seven of them is between 0.17 and 0.18. Laplace
-#   has a worse NLL because its members predict no variance: one noise variance for all incomes is too large for the
-#   poor and too small for the rich.
-# - **Far from the data they differ.** One long run (SWAG) and seeds under a prior extend the same line, with little
-#   uncertainty. The standard deviation of bootstraps and chains is about six times as large: bootstraps contain
-#   different rich households or none, and chains visit all slopes that the data allow. Prior functions, repulsion, TabM
-#   and Laplace are in between; for the first two this depends on their scales, which are a choice and not a result.
+# - **Where there are data, all predictions are similar.** Laplace has a worse NLL because one noise variance for all
+#   incomes is too large for the poor and too small for the rich.
+# - **Far from the data they differ.** SWAG and seeds under a prior extend the same line, with little uncertainty. That
+#   of bootstraps and chains is five to seven times that of seeds: bootstraps contain different rich households or none,
+#   and chains visit all slopes that the data allow. Prior functions, repulsion, TabM and Laplace are in between; for
+#   the first two this depends on their scales, which are a choice and not a result.
 # - **Cost.** All had 12,000 gradient steps of one network. TabM predicts with fewer weights than three seeds, Laplace
 #   with one model and a covariance, chains with forty models.
-# - **Limits.** This is one split of 235 rows, with one input, and nothing was tuned: do not rank methods by it.
-#   `benchmarks/methods.py` compares them on three data sets in five folds, and the guide on choosing has its table.
-#
-# ## Choosing
+# - **Limits.** One split of 235 rows, with one input, and nothing was tuned: do not rank methods by it.
 #
 # | goal | use |
 # |---|---|

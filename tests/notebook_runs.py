@@ -1,5 +1,6 @@
 """Runs notebooks and their scripts as users do, and reads the tables that they print."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -8,13 +9,33 @@ import sys
 
 import nbformat
 
+from .pages import difference
+
 NOTEBOOKS = pathlib.Path(__file__).parent.parent / "notebooks"
-SCRIPTS = sorted(NOTEBOOKS.glob("*.py"))
+SCRIPTS = sorted(NOTEBOOKS.glob("[!_]*.py"))
+
+
+def import_pages():
+    """The program that writes the pages of the examples."""
+    spec = importlib.util.spec_from_file_location("notebook_pages", NOTEBOOKS / "_pages.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def assert_page_shows(name, text):
+    """The page of an example shows what its notebook printed."""
+    shown = "".join(output or "" for _, output in import_pages().stored(name))
+    message = difference(re.sub(r"figure: .*", "", text), shown)
+    assert message is None, f"{message}: run `python notebooks/_pages.py --run {name}`"
+
+
+LEFT_OUT = ("JAXTYPING_", "PYTEST_", "XLA_FLAGS")
 
 
 def run(command, folder):
     """Run `command` as a user does: with the library's defaults, and nothing written outside of `folder`."""
-    fresh = {name: value for name, value in os.environ.items() if not name.startswith(("JAXTYPING_", "PYTEST_"))}
+    fresh = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
     # On a bare machine the folders of Jupyter and Matplotlib do not exist either.
     fresh |= {"HOME": str(folder), "JAX_PLATFORMS": "cpu"}
     fresh |= {f"{script.stem.upper()}_FIGURES": str(folder / "figures") for script in SCRIPTS}

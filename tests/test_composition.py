@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from .notebook_runs import executed, printed, table
+from .notebook_runs import assert_page_shows, executed, printed, table
 
 
 def claims_of_mixture_of_experts(text):
@@ -108,7 +108,7 @@ WRONG_CALLS = {
     "planning": "advance(jnp.zeros(3), jnp.zeros(()))",
     "neural_ode": "solution(jnp.ones(3), seen_times)",
     "density": "true_log_density(jnp.ones((3, 1)))",
-    "active_learning": "paired(jnp.ones(3))",
+    "active_learning": "scores_of('entropy', jnp.zeros((2, 3)), 0)",
 }
 
 
@@ -121,6 +121,7 @@ def test_claims(name, way, tmp_path):
         pytest.importorskip(NEEDED[name], reason=f"{NEEDED[name]} is not installed")
     if way == "script":
         text, figures = printed(name, tmp_path)
+        assert_page_shows(name, text)
     else:
         text, figures = executed(name, tmp_path, CONTROL.format(call=WRONG_CALLS[name]))
         assert text.endswith("the hook is on\n")
@@ -149,6 +150,7 @@ def test_shape_errors_are_shown_in_the_notebook_and_missing_in_the_script(tmp_pa
     folder = tmp_path / "notebook"
     folder.mkdir()
     notebook, _ = executed("typed_shapes", folder)
+    assert_page_shows("typed_shapes", notebook)
     for text in (script, notebook):
         assert float(re.findall(r"accuracy of four members: (\S+)", text)[0]) > 0.9
         for attempt in ATTEMPTS:

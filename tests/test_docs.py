@@ -23,7 +23,9 @@ from .pages import blocks, difference, run_block, undefined_names
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-WITH_CODE = {str(page.relative_to(ROOT)): page for page in [ROOT / "README.md", *PAGES] if blocks(page.read_text())}
+# `test_notebooks` and `test_composition` run the examples.
+RUN = [ROOT / "README.md", *(page for page in PAGES if page.parent.name != "examples")]
+WITH_CODE = {str(page.relative_to(ROOT)): page for page in RUN if blocks(page.read_text())}
 
 HAS_ORBAX = importlib.util.find_spec("orbax") is not None
 # What examples need of extras; each is left out where it is not installed.

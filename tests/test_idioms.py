@@ -198,6 +198,7 @@ def test_ids_are_known_while_a_program_is_traced():
         assert ensemble.ids.tolist() == IDS
         made = ee.build(Model, ids=ensemble.ids, key=KEY)
         assert np.asarray(made.ids).tolist() == IDS
+        assert ee.train.init(made, ADAM, key=KEY).ids.tolist() == IDS
         return made, ensemble.ids[jnp.argmin(ensemble.ids)]
 
     made, least = call(ENSEMBLE)

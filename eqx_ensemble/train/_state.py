@@ -19,7 +19,7 @@ from .._check import check_integers_fit, is_key, is_traced, kind_text
 from .._compiled import filter_jit
 from .._ensemble import Ensemble, M, check_ensemble, check_model_state, check_model_state_given, take_several
 from .._foreign import as_hashable
-from .._ids import IdsField, as_known
+from .._ids import Ids, IdsField, as_known, stored_ids
 from .._pytree import PyTree
 from .._typing import kind_of_members
 from ..plan import Vmap
@@ -355,7 +355,9 @@ def first_state(
     key = _keys.root(key)
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
 
-    params, frozen, state, shared, ids = copy_arrays((params, frozen, state, shared, ensemble.ids))
+    # Known ids are no arrays: a copy of their array would be unknown inside a compiled function.
+    params, frozen, state, shared, ids = copy_arrays((params, frozen, state, shared, stored_ids(ensemble)))
+    ids = ids.array if isinstance(ids, Ids) else ids
 
     count = ensemble.num_members
     if layout is not None:

@@ -1,0 +1,224 @@
+"""Writes the pages of the examples and their gallery, `docs/examples`: `python notebooks/_pages.py [NAME ...]`.
+
+A notebook runs only if its code is not that of its page; `--run` runs it in any case. A page shows the first paragraph
+of its notebook, then the figure `NAME.png` that the notebook saves, then all cells. Figures named `NAME-2.png`,
+`NAME-3.png`, ... are shown below the cells that save them. The alternative text of a figure is that of its cell:
+`# %% alt="..."`. Code that imports or draws is folded. It needs the extras `test` and `docs`.
+"""
+
+import argparse
+import ast
+import html
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import tokenize
+
+import jupytext
+from PIL import Image
+
+NOTEBOOKS = pathlib.Path(__file__).parent
+DOCS = NOTEBOOKS.parent / "docs"
+EXAMPLES = DOCS / "examples"
+COLUMNS, PIXELS, BYTES = 88, 1500, 120_000
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```\n(?:\n```output\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+GALLERY = """---
+description: Worked examples on real data, from the data to the figure, each with its code, outputs and figures.
+---
+
+# Examples
+
+Each example is a program and a notebook, `notebooks/NAME.py` and `notebooks/NAME.ipynb`, and runs in about a minute on
+two cores. They need the extra `examples`. Pages show what the notebooks print and draw.
+
+<div class="grid cards">
+<ul>
+{}
+</ul>
+</div>
+"""
+SAVED = re.compile(r'"(\w+(?:-\d+)?\.png)"')
+
+
+def scripts():
+    return sorted(NOTEBOOKS.glob("[!_]*.py"))
+
+
+def page_of(name):
+    return EXAMPLES / f"{name}.md"
+
+
+def cells_of(name):
+    """The cells that a page shows: all but the import hook, and what is said about it."""
+    cells = jupytext.read(NOTEBOOKS / f"{name}.py").cells
+    return [cell for cell in cells if not cell.source.startswith(("%", "In a notebook, these two lines"))]
+
+
+def code_of(name):
+    return [cell.source for cell in cells_of(name) if cell.cell_type == "code"]
+
+
+def stored(name):
+    """Code and output of every cell, as the page shows them."""
+    text = page_of(name).read_text() if page_of(name).exists() else ""
+    return [(textwrap.dedent(code), output or None) for _, code, output in BLOCK.findall(text)]
+
+
+def is_same(code, other):
+    """Whether two programs differ in their layout alone."""
+    return ast.dump(ast.parse(code)) == ast.dump(ast.parse(other)) and comments(code) == comments(other)
+
+
+def comments(code):
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    return [token.string for token in tokens if token.type == tokenize.COMMENT]
+
+
+def is_run(name):
+    """Whether the outputs on the page are those of the script's code."""
+    code, shown = code_of(name), stored(name)
+    return len(code) == len(shown) and all(is_same(a, b) for a, (b, _) in zip(code, shown, strict=True))
+
+
+def run(name):
+    """Runs a notebook, keeps its figures, and returns code and output of every cell."""
+    from nbclient import NotebookClient
+
+    notebook = jupytext.read(NOTEBOOKS / f"{name}.py")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {f"{name.upper()}_FIGURES": folder, "JAX_PLATFORMS": "cpu"}
+        NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": folder}}).execute()
+        figures = sorted(pathlib.Path(folder).glob(f"{name}*.png"))
+        assert any(path.stem == name for path in figures), f"notebooks/{name}.py saves no figure `{name}.png`"
+        for path in figures:
+            keep_figure(path)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code" and not cell.source.startswith("%")]
+    return [(in_columns(cell.source), output_of(cell)) for cell in cells]
+
+
+def output_of(cell):
+    """What a cell prints to its standard output, in lines that fit the page."""
+    streams = [output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout"]
+    lines = re.sub(r"^figure: .*\n?", "", "".join(streams), flags=re.MULTILINE).rstrip().splitlines()
+    wrapped = (
+        textwrap.wrap(line, COLUMNS, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2))
+        if len(line) > COLUMNS
+        else [line.rstrip()]
+        for line in lines
+    )
+    text = "\n".join(line for part in wrapped for line in part).strip("\n")
+    return f"{text}\n" if text else None
+
+
+def in_columns(code):
+    command = [sys.executable, "-m", "ruff", "format", "--config", str(DOCS / "ruff.toml"), "-"]
+    return subprocess.run(command, input=code, capture_output=True, text=True, check=True).stdout
+
+
+def keep_figure(path):
+    """The figure in as many colours and pixels as a page can load quickly."""
+    figure = Image.open(path).convert("RGB")
+    figure.thumbnail((PIXELS, PIXELS), Image.Resampling.LANCZOS)
+    folder = EXAMPLES / "images"
+    folder.mkdir(parents=True, exist_ok=True)
+    for colours in (256, 128, 64, 32, 16):
+        few = figure.quantize(colours, dither=Image.Dither.NONE)
+        few.save(folder / path.name, optimize=True)
+        if (folder / path.name).stat().st_size <= BYTES:
+            return
+    raise ValueError(f"{path.name} is larger than {BYTES} bytes")
+
+
+def image(file):
+    """The alternative text of a figure, and its size on the page: two pixels of the file for one of the page."""
+    name = re.sub(r"(-\d+)?\.png$", "", file)
+    alt = next(cell.metadata.get("alt") for cell in cells_of(name) if f'"{file}"' in cell.source)
+    with Image.open(EXAMPLES / "images" / file) as figure:
+        return alt or introduction(name)[0], figure.width // 2, figure.height // 2
+
+
+def figure(file):
+    alt, width, height = image(file)
+    return f'![{alt}](images/{file}){{ width="{width}" height="{height}" }}'
+
+
+def fold(title, text):
+    return f'??? note "{title}"\n\n' + textwrap.indent(text, "    ")
+
+
+def block(code, output, name):
+    """A cell of code, what it prints, and the figures that it saves."""
+    text = f"```python\n{code.strip()}\n```\n"
+    if "\nimport eqx_ensemble" in code:
+        text = fold("Imports", text)
+    elif ".savefig(" in code:
+        text = fold("Code of the figure", text)
+    text += f"\n```output\n{output}```\n" if output else ""
+    more = [file for file in SAVED.findall(code) if file.startswith(f"{name}-")]
+    return text + "".join(f"\n{figure(file)}\n" for file in more)
+
+
+def introduction(name):
+    """Title, first paragraph and the rest of the first cell."""
+    title, _, rest = cells_of(name)[0].source.partition("\n")
+    first, _, rest = rest.strip().partition("\n\n")
+    return title.removeprefix("# "), first, rest
+
+
+def plain(text):
+    """Markdown without its marks, in one line."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    return " ".join(re.sub(r"[*`$]", "", text).split())
+
+
+def render(name, code):
+    """The page of an example, from its script and code and output of its cells."""
+    title, first, rest = introduction(name)
+    description = json.dumps(re.split(r"(?<=[.?!]) ", plain(first))[0], ensure_ascii=False)
+    begin = f"---\ndescription: {description}\n---\n\n# {title}\n\n{first}\n\n{figure(f'{name}.png')}\n"
+    remaining = iter(code)
+    parts = [begin, f"{rest}\n"] if rest else [begin]
+    for cell in cells_of(name)[1:]:
+        parts.append(f"{cell.source}\n" if cell.cell_type == "markdown" else block(*next(remaining), name))
+    return "\n".join(parts)
+
+
+def card(name):
+    title, first, _ = introduction(name)
+    alt, width, height = image(f"{name}.png")
+    picture = (
+        f'<img src="images/{name}.png" alt="{html.escape(alt)}" width="{width}" height="{height}" loading="lazy"'
+        ' style="aspect-ratio: 4 / 3; object-fit: cover; object-position: left top; width: 100%; height: auto">'
+    )
+    text = f"<strong>{html.escape(title)}</strong></a><br>{html.escape(plain(first))}"
+    return f'<li><a href="{name}/">{picture}<br>{text}</li>'
+
+
+def gallery():
+    """The page of all examples, in the order of the navigation."""
+    order = re.findall(r"examples/(\w+)\.md", (NOTEBOOKS.parent / "mkdocs.yml").read_text())
+    names = [path.stem for path in scripts() if page_of(path.stem).exists()]
+    names.sort(key=lambda name: (*order, name).index(name))
+    return GALLERY.format("\n".join(map(card, names)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("name", nargs="*", default=[path.stem for path in scripts()])
+    parser.add_argument("--run", action="store_true", help="run the notebook also if its code is that of its page")
+    arguments = parser.parse_args()
+    for name in arguments.name:
+        code = stored(name) if is_run(name) and not arguments.run else run(name)
+        page_of(name).write_text(render(name, code))
+        print(page_of(name).relative_to(NOTEBOOKS.parent))
+    (EXAMPLES / "index.md").write_text(gallery())
+
+
+if __name__ == "__main__":
+    main()
