@@ -27,7 +27,7 @@ class Cores(AbstractPlan):
     XLA runs the small operations of members on one core. Blocks run at the same time, on threads that end with the
     call; and a block whose step fits in a core's cache is faster, even on one core. Values do not depend on the number
     of cores, and a run resumes on another number. Where blocks save nothing, all members are one call: [how it
-    works](../how-it-runs.md#all-cores-of-a-cpu).
+    works](../speed.md#all-cores-of-a-cpu).
 
     **Arguments:**
 

@@ -24,6 +24,12 @@ def block(language, containing, page=PAGE):
     return found
 
 
+def program(call):
+    """The program of the page, connected by another call."""
+    text = block("python", "LOCAL_RANK")
+    return text[: text.index("# torchrun")] + call + text[text.index("\nmesh =") :]
+
+
 PRINTED = block("text", "processes").strip()
 
 
@@ -52,7 +58,7 @@ def test_torchrun(tmp_path):
 
 
 def test_slurm(tmp_path):
-    check_printed(PRINTED, tmp_path / "check_srun.py", block("python", "initialize()"), srun)
+    check_printed(PRINTED, tmp_path / "check_srun.py", program(block("python", "initialize()")), srun)
     batch = block("bash", "#SBATCH")
     assert subprocess.run(["bash", "-n"], input=batch, text=True).returncode == 0
     assert "\nsrun --kill-on-bad-exit=1 --label python check_srun.py\n" in batch
@@ -65,7 +71,7 @@ def test_recipe(tmp_path):
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs an MPI")
 def test_mpi(tmp_path):
     pytest.importorskip("mpi4py")
-    (tmp_path / "check_mpirun.py").write_text(block("python", "mpi4py"))
+    (tmp_path / "check_mpirun.py").write_text(program(block("python", "mpi4py")))
     path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", "-c", block("bash", "mpirun")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PATH": path}
