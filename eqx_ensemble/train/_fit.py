@@ -208,8 +208,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `batch_size`: rows per step. By default 32; all rows if they are fewer. The last batch of an epoch may be
         smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
-    - `order`: `"each"`: every member has its own row order; `"shared"`: all members share one row order, which is
-        faster; `"given"`: the order of the data. The other two are a fresh permutation in every epoch, which the
+    - `shuffle`: `True`: every member has its own row order; `"shared"`: all members share one row order, which is
+        faster; `False`: the order of the data. The other two are a fresh permutation in every epoch, which the
         compiled step computes on the fly and never stores: [row orders](../same-results.md#row-orders).
     - `validation`: arrays as for `data`, in memory, scored by the loss; or [`eqx_ensemble.train.Validation`][], which
         has a score of its own. They are scored as one batch in inference mode at the end of every epoch. If `stop`, a
