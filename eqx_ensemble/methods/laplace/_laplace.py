@@ -131,10 +131,9 @@ M = TypeVar("M")
 
 
 class Laplace(eqx.Module, Generic[M]):
-    r"""Gaussian posteriors over the weights of all members, the result of [`eqx_ensemble.methods.laplace.fit`][].
+    """Gaussian posteriors over the weights of all members, the result of [`eqx_ensemble.methods.laplace.fit`][].
 
-    Each member has its own posterior, centred at its weights. Together they are a mixture of Gaussians with equal
-    weights. `posterior[[0, 2]]` selects members and keeps their ids.
+    `posterior[[0, 2]]` selects members and keeps their ids.
 
     **Attributes:**
 
@@ -170,22 +169,18 @@ class Laplace(eqx.Module, Generic[M]):
         return self.members.stacked.posterior.noise
 
     def sample(self, num_samples: int, *, key: Any) -> Ensemble[M]:
-        """Draws members from the posteriors.
+        """Draws members from the posteriors: their selected weights are replaced.
 
-        A draw is a member whose selected weights are replaced. Draw $i$ does not depend on `num_samples`. Draws use the
-        model itself, whereas [`eqx_ensemble.methods.laplace.Laplace.predict`][] uses its linearisation: for a last
-        layer both agree; for inner layers predictions of draws are known to be worse.
+        Draws use the model itself, [`eqx_ensemble.methods.laplace.Laplace.predict`][] its linearisation. For a last
+        layer both agree; for inner layers draws predict worse.
 
         **Arguments:**
 
         - `num_samples`: the number of draws from each member.
         - `key`: the root key. The random stream of a member is derived from its id.
 
-        **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`. Draws
-        of stateful members use the state of their member:
-        `ee.tree.take(posterior.state, np.repeat(np.arange(num_members), num_samples))`.
-
-        **Raises:** `TypeError` or `ValueError` for invalid arguments.
+        **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`.
+        States are `ee.tree.take(posterior.state, np.repeat(np.arange(num_members), num_samples))`.
         """
         num_samples = check_positive_int(num_samples, "num_samples")
         key = _keys.root(key)
@@ -204,36 +199,27 @@ class Laplace(eqx.Module, Generic[M]):
     ) -> PyTree:
         r"""Posterior predictions of all members, with the models linearised in the weights.
 
-        The outputs of a member for a row are Gaussian, with mean $f(x)$ and covariance $S = J P^{-1} J^\top$. For
-        regression the prediction is a mean and a variance, including that of the noise. For classes the mean
-        probabilities have no closed form; `link` chooses an approximation:
+        Outputs for a row are Gaussian, with mean $f(x)$ and covariance $S = J P^{-1} J^\top$. For regression the
+        prediction is a mean and a variance, including the noise. For classes `link` approximates the mean
+        probabilities:
 
-        - `"probit"`, the default: $p_c \propto 1 / \sum_j \exp(-d_{cj})$ with the differences of logits
-            $d_{cj} = (f_c - f_j) / \sqrt{1 + \pi \operatorname{Var}(f_c - f_j) / 8}$. For two classes its error is
-            below 0.02. For random covariances with variances up to about 100 it was 0.05 on average and 0.25 at
-            most for three classes, 0.06 and 0.18 for ten.
-        - `"mc"`: Monte Carlo with `num_samples` draws per row, exact up to sampling error.
-        - `"bridge"`: the mean of a Dirichlet (Laplace bridge). It does not depend on the scale of $S$, so predictions
-            far from the data are as confident as others; `"bridge_norm"` first rescales both $f$ and $S$, as
-            laplace-torch does. Not for `likelihood="binary"`.
+        - `"probit"`, the default: $p_c \propto 1 / \sum_j \exp(-d_{cj})$ with $d_{cj} = (f_c - f_j) / \sqrt{1 + \pi
+            \operatorname{Var}(f_c - f_j) / 8}$. For two classes its error is below 0.02; for random covariances of
+            variances up to about 100 it was 0.05 on average for three classes, 0.25 at most.
+        - `"mc"`: `num_samples` draws per row, exact up to sampling error.
+        - `"bridge"`: the Laplace bridge. It does not depend on the scale of $S$: rows far from the data are as
+            confident as others. `"bridge_norm"` first rescales $f$ and $S$. Not for `"binary"`.
 
         **Arguments:**
 
-        - `x`: any PyTree of arrays `(rows, ...)`, as for [`eqx_ensemble.predict`][].
+        - `x`, `options`: as for [`eqx_ensemble.predict`][].
         - `link`: for classes, as above.
-        - `num_samples`: the number of draws for `link="mc"`, 100 by default.
-        - `combine`: combines the predictions of all members, such as [`eqx_ensemble.combine.mixture`][] for classes and
-            [`eqx_ensemble.combine.gaussian`][] for regression, mixtures with equal weights.
-        - `key`: the root key for `link="mc"`.
-        - `options`: other options of [`eqx_ensemble.predict`][], such as `batch_size`, `memory`, `plan`, `mesh` and
-            `weights`.
+        - `num_samples`, `key`: for `link="mc"`; 100 draws by default.
+        - `combine`: such as [`eqx_ensemble.combine.mixture`][] for classes, [`eqx_ensemble.combine.gaussian`][] for
+            regression.
 
-        **Returns:** for classes, log-probabilities `(members, rows, classes)`, also for two classes, which all
-        functions of logits accept; for regression, [`eqx_ensemble.combine.Gaussian`][] with parts
-        `(members, rows, ...)`. With `combine`, its result.
-
-        **Raises:** `TypeError` or `ValueError` for options that the likelihood does not support; also as
-        [`eqx_ensemble.predict`][].
+        **Returns:** for classes, log-probabilities `(members, rows, classes)`, also for two classes; for regression,
+        [`eqx_ensemble.combine.Gaussian`][] `(members, rows, ...)`. With `combine`, its result.
         """
         check_options(options, ("fn", "state"), "the posterior has them")
         link = check_link(link, self.members.stacked.problem.likelihood)
@@ -243,15 +229,13 @@ class Laplace(eqx.Module, Generic[M]):
         return predict(self.members, x, fn=fn, combine=combine, state=self.state, **chance, **options)
 
     def outputs(self, x: PyTree, **options: Any) -> Outputs:
-        """The Gaussian distribution of each member's outputs for each row, from the linearised model.
+        """The Gaussian distribution of each member's outputs for each row, from the linearised model, without noise.
 
         **Arguments:**
 
-        - `x`: as for [`eqx_ensemble.predict`][].
-        - `options`: other options of [`eqx_ensemble.predict`][], without `combine`.
+        - `x`, `options`: as for [`eqx_ensemble.predict`][], without `combine`.
 
-        **Returns:** [`eqx_ensemble.methods.laplace.Outputs`][]: `mean` `(members, rows, out)` and `covariance`
-        `(members, rows, out, out)`, with the outputs of a model flattened to one axis. Noise is not included.
+        **Returns:** [`eqx_ensemble.methods.laplace.Outputs`][].
         """
         check_options(options, ("fn", "state"), "the posterior has them")
         return predict(self.members, x, fn=PredictOutputs(), state=self.state, **options)
