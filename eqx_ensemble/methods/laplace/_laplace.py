@@ -245,17 +245,14 @@ class Laplace(eqx.Module, Generic[M]):
 
         $$\log p(y \mid w) - \tfrac12 \big(\log\det P - \log\det P_0 + \delta \lVert w \rVert^2\big)$$
 
-        with the prior precision $P_0 = \delta I$ of the selected weights $w$. It is exact for a linear model with
-        Gaussian noise at its posterior mean, and differentiable with respect to both arguments. Weights that are not
-        selected are fixed, so only posteriors over the same selection are comparable.
+        with $P_0 = \delta I$. It is exact for a linear model with Gaussian noise, and differentiable with respect to
+        both arguments. Only posteriors over the same selection of weights are comparable.
 
         **Arguments:**
 
-        - `prior_precision`, `noise`: one number or `(members,)` each; by default the values of the fit.
+        - `prior_precision`, `noise`: one number or `(members,)` each; by default those of the fit.
 
         **Returns:** `(members,)`.
-
-        **Raises:** `TypeError` or `ValueError` for values that are not above zero, and for `noise` with classes.
         """
         own = check_per_member("prior_precision", prior_precision, self.prior_precision)
         noises = check_per_member("noise", noise, self.noise)
@@ -264,21 +261,17 @@ class Laplace(eqx.Module, Generic[M]):
     def optimise_prior(self, *, fit_noise: bool = False) -> "Laplace[M]":
         r"""Maximises the marginal likelihood of each member over its prior precision.
 
-        The maximum is MacKay's fixed point $\delta = \gamma / \lVert w \rVert^2$ with
-        $\gamma = \sum_i l_i / (l_i + \delta)$ and the eigenvalues $l_i$ of $P - \delta I$; it is unique, and is found
-        by bisection. With `fit_noise`, the noise is optimised too: $s^2 = \lVert y - f \rVert^2 / (N - \gamma)$.
-
-        The weights do not change: they were trained with another prior, and are not a mode under the new one. If the
-        two priors differ much, retrain.
+        The maximum is MacKay's fixed point $\delta = \gamma / \lVert w \rVert^2$ with $\gamma = \sum_i l_i / (l_i +
+        \delta)$ and the eigenvalues $l_i$ of $P - \delta I$. The weights do not change, and are not a mode under the
+        new prior: if it differs much from that of training, retrain.
 
         **Arguments:**
 
-        - `fit_noise`: whether to optimise the standard deviation of the noise too.
+        - `fit_noise`: whether to optimise the noise too, $s^2 = \lVert y - f \rVert^2 / (N - \gamma)$.
 
         **Returns:** a new [`eqx_ensemble.methods.laplace.Laplace`][].
 
-        **Raises:** `TypeError` for `fit_noise` with classes; `ValueError` if the marginal likelihood has no maximum,
-        because the weights are zero or the outputs do not depend on them.
+        **Raises:** `ValueError` if the marginal likelihood has no maximum.
         """
         with_noise = check_flag(fit_noise, "fit_noise")
         if with_noise:
@@ -308,40 +301,23 @@ def _best_prior(members: Ensemble, with_noise: bool) -> tuple[Array, Array | Non
 def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = None) -> Laplace[M]:
     """Replaces the prior precision or the noise of posteriors, without access to the data.
 
-    The result equals a fit with these values, because the stored curvatures depend on neither. A prior precision can
-    thus be selected on held-out rows with one pass over the training data. As with
-    [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][], the weights do not change.
+    The result equals a fit with these values: select a prior precision on held-out rows with one pass over the training
+    data. The weights do not change.
 
     **Arguments:**
 
     - `posterior`: the result of [`eqx_ensemble.methods.laplace.fit`][].
-    - `prior_precision`, `noise`: as for `fit`, one number or `(members,)` each; unchanged by default.
+    - `prior_precision`, `noise`: one number or `(members,)` each; unchanged by default.
 
     **Returns:** [`eqx_ensemble.methods.laplace.Laplace`][].
-
-    **Raises:** `TypeError` or `ValueError` for other types of `posterior`, values that are not above zero, `noise` with
-    classes, and if neither is given.
 
     ```python
     laplace = ee.methods.laplace
     ensemble = ee.build(lambda key: eqx.nn.MLP(2, 3, 8, 1, key=key), 4, key=key)
-    x, labels = jax.random.normal(key, (60, 2)), jnp.arange(60) % 3
-    posterior = laplace.fit(
-        ensemble,
-        (x[:40], labels[:40]),
-        likelihood="classification",
-        where=lambda model: model.layers[-1],
-    )
-
-
-    def held_out(precision):
-        chosen = laplace.replace(posterior, prior_precision=precision)
-        logits = chosen.predict(x[40:], combine=ee.combine.mixture)
-        return ee.scores.nll(logits[None], labels[40:])
-
-
-    best = min([0.1, 1.0, 10.0], key=held_out)
-    posterior = laplace.replace(posterior, prior_precision=best)
+    data = jax.random.normal(key, (60, 2)), jnp.arange(60) % 3
+    options = {"likelihood": "classification", "where": lambda model: model.layers[-1]}
+    posterior = laplace.fit(ensemble, data, **options)
+    posterior = laplace.replace(posterior, prior_precision=10.0)
     ```
     """
     if not isinstance(posterior, Laplace):
