@@ -311,10 +311,9 @@ def align(
 ) -> Any:
     r"""Permutes the hidden units of all members so that their weights best match those of a reference member.
 
-    Members trained from different initialisations have their hidden units in different orders, so their average is a
-    poor network. Weight matching maximises $\sum_l \langle W_l^{\text{reference}}, P_l W_l P_{l-1}^\top \rangle$ by
-    linear assignments, group by group, to a local optimum that depends on `key`. A permuted copy is usually recovered
-    exactly; narrow networks trained independently have only some units in common.
+    Without it, the average of members from different initialisations is a poor network. Weight matching maximises
+    $\sum_l \langle W_l^{\text{reference}}, P_l W_l P_{l-1}^\top \rangle$ by linear assignments, group by group, to a
+    local optimum that depends on `key`.
 
     Predictions do not change: this is verified for `x`, and wrongly declared units raise an error.
 

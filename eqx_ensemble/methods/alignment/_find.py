@@ -61,9 +61,8 @@ Entry = Callable[[Any], Any] | tuple[Callable[[Any], Any], int]
 class Units(eqx.Module):
     """Hidden units that may be permuted: the layers that output them, and the layers that take them as input.
 
-    Channels of a convolution, and the entries of a residual stream, are units too. Layers of Equinox are selected as in
-    `equinox.tree_at`; for others select arrays, each with its axis: `(lambda model: model.scale, 0)`. Several inputs
-    per unit, such as flattened channels, must be ordered by unit.
+    Channels and the entries of a residual stream are units too. Layers of Equinox are selected as in `equinox.tree_at`,
+    for others arrays, each with its axis: `(lambda model: model.scale, 0)`.
 
     **Arguments:**
 

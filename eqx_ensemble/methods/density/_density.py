@@ -177,9 +177,8 @@ def gaussian_discriminant(
 ) -> GaussianDiscriminant:
     r"""Fits a Gaussian per class to the hidden units of each member: Gaussian discriminant analysis, as in DDU.
 
-    The density of a row is $\sum_c \pi_c\, \mathcal{N}(h; \mu_c, \Sigma_c)$ (`ddof=1`). Rows unlike the training data
-    have a low density. Combine members with [`eqx_ensemble.combine.log_mixture`][]. Without a bound on spectral norms,
-    rows far from the training data may have similar hidden units.
+    The density of a row is $\sum_c \pi_c\, \mathcal{N}(h; \mu_c, \Sigma_c)$ (`ddof=1`). Combine members with
+    [`eqx_ensemble.combine.log_mixture`][].
 
     **Arguments:**
 

@@ -35,9 +35,7 @@ def gaussian_loss(
     r"""Loss of a student that predicts the mean and variance of an ensemble of Gaussian predictions.
 
     The mean over members of $\mathrm{KL}(\mathcal{N}(\mu_m, \sigma_m^2) \parallel \mathcal{N}(\mu, \sigma^2))$, in
-    nats, which the moments of the mixture minimise ([`eqx_ensemble.combine.gaussian`][]). The student's variance
-    includes the teachers' disagreement. For point predictions, use the mean square of `prediction -
-    teacher.mean(axis=-1)`.
+    nats, which the moments of the mixture minimise ([`eqx_ensemble.combine.gaussian`][]).
 
     **Arguments:**
 
@@ -93,10 +91,9 @@ def distribution_loss(
     T}$ and the teachers' probabilities $\pi_m = \mathrm{softmax}(z_m / T)$, smoothed towards uniform by `smoothing`. It
     may be negative.
 
-    The student separates disagreement from noise: `jnp.exp(logits)` is a concentration for
-    [`eqx_ensemble.methods.heads.decompose_dirichlet`][], and `logits` are logits of the mean probabilities. Anneal the
-    temperature from 10 to 1 ([`eqx_ensemble.methods.distillation.temperature_annealing`][]) to learn from confident
-    teachers, and train long enough at 1.
+    `jnp.exp(logits)` is a concentration for [`eqx_ensemble.methods.heads.decompose_dirichlet`][], and `logits` are
+    logits of the mean probabilities. Anneal the temperature from 10 to 1
+    ([`eqx_ensemble.methods.distillation.temperature_annealing`][]) to learn from confident teachers.
 
     **Arguments:**
 
@@ -211,8 +208,8 @@ def mixture_loss(
     r"""Loss of a student that predicts the mean probabilities of an ensemble of classifiers.
 
     $T^2 \, \mathrm{KL}(\bar p \parallel q)$ in nats, with $\bar p = \frac1M \sum_m \mathrm{softmax}(z_m / T)$ of the
-    teachers and $q = \mathrm{softmax}(z / T)$ of the student. A temperature above 1 gives more weight to unlikely
-    classes. Disagreement is lost; [`eqx_ensemble.methods.distillation.distribution_loss`][] preserves it.
+    teachers and $q = \mathrm{softmax}(z / T)$ of the student. Disagreement is lost;
+    [`eqx_ensemble.methods.distillation.distribution_loss`][] preserves it.
 
     **Arguments:**
 

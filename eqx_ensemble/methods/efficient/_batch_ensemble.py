@@ -100,19 +100,15 @@ def batch_ensemble(
 
     - `model`: the model of ONE member, with linear layers or convolutions. Other weights are shared.
     - `num_submembers`: the number of sub-members.
-    - `where`: the layers to convert: a function as for `equinox.tree_at`, or a type such as `equinox.nn.Linear`; by
-        default all linear layers and convolutions outside [`eqx_ensemble.train.Frozen`][].
+    - `where`: the layers to convert, as for `equinox.tree_at`, or a type; by default all linear layers and convolutions
+        outside [`eqx_ensemble.train.Frozen`][].
     - `factors`: the initial $r$ and $s$: `"normal"` with mean 1 and standard deviation `std`; `"signs"`, -1 or 1; or
         `"ones"`.
     - `std`: the authors use 0.5 for image models.
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][], one member of an ensemble. Train it with
-    [`eqx_ensemble.methods.efficient.mean_loss`][]; for the learning rate of factors see
-    [`eqx_ensemble.methods.efficient.weight_labels`][].
-
-    **Raises:** `TypeError` or `ValueError` for a model without such layers, with tied or normalised weights, or that is
-    stacked or converted.
+    [`eqx_ensemble.methods.efficient.mean_loss`][], factors as in [`eqx_ensemble.methods.efficient.weight_labels`][].
 
     ```python
     model = eqx.nn.MLP(10, 3, 64, 2, key=key)  # 5,059 parameters
@@ -169,9 +165,8 @@ def tabm(
 ) -> JointEnsemble[M]:
     """Converts a model to TabM: rank-one factors, of which only the first are random, and a head per sub-member.
 
-    All other factors are initially 1. The last layer becomes a separate, reinitialised layer for each sub-member. The
-    authors use AdamW with a learning rate of 0.002 and a weight decay of 3e-4, stop early on the score of the mean
-    prediction, and average probabilities, not logits.
+    The last layer becomes a separate, reinitialised layer for each sub-member. The authors use AdamW with a learning
+    rate of 0.002 and a weight decay of 3e-4, and average probabilities, not logits.
 
     **Arguments:**
 

@@ -85,9 +85,8 @@ class JointEnsemble(eqx.Module, Generic[M]):
     def __call__(self, *args: Any, key: Any = None, **kwargs: Any) -> PyTree:
         """Calls every sub-member with one example: `(...)` in, `(submembers, ...)` out.
 
-        An input marked [`eqx_ensemble.Each`][] has one value per sub-member. Each has its own random key, derived from
-        `key`, and its own state: `tree.stack([state] * joint.num_submembers)`. With
-        [`eqx_ensemble.methods.efficient.mimo`][] all share one key and one state.
+        An input marked [`eqx_ensemble.Each`][] has one value per sub-member. Each has its own key, derived from `key`,
+        and state, `tree.stack([state] * joint.num_submembers)`; with `mimo` all share one.
         """
         if key is not None:
             kwargs["key"] = submember_keys(self, key)

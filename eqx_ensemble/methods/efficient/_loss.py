@@ -137,9 +137,6 @@ def mean_loss(
 ) -> Callable[..., Any]:
     """Turns a loss for one model into the loss of a joint ensemble: the mean of the losses of its sub-members.
 
-    The loss of the mean prediction would let sub-members compensate for each other, which the authors of TabM find
-    worse.
-
     **Arguments:**
 
     - `loss`: `loss(model, batch, key) -> value` of one sub-member as for [`eqx_ensemble.fit`][], also with `state`,

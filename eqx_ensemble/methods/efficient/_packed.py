@@ -19,9 +19,8 @@ M = TypeVar("M")
 def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -> JointEnsemble[M]:
     """Converts a model to MIMO: one network with several inputs and outputs; a sub-member is one pair of them.
 
-    The first layer takes the concatenated inputs, the last returns all outputs; both are reinitialised. A prediction
-    costs little more than that of the model. Train sub-members on different rows, `mean_loss(loss, rows="shuffle")`; in
-    prediction all get the same input. They share the random key and the state of the one forward pass.
+    The first layer takes the concatenated inputs, the last returns all outputs; both are reinitialised. Train
+    sub-members on different rows, `mean_loss(loss, rows="shuffle")`; in prediction all get the same input.
 
     **Arguments:**
 

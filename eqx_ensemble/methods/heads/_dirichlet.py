@@ -30,8 +30,7 @@ from ._check import check_above, check_coefficient
 def dirichlet(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch classes"]:
     r"""The head of evidential classification: maps the outputs of a last layer to a Dirichlet distribution.
 
-    $\alpha_k = e_k + 1$, where the evidence $e_k$ is the softplus of the output. The authors' ReLU has no gradient in
-    rows whose outputs are all negative.
+    $\alpha_k = e_k + 1$, where the evidence $e_k$ is the softplus of the output.
 
     **Arguments:**
 
@@ -77,8 +76,7 @@ def decompose_dirichlet(concentration: Float[ArrayLike, "*batch classes"]) -> De
     r"""Decomposes the entropy of the predicted class, in nats, under a Dirichlet distribution of its probabilities.
 
     `total` is the entropy of the mean probabilities; `aleatoric` the mean entropy, $\sum_k \frac{\alpha_k}{S} (\psi(S +
-    1) - \psi(\alpha_k + 1))$; `epistemic` the difference, the mutual information. The loss and its penalty determine
-    the evidence, not the number of rows: use `epistemic` at most to rank rows.
+    1) - \psi(\alpha_k + 1))$; `epistemic` the difference, the mutual information. Use it at most to rank rows.
 
     **Arguments:**
 

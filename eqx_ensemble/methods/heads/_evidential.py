@@ -63,9 +63,8 @@ def decompose_evidential(parameters: NormalInverseGamma) -> Decomposition:
     `aleatoric` is $\mathrm{E}\,\sigma^2 = \beta / (\alpha - 1)$, `epistemic` $\mathrm{Var}\,\mu = \beta / (\nu (\alpha
     - 1))$, `total` their sum, the variance of the Student t prediction.
 
-    The likelihood determines `total`, but not the two parts: penalty and initialisation decide them. Use `epistemic` at
-    most to rank rows; disagreement between members does not have this flaw:
-    `ee.uncertainty.decompose_variance(parameters.mean, total)`.
+    Penalty and initialisation decide the two parts, the data only their sum: use `epistemic` at most to rank rows.
+    `ee.uncertainty.decompose_variance(parameters.mean, total)`, from disagreement, does not have this flaw.
 
     **Arguments:**
 

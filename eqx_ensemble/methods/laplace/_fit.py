@@ -29,8 +29,6 @@ from ._setup import Setup, add_batch, check_outputs, check_targets, choose, fact
 def subnetwork(posterior: Laplace[Any], count: int) -> Each:
     """Selects the weights of each member with the largest posterior variance, as `indices` for another fit.
 
-    Weights that affect no output, such as those of dead ReLU units, have the variance of the prior, the largest.
-
     **Arguments:**
 
     - `posterior`: a fit with `structure="diag"` or `"full"`.
@@ -94,13 +92,11 @@ def fit(
     $$P = \sum_n J_n^\top \Lambda_n J_n + \delta I$$
 
     over all rows: the Jacobian $J_n$ of the outputs, the second derivative $\Lambda_n$ of the negative log-likelihood,
-    the precision $\delta$ of a Gaussian prior. Other weights are fixed. Together the members are a mixture of
-    Gaussians.
+    the precision $\delta$ of a Gaussian prior. Other weights are fixed.
 
-    The weights should be a mode of this posterior. A **mean** loss over $N$ rows with the penalty $\frac{\lambda}{2}
-    \lVert w \rVert^2$ has $\delta = N \lambda$; a mean squared error, without the factor $1 / (2 s^2)$, has $\delta = N
-    \lambda / (2 s^2)$. `optax.adamw` is not such a penalty. [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][]
-    estimates a precision.
+    The weights should be a mode of this posterior: a **mean** loss over $N$ rows with the penalty $\frac{\lambda}{2}
+    \lVert w \rVert^2$ has $\delta = N \lambda$. `optax.adamw` is not such a penalty.
+    [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][] estimates a precision.
 
     | structure | weights | memory per member | time |
     |---|---|---|---|

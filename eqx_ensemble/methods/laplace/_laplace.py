@@ -171,8 +171,7 @@ class Laplace(eqx.Module, Generic[M]):
     def sample(self, num_samples: int, *, key: Any) -> Ensemble[M]:
         """Draws members from the posteriors: their selected weights are replaced.
 
-        Draws use the model itself, [`eqx_ensemble.methods.laplace.Laplace.predict`][] its linearisation. For a last
-        layer both agree; for inner layers draws predict worse.
+        Draws use the model itself, `predict` its linearisation: for inner layers draws predict worse.
 
         **Arguments:**
 
@@ -204,8 +203,8 @@ class Laplace(eqx.Module, Generic[M]):
         probabilities:
 
         - `"probit"`, the default: $p_c \propto 1 / \sum_j \exp(-d_{cj})$ with $d_{cj} = (f_c - f_j) / \sqrt{1 + \pi
-            \operatorname{Var}(f_c - f_j) / 8}$. For two classes its error is below 0.02; for random covariances of
-            variances up to about 100 it was 0.05 on average for three classes, 0.25 at most.
+            \operatorname{Var}(f_c - f_j) / 8}$. Its error is below 0.02 for two classes; for three, with random
+            covariances, it was 0.25 at most.
         - `"mc"`: `num_samples` draws per row, exact up to sampling error.
         - `"bridge"`: the Laplace bridge. It does not depend on the scale of $S$: rows far from the data are as
             confident as others. `"bridge_norm"` first rescales $f$ and $S$. Not for `"binary"`.

@@ -155,9 +155,8 @@ def make_step(
     member. With scores $s_i = -N \nabla L_i$ and the directions $\phi_i$ of [`eqx_ensemble.methods.particles.svgd`][]
     or [`eqx_ensemble.methods.particles.wgd`][] between flattened weights, the optimiser receives $-\phi_i / N$.
 
-    A member that diverges keeps its last finite weights; it and stopped members no longer affect the others. A step
-    takes time of order `members**2` times the number of weights, and memory for three copies of the weights; on a mesh,
-    every device holds two copies of all members.
+    Diverged and stopped members no longer affect the others. A step takes time of order `members**2` times the number
+    of weights, and memory for three copies of the weights; on a mesh, every device holds two copies of all members.
 
     **Arguments:**
 
@@ -356,8 +355,8 @@ def make_function_space_step(
     outputs, the optimiser receives $-J_i^\top \phi_i / N$. Otherwise it is
     [`eqx_ensemble.methods.particles.make_step`][].
 
-    All members need the same rows. A batch may include rows without targets that the loss ignores, such as points
-    between the training rows. Outputs are computed twice per step.
+    All members need the same rows, some of which the loss may ignore, such as points between the training rows. Outputs
+    are computed twice per step.
 
     **Arguments:**
 

@@ -204,8 +204,8 @@ def swa(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the mean of snapshots of each member's weights: stochastic weight averaging.
 
-    It helps if the learning rate stays large enough to explore around an optimum: `optax.join_schedules` to a constant
-    rate at `start`. The authors start after three quarters of the run and take one snapshot per epoch.
+    Keep the learning rate large enough to explore around an optimum. The authors start after three quarters of the run
+    and take one snapshot per epoch.
 
     **Arguments:**
 
@@ -233,14 +233,13 @@ def swa(
 def average(run: Any) -> Ensemble[Any]:
     """Returns the ensemble of the members' averaged weights, with their ids.
 
-    A member that stopped or diverged has its average up to that step; one without a snapshot keeps its weights, with a
-    warning. BatchNorm needs [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
+    One without a snapshot keeps its weights, with a warning. BatchNorm needs
+    [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
 
     **Arguments:**
 
-    - `run`: the run, training state or [`eqx_ensemble.train.Progress`][] of training with
-        [`eqx_ensemble.methods.path.ema`][], [`eqx_ensemble.methods.path.swa`][] or
-        [`eqx_ensemble.methods.path.swag`][]. The best weights of a run are not used.
+    - `run`: the run, training state or [`eqx_ensemble.train.Progress`][] of training with `ema`, `swa` or `swag`. The
+        best weights of a run are not used.
 
     **Returns:** the ensemble.
 

@@ -36,14 +36,14 @@ def update_batch_norm(
 ) -> eqx.nn.State:
     """Re-estimates the statistics of BatchNorm layers, for weights that were averaged, drawn or recorded.
 
-    Each member makes one pass over the data in training mode, in random batches. The statistics of the batches are
-    pooled with equal weight per row, and replace the running averages. Other state is updated as in training.
+    Each member makes one pass over the data in training mode. The statistics of its batches, with equal weight per row,
+    replace the running averages.
 
     **Arguments:**
 
     - `ensemble`: the members, such as those of [`eqx_ensemble.methods.path.average`][].
-    - `state`: their stacked `equinox.nn.State`. For draws and snapshots pass that of the original members, such as
-        `ee.tree.take(run.state, draws.ids // num_samples)`.
+    - `state`: their stacked `equinox.nn.State`; for draws that of the original members, `ee.tree.take(run.state,
+        draws.ids // num_samples)`.
     - `fn`: `fn(model, state, batch, key) -> (value, state)`, such as the loss. The value is not used.
     - `data`: arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked [`eqx_ensemble.Each`][].
     - `batch_size`: 32 by default; use that of training, because earlier layers normalise by the batch.

@@ -89,8 +89,8 @@ def snapshots(
     """Keeps the last `size` snapshots of each member's weights, in its optimiser state.
 
     With [`eqx_ensemble.methods.path.snapshot_schedule`][] and `every` equal to its period they are a snapshot ensemble,
-    with [`eqx_ensemble.methods.path.fast_geometric_schedule`][] a fast geometric ensemble, with a sampler samples:
-    `start` is then the end of the burn-in. Updates do not change.
+    with [`eqx_ensemble.methods.path.fast_geometric_schedule`][] a fast geometric ensemble, with a sampler samples
+    (`start` ends the burn-in).
 
     **Arguments:**
 
@@ -129,9 +129,8 @@ def snapshots(
 def snapshot_ensemble(run: Any) -> Ensemble[Any]:
     """Returns an ensemble of the snapshots recorded by [`eqx_ensemble.methods.path.snapshots`][].
 
-    Snapshots of one member are adjacent, the oldest first. Members that stopped or diverged may have fewer; those
-    without any are left out, with a warning. BatchNorm needs [`eqx_ensemble.methods.path.update_batch_norm`][]
-    afterwards.
+    Snapshots of one member are adjacent, the oldest first. Members without any are left out, with a warning. BatchNorm
+    needs [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
 
     **Arguments:**
 

@@ -29,14 +29,12 @@ def swag(
 ) -> optax.GradientTransformationExtraArgs:
     """SWAG: keeps a Gaussian approximation of each member's weights along its trajectory.
 
-    It keeps the mean and variance of each weight over all snapshots (`ddof=0`), and for the last `rank` snapshots the
-    deviations from the mean. [`eqx_ensemble.methods.path.sample`][] draws from the Gaussian;
-    [`eqx_ensemble.methods.path.average`][] returns the mean. Several members are MultiSWAG.
+    The mean and variance of all snapshots (`ddof=0`), and the deviations of the last `rank` from the mean, for
+    [`eqx_ensemble.methods.path.sample`][] and [`eqx_ensemble.methods.path.average`][]. Several members are MultiSWAG.
 
     **Arguments:**
 
-    - `optimiser`, `start`, `every`: as for [`eqx_ensemble.methods.path.ema`][], in steps. The authors take one snapshot
-        per epoch at a constant learning rate.
+    - `optimiser`, `start`, `every`: as for [`eqx_ensemble.methods.path.ema`][], in steps.
     - `rank`: the number of deviations, 0 (diagonal only) or at least 2, each of the memory of the weights.
 
     **Returns:** an optax optimiser.
@@ -87,7 +85,7 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
 
     $$w = \bar w + \sqrt{s}\,\Big(\sigma \odot z_1 + \frac{1}{\sqrt{K-1}} \sum_{i=1}^K d_i z_{2,i}\Big)$$
 
-    Draw $i$ does not depend on `num_samples`. BatchNorm needs [`eqx_ensemble.methods.path.update_batch_norm`][].
+    BatchNorm needs [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
 
     **Arguments:**
 
@@ -96,8 +94,7 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
     - `scale`: $s$; by default the authors' 1/2, or 1 for the diagonal only (`rank=0`).
     - `key`: the root key. The random stream of a member is derived from its id.
 
-    **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`. Draws of
-    a member with fewer than two snapshots are all equal, with a warning.
+    **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`.
 
     **Raises:** `ValueError` if the optimiser state holds no record of `swag`.
 

@@ -34,8 +34,7 @@ from ._check import (
 def noisy_targets(targets: Any, ids: Any, *, std: Any, row_ids: Any = None, key: Any) -> Each:
     """Adds Gaussian noise to the targets, drawn once per member and row.
 
-    A member gets the same noisy target for a row in every epoch and batch. It depends only on the key, the member's id
-    and the row's id. Noise that is redrawn in every step would average out, and would not make members differ.
+    A member gets the same noisy target for a row in every epoch; noise that is redrawn in every step would average out.
 
     **Arguments:**
 
@@ -80,8 +79,7 @@ def gaussian_penalty(model: PyTree, std: Any = 1.0, *, num_rows: Any) -> Float[A
 
     $\frac{1}{N} \sum_j w_j^2 / (2 \sigma_j^2)$ over all floating-point leaves that are not
     [`eqx_ensemble.train.Frozen`][], up to a constant, in nats. Add it to a **mean** over rows of negative
-    log-likelihoods. A mean squared error lacks the factor $1 / (2 s^2)$ of the noise. Decoupled weight decay (AdamW) is
-    not this prior.
+    log-likelihoods. AdamW's weight decay is not this prior.
 
     **Arguments:**
 
@@ -126,14 +124,12 @@ class RandomisedPrior(eqx.Module, Generic[M]):
     r"""A member with a randomised prior function: a trained network plus a fixed random network.
 
     The output is $f(x) + \beta p(x)$. Near the data $f$ compensates for $p$; far from them members differ like their
-    priors. Prior and scale are [`eqx_ensemble.train.Frozen`][]; [`eqx_ensemble.build`][] draws a prior for each member.
-    Without weight decay or early stopping the prior has little effect near the data.
+    priors. Prior and scale are [`eqx_ensemble.train.Frozen`][].
 
     **Arguments:**
 
     - `network`: the trained network.
-    - `prior`: a network with outputs of the same shapes. It is called in inference mode with the positional inputs of
-        `network`, without keyword arguments and `equinox.nn.State`.
+    - `prior`: a network with outputs of the same shapes. It is called in inference mode with positional inputs only.
     - `scale`: $\beta$, one number. `build(zip={"scale": ...})` gives each member its own.
 
     **Raises:** `ValueError`, when called, if the outputs of network and prior differ in structure or shape.
@@ -235,16 +231,13 @@ def draw_anchors(
 ) -> Anchor:
     """Draws an anchor for each member from a Gaussian prior over the weights, with mean 0.
 
-    Training with [`eqx_ensemble.methods.priors.Anchor.penalty`][] is maximum a posteriori estimation with the draw as
-    the prior's mean. For a linear model with Gaussian noise and [noisy
-    targets][eqx_ensemble.methods.priors.noisy_targets], members are exact draws from the posterior. For networks this
-    is an approximation.
-
-    Exclude anchors from random perturbation: `on_diverge=train.Revive(perturb=None)`.
+    With [`eqx_ensemble.methods.priors.Anchor.penalty`][] and [noisy
+    targets][eqx_ensemble.methods.priors.noisy_targets], members of a linear model are exact draws from the posterior,
+    networks approximate ones. Exclude anchors from perturbation: `on_diverge=train.Revive(perturb=None)`.
 
     **Arguments:**
 
-    - `ensemble`: the ensemble to be trained. Anchors are not an initialisation.
+    - `ensemble`: the ensemble to be trained.
     - `std`: the standard deviation of the prior: a number, a function of a leaf of one member (a
         `jax.ShapeDtypeStruct`), or a tree of either that is a prefix of a member's tree.
     - `trainable`: the leaves with an anchor; the same as for [`eqx_ensemble.fit`][].

@@ -64,8 +64,8 @@ class Diagnostics(NamedTuple):
 def diagnostics(values: Any, chains: Any) -> Diagnostics:
     r"""Rank-normalised split $\hat R$ and effective sample sizes of quantities over several chains, by ArviZ.
 
-    Diagnose predictions rather than weights: permuting hidden units changes weights but not the function. Agreement of
-    chains does not detect bias from step sizes, minibatch noise and missing modes.
+    Diagnose predictions rather than weights. Agreement of chains does not detect bias from step sizes, minibatch noise
+    and missing modes.
 
     **Arguments:**
 

@@ -167,9 +167,8 @@ def psgld(
     $$s \leftarrow \lambda s + (1 - \lambda)\, g^2, \qquad G = \frac{1}{\varepsilon + \sqrt s}, \qquad
     w \leftarrow w - \eta\, G g + \sqrt{2 \eta T G / N}\; \xi$$
 
-    without the term $\Gamma$, as in the authors' algorithm: while $G$ adapts, samples are biased for any step size.
-    With `adapt_steps`, $G$ is constant afterwards, and the chain as exact as SGLD. The first steps are large, because
-    $s$ starts at 0: start from trained members, or warm up the learning rate.
+    without the term $\Gamma$: while $G$ adapts, samples are biased for any step size; after `adapt_steps`, the chain is
+    as exact as SGLD. The first steps are large: start from trained members, or warm up the learning rate.
 
     **Arguments:**
 
@@ -233,9 +232,8 @@ def sghmc(
 
     $$v \leftarrow (1 - a)\, v - \eta\, g + \sqrt{2 a \eta T / N}\; \xi, \qquad w \leftarrow w + v$$
 
-    `optax.sgd(learning_rate, momentum=1 - friction)` with noise; $a = 1$ is SGLD. Momentum moves a chain further in the
-    same number of steps, and multiplies the effect of minibatch noise by $1 / a$: for curvature $h$ the variance is $(T
-    / N + \eta s^2 / (2 a)) / (h\,(1 - \eta h / (2 (2 - a))))$. The velocity starts at 0 and is not resampled.
+    It is `optax.sgd(learning_rate, momentum=1 - friction)` with noise; $a = 1$ is SGLD. Momentum moves a chain further
+    in the same number of steps, and multiplies the effect of minibatch noise by $1 / a$.
 
     **Arguments:**
 
@@ -336,11 +334,10 @@ def sgld(
     [`eqx_ensemble.methods.priors.gaussian_penalty`][], and small steps sample from $\exp(-N L / T)$. For a step size
     $\epsilon$ on the log-posterior, $\eta = N \epsilon$.
 
-    Steps have no Metropolis correction, and minibatch gradients add noise. With the curvature $h$ of the loss and the
-    variance $s^2$ of $g$, the variance is $(T / N + \eta s^2 / 2) / (h\,(1 - \eta h / 2))$ instead of $T / (N h)$.
+    Steps have no Metropolis correction: with the curvature $h$ of the loss and the variance $s^2$ of $g$, the variance
+    is $(T / N + \eta s^2 / 2) / (h\,(1 - \eta h / 2))$ instead of $T / (N h)$.
 
-    Each member is a chain with independent noise, from the key, its id and its number of steps, in
-    [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][]. It is the last transformation of an `optax.chain`.
+    Each member is a chain with independent noise. It is the last transformation of an `optax.chain`.
 
     **Arguments:**
 

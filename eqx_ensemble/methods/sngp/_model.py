@@ -134,8 +134,8 @@ class SNGP(eqx.Module, Generic[M]):
     For hidden units $h$ of `network`, the features are $\phi = \sqrt{2 / D} \cos(W h + b)$ with fixed random $W \sim
     \mathcal{N}(0, 1 / l^2)$ and $b \sim \mathcal{U}(0, 2 \pi)$. Outputs have the mean $\beta^\top \phi$ and the
     variance $\phi^\top \Sigma \phi$, which is NaN until [`eqx_ensemble.methods.sngp.update_covariance`][] computes
-    $\Sigma$ after training. Distances in $h$ reflect those between inputs if the network preserves distances: train it
-    with [`eqx_ensemble.methods.sngp.bound_spectral_norm`][], and use residual connections.
+    $\Sigma$ after training. Train the network with [`eqx_ensemble.methods.sngp.bound_spectral_norm`][] and residual
+    connections, so that distances in $h$ reflect those between inputs.
 
     The prior of $\beta$ is `ridge / (2 * N) * jnp.sum(model.weight**2)` in a loss that is a mean over $N$ rows. The
     covariance takes `num_features**2` numbers per member, per class for `"categorical"`.

@@ -31,7 +31,6 @@ def bound_spectral_norm(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Bounds the spectral norms of weights: after each step, $W$ becomes $W / \max(1, \sigma(W) / c)$.
 
-    Unlike with `equinox.nn.SpectralNorm`, weights below the bound do not change, and models need no special layers.
     $\sigma$ is estimated from below by power iteration, so norms may exceed the bound while weights change fast.
     Exclude layers stacked in one array for `jax.lax.scan` with `where`.
 

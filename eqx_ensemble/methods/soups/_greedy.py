@@ -40,11 +40,9 @@ class Soup(NamedTuple):
 def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Literal["min", "max"]) -> Soup:
     """Greedy soup: averages the weights of the members that improve a held-out score.
 
-    Starting from the best member, each in order of its own score is added if the average then scores no worse. The
-    result is one model, never worse than the best member on the held-out rows. Members must have a common start, such
-    as one pretrained model: networks from different initialisations do not average well.
-
-    An `equinox.nn.State` is not valid for averaged weights: re-estimate it inside `score`.
+    From the best member on, each is added if the average then scores no worse. Members must have a common start, such
+    as one pretrained model: networks from different initialisations do not average well. An `equinox.nn.State` is not
+    valid for averaged weights: re-estimate it inside `score`.
 
     **Arguments:**
 
