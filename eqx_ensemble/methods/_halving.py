@@ -45,13 +45,13 @@ def successive_halving(
     **Arguments:**
 
     - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
-    - `epochs` or `steps`: the length of the first rung; rung `i`, from 0, ends after `factor ** i` times as long.
+    - `epochs` or `steps`: the length of the first rung.
     - `factor`: the ratio of members, and of training lengths, between two rungs.
     - `rungs`: the number of rungs. By default, enough to leave one member.
-    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][], for data in arrays. The same call resumes
-        bit for bit after an interruption, or returns the finished run. It takes the space of two runs.
-    - `fit`: the function that trains each rung. On workers: `functools.partial(ee.fleet.fit, executor)` with an open
-        `executor`; `checkpoint` then takes the space of one run per rung, in a folder that all workers can write.
+    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][]: the same call resumes bit for bit, or
+        returns the finished run. It takes the space of two runs.
+    - `fit`: the function that trains each rung; on workers `functools.partial(ee.fleet.fit, executor)` with an open
+        `executor`. `checkpoint` then takes the space of one run per rung.
     - `key`: the root key.
 
     **Returns:** the run. Dropped members have the status `STOPPED` and their best weights.

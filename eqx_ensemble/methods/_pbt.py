@@ -220,9 +220,9 @@ def population_based_training(
 ) -> Population[M]:
     """Population-based training: replaces the worst members by copies of the best, with perturbed hyper-parameters.
 
-    After each round but the last, each of the worst copies weights, optimiser state and hyper-parameters of one of the
-    best ([`eqx_ensemble.methods.population.truncation`][]); the copied hyper-parameters are then perturbed. Diverged
-    members are also replaced. All rounds use one compiled program.
+    After each round but the last, each of the worst copies one of the best
+    ([`eqx_ensemble.methods.population.truncation`][]), with hyper-parameters that are then perturbed. Diverged members
+    are also replaced.
 
     **Arguments:**
 
@@ -237,8 +237,6 @@ def population_based_training(
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.Population`][]; after Ctrl-C, of the rounds so far.
-
-    **Raises:** `TypeError` without `hyper` or validation data, and for options that stop or revive members.
 
     ```python
     def loss(model, batch, key):

@@ -98,8 +98,7 @@ def connectivity(
     **Arguments:**
 
     - `ensemble`: the ensemble, for example before and after [`eqx_ensemble.methods.alignment.align`][].
-    - `fn`: `fn(model, *args)`, the loss of one model in inference mode, one number, lower better. BatchNorm needs new
-        statistics at each point.
+    - `fn`: `fn(model, *args)`, the loss of one model in inference mode.
     - `args`: the data, as for [`eqx_ensemble.map_members`][].
     - `num_points`: the number of equally spaced points including both ends, at least three.
     - `reference`: the position of the member at which all lines start.

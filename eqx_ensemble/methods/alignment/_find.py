@@ -92,8 +92,7 @@ class Units(eqx.Module):
 class Heads(eqx.Module):
     """Attention heads that may be permuted as a whole, and the units inside each head.
 
-    [`eqx_ensemble.methods.alignment.find_units`][] finds `equinox.nn.MultiheadAttention`. With rotary position
-    embeddings, units inside a head cannot be permuted: use `Units(..., size=num_heads)`.
+    With rotary position embeddings, units inside a head cannot be permuted: use `Units(..., size=num_heads)`.
 
     **Arguments:**
 

@@ -185,7 +185,7 @@ def gaussian_discriminant(
     - `features`: inputs of the last layer for the training rows, `(members, batch, hidden)`, from
         [`eqx_ensemble.predict`][] with `fn`.
     - `labels`: integers `(batch,)`.
-    - `num_classes`: the number of classes. Each needs two rows, and without `ridge` more rows than hidden units.
+    - `num_classes`: each class needs two rows, and without `ridge` more rows than hidden units.
     - `ridge`: added to the variances; positive for hidden units that are constant in a class, such as inactive ReLUs.
     - `row_weights`: booleans `(batch,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 

@@ -20,8 +20,7 @@ def masksembles(
 ) -> JointEnsemble[M]:
     """Converts a model to Masksembles: each sub-member uses a fixed subset of the hidden features.
 
-    Weights and biases are shared. Two masks overlap (intersection over union) by about $1 / (2 s - 1)$ for the scale
-    $s$: sub-members are identical at 1 and nearly disjoint at a large one. Every feature is in a mask.
+    Weights are shared. Two masks overlap (intersection over union) by about $1 / (2 s - 1)$ for the scale $s$.
 
     **Arguments:**
 
@@ -29,7 +28,7 @@ def masksembles(
     - `num_submembers`: the number of masks.
     - `scale`: $s$, at least 1. The authors use 1 to 6, for layers of at least ten features.
     - `where`: the layers whose INPUTS are masked; by default all linear layers and convolutions except the first.
-    - `key`: the root key. The same key gives the same masks.
+    - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The authors divide each batch between the masks:
     `mean_loss(loss, rows="split")`.
@@ -92,9 +91,8 @@ def batch_ensemble(
 ) -> JointEnsemble[M]:
     r"""Converts a model to a BatchEnsemble: sub-members whose weights differ by rank-one factors.
 
-    Sub-member $i$ has the weights $W \circ s_i r_i^\top$ and its own bias, computed as $W (r_i \circ x) \circ s_i +
-    b_i$: a layer needs `in + 2 * out` parameters per sub-member. $W$ and the first biases are those of the model, which
-    may be trained already.
+    Sub-member $i$ has the weights $W \circ s_i r_i^\top$ and its own bias: a layer needs `in + 2 * out` parameters per
+    sub-member. $W$ and the first biases are those of the model, which may be trained already.
 
     **Arguments:**
 

@@ -142,18 +142,14 @@ def mean_loss(
     - `loss`: `loss(model, batch, key) -> value` of one sub-member as for [`eqx_ensemble.fit`][], also with `state`,
         `hyper` and auxiliary outputs. States and auxiliary outputs have a leading `submembers` axis, except the state
         of `mimo`.
-    - `rows`: `"same"`: all rows for each sub-member, as TabM. `"split"`: one part each, as Masksembles; the first rows
-        are repeated if they do not divide evenly. `"shuffle"`: all rows, in a different order for each, as `mimo`
-        needs.
+    - `rows`: `"same"`: all rows for each sub-member, as TabM. `"split"`: one part each, as Masksembles. `"shuffle"`:
+        all rows, in a different order for each, as `mimo` needs.
     - `repetitions`: with `"shuffle"`, how often each row occurs in a batch (`batch_repetitions`; the authors of MIMO
         use 4).
     - `same_inputs`: with `"shuffle"`, the fraction of rows for which all sub-members get the same inputs
         (`input_repetition_probability`).
 
     **Returns:** a loss for `fit`, with the signature of `loss`.
-
-    **Raises:** when called, `TypeError` for a model that is not a joint ensemble, `ValueError` for `mimo` with
-    `rows="same"`.
 
     ```python
     def mse(model, batch, key):

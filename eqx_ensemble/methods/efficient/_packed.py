@@ -29,8 +29,8 @@ def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -
     - `where`: selects the first and the last layer; by default among all linear layers and convolutions.
     - `key`: the root key.
 
-    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The authors sum the loss over heads: multiply their
-    learning rates by the number of sub-members, except for Adam and others that normalise gradients.
+    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The authors sum the loss over heads: scale their
+    learning rates, except of Adam and its like, by the number of sub-members.
 
     ```python
     model = eqx.nn.MLP(10, 3, 64, 2, key=key)
@@ -64,9 +64,8 @@ def packed_ensemble(
 ) -> JointEnsemble[M]:
     r"""Converts a model to a packed ensemble: narrow sub-members that together are about as large as the model.
 
-    A hidden width $n$ becomes $\lceil \alpha n / k \rceil$ in each of $k$ sub-members, rounded up to a multiple of
-    $\gamma$, so hidden layers together have about $\alpha^2 / (k \gamma)$ of the model's weights. With $\gamma > 1$
-    hidden layers have $\gamma$ groups. All weights are reinitialised and none are shared.
+    A hidden width $n$ becomes about $\alpha n / k$ in each of $k$ sub-members: hidden layers together have about
+    $\alpha^2 / (k \gamma)$ of the model's weights. All weights are reinitialised and none are shared.
 
     **Arguments:**
 
@@ -74,13 +73,13 @@ def packed_ensemble(
         models build an ensemble of narrow models.
     - `num_submembers`: $k$, which also determines the initial weights.
     - `alpha`: $\alpha$, above 0; the authors recommend 2.
-    - `gamma`: $\gamma$, the number of groups in each sub-member.
+    - `gamma`: $\gamma$, the number of groups in hidden layers.
     - `where`: the layers of the chain in order; by default all linear layers and convolutions.
     - `key`: the root key.
 
-    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The gradient of
-    [`eqx_ensemble.methods.efficient.mean_loss`][] is $1/k$ of that of models trained alone: multiply their learning
-    rates by $k$, except for Adam and others that normalise gradients.
+    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. Gradients of
+    [`eqx_ensemble.methods.efficient.mean_loss`][] are $1/k$ of those of models trained alone: scale learning rates,
+    except of Adam and its like.
 
     **Raises:** `ValueError` for layers that are not a chain, and weights outside them.
 

@@ -36,7 +36,7 @@ def dirichlet(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batc
 
     - `logits`: `(*batch, classes)`, or `(classes,)` inside a model.
 
-    **Returns:** the concentration, `(*batch, classes)`. Its logarithm are logits of the mean:
+    **Returns:** the concentration, `(*batch, classes)`. Its logarithm are logits:
     `ee.scores.nll(jnp.log(concentration), labels)`.
 
     ```python

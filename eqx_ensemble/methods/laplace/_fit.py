@@ -108,7 +108,7 @@ def fit(
 
     **Arguments:**
 
-    - `ensemble`: trained members, or a run: its best weights are used, diverged members are excluded with a warning.
+    - `ensemble`: trained members, or a run, whose best weights are used.
     - `data`: the training data, a pair of inputs and targets `(rows, ...)`, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][].
     - `likelihood`: `"regression"`: Gaussian noise. `"binary"`: one logit, labels 0 and 1. `"classification"`: logits of
@@ -116,14 +116,13 @@ def fit(
     - `where`: selects nodes of one member, as in `equinox.tree_at`: `lambda model: model.layers[-1]`.
     - `structure`: as above; `"kron"` is KFAC, for one `equinox.nn.Linear` that is called once per row.
     - `prior_precision`: $\delta$, one number, or `(members,)`.
-    - `noise`: the standard deviation of the noise for `"regression"`, one number or `(members,)`; by default that of
-        each member's residuals, which is too small if the member overfits.
-    - `indices`: a subnetwork: positions among the selected weights, `(n,)`, or in an `Each` `(members, n)`, such as
-        those of [`eqx_ensemble.methods.laplace.subnetwork`][].
+    - `noise`: its standard deviation for `"regression"`, one number or `(members,)`; by default that of the residuals,
+        which is too small if a member overfits.
+    - `indices`: a subnetwork: positions among the selected weights, `(n,)`, or in an `Each` `(members, n)`.
     - `row_weights`: numbers or booleans `(rows,)`, or in an `Each` `(members, rows)`: for a bootstrap
         `ee.Each(ee.resample.counts(rows, num_rows))`. Rows of zero are ignored, even if NaN.
     - `state`: the stacked `equinox.nn.State`; by default that of the run.
-    - `fn`: called instead of the member as `fn(model, x)`, or `fn(model, x, state) -> (outputs, state)`.
+    - `fn`: `fn(model, x)` instead of `model(x)`, or `fn(model, x, state) -> (outputs, state)`.
     - `batch_size`: rows per batch; it affects memory only.
     - `plan`, `mesh`: as for [`eqx_ensemble.map_members`][].
 
@@ -140,9 +139,8 @@ def fit(
         likelihood="classification",
         where=lambda model: model.layers[-1],
     ).optimise_prior()
-    posterior.log_marginal_likelihood().shape  # (4,)
     posterior.predict(x, combine=ee.combine.mixture).shape  # (50, 3)
-    posterior.sample(10, key=key)  # an ensemble of 40 members
+    posterior.sample(10, key=key)  # 40 members
     ```
 
     ??? cite

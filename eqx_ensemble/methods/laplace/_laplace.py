@@ -198,16 +198,15 @@ class Laplace(eqx.Module, Generic[M]):
     ) -> PyTree:
         r"""Posterior predictions of all members, with the models linearised in the weights.
 
-        Outputs for a row are Gaussian, with mean $f(x)$ and covariance $S = J P^{-1} J^\top$. For regression the
-        prediction is a mean and a variance, including the noise. For classes `link` approximates the mean
-        probabilities:
+        Outputs are Gaussian, with mean $f(x)$ and covariance $S = J P^{-1} J^\top$; for regression the variance
+        includes the noise. For classes `link` approximates the mean probabilities:
 
         - `"probit"`, the default: $p_c \propto 1 / \sum_j \exp(-d_{cj})$ with $d_{cj} = (f_c - f_j) / \sqrt{1 + \pi
             \operatorname{Var}(f_c - f_j) / 8}$. Its error is below 0.02 for two classes; for three, with random
             covariances, it was 0.25 at most.
         - `"mc"`: `num_samples` draws per row, exact up to sampling error.
-        - `"bridge"`: the Laplace bridge. It does not depend on the scale of $S$: rows far from the data are as
-            confident as others. `"bridge_norm"` first rescales $f$ and $S$. Not for `"binary"`.
+        - `"bridge"`: the Laplace bridge, which ignores the scale of $S$; `"bridge_norm"` rescales first. Not for
+            `"binary"`.
 
         **Arguments:**
 
@@ -244,8 +243,7 @@ class Laplace(eqx.Module, Generic[M]):
 
         $$\log p(y \mid w) - \tfrac12 \big(\log\det P - \log\det P_0 + \delta \lVert w \rVert^2\big)$$
 
-        with $P_0 = \delta I$. It is exact for a linear model with Gaussian noise, and differentiable with respect to
-        both arguments. Only posteriors over the same selection of weights are comparable.
+        with $P_0 = \delta I$. Only posteriors over the same selection of weights are comparable.
 
         **Arguments:**
 
@@ -261,8 +259,8 @@ class Laplace(eqx.Module, Generic[M]):
         r"""Maximises the marginal likelihood of each member over its prior precision.
 
         The maximum is MacKay's fixed point $\delta = \gamma / \lVert w \rVert^2$ with $\gamma = \sum_i l_i / (l_i +
-        \delta)$ and the eigenvalues $l_i$ of $P - \delta I$. The weights do not change, and are not a mode under the
-        new prior: if it differs much from that of training, retrain.
+        \delta)$ and the eigenvalues $l_i$ of $P - \delta I$. The weights do not change: if the prior differs much from
+        that of training, retrain.
 
         **Arguments:**
 
@@ -300,8 +298,7 @@ def _best_prior(members: Ensemble, with_noise: bool) -> tuple[Array, Array | Non
 def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = None) -> Laplace[M]:
     """Replaces the prior precision or the noise of posteriors, without access to the data.
 
-    The result equals a fit with these values: select a prior precision on held-out rows with one pass over the training
-    data. The weights do not change.
+    The result equals a fit with these values: a prior precision can be selected on held-out rows.
 
     **Arguments:**
 

@@ -160,18 +160,15 @@ def make_step(
 
     **Arguments:**
 
-    - `loss`: as for [`eqx_ensemble.train.make_step`][]: the negative log-posterior per row, $-\frac1B \sum \log p(y|x,
-        w) - \frac1N \log p(w)$, with a prior such as [`eqx_ensemble.methods.priors.gaussian_penalty`][]; without one,
-        particles drift apart indefinitely.
-    - `optimiser`: that of [`eqx_ensemble.train.init`][]; no line search. The weight decay of `optax.adamw` is not a
-        prior.
-    - `num_rows`: $N$, the number of all training rows, not of a batch; divide it by a temperature to temper the
-        posterior.
+    - `loss`: as for [`eqx_ensemble.train.make_step`][]: the negative log-posterior per row, with a prior such as
+        [`eqx_ensemble.methods.priors.gaussian_penalty`][]; without one, particles drift apart indefinitely.
+    - `optimiser`: that of [`eqx_ensemble.train.init`][]; no line search.
+    - `num_rows`: $N$, the number of all training rows, divided by a temperature if any.
     - `method`: `"svgd"`, or `"wgd"` for repulsive ensembles.
     - `kernel`: as for [`eqx_ensemble.methods.particles.svgd`][].
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
     - `plan`: for gradients and updates, by default [`eqx_ensemble.plan.Vmap`][].
-    - `mesh`: the mesh passed to [`eqx_ensemble.train.init`][].
+    - `mesh`: that of [`eqx_ensemble.train.init`][].
 
     **Returns:** [`eqx_ensemble.methods.particles.InteractingStep`][].
 
@@ -186,9 +183,7 @@ def make_step(
     optimiser = optax.adam(1e-2)
     state = ee.train.init(ensemble, optimiser, key=key)
     step = ee.methods.particles.make_step(loss, optimiser, num_rows=8)
-    for _ in range(3):
-        state, metrics = step(state, (jnp.ones((8, 3)), jnp.zeros((8, 1))))
-    metrics.loss.shape  # (4,)
+    state, metrics = step(state, (jnp.ones((8, 3)), jnp.zeros((8, 1))))
     ```
 
     ??? cite
@@ -350,9 +345,8 @@ def make_function_space_step(
 ) -> InteractingStep:
     r"""Makes a compiled step in which members INTERACT in function space: their predictions repel each other.
 
-    The points that repel each other are the members' outputs $f_i$ for the rows of a batch, because different weights
-    may be the same function. With scores $s_i = -N \partial L_i / \partial f_i$ and directions $\phi_i$ between
-    outputs, the optimiser receives $-J_i^\top \phi_i / N$. Otherwise it is
+    The points are the members' outputs $f_i$ for the rows of a batch. With scores $s_i = -N \partial L_i / \partial
+    f_i$ and directions $\phi_i$ between outputs, the optimiser receives $-J_i^\top \phi_i / N$. Otherwise it is
     [`eqx_ensemble.methods.particles.make_step`][].
 
     All members need the same rows, some of which the loss may ignore, such as points between the training rows. Outputs
@@ -362,8 +356,7 @@ def make_function_space_step(
 
     - `outputs`: `outputs(model, batch, key)` of one member: arrays to compare members by, such as logits.
     - `loss`: `loss(outputs, batch, key) -> value`: the negative log-posterior per row of these outputs, with a prior
-        over functions, such as $f^\top K^{-1} f / 2N$ for a Gaussian process; without one, nothing limits the distance
-        between members away from the data.
+        over functions, such as $f^\top K^{-1} f / 2N$ for a Gaussian process.
     - `optimiser`, `num_rows`, `method`, `kernel`, `has_aux`, `plan`, `mesh`: as for
         [`eqx_ensemble.methods.particles.make_step`][], with a kernel between vectors of outputs.
 

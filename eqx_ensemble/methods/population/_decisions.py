@@ -136,9 +136,8 @@ def truncation(
     **Arguments:**
 
     - `scores`: one per member `(members,)`.
-    - `healthy`: booleans `(members,)`, the members that may be donors; all others, and those with a NaN score, are
-        replaced.
-    - `fraction`: the fraction of members to replace, and to choose donors from, rounded up; at most a half.
+    - `healthy`: booleans `(members,)`; all others, and those with a NaN score, are replaced.
+    - `fraction`: of members to replace, and to choose donors from, rounded up; at most a half.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher.
     - `key`: the key for drawing the donors.
 

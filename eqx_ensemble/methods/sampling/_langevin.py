@@ -276,8 +276,8 @@ def cyclical_temperature(
 ) -> Callable[[Any], Float[Array, ""]]:
     """The temperature of cyclical stochastic-gradient MCMC: 0 while a cycle explores, then that of sampling.
 
-    With the learning rate of [`eqx_ensemble.methods.path.snapshot_schedule`][], each cycle descends to a mode without
-    noise, then samples around it. Chains visit several modes, but not in proportion to their posterior mass.
+    Use it with the learning rate of [`eqx_ensemble.methods.path.snapshot_schedule`][]. Chains visit several modes, but
+    not in proportion to their posterior mass.
 
     **Arguments:**
 
@@ -331,8 +331,7 @@ def sgld(
     $$w \leftarrow w - \eta\, g + \sqrt{2 \eta T / N}\; \xi, \qquad \xi \sim \mathcal N(0, I)$$
 
     The loss is a **mean** over rows of negative log-likelihoods plus
-    [`eqx_ensemble.methods.priors.gaussian_penalty`][], and small steps sample from $\exp(-N L / T)$. For a step size
-    $\epsilon$ on the log-posterior, $\eta = N \epsilon$.
+    [`eqx_ensemble.methods.priors.gaussian_penalty`][]; small steps sample from $\exp(-N L / T)$.
 
     Steps have no Metropolis correction: with the curvature $h$ of the loss and the variance $s^2$ of $g$, the variance
     is $(T / N + \eta s^2 / 2) / (h\,(1 - \eta h / 2))$ instead of $T / (N h)$.
@@ -344,12 +343,11 @@ def sgld(
     - `learning_rate`: $\eta$, a number or an optax schedule; with `hyper`, one per member.
     - `num_rows`: $N$, the number of all training rows of the member, not of a batch.
     - `temperature`: $T$, a number or a schedule: 1 for the posterior, 0 for gradient descent.
-    - `key`: the key of the noise. An independent second run needs another key; to continue, pass the run to `fit`.
+    - `key`: the key of the noise; another run needs another key.
 
     **Returns:** an optax optimiser. Wrap it in [`eqx_ensemble.methods.path.snapshots`][] to keep samples.
 
-    **Raises:** `TypeError`, when initialised, for weights that are complex or have fewer than 32 bits, in which the
-    noise is rounded away.
+    **Raises:** `TypeError`, when initialised, for weights of fewer than 32 bits, in which the noise is rounded away.
 
     ```python
     def loss(model, batch, key):

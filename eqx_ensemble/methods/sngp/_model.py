@@ -137,19 +137,17 @@ class SNGP(eqx.Module, Generic[M]):
     $\Sigma$ after training. Train the network with [`eqx_ensemble.methods.sngp.bound_spectral_norm`][] and residual
     connections, so that distances in $h$ reflect those between inputs.
 
-    The prior of $\beta$ is `ridge / (2 * N) * jnp.sum(model.weight**2)` in a loss that is a mean over $N$ rows. The
-    covariance takes `num_features**2` numbers per member, per class for `"categorical"`.
+    The prior of $\beta$ is `ridge / (2 * N) * jnp.sum(model.weight**2)` in a mean loss over $N$ rows.
 
     **Arguments:**
 
-    - `network`: a function of a row to hidden units `(in_size,)`: a model without its last layer. It may be stateful.
+    - `network`: a function of a row to hidden units `(in_size,)`; it may be stateful.
     - `in_size`, `out_size`: the numbers of hidden units and of outputs.
-    - `num_features`: $D$. The error of the kernel is about $1 / \sqrt{D}$.
+    - `num_features`: $D$; the covariance takes $D^2$ numbers, per class for `"categorical"`.
     - `length_scale`: $l$, in the unit of the hidden units, which an `equinox.nn.LayerNorm` at the end fixes.
     - `ridge`: the prior precision of $\beta$.
-    - `likelihood`: `"gaussian"` with `noise_variance`, one covariance for all outputs, which the authors also use for
-        classes; `"bernoulli"` for one logit; `"categorical"`, with one covariance per class.
-    - `noise_variance`: of `"gaussian"`.
+    - `likelihood`, `noise_variance`: `"gaussian"`, which the authors also use for classes; `"bernoulli"` for one logit;
+        `"categorical"`.
     - `key`: the member's key, for $W$ and $b$.
 
     **Returns** (when called): [`eqx_ensemble.methods.sngp.SNGPOutput`][]; with a state among the inputs, also the new
@@ -259,16 +257,15 @@ def update_covariance(
 ) -> Ensemble[Any]:
     r"""Computes the covariances of the last layers in one pass over the training data, after training.
 
-    The precision is $\text{ridge}\, I + \sum_i v_i \phi_i \phi_i^\top$, the exact sum over the rows, with $v_i = 1 /
-    \text{noise variance}$ for a Gaussian likelihood and $p_i (1 - p_i)$ for each logit otherwise: the Laplace
-    approximation. Previous covariances are replaced.
+    The precision is $\text{ridge}\, I + \sum_i v_i \phi_i \phi_i^\top$ over the rows, with $v_i = 1 / \text{noise
+    variance}$ for a Gaussian likelihood, else $p_i (1 - p_i)$ for each logit.
 
     **Arguments:**
 
     - `ensemble`: members that are [`eqx_ensemble.methods.sngp.SNGP`][].
     - `x`: the inputs of the training data, arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][].
-    - `batch_size`: rows per update; by default the number of features. It only affects time and memory.
+    - `batch_size`: rows per update; by default the number of features.
     - `state`: the stacked `equinox.nn.State` of stateful members.
     - `plan`: as for [`eqx_ensemble.map_members`][].
 

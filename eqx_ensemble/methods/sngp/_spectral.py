@@ -41,7 +41,7 @@ def bound_spectral_norm(
         hyper-parameter.
     - `where`: selects the parts of a model whose arrays of two or more axes are bounded; by default its `network`.
     - `num_iterations`: power iterations per step.
-    - `certified`: whether the bound applies to convolutions instead of their kernels reshaped to `(out, in * kernel)`.
+    - `certified`: whether the bound applies to convolutions, not to kernels as matrices `(out, in * kernel)`.
 
     **Returns:** an optax optimiser.
 
