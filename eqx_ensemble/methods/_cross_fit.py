@@ -47,17 +47,15 @@ def cross_fit(
     **Arguments:**
 
     - `ensemble`: one member per fold, or several: member `i` has fold `i % num_folds`.
-    - `loss`, `optimiser`, `data`, `options`: as for [`eqx_ensemble.fit`][], without `rows`. `checkpoint` saves and
-        resumes the run of all folds; predictions are always recomputed.
+    - `loss`, `optimiser`, `data`, `options`: as for [`eqx_ensemble.fit`][], without `rows`.
     - `folds`: from [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][].
-    - `x`: the inputs to predict from, as for [`eqx_ensemble.predict`][]: all rows of the data, in their order.
+    - `x`: the inputs to predict from: all rows of the data, in their order.
     - `fn`: how a member predicts, as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits.
     - `key`: the root key.
 
-    **Returns:** [`eqx_ensemble.methods.CrossFit`][]: the run and the held-out predictions.
+    **Returns:** [`eqx_ensemble.methods.CrossFit`][].
 
-    **Raises:** `ValueError` if the folds do not match the members or the rows; also as [`eqx_ensemble.fit`][] and,
-    before training, [`eqx_ensemble.predict`][].
+    **Raises:** `ValueError` if the folds do not match the members or the rows.
 
     ```python
     def loss(model, batch, key):
@@ -75,8 +73,7 @@ def cross_fit(
     ```
 
     ??? cite
-        Chernozhukov et al., *Double/Debiased Machine Learning for Treatment and Structural Parameters*,
-        The Econometrics Journal 21, 2018.
+        [Chernozhukov et al. 2018](https://arxiv.org/abs/1608.00060)
     """
     check_ensemble(ensemble)
     check_folds(folds)

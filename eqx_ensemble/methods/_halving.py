@@ -39,30 +39,24 @@ def successive_halving(
 ) -> Run[M]:
     """Successive halving: trains all members briefly, then repeatedly continues only the best of them for longer.
 
-    At each rung the best `1 / factor` of the remaining members, rounded down, continue until they have trained `factor`
-    times as long. The others are stopped, and removed from the compiled arrays if that saves time.
+    At each rung the best `1 / factor` of the members, rounded down, continue until they have trained `factor` times as
+    long. The others are stopped.
 
     **Arguments:**
 
     - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
-    - `epochs` or `steps`: the length of the first rung; rung `i`, counted from 0, ends when members have trained
-        `factor ** i` times as long, rounded up.
-    - `factor`: the ratio of members, and of training lengths, between two rungs; 2 halves the members.
+    - `epochs` or `steps`: the length of the first rung.
+    - `factor`: the ratio of members, and of training lengths, between two rungs.
     - `rungs`: the number of rungs. By default, enough to leave one member.
-    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][] with options, in which all rungs are saved,
-        for data in arrays. Rerunning the same call after an interruption resumes bit for bit, or returns the finished
-        run; a different call raises an error that lists the differences. Only one process at a time can use a folder.
-        It takes the space of two runs.
-    - `fit`: the function that trains each rung, with the signature of [`eqx_ensemble.fit`][]. On workers, with the same
-        result: `functools.partial(ee.fleet.fit, executor)`, where `executor` is open, so that workers are started once.
-        `checkpoint` then takes the space of one run per rung, in a folder that all workers can write.
+    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][]: the same call resumes bit for bit, or
+        returns the finished run. It takes the space of two runs.
+    - `fit`: the function that trains each rung; on workers `functools.partial(ee.fleet.fit, executor)` with an open
+        `executor`. `checkpoint` then takes the space of one run per rung.
     - `key`: the root key.
 
     **Returns:** the run. Dropped members have the status `STOPPED` and their best weights.
 
-    **Raises:** `TypeError` without validation data, or unless exactly one of `epochs` and `steps` is given;
-    `ValueError` for a factor of at most 1; `MemberMismatchError` if another `fit` returns without some members; also as
-    [`eqx_ensemble.fit`][].
+    **Raises:** `TypeError` without validation data.
 
     ```python
     def loss(model, batch, key):
@@ -84,13 +78,11 @@ def successive_halving(
         epochs=1,
         key=key,
     )
-    run.stopped_at
-    # (9,): six members stopped after two steps, two after six; -1 for the one that was
-    # never dropped
+    run.stopped_at  # (9,): six members after two steps, two after six, -1 for the last
     ```
 
     ??? cite
-        Jamieson and Talwalkar, *Non-stochastic Best Arm Identification and Hyperparameter Optimization*, AISTATS 2016.
+        [Jamieson and Talwalkar 2016](https://arxiv.org/abs/1502.07943)
     """
     check_saving(checkpoint, data)
     check_validation_given(validation)
@@ -222,9 +214,6 @@ def hyperband(
 ) -> list[Run[Any]]:
     """Hyperband: brackets of successive halving, from many members trained briefly to a few trained in full.
 
-    It is not known in advance how early poor hyper-parameters can be stopped. The brackets stop them at different
-    times, each with about the same budget.
-
     **Arguments:**
 
     - `make`: the constructor of one member, as for [`eqx_ensemble.build`][].
@@ -232,14 +221,10 @@ def hyperband(
     - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
     - `epochs`: the longest training of a member.
     - `factor`: the ratio of members, and of training lengths, between two rungs.
-    - `checkpoint`, `fit`: as for [`eqx_ensemble.methods.successive_halving`][]; each bracket has its own subfolder of
-        `checkpoint`.
+    - `checkpoint`, `fit`: as for [`eqx_ensemble.methods.successive_halving`][].
     - `key`: the root key.
 
     **Returns:** one run per bracket, the largest first; fewer after Ctrl-C. Ids are unique across brackets.
-
-    **Raises:** `TypeError` without validation data, and for options of [`eqx_ensemble.fit`][] that the method sets
-    itself; `ValueError` for a factor of at most 1; also as [`eqx_ensemble.fit`][].
 
     ```python
     def loss(model, batch, key):
@@ -265,7 +250,7 @@ def hyperband(
     ```
 
     ??? cite
-        Li et al., *Hyperband: A Novel Bandit-Based Approach to Hyperparameter Optimization*, JMLR 18, 2018.
+        [Li et al. 2018](https://arxiv.org/abs/1603.06560)
     """
     check_positive_int(epochs, "epochs")
     check_validation_given(validation)

@@ -39,7 +39,7 @@ class Population(eqx.Module, Generic[M]):
 
     **Attributes:**
 
-    - `run`: the run of all rounds; `run.ensemble` holds each member's best weights since it was last replaced.
+    - `run`: the run of all rounds; `run.ensemble` has each member's best weights since it was last replaced.
     - `scores`: `(rounds, members)`, the validation scores at the end of each round.
     - `lineage`: `(rounds, members)`, the id of each member's donor after each round; its own id if it was not replaced.
     - `hyper`: the hyper-parameters during each round, each array `(rounds, members, ...)`.
@@ -54,17 +54,9 @@ class Population(eqx.Module, Generic[M]):
         return f"{len(self.scores)} rounds of population-based training\n{self.run!r}"
 
     def ancestors(self, index: int) -> Int[np.ndarray, " rounds"]:
-        """The ids of the members whose weights the member at `index` descends from, one per round.
+        """The ids of the members whose weights the member at `index` descends from, one per round, `(rounds,)`.
 
         The hyper-parameters of these members in their rounds are the schedule that the member was trained with.
-
-        **Arguments:**
-
-        - `index`: the position of the member in the ensemble.
-
-        **Returns:** ids `(rounds,)`; the last one is the member's own.
-
-        **Raises:** `ValueError` for an index out of range.
         """
         ids = np.asarray(self.run.train_state.ids).tolist()
         check_indices([index], len(ids))
@@ -228,32 +220,23 @@ def population_based_training(
 ) -> Population[M]:
     """Population-based training: replaces the worst members by copies of the best, with perturbed hyper-parameters.
 
-    After each round but the last, members are ranked by their validation scores. Each of the worst copies the weights,
-    optimiser state and hyper-parameters of one of the best ([`eqx_ensemble.methods.population.truncation`][]); the
-    copied hyper-parameters are then perturbed. Diverged members are also replaced, and are never donors. All rounds use
-    one compiled program.
+    After each round but the last, each of the worst copies one of the best
+    ([`eqx_ensemble.methods.population.truncation`][]), with hyper-parameters that are then perturbed. Diverged members
+    are also replaced.
 
     **Arguments:**
 
     - `ensemble`, `loss`, `optimiser`, `data`, `hyper`, `validation`, `options`: as for [`eqx_ensemble.fit`][], without
-        options that stop or revive members. The optimiser, the loss, or both may use the hyper-parameters.
+        options that stop or revive members.
     - `rounds`: the number of rounds.
     - `epochs` or `steps`: the length of one round.
     - `fraction`: the fraction of members that are replaced after a round, rounded up.
-    - `explore`: `explore(hyper, key) -> hyper` perturbs the hyper-parameters of one copy: by default
-        [`eqx_ensemble.train.perturb`][]; [`eqx_ensemble.methods.population.perturb_hyper`][] respects ranges.
-    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][] with options, in which all rounds are saved,
-        for data in arrays. Rerunning the same call after an interruption resumes bit for bit, or returns the finished
-        result; a different call raises an error that lists the differences. Only one process at a time can use a
-        folder. It takes the space of two rounds.
-    - `fit`: the function that trains each round, as for [`eqx_ensemble.methods.successive_halving`][].
+    - `explore`: `explore(hyper, key) -> hyper` perturbs one copy: by default [`eqx_ensemble.train.perturb`][];
+        [`eqx_ensemble.methods.population.perturb_hyper`][] respects ranges.
+    - `checkpoint`, `fit`: as for [`eqx_ensemble.methods.successive_halving`][].
     - `key`: the root key.
 
-    **Returns:** [`eqx_ensemble.methods.Population`][]. Ctrl-C stops training at the next boundary and returns the
-    result so far.
-
-    **Raises:** `TypeError` without `hyper` or validation data, and for options that stop or revive members;
-    `ValueError` for a fraction outside (0, 0.5]; also as [`eqx_ensemble.fit`][].
+    **Returns:** [`eqx_ensemble.methods.Population`][]; after Ctrl-C, of the rounds so far.
 
     ```python
     def loss(model, batch, key):
@@ -282,7 +265,7 @@ def population_based_training(
     ```
 
     ??? cite
-        Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
+        [Jaderberg et al. 2017](https://arxiv.org/abs/1711.09846)
     """
     check_saving(checkpoint, data)
     check_positive_int(rounds, "rounds")

@@ -311,36 +311,29 @@ def align(
 ) -> Any:
     r"""Permutes the hidden units of all members so that their weights best match those of a reference member.
 
-    Members trained from different initialisations have their hidden units in different orders, so that the average of
-    their weights is a poor network. Permuting hidden units changes no prediction. Weight matching chooses permutations
-    that maximise $\sum_l \langle W_l^{\text{reference}}, P_l W_l P_{l-1}^\top \rangle$ over all weights and biases: it
-    solves one linear assignment for each group of units in turn, in random order, until no group improves by more than
-    rounding. The result is a local optimum that depends on `key`. A permuted copy is usually recovered exactly; narrow
-    networks that were trained independently have only some units in common.
+    Without it, the average of members from different initialisations is a poor network. Weight matching maximises
+    $\sum_l \langle W_l^{\text{reference}}, P_l W_l P_{l-1}^\top \rangle$ by linear assignments, group by group, to a
+    local optimum that depends on `key`.
 
-    Members remain the same functions. To verify this, all units are shuffled once and the predictions for `x` are
-    compared; wrongly declared units raise an error.
+    Predictions do not change: this is verified for `x`, and wrongly declared units raise an error.
 
     **Arguments:**
 
     - `ensemble`: the ensemble.
-    - `x`: a few rows, any PyTree of arrays `(rows, ...)` as for [`eqx_ensemble.predict`][]; random numbers suffice.
+    - `x`: a few rows as for [`eqx_ensemble.predict`][]; random numbers suffice.
     - `reference`: the position of the member to which the others are aligned.
-    - `units`: the axes that share an order, a list of [`eqx_ensemble.methods.alignment.Units`][] and
-        [`eqx_ensemble.methods.alignment.Heads`][]; by default the result of
-        [`eqx_ensemble.methods.alignment.find_units`][]. Other units keep their order.
-    - `state`: the stacked `equinox.nn.State` of stateful members; running statistics of BatchNorm are permuted too.
+    - `units`: a list of [`eqx_ensemble.methods.alignment.Units`][] and [`eqx_ensemble.methods.alignment.Heads`][]; by
+        default that of [`eqx_ensemble.methods.alignment.find_units`][].
+    - `state`: the stacked `equinox.nn.State` of stateful members.
     - `fn`: how members are called, as for [`eqx_ensemble.predict`][].
     - `key`: the root key, for the order of the groups.
 
     **Returns:** the ensemble with the same members and ids; with `state`, also the new state. Optimiser states are not
     permuted: to train further, initialise a new one.
 
-    **Raises:** `TypeError` or `ValueError` for inconsistent arguments, units whose permutation changes predictions, and
-    weights that are not finite; `ImportError` without SciPy.
+    **Raises:** `ValueError` for units whose permutation changes predictions; `ImportError` without SciPy.
 
     ```python
-    model = eqx.nn.MLP(3, 1, 16, 2, key=key)
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
     x = jax.random.normal(key, (10, 3))
     aligned = ee.methods.alignment.align(ensemble, x, key=key)
@@ -348,8 +341,7 @@ def align(
     ```
 
     ??? cite
-        [Git Re-Basin: Merging Models modulo Permutation Symmetries](https://arxiv.org/abs/2209.04836), Ainsworth et
-        al., 2023.
+        [Ainsworth et al. 2023](https://arxiv.org/abs/2209.04836)
     """
     check_ensemble(ensemble)
     check_model_state_given(ensemble.stacked, state)

@@ -55,9 +55,8 @@ def check_losses(losses: Any) -> jax.Array:
 def interpolate(ensemble: Ensemble[M], position: Real[ArrayLike, ""], *, reference: int = 0) -> Ensemble[M]:
     r"""Linearly interpolates between a reference member and every member: weights $(1 - \alpha) W_0 + \alpha W_m$.
 
-    At 0 all members equal the reference, and at 1 they are unchanged, both exactly. Floating-point arrays are
-    interpolated in at least float32; all other arrays must be equal in all members. Running statistics of BatchNorm are
-    not valid for interpolated weights: re-estimate them with [`eqx_ensemble.methods.path.update_batch_norm`][].
+    Both ends are exact. Arrays that are not floating-point must be equal in all members. BatchNorm needs
+    [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
 
     **Arguments:**
 
@@ -66,9 +65,6 @@ def interpolate(ensemble: Ensemble[M], position: Real[ArrayLike, ""], *, referen
     - `reference`: the position of the member at $\alpha = 0$.
 
     **Returns:** the interpolated ensemble, with the same ids.
-
-    **Raises:** `TypeError` or `ValueError` unless `position` is one finite number and `reference` a member;
-    `MemberMismatchError` for an integer leaf that differs.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
@@ -95,27 +91,20 @@ def connectivity(
     reference: int = 0,
     plan: AnyPlan = None,
 ) -> Float[Array, "members points"]:
-    r"""Losses along the straight lines in weight space from a reference member to each of the others.
+    """Losses along the straight lines in weight space from a reference member to each of the others.
 
-    Members whose losses stay low along the line are linearly connected, and their average is a good model. Only the
-    models at one point are in memory at a time; with `plan=ee.plan.Sequential()`, only one model.
+    If they stay low, members are linearly connected, and their average is a good model.
 
     **Arguments:**
 
     - `ensemble`: the ensemble, for example before and after [`eqx_ensemble.methods.alignment.align`][].
-    - `fn`: `fn(model, *args)`, the loss of one model in inference mode, one number. Lower must be better: for an
-        accuracy that dips along the line, the [`eqx_ensemble.methods.alignment.barrier`][] is 0. Models with BatchNorm
-        need new statistics at each point: estimate them in `fn`, or loop over
-        [`eqx_ensemble.methods.alignment.interpolate`][].
+    - `fn`: `fn(model, *args)`, the loss of one model in inference mode.
     - `args`: the data, as for [`eqx_ensemble.map_members`][].
     - `num_points`: the number of equally spaced points including both ends, at least three.
     - `reference`: the position of the member at which all lines start.
-    - `plan`: how the members are executed, as for [`eqx_ensemble.map_members`][].
+    - `plan`: as for [`eqx_ensemble.map_members`][]; with `plan.Sequential()`, one model is in memory at a time.
 
-    **Returns:** `(members, points)`. The row of the reference holds its own loss at every point.
-
-    **Raises:** `TypeError` or `ValueError` for inconsistent arguments; `MemberMismatchError` for an integer leaf that
-    differs between members.
+    **Returns:** `(members, points)`.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
@@ -126,8 +115,7 @@ def connectivity(
     ```
 
     ??? cite
-        [Linear Mode Connectivity and the Lottery Ticket Hypothesis](https://arxiv.org/abs/1912.05671), Frankle et al.,
-        2020.
+        [Frankle et al. 2020](https://arxiv.org/abs/1912.05671)
     """
     check_ensemble(ensemble)
     check_function(fn, "fn", example="lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)")
@@ -153,21 +141,15 @@ def barrier(
 ) -> Float[Array, "*batch"]:
     r"""The height of the loss barrier along each line, in the unit of the loss.
 
-    With losses $L(\alpha)$ at equally spaced points from 0 to 1, it is the largest
-    $L(\alpha) - (1 - \alpha) L(0) - \alpha L(1)$, as Entezari et al. define it: never negative, and zero for a loss
-    that is convex along the line. With `baseline="mean"` it is the largest $L(\alpha) - (L(0) + L(1)) / 2$, the linear
-    interpolation instability of Frankle et al., which also counts a difference between the losses at the two ends.
+    With losses $L(\alpha)$ at equally spaced points, it is the largest $L(\alpha) - (1 - \alpha) L(0) - \alpha L(1)$,
+    as Entezari et al. define it. `baseline="mean"` is the largest $L(\alpha) - (L(0) + L(1)) / 2$ of Frankle et al.
 
     **Arguments:**
 
-    - `losses`: `(*batch, points)`, at least three points, as from
-        [`eqx_ensemble.methods.alignment.connectivity`][].
-    - `baseline`: the baseline to subtract, `"line"` or `"mean"`.
+    - `losses`: `(*batch, points)`, from [`eqx_ensemble.methods.alignment.connectivity`][].
+    - `baseline`: `"line"` or `"mean"`.
 
-    **Returns:** `(*batch,)`; for the result of `connectivity`, one value per member.
-
-    **Raises:** `TypeError` for losses that are not floating-point; `ValueError` for fewer than three points and for an
-    unknown baseline.
+    **Returns:** `(*batch,)`.
 
     ```python
     # 1.5, above the line from 0 to 3
@@ -175,8 +157,8 @@ def barrier(
     ```
 
     ??? cite
-        [The Role of Permutation Invariance in Linear Mode Connectivity of Neural
-        Networks](https://arxiv.org/abs/2110.06296), Entezari et al., 2022.
+        [Entezari et al. 2022](https://arxiv.org/abs/2110.06296); [Frankle et al.
+        2020](https://arxiv.org/abs/1912.05671)
     """
     checked = check_losses(losses)
     check_word(baseline, "baseline", ("line", "mean"))

@@ -61,24 +61,15 @@ Entry = Callable[[Any], Any] | tuple[Callable[[Any], Any], int]
 class Units(eqx.Module):
     """Hidden units that may be permuted: the layers that output them, and the layers that take them as input.
 
-    Channels of a convolution, and the entries of a residual stream, are units too. A layer is selected as in
-    `equinox.tree_at`. Its axes are known for `equinox.nn.Linear`, `Conv`, `ConvTranspose`, `Embedding`, `LayerNorm`,
-    `RMSNorm`, `GroupNorm`, `BatchNorm` (with its running statistics), `PReLU`, `MLP` and `MultiheadAttention`. For
-    other layers select arrays, each with its axis: `(lambda model: model.scale, 0)`.
-
-    A layer with several inputs per unit, such as the first one after flattened channels, must have them ordered by
-    unit, as after `jnp.ravel` of an array `(channels, height, width)`.
+    Channels and the entries of a residual stream are units too. Layers of Equinox are selected as in `equinox.tree_at`,
+    for others arrays, each with its axis: `(lambda model: model.scale, 0)`.
 
     **Arguments:**
 
     - `outputs`: all layers that output these units or have one value per unit: the preceding layer, norms, depthwise
         convolutions; for a residual stream, every layer that adds to it.
     - `inputs`: all layers that take these units as input.
-    - `size`: the number of units; by default that of the first entry of `outputs`. A smaller number permutes blocks of
-        equal size.
-
-    **Raises:** `TypeError` for entries that are neither functions nor pairs `(function, axis)`; `ValueError` for empty
-    `outputs` and a `size` below 1.
+    - `size`: the number of units; by default that of the first entry of `outputs`. A smaller number permutes blocks.
 
     ```python
     units = ee.methods.alignment.Units(
@@ -99,20 +90,15 @@ class Units(eqx.Module):
 
 
 class Heads(eqx.Module):
-    """Attention heads that may be permuted, and the units inside each head.
+    """Attention heads that may be permuted as a whole, and the units inside each head.
 
-    Heads are permuted as a whole; inside a head, queries and keys share one order, and values have another. Axes must
-    be ordered by head. [`eqx_ensemble.methods.alignment.find_units`][] finds `equinox.nn.MultiheadAttention`. With
-    rotary position embeddings, units inside a head cannot be permuted: use `Units(..., size=num_heads)`.
+    With rotary position embeddings, units inside a head cannot be permuted: use `Units(..., size=num_heads)`.
 
     **Arguments:**
 
-    - `num_heads`: the number of heads.
-    - `qk`: the [`eqx_ensemble.methods.alignment.Units`][] of queries and keys, for example with their two layers as
-        `outputs`.
+    - `num_heads`: the number of heads. Axes must be ordered by head.
+    - `qk`: the [`eqx_ensemble.methods.alignment.Units`][] of queries and keys, which share one order.
     - `vo`: the units of the values, which are inputs of the layer after the heads.
-
-    **Raises:** `TypeError` for parts that are not `Units`; `ValueError` for `num_heads` below 1.
 
     ```python
     alignment = ee.methods.alignment
@@ -142,21 +128,16 @@ Where = Callable[[Any], Any]
 
 
 def find_units(model: Any) -> list[Units | Heads]:
-    """Finds the hidden units of a model between layers of known types.
+    """Finds the hidden units of each `equinox.nn.MLP` and `Sequential`, and the heads of each `MultiheadAttention`.
 
-    Found are the units between the layers of each `equinox.nn.MLP` and `equinox.nn.Sequential` anywhere in the model,
-    and the heads of each `equinox.nn.MultiheadAttention`. Units between other layers and residual streams are not
-    found: add them, as in `find_units(model) + [Units(...)]`. Also not found are the units of an MLP with `scan=True`
-    or a learnt activation, and inputs of grouped convolutions and of layers of other types.
+    Add others, such as residual streams: `find_units(model) + [Units(...)]`. An MLP with `scan=True` or a learnt
+    activation, and inputs of grouped convolutions, are not found either.
 
     **Arguments:**
 
     - `model`: a model, or an [`eqx_ensemble.Ensemble`][].
 
-    **Returns:** a list of [`eqx_ensemble.methods.alignment.Units`][] and [`eqx_ensemble.methods.alignment.Heads`][],
-    possibly empty.
-
-    **Raises:** `TypeError` for anything else.
+    **Returns:** a list of [`eqx_ensemble.methods.alignment.Units`][] and [`eqx_ensemble.methods.alignment.Heads`][].
 
     ```python
     model = eqx.nn.MLP(3, 1, 16, 2, key=key)

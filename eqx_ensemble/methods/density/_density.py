@@ -142,12 +142,12 @@ def check_new_features(features: Any, centre: Array) -> Array:
 
 
 class GaussianDiscriminant(eqx.Module):
-    """A fitted Gaussian per class over the hidden units of each member; call it on features of the same members.
+    """A Gaussian per class over the hidden units of each member; call it on features of the same members.
 
     **Attributes:**
 
     - `centre`: `(members, hidden)`, the mean of all rows.
-    - `means`: `(members, classes, hidden)`, the class means relative to `centre`.
+    - `means`: `(members, classes, hidden)`, relative to `centre`.
     - `factors`: `(members, classes, hidden, hidden)`, lower Cholesky factors of the covariances.
     - `log_priors`: `(classes,)`, the logarithms of the class frequencies.
     """
@@ -177,26 +177,21 @@ def gaussian_discriminant(
 ) -> GaussianDiscriminant:
     r"""Fits a Gaussian per class to the hidden units of each member: Gaussian discriminant analysis, as in DDU.
 
-    The density of a row is $\sum_c \pi_c\, \mathcal{N}(h; \mu_c, \Sigma_c)$ with the class frequencies, means and
-    covariances (`ddof=1`). Rows unlike the training data have a low density, even where the softmax is confident. Each
-    member has its own density; combine their log-densities with [`eqx_ensemble.combine.log_mixture`][]. DDU trains the
-    network with bounded spectral norms; without a bound, rows far from the training data may have similar hidden units.
+    The density of a row is $\sum_c \pi_c\, \mathcal{N}(h; \mu_c, \Sigma_c)$ (`ddof=1`). Combine members with
+    [`eqx_ensemble.combine.log_mixture`][].
 
     **Arguments:**
 
     - `features`: inputs of the last layer for the training rows, `(members, batch, hidden)`, from
         [`eqx_ensemble.predict`][] with `fn`.
-    - `labels`: integers `(batch,)` from 0 to classes - 1.
-    - `num_classes`: the number of classes. Each needs at least two rows, and without `ridge` more rows than hidden
-        units.
-    - `ridge`: added to the variances. Hidden units that are constant in a class, such as inactive ReLU units, need a
-        positive ridge.
+    - `labels`: integers `(batch,)`.
+    - `num_classes`: each class needs two rows, and without `ridge` more rows than hidden units.
+    - `ridge`: added to the variances; positive for hidden units that are constant in a class, such as inactive ReLUs.
     - `row_weights`: booleans `(batch,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
 
     **Returns:** [`eqx_ensemble.methods.density.GaussianDiscriminant`][].
 
-    **Raises:** `TypeError` or `ValueError` for inconsistent arguments, a class with fewer than two rows, and singular
-    covariances (where concrete; otherwise the result is NaN).
+    **Raises:** `ValueError` for singular covariances (where concrete; otherwise the result is NaN).
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 4, 1, key=key), 4, key=key)
@@ -208,7 +203,7 @@ def gaussian_discriminant(
     ```
 
     ??? cite
-        [Deep Deterministic Uncertainty: A New Simple Baseline](https://arxiv.org/abs/2102.11582), Mukhoti et al., 2023.
+        [Mukhoti et al. 2023](https://arxiv.org/abs/2102.11582)
     """
     checked, rows = check_features(features, row_weights)
     known = check_classes(labels, checked, num_classes, rows)
@@ -246,12 +241,12 @@ def _log_joint(fitted: GaussianDiscriminant, features: Array) -> Float[Array, "m
 
 
 class Mahalanobis(eqx.Module):
-    """Fitted Mahalanobis distances in the hidden units of each member; call it on features of the same members.
+    """Mahalanobis distances in the hidden units of each member; call it on features of the same members.
 
     **Attributes:**
 
     - `centre`: `(members, hidden)`, the mean of all rows.
-    - `means`: `(members, classes, hidden)`, the class means relative to `centre`.
+    - `means`: `(members, classes, hidden)`, relative to `centre`.
     - `factor`: `(members, hidden, hidden)`, the lower Cholesky factor of the covariance within classes.
     - `background`: `(members, hidden, hidden)`, that of the covariance of all rows.
     """
@@ -264,9 +259,9 @@ class Mahalanobis(eqx.Module):
     def __call__(
         self, features: Float[ArrayLike, "members batch hidden"], *, relative: bool = True
     ) -> Float[Array, "members batch"]:
-        """The squared distance to the nearest class; higher is more unusual.
+        """The squared distance to the nearest class, if `relative` minus that under the Gaussian of all rows.
 
-        If `relative`, the squared distance under the Gaussian of all rows is subtracted; the result may be negative.
+        Higher is more unusual.
         """
         check_flag(relative, "relative")
         nearest, background = _distances(self, check_new_features(features, self.centre))
@@ -283,20 +278,16 @@ def mahalanobis(
 ) -> Mahalanobis:
     r"""Fits class means and a common covariance to the hidden units of each member, for Mahalanobis distances.
 
-    The squared distance of a row is $\min_c\, (h - \mu_c)^\top \Sigma^{-1} (h - \mu_c)$ with the covariance within
-    classes (`ddof=0`). The relative distance subtracts $(h - \mu_0)^\top \Sigma_0^{-1} (h - \mu_0)$ with the mean and
-    covariance of all rows. This discounts directions that do not discriminate between classes, and detects
-    near-out-of-distribution rows.
+    The squared distance of a row is $\min_c\, (h - \mu_c)^\top \Sigma^{-1} (h - \mu_c)$ (`ddof=0`). The relative
+    distance subtracts that under mean and covariance of all rows, which detects near-out-of-distribution rows.
 
     **Arguments:**
 
     - `features`, `labels`, `num_classes`, `ridge`, `row_weights`: as for
-        [`eqx_ensemble.methods.density.gaussian_discriminant`][]. Without `ridge`, all classes together need at least as
-        many rows as hidden units plus classes.
+        [`eqx_ensemble.methods.density.gaussian_discriminant`][]. Without `ridge` it needs as many rows as hidden units
+        plus classes.
 
     **Returns:** [`eqx_ensemble.methods.density.Mahalanobis`][].
-
-    **Raises:** as [`eqx_ensemble.methods.density.gaussian_discriminant`][].
 
     ```python
     features = jax.random.normal(key, (4, 100, 5))  # (members, batch, hidden)
@@ -305,9 +296,8 @@ def mahalanobis(
     ```
 
     ??? cite
-        [A Simple Unified Framework for Detecting Out-of-Distribution Samples and Adversarial
-        Attacks](https://arxiv.org/abs/1807.03888), Lee et al., 2018; the relative distance: [A Simple Fix to
-        Mahalanobis Distance for Improving Near-OOD Detection](https://arxiv.org/abs/2106.09022), Ren et al., 2021.
+        [Lee et al. 2018](https://arxiv.org/abs/1807.03888); the relative distance: [Ren et al.
+        2021](https://arxiv.org/abs/2106.09022)
     """
     checked, rows = check_features(features, row_weights)
     known = check_classes(labels, checked, num_classes, rows)

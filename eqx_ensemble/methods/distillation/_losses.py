@@ -35,28 +35,15 @@ def gaussian_loss(
     r"""Loss of a student that predicts the mean and variance of an ensemble of Gaussian predictions.
 
     The mean over members of $\mathrm{KL}(\mathcal{N}(\mu_m, \sigma_m^2) \parallel \mathcal{N}(\mu, \sigma^2))$, in
-    nats. It is minimised by the moments of the mixture ([`eqx_ensemble.combine.gaussian`][]), and its minimum is zero
-    if all members agree. The student's variance includes the teachers' disagreement, but does not separate it from
-    their noise.
-
-    For point predictions, use the mean square of `prediction - teacher.mean(axis=-1)`.
+    nats, which the moments of the mixture minimise ([`eqx_ensemble.combine.gaussian`][]).
 
     **Arguments:**
 
     - `mean`, `variance`: the predictions of ONE student, `(*batch,)`.
-    - `teacher_mean`, `teacher_variance`: the predictions of the teachers, `(*batch, members)`, from
-        [`eqx_ensemble.methods.distillation.targets`][].
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+    - `teacher_mean`, `teacher_variance`: `(*batch, members)`, from [`eqx_ensemble.methods.distillation.targets`][].
+    - `row_weights`, `reduction`: as for [`eqx_ensemble.scores.nll`][].
 
-    **Returns:**
-
-    A scalar, or `(*batch,)`.
-
-    **Raises:**
-
-    - `TypeError` for arrays that are not floating-point.
-    - `ValueError` for shapes that do not match, and for variances that are not above zero (where concrete).
+    **Returns:** a scalar, or `(*batch,)`.
 
     ```python
     means, variances = jnp.array([[-1.0, 1.0]]), jnp.array([[1.0, 1.0]])  # one row
@@ -100,38 +87,24 @@ def distribution_loss(
 ) -> Float[Array, "..."]:
     r"""Loss of a student that predicts the distribution of an ensemble's probabilities, as a Dirichlet distribution.
 
-    $-T^2 \frac1M \sum_m \log \mathrm{Dir}(\pi_m; \alpha)$ in nats (times $T^2$), with the student's concentration
-    $\alpha = e^{z / T}$, and the teachers' probabilities $\pi_m = \mathrm{softmax}(z_m / T)$, smoothed towards uniform
-    by `smoothing`. It is a negative log-density and may be negative. At the optimum $\psi(\sum_j \alpha_j) -
-    \psi(\alpha_k) + \frac1M \sum_m \log \pi_{mk} = 0$.
+    $-T^2 \frac1M \sum_m \log \mathrm{Dir}(\pi_m; \alpha)$ in nats, with the student's concentration $\alpha = e^{z /
+    T}$ and the teachers' probabilities $\pi_m = \mathrm{softmax}(z_m / T)$, smoothed towards uniform by `smoothing`. It
+    may be negative.
 
-    The student separates disagreement between members from noise: `jnp.exp(logits)` is a concentration for
-    [`eqx_ensemble.methods.heads.decompose_dirichlet`][], and `logits` are also the logits of the mean probabilities.
-    The log-probabilities of unlikely classes dominate the loss of confident members; annealing the temperature from 10
-    to 1 ([`eqx_ensemble.methods.distillation.temperature_annealing`][]) makes it easier to learn from them. A small
-    concentration at a high temperature is a large one at a low temperature, since $\alpha = e^{z / T}$: train long
-    enough at 1.
+    `jnp.exp(logits)` is a concentration for [`eqx_ensemble.methods.heads.decompose_dirichlet`][], and `logits` are
+    logits of the mean probabilities. Anneal the temperature from 10 to 1
+    ([`eqx_ensemble.methods.distillation.temperature_annealing`][]) to learn from confident teachers.
 
     **Arguments:**
 
     - `logits`: the logits of ONE student, `(*batch, classes)`.
-    - `teacher`: the logits or log-probabilities of at least two teachers, `(*batch, members, classes)`, from
-        [`eqx_ensemble.methods.distillation.targets`][]. The likelihood of one teacher, or of several equal ones, is
-        unbounded.
-    - `temperature`: $T$, above zero; it may be a hyper-parameter.
-    - `smoothing`: from 0 to below 1. With 0, the loss is not finite if a teacher gives a class zero probability.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+    - `teacher`: the logits or log-probabilities of at least two teachers that differ, `(*batch, members, classes)`,
+        from [`eqx_ensemble.methods.distillation.targets`][].
+    - `temperature`: $T$, above zero.
+    - `smoothing`: from 0 to below 1. With 0, a teacher's zero probability makes the loss infinite.
+    - `row_weights`, `reduction`: as for [`eqx_ensemble.scores.nll`][].
 
-    **Returns:**
-
-    A scalar, or `(*batch,)`.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point.
-    - `ValueError` for shapes that do not match, fewer than two teachers, and a temperature or smoothing out of range
-        (where concrete).
+    **Returns:** a scalar, or `(*batch,)`.
 
     ```python
     teacher = jnp.log(jnp.array([[[0.7, 0.3], [0.5, 0.5]]]))  # one row, two members
@@ -140,7 +113,7 @@ def distribution_loss(
     ```
 
     ??? cite
-        [Ensemble Distribution Distillation](https://arxiv.org/abs/1905.00076), Malinin, Mlodozeniec and Gales, 2020.
+        [Malinin et al. 2020](https://arxiv.org/abs/1905.00076)
     """
     student, teachers = check_classes(logits, teacher, least=2)
     rows = check_row_weights(row_weights, student.shape[:-1], student.dtype, reduction=reduction)
@@ -157,18 +130,11 @@ def temperature_annealing(
 
     **Arguments:**
 
-    - `step`: $t$, the epoch or step, counted from 0; it may be traced.
+    - `step`: $t$, the epoch or step, from 0; it may be traced.
     - `num_steps`: $n$, the epoch or step at which it reaches 1.
     - `start`: $T_0$, at least 1.
 
-    **Returns:**
-
-    An array of the shape of `step`.
-
-    **Raises:**
-
-    `TypeError` or `ValueError` for a negative `step` (where concrete), for `num_steps` that is not a positive integer,
-    and for a `start` below 1.
+    **Returns:** an array of the shape of `step`.
 
     ```python
     # [10, 5.5, 1]
@@ -176,7 +142,7 @@ def temperature_annealing(
     ```
 
     ??? cite
-        [Ensemble Distribution Distillation](https://arxiv.org/abs/1905.00076), Malinin, Mlodozeniec and Gales, 2020.
+        [Malinin et al. 2020](https://arxiv.org/abs/1905.00076)
     """
     length = check_positive_int(num_steps, "num_steps")
     first = check_number(start, "start", least=1)
@@ -241,30 +207,19 @@ def mixture_loss(
 ) -> Float[Array, "..."]:
     r"""Loss of a student that predicts the mean probabilities of an ensemble of classifiers.
 
-    $T^2 \, \mathrm{KL}(\bar p \parallel q)$ in nats (times $T^2$), with
-    $\bar p = \frac1M \sum_m \mathrm{softmax}(z_m / T)$ of the teachers' logits and $q = \mathrm{softmax}(z / T)$ of the
-    student's. It is zero if the student equals the mixture. A temperature above 1 gives more weight to unlikely
-    classes; the factor $T^2$ preserves the scale of the gradient. To learn from labels as well, add their `scores.nll`.
-
-    Disagreement between members is lost; [`eqx_ensemble.methods.distillation.distribution_loss`][] preserves it.
+    $T^2 \, \mathrm{KL}(\bar p \parallel q)$ in nats, with $\bar p = \frac1M \sum_m \mathrm{softmax}(z_m / T)$ of the
+    teachers and $q = \mathrm{softmax}(z / T)$ of the student. Disagreement is lost;
+    [`eqx_ensemble.methods.distillation.distribution_loss`][] preserves it.
 
     **Arguments:**
 
     - `logits`: the logits of ONE student, `(*batch, classes)`.
-    - `teacher`: the teachers' logits or log-probabilities, `(*batch, members, classes)`, from
+    - `teacher`: logits or log-probabilities `(*batch, members, classes)`, from
         [`eqx_ensemble.methods.distillation.targets`][].
-    - `temperature`: $T$, above zero; it may be a hyper-parameter.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+    - `temperature`: $T$, above zero.
+    - `row_weights`, `reduction`: as for [`eqx_ensemble.scores.nll`][].
 
-    **Returns:**
-
-    A scalar, or `(*batch,)`.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point.
-    - `ValueError` for shapes that do not match, and for a temperature that is not above zero (where concrete).
+    **Returns:** a scalar, or `(*batch,)`.
 
     ```python
     teacher = jnp.log(jnp.array([[[0.9, 0.1], [0.3, 0.7]]]))  # one row, two members
@@ -273,8 +228,7 @@ def mixture_loss(
     ```
 
     ??? cite
-        [Distilling the Knowledge in a Neural Network](https://arxiv.org/abs/1503.02531), Hinton, Vinyals and Dean,
-        2015.
+        [Hinton et al. 2015](https://arxiv.org/abs/1503.02531)
     """
     student, teachers = check_classes(logits, teacher, least=1)
     rows = check_row_weights(row_weights, student.shape[:-1], student.dtype, reduction=reduction)

@@ -106,22 +106,19 @@ def check_split(predictions: Any, num_students: Any) -> int:
 
 
 def targets(ensemble: Ensemble[Any], x: PyTree, **options: Any) -> PyTree:
-    """The predictions of all members with the rows first, as targets for students.
+    """The predictions of all members with the rows first, for the data of [`eqx_ensemble.fit`][].
 
-    They are computed by [`eqx_ensemble.predict`][] in batches of rows. With the rows first, they can be used in the
-    data of [`eqx_ensemble.fit`][]. No labels are needed: rows that the ensemble was not trained on are more
-    informative.
+    No labels are needed: rows that the ensemble was not trained on are more informative.
 
     **Arguments:**
 
     - `ensemble`: the teachers.
     - `x`: the inputs, a PyTree of arrays `(rows, ...)`.
-    - `options`: the options of [`eqx_ensemble.predict`][] except `combine` and `weights`, such as `batch_size`,
-        `memory`, `state` and `fn`.
+    - `options`: of [`eqx_ensemble.predict`][], except `combine` and `weights`.
 
     **Returns:** the predictions, each array `(rows, members, ...)`.
 
-    **Raises:** `TypeError` for `combine` and `weights`; `ValueError` for members with NaN predictions (where concrete).
+    **Raises:** `ValueError` for members with NaN predictions (where concrete).
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 16, 2, key=key), 4, key=key)
@@ -142,19 +139,14 @@ def _rows_first(*predictions: Any) -> Any:
 def split_targets(predictions: PyTree, num_students: int) -> PyTree:
     """Divides the teachers evenly among the students of a smaller ensemble, in order.
 
-    Each student learns from its own teachers. If every student matches the mean of its teachers, the mean of the
-    students is that of all teachers. If all students learnt from all teachers, they would agree with each other, and
-    the disagreement between teachers would be lost.
+    If all students learnt from all teachers, they would agree, and the teachers' disagreement would be lost.
 
     **Arguments:**
 
-    - `predictions`: from [`eqx_ensemble.methods.distillation.targets`][], each array `(rows, members, ...)`.
+    - `predictions`: from [`eqx_ensemble.methods.distillation.targets`][], arrays `(rows, members, ...)`.
     - `num_students`: the number of students, a divisor of the number of teachers.
 
-    **Returns:** the predictions, each array an [`eqx_ensemble.Each`][] of shape
-    `(students, rows, members / students, ...)`.
-
-    **Raises:** `ValueError` if the teachers do not divide evenly; `TypeError` for predictions without arrays.
+    **Returns:** each array an [`eqx_ensemble.Each`][] `(students, rows, members / students, ...)`.
 
     ```python
     predictions = jnp.zeros((10, 6, 3))  # of six teachers

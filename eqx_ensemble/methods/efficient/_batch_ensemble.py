@@ -18,28 +18,20 @@ M = TypeVar("M")
 def masksembles(
     model: M, num_submembers: int = 4, *, scale: float | int = 2.0, where: Select = None, key: Any
 ) -> JointEnsemble[M]:
-    r"""Converts a model to Masksembles: each sub-member uses a fixed subset of the hidden features.
+    """Converts a model to Masksembles: each sub-member uses a fixed subset of the hidden features.
 
-    Weights and biases are shared; the masks are booleans, which are not trained, and activations are not rescaled. Each
-    of $n$ masks keeps $m$ of $c$ features, the integer closest to the solution of $c = m s (1 - (1 - 1/s)^n)$ for the
-    scale $s$. Every feature is kept by at least one mask. The overlap of two masks (intersection over union) is about
-    $1 / (2 s - 1)$: sub-members are identical at a scale of 1 and nearly disjoint at a large one.
+    Weights are shared. Two masks overlap (intersection over union) by about $1 / (2 s - 1)$ for the scale $s$.
 
     **Arguments:**
 
-    - `model`: the model of ONE member. Its hidden features are divided between sub-members: make it wider than a single
-        model.
-    - `num_submembers`: $n$, the number of masks.
+    - `model`: the model of ONE member; make it wider than a single model.
+    - `num_submembers`: the number of masks.
     - `scale`: $s$, at least 1. The authors use 1 to 6, for layers of at least ten features.
-    - `where`: the layers whose INPUTS are masked: features of linear layers, channels of convolutions; by default all
-        linear layers and convolutions except the first, in the order of the model's fields.
-    - `key`: the root key. The same key gives the same masks, also inside `jax.jit` and `build`.
+    - `where`: the layers whose INPUTS are masked; by default all linear layers and convolutions except the first.
+    - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The authors divide each batch between the masks:
     `mean_loss(loss, rows="split")`.
-
-    **Raises:** `TypeError` or `ValueError` as [`eqx_ensemble.methods.efficient.batch_ensemble`][], and for a scale
-    below 1.
 
     ```python
     model = eqx.nn.MLP(10, 3, 64, 2, key=key)
@@ -48,7 +40,7 @@ def masksembles(
     ```
 
     ??? cite
-        Durasov, Bagautdinov, Baque and Fua, *Masksembles for Uncertainty Estimation*, CVPR 2021, arXiv:2012.08334.
+        [Durasov et al. 2021](https://arxiv.org/abs/2012.08334)
     """
     num_submembers = check_model(model, num_submembers, key)
     scale = check_number(scale, "scale", least=1)
@@ -99,30 +91,22 @@ def batch_ensemble(
 ) -> JointEnsemble[M]:
     r"""Converts a model to a BatchEnsemble: sub-members whose weights differ by rank-one factors.
 
-    Sub-member $i$ has the weights $W \circ s_i r_i^\top$ and its own bias $b_i$. Its output is computed as
-    $W (r_i \circ x) \circ s_i + b_i$, without materialising its weights. A layer of `in` by `out` features needs, in
-    addition to the shared $W$, `in + 2 * out` parameters per sub-member. $W$ and the initial biases are those of the
-    model, which may be trained already.
+    Sub-member $i$ has the weights $W \circ s_i r_i^\top$ and its own bias: a layer needs `in + 2 * out` parameters per
+    sub-member. $W$ and the first biases are those of the model, which may be trained already.
 
     **Arguments:**
 
-    - `model`: the model of ONE member, with linear layers or convolutions. Other weights, such as those of
-        normalisation layers, are shared unchanged.
-    - `num_submembers`: the number of sub-members. The factors of a sub-member do not depend on it.
-    - `where`: the layers to convert: a function as for `equinox.tree_at`, or a type such as `equinox.nn.Linear`; by
-        default all linear layers and convolutions outside [`eqx_ensemble.train.Frozen`][].
-    - `factors`: the initialisation of $r$ and $s$: `"normal"` with mean 1 and standard deviation `std`; `"signs"`, -1
-        or 1 with equal probability; or `"ones"`.
-    - `std`: the standard deviation of normal factors; the authors use 0.5 for image models.
+    - `model`: the model of ONE member, with linear layers or convolutions. Other weights are shared.
+    - `num_submembers`: the number of sub-members.
+    - `where`: the layers to convert, as for `equinox.tree_at`, or a type; by default all linear layers and convolutions
+        outside [`eqx_ensemble.train.Frozen`][].
+    - `factors`: the initial $r$ and $s$: `"normal"` with mean 1 and standard deviation `std`; `"signs"`, -1 or 1; or
+        `"ones"`.
+    - `std`: the authors use 0.5 for image models.
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][], one member of an ensemble. Train it with
-    [`eqx_ensemble.methods.efficient.mean_loss`][]. The authors halve the learning rate of the factors and do not decay
-    them; see [`eqx_ensemble.methods.efficient.weight_labels`][].
-
-    **Raises:** `TypeError` or `ValueError` for a model without such layers, with tied or normalised weights
-    (`equinox.nn.Shared`, `WeightNorm`, `SpectralNorm`), or that is already stacked or converted. Warns if all factors
-    are 1: sub-members trained on the same rows then remain identical.
+    [`eqx_ensemble.methods.efficient.mean_loss`][], factors as in [`eqx_ensemble.methods.efficient.weight_labels`][].
 
     ```python
     model = eqx.nn.MLP(10, 3, 64, 2, key=key)  # 5,059 parameters
@@ -135,8 +119,7 @@ def batch_ensemble(
     ```
 
     ??? cite
-        Wen, Tran and Ba, *BatchEnsemble: An Alternative Approach to Efficient Ensemble and Lifelong Learning*,
-        ICLR 2020, arXiv:2002.06715.
+        [Wen et al. 2020](https://arxiv.org/abs/2002.06715)
     """
     num_submembers = check_model(model, num_submembers, key)
     check_word(factors, "factors", ("normal", "signs", "ones"))
@@ -180,29 +163,18 @@ def tabm(
 ) -> JointEnsemble[M]:
     """Converts a model to TabM: rank-one factors, of which only the first are random, and a head per sub-member.
 
-    It is [`eqx_ensemble.methods.efficient.batch_ensemble`][] with a different initialisation. The input factors of the
-    first layer are random, all others are 1, and biases are those of the model: up to the heads, sub-members initially
-    differ only by a random weighting of the features. The last layer becomes a separate, reinitialised layer for each
-    sub-member.
-
-    The authors train with AdamW at a learning rate of 0.002 and a weight decay of 3e-4, use early stopping on the score
-    of the mean prediction, and average probabilities, not logits, over sub-members.
+    The last layer becomes a separate, reinitialised layer for each sub-member. The authors use AdamW with a learning
+    rate of 0.002 and a weight decay of 3e-4, and average probabilities, not logits.
 
     **Arguments:**
 
     - `model`: the model of ONE member.
-    - `num_submembers`: the number of sub-members; 32 as in the paper.
-    - `where`: the layers to convert in order, ending with the head; by default all linear layers and convolutions in
-        the order of the model's fields.
-    - `factors`: the initialisation of the factors of the first layer: `"signs"`, -1 or 1; or `"normal"` with mean 0 and
-        standard deviation 1, which the authors prefer after feature embeddings. They share one factor per embedding;
-        here every feature has its own.
+    - `num_submembers`: 32 as in the paper.
+    - `where`: the layers to convert in order, ending with the head; by default all linear layers and convolutions.
+    - `factors`: of the first layer: `"signs"`, -1 or 1; or `"normal"` with mean 0, for feature embeddings.
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][].
-
-    **Raises:** `TypeError` or `ValueError` as [`eqx_ensemble.methods.efficient.batch_ensemble`][], and for fewer than
-    two layers.
 
     ```python
     joint = ee.methods.efficient.tabm(eqx.nn.MLP(10, 3, 64, 2, key=key), key=key)
@@ -210,8 +182,7 @@ def tabm(
     ```
 
     ??? cite
-        Gorishniy, Kotelnikov and Babenko, *TabM: Advancing Tabular Deep Learning with Parameter-Efficient
-        Ensembling*, ICLR 2025, arXiv:2410.24210.
+        [Gorishniy et al. 2025](https://arxiv.org/abs/2410.24210)
     """
     num_submembers = check_model(model, num_submembers, key)
     check_word(factors, "factors", ("signs", "normal"))

@@ -60,26 +60,21 @@ M = TypeVar("M")
 
 
 class JointEnsemble(eqx.Module, Generic[M]):
-    """One model that holds several sub-members, which share weights and are trained jointly.
+    """Several sub-members that are trained jointly: ONE member of an [`eqx_ensemble.Ensemble`][].
 
-    Returned by [`eqx_ensemble.methods.efficient.batch_ensemble`][] and the other functions of this module. It is ONE
-    member of an [`eqx_ensemble.Ensemble`][]: `stack([joint])` has one joint ensemble, `build(make, 5, key=key)` with a
-    `make` that converts has five independent ones. The sub-members of a joint ensemble are NOT independent: removing
-    one changes the gradients of shared weights, and divergence of one affects all.
+    `stack([joint])` has one joint ensemble; `build(make, 5, key=key)` with a `make` that converts has five independent
+    ones. Sub-members are NOT independent: divergence of one affects all.
 
     **Attributes:**
 
-    - `model`: the model with converted layers. Arrays with one value per sub-member are `(submembers, ...)`; all others
-        are shared.
+    - `model`: the converted model. Arrays per sub-member are `(submembers, ...)`; others are shared.
     - `num_submembers`: the number of sub-members.
 
     ```python
     model = eqx.nn.MLP(3, 1, 16, 2, key=key)
     joint = ee.methods.efficient.batch_ensemble(model, 4, key=key)
-    joint(jnp.ones(3)).shape  # (4, 1)
     jax.vmap(joint)(jnp.ones((10, 3))).shape  # (10, 4, 1)
-    ensemble = ee.stack([joint])
-    predictions = ee.predict(ensemble, jnp.ones((10, 3)))  # (1, 10, 4, 1)
+    predictions = ee.predict(ee.stack([joint]), jnp.ones((10, 3)))  # (1, 10, 4, 1)
     ee.methods.efficient.as_members(predictions).shape  # (4, 10, 1)
     ```
     """
@@ -90,10 +85,8 @@ class JointEnsemble(eqx.Module, Generic[M]):
     def __call__(self, *args: Any, key: Any = None, **kwargs: Any) -> PyTree:
         """Calls every sub-member with one example: `(...)` in, `(submembers, ...)` out.
 
-        All sub-members get the same input unless it is marked [`eqx_ensemble.Each`][], with one value per sub-member.
-        Each sub-member has its own random key, derived from `key`, and its own `equinox.nn.State`: a state
-        `(submembers, ...)`, made by `tree.stack([state] * joint.num_submembers)`. The sub-members of
-        [`eqx_ensemble.methods.efficient.mimo`][] share one forward pass, and therefore one key and one state.
+        An input marked [`eqx_ensemble.Each`][] has one value per sub-member. Each has its own key, derived from `key`,
+        and state, `tree.stack([state] * joint.num_submembers)`; with `mimo` all share one.
         """
         if key is not None:
             kwargs["key"] = submember_keys(self, key)

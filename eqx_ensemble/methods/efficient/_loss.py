@@ -22,20 +22,16 @@ from ._layers import RankOne
 
 
 def weight_labels(params: PyTree) -> PyTree:
-    """Labels the factors of rank-one sub-members `"fast"`, and all other weights `"slow"`.
+    """Labels the factors of rank-one sub-members `"fast"`, all other weights `"slow"`, for `optax.multi_transform`.
 
-    Use it with `optax.multi_transform` or, compared with a label, as a mask for optax. The authors of BatchEnsemble
-    train the factors with half the learning rate and no weight decay, which would shrink the factors, and with them the
-    weights, towards 0.
+    The authors of BatchEnsemble train factors with half the learning rate and without weight decay, which would shrink
+    them towards 0.
 
     **Arguments:**
 
-    - `params`: a [`eqx_ensemble.methods.efficient.JointEnsemble`][], or its trained leaves, which optax passes to a
-        label function.
+    - `params`: a [`eqx_ensemble.methods.efficient.JointEnsemble`][], or its trained leaves, as optax passes them.
 
     **Returns:** a tree of strings with the structure of `params`.
-
-    **Raises:** `TypeError` for an [`eqx_ensemble.Ensemble`][].
 
     ```python
     optimiser = optax.multi_transform(
@@ -68,20 +64,16 @@ def members(joint: Ensemble[JointEnsemble[M]]) -> Ensemble[M]: ...
 @overload
 def members(joint: JointEnsemble[M]) -> Ensemble[M]: ...
 def members(joint: JointEnsemble[M] | Ensemble[JointEnsemble[M]]) -> Ensemble[M]:
-    """Extracts the sub-members as ordinary models that share no weights: an ensemble for all functions of this library.
+    """Extracts the sub-members as ordinary models that share no weights, of the original type.
 
-    Rank-one factors are multiplied into the weights, weights of masked features are set to zero, and packed layers are
-    separated. Sub-members of [`eqx_ensemble.methods.efficient.mimo`][] predict as if all got the same input. The result
-    takes the memory of `num_submembers` full models, and further training no longer shares weights.
+    The result takes the memory of `num_submembers` full models. Sub-members of
+    [`eqx_ensemble.methods.efficient.mimo`][] predict as if all got the same input.
 
     **Arguments:**
 
     - `joint`: a joint ensemble, or an ensemble of them.
 
-    **Returns:** an [`eqx_ensemble.Ensemble`][] of models of the original type. In an ensemble of joint ensembles,
-    sub-member $i$ of $k$ in the member with id $j$ gets the id $j k + i$.
-
-    **Raises:** `TypeError` for anything else.
+    **Returns:** an [`eqx_ensemble.Ensemble`][]. Sub-member $i$ of $k$ in the member with id $j$ gets the id $j k + i$.
 
     ```python
     joint = ee.methods.efficient.batch_ensemble(eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
@@ -114,18 +106,13 @@ def dense_models(joint: JointEnsemble[M]) -> list[M]:
 
 
 def as_members(predictions: PyTree) -> PyTree:
-    """Merges the axes of members and sub-members in predictions of an ensemble of joint ensembles.
-
-    Use it for `combine`, `scores` and `uncertainty`, which take a leading `members` axis, and inside `combine=`.
+    """Merges the axes of members and sub-members, for `combine`, `scores`, `uncertainty` and `combine=`.
 
     **Arguments:**
 
-    - `predictions`: a PyTree of arrays `(members, rows, submembers, ...)`, as [`eqx_ensemble.predict`][] returns them.
+    - `predictions`: a PyTree of arrays `(members, rows, submembers, ...)`, from [`eqx_ensemble.predict`][].
 
-    **Returns:** the predictions as arrays `(members * submembers, rows, ...)`. The sub-members of one member are
-    adjacent, in the order of [`eqx_ensemble.methods.efficient.members`][].
-
-    **Raises:** `ValueError` for arrays of fewer than three axes.
+    **Returns:** arrays `(members * submembers, rows, ...)`, the sub-members of one member adjacent.
 
     ```python
     make = lambda key: ee.methods.efficient.tabm(eqx.nn.MLP(3, 2, 16, 2, key=key), 8, key=key)
@@ -150,33 +137,19 @@ def mean_loss(
 ) -> Callable[..., Any]:
     """Turns a loss for one model into the loss of a joint ensemble: the mean of the losses of its sub-members.
 
-    Each sub-member thus learns the task individually. The loss of the mean prediction is lower by the ambiguity: for
-    squared errors, the mean squared distance of the sub-members from their mean. Training on it lets sub-members
-    compensate for each other, which the authors of TabM find worse.
-
     **Arguments:**
 
-    - `loss`: `loss(model, batch, key) -> value` as for [`eqx_ensemble.fit`][], also with `state`, `hyper` and auxiliary
-        outputs. `model` is one sub-member, with the call signature of the original model. States and auxiliary outputs
-        have a leading `submembers` axis, except the state of [`eqx_ensemble.methods.efficient.mimo`][].
-    - `rows`: the rows of a batch on which each sub-member is trained.
+    - `loss`: `loss(model, batch, key) -> value` of one sub-member as for [`eqx_ensemble.fit`][], also with `state`,
+        `hyper` and auxiliary outputs. States and auxiliary outputs have a leading `submembers` axis, except the state
+        of `mimo`.
+    - `rows`: `"same"`: all rows for each sub-member, as TabM. `"split"`: one part each, as Masksembles. `"shuffle"`:
+        all rows, in a different order for each, as `mimo` needs.
+    - `repetitions`: with `"shuffle"`, how often each row occurs in a batch (`batch_repetitions`; the authors of MIMO
+        use 4).
+    - `same_inputs`: with `"shuffle"`, the fraction of rows for which all sub-members get the same inputs
+        (`input_repetition_probability`).
 
-        - `"same"`: all rows, as for TabM; sub-members differ only by their weights.
-        - `"split"`: one part each, as for Masksembles. If the rows do not divide evenly, as in the last batch of an
-            epoch, the first rows are repeated, so that all parts have the same size.
-        - `"shuffle"`: all rows, in a different order for each sub-member. For `mimo`, whose sub-members share one
-            forward pass, this pairs different rows; for other methods it only affects dropout.
-
-    - `repetitions`: with `"shuffle"`, the number of times that each row occurs in a batch (`batch_repetitions` of the
-        authors of MIMO, who use 4).
-    - `same_inputs`: with `"shuffle"`, the fraction of rows for which all sub-members get the same inputs, from 0 to 1
-        (`input_repetition_probability` of the authors).
-
-    **Returns:** a loss for `fit`, with the signature of `loss`. Sub-members get different random keys, except those of
-    `mimo`.
-
-    **Raises:** `TypeError` or `ValueError` for invalid options; when called, `TypeError` for a model that is not a
-    [`eqx_ensemble.methods.efficient.JointEnsemble`][], and `ValueError` for `mimo` with `rows="same"`.
+    **Returns:** a loss for `fit`, with the signature of `loss`.
 
     ```python
     def mse(model, batch, key):

@@ -17,30 +17,20 @@ M = TypeVar("M")
 
 
 def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -> JointEnsemble[M]:
-    """Converts a model to MIMO: one network with several inputs and outputs; a sub-member is one input with its output.
+    """Converts a model to MIMO: one network with several inputs and outputs; a sub-member is one pair of them.
 
-    The first layer takes the concatenated inputs of all sub-members, the last returns all outputs; both are
-    reinitialised. The layers between are computed once, so a prediction costs little more than that of the model.
-
-    Sub-members are trained on different rows, `mean_loss(loss, rows="shuffle")`, and become independent subnetworks as
-    far as the capacity of the network allows. In prediction all get the same input. Since they share one forward pass,
-    they share its random key and its state.
+    The first layer takes the concatenated inputs, the last returns all outputs; both are reinitialised. Train
+    sub-members on different rows, `mean_loss(loss, rows="shuffle")`; in prediction all get the same input.
 
     **Arguments:**
 
-    - `model`: the model of ONE member. Its capacity is divided between sub-members: it needs more than one task
-        requires.
-    - `num_submembers`: the number of inputs and outputs; 3 as in the paper.
-    - `where`: selects the first and the last layer; by default the first and the last linear layer or convolution in
-        the order of the model's fields. If it selects more than two layers, the first and the last are used.
+    - `model`: the model of ONE member, whose capacity is divided between sub-members.
+    - `num_submembers`: 3 as in the paper.
+    - `where`: selects the first and the last layer; by default among all linear layers and convolutions.
     - `key`: the root key.
 
-    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The authors sum the loss over heads, whereas
-    [`eqx_ensemble.methods.efficient.mean_loss`][] is the mean: multiply their learning rates by the number of
-    sub-members, except for optimisers that normalise gradients, such as Adam.
-
-    **Raises:** `TypeError` or `ValueError` as [`eqx_ensemble.methods.efficient.batch_ensemble`][], for fewer than two
-    layers, and for a first or last convolution with groups.
+    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The authors sum the loss over heads: scale their
+    learning rates, except of Adam and its like, by the number of sub-members.
 
     ```python
     model = eqx.nn.MLP(10, 3, 64, 2, key=key)
@@ -50,8 +40,7 @@ def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -
     ```
 
     ??? cite
-        Havasi, Jenatton, Fort, Liu, Snoek, Lakshminarayanan, Dai and Tran, *Training independent subnetworks for
-        robust prediction*, ICLR 2021, arXiv:2010.06610.
+        [Havasi et al. 2021](https://arxiv.org/abs/2010.06610)
     """
     num_submembers = check_model(model, num_submembers, key)
     find, layers = select_layers(model, where, least=2)
@@ -75,32 +64,24 @@ def packed_ensemble(
 ) -> JointEnsemble[M]:
     r"""Converts a model to a packed ensemble: narrow sub-members that together are about as large as the model.
 
-    A hidden width $n$ of the model becomes $\lceil \alpha n / k \rceil$ in each of $k$ sub-members, rounded up to a
-    multiple of $\gamma$, so all hidden layers together have about $\alpha^2 / (k \gamma)$ of the model's weights. With
-    $\gamma > 1$ hidden layers have $\gamma$ groups, like grouped convolutions; the first and the last layer do not. All
-    weights are reinitialised and none are shared. Unless an optimiser combines all gradients, for example in a global
-    norm, sub-members are trained like those of [`eqx_ensemble.build`][] with narrow models.
+    A hidden width $n$ becomes about $\alpha n / k$ in each of $k$ sub-members: hidden layers together have about
+    $\alpha^2 / (k \gamma)$ of the model's weights. All weights are reinitialised and none are shared.
 
     **Arguments:**
 
-    - `model`: the model of ONE member: a chain of linear layers and convolutions, each taking the output of the
-        previous one, without other weights. For models with normalisation layers or attention, build an ensemble of
-        narrow models instead.
-    - `num_submembers`: $k$, the number of sub-members.
+    - `model`: the model of ONE member: a chain of linear layers and convolutions, without other weights. For other
+        models build an ensemble of narrow models.
+    - `num_submembers`: $k$, which also determines the initial weights.
     - `alpha`: $\alpha$, above 0; the authors recommend 2.
-    - `gamma`: $\gamma$, the number of groups in each sub-member.
-    - `where`: the layers of the chain in order; by default all linear layers and convolutions in the order of the
-        model's fields.
-    - `key`: the root key. Unlike with other methods, sub-members depend on `num_submembers`, which determines their
-        widths.
+    - `gamma`: $\gamma$, the number of groups in hidden layers.
+    - `where`: the layers of the chain in order; by default all linear layers and convolutions.
+    - `key`: the root key.
 
-    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The gradient of
-    [`eqx_ensemble.methods.efficient.mean_loss`][] is $1/k$ of that of models trained alone: multiply their learning
-    rates by $k$, except for optimisers that normalise gradients, such as Adam.
+    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. Gradients of
+    [`eqx_ensemble.methods.efficient.mean_loss`][] are $1/k$ of those of models trained alone: scale learning rates,
+    except of Adam and its like.
 
-    **Raises:** `TypeError` or `ValueError` as [`eqx_ensemble.methods.efficient.batch_ensemble`][], for fewer than two
-    layers, layers that are not a chain, weights outside them, convolutions with groups, and `alpha` or `gamma` that are
-    not positive.
+    **Raises:** `ValueError` for layers that are not a chain, and weights outside them.
 
     ```python
     model = eqx.nn.MLP(10, 3, 64, 2, key=key)
@@ -109,8 +90,7 @@ def packed_ensemble(
     ```
 
     ??? cite
-        Laurent, Lafage, Tartaglione, Daniel, Martinez, Bursuc and Franchi, *Packed-Ensembles for Efficient
-        Uncertainty Estimation*, ICLR 2023, arXiv:2210.09184.
+        [Laurent et al. 2023](https://arxiv.org/abs/2210.09184)
     """
     num_submembers = check_model(model, num_submembers, key)
     alpha, gamma = _check_sizes(alpha, gamma)

@@ -30,59 +30,42 @@ from ._check import check_above, check_coefficient
 def dirichlet(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch classes"]:
     r"""The head of evidential classification: maps the outputs of a last layer to a Dirichlet distribution.
 
-    $\alpha_k = e_k + 1$, where the evidence $e_k$ of class $k$ is the softplus of its output. Without evidence, the
-    distribution over probabilities is uniform. The authors' ReLU has no gradient in rows whose outputs are all
-    negative; for the exponential, pass `jnp.exp(logits) + 1` to the loss.
+    $\alpha_k = e_k + 1$, where the evidence $e_k$ is the softplus of the output.
 
     **Arguments:**
 
-    - `logits`: `(*batch, classes)`, the outputs for many rows, or for one row, `(classes,)`, inside a model.
+    - `logits`: `(*batch, classes)`, or `(classes,)` inside a model.
 
-    **Returns:**
-
-    The concentration, `(*batch, classes)`. The softmax of its logarithm is the mean of the distribution, so functions
-    of logits take the logarithm: `ee.scores.nll(jnp.log(concentration), labels)`.
-
-    **Raises:**
-
-    - `TypeError` for outputs that are not floating-point.
-    - `ValueError` for fewer than two classes.
+    **Returns:** the concentration, `(*batch, classes)`. Its logarithm are logits:
+    `ee.scores.nll(jnp.log(concentration), labels)`.
 
     ```python
     ee.methods.heads.dirichlet(jnp.array([0.0, 5.0]))  # [1.693, 6.007]
     ```
 
     ??? cite
-        [Evidential Deep Learning to Quantify Classification Uncertainty](https://arxiv.org/abs/1806.01768)
+        [Sensoy et al. 2018](https://arxiv.org/abs/1806.01768)
     """
     return jax.nn.softplus(check_logits(logits, members=False)) + 1
 
 
 def vacuity(concentration: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"]:
-    r"""The uncertainty of evidential classification: the number of classes over the total concentration, $K / S$.
+    """The uncertainty of evidential classification: the number of classes over the total concentration, $K / S$.
 
-    For a concentration of at least 1 it is between 0 and 1, and 1 without evidence. It does not depend on how evidence
-    is distributed over classes; for conflicting evidence see [`eqx_ensemble.methods.heads.decompose_dirichlet`][].
+    It is 1 without evidence, and does not depend on how evidence is distributed over classes.
 
     **Arguments:**
 
-    - `concentration`: `(*batch, classes)`, from [`eqx_ensemble.methods.heads.dirichlet`][], with or without a `members`
-        axis.
+    - `concentration`: `(*batch, classes)`, with or without `members`.
 
-    **Returns:**
-
-    `(*batch,)`.
-
-    **Raises:**
-
-    As [`eqx_ensemble.methods.heads.decompose_dirichlet`][].
+    **Returns:** `(*batch,)`.
 
     ```python
     ee.methods.heads.vacuity(jnp.array([1.0, 7.0]))  # 0.25
     ```
 
     ??? cite
-        [Evidential Deep Learning to Quantify Classification Uncertainty](https://arxiv.org/abs/1806.01768)
+        [Sensoy et al. 2018](https://arxiv.org/abs/1806.01768)
     """
     checked = check_concentration(concentration)
     check_positive(concentration)
@@ -92,27 +75,14 @@ def vacuity(concentration: Float[ArrayLike, "*batch classes"]) -> Float[Array, "
 def decompose_dirichlet(concentration: Float[ArrayLike, "*batch classes"]) -> Decomposition:
     r"""Decomposes the entropy of the predicted class, in nats, under a Dirichlet distribution of its probabilities.
 
-    `total` is the entropy of the mean probabilities; `aleatoric` the mean entropy,
-    $\sum_k \frac{\alpha_k}{S} (\psi(S + 1) - \psi(\alpha_k + 1))$; `epistemic` the difference, the mutual information
-    between class and probabilities. For disagreement between members see
-    [`eqx_ensemble.uncertainty.decompose_entropy`][].
-
-    The amount of evidence is determined by the loss and its penalty, not by the number of training rows: `epistemic`
-    ranks rows, but its magnitude has little meaning.
+    `total` is the entropy of the mean probabilities; `aleatoric` the mean entropy, $\sum_k \frac{\alpha_k}{S} (\psi(S +
+    1) - \psi(\alpha_k + 1))$; `epistemic` the difference, the mutual information. Use it at most to rank rows.
 
     **Arguments:**
 
-    - `concentration`: `(*batch, classes)`, from [`eqx_ensemble.methods.heads.dirichlet`][], with or without a `members`
-        axis.
+    - `concentration`: `(*batch, classes)`, from [`eqx_ensemble.methods.heads.dirichlet`][], with or without `members`.
 
-    **Returns:**
-
-    [`eqx_ensemble.uncertainty.Decomposition`][], each part `(*batch,)`.
-
-    **Raises:**
-
-    - `TypeError` for a concentration that is not floating-point.
-    - `ValueError` for fewer than two classes, and for a concentration that is not above zero (where concrete).
+    **Returns:** [`eqx_ensemble.uncertainty.Decomposition`][], each part `(*batch,)`.
 
     ```python
     # 0.693 = 0.5 + 0.193
@@ -120,7 +90,7 @@ def decompose_dirichlet(concentration: Float[ArrayLike, "*batch classes"]) -> De
     ```
 
     ??? cite
-        [Pitfalls of Epistemic Uncertainty Quantification through Loss Minimisation](https://arxiv.org/abs/2203.06102)
+        [Bengs et al. 2022](https://arxiv.org/abs/2203.06102)
     """
     checked = check_concentration(concentration)
     check_positive(concentration)
@@ -162,30 +132,21 @@ def dirichlet_loss(
 ) -> Float[Array, "..."]:
     r"""Loss of evidential classification: a Bayes risk, plus a penalty on evidence for wrong classes.
 
-    With $S = \sum_k \alpha_k$ and one-hot $y$, the risk is the mean over the Dirichlet distribution of the squared
-    error, $\sum_k (y_k - \alpha_k / S)^2 + \alpha_k (S - \alpha_k) / (S^2 (S + 1))$, or of the cross-entropy in nats,
-    $\psi(S) - \psi(\alpha_y)$. The penalty is the KL divergence of $\mathrm{Dir}(y + (1 - y) \alpha)$, without the
-    evidence for the label, from the uniform distribution, in nats.
+    With $S = \sum_k \alpha_k$ and one-hot $y$, the risk is the mean squared error under the Dirichlet distribution,
+    $\sum_k (y_k - \alpha_k / S)^2 + \alpha_k (S - \alpha_k) / (S^2 (S + 1))$, or the mean cross-entropy in nats,
+    $\psi(S) - \psi(\alpha_y)$. The penalty is the KL divergence of $\mathrm{Dir}(y + (1 - y) \alpha)$ from the uniform
+    distribution.
 
     **Arguments:**
 
     - `concentration`: that of ONE member, `(*batch, classes)`, from [`eqx_ensemble.methods.heads.dirichlet`][].
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `kl_weight`: the weight of the penalty, zero or more; the authors anneal it from 0 to 1 over the first epochs
-        ([`eqx_ensemble.methods.heads.kl_annealing`][]). Without it, evidence for wrong classes is hardly penalised. It
-        may be a hyper-parameter.
+    - `labels`: integers `(*batch,)`.
+    - `kl_weight`: the weight of the penalty, zero or more; the authors anneal it from 0 to 1
+        ([`eqx_ensemble.methods.heads.kl_annealing`][]).
     - `risk`: `"squared"`, the authors' choice, or `"digamma"`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+    - `row_weights`, `reduction`: as for [`eqx_ensemble.scores.nll`][].
 
-    **Returns:**
-
-    A scalar, or `(*batch,)`. Under tracing, a row with a label out of range is NaN.
-
-    **Raises:**
-
-    - `TypeError` for a concentration that is not floating-point, or labels that are not integers.
-    - `ValueError` for shapes that do not match, values out of range (where concrete), and an unknown risk.
+    **Returns:** a scalar, or `(*batch,)`. Under tracing, a row with a label out of range is NaN.
 
     ```python
     concentration = ee.methods.heads.dirichlet(jnp.zeros((4, 3)))
@@ -194,7 +155,7 @@ def dirichlet_loss(
     ```
 
     ??? cite
-        [Evidential Deep Learning to Quantify Classification Uncertainty](https://arxiv.org/abs/1806.01768)
+        [Sensoy et al. 2018](https://arxiv.org/abs/1806.01768)
     """
     check_word(risk, "risk", ("squared", "digamma"))
     checked = check_concentration(concentration)
@@ -210,24 +171,17 @@ def kl_annealing(step: Real[ArrayLike, "..."], num_steps: int) -> Float[Array, "
 
     **Arguments:**
 
-    - `step`: $t$, the epoch or step, counted from 0; it may be traced.
+    - `step`: $t$, the epoch or step, from 0; it may be traced.
     - `num_steps`: $T$; the authors use 10 epochs.
 
-    **Returns:**
-
-    An array of the shape of `step`.
-
-    **Raises:**
-
-    `TypeError` or `ValueError` for a negative `step` (where concrete), and for `num_steps` that is not a positive
-    integer.
+    **Returns:** an array of the shape of `step`.
 
     ```python
     ee.methods.heads.kl_annealing(jnp.array([0, 5, 20]), 10)  # [0.0, 0.5, 1.0]
     ```
 
     ??? cite
-        [Evidential Deep Learning to Quantify Classification Uncertainty](https://arxiv.org/abs/1806.01768)
+        [Sensoy et al. 2018](https://arxiv.org/abs/1806.01768)
     """
     length = check_positive_int(num_steps, "num_steps")
     array = check_array("step", step)

@@ -13,7 +13,7 @@ from ._check import check_above, check_coefficient, check_parameters, check_raw
 
 
 class NormalInverseGamma(NamedTuple):
-    r"""Parameters of a normal-inverse-gamma distribution over the mean and variance of a target.
+    r"""A normal-inverse-gamma distribution over the mean and variance of a target.
 
     $\sigma^2 \sim \Gamma^{-1}(\alpha, \beta)$ and $\mu \sim \mathcal{N}(m, \sigma^2 / \nu)$, for each entry.
 
@@ -38,24 +38,17 @@ def normal_inverse_gamma(raw: Float[ArrayLike, "*batch 4"], *, floor: float = 1e
 
     **Arguments:**
 
-    - `raw`: `(*batch, 4)`, the outputs for many rows, or for one row, `(4,)`, inside a model.
-    - `floor`: zero or more; a positive floor keeps variances finite if a softplus underflows. The authors use none.
+    - `raw`: `(*batch, 4)`, or `(4,)` inside a model.
+    - `floor`: zero or more; a positive floor keeps variances finite. The authors use none.
 
-    **Returns:**
-
-    [`eqx_ensemble.methods.heads.NormalInverseGamma`][], four arrays `(*batch,)`.
-
-    **Raises:**
-
-    - `TypeError` for outputs that are not floating-point.
-    - `ValueError` for a last axis of another size than four, and for a negative floor.
+    **Returns:** [`eqx_ensemble.methods.heads.NormalInverseGamma`][], four arrays `(*batch,)`.
 
     ```python
     ee.methods.heads.normal_inverse_gamma(jnp.zeros(4))  # 0.0, 0.693, 1.693, 0.693
     ```
 
     ??? cite
-        [Deep Evidential Regression](https://arxiv.org/abs/1910.02600)
+        [Amini et al. 2020](https://arxiv.org/abs/1910.02600)
     """
     least = check_number(floor, "floor", least=0)
     array = check_raw(raw, multiple=4, exact=True, parameters="mean, nu, alpha and beta of one target")
@@ -67,28 +60,17 @@ def normal_inverse_gamma(raw: Float[ArrayLike, "*batch 4"], *, floor: float = 1e
 def decompose_evidential(parameters: NormalInverseGamma) -> Decomposition:
     r"""Decomposes the predictive variance of an evidential head, as its authors do.
 
-    `aleatoric` is the mean of the variance, $\mathrm{E}\,\sigma^2 = \beta / (\alpha - 1)$; `epistemic` the variance of
-    the mean, $\mathrm{Var}\,\mu = \beta / (\nu (\alpha - 1))$; `total` is the sum, the variance of the Student t
-    distribution that the loss fits.
+    `aleatoric` is $\mathrm{E}\,\sigma^2 = \beta / (\alpha - 1)$, `epistemic` $\mathrm{Var}\,\mu = \beta / (\nu (\alpha
+    - 1))$, `total` their sum, the variance of the Student t prediction.
 
-    The likelihood depends on $\nu$ and $\beta$ only through $\beta (1 + \nu) / \nu$: it determines `total`, but not the
-    two parts. The penalty and the initialisation decide which solution is found, and therefore `epistemic`: use it at
-    most to rank rows. Disagreement between members does not have this flaw:
-    `ee.uncertainty.decompose_variance(parameters.mean, total)`.
+    Penalty and initialisation decide the two parts, the data only their sum: use `epistemic` at most to rank rows.
+    `ee.uncertainty.decompose_variance(parameters.mean, total)`, from disagreement, does not have this flaw.
 
     **Arguments:**
 
-    - `parameters`: [`eqx_ensemble.methods.heads.NormalInverseGamma`][], of any shape, with or without a `members` axis.
+    - `parameters`: [`eqx_ensemble.methods.heads.NormalInverseGamma`][] of any shape, with or without `members`.
 
-    **Returns:**
-
-    [`eqx_ensemble.uncertainty.Decomposition`][], each part of the shape of the parameters, in the squared unit of the
-    target.
-
-    **Raises:**
-
-    - `TypeError` for parameters of another type, or not floating-point.
-    - `ValueError` for shapes that differ, and for parameters out of range (where concrete).
+    **Returns:** [`eqx_ensemble.uncertainty.Decomposition`][] in the squared unit of the target.
 
     ```python
     parameters = ee.methods.heads.NormalInverseGamma(
@@ -98,7 +80,7 @@ def decompose_evidential(parameters: NormalInverseGamma) -> Decomposition:
     ```
 
     ??? cite
-        [The Unreasonable Effectiveness of Deep Evidential Regression](https://arxiv.org/abs/2205.10060)
+        [Meinert et al. 2023](https://arxiv.org/abs/2205.10060)
     """
     check_parameters(parameters, NormalInverseGamma, "normal_inverse_gamma")
     _, nu, alpha, beta = check_floating_arrays(**parameters._asdict())
@@ -125,27 +107,18 @@ def evidential_loss(
 ) -> Float[Array, "..."]:
     r"""Loss of evidential regression: a negative log-likelihood, in nats, plus a penalty on evidence for wrong means.
 
-    Integrating out mean and variance gives a Student t distribution with $2 \alpha$ degrees of freedom, location $m$
-    and squared scale $\beta (1 + \nu) / (\nu \alpha)$. The penalty is $\lambda |y - m| (2 \nu + \alpha)$. With
-    `coefficient=0` it is the negative log-likelihood of the Student t prediction.
+    The likelihood is a Student t with $2 \alpha$ degrees of freedom, location $m$ and squared scale $\beta (1 + \nu) /
+    (\nu \alpha)$; the penalty is $\lambda |y - m| (2 \nu + \alpha)$.
 
     **Arguments:**
 
     - `parameters`: those of ONE member, [`eqx_ensemble.methods.heads.NormalInverseGamma`][] of arrays `(*batch,)`.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `coefficient`: $\lambda$, zero or more; by default the authors' value. It depends on the unit of the targets:
-        standardise them. It may be a hyper-parameter.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+        standardise them.
+    - `row_weights`, `reduction`: as for [`eqx_ensemble.scores.nll`][].
 
-    **Returns:**
-
-    A scalar, or `(*batch,)`.
-
-    **Raises:**
-
-    - `TypeError` for parameters of another type, or not floating-point.
-    - `ValueError` for shapes that differ, and for parameters or a coefficient out of range (where concrete).
+    **Returns:** a scalar, or `(*batch,)`.
 
     ```python
     parameters = ee.methods.heads.normal_inverse_gamma(jnp.zeros((4, 4)))
@@ -153,7 +126,7 @@ def evidential_loss(
     ```
 
     ??? cite
-        [Deep Evidential Regression](https://arxiv.org/abs/1910.02600)
+        [Amini et al. 2020](https://arxiv.org/abs/1910.02600)
     """
     check_parameters(parameters, NormalInverseGamma, "normal_inverse_gamma")
     *arrays, observed = check_regression(targets, members=False, **parameters._asdict())

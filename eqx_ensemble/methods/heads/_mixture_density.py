@@ -29,29 +29,19 @@ def pinball_loss(
     row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Loss of a head that predicts several quantiles: the mean of their pinball scores.
+    r"""Loss of a head that predicts several quantiles: the mean of their pinball scores, in the unit of the target.
 
-    $\frac1L \sum_l \max(\tau_l (y - q_l), (\tau_l - 1) (y - q_l))$, in the unit of the target. Its expectation is
-    minimised by the true quantiles. Twice its value at the levels $(l - \frac12) / L$ approximates the CRPS. For one
-    level it equals [`eqx_ensemble.scores.pinball`][], which needs an optional dependency.
+    $\frac1L \sum_l \max(\tau_l (y - q_l), (\tau_l - 1) (y - q_l))$. Twice its value at the levels $(l - \frac12) / L$
+    approximates the CRPS.
 
     **Arguments:**
 
     - `quantiles`: those of ONE member, `(*batch, levels)`, the unchanged outputs of a last layer.
     - `targets`: `(*batch,)`; nothing is broadcast.
     - `levels`: `(levels,)`, increasing, between 0 and 1.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row.
+    - `row_weights`, `reduction`: as for [`eqx_ensemble.scores.nll`][].
 
-    **Returns:**
-
-    A scalar, or `(*batch,)`.
-
-    **Raises:**
-
-    - `TypeError` for quantiles that are not floating-point.
-    - `ValueError` for shapes that do not match, and for levels that do not increase or are outside 0 to 1 (where
-        concrete).
+    **Returns:** a scalar, or `(*batch,)`.
 
     ```python
     levels = jnp.array([0.1, 0.5, 0.9])
@@ -60,7 +50,7 @@ def pinball_loss(
     ```
 
     ??? cite
-        [Regression Quantiles](https://doi.org/10.2307/1913643)
+        [Koenker and Bassett 1978](https://doi.org/10.2307/1913643)
     """
     checked = check_quantiles(quantiles)
     every_level = check_increasing_levels(levels, checked)
@@ -72,33 +62,23 @@ def pinball_loss(
 
 
 def sort_quantiles(quantiles: Float[ArrayLike, "*batch levels"]) -> Float[Array, "*batch levels"]:
-    """Sorts predicted quantiles, so that those of higher levels are not below those of lower levels.
+    """Sorts predicted quantiles, which may cross. This never increases the pinball loss of a row.
 
-    Predicted quantiles may cross. Sorting never increases the pinball loss of a row. Sort predictions, not outputs
-    during training, where the loss itself corrects crossings.
-
-    Combine members level by level: the mean of sorted quantiles is sorted. Two levels are the ends of an interval, for
+    Sort predictions, not outputs during training. Combine members level by level. Two levels are an interval, for
     [`eqx_ensemble.conformal.cqr`][] and [`eqx_ensemble.scores.interval_score`][].
 
     **Arguments:**
 
-    - `quantiles`: `(*batch, levels)`, of increasing levels, with or without a `members` axis.
+    - `quantiles`: `(*batch, levels)`, of increasing levels, with or without `members`.
 
-    **Returns:**
-
-    An array of the same shape. A row with a NaN is NaN at every level, because its order is unknown.
-
-    **Raises:**
-
-    - `TypeError` for quantiles that are not floating-point.
-    - `ValueError` for a missing axis of levels.
+    **Returns:** an array of the same shape. A row with a NaN is NaN at every level.
 
     ```python
     ee.methods.heads.sort_quantiles(jnp.array([1.0, 3.0, 2.0]))  # [1.0, 2.0, 3.0]
     ```
 
     ??? cite
-        [Quantile and Probability Curves without Crossing](https://doi.org/10.3982/ECTA7880)
+        [Chernozhukov et al. 2010](https://doi.org/10.3982/ECTA7880)
     """
     checked = check_quantiles(quantiles)
     unknown = jnp.any(jnp.isnan(checked), axis=-1, keepdims=True)
@@ -146,23 +126,16 @@ class MixtureComponents(NamedTuple):
 def mixture_density(raw: Float[ArrayLike, "*batch outputs"], *, floor: float = 1e-6) -> MixtureDensity:
     """The head of a mixture density network: maps the outputs of a last layer to a mixture of Gaussians.
 
-    The first third are the logits of the components, the second their means; variances are the softplus of the last
-    third, plus `floor`.
+    The first third are logits of the components, the second their means; variances are the softplus of the last third,
+    plus `floor`.
 
     **Arguments:**
 
-    - `raw`: `(*batch, 3 * components)`, the outputs for many rows, or for one row inside a model.
-    - `floor`: zero or more. Without a floor, a component may collapse onto one target, where the likelihood is
-        unbounded; for standardised targets 1e-3 is usual.
+    - `raw`: `(*batch, 3 * components)`, or without `batch` inside a model.
+    - `floor`: zero or more. Without one, a component may collapse onto a target; 1e-3 is usual for standardised
+        targets.
 
-    **Returns:**
-
-    [`eqx_ensemble.methods.heads.MixtureDensity`][], three arrays `(*batch, components)`.
-
-    **Raises:**
-
-    - `TypeError` for outputs that are not floating-point.
-    - `ValueError` for a last axis that is not a multiple of three, and for a negative floor.
+    **Returns:** [`eqx_ensemble.methods.heads.MixtureDensity`][], three arrays `(*batch, components)`.
 
     ```python
     # logits [0, 0], means [-1, 1], variances [0.693, 0.693]
@@ -170,7 +143,7 @@ def mixture_density(raw: Float[ArrayLike, "*batch outputs"], *, floor: float = 1
     ```
 
     ??? cite
-        [Mixture Density Networks](https://publications.aston.ac.uk/id/eprint/373/)
+        [Bishop 1994](https://publications.aston.ac.uk/id/eprint/373/)
     """
     least = check_number(floor, "floor", least=0)
     array = check_raw(raw, multiple=3, exact=False, parameters="logits, means and raw variances of the components")
@@ -181,21 +154,14 @@ def mixture_density(raw: Float[ArrayLike, "*batch outputs"], *, floor: float = 1
 def mixture_density_moments(parameters: MixtureDensity) -> combine.Gaussian:
     r"""Mean and variance of each mixture: $\sum_k \pi_k \mu_k$, and $\sum_k \pi_k (\sigma_k^2 + (\mu_k - \mu)^2)$.
 
-    With a `members` axis, the result is per member, for [`eqx_ensemble.combine.gaussian`][] and
+    With a `members` axis they are per member, for [`eqx_ensemble.combine.gaussian`][] and
     [`eqx_ensemble.uncertainty.decompose_variance`][].
 
     **Arguments:**
 
-    - `parameters`: [`eqx_ensemble.methods.heads.MixtureDensity`][], with or without a `members` axis.
+    - `parameters`: [`eqx_ensemble.methods.heads.MixtureDensity`][], with or without `members`.
 
-    **Returns:**
-
-    [`eqx_ensemble.combine.Gaussian`][], each array of the shape of the parameters without the axis of components.
-
-    **Raises:**
-
-    - `TypeError` for parameters of another type, or not floating-point.
-    - `ValueError` for shapes that differ, and for negative variances (where concrete).
+    **Returns:** [`eqx_ensemble.combine.Gaussian`][], without the axis of components.
 
     ```python
     parameters = ee.methods.heads.MixtureDensity(
@@ -215,25 +181,16 @@ def mixture_components(
 ) -> MixtureComponents:
     """The components of the mixture over all members, as Gaussian members with one weight per row.
 
-    For functions that accept such weights: `ee.scores.nll_gaussian_mixture(mean, variance, targets, weights=weights)`
-    is the score of the whole ensemble, and [`eqx_ensemble.combine.gaussian`][] gives its mean and variance.
+    `ee.scores.nll_gaussian_mixture(mean, variance, targets, weights=weights)` is the score of the whole ensemble;
+    [`eqx_ensemble.combine.gaussian`][] takes them too.
 
     **Arguments:**
 
-    - `parameters`: those of ALL members, [`eqx_ensemble.methods.heads.MixtureDensity`][] of arrays
-        `(members, *batch, components)`, as [`eqx_ensemble.predict`][] returns them.
-    - `weights`: weights of the members, `(members,)`, normalised to sum to 1. Members of weight zero are ignored.
+    - `parameters`: those of ALL members, [`eqx_ensemble.methods.heads.MixtureDensity`][] of arrays `(members, *batch,
+        components)`.
+    - `weights`: weights of the members, `(members,)`, normalised to sum to 1.
 
-    **Returns:**
-
-    [`eqx_ensemble.methods.heads.MixtureComponents`][]: `mean`, `variance`, `weights`, each
-    `(members * components, *batch)`.
-
-    **Raises:**
-
-    - `TypeError` for parameters of another type, or not floating-point.
-    - `ValueError` for shapes that differ, a missing `members` axis, negative variances (where concrete), and invalid
-        weights.
+    **Returns:** [`eqx_ensemble.methods.heads.MixtureComponents`][].
 
     ```python
     parameters = ee.methods.heads.MixtureDensity(*jnp.ones((3, 5, 7, 2)))  # five members
@@ -274,28 +231,18 @@ def mixture_density_loss(
     row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Loss of a mixture density network: the negative log-density of the targets, in nats.
+    r"""Loss of a mixture density network: $-\log \sum_k \pi_k \, \mathcal{N}(y; \mu_k, \sigma_k^2)$, in nats.
 
-    $-\log \sum_k \pi_k \, \mathcal{N}(y; \mu_k, \sigma_k^2)$ for each entry, computed in log space, so that components
-    with negligible weight keep their gradient. For the mixture over all members see
-    [`eqx_ensemble.methods.heads.mixture_components`][].
+    For the mixture over all members see [`eqx_ensemble.methods.heads.mixture_components`][].
 
     **Arguments:**
 
-    - `parameters`: those of ONE member, [`eqx_ensemble.methods.heads.MixtureDensity`][] of arrays
-        `(*batch, components)`.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry.
+    - `parameters`: those of ONE member, [`eqx_ensemble.methods.heads.MixtureDensity`][] of arrays `(*batch,
+        components)`.
+    - `targets`: `(*batch,)`; nothing is broadcast. Several outputs per row are separate entries, each with its mixture.
+    - `row_weights`, `reduction`: as for [`eqx_ensemble.scores.nll`][].
 
-    **Returns:**
-
-    A scalar, or `(*batch,)`. Several outputs per row are separate entries, each with its own mixture.
-
-    **Raises:**
-
-    - `TypeError` for parameters of another type, or not floating-point.
-    - `ValueError` for shapes that do not match, and for variances that are not above zero (where concrete).
+    **Returns:** a scalar, or `(*batch,)`.
 
     ```python
     parameters = ee.methods.heads.mixture_density(jnp.zeros((4, 6)))
@@ -303,7 +250,7 @@ def mixture_density_loss(
     ```
 
     ??? cite
-        [Mixture Density Networks](https://publications.aston.ac.uk/id/eprint/373/)
+        [Bishop 1994](https://publications.aston.ac.uk/id/eprint/373/)
     """
     logits, mean, variance = check_density(parameters)
     _, observed = check_regression(targets, members=False, parameters=mean[..., 0])

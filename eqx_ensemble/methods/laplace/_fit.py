@@ -29,18 +29,12 @@ from ._setup import Setup, add_batch, check_outputs, check_targets, choose, fact
 def subnetwork(posterior: Laplace[Any], count: int) -> Each:
     """Selects the weights of each member with the largest posterior variance, as `indices` for another fit.
 
-    A diagonal approximation over all weights thus selects those of a full one. Weights that affect no output of the
-    training rows, such as those of dead ReLU units, have the largest variance, that of the prior.
-
     **Arguments:**
 
-    - `posterior`: the result of [`eqx_ensemble.methods.laplace.fit`][] with `structure="diag"` or `"full"`.
+    - `posterior`: a fit with `structure="diag"` or `"full"`.
     - `count`: the number of weights to select per member.
 
-    **Returns:** an [`eqx_ensemble.Each`][] of integers `(members, count)`, in the order of the fitted weights.
-
-    **Raises:** `TypeError` for the posterior of a layer (`"kron"`); `ValueError` unless `count` is from 1 to the number
-    of weights.
+    **Returns:** an [`eqx_ensemble.Each`][] of integers `(members, count)`.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(2, 1, 8, 1, key=key), 4, key=key)
@@ -53,8 +47,7 @@ def subnetwork(posterior: Laplace[Any], count: int) -> Each:
     ```
 
     ??? cite
-        Daxberger, Nalisnick, Allingham, Antoran and Hernandez-Lobato, "Bayesian Deep Learning via Subnetwork Inference"
-        (ICML 2021).
+        [Daxberger, Nalisnick et al. 2021](https://arxiv.org/abs/2010.14689)
     """
     if not isinstance(posterior, Laplace):
         raise TypeError(f"`{caller()}` needs what `methods.laplace.fit` returned, got {kind_text(posterior)}.")
@@ -98,59 +91,44 @@ def fit(
 
     $$P = \sum_n J_n^\top \Lambda_n J_n + \delta I$$
 
-    summed over all rows: $J_n$ is the Jacobian of the outputs, $\Lambda_n$ the second derivative of the negative
-    log-likelihood with respect to the outputs, $\delta$ the precision of a Gaussian prior with mean 0. The sum is the
-    generalised Gauss-Newton matrix, which for a linear model is the Hessian. All other weights are fixed. A mixture of
-    the members' posteriors is better than that of one member, because it covers several optima.
+    over all rows: the Jacobian $J_n$ of the outputs, the second derivative $\Lambda_n$ of the negative log-likelihood,
+    the precision $\delta$ of a Gaussian prior. Other weights are fixed.
 
-    The weights should be a mode of this posterior. A **mean** loss over $N$ rows with the penalty
-    $\frac{\lambda}{2} \lVert w \rVert^2$ has the prior precision $\delta = N \lambda$; a mean squared error, which
-    lacks the factor $1 / (2 s^2)$, has $\delta = N \lambda / (2 s^2)$. The decoupled weight decay of `optax.adamw` is
-    not such a penalty. [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][] estimates a precision from the
-    training data.
+    The weights should be a mode of this posterior: a **mean** loss over $N$ rows with the penalty $\frac{\lambda}{2}
+    \lVert w \rVert^2$ has $\delta = N \lambda$. `optax.adamw` is not such a penalty.
+    [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][] estimates a precision.
 
     | structure | weights | memory per member | time |
     |---|---|---|---|
-    | `"full"` | any $p$ | $p^2$ | rows $\cdot$ outputs $\cdot p^2 + p^3$ |
-    | `"kron"` | one linear layer, $a$ to $b$ | $a^2 + b^2$ | rows $\cdot (a^2 + b^2 \cdot$ outputs$) + a^3 + b^3$ |
+    | `"full"` | any $p$, up to 32,768 | $p^2$ | rows $\cdot$ outputs $\cdot p^2 + p^3$ |
+    | `"kron"` | one linear layer, $a$ to $b$ | $a^2 + b^2$ | rows $\cdot (a^2 + b^2\cdot$outputs$) + a^3 + b^3$ |
     | `"diag"` | any $p$ | $p$ | rows $\cdot$ outputs $\cdot p$ |
 
-    Each batch needs rows $\cdot$ outputs $\cdot p$ numbers in addition, with `"kron"` rows $\cdot (a + b \cdot$
-    outputs$)$. On CPUs, LAPACK uses its own threads, which spin while they wait for each other. On busy cores, setting
-    `OPENBLAS_NUM_THREADS=1` in the environment before the program starts can make a fit ten times faster.
+    On busy CPUs, `OPENBLAS_NUM_THREADS=1` in the environment can make a fit ten times faster.
 
     **Arguments:**
 
-    - `ensemble`: trained members, or the run of [`eqx_ensemble.fit`][]: its best weights are used, and diverged members
-        are excluded with a warning.
+    - `ensemble`: trained members, or a run, whose best weights are used.
     - `data`: the training data, a pair of inputs and targets `(rows, ...)`, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][].
-    - `likelihood`: `"regression"`: Gaussian noise with the same variance for all outputs. `"binary"`: one logit, labels
-        0 and 1. `"classification"`: logits of all classes, integer labels.
-    - `where`: selects nodes of one member, as in `equinox.tree_at`: `lambda model: model.layers[-1]` for a last-layer
-        approximation. Shared arrays, integer arrays and those in [`eqx_ensemble.train.Frozen`][] are excluded.
-    - `structure`: the approximation of $P$. `"full"`: the full matrix, for at most 32,768 weights. `"diag"`: its
-        diagonal. `"kron"`: KFAC for one `equinox.nn.Linear` that is called once per row, with the bias as an additional
-        input; exact for regression in a last layer, and for one row.
-    - `prior_precision`: $\delta$, one number, or one per member `(members,)`.
-    - `noise`: the standard deviation of the noise for `"regression"`, one number or `(members,)`; by default that of
-        each member's residuals, which is too small if the member overfits.
-    - `indices`: a subnetwork: positions in the concatenation of the selected leaves, integers `(n,)`, or in an `Each`
-        `(members, n)`, such as those of [`eqx_ensemble.methods.laplace.subnetwork`][]. Their covariance is the inverse
-        of their block of $P$, with all other weights fixed; it is not their marginal covariance.
-    - `row_weights`: the weight of each row, `(rows,)`, or booleans, or in an `Each` `(members, rows)`: for a bootstrap,
-        `ee.Each(ee.resample.counts(rows, num_rows))`. Rows of zero or `False` are ignored, even if NaN.
-    - `state`: the stacked `equinox.nn.State` of stateful members; by default that of the run. Members are called in
-        inference mode.
-    - `fn`: called instead of the member as `fn(model, x)`, or `fn(model, x, state) -> (outputs, state)`.
-    - `batch_size`: rows per batch. It affects memory, and results only within rounding.
-    - `plan`, `mesh`: how and where the members are executed, as for [`eqx_ensemble.map_members`][].
+    - `likelihood`: `"regression"`: Gaussian noise. `"binary"`: one logit, labels 0 and 1. `"classification"`: logits of
+        all classes, integer labels.
+    - `where`: selects nodes of one member, as in `equinox.tree_at`: `lambda model: model.layers[-1]`.
+    - `structure`: as above; `"kron"` is KFAC, for one `equinox.nn.Linear` that is called once per row.
+    - `prior_precision`: $\delta$, one number, or `(members,)`.
+    - `noise`: its standard deviation for `"regression"`, one number or `(members,)`; by default that of the residuals,
+        which is too small if a member overfits.
+    - `indices`: a subnetwork: positions among the selected weights, `(n,)`, or in an `Each` `(members, n)`.
+    - `row_weights`: numbers or booleans `(rows,)`, or in an `Each` `(members, rows)`: for a bootstrap
+        `ee.Each(ee.resample.counts(rows, num_rows))`. Rows of zero are ignored, even if NaN.
+    - `state`: the stacked `equinox.nn.State`; by default that of the run.
+    - `fn`: `fn(model, x)` instead of `model(x)`, or `fn(model, x, state) -> (outputs, state)`.
+    - `batch_size`: rows per batch; it affects memory only.
+    - `plan`, `mesh`: as for [`eqx_ensemble.map_members`][].
 
-    **Returns:** [`eqx_ensemble.methods.laplace.Laplace`][], with methods for predictions, draws of members and the
-    marginal likelihood. Save it with [`eqx_ensemble.save`][]; to load it, pass a fit to a few rows as `like`.
+    **Returns:** [`eqx_ensemble.methods.laplace.Laplace`][]. To load a saved one, pass a fit to a few rows as `like`.
 
-    **Raises:** `TypeError` or `ValueError` for inconsistent arguments; `ValueError` that lists members whose outputs or
-    derivatives are not finite; [`eqx_ensemble.train.DivergedError`][] for a run in which all members diverged.
+    **Raises:** `ValueError` that lists members whose outputs or derivatives are not finite.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(2, 3, 8, 1, key=key), 4, key=key)
@@ -161,16 +139,14 @@ def fit(
         likelihood="classification",
         where=lambda model: model.layers[-1],
     ).optimise_prior()
-    posterior.log_marginal_likelihood().shape  # (4,)
     posterior.predict(x, combine=ee.combine.mixture).shape  # (50, 3)
-    posterior.sample(10, key=key)  # an ensemble of 40 members
+    posterior.sample(10, key=key)  # 40 members
     ```
 
     ??? cite
-        MacKay, "A Practical Bayesian Framework for Backpropagation Networks" (Neural Computation, 1992); Daxberger,
-        Kristiadi, Immer, Eschenhagen, Bauer and Hennig, "Laplace Redux: Effortless Bayesian Deep Learning"
-        (NeurIPS 2021); of ensembles: Eschenhagen, Daxberger, Hennig and Kristiadi, "Mixtures of Laplace Approximations
-        for Improved Post-Hoc Uncertainty in Deep Learning" (NeurIPS workshop on Bayesian deep learning, 2021).
+        [MacKay 1992](https://doi.org/10.1162/neco.1992.4.3.448); [Daxberger et al.
+        2021](https://arxiv.org/abs/2106.14806); of ensembles: [Eschenhagen et al.
+        2021](https://arxiv.org/abs/2111.03577)
     """
     members, state, kept, num_given = _healthy_members(ensemble, state)
     check_word(likelihood, "likelihood", tuple(LIKELIHOODS))

@@ -131,10 +131,9 @@ M = TypeVar("M")
 
 
 class Laplace(eqx.Module, Generic[M]):
-    r"""Gaussian posteriors over the weights of all members, the result of [`eqx_ensemble.methods.laplace.fit`][].
+    """Gaussian posteriors over the weights of all members, the result of [`eqx_ensemble.methods.laplace.fit`][].
 
-    Each member has its own posterior, centred at its weights. Together they are a mixture of Gaussians with equal
-    weights. `posterior[[0, 2]]` selects members and keeps their ids.
+    `posterior[[0, 2]]` selects members and keeps their ids.
 
     **Attributes:**
 
@@ -170,22 +169,17 @@ class Laplace(eqx.Module, Generic[M]):
         return self.members.stacked.posterior.noise
 
     def sample(self, num_samples: int, *, key: Any) -> Ensemble[M]:
-        """Draws members from the posteriors.
+        """Draws members from the posteriors: their selected weights are replaced.
 
-        A draw is a member whose selected weights are replaced. Draw $i$ does not depend on `num_samples`. Draws use the
-        model itself, whereas [`eqx_ensemble.methods.laplace.Laplace.predict`][] uses its linearisation: for a last
-        layer both agree; for inner layers predictions of draws are known to be worse.
+        Draws use the model itself, `predict` its linearisation: for inner layers draws predict worse.
 
         **Arguments:**
 
         - `num_samples`: the number of draws from each member.
         - `key`: the root key. The random stream of a member is derived from its id.
 
-        **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`. Draws
-        of stateful members use the state of their member:
-        `ee.tree.take(posterior.state, np.repeat(np.arange(num_members), num_samples))`.
-
-        **Raises:** `TypeError` or `ValueError` for invalid arguments.
+        **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`.
+        States are `ee.tree.take(posterior.state, np.repeat(np.arange(num_members), num_samples))`.
         """
         num_samples = check_positive_int(num_samples, "num_samples")
         key = _keys.root(key)
@@ -204,36 +198,26 @@ class Laplace(eqx.Module, Generic[M]):
     ) -> PyTree:
         r"""Posterior predictions of all members, with the models linearised in the weights.
 
-        The outputs of a member for a row are Gaussian, with mean $f(x)$ and covariance $S = J P^{-1} J^\top$. For
-        regression the prediction is a mean and a variance, including that of the noise. For classes the mean
-        probabilities have no closed form; `link` chooses an approximation:
+        Outputs are Gaussian, with mean $f(x)$ and covariance $S = J P^{-1} J^\top$; for regression the variance
+        includes the noise. For classes `link` approximates the mean probabilities:
 
-        - `"probit"`, the default: $p_c \propto 1 / \sum_j \exp(-d_{cj})$ with the differences of logits
-            $d_{cj} = (f_c - f_j) / \sqrt{1 + \pi \operatorname{Var}(f_c - f_j) / 8}$. For two classes its error is
-            below 0.02. For random covariances with variances up to about 100 it was 0.05 on average and 0.25 at
-            most for three classes, 0.06 and 0.18 for ten.
-        - `"mc"`: Monte Carlo with `num_samples` draws per row, exact up to sampling error.
-        - `"bridge"`: the mean of a Dirichlet (Laplace bridge). It does not depend on the scale of $S$, so predictions
-            far from the data are as confident as others; `"bridge_norm"` first rescales both $f$ and $S$, as
-            laplace-torch does. Not for `likelihood="binary"`.
+        - `"probit"`, the default: $p_c \propto 1 / \sum_j \exp(-d_{cj})$ with $d_{cj} = (f_c - f_j) / \sqrt{1 + \pi
+            \operatorname{Var}(f_c - f_j) / 8}$. Its error is below 0.02 for two classes; for three, with random
+            covariances, it was 0.25 at most.
+        - `"mc"`: `num_samples` draws per row, exact up to sampling error.
+        - `"bridge"`: the Laplace bridge, which ignores the scale of $S$; `"bridge_norm"` rescales first. Not for
+            `"binary"`.
 
         **Arguments:**
 
-        - `x`: any PyTree of arrays `(rows, ...)`, as for [`eqx_ensemble.predict`][].
+        - `x`, `options`: as for [`eqx_ensemble.predict`][].
         - `link`: for classes, as above.
-        - `num_samples`: the number of draws for `link="mc"`, 100 by default.
-        - `combine`: combines the predictions of all members, such as [`eqx_ensemble.combine.mixture`][] for classes and
-            [`eqx_ensemble.combine.gaussian`][] for regression, mixtures with equal weights.
-        - `key`: the root key for `link="mc"`.
-        - `options`: other options of [`eqx_ensemble.predict`][], such as `batch_size`, `memory`, `plan`, `mesh` and
-            `weights`.
+        - `num_samples`, `key`: for `link="mc"`; 100 draws by default.
+        - `combine`: such as [`eqx_ensemble.combine.mixture`][] for classes, [`eqx_ensemble.combine.gaussian`][] for
+            regression.
 
-        **Returns:** for classes, log-probabilities `(members, rows, classes)`, also for two classes, which all
-        functions of logits accept; for regression, [`eqx_ensemble.combine.Gaussian`][] with parts
-        `(members, rows, ...)`. With `combine`, its result.
-
-        **Raises:** `TypeError` or `ValueError` for options that the likelihood does not support; also as
-        [`eqx_ensemble.predict`][].
+        **Returns:** for classes, log-probabilities `(members, rows, classes)`, also for two classes; for regression,
+        [`eqx_ensemble.combine.Gaussian`][] `(members, rows, ...)`. With `combine`, its result.
         """
         check_options(options, ("fn", "state"), "the posterior has them")
         link = check_link(link, self.members.stacked.problem.likelihood)
@@ -243,15 +227,13 @@ class Laplace(eqx.Module, Generic[M]):
         return predict(self.members, x, fn=fn, combine=combine, state=self.state, **chance, **options)
 
     def outputs(self, x: PyTree, **options: Any) -> Outputs:
-        """The Gaussian distribution of each member's outputs for each row, from the linearised model.
+        """The Gaussian distribution of each member's outputs for each row, from the linearised model, without noise.
 
         **Arguments:**
 
-        - `x`: as for [`eqx_ensemble.predict`][].
-        - `options`: other options of [`eqx_ensemble.predict`][], without `combine`.
+        - `x`, `options`: as for [`eqx_ensemble.predict`][], without `combine`.
 
-        **Returns:** [`eqx_ensemble.methods.laplace.Outputs`][]: `mean` `(members, rows, out)` and `covariance`
-        `(members, rows, out, out)`, with the outputs of a model flattened to one axis. Noise is not included.
+        **Returns:** [`eqx_ensemble.methods.laplace.Outputs`][].
         """
         check_options(options, ("fn", "state"), "the posterior has them")
         return predict(self.members, x, fn=PredictOutputs(), state=self.state, **options)
@@ -261,17 +243,13 @@ class Laplace(eqx.Module, Generic[M]):
 
         $$\log p(y \mid w) - \tfrac12 \big(\log\det P - \log\det P_0 + \delta \lVert w \rVert^2\big)$$
 
-        with the prior precision $P_0 = \delta I$ of the selected weights $w$. It is exact for a linear model with
-        Gaussian noise at its posterior mean, and differentiable with respect to both arguments. Weights that are not
-        selected are fixed, so only posteriors over the same selection are comparable.
+        with $P_0 = \delta I$. Only posteriors over the same selection of weights are comparable.
 
         **Arguments:**
 
-        - `prior_precision`, `noise`: one number or `(members,)` each; by default the values of the fit.
+        - `prior_precision`, `noise`: one number or `(members,)` each; by default those of the fit.
 
         **Returns:** `(members,)`.
-
-        **Raises:** `TypeError` or `ValueError` for values that are not above zero, and for `noise` with classes.
         """
         own = check_per_member("prior_precision", prior_precision, self.prior_precision)
         noises = check_per_member("noise", noise, self.noise)
@@ -280,21 +258,17 @@ class Laplace(eqx.Module, Generic[M]):
     def optimise_prior(self, *, fit_noise: bool = False) -> "Laplace[M]":
         r"""Maximises the marginal likelihood of each member over its prior precision.
 
-        The maximum is MacKay's fixed point $\delta = \gamma / \lVert w \rVert^2$ with
-        $\gamma = \sum_i l_i / (l_i + \delta)$ and the eigenvalues $l_i$ of $P - \delta I$; it is unique, and is found
-        by bisection. With `fit_noise`, the noise is optimised too: $s^2 = \lVert y - f \rVert^2 / (N - \gamma)$.
-
-        The weights do not change: they were trained with another prior, and are not a mode under the new one. If the
-        two priors differ much, retrain.
+        The maximum is MacKay's fixed point $\delta = \gamma / \lVert w \rVert^2$ with $\gamma = \sum_i l_i / (l_i +
+        \delta)$ and the eigenvalues $l_i$ of $P - \delta I$. The weights do not change: if the prior differs much from
+        that of training, retrain.
 
         **Arguments:**
 
-        - `fit_noise`: whether to optimise the standard deviation of the noise too.
+        - `fit_noise`: whether to optimise the noise too, $s^2 = \lVert y - f \rVert^2 / (N - \gamma)$.
 
         **Returns:** a new [`eqx_ensemble.methods.laplace.Laplace`][].
 
-        **Raises:** `TypeError` for `fit_noise` with classes; `ValueError` if the marginal likelihood has no maximum,
-        because the weights are zero or the outputs do not depend on them.
+        **Raises:** `ValueError` if the marginal likelihood has no maximum.
         """
         with_noise = check_flag(fit_noise, "fit_noise")
         if with_noise:
@@ -324,40 +298,22 @@ def _best_prior(members: Ensemble, with_noise: bool) -> tuple[Array, Array | Non
 def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = None) -> Laplace[M]:
     """Replaces the prior precision or the noise of posteriors, without access to the data.
 
-    The result equals a fit with these values, because the stored curvatures depend on neither. A prior precision can
-    thus be selected on held-out rows with one pass over the training data. As with
-    [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][], the weights do not change.
+    The result equals a fit with these values: a prior precision can be selected on held-out rows.
 
     **Arguments:**
 
     - `posterior`: the result of [`eqx_ensemble.methods.laplace.fit`][].
-    - `prior_precision`, `noise`: as for `fit`, one number or `(members,)` each; unchanged by default.
+    - `prior_precision`, `noise`: one number or `(members,)` each; unchanged by default.
 
     **Returns:** [`eqx_ensemble.methods.laplace.Laplace`][].
-
-    **Raises:** `TypeError` or `ValueError` for other types of `posterior`, values that are not above zero, `noise` with
-    classes, and if neither is given.
 
     ```python
     laplace = ee.methods.laplace
     ensemble = ee.build(lambda key: eqx.nn.MLP(2, 3, 8, 1, key=key), 4, key=key)
-    x, labels = jax.random.normal(key, (60, 2)), jnp.arange(60) % 3
-    posterior = laplace.fit(
-        ensemble,
-        (x[:40], labels[:40]),
-        likelihood="classification",
-        where=lambda model: model.layers[-1],
-    )
-
-
-    def held_out(precision):
-        chosen = laplace.replace(posterior, prior_precision=precision)
-        logits = chosen.predict(x[40:], combine=ee.combine.mixture)
-        return ee.scores.nll(logits[None], labels[40:])
-
-
-    best = min([0.1, 1.0, 10.0], key=held_out)
-    posterior = laplace.replace(posterior, prior_precision=best)
+    data = jax.random.normal(key, (60, 2)), jnp.arange(60) % 3
+    options = {"likelihood": "classification", "where": lambda model: model.layers[-1]}
+    posterior = laplace.fit(ensemble, data, **options)
+    posterior = laplace.replace(posterior, prior_precision=10.0)
     ```
     """
     if not isinstance(posterior, Laplace):

@@ -170,8 +170,8 @@ class Outputs(NamedTuple):
 
     **Attributes:**
 
-    - `mean`: `(members, rows, out)`, the outputs of the model: logits, or means.
-    - `covariance`: `(members, rows, out, out)`, the covariance under the linearised model, without noise.
+    - `mean`: `(members, rows, out)`, the outputs of the model, flattened to one axis.
+    - `covariance`: `(members, rows, out, out)`.
     """
 
     mean: Float[Array, "*batch out"]

@@ -105,17 +105,12 @@ class AbstractKernel(eqx.Module):
 class RBF(AbstractKernel):
     r"""The Gaussian kernel $k(x, y) = \exp(-|x - y|^2 / b)$.
 
-    By default, the bandwidth $b = m^2 / \log n$ is recomputed in every step, where $m$ is the median distance between
-    pairs of the $n$ active members. The kernel values of each member with the others then sum to about 1. The bandwidth
-    is treated as constant in derivatives. For a single member, or if all members are equal, $b = 1$, which has no
-    effect.
-
-    In many dimensions all distances are similar, and SVGD with this bandwidth underestimates the variance: with 20
-    particles, that of a standard normal distribution is 0.88 in one dimension, 0.37 in five, and 0.15 in twenty.
+    By default $b = m^2 / \log n$ in every step, with the median distance $m$ between pairs of the $n$ active members.
+    SVGD then underestimates variances in many dimensions: 20 particles have 0.37 of it in five, 0.15 in twenty.
 
     **Arguments:**
 
-    - `bandwidth`: $b$, in squared units of the particles, above zero; `None` for the median rule.
+    - `bandwidth`: $b$, in squared units of the particles; `None` for the median rule.
 
     ```python
     kernel = ee.methods.particles.RBF(bandwidth=2.0)
@@ -123,8 +118,7 @@ class RBF(AbstractKernel):
     ```
 
     ??? cite
-        [Stein Variational Gradient Descent: A General Purpose Bayesian Inference
-        Algorithm](https://arxiv.org/abs/1608.04471), Liu and Wang, 2016.
+        [Liu and Wang 2016](https://arxiv.org/abs/1608.04471)
     """
 
     bandwidth: Any = None
@@ -175,26 +169,18 @@ def svgd(
 ) -> Float[Array, "members size"]:
     r"""The update directions of Stein variational gradient descent (SVGD) for all particles.
 
-    $\phi_i = \frac1n \sum_j k(x_j, x_i) \, s_j + \nabla_{x_j} k(x_j, x_i)$, with the scores $s_j$, the gradients of the
-    log-density of the target. The first term moves particles towards high density, the second away from each other. A
-    single particle follows its own score to the maximum.
-
-    Members interact: the direction of each depends on all others. This takes time of order $n^2$ times `size`, and
-    memory for a few arrays `(members, size)`.
+    $\phi_i = \frac1n \sum_j k(x_j, x_i) \, s_j + \nabla_{x_j} k(x_j, x_i)$ with the scores $s_j$: the first term moves
+    particles towards high density, the second away from each other. It takes time of order $n^2$ times `size`.
 
     **Arguments:**
 
     - `points`: the particles, `(members, size)`.
     - `scores`: the gradients of the log-density at the points, `(members, size)`.
     - `kernel`: a function of two vectors `(size,)`, or an [`eqx_ensemble.methods.particles.AbstractKernel`][]; by
-        default [`eqx_ensemble.methods.particles.RBF`][] with the median bandwidth.
-    - `active`: booleans `(members,)`; particles where it is `False` are ignored, even if they are NaN, and have zero
-        directions.
+        default [`eqx_ensemble.methods.particles.RBF`][].
+    - `active`: booleans `(members,)`; other particles are ignored, even if NaN, and have zero directions.
 
     **Returns:** the directions `(members, size)`, for updates `points + rate * directions`.
-
-    **Raises:** `TypeError` or `ValueError` for arrays that are not floating-point or not of one shape
-    `(members, size)`, and for a kernel that does not return a floating-point scalar.
 
     ```python
     points = jnp.array([[-1.0], [2.0]])
@@ -203,8 +189,7 @@ def svgd(
     ```
 
     ??? cite
-        [Stein Variational Gradient Descent: A General Purpose Bayesian Inference
-        Algorithm](https://arxiv.org/abs/1608.04471), Liu and Wang, 2016.
+        [Liu and Wang 2016](https://arxiv.org/abs/1608.04471)
     """
     return _all_directions("svgd", points, scores, kernel, active)
 
@@ -219,25 +204,13 @@ def wgd(
     r"""The update directions of Wasserstein gradient descent with a kernel density estimate, for repulsive ensembles.
 
     $\phi_i = s_i - \nabla_{x_i} \log \sum_j k(x_i, x_j)$: each particle follows its own score $s_i$, and is repelled by
-    a high density of particles. Unlike in SVGD, scores of other particles have no effect, so directions do not shrink
-    with many particles whose kernel values are near zero.
-
-    Members interact: the direction of each depends on all others. This takes time of order $n^2$ times `size`, and
-    memory for a few arrays `(members, size)`.
+    a high density of particles. Unlike in SVGD, directions do not shrink where kernel values are near zero.
 
     **Arguments:**
 
-    - `points`: the particles, `(members, size)`.
-    - `scores`: the gradients of the log-density at the points, `(members, size)`.
-    - `kernel`: a function of two vectors `(size,)` with positive values, or an
-        [`eqx_ensemble.methods.particles.AbstractKernel`][]; by default [`eqx_ensemble.methods.particles.RBF`][] with
-        the median bandwidth.
-    - `active`: booleans `(members,)`; particles where it is `False` are ignored, even if they are NaN, and have zero
-        directions.
+    - `points`, `scores`, `kernel`, `active`: as for [`eqx_ensemble.methods.particles.svgd`][], with a positive kernel.
 
-    **Returns:** the directions `(members, size)`, for updates `points + rate * directions`.
-
-    **Raises:** as [`eqx_ensemble.methods.particles.svgd`][].
+    **Returns:** the directions `(members, size)`.
 
     ```python
     points = jnp.array([[-0.1], [0.1]])
@@ -246,7 +219,7 @@ def wgd(
     ```
 
     ??? cite
-        [Repulsive Deep Ensembles are Bayesian](https://arxiv.org/abs/2106.11642), D'Angelo and Fortuin, 2021.
+        [D'Angelo and Fortuin 2021](https://arxiv.org/abs/2106.11642)
     """
     return _all_directions("wgd", points, scores, kernel, active)
 

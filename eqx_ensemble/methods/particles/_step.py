@@ -150,45 +150,27 @@ def make_step(
 ) -> InteractingStep:
     r"""Makes a compiled step in which members INTERACT in weight space: `state, metrics = step(state, batch)`.
 
-    Elsewhere in this library members are independent. Here they are particles that jointly represent a posterior: the
-    update of each depends on the others, and removing one changes the rest. The step is called like that of
-    [`eqx_ensemble.train.make_step`][], on the same state, and works with [`eqx_ensemble.train.scan_steps`][]; loss and
-    optimiser are written for ONE member.
+    Members are particles that jointly represent a posterior. The step is called like that of
+    [`eqx_ensemble.train.make_step`][], also in [`eqx_ensemble.train.scan_steps`][]; loss and optimiser are those of ONE
+    member. With scores $s_i = -N \nabla L_i$ and the directions $\phi_i$ of [`eqx_ensemble.methods.particles.svgd`][]
+    or [`eqx_ensemble.methods.particles.wgd`][] between flattened weights, the optimiser receives $-\phi_i / N$.
 
-    With losses $L_i$ as means over $N$ rows, the scores are $s_i = -N \nabla L_i$; the optimiser receives $-\phi_i / N$
-    as the gradient, with the directions $\phi_i$ of [`eqx_ensemble.methods.particles.svgd`][] or
-    [`eqx_ensemble.methods.particles.wgd`][] between the trained weights of members, each flattened to one vector. A
-    single member is trained as by [`eqx_ensemble.train.make_step`][], to the maximum of the posterior.
-
-    A member that diverges keeps its last finite weights, is reported in `metrics.status`, and no longer affects the
-    others. Stopped members do not affect the others either.
-
-    All pairs of members are compared. This takes time of order `members**2` times the number of weights, and memory for
-    three copies of the weights; on a mesh, every device holds two copies of all members.
+    Diverged and stopped members no longer affect the others. A step takes time of order `members**2` times the number
+    of weights, and memory for three copies of the weights; on a mesh, every device holds two copies of all members.
 
     **Arguments:**
 
-    - `loss`: `loss(model, batch, key) -> value` of one member as for [`eqx_ensemble.train.make_step`][]: the negative
-        log-posterior per row, $-\frac1B \sum \log p(y|x, w) - \frac1N \log p(w)$; for the last term use for example
-        [`eqx_ensemble.methods.priors.gaussian_penalty`][]. Without a prior, particles drift apart indefinitely along
-        directions that the data do not determine.
-    - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][]. It must not evaluate the loss, as line
-        searches do. Decoupled weight decay, as in `optax.adamw`, is not a prior.
-    - `num_rows`: $N$, the number of all training rows, not of a batch; 1 for a loss that is a sum over all rows. Divide
-        it by a temperature to temper the posterior.
+    - `loss`: as for [`eqx_ensemble.train.make_step`][]: the negative log-posterior per row, with a prior such as
+        [`eqx_ensemble.methods.priors.gaussian_penalty`][]; without one, particles drift apart indefinitely.
+    - `optimiser`: that of [`eqx_ensemble.train.init`][]; no line search.
+    - `num_rows`: $N$, the number of all training rows, divided by a temperature if any.
     - `method`: `"svgd"`, or `"wgd"` for repulsive ensembles.
-    - `kernel`: a function of two vectors of weights, or an [`eqx_ensemble.methods.particles.AbstractKernel`][]; by
-        default [`eqx_ensemble.methods.particles.RBF`][] with the median bandwidth.
+    - `kernel`: as for [`eqx_ensemble.methods.particles.svgd`][].
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
-    - `plan`: the execution plan for gradients and updates, by default [`eqx_ensemble.plan.Vmap`][]. Directions are
-        computed sequentially over members.
-    - `mesh`: the devices to run on, the mesh passed to [`eqx_ensemble.train.init`][].
+    - `plan`: for gradients and updates, by default [`eqx_ensemble.plan.Vmap`][].
+    - `mesh`: that of [`eqx_ensemble.train.init`][].
 
-    **Returns:** [`eqx_ensemble.methods.particles.InteractingStep`][], a function of a training state and a batch.
-
-    **Raises:** `TypeError` or `ValueError` for invalid types of loss, optimiser and kernel, `num_rows` that is not
-    above 0, and an unknown method; when called, for complex weights, an optimiser that evaluates the loss, a kernel
-    that is not scalar, and invalid batches.
+    **Returns:** [`eqx_ensemble.methods.particles.InteractingStep`][].
 
     ```python
     def loss(model, batch, key):
@@ -201,15 +183,12 @@ def make_step(
     optimiser = optax.adam(1e-2)
     state = ee.train.init(ensemble, optimiser, key=key)
     step = ee.methods.particles.make_step(loss, optimiser, num_rows=8)
-    for _ in range(3):
-        state, metrics = step(state, (jnp.ones((8, 3)), jnp.zeros((8, 1))))
-    metrics.loss.shape  # (4,)
+    state, metrics = step(state, (jnp.ones((8, 3)), jnp.zeros((8, 1))))
     ```
 
     ??? cite
-        [Stein Variational Gradient Descent: A General Purpose Bayesian Inference
-        Algorithm](https://arxiv.org/abs/1608.04471), Liu and Wang, 2016; [Repulsive Deep Ensembles are
-        Bayesian](https://arxiv.org/abs/2106.11642), D'Angelo and Fortuin, 2021.
+        [Liu and Wang 2016](https://arxiv.org/abs/1608.04471); [D'Angelo and Fortuin
+        2021](https://arxiv.org/abs/2106.11642)
     """
     check_function(loss, "loss", example="lambda model, batch, key: ...")
     check_flag(has_aux, "has_aux")
@@ -366,35 +345,26 @@ def make_function_space_step(
 ) -> InteractingStep:
     r"""Makes a compiled step in which members INTERACT in function space: their predictions repel each other.
 
-    Networks with different weights may be the same function. Here the points that repel each other are the members'
-    outputs $f_i$ for the rows of a batch. With losses $L_i$ of the outputs as means over $N$ rows, the scores are
-    $s_i = -N \partial L_i / \partial f_i$; the optimiser receives $-J_i^\top \phi_i / N$ as the gradient, with the
-    directions $\phi_i$ of [`eqx_ensemble.methods.particles.wgd`][] or [`eqx_ensemble.methods.particles.svgd`][] between
-    outputs, and the Jacobian $J_i$ of the member's outputs with respect to its weights. Otherwise it is as
+    The points are the members' outputs $f_i$ for the rows of a batch. With scores $s_i = -N \partial L_i / \partial
+    f_i$ and directions $\phi_i$ between outputs, the optimiser receives $-J_i^\top \phi_i / N$. Otherwise it is
     [`eqx_ensemble.methods.particles.make_step`][].
 
-    The rows of a batch must be the same for all members, because outputs are compared position by position. A batch may
-    include rows without targets that the loss ignores, such as points between the training rows, at which members repel
-    each other too. Outputs are computed twice per step.
+    All members need the same rows, some of which the loss may ignore, such as points between the training rows. Outputs
+    are computed twice per step.
 
     **Arguments:**
 
-    - `outputs`: `outputs(model, batch, key)` of one member: the array or tree of arrays to compare members by, such as
-        logits or probabilities.
-    - `loss`: `loss(outputs, batch, key) -> value`: the negative log-posterior per row of these outputs,
-        $-\frac1B \sum \log p(y|f) - \frac1N \log p(f)$. It includes a prior over functions: for a Gaussian process with
-        covariance matrix $K$ at the rows of the batch, $f^\top K^{-1} f / 2N$. If only the score of the prior is known,
-        add `-jnp.sum(jax.lax.stop_gradient(score) * outputs) / num_rows`. Without a prior, nothing limits the distance
-        between members away from the data.
+    - `outputs`: `outputs(model, batch, key)` of one member: arrays to compare members by, such as logits.
+    - `loss`: `loss(outputs, batch, key) -> value`: the negative log-posterior per row of these outputs, with a prior
+        over functions, such as $f^\top K^{-1} f / 2N$ for a Gaussian process.
     - `optimiser`, `num_rows`, `method`, `kernel`, `has_aux`, `plan`, `mesh`: as for
-        [`eqx_ensemble.methods.particles.make_step`][], with a kernel between vectors of outputs. With minibatches, the
-        likelihood of a batch is scaled to all rows, but the kernel depends on the rows of the batch only.
+        [`eqx_ensemble.methods.particles.make_step`][], with a kernel between vectors of outputs.
 
-    Either function may have a parameter `hyper` for the member's hyper-parameters.
+    Either function may have a parameter `hyper`.
 
-    **Returns:** [`eqx_ensemble.methods.particles.InteractingStep`][], a function of a training state and a batch.
+    **Returns:** [`eqx_ensemble.methods.particles.InteractingStep`][].
 
-    **Raises:** as [`eqx_ensemble.methods.particles.make_step`][]; `NotImplementedError` for stateful members.
+    **Raises:** `NotImplementedError` for stateful members.
 
     ```python
     def outputs(model, batch, key):
@@ -418,9 +388,8 @@ def make_function_space_step(
     ```
 
     ??? cite
-        [Repulsive Deep Ensembles are Bayesian](https://arxiv.org/abs/2106.11642), D'Angelo and Fortuin, 2021;
-        [Function Space Particle Optimization for Bayesian Neural Networks](https://arxiv.org/abs/1902.09754), Wang,
-        Ren, Zhu and Zhang, 2019.
+        [D'Angelo and Fortuin 2021](https://arxiv.org/abs/2106.11642); [Wang et al.
+        2019](https://arxiv.org/abs/1902.09754)
     """
     check_function(outputs, "outputs", example="lambda model, batch, key: jax.vmap(model)(batch[0])")
     check_function(loss, "loss", example="lambda outputs, batch, key: ...")

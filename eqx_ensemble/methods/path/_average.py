@@ -163,34 +163,28 @@ def as_ensemble(state: TrainState, params: PyTree, frozen: PyTree, ids: Any) -> 
 def ema(
     optimiser: optax.GradientTransformation, decay: Any = 0.999, *, start: Any = 0, every: Any = 1
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps an exponential moving average of each member's weights.
+    r"""Keeps a debiased exponential moving average of each member's weights.
 
-    After snapshot $n$ the average is $\sum_i d^{\,n-i} w_i\, (1-d) / (1-d^n)$ with decay $d$; the debiased average
-    after the first snapshot is that snapshot. The updates of the optimiser do not change. The average is part of each
-    member's optimiser state, with which it is saved and resumed, and stays valid if the member stops or diverges. It is
-    stored in at least 32 bits.
-
-    Wrap the whole optimiser, `ema(optax.chain(...))`: only its final updates determine the weights.
+    After snapshot $n$ it is $\sum_i d^{\,n-i} w_i\, (1-d) / (1-d^n)$ with decay $d$, in at least 32 bits. It is part of
+    the optimiser state; updates do not change.
 
     **Arguments:**
 
-    - `optimiser`: an optax optimiser. With hyper-parameters:
-        `lambda hyper: ee.methods.path.ema(optax.adam(hyper["lr"]), hyper["decay"])`.
+    - `optimiser`: the whole optax optimiser: `ema(optax.chain(...))`. With hyper-parameters: `lambda hyper:
+        ee.methods.path.ema(optax.adam(hyper["lr"]), hyper["decay"])`.
     - `decay`: $d$, from 0 to below 1. The average spans about `1 / (1 - decay)` snapshots.
     - `start`: the step of the first snapshot; by default `every`.
     - `every`: the number of steps between snapshots.
 
     **Returns:** an optax optimiser; [`eqx_ensemble.methods.path.average`][] makes an ensemble of its state.
 
-    **Raises:** `TypeError` or `ValueError` for invalid arguments.
-
     ```python
     optimiser = ee.methods.path.ema(optax.adam(1e-3), 0.99)
     ```
 
     ??? cite
-        Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (SIAM Journal on Control and
-        Optimization, 1992); the debiasing: Kingma and Ba, "Adam" (ICLR 2015).
+        [Polyak and Juditsky 1992](https://doi.org/10.1137/0330046); the debiasing: [Kingma and Ba
+        2015](https://arxiv.org/abs/1412.6980)
     """
     check_inner_optimiser(optimiser)
     check_decay(decay)
@@ -210,9 +204,8 @@ def swa(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the mean of snapshots of each member's weights: stochastic weight averaging.
 
-    All snapshots have equal weight. It helps if the learning rate stays large enough for the weights to explore around
-    an optimum, for example with `optax.join_schedules` to a constant rate at `start`; the authors start after three
-    quarters of the run and take one snapshot per epoch. The updates of the optimiser do not change.
+    Keep the learning rate large enough to explore around an optimum. The authors start after three quarters of the run
+    and take one snapshot per epoch.
 
     **Arguments:**
 
@@ -220,15 +213,12 @@ def swa(
 
     **Returns:** an optax optimiser; [`eqx_ensemble.methods.path.average`][] makes an ensemble of its state.
 
-    **Raises:** `TypeError` or `ValueError` for invalid arguments.
-
     ```python
     optimiser = ee.methods.path.swa(optax.sgd(0.05), start=750, every=10)
     ```
 
     ??? cite
-        Izmailov, Podoprikhin, Garipov, Vetrov and Wilson, "Averaging Weights Leads to Wider Optima and Better
-        Generalization" (UAI 2018).
+        [Izmailov et al. 2018](https://arxiv.org/abs/1803.05407)
     """
     check_inner_optimiser(optimiser)
     check_steps(start, every)
@@ -241,22 +231,19 @@ def swa(
 
 
 def average(run: Any) -> Ensemble[Any]:
-    """Returns the ensemble of the members' averaged weights.
+    """Returns the ensemble of the members' averaged weights, with their ids.
 
-    Members keep their ids and untrained leaves. A member that stopped or diverged has its average up to that step; one
-    without a snapshot keeps its current weights, with a warning. BatchNorm statistics are not valid for averaged
-    weights: use [`eqx_ensemble.methods.path.update_batch_norm`][].
+    One without a snapshot keeps its weights, with a warning. BatchNorm needs
+    [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
 
     **Arguments:**
 
-    - `run`: the run, the training state or the [`eqx_ensemble.train.Progress`][] of training with
-        [`eqx_ensemble.methods.path.ema`][], [`eqx_ensemble.methods.path.swa`][] or
-        [`eqx_ensemble.methods.path.swag`][]. The best weights of a run are not used.
+    - `run`: the run, training state or [`eqx_ensemble.train.Progress`][] of training with `ema`, `swa` or `swag`. The
+        best weights of a run are not used.
 
     **Returns:** the ensemble.
 
-    **Raises:** `TypeError` for anything else; `ValueError` unless the optimiser state has exactly one average of all
-    weights.
+    **Raises:** `ValueError` unless the optimiser state has exactly one average of all weights.
 
     ```python
     def loss(model, batch, key):

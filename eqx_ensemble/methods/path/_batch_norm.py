@@ -36,30 +36,23 @@ def update_batch_norm(
 ) -> eqx.nn.State:
     """Re-estimates the statistics of BatchNorm layers, for weights that were averaged, drawn or recorded.
 
-    Each member makes one pass over the data in training mode, in batches of random rows. The means and variances of the
-    batches are pooled with equal weight per row, including the variance between batches, and replace the running
-    averages of training. They count as one batch for the `momentum` of later batches. Other state, such as that of
-    spectral normalisation, is updated as in training.
+    Each member makes one pass over the data in training mode. The statistics of its batches, with equal weight per row,
+    replace the running averages.
 
     **Arguments:**
 
-    - `ensemble`: the members, for example from [`eqx_ensemble.methods.path.average`][].
-    - `state`: their stacked `equinox.nn.State`; its old statistics have no effect. For draws and snapshots, pass the
-        state of the original members, such as
-        `ee.tree.take(run.state, draws.ids // num_samples)` for the ids 0, 1, 2 ...
-    - `fn`: `fn(model, state, batch, key) -> (value, state)` calls one member on one batch as in training, such as the
-        loss of stateful members. The value is not used.
-    - `data`: the training data, a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked
-        [`eqx_ensemble.Each`][].
-    - `batch_size`: rows per batch; by default 32, or all rows if they are fewer. The last batch may be smaller. Use the
-        batch size of training, because earlier layers normalise their outputs by the batch.
-    - `plan`: how the members are executed, as for [`eqx_ensemble.map_members`][].
+    - `ensemble`: the members, such as those of [`eqx_ensemble.methods.path.average`][].
+    - `state`: their stacked `equinox.nn.State`; for draws that of the original members, `ee.tree.take(run.state,
+        draws.ids // num_samples)`.
+    - `fn`: `fn(model, state, batch, key) -> (value, state)`, such as the loss. The value is not used.
+    - `data`: arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked [`eqx_ensemble.Each`][].
+    - `batch_size`: 32 by default; use that of training, because earlier layers normalise by the batch.
+    - `plan`: as for [`eqx_ensemble.map_members`][].
     - `key`: the root key, for the row order and the keys passed to `fn`.
 
     **Returns:** the stacked state with the new statistics.
 
-    **Raises:** `TypeError` or `ValueError` for inconsistent arguments, and for members without a BatchNorm in training
-    mode. Layers in inference mode keep their statistics.
+    **Raises:** `ValueError` for members without a BatchNorm in training mode.
 
     ```python
     class Model(eqx.Module):
@@ -87,8 +80,7 @@ def update_batch_norm(
     ```
 
     ??? cite
-        Izmailov, Podoprikhin, Garipov, Vetrov and Wilson, "Averaging Weights Leads to Wider Optima and Better
-        Generalization" (UAI 2018).
+        [Izmailov et al. 2018](https://arxiv.org/abs/1803.05407)
     """
     check_ensemble(ensemble)
     check_model_state_given(ensemble.stacked, state)

@@ -21,19 +21,14 @@ Schedule = Callable[[Any], Float[Array, ""]]
 
 
 def snapshot_schedule(init_value: Any, period: int) -> Schedule:
-    r"""The cyclic cosine learning rate of snapshot ensembles.
-
-    At step $t$ (from 0) it is $\frac{a_0}{2}\big(\cos(\pi\, (t \bmod P) / P) + 1\big)$: it starts each cycle at $a_0$
-    and is smallest, but not 0, at the last step of the cycle, after which the snapshot is taken.
+    r"""The cyclic cosine learning rate of snapshot ensembles: $\frac{a_0}{2}\big(\cos(\pi\, (t \bmod P) / P) + 1\big)$.
 
     **Arguments:**
 
-    - `init_value`: $a_0$, the learning rate at the start of each cycle; the authors use 0.1 to 0.2 with SGD.
-    - `period`: $P$, the number of steps per cycle; the authors use 40 epochs.
+    - `init_value`: $a_0$, the rate at the start of each cycle; the authors use 0.1 to 0.2 with SGD.
+    - `period`: $P$, the steps per cycle; the authors use 40 epochs. Take snapshots `every=period`.
 
     **Returns:** a schedule for optax.
-
-    **Raises:** `TypeError` or `ValueError` for invalid arguments.
 
     ```python
     schedule = ee.methods.path.snapshot_schedule(0.1, period=20)
@@ -41,7 +36,7 @@ def snapshot_schedule(init_value: Any, period: int) -> Schedule:
     ```
 
     ??? cite
-        Huang, Li, Pleiss, Liu, Hopcroft and Weinberger, "Snapshot Ensembles: Train 1, Get M for Free" (ICLR 2017).
+        [Huang et al. 2017](https://arxiv.org/abs/1704.00109)
     """
     init_value = check_learning_rate(init_value, "init_value")
     period = check_counter(period, "period")
@@ -54,20 +49,17 @@ def snapshot_schedule(init_value: Any, period: int) -> Schedule:
 
 
 def fast_geometric_schedule(init_value: Any, end_value: Any, period: int) -> Schedule:
-    r"""The cyclic triangular learning rate of fast geometric ensembles.
+    """The cyclic triangular learning rate of fast geometric ensembles.
 
-    With $u = ((t \bmod P) + 1) / P$ at step $t$ (from 0), it decreases from `init_value` to `end_value` at $u = 1/2$,
-    and increases back to `init_value` at $u = 1$. Take snapshots of trained members at the minima:
-    `snapshots(optax.sgd(schedule), size, every=period, start=period // 2)`.
+    It falls from `init_value` to `end_value` in the first half of a cycle and rises back in the second. Take snapshots
+    at the minima: `snapshots(optax.sgd(schedule), size, every=period, start=period // 2)`.
 
     **Arguments:**
 
-    - `init_value`, `end_value`: the largest and the smallest learning rate; the authors use 0.05 and 0.0005 with SGD.
-    - `period`: $P$, the number of steps per cycle, an even number; the authors use 2 to 4 epochs.
+    - `init_value`, `end_value`: the largest and the smallest rate; the authors use 0.05 and 0.0005 with SGD.
+    - `period`: the steps per cycle, an even number; the authors use 2 to 4 epochs.
 
     **Returns:** a schedule for optax.
-
-    **Raises:** `TypeError` or `ValueError` for invalid arguments.
 
     ```python
     schedule = ee.methods.path.fast_geometric_schedule(0.05, 0.0005, period=40)
@@ -75,8 +67,7 @@ def fast_geometric_schedule(init_value: Any, end_value: Any, period: int) -> Sch
     ```
 
     ??? cite
-        Garipov, Izmailov, Podoprikhin, Vetrov and Wilson, "Loss Surfaces, Mode Connectivity, and Fast Ensembling of
-        DNNs" (NeurIPS 2018).
+        [Garipov et al. 2018](https://arxiv.org/abs/1802.10026)
     """
     init_value = check_learning_rate(init_value, "init_value")
     end_value = check_learning_rate(end_value, "end_value")
@@ -95,26 +86,19 @@ def fast_geometric_schedule(init_value: Any, end_value: Any, period: int) -> Sch
 def snapshots(
     optimiser: optax.GradientTransformation, size: int, *, every: Any, start: Any = 0, period: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the last `size` snapshots of each member's weights.
+    """Keeps the last `size` snapshots of each member's weights, in its optimiser state.
 
-    With [`eqx_ensemble.methods.path.snapshot_schedule`][] and `every` equal to its period, it records a snapshot
-    ensemble; with [`eqx_ensemble.methods.path.fast_geometric_schedule`][], a fast geometric ensemble; with a constant
-    learning rate, the trajectory of the run. With the samplers of `methods.sampling`, snapshots are samples: `start` is
-    the end of the burn-in, and `every` thins the chain. Snapshots are part of each member's optimiser state, with which
-    they are saved and resumed. The updates of the optimiser do not change.
+    With [`eqx_ensemble.methods.path.snapshot_schedule`][] and `every` equal to its period they are a snapshot ensemble,
+    with [`eqx_ensemble.methods.path.fast_geometric_schedule`][] a fast geometric ensemble, with a sampler samples
+    (`start` ends the burn-in).
 
     **Arguments:**
 
-    - `optimiser`: as for [`eqx_ensemble.methods.path.ema`][].
-    - `size`: the number of snapshots to keep. Each takes the memory of one copy of the weights.
-    - `every`: the number of steps between snapshots.
-    - `start`: the step of the first snapshot; by default `every`.
-    - `period`: the number of steps per cycle, after which `start` and `every` count from zero again; by default no
-        cycles.
+    - `optimiser`, `every`, `start`: as for [`eqx_ensemble.methods.path.ema`][].
+    - `size`: the number of snapshots. Each takes the memory of one copy of the weights.
+    - `period`: the steps per cycle, after which `start` and `every` count from zero again; by default no cycles.
 
     **Returns:** an optax optimiser; [`eqx_ensemble.methods.path.snapshot_ensemble`][] makes an ensemble of its state.
-
-    **Raises:** `TypeError` or `ValueError` for invalid arguments.
 
     ```python
     schedule = ee.methods.path.snapshot_schedule(0.1, period=200)
@@ -122,7 +106,7 @@ def snapshots(
     ```
 
     ??? cite
-        Huang, Li, Pleiss, Liu, Hopcroft and Weinberger, "Snapshot Ensembles: Train 1, Get M for Free" (ICLR 2017).
+        [Huang et al. 2017](https://arxiv.org/abs/1704.00109)
     """
     check_inner_optimiser(optimiser)
     size = check_positive_int(size, "size")
@@ -145,20 +129,16 @@ def snapshots(
 def snapshot_ensemble(run: Any) -> Ensemble[Any]:
     """Returns an ensemble of the snapshots recorded by [`eqx_ensemble.methods.path.snapshots`][].
 
-    Each snapshot becomes a member; those of one member are adjacent, the oldest first. A member that stopped or
-    diverged may have fewer. Snapshots do not include BatchNorm statistics: use
-    [`eqx_ensemble.methods.path.update_batch_norm`][].
+    Snapshots of one member are adjacent, the oldest first. Members without any are left out, with a warning. BatchNorm
+    needs [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
 
     **Arguments:**
 
-    - `run`: the run, the training state or the [`eqx_ensemble.train.Progress`][] of training with
-        [`eqx_ensemble.methods.path.snapshots`][].
+    - `run`: the run, training state or [`eqx_ensemble.train.Progress`][].
 
-    **Returns:** the ensemble. Snapshot `n` (from 0) of a member has the id `id * size + n % size`. Members without a
-    snapshot are excluded, with a warning.
+    **Returns:** the ensemble. Snapshot `n` (from 0) of a member has the id `id * size + n % size`.
 
-    **Raises:** `TypeError` inside `jax.jit`, because members may have different numbers of snapshots; `ValueError` if
-    no member has a snapshot, or the optimiser state holds no record of `snapshots`.
+    **Raises:** `TypeError` inside `jax.jit`; `ValueError` if no member has a snapshot.
 
     ```python
     def loss(model, batch, key):

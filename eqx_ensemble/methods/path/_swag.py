@@ -27,32 +27,27 @@ from ._check import check_factor_ids, check_inner_optimiser, check_real, check_s
 def swag(
     optimiser: optax.GradientTransformation, *, rank: int = 20, start: Any = 0, every: Any = 1
 ) -> optax.GradientTransformationExtraArgs:
-    r"""SWAG: keeps a Gaussian approximation of each member's weights along its trajectory.
+    """SWAG: keeps a Gaussian approximation of each member's weights along its trajectory.
 
-    It keeps the mean and the variance of each weight over all snapshots (`ddof=0`, by Welford's algorithm, which avoids
-    cancellation), and for the last `rank` snapshots the deviations $d_i = w_i - \bar w_i$ from the mean up to and
-    including $w_i$. [`eqx_ensemble.methods.path.sample`][] draws from the Gaussian, and
-    [`eqx_ensemble.methods.path.average`][] returns the mean. The updates of the optimiser do not change.
+    The mean and variance of all snapshots (`ddof=0`), and the deviations of the last `rank` from the mean, for
+    [`eqx_ensemble.methods.path.sample`][] and [`eqx_ensemble.methods.path.average`][]. Several members are MultiSWAG.
 
     **Arguments:**
 
-    - `optimiser`, `start`, `every`: as for [`eqx_ensemble.methods.path.ema`][], in steps. The authors take one snapshot
-        per epoch at a constant learning rate.
-    - `rank`: the number of deviations, 0 (diagonal only) or at least 2. Each takes the memory of one copy of the
-        weights.
+    - `optimiser`, `start`, `every`: as for [`eqx_ensemble.methods.path.ema`][], in steps.
+    - `rank`: the number of deviations, 0 (diagonal only) or at least 2, each of the memory of the weights.
 
     **Returns:** an optax optimiser.
 
-    **Raises:** `TypeError` or `ValueError` for invalid arguments; when initialised, `TypeError` for complex weights.
+    **Raises:** `TypeError` for complex weights, when initialised.
 
     ```python
     optimiser = ee.methods.path.swag(optax.sgd(0.05), rank=10, start=750, every=10)
     ```
 
     ??? cite
-        Maddox, Garipov, Izmailov, Vetrov and Wilson, "A Simple Baseline for Bayesian Uncertainty in Deep Learning"
-        (NeurIPS 2019); Wilson and Izmailov, "Bayesian Deep Learning and a Probabilistic Perspective of Generalization"
-        (NeurIPS 2020), for MultiSWAG, the SWAG of each member of an ensemble.
+        [Maddox et al. 2019](https://arxiv.org/abs/1902.02476); MultiSWAG: [Wilson and Izmailov
+        2020](https://arxiv.org/abs/2002.08791)
     """
     check_inner_optimiser(optimiser)
     check_steps(start, every)
@@ -86,26 +81,22 @@ def swag(
 def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) -> Ensemble[Any]:
     r"""Draws an ensemble from the Gaussians recorded by [`eqx_ensemble.methods.path.swag`][].
 
-    A draw of a member with $K$ deviations is
+    A draw of a member with $K$ deviations is, with standard normal $z_1$ and $z_2$,
 
     $$w = \bar w + \sqrt{s}\,\Big(\sigma \odot z_1 + \frac{1}{\sqrt{K-1}} \sum_{i=1}^K d_i z_{2,i}\Big)$$
 
-    with standard normal $z_1$ and $z_2$, the latter shared by all weights. $K$ may differ between members: one that
-    stopped early has fewer snapshots. Draw $i$ does not depend on `num_samples`. BatchNorm statistics are not valid for
-    draws: use [`eqx_ensemble.methods.path.update_batch_norm`][].
+    BatchNorm needs [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
 
     **Arguments:**
 
-    - `run`: the run, the training state or the [`eqx_ensemble.train.Progress`][] of training with
-        [`eqx_ensemble.methods.path.swag`][].
+    - `run`: the run, training state or [`eqx_ensemble.train.Progress`][].
     - `num_samples`: the number of draws from each member; the authors use 30.
     - `scale`: $s$; by default the authors' 1/2, or 1 for the diagonal only (`rank=0`).
     - `key`: the root key. The random stream of a member is derived from its id.
 
-    **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`. A warning
-    lists members with fewer than two snapshots, whose draws are all equal.
+    **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`.
 
-    **Raises:** `TypeError` or `ValueError` for invalid arguments, and if the optimiser state holds no record of `swag`.
+    **Raises:** `ValueError` if the optimiser state holds no record of `swag`.
 
     ```python
     def loss(model, batch, key):
@@ -121,8 +112,7 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
     ```
 
     ??? cite
-        Maddox, Garipov, Izmailov, Vetrov and Wilson, "A Simple Baseline for Bayesian Uncertainty in Deep Learning"
-        (NeurIPS 2019).
+        [Maddox et al. 2019](https://arxiv.org/abs/1902.02476)
     """
     num_samples = check_positive_int(num_samples, "num_samples")
     check_scale(scale)

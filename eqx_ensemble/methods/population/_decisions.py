@@ -52,7 +52,7 @@ def rank(scores: Any, *, healthy: Any = None, mode: Literal["min", "max"] = "min
 def select(state: TrainState[M], members: Any) -> TrainState[M]:
     """Selects some members of a training state, in the order given.
 
-    A member keeps its id, row order and random streams, so it continues training as it would have with all members.
+    A member keeps its id, row order and random streams: it continues as it would have with all members.
 
     **Arguments:**
 
@@ -60,8 +60,6 @@ def select(state: TrainState[M], members: Any) -> TrainState[M]:
     - `members`: the indices of the members, each at most once.
 
     **Returns:** the training state of these members.
-
-    **Raises:** `TypeError` for anything but integers; `ValueError` for an index that is repeated or out of range.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
@@ -77,8 +75,7 @@ def select(state: TrainState[M], members: Any) -> TrainState[M]:
 def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     """Replaces members by copies of others: weights, optimiser state, model state and hyper-parameters.
 
-    A copy keeps its own id, row order and random streams, so its training differs from that of its donor. Its status is
-    `OK`, even if the member that it replaces had stopped or diverged.
+    A copy keeps its own id, row order and random streams. Its status is `OK`.
 
     **Arguments:**
 
@@ -87,8 +84,7 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
 
     **Returns:** the new training state.
 
-    **Raises:** `ValueError` for a donor that has diverged or stopped, or is out of range, and for another number of
-    donors.
+    **Raises:** `ValueError` for a donor that has diverged or stopped.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
@@ -122,9 +118,7 @@ def stop(state: TrainState[M], members: Any) -> TrainState[M]:
     - `state`: a training state, such as `run.train_state`.
     - `members`: the indices of the members.
 
-    **Returns:** the new training state. `fit` removes stopped members from its compiled arrays if that saves time.
-
-    **Raises:** `TypeError` for anything but integers; `ValueError` for an index out of range.
+    **Returns:** the new training state.
     """
     check_train_state(state)
     check_state_arrays(state)
@@ -142,16 +136,12 @@ def truncation(
     **Arguments:**
 
     - `scores`: one per member `(members,)`.
-    - `healthy`: booleans `(members,)`, the members that may be donors; by default all. All others, and members with a
-        NaN score, are replaced.
-    - `fraction`: the fraction of members to replace, and to choose donors from, rounded up; at most a half.
+    - `healthy`: booleans `(members,)`; all others, and those with a NaN score, are replaced.
+    - `fraction`: of members to replace, and to choose donors from, rounded up; at most a half.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher.
     - `key`: the key for drawing the donors.
 
-    **Returns:** the index of a donor for each member `(members,)`, its own index if it is not replaced; pass it to
-    [`eqx_ensemble.methods.population.clone`][].
-
-    **Raises:** `ValueError` for a fraction outside (0, 0.5] and for scores that are not `(members,)`.
+    **Returns:** the index of a donor for each member `(members,)`, for [`eqx_ensemble.methods.population.clone`][].
 
     ```python
     ee.methods.population.truncation([0.3, 0.1, 0.5, 0.2], fraction=0.25, key=key)
@@ -159,7 +149,7 @@ def truncation(
     ```
 
     ??? cite
-        Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
+        [Jaderberg et al. 2017](https://arxiv.org/abs/1711.09846)
     """
     scores = check_member_scores(scores)
     check_fraction(fraction)
@@ -183,17 +173,12 @@ def perturb_hyper(
 
     **Arguments:**
 
-    - `ranges`: the range of each hyper-parameter to perturb, by name, as for [`eqx_ensemble.sweep.draw`][]. New values
-        are clipped to the range; for an [`eqx_ensemble.sweep.Choice`][], the next larger or smaller value is used.
-        Other hyper-parameters are unchanged.
+    - `ranges`: the range of each hyper-parameter to perturb, as for [`eqx_ensemble.sweep.draw`][]. New values are
+        clipped to it; of an [`eqx_ensemble.sweep.Choice`][] the next value is used. Others are unchanged.
     - `resample`: the probability that a value is redrawn from its range instead.
     - `factors`: the factors to choose from, with equal probability.
 
-    **Returns:** `explore(hyper, key) -> hyper` for one member; [`eqx_ensemble.train.perturb`][] is a simpler
-    alternative.
-
-    **Raises:** `TypeError` for a value of `ranges` that is not a range; `ValueError` for a probability outside [0, 1]
-    and for factors that are not positive; when called, `ValueError` for a range without a hyper-parameter of its name.
+    **Returns:** `explore(hyper, key) -> hyper` for one member.
 
     ```python
     explore = ee.methods.population.perturb_hyper({"lr": ee.sweep.LogUniform(1e-4, 1e-1)})
@@ -202,7 +187,7 @@ def perturb_hyper(
     ```
 
     ??? cite
-        Jaderberg et al., *Population Based Training of Neural Networks*, arXiv:1711.09846, 2017.
+        [Jaderberg et al. 2017](https://arxiv.org/abs/1711.09846)
     """
     check_ranges(ranges)
     check_number(resample, "resample", least=0, most=1)
@@ -231,14 +216,10 @@ def set_hyper(
 
     - `state`: a training state with hyper-parameters.
     - `members`: the indices of the members.
-    - `fn`: `fn(hyper, key) -> hyper` for one member, such as [`eqx_ensemble.train.perturb`][] or the result of
-        [`eqx_ensemble.methods.population.perturb_hyper`][].
+    - `fn`: `fn(hyper, key) -> hyper` for one member, such as [`eqx_ensemble.train.perturb`][].
     - `key`: the root key. The key of each member is derived from it, the member's id and the step.
 
     **Returns:** the new training state.
-
-    **Raises:** `TypeError` for a state without hyper-parameters, and if `fn` changes their structure or shapes;
-    `ValueError` for an index out of range.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)

@@ -34,28 +34,18 @@ from ._check import (
 def noisy_targets(targets: Any, ids: Any, *, std: Any, row_ids: Any = None, key: Any) -> Each:
     """Adds Gaussian noise to the targets, drawn once per member and row.
 
-    The noise is part of the data: a member gets the same noisy target for a row in every epoch and batch, and for every
-    repetition of the row in its `rows`. It depends only on the key, the member's id and the row's id, not on the number
-    or order of members and rows. Noise that is redrawn in every step would average out, and would not make members
-    differ.
+    A member gets the same noisy target for a row in every epoch; noise that is redrawn in every step would average out.
 
     **Arguments:**
 
     - `targets`: `(rows, ...)`, floating-point, shared by all members.
     - `ids`: the ids of the members, `ensemble.ids`, or the number of members.
-    - `std`: the standard deviation of the noise: one number, or an array of the shape of `targets`. Equal to that of
-        the noise already in the targets, it makes linear members draws from the posterior:
-        [`eqx_ensemble.methods.priors.draw_anchors`][].
-    - `row_ids`: one integer id per row `(rows,)`, for rows of a larger data set, such as a batch of a loader; by
-        default `0, 1, 2, ...`.
+    - `std`: one number, or an array of the shape of `targets`. For posterior draws it is that of the noise in the
+        targets.
+    - `row_ids`: integers `(rows,)`, for rows of a larger data set; by default `0, 1, 2, ...`.
     - `key`: the root key.
 
-    **Returns:** the noisy targets of each member, an [`eqx_ensemble.Each`][] `(members, rows, ...)` for the data of
-    [`eqx_ensemble.fit`][], in the dtype of `targets`.
-
-    **Raises:** `TypeError` for targets that are not floating-point, and for ids and keys of the wrong type;
-    `ValueError` for targets without rows, row ids out of range, and a standard deviation that is negative or of another
-    shape.
+    **Returns:** an [`eqx_ensemble.Each`][] `(members, rows, ...)` for the data of [`eqx_ensemble.fit`][].
 
     ```python
     x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
@@ -65,8 +55,7 @@ def noisy_targets(targets: Any, ids: Any, *, std: Any, row_ids: Any = None, key:
     ```
 
     ??? cite
-        Osband, Aslanides and Cassirer, *Randomized Prior Functions for Deep Reinforcement Learning*, NeurIPS 2018,
-        arXiv:1806.03335 (section 3).
+        [Osband et al. 2018](https://arxiv.org/abs/1806.03335), section 3
     """
     targets = from_foreign(targets, "targets")
     check_targets(targets)
@@ -88,30 +77,21 @@ def _add_noise(targets: Array, std: Array, row_ids: Array, keys: Array) -> Array
 def gaussian_penalty(model: PyTree, std: Any = 1.0, *, num_rows: Any) -> Float[Array, ""]:
     r"""The negative log-density of a Gaussian prior over one member's weights, per row: the prior term of a mean loss.
 
-    $$\frac{1}{N} \sum_j \frac{w_j^2}{2 \sigma_j^2}$$
-
-    over all floating-point leaves that are not [`eqx_ensemble.train.Frozen`][], up to a constant, in nats. Add it to a
-    loss that is a **mean** over rows of negative log-likelihoods; $N$ times the sum is the negative log-posterior, from
-    which [`eqx_ensemble.methods.sampling.sgld`][] samples. A mean squared error lacks the factor $1 / (2 s^2)$, with
-    the standard deviation $s$ of the noise in the targets. Decoupled weight decay (AdamW) is not equivalent to this
-    prior.
+    $\frac{1}{N} \sum_j w_j^2 / (2 \sigma_j^2)$ over all floating-point leaves that are not
+    [`eqx_ensemble.train.Frozen`][], up to a constant, in nats. Add it to a **mean** over rows of negative
+    log-likelihoods. AdamW's weight decay is not this prior.
 
     **Arguments:**
 
-    - `model`: the model of one member, as the loss receives it. Leaves that are not trained add a constant.
+    - `model`: the model of one member, as the loss receives it.
     - `std`: $\sigma$, one number, or a function of a leaf that returns one.
-    - `num_rows`: $N$, the number of all training rows of the member, not of a batch. It scales the prior to a mean over
-        rows.
+    - `num_rows`: $N$, the number of all training rows of the member, not of a batch.
 
     **Returns:** a scalar, at least float32.
-
-    **Raises:** `TypeError` or `ValueError` for standard deviations or a number of rows that are not numbers above zero,
-    complex weights, a model without weights, and an [`eqx_ensemble.Ensemble`][].
 
     ```python
     model = eqx.nn.Linear(3, 1, key=key)
     prior = ee.methods.priors.gaussian_penalty
-    prior(model, num_rows=100)
     prior(model, lambda leaf: 1 / np.sqrt(leaf.shape[-1]), num_rows=100)
     ```
     """
@@ -143,25 +123,16 @@ M = TypeVar("M")
 class RandomisedPrior(eqx.Module, Generic[M]):
     r"""A member with a randomised prior function: a trained network plus a fixed random network.
 
-    The output is $f(x) + \beta p(x)$, in training and in prediction, with the network $f$, the prior $p$ and its scale
-    $\beta$. Near the data, $f$ learns to compensate for $p$; far from the data, members differ like their priors. Prior
-    and scale are [`eqx_ensemble.train.Frozen`][]: they have no gradient and no weight decay. Each member of
-    [`eqx_ensemble.build`][] draws its own prior from its key.
-
-    A linear $f$ with a penalty towards zero is equivalent to an anchored member (see
-    [`eqx_ensemble.methods.priors.Anchor`][]) with the anchor $\beta p$. Without weight decay or early stopping, the
-    prior has little effect near the data.
+    The output is $f(x) + \beta p(x)$. Near the data $f$ compensates for $p$; far from them members differ like their
+    priors. Prior and scale are [`eqx_ensemble.train.Frozen`][].
 
     **Arguments:**
 
     - `network`: the trained network.
-    - `prior`: a network whose outputs have the shapes of those of `network`, often the same architecture with another
-        key. It is called in inference mode with the positional inputs of `network`, without its keyword arguments (such
-        as dropout keys) and its `equinox.nn.State`.
+    - `prior`: a network with outputs of the same shapes. It is called in inference mode with positional inputs only.
     - `scale`: $\beta$, one number. `build(zip={"scale": ...})` gives each member its own.
 
-    **Raises:** `TypeError` for networks that are not callable and for a scale that is not one number; when called,
-    `ValueError` if the outputs of network and prior differ in structure or shape.
+    **Raises:** `ValueError`, when called, if the outputs of network and prior differ in structure or shape.
 
     ```python
     def make(key):
@@ -179,15 +150,10 @@ class RandomisedPrior(eqx.Module, Generic[M]):
     ensemble = ee.build(make, 4, key=key)
     data = (jnp.ones((100, 3)), jnp.zeros((100, 1)))
     run = ee.fit(ensemble, loss, optax.adamw(1e-3), data, epochs=2, key=key)
-    jnp.array_equal(
-        run.ensemble[0].prior.value.layers[0].weight,
-        ensemble[0].prior.value.layers[0].weight,
-    )  # True
     ```
 
     ??? cite
-        Osband, Aslanides and Cassirer, *Randomized Prior Functions for Deep Reinforcement Learning*, NeurIPS 2018,
-        arXiv:1806.03335.
+        [Osband et al. 2018](https://arxiv.org/abs/1806.03335)
     """
 
     network: M
@@ -220,8 +186,8 @@ _is_none = lambda x: x is None
 class Anchor(eqx.Module):
     r"""A draw from the prior over a member's weights, towards which its weights are regularised.
 
-    [`eqx_ensemble.methods.priors.draw_anchors`][] returns the anchors of all members, to be passed as hyper-parameters
-    to [`eqx_ensemble.fit`][]; a loss with a parameter `hyper` receives the anchor of its member.
+    Pass the anchors of [`eqx_ensemble.methods.priors.draw_anchors`][] as hyper-parameters to [`eqx_ensemble.fit`][]; a
+    loss with a parameter `hyper` receives the anchor of its member.
 
     **Attributes:**
 
@@ -235,20 +201,15 @@ class Anchor(eqx.Module):
     def penalty(self, model: PyTree, *, num_rows: Any) -> Float[Array, ""]:
         r"""The penalty $\frac{1}{N} \sum_j (w_j - w_{0j})^2 / (2 \sigma_j^2)$ of one member, in nats per row.
 
-        Add it to a loss that is a **mean** over rows of negative log-likelihoods. A mean squared error lacks the factor
-        $1 / (2 s^2)$, with the standard deviation $s$ of the noise in the targets: multiply the penalty by $2 s^2$. For
-        a sum over all rows, use `num_rows=1`.
+        Add it to a **mean** over rows of negative log-likelihoods. A mean squared error lacks the factor $1 / (2 s^2)$
+        of the noise: multiply the penalty by $2 s^2$.
 
         **Arguments:**
 
         - `model`: the model of one member, as the loss receives it.
-        - `num_rows`: $N$, the number of all training rows of the member, not of a batch. It scales the prior to a mean
-            over rows.
+        - `num_rows`: $N$, the number of all training rows of the member, not of a batch.
 
         **Returns:** a scalar, at least float32.
-
-        **Raises:** `ValueError` for a model of other shapes, and for `num_rows` that is not above 0 and finite;
-        `TypeError` if it is not one number.
         """
         anchors, _ = jtu.tree_flatten_with_path(self.weights, is_leaf=_is_none)
         leaves = jax.tree.leaves(model, is_leaf=_is_none)
@@ -268,28 +229,21 @@ class Anchor(eqx.Module):
 def draw_anchors(
     ensemble: Ensemble[Any], std: PyTree = 1.0, *, trainable: Trainable = eqx.is_inexact_array, key: Any
 ) -> Anchor:
-    r"""Draws an anchor for each member from a Gaussian prior over the weights, with mean 0.
+    """Draws an anchor for each member from a Gaussian prior over the weights, with mean 0.
 
-    Training with the penalty of [`eqx_ensemble.methods.priors.Anchor.penalty`][] is maximum a posteriori estimation
-    with a prior whose mean is the member's own draw. For a linear model with Gaussian noise, members trained on noisy
-    targets ([`eqx_ensemble.methods.priors.noisy_targets`][]) are exact draws from the posterior; without noisy targets
-    their variance is too small. For networks this is an approximation.
-
-    Anchors are hyper-parameters, and must be excluded from random perturbation: revive diverged members with
-    `on_diverge=train.Revive(perturb=None)`.
+    With [`eqx_ensemble.methods.priors.Anchor.penalty`][] and [noisy
+    targets][eqx_ensemble.methods.priors.noisy_targets], members of a linear model are exact draws from the posterior,
+    networks approximate ones. Exclude anchors from perturbation: `on_diverge=train.Revive(perturb=None)`.
 
     **Arguments:**
 
-    - `ensemble`: the ensemble to be trained. Only its structure is used; anchors are not an initialisation.
+    - `ensemble`: the ensemble to be trained.
     - `std`: the standard deviation of the prior: a number, a function of a leaf of one member (a
         `jax.ShapeDtypeStruct`), or a tree of either that is a prefix of a member's tree.
     - `trainable`: the leaves with an anchor; the same as for [`eqx_ensemble.fit`][].
     - `key`: the root key. A member's anchor is drawn from it and the member's id.
 
     **Returns:** the anchors of all members, each leaf `(members, ...)`.
-
-    **Raises:** `TypeError` or `ValueError` for standard deviations that are not numbers above zero or not a prefix of a
-    member's tree, complex weights, and an ensemble without trained leaves.
 
     ```python
     x, y, noise = jnp.ones((100, 3)), jnp.zeros((100, 1)), 0.1
@@ -318,8 +272,7 @@ def draw_anchors(
     ```
 
     ??? cite
-        Pearce, Leibfried, Brintrup, Zaki and Neely, *Uncertainty in Neural Networks: Approximately Bayesian
-        Ensembling*, AISTATS 2020, arXiv:1810.05546.
+        [Pearce et al. 2020](https://arxiv.org/abs/1810.05546)
     """
     check_ensemble(ensemble)
     keys = _keys.member_keys(key, ensemble.ids, purpose="anchor")

@@ -50,8 +50,8 @@ class Diagnostics(NamedTuple):
 
     **Attributes:**
 
-    - `rhat`: the rank-normalised split $\hat R$, the maximum over draws and folded draws. Values above 1.01 indicate
-        that the chains have not converged. NaN for a single chain.
+    - `rhat`: the rank-normalised split $\hat R$, the maximum over draws and folded draws. Above 1.01 the chains have
+        not converged. NaN for a single chain.
     - `ess_bulk`: the bulk effective sample size of all chains together.
     - `ess_tail`: the tail effective sample size, the minimum over the 5 % and 95 % quantiles.
     """
@@ -62,25 +62,22 @@ class Diagnostics(NamedTuple):
 
 
 def diagnostics(values: Any, chains: Any) -> Diagnostics:
-    r"""Rank-normalised split $\hat R$ and effective sample sizes of quantities over several chains.
+    r"""Rank-normalised split $\hat R$ and effective sample sizes of quantities over several chains, by ArviZ.
 
-    They are computed by ArviZ, which the extra `sampling` installs. Diagnose outputs of the members, such as their
-    predictions, rather than their weights: permuting hidden units changes the weights but not the function. Agreement
-    between chains does not imply that they sample from the posterior: bias from step sizes, minibatch noise and missing
-    modes is not detected.
+    Diagnose predictions rather than weights. Agreement of chains does not detect bias from step sizes, minibatch noise
+    and missing modes.
 
     **Arguments:**
 
     - `values`: `(members, ...)`, one value of each quantity per sample, such as the result of
-        [`eqx_ensemble.predict`][]. The samples of each chain must be in the order in which they were drawn.
-    - `chains`: `(members,)`, integers: the chain of each sample. For [`eqx_ensemble.methods.path.snapshot_ensemble`][]
-        it is `ensemble.ids // size`. All chains must have the same number of samples, at least 4.
+        [`eqx_ensemble.predict`][], the samples of each chain in the order in which they were drawn.
+    - `chains`: integers `(members,)`: the chain of each sample; for [`eqx_ensemble.methods.path.snapshot_ensemble`][]
+        it is `ensemble.ids // size`. Each chain needs the same number of samples, at least 4.
 
     **Returns:** [`eqx_ensemble.methods.sampling.Diagnostics`][] of NumPy arrays `(...)`; NaN for quantities that are
-    not finite in all samples, and for $\hat R$ of quantities that are constant.
+    not finite.
 
-    **Raises:** `ImportError` without ArviZ; `TypeError` inside `jax.jit`, and for values or chains of the wrong type;
-    `ValueError` for chains of different lengths or with fewer than 4 samples.
+    **Raises:** `ImportError` without ArviZ (the extra `sampling`); `ValueError` for chains of different lengths.
 
     ```python
     predictions = jax.random.normal(key, (4 * 50, 3))  # 4 chains of 50 samples
@@ -89,8 +86,7 @@ def diagnostics(values: Any, chains: Any) -> Diagnostics:
     ```
 
     ??? cite
-        Vehtari, Gelman, Simpson, Carpenter and Bürkner, "Rank-Normalization, Folding, and Localization: An Improved
-        $\hat R$ for Assessing Convergence of MCMC" (Bayesian Analysis, 2021).
+        [Vehtari et al. 2021](https://arxiv.org/abs/1903.08008)
     """
     array = check_values(values)
     order, num_chains = check_chains(chains, len(array))

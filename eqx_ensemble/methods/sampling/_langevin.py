@@ -167,23 +167,17 @@ def psgld(
     $$s \leftarrow \lambda s + (1 - \lambda)\, g^2, \qquad G = \frac{1}{\varepsilon + \sqrt s}, \qquad
     w \leftarrow w - \eta\, G g + \sqrt{2 \eta T G / N}\; \xi$$
 
-    Li et al. write $\epsilon / 2$ for $\eta / N$. As in their algorithm, the term $\Gamma$ with the derivative of $G$
-    is omitted. While $G$ adapts to the weights, this is biased for any step size: for a quadratic loss, the variance of
-    a chain that is slow compared with the window $1 / (1 - \lambda)$ tends to twice that of the posterior. With
-    `adapt_steps`, $G$ is constant afterwards, and the chain is as exact as SGLD: start sampling after that.
-
-    The first steps are large, because $s$ starts at 0: start from trained members, or warm up the learning rate.
+    without the term $\Gamma$: while $G$ adapts, samples are biased for any step size; after `adapt_steps`, the chain is
+    as exact as SGLD. The first steps are large: start from trained members, or warm up the learning rate.
 
     **Arguments:**
 
     - `learning_rate`, `num_rows`, `temperature`, `key`: as for [`eqx_ensemble.methods.sampling.sgld`][].
     - `decay`: $\lambda$, from 0 to below 1.
     - `eps`: $\varepsilon$, above 0; the step size of a weight is at most $1 / \varepsilon$ times the learning rate.
-    - `adapt_steps`: the number of steps in which $G$ is adapted; by default all, as by the authors.
+    - `adapt_steps`: the number of steps in which $G$ is adapted; by default all. Sample after them.
 
     **Returns:** an optax optimiser.
-
-    **Raises:** as [`eqx_ensemble.methods.sampling.sgld`][].
 
     ```python
     sampler = ee.methods.sampling.psgld(1e-5, num_rows=100, adapt_steps=1000, key=key)
@@ -191,8 +185,7 @@ def psgld(
     ```
 
     ??? cite
-        Li, Chen, Carlson and Carin, "Preconditioned Stochastic Gradient Langevin Dynamics for Deep Neural Networks"
-        (AAAI 2016).
+        [Li et al. 2016](https://arxiv.org/abs/1512.07666)
     """
     at = rates(learning_rate, num_rows, temperature)
     decay = check_fraction(decay, "decay", allow=0)
@@ -235,20 +228,12 @@ def sghmc(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stochastic-gradient Hamiltonian Monte Carlo: gradient descent with momentum and noise.
 
-    With the gradient $g$ of the loss $L$, the learning rate $\eta$, the friction $a$, $N$ rows and the temperature $T$,
-    a step is
+    In the notation of [`eqx_ensemble.methods.sampling.sgld`][], with the friction $a$, a step is
 
     $$v \leftarrow (1 - a)\, v - \eta\, g + \sqrt{2 a \eta T / N}\; \xi, \qquad w \leftarrow w + v$$
 
-    with $\xi \sim \mathcal N(0, I)$: `optax.sgd(learning_rate, momentum=1 - friction)` with noise. The loss, the rows
-    and the target distribution are those of [`eqx_ensemble.methods.sampling.sgld`][], to which it reduces at $a = 1$.
-    Momentum moves a chain further in the same number of steps. If the loss has curvature $h$, and minibatch gradients
-    have variance $s^2$, independent between steps, the variance is
-    $(T / N + \eta s^2 / (2 a)) / (h\,(1 - \eta h / (2 (2 - a))))$ instead of $T / (N h)$: momentum multiplies the
-    effect of minibatch noise by $1 / a$.
-
-    This is the form of Chen et al. in which the velocity includes the step size, without an estimate of the gradient
-    noise. The velocity starts at 0 and is not resampled.
+    It is `optax.sgd(learning_rate, momentum=1 - friction)` with noise; $a = 1$ is SGLD. Momentum moves a chain further
+    in the same number of steps, and multiplies the effect of minibatch noise by $1 / a$.
 
     **Arguments:**
 
@@ -257,14 +242,12 @@ def sghmc(
 
     **Returns:** an optax optimiser.
 
-    **Raises:** as [`eqx_ensemble.methods.sampling.sgld`][].
-
     ```python
     sampler = ee.methods.sampling.sghmc(1e-4, num_rows=100, friction=0.1, key=key)
     ```
 
     ??? cite
-        Chen, Fox and Guestrin, "Stochastic Gradient Hamiltonian Monte Carlo" (ICML 2014), equation 15.
+        [Chen et al. 2014](https://arxiv.org/abs/1402.4102), equation 15
     """
     at = rates(learning_rate, num_rows, temperature)
     friction = check_fraction(friction, "friction", allow=1)
@@ -291,23 +274,18 @@ def sghmc(
 def cyclical_temperature(
     period: int, *, explore: float = 0.9, temperature: Any = 1.0
 ) -> Callable[[Any], Float[Array, ""]]:
-    r"""The temperature of cyclical stochastic-gradient MCMC: 0 while a cycle explores, then that of sampling.
+    """The temperature of cyclical stochastic-gradient MCMC: 0 while a cycle explores, then that of sampling.
 
-    With the learning rate $\frac{a_0}{2}\big(\cos(\pi\, (t \bmod P) / P) + 1\big)$ of
-    [`eqx_ensemble.methods.path.snapshot_schedule`][], each cycle descends to a mode with large steps and without noise,
-    and then samples around it with small steps. Chains visit several modes, but not in proportion to their posterior
-    mass.
+    Use it with the learning rate of [`eqx_ensemble.methods.path.snapshot_schedule`][]. Chains visit several modes, but
+    not in proportion to their posterior mass.
 
     **Arguments:**
 
-    - `period`: $P$, the number of steps per cycle; the authors use 50 epochs.
-    - `explore`: the fraction of each cycle without noise, from 0 to below 1; at least the last step has noise. In the
-        authors' CIFAR experiments, the last 5 of 50 epochs have noise.
+    - `period`: the number of steps per cycle; the authors use 50 epochs.
+    - `explore`: the fraction of each cycle without noise, from 0 to below 1.
     - `temperature`: the temperature of the other steps, a number.
 
     **Returns:** a schedule for `temperature` of [`eqx_ensemble.methods.sampling.sgld`][] and the other samplers.
-
-    **Raises:** `TypeError` or `ValueError` for invalid arguments.
 
     ```python
     period = 50 * 10  # epochs, of 10 batches each
@@ -324,7 +302,7 @@ def cyclical_temperature(
     ```
 
     ??? cite
-        Zhang, Li, Zhang, Chen and Wilson, "Cyclical Stochastic Gradient MCMC for Bayesian Deep Learning" (ICLR 2020).
+        [Zhang et al. 2020](https://arxiv.org/abs/1902.03932)
     """
     period = check_counter(period, "period")
     first = min(round(check_explore(explore) * period), period - 1)
@@ -352,32 +330,24 @@ def sgld(
 
     $$w \leftarrow w - \eta\, g + \sqrt{2 \eta T / N}\; \xi, \qquad \xi \sim \mathcal N(0, I)$$
 
-    The loss is a **mean** over rows of negative log-likelihoods plus $1/N$ of the negative log-prior
-    ([`eqx_ensemble.methods.priors.gaussian_penalty`][]), so that $N L$ is the negative log-posterior, and small steps
-    sample from $\exp(-N L / T)$. For a step size $\epsilon$ on the log-posterior, $\eta = N \epsilon$; Welling and Teh
-    write $\epsilon / 2$ for it.
+    The loss is a **mean** over rows of negative log-likelihoods plus
+    [`eqx_ensemble.methods.priors.gaussian_penalty`][]; small steps sample from $\exp(-N L / T)$.
 
-    Steps have no Metropolis correction: if the loss has curvature $h$, the variance is $T / (N h\,(1 - \eta h / 2))$
-    instead of $T / (N h)$. Minibatch gradients add noise: with the variance $s^2$ of $g$, independent between steps,
-    the variance is $(T / N + \eta s^2 / 2) / (h\,(1 - \eta h / 2))$. Both errors vanish with the learning rate.
+    Steps have no Metropolis correction: with the curvature $h$ of the loss and the variance $s^2$ of $g$, the variance
+    is $(T / N + \eta s^2 / 2) / (h\,(1 - \eta h / 2))$ instead of $T / (N h)$.
 
-    Each member is a chain with independent noise, derived from the key, the member's id and its number of steps. Use it
-    in [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][], as the last transformation of an `optax.chain`. If
-    `init` is mapped over members in another way, all members have the same noise.
+    Each member is a chain with independent noise. It is the last transformation of an `optax.chain`.
 
     **Arguments:**
 
-    - `learning_rate`: $\eta$, a number or an optax schedule; with `hyper`, one per member. It also scales the noise.
+    - `learning_rate`: $\eta$, a number or an optax schedule; with `hyper`, one per member.
     - `num_rows`: $N$, the number of all training rows of the member, not of a batch.
-    - `temperature`: $T$, a number or a schedule: 1 for the posterior, below 1 for a cold posterior, 0 for gradient
-        descent.
-    - `key`: the key of the noise. An independent second run needs another key; to continue a run, pass the run to
-        [`eqx_ensemble.fit`][].
+    - `temperature`: $T$, a number or a schedule: 1 for the posterior, 0 for gradient descent.
+    - `key`: the key of the noise; another run needs another key.
 
     **Returns:** an optax optimiser. Wrap it in [`eqx_ensemble.methods.path.snapshots`][] to keep samples.
 
-    **Raises:** `TypeError` or `ValueError` for invalid arguments; when initialised, `TypeError` for weights that are
-    complex or have fewer than 32 bits, in which the noise of small steps is rounded away.
+    **Raises:** `TypeError`, when initialised, for weights of fewer than 32 bits, in which the noise is rounded away.
 
     ```python
     def loss(model, batch, key):
@@ -395,7 +365,7 @@ def sgld(
     ```
 
     ??? cite
-        Welling and Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics" (ICML 2011).
+        [Welling and Teh 2011](https://dl.acm.org/doi/10.5555/3104482.3104568)
     """
     at = rates(learning_rate, num_rows, temperature)
     key = first_key(key)

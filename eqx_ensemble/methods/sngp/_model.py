@@ -86,21 +86,15 @@ def mean_field(
 ) -> Float[Array, "*batch"]:
     r"""Logits whose softmax or sigmoid approximates the mean probability under Gaussian logits.
 
-    $\mu / \sqrt{1 + \lambda \sigma^2}$ for each logit. With $\lambda = \pi / 8$ the sigmoid is MacKay's approximation
-    of the mean probability, accurate to about 0.01; the authors of SNGP tune $\lambda$, for example 20 on CIFAR-100,
-    which moves uncertain rows much closer to uniform probabilities. For a softmax it is a heuristic: variance common to
-    all classes changes probabilities, although a common shift of the logits would not.
+    $\mu / \sqrt{1 + \lambda \sigma^2}$ for each logit. With $\lambda = \pi / 8$ the sigmoid is accurate to about 0.01;
+    for a softmax it is a heuristic. The authors of SNGP tune $\lambda$, for example 20 on CIFAR-100.
 
     **Arguments:**
 
-    - `mean`, `variance`: the mean and variance of the logits, of equal shapes, such as those of
-        [`eqx_ensemble.methods.sngp.SNGPOutput`][], with or without a `members` axis.
+    - `mean`, `variance`: of the logits, of equal shapes, with or without `members`.
     - `factor`: $\lambda$, zero or more.
 
     **Returns:** logits of the shape of `mean`.
-
-    **Raises:** `TypeError` for arguments that are not floating-point; `ValueError` for shapes that differ, and for
-    negative variances (where concrete).
 
     ```python
     # The mean probability is 0.697, not sigmoid(1) = 0.731
@@ -108,8 +102,7 @@ def mean_field(
     ```
 
     ??? cite
-        [Uncertainty Estimation with Infinitesimal Jackknife, Its Distribution and Mean-Field
-        Approximation](https://arxiv.org/abs/2006.07584), Lu et al., 2020.
+        [Lu et al. 2020](https://arxiv.org/abs/2006.07584)
     """
     centre, variances = check_floating_arrays(mean=mean, variance=variance)
     check_variance(variance, positive=False)
@@ -138,40 +131,27 @@ class SNGPOutput(NamedTuple):
 class SNGP(eqx.Module, Generic[M]):
     r"""A member whose last layer is a Gaussian process, approximated by random Fourier features.
 
-    For hidden units $h$ of `network`, the features are $\phi = \sqrt{2 / D} \cos(W h + b)$ with fixed random
-    $W \sim \mathcal{N}(0, 1 / l^2)$ and $b \sim \mathcal{U}(0, 2 \pi)$, so that $\phi^\top \phi'$ approximates the
-    kernel $\exp(-|h - h'|^2 / 2 l^2)$. Outputs have the mean $\beta^\top \phi$ and the variance
-    $\phi^\top \Sigma \phi$. Network and $\beta$ are trained; $W$, $b$ and $\Sigma$ are [`eqx_ensemble.train.Frozen`][].
-    The variance is NaN until [`eqx_ensemble.methods.sngp.update_covariance`][] computes $\Sigma$ from the training
-    data; call it again after further training.
+    For hidden units $h$ of `network`, the features are $\phi = \sqrt{2 / D} \cos(W h + b)$ with fixed random $W \sim
+    \mathcal{N}(0, 1 / l^2)$ and $b \sim \mathcal{U}(0, 2 \pi)$. Outputs have the mean $\beta^\top \phi$ and the
+    variance $\phi^\top \Sigma \phi$, which is NaN until [`eqx_ensemble.methods.sngp.update_covariance`][] computes
+    $\Sigma$ after training. Train the network with [`eqx_ensemble.methods.sngp.bound_spectral_norm`][] and residual
+    connections, so that distances in $h$ reflect those between inputs.
 
-    Each member of [`eqx_ensemble.build`][] draws its own $W$ and $b$ from its key. The variance depends on distances
-    between rows in $h$, which reflect distances between inputs if the network is nearly distance-preserving: train it
-    with [`eqx_ensemble.methods.sngp.bound_spectral_norm`][], and use residual connections.
-
-    $\beta$ has the prior $\mathcal{N}(0, 1 / \text{ridge})$: with a loss that is a mean over $N$ rows, add
-    `ridge / (2 * N) * jnp.sum(model.weight**2)`. The covariance takes `num_features**2` numbers per member, times the
-    number of classes for `"categorical"`.
+    The prior of $\beta$ is `ridge / (2 * N) * jnp.sum(model.weight**2)` in a mean loss over $N$ rows.
 
     **Arguments:**
 
-    - `network`: a function of a row to hidden units `(in_size,)`: any model without its last layer. It may be stateful.
+    - `network`: a function of a row to hidden units `(in_size,)`; it may be stateful.
     - `in_size`, `out_size`: the numbers of hidden units and of outputs.
-    - `num_features`: $D$. The error of the kernel is about $1 / \sqrt{D}$.
-    - `length_scale`: $l$, in the unit of the hidden units, which an `equinox.nn.LayerNorm` at the end of the network
-        fixes.
+    - `num_features`: $D$; the covariance takes $D^2$ numbers, per class for `"categorical"`.
+    - `length_scale`: $l$, in the unit of the hidden units, which an `equinox.nn.LayerNorm` at the end fixes.
     - `ridge`: the prior precision of $\beta$.
-    - `likelihood`: the likelihood of the outputs, for the covariance: `"gaussian"` with `noise_variance`, one
-        covariance for all outputs, which the authors' code also uses for classes; `"bernoulli"` for one logit;
-        `"categorical"` for logits of classes, with one covariance per class.
-    - `noise_variance`: the noise variance of `"gaussian"`.
-    - `key`: the member's key.
+    - `likelihood`, `noise_variance`: `"gaussian"`, which the authors also use for classes; `"bernoulli"` for one logit;
+        `"categorical"`.
+    - `key`: the member's key, for $W$ and $b$.
 
-    **Returns** (when called): [`eqx_ensemble.methods.sngp.SNGPOutput`][]; if a state is among the inputs, also the new
+    **Returns** (when called): [`eqx_ensemble.methods.sngp.SNGPOutput`][]; with a state among the inputs, also the new
     state.
-
-    **Raises:** `TypeError` or `ValueError` for invalid arguments; when called, `ValueError` if the output of the
-    network is not `(in_size,)`, and `TypeError` if it is not floating-point.
 
     ```python
     def make(key):
@@ -197,8 +177,7 @@ class SNGP(eqx.Module, Generic[M]):
     ```
 
     ??? cite
-        [Simple and Principled Uncertainty Estimation with Deterministic Deep Learning via Distance
-        Awareness](https://arxiv.org/abs/2006.10108), Liu et al., 2020.
+        [Liu et al. 2020](https://arxiv.org/abs/2006.10108)
     """
 
     network: M
@@ -278,24 +257,19 @@ def update_covariance(
 ) -> Ensemble[Any]:
     r"""Computes the covariances of the last layers in one pass over the training data, after training.
 
-    The precision is $\text{ridge}\, I + \sum_i v_i \phi_i \phi_i^\top$, the exact sum over the rows, where $v_i$ is
-    $1 / \text{noise variance}$ for a Gaussian likelihood, and $p_i (1 - p_i)$ for each logit otherwise: the Laplace
-    approximation at the trained weights. Previous covariances are replaced. The sum is accumulated as a triangular
-    factor, by a QR decomposition per batch, which loses half as many digits as the precision itself.
+    The precision is $\text{ridge}\, I + \sum_i v_i \phi_i \phi_i^\top$ over the rows, with $v_i = 1 / \text{noise
+    variance}$ for a Gaussian likelihood, else $p_i (1 - p_i)$ for each logit.
 
     **Arguments:**
 
-    - `ensemble`: members that are [`eqx_ensemble.methods.sngp.SNGP`][], after training.
-    - `x`: the inputs of the training data, a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked
-        [`eqx_ensemble.Each`][]. Labels are not used.
-    - `batch_size`: rows per update; by default the number of features, or all rows if they are fewer. It only affects
-        time and memory.
-    - `state`: the stacked `equinox.nn.State` of stateful members; networks are called in inference mode.
-    - `plan`: how the members are executed, as for [`eqx_ensemble.map_members`][].
+    - `ensemble`: members that are [`eqx_ensemble.methods.sngp.SNGP`][].
+    - `x`: the inputs of the training data, arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked
+        [`eqx_ensemble.Each`][].
+    - `batch_size`: rows per update; by default the number of features.
+    - `state`: the stacked `equinox.nn.State` of stateful members.
+    - `plan`: as for [`eqx_ensemble.map_members`][].
 
     **Returns:** the ensemble with the new covariances.
-
-    **Raises:** `TypeError` for members of another type; `TypeError` or `ValueError` for invalid data or state.
 
     ```python
     make = lambda key: ee.methods.sngp.SNGP(eqx.nn.Identity(), 3, 1, num_features=64, key=key)
@@ -304,8 +278,7 @@ def update_covariance(
     ```
 
     ??? cite
-        [Simple and Principled Uncertainty Estimation with Deterministic Deep Learning via Distance
-        Awareness](https://arxiv.org/abs/2006.10108), Liu et al., 2020.
+        [Liu et al. 2020](https://arxiv.org/abs/2006.10108)
     """
     check_ensemble(ensemble)
     if not isinstance(ensemble.stacked, SNGP):

@@ -31,30 +31,19 @@ def bound_spectral_norm(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Bounds the spectral norms of weights: after each step, $W$ becomes $W / \max(1, \sigma(W) / c)$.
 
-    A weight whose largest singular value $\sigma$ is below the bound $c$ does not change, whereas
-    `equinox.nn.SpectralNorm` always divides by $\sigma$. The bound is applied to weights in training only: models need
-    no special layers and no state. $\sigma$ is estimated by power iteration, warm-started from the previous step. The
-    estimate approaches $\sigma$ from below, so norms may exceed the bound while weights change fast.
-
-    The kernel of a convolution is reshaped to a matrix `(out, in * kernel)`. The norm of the convolution may be larger
-    by at most the square root of the kernel's size: with `certified=True` this factor is included, and the bound holds
-    for the convolution, usually with slack. Layers stacked in one array for `jax.lax.scan` would be treated as one
-    kernel: exclude them with `where`.
+    $\sigma$ is estimated from below by power iteration, so norms may exceed the bound while weights change fast.
+    Exclude layers stacked in one array for `jax.lax.scan` with `where`.
 
     **Arguments:**
 
-    - `optimiser`: an optax optimiser; wrap the whole optimiser.
-    - `bound`: $c$, above zero. Below 1, residual blocks are invertible; the authors use 0.95 for dense layers and 6 for
-        convolutions. It may be a hyper-parameter.
-    - `where`: selects the parts of a model whose arrays of two or more axes are bounded; by default its `network`, as
-        in [`eqx_ensemble.methods.sngp.SNGP`][].
+    - `optimiser`: the whole optax optimiser.
+    - `bound`: $c$, above zero; the authors use 0.95 for dense layers and 6 for convolutions. It may be a
+        hyper-parameter.
+    - `where`: selects the parts of a model whose arrays of two or more axes are bounded; by default its `network`.
     - `num_iterations`: power iterations per step.
-    - `certified`: whether the bound applies to convolutions instead of their kernels.
+    - `certified`: whether the bound applies to convolutions, not to kernels as matrices `(out, in * kernel)`.
 
     **Returns:** an optax optimiser.
-
-    **Raises:** `TypeError` or `ValueError` for invalid arguments; when initialised, `ValueError` if `where` selects no
-    weights and `TypeError` for complex weights.
 
     ```python
     optimiser = ee.methods.sngp.bound_spectral_norm(
@@ -63,8 +52,7 @@ def bound_spectral_norm(
     ```
 
     ??? cite
-        [Simple and Principled Uncertainty Estimation with Deterministic Deep Learning via Distance
-        Awareness](https://arxiv.org/abs/2006.10108), Liu et al., 2020.
+        [Liu et al. 2020](https://arxiv.org/abs/2006.10108)
     """
     check_inner_optimiser(optimiser)
     check_bound(bound)

@@ -40,28 +40,20 @@ class Soup(NamedTuple):
 def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Literal["min", "max"]) -> Soup:
     """Greedy soup: averages the weights of the members that improve a held-out score.
 
-    Members are sorted by their own scores. Starting from the best, each is added if the average with it scores no worse
-    than without it. The result is a single model, and never scores worse than the best member on the held-out rows.
-
-    Members must have a common start, such as fine-tuning of one pretrained model. Networks trained from different
-    initialisations do not average well; the soup is then usually the best member alone. To average all members, or with
-    your own weights, use [`eqx_ensemble.average`][]. Arrays that are not floating-point must be equal in all members.
-    An `equinox.nn.State`, such as running statistics of BatchNorm, is not valid for the averaged weights: re-estimate
-    it inside `score`.
+    From the best member on, each is added if the average then scores no worse. Members must have a common start, such
+    as one pretrained model: networks from different initialisations do not average well. An `equinox.nn.State` is not
+    valid for averaged weights: re-estimate it inside `score`.
 
     **Arguments:**
 
     - `ensemble`: the ensemble.
-    - `score`: `score(model)` returns one number for a model in inference mode on held-out rows. It is called at most
-        `2 * members - 1` times, outside any transformation: compile it with `equinox.filter_jit`.
-    - `mode`: `"min"` if lower scores are better, `"max"` if higher. Ties are resolved by position; a member or an
-        average with a NaN score is not chosen.
+    - `score`: `score(model)` returns one number on held-out rows, for a model in inference mode. It is called up to `2
+        * members - 1` times: compile it with `equinox.filter_jit`.
+    - `mode`: `"min"` if lower scores are better, `"max"` if higher.
 
-    **Returns:** [`eqx_ensemble.methods.soups.Soup`][]: the model, its weights and the scores.
+    **Returns:** [`eqx_ensemble.methods.soups.Soup`][].
 
-    **Raises:** `TypeError` if `score` is not a function, or does not return one number; `ValueError` for an unknown
-    mode, and if the scores of all members are NaN; `MemberMismatchError` for an integer leaf that differs between
-    members.
+    **Raises:** `ValueError` if the scores of all members are NaN.
 
     ```python
     start = eqx.nn.MLP(3, 1, 16, 2, key=key)  # pretrained
@@ -79,8 +71,7 @@ def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Litera
     ```
 
     ??? cite
-        [Model soups: averaging weights of multiple fine-tuned models improves accuracy without increasing inference
-        time](https://arxiv.org/abs/2203.05482), Wortsman et al., 2022.
+        [Wortsman et al. 2022](https://arxiv.org/abs/2203.05482)
     """
     check_ensemble(ensemble)
     check_function(score, "score", example="lambda model: jnp.mean((jax.vmap(model)(x) - y) ** 2)")
