@@ -17,6 +17,7 @@ from _measure import Row, environment_lines, flags, rows_table, saved  # noqa: E
 SCRIPTS = (
     "training",
     "cores",
+    "optax_stacked",
     "orders",
     "plans",
     "stopping",
