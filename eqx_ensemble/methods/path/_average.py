@@ -233,7 +233,7 @@ def swa(
 def average(run: Any) -> Ensemble[Any]:
     """Returns the ensemble of the members' averaged weights, with their ids.
 
-    One without a snapshot keeps its weights, with a warning. BatchNorm needs
+    A member without a snapshot keeps its weights, with a warning. BatchNorm needs
     [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
 
     **Arguments:**

@@ -124,7 +124,8 @@ class RandomisedPrior(eqx.Module, Generic[M]):
     r"""A member with a randomised prior function: a trained network plus a fixed random network.
 
     The output is $f(x) + \beta p(x)$. Near the data $f$ compensates for $p$; far from them members differ like their
-    priors. Prior and scale are [`eqx_ensemble.train.Frozen`][].
+    priors. Prior and scale are [`eqx_ensemble.train.Frozen`][]. Near the data it matters only with weight decay or
+    early stopping.
 
     **Arguments:**
 

@@ -40,9 +40,9 @@ class Soup(NamedTuple):
 def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Literal["min", "max"]) -> Soup:
     """Greedy soup: averages the weights of the members that improve a held-out score.
 
-    From the best member on, each is added if the average then scores no worse. Members must have a common start, such
-    as one pretrained model: networks from different initialisations do not average well. An `equinox.nn.State` is not
-    valid for averaged weights: re-estimate it inside `score`.
+    Members are added in the order of their own scores, the best first, if the average then scores no worse. Members
+    must have a common start, such as one pretrained model: networks from different initialisations do not average well.
+    An `equinox.nn.State` is not valid for averaged weights: re-estimate it inside `score`.
 
     **Arguments:**
 
