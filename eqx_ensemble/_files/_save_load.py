@@ -48,10 +48,9 @@ class LoadOptions(TypedDict, total=False):
 def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName = "safetensors") -> None:
     """Saves an ensemble, a model or any other PyTree.
 
-    Arrays (also typed keys) and Python numbers are saved with checksums, those of an ensemble with one per member;
-    functions, strings and static fields are described, so that [`eqx_ensemble.load`][] detects a different model.
-    Nothing is pickled. `path` becomes a folder with a manifest in JSON and the arrays in the safetensors format. It is
-    written atomically; an existing checkpoint stays complete until the new one replaces it.
+    Arrays (also typed keys) and Python numbers are saved with checksums; functions, strings and static fields are
+    described, so that [`eqx_ensemble.load`][] detects a different model. `path` becomes a folder with a manifest in
+    JSON and the arrays in the safetensors format; an existing checkpoint stays complete until the new one replaces it.
 
     **Arguments:**
 
@@ -59,9 +58,8 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     - `tree`: any PyTree.
     - `meta`: dicts, lists, strings and numbers to keep with it, as JSON: [`eqx_ensemble.checkpoint.contents`][]
         returns them.
-    - `format`: `"safetensors"`; or `"orbax"` (extra `orbax`) for arrays sharded over several processes, all of which
-        call `save`, and for object stores, with a `path` like `"gs://bucket/run"`. [`eqx_ensemble.load`][] detects the
-        format. [Differences](#orbax).
+    - `format`: `"safetensors"`; or [`"orbax"`](#orbax) for arrays sharded over several processes, all of which call
+        `save`, and for object stores.
 
     **Raises:** `OSError` with the bytes needed and free, if the disk is full or cannot be written;
     `FileExistsError` if `path` exists and is not a checkpoint of this library; `TypeError` for traced arrays, a
@@ -114,8 +112,8 @@ def load(
 ) -> PyTree:
     """Loads a tree that [`eqx_ensemble.save`][] saved.
 
-    Numbers come from the file, and their checksums are verified; the code and all other values come from `like`. Arrays
-    have the dtype that was saved, strongly typed.
+    Numbers come from the file and are verified; the code and all other values come from `like`. Arrays have the dtype
+    that was saved, strongly typed.
 
     **Arguments:**
 
@@ -123,18 +121,15 @@ def load(
     - `like`: a template of the saved tree: the function that makes one member from a key, as given to
         [`eqx_ensemble.build`][] (also one that returns a model and its `equinox.nn.State`); a tree like the one saved;
         or its shapes, from `equinox.filter_eval_shape`. For an [`eqx_ensemble.Group`][] the function makes a group with
-        the same parts, of any number of members. Arrays are NumPy arrays where those of `like` are, JAX arrays
-        elsewhere, and sharded over several devices as in `like`.
+        the same parts, of any number of members. Arrays are NumPy arrays, or sharded, where those of `like` are.
     - `members`: positions of the members to read, as in `ensemble[members]`: a list, a slice or a mask. The tree must
-        contain one ensemble, in addition to states and inputs marked `Each` with as many members. `like` may then have
-        any number of members. With the format `"orbax"`, and for a group, all members are read and these are kept.
-    - `cast`: `"like"` casts floats to floats, integers to integers and complex to complex numbers of another
-        precision, if none of them becomes infinite or wraps around. Without it, nothing is cast.
+        contain one ensemble, in addition to states and inputs marked `Each` with as many members; `like` may have any
+        number. For a group, all members are read and these are kept.
+    - `cast`: `"like"` casts numbers of one kind to the precision of `like`, if none becomes infinite or wraps around.
     - `mesh`: the devices for ensembles, from [`eqx_ensemble.make_mesh`][], whatever devices they were saved from.
     - `strict`: `False` warns instead of raising when functions, strings or static fields differ from those saved.
-        Numbers, strings, enumerations, containers, dataclasses, partial functions and arrays in static fields are
-        compared by value; functions by their name and other objects by their type, so that a different `lambda`, or a
-        closure over another number, is not detected.
+        Functions are compared by their name and other objects by their type: a different `lambda`, or a closure over
+        another number, is not detected.
 
     **Returns:** a tree like the one that was saved. For type checkers it is an ensemble if `like` is a function;
     `load(path, make(key))` is a single model.

@@ -196,11 +196,9 @@ class Restored(NamedTuple):
 class Checkpoints:
     """A folder of checkpoints of one run, numbered by step.
 
-    Each checkpoint is a folder `step-000000000100`, written atomically: a kill or a power cut leaves it complete or
-    absent. Checkpoints are ordered by step. After each save, old ones are removed, except for the `last` newest, the
-    `best` by score, and every multiple of `keep_period`. One that contains other files is kept too, with a warning.
-
-    In a `with` statement, leaving the block waits for a save that is in progress.
+    Each checkpoint is a folder `step-000000000100`, written atomically. After each save, old ones are removed, except
+    for the `last` newest, the `best` by score, and every multiple of `keep_period`. Leaving a `with` block waits for a
+    save that is in progress.
 
     **Arguments:**
 
@@ -208,13 +206,11 @@ class Checkpoints:
     - `last`: the number of newest checkpoints to keep, at least 1.
     - `best`: the number of best checkpoints to keep: those with the lowest scores.
     - `keep_period`: also keep all checkpoints whose step is a multiple of this.
-    - `asynchronous`: copy the tree to host memory, and write it in another thread. One save runs at a time; the next
-        one waits for it. If a save fails, the next `save` or `wait` raises its error; without either, it is printed
-        when Python exits. By default, only runs of [`eqx_ensemble.fit`][] are saved so.
-    - `format`: as in [`eqx_ensemble.save`][]. With `"orbax"`, the default of runs on several processes, arrays may be
-        sharded over these, and `folder` may be in an object store. All processes then call each method, with equal
-        arguments apart from their own parts of the arrays. A checkpoint that is damaged for one of them is skipped by
-        all.
+    - `asynchronous`: copy the tree to host memory, and write it in another thread, one save at a time. The next `save`
+        or `wait` raises the error of one that failed; without either, it is printed when Python exits. By default, only
+        runs of [`eqx_ensemble.fit`][] are saved so.
+    - `format`: as in [`eqx_ensemble.save`][]. With `"orbax"`, the default of runs on several processes, all of them
+        call each method, with equal arguments apart from their own parts of the arrays.
     - `every`: for [`eqx_ensemble.fit`][], the number of steps between two checkpoints; by default those of about a
         minute. The last step is always saved.
     - `resume`: for [`eqx_ensemble.fit`][]. `"auto"`: resume if there is a checkpoint; `"must"`: raise if there is none;

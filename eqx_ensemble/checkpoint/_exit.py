@@ -46,11 +46,10 @@ _active: list[_Watch] = []
 def exit_on_signal(number: int = signal.SIGTERM, *, code: int = AGAIN) -> Iterator[None]:
     """Within `with`, a signal saves runs and exits the program with a code that requests a restart.
 
-    Preemptible machines send SIGTERM some time before they end a program with SIGKILL. A run with `checkpoint` then
-    stops at its next boundary, about a second later, is saved, and raises `SystemExit`; so do the methods that take
-    `checkpoint`. If none is running, `SystemExit` is raised at once, and also at a second signal. A run in another
-    thread returns as after Ctrl-C, and the main thread exits at the end of the `with` block. Starting the same program
-    again resumes it.
+    Preemptible machines send SIGTERM some time before they end a program. A run with `checkpoint` then stops about a
+    second later, is saved, and raises `SystemExit`; starting the same program again resumes it. If none is running,
+    `SystemExit` is raised at once, and also at a second signal. A run in another thread returns as after Ctrl-C, and
+    the main thread exits at the end of the `with` block.
 
     **Arguments:**
 
