@@ -10,8 +10,6 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from ._caller import hide_own_frames
-from ._transfers import call_transferring
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OWN = __name__.partition(".")[0]
@@ -163,6 +161,9 @@ def explain_as(path: str, *, transfers: bool = True) -> Callable[[_F], _F]:
     Public functions get it from their package. Those that others pass their options on to get it where they are
     defined. Messages find `path` in the frame of `call`; see `_caller`.
     """
+    # Here: `import eqx_ensemble` alone imports this module, but not JAX.
+    from ._caller import hide_own_frames
+    from ._transfers import call_transferring
 
     def decorate(fn: Any) -> Any:
         @ft.wraps(fn)
