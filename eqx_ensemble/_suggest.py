@@ -10,7 +10,6 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OWN = __name__.partition(".")[0]
 
