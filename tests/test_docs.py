@@ -195,6 +195,18 @@ def as_users_run_it():
     jaxtyping.config.update("jaxtyping_disable", disabled)
 
 
+@pytest.mark.parametrize(
+    ("page", "package"), [("step-runs", "train"), ("fleet-runs", "fleet"), ("checkpoint-is-written", "checkpoint")]
+)
+def test_pages_and_pictures_for_developers_name_files_that_exist(page, package):
+    text = (ROOT / f"docs/how-a-{page}.md").read_text()
+    picture = (ROOT / "docs" / re.search(r"\(images/\S+\.svg\)", text)[0][1:-1]).read_text()
+    named = set(re.findall(r"_\w+\.py", re.sub(r"tests/\S+", "", text) + picture))
+    found = {file.name for file in (ROOT / "eqx_ensemble" / package).rglob("*.py")}
+    assert len(named) > 5
+    assert named - found <= {"_call_folder.py", "_save_load.py"}  # of other packages
+
+
 def test_a_broken_example_would_be_noticed():
     text = "Text.\n\n    ```python\n    x = 1\n    ```\n\n```python\nassert x == 2\n```\n\n```bash\nls\n```\n"
     found = blocks(text)

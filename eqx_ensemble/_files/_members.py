@@ -202,8 +202,7 @@ def load_members(paths: Iterable[PathLike], like: Any, *, ids: Any = None) -> En
     **Returns:** an ensemble with one member per path.
 
     **Raises:** `MemberMismatchError` with every leaf of a file that differs from `like`; `CheckpointCorruptError` for
-    files that are truncated or in another format; `FileNotFoundError` for a missing file; `ValueError` if there are no
-    paths.
+    files that are truncated or in another format.
 
     ```python
     import tempfile

@@ -61,9 +61,8 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     - `format`: `"safetensors"`; or [`"orbax"`](#orbax) for arrays sharded over several processes, all of which call
         `save`, and for object stores.
 
-    **Raises:** `OSError` with the bytes needed and free, if the disk is full or cannot be written;
-    `FileExistsError` if `path` exists and is not a checkpoint of this library; `TypeError` for traced arrays, a
-    function without arrays, and metadata that JSON cannot hold.
+    **Raises:** `OSError` if the disk is full or cannot be written; `FileExistsError` if `path` exists and is not a
+    checkpoint; `TypeError` for traced arrays, a function without arrays, and metadata that JSON cannot hold.
 
     ```python
     import tempfile
@@ -131,13 +130,11 @@ def load(
         Functions are compared by their name and other objects by their type: a different `lambda`, or a closure over
         another number, is not detected.
 
-    **Returns:** a tree like the one that was saved. For type checkers it is an ensemble if `like` is a function;
-    `load(path, make(key))` is a single model.
+    **Returns:** a tree like the one that was saved. For type checkers it is an ensemble if `like` is a function.
 
-    **Raises:** `MemberMismatchError` with every leaf that differs, as saved and as expected; `CheckpointCorruptError`
-    with the damaged file, leaf and member; `FileNotFoundError` if there is no checkpoint, with the kind of the folder
-    and the function that reads it; `ValueError` for a checkpoint of a run of `fit`, and for `members` of a tree without
-    members or with several ensembles.
+    **Raises:** `MemberMismatchError` with every leaf that differs; `CheckpointCorruptError` with the damaged file, leaf
+    and member; `FileNotFoundError` if there is no checkpoint; `ValueError` for a checkpoint of a run of `fit`, and for
+    `members` of a tree without members or with several ensembles.
 
     ```python
     import tempfile

@@ -291,9 +291,8 @@ class Checkpoints:
         - `score`: the lower, the better; NaN is never best.
         - `meta`: dicts, lists, strings and numbers to keep with it, as JSON.
 
-        **Raises:** `OSError` with the bytes needed and free, if the disk is full or cannot be written; earlier
-        checkpoints stay usable. `TypeError` for leaves and `meta` that cannot be saved. With `asynchronous`, the error
-        of the previous save.
+        **Raises:** `OSError` if the disk is full or cannot be written; earlier checkpoints stay usable. `TypeError` for
+        leaves and `meta` that cannot be saved. With `asynchronous`, the error of the previous save.
         """
         self.wait()
         path = self.path(step)
