@@ -140,6 +140,11 @@ def test_every_page_is_in_the_lists_for_machines(site):
 
 
 @pytest.mark.slow
+def test_only_pages_and_what_they_show_is_published(site):
+    assert {path.name for path in site.rglob("*") if path.suffix in (".py", ".toml")} == set()
+
+
+@pytest.mark.slow
 def test_pages_need_no_other_server_and_hold_no_source_of_formulas(site):
     for page in PAGES:
         text = (site / address(page) / "index.html").read_text()
