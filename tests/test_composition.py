@@ -43,14 +43,25 @@ def claims_of_planning(text):
 
 
 def claims_of_neural_ode(text):
-    errors = table(text, "ERROR")  # mean member, mean of the members, disagreement, coverage
-    for member, together, *_ in errors.values():
-        assert together <= member
-    seen, later, outside = (errors[name] for name in ("as in training", "later", "from outside"))
-    assert seen[1] < 0.05
-    assert later[1] > seen[1]
-    assert outside[2] > 2 * seen[2]
-    assert 0.85 < seen[3] < 0.97
+    within, later, outside = (table(text, title) for title in ("AS IN TRAINING", "LATER", "FROM OUTSIDE"))
+    for found in (within, later, outside):  # error, spread, coverage, CRPS; calibrated ones have no spread
+        assert found["seeds"][1] < 0.5 * found["seeds"][0]
+        assert found["seeds"][1] < found["bootstraps"][1]
+        assert 0.85 < found["scaled, there"][1] < 0.96
+        assert found["scaled, there"][2] < found["bootstraps"][3] + 0.001
+    assert within["seeds"][0] < 0.03
+    assert within["bootstraps"][1] > 0.6 * within["bootstraps"][0]
+    assert 0.85 < within["scaled, as in training"][1] < 0.95
+    assert later["seeds"][2] < 0.85
+    for name in ("seeds", "bootstraps", "and priors"):
+        assert outside[name][2] < 0.5
+    assert outside["scaled, as in training"][1] < 0.6
+    whole = table(text, "WHOLE TRAJECTORIES")  # calibrated as in training, there, deviation over splits, width
+    for _, there, deviation, _ in whole.values():
+        assert 0.88 < there < 0.93
+        assert deviation < 0.07
+    assert whole["From outside"][0] < 0.1 < whole["Later"][0] < 0.85
+    assert whole["From outside"][3] > 2 * whole["As in training"][3]
 
 
 def claims_of_density(text):
@@ -87,7 +98,7 @@ CLAIMS = {
     "mixture_of_experts": (claims_of_mixture_of_experts, "one expert", "mixture of four experts"),
     "actor_critic": (claims_of_actor_critic, "an untrained actor", "minimum of a random pair"),
     "planning": (claims_of_planning, "hanging still", "five members, mean"),
-    "neural_ode": (claims_of_neural_ode, "as in training", "from outside"),
+    "neural_ode": (claims_of_neural_ode, "AS IN TRAINING", "FROM OUTSIDE"),
     "density": (claims_of_density, "mean flow", "mixture   "),
     "active_learning": (claims_of_active_learning, "\nrandom  ", "\nBALD  "),
 }
