@@ -64,6 +64,36 @@ def claims_of_neural_ode(text):
     assert whole["From outside"][3] > 2 * whole["As in training"][3]
 
 
+def claims_of_dynamics(text):
+    within, beyond = (table(text, title) for title in ("RANDOM TORQUES", "THE CONTROLLER"))
+    five, more = "five members, TS-infinity", "two episodes more"  # coverage by steps ahead, CRPS
+    assert max(within["means only"][:5]) < 0.5
+    for name in ("one member", five, more):
+        assert min(within[name][:5]) > 0.75
+    assert 0.85 < sum(within[five][:5]) / 5 < 0.97
+    assert 0.6 < beyond[five][0] < 0.85
+    assert beyond["one member"][0] < beyond[five][0] < beyond[more][0]
+    assert beyond[more][5] < 0.9 * beyond[five][5]
+    low, high = (re.findall(rf"{name} standard deviation, by member: (.*)", text)[0] for name in ("lowest", "highest"))
+    assert max(map(float, low.split())) < 0.05 < 0.5 < min(map(float, high.split()))
+
+
+def claims_of_pinn(text):
+    population = table(f"\n{text}", "POPULATION")
+    mean = population.pop("mean of the four")  # bound, error
+    for *_, bound, error in population.values():  # scale, rate, weight, bound, error
+        assert error < bound
+    assert population["best"][4] < 0.05 < 0.2 < population["middle"][4]
+    assert mean[1] < mean[0] < population["fourth"][3]
+    assert "errors below their bound: 1.00" in text
+    seeds = table(text, "SEEDS")  # spread, error, bound, share
+    assert all(error < bound for _, error, bound, _ in seeds.values())
+    assert min(error for _, error, *_ in seeds.values()) < 0.1
+    for scale in ("scale 8.48", "scale 16.38", "scale 31.62"):
+        assert seeds[scale][1] > 4 * seeds[scale][0]
+        assert seeds[scale][3] < 0.2
+
+
 def claims_of_density(text):
     divergence = table(text, "DIVERGENCE FROM THE TRUTH")  # negative log-likelihood, divergence, standard error
     assert divergence["mixture"][1] < divergence["mean flow"][1]  # a theorem
@@ -99,6 +129,8 @@ CLAIMS = {
     "actor_critic": (claims_of_actor_critic, "an untrained actor", "minimum of a random pair"),
     "planning": (claims_of_planning, "hanging still", "five members, mean"),
     "neural_ode": (claims_of_neural_ode, "AS IN TRAINING", "FROM OUTSIDE"),
+    "dynamics": (claims_of_dynamics, "RANDOM TORQUES", "THE CONTROLLER"),
+    "pinn": (claims_of_pinn, "best  ", "middle  "),
     "density": (claims_of_density, "mean flow", "mixture   "),
     "active_learning": (claims_of_active_learning, "\nrandom  ", "\nBALD  "),
 }
@@ -118,6 +150,8 @@ WRONG_CALLS = {
     "actor_critic": "advance(jnp.zeros(3), jnp.zeros(1))",
     "planning": "advance(jnp.zeros(3), jnp.zeros(()))",
     "neural_ode": "solution(jnp.ones(3), seen_times)",
+    "dynamics": "advance(jnp.zeros(3), jnp.zeros(()), jnp.zeros(()))",
+    "pinn": "residuals(exact, jnp.ones((2, 2)))",
     "density": "true_log_density(jnp.ones((3, 1)))",
     "active_learning": "paired(jnp.ones(3))",
 }
