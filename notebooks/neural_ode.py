@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, ArrayLike, Float, Key
 
 import eqx_ensemble as ee
 
@@ -111,7 +111,7 @@ class NeuralODE(eqx.Module):
     field: ee.methods.priors.RandomisedPrior
     log_variance: Float[Array, ""]
 
-    def __init__(self, scale: Float[Array, ""], *, key: Key[Array, ""]):
+    def __init__(self, scale: Float[ArrayLike, ""], *, key: Key[Array, ""]):
         own, prior = (eqx.nn.MLP(2, 2, 16, 2, jnp.tanh, key=key) for key in jax.random.split(key))
         self.field = ee.methods.priors.RandomisedPrior(own, prior, scale=scale)
         self.log_variance = jnp.array(-4.0)

@@ -43,7 +43,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, ArrayLike, Float, Key
 
 import eqx_ensemble as ee
 
@@ -95,7 +95,7 @@ class PINN(eqx.Module):
     frequencies: ee.train.Frozen
     mlp: eqx.nn.MLP
 
-    def __init__(self, scale: Scalar, *, key: Key[Array, ""]):
+    def __init__(self, scale: Float[ArrayLike, ""], *, key: Key[Array, ""]):
         own, features = jax.random.split(key)
         self.frequencies = ee.train.Frozen(scale * jax.random.normal(features, (16,)))
         self.mlp = eqx.nn.MLP(32, "scalar", 32, 2, jnp.tanh, key=own)
