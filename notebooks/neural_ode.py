@@ -14,15 +14,17 @@
 # ---
 
 # %% [markdown]
-# # Differential equations: an ensemble of neural ODEs
+# # Differential equations: neural ODEs whose error bars mean something
 #
-# Each member is a vector field, solved by [diffrax](https://docs.kidger.site/diffrax/): a neural ODE. Eight of them are
-# built and trained like any other ensemble, and every member solves its own equation. They are trained on short, noisy
-# trajectories of a system whose solution is known in closed form, and evaluated at later times and from other initial
-# states.
+# Members of a neural ODE that differ only by their seeds agree far better than they are right: here their 90 %
+# intervals contain 73 % of the observations later than the data, and 27 % of those from outside. We show what mends
+# that and what does not: bootstraps of trajectories, prior functions, variance scaling, and conformal bands.
+#
+# Each member is a vector field, solved by [diffrax](https://docs.kidger.site/diffrax/). Trajectories are short and
+# noisy, and the solution is known in closed form, so that every interval can be checked.
 #
 # This page is a notebook and a program: `python notebooks/neural_ode.py` prints the tables and writes the figure. It
-# needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on one core.
+# needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on two cores.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -44,7 +46,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, ArrayLike, Float, Key
 
 import eqx_ensemble as ee
 
@@ -67,12 +69,13 @@ figures = pathlib.Path(os.environ.get("NEURAL_ODE_FIGURES", here / "figures"))
 # with radii from 0.2 to 0.8.
 
 # %%
-NUM_MEMBERS, NOISE = 8, 0.05
+NUM_MEMBERS, NUM_PATHS, NOISE, STEPS = 6, 48, 0.05, 2500
 key = jax.random.key(0)
 
 Times = Float[Array, " times"]
 Points = Float[Array, "rows 2"]
 Paths = Float[Array, "rows times 2"]
+Moments = tuple[Float[Array, "members rows times 2"], Float[Array, "members rows times 2"]]
 
 
 def solution(start: Float[Array, "2"], times: Times) -> Float[Array, "times 2"]:
@@ -93,37 +96,38 @@ def draw(rows: int, least: float, most: float, times: Times, key: Key[Array, ""]
 
 
 seen_times = jnp.linspace(0.0, 2.0, 9)
-train = draw(48, 0.2, 0.8, seen_times, jax.random.key(1))
-validation = draw(12, 0.2, 0.8, seen_times, jax.random.key(2))
+train = draw(NUM_PATHS, 0.2, 0.8, seen_times, jax.random.key(1))
 
 # %% [markdown]
 # ## One member
 #
 # The member solves its equation from one initial state, and returns means and variances of the observations at the
-# given times. The noise variance is one parameter, learnt together with the vector field.
+# given times. The variance of the noise is one parameter, learnt together with the vector field. The field is a network
+# plus a fixed random network times `scale`: a randomised prior function. A scale of zero switches it off.
 
 
 # %%
 class NeuralODE(eqx.Module):
-    field: eqx.nn.MLP
+    field: ee.methods.priors.RandomisedPrior
     log_variance: Float[Array, ""]
 
-    def __init__(self, *, key: Key[Array, ""]):
-        self.field = eqx.nn.MLP(2, 2, 32, 2, jnp.tanh, key=key)
-        self.log_variance = jnp.array(-2.0)
+    def __init__(self, scale: Float[ArrayLike, ""], *, key: Key[Array, ""]):
+        own, prior = (eqx.nn.MLP(2, 2, 16, 2, jnp.tanh, key=key) for key in jax.random.split(key))
+        self.field = ee.methods.priors.RandomisedPrior(own, prior, scale=scale)
+        self.log_variance = jnp.array(-4.0)
 
     def __call__(
-        self, times: Times, start: Float[Array, "2"]
+        self, times: Times, start: Float[Array, "2"], step: float = 0.25
     ) -> tuple[Float[Array, "times 2"], Float[Array, "times 2"]]:
         mean = diffrax.diffeqsolve(
             diffrax.ODETerm(lambda t, y, args: self.field(y)),
-            diffrax.Heun(),
+            diffrax.Bosh3(),
             t0=0.0,
             t1=times[-1],
-            dt0=0.25,
+            dt0=step,
             y0=start,
             saveat=diffrax.SaveAt(ts=times),
-            max_steps=64,
+            max_steps=160,
         ).ys
         return mean, jnp.broadcast_to(jnp.exp(self.log_variance), mean.shape)
 
@@ -135,70 +139,184 @@ def loss(model: NeuralODE, batch: tuple[Points, Paths], key: Key[Array, ""] | No
 
 
 # %% [markdown]
-# ## Training
+# ## Three ensembles in one program
 #
-# We call `ee.build` and `ee.fit` as for any other model. Solvers are loops inside the compiled step, which run over all
-# members together.
+# Six members of each differ by
+#
+# - their *seeds* alone;
+# - *bootstraps*: every member has its own resample of the 48 trajectories. Whole trajectories, not single observations:
+#   those of one trajectory belong together;
+# - bootstraps *and priors*: every member also has its own prior function.
+#
+# Scales and rows differ by member, so all eighteen train in one call.
 
 # %%
-untrained = ee.build(lambda key: NeuralODE(key=key), NUM_MEMBERS, key=key)
-options = {"validation": validation, "patience": 60, "batch_size": 16, "key": key}
-run = ee.fit(untrained, loss, optax.adam(optax.cosine_decay_schedule(1e-2, 900)), train, epochs=300, **options)
-ensemble = run.ensemble
-print("learnt standard deviations of the noise:", *np.round(np.exp(0.5 * np.asarray(ensemble.stacked.log_variance)), 3))
+scale = jnp.repeat(jnp.array([0.0, 0.0, 3.0]), NUM_MEMBERS)
+same = np.tile(np.arange(NUM_PATHS), (NUM_MEMBERS, 1))
+resampled = np.asarray(ee.resample.bootstrap(NUM_PATHS, NUM_MEMBERS, key=key))
+rows = np.concatenate([same, resampled, resampled])
+untrained = ee.build(lambda key, scale: NeuralODE(scale, key=key), zip={"scale": scale}, key=key)
+optimiser = optax.adam(optax.cosine_decay_schedule(1e-2, STEPS))
+run = ee.fit(untrained, loss, optimiser, train, rows=rows, steps=STEPS, batch_size=24, key=key)
+names = "seeds", "bootstraps", "and priors"
+ensembles = {name: run.ensemble[i * NUM_MEMBERS : (i + 1) * NUM_MEMBERS] for i, name in enumerate(names)}
+for name, ensemble in ensembles.items():
+    print(f"{name:12} learnt noise:", *np.round(np.exp(0.5 * np.asarray(ensemble.stacked.log_variance)), 3))
 
 # %% [markdown]
 # ## Three questions
 #
-# We evaluate times and initial states as in training; the same initial states up to $t = 8$; and initial states outside
-# the circle, which are not in the training data. Times are shared by all rows, but initial states are a batch, and
-# marked as such: `ensemble(times, ee.Batch(start))` is `(members, rows, times, 2)`.
+# We ask for times and initial states as in training; for the same initial states up to $t = 8$; and for initial states
+# outside the circle, where no training data are. Each question has 200 new trajectories to test on, and 40 others
+# to calibrate on.
 #
-# The error is relative to the closed-form solution. The coverage is that of new, noisy observations by intervals of the
-# mixture at level 0.9.
+# Times are shared by all rows; initial states are a batch, and marked as such:
+# `ensemble(times, ee.Batch(start))` is `(members, rows, times, 2)`.
+#
+# *Error* is the root mean squared error of the mean member against the closed form, *spread* the standard deviation
+# of the members. Where the spread means something, the two are alike. *Coverage* is the share of noisy observations
+# within the 90 % interval of the mixture. The CRPS is in the unit of the data; lower is better.
 
 # %%
+CALIBRATE = 40
 later = jnp.linspace(2.0, 8.0, 13)
 questions = {
-    "as in training": (0.2, 0.8, seen_times),
-    "later": (0.2, 0.8, later),
-    "from outside": (1.5, 2.0, seen_times),
+    "AS IN TRAINING": (0.2, 0.8, seen_times),
+    "LATER": (0.2, 0.8, later),
+    "FROM OUTSIDE": (1.5, 2.0, seen_times),
 }
-answers = {}
-print("\nERROR: mean member, mean of the members, their disagreement, coverage at 0.9")
-for i, (name, (least, most, times)) in enumerate(questions.items()):
-    start, observed = draw(40, least, most, times, jax.random.key(10 + i))
-    truth = jax.vmap(solution, in_axes=(0, None))(start, times)
-    mean, variance = ensemble(times, ee.Batch(start))
-    answers[name] = start
-    each = jnp.sqrt(jnp.mean((mean - truth) ** 2, axis=(1, 2, 3)))
-    together = jnp.sqrt(jnp.mean((mean.mean(axis=0) - truth) ** 2))
-    disagreement = jnp.sqrt(jnp.mean(ee.combine.moments(mean)[1]))
-    low, high = ee.uncertainty.gaussian_mixture_interval(mean, variance, level=0.9)
-    inside = jnp.mean((low <= observed) & (observed <= high))
-    print(f"{name:20}{each.mean():10.4f}{together:10.4f}{disagreement:10.4f}{inside:10.3f}")
+new = {q: draw(240, *bounds, jax.random.key(10 + i)) for i, (q, bounds) in enumerate(questions.items())}
 
-# %%
-figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-for ax, (name, start) in zip(axes, answers.items(), strict=True):
-    times = questions[name][2]
-    line = jnp.linspace(0.0, times[-1], 100)
-    exact = solution(start[0], line)
-    for member in ensemble(line, start[0])[0]:
-        ax.plot(*member.T, color="C0", linewidth=0.8, alpha=0.7)
-    ax.plot(*exact.T, color="black", linestyle="--", label="closed form")
-    ax.plot(*train[1].reshape(-1, 2).T, ".", color="0.8", markersize=2, zorder=0)
-    ax.set(title=name, aspect="equal", xlim=(-2.2, 2.2), ylim=(-2.2, 2.2))
-axes[0].legend(fontsize=8)
-figures.mkdir(parents=True, exist_ok=True)
-figure.savefig(figures / "neural_ode.png", dpi=150)
-print(f"figure: {figures / 'neural_ode.png'}")
+
+@eqx.filter_jit
+def predict(ensemble: ee.Ensemble, times: Times, start: Points) -> Moments:
+    return ensemble(times, ee.Batch(start), 1 / 16)  # steps short enough for the fast approach from outside
+
+
+predictions = {
+    q: {name: predict(ensemble, questions[q][2], new[q][0]) for name, ensemble in ensembles.items()} for q in questions
+}
 
 # %% [markdown]
+# ## Calibration by held-out trajectories
+#
+# Variance scaling multiplies the variance of the mixture by one factor, fitted by maximum likelihood. We fit it to 40
+# trajectories *as in training*, the usual way, and to 40 trajectories *of the question* itself.
+
+
+# %%
+def scaled(q: str, by: str) -> Moments:
+    """The moments of the bootstraps for one question, scaled by trajectories of another."""
+    moments = tuple(x[:, :CALIBRATE] for x in predictions[by]["bootstraps"])
+    factor = ee.calibrate.variance(*moments, new[by][1][:CALIBRATE], pool="mixture")
+    return tuple(factor(*predictions[q]["bootstraps"]))
+
+
+coverage = {}
+for q, (_, _, times) in questions.items():
+    ways = predictions[q] | {"scaled, as in training": scaled(q, "AS IN TRAINING"), "scaled, there": scaled(q, q)}
+    start, observed = (x[CALIBRATE:] for x in new[q])
+    truth = jax.vmap(solution, in_axes=(0, None))(start, times)
+    print(f"\n{q:26}{'error':>9}{'spread':>9}{'coverage':>10}{'CRPS':>9}")
+    for name, moments in ways.items():
+        mean, variance = (x[:, CALIBRATE:] for x in moments)
+        error = jnp.sqrt(jnp.mean((mean.mean(axis=0) - truth) ** 2))
+        low, high = ee.uncertainty.gaussian_mixture_interval(mean, variance, level=0.9)
+        coverage[q, name] = float(jnp.mean((low <= observed) & (observed <= high)))
+        crps = ee.scores.crps_gaussian_mixture(mean, variance, observed)
+        spread = f"{jnp.sqrt(jnp.mean(ee.combine.moments(mean)[1])):9.4f}" if len(mean) > 1 else f"{'':9}"
+        print(f"{name:26}{error:9.4f}{spread}{coverage[q, name]:10.3f}{crps:9.4f}")
+
+# %% [markdown]
+# ## Whole trajectories, with a guarantee
+#
+# A trajectory is covered only if all its observations are. Its conformal score is the largest of their errors, in
+# standard deviations of the mixture. What must be exchangeable are trajectories, not observations: with the conformal
+# quantile of 40 scores, a new trajectory *drawn like those 40* is covered with a probability of at least 0.9, however
+# wrong the members are.
+#
+# The guarantee is a mean over draws of the 40, so we repeat the split 500 times. From one draw to the next the coverage
+# varies by about 0.05.
+
+
+# %%
+def largest_errors(q: str) -> Float[Array, " rows"]:
+    mean, variance = ee.combine.gaussian(*predictions[q]["bootstraps"])
+    return jnp.max(jnp.abs(new[q][1] - mean) / jnp.sqrt(variance), axis=(1, 2))
+
+
+def conformal(errors: Float[Array, " rows"], others: Float[Array, " rows"]) -> Float[Array, "3"]:
+    """Radius from the first scores of some, its coverage of the rest of them, and of the rest of others."""
+    radius = ee.conformal.quantile(errors[:CALIBRATE], level=0.9)
+    return jnp.stack([radius, jnp.mean(errors[CALIBRATE:] <= radius), jnp.mean(others[CALIBRATE:] <= radius)])
+
+
+split_keys = jax.random.split(jax.random.key(2), 500)
+splits = jax.vmap(lambda key: jax.random.permutation(key, 240))(split_keys)
+scores = {q: largest_errors(q)[splits] for q in questions}
+radius = {}
+print("\nWHOLE TRAJECTORIES: coverage, calibrated as in training; there; standard deviation over splits; width there")
+for q in questions:
+    radius[q], there, _ = jax.vmap(conformal)(scores[q], scores[q]).T
+    _, _, within = jax.vmap(conformal)(scores["AS IN TRAINING"], scores[q]).T
+    std = jnp.sqrt(ee.combine.gaussian(*predictions[q]["bootstraps"]).variance)
+    width = 2 * jnp.mean(radius[q]) * jnp.mean(std)
+    print(f"{q.capitalize():20}{within.mean():9.3f}{there.mean():9.3f}{there.std():9.3f}{width:9.3f}")
+
+# %% [markdown]
+# ## The figure
+
+# %%
+figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+axes = axes.ravel()
+for ax, q in zip(axes[:3], questions, strict=True):
+    times = questions[q][2]
+    line = jnp.linspace(0.0, times[-1], 81)
+    start, observed = new[q][0][-1], new[q][1][-1, :, 0]
+    for name, colour in {"seeds": "C1", "bootstraps": "C0"}.items():
+        mean, variance = ee.combine.gaussian(*predict(ensembles[name], line, start[None]))
+        centre, std = mean[0, :, 0], jnp.sqrt(variance[0, :, 0])
+        half = std * (1.645 if name == "seeds" else jnp.mean(radius[q]))
+        label = "seeds, 90 %" if name == "seeds" else "conformal band"
+        ax.plot(line, centre, color=colour, linewidth=1)
+        ax.fill_between(line, centre - half, centre + half, color=colour, alpha=0.3, linewidth=0, label=label)
+    ax.plot(line, solution(start, line)[:, 0], "k--", label="closed form")
+    ax.plot(times, observed, "k.", markersize=4)
+    ax.set(title=q.capitalize(), xlabel="t", ylabel="first coordinate")
+axes[0].legend(fontsize=8)
+shown = ["seeds", "bootstraps", "scaled, as in training", "scaled, there"]
+for i, name in enumerate(shown):
+    axes[3].bar(np.arange(3) + 0.2 * (i - 1.5), [coverage[q, name] for q in questions], width=0.19, label=name)
+axes[3].axhline(0.9, color="black", linewidth=1)
+axes[3].set(title="Coverage of observations, at 0.9", ylim=(0, 1.35), yticks=[0, 0.5, 0.9])
+axes[3].set_xticks(range(3), [q.lower() for q in questions], fontsize=8)
+axes[3].legend(fontsize=8, ncols=2)
+figures.mkdir(parents=True, exist_ok=True)
+figure.savefig(figures / "neural_ode.png", dpi=150)
+print(f"\nfigure: {figures / 'neural_ode.png'}")
+
+# %% [markdown]
+# ## What helps, and what does not
+#
+# When this page was written:
+#
+# - *Train to the end.* Stopped after 900 steps, members of width 32 had an error of 0.15 at later times and a spread of
+#   0.02: no spread shows an error that all members share. A learnt noise above the true one is a sign of it.
+# - *Seeds* differ by a third of their error within the data, and by a sixth from outside. *Bootstraps* resample what
+#   the noise leaves open: within the data their spread is close to their error. They are a little less accurate, and
+#   beyond the data still too sure.
+# - *Prior functions* of this scale change little. Scales of 10 and 15 widened the intervals from outside, but the
+#   networks did not learn to undo them within the data, where the error doubled.
+# - *Scaling by held-out trajectories as in training* mends the coverage within the data, and hardly beyond.
+# - *Trajectories from there* are the cure: forty that no member was trained on. Scaling then holds for observations on
+#   average, conformal bands hold for whole trajectories, with a guarantee.
+#
 # ## Limits
 #
+# - The guarantee ends where trajectories are no longer drawn like those of the calibration: other initial states, later
+#   times, another system. Bands calibrated as in training cover two thirds of the later trajectories, and almost none
+#   from outside.
+# - Bands that hold need not be narrow: from outside they are four times as wide as within the data. To narrow them,
+#   train on trajectories from there, or build the symmetry into the vector field.
 # - With an adaptive solver all vectorised members run as long as the slowest. We use fixed steps; for adaptive ones try
 #   `plan=ee.plan.Sequential()`.
-# - Beyond the data the members disagree several times as much as within, but their common error grows more: their
-#   intervals are too narrow there. Disagreement is a warning, not a guarantee.
-# - A vector field with the symmetry of the system would extrapolate without an ensemble. We deliberately use none.

@@ -43,14 +43,55 @@ def claims_of_planning(text):
 
 
 def claims_of_neural_ode(text):
-    errors = table(text, "ERROR")  # mean member, mean of the members, disagreement, coverage
-    for member, together, *_ in errors.values():
-        assert together <= member
-    seen, later, outside = (errors[name] for name in ("as in training", "later", "from outside"))
-    assert seen[1] < 0.05
-    assert later[1] > seen[1]
-    assert outside[2] > 2 * seen[2]
-    assert 0.85 < seen[3] < 0.97
+    within, later, outside = (table(text, title) for title in ("AS IN TRAINING", "LATER", "FROM OUTSIDE"))
+    for found in (within, later, outside):  # error, spread, coverage, CRPS; calibrated ones have no spread
+        assert found["seeds"][1] < 0.5 * found["seeds"][0]
+        assert found["seeds"][1] < found["bootstraps"][1]
+        assert 0.85 < found["scaled, there"][1] < 0.96
+        assert found["scaled, there"][2] < found["bootstraps"][3] + 0.001
+    assert within["seeds"][0] < 0.03
+    assert within["bootstraps"][1] > 0.6 * within["bootstraps"][0]
+    assert 0.85 < within["scaled, as in training"][1] < 0.95
+    assert later["seeds"][2] < 0.85
+    for name in ("seeds", "bootstraps", "and priors"):
+        assert outside[name][2] < 0.5
+    assert outside["scaled, as in training"][1] < 0.6
+    whole = table(text, "WHOLE TRAJECTORIES")  # calibrated as in training, there, deviation over splits, width
+    for _, there, deviation, _ in whole.values():
+        assert 0.88 < there < 0.93
+        assert deviation < 0.07
+    assert whole["From outside"][0] < 0.1 < whole["Later"][0] < 0.85
+    assert whole["From outside"][3] > 2 * whole["As in training"][3]
+
+
+def claims_of_dynamics(text):
+    within, beyond = (table(text, title) for title in ("RANDOM TORQUES", "THE CONTROLLER"))
+    five, more = "five members, TS-infinity", "two episodes more"  # coverage by steps ahead, CRPS
+    assert max(within["means only"][:5]) < 0.5
+    for name in ("one member", five, more):
+        assert min(within[name][:5]) > 0.75
+    assert 0.85 < sum(within[five][:5]) / 5 < 0.97
+    assert 0.6 < beyond[five][0] < 0.85
+    assert beyond["one member"][0] < beyond[five][0] < beyond[more][0]
+    assert beyond[more][5] < 0.9 * beyond[five][5]
+    low, high = (re.findall(rf"{name} standard deviation, by member: (.*)", text)[0] for name in ("lowest", "highest"))
+    assert max(map(float, low.split())) < 0.05 < 0.5 < min(map(float, high.split()))
+
+
+def claims_of_pinn(text):
+    population = table(f"\n{text}", "POPULATION")
+    mean = population.pop("mean of the four")  # bound, error
+    for *_, bound, error in population.values():  # scale, rate, weight, bound, error
+        assert error < bound
+    assert population["best"][4] < 0.05 < 0.2 < population["middle"][4]
+    assert mean[1] < mean[0] < population["fourth"][3]
+    assert "errors below their bound: 1.00" in text
+    seeds = table(text, "SEEDS")  # spread, error, bound, share
+    assert all(error < bound for _, error, bound, _ in seeds.values())
+    assert min(error for _, error, *_ in seeds.values()) < 0.1
+    for scale in ("scale 8.48", "scale 16.38", "scale 31.62"):
+        assert seeds[scale][1] > 4 * seeds[scale][0]
+        assert seeds[scale][3] < 0.2
 
 
 def claims_of_density(text):
@@ -87,7 +128,9 @@ CLAIMS = {
     "mixture_of_experts": (claims_of_mixture_of_experts, "one expert", "mixture of four experts"),
     "actor_critic": (claims_of_actor_critic, "an untrained actor", "minimum of a random pair"),
     "planning": (claims_of_planning, "hanging still", "five members, mean"),
-    "neural_ode": (claims_of_neural_ode, "as in training", "from outside"),
+    "neural_ode": (claims_of_neural_ode, "AS IN TRAINING", "FROM OUTSIDE"),
+    "dynamics": (claims_of_dynamics, "RANDOM TORQUES", "THE CONTROLLER"),
+    "pinn": (claims_of_pinn, "best  ", "middle  "),
     "density": (claims_of_density, "mean flow", "mixture   "),
     "active_learning": (claims_of_active_learning, "\nrandom  ", "\nBALD  "),
 }
@@ -107,6 +150,8 @@ WRONG_CALLS = {
     "actor_critic": "advance(jnp.zeros(3), jnp.zeros(1))",
     "planning": "advance(jnp.zeros(3), jnp.zeros(()))",
     "neural_ode": "solution(jnp.ones(3), seen_times)",
+    "dynamics": "advance(jnp.zeros(3), jnp.zeros(()), jnp.zeros(()))",
+    "pinn": "residuals(exact, jnp.ones((2, 2)))",
     "density": "true_log_density(jnp.ones((3, 1)))",
     "active_learning": "scores_of('entropy', jnp.zeros((2, 3)), 0)",
 }
