@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._brief import brief_doc
-from .._check import check_number, check_positive_int
+from .._check import RowWeightsLike, check_number, check_positive_int
 from .._promotion import standard_promotion
 from .._pytree import PyTree
 from ._pooling import Pool, Pooling, Rows, fit_rows, no_gradient_message, warn_of_no_minimum
@@ -108,7 +108,7 @@ def vector(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     max_steps: int = 1000,
 ) -> Vector:
     r"""Vector scaling: a scale and a bias for the log-probability of each class, fitted by maximum likelihood.
@@ -165,7 +165,7 @@ def matrix(
     off_diagonal_penalty: float = 0.0,
     bias_penalty: float = 0.0,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     max_steps: int = 1000,
 ) -> Matrix:
     r"""Matrix scaling of log-probabilities, which is Dirichlet calibration.

@@ -4,11 +4,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from .._brief import brief_doc
 from .._caller import caller
-from .._check import check_positive_int, check_word, missing_extra_message
+from .._check import RowWeightsLike, check_positive_int, check_word, missing_extra_message
 from ..scores._engine import Binning, bin_rows
 from ._pooling import Pool, Pooling, Rows, check_smoothing, check_untraced, fit_rows
 
@@ -44,7 +44,7 @@ def histogram(
     binning: Binning = "mass",
     smoothing: float | int = 0.0,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Histogram:
     """Histogram binning: each probability is replaced by the class's frequency in its bin of held-out rows.
 
@@ -162,7 +162,7 @@ def isotonic(
     pool: Pool,
     smoothing: float | int = 0.0,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Isotonic:
     """Isotonic calibration: an increasing function of the probabilities, fitted to held-out labels.
 

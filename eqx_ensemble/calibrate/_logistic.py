@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._brief import brief_doc
-from .._check import value_error
+from .._check import RowWeightsLike, value_error
 from .._weighting import class_log_odds
 from ._pooling import Pool, Pooling, Rows, check_not_separable, fit_rows
 
@@ -175,7 +175,7 @@ def beta(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Beta:
     r"""Beta calibration: log-odds $a \ln p - b \ln(1 - p) + c$ with $a, b \ge 0$, fitted by maximum likelihood.
 
@@ -276,7 +276,7 @@ def platt(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Platt:
     r"""Platt scaling: a logistic regression of the labels on the log-odds of a class.
 

@@ -6,6 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._brief import brief_doc
 from .._check import (
+    RowWeightsLike,
     as_column,
     check_entries,
     check_fitted_members,
@@ -51,7 +52,7 @@ def variance(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Variance:
     r"""Variance scaling: variances are multiplied by a factor, fitted to held-out targets by maximum likelihood.
 
@@ -147,7 +148,7 @@ def temperature(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Temperature:
     r"""Temperature scaling: logits are divided by a temperature, fitted to held-out labels by maximum likelihood.
 

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_logits, check_row_weights, check_weights
+from .._check import RowWeightsLike, check_logits, check_row_weights, check_weights
 from .._combination import Summary, check_one_logits, stream
 from .._weighting import different_votes, known_mean, votes
 from ._variance import check_rows_of_members
@@ -99,7 +99,7 @@ for _fn, _result in ((variation_ratio, _rest), (disagreement, different_votes)):
 def pairwise_disagreement(
     logits: Float[ArrayLike, "members *batch classes"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, "members members"]:
     """The fraction of rows on which each pair of members votes for different classes.
 
@@ -136,7 +136,7 @@ def pairwise_disagreement(
 def q_statistic(
     correct: Real[ArrayLike, " members *batch"] | Bool[ArrayLike, " members *batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, "members members"]:
     r"""Yule's Q statistic of every pair of members: whether they fail on the same rows.
 
@@ -176,7 +176,7 @@ def q_statistic(
 def error_correlation(
     errors: Float[ArrayLike, " members *batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, "members members"]:
     r"""Pearson's correlation over rows of the errors of every pair of members.
 

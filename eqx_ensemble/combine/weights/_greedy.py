@@ -5,9 +5,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
+from jaxtyping import Array, ArrayLike, Float, Int32, Real
 
-from ..._check import check_values, check_word, concrete, value_error
+from ..._check import RowWeightsLike, check_values, check_word, concrete, value_error
 from ..._foreign import from_foreign
 from ._check import check_greedy, check_log_scores, check_scores_of_members, check_similarity, check_sparsify
 
@@ -196,7 +196,7 @@ def greedy(
     *,
     num_steps: int = 50,
     num_initial: int = 0,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Greedy:
     r"""Weights by greedy ensemble selection: each step adds the member that improves the mean prediction most.
 

@@ -2,10 +2,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32, Real
+from jaxtyping import Array, ArrayLike, Float, Int, Int32
 
 from ..._caller import caller
-from ..._check import check_number, check_positive_int, concrete
+from ..._check import RowWeightsLike, check_number, check_positive_int, concrete
 from ..._warnings import warn
 from ._check import check_log_scores
 
@@ -13,7 +13,7 @@ from ._check import check_log_scores
 def bayesian(
     log_scores: Float[ArrayLike, " members *batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, " members"]:
     r"""Weights of Bayesian model averaging: the posterior probabilities of the members under a uniform prior.
 
@@ -75,7 +75,7 @@ class Stacking(NamedTuple):
 def stacking(
     log_scores: Float[ArrayLike, " members *batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     tolerance: float | None = None,
     max_steps: int = 100,
 ) -> Stacking:
