@@ -96,9 +96,8 @@ def diverse(
     ```
 
     ??? cite
-        [Determinantal Point Processes for Machine Learning](https://arxiv.org/abs/1207.6083), Kulesza and Taskar, 2012;
-        the algorithm: [Fast Greedy MAP Inference for Determinantal Point
-        Process](https://arxiv.org/abs/1709.05135), Chen, Zhang and Zhou, 2018.
+        [Kulesza and Taskar, 2012](https://arxiv.org/abs/1207.6083), Kulesza and Taskar, 2012;
+        the algorithm: [Chen et al., NeurIPS 2018](https://arxiv.org/abs/1709.05135), Chen, Zhang and Zhou, 2018.
     """
     matrix, number, scale = check_similarity(similarity, count, quality)
     return _diverse(matrix, scale, number)
@@ -224,7 +223,6 @@ def greedy(
 
     **Raises:**
 
-    - `TypeError` for predictions that are not floating-point.
     - `ValueError` for counts out of range, a score that is not a scalar, `row_weights` with a score function, and
         invalid log scores as in [`eqx_ensemble.combine.weights.stacking`][].
 
@@ -238,7 +236,7 @@ def greedy(
     ```
 
     ??? cite
-        [Ensemble Selection from Libraries of Models](https://doi.org/10.1145/1015330.1015432)
+        [Caruana et al., ICML 2004](https://doi.org/10.1145/1015330.1015432)
     """
     checked = check_values("predictions", predictions)
     own = check_greedy(score, row_weights, num_steps, num_initial, checked.shape[0])
