@@ -124,7 +124,7 @@ def vector(
     - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
         first, and calibrates the mixture.
     - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans.
     - `max_steps`: the maximum number of L-BFGS steps.
 
     **Returns:**
@@ -146,7 +146,7 @@ def vector(
     ```
 
     ??? cite
-        [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
+        [Guo et al., ICML 2017](https://arxiv.org/abs/1706.04599)
     """
     name = "calibrate.vector"
     steps = check_positive_int(max_steps, "max_steps")
@@ -198,8 +198,7 @@ def matrix(
     ```
 
     ??? cite
-        [Beyond temperature scaling: Obtaining well-calibrated multiclass probabilities with Dirichlet
-        calibration](https://arxiv.org/abs/1910.12656)
+        [Kull et al., NeurIPS 2019](https://arxiv.org/abs/1910.12656)
     """
     name = "calibrate.matrix"
     steps = check_positive_int(max_steps, "max_steps")

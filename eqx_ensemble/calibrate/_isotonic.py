@@ -86,8 +86,7 @@ def histogram(
     ```
 
     ??? cite
-        [Obtaining calibrated probability estimates from decision trees and naive Bayesian
-        classifiers](https://dl.acm.org/doi/10.5555/645530.655658)
+        [Zadrozny and Elkan, ICML 2001](https://dl.acm.org/doi/10.5555/645530.655658)
     """
     check_positive_int(num_bins, "num_bins")
     check_word(binning, "binning", ("width", "mass"))
@@ -203,8 +202,7 @@ def isotonic(
     ```
 
     ??? cite
-        [Transforming classifier scores into accurate multiclass probability
-        estimates](https://doi.org/10.1145/775047.775151)
+        [Zadrozny and Elkan, KDD 2002](https://doi.org/10.1145/775047.775151)
     """
     check_untraced(logits=logits, labels=labels, weights=weights, row_weights=row_weights)
     pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)

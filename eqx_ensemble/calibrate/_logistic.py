@@ -208,8 +208,7 @@ def beta(
     ```
 
     ??? cite
-        [Beta calibration: a well-founded and easily implemented improvement on logistic calibration for binary
-        classifiers](https://proceedings.mlr.press/v54/kull17a.html)
+        [Kull et al., AISTATS 2017](https://proceedings.mlr.press/v54/kull17a.html)
     """
     pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     found = _fit_beta(rows)
@@ -318,8 +317,7 @@ def platt(
     ??? cite
         Platt, *Probabilistic Outputs for Support Vector Machines and Comparisons to Regularized Likelihood Methods*,
         Advances in Large Margin Classifiers, 1999; numerics:
-        [A note on Platt's probabilistic outputs for support vector
-        machines](https://doi.org/10.1007/s10994-007-5018-6)
+        [Lin et al., Machine Learning 2007](https://doi.org/10.1007/s10994-007-5018-6)
     """
     pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     found = _fit(rows)

@@ -62,12 +62,12 @@ def variance(
 
     - `mean`, `variance`: `(members, *batch)`, of one shape, for rows that the members were not trained on. Variances
         above zero.
-    - `targets`: `(*batch,)`; nothing is broadcast. All entries share the factor: for one factor per output, fit each
+    - `targets`: `(*batch,)`. All entries share the factor: for one factor per output, fit each
         output separately.
     - `pool`: `"members"` fits one factor per member; combine them afterwards. `"mixture"` first combines the members
         into one Gaussian by [`eqx_ensemble.combine.gaussian`][], whose variance includes their disagreement.
     - `weights`: convex weights over members in the combination, `(members,)`; stored in the result.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans.
 
     **Returns:**
 
@@ -87,7 +87,7 @@ def variance(
     ```
 
     ??? cite
-        [Well-Calibrated Regression Uncertainty in Medical Imaging with Deep Learning](https://arxiv.org/abs/2104.12376)
+        [Laves et al., MIDL 2020](https://arxiv.org/abs/2104.12376)
     """
     means, variances, observed = check_regression(targets, members=True, mean=mean, variance=variance)
     rows = check_row_weights(row_weights, observed.shape, means.dtype, reduction="mean")
@@ -164,7 +164,7 @@ def temperature(
     - `pool`: `"members"` fits one temperature per member; combine them afterwards. `"mixture"` combines the members
         first, and fits one temperature for the mixture.
     - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans.
 
     **Returns:**
 
@@ -174,7 +174,6 @@ def temperature(
 
     **Raises:**
 
-    - `TypeError` for logits that are not floating-point, and labels that are not integers.
     - `ValueError` for mismatched shapes, zero rows, labels out of range, logits that are not finite, weights with
         `pool="members"`, and if no optimum exists: every label is the most likely class, or labels are no more likely
         than by chance.
@@ -187,8 +186,8 @@ def temperature(
     ```
 
     ??? cite
-        [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599); before or after combination:
-        [Uncertainty Quantification and Deep Ensembles](https://arxiv.org/abs/2007.08792)
+        [Guo et al., ICML 2017](https://arxiv.org/abs/1706.04599); before or after combination:
+        [Rahaman and Thiery, NeurIPS 2021](https://arxiv.org/abs/2007.08792)
     """
     pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     inverse, separated, hopeless = _fit(rows)

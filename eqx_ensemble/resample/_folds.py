@@ -126,7 +126,7 @@ def folds(
     - `groups`: discrete labels `(rows,)`: all rows of a group are in one fold.
     - `uneven`: how to equalise the lengths of training parts: `"trim"` drops rows of longer parts, `"repeat"` repeats
         rows of shorter parts, both evenly spaced.
-    - `key`: one threefry key, typed or legacy, to shuffle the rows.
+    - `key`: one random key, to shuffle the rows.
 
     **Returns:**
 

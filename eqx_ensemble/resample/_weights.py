@@ -29,7 +29,7 @@ def bootstrap(
         `num_rows` if not given.
     - `stratify`: discrete labels `(rows,)`: rows are drawn within each class. Without `size`, class counts are kept,
         and entry `i` is a row of the class of row `i`; with `size`, class proportions are kept, up to rounding.
-    - `key`: one threefry key, typed or legacy. Draws are made on the host, outside `jax.jit`.
+    - `key`: one random key. Draws are made on the host, outside `jax.jit`.
 
     **Returns:**
 
@@ -50,7 +50,7 @@ def bootstrap(
     ```
 
     ??? cite
-        [Bagging Predictors](https://doi.org/10.1007/BF00058655)
+        [Breiman, Machine Learning 1996](https://doi.org/10.1007/BF00058655)
     """
     num_rows, num_members = check_draw(num_rows, num_members, key)
     count = num_rows if size is None else check_draw_size(size, num_rows, replace=True)
@@ -83,7 +83,7 @@ def subsets(
     - `num_members`: the number of members.
     - `size`: the number of rows per member, a count or a fraction of `num_rows`, rounded.
     - `stratify`: discrete labels `(rows,)`: class proportions are kept, up to rounding.
-    - `key`: one threefry key, typed or legacy. Draws are made on the host, outside `jax.jit`.
+    - `key`: one random key. Draws are made on the host, outside `jax.jit`.
 
     **Returns:**
 
@@ -143,7 +143,7 @@ def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Arr
 
     - `num_rows`: the number of rows of the data, `len(x)`.
     - `num_members`: the number of members.
-    - `key`: one threefry key, typed or legacy. Draws are made on the host, outside `jax.jit`.
+    - `key`: one random key. Draws are made on the host, outside `jax.jit`.
 
     **Returns:**
 
@@ -172,7 +172,7 @@ def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Arr
     ```
 
     ??? cite
-        [Online Bagging and Boosting](https://proceedings.mlr.press/r3/oza01a.html)
+        [Oza and Russell, AISTATS 2001](https://proceedings.mlr.press/r3/oza01a.html)
     """
     num_rows, num_members = check_draw(num_rows, num_members, key)
     streams = generators(key, num_members, purpose="poisson weights")
@@ -189,7 +189,7 @@ def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Ar
 
     - `num_rows`: the number of rows of the data, `len(x)`.
     - `num_members`: the number of members.
-    - `key`: one threefry key, typed or legacy. Draws are made on the host, outside `jax.jit`.
+    - `key`: one random key. Draws are made on the host, outside `jax.jit`.
 
     **Returns:**
 
@@ -207,7 +207,7 @@ def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Ar
     ```
 
     ??? cite
-        [The Bayesian Bootstrap](https://doi.org/10.1214/aos/1176345338)
+        [Rubin, AoS 1981](https://doi.org/10.1214/aos/1176345338)
     """
     num_rows, num_members = check_draw(num_rows, num_members, key)
     # Exponential variables divided by their sum have this distribution.
