@@ -114,28 +114,21 @@ def vector(
     r"""Vector scaling: a scale and a bias for the log-probability of each class, fitted by maximum likelihood.
 
     The mean of $-\log \mathrm{softmax}(w \odot \log p + b)_y$ over rows is convex in $w$ and $b$, and is minimised by
-    optax's L-BFGS from $w = 1, b = 0$. Log-probabilities are scaled, not logits: an arbitrary offset of a row's logits
-    has no effect, and members and mixtures are treated alike.
+    optax's L-BFGS from $w = 1, b = 0$.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
-        first, and calibrates the mixture.
-    - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `row_weights`: relative weights `(*batch,)`, or booleans.
     - `max_steps`: the maximum number of L-BFGS steps.
+    - the others: as for [`eqx_ensemble.calibrate.temperature`][].
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Vector`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
-    length `members`, or 1 for the mixture.
+    [`eqx_ensemble.calibrate.Vector`][].
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.temperature`][], but warns if no minimum was reached; none exists for separable rows.
-    `NotImplementedError` when differentiated with respect to the logits.
+    Warns if no minimum was reached; none exists for separable rows. `NotImplementedError` when differentiated with
+    respect to the logits.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
@@ -171,23 +164,21 @@ def matrix(
     r"""Matrix scaling of log-probabilities, which is Dirichlet calibration.
 
     The mean of $-\log \mathrm{softmax}(W \log p + b)_y$ over rows, plus $\lambda$ times the mean square of the entries
-    of $W$ off its diagonal and $\mu$ times that of $b$, is convex; optax's L-BFGS minimises it from the identity. With
-    many classes and few rows it overfits unless the penalties keep it close to vector scaling.
+    of $W$ off its diagonal and $\mu$ times that of $b$, is minimised by optax's L-BFGS from the identity. With many
+    classes and few rows it overfits without penalties.
 
     **Arguments:**
 
     - `off_diagonal_penalty`, `bias_penalty`: $\lambda$ and $\mu$, non-negative: choose them by cross-validation.
-    - the other arguments: as for [`eqx_ensemble.calibrate.vector`][].
+    - the others: as for [`eqx_ensemble.calibrate.vector`][].
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Matrix`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
-    length `members`, or 1 for the mixture. Without penalties, adding a constant to a column of the matrix or to the
-    bias does not change predictions.
+    [`eqx_ensemble.calibrate.Matrix`][].
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.vector`][], and `ValueError` for negative penalties.
+    As [`eqx_ensemble.calibrate.vector`][].
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
