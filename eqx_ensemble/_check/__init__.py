@@ -65,6 +65,7 @@ from ._predictions import check_weight_count as check_weight_count
 from ._predictions import check_weights as check_weights
 from ._rows import ALL_ROWS as ALL_ROWS
 from ._rows import CountedRows as CountedRows
+from ._rows import RowWeightsLike as RowWeightsLike
 from ._rows import check_counted_rows as check_counted_rows
 from ._rows import check_entries as check_entries
 from ._rows import check_no_nan as check_no_nan

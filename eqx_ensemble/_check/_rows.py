@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Real
 
 from ._arrays import Shape, check_array, concrete, first_text, type_error, value_error
 from ._options import check_word
+
+RowWeightsLike = Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"]
+"""One boolean or one number per row."""
 
 
 class CountedRows(NamedTuple):

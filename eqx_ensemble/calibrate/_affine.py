@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._brief import brief_doc
-from .._check import check_number, check_positive_int
+from .._check import RowWeightsLike, check_number, check_positive_int
 from .._promotion import standard_promotion
 from .._pytree import PyTree
 from ._pooling import Pool, Pooling, Rows, fit_rows, no_gradient_message, warn_of_no_minimum
@@ -108,34 +108,27 @@ def vector(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     max_steps: int = 1000,
 ) -> Vector:
     r"""Vector scaling: a scale and a bias for the log-probability of each class, fitted by maximum likelihood.
 
     The mean of $-\log \mathrm{softmax}(w \odot \log p + b)_y$ over rows is convex in $w$ and $b$, and is minimised by
-    optax's L-BFGS from $w = 1, b = 0$. Log-probabilities are scaled, not logits: an arbitrary offset of a row's logits
-    has no effect, and members and mixtures are treated alike.
+    optax's L-BFGS from $w = 1, b = 0$.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
-        first, and calibrates the mixture.
-    - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `max_steps`: the maximum number of L-BFGS steps.
+    - the others: as for [`eqx_ensemble.calibrate.temperature`][].
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Vector`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
-    length `members`, or 1 for the mixture.
+    [`eqx_ensemble.calibrate.Vector`][].
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.temperature`][], but warns if no minimum was reached; none exists for separable rows.
-    `NotImplementedError` when differentiated with respect to the logits.
+    Warns if no minimum was reached; none exists for separable rows. `NotImplementedError` when differentiated with
+    respect to the logits.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
@@ -146,7 +139,7 @@ def vector(
     ```
 
     ??? cite
-        [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599)
+        [Guo et al., ICML 2017](https://arxiv.org/abs/1706.04599)
     """
     name = "calibrate.vector"
     steps = check_positive_int(max_steps, "max_steps")
@@ -165,29 +158,27 @@ def matrix(
     off_diagonal_penalty: float = 0.0,
     bias_penalty: float = 0.0,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     max_steps: int = 1000,
 ) -> Matrix:
     r"""Matrix scaling of log-probabilities, which is Dirichlet calibration.
 
     The mean of $-\log \mathrm{softmax}(W \log p + b)_y$ over rows, plus $\lambda$ times the mean square of the entries
-    of $W$ off its diagonal and $\mu$ times that of $b$, is convex; optax's L-BFGS minimises it from the identity. With
-    many classes and few rows it overfits unless the penalties keep it close to vector scaling.
+    of $W$ off its diagonal and $\mu$ times that of $b$, is minimised by optax's L-BFGS from the identity. With many
+    classes and few rows it overfits without penalties.
 
     **Arguments:**
 
     - `off_diagonal_penalty`, `bias_penalty`: $\lambda$ and $\mu$, non-negative: choose them by cross-validation.
-    - the other arguments: as for [`eqx_ensemble.calibrate.vector`][].
+    - the others: as for [`eqx_ensemble.calibrate.vector`][].
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Matrix`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
-    length `members`, or 1 for the mixture. Without penalties, adding a constant to a column of the matrix or to the
-    bias does not change predictions.
+    [`eqx_ensemble.calibrate.Matrix`][].
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.vector`][], and `ValueError` for negative penalties.
+    As [`eqx_ensemble.calibrate.vector`][].
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
@@ -198,8 +189,7 @@ def matrix(
     ```
 
     ??? cite
-        [Beyond temperature scaling: Obtaining well-calibrated multiclass probabilities with Dirichlet
-        calibration](https://arxiv.org/abs/1910.12656)
+        [Kull et al., NeurIPS 2019](https://arxiv.org/abs/1910.12656)
     """
     name = "calibrate.matrix"
     steps = check_positive_int(max_steps, "max_steps")

@@ -4,11 +4,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from .._brief import brief_doc
 from .._caller import caller
-from .._check import check_positive_int, check_word, missing_extra_message
+from .._check import RowWeightsLike, check_positive_int, check_word, missing_extra_message
 from ..scores._engine import Binning, bin_rows
 from ._pooling import Pool, Pooling, Rows, check_smoothing, check_untraced, fit_rows
 
@@ -44,38 +44,22 @@ def histogram(
     binning: Binning = "mass",
     smoothing: float | int = 0.0,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Histogram:
     """Histogram binning: each probability is replaced by the class's frequency in its bin of held-out rows.
 
-    Each class is calibrated against the rest, and the results of a row are normalised, to the uniform distribution if
-    all are zero. For two classes, only the second is binned. Probabilities in empty bins are unchanged.
+    Each class is calibrated against the rest, and rows are normalised. For two classes, only the second is binned.
+    Probabilities in empty bins are unchanged.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
-        first, and calibrates the mixture.
     - `num_bins`: the number of bins per class.
-    - `binning`: `"mass"`, bins with equal numbers of rows; `"width"`, bins of equal width. See
-        [`eqx_ensemble.scores.ece`][].
-    - `smoothing`: additive (Laplace) smoothing $s$: the frequency of $k$ rows of the class among $n$ rows of a bin
-        becomes $(k + s) / (n + C s)$ for $C$ classes. With zero, the default, a class without rows in a bin has
-        probability zero there, and the negative log-likelihood of a later row of this class is infinite.
-    - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `row_weights`: numbers `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN. A row of weight
-        2 counts twice.
+    - `binning`: `"mass"`, bins with equal numbers of rows; `"width"`, bins of equal width.
+    - the others: as for [`eqx_ensemble.calibrate.isotonic`][].
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Histogram`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
-    length `members`, or 1 for the mixture; minus infinity where the frequency is zero, which smoothing prevents.
-
-    **Raises:**
-
-    As [`eqx_ensemble.calibrate.temperature`][], except for missing optima; `ValueError` for fewer than one bin, another
-    `binning`, and negative smoothing.
+    [`eqx_ensemble.calibrate.Histogram`][].
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))
@@ -86,8 +70,7 @@ def histogram(
     ```
 
     ??? cite
-        [Obtaining calibrated probability estimates from decision trees and naive Bayesian
-        classifiers](https://dl.acm.org/doi/10.5555/645530.655658)
+        [Zadrozny and Elkan, ICML 2001](https://dl.acm.org/doi/10.5555/645530.655658)
     """
     check_positive_int(num_bins, "num_bins")
     check_word(binning, "binning", ("width", "mass"))
@@ -162,39 +145,30 @@ def isotonic(
     pool: Pool,
     smoothing: float | int = 0.0,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Isotonic:
     """Isotonic calibration: an increasing function of the probabilities, fitted to held-out labels.
 
     Each class is calibrated against the rest by scikit-learn's `IsotonicRegression`
-    (`pip install 'eqx_ensemble[sklearn]'`), and the results of a row are normalised, to the uniform distribution if all
-    are zero, as in scikit-learn's `CalibratedClassifierCV`. For two classes, only the second is fitted. The result
-    contains plain arrays: calls do not need scikit-learn.
+    (`pip install 'eqx_ensemble[sklearn]'`), and rows are normalised. For two classes, only the second is fitted. Calls
+    do not need scikit-learn.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
-        They must be concrete: fit outside `jax.jit`.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
-        first, and calibrates the mixture.
+    - `logits`: as for [`eqx_ensemble.calibrate.temperature`][], but concrete: fit outside `jax.jit`.
+    - `labels`, `pool`, `weights`: as for [`eqx_ensemble.calibrate.temperature`][].
     - `smoothing`: additive (Laplace) smoothing $s$: the frequency of $k$ rows of the class among $n$ rows of a step
-        becomes $(k + s) / (n + C s)$ for $C$ classes. With zero, the default, a class without rows in a step has
-        probability zero there, and the negative log-likelihood of a later row of this class is infinite. The function
-        remains increasing: steps that cross are joined.
-    - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `row_weights`: numbers `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN. A row of weight
-        2 counts twice.
+        becomes $(k + s) / (n + C s)$ for $C$ classes. With zero, probabilities may be zero, and the negative
+        log-likelihood of a later row infinite.
+    - `row_weights`: as for every function; a row of weight 2 counts twice.
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Isotonic`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
-    length `members`, or 1 for the mixture; minus infinity where the probability is zero, which smoothing prevents.
+    [`eqx_ensemble.calibrate.Isotonic`][].
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.temperature`][], except for missing optima; also `TypeError` for traced arrays,
-    `ValueError` for negative smoothing, and `ImportError` without scikit-learn.
+    `TypeError` for traced arrays, `ImportError` without scikit-learn.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 3 + [[0.4, 0.6]] * 2]))
@@ -203,8 +177,7 @@ def isotonic(
     ```
 
     ??? cite
-        [Transforming classifier scores into accurate multiclass probability
-        estimates](https://doi.org/10.1145/775047.775151)
+        [Zadrozny and Elkan, KDD 2002](https://doi.org/10.1145/775047.775151)
     """
     check_untraced(logits=logits, labels=labels, weights=weights, row_weights=row_weights)
     pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._brief import brief_doc
-from .._check import value_error
+from .._check import RowWeightsLike, value_error
 from .._weighting import class_log_odds
 from ._pooling import Pool, Pooling, Rows, check_not_separable, fit_rows
 
@@ -175,29 +175,26 @@ def beta(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Beta:
     r"""Beta calibration: log-odds $a \ln p - b \ln(1 - p) + c$ with $a, b \ge 0$, fitted by maximum likelihood.
 
-    These are the log-odds of a class if its probability has one Beta distribution in rows of the class and another in
-    other rows. Unlike Platt scaling, it leaves calibrated probabilities unchanged ($a = b = 1$, $c = 0$), and corrects
-    high and low probabilities separately, but it needs more rows. The constrained minimum is exact: the best of those
-    with $a$, $b$, both or neither equal to zero. For more than two classes, each class is calibrated against the rest,
-    and the results of a row are normalised.
+    Unlike Platt scaling, it leaves calibrated probabilities unchanged ($a = b = 1$, $c = 0$), and corrects high and low
+    probabilities separately, but needs more rows. For more than two classes, each class is calibrated against the rest,
+    and rows are normalised.
 
     **Arguments:**
 
-    As for [`eqx_ensemble.calibrate.platt`][].
+    As [`eqx_ensemble.calibrate.platt`][].
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Beta`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
-    length `members`, or 1 for the mixture. The fit is differentiated as an implicit function.
+    [`eqx_ensemble.calibrate.Beta`][]. The fit is differentiated as an implicit function.
 
     **Raises:**
 
-    As [`eqx_ensemble.calibrate.temperature`][]; no optimum exists if the probabilities of a class separate its rows
-    from the others, or if all rows or no rows are of the class. While tracing, the parameters are then NaN.
+    `ValueError` if no optimum exists: the probabilities of a class separate its rows from the others, or all rows or no
+    rows are of the class. While tracing, the parameters are then NaN.
 
     ```python
     p = jnp.array([0.2, 0.2, 0.5, 0.5, 0.9, 0.9, 0.9, 0.9])
@@ -208,8 +205,7 @@ def beta(
     ```
 
     ??? cite
-        [Beta calibration: a well-founded and easily implemented improvement on logistic calibration for binary
-        classifiers](https://proceedings.mlr.press/v54/kull17a.html)
+        [Kull et al., AISTATS 2017](https://proceedings.mlr.press/v54/kull17a.html)
     """
     pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     found = _fit_beta(rows)
@@ -276,36 +272,26 @@ def platt(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Platt:
     r"""Platt scaling: a logistic regression of the labels on the log-odds of a class.
 
     $p = 1 / (1 + \exp(-(a s + b)))$ for the log-odds $s$, with Platt's targets $(N_+ + 1) / (N_+ + 2)$ and $1 / (N_- +
-    2)$ instead of 1 and 0: a minimum then also exists for separable rows. The loss is convex and is minimised by
-    Newton's method. For more than two classes, each class is calibrated against the rest, and the results of a row are
-    normalised, as in scikit-learn.
+    2)$ instead of 1 and 0, by Newton's method. For more than two classes, each class is calibrated against the rest,
+    and rows are normalised.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
-        For binary probabilities `p` pass `jnp.log(jnp.stack([1 - p, p], axis=-1))`, for binary logits
+    - `logits`: as for [`eqx_ensemble.calibrate.temperature`][]. For binary probabilities `p` pass
+        `jnp.log(jnp.stack([1 - p, p], axis=-1))`, for binary logits
         `jnp.stack([jnp.zeros_like(logit), logit], axis=-1)`.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
-        first, and calibrates the mixture.
-    - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `row_weights`: numbers `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN. A row of weight
-        2 counts twice.
+    - `labels`, `pool`, `weights`: as for [`eqx_ensemble.calibrate.temperature`][].
+    - `row_weights`: as for every function; a row of weight 2 counts twice.
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Platt`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis of
-    length `members`, or 1 for the mixture. A negative slope reverses the order of predictions. The fit is
-    differentiated as an implicit function.
-
-    **Raises:**
-
-    As [`eqx_ensemble.calibrate.temperature`][], except for missing optima.
+    [`eqx_ensemble.calibrate.Platt`][]. A negative slope reverses the order of predictions. The fit is differentiated as
+    an implicit function.
 
     ```python
     # one member with 90 % confidence, right in three of four rows
@@ -317,9 +303,8 @@ def platt(
 
     ??? cite
         Platt, *Probabilistic Outputs for Support Vector Machines and Comparisons to Regularized Likelihood Methods*,
-        Advances in Large Margin Classifiers, 1999; numerics:
-        [A note on Platt's probabilistic outputs for support vector
-        machines](https://doi.org/10.1007/s10994-007-5018-6)
+        Advances in Large Margin Classifiers, 1999; numerics: [Lin et al., Machine Learning
+        2007](https://doi.org/10.1007/s10994-007-5018-6)
     """
     pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     found = _fit(rows)

@@ -6,6 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._brief import brief_doc
 from .._check import (
+    RowWeightsLike,
     as_column,
     check_entries,
     check_fitted_members,
@@ -51,7 +52,7 @@ def variance(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Variance:
     r"""Variance scaling: variances are multiplied by a factor, fitted to held-out targets by maximum likelihood.
 
@@ -59,25 +60,20 @@ def variance(
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, of one shape, for rows that the members were not trained on. Variances
-        above zero.
-    - `targets`: `(*batch,)`; nothing is broadcast. All entries share the factor: for one factor per output, fit each
-        output separately.
-    - `pool`: `"members"` fits one factor per member; combine them afterwards. `"mixture"` first combines the members
-        into one Gaussian by [`eqx_ensemble.combine.gaussian`][], whose variance includes their disagreement.
-    - `weights`: convex weights over members in the combination, `(members,)`; stored in the result.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `mean`, `variance`: `(members, *batch)`, for rows that the members were not trained on. Variances above zero.
+    - `targets`: `(*batch,)`. Fit each output separately for a factor each.
+    - `pool`: `"members"` fits one factor per member; `"mixture"` first combines the members by
+        [`eqx_ensemble.combine.gaussian`][].
+    - `weights`, `row_weights`: as for [`eqx_ensemble.calibrate.temperature`][].
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Variance`][], a Module: `fitted(mean, variance)` returns a named tuple with `.mean` and
-    `.variance`, with a leading axis of length `members`, or 1 for the combination.
+    [`eqx_ensemble.calibrate.Variance`][].
 
     **Raises:**
 
-    - `TypeError` for means or variances that are not floating-point.
-    - `ValueError` for mismatched shapes, zero rows, variances that are not positive, targets that all equal their
-        means, values that are not finite (where concrete), and weights with `pool="members"`.
+    `ValueError` for variances that are not positive, targets that all equal their means, and weights with
+    `pool="members"`.
 
     ```python
     mean, variance, targets = jnp.zeros((1, 2)), jnp.ones((1, 2)), jnp.array([2.0, -2.0])
@@ -86,7 +82,7 @@ def variance(
     ```
 
     ??? cite
-        [Well-Calibrated Regression Uncertainty in Medical Imaging with Deep Learning](https://arxiv.org/abs/2104.12376)
+        [Laves et al., MIDL 2020](https://arxiv.org/abs/2104.12376)
     """
     means, variances, observed = check_regression(targets, members=True, mean=mean, variance=variance)
     rows = check_row_weights(row_weights, observed.shape, means.dtype, reduction="mean")
@@ -147,36 +143,30 @@ def temperature(
     *,
     pool: Pool,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Temperature:
     r"""Temperature scaling: logits are divided by a temperature, fitted to held-out labels by maximum likelihood.
 
-    The mean of $-\log \mathrm{softmax}(z / T)_y$ over rows is convex in $1 / T$; the minimum is found to machine
-    precision by Newton's method within a bracket. The most likely class is unchanged. Calibrating members and then
-    combining them differs from calibrating their mixture: the mixture of calibrated members tends to be underconfident.
-    Therefore `pool` has no default.
+    The mean of $-\log \mathrm{softmax}(z / T)_y$ over rows is convex in $1 / T$, and is minimised to machine precision.
+    The most likely class is unchanged. The mixture of calibrated members tends to be underconfident.
 
     **Arguments:**
 
     - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels are ignored.
-    - `pool`: `"members"` fits one temperature per member; combine them afterwards. `"mixture"` combines the members
-        first, and fits one temperature for the mixture.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
+        first, and calibrates the mixture.
     - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: as for every function.
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Temperature`][], a Module: `fitted(logits)` returns log-probabilities with a leading axis
-    of length `members`, or 1 for the mixture, for any function of logits. While tracing, the temperature is NaN if no
-    optimum exists. The fit is differentiated as an implicit function.
+    [`eqx_ensemble.calibrate.Temperature`][]. The fit is differentiated as an implicit function.
 
     **Raises:**
 
-    - `TypeError` for logits that are not floating-point, and labels that are not integers.
-    - `ValueError` for mismatched shapes, zero rows, labels out of range, logits that are not finite, weights with
-        `pool="members"`, and if no optimum exists: every label is the most likely class, or labels are no more likely
-        than by chance.
+    `ValueError` for logits that are not finite, weights with `pool="members"`, and if no optimum exists: every label is
+    the most likely class, or labels are no more likely than by chance. While tracing, the temperature is then NaN.
 
     ```python
     # one member with 90 % confidence, right in three of four rows
@@ -186,8 +176,8 @@ def temperature(
     ```
 
     ??? cite
-        [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599); before or after combination:
-        [Uncertainty Quantification and Deep Ensembles](https://arxiv.org/abs/2007.08792)
+        [Guo et al., ICML 2017](https://arxiv.org/abs/1706.04599); before or after combination: [Rahaman and Thiery,
+        NeurIPS 2021](https://arxiv.org/abs/2007.08792)
     """
     pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     inverse, separated, hopeless = _fit(rows)

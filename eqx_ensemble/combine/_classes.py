@@ -14,23 +14,16 @@ def mixture(
 ) -> Float[Array, "*batch classes"]:
     r"""Log-probabilities of the mixture of the members: the logarithm of the mean of their probabilities.
 
-    $\log \sum_m w_m \, \mathrm{softmax}(\mathrm{logits}_m)$, computed in log space: probabilities far below the
-    smallest float are kept.
+    $\log \sum_m w_m \, \mathrm{softmax}(\mathrm{logits}_m)$, computed in log space.
 
     **Arguments:**
 
-    - `logits`: logits, `(members, *batch, classes)`, or log-probabilities, which `log_softmax` leaves unchanged. For
-        probabilities `p` pass `jnp.log(p)`.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `logits`: logits or log-probabilities, `(members, *batch, classes)`. For probabilities `p` pass `jnp.log(p)`.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
 
     **Returns:**
 
-    Log-probabilities `(*batch, classes)`, float32 or float64.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
+    Log-probabilities `(*batch, classes)`.
 
     ```python
     # two members, one row, two classes
@@ -48,25 +41,17 @@ def mean_logits(
 ) -> Float[Array, "*batch classes"]:
     r"""Log-probabilities of the mean of the members' logits: the geometric mean of their probabilities, normalised.
 
-    $\mathrm{log\,softmax}(\sum_m w_m \, \mathrm{logits}_m)$, also called the logarithmic opinion pool. It minimises the
-    mean divergence to the members, $\sum_m w_m \mathrm{KL}(p \parallel p_m)$, over all distributions. Confident members
-    have more influence than in the mean of the probabilities, [`eqx_ensemble.combine.mixture`][]: a class with
-    probability zero under one member has probability zero.
+    $\mathrm{log\,softmax}(\sum_m w_m \, \mathrm{logits}_m)$, the logarithmic opinion pool. Confident members have more
+    influence than in [`eqx_ensemble.combine.mixture`][]: a class with probability zero under one member has probability
+    zero.
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities give the same result.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    As [`eqx_ensemble.combine.mixture`][].
 
     **Returns:**
 
-    Log-probabilities `(*batch, classes)`. A row is NaN if every class has probability zero under some member. For
-    independent observers, whose logits are summed instead of averaged, use `log_softmax(num_members * ...)` of the
-    result.
-
-    **Raises:**
-
-    As [`eqx_ensemble.combine.mixture`][].
+    Log-probabilities `(*batch, classes)`. A row is NaN if every class has probability zero under some member.
 
     ```python
     logits = jnp.log(jnp.array([[0.9, 0.1], [0.5, 0.5]]))  # two members, one row
@@ -75,7 +60,7 @@ def mean_logits(
     ```
 
     ??? cite
-        [Training Products of Experts by Minimizing Contrastive Divergence](https://doi.org/10.1162/089976602760128018)
+        [Hinton, Neural Computation 2002](https://doi.org/10.1162/089976602760128018)
     """
     checked = check_logits(logits)
     convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
@@ -87,24 +72,16 @@ def vote(
 ) -> Float[Array, "*batch classes"]:
     """The fraction of the members' votes for each class; each member votes for its most likely class.
 
-    Ties within a member go to the lowest class. The elected class is `jnp.argmax(vote(logits), -1)`, where ties also go
-    to the lowest class. Their gradient with respect to the logits is zero.
+    The elected class is `jnp.argmax(vote(logits), -1)`. Ties go to the lowest class; the gradient is zero.
 
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)`, or per row, `(members, *rows)`; divided by their sum.
-        Members of weight zero are ignored.
+    - `weights`: the members' voting weights, `(members,)` or `(members, *rows)`.
 
     **Returns:**
 
-    Fractions `(*batch, classes)`, which sum to one on the last axis. A NaN logit of a member with positive weight makes
-    the row NaN.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
+    Fractions `(*batch, classes)`, which sum to one on the last axis.
 
     ```python
     logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row

@@ -21,20 +21,13 @@ def mean(
 
     **Arguments:**
 
-    - `values`: floating-point, `(members, ...)`. Half precision is computed and returned in float32.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum, equal if not given. Members of weight
-        zero are ignored, even if they are NaN: the gradients of their values and weights are zero. Weights per row,
-        such as those of a mixture-of-experts gate, are `(members, *rows)`, where `rows` are the leading axes of the
-        values after `members`; they are normalised in each row.
+    - `values`: floating-point, `(members, ...)`.
+    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`, where `rows` are the leading
+        axes of the values after `members`.
 
     **Returns:**
 
     The mean, of the shape of one member's values.
-
-    **Raises:**
-
-    - `TypeError` for values that are not floating-point.
-    - `ValueError` for values without members, and weights that are mismatched, negative, not finite or all zero.
 
     ```python
     values = jnp.array([[1.0, 2.0], [4.0, 8.0]])
@@ -59,15 +52,11 @@ def log_mixture(
     **Arguments:**
 
     - `log_densities`: natural logarithms of densities or probabilities, `(members, ...)`.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
 
     **Returns:**
 
     Log-densities, of the shape of one member's.
-
-    **Raises:**
-
-    As [`eqx_ensemble.combine.mean`][].
 
     ```python
     ee.combine.log_mixture(jnp.log(jnp.array([[0.5], [0.1]])))  # log(0.3)
@@ -107,23 +96,17 @@ def gaussian(
 ) -> Gaussian:
     r"""The Gaussian with the mean and variance of the mixture of the members' Gaussians.
 
-    $\mu = \sum_m w_m \mu_m$ and $\sigma^2 = \sum_m w_m (\sigma_m^2 + (\mu_m - \mu)^2)$, entry by entry. Deviations are
-    computed before they are squared, so a large common offset of the means costs no precision.
+    $\mu = \sum_m w_m \mu_m$ and $\sigma^2 = \sum_m w_m (\sigma_m^2 + (\mu_m - \mu)^2)$, entry by entry.
 
     **Arguments:**
 
     - `mean`, `variance`: `(members, ...)`, of one shape.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
 
     **Returns:**
 
-    A named tuple with `.mean` and `.variance`, of the shape of one member's mean. For the two parts of the variance see
+    [`eqx_ensemble.combine.Gaussian`][], of the shape of one member's mean. For the two parts of the variance see
     [`eqx_ensemble.uncertainty.decompose_variance`][].
-
-    **Raises:**
-
-    - `TypeError` for arrays that are not floating-point.
-    - `ValueError` for mismatched shapes, negative variances (where concrete), and invalid weights.
 
     ```python
     matched = ee.combine.gaussian(jnp.array([[1.0], [3.0]]), jnp.array([[0.5], [0.5]]))
@@ -131,7 +114,7 @@ def gaussian(
     ```
 
     ??? cite
-        [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
+        [Lakshminarayanan et al., NeurIPS 2017](https://arxiv.org/abs/1612.01474)
     """
     means, variances = check_moments(mean, variance, weights=weights)
     convex = check_weights(weights, means.shape[0], means.dtype, shape=means.shape[1:])
@@ -148,25 +131,18 @@ def product_gaussian(
     r"""The Gaussian proportional to the product of the members' Gaussians, each raised to its weight.
 
     The precision is $\sigma^{-2} = a \sum_m w_m \sigma_m^{-2}$ and the mean $\mu = a \, \sigma^2 \sum_m w_m \mu_m /
-    \sigma_m^2$, entry by entry, where $a$, the `power`, is the sum of all exponents. For 1 it is the geometric mean of
-    the densities: if all members agree, it equals each of them. For the number of members it is the plain product,
-    valid for members with independent errors: each additional member narrows it.
+    \sigma_m^2$, where $a$, the `power`, is the sum of all exponents. For 1 it is the geometric mean of the densities;
+    for the number of members the plain product, valid for members with independent errors.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, ...)`, of one shape. Members of infinite variance have no influence; where a member
-        has variance zero, only such members are used.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `mean`, `variance`: `(members, ...)`, of one shape. Where a member has variance zero, only such members are used.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
     - `power`: the sum of the exponents, positive.
 
     **Returns:**
 
-    A named tuple with `.mean` and `.variance`, of the shape of one member's mean. Unlike the variance of the mixture,
-    [`eqx_ensemble.combine.gaussian`][], it does not depend on the means.
-
-    **Raises:**
-
-    As [`eqx_ensemble.combine.gaussian`][], and `ValueError` for a power that is not positive (where concrete).
+    [`eqx_ensemble.combine.Gaussian`][], of the shape of one member's mean. Its variance does not depend on the means.
 
     ```python
     mean, variance = jnp.array([[0.0], [3.0]]), jnp.array([[1.0], [2.0]])
@@ -174,8 +150,7 @@ def product_gaussian(
     ```
 
     ??? cite
-        [Generalized Product of Experts for Automatic and Principled Fusion of Gaussian Process
-        Predictions](https://arxiv.org/abs/1410.7827)
+        [Cao and Fleet, arXiv 2014](https://arxiv.org/abs/1410.7827)
     """
     means, variances = check_moments(mean, variance, weights=weights)
     convex = check_weights(weights, means.shape[0], means.dtype, shape=means.shape[1:])
@@ -222,33 +197,25 @@ def moments(
 ) -> Gaussian:
     r"""Mean and variance over members of point predictions, entry by entry.
 
-    $\mu = \sum_m w_m v_m$ and $\sigma^2 = \sum_m w_m (v_m - \mu)^2$ (ddof 0). Deviations are computed before they are
-    squared, so a large common offset costs no precision. In the streaming form, groups of members with weights $w_g$,
-    means $\mu_g$ and variances $v_g$ are merged into $\mu = \sum_g w_g \mu_g$ and $\sum_g w_g (v_g + (\mu_g - \mu)^2)$
-    (Chan et al.; for single members this is Welford's method). Rounding errors of the mean are compensated: precision
-    does not depend on the number of groups.
+    $\mu = \sum_m w_m v_m$ and $\sigma^2 = \sum_m w_m (v_m - \mu)^2$ (ddof 0). A large common offset costs no precision;
+    nor do many groups in the streaming form, which merges groups by $\sum_g w_g (v_g + (\mu_g - \mu)^2)$.
 
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`. For members that predict a variance see
-        [`eqx_ensemble.combine.gaussian`][] and [`eqx_ensemble.uncertainty.decompose_variance`][].
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+        [`eqx_ensemble.combine.gaussian`][].
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
 
     **Returns:**
 
     A named tuple with `.mean` and `.variance`, of the shape of one member's values.
-
-    **Raises:**
-
-    As [`eqx_ensemble.combine.mean`][].
 
     ```python
     ee.combine.moments(jnp.array([[1.0], [3.0]]))  # mean [2.0], variance [1.0]
     ```
 
     ??? cite
-        [Updating Formulae and a Pairwise Algorithm for Computing Sample
-        Variances](https://doi.org/10.1007/978-3-642-51461-6_3)
+        [Chan et al., COMPSTAT 1982](https://doi.org/10.1007/978-3-642-51461-6_3)
     """
     checked = check_values("values", values)
     convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:])

@@ -95,8 +95,7 @@ class QuantileSketch(AbstractCombination):
     ```
 
     ??? cite
-        [Approximate Medians and other Quantiles in One Pass and with Limited
-        Memory](https://doi.org/10.1145/276304.276342)
+        [Manku et al., SIGMOD 1998](https://doi.org/10.1145/276304.276342)
     """
 
     def __init__(self, levels: Sequence[float], *, size: int = 128) -> None:
@@ -213,16 +212,12 @@ def median(
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`. Medians of the probabilities of several classes do not sum to one.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)`.
 
     **Returns:**
 
     The median, of the shape of one member's values; NaN where a member is NaN. For other levels see
     [`eqx_ensemble.uncertainty.quantile`][].
-
-    **Raises:**
-
-    As [`eqx_ensemble.combine.mean`][].
 
     ```python
     values = jnp.array([[1.0], [2.0], [1e9]])
@@ -243,24 +238,18 @@ def trimmed_mean(
 ) -> Float[Array, "..."]:
     r"""The mean over members without the lowest and highest values, entry by entry.
 
-    $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with $Q$ the quantiles of the members and $c$ the `cut`: a fraction $c$
-    of the weight, in the order of the values, is cut off at each end. Members at the edges have partial weight: the
-    result is continuous in `cut`, and is unchanged if a member is split into two of half the weight. If $c$ times the
-    number of members is an integer, whole members are cut off, as in `scipy.stats.trim_mean`.
+    $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with $Q$ the quantiles of the members and $c$ the `cut`. Members at the
+    edges have partial weight. If $c$ times the number of members is an integer, it is `scipy.stats.trim_mean`.
 
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`.
     - `cut`: the fraction to cut off at each end, from 0 (the mean) to below 0.5 (the median).
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)`.
 
     **Returns:**
 
     The mean, of the shape of one member's values; NaN where a member is NaN, even one that would be cut off.
-
-    **Raises:**
-
-    As [`eqx_ensemble.combine.mean`][], and `ValueError` for a `cut` out of range (where concrete).
 
     ```python
     values = jnp.array([[-1e9], [1.0], [2.0], [3.0], [1e9]])

@@ -51,32 +51,24 @@ class Aci(eqx.Module):
 def aci(*, level: float, rate: float = 0.005) -> Aci:
     r"""Adaptive conformal inference: long-run coverage for any series, exchangeable or not.
 
-    After each step the level changes by $\gamma (\mathrm{target} - \mathrm{covered})$: it increases after a miss and
-    decreases slightly after a hit. If predictions contain everything at levels of 1 or more, and nothing at levels of 0
-    or less, then after $T$ steps
+    After each step the level changes by $\gamma (\mathrm{target} - \mathrm{covered})$. After $T$ steps
 
     $$\left| \tfrac{1}{T} \sum_t \mathrm{covered}_t - \mathrm{target} \right| \le
     \frac{\max(\mathrm{target}, 1 - \mathrm{target}) + \gamma}{\gamma T}$$
 
-    for every series and every model, even adversarial ones. The level is not clipped to [0, 1], which would break the
-    bound. The bound does not apply to single steps: a large rate adapts fast, but gives occasional unbounded or empty
+    for every series and model, if predictions contain everything at levels of 1 or more, and nothing at levels of 0 or
+    less. The level is therefore not clipped to [0, 1]: a large rate adapts fast, but gives some unbounded or empty
     predictions.
 
     **Arguments:**
 
-    - `level`: the target coverage, a Python number between 0 and 1.
+    - `level`: the target coverage, between 0 and 1.
     - `rate`: $\gamma$, a positive number; the authors use 0.005.
 
     **Returns:**
 
     [`eqx_ensemble.conformal.Aci`][], the initial state: `state.quantile(scores)` is the bound of the next score,
-    `state.update(covered)` the state after it. Both work inside `jax.jit` and `jax.lax.scan`. For several series use
-    `jax.vmap`.
-
-    **Raises:**
-
-    - `TypeError` for a level or a rate that is not a number.
-    - `ValueError` for a level outside (0, 1), and a rate that is not positive.
+    `state.update(covered)` the state after it. For several series use `jax.vmap`.
 
     ```python
     def step(carry, target):
@@ -94,7 +86,7 @@ def aci(*, level: float, rate: float = 0.005) -> Aci:
     ```
 
     ??? cite
-        [Adaptive Conformal Inference Under Distribution Shift](https://arxiv.org/abs/2106.00170)
+        [Gibbs and Candès, NeurIPS 2021](https://arxiv.org/abs/2106.00170)
     """
     check_level(level)
     if check_number(rate, "rate", least=0) == 0:

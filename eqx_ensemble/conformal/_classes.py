@@ -39,10 +39,8 @@ class Sets(eqx.Module):
 
     **Attributes:**
 
-    - `threshold`: a class is in the set if its score is at most this. The score is the probability of the class and all
-        more likely classes, plus the penalty.
-    - `log_rest`: breaks ties at the threshold, such as scores that round to one: the class is in the set if the
-        logarithm of the remaining probability is at least this.
+    - `threshold`: a class is in the set if its score is at most this.
+    - `log_rest`: the logarithm of the remaining probability, which breaks ties at the threshold.
     - `penalty`, `num_free`: each class beyond the first `num_free` adds `penalty` to the score.
     """
 
@@ -64,11 +62,7 @@ class RandomisedSets(eqx.Module):
 
     **Attributes:**
 
-    - `threshold`: a class is in the set if its score is at most this. The score is the probability of all more likely
-        classes and a random fraction of its own, plus the penalty.
-    - `log_rest`: breaks ties at the threshold, such as scores that round to one: the class is in the set if the
-        logarithm of the remaining probability is at least this.
-    - `penalty`, `num_free`: each class beyond the first `num_free` adds `penalty` to the score.
+    As [`eqx_ensemble.conformal.Sets`][]: `threshold`, `log_rest`, `penalty` and `num_free`.
     """
 
     threshold: Float[Array, ""]
@@ -96,23 +90,21 @@ def aps(
     row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
     key: Any = None,
 ) -> Sets | RandomisedSets:
-    r"""Adaptive prediction sets with guaranteed coverage: larger where the prediction is uncertain.
+    """Adaptive prediction sets with guaranteed coverage: larger where the prediction is uncertain.
 
     The score of a class is its probability plus that of all more likely classes. The set contains the classes whose
-    score is at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows, and covers a new
-    label with probability `level` or more. With a `key`, only a random fraction of the class's own probability is
-    added: sets are smaller, more of them are empty, and the coverage is exact. Scores that round to one, common for
-    confident predictions, are compared by the logarithm of the remaining probability, and classes of probability zero
-    come after all others: they are in a set only if the level cannot be reached without them.
+    score is at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores. With a `key`, only a random fraction
+    of the class's own probability is added: sets are smaller, more of them are empty, and the coverage is exact.
+    Classes of probability zero are in a set only if the level cannot be reached without them.
 
     **Arguments:**
 
-    - `logits`: combined logits or log-probabilities for held-out rows, `(rows, classes)`, such as the result of
-        [`eqx_ensemble.combine.mixture`][]. No `members` axis.
+    - `logits`: combined logits or log-probabilities for held-out rows, `(rows, classes)`, such as those of
+        [`eqx_ensemble.combine.mixture`][].
     - `labels`: integers `(rows,)` from 0 to classes - 1.
-    - `level`: the coverage, a Python number between 0 and 1.
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
-    - `key`: one threefry key, typed or legacy, for randomised sets; deterministic if not given.
+    - `level`: the coverage, between 0 and 1.
+    - `row_weights`: booleans `(rows,)`.
+    - `key`: one random key, for randomised sets.
 
     **Returns:**
 
@@ -121,10 +113,7 @@ def aps(
 
     **Raises:**
 
-    - `TypeError` for logits that are not floating-point, labels that are not integers, and an invalid key.
-    - `ValueError` for mismatched shapes, labels out of range, NaN, and a level outside (0, 1). Warns if there are too
-        few rows: every set then contains all classes. While tracing, NaN has the same effect. Without a key, also
-        warns if sets on the held-out rows are more than twice as large as those of [`eqx_ensemble.conformal.lac`][].
+    Warns, without a key, if sets are more than twice as large as those of [`eqx_ensemble.conformal.lac`][].
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
@@ -133,7 +122,7 @@ def aps(
     ```
 
     ??? cite
-        [Classification with Valid and Adaptive Coverage](https://arxiv.org/abs/2006.02544)
+        [Romano et al., NeurIPS 2020](https://arxiv.org/abs/2006.02544)
     """
     return _fit("conformal.aps", logits, labels, level, 0.0, 0, row_weights, key)
 
@@ -151,22 +140,17 @@ def raps(
     r"""Regularised adaptive prediction sets: [`eqx_ensemble.conformal.aps`][] with a penalty on large sets.
 
     $\lambda \max(0, o - k)$ is added to a class's score, where $o$ is the number of classes that are at least as
-    likely. This keeps sets small when there are many classes whose small probabilities are noise. The coverage is
-    unchanged if `penalty` and `num_free` are chosen on other rows.
+    likely. This keeps sets small when there are many classes. Choose `penalty` and `num_free` on other rows.
 
     **Arguments:**
 
     - `penalty`: $\lambda$, non-negative.
     - `num_free`: $k$, the number of classes without a penalty.
-    - the other arguments: as for [`eqx_ensemble.conformal.aps`][].
+    - the others: as for [`eqx_ensemble.conformal.aps`][].
 
     **Returns:**
 
     As [`eqx_ensemble.conformal.aps`][].
-
-    **Raises:**
-
-    As [`eqx_ensemble.conformal.aps`][], and `ValueError` for a negative `penalty` or `num_free`.
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
@@ -177,7 +161,7 @@ def raps(
     ```
 
     ??? cite
-        [Uncertainty Sets for Image Classifiers using Conformal Prediction](https://arxiv.org/abs/2009.14193)
+        [Angelopoulos et al., ICLR 2021](https://arxiv.org/abs/2009.14193)
     """
     name = "conformal.raps"
     check_number(penalty, "penalty", least=0)

@@ -175,40 +175,26 @@ def enbpi(
 ) -> Enbpi:
     r"""EnbPI: intervals for a time series from one bagged ensemble, adapted to the latest residuals.
 
-    Residuals are targets minus the out-of-bag mean, over the members that never drew the row. An interval is the mean
-    prediction plus $[q_b, q_{1 - a + b}]$, quantiles of the residuals with $a = 1 - \mathrm{level}$ and the $b$ that
-    minimises the width: for $n$ residuals the shortest interval of $\lfloor n \, \mathrm{level} \rfloor + 1$
-    neighbours, which need not be symmetric. Residuals of new targets replace the oldest. The mean prediction averages
-    the out-of-bag mean over rows.
-
-    Coverage is asymptotic, for stationary, mixing errors and a consistent model, without a finite-sample guarantee.
-    Short windows undercover, because quantiles of few residuals do.
+    Residuals are targets minus the out-of-bag mean. An interval is the mean prediction plus the shortest interval of
+    $\lfloor n \, \mathrm{level} \rfloor + 1$ of $n$ sorted residuals, which need not be symmetric. Residuals of new
+    targets replace the oldest. Coverage is asymptotic, for stationary, mixing errors and a consistent model; short
+    windows undercover.
 
     **Arguments:**
 
-    - `held_out`: `(rows,)`, the out-of-bag prediction of every row, in temporal order: `.mean` of
-        [`eqx_ensemble.resample.out_of_bag_mean`][]. Rows without one are NaN, and are ignored.
-    - `targets`: `(rows,)`; nothing is broadcast.
-    - `drawn`: the training rows of the members: row indices `(members, n)` or weights `(members, rows)`, as for
-        [`eqx_ensemble.resample.out_of_bag`][].
-    - `level`: the coverage, a Python number between 0 and 1.
+    - `held_out`: `(rows,)` in temporal order, `.mean` of [`eqx_ensemble.resample.out_of_bag_mean`][]; NaN for rows
+        without.
+    - `targets`: `(rows,)`.
+    - `drawn`: as for [`eqx_ensemble.resample.out_of_bag`][]: row indices `(members, n)` or weights `(members, rows)`.
+    - `level`: the coverage, between 0 and 1.
     - `window`: the number of latest residuals to keep; by default the number of rows.
-    - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means. Members of weight zero are
-        ignored.
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means.
+    - `row_weights`: booleans `(rows,)`.
 
     **Returns:**
 
     [`eqx_ensemble.conformal.Enbpi`][]: `fitted(predictions)` takes the predictions of all members, `(members, *batch)`,
-    and returns `.lower` and `.upper`; `fitted.update(predictions, targets)` returns the state after these targets. Both
-    work inside `jax.jit` and `jax.lax.scan`.
-
-    **Raises:**
-
-    - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes, NaN in rows that a member held out, invalid weights, and a level outside
-        (0, 1). Warns if no row of the window has an out-of-bag prediction: intervals are then unbounded.
-    - `IndexError` for rows outside the data (where concrete).
+    and returns `.lower` and `.upper`; `fitted.update(predictions, targets)` returns the state after these targets.
 
     ```python
     y = jnp.sin(jnp.arange(60.0)) + 0.1 * jax.random.normal(key, (60,))
@@ -223,7 +209,7 @@ def enbpi(
     ```
 
     ??? cite
-        [Conformal prediction interval for dynamic time-series](https://arxiv.org/abs/2010.09107)
+        [Xu and Xie, ICML 2021](https://arxiv.org/abs/2010.09107)
     """
     predicted, observed, rows = check_targets(targets, row_weights, held_out=held_out)
     check_level(level)

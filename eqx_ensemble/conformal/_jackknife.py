@@ -149,20 +149,20 @@ def cv_plus(
 ) -> CvPlus:
     r"""CV+: intervals from one cross-fit run, without a calibration set.
 
-    Let $R_i$ be the absolute error for row $i$ of the members that were not trained on it, and $\mu_{-i}(x)$ the
-    prediction of these members for a new $x$. With $k = \lceil (n + 1) \, \mathrm{level} \rceil$, the upper end is the
-    $k$-th smallest $\mu_{-i}(x) + R_i$, and the lower end the $k$-th largest $\mu_{-i}(x) - R_i$. It covers a new
-    target with probability at least $2 \, \mathrm{level} - 1$, minus a term that vanishes for many folds or rows, for
-    any model and distribution; in practice with probability `level`.
+    Let $R_i$ be the absolute error for row $i$ of the members that were not trained on it, and $\mu_{-i}(x)$ their
+    prediction for a new $x$. With $k = \lceil (n + 1) \, \mathrm{level} \rceil$, the upper end is the $k$-th smallest
+    $\mu_{-i}(x) + R_i$, and the lower end the $k$-th largest $\mu_{-i}(x) - R_i$. It covers a new target with
+    probability at least $2 \, \mathrm{level} - 1$, minus a term that vanishes for many folds or rows; in practice with
+    `level`.
 
     **Arguments:**
 
     - `held_out`: `(rows,)`, the prediction of every row by the members that held it out: `.held_out.mean` of
         [`eqx_ensemble.methods.cross_fit`][], one output at a time.
-    - `targets`: `(rows,)`; nothing is broadcast.
+    - `targets`: `(rows,)`.
     - `folds`: the result of [`eqx_ensemble.resample.folds`][].
-    - `level`: the coverage, a Python number between 0 and 1.
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    - `level`: the coverage, between 0 and 1.
+    - `row_weights`: booleans `(rows,)`.
 
     **Returns:**
 
@@ -171,10 +171,7 @@ def cv_plus(
 
     **Raises:**
 
-    - `TypeError` for predictions that are not floating-point, and for `folds` that are not
-        [`eqx_ensemble.resample.Folds`][].
-    - `ValueError` for mismatched shapes, NaN, rows that no fold holds out, and a level outside (0, 1). Warns if there
-        are too few rows for finite intervals.
+    `ValueError` for rows that no fold holds out.
 
     ```python
     def loss(model, batch, key):
@@ -193,7 +190,7 @@ def cv_plus(
     ```
 
     ??? cite
-        [Predictive inference with the jackknife+](https://arxiv.org/abs/1905.02928)
+        [Barber et al., AoS 2021](https://arxiv.org/abs/1905.02928)
     """
     check_folds(folds)
     predicted, observed, rows = check_targets(targets, row_weights, held_out=held_out)
@@ -215,34 +212,24 @@ def jackknife_plus_after_bootstrap(
 ) -> JackknifePlus:
     r"""Jackknife+-after-bootstrap: intervals from one bagged ensemble, without a calibration set.
 
-    As [`eqx_ensemble.conformal.cv_plus`][], where $\mu_{-i}$ is the mean of the members that never drew row $i$. A row
-    drawn by all members has no held-out prediction: its error is set to infinity, which keeps the guarantee but widens
-    the intervals. Use a few dozen members. The guarantee of $2 \, \mathrm{level} - 1$ is exact if the number of members
-    is drawn from a binomial distribution.
+    As [`eqx_ensemble.conformal.cv_plus`][], where $\mu_{-i}$ is the mean of the members that never drew row $i$. The
+    error of a row that all members drew is infinite, which widens the intervals: use a few dozen members. The guarantee
+    is exact if the number of members is drawn from a binomial distribution.
 
     **Arguments:**
 
-    - `held_out`: `(rows,)`, the out-of-bag prediction of every row: `.mean` of
-        [`eqx_ensemble.resample.out_of_bag_mean`][], one output at a time; NaN for rows without one.
-    - `targets`: `(rows,)`; nothing is broadcast.
-    - `drawn`: the training rows of the members: row indices `(members, n)` or weights `(members, rows)`, as for
-        [`eqx_ensemble.resample.out_of_bag`][].
-    - `level`: the coverage, a Python number between 0 and 1.
-    - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means. Members of weight zero are
-        ignored.
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    - `held_out`: `(rows,)`, `.mean` of [`eqx_ensemble.resample.out_of_bag_mean`][], one output at a time; NaN for rows
+        without.
+    - `targets`: `(rows,)`.
+    - `drawn`: as for [`eqx_ensemble.resample.out_of_bag`][]: row indices `(members, n)` or weights `(members, rows)`.
+    - `level`: the coverage, between 0 and 1.
+    - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means.
+    - `row_weights`: booleans `(rows,)`.
 
     **Returns:**
 
     [`eqx_ensemble.conformal.JackknifePlus`][]: `fitted(predictions)` takes the predictions of all members,
     `(members, *batch)`, and returns `.lower` and `.upper`.
-
-    **Raises:**
-
-    - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes, NaN in rows that a member held out, invalid weights, and a level outside
-        (0, 1). Warns if there are too few rows for finite intervals.
-    - `IndexError` for rows outside the data (where concrete).
 
     ```python
     x, y = jnp.linspace(-1, 1, 50)[:, None], jnp.linspace(-1, 1, 50)
@@ -255,7 +242,7 @@ def jackknife_plus_after_bootstrap(
     ```
 
     ??? cite
-        [Predictive Inference Is Free with the Jackknife+-after-Bootstrap](https://arxiv.org/abs/2002.09025)
+        [Kim et al., NeurIPS 2020](https://arxiv.org/abs/2002.09025)
     """
     predicted, observed, rows = check_targets(targets, row_weights, held_out=held_out)
     check_level(level)

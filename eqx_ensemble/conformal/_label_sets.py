@@ -37,27 +37,18 @@ def top_k(
     level: float,
     row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> TopK:
-    r"""Prediction sets of a fixed size: the `k` most likely classes, with the smallest `k` that reaches the coverage.
+    """Prediction sets of a fixed size: the `k` most likely classes, with the smallest `k` that reaches the coverage.
 
-    The score of a class is the number of classes that are at least as likely, and `k` is
-    [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows. The size does not depend on the
-    confidence of a prediction. Scores are integers, so the coverage usually exceeds `level`. Classes that tie across
-    rank `k` are all excluded, consistently with the fit.
+    The score of a class is the number of classes that are at least as likely. Scores are integers, so the coverage
+    usually exceeds `level`. Classes that tie across rank `k` are all excluded, as in the fit.
 
     **Arguments:**
 
-    - `logits`: combined logits or log-probabilities for held-out rows, `(rows, classes)`. No `members` axis.
-    - `labels`: integers `(rows,)` from 0 to classes - 1.
-    - `level`: the coverage, a Python number between 0 and 1.
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    As [`eqx_ensemble.conformal.aps`][], without `key`.
 
     **Returns:**
 
     [`eqx_ensemble.conformal.TopK`][]: `fitted(logits)` returns booleans `(*batch, classes)`.
-
-    **Raises:**
-
-    As [`eqx_ensemble.conformal.aps`][].
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
@@ -68,8 +59,8 @@ def top_k(
     ```
 
     ??? cite
-        [Uncertainty Sets for Image Classifiers using Conformal Prediction](https://arxiv.org/abs/2009.14193), where it
-        is the baseline of sets of a fixed size.
+        [Angelopoulos et al., ICLR 2021](https://arxiv.org/abs/2009.14193), where it is the baseline of sets of a fixed
+        size.
     """
     scores, _, rows = score_labels("top_k", logits, labels, level, row_weights)
     return TopK(value_at_rank_jit(scores, rows.counted, rank_of(fraction(level), scores.size, rows)))
@@ -101,33 +92,21 @@ def lac(
     level: float,
     row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> Lac:
-    r"""Least ambiguous prediction sets: all classes whose probability reaches a threshold; the smallest on average.
+    """Least ambiguous prediction sets: all classes whose probability reaches a threshold; the smallest on average.
 
-    The score of a class is $1 - p$. The set contains the classes whose score is at most
-    [`eqx_ensemble.conformal.quantile`][] of the labels' scores on held-out rows, and covers a new label with
-    probability `level` or more. Scores are compared as log-odds, which are accurate even where probabilities round to
-    zero or one.
+    The score of a class is $1 - p$, compared as log-odds, which do not round. The set contains the classes whose score
+    is at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores.
 
-    Sets may be empty: coverage is an average over rows, and if the model is more accurate than `level`, the rows with
-    the least confident predictions get empty sets. A model that is always right has 30 % empty sets at level 0.7. To
-    avoid empty sets, add the most likely class, which can only increase coverage; those of
-    [`eqx_ensemble.conformal.aps`][] are rarely empty.
+    Sets may be empty: a model that is always right has 30 % empty sets at level 0.7. To avoid them, add the most likely
+    class, which can only increase coverage.
 
     **Arguments:**
 
-    - `logits`: combined logits or log-probabilities for held-out rows, `(rows, classes)`, such as the result of
-        [`eqx_ensemble.combine.mixture`][]. No `members` axis.
-    - `labels`: integers `(rows,)` from 0 to classes - 1.
-    - `level`: the coverage, a Python number between 0 and 1.
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    As [`eqx_ensemble.conformal.aps`][], without `key`.
 
     **Returns:**
 
     [`eqx_ensemble.conformal.Lac`][]: `fitted(logits)` returns booleans `(*batch, classes)`.
-
-    **Raises:**
-
-    As [`eqx_ensemble.conformal.aps`][].
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
@@ -136,7 +115,7 @@ def lac(
     ```
 
     ??? cite
-        [Least Ambiguous Set-Valued Classifiers With Bounded Error Levels](https://arxiv.org/abs/1609.00451)
+        [Sadinle et al., JASA 2019](https://arxiv.org/abs/1609.00451)
     """
     scores, _, rows = score_labels("lac", logits, labels, level, row_weights)
     return Lac(value_at_rank_jit(scores, rows.counted, rank_of(fraction(level), scores.size, rows)))
@@ -184,34 +163,25 @@ def cross_conformal(
 ) -> CrossConformal:
     r"""Cross-conformal prediction sets from one cross-fit run, without a calibration set.
 
-    Let $R_i$ be the score of the label of row $i$ under the members of the fold $f(i)$ that held it out, and $R_f(y)$
-    that of class $y$ of a new row under the members of fold $f$. The p-value of $y$ is $(1 + \sum_i [R_i \ge
-    R_{f(i)}(y)]) / (n + 1)$, and the set contains the classes whose p-value exceeds $1 - \mathrm{level}$. With $K$
-    folds it covers a new label with probability at least $2 \, \mathrm{level} - 1 - 2 (K - 1) / (n + K)$, for any model
-    and distribution; in practice with probability `level`. The sets are those of CV+ for classes.
+    Let $R_i$ be the score of the label of row $i$ under the members of the fold $f(i)$ that held it out. The p-value of
+    class $y$ of a new row is $(1 + \sum_i [R_i \ge R_{f(i)}(y)]) / (n + 1)$, and the set contains the classes whose
+    p-value exceeds $1 - \mathrm{level}$. With $K$ folds it covers a new label with probability at least $2 \,
+    \mathrm{level} - 1 - 2 (K - 1) / (n + K)$; in practice with `level`. The sets are those of CV+ for classes.
 
     **Arguments:**
 
     - `held_out`: `(rows, classes)`, the logits of every row by the members that held it out: `.held_out.mean` of
-        [`eqx_ensemble.methods.cross_fit`][]. For several members per fold, logits are averaged, here and for new rows.
+        [`eqx_ensemble.methods.cross_fit`][].
     - `labels`: integers `(rows,)` from 0 to classes - 1.
-    - `folds`: the result of [`eqx_ensemble.resample.folds`][]; every row must be in the test part of exactly one fold.
-    - `level`: a Python number between 0 and 1.
+    - `folds`: the result of [`eqx_ensemble.resample.folds`][]; every row is in the test part of exactly one fold.
+    - `level`: the coverage, between 0 and 1.
     - `score`: `"lac"`, `"aps"` or `"top_k"`, as in [`eqx_ensemble.conformal.class_conditional`][].
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    - `row_weights`: booleans `(rows,)`.
 
     **Returns:**
 
     [`eqx_ensemble.conformal.CrossConformal`][]: `fitted(logits)` takes the logits of all members,
     `(members, *batch, classes)`, and returns booleans `(*batch, classes)`.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point, labels that are not integers, and for `folds` that are not
-        [`eqx_ensemble.resample.Folds`][].
-    - `ValueError` for mismatched shapes, labels out of range, NaN, rows that no fold or several folds hold out, another
-        `score`, and a level outside (0, 1). Warns if there are too few rows: every set then contains all classes. While
-        tracing, NaN has the same effect.
 
     ```python
     labels = jnp.arange(100) % 3
@@ -225,8 +195,8 @@ def cross_conformal(
     ```
 
     ??? cite
-        [Cross-conformal predictors](https://arxiv.org/abs/1208.0806); the sets as CV+:
-        [Classification with Valid and Adaptive Coverage](https://arxiv.org/abs/2006.02544)
+        [Vovk, AMAI 2015](https://arxiv.org/abs/1208.0806); the sets as CV+: [Romano et al., NeurIPS
+        2020](https://arxiv.org/abs/2006.02544)
     """
     check_folds(folds)
     check_word(score, "score", SCORES)

@@ -25,28 +25,22 @@ def group_quantile(
     num_groups: int,
     row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> Float[Array, " groups"]:
-    r"""The conformal quantile of each group: it bounds a new score of the group with probability `level` or more.
+    """The conformal quantile of each group: it bounds a new score of the group with probability `level` or more.
 
-    [`eqx_ensemble.conformal.quantile`][] of the rows of each group (Mondrian conformal prediction). Coverage then holds
-    in every group, not only on average over groups; each group needs enough rows.
+    [`eqx_ensemble.conformal.quantile`][] of the rows of each group (Mondrian conformal prediction): coverage holds in
+    every group. Each group needs enough rows.
 
     **Arguments:**
 
     - `scores`: `(rows,)`, one nonconformity score per held-out row; higher is more unusual.
     - `groups`: integers `(rows,)` from 0 to num_groups - 1, also known for new rows.
-    - `level`: the coverage, a Python number between 0 and 1.
+    - `level`: the coverage, between 0 and 1.
     - `num_groups`: the number of groups.
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    - `row_weights`: booleans `(rows,)`.
 
     **Returns:**
 
-    `(groups,)`; infinite for groups with too few rows, NaN for groups with a NaN score.
-
-    **Raises:**
-
-    - `TypeError` for scores that are not floating-point and groups that are not integers.
-    - `ValueError` for mismatched shapes, groups out of range, and a level outside (0, 1). Warns about groups with too
-        few rows for a finite quantile.
+    `(groups,)`; infinite for groups with too few rows.
 
     ```python
     # intervals of a width for each of two groups
@@ -58,7 +52,7 @@ def group_quantile(
     ```
 
     ??? cite
-        [Conditional validity of inductive conformal predictors](https://arxiv.org/abs/1209.2673)
+        [Vovk, Machine Learning 2013](https://arxiv.org/abs/1209.2673)
     """
     (checked,) = check_rows(scores=scores)
     rows = check_counted_rows(row_weights, checked.shape)
@@ -164,18 +158,14 @@ def class_conditional(
 ) -> ClassConditional:
     r"""Prediction sets that cover the rows of every class with probability `level` or more (Mondrian).
 
-    With one threshold for all classes, coverage may be higher than `level` for frequent classes and lower for rare
-    ones. Here the threshold of a class is [`eqx_ensemble.conformal.quantile`][] of the scores of its own held-out rows.
-    A class with $n$ such rows is in every set unless $\lceil (n + 1) \, \mathrm{level} \rceil \le n$.
+    The threshold of a class is [`eqx_ensemble.conformal.quantile`][] of the scores of its own held-out rows. A class
+    with $n$ such rows is in every set unless $\lceil (n + 1) \, \mathrm{level} \rceil \le n$.
 
     **Arguments:**
 
-    - `logits`: combined logits or log-probabilities for held-out rows, `(rows, classes)`. No `members` axis.
-    - `labels`: integers `(rows,)` from 0 to classes - 1.
-    - `level`: the coverage, a Python number between 0 and 1.
-    - `score`: `"lac"`, `"aps"` or `"top_k"`, as in [`eqx_ensemble.conformal.lac`][],
-        [`eqx_ensemble.conformal.aps`][] and [`eqx_ensemble.conformal.top_k`][].
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    - `score`: `"lac"`, `"aps"` or `"top_k"`: the score of [`eqx_ensemble.conformal.lac`][],
+        [`eqx_ensemble.conformal.aps`][] or [`eqx_ensemble.conformal.top_k`][].
+    - the others: as for [`eqx_ensemble.conformal.aps`][].
 
     **Returns:**
 
@@ -183,8 +173,7 @@ def class_conditional(
 
     **Raises:**
 
-    As [`eqx_ensemble.conformal.aps`][], and `ValueError` for another `score`. Warns about classes with too few rows.
-    While tracing, NaN in the rows of a class puts the class into every set.
+    Warns about classes with too few rows.
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.4]] * 9 + [[0.8, 0.2]] * 9))
@@ -195,7 +184,7 @@ def class_conditional(
     ```
 
     ??? cite
-        [Conditional validity of inductive conformal predictors](https://arxiv.org/abs/1209.2673)
+        [Vovk, Machine Learning 2013](https://arxiv.org/abs/1209.2673)
     """
     check_word(score, "score", SCORES)
     scores, targets, rows = score_labels(score, logits, labels, level, row_weights)
@@ -214,7 +203,7 @@ def group_conditional(
     score: Score = "lac",
     row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> GroupConditional:
-    r"""Prediction sets that cover the rows of every group with probability `level` or more (Mondrian).
+    """Prediction sets that cover the rows of every group with probability `level` or more (Mondrian).
 
     The threshold of a group is [`eqx_ensemble.conformal.quantile`][] of the scores of its held-out rows. For intervals
     see [`eqx_ensemble.conformal.group_quantile`][].
@@ -223,7 +212,7 @@ def group_conditional(
 
     - `groups`: integers `(rows,)` from 0 to num_groups - 1, known before the label, such as a patient's hospital.
     - `num_groups`: the number of groups.
-    - the other arguments: as for [`eqx_ensemble.conformal.class_conditional`][].
+    - the others: as for [`eqx_ensemble.conformal.class_conditional`][].
 
     **Returns:**
 
@@ -231,8 +220,7 @@ def group_conditional(
 
     **Raises:**
 
-    As [`eqx_ensemble.conformal.class_conditional`][]; also `TypeError` for groups that are not integers, and
-    `ValueError` for groups out of range (where concrete). Warns about groups with too few rows.
+    Warns about groups with too few rows.
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.4]] * 9 + [[0.8, 0.2]] * 9))
@@ -244,7 +232,7 @@ def group_conditional(
     ```
 
     ??? cite
-        [Conditional validity of inductive conformal predictors](https://arxiv.org/abs/1209.2673)
+        [Vovk, Machine Learning 2013](https://arxiv.org/abs/1209.2673)
     """
     check_word(score, "score", SCORES)
     scores, _, rows = score_labels(score, logits, labels, level, row_weights)

@@ -89,8 +89,8 @@ def quantile(
     **Arguments:**
 
     - `scores`: `(rows,)`, one nonconformity score per held-out row; higher is more unusual.
-    - `level`: the coverage, a Python number between 0 and 1.
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    - `level`: the coverage, between 0 and 1.
+    - `row_weights`: booleans `(rows,)`.
 
     **Returns:**
 
@@ -107,7 +107,7 @@ def quantile(
     ```
 
     ??? cite
-        [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
+        [Lei et al., JASA 2018](https://arxiv.org/abs/1604.04173)
     """
     (checked,) = check_rows(scores=scores)
     rows = check_counted_rows(row_weights, checked.shape)
@@ -134,7 +134,7 @@ def weighted_quantile(
     - `row_weights`: finite and non-negative numbers `(rows,)`, or booleans; rows of zero or `False` are ignored, even
         if they are NaN.
     - `new_weights`: `(*batch,)`, the weights of the new rows, finite and non-negative.
-    - `level`: the coverage, a Python number between 0 and 1.
+    - `level`: the coverage, between 0 and 1.
 
     **Returns:**
 
@@ -154,7 +154,7 @@ def weighted_quantile(
     ```
 
     ??? cite
-        [Conformal Prediction Under Covariate Shift](https://arxiv.org/abs/1904.06019)
+        [Tibshirani et al., NeurIPS 2019](https://arxiv.org/abs/1904.06019)
     """
     (checked,) = check_rows(scores=scores)
     rows = check_row_weights(row_weights, checked.shape, none_counts=True)

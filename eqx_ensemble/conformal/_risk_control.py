@@ -179,28 +179,23 @@ def risk_control(
 
     $$\frac{\sum_i L_i(\lambda) + B}{n + 1} \le \mathrm{risk}.$$
 
-    If the new row is exchangeable with the held-out rows, its expected loss at this threshold is at most `risk`, on
-    average over held-out and new rows, for any model and distribution. The term $B$ is necessary. A loss of 0 for a
-    label inside its set and 1 outside gives [`eqx_ensemble.conformal.quantile`][] at level 1 - risk. For losses that
-    are step functions, [`eqx_ensemble.conformal.risk_control_steps`][] needs no grid.
+    A loss of 0 for a label inside its set and 1 outside gives [`eqx_ensemble.conformal.quantile`][] at level 1 - risk.
 
     **Arguments:**
 
     - `losses`: `(rows, thresholds)`, the loss of each held-out row at each threshold.
     - `thresholds`: `(thresholds,)`, increasing.
-    - `risk`: the largest expected loss, a Python number between 0 and `bound`.
+    - `risk`: the largest expected loss, between 0 and `bound`.
     - `bound`: $B$, the largest possible loss of a row.
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    - `row_weights`: booleans `(rows,)`.
 
     **Returns:**
 
-    A scalar; infinite if no threshold qualifies. While tracing, NaN if a loss is NaN.
+    A scalar; infinite, with a warning, if no threshold qualifies.
 
     **Raises:**
 
-    - `TypeError` for losses or thresholds that are not floating-point.
-    - `ValueError` for mismatched shapes, thresholds that do not increase, losses that increase, exceed `bound` or are
-        NaN (where concrete), and a risk that is not between 0 and `bound`. Warns if no threshold qualifies.
+    `ValueError` for thresholds that do not increase, and losses that increase or exceed `bound`.
 
     ```python
     # the fraction of two true labels that are missed if classes from a probability of 1 - threshold are taken
@@ -213,7 +208,7 @@ def risk_control(
     ```
 
     ??? cite
-        [Conformal Risk Control](https://arxiv.org/abs/2208.02814)
+        [Angelopoulos et al., ICLR 2024](https://arxiv.org/abs/2208.02814)
     """
     table, grid = check_losses(losses, thresholds)
     rows = check_counted_rows(row_weights, table.shape[:1])
@@ -236,25 +231,21 @@ def risk_control_steps(
     r"""Conformal risk control for losses that are step functions of the threshold: exact, without a grid.
 
     The loss of row $i$ is $L_i(\lambda) = \sum_j d_{ij} [\lambda < s_{ij}]$: it drops by $d_{ij}$ when the threshold
-    reaches $s_{ij}$, and is zero after the last step. The result is the smallest threshold with $(\sum_i L_i(\lambda) +
-    B) / (n + 1) \le \mathrm{risk}$, as for [`eqx_ensemble.conformal.risk_control`][].
+    reaches $s_{ij}$, and is zero after the last step.
 
     **Arguments:**
 
-    - `steps`: `(rows, steps)`, the thresholds at which the loss drops; for multi-label rows the scores of the true
-        labels.
-    - `drops`: `(rows, steps)`, the non-negative size of each drop; zero for rows with fewer steps.
+    - `steps`: `(rows, steps)`, the thresholds $s_{ij}$; for multi-label rows the scores of the true labels.
+    - `drops`: `(rows, steps)`, $d_{ij}$, non-negative; zero for rows with fewer steps.
     - `risk`, `bound`, `row_weights`: as for [`eqx_ensemble.conformal.risk_control`][].
 
     **Returns:**
 
-    A scalar; infinite if no threshold qualifies, minus infinity if all do. While tracing, NaN if a step or drop is NaN.
+    A scalar; infinite, with a warning, if no threshold qualifies, minus infinity if all do.
 
     **Raises:**
 
-    - `TypeError` for steps or drops that are not floating-point.
-    - `ValueError` for mismatched shapes, for NaN, negative drops, and drops of a row that sum to more than `bound`
-        (where concrete), and for a risk that is not between 0 and `bound`. Warns if no threshold qualifies.
+    `ValueError` for negative drops, and drops of a row that sum to more than `bound`.
 
     ```python
     # a label is missed while the threshold is below its score: the split-conformal quantile
@@ -265,7 +256,7 @@ def risk_control_steps(
     ```
 
     ??? cite
-        [Conformal Risk Control](https://arxiv.org/abs/2208.02814)
+        [Angelopoulos et al., ICLR 2024](https://arxiv.org/abs/2208.02814)
     """
     at, heights = check_steps(steps, drops)
     rows = check_counted_rows(row_weights, at.shape[:1])

@@ -46,28 +46,20 @@ def cqr(
 ) -> Cqr:
     r"""Conformalised quantile regression: intervals whose ends are corrected for coverage of `level` or more.
 
-    With `ends="together"` both ends move by [`eqx_ensemble.conformal.quantile`][] of $\max(l_i - y_i, y_i - u_i)$ on
-    held-out rows. With `"each"`, each end moves by the quantile of its own error, at level $(1 + \mathrm{level}) / 2$:
-    targets are then below, and likewise above, with probability at most $(1 - \mathrm{level}) / 2$, at the cost of
-    wider intervals. New targets are covered with probability `level` or more, under the assumptions of
-    [`eqx_ensemble.conformal.split`][].
+    With `ends="together"` both ends move by [`eqx_ensemble.conformal.quantile`][] of $\max(l_i - y_i, y_i - u_i)$. With
+    `"each"`, each end moves by the quantile of its own error, at level $(1 + \mathrm{level}) / 2$: targets are then
+    below, and likewise above, with probability at most $(1 - \mathrm{level}) / 2$, at the cost of wider intervals.
 
     **Arguments:**
 
-    - `lower`, `upper`: `(rows,)`, interval ends for held-out rows: two predicted quantiles, which may cross, or the
-        result of [`eqx_ensemble.uncertainty.gaussian_interval`][].
-    - `targets`: `(rows,)`; nothing is broadcast.
-    - `level`: the coverage, a Python number between 0 and 1.
+    - `lower`, `upper`: `(rows,)`, two predicted quantiles of held-out rows, which may cross, or the result of
+        [`eqx_ensemble.uncertainty.gaussian_interval`][].
     - `ends`: `"together"` or `"each"`.
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    - `targets`, `level`, `row_weights`: as for [`eqx_ensemble.conformal.split`][].
 
     **Returns:**
 
     [`eqx_ensemble.conformal.Cqr`][]: `fitted(lower, upper)` returns `.lower` and `.upper`.
-
-    **Raises:**
-
-    As [`eqx_ensemble.conformal.split`][], and `ValueError` for other `ends`.
 
     ```python
     lower, upper, targets = jnp.zeros(9), jnp.ones(9), jnp.arange(1.0, 10.0)
@@ -76,7 +68,7 @@ def cqr(
     ```
 
     ??? cite
-        [Conformalized Quantile Regression](https://arxiv.org/abs/1905.03222)
+        [Romano et al., NeurIPS 2019](https://arxiv.org/abs/1905.03222)
     """
     low, high, observed, rows = check_targets(targets, row_weights, lower=lower, upper=upper)
     check_level(level)
@@ -137,28 +129,20 @@ def split(
     level: float,
     row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
 ) -> Split:
-    r"""Intervals of constant width that cover a new target with probability `level` or more, for any model.
+    """Intervals of constant width that cover a new target with probability `level` or more, for any model.
 
-    Split conformal prediction: half the width is [`eqx_ensemble.conformal.quantile`][] of the absolute errors $|y_i -
-    x_i|$ on held-out rows. The guarantee holds on average over held-out and new rows, if they are exchangeable, for any
-    model, distribution and number of rows.
+    Half the width is [`eqx_ensemble.conformal.quantile`][] of the absolute errors $|y_i - x_i|$ on held-out rows.
 
     **Arguments:**
 
     - `predictions`: `(rows,)`, the combined predictions for held-out rows. Fit several outputs separately.
-    - `targets`: `(rows,)`; nothing is broadcast.
-    - `level`: the coverage, a Python number between 0 and 1.
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    - `targets`: `(rows,)`.
+    - `level`: the coverage, between 0 and 1.
+    - `row_weights`: booleans `(rows,)`.
 
     **Returns:**
 
     [`eqx_ensemble.conformal.Split`][]: `fitted(predictions)` returns `.lower` and `.upper`.
-
-    **Raises:**
-
-    - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes, NaN in rows that count, and a level outside (0, 1). Warns if there
-        are too few rows for finite intervals. While tracing, NaN makes the intervals NaN.
 
     ```python
     fitted = ee.conformal.split(jnp.zeros(9), jnp.arange(1.0, 10.0), level=0.8)
@@ -166,7 +150,7 @@ def split(
     ```
 
     ??? cite
-        [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
+        [Lei et al., JASA 2018](https://arxiv.org/abs/1604.04173)
     """
     centre, observed, rows = check_targets(targets, row_weights, predictions=predictions)
     check_level(level)
@@ -185,16 +169,12 @@ def normalised(
 ) -> Normalised:
     r"""Intervals whose width is proportional to a scale of each row, with coverage `level` or more.
 
-    As [`eqx_ensemble.conformal.split`][], with the quantile of $|y_i - x_i| / \sigma_i$: rows with disagreement between
-    members or a large predicted variance get wider intervals.
+    As [`eqx_ensemble.conformal.split`][], with the quantile of $|y_i - x_i| / \sigma_i$.
 
     **Arguments:**
 
-    - `predictions`: `(rows,)`, the combined predictions for held-out rows.
     - `scale`: `(rows,)`, positive, such as a standard deviation.
-    - `targets`: `(rows,)`; nothing is broadcast.
-    - `level`: the coverage, a Python number between 0 and 1.
-    - `row_weights`: booleans `(rows,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    - the others: as for [`eqx_ensemble.conformal.split`][].
 
     **Returns:**
 
@@ -202,7 +182,7 @@ def normalised(
 
     **Raises:**
 
-    As [`eqx_ensemble.conformal.split`][], and `ValueError` for scales that are not positive (where concrete).
+    `ValueError` for scales that are not positive.
 
     ```python
     fitted = ee.conformal.normalised(
@@ -212,7 +192,7 @@ def normalised(
     ```
 
     ??? cite
-        [Distribution-Free Predictive Inference For Regression](https://arxiv.org/abs/1604.04173)
+        [Lei et al., JASA 2018](https://arxiv.org/abs/1604.04173)
     """
     centre, scales, observed, rows = check_targets(targets, row_weights, predictions=predictions, scale=scale)
     check_scales(scale, rows)

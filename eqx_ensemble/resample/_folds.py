@@ -108,15 +108,12 @@ def folds(
 ) -> Folds:
     """Cross-validation: member `i` is tested on fold `i`, and trained on the other folds.
 
-    Without `groups`, fold sizes differ by at most one row. Without a `key`, folds are consecutive rows; with a `key`,
-    rows are shuffled. With `stratify` or `groups`, folds are those of scikit-learn's `StratifiedKFold`, `GroupKFold` or
-    `StratifiedGroupKFold` (`pip install 'eqx_ensemble[sklearn]'`).
+    Without `groups`, fold sizes differ by at most one row. With `stratify` or `groups`, folds are those of
+    scikit-learn's `StratifiedKFold`, `GroupKFold` or `StratifiedGroupKFold` (`pip install 'eqx_ensemble[sklearn]'`).
 
-    `fit` trains all members on the same number of rows. If `num_folds` does not divide `num_rows`, some training parts
-    have one extra row; `train` drops one of their rows, a different one for each member, and `in_train` still includes
-    it. Training parts from groups may differ by more, which requires `uneven`. To train on exactly the rows of each
-    split, use weights: call `fit` without `rows`, on the data `(x, y, Each(folds.in_train.astype(float)))`, and weight
-    the loss.
+    `fit` trains all members on the same number of rows: `train` drops one row of training parts that have an extra one,
+    a different one for each member; `in_train` still includes it. Parts from groups may differ by more, which requires
+    `uneven`. To train on exactly the rows of each split, weight the loss by `in_train`.
 
     **Arguments:**
 
@@ -124,9 +121,8 @@ def folds(
     - `num_folds`: the number of folds and of members, at least 2.
     - `stratify`: discrete labels `(rows,)`: class proportions are equal in all folds, up to rounding.
     - `groups`: discrete labels `(rows,)`: all rows of a group are in one fold.
-    - `uneven`: how to equalise the lengths of training parts: `"trim"` drops rows of longer parts, `"repeat"` repeats
-        rows of shorter parts, both evenly spaced.
-    - `key`: one threefry key, typed or legacy, to shuffle the rows.
+    - `uneven`: `"trim"` drops rows of longer training parts, `"repeat"` repeats rows of shorter ones, evenly spaced.
+    - `key`: one random key, to shuffle the rows; folds are consecutive rows without.
 
     **Returns:**
 
@@ -134,10 +130,8 @@ def folds(
 
     **Raises:**
 
-    - `TypeError` for counts that are not integers, an invalid key, and labels that are not discrete.
-    - `ValueError` for fewer than two folds; more folds than rows, rows of a class or groups; labels of the wrong
-        length; training parts that differ by more than one row, without `uneven`.
-    - `ImportError` for `stratify` and `groups` without scikit-learn.
+    `ValueError` for more folds than rows, rows of a class or groups, and for training parts that differ by more than
+    one row, without `uneven`. `ImportError` for `stratify` and `groups` without scikit-learn.
 
     ```python
     x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
@@ -175,15 +169,11 @@ def folds(
 def from_splits(splits: Iterable[tuple[Any, Any]], num_rows: int, *, uneven: Uneven | None = None) -> Folds:
     """Folds from a scikit-learn splitter or any `(train, test)` row indices: one split per member.
 
-    `KFold`, `RepeatedKFold`, `ShuffleSplit` and `LeaveOneOut` work directly. Splitters whose training parts differ by
-    more than one row, such as `TimeSeriesSplit` and `GroupKFold`, require `uneven`; see
-    [`eqx_ensemble.resample.folds`][].
-
     **Arguments:**
 
     - `splits`: an iterable of pairs of integer arrays `(train, test)`, such as `splitter.split(x, y)`.
     - `num_rows`: the number of rows of the data, `len(x)`.
-    - `uneven`: as in [`eqx_ensemble.resample.folds`][].
+    - `uneven`: as in [`eqx_ensemble.resample.folds`][], for splitters such as `TimeSeriesSplit` and `GroupKFold`.
 
     **Returns:**
 
@@ -191,10 +181,8 @@ def from_splits(splits: Iterable[tuple[Any, Any]], num_rows: int, *, uneven: Une
 
     **Raises:**
 
-    - `TypeError` for splits that are not an iterable of pairs of integer arrays.
-    - `ValueError` for no splits, empty parts, overlapping parts of a split, repeated test rows of a split, and training
-        parts that differ by more than one row, without `uneven`.
-    - `IndexError` for rows outside the data.
+    `ValueError` for empty or overlapping parts, and for training parts that differ by more than one row, without
+    `uneven`.
 
     ```python
     from sklearn.model_selection import RepeatedStratifiedKFold

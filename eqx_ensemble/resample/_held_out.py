@@ -99,8 +99,6 @@ def out_of_bag_mean(
 
     **Raises:**
 
-    - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes, and invalid weights.
     - `IndexError` for rows outside the data (where concrete).
 
     ```python
@@ -145,7 +143,6 @@ def out_of_fold(
 
     - `TypeError` for predictions that are not floating-point, and for `folds` that are not
         [`eqx_ensemble.resample.Folds`][].
-    - `ValueError` for mismatched shapes, and invalid weights.
 
     ```python
     x = jnp.arange(10.0).reshape(10, 1)

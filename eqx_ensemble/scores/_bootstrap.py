@@ -31,23 +31,14 @@ def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: objec
 
     **Arguments:**
 
-    - `score`: a score that takes predictions with a leading `members` axis, such as [`eqx_ensemble.scores.nll`][] or
-        [`eqx_ensemble.scores.crps_gaussian_mixture`][]; or a function of your own that JAX can trace.
-    - `arrays`: the arguments of the score, in order. All but the last are predictions `(members, ...)`; the last is the
-        target, shared by all members.
-    - `options`: keyword arguments of the score, such as `row_weights`. `weights` raise an error, because they have no
-        effect on one member.
-
-    Map a score without a `members` axis directly:
-    `jax.vmap(scores.nll_gaussian, in_axes=(0, 0, None))(mean, variance, targets)`.
+    - `score`: a score of predictions with a `members` axis, or a function of your own that JAX can trace. Others are
+        mapped directly: `jax.vmap(scores.nll_gaussian, in_axes=(0, 0, None))(mean, variance, targets)`.
+    - `arrays`: its arguments: predictions `(members, ...)`, and last the target, shared by all members.
+    - `options`: its keyword arguments, but no `weights`.
 
     **Returns:**
 
-    The scores, `(members,)`, or `(members, *batch)` with `reduction="none"`.
-
-    **Raises:**
-
-    - `ValueError` for fewer than two arrays, predictions with different numbers of members, and `weights`.
+    `(members,)`, or `(members, *batch)` with `reduction="none"`.
 
     ```python
     logits = jnp.array([[[2.0, 0.0], [0.0, 1.0]], [[0.0, 2.0], [0.0, 1.0]]])
@@ -75,11 +66,11 @@ def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: objec
 
 
 class Bootstrap(NamedTuple):
-    """A statistic with its bootstrap standard error and interval: arrays of the statistic's shape.
+    """A statistic with its bootstrap standard error and interval.
 
     - `estimate`: the statistic of the original rows.
     - `standard_error`: its standard deviation over the draws (ddof 1).
-    - `lower`, `upper`: the central interval that contains a fraction `level` of the draws.
+    - `lower`, `upper`: the central interval of a fraction `level` of the draws.
     """
 
     estimate: Float[Array, "..."]
@@ -99,30 +90,23 @@ def bootstrap(
 ) -> Bootstrap:
     r"""Bootstrap standard error and interval of the mean of any score over rows.
 
-    Rows are drawn with replacement. To compare two models, pass the row-wise difference of their scores: its standard
-    error is usually far smaller than that of either. Several scores `(*scores, rows)` share the same draws.
+    To compare two models, pass the difference of their scores: its standard error is usually far smaller than that of
+    either. Several scores share the same draws of rows.
 
     **Arguments:**
 
-    - `values`: one score per row, `(*scores, rows)`: the result of a score with `reduction="none"`. First average
-        dependent rows (repeated measurements, neighbours in time).
-    - `statistic`: an optional function of the means `(*scores,)`, traceable by JAX. For squared errors, `jnp.sqrt`
-        gives the root mean squared error, and `lambda m: jnp.sqrt(m[0]) - jnp.sqrt(m[1])` the difference of two.
-    - `row_weights`: relative weights `(rows,)`, or booleans; rows of zero or `False` are ignored, even if NaN. The mean
-        of a draw is $\sum_i w_i v_i / \sum_i w_i$ over its rows.
-    - `level`: the fraction of the draws between `lower` and `upper`, a Python number between 0 and 1.
-    - `num_draws`: the number of draws. The relative error of the standard error is about $1 / \sqrt{2 \,
-        \mathrm{draws}}$.
-    - `key`: one threefry key, typed or legacy.
+    - `values`: `(*scores, rows)`, a score with `reduction="none"`. First average dependent rows, such as repeated
+        measurements.
+    - `statistic`: a function of the means `(*scores,)`: for squared errors `jnp.sqrt`, or
+        `lambda m: jnp.sqrt(m[0]) - jnp.sqrt(m[1])` for the difference of two.
+    - `row_weights`: as for every score, `(rows,)`.
+    - `level`: the fraction of the draws between `lower` and `upper`.
+    - `num_draws`: the number of draws $n$. The relative error of the standard error is about $1 / \sqrt{2 n}$.
+    - `key`: one random key.
 
     **Returns:**
 
-    [`eqx_ensemble.scores.Bootstrap`][], with `.estimate`, `.standard_error`, `.lower` and `.upper`.
-
-    **Raises:**
-
-    - `TypeError` for values that are not floating-point, a `statistic` that is not a function, and an invalid key.
-    - `ValueError` for zero rows, invalid weights, a level outside (0, 1), and fewer than two draws.
+    [`eqx_ensemble.scores.Bootstrap`][].
 
     ```python
     targets = jnp.linspace(-1, 1, 50)
@@ -136,7 +120,7 @@ def bootstrap(
     ```
 
     ??? cite
-        [Bootstrap Methods: Another Look at the Jackknife](https://doi.org/10.1214/aos/1176344552)
+        [Efron, AoS 1979](https://doi.org/10.1214/aos/1176344552)
     """
     array = promote(check_floating("values", values))[0]
     if array.ndim < 1 or array.shape[-1] == 0:

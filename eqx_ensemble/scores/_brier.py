@@ -3,9 +3,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from .._brief import brief_repr
+from .._check import RowWeightsLike
 from .._weighting import class_mixture, is_class
 from ._binning import Binning, bin_rows, by_class, check_bins
 from ._classification import check_classes
@@ -17,29 +18,20 @@ def ranked_probability(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Ranked probability score of the mixture of the members, for ordered classes; lower is better.
+    r"""Ranked probability score of the mixture of the members, for ordered classes.
 
-    $\sum_k (P_k - [y \le k])^2$ with the mixture's cumulative probability $P_k$ of classes up to $k$: probability far
-    from the label is penalised more than on a neighbouring class. From 0 to classes - 1; not normalised.
+    $\sum_k (P_k - [y \le k])^2$ with the probability $P_k$ of classes up to $k$; not normalised.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`, with ordered classes.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
+    As [`eqx_ensemble.scores.nll`][].
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. While tracing, a label out of range makes its row NaN.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][].
+    A scalar, or `(*batch,)`.
 
     ```python
     logits = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))
@@ -48,8 +40,7 @@ def ranked_probability(
     ```
 
     ??? cite
-        [A Scoring System for Probability Forecasts of Ranked
-        Categories](https://doi.org/10.1175/1520-0450(1969)008%3C0985:ASSFPF%3E2.0.CO;2)
+        [Epstein, JAM 1969](https://doi.org/10.1175/1520-0450(1969)008%3C0985:ASSFPF%3E2.0.CO;2)
     """
     checked = check_classes(logits, labels, weights, row_weights, reduction)
     return _ranked_probability(*checked, reduction)
@@ -72,13 +63,12 @@ def _ranked_probability(
 
 
 class BrierDecomposition(NamedTuple):
-    """The decomposition of a Brier score, `reliability - resolution + uncertainty + within_bins`.
+    """[`eqx_ensemble.scores.brier`][] as `reliability - resolution + uncertainty + within_bins`.
 
-    - `reliability`: the squared distance of probabilities from frequencies in bins; 0 if calibrated, lower is better.
-    - `resolution`: the squared distance of the frequencies in bins from those of all rows; higher is better.
-    - `uncertainty`: the score of predicting the frequencies of all rows; independent of the model.
-    - `within_bins`: the remainder due to binning: the variance of the probabilities within bins minus twice their
-        covariance with the outcomes; 0 if all rows of each bin have the same probability.
+    - `reliability`: the squared distance of probabilities from frequencies in bins; 0 if calibrated.
+    - `resolution`: the squared distance of frequencies in bins from those of all rows; higher is better.
+    - `uncertainty`: the score of predicting the frequencies of all rows.
+    - `within_bins`: the remainder; 0 if all rows of a bin have the same probability.
     """
 
     reliability: Float[Array, ""]
@@ -94,29 +84,20 @@ def brier(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Brier score of the mixture of the members, from 0 to 2; lower is better.
+    r"""Brier score of the mixture of the members, from 0 to 2.
 
-    $\sum_c (p_c - [c = y])^2$ for each row: Brier's original sum over all classes. For two classes this is twice the
-    score of one class.
+    $\sum_c (p_c - [c = y])^2$ over all classes: for two classes, twice the score of one class.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
+    As [`eqx_ensemble.scores.nll`][].
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. While tracing, a label out of range makes its row NaN.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][].
+    A scalar, or `(*batch,)`.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))
@@ -124,8 +105,7 @@ def brier(
     ```
 
     ??? cite
-        [Verification of Forecasts Expressed in Terms of
-        Probability](https://doi.org/10.1175/1520-0493(1950)078%3C0001:VOFEIT%3E2.0.CO;2)
+        [Brier, MWR 1950](https://doi.org/10.1175/1520-0493(1950)078%3C0001:VOFEIT%3E2.0.CO;2)
     """
     return _brier(*check_classes(logits, labels, weights, row_weights, reduction), reduction)
 
@@ -137,34 +117,21 @@ def decompose_brier(
     num_bins: int = 15,
     binning: Binning = "width",
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> BrierDecomposition:
     r"""Murphy's decomposition of the Brier score of the mixture: reliability, resolution and uncertainty.
 
-    For each class, rows are binned by its probability $p$. Bin $k$ has $n_k$ rows, mean probability $\bar p_k$ and
-    frequency $\bar o_k$; the frequency in all rows is $\bar o$. Reliability is $\sum_k \frac{n_k}{n} (\bar p_k - \bar
-    o_k)^2$, resolution $\sum_k \frac{n_k}{n} (\bar o_k - \bar o)^2$, uncertainty $\bar o (1 - \bar o)$; the remainder,
-    $\frac1n \sum_i (p_i - \bar p_{k(i)}) (p_i - \bar p_{k(i)} - 2 (o_i - \bar o_{k(i)}))$, is `within_bins`. All are
-    summed over classes.
+    Rows are binned by the probability of each class. Bin $k$ has mean probability $\bar p_k$ and frequency $\bar o_k$;
+    the frequency in all rows is $\bar o$. Summed over classes, reliability is $\sum_k \frac{n_k}{n} (\bar p_k - \bar
+    o_k)^2$, resolution $\sum_k \frac{n_k}{n} (\bar o_k - \bar o)^2$, uncertainty $\bar o (1 - \bar o)$.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`. All batch axes are pooled.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `num_bins`: the number of bins.
-    - `binning`: `"width"`, bins of equal width; or `"mass"`, bins of equally many rows. See
-        [`eqx_ensemble.scores.ece`][].
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    As [`eqx_ensemble.scores.ece`][], without `debiased`.
 
     **Returns:**
 
-    [`eqx_ensemble.scores.BrierDecomposition`][] of scalars: `reliability - resolution + uncertainty + within_bins`
-    equals [`eqx_ensemble.scores.brier`][] up to rounding.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
+    [`eqx_ensemble.scores.BrierDecomposition`][] of scalars.
 
     ```python
     logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))
@@ -174,9 +141,8 @@ def decompose_brier(
     ```
 
     ??? cite
-        [A New Vector Partition of the Probability
-        Score](https://doi.org/10.1175/1520-0450(1973)012%3C0595:ANVPOT%3E2.0.CO;2); the part within bins after [Two
-        Extra Components in the Brier Score Decomposition](https://doi.org/10.1175/2007WAF2006116.1)
+        [Murphy, JAM 1973](https://doi.org/10.1175/1520-0450(1973)012%3C0595:ANVPOT%3E2.0.CO;2); `within_bins`:
+        [Stephenson et al., WAF 2008](https://doi.org/10.1175/2007WAF2006116.1)
     """
     checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
     return _decompose(*checked, num_bins, binning)

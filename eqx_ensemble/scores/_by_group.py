@@ -4,12 +4,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 
 from .._brief import brief_repr
 from .._check import (
     ALL_ROWS,
     CountedRows,
+    RowWeightsLike,
     check_array,
     check_entries,
     check_floating,
@@ -65,26 +66,20 @@ def by_group(
     groups: Integer[ArrayLike, "*batch"],
     *,
     num_groups: int,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> ByGroup:
     """The mean of a score in each group of rows, such as group-conditional coverage.
 
     **Arguments:**
 
-    - `values`: one value per row, `(*batch,)`: a score with `reduction="none"`. No `members` axis.
-    - `groups`: integers `(*batch,)` from 0 to num_groups - 1. While tracing, rows of other groups are ignored.
+    - `values`: `(*batch,)`, a score with `reduction="none"`.
+    - `groups`: integers `(*batch,)` from 0 to num_groups - 1.
     - `num_groups`: the number of groups.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: as for every score.
 
     **Returns:**
 
-    [`eqx_ensemble.scores.ByGroup`][]: `.mean` and `.count`, `(groups,)`. Means over few rows are uncertain: a coverage
-    of 0.9 has a standard deviation of 0.09 for 11 rows.
-
-    **Raises:**
-
-    - `TypeError` for values that are not floating-point and groups that are not integers.
-    - `ValueError` for mismatched shapes, invalid row weights, and groups out of range (where concrete).
+    [`eqx_ensemble.scores.ByGroup`][]. A coverage of 0.9 has a standard deviation of 0.09 for 11 rows.
 
     ```python
     inside = ee.scores.coverage(
@@ -104,23 +99,17 @@ def class_conditional_coverage(
     sets: Bool[ArrayLike, "*batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> ByGroup:
     """Coverage of prediction sets in the rows of each class; ideally equal to the sets' level for every class.
 
     **Arguments:**
 
-    - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.lac`][]; no `members` axis.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels are ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    As [`eqx_ensemble.scores.set_coverage`][].
 
     **Returns:**
 
-    [`eqx_ensemble.scores.ByGroup`][]: `.mean` and `.count`, `(classes,)`; NaN for a class without rows.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.set_coverage`][].
+    [`eqx_ensemble.scores.ByGroup`][], `(classes,)`.
 
     ```python
     sets = jnp.array([[True, True, False], [True, False, False]])
@@ -136,29 +125,20 @@ def size_stratified_coverage(
     sets: Bool[ArrayLike, "*batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> ByGroup:
     """Coverage of prediction sets of each size; ideally equal to the sets' level for every size.
 
-    Adaptive sets are large where the model is often wrong. `jnp.nanmin(found.mean)` is the worst coverage, and
-    `jnp.nanmax(jnp.abs(found.mean - level))` the size-stratified coverage violation (SSCV). Both are extremes over
-    sizes: check `count`, and merge rare sizes with [`eqx_ensemble.scores.by_group`][].
+    `jnp.nanmax(jnp.abs(found.mean - level))` is the size-stratified coverage violation (SSCV). It is an extreme: check
+    `count`, and merge rare sizes with [`eqx_ensemble.scores.by_group`][].
 
     **Arguments:**
 
-    - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.aps`][]; no `members` axis.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels make the mean of their
-        size NaN.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    As [`eqx_ensemble.scores.set_coverage`][].
 
     **Returns:**
 
-    [`eqx_ensemble.scores.ByGroup`][]: `.mean` and `.count`, `(classes + 1,)`, for sizes from 0 to classes; NaN for
-    sizes without a set. Empty sets cover nothing: their mean is zero.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.set_coverage`][].
+    [`eqx_ensemble.scores.ByGroup`][], `(classes + 1,)`, for sizes from 0 to classes.
 
     ```python
     sets = jnp.array([[True, True, False], [True, False, False]])
@@ -167,7 +147,7 @@ def size_stratified_coverage(
     ```
 
     ??? cite
-        [Uncertainty Sets for Image Classifiers using Conformal Prediction](https://arxiv.org/abs/2009.14193)
+        [Angelopoulos et al., ICLR 2021](https://arxiv.org/abs/2009.14193)
     """
     chosen, targets, weights = _check(sets, labels, row_weights)
     sizes = jnp.sum(chosen, axis=-1, dtype=jnp.int32)

@@ -2,9 +2,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
-from .._check import check_flag
+from .._check import RowWeightsLike, check_flag
 from ._binning import Binning, bin_rows, by_class, check_bins, mean_gap, of_top_label
 from ._reduce import RowWeights
 
@@ -16,13 +16,12 @@ def mce(
     num_bins: int = 15,
     binning: Binning = "width",
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
-    r"""Maximum calibration error of the mixture's top label, from 0 to 1; lower is better.
+    r"""Maximum calibration error of the mixture's top label, from 0 to 1.
 
-    $\max_k |\mathrm{accuracy}_k - \mathrm{confidence}_k|$ over the non-empty bins of [`eqx_ensemble.scores.ece`][].
-    Bins with few rows have large gaps by chance: the score is biased upwards, far more than `ece`, and a bin with a
-    single wrong row can determine it. Bins of equal mass, and fewer bins, reduce the bias.
+    $\max_k |\mathrm{accuracy}_k - \mathrm{confidence}_k|$ over the bins of [`eqx_ensemble.scores.ece`][]. A bin with a
+    single wrong row can determine it: use fewer bins, of equal mass.
 
     **Arguments:**
 
@@ -30,20 +29,15 @@ def mce(
 
     **Returns:**
 
-    A scalar. NaN if any row of the mixture is NaN or, while tracing, a label is out of range.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
+    A scalar.
 
     ```python
-    # two rows of 80 % confidence, one right; one row of 60 %, right
     logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2], [0.6, 0.4]]]))
     ee.scores.mce(logits, jnp.array([0, 1, 0]))  # max(|0.5 - 0.8|, |1 - 0.6|) = 0.4
     ```
 
     ??? cite
-        [Obtaining Well Calibrated Probabilities Using Bayesian Binning](https://doi.org/10.1609/aaai.v29i1.9602)
+        [Naeini et al., AAAI 2015](https://doi.org/10.1609/aaai.v29i1.9602)
     """
     checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
     return _mce(*checked, num_bins, binning)
@@ -73,38 +67,31 @@ def squared_calibration_error(
     binning: Binning = "mass",
     debiased: bool = True,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
-    r"""Mean squared calibration error of the mixture's top label, unbiased for the given bins; lower is better.
+    r"""Mean squared calibration error of the mixture's top label, unbiased for the given bins.
 
     $\sum_k \frac{n_k}{n} \left((a_k - c_k)^2 - \frac{a_k (1 - a_k)}{n_k - 1}\right)$ with the accuracy $a_k$ and the
-    mean confidence $c_k$ of bin $k$. The last term is the expected contribution of label noise. Without it
-    (`debiased=False`), even a perfectly calibrated model has a positive error, which vanishes only with many rows.
+    mean confidence $c_k$ of bin $k$. The last term is the contribution of label noise.
 
     **Arguments:**
 
-    - `binning`: `"mass"`, bins with equal numbers of rows, or `"width"`; see [`eqx_ensemble.scores.ece`][].
-    - `debiased`: whether to subtract the expected excess. Bins with a single row then count as zero.
-    - the other arguments: as for [`eqx_ensemble.scores.ece`][].
+    - `debiased`: whether to subtract the last term. Bins with a single row then count as zero.
+    - the others: as for [`eqx_ensemble.scores.ece`][].
 
     **Returns:**
 
-    A scalar, a squared probability; it may be negative if the model is well calibrated. The l2 calibration error is
-    `jnp.sqrt(jnp.maximum(x, 0))`.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
+    A scalar, which may be negative. The l2 calibration error is `jnp.sqrt(jnp.maximum(x, 0))`.
 
     ```python
     logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))
     ee.scores.squared_calibration_error(logits, jnp.array([0, 1]), debiased=False)
-    # 0.3**2 = 0.09
+    # 0.09
     ee.scores.squared_calibration_error(logits, jnp.array([0, 1]))  # 0.09 - 0.25 = -0.16
     ```
 
     ??? cite
-        [Verified Uncertainty Calibration](https://arxiv.org/abs/1909.10155)
+        [Kumar et al., NeurIPS 2019](https://arxiv.org/abs/1909.10155)
     """
     checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
     debiased = check_flag(debiased, "debiased")
@@ -138,46 +125,35 @@ def ece(
     binning: Binning = "width",
     debiased: bool = False,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
-    r"""Expected calibration error of the mixture of the members, from 0 to 1; lower is better.
+    r"""Expected calibration error of the mixture's top label, from 0 to 1.
 
-    Rows are binned into $K$ bins by confidence, the largest probability of the mixture; the error is $\sum_k
-    \frac{n_k}{n} |\mathrm{accuracy}_k - \mathrm{confidence}_k|$. It assesses the top label only (the l1 norm of
-    torchmetrics' multi-class calibration error), depends on the bins, and is biased upwards for bins with few rows.
-    `debiased` subtracts the expected excess due to label noise, under a Gaussian approximation of the accuracy of a
-    bin.
+    $\sum_k \frac{n_k}{n} |\mathrm{accuracy}_k - \mathrm{confidence}_k|$ over $K$ bins of rows by confidence, the
+    largest probability of the mixture: the l1 norm of torchmetrics. Biased upwards for bins with few rows.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`. All batch axes are pooled.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `logits`, `labels`, `weights`, `row_weights`: as for [`eqx_ensemble.scores.nll`][].
     - `num_bins`: the number of bins $K$.
-    - `binning`: `"width"`, bins $(k / K, (k + 1) / K]$; or `"mass"`, the adaptive error: bins with equal numbers of
-        rows, or equal weight; rows of equal confidence share a bin.
-    - `debiased`: whether to subtract the expected excess; the result may then be slightly negative. The noise depends
-        on the effective number of rows, $(\sum_i w_i)^2 / \sum_i w_i^2$: a row of weight 2 is one observation, not two.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `binning`: `"width"`, bins $(k / K, (k + 1) / K]$; or `"mass"`, bins of equally many rows or equal weight, in
+        which equal confidences share a bin (the adaptive error).
+    - `debiased`: whether to subtract the expected excess due to label noise, under a Gaussian approximation with
+        effective numbers of rows, $(\sum_i w_i)^2 / \sum_i w_i^2$. The result may be slightly negative.
 
     **Returns:**
 
-    A scalar. NaN if any row of the mixture is NaN or, while tracing, a label is out of range.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
+    A scalar.
 
     ```python
-    # one member, two rows, 80 % confidence
     logits = jnp.log(jnp.array([[[0.8, 0.2], [0.8, 0.2]]]))
     ee.scores.ece(logits, jnp.array([0, 1]))  # |0.5 - 0.8| = 0.3
     ```
 
     ??? cite
-        [On Calibration of Modern Neural Networks](https://arxiv.org/abs/1706.04599); adaptive bins after [Posterior
-        calibration and exploratory analysis for natural language processing models](https://arxiv.org/abs/1508.05154);
-        debiased after [Verified Uncertainty Calibration](https://arxiv.org/abs/1909.10155)
+        [Guo et al., ICML 2017](https://arxiv.org/abs/1706.04599); `"mass"`: [Nguyen and O'Connor, EMNLP
+        2015](https://arxiv.org/abs/1508.05154); `debiased`: [Kumar et al., NeurIPS
+        2019](https://arxiv.org/abs/1909.10155)
     """
     checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
     debiased = check_flag(debiased, "debiased")
@@ -192,14 +168,12 @@ def classwise_ece(
     binning: Binning = "width",
     debiased: bool = False,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
     r"""Mean over classes of the calibration error of each class's probability under the mixture of the members.
 
-    For each class $c$, rows are binned by the probability $p_c$, which is compared with the frequency of the class:
-    $\sum_k \frac{n_k}{n} |\mathrm{frequency}_k - \mathrm{probability}_k|$. From 0 to 1; lower is better. Unlike
-    [`eqx_ensemble.scores.ece`][] it assesses all classes, not only the top label. With many classes, most probabilities
-    are close to zero, and bins of equal mass are more informative: the adaptive calibration error (ACE).
+    $\sum_k \frac{n_k}{n} |\mathrm{frequency}_k - \mathrm{probability}_k|$ over bins of rows by the probability of the
+    class. With many classes use bins of equal mass: the adaptive calibration error (ACE).
 
     **Arguments:**
 
@@ -207,11 +181,7 @@ def classwise_ece(
 
     **Returns:**
 
-    A scalar. NaN if any row of the mixture is NaN or, while tracing, a label is out of range.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][], and `ValueError` for fewer than one bin.
+    A scalar.
 
     ```python
     logits = jnp.log(jnp.array([[[0.6, 0.3, 0.1], [0.6, 0.3, 0.1]]]))
@@ -220,8 +190,7 @@ def classwise_ece(
     ```
 
     ??? cite
-        [Beyond temperature scaling: Obtaining well-calibrated multiclass probabilities with Dirichlet
-        calibration](https://arxiv.org/abs/1910.12656)
+        [Kull et al., NeurIPS 2019](https://arxiv.org/abs/1910.12656)
     """
     checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
     debiased = check_flag(debiased, "debiased")

@@ -2,9 +2,17 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
-from .._check import check_labels, check_logits, check_positive_int, check_row_weights, check_weights, value_error
+from .._check import (
+    RowWeightsLike,
+    check_labels,
+    check_logits,
+    check_positive_int,
+    check_row_weights,
+    check_weights,
+    value_error,
+)
 from .._weighting import at_label, blank_unweighted, class_mixture, is_class, log_mixture, weighted_mean
 from ._reduce import Reduction, RowWeights, reduce, sum_by_segment, weigh
 
@@ -14,36 +22,26 @@ def nll(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Negative log-likelihood, in nats, of the labels under the mixture of the members; lower is better.
+    r"""Negative log-likelihood, in nats, of the labels under the mixture of the members.
 
-    $-\log \sum_m w_m \, p_m(y)$ for each row, computed in log space. It is at most the mean of the members' scores,
-    `scores.per_member(scores.nll, logits, labels)`.
+    $-\log \sum_m w_m \, p_m(y)$ for each row.
 
     **Arguments:**
 
-    - `logits`: logits, `(members, *batch, classes)`, or log-probabilities, which `log_softmax` leaves unchanged. For
-        probabilities `p` pass `jnp.log(p)`.
+    - `logits`: logits or log-probabilities, `(members, *batch, classes)`. For probabilities `p` pass `jnp.log(p)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
+    - `row_weights`, `reduction`: as for every score.
 
     **Returns:**
 
-    A scalar, or `(*batch,)`; float32 or float64. Infinite where all members give the label probability zero. While
-    tracing, a label out of range makes its row NaN.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point, and labels that are not integers.
-    - `ValueError` for mismatched shapes, labels out of range (where concrete), invalid weights, and a mean over zero
-        rows.
+    A scalar, or `(*batch,)`. Infinite where all members give the label probability zero.
 
     ```python
-    # two members, one row, two classes
+    # two members, one row
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))
     ee.scores.nll(logits, jnp.array([0]))  # -log(0.6) = 0.511
     ```
@@ -56,27 +54,18 @@ def accuracy(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Accuracy of the mixture of the members: the fraction of rows whose most likely class is the label.
+    """Fraction of rows whose most likely class under the mixture is the label.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (right) or 0.0 (wrong) per row, NaN for ignored rows.
+    As [`eqx_ensemble.scores.nll`][].
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Ties are resolved in favour of the lowest class. A NaN prediction gives NaN, not 0, as
-    does a label out of range while tracing.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][].
+    A scalar, or `(*batch,)`, 1.0 where right. Ties go to the lowest class.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.3, 0.7]]]))
@@ -92,29 +81,18 @@ def mean_member_accuracy(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Mean accuracy of the members; higher is better.
-
-    The gain from combining members is [`eqx_ensemble.scores.accuracy`][] minus this.
+    """Mean accuracy of the members: [`eqx_ensemble.scores.accuracy`][] minus this is the gain from combining them.
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same result.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for the fraction of members that are right on each row, NaN for
-        ignored rows.
+    As [`eqx_ensemble.scores.nll`][]; `logits` may also be probabilities.
 
     **Returns:**
 
-    A scalar, or `(*batch,)`.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][].
+    A scalar, or `(*batch,)`, the fraction of members that are right.
 
     ```python
     logits = jnp.array([[[2.0, 1.0]], [[0.0, 1.0]]])
@@ -194,27 +172,19 @@ def balanced_accuracy(
     labels: Integer[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
-    """Balanced accuracy of the mixture of the members: the mean recall over classes; higher is better.
+    """Mean recall over classes of the mixture of the members.
 
-    Every class has the same weight, however rare: always predicting one of K classes gives 1 / K. Classes without rows
-    are ignored. It is [`eqx_ensemble.scores.accuracy`][] with `row_weights` inverse to the frequencies of classes.
+    Every class has the same weight: always predicting one of K classes gives 1 / K. Classes without rows are ignored.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    As [`eqx_ensemble.scores.nll`][].
 
     **Returns:**
 
-    A scalar. NaN if a prediction is NaN or, while tracing, a label is out of range.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][].
+    A scalar.
 
     ```python
     logits = jnp.zeros((1, 4, 2)).at[..., 0].set(1.0)  # always the first class
@@ -224,7 +194,7 @@ def balanced_accuracy(
     ```
 
     ??? cite
-        [The Balanced Accuracy and Its Posterior Distribution](https://doi.org/10.1109/ICPR.2010.764)
+        [Brodersen et al., ICPR 2010](https://doi.org/10.1109/ICPR.2010.764)
     """
     return _balanced_accuracy(*check_classes(logits, labels, weights, row_weights, "mean"))
 
@@ -253,28 +223,19 @@ def top_k_accuracy(
     *,
     k: int,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    """Fraction of rows whose label is among the `k` most likely classes of the mixture; higher is better.
+    """Fraction of rows whose label is among the `k` most likely classes of the mixture.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `k`: the number of classes, an integer from 1 to classes. With 1 it is [`eqx_ensemble.scores.accuracy`][].
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (right) or 0.0 (wrong) per row, NaN for ignored rows.
+    - `k`: the number of classes, from 1 to classes.
+    - the others: as for [`eqx_ensemble.scores.nll`][].
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Ties are resolved in favour of the lowest class. A NaN prediction gives NaN, not 0, as
-    does a label out of range while tracing.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll`][], and `ValueError` for a `k` outside 1 to classes.
+    As [`eqx_ensemble.scores.accuracy`][].
 
     ```python
     logits = jnp.log(jnp.array([[[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]]))

@@ -4,11 +4,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import (
     ALL_ROWS,
     CountedRows,
+    RowWeightsLike,
     as_column,
     check_array,
     check_entries,
@@ -87,36 +88,26 @@ def crps(
     *,
     estimator: Literal["nrg", "fair"] = "nrg",
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Continuous ranked probability score of the members' point predictions as samples; lower is better.
+    r"""Continuous ranked probability score of the members' point predictions as samples.
 
-    In the unit of the target. The estimator `"nrg"` is the score of the members' empirical distribution, $\sum_m w_m
-    |x_m - y| - \frac12 \sum_{mn} w_m w_n |x_m - x_n|$. For `"fair"` the last sum is divided by $M (M - 1)$ instead of
-    $M^2$, which is unbiased for the distribution that members are drawn from, and does not favour larger ensembles. The
-    names are those of `scoringrules`. Members are sorted once and $\int (F(z) - [z \ge y])^2 dz$ is summed over the
-    gaps, in O(M log M) and without cancellation.
+    $\sum_m w_m |x_m - y| - \frac12 \sum_{mn} w_m w_n |x_m - x_n|$, in the unit of the target. For `"fair"` the last sum
+    is divided by $M (M - 1)$ instead of $M^2$: unbiased for the distribution that members are drawn from, without
+    favouring larger ensembles.
 
     **Arguments:**
 
     - `samples`: `(members, *batch)`, one number per member and entry.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `estimator`: `"nrg"` or `"fair"`; report which one was used.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+    - `targets`: `(*batch,)`.
+    - `estimator`: `"nrg"` or `"fair"`, as in `scoringrules`; report which one was used.
+    - `weights`: convex weights over members, `(members,)`. Only with `"nrg"`.
+    - `row_weights`, `reduction`: as for every score.
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. For one member, `"nrg"` is the absolute error. Infinite where the target or a member is,
-    unless all are equal.
-
-    **Raises:**
-
-    - `TypeError` for samples that are not floating-point.
-    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), invalid weights, and
-        `"fair"` with weights or with fewer than two members.
+    A scalar, or `(*batch,)`. For one member, `"nrg"` is the absolute error. Infinite where the target or a member is.
 
     ```python
     samples, targets = jnp.array([[0.0], [2.0]]), jnp.array([1.0])
@@ -125,7 +116,7 @@ def crps(
     ```
 
     ??? cite
-        [Fair scores for ensemble forecasts](https://doi.org/10.1002/qj.2270)
+        [Ferro, QJRMS 2014](https://doi.org/10.1002/qj.2270)
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     convex = check_estimator(estimator, points, weights)
@@ -208,35 +199,24 @@ def threshold_weighted_crps(
     chaining: Callable[[Array], Array] | None = None,
     estimator: Literal["nrg", "fair"] = "nrg",
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Threshold-weighted CRPS of the members' point predictions, for a range of values; lower is better.
+    r"""Threshold-weighted CRPS of the members' point predictions, for a range of values.
 
-    $\int w(z) (F(z) - [z \ge y])^2 dz$, which is [`eqx_ensemble.scores.crps`][] of $v(x_m)$ and $v(y)$ with the
-    chaining function $v$, an antiderivative of the weight $w \ge 0$. For thresholds, $w$ is one between them and zero
-    elsewhere, and $v$ clips. It is proper, unlike the CRPS restricted to rows with extreme targets.
+    $\int w(z) (F(z) - [z \ge y])^2 dz$: [`eqx_ensemble.scores.crps`][] of $v(x_m)$ and $v(y)$ with the chaining
+    function $v$, an antiderivative of the weight $w \ge 0$. Unlike the CRPS of rows with extreme targets, it is proper.
 
     **Arguments:**
 
-    - `samples`: `(members, *batch)`, one number per member and entry.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `lower`, `upper`: the thresholds, each a scalar or `(*batch,)`; unbounded if not given.
-    - `chaining`: $v$, instead of thresholds: an elementwise function that JAX can trace, such as
-        `lambda z: jax.nn.softplus(z - 3)`. It must be nondecreasing, which is not checked.
-    - `estimator`: `"nrg"` or `"fair"`, as for [`eqx_ensemble.scores.crps`][].
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Only with `"nrg"`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+    - `lower`, `upper`: the thresholds, each a scalar or `(*batch,)`, at which $v$ clips.
+    - `chaining`: $v$, instead of thresholds: an elementwise, nondecreasing function, such as
+        `lambda z: jax.nn.softplus(z - 3)`.
+    - the others: as for [`eqx_ensemble.scores.crps`][].
 
     **Returns:**
 
-    A scalar, or `(*batch,)`; at most the CRPS if $w \le 1$. Scores for different thresholds are not comparable.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.crps`][], and `ValueError` for neither or both of thresholds and `chaining`, thresholds
-    that are NaN or in the wrong order (where concrete), and a chaining function that changes shapes.
+    A scalar, or `(*batch,)`.
 
     ```python
     samples, targets = jnp.array([[0.0], [4.0]]), jnp.array([1.0])
@@ -245,9 +225,8 @@ def threshold_weighted_crps(
     ```
 
     ??? cite
-        [Evaluating Forecasts for High-Impact Events Using Transformed Kernel
-        Scores](https://doi.org/10.1137/22M1532184); thresholds after [Comparing Density Forecasts Using Threshold- and
-        Quantile-Weighted Scoring Rules](https://doi.org/10.1198/jbes.2010.08110)
+        [Allen et al., JUQ 2023](https://doi.org/10.1137/22M1532184); [Gneiting and Ranjan, JBES
+        2011](https://doi.org/10.1198/jbes.2010.08110)
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     convex = check_estimator(estimator, points, weights)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import CountedRows, check_regression, check_row_weights, check_variance, check_weights
+from .._check import CountedRows, RowWeightsLike, check_regression, check_row_weights, check_variance, check_weights
 from .._combination import by_rows
 from .._weighting import blank_unweighted, log_mixture, weighted_mean
 from ._reduce import Reduction, RowWeights, reduce, reduce_rows
@@ -17,31 +17,26 @@ def nll_gaussian(
     variance: Float[ArrayLike, "*batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Negative log-density, in nats, of the targets under a single Gaussian per entry; lower is better.
+    r"""Negative log-density, in nats, of the targets under a single Gaussian per entry.
 
-    $\frac12 \log(2 \pi \sigma^2) + (y - \mu)^2 / (2 \sigma^2)$. No `members` axis: pass the result of
-    [`eqx_ensemble.combine.gaussian`][] for the score reported in the deep-ensembles paper. For the mixture itself see
-    [`eqx_ensemble.scores.nll_gaussian_mixture`][].
+    $\frac12 \log(2 \pi \sigma^2) + (y - \mu)^2 / (2 \sigma^2)$. With the result of [`eqx_ensemble.combine.gaussian`][]
+    it is the score of the deep-ensembles paper.
 
     **Arguments:**
 
-    - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. Variances above zero.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+    - `mean`, `variance`, `targets`: of one shape `(*batch,)`, no `members` axis. Variances above zero.
+    - `row_weights`, `reduction`: as for every score.
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Several outputs per row are separate entries: for the joint density of independent
-    outputs, sum the values of `reduction="none"` over them.
+    A scalar, or `(*batch,)`. Joint density of independent outputs: sum the values of `reduction="none"`.
 
     **Raises:**
 
-    - `TypeError` for means or variances that are not floating-point.
-    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), and variances that are not
-        positive (where concrete).
+    `ValueError` for variances that are not positive.
 
     ```python
     ee.scores.nll_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([1.0]))
@@ -49,7 +44,7 @@ def nll_gaussian(
     ```
 
     ??? cite
-        [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
+        [Lakshminarayanan et al., NeurIPS 2017](https://arxiv.org/abs/1612.01474)
     """
     *arrays, rows = check_gaussian(
         mean, variance, targets, row_weights, members=False, positive=True, reduction=reduction
@@ -63,28 +58,23 @@ def nll_gaussian_mixture(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Negative log-density, in nats, of the targets under the mixture of the members' Gaussians; lower is better.
+    r"""Negative log-density, in nats, of the targets under the mixture of the members' Gaussians.
 
-    $-\log \sum_m w_m \, \mathcal{N}(y; \mu_m, \sigma_m^2)$ for each entry, computed in log space.
+    $-\log \sum_m w_m \, \mathcal{N}(y; \mu_m, \sigma_m^2)$ for each entry.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, of one shape. Variances above zero.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+    - `mean`, `variance`: `(members, *batch)`. Variances above zero.
+    - `targets`: `(*batch,)`.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
+    - `row_weights`, `reduction`: as for every score.
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Several outputs per row are separate entries, each with its own mixture.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll_gaussian`][], and `ValueError` for a missing `members` axis or invalid weights.
+    A scalar, or `(*batch,)`.
 
     ```python
     mean, variance = jnp.array([[-1.0], [1.0]]), jnp.ones((2, 1))
@@ -149,30 +139,20 @@ def crps_gaussian(
     variance: Float[ArrayLike, "*batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Continuous ranked probability score of a single Gaussian per entry, in closed form; lower is better.
+    r"""Continuous ranked probability score of a single Gaussian per entry, in closed form.
 
-    $\sigma (z (2 \Phi(z) - 1) + 2 \varphi(z) - \pi^{-1/2})$ with $z = (y - \mu) / \sigma$, in the unit of the
-    target. No `members` axis: pass the result of [`eqx_ensemble.combine.gaussian`][].
+    $\sigma (z (2 \Phi(z) - 1) + 2 \varphi(z) - \pi^{-1/2})$ with $z = (y - \mu) / \sigma$, in the unit of the target.
 
     **Arguments:**
 
-    - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. For variance zero, the score is the
-        absolute error.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+    As [`eqx_ensemble.scores.nll_gaussian`][]; variances may be zero.
 
     **Returns:**
 
     A scalar, or `(*batch,)`.
-
-    **Raises:**
-
-    - `TypeError` for means or variances that are not floating-point.
-    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), and negative variances
-        (where concrete).
 
     ```python
     ee.scores.crps_gaussian(jnp.array([0.0]), jnp.array([1.0]), jnp.array([0.0]))
@@ -180,7 +160,7 @@ def crps_gaussian(
     ```
 
     ??? cite
-        [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
+        [Gneiting and Raftery, JASA 2007](https://doi.org/10.1198/016214506000001437)
     """
     *arrays, rows = check_gaussian(
         mean, variance, targets, row_weights, members=False, positive=False, reduction=reduction
@@ -194,30 +174,21 @@ def crps_gaussian_mixture(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Continuous ranked probability score of the mixture of the members' Gaussians, in closed form; lower is better.
+    r"""Continuous ranked probability score of the mixture of the members' Gaussians, in closed form.
 
     $\sum_m w_m A(y - \mu_m, \sigma_m^2) - \frac12 \sum_{mn} w_m w_n A(\mu_m - \mu_n, \sigma_m^2 + \sigma_n^2)$, where
     $A(d, v)$ is the mean distance from zero of a Gaussian of mean $d$ and variance $v$. In the unit of the target.
-    Takes O(M^2) time and the memory of one member.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, of one shape. Members of variance zero are point masses.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+    As [`eqx_ensemble.scores.nll_gaussian_mixture`][], with weights `(members,)`; variances may be zero.
 
     **Returns:**
 
     A scalar, or `(*batch,)`.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.crps_gaussian`][], and `ValueError` for a missing `members` axis or invalid weights.
 
     ```python
     mean, variance = jnp.array([[-1.0], [1.0]]), jnp.ones((2, 1))
@@ -225,8 +196,7 @@ def crps_gaussian_mixture(
     ```
 
     ??? cite
-        [The continuous ranked probability score for circular variables and its application to mesoscale forecast
-        ensemble verification](https://doi.org/10.1256/qj.05.235)
+        [Grimit et al., QJRMS 2006](https://doi.org/10.1256/qj.05.235)
     """
     *arrays, rows = check_gaussian(
         mean, variance, targets, row_weights, members=True, positive=False, weights=weights, reduction=reduction

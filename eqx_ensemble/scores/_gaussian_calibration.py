@@ -3,9 +3,17 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, ArrayLike, Float, Real
 
-from .._check import check_floating, check_positive_int, check_row_weights, check_variance, check_word, promote
+from .._check import (
+    RowWeightsLike,
+    check_floating,
+    check_positive_int,
+    check_row_weights,
+    check_variance,
+    check_word,
+    promote,
+)
 from ._binning import bin_rows
 from ._gaussian import check_gaussian
 from ._pit import check_unit_interval
@@ -17,32 +25,28 @@ def quantile_calibration_error(
     *,
     num_levels: int = 99,
     kind: Literal["absolute", "squared"] = "absolute",
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
-    r"""Distance between predicted and observed quantiles: 0 if calibrated, lower is better.
+    r"""Distance between predicted and observed quantiles.
 
-    For a calibrated forecast, the fraction $\hat p_j$ of targets at or below their predicted quantiles of level $p_j =
-    j / (J + 1)$ is $p_j$. Two definitions are in use: `"absolute"` is the mean of $|\hat p_j - p_j|$ (Chung et al.);
-    `"squared"` is the sum of $(\hat p_j - p_j)^2$ (Kuleshov et al.), which grows with $J$: report the number of levels.
+    With the fraction $\hat p_j$ of targets at or below their predicted quantiles of level $p_j = j / (J + 1)$:
+    `"absolute"` is the mean of $|\hat p_j - p_j|$; `"squared"` the sum of $(\hat p_j - p_j)^2$, which grows with $J$.
 
     **Arguments:**
 
-    - `values`: the probability integral transform of the targets, from 0 to 1, `(*batch,)`: the result of
-        [`eqx_ensemble.scores.pit`][] for members that are samples, or of
-        [`eqx_ensemble.scores.pit_gaussian_mixture`][]. Pass the `row_weights` of those again.
-    - `num_levels`: the number of levels $J$.
+    - `values`: the result of [`eqx_ensemble.scores.pit`][] or [`eqx_ensemble.scores.pit_gaussian_mixture`][]. Pass
+        their `row_weights` again.
+    - `num_levels`: $J$; report it.
     - `kind`: `"absolute"` or `"squared"`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: as for every score.
 
     **Returns:**
 
-    A scalar. NaN if a value that is not ignored is NaN. For $M$ members that are samples, the resolution of levels is
-    $1 / M$.
+    A scalar. For $M$ members that are samples, the resolution of levels is $1 / M$.
 
     **Raises:**
 
-    - `TypeError` for values that are not floating-point.
-    - `ValueError` for fewer than one level, zero rows, invalid row weights, and values outside [0, 1] (where concrete).
+    `ValueError` for values outside [0, 1].
 
     ```python
     mean, variance = jnp.zeros((1, 1000)), jnp.full((1, 1000), 4.0)  # twice as wide
@@ -53,9 +57,8 @@ def quantile_calibration_error(
     ```
 
     ??? cite
-        [Beyond Pinball Loss: Quantile Methods for Calibrated Uncertainty
-        Quantification](https://arxiv.org/abs/2011.09588); squared after [Accurate Uncertainties for Deep Learning Using
-        Calibrated Regression](https://arxiv.org/abs/1807.00263)
+        [Chung et al., NeurIPS 2021](https://arxiv.org/abs/2011.09588); `"squared"`: [Kuleshov et al., ICML
+        2018](https://arxiv.org/abs/1807.00263)
     """
     (checked,) = promote(check_floating("values", values))
     rows = check_row_weights(row_weights, checked.shape, checked.dtype, reduction="mean")
@@ -88,29 +91,22 @@ def ence(
     targets: Real[ArrayLike, "*batch"],
     *,
     num_bins: int = 15,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
-    r"""Expected normalised calibration error of predicted variances: 0 if calibrated, lower is better.
+    r"""Expected normalised calibration error of predicted variances.
 
-    Entries are binned by variance, with equal numbers in each bin. The error is the mean over bins of $|\mathrm{RMV} -
-    \mathrm{RMSE}| / \mathrm{RMV}$, with the root mean predicted variance and the root mean squared error of the entries
-    of a bin. It is $|1 - 1/c|$ if all standard deviations are $c$ times the true ones. With $n$ entries in $K$ bins it
-    is about $\sqrt{K / (\pi n)}$ even for correct variances: compare models with the same bins and numbers of entries.
+    The mean over bins of entries, sorted by variance, of $|\mathrm{RMV} - \mathrm{RMSE}| / \mathrm{RMV}$, with the root
+    mean predicted variance. It is $|1 - 1/c|$ if all standard deviations are $c$ times the true ones. With $n$ entries
+    in $K$ bins it is about $\sqrt{K / (\pi n)}$ even for correct variances.
 
     **Arguments:**
 
-    - `mean`, `variance`, `targets`: of one shape `(*batch,)`; nothing is broadcast. Variances above zero. No `members`
-        axis: pass the result of [`eqx_ensemble.combine.gaussian`][].
+    - `mean`, `variance`, `targets`, `row_weights`: as for [`eqx_ensemble.scores.nll_gaussian`][].
     - `num_bins`: the number of bins $K$. Entries of equal variance share a bin.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
-    A dimensionless scalar. Equal variances for all entries can be calibrated: see [`eqx_ensemble.scores.sharpness`][].
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll_gaussian`][], and `ValueError` for fewer than one bin.
+    A dimensionless scalar.
 
     ```python
     targets = jax.random.normal(key, (1000,))
@@ -118,7 +114,7 @@ def ence(
     ```
 
     ??? cite
-        [Evaluating and Calibrating Uncertainty Prediction in Regression Tasks](https://doi.org/10.3390/s22155540)
+        [Levi et al., Sensors 2022](https://doi.org/10.3390/s22155540)
     """
     *arrays, rows = check_gaussian(mean, variance, targets, row_weights, members=False, positive=True, reduction="mean")
     check_positive_int(num_bins, "num_bins")
@@ -128,33 +124,27 @@ def ence(
 def sharpness(
     variance: Float[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
-    """Sharpness of predicted distributions: the root mean variance, in the unit of the target; lower is sharper.
+    """Sharpness of predicted distributions: the root mean variance, in the unit of the target.
 
-    It does not depend on the targets and is not informative by itself. Of two calibrated predictions the sharper is
-    better; predicting the mean and variance of all targets for every entry is calibrated too.
+    Of two calibrated predictions the sharper is better.
 
     **Arguments:**
 
-    - `variance`: `(*batch,)`, such as that of [`eqx_ensemble.combine.gaussian`][]; no `members` axis.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `variance`: `(*batch,)`, no `members` axis, such as that of [`eqx_ensemble.combine.gaussian`][].
+    - `row_weights`: as for every score.
 
     **Returns:**
 
     A scalar.
-
-    **Raises:**
-
-    - `TypeError` for variances that are not floating-point.
-    - `ValueError` for zero rows, invalid row weights, and negative variances (where concrete).
 
     ```python
     ee.scores.sharpness(jnp.array([1.0, 7.0]))  # sqrt(4) = 2.0
     ```
 
     ??? cite
-        [Probabilistic Forecasts, Calibration and Sharpness](https://doi.org/10.1111/j.1467-9868.2007.00587.x)
+        [Gneiting et al., JRSS B 2007](https://doi.org/10.1111/j.1467-9868.2007.00587.x)
     """
     (checked,) = promote(check_floating("variance", variance))
     rows = check_row_weights(row_weights, checked.shape, checked.dtype, reduction="mean")

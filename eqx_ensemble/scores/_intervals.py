@@ -6,6 +6,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._check import (
     CountedRows,
+    RowWeightsLike,
     check_array,
     check_entries,
     check_floating_arrays,
@@ -34,32 +35,22 @@ def interval_score(
     targets: Real[ArrayLike, "*batch"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Interval (Winkler) score of central intervals: width plus a penalty for targets outside; lower is better.
+    r"""Interval (Winkler) score of central intervals: width plus a penalty for targets outside.
 
     $(u - l) + \frac{2}{1 - \mathrm{level}} (\max(l - y, 0) + \max(y - u, 0))$, in the unit of the target. Its
-    expectation is minimised by the true quantiles: it balances coverage and width. Computed by `scoringrules`
-    (`pip install 'eqx_ensemble[scores]'`).
+    expectation is minimised by the true quantiles. Needs `scoringrules`.
 
     **Arguments:**
 
-    - `lower`, `upper`: the ends, of one shape; no `members` axis.
-    - `targets`: of the same shape; nothing is broadcast.
-    - `level`: the nominal coverage of the intervals, a Python number between 0 and 1.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+    - `level`: the nominal coverage of the intervals, between 0 and 1.
+    - the others: as for [`eqx_ensemble.scores.coverage`][].
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. Infinite for unbounded intervals, such as those of [`eqx_ensemble.conformal.split`][] with
-    too few rows, and infinite targets.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.coverage`][]; also `ValueError` for a level outside (0, 1), and `ImportError` without
-    scoringrules.
+    A scalar, or `(*batch,)`. Infinite for unbounded intervals.
 
     ```python
     ee.scores.interval_score(jnp.zeros(1), jnp.ones(1), jnp.array([1.1]), level=0.8)
@@ -67,7 +58,7 @@ def interval_score(
     ```
 
     ??? cite
-        [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
+        [Gneiting and Raftery, JASA 2007](https://doi.org/10.1198/016214506000001437)
     """
     rules = import_scoringrules()
     low, high, observed = check_regression(targets, members=False, lower=lower, upper=upper)
@@ -90,30 +81,23 @@ def pinball(
     targets: Real[ArrayLike, "*batch"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Pinball (quantile) score of predictions of a single quantile; lower is better.
+    r"""Pinball (quantile) score of predictions of a single quantile.
 
-    $\tau (y - q)$ for targets above the prediction and $(1 - \tau) (q - y)$ for targets below, with level $\tau$; in
-    the unit of the target. Computed by `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
+    $\tau (y - q)$ for targets above the prediction, $(1 - \tau) (q - y)$ for targets below, with level $\tau$. Needs
+    `scoringrules`.
 
     **Arguments:**
 
-    - `quantiles`, `targets`: of one shape `(*batch,)`, without a `members` axis; nothing is broadcast.
-    - `level`: the level of the predicted quantile, a Python number between 0 and 1.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+    - `quantiles`, `targets`: of one shape `(*batch,)`, no `members` axis.
+    - `level`: the level of the predicted quantile, between 0 and 1.
+    - `row_weights`, `reduction`: as for every score.
 
     **Returns:**
 
-    A scalar, or `(*batch,)`.
-
-    **Raises:**
-
-    - `ImportError` without scoringrules.
-    - `TypeError` for quantiles that are not floating-point.
-    - `ValueError` for mismatched shapes, and a level outside (0, 1).
+    A scalar, or `(*batch,)`, in the unit of the target.
 
     ```python
     ee.scores.pinball(jnp.zeros(2), jnp.array([1.0, -1.0]), level=0.9)
@@ -121,7 +105,7 @@ def pinball(
     ```
 
     ??? cite
-        [Regression Quantiles](https://doi.org/10.2307/1913643)
+        [Koenker and Bassett, Econometrica 1978](https://doi.org/10.2307/1913643)
     """
     rules = import_scoringrules()
     predicted, observed = check_regression(targets, members=False, quantiles=quantiles)
@@ -138,27 +122,23 @@ def coverage(
     upper: Float[ArrayLike, "*batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Fraction of targets inside their intervals, ends included; ideally equal to the level of the intervals.
 
     **Arguments:**
 
-    - `lower`, `upper`: the ends, such as those of [`eqx_ensemble.uncertainty.gaussian_interval`][]; no `members` axis.
-    - `targets`: of the same shape; nothing is broadcast.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for 1.0 (inside) or 0.0 (outside) per entry, NaN for ignored
-        ones.
+    - `lower`, `upper`, `targets`: of one shape `(*batch,)`, no `members` axis.
+    - `row_weights`, `reduction`: as for every score.
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. NaN where an end or the target is NaN.
+    A scalar, or `(*batch,)`.
 
     **Raises:**
 
-    - `TypeError` for ends that are not floating-point.
-    - `ValueError` for mismatched shapes, and lower ends above upper ends (where concrete).
+    `ValueError` for lower ends above upper ends.
 
     ```python
     ee.scores.coverage(jnp.zeros(2), jnp.ones(2), jnp.array([0.5, 3.0]))  # 0.5
@@ -174,25 +154,18 @@ def width(
     lower: Float[ArrayLike, "*batch"],
     upper: Float[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Width of intervals, in the unit of the target; at equal coverage, narrower is better.
 
     **Arguments:**
 
-    - `lower`, `upper`: the ends, of one shape; no `members` axis.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+    As [`eqx_ensemble.scores.coverage`][], without `targets`.
 
     **Returns:**
 
     A scalar, or `(*batch,)`.
-
-    **Raises:**
-
-    - `TypeError` for ends that are not floating-point.
-    - `ValueError` for mismatched shapes, and for a lower end above its upper end (where concrete).
 
     ```python
     ee.scores.width(jnp.zeros(2), jnp.array([1.0, 3.0]))  # 2.0
@@ -220,26 +193,20 @@ def set_coverage(
     sets: Bool[ArrayLike, "*batch classes"],
     labels: Integer[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Fraction of labels inside their prediction sets; ideally equal to the level of the sets.
 
     **Arguments:**
 
-    - `sets`: booleans `(*batch, classes)`, such as those of [`eqx_ensemble.conformal.aps`][]; no `members` axis.
+    - `sets`: booleans `(*batch, classes)`, no `members` axis.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for 1.0 (inside) or 0.0 (outside) per row, NaN for ignored rows.
+    - `row_weights`, `reduction`: as for every score.
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. While tracing, a label out of range makes its row NaN.
-
-    **Raises:**
-
-    - `TypeError` for sets that are not boolean or labels that are not integers.
-    - `ValueError` for mismatched shapes, and labels out of range (where concrete).
+    A scalar, or `(*batch,)`.
 
     ```python
     sets = jnp.array([[True, True, False], [True, False, False]])
@@ -255,25 +222,18 @@ def set_coverage(
 def set_size(
     sets: Bool[ArrayLike, "*batch classes"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Number of classes in prediction sets; at equal coverage, smaller is better.
 
     **Arguments:**
 
-    - `sets`: booleans `(*batch, classes)`; no `members` axis.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
+    As [`eqx_ensemble.scores.set_coverage`][], without `labels`.
 
     **Returns:**
 
     A scalar, or `(*batch,)`.
-
-    **Raises:**
-
-    - `TypeError` for sets that are not boolean.
-    - `ValueError` for sets without a class axis.
 
     ```python
     ee.scores.set_size(jnp.array([[True, True, False], [True, False, False]]))  # 1.5

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import (
     CountedRows,
+    RowWeightsLike,
     as_column,
     check_array,
     check_nonnegative,
@@ -26,32 +27,21 @@ def dawid_sebastiani(
     samples: Float[ArrayLike, " members *batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Dawid-Sebastiani score of the mean and the variance of the members' point predictions; lower is better.
+    r"""Dawid-Sebastiani score of the mean and the variance of the members' point predictions.
 
-    $(y - \mu)^2 / \sigma^2 + \log \sigma^2$ with the members' mean $\mu$ and variance $\sigma^2$ (ddof 1). It depends
-    on these two moments only, and is twice the negative log-density of their Gaussian minus $\log 2 \pi$. For members
-    that predict variances use [`eqx_ensemble.scores.nll_gaussian`][] with [`eqx_ensemble.combine.gaussian`][]. Computed
-    by `scoringrules` (`pip install 'eqx_ensemble[scores]'`).
+    $(y - \mu)^2 / \sigma^2 + \log \sigma^2$ with the members' mean $\mu$ and variance $\sigma^2$ (ddof 1). For members
+    that predict variances use [`eqx_ensemble.scores.nll_gaussian`][]. Needs `scoringrules`.
 
     **Arguments:**
 
-    - `samples`: `(members, *batch)`, one number per member and entry; at least two members, equally weighted.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+    As [`eqx_ensemble.scores.crps`][]; at least two members, equally weighted.
 
     **Returns:**
 
     A scalar, or `(*batch,)`. Not finite where all members are equal.
-
-    **Raises:**
-
-    - `ImportError` without scoringrules.
-    - `TypeError` for samples that are not floating-point.
-    - `ValueError` for mismatched shapes, and for fewer than two members.
 
     ```python
     ee.scores.dawid_sebastiani(jnp.array([[0.0], [2.0]]), jnp.array([1.0]))
@@ -59,7 +49,7 @@ def dawid_sebastiani(
     ```
 
     ??? cite
-        [Coherent Dispersion Criteria for Optimal Experimental Design](https://doi.org/10.1214/aos/1018031101)
+        [Dawid and Sebastiani, AoS 1999](https://doi.org/10.1214/aos/1018031101)
     """
     rules = import_scoringrules()
     points, observed = check_regression(targets, members=True, samples=samples)
@@ -151,37 +141,27 @@ def energy_score(
     *,
     estimator: Literal["nrg", "fair"] = "nrg",
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Energy score of the members' multi-output predictions as samples; lower is better.
+    r"""Energy score of the members' multi-output predictions as samples.
 
     $\sum_m w_m \lVert x_m - y \rVert - \frac12 \sum_{mn} w_m w_n \lVert x_m - x_n \rVert$ with Euclidean norms over
-    outputs, which must have the same unit: a generalisation of [`eqx_ensemble.scores.crps`][] to vectors. Computed by
-    `scoringrules` (`pip install 'eqx_ensemble[scores]'`), which allocates an array `(*batch, members, members, out)`.
+    outputs of one unit. Needs `scoringrules`, which allocates `(*batch, members, members, out)`.
 
     **Arguments:**
 
     - `samples`: `(members, *batch, out)`.
-    - `targets`: `(*batch, out)`; nothing is broadcast.
-    - `estimator`: `"nrg"`, or `"fair"`, whose last sum is divided by $M (M - 1)$ instead of $M^2$; report which one was
-        used.
-    - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. Members of weight zero are
-        ignored. Only with `"nrg"`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
+    - `targets`: `(*batch, out)`.
+    - the others: as for [`eqx_ensemble.scores.crps`][]; `weights` are concrete.
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. It is not differentiable.
+    A scalar, or `(*batch,)`.
 
     **Raises:**
 
-    - `ImportError` without scoringrules.
-    - `TypeError` for samples that are not floating-point.
-    - `ValueError` for mismatched shapes, invalid or traced weights, and `"fair"` with weights or with fewer than two
-        members.
-    - `NotImplementedError` when differentiated.
+    `NotImplementedError` when differentiated.
 
     ```python
     samples, targets = jnp.array([[[0.0, 0.0]], [[6.0, 8.0]]]), jnp.array([[3.0, 4.0]])
@@ -189,7 +169,7 @@ def energy_score(
     ```
 
     ??? cite
-        [Strictly Proper Scoring Rules, Prediction, and Estimation](https://doi.org/10.1198/016214506000001437)
+        [Gneiting and Raftery, JASA 2007](https://doi.org/10.1198/016214506000001437)
     """
     name = "scores.energy_score"
     rules = import_scoringrules()
@@ -207,48 +187,33 @@ def variogram_score(
     pair_weights: Real[ArrayLike, "out out"] | None = None,
     estimator: Literal["nrg", "fair"] = "nrg",
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Variogram score of the members' multi-output predictions as samples; lower is better.
+    r"""Variogram score of the members' multi-output predictions as samples.
 
-    $\sum_{ij} w_{ij} (|y_i - y_j|^p - \sum_m w_m |x_{mi} - x_{mj}|^p)^2$ over all ordered pairs of outputs, with order
-    $p$. It measures dependence between outputs better than [`eqx_ensemble.scores.energy_score`][], but ignores an
-    offset common to all outputs: also report a univariate score. Computed by `scoringrules`
-    (`pip install 'eqx_ensemble[scores]'`), which allocates an array `(*batch, members, out, out)`.
+    $\sum_{ij} w_{ij} (|y_i - y_j|^p - \sum_m w_m |x_{mi} - x_{mj}|^p)^2$ over all ordered pairs of outputs: it measures
+    their dependence, but ignores an offset common to all. Needs `scoringrules`, which allocates
+    `(*batch, members, out, out)`; for `"fair"` `(*batch, members, members, out, out)`.
 
     **Arguments:**
 
-    - `samples`: `(members, *batch, out)`.
-    - `targets`: `(*batch, out)`; nothing is broadcast.
     - `order`: $p$, a positive number; 0.5, 1 and 2 are usual.
-    - `pair_weights`: $w_{ij}$, non-negative, `(out, out)`, such as inverse distances between stations; one if not
-        given.
-    - `estimator`: `"nrg"`, or `"fair"`, which is unbiased for the distribution that members are drawn from, and
-        allocates `(*batch, members, members, out, out)`.
-    - `weights`: convex weights over members, `(members,)`, concrete; divided by their sum. Members of weight zero are
-        ignored. Only with `"nrg"`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all rows, or `"none"` for one value per row, NaN for ignored rows.
+    - `pair_weights`: $w_{ij}$, non-negative, `(out, out)`.
+    - the others: as for [`eqx_ensemble.scores.energy_score`][].
 
     **Returns:**
 
-    A scalar, or `(*batch,)`. It is not differentiable.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.energy_score`][], and `ValueError` for an order that is not positive, and invalid pair
-    weights.
+    A scalar, or `(*batch,)`.
 
     ```python
     samples, targets = jnp.array([[[0.0, 1.0]], [[0.0, 9.0]]]), jnp.array([[0.0, 4.0]])
-    # both pairs: 2 * (2 - (1 + 3) / 2)**2 = 0
+    # 2 * (2 - (1 + 3) / 2)**2 = 0
     ee.scores.variogram_score(samples, targets)
     ```
 
     ??? cite
-        [Variogram-Based Proper Scoring Rules for Probabilistic Forecasts of Multivariate
-        Quantities](https://doi.org/10.1175/MWR-D-14-00269.1)
+        [Scheuerer and Hamill, MWR 2015](https://doi.org/10.1175/MWR-D-14-00269.1)
     """
     name = "scores.variogram_score"
     rules = import_scoringrules()

@@ -7,6 +7,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Key, Real
 
 from .._check import (
     CountedRows,
+    RowWeightsLike,
     check_counted_rows,
     check_entries,
     check_key,
@@ -27,20 +28,17 @@ def rank_histogram(
     samples: Float[ArrayLike, " members *batch"],
     targets: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     key: Any,
 ) -> Int32[Array, " ranks"]:
     """Histogram of the target's rank among the members, from lowest to highest; flat if calibrated.
 
-    Ties between target and members are broken uniformly at random. Members are equally weighted: for weights see
-    [`eqx_ensemble.scores.pit`][]. Row weights are booleans: sums of numbers are not counts, and have different noise.
-
     **Arguments:**
 
-    - `samples`: `(members, *batch)`, one number per member and entry.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `row_weights`: booleans `(*batch,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
-    - `key`: one threefry key, typed or legacy, to break ties.
+    - `samples`: `(members, *batch)`, equally weighted. For weights see [`eqx_ensemble.scores.pit`][].
+    - `targets`: `(*batch,)`.
+    - `row_weights`: booleans.
+    - `key`: one random key, to break ties.
 
     **Returns:**
 
@@ -48,8 +46,7 @@ def rank_histogram(
 
     **Raises:**
 
-    - `TypeError` for samples that are not floating-point, and for an invalid key.
-    - `ValueError` for mismatched shapes and NaN (where concrete; rows with NaN are ignored while tracing).
+    `ValueError` for NaN (while tracing, rows with NaN are ignored).
 
     ```python
     samples, targets = jnp.array([[0.0, 0.0], [2.0, 2.0]]), jnp.array([1.0, 3.0])
@@ -57,8 +54,7 @@ def rank_histogram(
     ```
 
     ??? cite
-        [Interpretation of Rank Histograms for Verifying Ensemble
-        Forecasts](https://doi.org/10.1175/1520-0493(2001)129%3C0550:IORHFV%3E2.0.CO;2)
+        [Hamill, MWR 2001](https://doi.org/10.1175/1520-0493(2001)129%3C0550:IORHFV%3E2.0.CO;2)
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     rows = check_counted_rows(row_weights, observed.shape)
@@ -89,32 +85,23 @@ def pit(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     key: Any = None,
 ) -> Float[Array, "*batch"]:
     r"""Probability integral transform of the targets under the members' empirical distribution.
 
     $\sum_m w_m [x_m < y] + V \sum_m w_m [x_m = y]$, where $V$ is uniform on [0, 1] with a `key`, and one half without.
-    For a calibrated forecast the values are uniform on [0, 1]: an excess near the ends indicates an underdispersed
-    ensemble, an excess in the middle an overdispersed one.
+    An excess near 0 and 1 indicates an underdispersed ensemble, in the middle an overdispersed one.
 
     **Arguments:**
 
-    - `samples`: `(members, *batch)`, one number per member and entry.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `row_weights`: booleans or numbers `(*batch,)`; rows of `False` or zero are NaN in the result.
-    - `key`: one threefry key, typed or legacy, to randomise ties between targets and members, as for counts and other
-        discrete targets.
+    - `samples`, `targets`, `weights`: as for [`eqx_ensemble.scores.crps`][].
+    - `row_weights`: rows of `False` or zero are NaN in the result.
+    - `key`: one random key, to randomise ties between targets and members, as for counts.
 
     **Returns:**
 
-    `(*batch,)`. Without ties, values are sums of members' weights: to test uniformity with few members use
-    [`eqx_ensemble.scores.rank_histogram`][]. NaN where a member or the target is NaN.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.crps`][], and `TypeError` for an invalid key.
+    `(*batch,)`, from 0 to 1. To test uniformity with few members use [`eqx_ensemble.scores.rank_histogram`][].
 
     ```python
     ee.scores.pit(jnp.array([[0.0], [1.0], [1.0], [4.0]]), jnp.array([1.0]))
@@ -122,7 +109,7 @@ def pit(
     ```
 
     ??? cite
-        [Predictive Model Assessment for Count Data](https://doi.org/10.1111/j.1541-0420.2009.01191.x)
+        [Czado et al., Biometrics 2009](https://doi.org/10.1111/j.1541-0420.2009.01191.x)
     """
     points, observed = check_regression(targets, members=True, samples=samples)
     convex = check_weights(weights, points.shape[0], points.dtype)
@@ -139,7 +126,7 @@ def pit_gaussian_mixture(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, "*batch"]:
     r"""Probability integral transform of the targets under the mixture of the members' Gaussians.
 
@@ -147,18 +134,12 @@ def pit_gaussian_mixture(
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, of one shape. Variances above zero.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `row_weights`: booleans or numbers `(*batch,)`; rows of `False` or zero are NaN in the result.
+    - `mean`, `variance`, `targets`: as for [`eqx_ensemble.scores.nll_gaussian_mixture`][].
+    - `weights`, `row_weights`: as for [`eqx_ensemble.scores.pit`][].
 
     **Returns:**
 
-    `(*batch,)`, for [`eqx_ensemble.scores.pit_histogram`][].
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.nll_gaussian_mixture`][].
+    `(*batch,)`.
 
     ```python
     mean, variance = jnp.array([[-1.0], [1.0]]), jnp.ones((2, 1))
@@ -184,23 +165,15 @@ def pit_histogram(
 ) -> Int32[Array, " bins"]:
     """Histogram of a probability integral transform in bins of equal width; flat if calibrated.
 
-    Row weights are booleans: sums of numbers are not counts, and have different noise.
-
     **Arguments:**
 
-    - `values`: of any shape, from 0 to 1: the result of [`eqx_ensemble.scores.pit`][] or
-        [`eqx_ensemble.scores.pit_gaussian_mixture`][].
-    - `num_bins`: the number of bins. Bins include their upper end; the first also includes 0.
-    - `row_weights`: booleans of the same shape, or 0 and 1; NaN, and entries of `False` or 0, are ignored.
+    - `values`: as for [`eqx_ensemble.scores.quantile_calibration_error`][]; NaN is ignored.
+    - `num_bins`: the number of bins, which include their upper end; the first also includes 0.
+    - `row_weights`: booleans.
 
     **Returns:**
 
     int32 counts `(bins,)`.
-
-    **Raises:**
-
-    - `TypeError` for values that are not floating-point.
-    - `ValueError` for fewer than one bin, and for values outside [0, 1] (where concrete; ignored while tracing).
 
     ```python
     ee.scores.pit_histogram(jnp.array([0.0, 0.1, 0.5, 0.9]), num_bins=2)  # [3, 1]

@@ -3,10 +3,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from .._brief import brief_repr
-from .._check import check_level
+from .._check import RowWeightsLike, check_level
 from .._combination import sort_rows
 from ._reduce import check_ranking, mean_of_rows, running_sum, ties
 
@@ -15,28 +15,25 @@ def auroc(
     scores: Float[ArrayLike, "*batch"],
     positives: Bool[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
     """Area under the ROC curve: the probability that a positive row has a higher score than a negative one.
 
-    Ties count exactly one half. 0.5 is chance level, 1 a perfect ranking.
+    Ties count one half. 0.5 is chance level.
 
     **Arguments:**
 
-    - `scores`: one number per row `(*batch,)`, higher for likely positives, such as a measure of uncertainty.
-    - `positives`: booleans `(*batch,)`, such as out-of-distribution rows, or wrongly predicted rows.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `scores`: one number per row `(*batch,)`, higher for likely positives.
+    - `positives`: booleans `(*batch,)`, such as out-of-distribution or wrongly predicted rows.
+    - `row_weights`: as for every score.
 
     **Returns:**
 
-    A scalar. NaN if a row that is not ignored has a NaN score and, while tracing, if there are no positive or no
-    negative rows. For several scores, such as one per member, use `jax.vmap`.
+    A scalar. While tracing, NaN without positive or without negative rows.
 
     **Raises:**
 
-    - `TypeError` for scores that are not floating-point, and positives that are not boolean.
-    - `ValueError` for mismatched shapes, invalid row weights, and rows that are all positive or all negative (where
-        concrete).
+    `ValueError` for rows that are all positive or all negative.
 
     ```python
     inside, outside = jnp.array([0.1, 0.2, 0.3]), jnp.array([0.2, 0.9])
@@ -45,8 +42,7 @@ def auroc(
     ```
 
     ??? cite
-        [The Meaning and Use of the Area under a Receiver Operating Characteristic (ROC)
-        Curve](https://doi.org/10.1148/radiology.143.1.7063747)
+        [Hanley and McNeil, Radiology 1982](https://doi.org/10.1148/radiology.143.1.7063747)
     """
     return _auroc(_rank(scores, positives, row_weights))
 
@@ -55,25 +51,20 @@ def aupr(
     scores: Float[ArrayLike, "*batch"],
     positives: Bool[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
     r"""Area under the precision-recall curve, as average precision, $\sum_k (R_k - R_{k-1}) P_k$ over thresholds.
 
-    Recall $R_k$ and precision $P_k$ are those of all rows at or above the $k$-th highest distinct score: tied rows are
-    one point. There is no interpolation, which would be too optimistic. The chance level is the fraction of positive
-    rows: areas for different fractions, or with positive and negative rows swapped, are not comparable.
+    Recall $R_k$ and precision $P_k$ are those of all rows at or above the $k$-th highest distinct score. The chance
+    level is the fraction of positive rows: areas for different fractions are not comparable.
 
     **Arguments:**
 
-    - `scores`, `positives`, `row_weights`: as for [`eqx_ensemble.scores.auroc`][].
+    As [`eqx_ensemble.scores.auroc`][].
 
     **Returns:**
 
-    A scalar, as for [`eqx_ensemble.scores.auroc`][].
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.auroc`][].
+    A scalar.
 
     ```python
     scores, positives = jnp.array([0.9, 0.8, 0.7]), jnp.array([True, False, True])
@@ -81,7 +72,7 @@ def aupr(
     ```
 
     ??? cite
-        [The Relationship Between Precision-Recall and ROC Curves](https://doi.org/10.1145/1143844.1143874)
+        [Davis and Goadrich, ICML 2006](https://doi.org/10.1145/1143844.1143874)
     """
     return _aupr(_rank(scores, positives, row_weights))
 
@@ -91,26 +82,21 @@ def fpr_at_tpr(
     positives: Bool[ArrayLike, "*batch"],
     *,
     level: float = 0.95,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
     """False positive rate at the threshold where the true positive rate reaches `level`: by default FPR95.
 
-    The highest such threshold is used; rows at the threshold count as positive, without interpolation.
+    Papers on out-of-distribution detection differ in which rows are positive: for positive in-distribution rows pass
+    `-scores, ~positives`.
 
     **Arguments:**
 
-    - `scores`, `positives`, `row_weights`: as for [`eqx_ensemble.scores.auroc`][]. Papers on
-        out-of-distribution detection differ in which rows are positive. For positive in-distribution rows pass
-        `-scores, ~positives`, with scores that are high out of distribution.
-    - `level`: the true positive rate, a Python number between 0 and 1.
+    - `level`: the true positive rate, between 0 and 1.
+    - the others: as for [`eqx_ensemble.scores.auroc`][].
 
     **Returns:**
 
-    A scalar, as for [`eqx_ensemble.scores.auroc`][]; lower is better.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.auroc`][], and `ValueError` for a level outside (0, 1).
+    A scalar, without interpolation; lower is better.
 
     ```python
     scores = jnp.array([0.9, 0.8, 0.7, 0.1])
@@ -192,9 +178,7 @@ class RocCurve(NamedTuple):
 class PrecisionRecallCurve(NamedTuple):
     """The points of a precision-recall curve from recall 0 to recall 1: arrays `(rows + 1,)`.
 
-    - `precision`: the fraction of positive rows among those whose score is at or above the threshold; 1 at the first
-        point.
-    - `recall`: the fraction of positive rows whose score is at or above the threshold.
+    - `precision`, `recall`: of the rows whose score is at or above the threshold; precision is 1 at the first point.
     - `thresholds`: from infinity down to the lowest score.
     """
 
@@ -209,26 +193,19 @@ def roc_curve(
     scores: Float[ArrayLike, "*batch"],
     positives: Bool[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> RocCurve:
     """ROC curve: true against false positive rate at every threshold, for [`eqx_ensemble.plot.roc_curve`][].
 
-    Each row is a point: the number of points does not depend on values, and the function can be compiled. Tied rows
-    repeat their point; ignored rows repeat the last one. Without repeated points it equals
-    `sklearn.metrics.roc_curve(drop_intermediate=False)`; its `jnp.trapezoid` is [`eqx_ensemble.scores.auroc`][].
+    Each row is a point: tied rows repeat their point, ignored rows the last one.
 
     **Arguments:**
 
-    - `scores`, `positives`, `row_weights`: as for [`eqx_ensemble.scores.auroc`][].
+    As [`eqx_ensemble.scores.auroc`][].
 
     **Returns:**
 
-    [`eqx_ensemble.scores.RocCurve`][]. Rates are NaN if a row that is not ignored has a NaN score and, while tracing,
-    if there are no positive or no negative rows.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.auroc`][].
+    [`eqx_ensemble.scores.RocCurve`][].
 
     ```python
     scores, positives = jnp.array([0.9, 0.8, 0.7]), jnp.array([True, False, True])
@@ -238,7 +215,7 @@ def roc_curve(
     ```
 
     ??? cite
-        [An Introduction to ROC Analysis](https://doi.org/10.1016/j.patrec.2005.10.010)
+        [Fawcett, PRL 2006](https://doi.org/10.1016/j.patrec.2005.10.010)
     """
     return _roc_curve(_rank(scores, positives, row_weights))
 
@@ -247,26 +224,20 @@ def precision_recall_curve(
     scores: Float[ArrayLike, "*batch"],
     positives: Bool[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> PrecisionRecallCurve:
     """Precision against recall at every threshold, for [`eqx_ensemble.plot.precision_recall_curve`][].
 
-    Points are as in [`eqx_ensemble.scores.roc_curve`][], from the highest threshold to the lowest. Without repeated
-    points, and in reverse, it equals `sklearn.metrics.precision_recall_curve`. Do not connect the points by straight
-    lines: precision is not interpolated between them, see [`eqx_ensemble.scores.aupr`][].
+    Points are as in [`eqx_ensemble.scores.roc_curve`][], in the reverse order of scikit-learn. Do not connect them by
+    straight lines.
 
     **Arguments:**
 
-    - `scores`, `positives`, `row_weights`: as for [`eqx_ensemble.scores.auroc`][].
+    As [`eqx_ensemble.scores.auroc`][].
 
     **Returns:**
 
-    [`eqx_ensemble.scores.PrecisionRecallCurve`][]. Recall is NaN if a row that is not ignored has a NaN score and,
-    while tracing, if there are no positive rows. The last precision is the fraction of positive rows, the chance level.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.auroc`][].
+    [`eqx_ensemble.scores.PrecisionRecallCurve`][]. The last precision is the chance level.
 
     ```python
     scores, positives = jnp.array([0.9, 0.8, 0.7]), jnp.array([True, False, True])
@@ -275,7 +246,7 @@ def precision_recall_curve(
     ```
 
     ??? cite
-        [The Relationship Between Precision-Recall and ROC Curves](https://doi.org/10.1145/1143844.1143874)
+        [Davis and Goadrich, ICML 2006](https://doi.org/10.1145/1143844.1143874)
     """
     return _precision_recall_curve(_rank(scores, positives, row_weights))
 

@@ -2,9 +2,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, ArrayLike, Float, Real
 
-from .._check import as_column, check_regression, check_row_weights, check_weights
+from .._check import RowWeightsLike, as_column, check_regression, check_row_weights, check_weights
 from .._combination import pays_if_large
 from .._weighting import blank_unweighted, known_mean, sum_members, weighted_mean
 from ._reduce import Reduction, RowWeights, counts, mean_of_rows, reduce, root, total_weight, weigh
@@ -19,28 +19,22 @@ def rmse(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
-    r"""Root mean squared error of the ensemble mean, in the unit of the target; lower is better.
+    r"""Root mean squared error of the ensemble mean, in the unit of the target.
 
-    $\sqrt{\frac1n \sum_i (\sum_m w_m x_{mi} - y_i)^2}$ over all entries of `*batch`.
+    $\sqrt{\frac1n \sum_i (\sum_m w_m x_{mi} - y_i)^2}$.
 
     **Arguments:**
 
     - `predictions`: `(members, *batch)`.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `targets`: `(*batch,)`.
+    - `weights`: convex weights over members, `(members,)`.
+    - `row_weights`: as for every score.
 
     **Returns:**
 
     A scalar. The gradient at a perfect fit is zero.
-
-    **Raises:**
-
-    - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), zero rows, and invalid
-        weights.
 
     ```python
     predictions, targets = jnp.array([[0.0, 1.0], [2.0, 1.0]]), jnp.array([1.0, 1.0])
@@ -57,26 +51,17 @@ def mean_member_rmse(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
-    """Mean root mean squared error of the members; lower is better.
-
-    The gain from combining members is this minus [`eqx_ensemble.scores.rmse`][].
+    """Mean root mean squared error of the members: this minus [`eqx_ensemble.scores.rmse`][] is the gain.
 
     **Arguments:**
 
-    - `predictions`: `(members, *batch)`.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    As [`eqx_ensemble.scores.rmse`][].
 
     **Returns:**
 
     A scalar, in the unit of the target.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.rmse`][].
 
     ```python
     ee.scores.mean_member_rmse(jnp.array([[0.0], [4.0]]), jnp.array([1.0]))
@@ -189,29 +174,20 @@ def mae(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
-    r"""Mean absolute error of the ensemble mean, in the unit of the target; lower is better.
+    """Mean absolute error of the ensemble mean, in the unit of the target.
 
-    $\frac1n \sum_i |\sum_m w_m x_{mi} - y_i|$ over all entries of `*batch`. Its expectation is minimised by the median:
-    pass `ee.combine.median(predictions)[None]` to score the members' median.
+    To score the members' median, pass `ee.combine.median(predictions)[None]`.
 
     **Arguments:**
 
-    - `predictions`: `(members, *batch)`.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
-    - `reduction`: `"mean"` over all entries, or `"none"` for one value per entry, NaN for ignored ones.
+    As [`eqx_ensemble.scores.rmse`][], and `reduction`.
 
     **Returns:**
 
     A scalar, or `(*batch,)`.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.rmse`][].
 
     ```python
     predictions, targets = jnp.array([[0.0, 1.0], [2.0, 1.0]]), jnp.array([1.0, 3.0])
@@ -227,28 +203,19 @@ def r2(
     targets: Real[ArrayLike, "*batch"],
     *,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
-    r"""Coefficient of determination $R^2$ of the ensemble mean: 1 is perfect, 0 equals predicting the mean target.
+    """Coefficient of determination $R^2$ of the ensemble mean: 1 is perfect, 0 equals predicting the mean target.
 
-    $1 - \sum_i (\sum_m w_m x_{mi} - y_i)^2 / \sum_i (y_i - \bar y)^2$ over all entries of `*batch`, with the mean $\bar
-    y$ of these targets. Several outputs share one mean: for one $R^2$ per output use
-    `jax.vmap(ee.scores.r2, in_axes=-1)(predictions, targets)`.
+    For one $R^2$ per output use `jax.vmap(ee.scores.r2, in_axes=-1)(predictions, targets)`.
 
     **Arguments:**
 
-    - `predictions`: `(members, *batch)`.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    As [`eqx_ensemble.scores.rmse`][].
 
     **Returns:**
 
-    A scalar of at most 1. If all targets are equal, minus infinity, or NaN if all predictions equal them too.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.rmse`][].
+    A scalar. Minus infinity, or NaN, if all targets are equal.
 
     ```python
     predictions, targets = jnp.array([[1.0, 2.0, 3.0]]), jnp.array([1.0, 2.0, 4.0])

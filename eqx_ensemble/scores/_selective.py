@@ -6,13 +6,13 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._brief import brief_repr
-from .._check import check_counted_rows
+from .._check import RowWeightsLike, check_counted_rows
 from .._combination import sort_rows
 from ._reduce import RowWeights, check_selection, counts, mean_of_rows, running_sum, ties, weigh
 
 
 class RiskCoverage(NamedTuple):
-    """The fraction of accepted rows, `coverage`, and their mean loss, `risk`, each `(rows,)`."""
+    """The fraction of accepted rows, `coverage`, increasing to 1, and their mean loss, `risk`, each `(rows,)`."""
 
     coverage: Float[Array, " rows"]
     risk: Float[Array, " rows"]
@@ -24,29 +24,22 @@ def risk_coverage(
     uncertainty: Float[ArrayLike, "*batch"],
     losses: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> RiskCoverage:
     """Risk-coverage curve of selective prediction: the mean loss when the least certain rows are rejected.
 
-    Point `k` is the mean loss of the `k + 1` rows with the lowest uncertainty. The risk of tied rows is its expectation
-    over their random order, so the row order does not matter. With weights, risks are weighted means and coverages are
-    fractions of the weight; points of tied rows are then equally spaced.
+    Point `k` is the mean loss of the `k + 1` rows with the lowest uncertainty; for tied rows, its expectation over
+    their random order. Row weights weight both axes.
 
     **Arguments:**
 
     - `uncertainty`: one number per row `(*batch,)`, higher is less certain.
-    - `losses`: `(*batch,)`, such as `scores.nll(logits, labels, reduction="none")`, or one minus `scores.accuracy`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `losses`: `(*batch,)`, such as `scores.nll(logits, labels, reduction="none")`.
+    - `row_weights`: as for every score.
 
     **Returns:**
 
-    A named tuple with `.coverage`, increasing to 1, and `.risk`, each `(rows,)`; ignored rows repeat the last point.
-    NaN if a row that is not ignored is NaN.
-
-    **Raises:**
-
-    - `TypeError` for uncertainties that are not floating-point.
-    - `ValueError` for mismatched shapes, zero rows, and invalid row weights.
+    [`eqx_ensemble.scores.RiskCoverage`][]; ignored rows repeat the last point.
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])
@@ -54,7 +47,7 @@ def risk_coverage(
     ```
 
     ??? cite
-        [Selective Classification for Deep Neural Networks](https://arxiv.org/abs/1705.08500)
+        [Geifman and El-Yaniv, NeurIPS 2017](https://arxiv.org/abs/1705.08500)
     """
     return _risk_coverage(_rank(*check_selection(uncertainty, losses, row_weights)))
 
@@ -63,26 +56,19 @@ def aurc(
     uncertainty: Float[ArrayLike, "*batch"],
     losses: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
-    r"""Area under the risk-coverage curve, $\frac1n \sum_{k=1}^n \mathrm{risk}_k$; lower is better.
+    r"""Area under the risk-coverage curve, $\frac1n \sum_{k=1}^n \mathrm{risk}_k$, in the unit of the loss.
 
-    In the unit of the loss. It depends on the ranking and on the predictions: for the ranking alone see
-    [`eqx_ensemble.scores.excess_aurc`][].
+    It depends on the ranking and on the predictions; [`eqx_ensemble.scores.excess_aurc`][] on the ranking alone.
 
     **Arguments:**
 
-    - `uncertainty`, `losses`, `row_weights`: as for [`eqx_ensemble.scores.risk_coverage`][]. The risk of each
-        point is weighted by its row. A repeated row has more points than a row of larger weight, and gives a different
-        area.
+    As [`eqx_ensemble.scores.risk_coverage`][].
 
     **Returns:**
 
     A scalar; the mean loss if all rows tie.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.risk_coverage`][].
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])
@@ -90,7 +76,7 @@ def aurc(
     ```
 
     ??? cite
-        [Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers](https://arxiv.org/abs/1805.08206)
+        [Geifman et al., ICLR 2019](https://arxiv.org/abs/1805.08206)
     """
     return _aurc(_rank(*check_selection(uncertainty, losses, row_weights)))
 
@@ -99,25 +85,17 @@ def excess_aurc(
     uncertainty: Float[ArrayLike, "*batch"],
     losses: Real[ArrayLike, "*batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
-    """Excess area under the risk-coverage curve (E-AURC): the area minus that of the ideal ranking, by the losses.
-
-    Zero for a perfect ranking. The ideal area is computed exactly for these rows, not in the limit of many rows. Row
-    weights are booleans: with unequal weights, the ranking by losses is not always optimal.
+    """Excess area under the risk-coverage curve (E-AURC): the area minus that of the ideal ranking of these rows.
 
     **Arguments:**
 
-    - `uncertainty`, `losses`: as for [`eqx_ensemble.scores.risk_coverage`][].
-    - `row_weights`: booleans `(*batch,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    As [`eqx_ensemble.scores.risk_coverage`][], but `row_weights` are booleans.
 
     **Returns:**
 
-    A non-negative scalar, in the unit of the loss. A common offset of the losses costs no precision.
-
-    **Raises:**
-
-    As [`eqx_ensemble.scores.risk_coverage`][].
+    A non-negative scalar, in the unit of the loss.
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([1.0, 0.0, 0.0, 0.0])
@@ -126,7 +104,7 @@ def excess_aurc(
     ```
 
     ??? cite
-        [Bias-Reduced Uncertainty Estimation for Deep Neural Classifiers](https://arxiv.org/abs/1805.08206)
+        [Geifman et al., ICLR 2019](https://arxiv.org/abs/1805.08206)
     """
     counted = check_counted_rows(row_weights, np.shape(uncertainty)).counted
     values, array, counted = check_selection(uncertainty, losses, counted)

@@ -47,16 +47,11 @@ def decompose_entropy(
     **Arguments:**
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
 
     **Returns:**
 
     A named tuple with `.total`, `.aleatoric` and `.epistemic`, each `(*batch,)`.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
 
     ```python
     opposed = jnp.log(jnp.array([[[1.0, 0.0]], [[0.0, 1.0]]]))
@@ -65,8 +60,7 @@ def decompose_entropy(
     ```
 
     ??? cite
-        [Decomposition of Uncertainty in Bayesian Deep Learning for Efficient and Risk-sensitive
-        Learning](https://arxiv.org/abs/1710.07283)
+        [Depeweg et al., ICML 2018](https://arxiv.org/abs/1710.07283)
     """
     checked = check_logits(logits)
     convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
@@ -174,16 +168,11 @@ def jensen_shannon(
     **Arguments:**
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)`.
 
     **Returns:**
 
     Divergences `(*batch,)`, never negative.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
 
     ```python
     logits = jnp.log(jnp.array([[1.0, 0.0], [0.0, 1.0]]))  # two members, one row
@@ -191,7 +180,7 @@ def jensen_shannon(
     ```
 
     ??? cite
-        [Divergence Measures Based on the Shannon Entropy](https://doi.org/10.1109/18.61115)
+        [Lin, IEEE TIT 1991](https://doi.org/10.1109/18.61115)
     """
     checked = check_logits(logits)
     return _jensen_shannon(checked, check_weights(weights, checked.shape[0], checked.dtype))
@@ -211,16 +200,12 @@ def pairwise_kl(
     **Arguments:**
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)`.
 
     **Returns:**
 
     Divergences `(*batch,)`, never negative; infinite where one member assigns a class probability zero and another does
     not.
-
-    **Raises:**
-
-    As [`eqx_ensemble.uncertainty.jensen_shannon`][].
 
     ```python
     logits = jnp.log(jnp.array([[0.9, 0.1], [0.1, 0.9]]))  # two members, one row
@@ -228,8 +213,7 @@ def pairwise_kl(
     ```
 
     ??? cite
-        [Introducing an Improved Information-Theoretic Measure of Predictive
-        Uncertainty](https://arxiv.org/abs/2311.08309)
+        [Schweighofer et al., arXiv 2023](https://arxiv.org/abs/2311.08309)
     """
     checked = check_logits(logits)
     return _pairwise_kl(checked, check_weights(weights, checked.shape[0], checked.dtype))

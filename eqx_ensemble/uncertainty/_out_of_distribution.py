@@ -18,16 +18,11 @@ def least_confidence(
     **Arguments:**
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)`.
 
     **Returns:**
 
     `(*batch,)`, from 0 to 1 - 1 / `classes`.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.7, 0.3]]]))
@@ -35,8 +30,7 @@ def least_confidence(
     ```
 
     ??? cite
-        [A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural
-        Networks](https://arxiv.org/abs/1610.02136)
+        [Hendrycks and Gimpel, ICLR 2017](https://arxiv.org/abs/1610.02136)
     """
     checked = check_logits(logits)
     return _least_confidence(checked, check_weights(weights, checked.shape[0], checked.dtype))
@@ -59,7 +53,7 @@ def free_energy(
         energy is zero.
     - `temperature`: $T$, positive. Logits divided by $T$ have, at temperature 1, this energy divided by $T$: the same
         ranking.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)`.
 
     **Returns:**
 
@@ -75,7 +69,7 @@ def free_energy(
     ```
 
     ??? cite
-        [Energy-based Out-of-distribution Detection](https://arxiv.org/abs/2010.03759)
+        [Liu et al., NeurIPS 2020](https://arxiv.org/abs/2010.03759)
     """
     checked = check_logits(logits)
     convex = check_weights(weights, checked.shape[0], checked.dtype)

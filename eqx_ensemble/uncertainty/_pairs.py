@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import check_logits, check_row_weights, check_weights
+from .._check import RowWeightsLike, check_logits, check_row_weights, check_weights
 from .._combination import Summary, check_one_logits, stream
 from .._weighting import different_votes, known_mean, votes
 from ._variance import check_rows_of_members
@@ -19,16 +19,11 @@ def variation_ratio(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `weights`: the members' voting weights, `(members,)`.
 
     **Returns:**
 
     Fractions `(*batch,)`; NaN where a member of nonzero weight is NaN. Their gradient is zero.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
 
     ```python
     logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row
@@ -44,23 +39,16 @@ def disagreement(
 ) -> Float[Array, "*batch"]:
     r"""The probability that two members, drawn with probabilities equal to their weights, vote for different classes.
 
-    $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$. Pairs of a member with itself are included and
-    agree: for equal weights, the fraction of disagreeing pairs of different members is
-    `num_members / (num_members - 1)` times this. For each pair of members over all rows see
-    [`eqx_ensemble.uncertainty.pairwise_disagreement`][].
+    $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$. A member agrees with itself: for pairs of
+    different members multiply by `num_members / (num_members - 1)`.
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    As [`eqx_ensemble.uncertainty.variation_ratio`][].
 
     **Returns:**
 
-    Probabilities `(*batch,)`; NaN where a member of nonzero weight is NaN. Their gradient is zero.
-
-    **Raises:**
-
-    As [`eqx_ensemble.uncertainty.variation_ratio`][].
+    Probabilities `(*batch,)`. Their gradient is zero.
 
     ```python
     logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row
@@ -99,24 +87,19 @@ for _fn, _result in ((variation_ratio, _rest), (disagreement, different_votes)):
 def pairwise_disagreement(
     logits: Float[ArrayLike, "members *batch classes"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, "members members"]:
     """The fraction of rows on which each pair of members votes for different classes.
 
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans.
 
     **Returns:**
 
     A symmetric matrix `(members, members)` with zeros on its diagonal. Members with NaN in a row that is not ignored
     have NaN in their row and column.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and invalid row weights.
 
     ```python
     # two members, two rows
@@ -125,7 +108,7 @@ def pairwise_disagreement(
     ```
 
     ??? cite
-        [Deep Ensembles: A Loss Landscape Perspective](https://arxiv.org/abs/1912.02757)
+        [Fort et al., arXiv 2019](https://arxiv.org/abs/1912.02757)
     """
     checked = check_logits(logits, of_votes=True)
     rows = check_row_weights(row_weights, checked.shape[1:-1], checked.dtype)
@@ -136,7 +119,7 @@ def pairwise_disagreement(
 def q_statistic(
     correct: Real[ArrayLike, " members *batch"] | Bool[ArrayLike, " members *batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, "members members"]:
     r"""Yule's Q statistic of every pair of members: whether they fail on the same rows.
 
@@ -149,7 +132,7 @@ def q_statistic(
 
     - `correct`: `(members, *batch)`, 1 where the member is right and 0 where it is wrong, of any dtype:
         `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans.
 
     **Returns:**
 
@@ -167,8 +150,7 @@ def q_statistic(
     ```
 
     ??? cite
-        [Measures of Diversity in Classifier Ensembles and Their Relationship with the Ensemble
-        Accuracy](https://doi.org/10.1023/A:1022859003006)
+        [Kuncheva and Whitaker, Machine Learning 2003](https://doi.org/10.1023/A:1022859003006)
     """
     return _q_statistic(*check_rows_of_members("correct", correct, row_weights, binary=True))
 
@@ -176,7 +158,7 @@ def q_statistic(
 def error_correlation(
     errors: Float[ArrayLike, " members *batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, "members members"]:
     r"""Pearson's correlation over rows of the errors of every pair of members.
 
@@ -187,17 +169,12 @@ def error_correlation(
 
     - `errors`: `(members, *batch)`, such as `predictions - targets[None]`, or, for classes,
         `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans.
 
     **Returns:**
 
     A symmetric matrix `(members, members)` with ones on its diagonal. NaN for members with constant errors, or with NaN
     in a row that is not ignored.
-
-    **Raises:**
-
-    - `TypeError` for errors that are not floating-point.
-    - `ValueError` for mismatched shapes.
 
     ```python
     errors = jnp.array([[1.0, -1.0, 2.0, 0.0], [2.0, -2.0, 4.0, 0.0]])

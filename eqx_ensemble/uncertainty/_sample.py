@@ -27,8 +27,8 @@ def sample_gaussian_mixture(
     - `num_samples`: the number of samples of each entry.
     - `joint`: whether all entries of a sample come from the same member; otherwise each entry draws a member
         independently. The marginal distributions of entries are the same.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `key`: one threefry key, typed or legacy.
+    - `weights`: convex weights over members, `(members,)`.
+    - `key`: one random key.
 
     **Returns:**
 
@@ -36,7 +36,6 @@ def sample_gaussian_mixture(
 
     **Raises:**
 
-    - `TypeError` for arrays that are not floating-point, and for an invalid key.
     - `ValueError` for mismatched shapes, negative variances (where concrete), invalid weights, and `num_samples` below
         one.
 
@@ -65,21 +64,11 @@ def sample_class_mixture(
     **Arguments:**
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `num_samples`: the number of samples of each row.
-    - `joint`: whether all rows of a sample come from the same member; otherwise each row draws a member independently.
-        The marginal distributions of rows are the same.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `key`: one threefry key, typed or legacy.
+    - the others: as for [`eqx_ensemble.uncertainty.sample_gaussian_mixture`][].
 
     **Returns:**
 
     Labels `(samples, *batch)`, from 0 to classes - 1.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point, and for an invalid key.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, invalid weights, and
-        `num_samples` below one.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.5, 0.5]]]))  # two members, one row

@@ -112,17 +112,12 @@ def decompose_squared_error(
     **Arguments:**
 
     - `predictions`: `(members, *batch)`.
-    - `targets`: `(*batch,)`; nothing is broadcast.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `targets`: `(*batch,)`.
+    - `weights`: convex weights over members, `(members,)`.
 
     **Returns:**
 
     A named tuple with `.ensemble`, `.members` and `.ambiguity`, each `(*batch,)`, not reduced over rows.
-
-    **Raises:**
-
-    - `TypeError` for predictions that are not floating-point.
-    - `ValueError` for mismatched shapes (such as targets `(n, 1)` for predictions `(n,)`), and invalid weights.
 
     ```python
     parts = ee.uncertainty.decompose_squared_error(
@@ -132,8 +127,7 @@ def decompose_squared_error(
     ```
 
     ??? cite
-        [Neural Network Ensembles, Cross Validation, and Active
-        Learning](https://proceedings.neurips.cc/paper/1994/hash/b8c37e33defde51cf91e1e03e51657da-Abstract.html)
+        [Krogh and Vedelsby, NeurIPS 1994](https://proceedings.neurips.cc/paper/1994/hash/b8c37e33defde51cf91e1e03e51657da-Abstract.html)
     """
     predicted, observed = check_regression(targets, members=True, predictions=predictions)
     convex = check_weights(weights, predicted.shape[0], predicted.dtype)
@@ -150,25 +144,18 @@ def decompose_nll(
     r"""The cross-entropy of the mean logits: the mean cross-entropy of the members minus their ambiguity.
 
     With $q$ the normalised geometric mean of the members, [`eqx_ensemble.combine.mean_logits`][]: $-\log q(y) = -\sum_m
-    w_m \log p_m(y) - \sum_m w_m \mathrm{KL}(q \parallel p_m)$, in nats. As for the squared error, the ambiguity does
-    not depend on the label. This holds only for mean logits: for mean probabilities,
-    [`eqx_ensemble.combine.mixture`][], the gain depends on the label.
+    w_m \log p_m(y) - \sum_m w_m \mathrm{KL}(q \parallel p_m)$, in nats. For mean probabilities the gain depends on the
+    label.
 
     **Arguments:**
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `weights`: convex weights over members, `(members,)`.
 
     **Returns:**
 
-    A named tuple with `.ensemble`, `.members` and `.ambiguity`, each `(*batch,)`, not reduced over rows.
-    While tracing, a label out of range makes its row NaN.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point or labels that are not integers.
-    - `ValueError` for mismatched shapes, labels out of range (where concrete), and invalid weights.
+    [`eqx_ensemble.uncertainty.Ambiguity`][], each `(*batch,)`.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.1, 0.9]]]))
@@ -177,7 +164,7 @@ def decompose_nll(
     ```
 
     ??? cite
-        [A Unified Theory of Diversity in Ensemble Learning](https://jmlr.org/papers/v24/23-0041.html)
+        [Wood et al., JMLR 2023](https://jmlr.org/papers/v24/23-0041.html)
     """
     checked = check_logits(logits)
     targets = check_labels(labels, checked)
@@ -242,16 +229,11 @@ def decompose_variance(
     **Arguments:**
 
     - `mean`, `variance`: `(members, ...)`, of one shape. For point predictions pass `jnp.zeros_like(mean)`.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`; a member of weight zero is ignored.
+    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
 
     **Returns:**
 
     A named tuple with `.total`, `.aleatoric` and `.epistemic`, each of the shape of one member's mean.
-
-    **Raises:**
-
-    - `TypeError` for arrays that are not floating-point.
-    - `ValueError` for mismatched shapes, negative variances (where concrete), and invalid weights.
 
     ```python
     parts = ee.uncertainty.decompose_variance(
@@ -261,8 +243,7 @@ def decompose_variance(
     ```
 
     ??? cite
-        [Decomposition of Uncertainty in Bayesian Deep Learning for Efficient and Risk-sensitive
-        Learning](https://arxiv.org/abs/1710.07283)
+        [Depeweg et al., ICML 2018](https://arxiv.org/abs/1710.07283)
     """
     means, variances = check_moments(mean, variance, weights=weights)
     convex = check_weights(weights, means.shape[0], means.dtype, shape=means.shape[1:])

@@ -5,9 +5,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
+from jaxtyping import Array, ArrayLike, Float, Int32, Real
 
-from ..._check import check_values, check_word, concrete, value_error
+from ..._check import RowWeightsLike, check_values, check_word, concrete, value_error
 from ..._foreign import from_foreign
 from ._check import check_greedy, check_log_scores, check_scores_of_members, check_similarity, check_sparsify
 
@@ -96,9 +96,8 @@ def diverse(
     ```
 
     ??? cite
-        [Determinantal Point Processes for Machine Learning](https://arxiv.org/abs/1207.6083), Kulesza and Taskar, 2012;
-        the algorithm: [Fast Greedy MAP Inference for Determinantal Point
-        Process](https://arxiv.org/abs/1709.05135), Chen, Zhang and Zhou, 2018.
+        [Kulesza and Taskar, 2012](https://arxiv.org/abs/1207.6083), Kulesza and Taskar, 2012;
+        the algorithm: [Chen et al., NeurIPS 2018](https://arxiv.org/abs/1709.05135), Chen, Zhang and Zhou, 2018.
     """
     matrix, number, scale = check_similarity(similarity, count, quality)
     return _diverse(matrix, scale, number)
@@ -196,7 +195,7 @@ def greedy(
     *,
     num_steps: int = 50,
     num_initial: int = 0,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Greedy:
     r"""Weights by greedy ensemble selection: each step adds the member that improves the mean prediction most.
 
@@ -224,7 +223,6 @@ def greedy(
 
     **Raises:**
 
-    - `TypeError` for predictions that are not floating-point.
     - `ValueError` for counts out of range, a score that is not a scalar, `row_weights` with a score function, and
         invalid log scores as in [`eqx_ensemble.combine.weights.stacking`][].
 
@@ -238,7 +236,7 @@ def greedy(
     ```
 
     ??? cite
-        [Ensemble Selection from Libraries of Models](https://doi.org/10.1145/1015330.1015432)
+        [Caruana et al., ICML 2004](https://doi.org/10.1145/1015330.1015432)
     """
     checked = check_values("predictions", predictions)
     own = check_greedy(score, row_weights, num_steps, num_initial, checked.shape[0])

@@ -2,10 +2,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, Int32, Real
+from jaxtyping import Array, ArrayLike, Float, Int, Int32
 
 from ..._caller import caller
-from ..._check import check_number, check_positive_int, concrete
+from ..._check import RowWeightsLike, check_number, check_positive_int, concrete
 from ..._warnings import warn
 from ._check import check_log_scores
 
@@ -13,7 +13,7 @@ from ._check import check_log_scores
 def bayesian(
     log_scores: Float[ArrayLike, " members *batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, " members"]:
     r"""Weights of Bayesian model averaging: the posterior probabilities of the members under a uniform prior.
 
@@ -34,16 +34,12 @@ def bayesian(
 
     Convex weights `(members,)`.
 
-    **Raises:**
-
-    As [`eqx_ensemble.combine.weights.stacking`][].
-
     ```python
     ee.combine.weights.bayesian(jnp.log(jnp.array([2.0, 1.0, 1.0])))  # [0.5, 0.25, 0.25]
     ```
 
     ??? cite
-        [Bayesian Model Averaging: A Tutorial](https://doi.org/10.1214/ss/1009212519)
+        [Hoeting et al., Statistical Science 1999](https://doi.org/10.1214/ss/1009212519)
     """
     return _bayesian(*check_log_scores(log_scores, row_weights, relative=False))
 
@@ -75,7 +71,7 @@ class Stacking(NamedTuple):
 def stacking(
     log_scores: Float[ArrayLike, " members *batch"],
     *,
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     tolerance: float | None = None,
     max_steps: int = 100,
 ) -> Stacking:
@@ -91,7 +87,7 @@ def stacking(
 
     - `log_scores`: natural logarithms of $p_{mi}$ for held-out rows, `(members, *batch)`: for classes
         `-scores.per_member(scores.nll, logits, labels, reduction="none")`. A constant per row has no effect.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: relative weights `(*batch,)`, or booleans.
     - `tolerance`: in nats; by default 1e-6 in float32 and 1e-10 in float64.
     - `max_steps`: the maximum number of steps, after which the search ends with a warning; 5 to 15 usually suffice.
 
@@ -101,7 +97,6 @@ def stacking(
 
     **Raises:**
 
-    - `TypeError` for log scores that are not floating-point.
     - `ValueError` for log scores that are NaN or +inf, rows where every member has -inf, and log-probabilities of all
         classes (where concrete), and for zero rows.
 
@@ -114,7 +109,7 @@ def stacking(
     ```
 
     ??? cite
-        [Using Stacking to Average Bayesian Predictive Distributions](https://doi.org/10.1214/17-BA1091)
+        [Yao et al., Bayesian Analysis 2018](https://doi.org/10.1214/17-BA1091)
     """
     if tolerance is not None:
         check_number(tolerance, "tolerance", least=0)
