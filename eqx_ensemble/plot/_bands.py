@@ -138,10 +138,10 @@ def risk_coverage(
 
 
 def prediction_bands(
-    predictions: Float[ArrayLike, "members batch"],
+    predictions: Float[ArrayLike, "members batch ..."],
     *,
-    x: Real[ArrayLike, " batch"] | None = None,
-    targets: Real[ArrayLike, " batch"] | None = None,
+    x: Real[ArrayLike, "batch ..."] | None = None,
+    targets: Real[ArrayLike, "batch ..."] | None = None,
     intervals: Mapping[float, Any] | None = None,
     levels: tuple[float, ...] = (0.5, 0.9),
     weights: Real[ArrayLike, " members"] | None = None,
@@ -157,10 +157,10 @@ def prediction_bands(
 
     **Arguments:**
 
-    - `predictions`: one number per member and row, `(members, batch)`.
-    - `x`: the horizontal positions of the rows, `(batch,)`, in any order. If not given, rows are in the order of their
-        mean prediction.
-    - `targets`: `(batch,)`, drawn as points.
+    - `predictions`: one number per member and row, `(members, batch)` or `(members, batch, 1)`.
+    - `x`: the horizontal positions of the rows, `(batch,)` or `(batch, 1)`, in any order. If not given, rows are in the
+        order of their mean prediction.
+    - `targets`: `(batch,)` or `(batch, 1)`, drawn as points.
     - `intervals`: bands instead of those of the members: a dict from level to `(lower, upper)`, each `(batch,)`, from
         any function, such as `{0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`.
     - `levels`: the levels of the bands if `intervals` are not given.

@@ -1,6 +1,6 @@
 import html
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -32,6 +32,11 @@ from ._state import TrainState
 from ._status import DivergedError, Status, status_names
 from .compiled._selection import Mode, Selection
 from .host._record import History, mean_of_last_epoch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Figure
+else:
+    Figure = Any  # matplotlib is optional: it is imported on drawing
 
 # The text summary and the table of a run.
 
@@ -430,6 +435,28 @@ class Run(eqx.Module, Generic[M]):
         **Arguments**, **Raises:** as [`eqx_ensemble.Run.best`][]; without `count`, all that have a score are ranked.
         """
         return rank_members(self, count, by, mode)
+
+    def plot(self, *, stride: int | None = None, unit: str | None = None) -> Figure:
+        """A figure of the run: training curves, validation scores, and the final scores against each hyper-parameter.
+
+        Curves are those of [`eqx_ensemble.plot.training_curves`][]. Scores are the best validation scores, or else the
+        training losses of the last epoch; more than four hyper-parameters are
+        [`eqx_ensemble.plot.parallel_coordinates`][]. Losses, and scores of which lower are better, are on a logarithmic
+        scale if they are positive and differ by a factor of 10.
+
+        **Arguments:**
+
+        - `stride`: the number of steps whose losses are averaged for one point; by default as many as give about 100
+            points.
+        - `unit`: the unit of the loss and of the score, such as `"nats"`.
+
+        **Returns:** the matplotlib Figure: `run.plot().savefig("run.png")`, `figure.axes[0].set(ylim=(0, 1))`.
+
+        **Raises:** `ImportError` without matplotlib (extra `plot`); `ValueError` if no loss is finite.
+        """
+        from ..plot._engine import figure_of_run
+
+        return figure_of_run(self, table_columns(self), mode=self.mode, stride=stride, unit=unit)
 
     def table(self, *, as_frame: bool = False) -> Any:
         """A table of one row per member: id, hyper-parameters, scores, status.
