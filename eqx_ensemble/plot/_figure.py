@@ -5,8 +5,8 @@ import numpy as np
 
 from .._check import check_optional_text
 from ._axes import Axes, check_plotted, new_panels, with_unit
-from ._coordinates import BEST, default_columns, flat_columns, is_log, parallel_coordinates
-from ._training import AnyRun, check_curves, training_curves
+from ._coordinates import BEST, RankedRun, default_columns, flat_columns, is_log, parallel_coordinates
+from ._training import check_curves, training_curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Figure
@@ -18,13 +18,11 @@ _MOST_PANELS = 4  # of hyper-parameters; more are drawn as parallel coordinates
 _LABELS = {"validation": "best validation score", "loss": "training loss at the end"}
 
 
-def figure_of_run(
-    run: AnyRun, table: Mapping[str, np.ndarray], *, mode: Literal["min", "max"], stride: int | None, unit: str | None
-) -> Figure:
+def figure_of_run(run: RankedRun, *, stride: int | None, unit: str | None) -> Figure:
     """A figure of the training and validation curves, and of the scores against each hyper-parameter."""
     check_optional_text(unit, "unit")
     check_curves(run, "loss")
-    history = run.history
+    history, table, mode = run.history, run.table(), run.mode
     scored = history.validation is not None and bool(np.isfinite(history.validation).any())
     score = "validation" if scored else "loss"
     columns = flat_columns(table, default_columns(table, score)[:-1])

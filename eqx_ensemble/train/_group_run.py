@@ -34,7 +34,7 @@ from ._check_run import check_run_weights, excluded_message
 from ._hyper import hyper_arrays
 from ._options import Stopping, Validation, limits_of
 from ._ranking import rank_members
-from ._run import Figure, Run, data_frame, summary, table_columns
+from ._run import Run, data_frame, summary, table_columns
 from ._status import DivergedError, Status
 from .compiled._selection import Mode
 from .data._source import is_batches
@@ -263,14 +263,6 @@ class GroupRun(eqx.Module):
         """
         check_no_states(self.runs)
         return self.group[rank_members(_Ranks(self, by), count, by, mode)]
-
-    def plot(self, *, stride: int | None = None, unit: str | None = None) -> Figure:
-        """A figure of the run, as [`eqx_ensemble.Run.plot`][]; hyper-parameters of a part are those of its members."""
-        from ..plot._engine import figure_of_run
-
-        table = {name: values for name, values in self.table().items() if name != "part"}
-        mode = check_one_mode(self.runs, by=None)
-        return figure_of_run(self, table, mode=mode, stride=stride, unit=unit)
 
     def table(self, *, as_frame: bool = False) -> Any:
         """A table of one row per member: id, part, hyper-parameters, scores, status.
