@@ -113,19 +113,9 @@ def parallel_coordinates(
     - `mode`: `"min"` if lower scores are better, `"max"` if higher ones are. By default that of the run; `"min"` for a
         table.
     - `cmap`: the matplotlib colour map of the scores, from best to worst.
-    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: passed to `matplotlib.axes.Axes.plot` for the lines.
+    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
 
-    **Returns:**
-
-    The Axes.
-
-    **Raises:**
-
-    - `TypeError` for a table that is not a dict of columns, and columns that are not numbers.
-    - `ValueError` for names that are not in the table, fewer than two columns, columns without a finite number, and
-        numbers on a logarithmic scale that are not positive.
-    - `ImportError` without matplotlib (extra `plot`).
+    **Returns:** the Axes.
 
     ```python
     table = {

@@ -81,19 +81,10 @@ def training_curves(
     - `stride`: the number of consecutive points to average, since the loss of single batches is noisy.
     - `level`: the fraction of the members in the band, between their quantiles `(1 - level) / 2` and `(1 + level) / 2`,
         as in [`eqx_ensemble.uncertainty.interval`][].
-    - `unit`: the unit of the loss, such as `"nats"`, for the axis label.
-    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: passed to `matplotlib.axes.Axes.plot` for the line of the median; its colour is used for all lines.
+    - `unit`: the unit of the loss, for the label.
+    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
 
-    **Returns:**
-
-    The Axes.
-
-    **Raises:**
-
-    - `TypeError` for a `run` that is not a `Run` or a `History`, and a `stride` that is not an integer.
-    - `ValueError` for validation curves of a run without validation, curves without a finite number, an invalid level.
-    - `ImportError` without matplotlib (extra `plot`).
+    **Returns:** the Axes.
 
     ```python
     def loss(model, batch, key):

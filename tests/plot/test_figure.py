@@ -96,7 +96,6 @@ def test_groups_of_architectures(run):  # noqa: F811
     other = ee.concatenate([run, run], renumber=True)[4:]
     ax = ee.plot.training_curves(ee.GroupRun({"a": run, "b": other}), curve="validation")
     assert of_label(ax, "validation, median of 8 members")
-    assert of_label(ax, "2 diverged") if np.isfinite(run.history.validation[3]).any() else ax.lines
 
 
 def test_rows_of_one_column_are_rows():
