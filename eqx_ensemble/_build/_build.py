@@ -141,9 +141,8 @@ def build(
     """Builds an [`eqx_ensemble.Ensemble`][] from the constructor of one member.
 
     `make(key)` runs once under `equinox.filter_vmap`, which builds all members as one stacked Module; each member
-    equals, bit for bit, the model that `make` returns for its key alone. Weakly typed arrays (`jnp.asarray(2.0)`)
-    become strongly typed, so that training and loading do not change how they promote. With `zip` or `product`, members
-    are `make(key, **arguments)`.
+    equals, bit for bit, the model that `make` returns for its key alone, with weakly typed arrays made strongly typed.
+    With `zip` or `product`, members are `make(key, **arguments)`.
 
     **Arguments:**
 
@@ -153,30 +152,25 @@ def build(
     - `keys`: one key per member `(members,)` instead of `key`.
     - `zip`: per-member arguments; member `i` gets the `i`-th of each, as in `zip`. Each value has the leading
         `members` axis. A scalar per member acts as a Python number: stored as it is (a dropout rate, a scale), it
-        stays a constant in training; `jnp.asarray(scale)` makes it a parameter. Functions of a member see an array:
-        `equinox.filter_grad`, in [`eqx_ensemble.map_members`][] and of a whole ensemble in a loop of your own, gives it
-        a gradient, and a penalty on all arrays of a model includes it.
+        stays a constant in training; `jnp.asarray(scale)` makes it a parameter. In loops of your own it is an array,
+        which `equinox.filter_grad` gives a gradient.
     - `product`: per-member arguments; one member for each combination, as in `itertools.product` (the last name varies
         fastest).
     - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
         are taken from the first member and stored once. Training keeps them constant, except by
         [`eqx_ensemble.train.Together`][].
-    - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][]. Members are initialised on their own devices;
-        if they divide evenly, no device ever holds all of them. `make` is compiled for this; if that fails, members are
-        made on one device and then sharded, with a warning.
+    - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][]. Members are initialised on their own devices.
     - `shard`: a rule that splits the weights of a member over the mesh's axis `model`: `shard(path, shape, parts)`
         returns a `PartitionSpec` for each of a member's arrays, or `None` to leave it to the compiler;
         [`eqx_ensemble.sharding.by_largest_axis`][] if not given.
     - `key`: the root key; member keys are [`eqx_ensemble.member_keys`][]`(key, ids)`.
 
-    **Returns:** the ensemble; with its stacked `equinox.nn.State` if `make` returns a state. A warning is issued if
-    all members are equal because `make` does not use its key (`lambda key: model`) or because keys are equal. Constant
-    initial arrays, such as zeros, do not trigger it.
+    **Returns:** the ensemble; with its stacked `equinox.nn.State` if `make` returns a state. A warning names members
+    that are equal because `make` does not use its key or because keys are equal.
 
-    **Raises:** `TypeError` for missing, single or non-threefry keys, for members with NumPy arrays of strings or
-    objects, and for a constructor whose shapes or Python branches depend on its key; `ValueError` for counts that
-    disagree, and for integers that overflow JAX's type; `MemberMismatchError` if `make` stores an array of one member
-    in a function instead of a field.
+    **Raises:** `TypeError` for wrong keys, and for a constructor whose shapes or Python branches depend on its key;
+    `ValueError` for counts that disagree; `MemberMismatchError` if `make` stores an array of one member in a function
+    instead of a field.
 
     ```python
     make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)

@@ -158,22 +158,17 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     **Attributes:**
 
     - `stacked`: the model with the leaves that differ between members, each `(members, ...)`; `None` elsewhere, except
-        for the flags `inference` of layers such as dropout. They are stored both here and in `shared`, so that
-        `equinox.nn.inference_mode(ensemble)` sets both.
+        for the flags `inference`, which are also in `shared`.
     - `shared`: the model with the leaves that all members use, such as activation functions and the nodes selected by
         `shared=` of the constructors; `None` elsewhere. Shared arrays are constants in
-        [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][]: a trunk trained by all its members, as by
-        [`eqx_ensemble.train.Together`][], couples them. `equinox.filter_grad` of a function of the ensemble does give
-        them gradients, summed over the members: [both ways](../how-it-runs.md#shared-arrays). A zero marks an array of
-        `stacked` that holds Python floats
-        (a dropout rate for each member): indexing a member restores its float, and `fit` and `make_step` do not change
-        it. A function under `map_members` gets it as an array, which `eqx.is_inexact_array` selects like a weight.
+        [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][], except with [`eqx_ensemble.train.Together`][];
+        [in loops of your own](../how-it-runs.md#shared-arrays) they have gradients. A zero marks an array of `stacked`
+        that holds Python floats (a dropout rate for each member), which training does not change.
     - `ids`: the members' stable ids `(members,)`, which determine their random streams. Indexing and concatenation keep
         them. They are no leaf but part of the structure of the tree: gradients, optimisers and `jax.tree.map` leave
-        them as they are, and JAX rejects two ensembles with different members, as well as a compiled loop that changes
-        them. A function of yours under `equinox.filter_jit` is compiled again for an ensemble with other ids; functions
-        of this library are not. Only ids that a compiled function computes, as in `ensemble[index]` with a traced
-        index, are an integer array leaf; outside that function, `ensemble[:]` has them in its structure again.
+        them as they are, and JAX rejects two ensembles with different members. A function of yours under
+        `equinox.filter_jit` is compiled again for other ids; functions of this library are not. Only ids that a
+        compiled function computes, as in `ensemble[index]` with a traced index, are an array leaf.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key), 8, key=key)

@@ -1,5 +1,6 @@
+import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -25,15 +26,38 @@ else:
     Axes = Any  # matplotlib is optional: it is imported on drawing
 
 _MARKERS = ("None", "o", "s", "^", "D", "v")
+_MOST_IN_ROW = 3
 _LINES = ("-", "--", "-.", ":")
+
+
+@contextlib.contextmanager
+def explain_missing() -> Iterator[None]:
+    """Names the extra to install if matplotlib cannot be imported."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(missing_extra_message(caller(), "matplotlib", "plot")) from error
+
+
+def new_panels(*rows: int) -> tuple[Any, list[list[Axes]]]:
+    """A new figure, and Axes for as many panels as each row should have; few panels are in one row."""
+    with explain_missing():
+        from matplotlib import pyplot
+
+    flat = sum(rows) <= _MOST_IN_ROW
+    shapes = [sum(rows)] if flat else list(rows)
+    size = 4.2 * max(max(shapes), 2) if max(shapes) > 1 else 6.4, 3.6 * len(shapes)
+    figure = pyplot.figure(figsize=size, layout="constrained")
+    parts = np.atleast_1d(np.asarray(figure.subfigures(len(shapes), 1), dtype=object))
+    panels = [list(part.subplots(1, count, squeeze=False)[0]) for part, count in zip(parts, shapes, strict=True)]
+    every, ends = sum(panels, []), np.cumsum(rows)
+    return figure, [every[end - count : end] for end, count in zip(ends, rows, strict=True)]
 
 
 def axes_for(ax: Axes | None) -> Axes:
     """The Axes to draw on; those of a new figure if none are given."""
-    try:
+    with explain_missing():
         from matplotlib.axes import Axes as Kind
-    except ImportError as error:
-        raise ImportError(missing_extra_message(caller(), "matplotlib", "plot")) from error
     if ax is None:
         from matplotlib import pyplot
 
@@ -104,9 +128,15 @@ def check_plotted(argument: str, values: Any, axes: str | None = None, *, finite
     return host
 
 
+def _without_column(values: Any, ndim: int) -> Any:
+    """Values without a last axis of length one, if they would have `ndim` axes without it."""
+    host = concrete(values)
+    return host[..., 0] if host is not None and host.ndim == ndim + 1 and host.shape[-1] == 1 else values
+
+
 def check_weighted_members(predictions: Any, weights: Any) -> tuple[np.ndarray, np.ndarray | None]:
     """Checks predictions `(members, batch)`. Returns those of members of nonzero weight, and their weights."""
-    axes = "(members, batch)"
+    axes, predictions = "(members, batch)", _without_column(predictions, 2)
     if weights is None:
         return check_plotted("predictions", predictions, axes), None
     every = check_plotted("predictions", predictions, axes, finite=False)
@@ -211,7 +241,7 @@ def check_pairs(matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
 
 
 def _per_row(argument: str, values: Any, rows: tuple[int, ...]) -> np.ndarray:
-    host = check_plotted(argument, values, "(batch,)")
+    host = check_plotted(argument, _without_column(values, 1), "(batch,)")
     if host.shape != rows:
         got = f"expected {rows}, as `predictions` are (members, batch); got {host.shape}"
         raise value_error(f"one number per row in `{argument}`", got, "Rows have the same order in all arguments.")

@@ -43,19 +43,10 @@ def uncertainty_histogram(
         [`eqx_ensemble.uncertainty.decompose_entropy`][].
     - `bins`: the number of bins from the lowest to the highest of all values, or the edges of the bins.
     - `labels`: the two names in the legend.
-    - `unit`: the unit of the uncertainty, such as `"nats"`, for the axis label.
-    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: passed to `matplotlib.axes.Axes.stairs` for both histograms.
+    - `unit`: the unit of the uncertainty, for the label.
+    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.stairs`.
 
-    **Returns:**
-
-    The Axes.
-
-    **Raises:**
-
-    - `TypeError` for values that are not real numbers.
-    - `ValueError` for no rows, numbers that are not finite, and edges that do not increase.
-    - `ImportError` without matplotlib (extra `plot`).
+    **Returns:** the Axes.
 
     ```python
     seen = 4 * jax.random.normal(key, (8, 300, 5))
@@ -101,19 +92,10 @@ def risk_coverage(
 
     - `coverage`: fractions of the rows that are predicted, increasing, `(rows,)`.
     - `risk`: their mean loss, `(rows,)`. Both are returned by [`eqx_ensemble.scores.risk_coverage`][].
-    - `unit`: the unit of the loss, such as `"nats"`, for the axis label.
-    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: passed to `matplotlib.axes.Axes.plot` for the curve, such as `label`.
+    - `unit`: the unit of the loss, for the label.
+    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
 
-    **Returns:**
-
-    The Axes.
-
-    **Raises:**
-
-    - `ValueError` for shapes that differ, numbers that are not finite, and coverages that decrease or are outside 0 to
-        1.
-    - `ImportError` without matplotlib (extra `plot`).
+    **Returns:** the Axes.
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])
@@ -138,10 +120,10 @@ def risk_coverage(
 
 
 def prediction_bands(
-    predictions: Float[ArrayLike, "members batch"],
+    predictions: Float[ArrayLike, "members batch ..."],
     *,
-    x: Real[ArrayLike, " batch"] | None = None,
-    targets: Real[ArrayLike, " batch"] | None = None,
+    x: Real[ArrayLike, "batch ..."] | None = None,
+    targets: Real[ArrayLike, "batch ..."] | None = None,
     intervals: Mapping[float, Any] | None = None,
     levels: tuple[float, ...] = (0.5, 0.9),
     weights: Real[ArrayLike, " members"] | None = None,
@@ -157,28 +139,18 @@ def prediction_bands(
 
     **Arguments:**
 
-    - `predictions`: one number per member and row, `(members, batch)`.
-    - `x`: the horizontal positions of the rows, `(batch,)`, in any order. If not given, rows are in the order of their
-        mean prediction.
-    - `targets`: `(batch,)`, drawn as points.
+    - `predictions`: one number per member and row, `(members, batch)` or `(members, batch, 1)`.
+    - `x`: the horizontal positions of the rows, `(batch,)` or `(batch, 1)`, in any order. If not given, rows are in the
+        order of their mean prediction.
+    - `targets`: `(batch,)` or `(batch, 1)`, drawn as points.
     - `intervals`: bands instead of those of the members: a dict from level to `(lower, upper)`, each `(batch,)`, from
         any function, such as `{0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`.
     - `levels`: the levels of the bands if `intervals` are not given.
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are excluded.
     - `unit`: the unit of the prediction, for the axis label.
-    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: passed to `matplotlib.axes.Axes.plot` for the line of the mean; its colour is that of the bands.
+    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
 
-    **Returns:**
-
-    The Axes.
-
-    **Raises:**
-
-    - `ValueError` for shapes that do not fit, numbers that are not finite, levels outside 0 to 1, intervals whose
-        lower end is above the upper one, and invalid weights.
-    - `TypeError` for intervals that are not a dict.
-    - `ImportError` without matplotlib (extra `plot`).
+    **Returns:** the Axes.
 
     ```python
     x = jnp.linspace(-1, 1, 50)

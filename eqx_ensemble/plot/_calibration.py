@@ -46,17 +46,9 @@ def roc_curve(
 
     - `false_positive_rate`, `true_positive_rate`: rising from 0 to 1, `(points,)`, as returned by
         [`eqx_ensemble.scores.roc_curve`][].
-    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: passed to `matplotlib.axes.Axes.plot` for the curve, such as `label`.
+    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
 
-    **Returns:**
-
-    The Axes.
-
-    **Raises:**
-
-    - `ValueError` for shapes that differ, numbers that are not finite, and rates that decrease or are outside 0 to 1.
-    - `ImportError` without matplotlib (extra `plot`).
+    **Returns:** the Axes.
 
     ```python
     scores = jax.random.normal(key, (200,))
@@ -95,17 +87,9 @@ def precision_recall_curve(
 
     - `precision`: from 0 to 1, `(points,)`; the last value is that of all rows.
     - `recall`: rising from 0 to 1, `(points,)`. Both are returned by [`eqx_ensemble.scores.precision_recall_curve`][].
-    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: passed to `matplotlib.axes.Axes.plot` for the curve, such as `label`.
+    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
 
-    **Returns:**
-
-    The Axes.
-
-    **Raises:**
-
-    - `ValueError` for shapes that differ, numbers that are not finite or outside 0 to 1, and recall that decreases.
-    - `ImportError` without matplotlib (extra `plot`).
+    **Returns:** the Axes.
 
     ```python
     scores = jax.random.normal(key, (200,))
@@ -156,17 +140,11 @@ def reliability_diagram(
     - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are excluded.
     - `row_weights`: booleans `(*batch,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
     - `show_members`: whether to also draw each member's curve, as a thin line.
-    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: passed to `matplotlib.axes.Axes.bar` for the bars.
+    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.bar`.
 
-    **Returns:**
+    **Returns:** the Axes.
 
-    The Axes.
-
-    **Raises:**
-
-    - As [`eqx_ensemble.scores.ece`][], and `ValueError` for predictions that are not finite.
-    - `ImportError` without matplotlib (extra `plot`).
+    **Raises:** as [`eqx_ensemble.scores.ece`][], and `ValueError` for predictions that are not finite.
 
     ```python
     logits = 3 * jax.random.normal(key, (8, 500, 4))
@@ -230,17 +208,9 @@ def rank_histogram(
         [`eqx_ensemble.scores.rank_histogram`][]; or, with `kind="pit"`, the number of values of the probability
         integral transform in each bin from 0 to 1, from [`eqx_ensemble.scores.pit_histogram`][].
     - `kind`: `"rank"` or `"pit"`, for the label of the axis.
-    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: passed to `matplotlib.axes.Axes.bar` for the bars.
+    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.bar`.
 
-    **Returns:**
-
-    The Axes.
-
-    **Raises:**
-
-    - `ValueError` for counts that are not `(ranks,)`, not whole, negative, or all zero.
-    - `ImportError` without matplotlib (extra `plot`).
+    **Returns:** the Axes.
 
     ```python
     members = jax.random.normal(key, (9, 1000))

@@ -27,19 +27,10 @@ def connectivity(
         [`eqx_ensemble.methods.alignment.connectivity`][] without the row of the reference, which is the same
         everywhere: `losses[1:]`. Or `(points,)` of one line.
     - `label`: the label of these lines, such as `"before alignment"`.
-    - `unit`: the unit of the loss, such as `"nats"`, for the axis label.
-    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: passed to `matplotlib.axes.Axes.plot` for the line of the median; its colour is used for all lines.
+    - `unit`: the unit of the loss, for the label.
+    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
 
-    **Returns:**
-
-    The Axes.
-
-    **Raises:**
-
-    - `TypeError` for losses that are not real numbers.
-    - `ValueError` for fewer than three points, and for losses that are not finite.
-    - `ImportError` without matplotlib (extra `plot`).
+    **Returns:** the Axes.
 
     ```python
     points = jnp.linspace(0, 1, 11)
@@ -109,15 +100,7 @@ def member_similarity(
     - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
     - `options`: for `matplotlib.axes.Axes.imshow`, such as `vmin`, `vmax` and `cmap`.
 
-    **Returns:**
-
-    The Axes.
-
-    **Raises:**
-
-    - `TypeError` for a matrix that is not of real numbers.
-    - `ValueError` for a matrix that is not square, and ids that do not fit.
-    - `ImportError` without matplotlib (extra `plot`).
+    **Returns:** the Axes.
 
     ```python
     errors = jax.random.normal(key, (5, 100)) + jax.random.normal(

@@ -22,6 +22,9 @@ from .._check import (
 )
 from .._foreign import as_numpy
 
+TABLE_COLUMNS = ("member", "loss", "validation", "best_step", "status", "stopped_at")
+"""The columns of a run's table in addition to those of its hyper-parameters, which have other names."""
+
 
 class AbstractRange(abc.ABC):
     """The distribution of one hyper-parameter. Subclass it for other distributions.

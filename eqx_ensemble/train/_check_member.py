@@ -9,6 +9,7 @@ import numpy as np
 from .._caller import caller
 from .._check import MemberMismatchError, array_leaves, is_member_array, kind_text
 from .._leaf_text import leaf_text
+from ..sweep._engine import TABLE_COLUMNS
 
 # Checks of the parts of a training state, which users replace with `equinox.tree_at`.
 
@@ -54,10 +55,6 @@ def _wrong(where: str, value: Any, wanted: str) -> TypeError | ValueError:
         f"`{caller()}` needs `{where}` of the training state to be {wanted}; got {leaf_text(value)}.\n"
         "Replace a part by an array of its shape: `eqx.tree_at(lambda s: s.hyper['lr'], state, jnp.asarray(new))`."
     )
-
-
-TABLE_COLUMNS = ("member", "loss", "validation", "best_step", "status", "stopped_at")
-"""The columns of a run's table in addition to those of its hyper-parameters."""
 
 
 def hyper_column_text(path: tuple) -> str:

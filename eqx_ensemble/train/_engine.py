@@ -11,7 +11,6 @@ from ._check import (
     check_some_training,
 )
 from ._check_member import (
-    TABLE_COLUMNS,
     check_same_hyper,
     check_state_arrays,
     hyper_column_text,

@@ -180,114 +180,88 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 ) -> Run[M] | GroupRun:
     """Trains all members of an ensemble; each becomes the model that training it alone would give.
 
-    Loss and optimiser are written for ONE member. Chunks of many steps run as one compiled program. Each member has its
-    own gradient, optimiser state, patience and status. Further calls with the same loss and optimiser objects and the
-    same shapes reuse the compiled program: define these objects once.
+    Loss and optimiser are written for ONE member. Each member has its own gradient, optimiser state, patience and
+    status. Calls with the same loss and optimiser objects and the same shapes share one compiled program.
 
     **Arguments:**
 
-    - `ensemble`: the ensemble to train; it is not modified. A training state or a run continues from its last step,
-        with its own `state` and `hyper`: with the same key, data and batch size, two runs equal one of their total
-        length, up to the rounding of a program compiled for another length. If the first run ends within an epoch, it
-        is also validated there, which may find better weights but stops no member. The parts of a group are trained
-        one after another: [below](#eqx_ensemble.GroupRun).
+    - `ensemble`: the ensemble to train, or a training state or run to continue, with its own `state` and `hyper`. The
+        parts of a group are trained one after another: [`eqx_ensemble.GroupRun`][].
     - `loss`: `loss(model, batch, key) -> value` of one member on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's
-        hyper-parameters. If the loss combines predictions `(batch, 1)` with targets `(batch,)`, a warning names the
-        line, because all pairs would be compared; axes that the loss adds itself (`y[:, None]`, `keepdims`) are
-        accepted.
+        hyper-parameters.
     - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyper-parameters that returns one; or
         [`eqx_ensemble.train.Together`][], which also trains shared leaves.
 
-    *Data:*
+    *Data and rows:*
 
-    - `data`: a PyTree of arrays `(rows, ...)` shared by all members, or `(members, rows, ...)` in parts marked
-        [`eqx_ensemble.Each`][]; or an [`eqx_ensemble.train.RowReader`][], which reads rows on demand; or an iterable of
-        batches (a generator, a loader of torch or grain), iterated once per epoch. A generator cannot restart: it
-        supports one epoch, or as many `steps` as it has batches. Data frames and tensors are accepted; masked NaN too.
-    - `batch_size`: rows per step. By default 32; all rows if they are fewer. The last batch of an epoch may be
-        smaller.
-    - `rows`: row indices `(members, n)` into `data`, such as bootstraps, folds or subsets.
-    - `shuffle`: `True`: every member has its own row order; `"shared"`: all members share one row order, which is
-        faster; `False`: the order of the data. The other two are a fresh permutation in every epoch, which the
-        compiled step computes on the fly and never stores: [row orders](../same-results.md#row-orders).
-    - `validation`: arrays as for `data`, in memory, scored by the loss; or [`eqx_ensemble.train.Validation`][], which
-        has a score of its own. They are scored as one batch in inference mode at the end of every epoch. If `stop`, a
-        callback or the end of the run stops a member within an epoch, its last weights are scored as well. A continued
-        run scores its best weights again. Warnings name NaN scores and training data.
+    - `data`: a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked [`eqx_ensemble.Each`][]; an
+        [`eqx_ensemble.train.RowReader`][]; or an iterable of batches, iterated once per epoch. Data frames and tensors
+        are accepted.
+    - `batch_size`: rows per step; by default 32. The last batch of an epoch may be smaller.
+    - `rows`: row indices `(members, n)` into `data`, such as bootstraps or folds.
+    - `order`: `"each"`: own permutations for each member and epoch; `"shared"`: the same for all members, which is
+        faster; `"given"`: the order of the data. [How they are computed](../how-it-runs.md#row-orders).
 
     *Length:*
 
-    - `epochs` or `steps`: the length of the run, without earlier runs. The rest of an iterator's epoch counts as one.
+    - `epochs` or `steps`: the length of the run, without earlier runs.
 
-    *Stopping:*
+    *Validation and stopping:*
 
+    - `validation`: arrays as for `data`, scored by the loss as one batch in inference mode at the end of every epoch;
+        or [`eqx_ensemble.train.Validation`][], which has a score of its own. Members keep their best weights.
     - `patience`: a member stops after this many epochs in which its validation score did not improve.
-    - `stop`: [`eqx_ensemble.train.Stopping`][]: members stop at a validation score, or after a number of steps or some
-        time.
+    - `stop`: [`eqx_ensemble.train.Stopping`][]: members stop at a score, or after some steps or time.
 
     *Members:*
 
     - `state`: the stacked `equinox.nn.State` of stateful members.
-    - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`. Unless `data` is an iterable, a warning lists
-        those that neither the optimiser nor a loss uses and that members were not built with.
-    - `has_aux`: whether the loss returns auxiliary outputs after its other outputs; the history holds them.
-    - `history`: the steps whose losses and auxiliary outputs are recorded: `"all"`; with an int `n`, every `n`-th and
-        the last; or only the `"last"`. [The others do not leave the device](../scale.md#a-thinner-history).
-    - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][]. Numbers of
-        `build(zip=...)`, such as dropout rates, are trained only if it selects them.
-    - `on_diverge`: what to do if a loss or weights are not finite (`jax_debug_nans`, `jax_debug_infs` have no effect).
-        `"freeze"`: the member keeps its last finite weights, the others continue, and a warning names it at the end;
-        `"revive"`: it continues as a copy of a healthy member, or with [`eqx_ensemble.train.Revive`][] from a new
-        initialisation; `"raise"`: the run ends with [`eqx_ensemble.train.DivergedError`][], which holds the run so far.
+    - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`. A warning lists those that nothing uses.
+    - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][].
 
-    *Running:*
+    *Execution:*
 
-    - `plan`: how the members are executed. By default [`eqx_ensemble.plan.Cores`][]: in blocks on all cores of a CPU;
-        elsewhere [`eqx_ensemble.plan.Vmap`][]. `"auto"` measures plans while it trains: [`eqx_ensemble.plan.Auto`][].
-        With `scan=False`, such as in `ee.plan.Vmap(scan=False)`, each step is its own compiled call:
-        [`eqx_ensemble.plan.AbstractPlan`][].
-    - `mesh`: the devices to train on, from [`eqx_ensemble.make_mesh`][]; by default the mesh that the ensemble was
-        built on. Members are sharded over its axis `members`, the rows of their batches over `data`; results agree
-        within rounding. [How it works](../scale.md).
-    - `progress`: whether to show a progress line; by default on a terminal or in a notebook, after two seconds.
-    - `callbacks`: a function of one [`eqx_ensemble.train.Progress`][], or a list of them, called between chunks of
-        steps, about once a second (more often with `patience` or `stop`), and at the end. It returns `None`, `True` to
-        end the run, or booleans `(members,)` to stop members: [`eqx_ensemble.train.Callback`][]. Reproducible decisions
-        need a fixed number of steps between two calls: [`eqx_ensemble.train.every`][]. With several processes, all call
-        theirs at the same steps, and the return values of the first process are used.
+    - `plan`: how the members are executed. By default [`eqx_ensemble.plan.Cores`][], blocks of members on all cores of
+        a CPU, and elsewhere [`eqx_ensemble.plan.Vmap`][]; `"auto"` measures plans: [`eqx_ensemble.plan.Auto`][].
+    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default the mesh that the ensemble was built on.
+        Members are sharded over its axis `members`, the rows of their batches over `data`: [At scale](../scale.md).
     - `key`: the root key. A member's random streams are derived from it and the member's id.
+
+    *Divergence:*
+
+    - `on_diverge`: what to do if a loss or weights are not finite. `"freeze"`: the member keeps its last finite
+        weights, and a warning names it at the end; `"revive"`: it continues as a copy of a healthy member, or with
+        [`eqx_ensemble.train.Revive`][] from a new initialisation; `"raise"`: the run ends with
+        [`eqx_ensemble.train.DivergedError`][].
 
     *Saving:*
 
-    - `checkpoint`: a folder to save the run in, or [`eqx_ensemble.checkpoint.Checkpoints`][]. Rerunning the same call
-        resumes from the last good checkpoint, bit for bit, or returns the run if it is complete. A call with another
-        loss, optimiser, ensemble, key, data or option raises an error that lists the differences; functions are
-        compared by their traced programs, or by their code where they use concrete values. The length, `plan`, `mesh`,
-        the `seconds` of `stop`, the callbacks and the options of `Checkpoints` may differ. The position of an iterator
-        of batches is saved if it supports checkpointing (`get_state` or `state_dict`); other iterables are iterated
-        again from the beginning, and must give the same batches. Only one run at a time can use a folder. Checkpoints
-        are about a minute apart, or `Checkpoints(folder, every=)` steps.
+    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][]. Rerunning the same call resumes bit for bit,
+        or returns the run if it is complete. Another call raises an error that lists the differences.
+
+    *History and callbacks:*
+
+    - `has_aux`: whether the loss returns auxiliary outputs after its other outputs; the history holds them.
+    - `history`: the steps whose losses are recorded: `"all"`; with an int `n`, every `n`-th and the last; or only the
+        `"last"`. [The others do not leave the device](../scale.md#a-thinner-history).
+    - `progress`: whether to show a progress line; by default on a terminal or in a notebook, after two seconds.
+    - `callbacks`: one [`eqx_ensemble.train.Callback`][] or a list of them, called about once a second, and at the end.
+        Returning `True` ends the run; booleans `(members,)` stop members.
 
     **Returns:** [`eqx_ensemble.Run`][]; for a group [`eqx_ensemble.GroupRun`][]. Ctrl-C, or a callback, ends the run at
     the next boundary and returns the run so far.
 
     **Raises:**
 
-    - `TypeError` inside `jax.jit`, `jax.vmap` or `jax.grad`: use [`eqx_ensemble.train.make_step`][] or
-        [`eqx_ensemble.map_members`][] there.
-    - `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together, validation
-        data for which no score is finite, and integers that do not fit in 32 bits while 64-bit types are disabled.
-    - `BlockingIOError`, naming process and machine, if another run trains in the checkpoint folder.
-    - `FileNotFoundError` or `FileExistsError` if the folder contradicts the `resume` of `Checkpoints`; `ValueError` for
-        another call.
+    - `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together; `TypeError`
+        inside `jax.jit`, `jax.vmap` or `jax.grad`.
+    - `BlockingIOError` if another run trains in the checkpoint folder; `FileNotFoundError` or `FileExistsError` if the
+        folder contradicts the `resume` of `Checkpoints`; `ValueError` for another call.
     - `MemoryError`, with a smaller plan, if the device runs out of memory.
-    - [`eqx_ensemble.train.DivergedError`][] with `on_diverge="raise"`.
-    - [`eqx_ensemble.train.NotSavedError`][], which holds the run so far, if a checkpoint cannot be written.
-
-    An error inside the loss, the score or the model gets a note with the function's location, the shapes of one
-    member's arguments, and the likely cause. If the data, the loss, a callback or the device raise an error after the
-    first step, the error's attribute `run` is the run so far (on one process only); with `checkpoint`, it is saved.
+    - [`eqx_ensemble.train.DivergedError`][] with `on_diverge="raise"`; [`eqx_ensemble.train.NotSavedError`][] if a
+        checkpoint cannot be written. Both hold the run so far, as does the attribute `run` of errors that the data, the
+        loss or a callback raise after the first step.
 
     ```python
     def loss(model, batch, key):

@@ -1,6 +1,6 @@
 import html
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -32,6 +32,11 @@ from ._state import TrainState
 from ._status import DivergedError, Status, status_names
 from .compiled._selection import Mode, Selection
 from .host._record import History, mean_of_last_epoch
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Figure
+else:
+    Figure = Any  # matplotlib is optional: it is imported on drawing
 
 # The text summary and the table of a run.
 
@@ -188,30 +193,21 @@ class Run(eqx.Module, Generic[M]):
     - `state`: the stacked `equinox.nn.State` of these members; `None` for stateless members.
     - `history`: the curves of the run.
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
-    - `stopped_at`: `(members,)`, the step at which a member stopped or diverged; -1 for members that trained to the
-        end.
-    - `fault`: `(members,)`, the first non-finite value of a diverged member: `"loss"` or the path of a weight; empty
-        for the others.
+    - `stopped_at`: `(members,)`, the step at which a member stopped or diverged; -1 for the others.
+    - `fault`: `(members,)`, the first non-finite value of a diverged member: `"loss"` or the path of a weight.
     - `revived`: the revivals of diverged members, in order; see [`eqx_ensemble.train.Revive`][].
     - `best_step`, `best_score`: `(members,)`, the step of each member's best validation score, and that score (-1 and
-        infinity if there was none, minus infinity with `mode="max"`); `None` without validation data. With `smooth` of
-        [`eqx_ensemble.train.Validation`][], the step of the best smoothed score, and the score itself at that step.
-    - `train_state`: the last training state, to continue with [`eqx_ensemble.fit`][] or
-        [`eqx_ensemble.train.make_step`][].
+        infinity if there was none); `None` without validation data. With `smooth`, the step of the best smoothed score.
+    - `train_state`: the last training state, for [`eqx_ensemble.fit`][] or [`eqx_ensemble.train.make_step`][].
     - `selection`: each member's best weights and the number of epochs since then; `None` without validation data.
-    - `rows`: the `rows` passed to `fit`, `(members, n)`, by this run and all runs that it continues; `None` if one of
-        them had none.
-    - `data_state`: the position of an iterator of batches after the last step, if it supports checkpointing
-        (`get_state` or `state_dict`); another run continues there. `None` at the end of an epoch, and for arrays.
-    - `plan`: how the members were executed; by default and after `plan="auto"`,
-        `run.plan.explain()` explains the choice.
+    - `rows`: the `rows` passed to `fit`, `(members, n)`; `None` if this run or one that it continues had none.
+    - `data_state`: the position of an iterator that supports checkpointing, from which another run continues.
+    - `plan`: how the members were executed; `run.plan.explain()` explains a choice.
     - `interrupted`: whether Ctrl-C or a callback ended the run early.
     - `seconds`: the duration, including compilation, earlier processes of the call, and the runs that it continues.
-
     - `epoch`: the number of steps of an epoch; `None` if an iterable gave the batches.
 
-    `repr(run)`, also in a notebook, is a short summary. `run[index]` is a run of some members, and
-    [`eqx_ensemble.concatenate`][] joins runs.
+    `run[index]` is a run of some members, and [`eqx_ensemble.concatenate`][] joins runs.
     """
 
     ensemble: Ensemble[M]
@@ -235,7 +231,7 @@ class Run(eqx.Module, Generic[M]):
     epoch: int | None = eqx.field(metadata=_axes.SHARED)
 
     def __getitem__(self, index: Any) -> "Run[M]":
-        """A smaller run for a slice, a list of integers or a mask; `fit` continues it as it would the whole."""
+        """A smaller run for a slice, a list of integers or a mask, which `fit` continues."""
         return take_several(self, index, "run")
 
     def __repr__(self) -> str:
@@ -284,16 +280,13 @@ class Run(eqx.Module, Generic[M]):
         **Arguments:**
 
         - `x`, `options`: as for [`eqx_ensemble.predict`][]; the members' state is that of the run.
-        - `combine`: combines the predictions of all members, such as [`eqx_ensemble.combine.mixture`][]; as for
-            [`eqx_ensemble.predict`][].
-        - `weights`: for `combine`, one weight for each member of the run `(members,)`; those of diverged members are
-            ignored, and the others normalised to sum to 1.
+        - `combine`: combines the predictions of all members, such as [`eqx_ensemble.combine.mixture`][].
+        - `weights`: for `combine`, one weight for each member `(members,)`; those of diverged members are ignored.
         - `strict`: raise [`eqx_ensemble.train.DivergedError`][] instead of excluding members.
 
         **Returns:** the predictions, each array `(healthy members, rows, ...)`; with `combine`, its result.
 
-        **Raises:** [`eqx_ensemble.train.DivergedError`][] if all members diverged; `TypeError` for `weights` without
-        `combine`; `ValueError` for invalid weights.
+        **Raises:** [`eqx_ensemble.train.DivergedError`][] if all members diverged.
 
         ```python
         def loss(model, batch, key):
@@ -323,16 +316,14 @@ class Run(eqx.Module, Generic[M]):
         **Arguments:**
 
         - `x`: the inputs, as for [`eqx_ensemble.predict`][]: all rows of the training data, in their order.
-        - `drawn`: the rows that the members were trained on, as for [`eqx_ensemble.resample.out_of_bag`][]; by default
-            the `rows` that were passed to `fit`.
+        - `drawn`: as for [`eqx_ensemble.resample.out_of_bag`][]; by default the `rows` that were passed to `fit`.
         - `weights`: convex weights over members `(members,)`.
         - `options`: as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits:
             `fn=lambda model, x: jax.nn.softmax(model(x))`.
 
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]. Diverged members are excluded; a warning names them.
 
-        **Raises:** `TypeError` if the rows are not known; `ValueError` if a member became a copy of another;
-        [`eqx_ensemble.train.DivergedError`][] if all members diverged.
+        **Raises:** `TypeError` if the rows are not known; `ValueError` if a member became a copy of another.
 
         ```python
         def loss(model, batch, key):
@@ -352,20 +343,17 @@ class Run(eqx.Module, Generic[M]):
         return out_of_bag_mean(predict(self.ensemble, x, state=self.state, **options), drawn, weights=weights)
 
     def out_of_fold(self, x: PyTree, folds: Folds, *, weights: Any = None, **options: Any) -> HeldOut:
-        """Predicts every row of the data with the members that have it in their test fold.
-
-        Each member predicts its own fold only, which costs as much as one model on all rows.
+        """Predicts every row with the members that have it in their test fold: as much work as one model on all rows.
 
         **Arguments:**
 
-        - `x`: the inputs, as for [`eqx_ensemble.predict`][]: all rows of the data, in their order.
+        - `x`: the inputs: all rows of the data, in their order.
         - `folds`: the folds that the members were trained on: `fit(..., rows=folds.train)`.
         - `weights`, `options`: as for [`eqx_ensemble.Run.out_of_bag`][].
 
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]; see [`eqx_ensemble.methods.cross_fit`][] for an example.
 
-        **Raises:** `ValueError` if the folds do not match the members, the rows or the training, or if a member became
-        a copy of another; [`eqx_ensemble.train.DivergedError`][] if all members diverged.
+        **Raises:** `ValueError` if the folds do not match, or if a member became a copy of another.
         """
         check_folds(folds)
         check_fold_count(folds.test.shape[0], len(self.status))
@@ -397,15 +385,12 @@ class Run(eqx.Module, Generic[M]):
 
         - `count`: the number of members.
         - `by`: a score for each member `(members,)`; by default `best_score`.
-        - `mode`: `"min"` if lower scores are better, `"max"` if higher. Required with `by`; for `best_score` it is the
-            `mode` of the run's `Validation`.
+        - `mode`: `"min"` if lower scores are better, `"max"` if higher. Required with `by`.
 
-        **Returns:** the ensemble of these members. With their states, hyper-parameters and curves, they are
-        `run[run.ranking(count)]`.
+        **Returns:** the ensemble of these members; `run[run.ranking(count)]` is their run.
 
-        **Raises:** `TypeError` without validation scores and `by`, because training losses do not rank members; for
-        `by` without `mode`; and for stateful members, whose states would not be in the same order. `ValueError` if
-        fewer than `count` members have a score, or for a `mode` that contradicts `best_score`.
+        **Raises:** `TypeError` without validation scores and `by`, for `by` without `mode`, and for stateful members:
+        use `ranking`. `ValueError` if fewer than `count` members have a score.
 
         ```python
         def loss(model, batch, key):
@@ -413,8 +398,7 @@ class Run(eqx.Module, Generic[M]):
             return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
         ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
-        data = jnp.ones((100, 3)), jnp.zeros((100, 1))
-        held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
+        data, held_out = (jnp.ones((100, 3)), jnp.zeros((100, 1))), (jnp.ones((16, 3)), jnp.zeros((16, 1)))
         run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=1, validation=held_out, key=key)
         run.best(3).ids  # (3,)
         ```
@@ -431,13 +415,31 @@ class Run(eqx.Module, Generic[M]):
         """
         return rank_members(self, count, by, mode)
 
+    def plot(self, *, stride: int | None = None, unit: str | None = None) -> Figure:
+        """A figure of the run: training curves, validation scores, and the final scores against each hyper-parameter.
+
+        Scores are the best validation scores, or else the training losses of the last epoch; more than four
+        hyper-parameters are [`eqx_ensemble.plot.parallel_coordinates`][].
+
+        **Arguments:**
+
+        - `stride`: the number of steps whose losses are averaged for one point; by default for about 100 points.
+        - `unit`: the unit of the loss and of the score, such as `"nats"`.
+
+        **Returns:** the matplotlib Figure: `run.plot().savefig("run.png")`, `figure.axes[0].set(ylim=(0, 1))`.
+
+        **Raises:** `ImportError` without matplotlib (extra `plot`); `ValueError` if no loss is finite.
+        """
+        from ..plot._engine import figure_of_run
+
+        return figure_of_run(self, stride=stride, unit=unit)
+
     def table(self, *, as_frame: bool = False) -> Any:
         """A table of one row per member: id, hyper-parameters, scores, status.
 
         **Arguments:**
 
-        - `as_frame`: return a `pandas.DataFrame` (extra `pandas`); a hyper-parameter of several numbers becomes several
-            columns.
+        - `as_frame`: return a `pandas.DataFrame` (extra `pandas`), with one number in each column.
 
         **Returns:** a dict from column names to arrays `(members, ...)`, or a data frame. `loss` is each member's mean
         over the recorded steps of its last epoch, or its last loss if the batches came from an iterable.

@@ -230,7 +230,7 @@ BAD = {
         lambda: plot.prediction_bands(LOGITS[..., 0], targets=np.ones(4)),
         r"one number per row in `targets`.\n  expected \(50,\), as `predictions` are \(members, batch\); got \(4,\)",
     ),
-    "x": (lambda: plot.prediction_bands(LOGITS[..., 0], x=np.ones((50, 1))), r"`x` of shape \(batch,\)"),
+    "x": (lambda: plot.prediction_bands(LOGITS[..., 0], x=np.ones((50, 2))), r"`x` of shape \(batch,\)"),
     "level": (lambda: plot.prediction_bands(LOGITS[..., 0], levels=(90.0,)), "a `level` between 0 and 1"),
     "swapped_ends": (
         lambda: plot.prediction_bands(LOGITS[..., 0], intervals={0.9: (np.ones(50), np.zeros(50))}),
@@ -324,7 +324,10 @@ BAD = {
 
 WRONG_KINDS = {
     "run": (lambda: plot.training_curves(TABLE), "a `Run` or its `History`.\n  got a dict"),
-    "table": (lambda: plot.parallel_coordinates(HISTORY), r"a table, a dict .*\n  got .*\nPass `run.table\(\)`."),
+    "table": (
+        lambda: plot.parallel_coordinates(HISTORY),
+        r"a run or its table, a dict .*\n  got .*\nPass the `Run`, or `run.table\(\)`.",
+    ),
     "words": (
         lambda: plot.parallel_coordinates({"lr": np.array(["a", "b"]), "loss": np.ones(2)}),
         "real numbers in `lr`",

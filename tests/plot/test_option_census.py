@@ -61,7 +61,7 @@ ANY_NUMBERS = "-1 0 int64 float32 array"
 ACCEPTED = {
     "connectivity": UNIT | {"losses": "array", "label": "text None"},
     "member_similarity": OPTIONAL | {"ids": "None", "label": "text"},
-    "parallel_coordinates": OPTIONAL | dict.fromkeys(["columns", "score", "log"], "None"),
+    "parallel_coordinates": OPTIONAL | dict.fromkeys(["columns", "score", "log", "mode"], "None"),
     "prediction_bands": UNIT
     | {"predictions": "array"}
     | dict.fromkeys(["x", "targets", "intervals", "weights"], "None"),

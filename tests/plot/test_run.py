@@ -42,8 +42,10 @@ def test_dots_are_where_weights_were_kept(ax, run):
 
 def test_a_run_is_its_history(run):
     ax, other = ee.plot.training_curves(run), ee.plot.training_curves(run.history)
-    for line, same in zip(ax.lines, other.lines, strict=True):
+    *lines, mark = ax.lines
+    for line, same in zip(lines, other.lines, strict=True):
         np.testing.assert_array_equal(line.get_xydata(), same.get_xydata())
+    assert mark.get_label() == "1 diverged"  # which a history does not tell
 
 
 def test_the_table_of_a_run(ax, run):

@@ -1,0 +1,3 @@
+"""What the other packages of the library use of `sweep`."""
+
+from ._ranges import TABLE_COLUMNS
