@@ -20,20 +20,16 @@ _HEADS = ("part", "leaf", "shape", "dtype", "kind", "trainable", "bytes")
 
 
 class LeafDescription(NamedTuple):
-    """One leaf of an ensemble or a training state, a row of [`eqx_ensemble.Description`][].
+    """One leaf, a row of [`eqx_ensemble.Description`][].
 
     **Attributes:**
 
-    - `part`: the tree that it belongs to: `"model"`, or for a training state also `"state"` (of stateful members),
-        `"optimiser"` and `"hyper"`.
+    - `part`: the tree that it belongs to: `"model"`, or of a training state `"state"`, `"optimiser"` or `"hyper"`.
     - `path`: its path, such as `.layers[0].weight`.
-    - `shape`: its shape in one member; `None` for a leaf that is not an array.
-    - `dtype`: the name of its dtype; `None` for a leaf that is not an array.
-    - `kind`: `"stacked"`: one value per member; `"shared"`: an array that all members use; `"static"`: not an array,
-        such as an activation function.
+    - `shape`, `dtype`: its shape in one member, and the name of its dtype; `None` if it is not an array.
+    - `kind`: `"stacked"`: one value per member; `"shared"`: an array that all members use; `"static"`: not an array.
     - `trainable`: whether it is trained by gradients.
-    - `bytes`: its size in bytes, over all members; 0 for a leaf that is not an array. Copies on several devices are
-        not counted.
+    - `bytes`: its size in bytes over all members, not counting copies on several devices.
     - `value`: a short text for a leaf that is not an array, else `None`.
     """
 
@@ -52,15 +48,12 @@ class LeafDescription(NamedTuple):
 class Description:
     """The leaves of an ensemble; prints as a table with totals, also in a notebook.
 
-    `pandas.DataFrame(description.rows)` is the same table.
-
     **Attributes:**
 
-    - `rows`: one [`eqx_ensemble.LeafDescription`][] per leaf, in the order of the tree.
+    - `rows`: one [`eqx_ensemble.LeafDescription`][] per leaf, in the order of the tree;
+        `pandas.DataFrame(description.rows)` is the same table.
     - `num_members`: the number of members.
     - `title`: the first line of the table.
-    - `num_trainable`: the number of trainable parameters of one member.
-    - `bytes`: the size of all arrays in bytes.
     """
 
     rows: list[LeafDescription]
@@ -117,13 +110,11 @@ def describe(
 ) -> Description:
     """Describes every leaf: its shape in one member, whether it is stacked or shared, and trainable, and its size.
 
-    [`eqx_ensemble.sharding.describe`][] describes the placement on devices.
-
     **Arguments:**
 
-    - `ensemble`: an ensemble; or a training state or a run, for which the state of stateful members, the optimiser's
-        state and the hyper-parameters are described too.
-    - `trainable`: selects the leaves of a member to train, as for [`eqx_ensemble.fit`][]; for an ensemble only.
+    - `ensemble`: an ensemble; or a training state or a run, with its optimiser state, hyper-parameters and
+        `equinox.nn.State`.
+    - `trainable`: the leaves to train, as for [`eqx_ensemble.fit`][]; for an ensemble only.
 
     **Returns:** [`eqx_ensemble.Description`][].
 

@@ -22,15 +22,14 @@ def prune(
     **Arguments:**
 
     - `ensemble`: the ensemble or the group; parts of a group without a member are removed.
-    - `weights`: convex weights over members, `(members,)`, such as those of
-        [`eqx_ensemble.combine.weights.stacking`][]; divided by their sum.
+    - `weights`: convex weights `(members,)`, such as those of [`eqx_ensemble.combine.weights.stacking`][]; divided by
+        their sum.
     - `above`: keeps members whose normalised weight exceeds this. Members of weight zero are always removed.
     - `num_members`: keeps at most this many members, those with the largest weights, the first of equal ones.
 
     **Returns:** the ensemble of these members, in their order and with their ids, and their weights, which sum to one.
 
-    **Raises:** `TypeError` for traced weights; `ValueError` for invalid weights, and for an `above` that keeps no
-    member.
+    **Raises:** `TypeError` for traced weights; `ValueError` for invalid weights, and if no member is left.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 4, key=key)

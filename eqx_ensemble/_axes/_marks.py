@@ -19,9 +19,8 @@ from ._check import check_has_axis, check_member_axis, check_no_models
 class AbstractPerMember(eqx.Module):
     """An argument that holds one value per member: subclass it for values that a plain array does not describe.
 
-    [`eqx_ensemble.map_members`][] and a call of an [`eqx_ensemble.Ensemble`][] map over every node of this class, at
-    any depth of their arguments; everything else is shared by all members. [`eqx_ensemble.Each`][] and
-    `Ensemble` are subclasses. A subclass is an `equinox.Module` with the two methods `per_member` and `one`.
+    [`eqx_ensemble.map_members`][] and calls of an [`eqx_ensemble.Ensemble`][] map over every node of this class in
+    their arguments. A subclass is an `equinox.Module` with the methods `per_member` and `one`.
 
     ```python
     # every member has its own mean and scale of one shared input
@@ -45,22 +44,19 @@ class AbstractPerMember(eqx.Module):
 
     @abc.abstractmethod
     def per_member(self) -> PyTree:
-        """Returns the values of all members: a tree whose array leaves have the leading `members` axis."""
+        """The values of all members: a tree whose array leaves have the leading `members` axis."""
 
     @abc.abstractmethod
     def one(self, part: PyTree) -> Any:
-        """Returns the argument of one member, given its part of `per_member()`."""
+        """The argument of one member, given its part of `per_member()`."""
 
 
 class Each(AbstractPerMember):
     """Marks an input that has one value per member; inputs without the mark are shared by all members.
 
-    The mark is never inferred from sizes: `ensemble(x)` gives every member the same `x`, even if the leading axis of
-    `x` happens to be as long as the ensemble.
-
     **Arguments:**
 
-    - `value`: any PyTree whose array leaves carry the `members` axis. Leaves that are not arrays are shared.
+    - `value`: any PyTree whose array leaves have the `members` axis. Leaves that are not arrays are shared.
     - `axis`: the position of that axis in every array leaf.
 
     **Raises:** `MemberMismatchError` if array leaves lack the axis or disagree on the number of members; `TypeError` if
@@ -103,13 +99,11 @@ class Each(AbstractPerMember):
 class Batch(eqx.Module):
     """Marks an input with many examples, over which each member is mapped.
 
-    Members are functions of one example, so `ensemble(x)` takes one `x`. `ensemble(Batch(xs))` replaces a second
-    `jax.vmap`: every member sees every example. Marks combine: `Each(Batch(xs))` is a separate batch for each member,
-    of shape `(members, batch, ...)`.
+    Every member sees every example. `Each(Batch(xs))` is a separate batch for each member, `(members, batch, ...)`.
 
     **Arguments:**
 
-    - `value`: any PyTree whose array leaves carry a batch axis. Leaves that are not arrays are shared.
+    - `value`: any PyTree whose array leaves have a batch axis. Leaves that are not arrays are shared.
     - `axis`: the position of that axis in every array leaf, not counting the `members` axis.
 
     **Raises:** `ValueError` if an array leaf lacks the axis.

@@ -140,49 +140,43 @@ def build(
 ) -> Ensemble[Any] | tuple[Ensemble[Any], eqx.nn.State]:
     """Builds an [`eqx_ensemble.Ensemble`][] from the constructor of one member.
 
-    `make(key)` runs once under `equinox.filter_vmap`, which builds all members as one stacked Module; each member
-    equals, bit for bit, the model that `make` returns for its key alone, with weakly typed arrays made strongly typed.
-    With `zip` or `product`, members are `make(key, **arguments)`.
+    `make(key)` runs once under `equinox.filter_vmap`; each member equals, bit for bit, the model that `make` returns
+    for its key alone. With `zip` or `product`, members are `make(key, **arguments)`. Weakly typed arrays
+    (`jnp.asarray(2.0)`) become strongly typed.
 
     **Arguments:**
 
     - `make`: makes one member from one key. It may return `(module, state)`, as `equinox.nn.make_with_state` does.
-    - `num_members`: the number of members. May be omitted if `ids`, `keys`, `zip` or `product` determine it.
-    - `ids`: the members' ids `(members,)`, which determine their keys; `0, 1, 2, ...` if not given.
+    - `num_members`: the number of members, unless `ids`, `keys`, `zip` or `product` determine it.
+    - `ids`: the members' ids `(members,)`, which determine their keys; by default `0, 1, 2, ...`.
     - `keys`: one key per member `(members,)` instead of `key`.
-    - `zip`: per-member arguments; member `i` gets the `i`-th of each, as in `zip`. Each value has the leading
-        `members` axis. A scalar per member acts as a Python number: stored as it is (a dropout rate, a scale), it
-        stays a constant in training; `jnp.asarray(scale)` makes it a parameter. In loops of your own it is an array,
-        which `equinox.filter_grad` gives a gradient.
-    - `product`: per-member arguments; one member for each combination, as in `itertools.product` (the last name varies
-        fastest).
-    - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
-        are taken from the first member and stored once. Training keeps them constant, except by
-        [`eqx_ensemble.train.Together`][].
-    - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][]. Members are initialised on their own devices.
-    - `shard`: a rule that splits the weights of a member over the mesh's axis `model`: `shard(path, shape, parts)`
-        returns a `PartitionSpec` for each of a member's arrays, or `None` to leave it to the compiler;
-        [`eqx_ensemble.sharding.by_largest_axis`][] if not given.
+    - `zip`: per-member arguments, each with a leading `members` axis. A float per member (a dropout rate, a scale) is a
+        constant in training; store `jnp.asarray(scale)` to make it a parameter. Functions of a member, such as
+        `equinox.filter_grad` in a loop of your own, see an array.
+    - `product`: per-member arguments, one member per combination, as in `itertools.product`.
+    - `shared`: selects nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They are those
+        of the first member, stored once, and constants in training: [shared arrays](../how-it-runs.md#shared-arrays).
+    - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][]; members are initialised on their own devices.
+    - `shard`: how the mesh's axis `model` splits a member's weights, an [`eqx_ensemble.sharding.Shard`][]; by default
+        [`eqx_ensemble.sharding.by_largest_axis`][].
     - `key`: the root key; member keys are [`eqx_ensemble.member_keys`][]`(key, ids)`.
 
-    **Returns:** the ensemble; with its stacked `equinox.nn.State` if `make` returns a state. A warning names members
-    that are equal because `make` does not use its key or because keys are equal.
+    **Returns:** the ensemble; with its stacked `equinox.nn.State` if `make` returns a state. A warning is issued if
+    members are equal because `make` does not use its key, or because keys are equal.
 
-    **Raises:** `TypeError` for wrong keys, and for a constructor whose shapes or Python branches depend on its key;
-    `ValueError` for counts that disagree; `MemberMismatchError` if `make` stores an array of one member in a function
-    instead of a field.
+    **Raises:** `TypeError` for missing, single or non-threefry keys, for NumPy arrays of strings or objects, and if
+    shapes or Python branches of `make` depend on its key; `ValueError` for counts that disagree, and for integers that
+    overflow JAX's type; `MemberMismatchError` if `make` stores an array of one member in a function.
 
     ```python
     make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
     ee.build(make, 8, key=key)  # eight members from one key
     ee.build(make, keys=jax.random.split(key, 8))  # keys of your own
-    # four more members of the same ensemble, never the old ones again
+    # four more members of the same ensemble
     ee.build(make, ids=range(8, 12), key=key)
 
     noisy = lambda key, p: eqx.nn.Dropout(p)
     ee.build(noisy, zip={"p": [0.1, 0.2, 0.5]}, key=key)  # three members
-    # one member for each combination
-    ee.build(noisy, product={"p": [0.1, 0.2, 0.5]}, key=key)
     ```
     """
     if isinstance(make, list | tuple):

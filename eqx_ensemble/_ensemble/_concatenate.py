@@ -112,12 +112,11 @@ def average(ensemble: Ensemble[M], weights: Any = None) -> M:
 
     **Returns:** one ordinary model.
 
-    **Raises:** `ValueError` for a wrong number of weights, for weights that are not finite, and if they sum to 0;
+    **Raises:** `ValueError` for a wrong number of weights, or weights that are not finite or sum to 0;
     `MemberMismatchError` if other arrays differ between members; `TypeError` for a group or another type.
 
     ??? cite
-        [Model soups: averaging weights of multiple fine-tuned models improves accuracy without increasing inference
-        time](https://arxiv.org/abs/2203.05482), Wortsman et al., 2022.
+        [Model soups](https://arxiv.org/abs/2203.05482), Wortsman et al., 2022.
     """
     check_ensemble(ensemble)
     check_weight_count(weights, ensemble.num_members)
@@ -169,18 +168,14 @@ def concatenate(ensembles: Iterable[R], *, renumber: bool = False) -> R: ...
 def concatenate(ensembles: Iterable[Any], *, renumber: bool = False) -> Any:
     """Concatenates ensembles of one architecture, groups, runs or training states, in the order given.
 
-    Runs and training states are concatenated whole: optimiser states, curves, best weights, revivals and status.
-
     **Arguments:**
 
-    - `ensembles`: the ensembles or groups; or the runs of [`eqx_ensemble.fit`][], or the training states. What members
-        share must be equal: shared leaves; the step, the plan, and the steps of the curves.
-    - `renumber`: give the members the ids `0, 1, 2, ...` instead of keeping theirs. Those of revived members and their
-        donors change as well; random streams do not that a training state has drawn from already.
+    - `ensembles`: the ensembles or groups; or runs of [`eqx_ensemble.fit`][], or training states, which are
+        concatenated whole. What members share must be equal: shared leaves, the step, the plan, the curves' steps.
+    - `renumber`: give the members the ids `0, 1, 2, ...` instead of keeping theirs.
 
-    **Returns:** an ensemble; an [`eqx_ensemble.Group`][] if one of the inputs is a group, in which parts with the same
-    name are concatenated and each ensemble is a part; a run of runs, whose `seconds` are those of the longest; a
-    training state of training states.
+    **Returns:** the same type; an [`eqx_ensemble.Group`][] if one of the inputs is a group: parts with the same name
+    are concatenated, and each ensemble is a part.
 
     **Raises:** `ValueError` if two members have the same id and `renumber` is not set, or if there is no ensemble;
     `MemberMismatchError` if the ensembles do not fit together; `TypeError` for anything else.

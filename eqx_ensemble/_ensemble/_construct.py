@@ -110,19 +110,17 @@ def _numbers(x: Any) -> np.ndarray:
 
 
 def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> Ensemble[M]:
-    """Makes an [`eqx_ensemble.Ensemble`][] of a Module that is already stacked, as by `eqx.filter_vmap(make)(keys)`.
+    """Makes an [`eqx_ensemble.Ensemble`][] of a stacked Module, such as `eqx.filter_vmap(make)(keys)`.
 
     **Arguments:**
 
-    - `model`: a model whose array leaves all carry the leading `members` axis.
-    - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given. They determine the number of members if no
-        array of the model has the axis.
-    - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. Their
-        arrays must not carry the axis.
+    - `model`: a model whose array leaves all have the leading `members` axis.
+    - `ids`: the members' ids `(members,)`; by default `0, 1, 2, ...`. Needed for a model without stacked arrays.
+    - `shared`: as in [`eqx_ensemble.build`][]; the arrays of these nodes have no `members` axis.
 
     **Raises:** `MemberMismatchError` if array leaves lack the axis, or disagree on the number of members; `TypeError`
-    for a model without stacked arrays if `ids` is not given, and for NumPy arrays of strings or objects; `ValueError`
-    for an invalid `shared`.
+    for a model without stacked arrays or `ids`, and for NumPy arrays of strings or objects; `ValueError` for an invalid
+    `shared`.
 
     ```python
     stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))(
@@ -145,22 +143,19 @@ def stack(
 ) -> Ensemble[M]:
     """Stacks a list of models into one [`eqx_ensemble.Ensemble`][].
 
-    [`eqx_ensemble.tree.stack`][] does the same for PyTrees of any kind: it returns a tree of the same type, without ids
-    and shared leaves.
+    For PyTrees of any kind, without ids, see [`eqx_ensemble.tree.stack`][].
 
     **Arguments:**
 
-    - `models`: models that differ only in the values of their arrays. Equal ones cause a warning, except for one model
-        repeated: `[model] * 8`.
-    - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given.
-    - `shared`: selects the nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They
-        must be equal in all models, and are stored once.
-    - `promote_scalars`: stack Python floats that differ into an array instead of raising an error. They stay constants
-        in training unless `trainable` of [`eqx_ensemble.fit`][] selects them.
+    - `models`: models that differ only in the values of their arrays. Equal models cause a warning, unless they are one
+        object: `[model] * 8`.
+    - `ids`: the members' ids `(members,)`; by default `0, 1, 2, ...`.
+    - `shared`: as in [`eqx_ensemble.build`][]; these nodes must be equal in all models.
+    - `promote_scalars`: stack Python floats that differ instead of raising an error. They stay constants in training
+        unless `trainable` of [`eqx_ensemble.fit`][] selects them.
 
-    **Raises:** `MemberMismatchError` if the models differ in anything but array values, naming leaf, members and both
-    values; `TypeError` for a single model, and for NumPy arrays of strings or objects, which JAX cannot hold;
-    `ValueError` for an empty list or an invalid `shared`.
+    **Raises:** `MemberMismatchError` if the models differ in anything but array values; `TypeError` for a single model,
+    and for NumPy arrays of strings or objects; `ValueError` for an empty list or an invalid `shared`.
 
     ```python
     models = [eqx.nn.MLP(2, 1, 8, 1, key=k) for k in jax.random.split(key, 3)]
@@ -222,17 +217,15 @@ def _all_false(node: PyTree) -> PyTree:
 def group(models: Iterable[Any], *, ids: Any = None) -> Group:
     """Makes an [`eqx_ensemble.Group`][] of a list of models of any architectures.
 
-    Models that differ only in the values of their arrays become one part, as by [`eqx_ensemble.stack`][], and are
-    computed together. Members and their predictions are in the order of the list. A model that differs in anything
-    else, such as a dropout rate, is a separate part.
+    Models that differ only in the values of their arrays become one part. Members are in the order of the list.
 
     **Arguments:**
 
     - `models`: the models. Parts are named after their classes: `MLP`, and `MLP_2` for the second architecture of that
         class.
-    - `ids`: the members' ids `(members,)`; `0, 1, 2, ...` if not given.
+    - `ids`: the members' ids `(members,)`; by default `0, 1, 2, ...`.
 
-    **Returns:** the group. To name the parts, pass them to [`eqx_ensemble.Group`][].
+    **Returns:** the group.
 
     **Raises:** `TypeError` for anything but a list of models; `ValueError` for an empty list; `MemberMismatchError` for
     a wrong number of `ids`.

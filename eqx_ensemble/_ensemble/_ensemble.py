@@ -149,26 +149,23 @@ Where = Callable[[Any], Any]
 
 
 class Ensemble(_axes.AbstractPerMember, Generic[M]):
-    """Many models of one architecture, stored as one Module whose arrays carry a leading `members` axis.
+    """Many models of one architecture, stored as one Module whose arrays have a leading `members` axis.
 
-    Made by [`eqx_ensemble.build`][], [`eqx_ensemble.stack`][] or [`eqx_ensemble.from_stacked`][]. An `Ensemble` is
-    a PyTree like any other: a field of a larger Module, an argument of `filter_jit`, `filter_grad` and
-    `filter_vmap`, or the member of another ensemble.
+    Made by [`eqx_ensemble.build`][], [`eqx_ensemble.stack`][] or [`eqx_ensemble.from_stacked`][]. It is a PyTree: a
+    field of a larger Module, an argument of `filter_jit`, `filter_grad` and `filter_vmap`, or the member of another
+    ensemble.
 
     **Attributes:**
 
     - `stacked`: the model with the leaves that differ between members, each `(members, ...)`; `None` elsewhere, except
-        for the flags `inference`, which are also in `shared`.
-    - `shared`: the model with the leaves that all members use, such as activation functions and the nodes selected by
-        `shared=` of the constructors; `None` elsewhere. Shared arrays are constants in
-        [`eqx_ensemble.fit`][] and [`eqx_ensemble.train.make_step`][], except with [`eqx_ensemble.train.Together`][];
-        [in loops of your own](../how-it-runs.md#shared-arrays) they have gradients. A zero marks an array of `stacked`
-        that holds Python floats (a dropout rate for each member), which training does not change.
-    - `ids`: the members' stable ids `(members,)`, which determine their random streams. Indexing and concatenation keep
-        them. They are no leaf but part of the structure of the tree: gradients, optimisers and `jax.tree.map` leave
-        them as they are, and JAX rejects two ensembles with different members. A function of yours under
-        `equinox.filter_jit` is compiled again for other ids; functions of this library are not. Only ids that a
-        compiled function computes, as in `ensemble[index]` with a traced index, are an array leaf.
+        for the flags `inference` of layers: `equinox.nn.inference_mode(ensemble)` sets them here and in `shared`.
+    - `shared`: the model with the leaves that all members use, such as activation functions and [shared
+        arrays](../how-it-runs.md#shared-arrays); `None` elsewhere. A zero marks Python floats in `stacked` (a dropout
+        rate per member), which training does not change and indexing restores.
+    - `ids`: the members' ids `(members,)`, which determine their random streams. They are part of the tree's structure:
+        gradients, optimisers and `jax.tree.map` ignore them, and your function under `equinox.filter_jit` is compiled
+        again for other ids. Ids computed in a compiled function (`ensemble[index]` with a traced index) are an array
+        leaf; `ensemble[:]` outside it makes them structure again.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key), 8, key=key)
@@ -207,9 +204,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     def to_stacked(self) -> M:
         """The members as one plain Module, for code that calls `equinox.filter_vmap` itself.
 
-        Arrays that differ between members are `(members, ...)`. Those that they share have no such axis, so that
-        `equinox.filter_vmap` needs `in_axes` for them. [`eqx_ensemble.from_stacked`][] is the way back, with `ids=` and
-        `shared=` of this ensemble: otherwise a shared array as long as there are members is taken for one of each.
+        Shared arrays have no `members` axis: `equinox.filter_vmap` needs `in_axes` for them. The way back is
+        [`eqx_ensemble.from_stacked`][] with `ids=` and `shared=`.
 
         ```python
         stacked = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key).to_stacked()
@@ -259,8 +255,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         """Calls every member: `(…)` in, `(members, …)` out.
 
-        Inputs are shared by all members unless marked [`eqx_ensemble.Each`][]; a member sees one example unless the
-        input is marked [`eqx_ensemble.Batch`][]. An `equinox.nn.State` always has one value per member.
+        Every member sees the same example, unless the input is marked [`eqx_ensemble.Each`][] or
+        [`eqx_ensemble.Batch`][]. An `equinox.nn.State` has one value per member.
         """
         if not callable(self.stacked):
             raise TypeError(
@@ -318,7 +314,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         return map_members(fn, plan=plan)(self, *args, **kwargs)
 
     def keys(self, key: Any, *, purpose: str = "call") -> _axes.Each:
-        """Derives one key per member from one key, for calls such as `ensemble(x, key=ensemble.keys(key))`.
+        """Derives one key per member, for calls such as `ensemble(x, key=ensemble.keys(key))`.
 
         The plain `key` would give all members the same dropout mask. The keys are
         [`eqx_ensemble.member_keys`][]`(key, ids, purpose=purpose)`; nested ensembles get one per inner member.

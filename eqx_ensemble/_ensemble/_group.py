@@ -214,16 +214,14 @@ def join_values(values: Sequence[PyTree], order: np.ndarray) -> PyTree:
 class Group(_axes.AbstractParts):
     """Ensembles of different architectures with a joint `members` axis.
 
-    Each part is an [`eqx_ensemble.Ensemble`][] of models of one architecture. [`eqx_ensemble.predict`][] returns the
-    predictions of all members along this axis, to which `combine`, `scores`, `uncertainty`, `calibrate` and `conformal`
-    apply unchanged; [`eqx_ensemble.fit`][] trains one part after another. For a list of models see
-    [`eqx_ensemble.group`][].
+    [`eqx_ensemble.predict`][] returns the predictions of all members along this axis, for `combine`, `scores`,
+    `uncertainty`, `calibrate` and `conformal`; [`eqx_ensemble.fit`][] trains one part after another.
 
     **Arguments:**
 
     - `parts`: a dict from names to ensembles; or a list of ensembles, which are named after the class of their members.
         A name consists of letters, digits, `_`, `-` and `.`.
-    - `order`: the order of the members, as below; by default those of the first part come first.
+    - `order`: the order of the members, as below; by default part after part.
     - `renumber`: give the members the ids `0, 1, 2, ...` instead of keeping theirs, which must all be different.
 
     **Attributes:**
@@ -231,8 +229,8 @@ class Group(_axes.AbstractParts):
     - `parts`: the ensembles by name, in alphabetical order.
     - `order`: member `i` of the group is number `order[i]` of the members of all `parts`, one part after another.
 
-    **Raises:** `ValueError` for members with equal ids unless `renumber` is set, for an invalid name or `order`, and if
-    there are no parts; `TypeError` for parts that are not ensembles.
+    **Raises:** `ValueError` for equal ids without `renumber`, an invalid name or `order`, and no parts; `TypeError` for
+    parts that are not ensembles.
 
     ```python
     wide = ee.build(lambda key: eqx.nn.MLP(3, 1, 64, 1, key=key), 4, key=key)
@@ -240,8 +238,7 @@ class Group(_axes.AbstractParts):
     group = ee.Group({"wide": wide, "linear": linear}, renumber=True)
     group(jnp.ones(3)).shape  # (6, 1): one input for all members
     ee.predict(group, jnp.ones((100, 3))).shape  # (6, 100, 1)
-    group[5], group["wide"]  # a Linear, an Ensemble
-    group[[0, 5]]  # a group of two members
+    group[5], group["wide"], group[[0, 5]]  # a model, an Ensemble, a smaller group
     ```
     """
 
@@ -291,11 +288,9 @@ class Group(_axes.AbstractParts):
         return self.num_members
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
-        """Calls every member: `(…)` in, `(members, …)` out, if all parts return arrays of one shape.
+        """Calls every member, as [`eqx_ensemble.Ensemble`][] does; all parts must return arrays of one shape.
 
-        Inputs are shared by all members unless marked [`eqx_ensemble.Each`][], with one value for each member of the
-        group; [`eqx_ensemble.Batch`][] marks many examples. For one key per member pass
-        `Each(member_keys(key, group.ids, purpose="call"))`.
+        For one key per member pass `Each(member_keys(key, group.ids, purpose="call"))`.
         """
         given = from_foreign_tree((args, kwargs), "args")
         check_no_state(given)

@@ -202,51 +202,42 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
 ) -> PyTree:
     """Predictions of every member for every row, in bounded memory.
 
-    Rows are processed in batches of `batch_size`. Only the intermediate arrays of one batch are needed in addition to
-    inputs and result; batches of a few hundred rows stay in a processor's cache. With `combine`, the predictions of all
-    members exist for one batch at a time, and `memory` bounds the members that are processed together.
-
-    On a CPU several batches are processed at the same time, on all cores by default: each core has its batch, and one
-    in its queue, while free memory suffices. They are combined in the order of rows; results are the same bits.
+    Rows are processed in batches, on a CPU several at the same time on all cores. With `combine`, the predictions of
+    all members exist for some batches at a time, and `memory` bounds the members that are processed together. Results
+    do not depend on the number of cores.
 
     **Arguments:**
 
     - `ensemble`: an ensemble, whose members are functions of one example; or an [`eqx_ensemble.Group`][], whose members
         must all return arrays of one shape. For a group, `fn`, `plan`, `state` and `x` may be dicts with one value per
         part, by name.
-    - `x`: any PyTree of arrays `(rows, ...)`, of zero or more rows; parts marked [`eqx_ensemble.Each`][] are
-        `(members, rows, ...)`. A member is called with one row.
-    - `combine`: combines the members' predictions for a batch of rows, `(members, rows, ...)`: any function that treats
-        rows independently and returns arrays `(rows, ...)`, called as `combine(predictions)`, or with weights as
-        `combine(predictions, weights=weights)`; pass options by `functools.partial`. If all members do not fit into
-        `memory`, functions of this library with a [streaming form][eqx_ensemble.combine.streaming] take some members at
-        a time, as does an [`eqx_ensemble.combine.AbstractCombination`][] of your own; any other function is called with
-        all members for fewer rows. Functions of a mean and a variance take members that return a pair.
-    - `weights`: for `combine`, one weight per member `(members,)`; or per member and row, `(members, rows)`, such as
-        those of a gate, which are split by batch and exclude the streaming form.
-    - `batch_size`: rows per batch; with `memory`, the maximum. A program is compiled for this number of rows and, for
-        fewer, for the next power of two: the last row is repeated as padding, and the padding is dropped.
-    - `memory`: a budget in bytes for the peak in addition to inputs and result. Fewer rows and, if needed, fewer
-        members are processed at a time; their numbers follow from measuring the first batches, because a compiler's
-        estimates can be many times too low. On a CPU the memory of the process is sampled, which needs Linux;
-        elsewhere, and on an accelerator whose earlier peak was higher, only the compiler's estimate is available. The
-        memory of the compiler itself is not counted. `plan="auto"` then chooses by static analysis only.
+    - `x`: any PyTree of arrays `(rows, ...)`; parts marked [`eqx_ensemble.Each`][] are `(members, rows, ...)`. A member
+        is called with one row.
+    - `combine`: a function of the predictions for some rows, `(members, rows, ...)`, that treats rows independently and
+        returns arrays `(rows, ...)`: `combine(predictions)`, or `combine(predictions, weights=weights)`; pass options
+        by `functools.partial`. Functions with a [streaming form][eqx_ensemble.combine.streaming] can take some members
+        at a time, as does an [`eqx_ensemble.combine.AbstractCombination`][] of your own. Functions of a mean and a
+        variance take members that return a pair.
+    - `weights`: for `combine`, one weight per member `(members,)`; or per member and row, `(members, rows)`, which
+        excludes the streaming form.
+    - `batch_size`: rows per batch; with `memory`, the maximum.
+    - `memory`: a budget in bytes for the peak in addition to inputs and result, per device (on CPUs, per process).
+        Fewer rows and, if needed, fewer members are processed at a time, as measured on the first batches. Without a
+        measurement (CPUs outside Linux), the compiler's estimate counts, which can be many times too low.
     - `state`: the stacked `equinox.nn.State` of stateful members, which are called as `model(x, state)`; their new
         states are discarded.
     - `fn`: called instead of the member, as `fn(model, x)`, `fn(model, x, state)` or `fn(model, x, key=key)`.
-    - `inference`: whether to put the members into inference mode (`equinox.nn.inference_mode`) first, which switches
-        dropout off. The default is `True`; with `key` there is no default.
+    - `inference`: whether to put the members into inference mode (`equinox.nn.inference_mode`), which switches dropout
+        off. The default is `True`; with `key` there is no default.
     - `plan`: the execution of the members; `"auto"` measures candidates while it processes the batches, and
         `ee.plan.Cores(count=1)` limits the number of cores.
-    - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]; for an ensemble that was built on a mesh,
-        that one by default. Members are sharded over its axis `members`, the rows of a batch over `data`. `memory` is
-        then a budget per device, or per process on CPUs, whose devices share it; the smallest one applies.
+    - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]; by default those on which the ensemble was
+        built. Members are sharded over its axis `members`, rows over `data`.
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `key`: if given, members are called with `key=`, a different key for every row: with `inference=False` this is
         Monte-Carlo dropout.
 
-    **Returns:** the predictions, each array `(members, rows, ...)`; with `combine`, its results, each array
-    `(rows, ...)`.
+    **Returns:** the predictions, each array `(members, rows, ...)`; with `combine`, its results `(rows, ...)`.
 
     **Raises:** `ValueError` for a `key` without `inference`, and for results of `combine` other than `(rows, ...)`;
     `TypeError` for `weights` without `combine`, and for `memory` while tracing; `MemoryError` if one row of one member

@@ -275,49 +275,46 @@ def fit(
 ) -> Run[M] | ShardedRun[M]:
     """Trains members on many workers: each shard of members is one [`eqx_ensemble.fit`][], on any worker.
 
-    Members are independent, and their random streams are derived from their ids. The result therefore equals that of
-    one [`eqx_ensemble.fit`][]: bit for bit under [`eqx_ensemble.plan.Sequential`][], within rounding under other plans,
-    for any shard size and any order in which workers finish.
+    The result equals that of one [`eqx_ensemble.fit`][], for any shards and any order in which workers finish: bit for
+    bit under [`eqx_ensemble.plan.Sequential`][], within rounding under other plans.
 
     **Arguments:**
 
-    - `executor`: an executor with the interface of `concurrent.futures.Executor`; preferably a function that makes one,
-        which is called again when a dead worker breaks the pool; a Dask client; or `None` for a local Dask cluster with
-        one worker per core (extra `dask`). Process pools of the standard library must not fork:
-        `ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))`, in a script below `if __name__ == "__main__":`.
-    - `ensemble`, `loss`, `optimiser`, `key`: as for [`eqx_ensemble.fit`][]. Functions are sent with cloudpickle (extra
-        `fleet`). `ensemble` may also be a function that builds the members of a shard on the worker, with their
-        `equinox.nn.State` if they have one: `lambda ids: ee.build(make, ids=ids, key=key)`.
+    - `executor`: an executor with the interface of `concurrent.futures.Executor`, or preferably a function that makes
+        one, which can replace a broken pool; a Dask client; or `None` for a local Dask cluster (extra `dask`). Process
+        pools must not fork: `ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))`, in a script below
+        `if __name__ == "__main__":`.
+    - `ensemble`, `loss`, `optimiser`, `key`: as for [`eqx_ensemble.fit`][]. Functions that workers cannot import are
+        sent by value (extra `fleet`). `ensemble` may be a function, called on the worker with the ids of a shard, that
+        returns their ensemble, or a pair with its `equinox.nn.State`: `lambda ids: ee.build(make, ids=ids, key=key)`.
     - `ids`: the ids of all members, with such a function: `range(100_000)`.
     - `data`: arrays, as for [`eqx_ensemble.fit`][]; or a function, called on the worker with the ids of a shard `(n,)`,
-        that returns their data. The same holds for `validation`. Arrays above 64 KiB that all members share are
-        scattered by Dask; other executors pass them as memory-mapped files, which workers on other machines cannot
-        read: use functions there.
-    - `shard`: the number of members per shard, at least 2. By default each worker gets about sixteen shards. A shard
-        should take minutes: a worker needs seconds to import JAX, and compiles for at most two shard sizes.
-    - `workers`: the number of workers; by default one per core of this machine, or one per thread of Dask's workers.
+        that returns them, or batches. The same holds for `validation`. Large shared arrays are memory-mapped files,
+        except with Dask: workers on other machines need functions.
+    - `shard`: the number of members per shard, at least 2; by default each worker gets about sixteen shards. A shard
+        should take minutes: a worker needs seconds to import JAX, and compiles for at most two sizes.
+    - `workers`: the number of workers; by default one per core of this machine, or per thread of Dask's workers.
     - `retries`: how often a shard is retried after its worker died; then it is abandoned.
-    - `checkpoint`: a folder that all workers can write, in which each shard saves its run in a subfolder, or
-        [`eqx_ensemble.checkpoint.Checkpoints`][]. A shard whose worker died resumes from there, and rerunning the same
-        call resumes all shards.
+    - `checkpoint`: a folder that all workers can write, or [`eqx_ensemble.checkpoint.Checkpoints`][]. Each shard saves
+        its run in a subfolder, and resumes from there if its worker died or the same call is run again, with the same
+        `shard`.
     - `save`: a folder that all workers can write, in which each shard saves its trained members instead of returning
-        them; optimiser states and curves are not kept. Rerunning the same call trains only the missing shards. A
-        different call raises an error that lists the differences; `plan`, `mesh`, `checkpoint`, `retries`, `workers`
-        and the executor may differ.
+        them, without optimiser states and curves. Running the same call again trains only the missing shards; a
+        different call raises an error. `plan`, `mesh`, `checkpoint`, `retries`, `workers` and the executor may differ.
     - `on_shard`: called in the caller's process with an [`eqx_ensemble.fleet.ShardReport`][] of each shard that is
-        completed or abandoned. Its exceptions end the call.
+        completed or abandoned.
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook.
-    - `options`: of [`eqx_ensemble.fit`][]. `hyper`, `rows`, `state` and `stop` are divided among shards. Options that
-        depend on other members or on the clock raise a `TypeError`: the `seconds` of `stop`, `plan="auto"`,
-        `on_diverge="raise"`, revivals by copies, and `callbacks`. `mesh` is a function called on the worker, such as
-        `ee.make_mesh`: a shard then runs on all devices of its worker.
+    - `options`: of [`eqx_ensemble.fit`][]. `hyper`, `rows`, `state` and `stop` are divided among shards. `mesh` is a
+        function called on the worker, such as `ee.make_mesh`. Not possible are `plan="auto"`, `on_diverge="raise"`,
+        `callbacks`, revivals by copies and the `seconds` of `stop`.
 
-    **Returns:** the run of all members. A warning says if members are missing, because their shards were abandoned or
-    Ctrl-C ended the call. With `save`, an [`eqx_ensemble.fleet.ShardedRun`][], whose members are in files.
+    **Returns:** the run of all members, or with `save` an [`eqx_ensemble.fleet.ShardedRun`][]. Members of shards that
+    were abandoned, or incomplete at Ctrl-C, are missing, with a warning.
 
-    **Raises:** as [`eqx_ensemble.fit`][]; an error on a worker is raised in the caller's process with a note that names
-    its members. `concurrent.futures.BrokenExecutor`, or the engine's own error, if no shard was completed; `ValueError`
-    if `checkpoint` or `save` holds a different call; `BlockingIOError` while another call uses the folder of `save`.
+    **Raises:** as [`eqx_ensemble.fit`][], with a note that names the members; `TypeError` for options that are not
+    possible; `concurrent.futures.BrokenExecutor`, or the engine's own error, if no shard was completed, and
+    `KeyboardInterrupt` if Ctrl-C came before that; `ValueError` if `checkpoint` or `save` holds a different call;
+    `BlockingIOError` while another call uses the folder of `save`.
 
     ```python
     from concurrent.futures import ThreadPoolExecutor  # threads, for this example

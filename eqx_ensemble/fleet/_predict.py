@@ -43,13 +43,11 @@ def map_members(
 
     **Arguments:**
 
-    - `executor`, `shard`, `workers`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
-    - `fn`, `plan`: as for [`eqx_ensemble.map_members`][]: any function of one member.
-    - `progress`: whether to show a progress line over members; by default on a terminal or in a notebook.
+    - `executor`, `shard`, `workers`, `retries`, `progress`: as for [`eqx_ensemble.fleet.fit`][].
+    - `fn`, `plan`: as for [`eqx_ensemble.map_members`][].
 
-    **Returns:** the function of all members, called as for [`eqx_ensemble.map_members`][]. Per-member arguments are
-    divided among shards, all others are sent to every worker. An [`eqx_ensemble.fleet.ShardedRun`][] takes the place of
-    an ensemble: workers read its members from its files, by default one file per shard.
+    **Returns:** the function of all members, called as for [`eqx_ensemble.map_members`][], also with an
+    [`eqx_ensemble.fleet.ShardedRun`][] in place of an ensemble.
 
     **Raises:** (when called) as [`eqx_ensemble.map_members`][] and [`eqx_ensemble.fleet.predict`][]; `TypeError` for a
     `ShardedRun` of stateful members.
@@ -166,23 +164,20 @@ def predict(
 
     **Arguments:**
 
-    - `executor`, `shard`, `workers`, `retries`: as for [`eqx_ensemble.fleet.fit`][].
-    - `ensemble`: the ensemble; or an [`eqx_ensemble.fleet.ShardedRun`][], whose members workers read from its files, by
-        default one file per shard. Its diverged members are excluded, as by [`eqx_ensemble.Run.predict`][].
-    - `combine`: combines the members' predictions, as for [`eqx_ensemble.predict`][]. A function with a [streaming
-        form][eqx_ensemble.combine.streaming] is evaluated for each shard on its worker, and the partial results are
-        merged as they arrive, in an order that depends on the shards only; no process holds the predictions of all
+    - `executor`, `shard`, `workers`, `retries`, `progress`: as for [`eqx_ensemble.fleet.fit`][].
+    - `ensemble`: the ensemble; or an [`eqx_ensemble.fleet.ShardedRun`][], whose healthy members workers read from its
+        files, by default one file per shard.
+    - `combine`: as for [`eqx_ensemble.predict`][]. A function with a [streaming form][eqx_ensemble.combine.streaming]
+        is evaluated on the workers, and the partial results are merged, so that no process holds the predictions of all
         members. For other functions all predictions are returned to the caller first.
-    - `weights`: as for [`eqx_ensemble.predict`][].
-    - `x`, `batch_size`, `memory`, `state`, `fn`, `inference`, `plan`, `key`: as for [`eqx_ensemble.predict`][]. Shared
-        inputs are sent to each worker once. A `ShardedRun` has its own `state`.
-    - `progress`: whether to show a progress line over members; by default on a terminal or in a notebook.
+    - `x`, `weights`, `batch_size`, `memory`, `state`, `fn`, `inference`, `plan`, `key`: as for
+        [`eqx_ensemble.predict`][]. A `ShardedRun` has its own `state`.
 
     **Returns:** the predictions, each array `(members, rows, ...)`; with `combine`, its results `(rows, ...)`.
 
-    **Raises:** as [`eqx_ensemble.predict`][]. `concurrent.futures.BrokenExecutor`, or the engine's own error, with a
-    note that names the members, if a shard fails after all retries; `KeyboardInterrupt` after Ctrl-C; `ValueError` if
-    all members of a `ShardedRun` diverged.
+    **Raises:** as [`eqx_ensemble.predict`][]; `concurrent.futures.BrokenExecutor`, or the engine's own error, if a
+    shard fails after all retries; `KeyboardInterrupt` after Ctrl-C; `ValueError` if all members of a `ShardedRun`
+    diverged.
 
     ```python
     from concurrent.futures import ThreadPoolExecutor  # threads, for this example

@@ -24,7 +24,7 @@ class Shard(NamedTuple):
 @final
 @dataclasses.dataclass(frozen=True)
 class ShardReport:
-    """A report on one shard, passed to the argument `on_shard` of [`eqx_ensemble.fleet.fit`][].
+    """A report on one shard, passed to `on_shard` of [`eqx_ensemble.fleet.fit`][].
 
     **Attributes:**
 

@@ -117,18 +117,17 @@ def by_file(run: "ShardedRun[Any]", positions: np.ndarray) -> list[tuple[int, np
 class ShardedRun(Generic[M]):
     """A run whose members are in files, one per shard: the result of [`eqx_ensemble.fleet.fit`][] with `save`.
 
-    Only a few numbers per member are in memory. [`eqx_ensemble.fleet.predict`][] and
-    [`eqx_ensemble.fleet.map_members`][] take it in place of an ensemble, and read the members on the workers.
+    [`eqx_ensemble.fleet.predict`][] and [`eqx_ensemble.fleet.map_members`][] take it in place of an ensemble.
 
     **Attributes:**
 
-    - `folder`: the folder. `folder/shard-000000` and so on are checkpoints of [`eqx_ensemble.save`][], each of an
-        ensemble, or of an ensemble and its state.
+    - `folder`: the folder, with a checkpoint of [`eqx_ensemble.save`][] for each shard: `folder/shard-000000` and so
+        on.
     - `ids`: `(members,)`, the ids of the members of completed shards.
-    - `missing`: the ids of the other members, of shards that were abandoned or incomplete when the call ended.
-    - `lost`: the shards that this call abandoned, each an [`eqx_ensemble.fleet.ShardReport`][] with the reason.
+    - `missing`: the ids of the other members.
+    - `lost`: an [`eqx_ensemble.fleet.ShardReport`][] for each shard that this call abandoned.
     - `status`, `stopped_at`, `fault`, `best_step`, `best_score`: as of an [`eqx_ensemble.Run`][].
-    - `loss`: `(members,)`, the mean loss of each member's last epoch. Other losses are not kept.
+    - `loss`: `(members,)`, the mean loss of each member's last epoch.
     - `hyper`: the hyper-parameters, each array `(members, ...)`, by their column names in the table.
     - `mode`: whether lower (`"min"`) or higher (`"max"`) validation scores are better.
     - `interrupted`: whether Ctrl-C ended the call early.
@@ -171,27 +170,22 @@ class ShardedRun(Generic[M]):
         return self.ids[self.status != Status.DIVERGED]
 
     def load(self, ids: Any = None) -> Ensemble[M]:
-        """Reads members from any shards.
+        """Reads some members from any shards.
 
         **Arguments:**
 
         - `ids`: the ids of the members to read, in this order; by default all.
 
-        **Returns:** the ensemble of these members. Other members are not read.
+        **Returns:** the ensemble of these members.
 
-        **Raises:** `ValueError`, which names them, for ids that are missing, unknown or repeated; `TypeError` unless
-        `ids` are integers `(members,)`, at least one.
+        **Raises:** `ValueError` for ids that are missing, unknown or repeated; `TypeError` unless `ids` are integers
+        `(members,)`, at least one.
         """
         return self.load_with_state(ids)[0]
 
     def load_with_state(self, ids: Any = None) -> tuple[Ensemble[M], Any]:
-        """Reads members and their stacked `equinox.nn.State`, `None` for stateless members.
-
-        **Arguments:** as for [`eqx_ensemble.fleet.ShardedRun.load`][].
-
-        **Returns:** the ensemble and the state.
-
-        **Raises:** as for [`eqx_ensemble.fleet.ShardedRun.load`][].
+        """As [`eqx_ensemble.fleet.ShardedRun.load`][], with the stacked `equinox.nn.State`, `None` for stateless
+        members.
         """
         if ids is None:
             return locate(self, np.arange(len(self.ids))).read()
@@ -202,11 +196,10 @@ class ShardedRun(Generic[M]):
     def best(self, count: int = 1, *, by: Any = None, mode: Mode | None = None) -> Ensemble[M]:
         """Reads the best members, the best one first, without diverged ones.
 
-        **Arguments:** as of [`eqx_ensemble.Run.best`][].
+        Arguments and errors are those of [`eqx_ensemble.Run.best`][]. For stateful members:
+        `run.load_with_state(run.best(count).ids)`.
 
-        **Returns:** the ensemble of these members. Stateful members: `run.load_with_state(run.best(count).ids)`.
-
-        **Raises:** as [`eqx_ensemble.Run.best`][], but not for stateful members.
+        **Returns:** the ensemble of these members.
         """
         return self.load(self.ids[rank_members(self, count, by, mode)])
 

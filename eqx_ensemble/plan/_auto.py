@@ -225,22 +225,15 @@ AnyPlan = AbstractPlan | Literal["auto"] | None
 class Auto(AbstractPlan):
     """Analyses the program, tries the few suitable plans, and keeps the fastest that fits in memory.
 
-    `plan="auto"` is short for `plan=Auto()`. A trial is a part of the work itself: a search costs only compilations and
-    the time lost under slower plans, together at most `max_overhead` of the total time. A short run therefore keeps the
-    plan that static analysis suggests. Results of a search are cached for the lifetime of the process: another run of
-    the same program starts with the fastest plan.
-
-    Plans agree within float rounding, and the fastest may differ between runs: to reproduce a run bit for bit, pass its
-    `run.plan.choice`.
-
-    Where trials are impossible, in [`eqx_ensemble.map_members`][] and inside your own `jax.jit`, the plan is chosen by
-    static analysis only; also with several processes, because their measurements would differ.
+    `plan="auto"` is short for `plan=Auto()`. Trials are a part of the work itself: [what it
+    does](../speed.md#what-planauto-does). The choice may differ between runs: to reproduce one bit for bit, pass its
+    `run.plan.choice`. In [`eqx_ensemble.map_members`][], inside your own `jax.jit` and with several processes, the
+    choice is by static analysis only.
 
     **Arguments:**
 
-    - `memory`: the bytes that a step may need in addition to the training state; nine tenths of the device's free
-        memory by default. If memory may be short, plans are tried from the smallest up, because a compiler's own
-        estimates can be many times too low, and the memory for more members is extrapolated from that for fewer.
+    - `memory`: the bytes that a step may need in addition to the training state; by default nine tenths of the device's
+        free memory. If it may be short, plans are tried from the smallest up.
     - `max_overhead`: the maximum cost of the search, as a fraction of the total time.
 
     **Raises:** `TypeError` or `ValueError` for invalid arguments.

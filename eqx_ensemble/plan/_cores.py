@@ -24,17 +24,14 @@ _CALLS_IF_MEMBERS_STOP, _MOST_CALLS = 4, 16  # of one core: the members that are
 class Cores(AbstractPlan):
     """Equal blocks of members, each a call of one program, on all cores of a CPU: the default in `eqx_ensemble.fit`.
 
-    XLA runs the small operations of members on one core. Blocks run at the same time, on threads that end with the
-    call; and a block whose step fits in a core's cache is faster, even on one core. Values do not depend on the number
-    of cores, and a run resumes on another number. Where blocks save nothing, all members are one call: [how it
-    works](../speed.md#all-cores-of-a-cpu).
+    Blocks run at the same time, on threads that end with the call. Results do not depend on the number of cores. Where
+    blocks save nothing, all members are one call: [how it works](../speed.md#all-cores-of-a-cpu).
 
     **Arguments:**
 
     - `inner`: the plan of each block. By default [`eqx_ensemble.plan.Vmap`][], [`eqx_ensemble.plan.Sequential`][] for
         members that keep a core busy, or `Chunked` for very many members.
-    - `block`: the members of a block. By default their number follows from the bytes that a step reads and writes, and
-        the core's cache; members are then not divided if that saves nothing.
+    - `block`: the members of a block; by default from the bytes of a step and the core's cache.
     - `count`: the number of cores; by default all that this process may use.
 
     **Raises:** `TypeError` or `ValueError` for invalid arguments.

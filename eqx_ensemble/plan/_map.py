@@ -51,30 +51,25 @@ def map_members(
     """Transforms a function of one member into a function of all members.
 
     Arguments that are an [`eqx_ensemble.Ensemble`][], an [`eqx_ensemble.Each`][] or an `equinox.nn.State`, at any
-    depth of the arguments' trees, are mapped over: `fn` receives one member's model, value or state. All others are
-    shared and passed unchanged.
+    depth, are mapped over: `fn` receives one member's model, value or state. All others are shared and passed
+    unchanged.
 
     What is returned has a value per member, and can be passed to a mapped function again:
 
-    - a Module, such as a model or its gradient, becomes an `Ensemble` with the ids of the first one among the
-        arguments, keyword arguments by name (an `Each` if there is none). Arrays that the members share, and that `fn`
-        returns as they are, stay shared; those that it changes become each member's own. `to_stacked()` gives the plain
-        stacked Module;
+    - a Module, such as a model or its gradient, becomes an `Ensemble` with the ids of the first one among the arguments
+        (an `Each` if there is none). Shared arrays that `fn` returns unchanged stay shared;
     - another custom node, such as an optimiser's state, and random keys become an `Each`;
     - a tuple, list or dict with the structure and shapes of an argument's becomes what the argument was;
-    - any other array, also in tuples, lists and dicts, gains a `members` axis, and is plain: a result to calculate
-        with. Mark it `Each` to pass it to a mapped function per member;
+    - any other array gains a `members` axis. Mark it `Each` to pass it to a mapped function per member;
     - what is not an array is returned once, and must be equal for all members.
 
-    Outside `jax.jit`, `Chunked` and `Sequential` run a compiled loop. It is compiled once for a function, and again if
-    its code, or a variable that it reads from outside, has been replaced since, also in functions that it calls.
-    `equinox.filter_jit` around the result compiles under any plan.
+    Outside `jax.jit`, `Chunked` and `Sequential` compile `fn` once, and again if its code changes; `Vmap` needs
+    `equinox.filter_jit` around the result: [what compiles](../speed.md#what-compiles).
 
     **Arguments:**
 
     - `fn`: any function of one member; it may take and return any PyTree.
-    - `plan`: how the members are executed: [`eqx_ensemble.plan.Vmap`][] (the default), `Chunked(size)` or
-        `Sequential()`, `Unrolled()`; or `"auto"`, which analyses `fn`. It affects only time and memory.
+    - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][]; `"auto"` analyses `fn`.
     - `mesh`: the devices to shard members over, from [`eqx_ensemble.make_mesh`][]; each device runs its own members
         under the plan.
     - `out_axis`: the position of the `members` axis in every plain array that is returned.

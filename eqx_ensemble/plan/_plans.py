@@ -81,8 +81,8 @@ class AbstractPlan(eqx.Module):
     **Arguments:** of every plan, by name.
 
     - `scan`: for [`eqx_ensemble.fit`][] with data in arrays: whether many steps run in one compiled loop (`True`), or
-        each step as its own compiled call (`False`; one per member under [`eqx_ensemble.plan.Sequential`][]). By
-        default a loop, except for convolutions on a CPU, which XLA runs many times slower inside a compiled loop.
+        each step as its own compiled call (`False`). By default a loop, except for convolutions on a CPU, which XLA
+        runs many times slower inside one.
 
     A plan of your own defines `run`, and `width` if it runs fewer than all members at a time; and the class attribute
     `one_by_one = True` if `fit`, outside compiled loops, is to call a program of one member for each in turn:
@@ -124,9 +124,8 @@ class AbstractPlan(eqx.Module):
 
     @property
     def compiles(self) -> bool:
-        """Whether `run` compiles even outside `jax.jit`, as `jax.lax.map` does in every call.
-
-        [`eqx_ensemble.map_members`][] then caches the program.
+        """Whether `run` compiles even outside `jax.jit`, as `jax.lax.map` does; `map_members` then caches the
+        program.
         """
         return True
 
@@ -182,9 +181,7 @@ class NamedVmap(Vmap):
 
 
 class Chunked(AbstractPlan):
-    """`size` members at a time: needs the memory of one chunk instead of that of all members.
-
-    The last chunk may be smaller; nothing is padded.
+    """`size` members at a time: needs the memory of one chunk. The last chunk may be smaller.
 
     **Arguments:**
 
@@ -218,12 +215,11 @@ class Chunked(AbstractPlan):
 class Sequential(AbstractPlan):
     """One member after another: the least memory; on one CPU device, the same bits as each member run alone.
 
-    The compiler unrolls the loop over a single member, whose last bit may then differ from the same member in a larger
-    ensemble, as with `optax.MultiSteps` around Adam. `Sequential(scan=False)` has no such loop.
-
     In [`eqx_ensemble.fit`][] each member does many steps before the next one starts, so that its weights stay in the
-    processor's cache; for convolutions on a CPU each step of a member is a compiled call. On a CPU this is the fastest
-    plan for all but small models.
+    processor's cache. On a CPU this is the fastest plan for all but small models.
+
+    The compiler unrolls a loop over a single member, whose last bits may then differ from those in a larger ensemble.
+    `Sequential(scan=False)` has no such loop.
     """
 
     one_by_one: ClassVar[bool] = True
@@ -240,9 +236,8 @@ class Sequential(AbstractPlan):
 class Unrolled(AbstractPlan):
     """One member after another, each written out in the compiled program.
 
-    The compiler sees every member's operations as for a single model, without a loop: on a CPU this is the fastest plan
-    for convolutions in a single call, as in [`eqx_ensemble.predict`][], because `jax.vmap` turns them into grouped
-    convolutions. Compile time grows with the number of members.
+    On a CPU this is the fastest plan for convolutions in a single call, as in [`eqx_ensemble.predict`][], because
+    `jax.vmap` turns them into grouped convolutions. Compile time grows with the number of members.
     """
 
     def run(self, fn: Callable[[PyTree], PyTree], arrays: PyTree) -> PyTree:

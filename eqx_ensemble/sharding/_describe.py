@@ -23,8 +23,7 @@ class Placement(NamedTuple):
     - `bytes`: for each device, the bytes of members and shared leaves that it holds.
     - `copies`: the number of devices that hold the same part of a member; 1 if nothing is replicated.
     - `parts`: the bytes on each device by part: `"optimiser"` states, `"best weights"`, `"history"`, and `"members"`
-        for everything else. NumPy arrays, such as those of a run's history, are on the device `"host"`, in every
-        process; `bytes` does not include them.
+        for everything else. NumPy arrays are on the device `"host"`, which `bytes` does not include.
     """
 
     members: dict[Any, list[int]]
@@ -51,11 +50,7 @@ class Placement(NamedTuple):
 def describe(tree: PyTree) -> Placement:
     """Describes which members each device holds, and how many bytes.
 
-    The optimiser states of a training state are counted separately; so are the best weights of a run, and its history,
-    which is on the host. An array that occurs several times in the tree, such as the weights of a run without
-    validation, counts once.
-
-    [`eqx_ensemble.sharding.collectives`][] lists the communication between devices.
+    An array that occurs several times in the tree counts once.
 
     **Arguments:**
 
@@ -124,23 +119,14 @@ def _copies(splits: list[jax.Array]) -> int:
 
 
 def visualise(tree: PyTree) -> None:
-    """Prints which device holds which members, by `jax.debug.visualize_array_sharding`.
-
-    Without the package `rich`, it prints the table of [`eqx_ensemble.sharding.describe`][], or an array's sharding.
+    """Prints which device holds which members, by `jax.debug.visualize_array_sharding`; without the package `rich`, a
+    table.
 
     **Arguments:**
 
-    - `tree`: an array `(members, ...)`, an ensemble, or any PyTree that holds one. The largest array of its members is
-        drawn, with all axes but the first flattened.
+    - `tree`: an array `(members, ...)`, an ensemble, or any PyTree that holds one, whose largest array is drawn.
 
     **Raises:** `TypeError` if the tree has no members.
-
-    ```python
-    ensemble = ee.build(
-        lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, mesh=ee.make_mesh(), key=key
-    )
-    ee.sharding.visualise(ensemble)
-    ```
     """
     if _axes.is_array(tree):
         arrays = [tree]

@@ -33,9 +33,7 @@ class Collective(NamedTuple):
 
 
 def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
-    """Lists the communication between devices in `fn(*args)`, from its compiled program.
-
-    The program is compiled, but not run. A collective in a loop counts once.
+    """Lists the communication between devices in `fn(*args)`, which is compiled, but not run.
 
     **Arguments:**
 
@@ -43,7 +41,7 @@ def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
     - `args`: its arguments.
 
     **Returns:** a list of [`eqx_ensemble.sharding.Collective`][eqx_ensemble.sharding.collectives], in the order of the
-    program.
+    program; one in a loop counts once.
 
     **Raises:** `TypeError` if `fn` is not a function.
 
@@ -93,21 +91,18 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of devices with the axes `members`, `data` and `model`, for the `mesh=` of other functions.
 
-    `members` shards the members, which are independent: a step needs no communication over it. `data` splits the rows
-    of every batch; gradients are summed over its devices. `model` splits the weights of a member that does not fit on
-    one device.
-
-    Devices of one process are adjacent: `data` and `model`, which communicate at every step, stay inside a host as far
-    as they fit there, and `members` extends over hosts.
+    `data` and `model`, which communicate at every step, stay inside a host as far as they fit there; `members` extends
+    over hosts.
 
     **Arguments:**
 
-    - `members`: the number of devices over which members are sharded; by default all that the other axes leave.
-    - `data`: the number of devices that share the rows of a batch.
-    - `model`: the number of devices that share the weights of a member.
+    - `members`: the number of devices over which members are sharded, without communication; by default all that the
+        other axes leave.
+    - `data`: the number of devices that share the rows of a batch, and sum their gradients.
+    - `model`: the number of devices that share the weights of a member that does not fit on one.
     - `devices`: the devices, of which the first `members * data * model` are used; by default those of all processes.
 
-    **Returns:** a `jax.sharding.Mesh` whose axes are all of the type `Auto`, so that the compiler chooses layouts.
+    **Returns:** a `jax.sharding.Mesh` whose axes are all of the type `Auto`.
 
     **Raises:** `ValueError` if there are too few devices, or if those used include none of some process; `TypeError`
     for arguments of another type.

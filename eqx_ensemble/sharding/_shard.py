@@ -24,8 +24,7 @@ from ._layout import Layout, leaf_specs
 def local_rows(mesh: Mesh, num_rows: int) -> slice:
     """The rows of a batch that this process must load, because its devices process them.
 
-    They depend on the sharding, not on the process index: processes whose devices hold different members need the same
-    rows, and processes along the axis `data` different ones.
+    Processes whose devices hold different members need the same rows, those along the axis `data` different ones.
 
     **Arguments:**
 
@@ -57,8 +56,8 @@ def local_rows(mesh: Mesh, num_rows: int) -> slice:
 def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
     """Assembles a global batch, sharded over the devices of all processes, from the rows of each process.
 
-    For loaders that read, in every process, only the rows that [`eqx_ensemble.sharding.local_rows`][] returns, and
-    pass batches to [`eqx_ensemble.fit`][] as an iterable.
+    For loaders that read only the rows of [`eqx_ensemble.sharding.local_rows`][], and pass batches to
+    [`eqx_ensemble.fit`][] as an iterable.
 
     **Arguments:**
 

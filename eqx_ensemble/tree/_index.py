@@ -41,22 +41,16 @@ _members = jax.jit(lambda leaf, rows: leaf.at[rows].get(mode="clip"))
 
 
 def num_members(tree: Any) -> int:
-    """The number of members of a stacked tree.
-
-    This is the size of the leading axis `members`, on which all array leaves must agree. Other leaves (functions,
-    strings, Python scalars) are ignored.
+    """The number of members of a stacked tree: the size of the leading axis, on which all array leaves must agree.
 
     **Arguments:**
 
     - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
 
-    **Returns:**
+    **Returns:** the number of members, a Python int, also under `jax.jit`.
 
-    The number of members, a Python int, also under `jax.jit`.
-
-    **Raises:**
-
-    `MemberMismatchError` if array leaves disagree or have no axis; `ValueError` if there is no array leaf or no member.
+    **Raises:** `MemberMismatchError` if array leaves disagree or have no axis; `ValueError` if there is no array leaf
+    or no member.
 
     ```python
     ee.tree.num_members({"w": jnp.ones((5, 3)), "b": jnp.ones(5)})  # 5
@@ -80,21 +74,17 @@ def unstack(tree: Any, *, num_axes: int) -> list[Any]: ...
 def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
     """Splits a stacked tree into its members.
 
-    Member `i` has `leaf[i]` for each array leaf. Leaves that are not arrays are shared by all members. NumPy arrays
-    stay NumPy arrays (views).
+    Member `i` has `leaf[i]` for each array leaf; other leaves are shared. NumPy arrays stay NumPy arrays (views).
 
     **Arguments:**
 
     - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
     - `num_axes`: the number of leading axes to split: 2 for members within populations, for example.
 
-    **Returns:**
+    **Returns:** a list of trees, one per member; for several axes, nested lists.
 
-    A list of trees, one per member; for several axes, nested lists.
-
-    **Raises:**
-
-    `MemberMismatchError` if array leaves disagree on the leading axes; `ValueError` if there is no array leaf.
+    **Raises:** `MemberMismatchError` if array leaves disagree on the leading axes; `ValueError` if there is no array
+    leaf.
 
     ```python
     first, second = ee.tree.unstack({"w": jnp.ones((2, 3)), "name": "net"})
@@ -123,26 +113,20 @@ def _unstack(leaves: list, treedef: Any, sizes: tuple[int, ...]) -> list:
 def take(tree: T, index: Any) -> T:
     """Takes one or several members of a stacked tree.
 
-    For an int, member `index` without the axis: `leaf[index]` for every array leaf. For a selection of `k` members, a
-    smaller stacked tree with arrays `(k, ...)`, in the given order; a member may be taken more than once, except of an
-    [`eqx_ensemble.Ensemble`][]. Other leaves are kept. NumPy arrays stay NumPy arrays.
+    For an int, the member without the axis: `leaf[index]` for every array leaf. For `k` members, a smaller stacked tree
+    with arrays `(k, ...)`, in the given order. Other leaves are kept. NumPy arrays stay NumPy arrays.
 
     **Arguments:**
 
     - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
-    - `index`: an int (negative ones count from the end), or a slice, list, tuple or one-dimensional array of ints, or
-        a boolean mask `(members,)`. A traced integer or vector of integers cannot be checked: it is clamped to the
-        range, as everywhere in JAX.
+    - `index`: an int (negative ones count from the end), or a slice, list, tuple or one-dimensional array of ints, or a
+        boolean mask `(members,)`. Traced integers are clamped to the range.
 
-    **Returns:**
+    **Returns:** a member, or a stacked tree.
 
-    A member, or a stacked tree.
-
-    **Raises:**
-
-    `IndexError` for an index out of range or a mask of the wrong length; `ValueError` for an empty selection, and for a
-    member of an ensemble that is taken twice; `TypeError` for any other index; `MemberMismatchError` if array leaves
-    disagree on the number of members.
+    **Raises:** `IndexError` for an index out of range or a mask of the wrong length; `ValueError` for an empty
+    selection, and for a member of an [`eqx_ensemble.Ensemble`][] that is taken twice; `TypeError` for any other index;
+    `MemberMismatchError` if array leaves disagree on the number of members.
 
     ```python
     stacked = {"w": jnp.arange(6.0).reshape(3, 2)}

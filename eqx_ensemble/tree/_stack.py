@@ -23,17 +23,13 @@ def replace(tree: T, index: Any, value: Any) -> T:
     **Arguments:**
 
     - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
-    - `index`: the members, as in [`eqx_ensemble.tree.take`][], each at most once. A traced index is clamped.
+    - `index`: the members, as in [`eqx_ensemble.tree.take`][], each at most once.
     - `value`: for an int `index`, one member: the same tree with arrays `(...)`. Otherwise a stacked tree with as many
-        members as `index` selects. Its leaves that are not arrays must equal those of `tree`.
+        members as `index` selects.
 
-    **Returns:**
+    **Returns:** a new stacked tree.
 
-    A new stacked tree; `tree` itself does not change.
-
-    **Raises:**
-
-    `MemberMismatchError` if `value` differs from the members in structure, shapes, dtypes or static values;
+    **Raises:** `MemberMismatchError` if `value` differs from the members in structure, shapes, dtypes or static values;
     `ValueError` if a member is given twice, or if two members of an [`eqx_ensemble.Ensemble`][] would have one id; the
     errors of [`eqx_ensemble.tree.take`][] for an invalid index.
 
@@ -57,32 +53,24 @@ def _replace_column(leaves: list, rows: Any) -> Any:
 
 
 def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
-    """Stacks trees of one structure into one whose arrays carry a new leading axis `members`.
+    """Stacks trees of one structure into one whose arrays have a new leading axis `members`.
 
-    Arrays of shape `(...)`, one per tree, become one JAX array `(members, ...)`: JAX arrays, typed PRNG keys, and
-    NumPy arrays, which take JAX's precision as with `jnp.asarray` (float64 is rounded to float32 unless
-    `jax_enable_x64` is on; integers that overflow raise an error). An array that occurs at two paths of every tree
-    (tied weights) is stacked once and stays one array. Everything else (functions, strings, Python scalars, static
-    fields) must be equal and is kept once, from the first tree. Closures, partials and other objects need not be
-    identical: they are compared by their contents.
+    Arrays `(...)`, one per tree, become one JAX array `(members, ...)`; typed PRNG keys too. NumPy arrays take JAX's
+    precision, as with `jnp.asarray`. Tied weights stay one array. Everything else (functions, strings, Python scalars,
+    static fields) must be equal and is kept once; closures, partials and other objects are compared by their contents.
 
     [`eqx_ensemble.stack`][] makes an [`eqx_ensemble.Ensemble`][] of models, with ids and shared leaves.
 
     **Arguments:**
 
-    - `trees`: a list, tuple or iterator of one or more PyTrees that differ only in the values of their arrays.
-    - `promote_scalars`: stack Python floats that differ (learning rates, dropout rates) into arrays `(members,)`.
-        Otherwise they raise an error. Floats that agree stay Python floats.
+    - `trees`: one or more PyTrees that differ only in the values of their arrays.
+    - `promote_scalars`: stack Python floats that differ (learning rates, dropout rates) into arrays `(members,)`
+        instead of raising an error.
 
-    **Returns:**
+    **Returns:** a PyTree with the structure of the first tree.
 
-    A PyTree with the structure of the first tree.
-
-    **Raises:**
-
-    `MemberMismatchError` that lists the leaves and members that differ in structure, shape, dtype, in a value that is
-    not an array, or in an array that JAX cannot see because it is in a closure or a static field. `TypeError` for a
-    single tree, `ValueError` for an empty sequence.
+    **Raises:** `MemberMismatchError` that lists the leaves and members that differ in anything but array values, also
+    in an array in a closure or a static field; `TypeError` for a single tree, `ValueError` for an empty sequence.
 
     ```python
     models = [
@@ -109,22 +97,18 @@ def _stack_column(leaves: list) -> Any:
 def concatenate(trees: Iterable[T]) -> T:
     """Concatenates stacked trees along their `members` axis.
 
-    Arrays `(members_0, ...)`, `(members_1, ...)`, ... become one array `(members_0 + members_1 + ..., ...)`.
-    Everything else must be equal and is kept once, as in [`eqx_ensemble.tree.stack`][].
+    Everything but arrays must be equal and is kept once, as in [`eqx_ensemble.tree.stack`][].
 
     **Arguments:**
 
-    - `trees`: a list, tuple or iterator of one or more stacked PyTrees of the same kind of member.
+    - `trees`: one or more stacked PyTrees of the same kind of member, with arrays `(members_0, ...)`,
+        `(members_1, ...)`.
 
-    **Returns:**
+    **Returns:** a stacked PyTree with arrays `(members_0 + members_1 + ..., ...)`.
 
-    A stacked PyTree with the structure of the first tree.
-
-    **Raises:**
-
-    `MemberMismatchError` if the trees differ in anything but their arrays' values and number of members, or if the
-    arrays of one tree disagree on that number. `TypeError` for a single tree, `ValueError` for an empty sequence, and
-    for ensembles with an id in common.
+    **Raises:** `MemberMismatchError` if the trees differ in anything but their arrays' values and number of members, or
+    if the arrays of one tree disagree on that number; `TypeError` for a single tree; `ValueError` for an empty
+    sequence, and for ensembles with an id in common.
 
     ```python
     ee.tree.concatenate([{"w": jnp.zeros((2, 3))}, {"w": jnp.ones((1, 3))}])["w"].shape  # (3, 3)

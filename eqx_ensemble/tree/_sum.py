@@ -157,24 +157,19 @@ T = TypeVar("T")
 def polyak(old: T, new: T, tau: Any) -> T:
     r"""Takes a step of a Polyak average, as for target networks: moves `old` towards `new` by the fraction `tau`.
 
-    Each floating-point or complex array becomes $\tau\, x_{new} + (1 - \tau)\, x_{old}$, as in
-    `optax.incremental_update`, in its own dtype. (Below 32 bits it is computed in float32 and rounded to the dtype: in
-    bfloat16 a step of less than 1/256 of a value may be lost.) All other arrays are taken from `new`, such as counters
-    and keys. Leaves that are not arrays must be equal, and are kept, as are the ids of an [`eqx_ensemble.Ensemble`][].
+    Each floating-point or complex array becomes $\tau\, x_{new} + (1 - \tau)\, x_{old}$ in its own dtype, as in
+    `optax.incremental_update`; below 32 bits, small steps may be lost to rounding. Other arrays, such as counters and
+    keys, are taken from `new`. All else must be equal, and is kept.
 
     **Arguments:**
 
     - `old`, `new`: PyTrees that differ only in the values of their arrays: a target ensemble and the trained one.
     - `tau`: one number from 0 (`old`) to 1 (`new`). It may be traced; then its value is not checked.
 
-    **Returns:**
+    **Returns:** a PyTree with the structure of `old`.
 
-    A PyTree with the structure of `old`.
-
-    **Raises:**
-
-    `MemberMismatchError` if the trees differ in structure, shapes, dtypes, static values, or in the ids of their
-    members; `TypeError` and `ValueError` for a `tau` that is not one number from 0 to 1.
+    **Raises:** `MemberMismatchError` if the trees differ in structure, shapes, dtypes, static values, or in the ids of
+    their members; `TypeError` and `ValueError` for a `tau` that is not one number from 0 to 1.
 
     ```python
     online = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
@@ -206,28 +201,23 @@ def weighted_sum(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nda
 
     Each leaf of the result is $\sum_i w_i x_i$ of the corresponding leaves $x_i$, which have one shape:
 
-    - Python ints, floats and complex numbers are summed as Python numbers: ints with int weights stay exact.
-    - Integer and bool arrays with integer weights give the integer sum, in at least 32 bits (int8 and bool give
-      int32); beyond these it wraps around, as everywhere in JAX. With float weights they give the default float type.
-    - Float and complex arrays keep their type; those below 32 bits (bfloat16, float16) are summed in float32.
-    - Everything else (functions, strings, bools) must be equal and is kept. A model whose configuration has Python
-      ints among its leaves should be averaged instead, with [`eqx_ensemble.tree.weighted_mean`][].
+    - Python numbers stay Python numbers: ints with int weights stay exact.
+    - Integer and bool arrays with integer weights give integers of at least 32 bits; with float weights, floats.
+    - Float and complex arrays keep their type; those below 32 bits are summed in float32.
+    - Everything else (functions, strings, bools) must be equal and is kept. For models with Python ints among their
+      leaves use [`eqx_ensemble.tree.weighted_mean`][].
 
-    A tree of weight 0 is included: 0 times NaN is NaN. Remove such a tree from `trees` instead.
+    A tree of weight 0 counts: 0 times NaN is NaN.
 
     **Arguments:**
 
-    - `trees`: a list, tuple or iterator of PyTrees that differ only in their numbers.
-    - `weights`: one finite real number per tree: a list, or an array `(trees,)`. They may be traced: the sum is
-        differentiable in them, their values are then not checked, and Python numbers become arrays.
+    - `trees`: PyTrees that differ only in their numbers.
+    - `weights`: one finite real number per tree, `(trees,)`. The sum is differentiable in them; traced ones are not
+        checked.
 
-    **Returns:**
+    **Returns:** a PyTree with the structure of the first tree.
 
-    A PyTree with the structure of the first tree.
-
-    **Raises:**
-
-    `ValueError` for a wrong number of weights, or one that is not finite or overflows the type of an integer sum;
+    **Raises:** `ValueError` for a wrong number of weights, or one that is not finite or overflows an integer sum;
     `MemberMismatchError` if the trees differ in structure, shapes, dtypes or static values; `TypeError` for PRNG keys,
     and for weights that are not real.
 
@@ -242,22 +232,16 @@ def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nd
     r"""The weighted mean of PyTrees of one structure.
 
     Each leaf of the result is $\sum_i w_i x_i / \sum_i w_i$, as in [`eqx_ensemble.tree.weighted_sum`][], except that
-    integer and bool arrays always give floats, and that Python numbers that are equal in all trees (sizes, dropout
-    rates) are kept unchanged.
+    integer and bool arrays always give floats, and that Python numbers that are equal in all trees are kept unchanged.
 
     **Arguments:**
 
-    - `trees`: a list, tuple or iterator of PyTrees that differ only in their numbers.
-    - `weights`: one finite real number per tree, with a sum other than 0; they need not sum to 1. `None` for the
-        plain mean.
+    - `trees`: PyTrees that differ only in their numbers.
+    - `weights`: one finite real number per tree, with a sum other than 0. `None` for the plain mean.
 
-    **Returns:**
+    **Returns:** a PyTree with the structure of the first tree.
 
-    A PyTree with the structure of the first tree.
-
-    **Raises:**
-
-    As [`eqx_ensemble.tree.weighted_sum`][], and `ValueError` if the weights sum to 0.
+    **Raises:** as [`eqx_ensemble.tree.weighted_sum`][], and `ValueError` if the weights sum to 0.
 
     ```python
     ee.tree.weighted_mean([{"w": jnp.zeros(2)}, {"w": jnp.ones(2)}], [1, 3])  # {"w": [0.75, 0.75]}
