@@ -78,14 +78,10 @@ Uneven = Literal["trim", "repeat"]
 class Folds(NamedTuple):
     """The training and test rows of each member: one split of the data per member.
 
-    `train` and `test` are row indices of equal length for all members. `in_train` and `in_test` are booleans over the
-    rows of the data, which are exact even if the parts of members differ in length.
-
-    - `train`: rows `(members, train)` for `fit(..., rows=folds.train)`, disjoint from the member's test part.
-    - `test`: rows `(members, test)`; shorter test parts are padded with their last row.
+    - `train`: row indices `(members, train)` for `fit(..., rows=folds.train)`, as many for every member.
+    - `test`: row indices `(members, test)`; shorter test parts are padded with their last row.
     - `valid`: `(members, test)`, `False` where `test` is padded.
-    - `in_train`: `(members, rows)`, the rows of the member's training part, including those dropped from `train`.
-    - `in_test`: `(members, rows)`, the rows of the member's test part.
+    - `in_train`, `in_test`: booleans `(members, rows)`, the exact parts: rows that `train` drops are in `in_train`.
     """
 
     train: Int32[Array, "members train"]
@@ -108,21 +104,19 @@ def folds(
 ) -> Folds:
     """Cross-validation: member `i` is tested on fold `i`, and trained on the other folds.
 
-    Without `groups`, fold sizes differ by at most one row. With `stratify` or `groups`, folds are those of
-    scikit-learn's `StratifiedKFold`, `GroupKFold` or `StratifiedGroupKFold` (`pip install 'eqx_ensemble[sklearn]'`).
-
-    `fit` trains all members on the same number of rows: `train` drops one row of training parts that have an extra one,
-    a different one for each member; `in_train` still includes it. Parts from groups may differ by more, which requires
-    `uneven`. To train on exactly the rows of each split, weight the loss by `in_train`.
+    Fold sizes differ by at most one row, except with `groups`. If `num_folds` does not divide `num_rows`, some training
+    parts have one extra row, and `train` drops one of their rows, a different one for each member.
 
     **Arguments:**
 
-    - `num_rows`: the number of rows of the data, `len(x)`.
+    - `num_rows`: the number of rows, `len(x)`.
     - `num_folds`: the number of folds and of members, at least 2.
     - `stratify`: discrete labels `(rows,)`: class proportions are equal in all folds, up to rounding.
-    - `groups`: discrete labels `(rows,)`: all rows of a group are in one fold.
-    - `uneven`: `"trim"` drops rows of longer training parts, `"repeat"` repeats rows of shorter ones, evenly spaced.
-    - `key`: one random key, to shuffle the rows; folds are consecutive rows without.
+    - `groups`: discrete labels `(rows,)`: all rows of a group are in one fold. Both give the folds of scikit-learn's
+        `StratifiedKFold`, `GroupKFold` or `StratifiedGroupKFold`.
+    - `uneven`: for training parts that differ by more than one row, as from groups: `"trim"` drops rows of longer
+        parts, `"repeat"` repeats rows of shorter parts, both evenly spaced.
+    - `key`: one key, to shuffle the rows; without it, folds are consecutive rows.
 
     **Returns:**
 
@@ -130,20 +124,12 @@ def folds(
 
     **Raises:**
 
-    `ValueError` for more folds than rows, rows of a class or groups, and for training parts that differ by more than
-    one row, without `uneven`. `ImportError` for `stratify` and `groups` without scikit-learn.
+    - `ValueError` for more folds than rows, rows of a class or groups, and for training parts that require `uneven`.
+    - `ImportError` for `stratify` and `groups` without scikit-learn: `pip install 'eqx_ensemble[sklearn]'`.
 
     ```python
-    x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 5, key=key)
-    loss = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
-    folds = ee.resample.folds(len(x), 5, key=key)
-    run = ee.fit(
-        ensemble, loss, optax.adam(1e-2), (x, y), epochs=2, rows=folds.train, key=key
-    )
-    prediction = ee.predict(run.ensemble, x)
-    held_out = ee.resample.out_of_fold(prediction, folds).mean
-    # (100, 1): each row by the member that held it out
+    folds = ee.resample.folds(100, 5, key=key)
+    folds.train.shape  # (5, 80)
     ```
     """
     num_rows = check_num_rows(num_rows)
@@ -172,8 +158,8 @@ def from_splits(splits: Iterable[tuple[Any, Any]], num_rows: int, *, uneven: Une
     **Arguments:**
 
     - `splits`: an iterable of pairs of integer arrays `(train, test)`, such as `splitter.split(x, y)`.
-    - `num_rows`: the number of rows of the data, `len(x)`.
-    - `uneven`: as in [`eqx_ensemble.resample.folds`][], for splitters such as `TimeSeriesSplit` and `GroupKFold`.
+    - `num_rows`: the number of rows, `len(x)`.
+    - `uneven`: as in [`eqx_ensemble.resample.folds`][]; `TimeSeriesSplit` and `GroupKFold` require it.
 
     **Returns:**
 
@@ -181,16 +167,15 @@ def from_splits(splits: Iterable[tuple[Any, Any]], num_rows: int, *, uneven: Une
 
     **Raises:**
 
-    `ValueError` for empty or overlapping parts, and for training parts that differ by more than one row, without
-    `uneven`.
+    - `ValueError` for no splits, empty or overlapping parts, repeated test rows of a split, and training parts that
+        require `uneven`.
 
     ```python
     from sklearn.model_selection import RepeatedStratifiedKFold
 
-    x, y = np.zeros((60, 3)), np.arange(60) % 3
-    splitter = RepeatedStratifiedKFold(n_splits=5, n_repeats=4, random_state=0)
-    folds = ee.resample.from_splits(splitter.split(x, y), len(x))
-    folds.train.shape, folds.test.shape  # (20, 48), (20, 12)
+    labels = np.arange(60) % 3
+    splits = RepeatedStratifiedKFold(n_splits=5, n_repeats=4).split(labels, labels)
+    ee.resample.from_splits(splits, 60).train.shape  # (20, 48)
     ```
     """
     num_rows = check_num_rows(num_rows)

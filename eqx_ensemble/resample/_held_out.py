@@ -53,18 +53,12 @@ def out_of_bag(
     **Arguments:**
 
     - `drawn`: the training rows of the members: integers are row indices `(members, n)`; floats and booleans are
-        weights `(members, rows)`, where 0 is out of bag. Pass integer-valued weights as floats, like those of
-        [`eqx_ensemble.resample.counts`][].
-    - `num_rows`: the number of rows of the data, `len(x)`.
+        weights `(members, rows)`, where 0 is out of bag.
+    - `num_rows`: the number of rows, `len(x)`.
 
     **Returns:**
 
     Booleans `(members, rows)`.
-
-    **Raises:**
-
-    - `ValueError` for mismatched shapes, and weights that are negative or not finite (where concrete).
-    - `IndexError` for rows outside the data (where concrete).
 
     ```python
     ee.resample.out_of_bag(jnp.array([[0, 2, 2]]), 4)  # [[False, True, False, True]]
@@ -83,23 +77,15 @@ def out_of_bag_mean(
 ) -> HeldOut:
     """The mean over the members that were not trained on each row: held-out predictions without a held-out set.
 
-    For classes pass probabilities, `jax.nn.softmax(logits)`, not logits.
-
     **Arguments:**
 
-    - `predictions`: floating-point, `(members, rows, ...)`, of all members for all rows.
+    - `predictions`: floating-point, `(members, rows, ...)`, of all members for all rows; for classes, probabilities.
     - `drawn`: the training rows of the members, as in [`eqx_ensemble.resample.out_of_bag`][].
-    - `weights`: convex weights over members, `(members,)`, normalised for each row over the members that were not
-        trained on it. Members of weight zero are ignored.
+    - `weights`: over members, `(members,)`, normalised for each row over the members that held it out.
 
     **Returns:**
 
-    [`eqx_ensemble.resample.HeldOut`][]: `.mean` `(rows, ...)`, NaN for rows that every member was trained on, and
-    `.num_members` `(rows,)`.
-
-    **Raises:**
-
-    - `IndexError` for rows outside the data (where concrete).
+    [`eqx_ensemble.resample.HeldOut`][].
 
     ```python
     # two members, three rows
@@ -127,32 +113,20 @@ def out_of_fold(
 
     **Arguments:**
 
-    - `predictions`: floating-point, `(members, rows, ...)`, of all members for all rows, or `(members, test, ...)`.
-    - `folds`: the result of [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][].
-    - `rows`: the rows of the predictions: `"all"`, or `"test"` for each member's `folds.test` only, computed by
-        `predict(ensemble, Each(x[folds.test]))` at the cost of one model.
-    - `weights`: convex weights over members, `(members,)`, normalised for each row over the members that were tested on
-        it. Members of weight zero are ignored.
+    - `predictions`: floating-point, `(members, rows, ...)` or `(members, test, ...)`; for classes, probabilities.
+    - `folds`: [`eqx_ensemble.resample.Folds`][].
+    - `rows`: the rows of the predictions: `"all"`, or `"test"`, those of `predict(ensemble, Each(x[folds.test]))`,
+        at the cost of one model.
+    - `weights`: over members, `(members,)`, normalised for each row over the members that held it out.
 
     **Returns:**
 
-    [`eqx_ensemble.resample.HeldOut`][]: `.mean` `(rows, ...)`, NaN for rows in no test part, and
-    `.num_members` `(rows,)`, 1 for k-fold cross-validation.
-
-    **Raises:**
-
-    - `TypeError` for predictions that are not floating-point, and for `folds` that are not
-        [`eqx_ensemble.resample.Folds`][].
+    [`eqx_ensemble.resample.HeldOut`][].
 
     ```python
-    x = jnp.arange(10.0).reshape(10, 1)
-    ensemble = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key), 3, key=key)
-    folds = ee.resample.folds(10, 3, key=key)
-    ee.resample.out_of_fold(ee.predict(ensemble, x), folds).mean  # (10, 1)
-    # the same
-    ee.resample.out_of_fold(
-        ee.predict(ensemble, ee.Each(x[folds.test])), folds, rows="test"
-    ).mean
+    folds = ee.resample.folds(4, 2)
+    predictions = jnp.array([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]])
+    ee.resample.out_of_fold(predictions, folds).mean  # [1, 2, 30, 40]
     ```
     """
     check_folds(folds)

@@ -14,18 +14,18 @@ from ._check import check_draw, check_draw_size, check_num_rows, check_row_label
 def bootstrap(
     num_rows: int, num_members: int, *, size: int | float | None = None, stratify: Any = None, key: Any
 ) -> Int32[Array, "members size"]:
-    r"""Bootstrap: rows drawn with replacement, independently for each member.
+    r"""Bootstrap: rows drawn with replacement, uniformly and independently for each member.
 
-    A fraction of about $(1 - 1/n)^n \approx 0.37$ of the rows is not drawn by a member: its [out-of-bag
-    rows][eqx_ensemble.resample.out_of_bag]. To draw whole groups of rows see [`eqx_ensemble.resample.counts`][].
+    A member misses a fraction $(1 - 1/n)^n \approx 0.37$ of the rows, its out-of-bag rows: see
+    [`eqx_ensemble.resample.out_of_bag`][]. To draw whole groups of rows see [`eqx_ensemble.resample.counts`][].
 
     **Arguments:**
 
-    - `num_rows`, `num_members`: the numbers of rows of the data and of members.
-    - `size`: the number of rows per member, a count or a fraction of `num_rows`, rounded; `num_rows` if not given.
+    - `num_rows`, `num_members`: the numbers of rows, `len(x)`, and of members.
+    - `size`: the rows per member, a count (which may exceed `num_rows`) or a fraction, rounded; by default `num_rows`.
     - `stratify`: discrete labels `(rows,)`: rows are drawn within each class. Without `size`, entry `i` is a row of the
         class of row `i`; with `size`, class proportions are kept, up to rounding.
-    - `key`: one random key.
+    - `key`: one key.
 
     **Returns:**
 
@@ -33,18 +33,14 @@ def bootstrap(
 
     **Raises:**
 
-    `ValueError` for fractions outside (0, 1], and a `size` without rows of every class.
+    - `ValueError` for a `size` without rows of every class.
 
     ```python
-    x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
-    loss = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
-    rows = ee.resample.bootstrap(len(x), 8, key=key)
-    run = ee.fit(ensemble, loss, optax.adam(1e-2), (x, y), epochs=2, rows=rows, key=key)
+    ee.resample.bootstrap(100, 8, key=key).shape  # (8, 100)
     ```
 
     ??? cite
-        [Breiman, Machine Learning 1996](https://doi.org/10.1007/BF00058655)
+        [Breiman 1996](https://doi.org/10.1007/BF00058655)
     """
     num_rows, num_members = check_draw(num_rows, num_members, key)
     count = num_rows if size is None else check_draw_size(size, num_rows, replace=True)
@@ -66,25 +62,24 @@ def bootstrap(
 def subsets(
     num_rows: int, num_members: int, *, size: int | float, stratify: Any = None, key: Any
 ) -> Int32[Array, "members size"]:
-    """Subsets: rows drawn without replacement, independently for each member, in random order.
+    """Subsets: rows drawn without replacement, in random order; every subset of `size` rows is equally likely.
 
     **Arguments:**
 
-    - `size`: the number of rows per member, a count or a fraction of `num_rows`, rounded.
+    - `num_rows`, `num_members`, `key`: as for [`eqx_ensemble.resample.bootstrap`][].
+    - `size`: the rows per member, a count or a fraction of `num_rows`, rounded.
     - `stratify`: discrete labels `(rows,)`: class proportions are kept, up to rounding.
-    - the others: as for [`eqx_ensemble.resample.bootstrap`][].
 
     **Returns:**
 
-    int32 row indices `(members, size)`, for `fit(..., rows=...)`; distinct for each member.
+    int32 row indices `(members, size)`, for `fit(..., rows=...)`.
 
     **Raises:**
 
-    As [`eqx_ensemble.resample.bootstrap`][], and `ValueError` for sizes above `num_rows`.
+    - `ValueError` for a `size` above `num_rows`, or without rows of every class.
 
     ```python
-    rows = ee.resample.subsets(100, 8, size=0.5, key=key)
-    rows.shape  # (8, 50)
+    ee.resample.subsets(100, 8, size=0.5, key=key).shape  # (8, 50)
     ```
     """
     num_rows, num_members = check_draw(num_rows, num_members, key)
@@ -120,10 +115,9 @@ def _stack_rows(drawn: list[np.ndarray]) -> Int32[Array, "members size"]:
 
 
 def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Array, "members rows"]:
-    """Poisson(1) row weights for each member: a bootstrap with independent row counts.
+    """Poisson(1) row weights: a bootstrap whose row counts are independent.
 
-    The sum of a member's weights varies around `num_rows`, and may be 0 for very few rows. Rows of weight 0 are out of
-    bag.
+    Rows of weight 0 are out of bag; for very few rows, all may be 0.
 
     **Arguments:**
 
@@ -131,27 +125,14 @@ def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Arr
 
     **Returns:**
 
-    Integer-valued float32 weights `(members, rows)`: pass them to `fit` as an [`eqx_ensemble.Each`][] in addition to
-    the data.
+    Integer-valued float32 weights `(members, rows)`, for [`eqx_ensemble.Each`][].
 
     ```python
-    x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
-
-
-    def loss(model, batch, key):
-        x, y, weight = batch
-        return jnp.mean(weight * jnp.mean((jax.vmap(model)(x) - y) ** 2, axis=1))
-
-
-    weights = ee.resample.poisson_weights(len(x), 8, key=key)
-    run = ee.fit(
-        ensemble, loss, optax.adam(1e-2), (x, y, ee.Each(weights)), epochs=2, key=key
-    )
+    ee.resample.poisson_weights(100, 8, key=key).shape  # (8, 100)
     ```
 
     ??? cite
-        [Oza and Russell, AISTATS 2001](https://proceedings.mlr.press/r3/oza01a.html)
+        [Oza and Russell 2001](https://proceedings.mlr.press/r3/oza01a.html)
     """
     num_rows, num_members = check_draw(num_rows, num_members, key)
     streams = generators(key, num_members, purpose="poisson weights")
@@ -161,8 +142,8 @@ def poisson_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Arr
 def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Array, "members rows"]:
     """Bayesian bootstrap weights: for each member, `num_rows` times a draw from Dirichlet(1, ..., 1).
 
-    Each weight has mean 1 and variance $(n - 1) / (n + 1)$ for $n$ rows. No weight is 0: no row is out of bag, and no
-    class is lost.
+    Each of the $n$ weights has mean 1 and variance $(n - 1) / (n + 1)$. None is 0: no row is out of bag, and no class
+    is lost.
 
     **Arguments:**
 
@@ -170,15 +151,14 @@ def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Ar
 
     **Returns:**
 
-    float32 weights `(members, rows)`, for use as those of [`eqx_ensemble.resample.poisson_weights`][].
+    float32 weights `(members, rows)`, for [`eqx_ensemble.Each`][].
 
     ```python
-    weights = ee.resample.bayesian_weights(100, 8, key=key)
-    weights.shape, weights.sum(axis=1)  # (8, 100), 100 for every member
+    ee.resample.bayesian_weights(100, 8, key=key).sum(axis=1)  # 100 for every member
     ```
 
     ??? cite
-        [Rubin, AoS 1981](https://doi.org/10.1214/aos/1176345338)
+        [Rubin 1981](https://doi.org/10.1214/aos/1176345338)
     """
     num_rows, num_members = check_draw(num_rows, num_members, key)
     # Exponential variables divided by their sum have this distribution.
@@ -189,31 +169,24 @@ def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Ar
 
 
 def counts(rows: Int[ArrayLike, "members n"], num_rows: int) -> Float32[Array, "members rows"]:
-    """The number of times that each row occurs in the rows of each member: converts rows to weights.
-
-    For a bootstrap of whole groups, expand the counts of groups to rows:
-    `counts(bootstrap(num_groups, ...), num_groups)[:, groups]`.
+    """How often each row occurs in the rows of each member: converts rows to weights.
 
     **Arguments:**
 
     - `rows`: row indices `(members, n)`.
-    - `num_rows`: the number of rows of the data, `len(x)`.
+    - `num_rows`: the number of rows, `len(x)`.
 
     **Returns:**
 
     Integer-valued float32 weights `(members, rows)`, which sum to `n` for each member.
 
-    **Raises:**
-
-    `IndexError` for rows outside the data.
-
     ```python
     ee.resample.counts(jnp.array([[0, 2, 2]]), 4)  # [[1, 0, 2, 0]]
 
-    groups = np.array([0, 0, 0, 1, 2, 2])  # six rows of three patients
+    # draws whole groups: six rows of three patients
+    groups = np.array([0, 0, 0, 1, 2, 2])
     drawn = ee.resample.bootstrap(3, 8, key=key)
-    ee.resample.counts(drawn, 3)[:, groups]
-    # (8, 6): rows of one patient have equal weights
+    ee.resample.counts(drawn, 3)[:, groups].shape  # (8, 6)
     ```
     """
     num_rows = check_num_rows(num_rows)
