@@ -200,8 +200,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
         are accepted.
     - `batch_size`: rows per step; by default 32. The last batch of an epoch may be smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps or folds.
-    - `order`: `"each"`: own permutations for each member and epoch; `"shared"`: the same for all members, which is
-        faster; `"given"`: the order of the data. [How they are computed](../how-it-runs.md#row-orders).
+    - `shuffle`: `True`: own permutations for each member and epoch; `"shared"`: the same for all members, which is
+        faster; `False`: the order of the data. [How they are computed](../same-results.md#row-orders).
 
     *Length:*
 
