@@ -139,7 +139,7 @@ def _methods(report: Report, name: str, num_splits: int, num_members: int) -> No
                 float(data.score(jax.tree.map(lambda a, i=i: a[i : i + 1], prediction), y)) for i in range(num_members)
             ]
             found.setdefault(f"one of {method}", []).append(float(np.mean(alone)))
-        mean_weights = ee.stack([ee.average(seeds.ensemble)])
+        mean_weights = ee.stack([ee.average_parameters(seeds.ensemble)])
         found.setdefault("mean weights", []).append(float(data.score(ee.predict(mean_weights, x), y)))
     alone = np.array(found["one of seeds"])
     for method, scores in found.items():

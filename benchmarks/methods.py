@@ -22,7 +22,7 @@ from _measure import ABSENT, Report, Timing, compared, ratio_row, script
 from _quality import class_scores, corrected_error, gaussian_scores, standard_error
 from _series import Series
 from _tables import tables
-from contenders import efficient, heads, independent, particles, path, posterior, sampling
+from contenders import efficient, heads, independent, particles, posterior, sampling, trajectory
 from contenders._task import Amount, Fitted, Setting, Task, choose_decays
 
 BASELINE = "one member"
@@ -35,12 +35,12 @@ METHODS: dict[str, Callable[[Task], Fitted | None]] = {
     "prior functions": independent.prior_functions,
     "heads on a trunk": independent.heads_on_a_trunk,
     "MC dropout": independent.mc_dropout,
-    "EMA": path.exponential_average,
-    "SWA": path.stochastic_weight_average,
-    "SWAG": path.swag,
-    "multi-SWAG": path.multi_swag,
-    "snapshots": path.snapshots,
-    "greedy soup": path.greedy_soup,
+    "EMA": trajectory.exponential_average,
+    "SWA": trajectory.stochastic_weight_average,
+    "SWAG": trajectory.swag,
+    "multi-SWAG": trajectory.multi_swag,
+    "snapshots": trajectory.snapshots,
+    "greedy soup": trajectory.greedy_soup,
     "SGHMC": sampling.sghmc,
     "cyclical SGLD": sampling.cyclical_sgld,
     "SVGD": particles.svgd,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ._describe import describe as describe
     from ._ensemble import Ensemble as Ensemble
     from ._ensemble import Group as Group
-    from ._ensemble import average as average
+    from ._ensemble import average_parameters as average_parameters
     from ._ensemble import concatenate as concatenate
     from ._ensemble import from_stacked as from_stacked
     from ._ensemble import group as group
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ._files import save as save
     from ._keys import member_keys as member_keys
     from ._predict import predict as predict
-    from ._prune import prune as prune
+    from ._prune import prune_members as prune_members
     from ._typing import Stacked as Stacked
     from .plan._engine import map_members as map_members
     from .sharding._engine import make_mesh as make_mesh
@@ -65,12 +65,12 @@ else:
             "_build": ["build"],
             "_check": ["CheckpointCorruptError", "MemberMismatchError"],
             "_describe": ["Description", "LeafDescription", "describe"],
-            "_ensemble": ["Ensemble", "Group", "average", "concatenate", "from_stacked", "group", "stack"],
+            "_ensemble": ["Ensemble", "Group", "average_parameters", "concatenate", "from_stacked", "group", "stack"],
             "_export": ["Artefact", "export", "export_onnx"],
             "_files": ["export_members", "load", "load_members", "save"],
             "_keys": ["member_keys"],
             "_predict": ["predict"],
-            "_prune": ["prune"],
+            "_prune": ["prune_members"],
             "_typing": ["Stacked"],
             "plan._map": ["map_members"],
             "sharding._mesh": ["make_mesh"],

@@ -7,14 +7,14 @@ from ._ensemble import Ensemble, Group, M, check_ensemble_or_group
 
 
 @overload
-def prune(
+def prune_members(
     ensemble: Ensemble[M], weights: Any, *, above: float | int = 0.0, num_members: int | None = None
 ) -> tuple[Ensemble[M], Array]: ...
 @overload
-def prune(
+def prune_members(
     ensemble: Group, weights: Any, *, above: float | int = 0.0, num_members: int | None = None
 ) -> tuple[Group, Array]: ...
-def prune(
+def prune_members(
     ensemble: Ensemble[Any] | Group, weights: Any, *, above: float | int = 0.0, num_members: int | None = None
 ) -> tuple[Ensemble[Any] | Group, Float[Array, " left"]]:
     """Keeps the members with enough weight, as a smaller ensemble with normalised weights.
@@ -33,7 +33,7 @@ def prune(
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 4, key=key)
-    small, weights = ee.prune(ensemble, jnp.array([0.7, 0.0, 0.29, 0.01]), above=0.05)
+    small, weights = ee.prune_members(ensemble, jnp.array([0.7, 0.0, 0.29, 0.01]), above=0.05)
     small.ids, weights  # [0, 2], [0.707, 0.293]
     ee.combine.mean(small(jnp.ones(2)), weights=weights)
     ```

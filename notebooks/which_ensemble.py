@@ -158,9 +158,9 @@ def prior_functions() -> ee.Ensemble:
 # %%
 def swag() -> ee.Ensemble:
     steps = MEMBERS * STEPS
-    optimiser = ee.methods.path.swag(adam, rank=20, start=3 * steps // 4, every=steps // 160)
+    optimiser = ee.methods.trajectory.swag(adam, rank=20, start=3 * steps // 4, every=steps // 160)
     run = ee.fit(ensemble[:1], loss, optimiser, train, steps=steps, **options)
-    return ee.methods.path.sample(run, MEMBERS, key=key)
+    return ee.methods.trajectory.sample(run, MEMBERS, key=key)
 
 
 # %% [markdown]
@@ -171,9 +171,9 @@ def swag() -> ee.Ensemble:
 def chains() -> ee.Ensemble:
     begun = ee.fit(ensemble, loss, adam, train, steps=STEPS // 2, **options).ensemble
     sampler = ee.methods.sampling.sghmc(1e-4, num_rows=num_rows, friction=0.1, key=key)
-    optimiser = ee.methods.path.snapshots(sampler, 5, start=STEPS // 4, every=STEPS // 20)
+    optimiser = ee.methods.trajectory.snapshots(sampler, 5, start=STEPS // 4, every=STEPS // 20)
     run = ee.fit(begun, loss, optimiser, train, steps=STEPS // 2, **options)
-    return ee.methods.path.snapshot_ensemble(run)
+    return ee.methods.trajectory.snapshot_ensemble(run)
 
 
 # %% [markdown]

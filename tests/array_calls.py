@@ -262,7 +262,6 @@ CALLS = {
         "Uniform": {"low": 0.1, "high": 1.0},
         "draw": {"ranges": {"a": sweep.Uniform(0.0, 1.0)}, "num_members": 3, "key": _KEY},
         "grid": {"values": {"a": [1.0, 2.0]}},
-        "zip_values": {"values": {"a": [1.0, 2.0]}},
     },
     tree: {
         "num_members": {"tree": _MODEL},

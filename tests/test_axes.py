@@ -125,7 +125,6 @@ INTEGERS = {
     "zip": lambda n: counters(zip={"n": n}),
     "product": lambda n: counters(product={"n": n.tolist()}),
     "grid": lambda n: ee.sweep.grid({"n": n}),
-    "zip_values": lambda n: ee.sweep.zip_values({"n": n.tolist()}),
     "ids": lambda n: ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), ids=n, key=KEY).ids,
     "stack": lambda n: ee.stack([Counter(n), Counter(n)]).stacked,
     "map_members": lambda n: ee.map_members(lambda n: n)(ee.Each(n)),

@@ -86,7 +86,7 @@ CALLS = {
     "fit a sweep": swept,
     "make_step": lambda i: ee.train.make_step(loss, SGD)(STATES[i], DATA[i]),
     "resample": lambda i: ee.resample.folds(ROWS, MEMBERS, key=KEYS[i]),
-    "average": lambda i: ee.average(ENSEMBLES[i], WEIGHTS[i]),
+    "average": lambda i: ee.average_parameters(ENSEMBLES[i], WEIGHTS[i]),
     "combine classes": lambda i: [
         fn(LOGITS[i], weights=WEIGHTS[i]) for fn in (ee.combine.mixture, ee.combine.mean_logits, ee.combine.vote)
     ],

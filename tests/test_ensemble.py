@@ -558,20 +558,20 @@ def test_concatenate_refuses_other_activations_and_rates():
 @pytest.mark.parametrize("weights", [None, [0.1, 0.2, 0.3, 0.4], [2, 0, 0, 2]])
 def test_average_is_that_of_numpy(ensemble, branching, weights):
     for members in (ensemble, branching):
-        soup = numbers(ee.average(members, weights))
+        soup = numbers(ee.average_parameters(members, weights))
         parts = [numbers(model) for model in members]
         assert list(soup) == list(parts[0])
         for path, x in soup.items():
             expected = np.average([part[path] for part in parts], axis=0, weights=weights)
             np.testing.assert_allclose(x, expected, rtol=2e-6, atol=1e-7)
-    assert type(ee.average(ensemble, weights)) is eqx.nn.MLP
-    close(ee.average(ensemble, [0, 0, 5, 0])(SQUARE[0, 0]), ensemble[2](SQUARE[0, 0]))
+    assert type(ee.average_parameters(ensemble, weights)) is eqx.nn.MLP
+    close(ee.average_parameters(ensemble, [0, 0, 5, 0])(SQUARE[0, 0]), ensemble[2](SQUARE[0, 0]))
 
 
 def test_average_of_half_precision_is_summed_in_float32():
     weights = [jnp.full((2, 3), x, jnp.bfloat16) for x in (256.0, 1.0, 1.0, 1.0)]
     models = [eqx.tree_at(lambda m: m.weight, linear(KEY), weight) for weight in weights]
-    soup = ee.average(ee.stack(models))
+    soup = ee.average_parameters(ee.stack(models))
     assert soup.weight.dtype == jnp.bfloat16
     np.testing.assert_array_equal(soup.weight.astype(jnp.float32), 65.0)  # summed in bfloat16: 256 / 4 = 64
 
@@ -580,18 +580,18 @@ def test_average_of_half_precision_is_summed_in_float32():
 def test_average_refuses_what_has_no_mean():
     ensemble, _, _ = built(CASES["integers and keys"])
     with pytest.raises(ee.MemberMismatchError, match=r"the .* array at `\.\w+` differs between members"):
-        ee.average(ensemble)
+        ee.average_parameters(ensemble)
     alike = ee.stack(
         [eqx.tree_at(lambda m: m.weight, linear(k), jnp.arange(6).reshape(2, 3)) for k in jax.random.split(KEY)]
     )
-    assert ee.average(alike).weight.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert ee.average_parameters(alike).weight.tolist() == [[0, 1, 2], [3, 4, 5]]
     differing = eqx.tree_at(lambda e: e.stacked.weight, alike, alike.stacked.weight.at[1, 0, 0].set(9))
     with pytest.raises(ee.MemberMismatchError, match=r"the int32 array at `\.weight` differs between members"):
-        ee.average(differing)
+        ee.average_parameters(differing)
     with pytest.raises(ValueError, match=r"one weight per member.\n  expected shape \(2,\), got \(3,\)"):
-        ee.average(alike, [1, 1, 1])
+        ee.average_parameters(alike, [1, 1, 1])
     with pytest.raises(TypeError, match="got a Linear"):
-        ee.average(linear(KEY))
+        ee.average_parameters(linear(KEY))
 
 
 # Random streams

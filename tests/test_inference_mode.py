@@ -125,7 +125,7 @@ def test_smaller_and_larger_ensembles_keep_their_mode(dropping, quiet, tmp_path)
         quiet[[0, 2]],
         ee.stack(quiet.unstack()),
         ee.concatenate([quiet, eqx.nn.inference_mode(others)]),
-        ee.prune(quiet, jnp.array([0.5, 0.5, 0.0]))[0],
+        ee.prune_members(quiet, jnp.array([0.5, 0.5, 0.0]))[0],
         dataclasses.replace(quiet, ids=jnp.arange(5, 8)),
         jax.tree.map(lambda x: x, quiet),
         ee.load(tmp_path / "m", quiet),
@@ -134,7 +134,7 @@ def test_smaller_and_larger_ensembles_keep_their_mode(dropping, quiet, tmp_path)
     for ensemble in found:
         assert list(modes(ensemble).values()) == [True] * 4
         assert list(modes(eqx.nn.inference_mode(ensemble, value=False)).values()) == [False] * 4
-    assert eqx.nn.inference_mode(ee.average(quiet), value=False).layers[1].inference is False
+    assert eqx.nn.inference_mode(ee.average_parameters(quiet), value=False).layers[1].inference is False
     with pytest.raises(ee.MemberMismatchError, match="inference"):
         ee.concatenate([quiet, others])
 

@@ -535,14 +535,14 @@ BAD = {
         "index it with one integer, or take several members with `tree.take(tree, index)`.",
     ),
     "average of models": (
-        lambda: ee.average(MODELS),
+        lambda: ee.average_parameters(MODELS),
         "TypeError: "
-        "`average` needs an `Ensemble`, got a list.\n"
+        "`average_parameters` needs an `Ensemble`, got a list.\n"
         "If it holds models, make an ensemble of them first: `stack(models)`.",
     ),
     "average with two weights": (
-        lambda: ee.average(ENSEMBLE, [1, 2]),
-        "ValueError: `average` needs one weight per member.\n"
+        lambda: ee.average_parameters(ENSEMBLE, [1, 2]),
+        "ValueError: `average_parameters` needs one weight per member.\n"
         "  expected shape (3,), got (2,)\nWeights are in the order of the members.",
     ),
     "weighted sum of two shapes": (

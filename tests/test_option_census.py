@@ -91,7 +91,7 @@ _fit = {
 _steps = _fit | {"steps": always(2)}
 _validated = _fit | {"epochs": always(2), "validation": always(DATA)}
 _swept = _fit | {"optimiser": always(of_hyper), "hyper": always(HYPER)}
-PATH, SGD = ee.methods.path, optax.sgd(0.1)
+TRAJECTORY, SGD = ee.methods.trajectory, optax.sgd(0.1)
 EFFICIENT = ee.methods.efficient
 converted = {
     "model": always(eqx.nn.MLP(3, 1, 4, 1, key=KEY)),
@@ -134,7 +134,7 @@ _SGLD = {"learning_rate": "0 int64 float32", "num_rows": "int64 float32", "tempe
 
 
 def recorded():
-    return ee.train.init(ensemble, PATH.swag(PATH.snapshots(ADAM, 2, every=1)), key=KEY)
+    return ee.train.init(ensemble, TRAJECTORY.swag(TRAJECTORY.snapshots(ADAM, 2, every=1)), key=KEY)
 
 
 _two = lambda **trees: {name: always([tree] * 2) for name, tree in trees.items()}
@@ -142,7 +142,7 @@ _two = lambda **trees: {name: always([tree] * 2) for name, tree in trees.items()
 CASES = {
     "build": Case(ee.build, {"make": always(make), "num_members": always(4), "key": always(KEY)}),
     "stack": Case(ee.stack, {"models": lambda: [ensemble[0], ensemble[1]]}),
-    "average": Case(ee.average, {"ensemble": always(ensemble)}),
+    "average_parameters": Case(ee.average_parameters, {"ensemble": always(ensemble)}),
     "concatenate": Case(ee.concatenate, {"ensembles": lambda: [ensemble[:2], ensemble[2:]]}),
     "group": Case(ee.group, {"models": lambda: [ensemble[0], ensemble[1]]}),
     "from_stacked": Case(ee.from_stacked, {"model": always(ensemble.stacked)}),
@@ -154,7 +154,7 @@ CASES = {
         ("fn", "plan", "mesh", "out_axis"),
     ),
     "member_keys": Case(ee.member_keys, {"key": always(KEY), "ids": always([0, 1])}),
-    "prune": Case(ee.prune, {"ensemble": always(ensemble), "weights": always([0.5, 0.5, 0.0, 0.0])}),
+    "prune_members": Case(ee.prune_members, {"ensemble": always(ensemble), "weights": always([0.5, 0.5, 0.0, 0.0])}),
     "Each": Case(lambda **each: ensemble(ee.Each(**each)), {"value": lambda: array(4, 3)}, ("value", "axis")),
     "Batch": Case(lambda **batch: ensemble(ee.Batch(**batch)), {"value": lambda: array(5, 3)}, ("value", "axis")),
     "predict": Case(ee.predict, {"ensemble": always(ensemble), "x": always(DATA[0])}),
@@ -319,39 +319,43 @@ CASES = {
     "methods.efficient.members": Case(EFFICIENT.members, {"joint": lambda: joint()}),
     "methods.efficient.as_members": Case(EFFICIENT.as_members, {"predictions": always(np.ones((2, 3, 4)))}),
     "methods.efficient.weight_labels": Case(EFFICIENT.weight_labels, {"params": lambda: joint()}, ()),
-    "methods.path.ema": Case(
-        lambda **options: updated(PATH.ema(**options)),
+    "methods.trajectory.ema": Case(
+        lambda **options: updated(TRAJECTORY.ema(**options)),
         {"optimiser": always(SGD)},
         ("optimiser", "decay", "start", "every"),
     ),
-    "methods.path.swa": Case(
-        lambda **options: updated(PATH.swa(**options)), {"optimiser": always(SGD)}, ("optimiser", "start", "every")
+    "methods.trajectory.swa": Case(
+        lambda **options: updated(TRAJECTORY.swa(**options)),
+        {"optimiser": always(SGD)},
+        ("optimiser", "start", "every"),
     ),
-    "methods.path.swag": Case(
-        lambda **options: updated(PATH.swag(**options)),
+    "methods.trajectory.swag": Case(
+        lambda **options: updated(TRAJECTORY.swag(**options)),
         {"optimiser": always(SGD)},
         ("optimiser", "rank", "start", "every"),
     ),
-    "methods.path.snapshots": Case(
-        lambda **options: updated(PATH.snapshots(**({"size": 2, "every": 1} | options))),
+    "methods.trajectory.snapshots": Case(
+        lambda **options: updated(TRAJECTORY.snapshots(**({"size": 2, "every": 1} | options))),
         {"optimiser": always(SGD)},
         ("optimiser", "size", "start", "every", "period"),
     ),
-    "methods.path.average": Case(PATH.average, {"run": recorded}),
-    "methods.path.sample": Case(PATH.sample, {"run": recorded, "num_samples": always(2), "key": always(KEY)}),
-    "methods.path.snapshot_ensemble": Case(PATH.snapshot_ensemble, {"run": recorded}),
-    "methods.path.snapshot_schedule": Case(
-        lambda **options: PATH.snapshot_schedule(**options)(1),
+    "methods.trajectory.average": Case(TRAJECTORY.average, {"run": recorded}),
+    "methods.trajectory.sample": Case(
+        TRAJECTORY.sample, {"run": recorded, "num_samples": always(2), "key": always(KEY)}
+    ),
+    "methods.trajectory.snapshot_ensemble": Case(TRAJECTORY.snapshot_ensemble, {"run": recorded}),
+    "methods.trajectory.snapshot_schedule": Case(
+        lambda **options: TRAJECTORY.snapshot_schedule(**options)(1),
         {"init_value": always(0.1), "period": always(4)},
         ("init_value", "period"),
     ),
-    "methods.path.fast_geometric_schedule": Case(
-        lambda **options: PATH.fast_geometric_schedule(**options)(0),
+    "methods.trajectory.fast_geometric_schedule": Case(
+        lambda **options: TRAJECTORY.fast_geometric_schedule(**options)(0),
         {"init_value": always(0.1), "end_value": always(0.2), "period": always(4)},
         ("init_value", "end_value", "period"),
     ),
-    "methods.path.update_batch_norm": Case(
-        PATH.update_batch_norm,
+    "methods.trajectory.update_batch_norm": Case(
+        TRAJECTORY.update_batch_norm,
         {
             "ensemble": lambda: ee.build(eqx.nn.make_with_state(normalised), 4, key=KEY)[0],
             "state": lambda: ee.build(eqx.nn.make_with_state(normalised), 4, key=KEY)[1],
@@ -423,13 +427,13 @@ ACCEPTED = {
     "build": {"num_members": "int64"}
     | dict.fromkeys(["ids", "keys", "zip", "product", "shared", "mesh", "shard"], "None"),
     "stack": {"ids": "int64 None", "shared": "None"},  # ids may be a count
-    "average": {"weights": "None"},
+    "average_parameters": {"weights": "None"},
     "group": {"ids": "int64 None"},
     "from_stacked": {"model": "array", "ids": "None", "shared": "None"},  # an array is a tree of members
     "make_mesh": {"members": "int64 None", "data": "int64", "model": "int64", "devices": "None"},
     "map_members": {"plan": "None", "mesh": "None", "out_axis": "-1 0"},
     "member_keys": {"ids": "int64", "purpose": "text"},
-    "prune": {"above": "0", "num_members": "int64 None"},
+    "prune_members": {"above": "0", "num_members": "int64 None"},
     "Each": {"axis": "0"},
     "Batch": {"axis": "0"},
     "predict": {"batch_size": "int64"}
@@ -502,18 +506,18 @@ ACCEPTED = {
     },
     "methods.efficient.weight_labels": {"params": "nan inf -1 0 text int64 float32 array None"},
     "methods.efficient.mean_loss": {"repetitions": "int64", "same_inputs": "0 float32"},
-    "methods.path.ema": {"decay": "0 float32", "start": "0 int64", "every": "int64"},
-    "methods.path.swa": {"start": "0 int64", "every": "int64"},
-    "methods.path.swag": {"rank": "0 int64", "start": "0 int64", "every": "int64"},
-    "methods.path.snapshots": {"size": "int64", "start": "0 int64", "every": "int64", "period": "int64 None"},
-    "methods.path.sample": {"num_samples": "int64", "scale": "0 int64 float32 None"},
-    "methods.path.snapshot_schedule": {"init_value": "0 int64 float32", "period": "int64"},
-    "methods.path.fast_geometric_schedule": {
+    "methods.trajectory.ema": {"decay": "0 float32", "start": "0 int64", "every": "int64"},
+    "methods.trajectory.swa": {"start": "0 int64", "every": "int64"},
+    "methods.trajectory.swag": {"rank": "0 int64", "start": "0 int64", "every": "int64"},
+    "methods.trajectory.snapshots": {"size": "int64", "start": "0 int64", "every": "int64", "period": "int64 None"},
+    "methods.trajectory.sample": {"num_samples": "int64", "scale": "0 int64 float32 None"},
+    "methods.trajectory.snapshot_schedule": {"init_value": "0 int64 float32", "period": "int64"},
+    "methods.trajectory.fast_geometric_schedule": {
         "init_value": "0 int64 float32",
         "end_value": "0 int64 float32",
         "period": "int64",
     },
-    "methods.path.update_batch_norm": {"batch_size": "int64 None", "plan": "None"},
+    "methods.trajectory.update_batch_norm": {"batch_size": "int64 None", "plan": "None"},
     "methods.sampling.sgld": _SGLD,
     "methods.sampling.sghmc": _SGLD | {"friction": "float32"},
     "methods.sampling.psgld": _SGLD | {"decay": "0 float32", "eps": "int64 float32", "adapt_steps": "int64 None"},
@@ -544,15 +548,15 @@ RAW = {
     "methods.alignment.align": {"x": "array"},
     "predict": {"x": "array"},
     "fit": {"data": "array"},
-    "methods.path.update_batch_norm": {"data": "array"},
+    "methods.trajectory.update_batch_norm": {"data": "array"},
     "Batch": {"value": "array", "axis": "-1"},
     "testing.check_independent": {"data": "array"},
 }
 
 
 ROOMS = (
-    ee, ee.checkpoint, ee.methods, ee.methods.alignment, ee.methods.efficient, ee.methods.path, ee.methods.population,
-    ee.methods.priors, ee.methods.sampling, ee.methods.sngp, ee.methods.soups, ee.plan, ee.sharding, ee.sweep,
+    ee, ee.checkpoint, ee.methods, ee.methods.alignment, ee.methods.efficient, ee.methods.trajectory,
+    ee.methods.population, ee.methods.priors, ee.methods.sampling, ee.methods.sngp, ee.methods.soups, ee.plan, ee.sharding, ee.sweep,
     ee.testing, ee.train, ee.tree,
 )  # fmt: skip
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.

@@ -11,7 +11,7 @@ import eqx_ensemble as ee
 from ._task import Fitted, Setting, Task, members, validation_loss
 
 RATES = (1e-5, 1e-4, 1e-3)
-path, sampling = ee.methods.path, ee.methods.sampling
+trajectory, sampling = ee.methods.trajectory, ee.methods.sampling
 
 
 def sghmc(task: Task) -> Fitted:
@@ -32,7 +32,7 @@ def _sample(task: Task, sampler: Any) -> Fitted:
     for rate in RATES:
         hyper = {"rate": np.full(len(trained), rate, np.float32)}
         run = task.fit(trained, sampler(task.setting), steps=task.amount.steps - begun, hyper=hyper)
-        found.append(members(task, path.snapshot_ensemble(run)))
+        found.append(members(task, trajectory.snapshot_ensemble(run)))
     return min(found, key=lambda fitted: validation_loss(task, fitted.predict))
 
 
@@ -43,7 +43,7 @@ def _sghmc(setting: Setting) -> Any:
 
     def optimiser(hyper: Any) -> Any:
         sampler = sampling.sghmc(hyper["rate"], num_rows=setting.num_rows, friction=0.1, key=jax.random.key(0))
-        return path.snapshots(sampler, size, start=steps - (size - 1) * every, every=every)
+        return trajectory.snapshots(sampler, size, start=steps - (size - 1) * every, every=every)
 
     return optimiser
 
@@ -54,8 +54,8 @@ def _cyclical_sgld(setting: Setting) -> Any:
     temperature = sampling.cyclical_temperature(period)
 
     def optimiser(hyper: Any) -> Any:
-        rate = path.snapshot_schedule(hyper["rate"], period)
+        rate = trajectory.snapshot_schedule(hyper["rate"], period)
         sampler = sampling.sgld(rate, num_rows=setting.num_rows, temperature=temperature, key=jax.random.key(0))
-        return path.snapshots(sampler, 4, every=period)
+        return trajectory.snapshots(sampler, 4, every=period)
 
     return optimiser

@@ -5,7 +5,7 @@ from ._check import check_model_state as check_model_state
 from ._check import check_model_state_given as check_model_state_given
 from ._check import check_no_text_arrays as check_no_text_arrays
 from ._check import check_selection as check_selection
-from ._concatenate import average as average
+from ._concatenate import average_parameters as average_parameters
 from ._concatenate import by_part as by_part
 from ._concatenate import concatenate as concatenate
 from ._concatenate import data_by_part as data_by_part

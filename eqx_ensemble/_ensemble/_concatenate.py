@@ -100,7 +100,7 @@ def explain_part(part: str) -> Iterator[None]:
         raise
 
 
-def average(ensemble: Ensemble[M], weights: Any = None) -> M:
+def average_parameters(ensemble: Ensemble[M], weights: Any = None) -> M:
     """Averages the members' weights into one model (a model soup).
 
     Floating-point arrays are averaged in at least float32; other arrays must be equal in all members.

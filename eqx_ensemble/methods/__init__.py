@@ -6,12 +6,12 @@ from . import efficient as efficient
 from . import heads as heads
 from . import laplace as laplace
 from . import particles as particles
-from . import path as path
 from . import population as population
 from . import priors as priors
 from . import sampling as sampling
 from . import sngp as sngp
 from . import soups as soups
+from . import trajectory as trajectory
 from ._cross_fit import CrossFit as CrossFit
 from ._cross_fit import cross_fit as cross_fit
 from ._halving import hyperband as hyperband

@@ -6,6 +6,5 @@ from ._ranges import Uniform as Uniform
 from ._ranges import draw as draw
 from ._ranges import grid as grid
 from ._ranges import rescale_schedule as rescale_schedule
-from ._ranges import zip_values as zip_values
 
 _suggest.explain_names(__name__)

@@ -12,7 +12,6 @@ from jaxtyping import Array, Shaped
 from .. import _keys
 from .._caller import caller
 from .._check import (
-    MemberMismatchError,
     check_integers_fit,
     check_key,
     check_number,
@@ -170,33 +169,6 @@ def grid(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
     arrays = check_sweep_values(values)
     combinations = np.array(list(itertools.product(*(range(len(x)) for x in arrays.values()))))
     return {name: jnp.asarray(x[combinations[:, i]]) for i, (name, x) in enumerate(arrays.items())}
-
-
-def zip_values(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
-    """Makes member `i` from the `i`-th value of every name, like `zip`.
-
-    **Arguments:**
-
-    - `values`: a dictionary from names to one value per member, `(members, ...)`.
-
-    **Returns:** the dictionary with arrays as values; pass it to [`eqx_ensemble.fit`][] as `hyper`.
-
-    **Raises:** `TypeError` for values that are not numbers, `ValueError` for no names or a name without values,
-    `MemberMismatchError` if names disagree on the number of members.
-
-    ```python
-    # three members
-    hyper = ee.sweep.zip_values({"lr": [1e-3, 1e-2, 1e-1], "clip": [1.0, 0.5, 0.1]})
-    ```
-    """
-    arrays = check_sweep_values(values)
-    if len({len(x) for x in arrays.values()}) > 1:
-        listed = ", ".join(f"{len(x)} in `{word}`" for word, x in arrays.items())
-        raise MemberMismatchError(
-            f"`{caller()}` needs one value per member in every name; got {listed}.\n"
-            "`sweep.grid` makes one member of every combination."
-        )
-    return {name: jnp.asarray(x) for name, x in arrays.items()}
 
 
 def rescale_schedule(schedule: Callable[[Any], Any], length: float | int, new_length: Any) -> Callable[[Any], Any]:

@@ -128,7 +128,7 @@ def test_it_is_a_tree(group):
 
 def test_pruning_keeps_members_and_drops_empty_parts(group):
     weights = np.array([0.5, 0.1, 0.0, 0.4, 0.0])
-    some, kept = ee.prune(group, weights, above=0.2)
+    some, kept = ee.prune_members(group, weights, above=0.2)
     assert some.ids.tolist() == [0, 3]
     assert list(some.parts) == ["MLP", "MLP_2"]
     np.testing.assert_allclose(kept, [5 / 9, 4 / 9], rtol=1e-6)
@@ -224,9 +224,9 @@ BAD = {
         "Map over each part: `{name: map_members(fn)(part) for name, part in group.parts.items()}`.",
     ),
     "an average": (
-        lambda: ee.average(ee.group(LISTED)),
-        "TypeError: `average` needs an `Ensemble`, whose members are of one architecture, got a group.\nPass one of "
-        "its parts, `group['name']`, or each of `group.parts` in turn.",
+        lambda: ee.average_parameters(ee.group(LISTED)),
+        "TypeError: `average_parameters` needs an `Ensemble`, whose members are of one architecture, got a group.\n"
+        "Pass one of its parts, `group['name']`, or each of `group.parts` in turn.",
     ),
     "a description": (
         lambda: ee.describe(ee.group(LISTED)),

@@ -222,8 +222,8 @@ BAD = {
         "the parts are 'linear', 'wide', got keys ['conv'].",
     ),
     "a run of a group": (
-        lambda group, run: ee.average(run),
-        "TypeError: `average` needs an `Ensemble` or a `Group`, got a run of a group: pass `run.group`.",
+        lambda group, run: ee.average_parameters(run),
+        "TypeError: `average_parameters` needs an `Ensemble` or a `Group`, got a run of a group: pass `run.group`.",
     ),
     "ensembles as runs": (
         lambda group, run: ee.GroupRun(dict(group.parts)),

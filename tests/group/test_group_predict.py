@@ -153,7 +153,7 @@ def test_predictions_need_to_know_nothing_of_the_parts(group, expected):
     log_scores = -jnp.sum((found - targets[None]) ** 2, axis=-1)
     weights = ee.combine.weights.stacking(log_scores).weights
     assert weights.shape == (5,)
-    small, kept = ee.prune(group, weights, above=1e-3)
+    small, kept = ee.prune_members(group, weights, above=1e-3)
     again = ee.predict(small, rows(ROWS), combine=ee.combine.mean, weights=kept)
     assert_close(again, ee.combine.mean(found[np.flatnonzero(weights > 1e-3)], weights=kept))
 

@@ -356,7 +356,7 @@ def test_ends_of_lines_are_exact_and_the_middle_is_the_average(twins):
     assert eqx.tree_equal(last, ensemble)
     assert eqx.tree_equal(first[1], ensemble[0])
     middle = eqx.filter_jit(interpolate)(ensemble, jnp.asarray(0.5))
-    for x, y in zip(arrays(middle[1]), arrays(ee.average(ensemble)), strict=True):
+    for x, y in zip(arrays(middle[1]), arrays(ee.average_parameters(ensemble)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
     half = interpolate(jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, ensemble), 0.3)
     assert {x.dtype for x in arrays(half.arrays)} == {jnp.dtype(jnp.bfloat16)}

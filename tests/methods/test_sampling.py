@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.methods import path, priors, sampling
+from eqx_ensemble.methods import priors, sampling, trajectory
 
 from ..factories import assert_close, assert_same
 
@@ -257,7 +257,7 @@ def test_members_have_noise_of_their_own():
             self.a = self.b = jnp.zeros(2000)
 
     still = lambda model, batch, key: 0 * jnp.sum(model.a + model.b)
-    optimiser = path.snapshots(SAMPLERS["sgld"](ROWS / 2), 2, every=1)  # noise of variance 1
+    optimiser = trajectory.snapshots(SAMPLERS["sgld"](ROWS / 2), 2, every=1)  # noise of variance 1
     run = fitted(ee.build(Wide, 2, key=KEY), optimiser, still, steps=2, batch_size=10)
     kept = run.train_state.opt_state.record.weights
     moves = [np.diff(np.asarray(x), axis=1, prepend=0).reshape(-1, 2000) for x in (kept.a, kept.b)]
@@ -278,7 +278,7 @@ def test_hyper_parameters_are_those_of_one_member(ensemble, sampler):
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_resumed_and_continued(ensemble, sampler, tmp_path):
-    optimiser = path.snapshots(SAMPLERS[sampler](0.5), 4, every=3)
+    optimiser = trajectory.snapshots(SAMPLERS[sampler](0.5), 4, every=3)
     whole = fitted(ensemble, optimiser)
     half = fitted(ensemble, optimiser, steps=7)
     assert_same(fitted(half, optimiser, steps=5).train_state.opt_state, whole.train_state.opt_state)
@@ -288,7 +288,7 @@ def test_resumed_and_continued(ensemble, sampler, tmp_path):
     assert_same(resumed.ensemble, whole.ensemble)
     ee.save(tmp_path / "state", whole.train_state)
     loaded = ee.load(tmp_path / "state", ee.train.init(ensemble, optimiser, key=KEY))
-    assert_same(path.snapshot_ensemble(loaded), path.snapshot_ensemble(whole))
+    assert_same(trajectory.snapshot_ensemble(loaded), trajectory.snapshot_ensemble(whole))
 
 
 @pytest.mark.slow
@@ -298,11 +298,11 @@ def test_resumed_and_continued(ensemble, sampler, tmp_path):
 )
 def test_on_a_mesh(sampler, sizes):
     ensemble = ee.build(Point, sizes["members"], key=KEY)
-    optimiser = path.snapshots(SAMPLERS[sampler](0.5), 2, every=3)
+    optimiser = trajectory.snapshots(SAMPLERS[sampler](0.5), 2, every=3)
     plain = fitted(ensemble, optimiser, batch_size=10)
     sharded = fitted(ensemble, optimiser, batch_size=10, mesh=ee.make_mesh(**sizes))
     assert_close(sharded.ensemble, plain.ensemble, 1e-5)
-    assert_close(path.snapshot_ensemble(sharded), path.snapshot_ensemble(plain), 1e-5)
+    assert_close(trajectory.snapshot_ensemble(sharded), trajectory.snapshot_ensemble(plain), 1e-5)
 
 
 @pytest.mark.slow
@@ -333,13 +333,13 @@ def test_members_that_diverge(ensemble):
         return quadratic(model, batch, key) + jnp.where(model.b > hyper, jnp.nan, 0)
 
     limits = jnp.array([jnp.inf, -10.0, jnp.inf])
-    make = lambda hyper: path.snapshots(SAMPLERS["sgld"](5.0), 3, every=4)
+    make = lambda hyper: trajectory.snapshots(SAMPLERS["sgld"](5.0), 3, every=4)
     with pytest.warns(UserWarning, match="diverged"):
         run = fitted(ensemble, make, loss, hyper=limits)
     plain = fitted(ensemble, make, loss, hyper=jnp.full(3, jnp.inf))
     assert_same(run.ensemble[[0, 2]], plain.ensemble[[0, 2]])
     with pytest.warns(UserWarning, match="members with no snapshot: 1"):
-        assert path.snapshot_ensemble(run).ids.tolist() == [0, 1, 2, 6, 7, 8]
+        assert trajectory.snapshot_ensemble(run).ids.tolist() == [0, 1, 2, 6, 7, 8]
     how = ee.train.Revive(perturb=lambda hyper, key: jnp.full_like(hyper, jnp.inf))
     revived = fitted(ensemble, make, loss, hyper=limits, on_diverge=how).ensemble
     assert len(np.unique(flat(revived), axis=0)) == 3
@@ -348,11 +348,11 @@ def test_members_that_diverge(ensemble):
 @pytest.mark.slow
 def test_best_weights_are_no_sample(ensemble):
     """Snapshots are those of the chain, whatever a validation score prefers."""
-    optimiser = path.snapshots(SAMPLERS["sgld"](5.0), 3, every=4)
+    optimiser = trajectory.snapshots(SAMPLERS["sgld"](5.0), 3, every=4)
     validated = fitted(ensemble, optimiser, validation=DATA, batch_size=10)
     plain = fitted(ensemble, optimiser, batch_size=10)
     assert not np.allclose(flat(validated.ensemble), flat(plain.ensemble))
-    assert_same(path.snapshot_ensemble(validated), path.snapshot_ensemble(plain))
+    assert_same(trajectory.snapshot_ensemble(validated), trajectory.snapshot_ensemble(plain))
     assert_same(validated.train_state.ensemble, plain.ensemble)
 
 
@@ -390,11 +390,11 @@ def test_posterior_of_a_linear_model():
 
     members, size, every = 32, 40, 10
     ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, use_bias=False, key=key), members, key=KEY)
-    optimiser = path.snapshots(sampling.sgld(e * rows, rows, key=KEY), size, every=every, start=200)
+    optimiser = trajectory.snapshots(sampling.sgld(e * rows, rows, key=KEY), size, every=every, start=200)
     run = ee.fit(
         ensemble, loss, optimiser, (x, y), batch_size=rows, steps=200 + (size - 1) * every, key=KEY, progress=False
     )
-    samples = path.snapshot_ensemble(run)
+    samples = trajectory.snapshot_ensemble(run)
     assert len(samples) == members * size
     assert (np.bincount(samples.ids // size) == size).all()
     draws = np.asarray(samples.stacked.weight)[:, 0]
@@ -417,7 +417,7 @@ def test_cycles_of_the_authors():
     """Cycles of 50 epochs from 0.5: noise in epochs 46 to 50, samples after 48, 49 and 50."""
     batches, epochs, cycles = 3, 50, 4
     period = batches * epochs
-    schedule, heat = path.snapshot_schedule(0.5, period), sampling.cyclical_temperature(period, temperature=0.1)
+    schedule, heat = trajectory.snapshot_schedule(0.5, period), sampling.cyclical_temperature(period, temperature=0.1)
     step = np.arange(cycles * period)
     rcounter = step  # the names of the authors' code
     expected = 0.5 * (np.cos(np.pi * (rcounter % period) / period) + 1) * 0.5
@@ -425,7 +425,7 @@ def test_cycles_of_the_authors():
     with_noise = (step // batches % epochs) + 1 > 45
     np.testing.assert_allclose(jax.vmap(heat)(step), np.where(with_noise, 0.1, 0), rtol=1e-6)
 
-    counter = path.snapshots(optax.sgd(1.0), 12, start=48 * batches, every=batches, period=period)
+    counter = trajectory.snapshots(optax.sgd(1.0), 12, start=48 * batches, every=batches, period=period)
 
     def one(carry, _):
         x, state = carry
@@ -456,12 +456,12 @@ def test_a_cyclical_chain_visits_several_modes():
     ensemble = ee.build(Point, members, key=KEY)
 
     def share_on_both_sides(rate, heat):
-        kept = path.snapshots(sampling.sgld(rate, 1e4, temperature=heat, key=KEY), cycles, every=period)
+        kept = trajectory.snapshots(sampling.sgld(rate, 1e4, temperature=heat, key=KEY), cycles, every=period)
         run = fitted(ensemble, kept, loss, steps=period * cycles, batch_size=10)
-        found = np.asarray(path.snapshot_ensemble(run).stacked.x).reshape(members, cycles)
+        found = np.asarray(trajectory.snapshot_ensemble(run).stacked.x).reshape(members, cycles)
         return np.mean(np.ptp(np.sign(found), axis=1) > 0)
 
-    assert share_on_both_sides(path.snapshot_schedule(0.5, period), sampling.cyclical_temperature(period)) > 0.5
+    assert share_on_both_sides(trajectory.snapshot_schedule(0.5, period), sampling.cyclical_temperature(period)) > 0.5
     assert share_on_both_sides(0.001, 1.0) < 0.1
 
 
@@ -488,8 +488,8 @@ def test_a_cyclical_chain_visits_several_modes():
         (lambda: sampling.cyclical_temperature(0), ValueError, "`period` of at least 1"),
         (lambda: sampling.cyclical_temperature(10, explore=1), ValueError, "`explore` below 1"),
         (lambda: sampling.cyclical_temperature(10, temperature=-1), ValueError, "`temperature`"),
-        (lambda: path.snapshots(optax.sgd(1), 2, every=20, period=10), ValueError, "takes no snapshot"),
-        (lambda: path.snapshots(optax.sgd(1), 2, every=2, period=0), ValueError, "`period` of at least 1"),
+        (lambda: trajectory.snapshots(optax.sgd(1), 2, every=20, period=10), ValueError, "takes no snapshot"),
+        (lambda: trajectory.snapshots(optax.sgd(1), 2, every=2, period=0), ValueError, "`period` of at least 1"),
     ],
 )
 def test_invalid_arguments(make, error, message):

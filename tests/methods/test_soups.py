@@ -47,7 +47,7 @@ def test_the_rule(mode):
     np.testing.assert_allclose(soup.model.weight[0], WEIGHTS[chosen].mean(0), rtol=1e-6)
     np.testing.assert_allclose(soup.score, sign * best, rtol=1e-5)
     np.testing.assert_allclose(soup.member_scores, [sign * score(m) for m in of_weights(WEIGHTS).unstack()])
-    everything = score(ee.average(of_weights(WEIGHTS)))
+    everything = score(ee.average_parameters(of_weights(WEIGHTS)))
     assert sign * soup.score <= min(sign * soup.member_scores)
     assert sign * soup.score < everything, "the case decides nothing"
 
@@ -73,7 +73,7 @@ def test_a_permuted_twin_is_not_averaged():
     target = jax.vmap(model)(x)
     distance = lambda other: jnp.mean((jax.vmap(other)(x) - target) ** 2)
     ensemble = ee.stack([model, twin])
-    assert distance(twin) < 1e-12 < 1e-3 < distance(ee.average(ensemble))
+    assert distance(twin) < 1e-12 < 1e-3 < distance(ee.average_parameters(ensemble))
     assert greedy(ensemble, distance, mode="min").weights.tolist() in ([1.0, 0.0], [0.0, 1.0])
     same = ee.stack([model, model])
     assert greedy(same, distance, mode="min").weights.tolist() == [0.5, 0.5]

@@ -20,7 +20,7 @@ def run():
     x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
     data = (x, np.sin(x[:, :1]))
     key = jax.random.key(0)
-    hyper = ee.sweep.zip_values({"lr": [1e-3, 1e-2, 1e-1, 1e38]})
+    hyper = {"lr": jnp.array([1e-3, 1e-2, 1e-1, 1e38])}
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     options = {"hyper": hyper, "epochs": 6, "batch_size": 10, "validation": data, "key": key}
     with pytest.warns(UserWarning, match="1 member"):

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.sweep import AbstractRange, Choice, LogUniform, Uniform, draw, grid, zip_values
+from eqx_ensemble.sweep import AbstractRange, Choice, LogUniform, Uniform, draw, grid
 
 KEY = jax.random.key(0)
 
@@ -24,11 +24,6 @@ def test_a_grid_is_the_product():
 
 def test_a_grid_of_vectors():
     assert grid({"betas": [[0.9, 0.99], [0.8, 0.9]], "lr": [1.0, 2.0, 3.0]})["betas"].shape == (6, 2)
-
-
-def test_zip_values_pairs_the_values():
-    hyper = zip_values({"lr": [0.1, 0.2, 0.3], "clip": np.array([1.0, 2.0, 3.0])})
-    np.testing.assert_allclose(hyper["clip"], [1, 2, 3])
 
 
 RANGES = {"lr": LogUniform(1e-4, 1e-1), "momentum": Uniform(0.5, 1.0), "units": Choice([16, 32, 64])}
@@ -81,10 +76,6 @@ def test_more_members_and_more_names_change_nothing():
         (lambda: grid({"lr": 0.1}), "`sweep.grid` needs a list of values in `lr`, got 0.1."),
         (lambda: grid({"lr": []}), "`sweep.grid` needs a list of values in `lr`, got []."),
         (lambda: grid({"act": [jax.nn.relu]}), "`sweep.grid` needs numbers in `act`, because members of one ensemble"),
-        (
-            lambda: zip_values({"a": [1], "b": [1, 2]}),
-            "`sweep.zip_values` needs one value per member in every name; got 1",
-        ),
         (lambda: LogUniform(0.0, 1.0), "`sweep.LogUniform` needs positive ends, because zero has no logarithm"),
         (lambda: Uniform(2, 1), "`sweep.Uniform` needs `low` below `high`, got 2 and 1."),
         (lambda: Uniform("a", 1), "`sweep.Uniform` needs `low` to be a number, got 'a'."),
@@ -104,7 +95,7 @@ class TestBestOfARun:
         x = jax.random.normal(KEY, (32, 3))
         data = x, x.sum(1, keepdims=True)
         loss = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
-        hyper = zip_values({"lr": [1e-3, 1e-1, jnp.inf, 1e-2, 1e-4, 3e-2], "betas": np.full((6, 2), 0.9)})
+        hyper = {"lr": jnp.array([1e-3, 1e-1, jnp.inf, 1e-2, 1e-4, 3e-2]), "betas": np.full((6, 2), 0.9)}
         optimiser = lambda h: optax.sgd(h["lr"], momentum=h["betas"][0])
         with pytest.warns(UserWarning, match="diverged"):
             return ee.fit(ensemble, loss, optimiser, data, epochs=2, hyper=hyper, progress=False, key=KEY, **options)

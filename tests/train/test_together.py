@@ -263,7 +263,7 @@ def test_members_are_taken_with_what_they_share(ensemble):
 
 INDEPENDENT = {
     "check": lambda: ee.testing.check_independent(Bounded, nll, TOGETHER, (X, Y), key=KEY),
-    "average": lambda: ee.methods.path.average(
+    "average": lambda: ee.methods.trajectory.average(
         ee.train.init(ee.build(Bounded, 2, shared=lambda m: m.lower, key=KEY), TOGETHER, key=KEY)
     ),
     "particles": lambda: ee.methods.particles.make_step(nll, TOGETHER, num_rows=8),

@@ -103,15 +103,15 @@ def holding(ensemble: ee.Ensemble[MLP], x: Array, index: Array, key: Array) -> N
 
 
 def combining(ensemble: ee.Ensemble[MLP], other: ee.Ensemble[eqx.nn.Linear], mlp: MLP) -> None:
-    assert_type(ee.average(ensemble), MLP)
-    assert_type(ee.average(ensemble, [0.5, 0.5]), MLP)
+    assert_type(ee.average_parameters(ensemble), MLP)
+    assert_type(ee.average_parameters(ensemble, [0.5, 0.5]), MLP)
     assert_type(ee.concatenate([ensemble, ensemble[1:]]), ee.Ensemble[MLP])
     assert_type(ee.tree.stack([mlp, mlp]), MLP)
     assert_type(ee.tree.unstack(mlp), list[MLP])
     assert_type(ee.tree.take(mlp, 0), MLP)
     assert_type(ee.tree.weighted_mean([mlp, mlp]), MLP)
 
-    ee.average(mlp)  # pyright: ignore[reportArgumentType]
+    ee.average_parameters(mlp)  # pyright: ignore[reportArgumentType]
     ee.concatenate([mlp])  # pyright: ignore[reportArgumentType, reportCallIssue]
     ee.concatenate([ensemble, other])  # pyright: ignore[reportArgumentType, reportCallIssue]
 

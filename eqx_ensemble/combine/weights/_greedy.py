@@ -25,7 +25,7 @@ def elites(scores: Real[ArrayLike, " members"], count: int, *, mode: Literal["mi
     **Returns:**
 
     Convex weights `(members,)`, each 0 or `1 / count`. The members' indices are `jnp.flatnonzero(weights)`;
-    [`eqx_ensemble.prune`][] selects them from an ensemble.
+    [`eqx_ensemble.prune_members`][] selects them from an ensemble.
 
     **Raises:**
 
@@ -80,7 +80,7 @@ def diverse(
 
     **Returns:**
 
-    Convex weights `(members,)`, each 0 or `1 / count`. [`eqx_ensemble.prune`][] selects these members of an ensemble.
+    Convex weights `(members,)`, each 0 or `1 / count`. [`eqx_ensemble.prune_members`][] selects these members.
     Where members tie, the first is selected. The selection is not differentiable.
 
     **Raises:**
@@ -144,7 +144,7 @@ def sparsify(
 ) -> Sparse:
     """Keeps the members with enough weight, and normalises their weights.
 
-    To prune an ensemble use [`eqx_ensemble.prune`][].
+    To prune an ensemble use [`eqx_ensemble.prune_members`][].
 
     **Arguments:**
 

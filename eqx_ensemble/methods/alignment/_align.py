@@ -337,7 +337,7 @@ def align(
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
     x = jax.random.normal(key, (10, 3))
     aligned = ee.methods.alignment.align(ensemble, x, key=key)
-    ee.average(aligned)
+    ee.average_parameters(aligned)
     ```
 
     ??? cite

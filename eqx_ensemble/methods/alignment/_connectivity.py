@@ -56,7 +56,7 @@ def interpolate(ensemble: Ensemble[M], position: Real[ArrayLike, ""], *, referen
     r"""Linearly interpolates between a reference member and every member: weights $(1 - \alpha) W_0 + \alpha W_m$.
 
     Both ends are exact. Arrays that are not floating-point must be equal in all members. BatchNorm needs
-    [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
+    [`eqx_ensemble.methods.trajectory.update_batch_norm`][] afterwards.
 
     **Arguments:**
 

@@ -17,7 +17,7 @@ from ..._predict import predict
 from ..._pytree import PyTree
 from ...plan._engine import over_members
 from .._check import check_options
-from ..path._check import check_factor_ids
+from ..trajectory._check import check_factor_ids
 from ._check import check_link, check_optimum, check_per_member, check_sampling
 from ._member import LaplaceMember, Link, Outputs, Predict, PredictOutputs, log_likelihood
 

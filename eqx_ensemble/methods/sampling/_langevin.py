@@ -181,7 +181,7 @@ def psgld(
 
     ```python
     sampler = ee.methods.sampling.psgld(1e-5, num_rows=100, adapt_steps=1000, key=key)
-    samples = ee.methods.path.snapshots(sampler, 10, start=2000, every=100)
+    samples = ee.methods.trajectory.snapshots(sampler, 10, start=2000, every=100)
     ```
 
     ??? cite
@@ -276,8 +276,8 @@ def cyclical_temperature(
 ) -> Callable[[Any], Float[Array, ""]]:
     """The temperature of cyclical stochastic-gradient MCMC: 0 while a cycle explores, then that of sampling.
 
-    Use it with the learning rate of [`eqx_ensemble.methods.path.snapshot_schedule`][]. Chains visit several modes, but
-    not in proportion to their posterior mass.
+    Use it with the learning rate of [`eqx_ensemble.methods.trajectory.snapshot_schedule`][]. Chains visit several modes,
+    but not in proportion to their posterior mass.
 
     **Arguments:**
 
@@ -290,13 +290,13 @@ def cyclical_temperature(
     ```python
     period = 50 * 10  # epochs, of 10 batches each
     sampler = ee.methods.sampling.sghmc(
-        ee.methods.path.snapshot_schedule(1e-3, period),
+        ee.methods.trajectory.snapshot_schedule(1e-3, period),
         num_rows=1000,
         temperature=ee.methods.sampling.cyclical_temperature(period),
         key=key,
     )
     # after epochs 48, 49 and 50 of each of four cycles
-    chains = ee.methods.path.snapshots(
+    chains = ee.methods.trajectory.snapshots(
         sampler, 12, start=48 * 10, every=10, period=period
     )
     ```
@@ -345,7 +345,7 @@ def sgld(
     - `temperature`: $T$, a number or a schedule: 1 for the posterior, 0 for gradient descent.
     - `key`: the key of the noise; another run needs another key.
 
-    **Returns:** an optax optimiser. Wrap it in [`eqx_ensemble.methods.path.snapshots`][] to keep samples.
+    **Returns:** an optax optimiser. Wrap it in [`eqx_ensemble.methods.trajectory.snapshots`][] to keep samples.
 
     **Raises:** `TypeError`, when initialised, for weights of fewer than 32 bits, in which the noise is rounded away.
 
@@ -359,9 +359,9 @@ def sgld(
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     data = jax.random.normal(key, (100, 3)), jnp.zeros((100, 1))
     sampler = ee.methods.sampling.sgld(1e-4, num_rows=100, key=key)
-    chains = ee.methods.path.snapshots(sampler, 5, start=50, every=10)
+    chains = ee.methods.trajectory.snapshots(sampler, 5, start=50, every=10)
     run = ee.fit(ensemble, loss, chains, data, steps=90, key=key)
-    samples = ee.methods.path.snapshot_ensemble(run)  # 20 members, 5 of each chain
+    samples = ee.methods.trajectory.snapshot_ensemble(run)  # 20 members, 5 of each chain
     ```
 
     ??? cite

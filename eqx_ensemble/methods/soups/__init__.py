@@ -1,4 +1,4 @@
-"""Averages of weights of members chosen by a held-out score; [`eqx_ensemble.average`][] averages all members."""
+"""Averages of members chosen by a held-out score; [`eqx_ensemble.average_parameters`][] averages all members."""
 
 from ... import _suggest
 from ._greedy import Soup as Soup

@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from ..._caller import caller
 from ..._check import check_function, check_word, kind_text
-from ..._ensemble import Ensemble, average, check_ensemble
+from ..._ensemble import Ensemble, average_parameters, check_ensemble
 from ..._foreign import as_numpy
 
 
@@ -87,7 +87,7 @@ def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Litera
     for member in order[1:]:
         if np.isnan(costs[member]):
             break
-        candidate = average(ensemble, _equal_weights([*chosen, member], len(costs)))
+        candidate = average_parameters(ensemble, _equal_weights([*chosen, member], len(costs)))
         found = cost(candidate)
         if found <= best:
             chosen, best, soup = [*chosen, member], found, candidate

@@ -31,13 +31,13 @@ def groups(wide: ee.Ensemble[MLP], linear: ee.Ensemble[eqx.nn.Linear], x: jax.Ar
     both: list[ee.Group | ee.Ensemble[MLP]] = [group, wide]
     reveal_type(ee.concatenate(both))  # is Group
     reveal_type(ee.concatenate([wide, wide]))  # is Ensemble[MLP]
-    reveal_type(ee.prune(group, x))  # is tuple[Group, Array]
+    reveal_type(ee.prune_members(group, x))  # is tuple[Group, Array]
     reveal_type(ee.load("path", make))  # is Group
     reveal_type(ee.load("path", group))  # is Group
     reveal_type(ee.predict(group, x, combine=ee.combine.mean))  # is Array
     ee.Group(wide[0])  # error
     ee.concatenate([wide, linear])  # error
-    ee.average(group)  # error
+    ee.average_parameters(group)  # error
 
 
 def training(group: ee.Group, optimiser: Any, x: jax.Array, key: jax.Array) -> None:

@@ -40,7 +40,6 @@ def sweeping(ensemble: ee.Ensemble[MLP], optimiser: Any, x: jax.Array, key: jax.
     ranges = {"lr": ee.sweep.LogUniform(1e-4, 1e-1), "depth": ee.sweep.Choice([1, 2]), "half": Halves()}
     reveal_type(ee.sweep.draw(ranges, 8, key=key))  # is dict[str, Array]
     reveal_type(ee.sweep.grid({"lr": [1e-3, 1e-2], "decay": x}))  # is dict[str, Array]
-    reveal_type(ee.sweep.zip_values({"lr": [1e-3, 1e-2]})["lr"])  # is Array
     hyper = ee.sweep.draw({"lr": ee.sweep.Uniform(0.1, 0.2)}, 8, key=key)
     reveal_type(ee.fit(ensemble, loss, optimiser, x, hyper=hyper, epochs=3, key=key))  # is Run[MLP]
 

@@ -41,7 +41,7 @@ def update_batch_norm(
 
     **Arguments:**
 
-    - `ensemble`: the members, such as those of [`eqx_ensemble.methods.path.average`][].
+    - `ensemble`: the members, such as those of [`eqx_ensemble.methods.trajectory.average`][].
     - `state`: their stacked `equinox.nn.State`; for draws that of the original members, `ee.tree.take(run.state,
         draws.ids // num_samples)`.
     - `fn`: `fn(model, state, batch, key) -> (value, state)`, such as the loss. The value is not used.
@@ -73,10 +73,10 @@ def update_batch_norm(
 
     ensemble, state = ee.build(eqx.nn.make_with_state(Model), 4, key=key)
     x = jax.random.normal(key, (100, 3))
-    optimiser = ee.methods.path.swa(optax.sgd(0.1))
+    optimiser = ee.methods.trajectory.swa(optax.sgd(0.1))
     run = ee.fit(ensemble, loss, optimiser, x, steps=5, state=state, key=key)
-    average = ee.methods.path.average(run)
-    state = ee.methods.path.update_batch_norm(average, run.state, loss, x, key=key)
+    average = ee.methods.trajectory.average(run)
+    state = ee.methods.trajectory.update_batch_norm(average, run.state, loss, x, key=key)
     ```
 
     ??? cite

@@ -171,15 +171,15 @@ def ema(
     **Arguments:**
 
     - `optimiser`: the whole optax optimiser: `ema(optax.chain(...))`. With hyper-parameters: `lambda hyper:
-        ee.methods.path.ema(optax.adam(hyper["lr"]), hyper["decay"])`.
+        ee.methods.trajectory.ema(optax.adam(hyper["lr"]), hyper["decay"])`.
     - `decay`: $d$, from 0 to below 1. The average spans about `1 / (1 - decay)` snapshots.
     - `start`: the step of the first snapshot; by default `every`.
     - `every`: the number of steps between snapshots.
 
-    **Returns:** an optax optimiser; [`eqx_ensemble.methods.path.average`][] makes an ensemble of its state.
+    **Returns:** an optax optimiser; [`eqx_ensemble.methods.trajectory.average`][] makes an ensemble of its state.
 
     ```python
-    optimiser = ee.methods.path.ema(optax.adam(1e-3), 0.99)
+    optimiser = ee.methods.trajectory.ema(optax.adam(1e-3), 0.99)
     ```
 
     ??? cite
@@ -196,7 +196,7 @@ def ema(
         return Mean(move_mean(record.mean, weights, jnp.expm1(log) / jnp.expm1(number * log), due))
 
     init = lambda params: Mean(zeros_like(params))
-    return record_path(optimiser, start=start, every=every, name="methods.path.ema", init=init, update=update)
+    return record_path(optimiser, start=start, every=every, name="methods.trajectory.ema", init=init, update=update)
 
 
 def swa(
@@ -209,12 +209,12 @@ def swa(
 
     **Arguments:**
 
-    - `optimiser`, `start`, `every`: as for [`eqx_ensemble.methods.path.ema`][], in steps.
+    - `optimiser`, `start`, `every`: as for [`eqx_ensemble.methods.trajectory.ema`][], in steps.
 
-    **Returns:** an optax optimiser; [`eqx_ensemble.methods.path.average`][] makes an ensemble of its state.
+    **Returns:** an optax optimiser; [`eqx_ensemble.methods.trajectory.average`][] makes an ensemble of its state.
 
     ```python
-    optimiser = ee.methods.path.swa(optax.sgd(0.05), start=750, every=10)
+    optimiser = ee.methods.trajectory.swa(optax.sgd(0.05), start=750, every=10)
     ```
 
     ??? cite
@@ -227,14 +227,14 @@ def swa(
         return Mean(move_mean(record.mean, weights, reciprocal(count), due))
 
     init = lambda params: Mean(zeros_like(params))
-    return record_path(optimiser, start=start, every=every, name="methods.path.swa", init=init, update=update)
+    return record_path(optimiser, start=start, every=every, name="methods.trajectory.swa", init=init, update=update)
 
 
 def average(run: Any) -> Ensemble[Any]:
     """Returns the ensemble of the members' averaged weights, with their ids.
 
     A member without a snapshot keeps its weights, with a warning. BatchNorm needs
-    [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
+    [`eqx_ensemble.methods.trajectory.update_batch_norm`][] afterwards.
 
     **Arguments:**
 
@@ -252,9 +252,9 @@ def average(run: Any) -> Ensemble[Any]:
 
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
     data = jnp.ones((100, 3)), jnp.zeros((100, 1))
-    optimiser = ee.methods.path.swa(optax.sgd(0.05), start=10, every=5)
+    optimiser = ee.methods.trajectory.swa(optax.sgd(0.05), start=10, every=5)
     run = ee.fit(ensemble, loss, optimiser, data, steps=40, key=key)
-    ee.methods.path.average(run).ids  # [0, 1, 2, 3]
+    ee.methods.trajectory.average(run).ids  # [0, 1, 2, 3]
     ```
     """
     state, found = find_record(run, (Mean, Moments), "`ema`, `swa` or `swag`", "swa(optax.adam(1e-3))")

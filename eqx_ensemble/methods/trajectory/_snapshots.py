@@ -31,7 +31,7 @@ def snapshot_schedule(init_value: Any, period: int) -> Schedule:
     **Returns:** a schedule for optax.
 
     ```python
-    schedule = ee.methods.path.snapshot_schedule(0.1, period=20)
+    schedule = ee.methods.trajectory.snapshot_schedule(0.1, period=20)
     schedule(0), schedule(19), schedule(20)  # 0.1, 6.2e-4, 0.1
     ```
 
@@ -62,7 +62,7 @@ def fast_geometric_schedule(init_value: Any, end_value: Any, period: int) -> Sch
     **Returns:** a schedule for optax.
 
     ```python
-    schedule = ee.methods.path.fast_geometric_schedule(0.05, 0.0005, period=40)
+    schedule = ee.methods.trajectory.fast_geometric_schedule(0.05, 0.0005, period=40)
     schedule(19), schedule(39)  # 0.0005, 0.05
     ```
 
@@ -88,21 +88,21 @@ def snapshots(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the last `size` snapshots of each member's weights, in its optimiser state.
 
-    With [`eqx_ensemble.methods.path.snapshot_schedule`][] and `every` equal to its period they are a snapshot ensemble,
-    with [`eqx_ensemble.methods.path.fast_geometric_schedule`][] a fast geometric ensemble, with a sampler samples
+    With [`eqx_ensemble.methods.trajectory.snapshot_schedule`][] and `every` equal to its period they are a snapshot
+    ensemble, with [`eqx_ensemble.methods.trajectory.fast_geometric_schedule`][] a fast geometric ensemble, with a sampler samples
     (`start` ends the burn-in).
 
     **Arguments:**
 
-    - `optimiser`, `every`, `start`: as for [`eqx_ensemble.methods.path.ema`][].
+    - `optimiser`, `every`, `start`: as for [`eqx_ensemble.methods.trajectory.ema`][].
     - `size`: the number of snapshots. Each takes the memory of one copy of the weights.
     - `period`: the steps per cycle, after which `start` and `every` count from zero again; by default no cycles.
 
-    **Returns:** an optax optimiser; [`eqx_ensemble.methods.path.snapshot_ensemble`][] makes an ensemble of its state.
+    **Returns:** an optax optimiser; [`eqx_ensemble.methods.trajectory.snapshot_ensemble`][] makes an ensemble of it.
 
     ```python
-    schedule = ee.methods.path.snapshot_schedule(0.1, period=200)
-    optimiser = ee.methods.path.snapshots(optax.sgd(schedule), 5, every=200)
+    schedule = ee.methods.trajectory.snapshot_schedule(0.1, period=200)
+    optimiser = ee.methods.trajectory.snapshots(optax.sgd(schedule), 5, every=200)
     ```
 
     ??? cite
@@ -122,15 +122,21 @@ def snapshots(
         return Weights(jax.tree.map(put, record.weights, weights))
 
     return record_path(
-        optimiser, start=start, every=every, name="methods.path.snapshots", period=period, init=init, update=update
+        optimiser,
+        start=start,
+        every=every,
+        name="methods.trajectory.snapshots",
+        period=period,
+        init=init,
+        update=update,
     )
 
 
 def snapshot_ensemble(run: Any) -> Ensemble[Any]:
-    """Returns an ensemble of the snapshots recorded by [`eqx_ensemble.methods.path.snapshots`][].
+    """Returns an ensemble of the snapshots recorded by [`eqx_ensemble.methods.trajectory.snapshots`][].
 
     Snapshots of one member are adjacent, the oldest first. Members without any are left out, with a warning. BatchNorm
-    needs [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
+    needs [`eqx_ensemble.methods.trajectory.update_batch_norm`][] afterwards.
 
     **Arguments:**
 
@@ -147,10 +153,10 @@ def snapshot_ensemble(run: Any) -> Ensemble[Any]:
 
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 2, key=key)
     data = jnp.ones((100, 3)), jnp.zeros((100, 1))
-    schedule = ee.methods.path.snapshot_schedule(0.1, period=20)
-    optimiser = ee.methods.path.snapshots(optax.sgd(schedule), 5, every=20)
+    schedule = ee.methods.trajectory.snapshot_schedule(0.1, period=20)
+    optimiser = ee.methods.trajectory.snapshots(optax.sgd(schedule), 5, every=20)
     run = ee.fit(ensemble, loss, optimiser, data, steps=100, key=key)
-    members = ee.methods.path.snapshot_ensemble(run)  # 10 members
+    members = ee.methods.trajectory.snapshot_ensemble(run)  # 10 members
     members.ids // 5  # whose snapshot each is
     ```
     """

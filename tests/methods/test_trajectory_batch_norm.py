@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.methods import path
+from eqx_ensemble.methods import trajectory
 
 from ..factories import assert_close, assert_same, relaxed
 
@@ -54,7 +54,7 @@ def normalised_by_all_rows(ensemble, x=X, where=lambda model: model):
 def test_statistics_of_all_rows(mode, batch_size):
     """Whatever the batches: a mean of their variances misses the variance between them, 20 % at three rows."""
     ensemble, state = built(mode=mode)
-    state = path.update_batch_norm(ensemble, state, loss, X, batch_size=batch_size, key=KEY)
+    state = trajectory.update_batch_norm(ensemble, state, loss, X, batch_size=batch_size, key=KEY)
     expected = normalised_by_all_rows(ensemble)
     np.testing.assert_allclose(predict(ensemble, state), expected, rtol=2e-4, atol=1e-4)
 
@@ -63,18 +63,18 @@ def test_statistics_of_all_rows(mode, batch_size):
 def test_after_a_run(mode):
     """The state of the run, of other weights, is replaced; more training goes on from the new one."""
     ensemble, state = built(mode=mode, momentum=0.5)
-    optimiser = path.swag(path.snapshots(optax.sgd(0.1), 2, every=3), rank=3)
+    optimiser = trajectory.swag(trajectory.snapshots(optax.sgd(0.1), 2, every=3), rank=3)
     run = ee.fit(ensemble, loss, optimiser, X, steps=6, batch_size=8, state=state, key=KEY)
-    average = path.average(run)
+    average = trajectory.average(run)
     stale = predict(average, run.state)
     expected = normalised_by_all_rows(average)
     assert np.abs(stale - expected).max() > 0.05
-    new = path.update_batch_norm(average, run.state, loss, X, batch_size=6, key=KEY)
+    new = trajectory.update_batch_norm(average, run.state, loss, X, batch_size=6, key=KEY)
     np.testing.assert_allclose(predict(average, new), expected, rtol=2e-4, atol=1e-4)
 
-    for members in (path.sample(run, 2, key=KEY), path.snapshot_ensemble(run)):
+    for members in (trajectory.sample(run, 2, key=KEY), trajectory.snapshot_ensemble(run)):
         own = ee.tree.take(run.state, members.ids // 2)
-        own = path.update_batch_norm(members, own, loss, X, batch_size=6, key=KEY)
+        own = trajectory.update_batch_norm(members, own, loss, X, batch_size=6, key=KEY)
         expected = normalised_by_all_rows(members)
         np.testing.assert_allclose(predict(members, own), expected, rtol=2e-4, atol=1e-4)
 
@@ -85,10 +85,10 @@ def test_after_a_run(mode):
 def test_members_alone_and_their_own_rows():
     ensemble, state = built(3)
     own = jnp.stack([X, X + 1, 2 * X])
-    whole = path.update_batch_norm(ensemble, state, loss, ee.Each(own), batch_size=8, key=KEY)
+    whole = trajectory.update_batch_norm(ensemble, state, loss, ee.Each(own), batch_size=8, key=KEY)
     for i, plan in enumerate((None, ee.plan.Sequential(), ee.plan.Chunked(1))):
         one, part = ensemble[[i]], ee.tree.take(state, [i])
-        alone = path.update_batch_norm(one, part, loss, own[i], batch_size=8, plan=plan, key=KEY)
+        alone = trajectory.update_batch_norm(one, part, loss, own[i], batch_size=8, plan=plan, key=KEY)
         assert_close(ee.tree.take(whole, [i]), alone, 1e-5)
 
 
@@ -107,7 +107,7 @@ def test_layers_in_inference_mode_keep_their_statistics():
     ensemble, state = ee.build(eqx.nn.make_with_state(Two), 2, key=KEY)
     kept = (jnp.full((2, 4), 3.0, jnp.float32), jnp.full((2, 4), 4.0, jnp.float32))
     state = state.set(ensemble.stacked.second.ema_state_index, kept)
-    new = path.update_batch_norm(ensemble, state, loss, X, key=KEY)
+    new = trajectory.update_batch_norm(ensemble, state, loss, X, key=KEY)
     assert_same(new.get(ensemble.stacked.second.ema_state_index), kept)
     expected = (normalised_by_all_rows(ensemble, where=lambda model: model.first) - 3) / 2
     np.testing.assert_allclose(predict(ensemble, new), expected, rtol=2e-4, atol=1e-4)
@@ -119,18 +119,18 @@ def test_errors():
     frozen = eqx.nn.inference_mode(ensemble)
     options = {"key": KEY}
     with pytest.raises(ValueError, match="layers that are not in inference mode"):
-        path.update_batch_norm(frozen, state, loss, X, **options)
+        trajectory.update_batch_norm(frozen, state, loss, X, **options)
     with pytest.raises(TypeError, match="needs `fn\\(model, state, batch, key\\)` to return"):
-        path.update_batch_norm(ensemble, state, lambda *args: loss(*args)[0], X, **options)
+        trajectory.update_batch_norm(ensemble, state, lambda *args: loss(*args)[0], X, **options)
     with pytest.raises(TypeError, match="`fn` to be a function"):
-        path.update_batch_norm(ensemble, state, None, X, **options)
+        trajectory.update_batch_norm(ensemble, state, None, X, **options)
     with pytest.raises(ee.MemberMismatchError, match="one value per member"):
-        path.update_batch_norm(ensemble[[0]], state, loss, X, **options)
+        trajectory.update_batch_norm(ensemble[[0]], state, loss, X, **options)
     with pytest.raises(TypeError, match="no `state` was given"):
-        path.update_batch_norm(ensemble, None, loss, X, **options)
+        trajectory.update_batch_norm(ensemble, None, loss, X, **options)
     with pytest.raises(ValueError, match="`batch_size` of at least 1"):
-        path.update_batch_norm(ensemble, state, loss, X, batch_size=0, **options)
+        trajectory.update_batch_norm(ensemble, state, loss, X, batch_size=0, **options)
     with pytest.raises(ValueError, match="finite"):
-        path.update_batch_norm(ensemble, state, loss, X.at[3].set(jnp.nan), **options)
+        trajectory.update_batch_norm(ensemble, state, loss, X.at[3].set(jnp.nan), **options)
     with pytest.raises(TypeError, match="key"):
-        path.update_batch_norm(ensemble, state, loss, X, key=None)
+        trajectory.update_batch_norm(ensemble, state, loss, X, key=None)

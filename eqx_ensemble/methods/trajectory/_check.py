@@ -78,7 +78,7 @@ def check_record(are_last: Sequence[bool], wrappers: str, example: str) -> None:
     if not are_last:
         raise ValueError(
             f"`{caller()}` found no record in the optimiser state: train with an optimiser in a wrapper, {wrappers} of "
-            f"`methods.path`, as in `methods.path.{example}`."
+            f"`methods.trajectory`, as in `methods.trajectory.{example}`."
         )
     if len(are_last) > 1:
         raise ValueError(f"`{caller()}` found {len(are_last)} records, which is ambiguous: use one wrapper.")
@@ -86,7 +86,7 @@ def check_record(are_last: Sequence[bool], wrappers: str, example: str) -> None:
         wrapper = example.partition("(")[0]
         raise ValueError(
             f"`{caller()}`: the wrapper is not the last part of `optax.chain`, so the weights that it recorded are not "
-            f"those of the members.\nWrap the whole chain: `methods.path.{wrapper}(optax.chain(...), ...)`."
+            f"those of the members.\nWrap the whole chain: `methods.trajectory.{wrapper}(optax.chain(...), ...)`."
         )
 
 
@@ -95,7 +95,7 @@ def check_same_leaves(params: PyTree, recorded: PyTree) -> None:
     if jax.tree.structure(params) != jax.tree.structure(recorded):
         raise ValueError(
             f"`{caller()}`: the wrapper recorded only a part of the trained weights, as inside of `optax.masked` or "
-            "`optax.multi_transform`.\nWrap the whole optimiser: `methods.path.swa(optax.multi_transform(...))`."
+            "`optax.multi_transform`.\nWrap the whole optimiser: `methods.trajectory.swa(optax.multi_transform(...))`."
         )
 
 

@@ -10,41 +10,41 @@ import eqx_ensemble as ee
 
 from ._task import ADAM, LEARNING_RATE, Fitted, Setting, Task, members, penalised
 
-path = ee.methods.path
+trajectory = ee.methods.trajectory
 
 
 def exponential_average(task: Task) -> Fitted:
     """One member for the steps of all; the exponential average of its weights predicts."""
     task = task.in_one_run
     run = task.fit(task.build(1), _ema(), steps=task.setting.all_steps)
-    return members(task, path.average(run))
+    return members(task, trajectory.average(run))
 
 
 def stochastic_weight_average(task: Task) -> Fitted:
     """One member for the steps of all; the mean of the weights of the last quarter predicts."""
     task = task.in_one_run
     run = task.fit(task.build(1), _swa(task.setting.all_steps), steps=task.setting.all_steps)
-    return members(task, path.average(run))
+    return members(task, trajectory.average(run))
 
 
 def swag(task: Task) -> Fitted:
     """Draws from the Gaussian of the weights in the last quarter of one long run."""
     task = task.in_one_run
     run = task.fit(task.build(1), _swag(task.setting.all_steps), steps=task.setting.all_steps)
-    return members(task, path.sample(run, task.amount.draws, key=task.key))
+    return members(task, trajectory.sample(run, task.amount.draws, key=task.key))
 
 
 def multi_swag(task: Task) -> Fitted:
     """As many draws in all, of each of the seeds, from the last quarter of their paths."""
     run = task.fit(task.build(), _swag(task.amount.steps))
-    return members(task, path.sample(run, task.amount.draws // task.amount.members, key=task.key))
+    return members(task, trajectory.sample(run, task.amount.draws // task.amount.members, key=task.key))
 
 
 def snapshots(task: Task) -> Fitted:
     """One member in cycles of the learning rate, each as long as a member is trained."""
     task = task.in_one_run
     run = task.fit(task.build(1), _snapshots(task.setting), steps=task.setting.all_steps)
-    return members(task, path.snapshot_ensemble(run))
+    return members(task, trajectory.snapshot_ensemble(run))
 
 
 def greedy_soup(task: Task) -> Fitted:
@@ -60,24 +60,24 @@ def greedy_soup(task: Task) -> Fitted:
 
 @ft.cache
 def _ema() -> Any:
-    return path.ema(ADAM, 0.999)
+    return trajectory.ema(ADAM, 0.999)
 
 
 @ft.cache
 def _swa(steps: int) -> Any:
-    return path.swa(ADAM, start=3 * steps // 4, every=10)
+    return trajectory.swa(ADAM, start=3 * steps // 4, every=10)
 
 
 @ft.cache
 def _swag(steps: int) -> Any:
-    return path.swag(ADAM, rank=20, start=3 * steps // 4, every=max(1, steps // 160))
+    return trajectory.swag(ADAM, rank=20, start=3 * steps // 4, every=max(1, steps // 160))
 
 
 @ft.cache
 def _snapshots(setting: Setting) -> Any:
     period = setting.amount.steps
-    adam = optax.adam(path.snapshot_schedule(2 * LEARNING_RATE, period=period))
-    return path.snapshots(adam, setting.amount.members, every=period)
+    adam = optax.adam(trajectory.snapshot_schedule(2 * LEARNING_RATE, period=period))
+    return trajectory.snapshots(adam, setting.amount.members, every=period)
 
 
 @ft.cache

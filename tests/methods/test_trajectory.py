@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.methods import path
+from eqx_ensemble.methods import trajectory
 from eqx_ensemble.train import Status
 
 from ..factories import assert_close, assert_same
@@ -80,18 +80,18 @@ def weights(ensemble):
 )
 def test_snapshots_of_steps(ensemble, weights, start, every, taken):
     taken = weights[np.array(taken) - 1]
-    uniform = path.average(fitted(ensemble, path.swa(DRIFT, start=start, every=every)))
+    uniform = trajectory.average(fitted(ensemble, trajectory.swa(DRIFT, start=start, every=every)))
     np.testing.assert_allclose(flat(uniform), taken.mean(0), rtol=1e-5, atol=1e-6)
     assert_same(uniform.stacked.number, ensemble.stacked.number)
 
     decay, n = 0.8, len(taken)
     powers = decay ** np.arange(n)[::-1, None, None]
-    exponential = path.average(fitted(ensemble, path.ema(DRIFT, decay, start=start, every=every)))
+    exponential = trajectory.average(fitted(ensemble, trajectory.ema(DRIFT, decay, start=start, every=every)))
     expected = (powers * taken).sum(0) / powers.sum()
     np.testing.assert_allclose(flat(exponential), expected, rtol=1e-5, atol=1e-6)
 
-    run = fitted(ensemble, path.snapshots(DRIFT, n, every=every, start=start))
-    kept = path.snapshot_ensemble(run)
+    run = fitted(ensemble, trajectory.snapshots(DRIFT, n, every=every, start=start))
+    kept = trajectory.snapshot_ensemble(run)
     np.testing.assert_allclose(flat(kept), taken.transpose(1, 0, 2).reshape(-1, 3), rtol=1e-6)
     assert kept.ids.tolist() == list(range(MEMBERS * n))
     assert_same(kept.stacked.number, jnp.repeat(ensemble.stacked.number, n))
@@ -99,7 +99,7 @@ def test_snapshots_of_steps(ensemble, weights, start, every, taken):
 
 def test_the_first_snapshot_counts_once():
     """Snapshots of 1 to 10: a first one that counts twice makes 5.09 of 5.5."""
-    optimiser = path.swa(optax.sgd(1.0))
+    optimiser = trajectory.swa(optax.sgd(1.0))
     params = jnp.zeros(())
     state = optimiser.init(params)
     for _ in range(10):
@@ -111,7 +111,7 @@ def test_the_first_snapshot_counts_once():
 
 @pytest.mark.parametrize("decay", [0.99, jnp.float32(0.99), 0.0])
 def test_lag_of_an_exponential_average_behind_a_line(decay):
-    optimiser = path.ema(optax.sgd(1.0), decay)
+    optimiser = trajectory.ema(optax.sgd(1.0), decay)
 
     def one(carry, _):
         params, state = carry
@@ -130,7 +130,7 @@ def test_moments_of_a_quadratic_path():
     h, rate, n = 0.7, 0.1, 200
     r = 1 - rate * h
     with jax.enable_x64(True):
-        params, optimiser = jnp.array(3.0), path.swag(optax.sgd(rate), rank=4)
+        params, optimiser = jnp.array(3.0), trajectory.swag(optax.sgd(rate), rank=4)
 
         def one(carry, _):
             params, state = carry
@@ -150,7 +150,7 @@ def test_moments_of_a_quadratic_path():
 def test_small_variances_of_large_weights():
     """In float32 the mean of squares less the square of the mean is -6e-3, where the variance is 1e-6."""
     values = np.float32(100) + 1e-3 * np.random.default_rng(0).standard_normal(200).astype(np.float32)
-    optimiser = path.swag(optax.identity(), rank=0)
+    optimiser = trajectory.swag(optax.identity(), rank=0)
     one = lambda state, value: (optimiser.update(jnp.zeros(()), state, value)[1], None)
     state, _ = jax.lax.scan(one, optimiser.init(jnp.zeros(())), jnp.asarray(values))
     squares = jnp.mean(jnp.asarray(values) ** 2) - jnp.mean(jnp.asarray(values)) ** 2
@@ -167,9 +167,9 @@ def test_covariance_of_draws(ensemble, weights, rank, scale):
 
     A divisor of `rank - 1`, columns from the last mean, or own numbers for each leaf, are another covariance.
     """
-    run = fitted(ensemble, path.swag(DRIFT, rank=rank))
+    run = fitted(ensemble, trajectory.swag(DRIFT, rank=rank))
     count = 20_000
-    draws = flat(path.sample(run, count, scale=scale, key=KEY)).reshape(MEMBERS, count, 3)
+    draws = flat(trajectory.sample(run, count, scale=scale, key=KEY)).reshape(MEMBERS, count, 3)
     for i in range(MEMBERS):
         own = weights[:, i]
         means = np.cumsum(own, 0) / np.arange(1, 13)[:, None]
@@ -185,12 +185,12 @@ def test_covariance_of_draws(ensemble, weights, rank, scale):
 
 
 def test_draws_follow_from_ids(ensemble):
-    run = fitted(ensemble, path.swag(DRIFT, rank=3))
-    draws = path.sample(run, 4, key=KEY)
+    run = fitted(ensemble, trajectory.swag(DRIFT, rank=3))
+    draws = trajectory.sample(run, 4, key=KEY)
     assert draws.ids.tolist() == list(range(12))
-    more = flat(path.sample(run, 6, key=KEY)).reshape(MEMBERS, 6, 3)
+    more = flat(trajectory.sample(run, 6, key=KEY)).reshape(MEMBERS, 6, 3)
     np.testing.assert_array_equal(flat(draws).reshape(MEMBERS, 4, 3), more[:, :4])
-    some = path.sample(ee.methods.population.select(run.train_state, [2, 0]), 4, key=KEY)
+    some = trajectory.sample(ee.methods.population.select(run.train_state, [2, 0]), 4, key=KEY)
     assert some.ids.tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
     assert_same(some, draws[some.ids.tolist()])
     assert np.unique(flat(draws), axis=0).shape == (12, 3)
@@ -199,8 +199,8 @@ def test_draws_follow_from_ids(ensemble):
 
 @pytest.mark.slow
 def test_the_mean_of_swag_is_that_of_swa(ensemble):
-    uniform = path.average(fitted(ensemble, path.swa(DRIFT, start=4, every=2)))
-    assert_close(path.average(fitted(ensemble, path.swag(DRIFT, rank=2, start=4, every=2))), uniform, 1e-6)
+    uniform = trajectory.average(fitted(ensemble, trajectory.swa(DRIFT, start=4, every=2)))
+    assert_close(trajectory.average(fitted(ensemble, trajectory.swag(DRIFT, rank=2, start=4, every=2))), uniform, 1e-6)
 
 
 # Members
@@ -208,13 +208,18 @@ def test_the_mean_of_swag_is_that_of_swa(ensemble):
 
 def test_the_run_is_that_of_the_optimiser_alone(ensemble):
     plain = fitted(ensemble, optax.adam(0.1))
-    for wrap in (path.ema, path.swa, path.swag, lambda inner: path.snapshots(inner, 2, every=3)):
+    for wrap in (
+        trajectory.ema,
+        trajectory.swa,
+        trajectory.swag,
+        lambda inner: trajectory.snapshots(inner, 2, every=3),
+    ):
         assert_same(fitted(ensemble, wrap(optax.adam(0.1))).ensemble, plain.ensemble)
 
 
 @pytest.mark.parametrize("plan", [ee.plan.Vmap(), slow(ee.plan.Chunked(2)), slow(ee.plan.Sequential())])
 def test_members_alone(ensemble, plan):
-    optimiser = path.ema(path.swag(optax.adam(0.1), rank=3, start=2), 0.9)
+    optimiser = trajectory.ema(trajectory.swag(optax.adam(0.1), rank=3, start=2), 0.9)
     together = fitted(ensemble, optimiser, plan=plan).train_state.opt_state
     for i in range(MEMBERS):
         alone = fitted(ensemble[[i]], optimiser).train_state.opt_state
@@ -231,17 +236,17 @@ def test_members_that_stop_or_diverge_keep_their_own_counts(ensemble, weights):
     best = int(np.argmax(own))  # the next step sees it, and diverges
     assert 0 < best < 10
     limit = jnp.full(3, jnp.inf).at[2].set((own[:best].max() + own[best]) / 2)
-    optimiser = lambda hyper: path.swag(path.snapshots(DRIFT, 12, every=2), rank=12)
+    optimiser = lambda hyper: trajectory.swag(trajectory.snapshots(DRIFT, 12, every=2), rank=12)
     with pytest.warns(UserWarning, match="diverged"):
         run = fitted(ensemble, optimiser, loss=loss, hyper=limit, stop=ee.train.Stopping(steps=[100, 5, 100]))
     assert run.status.tolist() == [Status.OK, Status.STOPPED, Status.DIVERGED]
     counts = [12, 5, best + 1]
     record = run.train_state.opt_state
     assert record.count.tolist() == counts
-    mean = flat(path.average(run))
+    mean = flat(trajectory.average(run))
     for i, count in enumerate(counts):
         np.testing.assert_allclose(mean[i], weights[:count, i].mean(0), rtol=1e-5, atol=1e-6)
-    kept = path.snapshot_ensemble(run)
+    kept = trajectory.snapshot_ensemble(run)
     expected = [(i, n) for i in range(3) for n in range(counts[i] // 2)]
     assert kept.ids.tolist() == [12 * i + n for i, n in expected]
     np.testing.assert_allclose(flat(kept), [weights[2 * n + 1, i] for i, n in expected], rtol=1e-6)
@@ -250,23 +255,23 @@ def test_members_that_stop_or_diverge_keep_their_own_counts(ensemble, weights):
 def test_few_snapshots(ensemble):
     run = fitted(
         ensemble,
-        path.swag(path.snapshots(DRIFT, 2, every=4), rank=2, start=6),
+        trajectory.swag(trajectory.snapshots(DRIFT, 2, every=4), rank=2, start=6),
         stop=ee.train.Stopping(steps=[4, 6, 8]),
         steps=9,
     )
     with pytest.warns(UserWarning, match="members with no snapshot: 0. Their current weights"):
-        averages = path.average(run)
+        averages = trajectory.average(run)
     assert_same(averages[0], run.ensemble[0])
     with pytest.warns(UserWarning, match="fewer than 2 snapshots: 0, 1. Their draws are all equal"):
-        draws = flat(path.sample(run, 3, key=KEY)).reshape(3, 3, 3)
+        draws = flat(trajectory.sample(run, 3, key=KEY)).reshape(3, 3, 3)
     assert np.isfinite(draws).all()
     np.testing.assert_allclose(draws[:2], flat(run.ensemble)[:2, None].repeat(3, 1), rtol=1e-6)
     assert np.ptp(draws[2], axis=0).min() > 0
-    assert path.snapshot_ensemble(run).ids.tolist() == [0, 2, 4, 5]
+    assert trajectory.snapshot_ensemble(run).ids.tolist() == [0, 2, 4, 5]
 
-    early = fitted(ensemble, path.snapshots(DRIFT, 2, every=5), stop=ee.train.Stopping(steps=[4, 9, 9]), steps=9)
+    early = fitted(ensemble, trajectory.snapshots(DRIFT, 2, every=5), stop=ee.train.Stopping(steps=[4, 9, 9]), steps=9)
     with pytest.warns(UserWarning, match="members with no snapshot: 0. They are left out"):
-        assert path.snapshot_ensemble(early).ids.tolist() == [2, 4]
+        assert trajectory.snapshot_ensemble(early).ids.tolist() == [2, 4]
 
 
 @pytest.mark.parametrize("make", [slow(None), Point])
@@ -278,25 +283,25 @@ def test_a_revived_member(ensemble, make):
 
     limits = jnp.array([100.0, 4.5, 100.0])  # the weight is 5 when it is first above, after five steps
     how = ee.train.Revive(make, perturb=lambda hyper, key: jnp.full_like(hyper, 100.0))
-    run = fitted(ensemble, lambda hyper: path.swa(DRIFT), loss=loss, hyper=limits, on_diverge=how)
+    run = fitted(ensemble, lambda hyper: trajectory.swa(DRIFT), loss=loss, hyper=limits, on_diverge=how)
     (revival,) = run.revived
     assert revival.step >= 6
     counts = run.train_state.opt_state.count.tolist()
     assert counts == [12, 12 - revival.step if make else 12, 12]
-    means, last = flat(path.average(run)), flat(run.ensemble)
+    means, last = flat(trajectory.average(run)), flat(run.ensemble)
     np.testing.assert_allclose(last - means, (np.array(counts)[:, None] - 1) / 2 * np.ones(3), rtol=1e-4)
 
 
 def test_the_last_snapshots_are_kept(ensemble, weights):
     """Of six, the last four: numbers 2 to 5, of which two have the slots of 0 and 1."""
-    kept = path.snapshot_ensemble(fitted(ensemble, path.snapshots(DRIFT, 4, every=2)))
+    kept = trajectory.snapshot_ensemble(fitted(ensemble, trajectory.snapshots(DRIFT, 4, every=2)))
     expected = weights[[5, 7, 9, 11]].transpose(1, 0, 2).reshape(-1, 3)
     np.testing.assert_allclose(flat(kept), expected, rtol=1e-6)
     assert kept.ids.tolist() == [2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9]
 
 
 def test_resumed_and_continued(ensemble, tmp_path):
-    optimiser = path.swag(path.snapshots(path.ema(optax.adam(0.1)), 3, every=2), rank=3)
+    optimiser = trajectory.swag(trajectory.snapshots(trajectory.ema(optax.adam(0.1)), 3, every=2), rank=3)
     whole = fitted(ensemble, optimiser)
     half = fitted(ensemble, optimiser, steps=7)
     assert_close(fitted(half, optimiser, steps=5).train_state.opt_state, whole.train_state.opt_state, 1e-6)
@@ -305,25 +310,25 @@ def test_resumed_and_continued(ensemble, tmp_path):
     assert_close(resumed.train_state.opt_state, whole.train_state.opt_state, 1e-6)
     ee.save(tmp_path / "state", whole.train_state)
     loaded = ee.load(tmp_path / "state", ee.train.init(ensemble, optimiser, key=KEY))
-    assert_same(path.sample(loaded, 2, key=KEY), path.sample(whole, 2, key=KEY))
+    assert_same(trajectory.sample(loaded, 2, key=KEY), trajectory.sample(whole, 2, key=KEY))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"members": 2}, {"members": 2, "model": 2}])
 def test_on_a_mesh(ensemble, sizes):
-    optimiser = path.swag(path.snapshots(optax.adam(0.1), 2, every=3), rank=3)
+    optimiser = trajectory.swag(trajectory.snapshots(optax.adam(0.1), 2, every=3), rank=3)
     plain, sharded = fitted(ensemble[:2], optimiser), fitted(ensemble[:2], optimiser, mesh=ee.make_mesh(**sizes))
     assert sharded.train_state.opt_state.record.mean.a.sharding.num_devices > 1
-    assert_close(path.average(sharded), path.average(plain), 1e-5)
-    assert_close(path.sample(sharded, 3, key=KEY), path.sample(plain, 3, key=KEY), 1e-5)
-    assert_close(path.snapshot_ensemble(sharded), path.snapshot_ensemble(plain), 1e-5)
+    assert_close(trajectory.average(sharded), trajectory.average(plain), 1e-5)
+    assert_close(trajectory.sample(sharded, 3, key=KEY), trajectory.sample(plain, 3, key=KEY), 1e-5)
+    assert_close(trajectory.snapshot_ensemble(sharded), trajectory.snapshot_ensemble(plain), 1e-5)
 
 
 def test_hyper_parameters_of_each_member(ensemble, weights):
     hyper = {"decay": jnp.array([0.0, 0.5, 0.9]), "start": jnp.array([0, 3, 6])}
-    run = fitted(ensemble, lambda hyper: path.ema(DRIFT, hyper["decay"], start=hyper["start"]), hyper=hyper)
+    run = fitted(ensemble, lambda hyper: trajectory.ema(DRIFT, hyper["decay"], start=hyper["start"]), hyper=hyper)
     assert run.train_state.opt_state.count.tolist() == [12, 10, 7]
-    means = flat(path.average(run))
+    means = flat(trajectory.average(run))
     np.testing.assert_allclose(means[0], weights[-1, 0], rtol=1e-5)
     powers = 0.9 ** np.arange(7)[::-1, None]
     np.testing.assert_allclose(means[2], (powers * weights[5:, 2]).sum(0) / powers.sum(), rtol=1e-5, atol=1e-5)
@@ -331,22 +336,22 @@ def test_hyper_parameters_of_each_member(ensemble, weights):
 
 @pytest.mark.slow
 def test_own_loops_under_jit(ensemble):
-    optimiser = path.swag(DRIFT, rank=2)
+    optimiser = trajectory.swag(DRIFT, rank=2)
     step = ee.train.make_step(noisy, optimiser)
     state = ee.train.init(ensemble, optimiser, key=KEY)
     for _ in range(3):
         state, _ = step(state, jnp.zeros((4, 1)))
-    assert_close(eqx.filter_jit(path.average)(state), path.average(state), 1e-6)
-    draw = eqx.filter_jit(lambda state: path.sample(state, 2, key=KEY))
-    assert_close(draw(state), path.sample(state, 2, key=KEY), 1e-6)
+    assert_close(eqx.filter_jit(trajectory.average)(state), trajectory.average(state), 1e-6)
+    draw = eqx.filter_jit(lambda state: trajectory.sample(state, 2, key=KEY))
+    assert_close(draw(state), trajectory.sample(state, 2, key=KEY), 1e-6)
 
 
 @pytest.mark.slow
 def test_in_a_callback(ensemble):
     seen = []
-    record = lambda progress: seen.append(path.average(progress))
-    run = fitted(ensemble, path.swa(DRIFT), callbacks=ee.train.every(6, record))
-    assert_same(seen[-1], path.average(run))
+    record = lambda progress: seen.append(trajectory.average(progress))
+    run = fitted(ensemble, trajectory.swa(DRIFT), callbacks=ee.train.every(6, record))
+    assert_same(seen[-1], trajectory.average(run))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16), slow(jnp.float64), slow(jnp.complex64)])
@@ -357,14 +362,14 @@ def test_dtypes(dtype):
         members = ee.stack([model, model])
         real = lambda model, batch, key: -jnp.real(model[1]).astype(jnp.float32)
         options = {"steps": 3, "loss": real}
-        mean = path.average(fitted(members, path.swa(optax.sgd(2.0)), **options))
+        mean = trajectory.average(fitted(members, trajectory.swa(optax.sgd(2.0)), **options))
         assert mean.stacked[1].dtype == dtype
         np.testing.assert_array_equal(np.asarray(mean.stacked[1]).astype(complex), 260)
         if dtype == jnp.complex64:
             with pytest.raises(TypeError, match="needs real weights, got complex64"):
-                fitted(members, path.swag(optax.sgd(2.0)), **options)
+                fitted(members, trajectory.swag(optax.sgd(2.0)), **options)
         else:
-            draws = path.sample(fitted(members, path.swag(optax.sgd(2.0)), **options), 4, key=KEY)
+            draws = trajectory.sample(fitted(members, trajectory.swag(optax.sgd(2.0)), **options), 4, key=KEY)
             assert draws.stacked[1].dtype == dtype
 
 
@@ -372,18 +377,20 @@ def test_dtypes(dtype):
 def test_with_wrappers_of_optax(ensemble, weights):
     """Accumulation of gradients: inside of it, snapshots count updates; outside, steps."""
     constant = {"loss": drift, "steps": 8}
-    inside = optax.MultiSteps(path.swa(DRIFT), 2).gradient_transformation()
+    inside = optax.MultiSteps(trajectory.swa(DRIFT), 2).gradient_transformation()
     run = fitted(ensemble, inside, **constant)
-    np.testing.assert_allclose(flat(path.average(run)) - flat(ensemble), 2.5, rtol=1e-5)
-    outside = path.swa(optax.MultiSteps(DRIFT, 2).gradient_transformation(), every=2)
+    np.testing.assert_allclose(flat(trajectory.average(run)) - flat(ensemble), 2.5, rtol=1e-5)
+    outside = trajectory.swa(optax.MultiSteps(DRIFT, 2).gradient_transformation(), every=2)
     np.testing.assert_allclose(
-        flat(path.average(fitted(ensemble, outside, **constant))) - flat(ensemble), 2.5, rtol=1e-5
+        flat(trajectory.average(fitted(ensemble, outside, **constant))) - flat(ensemble), 2.5, rtol=1e-5
     )
-    last = optax.chain(optax.clip(0.5), path.swa(DRIFT))
-    np.testing.assert_allclose(flat(path.average(fitted(ensemble, last, **constant))) - flat(ensemble), 2.25, rtol=1e-5)
+    last = optax.chain(optax.clip(0.5), trajectory.swa(DRIFT))
+    np.testing.assert_allclose(
+        flat(trajectory.average(fitted(ensemble, last, **constant))) - flat(ensemble), 2.25, rtol=1e-5
+    )
     sam = optax.contrib.sam(DRIFT, optax.sgd(1e-3), sync_period=2, opaque_mode=False)
-    assert path.average(fitted(ensemble, path.swa(sam), **constant)).num_members == 3
-    assert path.average(fitted(ensemble, path.swa(optax.lbfgs()), loss=quadratic, steps=3)).num_members == 3
+    assert trajectory.average(fitted(ensemble, trajectory.swa(sam), **constant)).num_members == 3
+    assert trajectory.average(fitted(ensemble, trajectory.swa(optax.lbfgs()), loss=quadratic, steps=3)).num_members == 3
 
 
 def quadratic(model, batch, key):
@@ -394,7 +401,7 @@ def quadratic(model, batch, key):
 
 
 def test_schedule_of_snapshots():
-    schedule = path.snapshot_schedule(0.1, 20)
+    schedule = trajectory.snapshot_schedule(0.1, 20)
     t = np.arange(1, 101)
     expected = 0.1 / 2 * (np.cos(np.pi * ((t - 1) % 20) / 20) + 1)
     np.testing.assert_allclose([schedule(i) for i in range(100)], expected, rtol=1e-5)
@@ -403,7 +410,7 @@ def test_schedule_of_snapshots():
 
 
 def test_fast_geometric_schedule():
-    schedule, c = path.fast_geometric_schedule(0.05, 0.0005, 8), 8
+    schedule, c = trajectory.fast_geometric_schedule(0.05, 0.0005, 8), 8
     expected = []
     for i in range(1, 33):
         u = ((i - 1) % c + 1) / c
@@ -420,25 +427,29 @@ def test_fast_geometric_schedule():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: path.ema(optax.adam), TypeError, "Wrap the optimiser inside of the function: `lambda hyper: methods"),
-        (lambda: path.swa(optax.MultiSteps(DRIFT, 2)), TypeError, "gradient_transformation"),
-        (lambda: path.swa(3), TypeError, "needs an optax optimiser, got 3"),
-        (lambda: path.ema(DRIFT, 1.0), ValueError, "`decay` below 1"),
-        (lambda: path.ema(DRIFT, jnp.float32(1.0)), ValueError, "`decay` below 1"),
-        (lambda: path.ema(DRIFT, -0.1), ValueError, "`decay` to be between 0 and 1"),
-        (lambda: path.ema(DRIFT, "0.9"), TypeError, "`decay` to be a number"),
-        (lambda: path.ema(DRIFT, jnp.ones(2)), TypeError, "`decay`"),
-        (lambda: path.swa(DRIFT, start=-1), ValueError, "`start` of at least 0"),
-        (lambda: path.swa(DRIFT, start=1.5), TypeError, "integer `start`"),
-        (lambda: path.swa(DRIFT, every=0), ValueError, "`every` of at least 1"),
-        (lambda: path.swag(DRIFT, rank=1), ValueError, "`rank` to be 0"),
-        (lambda: path.swag(DRIFT, rank=-1), ValueError, "`rank` of at least 0"),
-        (lambda: path.snapshots(DRIFT, 0, every=1), ValueError, "`size` of at least 1"),
-        (lambda: path.snapshots(DRIFT, 2, every=2**31), ValueError, "`every` of at most"),
-        (lambda: path.snapshot_schedule(-0.1, 20), ValueError, "`init_value`"),
-        (lambda: path.snapshot_schedule(0.1, 0), ValueError, "`period`"),
-        (lambda: path.fast_geometric_schedule(0.1, 0.01, 5), ValueError, "even `period`, got 5"),
-        (lambda: path.swa(DRIFT).update(1.0, path.swa(DRIFT).init(1.0)), ValueError, "with the weights"),
+        (
+            lambda: trajectory.ema(optax.adam),
+            TypeError,
+            "Wrap the optimiser inside of the function: `lambda hyper: methods",
+        ),
+        (lambda: trajectory.swa(optax.MultiSteps(DRIFT, 2)), TypeError, "gradient_transformation"),
+        (lambda: trajectory.swa(3), TypeError, "needs an optax optimiser, got 3"),
+        (lambda: trajectory.ema(DRIFT, 1.0), ValueError, "`decay` below 1"),
+        (lambda: trajectory.ema(DRIFT, jnp.float32(1.0)), ValueError, "`decay` below 1"),
+        (lambda: trajectory.ema(DRIFT, -0.1), ValueError, "`decay` to be between 0 and 1"),
+        (lambda: trajectory.ema(DRIFT, "0.9"), TypeError, "`decay` to be a number"),
+        (lambda: trajectory.ema(DRIFT, jnp.ones(2)), TypeError, "`decay`"),
+        (lambda: trajectory.swa(DRIFT, start=-1), ValueError, "`start` of at least 0"),
+        (lambda: trajectory.swa(DRIFT, start=1.5), TypeError, "integer `start`"),
+        (lambda: trajectory.swa(DRIFT, every=0), ValueError, "`every` of at least 1"),
+        (lambda: trajectory.swag(DRIFT, rank=1), ValueError, "`rank` to be 0"),
+        (lambda: trajectory.swag(DRIFT, rank=-1), ValueError, "`rank` of at least 0"),
+        (lambda: trajectory.snapshots(DRIFT, 0, every=1), ValueError, "`size` of at least 1"),
+        (lambda: trajectory.snapshots(DRIFT, 2, every=2**31), ValueError, "`every` of at most"),
+        (lambda: trajectory.snapshot_schedule(-0.1, 20), ValueError, "`init_value`"),
+        (lambda: trajectory.snapshot_schedule(0.1, 0), ValueError, "`period`"),
+        (lambda: trajectory.fast_geometric_schedule(0.1, 0.01, 5), ValueError, "even `period`, got 5"),
+        (lambda: trajectory.swa(DRIFT).update(1.0, trajectory.swa(DRIFT).init(1.0)), ValueError, "with the weights"),
     ],
 )
 def test_invalid_arguments(make, error, message):
@@ -451,24 +462,36 @@ def test_invalid_arguments(make, error, message):
     [
         (
             optax.adam(0.1),
-            path.average,
+            trajectory.average,
             "no record in the optimiser state: train with an optimiser in a wrapper, `ema`",
         ),
-        (path.swa(DRIFT), path.snapshot_ensemble, r"`snapshots` of .* as in `methods.path.snapshots\("),
-        (path.ema(DRIFT), lambda run: path.sample(run, 2, key=KEY), "in a wrapper, `swag`"),
-        (path.ema(path.swa(DRIFT)), path.average, "found 2 records"),
-        (optax.chain(path.swa(DRIFT), optax.scale(0.5)), path.average, "not the last part of `optax.chain`"),
         (
-            optax.chain(path.snapshots(DRIFT, 2, every=100), optax.scale(0.5)),
-            path.snapshot_ensemble,
-            r"Wrap the whole chain: `methods.path.snapshots\(optax.chain",
+            trajectory.swa(DRIFT),
+            trajectory.snapshot_ensemble,
+            r"`snapshots` of .* as in `methods.trajectory.snapshots\(",
+        ),
+        (trajectory.ema(DRIFT), lambda run: trajectory.sample(run, 2, key=KEY), "in a wrapper, `swag`"),
+        (trajectory.ema(trajectory.swa(DRIFT)), trajectory.average, "found 2 records"),
+        (
+            optax.chain(trajectory.swa(DRIFT), optax.scale(0.5)),
+            trajectory.average,
+            "not the last part of `optax.chain`",
         ),
         (
-            optax.masked(path.swa(DRIFT), lambda params: jax.tree.map(lambda x: x.ndim == 0, params)),
-            path.average,
+            optax.chain(trajectory.snapshots(DRIFT, 2, every=100), optax.scale(0.5)),
+            trajectory.snapshot_ensemble,
+            r"Wrap the whole chain: `methods.trajectory.snapshots\(optax.chain",
+        ),
+        (
+            optax.masked(trajectory.swa(DRIFT), lambda params: jax.tree.map(lambda x: x.ndim == 0, params)),
+            trajectory.average,
             "only a part of the trained weights",
         ),
-        (path.snapshots(DRIFT, 2, every=100), path.snapshot_ensemble, "no member has reached its first snapshot"),
+        (
+            trajectory.snapshots(DRIFT, 2, every=100),
+            trajectory.snapshot_ensemble,
+            "no member has reached its first snapshot",
+        ),
     ],
 )
 def test_invalid_records(ensemble, optimiser, collect, message):
@@ -480,16 +503,16 @@ def test_invalid_records(ensemble, optimiser, collect, message):
 @pytest.mark.usefixtures("unhooked")
 def test_invalid_sources(ensemble):
     with pytest.raises(TypeError, match="needs the run that `fit` returned, or a training state; got an Ensemble"):
-        path.average(ensemble)
-    state = ee.train.init(ensemble, path.swag(DRIFT), key=KEY)
+        trajectory.average(ensemble)
+    state = ee.train.init(ensemble, trajectory.swag(DRIFT), key=KEY)
     with pytest.raises(ValueError, match="`num_samples` of at least 1"):
-        path.sample(state, 0, key=KEY)
+        trajectory.sample(state, 0, key=KEY)
     with pytest.raises(ValueError, match="`scale`"):
-        path.sample(state, 2, scale=-1, key=KEY)
+        trajectory.sample(state, 2, scale=-1, key=KEY)
     with pytest.raises(TypeError, match="key"):
-        path.sample(state, 2, key=0)
+        trajectory.sample(state, 2, key=0)
     with pytest.raises(ValueError, match="have to be below 2\\*\\*31"):
-        path.sample(state, 2**30, key=KEY)
-    kept = ee.train.init(ensemble, path.snapshots(DRIFT, 2, every=1), key=KEY)
+        trajectory.sample(state, 2**30, key=KEY)
+    kept = ee.train.init(ensemble, trajectory.snapshots(DRIFT, 2, every=1), key=KEY)
     with pytest.raises(TypeError, match="cannot be called inside `jax.jit`"):
-        eqx.filter_jit(path.snapshot_ensemble)(kept)
+        eqx.filter_jit(trajectory.snapshot_ensemble)(kept)

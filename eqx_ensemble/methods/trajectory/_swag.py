@@ -30,11 +30,12 @@ def swag(
     """SWAG: keeps a Gaussian approximation of each member's weights along its trajectory.
 
     The mean and variance of all snapshots (`ddof=0`), and the deviations of the last `rank` from the mean, for
-    [`eqx_ensemble.methods.path.sample`][] and [`eqx_ensemble.methods.path.average`][]. Several members are MultiSWAG.
+    [`eqx_ensemble.methods.trajectory.sample`][] and [`eqx_ensemble.methods.trajectory.average`][]. Several members are
+    MultiSWAG.
 
     **Arguments:**
 
-    - `optimiser`, `start`, `every`: as for [`eqx_ensemble.methods.path.ema`][], in steps.
+    - `optimiser`, `start`, `every`: as for [`eqx_ensemble.methods.trajectory.ema`][], in steps.
     - `rank`: the number of deviations, 0 (diagonal only) or at least 2, each of the memory of the weights.
 
     **Returns:** an optax optimiser.
@@ -42,7 +43,7 @@ def swag(
     **Raises:** `TypeError` for complex weights, when initialised.
 
     ```python
-    optimiser = ee.methods.path.swag(optax.sgd(0.05), rank=10, start=750, every=10)
+    optimiser = ee.methods.trajectory.swag(optax.sgd(0.05), rank=10, start=750, every=10)
     ```
 
     ??? cite
@@ -75,17 +76,17 @@ def swag(
         put = lambda columns, w, m: columns.at[index].set(away(w, m), mode="drop")
         return Moments(mean, squares, jax.tree.map(put, record.columns, weights, mean))
 
-    return record_path(optimiser, start=start, every=every, name="methods.path.swag", init=init, update=update)
+    return record_path(optimiser, start=start, every=every, name="methods.trajectory.swag", init=init, update=update)
 
 
 def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) -> Ensemble[Any]:
-    r"""Draws an ensemble from the Gaussians recorded by [`eqx_ensemble.methods.path.swag`][].
+    r"""Draws an ensemble from the Gaussians recorded by [`eqx_ensemble.methods.trajectory.swag`][].
 
     A draw of a member with $K$ deviations is, with standard normal $z_1$ and $z_2$,
 
     $$w = \bar w + \sqrt{s}\,\Big(\sigma \odot z_1 + \frac{1}{\sqrt{K-1}} \sum_{i=1}^K d_i z_{2,i}\Big)$$
 
-    BatchNorm needs [`eqx_ensemble.methods.path.update_batch_norm`][] afterwards.
+    BatchNorm needs [`eqx_ensemble.methods.trajectory.update_batch_norm`][] afterwards.
 
     **Arguments:**
 
@@ -105,9 +106,9 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
 
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
     data = jax.random.normal(key, (100, 3)), jnp.zeros((100, 1))
-    optimiser = ee.methods.path.swag(optax.sgd(0.05), rank=5, start=10, every=5)
+    optimiser = ee.methods.trajectory.swag(optax.sgd(0.05), rank=5, start=10, every=5)
     run = ee.fit(ensemble, loss, optimiser, data, steps=40, key=key)
-    draws = ee.methods.path.sample(run, 8, key=key)  # 32 members
+    draws = ee.methods.trajectory.sample(run, 8, key=key)  # 32 members
     draws.ids // 8  # the member of each draw
     ```
 
