@@ -276,8 +276,8 @@ def cyclical_temperature(
 ) -> Callable[[Any], Float[Array, ""]]:
     """The temperature of cyclical stochastic-gradient MCMC: 0 while a cycle explores, then that of sampling.
 
-    Use it with the learning rate of [`eqx_ensemble.methods.trajectory.snapshot_schedule`][]. Chains visit several modes,
-    but not in proportion to their posterior mass.
+    Use it with the learning rate of [`eqx_ensemble.methods.trajectory.snapshot_schedule`][]. Chains visit several
+    modes, but not in proportion to their posterior mass.
 
     **Arguments:**
 

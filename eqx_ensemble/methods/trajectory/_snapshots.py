@@ -89,8 +89,8 @@ def snapshots(
     """Keeps the last `size` snapshots of each member's weights, in its optimiser state.
 
     With [`eqx_ensemble.methods.trajectory.snapshot_schedule`][] and `every` equal to its period they are a snapshot
-    ensemble, with [`eqx_ensemble.methods.trajectory.fast_geometric_schedule`][] a fast geometric ensemble, with a sampler samples
-    (`start` ends the burn-in).
+    ensemble, with [`eqx_ensemble.methods.trajectory.fast_geometric_schedule`][] a fast geometric ensemble,
+    with a sampler samples (`start` ends the burn-in).
 
     **Arguments:**
 
