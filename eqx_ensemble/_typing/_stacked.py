@@ -183,24 +183,22 @@ else:
     class Stacked(metaclass=_StackedMeta):
         """The type of stacked models, to annotate with: `Stacked[Model, "members"]`.
 
-        It accepts an [`eqx_ensemble.Ensemble`][] whose members are `Model`s, and a `Model` whose arrays all carry the
-        leading axes, such as that of `equinox.filter_vmap(make)(keys)`. If jaxtyping checks a call, by
-        `jaxtyping.jaxtyped` or its import hook, the axis names are bound together with those of the other annotations.
+        It accepts an [`eqx_ensemble.Ensemble`][] of `Model`s, and a `Model` whose arrays all have the leading axes,
+        such as `equinox.filter_vmap(make)(keys)`. Under `jaxtyping.jaxtyped` or its import hook, axis names are bound
+        together with those of the other annotations.
 
-        Members are only checked by `isinstance`, and only leaves that are arrays (or `jax.ShapeDtypeStruct`) carry
-        axes; in an `Ensemble`, shared leaves do not. A single model whose arrays happen to agree on their first axis
-        cannot be distinguished from a stacked one; an `Ensemble` always can.
+        Members are checked by `isinstance`, and only their arrays have the axes; shared leaves of an `Ensemble` do not.
+        A single model whose arrays happen to agree on their first axis passes as a stacked one.
 
-        Type checkers read `Stacked[Model, "members"]` as `Model`. To use the attributes of an `Ensemble`, write
-        `Stacked[Ensemble[Model], "members"]`. A leading space, as in the shapes of jaxtyping, keeps linters from taking
-        a single name for a forward reference: `" members"`.
+        Type checkers read `Stacked[Model, "members"]` as `Model`; for the attributes of an `Ensemble`, write
+        `Stacked[Ensemble[Model], "members"]`.
 
         **Arguments:**
 
         - `Model`: the type of one member: a class, a runtime-checkable protocol, `Callable`, `Any`, a type variable,
             `Ensemble[...]`, or a union of these.
         - the axes, in the syntax of jaxtyping: names (`"populations members"`), sizes (`"4"`), expressions
-            (`"2*members"`). Their number is fixed: no `...` and no `*name`.
+            (`"2*members"`), but no `...` and no `*name`.
 
         **Raises:** `TypeError` for a missing or wrong argument; jaxtyping's errors for wrong axes.
 

@@ -28,7 +28,7 @@ TABLE_COLUMNS = ("member", "loss", "validation", "best_step", "status", "stopped
 class AbstractRange(abc.ABC):
     """The distribution of one hyper-parameter. Subclass it for other distributions.
 
-    A range is used by [`eqx_ensemble.sweep.draw`][], [`eqx_ensemble.methods.hyperband`][] and
+    For [`eqx_ensemble.sweep.draw`][], [`eqx_ensemble.methods.hyperband`][] and
     [`eqx_ensemble.methods.population.perturb_hyper`][].
 
     ```python
@@ -48,26 +48,11 @@ class AbstractRange(abc.ABC):
 
     @abc.abstractmethod
     def draw(self, generator: np.random.Generator) -> Any:
-        """Draws one value.
-
-        **Arguments:**
-
-        - `generator`: the random generator of one member.
-
-        **Returns:** a Python number.
-        """
+        """Draws one Python number from the random `generator` of one member."""
 
     @abc.abstractmethod
     def rescale(self, value: float, factor: float) -> Any:
-        """Returns the value of the range nearest to `factor` times `value`.
-
-        **Arguments:**
-
-        - `value`: a value of the range.
-        - `factor`: a positive number.
-
-        **Returns:** a Python number.
-        """
+        """Returns the value of the range nearest to `factor`, a positive number, times `value`, as a Python number."""
 
 
 def check_sweep_values(values: Any) -> dict[str, np.ndarray]:
@@ -115,18 +100,15 @@ def check_ranges(value: Any) -> None:
 def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> dict[str, Shaped[Array, " members"]]:
     """Draws random hyper-parameters, one value per member and name.
 
-    A value depends only on the key, the member's index and the name: adding members or names does not change other
-    values.
+    A value depends only on the key, the member's index and the name.
 
     **Arguments:**
 
-    - `ranges`: a dictionary from names to ranges: [`eqx_ensemble.sweep.Uniform`][],
-        [`eqx_ensemble.sweep.LogUniform`][], [`eqx_ensemble.sweep.Choice`][] or a subclass of
-        [`eqx_ensemble.sweep.AbstractRange`][].
+    - `ranges`: a dictionary from names to ranges, such as [`eqx_ensemble.sweep.Uniform`][].
     - `num_members`: the number of members.
     - `key`: one threefry key, typed or legacy.
 
-    **Returns:** a dictionary from names to arrays `(members,)`; pass it to [`eqx_ensemble.fit`][] as `hyper`.
+    **Returns:** a dictionary from names to arrays `(members,)`, for `hyper=`.
 
     **Raises:** `TypeError` for `ranges` that are empty or not ranges, a count that is not an integer, and an invalid
     key; `ValueError` for a count below one.
@@ -156,8 +138,7 @@ def grid(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
 
     - `values`: a dictionary from names to the values to combine, `(choices, ...)`.
 
-    **Returns:** a dictionary from names to arrays `(members, ...)`, one value per combination; pass it to
-    [`eqx_ensemble.fit`][] as `hyper`.
+    **Returns:** a dictionary from names to arrays `(members, ...)`, for `hyper=`.
 
     **Raises:** `TypeError` for values that are not numbers, `ValueError` for no names or a name without values.
 
@@ -174,8 +155,7 @@ def grid(values: Mapping[str, Any]) -> dict[str, Shaped[Array, "members ..."]]:
 def rescale_schedule(schedule: Callable[[Any], Any], length: float | int, new_length: Any) -> Callable[[Any], Any]:
     """Rescales a schedule of `length` steps to `new_length` steps.
 
-    Use it for schedules whose length is a hyper-parameter: optax needs a Python number, but hyper-parameters are traced
-    inside the compiled program.
+    For optax, the length of a schedule is a Python number, but hyper-parameters are traced.
 
     **Arguments:**
 

@@ -106,17 +106,18 @@ def check_ensemble(
 ) -> list[Check]:
     """Checks that a model can be a member: that its ensemble is built, unstacked and called correctly.
 
+    A model without random numbers may have equal members. One that draws random numbers without its key fails.
+
     **Arguments:**
 
     - `make`: makes one member from one key, as for [`eqx_ensemble.build`][].
     - `x`: one example; if given, the ensemble is called as well.
-    - `fn`: called instead of the member, as `fn(model, x)` or `fn(model, x, state)`: for members that take more than
-        one argument, or that have methods instead, such as distributions.
+    - `fn`: called instead of the member, as `fn(model, x)` or `fn(model, x, state)`.
     - `num_members`: the number of members to build.
     - `rtol`: the tolerance for weights and outputs, relative to the largest number of each array.
     - `key`: the root key.
 
-    **Returns:** the checks, each printing as one line.
+    **Returns:** a list of [`eqx_ensemble.testing.Check`][].
 
     **Raises:** `AssertionError` that lists all checks if one fails; `TypeError` for a `fn` that is not a function;
     `ValueError` for a `fn` without `x`.

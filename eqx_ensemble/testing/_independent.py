@@ -176,12 +176,10 @@ def check_independent(
 ) -> list[Check]:
     """Checks that members of your model, trained together, equal those trained alone.
 
-    The reference is a plain training loop of one model with `equinox.filter_jit` and optax, without ensembles. If
-    weights differ by more than `rtol`, training alone is repeated with differently rounded weights: a
-    weight whose true gradient is zero (a bias before a normalisation, for example) has rounding noise as its gradient,
-    which Adam scales up, and a line search may stop elsewhere. Members may then differ from training alone by ten times
-    the differences between these repetitions, in their weights and in the losses of all steps; if rounding alone
-    changes the losses by more than a hundredth, the check fails as inconclusive.
+    The reference is a plain training loop of one model with `equinox.filter_jit` and optax. If weights differ by more
+    than `rtol`, training alone is repeated with differently rounded weights, and members may differ by ten times as
+    much as these repetitions do. If rounding alone changes the losses by more than a hundredth, the check fails as
+    inconclusive.
 
     If one member has NaN weights from the start, the others must be bit for bit unchanged on a CPU, and within `rtol`
     elsewhere. Under `Vmap`, members are also trained on batches whose memory is overwritten after each step, and with a
@@ -191,12 +189,12 @@ def check_independent(
 
     - `make`, `loss`, `optimiser`, `data`, `batch_size`, `hyper`, `key`: as for [`eqx_ensemble.build`][] and
         [`eqx_ensemble.fit`][]; rows are taken in the order given, and `data` cannot contain an [`eqx_ensemble.Each`][].
-    - `num_members`: the number of members to train. At least two are needed for the check with NaN.
+    - `num_members`: the number of members to train; at least two for the check with NaN.
     - `steps`: the number of training steps.
     - `plans`: the plans to train under.
     - `rtol`: the tolerance for weights, relative to the largest number of each array.
 
-    **Returns:** the checks, each printing as one line.
+    **Returns:** a list of [`eqx_ensemble.testing.Check`][].
 
     **Raises:** `AssertionError` that lists all checks if one fails.
 
