@@ -60,13 +60,11 @@ def _cast_like(new: PyTree, old: PyTree) -> PyTree:
 
 
 class Vector(eqx.Module):
-    """Fitted vector scaling: call it on the logits of the same members.
+    """Fitted vector scaling.
 
     **Attributes:**
 
-    - `scale`, `bias`: `(groups, classes)`, one group per member or one for the mixture: calibrated logits are `scale`
-        times the log-probabilities, plus `bias`.
-    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
+    - `scale`, `bias`: `(groups, classes)`: calibrated logits are `scale` times the log-probabilities, plus `bias`.
     """
 
     scale: Float[Array, "groups classes"]
@@ -76,19 +74,17 @@ class Vector(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
+        """Calibrated log-probabilities, `(groups, *batch, classes)`."""
         return jax.vmap(_by_vector)(self.pooling.logs(logits), self.scale, self.bias)
 
 
 class Matrix(eqx.Module):
-    """Fitted matrix (Dirichlet) scaling: call it on the logits of the same members.
+    """Fitted matrix (Dirichlet) scaling.
 
     **Attributes:**
 
-    - `matrix`: `(groups, classes, classes)`, one group per member or one for the mixture: calibrated logits are its
-        product with the log-probabilities of a row, plus `bias`.
-    - `bias`: `(groups, classes)`.
-    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
+    - `matrix`, `bias`: `(groups, classes, classes)` and `(groups, classes)`: calibrated logits are the product of
+        `matrix` with the log-probabilities of a row, plus `bias`.
     """
 
     matrix: Float[Array, "groups classes classes"]
@@ -98,7 +94,7 @@ class Matrix(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
+        """Calibrated log-probabilities, `(groups, *batch, classes)`."""
         return jax.vmap(_by_matrix)(self.pooling.logs(logits), self.matrix, self.bias)
 
 
@@ -114,32 +110,27 @@ def vector(
     r"""Vector scaling: a scale and a bias for the log-probability of each class, fitted by maximum likelihood.
 
     The mean of $-\log \mathrm{softmax}(w \odot \log p + b)_y$ over rows is convex in $w$ and $b$, and is minimised by
-    optax's L-BFGS from $w = 1, b = 0$.
+    optax's L-BFGS from $w = 1, b = 0$. An arbitrary offset of a row's logits has no effect.
 
     **Arguments:**
 
+    - `logits`, `labels`, `pool`, `weights`, `row_weights`: as for [`eqx_ensemble.calibrate.temperature`][].
     - `max_steps`: the maximum number of L-BFGS steps.
     - the others: as for [`eqx_ensemble.calibrate.temperature`][].
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Vector`][].
-
-    **Raises:**
-
-    Warns if no minimum was reached; none exists for separable rows. `NotImplementedError` when differentiated with
-    respect to the logits.
+    [`eqx_ensemble.calibrate.Vector`][]. Warns if no minimum was reached; none exists for separable rows.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
-    fitted = ee.calibrate.vector(
-        logits, jnp.array([0, 0, 0, 1, 0, 0, 1, 1]), pool="mixture"
-    )
+    labels = jnp.array([0, 0, 0, 1, 0, 0, 1, 1])
+    fitted = ee.calibrate.vector(logits, labels, pool="mixture")
     jnp.exp(fitted(logits))[0, ::4]  # [[0.75, 0.25], [0.5, 0.5]]
     ```
 
     ??? cite
-        [Guo et al., ICML 2017](https://arxiv.org/abs/1706.04599)
+        [Guo et al. 2017](https://arxiv.org/abs/1706.04599)
     """
     name = "calibrate.vector"
     steps = check_positive_int(max_steps, "max_steps")
@@ -170,26 +161,21 @@ def matrix(
     **Arguments:**
 
     - `off_diagonal_penalty`, `bias_penalty`: $\lambda$ and $\mu$, non-negative: choose them by cross-validation.
-    - the others: as for [`eqx_ensemble.calibrate.vector`][].
+    - `logits`, `labels`, `pool`, `weights`, `row_weights`, `max_steps`: as for [`eqx_ensemble.calibrate.vector`][].
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Matrix`][].
-
-    **Raises:**
-
-    As [`eqx_ensemble.calibrate.vector`][].
+    [`eqx_ensemble.calibrate.Matrix`][], with the warning of `vector`. Without penalties, only predictions are unique.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4 + [[0.2, 0.8]] * 4]))
-    fitted = ee.calibrate.matrix(
-        logits, jnp.array([0, 0, 0, 1, 0, 0, 1, 1]), pool="mixture"
-    )
+    labels = jnp.array([0, 0, 0, 1, 0, 0, 1, 1])
+    fitted = ee.calibrate.matrix(logits, labels, pool="mixture")
     jnp.exp(fitted(logits))[0, ::4]  # [[0.75, 0.25], [0.5, 0.5]]
     ```
 
     ??? cite
-        [Kull et al., NeurIPS 2019](https://arxiv.org/abs/1910.12656)
+        [Kull et al. 2019](https://arxiv.org/abs/1910.12656)
     """
     name = "calibrate.matrix"
     steps = check_positive_int(max_steps, "max_steps")

@@ -14,13 +14,12 @@ from ._pooling import Pool, Pooling, Rows, check_smoothing, check_untraced, fit_
 
 
 class Histogram(eqx.Module):
-    """Fitted histogram binning: call it on the logits of the same members.
+    """Fitted histogram binning.
 
     **Attributes:**
 
     - `edges`: the inner edges of the bins, `(groups, classes, bins - 1)`; an edge belongs to the bin below it.
     - `frequency`: `(groups, classes, bins)`, the frequency of the class in each bin; NaN for empty bins.
-    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
     """
 
     edges: Float[Array, "groups classes edges"]
@@ -30,7 +29,7 @@ class Histogram(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
+        """Calibrated log-probabilities, `(groups, *batch, classes)`."""
         probabilities = jnp.exp(self.pooling.logs(logits))
         return by_class(_frequency_of, probabilities, self.edges, self.frequency)
 
@@ -46,16 +45,17 @@ def histogram(
     weights: Real[ArrayLike, " members"] | None = None,
     row_weights: RowWeightsLike | None = None,
 ) -> Histogram:
-    """Histogram binning: each probability is replaced by the class's frequency in its bin of held-out rows.
+    r"""Histogram binning: each probability is replaced by the class's frequency in its bin of held-out rows.
 
-    Each class is calibrated against the rest, and rows are normalised. For two classes, only the second is binned.
     Probabilities in empty bins are unchanged.
 
     **Arguments:**
 
+    - `logits`, `labels`, `pool`, `weights`, `row_weights`: as for [`eqx_ensemble.calibrate.platt`][].
     - `num_bins`: the number of bins per class.
     - `binning`: `"mass"`, bins with equal numbers of rows; `"width"`, bins of equal width.
-    - the others: as for [`eqx_ensemble.calibrate.isotonic`][].
+    - `smoothing`: additive smoothing $s \ge 0$: the frequency of $k$ rows of the class among $n$ rows of a bin
+        becomes $(k + s) / (n + C s)$ for $C$ classes. With zero, log-probabilities may be minus infinity.
 
     **Returns:**
 
@@ -70,7 +70,7 @@ def histogram(
     ```
 
     ??? cite
-        [Zadrozny and Elkan, ICML 2001](https://dl.acm.org/doi/10.5555/645530.655658)
+        [Zadrozny and Elkan 2001](https://dl.acm.org/doi/10.5555/645530.655658)
     """
     check_positive_int(num_bins, "num_bins")
     check_word(binning, "binning", ("width", "mass"))
@@ -117,13 +117,12 @@ def by_class(
 
 
 class Isotonic(eqx.Module):
-    """Fitted isotonic calibration: call it on the logits of the same members.
+    """Fitted isotonic calibration, in plain arrays: calls do not need scikit-learn.
 
     **Attributes:**
 
     - `knots`, `values`: the increasing function of each class, `(groups, classes, knots)`: linear between knots and
         constant beyond the first and the last, which is repeated for classes with fewer knots.
-    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
     """
 
     knots: Float[Array, "groups classes knots"]
@@ -133,7 +132,7 @@ class Isotonic(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
+        """Calibrated log-probabilities, `(groups, *batch, classes)`."""
         probabilities = jnp.exp(self.pooling.logs(logits))
         return by_class(jnp.interp, probabilities, self.knots, self.values)
 
@@ -149,18 +148,14 @@ def isotonic(
 ) -> Isotonic:
     """Isotonic calibration: an increasing function of the probabilities, fitted to held-out labels.
 
-    Each class is calibrated against the rest by scikit-learn's `IsotonicRegression`
-    (`pip install 'eqx_ensemble[sklearn]'`), and rows are normalised. For two classes, only the second is fitted. Calls
-    do not need scikit-learn.
+    It is scikit-learn's `IsotonicRegression` for each class.
 
     **Arguments:**
 
-    - `logits`: as for [`eqx_ensemble.calibrate.temperature`][], but concrete: fit outside `jax.jit`.
-    - `labels`, `pool`, `weights`: as for [`eqx_ensemble.calibrate.temperature`][].
-    - `smoothing`: additive (Laplace) smoothing $s$: the frequency of $k$ rows of the class among $n$ rows of a step
-        becomes $(k + s) / (n + C s)$ for $C$ classes. With zero, probabilities may be zero, and the negative
-        log-likelihood of a later row infinite.
-    - `row_weights`: as for every function; a row of weight 2 counts twice.
+    - `logits`, `labels`, `pool`, `weights`, `row_weights`: as for [`eqx_ensemble.calibrate.platt`][], but concrete: fit
+        outside `jax.jit`.
+    - `smoothing`: as for [`eqx_ensemble.calibrate.histogram`][], of the steps of the function; steps that cross are
+        joined.
 
     **Returns:**
 
@@ -168,7 +163,7 @@ def isotonic(
 
     **Raises:**
 
-    `TypeError` for traced arrays, `ImportError` without scikit-learn.
+    - `TypeError` for traced arrays; `ImportError` without scikit-learn: `pip install 'eqx_ensemble[sklearn]'`.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 3 + [[0.4, 0.6]] * 2]))
@@ -177,7 +172,7 @@ def isotonic(
     ```
 
     ??? cite
-        [Zadrozny and Elkan, KDD 2002](https://doi.org/10.1145/775047.775151)
+        [Zadrozny and Elkan 2002](https://doi.org/10.1145/775047.775151)
     """
     check_untraced(logits=logits, labels=labels, weights=weights, row_weights=row_weights)
     pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)

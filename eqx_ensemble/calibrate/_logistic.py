@@ -147,12 +147,11 @@ _FACES = np.array([[True, True, True], [True, False, True], [False, True, True],
 
 
 class Beta(eqx.Module):
-    """Fitted beta calibration: call it on the logits of the same members.
+    """Fitted beta calibration.
 
     **Attributes:**
 
-    - `a`, `b`, `c`: `(groups, classes)`, one group per member or one for the mixture; 1, 1 and 0 are the identity.
-    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
+    - `a`, `b`, `c`: `(groups, classes)`; 1, 1 and 0 are the identity.
     """
 
     a: Float[Array, "groups classes"]
@@ -163,7 +162,7 @@ class Beta(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
+        """Calibrated log-probabilities, `(groups, *batch, classes)`."""
         logs = self.pooling.logs(logits)
         a, b, c = (along_classes(x, logs) for x in (self.a, self.b, self.c))
         return normalise(a * logs + b * log_complement(logs, class_log_odds(logs)) + c)
@@ -179,22 +178,21 @@ def beta(
 ) -> Beta:
     r"""Beta calibration: log-odds $a \ln p - b \ln(1 - p) + c$ with $a, b \ge 0$, fitted by maximum likelihood.
 
-    Unlike Platt scaling, it leaves calibrated probabilities unchanged ($a = b = 1$, $c = 0$), and corrects high and low
-    probabilities separately, but needs more rows. For more than two classes, each class is calibrated against the rest,
-    and rows are normalised.
+    These are the log-odds of a class if its probability has one Beta distribution in rows of the class and another in
+    other rows. Unlike Platt scaling, it leaves calibrated probabilities unchanged, but it needs more rows.
 
     **Arguments:**
 
-    As [`eqx_ensemble.calibrate.platt`][].
+    - `logits`, `labels`, `pool`, `weights`, `row_weights`: as for [`eqx_ensemble.calibrate.platt`][].
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Beta`][]. The fit is differentiated as an implicit function.
+    [`eqx_ensemble.calibrate.Beta`][].
 
     **Raises:**
 
-    `ValueError` if no optimum exists: the probabilities of a class separate its rows from the others, or all rows or no
-    rows are of the class. While tracing, the parameters are then NaN.
+    - `ValueError` if no optimum exists: the probabilities of a class separate its rows from the others, or all rows or
+        no rows are of the class. While tracing, the parameters are then NaN.
 
     ```python
     p = jnp.array([0.2, 0.2, 0.5, 0.5, 0.9, 0.9, 0.9, 0.9])
@@ -205,7 +203,7 @@ def beta(
     ```
 
     ??? cite
-        [Kull et al., AISTATS 2017](https://proceedings.mlr.press/v54/kull17a.html)
+        [Kull et al. 2017](https://proceedings.mlr.press/v54/kull17a.html)
     """
     pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     found = _fit_beta(rows)
@@ -244,13 +242,12 @@ def _is_separable(odds: Float[Array, " rows"], labels: Labels) -> Bool[Array, ""
 
 
 class Platt(eqx.Module):
-    """Fitted Platt scaling: call it on the logits of the same members.
+    """Fitted Platt scaling.
 
     **Attributes:**
 
-    - `slope`, `offset`: `(groups, classes)`, one group per member or one for the mixture: calibrated log-odds are
-        `slope` times the log-odds of a class, plus `offset`.
-    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
+    - `slope`, `offset`: `(groups, classes)`: calibrated log-odds of a class are `slope` times its log-odds, plus
+        `offset`. A negative slope reverses the order of predictions.
     """
 
     slope: Float[Array, "groups classes"]
@@ -260,7 +257,7 @@ class Platt(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
+        """Calibrated log-probabilities, `(groups, *batch, classes)`."""
         odds = class_log_odds(self.pooling.logs(logits))
         slope, offset = (along_classes(x, odds) for x in (self.slope, self.offset))
         return normalise(slope * odds + offset)
@@ -277,34 +274,29 @@ def platt(
     r"""Platt scaling: a logistic regression of the labels on the log-odds of a class.
 
     $p = 1 / (1 + \exp(-(a s + b)))$ for the log-odds $s$, with Platt's targets $(N_+ + 1) / (N_+ + 2)$ and $1 / (N_- +
-    2)$ instead of 1 and 0, by Newton's method. For more than two classes, each class is calibrated against the rest,
-    and rows are normalised.
+    2)$ instead of 1 and 0: a minimum then also exists for separable rows. The loss is convex.
 
     **Arguments:**
 
-    - `logits`: as for [`eqx_ensemble.calibrate.temperature`][]. For binary probabilities `p` pass
+    - `logits`: `(members, *batch, classes)`. For binary probabilities `p` pass
         `jnp.log(jnp.stack([1 - p, p], axis=-1))`, for binary logits
         `jnp.stack([jnp.zeros_like(logit), logit], axis=-1)`.
     - `labels`, `pool`, `weights`: as for [`eqx_ensemble.calibrate.temperature`][].
-    - `row_weights`: as for every function; a row of weight 2 counts twice.
+    - `row_weights`: `(*batch,)`, as there; a row of weight 2 counts twice.
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Platt`][]. A negative slope reverses the order of predictions. The fit is differentiated as
-    an implicit function.
+    [`eqx_ensemble.calibrate.Platt`][].
 
     ```python
-    # one member with 90 % confidence, right in three of four rows
     logits = jnp.log(jnp.array([[[0.9, 0.1], [0.1, 0.9]] * 20]))
     labels = jnp.array([0, 1, 0, 1, 0, 1, 1, 0] * 5)
     fitted = ee.calibrate.platt(logits, labels, pool="mixture")
-    jnp.exp(fitted(logits))[0, 0]  # [0.727, 0.273]: smoothed targets, not quite three of four
+    jnp.exp(fitted(logits))[0, 0]  # [0.727, 0.273]: targets are smoothed
     ```
 
     ??? cite
-        Platt, *Probabilistic Outputs for Support Vector Machines and Comparisons to Regularized Likelihood Methods*,
-        Advances in Large Margin Classifiers, 1999; numerics: [Lin et al., Machine Learning
-        2007](https://doi.org/10.1007/s10994-007-5018-6)
+        Platt 1999; numerics: [Lin et al. 2007](https://doi.org/10.1007/s10994-007-5018-6)
     """
     pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     found = _fit(rows)

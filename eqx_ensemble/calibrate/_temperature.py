@@ -21,13 +21,11 @@ from ._pooling import Pool, Pooling, Rows, check_best_temperature, check_scale, 
 
 
 class Variance(eqx.Module):
-    """Fitted variance scaling: call it on the means and variances of the same members.
+    """Fitted variance scaling.
 
     **Attributes:**
 
-    - `scale`: the factor of the variances, `(members,)`, or `(1,)` for the combination; above 1 for overconfident
-        predictions.
-    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the combination.
+    - `scale`: the factor of the variances, `(groups,)`; above 1 for overconfident predictions.
     """
 
     scale: Float[Array, " groups"]
@@ -38,7 +36,7 @@ class Variance(eqx.Module):
     def __call__(
         self, mean: Float[ArrayLike, " members *batch"], variance: Float[ArrayLike, " members *batch"]
     ) -> Gaussian:
-        """Means and calibrated variances, `(members, *batch)`, or `(1, *batch)` for the combination."""
+        """Means and calibrated variances, `(groups, *batch)`, as `.mean` and `.variance`."""
         means, variances = check_moments(mean, variance)
         check_fitted_members(self.pooling.num_members, means.shape[0])
         means, variances = _moments(means, variances, self.pooling)
@@ -56,14 +54,16 @@ def variance(
 ) -> Variance:
     r"""Variance scaling: variances are multiplied by a factor, fitted to held-out targets by maximum likelihood.
 
-    For a Gaussian, the factor is the mean of $(y - \mu)^2 / \sigma^2$ over all entries. Means are unchanged.
+    For a Gaussian, the factor is the mean of $(y - \mu)^2 / \sigma^2$ over all entries. Means are unchanged. For one
+    factor per output, fit each output separately.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, for rows that the members were not trained on. Variances above zero.
-    - `targets`: `(*batch,)`. Fit each output separately for a factor each.
-    - `pool`: `"members"` fits one factor per member; `"mixture"` first combines the members by
-        [`eqx_ensemble.combine.gaussian`][].
+    - `mean`, `variance`: `(members, *batch)`, of one shape, for rows that the members were not trained on. Variances
+        above zero.
+    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `pool`: `"members"` fits one factor per member; combine them afterwards. `"mixture"` first combines the members by
+        [`eqx_ensemble.combine.gaussian`][], whose variance includes their disagreement.
     - `weights`, `row_weights`: as for [`eqx_ensemble.calibrate.temperature`][].
 
     **Returns:**
@@ -72,8 +72,7 @@ def variance(
 
     **Raises:**
 
-    `ValueError` for variances that are not positive, targets that all equal their means, and weights with
-    `pool="members"`.
+    - `ValueError` for variances that are not positive, and targets that all equal their means.
 
     ```python
     mean, variance, targets = jnp.zeros((1, 2)), jnp.ones((1, 2)), jnp.array([2.0, -2.0])
@@ -82,7 +81,7 @@ def variance(
     ```
 
     ??? cite
-        [Laves et al., MIDL 2020](https://arxiv.org/abs/2104.12376)
+        [Laves et al. 2020](https://arxiv.org/abs/2104.12376)
     """
     means, variances, observed = check_regression(targets, members=True, mean=mean, variance=variance)
     rows = check_row_weights(row_weights, observed.shape, means.dtype, reduction="mean")
@@ -118,12 +117,11 @@ _BRACKET = 40.0  # bounds of log(1 / T), in units of the largest difference of l
 
 
 class Temperature(eqx.Module):
-    """Fitted temperature scaling: call it on the logits of the same members.
+    """Fitted temperature scaling.
 
     **Attributes:**
 
-    - `temperature`: `(members,)`, or `(1,)` for the mixture; above 1 for overconfident predictions.
-    - `pooling`: the predictions to calibrate: `.pool`, and the `.weights` of the mixture.
+    - `temperature`: `(groups,)`; above 1 for overconfident predictions.
     """
 
     temperature: Float[Array, " groups"]
@@ -132,7 +130,7 @@ class Temperature(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Float[Array, "groups *batch classes"]:
-        """Calibrated log-probabilities, `(members, *batch, classes)`, or `(1, *batch, classes)` for the mixture."""
+        """Calibrated log-probabilities, `(groups, *batch, classes)`."""
         logs = self.pooling.logs(logits)
         return jax.nn.log_softmax(logs / as_column(self.temperature, logs.ndim), axis=-1)
 
@@ -145,39 +143,39 @@ def temperature(
     weights: Real[ArrayLike, " members"] | None = None,
     row_weights: RowWeightsLike | None = None,
 ) -> Temperature:
-    r"""Temperature scaling: logits are divided by a temperature, fitted to held-out labels by maximum likelihood.
+    r"""Temperature scaling: logits are divided by a temperature $T$, fitted to held-out labels by maximum likelihood.
 
-    The mean of $-\log \mathrm{softmax}(z / T)_y$ over rows is convex in $1 / T$, and is minimised to machine precision.
-    The most likely class is unchanged. The mixture of calibrated members tends to be underconfident.
+    The mean of $-\log \mathrm{softmax}(z / T)_y$ over rows, convex in $1 / T$, is minimised to machine precision. The
+    most likely class is unchanged.
 
     **Arguments:**
 
     - `logits`: logits or log-probabilities of rows that the members were not trained on, `(members, *batch, classes)`.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1. While tracing, rows with other labels are ignored.
     - `pool`: `"members"` calibrates each member separately; combine them afterwards. `"mixture"` combines the members
         first, and calibrates the mixture.
-    - `weights`: convex weights over members in the mixture, `(members,)`; stored in the result.
-    - `row_weights`: as for every function.
+    - `weights`: over members in the mixture, `(members,)`; stored in the result.
+    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
 
     **Returns:**
 
-    [`eqx_ensemble.calibrate.Temperature`][]. The fit is differentiated as an implicit function.
+    [`eqx_ensemble.calibrate.Temperature`][].
 
     **Raises:**
 
-    `ValueError` for logits that are not finite, weights with `pool="members"`, and if no optimum exists: every label is
-    the most likely class, or labels are no more likely than by chance. While tracing, the temperature is then NaN.
+    - `ValueError` if no optimum exists: every label is the most likely class, or labels are no more likely than by
+        chance. While tracing, the temperature is then NaN.
 
     ```python
-    # one member with 90 % confidence, right in three of four rows
+    # 90 % confidence, right in three of four rows
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 4]))
     fitted = ee.calibrate.temperature(logits, jnp.array([0, 0, 0, 1]), pool="mixture")
-    jnp.exp(fitted(logits))[0, 0]  # [0.75, 0.25], at the temperature log(9) / log(3) = 2
+    jnp.exp(fitted(logits))[0, 0]  # [0.75, 0.25]: the temperature is 2
     ```
 
     ??? cite
-        [Guo et al., ICML 2017](https://arxiv.org/abs/1706.04599); before or after combination: [Rahaman and Thiery,
-        NeurIPS 2021](https://arxiv.org/abs/2007.08792)
+        [Guo et al. 2017](https://arxiv.org/abs/1706.04599); before or after combination:
+        [Rahaman and Thiery 2021](https://arxiv.org/abs/2007.08792)
     """
     pooling, rows = fit_rows(logits, labels, pool, weights, row_weights)
     inverse, separated, hopeless = _fit(rows)

@@ -23,8 +23,8 @@ def bootstrap(
 
     - `num_rows`, `num_members`: the numbers of rows, `len(x)`, and of members.
     - `size`: the rows per member, a count (which may exceed `num_rows`) or a fraction, rounded; by default `num_rows`.
-    - `stratify`: discrete labels `(rows,)`: rows are drawn within each class. Without `size`, entry `i` is a row of the
-        class of row `i`; with `size`, class proportions are kept, up to rounding.
+    - `stratify`: discrete labels `(rows,)`: rows are drawn within each class. Without `size`, entry `i` is of the class
+        of row `i`; with `size`, class proportions are kept, up to rounding.
     - `key`: one key.
 
     **Returns:**
