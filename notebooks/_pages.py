@@ -37,7 +37,7 @@ description: Worked examples on real data, from the data to the figure, each wit
 Each example is a program and a notebook, `notebooks/NAME.py` and `notebooks/NAME.ipynb`, and runs in about a minute on
 two cores. They need the extra `examples`. Pages show what the notebooks print and draw.
 
-<div class="grid cards">
+<div class="grid cards gallery">
 <ul>
 {}
 </ul>
@@ -192,12 +192,10 @@ def render(name, code):
 def card(name):
     title, first, _ = introduction(name)
     alt, width, height = image(f"{name}.png")
-    picture = (
-        f'<img src="images/{name}.png" alt="{html.escape(alt)}" width="{width}" height="{height}" loading="lazy"'
-        ' style="aspect-ratio: 4 / 3; object-fit: cover; object-position: left top; width: 100%; height: auto">'
-    )
+    size = f'width="{width}" height="{height}" loading="lazy"'
+    picture = f'<img src="images/{name}.png" alt="{html.escape(alt)}" {size}>'
     text = f"<strong>{html.escape(title)}</strong></a><br>{html.escape(plain(first))}"
-    return f'<li><a href="{name}/">{picture}<br>{text}</li>'
+    return f'<li><a href="{name}/">{picture}{text}</li>'
 
 
 def gallery():

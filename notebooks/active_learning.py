@@ -22,7 +22,7 @@
 # All strategies are compared on the same splits and first labels.
 #
 # `python notebooks/active_learning.py` prints the tables and draws the figure, in about a minute on one core. It needs
-# `pip install 'eqx_ensemble[examples]'` and no network.
+# `pip install -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they

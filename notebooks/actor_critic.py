@@ -21,7 +21,7 @@
 #
 # `ee.train.make_step` trains the critics, `targets[pair]` selects two of them, `ee.tree.polyak` updates the copy.
 # `python notebooks/actor_critic.py` prints the tables and draws the figure, in about a minute on one core. It needs
-# `pip install 'eqx_ensemble[examples]'` and no network.
+# `pip install -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they

@@ -20,7 +20,7 @@
 #
 # Each is applied to sixteen splits of the same patients, and the members of all sixteen are trained as one ensemble.
 # `python notebooks/conformal_regression.py` prints the tables and draws the figures, in about a minute on two cores. It
-# needs `pip install 'eqx_ensemble[examples]'` and no network.
+# needs `pip install -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they

@@ -20,7 +20,7 @@
 # in nats; where data are rare, the flows disagree.
 #
 # `python notebooks/density.py` prints the tables and draws the figure, in less than a minute on one core. It needs `pip
-# install 'eqx_ensemble[examples]'` and no network.
+# install -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they

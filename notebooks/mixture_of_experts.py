@@ -24,7 +24,7 @@
 # contains an ensemble. At the end it becomes a member itself: five seeds of the mixture, trained by `fit`.
 #
 # `python notebooks/mixture_of_experts.py` prints the table and draws the figure, in less than a minute on one core. It
-# needs `pip install 'eqx_ensemble[examples]'` and no network.
+# needs `pip install -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they

@@ -20,7 +20,7 @@
 # five as an ensemble, made on validation data.
 #
 # `python notebooks/population.py` prints the tables and draws the figure, in about a minute on two cores. It needs `pip
-# install 'eqx_ensemble[examples]'` and no network.
+# install -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they

@@ -21,7 +21,7 @@
 #
 # You write the model, the loss and the optimiser for *one* member. `python notebooks/quickstart.py` prints the table
 # and draws the figure, in less than a minute on two cores; nothing changes on a GPU. It needs `pip install
-# 'eqx_ensemble[examples]'` and no network.
+# -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they

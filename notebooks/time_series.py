@@ -20,7 +20,7 @@
 # its 90 % intervals cover 85 % of the weeks after calibration.
 #
 # `python notebooks/time_series.py` prints the tables and draws the figures, in less than a minute on two cores. It
-# needs `pip install 'eqx_ensemble[examples]'` and no network.
+# needs `pip install -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they

@@ -27,7 +27,7 @@
 # %jaxtyping.typechecker beartype.beartype
 # ```
 #
-# It needs `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on one core.
+# It needs `pip install -e '.[examples]'`, no network, and less than a minute on one core.
 
 # %%
 # %load_ext jaxtyping

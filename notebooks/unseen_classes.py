@@ -20,7 +20,7 @@
 # on something wrong, no threshold helps.
 #
 # `python notebooks/unseen_classes.py` prints the tables and draws the figures, in about a minute on two cores. It needs
-# `pip install 'eqx_ensemble[examples]'` and no network.
+# `pip install -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they

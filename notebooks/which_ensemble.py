@@ -21,7 +21,7 @@
 #
 # The data are incomes and food expenditures of Belgian households, collected by Engel in 1857. Few earn more than 2,000
 # francs: beyond, an ensemble should be uncertain. `python notebooks/which_ensemble.py` prints the table and draws the
-# figure, in about a minute on two cores. It needs `pip install 'eqx_ensemble[examples]'` and no network.
+# figure, in about a minute on two cores. It needs `pip install -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
