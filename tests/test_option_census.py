@@ -556,8 +556,8 @@ RAW = {
 
 ROOMS = (
     ee, ee.checkpoint, ee.methods, ee.methods.alignment, ee.methods.efficient, ee.methods.trajectory,
-    ee.methods.population, ee.methods.priors, ee.methods.sampling, ee.methods.sngp, ee.methods.soups, ee.plan, ee.sharding,
-    ee.sweep, ee.testing, ee.train, ee.tree,
+    ee.methods.population, ee.methods.priors, ee.methods.sampling, ee.methods.sngp, ee.methods.soups, ee.plan,
+    ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
 )  # fmt: skip
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.
 OF_ARRAYS = {name.rpartition(".")[2] for name in array_calls.NAMES}
