@@ -17,10 +17,9 @@ from ._check import check_has_axis, check_member_axis, check_no_models
 
 
 class AbstractPerMember(eqx.Module):
-    """An argument that holds one value per member: subclass it for values that a plain array does not describe.
+    """An argument with one value per member: subclass it for values that a plain array does not describe.
 
-    [`eqx_ensemble.map_members`][] and calls of an [`eqx_ensemble.Ensemble`][] map over every node of this class in
-    their arguments. A subclass is an `equinox.Module` with the methods `per_member` and `one`.
+    [`eqx_ensemble.map_members`][] and calls of an [`eqx_ensemble.Ensemble`][] map over every node of this class.
 
     ```python
     # every member has its own mean and scale of one shared input

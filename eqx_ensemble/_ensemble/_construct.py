@@ -221,8 +221,7 @@ def group(models: Iterable[Any], *, ids: Any = None) -> Group:
 
     **Arguments:**
 
-    - `models`: the models. Parts are named after their classes: `MLP`, and `MLP_2` for the second architecture of that
-        class.
+    - `models`: the models. Parts are named after their classes: `MLP`, and `MLP_2` for a second architecture.
     - `ids`: the members' ids `(members,)`; by default `0, 1, 2, ...`.
 
     **Returns:** the group.

@@ -123,15 +123,13 @@ class ShardedRun(Generic[M]):
 
     - `folder`: the folder, with a checkpoint of [`eqx_ensemble.save`][] for each shard: `folder/shard-000000` and so
         on.
-    - `ids`: `(members,)`, the ids of the members of completed shards.
-    - `missing`: the ids of the other members.
+    - `ids`, `missing`: the ids of the members of completed shards `(members,)`, and those of the others.
     - `lost`: an [`eqx_ensemble.fleet.ShardReport`][] for each shard that this call abandoned.
     - `status`, `stopped_at`, `fault`, `best_step`, `best_score`: as of an [`eqx_ensemble.Run`][].
     - `loss`: `(members,)`, the mean loss of each member's last epoch.
     - `hyper`: the hyper-parameters, each array `(members, ...)`, by their column names in the table.
     - `mode`: whether lower (`"min"`) or higher (`"max"`) validation scores are better.
-    - `interrupted`: whether Ctrl-C ended the call early.
-    - `seconds`: the duration of the call, 0 after [`eqx_ensemble.fleet.open_run`][].
+    - `interrupted`, `seconds`: whether Ctrl-C ended the call early, and its duration.
     - `shards`, `sizes`: the numbers of the completed shards, and their numbers of members.
     - `like`: the shapes of the members to read.
     """
@@ -170,13 +168,11 @@ class ShardedRun(Generic[M]):
         return self.ids[self.status != Status.DIVERGED]
 
     def load(self, ids: Any = None) -> Ensemble[M]:
-        """Reads some members from any shards.
+        """Reads the ensemble of some members from any shards.
 
         **Arguments:**
 
         - `ids`: the ids of the members to read, in this order; by default all.
-
-        **Returns:** the ensemble of these members.
 
         **Raises:** `ValueError` for ids that are missing, unknown or repeated; `TypeError` unless `ids` are integers
         `(members,)`, at least one.
@@ -194,23 +190,16 @@ class ShardedRun(Generic[M]):
         return locate(self, order[np.searchsorted(self.ids, wanted, sorter=order)]).read()
 
     def best(self, count: int = 1, *, by: Any = None, mode: Mode | None = None) -> Ensemble[M]:
-        """Reads the best members, the best one first, without diverged ones.
+        """Reads the ensemble of the best members, the best one first, without diverged ones.
 
         Arguments and errors are those of [`eqx_ensemble.Run.best`][]. For stateful members:
         `run.load_with_state(run.best(count).ids)`.
-
-        **Returns:** the ensemble of these members.
         """
         return self.load(self.ids[rank_members(self, count, by, mode)])
 
     def table(self, *, as_frame: bool = False) -> Any:
-        """A table of one row per member: id, hyper-parameters, scores, status.
-
-        **Arguments:**
-
-        - `as_frame`: return a `pandas.DataFrame` (extra `pandas`).
-
-        **Returns:** a dict from column names to arrays `(members, ...)`, or a data frame.
+        """A table of one row per member, as of [`eqx_ensemble.Run.table`][]: a dict of arrays or, if `as_frame`, a
+        data frame.
         """
         columns = {"member": self.ids, **self.hyper, "loss": self.loss}
         if self.best_score is not None and self.best_step is not None:

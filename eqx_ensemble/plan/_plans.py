@@ -215,11 +215,9 @@ class Chunked(AbstractPlan):
 class Sequential(AbstractPlan):
     """One member after another: the least memory; on one CPU device, the same bits as each member run alone.
 
-    In [`eqx_ensemble.fit`][] each member does many steps before the next one starts, so that its weights stay in the
-    processor's cache. On a CPU this is the fastest plan for all but small models.
-
-    The compiler unrolls a loop over a single member, whose last bits may then differ from those in a larger ensemble.
-    `Sequential(scan=False)` has no such loop.
+    In [`eqx_ensemble.fit`][] each member does many steps before the next one starts: on a CPU this is the fastest plan
+    for all but small models. An ensemble of a single member may have other last bits, except with
+    `Sequential(scan=False)`.
     """
 
     one_by_one: ClassVar[bool] = True
