@@ -52,8 +52,8 @@ def export_onnx(
 
     **Returns:** an `onnx.ModelProto`.
 
-    **Raises:** `ImportError` without jax2onnx; `NotImplementedError` for random numbers and operations that it does not
-    support; `TypeError` as for [`eqx_ensemble.export`][].
+    **Raises:** `ImportError` without jax2onnx; `NotImplementedError` for operations that it does not support;
+    `TypeError` as for [`eqx_ensemble.export`][].
     """
     check_installed("jax2onnx", what="export_onnx", extra="onnx")
     call = MemberCall(fn, check_inference(inference, None))
@@ -115,13 +115,12 @@ def export(
     - `ensemble`: an ensemble, whose members are functions of one example; for a run, `run.healthy`.
     - `shapes`: the shape of one row of the input, `(13,)`, or a `jax.ShapeDtypeStruct` if its dtype is not the default
         float; for an input of several arrays, dicts, lists and tuples of these.
-    - `combine`: called as `combine(predictions)` with arrays `(members, batch, ...)`, such as
-        [`eqx_ensemble.combine.mixture`][]. If not given, the program returns these.
+    - `combine`: called as `combine(predictions)` with arrays `(members, batch, ...)`. If not given, the program returns
+        these.
     - `weights`: one weight per member `(members,)`, divided by their sum, for `combine(predictions, weights=weights)`.
     - `batch_size`: the rows in a batch; if not given, any number of at least one.
-    - `leaves`: `"inside"`: the members' arrays are constants of the program, `program(x)`. `"beside"`: they are its
-        first argument, a dict of arrays by name, so that one program works for all members of one architecture:
-        `program(leaves, x)`.
+    - `leaves`: `"inside"`: the members' arrays are constants of `program(x)`. `"beside"`: they are an argument,
+        `program(leaves, x)`, a dict of arrays by name: [one program, many ensembles](#one-program-many-ensembles).
     - `symbolic_members`: any number of members, for `leaves="beside"`.
     - `platforms`: the platforms that the program can run on: any of `"cpu"`, `"cuda"`, `"tpu"`, `"rocm"`.
     - `state`, `fn`, `inference`: as for [`eqx_ensemble.predict`][].

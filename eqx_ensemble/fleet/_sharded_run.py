@@ -233,7 +233,7 @@ def run_of_columns(
 
 
 def open_run(folder: str | os.PathLike[str], like: Any) -> ShardedRun[Any]:
-    """Opens a folder in which [`eqx_ensemble.fleet.fit`][] saved members, of a complete or incomplete run.
+    """Opens a folder in which [`eqx_ensemble.fleet.fit`][] saved members: [an example](../workers.md#members-in-files).
 
     **Arguments:**
 
@@ -245,24 +245,6 @@ def open_run(folder: str | os.PathLike[str], like: Any) -> ShardedRun[Any]:
 
     **Raises:** `FileNotFoundError` if `fleet.fit` saved nothing in the folder; `ValueError` if no shard is complete, or
     if files do not belong to the run; `TypeError` for an invalid `like`.
-
-    ```python
-    import tempfile
-    from concurrent.futures import ThreadPoolExecutor  # threads, for this example
-
-    def mse(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    make = lambda key: eqx.nn.Linear(3, 1, key=key)
-    data, folder = (jnp.ones((64, 3)), jnp.zeros((64, 1))), f"{tempfile.mkdtemp()}/run"
-    with ThreadPoolExecutor(2) as executor:
-        ee.fleet.fit(
-            executor, ee.build(make, 8, key=key), mse, optax.adam(1e-2), data, epochs=1, save=folder, key=key
-        )
-    run = ee.fleet.open_run(folder, make)
-    run.load(ids=[5, 2]).ids  # [5, 2]
-    ```
     """
     path = as_path(folder)
     if not has_call(path):

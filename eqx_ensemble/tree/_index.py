@@ -53,10 +53,7 @@ def num_members(tree: Any) -> int:
     or no member.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble.tree import num_members
-
-    num_members({"w": jnp.ones((5, 3)), "b": jnp.ones(5)})  # 5
+    ee.tree.num_members({"w": jnp.ones((5, 3)), "b": jnp.ones(5)})  # 5
     ```
     """
     return check_leading_axes(tree)[0]
@@ -90,10 +87,7 @@ def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
     leaf.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble.tree import unstack
-
-    first, second = unstack({"w": jnp.ones((2, 3)), "name": "net"})
+    first, second = ee.tree.unstack({"w": jnp.ones((2, 3)), "name": "net"})
     first["w"].shape  # (3,)
     ```
     """
@@ -135,12 +129,9 @@ def take(tree: T, index: Any) -> T:
     `MemberMismatchError` if array leaves disagree on the number of members.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble.tree import take
-
     stacked = {"w": jnp.arange(6.0).reshape(3, 2)}
-    take(stacked, -1)  # {"w": [4., 5.]}
-    take(stacked, [2, 0])  # {"w": [[4., 5.], [0., 1.]]}
+    ee.tree.take(stacked, -1)  # {"w": [4., 5.]}
+    ee.tree.take(stacked, [2, 0])  # {"w": [[4., 5.], [0., 1.]]}
     ```
     """
     return close_members(take_leaves(open_stacked(tree), index), COPIES_KEEP_IDS)

@@ -34,11 +34,8 @@ def replace(tree: T, index: Any, value: Any) -> T:
     errors of [`eqx_ensemble.tree.take`][] for an invalid index.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble.tree import replace
-
     # {"w": [[0., 0.], [1., 1.], [0., 0.]]}
-    replace({"w": jnp.zeros((3, 2))}, 1, {"w": jnp.ones(2)})
+    ee.tree.replace({"w": jnp.zeros((3, 2))}, 1, {"w": jnp.ones(2)})
     ```
     """
     tree, value = open_stacked(tree), open_stacked(value)
@@ -76,14 +73,10 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
     static field; `TypeError` for a single tree, `ValueError` for an empty sequence.
 
     ```python
-    import equinox as eqx
-    import jax
-    from eqx_ensemble.tree import stack
-
     models = [
         eqx.nn.Linear(2, 3, key=key) for key in jax.random.split(jax.random.key(0), 4)
     ]
-    stack(models).weight.shape  # (4, 3, 2)
+    ee.tree.stack(models).weight.shape  # (4, 3, 2)
     ```
     """
     _check.check_flag(promote_scalars, "promote_scalars")
@@ -118,10 +111,7 @@ def concatenate(trees: Iterable[T]) -> T:
     sequence, and for ensembles with an id in common.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble.tree import concatenate
-
-    concatenate([{"w": jnp.zeros((2, 3))}, {"w": jnp.ones((1, 3))}])["w"].shape  # (3, 3)
+    ee.tree.concatenate([{"w": jnp.zeros((2, 3))}, {"w": jnp.ones((1, 3))}])["w"].shape  # (3, 3)
     ```
     """
     listed = [open_stacked(tree) for tree in check_trees(trees)]

@@ -221,9 +221,7 @@ def weighted_sum(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nda
     and for weights that are not real.
 
     ```python
-    from eqx_ensemble.tree import weighted_sum
-
-    weighted_sum([{"a": [1, 2]}, {"a": [3, 4]}], [1, 10])  # {"a": [31, 42]}
+    ee.tree.weighted_sum([{"a": [1, 2]}, {"a": [3, 4]}], [1, 10])  # {"a": [31, 42]}
     ```
     """
     return combine_trees(trees, weights, mean=False)
@@ -245,10 +243,7 @@ def weighted_mean(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nd
     **Raises:** as [`eqx_ensemble.tree.weighted_sum`][], and `ValueError` if the weights sum to 0.
 
     ```python
-    import jax.numpy as jnp
-    from eqx_ensemble.tree import weighted_mean
-
-    weighted_mean([{"w": jnp.zeros(2)}, {"w": jnp.ones(2)}], [1, 3])  # {"w": [0.75, 0.75]}
+    ee.tree.weighted_mean([{"w": jnp.zeros(2)}, {"w": jnp.ones(2)}], [1, 3])  # {"w": [0.75, 0.75]}
     ```
     """
     return combine_trees(trees, weights, mean=True)
