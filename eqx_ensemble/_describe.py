@@ -27,10 +27,10 @@ class LeafDescription(NamedTuple):
     - `part`: the tree that it belongs to: `"model"`, or of a training state `"state"`, `"optimiser"` or `"hyper"`.
     - `path`: its path, such as `.layers[0].weight`.
     - `shape`, `dtype`: its shape in one member, and the name of its dtype; `None` if it is not an array.
-    - `kind`: `"stacked"`: one value per member; `"shared"`: an array that all members use; `"static"`: not an array.
+    - `kind`: `"stacked"`, one value per member; `"shared"`, an array that all members use; `"static"`, no array.
     - `trainable`: whether it is trained by gradients.
-    - `bytes`: its size in bytes over all members, not counting copies on several devices.
-    - `value`: a short text for a leaf that is not an array, else `None`.
+    - `bytes`: its size over all members, not counting copies on several devices.
+    - `value`: a short text for a leaf that is not an array.
     """
 
     part: str

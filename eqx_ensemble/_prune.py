@@ -21,13 +21,13 @@ def prune_members(
 
     **Arguments:**
 
-    - `ensemble`: the ensemble or the group; parts of a group without a member are removed.
+    - `ensemble`: the ensemble or the group.
     - `weights`: convex weights `(members,)`, such as those of [`eqx_ensemble.combine.weights.stacking`][]; divided by
         their sum.
-    - `above`: keeps members whose normalised weight exceeds this. Members of weight zero are always removed.
-    - `num_members`: keeps at most this many members, those with the largest weights, the first of equal ones.
+    - `above`: keeps members whose normalised weight exceeds this; those of weight zero never.
+    - `num_members`: keeps at most this many members, those with the largest weights.
 
-    **Returns:** the ensemble of these members, in their order and with their ids, and their weights, which sum to one.
+    **Returns:** the ensemble of these members, with their ids, and their weights, which sum to one.
 
     **Raises:** `TypeError` for traced weights; `ValueError` for invalid weights, and if no member is left.
 

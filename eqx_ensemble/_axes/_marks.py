@@ -17,28 +17,24 @@ from ._check import check_has_axis, check_member_axis, check_no_models
 
 
 class AbstractPerMember(eqx.Module):
-    """An argument that holds one value per member: subclass it for values that a plain array does not describe.
+    """An argument with one value per member: subclass it for values that a plain array does not describe.
 
-    [`eqx_ensemble.map_members`][] and calls of an [`eqx_ensemble.Ensemble`][] map over every node of this class in
-    their arguments. A subclass is an `equinox.Module` with the methods `per_member` and `one`.
+    [`eqx_ensemble.map_members`][] and calls of an [`eqx_ensemble.Ensemble`][] map over every node of this class.
 
     ```python
-    # every member has its own mean and scale of one shared input
-    class Standardised(ee.AbstractPerMember):
+    class Scaled(ee.AbstractPerMember):  # one shared input, a scale for each member
         x: jax.Array
-        mean: jax.Array
         scale: jax.Array
 
         def per_member(self):
-            return self.mean, self.scale
+            return self.scale
 
         def one(self, part):
-            mean, scale = part
-            return (self.x - mean) / scale
+            return self.x * part
 
 
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    ensemble(Standardised(jnp.ones(3), jnp.zeros((4, 3)), jnp.ones((4, 3)))).shape  # (4, 1)
+    ensemble(Scaled(jnp.ones(3), jnp.ones(4))).shape  # (4, 1)
     ```
     """
 

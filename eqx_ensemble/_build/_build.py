@@ -141,32 +141,30 @@ def build(
     """Builds an [`eqx_ensemble.Ensemble`][] from the constructor of one member.
 
     `make(key)` runs once under `equinox.filter_vmap`; each member equals, bit for bit, the model that `make` returns
-    for its key alone. With `zip` or `product`, members are `make(key, **arguments)`. Weakly typed arrays
-    (`jnp.asarray(2.0)`) become strongly typed.
+    for its key alone, except that weakly typed arrays (`jnp.asarray(2.0)`) become strongly typed.
 
     **Arguments:**
 
     - `make`: makes one member from one key. It may return `(module, state)`, as `equinox.nn.make_with_state` does.
-    - `num_members`: the number of members, unless `ids`, `keys`, `zip` or `product` determine it.
+    - `num_members`: the number of members, unless other arguments determine it.
     - `ids`: the members' ids `(members,)`, which determine their keys; by default `0, 1, 2, ...`.
     - `keys`: one key per member `(members,)` instead of `key`.
-    - `zip`: per-member arguments, each with a leading `members` axis. A float per member (a dropout rate, a scale) is a
-        constant in training; store `jnp.asarray(scale)` to make it a parameter. Functions of a member, such as
-        `equinox.filter_grad` in a loop of your own, see an array.
+    - `zip`: per-member arguments, `make(key, **arguments)`, each with a leading `members` axis. A float per member (a
+        dropout rate, a scale) is a constant in training; store `jnp.asarray(scale)` to train it. Your own loop sees an
+        array.
     - `product`: per-member arguments, one member per combination, as in `itertools.product`.
     - `shared`: selects nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They are those
-        of the first member, stored once, and constants in training: [shared arrays](../how-it-runs.md#shared-arrays).
-    - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][]; members are initialised on their own devices.
-    - `shard`: how the mesh's axis `model` splits a member's weights, an [`eqx_ensemble.sharding.Shard`][]; by default
-        [`eqx_ensemble.sharding.by_largest_axis`][].
+        of the first member, and constants in training: [shared arrays](../how-it-runs.md#shared-arrays).
+    - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][].
+    - `shard`: how the mesh's axis `model` splits a member's weights, an [`eqx_ensemble.sharding.Shard`][].
     - `key`: the root key; member keys are [`eqx_ensemble.member_keys`][]`(key, ids)`.
 
     **Returns:** the ensemble; with its stacked `equinox.nn.State` if `make` returns a state. A warning is issued if
     members are equal because `make` does not use its key, or because keys are equal.
 
-    **Raises:** `TypeError` for missing, single or non-threefry keys, for NumPy arrays of strings or objects, and if
-    shapes or Python branches of `make` depend on its key; `ValueError` for counts that disagree, and for integers that
-    overflow JAX's type; `MemberMismatchError` if `make` stores an array of one member in a function.
+    **Raises:** `TypeError` for invalid keys, for NumPy arrays of strings or objects, and if shapes or Python branches
+    of `make` depend on its key; `ValueError` for counts that disagree, and for integers that overflow JAX's type;
+    `MemberMismatchError` if `make` stores an array of one member in a function.
 
     ```python
     make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)

@@ -170,12 +170,11 @@ def concatenate(ensembles: Iterable[Any], *, renumber: bool = False) -> Any:
 
     **Arguments:**
 
-    - `ensembles`: the ensembles or groups; or runs of [`eqx_ensemble.fit`][], or training states, which are
-        concatenated whole. What members share must be equal: shared leaves, the step, the plan, the curves' steps.
+    - `ensembles`: ensembles or groups, runs or training states. What members share must be equal: shared leaves, the
+        step, the plan, the steps of the curves.
     - `renumber`: give the members the ids `0, 1, 2, ...` instead of keeping theirs.
 
-    **Returns:** the same type; an [`eqx_ensemble.Group`][] if one of the inputs is a group: parts with the same name
-    are concatenated, and each ensemble is a part.
+    **Returns:** the same type; of ensembles and groups a group, in which parts with the same name are concatenated.
 
     **Raises:** `ValueError` if two members have the same id and `renumber` is not set, or if there is no ensemble;
     `MemberMismatchError` if the ensembles do not fit together; `TypeError` for anything else.

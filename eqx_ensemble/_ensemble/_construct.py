@@ -143,12 +143,10 @@ def stack(
 ) -> Ensemble[M]:
     """Stacks a list of models into one [`eqx_ensemble.Ensemble`][].
 
-    For PyTrees of any kind, without ids, see [`eqx_ensemble.tree.stack`][].
-
     **Arguments:**
 
-    - `models`: models that differ only in the values of their arrays. Equal models cause a warning, unless they are one
-        object: `[model] * 8`.
+    - `models`: models that differ only in the values of their arrays. Equal models cause a warning, except
+        `[model] * 8`.
     - `ids`: the members' ids `(members,)`; by default `0, 1, 2, ...`.
     - `shared`: as in [`eqx_ensemble.build`][]; these nodes must be equal in all models.
     - `promote_scalars`: stack Python floats that differ instead of raising an error. They stay constants in training
@@ -221,8 +219,7 @@ def group(models: Iterable[Any], *, ids: Any = None) -> Group:
 
     **Arguments:**
 
-    - `models`: the models. Parts are named after their classes: `MLP`, and `MLP_2` for the second architecture of that
-        class.
+    - `models`: the models. Parts are named after their classes: `MLP`, and `MLP_2` for a second architecture.
     - `ids`: the members' ids `(members,)`; by default `0, 1, 2, ...`.
 
     **Returns:** the group.
@@ -231,13 +228,9 @@ def group(models: Iterable[Any], *, ids: Any = None) -> Group:
     a wrong number of `ids`.
 
     ```python
-    first, second, third = jax.random.split(key, 3)
-    models = [
-        eqx.nn.MLP(2, 1, 8, 1, key=first),
-        eqx.nn.Linear(2, 1, key=second),
-        eqx.nn.MLP(2, 1, 8, 1, key=third),
-    ]
-    group = ee.group(models)
+    linear = eqx.nn.Linear(2, 1, key=key)
+    mlps = [eqx.nn.MLP(2, 1, 8, 1, key=k) for k in jax.random.split(key)]
+    group = ee.group([linear, *mlps])
     group.parts  # {"Linear": one member, "MLP": two members}
     group(jnp.ones(2)).shape  # (3, 1), in the order of the list
     ```

@@ -157,15 +157,14 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
 
     **Attributes:**
 
-    - `stacked`: the model with the leaves that differ between members, each `(members, ...)`; `None` elsewhere, except
-        for the flags `inference` of layers: `equinox.nn.inference_mode(ensemble)` sets them here and in `shared`.
+    - `stacked`: the model with the leaves that differ between members, each `(members, ...)`, and the flags `inference`
+        of layers; `None` elsewhere.
     - `shared`: the model with the leaves that all members use, such as activation functions and [shared
         arrays](../how-it-runs.md#shared-arrays); `None` elsewhere. A zero marks Python floats in `stacked` (a dropout
         rate per member), which training does not change and indexing restores.
     - `ids`: the members' ids `(members,)`, which determine their random streams. They are part of the tree's structure:
         gradients, optimisers and `jax.tree.map` ignore them, and your function under `equinox.filter_jit` is compiled
-        again for other ids. Ids computed in a compiled function (`ensemble[index]` with a traced index) are an array
-        leaf; `ensemble[:]` outside it makes them structure again.
+        again for other ids. Inside it, `ensemble[index]` with a traced index has an array of ids.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key), 8, key=key)
@@ -202,15 +201,9 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         return eqx.combine(stacked, self.shared)
 
     def to_stacked(self) -> M:
-        """The members as one plain Module, for code that calls `equinox.filter_vmap` itself.
+        """The members as one plain Module, for `equinox.filter_vmap`, with `in_axes` if arrays are shared.
 
-        Shared arrays have no `members` axis: `equinox.filter_vmap` needs `in_axes` for them. The way back is
-        [`eqx_ensemble.from_stacked`][] with `ids=` and `shared=`.
-
-        ```python
-        stacked = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key).to_stacked()
-        eqx.filter_vmap(lambda model: model(jnp.ones(3)))(stacked).shape  # (4, 1)
-        ```
+        The way back is [`eqx_ensemble.from_stacked`][] with `ids=` and `shared=`.
         """
         return eqx.combine(self.arrays, self.shared)
 
@@ -314,7 +307,7 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         return map_members(fn, plan=plan)(self, *args, **kwargs)
 
     def keys(self, key: Any, *, purpose: str = "call") -> _axes.Each:
-        """Derives one key per member, for calls such as `ensemble(x, key=ensemble.keys(key))`.
+        """One key per member, for calls such as `ensemble(x, key=ensemble.keys(key))`.
 
         The plain `key` would give all members the same dropout mask. The keys are
         [`eqx_ensemble.member_keys`][]`(key, ids, purpose=purpose)`; nested ensembles get one per inner member.

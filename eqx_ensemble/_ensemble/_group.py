@@ -214,20 +214,17 @@ def join_values(values: Sequence[PyTree], order: np.ndarray) -> PyTree:
 class Group(_axes.AbstractParts):
     """Ensembles of different architectures with a joint `members` axis.
 
-    [`eqx_ensemble.predict`][] returns the predictions of all members along this axis, for `combine`, `scores`,
-    `uncertainty`, `calibrate` and `conformal`; [`eqx_ensemble.fit`][] trains one part after another.
-
     **Arguments:**
 
     - `parts`: a dict from names to ensembles; or a list of ensembles, which are named after the class of their members.
         A name consists of letters, digits, `_`, `-` and `.`.
-    - `order`: the order of the members, as below; by default part after part.
+    - `order`: member `i` is number `order[i]` of the members of all `parts`; by default part after part.
     - `renumber`: give the members the ids `0, 1, 2, ...` instead of keeping theirs, which must all be different.
 
     **Attributes:**
 
     - `parts`: the ensembles by name, in alphabetical order.
-    - `order`: member `i` of the group is number `order[i]` of the members of all `parts`, one part after another.
+    - `order`: the order of the members.
 
     **Raises:** `ValueError` for equal ids without `renumber`, an invalid name or `order`, and no parts; `TypeError` for
     parts that are not ensembles.

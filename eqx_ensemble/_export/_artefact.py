@@ -51,17 +51,13 @@ PROGRAM, LEAVES, ABOUT = "program.bin", "leaves.safetensors", "export.json"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Artefact:
-    """An ensemble as a program that runs without this library and without the model's code.
-
-    Made by [`eqx_ensemble.export`][].
+    """An exported ensemble, made by [`eqx_ensemble.export`][].
 
     **Attributes:**
 
-    - `program`: the `jax.export.Exported`; `program.serialize()` are the bytes that `jax.export.deserialize` reads, and
-        `program.mlir_module()` is the StableHLO as a text.
+    - `program`: the `jax.export.Exported`; `program.mlir_module()` is the StableHLO as a text.
     - `leaves`: the arrays by name, which the program takes as its first argument; `None` if they are inside.
-    - `about`: the description that is saved in `export.json`: the members' ids; name, dtype and shape of inputs,
-        outputs and leaves; platforms; versions.
+    - `about`: the description that is saved in `export.json`.
     """
 
     program: Exported
@@ -69,10 +65,7 @@ class Artefact:
     about: dict[str, Any]
 
     def __call__(self, x: PyTree) -> PyTree:
-        """Calls the program with a batch of rows `(batch, ...)`.
-
-        A program of `jax.export` with a symbolic number of rows needs at least one row; this method also accepts none.
-        """
+        """Calls the program with a batch of rows `(batch, ...)`. Unlike the program itself, it also accepts none."""
         sizes = self._open_sizes()
         if sizes and all(np.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(x)):
             out = self._call(jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), x))
@@ -93,8 +86,7 @@ class Artefact:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one zip archive: `program.bin`, `export.json` and, with `leaves="beside"`, `leaves.safetensors`.
 
-        The file is written atomically; the next save to the same path removes the remains of a killed process. Nothing
-        is compressed. Each part has a checksum, which readers of zip archives verify. Equal artefacts give equal bytes.
+        The file is written atomically. Each part has a checksum. Equal artefacts give equal bytes.
 
         **Raises:** `OSError` with the bytes needed and free, if the disk is full or cannot be written.
         """

@@ -41,10 +41,7 @@ def export_onnx(
     fn: Callable[..., Any] | None = None,
     inference: bool | None = None,
 ) -> Any:
-    """Converts an ensemble into one ONNX model, for ONNX Runtime and other runtimes without jax.
-
-    Needs the extra `onnx`. jax2onnx does the conversion; it does not support random numbers and some less common
-    operations, for which it raises. [`eqx_ensemble.export`][] has no such limit.
+    """Converts an ensemble into one ONNX model, for ONNX Runtime and other runtimes without jax (extra `onnx`).
 
     Inputs are named `x`, or `x.image` for `shapes={"image": ...}`; outputs are named `out` in the same way.
 
@@ -53,10 +50,10 @@ def export_onnx(
     - `ensemble`, `shapes`, `combine`, `weights`, `batch_size`, `state`, `fn`, `inference`: as for
         [`eqx_ensemble.export`][].
 
-    **Returns:** an `onnx.ModelProto`: `onnx.save(model, path)` writes it to a file.
+    **Returns:** an `onnx.ModelProto`.
 
-    **Raises:** `ImportError` without jax2onnx; `NotImplementedError` for random numbers and operations that it does not
-    support; `TypeError` as for [`eqx_ensemble.export`][].
+    **Raises:** `ImportError` without jax2onnx; `NotImplementedError` for operations that it does not support;
+    `TypeError` as for [`eqx_ensemble.export`][].
     """
     check_installed("jax2onnx", what="export_onnx", extra="onnx")
     call = MemberCall(fn, check_inference(inference, None))
@@ -111,29 +108,24 @@ def export(
 ) -> Artefact:
     """Exports an ensemble as one StableHLO program, which runs without this library and without the model's code.
 
-    The program takes a batch of rows and returns the predictions of all members, combined by `combine`: the result of
-    [`eqx_ensemble.predict`][] and `combine`. Loading and calling it needs JAX (`jax.export`) and flatbuffers, which JAX
-    uses for its file format but does not install.
+    The program takes a batch of rows and returns the result of [`eqx_ensemble.predict`][] with `combine`.
 
     **Arguments:**
 
     - `ensemble`: an ensemble, whose members are functions of one example; for a run, `run.healthy`.
-    - `shapes`: the shape of one row of the input, `(13,)`, or a `jax.ShapeDtypeStruct` if its dtype is not the
-        default float; for an input of several arrays, dicts, lists and tuples of these.
-    - `combine`: the function that combines predictions, such as [`eqx_ensemble.combine.mixture`][] or your own, called
-        as `combine(predictions)` with arrays `(members, batch, ...)`. If not given, these are returned.
-    - `weights`: for `combine`, which is then called as `combine(predictions, weights=weights)`: one weight per member
-        `(members,)`, divided by their sum.
-    - `batch_size`: the rows in a batch; if not given, any number of at least one. The artefact itself also accepts
-        none.
-    - `leaves`: `"inside"`: the members' arrays are constants of the program, called as `program(x)`. `"beside"`: they
-        are its first argument, a dict of arrays by name, so that one program works for all members of one architecture:
-        `program(leaves, x)`.
+    - `shapes`: the shape of one row of the input, `(13,)`, or a `jax.ShapeDtypeStruct` if its dtype is not the default
+        float; for an input of several arrays, dicts, lists and tuples of these.
+    - `combine`: called as `combine(predictions)` with arrays `(members, batch, ...)`. If not given, the program returns
+        these.
+    - `weights`: one weight per member `(members,)`, divided by their sum, for `combine(predictions, weights=weights)`.
+    - `batch_size`: the rows in a batch; if not given, any number of at least one.
+    - `leaves`: `"inside"`: the members' arrays are constants of `program(x)`. `"beside"`: they are an argument,
+        `program(leaves, x)`, a dict of arrays by name: [one program, many ensembles](#one-program-many-ensembles).
     - `symbolic_members`: any number of members, for `leaves="beside"`.
     - `platforms`: the platforms that the program can run on: any of `"cpu"`, `"cuda"`, `"tpu"`, `"rocm"`.
     - `state`, `fn`, `inference`: as for [`eqx_ensemble.predict`][].
     - `plan`: the execution of the members, not `"auto"`. With `symbolic_members`, `Vmap()` or `Sequential()`.
-    - `key`: as for [`eqx_ensemble.predict`][]. It is a constant of the program: every call draws the same numbers.
+    - `key`: as for [`eqx_ensemble.predict`][], but a constant of the program: every call draws the same numbers.
 
     **Returns:** an [`eqx_ensemble.Artefact`][].
 

@@ -275,8 +275,8 @@ def fit(
 ) -> Run[M] | ShardedRun[M]:
     """Trains members on many workers: each shard of members is one [`eqx_ensemble.fit`][], on any worker.
 
-    The result equals that of one [`eqx_ensemble.fit`][], for any shards and any order in which workers finish: bit for
-    bit under [`eqx_ensemble.plan.Sequential`][], within rounding under other plans.
+    The result equals that of one [`eqx_ensemble.fit`][]: bit for bit under [`eqx_ensemble.plan.Sequential`][], within
+    rounding under other plans.
 
     **Arguments:**
 
@@ -288,19 +288,18 @@ def fit(
         sent by value (extra `fleet`). `ensemble` may be a function, called on the worker with the ids of a shard, that
         returns their ensemble, or a pair with its `equinox.nn.State`: `lambda ids: ee.build(make, ids=ids, key=key)`.
     - `ids`: the ids of all members, with such a function: `range(100_000)`.
-    - `data`: arrays, as for [`eqx_ensemble.fit`][]; or a function, called on the worker with the ids of a shard `(n,)`,
-        that returns them, or batches. The same holds for `validation`. Large shared arrays are memory-mapped files,
-        except with Dask: workers on other machines need functions.
+    - `data`, `validation`: arrays, as for [`eqx_ensemble.fit`][]; or a function, called on the worker with the ids of a
+        shard `(n,)`, that returns them, or batches. Without Dask, large shared arrays are memory-mapped files: workers
+        on other machines need functions.
     - `shard`: the number of members per shard, at least 2; by default each worker gets about sixteen shards. A shard
         should take minutes: a worker needs seconds to import JAX, and compiles for at most two sizes.
     - `workers`: the number of workers; by default one per core of this machine, or per thread of Dask's workers.
     - `retries`: how often a shard is retried after its worker died; then it is abandoned.
-    - `checkpoint`: a folder that all workers can write, or [`eqx_ensemble.checkpoint.Checkpoints`][]. Each shard saves
-        its run in a subfolder, and resumes from there if its worker died or the same call is run again, with the same
-        `shard`.
+    - `checkpoint`: a folder that all workers can write, or [`eqx_ensemble.checkpoint.Checkpoints`][]. A shard resumes
+        from there if its worker died, or if the same call is run again with the same `shard`.
     - `save`: a folder that all workers can write, in which each shard saves its trained members instead of returning
-        them, without optimiser states and curves. Running the same call again trains only the missing shards; a
-        different call raises an error. `plan`, `mesh`, `checkpoint`, `retries`, `workers` and the executor may differ.
+        them. The same call trains only the missing shards; a different call raises an error. `plan`, `mesh`,
+        `checkpoint`, `retries`, `workers` and the executor may differ.
     - `on_shard`: called in the caller's process with an [`eqx_ensemble.fleet.ShardReport`][] of each shard that is
         completed or abandoned.
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook.
@@ -312,9 +311,9 @@ def fit(
     were abandoned, or incomplete at Ctrl-C, are missing, with a warning.
 
     **Raises:** as [`eqx_ensemble.fit`][], with a note that names the members; `TypeError` for options that are not
-    possible; `concurrent.futures.BrokenExecutor`, or the engine's own error, if no shard was completed, and
-    `KeyboardInterrupt` if Ctrl-C came before that; `ValueError` if `checkpoint` or `save` holds a different call;
-    `BlockingIOError` while another call uses the folder of `save`.
+    possible; `concurrent.futures.BrokenExecutor`, or the engine's own error, or `KeyboardInterrupt`, if no shard was
+    completed; `ValueError` if `checkpoint` or `save` holds a different call; `BlockingIOError` while another call uses
+    the folder of `save`.
 
     ```python
     from concurrent.futures import ThreadPoolExecutor  # threads, for this example

@@ -168,16 +168,14 @@ def predict(
     - `ensemble`: the ensemble; or an [`eqx_ensemble.fleet.ShardedRun`][], whose healthy members workers read from its
         files, by default one file per shard.
     - `combine`: as for [`eqx_ensemble.predict`][]. A function with a [streaming form][eqx_ensemble.combine.streaming]
-        is evaluated on the workers, and the partial results are merged, so that no process holds the predictions of all
-        members. For other functions all predictions are returned to the caller first.
+        is evaluated on the workers, and only partial results return; for others, all predictions do.
     - `x`, `weights`, `batch_size`, `memory`, `state`, `fn`, `inference`, `plan`, `key`: as for
         [`eqx_ensemble.predict`][]. A `ShardedRun` has its own `state`.
 
     **Returns:** the predictions, each array `(members, rows, ...)`; with `combine`, its results `(rows, ...)`.
 
     **Raises:** as [`eqx_ensemble.predict`][]; `concurrent.futures.BrokenExecutor`, or the engine's own error, if a
-    shard fails after all retries; `KeyboardInterrupt` after Ctrl-C; `ValueError` if all members of a `ShardedRun`
-    diverged.
+    shard fails after all retries; `ValueError` if all members of a `ShardedRun` diverged.
 
     ```python
     from concurrent.futures import ThreadPoolExecutor  # threads, for this example

@@ -123,15 +123,13 @@ class ShardedRun(Generic[M]):
 
     - `folder`: the folder, with a checkpoint of [`eqx_ensemble.save`][] for each shard: `folder/shard-000000` and so
         on.
-    - `ids`: `(members,)`, the ids of the members of completed shards.
-    - `missing`: the ids of the other members.
+    - `ids`, `missing`: the ids of the members of completed shards `(members,)`, and those of the others.
     - `lost`: an [`eqx_ensemble.fleet.ShardReport`][] for each shard that this call abandoned.
     - `status`, `stopped_at`, `fault`, `best_step`, `best_score`: as of an [`eqx_ensemble.Run`][].
     - `loss`: `(members,)`, the mean loss of each member's last epoch.
     - `hyper`: the hyper-parameters, each array `(members, ...)`, by their column names in the table.
     - `mode`: whether lower (`"min"`) or higher (`"max"`) validation scores are better.
-    - `interrupted`: whether Ctrl-C ended the call early.
-    - `seconds`: the duration of the call, 0 after [`eqx_ensemble.fleet.open_run`][].
+    - `interrupted`, `seconds`: whether Ctrl-C ended the call early, and its duration.
     - `shards`, `sizes`: the numbers of the completed shards, and their numbers of members.
     - `like`: the shapes of the members to read.
     """
@@ -170,13 +168,11 @@ class ShardedRun(Generic[M]):
         return self.ids[self.status != Status.DIVERGED]
 
     def load(self, ids: Any = None) -> Ensemble[M]:
-        """Reads some members from any shards.
+        """Reads the ensemble of some members from any shards.
 
         **Arguments:**
 
         - `ids`: the ids of the members to read, in this order; by default all.
-
-        **Returns:** the ensemble of these members.
 
         **Raises:** `ValueError` for ids that are missing, unknown or repeated; `TypeError` unless `ids` are integers
         `(members,)`, at least one.
@@ -194,23 +190,16 @@ class ShardedRun(Generic[M]):
         return locate(self, order[np.searchsorted(self.ids, wanted, sorter=order)]).read()
 
     def best(self, count: int = 1, *, by: Any = None, mode: Mode | None = None) -> Ensemble[M]:
-        """Reads the best members, the best one first, without diverged ones.
+        """Reads the ensemble of the best members, the best one first, without diverged ones.
 
         Arguments and errors are those of [`eqx_ensemble.Run.best`][]. For stateful members:
         `run.load_with_state(run.best(count).ids)`.
-
-        **Returns:** the ensemble of these members.
         """
         return self.load(self.ids[rank_members(self, count, by, mode)])
 
     def table(self, *, as_frame: bool = False) -> Any:
-        """A table of one row per member: id, hyper-parameters, scores, status.
-
-        **Arguments:**
-
-        - `as_frame`: return a `pandas.DataFrame` (extra `pandas`).
-
-        **Returns:** a dict from column names to arrays `(members, ...)`, or a data frame.
+        """A table of one row per member, as of [`eqx_ensemble.Run.table`][]: a dict of arrays or, if `as_frame`, a
+        data frame.
         """
         columns = {"member": self.ids, **self.hyper, "loss": self.loss}
         if self.best_score is not None and self.best_step is not None:
@@ -244,7 +233,7 @@ def run_of_columns(
 
 
 def open_run(folder: str | os.PathLike[str], like: Any) -> ShardedRun[Any]:
-    """Opens a folder in which [`eqx_ensemble.fleet.fit`][] saved members, of a complete or incomplete run.
+    """Opens a folder in which [`eqx_ensemble.fleet.fit`][] saved members: [an example](../workers.md#members-in-files).
 
     **Arguments:**
 
@@ -256,24 +245,6 @@ def open_run(folder: str | os.PathLike[str], like: Any) -> ShardedRun[Any]:
 
     **Raises:** `FileNotFoundError` if `fleet.fit` saved nothing in the folder; `ValueError` if no shard is complete, or
     if files do not belong to the run; `TypeError` for an invalid `like`.
-
-    ```python
-    import tempfile
-    from concurrent.futures import ThreadPoolExecutor  # threads, for this example
-
-    def mse(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    make = lambda key: eqx.nn.Linear(3, 1, key=key)
-    data, folder = (jnp.ones((64, 3)), jnp.zeros((64, 1))), f"{tempfile.mkdtemp()}/run"
-    with ThreadPoolExecutor(2) as executor:
-        ee.fleet.fit(
-            executor, ee.build(make, 8, key=key), mse, optax.adam(1e-2), data, epochs=1, save=folder, key=key
-        )
-    run = ee.fleet.open_run(folder, make)
-    run.load(ids=[5, 2]).ids  # [5, 2]
-    ```
     """
     path = as_path(folder)
     if not has_call(path):

@@ -84,20 +84,9 @@ class AbstractPlan(eqx.Module):
         each step as its own compiled call (`False`). By default a loop, except for convolutions on a CPU, which XLA
         runs many times slower inside one.
 
-    A plan of your own defines `run`, and `width` if it runs fewer than all members at a time; and the class attribute
-    `one_by_one = True` if `fit`, outside compiled loops, is to call a program of one member for each in turn:
-
-    ```python
-    class Twos(ee.plan.AbstractPlan):
-        def run(self, fn, arrays):
-            return ee.plan.Chunked(2).run(fn, arrays)
-
-        def width(self, num_members):
-            return min(2, num_members)
-
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), 4, key=key)
-    ee.predict(ensemble, jnp.ones((10, 3)), plan=Twos()).shape  # (4, 10, 2)
-    ```
+    A plan of your own defines `run`, and `width` if it runs fewer than all members at a time ([an
+    example](../guide/extending.md#a-plan)); and the class attribute `one_by_one = True` if `fit`, outside compiled
+    loops, is to call a program of one member for each in turn.
     """
 
     one_by_one: ClassVar[bool] = False
@@ -215,11 +204,9 @@ class Chunked(AbstractPlan):
 class Sequential(AbstractPlan):
     """One member after another: the least memory; on one CPU device, the same bits as each member run alone.
 
-    In [`eqx_ensemble.fit`][] each member does many steps before the next one starts, so that its weights stay in the
-    processor's cache. On a CPU this is the fastest plan for all but small models.
-
-    The compiler unrolls a loop over a single member, whose last bits may then differ from those in a larger ensemble.
-    `Sequential(scan=False)` has no such loop.
+    In [`eqx_ensemble.fit`][] each member does many steps before the next one starts: on a CPU this is the fastest plan
+    for all but small models. An ensemble of a single member may have other last bits, except with
+    `Sequential(scan=False)`.
     """
 
     one_by_one: ClassVar[bool] = True

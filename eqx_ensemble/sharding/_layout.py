@@ -33,7 +33,7 @@ def by_largest_axis(path: str, shape: tuple[int, ...], parts: int) -> PartitionS
     - `shape`: its shape in one member.
     - `parts`: the number of devices of the axis `model`.
 
-    **Returns:** a `PartitionSpec`; `None` for arrays without such an axis, which are replicated.
+    **Returns:** a `PartitionSpec`; `None`, for a replicated array, if there is no such axis.
     """
     del path
     fitting = [axis for axis, size in enumerate(shape) if size % parts == 0 and size >= parts]

@@ -91,13 +91,11 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of devices with the axes `members`, `data` and `model`, for the `mesh=` of other functions.
 
-    `data` and `model`, which communicate at every step, stay inside a host as far as they fit there; `members` extends
-    over hosts.
+    `data` and `model`, which communicate at every step, stay inside a host as far as they fit there.
 
     **Arguments:**
 
-    - `members`: the number of devices over which members are sharded, without communication; by default all that the
-        other axes leave.
+    - `members`: the number of devices over which members are sharded; by default all that the other axes leave.
     - `data`: the number of devices that share the rows of a batch, and sum their gradients.
     - `model`: the number of devices that share the weights of a member that does not fit on one.
     - `devices`: the devices, of which the first `members * data * model` are used; by default those of all processes.

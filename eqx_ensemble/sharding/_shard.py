@@ -24,8 +24,6 @@ from ._layout import Layout, leaf_specs
 def local_rows(mesh: Mesh, num_rows: int) -> slice:
     """The rows of a batch that this process must load, because its devices process them.
 
-    Processes whose devices hold different members need the same rows, those along the axis `data` different ones.
-
     **Arguments:**
 
     - `mesh`: the mesh, from [`eqx_ensemble.make_mesh`][].
@@ -34,11 +32,6 @@ def local_rows(mesh: Mesh, num_rows: int) -> slice:
     **Returns:** a slice of consecutive rows.
 
     **Raises:** `ValueError` if rows do not divide evenly over the mesh.
-
-    ```python
-    mesh = ee.make_mesh()
-    ee.sharding.local_rows(mesh, 32)  # slice(0, 32): a single process needs all of them
-    ```
     """
     check_mesh(mesh)
     layout = Layout(mesh)
@@ -56,13 +49,12 @@ def local_rows(mesh: Mesh, num_rows: int) -> slice:
 def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
     """Assembles a global batch, sharded over the devices of all processes, from the rows of each process.
 
-    For loaders that read only the rows of [`eqx_ensemble.sharding.local_rows`][], and pass batches to
-    [`eqx_ensemble.fit`][] as an iterable.
+    For loaders that pass batches to [`eqx_ensemble.fit`][] as an iterable.
 
     **Arguments:**
 
     - `mesh`: the mesh, from [`eqx_ensemble.make_mesh`][].
-    - `rows`: any PyTree of this process's rows, each array `(local rows, ...)`.
+    - `rows`: any PyTree of this process's rows, [`eqx_ensemble.sharding.local_rows`][], each array `(local rows, ...)`.
     - `num_rows`: the number of rows of the global batch.
 
     **Returns:** the same tree of arrays `(num_rows, ...)`.
@@ -71,7 +63,7 @@ def batch(mesh: Mesh, rows: PyTree, num_rows: int) -> PyTree:
 
     ```python
     mesh = ee.make_mesh()
-    own = ee.sharding.local_rows(mesh, 32)
+    own = ee.sharding.local_rows(mesh, 32)  # slice(0, 32) in a single process
     x = ee.sharding.batch(mesh, np.ones((32, 3))[own], 32)  # (32, 3), over all processes
     ```
     """

@@ -20,52 +20,27 @@ from ._member import Classes
 class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
     """A scikit-learn classifier: a deep ensemble of any Equinox models.
 
-    Trained as [`eqx_ensemble.sklearn.EnsembleRegressor`][], for two or more classes of any type. Its probabilities are
-    the mean of the members'; the loss is the cross entropy.
+    For two or more classes of any type. The loss is the cross entropy; probabilities are the mean of the members'.
 
     **Arguments:**
 
-    - `make`: makes the network of one member, called as `make(in_size, out_size, key=key)`: any Equinox Module from
-        `(in_size,)` to `(out_size,)`, such as `functools.partial(eqx.nn.MLP, width_size=32, depth=2)`. It may return
-        `(module, state)`, as `equinox.nn.make_with_state` does; for batch normalisation, the axis name of the batch is
-        `"batch"`; a network whose call takes `key` gets one for each row in training. By default a multilayer
-        perceptron of `hidden_layer_sizes` and `activation`.
-    - `num_members`: the number of members.
-    - `hidden_layer_sizes`, `activation`: of the default network: the widths of its hidden layers, and `"relu"`,
-        `"gelu"`, `"silu"`, `"tanh"`, `"logistic"` or `"identity"`.
+    - `make`, `num_members`, `hidden_layer_sizes`, `activation`, `optimiser`, `learning_rate`, `weight_decay`,
+        `batch_size`, `max_iter`, `early_stopping`, `validation_fraction`, `n_iter_no_change`, `tol`, `bootstrap`,
+        `warm_start`, `random_state`, `verbose`: as for [`eqx_ensemble.sklearn.EnsembleRegressor`][]; `out_size` is the
+        number of classes.
     - `standardise`: whether to standardise features.
-    - `optimiser`: `None` for `optax.adamw`, a function of a learning rate such as `optax.adam`, or an optax optimiser
-        with a fixed learning rate.
-    - `learning_rate`, `weight_decay`: of the optimiser; the latter for the default one only. Fits that differ in them
-        share one compiled program.
-    - `batch_size`: rows per step.
-    - `max_iter`: the maximum number of epochs.
     - `class_weight`: weights of classes as a dict, or `"balanced"`, which multiply those of the rows.
-    - `early_stopping`: hold out `validation_fraction` of the rows. Each member stops after `n_iter_no_change` epochs
-        without an improvement of its validation loss by more than `tol`, and keeps its best weights. Otherwise all are
-        trained for `max_iter` epochs on all rows.
-    - `bootstrap`: train each member on rows drawn with replacement; the other rows give `oob_score_`.
-    - `warm_start`: a further call of `fit` continues: if `num_members` has grown, it adds members and leaves the others
-        unchanged; otherwise it trains all for up to `max_iter` further epochs. The standardisation of the first call is
-        kept.
-    - `random_state`: an integer, a `numpy.random.RandomState`, or `None`.
-    - `verbose`: show a progress line.
 
     **Attributes:**
 
-    - `ensemble_`: the trained [`eqx_ensemble.Ensemble`][], for all functions of this library. Its members take features
-        in the unit of the data and return logits; `ensemble_[0].network` is the Module that `make` made. Members that
-        diverged are excluded, with a warning.
-    - `state_`: the stacked `equinox.nn.State` of stateful members, else `None`.
-    - `rows_`: with `bootstrap`, the training rows of the members `(members, n)`, else `None`.
-    - `n_iter_`: the number of epochs of the member that was trained longest.
-    - `loss_curve_`, `validation_loss_curve_`: for each epoch, the mean over the members in training of their loss; the
-        latter is `None` without `early_stopping`.
+    - `ensemble_`: the trained [`eqx_ensemble.Ensemble`][]. Its members take features in the unit of the data and return
+        logits; `ensemble_[0].network` is the Module that `make` made. Members that diverged are excluded, with a
+        warning.
     - `classes_`: the classes, in the order of logits and probabilities.
     - `oob_score_`, `oob_decision_function_`: with `bootstrap`, the accuracy and the class probabilities of members that
-        were not trained on the row. Rows that all members drew, and rows kept for validation, are NaN and do not count.
-    - `input_scaler_`: the fitted `sklearn.preprocessing.StandardScaler`.
-    - `n_features_in_`, `feature_names_in_`: as in all estimators of scikit-learn.
+        were not trained on the row; NaN for rows that all members drew, or that were kept for validation.
+    - `state_`, `rows_`, `n_iter_`, `loss_curve_`, `validation_loss_curve_`, `input_scaler_`, `n_features_in_`,
+        `feature_names_in_`: as of [`eqx_ensemble.sklearn.EnsembleRegressor`][].
 
     ```python
     from sklearn.datasets import load_iris
@@ -128,15 +103,12 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
 
         **Arguments:**
 
-        - `X`: features `(rows, features)`: an array, a data frame, or nested lists.
+        - `X`, `sample_weight`: as for [`eqx_ensemble.sklearn.EnsembleRegressor.fit`][].
         - `y`: classes `(rows,)`: numbers, strings or booleans.
-        - `sample_weight`: a weight for each row `(rows,)`, none negative, that multiplies its loss; only ratios matter.
-            Rows of weight zero are excluded.
 
         **Returns:** the estimator.
 
-        **Raises:** `TypeError` or `ValueError` for parameters and data that do not fit together;
-        [`eqx_ensemble.train.DivergedError`][] if all members diverged.
+        **Raises:** as [`eqx_ensemble.sklearn.EnsembleRegressor.fit`][].
         """
         check_parameters(self)
         warm = is_warm(self)

@@ -19,52 +19,47 @@ from ._member import Gaussian, Point
 class EnsembleRegressor(RegressorMixin, AbstractEstimator):
     """A scikit-learn regressor: a deep ensemble of any Equinox models.
 
-    Members differ by their initialisation and row orders, and with `bootstrap` by their rows. They are trained by
-    [`eqx_ensemble.fit`][] as one compiled program, in float32 (float64 if JAX has 64-bit types enabled), on features
-    and targets that are standardised in float64. Targets are numbers `(rows,)` or `(rows, targets)`.
+    Members differ by their initialisation and row orders, and with `bootstrap` by their rows. They are trained in
+    float32 (float64 if JAX has 64-bit types enabled) on standardised features and targets.
 
     **Arguments:**
 
-    - `make`: makes the network of one member, called as `make(in_size, out_size, key=key)`: any Equinox Module from
-        `(in_size,)` to `(out_size,)`, such as `functools.partial(eqx.nn.MLP, width_size=32, depth=2)`. It may return
-        `(module, state)`, as `equinox.nn.make_with_state` does; for batch normalisation, the axis name of the batch is
-        `"batch"`; a network whose call takes `key` gets one for each row in training. By default a multilayer
-        perceptron of `hidden_layer_sizes` and `activation`.
+    - `make`: makes the network of one member from `(in_size,)` to `(out_size,)`, as `make(in_size, out_size, key=key)`,
+        such as `functools.partial(eqx.nn.MLP, width_size=32, depth=2)`: [your own
+        network](../guide/estimators.md#your-own-network). It may return `(module, state)`, as
+        `equinox.nn.make_with_state` does; for batch normalisation, the axis name is `"batch"`. By default a multilayer
+        perceptron.
     - `num_members`: the number of members.
-    - `head`: the prediction and the loss of members: `"gaussian"`, mean and variance with the negative log likelihood,
-        or `"point"`, a number with the squared error. `out_size` is twice the number of targets, the means before the
-        raw variances, or the number of targets.
+    - `head`: `"gaussian"`, mean and variance with the negative log likelihood, or `"point"`, a number with the squared
+        error. `out_size` is twice the number of targets (means before raw variances), or the number of targets.
     - `hidden_layer_sizes`, `activation`: of the default network: the widths of its hidden layers, and `"relu"`,
         `"gelu"`, `"silu"`, `"tanh"`, `"logistic"` or `"identity"`.
     - `standardise`: whether to standardise features and targets.
     - `optimiser`: `None` for `optax.adamw`, a function of a learning rate such as `optax.adam`, or an optax optimiser
         with a fixed learning rate.
-    - `learning_rate`, `weight_decay`: of the optimiser; the latter for the default one only. Fits that differ in them
-        share one compiled program.
+    - `learning_rate`, `weight_decay`: of the optimiser; the latter for the default one only.
     - `batch_size`: rows per step.
     - `max_iter`: the maximum number of epochs.
     - `early_stopping`: hold out `validation_fraction` of the rows. Each member stops after `n_iter_no_change` epochs
-        without an improvement of its validation loss by more than `tol`, and keeps its best weights. Otherwise all are
-        trained for `max_iter` epochs on all rows.
+        without an improvement of its validation loss by more than `tol`, and keeps its best weights.
     - `bootstrap`: train each member on rows drawn with replacement; the other rows give `oob_score_`.
-    - `warm_start`: a further call of `fit` continues: if `num_members` has grown, it adds members and leaves the others
-        unchanged; otherwise it trains all for up to `max_iter` further epochs. The standardisation of the first call is
-        kept.
+    - `warm_start`: a further call of `fit` adds members if `num_members` has grown, and otherwise trains all for up to
+        `max_iter` further epochs. The first standardisation is kept.
     - `random_state`: an integer, a `numpy.random.RandomState`, or `None`.
     - `verbose`: show a progress line.
 
     **Attributes:**
 
-    - `ensemble_`: the trained [`eqx_ensemble.Ensemble`][], for all functions of this library. Its members take features
-        and return a target, or with Gaussian heads `(mean, variance)`, all in the units of the data;
-        `ensemble_[0].network` is the Module that `make` made. Members that diverged are excluded, with a warning.
+    - `ensemble_`: the trained [`eqx_ensemble.Ensemble`][]. Its members take features and return a target, or with
+        Gaussian heads `(mean, variance)`, in the units of the data; `ensemble_[0].network` is the Module that `make`
+        made. Members that diverged are excluded, with a warning.
     - `state_`: the stacked `equinox.nn.State` of stateful members, else `None`.
     - `rows_`: with `bootstrap`, the training rows of the members `(members, n)`, else `None`.
     - `n_iter_`: the number of epochs of the member that was trained longest.
-    - `loss_curve_`, `validation_loss_curve_`: for each epoch, the mean over the members in training of their loss; the
-        latter is `None` without `early_stopping`.
+    - `loss_curve_`, `validation_loss_curve_`: the mean loss of the members in training, by epoch; the latter is `None`
+        without `early_stopping`.
     - `oob_score_`, `oob_prediction_`: with `bootstrap`, $R^2$ and the predictions of members that were not trained on
-        the row. Rows that all members drew, and rows kept for validation, are NaN and do not count.
+        the row; NaN for rows that all members drew, or that were kept for validation.
     - `input_scaler_`, `target_scaler_`: the fitted `sklearn.preprocessing.StandardScaler`s.
     - `n_features_in_`, `feature_names_in_`: as in all estimators of scikit-learn.
 
@@ -178,9 +173,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         - `X`: features `(rows, features)`.
         - `return_std`: also return the standard deviation.
 
-        **Returns:** the means, float64, of the shape of the targets; with `return_std` a pair of them and the standard
-        deviations: with Gaussian heads those of the mixture of the members, with point heads those of the members'
-        predictions only, without noise.
+        **Returns:** the means, float64, of the shape of the targets; with `return_std` a pair with the standard
+        deviations: of the mixture of Gaussian heads, or of point heads' predictions, without noise.
         """
         gaussian = self._is_gaussian()
         moments = validate_and_predict(self, X, combine.gaussian if gaussian else combine.moments)
@@ -199,9 +193,9 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         - `X`: features `(rows, features)`.
         - `level`: the probability inside, a number between 0 and 1.
 
-        **Returns:** the lower and the upper ends, each of the shape of the targets: with Gaussian heads, quantiles of
-        the mixture of the members' Gaussians. With point heads, quantiles of the members' predictions: they measure the
-        disagreement between members and ignore the noise of targets, and cover less than `level` of these.
+        **Returns:** the lower and the upper ends, each of the shape of the targets: quantiles of the mixture of
+        Gaussian heads, or of point heads' predictions, which ignore the noise of targets and cover less than `level` of
+        them.
         """
         check_level(level)
         mixture = lambda moments, level: uncertainty.gaussian_mixture_interval(*moments, level=level)

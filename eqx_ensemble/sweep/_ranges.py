@@ -26,24 +26,11 @@ TABLE_COLUMNS = ("member", "loss", "validation", "best_step", "status", "stopped
 
 
 class AbstractRange(abc.ABC):
-    """The distribution of one hyper-parameter. Subclass it for other distributions.
+    """The distribution of one hyper-parameter: subclass it for
+    [others](../guide/extending.md#a-range-of-hyper-parameters).
 
     For [`eqx_ensemble.sweep.draw`][], [`eqx_ensemble.methods.hyperband`][] and
     [`eqx_ensemble.methods.population.perturb_hyper`][].
-
-    ```python
-    class Normal(ee.sweep.AbstractRange):
-        def __init__(self, mean, scale) -> None:
-            self.mean, self.scale = mean, scale
-
-        def draw(self, generator):
-            return generator.normal(self.mean, self.scale)
-
-        def rescale(self, value, factor):
-            return value * factor
-
-    hyper = ee.sweep.draw({"shift": Normal(0.0, 1.0)}, 8, key=key)
-    ```
     """
 
     @abc.abstractmethod

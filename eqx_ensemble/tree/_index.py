@@ -114,13 +114,13 @@ def take(tree: T, index: Any) -> T:
     """Takes one or several members of a stacked tree.
 
     For an int, the member without the axis: `leaf[index]` for every array leaf. For `k` members, a smaller stacked tree
-    with arrays `(k, ...)`, in the given order. Other leaves are kept. NumPy arrays stay NumPy arrays.
+    with arrays `(k, ...)`, in the given order. Other leaves are kept.
 
     **Arguments:**
 
     - `tree`: a stacked PyTree, each of its arrays of shape `(members, ...)`.
-    - `index`: an int (negative ones count from the end), or a slice, list, tuple or one-dimensional array of ints, or a
-        boolean mask `(members,)`. Traced integers are clamped to the range.
+    - `index`: an int, or a slice, list, tuple or one-dimensional array of ints, or a boolean mask `(members,)`. Traced
+        integers are clamped to the range.
 
     **Returns:** a member, or a stacked tree.
 

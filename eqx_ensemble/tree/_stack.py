@@ -55,9 +55,9 @@ def _replace_column(leaves: list, rows: Any) -> Any:
 def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
     """Stacks trees of one structure into one whose arrays have a new leading axis `members`.
 
-    Arrays `(...)`, one per tree, become one JAX array `(members, ...)`; typed PRNG keys too. NumPy arrays take JAX's
-    precision, as with `jnp.asarray`. Tied weights stay one array. Everything else (functions, strings, Python scalars,
-    static fields) must be equal and is kept once; closures, partials and other objects are compared by their contents.
+    Arrays `(...)`, one per tree, become one JAX array `(members, ...)`; NumPy arrays take JAX's precision. Everything
+    else (functions, strings, Python scalars, static fields) must be equal and is kept once; closures, partials and
+    other objects are compared by their contents.
 
     [`eqx_ensemble.stack`][] makes an [`eqx_ensemble.Ensemble`][] of models, with ids and shared leaves.
 
@@ -69,8 +69,8 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
 
     **Returns:** a PyTree with the structure of the first tree.
 
-    **Raises:** `MemberMismatchError` that lists the leaves and members that differ in anything but array values, also
-    in an array in a closure or a static field; `TypeError` for a single tree, `ValueError` for an empty sequence.
+    **Raises:** `MemberMismatchError` if trees differ in anything but array values, also in an array in a closure or a
+    static field; `TypeError` for a single tree, `ValueError` for an empty sequence.
 
     ```python
     models = [

@@ -158,8 +158,7 @@ def polyak(old: T, new: T, tau: Any) -> T:
     r"""Takes a step of a Polyak average, as for target networks: moves `old` towards `new` by the fraction `tau`.
 
     Each floating-point or complex array becomes $\tau\, x_{new} + (1 - \tau)\, x_{old}$ in its own dtype, as in
-    `optax.incremental_update`; below 32 bits, small steps may be lost to rounding. Other arrays, such as counters and
-    keys, are taken from `new`. All else must be equal, and is kept.
+    `optax.incremental_update`. Other arrays, such as counters and keys, are taken from `new`.
 
     **Arguments:**
 
