@@ -13,25 +13,17 @@ def variation_ratio(
 ) -> Float[Array, "*batch"]:
     """The fraction of the members' votes that are not for the class with the most votes.
 
-    From 0, if all members agree, to 1 - 1 / `classes`. Each member votes for its most likely class; ties go to the
-    lowest class.
-
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `logits`: `(members, *batch, classes)`.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    Fractions `(*batch,)`; NaN where a member of nonzero weight is NaN. Their gradient is zero.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and for invalid weights.
+    Fractions `(*batch,)`, from 0, if all members agree, to 1 - 1 / `classes`.
 
     ```python
-    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row
+    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])
     ee.uncertainty.variation_ratio(logits)  # 1/3
     ```
     """
@@ -44,27 +36,20 @@ def disagreement(
 ) -> Float[Array, "*batch"]:
     r"""The probability that two members, drawn with probabilities equal to their weights, vote for different classes.
 
-    $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$. Pairs of a member with itself are included and
-    agree: for equal weights, the fraction of disagreeing pairs of different members is
-    `num_members / (num_members - 1)` times this. For each pair of members over all rows see
-    [`eqx_ensemble.uncertainty.pairwise_disagreement`][].
+    $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$.
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `logits`: `(members, *batch, classes)`.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    Probabilities `(*batch,)`; NaN where a member of nonzero weight is NaN. Their gradient is zero.
-
-    **Raises:**
-
-    As [`eqx_ensemble.uncertainty.variation_ratio`][].
+    Probabilities `(*batch,)`.
 
     ```python
-    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row
-    ee.uncertainty.disagreement(logits)  # 4/9, or 2/3 of the pairs of different members
+    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])
+    ee.uncertainty.disagreement(logits)  # 4/9
     ```
     """
     checked = check_logits(logits, of_votes=True)
@@ -105,27 +90,20 @@ def pairwise_disagreement(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `logits`: `(members, *batch, classes)`.
+    - `row_weights`: `(*batch,)`.
 
     **Returns:**
 
-    A symmetric matrix `(members, members)` with zeros on its diagonal. Members with NaN in a row that is not ignored
-    have NaN in their row and column.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, and invalid row weights.
+    A symmetric matrix `(members, members)` with zeros on its diagonal.
 
     ```python
-    # two members, two rows
     logits = jnp.array([[[2.0, 1.0], [0.0, 3.0]], [[2.0, 1.0], [4.0, 3.0]]])
     ee.uncertainty.pairwise_disagreement(logits)  # [[0, 0.5], [0.5, 0]]
     ```
 
     ??? cite
-        [Deep Ensembles: A Loss Landscape Perspective](https://arxiv.org/abs/1912.02757)
+        [Fort et al. 2019](https://arxiv.org/abs/1912.02757)
     """
     checked = check_logits(logits, of_votes=True)
     rows = check_row_weights(row_weights, checked.shape[1:-1], checked.dtype)
@@ -142,24 +120,17 @@ def q_statistic(
 
     $Q = \frac{N_{11} N_{00} - N_{10} N_{01}}{N_{11} N_{00} + N_{10} N_{01}}$, where $N_{ab}$ is the number of rows on
     which the first and the second member are right (1) or wrong (0). It is 1 if one is never right without the other, 0
-    for independent errors, negative if members fail on different rows, and -1 if they are never right together or never
-    wrong together.
+    for independent errors, and negative if members fail on different rows.
 
     **Arguments:**
 
     - `correct`: `(members, *batch)`, 1 where the member is right and 0 where it is wrong, of any dtype:
         `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `row_weights`: `(*batch,)`.
 
     **Returns:**
 
-    A symmetric matrix `(members, members)`. NaN where numerator and denominator are both zero, as for a member that is
-    never wrong, and for members with NaN in a row that is not ignored.
-
-    **Raises:**
-
-    - `TypeError` for a `correct` that is not an array of numbers or booleans.
-    - `ValueError` for mismatched shapes, and numbers other than 0, 1 and NaN (where concrete).
+    A symmetric matrix `(members, members)`; NaN for zero divided by zero, as for a member that is never wrong.
 
     ```python
     correct = jnp.array([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
@@ -167,8 +138,7 @@ def q_statistic(
     ```
 
     ??? cite
-        [Measures of Diversity in Classifier Ensembles and Their Relationship with the Ensemble
-        Accuracy](https://doi.org/10.1023/A:1022859003006)
+        [Kuncheva and Whitaker 2003](https://doi.org/10.1023/A:1022859003006)
     """
     return _q_statistic(*check_rows_of_members("correct", correct, row_weights, binary=True))
 
@@ -180,24 +150,18 @@ def error_correlation(
 ) -> Float[Array, "members members"]:
     r"""Pearson's correlation over rows of the errors of every pair of members.
 
-    Ensembles gain most from members with uncorrelated errors: the variance of the mean of $M$ errors of equal
-    variance $\sigma^2$ and correlation $\rho$ is $\sigma^2 (1 + (M - 1) \rho) / M$.
+    The variance of the mean of $M$ errors of equal variance $\sigma^2$ and correlation $\rho$ is $\sigma^2 (1 + (M - 1)
+    \rho) / M$: ensembles gain most from uncorrelated errors.
 
     **Arguments:**
 
-    - `errors`: `(members, *batch)`, such as `predictions - targets[None]`, or, for classes,
-        `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
+    - `errors`: `(members, *batch)`, such as `predictions - targets[None]`, or `correct` as for
+        [`eqx_ensemble.uncertainty.q_statistic`][].
+    - `row_weights`: `(*batch,)`.
 
     **Returns:**
 
-    A symmetric matrix `(members, members)` with ones on its diagonal. NaN for members with constant errors, or with NaN
-    in a row that is not ignored.
-
-    **Raises:**
-
-    - `TypeError` for errors that are not floating-point.
-    - `ValueError` for mismatched shapes.
+    A symmetric matrix `(members, members)` with ones on its diagonal; NaN for members with constant errors.
 
     ```python
     errors = jnp.array([[1.0, -1.0, 2.0, 0.0], [2.0, -2.0, 4.0, 0.0]])

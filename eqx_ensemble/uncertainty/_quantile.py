@@ -26,28 +26,20 @@ def gaussian_interval(
 ) -> Interval:
     r"""The central interval of a Gaussian, $\mu \pm \sigma \, \Phi^{-1}((1 + \mathrm{level}) / 2)$.
 
-    For an ensemble pass the result of [`eqx_ensemble.combine.gaussian`][]. Evaluate the interval with
-    [`eqx_ensemble.scores.coverage`][].
+    For an ensemble pass the result of [`eqx_ensemble.combine.gaussian`][].
 
     **Arguments:**
 
-    - `mean`, `variance`: `(*batch,)`, of one shape; with a `members` axis, one interval per member.
-    - `level`: the probability inside, a Python number between 0 and 1.
+    - `mean`, `variance`: `(*batch,)`; with a `members` axis, one interval per member.
+    - `level`: the probability inside, a Python number.
 
     **Returns:**
 
-    A named tuple with `.lower` and `.upper`, of the shape of `mean`.
-
-    **Raises:**
-
-    - `TypeError` for arrays that are not floating-point.
-    - `ValueError` for mismatched shapes, negative variances (where concrete), and a level outside (0, 1).
+    [`eqx_ensemble.uncertainty.Interval`][], of the shape of `mean`.
 
     ```python
-    lower, upper = ee.uncertainty.gaussian_interval(
-        jnp.array([0.0]), jnp.array([1.0]), level=0.95
-    )
-    lower, upper  # [-1.96], [1.96]
+    ee.uncertainty.gaussian_interval(jnp.array([0.0]), jnp.array([1.0]), level=0.95)
+    # [-1.96], [1.96]
     ```
     """
     from statistics import NormalDist  # here, because it takes a thirtieth of this library's import time
@@ -72,27 +64,20 @@ def quantile(
     *,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Float[Array, "..."]:
-    r"""Quantiles over members of their values as a weighted sample, entry by entry.
+    """Quantiles over members of their values as a weighted sample, entry by entry.
 
     The value at which the cumulative weight reaches the level; the midpoint to the next value if it equals the level.
-    This is NumPy's `"averaged_inverted_cdf"` (definition 2 of Hyndman and Fan), which extends to weights: a member of
-    weight 2 counts as two members. The linear interpolation of `jnp.quantile(values, levels, axis=0)` does not.
+    This is NumPy's `"averaged_inverted_cdf"`, definition 2 of Hyndman and Fan.
 
     **Arguments:**
 
-    - `values`: floating-point, `(members, ...)`. For quantiles of a mixture of Gaussians see
-        [`eqx_ensemble.uncertainty.gaussian_mixture_quantile`][].
+    - `values`: floating-point, `(members, ...)`.
     - `levels`: a number from 0 to 1, or several `(levels,)`.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
     `(...)` for one level, `(levels, ...)` for several; NaN where a member is NaN.
-
-    **Raises:**
-
-    - `TypeError` for values that are not floating-point.
-    - `ValueError` for levels outside [0, 1] (where concrete), values without members, and invalid weights.
 
     ```python
     values = jnp.array([[1.0], [2.0], [3.0], [4.0]])
@@ -100,7 +85,7 @@ def quantile(
     ```
 
     ??? cite
-        [Sample Quantiles in Statistical Packages](https://doi.org/10.1080/00031305.1996.10473566)
+        [Hyndman and Fan 1996](https://doi.org/10.1080/00031305.1996.10473566)
     """
     checked = check_values("values", values)
     wanted, over = check_levels(levels, checked.dtype, ends=True)
@@ -110,26 +95,21 @@ def quantile(
 def interval(
     values: Float[ArrayLike, "members ..."], *, level: float = 0.9, weights: Real[ArrayLike, " members"] | None = None
 ) -> Interval:
-    r"""The central interval of the members' values as a weighted sample, entry by entry.
+    """The central interval of the members' values as a weighted sample, entry by entry.
 
-    From the quantile of level $(1 - \mathrm{level}) / 2$ to that of $(1 + \mathrm{level}) / 2$, by the estimator of
-    [`eqx_ensemble.uncertainty.quantile`][]. It covers the members' values, without noise: for members that predict a
-    variance see [`eqx_ensemble.uncertainty.gaussian_mixture_interval`][]. For fewer than `2 / (1 - level)` equally
-    weighted members it is their full range.
+    Its ends are two values of [`eqx_ensemble.uncertainty.quantile`][]. It covers the members' values, without noise:
+    for members that predict a variance see [`eqx_ensemble.uncertainty.gaussian_mixture_interval`][]. For fewer than
+    `2 / (1 - level)` equally weighted members it is their full range.
 
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`.
-    - `level`: the probability inside, a Python number between 0 and 1.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `level`: the probability inside, a Python number.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    A named tuple with `.lower` and `.upper`, of the shape of one member's values.
-
-    **Raises:**
-
-    As [`eqx_ensemble.uncertainty.quantile`][].
+    [`eqx_ensemble.uncertainty.Interval`][], of the shape of one member's values.
 
     ```python
     values = jnp.arange(10.0)[:, None]
@@ -174,25 +154,18 @@ def gaussian_mixture_quantile(
     r"""Quantiles of the mixture of the members' Gaussians, entry by entry.
 
     The smallest $x$ with $\sum_m w_m \Phi((x - \mu_m) / \sigma_m) \ge \mathrm{level}$, by bisection to machine
-    precision, which is robust to narrow, distant members, and monotone in the level. Levels above one half are compared
-    with the upper tail: levels close to one are accurate. Levels closer to 0 or 1 than the dtype's smallest normal
-    number have infinite quantiles. It is differentiated as an implicit function.
+    precision: it is monotone in the level, and accurate for levels close to one. It is differentiated as an implicit
+    function.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, of one shape. Members of variance zero are point masses.
+    - `mean`, `variance`: `(members, *batch)`. Members of variance zero are point masses.
     - `levels`: a number between 0 and 1, or several `(levels,)`.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
     `(*batch,)` for one level, `(levels, *batch)` for several.
-
-    **Raises:**
-
-    - `TypeError` for arrays that are not floating-point.
-    - `ValueError` for levels that are not between 0 and 1, shapes that differ, negative variances (all where concrete),
-        and invalid weights.
 
     ```python
     mean, variance = jnp.array([[-3.0], [3.0]]), jnp.ones((2, 1))
@@ -213,26 +186,20 @@ def gaussian_mixture_interval(
     level: float = 0.9,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Interval:
-    r"""The central interval of the mixture of the members' Gaussians, entry by entry.
+    """The central interval of the mixture of the members' Gaussians, entry by entry.
 
-    From the quantile of level $(1 - \mathrm{level}) / 2$ to that of $(1 + \mathrm{level}) / 2$, computed by
-    [`eqx_ensemble.uncertainty.gaussian_mixture_quantile`][]. Unlike the interval of a single Gaussian with the same
-    mean and variance, [`eqx_ensemble.uncertainty.gaussian_interval`][], it is exact where members disagree.
+    Unlike [`eqx_ensemble.uncertainty.gaussian_interval`][] of the mixture's mean and variance, it is exact where
+    members disagree.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, of one shape.
-    - `level`: the probability inside, a Python number between 0 and 1.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+    - `mean`, `variance`: `(members, *batch)`.
+    - `level`: the probability inside, a Python number.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    A named tuple with `.lower` and `.upper`, `(*batch,)`; evaluate the interval with
-    [`eqx_ensemble.scores.coverage`][].
-
-    **Raises:**
-
-    As [`eqx_ensemble.uncertainty.gaussian_mixture_quantile`][].
+    [`eqx_ensemble.uncertainty.Interval`][] of arrays `(*batch,)`.
 
     ```python
     mean, variance = jnp.array([[-3.0], [3.0]]), jnp.ones((2, 1))

@@ -23,26 +23,20 @@ def sample_gaussian_mixture(
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, of one shape.
-    - `num_samples`: the number of samples of each entry.
+    - `mean`, `variance`: `(members, *batch)`.
+    - `num_samples`: the number of samples.
     - `joint`: whether all entries of a sample come from the same member; otherwise each entry draws a member
-        independently. The marginal distributions of entries are the same.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
+        independently, with the same marginal distributions.
+    - `weights`: over members, `(members,)`.
     - `key`: one threefry key, typed or legacy.
 
     **Returns:**
 
     Samples `(samples, *batch)`, differentiable in mean and variance (not in the weights).
 
-    **Raises:**
-
-    - `TypeError` for arrays that are not floating-point, and for an invalid key.
-    - `ValueError` for mismatched shapes, negative variances (where concrete), invalid weights, and `num_samples` below
-        one.
-
     ```python
     mean, variance = jnp.array([[-3.0], [3.0]]), jnp.ones((2, 1))
-    ee.uncertainty.sample_gaussian_mixture(mean, variance, 100, key=key).shape  # (100, 1)
+    ee.uncertainty.sample_gaussian_mixture(mean, variance, 9, key=key).shape  # (9, 1)
     ```
     """
     joint = check_flag(joint, "joint")
@@ -64,25 +58,15 @@ def sample_class_mixture(
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `num_samples`: the number of samples of each row.
-    - `joint`: whether all rows of a sample come from the same member; otherwise each row draws a member independently.
-        The marginal distributions of rows are the same.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are ignored.
-    - `key`: one threefry key, typed or legacy.
+    - `logits`: `(members, *batch, classes)`.
+    - `num_samples`, `joint`, `weights`, `key`: as for [`eqx_ensemble.uncertainty.sample_gaussian_mixture`][].
 
     **Returns:**
 
     Labels `(samples, *batch)`, from 0 to classes - 1.
 
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point, and for an invalid key.
-    - `ValueError` for logits without a `members` axis or with fewer than two classes, invalid weights, and
-        `num_samples` below one.
-
     ```python
-    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.5, 0.5]]]))  # two members, one row
+    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.5, 0.5]]]))
     jnp.mean(ee.uncertainty.sample_class_mixture(logits, 1000, key=key))  # about 0.3
     ```
     """
