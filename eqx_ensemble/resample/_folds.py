@@ -104,8 +104,8 @@ def folds(
 ) -> Folds:
     """Cross-validation: member `i` is tested on fold `i`, and trained on the other folds.
 
-    Fold sizes differ by at most one row, except with `groups`. If `num_folds` does not divide `num_rows`, some training
-    parts have one extra row, and `train` drops one of their rows, a different one for each member.
+    If `num_folds` does not divide `num_rows`, some training parts have one extra row, and `train` drops one of
+    their rows, a different one for each member.
 
     **Arguments:**
 
@@ -114,7 +114,7 @@ def folds(
     - `stratify`: discrete labels `(rows,)`: class proportions are equal in all folds, up to rounding.
     - `groups`: discrete labels `(rows,)`: all rows of a group are in one fold. Both give the folds of scikit-learn's
         `StratifiedKFold`, `GroupKFold` or `StratifiedGroupKFold`.
-    - `uneven`: for training parts that differ by more than one row, as from groups: `"trim"` drops rows of longer
+    - `uneven`: for training parts that differ by more than one row, `"trim"` drops rows of longer
         parts, `"repeat"` repeats rows of shorter parts, both evenly spaced.
     - `key`: one key, to shuffle the rows; without it, folds are consecutive rows.
 

@@ -12,20 +12,15 @@ from ._variance import Decomposition
 
 
 def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"]:
-    r"""The entropy, in nats, of the distributions on the last axis, $-\sum_c p_c \log p_c$.
+    r"""The entropy of the distributions on the last axis, $-\sum_c p_c \log p_c$.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(*batch, classes)`; leading axes, such as `members`, are kept. For
-        probabilities `p` pass `jnp.log(p)`. Classes with probability zero contribute zero.
+    - `logits`: `(*batch, classes)`; leading axes, such as `members`, are kept.
 
     **Returns:**
 
     Entropies `(*batch,)`, between 0 and $\log$ `classes`.
-
-    **Raises:**
-
-    - `TypeError` for logits that are not floating-point, `ValueError` for fewer than two classes.
 
     ```python
     ee.uncertainty.entropy(jnp.log(jnp.array([[0.5, 0.5], [1.0, 0.0]])))  # [0.693, 0.0]
@@ -38,20 +33,20 @@ def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"
 def decompose_entropy(
     logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members *rows"] | None = None
 ) -> Decomposition:
-    r"""The entropy of the mixture of the members, in nats, split into noise and disagreement between members.
+    r"""The entropy of the mixture of the members, split into noise and disagreement between members.
 
     With $p = \sum_m w_m p_m$: `total` is $H(p)$; `aleatoric` is $\sum_m w_m H(p_m)$; `epistemic` is their difference,
-    the mutual information $\sum_m w_m \mathrm{KL}(p_m \parallel p)$ between label and member. It is computed as a sum
-    of non-negative terms, not as a difference: it is never negative, and small values are accurate.
+    the mutual information $\sum_m w_m \mathrm{KL}(p_m \parallel p)$ between label and member,
+    never negative.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
+    - `logits`: `(members, *batch, classes)`.
+    - `weights`: over members, `(members,)` or `(members, *rows)`.
 
     **Returns:**
 
-    A named tuple with `.total`, `.aleatoric` and `.epistemic`, each `(*batch,)`.
+    [`eqx_ensemble.uncertainty.Decomposition`][] of arrays `(*batch,)`.
 
     ```python
     opposed = jnp.log(jnp.array([[[1.0, 0.0]], [[0.0, 1.0]]]))
@@ -60,7 +55,7 @@ def decompose_entropy(
     ```
 
     ??? cite
-        [Depeweg et al., ICML 2018](https://arxiv.org/abs/1710.07283)
+        [Depeweg et al. 2018](https://arxiv.org/abs/1710.07283)
     """
     checked = check_logits(logits)
     convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
@@ -158,29 +153,27 @@ stream(
 def jensen_shannon(
     logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
 ) -> Float[Array, "*batch"]:
-    r"""The Jensen-Shannon divergence of the members, in nats: their mean divergence from their mixture.
+    r"""The Jensen-Shannon divergence of the members: their mean divergence from their mixture.
 
-    $\sum_m w_m \mathrm{KL}(p_m \parallel p)$ with $p = \sum_m w_m p_m$, from 0 to the entropy of the weights. It is the
-    mutual information between label and member, the `epistemic` part of
-    [`eqx_ensemble.uncertainty.decompose_entropy`][]. For two equally weighted members it is half of Lin's $L$, the sum
-    of their divergences from the mixture.
+    $\sum_m w_m \mathrm{KL}(p_m \parallel p)$ with $p = \sum_m w_m p_m$: the `epistemic` part of
+    [`eqx_ensemble.uncertainty.decompose_entropy`][], and for two equally weighted members half of Lin's $L$.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `weights`: convex weights over members, `(members,)`.
+    - `logits`: `(members, *batch, classes)`.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    Divergences `(*batch,)`, never negative.
+    Divergences `(*batch,)`, from 0 to the entropy of the weights.
 
     ```python
-    logits = jnp.log(jnp.array([[1.0, 0.0], [0.0, 1.0]]))  # two members, one row
+    logits = jnp.log(jnp.array([[1.0, 0.0], [0.0, 1.0]]))
     ee.uncertainty.jensen_shannon(logits)  # log(2)
     ```
 
     ??? cite
-        [Lin, IEEE TIT 1991](https://doi.org/10.1109/18.61115)
+        [Lin 1991](https://doi.org/10.1109/18.61115)
     """
     checked = check_logits(logits)
     return _jensen_shannon(checked, check_weights(weights, checked.shape[0], checked.dtype))
@@ -189,31 +182,28 @@ def jensen_shannon(
 def pairwise_kl(
     logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
 ) -> Float[Array, "*batch"]:
-    r"""The mean KL divergence, in nats, between two members drawn with probabilities equal to their weights.
+    r"""The mean KL divergence between two members drawn with probabilities equal to their weights.
 
-    $\sum_{mn} w_m w_n \mathrm{KL}(p_m \parallel p_n) = \sum_c \mathrm{Cov}_m(p_{mc}, \log p_{mc})$, an upper bound on
-    [`eqx_ensemble.uncertainty.jensen_shannon`][], computed in time linear in the members. Its sum with the mean entropy
-    of the members is their mean cross-entropy: the total uncertainty if a random member predicts instead of the
-    mixture. Pairs of a member with itself are included and contribute zero: for equal weights, the mean over pairs of
-    different members is `num_members / (num_members - 1)` times this.
+    $\sum_{mn} w_m w_n \mathrm{KL}(p_m \parallel p_n)$, in time linear in the members; an upper bound on
+    [`eqx_ensemble.uncertainty.jensen_shannon`][]. Added to the members' mean entropy, it gives the total uncertainty if
+    a random member predicts instead of the mixture.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `weights`: convex weights over members, `(members,)`.
+    - `logits`: `(members, *batch, classes)`.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    Divergences `(*batch,)`, never negative; infinite where one member assigns a class probability zero and another does
-    not.
+    Divergences `(*batch,)`; infinite where one member assigns a class probability zero and another does not.
 
     ```python
-    logits = jnp.log(jnp.array([[0.9, 0.1], [0.1, 0.9]]))  # two members, one row
+    logits = jnp.log(jnp.array([[0.9, 0.1], [0.1, 0.9]]))
     ee.uncertainty.pairwise_kl(logits)  # 0.4 * log(9) = 0.879
     ```
 
     ??? cite
-        [Schweighofer et al., arXiv 2023](https://arxiv.org/abs/2311.08309)
+        [Schweighofer et al. 2023](https://arxiv.org/abs/2311.08309)
     """
     checked = check_logits(logits)
     return _pairwise_kl(checked, check_weights(weights, checked.shape[0], checked.dtype))

@@ -12,17 +12,16 @@ def least_confidence(
 ) -> Float[Array, "*batch"]:
     r"""One minus the largest probability of the mixture of the members, $1 - \max_c \sum_m w_m p_{mc}$.
 
-    Detects out-of-distribution data and wrong predictions; higher is less certain. It is computed as the sum of the
-    other probabilities: nearly certain rows remain distinguishable.
+    Nearly certain rows remain distinguishable.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `weights`: convex weights over members, `(members,)`.
+    - `logits`: `(members, *batch, classes)`.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    `(*batch,)`, from 0 to 1 - 1 / `classes`.
+    `(*batch,)`, from 0 to 1 - 1 / `classes`; higher is less certain.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.7, 0.3]]]))
@@ -30,7 +29,7 @@ def least_confidence(
     ```
 
     ??? cite
-        [Hendrycks and Gimpel, ICLR 2017](https://arxiv.org/abs/1610.02136)
+        [Hendrycks and Gimpel 2017](https://arxiv.org/abs/1610.02136)
     """
     checked = check_logits(logits)
     return _least_confidence(checked, check_weights(weights, checked.shape[0], checked.dtype))
@@ -44,32 +43,22 @@ def free_energy(
 ) -> Float[Array, "*batch"]:
     r"""The mean over members of the free energy of their logits, $-T \log \sum_c \exp(f_c / T)$.
 
-    Detects out-of-distribution data; higher is less similar to the training data. Unlike probabilities, it depends on
-    the magnitude of the logits.
-
     **Arguments:**
 
-    - `logits`: raw logits `(members, *batch, classes)`; not log-probabilities, which are normalised: at $T = 1$ their
-        energy is zero.
-    - `temperature`: $T$, positive. Logits divided by $T$ have, at temperature 1, this energy divided by $T$: the same
-        ranking.
-    - `weights`: convex weights over members, `(members,)`.
+    - `logits`: raw logits `(members, *batch, classes)`; log-probabilities have energy zero at $T = 1$.
+    - `temperature`: $T$, positive.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    Energies `(*batch,)`, in the unit of the logits.
-
-    **Raises:**
-
-    As [`eqx_ensemble.uncertainty.least_confidence`][], and `ValueError` for a temperature that is not positive (where
-    concrete).
+    Energies `(*batch,)`, in the unit of the logits; higher is less similar to the training data.
 
     ```python
     ee.uncertainty.free_energy(jnp.array([[[0.0, 0.0], [9.0, 0.0]]]))  # [-0.69, -9.0]
     ```
 
     ??? cite
-        [Liu et al., NeurIPS 2020](https://arxiv.org/abs/2010.03759)
+        [Liu et al. 2020](https://arxiv.org/abs/2010.03759)
     """
     checked = check_logits(logits)
     convex = check_weights(weights, checked.shape[0], checked.dtype)

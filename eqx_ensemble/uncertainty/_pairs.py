@@ -13,20 +13,17 @@ def variation_ratio(
 ) -> Float[Array, "*batch"]:
     """The fraction of the members' votes that are not for the class with the most votes.
 
-    From 0, if all members agree, to 1 - 1 / `classes`. Each member votes for its most likely class; ties go to the
-    lowest class.
-
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)`.
+    - `logits`: `(members, *batch, classes)`.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    Fractions `(*batch,)`; NaN where a member of nonzero weight is NaN. Their gradient is zero.
+    Fractions `(*batch,)`, from 0, if all members agree, to 1 - 1 / `classes`.
 
     ```python
-    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row
+    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])
     ee.uncertainty.variation_ratio(logits)  # 1/3
     ```
     """
@@ -39,20 +36,20 @@ def disagreement(
 ) -> Float[Array, "*batch"]:
     r"""The probability that two members, drawn with probabilities equal to their weights, vote for different classes.
 
-    $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$. A member agrees with itself: for pairs of
-    different members multiply by `num_members / (num_members - 1)`.
+    $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$.
 
     **Arguments:**
 
-    As [`eqx_ensemble.uncertainty.variation_ratio`][].
+    - `logits`: `(members, *batch, classes)`.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    Probabilities `(*batch,)`. Their gradient is zero.
+    Probabilities `(*batch,)`.
 
     ```python
-    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row
-    ee.uncertainty.disagreement(logits)  # 4/9, or 2/3 of the pairs of different members
+    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])
+    ee.uncertainty.disagreement(logits)  # 4/9
     ```
     """
     checked = check_logits(logits, of_votes=True)
@@ -93,22 +90,20 @@ def pairwise_disagreement(
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `row_weights`: relative weights `(*batch,)`, or booleans.
+    - `logits`: `(members, *batch, classes)`.
+    - `row_weights`: `(*batch,)`.
 
     **Returns:**
 
-    A symmetric matrix `(members, members)` with zeros on its diagonal. Members with NaN in a row that is not ignored
-    have NaN in their row and column.
+    A symmetric matrix `(members, members)` with zeros on its diagonal.
 
     ```python
-    # two members, two rows
     logits = jnp.array([[[2.0, 1.0], [0.0, 3.0]], [[2.0, 1.0], [4.0, 3.0]]])
     ee.uncertainty.pairwise_disagreement(logits)  # [[0, 0.5], [0.5, 0]]
     ```
 
     ??? cite
-        [Fort et al., arXiv 2019](https://arxiv.org/abs/1912.02757)
+        [Fort et al. 2019](https://arxiv.org/abs/1912.02757)
     """
     checked = check_logits(logits, of_votes=True)
     rows = check_row_weights(row_weights, checked.shape[1:-1], checked.dtype)
@@ -125,24 +120,17 @@ def q_statistic(
 
     $Q = \frac{N_{11} N_{00} - N_{10} N_{01}}{N_{11} N_{00} + N_{10} N_{01}}$, where $N_{ab}$ is the number of rows on
     which the first and the second member are right (1) or wrong (0). It is 1 if one is never right without the other, 0
-    for independent errors, negative if members fail on different rows, and -1 if they are never right together or never
-    wrong together.
+    for independent errors, and negative if members fail on different rows.
 
     **Arguments:**
 
     - `correct`: `(members, *batch)`, 1 where the member is right and 0 where it is wrong, of any dtype:
         `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans.
+    - `row_weights`: `(*batch,)`.
 
     **Returns:**
 
-    A symmetric matrix `(members, members)`. NaN where numerator and denominator are both zero, as for a member that is
-    never wrong, and for members with NaN in a row that is not ignored.
-
-    **Raises:**
-
-    - `TypeError` for a `correct` that is not an array of numbers or booleans.
-    - `ValueError` for mismatched shapes, and numbers other than 0, 1 and NaN (where concrete).
+    A symmetric matrix `(members, members)`; NaN for zero divided by zero, as for a member that is never wrong.
 
     ```python
     correct = jnp.array([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
@@ -150,7 +138,7 @@ def q_statistic(
     ```
 
     ??? cite
-        [Kuncheva and Whitaker, Machine Learning 2003](https://doi.org/10.1023/A:1022859003006)
+        [Kuncheva and Whitaker 2003](https://doi.org/10.1023/A:1022859003006)
     """
     return _q_statistic(*check_rows_of_members("correct", correct, row_weights, binary=True))
 
@@ -162,19 +150,18 @@ def error_correlation(
 ) -> Float[Array, "members members"]:
     r"""Pearson's correlation over rows of the errors of every pair of members.
 
-    Ensembles gain most from members with uncorrelated errors: the variance of the mean of $M$ errors of equal
-    variance $\sigma^2$ and correlation $\rho$ is $\sigma^2 (1 + (M - 1) \rho) / M$.
+    The variance of the mean of $M$ errors of equal variance $\sigma^2$ and correlation $\rho$ is $\sigma^2 (1 + (M - 1)
+    \rho) / M$: ensembles gain most from uncorrelated errors.
 
     **Arguments:**
 
-    - `errors`: `(members, *batch)`, such as `predictions - targets[None]`, or, for classes,
-        `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans.
+    - `errors`: `(members, *batch)`, such as `predictions - targets[None]`, or `correct` as for
+        [`eqx_ensemble.uncertainty.q_statistic`][].
+    - `row_weights`: `(*batch,)`.
 
     **Returns:**
 
-    A symmetric matrix `(members, members)` with ones on its diagonal. NaN for members with constant errors, or with NaN
-    in a row that is not ignored.
+    A symmetric matrix `(members, members)` with ones on its diagonal; NaN for members with constant errors.
 
     ```python
     errors = jnp.array([[1.0, -1.0, 2.0, 0.0], [2.0, -2.0, 4.0, 0.0]])

@@ -26,23 +26,20 @@ def gaussian_interval(
 ) -> Interval:
     r"""The central interval of a Gaussian, $\mu \pm \sigma \, \Phi^{-1}((1 + \mathrm{level}) / 2)$.
 
-    For an ensemble pass the result of [`eqx_ensemble.combine.gaussian`][]. Evaluate the interval with
-    [`eqx_ensemble.scores.coverage`][].
+    For an ensemble pass the result of [`eqx_ensemble.combine.gaussian`][].
 
     **Arguments:**
 
-    - `mean`, `variance`: `(*batch,)`, of one shape; with a `members` axis, one interval per member.
-    - `level`: the probability inside, between 0 and 1.
+    - `mean`, `variance`: `(*batch,)`; with a `members` axis, one interval per member.
+    - `level`: the probability inside, a Python number.
 
     **Returns:**
 
-    A named tuple with `.lower` and `.upper`, of the shape of `mean`.
+    [`eqx_ensemble.uncertainty.Interval`][], of the shape of `mean`.
 
     ```python
-    lower, upper = ee.uncertainty.gaussian_interval(
-        jnp.array([0.0]), jnp.array([1.0]), level=0.95
-    )
-    lower, upper  # [-1.96], [1.96]
+    ee.uncertainty.gaussian_interval(jnp.array([0.0]), jnp.array([1.0]), level=0.95)
+    # [-1.96], [1.96]
     ```
     """
     from statistics import NormalDist  # here, because it takes a thirtieth of this library's import time
@@ -69,14 +66,14 @@ def quantile(
 ) -> Float[Array, "..."]:
     """Quantiles over members of their values as a weighted sample, entry by entry.
 
-    NumPy's `"averaged_inverted_cdf"` (definition 2 of Hyndman and Fan), which extends to weights: a member of weight 2
-    counts as two members.
+    The value at which the cumulative weight reaches the level; the midpoint to the next value if it equals the level.
+    This is NumPy's `"averaged_inverted_cdf"`, definition 2 of Hyndman and Fan.
 
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`.
     - `levels`: a number from 0 to 1, or several `(levels,)`.
-    - `weights`: convex weights over members, `(members,)`.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
@@ -88,7 +85,7 @@ def quantile(
     ```
 
     ??? cite
-        [Hyndman and Fan, The American Statistician 1996](https://doi.org/10.1080/00031305.1996.10473566)
+        [Hyndman and Fan 1996](https://doi.org/10.1080/00031305.1996.10473566)
     """
     checked = check_values("values", values)
     wanted, over = check_levels(levels, checked.dtype, ends=True)
@@ -98,17 +95,17 @@ def quantile(
 def interval(
     values: Float[ArrayLike, "members ..."], *, level: float = 0.9, weights: Real[ArrayLike, " members"] | None = None
 ) -> Interval:
-    r"""The central interval of the members' values as a weighted sample, entry by entry.
+    """The central interval of the members' values as a weighted sample, entry by entry.
 
-    From the quantile of level $(1 - \mathrm{level}) / 2$ to that of $(1 + \mathrm{level}) / 2$, without the noise that
-    members predict: for that see [`eqx_ensemble.uncertainty.gaussian_mixture_interval`][]. For fewer than
-    `2 / (1 - level)` members it is their full range.
+    Its ends are two values of [`eqx_ensemble.uncertainty.quantile`][]. It covers the members' values, without noise:
+    for members that predict a variance see [`eqx_ensemble.uncertainty.gaussian_mixture_interval`][]. For fewer than
+    `2 / (1 - level)` equally weighted members it is their full range.
 
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`.
-    - `level`: the probability inside, between 0 and 1.
-    - `weights`: convex weights over members, `(members,)`.
+    - `level`: the probability inside, a Python number.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
@@ -157,13 +154,14 @@ def gaussian_mixture_quantile(
     r"""Quantiles of the mixture of the members' Gaussians, entry by entry.
 
     The smallest $x$ with $\sum_m w_m \Phi((x - \mu_m) / \sigma_m) \ge \mathrm{level}$, by bisection to machine
-    precision, also in both tails. Differentiated as an implicit function.
+    precision: it is monotone in the level, and accurate for levels close to one. It is differentiated as an implicit
+    function.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, of one shape. Members of variance zero are point masses.
+    - `mean`, `variance`: `(members, *batch)`. Members of variance zero are point masses.
     - `levels`: a number between 0 and 1, or several `(levels,)`.
-    - `weights`: convex weights over members, `(members,)`.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
@@ -188,20 +186,20 @@ def gaussian_mixture_interval(
     level: float = 0.9,
     weights: Real[ArrayLike, " members"] | None = None,
 ) -> Interval:
-    r"""The central interval of the mixture of the members' Gaussians, entry by entry.
+    """The central interval of the mixture of the members' Gaussians, entry by entry.
 
-    From the quantile of level $(1 - \mathrm{level}) / 2$ to that of $(1 + \mathrm{level}) / 2$. Unlike
-    [`eqx_ensemble.uncertainty.gaussian_interval`][], it is exact where members disagree.
+    Unlike [`eqx_ensemble.uncertainty.gaussian_interval`][] of the mixture's mean and variance, it is exact where
+    members disagree.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, of one shape.
-    - `level`: the probability inside, between 0 and 1.
-    - `weights`: convex weights over members, `(members,)`.
+    - `mean`, `variance`: `(members, *batch)`.
+    - `level`: the probability inside, a Python number.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    [`eqx_ensemble.uncertainty.Interval`][], `(*batch,)`.
+    [`eqx_ensemble.uncertainty.Interval`][] of arrays `(*batch,)`.
 
     ```python
     mean, variance = jnp.array([[-3.0], [3.0]]), jnp.ones((2, 1))

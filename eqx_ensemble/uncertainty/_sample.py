@@ -23,25 +23,20 @@ def sample_gaussian_mixture(
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, *batch)`, of one shape.
-    - `num_samples`: the number of samples of each entry.
+    - `mean`, `variance`: `(members, *batch)`.
+    - `num_samples`: the number of samples.
     - `joint`: whether all entries of a sample come from the same member; otherwise each entry draws a member
-        independently. The marginal distributions of entries are the same.
-    - `weights`: convex weights over members, `(members,)`.
-    - `key`: one random key.
+        independently, with the same marginal distributions.
+    - `weights`: over members, `(members,)`.
+    - `key`: one threefry key, typed or legacy.
 
     **Returns:**
 
     Samples `(samples, *batch)`, differentiable in mean and variance (not in the weights).
 
-    **Raises:**
-
-    - `ValueError` for mismatched shapes, negative variances (where concrete), invalid weights, and `num_samples` below
-        one.
-
     ```python
     mean, variance = jnp.array([[-3.0], [3.0]]), jnp.ones((2, 1))
-    ee.uncertainty.sample_gaussian_mixture(mean, variance, 100, key=key).shape  # (100, 1)
+    ee.uncertainty.sample_gaussian_mixture(mean, variance, 9, key=key).shape  # (9, 1)
     ```
     """
     joint = check_flag(joint, "joint")
@@ -63,15 +58,15 @@ def sample_class_mixture(
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - the others: as for [`eqx_ensemble.uncertainty.sample_gaussian_mixture`][].
+    - `logits`: `(members, *batch, classes)`.
+    - `num_samples`, `joint`, `weights`, `key`: as for [`eqx_ensemble.uncertainty.sample_gaussian_mixture`][].
 
     **Returns:**
 
     Labels `(samples, *batch)`, from 0 to classes - 1.
 
     ```python
-    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.5, 0.5]]]))  # two members, one row
+    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.5, 0.5]]]))
     jnp.mean(ee.uncertainty.sample_class_mixture(logits, 1000, key=key))  # about 0.3
     ```
     """

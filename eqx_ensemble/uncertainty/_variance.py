@@ -106,18 +106,16 @@ def decompose_squared_error(
 ) -> Ambiguity:
     r"""The squared error of the ensemble mean: the mean squared error of the members minus their ambiguity.
 
-    With $\bar f = \sum_m w_m f_m$: $(\bar f - y)^2 = \sum_m w_m (f_m - y)^2 - \sum_m w_m (f_m - \bar f)^2$. In the
-    squared unit of the target.
+    With $\bar f = \sum_m w_m f_m$: $(\bar f - y)^2 = \sum_m w_m (f_m - y)^2 - \sum_m w_m (f_m - \bar f)^2$.
 
     **Arguments:**
 
-    - `predictions`: `(members, *batch)`.
-    - `targets`: `(*batch,)`.
-    - `weights`: convex weights over members, `(members,)`.
+    - `predictions`, `targets`: `(members, *batch)` and `(*batch,)`, without broadcasting.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    A named tuple with `.ensemble`, `.members` and `.ambiguity`, each `(*batch,)`, not reduced over rows.
+    [`eqx_ensemble.uncertainty.Ambiguity`][] of arrays `(*batch,)`.
 
     ```python
     parts = ee.uncertainty.decompose_squared_error(
@@ -127,7 +125,8 @@ def decompose_squared_error(
     ```
 
     ??? cite
-        [Krogh and Vedelsby, NeurIPS 1994](https://proceedings.neurips.cc/paper/1994/hash/b8c37e33defde51cf91e1e03e51657da-Abstract.html)
+        [Krogh and Vedelsby
+        1994](https://proceedings.neurips.cc/paper/1994/hash/b8c37e33defde51cf91e1e03e51657da-Abstract.html)
     """
     predicted, observed = check_regression(targets, members=True, predictions=predictions)
     convex = check_weights(weights, predicted.shape[0], predicted.dtype)
@@ -144,18 +143,18 @@ def decompose_nll(
     r"""The cross-entropy of the mean logits: the mean cross-entropy of the members minus their ambiguity.
 
     With $q$ the normalised geometric mean of the members, [`eqx_ensemble.combine.mean_logits`][]: $-\log q(y) = -\sum_m
-    w_m \log p_m(y) - \sum_m w_m \mathrm{KL}(q \parallel p_m)$, in nats. For mean probabilities the gain depends on the
-    label.
+    w_m \log p_m(y) - \sum_m w_m \mathrm{KL}(q \parallel p_m)$. The ambiguity does not depend on the label; the gain of
+    [`eqx_ensemble.combine.mixture`][] does.
 
     **Arguments:**
 
-    - `logits`: logits or log-probabilities, `(members, *batch, classes)`.
-    - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `weights`: convex weights over members, `(members,)`.
+    - `logits`, `labels`: `(members, *batch, classes)`, and integers `(*batch,)` from 0 to classes - 1. While tracing, a
+        label out of range makes its row NaN.
+    - `weights`: over members, `(members,)`.
 
     **Returns:**
 
-    [`eqx_ensemble.uncertainty.Ambiguity`][], each `(*batch,)`.
+    [`eqx_ensemble.uncertainty.Ambiguity`][] of arrays `(*batch,)`.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.1, 0.9]]]))
@@ -164,7 +163,7 @@ def decompose_nll(
     ```
 
     ??? cite
-        [Wood et al., JMLR 2023](https://jmlr.org/papers/v24/23-0041.html)
+        [Wood et al. 2023](https://jmlr.org/papers/v24/23-0041.html)
     """
     checked = check_logits(logits)
     targets = check_labels(labels, checked)
@@ -222,18 +221,17 @@ def decompose_variance(
     r"""The variance of the mixture of the members, split by the law of total variance.
 
     `aleatoric` is the mean of the members' variances, $\sum_m w_m \sigma_m^2$; `epistemic` is the variance of their
-    means, $\sum_m w_m (\mu_m - \mu)^2$ (ddof 0); `total` is their sum, the variance of
-    [`eqx_ensemble.combine.gaussian`][]. All are in the squared unit of the target. For class probabilities `p` pass `p`
-    and `p * (1 - p)`, the variance of each class's indicator, and sum the parts over classes.
+    means, $\sum_m w_m (\mu_m - \mu)^2$ (ddof 0); `total` is the variance of [`eqx_ensemble.combine.gaussian`][].
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, ...)`, of one shape. For point predictions pass `jnp.zeros_like(mean)`.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
+    - `mean`, `variance`: `(members, ...)`. For point predictions pass `jnp.zeros_like(mean)`; for class probabilities
+        `p` pass `p` and `p * (1 - p)`, and sum the parts over classes.
+    - `weights`: over members, `(members,)` or `(members, *rows)`.
 
     **Returns:**
 
-    A named tuple with `.total`, `.aleatoric` and `.epistemic`, each of the shape of one member's mean.
+    [`eqx_ensemble.uncertainty.Decomposition`][] of arrays of the shape of one member's mean.
 
     ```python
     parts = ee.uncertainty.decompose_variance(
@@ -243,7 +241,7 @@ def decompose_variance(
     ```
 
     ??? cite
-        [Depeweg et al., ICML 2018](https://arxiv.org/abs/1710.07283)
+        [Depeweg et al. 2018](https://arxiv.org/abs/1710.07283)
     """
     means, variances = check_moments(mean, variance, weights=weights)
     convex = check_weights(weights, means.shape[0], means.dtype, shape=means.shape[1:])
