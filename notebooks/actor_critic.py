@@ -170,6 +170,7 @@ class Agent(eqx.Module):
 #
 # `agent.targets[pair]` selects two members by an array of indices that are drawn in the compiled program, and is an
 # ensemble of two. `ee.Batch` marks inputs with a batch axis. The target is computed once and shared by all ten critics.
+# A target per critic, `(10, rows)`, is marked: `ee.Each(target)`. Unmarked, each gets all ten, without an error.
 
 
 # %%
