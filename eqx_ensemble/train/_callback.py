@@ -98,24 +98,6 @@ class Progress:
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `loss`: `(members,)`, each member's latest finite training loss; NaN if it has none.
     - `score`: `(members,)`, each member's latest finite validation score; `None` before the first validation.
-
-    ```python
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
-    rows = []
-
-
-    def record(progress):
-        rows.append((progress.step, progress.loss.mean()))
-
-
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    data = (jnp.ones((64, 3)), jnp.zeros((64, 1)))
-    ee.fit(ensemble, loss, optax.sgd(0.1), data, epochs=10, callbacks=record, key=key)
-    ```
     """
 
     step: int
@@ -175,9 +157,8 @@ class Callback(Protocol):
 
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     data = (jnp.ones((64, 3)), jnp.zeros((64, 1)))
-    run = ee.fit(
-        ensemble, loss, optax.sgd(0.1), data, epochs=50, callbacks=ee.train.every(10, stop_at(1e-6)), key=key
-    )
+    callback = ee.train.every(10, stop_at(1e-6))
+    run = ee.fit(ensemble, loss, optax.sgd(0.1), data, epochs=50, callbacks=callback, key=key)
     run.stopped_at  # (4,), multiples of ten, or -1
     ```
     """
@@ -209,9 +190,7 @@ def every(steps: int, callback: Callback) -> Callback:
     - `callback`: the [`eqx_ensemble.train.Callback`][].
 
     **Returns:** a callback. It sees all steps since its own last call in `progress.history`, and is also called at the
-    end of the run, if there is anything new: steps, or a last validation without new steps.
-
-    **Raises:** `TypeError` or `ValueError` unless `steps` is a positive integer.
+    end of the run, if there is anything new.
 
     ```python
     ee.train.every(100, lambda progress: print(progress.step, progress.loss))

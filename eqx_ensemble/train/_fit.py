@@ -180,13 +180,13 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 ) -> Run[M] | GroupRun:
     """Trains all members of an ensemble; each becomes the model that training it alone would give.
 
-    Loss and optimiser are written for ONE member. Each member has its own gradient, optimiser state, patience and
-    status. Calls with the same loss and optimiser objects and the same shapes share one compiled program.
+    Loss and optimiser are written for ONE member. Calls with the same loss and optimiser objects and the same shapes
+    share one compiled program.
 
     **Arguments:**
 
-    - `ensemble`: the ensemble to train, or a training state or run to continue, with its own `state` and `hyper`. The
-        parts of a group are trained one after another: [`eqx_ensemble.GroupRun`][].
+    - `ensemble`: the ensemble to train, or a training state or run to continue, with its own `state` and `hyper`. For a
+        group see [`eqx_ensemble.GroupRun`][].
     - `loss`: `loss(model, batch, key) -> value` of one member on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's
         hyper-parameters.
@@ -196,8 +196,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     *Data and rows:*
 
     - `data`: a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked [`eqx_ensemble.Each`][]; an
-        [`eqx_ensemble.train.RowReader`][]; or an iterable of batches, iterated once per epoch. Data frames and tensors
-        are accepted.
+        [`eqx_ensemble.train.RowReader`][]; or an iterable of batches, iterated once per epoch.
     - `batch_size`: rows per step; by default 32. The last batch of an epoch may be smaller.
     - `rows`: row indices `(members, n)` into `data`, such as bootstraps or folds.
     - `shuffle`: `True`: own permutations for each member and epoch; `"shared"`: the same for all members, which is
@@ -217,47 +216,44 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     *Members:*
 
     - `state`: the stacked `equinox.nn.State` of stateful members.
-    - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`. A warning lists those that nothing uses.
+    - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`.
     - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][].
 
     *Execution:*
 
-    - `plan`: how the members are executed. By default [`eqx_ensemble.plan.Cores`][], blocks of members on all cores of
-        a CPU, and elsewhere [`eqx_ensemble.plan.Vmap`][]; `"auto"` measures plans: [`eqx_ensemble.plan.Auto`][].
-    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default the mesh that the ensemble was built on.
-        Members are sharded over its axis `members`, the rows of their batches over `data`: [At scale](../scale.md).
+    - `plan`: how the members are executed: by default [`eqx_ensemble.plan.Cores`][] on a CPU, elsewhere
+        [`eqx_ensemble.plan.Vmap`][]; `"auto"` measures plans: [`eqx_ensemble.plan.Auto`][].
+    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default those of the ensemble. Its axis `members`
+        splits the members, `data` the rows of batches: [At scale](../scale.md).
     - `key`: the root key. A member's random streams are derived from it and the member's id.
 
     *Divergence:*
 
     - `on_diverge`: what to do if a loss or weights are not finite. `"freeze"`: the member keeps its last finite
-        weights, and a warning names it at the end; `"revive"`: it continues as a copy of a healthy member, or with
-        [`eqx_ensemble.train.Revive`][] from a new initialisation; `"raise"`: the run ends with
-        [`eqx_ensemble.train.DivergedError`][].
+        weights, and a warning names it at the end; `"revive"`: it continues as a copy of a healthy member, or as
+        [`eqx_ensemble.train.Revive`][] says; `"raise"`: [`eqx_ensemble.train.DivergedError`][].
 
     *Saving:*
 
     - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][]. Rerunning the same call resumes bit for bit,
-        or returns the run if it is complete. Another call raises an error that lists the differences.
+        or returns the run if it is complete: [Saving and resuming](saving.md).
 
     *History and callbacks:*
 
-    - `has_aux`: whether the loss returns auxiliary outputs after its other outputs; the history holds them.
+    - `has_aux`: whether the loss returns auxiliary outputs after its other outputs, for the history.
     - `history`: the steps whose losses are recorded: `"all"`; with an int `n`, every `n`-th and the last; or only the
         `"last"`. [The others do not leave the device](../scale.md#a-thinner-history).
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `callbacks`: one [`eqx_ensemble.train.Callback`][] or a list of them, called about once a second, and at the end.
-        Returning `True` ends the run; booleans `(members,)` stop members.
 
-    **Returns:** [`eqx_ensemble.Run`][]; for a group [`eqx_ensemble.GroupRun`][]. Ctrl-C, or a callback, ends the run at
-    the next boundary and returns the run so far.
+    **Returns:** [`eqx_ensemble.Run`][]; for a group [`eqx_ensemble.GroupRun`][]. Ctrl-C, or a callback that returns
+    `True`, ends the run early and returns the run so far.
 
     **Raises:**
 
-    - `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together; `TypeError`
-        inside `jax.jit`, `jax.vmap` or `jax.grad`.
+    - `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together.
     - `BlockingIOError` if another run trains in the checkpoint folder; `FileNotFoundError` or `FileExistsError` if the
-        folder contradicts the `resume` of `Checkpoints`; `ValueError` for another call.
+        folder contradicts the `resume` of `Checkpoints`; `ValueError`, with the differences, if it holds another call.
     - `MemoryError`, with a smaller plan, if the device runs out of memory.
     - [`eqx_ensemble.train.DivergedError`][] with `on_diverge="raise"`; [`eqx_ensemble.train.NotSavedError`][] if a
         checkpoint cannot be written. Both hold the run so far, as does the attribute `run` of errors that the data, the
@@ -272,11 +268,6 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
     run = ee.fit(ensemble, loss, optax.adam(1e-3), (x, y), epochs=2, key=key)
     ```
-
-    ??? cite
-
-        Row orders: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002); Mitchell, Stokes, Frank
-        and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs" (2021; ACM Transactions on Parallel Computing, 2022).
     """
     if isinstance(ensemble, Group | GroupRun):
         return fit_parts(fit, ensemble, {name: value for name, value in locals().items() if name != "ensemble"})

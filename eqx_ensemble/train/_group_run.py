@@ -150,15 +150,10 @@ class GroupRun(eqx.Module):
 
     Runs of ensembles that were trained separately can be joined as well.
 
-    **Arguments:**
+    **Arguments** and **attributes:**
 
-    - `runs`: a dict from the names of the parts to their runs, whose members have different ids.
+    - `runs`: a dict from the names of the parts to their [`eqx_ensemble.Run`][], whose members have different ids.
     - `order`: the order of the members, as for [`eqx_ensemble.Group`][].
-
-    **Attributes:**
-
-    - `runs`: the [`eqx_ensemble.Run`][] of each part by name, in alphabetical order.
-    - `order`: as for [`eqx_ensemble.Group`][].
 
     ```python
     def loss(model, batch, key):
@@ -211,7 +206,6 @@ class GroupRun(eqx.Module):
     def history(self) -> History:
         """The curves of all members, in the order of the group, with NaN where the run of a part was shorter.
 
-        `validation_step` holds the steps of all validations, with NaN scores for parts that were not validated at one.
         `aux` is a dict from the names of parts to their auxiliary outputs.
         """
         return group_history(self.runs, self.order)
@@ -225,15 +219,9 @@ class GroupRun(eqx.Module):
         strict: bool = False,
         **options: Any,
     ) -> Any:
-        """Predicts with the members that did not diverge; a warning names those that did.
+        """Predicts with the members that did not diverge, as [`eqx_ensemble.Run.predict`][] does.
 
-        **Arguments:** as for [`eqx_ensemble.Run.predict`][]; `fn`, `plan` and `x` may be dicts with one value for each
-        part, as for [`eqx_ensemble.predict`][].
-
-        **Returns:** the predictions, each array `(healthy members, rows, ...)`; with `combine`, its result.
-
-        **Raises:** [`eqx_ensemble.train.DivergedError`][] if all members diverged, or with `strict` if any did; and as
-        [`eqx_ensemble.Run.predict`][].
+        `fn`, `plan` and `x` may be dicts with one value for each part.
         """
         healthy = self.status != Status.DIVERGED
         weights = check_run_weights(weights, healthy, combine)
@@ -252,30 +240,15 @@ class GroupRun(eqx.Module):
         return predict(group, x, combine=combine, weights=weights, state=state or None, **options)
 
     def best(self, count: int = 1, *, by: Any = None, mode: Mode | None = None) -> Group:
-        """The best members of all parts, best first, without diverged ones.
+        """The best members of all parts as a smaller group, best first, as by [`eqx_ensemble.Run.best`][].
 
-        **Arguments:** as for [`eqx_ensemble.Run.best`][]. The validation scores of all parts must be comparable.
-
-        **Returns:** a smaller group.
-
-        **Raises:** as [`eqx_ensemble.Run.best`][]; `ValueError` if the validation scores of the parts have different
-        modes.
+        The validation scores of all parts must be comparable: `ValueError` if their modes differ.
         """
         check_no_states(self.runs)
         return self.group[rank_members(_Ranks(self, by), count, by, mode)]
 
     def table(self, *, as_frame: bool = False) -> Any:
-        """A table of one row per member: id, part, hyper-parameters, scores, status.
-
-        **Arguments:**
-
-        - `as_frame`: return a `pandas.DataFrame` (extra `pandas`).
-
-        **Returns:** a dict from column names to arrays `(members, ...)`, with NaN where a part has no such column; or a
-        data frame.
-
-        **Raises:** `ImportError` if pandas is not installed.
-        """
+        """A table as of [`eqx_ensemble.Run.table`][] with a column `part`, and NaN where a part has no such column."""
         columns = group_columns(self.runs, self.order)
         return data_frame(columns) if as_frame else columns
 

@@ -37,15 +37,10 @@ class Validation(eqx.Module):
     - `score`: the validation score, called like `loss`; by default the loss.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher, such as for accuracy. Required with `score`.
     - `min_delta`: the threshold, at least 0, that an improvement must exceed for `patience` and for new best weights.
-    - `smooth`: the decay $d$, from 0 to below 1, of an exponential average of each member's own scores $s_t$, for
-        noisy scores. The smoothed score after epoch $n$ is $\sum_{t \le n} d^{\,n-t} s_t\, (1-d) / (1-d^n)$, as
-        `ewm(alpha=1 - smooth).mean()` of pandas. It decides both `patience` and the best weights; 0 is the score
-        itself. `history` holds the scores, `best_score` the score of the best weights, and `target` of
-        [`eqx_ensemble.train.Stopping`][] applies to scores. A score within an epoch, such as that of last weights, is
-        averaged with those before it, but not with later ones. A score that is not finite is excluded from the average
-        and is its own smoothed score, so that NaN is never an improvement.
-
-    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together.
+    - `smooth`: the decay $d$, from 0 to below 1, of an exponential average of each member's own scores $s_t$, for noisy
+        scores. The smoothed score after epoch $n$ is $\sum_{t \le n} d^{\,n-t} s_t\, (1-d) / (1-d^n)$, as `ewm(alpha=1
+        - smooth).mean()` of pandas. It decides `patience` and the best weights; `history`, `best_score` and a target
+        are of the scores themselves. Scores that are not finite are excluded from the average.
 
     ```python
     def loss(model, batch, key):
@@ -58,9 +53,9 @@ class Validation(eqx.Module):
         return jnp.mean(jnp.abs(jax.vmap(model)(x) - y) < 1)
 
 
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
-    data, held_out = (jnp.ones((100, 3)), jnp.zeros((100, 1))), (jnp.ones((20, 3)), jnp.zeros((20, 1)))
-    validation = ee.train.Validation(held_out, score=within_one, mode="max")
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    data = jnp.ones((100, 3)), jnp.zeros((100, 1))
+    validation = ee.train.Validation(data, score=within_one, mode="max")
     run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=2, validation=validation, key=key)
     run.best_score  # (4,)
     ```
@@ -113,11 +108,8 @@ class Stopping(eqx.Module):
     - `target`: a member stops at the end of the epoch in which its validation score is `<= target`, or `>= target` with
         `mode="max"`.
     - `steps`: a member stops after this many steps, counting all its runs.
-    - `seconds`: a member stops at the end of the chunk (about a fifth of a second) in which this much time has passed
-        since the call, including the time before it was resumed.
-
-    **Raises:** `TypeError` for values of other types and shapes; `ValueError` for `steps` and `seconds` that are not
-    positive, and a `target` that is not finite.
+    - `seconds`: a member stops within about a fifth of a second after this much time since the call, including the time
+        before it was resumed.
 
     ```python
     stop = ee.train.Stopping(steps=[100, 100, 200, 400], seconds=60)  # for four members

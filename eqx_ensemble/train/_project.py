@@ -14,9 +14,8 @@ from .compiled._optimiser import supported_arguments
 def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -> optax.GradientTransformationExtraArgs:
     """Projects the weights after every update of an optimiser: projected gradient descent.
 
-    For constraints that a step must not leave: weights in a range, non-negative weights of a convex network, orthogonal
-    or normalised weights. Every member is projected alone. The update becomes the difference between the projected
-    weights and those before it, so that a projected weight is exact up to one rounding; a weight of zero is exact.
+    For weights in a range, non-negative weights of a convex network, orthogonal or normalised weights. Every member is
+    projected alone. A projected weight is exact up to one rounding; a weight of zero is exact.
 
     **Arguments:**
 
@@ -26,8 +25,7 @@ def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -
 
     **Returns:** an optax optimiser.
 
-    **Raises:** `TypeError` if `optimiser` or `fn` is something else, and if `fn` changes the structure, the shapes or
-    the dtypes of the weights.
+    **Raises:** `TypeError` if `fn` changes the structure, the shapes or the dtypes of the weights.
 
     ```python
     def loss(model, batch, key):

@@ -53,8 +53,8 @@ def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
 class Revive(eqx.Module):
     """Revives members that diverge: `fit(..., on_diverge=Revive(...))`.
 
-    A member is revived right after the step at which it diverged, with the same row order and random streams; a member
-    that diverged in an earlier run, before the first step. The remaining members are unaffected.
+    A member is revived right after the step at which it diverged, with the same row order and random streams. The
+    remaining members are unaffected.
 
     **Arguments:**
 
@@ -62,11 +62,9 @@ class Revive(eqx.Module):
         from a fresh initialisation and keeps the numbers (dropout rates) of `build(zip=...)`, except those that are
         trained. By default the member becomes a copy of a random healthy one, with its optimiser state and
         hyper-parameters.
-    - `perturb`: `perturb(hyper, key)` changes the hyper-parameters of one revived member, so that it may not
-        diverge in the same way; by default [`eqx_ensemble.train.perturb`][], `None` to keep them.
+    - `perturb`: `perturb(hyper, key)` changes the hyper-parameters of one revived member, so that it may not diverge in
+        the same way; by default [`eqx_ensemble.train.perturb`][], `None` to keep them.
     - `most`: the maximum number of revivals of a member, after which it stays frozen.
-
-    **Raises:** `TypeError` or `ValueError` for invalid arguments.
 
     ```python
     def mse(model, batch, key):
@@ -75,16 +73,8 @@ class Revive(eqx.Module):
 
 
     make = lambda key: eqx.nn.Linear(3, 1, key=key)
-    data = (jnp.ones((8, 3)), jnp.zeros((8, 1)))
-    run = ee.fit(
-        ee.build(make, 4, key=key),
-        mse,
-        optax.sgd(0.1),
-        data,
-        epochs=2,
-        on_diverge=ee.train.Revive(make),
-        key=key,
-    )
+    ensemble, data = ee.build(make, 4, key=key), (jnp.ones((8, 3)), jnp.zeros((8, 1)))
+    run = ee.fit(ensemble, mse, optax.sgd(0.1), data, epochs=2, on_diverge=ee.train.Revive(make), key=key)
     run.revived  # [], because no member diverged
     ```
     """
@@ -157,18 +147,10 @@ def revive(
 
     **Returns:** the new training state, and the revived members; none if no healthy donor remains.
 
-    **Raises:** `TypeError` for arguments of another type.
-
     ```python
-    def mse(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
     make = lambda key: eqx.nn.Linear(3, 1, key=key)
-    ensemble, optimiser = ee.build(make, 4, key=key), optax.adam(1e-2)
-    state = ee.train.init(ensemble, optimiser, key=key)
-    step = ee.train.make_step(mse, optimiser)
-    state, metrics = step(state, (jnp.ones((8, 3)), jnp.zeros((8, 1))))
+    optimiser = optax.adam(1e-2)
+    state = ee.train.init(ee.build(make, 4, key=key), optimiser, key=key)
     state, revived = ee.train.revive(state, optimiser, ee.train.Revive(make), key=key)
     revived  # [], because no member diverged
     ```

@@ -191,23 +191,38 @@ class Run(eqx.Module, Generic[M]):
 
     - `ensemble`: the trained ensemble; with validation data, every member has its best weights, else its last.
     - `state`: the stacked `equinox.nn.State` of these members; `None` for stateless members.
-    - `history`: the curves of the run.
+    - `history`: the curves, an [`eqx_ensemble.train.History`][].
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `stopped_at`: `(members,)`, the step at which a member stopped or diverged; -1 for the others.
     - `fault`: `(members,)`, the first non-finite value of a diverged member: `"loss"` or the path of a weight.
     - `revived`: the revivals of diverged members, in order; see [`eqx_ensemble.train.Revive`][].
-    - `best_step`, `best_score`: `(members,)`, the step of each member's best validation score, and that score (-1 and
-        infinity if there was none); `None` without validation data. With `smooth`, the step of the best smoothed score.
+    - `best_step`, `best_score`: `(members,)`, each member's best validation score and its step (infinity and -1 if
+        there was none); `None` without validation data.
     - `train_state`: the last training state, for [`eqx_ensemble.fit`][] or [`eqx_ensemble.train.make_step`][].
     - `selection`: each member's best weights and the number of epochs since then; `None` without validation data.
-    - `rows`: the `rows` passed to `fit`, `(members, n)`; `None` if this run or one that it continues had none.
-    - `data_state`: the position of an iterator that supports checkpointing, from which another run continues.
+    - `rows`: the `rows` of `fit`, `(members, n)`, or `None`.
+    - `data_state`: the position of an iterator that supports checkpointing.
     - `plan`: how the members were executed; `run.plan.explain()` explains a choice.
     - `interrupted`: whether Ctrl-C or a callback ended the run early.
-    - `seconds`: the duration, including compilation, earlier processes of the call, and the runs that it continues.
+    - `seconds`: the duration, including compilation and the runs that it continues.
     - `epoch`: the number of steps of an epoch; `None` if an iterable gave the batches.
 
     `run[index]` is a run of some members, and [`eqx_ensemble.concatenate`][] joins runs.
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, key=key)
+    data = x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
+    rows = ee.resample.bootstrap(len(x), 8, key=key)
+    run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=2, rows=rows, validation=data, key=key)
+    run.history.loss.shape, run.history.validation.shape  # (8, 8), (8, 2)
+    run.predict(x, combine=ee.combine.mean).shape  # (100, 1)
+    run.out_of_bag(x).mean.shape  # (100, 1)
+    run.best(3).ids  # (3,)
+    ```
     """
 
     ensemble: Ensemble[M]
@@ -287,18 +302,6 @@ class Run(eqx.Module, Generic[M]):
         **Returns:** the predictions, each array `(healthy members, rows, ...)`; with `combine`, its result.
 
         **Raises:** [`eqx_ensemble.train.DivergedError`][] if all members diverged.
-
-        ```python
-        def loss(model, batch, key):
-            x, y = batch
-            return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-        ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
-        x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
-        run = ee.fit(ensemble, loss, optax.adam(1e-3), (x, y), epochs=1, key=key)
-        run.predict(x).shape  # (4, 100, 1)
-        run.predict(x, combine=ee.combine.mean, weights=[0.1, 0.2, 0.3, 0.4]).shape  # (100, 1)
-        ```
         """
         healthy = self.status != Status.DIVERGED
         weights = check_run_weights(weights, healthy, combine)
@@ -315,27 +318,15 @@ class Run(eqx.Module, Generic[M]):
 
         **Arguments:**
 
-        - `x`: the inputs, as for [`eqx_ensemble.predict`][]: all rows of the training data, in their order.
+        - `x`: the inputs: all rows of the training data, in their order.
         - `drawn`: as for [`eqx_ensemble.resample.out_of_bag`][]; by default the `rows` that were passed to `fit`.
         - `weights`: convex weights over members `(members,)`.
-        - `options`: as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits:
-            `fn=lambda model, x: jax.nn.softmax(model(x))`.
+        - `options`: as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits: `fn=lambda model, x:
+            jax.nn.softmax(model(x))`.
 
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]. Diverged members are excluded; a warning names them.
 
         **Raises:** `TypeError` if the rows are not known; `ValueError` if a member became a copy of another.
-
-        ```python
-        def loss(model, batch, key):
-            x, y = batch
-            return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-        ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, key=key)
-        x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
-        rows = ee.resample.bootstrap(len(x), 8, key=key)
-        run = ee.fit(ensemble, loss, optax.adam(1e-3), (x, y), epochs=1, rows=rows, key=key)
-        run.out_of_bag(x).mean.shape  # (100, 1)
-        ```
         """
         drawn = check_drawn_rows(drawn, self.rows)
         check_no_copies(self.revived)
@@ -347,9 +338,8 @@ class Run(eqx.Module, Generic[M]):
 
         **Arguments:**
 
-        - `x`: the inputs: all rows of the data, in their order.
+        - `x`, `weights`, `options`: as for [`eqx_ensemble.Run.out_of_bag`][].
         - `folds`: the folds that the members were trained on: `fit(..., rows=folds.train)`.
-        - `weights`, `options`: as for [`eqx_ensemble.Run.out_of_bag`][].
 
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]; see [`eqx_ensemble.methods.cross_fit`][] for an example.
 
@@ -387,21 +377,10 @@ class Run(eqx.Module, Generic[M]):
         - `by`: a score for each member `(members,)`; by default `best_score`.
         - `mode`: `"min"` if lower scores are better, `"max"` if higher. Required with `by`.
 
-        **Returns:** the ensemble of these members; `run[run.ranking(count)]` is their run.
+        **Returns:** the ensemble of these members.
 
-        **Raises:** `TypeError` without validation scores and `by`, for `by` without `mode`, and for stateful members:
-        use `ranking`. `ValueError` if fewer than `count` members have a score.
-
-        ```python
-        def loss(model, batch, key):
-            x, y = batch
-            return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-        ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
-        data, held_out = (jnp.ones((100, 3)), jnp.zeros((100, 1))), (jnp.ones((16, 3)), jnp.zeros((16, 1)))
-        run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=1, validation=held_out, key=key)
-        run.best(3).ids  # (3,)
-        ```
+        **Raises:** `TypeError` without scores, and for stateful members: use `ranking`. `ValueError` if fewer than
+        `count` members have a score.
         """
         check_no_state(self.state)
         return self.ensemble[rank_members(self, count, by, mode)]
@@ -418,15 +397,14 @@ class Run(eqx.Module, Generic[M]):
     def plot(self, *, stride: int | None = None, unit: str | None = None) -> Figure:
         """A figure of the run: training curves, validation scores, and the final scores against each hyper-parameter.
 
-        Scores are the best validation scores, or else the training losses of the last epoch; more than four
-        hyper-parameters are [`eqx_ensemble.plot.parallel_coordinates`][].
+        Scores are the best validation scores, or else the training losses of the last epoch.
 
         **Arguments:**
 
         - `stride`: the number of steps whose losses are averaged for one point; by default for about 100 points.
         - `unit`: the unit of the loss and of the score, such as `"nats"`.
 
-        **Returns:** the matplotlib Figure: `run.plot().savefig("run.png")`, `figure.axes[0].set(ylim=(0, 1))`.
+        **Returns:** the matplotlib Figure: `run.plot().savefig("run.png")`.
 
         **Raises:** `ImportError` without matplotlib (extra `plot`); `ValueError` if no loss is finite.
         """
@@ -443,8 +421,6 @@ class Run(eqx.Module, Generic[M]):
 
         **Returns:** a dict from column names to arrays `(members, ...)`, or a data frame. `loss` is each member's mean
         over the recorded steps of its last epoch, or its last loss if the batches came from an iterable.
-
-        **Raises:** `ImportError` if pandas is not installed.
         """
         columns = table_columns(self)
         return data_frame(columns) if as_frame else columns

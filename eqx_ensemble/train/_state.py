@@ -191,12 +191,10 @@ class TrainState(eqx.Module, Generic[M]):
     - `hyper`: the hyper-parameters, each `(members, ...)`, or `None`.
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `ids`: `(members,)`, the members' ids.
-    - `step`: the number of steps done; once all members of a run have stopped, that of the longest-running member.
+    - `step`: the number of steps done.
 
-    `state[index]` holds some members, and [`eqx_ensemble.concatenate`][] joins training states.
-
-    To replace a part: `eqx.tree_at(lambda state: state.hyper, state, new)`. What the optimiser keeps of `hyper`
-    in its own state, as `optax.inject_hyperparams` does, is computed again before the next step.
+    `state[index]` holds some members, and [`eqx_ensemble.concatenate`][] joins training states. To replace a part:
+    `eqx.tree_at(lambda state: state.hyper, state, new)`.
     """
 
     moving: MemberState
@@ -293,21 +291,18 @@ def init(
 ) -> TrainState[M]:
     """Initialises the training state; every member gets its own optimiser state.
 
-    The optimiser's `init` is mapped over members, so that members cannot affect each other. The arrays are copied:
-    `ensemble` stays valid.
+    The arrays are copied: `ensemble` stays valid.
 
     **Arguments:**
 
     - `ensemble`: the ensemble to train.
-    - `optimiser`: an optax optimiser for ONE member; or, with `hyper`, a function of a member's hyper-parameters
-        that returns one; or [`eqx_ensemble.train.Together`][], which also trains shared leaves.
+    - `optimiser`: an optax optimiser for ONE member; or, with `hyper`, a function of a member's hyper-parameters that
+        returns one; or [`eqx_ensemble.train.Together`][], which also trains shared leaves.
     - `state`: the stacked `equinox.nn.State` of stateful members.
     - `hyper`: hyper-parameters, any PyTree of arrays `(members, ...)`.
-    - `trainable`: which leaves of a member are trained: a function of a member's leaf (without the `members` axis) or
-        a PyTree of booleans, as in `equinox.partition`. The function must decide by type, shape and dtype, which are
-        the same for all members. It sees Python floats stacked by `build(zip=...)` or `stack(promote_scalars=True)` as
-        floats: `eqx.is_inexact_array_like` selects them, `eqx.is_inexact_array` does not. Shared leaves are trained
-        only by [`eqx_ensemble.train.Together`][].
+    - `trainable`: which leaves of a member are trained: a PyTree of booleans, as in `equinox.partition`, or a function
+        of a leaf (without the `members` axis), which must decide by type, shape and dtype. Python floats stacked by
+        `build(zip=...)` are selected by `eqx.is_inexact_array_like`, but not by `eqx.is_inexact_array`.
     - `mesh`: the devices to shard members over, from [`eqx_ensemble.make_mesh`][]; by default the mesh that the
         ensemble was built on.
     - `key`: the root key of the run's random streams.

@@ -60,13 +60,11 @@ def _state_of(error: DivergedError | NotSavedError) -> dict[str, Any]:
 
 
 class Status(enum.IntEnum):
-    """The status of a member. Arrays of statuses are int8, inside compiled programs and on the host.
+    """The status of a member. Arrays of statuses are int8.
 
     - `OK`: the member is training, or trained to the end.
     - `STOPPED`: `patience`, `stop`, a callback or [`eqx_ensemble.methods.population.stop`][] stopped it.
     - `DIVERGED`: its loss or weights were not finite. It keeps its last finite weights.
-
-    `str(status)` is the name that tables and messages use: `"ok"`, `"stopped"`, `"diverged"`.
 
     ```python
     status = jnp.array([0, 2, 1], jnp.int8)  # such as `metrics.status`

@@ -161,13 +161,11 @@ def make_step(
 ) -> Step:
     """Makes a compiled step for a loop of your own: `state, metrics = step(state, batch)`.
 
-    Gradient, optimiser and divergence checks are mapped over members; loss and optimiser are written for ONE. The old
-    state stays valid: it is needed to revert diverged members, so donating it would save no memory.
+    Loss and optimiser are written for ONE member. The old state stays valid: it is needed to revert diverged members.
 
     **Arguments:**
 
-    - `loss`: `loss(model, batch, key) -> value` of one member; `loss(model, state, batch, key) -> (value, state)` for
-        stateful members. A parameter named `hyper` receives the member's hyper-parameters.
+    - `loss`: the loss of one member, as for [`eqx_ensemble.fit`][].
     - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][].
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
     - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][]. `"auto"` measures other plans once
@@ -176,8 +174,8 @@ def make_step(
 
     **Returns:** the step, a function of a training state and a batch.
 
-    **Raises:** `TypeError` for a loss or an optimiser of another type; when called, for parts that do not fit together,
-    and if nothing uses the state's hyper-parameters.
+    **Raises:** `TypeError`, when called, for parts that do not fit together, and if nothing uses the state's
+    hyper-parameters.
 
     ```python
     def mse(model, batch, key):

@@ -25,19 +25,17 @@ class Together:
     In place of an optimiser in [`eqx_ensemble.fit`][], [`eqx_ensemble.train.init`][] and
     [`eqx_ensemble.train.make_step`][]. A step descends each member's own loss over its own parameters, and the mean
     loss of all members that train over the floating-point arrays that they share: the learned bounds of log-variances
-    in dynamics ensembles, a trunk with a head for each member, a temperature. Loss and optimisers are still written for
-    ONE member; a penalty of shared parameters in the loss counts once, so one that belongs to the SUM of the members'
-    losses is divided by their number. `trainable` also selects shared leaves.
+    in dynamics ensembles, a trunk with a head for each member, a temperature. A penalty of shared parameters in the
+    loss counts once.
 
     Members are then NOT independent: what one of them sees changes the others through the shared parameters. A member
-    whose loss or gradient is not finite has no part in the mean. Best weights and `patience` follow the mean of the
-    validation scores, and so does a target, so that all members stop together and have their best weights of the same
-    step; the scores of the history and `run.best_score` are each member's own. If a member stops for another reason,
-    the shared parameters move on without it, and the others' scores are compared with their own earlier ones.
+    whose loss or gradient is not finite has no part in the mean. Best weights, `patience` and a target follow the mean
+    of the validation scores, so that all members stop together; the scores of the history and `run.best_score` are each
+    member's own. If a member stops for another reason, the shared parameters move on without it.
 
-    During training every member has a copy of the shared parameters and of their optimiser state, kept equal:
-    `state.params` and checkpoints have them with the `members` axis, `state.ensemble` and `run.ensemble` have them
-    once. All members must run at once: with [`eqx_ensemble.plan.Vmap`][], on one device or a mesh.
+    During training every member has an equal copy of the shared parameters and of their optimiser state, in
+    `state.params` and checkpoints; `state.ensemble` and `run.ensemble` have them once. All members must run at once:
+    with [`eqx_ensemble.plan.Vmap`][], on one device or a mesh.
 
     **Arguments:**
 
@@ -45,8 +43,8 @@ class Together:
         hyper-parameters.
     - `shared`: the optax optimiser of the shared parameters. It cannot evaluate the loss, as line searches do.
 
-    **Raises:** `TypeError` for another type. Where it is used: `ValueError` if the ensemble shares no floating-point
-    array or for another plan; `TypeError` in functions whose members must be independent.
+    **Raises:** where it is used, `ValueError` if the ensemble shares no floating-point array or for another plan;
+    `TypeError` in functions whose members must be independent.
 
     ```python
     class Bounded(eqx.Module):

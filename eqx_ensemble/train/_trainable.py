@@ -16,13 +16,10 @@ T = TypeVar("T")
 class Frozen(eqx.Module, Generic[T]):
     """A part of a member that is never trained, regardless of `trainable`.
 
-    [`eqx_ensemble.fit`][], [`eqx_ensemble.train.init`][] and all functions that build on them exclude its arrays from
-    the trained leaves: they have no gradient, no optimiser state and no weight decay. Calling it calls the value, with
-    gradients through its inputs, but not through its arrays. In all other respects it is an ordinary node: saved,
-    exported and indexed with its member.
-
-    In a loop of your own, without a training state, the gradient of its arrays is zero; an optimiser that decays
-    weights would still change them.
+    Its arrays have no gradient, no optimiser state and no weight decay. Calling it calls the value, with gradients
+    through its inputs. In all other respects it is an ordinary node: saved, exported and indexed with its member. In a
+    loop without a training state, the gradient of its arrays is zero; an optimiser that decays weights would still
+    change them.
 
     **Arguments:**
 
@@ -38,15 +35,12 @@ class Frozen(eqx.Module, Generic[T]):
 
 
     def make(key):
-        trunk_key, head_key = jax.random.split(key)
-        trunk = ee.train.Frozen(eqx.nn.Linear(3, 8, key=trunk_key))
-        return Model(trunk, eqx.nn.Linear(8, 1, key=head_key))
+        trunk = ee.train.Frozen(eqx.nn.Linear(3, 8, key=key))  # or pretrained
+        return Model(trunk, eqx.nn.Linear(8, 1, key=key))
 
 
-    ensemble = ee.build(make, 4, key=key)
-    state = ee.train.init(ensemble, optax.adamw(1e-3), key=key)
-    state.params.trunk.value.weight, state.params.head.weight.shape
-    # (None, (4, 1, 8))
+    state = ee.train.init(ee.build(make, 4, key=key), optax.adamw(1e-3), key=key)
+    state.params.trunk.value.weight, state.params.head.weight.shape  # (None, (4, 1, 8))
     ```
     """
 

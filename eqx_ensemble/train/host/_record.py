@@ -112,29 +112,12 @@ class History(eqx.Module):
     **Attributes:**
 
     - `loss`: `(members, steps)`, the training loss before each step's update; NaN after a member stopped or diverged.
-        A run continued from a training state has only its own steps. With `fit(history=...)` not all steps are
-        recorded: a column is each member's latest finite loss since the previous column.
-    - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member
-        stopped or diverged; `None` without `has_aux`.
-    - `validation`: `(members, validations)`; `None` without validation data. A member that stopped within an epoch is
-        validated once more, at its last weights, and has NaN afterwards.
+        With `fit(history=...)`, each member's latest finite loss since the previous column.
+    - `aux`: the loss's auxiliary outputs, each `(members, steps, ...)`, NaN (zero for integers) after a member stopped
+        or diverged; `None` without `has_aux`.
+    - `validation`: `(members, validations)`; `None` without validation data.
     - `validation_step`: `(validations,)`, the number of steps done at each validation.
     - `step`: `(steps,)`, the number of steps done after each recorded one, including earlier runs.
-
-    ```python
-    def mse(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    data = (jnp.ones((64, 3)), jnp.zeros((64, 1)))
-    held_out = (jnp.ones((16, 3)), jnp.zeros((16, 1)))
-    history = ee.fit(
-        ensemble, mse, optax.sgd(0.1), data, epochs=3, validation=held_out, key=key
-    ).history
-    history.loss.shape, history.validation.shape  # (4, 6), (4, 3)
-    ```
     """
 
     loss: Float[np.ndarray, "members steps"]
