@@ -15,11 +15,8 @@ class MemberMismatchError(ValueError):
 class CheckpointCorruptError(ValueError):
     """A damaged checkpoint: bits have changed, or a file is truncated or missing.
 
-    **Attributes:**
-
-    - `file`: the path of the damaged file.
-    - `leaf`: the path of the damaged leaf in the tree; `None` if the damage is not in one leaf.
-    - `member`: the position of the damaged member; `None` if the damage is not in one member.
+    **Attributes:** `file`, the damaged file; `leaf` and `member`, the path of the damaged leaf in the tree and the
+    position of the damaged member, or `None` if the damage is not in one.
     """
 
     def __init__(self, message: str, file: str = "", leaf: str | None = None, member: int | None = None) -> None:

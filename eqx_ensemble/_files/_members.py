@@ -145,22 +145,20 @@ def export_members(
     **Arguments:**
 
     - `ensemble`: the ensemble or the group.
-    - `folder`: the folder to write to; files in it with the same names are replaced.
-    - `format`: `"eqx"` for files that `equinox.tree_deserialise_leaves` reads; `"safetensors"` for the arrays by name,
-        such as `layers.0.weight`, which many languages and frameworks read.
+    - `folder`: the folder to write to; files with the same names are replaced.
+    - `format`: `"eqx"` for `equinox.tree_deserialise_leaves`; `"safetensors"` for arrays by name, such as
+        `layers.0.weight`.
 
-    **Returns:** the paths, `member-000003.eqx` for the member with id 3, in the order of the members.
+    **Returns:** the paths in the order of the members: `member-000003.eqx` for the member with id 3.
 
-    **Raises:** `TypeError` for arrays that the format cannot hold: typed keys in either, complex128 in safetensors.
+    **Raises:** `TypeError` for typed keys, and in safetensors for complex128.
 
     ```python
     import tempfile
 
     make = lambda key: eqx.nn.Linear(3, 1, key=key)
-    ensemble = ee.build(make, 2, key=key)
-    paths = ee.export_members(ensemble, tempfile.mkdtemp())
+    paths = ee.export_members(ee.build(make, 2, key=key), tempfile.mkdtemp())
     eqx.tree_deserialise_leaves(paths[0], make(key))  # the first member
-    ee.load_members(paths, make)  # the ensemble
     ```
     """
     check_ensemble_or_group(ensemble)
@@ -193,25 +191,25 @@ def load_members(paths: Iterable[PathLike], like: Any, *, ids: Any = None) -> En
 
     **Arguments:**
 
-    - `paths`: files of `equinox.tree_serialise_leaves`, files `.safetensors` with the names that
-        [`eqx_ensemble.export_members`][] gives them, or folders of [`eqx_ensemble.save`][]. Only the last kind has
-        checksums; in the others, a changed bit is not detected.
+    - `paths`: files of `equinox.tree_serialise_leaves` or of [`eqx_ensemble.export_members`][], without checksums; or
+        folders of [`eqx_ensemble.save`][].
     - `like`: a template of the model in one file: a function that makes it from a key, a model, or its shapes.
     - `ids`: the members' ids; `0, 1, 2, ...` if not given.
 
     **Returns:** an ensemble with one member per path.
 
-    **Raises:** `MemberMismatchError` with every leaf of a file that differs from `like`; `CheckpointCorruptError` for
-    files that are truncated or in another format.
+    **Raises:** `MemberMismatchError` with every leaf that differs from `like`; `CheckpointCorruptError` for files that
+    are truncated or in another format.
 
     ```python
     import tempfile
 
     folder = tempfile.mkdtemp()
     make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
-    for i in range(4):
-        eqx.tree_serialise_leaves(f"{folder}/{i}.eqx", make(jax.random.key(i)))
-    ensemble = ee.load_members([f"{folder}/{i}.eqx" for i in range(4)], make)
+    paths = [f"{folder}/{i}.eqx" for i in range(4)]
+    for i, path in enumerate(paths):
+        eqx.tree_serialise_leaves(path, make(jax.random.key(i)))
+    ensemble = ee.load_members(paths, make)
     ```
     """
     paths = check_paths(paths)

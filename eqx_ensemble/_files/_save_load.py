@@ -49,20 +49,18 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     """Saves an ensemble, a model or any other PyTree.
 
     Arrays (also typed keys) and Python numbers are saved with checksums; functions, strings and static fields are
-    described, so that [`eqx_ensemble.load`][] detects a different model. `path` becomes a folder with a manifest in
-    JSON and the arrays in the safetensors format; an existing checkpoint stays complete until the new one replaces it.
+    described, so that [`eqx_ensemble.load`][] detects a different model.
 
     **Arguments:**
 
-    - `path`: the folder to write. Missing parents are created.
+    - `path`: the folder to write: a manifest in JSON, and the arrays as safetensors. Missing parents are created; an
+        existing checkpoint is replaced.
     - `tree`: any PyTree.
-    - `meta`: dicts, lists, strings and numbers to keep with it, as JSON: [`eqx_ensemble.checkpoint.contents`][]
-        returns them.
-    - `format`: `"safetensors"`; or [`"orbax"`](#orbax) for arrays sharded over several processes, all of which call
-        `save`, and for object stores.
+    - `meta`: dicts, lists, strings and numbers to keep with it, for [`eqx_ensemble.checkpoint.contents`][].
+    - `format`: `"safetensors"`, or [`"orbax"`](#orbax) for several processes and object stores.
 
-    **Raises:** `OSError` if the disk is full or cannot be written; `FileExistsError` if `path` exists and is not a
-    checkpoint; `TypeError` for traced arrays, a function without arrays, and metadata that JSON cannot hold.
+    **Raises:** `OSError` if it cannot be written; `FileExistsError` if `path` exists and is not a checkpoint;
+    `TypeError` for traced arrays, a function without arrays, and metadata that JSON cannot hold.
 
     ```python
     import tempfile
@@ -111,30 +109,25 @@ def load(
 ) -> PyTree:
     """Loads a tree that [`eqx_ensemble.save`][] saved.
 
-    Numbers come from the file and are verified; the code and all other values come from `like`. Arrays have the dtype
-    that was saved, strongly typed.
+    Numbers, verified, come from the file, in the dtypes that were saved; code and all other values come from `like`.
 
     **Arguments:**
 
     - `path`: the folder.
-    - `like`: a template of the saved tree: the function that makes one member from a key, as given to
-        [`eqx_ensemble.build`][] (also one that returns a model and its `equinox.nn.State`); a tree like the one saved;
-        or its shapes, from `equinox.filter_eval_shape`. For an [`eqx_ensemble.Group`][] the function makes a group with
-        the same parts, of any number of members. Arrays are NumPy arrays, or sharded, where those of `like` are.
-    - `members`: positions of the members to read, as in `ensemble[members]`: a list, a slice or a mask. The tree must
-        contain one ensemble, in addition to states and inputs marked `Each` with as many members; `like` may have any
-        number. For a group, all members are read and these are kept.
+    - `like`: the function that makes one member from a key, as given to [`eqx_ensemble.build`][] (for an
+        [`eqx_ensemble.Group`][], one that makes a group with the same parts); or a tree like the one saved, or its
+        shapes, from `equinox.filter_eval_shape`. Arrays are NumPy arrays, or sharded, where those of `like` are.
+    - `members`: positions of the members to read, as in `ensemble[members]`; `like` may have any number. The tree must
+        contain one ensemble, besides states and inputs marked `Each`. For a group, all are read and these are kept.
     - `cast`: `"like"` casts numbers of one kind to the precision of `like`, if none becomes infinite or wraps around.
-    - `mesh`: the devices for ensembles, from [`eqx_ensemble.make_mesh`][], whatever devices they were saved from.
-    - `strict`: `False` warns instead of raising when functions, strings or static fields differ from those saved.
-        Functions are compared by their name and other objects by their type: a different `lambda`, or a closure over
-        another number, is not detected.
+    - `strict`: `False` warns instead of raising when functions, strings or static fields differ. Functions are compared
+        by name, other objects by type: a different `lambda` is not detected.
+    - `mesh`: the devices for ensembles, from [`eqx_ensemble.make_mesh`][].
 
-    **Returns:** a tree like the one that was saved. For type checkers it is an ensemble if `like` is a function.
+    **Returns:** a tree like the one that was saved; an ensemble, if `like` is a function that makes a member.
 
     **Raises:** `MemberMismatchError` with every leaf that differs; `CheckpointCorruptError` with the damaged file, leaf
-    and member; `FileNotFoundError` if there is no checkpoint; `ValueError` for a checkpoint of a run of `fit`, and for
-    `members` of a tree without members or with several ensembles.
+    and member; `FileNotFoundError` if there is no checkpoint; `ValueError` for a checkpoint of a run of `fit`.
 
     ```python
     import tempfile
@@ -142,10 +135,9 @@ def load(
     path = f"{tempfile.mkdtemp()}/ensemble"
     make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
     ee.save(path, ee.build(make, 8, key=key))
-    ee.load(path, make)  # all eight
-    ee.load(path, make, members=[0, 3])  # two, the others are not read; they keep their ids
+    ee.load(path, make, members=[0, 3])  # two members, which keep their ids
     more = ee.build(make, ids=[8, 9], key=key)
-    ee.concatenate([ee.load(path, make), more])  # the same as ee.build(make, 10, key=key)
+    ee.concatenate([ee.load(path, make), more])  # as ee.build(make, 10, key=key)
     ```
     """
     check_path(path, "path")

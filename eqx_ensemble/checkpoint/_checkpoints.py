@@ -175,14 +175,9 @@ class RunFolder:
 
 
 class Restored(NamedTuple):
-    """A restored checkpoint, as [`eqx_ensemble.checkpoint.Checkpoints.restore`][] returns it.
+    """What [`eqx_ensemble.checkpoint.Checkpoints.restore`][] returns.
 
-    **Attributes:**
-
-    - `tree`: the tree that was saved.
-    - `step`: its step number.
-    - `score`: the score saved with it, or `None`.
-    - `meta`: the metadata saved with it, or `None`.
+    **Attributes:** `tree` and `step`, its step number; `score` and `meta`, as they were saved, or `None`.
     """
 
     tree: Any
@@ -194,40 +189,35 @@ class Restored(NamedTuple):
 @final
 @dataclasses.dataclass(eq=False)
 class Checkpoints:
-    """A folder of checkpoints of one run, numbered by step.
+    """A folder of checkpoints of one run, each in a folder such as `step-000000000100`.
 
-    Each checkpoint is a folder `step-000000000100`, written atomically. After each save, old ones are removed, except
-    for the `last` newest, the `best` by score, and every multiple of `keep_period`. Leaving a `with` block waits for a
-    save that is in progress.
+    After each save, old ones are removed, except for the `last` newest, the `best` by score, and every multiple of
+    `keep_period`. Leaving a `with` block waits for a save in progress.
 
     **Arguments:**
 
     - `folder`: the run's folder, created by the first save.
     - `last`: the number of newest checkpoints to keep, at least 1.
-    - `best`: the number of best checkpoints to keep: those with the lowest scores.
+    - `best`: the number of checkpoints with the lowest scores to keep.
     - `keep_period`: also keep all checkpoints whose step is a multiple of this.
-    - `asynchronous`: copy the tree to host memory, and write it in another thread, one save at a time. The next `save`
-        or `wait` raises the error of one that failed; without either, it is printed when Python exits. By default, only
-        runs of [`eqx_ensemble.fit`][] are saved so.
+    - `asynchronous`: write in another thread, after a copy to host memory; the default in [`eqx_ensemble.fit`][] only.
+        The next `save` or `wait` raises the error of a save that failed; without either, it is printed at exit.
     - `format`: as in [`eqx_ensemble.save`][]. With `"orbax"`, the default of runs on several processes, all of them
-        call each method, with equal arguments apart from their own parts of the arrays.
-    - `every`: for [`eqx_ensemble.fit`][], the number of steps between two checkpoints; by default those of about a
-        minute. The last step is always saved.
-    - `resume`: for [`eqx_ensemble.fit`][]. `"auto"`: resume if there is a checkpoint; `"must"`: raise if there is none;
-        `"never"`: raise if there is one.
+        call each method.
+    - `every`: for `fit`, the number of steps between two checkpoints; by default those of about a minute. The last step
+        is always saved.
+    - `resume`: for `fit`. `"auto"`: resume if there is a checkpoint; `"must"`: raise if there is none; `"never"`: raise
+        if there is one.
 
     ```python
     import tempfile
 
-    model = eqx.nn.Linear(3, 1, key=key)
-    with ee.checkpoint.Checkpoints(
-        tempfile.mkdtemp(), last=2, best=1, asynchronous=True
-    ) as checkpoints:
+    folder, model = tempfile.mkdtemp(), eqx.nn.Linear(3, 1, key=key)
+    with ee.checkpoint.Checkpoints(folder, last=2, best=1) as checkpoints:
         for step in range(0, 500, 100):
-            checkpoints.save(step, model, score=1 / (1 + step), meta={"note": "an example"})
+            checkpoints.save(step, model, score=1 / (1 + step))
     checkpoints.steps  # [300, 400]
-    restored = checkpoints.restore(model)
-    restored.tree, restored.step, restored.meta
+    checkpoints.restore(model).step  # 400
     ```
     """
 
@@ -264,7 +254,7 @@ class Checkpoints:
         return self._run.steps()
 
     def path(self, step: int) -> Path | Any:
-        """The folder of one checkpoint, which [`eqx_ensemble.load`][] reads too.
+        """The folder of one checkpoint, which [`eqx_ensemble.load`][] also reads.
 
         In an object store, it is an `etils.epath.Path`.
         """
@@ -284,15 +274,14 @@ class Checkpoints:
         **Arguments:**
 
         - `step`: the step number, a Python int.
-        - `tree`: any PyTree. Its arrays and Python numbers are saved; everything else is described.
-        - `per_member`: flags the leaves that carry the leading `members` axis, so that single members can be read: a
-            bool, or a PyTree of bools that is a prefix of `tree`.
+        - `tree`, `meta`: as in [`eqx_ensemble.save`][].
+        - `per_member`: flags the leaves with a leading `members` axis, so that single members can be read: a bool, or a
+            PyTree of bools that is a prefix of `tree`.
         - `ids`: the members' ids, needed with `per_member`.
         - `score`: the lower, the better; NaN is never best.
-        - `meta`: dicts, lists, strings and numbers to keep with it, as JSON.
 
-        **Raises:** `OSError` if the disk is full or cannot be written; earlier checkpoints stay usable. `TypeError` for
-        leaves and `meta` that cannot be saved. With `asynchronous`, the error of the previous save.
+        **Raises:** `OSError` if it cannot be written, when earlier checkpoints stay usable; `TypeError` for leaves and
+        `meta` that cannot be saved. With `asynchronous`, the error of the previous save.
         """
         self.wait()
         path = self.path(step)
@@ -308,12 +297,12 @@ class Checkpoints:
             self._format.settle(job)
 
     def wait(self) -> None:
-        """Waits for a save that is in progress. Raises the error of an asynchronous save that failed."""
+        """Waits for a save in progress. Raises the error of an asynchronous save that failed."""
         if self._worker.has_job:
             self._format.settle(self._worker.wait)
 
     def finish(self) -> None:
-        """Waits for a save in progress in this process, without raising its error, which `wait` does."""
+        """Waits for a save in progress, without raising its error, which `wait` does."""
         self._worker.finish()
 
     def restore(
@@ -323,15 +312,14 @@ class Checkpoints:
 
         **Arguments:**
 
-        - `like`: a tree like the one that was saved, of arrays or of shapes from `equinox.filter_eval_shape`; or a
-            function that makes such a tree from the checkpoint's [`eqx_ensemble.checkpoint.Contents`][].
+        - `like`: a tree like the one saved, or its shapes; or a function that makes such a tree from the checkpoint's
+            [`eqx_ensemble.checkpoint.Contents`][].
         - `step`: the step to restore, instead of the newest.
         - `cast`, `strict`: as in [`eqx_ensemble.load`][].
 
         **Returns:** [`eqx_ensemble.checkpoint.Restored`][].
 
-        **Raises:** `CheckpointCorruptError` if all checkpoints, or the one of `step`, are damaged;
-        `FileNotFoundError` if there is none; `MemberMismatchError` with all leaves in which `like` differs.
+        **Raises:** as `load`; `CheckpointCorruptError` if all checkpoints, or the one of `step`, are damaged.
         """
         self.wait()
         steps = self.steps

@@ -47,35 +47,29 @@ def exit_on_signal(number: int = signal.SIGTERM, *, code: int = AGAIN) -> Iterat
     """Within `with`, a signal saves runs and exits the program with a code that requests a restart.
 
     Preemptible machines send SIGTERM some time before they end a program. A run with `checkpoint` then stops about a
-    second later, is saved, and raises `SystemExit`; starting the same program again resumes it. If none is running,
-    `SystemExit` is raised at once, and also at a second signal. A run in another thread returns as after Ctrl-C, and
-    the main thread exits at the end of the `with` block.
+    second later, is saved, and raises `SystemExit`; the same program, started again, resumes it. Without a run, and at
+    a second signal, `SystemExit` is raised at once. A run in another thread returns as after Ctrl-C, and the main
+    thread exits at the end of the `with` block.
+
+    Signals are not handled while JAX compiles. Of several processes, those without a signal would wait for the others:
+    use it with one.
 
     **Arguments:**
 
     - `number`: the signal, such as `signal.SIGUSR1`.
-    - `code`: the exit code, from 1 to 255; by default 75, the `EX_TEMPFAIL` of `sysexits.h`. Configure the scheduler to
-        restart the program after this code.
+    - `code`: the exit code, from 1 to 255, after which the scheduler should restart the program; by default 75,
+        `EX_TEMPFAIL`.
 
-    **Raises:** `RuntimeError` outside of the main thread, which alone receives signals; `ValueError` for a signal that
-    cannot be handled, and for any other code.
-
-    Signals are not handled while JAX compiles. Use it with a single process only: of several, those that receive no
-    signal would wait for the others.
+    **Raises:** `RuntimeError` outside of the main thread, which alone receives signals.
 
     ```python
     import tempfile
 
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    data = jnp.ones((64, 3)), jnp.zeros((64, 1))
+    options = {"epochs": 3, "checkpoint": tempfile.mkdtemp() + "/run"}
     with ee.checkpoint.exit_on_signal():
-        run = ee.fit(
-            ensemble, loss, optax.sgd(0.1), data, epochs=3, checkpoint=tempfile.mkdtemp() + "/run", key=key
-        )
+        run = ee.fit(ensemble, loss, optax.sgd(0.1), jnp.ones((64, 3)), key=key, **options)
     ```
     """
     check_signal(number)

@@ -164,8 +164,8 @@ class Contents(NamedTuple):
     - `versions`: those of Python and of the libraries that wrote it.
     - `num_bytes`: the size of its arrays.
     - `format`: `"safetensors"` or `"orbax"`.
-    - `unchecked`: the paths of leaves without a checksum, in which a changed bit is not detected. Only the format
-        `"orbax"` has them: leaves of which no process held all, or all of one member's part.
+    - `unchecked`: the paths of leaves without a checksum, of format `"orbax"` only: those of which no process held all,
+        or all of one member's part.
     """
 
     ids: tuple[int, ...] | None
@@ -189,15 +189,16 @@ def contents(path: str | os.PathLike[str]) -> Contents:
 
     **Returns:** [`eqx_ensemble.checkpoint.Contents`][].
 
-    **Raises:** `CheckpointCorruptError` for a damaged manifest, or a file of arrays of the wrong size;
-    `FileNotFoundError` if there is no checkpoint; `ValueError` for another version of the format.
+    **Raises:** `CheckpointCorruptError` for a damaged manifest, or a file of the wrong size; `FileNotFoundError` if
+    there is no checkpoint; `ValueError` for another version of the format.
 
     ```python
     import tempfile
 
     path = f"{tempfile.mkdtemp()}/model"
-    ee.save(path, eqx.nn.Linear(3, 1, key=key), meta={"note": "an example"})
+    ee.save(path, eqx.nn.Linear(3, 1, key=key))
     ee.checkpoint.contents(path).leaves  # {".weight": "f32[1,3]", ".bias": "f32[1]"}
+    ee.checkpoint.verify(path).num_bytes  # 16
     ```
     """
     check_path(path, "path")
@@ -206,10 +207,9 @@ def contents(path: str | os.PathLike[str]) -> Contents:
 
 
 def verify(path: str | os.PathLike[str]) -> Contents:
-    """Reads a checkpoint and verifies all of its checksums, without the model's code.
+    """Reads a checkpoint and verifies all checksums, without the model's code.
 
-    In the format `"orbax"`, all arrays are read into host memory at once. Leaves without a checksum are not verified;
-    `unchecked` lists them.
+    With format `"orbax"`, all arrays are read into host memory at once, and leaves in `unchecked` are not verified.
 
     **Arguments:**
 
@@ -217,16 +217,8 @@ def verify(path: str | os.PathLike[str]) -> Contents:
 
     **Returns:** [`eqx_ensemble.checkpoint.Contents`][].
 
-    **Raises:** `CheckpointCorruptError` with the file, the leaf and the member, if a checksum does not match; otherwise
-    as [`eqx_ensemble.checkpoint.contents`][].
-
-    ```python
-    import tempfile
-
-    path = f"{tempfile.mkdtemp()}/model"
-    ee.save(path, eqx.nn.Linear(3, 1, key=key))
-    ee.checkpoint.verify(path).num_bytes  # 16
-    ```
+    **Raises:** as [`eqx_ensemble.checkpoint.contents`][]; `CheckpointCorruptError` with the file, leaf and member whose
+    checksum does not match.
     """
     check_path(path, "path")
     with open_checkpoint(as_path(path)) as reader:
