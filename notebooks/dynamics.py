@@ -159,7 +159,8 @@ def train_on(data: tuple[States, Torques, States]) -> ee.Run:
     untrained = ee.build(lambda key: Dynamics(key=key), NUM_MEMBERS, key=key)
     return ee.fit(
         untrained, loss, optimiser, data,
-        rows=ee.resample.bootstrap(len(data[1]), NUM_MEMBERS, key=key), epochs=200, batch_size=48, patience=30,
+        rows=ee.resample.bootstrap(len(data[1]), NUM_MEMBERS, key=key),
+        epochs=200, batch_size=48, patience=30,
         validation=ee.train.Validation(validation, score=likelihood, mode="min"), key=key,
     )  # fmt: skip
 

@@ -65,6 +65,7 @@ class Vector(eqx.Module):
     **Attributes:**
 
     - `scale`, `bias`: `(groups, classes)`: calibrated logits are `scale` times the log-probabilities, plus `bias`.
+    - `pooling`: that of the fit.
     """
 
     scale: Float[Array, "groups classes"]
@@ -85,6 +86,7 @@ class Matrix(eqx.Module):
 
     - `matrix`, `bias`: `(groups, classes, classes)` and `(groups, classes)`: calibrated logits are the product of
         `matrix` with the log-probabilities of a row, plus `bias`.
+    - `pooling`: that of the fit.
     """
 
     matrix: Float[Array, "groups classes classes"]

@@ -20,6 +20,7 @@ class Histogram(eqx.Module):
 
     - `edges`: the inner edges of the bins, `(groups, classes, bins - 1)`; an edge belongs to the bin below it.
     - `frequency`: `(groups, classes, bins)`, the frequency of the class in each bin; NaN for empty bins.
+    - `pooling`: that of the fit.
     """
 
     edges: Float[Array, "groups classes edges"]
@@ -123,6 +124,7 @@ class Isotonic(eqx.Module):
 
     - `knots`, `values`: the increasing function of each class, `(groups, classes, knots)`: linear between knots and
         constant beyond the first and the last, which is repeated for classes with fewer knots.
+    - `pooling`: that of the fit.
     """
 
     knots: Float[Array, "groups classes knots"]

@@ -152,6 +152,7 @@ class Beta(eqx.Module):
     **Attributes:**
 
     - `a`, `b`, `c`: `(groups, classes)`; 1, 1 and 0 are the identity.
+    - `pooling`: that of the fit.
     """
 
     a: Float[Array, "groups classes"]
@@ -248,6 +249,7 @@ class Platt(eqx.Module):
 
     - `slope`, `offset`: `(groups, classes)`: calibrated log-odds of a class are `slope` times its log-odds, plus
         `offset`. A negative slope reverses the order of predictions.
+    - `pooling`: that of the fit.
     """
 
     slope: Float[Array, "groups classes"]

@@ -26,6 +26,7 @@ class Variance(eqx.Module):
     **Attributes:**
 
     - `scale`: the factor of the variances, `(groups,)`; above 1 for overconfident predictions.
+    - `pooling`: that of the fit.
     """
 
     scale: Float[Array, " groups"]
@@ -122,6 +123,7 @@ class Temperature(eqx.Module):
     **Attributes:**
 
     - `temperature`: `(groups,)`; above 1 for overconfident predictions.
+    - `pooling`: that of the fit.
     """
 
     temperature: Float[Array, " groups"]
