@@ -119,14 +119,11 @@ def from_stacked(model: M, *, ids: Any = None, shared: Where | None = None) -> E
     - `shared`: as in [`eqx_ensemble.build`][]; the arrays of these nodes have no `members` axis.
 
     **Raises:** `MemberMismatchError` if array leaves lack the axis, or disagree on the number of members; `TypeError`
-    for a model without stacked arrays or `ids`, and for NumPy arrays of strings or objects; `ValueError` for an invalid
-    `shared`.
+    if `ids` are needed, and for NumPy arrays of strings or objects; `ValueError` for an invalid `shared`.
 
     ```python
-    stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(2, 3, key=key))(
-        jax.random.split(key, 4)
-    )
-    ensemble = ee.from_stacked(stacked)  # four members
+    make = lambda key: eqx.nn.Linear(2, 3, key=key)
+    ensemble = ee.from_stacked(eqx.filter_vmap(make)(jax.random.split(key, 4)))
     ```
     """
     check_no_text_arrays(model)

@@ -151,9 +151,8 @@ Where = Callable[[Any], Any]
 class Ensemble(_axes.AbstractPerMember, Generic[M]):
     """Many models of one architecture, stored as one Module whose arrays have a leading `members` axis.
 
-    Made by [`eqx_ensemble.build`][], [`eqx_ensemble.stack`][] or [`eqx_ensemble.from_stacked`][]. It is a PyTree: a
-    field of a larger Module, an argument of `filter_jit`, `filter_grad` and `filter_vmap`, or the member of another
-    ensemble.
+    It is a PyTree: a field of a larger Module, an argument of `filter_jit`, `filter_grad` and `filter_vmap`, or the
+    member of another ensemble.
 
     **Attributes:**
 
@@ -307,10 +306,10 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         return map_members(fn, plan=plan)(self, *args, **kwargs)
 
     def keys(self, key: Any, *, purpose: str = "call") -> _axes.Each:
-        """One key per member, for calls such as `ensemble(x, key=ensemble.keys(key))`.
+        """One key per member, as in `ensemble(x, key=ensemble.keys(key))`; with `key` alone, dropout masks would be equal.
 
-        The plain `key` would give all members the same dropout mask. The keys are
-        [`eqx_ensemble.member_keys`][]`(key, ids, purpose=purpose)`; nested ensembles get one per inner member.
+        The keys are [`eqx_ensemble.member_keys`][]`(key, ids, purpose=purpose)`; nested ensembles get one per inner
+        member.
         """
         keys = _keys.member_keys(key, self.ids, purpose=purpose)
         if isinstance(self.stacked, Ensemble):

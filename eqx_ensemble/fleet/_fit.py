@@ -280,9 +280,9 @@ def fit(
 
     **Arguments:**
 
-    - `executor`: an executor with the interface of `concurrent.futures.Executor`, or preferably a function that makes
-        one, which can replace a broken pool; a Dask client; or `None` for a local Dask cluster (extra `dask`). Process
-        pools must not fork: `ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))`, in a script below
+    - `executor`: a `concurrent.futures.Executor` or its like, or preferably a function that makes one, which can
+        replace a broken pool; a Dask client; or `None` for a local Dask cluster (extra `dask`). Process pools must not
+        fork: `ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))`, in a script below
         `if __name__ == "__main__":`.
     - `ensemble`, `loss`, `optimiser`, `key`: as for [`eqx_ensemble.fit`][]. Functions that workers cannot import are
         sent by value (extra `fleet`). `ensemble` may be a function, called on the worker with the ids of a shard, that
@@ -300,12 +300,10 @@ def fit(
     - `save`: a folder that all workers can write, in which each shard saves its trained members instead of returning
         them. The same call trains only the missing shards; a different call raises an error. `plan`, `mesh`,
         `checkpoint`, `retries`, `workers` and the executor may differ.
-    - `on_shard`: called in the caller's process with an [`eqx_ensemble.fleet.ShardReport`][] of each shard that is
-        completed or abandoned.
+    - `on_shard`: called in the caller's process with an [`eqx_ensemble.fleet.ShardReport`][] of each shard.
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook.
-    - `options`: of [`eqx_ensemble.fit`][]. `hyper`, `rows`, `state` and `stop` are divided among shards. `mesh` is a
-        function called on the worker, such as `ee.make_mesh`. Not possible are `plan="auto"`, `on_diverge="raise"`,
-        `callbacks`, revivals by copies and the `seconds` of `stop`.
+    - `options`: of [`eqx_ensemble.fit`][]. `mesh` is a function called on the worker, such as `ee.make_mesh`. Not
+        possible are `plan="auto"`, `on_diverge="raise"`, `callbacks`, revivals by copies and the `seconds` of `stop`.
 
     **Returns:** the run of all members, or with `save` an [`eqx_ensemble.fleet.ShardedRun`][]. Members of shards that
     were abandoned, or incomplete at Ctrl-C, are missing, with a warning.

@@ -55,9 +55,7 @@ def map_members(
     ```python
     from concurrent.futures import ThreadPoolExecutor  # threads, for this example
 
-    def norm(model):
-        return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(eqx.filter(model, eqx.is_array))))
-
+    norm = lambda model: jnp.linalg.norm(model.weight)
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
     with ThreadPoolExecutor(2) as executor:
         norms = ee.fleet.map_members(executor, norm, shard=4)(ensemble)  # (8,)

@@ -226,14 +226,13 @@ class Auto(AbstractPlan):
     """Analyses the program, tries the few suitable plans, and keeps the fastest that fits in memory.
 
     `plan="auto"` is short for `plan=Auto()`. Trials are a part of the work itself: [what it
-    does](../speed.md#what-planauto-does). The choice may differ between runs: to reproduce one bit for bit, pass its
-    `run.plan.choice`. In [`eqx_ensemble.map_members`][], inside your own `jax.jit` and with several processes, the
-    choice is by static analysis only.
+    does](../speed.md#what-planauto-does). To reproduce a run bit for bit, pass its `run.plan.choice`. In
+    [`eqx_ensemble.map_members`][], inside your own `jax.jit` and with several processes, static analysis alone chooses.
 
     **Arguments:**
 
     - `memory`: the bytes that a step may need in addition to the training state; by default nine tenths of the device's
-        free memory. If it may be short, plans are tried from the smallest up.
+        free memory.
     - `max_overhead`: the maximum cost of the search, as a fraction of the total time.
 
     **Raises:** `TypeError` or `ValueError` for invalid arguments.

@@ -24,8 +24,8 @@ _CALLS_IF_MEMBERS_STOP, _MOST_CALLS = 4, 16  # of one core: the members that are
 class Cores(AbstractPlan):
     """Equal blocks of members, each a call of one program, on all cores of a CPU: the default in `eqx_ensemble.fit`.
 
-    Blocks run at the same time, on threads that end with the call. Results do not depend on the number of cores. Where
-    blocks save nothing, all members are one call: [how it works](../speed.md#all-cores-of-a-cpu).
+    Results do not depend on the number of cores. Where blocks save nothing, all members are one call: [how it
+    works](../speed.md#all-cores-of-a-cpu).
 
     **Arguments:**
 

@@ -64,14 +64,13 @@ def map_members(
     - what is not an array is returned once, and must be equal for all members.
 
     Outside `jax.jit`, `Chunked` and `Sequential` compile `fn` once, and again if its code changes; `Vmap` needs
-    `equinox.filter_jit` around the result: [what compiles](../speed.md#what-compiles).
+    `equinox.filter_jit` around the result.
 
     **Arguments:**
 
     - `fn`: any function of one member; it may take and return any PyTree.
-    - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][]; `"auto"` analyses `fn`.
-    - `mesh`: the devices to shard members over, from [`eqx_ensemble.make_mesh`][]; each device runs its own members
-        under the plan.
+    - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][].
+    - `mesh`: the devices to shard members over, from [`eqx_ensemble.make_mesh`][]; each runs its own under the plan.
     - `out_axis`: the position of the `members` axis in every plain array that is returned.
 
     **Returns:** the function of all members.
@@ -81,14 +80,12 @@ def map_members(
     output has no axis `out_axis`.
 
     ```python
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
-    x, y = jnp.ones((10, 3)), jnp.zeros((10, 1))
-
-    @ee.map_members
     def mse(model, x, y):
         return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
-    mse(ensemble, x, y).shape  # (4,)
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
+    x, y = jnp.ones((10, 3)), jnp.zeros((10, 1))
+    ee.map_members(mse)(ensemble, x, y).shape  # (4,)
 
     optimiser = optax.sgd(1e-3, momentum=0.9)
 
@@ -99,7 +96,7 @@ def map_members(
     @eqx.filter_jit
     @ee.map_members
     def step(model, state, x, y):
-        loss, gradient = eqx.filter_value_and_grad(lambda model: jnp.mean((jax.vmap(model)(x) - y) ** 2))(model)
+        loss, gradient = eqx.filter_value_and_grad(mse)(model, x, y)
         update, state = optimiser.update(gradient, state, eqx.filter(model, eqx.is_inexact_array))
         return eqx.apply_updates(model, update), state, loss
 

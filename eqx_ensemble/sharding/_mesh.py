@@ -37,7 +37,7 @@ def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
 
     **Arguments:**
 
-    - `fn`: a function of arrays on a mesh; it may take and return any PyTree.
+    - `fn`: a function of arrays on a mesh.
     - `args`: its arguments.
 
     **Returns:** a list of [`eqx_ensemble.sharding.Collective`][eqx_ensemble.sharding.collectives], in the order of the
@@ -47,11 +47,9 @@ def collectives(fn: Callable[..., Any], *args: PyTree) -> list[Collective]:
 
     ```python
     mesh = ee.make_mesh()
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, mesh=mesh, key=key)
-    mean_square = ee.map_members(
-        lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), mesh=mesh
-    )
-    ee.sharding.collectives(mean_square, ensemble, jnp.ones((32, 3)))
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, mesh=mesh, key=key)
+    call = ee.map_members(lambda model, x: jax.vmap(model)(x), mesh=mesh)
+    ee.sharding.collectives(call, ensemble, jnp.ones((32, 3)))
     # []: members are independent
     ```
     """

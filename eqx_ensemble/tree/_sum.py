@@ -200,11 +200,10 @@ def weighted_sum(trees: Iterable[T], weights: Sequence[Any] | jax.Array | np.nda
 
     Each leaf of the result is $\sum_i w_i x_i$ of the corresponding leaves $x_i$, which have one shape:
 
-    - Python numbers stay Python numbers: ints with int weights stay exact.
+    - Python numbers stay Python numbers.
     - Integer and bool arrays with integer weights give integers of at least 32 bits; with float weights, floats.
     - Float and complex arrays keep their type; those below 32 bits are summed in float32.
-    - Everything else (functions, strings, bools) must be equal and is kept. For models with Python ints among their
-      leaves use [`eqx_ensemble.tree.weighted_mean`][].
+    - Everything else (functions, strings, bools) must be equal and is kept.
 
     A tree of weight 0 counts: 0 times NaN is NaN.
 
