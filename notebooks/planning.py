@@ -273,7 +273,7 @@ for name, (costs, surprise, _) in found.items():
     print(f"{name:28}{costs.mean():9.1f}{costs.max():9.1f}{surprise.mean():9.2f}")
 print(f"{'hanging still':28}{resting:9.1f}")
 
-# %% alt="Left: height of the tip in four episodes per planner. Right: how much more plans cost than predicted"
+# %% alt="Left: height of the tip in four episodes per planner. Right: by how much plans cost more than predicted"
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 seconds = 0.05 * np.arange(EPISODE)
 for i, (name, (_, _, angles)) in enumerate(found.items()):
