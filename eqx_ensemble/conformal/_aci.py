@@ -5,7 +5,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._brief import brief_doc
 from .._caller import caller
-from .._check import check_counted_rows, check_number
+from .._check import RowWeightsLike, check_counted_rows, check_number
 from ._check import check_level, check_rows
 from ._enbpi import check_outcome
 from ._quantile import value_at_rank
@@ -31,7 +31,7 @@ class Aci(eqx.Module):
         self,
         scores: Float[ArrayLike, " rows"],
         *,
-        row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+        row_weights: RowWeightsLike | None = None,
     ) -> Float[Array, ""]:
         """The bound of the next score: the conformal quantile of recent `scores` `(rows,)` at the current level.
 

@@ -3,12 +3,13 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key
 
 from .._brief import brief_doc
 from .._caller import caller
 from .._check import (
     CountedRows,
+    RowWeightsLike,
     check_counted_rows,
     check_integer,
     check_key,
@@ -84,7 +85,7 @@ def aps(
     labels: Integer[ArrayLike, " rows"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     key: Any = None,
 ) -> Sets | RandomisedSets:
     """Adaptive prediction sets with guaranteed coverage: larger where the prediction is uncertain.
@@ -125,7 +126,7 @@ def raps(
     level: float,
     penalty: float,
     num_free: int,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     key: Any = None,
 ) -> Sets | RandomisedSets:
     r"""Regularised adaptive prediction sets: [`eqx_ensemble.conformal.aps`][] with a penalty on large sets.

@@ -9,6 +9,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Num, Real
 from .._brief import brief_doc
 from .._caller import caller
 from .._check import (
+    RowWeightsLike,
     check_array,
     check_counted_rows,
     check_fitted_members,
@@ -122,7 +123,7 @@ class Enbpi(eqx.Module):
         predictions: Float[ArrayLike, " members *times"],
         targets: Real[ArrayLike, "*times"],
         *,
-        row_weights: Bool[ArrayLike, "*times"] | Real[ArrayLike, "*times"] | None = None,
+        row_weights: RowWeightsLike | None = None,
     ) -> "Enbpi":
         """The state after one time step, or several in order: new residuals replace the oldest.
 
@@ -170,7 +171,7 @@ def enbpi(
     level: float,
     window: int | None = None,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Enbpi:
     r"""EnbPI: intervals for a time series from one bagged ensemble, adapted to the latest residuals.
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
 from .._brief import brief_doc
-from .._check import CountedRows, check_fitted_members, check_values, check_weights, promote
+from .._check import CountedRows, RowWeightsLike, check_fitted_members, check_values, check_weights, promote
 from ..resample import Folds, out_of_bag
 from ..resample._engine import check_drawn, check_folds
 from ..uncertainty import Interval
@@ -141,7 +141,7 @@ def cv_plus(
     folds: Folds,
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> CvPlus:
     r"""CV+: intervals from one cross-fit run, without a calibration set.
 
@@ -187,7 +187,7 @@ def jackknife_plus_after_bootstrap(
     *,
     level: float,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> JackknifePlus:
     r"""Jackknife+-after-bootstrap: intervals from one bagged ensemble, without a calibration set.
 

@@ -1,10 +1,10 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 
 from .._brief import brief_doc
-from .._check import check_logits, check_word, promote
+from .._check import RowWeightsLike, check_logits, check_word, promote
 from ..resample import Folds
 from ..resample._engine import check_folds
 from ._check import check_members_of_folds, check_num_classes, check_one_fold, check_rows_of_folds
@@ -34,7 +34,7 @@ def top_k(
     labels: Integer[ArrayLike, " rows"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> TopK:
     """Prediction sets of a fixed size: the `k` most likely classes, with the smallest `k` that reaches the coverage.
 
@@ -81,7 +81,7 @@ def lac(
     labels: Integer[ArrayLike, " rows"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Lac:
     """Least ambiguous prediction sets: all classes whose probability reaches a threshold; the smallest on average.
 
@@ -145,7 +145,7 @@ def cross_conformal(
     *,
     level: float,
     score: Score = "aps",
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> CrossConformal:
     r"""Cross-conformal prediction sets from one cross-fit run, without a calibration set.
 

@@ -5,11 +5,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 
 from .._brief import brief_doc
 from .._caller import caller
-from .._check import check_counted_rows, check_logits, check_word, concrete, promote
+from .._check import RowWeightsLike, check_counted_rows, check_logits, check_word, concrete, promote
 from .._warnings import warn
 from ..scores._engine import check_groups
 from ._check import check_level, check_num_classes, check_rows, enough_rows_text
@@ -23,7 +23,7 @@ def group_quantile(
     *,
     level: float,
     num_groups: int,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, " groups"]:
     """The conformal quantile of each group: it bounds a new score of the group with probability `level` or more.
 
@@ -147,7 +147,7 @@ def class_conditional(
     *,
     level: float,
     score: Score = "lac",
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> ClassConditional:
     r"""Prediction sets that cover the rows of every class with probability `level` or more (Mondrian).
 
@@ -187,7 +187,7 @@ def group_conditional(
     level: float,
     num_groups: int,
     score: Score = "lac",
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> GroupConditional:
     """Prediction sets that cover the rows of every group with probability `level` or more (Mondrian).
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
 
-from .._check import CountedRows, check_array, check_counted_rows, check_nonnegative, check_row_weights
+from .._check import CountedRows, RowWeightsLike, check_array, check_counted_rows, check_nonnegative, check_row_weights
 from ._check import check_level, check_rows, warn_of_infinite
 
 # The rank of the quantile among the sorted scores, in exact arithmetic.
@@ -77,7 +77,7 @@ def quantile(
     scores: Float[ArrayLike, " rows"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
     r"""The conformal quantile: an upper bound for a new score that holds with probability `level` or more.
 

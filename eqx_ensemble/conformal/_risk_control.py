@@ -4,11 +4,12 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from .._caller import caller
 from .._check import (
     CountedRows,
+    RowWeightsLike,
     check_counted_rows,
     check_entries,
     check_floating,
@@ -170,7 +171,7 @@ def risk_control(
     *,
     risk: float,
     bound: float = 1.0,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
     r"""Conformal risk control: the smallest threshold at which the expected loss of a new row is at most `risk`.
 
@@ -218,7 +219,7 @@ def risk_control_steps(
     *,
     risk: float,
     bound: float = 1.0,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
     r"""Conformal risk control for losses that are step functions of the threshold: exact, without a grid.
 

@@ -2,10 +2,10 @@ from typing import Literal
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._brief import brief_doc
-from .._check import check_floating_arrays, check_word, promote
+from .._check import RowWeightsLike, check_floating_arrays, check_word, promote
 from ..uncertainty import Interval
 from ._check import check_level, check_scales, check_targets
 from ._outward import difference_up, distance_up, quotient_up
@@ -43,7 +43,7 @@ def cqr(
     *,
     level: float,
     ends: Literal["together", "each"] = "together",
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Cqr:
     r"""Conformalised quantile regression: intervals whose ends are corrected for coverage of `level` or more.
 
@@ -124,7 +124,7 @@ def split(
     targets: Real[ArrayLike, " rows"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Split:
     """Intervals of constant width that cover a new target with probability `level` or more, for any model.
 
@@ -159,7 +159,7 @@ def normalised(
     targets: Real[ArrayLike, " rows"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Normalised:
     r"""Intervals whose width is proportional to a scale of each row, with coverage `level` or more.
 
