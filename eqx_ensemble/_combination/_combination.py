@@ -149,10 +149,8 @@ def convex(weights: Array, dtype: Any) -> Array:
 class AbstractCombination(abc.ABC):
     """Combines predictions a few members at a time, without the predictions of all members in memory.
 
-    A *partial*, a PyTree or `None`, summarises the members seen so far. Partials of different members, from one process
-    or several machines, can be merged. [`eqx_ensemble.predict`][] takes a combination as `combine`; it can also be
-    called on the predictions of all members. For the functions of this library see
-    [`eqx_ensemble.combine.streaming`][]. Subclasses define three methods, from which `__call__` follows:
+    A *partial*, a PyTree or `None`, summarises the members seen so far; those of different members, from one process or
+    several machines, can be merged. Subclasses define three methods, from which `__call__` follows:
 
     ```python
     class Range(ee.combine.AbstractCombination):
@@ -183,11 +181,9 @@ class AbstractCombination(abc.ABC):
         **Arguments:**
 
         - `partial`: the partial of the members seen so far; `None` if there are none.
-        - `predictions`: the predictions of additional members, `(members, ...)`; not necessarily all members of the
-            ensemble.
+        - `predictions`: the predictions of additional members, `(members, ...)`.
         - `weights`: one weight per additional member, `(members,)`, 1 if not given. All calls use the same scale: only
-            ratios matter. Members of weight zero have no influence. [`eqx_ensemble.predict`][] divides all weights by
-            one number first, so that the largest is between 1 and 2: likelihoods may be too small for float32.
+            ratios matter. Members of weight zero have no influence.
         """
 
     @abc.abstractmethod
@@ -310,8 +306,8 @@ def stream_of(combine: Any) -> AbstractCombination | None:
 def streaming(fn: Callable[..., Any]) -> AbstractCombination:
     """The streaming form of a function, for members that arrive in sequence or are on several machines.
 
-    [`eqx_ensemble.predict`][] uses it with `memory`: `predict(..., combine=ee.combine.mixture, memory=2**28)` processes
-    some members at a time. The result equals that of the function, within rounding, for any division of the members.
+    The result equals that of the function, within rounding, for any division of the members.
+    [`eqx_ensemble.predict`][] uses it with `memory`.
 
     **Arguments:**
 
@@ -320,8 +316,6 @@ def streaming(fn: Callable[..., Any]) -> AbstractCombination:
         For functions of a mean and a variance, predictions are a pair.
 
     **Returns:** an [`eqx_ensemble.combine.AbstractCombination`][].
-
-    **Raises:** `TypeError` for a function without a streaming form.
 
     ```python
     predictions = jax.random.normal(key, (6, 100, 3))  # members, rows, classes

@@ -19,11 +19,9 @@ def mixture(
     **Arguments:**
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`. For probabilities `p` pass `jnp.log(p)`.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
+    - `weights`: `(members,)` or `(members, *rows)`.
 
-    **Returns:**
-
-    Log-probabilities `(*batch, classes)`.
+    **Returns:** log-probabilities `(*batch, classes)`.
 
     ```python
     # two members, one row, two classes
@@ -45,13 +43,9 @@ def mean_logits(
     influence than in [`eqx_ensemble.combine.mixture`][]: a class with probability zero under one member has probability
     zero.
 
-    **Arguments:**
+    **Arguments:** as [`eqx_ensemble.combine.mixture`][].
 
-    As [`eqx_ensemble.combine.mixture`][].
-
-    **Returns:**
-
-    Log-probabilities `(*batch, classes)`. A row is NaN if every class has probability zero under some member.
+    **Returns:** log-probabilities `(*batch, classes)`; NaN if every class has probability zero under some member.
 
     ```python
     logits = jnp.log(jnp.array([[0.9, 0.1], [0.5, 0.5]]))  # two members, one row
@@ -77,11 +71,9 @@ def vote(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: the members' voting weights, `(members,)` or `(members, *rows)`.
+    - `weights`: `(members,)` or `(members, *rows)`.
 
-    **Returns:**
-
-    Fractions `(*batch, classes)`, which sum to one on the last axis.
+    **Returns:** fractions `(*batch, classes)`.
 
     ```python
     logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])  # three members, one row

@@ -22,12 +22,9 @@ def mean(
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`.
-    - `weights`: convex weights over members, `(members,)`, or per row, `(members, *rows)`, where `rows` are the leading
-        axes of the values after `members`.
+    - `weights`: `(members,)` or `(members, *rows)`.
 
-    **Returns:**
-
-    The mean, of the shape of one member's values.
+    **Returns:** an array `(...)`.
 
     ```python
     values = jnp.array([[1.0, 2.0], [4.0, 8.0]])
@@ -44,19 +41,16 @@ def mean(
 def log_mixture(
     log_densities: Float[ArrayLike, "members ..."], *, weights: Real[ArrayLike, " members *rows"] | None = None
 ) -> Float[Array, "..."]:
-    r"""The logarithm of the mixture of the members' densities, $\log \sum_m w_m p_m$.
+    r"""The logarithm of the mixture of the members' densities, $\log \sum_m w_m p_m$, of any kind, at the same points.
 
-    For densities of any kind, evaluated at the same points, without normalisation. For distributions over classes see
-    [`eqx_ensemble.combine.mixture`][], for Gaussians [`eqx_ensemble.scores.nll_gaussian_mixture`][].
+    For classes see [`eqx_ensemble.combine.mixture`][], for Gaussians [`eqx_ensemble.scores.nll_gaussian_mixture`][].
 
     **Arguments:**
 
     - `log_densities`: natural logarithms of densities or probabilities, `(members, ...)`.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
+    - `weights`: `(members,)` or `(members, *rows)`.
 
-    **Returns:**
-
-    Log-densities, of the shape of one member's.
+    **Returns:** log-densities `(...)`.
 
     ```python
     ee.combine.log_mixture(jnp.log(jnp.array([[0.5], [0.1]])))  # log(0.3)
@@ -96,17 +90,15 @@ def gaussian(
 ) -> Gaussian:
     r"""The Gaussian with the mean and variance of the mixture of the members' Gaussians.
 
-    $\mu = \sum_m w_m \mu_m$ and $\sigma^2 = \sum_m w_m (\sigma_m^2 + (\mu_m - \mu)^2)$, entry by entry.
+    $\mu = \sum_m w_m \mu_m$ and $\sigma^2 = \sum_m w_m (\sigma_m^2 + (\mu_m - \mu)^2)$, entry by entry. For the two
+    parts of the variance see [`eqx_ensemble.uncertainty.decompose_variance`][].
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, ...)`, of one shape.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
+    - `mean`, `variance`: `(members, ...)`.
+    - `weights`: `(members,)` or `(members, *rows)`.
 
-    **Returns:**
-
-    [`eqx_ensemble.combine.Gaussian`][], of the shape of one member's mean. For the two parts of the variance see
-    [`eqx_ensemble.uncertainty.decompose_variance`][].
+    **Returns:** [`eqx_ensemble.combine.Gaussian`][], each `(...)`.
 
     ```python
     matched = ee.combine.gaussian(jnp.array([[1.0], [3.0]]), jnp.array([[0.5], [0.5]]))
@@ -131,18 +123,16 @@ def product_gaussian(
     r"""The Gaussian proportional to the product of the members' Gaussians, each raised to its weight.
 
     The precision is $\sigma^{-2} = a \sum_m w_m \sigma_m^{-2}$ and the mean $\mu = a \, \sigma^2 \sum_m w_m \mu_m /
-    \sigma_m^2$, where $a$, the `power`, is the sum of all exponents. For 1 it is the geometric mean of the densities;
-    for the number of members the plain product, valid for members with independent errors.
+    \sigma_m^2$, where $a$, the `power`, is the sum of all exponents: 1 for the geometric mean of the densities, the
+    number of members for the plain product, valid for members with independent errors.
 
     **Arguments:**
 
-    - `mean`, `variance`: `(members, ...)`, of one shape. Where a member has variance zero, only such members are used.
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
+    - `mean`, `variance`: `(members, ...)`. Where a member has variance zero, only such members are used.
+    - `weights`: `(members,)` or `(members, *rows)`.
     - `power`: the sum of the exponents, positive.
 
-    **Returns:**
-
-    [`eqx_ensemble.combine.Gaussian`][], of the shape of one member's mean. Its variance does not depend on the means.
+    **Returns:** [`eqx_ensemble.combine.Gaussian`][], each `(...)`. The variance does not depend on the means.
 
     ```python
     mean, variance = jnp.array([[0.0], [3.0]]), jnp.array([[1.0], [2.0]])
@@ -197,18 +187,15 @@ def moments(
 ) -> Gaussian:
     r"""Mean and variance over members of point predictions, entry by entry.
 
-    $\mu = \sum_m w_m v_m$ and $\sigma^2 = \sum_m w_m (v_m - \mu)^2$ (ddof 0). A large common offset costs no precision;
-    nor do many groups in the streaming form, which merges groups by $\sum_g w_g (v_g + (\mu_g - \mu)^2)$.
+    $\mu = \sum_m w_m v_m$ and $\sigma^2 = \sum_m w_m (v_m - \mu)^2$ (ddof 0). A large common offset costs no precision.
+    For members that predict a variance see [`eqx_ensemble.combine.gaussian`][].
 
     **Arguments:**
 
-    - `values`: floating-point, `(members, ...)`. For members that predict a variance see
-        [`eqx_ensemble.combine.gaussian`][].
-    - `weights`: convex weights over members, `(members,)` or `(members, *rows)`.
+    - `values`: floating-point, `(members, ...)`.
+    - `weights`: `(members,)` or `(members, *rows)`.
 
-    **Returns:**
-
-    A named tuple with `.mean` and `.variance`, of the shape of one member's values.
+    **Returns:** a named tuple of `.mean` and `.variance`, each `(...)`.
 
     ```python
     ee.combine.moments(jnp.array([[1.0], [3.0]]))  # mean [2.0], variance [1.0]

@@ -72,17 +72,14 @@ class _Sketch(NamedTuple):
 class QuantileSketch(AbstractCombination):
     r"""Quantiles over members of predictions `(members, ...)`, entry by entry, from a sketch of bounded size.
 
-    Exact below `2 * size` members. When a level of the sketch holds `2 * size` values, neighbours in sorted order are
-    merged into the value with the larger weight, with the sum of their weights, and moved to the next level. For equal
-    weights, merges alternate between the lower and the higher value, which keeps ranks unbiased; the first choice
-    depends on the bits of the values, so that equal members give equal results. For $M$ members of equal weight there
-    are $\log_2(M / \mathrm{size})$ levels, and the error of a rank is at most $M \lfloor \log_2(M / \mathrm{size})
-    \rfloor / (2 \, \mathrm{size})$ members: 2 % of 4,096. Use a sketch for a stream of members. For an ensemble in
-    memory, [`eqx_ensemble.predict`][] processes all members for some rows at a time, which costs less and is exact:
-    `combine=functools.partial(ee.uncertainty.quantile, levels=0.9)`.
+    Use it for a stream of members. For an ensemble in memory, [`eqx_ensemble.predict`][] with
+    [`eqx_ensemble.uncertainty.quantile`][] is exact and costs less.
 
-    A quantile is the value at which the cumulative weight reaches the level; the midpoint to the next value if it
-    equals the level (definition 2 of Hyndman and Fan, NumPy's `"averaged_inverted_cdf"`).
+    Exact below `2 * size` members. A level of the sketch that holds `2 * size` values is halved: of two neighbours in
+    sorted order, the one with the larger weight takes both weights and moves to the next level. For $M$ members of
+    equal weight the error of a rank is at most $M \lfloor \log_2(M / \mathrm{size}) \rfloor / (2 \, \mathrm{size})$
+    members: 2 % of 4,096. A quantile is the value at which the cumulative weight reaches the level; the midpoint to the
+    next value if it equals the level (NumPy's `"averaged_inverted_cdf"`).
 
     **Arguments:**
 
@@ -204,20 +201,17 @@ def _quantiles(sketch: _Sketch, levels: Array) -> Array:
 def median(
     values: Float[ArrayLike, "members ..."], *, weights: Real[ArrayLike, " members"] | None = None
 ) -> Float[Array, "..."]:
-    r"""The weighted median over members, entry by entry; robust to outlying members.
+    """The weighted median over members, entry by entry; robust to outlying members.
 
     The value at which the cumulative weight reaches one half; the midpoint to the next value if it is exactly one half.
-    For equal weights this is the usual median.
+    For other levels see [`eqx_ensemble.uncertainty.quantile`][].
 
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`. Medians of the probabilities of several classes do not sum to one.
-    - `weights`: convex weights over members, `(members,)`.
+    - `weights`: `(members,)`.
 
-    **Returns:**
-
-    The median, of the shape of one member's values; NaN where a member is NaN. For other levels see
-    [`eqx_ensemble.uncertainty.quantile`][].
+    **Returns:** an array `(...)`; NaN where a member is NaN.
 
     ```python
     values = jnp.array([[1.0], [2.0], [1e9]])
@@ -238,18 +232,16 @@ def trimmed_mean(
 ) -> Float[Array, "..."]:
     r"""The mean over members without the lowest and highest values, entry by entry.
 
-    $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with $Q$ the quantiles of the members and $c$ the `cut`. Members at the
+    $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with $Q$ the quantiles of the members and $c$ the `cut`: members at the
     edges have partial weight. If $c$ times the number of members is an integer, it is `scipy.stats.trim_mean`.
 
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`.
     - `cut`: the fraction to cut off at each end, from 0 (the mean) to below 0.5 (the median).
-    - `weights`: convex weights over members, `(members,)`.
+    - `weights`: `(members,)`.
 
-    **Returns:**
-
-    The mean, of the shape of one member's values; NaN where a member is NaN, even one that would be cut off.
+    **Returns:** an array `(...)`; NaN where a member is NaN, even one that would be cut off.
 
     ```python
     values = jnp.array([[-1e9], [1.0], [2.0], [3.0], [1e9]])

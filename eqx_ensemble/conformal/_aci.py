@@ -5,7 +5,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._brief import brief_doc
 from .._caller import caller
-from .._check import check_counted_rows, check_number
+from .._check import RowWeightsLike, check_counted_rows, check_number
 from ._check import check_level, check_rows
 from ._enbpi import check_outcome
 from ._quantile import value_at_rank
@@ -16,8 +16,7 @@ class Aci(eqx.Module):
 
     **Attributes:**
 
-    - `level`: the level of the next prediction. It may leave [0, 1]: predictions are unbounded at 1 or more, and empty
-        at 0 or less.
+    - `level`: the level of the next prediction, which may leave [0, 1].
     - `target`: the long-run coverage.
     - `rate`: the step size of the level.
     """
@@ -32,12 +31,11 @@ class Aci(eqx.Module):
         self,
         scores: Float[ArrayLike, " rows"],
         *,
-        row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+        row_weights: RowWeightsLike | None = None,
     ) -> Float[Array, ""]:
-        r"""The bound of the next score: [`eqx_ensemble.conformal.quantile`][] at the current level.
+        """The bound of the next score: the conformal quantile of recent `scores` `(rows,)` at the current level.
 
-        `scores` `(rows,)` are recent scores; rows where `row_weights` are `False` or 0 are ignored. Infinite at a level
-        of 1 or more, and for too few scores; minus infinity at a level of 0 or less. NaN if a score is NaN.
+        Infinite at a level of 1 or more, and for too few scores; minus infinity at a level of 0 or less.
         """
         (checked,) = check_rows(scores=scores)
         return _quantile(checked, check_counted_rows(row_weights, checked.shape).counted, self.level)
@@ -57,18 +55,14 @@ def aci(*, level: float, rate: float = 0.005) -> Aci:
     \frac{\max(\mathrm{target}, 1 - \mathrm{target}) + \gamma}{\gamma T}$$
 
     for every series and model, if predictions contain everything at levels of 1 or more, and nothing at levels of 0 or
-    less. The level is therefore not clipped to [0, 1]: a large rate adapts fast, but gives some unbounded or empty
-    predictions.
+    less. A large rate adapts fast, but gives some unbounded or empty predictions.
 
     **Arguments:**
 
     - `level`: the target coverage, between 0 and 1.
     - `rate`: $\gamma$, a positive number; the authors use 0.005.
 
-    **Returns:**
-
-    [`eqx_ensemble.conformal.Aci`][], the initial state: `state.quantile(scores)` is the bound of the next score,
-    `state.update(covered)` the state after it. For several series use `jax.vmap`.
+    **Returns:** [`eqx_ensemble.conformal.Aci`][], the initial state. For several series use `jax.vmap`.
 
     ```python
     def step(carry, target):

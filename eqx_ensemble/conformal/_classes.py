@@ -3,12 +3,13 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key
 
 from .._brief import brief_doc
 from .._caller import caller
 from .._check import (
     CountedRows,
+    RowWeightsLike,
     check_counted_rows,
     check_integer,
     check_key,
@@ -35,7 +36,7 @@ def positions(
 
 
 class Sets(eqx.Module):
-    """Fitted adaptive prediction sets: call it on logits.
+    """Fitted adaptive prediction sets: `fitted(logits)` returns booleans `(*batch, classes)`.
 
     **Attributes:**
 
@@ -52,17 +53,18 @@ class Sets(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
-        """The set of each row as booleans; all classes where the logits are NaN."""
         checked = check_logits(logits, members=False)
         return _sets(checked, None, self)
 
 
 class RandomisedSets(eqx.Module):
-    """Fitted randomised adaptive prediction sets: call it on logits, with a key.
+    """Fitted randomised sets: `fitted(logits, key=key)` returns booleans `(*batch, classes)`.
+
+    `key` is one threefry key, from which the random fraction of each row is drawn.
 
     **Attributes:**
 
-    As [`eqx_ensemble.conformal.Sets`][]: `threshold`, `log_rest`, `penalty` and `num_free`.
+    As [`eqx_ensemble.conformal.Sets`][].
     """
 
     threshold: Float[Array, ""]
@@ -73,10 +75,6 @@ class RandomisedSets(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"], *, key: Any) -> Bool[Array, "*batch classes"]:
-        """The set of each row as booleans; all classes where the logits are NaN.
-
-        `key` is one threefry key, from which the random fraction of each row is drawn.
-        """
         checked = check_logits(logits, members=False)
         check_key(key)
         return _sets(checked, member_keys(key, 1, purpose="conformal.RandomisedSets"), self)
@@ -87,7 +85,7 @@ def aps(
     labels: Integer[ArrayLike, " rows"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     key: Any = None,
 ) -> Sets | RandomisedSets:
     """Adaptive prediction sets with guaranteed coverage: larger where the prediction is uncertain.
@@ -95,25 +93,19 @@ def aps(
     The score of a class is its probability plus that of all more likely classes. The set contains the classes whose
     score is at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores. With a `key`, only a random fraction
     of the class's own probability is added: sets are smaller, more of them are empty, and the coverage is exact.
-    Classes of probability zero are in a set only if the level cannot be reached without them.
+    Classes of probability zero are in a set only if the level cannot be reached without them. Warns, without a key, if
+    sets are more than twice as large as those of [`eqx_ensemble.conformal.lac`][].
 
     **Arguments:**
 
-    - `logits`: combined logits or log-probabilities for held-out rows, `(rows, classes)`, such as those of
+    - `logits`: combined logits or log-probabilities of held-out rows, `(rows, classes)`, such as those of
         [`eqx_ensemble.combine.mixture`][].
     - `labels`: integers `(rows,)` from 0 to classes - 1.
     - `level`: the coverage, between 0 and 1.
     - `row_weights`: booleans `(rows,)`.
     - `key`: one random key, for randomised sets.
 
-    **Returns:**
-
-    [`eqx_ensemble.conformal.Sets`][]: `fitted(logits)` returns booleans `(*batch, classes)`. With a key,
-    [`eqx_ensemble.conformal.RandomisedSets`][]: `fitted(logits, key=key)`.
-
-    **Raises:**
-
-    Warns, without a key, if sets are more than twice as large as those of [`eqx_ensemble.conformal.lac`][].
+    **Returns:** [`eqx_ensemble.conformal.Sets`][]; with a key, [`eqx_ensemble.conformal.RandomisedSets`][].
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
@@ -134,7 +126,7 @@ def raps(
     level: float,
     penalty: float,
     num_free: int,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
     key: Any = None,
 ) -> Sets | RandomisedSets:
     r"""Regularised adaptive prediction sets: [`eqx_ensemble.conformal.aps`][] with a penalty on large sets.
@@ -146,11 +138,7 @@ def raps(
 
     - `penalty`: $\lambda$, non-negative.
     - `num_free`: $k$, the number of classes without a penalty.
-    - the others: as for [`eqx_ensemble.conformal.aps`][].
-
-    **Returns:**
-
-    As [`eqx_ensemble.conformal.aps`][].
+    - the others, and the result: as for [`eqx_ensemble.conformal.aps`][].
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))

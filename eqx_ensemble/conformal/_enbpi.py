@@ -9,6 +9,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Num, Real
 from .._brief import brief_doc
 from .._caller import caller
 from .._check import (
+    RowWeightsLike,
     check_array,
     check_counted_rows,
     check_fitted_members,
@@ -92,7 +93,8 @@ def warn_of_no_residual(known: Array, reason: str, fix: str) -> None:
 
 
 class Enbpi(eqx.Module):
-    """Fitted EnbPI intervals of a series: call it on predictions of the same members, and update it with targets.
+    """Fitted EnbPI intervals of a series: `fitted(predictions)` takes all members' predictions `(members, *batch)`, and
+    returns `.lower` and `.upper` `(*batch,)`.
 
     **Attributes:**
 
@@ -111,7 +113,6 @@ class Enbpi(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
-        """The intervals `(*batch,)` from all members' predictions."""
         checked = check_values("predictions", predictions)
         check_fitted_members(self.share.size, checked.shape[0])
         below, above = shortest(self.residuals, self.known, self.level)
@@ -122,12 +123,11 @@ class Enbpi(eqx.Module):
         predictions: Float[ArrayLike, " members *times"],
         targets: Real[ArrayLike, "*times"],
         *,
-        row_weights: Bool[ArrayLike, "*times"] | Real[ArrayLike, "*times"] | None = None,
+        row_weights: RowWeightsLike | None = None,
     ) -> "Enbpi":
         """The state after one time step, or several in order: new residuals replace the oldest.
 
-        Times where `row_weights` are `False` have no target: they are ignored, even if they are NaN, but also replace
-        residuals. Warns if no time of the window has a target: intervals are then unbounded.
+        Times where `row_weights` are `False` have no target, but also replace residuals.
         """
         checked, observed = check_regression(targets, members=True, predictions=predictions)
         check_fitted_members(self.share.size, checked.shape[0])
@@ -171,30 +171,21 @@ def enbpi(
     level: float,
     window: int | None = None,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Enbpi:
     r"""EnbPI: intervals for a time series from one bagged ensemble, adapted to the latest residuals.
 
-    Residuals are targets minus the out-of-bag mean. An interval is the mean prediction plus the shortest interval of
-    $\lfloor n \, \mathrm{level} \rfloor + 1$ of $n$ sorted residuals, which need not be symmetric. Residuals of new
-    targets replace the oldest. Coverage is asymptotic, for stationary, mixing errors and a consistent model; short
-    windows undercover.
+    An interval is the mean prediction plus the shortest interval of $\lfloor n \, \mathrm{level} \rfloor + 1$ of $n$
+    sorted residuals, targets minus out-of-bag means. Coverage is asymptotic, for stationary, mixing errors and a
+    consistent model; short windows undercover.
 
     **Arguments:**
 
-    - `held_out`: `(rows,)` in temporal order, `.mean` of [`eqx_ensemble.resample.out_of_bag_mean`][]; NaN for rows
-        without.
-    - `targets`: `(rows,)`.
-    - `drawn`: as for [`eqx_ensemble.resample.out_of_bag`][]: row indices `(members, n)` or weights `(members, rows)`.
-    - `level`: the coverage, between 0 and 1.
+    - `held_out`, `targets`: as for [`eqx_ensemble.conformal.jackknife_plus_after_bootstrap`][], in temporal order.
     - `window`: the number of latest residuals to keep; by default the number of rows.
-    - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means.
-    - `row_weights`: booleans `(rows,)`.
+    - the others: as for [`eqx_ensemble.conformal.jackknife_plus_after_bootstrap`][].
 
-    **Returns:**
-
-    [`eqx_ensemble.conformal.Enbpi`][]: `fitted(predictions)` takes the predictions of all members, `(members, *batch)`,
-    and returns `.lower` and `.upper`; `fitted.update(predictions, targets)` returns the state after these targets.
+    **Returns:** [`eqx_ensemble.conformal.Enbpi`][].
 
     ```python
     y = jnp.sin(jnp.arange(60.0)) + 0.1 * jax.random.normal(key, (60,))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Num, Real
 
 from .._brief import brief_doc
-from .._check import CountedRows, check_fitted_members, check_values, check_weights, promote
+from .._check import CountedRows, RowWeightsLike, check_fitted_members, check_values, check_weights, promote
 from ..resample import Folds, out_of_bag
 from ..resample._engine import check_drawn, check_folds
 from ..uncertainty import Interval
@@ -86,7 +86,10 @@ def intervals(
 
 
 class CvPlus(eqx.Module):
-    """Fitted CV+ intervals: call it on the predictions of the same members.
+    """Fitted CV+ intervals: `fitted(predictions)` takes those of all members, `(members, *batch)`, and returns
+    `.lower` and `.upper` `(*batch,)`.
+
+    Member `i` belongs to fold `i % folds`; several members per fold are averaged.
 
     **Attributes:**
 
@@ -104,10 +107,6 @@ class CvPlus(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
-        """The intervals `(*batch,)` from all members' predictions for new rows.
-
-        Member `i` belongs to fold `i % folds`; several members per fold are averaged.
-        """
         checked = check_values("predictions", predictions)
         times = check_members_of_folds(self.share.shape[0], checked.shape[0])
         by_fold = jnp.reshape(checked, (times, self.share.shape[0], *checked.shape[1:]))
@@ -115,14 +114,12 @@ class CvPlus(eqx.Module):
 
 
 class JackknifePlus(eqx.Module):
-    """Fitted jackknife+ intervals: call it on the predictions of the same members.
+    """Fitted jackknife+ intervals: `fitted(predictions)` takes those of all members, `(members, *batch)`, and returns
+    `.lower` and `.upper` `(*batch,)`.
 
     **Attributes:**
 
-    - `residuals`: `(rows,)`, the absolute error of every row's held-out prediction; infinite for rows without one.
-    - `share`: `(members, rows)`, the weights of the members that held the row out; they sum to one.
-    - `rank`: the rank of the values at the interval ends.
-    - `counted`: booleans `(rows,)`, whether each row counts.
+    As [`eqx_ensemble.conformal.CvPlus`][], with members for folds; infinite `residuals` for rows that all members drew.
     """
 
     residuals: Float[Array, " rows"]
@@ -133,7 +130,6 @@ class JackknifePlus(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
-        """The intervals `(*batch,)` from all members' predictions for new rows."""
         checked = check_values("predictions", predictions)
         check_fitted_members(self.share.shape[0], checked.shape[0])
         return intervals(*promote(checked[None], self.residuals, self.share), self.rank, self.counted)
@@ -145,7 +141,7 @@ def cv_plus(
     folds: Folds,
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> CvPlus:
     r"""CV+: intervals from one cross-fit run, without a calibration set.
 
@@ -157,36 +153,19 @@ def cv_plus(
 
     **Arguments:**
 
-    - `held_out`: `(rows,)`, the prediction of every row by the members that held it out: `.held_out.mean` of
-        [`eqx_ensemble.methods.cross_fit`][], one output at a time.
-    - `targets`: `(rows,)`.
-    - `folds`: the result of [`eqx_ensemble.resample.folds`][].
-    - `level`: the coverage, between 0 and 1.
-    - `row_weights`: booleans `(rows,)`.
+    - `held_out`: `(rows,)`, `.held_out.mean` of [`eqx_ensemble.methods.cross_fit`][], one output at a time.
+    - `folds`: the result of [`eqx_ensemble.resample.folds`][]; every row is held out at least once.
+    - the others: as for [`eqx_ensemble.conformal.split`][].
 
-    **Returns:**
-
-    [`eqx_ensemble.conformal.CvPlus`][]: `fitted(predictions)` takes the predictions of all members,
-    `(members, *batch)`, and returns `.lower` and `.upper`.
-
-    **Raises:**
-
-    `ValueError` for rows that no fold holds out.
+    **Returns:** [`eqx_ensemble.conformal.CvPlus`][].
 
     ```python
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2)
-
-
-    x, y = jnp.ones((100, 3)), jnp.linspace(-1, 1, 100)
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 10, key=key)
-    folds = ee.resample.folds(len(x), 10, key=key)
-    run, held_out = ee.methods.cross_fit(
-        ensemble, loss, optax.adam(1e-3), (x, y), folds, x=x, epochs=2, key=key
-    )
-    fitted = ee.conformal.cv_plus(held_out.mean[:, 0], y, folds, level=0.9)
-    lower, upper = fitted(ee.predict(run.ensemble, x)[..., 0])
+    y, folds = jnp.linspace(-1, 1, 100), ee.resample.folds(100, 10, key=key)
+    # members that predict the targets with noise
+    predictions = y[None] + 0.1 * jax.random.normal(key, (10, 100))
+    held_out = ee.resample.out_of_fold(predictions, folds).mean
+    fitted = ee.conformal.cv_plus(held_out, y, folds, level=0.9)
+    lower, upper = fitted(predictions)
     ```
 
     ??? cite
@@ -208,7 +187,7 @@ def jackknife_plus_after_bootstrap(
     *,
     level: float,
     weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> JackknifePlus:
     r"""Jackknife+-after-bootstrap: intervals from one bagged ensemble, without a calibration set.
 
@@ -220,16 +199,11 @@ def jackknife_plus_after_bootstrap(
 
     - `held_out`: `(rows,)`, `.mean` of [`eqx_ensemble.resample.out_of_bag_mean`][], one output at a time; NaN for rows
         without.
-    - `targets`: `(rows,)`.
-    - `drawn`: as for [`eqx_ensemble.resample.out_of_bag`][]: row indices `(members, n)` or weights `(members, rows)`.
-    - `level`: the coverage, between 0 and 1.
-    - `weights`: convex weights over members, `(members,)`, as used for the out-of-bag means.
-    - `row_weights`: booleans `(rows,)`.
+    - `drawn`: row indices `(members, n)` or weights `(members, rows)`, as for [`eqx_ensemble.resample.out_of_bag`][].
+    - `weights`: convex weights `(members,)`, as used for the out-of-bag means.
+    - the others: as for [`eqx_ensemble.conformal.split`][].
 
-    **Returns:**
-
-    [`eqx_ensemble.conformal.JackknifePlus`][]: `fitted(predictions)` takes the predictions of all members,
-    `(members, *batch)`, and returns `.lower` and `.upper`.
+    **Returns:** [`eqx_ensemble.conformal.JackknifePlus`][].
 
     ```python
     x, y = jnp.linspace(-1, 1, 50)[:, None], jnp.linspace(-1, 1, 50)

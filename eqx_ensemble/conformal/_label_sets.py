@@ -1,10 +1,10 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 
 from .._brief import brief_doc
-from .._check import check_logits, check_word, promote
+from .._check import RowWeightsLike, check_logits, check_word, promote
 from ..resample import Folds
 from ..resample._engine import check_folds
 from ._check import check_members_of_folds, check_num_classes, check_one_fold, check_rows_of_folds
@@ -13,7 +13,7 @@ from ._quantile import fraction, rank_of, value_at_rank_jit
 
 
 class TopK(eqx.Module):
-    """Fitted prediction sets of the most likely classes: call it on logits.
+    """Fitted sets of the most likely classes: `fitted(logits)` returns booleans `(*batch, classes)`.
 
     **Attributes:**
 
@@ -25,7 +25,6 @@ class TopK(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
-        """The set of each row as booleans; all classes where the logits are NaN."""
         scores, k = promote(top_k_scores(check_logits(logits, members=False)), self.k)
         return ~(scores > k)
 
@@ -35,44 +34,37 @@ def top_k(
     labels: Integer[ArrayLike, " rows"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> TopK:
     """Prediction sets of a fixed size: the `k` most likely classes, with the smallest `k` that reaches the coverage.
 
-    The score of a class is the number of classes that are at least as likely. Scores are integers, so the coverage
-    usually exceeds `level`. Classes that tie across rank `k` are all excluded, as in the fit.
+    Scores are integers, the number of classes that are at least as likely, so the coverage usually exceeds `level`.
+    Classes that tie across rank `k` are all excluded, as in the fit.
 
-    **Arguments:**
+    **Arguments:** as [`eqx_ensemble.conformal.aps`][], without `key`.
 
-    As [`eqx_ensemble.conformal.aps`][], without `key`.
-
-    **Returns:**
-
-    [`eqx_ensemble.conformal.TopK`][]: `fitted(logits)` returns booleans `(*batch, classes)`.
+    **Returns:** [`eqx_ensemble.conformal.TopK`][].
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
-    fitted = ee.conformal.top_k(
-        logits, jnp.array([0, 0, 0, 0, 0, 1, 1, 1, 2]), level=0.8
-    )
+    labels = jnp.array([0, 0, 0, 0, 0, 1, 1, 1, 2])
+    fitted = ee.conformal.top_k(logits, labels, level=0.8)
     fitted.k, fitted(logits[:1])  # 2, [[True, True, False]]
     ```
 
     ??? cite
-        [Angelopoulos et al., ICLR 2021](https://arxiv.org/abs/2009.14193), where it is the baseline of sets of a fixed
-        size.
+        [Angelopoulos et al., ICLR 2021](https://arxiv.org/abs/2009.14193), where it is a baseline
     """
     scores, _, rows = score_labels("top_k", logits, labels, level, row_weights)
     return TopK(value_at_rank_jit(scores, rows.counted, rank_of(fraction(level), scores.size, rows)))
 
 
 class Lac(eqx.Module):
-    """Fitted least ambiguous prediction sets: call it on logits.
+    """Fitted least ambiguous sets: `fitted(logits)` returns booleans `(*batch, classes)`.
 
     **Attributes:**
 
-    - `threshold`: a class is in the set if minus the log-odds of its probability, `log((1 - p) / p)`, is at most this;
-        infinite, for sets of all classes, if there were too few held-out rows.
+    - `threshold`: a class is in the set if minus the log-odds of its probability, `log((1 - p) / p)`, is at most this.
     """
 
     threshold: Float[Array, ""]
@@ -80,7 +72,6 @@ class Lac(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
-        """The set of each row as booleans, which may be empty; all classes where the logits are NaN."""
         scores, threshold = promote(lac_scores(check_logits(logits, members=False)), self.threshold)
         return ~(scores > threshold)
 
@@ -90,23 +81,19 @@ def lac(
     labels: Integer[ArrayLike, " rows"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Lac:
     """Least ambiguous prediction sets: all classes whose probability reaches a threshold; the smallest on average.
 
-    The score of a class is $1 - p$, compared as log-odds, which do not round. The set contains the classes whose score
-    is at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores.
+    The score of a class is $1 - p$. The set contains the classes whose score is at most
+    [`eqx_ensemble.conformal.quantile`][] of the labels' scores.
 
     Sets may be empty: a model that is always right has 30 % empty sets at level 0.7. To avoid them, add the most likely
     class, which can only increase coverage.
 
-    **Arguments:**
+    **Arguments:** as [`eqx_ensemble.conformal.aps`][], without `key`.
 
-    As [`eqx_ensemble.conformal.aps`][], without `key`.
-
-    **Returns:**
-
-    [`eqx_ensemble.conformal.Lac`][]: `fitted(logits)` returns booleans `(*batch, classes)`.
+    **Returns:** [`eqx_ensemble.conformal.Lac`][].
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 9))
@@ -122,7 +109,10 @@ def lac(
 
 
 class CrossConformal(eqx.Module):
-    """Fitted cross-conformal prediction sets: call it on the logits of the same members.
+    """Fitted cross-conformal sets: `fitted(logits)` takes all members' logits `(members, *batch, classes)`, and returns
+    booleans `(*batch, classes)`.
+
+    Member `i` belongs to fold `i % folds`; the logits of several members per fold are averaged.
 
     **Attributes:**
 
@@ -140,10 +130,6 @@ class CrossConformal(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Bool[Array, "*batch classes"]:
-        """The set of each row as booleans, from the logits of all members; all classes where these are NaN.
-
-        Member `i` belongs to fold `i % folds`; the logits of several members per fold are averaged.
-        """
         checked = check_logits(logits)
         num_folds = self.scores.shape[0]
         times = check_members_of_folds(num_folds, checked.shape[0])
@@ -159,7 +145,7 @@ def cross_conformal(
     *,
     level: float,
     score: Score = "aps",
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> CrossConformal:
     r"""Cross-conformal prediction sets from one cross-fit run, without a calibration set.
 
@@ -170,22 +156,14 @@ def cross_conformal(
 
     **Arguments:**
 
-    - `held_out`: `(rows, classes)`, the logits of every row by the members that held it out: `.held_out.mean` of
-        [`eqx_ensemble.methods.cross_fit`][].
-    - `labels`: integers `(rows,)` from 0 to classes - 1.
+    - `held_out`: `(rows, classes)`, logits: `.held_out.mean` of [`eqx_ensemble.methods.cross_fit`][].
     - `folds`: the result of [`eqx_ensemble.resample.folds`][]; every row is in the test part of exactly one fold.
-    - `level`: the coverage, between 0 and 1.
-    - `score`: `"lac"`, `"aps"` or `"top_k"`, as in [`eqx_ensemble.conformal.class_conditional`][].
-    - `row_weights`: booleans `(rows,)`.
+    - the others: as for [`eqx_ensemble.conformal.class_conditional`][].
 
-    **Returns:**
-
-    [`eqx_ensemble.conformal.CrossConformal`][]: `fitted(logits)` takes the logits of all members,
-    `(members, *batch, classes)`, and returns booleans `(*batch, classes)`.
+    **Returns:** [`eqx_ensemble.conformal.CrossConformal`][].
 
     ```python
-    labels = jnp.arange(100) % 3
-    folds = ee.resample.folds(100, 10, key=key)
+    labels, folds = jnp.arange(100) % 3, ee.resample.folds(100, 10, key=key)
     # members that predict the labels with noise
     noise = jax.random.normal(key, (10, 100, 3))
     predictions = 3 * jax.nn.one_hot(labels, 3)[None] + noise
@@ -195,7 +173,7 @@ def cross_conformal(
     ```
 
     ??? cite
-        [Vovk, AMAI 2015](https://arxiv.org/abs/1208.0806); the sets as CV+: [Romano et al., NeurIPS
+        [Vovk, AMAI 2015](https://arxiv.org/abs/1208.0806); as CV+: [Romano et al., NeurIPS
         2020](https://arxiv.org/abs/2006.02544)
     """
     check_folds(folds)

@@ -5,11 +5,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 
 from .._brief import brief_doc
 from .._caller import caller
-from .._check import check_counted_rows, check_logits, check_word, concrete, promote
+from .._check import RowWeightsLike, check_counted_rows, check_logits, check_word, concrete, promote
 from .._warnings import warn
 from ..scores._engine import check_groups
 from ._check import check_level, check_num_classes, check_rows, enough_rows_text
@@ -23,24 +23,19 @@ def group_quantile(
     *,
     level: float,
     num_groups: int,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, " groups"]:
     """The conformal quantile of each group: it bounds a new score of the group with probability `level` or more.
 
-    [`eqx_ensemble.conformal.quantile`][] of the rows of each group (Mondrian conformal prediction): coverage holds in
-    every group. Each group needs enough rows.
+    [`eqx_ensemble.conformal.quantile`][] of the rows of each group (Mondrian conformal prediction).
 
     **Arguments:**
 
-    - `scores`: `(rows,)`, one nonconformity score per held-out row; higher is more unusual.
     - `groups`: integers `(rows,)` from 0 to num_groups - 1, also known for new rows.
-    - `level`: the coverage, between 0 and 1.
     - `num_groups`: the number of groups.
-    - `row_weights`: booleans `(rows,)`.
+    - the others: as for [`eqx_ensemble.conformal.quantile`][].
 
-    **Returns:**
-
-    `(groups,)`; infinite for groups with too few rows.
+    **Returns:** `(groups,)`; infinite, with a warning, for groups with too few rows.
 
     ```python
     # intervals of a width for each of two groups
@@ -97,12 +92,11 @@ def _values_at_ranks(
 
 
 class ClassConditional(eqx.Module):
-    """Fitted prediction sets with a threshold for each class: call it on logits.
+    """Fitted sets with a threshold for each class: `fitted(logits)` returns booleans `(*batch, classes)`.
 
     **Attributes:**
 
-    - `threshold`: `(classes,)`; a class is in the set if its score is at most its threshold. Infinite for classes with
-        too few held-out rows: they are in every set.
+    - `threshold`: `(classes,)`; a class is in the set if its score is at most its threshold.
     - `score`: `"lac"`, minus the log-odds; `"aps"`, minus the logarithm of the remaining probability; or `"top_k"`, the
         number of classes at least as likely.
     """
@@ -113,7 +107,6 @@ class ClassConditional(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
-        """The set of each row as booleans, which may be empty; all classes where the logits are NaN."""
         checked = check_logits(logits, members=False)
         check_num_classes(self.threshold.size, checked.shape[-1])
         threshold = jnp.reshape(self.threshold, (1,) * (checked.ndim - 1) + self.threshold.shape)
@@ -122,12 +115,13 @@ class ClassConditional(eqx.Module):
 
 
 class GroupConditional(eqx.Module):
-    """Fitted prediction sets with a threshold for each group of rows: call it on logits and groups.
+    """Fitted sets with a threshold for each group: `fitted(logits, groups)` returns booleans `(*batch, classes)`.
+
+    `groups` are integers `(*batch,)`.
 
     **Attributes:**
 
-    - `threshold`: `(groups,)`; a class is in the set if its score is at most the threshold of the row's group. Infinite
-        for groups with too few held-out rows: their sets contain all classes.
+    - `threshold`: `(groups,)`; a class is in the set if its score is at most the threshold of the row's group.
     - `score`: as for [`eqx_ensemble.conformal.ClassConditional`][].
     """
 
@@ -139,7 +133,6 @@ class GroupConditional(eqx.Module):
     def __call__(
         self, logits: Float[ArrayLike, "*batch classes"], groups: Integer[ArrayLike, "*batch"]
     ) -> Bool[Array, "*batch classes"]:
-        """The set of each row as booleans; all classes for NaN logits and, while tracing, for groups out of range."""
         checked = check_logits(logits, members=False)
         own, count = check_groups(groups, self.threshold.size, checked.shape[:-1])
         known = (own >= 0) & (own < count)
@@ -154,26 +147,19 @@ def class_conditional(
     *,
     level: float,
     score: Score = "lac",
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> ClassConditional:
     r"""Prediction sets that cover the rows of every class with probability `level` or more (Mondrian).
 
     The threshold of a class is [`eqx_ensemble.conformal.quantile`][] of the scores of its own held-out rows. A class
-    with $n$ such rows is in every set unless $\lceil (n + 1) \, \mathrm{level} \rceil \le n$.
+    with $n$ such rows is in every set unless $\lceil (n + 1) \, \mathrm{level} \rceil \le n$; a warning names it.
 
     **Arguments:**
 
-    - `score`: `"lac"`, `"aps"` or `"top_k"`: the score of [`eqx_ensemble.conformal.lac`][],
-        [`eqx_ensemble.conformal.aps`][] or [`eqx_ensemble.conformal.top_k`][].
+    - `score`: `"lac"`, `"aps"` or `"top_k"`, the score of the function of this name.
     - the others: as for [`eqx_ensemble.conformal.aps`][].
 
-    **Returns:**
-
-    [`eqx_ensemble.conformal.ClassConditional`][]: `fitted(logits)` returns booleans `(*batch, classes)`.
-
-    **Raises:**
-
-    Warns about classes with too few rows.
+    **Returns:** [`eqx_ensemble.conformal.ClassConditional`][].
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.4]] * 9 + [[0.8, 0.2]] * 9))
@@ -201,12 +187,12 @@ def group_conditional(
     level: float,
     num_groups: int,
     score: Score = "lac",
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> GroupConditional:
     """Prediction sets that cover the rows of every group with probability `level` or more (Mondrian).
 
-    The threshold of a group is [`eqx_ensemble.conformal.quantile`][] of the scores of its held-out rows. For intervals
-    see [`eqx_ensemble.conformal.group_quantile`][].
+    The threshold of a group is [`eqx_ensemble.conformal.quantile`][] of the scores of its held-out rows. Warns about
+    groups with too few rows. For intervals see [`eqx_ensemble.conformal.group_quantile`][].
 
     **Arguments:**
 
@@ -214,20 +200,12 @@ def group_conditional(
     - `num_groups`: the number of groups.
     - the others: as for [`eqx_ensemble.conformal.class_conditional`][].
 
-    **Returns:**
-
-    [`eqx_ensemble.conformal.GroupConditional`][]: `fitted(logits, groups)` returns booleans `(*batch, classes)`.
-
-    **Raises:**
-
-    Warns about groups with too few rows.
+    **Returns:** [`eqx_ensemble.conformal.GroupConditional`][].
 
     ```python
     logits = jnp.log(jnp.array([[0.6, 0.4]] * 9 + [[0.8, 0.2]] * 9))
-    labels, groups = jnp.array([0] * 9 + [1] * 9), jnp.array([0] * 9 + [1] * 9)
-    fitted = ee.conformal.group_conditional(
-        logits, labels, groups, level=0.9, num_groups=2
-    )
+    own = jnp.array([0] * 9 + [1] * 9)  # labels, and also groups
+    fitted = ee.conformal.group_conditional(logits, own, own, level=0.9, num_groups=2)
     fitted(logits[:2], jnp.array([0, 1]))  # [[True, False], [True, True]]
     ```
 

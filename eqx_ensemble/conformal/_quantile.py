@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
 
-from .._check import CountedRows, check_array, check_counted_rows, check_nonnegative, check_row_weights
+from .._check import CountedRows, RowWeightsLike, check_array, check_counted_rows, check_nonnegative, check_row_weights
 from ._check import check_level, check_rows, warn_of_infinite
 
 # The rank of the quantile among the sorted scores, in exact arithmetic.
@@ -77,30 +77,22 @@ def quantile(
     scores: Float[ArrayLike, " rows"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
     r"""The conformal quantile: an upper bound for a new score that holds with probability `level` or more.
 
-    The $\lceil (n + 1) \, \mathrm{level} \rceil$-th smallest of $n$ scores, or infinity if this rank exceeds $n$. A
-    decimal level is read as an exact fraction: for 9 scores, level 0.9 selects the ninth. If the new score is
-    exchangeable with these and there are no ties, it is at or below the quantile with probability $\lceil (n + 1) \,
-    \mathrm{level} \rceil / (n + 1)$; conditionally on the $n$ scores, this probability has a Beta distribution.
+    The $\lceil (n + 1) \, \mathrm{level} \rceil$-th smallest of $n$ scores, or infinity, with a warning, if this rank
+    exceeds $n$. If the new score is exchangeable with these and there are no ties, it is at or below the quantile with
+    probability $\lceil (n + 1) \, \mathrm{level} \rceil / (n + 1)$; conditionally on the $n$ scores, this probability
+    has a Beta distribution.
 
     **Arguments:**
 
     - `scores`: `(rows,)`, one nonconformity score per held-out row; higher is more unusual.
-    - `level`: the coverage, between 0 and 1.
+    - `level`: the coverage, between 0 and 1, read as a decimal fraction.
     - `row_weights`: booleans `(rows,)`.
 
-    **Returns:**
-
-    A scalar. NaN if a score is NaN.
-
-    **Raises:**
-
-    - `TypeError` for scores that are not floating-point.
-    - `ValueError` for scores that are not `(rows,)`, and a level outside (0, 1). Warns if there are too few rows for a
-        finite quantile.
+    **Returns:** a scalar.
 
     ```python
     ee.conformal.quantile(jnp.arange(1.0, 10.0), level=0.9)  # of 1, ..., 9 the ninth, 9
@@ -130,20 +122,11 @@ def weighted_quantile(
 
     **Arguments:**
 
-    - `scores`: `(rows,)`, one nonconformity score per held-out row; higher is more unusual.
-    - `row_weights`: finite and non-negative numbers `(rows,)`, or booleans; rows of zero or `False` are ignored, even
-        if they are NaN.
+    - `row_weights`: finite and non-negative numbers `(rows,)`, or booleans.
     - `new_weights`: `(*batch,)`, the weights of the new rows, finite and non-negative.
-    - `level`: the coverage, between 0 and 1.
+    - the others: as for [`eqx_ensemble.conformal.quantile`][].
 
-    **Returns:**
-
-    One quantile per new row, `(*batch,)`. NaN if a score is NaN.
-
-    **Raises:**
-
-    - `TypeError` for scores that are not floating-point.
-    - `ValueError` for mismatched shapes, invalid weights, and a level outside (0, 1).
+    **Returns:** one quantile per new row, `(*batch,)`.
 
     ```python
     scores = jnp.arange(1.0, 10.0)

@@ -4,11 +4,12 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from .._caller import caller
 from .._check import (
     CountedRows,
+    RowWeightsLike,
     check_counted_rows,
     check_entries,
     check_floating,
@@ -170,7 +171,7 @@ def risk_control(
     *,
     risk: float,
     bound: float = 1.0,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
     r"""Conformal risk control: the smallest threshold at which the expected loss of a new row is at most `risk`.
 
@@ -189,22 +190,14 @@ def risk_control(
     - `bound`: $B$, the largest possible loss of a row.
     - `row_weights`: booleans `(rows,)`.
 
-    **Returns:**
-
-    A scalar; infinite, with a warning, if no threshold qualifies.
-
-    **Raises:**
-
-    `ValueError` for thresholds that do not increase, and losses that increase or exceed `bound`.
+    **Returns:** a scalar; infinite, with a warning, if no threshold qualifies.
 
     ```python
-    # the fraction of two true labels that are missed if classes from a probability of 1 - threshold are taken
+    # the fraction of two true labels missed by the classes with a probability of 1 - threshold
     probabilities = jnp.linspace(0.1, 1.0, 40).reshape(20, 2)
     thresholds = jnp.linspace(0.0, 1.0, 11)
-    missed = probabilities[:, :, None] < 1 - thresholds[None, None]
-    ee.conformal.risk_control(
-        jnp.mean(missed.astype(float), axis=1), thresholds, risk=0.2
-    )
+    missed = probabilities[:, :, None] < 1 - thresholds
+    ee.conformal.risk_control(missed.mean(axis=1), thresholds, risk=0.2)
     ```
 
     ??? cite
@@ -226,7 +219,7 @@ def risk_control_steps(
     *,
     risk: float,
     bound: float = 1.0,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, ""]:
     r"""Conformal risk control for losses that are step functions of the threshold: exact, without a grid.
 
@@ -236,23 +229,15 @@ def risk_control_steps(
     **Arguments:**
 
     - `steps`: `(rows, steps)`, the thresholds $s_{ij}$; for multi-label rows the scores of the true labels.
-    - `drops`: `(rows, steps)`, $d_{ij}$, non-negative; zero for rows with fewer steps.
-    - `risk`, `bound`, `row_weights`: as for [`eqx_ensemble.conformal.risk_control`][].
+    - `drops`: `(rows, steps)`, $d_{ij}$, non-negative; zero for rows with fewer steps. A row's sum is at most `bound`.
+    - the others: as for [`eqx_ensemble.conformal.risk_control`][].
 
-    **Returns:**
-
-    A scalar; infinite, with a warning, if no threshold qualifies, minus infinity if all do.
-
-    **Raises:**
-
-    `ValueError` for negative drops, and drops of a row that sum to more than `bound`.
+    **Returns:** a scalar; infinite, with a warning, if no threshold qualifies, minus infinity if all do.
 
     ```python
-    # a label is missed while the threshold is below its score: the split-conformal quantile
+    # a label is missed while the threshold is below its score: as `quantile` at level 0.8
     scores = jnp.arange(1.0, 10.0)
-    # the eighth score, 8
-    ee.conformal.risk_control_steps(scores[:, None], jnp.ones((9, 1)), risk=0.2)
-    ee.conformal.quantile(scores, level=0.8)
+    ee.conformal.risk_control_steps(scores[:, None], jnp.ones((9, 1)), risk=0.2)  # 8
     ```
 
     ??? cite

@@ -2,10 +2,10 @@ from typing import Literal
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._brief import brief_doc
-from .._check import check_floating_arrays, check_word, promote
+from .._check import RowWeightsLike, check_floating_arrays, check_word, promote
 from ..uncertainty import Interval
 from ._check import check_level, check_scales, check_targets
 from ._outward import difference_up, distance_up, quotient_up
@@ -13,7 +13,9 @@ from ._quantile import fraction, rank_of, value_at_rank_jit
 
 
 class Cqr(eqx.Module):
-    """Fitted conformalised intervals: call it on intervals.
+    """Fitted conformalised intervals: `fitted(lower, upper)`, of any shape, returns `.lower` and `.upper`.
+
+    Ends that cross are set to their midpoint.
 
     **Attributes:**
 
@@ -27,7 +29,6 @@ class Cqr(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, lower: Float[ArrayLike, "*batch"], upper: Float[ArrayLike, "*batch"]) -> Interval:
-        """The conformalised intervals, of any shape; ends that cross are set to their midpoint."""
         low, high = check_floating_arrays(lower=lower, upper=upper)
         low, high, below, above = promote(low, high, self.below, self.above)
         low, high = low - below, high + above
@@ -42,24 +43,22 @@ def cqr(
     *,
     level: float,
     ends: Literal["together", "each"] = "together",
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Cqr:
     r"""Conformalised quantile regression: intervals whose ends are corrected for coverage of `level` or more.
 
     With `ends="together"` both ends move by [`eqx_ensemble.conformal.quantile`][] of $\max(l_i - y_i, y_i - u_i)$. With
     `"each"`, each end moves by the quantile of its own error, at level $(1 + \mathrm{level}) / 2$: targets are then
-    below, and likewise above, with probability at most $(1 - \mathrm{level}) / 2$, at the cost of wider intervals.
+    below, and likewise above, with probability at most $(1 - \mathrm{level}) / 2$; intervals are wider.
 
     **Arguments:**
 
-    - `lower`, `upper`: `(rows,)`, two predicted quantiles of held-out rows, which may cross, or the result of
+    - `lower`, `upper`: `(rows,)`, two predicted quantiles, which may cross, or the result of
         [`eqx_ensemble.uncertainty.gaussian_interval`][].
     - `ends`: `"together"` or `"each"`.
-    - `targets`, `level`, `row_weights`: as for [`eqx_ensemble.conformal.split`][].
+    - the others: as for [`eqx_ensemble.conformal.split`][].
 
-    **Returns:**
-
-    [`eqx_ensemble.conformal.Cqr`][]: `fitted(lower, upper)` returns `.lower` and `.upper`.
+    **Returns:** [`eqx_ensemble.conformal.Cqr`][].
 
     ```python
     lower, upper, targets = jnp.zeros(9), jnp.ones(9), jnp.arange(1.0, 10.0)
@@ -84,7 +83,7 @@ def cqr(
 
 
 class Split(eqx.Module):
-    """Fitted split-conformal intervals: call it on predictions.
+    """Fitted intervals: `fitted(predictions)`, of any shape, returns `.lower` and `.upper`.
 
     **Attributes:**
 
@@ -96,14 +95,13 @@ class Split(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, "*batch"]) -> Interval:
-        """The intervals of predictions of any shape, `predictions - radius` to `predictions + radius`."""
         (centre,) = check_floating_arrays(predictions=predictions)
         centre, radius = promote(centre, self.radius)
         return Interval(centre - radius, centre + radius)
 
 
 class Normalised(eqx.Module):
-    """Fitted split-conformal intervals with a scale: call it on predictions and scales.
+    """Fitted intervals with a scale: `fitted(predictions, scale)`, of any shape, returns `.lower` and `.upper`.
 
     **Attributes:**
 
@@ -115,7 +113,6 @@ class Normalised(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, "*batch"], scale: Float[ArrayLike, "*batch"]) -> Interval:
-        """The intervals of predictions of any shape, `predictions` plus or minus `factor * scale`."""
         centre, scales = check_floating_arrays(predictions=predictions, scale=scale)
         check_scales(scale)
         centre, scales, factor = promote(centre, scales, self.factor)
@@ -127,7 +124,7 @@ def split(
     targets: Real[ArrayLike, " rows"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Split:
     """Intervals of constant width that cover a new target with probability `level` or more, for any model.
 
@@ -135,14 +132,11 @@ def split(
 
     **Arguments:**
 
-    - `predictions`: `(rows,)`, the combined predictions for held-out rows. Fit several outputs separately.
-    - `targets`: `(rows,)`.
+    - `predictions`, `targets`: `(rows,)`, of held-out rows. Fit several outputs separately.
     - `level`: the coverage, between 0 and 1.
     - `row_weights`: booleans `(rows,)`.
 
-    **Returns:**
-
-    [`eqx_ensemble.conformal.Split`][]: `fitted(predictions)` returns `.lower` and `.upper`.
+    **Returns:** [`eqx_ensemble.conformal.Split`][].
 
     ```python
     fitted = ee.conformal.split(jnp.zeros(9), jnp.arange(1.0, 10.0), level=0.8)
@@ -165,7 +159,7 @@ def normalised(
     targets: Real[ArrayLike, " rows"],
     *,
     level: float,
-    row_weights: Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
 ) -> Normalised:
     r"""Intervals whose width is proportional to a scale of each row, with coverage `level` or more.
 
@@ -176,13 +170,7 @@ def normalised(
     - `scale`: `(rows,)`, positive, such as a standard deviation.
     - the others: as for [`eqx_ensemble.conformal.split`][].
 
-    **Returns:**
-
-    [`eqx_ensemble.conformal.Normalised`][]: `fitted(predictions, scale)` returns `.lower` and `.upper`.
-
-    **Raises:**
-
-    `ValueError` for scales that are not positive.
+    **Returns:** [`eqx_ensemble.conformal.Normalised`][].
 
     ```python
     fitted = ee.conformal.normalised(

@@ -18,19 +18,11 @@ def elites(scores: Real[ArrayLike, " members"], count: int, *, mode: Literal["mi
     **Arguments:**
 
     - `scores`: one per member, `(members,)`, such as `scores.per_member(scores.nll, logits, labels)`, or the
-        `best_score` of a run. Where members tie, the first is selected; NaN is worse than any number.
+        `best_score` of a run. NaN is worse than any number.
     - `count`: the number of members to select.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher; for a run's `best_score`, `run.mode`.
 
-    **Returns:**
-
-    Convex weights `(members,)`, each 0 or `1 / count`. The members' indices are `jnp.flatnonzero(weights)`;
-    [`eqx_ensemble.prune_members`][] selects them from an ensemble.
-
-    **Raises:**
-
-    - `ValueError` for scores that are not `(members,)`, fewer than `count` scores that are not NaN (where concrete), a
-        count out of range, and another `mode`.
+    **Returns:** convex weights `(members,)`, each 0 or `1 / count`.
 
     ```python
     ee.combine.weights.elites(jnp.array([0.3, 0.1, 0.2]), 2, mode="min")  # [0.0, 0.5, 0.5]
@@ -62,42 +54,31 @@ def _elites(scores: Real[Array, " members"], count: int, dtype: Any) -> Float[Ar
 def diverse(
     similarity: Float[ArrayLike, "members members"], count: int, *, quality: Real[ArrayLike, " members"] | None = None
 ) -> Float[Array, " members"]:
-    r"""Equal weights for `count` members that differ from each other, zero for the others.
+    """Equal weights for `count` members that differ from each other, zero for the others.
 
     Greedy maximisation of the determinant of $q_i S_{ij} q_j$ over the selected members, the greedy mode of a
-    determinantal point process. The first member has the largest $q_i^2 S_{ii}$; each step then adds the member that
-    increases the determinant most. At equal quality, this is the member least explained by those selected. Copies of
-    selected members come last.
+    determinantal point process: each step adds the member that increases the determinant most. At equal quality, this
+    is the member least explained by those selected.
 
     **Arguments:**
 
-    - `similarity`: $S$, a positive semi-definite matrix `(members, members)`: for classes
+    - `similarity`: $S$, a positive semi-definite matrix `(members, members)` from held-out rows: for classes
         `1 - uncertainty.pairwise_disagreement(logits)`, for real targets the correlations of the members' errors.
-        Compute it on held-out rows.
     - `count`: the number of members to select.
     - `quality`: $q$, non-negative, `(members,)`, higher is better; equal by default. For example
-        `jnp.exp(log_scores.mean(axis=1))` or a power of it: larger powers give diversity less weight.
+        `jnp.exp(log_scores.mean(axis=1))`, or a power of it to give diversity less weight.
 
-    **Returns:**
-
-    Convex weights `(members,)`, each 0 or `1 / count`. [`eqx_ensemble.prune_members`][] selects these members.
-    Where members tie, the first is selected. The selection is not differentiable.
-
-    **Raises:**
-
-    - `TypeError` for a similarity that is not floating-point.
-    - `ValueError` for a matrix that is not square, symmetric, or positive semi-definite (where concrete), quality that
-        is negative or not finite, and a count out of range.
+    **Returns:** convex weights `(members,)`, each 0 or `1 / count`.
 
     ```python
-    logits = jnp.array([[[2.0, 0.0]] * 4, [[3.0, 0.0]] * 4, [[2.0, 0.0]] * 2 + [[0.0, 2.0]] * 2])
+    logits = jnp.array([[[2.0, 0.0]] * 2, [[3.0, 0.0]] * 2, [[2.0, 0.0], [0.0, 2.0]]])
     similarity = 1 - ee.uncertainty.pairwise_disagreement(logits)
     ee.combine.weights.diverse(similarity, 2)  # [0.5, 0.0, 0.5]: the first two vote alike
     ```
 
     ??? cite
-        [Kulesza and Taskar, 2012](https://arxiv.org/abs/1207.6083), Kulesza and Taskar, 2012;
-        the algorithm: [Chen et al., NeurIPS 2018](https://arxiv.org/abs/1709.05135), Chen, Zhang and Zhou, 2018.
+        [Kulesza and Taskar, 2012](https://arxiv.org/abs/1207.6083); the algorithm: [Chen et al., NeurIPS
+        2018](https://arxiv.org/abs/1709.05135)
     """
     matrix, number, scale = check_similarity(similarity, count, quality)
     return _diverse(matrix, scale, number)
@@ -129,10 +110,8 @@ def _diverse(
 class Sparse(NamedTuple):
     """The members with enough weight.
 
-    **Attributes:**
-
-    - `members`: their indices, in increasing order.
-    - `weights`: their weights, which sum to one.
+    - `members`: their indices `(left,)`, in increasing order.
+    - `weights`: their weights `(left,)`, which sum to one.
     """
 
     members: Int32[Array, " left"]
@@ -142,25 +121,15 @@ class Sparse(NamedTuple):
 def sparsify(
     weights: Real[ArrayLike, " members"], *, above: float | int = 0.0, num_members: int | None = None
 ) -> Sparse:
-    """Keeps the members with enough weight, and normalises their weights.
-
-    To prune an ensemble use [`eqx_ensemble.prune_members`][].
+    """Keeps the members with enough weight, and normalises their weights. Not inside `jax.jit`.
 
     **Arguments:**
 
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. They must be concrete, because the
-        number of kept members depends on them.
+    - `weights`: `(members,)`.
     - `above`: keeps members whose normalised weight exceeds this. Members of weight zero are always removed.
-    - `num_members`: keeps at most this many members, those with the largest weights, the first among equal weights.
+    - `num_members`: keeps at most this many members, those with the largest weights.
 
-    **Returns:**
-
-    A named tuple with `.members`, indices `(left,)` in increasing order, and `.weights` `(left,)`.
-
-    **Raises:**
-
-    - `TypeError` for traced weights.
-    - `ValueError` for invalid weights, and for an `above` that keeps no member.
+    **Returns:** [`eqx_ensemble.combine.weights.Sparse`][].
 
     ```python
     ee.combine.weights.sparsify(jnp.array([0.5, 0.01, 0.0, 0.49]), above=0.05)
@@ -197,34 +166,24 @@ def greedy(
     num_initial: int = 0,
     row_weights: RowWeightsLike | None = None,
 ) -> Greedy:
-    r"""Weights by greedy ensemble selection: each step adds the member that improves the mean prediction most.
+    """Weights by greedy ensemble selection: each step adds the member that improves the mean prediction most.
 
-    Any score can be optimised. Members are selected with replacement: weights are multiples of one over the number of
-    selected members. The best ensemble of all steps is returned, not the last. A step costs as much as scoring every
-    member once. For the log score [`eqx_ensemble.combine.weights.stacking`][] finds the optimal weights.
+    Members are selected with replacement, and the best ensemble of all steps is returned. Any score can be optimised;
+    for the log score [`eqx_ensemble.combine.weights.stacking`][] finds the optimum. A step costs as much as scoring
+    every member once.
 
     **Arguments:**
 
-    - `predictions`: predictions for held-out rows, `(members, ...)`, whose mean over members is the ensemble's
-        prediction. For `score="log"`, the members' log scores `(members, *batch)` as for
-        [`eqx_ensemble.combine.weights.stacking`][]: probabilities are averaged.
+    - `predictions`: `(members, ...)`, whose mean over members is the ensemble's prediction. For `score="log"`, log
+        scores `(members, *batch)` as for [`eqx_ensemble.combine.weights.stacking`][]: probabilities are averaged.
     - `score`: `"log"` for the mean negative log score, or a function that JAX can trace, from the mean prediction
         `(...)` to a scalar; lower is better. NaN is worse than any number.
     - `num_steps`: the number of members to select.
-    - `num_initial`: the number of initial steps that select the best single members, each once. A few such steps
-        prevent overfitting while the ensemble has one or two members.
-    - `row_weights`: for `"log"`, relative weights `(*batch,)`, or booleans; rows of zero or `False` are ignored, even
-        if NaN.
+    - `num_initial`: the number of initial steps that select the best single members, each once: this prevents
+        overfitting while the ensemble is small.
+    - `row_weights`: for `"log"`, relative weights `(*batch,)`, or booleans.
 
-    **Returns:**
-
-    [`eqx_ensemble.combine.weights.Greedy`][]. Where members tie, the first is selected; where ensembles tie, the
-    smallest. The selection is not differentiable.
-
-    **Raises:**
-
-    - `ValueError` for counts out of range, a score that is not a scalar, `row_weights` with a score function, and
-        invalid log scores as in [`eqx_ensemble.combine.weights.stacking`][].
+    **Returns:** [`eqx_ensemble.combine.weights.Greedy`][].
 
     ```python
     targets = jnp.array([1.0, 2.0, 3.0])

@@ -17,22 +17,17 @@ def bayesian(
 ) -> Float[Array, " members"]:
     r"""Weights of Bayesian model averaging: the posterior probabilities of the members under a uniform prior.
 
-    $w_m \propto \exp \sum_i \ell_{mi}$ with the log-likelihood $\ell_{mi}$ of row $i$ under member $m$. Differences
-    between members are summed, so a large common part of the log-likelihoods costs no precision. One member is assumed
-    to be the true model: with many rows, nearly all weight goes to the single best member. If no member is the true
-    model, [`eqx_ensemble.combine.weights.stacking`][] predicts better.
+    $w_m \propto \exp \sum_i \ell_{mi}$ with the log-likelihood $\ell_{mi}$ of row $i$ under member $m$. One member is
+    assumed to be the true model: with many rows, nearly all weight goes to the single best member. If none is,
+    [`eqx_ensemble.combine.weights.stacking`][] predicts better.
 
     **Arguments:**
 
-    - `log_scores`: the members' log evidences `(members,)`, or log-likelihoods of rows `(members, *batch)`. Likelihoods
-        of training rows favour members that overfit: use rows that no member was trained on. For another prior pass
-        `log_evidences + jnp.log(prior)`.
-    - `row_weights`: numbers `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN. A row of weight
-        2 counts twice.
+    - `log_scores`: log evidences `(members,)`, or log-likelihoods `(members, *batch)` of rows that no member was
+        trained on. For another prior pass `log_evidences + jnp.log(prior)`.
+    - `row_weights`: numbers `(*batch,)`, or booleans. A row of weight 2 counts twice.
 
-    **Returns:**
-
-    Convex weights `(members,)`.
+    **Returns:** convex weights `(members,)`.
 
     ```python
     ee.combine.weights.bayesian(jnp.log(jnp.array([2.0, 1.0, 1.0])))  # [0.5, 0.25, 0.25]
@@ -78,27 +73,21 @@ def stacking(
     r"""Stacking of predictive distributions: the weights whose mixture of the members has the best mean log score.
 
     Maximises $f(w) = \frac1n \sum_i \log \sum_m w_m p_{mi}$ over convex weights, where $p_{mi}$ is the probability or
-    density of the observation in row $i$ under member $m$. The problem is convex: the mixture is unique, and so are the
-    weights unless members are mixtures of others. With $g = \nabla f(w)$, no weights improve on $w$ by more than the
-    `gap` $\max_m g_m - 1$. A primal-dual interior-point method runs until the gap is at most `tolerance`. Members that
-    do not help have weight zero.
+    density of the observation in row $i$ under member $m$. The problem is convex; with $g = \nabla f(w)$, no weights
+    improve on $w$ by more than the `gap` $\max_m g_m - 1$. A primal-dual interior-point method runs until the gap is at
+    most `tolerance`, usually 5 to 15 steps. Members that do not help have weight zero.
 
     **Arguments:**
 
-    - `log_scores`: natural logarithms of $p_{mi}$ for held-out rows, `(members, *batch)`: for classes
-        `-scores.per_member(scores.nll, logits, labels, reduction="none")`. A constant per row has no effect.
+    - `log_scores`: natural logarithms of $p_{mi}$, `(members, *batch)`: for classes
+        `-scores.per_member(scores.nll, logits, labels, reduction="none")`.
     - `row_weights`: relative weights `(*batch,)`, or booleans.
     - `tolerance`: in nats; by default 1e-6 in float32 and 1e-10 in float64.
-    - `max_steps`: the maximum number of steps, after which the search ends with a warning; 5 to 15 usually suffice.
+    - `max_steps`: the maximum number of steps, after which the search ends with a warning.
 
-    **Returns:**
+    **Returns:** [`eqx_ensemble.combine.weights.Stacking`][].
 
-    [`eqx_ensemble.combine.weights.Stacking`][]. The search is not differentiable.
-
-    **Raises:**
-
-    - `ValueError` for log scores that are NaN or +inf, rows where every member has -inf, and log-probabilities of all
-        classes (where concrete), and for zero rows.
+    **Raises:** `ValueError` for log scores that are NaN or +inf, and rows where every member has -inf.
 
     ```python
     log_scores = jnp.log(
