@@ -43,21 +43,13 @@ class Validation(eqx.Module):
         are of the scores themselves. Scores that are not finite are excluded from the average.
 
     ```python
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
     def within_one(model, batch, key):
         x, y = batch
         return jnp.mean(jnp.abs(jax.vmap(model)(x) - y) < 1)
 
 
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     data = jnp.ones((100, 3)), jnp.zeros((100, 1))
-    validation = ee.train.Validation(data, score=within_one, mode="max")
-    run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=2, validation=validation, key=key)
-    run.best_score  # (4,)
+    validation = ee.train.Validation(data, score=within_one, mode="max")  # fit(..., validation=validation)
     ```
     """
 

@@ -28,17 +28,10 @@ def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -
     **Raises:** `TypeError` if `fn` changes the structure, the shapes or the dtypes of the weights.
 
     ```python
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
     def non_negative(model):
         return eqx.tree_at(lambda model: model.weight, model, replace_fn=jax.nn.relu)
 
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    optimiser = ee.train.project(optax.sgd(0.1), non_negative)
-    run = ee.fit(ensemble, loss, optimiser, (jnp.ones((20, 3)), jnp.ones((20, 1))), epochs=2, key=key)
-    run.ensemble.stacked.weight.min()  # 0 or more
+    optimiser = ee.train.project(optax.sgd(0.1), non_negative)  # fit(ensemble, loss, optimiser, ...)
     ```
 
     ??? cite

@@ -195,7 +195,7 @@ class Run(eqx.Module, Generic[M]):
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `stopped_at`: `(members,)`, the step at which a member stopped or diverged; -1 for the others.
     - `fault`: `(members,)`, the first non-finite value of a diverged member: `"loss"` or the path of a weight.
-    - `revived`: the revivals of diverged members, in order; see [`eqx_ensemble.train.Revive`][].
+    - `revived`: the revivals of diverged members, in order, each an [`eqx_ensemble.train.Revival`][].
     - `best_step`, `best_score`: `(members,)`, each member's best validation score and its step (infinity and -1 if
         there was none); `None` without validation data.
     - `train_state`: the last training state, for [`eqx_ensemble.fit`][] or [`eqx_ensemble.train.make_step`][].
@@ -207,7 +207,7 @@ class Run(eqx.Module, Generic[M]):
     - `seconds`: the duration, including compilation and the runs that it continues.
     - `epoch`: the number of steps of an epoch; `None` if an iterable gave the batches.
 
-    `run[index]` is a run of some members, and [`eqx_ensemble.concatenate`][] joins runs.
+    [`eqx_ensemble.concatenate`][] joins runs.
 
     ```python
     def loss(model, batch, key):
@@ -401,7 +401,7 @@ class Run(eqx.Module, Generic[M]):
 
         **Arguments:**
 
-        - `stride`: the number of steps whose losses are averaged for one point; by default for about 100 points.
+        - `stride`: the number of steps averaged for one point; by default for about 100 points.
         - `unit`: the unit of the loss and of the score, such as `"nats"`.
 
         **Returns:** the matplotlib Figure: `run.plot().savefig("run.png")`.
