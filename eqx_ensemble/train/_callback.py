@@ -90,7 +90,7 @@ class Progress:
 
     **Attributes:**
 
-    - `step`: the number of steps done, including earlier runs that this one continues.
+    - `step`: the number of steps done, including earlier runs.
     - `last_step`: the step at which the run ends; `None` if unknown, as for epochs of an iterable.
     - `epoch`: the number of completed epochs of this run.
     - `seconds`: the time since `fit` was called.

@@ -187,8 +187,9 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     - `ensemble`: the ensemble to train, or a training state or run to continue, with its own `state` and `hyper`. For a
         group see [`eqx_ensemble.GroupRun`][].
-    - `loss`: `loss(model, batch, key) -> value` on one batch `(batch, ...)`; for stateful members `loss(model, state,
-        batch, key) -> (value, state)`. A parameter named `hyper` receives the member's hyper-parameters.
+    - `loss`: `loss(model, batch, key) -> value` on one batch `(batch, ...)`; for stateful members
+        `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's
+        hyper-parameters.
     - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyper-parameters that returns one; or
         [`eqx_ensemble.train.Together`][], which also trains shared leaves.
 
@@ -239,7 +240,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     *History and callbacks:*
 
-    - `has_aux`: whether the loss returns auxiliary outputs after its other outputs, for the history.
+    - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
     - `history`: the steps whose losses are recorded: `"all"`; with an int `n`, every `n`-th and the last; or only the
         `"last"`. [The others do not leave the device](../scale.md#a-thinner-history).
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook.

@@ -14,8 +14,8 @@ from .compiled._optimiser import supported_arguments
 def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -> optax.GradientTransformationExtraArgs:
     """Projects the weights after every update of an optimiser: projected gradient descent.
 
-    For weights in a range, non-negative weights of a convex network, orthogonal or normalised weights. Every member is
-    projected alone. A projected weight is exact up to one rounding; a weight of zero is exact.
+    Such as weights in a range, or orthogonal ones. Every member is projected alone. A projected weight is exact up to
+    one rounding; a weight of zero is exact.
 
     **Arguments:**
 
@@ -24,8 +24,6 @@ def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -
         `equinox.filter(model, trainable)`.
 
     **Returns:** an optax optimiser.
-
-    **Raises:** `TypeError` if `fn` changes the structure, the shapes or the dtypes of the weights.
 
     ```python
     def non_negative(model):

@@ -57,10 +57,9 @@ class Revive(eqx.Module):
 
     **Arguments:**
 
-    - `make`: a constructor of one member, as for [`eqx_ensemble.build`][], called with a key only: the member starts
-        from a fresh initialisation and keeps the numbers (dropout rates) of `build(zip=...)`, except those that are
-        trained. By default the member becomes a copy of a random healthy one, with its optimiser state and
-        hyper-parameters.
+    - `make`: a constructor of one member, as for [`eqx_ensemble.build`][], called with a key only, for a fresh
+        initialisation; the member keeps the untrained numbers of `build(zip=...)`. By default the member becomes a copy
+        of a random healthy one, with its optimiser state and hyper-parameters.
     - `perturb`: `perturb(hyper, key)` changes the hyper-parameters of one revived member; by default
         [`eqx_ensemble.train.perturb`][], `None` to keep them.
     - `most`: the maximum number of revivals of a member, after which it stays frozen.

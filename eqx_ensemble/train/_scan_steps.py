@@ -182,16 +182,10 @@ def scan_steps(
     not an array.
 
     ```python
-    def mse(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
-    optimiser = optax.adam(1e-2)
+    ensemble, optimiser = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key), optax.adam(1e-2)
+    step = ee.train.make_step(lambda model, x, key: jnp.mean(jax.vmap(model)(x) ** 2), optimiser)
     state = ee.train.init(ensemble, optimiser, key=key)
-    step = ee.train.make_step(mse, optimiser)
-    batches = jnp.ones((100, 32, 3)), jnp.zeros((100, 32, 1))  # 100 batches of 32 rows
-    state, metrics = ee.train.scan_steps(step, state, batches)
+    state, metrics = ee.train.scan_steps(step, state, jnp.ones((100, 32, 3)))  # 100 batches of 32 rows
     metrics.loss.shape  # (100, 4)
     ```
     """

@@ -161,7 +161,7 @@ def make_step(
 ) -> Step:
     """Makes a compiled step for a loop of your own: `state, metrics = step(state, batch)`.
 
-    Loss and optimiser are written for ONE member. The old state stays valid: it is needed to revert diverged members.
+    Loss and optimiser are written for ONE member. The old state stays valid.
 
     **Arguments:**
 

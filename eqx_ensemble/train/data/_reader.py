@@ -176,10 +176,8 @@ class RowReader:
         arrays, HDF5 data sets. Or a function `read(rows)` that returns a PyTree of arrays `(len(rows), ...)`. Both
         receive the rows as a NumPy array of increasing integers without repeats.
     - `num_rows`: the number of rows that a function can read; required with a function.
-    - `threads`: the number of batches that are read ahead, each in its own thread. More than one requires a source that
-        supports concurrent reads.
-
-    **Raises:** `TypeError` or `ValueError` for an invalid source, and for a function without `num_rows`.
+    - `threads`: the number of batches that are read ahead, each in its own thread; more than one only for sources that
+        support concurrent reads.
 
     ```python
     x, y = np.ones((100, 3), np.float32), np.zeros((100, 1), np.float32)  # or memory-mapped files
