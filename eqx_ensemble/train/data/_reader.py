@@ -180,6 +180,8 @@ class RowReader:
         support concurrent reads.
 
     ```python
+    import numpy as np
+
     x, y = np.ones((100, 3), np.float32), np.zeros((100, 1), np.float32)  # or memory-mapped files
     reader = ee.train.RowReader((x, y))  # fit(ensemble, loss, optimiser, reader, ...)
     ```
