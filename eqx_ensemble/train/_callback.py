@@ -90,10 +90,10 @@ class Progress:
 
     **Attributes:**
 
-    - `step`: the number of steps done, including earlier runs that this one continues.
+    - `step`: the number of steps done, including earlier runs.
     - `last_step`: the step at which the run ends; `None` if unknown, as for epochs of an iterable.
     - `epoch`: the number of completed epochs of this run.
-    - `seconds`: the time since `fit` was called; for a resumed run, including the time of earlier processes.
+    - `seconds`: the time since `fit` was called.
     - `ids`: `(members,)`, the members' ids.
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `loss`: `(members,)`, each member's latest finite training loss; NaN if it has none.
@@ -150,16 +150,7 @@ class Callback(Protocol):
         return lambda progress: progress.loss < threshold  # (members,): these members stop
 
 
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    data = (jnp.ones((64, 3)), jnp.zeros((64, 1)))
-    callback = ee.train.every(10, stop_at(1e-6))
-    run = ee.fit(ensemble, loss, optax.sgd(0.1), data, epochs=50, callbacks=callback, key=key)
-    run.stopped_at  # (4,), multiples of ten, or -1
+    callback = ee.train.every(10, stop_at(1e-6))  # fit(..., callbacks=callback)
     ```
     """
 

@@ -187,7 +187,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     - `ensemble`: the ensemble to train, or a training state or run to continue, with its own `state` and `hyper`. For a
         group see [`eqx_ensemble.GroupRun`][].
-    - `loss`: `loss(model, batch, key) -> value` of one member on one batch `(batch, ...)`; for stateful members
+    - `loss`: `loss(model, batch, key) -> value` on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's
         hyper-parameters.
     - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyper-parameters that returns one; or
@@ -198,7 +198,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `data`: a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked [`eqx_ensemble.Each`][]; an
         [`eqx_ensemble.train.RowReader`][]; or an iterable of batches, iterated once per epoch.
     - `batch_size`: rows per step; by default 32. The last batch of an epoch may be smaller.
-    - `rows`: row indices `(members, n)` into `data`, such as bootstraps or folds.
+    - `rows`: row indices `(members, n)` into `data`.
     - `shuffle`: `True`: own permutations for each member and epoch; `"shared"`: the same for all members, which is
         faster; `False`: the order of the data. [How they are computed](../same-results.md#row-orders).
 
@@ -208,9 +208,9 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     *Validation and stopping:*
 
-    - `validation`: arrays as for `data`, scored by the loss as one batch in inference mode at the end of every epoch;
-        or [`eqx_ensemble.train.Validation`][], which has a score of its own. Members keep their best weights.
-    - `patience`: a member stops after this many epochs in which its validation score did not improve.
+    - `validation`: arrays as for `data`, scored as one batch in inference mode at the end of every epoch; or
+        [`eqx_ensemble.train.Validation`][]. Members keep their best weights.
+    - `patience`: a member stops after this many epochs without a better validation score.
     - `stop`: [`eqx_ensemble.train.Stopping`][]: members stop at a score, or after some steps or time.
 
     *Members:*
@@ -229,25 +229,24 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     *Divergence:*
 
-    - `on_diverge`: what to do if a loss or weights are not finite. `"freeze"`: the member keeps its last finite
-        weights, and a warning names it at the end; `"revive"`: it continues as a copy of a healthy member, or as
+    - `on_diverge`: if a loss or weights are not finite. `"freeze"`: the member keeps its last finite weights, with a
+        warning at the end; `"revive"`: it continues as a copy of a healthy member, or as
         [`eqx_ensemble.train.Revive`][] says; `"raise"`: [`eqx_ensemble.train.DivergedError`][].
 
     *Saving:*
 
-    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][]. Rerunning the same call resumes bit for bit,
-        or returns the run if it is complete: [Saving and resuming](saving.md).
+    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][]. Rerunning the same call [resumes bit for
+        bit](saving.md).
 
     *History and callbacks:*
 
-    - `has_aux`: whether the loss returns auxiliary outputs after its other outputs, for the history.
+    - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
     - `history`: the steps whose losses are recorded: `"all"`; with an int `n`, every `n`-th and the last; or only the
         `"last"`. [The others do not leave the device](../scale.md#a-thinner-history).
-    - `progress`: whether to show a progress line; by default on a terminal or in a notebook, after two seconds.
+    - `progress`: whether to show a progress line; by default on a terminal or in a notebook.
     - `callbacks`: one [`eqx_ensemble.train.Callback`][] or a list of them, called about once a second, and at the end.
 
-    **Returns:** [`eqx_ensemble.Run`][]; for a group [`eqx_ensemble.GroupRun`][]. Ctrl-C, or a callback that returns
-    `True`, ends the run early and returns the run so far.
+    **Returns:** [`eqx_ensemble.Run`][]; for a group [`eqx_ensemble.GroupRun`][]. Ctrl-C returns the run so far.
 
     **Raises:**
 

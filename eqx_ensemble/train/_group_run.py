@@ -148,7 +148,7 @@ def interrupted_message(untrained: list[str]) -> str:
 class GroupRun(eqx.Module):
     """The result of [`eqx_ensemble.fit`][] for an [`eqx_ensemble.Group`][]: one run per part.
 
-    Runs of ensembles that were trained separately can be joined as well.
+    It also joins runs that were trained separately.
 
     **Arguments** and **attributes:**
 

@@ -36,28 +36,20 @@ class Validation(eqx.Module):
     - `data`: as `validation` of [`eqx_ensemble.fit`][].
     - `score`: the validation score, called like `loss`; by default the loss.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher, such as for accuracy. Required with `score`.
-    - `min_delta`: the threshold, at least 0, that an improvement must exceed for `patience` and for new best weights.
-    - `smooth`: the decay $d$, from 0 to below 1, of an exponential average of each member's own scores $s_t$, for noisy
-        scores. The smoothed score after epoch $n$ is $\sum_{t \le n} d^{\,n-t} s_t\, (1-d) / (1-d^n)$, as `ewm(alpha=1
-        - smooth).mean()` of pandas. It decides `patience` and the best weights; `history`, `best_score` and a target
-        are of the scores themselves. Scores that are not finite are excluded from the average.
+    - `min_delta`: what an improvement must exceed, for `patience` and for new best weights.
+    - `smooth`: the decay $d$, from 0 to below 1, of an exponential average of each member's scores $s_t$. The smoothed
+        score after epoch $n$ is $\sum_{t \le n} d^{\,n-t} s_t\, (1-d) / (1-d^n)$, as `ewm(alpha=1 - smooth).mean()` of
+        pandas. It decides `patience` and the best weights; `history`, `best_score` and a target are of the scores
+        themselves. Scores that are not finite are excluded from the average.
 
     ```python
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
     def within_one(model, batch, key):
         x, y = batch
         return jnp.mean(jnp.abs(jax.vmap(model)(x) - y) < 1)
 
 
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     data = jnp.ones((100, 3)), jnp.zeros((100, 1))
-    validation = ee.train.Validation(data, score=within_one, mode="max")
-    run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=2, validation=validation, key=key)
-    run.best_score  # (4,)
+    validation = ee.train.Validation(data, score=within_one, mode="max")  # fit(..., validation=validation)
     ```
     """
 
@@ -101,7 +93,7 @@ class Validation(eqx.Module):
 
 
 class Stopping(eqx.Module):
-    """When members of [`eqx_ensemble.fit`][] stop before the end of a run. All are optional.
+    """When members of [`eqx_ensemble.fit`][] stop before the end of a run.
 
     **Arguments:** each a scalar or one value per member `(members,)`.
 

@@ -14,8 +14,8 @@ from .compiled._optimiser import supported_arguments
 def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -> optax.GradientTransformationExtraArgs:
     """Projects the weights after every update of an optimiser: projected gradient descent.
 
-    For weights in a range, non-negative weights of a convex network, orthogonal or normalised weights. Every member is
-    projected alone. A projected weight is exact up to one rounding; a weight of zero is exact.
+    Such as weights in a range, or orthogonal ones. Every member is projected alone. A projected weight is exact up to
+    one rounding; a weight of zero is exact.
 
     **Arguments:**
 
@@ -25,20 +25,11 @@ def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -
 
     **Returns:** an optax optimiser.
 
-    **Raises:** `TypeError` if `fn` changes the structure, the shapes or the dtypes of the weights.
-
     ```python
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
     def non_negative(model):
         return eqx.tree_at(lambda model: model.weight, model, replace_fn=jax.nn.relu)
 
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    optimiser = ee.train.project(optax.sgd(0.1), non_negative)
-    run = ee.fit(ensemble, loss, optimiser, (jnp.ones((20, 3)), jnp.ones((20, 1))), epochs=2, key=key)
-    run.ensemble.stacked.weight.min()  # 0 or more
+    optimiser = ee.train.project(optax.sgd(0.1), non_negative)  # fit(ensemble, loss, optimiser, ...)
     ```
 
     ??? cite

@@ -53,29 +53,19 @@ def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
 class Revive(eqx.Module):
     """Revives members that diverge: `fit(..., on_diverge=Revive(...))`.
 
-    A member is revived right after the step at which it diverged, with the same row order and random streams. The
-    remaining members are unaffected.
+    A member is revived right after the step at which it diverged, with the same row order and random streams.
 
     **Arguments:**
 
-    - `make`: a constructor of one member, as for [`eqx_ensemble.build`][], called with a key only: the member starts
-        from a fresh initialisation and keeps the numbers (dropout rates) of `build(zip=...)`, except those that are
-        trained. By default the member becomes a copy of a random healthy one, with its optimiser state and
-        hyper-parameters.
-    - `perturb`: `perturb(hyper, key)` changes the hyper-parameters of one revived member, so that it may not diverge in
-        the same way; by default [`eqx_ensemble.train.perturb`][], `None` to keep them.
+    - `make`: a constructor of one member, as for [`eqx_ensemble.build`][], called with a key only, for a fresh
+        initialisation; the member keeps the untrained numbers of `build(zip=...)`. By default the member becomes a copy
+        of a random healthy one, with its optimiser state and hyper-parameters.
+    - `perturb`: `perturb(hyper, key)` changes the hyper-parameters of one revived member; by default
+        [`eqx_ensemble.train.perturb`][], `None` to keep them.
     - `most`: the maximum number of revivals of a member, after which it stays frozen.
 
     ```python
-    def mse(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
-    make = lambda key: eqx.nn.Linear(3, 1, key=key)
-    ensemble, data = ee.build(make, 4, key=key), (jnp.ones((8, 3)), jnp.zeros((8, 1)))
-    run = ee.fit(ensemble, mse, optax.sgd(0.1), data, epochs=2, on_diverge=ee.train.Revive(make), key=key)
-    run.revived  # [], because no member diverged
+    how = ee.train.Revive(lambda key: eqx.nn.Linear(3, 1, key=key), most=3)  # fit(..., on_diverge=how)
     ```
     """
 

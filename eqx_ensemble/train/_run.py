@@ -195,19 +195,19 @@ class Run(eqx.Module, Generic[M]):
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `stopped_at`: `(members,)`, the step at which a member stopped or diverged; -1 for the others.
     - `fault`: `(members,)`, the first non-finite value of a diverged member: `"loss"` or the path of a weight.
-    - `revived`: the revivals of diverged members, in order; see [`eqx_ensemble.train.Revive`][].
+    - `revived`: the revivals of diverged members, in order, each an [`eqx_ensemble.train.Revival`][].
     - `best_step`, `best_score`: `(members,)`, each member's best validation score and its step (infinity and -1 if
         there was none); `None` without validation data.
     - `train_state`: the last training state, for [`eqx_ensemble.fit`][] or [`eqx_ensemble.train.make_step`][].
     - `selection`: each member's best weights and the number of epochs since then; `None` without validation data.
     - `rows`: the `rows` of `fit`, `(members, n)`, or `None`.
     - `data_state`: the position of an iterator that supports checkpointing.
-    - `plan`: how the members were executed; `run.plan.explain()` explains a choice.
+    - `plan`: how the members were executed; `run.plan.explain()` says why.
     - `interrupted`: whether Ctrl-C or a callback ended the run early.
     - `seconds`: the duration, including compilation and the runs that it continues.
     - `epoch`: the number of steps of an epoch; `None` if an iterable gave the batches.
 
-    `run[index]` is a run of some members, and [`eqx_ensemble.concatenate`][] joins runs.
+    [`eqx_ensemble.concatenate`][] joins runs.
 
     ```python
     def loss(model, batch, key):
@@ -321,8 +321,8 @@ class Run(eqx.Module, Generic[M]):
         - `x`: the inputs: all rows of the training data, in their order.
         - `drawn`: as for [`eqx_ensemble.resample.out_of_bag`][]; by default the `rows` that were passed to `fit`.
         - `weights`: convex weights over members `(members,)`.
-        - `options`: as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits: `fn=lambda model, x:
-            jax.nn.softmax(model(x))`.
+        - `options`: as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits:
+            `fn=lambda model, x: jax.nn.softmax(model(x))`.
 
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]. Diverged members are excluded; a warning names them.
 
@@ -334,7 +334,7 @@ class Run(eqx.Module, Generic[M]):
         return out_of_bag_mean(predict(self.ensemble, x, state=self.state, **options), drawn, weights=weights)
 
     def out_of_fold(self, x: PyTree, folds: Folds, *, weights: Any = None, **options: Any) -> HeldOut:
-        """Predicts every row with the members that have it in their test fold: as much work as one model on all rows.
+        """Predicts every row with the members that have it in their test fold.
 
         **Arguments:**
 
@@ -401,7 +401,7 @@ class Run(eqx.Module, Generic[M]):
 
         **Arguments:**
 
-        - `stride`: the number of steps whose losses are averaged for one point; by default for about 100 points.
+        - `stride`: the number of steps averaged for one point; by default for about 100 points.
         - `unit`: the unit of the loss and of the score, such as `"nats"`.
 
         **Returns:** the matplotlib Figure: `run.plot().savefig("run.png")`.

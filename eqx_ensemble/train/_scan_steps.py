@@ -163,39 +163,29 @@ def scan_steps(
 ) -> tuple[T, PyTree]:
     """Runs many steps in one compiled loop: `jax.lax.scan` for states that hold more than arrays.
 
-    Equal, within float rounding, to `for batch in batches: state, metrics = step(state, batch)`. Only arrays are
-    carried; everything else must stay unchanged. Outside `jax.jit` and `jax.vmap` it is compiled once for each `step`
-    and each shape of its arguments: define `step` once. On a CPU, XLA's convolutions are several times slower in a
-    loop: there, use a Python loop.
+    Equal, within float rounding, to `for batch in batches: state, metrics = step(state, batch)`. Outside `jax.jit` it
+    is compiled once for each `step` and each shape of its arguments: define `step` once. On a CPU, XLA's convolutions
+    are several times slower in a loop: there, use a Python loop.
 
     **Arguments:**
 
-    - `step`: a step of [`eqx_ensemble.train.make_step`][], or a function `step(state, batch) -> (state, outputs)` of
-        your own, which may call one.
+    - `step`: a step of [`eqx_ensemble.train.make_step`][], or any `step(state, batch) -> (state, outputs)`.
     - `state`: the state before the first step: any PyTree that holds ensembles or training states.
     - `batches`: a PyTree of arrays `(steps, ...)`. In parts marked [`eqx_ensemble.Each`][], `steps` comes before
         `members`.
     - `length`: the number of steps, required without batches.
-    - `donate`: whether the memory of `state` is reused for the result; `state`, and other trees that share arrays with
-        it, can then no longer be used.
+    - `donate`: whether the memory of `state` is reused for the result; its arrays can then no longer be used.
 
-    **Returns:** the last state, and the outputs of all steps, each array `(steps, ...)`. Outputs that are not numbers
-    are returned once.
+    **Returns:** the last state, and the outputs of all steps, each array `(steps, ...)`.
 
-    **Raises:** `ValueError` for batches with different numbers of steps; `TypeError` or `ValueError` for a step that
-    changes the structure, a shape, a dtype, or a leaf that is not an array.
+    **Raises:** `TypeError` or `ValueError` for a step that changes the structure, a shape, a dtype, or a leaf that is
+    not an array.
 
     ```python
-    def mse(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
-    optimiser = optax.adam(1e-2)
+    ensemble, optimiser = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key), optax.adam(1e-2)
+    step = ee.train.make_step(lambda model, x, key: jnp.mean(jax.vmap(model)(x) ** 2), optimiser)
     state = ee.train.init(ensemble, optimiser, key=key)
-    step = ee.train.make_step(mse, optimiser)
-    batches = jnp.ones((100, 32, 3)), jnp.zeros((100, 32, 1))  # 100 batches of 32 rows
-    state, metrics = ee.train.scan_steps(step, state, batches)
+    state, metrics = ee.train.scan_steps(step, state, jnp.ones((100, 32, 3)))  # 100 batches of 32 rows
     metrics.loss.shape  # (100, 4)
     ```
     """

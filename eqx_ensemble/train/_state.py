@@ -184,17 +184,12 @@ class TrainState(eqx.Module, Generic[M]):
 
     **Attributes:**
 
-    - `ensemble`: the ensemble with its current weights.
-    - `params`: the trained arrays, each `(members, ...)`; `None` where a leaf is not trained.
-    - `opt_state`: the optimiser states, each array `(members, ...)`.
-    - `model_state`: the stacked `equinox.nn.State` of stateful members, else `None`.
-    - `hyper`: the hyper-parameters, each `(members, ...)`, or `None`.
-    - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     - `ids`: `(members,)`, the members' ids.
     - `step`: the number of steps done.
 
-    `state[index]` holds some members, and [`eqx_ensemble.concatenate`][] joins training states. To replace a part:
-    `eqx.tree_at(lambda state: state.hyper, state, new)`.
+    [`eqx_ensemble.concatenate`][] joins training states.
+
+    To replace a part: `eqx.tree_at(lambda state: state.hyper, state, new)`.
     """
 
     moving: MemberState
@@ -221,7 +216,7 @@ class TrainState(eqx.Module, Generic[M]):
 
     @property
     def params(self) -> PyTree:
-        """The trained arrays, each `(members, ...)`."""
+        """The trained arrays, each `(members, ...)`; `None` where a leaf is not trained."""
         return self.moving.params
 
     @property
@@ -296,20 +291,16 @@ def init(
     **Arguments:**
 
     - `ensemble`: the ensemble to train.
-    - `optimiser`: an optax optimiser for ONE member; or, with `hyper`, a function of a member's hyper-parameters that
-        returns one; or [`eqx_ensemble.train.Together`][], which also trains shared leaves.
+    - `optimiser`: the optimiser of one member, as for [`eqx_ensemble.fit`][].
     - `state`: the stacked `equinox.nn.State` of stateful members.
     - `hyper`: hyper-parameters, any PyTree of arrays `(members, ...)`.
     - `trainable`: which leaves of a member are trained: a PyTree of booleans, as in `equinox.partition`, or a function
         of a leaf (without the `members` axis), which must decide by type, shape and dtype. Python floats stacked by
         `build(zip=...)` are selected by `eqx.is_inexact_array_like`, but not by `eqx.is_inexact_array`.
-    - `mesh`: the devices to shard members over, from [`eqx_ensemble.make_mesh`][]; by default the mesh that the
-        ensemble was built on.
+    - `mesh`: the devices to shard members over, by default those of the ensemble.
     - `key`: the root key of the run's random streams.
 
     **Returns:** the training state.
-
-    **Raises:** `TypeError` or `ValueError` for arguments that do not fit together.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)

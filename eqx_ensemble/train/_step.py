@@ -161,21 +161,18 @@ def make_step(
 ) -> Step:
     """Makes a compiled step for a loop of your own: `state, metrics = step(state, batch)`.
 
-    Loss and optimiser are written for ONE member. The old state stays valid: it is needed to revert diverged members.
+    Loss and optimiser are written for ONE member. The old state stays valid.
 
     **Arguments:**
 
     - `loss`: the loss of one member, as for [`eqx_ensemble.fit`][].
     - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][].
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
-    - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][]. `"auto"` measures other plans once
-        the loop has run long enough for that to pay off; `step.plan.explain()` shows the result.
+    - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][]. `"auto"` measures plans after some
+        steps; `step.plan.explain()` shows the result.
     - `mesh`: the devices to run on, the mesh passed to [`eqx_ensemble.train.init`][].
 
     **Returns:** the step, a function of a training state and a batch.
-
-    **Raises:** `TypeError`, when called, for parts that do not fit together, and if nothing uses the state's
-    hyper-parameters.
 
     ```python
     def mse(model, batch, key):

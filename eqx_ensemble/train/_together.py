@@ -24,27 +24,25 @@ class Together:
 
     In place of an optimiser in [`eqx_ensemble.fit`][], [`eqx_ensemble.train.init`][] and
     [`eqx_ensemble.train.make_step`][]. A step descends each member's own loss over its own parameters, and the mean
-    loss of all members that train over the floating-point arrays that they share: the learned bounds of log-variances
-    in dynamics ensembles, a trunk with a head for each member, a temperature. A penalty of shared parameters in the
-    loss counts once.
+    loss of all members over the floating-point arrays that they share, such as a trunk with a head for each member. A
+    penalty of shared parameters in the loss counts once.
 
-    Members are then NOT independent: what one of them sees changes the others through the shared parameters. A member
-    whose loss or gradient is not finite has no part in the mean. Best weights, `patience` and a target follow the mean
-    of the validation scores, so that all members stop together; the scores of the history and `run.best_score` are each
-    member's own. If a member stops for another reason, the shared parameters move on without it.
+    Members are then NOT independent: what one of them sees changes the others. A member whose loss or gradient is not
+    finite has no part in the mean. Best weights, `patience` and a target follow the mean of the validation scores, so
+    that all members stop together; `run.best_score` is each member's own. If a member stops for another reason, the
+    shared parameters move on without it.
 
-    During training every member has an equal copy of the shared parameters and of their optimiser state, in
-    `state.params` and checkpoints; `state.ensemble` and `run.ensemble` have them once. All members must run at once:
-    with [`eqx_ensemble.plan.Vmap`][], on one device or a mesh.
+    `state.params` and checkpoints hold an equal copy of the shared parameters for every member; `state.ensemble` and
+    `run.ensemble` have them once. All members must run at once: with [`eqx_ensemble.plan.Vmap`][], on one device or a
+    mesh.
 
     **Arguments:**
 
-    - `optimiser`: the optimiser of each member's own parameters: an optax optimiser, or a function of a member's
-        hyper-parameters.
+    - `optimiser`: the optimiser of each member's own parameters, or a function of its hyper-parameters that returns
+        one.
     - `shared`: the optax optimiser of the shared parameters. It cannot evaluate the loss, as line searches do.
 
-    **Raises:** where it is used, `ValueError` if the ensemble shares no floating-point array or for another plan;
-    `TypeError` in functions whose members must be independent.
+    **Raises:** where it is used, `ValueError` if the ensemble shares no floating-point array or for another plan.
 
     ```python
     class Bounded(eqx.Module):

@@ -17,9 +17,7 @@ class Frozen(eqx.Module, Generic[T]):
     """A part of a member that is never trained, regardless of `trainable`.
 
     Its arrays have no gradient, no optimiser state and no weight decay. Calling it calls the value, with gradients
-    through its inputs. In all other respects it is an ordinary node: saved, exported and indexed with its member. In a
-    loop without a training state, the gradient of its arrays is zero; an optimiser that decays weights would still
-    change them.
+    through its inputs. It is saved, exported and indexed with its member.
 
     **Arguments:**
 

@@ -165,8 +165,8 @@ class RowReader:
     """Out-of-core data: [`eqx_ensemble.fit`][] reads the rows of a step on demand.
 
     Members see the same rows in the same order as with arrays in memory; results agree within rounding. The next batch
-    is read in a thread during the current step. The rows of a step depend only on its number and the key, so that a run
-    can be resumed at any step. On a mesh over several processes, each process reads the rows of its own devices.
+    is read in a thread during the current step. On a mesh over several processes, each process reads the rows of its
+    own devices.
 
     A step reads at most `members * batch_size` rows, each once; with `shuffle="shared"`, `batch_size` rows.
 
@@ -176,20 +176,14 @@ class RowReader:
         arrays, HDF5 data sets. Or a function `read(rows)` that returns a PyTree of arrays `(len(rows), ...)`. Both
         receive the rows as a NumPy array of increasing integers without repeats.
     - `num_rows`: the number of rows that a function can read; required with a function.
-    - `threads`: the number of batches that are read ahead, each in its own thread. More than one requires a source that
-        supports concurrent reads.
-
-    **Raises:** `TypeError` or `ValueError` for an invalid source, and for a function without `num_rows`.
+    - `threads`: the number of batches that are read ahead, each in its own thread; more than one only for sources that
+        support concurrent reads.
 
     ```python
-    def mse(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+    import numpy as np
 
     x, y = np.ones((100, 3), np.float32), np.zeros((100, 1), np.float32)  # or memory-mapped files
-    reader = ee.train.RowReader((x, y))
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    run = ee.fit(ensemble, mse, optax.adam(1e-2), reader, epochs=2, key=key)
+    reader = ee.train.RowReader((x, y))  # fit(ensemble, loss, optimiser, reader, ...)
     ```
     """
 
