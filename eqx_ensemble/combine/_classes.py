@@ -19,7 +19,6 @@ def mixture(
     **Arguments:**
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`. For probabilities `p` pass `jnp.log(p)`.
-    - `weights`: `(members,)` or `(members, *rows)`.
 
     **Returns:** log-probabilities `(*batch, classes)`.
 
@@ -71,7 +70,6 @@ def vote(
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: `(members,)` or `(members, *rows)`.
 
     **Returns:** fractions `(*batch, classes)`.
 

@@ -72,14 +72,12 @@ class _Sketch(NamedTuple):
 class QuantileSketch(AbstractCombination):
     r"""Quantiles over members of predictions `(members, ...)`, entry by entry, from a sketch of bounded size.
 
-    Use it for a stream of members. For an ensemble in memory, [`eqx_ensemble.predict`][] with
-    [`eqx_ensemble.uncertainty.quantile`][] is exact and costs less.
+    For a stream of members; in memory, [`eqx_ensemble.uncertainty.quantile`][] is exact and costs less.
 
-    Exact below `2 * size` members. A level of the sketch that holds `2 * size` values is halved: of two neighbours in
-    sorted order, the one with the larger weight takes both weights and moves to the next level. For $M$ members of
-    equal weight the error of a rank is at most $M \lfloor \log_2(M / \mathrm{size}) \rfloor / (2 \, \mathrm{size})$
-    members: 2 % of 4,096. A quantile is the value at which the cumulative weight reaches the level; the midpoint to the
-    next value if it equals the level (NumPy's `"averaged_inverted_cdf"`).
+    Exact below `2 * size` members. When a level of the sketch holds `2 * size` values, neighbours in sorted order are
+    merged into the one with the larger weight, on the next level. For $M$ members of equal weight the error of a rank
+    is at most $M \lfloor \log_2(M / \mathrm{size}) \rfloor / (2 \, \mathrm{size})$ members: 2 % of 4,096. Quantiles are
+    NumPy's `"averaged_inverted_cdf"`.
 
     **Arguments:**
 
@@ -209,7 +207,6 @@ def median(
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`. Medians of the probabilities of several classes do not sum to one.
-    - `weights`: `(members,)`.
 
     **Returns:** an array `(...)`; NaN where a member is NaN.
 
@@ -239,9 +236,8 @@ def trimmed_mean(
 
     - `values`: floating-point, `(members, ...)`.
     - `cut`: the fraction to cut off at each end, from 0 (the mean) to below 0.5 (the median).
-    - `weights`: `(members,)`.
 
-    **Returns:** an array `(...)`; NaN where a member is NaN, even one that would be cut off.
+    **Returns:** an array `(...)`; NaN where any member is NaN.
 
     ```python
     values = jnp.array([[-1e9], [1.0], [2.0], [3.0], [1e9]])

@@ -164,9 +164,7 @@ def cross_conformal(
 
     ```python
     labels, folds = jnp.arange(100) % 3, ee.resample.folds(100, 10, key=key)
-    # members that predict the labels with noise
-    noise = jax.random.normal(key, (10, 100, 3))
-    predictions = 3 * jax.nn.one_hot(labels, 3)[None] + noise
+    predictions = jax.random.normal(key, (10, 100, 3))  # logits of all members
     held_out = ee.resample.out_of_fold(predictions, folds).mean
     fitted = ee.conformal.cross_conformal(held_out, labels, folds, level=0.9)
     fitted(predictions[:, :5]).shape  # (5, 3)

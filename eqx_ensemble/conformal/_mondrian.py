@@ -38,10 +38,8 @@ def group_quantile(
     **Returns:** `(groups,)`; infinite, with a warning, for groups with too few rows.
 
     ```python
-    # intervals of a width for each of two groups
-    predictions, targets = jnp.zeros(18), jnp.concatenate([jnp.arange(1.0, 10.0)] * 2)
     groups = jnp.repeat(jnp.arange(2), 9)
-    errors = jnp.abs(targets - predictions) * jnp.where(groups == 1, 2.0, 1.0)
+    errors = jnp.tile(jnp.arange(1.0, 10.0), 2) * (1 + groups)
     radius = ee.conformal.group_quantile(errors, groups, level=0.8, num_groups=2)
     radius  # [8.0, 16.0], for new rows `radius[groups]`
     ```

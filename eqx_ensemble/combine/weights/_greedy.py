@@ -56,9 +56,8 @@ def diverse(
 ) -> Float[Array, " members"]:
     """Equal weights for `count` members that differ from each other, zero for the others.
 
-    Greedy maximisation of the determinant of $q_i S_{ij} q_j$ over the selected members, the greedy mode of a
-    determinantal point process: each step adds the member that increases the determinant most. At equal quality, this
-    is the member least explained by those selected.
+    The greedy mode of a determinantal point process: each step adds the member that increases the determinant of
+    $q_i S_{ij} q_j$ over the selected members most. At equal quality, it is least explained by those selected.
 
     **Arguments:**
 
@@ -168,9 +167,8 @@ def greedy(
 ) -> Greedy:
     """Weights by greedy ensemble selection: each step adds the member that improves the mean prediction most.
 
-    Members are selected with replacement, and the best ensemble of all steps is returned. Any score can be optimised;
-    for the log score [`eqx_ensemble.combine.weights.stacking`][] finds the optimum. A step costs as much as scoring
-    every member once.
+    Members are selected with replacement, and the best ensemble of all steps is returned. For the log score
+    [`eqx_ensemble.combine.weights.stacking`][] finds the optimum.
 
     **Arguments:**
 
