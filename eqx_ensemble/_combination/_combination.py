@@ -315,11 +315,10 @@ def streaming(fn: Callable[..., Any]) -> AbstractCombination:
     **Returns:** an [`eqx_ensemble.combine.AbstractCombination`][].
 
     ```python
-    predictions = jax.random.normal(key, (6, 100, 3))  # members, rows, classes
-    entropies, partial = ee.combine.streaming(ee.uncertainty.decompose_entropy), None
-    for chunk in (predictions[:4], predictions[4:]):
-        partial = entropies.update(partial, chunk)
-    entropies.finish(partial)  # as ee.uncertainty.decompose_entropy(predictions)
+    moments, partial = ee.combine.streaming(ee.combine.moments), None
+    for chunk in jax.random.normal(key, (3, 2, 100)):  # two members each, 100 rows
+        partial = moments.update(partial, chunk)
+    mean, variance = moments.finish(partial)
     ```
     """
     found = stream_of(fn)

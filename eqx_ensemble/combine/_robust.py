@@ -81,7 +81,7 @@ class QuantileSketch(AbstractCombination):
 
     **Arguments:**
 
-    - `levels`: a list of numbers from 0 to 1; the quantiles are on the last axis of the result `(..., levels)`.
+    - `levels`: a list of numbers from 0 to 1, the last axis of the result.
     - `size`: half the capacity of a level of the sketch.
 
     ```python
@@ -229,8 +229,8 @@ def trimmed_mean(
 ) -> Float[Array, "..."]:
     r"""The mean over members without the lowest and highest values, entry by entry.
 
-    $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with $Q$ the quantiles of the members and $c$ the `cut`: members at the
-    edges have partial weight. If $c$ times the number of members is an integer, it is `scipy.stats.trim_mean`.
+    $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with the members' quantiles $Q$ and $c$ the `cut`;
+    `scipy.stats.trim_mean` if $c$ times the number of members is an integer.
 
     **Arguments:**
 

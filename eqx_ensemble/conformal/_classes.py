@@ -60,11 +60,7 @@ class Sets(eqx.Module):
 class RandomisedSets(eqx.Module):
     """Fitted randomised sets: `fitted(logits, key=key)` returns booleans `(*batch, classes)`.
 
-    `key` is one threefry key, from which the random fraction of each row is drawn.
-
-    **Attributes:**
-
-    As [`eqx_ensemble.conformal.Sets`][].
+    `key` is one threefry key. The attributes are those of [`eqx_ensemble.conformal.Sets`][].
     """
 
     threshold: Float[Array, ""]
@@ -92,15 +88,13 @@ def aps(
 
     The score of a class is its probability plus that of all more likely classes. The set contains the classes whose
     score is at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores. With a `key`, only a random fraction
-    of the class's own probability is added: sets are smaller, more of them are empty, and the coverage is exact.
-    Warns, without a key, if sets are more than twice as large as those of [`eqx_ensemble.conformal.lac`][].
+    of the class's own probability is added: sets are smaller, more of them are empty, and the coverage is exact. Warns,
+    without a key, if sets are more than twice as large as those of [`eqx_ensemble.conformal.lac`][].
 
     **Arguments:**
 
     - `logits`: `(rows, classes)`, of held-out rows, also log-probabilities, as of [`eqx_ensemble.combine.mixture`][].
     - `labels`: integers `(rows,)` from 0 to classes - 1.
-    - `level`: the coverage, between 0 and 1.
-    - `row_weights`: booleans `(rows,)`.
     - `key`: one random key, for randomised sets.
 
     **Returns:** [`eqx_ensemble.conformal.Sets`][]; with a key, [`eqx_ensemble.conformal.RandomisedSets`][].

@@ -116,9 +116,7 @@ class JackknifePlus(eqx.Module):
     """Fitted jackknife+ intervals: `fitted(predictions)` takes those of all members, `(members, *batch)`, and returns
     `.lower` and `.upper` `(*batch,)`.
 
-    **Attributes:**
-
-    As [`eqx_ensemble.conformal.CvPlus`][], with members for folds; infinite `residuals` for rows that all members drew.
+    The attributes are those of [`eqx_ensemble.conformal.CvPlus`][], with members for folds.
     """
 
     residuals: Float[Array, " rows"]

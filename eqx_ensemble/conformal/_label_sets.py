@@ -38,8 +38,7 @@ def top_k(
 ) -> TopK:
     """Prediction sets of a fixed size: the `k` most likely classes, with the smallest `k` that reaches the coverage.
 
-    Scores are integers, the number of classes that are at least as likely, so the coverage usually exceeds `level`.
-    Classes that tie across rank `k` are all excluded, as in the fit.
+    The coverage usually exceeds `level`. Classes that tie across rank `k` are all excluded, as in the fit.
 
     **Arguments:** as [`eqx_ensemble.conformal.aps`][], without `key`.
 
@@ -116,10 +115,9 @@ class CrossConformal(eqx.Module):
 
     **Attributes:**
 
-    - `scores`: `(folds, test)`, the sorted scores of the labels that each fold held out, padded with infinity.
+    - `scores`: `(folds, test)`, the sorted scores of the labels that each fold held out.
     - `rank`: a class is in the set if fewer scores than this are below its own.
-    - `num_classes`: the number of classes.
-    - `score`: as for [`eqx_ensemble.conformal.ClassConditional`][].
+    - `num_classes`, `score`: as fitted.
     """
 
     scores: Float[Array, "folds test"]

@@ -95,8 +95,8 @@ class ClassConditional(eqx.Module):
     **Attributes:**
 
     - `threshold`: `(classes,)`; a class is in the set if its score is at most its threshold.
-    - `score`: `"lac"`, minus the log-odds; `"aps"`, minus the logarithm of the remaining probability; or `"top_k"`, the
-        number of classes at least as likely.
+    - `score`: `"lac"`, as in [`eqx_ensemble.conformal.Lac`][]; `"aps"`, minus the logarithm of the remaining
+        probability; or `"top_k"`, the number of classes at least as likely.
     """
 
     threshold: Float[Array, " classes"]

@@ -18,7 +18,7 @@ def elites(scores: Real[ArrayLike, " members"], count: int, *, mode: Literal["mi
     **Arguments:**
 
     - `scores`: one per member, `(members,)`, such as `scores.per_member(scores.nll, logits, labels)`, or the
-        `best_score` of a run. NaN is worse than any number.
+        `best_score` of a run.
     - `count`: the number of members to select.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher; for a run's `best_score`, `run.mode`.
 
@@ -146,9 +146,8 @@ class Greedy(NamedTuple):
     """The members selected greedily, and the score after each step.
 
     - `weights`: `(members,)`, `counts` divided by their sum.
-    - `counts`: how often each member is in the best ensemble of all steps, `(members,)`.
-    - `order`: the member selected in each step, `(steps,)`.
-    - `scores`: the score after each step, `(steps,)`; lower is better.
+    - `counts`: `(members,)`, how often each member is in the best ensemble.
+    - `order`, `scores`: `(steps,)`, the member selected in each step, and the score after it.
     """
 
     weights: Float[Array, " members"]
@@ -175,11 +174,11 @@ def greedy(
     - `predictions`: `(members, ...)`, whose mean over members is the ensemble's prediction. For `score="log"`, log
         scores `(members, *batch)` as for [`eqx_ensemble.combine.weights.stacking`][]: probabilities are averaged.
     - `score`: `"log"` for the mean negative log score, or a function that JAX can trace, from the mean prediction
-        `(...)` to a scalar; lower is better. NaN is worse than any number.
+        `(...)` to a scalar; lower is better.
     - `num_steps`: the number of members to select.
     - `num_initial`: the number of initial steps that select the best single members, each once: this prevents
         overfitting while the ensemble is small.
-    - `row_weights`: for `"log"`, relative weights `(*batch,)`, or booleans.
+    - `row_weights`: for `"log"` only.
 
     **Returns:** [`eqx_ensemble.combine.weights.Greedy`][].
 

@@ -81,7 +81,6 @@ def stacking(
 
     - `log_scores`: natural logarithms of $p_{mi}$, `(members, *batch)`: for classes
         `-scores.per_member(scores.nll, logits, labels, reduction="none")`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans.
     - `tolerance`: the largest `gap`, in nats; by default 1e-6 in float32 and 1e-10 in float64.
     - `max_steps`: after these the search ends with a warning; 5 to 15 usually suffice.
 
