@@ -74,15 +74,14 @@ class QuantileSketch(AbstractCombination):
 
     For a stream of members; in memory, [`eqx_ensemble.uncertainty.quantile`][] is exact and costs less.
 
-    Exact below `2 * size` members. When a level of the sketch holds `2 * size` values, neighbours in sorted order are
-    merged into the one with the larger weight, on the next level. For $M$ members of equal weight the error of a rank
+    Exact below `2 * size` members. For $M$ members of equal weight the error of a rank
     is at most $M \lfloor \log_2(M / \mathrm{size}) \rfloor / (2 \, \mathrm{size})$ members: 2 % of 4,096. Quantiles are
     NumPy's `"averaged_inverted_cdf"`.
 
     **Arguments:**
 
     - `levels`: a list of numbers from 0 to 1, the last axis of the result.
-    - `size`: half the capacity of a level of the sketch.
+    - `size`: half the capacity of a level of the sketch; full levels are merged in pairs of neighbours.
 
     ```python
     values = jnp.array([[1.0], [2.0], [3.0], [4.0]])

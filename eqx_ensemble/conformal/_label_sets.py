@@ -150,7 +150,7 @@ def cross_conformal(
     Let $R_i$ be the score of the label of row $i$ under the members of the fold $f(i)$ that held it out. The p-value of
     class $y$ of a new row is $(1 + \sum_i [R_i \ge R_{f(i)}(y)]) / (n + 1)$, and the set contains the classes whose
     p-value exceeds $1 - \mathrm{level}$. With $K$ folds it covers a new label with probability at least $2 \,
-    \mathrm{level} - 1 - 2 (K - 1) / (n + K)$; in practice with `level`. The sets are those of CV+ for classes.
+    \mathrm{level} - 1 - 2 (K - 1) / (n + K)$; in practice with `level`.
 
     **Arguments:**
 

@@ -189,8 +189,8 @@ def group_conditional(
 ) -> GroupConditional:
     """Prediction sets that cover the rows of every group with probability `level` or more (Mondrian).
 
-    The threshold of a group is [`eqx_ensemble.conformal.quantile`][] of the scores of its held-out rows. Warns about
-    groups with too few rows. For intervals see [`eqx_ensemble.conformal.group_quantile`][].
+    As [`eqx_ensemble.conformal.class_conditional`][], with a threshold for each group. For intervals see
+    [`eqx_ensemble.conformal.group_quantile`][].
 
     **Arguments:**
 

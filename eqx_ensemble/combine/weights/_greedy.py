@@ -176,8 +176,7 @@ def greedy(
     - `score`: `"log"` for the mean negative log score, or a function that JAX can trace, from the mean prediction
         `(...)` to a scalar; lower is better.
     - `num_steps`: the number of members to select.
-    - `num_initial`: the number of initial steps that select the best single members, each once: this prevents
-        overfitting while the ensemble is small.
+    - `num_initial`: the number of steps that first select the best single members, against overfitting.
     - `row_weights`: for `"log"` only.
 
     **Returns:** [`eqx_ensemble.combine.weights.Greedy`][].

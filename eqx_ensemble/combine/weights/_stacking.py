@@ -79,8 +79,7 @@ def stacking(
 
     **Arguments:**
 
-    - `log_scores`: natural logarithms of $p_{mi}$, `(members, *batch)`: for classes
-        `-scores.per_member(scores.nll, logits, labels, reduction="none")`.
+    - `log_scores`: natural logarithms of $p_{mi}$, `(members, *batch)`.
     - `tolerance`: the largest `gap`, in nats; by default 1e-6 in float32 and 1e-10 in float64.
     - `max_steps`: after these the search ends with a warning; 5 to 15 usually suffice.
 
@@ -89,11 +88,11 @@ def stacking(
     **Raises:** `ValueError` for log scores that are NaN or +inf, and rows where every member has -inf.
 
     ```python
-    log_scores = jnp.log(
-        jnp.array([[0.9, 0.8, 0.1, 0.2], [0.1, 0.2, 0.9, 0.3], [0.1, 0.1, 0.1, 0.1]])
-    )
+    labels = jnp.arange(60) % 3
+    logits = jax.random.normal(key, (4, 60, 3))  # members, rows, classes
+    log_scores = -ee.scores.per_member(ee.scores.nll, logits, labels, reduction="none")
     found = ee.combine.weights.stacking(log_scores)
-    found.weights, found.gap  # about [0.62, 0.38, 0.0], at most 1e-6
+    ee.combine.mixture(logits, weights=found.weights)
     ```
 
     ??? cite
