@@ -65,7 +65,7 @@ def vote(
 ) -> Float[Array, "*batch classes"]:
     """The fraction of the members' votes for each class; each member votes for its most likely class.
 
-    The elected class is `jnp.argmax(vote(logits), -1)`. Ties go to the lowest class; the gradient is zero.
+    Ties go to the lowest class; the gradient is zero.
 
     **Arguments:**
 

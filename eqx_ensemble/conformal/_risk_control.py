@@ -229,7 +229,7 @@ def risk_control_steps(
     - `drops`: `(rows, steps)`, $d_{ij}$, non-negative; zero for rows with fewer steps. A row's sum is at most `bound`.
     - the others: as for [`eqx_ensemble.conformal.risk_control`][].
 
-    **Returns:** a scalar; infinite, with a warning, if no threshold qualifies, minus infinity if all do.
+    **Returns:** a scalar; minus infinity if all thresholds qualify.
 
     ```python
     # a label is missed while the threshold is below its score: as `quantile` at level 0.8

@@ -126,7 +126,7 @@ def sparsify(
 
     - `weights`: `(members,)`.
     - `above`: keeps members whose normalised weight exceeds this. Members of weight zero are always removed.
-    - `num_members`: keeps at most this many members, those with the largest weights.
+    - `num_members`: keeps at most this many, those with the largest weights.
 
     **Returns:** [`eqx_ensemble.combine.weights.Sparse`][].
 
