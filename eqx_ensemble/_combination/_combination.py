@@ -149,27 +149,25 @@ def convex(weights: Array, dtype: Any) -> Array:
 class AbstractCombination(abc.ABC):
     """Combines predictions a few members at a time, without the predictions of all members in memory.
 
-    A *partial*, a PyTree or `None`, summarises the members seen so far; those of different members, from one process or
-    several machines, can be merged. Subclasses define three methods, from which `__call__` follows:
+    A *partial*, a PyTree or `None`, summarises some members; partials of different members, also from several machines,
+    can be merged. Subclasses define three methods, from which `__call__` follows:
 
     ```python
-    class Range(ee.combine.AbstractCombination):
+    class Maximum(ee.combine.AbstractCombination):
         def update(self, partial, predictions, *, weights=None):
-            return self.merge(
-                partial, (jnp.min(predictions, axis=0), jnp.max(predictions, axis=0))
-            )
+            return self.merge(partial, jnp.max(predictions, axis=0))
 
         def merge(self, first, second):
             if first is None or second is None:
                 return second if first is None else first
-            return jnp.minimum(first[0], second[0]), jnp.maximum(first[1], second[1])
+            return jnp.maximum(first, second)
 
         def finish(self, partial):
-            return partial[1] - partial[0]
+            return partial
 
 
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), 4, key=key)
-    ee.predict(ensemble, jnp.ones((100, 3)), combine=Range(), memory=2**26).shape
+    ee.predict(ensemble, jnp.ones((100, 3)), combine=Maximum(), memory=2**26).shape
     # (100, 2)
     ```
     """
@@ -180,10 +178,9 @@ class AbstractCombination(abc.ABC):
 
         **Arguments:**
 
-        - `partial`: the partial of the members seen so far; `None` if there are none.
-        - `predictions`: the predictions of additional members, `(members, ...)`.
-        - `weights`: one weight per additional member, `(members,)`, 1 if not given. All calls use the same scale: only
-            ratios matter. Members of weight zero have no influence.
+        - `partial`: that of the members seen so far; `None` if there are none.
+        - `predictions`: those of additional members, `(members, ...)`.
+        - `weights`: of additional members, `(members,)`, 1 if not given, on one scale in all calls.
         """
 
     @abc.abstractmethod
@@ -318,11 +315,10 @@ def streaming(fn: Callable[..., Any]) -> AbstractCombination:
     **Returns:** an [`eqx_ensemble.combine.AbstractCombination`][].
 
     ```python
-    predictions = jax.random.normal(key, (6, 100, 3))  # members, rows, classes
-    entropies, partial = ee.combine.streaming(ee.uncertainty.decompose_entropy), None
-    for chunk in (predictions[:4], predictions[4:]):
-        partial = entropies.update(partial, chunk)
-    entropies.finish(partial)  # as ee.uncertainty.decompose_entropy(predictions)
+    moments, partial = ee.combine.streaming(ee.combine.moments), None
+    for chunk in jax.random.normal(key, (3, 2, 100)):  # two members each, 100 rows
+        partial = moments.update(partial, chunk)
+    mean, variance = moments.finish(partial)
     ```
     """
     found = stream_of(fn)

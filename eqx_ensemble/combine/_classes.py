@@ -19,7 +19,6 @@ def mixture(
     **Arguments:**
 
     - `logits`: logits or log-probabilities, `(members, *batch, classes)`. For probabilities `p` pass `jnp.log(p)`.
-    - `weights`: `(members,)` or `(members, *rows)`.
 
     **Returns:** log-probabilities `(*batch, classes)`.
 
@@ -66,12 +65,11 @@ def vote(
 ) -> Float[Array, "*batch classes"]:
     """The fraction of the members' votes for each class; each member votes for its most likely class.
 
-    The elected class is `jnp.argmax(vote(logits), -1)`. Ties go to the lowest class; the gradient is zero.
+    Ties go to the lowest class; the gradient is zero.
 
     **Arguments:**
 
     - `logits`: `(members, *batch, classes)`; log-probabilities or probabilities give the same votes.
-    - `weights`: `(members,)` or `(members, *rows)`.
 
     **Returns:** fractions `(*batch, classes)`.
 

@@ -22,7 +22,6 @@ def mean(
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`.
-    - `weights`: `(members,)` or `(members, *rows)`.
 
     **Returns:** an array `(...)`.
 
@@ -48,7 +47,6 @@ def log_mixture(
     **Arguments:**
 
     - `log_densities`: natural logarithms of densities or probabilities, `(members, ...)`.
-    - `weights`: `(members,)` or `(members, *rows)`.
 
     **Returns:** log-densities `(...)`.
 
@@ -96,7 +94,6 @@ def gaussian(
     **Arguments:**
 
     - `mean`, `variance`: `(members, ...)`.
-    - `weights`: `(members,)` or `(members, *rows)`.
 
     **Returns:** [`eqx_ensemble.combine.Gaussian`][], each `(...)`.
 
@@ -129,7 +126,6 @@ def product_gaussian(
     **Arguments:**
 
     - `mean`, `variance`: `(members, ...)`. Where a member has variance zero, only such members are used.
-    - `weights`: `(members,)` or `(members, *rows)`.
     - `power`: the sum of the exponents, positive.
 
     **Returns:** [`eqx_ensemble.combine.Gaussian`][], each `(...)`. The variance does not depend on the means.
@@ -193,7 +189,6 @@ def moments(
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`.
-    - `weights`: `(members,)` or `(members, *rows)`.
 
     **Returns:** a named tuple of `.mean` and `.variance`, each `(...)`.
 

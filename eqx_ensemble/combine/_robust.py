@@ -72,19 +72,16 @@ class _Sketch(NamedTuple):
 class QuantileSketch(AbstractCombination):
     r"""Quantiles over members of predictions `(members, ...)`, entry by entry, from a sketch of bounded size.
 
-    Use it for a stream of members. For an ensemble in memory, [`eqx_ensemble.predict`][] with
-    [`eqx_ensemble.uncertainty.quantile`][] is exact and costs less.
+    For a stream of members; in memory, [`eqx_ensemble.uncertainty.quantile`][] is exact and costs less.
 
-    Exact below `2 * size` members. A level of the sketch that holds `2 * size` values is halved: of two neighbours in
-    sorted order, the one with the larger weight takes both weights and moves to the next level. For $M$ members of
-    equal weight the error of a rank is at most $M \lfloor \log_2(M / \mathrm{size}) \rfloor / (2 \, \mathrm{size})$
-    members: 2 % of 4,096. A quantile is the value at which the cumulative weight reaches the level; the midpoint to the
-    next value if it equals the level (NumPy's `"averaged_inverted_cdf"`).
+    Exact below `2 * size` members. For $M$ members of equal weight the error of a rank
+    is at most $M \lfloor \log_2(M / \mathrm{size}) \rfloor / (2 \, \mathrm{size})$ members: 2 % of 4,096. Quantiles are
+    NumPy's `"averaged_inverted_cdf"`.
 
     **Arguments:**
 
-    - `levels`: a list of numbers from 0 to 1; the quantiles are on the last axis of the result `(..., levels)`.
-    - `size`: half the capacity of a level of the sketch.
+    - `levels`: a list of numbers from 0 to 1, the last axis of the result.
+    - `size`: half the capacity of a level of the sketch; full levels are merged in pairs of neighbours.
 
     ```python
     values = jnp.array([[1.0], [2.0], [3.0], [4.0]])
@@ -209,7 +206,6 @@ def median(
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`. Medians of the probabilities of several classes do not sum to one.
-    - `weights`: `(members,)`.
 
     **Returns:** an array `(...)`; NaN where a member is NaN.
 
@@ -232,16 +228,15 @@ def trimmed_mean(
 ) -> Float[Array, "..."]:
     r"""The mean over members without the lowest and highest values, entry by entry.
 
-    $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with $Q$ the quantiles of the members and $c$ the `cut`: members at the
-    edges have partial weight. If $c$ times the number of members is an integer, it is `scipy.stats.trim_mean`.
+    $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with the members' quantiles $Q$ and $c$ the `cut`;
+    `scipy.stats.trim_mean` if $c$ times the number of members is an integer.
 
     **Arguments:**
 
     - `values`: floating-point, `(members, ...)`.
     - `cut`: the fraction to cut off at each end, from 0 (the mean) to below 0.5 (the median).
-    - `weights`: `(members,)`.
 
-    **Returns:** an array `(...)`; NaN where a member is NaN, even one that would be cut off.
+    **Returns:** an array `(...)`; NaN where any member is NaN.
 
     ```python
     values = jnp.array([[-1e9], [1.0], [2.0], [3.0], [1e9]])

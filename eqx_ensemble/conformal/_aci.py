@@ -65,18 +65,11 @@ def aci(*, level: float, rate: float = 0.005) -> Aci:
     **Returns:** [`eqx_ensemble.conformal.Aci`][], the initial state. For several series use `jax.vmap`.
 
     ```python
-    def step(carry, target):
-        state, recent = carry
-        bound = state.quantile(recent)
-        state = state.update(jnp.abs(target) <= bound)
-        return (state, jnp.append(recent[1:], jnp.abs(target))), bound
-
-
-    # the noise doubles halfway
-    noise = jax.random.normal(key, (400,)) * jnp.where(jnp.arange(400) < 200, 1.0, 2.0)
-    start = ee.conformal.aci(level=0.9, rate=0.05), jnp.abs(noise[:50])
-    _, bounds = jax.lax.scan(step, start, noise[50:])
-    jnp.mean(jnp.abs(noise[50:]) <= bounds)  # about 0.9
+    errors = jnp.abs(jax.random.normal(key, (60,)))
+    state = ee.conformal.aci(level=0.9, rate=0.05)
+    for i in range(50, 60):
+        bound = state.quantile(errors[i - 50 : i])
+        state = state.update(errors[i] <= bound)
     ```
 
     ??? cite

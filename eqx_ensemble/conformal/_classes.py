@@ -41,8 +41,8 @@ class Sets(eqx.Module):
     **Attributes:**
 
     - `threshold`: a class is in the set if its score is at most this.
-    - `log_rest`: the logarithm of the remaining probability, which breaks ties at the threshold.
-    - `penalty`, `num_free`: each class beyond the first `num_free` adds `penalty` to the score.
+    - `log_rest`: the logarithm of the remaining probability, which breaks ties.
+    - `penalty`, `num_free`: as for [`eqx_ensemble.conformal.raps`][].
     """
 
     threshold: Float[Array, ""]
@@ -60,11 +60,7 @@ class Sets(eqx.Module):
 class RandomisedSets(eqx.Module):
     """Fitted randomised sets: `fitted(logits, key=key)` returns booleans `(*batch, classes)`.
 
-    `key` is one threefry key, from which the random fraction of each row is drawn.
-
-    **Attributes:**
-
-    As [`eqx_ensemble.conformal.Sets`][].
+    `key` is one threefry key. The attributes are those of [`eqx_ensemble.conformal.Sets`][].
     """
 
     threshold: Float[Array, ""]
@@ -92,17 +88,13 @@ def aps(
 
     The score of a class is its probability plus that of all more likely classes. The set contains the classes whose
     score is at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores. With a `key`, only a random fraction
-    of the class's own probability is added: sets are smaller, more of them are empty, and the coverage is exact.
-    Classes of probability zero are in a set only if the level cannot be reached without them. Warns, without a key, if
-    sets are more than twice as large as those of [`eqx_ensemble.conformal.lac`][].
+    of the class's own probability is added: sets are smaller, more of them are empty, and the coverage is exact. Warns,
+    without a key, if sets are more than twice as large as those of [`eqx_ensemble.conformal.lac`][].
 
     **Arguments:**
 
-    - `logits`: combined logits or log-probabilities of held-out rows, `(rows, classes)`, such as those of
-        [`eqx_ensemble.combine.mixture`][].
+    - `logits`: `(rows, classes)`, of held-out rows, also log-probabilities, as of [`eqx_ensemble.combine.mixture`][].
     - `labels`: integers `(rows,)` from 0 to classes - 1.
-    - `level`: the coverage, between 0 and 1.
-    - `row_weights`: booleans `(rows,)`.
     - `key`: one random key, for randomised sets.
 
     **Returns:** [`eqx_ensemble.conformal.Sets`][]; with a key, [`eqx_ensemble.conformal.RandomisedSets`][].

@@ -98,10 +98,9 @@ class Enbpi(eqx.Module):
 
     **Attributes:**
 
-    - `residuals`: targets minus predictions, oldest first, rounded down in `.lower` and up in `.upper`, each
-        `(window,)`.
+    - `residuals`: targets minus predictions, oldest first, rounded down in `.lower` and up in `.upper`.
     - `known`: `(window,)`, whether each residual is used.
-    - `share`: `(members,)`, the weights of the members in the mean prediction; they sum to one.
+    - `share`: `(members,)`, their weights in the mean prediction.
     - `level`: the coverage.
     """
 
@@ -188,11 +187,8 @@ def enbpi(
     **Returns:** [`eqx_ensemble.conformal.Enbpi`][].
 
     ```python
-    y = jnp.sin(jnp.arange(60.0)) + 0.1 * jax.random.normal(key, (60,))
-    rows = ee.resample.bootstrap(50, 20, key=key)
-    # members that know the curve, each with an error of its own
-    errors = 0.1 * jax.random.normal(key, (20, 1))
-    predictions = jnp.sin(jnp.arange(60.0))[None] + errors
+    y, rows = jnp.sin(jnp.arange(60.0)), ee.resample.bootstrap(50, 20, key=key)
+    predictions = y + 0.1 * jax.random.normal(key, (20, 60))  # of all members
     held_out = ee.resample.out_of_bag_mean(predictions[:, :50], rows).mean
     fitted = ee.conformal.enbpi(held_out, y[:50], rows, level=0.9)
     lower, upper = fitted(predictions[:, 50])

@@ -93,10 +93,9 @@ class CvPlus(eqx.Module):
 
     **Attributes:**
 
-    - `residuals`: `(rows,)`, the absolute error of every row's held-out prediction.
-    - `share`: `(folds, rows)`, the weights of the folds that held the row out; they sum to one.
+    - `residuals`, `counted`: `(rows,)`, held-out absolute errors, and which rows count.
+    - `share`: `(folds, rows)`, the weights of the folds that held the row out.
     - `rank`: the rank of the values at the interval ends.
-    - `counted`: booleans `(rows,)`, whether each row counts.
     """
 
     residuals: Float[Array, " rows"]
@@ -117,9 +116,7 @@ class JackknifePlus(eqx.Module):
     """Fitted jackknife+ intervals: `fitted(predictions)` takes those of all members, `(members, *batch)`, and returns
     `.lower` and `.upper` `(*batch,)`.
 
-    **Attributes:**
-
-    As [`eqx_ensemble.conformal.CvPlus`][], with members for folds; infinite `residuals` for rows that all members drew.
+    The attributes are those of [`eqx_ensemble.conformal.CvPlus`][], with members for folds.
     """
 
     residuals: Float[Array, " rows"]
@@ -161,8 +158,7 @@ def cv_plus(
 
     ```python
     y, folds = jnp.linspace(-1, 1, 100), ee.resample.folds(100, 10, key=key)
-    # members that predict the targets with noise
-    predictions = y[None] + 0.1 * jax.random.normal(key, (10, 100))
+    predictions = y + 0.1 * jax.random.normal(key, (10, 100))  # of all members
     held_out = ee.resample.out_of_fold(predictions, folds).mean
     fitted = ee.conformal.cv_plus(held_out, y, folds, level=0.9)
     lower, upper = fitted(predictions)
@@ -206,10 +202,8 @@ def jackknife_plus_after_bootstrap(
     **Returns:** [`eqx_ensemble.conformal.JackknifePlus`][].
 
     ```python
-    x, y = jnp.linspace(-1, 1, 50)[:, None], jnp.linspace(-1, 1, 50)
-    rows = ee.resample.bootstrap(50, 20, key=key)
-    # members that predict the mean of their rows
-    predictions = jnp.tile(jnp.mean(y[rows], axis=1)[:, None], 50)
+    y, rows = jnp.linspace(-1, 1, 50), ee.resample.bootstrap(50, 20, key=key)
+    predictions = y + 0.1 * jax.random.normal(key, (20, 50))  # of all members
     held_out = ee.resample.out_of_bag_mean(predictions, rows).mean
     fitted = ee.conformal.jackknife_plus_after_bootstrap(held_out, y, rows, level=0.8)
     lower, upper = fitted(predictions)

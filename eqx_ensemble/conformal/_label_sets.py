@@ -38,8 +38,7 @@ def top_k(
 ) -> TopK:
     """Prediction sets of a fixed size: the `k` most likely classes, with the smallest `k` that reaches the coverage.
 
-    Scores are integers, the number of classes that are at least as likely, so the coverage usually exceeds `level`.
-    Classes that tie across rank `k` are all excluded, as in the fit.
+    The coverage usually exceeds `level`. Classes that tie across rank `k` are all excluded, as in the fit.
 
     **Arguments:** as [`eqx_ensemble.conformal.aps`][], without `key`.
 
@@ -116,10 +115,9 @@ class CrossConformal(eqx.Module):
 
     **Attributes:**
 
-    - `scores`: `(folds, test)`, the sorted scores of the labels that each fold held out, padded with infinity.
+    - `scores`: `(folds, test)`, the sorted scores of the labels that each fold held out.
     - `rank`: a class is in the set if fewer scores than this are below its own.
-    - `num_classes`: the number of classes.
-    - `score`: as for [`eqx_ensemble.conformal.ClassConditional`][].
+    - `num_classes`, `score`: as fitted.
     """
 
     scores: Float[Array, "folds test"]
@@ -152,7 +150,7 @@ def cross_conformal(
     Let $R_i$ be the score of the label of row $i$ under the members of the fold $f(i)$ that held it out. The p-value of
     class $y$ of a new row is $(1 + \sum_i [R_i \ge R_{f(i)}(y)]) / (n + 1)$, and the set contains the classes whose
     p-value exceeds $1 - \mathrm{level}$. With $K$ folds it covers a new label with probability at least $2 \,
-    \mathrm{level} - 1 - 2 (K - 1) / (n + K)$; in practice with `level`. The sets are those of CV+ for classes.
+    \mathrm{level} - 1 - 2 (K - 1) / (n + K)$; in practice with `level`.
 
     **Arguments:**
 
@@ -164,9 +162,7 @@ def cross_conformal(
 
     ```python
     labels, folds = jnp.arange(100) % 3, ee.resample.folds(100, 10, key=key)
-    # members that predict the labels with noise
-    noise = jax.random.normal(key, (10, 100, 3))
-    predictions = 3 * jax.nn.one_hot(labels, 3)[None] + noise
+    predictions = jax.random.normal(key, (10, 100, 3))  # logits of all members
     held_out = ee.resample.out_of_fold(predictions, folds).mean
     fitted = ee.conformal.cross_conformal(held_out, labels, folds, level=0.9)
     fitted(predictions[:, :5]).shape  # (5, 3)

@@ -38,10 +38,8 @@ def group_quantile(
     **Returns:** `(groups,)`; infinite, with a warning, for groups with too few rows.
 
     ```python
-    # intervals of a width for each of two groups
-    predictions, targets = jnp.zeros(18), jnp.concatenate([jnp.arange(1.0, 10.0)] * 2)
     groups = jnp.repeat(jnp.arange(2), 9)
-    errors = jnp.abs(targets - predictions) * jnp.where(groups == 1, 2.0, 1.0)
+    errors = jnp.tile(jnp.arange(1.0, 10.0), 2) * (1 + groups)
     radius = ee.conformal.group_quantile(errors, groups, level=0.8, num_groups=2)
     radius  # [8.0, 16.0], for new rows `radius[groups]`
     ```
@@ -97,8 +95,8 @@ class ClassConditional(eqx.Module):
     **Attributes:**
 
     - `threshold`: `(classes,)`; a class is in the set if its score is at most its threshold.
-    - `score`: `"lac"`, minus the log-odds; `"aps"`, minus the logarithm of the remaining probability; or `"top_k"`, the
-        number of classes at least as likely.
+    - `score`: `"lac"`, as in [`eqx_ensemble.conformal.Lac`][]; `"aps"`, minus the logarithm of the remaining
+        probability; or `"top_k"`, the number of classes at least as likely.
     """
 
     threshold: Float[Array, " classes"]
@@ -191,8 +189,8 @@ def group_conditional(
 ) -> GroupConditional:
     """Prediction sets that cover the rows of every group with probability `level` or more (Mondrian).
 
-    The threshold of a group is [`eqx_ensemble.conformal.quantile`][] of the scores of its held-out rows. Warns about
-    groups with too few rows. For intervals see [`eqx_ensemble.conformal.group_quantile`][].
+    As [`eqx_ensemble.conformal.class_conditional`][], with a threshold for each group. For intervals see
+    [`eqx_ensemble.conformal.group_quantile`][].
 
     **Arguments:**
 

@@ -83,14 +83,13 @@ def quantile(
 
     The $\lceil (n + 1) \, \mathrm{level} \rceil$-th smallest of $n$ scores, or infinity, with a warning, if this rank
     exceeds $n$. If the new score is exchangeable with these and there are no ties, it is at or below the quantile with
-    probability $\lceil (n + 1) \, \mathrm{level} \rceil / (n + 1)$; conditionally on the $n$ scores, this probability
-    has a Beta distribution.
+    probability $\lceil (n + 1) \, \mathrm{level} \rceil / (n + 1)$; for given scores, this
+    probability has a Beta distribution.
 
     **Arguments:**
 
     - `scores`: `(rows,)`, one nonconformity score per held-out row; higher is more unusual.
-    - `level`: the coverage, between 0 and 1, read as a decimal fraction.
-    - `row_weights`: booleans `(rows,)`.
+    - `level`: read as a decimal fraction.
 
     **Returns:** a scalar.
 
@@ -118,7 +117,7 @@ def weighted_quantile(
 
     The smallest score $s$ with $\sum_i w_i [s_i \le s] \ge \mathrm{level} \, (\sum_i w_i + w_\mathrm{new})$, where a
     weight is the ratio of the density of the input among new rows to that among held-out rows, up to a common factor;
-    infinity if no score satisfies it. With equal weights it is [`eqx_ensemble.conformal.quantile`][].
+    infinity if no score satisfies it.
 
     **Arguments:**
 
@@ -130,9 +129,8 @@ def weighted_quantile(
 
     ```python
     scores = jnp.arange(1.0, 10.0)
-    # inputs with high scores are three times as frequent now
     weights = jnp.where(scores > 5, 3.0, 1.0)
-    # half of 18 is reached at 7
+    # 7: its weights reach half of 18
     ee.conformal.weighted_quantile(scores, weights, jnp.ones(1), level=0.5)
     ```
 

@@ -180,15 +180,12 @@ def risk_control(
 
     $$\frac{\sum_i L_i(\lambda) + B}{n + 1} \le \mathrm{risk}.$$
 
-    A loss of 0 for a label inside its set and 1 outside gives [`eqx_ensemble.conformal.quantile`][] at level 1 - risk.
-
     **Arguments:**
 
     - `losses`: `(rows, thresholds)`, the loss of each held-out row at each threshold.
     - `thresholds`: `(thresholds,)`, increasing.
-    - `risk`: the largest expected loss, between 0 and `bound`.
+    - `risk`: between 0 and `bound`.
     - `bound`: $B$, the largest possible loss of a row.
-    - `row_weights`: booleans `(rows,)`.
 
     **Returns:** a scalar; infinite, with a warning, if no threshold qualifies.
 
@@ -224,7 +221,7 @@ def risk_control_steps(
     r"""Conformal risk control for losses that are step functions of the threshold: exact, without a grid.
 
     The loss of row $i$ is $L_i(\lambda) = \sum_j d_{ij} [\lambda < s_{ij}]$: it drops by $d_{ij}$ when the threshold
-    reaches $s_{ij}$, and is zero after the last step.
+    reaches $s_{ij}$.
 
     **Arguments:**
 
@@ -232,7 +229,7 @@ def risk_control_steps(
     - `drops`: `(rows, steps)`, $d_{ij}$, non-negative; zero for rows with fewer steps. A row's sum is at most `bound`.
     - the others: as for [`eqx_ensemble.conformal.risk_control`][].
 
-    **Returns:** a scalar; infinite, with a warning, if no threshold qualifies, minus infinity if all do.
+    **Returns:** a scalar; minus infinity if all thresholds qualify.
 
     ```python
     # a label is missed while the threshold is below its score: as `quantile` at level 0.8

@@ -19,8 +19,7 @@ class Cqr(eqx.Module):
 
     **Attributes:**
 
-    - `below`, `above`: the downward shift of the lower end and the upward shift of the upper end; negative if intervals
-        are narrowed.
+    - `below`, `above`: the outward shifts of the ends; negative if intervals are narrowed.
     """
 
     below: Float[Array, ""]
@@ -47,7 +46,7 @@ def cqr(
 ) -> Cqr:
     r"""Conformalised quantile regression: intervals whose ends are corrected for coverage of `level` or more.
 
-    With `ends="together"` both ends move by [`eqx_ensemble.conformal.quantile`][] of $\max(l_i - y_i, y_i - u_i)$. With
+    With `"together"` both `ends` move by [`eqx_ensemble.conformal.quantile`][] of $\max(l_i - y_i, y_i - u_i)$. With
     `"each"`, each end moves by the quantile of its own error, at level $(1 + \mathrm{level}) / 2$: targets are then
     below, and likewise above, with probability at most $(1 - \mathrm{level}) / 2$; intervals are wider.
 
@@ -55,7 +54,6 @@ def cqr(
 
     - `lower`, `upper`: `(rows,)`, two predicted quantiles, which may cross, or the result of
         [`eqx_ensemble.uncertainty.gaussian_interval`][].
-    - `ends`: `"together"` or `"each"`.
     - the others: as for [`eqx_ensemble.conformal.split`][].
 
     **Returns:** [`eqx_ensemble.conformal.Cqr`][].
@@ -133,8 +131,6 @@ def split(
     **Arguments:**
 
     - `predictions`, `targets`: `(rows,)`, of held-out rows. Fit several outputs separately.
-    - `level`: the coverage, between 0 and 1.
-    - `row_weights`: booleans `(rows,)`.
 
     **Returns:** [`eqx_ensemble.conformal.Split`][].
 

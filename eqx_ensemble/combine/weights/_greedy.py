@@ -18,7 +18,7 @@ def elites(scores: Real[ArrayLike, " members"], count: int, *, mode: Literal["mi
     **Arguments:**
 
     - `scores`: one per member, `(members,)`, such as `scores.per_member(scores.nll, logits, labels)`, or the
-        `best_score` of a run. NaN is worse than any number.
+        `best_score` of a run.
     - `count`: the number of members to select.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher; for a run's `best_score`, `run.mode`.
 
@@ -56,9 +56,8 @@ def diverse(
 ) -> Float[Array, " members"]:
     """Equal weights for `count` members that differ from each other, zero for the others.
 
-    Greedy maximisation of the determinant of $q_i S_{ij} q_j$ over the selected members, the greedy mode of a
-    determinantal point process: each step adds the member that increases the determinant most. At equal quality, this
-    is the member least explained by those selected.
+    The greedy mode of a determinantal point process: each step adds the member that increases the determinant of
+    $q_i S_{ij} q_j$ over the selected members most. At equal quality, it is least explained by those selected.
 
     **Arguments:**
 
@@ -127,7 +126,7 @@ def sparsify(
 
     - `weights`: `(members,)`.
     - `above`: keeps members whose normalised weight exceeds this. Members of weight zero are always removed.
-    - `num_members`: keeps at most this many members, those with the largest weights.
+    - `num_members`: keeps at most this many, those with the largest weights.
 
     **Returns:** [`eqx_ensemble.combine.weights.Sparse`][].
 
@@ -147,9 +146,8 @@ class Greedy(NamedTuple):
     """The members selected greedily, and the score after each step.
 
     - `weights`: `(members,)`, `counts` divided by their sum.
-    - `counts`: how often each member is in the best ensemble of all steps, `(members,)`.
-    - `order`: the member selected in each step, `(steps,)`.
-    - `scores`: the score after each step, `(steps,)`; lower is better.
+    - `counts`: `(members,)`, how often each member is in the best ensemble.
+    - `order`, `scores`: `(steps,)`, the member selected in each step, and the score after it.
     """
 
     weights: Float[Array, " members"]
@@ -168,20 +166,18 @@ def greedy(
 ) -> Greedy:
     """Weights by greedy ensemble selection: each step adds the member that improves the mean prediction most.
 
-    Members are selected with replacement, and the best ensemble of all steps is returned. Any score can be optimised;
-    for the log score [`eqx_ensemble.combine.weights.stacking`][] finds the optimum. A step costs as much as scoring
-    every member once.
+    Members are selected with replacement, and the best ensemble of all steps is returned. For the log score
+    [`eqx_ensemble.combine.weights.stacking`][] finds the optimum.
 
     **Arguments:**
 
     - `predictions`: `(members, ...)`, whose mean over members is the ensemble's prediction. For `score="log"`, log
         scores `(members, *batch)` as for [`eqx_ensemble.combine.weights.stacking`][]: probabilities are averaged.
     - `score`: `"log"` for the mean negative log score, or a function that JAX can trace, from the mean prediction
-        `(...)` to a scalar; lower is better. NaN is worse than any number.
+        `(...)` to a scalar; lower is better.
     - `num_steps`: the number of members to select.
-    - `num_initial`: the number of initial steps that select the best single members, each once: this prevents
-        overfitting while the ensemble is small.
-    - `row_weights`: for `"log"`, relative weights `(*batch,)`, or booleans.
+    - `num_initial`: the number of steps that first select the best single members, against overfitting.
+    - `row_weights`: for `"log"` only.
 
     **Returns:** [`eqx_ensemble.combine.weights.Greedy`][].
 

@@ -53,8 +53,8 @@ def _bayesian(
 class Stacking(NamedTuple):
     """Weights, and a bound on their distance from the optimum.
 
-    - `weights`: `(members,)`, convex.
-    - `gap`: an upper bound, in nats, on the improvement of the mean log score by any other weights.
+    - `weights`: `(members,)`.
+    - `gap`: no other weights have a mean log score that is larger by more than this, in nats.
     - `num_steps`: the number of steps.
     """
 
@@ -73,28 +73,26 @@ def stacking(
     r"""Stacking of predictive distributions: the weights whose mixture of the members has the best mean log score.
 
     Maximises $f(w) = \frac1n \sum_i \log \sum_m w_m p_{mi}$ over convex weights, where $p_{mi}$ is the probability or
-    density of the observation in row $i$ under member $m$. The problem is convex; with $g = \nabla f(w)$, no weights
-    improve on $w$ by more than the `gap` $\max_m g_m - 1$. A primal-dual interior-point method runs until the gap is at
-    most `tolerance`, usually 5 to 15 steps. Members that do not help have weight zero.
+    density of the observation in row $i$ under member $m$, by a primal-dual interior-point method. The problem is
+    convex: no weights improve on $w$ by more than the `gap` $\max_m \nabla_m f(w) - 1$. Members that do not help have
+    weight zero.
 
     **Arguments:**
 
-    - `log_scores`: natural logarithms of $p_{mi}$, `(members, *batch)`: for classes
-        `-scores.per_member(scores.nll, logits, labels, reduction="none")`.
-    - `row_weights`: relative weights `(*batch,)`, or booleans.
-    - `tolerance`: in nats; by default 1e-6 in float32 and 1e-10 in float64.
-    - `max_steps`: the maximum number of steps, after which the search ends with a warning.
+    - `log_scores`: natural logarithms of $p_{mi}$, `(members, *batch)`.
+    - `tolerance`: the largest `gap`, in nats; by default 1e-6 in float32 and 1e-10 in float64.
+    - `max_steps`: after these the search ends with a warning; 5 to 15 usually suffice.
 
     **Returns:** [`eqx_ensemble.combine.weights.Stacking`][].
 
     **Raises:** `ValueError` for log scores that are NaN or +inf, and rows where every member has -inf.
 
     ```python
-    log_scores = jnp.log(
-        jnp.array([[0.9, 0.8, 0.1, 0.2], [0.1, 0.2, 0.9, 0.3], [0.1, 0.1, 0.1, 0.1]])
-    )
+    labels = jnp.arange(60) % 3
+    logits = jax.random.normal(key, (4, 60, 3))  # members, rows, classes
+    log_scores = -ee.scores.per_member(ee.scores.nll, logits, labels, reduction="none")
     found = ee.combine.weights.stacking(log_scores)
-    found.weights, found.gap  # about [0.62, 0.38, 0.0], at most 1e-6
+    ee.combine.mixture(logits, weights=found.weights)
     ```
 
     ??? cite
