@@ -63,7 +63,7 @@ class JointEnsemble(eqx.Module, Generic[M]):
     """Several sub-members that are trained jointly: ONE member of an [`eqx_ensemble.Ensemble`][].
 
     `stack([joint])` has one joint ensemble; `build(make, 5, key=key)` with a `make` that converts has five independent
-    ones. Sub-members are NOT independent: divergence of one affects all.
+    ones. Divergence of one sub-member affects all.
 
     **Attributes:**
 
@@ -74,8 +74,7 @@ class JointEnsemble(eqx.Module, Generic[M]):
     model = eqx.nn.MLP(3, 1, 16, 2, key=key)
     joint = ee.methods.efficient.batch_ensemble(model, 4, key=key)
     jax.vmap(joint)(jnp.ones((10, 3))).shape  # (10, 4, 1)
-    predictions = ee.predict(ee.stack([joint]), jnp.ones((10, 3)))  # (1, 10, 4, 1)
-    ee.methods.efficient.as_members(predictions).shape  # (4, 10, 1)
+    ee.predict(ee.stack([joint]), jnp.ones((10, 3))).shape  # (1, 10, 4, 1)
     ```
     """
 
@@ -85,8 +84,8 @@ class JointEnsemble(eqx.Module, Generic[M]):
     def __call__(self, *args: Any, key: Any = None, **kwargs: Any) -> PyTree:
         """Calls every sub-member with one example: `(...)` in, `(submembers, ...)` out.
 
-        An input marked [`eqx_ensemble.Each`][] has one value per sub-member. Each has its own key, derived from `key`,
-        and state, `tree.stack([state] * joint.num_submembers)`; with `mimo` all share one.
+        An input marked [`eqx_ensemble.Each`][] has one value per sub-member. Each has its own key, derived from `key`, and
+        state, `tree.stack([state] * joint.num_submembers)`; with `mimo` all share one.
         """
         if key is not None:
             kwargs["key"] = submember_keys(self, key)

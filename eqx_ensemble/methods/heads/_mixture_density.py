@@ -98,7 +98,7 @@ def _pinball_loss(
 class MixtureDensity(NamedTuple):
     """Parameters of a mixture of Gaussians per entry; the last axis holds the components.
 
-    **Attributes:** `logits`, whose softmax gives the weights; `mean` and `variance` of each component, variances above 0.
+    **Attributes:** `logits`, whose softmax gives the weights; `mean` and `variance`, above 0, of each component.
     """
 
     logits: Float[Array, "... components"]
@@ -126,7 +126,8 @@ def mixture_density(raw: Float[ArrayLike, "*batch outputs"], *, floor: float = 1
     **Arguments:**
 
     - `raw`: `(*batch, 3 * components)`.
-    - `floor`: zero or more. Without one, a component may collapse onto a target; 1e-3 is usual for standardised targets.
+    - `floor`: zero or more. Without one, a component may collapse onto a target; 1e-3 is usual for standardised
+        targets.
 
     **Returns:** [`eqx_ensemble.methods.heads.MixtureDensity`][], three arrays `(*batch, components)`.
 
