@@ -150,8 +150,8 @@ def tabm(
 ) -> JointEnsemble[M]:
     """Converts a model to TabM: rank-one factors, of which only the first are random, and a head per sub-member.
 
-    The last layer becomes a separate, reinitialised layer for each sub-member. The authors use AdamW with a learning rate
-    of 0.002 and a weight decay of 3e-4, and average probabilities, not logits.
+    The last layer becomes a separate, reinitialised layer for each sub-member. The authors use AdamW with a learning
+    rate of 0.002 and a weight decay of 3e-4, and average probabilities, not logits.
 
     **Arguments:**
 

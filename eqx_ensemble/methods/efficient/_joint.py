@@ -84,8 +84,8 @@ class JointEnsemble(eqx.Module, Generic[M]):
     def __call__(self, *args: Any, key: Any = None, **kwargs: Any) -> PyTree:
         """Calls every sub-member with one example: `(...)` in, `(submembers, ...)` out.
 
-        An input marked [`eqx_ensemble.Each`][] has one value per sub-member. Each has its own key, derived from `key`, and
-        state, `tree.stack([state] * joint.num_submembers)`; with `mimo` all share one.
+        An input marked [`eqx_ensemble.Each`][] has one value per sub-member. Each has its own key, derived from `key`,
+        and state, `tree.stack([state] * joint.num_submembers)`; with `mimo` all share one.
         """
         if key is not None:
             kwargs["key"] = submember_keys(self, key)
