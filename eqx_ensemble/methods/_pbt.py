@@ -230,8 +230,8 @@ def population_based_training(
     - `rounds`: the number of rounds.
     - `epochs` or `steps`: the length of one round.
     - `fraction`: the fraction of members that are replaced after a round, rounded up.
-    - `explore`: `explore(hyper, key) -> hyper` perturbs one copy: by default [`eqx_ensemble.train.perturb`][];
-        [`eqx_ensemble.methods.population.perturb_hyper`][] respects ranges.
+    - `explore`: `explore(hyper, key) -> hyper` perturbs one copy, such as
+        [`eqx_ensemble.methods.population.perturb_hyper`][], which respects ranges.
     - `checkpoint`, `fit`: as for [`eqx_ensemble.methods.successive_halving`][].
     - `key`: the root key.
 

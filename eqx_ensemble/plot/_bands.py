@@ -42,7 +42,6 @@ def uncertainty_histogram(
         [`eqx_ensemble.uncertainty.decompose_entropy`][].
     - `bins`: the number of bins from the lowest to the highest of all values, or the edges of the bins.
     - `labels`: the two names in the legend.
-    - `options`: for `matplotlib.axes.Axes.stairs`.
 
     ```python
     known = ee.uncertainty.decompose_entropy(4 * jax.random.normal(key, (8, 300, 5)))
@@ -79,14 +78,12 @@ def risk_coverage(
 ) -> Axes:
     """Risk-coverage curve: the mean loss of the predicted rows against their fraction, least certain rows rejected.
 
-    The dotted line is the risk of predicting all rows, or of rejecting at random; the curve of a good uncertainty is
-    well below it. Each further call with the same `ax` uses another line style.
+    The dotted line is the risk of predicting all rows, or of rejecting at random; a good uncertainty is well below it.
 
     **Arguments:**
 
     - `coverage`: fractions of the rows that are predicted, increasing, `(rows,)`.
-    - `risk`: their mean loss, `(rows,)`. Both are returned by [`eqx_ensemble.scores.risk_coverage`][].
-    - `options`: for `matplotlib.axes.Axes.plot`.
+    - `risk`: their mean loss, `(rows,)`. Both are from [`eqx_ensemble.scores.risk_coverage`][].
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])
@@ -135,8 +132,7 @@ def prediction_bands(
     - `intervals`: bands that should cover targets: a dict from level to `(lower, upper)`, each `(batch,)`, such as
         `{0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`.
     - `levels`: the levels of the bands if `intervals` are not given.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are excluded.
-    - `options`: for `matplotlib.axes.Axes.plot`.
+    - `weights`: weights over members, `(members,)`.
 
     ```python
     x = jnp.linspace(-1, 1, 50)

@@ -40,13 +40,10 @@ def roc_curve(
 ) -> Axes:
     """ROC curve: true against false positive rate, with the diagonal of a random ranking.
 
-    Each further call with the same `ax` uses another line style.
-
     **Arguments:**
 
-    - `false_positive_rate`, `true_positive_rate`: rising from 0 to 1, `(points,)`, as returned by
+    - `false_positive_rate`, `true_positive_rate`: rising from 0 to 1, `(points,)`, from
         [`eqx_ensemble.scores.roc_curve`][].
-    - `options`: for `matplotlib.axes.Axes.plot`.
 
     ```python
     scores = jax.random.normal(key, (200,))
@@ -77,14 +74,12 @@ def precision_recall_curve(
 ) -> Axes:
     """Precision-recall curve, in steps; the dotted line at the fraction of positive rows is a random ranking.
 
-    Each further call with the same `ax` uses another line style. The area under the steps is
-    [`eqx_ensemble.scores.aupr`][].
+    The area under the steps is [`eqx_ensemble.scores.aupr`][].
 
     **Arguments:**
 
     - `precision`: from 0 to 1, `(points,)`; the last value is that of all rows.
-    - `recall`: rising from 0 to 1, `(points,)`. Both are returned by [`eqx_ensemble.scores.precision_recall_curve`][].
-    - `options`: for `matplotlib.axes.Axes.plot`.
+    - `recall`: rising from 0 to 1, `(points,)`. Both are from [`eqx_ensemble.scores.precision_recall_curve`][].
 
     ```python
     scores = jax.random.normal(key, (200,))
@@ -130,10 +125,9 @@ def reliability_diagram(
     - `logits`: `(members, *batch, classes)`, or log-probabilities.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
     - `num_bins`, `binning`: as for `ece`.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum.
+    - `weights`: weights over members, `(members,)`.
     - `row_weights`: booleans `(*batch,)`, or 0 and 1; rows of `False` or 0 are ignored.
     - `show_members`: whether to also draw each member's curve, as a thin line.
-    - `options`: for `matplotlib.axes.Axes.bar`.
 
     ```python
     logits = 3 * jax.random.normal(key, (8, 500, 4))
@@ -196,7 +190,6 @@ def rank_histogram(
     - `counts`: `(members + 1,)`, from [`eqx_ensemble.scores.rank_histogram`][]; or, with `kind="pit"`, those of
         [`eqx_ensemble.scores.pit_histogram`][].
     - `kind`: `"rank"` or `"pit"`, for the label of the axis.
-    - `options`: for `matplotlib.axes.Axes.bar`.
 
     ```python
     members = jax.random.normal(key, (9, 1000))

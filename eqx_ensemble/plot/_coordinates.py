@@ -112,7 +112,6 @@ def parallel_coordinates(
         times the lowest.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher ones are. By default that of the run, or `"min"`.
     - `cmap`: the matplotlib colour map of the scores, from best to worst.
-    - `options`: for `matplotlib.axes.Axes.plot`.
 
     ```python
     table = {"lr": np.geomspace(1e-4, 1e-1, 8), "loss": np.linspace(1, 2, 8) ** 2}

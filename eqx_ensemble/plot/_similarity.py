@@ -17,8 +17,7 @@ def connectivity(
 ) -> Axes:
     """Losses on the straight lines between members' weights, one thin line for each member, and their median.
 
-    The legend has the median height of the [barriers][eqx_ensemble.methods.alignment.barrier]. The second of two calls
-    on the same Axes, such as after alignment, uses another line style.
+    The legend has the median height of the [barriers][eqx_ensemble.methods.alignment.barrier].
 
     **Arguments:**
 
@@ -26,7 +25,6 @@ def connectivity(
         [`eqx_ensemble.methods.alignment.connectivity`][] without the row of the reference, `losses[1:]`; or
         `(points,)`.
     - `label`: the label of these lines, such as `"before alignment"`.
-    - `options`: for `matplotlib.axes.Axes.plot`.
 
     ```python
     points = jnp.linspace(0, 1, 11)
@@ -91,7 +89,6 @@ def member_similarity(
     - `ids`: the members' names `(members,)`, such as `ensemble.ids`; their positions if not given.
     - `label`: the label of the numbers, with their unit.
     - `colorbar`: whether to draw a colour bar, which takes space from `ax`.
-    - `options`: for `matplotlib.axes.Axes.imshow`, such as `vmin` and `vmax`.
 
     ```python
     errors = jax.random.normal(key, (5, 100))

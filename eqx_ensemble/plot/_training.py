@@ -70,16 +70,14 @@ def training_curves(
     """Learning curves: one thin line for each member, their median, and a band for a central part of them.
 
     A member's line ends where it stopped (a square) or diverged (a cross); median and band then use its last value.
-    Other values that are not finite are ignored. Validation curves have a dot at the step whose weights were kept. The
-    second of two calls on the same Axes uses another line style.
+    Other values that are not finite are ignored. Validation curves have a dot at the step whose weights were kept.
 
     **Arguments:**
 
     - `run`: the result of [`eqx_ensemble.fit`][]; or its `history`, which has no marks.
     - `curve`: `"loss"`, the training loss of every recorded step, or `"validation"`, the scores on validation data.
-    - `stride`: the number of consecutive points to average, since the loss of single batches is noisy.
+    - `stride`: the number of consecutive points to average.
     - `level`: the fraction of the members in the band, as in [`eqx_ensemble.uncertainty.interval`][].
-    - `options`: for `matplotlib.axes.Axes.plot`.
 
     ```python
     loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)

@@ -72,17 +72,11 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
 
     **Arguments:**
 
-    - `state`: a training state.
     - `donors`: the index of a donor for each member `(members,)`; its own index to leave a member unchanged.
 
     **Raises:** `ValueError` for a donor that has diverged or stopped.
 
-    ```python
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    state = ee.train.init(ensemble, optax.adam(1e-2), key=key)
-    # members 2 and 3 become copies of 0 and 1
-    state = ee.methods.population.clone(state, [0, 1, 0, 1])
-    ```
+    `clone(state, [0, 1, 0, 1])` makes members 2 and 3 copies of 0 and 1.
     """
     check_train_state(state)
     check_state_arrays(state)
@@ -195,17 +189,8 @@ def set_hyper(
 
     **Arguments:**
 
-    - `state`, `members`: a training state with hyper-parameters, and the indices of the members.
     - `fn`: `fn(hyper, key) -> hyper` for one member, such as [`eqx_ensemble.train.perturb`][].
     - `key`: the root key; each member's key is derived from it, the member's id and the step.
-
-    ```python
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    hyper = {"lr": jnp.full(4, 0.1)}
-    state = ee.train.init(ensemble, lambda h: optax.sgd(h["lr"]), hyper=hyper, key=key)
-    state = ee.methods.population.set_hyper(state, [3], ee.train.perturb, key=key)
-    state.hyper["lr"]  # [0.1, 0.1, 0.1, 0.08] or [0.1, 0.1, 0.1, 0.12]
-    ```
     """
     check_train_state(state)
     check_state_arrays(state)
