@@ -26,7 +26,6 @@ def masksembles(
     **Arguments:**
 
     - `model`: make it wider than a single model.
-    - `num_submembers`: the number of masks.
     - `scale`: $s$, at least 1. The authors use 1 to 6, for layers of at least ten features.
     - `where`: the layers whose INPUTS are masked; by default all but the first.
 
@@ -155,7 +154,6 @@ def tabm(
 
     **Arguments:**
 
-    - `num_submembers`: 32 as in the paper.
     - `where`: the layers to convert in order, ending with the head.
     - `factors`: of the first layer: `"signs"`, -1 or 1; or `"normal"` with mean 0, for feature embeddings.
 

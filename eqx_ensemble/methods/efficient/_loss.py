@@ -27,12 +27,6 @@ def weight_labels(params: PyTree) -> PyTree:
     The authors of BatchEnsemble train factors with half the learning rate and without weight decay, which would shrink
     them towards 0.
 
-    **Arguments:**
-
-    - `params`: a joint ensemble, or its trained leaves, as optax passes them.
-
-    **Returns:** a tree of strings with the structure of `params`.
-
     ```python
     optimiser = optax.multi_transform(
         {"fast": optax.adam(5e-4), "slow": optax.adamw(1e-3, weight_decay=1e-4)},
@@ -71,9 +65,8 @@ def members(joint: JointEnsemble[M] | Ensemble[JointEnsemble[M]]) -> Ensemble[M]
 
     **Arguments:**
 
-    - `joint`: a joint ensemble, or an ensemble of them.
-
-    **Returns:** an [`eqx_ensemble.Ensemble`][]. Sub-member $i$ of $k$ in the member with id $j$ gets the id $j k + i$.
+    - `joint`: a joint ensemble, or an ensemble of them. Sub-member $i$ of $k$ in the member with id $j$ gets the id
+        $j k + i$.
 
     ```python
     joint = ee.methods.efficient.batch_ensemble(eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
@@ -107,11 +100,8 @@ def dense_models(joint: JointEnsemble[M]) -> list[M]:
 def as_members(predictions: PyTree) -> PyTree:
     """Merges the axes of members and sub-members, for `combine`, `scores`, `uncertainty` and `combine=`.
 
-    **Arguments:**
-
-    - `predictions`: a PyTree of arrays `(members, rows, submembers, ...)`, from [`eqx_ensemble.predict`][].
-
-    **Returns:** arrays `(members * submembers, rows, ...)`, the sub-members of one member adjacent.
+    Each array `(members, rows, submembers, ...)`, from [`eqx_ensemble.predict`][], becomes `(members * submembers,
+    rows, ...)`, the sub-members of one member adjacent.
 
     ```python
     make = lambda key: ee.methods.efficient.tabm(eqx.nn.MLP(3, 2, 16, 2, key=key), 8, key=key)
@@ -138,12 +128,10 @@ def mean_loss(
     - `loss`: `loss(model, batch, key) -> value` of one sub-member as for [`eqx_ensemble.fit`][], also with `state`,
         `hyper` and auxiliary outputs. States and auxiliary outputs have a leading `submembers` axis, except the state
         of `mimo`.
-    - `rows`: `"same"`: all rows for each sub-member, as TabM. `"split"`: one part each, as Masksembles. `"shuffle"`:
-        all rows, in a different order for each, as `mimo` needs.
+    - `rows`: `"same"`: all rows for each sub-member. `"split"`: one part each, as Masksembles. `"shuffle"`: all rows,
+        in a different order for each, as `mimo` needs.
     - `repetitions`: with `"shuffle"`, how often each row occurs in a batch; the authors of MIMO use 4.
     - `same_inputs`: with `"shuffle"`, the fraction of rows for which all sub-members get the same inputs.
-
-    **Returns:** a loss for `fit`, with the signature of `loss`.
 
     ```python
     loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)

@@ -21,12 +21,11 @@ def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -
 
     The first layer takes the concatenated inputs, the last returns all outputs; both are reinitialised. Train
     sub-members on different rows, `mean_loss(loss, rows="shuffle")`; in prediction all get the same input. The authors
-    sum the loss over heads: scale their learning rates, except of Adam and its like, by the number of sub-members.
+    use three, and sum the loss over heads: scale their learning rates, except of Adam and its like, by
+    their number.
 
     **Arguments:**
 
-    - `model`: its capacity is divided between sub-members.
-    - `num_submembers`: 3 as in the paper.
     - `where`: selects the first and the last layer.
 
     ```python
@@ -72,7 +71,6 @@ def packed_ensemble(
     - `num_submembers`: $k$, which also determines the initial weights.
     - `alpha`: $\alpha$, above 0; the authors recommend 2.
     - `gamma`: $\gamma$, the number of groups in hidden layers.
-    - `where`: the layers of the chain in order.
 
     **Raises:** `ValueError` for layers that are not a chain, and weights outside them.
 

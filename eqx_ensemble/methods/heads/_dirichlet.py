@@ -32,12 +32,7 @@ def dirichlet(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batc
 
     $\alpha_k = e_k + 1$, where the evidence $e_k$ is the softplus of the output.
 
-    **Arguments:**
-
-    - `logits`: `(*batch, classes)`.
-
-    **Returns:** the concentration, `(*batch, classes)`. Its logarithm are logits:
-    `ee.scores.nll(jnp.log(concentration), labels)`.
+    **Returns:** the concentration, `(*batch, classes)`. Its logarithm are logits, as for `ee.scores.nll`.
 
     ```python
     ee.methods.heads.dirichlet(jnp.array([0.0, 5.0]))  # [1.693, 6.007]
@@ -52,13 +47,7 @@ def dirichlet(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batc
 def vacuity(concentration: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"]:
     """The uncertainty of evidential classification, $K / S$: the number of classes over the total concentration.
 
-    It is 1 without evidence, and does not depend on how evidence is distributed over classes.
-
-    **Arguments:**
-
-    - `concentration`: `(*batch, classes)`.
-
-    **Returns:** `(*batch,)`.
+    Maps `(*batch, classes)` to `(*batch,)`: 1 without evidence, however that is distributed over classes.
 
     ```python
     ee.methods.heads.vacuity(jnp.array([1.0, 7.0]))  # 0.25
@@ -77,10 +66,6 @@ def decompose_dirichlet(concentration: Float[ArrayLike, "*batch classes"]) -> De
 
     `total` is the entropy of the mean probabilities; `aleatoric` the mean entropy, $\sum_k \frac{\alpha_k}{S} (\psi(S +
     1) - \psi(\alpha_k + 1))$; `epistemic` the difference, the mutual information. Use it at most to rank rows.
-
-    **Arguments:**
-
-    - `concentration`: `(*batch, classes)`, from [`eqx_ensemble.methods.heads.dirichlet`][].
 
     **Returns:** [`eqx_ensemble.uncertainty.Decomposition`][], each part `(*batch,)`.
 

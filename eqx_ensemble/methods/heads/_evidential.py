@@ -66,10 +66,6 @@ def decompose_evidential(parameters: NormalInverseGamma) -> Decomposition:
     Penalty and initialisation decide the two parts, the data only their sum: use `epistemic` at most to rank rows.
     `ee.uncertainty.decompose_variance(parameters.mean, total)`, from disagreement, does not have this flaw.
 
-    **Arguments:**
-
-    - `parameters`: [`eqx_ensemble.methods.heads.NormalInverseGamma`][] of any shape.
-
     **Returns:** [`eqx_ensemble.uncertainty.Decomposition`][] in the squared unit of the target.
 
     ```python

@@ -64,11 +64,7 @@ def sort_quantiles(quantiles: Float[ArrayLike, "*batch levels"]) -> Float[Array,
     Sort predictions, not outputs during training. Combine members level by level. Two levels are an interval, for
     [`eqx_ensemble.conformal.cqr`][] and [`eqx_ensemble.scores.interval_score`][].
 
-    **Arguments:**
-
-    - `quantiles`: `(*batch, levels)`, of increasing levels.
-
-    **Returns:** an array of the same shape. A row with a NaN is NaN at every level.
+    **Returns:** `(*batch, levels)`, like `quantiles`, of increasing levels. A row with a NaN is NaN at every level.
 
     ```python
     ee.methods.heads.sort_quantiles(jnp.array([1.0, 3.0, 2.0]))  # [1.0, 2.0, 3.0]
@@ -150,10 +146,6 @@ def mixture_density_moments(parameters: MixtureDensity) -> combine.Gaussian:
 
     With a `members` axis they are per member, for [`eqx_ensemble.combine.gaussian`][] and
     [`eqx_ensemble.uncertainty.decompose_variance`][].
-
-    **Arguments:**
-
-    - `parameters`: [`eqx_ensemble.methods.heads.MixtureDensity`][].
 
     **Returns:** [`eqx_ensemble.combine.Gaussian`][], without the axis of components.
 
