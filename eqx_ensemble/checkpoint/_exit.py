@@ -57,7 +57,7 @@ def exit_on_signal(number: int = signal.SIGTERM, *, code: int = AGAIN) -> Iterat
     - `code`: the exit code, from 1 to 255, after which the scheduler should restart the program; by default 75,
         `EX_TEMPFAIL`.
 
-    **Raises:** `RuntimeError` outside of the main thread, which alone receives signals.
+    **Raises:** `RuntimeError` outside of the main thread.
 
     ```python
     import tempfile
