@@ -145,7 +145,7 @@ def export_members(
     **Arguments:**
 
     - `ensemble`: the ensemble or the group.
-    - `folder`: the folder to write to; files with the same names are replaced.
+    - `folder`: the folder; files with the same names are replaced.
     - `format`: `"eqx"` for `equinox.tree_deserialise_leaves`; `"safetensors"` for arrays by name, such as
         `layers.0.weight`.
 

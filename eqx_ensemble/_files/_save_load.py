@@ -136,8 +136,6 @@ def load(
     make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
     ee.save(path, ee.build(make, 8, key=key))
     ee.load(path, make, members=[0, 3])  # two members, which keep their ids
-    more = ee.build(make, ids=[8, 9], key=key)
-    ee.concatenate([ee.load(path, make), more])  # as ee.build(make, 10, key=key)
     ```
     """
     check_path(path, "path")

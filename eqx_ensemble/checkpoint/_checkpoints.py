@@ -191,8 +191,7 @@ class Restored(NamedTuple):
 class Checkpoints:
     """A folder of checkpoints of one run, each in a folder such as `step-000000000100`.
 
-    After each save, old ones are removed, except for the `last` newest, the `best` by score, and every multiple of
-    `keep_period`. Leaving a `with` block waits for a save in progress.
+    After each save, old ones are removed. Leaving a `with` block waits for a save in progress.
 
     **Arguments:**
 
@@ -200,14 +199,13 @@ class Checkpoints:
     - `last`: the number of newest checkpoints to keep, at least 1.
     - `best`: the number of checkpoints with the lowest scores to keep.
     - `keep_period`: also keep all checkpoints whose step is a multiple of this.
-    - `asynchronous`: write in another thread, after a copy to host memory; the default in [`eqx_ensemble.fit`][] only.
-        The next `save` or `wait` raises the error of a save that failed; without either, it is printed at exit.
+    - `asynchronous`: write in another thread; the default in [`eqx_ensemble.fit`][] only. The next `save` or `wait`
+        raises the error of a save that failed.
     - `format`: as in [`eqx_ensemble.save`][]. With `"orbax"`, the default of runs on several processes, all of them
         call each method.
     - `every`: for `fit`, the number of steps between two checkpoints; by default those of about a minute. The last step
         is always saved.
-    - `resume`: for `fit`. `"auto"`: resume if there is a checkpoint; `"must"`: raise if there is none; `"never"`: raise
-        if there is one.
+    - `resume`: for `fit`: `"auto"`, if there is a checkpoint; `"must"`, or raise; `"never"`: raise if there is one.
 
     ```python
     import tempfile
@@ -280,8 +278,7 @@ class Checkpoints:
         - `ids`: the members' ids, needed with `per_member`.
         - `score`: the lower, the better; NaN is never best.
 
-        **Raises:** `OSError` if it cannot be written, when earlier checkpoints stay usable; `TypeError` for leaves and
-        `meta` that cannot be saved. With `asynchronous`, the error of the previous save.
+        **Raises:** as `eqx_ensemble.save`; with `asynchronous`, the error of the previous save.
         """
         self.wait()
         path = self.path(step)

@@ -46,13 +46,10 @@ _active: list[_Watch] = []
 def exit_on_signal(number: int = signal.SIGTERM, *, code: int = AGAIN) -> Iterator[None]:
     """Within `with`, a signal saves runs and exits the program with a code that requests a restart.
 
-    Preemptible machines send SIGTERM some time before they end a program. A run with `checkpoint` then stops about a
-    second later, is saved, and raises `SystemExit`; the same program, started again, resumes it. Without a run, and at
-    a second signal, `SystemExit` is raised at once. A run in another thread returns as after Ctrl-C, and the main
-    thread exits at the end of the `with` block.
-
-    Signals are not handled while JAX compiles. Of several processes, those without a signal would wait for the others:
-    use it with one.
+    Preemptible machines send SIGTERM some time before they end a program. A run with `checkpoint` stops about a second
+    later, is saved, and raises `SystemExit`; the same program, started again, resumes it. Without a run, and at a
+    second signal, `SystemExit` is raised at once. A run in another thread returns as after Ctrl-C; the main thread
+    exits at the end of the block. Signals are not handled while JAX compiles. Use it with one process only.
 
     **Arguments:**
 
@@ -60,7 +57,7 @@ def exit_on_signal(number: int = signal.SIGTERM, *, code: int = AGAIN) -> Iterat
     - `code`: the exit code, from 1 to 255, after which the scheduler should restart the program; by default 75,
         `EX_TEMPFAIL`.
 
-    **Raises:** `RuntimeError` outside of the main thread, which alone receives signals.
+    **Raises:** `RuntimeError` outside of the main thread.
 
     ```python
     import tempfile

@@ -157,15 +157,13 @@ class Contents(NamedTuple):
 
     **Attributes:**
 
-    - `ids`: the members' ids; `None` for a tree without members.
+    - `ids`: the members' ids, or `None`.
     - `leaves`: by path, the arrays as `f32[8,50,13]` and the Python numbers.
     - `structure`: by path, the rest of the tree: types, static fields, functions by name.
-    - `meta`, `step`, `score`: as they were saved.
-    - `versions`: those of Python and of the libraries that wrote it.
+    - `meta`, `step`, `score`, `format`: as they were saved.
+    - `versions`: of Python and the libraries that wrote it.
     - `num_bytes`: the size of its arrays.
-    - `format`: `"safetensors"` or `"orbax"`.
-    - `unchecked`: the paths of leaves without a checksum, of format `"orbax"` only: those of which no process held all,
-        or all of one member's part.
+    - `unchecked`: the paths of leaves without a checksum, of format `"orbax"` only.
     """
 
     ids: tuple[int, ...] | None
@@ -182,10 +180,6 @@ class Contents(NamedTuple):
 
 def contents(path: str | os.PathLike[str]) -> Contents:
     """Lists the contents of a checkpoint, without reading its arrays and without the model's code.
-
-    **Arguments:**
-
-    - `path`: the checkpoint's folder.
 
     **Returns:** [`eqx_ensemble.checkpoint.Contents`][].
 
@@ -210,10 +204,6 @@ def verify(path: str | os.PathLike[str]) -> Contents:
     """Reads a checkpoint and verifies all checksums, without the model's code.
 
     With format `"orbax"`, all arrays are read into host memory at once, and leaves in `unchecked` are not verified.
-
-    **Arguments:**
-
-    - `path`: the checkpoint's folder.
 
     **Returns:** [`eqx_ensemble.checkpoint.Contents`][].
 

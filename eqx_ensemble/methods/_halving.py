@@ -49,32 +49,21 @@ def successive_halving(
     - `factor`: the ratio of members, and of training lengths, between two rungs.
     - `rungs`: the number of rungs. By default, enough to leave one member.
     - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][]: the same call resumes bit for bit, or
-        returns the finished run. It takes the space of two runs.
-    - `fit`: the function that trains each rung; on workers `functools.partial(ee.fleet.fit, executor)` with an open
-        `executor`. `checkpoint` then takes the space of one run per rung.
+        returns the finished run. It takes the space of two runs; with another `fit`, of one run per rung.
+    - `fit`: trains each rung; on workers `functools.partial(ee.fleet.fit, executor)` with an open `executor`.
     - `key`: the root key.
 
     **Returns:** the run. Dropped members have the status `STOPPED` and their best weights.
 
-    **Raises:** `TypeError` without validation data.
-
     ```python
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
-    hyper = ee.sweep.grid({"lr": jnp.logspace(-4, -1, 9)})
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 9, key=key)
-    data = jnp.ones((64, 3)), jnp.zeros((64, 1))
-    held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
     run = ee.methods.successive_halving(
-        ensemble,
+        ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 9, key=key),
         loss,
         lambda hyper: optax.adam(hyper["lr"]),
-        data,
-        hyper=hyper,
-        validation=held_out,
+        jnp.ones((64, 3)),
+        hyper={"lr": jnp.logspace(-4, -1, 9)},
+        validation=jnp.ones((16, 3)),
         epochs=1,
         key=key,
     )
@@ -218,31 +207,20 @@ def hyperband(
 
     - `make`: the constructor of one member, as for [`eqx_ensemble.build`][].
     - `ranges`: the ranges of the hyper-parameters, as for [`eqx_ensemble.sweep.draw`][].
-    - `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
     - `epochs`: the longest training of a member.
-    - `factor`: the ratio of members, and of training lengths, between two rungs.
-    - `checkpoint`, `fit`: as for [`eqx_ensemble.methods.successive_halving`][].
-    - `key`: the root key.
+    - others: as for [`eqx_ensemble.methods.successive_halving`][].
 
     **Returns:** one run per bracket, the largest first; fewer after Ctrl-C. Ids are unique across brackets.
 
     ```python
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
-    make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
-    ranges = {"lr": ee.sweep.LogUniform(1e-4, 1e-1)}
-    data = jnp.ones((64, 3)), jnp.zeros((64, 1))
-    held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
     runs = ee.methods.hyperband(
-        make,
-        ranges,
+        lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key),
+        {"lr": ee.sweep.LogUniform(1e-4, 1e-1)},
         loss,
         lambda hyper: optax.adam(hyper["lr"]),
-        data,
-        validation=held_out,
+        jnp.ones((64, 3)),
+        validation=jnp.ones((16, 3)),
         epochs=9,
         key=key,
     )

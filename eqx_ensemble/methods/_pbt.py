@@ -41,7 +41,7 @@ class Population(eqx.Module, Generic[M]):
 
     - `run`: the run of all rounds; `run.ensemble` has each member's best weights since it was last replaced.
     - `scores`: `(rounds, members)`, the validation scores at the end of each round.
-    - `lineage`: `(rounds, members)`, the id of each member's donor after each round; its own id if it was not replaced.
+    - `lineage`: `(rounds, members)`, the id of each member's donor after each round; its own id if not replaced.
     - `hyper`: the hyper-parameters during each round, each array `(rounds, members, ...)`.
     """
 
@@ -56,7 +56,7 @@ class Population(eqx.Module, Generic[M]):
     def ancestors(self, index: int) -> Int[np.ndarray, " rounds"]:
         """The ids of the members whose weights the member at `index` descends from, one per round, `(rounds,)`.
 
-        The hyper-parameters of these members in their rounds are the schedule that the member was trained with.
+        Their hyper-parameters in these rounds are the schedule that it was trained with.
         """
         ids = np.asarray(self.run.train_state.ids).tolist()
         check_indices([index], len(ids))
@@ -220,9 +220,8 @@ def population_based_training(
 ) -> Population[M]:
     """Population-based training: replaces the worst members by copies of the best, with perturbed hyper-parameters.
 
-    After each round but the last, each of the worst copies one of the best
-    ([`eqx_ensemble.methods.population.truncation`][]), with hyper-parameters that are then perturbed. Diverged members
-    are also replaced.
+    After each round but the last, each of the worst members, and each that diverged, copies one of the best
+    ([`eqx_ensemble.methods.population.truncation`][]).
 
     **Arguments:**
 
@@ -231,30 +230,23 @@ def population_based_training(
     - `rounds`: the number of rounds.
     - `epochs` or `steps`: the length of one round.
     - `fraction`: the fraction of members that are replaced after a round, rounded up.
-    - `explore`: `explore(hyper, key) -> hyper` perturbs one copy: by default [`eqx_ensemble.train.perturb`][];
-        [`eqx_ensemble.methods.population.perturb_hyper`][] respects ranges.
+    - `explore`: `explore(hyper, key) -> hyper` perturbs one copy, such as
+        [`eqx_ensemble.methods.population.perturb_hyper`][], which respects ranges.
     - `checkpoint`, `fit`: as for [`eqx_ensemble.methods.successive_halving`][].
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.Population`][]; after Ctrl-C, of the rounds so far.
 
     ```python
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
     ranges = {"lr": ee.sweep.LogUniform(1e-4, 1e-1)}
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, key=key)
-    data = jnp.ones((64, 3)), jnp.zeros((64, 1))
-    held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
     found = ee.methods.population_based_training(
-        ensemble,
+        ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, key=key),
         loss,
         lambda hyper: optax.adam(hyper["lr"]),
-        data,
+        jnp.ones((64, 3)),
         hyper=ee.sweep.draw(ranges, 8, key=key),
-        validation=held_out,
+        validation=jnp.ones((16, 3)),
         rounds=3,
         epochs=2,
         explore=ee.methods.population.perturb_hyper(ranges),

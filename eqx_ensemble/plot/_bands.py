@@ -34,8 +34,7 @@ def uncertainty_histogram(
 ) -> Axes:
     """Histograms of uncertainty in distribution, filled, and out of distribution, as an outline, in common bins.
 
-    Each histogram shows percentages of its rows, so that data of different sizes are comparable. Values beyond the
-    outer edges count in the outer bins.
+    Each shows percentages of its rows. Values beyond the outer edges count in the outer bins.
 
     **Arguments:**
 
@@ -43,16 +42,10 @@ def uncertainty_histogram(
         [`eqx_ensemble.uncertainty.decompose_entropy`][].
     - `bins`: the number of bins from the lowest to the highest of all values, or the edges of the bins.
     - `labels`: the two names in the legend.
-    - `unit`: the unit of the uncertainty, for the label.
-    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.stairs`.
-
-    **Returns:** the Axes.
 
     ```python
-    seen = 4 * jax.random.normal(key, (8, 300, 5))
-    unseen = jax.random.normal(key, (8, 200, 5))
-    known = ee.uncertainty.decompose_entropy(seen)
-    novel = ee.uncertainty.decompose_entropy(unseen)
+    known = ee.uncertainty.decompose_entropy(4 * jax.random.normal(key, (8, 300, 5)))
+    novel = ee.uncertainty.decompose_entropy(jax.random.normal(key, (8, 200, 5)))
     ax = ee.plot.uncertainty_histogram(known.total, novel.total, unit="nats")
     ```
     """
@@ -85,23 +78,17 @@ def risk_coverage(
 ) -> Axes:
     """Risk-coverage curve: the mean loss of the predicted rows against their fraction, least certain rows rejected.
 
-    Call it again with the same `ax` to compare: each curve uses another line style. The dotted line is the risk of
-    predicting all rows, which is also that of rejecting at random; the curve of a good uncertainty is well below it.
+    The dotted line is the risk of predicting all rows, or of rejecting at random; a good uncertainty is well below it.
 
     **Arguments:**
 
     - `coverage`: fractions of the rows that are predicted, increasing, `(rows,)`.
-    - `risk`: their mean loss, `(rows,)`. Both are returned by [`eqx_ensemble.scores.risk_coverage`][].
-    - `unit`: the unit of the loss, for the label.
-    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
-
-    **Returns:** the Axes.
+    - `risk`: their mean loss, `(rows,)`. Both are from [`eqx_ensemble.scores.risk_coverage`][].
 
     ```python
     uncertainty, wrong = jnp.array([0.1, 0.7, 0.3, 0.9]), jnp.array([0.0, 0.0, 0.0, 1.0])
-    ax = ee.plot.risk_coverage(
-        *ee.scores.risk_coverage(uncertainty, wrong), label="entropy"
-    )
+    curve = ee.scores.risk_coverage(uncertainty, wrong)
+    ax = ee.plot.risk_coverage(*curve, label="entropy")
     ```
 
     ??? cite
@@ -133,24 +120,19 @@ def prediction_bands(
 ) -> Axes:
     """The members' mean prediction, with bands for central intervals.
 
-    Without `intervals` a band is the [`eqx_ensemble.uncertainty.interval`][] of the members' predictions: it shows the
-    disagreement between members, without noise. Pass `intervals` for bands that should cover targets. Targets outside
-    the widest band are hollow diamonds.
+    Without `intervals`, a band is the [`eqx_ensemble.uncertainty.interval`][] of the members' predictions: it shows the
+    disagreement between members, without noise. Targets outside the widest band are hollow diamonds.
 
     **Arguments:**
 
     - `predictions`: one number per member and row, `(members, batch)` or `(members, batch, 1)`.
-    - `x`: the horizontal positions of the rows, `(batch,)` or `(batch, 1)`, in any order. If not given, rows are in the
+    - `x`: the horizontal positions of the rows, `(batch,)` or `(batch, 1)`, in any order; by default rows are in the
         order of their mean prediction.
     - `targets`: `(batch,)` or `(batch, 1)`, drawn as points.
-    - `intervals`: bands instead of those of the members: a dict from level to `(lower, upper)`, each `(batch,)`, from
-        any function, such as `{0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`.
+    - `intervals`: bands that should cover targets: a dict from level to `(lower, upper)`, each `(batch,)`, such as
+        `{0.9: ee.uncertainty.gaussian_interval(mean, variance, level=0.9)}`.
     - `levels`: the levels of the bands if `intervals` are not given.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are excluded.
-    - `unit`: the unit of the prediction, for the axis label.
-    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
-
-    **Returns:** the Axes.
+    - `weights`: weights over members, `(members,)`.
 
     ```python
     x = jnp.linspace(-1, 1, 50)

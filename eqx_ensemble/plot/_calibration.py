@@ -40,20 +40,14 @@ def roc_curve(
 ) -> Axes:
     """ROC curve: true against false positive rate, with the diagonal of a random ranking.
 
-    Call it again with the same `ax` to compare: each curve uses another line style.
-
     **Arguments:**
 
-    - `false_positive_rate`, `true_positive_rate`: rising from 0 to 1, `(points,)`, as returned by
+    - `false_positive_rate`, `true_positive_rate`: rising from 0 to 1, `(points,)`, from
         [`eqx_ensemble.scores.roc_curve`][].
-    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
-
-    **Returns:** the Axes.
 
     ```python
     scores = jax.random.normal(key, (200,))
-    positives = scores + jax.random.normal(jax.random.key(1), (200,)) > 0
-    curve = ee.scores.roc_curve(scores, positives)
+    curve = ee.scores.roc_curve(scores, scores + jnp.sin(jnp.arange(200)) > 0)
     ax = ee.plot.roc_curve(curve.false_positive_rate, curve.true_positive_rate)
     ```
 
@@ -80,21 +74,16 @@ def precision_recall_curve(
 ) -> Axes:
     """Precision-recall curve, in steps; the dotted line at the fraction of positive rows is a random ranking.
 
-    Call it again with the same `ax` to compare: each curve uses another line style. The area under the steps is
-    [`eqx_ensemble.scores.aupr`][].
+    The area under the steps is [`eqx_ensemble.scores.aupr`][].
 
     **Arguments:**
 
     - `precision`: from 0 to 1, `(points,)`; the last value is that of all rows.
-    - `recall`: rising from 0 to 1, `(points,)`. Both are returned by [`eqx_ensemble.scores.precision_recall_curve`][].
-    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
-
-    **Returns:** the Axes.
+    - `recall`: rising from 0 to 1, `(points,)`. Both are from [`eqx_ensemble.scores.precision_recall_curve`][].
 
     ```python
     scores = jax.random.normal(key, (200,))
-    positives = scores + jax.random.normal(jax.random.key(1), (200,)) > 1
-    curve = ee.scores.precision_recall_curve(scores, positives)
+    curve = ee.scores.precision_recall_curve(scores, scores + jnp.sin(jnp.arange(200)) > 1)
     ax = ee.plot.precision_recall_curve(curve.precision, curve.recall)
     ```
 
@@ -125,26 +114,20 @@ def reliability_diagram(
     ax: Axes | None = None,
     **options: Any,
 ) -> Axes:
-    r"""Reliability diagram: the accuracy of the mixture of the members against its confidence.
+    """Reliability diagram: the accuracy of the mixture of the members against its confidence.
 
-    Rows are binned by their confidence, as in [`eqx_ensemble.scores.ece`][], whose value is in the legend. The
-    height of a bar is the accuracy of its rows; the hatched area is the gap to their mean confidence. The number of
-    rows is at the foot of each bar; for bins of equal mass it is in the legend.
+    Rows are binned by their confidence, as in [`eqx_ensemble.scores.ece`][], whose value is in the legend. The height
+    of a bar is the accuracy of its rows; the hatched area is the gap to their mean confidence. The number of rows is at
+    the foot of each bar, or in the legend for bins of equal mass.
 
     **Arguments:**
 
-    - `logits`: `(members, *batch, classes)`, or log-probabilities. The rows of all batch axes are pooled.
+    - `logits`: `(members, *batch, classes)`, or log-probabilities.
     - `labels`: integers `(*batch,)` from 0 to classes - 1.
-    - `num_bins`: the number of bins.
-    - `binning`: `"width"`, bins of equal width; or `"mass"`, bins of equally many rows.
-    - `weights`: convex weights over members, `(members,)`; divided by their sum. Members of weight zero are excluded.
-    - `row_weights`: booleans `(*batch,)`, or 0 and 1; rows of `False` or 0 are ignored, even if NaN.
+    - `num_bins`, `binning`: as for `ece`.
+    - `weights`: weights over members, `(members,)`.
+    - `row_weights`: booleans `(*batch,)`, or 0 and 1; rows of `False` or 0 are ignored.
     - `show_members`: whether to also draw each member's curve, as a thin line.
-    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.bar`.
-
-    **Returns:** the Axes.
-
-    **Raises:** as [`eqx_ensemble.scores.ece`][], and `ValueError` for predictions that are not finite.
 
     ```python
     logits = 3 * jax.random.normal(key, (8, 500, 4))
@@ -199,18 +182,14 @@ def rank_histogram(
     r"""Rank histogram of the target among the members' predictions: flat if these are calibrated.
 
     A U shape means that the ensemble is underdispersed, a hump that it is overdispersed, a slope that it is biased.
-    With $n$ rows and $k$ ranks, the line at $n / k$ is the expected count for a calibrated ensemble; the band around it
-    is plus or minus two standard deviations, $\sqrt{n (1 - 1/k) / k}$, of one bar, for independent rows.
+    With $n$ rows and $k$ ranks, the line is at $n / k$, the count expected of a calibrated ensemble; the band around it
+    is plus or minus two standard deviations of one bar, $\sqrt{n (1 - 1/k) / k}$, for independent rows.
 
     **Arguments:**
 
-    - `counts`: `(members + 1,)`, the number of targets below all members, above one of them, and so on, from
-        [`eqx_ensemble.scores.rank_histogram`][]; or, with `kind="pit"`, the number of values of the probability
-        integral transform in each bin from 0 to 1, from [`eqx_ensemble.scores.pit_histogram`][].
+    - `counts`: `(members + 1,)`, from [`eqx_ensemble.scores.rank_histogram`][]; or, with `kind="pit"`, those of
+        [`eqx_ensemble.scores.pit_histogram`][].
     - `kind`: `"rank"` or `"pit"`, for the label of the axis.
-    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.bar`.
-
-    **Returns:** the Axes.
 
     ```python
     members = jax.random.normal(key, (9, 1000))

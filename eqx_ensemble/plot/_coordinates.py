@@ -99,30 +99,22 @@ def parallel_coordinates(
 ) -> Axes:
     """Parallel coordinates of a sweep: each member is a line through its hyper-parameters and its score.
 
-    Each column is scaled from its lowest value at the bottom to its highest at the top; both are labelled. Better
-    scores have darker lines; the best member's line is thick and dashed, those of diverged members are dotted.
+    Each column is scaled from its lowest value at the bottom to its highest at the top. Better scores have darker
+    lines; the best member's line is thick and dashed, those of diverged members are dotted.
 
     **Arguments:**
 
     - `table`: a [`eqx_ensemble.Run`][]; or its [`eqx_ensemble.Run.table`][], a dict from names to columns `(members,)`
         or `(members, ...)`, or a data frame.
-    - `columns`: the names of columns, from left to right. If not given, the hyper-parameters and the score.
-    - `score`: the column that determines the shade; `"validation"` if not given, or `"loss"` if there is none.
-    - `log`: the columns on a logarithmic scale. If not given, those of positive numbers whose highest is at least
-        100 times the lowest.
-    - `mode`: `"min"` if lower scores are better, `"max"` if higher ones are. By default that of the run; `"min"` for a
-        table.
+    - `columns`: the names of columns, from left to right; by default the hyper-parameters and the score.
+    - `score`: the column that determines the shade; by default `"validation"`, or `"loss"` if there is none.
+    - `log`: the columns on a logarithmic scale; by default those of positive numbers whose highest is at least 100
+        times the lowest.
+    - `mode`: `"min"` if lower scores are better, `"max"` if higher ones are. By default that of the run, or `"min"`.
     - `cmap`: the matplotlib colour map of the scores, from best to worst.
-    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
-
-    **Returns:** the Axes.
 
     ```python
-    table = {
-        "lr": np.geomspace(1e-4, 1e-1, 8),
-        "dropout": np.linspace(0, 0.5, 8),
-        "loss": np.linspace(1, 2, 8) ** 2,
-    }
+    table = {"lr": np.geomspace(1e-4, 1e-1, 8), "loss": np.linspace(1, 2, 8) ** 2}
     ax = ee.plot.parallel_coordinates(table)
     ```
 

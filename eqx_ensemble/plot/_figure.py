@@ -36,6 +36,9 @@ def figure_of_run(run: RankedRun, *, stride: int | None, unit: str | None) -> Fi
     if scored:
         training_curves(run, curve="validation", ax=curves[1])
         curves[1].set(ylabel=with_unit("validation score", unit), yscale=_scale(history.validation, mode))
+    for ax in curves:  # above the plot, where the legend hides no curve
+        place = {"loc": "lower center", "bbox_to_anchor": (0.45, 1), "ncols": 2, "columnspacing": 1}
+        ax.legend(fontsize="small", frameon=False, **place)
     if together:
         parallel_coordinates(table, score=score, mode=mode, ax=scores[0])
     for (column, values), ax in zip(() if together else columns.items(), scores, strict=not together):

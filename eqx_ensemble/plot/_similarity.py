@@ -17,26 +17,19 @@ def connectivity(
 ) -> Axes:
     """Losses on the straight lines between members' weights, one thin line for each member, and their median.
 
-    The legend has the median height of the barriers, the largest loss above the line between the two ends, as
-    [`eqx_ensemble.methods.alignment.barrier`][] defines it. Call it twice, before and after alignment, to draw both on
-    the same Axes: the second call uses another line style.
+    The legend has the median height of the [barriers][eqx_ensemble.methods.alignment.barrier].
 
     **Arguments:**
 
     - `losses`: `(members, points)` at equally spaced points, from
-        [`eqx_ensemble.methods.alignment.connectivity`][] without the row of the reference, which is the same
-        everywhere: `losses[1:]`. Or `(points,)` of one line.
+        [`eqx_ensemble.methods.alignment.connectivity`][] without the row of the reference, `losses[1:]`; or
+        `(points,)`.
     - `label`: the label of these lines, such as `"before alignment"`.
-    - `unit`: the unit of the loss, for the label.
-    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
-
-    **Returns:** the Axes.
 
     ```python
     points = jnp.linspace(0, 1, 11)
     before = jnp.stack([2 * points * (1 - points), 3 * points * (1 - points)])
     ax = ee.plot.connectivity(before, label="before alignment")
-    ax = ee.plot.connectivity(before / 10, label="after alignment", ax=ax)
     ```
     """
     check_optional_text(label, "label")
@@ -86,26 +79,19 @@ def member_similarity(
     """Similarity of members: a matrix with one square for each pair, darker for higher numbers.
 
     The shades range from the lowest to the highest number of two different members. Numbers are written into the
-    squares for up to twelve members, if they fit; the shades are then of the numbers as written, so that equal ones
-    have one shade.
+    squares for up to twelve members, if they fit.
 
     **Arguments:**
 
-    - `matrix`: one number for each pair `(members, members)`: the fraction of rows on which they disagree,
-        [`eqx_ensemble.uncertainty.pairwise_disagreement`][], the correlation of their errors,
-        [`eqx_ensemble.uncertainty.error_correlation`][], or a distance. Pairs with NaN are blank.
+    - `matrix`: one number for each pair `(members, members)`, such as
+        [`eqx_ensemble.uncertainty.pairwise_disagreement`][] or [`eqx_ensemble.uncertainty.error_correlation`][]. Pairs
+        with NaN are blank.
     - `ids`: the members' names `(members,)`, such as `ensemble.ids`; their positions if not given.
     - `label`: the label of the numbers, with their unit.
     - `colorbar`: whether to draw a colour bar, which takes space from `ax`.
-    - `ax`: the matplotlib Axes to draw on; those of a new figure if not given.
-    - `options`: for `matplotlib.axes.Axes.imshow`, such as `vmin`, `vmax` and `cmap`.
-
-    **Returns:** the Axes.
 
     ```python
-    errors = jax.random.normal(key, (5, 100)) + jax.random.normal(
-        jax.random.key(1), (1, 100)
-    )
+    errors = jax.random.normal(key, (5, 100))
     matrix = ee.uncertainty.error_correlation(errors)
     ax = ee.plot.member_similarity(matrix, label="correlation of errors", vmin=0, vmax=1)
     ```

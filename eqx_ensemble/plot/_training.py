@@ -69,34 +69,21 @@ def training_curves(
 ) -> Axes:
     """Learning curves: one thin line for each member, their median, and a band for a central part of them.
 
-    A member's line ends where it stopped (a square) or diverged (a cross). Median and band then use its last value, so
-    that both are over the same members at every step. Other values that are not finite are ignored. Validation curves
-    have a dot at the step whose weights were kept. Call it twice to draw training and validation on the same Axes: the
-    second call uses another line style.
+    A member's line ends where it stopped (a square) or diverged (a cross); median and band then use its last value.
+    Other values that are not finite are ignored. Validation curves have a dot at the step whose weights were kept.
 
     **Arguments:**
 
     - `run`: the result of [`eqx_ensemble.fit`][]; or its `history`, which has no marks.
     - `curve`: `"loss"`, the training loss of every recorded step, or `"validation"`, the scores on validation data.
-    - `stride`: the number of consecutive points to average, since the loss of single batches is noisy.
-    - `level`: the fraction of the members in the band, between their quantiles `(1 - level) / 2` and `(1 + level) / 2`,
-        as in [`eqx_ensemble.uncertainty.interval`][].
-    - `unit`: the unit of the loss, for the label.
-    - `ax`: the Axes. `options` are passed to `matplotlib.axes.Axes.plot`.
-
-    **Returns:** the Axes.
+    - `stride`: the number of consecutive points to average.
+    - `level`: the fraction of the members in the band, as in [`eqx_ensemble.uncertainty.interval`][].
 
     ```python
-    def loss(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
-    data = jnp.ones((100, 3)), jnp.zeros((100, 1))
-    held_out = jnp.ones((16, 3)), jnp.zeros((16, 1))
-    run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=5, validation=held_out, key=key)
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
+    run = ee.fit(ensemble, loss, optax.adam(1e-3), jnp.ones((100, 3)), epochs=5, key=key)
     ax = ee.plot.training_curves(run)
-    ax = ee.plot.training_curves(run, curve="validation", ax=ax)
     ```
     """
     check_curves(run, curve)

@@ -20,18 +20,14 @@ def masksembles(
 ) -> JointEnsemble[M]:
     """Converts a model to Masksembles: each sub-member uses a fixed subset of the hidden features.
 
-    Weights are shared. Two masks overlap (intersection over union) by about $1 / (2 s - 1)$ for the scale $s$.
+    Weights are shared. Two masks overlap (intersection over union) by about $1 / (2 s - 1)$ for the scale $s$. The
+    authors divide each batch between the masks: `mean_loss(loss, rows="split")`.
 
     **Arguments:**
 
-    - `model`: the model of ONE member; make it wider than a single model.
-    - `num_submembers`: the number of masks.
+    - `model`: make it wider than a single model.
     - `scale`: $s$, at least 1. The authors use 1 to 6, for layers of at least ten features.
-    - `where`: the layers whose INPUTS are masked; by default all linear layers and convolutions except the first.
-    - `key`: the root key.
-
-    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The authors divide each batch between the masks:
-    `mean_loss(loss, rows="split")`.
+    - `where`: the layers whose INPUTS are masked; by default all but the first.
 
     ```python
     model = eqx.nn.MLP(10, 3, 64, 2, key=key)
@@ -92,30 +88,20 @@ def batch_ensemble(
     r"""Converts a model to a BatchEnsemble: sub-members whose weights differ by rank-one factors.
 
     Sub-member $i$ has the weights $W \circ s_i r_i^\top$ and its own bias: a layer needs `in + 2 * out` parameters per
-    sub-member. $W$ and the first biases are those of the model, which may be trained already.
+    sub-member. $W$ and the first biases are those of the model, which may be trained already. Train factors as in
+    [`eqx_ensemble.methods.efficient.weight_labels`][].
 
     **Arguments:**
 
-    - `model`: the model of ONE member, with linear layers or convolutions. Other weights are shared.
-    - `num_submembers`: the number of sub-members.
-    - `where`: the layers to convert, as for `equinox.tree_at`, or a type; by default all linear layers and convolutions
-        outside [`eqx_ensemble.train.Frozen`][].
+    - `model`: other weights than those of `where` are shared.
+    - `where`: the layers to convert; by default all outside [`eqx_ensemble.train.Frozen`][].
     - `factors`: the initial $r$ and $s$: `"normal"` with mean 1 and standard deviation `std`; `"signs"`, -1 or 1; or
         `"ones"`.
     - `std`: the authors use 0.5 for image models.
-    - `key`: the root key.
-
-    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][], one member of an ensemble. Train it with
-    [`eqx_ensemble.methods.efficient.mean_loss`][], factors as in [`eqx_ensemble.methods.efficient.weight_labels`][].
 
     ```python
     model = eqx.nn.MLP(10, 3, 64, 2, key=key)  # 5,059 parameters
     joint = ee.methods.efficient.batch_ensemble(model, 4, key=key)  # 6,528
-    loss = ee.methods.efficient.mean_loss(
-        lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
-    )
-    data = jnp.ones((32, 10)), jnp.zeros((32, 3))
-    run = ee.fit(ee.stack([joint]), loss, optax.adam(1e-3), data, epochs=2, key=key)
     ```
 
     ??? cite
@@ -168,13 +154,8 @@ def tabm(
 
     **Arguments:**
 
-    - `model`: the model of ONE member.
-    - `num_submembers`: 32 as in the paper.
-    - `where`: the layers to convert in order, ending with the head; by default all linear layers and convolutions.
+    - `where`: the layers to convert in order, ending with the head.
     - `factors`: of the first layer: `"signs"`, -1 or 1; or `"normal"` with mean 0, for feature embeddings.
-    - `key`: the root key.
-
-    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][].
 
     ```python
     joint = ee.methods.efficient.tabm(eqx.nn.MLP(10, 3, 64, 2, key=key), key=key)

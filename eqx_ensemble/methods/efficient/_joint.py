@@ -63,19 +63,14 @@ class JointEnsemble(eqx.Module, Generic[M]):
     """Several sub-members that are trained jointly: ONE member of an [`eqx_ensemble.Ensemble`][].
 
     `stack([joint])` has one joint ensemble; `build(make, 5, key=key)` with a `make` that converts has five independent
-    ones. Sub-members are NOT independent: divergence of one affects all.
+    ones. Divergence of one sub-member affects all.
 
-    **Attributes:**
-
-    - `model`: the converted model. Arrays per sub-member are `(submembers, ...)`; others are shared.
-    - `num_submembers`: the number of sub-members.
+    **Attributes:** `model`, the converted model, with arrays `(submembers, ...)` and shared ones; `num_submembers`.
 
     ```python
     model = eqx.nn.MLP(3, 1, 16, 2, key=key)
     joint = ee.methods.efficient.batch_ensemble(model, 4, key=key)
-    jax.vmap(joint)(jnp.ones((10, 3))).shape  # (10, 4, 1)
-    predictions = ee.predict(ee.stack([joint]), jnp.ones((10, 3)))  # (1, 10, 4, 1)
-    ee.methods.efficient.as_members(predictions).shape  # (4, 10, 1)
+    ee.predict(ee.stack([joint]), jnp.ones((10, 3))).shape  # (1, 10, 4, 1)
     ```
     """
 

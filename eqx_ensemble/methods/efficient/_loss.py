@@ -27,12 +27,6 @@ def weight_labels(params: PyTree) -> PyTree:
     The authors of BatchEnsemble train factors with half the learning rate and without weight decay, which would shrink
     them towards 0.
 
-    **Arguments:**
-
-    - `params`: a [`eqx_ensemble.methods.efficient.JointEnsemble`][], or its trained leaves, as optax passes them.
-
-    **Returns:** a tree of strings with the structure of `params`.
-
     ```python
     optimiser = optax.multi_transform(
         {"fast": optax.adam(5e-4), "slow": optax.adamw(1e-3, weight_decay=1e-4)},
@@ -71,14 +65,12 @@ def members(joint: JointEnsemble[M] | Ensemble[JointEnsemble[M]]) -> Ensemble[M]
 
     **Arguments:**
 
-    - `joint`: a joint ensemble, or an ensemble of them.
-
-    **Returns:** an [`eqx_ensemble.Ensemble`][]. Sub-member $i$ of $k$ in the member with id $j$ gets the id $j k + i$.
+    - `joint`: a joint ensemble, or an ensemble of them. Sub-member $i$ of $k$ in the member with id $j$ gets the id
+        $j k + i$.
 
     ```python
     joint = ee.methods.efficient.batch_ensemble(eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
-    ensemble = ee.methods.efficient.members(joint)
-    ensemble[0]  # an ordinary eqx.nn.MLP
+    ee.methods.efficient.members(joint)[0]  # an ordinary eqx.nn.MLP
     ```
     """
     if not isinstance(joint, Ensemble):
@@ -108,19 +100,13 @@ def dense_models(joint: JointEnsemble[M]) -> list[M]:
 def as_members(predictions: PyTree) -> PyTree:
     """Merges the axes of members and sub-members, for `combine`, `scores`, `uncertainty` and `combine=`.
 
-    **Arguments:**
-
-    - `predictions`: a PyTree of arrays `(members, rows, submembers, ...)`, from [`eqx_ensemble.predict`][].
-
-    **Returns:** arrays `(members * submembers, rows, ...)`, the sub-members of one member adjacent.
+    Each array `(members, rows, submembers, ...)`, from [`eqx_ensemble.predict`][], becomes `(members * submembers,
+    rows, ...)`, the sub-members of one member adjacent.
 
     ```python
     make = lambda key: ee.methods.efficient.tabm(eqx.nn.MLP(3, 2, 16, 2, key=key), 8, key=key)
-    ensemble, x = ee.build(make, 2, key=key), jnp.ones((100, 3))
-    as_members = ee.methods.efficient.as_members
-    logits = as_members(ee.predict(ensemble, x))  # (2, 100, 8, 2) becomes (16, 100, 2)
-    combine = lambda logits: ee.combine.mixture(as_members(logits))
-    ee.predict(ensemble, x, combine=combine).shape  # (100, 2)
+    predictions = ee.predict(ee.build(make, 2, key=key), jnp.ones((100, 3)))  # (2, 100, 8, 2)
+    ee.methods.efficient.as_members(predictions).shape  # (16, 100, 2)
     ```
     """
     check_predictions(predictions)
@@ -142,25 +128,17 @@ def mean_loss(
     - `loss`: `loss(model, batch, key) -> value` of one sub-member as for [`eqx_ensemble.fit`][], also with `state`,
         `hyper` and auxiliary outputs. States and auxiliary outputs have a leading `submembers` axis, except the state
         of `mimo`.
-    - `rows`: `"same"`: all rows for each sub-member, as TabM. `"split"`: one part each, as Masksembles. `"shuffle"`:
-        all rows, in a different order for each, as `mimo` needs.
-    - `repetitions`: with `"shuffle"`, how often each row occurs in a batch (`batch_repetitions`; the authors of MIMO
-        use 4).
-    - `same_inputs`: with `"shuffle"`, the fraction of rows for which all sub-members get the same inputs
-        (`input_repetition_probability`).
-
-    **Returns:** a loss for `fit`, with the signature of `loss`.
+    - `rows`: `"same"`: all rows for each sub-member. `"split"`: one part each, as Masksembles. `"shuffle"`: all rows,
+        in a different order for each, as `mimo` needs.
+    - `repetitions`: with `"shuffle"`, how often each row occurs in a batch; the authors of MIMO use 4.
+    - `same_inputs`: with `"shuffle"`, the fraction of rows for which all sub-members get the same inputs.
 
     ```python
-    def mse(model, batch, key):
-        x, y = batch
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
+    loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
     joint = ee.methods.efficient.mimo(eqx.nn.MLP(3, 1, 16, 2, key=key), key=key)
-    loss = ee.methods.efficient.mean_loss(mse, rows="shuffle", repetitions=4)
-    data = jnp.ones((64, 3)), jnp.zeros((64, 1))
-    run = ee.fit(ee.stack([joint]), loss, optax.adam(1e-3), data, epochs=2, key=key)
+    loss = ee.methods.efficient.mean_loss(loss, rows="shuffle", repetitions=4)
+    ensemble, x = ee.stack([joint]), jnp.ones((64, 3))
+    run = ee.fit(ensemble, loss, optax.adam(1e-3), x, epochs=2, key=key)
     ```
     """
     check_function(loss, "loss", example="lambda model, batch, key: ...")

@@ -20,17 +20,13 @@ def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -
     """Converts a model to MIMO: one network with several inputs and outputs; a sub-member is one pair of them.
 
     The first layer takes the concatenated inputs, the last returns all outputs; both are reinitialised. Train
-    sub-members on different rows, `mean_loss(loss, rows="shuffle")`; in prediction all get the same input.
+    sub-members on different rows, `mean_loss(loss, rows="shuffle")`; in prediction all get the same input. The authors
+    use three, and sum the loss over heads: scale their learning rates, except of Adam and its like, by
+    their number.
 
     **Arguments:**
 
-    - `model`: the model of ONE member, whose capacity is divided between sub-members.
-    - `num_submembers`: 3 as in the paper.
-    - `where`: selects the first and the last layer; by default among all linear layers and convolutions.
-    - `key`: the root key.
-
-    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. The authors sum the loss over heads: scale their
-    learning rates, except of Adam and its like, by the number of sub-members.
+    - `where`: selects the first and the last layer.
 
     ```python
     model = eqx.nn.MLP(10, 3, 64, 2, key=key)
@@ -65,21 +61,16 @@ def packed_ensemble(
     r"""Converts a model to a packed ensemble: narrow sub-members that together are about as large as the model.
 
     A hidden width $n$ becomes about $\alpha n / k$ in each of $k$ sub-members: hidden layers together have about
-    $\alpha^2 / (k \gamma)$ of the model's weights. All weights are reinitialised and none are shared.
+    $\alpha^2 / (k \gamma)$ of the model's weights. All weights are reinitialised and none are shared. Gradients of the
+    mean loss are $1/k$ of those of models trained alone: scale learning rates, except of Adam and its like.
 
     **Arguments:**
 
-    - `model`: the model of ONE member: a chain of linear layers and convolutions, without other weights. For other
-        models build an ensemble of narrow models.
+    - `model`: a chain of linear layers and convolutions, without other weights. For other models build an ensemble of
+        narrow models.
     - `num_submembers`: $k$, which also determines the initial weights.
     - `alpha`: $\alpha$, above 0; the authors recommend 2.
     - `gamma`: $\gamma$, the number of groups in hidden layers.
-    - `where`: the layers of the chain in order; by default all linear layers and convolutions.
-    - `key`: the root key.
-
-    **Returns:** [`eqx_ensemble.methods.efficient.JointEnsemble`][]. Gradients of
-    [`eqx_ensemble.methods.efficient.mean_loss`][] are $1/k$ of those of models trained alone: scale learning rates,
-    except of Adam and its like.
 
     **Raises:** `ValueError` for layers that are not a chain, and weights outside them.
 

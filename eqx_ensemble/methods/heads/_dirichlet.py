@@ -32,12 +32,7 @@ def dirichlet(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batc
 
     $\alpha_k = e_k + 1$, where the evidence $e_k$ is the softplus of the output.
 
-    **Arguments:**
-
-    - `logits`: `(*batch, classes)`, or `(classes,)` inside a model.
-
-    **Returns:** the concentration, `(*batch, classes)`. Its logarithm are logits:
-    `ee.scores.nll(jnp.log(concentration), labels)`.
+    **Returns:** the concentration, `(*batch, classes)`. Its logarithm are logits, as for `ee.scores.nll`.
 
     ```python
     ee.methods.heads.dirichlet(jnp.array([0.0, 5.0]))  # [1.693, 6.007]
@@ -50,15 +45,9 @@ def dirichlet(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batc
 
 
 def vacuity(concentration: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"]:
-    """The uncertainty of evidential classification: the number of classes over the total concentration, $K / S$.
+    """The uncertainty of evidential classification, $K / S$: the number of classes over the total concentration.
 
-    It is 1 without evidence, and does not depend on how evidence is distributed over classes.
-
-    **Arguments:**
-
-    - `concentration`: `(*batch, classes)`, with or without `members`.
-
-    **Returns:** `(*batch,)`.
+    Maps `(*batch, classes)` to `(*batch,)`: 1 without evidence, however that is distributed over classes.
 
     ```python
     ee.methods.heads.vacuity(jnp.array([1.0, 7.0]))  # 0.25
@@ -78,15 +67,10 @@ def decompose_dirichlet(concentration: Float[ArrayLike, "*batch classes"]) -> De
     `total` is the entropy of the mean probabilities; `aleatoric` the mean entropy, $\sum_k \frac{\alpha_k}{S} (\psi(S +
     1) - \psi(\alpha_k + 1))$; `epistemic` the difference, the mutual information. Use it at most to rank rows.
 
-    **Arguments:**
-
-    - `concentration`: `(*batch, classes)`, from [`eqx_ensemble.methods.heads.dirichlet`][], with or without `members`.
-
     **Returns:** [`eqx_ensemble.uncertainty.Decomposition`][], each part `(*batch,)`.
 
     ```python
-    # 0.693 = 0.5 + 0.193
-    ee.methods.heads.decompose_dirichlet(jnp.array([1.0, 1.0]))
+    ee.methods.heads.decompose_dirichlet(jnp.array([1.0, 1.0]))  # 0.693 = 0.5 + 0.193
     ```
 
     ??? cite
@@ -139,14 +123,11 @@ def dirichlet_loss(
 
     **Arguments:**
 
-    - `concentration`: that of ONE member, `(*batch, classes)`, from [`eqx_ensemble.methods.heads.dirichlet`][].
-    - `labels`: integers `(*batch,)`.
-    - `kl_weight`: the weight of the penalty, zero or more; the authors anneal it from 0 to 1
-        ([`eqx_ensemble.methods.heads.kl_annealing`][]).
+    - `concentration`: `(*batch, classes)`, from [`eqx_ensemble.methods.heads.dirichlet`][].
+    - `labels`: integers `(*batch,)`. Under tracing, a row with a label out of range is NaN.
+    - `kl_weight`: the weight of the penalty, zero or more, usually from
+        [`eqx_ensemble.methods.heads.kl_annealing`][].
     - `risk`: `"squared"`, the authors' choice, or `"digamma"`.
-    - `row_weights`, `reduction`: as for [`eqx_ensemble.scores.nll`][].
-
-    **Returns:** a scalar, or `(*batch,)`. Under tracing, a row with a label out of range is NaN.
 
     ```python
     concentration = ee.methods.heads.dirichlet(jnp.zeros((4, 3)))
@@ -171,10 +152,8 @@ def kl_annealing(step: Real[ArrayLike, "..."], num_steps: int) -> Float[Array, "
 
     **Arguments:**
 
-    - `step`: $t$, the epoch or step, from 0; it may be traced.
+    - `step`: $t$, the epoch or step, from 0, of any shape; it may be traced.
     - `num_steps`: $T$; the authors use 10 epochs.
-
-    **Returns:** an array of the shape of `step`.
 
     ```python
     ee.methods.heads.kl_annealing(jnp.array([0, 5, 20]), 10)  # [0.0, 0.5, 1.0]

@@ -20,9 +20,9 @@ class NormalInverseGamma(NamedTuple):
     **Attributes:**
 
     - `mean`: $m$, the prediction.
-    - `nu`: above 0; the number of virtual observations of the mean.
-    - `alpha`: above 1, so that the expected variance is finite.
-    - `beta`: above 0, in the squared unit of the target.
+    - `nu`: $\nu > 0$, the number of virtual observations of the mean.
+    - `alpha`: $\alpha > 1$, so that the expected variance is finite.
+    - `beta`: $\beta > 0$, in the squared unit of the target.
     """
 
     mean: Float[Array, "..."]
@@ -38,7 +38,7 @@ def normal_inverse_gamma(raw: Float[ArrayLike, "*batch 4"], *, floor: float = 1e
 
     **Arguments:**
 
-    - `raw`: `(*batch, 4)`, or `(4,)` inside a model.
+    - `raw`: `(*batch, 4)`.
     - `floor`: zero or more; a positive floor keeps variances finite. The authors use none.
 
     **Returns:** [`eqx_ensemble.methods.heads.NormalInverseGamma`][], four arrays `(*batch,)`.
@@ -66,16 +66,10 @@ def decompose_evidential(parameters: NormalInverseGamma) -> Decomposition:
     Penalty and initialisation decide the two parts, the data only their sum: use `epistemic` at most to rank rows.
     `ee.uncertainty.decompose_variance(parameters.mean, total)`, from disagreement, does not have this flaw.
 
-    **Arguments:**
-
-    - `parameters`: [`eqx_ensemble.methods.heads.NormalInverseGamma`][] of any shape, with or without `members`.
-
     **Returns:** [`eqx_ensemble.uncertainty.Decomposition`][] in the squared unit of the target.
 
     ```python
-    parameters = ee.methods.heads.NormalInverseGamma(
-        *(jnp.array([x]) for x in (0.0, 2.0, 3.0, 1.0))
-    )
+    parameters = ee.methods.heads.NormalInverseGamma(*jnp.array([[0.0], [2.0], [3.0], [1.0]]))
     ee.methods.heads.decompose_evidential(parameters)  # 0.75 = 0.5 + 0.25
     ```
 
@@ -112,13 +106,10 @@ def evidential_loss(
 
     **Arguments:**
 
-    - `parameters`: those of ONE member, [`eqx_ensemble.methods.heads.NormalInverseGamma`][] of arrays `(*batch,)`.
-    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `parameters`: [`eqx_ensemble.methods.heads.NormalInverseGamma`][] of arrays `(*batch,)`.
+    - `targets`: `(*batch,)`.
     - `coefficient`: $\lambda$, zero or more; by default the authors' value. It depends on the unit of the targets:
         standardise them.
-    - `row_weights`, `reduction`: as for [`eqx_ensemble.scores.nll`][].
-
-    **Returns:** a scalar, or `(*batch,)`.
 
     ```python
     parameters = ee.methods.heads.normal_inverse_gamma(jnp.zeros((4, 4)))

@@ -36,17 +36,14 @@ def pinball_loss(
 
     **Arguments:**
 
-    - `quantiles`: those of ONE member, `(*batch, levels)`, the unchanged outputs of a last layer.
-    - `targets`: `(*batch,)`; nothing is broadcast.
+    - `quantiles`: `(*batch, levels)`, the unchanged outputs of a last layer.
+    - `targets`: `(*batch,)`.
     - `levels`: `(levels,)`, increasing, between 0 and 1.
-    - `row_weights`, `reduction`: as for [`eqx_ensemble.scores.nll`][].
-
-    **Returns:** a scalar, or `(*batch,)`.
 
     ```python
-    levels = jnp.array([0.1, 0.5, 0.9])
+    quantiles, levels = jnp.array([[0.0, 2.0, 3.0]]), jnp.array([0.1, 0.5, 0.9])
     # (0.1 * 2 + 0.5 * 0 + 0.1 * 1) / 3 = 0.1
-    ee.methods.heads.pinball_loss(jnp.array([[0.0, 2.0, 3.0]]), jnp.array([2.0]), levels=levels)
+    ee.methods.heads.pinball_loss(quantiles, jnp.array([2.0]), levels=levels)
     ```
 
     ??? cite
@@ -67,11 +64,7 @@ def sort_quantiles(quantiles: Float[ArrayLike, "*batch levels"]) -> Float[Array,
     Sort predictions, not outputs during training. Combine members level by level. Two levels are an interval, for
     [`eqx_ensemble.conformal.cqr`][] and [`eqx_ensemble.scores.interval_score`][].
 
-    **Arguments:**
-
-    - `quantiles`: `(*batch, levels)`, of increasing levels, with or without `members`.
-
-    **Returns:** an array of the same shape. A row with a NaN is NaN at every level.
+    **Returns:** `(*batch, levels)`, like `quantiles`, of increasing levels. A row with a NaN is NaN at every level.
 
     ```python
     ee.methods.heads.sort_quantiles(jnp.array([1.0, 3.0, 2.0]))  # [1.0, 2.0, 3.0]
@@ -101,10 +94,7 @@ def _pinball_loss(
 class MixtureDensity(NamedTuple):
     """Parameters of a mixture of Gaussians per entry; the last axis holds the components.
 
-    **Attributes:**
-
-    - `logits`: their softmax gives the weights of the components.
-    - `mean`, `variance`: the mean and variance of each component; variances are above 0.
+    **Attributes:** `logits`, whose softmax gives the weights; `mean` and `variance`, above 0, of each component.
     """
 
     logits: Float[Array, "... components"]
@@ -131,7 +121,7 @@ def mixture_density(raw: Float[ArrayLike, "*batch outputs"], *, floor: float = 1
 
     **Arguments:**
 
-    - `raw`: `(*batch, 3 * components)`, or without `batch` inside a model.
+    - `raw`: `(*batch, 3 * components)`.
     - `floor`: zero or more. Without one, a component may collapse onto a target; 1e-3 is usual for standardised
         targets.
 
@@ -157,16 +147,11 @@ def mixture_density_moments(parameters: MixtureDensity) -> combine.Gaussian:
     With a `members` axis they are per member, for [`eqx_ensemble.combine.gaussian`][] and
     [`eqx_ensemble.uncertainty.decompose_variance`][].
 
-    **Arguments:**
-
-    - `parameters`: [`eqx_ensemble.methods.heads.MixtureDensity`][], with or without `members`.
-
     **Returns:** [`eqx_ensemble.combine.Gaussian`][], without the axis of components.
 
     ```python
-    parameters = ee.methods.heads.MixtureDensity(
-        jnp.zeros(2), jnp.array([-1.0, 1.0]), jnp.ones(2)
-    )
+    means = jnp.array([-1.0, 1.0])
+    parameters = ee.methods.heads.MixtureDensity(jnp.zeros(2), means, jnp.ones(2))
     ee.methods.heads.mixture_density_moments(parameters)  # mean 0, variance 2
     ```
     """
@@ -237,12 +222,8 @@ def mixture_density_loss(
 
     **Arguments:**
 
-    - `parameters`: those of ONE member, [`eqx_ensemble.methods.heads.MixtureDensity`][] of arrays `(*batch,
-        components)`.
-    - `targets`: `(*batch,)`; nothing is broadcast. Several outputs per row are separate entries, each with its mixture.
-    - `row_weights`, `reduction`: as for [`eqx_ensemble.scores.nll`][].
-
-    **Returns:** a scalar, or `(*batch,)`.
+    - `parameters`: [`eqx_ensemble.methods.heads.MixtureDensity`][] of arrays `(*batch, components)`.
+    - `targets`: `(*batch,)`. Several outputs per row are separate entries, each with its mixture.
 
     ```python
     parameters = ee.methods.heads.mixture_density(jnp.zeros((4, 6)))

@@ -50,16 +50,9 @@ def rank(scores: Any, *, healthy: Any = None, mode: Literal["min", "max"] = "min
 
 
 def select(state: TrainState[M], members: Any) -> TrainState[M]:
-    """Selects some members of a training state, in the order given.
+    """Selects some members of a training state, in the order given, each at most once.
 
-    A member keeps its id, row order and random streams: it continues as it would have with all members.
-
-    **Arguments:**
-
-    - `state`: a training state, such as `run.train_state`.
-    - `members`: the indices of the members, each at most once.
-
-    **Returns:** the training state of these members.
+    They continue as they would have with all members.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
@@ -75,23 +68,15 @@ def select(state: TrainState[M], members: Any) -> TrainState[M]:
 def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
     """Replaces members by copies of others: weights, optimiser state, model state and hyper-parameters.
 
-    A copy keeps its own id, row order and random streams. Its status is `OK`.
+    A copy keeps its own id. Its status is `OK`.
 
     **Arguments:**
 
-    - `state`: a training state, such as `run.train_state`.
     - `donors`: the index of a donor for each member `(members,)`; its own index to leave a member unchanged.
-
-    **Returns:** the new training state.
 
     **Raises:** `ValueError` for a donor that has diverged or stopped.
 
-    ```python
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    state = ee.train.init(ensemble, optax.adam(1e-2), key=key)
-    # members 2 and 3 become copies of 0 and 1
-    state = ee.methods.population.clone(state, [0, 1, 0, 1])
-    ```
+    `clone(state, [0, 1, 0, 1])` makes members 2 and 3 copies of 0 and 1.
     """
     check_train_state(state)
     check_state_arrays(state)
@@ -111,15 +96,7 @@ def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
 
 
 def stop(state: TrainState[M], members: Any) -> TrainState[M]:
-    """Stops members, which remain in the training state with their current weights.
-
-    **Arguments:**
-
-    - `state`: a training state, such as `run.train_state`.
-    - `members`: the indices of the members.
-
-    **Returns:** the new training state.
-    """
+    """Stops members, which remain in the training state with their current weights."""
     check_train_state(state)
     check_state_arrays(state)
     members, moving = check_indices(members, state.num_members), state.moving
@@ -135,10 +112,9 @@ def truncation(
 
     **Arguments:**
 
-    - `scores`: one per member `(members,)`.
-    - `healthy`: booleans `(members,)`; all others, and those with a NaN score, are replaced.
+    - `scores`, `healthy`, `mode`: as for [`eqx_ensemble.methods.population.rank`][]; members that are not healthy, or
+        have a NaN score, are all replaced.
     - `fraction`: of members to replace, and to choose donors from, rounded up; at most a half.
-    - `mode`: `"min"` if lower scores are better, `"max"` if higher.
     - `key`: the key for drawing the donors.
 
     **Returns:** the index of a donor for each member `(members,)`, for [`eqx_ensemble.methods.population.clone`][].
@@ -182,8 +158,7 @@ def perturb_hyper(
 
     ```python
     explore = ee.methods.population.perturb_hyper({"lr": ee.sweep.LogUniform(1e-4, 1e-1)})
-    # another `lr` of at most 0.1, the same `weight`
-    explore({"lr": jnp.array(0.09), "weight": jnp.array(1.0)}, key)
+    explore({"lr": jnp.array(0.09), "weight": jnp.array(1.0)}, key)  # the same `weight`
     ```
 
     ??? cite
@@ -214,20 +189,8 @@ def set_hyper(
 
     **Arguments:**
 
-    - `state`: a training state with hyper-parameters.
-    - `members`: the indices of the members.
     - `fn`: `fn(hyper, key) -> hyper` for one member, such as [`eqx_ensemble.train.perturb`][].
-    - `key`: the root key. The key of each member is derived from it, the member's id and the step.
-
-    **Returns:** the new training state.
-
-    ```python
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    hyper = {"lr": jnp.full(4, 0.1)}
-    state = ee.train.init(ensemble, lambda h: optax.sgd(h["lr"]), hyper=hyper, key=key)
-    state = ee.methods.population.set_hyper(state, [3], ee.train.perturb, key=key)
-    state.hyper["lr"]  # [0.1, 0.1, 0.1, 0.08] or [0.1, 0.1, 0.1, 0.12]
-    ```
+    - `key`: the root key; each member's key is derived from it, the member's id and the step.
     """
     check_train_state(state)
     check_state_arrays(state)
