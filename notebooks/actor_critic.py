@@ -15,9 +15,9 @@
 # %% [markdown]
 # # Actor-critic: an ensemble of critics inside an agent
 #
-# A soft actor-critic agent swings up a pendulum with ten critics in one `Ensemble`, whose targets are the minimum of
-# two random members of a slow copy (REDQ). A whole run is one compiled program, and `ee.map_members` maps it over eight
-# agents.
+# Reinforcement learning: a soft actor-critic agent swings up a pendulum with ten critics in one `Ensemble`, whose
+# targets are the minimum of two random members of a slow copy, the target network (REDQ). A whole run is one compiled
+# program, and `ee.map_members` maps it over eight agents.
 #
 # `ee.train.make_step` trains the critics, `targets[pair]` selects two of them, `ee.tree.polyak` updates the copy.
 # `python notebooks/actor_critic.py` prints the tables and draws the figure, in about a minute on one core. It needs
