@@ -306,7 +306,8 @@ class Ensemble(_axes.AbstractPerMember, Generic[M]):
         return map_members(fn, plan=plan)(self, *args, **kwargs)
 
     def keys(self, key: Any, *, purpose: str = "call") -> _axes.Each:
-        """One key per member, as in `ensemble(x, key=ensemble.keys(key))`; with `key` alone, dropout masks would be equal.
+        """One key per member, for `ensemble(x, key=ensemble.keys(key))`: the same `key` would give all the same dropout
+        mask.
 
         The keys are [`eqx_ensemble.member_keys`][]`(key, ids, purpose=purpose)`; nested ensembles get one per inner
         member.
