@@ -25,7 +25,7 @@
 # a planner on learnt dynamics is in `planning`.
 #
 # This page is a notebook and a program: `python notebooks/dynamics.py` prints the tables and writes the figure. It
-# needs `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on two cores.
+# needs `pip install -e '.[examples]'`, no network, and less than a minute on two cores.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they

@@ -24,7 +24,7 @@
 # noisy, and the solution is known in closed form, so that every interval can be checked.
 #
 # This page is a notebook and a program: `python notebooks/neural_ode.py` prints the tables and writes the figure. It
-# needs `pip install 'eqx_ensemble[examples]'`, no network, and about a minute on two cores.
+# needs `pip install -e '.[examples]'`, no network, and about a minute on two cores.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they

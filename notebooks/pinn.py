@@ -21,7 +21,7 @@
 # that differ by their seeds: where the frequencies do not fit, they agree on a wrong solution.
 #
 # This page is a notebook and a program: `python notebooks/pinn.py` prints the tables and writes the figure. It needs
-# `pip install 'eqx_ensemble[examples]'`, no network, and less than a minute on two cores.
+# `pip install -e '.[examples]'`, no network, and less than a minute on two cores.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
