@@ -83,7 +83,7 @@ def public_methods(cls):
         if (not name.startswith("_") or name in {"__call__", "__getitem__"})
         and name not in inherited
         and (callable(method) or isinstance(method, property | functools.cached_property | classmethod | staticmethod))
-        and method.__doc__
+        and inspect.getdoc(method)
     }
 
 

@@ -53,6 +53,7 @@ class Sets(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
+        """The set of each row."""
         checked = check_logits(logits, members=False)
         return _sets(checked, None, self)
 
@@ -71,6 +72,7 @@ class RandomisedSets(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"], *, key: Any) -> Bool[Array, "*batch classes"]:
+        """The set of each row."""
         checked = check_logits(logits, members=False)
         check_key(key)
         return _sets(checked, member_keys(key, 1, purpose="conformal.RandomisedSets"), self)

@@ -112,6 +112,7 @@ class Enbpi(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
+        """The interval of each row."""
         checked = check_values("predictions", predictions)
         check_fitted_members(self.share.size, checked.shape[0])
         below, above = shortest(self.residuals, self.known, self.level)

@@ -106,6 +106,7 @@ class CvPlus(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
+        """The interval of each row."""
         checked = check_values("predictions", predictions)
         times = check_members_of_folds(self.share.shape[0], checked.shape[0])
         by_fold = jnp.reshape(checked, (times, self.share.shape[0], *checked.shape[1:]))
@@ -127,6 +128,7 @@ class JackknifePlus(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, " members *batch"]) -> Interval:
+        """The interval of each row."""
         checked = check_values("predictions", predictions)
         check_fitted_members(self.share.shape[0], checked.shape[0])
         return intervals(*promote(checked[None], self.residuals, self.share), self.rank, self.counted)

@@ -25,6 +25,7 @@ class TopK(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
+        """The set of each row."""
         scores, k = promote(top_k_scores(check_logits(logits, members=False)), self.k)
         return ~(scores > k)
 
@@ -71,6 +72,7 @@ class Lac(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
+        """The set of each row."""
         scores, threshold = promote(lac_scores(check_logits(logits, members=False)), self.threshold)
         return ~(scores > threshold)
 
@@ -128,6 +130,7 @@ class CrossConformal(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "members *batch classes"]) -> Bool[Array, "*batch classes"]:
+        """The set of each row."""
         checked = check_logits(logits)
         num_folds = self.scores.shape[0]
         times = check_members_of_folds(num_folds, checked.shape[0])

@@ -105,6 +105,7 @@ class ClassConditional(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, logits: Float[ArrayLike, "*batch classes"]) -> Bool[Array, "*batch classes"]:
+        """The set of each row."""
         checked = check_logits(logits, members=False)
         check_num_classes(self.threshold.size, checked.shape[-1])
         threshold = jnp.reshape(self.threshold, (1,) * (checked.ndim - 1) + self.threshold.shape)
@@ -131,6 +132,7 @@ class GroupConditional(eqx.Module):
     def __call__(
         self, logits: Float[ArrayLike, "*batch classes"], groups: Integer[ArrayLike, "*batch"]
     ) -> Bool[Array, "*batch classes"]:
+        """The set of each row."""
         checked = check_logits(logits, members=False)
         own, count = check_groups(groups, self.threshold.size, checked.shape[:-1])
         known = (own >= 0) & (own < count)

@@ -28,6 +28,7 @@ class Cqr(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, lower: Float[ArrayLike, "*batch"], upper: Float[ArrayLike, "*batch"]) -> Interval:
+        """The interval of each row."""
         low, high = check_floating_arrays(lower=lower, upper=upper)
         low, high, below, above = promote(low, high, self.below, self.above)
         low, high = low - below, high + above
@@ -93,6 +94,7 @@ class Split(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, "*batch"]) -> Interval:
+        """The interval of each row."""
         (centre,) = check_floating_arrays(predictions=predictions)
         centre, radius = promote(centre, self.radius)
         return Interval(centre - radius, centre + radius)
@@ -111,6 +113,7 @@ class Normalised(eqx.Module):
     __pdoc__ = brief_doc
 
     def __call__(self, predictions: Float[ArrayLike, "*batch"], scale: Float[ArrayLike, "*batch"]) -> Interval:
+        """The interval of each row."""
         centre, scales = check_floating_arrays(predictions=predictions, scale=scale)
         check_scales(scale)
         centre, scales, factor = promote(centre, scales, self.factor)
