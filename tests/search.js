@@ -1,13 +1,13 @@
 // Prints what the search of a built site finds: `node search.js SITE QUERY...`, one line of addresses for each query.
 // It runs the site's own worker, with the messages that a browser sends to it.
-const fs = require("fs"), path = require("path");
+const fs = require("fs"), path = require("path"), vm = require("vm");
 
 const [site, ...queries] = process.argv.slice(2);
 const workers = path.join(site, "assets/javascripts/workers");
 const [worker] = fs.readdirSync(workers).filter((name) => name.startsWith("search"));
 let answer;
 globalThis.self = { postMessage: (message) => answer(message) };
-(0, eval)(fs.readFileSync(path.join(workers, worker), "utf8"));
+vm.runInThisContext(fs.readFileSync(path.join(workers, worker), "utf8"));
 const send = (message) => new Promise((resolve) => { answer = resolve; self.onmessage({ data: message }); });
 
 (async () => {

@@ -61,7 +61,8 @@ class Sets(eqx.Module):
 class RandomisedSets(eqx.Module):
     """Fitted randomised sets: `fitted(logits, key=key)` returns booleans `(*batch, classes)`.
 
-    `key` is one threefry key. The attributes are those of [`eqx_ensemble.conformal.Sets`][].
+    `key` is one threefry key. `threshold`, `log_rest`, `penalty` and `num_free` are
+    those of [`eqx_ensemble.conformal.Sets`][].
     """
 
     threshold: Float[Array, ""]

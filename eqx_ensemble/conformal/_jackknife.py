@@ -117,7 +117,7 @@ class JackknifePlus(eqx.Module):
     """Fitted jackknife+ intervals: `fitted(predictions)` takes those of all members, `(members, *batch)`, and returns
     `.lower` and `.upper` `(*batch,)`.
 
-    The attributes are those of [`eqx_ensemble.conformal.CvPlus`][], with members for folds.
+    `residuals`, `counted`, `share` and `rank` are those of [`eqx_ensemble.conformal.CvPlus`][], with members for folds.
     """
 
     residuals: Float[Array, " rows"]
