@@ -63,15 +63,16 @@ def check_some_rows(batch: Any) -> None:
 
 
 def warn_of_unmarked(batch: Any, num_members: int) -> None:
-    """Warns of an array with an axis `members` and rows that is not marked, beside one that is."""
+    """Warns of an array with an axis `members` and rows that is not marked, beside others of so many rows."""
     nodes = jtu.tree_flatten_with_path(batch, is_leaf=is_per_member)[0]
     marked = [np.shape(x) for _, node in nodes if isinstance(node, Each) for x in jax.tree.leaves(node.per_member())]
-    rows = {shape[1] for shape in marked if len(shape) > 1} - {num_members}
-    for path, shape in [(path, np.shape(x)) for path, x in nodes if not is_per_member(x)]:
-        if shape[:1] == (num_members,) and set(shape[1:2]) & rows:
+    shared = [(path, np.shape(x)) for path, x in nodes if not is_per_member(x)]
+    rows = {shape[1] for shape in marked if len(shape) > 1} | {shape[0] for _, shape in shared if shape}
+    for path, shape in shared:
+        if len(shape) > 1 and shape[0] == num_members and shape[1] in rows - {num_members}:
             warn(
                 f"`{caller()}` gives all of `batch{jtu.keystr(path)}`, {shape}, to every member, while other parts of "
-                f"the batch are marked: for one part for each of {num_members} members, mark it `Each`."
+                f"the batch have {shape[1]} rows: for one part for each of {num_members} members, mark it `Each`."
             )
 
 

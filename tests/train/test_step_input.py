@@ -92,12 +92,13 @@ def test_hyper_parameters_that_nothing_uses_are_refused():
         ee.train.make_step(loss, optax.sgd(0.1))(state, (X, Y))
 
 
-def test_a_part_of_the_batch_that_is_not_marked_beside_one_that_is():
+def test_a_part_of_the_batch_for_each_member_that_is_not_marked():
     """Each member would be compared with the targets of all."""
     step, state = ee.train.make_step(loss, optax.sgd(0.1)), first_state(optax.sgd(0.1))
     x, y = (jnp.stack([part] * 3) for part in (X, Y))
     step(state, (ee.Each(x), ee.Each(y)))
-    with pytest.warns(UserWarning, match=r"`train.make_step` gives all of `batch\[1\]`.*mark it `Each`"):
-        ee.train.make_step(lambda model, batch, key: loss(model, (batch[0], batch[1][0]), key), optax.sgd(0.1))(
-            state, (ee.Each(x), y)
-        )
+    for beside in (ee.Each(x), X):
+        with pytest.warns(UserWarning, match=r"`train.make_step` gives all of `batch\[1\]`.*mark it `Each`"):
+            ee.train.make_step(lambda model, batch, key: loss(model, (batch[0], batch[1][0]), key), optax.sgd(0.1))(
+                state, (beside, y)
+            )
