@@ -117,7 +117,7 @@ def test_threads_end_with_the_call():
     assert_no_threads()
 
 
-def test_an_interrupted_run_keeps_all_blocks_at_one_step():
+def test_an_interrupted_run_keeps_all_blocks_at_one_step(interruptible):
     def interrupt(progress):
         if progress.step >= 12:
             os.kill(os.getpid(), signal.SIGINT)
