@@ -64,7 +64,7 @@ def code_of(name):
     return [cell.source for cell in cells_of(name) if cell.cell_type == "code"]
 
 
-def stored(name):
+def read_page(name):
     """Code and output of every cell, as the page shows them."""
     text = page_of(name).read_text() if page_of(name).exists() else ""
     return [(textwrap.dedent(code), output or None) for _, code, output in BLOCK.findall(text)]
@@ -82,7 +82,7 @@ def comments(code):
 
 def is_run(name):
     """Whether the outputs on the page are those of the script's code."""
-    code, shown = code_of(name), stored(name)
+    code, shown = code_of(name), read_page(name)
     return len(code) == len(shown) and all(is_same(a, b) for a, (b, _) in zip(code, shown, strict=True))
 
 
@@ -212,7 +212,7 @@ def main():
     parser.add_argument("--run", action="store_true", help="run the notebook also if its code is that of its page")
     arguments = parser.parse_args()
     for name in arguments.name:
-        code = stored(name) if is_run(name) and not arguments.run else run(name)
+        code = read_page(name) if is_run(name) and not arguments.run else run(name)
         page_of(name).write_text(render(name, code))
         print(page_of(name).relative_to(NOTEBOOKS.parent))
     (EXAMPLES / "index.md").write_text(gallery())

@@ -205,7 +205,7 @@ predictions = {
 
 
 # %%
-def scaled(q: str, by: str) -> Moments:
+def rescale(q: str, by: str) -> Moments:
     """The moments of the bootstraps for one question, scaled by trajectories of another."""
     moments = tuple(x[:, :CALIBRATE] for x in predictions[by]["bootstraps"])
     factor = ee.calibrate.variance(*moments, new[by][1][:CALIBRATE], pool="mixture")
@@ -214,7 +214,7 @@ def scaled(q: str, by: str) -> Moments:
 
 coverage = {}
 for q, (_, _, times) in questions.items():
-    ways = predictions[q] | {"scaled, as in training": scaled(q, "AS IN TRAINING"), "scaled, there": scaled(q, q)}
+    ways = predictions[q] | {"scaled, as in training": rescale(q, "AS IN TRAINING"), "scaled, there": rescale(q, q)}
     start, observed = (x[CALIBRATE:] for x in new[q])
     truth = jax.vmap(solution, in_axes=(0, None))(start, times)
     print(f"\n{q:26}{'error':>9}{'spread':>9}{'coverage':>10}{'CRPS':>9}")

@@ -28,7 +28,7 @@ def assert_page_shows(name, text):
 
     Training amplifies the rounding of another processor.
     """
-    shown = "".join(output or "" for _, output in import_pages().stored(name))
+    shown = "".join(output or "" for _, output in import_pages().read_page(name))
     printed, shown = (re.sub(r"[-+]?\d[\d.,]*(e[-+]\d+)?", "0", x) for x in (re.sub(r"figure: .*", "", text), shown))
     message = difference(printed, shown)
     assert message is None, f"{message}: run `python notebooks/_pages.py --run {name}`"

@@ -101,7 +101,7 @@ def test_page_is_that_of_the_script(script, pages):
     hint = f"run `python notebooks/_pages.py {name}`"
     assert pages.page_of(name).exists(), hint
     assert pages.is_run(name), hint
-    assert pages.page_of(name).read_text() == pages.render(name, pages.stored(name)), hint
+    assert pages.page_of(name).read_text() == pages.render(name, pages.read_page(name)), hint
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_page_that_is_not_current_would_be_noticed(old, new, runs, same, pages
     assert pages.is_run("quickstart") == runs
     if runs:
         page = pages.page_of("quickstart").read_text()
-        assert (page == pages.render("quickstart", pages.stored("quickstart"))) == same
+        assert (page == pages.render("quickstart", pages.read_page("quickstart"))) == same
 
 
 def test_the_gallery_shows_every_example(pages):

@@ -39,7 +39,7 @@ def group_quantile(
 
     ```python
     groups = jnp.repeat(jnp.arange(2), 9)
-    errors = jnp.tile(jnp.arange(1.0, 10.0), 2) * (1.0 + groups)
+    errors = jnp.tile(jnp.arange(1.0, 10.0), 2) * jnp.repeat(jnp.array([1.0, 2.0]), 9)
     radius = ee.conformal.group_quantile(errors, groups, level=0.8, num_groups=2)
     radius  # [8.0, 16.0], for new rows `radius[groups]`
     ```
