@@ -189,7 +189,7 @@ def enbpi(
 
     ```python
     y, rows = jnp.sin(jnp.arange(60.0)), ee.resample.bootstrap(50, 20, key=key)
-    predictions = y + 0.1 * jax.random.normal(key, (20, 60))  # of all members
+    predictions = y[None] + 0.1 * jax.random.normal(key, (20, 60))  # of all members
     held_out = ee.resample.out_of_bag_mean(predictions[:, :50], rows).mean
     fitted = ee.conformal.enbpi(held_out, y[:50], rows, level=0.9)
     lower, upper = fitted(predictions[:, 50])

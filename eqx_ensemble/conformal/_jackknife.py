@@ -160,7 +160,7 @@ def cv_plus(
 
     ```python
     y, folds = jnp.linspace(-1, 1, 100), ee.resample.folds(100, 10, key=key)
-    predictions = y + 0.1 * jax.random.normal(key, (10, 100))  # of all members
+    predictions = y[None] + 0.1 * jax.random.normal(key, (10, 100))  # of all members
     held_out = ee.resample.out_of_fold(predictions, folds).mean
     fitted = ee.conformal.cv_plus(held_out, y, folds, level=0.9)
     lower, upper = fitted(predictions)
@@ -205,7 +205,7 @@ def jackknife_plus_after_bootstrap(
 
     ```python
     y, rows = jnp.linspace(-1, 1, 50), ee.resample.bootstrap(50, 20, key=key)
-    predictions = y + 0.1 * jax.random.normal(key, (20, 50))  # of all members
+    predictions = y[None] + 0.1 * jax.random.normal(key, (20, 50))  # of all members
     held_out = ee.resample.out_of_bag_mean(predictions, rows).mean
     fitted = ee.conformal.jackknife_plus_after_bootstrap(held_out, y, rows, level=0.8)
     lower, upper = fitted(predictions)

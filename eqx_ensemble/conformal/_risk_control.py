@@ -193,7 +193,7 @@ def risk_control(
     # the fraction of two true labels missed by the classes with a probability of 1 - threshold
     probabilities = jnp.linspace(0.1, 1.0, 40).reshape(20, 2)
     thresholds = jnp.linspace(0.0, 1.0, 11)
-    missed = probabilities[:, :, None] < 1 - thresholds
+    missed = probabilities[:, :, None] < 1 - thresholds[None, None]
     ee.conformal.risk_control(missed.mean(axis=1), thresholds, risk=0.2)
     ```
 
