@@ -127,7 +127,8 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
     drawn = _draw(found.record, found.count, keys, num_samples, jnp.sqrt(jnp.asarray(scale, jnp.result_type(float))))
     params = weights_or_current(drawn, state.params, found.count, num_samples)
     repeat = lambda x: jnp.repeat(x, num_samples, axis=0) if eqx.is_array(x) else x
-    ids = repeat(state.ids) * num_samples + jnp.tile(jnp.arange(num_samples, dtype=jnp.int32), state.num_members)
+    with jax.ensure_compile_time_eval():  # known ids stay known inside a compiled function
+        ids = repeat(state.ids) * num_samples + jnp.tile(jnp.arange(num_samples, dtype=jnp.int32), state.num_members)
     return as_ensemble(state, params, jax.tree.map(repeat, state.fixed.frozen), ids)
 
 
