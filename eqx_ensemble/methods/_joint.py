@@ -8,13 +8,11 @@ from typing import Any, ClassVar, Literal
 import equinox as eqx
 
 from .. import tree
-from .._caller import caller
-from .._check import check_function, check_number, check_positive_int, check_word, kind_text
+from .._check import check_number, check_positive_int, check_word
 from .._ensemble import Ensemble
-from .._foreign import as_hashable
 from .._pytree import PyTree
 from . import efficient
-from ._protocol import AbstractMethod, Posterior, as_loss, load_posterior, train
+from ._protocol import AbstractMethod, Posterior, as_loss, check_maker, load_posterior, train
 from .efficient._packed import check_sizes
 
 mean_loss = ft.lru_cache(maxsize=64)(efficient.mean_loss)
@@ -59,33 +57,17 @@ class AbstractJointMethod(AbstractMethod):
         **options: Any,
     ) -> Posterior[Any]:
         """As [`eqx_ensemble.methods.AbstractMethod.fit`][]."""
-        repeats = {name: getattr(self, name) for name in ("repetitions", "same_inputs") if name in _names(self)}
+        repeats = {}
+        if isinstance(self, MIMO):
+            repeats = {"repetitions": self.repetitions, "same_inputs": self.same_inputs}
         own = mean_loss(as_loss(loss), rows=self.rows, **repeats)
-        run, healthy = train(self._make(make), self.num_members, own, optimiser, data, options, key)
+        run, healthy = train(MakeJoint(self, check_maker(make)), self.num_members, own, optimiser, data, options, key)
         return Posterior(healthy.ensemble, healthy.state, run, combine=efficient.as_members)
 
     def load(self, path: str | os.PathLike[str], make: Callable[..., Any], data: PyTree = None) -> Posterior[Any]:
         """As [`eqx_ensemble.methods.AbstractMethod.load`][]."""
         del data
-        return load_posterior(path, _of_key(self._make(make)), combine=efficient.as_members)
-
-    def _make(self, make: Any) -> MakeJoint:
-        if isinstance(make, Ensemble):
-            raise TypeError(
-                f"`{caller()}` converts models before they are trained: pass the function that makes one from a key, "
-                f"got {kind_text(make)}."
-            )
-        check_function(make, "make", example="lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key)")
-        return MakeJoint(self, as_hashable(make))
-
-
-def _of_key(make: MakeJoint) -> Callable[[Any], Any]:
-    """A function, not a Module: `load` takes Modules as trees."""
-    return lambda key: make(key)
-
-
-def _names(module: eqx.Module) -> set[str]:
-    return {field.name for field in dataclasses.fields(module)}
+        return load_posterior(path, MakeJoint(self, check_maker(make)), combine=efficient.as_members)
 
 
 def check_counts(method: Any) -> None:

@@ -1,4 +1,5 @@
 import abc
+import functools as ft
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float
 from .._axes import Each, is_array
 from .._build import build
 from .._caller import caller
-from .._check import check_key, check_word, kind_text
+from .._check import check_function, check_key, check_number, check_word, kind_text
 from .._ensemble import Ensemble
 from .._files import load, save
 from .._foreign import as_hashable, from_foreign_tree
@@ -24,6 +25,7 @@ from ..train import DivergedError, Status
 from ..train._engine import RowReader, Run, excluded_message, fit, is_batches
 from ._check import check_length, check_options
 from .laplace._member import LIKELIHOODS
+from .priors import gaussian_penalty
 
 M = TypeVar("M")
 
@@ -152,9 +154,39 @@ class AbstractMethod(eqx.Module):
 
 def load_posterior(path: Any, make: Any, **reading: Any) -> Posterior[Any]:
     """The saved members that `make` makes, and how they predict."""
-    found = load(path, make)
+    found = load(path, (lambda key: make(key)) if isinstance(make, eqx.Module) else make)  # Modules are trees
     ensemble, state = found if isinstance(found, tuple) else (found, None)
     return Posterior(ensemble, state, **reading)
+
+
+def check_maker(make: Any) -> Callable[..., Any]:
+    """Raises unless `make` is a function: the method converts what it makes. Returns it, with a hash."""
+    if isinstance(make, Ensemble):
+        raise TypeError(
+            f"`{caller()}` converts models before they are trained, got an `Ensemble`.\nPass the function that makes "
+            "one ordinary member from a key."
+        )
+    check_function(make, "make", example="lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key)")
+    return as_hashable(make)
+
+
+def check_pair(data: Any) -> tuple[Any, Any]:
+    """Raises unless `data` are inputs and targets. Returns them."""
+    if not isinstance(data, tuple | list) or len(data) != 2 or is_batches(data):
+        raise TypeError(f"`{caller()}` needs `data` to be arrays `(x, y)`, got {kind_text(data)}.")
+    return data[0], data[1]
+
+
+def check_noise(noise: Any) -> None:
+    """Raises unless `noise` is `None` or a number above 0."""
+    if noise is not None and check_number(noise, "noise", least=0) == 0:
+        raise ValueError(f"`{caller()}` needs `noise` above 0, got 0: a standard deviation in the unit of the targets.")
+
+
+def check_prior_std(std: Any) -> None:
+    """Raises unless a number is above 0; a function, or a tree, is checked when it meets the weights."""
+    if isinstance(std, int | float) and check_number(std, "prior_std", least=0) == 0:
+        raise ValueError(f"`{caller()}` needs `prior_std` above 0, got {std!r}: the prior must be proper.")
 
 
 def begin(make: Any, num_members: int, options: dict[str, Any], key: Any) -> tuple[Ensemble[Any], dict[str, Any]]:
@@ -180,6 +212,10 @@ def train(
     ensemble, options = begin(make, num_members, options, key)
     run = fit(ensemble, loss, optimiser, data, key=key, **options)
     return run, healthy_part(run)
+
+
+OF_SECOND_RUN = ("batch_size", "shuffle", "trainable", "plan", "mesh", "progress", "epochs", "steps")
+"""The options of `fit` that apply to another run after the first."""
 
 
 def healthy_part(run: Run[Any]) -> Run[Any]:
@@ -230,20 +266,7 @@ class LikelihoodLoss(eqx.Module):
     noise: float = eqx.field(static=True)
 
     def __call__(self, model: Any, *inputs: Any) -> Any:
-        *state, (x, y), key = inputs
-        outputs = self._outputs(model, x, key, *state)
-        outputs, *state = outputs if state else (outputs,)
-        value = self._mean(outputs, y)
-        return (value, *state) if state else value
-
-    def _outputs(self, model: Any, x: Any, key: Any, *state: Any) -> Any:
-        num_rows = jax.tree.leaves(x)[0].shape[0]
-        keys = jax.random.split(key, num_rows)
-        takes_key = "key" in inspect.signature(model).parameters
-        call = lambda x, key, *state: model(x, *state, **({"key": key} if takes_key else {}))
-        if not state:
-            return jax.vmap(call)(x, keys)
-        return jax.vmap(call, axis_name="batch", in_axes=(0, 0, None), out_axes=(0, None))(x, keys, *state)
+        return loss_of_outputs(self._mean, model, *inputs)
 
     def _mean(self, outputs: Any, y: Array) -> Float[Array, ""]:
         num_rows = y.shape[0]
@@ -253,9 +276,42 @@ class LikelihoodLoss(eqx.Module):
         return total / (num_rows * (2 * self.noise**2 if self.likelihood == "regression" else 1))
 
 
+def loss_of_outputs(mean: Callable[[Any, Any], Array], model: Any, *inputs: Any) -> Any:
+    """The loss `mean(outputs, y)` of one member, from the arguments that `fit` gives a loss."""
+    *state, batch, key = inputs
+    x, y = batch
+    takes_key = "key" in inspect.signature(model).parameters
+    call = lambda x, key, *state: model(x, *state, **({"key": key} if takes_key else {}))
+    keys = jax.random.split(key, jax.tree.leaves(x)[0].shape[0])
+    if not state:
+        return mean(jax.vmap(call)(x, keys), y)
+    mapped = jax.vmap(call, axis_name="batch", in_axes=(0, 0, None), out_axes=(0, None))
+    outputs, new = mapped(x, keys, *state)
+    return mean(outputs, y), new
+
+
 def as_loss(loss: Any, *, noise: float | None = None) -> Any:
     """A user's loss, or that of a likelihood."""
     if isinstance(loss, str):
         check_word(loss, "loss", tuple(LIKELIHOODS))
         return LikelihoodLoss(loss, 1.0 if noise is None else float(noise))
     return as_hashable(loss)
+
+
+@ft.lru_cache(maxsize=64)
+def penalised(loss: Callable[..., Any], prior_std: Any, num_rows: int) -> Callable[..., Any]:
+    """The loss with a Gaussian prior over all weights; the same one for the same arguments."""
+
+    @ft.wraps(loss)
+    def total(model: Any, *inputs: Any, **named: Any) -> Any:
+        found = loss(model, *inputs, **named)
+        return add_to_loss(found, gaussian_penalty(model, prior_std, num_rows=num_rows))
+
+    return loss if prior_std is None else total
+
+
+def add_to_loss(found: Any, penalty: Array) -> Any:
+    """Adds to the value of a loss, which may be followed by a state and auxiliary outputs."""
+    value, *rest = found if isinstance(found, tuple) else (found,)
+    value = value + penalty.astype(value.dtype)
+    return (value, *rest) if rest else value

@@ -105,7 +105,86 @@ def masksembles():
     return joint(lambda key: efficient.masksembles(make(key), 2, scale=1.5, key=key), rows="split")
 
 
+def randomised_priors():
+    def with_prior(key):
+        return methods.priors.RandomisedPrior(*map(make, jax.random.split(key)), scale=2.0)
+
+    return by_hand(make=with_prior).ensemble
+
+
+def anchors():
+    def anchored(model, batch, key, hyper):
+        return loss(model, batch, key) + hyper["anchor"].penalty(model, num_rows=20)
+
+    drawn = methods.priors.draw_anchors(ee.build(make, 2, key=KEY), 0.5, key=KEY)
+    return by_hand(loss=anchored, hyper={"anchor": drawn}).ensemble
+
+
+def with_prior(model, batch, key):
+    return loss(model, batch, key) + methods.priors.gaussian_penalty(model, 1.0, num_rows=20)
+
+
+def chains(sampler):
+    trained = by_hand(loss=with_prior)
+    samples = trajectory.snapshots(sampler, 2, start=4, every=2)
+    options = {"steps": 6, "batch_size": 10, "key": jax.random.fold_in(KEY, 1)}
+    return trajectory.snapshot_ensemble(ee.fit(trained.ensemble, with_prior, samples, DATA, **options))
+
+
+def sgld():
+    return chains(methods.sampling.sgld(1e-2, 20, temperature=0.5, key=KEY))
+
+
+def sghmc():
+    return chains(methods.sampling.sghmc(1e-2, 20, friction=0.2, key=KEY))
+
+
+def svgd():
+    step = methods.particles.make_step(with_prior, SGD, num_rows=20, method="wgd")
+    state = ee.train.init(ee.build(make, 2, key=KEY), SGD, key=KEY)
+    for epoch in range(4):
+        rows = jax.random.permutation(jax.random.fold_in(KEY, epoch), 20).reshape(2, 10)
+        state, _ = ee.train.scan_steps(step, state, (X[rows], Y[rows]))
+    return state.ensemble
+
+
+def sngp():
+    module = methods.sngp
+
+    def with_process(key):
+        own, head = jax.random.split(key)
+        hidden = eqx.tree_at(last_layer, make(own), eqx.nn.Identity())
+        return module.SNGP(hidden, 4, 2, num_features=8, likelihood="categorical", key=head)
+
+    def of_mean(model, batch, key):
+        x, y = batch
+        nll = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x).mean, y).mean()
+        return nll + model.ridge / 40 * jnp.sum(model.weight**2)
+
+    run = by_hand(module.bound_spectral_norm(SGD, 0.95), loss=of_mean, make=with_process)
+    ensemble = module.update_covariance(run.ensemble, X)
+    out = ee.predict(ensemble, X)
+    return ensemble, module.mean_field(out.mean, out.variance)
+
+
+def distilled():
+    def student(model, batch, key):
+        x, targets = batch
+        return methods.distillation.mixture_loss(jax.vmap(model)(x), targets)
+
+    targets, key = methods.distillation.targets(seeds(), X), jax.random.fold_in(KEY, 1)
+    students = ee.build(make, 2, key=key)
+    return ee.fit(students, student, SGD, (X, targets), **LENGTH | {"key": key}).ensemble
+
+
 CASES = {
+    randomised_priors: methods.RandomisedPriors(2, scale=2.0),
+    anchors: methods.Anchors(2, prior_std=0.5),
+    sgld: methods.SGLD(2, num_samples=2, learning_rate=1e-2, temperature=0.5),
+    sghmc: methods.SGHMC(2, num_samples=2, learning_rate=1e-2, friction=0.2),
+    svgd: methods.SVGD(2, method="wgd"),
+    sngp: methods.SNGP(2, where=last_layer, likelihood="classification", num_features=8),
+    distilled: methods.Distilled(methods.Seeds(2), 2),
     seeds: methods.Seeds(2),
     bootstraps: methods.Bootstraps(2),
     dropout: methods.Dropout(2, num_passes=3),
