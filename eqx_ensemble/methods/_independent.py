@@ -1,6 +1,5 @@
 import dataclasses
 import functools as ft
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,32 +8,25 @@ import jax
 
 from .. import resample
 from .._caller import caller
-from .._check import check_number, check_positive_int
-from .._ensemble import Ensemble
-from .._pytree import PyTree
+from .._check import check_number
 from .._warnings import warn
 from ._check import check_options
 from ._protocol import (
-    AbstractMethod,
+    AbstractOwnMethod,
+    MakeMember,
     Posterior,
+    Task,
     add_to_loss,
     as_loss,
-    begin,
+    as_made,
+    check_above_zero,
+    check_counts,
     check_maker,
-    check_noise,
-    check_pair,
-    check_prior_std,
-    load_posterior,
-    num_rows_of,
-    train,
 )
 from .priors import RandomisedPrior, draw_anchors, noisy_targets
 
-Make = Callable[..., Any] | Ensemble[Any]
-LossLike = Callable[..., Any] | str
 
-
-class Seeds(AbstractMethod):
+class Seeds(AbstractOwnMethod):
     """A deep ensemble: members that differ by their initial weights and row orders.
 
     **Arguments:**
@@ -42,9 +34,9 @@ class Seeds(AbstractMethod):
     - `num_members`: the number of members.
 
     ```python
-    method = ee.methods.Seeds(8)
     make = lambda key: eqx.nn.MLP(3, 2, 16, 2, key=key)
     data = jax.random.normal(key, (100, 3)), jnp.arange(100) % 2
+    method = ee.methods.Seeds(8)
     posterior = method.fit(make, "classification", optax.adam(1e-3), data, epochs=2, key=key)
     posterior.predict(data[0]).shape  # (8, 100, 2)
     ```
@@ -54,19 +46,16 @@ class Seeds(AbstractMethod):
     """
 
     num_members: int
+    template = as_made
 
     def __check_init__(self) -> None:
-        check_positive_int(self.num_members, "num_members")
+        check_counts(self)
 
-    def fit(
-        self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any
-    ) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.fit`][]."""
-        run, healthy = train(make, self.num_members, as_loss(loss), optimiser, data, options, key)
-        return Posterior(healthy.ensemble, healthy.state, run)
+    def train(self, task: Task) -> Posterior[Any]:
+        return task.posterior(self)
 
 
-class Bootstraps(AbstractMethod):
+class Bootstraps(AbstractOwnMethod):
     """Bagging: a deep ensemble whose members are trained on bootstraps of the rows.
 
     **Arguments:**
@@ -85,30 +74,25 @@ class Bootstraps(AbstractMethod):
     num_members: int
     _: dataclasses.KW_ONLY
     size: int | float | None = None
+    template = as_made
 
     def __check_init__(self) -> None:
-        check_positive_int(self.num_members, "num_members")
-        if self.size is not None:
-            check_number(self.size, "size", least=0)
+        check_counts(self)
+        check_above_zero(self, "size")
 
-    def fit(
-        self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any
-    ) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.fit`][], without `rows`."""
-        check_options(options, ("rows",), "the method draws them")
-        num_rows = num_rows_of(data, options, instead="Draw the rows of each member in the iterable, and use `Seeds`.")
-        rows = resample.bootstrap(num_rows, self.num_members, size=self.size, key=key)
-        options |= {"rows": rows}
-        run, healthy = train(make, self.num_members, as_loss(loss), optimiser, data, options, key)
-        return Posterior(healthy.ensemble, healthy.state, run)
+    def train(self, task: Task) -> Posterior[Any]:
+        check_options(task.options, ("rows",), "the method draws them")
+        num_rows = task.num_rows("Draw the rows of each member in the iterable, and use `Seeds`.")
+        rows = resample.bootstrap(num_rows, self.num_members, size=self.size, key=task.key)
+        return task.posterior(self, rows=rows)
 
 
-class Dropout(AbstractMethod):
+class Dropout(AbstractOwnMethod):
     """Monte-Carlo dropout: stochastic passes of members that have dropout layers.
 
     **Arguments:**
 
-    - `num_members`: the number of members; several are an ensemble of dropout networks.
+    - `num_members`: the number of members.
     - `num_passes`: passes of each member per prediction, which needs `key`.
 
     ```python
@@ -124,40 +108,27 @@ class Dropout(AbstractMethod):
     num_passes: int = 20
 
     def __check_init__(self) -> None:
-        check_positive_int(self.num_members, "num_members")
-        check_positive_int(self.num_passes, "num_passes")
+        check_counts(self, "num_passes")
 
-    def fit(
-        self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any
-    ) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.fit`][]."""
-        ensemble, options = begin(make, self.num_members, options, key)
+    def template(self, make: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+        return make, {"num_passes": self.num_passes}
+
+    def train(self, task: Task) -> Posterior[Any]:
+        ensemble, options = task.build(self.num_members, task.make)
         is_dropout = lambda x: isinstance(x, eqx.nn.Dropout)
         if not any(map(is_dropout, jax.tree.leaves(ensemble.stacked, is_leaf=is_dropout))):
             warn(f"`{caller()}` found no `eqx.nn.Dropout` in the members: without random layers all passes are equal.")
-        run, healthy = train(ensemble, self.num_members, as_loss(loss), optimiser, data, options, key)
-        return Posterior(healthy.ensemble, healthy.state, run, num_passes=self.num_passes)
-
-    def load(self, path: str | os.PathLike[str], make: Callable[..., Any], data: PyTree = None) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.load`][]."""
-        del data
-        return load_posterior(path, make, num_passes=self.num_passes)
+        return task._replace(options=options).posterior(self, ensemble)
 
 
-class MakeWithPrior(eqx.Module):
-    """The function that makes a member with a prior function from a key; equal ones are one function."""
-
-    make: Callable[..., Any] = eqx.field(static=True)
-    scale: Any = eqx.field(static=True)
-
-    def __call__(self, key: Any) -> Any:
-        made, prior = map(self.make, jax.random.split(key))
-        if isinstance(made, tuple):
-            raise TypeError(f"`{caller()}` needs members without state: a prior function has none.")
-        return RandomisedPrior(made, prior, scale=self.scale)
+def _with_prior(make: Callable[..., Any], key: Any, scale: Any) -> Any:
+    made, prior = map(make, jax.random.split(key))
+    if isinstance(made, tuple):
+        raise TypeError(f"`{caller()}` needs members without state: a prior function has none.")
+    return RandomisedPrior(made, prior, scale=scale)
 
 
-class RandomisedPriors(AbstractMethod):
+class RandomisedPriors(AbstractOwnMethod):
     """Randomised prior functions: to the output of each member the fixed output of an untrained one is added.
 
     **Arguments:**
@@ -168,9 +139,6 @@ class RandomisedPriors(AbstractMethod):
     ```python
     ee.methods.RandomisedPriors(8, scale=3.0)
     ```
-
-    ??? cite
-        [Osband et al. 2018](https://arxiv.org/abs/1806.03335)
     """
 
     num_members: int
@@ -178,25 +146,18 @@ class RandomisedPriors(AbstractMethod):
     scale: float | int = 1.0
 
     def __check_init__(self) -> None:
-        check_positive_int(self.num_members, "num_members")
+        check_counts(self)
         check_number(self.scale, "scale", least=0)
 
-    def fit(
-        self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any
-    ) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.fit`][], without state."""
-        made = MakeWithPrior(check_maker(make), self.scale)
-        run, healthy = train(made, self.num_members, as_loss(loss), optimiser, data, options, key)
-        return Posterior(healthy.ensemble, healthy.state, run)
+    def template(self, make: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+        return MakeMember(check_maker(make), _with_prior, (self.scale,)), {}
 
-    def load(self, path: str | os.PathLike[str], make: Callable[..., Any], data: PyTree = None) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.load`][]."""
-        del data
-        return load_posterior(path, MakeWithPrior(check_maker(make), self.scale))
+    def train(self, task: Task) -> Posterior[Any]:
+        return task.posterior(self)
 
 
 @ft.lru_cache(maxsize=64)
-def anchored(loss: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
+def _anchored(loss: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
     """The loss with the penalty of a member's anchor; the same one for the same arguments."""
 
     def total(model: Any, *inputs: Any, hyper: Any) -> Any:
@@ -205,7 +166,7 @@ def anchored(loss: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
     return total
 
 
-class Anchors(AbstractMethod):
+class Anchors(AbstractOwnMethod):
     """Anchored ensemble: each member is regularised towards its own draw from the prior over weights.
 
     **Arguments:**
@@ -218,33 +179,25 @@ class Anchors(AbstractMethod):
     ```python
     ee.methods.Anchors(8, prior_std=0.5, noise=0.1)
     ```
-
-    ??? cite
-        [Pearce et al. 2020](https://arxiv.org/abs/1810.05546)
     """
 
     num_members: int
     _: dataclasses.KW_ONLY
     prior_std: Any = 1.0
     noise: float | None = None
+    template = as_made
 
     def __check_init__(self) -> None:
-        check_positive_int(self.num_members, "num_members")
-        check_prior_std(self.prior_std)
-        check_noise(self.noise)
+        check_counts(self)
+        check_above_zero(self, "prior_std", "noise")
 
-    def fit(
-        self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any
-    ) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.fit`][], without `hyper`, which the anchors are."""
-        check_options(options, ("hyper",), "the anchors are the hyper-parameters")
-        num_rows = num_rows_of(data, options, instead="Load it as arrays, or read it with `train.RowReader`.")
-        ensemble, options = begin(make, self.num_members, options, key)
-        trainable = {} if options.get("trainable") is None else {"trainable": options["trainable"]}
-        options |= {"hyper": {"anchor": draw_anchors(ensemble, self.prior_std, key=key, **trainable)}}
+    def train(self, task: Task) -> Posterior[Any]:
+        check_options(task.options, ("hyper",), "the anchors are the hyper-parameters")
+        loss = _anchored(as_loss(task.loss, noise=self.noise), task.num_rows())
+        ensemble, options = task.build(self.num_members, task.make)
+        trainable = {name: options[name] for name in ("trainable",) if name in options}
+        anchors = draw_anchors(ensemble, self.prior_std, key=task.key, **trainable)
         if self.noise is not None:
-            x, y = check_pair(data)
-            data = x, noisy_targets(y, ensemble.ids, std=self.noise, key=key)
-        own = anchored(as_loss(loss, noise=self.noise), num_rows)
-        run, healthy = train(ensemble, self.num_members, own, optimiser, data, options, key)
-        return Posterior(healthy.ensemble, healthy.state, run)
+            x, y = task.pair()
+            task = task._replace(data=(x, noisy_targets(y, ensemble.ids, std=self.noise, key=task.key)))
+        return task._replace(options=options).posterior(self, ensemble, loss=loss, hyper={"anchor": anchors})

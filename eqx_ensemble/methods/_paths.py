@@ -9,52 +9,38 @@ import numpy as np
 import optax
 
 from .. import tree
-from .._check import check_positive_int
 from .._ensemble import Ensemble
-from .._foreign import as_hashable
-from .._pytree import PyTree
 from ..train._engine import Run
 from . import trajectory
-from ._protocol import AbstractMethod, Posterior, as_loss, epoch_lengths, train
+from ._protocol import AbstractOwnMethod, Posterior, Task, as_loss, as_made, check_counts
 from .trajectory._check import check_rank, check_scale, check_steps
-
-Make = Callable[..., Any] | Ensemble[Any]
-LossLike = Callable[..., Any] | str
 
 
 @ft.lru_cache(maxsize=64)
-def _wrap(wrapper: Callable[..., Any], optimiser: Any, options: tuple[tuple[str, Any], ...]) -> Any:
-    """A wrapped optimiser, also of hyper-parameters; the same one for the same arguments."""
-    wrap = lambda one: wrapper(one, **dict(options))
-    if isinstance(optimiser, optax.GradientTransformation) or not callable(optimiser):
-        return wrap(optimiser)
-    return lambda hyper: wrap(optimiser(hyper))
-
-
 def wrap_optimiser(wrapper: Callable[..., Any], optimiser: Any, **options: Any) -> Any:
     """A wrapped optimiser, also of hyper-parameters; the same one for the same arguments."""
-    return _wrap(wrapper, as_hashable(optimiser), tuple(options.items()))
+    if isinstance(optimiser, optax.GradientTransformation) or not callable(optimiser):
+        return wrapper(optimiser, **options)
+    return lambda hyper: wrapper(optimiser(hyper), **options)
 
 
-def state_of_draws(
-    draws: Ensemble[Any], run: Run[Any], per_member: int, loss: Any, data: PyTree, options: dict[str, Any], key: Any
-) -> eqx.nn.State | None:
-    """The states of draws from the members of a run, with the statistics of BatchNorm re-estimated."""
-    if run.state is None:
-        return None
-    position = {int(own): i for i, own in enumerate(np.asarray(run.ensemble.ids))}
+def posterior_of_draws(draws: Ensemble[Any], per_member: int, run: Run[Any], kept: Run[Any], task: Task) -> Posterior:
+    """The posterior of draws from the members of a run, with the statistics of BatchNorm re-estimated."""
+    if kept.state is None:
+        return Posterior(draws, None, run)
+    position = {int(own): i for i, own in enumerate(np.asarray(kept.ensemble.ids))}
     owners = [position[int(own) // per_member] for own in np.asarray(draws.ids)]
-    state = tree.take(run.state, np.array(owners))
+    state = tree.take(kept.state, np.array(owners))
     is_norm = lambda x: isinstance(x, eqx.nn.BatchNorm)
-    if not any(map(is_norm, jax.tree.leaves(draws.stacked, is_leaf=is_norm))):
-        return state
-    options = {name: options.get(name) for name in ("batch_size", "plan")}
-    fn = lambda *inputs: loss(*inputs)[:2]
-    return trajectory.update_batch_norm(draws, state, fn, data, key=key, **options)
+    if any(map(is_norm, jax.tree.leaves(draws.stacked, is_leaf=is_norm))):
+        options = {name: task.options.get(name) for name in ("batch_size", "plan")}
+        fn = lambda *inputs: as_loss(task.loss)(*inputs)[:2]
+        state = trajectory.update_batch_norm(draws, state, fn, task.data, key=task.key, **options)
+    return Posterior(draws, state, run)
 
 
-class SWAG(AbstractMethod):
-    """SWAG: draws from a Gaussian around the path of each member; several members are MultiSWAG.
+class SWAG(AbstractOwnMethod):
+    """Draws from a Gaussian around the path of each member; several members are MultiSWAG.
 
     **Arguments:**
 
@@ -67,9 +53,6 @@ class SWAG(AbstractMethod):
     ```python
     ee.methods.SWAG(4, num_samples=10, rank=10)
     ```
-
-    ??? cite
-        [Maddox et al. 2019](https://arxiv.org/abs/1902.02476)
     """
 
     num_members: int = 1
@@ -79,36 +62,31 @@ class SWAG(AbstractMethod):
     start: int | None = None
     every: int | None = None
     scale: float | None = None
+    template = as_made
 
     def __check_init__(self) -> None:
-        check_positive_int(self.num_members, "num_members")
-        check_positive_int(self.num_samples, "num_samples")
+        check_counts(self, "num_samples")
         check_rank(self.rank)
         check_steps(0 if self.start is None else self.start, 1 if self.every is None else self.every)
         check_scale(self.scale)
 
-    def fit(
-        self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any
-    ) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.fit`][]."""
+    def train(self, task: Task) -> Posterior[Any]:
         start, every = self.start, self.every
         if start is None or every is None:
-            steps, per_epoch = epoch_lengths(data, options, instead="Pass `start` and `every` to the method.")
+            steps, per_epoch = task.num_steps("Pass `start` and `every` to the method.")
             start = 3 * steps // 4 if start is None else start
             every = per_epoch if every is None else every
-        loss = as_loss(loss)
-        optimiser = wrap_optimiser(trajectory.swag, optimiser, rank=self.rank, start=start, every=every)
-        run, healthy = train(make, self.num_members, loss, optimiser, data, options, key)
-        draws = trajectory.sample(healthy, self.num_samples, scale=self.scale, key=key)
-        state = state_of_draws(draws, healthy, self.num_samples, loss, data, options, key)
-        return Posterior(draws, state, run)
+        optimiser = wrap_optimiser(trajectory.swag, task.optimiser, rank=self.rank, start=start, every=every)
+        run, healthy = task.run(self, optimiser=optimiser)
+        draws = trajectory.sample(healthy, self.num_samples, scale=self.scale, key=task.key)
+        return posterior_of_draws(draws, self.num_samples, run, healthy, task)
 
 
-class Snapshots(AbstractMethod):
+class Snapshots(AbstractOwnMethod):
     """Snapshot ensemble: the weights at the end of each cycle of a cosine learning rate.
 
-    Updates of the optimiser are multiplied by the schedule, which falls from 1 to 0 in each cycle: its own learning
-    rate is the largest one, and higher than that of other methods.
+    Updates of the optimiser are multiplied by [`eqx_ensemble.methods.trajectory.snapshot_schedule`][] from 1: its own
+    learning rate is the largest one.
 
     **Arguments:**
 
@@ -119,36 +97,24 @@ class Snapshots(AbstractMethod):
     ```python
     ee.methods.Snapshots(num_snapshots=5)
     ```
-
-    ??? cite
-        [Huang et al. 2017](https://arxiv.org/abs/1704.00109)
     """
 
     num_members: int = 1
     _: dataclasses.KW_ONLY
     num_snapshots: int = 5
     period: int | None = None
+    template = as_made
 
     def __check_init__(self) -> None:
-        check_positive_int(self.num_members, "num_members")
-        check_positive_int(self.num_snapshots, "num_snapshots")
-        if self.period is not None:
-            check_positive_int(self.period, "period")
+        check_counts(self, "num_snapshots", "period")
 
-    def fit(
-        self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any
-    ) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.fit`][]."""
+    def train(self, task: Task) -> Posterior[Any]:
         period = self.period
         if period is None:
-            steps, _ = epoch_lengths(data, options, instead="Pass `period` to the method.")
-            period = max(1, steps // self.num_snapshots)
-        loss = as_loss(loss)
-        optimiser = wrap_optimiser(_cyclic_snapshots, optimiser, size=self.num_snapshots, period=period)
-        run, healthy = train(make, self.num_members, loss, optimiser, data, options, key)
-        members = trajectory.snapshot_ensemble(healthy)
-        state = state_of_draws(members, healthy, self.num_snapshots, loss, data, options, key)
-        return Posterior(members, state, run)
+            period = max(1, task.num_steps("Pass `period` to the method.")[0] // self.num_snapshots)
+        optimiser = wrap_optimiser(_cyclic_snapshots, task.optimiser, size=self.num_snapshots, period=period)
+        run, healthy = task.run(self, optimiser=optimiser)
+        return posterior_of_draws(trajectory.snapshot_ensemble(healthy), self.num_snapshots, run, healthy, task)
 
 
 def _cyclic_snapshots(optimiser: optax.GradientTransformation, size: int, period: int) -> Any:

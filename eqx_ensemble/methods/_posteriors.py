@@ -1,9 +1,8 @@
 import dataclasses
 import functools as ft
 import math
-import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -12,73 +11,67 @@ import jax.numpy as jnp
 from .. import resample
 from .._axes import Each
 from .._caller import caller
-from .._check import check_function, check_number, check_optional_function, check_positive_int, check_word, kind_text
-from .._ensemble import Ensemble
-from .._files import load
-from .._pytree import PyTree
+from .._check import check_function, check_number, check_optional_function, check_word, kind_text
 from ..combine import Gaussian
 from . import distillation, laplace, sngp
 from ._paths import wrap_optimiser
 from ._protocol import (
     OF_SECOND_RUN,
     AbstractMethod,
+    AbstractOwnMethod,
+    MakeMember,
     Posterior,
+    Task,
     add_to_loss,
     as_loss,
-    begin,
+    as_made,
+    check_above_zero,
+    check_counts,
     check_maker,
-    check_pair,
-    load_posterior,
     loss_of_outputs,
-    num_rows_of,
-    train,
 )
 from .laplace._check import check_link
 from .laplace._member import LIKELIHOODS, Predict
 from .laplace._selection import CURVATURES
-from .sngp._model import check_positive_number
 
-Make = Callable[..., Any] | Ensemble[Any]
-LossLike = Callable[..., Any] | str
+Likelihood = Literal["regression", "binary", "classification"]
+T = TypeVar("T", bound="Laplace | SNGP")
 
 
-def one_likelihood(own: str | None, loss: Any) -> str:
-    """The likelihood of a method, or the word that is its loss."""
-    found = loss if isinstance(loss, str) else own
-    if found is None or own not in (None, found):
-        got = "neither" if found is None else f"{own!r} and {found!r}"
+def _with_likelihood(method: T, loss: Any) -> T:
+    """The method with the likelihood that is its option, or the word that is the loss."""
+    found = loss if isinstance(loss, str) else method.likelihood
+    if found is None or method.likelihood not in (None, found):
+        got = "neither" if found is None else f"{method.likelihood!r} and {found!r}"
         raise TypeError(
             f"`{caller()}` needs one likelihood: `likelihood=` of the method, or a word as the loss; got {got}."
         )
-    return found
+    return dataclasses.replace(method, likelihood=found)
 
 
-class Laplace(AbstractMethod):
+class Laplace(AbstractOwnMethod):
     """Laplace approximation: Gaussian posteriors over some weights of trained members.
 
-    Predictions are those of [`eqx_ensemble.methods.laplace.Laplace.predict`][]: log-probabilities for classes, and
-    means and variances for regression.
+    Predictions are those of [`eqx_ensemble.methods.laplace.Laplace.predict`][]: log-probabilities for classes, means
+    and variances for regression. `ee.methods.laplace.Laplace(posterior.ensemble, posterior.state)` has the rest.
 
     **Arguments:**
 
     - `num_members`: the number of members.
     - `where`, `structure`, `noise`, `fn`: as for [`eqx_ensemble.methods.laplace.fit`][].
-    - `likelihood`: as there; by default the word that is given as loss.
+    - `likelihood`: as there; by default the word that is given as loss. Needed to load.
     - `prior_precision`: as there; by default that of the largest marginal likelihood.
     - `link`: as for [`eqx_ensemble.methods.laplace.Laplace.predict`][], without `"mc"`.
 
     ```python
     ee.methods.Laplace(4, where=lambda model: model.layers[-1], likelihood="classification")
     ```
-
-    ??? cite
-        [Daxberger et al. 2021](https://arxiv.org/abs/2106.14806)
     """
 
     num_members: int = 1
     _: dataclasses.KW_ONLY
     where: Callable[[Any], Any]
-    likelihood: Literal["regression", "binary", "classification"] | None = None
+    likelihood: Likelihood | None = None
     structure: Literal["full", "kron", "diag"] = "full"
     prior_precision: float | None = None
     noise: float | None = None
@@ -86,53 +79,48 @@ class Laplace(AbstractMethod):
     fn: Callable[..., Any] | None = None
 
     def __check_init__(self) -> None:
-        check_positive_int(self.num_members, "num_members")
+        check_counts(self)
         check_function(self.where, "where", example="lambda model: model.layers[-1]")
         check_word(self.structure, "structure", tuple(CURVATURES))
+        check_above_zero(self, "prior_precision", "noise")
         check_optional_function(self.fn, "fn", example="lambda model, x: model(x)[0]")
         if self.likelihood is not None:
             check_word(self.likelihood, "likelihood", tuple(LIKELIHOODS))
             check_link(self.link, self.likelihood)
+        elif self.link is not None:
+            check_word(self.link, "link", ("probit", "bridge", "bridge_norm"))
 
-    def fit(
-        self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any
-    ) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.fit`][]."""
-        likelihood = one_likelihood(self.likelihood, loss)
-        run, healthy = train(make, self.num_members, as_loss(loss), optimiser, data, options, key)
-        rows = healthy.rows
-        weights = None if rows is None else Each(resample.counts(rows, len(jax.tree.leaves(data)[0])))
-        given = {name: options.get(name) for name in ("plan", "mesh")}
-        fitted = self._posterior(healthy, data, likelihood, row_weights=weights, **given)
-        return self._read(fitted, likelihood, run)
-
-    def load(self, path: str | os.PathLike[str], make: Callable[..., Any], data: PyTree = None) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.load`][]."""
-        if data is None or self.likelihood is None:
+    def template(self, make: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+        own = _with_likelihood(self, None)
+        if data is None:
             raise TypeError(
-                f"`{caller()}` needs `data`, a few rows as for `fit`, and a method with `likelihood=`: the shapes of a "
-                "posterior depend on both."
+                f"`{caller()}` needs `data`, a few rows as for `fit`: the shapes of a posterior depend on it."
             )
         few = jax.tree.map(lambda x: x[:2], data)
-        ensemble, options = begin(make, self.num_members, {}, jax.random.key(0))
-        like = self._posterior(ensemble, few, self.likelihood, state=options.get("state"))
-        found = load(path, like.members if like.state is None else (like.members, like.state))
-        members, state = found if isinstance(found, tuple) else (found, None)
-        return self._read(laplace.Laplace(members, state), self.likelihood, None)
+        ensemble, options = Task(make, None, None, None, {}, jax.random.key(0)).build(self.num_members, make)
+        fitted = own._posterior(ensemble, few, state=options.get("state"))
+        return (fitted.members if fitted.state is None else (fitted.members, fitted.state)), own._reading()
 
-    def _posterior(self, members: Any, data: Any, likelihood: Any, **options: Any) -> laplace.Laplace[Any]:
+    def train(self, task: Task) -> Posterior[Any]:
+        own = _with_likelihood(self, task.loss)
+        reading = own._reading()
+        run, healthy = task.run(self, task.make)
+        rows, options = healthy.rows, {name: task.options.get(name) for name in ("plan", "mesh")}
+        weights = None if rows is None else Each(resample.counts(rows, len(jax.tree.leaves(task.data)[0])))
+        fitted = own._posterior(healthy, task.data, row_weights=weights, **options)
+        return Posterior(fitted.members, fitted.state, run, **reading)
+
+    def _reading(self) -> dict[str, Any]:
+        return {"fn": Predict(check_link(self.link, str(self.likelihood)) or "probit", 0)}
+
+    def _posterior(self, members: Any, data: Any, **options: Any) -> laplace.Laplace[Any]:
+        assert self.likelihood is not None
         precision = 1.0 if self.prior_precision is None else self.prior_precision
-        fitted = laplace.fit(
-            members, data, likelihood=likelihood, where=self.where, structure=self.structure, fn=self.fn,
-            noise=self.noise, prior_precision=precision, **options,
-        )  # fmt: skip
+        options |= {"where": self.where, "structure": self.structure, "fn": self.fn, "noise": self.noise}
+        fitted = laplace.fit(members, data, likelihood=self.likelihood, prior_precision=precision, **options)
         if self.prior_precision is not None:
             return fitted
-        return fitted.optimise_prior(fit_noise=likelihood == "regression" and self.noise is None)
-
-    def _read(self, fitted: Any, likelihood: str, run: Any) -> Posterior[Any]:
-        link = check_link(self.link, likelihood)
-        return Posterior(fitted.members, fitted.state, run, fn=Predict(link or "probit", 0))
+        return fitted.optimise_prior(fit_noise=self.likelihood == "regression" and self.noise is None)
 
 
 class ReadSNGP(eqx.Module):
@@ -168,35 +156,26 @@ def _loss_of_mean(loss: Callable[..., Any], num_rows: int) -> Callable[..., Any]
     return total
 
 
-class MakeSNGP(eqx.Module):
-    """The function that makes a member with a Gaussian process as last layer; equal ones are one function."""
-
-    method: "SNGP"
-    make: Callable[..., Any] = eqx.field(static=True)
-    likelihood: str = eqx.field(static=True)
-
-    def __call__(self, key: Any) -> Any:
-        own, head = jax.random.split(key)
-        made = self.make(own)
-        model, *state = made if isinstance(made, tuple) else (made,)
-        layer = self.method.where(model)
-        if not isinstance(layer, eqx.nn.Linear) or not isinstance(layer.out_features, int):
-            raise TypeError(
-                f"`{caller()}` needs `where` to select the last `equinox.nn.Linear`, got {kind_text(layer)}.\n"
-                "A Gaussian process replaces it."
-            )
-        network = eqx.tree_at(self.method.where, model, eqx.nn.Identity())
-        options = {name: getattr(self.method, name) for name in ("num_features", "length_scale", "ridge")}
-        options |= {"likelihood": _OF_SNGP[self.likelihood], "noise_variance": self.method.noise**2}
-        member = sngp.SNGP(network, layer.in_features, layer.out_features, key=head, **options)
-        return (member, *state) if state else member
+_OF_SNGP: dict[Any, Any] = {"regression": "gaussian", "binary": "bernoulli", "classification": "categorical"}
 
 
-_OF_SNGP: dict[str, Any] = {"regression": "gaussian", "binary": "bernoulli", "classification": "categorical"}
+def _with_process(make: Callable[..., Any], key: Any, where: Callable[..., Any], *options: Any) -> Any:
+    own, head = jax.random.split(key)
+    made = make(own)
+    model, *state = made if isinstance(made, tuple) else (made,)
+    layer = where(model)
+    if not isinstance(layer, eqx.nn.Linear) or not isinstance(layer.out_features, int):
+        raise TypeError(
+            f"`{caller()}` needs `where` to select the last `equinox.nn.Linear`, got {kind_text(layer)}.\n"
+            "A Gaussian process replaces it."
+        )
+    network = eqx.tree_at(where, model, eqx.nn.Identity())
+    member = sngp.SNGP(network, layer.in_features, layer.out_features, key=head, **dict(options))
+    return (member, *state) if state else member
 
 
-class SNGP(AbstractMethod):
-    """SNGP: members with bounded weights and a Gaussian process as their last layer.
+class SNGP(AbstractOwnMethod):
+    """Members with bounded weights and a Gaussian process as their last layer, which the loss sees by its mean.
 
     **Arguments:**
 
@@ -211,15 +190,12 @@ class SNGP(AbstractMethod):
     ```python
     ee.methods.SNGP(4, where=lambda model: model.layers[-1], num_features=256)
     ```
-
-    ??? cite
-        [Liu et al. 2020](https://arxiv.org/abs/2006.10108)
     """
 
     num_members: int = 1
     _: dataclasses.KW_ONLY
     where: Callable[[Any], Any]
-    likelihood: Literal["regression", "binary", "classification"] | None = None
+    likelihood: Likelihood | None = None
     bound: float | None = 0.95
     num_features: int = 1024
     length_scale: float | int = 1.0
@@ -228,86 +204,70 @@ class SNGP(AbstractMethod):
     factor: float = math.pi / 8
 
     def __check_init__(self) -> None:
-        check_positive_int(self.num_members, "num_members")
+        check_counts(self, "num_features")
         check_function(self.where, "where", example="lambda model: model.layers[-1]")
-        check_positive_int(self.num_features, "num_features")
-        for name in ("length_scale", "ridge", "noise") + ("bound",) * (self.bound is not None):
-            check_positive_number(getattr(self, name), name)
+        check_above_zero(self, "length_scale", "ridge", "noise", "bound")
         check_number(self.factor, "factor", least=0)
         if self.likelihood is not None:
             check_word(self.likelihood, "likelihood", tuple(_OF_SNGP))
 
-    def fit(
-        self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any
-    ) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.fit`][]; the loss sees the means as outputs."""
-        likelihood = one_likelihood(self.likelihood, loss)
-        x, _ = check_pair(data)
-        num_rows = num_rows_of(data, options, instead="Load it as arrays.")
+    def template(self, make: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+        own = _with_likelihood(self, None)
+        options = {name: getattr(self, name) for name in ("num_features", "length_scale", "ridge")}
+        options |= {"likelihood": _OF_SNGP[own.likelihood], "noise_variance": self.noise**2}
+        made = MakeMember(check_maker(make), _with_process, (self.where, *options.items()))
+        return made, {"combine": ReadSNGP(str(own.likelihood), self.noise, self.factor)}
+
+    def train(self, task: Task) -> Posterior[Any]:
+        own = _with_likelihood(self, task.loss)
+        (x, _), optimiser = task.pair(), task.optimiser
         if self.bound is not None:
             optimiser = wrap_optimiser(sngp.bound_spectral_norm, optimiser, bound=self.bound)
-        own = _loss_of_mean(as_loss(loss, noise=self.noise), num_rows)
-        made = MakeSNGP(self, check_maker(make), likelihood)
-        run, healthy = train(made, self.num_members, own, optimiser, data, options, key)
+        loss = _loss_of_mean(as_loss(task.loss, noise=self.noise), task.num_rows())
+        run, healthy = task.run(own, loss=loss, optimiser=optimiser)
         x = x if healthy.rows is None else Each(jax.tree.map(lambda x: jnp.asarray(x)[healthy.rows], x))
-        ensemble = sngp.update_covariance(healthy.ensemble, x, state=healthy.state, plan=options.get("plan"))
-        return Posterior(ensemble, healthy.state, run, combine=ReadSNGP(likelihood, self.noise, self.factor))
-
-    def load(self, path: str | os.PathLike[str], make: Callable[..., Any], data: PyTree = None) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.load`][], of a method with `likelihood=`."""
-        del data
-        likelihood = one_likelihood(self.likelihood, None)
-        made = MakeSNGP(self, check_maker(make), likelihood)
-        return load_posterior(path, made, combine=ReadSNGP(likelihood, self.noise, self.factor))
+        ensemble = sngp.update_covariance(healthy.ensemble, x, state=healthy.state, plan=task.options.get("plan"))
+        return Posterior(ensemble, healthy.state, run, **own.template(task.make, None)[1])
 
 
-class Distilled(AbstractMethod):
+class Distilled(AbstractOwnMethod):
     """Students that learn what the members or draws of another method predict for the training rows.
+
+    The options of `fit` are those of the teachers; students are trained for as long, on batches as large.
 
     **Arguments:**
 
     - `teacher`: the other method.
-    - `num_students`: the number of students, each of all teachers.
+    - `num_members`: the number of students, each of all teachers.
     - `target`: what a student learns: the `"mixture"` of classifiers, as logits; their `"distribution"`, as logits of
         a Dirichlet distribution; or the mixture of `"gaussian"` predictions, as a mean and a variance.
 
     ```python
     ee.methods.Distilled(ee.methods.Seeds(8))
     ```
-
-    ??? cite
-        [Hinton et al. 2015](https://arxiv.org/abs/1503.02531); [Malinin et al. 2020](https://arxiv.org/abs/1905.00076)
     """
 
     teacher: AbstractMethod
-    num_students: int = 1
+    num_members: int = 1
     _: dataclasses.KW_ONLY
     target: Literal["mixture", "distribution", "gaussian"] = "mixture"
+    template = as_made
 
     def __check_init__(self) -> None:
         if not isinstance(self.teacher, AbstractMethod):
-            raise TypeError(
-                f"`{caller()}` needs a method as `teacher`, such as `methods.Seeds(8)`; got {kind_text(self.teacher)}."
-            )
-        check_positive_int(self.num_students, "num_students")
+            got = kind_text(self.teacher)
+            raise TypeError(f"`{caller()}` needs a method as `teacher`, such as `methods.Seeds(8)`; got {got}.")
+        check_counts(self)
         check_word(self.target, "target", tuple(_TARGETS))
 
-    def fit(
-        self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any
-    ) -> Posterior[Any]:
-        """As [`eqx_ensemble.methods.AbstractMethod.fit`][]: `options` are those of the teachers.
-
-        Students are trained for as long, on batches as large.
-        """
-        x, _ = check_pair(data)
-        make = check_maker(make)
-        posterior = self.teacher.fit(make, loss, optimiser, data, key=key, **options)
-        targets = jax.tree.map(lambda found: jnp.moveaxis(found, 0, 1), posterior.predict(x, key=key))
-        own_key = jax.random.fold_in(key, 1)  # students begin elsewhere than teachers
-        options = {name: value for name, value in options.items() if name in OF_SECOND_RUN}
-        student = StudentLoss(self.target)
-        run, healthy = train(make, self.num_students, student, optimiser, (x, targets), options, own_key)
-        return Posterior(healthy.ensemble, healthy.state, run)
+    def train(self, task: Task) -> Posterior[Any]:
+        (x, _), make = task.pair(), check_maker(task.make)
+        teacher = self.teacher.fit(make, task.loss, task.optimiser, task.data, key=task.key, **task.options)
+        targets = jax.tree.map(lambda found: jnp.moveaxis(found, 0, 1), teacher.predict(x, key=task.key))
+        options = {name: value for name, value in task.options.items() if name in OF_SECOND_RUN}
+        key = jax.random.fold_in(task.key, 1)  # students begin elsewhere than teachers
+        of_students = task._replace(loss=StudentLoss(self.target), data=(x, targets), options=options, key=key)
+        return of_students.posterior(self)
 
 
 class StudentLoss(eqx.Module):

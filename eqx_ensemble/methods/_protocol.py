@@ -2,8 +2,8 @@ import abc
 import functools as ft
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._axes import Each, is_array
+from .._axes import Each
 from .._build import build
 from .._caller import caller
-from .._check import check_function, check_key, check_number, check_word, kind_text
+from .._check import check_function, check_key, check_number, check_positive_int, check_word, kind_text, value_error
 from .._ensemble import Ensemble
 from .._files import load, save
 from .._foreign import as_hashable, from_foreign_tree
@@ -22,12 +22,15 @@ from .._predict import predict
 from .._pytree import PyTree
 from ..scores import nll_gaussian
 from ..train import DivergedError, Status
-from ..train._engine import RowReader, Run, excluded_message, fit, is_batches
+from ..train._engine import RowReader, Run, fit, is_batches
 from ._check import check_length, check_options
 from .laplace._member import LIKELIHOODS
 from .priors import gaussian_penalty
 
 M = TypeVar("M")
+
+Make = Callable[..., Any] | Ensemble[Any]
+LossLike = Callable[..., Any] | str
 
 
 class Posterior(eqx.Module, Generic[M]):
@@ -112,16 +115,7 @@ class AbstractMethod(eqx.Module):
     """
 
     @abc.abstractmethod
-    def fit(
-        self,
-        make: Callable[..., Any] | Ensemble[Any],
-        loss: Callable[..., Any] | str,
-        optimiser: Any,
-        data: PyTree,
-        *,
-        key: Any,
-        **options: Any,
-    ) -> Any:
+    def fit(self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any) -> Any:
         """Trains on the data.
 
         **Arguments:**
@@ -129,7 +123,7 @@ class AbstractMethod(eqx.Module):
         - `make`: the function that makes one ordinary member from a key, as for [`eqx_ensemble.build`][], also one of
             a member and its state. Methods that do not convert members also take an ensemble.
         - `loss`: the loss of ONE ordinary member, as for [`eqx_ensemble.fit`][], a mean over rows; or `"regression"`,
-            `"binary"` or `"classification"`, the mean negative log-likelihood in nats.
+            `"binary"` or `"classification"`: the mean negative log-likelihood of pairs `(x, y)`, in nats.
         - `optimiser`, `data`: as for [`eqx_ensemble.fit`][].
         - `key`: the root key, for members, training and draws.
         - `options`: those of [`eqx_ensemble.fit`][].
@@ -148,15 +142,120 @@ class AbstractMethod(eqx.Module):
 
         **Returns:** the posterior, without its run.
         """
-        del data
-        return load_posterior(path, make)
+        like, reading = self.template(make, data) if isinstance(self, AbstractOwnMethod) else (make, {})
+        found = load(path, (lambda key: like(key)) if isinstance(like, MakeMember) else like)  # Modules are trees
+        ensemble, state = found if isinstance(found, tuple) else (found, None)
+        return Posterior(ensemble, state, **reading)
 
 
-def load_posterior(path: Any, make: Any, **reading: Any) -> Posterior[Any]:
-    """The saved members that `make` makes, and how they predict."""
-    found = load(path, (lambda key: make(key)) if isinstance(make, eqx.Module) else make)  # Modules are trees
-    ensemble, state = found if isinstance(found, tuple) else (found, None)
-    return Posterior(ensemble, state, **reading)
+class MakeMember(eqx.Module):
+    """A function that makes a converted member from a key; equal ones are one function, which shares programs."""
+
+    make: Callable[..., Any] = eqx.field(static=True)
+    convert: Callable[..., Any] = eqx.field(static=True)
+    options: tuple[Any, ...] = eqx.field(static=True)
+
+    def __call__(self, key: Any) -> Any:
+        return self.convert(self.make, key, *self.options)
+
+
+class Task(NamedTuple):
+    """The arguments of `fit`."""
+
+    make: Any
+    loss: Any
+    optimiser: Any
+    data: Any
+    options: dict[str, Any]
+    key: Any
+
+    def build(self, num_members: int, make: Any) -> tuple[Ensemble[Any], dict[str, Any]]:
+        """The members to train, and the options of `fit` with their state."""
+        if isinstance(make, Ensemble):
+            if len(make) != num_members:
+                raise ValueError(
+                    f"`{caller()}` needs as many members as the method has; expected {num_members}, got {len(make)}.\n"
+                    "Pass the function that makes one member, or another number."
+                )
+            return make, self.options
+        built = build(make, num_members, mesh=self.options.get("mesh"), key=self.key)
+        if not isinstance(built, tuple):
+            return built, self.options
+        check_options(self.options, ("state",), "`make` returns one")
+        return built[0], self.options | {"state": built[1]}
+
+    def run(self, method: "AbstractOwnMethod", make: Any = None, **changes: Any) -> tuple[Run[Any], Run[Any]]:
+        """Trains members, with some arguments of `fit` changed: the run, and that of members that did not diverge."""
+        make = method.template(self.make, self.data)[0] if make is None else make
+        ensemble, options = self.build(method.num_members, make)
+        arguments = [changes.pop(name, getattr(self, name)) for name in ("loss", "optimiser", "data")]
+        run = fit(ensemble, as_loss(arguments[0]), *arguments[1:], **{"key": self.key} | options | changes)
+        healthy = run.status != Status.DIVERGED
+        if not healthy.any():
+            raise DivergedError(f"`{caller()}`: all {len(healthy)} members diverged.", run)
+        return run, run if healthy.all() else run[healthy]  # `fit` has warned
+
+    def posterior(self, method: "AbstractOwnMethod", make: Any = None, **changes: Any) -> Posterior[Any]:
+        """Trains members: the posterior of those that did not diverge."""
+        run, healthy = self.run(method, make, **changes)
+        return Posterior(healthy.ensemble, healthy.state, run, **method.template(self.make, self.data)[1])
+
+    def num_rows(self, instead: str = "Load it as arrays.") -> int:
+        """The number of rows that each member is trained on."""
+        rows = self.options.get("rows")
+        if rows is not None:
+            return np.shape(rows.value if isinstance(rows, Each) else rows)[1]
+        if isinstance(self.data, RowReader):
+            return self.data.num_rows
+        if is_batches(self.data):
+            raise TypeError(f"`{caller()}` cannot count the rows of an iterable of batches.\n{instead}")
+        nodes = jax.tree.leaves(from_foreign_tree(self.data, "data"), is_leaf=lambda x: isinstance(x, Each))
+        if not nodes:
+            raise TypeError(f"`{caller()}` needs `data`: arrays `(rows, ...)`, got {kind_text(self.data)}.")
+        first = nodes[0]
+        return (np.shape(first.value)[1:] if isinstance(first, Each) else np.shape(first))[0]
+
+    def num_steps(self, instead: str = "Load it as arrays.") -> tuple[int, int]:
+        """The number of steps of a run, and of one of its epochs."""
+        unit, length = check_length(epochs=self.options.get("epochs"), steps=self.options.get("steps"))
+        per_epoch = -(-self.num_rows(instead) // (self.options.get("batch_size") or 32))
+        return (length * per_epoch if unit == "epochs" else length), per_epoch
+
+    def pair(self) -> tuple[Any, Any]:
+        """The inputs and targets."""
+        if not isinstance(self.data, tuple | list) or len(self.data) != 2 or is_batches(self.data):
+            raise TypeError(f"`{caller()}` needs `data` to be arrays `(x, y)`, got {kind_text(self.data)}.")
+        return self.data[0], self.data[1]
+
+
+OF_SECOND_RUN = ("batch_size", "shuffle", "trainable", "plan", "mesh", "progress", "epochs", "steps")
+"""The options of `fit` that apply to another run after the first."""
+
+
+class AbstractOwnMethod(AbstractMethod):
+    """A method of this library."""
+
+    num_members: eqx.AbstractVar[int]
+
+    @abc.abstractmethod
+    def template(self, make: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+        """The function that makes one of its members, and how a `Posterior` of them predicts."""
+
+    @abc.abstractmethod
+    def train(self, task: Task) -> Posterior[Any]:
+        """As `fit`."""
+
+    def fit(
+        self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any
+    ) -> Posterior[Any]:
+        """As [`eqx_ensemble.methods.AbstractMethod.fit`][]."""
+        return self.train(Task(make, loss, as_hashable(optimiser), data, options, key))
+
+
+def as_made(method: AbstractOwnMethod, make: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+    """The template of members that are not converted."""
+    del method, data
+    return make, {}
 
 
 def check_maker(make: Any) -> Callable[..., Any]:
@@ -170,90 +269,19 @@ def check_maker(make: Any) -> Callable[..., Any]:
     return as_hashable(make)
 
 
-def check_pair(data: Any) -> tuple[Any, Any]:
-    """Raises unless `data` are inputs and targets. Returns them."""
-    if not isinstance(data, tuple | list) or len(data) != 2 or is_batches(data):
-        raise TypeError(f"`{caller()}` needs `data` to be arrays `(x, y)`, got {kind_text(data)}.")
-    return data[0], data[1]
+def check_counts(method: Any, *names: str) -> None:
+    """Raises unless `num_members`, and further options that are given, are positive integers."""
+    for name in ("num_members", *names):
+        if getattr(method, name) is not None:
+            check_positive_int(getattr(method, name), name)
 
 
-def check_noise(noise: Any) -> None:
-    """Raises unless `noise` is `None` or a number above 0."""
-    if noise is not None and check_number(noise, "noise", least=0) == 0:
-        raise ValueError(f"`{caller()}` needs `noise` above 0, got 0: a standard deviation in the unit of the targets.")
-
-
-def check_prior_std(std: Any) -> None:
-    """Raises unless a number is above 0; a function, or a tree, is checked when it meets the weights."""
-    if isinstance(std, int | float) and check_number(std, "prior_std", least=0) == 0:
-        raise ValueError(f"`{caller()}` needs `prior_std` above 0, got {std!r}: the prior must be proper.")
-
-
-def begin(make: Any, num_members: int, options: dict[str, Any], key: Any) -> tuple[Ensemble[Any], dict[str, Any]]:
-    """The members to train, and the options of `fit` with their state."""
-    if isinstance(make, Ensemble):
-        if len(make) != num_members:
-            raise ValueError(
-                f"`{caller()}` needs as many members as the method has; expected {num_members}, got {len(make)}.\n"
-                "Pass the function that makes one member, or another number."
-            )
-        return make, options
-    built = build(make, num_members, mesh=options.get("mesh"), key=key)
-    if not isinstance(built, tuple):
-        return built, options
-    check_options(options, ("state",), "`make` returns one")
-    return built[0], options | {"state": built[1]}
-
-
-def train(
-    make: Any, num_members: int, loss: Any, optimiser: Any, data: Any, options: dict[str, Any], key: Any
-) -> tuple[Run[Any], Run[Any]]:
-    """Builds and trains members. Returns the run of all, and that of those that did not diverge."""
-    ensemble, options = begin(make, num_members, options, key)
-    run = fit(ensemble, loss, optimiser, data, key=key, **options)
-    return run, healthy_part(run)
-
-
-OF_SECOND_RUN = ("batch_size", "shuffle", "trainable", "plan", "mesh", "progress", "epochs", "steps")
-"""The options of `fit` that apply to another run after the first."""
-
-
-def healthy_part(run: Run[Any]) -> Run[Any]:
-    """The run of the members that did not diverge; `fit` has warned of the others."""
-    healthy = run.status != Status.DIVERGED
-    if healthy.all():
-        return run
-    if not healthy.any():
-        raise DivergedError(excluded_message(np.asarray(run.ensemble.ids), healthy), run)
-    return run[healthy]
-
-
-def epoch_lengths(data: Any, options: Mapping[str, Any], *, instead: str) -> tuple[int, int]:
-    """The number of steps of a run, and of one of its epochs."""
-    unit, length = check_length(epochs=options.get("epochs"), steps=options.get("steps"))
-    batch_size = options.get("batch_size")
-    per_epoch = -(-num_rows_of(data, options, instead=instead) // (32 if batch_size is None else batch_size))
-    return (length * per_epoch if unit == "epochs" else length), per_epoch
-
-
-def num_rows_of(data: Any, options: Mapping[str, Any], *, instead: str) -> int:
-    """The number of rows that each member is trained on."""
-    if options.get("rows") is not None:
-        rows = options["rows"]
-        return np.shape(rows.value if isinstance(rows, Each) else rows)[1]
-    if isinstance(data, RowReader):
-        return data.num_rows
-    if is_batches(data):
-        raise TypeError(f"`{caller()}` cannot count the rows of an iterable of batches.\n{instead}")
-    nodes = jax.tree.leaves(from_foreign_tree(data, "data"), is_leaf=lambda x: isinstance(x, Each))
-    shapes = [np.shape(x.value)[1:] if isinstance(x, Each) else np.shape(x) for x in nodes if _has_rows(x)]
-    if not shapes:
-        raise TypeError(f"`{caller()}` needs `data`: arrays `(rows, ...)`, got {kind_text(data)}.")
-    return shapes[0][0]
-
-
-def _has_rows(x: Any) -> bool:
-    return isinstance(x, Each) or (is_array(x) and np.ndim(x) > 0)
+def check_above_zero(method: Any, *names: str) -> None:
+    """Raises unless options that are given as numbers are above zero."""
+    for name in names:
+        value = getattr(method, name)
+        if value is not None and not callable(value) and check_number(value, name, least=0) == 0:
+            raise ValueError(f"`{caller()}` needs `{name}` above 0, got {value!r}.")
 
 
 class LikelihoodLoss(eqx.Module):
@@ -272,7 +300,13 @@ class LikelihoodLoss(eqx.Module):
         num_rows = y.shape[0]
         if self.likelihood == "regression" and isinstance(outputs, tuple):
             return jnp.sum(nll_gaussian(*outputs, y, reduction="none")) / num_rows
-        total = jnp.sum(jax.vmap(LIKELIHOODS[self.likelihood].loss)(outputs, y))
+        expected = outputs.size // (outputs.shape[-1] if self.likelihood == "classification" else 1)
+        if y.size != expected:
+            got = f"got outputs {outputs.shape} and targets {y.shape}"
+            fix = 'For `"classification"` they are logits of all classes and integer labels; else they have one shape.'
+            raise value_error(f"outputs that fit the targets of {self.likelihood!r}", got, fix)
+        targets = y if self.likelihood == "classification" else y.reshape(outputs.shape)
+        total = jnp.sum(jax.vmap(LIKELIHOODS[self.likelihood].loss)(outputs, targets))
         return total / (num_rows * (2 * self.noise**2 if self.likelihood == "regression" else 1))
 
 
