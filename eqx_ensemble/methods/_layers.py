@@ -26,17 +26,20 @@ _is_none = lambda x: x is None
 
 
 class AbstractConvertedLayer(eqx.Module):
-    """A layer of a joint ensemble, written for one sub-member; the fields in `own` have one value per sub-member."""
+    """A layer in the place of another, written for one member of those that share the model.
+
+    The fields in `own` have one value per member (of a joint ensemble, per sub-member); others are shared.
+    """
 
     own: AbstractClassVar[tuple[str, ...]]
 
     @abc.abstractmethod
     def __call__(self, x: Any, *, key: Any = None) -> Array:
-        """The output of one sub-member for one input."""
+        """The output of one member for one input."""
 
     @abc.abstractmethod
     def dense(self, index: int) -> Any:
-        """The equivalent ordinary layer of this sub-member, whose position is `index`."""
+        """The equivalent ordinary layer of this member, whose position is `index`."""
 
 
 def is_converted(x: Any) -> bool:
@@ -45,7 +48,7 @@ def is_converted(x: Any) -> bool:
 
 
 def own_flags(model: PyTree) -> PyTree:
-    """For every leaf of the model of a joint ensemble, whether it has one value per sub-member."""
+    """For every leaf of a model with converted layers, whether it has one value per member."""
 
     def of_node(node: Any) -> Any:
         none = jax.tree.map(lambda _: False, node)
@@ -133,23 +136,41 @@ def check_known(layers: list[Any]) -> None:
             )
 
 
-Select = Callable[[Any], Any] | type | None
-"""The layers to convert: nodes as in `equinox.tree_at`, all of a type, or all; the latter two skip frozen layers."""
+def check_groups(layer: Any) -> None:
+    """Raises for a grouped convolution."""
+    if isinstance(layer, eqx.nn.Conv) and layer.groups > 1:
+        raise ValueError(
+            f"`{caller()}` needs layers without groups, got `groups={layer.groups}`, which "
+            "separate their channels.\nSelect other layers by `where`."
+        )
 
-_is_layer = lambda x: isinstance(x, Layer)
+
+Select = Callable[[Any], Any] | type | None
+"""Nodes as in `equinox.tree_at`, all of a type, or all; of other Modules, the layers inside that are not frozen."""
 
 
 def select_layers(model: Any, where: Select, *, least: int = 1) -> tuple[Callable[[Any], list[Any]], list[Any]]:
     """Returns a function that finds the layers in a tree, and the layers of the model in the order of its fields."""
     check_optional_function(where, "where", example="lambda model: model.layers[1:]")
-    kind = where if isinstance(where, type) else Layer
-
-    def find(tree: Any) -> list[Any]:
-        if where is None or isinstance(where, type):
-            nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Layer | Frozen))
-            return [x for x in nodes if isinstance(x, Layer) and isinstance(x, kind)]
-        return jax.tree.leaves(where(tree), is_leaf=lambda x: _is_layer(x) or isinstance(x, eqx.Module))
-
+    find = lambda tree: [layer for node in select_nodes(tree, where) for layer in _layers_of(node)]
     layers = find(model)
     check_layers(layers, model, least=least)
     return find, layers
+
+
+def select_nodes(tree: Any, where: Select) -> list[Any]:
+    """The nodes of a tree that `where` selects, in the order of its fields; by default, the tree."""
+    if where is None:
+        return [tree]
+    if isinstance(where, type):
+        nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, where | Frozen))
+        return [x for x in nodes if isinstance(x, where)]
+    return jax.tree.leaves(where(tree), is_leaf=lambda x: isinstance(x, eqx.Module))
+
+
+def _layers_of(node: Any) -> list[Any]:
+    """The layers inside a Module; anything else as it is."""
+    if isinstance(node, Layer) or not isinstance(node, eqx.Module):
+        return [node]
+    inside = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, Layer | Frozen))
+    return [x for x in inside if isinstance(x, Layer)]

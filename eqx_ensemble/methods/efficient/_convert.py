@@ -11,7 +11,7 @@ from ..._check import check_key, check_positive_int, is_member_array, kind_text
 from ..._ensemble import Ensemble
 from ..._leaf_text import leaf_text
 from ..._warnings import warn
-from .._layers import input_shape, is_converted, output_shape
+from .._layers import check_groups, input_shape, is_converted, output_shape
 from ._joint import JointEnsemble
 
 
@@ -29,15 +29,6 @@ def check_model(model: Any, num_submembers: Any, key: Any) -> int:
         raise TypeError(f"`{caller()}` needs a model without sub-members; a part of this one has some already.")
     check_key(key)
     return check_positive_int(num_submembers, "num_submembers")
-
-
-def check_groups(layer: Any) -> None:
-    """Raises for a grouped convolution."""
-    if isinstance(layer, eqx.nn.Conv) and layer.groups > 1:
-        raise ValueError(
-            f"`{caller()}` needs a first and a last layer without groups, got `groups={layer.groups}`: groups would "
-            "separate the sub-members.\nSelect other layers by `where`."
-        )
 
 
 def warn_alike() -> None:

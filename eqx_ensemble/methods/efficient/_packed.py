@@ -12,13 +12,14 @@ from ..._check import check_number, check_positive_int
 from .._layers import (
     AbstractConvertedLayer,
     Select,
+    check_groups,
     check_known,
     input_shape,
     output_shape,
     select_layers,
     with_weights,
 )
-from ._convert import check_chain, check_groups, check_model
+from ._convert import check_chain, check_model
 from ._joint import JoinInputs, JointEnsemble, SelectOutput
 from ._layers import Own, redraw
 
