@@ -239,7 +239,7 @@ def _restore_shared(tree: PyTree, like: Any, omitted: set[str], folder: Any) -> 
     if others:
         raise MemberMismatchError(
             f"`{caller()}` needs the base model on which `{folder}` was trained in `like`; {len(others)} of "
-            f"{len(saved)} shared arrays differ.\n  at `{safe_text(others[0])}`: other values than those that were saved\nTrained "
+            f"{len(saved)} shared arrays differ, such as `{safe_text(others[0])}`.\nTrained "
             "members do not fit another base."
         )
     apply = lambda path, x: arrays[path_text(path)] if isinstance(x, Digest) else x
