@@ -1,4 +1,5 @@
 import abc
+import dataclasses
 import functools as ft
 import inspect
 import os
@@ -143,17 +144,18 @@ class AbstractMethod(eqx.Module):
         **Returns:** the posterior, without its run.
         """
         like, reading = self.template(make, data) if isinstance(self, AbstractOwnMethod) else (make, {})
-        found = load(path, (lambda key: like(key)) if isinstance(like, MakeMember) else like)  # Modules are trees
+        found = load(path, like)
         ensemble, state = found if isinstance(found, tuple) else (found, None)
         return Posterior(ensemble, state, **reading)
 
 
-class MakeMember(eqx.Module):
+@dataclasses.dataclass(frozen=True)
+class MakeMember:
     """A function that makes a converted member from a key; equal ones are one function, which shares programs."""
 
-    make: Callable[..., Any] = eqx.field(static=True)
-    convert: Callable[..., Any] = eqx.field(static=True)
-    options: tuple[Any, ...] = eqx.field(static=True)
+    make: Callable[..., Any]
+    convert: Callable[..., Any]
+    options: tuple[Any, ...]
 
     def __call__(self, key: Any) -> Any:
         return self.convert(self.make, key, *self.options)
