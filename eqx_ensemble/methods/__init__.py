@@ -30,6 +30,7 @@ from ._joint import BatchEnsemble as BatchEnsemble
 from ._joint import Masksembles as Masksembles
 from ._joint import Packed as Packed
 from ._joint import TabM as TabM
+from ._low_rank import LowRank as LowRank
 from ._paths import SWAG as SWAG
 from ._paths import Snapshots as Snapshots
 from ._pbt import Population as Population

@@ -39,17 +39,22 @@ def _check_chains(method: Any) -> None:
     check_above_zero(method, "prior_std", "noise")
 
 
+def _lengths(method: Any, per_epoch: int) -> tuple[int, int, int]:
+    """The steps before the first sample, between two, and in all."""
+    every = per_epoch if method.every is None else method.every
+    start = every * method.num_samples if method.start is None else method.start
+    return start, every, (start or every) + every * (method.num_samples - 1)
+
+
 def _sample(method: Any, task: Task, sampler: Any, **options: Any) -> Posterior[Any]:
     """Trains members, which continue as chains."""
     check_options(task.options, ("hyper",), "chains have none")
-    num_rows, every = task.num_rows(), method.every
-    if every is None:
-        _, every = task.num_steps()
-    start = every * method.num_samples if method.start is None else method.start
+    num_rows = task.num_rows()
+    start, every, num_steps = _lengths(method, task.num_steps()[1] if method.every is None else method.every)
     loss = penalised(as_loss(task.loss, noise=method.noise), method.prior_std, num_rows)
     _, trained = task.run(method, loss=loss)
     of_chains = {name: task.options[name] for name in OF_SECOND_RUN if name in task.options}
-    of_chains |= {"epochs": None, "steps": (start or every) + every * (method.num_samples - 1)}
+    of_chains |= {"epochs": None, "steps": num_steps}
     of_chains |= {"rows": trained.rows, "state": trained.state, "key": jax.random.fold_in(task.key, 1)}
     sampler = sampler(method.learning_rate, num_rows, temperature=method.temperature, key=task.key, **options)
     chains = trajectory.snapshots(sampler, method.num_samples, start=start, every=every)
@@ -96,6 +101,9 @@ class SGLD(AbstractOwnMethod):
     def train(self, task: Task) -> Posterior[Any]:
         return _sample(self, task, sampling.sgld)
 
+    def cost(self, steps: int, per_epoch: int) -> int:
+        return self.num_members * (steps + _lengths(self, per_epoch)[2])
+
 
 class SGHMC(AbstractOwnMethod):
     """Stochastic-gradient Hamiltonian Monte Carlo: [`eqx_ensemble.methods.SGLD`][] with momentum.
@@ -128,6 +136,9 @@ class SGHMC(AbstractOwnMethod):
 
     def train(self, task: Task) -> Posterior[Any]:
         return _sample(self, task, sampling.sghmc, friction=self.friction)
+
+    def cost(self, steps: int, per_epoch: int) -> int:
+        return self.num_members * (steps + _lengths(self, per_epoch)[2])
 
 
 class SVGD(AbstractOwnMethod):

@@ -62,6 +62,9 @@ class BatchEnsemble(AbstractOwnMethod):
     def train(self, task: Task) -> Posterior[Any]:
         return task.posterior(self, loss=mean_loss(as_loss(task.loss)))
 
+    def cost(self, steps: int, per_epoch: int) -> int:
+        return steps * self.num_members * self.num_submembers
+
 
 class TabM(AbstractOwnMethod):
     """Sub-members with a head each, of whose rank-one factors only the first are random: `tabm` of every member.
@@ -91,6 +94,9 @@ class TabM(AbstractOwnMethod):
 
     def train(self, task: Task) -> Posterior[Any]:
         return task.posterior(self, loss=mean_loss(as_loss(task.loss)))
+
+    def cost(self, steps: int, per_epoch: int) -> int:
+        return steps * self.num_members * self.num_submembers
 
 
 class MIMO(AbstractOwnMethod):

@@ -269,6 +269,9 @@ class Distilled(AbstractOwnMethod):
         of_students = task._replace(loss=StudentLoss(self.target), data=(x, targets), options=options, key=key)
         return of_students.posterior(self)
 
+    def cost(self, steps: int, per_epoch: int) -> int:
+        return self.teacher.cost(steps, per_epoch) + steps * self.num_members
+
 
 class StudentLoss(eqx.Module):
     """The loss of a student."""

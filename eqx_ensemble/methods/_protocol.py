@@ -91,12 +91,12 @@ class Posterior(eqx.Module, Generic[M]):
         flatten = lambda *parts: jnp.stack(parts, axis=1).reshape((-1, *parts[0].shape[1:]))
         return jax.tree.map(flatten, *passes)
 
-    def save(self, path: str | os.PathLike[str], *, meta: Any = None) -> None:
+    def save(self, path: str | os.PathLike[str], *, shared: bool = True, meta: Any = None) -> None:
         """Saves the members and their state, without the run, as [`eqx_ensemble.save`][] does.
 
         The method loads them: [`eqx_ensemble.methods.AbstractMethod.load`][].
         """
-        save(path, self.ensemble if self.state is None else (self.ensemble, self.state), meta=meta)
+        save(path, self.ensemble if self.state is None else (self.ensemble, self.state), shared=shared, meta=meta)
 
 
 class AbstractMethod(eqx.Module):
@@ -131,6 +131,18 @@ class AbstractMethod(eqx.Module):
 
         **Returns:** [`eqx_ensemble.methods.Posterior`][], or an object with the same `predict`.
         """
+
+    def cost(self, steps: int, per_epoch: int) -> int:
+        """The gradient steps of one network that `fit(steps=steps)` takes in all: `budget` of `compare`.
+
+        **Arguments:**
+
+        - `steps`: the length of the training. The cost is linear in it.
+        - `per_epoch`: the steps of an epoch.
+
+        **Returns:** by default `steps` for each of `num_members`.
+        """
+        return steps * getattr(self, "num_members", 1)
 
     def load(self, path: str | os.PathLike[str], make: Callable[..., Any], data: PyTree = None) -> Any:
         """Loads what `save` of a posterior wrote.

@@ -177,7 +177,12 @@ def distilled():
     return ee.fit(students, student, SGD, (X, targets), **LENGTH | {"key": key}).ensemble
 
 
+def low_rank():
+    return ee.fit(methods.adapters.low_rank(make(KEY), 2, rank=2, scale=0.5, key=KEY), loss, SGD, DATA, **LENGTH).ensemble
+
+
 CASES = {
+    low_rank: methods.LowRank(2, rank=2, scale=0.5),
     randomised_priors: methods.RandomisedPriors(2, scale=2.0),
     anchors: methods.Anchors(2, prior_std=0.5),
     sgld: methods.SGLD(2, num_samples=2, learning_rate=1e-2, temperature=0.5),
