@@ -136,7 +136,7 @@ make_normed = eqx.nn.make_with_state(Normed)
 STATEFUL = {
     name: pytest.param(method, marks=() if name == "swag" else pytest.mark.slow)
     for name, method in ((case.__name__, method) for case, method in CASES.items())
-    if name not in ("dropout", "randomised_priors")
+    if name not in ("dropout", "packed", "randomised_priors")
 }
 
 
