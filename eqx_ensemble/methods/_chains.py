@@ -91,7 +91,7 @@ class SGLD(AbstractOwnMethod):
     start: int | None = None
     every: int | None = None
     prior_std: Any = 1.0
-    noise: float | None = None
+    noise: float | int | None = None
     temperature: Any = 1.0
     template = as_made
 
@@ -125,9 +125,9 @@ class SGHMC(AbstractOwnMethod):
     start: int | None = None
     every: int | None = None
     prior_std: Any = 1.0
-    noise: float | None = None
+    noise: float | int | None = None
     temperature: Any = 1.0
-    friction: float = 0.1
+    friction: float | int = 0.1
     template = as_made
 
     def __check_init__(self) -> None:
@@ -161,7 +161,7 @@ class SVGD(AbstractOwnMethod):
     num_members: int
     _: dataclasses.KW_ONLY
     prior_std: Any = 1.0
-    noise: float | None = None
+    noise: float | int | None = None
     method: Literal["svgd", "wgd"] = "svgd"
     kernel: Any = None
     template = as_made

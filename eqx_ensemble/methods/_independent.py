@@ -184,7 +184,7 @@ class Anchors(AbstractOwnMethod):
     num_members: int
     _: dataclasses.KW_ONLY
     prior_std: Any = 1.0
-    noise: float | None = None
+    noise: float | int | None = None
     template = as_made
 
     def __check_init__(self) -> None:

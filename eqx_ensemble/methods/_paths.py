@@ -61,7 +61,7 @@ class SWAG(AbstractOwnMethod):
     rank: int = 20
     start: int | None = None
     every: int | None = None
-    scale: float | None = None
+    scale: float | int | None = None
     template = as_made
 
     def __check_init__(self) -> None:

@@ -73,8 +73,8 @@ class Laplace(AbstractOwnMethod):
     where: Callable[[Any], Any]
     likelihood: Likelihood | None = None
     structure: Literal["full", "kron", "diag"] = "full"
-    prior_precision: float | None = None
-    noise: float | None = None
+    prior_precision: float | int | None = None
+    noise: float | int | None = None
     link: Literal["probit", "bridge", "bridge_norm"] | None = None
     fn: Callable[..., Any] | None = None
 
@@ -127,8 +127,8 @@ class ReadSNGP(eqx.Module):
     """Logits of mean probabilities, or Gaussians with noise, from the predictions of all members."""
 
     likelihood: str = eqx.field(static=True)
-    noise: float = eqx.field(static=True)
-    factor: float = eqx.field(static=True)
+    noise: float | int = eqx.field(static=True)
+    factor: float | int = eqx.field(static=True)
 
     def __call__(self, out: sngp.SNGPOutput) -> Any:
         if self.likelihood == "regression":
@@ -196,12 +196,12 @@ class SNGP(AbstractOwnMethod):
     _: dataclasses.KW_ONLY
     where: Callable[[Any], Any]
     likelihood: Likelihood | None = None
-    bound: float | None = 0.95
+    bound: float | int | None = 0.95
     num_features: int = 1024
     length_scale: float | int = 1.0
     ridge: float | int = 1.0
     noise: float | int = 1.0
-    factor: float = math.pi / 8
+    factor: float | int = math.pi / 8
 
     def __check_init__(self) -> None:
         check_counts(self, "num_features")

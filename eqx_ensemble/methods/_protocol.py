@@ -71,11 +71,11 @@ class Posterior(eqx.Module, Generic[M]):
 
         - `x`: the inputs, arrays `(rows, ...)`.
         - `key`: for methods whose predictions are random, such as dropout; others ignore it.
-        - `options`: `batch_size`, `plan`, `mesh` and `progress` of [`eqx_ensemble.predict`][].
+        - `options`: `batch_size`, `memory`, `plan`, `mesh` and `progress` of [`eqx_ensemble.predict`][].
 
         **Returns:** each array `(members, rows, ...)`; draws and passes of one member are adjacent.
         """
-        refused = ("fn", "state", "combine", "weights", "inference", "memory")
+        refused = ("fn", "state", "combine", "weights", "inference")
         check_options(options, refused, "it returns what every member predicts; combine that")
         options |= {"state": self.state, "fn": self.fn}
         if self.num_passes is None:
