@@ -86,8 +86,8 @@ def compare(
         Sub-members of BatchEnsemble and TabM count as members, and students, teachers and the steps of chains count;
         what takes no gradient does not.
     - `executor`: a `concurrent.futures.Executor` to run the fits, here or elsewhere: `ThreadPoolExecutor(2)`, or one
-        that pickles functions by value, such as loky's or Dask's `client.get_executor(pure=False)`. Workers keep their
-        settings of JAX.
+        that pickles functions by value, such as loky's or Dask's `client.get_executor(pure=False)`. Workers have
+        their own settings of JAX.
     - `folder`: saves each finished fit there as JSON. Rerunning the call, also with other methods or more seeds, runs
         only the fits that are missing.
     - `progress`: as for [`eqx_ensemble.fit`][].
@@ -226,7 +226,7 @@ class _Call(NamedTuple):
         for name, value in {"budget": self.budget, **self.options}.items():
             if isinstance(value, bool | int | float | str):
                 texts[name] = repr(value)
-            elif value is not None:
+            elif value is not None and name not in ("plan", "mesh"):  # of time and memory, not of results
                 functions[name] = value
         for name in ("data", "folds", "test"):
             texts |= array_texts(eqx.filter(getattr(self, name), is_array), name)

@@ -1,5 +1,8 @@
+import functools
 import importlib.util
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -97,7 +100,9 @@ class AbstractEstimator(BaseEstimator):
     warm_start: bool
     random_state: Any
     verbose: bool | int
+    method: Any
 
+    posterior_: Any
     ensemble_: Ensemble[Member]
     state_: Any
     rows_: np.ndarray | None
@@ -113,11 +118,15 @@ class AbstractEstimator(BaseEstimator):
     _num_built: int
     _losses: np.ndarray
     _validation: np.ndarray | None
+    _method: Any
+    _few_rows: tuple[np.ndarray, np.ndarray]
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = {**super().__getstate__()}  # pyright: ignore[reportGeneralTypeIssues]
         if "ensemble_" in state:
             state["ensemble_"] = take_weights(state["ensemble_"], state.pop("state_"))
+        if "posterior_" in state:
+            state["posterior_"] = _files_of(state["posterior_"])
         return state | {_VERSION: __version__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -130,7 +139,25 @@ class AbstractEstimator(BaseEstimator):
             )
         if "ensemble_" in state:
             state["ensemble_"], state["state_"] = restore_ensemble(state["_maker"], state["ensemble_"])
+        if "posterior_" in state:
+            load = functools.partial(state["_method"].load, make=state["_maker"].networks(), data=state["_few_rows"])
+            state["posterior_"] = _load_files(state["posterior_"], load)
         super().__setstate__(state)
+
+
+def _files_of(posterior: Any) -> dict[str, bytes]:
+    """A saved posterior: functions that pickle cannot take are not part of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "posterior")
+        posterior.save(path)
+        return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def _load_files(files: dict[str, bytes], load: Callable[[Path], Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in files.items():
+            Path(folder, name).write_bytes(data)
+        return load(Path(folder))
 
 
 def has_bag(prediction: np.ndarray) -> np.ndarray:

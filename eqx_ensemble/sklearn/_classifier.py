@@ -26,8 +26,8 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
 
     - `make`, `num_members`, `hidden_layer_sizes`, `activation`, `optimiser`, `learning_rate`, `weight_decay`,
         `batch_size`, `max_iter`, `early_stopping`, `validation_fraction`, `n_iter_no_change`, `tol`, `bootstrap`,
-        `warm_start`, `random_state`, `verbose`: as for [`eqx_ensemble.sklearn.EnsembleRegressor`][]; `out_size` is the
-        number of classes.
+        `warm_start`, `random_state`, `verbose`, `method`: as for [`eqx_ensemble.sklearn.EnsembleRegressor`][];
+        `out_size` is the number of classes.
     - `standardise`: whether to standardise features.
     - `class_weight`: weights of classes as a dict, or `"balanced"`, which multiply those of the rows.
 
@@ -40,7 +40,7 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
     - `oob_score_`, `oob_decision_function_`: with `bootstrap`, the accuracy and the class probabilities of members that
         were not trained on the row; NaN for rows that all members drew, or that were kept for validation.
     - `state_`, `rows_`, `n_iter_`, `loss_curve_`, `validation_loss_curve_`, `input_scaler_`, `n_features_in_`,
-        `feature_names_in_`: as of [`eqx_ensemble.sklearn.EnsembleRegressor`][].
+        `feature_names_in_`, `posterior_`: as of [`eqx_ensemble.sklearn.EnsembleRegressor`][].
 
     ```python
     from sklearn.datasets import load_iris
@@ -74,6 +74,7 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
         warm_start: bool = False,
         random_state: Any = None,
         verbose: bool | int = False,
+        method: Any = None,
     ):
         self.make = make
         self.num_members = num_members
@@ -94,6 +95,7 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
         self.warm_start = warm_start
         self.random_state = random_state
         self.verbose = verbose
+        self.method = method
 
     classes_: np.ndarray
     oob_decision_function_: np.ndarray
@@ -121,7 +123,7 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
             given = _check_sample_weight(sample_weight, X, dtype=np.float64)
             sample_weight = given * compute_sample_weight(self.class_weight, y)
         rows = fit_members(self, X, indices, sample_weight, head=Classes(len(classes)))
-        if self.rows_ is not None:
+        if self.method is None and self.rows_ is not None:
             found = predict_out_of_bag(jax.nn.softmax(predict_rows(self, X)), self.rows_, rows)
             self.oob_decision_function_ = found
             known = has_bag(found)

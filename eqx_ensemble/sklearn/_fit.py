@@ -14,6 +14,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 
 from .._build import build
 from .._caller import caller
+from .._combination import of_predictions
 from .._ensemble import Ensemble, join, take
 from .._predict import predict
 from ..resample import bootstrap, out_of_bag_mean
@@ -33,6 +34,7 @@ from ._member import (
     optimiser_of_rate,
     stateful_loss,
 )
+from ._method import check_method, fit_method, predict_method
 
 
 class Table(NamedTuple):
@@ -106,6 +108,9 @@ def validate_and_predict(estimator: AbstractEstimator, X: Any, combine: Callable
 
 def predict_rows(estimator: AbstractEstimator, x: np.ndarray, combine: Callable[..., Any] | None = None) -> Any:
     """`validate_and_predict` for validated features."""
+    if hasattr(estimator, "posterior_"):
+        found = predict_method(estimator, scale(estimator.input_scaler_, x))
+        return found if combine is None else of_predictions(combine)(found)
     return predict(
         estimator.ensemble_, scale(estimator.input_scaler_, x), fn=call_network, combine=combine,
         state=estimator.state_, progress=False,
@@ -258,6 +263,10 @@ def fit_members(
     **Returns:** the rows that members were trained on or could draw: those of nonzero weight, without the validation
     rows.
     """
+    vars(estimator).pop("posterior_", None)
+    if estimator.method is not None:
+        check_method(estimator, sample_weight)
+        vars(estimator).pop("ensemble_", None)
     warm = is_warm(estimator)
     if not warm:
         estimator._seed = int(check_random_state(estimator.random_state).randint(np.iinfo(np.int32).max))
@@ -281,6 +290,11 @@ def fit_members(
     else:
         _fit_scalers(estimator, Table(x, y, weights).take(rows), head)
     table = _standardise(estimator, Table(x, y, weights / weights[rows].mean()))
+    if estimator.method is not None:
+        parts = [None if own is None else tuple(table.take(own)[:2]) for own in (rows, held_out)]
+        estimator.posterior_ = fit_method(estimator, *parts)
+        estimator._few_rows = tuple(table.take(rows[:2])[:2])
+        return rows
     members = _train(estimator, table, rows, held_out, warm=warm)
     _set_attributes(estimator, members)
     return rows

@@ -250,6 +250,23 @@ class MemberMaker:
         member = Member(network, self.scaling, self.head, _takes_key(network))
         return (member, *state) if state else member
 
+    def networks(self) -> "NetworkMaker":
+        """The constructor of its network alone."""
+        return NetworkMaker(self.make, self.in_size, self.head.out_size)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class NetworkMaker:
+    """The constructor of one network from one key, the member of a method."""
+
+    make: MakeNetwork
+    in_size: int
+    out_size: int
+
+    def __call__(self, key: Key[Array, ""]) -> Any:
+        return self.make(self.in_size, self.out_size, key=key)
+
 
 def _takes_key(network: Any) -> bool:
     """Whether the call of a network takes a key, as with dropout."""

@@ -10,6 +10,7 @@ from sklearn.utils.validation import validate_data
 
 from .. import combine, uncertainty
 from .._check import check_level, check_word
+from .._combination import of_predictions
 from ._base import AbstractEstimator, has_bag
 from ._check import check_parameters
 from ._fit import fit_members, is_warm, predict_out_of_bag, predict_rows, unscale, validate_and_predict, widths
@@ -47,6 +48,11 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         `max_iter` further epochs. The first standardisation is kept.
     - `random_state`: an integer, a `numpy.random.RandomState`, or `None`.
     - `verbose`: show a progress line.
+    - `method`: another way to train, such as `ee.methods.SWAG(4)`, in place of a deep ensemble
+        ([One protocol](../api/methods/protocol.md)). It decides on members and rows itself, so `num_members`,
+        `bootstrap`, `warm_start` and `sample_weight` are not taken. Methods that need whole runs (`SWAG`, `Snapshots`,
+        `SVGD`) need `early_stopping=False`; those that need a likelihood (`Laplace`, `SNGP`), `head="point"`;
+        `Distilled` is for classifiers.
 
     **Attributes:**
 
@@ -61,6 +67,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
     - `oob_score_`, `oob_prediction_`: with `bootstrap`, $R^2$ and the predictions of members that were not trained on
         the row; NaN for rows that all members drew, or that were kept for validation.
     - `input_scaler_`, `target_scaler_`: the fitted `sklearn.preprocessing.StandardScaler`s.
+    - `posterior_`: with `method`, in place of `ensemble_` and the attributes of its training: what it returned. It
+        predicts standardised targets for standardised features.
     - `n_features_in_`, `feature_names_in_`: as in all estimators of scikit-learn.
 
     ```python
@@ -100,6 +108,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         warm_start: bool = False,
         random_state: Any = None,
         verbose: bool | int = False,
+        method: Any = None,
     ):
         self.make = make
         self.num_members = num_members
@@ -120,6 +129,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         self.warm_start = warm_start
         self.random_state = random_state
         self.verbose = verbose
+        self.method = method
 
     oob_prediction_: np.ndarray
 
@@ -150,7 +160,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         y = np.asarray(y, np.float64)
         head = {"gaussian": Gaussian, "point": Point}[self.head](y.shape[1:])
         rows = fit_members(self, X, y, sample_weight, head=head)
-        if self.rows_ is not None:
+        if self.method is None and self.rows_ is not None:
             predictions = predict_rows(self, X)
             means = predictions[0] if self.head == "gaussian" else predictions
             found = predict_out_of_bag(means, self.rows_, rows)
@@ -176,8 +186,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         **Returns:** the means, float64, of the shape of the targets; with `return_std` a pair with the standard
         deviations: of the mixture of Gaussian heads, or of point heads' predictions, without noise.
         """
-        gaussian = self._is_gaussian()
-        moments = validate_and_predict(self, X, combine.gaussian if gaussian else combine.moments)
+        moments = validate_and_predict(self, X, self._combine(combine.gaussian, combine.moments))
         mean = unscale(self.target_scaler_, moments.mean)
         if not return_std:
             return mean
@@ -199,9 +208,13 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         """
         check_level(level)
         mixture = lambda moments, level: uncertainty.gaussian_mixture_interval(*moments, level=level)
-        find: Any = mixture if self._is_gaussian() else uncertainty.interval
-        lower, upper = validate_and_predict(self, X, partial(find, level=level))
+        find = self._combine(partial(mixture, level=level), partial(uncertainty.interval, level=level))
+        lower, upper = validate_and_predict(self, X, find)
         return unscale(self.target_scaler_, lower), unscale(self.target_scaler_, upper)
 
-    def _is_gaussian(self) -> bool:
-        return hasattr(self, "_maker") and isinstance(self._maker.head, Gaussian)
+    def _combine(self, of_gaussians: Any, of_points: Any) -> Any:
+        """The function of predictions that suits them; a method may predict Gaussians from points."""
+        if hasattr(self, "posterior_"):
+            of_pair = of_predictions(of_gaussians)
+            return lambda found: of_pair(found) if isinstance(found, tuple) else of_points(found)
+        return of_gaussians if hasattr(self, "_maker") and isinstance(self._maker.head, Gaussian) else of_points

@@ -1,0 +1,3 @@
+"""What the other packages of the library use of `methods`."""
+
+from ._protocol import loss_of_outputs
