@@ -19,11 +19,11 @@ from ._protocol import (
     AbstractOwnMethod,
     Posterior,
     Task,
+    add_prior,
     as_loss,
     as_made,
     check_above_zero,
     check_counts,
-    penalised,
 )
 from .particles._directions import check_kernel
 from .sampling._langevin import check_fraction, check_rate
@@ -51,7 +51,7 @@ def _sample(method: Any, task: Task, sampler: Any, **options: Any) -> Posterior[
     check_options(task.options, ("hyper",), "chains have none")
     num_rows = task.num_rows()
     start, every, num_steps = _lengths(method, task.num_steps()[1] if method.every is None else method.every)
-    loss = penalised(as_loss(task.loss, noise=method.noise), method.prior_std, num_rows)
+    loss = add_prior(as_loss(task.loss, noise=method.noise), method.prior_std, num_rows)
     _, trained = task.run(method, loss=loss)
     of_chains = {name: task.options[name] for name in OF_SECOND_RUN if name in task.options}
     of_chains |= {"epochs": None, "steps": num_steps}
@@ -179,7 +179,7 @@ class SVGD(AbstractOwnMethod):
         (num_steps, per_epoch), num_rows = task.num_steps(), task.num_rows()
         ensemble, options = task.build(self.num_members, task.make)
         some = lambda *names: {name: options[name] for name in names if name in options}
-        loss = penalised(as_loss(task.loss, noise=self.noise), self.prior_std, num_rows)
+        loss = add_prior(as_loss(task.loss, noise=self.noise), self.prior_std, num_rows)
         step = particles.make_step(
             loss, task.optimiser, num_rows=num_rows, method=self.method, kernel=self.kernel, **some("plan", "mesh")
         )

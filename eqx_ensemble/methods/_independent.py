@@ -157,7 +157,7 @@ class RandomisedPriors(AbstractOwnMethod):
 
 
 @ft.lru_cache(maxsize=64)
-def _anchored(loss: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
+def _add_anchor(loss: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
     """The loss with the penalty of a member's anchor; the same one for the same arguments."""
 
     def total(model: Any, *inputs: Any, hyper: Any) -> Any:
@@ -193,7 +193,7 @@ class Anchors(AbstractOwnMethod):
 
     def train(self, task: Task) -> Posterior[Any]:
         check_options(task.options, ("hyper",), "the anchors are the hyper-parameters")
-        loss = _anchored(as_loss(task.loss, noise=self.noise), task.num_rows())
+        loss = _add_anchor(as_loss(task.loss, noise=self.noise), task.num_rows())
         ensemble, options = task.build(self.num_members, task.make)
         trainable = {name: options[name] for name in ("trainable",) if name in options}
         anchors = draw_anchors(ensemble, self.prior_std, key=task.key, **trainable)

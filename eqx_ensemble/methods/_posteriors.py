@@ -164,13 +164,14 @@ def _with_process(make: Callable[..., Any], key: Any, where: Callable[..., Any],
     made = make(own)
     model, *state = made if isinstance(made, tuple) else (made,)
     layer = where(model)
-    if not isinstance(layer, eqx.nn.Linear) or not isinstance(layer.out_features, int):
+    sizes = (layer.in_features, layer.out_features) if isinstance(layer, eqx.nn.Linear) else ("", "")
+    if isinstance(sizes[0], str) or isinstance(sizes[1], str):
         raise TypeError(
             f"`{caller()}` needs `where` to select the last `equinox.nn.Linear`, got {kind_text(layer)}.\n"
             "A Gaussian process replaces it."
         )
     network = eqx.tree_at(where, model, eqx.nn.Identity())
-    member = sngp.SNGP(network, layer.in_features, layer.out_features, key=head, **dict(options))
+    member = sngp.SNGP(network, sizes[0], sizes[1], key=head, **dict(options))
     return (member, *state) if state else member
 
 

@@ -266,9 +266,9 @@ class AbstractOwnMethod(AbstractMethod):
         return self.train(Task(make, loss, as_hashable(optimiser), data, options, key))
 
 
-def as_made(method: AbstractOwnMethod, make: Any, data: Any) -> tuple[Any, dict[str, Any]]:
+def as_made(self: AbstractOwnMethod, make: Any, data: Any) -> tuple[Any, dict[str, Any]]:
     """The template of members that are not converted."""
-    del method, data
+    del self, data
     return make, {}
 
 
@@ -313,12 +313,14 @@ class LikelihoodLoss(eqx.Module):
     def _mean(self, outputs: Any, y: Array) -> Float[Array, ""]:
         num_rows = y.shape[0]
         if self.likelihood == "regression" and isinstance(outputs, tuple):
-            return jnp.sum(nll_gaussian(*outputs, y, reduction="none")) / num_rows
+            mean, variance = outputs
+            return jnp.sum(nll_gaussian(mean, variance, y, reduction="none")) / num_rows
         expected = outputs.size // (outputs.shape[-1] if self.likelihood == "classification" else 1)
         if y.size != expected:
             got = f"got outputs {outputs.shape} and targets {y.shape}"
             fix = 'For `"classification"` they are logits of all classes and integer labels; else they have one shape.'
             raise value_error(f"outputs that fit the targets of {self.likelihood!r}", got, fix)
+        outputs = outputs if self.likelihood == "classification" else outputs.reshape(num_rows, -1)
         targets = y if self.likelihood == "classification" else y.reshape(outputs.shape)
         total = jnp.sum(jax.vmap(LIKELIHOODS[self.likelihood].loss)(outputs, targets))
         return total / (num_rows * (2 * self.noise**2 if self.likelihood == "regression" else 1))
@@ -347,7 +349,7 @@ def as_loss(loss: Any, *, noise: float | None = None) -> Any:
 
 
 @ft.lru_cache(maxsize=64)
-def penalised(loss: Callable[..., Any], prior_std: Any, num_rows: int) -> Callable[..., Any]:
+def add_prior(loss: Callable[..., Any], prior_std: Any, num_rows: int) -> Callable[..., Any]:
     """The loss with a Gaussian prior over all weights; the same one for the same arguments."""
 
     @ft.wraps(loss)

@@ -178,7 +178,9 @@ def distilled():
 
 
 def low_rank():
-    return ee.fit(methods.adapters.low_rank(make(KEY), 2, rank=2, scale=0.5, key=KEY), loss, SGD, DATA, **LENGTH).ensemble
+    return ee.fit(
+        methods.adapters.low_rank(make(KEY), 2, rank=2, scale=0.5, key=KEY), loss, SGD, DATA, **LENGTH
+    ).ensemble
 
 
 CASES = {
