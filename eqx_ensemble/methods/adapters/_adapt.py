@@ -183,7 +183,8 @@ def layers_only(model: M, num_members: Any, *, where: Callable[[Any], Any] | typ
 def merge(model: M) -> M:
     """Returns an ordinary model that equals one member, with adapted layers replaced by layers of the base's types.
 
-    Predictions agree up to rounding. For all members, `ensemble.map(merge)` is an ensemble of full copies.
+    Predictions agree up to rounding. For all members, `ensemble.map(merge)` is an ensemble of full copies; average
+    that, as the product of averaged matrices is not the average of the products.
 
     **Arguments:**
 
