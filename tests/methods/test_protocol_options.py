@@ -163,6 +163,34 @@ def test_the_statistics_of_draws_are_their_own():
     assert_same_bits(arrays(posterior.state), arrays(expected))
 
 
+class Offset(eqx.Module):
+    """A network with a state that differs between members and never changes."""
+
+    mlp: eqx.nn.MLP
+    offset: eqx.nn.StateIndex
+
+    def __init__(self, key):
+        self.mlp = make(key)
+        self.offset = eqx.nn.StateIndex(jax.random.normal(key))
+
+    def __call__(self, x, state):
+        return self.mlp(x) + state.get(self.offset), state
+
+
+def test_draws_have_the_state_of_their_member():
+    """Of three members the second diverges, so that ids are not positions."""
+    make_offset = eqx.nn.make_with_state(Offset)
+    x = jnp.stack([X, X * jnp.nan, X])
+    with pytest.warns(UserWarning, match="diverged"):
+        posterior = methods.Snapshots(3, num_snapshots=2).fit(
+            make_offset, "classification", SGD, (ee.Each(x), Y), **LENGTH
+        )
+    ensemble, state = ee.build(make_offset, 3, key=KEY)
+    (known,) = jax.tree.leaves(state)
+    assert posterior.ensemble.ids.tolist() == [0, 1, 4, 5]
+    np.testing.assert_array_equal(jax.tree.leaves(posterior.state)[0], known[jnp.array([0, 0, 2, 2])])
+
+
 # Wrong use.
 
 MISTAKES = {
