@@ -382,6 +382,21 @@ CASES = {
     "methods.sampling.diagnostics": Case(
         ee.methods.sampling.diagnostics, {"values": always(DATA[0]), "chains": always(np.arange(12) // 6)}
     ),
+    "methods.compare": Case(
+        lambda **options: ee.methods.compare(**options).summary()["rmse"],
+        {
+            "methods": always([ee.methods.Seeds(2)]),
+            "make": always(make),
+            "data": always(DATA),
+            "scores": always({"rmse": lambda found, y: ee.scores.rmse(found[..., 0], y)}),
+            "loss": always(loss),
+            "optimiser": always(ADAM),
+            "test": always(DATA),
+            "budget": always(8),
+            "key": always(KEY),
+        },
+        ("methods", "data", "scores", "folds", "test", "seeds", "budget", "executor", "key"),
+    ),
     "methods.cross_fit": Case(
         ee.methods.cross_fit,
         _steps | {"folds": lambda: ee.resample.folds(12, 4, key=KEY), "x": always(DATA[0])},
@@ -543,6 +558,7 @@ ACCEPTED = {
         "explore": "0 float32",
         "temperature": "0 int64 float32",
     },
+    "methods.compare": {"folds": "None", "seeds": "int64", "budget": "int64", "executor": "None"},
     "methods.cross_fit": {"fn": "None"},
     "sweep.rescale_schedule": {"length": "int64 float32", "new_length": "int64 float32"},
     "tree.polyak": {"tau": "0 float32"},

@@ -119,7 +119,7 @@ def compare(
     comparison.summary()["crps_difference"]
     ```
     """
-    call = _Call(_check_methods(methods), make, data, dict(scores), loss, optimiser, folds, test, budget, options, key)
+    call = _Call(_check_methods(methods), make, data, scores, loss, optimiser, folds, test, budget, options, key)
     call = call._replace(data=_check_pair(data, "data"), test=None if test is None else _check_pair(test, "test"))
     call.check()
     check_positive_int(seeds, "seeds")
@@ -150,7 +150,7 @@ class _Call(NamedTuple):
     methods: dict[str, AbstractMethod]
     make: Any
     data: Any
-    scores: dict[str, Score]
+    scores: Mapping[str, Score]
     loss: Any
     optimiser: Any
     folds: Folds | None
@@ -163,8 +163,9 @@ class _Call(NamedTuple):
         """Raises for arguments that would fail every fit."""
         check_key(self.key)
         check_function(self.make, "make", example="lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key)")
-        if not self.scores:
-            raise ValueError(f"`{caller()}` needs at least one score, such as `{{'nll': ee.scores.nll}}`; got none.")
+        if not isinstance(self.scores, Mapping) or not self.scores:
+            got = kind_text(self.scores)
+            raise TypeError(f"`{caller()}` needs `scores` by name, such as `{{'nll': ee.scores.nll}}`; got {got}.")
         for name, score in self.scores.items():
             check_function(score, f"scores[{name!r}]", example="ee.scores.nll")
         reserved = {*Row._fields, *(other + end for other in self.scores for end in SUFFIXES[1:])} & {*self.scores}

@@ -291,9 +291,9 @@ def fit_members(
         _fit_scalers(estimator, Table(x, y, weights).take(rows), head)
     table = _standardise(estimator, Table(x, y, weights / weights[rows].mean()))
     if estimator.method is not None:
-        parts = [None if own is None else tuple(table.take(own)[:2]) for own in (rows, held_out)]
-        estimator.posterior_ = fit_method(estimator, *parts)
-        estimator._few_rows = tuple(table.take(rows[:2])[:2])
+        pair = lambda own: (table.x[own], table.y[own])
+        estimator.posterior_ = fit_method(estimator, pair(rows), None if held_out is None else pair(held_out))
+        estimator._few_rows = pair(rows[:2])
         return rows
     members = _train(estimator, table, rows, held_out, warm=warm)
     _set_attributes(estimator, members)

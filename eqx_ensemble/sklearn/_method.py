@@ -18,7 +18,7 @@ from ..methods import AbstractMethod, Distilled
 from ..methods._engine import loss_of_outputs
 from ..train import Validation
 from ._base import AbstractEstimator
-from ._member import AbstractHead, Classes, Gaussian
+from ._member import AbstractHead, Classes, Gaussian, Point
 
 
 class _HeadLoss(eqx.Module):
@@ -88,6 +88,6 @@ def predict_method(estimator: AbstractEstimator, x: np.ndarray) -> Any:
     head = estimator._maker.head
     if isinstance(head, Classes):
         return found
-    if isinstance(found, tuple):  # of methods that predict a Gaussian themselves
+    if isinstance(found, tuple) and isinstance(head, Point):  # of methods that predict a Gaussian themselves
         return type(found)(*(part.reshape((*part.shape[:2], *head.shape)) for part in found))
     return jax.vmap(jax.vmap(head.read))(found)

@@ -202,7 +202,7 @@ def test_messages():
         ({"methods": []}, TypeError, "needs `methods`: a dict from names, or a list"),
         ({"methods": [Seeds]}, TypeError, "needs methods, such as `methods.Seeds"),
         ({"methods": [Seeds(2), Seeds(3)]}, ValueError, "needs a dict from names to methods: some of the list are"),
-        ({"scores": {}}, ValueError, "needs at least one score"),
+        ({"scores": {}}, TypeError, "needs `scores` by name"),
         ({"scores": {"seed": ee.scores.rmse}}, ValueError, r"other names of scores .* got \['seed'\]"),
         ({"test": (X, Y), "folds": FOLDS}, TypeError, "needs either `folds`, or `test=.*; got both"),
         ({"folds": None}, TypeError, "needs either `folds`, or `test=.*; got neither"),
