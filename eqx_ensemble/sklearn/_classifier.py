@@ -15,6 +15,7 @@ from ._base import AbstractEstimator, has_bag
 from ._check import check_classes, check_parameters
 from ._fit import fit_members, is_warm, predict_out_of_bag, predict_rows, validate_and_predict
 from ._member import Classes
+from ._method import check_method
 
 
 class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
@@ -113,6 +114,8 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
         **Raises:** as [`eqx_ensemble.sklearn.EnsembleRegressor.fit`][].
         """
         check_parameters(self)
+        if self.method is not None:
+            check_method(self, sample_weight)
         warm = is_warm(self)
         X, y = validate_data(self, X, y, dtype=np.float64, reset=not warm)
         check_classification_targets(y)

@@ -34,7 +34,7 @@ from ._member import (
     optimiser_of_rate,
     stateful_loss,
 )
-from ._method import check_method, fit_method, predict_method
+from ._method import fit_method, predict_method
 
 
 class Table(NamedTuple):
@@ -265,7 +265,6 @@ def fit_members(
     """
     vars(estimator).pop("posterior_", None)
     if estimator.method is not None:
-        check_method(estimator, sample_weight)
         vars(estimator).pop("ensemble_", None)
     warm = is_warm(estimator)
     if not warm:

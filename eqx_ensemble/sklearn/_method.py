@@ -47,7 +47,7 @@ def check_method(estimator: AbstractEstimator, sample_weight: Any) -> None:
     defaults = inspect.signature(type(estimator)).parameters
     names = [name for name in ("num_members", "bootstrap", "warm_start", "class_weight") if name in defaults]
     given = [f"`{name}`" for name in names if getattr(estimator, name) != defaults[name].default]
-    given = ["`sample_weight`"] if sample_weight is not None and not given else given
+    given += [] if sample_weight is None else ["`sample_weight`"]
     if given:
         raise TypeError(
             f"`{caller()}` does not take {', '.join(given)} with `method`, which decides on members and rows itself: "
@@ -90,4 +90,5 @@ def predict_method(estimator: AbstractEstimator, x: np.ndarray) -> Any:
         return found
     if isinstance(found, tuple) and isinstance(head, Point):  # of methods that predict a Gaussian themselves
         return type(found)(*(part.reshape((*part.shape[:2], *head.shape)) for part in found))
-    return jax.vmap(jax.vmap(head.read))(found)
+    read: Any = jax.vmap(jax.vmap(head.read))
+    return read(found)

@@ -15,6 +15,7 @@ from ._base import AbstractEstimator, has_bag
 from ._check import check_parameters
 from ._fit import fit_members, is_warm, predict_out_of_bag, predict_rows, unscale, validate_and_predict, widths
 from ._member import Gaussian, Point
+from ._method import check_method
 
 
 class EnsembleRegressor(RegressorMixin, AbstractEstimator):
@@ -154,6 +155,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         [`eqx_ensemble.train.DivergedError`][] if all members diverged.
         """
         check_parameters(self)
+        if self.method is not None:
+            check_method(self, sample_weight)
         check_word(self.head, "head", ("gaussian", "point"))
         warm = is_warm(self)
         X, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64, reset=not warm)
