@@ -24,6 +24,7 @@ from ._protocol import (
     as_made,
     check_above_zero,
     check_counts,
+    healthy_part,
 )
 from .particles._directions import check_kernel
 from .sampling._langevin import check_fraction, check_rate
@@ -52,15 +53,16 @@ def _sample(method: Any, task: Task, sampler: Any, **options: Any) -> Posterior[
     num_rows = task.num_rows()
     start, every, num_steps = _lengths(method, task.num_steps()[1] if method.every is None else method.every)
     loss = add_prior(as_loss(task.loss, noise=method.noise), method.prior_std, num_rows)
-    _, trained = task.run(method, loss=loss)
+    run, trained = task.run(method, loss=loss)
+    task = task._replace(loss=loss).of_healthy(run)
     of_chains = {name: task.options[name] for name in OF_SECOND_RUN if name in task.options}
     of_chains |= {"epochs": None, "steps": num_steps}
     of_chains |= {"rows": trained.rows, "state": trained.state, "key": jax.random.fold_in(task.key, 1)}
     sampler = sampler(method.learning_rate, num_rows, temperature=method.temperature, key=task.key, **options)
     chains = trajectory.snapshots(sampler, method.num_samples, start=start, every=every)
     run = fit(trained.ensemble, loss, chains, task.data, **of_chains)
-    samples = trajectory.snapshot_ensemble(run)
-    return posterior_of_draws(samples, method.num_samples, run, run, task._replace(loss=loss))
+    healthy = healthy_part(run)
+    return posterior_of_draws(trajectory.snapshot_ensemble(healthy), method.num_samples, run, healthy, task)
 
 
 class SGLD(AbstractOwnMethod):

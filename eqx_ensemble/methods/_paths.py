@@ -8,8 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from .. import tree
-from .._ensemble import Ensemble
+from .._ensemble import Ensemble, take
 from ..train._engine import Run
 from . import trajectory
 from ._protocol import AbstractOwnMethod, Posterior, Task, as_loss, as_made, check_counts
@@ -30,12 +29,13 @@ def posterior_of_draws(draws: Ensemble[Any], per_member: int, run: Run[Any], kep
         return Posterior(draws, None, run)
     position = {int(own): i for i, own in enumerate(np.asarray(kept.ensemble.ids))}
     owners = [position[int(own) // per_member] for own in np.asarray(draws.ids)]
-    state = tree.take(kept.state, np.array(owners))
+    state = take(kept.state, np.array(owners))
     is_norm = lambda x: isinstance(x, eqx.nn.BatchNorm)
     if any(map(is_norm, jax.tree.leaves(draws.stacked, is_leaf=is_norm))):
         options = {name: task.options.get(name) for name in ("batch_size", "plan")}
         fn = lambda *inputs: as_loss(task.loss)(*inputs)[:2]
-        state = trajectory.update_batch_norm(draws, state, fn, task.data, key=task.key, **options)
+        data = take(task.of_healthy(run).data, np.array(owners))
+        state = trajectory.update_batch_norm(draws, state, fn, data, key=task.key, **options)
     return Posterior(draws, state, run)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import resample
-from .._axes import Each
+from .._axes import Each, map_each
 from .._caller import caller
 from .._check import check_function, check_number, check_optional_function, check_word, kind_text
 from ..combine import Gaussian
@@ -97,7 +97,7 @@ class Laplace(AbstractOwnMethod):
                 f"`{caller()}` needs `data`, a few rows as for `fit`: the shapes of a posterior depend on it."
             )
         few = jax.tree.map(lambda x: x[:2], data)
-        ensemble, options = Task(make, None, None, None, {}, jax.random.key(0)).build(self.num_members, make)
+        ensemble, options = Task(make, None, None, None, {}, jax.random.key(0)).build(1, make)
         fitted = own._posterior(ensemble, few, state=options.get("state"))
         return (fitted.members if fitted.state is None else (fitted.members, fitted.state)), own._reading()
 
@@ -106,8 +106,8 @@ class Laplace(AbstractOwnMethod):
         reading = own._reading()
         run, healthy = task.run(self, task.make)
         rows, options = healthy.rows, {name: task.options.get(name) for name in ("plan", "mesh")}
-        weights = None if rows is None else Each(resample.counts(rows, len(jax.tree.leaves(task.data)[0])))
-        fitted = own._posterior(healthy, task.data, row_weights=weights, **options)
+        weights = None if rows is None else Each(resample.counts(rows, task._replace(options={}).num_rows()))
+        fitted = own._posterior(healthy, task.of_healthy(run).data, row_weights=weights, **options)
         return Posterior(fitted.members, fitted.state, run, **reading)
 
     def _reading(self) -> dict[str, Any]:
@@ -221,14 +221,22 @@ class SNGP(AbstractOwnMethod):
 
     def train(self, task: Task) -> Posterior[Any]:
         own = _with_likelihood(self, task.loss)
-        (x, _), optimiser = task.pair(), task.optimiser
+        task.pair()
+        optimiser = task.optimiser
         if self.bound is not None:
             optimiser = wrap_optimiser(sngp.bound_spectral_norm, optimiser, bound=self.bound)
         loss = _loss_of_mean(as_loss(task.loss, noise=self.noise), task.num_rows())
         run, healthy = task.run(own, loss=loss, optimiser=optimiser)
-        x = x if healthy.rows is None else Each(jax.tree.map(lambda x: jnp.asarray(x)[healthy.rows], x))
+        x, _ = task.of_healthy(run).pair()
+        x = x if healthy.rows is None else _own_rows(x, healthy.rows)
         ensemble = sngp.update_covariance(healthy.ensemble, x, state=healthy.state, plan=task.options.get("plan"))
         return Posterior(ensemble, healthy.state, run, **own.template(task.make, None)[1])
+
+
+def _own_rows(x: Any, rows: Any) -> Any:
+    """The rows of each member."""
+    of_each = lambda x: jax.vmap(lambda x, rows: x[rows])(jnp.asarray(x), rows)
+    return map_each(lambda x: Each(jax.tree.map(of_each, x)), x, shared=lambda x: Each(jnp.asarray(x)[rows]))
 
 
 class Distilled(AbstractOwnMethod):

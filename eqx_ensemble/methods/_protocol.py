@@ -16,7 +16,7 @@ from .._axes import Each
 from .._build import build
 from .._caller import caller
 from .._check import check_function, check_key, check_number, check_positive_int, check_word, kind_text, value_error
-from .._ensemble import Ensemble
+from .._ensemble import Ensemble, take
 from .._files import load, save
 from .._foreign import as_hashable, from_foreign_tree
 from .._predict import predict
@@ -156,7 +156,7 @@ class AbstractMethod(eqx.Module):
         **Returns:** the posterior, without its run.
         """
         like, reading = self.template(make, data) if isinstance(self, AbstractOwnMethod) else (make, {})
-        found = load(path, like)
+        found = load(path, like, members=slice(None))  # however many were saved
         ensemble, state = found if isinstance(found, tuple) else (found, None)
         return Posterior(ensemble, state, **reading)
 
@@ -204,15 +204,16 @@ class Task(NamedTuple):
         ensemble, options = self.build(method.num_members, make)
         arguments = [changes.pop(name, getattr(self, name)) for name in ("loss", "optimiser", "data")]
         run = fit(ensemble, as_loss(arguments[0]), *arguments[1:], **{"key": self.key} | options | changes)
-        healthy = run.status != Status.DIVERGED
-        if not healthy.any():
-            raise DivergedError(f"`{caller()}`: all {len(healthy)} members diverged.", run)
-        return run, run if healthy.all() else run[healthy]  # `fit` has warned
+        return run, healthy_part(run)
 
     def posterior(self, method: "AbstractOwnMethod", make: Any = None, **changes: Any) -> Posterior[Any]:
         """Trains members: the posterior of those that did not diverge."""
         run, healthy = self.run(method, make, **changes)
         return Posterior(healthy.ensemble, healthy.state, run, **method.template(self.make, self.data)[1])
+
+    def of_healthy(self, run: Run[Any]) -> "Task":
+        """The task with the data of the members that did not diverge."""
+        return self._replace(data=take(self.data, np.flatnonzero(run.status != Status.DIVERGED)))
 
     def num_rows(self, instead: str = "Load it as arrays.") -> int:
         """The number of rows that each member is trained on."""
@@ -240,6 +241,14 @@ class Task(NamedTuple):
         if not isinstance(self.data, tuple | list) or len(self.data) != 2 or is_batches(self.data):
             raise TypeError(f"`{caller()}` needs `data` to be arrays `(x, y)`, got {kind_text(self.data)}.")
         return self.data[0], self.data[1]
+
+
+def healthy_part(run: Run[Any]) -> Run[Any]:
+    """The run of the members that did not diverge; `fit` has warned of the others."""
+    healthy = run.status != Status.DIVERGED
+    if not healthy.any():
+        raise DivergedError(f"`{caller()}`: all {len(healthy)} members diverged.", run)
+    return run if healthy.all() else run[healthy]
 
 
 OF_SECOND_RUN = ("batch_size", "shuffle", "trainable", "plan", "mesh", "progress", "epochs", "steps")

@@ -9,7 +9,22 @@ import pytest
 
 import eqx_ensemble as ee
 
-from .test_protocol import CASES, DATA, KEY, LENGTH, SGD, X, Y, assert_same_bits, last_layer, loss, make
+from .test_protocol import (
+    CASES,
+    DATA,
+    KEY,
+    LENGTH,
+    SGD,
+    X,
+    Y,
+    assert_same_bits,
+    laplace,
+    last_layer,
+    loss,
+    make,
+    sgld,
+    sngp,
+)
 
 methods = ee.methods
 SEEDS = methods.Seeds(2)
@@ -70,6 +85,27 @@ def test_members_that_diverge_are_left_out():
     assert posterior.predict(X).shape == (1, 20, 2)
     with pytest.warns(UserWarning, match="diverged"), pytest.raises(ee.train.DivergedError, match="all 2 members"):
         SEEDS.fit(make, loss, SGD, (X * jnp.nan, Y), **LENGTH)
+
+
+@pytest.mark.parametrize("case", [laplace, sgld, sngp], ids=lambda case: case.__name__)
+def test_members_with_data_of_their_own_that_diverge(case, tmp_path):
+    """Steps after training get the data of the others; rows that are given are those of each member."""
+    method, rows = CASES[case], np.stack([np.arange(12), np.arange(8, 20)])
+    data, options = (ee.Each(jnp.stack([X * jnp.nan, X])), Y), LENGTH | {"rows": rows}
+    with pytest.warns(UserWarning, match="diverged"):
+        posterior = method.fit(make, loss, SGD, data, **options)
+    posterior.save(tmp_path / "posterior")
+    loaded = method.load(tmp_path / "posterior", make, DATA)
+    assert loaded.ensemble.ids.tolist() == ([2, 3] if case is sgld else [1])
+    assert_same_bits(loaded.predict(X), posterior.predict(X))
+    assert np.isfinite(posterior.predict(X)).all()
+    other = ee.build(make, ids=[1], key=KEY)
+    if case is laplace:
+        run = ee.fit(other, loss, SGD, (X, Y), **options | {"rows": rows[1:]})
+        weights = ee.Each(ee.resample.counts(rows[1:], 20))
+        fitted = methods.laplace.fit(run, DATA, likelihood="classification", where=last_layer, row_weights=weights)
+        expected = fitted.optimise_prior().predict(X)
+        np.testing.assert_allclose(posterior.predict(X), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
