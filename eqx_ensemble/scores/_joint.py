@@ -1,0 +1,55 @@
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, Key, Real
+
+from .. import _keys
+from .._check import RowWeightsLike, check_positive_int, check_row_weights, check_values, check_weights, value_error
+from .._weighting import blank_unweighted, log_mixture
+from ._reduce import Reduction, RowWeights
+
+
+def joint_nll(
+    log_scores: Float[ArrayLike, " members *batch"],
+    *,
+    size: int = 10,
+    num_anchors: int | None = 2,
+    num_sets: int = 1000,
+    weights: Real[ArrayLike, " members"] | None = None,
+    row_weights: RowWeightsLike | None = None,
+    reduction: Reduction = "mean",
+    key: Any,
+) -> Float[Array, "..."]:
+    logs = check_values("log_scores", log_scores)
+    rows = check_row_weights(row_weights, logs.shape[1:], logs.dtype, reduction=reduction)
+    if logs[0].size == 0:
+        raise value_error("at least one row in `log_scores`", f"got shape {logs.shape}", "Was every row filtered out?")
+    size, num_sets = check_positive_int(size, "size"), check_positive_int(num_sets, "num_sets")
+    anchors = None if num_anchors is None else check_positive_int(num_anchors, "num_anchors")
+    convex = check_weights(weights, logs.shape[0], logs.dtype)
+    logs = jnp.reshape(rows.blank(logs, before=1), (logs.shape[0], -1))
+    return _joint(logs, convex, rows.weights, _keys.root(key), size, anchors, num_sets, reduction)
+
+
+@partial(jax.jit, static_argnames=("size", "num_anchors", "num_sets", "reduction"))
+def _joint(
+    logs: Float[Array, "members rows"],
+    weights: Float[Array, " members"] | None,
+    row_weights: RowWeights | None,
+    key: Key[Array, ""],
+    size: int,
+    num_anchors: int | None,
+    num_sets: int,
+    reduction: Reduction,
+) -> Float[Array, "..."]:
+    first, second = jax.random.split(key)
+    shape = (num_sets, size if num_anchors is None else num_anchors)
+    own = None if row_weights is None else jnp.ravel(row_weights).astype(logs.dtype)
+    drawn = jax.random.choice(first, logs.shape[1], shape, p=None if own is None else own / jnp.sum(own))
+    if num_anchors is not None:
+        drawn = jnp.take_along_axis(drawn, jax.random.randint(second, (num_sets, size), 0, num_anchors), axis=1)
+    each = jnp.sum(blank_unweighted(logs, weights)[:, drawn], axis=-1)
+    joint = -log_mixture(each, weights)
+    return jnp.mean(joint) if reduction == "mean" else joint
