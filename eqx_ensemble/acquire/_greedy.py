@@ -38,8 +38,8 @@ class Pool(NamedTuple):
         cost = jnp.where(index < 0, 0, self.costs[index])
         return index, self.remove(index)._replace(spent=self.spent + cost)
 
-    def remove(self, index: Int32[Array, ""]) -> "Pool":
-        """The pool without a candidate; -1 is none."""
+    def remove(self, index: Int32[Array, "..."]) -> "Pool":
+        """The pool without a candidate, or several; -1 is none."""
         beyond = jnp.where(index < 0, self.may_pick.shape[0], index)
         return self._replace(may_pick=self.may_pick.at[beyond].set(False, mode="drop"))
 

@@ -1,28 +1,25 @@
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Key, Real
+from jaxtyping import Array, ArrayLike, Float, Int32, Integer, Key, Real
 
 from .. import _keys
 from .._check import (
     CountedRows,
     RowWeightsLike,
     check_counted_rows,
-    check_entries,
     check_logits,
+    check_no_nan,
     check_positive_int,
-    check_scalar,
     check_weights,
     type_error,
-    value_error,
 )
 from .._weighting import blank_unweighted, log_mixture, weighted_mean
 from ..uncertainty import decompose_entropy
 from ..uncertainty._engine import divergence
-from ._check import check_no_nan_of_members, check_size, check_start
+from ._check import check_factor, check_pool, check_pool_axes, check_size
 from ._greedy import Picks, Pool
 
 _LARGEST = 2**20  # of the temporary arrays of `_redundancy`, in numbers
@@ -34,6 +31,28 @@ def bald(
     weights: Real[ArrayLike, " members"] | None = None,
     row_weights: RowWeightsLike | None = None,
 ) -> Float[Array, "*batch"]:
+    """The mutual information of a row's label and the member, in nats: what querying the label is expected to tell.
+
+    The `epistemic` part of [`eqx_ensemble.uncertainty.decompose_entropy`][], with `row_weights`.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`.
+    - `weights`: over members, `(members,)`.
+    - `row_weights`: booleans `(*batch,)`; rows that are `False`, such as labelled ones, are ignored, even if NaN.
+
+    **Returns:**
+
+    `(*batch,)`, larger is better; minus infinity for ignored rows.
+
+    ```python
+    logits = jnp.log(jnp.array([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]]))
+    ee.acquire.bald(logits)  # [0.693, 0.0]
+    ```
+
+    ??? cite
+        [Houlsby et al. 2011](https://arxiv.org/abs/1112.5745)
+    """
     return _scores(logits, weights, row_weights)[0]
 
 
@@ -50,11 +69,42 @@ def batch_bald(
     num_samples: int = 4096,
     key: Any = None,
 ) -> Picks:
-    scores, checked, convex, rows = _check_pool(logits, weights, row_weights)
-    start = check_start(checked.shape[1], checked.dtype, rows, chosen, costs, budget)
-    size = check_size(size, "size", start.may_pick)
+    """A batch of rows by greedy maximisation of what their labels jointly tell about the member (BatchBALD), in nats.
+
+    Unlike the largest values of [`eqx_ensemble.acquire.bald`][], it avoids near duplicates. The joint labels of the
+    rows so far are enumerated while there are at most `max_outcomes`, and sampled for more rows.
+
+    **Arguments:**
+
+    - `logits`: `(members, candidates, classes)`.
+    - `size`, `chosen`, `costs`, `budget`: as for [`eqx_ensemble.acquire.batch_expected_improvement`][].
+    - `weights`, `row_weights`: as for [`eqx_ensemble.acquire.bald`][].
+    - `max_outcomes`: the largest number of joint labels to enumerate; a pick needs those of the rows before it.
+    - `num_samples`: the number of joint labels to sample beyond that.
+    - `key`: one threefry key, needed to sample.
+
+    **Returns:**
+
+    [`eqx_ensemble.acquire.Picks`][], with the joint mutual information, including that of `chosen`.
+
+    **Raises:**
+
+    `TypeError` without a `key` where joint labels are sampled.
+
+    ```python
+    logits = 3 * jax.random.normal(key, (8, 100, 2))
+    logits = logits.at[:, 1].set(logits[:, 0])  # a duplicate
+    picks = ee.acquire.batch_bald(logits, 5)
+    ```
+
+    ??? cite
+        [Kirsch et al., NeurIPS 2019](https://arxiv.org/abs/1906.08158)
+    """
+    scores, checked, convex, rows = _check_logits(logits, weights, row_weights)
+    pool, taken = check_pool(checked, rows, costs, budget, chosen)
+    size = check_size(size, "size", pool)
     most, num_samples = check_positive_int(max_outcomes, "max_outcomes"), check_positive_int(num_samples, "num_samples")
-    conditioned, num_classes, num_exact = start.chosen.shape[0] + size - 1, checked.shape[2], 0
+    conditioned, num_classes, num_exact = len(taken) + size - 1, checked.shape[2], 0
     while num_exact < conditioned and num_classes ** (num_exact + 1) <= most:
         num_exact += 1
     if num_exact < conditioned and key is None:
@@ -62,8 +112,7 @@ def batch_bald(
         fix = "Pass `key=jax.random.key(0)`; or a larger `max_outcomes`, which are enumerated exactly."
         raise type_error(f"a `key` for batches of more than {most} joint outcomes", got, fix)
     key = jax.random.key(0) if key is None else _keys.root(key)
-    pool = Pool(start.may_pick, start.costs, start.budget, jnp.zeros((), checked.dtype))
-    return Picks(*_pick_all(checked, scores, convex, start.chosen, pool, key, _Sizes(size, num_exact, num_samples)))
+    return Picks(*_pick_all(checked, scores, convex, taken, pool, key, _Sizes(size, num_exact, num_samples)))
 
 
 def power_bald(
@@ -75,13 +124,34 @@ def power_bald(
     row_weights: RowWeightsLike | None = None,
     key: Any,
 ) -> Int32[Array, " size"]:
-    scores, checked, _, rows = _check_pool(logits, weights, row_weights)
-    may_pick = check_start(checked.shape[1], checked.dtype, rows, None, None, None).may_pick
-    size = check_size(size, "size", may_pick)
-    exponent = check_scalar("power", power, checked.dtype)
-    wrong = lambda host: ~((host >= 0) & (host < math.inf))
-    check_entries("a finite `power` of zero or more", power, wrong, "Zero picks uniformly, infinity would be top-k.")
-    return _draw(scores, may_pick, exponent, size, _keys.root(key))
+    """A batch of rows drawn without replacement in proportion to powers of [`eqx_ensemble.acquire.bald`][] (PowerBALD).
+
+    As fast as taking the largest values; for large batches nearly as good as [`eqx_ensemble.acquire.batch_bald`][],
+    because chance keeps near duplicates apart.
+
+    **Arguments:**
+
+    - `logits`, `weights`, `row_weights`: as for [`eqx_ensemble.acquire.batch_bald`][].
+    - `size`: the number of rows.
+    - `power`: zero or more; zero draws uniformly, large powers take the largest values.
+    - `key`: one threefry key, typed or legacy.
+
+    **Returns:**
+
+    Indices `(size,)`, in the order in which they were drawn. Rows on which members agree come last.
+
+    ```python
+    logits = jax.random.normal(key, (8, 100, 2))
+    ee.acquire.power_bald(logits, 20, key=key).shape  # (20,)
+    ```
+
+    ??? cite
+        [Kirsch et al., TMLR 2023](https://arxiv.org/abs/2106.12059)
+    """
+    scores, checked, _, rows = _check_logits(logits, weights, row_weights)
+    pool, _ = check_pool(checked, rows)
+    exponent = check_factor("power", power, checked.dtype, fix="Zero draws uniformly, 1 in proportion.")
+    return _draw(scores, pool, exponent, check_size(size, "size", pool), _keys.root(key))
 
 
 def _scores(
@@ -96,22 +166,20 @@ def _scores(
     return rows.blank(found, fill=-jnp.inf), checked, convex, rows
 
 
-def _check_pool(
+def _check_logits(
     logits: ArrayLike, weights: ArrayLike | None, row_weights: ArrayLike | None
 ) -> tuple[Array, Array, Array | None, CountedRows]:
     """`_scores` of logits `(members, candidates, classes)` without NaN."""
     scores, checked, convex, rows = _scores(logits, weights, row_weights)
-    if checked.ndim != 3:
-        fix = "For several pools, map the function with `jax.vmap`."
-        raise value_error("`logits` of shape (members, candidates, classes)", f"got shape {checked.shape}", fix)
-    check_no_nan_of_members("logits", logits, weights, rows)
+    check_pool_axes("logits", checked, "(members, candidates, classes)")
+    check_no_nan("logits", blank_unweighted(checked, convex))
     return scores, checked, convex, rows
 
 
 @partial(jax.jit, static_argnames="size")
 def _draw(
     scores: Float[Array, " candidates"],
-    may_pick: Bool[Array, " candidates"],
+    pool: Pool,
     power: Float[Array, ""],
     size: int,
     key: Key[Array, ""],
@@ -119,7 +187,7 @@ def _draw(
     """Sampling without replacement in proportion to powers of the scores: the largest Gumbel-perturbed logarithms."""
     smallest = jnp.finfo(scores.dtype).tiny  # where members agree, candidates come last, and are picked if needed
     ranked = power * jnp.log(jnp.maximum(scores, smallest)) + jax.random.gumbel(key, scores.shape, scores.dtype)
-    fits = may_pick & ~jnp.isnan(ranked)
+    fits = pool.may_pick & ~jnp.isnan(ranked)
     index = jax.lax.top_k(jnp.where(fits, ranked, -jnp.inf), size)[1]
     return jnp.where(fits[index], index, -1).astype(jnp.int32)
 

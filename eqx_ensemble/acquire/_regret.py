@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._brief import brief_repr
-from .._check import check_array, check_no_nan, promote, type_error, value_error
-from ._check import Mode, check_sign
+from .._check import check_no_nan, promote, value_error
+from ._check import Mode, check_real, check_sign
 
 
 class Regret(NamedTuple):
@@ -19,8 +19,25 @@ class Regret(NamedTuple):
 
 
 def regret(values: Real[ArrayLike, "*batch steps"], optimum: Real[ArrayLike, "..."], *, mode: Mode) -> Regret:
+    """How much worse than the optimum the evaluated values are, after each step.
+
+    **Arguments:**
+
+    - `values`: noise-free values or rewards `(*batch, steps)`, such as `(seeds, steps)`, in the order of evaluation.
+    - `optimum`: the best value there is: one number, one per run `(*batch,)`, or, for contextual bandits, one per step.
+    - `mode`: `"max"` if larger values are better, or `"min"`.
+
+    **Returns:**
+
+    [`eqx_ensemble.acquire.Regret`][] of arrays `(*batch, steps)`.
+
+    ```python
+    curves = ee.acquire.regret(jnp.array([1.0, 3.0, 2.0]), 4.0, mode="max")
+    curves.simple, curves.cumulative  # [3.0, 1.0, 1.0], [3.0, 4.0, 6.0]
+    ```
+    """
     sign = check_sign(mode)
-    seen, ideal = _check_real("values", values), _check_real("optimum", optimum)
+    seen, ideal = check_real("values", values), check_real("optimum", optimum)
     if seen.ndim < 1 or seen.shape[-1] < 1:
         raise value_error("`values` of at least one step, `(*batch, steps)`", f"got shape {seen.shape}", "Steps last.")
     if ideal.shape not in ((), seen.shape[:-1], seen.shape):
@@ -33,10 +50,3 @@ def regret(values: Real[ArrayLike, "*batch steps"], optimum: Real[ArrayLike, "..
         ideal = ideal[..., None]
     lost = sign * (ideal - seen)
     return Regret(jax.lax.cummin(lost, axis=lost.ndim - 1), jnp.cumsum(lost, axis=-1))
-
-
-def _check_real(argument: str, values: ArrayLike) -> Array:
-    array = check_array(argument, values)
-    if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise type_error(f"real `{argument}`", f"got dtype {array.dtype}", "Take a real part or a modulus.")
-    return array

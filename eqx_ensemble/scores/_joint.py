@@ -22,6 +22,38 @@ def joint_nll(
     reduction: Reduction = "mean",
     key: Any,
 ) -> Float[Array, "..."]:
+    r"""Negative log-likelihood, in nats, of the labels of several rows together under the mixture of the members.
+
+    $-\log \sum_m w_m \prod_{i=1}^\tau p_m(y_i \mid x_i)$ for sets of $\tau$ rows. It separates members that disagree
+    from members that agree and are uncertain, which have the same score of single rows. Dyadic sampling makes this
+    visible: two rows are drawn for each set, and the $\tau$ rows of the set from these two.
+
+    **Arguments:**
+
+    - `log_scores`: the log-likelihood of every row under each member, `(members, *batch)`, by
+        [`eqx_ensemble.scores.per_member`][], as in the example.
+    - `size`: $\tau$, the number of rows of a set.
+    - `num_anchors`: the number of rows, drawn with replacement, from which the rows of a set are drawn. `None` draws
+        them from all rows.
+    - `num_sets`: the number of sets.
+    - `weights`: convex weights over members, `(members,)`.
+    - `row_weights`: as for every score; rows are drawn in proportion to them.
+    - `reduction`: `"mean"`, or `"none"` for one value per set.
+    - `key`: one threefry key. The same key draws the same sets, to compare ensembles.
+
+    **Returns:**
+
+    A scalar, or `(sets,)`; per set, not per row.
+
+    ```python
+    logits, labels = jax.random.normal(key, (8, 100, 3)), jnp.zeros(100, int)
+    log_scores = -ee.scores.per_member(ee.scores.nll, logits, labels, reduction="none")
+    ee.scores.joint_nll(log_scores, key=key)
+    ```
+
+    ??? cite
+        [Osband et al. 2022](https://arxiv.org/abs/2110.04629), [Osband et al., UAI 2022](https://arxiv.org/abs/2202.13509)
+    """
     logs = check_values("log_scores", log_scores)
     rows = check_row_weights(row_weights, logs.shape[1:], logs.dtype, reduction=reduction)
     if logs[0].size == 0:
