@@ -112,7 +112,7 @@ def batch_bald(
         fix = "Pass `key=jax.random.key(0)`; or a larger `max_outcomes`, which are enumerated exactly."
         raise type_error(f"a `key` for batches of more than {most} joint outcomes", got, fix)
     key = jax.random.key(0) if key is None else _keys.root(key)
-    return Picks(*_pick_all(checked, scores, convex, taken, pool, key, _Sizes(size, num_exact, num_samples)))
+    return Picks(*_pick_all(checked, scores, convex, taken, pool, key, size, num_exact, num_samples))
 
 
 def power_bald(
@@ -192,13 +192,7 @@ def _draw(
     return jnp.where(fits[index], index, -1).astype(jnp.int32)
 
 
-class _Sizes(NamedTuple):
-    picks: int
-    exact: int
-    samples: int
-
-
-@partial(jax.jit, static_argnames="sizes")
+@partial(jax.jit, static_argnames=("size", "num_exact", "num_samples"))
 def _pick_all(
     logits: Float[Array, "members candidates classes"],
     scores: Float[Array, " candidates"],
@@ -206,26 +200,28 @@ def _pick_all(
     chosen: Int32[Array, " chosen"],
     pool: Pool,
     key: Key[Array, ""],
-    sizes: _Sizes,
+    size: int,
+    num_exact: int,
+    num_samples: int,
 ) -> tuple[Int32[Array, " size"], Float[Array, " size"]]:
-    """Greedy picks, given the labels of at most `sizes.exact` rows by enumeration, and of more by samples."""
+    """Greedy picks, given the labels of at most `num_exact` rows by enumeration, and of more by samples."""
     logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
     labels = _Labels(logs, scores, weighted_mean(jnp.exp(logs), weights), weights)
-    num_rows, num_chosen = chosen.shape[0] + sizes.picks, chosen.shape[0]
+    num_rows, num_chosen = chosen.shape[0] + size, chosen.shape[0]
     joint, total = jnp.zeros((logs.shape[0], 1), logs.dtype), jnp.zeros((), logs.dtype)
     indices, values = [], []
-    for i in range(min(num_rows, sizes.exact + 1)):
+    for i in range(min(num_rows, num_exact + 1)):
         index, gain, pool = labels.pick(joint, pool, chosen[i] if i < num_chosen else None, share=None)
         total = total + gain
-        joint = labels.enumerate(joint, index) if i < sizes.exact else joint
+        joint = labels.enumerate(joint, index) if i < num_exact else joint
         indices, values = [*indices, index], [*values, total]
     so_far, sums = jnp.stack(indices), jnp.stack(values)
     if num_rows == len(indices):
         return so_far[num_chosen:], sums[num_chosen:]
 
     drawing, labelling = jax.random.split(key)
-    members = jax.random.choice(drawing, logs.shape[0], (sizes.samples,), p=weights)
-    share = jnp.full(sizes.samples, 1 / sizes.samples, logs.dtype)
+    members = jax.random.choice(drawing, logs.shape[0], (num_samples,), p=weights)
+    share = jnp.full(num_samples, 1 / num_samples, logs.dtype)
     keys = jax.random.split(labelling, num_rows)
 
     def condition(joint: Array, given: tuple[Array, Array]) -> tuple[Array, None]:
@@ -237,7 +233,7 @@ def _pick_all(
         return (labels.sample(joint, members, index, key), pool, total + gain), (index, total + gain)
 
     count = len(indices)
-    joint, _ = jax.lax.scan(condition, jnp.zeros((logs.shape[0], sizes.samples), logs.dtype), (so_far, keys[:count]))
+    joint, _ = jax.lax.scan(condition, jnp.zeros((logs.shape[0], num_samples), logs.dtype), (so_far, keys[:count]))
     rest = chosen[count:]
     carry, _ = jax.lax.scan(step, (joint, pool, total), (rest, keys[count : count + len(rest)]))
     more = jax.lax.scan(step, carry, (None, keys[count + len(rest) :]))[1]
@@ -271,7 +267,7 @@ class _Labels(NamedTuple):
         $I(y; m \mid y_{1:n}) = I(y; m) - I(y; y_{1:n})$, as labels are independent given the member. Both terms are
         mean divergences: there is no difference of entropies, which would hide small disagreement in rounding.
         """
-        if joint.shape[1] == 1:
+        if share is None and joint.shape[1] == 1:  # no labels so far
             return self.scores
         joint = blank_unweighted(joint, self.weights, fill=-jnp.inf)
         evidence = log_mixture(joint, self.weights)

@@ -2,10 +2,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._brief import brief_repr
-from .._check import check_no_nan, promote, value_error
+from .._check import check_entries, check_no_nan, promote, value_error
 from ._check import Mode, check_real, check_sign
 
 
@@ -44,7 +45,7 @@ def regret(values: Real[ArrayLike, "*batch steps"], optimum: Real[ArrayLike, "..
         got = f"expected {seen.shape}, {seen.shape[:-1]} or (), got {ideal.shape}"
         raise value_error("one `optimum`, or one per run or step", got, "It is the best value there is.")
     check_no_nan("values", values)
-    check_no_nan("optimum", optimum)
+    check_entries("a finite `optimum`", optimum, lambda host: ~np.isfinite(host), "It is the best value there is.")
     seen, ideal = promote(seen, ideal)
     if ideal.ndim and ideal.ndim < seen.ndim:
         ideal = ideal[..., None]

@@ -15,7 +15,7 @@ def joint_nll(
     log_scores: Float[ArrayLike, " members *batch"],
     *,
     size: int = 10,
-    num_anchors: int | None = 2,
+    num_anchors: int = 2,
     num_sets: int = 1000,
     weights: Real[ArrayLike, " members"] | None = None,
     row_weights: RowWeightsLike | None = None,
@@ -33,8 +33,7 @@ def joint_nll(
     - `log_scores`: the log-likelihood of every row under each member, `(members, *batch)`, by
         [`eqx_ensemble.scores.per_member`][], as in the example.
     - `size`: $\tau$, the number of rows of a set.
-    - `num_anchors`: the number of rows, drawn with replacement, from which the rows of a set are drawn. `None` draws
-        them from all rows.
+    - `num_anchors`: the number of rows, drawn with replacement, from which the rows of a set are drawn.
     - `num_sets`: the number of sets.
     - `weights`: convex weights over members, `(members,)`.
     - `row_weights`: as for every score; rows are drawn in proportion to them.
@@ -58,11 +57,11 @@ def joint_nll(
     rows = check_row_weights(row_weights, logs.shape[1:], logs.dtype, reduction=reduction)
     if logs[0].size == 0:
         raise value_error("at least one row in `log_scores`", f"got shape {logs.shape}", "Was every row filtered out?")
-    size, num_sets = check_positive_int(size, "size"), check_positive_int(num_sets, "num_sets")
-    anchors = None if num_anchors is None else check_positive_int(num_anchors, "num_anchors")
+    size, num_anchors = check_positive_int(size, "size"), check_positive_int(num_anchors, "num_anchors")
+    num_sets = check_positive_int(num_sets, "num_sets")
     convex = check_weights(weights, logs.shape[0], logs.dtype)
     logs = jnp.reshape(rows.blank(logs, before=1), (logs.shape[0], -1))
-    return _joint(logs, convex, rows.weights, _keys.root(key), size, anchors, num_sets, reduction)
+    return _joint(logs, convex, rows.weights, _keys.root(key), size, num_anchors, num_sets, reduction)
 
 
 @partial(jax.jit, static_argnames=("size", "num_anchors", "num_sets", "reduction"))
@@ -72,16 +71,16 @@ def _joint(
     row_weights: RowWeights | None,
     key: Key[Array, ""],
     size: int,
-    num_anchors: int | None,
+    num_anchors: int,
     num_sets: int,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     first, second = jax.random.split(key)
-    shape = (num_sets, size if num_anchors is None else num_anchors)
     own = None if row_weights is None else jnp.ravel(row_weights).astype(logs.dtype)
-    drawn = jax.random.choice(first, logs.shape[1], shape, p=None if own is None else own / jnp.sum(own))
-    if num_anchors is not None:
-        drawn = jnp.take_along_axis(drawn, jax.random.randint(second, (num_sets, size), 0, num_anchors), axis=1)
+    anchors = jax.random.choice(
+        first, logs.shape[1], (num_sets, num_anchors), p=None if own is None else own / own.sum()
+    )
+    drawn = jnp.take_along_axis(anchors, jax.random.randint(second, (num_sets, size), 0, num_anchors), axis=1)
     each = jnp.sum(blank_unweighted(logs, weights)[:, drawn], axis=-1)
     joint = -log_mixture(each, weights)
     return jnp.mean(joint) if reduction == "mean" else joint
