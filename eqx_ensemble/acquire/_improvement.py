@@ -227,7 +227,7 @@ def _standardise(better: Array, variance: Array) -> tuple[Array, Array, Array]:
     return point, sigma, jnp.where(point, 0, better) / sigma
 
 
-_TAIL = 3.0
+_TAIL = 2.0
 
 
 @jax.custom_jvp
@@ -265,12 +265,12 @@ def _split(z: Float[Array, "..."]) -> tuple[Array, Array, Array]:
 
 
 def _mills_rest(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    r"""$k$ in $\Phi(-x) / \varphi(x) = 1 / (x + k)$, for $x \ge 3$, by Laplace's continued fraction.
+    r"""$k$ in $\Phi(-x) / \varphi(x) = 1 / (x + k)$, for $x \ge 2$, by Laplace's continued fraction.
 
     $k = 1 / (x + 2 / (x + 3 / (x + \dots)))$, so that $1 - x \Phi(-x) / \varphi(x) = k / (x + k)$ has no difference
     in it: written as one it would lose $x^2$ roundings.
     """
-    terms = 12 if x.dtype == jnp.float32 else 48
+    terms = 16 if x.dtype == jnp.float32 else 80
     rest: Any = (x + jnp.sqrt(x**2 + 4 * (terms + 1))) / 2  # where it converges to, for a constant numerator
     for i in range(terms, 1, -1):
         rest = x + i / rest
