@@ -163,7 +163,7 @@ def confidence_bound(
     """
     sign, (means, variances, convex, rows) = check_sign(mode), _check(mean, variance, weights, row_weights)
     factor = check_factor("beta", beta, means.dtype, fix="Its root is the number of standard deviations.")
-    return rows.blank(_bound(sign * means, variances, factor, convex), fill=-jnp.inf)
+    return rows.blank(_confidence(sign * means, variances, factor, convex), fill=-jnp.inf)
 
 
 def _check(
@@ -212,7 +212,7 @@ def _over_members(
 
 
 @jax.jit
-def _bound(mean: Array, variance: Array, beta: Array, weights: Array | None) -> Float[Array, "*batch"]:
+def _confidence(mean: Array, variance: Array, beta: Array, weights: Array | None) -> Float[Array, "*batch"]:
     centre, total = mixture_moments(mean, variance, weights)
     exact = total == 0  # where the gradient of the root is infinite
     return centre + jnp.sqrt(beta) * jnp.where(exact, 0, jnp.sqrt(jnp.where(exact, 1, total)))
