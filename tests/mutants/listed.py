@@ -327,7 +327,7 @@ MUTANTS = [
         "acquire/_information.py",
         "acquire/test_information.py",
         ("self.scores - shared", "self.scores"),
-        ("logs[members]", "logs[members[::-1]]"),
+        ("logs[members]", "logs[jax.random.permutation(key, members)]"),
         ("likelihood * self.weights[:, None]", "likelihood / joint.shape[0]"),
         ("evidence == -jnp.inf, 0, evidence", "evidence == jnp.inf, 0, evidence"),
         ("power * jnp.log", "jnp.log"),
