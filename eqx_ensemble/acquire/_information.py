@@ -72,8 +72,10 @@ def batch_bald(
 ) -> Picks:
     """A batch of rows by greedy maximisation of what their labels jointly tell about the member (BatchBALD), in nats.
 
-    Unlike the largest values of [`eqx_ensemble.acquire.bald`][], it avoids near duplicates. The joint labels of the
-    rows so far are enumerated while there are at most `max_outcomes`, and sampled for more rows.
+    Unlike the largest values of [`eqx_ensemble.acquire.bald`][], it counts what the labels tell in common once: a near
+    duplicate adds little where each member is sure of its label. Labels are independent given the member, and where
+    they are noisy, a duplicate still adds to the sum. The joint labels of the rows so far are enumerated while there
+    are at most `max_outcomes`, and sampled for more rows.
 
     **Arguments:**
 
@@ -93,9 +95,11 @@ def batch_bald(
     `TypeError` without a `key` where joint labels are sampled.
 
     ```python
-    logits = 3 * jax.random.normal(key, (8, 100, 2))
-    logits = logits.at[:, 1].set(logits[:, 0])  # a duplicate
-    picks = ee.acquire.batch_bald(logits, 5)
+    sure, half = jnp.array([9.0, -9.0]), jnp.zeros(2)
+    one, other = jnp.stack([sure, -sure, half, half]), jnp.stack([half, half, sure, -sure])
+    logits = jnp.stack([one, one, other], axis=1)  # four members; row 1 is a copy of row 0
+    picks = ee.acquire.batch_bald(logits, 2)
+    picks.indices, picks.values  # [0, 2], [0.347, 0.693]
     ```
 
     ??? cite
