@@ -5,6 +5,7 @@ from ._lazy import import_when_used as _import_when_used
 from ._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from . import acquire as acquire
     from . import calibrate as calibrate
     from . import checkpoint as checkpoint
     from . import combine as combine
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__, __all__ = _import_when_used(
         __name__,
-        subpackages="calibrate checkpoint combine conformal distributed fleet methods plan plot resample "
+        subpackages="acquire calibrate checkpoint combine conformal distributed fleet methods plan plot resample "
         "scores sharding sklearn sweep testing train tree uncertainty".split(),
         names={
             "_axes": ["AbstractPerMember", "Batch", "Each"],

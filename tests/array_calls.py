@@ -5,7 +5,7 @@ import inspect
 import jax
 import numpy as np
 
-from eqx_ensemble import calibrate, combine, conformal, resample, scores, sweep, tree, uncertainty
+from eqx_ensemble import acquire, calibrate, combine, conformal, resample, scores, sweep, tree, uncertainty
 from eqx_ensemble.methods import density, heads
 
 _RNG = np.random.default_rng(0)
@@ -40,7 +40,27 @@ _DENSITY = heads.MixtureDensity(_LOGITS, _LOGITS, np.exp(_LOGITS))
 _DENSITY_OF_ONE = heads.MixtureDensity(_LOGITS[0], _LOGITS[1], np.exp(_LOGITS[2]))
 _MODEL = {"weight": np.ones((3, 2), np.float32)}
 
+_CANDIDATES = {"weights": _WEIGHTS, "row_weights": _MASK}
+_BATCH = _CANDIDATES | {"size": 2, "chosen": np.array([0]), "costs": _VARIANCE[0], "budget": 20.0}
+_IMPROVEMENT = {"best": 0.1, "mode": "max"}
+
 CALLS = {
+    acquire: {
+        **{
+            name: _MOMENTS | _CANDIDATES | _IMPROVEMENT
+            for name in ("expected_improvement", "log_expected_improvement", "probability_of_improvement")
+        },
+        "confidence_bound": _MOMENTS | _CANDIDATES | {"beta": 2.0, "mode": "min"},
+        **{
+            name: {"predictions": _MEAN} | _BATCH | _IMPROVEMENT
+            for name in ("batch_expected_improvement", "batch_probability_of_improvement")
+        },
+        "thompson": {"predictions": _MEAN, "num_picks": 2, "mode": "max", "replace": False, "key": _KEY} | _CANDIDATES,
+        "bald": {"logits": _LOGITS} | _CANDIDATES,
+        "batch_bald": {"logits": _LOGITS, "max_outcomes": 9, "num_samples": 5, "key": _KEY} | _BATCH,
+        "power_bald": {"logits": _LOGITS, "size": 2, "power": 1.0, "key": _KEY} | _CANDIDATES,
+        "regret": {"values": _MEAN, "optimum": 3.0, "mode": "max"},
+    },
     combine: {
         "mean_logits": _LOGITS_AND_WEIGHTS,
         "mixture": _LOGITS_AND_WEIGHTS,
@@ -62,6 +82,10 @@ CALLS = {
         "stacking": {"log_scores": _MEAN, "row_weights": _MASK, "tolerance": 1.0, "max_steps": 5},
     },
     scores: {
+        "joint_nll": {"log_scores": -_VARIANCE, "size": 3, "num_anchors": 2, "num_sets": 5, "key": _KEY}
+        | {"weights": _WEIGHTS}
+        | _ROWS
+        | _MEAN_OR_NONE,
         "bootstrap": {"values": _MEAN, "statistic": None, "row_weights": _ROW_WEIGHTS, "level": 0.9}
         | {"num_draws": 5, "key": _KEY},
         **{name: _CLASSES | _ROWS | _MEAN_OR_NONE for name in ("brier", "accuracy", "mean_member_accuracy", "nll")},

@@ -17,7 +17,9 @@ from .census import BAD_OF_ARRAYS
 
 COUNTS = (
     "count",
+    "max_outcomes",
     "max_steps",
+    "num_anchors",
     "num_axes",
     "num_bins",
     "num_classes",
@@ -25,7 +27,9 @@ COUNTS = (
     "num_folds",
     "num_groups",
     "num_members",
+    "num_picks",
     "num_rows",
+    "num_sets",
 )
 COUNTS += ("k", "num_levels", "num_samples", "num_steps", "num_initial", "num_free", "size", "window")
 
@@ -40,14 +44,17 @@ MEANT = {
     ("level", "float32"): "NumPy's floats are levels",
     ("levels", "float32"): "one level",
     ("levels", "0"): "the lowest value",
+    **{(name, kind): "a value" for name in ("best", "optimum") for kind in ("-1", "0", "int64", "float32")},
+    **{("budget", kind): "a sum of costs" for kind in ("int64", "float32")},
+    ("power", "0"): "a uniform draw",
     ("cut", "0"): "the mean",
     **{("lower", kind): "a threshold" for kind in ("-1", "0", "int64", "float32")},
     **{("upper", kind): "a threshold" for kind in ("inf", "-1", "0", "int64", "float32")},
     **{("order", kind): "a power above zero" for kind in ("int64", "float32")},
     ("above", "0"): "all weights that are not zero",
     **{(name, kind): "a number of zero or more"
-       for name in ("bias_penalty", "coefficient", "floor", "kl_weight", "off_diagonal_penalty", "penalty", "ridge",
-                    "smoothing", "step")
+       for name in ("beta", "bias_penalty", "coefficient", "floor", "kl_weight", "off_diagonal_penalty", "penalty",
+                    "ridge", "smoothing", "step")
        for kind in ("0", "int64", "float32")},
     **{("tolerance", kind): "a number of zero or more" for kind in ("0", "int64", "float32")},
     **{(name, kind): "a number above zero" for name in ("power", "temperature")

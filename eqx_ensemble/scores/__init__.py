@@ -34,6 +34,7 @@ from ._intervals import pinball as pinball
 from ._intervals import set_coverage as set_coverage
 from ._intervals import set_size as set_size
 from ._intervals import width as width
+from ._joint import joint_nll as joint_nll
 from ._multivariate import dawid_sebastiani as dawid_sebastiani
 from ._multivariate import energy_score as energy_score
 from ._multivariate import variogram_score as variogram_score

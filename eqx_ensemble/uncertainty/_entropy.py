@@ -77,7 +77,7 @@ def _parts(
     probabilities = jnp.exp(logs)
     mixed = weighted_mean(probabilities, weights)
     entropies = weighted_mean(_entropy_of(logs, probabilities), weights)
-    return entropies, weighted_mean(_divergence(logs, mixed, weights), weights), mixed
+    return entropies, weighted_mean(divergence(logs, mixed, weights), weights), mixed
 
 
 @jax.jit
@@ -93,7 +93,7 @@ def _entropy_of(
     return jnp.sum(probabilities * -jnp.where(logs == -jnp.inf, 0, logs), axis=-1)
 
 
-def _divergence(
+def divergence(
     logs: Float[Array, "members *batch classes"],
     mixed: Float[Array, "*batch classes"],
     weights: Float[Array, "members ..."] | None,

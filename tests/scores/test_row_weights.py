@@ -43,7 +43,7 @@ OPTIONS = {
     "squared_calibration_error": {"debiased": False, "binning": "width"},
 }
 # Tests of their own, below and in the curves': more rows mean more points, or less noise.
-OTHERS = {"aurc", "risk_coverage", "bootstrap", "roc_curve", "precision_recall_curve"}
+OTHERS = {"joint_nll", "aurc", "risk_coverage", "bootstrap", "roc_curve", "precision_recall_curve"}
 NEEDS_SCORINGRULES = ("energy_score", "variogram_score", "interval_score", "pinball", "dawid_sebastiani")
 # One of each kind: a mean of rows of classes and of numbers, a root, groups, bins, ranks, and a sum up to each level.
 QUICK = {"brier", "crps", "rmse", "by_group", "ence", "auroc", "quantile_calibration_error"}

@@ -53,7 +53,7 @@ SINGLE = {
     "quantile_calibration_error": (VARIANCE[0] / 3,),
 }
 ALL = MEMBERS | SINGLE
-OTHERS = {"bootstrap", "decompose_brier", "per_member", "pit", "pit_gaussian_mixture", "pit_histogram"}
+OTHERS = {"joint_nll", "bootstrap", "decompose_brier", "per_member", "pit", "pit_gaussian_mixture", "pit_histogram"}
 OTHERS |= {"rank_histogram", "set_coverage", "set_size"}
 OTHERS |= {"by_group", "class_conditional_coverage", "size_stratified_coverage"}
 # Of rankings, not of predictions.

@@ -1,0 +1,269 @@
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.special import ndtr
+from jax.scipy.stats import norm
+from jaxtyping import Array, ArrayLike, Float, Real
+
+from .._check import (
+    CountedRows,
+    RowWeightsLike,
+    check_counted_rows,
+    check_same_shape,
+    check_values,
+    check_variance,
+    check_weights,
+    promote,
+)
+from .._weighting import blank_unweighted, log_mixture, mixture_moments, weighted_mean
+from ._check import Mode, check_best, check_factor, check_sign
+
+
+def expected_improvement(
+    mean: Float[ArrayLike, " members *batch"],
+    variance: Float[ArrayLike, " members *batch"] | None = None,
+    *,
+    best: Real[ArrayLike, "..."],
+    mode: Mode,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
+) -> Float[Array, "*batch"]:
+    r"""How much candidates improve on the best value observed, $\mathrm{E} \max(f - f^*, 0)$, under the mixture.
+
+    With `variance`, members are Gaussians, and this is the closed form $\sum_m w_m \sigma_m h(z_m)$ with $z_m = (\mu_m
+    - f^*) / \sigma_m$ and $h(z) = \varphi(z) + z \Phi(z)$. Without it, members are samples: $\sum_m w_m \max(f_m - f^*,
+    0)$.
+
+    **Arguments:**
+
+    - `mean`, `variance`: `(members, *batch)`; variances may be zero. Without `variance`, `mean` are the samples.
+    - `best`: $f^*$, a number; or one per member, `(members,)`, such as the best prediction for the observed points if
+        observations are noisy.
+    - `mode`: `"max"` if larger values are better; for `"min"` the signs of `mean` and `best` change.
+    - `weights`: over members, `(members,)` or `(members, *rows)`.
+    - `row_weights`: booleans `(*batch,)`; candidates that are `False` are ignored, even if NaN.
+
+    **Returns:**
+
+    `(*batch,)`, larger is better; minus infinity for ignored candidates.
+
+    ```python
+    mean, variance = jnp.array([[0.0, 1.0], [0.0, 2.0]]), jnp.ones((2, 2))
+    # [0.083, 0.741]
+    ee.acquire.expected_improvement(mean, variance, best=1.0, mode="max")
+    ee.acquire.expected_improvement(mean, best=1.0, mode="max")  # [0.0, 0.5]
+    ```
+
+    ??? cite
+        [Jones et al., Journal of Global Optimization 1998](https://doi.org/10.1023/A:1008306431147)
+    """
+    return _improve("expected", best, mode, mean, variance, weights, row_weights)
+
+
+def log_expected_improvement(
+    mean: Float[ArrayLike, " members *batch"],
+    variance: Float[ArrayLike, " members *batch"] | None = None,
+    *,
+    best: Real[ArrayLike, "..."],
+    mode: Mode,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
+) -> Float[Array, "*batch"]:
+    """The logarithm of [`eqx_ensemble.acquire.expected_improvement`][], accurate where that underflows.
+
+    Optimisers of candidates need it: far from the best value, the expected improvement and its gradient are zero in
+    floating point. Members are summed by log-sum-exp. The gradient is finite.
+
+    **Arguments:**
+
+    As [`eqx_ensemble.acquire.expected_improvement`][].
+
+    **Returns:**
+
+    `(*batch,)`; minus infinity for ignored candidates, and where no sample improves.
+
+    ```python
+    mean, variance = jnp.array([[-40.0]]), jnp.ones((1, 1))
+    # -808.3, whose exponential is zero
+    ee.acquire.log_expected_improvement(mean, variance, best=0.0, mode="max")
+    ```
+
+    ??? cite
+        [Ament et al., NeurIPS 2023](https://arxiv.org/abs/2310.20708)
+    """
+    return _improve("log", best, mode, mean, variance, weights, row_weights)
+
+
+def probability_of_improvement(
+    mean: Float[ArrayLike, " members *batch"],
+    variance: Float[ArrayLike, " members *batch"] | None = None,
+    *,
+    best: Real[ArrayLike, "..."],
+    mode: Mode,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
+) -> Float[Array, "*batch"]:
+    r"""The probability that a candidate is better than the best value observed, $\sum_m w_m \Phi(z_m)$.
+
+    Without `variance`, the weight of the members above `best`.
+
+    **Arguments:**
+
+    As [`eqx_ensemble.acquire.expected_improvement`][].
+
+    **Returns:**
+
+    `(*batch,)`; minus infinity for ignored candidates.
+
+    ```python
+    mean = jnp.array([[0.0, 1.0], [0.0, 2.0]])
+    ee.acquire.probability_of_improvement(mean, best=1.0, mode="max")  # [0.0, 0.5]
+    ```
+
+    ??? cite
+        [Kushner, Journal of Basic Engineering 1964](https://doi.org/10.1115/1.3653121)
+    """
+    return _improve("probability", best, mode, mean, variance, weights, row_weights)
+
+
+def confidence_bound(
+    mean: Float[ArrayLike, " members *batch"],
+    variance: Float[ArrayLike, " members *batch"] | None = None,
+    *,
+    beta: Real[ArrayLike, ""],
+    mode: Mode,
+    weights: Real[ArrayLike, " members *rows"] | None = None,
+    row_weights: RowWeightsLike | None = None,
+) -> Float[Array, "*batch"]:
+    r"""The upper confidence bound (UCB), $\mu + \sqrt{\beta} \sigma$, of the mixture of the members.
+
+    $\sigma^2$ is the total of [`eqx_ensemble.uncertainty.decompose_variance`][]; without `variance`, the disagreement
+    of the members alone.
+
+    **Arguments:**
+
+    - `beta`: $\beta$, a number of zero or more. Some write $\kappa$ for its root.
+    - the others: as for [`eqx_ensemble.acquire.expected_improvement`][].
+
+    **Returns:**
+
+    `(*batch,)`, larger is better: for `"min"` it is minus the lower bound, $-\mu + \sqrt{\beta} \sigma$. Minus infinity
+    for ignored candidates.
+
+    ```python
+    mean = jnp.array([[0.0, 1.0], [2.0, 1.0]])
+    ee.acquire.confidence_bound(mean, beta=4.0, mode="max")  # [3.0, 1.0]
+    ```
+
+    ??? cite
+        [Srinivas et al., ICML 2010](https://arxiv.org/abs/0912.3995)
+    """
+    sign, (means, variances, convex, rows) = check_sign(mode), _check(mean, variance, weights, row_weights)
+    factor = check_factor("beta", beta, means.dtype, fix="Its root is the number of standard deviations.")
+    return rows.blank(_confidence(sign * means, variances, factor, convex), fill=-jnp.inf)
+
+
+def _check(
+    mean: Any, variance: ArrayLike | None, weights: ArrayLike | None, row_weights: ArrayLike | None
+) -> tuple[Array, Array, Array | None, CountedRows]:
+    """Raises for invalid arguments. Returns them; samples are Gaussians without variance."""
+    means = check_values("mean", mean)
+    variances = jnp.zeros_like(means) if variance is None else check_values("variance", variance)
+    check_same_shape(mean=means, variance=variances)
+    rows = check_counted_rows(row_weights, means.shape[1:])
+    if variance is not None:
+        check_variance(variance, positive=False, rows=rows, weights=weights)
+    means, variances = promote(means, variances)
+    convex = check_weights(weights, means.shape[0], means.dtype, shape=means.shape[1:], rows=rows)
+    return rows.blank(means, before=1), rows.blank(variances, before=1), convex, rows
+
+
+def _improve(kind: str, best: ArrayLike, mode: Mode, *predictions: ArrayLike | None) -> Float[Array, "*batch"]:
+    sign, (means, variances, convex, rows) = check_sign(mode), _check(*predictions)
+    better = rows.blank(sign * (means - check_best(best, means)), before=1)
+    return rows.blank(_over_members(better, variances, convex, kind), fill=-jnp.inf)
+
+
+@partial(jax.jit, static_argnames="kind")
+def _over_members(
+    better: Float[Array, " members *batch"], variance: Float[Array, " members *batch"], weights: Array | None, kind: str
+) -> Float[Array, "*batch"]:
+    better, variance = blank_unweighted(better, weights), blank_unweighted(variance, weights)
+    point, sigma, z = _standardise(better, variance)
+    worse = better <= 0
+    if kind == "log":
+        certain = jnp.where(worse, -jnp.inf, jnp.log(jnp.where(worse, 1, better)))
+        return log_mixture(jnp.where(point, certain, jnp.log(sigma) + _log_excess(z)), weights)
+    if kind == "probability":
+        certain = jnp.where(jnp.isnan(better), better, (~worse).astype(better.dtype))
+        return weighted_mean(jnp.where(point, certain, ndtr(z)), weights)
+    return weighted_mean(jnp.where(point, jnp.maximum(better, 0), sigma * _excess(z)), weights)
+
+
+@jax.jit
+def _confidence(mean: Array, variance: Array, beta: Array, weights: Array | None) -> Float[Array, "*batch"]:
+    centre, total = mixture_moments(mean, variance, weights)
+    exact = total == 0  # where the gradient of the root is infinite
+    return centre + jnp.sqrt(beta) * jnp.where(exact, 0, jnp.sqrt(jnp.where(exact, 1, total)))
+
+
+def _standardise(better: Array, variance: Array) -> tuple[Array, Array, Array]:
+    """Which members are points, without variance or too far away for it to matter; standard deviations; z-scores."""
+    far = jnp.finfo(better.dtype).max ** 0.45  # the square is still finite
+    point = variance == 0
+    point = point | (jnp.abs(better) > far * jnp.sqrt(jnp.where(point, 1, variance)))
+    sigma = jnp.sqrt(jnp.where(point, 1, variance))
+    return point, sigma, jnp.where(point, 0, better) / sigma
+
+
+_TAIL = 2.0
+
+
+@jax.custom_jvp
+def _excess(z: Float[Array, "..."]) -> Float[Array, "..."]:
+    r"""$\varphi(z) + z \Phi(z)$, the mean of $\max(z + e, 0)$ for standard Gaussian $e$, without cancellation."""
+    near, x, is_far = _split(z)
+    rest = _mills_rest(x)
+    return jnp.where(is_far, norm.pdf(x) * (rest / (x + rest)), norm.pdf(near) + near * ndtr(near))
+
+
+@_excess.defjvp
+def _excess_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _excess(*primals), ndtr(primals[0]) * tangents[0]
+
+
+@jax.custom_jvp
+def _log_excess(z: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The logarithm of `_excess`, finite where that underflows."""
+    near, x, is_far = _split(z)
+    rest = _mills_rest(x)
+    tail = -0.5 * x**2 - 0.5 * math.log(2 * math.pi) + jnp.log(rest / (x + rest))
+    return jnp.where(is_far, tail, jnp.log(norm.pdf(near) + near * ndtr(near)))
+
+
+@_log_excess.defjvp
+def _log_excess_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    near, x, is_far = _split(primals[0])
+    slope = jnp.where(is_far, 1 / _mills_rest(x), ndtr(near) / _excess(near))
+    return _log_excess(*primals), slope * tangents[0]
+
+
+def _split(z: Float[Array, "..."]) -> tuple[Array, Array, Array]:
+    is_far = z < -_TAIL
+    return jnp.where(is_far, 0, z), jnp.where(is_far, -z, _TAIL), is_far
+
+
+def _mills_rest(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    r"""$k$ in $\Phi(-x) / \varphi(x) = 1 / (x + k)$, for $x \ge 2$, by Laplace's continued fraction.
+
+    $k = 1 / (x + 2 / (x + 3 / (x + \dots)))$, so that $1 - x \Phi(-x) / \varphi(x) = k / (x + k)$ has no difference
+    in it: written as one it would lose $x^2$ roundings.
+    """
+    terms = 16 if x.dtype == jnp.float32 else 80
+    rest: Any = (x + jnp.sqrt(x**2 + 4 * (terms + 1))) / 2  # where it converges to, for a constant numerator
+    for i in range(terms, 1, -1):
+        rest = x + i / rest
+    return 1 / rest
