@@ -334,3 +334,17 @@ def test_mistakes_are_explained(mistake):
 def test_members_without_dropout_are_noticed():
     with pytest.warns(UserWarning, match="found no `eqx.nn.Dropout`"):
         methods.Dropout(2).fit(make, loss, SGD, DATA, **LENGTH)
+
+
+def test_a_base_may_be_given_instead_of_a_function(tmp_path):
+    base, method = make(KEY), methods.LowRank(2, rank=2)
+    found = method.fit(base, "classification", SGD, DATA, **LENGTH)
+    other = method.fit(lambda key: base, "classification", SGD, DATA, **LENGTH)
+    np.testing.assert_array_equal(found.predict(X), other.predict(X))
+    np.testing.assert_array_equal(found.ensemble.shared.layers[0].layer.weight, base.layers[0].weight)
+    found.save(tmp_path / "members", shared=False)
+    found.save(tmp_path / "whole")
+    for loaded in (method.load(tmp_path / "members", base), method.load(tmp_path / "whole", make)):
+        np.testing.assert_array_equal(loaded.predict(X), found.predict(X))
+    with pytest.raises(ValueError, match="shared"):
+        method.load(tmp_path / "members", make(jax.random.key(1)))
