@@ -104,7 +104,10 @@ class Comparison(NamedTuple):
         widths = [max(map(len, column)) for column in cells]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in zip(*cells, strict=True)]
         count = summary["fits"][0] + summary["failed"][0]
-        return "\n".join([f"Comparison of {len(lines) - 1} methods, {count} fits each", *lines])
+        errors = {row.method: f"{row.method} failed by {row.error}" for row in reversed(self.rows) if row.error}
+        return "\n".join(
+            [f"Comparison of {len(lines) - 1} methods, {count} fits each", *lines, *[*errors.values()][::-1]]
+        )
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"

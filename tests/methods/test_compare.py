@@ -159,6 +159,7 @@ class TestFolder:
             assert np.isnan(table["rmse"][3:]).all()
             np.testing.assert_array_equal(summary["failed"], [0, 3, 3])
             assert np.isfinite(summary["rmse"][0])
+            assert repr(found).endswith("broken failed by ValueError: too large")
 
 
 def test_members_that_diverge_are_a_row(found):
