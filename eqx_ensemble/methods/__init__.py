@@ -13,11 +13,31 @@ from . import sampling as sampling
 from . import sngp as sngp
 from . import soups as soups
 from . import trajectory as trajectory
+from ._chains import SGHMC as SGHMC
+from ._chains import SGLD as SGLD
+from ._chains import SVGD as SVGD
 from ._cross_fit import CrossFit as CrossFit
 from ._cross_fit import cross_fit as cross_fit
 from ._halving import hyperband as hyperband
 from ._halving import successive_halving as successive_halving
+from ._independent import Anchors as Anchors
+from ._independent import Bootstraps as Bootstraps
+from ._independent import Dropout as Dropout
+from ._independent import RandomisedPriors as RandomisedPriors
+from ._independent import Seeds as Seeds
+from ._joint import MIMO as MIMO
+from ._joint import BatchEnsemble as BatchEnsemble
+from ._joint import Masksembles as Masksembles
+from ._joint import Packed as Packed
+from ._joint import TabM as TabM
+from ._paths import SWAG as SWAG
+from ._paths import Snapshots as Snapshots
 from ._pbt import Population as Population
 from ._pbt import population_based_training as population_based_training
+from ._posteriors import SNGP as SNGP
+from ._posteriors import Distilled as Distilled
+from ._posteriors import Laplace as Laplace
+from ._protocol import AbstractMethod as AbstractMethod
+from ._protocol import Posterior as Posterior
 
 _suggest.explain_names(__name__)

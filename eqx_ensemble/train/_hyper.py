@@ -28,8 +28,9 @@ from .compiled._optimiser import Optimiser, init_member, update_alone
 
 def hyper_arrays(hyper: PyTree, num_members: int) -> PyTree:
     """Converts hyper-parameters, also lists of numbers, to JAX arrays `(members, ...)`, and checks them."""
+    is_numbers = lambda x: isinstance(x, list) and not any(isinstance(item, eqx.Module) for item in x)
     keyed, treedef = jax.tree_util.tree_flatten_with_path(
-        _axes.map_each(lambda value: value, hyper), is_leaf=lambda x: isinstance(x, list)
+        _axes.map_each(lambda value: value, hyper), is_leaf=is_numbers
     )
     path_of = lambda path: f"hyper{jax.tree_util.keystr(path)}"
     arrays = [_axes.as_array(values, path=path_of(path)) for path, values in keyed]

@@ -94,7 +94,7 @@ def packed_ensemble(
         [Laurent et al. 2023](https://arxiv.org/abs/2210.09184)
     """
     num_submembers = check_model(model, num_submembers, key)
-    alpha, gamma = _check_sizes(alpha, gamma)
+    alpha, gamma = check_sizes(alpha, gamma)
     find, layers = select_layers(model, where, least=2)
     check_known(layers)
     check_chain(layers, model)
@@ -111,7 +111,7 @@ def packed_ensemble(
     return JointEnsemble(eqx.tree_at(find, model, new), num_submembers)
 
 
-def _check_sizes(alpha: Any, gamma: Any) -> tuple[float, int]:
+def check_sizes(alpha: Any, gamma: Any) -> tuple[float, int]:
     """Raises unless both are positive. Returns them."""
     alpha = check_number(alpha, "alpha", least=0)
     if alpha == 0:

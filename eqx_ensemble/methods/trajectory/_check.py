@@ -50,6 +50,17 @@ def check_decay(decay: Any) -> None:
         raise ValueError(f"`{caller()}` needs `decay` below 1, got 1: the average would never move.")
 
 
+def check_rank(rank: Any) -> int:
+    """Raises unless `rank` is 0 or at least 2. Returns it."""
+    rank = check_integer(rank, "rank", least=0)
+    if rank == 1:
+        raise ValueError(
+            f"`{caller()}` needs `rank` to be 0 (diagonal only) or at least 2, got 1: the divisor `rank - 1` would be "
+            "0."
+        )
+    return rank
+
+
 def check_real(params: PyTree) -> None:
     """Raises for complex weights."""
     for path, x in jax.tree_util.tree_leaves_with_path(params):

@@ -7,8 +7,7 @@ import optax
 from jaxtyping import Array, Bool, Int, Key
 
 from ... import _keys
-from ..._caller import caller
-from ..._check import check_integer, check_positive_int
+from ..._check import check_positive_int
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ._average import (
@@ -21,7 +20,15 @@ from ._average import (
     weights_or_current,
     zeros_like,
 )
-from ._check import check_factor_ids, check_inner_optimiser, check_real, check_scale, check_steps, warn_of_few
+from ._check import (
+    check_factor_ids,
+    check_inner_optimiser,
+    check_rank,
+    check_real,
+    check_scale,
+    check_steps,
+    warn_of_few,
+)
 
 
 def swag(
@@ -52,12 +59,7 @@ def swag(
     """
     check_inner_optimiser(optimiser)
     check_steps(start, every)
-    rank = check_integer(rank, "rank", least=0)
-    if rank == 1:
-        raise ValueError(
-            f"`{caller()}` needs `rank` to be 0 (diagonal only) or at least 2, got 1: the divisor `rank - 1` would be "
-            "0."
-        )
+    rank = check_rank(rank)
 
     def init(params: PyTree) -> Moments:
         check_real(params)

@@ -1,0 +1,196 @@
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._caller import caller
+from .._check import check_word
+from .._foreign import from_foreign_tree
+from .._pytree import PyTree
+from ..train import DivergedError, Status, TrainState, init, scan_steps
+from ..train._engine import fit
+from . import particles, sampling, trajectory
+from ._check import check_options
+from ._paths import posterior_of_draws
+from ._protocol import (
+    OF_SECOND_RUN,
+    AbstractOwnMethod,
+    Posterior,
+    Task,
+    add_prior,
+    as_loss,
+    as_made,
+    check_above_zero,
+    check_counts,
+    healthy_part,
+)
+from .particles._directions import check_kernel
+from .sampling._langevin import check_fraction, check_rate
+from .trajectory._check import check_steps
+
+
+def _check_chains(method: Any) -> None:
+    """Raises unless the options that both samplers have are valid."""
+    check_counts(method, "num_samples")
+    check_rate(method.learning_rate, "learning_rate")
+    check_rate(method.temperature, "temperature")
+    check_steps(0 if method.start is None else method.start, 1 if method.every is None else method.every)
+    check_above_zero(method, "prior_std", "noise")
+
+
+def _sample(method: Any, task: Task, sampler: Any, **options: Any) -> Posterior[Any]:
+    """Trains members, which continue as chains."""
+    check_options(task.options, ("hyper",), "chains have none")
+    num_rows, every = task.num_rows(), method.every
+    if every is None:
+        _, every = task.num_steps()
+    start = every * method.num_samples if method.start is None else method.start
+    loss = add_prior(as_loss(task.loss, noise=method.noise), method.prior_std, num_rows)
+    run, trained = task.run(method, loss=loss)
+    task = task._replace(loss=loss).of_healthy(run)
+    of_chains = {name: task.options[name] for name in OF_SECOND_RUN if name in task.options}
+    of_chains |= {"epochs": None, "steps": (start or every) + every * (method.num_samples - 1)}
+    of_chains |= {"rows": trained.rows, "state": trained.state, "key": jax.random.fold_in(task.key, 1)}
+    sampler = sampler(method.learning_rate, num_rows, temperature=method.temperature, key=task.key, **options)
+    chains = trajectory.snapshots(sampler, method.num_samples, start=start, every=every)
+    run = fit(trained.ensemble, loss, chains, task.data, **of_chains)
+    healthy = healthy_part(run)
+    return posterior_of_draws(trajectory.snapshot_ensemble(healthy), method.num_samples, run, healthy, task)
+
+
+class SGLD(AbstractOwnMethod):
+    """Stochastic-gradient Langevin dynamics: samples from chains that begin at trained members.
+
+    `optimiser` and the options of `fit` are those of training the members, `run` is that of the chains.
+
+    **Arguments:**
+
+    - `num_members`: the number of chains.
+    - `num_samples`: samples from each.
+    - `learning_rate`, `temperature`: as for [`eqx_ensemble.methods.sampling.sgld`][].
+    - `start`, `every`: the steps before the first sample, and between two samples; by default one epoch between, and
+        as many steps before as after.
+    - `prior_std`: the standard deviation of the prior, as for [`eqx_ensemble.methods.priors.gaussian_penalty`][], which
+        is added to the loss; `None` for a loss with its own prior.
+    - `noise`: for the loss `"regression"`, the standard deviation of the noise in the targets; by default 1.
+
+    ```python
+    ee.methods.SGLD(4, num_samples=10, learning_rate=1e-4)
+    ```
+    """
+
+    num_members: int = 1
+    _: dataclasses.KW_ONLY
+    learning_rate: Any
+    num_samples: int = 10
+    start: int | None = None
+    every: int | None = None
+    prior_std: Any = 1.0
+    noise: float | int | None = None
+    temperature: Any = 1.0
+    template = as_made
+
+    def __check_init__(self) -> None:
+        _check_chains(self)
+
+    def train(self, task: Task) -> Posterior[Any]:
+        return _sample(self, task, sampling.sgld)
+
+
+class SGHMC(AbstractOwnMethod):
+    """Stochastic-gradient Hamiltonian Monte Carlo: [`eqx_ensemble.methods.SGLD`][] with momentum.
+
+    **Arguments:**
+
+    - `friction`: as for [`eqx_ensemble.methods.sampling.sghmc`][]; the others as for
+        [`eqx_ensemble.methods.SGLD`][].
+
+    ```python
+    ee.methods.SGHMC(4, num_samples=10, learning_rate=1e-4)
+    ```
+    """
+
+    num_members: int = 1
+    _: dataclasses.KW_ONLY
+    learning_rate: Any
+    num_samples: int = 10
+    start: int | None = None
+    every: int | None = None
+    prior_std: Any = 1.0
+    noise: float | int | None = None
+    temperature: Any = 1.0
+    friction: float | int = 0.1
+    template = as_made
+
+    def __check_init__(self) -> None:
+        _check_chains(self)
+        check_fraction(self.friction, "friction", allow=1)
+
+    def train(self, task: Task) -> Posterior[Any]:
+        return _sample(self, task, sampling.sghmc, friction=self.friction)
+
+
+class SVGD(AbstractOwnMethod):
+    """Stein variational gradient descent: members that repel each other in the space of weights.
+
+    Members meet in every step, so none can stop early or have rows of its own. Of the options of `fit` it takes
+    `epochs` or `steps`, `batch_size`, `state`, `trainable`, `plan` and `mesh`.
+
+    **Arguments:**
+
+    - `num_members`: the number of particles.
+    - `prior_std`, `noise`: as for [`eqx_ensemble.methods.SGLD`][].
+    - `method`, `kernel`: as for [`eqx_ensemble.methods.particles.make_step`][].
+
+    ```python
+    ee.methods.SVGD(8, prior_std=0.5)
+    ```
+    """
+
+    num_members: int
+    _: dataclasses.KW_ONLY
+    prior_std: Any = 1.0
+    noise: float | int | None = None
+    method: Literal["svgd", "wgd"] = "svgd"
+    kernel: Any = None
+    template = as_made
+
+    def __check_init__(self) -> None:
+        check_counts(self)
+        check_above_zero(self, "prior_std", "noise")
+        check_word(self.method, "method", ("svgd", "wgd"))
+        if self.kernel is not None:
+            check_kernel(self.kernel)
+
+    def train(self, task: Task) -> Posterior[Any]:
+        known = ("epochs", "steps", "batch_size", "state", "trainable", "plan", "mesh", "progress")
+        check_options(task.options, set(task.options) - set(known), "members meet in every step")
+        (num_steps, per_epoch), num_rows = task.num_steps(), task.num_rows()
+        ensemble, options = task.build(self.num_members, task.make)
+        some = lambda *names: {name: options[name] for name in names if name in options}
+        loss = add_prior(as_loss(task.loss, noise=self.noise), self.prior_std, num_rows)
+        step = particles.make_step(
+            loss, task.optimiser, num_rows=num_rows, method=self.method, kernel=self.kernel, **some("plan", "mesh")
+        )
+        state = init(ensemble, task.optimiser, key=task.key, **some("state", "trainable", "mesh"))
+        data, size = from_foreign_tree(task.data, "data"), options.get("batch_size") or 32
+        for epoch, first in enumerate(range(0, num_steps, per_epoch)):
+            order = jax.random.permutation(jax.random.fold_in(task.key, epoch), num_rows)
+            state = _one_epoch(step, state, data, np.asarray(order), size, num_steps - first)
+        healthy = np.asarray(state.status) != Status.DIVERGED
+        if not healthy.any():
+            raise DivergedError(f"`{caller()}`: all {len(healthy)} members diverged.", None)
+        return Posterior(state.ensemble[healthy], jax.tree.map(lambda x: x[healthy], state.model_state))
+
+
+def _one_epoch(step: Any, state: TrainState, data: PyTree, order: np.ndarray, size: int, most: int) -> TrainState:
+    """The steps of an epoch: whole batches in one program, then what is left."""
+    whole = min(len(order) // size, most)
+    of_rows = lambda rows: jax.tree.map(lambda x: jnp.asarray(x)[rows], data)
+    if whole:
+        state, _ = scan_steps(step, state, of_rows(order[: whole * size].reshape(whole, size)))
+    if whole < most and whole * size < len(order):
+        state, _ = step(state, of_rows(order[whole * size :]))
+    return state
