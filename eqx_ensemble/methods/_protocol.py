@@ -76,7 +76,7 @@ class Posterior(eqx.Module, Generic[M]):
         **Returns:** each array `(members, rows, ...)`; draws and passes of one member are adjacent.
         """
         refused = ("fn", "state", "combine", "weights", "inference")
-        check_options(options, refused, "it returns what every member predicts; combine that")
+        check_options(options, refused, "combine what it returns, as in `combine.mixture(posterior.predict(x))`")
         options |= {"state": self.state, "fn": self.fn}
         if self.num_passes is None:
             found = predict(self.ensemble, x, **options)
@@ -273,6 +273,9 @@ class AbstractOwnMethod(AbstractMethod):
     ) -> Posterior[Any]:
         """As [`eqx_ensemble.methods.AbstractMethod.fit`][]."""
         return self.train(Task(make, loss, as_hashable(optimiser), data, options, key))
+
+
+AbstractOwnMethod.fit.__qualname__ = "AbstractMethod.fit"  # Python's own messages name the public class
 
 
 def as_made(self: AbstractOwnMethod, make: Any, data: Any) -> tuple[Any, dict[str, Any]]:
