@@ -173,7 +173,7 @@ def load(
                 f"`checkpoint={str(reader.folder.parent)!r}` gives the run; to load the ensemble without it, keep it "
                 "with `save(path, run.ensemble)`."
             )
-        omitted = _omitted(reader.manifest)
+        omitted = _digest_paths(reader.manifest)
         like, rows = as_like(like, reader.manifest) if not omitted else _check_holds(like, omitted, reader.folder), None
         if members is not None:
             check_member_selection(members)
@@ -206,7 +206,7 @@ def _sha256(x: Any) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(text + np.ascontiguousarray(data).tobytes()).digest(), np.uint8)
 
 
-def _omitted(manifest: Manifest) -> set[str]:
+def _digest_paths(manifest: Manifest) -> set[str]:
     """The paths of the arrays whose digests are in the file instead of them."""
     found = (entry.path.removesuffix(".sha256") for entry in manifest.entries if entry.path.endswith(".sha256"))
     return {path for path in found if manifest.structure.get(path) == Digest.__name__}
