@@ -320,6 +320,11 @@ MISTAKES = {
         TypeError,
         "`where` to select the last",
     ),
+    "logits of a regression": (
+        lambda: methods.Distilled(methods.Seeds(2)).fit(make, "regression", SGD, DATA, **LENGTH),
+        ValueError,
+        'needs `target="gaussian"` for teachers with the loss .regression.',
+    ),
     "a teacher without options": (lambda: methods.Distilled(methods.Seeds), TypeError, "needs a method as `teacher`"),
 }
 
