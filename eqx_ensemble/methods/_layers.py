@@ -86,6 +86,12 @@ def output_shape(layer: Layer) -> tuple[int, ...]:
     return (layer.out_channels,) + (1,) * layer.num_spatial_dims
 
 
+def check_module(model: Any) -> None:
+    """Raises unless `model` is a Module that can be called."""
+    if not isinstance(model, eqx.Module) or not callable(model):
+        raise TypeError(f"`{caller()}` needs an Equinox Module that can be called, got {kind_text(model)}.")
+
+
 def check_layers(layers: list[Any], model: Any, *, least: int) -> None:
     """Raises unless linear layers or convolutions of one model are selected, each once, and none is tied."""
     fix = "`where` is a type such as `eqx.nn.Linear`, or a function such as `lambda model: model.layers[1:]`."

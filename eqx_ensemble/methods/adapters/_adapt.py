@@ -1,5 +1,5 @@
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -14,17 +14,18 @@ from ..._axes import strip_weak_types
 from ..._caller import caller
 from ..._check import (
     MemberMismatchError,
+    check_function,
     check_number,
     check_optional_function,
     check_positive_int,
     check_sequence,
-    kind_text,
 )
 from ..._ensemble import Ensemble, mark_numbers
 from .._layers import (
     Select,
     check_groups,
     check_known,
+    check_module,
     is_converted,
     own_flags,
     select_layers,
@@ -160,7 +161,7 @@ def bias_only(model: M, num_members: Any, *, where: Select = None, full: Select 
     return _as_ensemble(model, ids, chosen | _copied(model, full, "full"))
 
 
-def layers_only(model: M, num_members: Any, *, where: Select) -> Ensemble[M]:
+def layers_only(model: M, num_members: Any, *, where: Callable[[Any], Any] | type) -> Ensemble[M]:
     """Partial fine-tuning: members that share a frozen base model, except for some nodes, of which each trains a copy.
 
     **Arguments:**
@@ -175,13 +176,15 @@ def layers_only(model: M, num_members: Any, *, where: Select) -> Ensemble[M]:
     ```
     """
     ids = _check_base(model, num_members)
-    return _as_ensemble(model, ids, _copied(model, where, "where", default=True))
+    check_function(where, "where", example="lambda model: model.layers[-1]")
+    return _as_ensemble(model, ids, _copied(model, where, "where"))
 
 
 def merge(model: M) -> M:
     """Returns an ordinary model that equals one member, with adapted layers replaced by layers of the base's types.
 
-    Predictions agree up to rounding. For all members, `ensemble.map(merge)` is an ensemble of full copies.
+    Predictions agree up to rounding. For all members, `ensemble.map(merge)` is an ensemble of full copies; average
+    that, as the product of averaged matrices is not the average of the products.
 
     **Arguments:**
 
@@ -200,6 +203,7 @@ def merge(model: M) -> M:
             f"`{caller()}` merges one member, got an `Ensemble`.\nMerge one, `merge(ensemble[3])`, or all, into full "
             "copies: `ensemble.map(merge)`."
         )
+    check_module(model)
     is_adapter = lambda x: isinstance(x, LowRank | Scale)
     return jax.tree.map(lambda x: x.dense(0) if is_adapter(x) else x, model, is_leaf=is_adapter)
 
@@ -223,8 +227,7 @@ def _check_base(model: Any, num_members: Any) -> Any:
             f"`{caller()}` adapts one trained model, got an `Ensemble`.\nPass a member, `ensemble[0]`, or the average, "
             "`average_parameters(ensemble)`."
         )
-    if not isinstance(model, eqx.Module) or not callable(model):
-        raise TypeError(f"`{caller()}` needs an Equinox Module that can be called, got {kind_text(model)}.")
+    check_module(model)
     nodes = jax.tree.leaves(model, is_leaf=lambda x: is_converted(x) or isinstance(x, Ensemble))
     if any(is_converted(x) or isinstance(x, Ensemble) for x in nodes):
         raise TypeError(
@@ -269,7 +272,7 @@ def _check_ranks(rank: Any, num_members: int) -> np.ndarray:
 
 def _check_scales(scale: Any, num_members: int) -> Array:
     """Raises unless `scale` is a number or one per member. Returns one per member."""
-    if isinstance(scale, int | float):
+    if not isinstance(scale, Sequence | np.ndarray | jax.Array):
         return jnp.full(num_members, check_number(scale, "scale"), jnp.result_type(float))
     scales = [check_number(x, "scale") for x in check_sequence(scale, "scale", of="numbers")]
     _check_count(scales, "scale", num_members)
