@@ -36,6 +36,7 @@ SCRIPTS = (
     "quality",
     "methods",
     "efficient",
+    "adapters",
     "fleet",
     "fleet_memory",
     "history",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 
 def mlp(sizes: Sequence[int], key: Key[Array, ""]) -> eqx.nn.MLP:
@@ -52,6 +52,45 @@ class Block(eqx.Module):
         x = x + self.attention(y, y, y)
         x = x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
         return self.head(jnp.mean(x, axis=0))
+
+
+class Layer(eqx.Module):
+    """One layer of a transformer, normalised before each part."""
+
+    norms: list[eqx.nn.LayerNorm]
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+
+    def __init__(self, width: int, *, key: Key[Array, ""]):
+        keys = jax.random.split(key)
+        self.norms = [eqx.nn.LayerNorm(width) for _ in range(2)]
+        self.attention = eqx.nn.MultiheadAttention(8, width, key=keys[0])
+        self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=keys[1])
+
+    def __call__(self, x: Float[Array, "length width"]) -> Float[Array, "length width"]:
+        y = jax.vmap(self.norms[0])(x)
+        x = x + self.attention(y, y, y, jnp.tri(len(x), dtype=bool))
+        return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
+
+
+class Transformer(eqx.Module):
+    """A language model of bytes: logits of the byte after each."""
+
+    embedding: eqx.nn.Embedding
+    layers: list[Layer]
+    head: eqx.nn.Linear
+
+    def __init__(self, width: int, depth: int, *, key: Key[Array, ""]):
+        first, last, *keys = jax.random.split(key, depth + 2)
+        self.embedding = eqx.nn.Embedding(256, width, key=first)
+        self.layers = [Layer(width, key=k) for k in keys]
+        self.head = eqx.nn.Linear(width, 256, key=last)
+
+    def __call__(self, x: Int[Array, " length"]) -> Float[Array, "length 256"]:
+        x = jax.vmap(self.embedding)(x)
+        for layer in self.layers:
+            x = layer(x)
+        return jax.vmap(self.head)(x)
 
 
 class Recurrent(eqx.Module):

@@ -124,7 +124,31 @@ def claims_of_active_learning(text):
     assert all(mean + error < 190 for mean, error, _ in needed.values())
 
 
+def claims_of_adapters(text):
+    found = table(text, "FINE-TUNING")  # kB, NLL, NLL alone, ECE, accuracy, AUROC
+    assert len(found) == 7
+    size, nll, alone, _, _, auroc = ({name: numbers[i] for name, numbers in found.items()} for i in range(6))
+    frozen, whole, ranks = (
+        nll.pop("the frozen base"),
+        nll.pop("whole copies"),
+        [f"low_rank, rank {r}" for r in (1, 4, 16)],
+    )
+    assert frozen > 2
+    assert whole - 0.02 < nll[ranks[2]] < alone["whole copies"] + 0.03
+    assert (
+        nll[ranks[2]]
+        < nll[ranks[1]] + 0.02
+        < nll[ranks[0]] + 0.04
+        < min(nll["bias_only"], nll["layers_only, the last"])
+    )
+    assert all(alone[name] > nll[name] + 0.1 for name in ranks)
+    assert abs(alone["bias_only"] - nll["bias_only"]) < 0.02
+    assert size[ranks[1]] < size["whole copies"] / 4 < size[ranks[2]] < size["whole copies"] / 2
+    assert auroc["whole copies"] > auroc["the frozen base"] + 0.05
+
+
 CLAIMS = {
+    "adapters": (claims_of_adapters, "whole copies", "bias_only"),
     "mixture_of_experts": (claims_of_mixture_of_experts, "one expert", "mixture of four experts"),
     "actor_critic": (claims_of_actor_critic, "an untrained actor", "minimum of a random pair"),
     "planning": (claims_of_planning, "hanging still", "five members, mean"),
@@ -146,6 +170,7 @@ except jaxtyping.TypeCheckError:
     print("the hook is on")
 """
 WRONG_CALLS = {
+    "adapters": "flat(np.zeros((2, 2)))",
     "mixture_of_experts": "effect(1.0)",
     "actor_critic": "advance(jnp.zeros(3), jnp.zeros(1))",
     "planning": "advance(jnp.zeros(3), jnp.zeros(()))",

@@ -40,7 +40,7 @@ SEARCHES = {
     "gpu": "guide/faq/",
     "active learning": "examples/active_learning/",
     "Bayesian optimisation": "recipes/optuna/",
-    "LoRA": "recipes/pretrained/",
+    "LoRA": "recipes/adapters/",
     "flax": "guide/compared/",
     "torch": "guide/compared/",
 }
