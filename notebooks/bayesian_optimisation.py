@@ -29,6 +29,7 @@
 # %jaxtyping.typechecker beartype.beartype
 
 # %%
+import functools as ft
 import os
 import pathlib
 import sys
@@ -42,13 +43,13 @@ import matplotlib
 import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
-from scipy.stats import qmc
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
 from sklearn.svm import SVC
+from threadpoolctl import threadpool_limits
 
 import eqx_ensemble as ee
 
@@ -72,7 +73,8 @@ figures = pathlib.Path(os.environ.get("BAYESIAN_OPTIMISATION_FIGURES", here / "f
 # best point so far, and 256 anywhere.
 
 # %%
-NUM_MEMBERS, NUM_SEEDS, NUM_PICKS, NUM_ROUNDS, CANDIDATES = 16, 6, 4, 10, 512
+NUM_SEEDS = int(os.environ.get("BAYESIAN_OPTIMISATION_SEEDS", "6"))  # `benchmarks/acquisition.py` takes 20
+NUM_MEMBERS, NUM_PICKS, NUM_ROUNDS, CANDIDATES = 16, 4, 10, 512
 
 
 def evaluate_settings(settings: Float[np.ndarray, "settings 4"]) -> Float[np.ndarray, " settings"]:
@@ -91,8 +93,9 @@ def evaluate_settings(settings: Float[np.ndarray, "settings 4"]) -> Float[np.nda
     return np.array(errors)
 
 
-SETTINGS = qmc.Sobol(4, rng=0).random(CANDIDATES)
-ERRORS = evaluate_settings(SETTINGS)
+SETTINGS = np.random.default_rng(0).random((CANDIDATES, 4))
+with threadpool_limits(1):
+    ERRORS = evaluate_settings(SETTINGS)
 
 HARTMANN = np.array(
     [[10, 3, 17, 3.5, 1.7, 8], [0.05, 10, 17, 0.1, 8, 14], [3, 3.5, 1.7, 10, 17, 8], [17, 8, 0.05, 10, 0.1, 14]]
@@ -185,9 +188,11 @@ predict = eqx.filter_jit(ee.map_members(lambda model, x: jax.vmap(model)(x)))
 
 
 def ensemble_draws(make: Callable[[int], Callable]) -> Callable[[Points, Values, Points], Draws]:
+    build = ft.cache(lambda size: ee.build(make(size), NUM_SEEDS * NUM_MEMBERS, key=jax.random.key(0)))
+
     def draws(x: Points, y: Values, candidates: Points) -> Draws:
         rest = NUM_POINTS - y.shape[1]
-        ensemble = ee.build(make(x.shape[2]), NUM_SEEDS * NUM_MEMBERS, key=jax.random.key(0))
+        ensemble = build(x.shape[2])
         parts = (4 * x - 2, y, np.ones(y.shape))
         padded = (np.pad(part, [(0, 0), (0, rest)] + [(0, 0)] * (part.ndim - 2)) for part in parts)
         data = tuple(part.reshape(-1, *part.shape[2:]).astype(np.float32) for part in padded)
@@ -205,12 +210,12 @@ def gaussian_process_draws(x: Points, y: Values, candidates: Points) -> Draws:
     for own_x, own_y, own_candidates in zip(x, y, candidates, strict=True):
         matern = ConstantKernel() * Matern(np.ones(x.shape[2]), (0.05, 20.0), nu=2.5)
         process = GaussianProcessRegressor(matern + WhiteKernel(1e-4, (1e-6, 0.1)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # of length scales at their bounds
+        with warnings.catch_warnings(), threadpool_limits(1):  # matrices too small for threads
+            warnings.simplefilter("ignore", ConvergenceWarning)  # length scales at their bounds
             process.fit(own_x, own_y)
-        process.kernel_ = process.kernel_.k1  # draws of the function, without the noise of its values
-        mean, covariance = process.predict(own_candidates, return_cov=True)
-        root = np.linalg.cholesky(covariance + 1e-6 * np.eye(len(mean)))
+            process.kernel_ = process.kernel_.k1  # draws of the function, without the noise of its values
+            mean, covariance = process.predict(own_candidates, return_cov=True)
+            root = np.linalg.cholesky(covariance + 1e-6 * np.eye(len(mean)))
         noise = np.random.default_rng(len(own_y)).normal(size=(NUM_MEMBERS, len(mean)))
         drawn.append(mean + noise @ root.T)
     return np.stack(drawn).astype(np.float32)
@@ -238,7 +243,9 @@ def thompson(
     return jax.vmap(pick)(draws, is_new, jax.random.split(key, NUM_SEEDS))
 
 
-def optimise(problem: Problem, draws_of: Callable[[Points, Values, Points], Draws], pick: Callable = thompson) -> Values:
+def optimise(
+    problem: Problem, draws_of: Callable[[Points, Values, Points], Draws], pick: Callable = thompson
+) -> Values:
     """All values that were evaluated, for each seed in their order."""
     generators = [np.random.default_rng(seed) for seed in range(NUM_SEEDS)]
     x = np.stack([problem.sample(rng, NUM_POINTS)[:NUM_FIRST] for rng in generators])
