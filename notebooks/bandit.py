@@ -6,6 +6,7 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -15,7 +16,9 @@
 # %% [markdown]
 # # A contextual bandit: Thompson sampling with members
 #
-# PLACEHOLDER.
+# An agent sees a digit, names a class, and learns only whether it was right. In ten runs of 1,000 images, playing the
+# best arm of a random member (Thompson sampling) makes a third fewer mistakes than playing the arm of the largest mean
+# prediction: 376 ± 15 instead of 553 ± 25, if the members have randomised priors, and 444 ± 26 if they have not.
 #
 # `python notebooks/bandit.py` prints the tables and draws the figure, in less than a minute on two cores. It needs
 # `pip install -e '.[examples]'` and no network.
@@ -56,9 +59,9 @@ figures = pathlib.Path(os.environ.get("BANDIT_FIGURES", here / "figures"))
 # %% [markdown]
 # ## The problem
 #
-# A digit is shown, the agent names one of ten classes, and is told only whether it was right: a reward of one or zero.
-# It is never told the class. Images come in rounds of 50, and 20 rounds are 1,000 images; every seed has its own order
-# of them. The regret after some images is the number of wrong answers so far.
+# This is classification with less information. The agent names one of ten classes, and its reward is one if it was
+# right and zero if not; it is never told the class. Images come in twenty rounds of 50, in an order of the seed's own,
+# and rewards are known at the end of a round. The regret is the number of wrong answers so far.
 
 # %%
 NUM_MEMBERS, NUM_SEEDS, ROUND, NUM_ROUNDS, ARMS = 8, 10, 50, 20, 10
@@ -180,13 +183,18 @@ curves = {name: np.asarray(ee.acquire.regret(own, 1.0, mode="max").cumulative) f
 # %% [markdown]
 # ## Regret
 #
-# TEXT
+# An agent that is never right about a class has no reason to try it again: all its rewards for that arm are zeros. The
+# greedy agent ends with half of the classes, and one random answer in ten helps little. Members that were trained on
+# the same few zeros may still differ about an arm that was hardly tried, so that some image is given to it by one of
+# them. Prior functions keep this difference up: Thompson sampling with them knows most classes at the end.
+#
+# Images and seeds are the same for all policies, and differences of regrets are paired by seed.
 
 # %%
 shown = [100, 200, 500, 1000]
 
 
-def mean_and_error(values: Float[np.ndarray, "seeds *images"]) -> tuple[Float[ArrayLike, "*images"], ...]:
+def mean_and_error(values: Float[np.ndarray, " seeds *images"]) -> tuple[Float[ArrayLike, "*images"], ...]:
     """Mean over seeds and its standard error."""
     return values.mean(0), values.std(0, ddof=1) / np.sqrt(NUM_SEEDS)
 
@@ -197,11 +205,19 @@ for name, curve in curves.items():
     mean, error = mean_and_error(curve)
     print(f"{name:24}" + "".join(f"{mean[i - 1]:9.1f}{error[i - 1]:6.1f}" for i in shown))
 
-print("\nTHE LAST 200 IMAGES: accuracy, its standard error; DIFFERENCE from Thompson with priors in all, its error")
-for name, curve in curves.items():
-    accuracy, error = mean_and_error(found[name][:, -200:].mean(1))
-    more, spread = mean_and_error(curve[:, -1] - curves["Thompson, with priors"][:, -1])
-    print(f"{name:24}{accuracy:9.3f}{error:9.3f}{more:9.1f}{spread:9.1f}")
+labels = digits[order]
+print("\nTHE LAST 200 IMAGES: accuracy, and classes of which most are right, each with its error")
+for name in curves:
+    right = found[name][:, -200:]
+    most = [[right[i, labels[i, -200:] == digit].mean() > 0.5 for digit in range(ARMS)] for i in range(NUM_SEEDS)]
+    accuracy, known = mean_and_error(right.mean(1)), mean_and_error(np.sum(most, axis=1).astype(float))
+    print(f"{name:24}{accuracy[0]:9.3f}{accuracy[1]:9.3f}{known[0]:9.1f}{known[1]:9.1f}")
+
+print("\nREGRET MINUS THAT OF THOMPSON WITH PRIORS after 1,000 images: mean, standard error, seeds that are worse")
+for name, curve in list(curves.items())[:-1]:
+    more = curve[:, -1] - curves["Thompson, with priors"][:, -1]
+    mean, error = mean_and_error(more)
+    print(f"{name:24}{mean:9.1f}{error:9.1f}{np.sum(more > 0):9d}")
 
 # %% alt="Left: wrong answers by images seen, for five policies. Right: share of right answers in each round"
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
@@ -223,4 +239,10 @@ print(f"figure: {figures / 'bandit.png'}")
 # %% [markdown]
 # ## Limits
 #
-# - TEXT
+# - Networks that are told every class learn far more from 1,000 images. The figures compare policies.
+# - The gain of prior functions over seeds alone is two standard errors.
+# - Rewards are predicted by their mean, with a squared error. In trials with a cross-entropy on the reward, Thompson
+#   sampling and greedy play were equal within their errors: logits of members that see zeros alone agree soon.
+# - Scale of the priors, learning rate and length of training are not tuned, and one data set is one data set.
+# - The agents learn after every 50 images. `fit` continues all members together, and the repeated history weights
+#   images a little differently from round to round.
