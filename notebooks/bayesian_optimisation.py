@@ -162,6 +162,7 @@ NUM_FIRST = 12
 NUM_POINTS = NUM_FIRST + NUM_PICKS * NUM_ROUNDS
 Points = Float[np.ndarray, "seeds points inputs"]
 Values = Float[np.ndarray, "seeds points"]
+Candidates = Float[np.ndarray, "seeds candidates inputs"]
 Draws = Float[ArrayLike, "seeds members candidates"]
 
 
@@ -190,10 +191,10 @@ optimiser = optax.adamw(optax.cosine_decay_schedule(1e-2, 200), weight_decay=1e-
 predict = eqx.filter_jit(ee.map_members(lambda model, x: jax.vmap(model)(x)))
 
 
-def ensemble_draws(make: Callable[[int], Callable]) -> Callable[[Points, Values, Points], Draws]:
+def ensemble_draws(make: Callable[[int], Callable]) -> Callable[[Points, Values, Candidates], Draws]:
     build = ft.cache(lambda size: ee.build(make(size), NUM_SEEDS * NUM_MEMBERS, key=jax.random.key(0)))
 
-    def draws(x: Points, y: Values, candidates: Points) -> Draws:
+    def draws(x: Points, y: Values, candidates: Candidates) -> Draws:
         rest = NUM_POINTS - y.shape[1]
         ensemble = build(x.shape[2])
         parts = (4 * x - 2, y, np.ones(y.shape))
@@ -208,7 +209,7 @@ def ensemble_draws(make: Callable[[int], Callable]) -> Callable[[Points, Values,
     return draws
 
 
-def gaussian_process_draws(x: Points, y: Values, candidates: Points) -> Draws:
+def gaussian_process_draws(x: Points, y: Values, candidates: Candidates) -> Draws:
     drawn = []
     for own_x, own_y, own_candidates in zip(x, y, candidates, strict=True):
         matern = ConstantKernel() * Matern(np.ones(x.shape[2]), (0.05, 20.0), nu=2.5)
@@ -247,7 +248,7 @@ def thompson(
 
 
 def optimise(
-    problem: Problem, draws_of: Callable[[Points, Values, Points], Draws], pick: Callable = thompson
+    problem: Problem, draws_of: Callable[[Points, Values, Candidates], Draws], pick: Callable = thompson
 ) -> Values:
     """All values that were evaluated, for each seed in their order."""
     generators = [np.random.default_rng(seed) for seed in range(NUM_SEEDS)]
@@ -256,7 +257,7 @@ def optimise(
     for turn in range(NUM_ROUNDS):
         best = x[np.arange(NUM_SEEDS), np.argmin(y, axis=1)]
         candidates = np.stack([problem.candidates(*args) for args in zip(generators, best, strict=True)])
-        is_new = ~np.any(np.all(candidates[:, :, None] == x[:, None], axis=-1), axis=-1)
+        is_new = jnp.asarray(~np.any(np.all(candidates[:, :, None] == x[:, None], axis=-1), axis=-1))
         scaled = (y - y.mean(1, keepdims=True)) / y.std(1, keepdims=True)
         draws = jnp.asarray(draws_of(x, scaled, candidates))
         picks = pick(draws, is_new, jnp.asarray(scaled.min(1), draws.dtype), jax.random.key(turn))
@@ -295,7 +296,7 @@ def mean_and_error(values: Float[np.ndarray, "seeds points"]) -> tuple[Float[np.
 
 
 for title, own in curves.items():
-    print(f"\nREGRET, {title} by number of evaluations: mean of {NUM_SEEDS} seeds and its standard error")
+    print(f"\nREGRET, {title}: mean of {NUM_SEEDS} seeds and its standard error, by evaluations")
     print(f"{'evaluations':24}" + "".join(f"{count:16d}" for count in shown))
     for name, curve in own.items():
         mean, error = mean_and_error(curve)
