@@ -76,7 +76,7 @@ figures = pathlib.Path(os.environ.get("BAYESIAN_OPTIMISATION_FIGURES", here / "f
 # best point so far, and 256 anywhere.
 
 # %%
-NUM_SEEDS = int(os.environ.get("BAYESIAN_OPTIMISATION_SEEDS", "6"))  # `benchmarks/acquisition.py` takes 20
+NUM_SEEDS = int(os.environ.get("BAYESIAN_OPTIMISATION_SEEDS", "6"))
 NUM_MEMBERS, NUM_PICKS, NUM_ROUNDS, CANDIDATES = 16, 4, 10, 512
 
 
@@ -149,9 +149,9 @@ PROBLEMS = {
 # %% [markdown]
 # ## Surrogates are predictions of candidates
 #
-# The acquisition function needs draws of the values of all candidates, `(members, candidates)`, and does not ask where
-# they come from. Members of an ensemble are such draws. So are posterior draws of scikit-learn's Gaussian process
-# (Matérn 5/2, a length scale for each input and the noise by maximum likelihood): as many as there are members.
+# The acquisition function needs draws of the values of all candidates, `(members, candidates)`, from any source. Members
+# of an ensemble are such draws. So are posterior draws of scikit-learn's Gaussian process (Matérn 5/2, a length scale
+# for each input and the noise by maximum likelihood): as many as there are members.
 #
 # Six seeds of sixteen members are one ensemble of 96 networks, and one call of `fit` trains them on all seeds' data:
 # a member's row of `rows=` selects the points of its own seed. Points that are not evaluated yet have weight zero, so
@@ -296,7 +296,7 @@ def mean_and_error(values: Float[np.ndarray, "seeds points"]) -> tuple[Float[np.
 
 
 for title, own in curves.items():
-    print(f"\nREGRET, {title}: mean of {NUM_SEEDS} seeds and its standard error, by evaluations")
+    print(f"\nREGRET, {title}: mean of {NUM_SEEDS} seeds, standard error")
     print(f"{'evaluations':24}" + "".join(f"{count:16d}" for count in shown))
     for name, curve in own.items():
         mean, error = mean_and_error(curve)
@@ -310,7 +310,9 @@ for axis, (title, own) in zip(axes, curves.items(), strict=True):
         count = np.arange(NUM_FIRST, NUM_POINTS + 1)
         axis.plot(count, mean, color=f"C{i}", label=name)
         axis.fill_between(count, mean - error, mean + error, color=f"C{i}", alpha=0.2, linewidth=0)
-    axis.set(xlabel="evaluations", ylabel="regret", title=f"{title}: mean of {NUM_SEEDS} seeds and its error")
+    axis.set(xlabel="evaluations", title=f"{title}: mean of {NUM_SEEDS} seeds and its error")
+axes[0].set_ylabel("regret: log10 of error / least error")
+axes[1].set_ylabel("regret")
 axes[0].legend()
 figures.mkdir(parents=True, exist_ok=True)
 figure.savefig(figures / "bayesian_optimisation.png", dpi=150)
@@ -319,8 +321,9 @@ print(f"figure: {figures / 'bayesian_optimisation.png'}")
 # %% [markdown]
 # ## Twenty seeds
 #
-# `benchmarks/acquisition.py` runs this program with twenty seeds, and also picks batches by their joint expected
-# improvement (q-EI), with `ee.acquire.batch_expected_improvement` in place of `thompson`. Regret after 52 evaluations:
+# `benchmarks/acquisition.py` runs this program with twenty seeds (`BAYESIAN_OPTIMISATION_SEEDS=20`), and also picks
+# batches by their joint expected improvement (q-EI), with `ee.acquire.batch_expected_improvement` in place of
+# `thompson`. Regret after 52 evaluations:
 #
 # | | Hyper-parameters | Hartmann-6 |
 # |---|---|---|
@@ -346,6 +349,6 @@ print(f"figure: {figures / 'bayesian_optimisation.png'}")
 #
 # - The networks were hardly tuned (two widths and two scales of the prior were tried), the Gaussian process not at all.
 # - Draws are compared on 512 candidates. Libraries for Gaussian processes follow the gradient of the acquisition
-#   function instead, which finds better points in six dimensions.
+#   function instead, which can find better points in six dimensions.
 # - With tens of evaluations and few variables, begin with a Gaussian process. Ensembles are for what it does not do:
 #   thousands of observations, inputs such as images or graphs, and models that exist already.
