@@ -18,6 +18,7 @@ _OURS = {
     "aggregate aggregation reduce": ["combine", "reduction"],
     "alpha confidence confidence_level coverage error_rate quantile significance": ["level", "levels"],
     "batch minibatch_size": ["batch_size"],
+    "best_f best_value f_best incumbent y_max y_min": ["best"],
     "brier_score": ["brier"],
     "callback callback_every": ["callbacks"],
     "checkpoint_every resume save_every": ["checkpoint"],
@@ -26,6 +27,7 @@ _OURS = {
     "criterion loss_fn loss_function objective": ["loss"],
     "cv": ["folds", "num_folds"],
     "device devices": ["mesh", "devices"],
+    "direction maximise maximize minimise minimize": ["mode"],
     "dir directory file filename": ["folder", "path", "checkpoint"],
     "early_stopping n_iter_no_change": ["patience"],
     "ensemble_size n n_estimators n_members n_models num num_estimators num_models num_particles": [
@@ -56,6 +58,7 @@ _OURS = {
     "opt optim optimizer optimizers solver tx": ["optimiser"],
     "pred preds y_pred y_score": ["predictions", "logits", "mean", "scores"],
     "prng_key random_seed random_state rng rngs seed": ["key", "random_state"],
+    "q": ["size", "num_picks"],
     "roc_auc roc_auc_score": ["auroc"],
     "sample_weight sample_weights": ["row_weights", "weights"],
     "scan": ["plan"],

@@ -92,7 +92,9 @@ _steps = _fit | {"steps": always(2)}
 _validated = _fit | {"epochs": always(2), "validation": always(DATA)}
 _swept = _fit | {"optimiser": always(of_hyper), "hyper": always(HYPER)}
 TRAJECTORY, SGD = ee.methods.trajectory, optax.sgd(0.1)
+ADAPTERS = ee.methods.adapters
 EFFICIENT = ee.methods.efficient
+converted_base = {"model": always(eqx.nn.MLP(3, 1, 4, 1, key=KEY)), "num_members": always(2)}
 converted = {
     "model": always(eqx.nn.MLP(3, 1, 4, 1, key=KEY)),
     "num_submembers": always(2),
@@ -306,6 +308,11 @@ CASES = {
         ee.methods.soups.greedy,
         {"ensemble": always(ensemble), "score": always(lambda model: jnp.sum(model.weight)), "mode": always("min")},
     ),
+    "methods.adapters.low_rank": Case(ADAPTERS.low_rank, converted_base | {"rank": always(2), "key": always(KEY)}),
+    "methods.adapters.scales": Case(ADAPTERS.scales, converted_base),
+    "methods.adapters.bias_only": Case(ADAPTERS.bias_only, converted_base),
+    "methods.adapters.layers_only": Case(ADAPTERS.layers_only, converted_base | {"where": always(lambda model: model)}),
+    "methods.adapters.merge": Case(ADAPTERS.merge, {"model": lambda: ADAPTERS.scales(make(KEY), 2)[0]}),
     "methods.efficient.batch_ensemble": Case(EFFICIENT.batch_ensemble, converted),
     "methods.efficient.tabm": Case(EFFICIENT.tabm, converted),
     "methods.efficient.mimo": Case(EFFICIENT.mimo, converted),
@@ -494,6 +501,16 @@ ACCEPTED = {
     "methods.priors.draw_anchors": {"std": "int64 float32"},
     "methods.priors.gaussian_penalty": {"model": "array", "std": "int64 float32", "num_rows": "int64 float32"},
     "methods.priors.noisy_targets": {"targets": "array", "ids": "int64", "std": "0 int64 float32", "row_ids": "None"},
+    "methods.adapters.low_rank": {
+        "num_members": "int64",
+        "rank": "int64",
+        "where": "None",
+        "scale": "-1 0 int64 float32",
+        "full": "None",
+    },
+    "methods.adapters.scales": {"num_members": "int64", "where": "None", "full": "None"},
+    "methods.adapters.bias_only": {"num_members": "int64", "where": "None", "full": "None"},
+    "methods.adapters.layers_only": {"num_members": "int64"},
     "methods.efficient.batch_ensemble": {"num_submembers": "int64", "where": "None", "std": "0 int64 float32"},
     "methods.efficient.tabm": {"num_submembers": "int64", "where": "None"},
     "methods.efficient.mimo": {"num_submembers": "int64", "where": "None"},
@@ -555,9 +572,9 @@ RAW = {
 
 
 ROOMS = (
-    ee, ee.checkpoint, ee.methods, ee.methods.alignment, ee.methods.efficient, ee.methods.trajectory,
-    ee.methods.population, ee.methods.priors, ee.methods.sampling, ee.methods.sngp, ee.methods.soups, ee.plan,
-    ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
+    ee, ee.checkpoint, ee.methods, ee.methods.adapters, ee.methods.alignment, ee.methods.efficient,
+    ee.methods.trajectory, ee.methods.population, ee.methods.priors, ee.methods.sampling, ee.methods.sngp,
+    ee.methods.soups, ee.plan, ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
 )  # fmt: skip
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.
 OF_ARRAYS = {name.rpartition(".")[2] for name in array_calls.NAMES}

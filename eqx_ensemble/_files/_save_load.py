@@ -1,3 +1,4 @@
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, overload
@@ -10,7 +11,16 @@ from jax.sharding import Mesh
 
 from .. import _axes
 from .._caller import caller
-from .._check import check_flag, check_integer_ids, check_path, is_member_array, kind_text, path_text
+from .._check import (
+    MemberMismatchError,
+    check_flag,
+    check_integer_ids,
+    check_path,
+    is_key,
+    is_member_array,
+    kind_text,
+    path_text,
+)
 from .._ensemble import Ensemble, Group, M
 from .._ids import open_all
 from .._pytree import PyTree
@@ -45,7 +55,15 @@ class LoadOptions(TypedDict, total=False):
     mesh: Mesh | None
 
 
-def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName = "safetensors") -> None:
+class Digest(eqx.Module):
+    """Stands in a file for a shared array that is not written: its SHA-256, 32 bytes."""
+
+    sha256: Any
+
+
+def save(
+    path: PathLike, tree: PyTree, *, shared: bool = True, meta: Any = None, format: FormatName = "safetensors"
+) -> None:
     """Saves an ensemble, a model or any other PyTree.
 
     Arrays (also typed keys) and Python numbers are saved with checksums; functions, strings and static fields are
@@ -56,6 +74,9 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     - `path`: the folder to write: a manifest in JSON, and the arrays as safetensors. Missing parents are created; an
         existing checkpoint is replaced.
     - `tree`: any PyTree.
+    - `shared`: whether to write the [shared arrays](../how-it-runs.md#shared-arrays) of ensembles. With `False` only
+        their SHA-256 is written: `like` of [`eqx_ensemble.load`][] must hold equal ones. For members that
+        [adapt][eqx_ensemble.methods.adapters.low_rank] a large base model.
     - `meta`: dicts, lists, strings and numbers to keep with it, for [`eqx_ensemble.checkpoint.contents`][].
     - `format`: `"safetensors"`, or [`"orbax"`](#orbax) for several processes and object stores.
 
@@ -72,6 +93,7 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
     ```
     """
     check_format(format, path)
+    check_flag(shared, "shared")
     leaves = jax.tree.leaves(tree)
     if callable(tree) and all(callable(leaf) and not is_member_array(leaf) for leaf in leaves):
         raise TypeError(
@@ -80,7 +102,7 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None, format: FormatName =
         )
     for ensemble in _ensembles(tree):
         check_integer_ids(ensemble.ids)
-    tree = open_all(tree)
+    tree = open_all(tree if shared else _without_shared(tree))
     how, marked = FORMATS[format], marks(tree)
     content = snapshot(tree, per_member=marked.per_member, ids=marked.ids, meta=meta, take=how.take)
     how.settle(how.begin(as_path(path), content))
@@ -116,7 +138,8 @@ def load(
     - `path`: the folder.
     - `like`: the function that makes one member from a key, as given to [`eqx_ensemble.build`][] (for an
         [`eqx_ensemble.Group`][], one that makes a group with the same parts); or a tree like the one saved, or its
-        shapes, from `equinox.filter_eval_shape`. Arrays are NumPy arrays, or sharded, where those of `like` are.
+        shapes, from `equinox.filter_eval_shape`. A tree, if the file was written with `shared=False`: its shared arrays
+        are kept. Arrays are NumPy arrays, or sharded, where those of `like` are.
     - `members`: positions of the members to read, as in `ensemble[members]`; `like` may have any number. The tree must
         contain one ensemble, besides states and inputs marked `Each`. For a group, all are read and these are kept.
     - `cast`: `"like"` casts numbers of one kind to the precision of `like`, if none becomes infinite or wraps around.
@@ -150,16 +173,77 @@ def load(
                 f"`checkpoint={str(reader.folder.parent)!r}` gives the run; to load the ensemble without it, keep it "
                 "with `save(path, run.ensemble)`."
             )
-        like, rows = as_like(like, reader.manifest), None
+        omitted = _omitted(reader.manifest)
+        like, rows = as_like(like, reader.manifest) if not omitted else _check_holds(like, omitted, reader.folder), None
         if members is not None:
             check_member_selection(members)
         if members is not None and not isinstance(like, Group):
             rows = _rows(members, reader.manifest, path)
             _one_set_of_members(like, reader.manifest, path)
-        tree = restore(reader, like, rows=rows, cast=cast, strict=strict)
+        expected = _map_omitted(lambda _: Digest(jax.ShapeDtypeStruct((32,), np.uint8)), like, omitted)
+        tree = restore(reader, expected, rows=rows, cast=cast, strict=strict)
+        tree = _restore_shared(tree, like, omitted, reader.folder)
     if members is not None and isinstance(tree, Group):
         tree = tree[_positions(members, tree.num_members)]
     return tree if layout is None else _shard(tree, layout)
+
+
+def _without_shared(tree: PyTree) -> PyTree:
+    """The tree with digests for the shared arrays of its ensembles."""
+
+    def cut(node: Any) -> Any:
+        if not isinstance(node, Ensemble):
+            return node
+        digest = lambda x: Digest(_sha256(x)) if is_member_array(x) else x
+        return eqx.tree_at(lambda x: x.shared, node, jax.tree.map(digest, node.shared))
+
+    return jax.tree.map(cut, tree, is_leaf=lambda x: isinstance(x, Ensemble))
+
+
+def _sha256(x: Any) -> np.ndarray:
+    data = to_host(jax.random.key_data(x) if is_key(x) else x)
+    text = f"{x.dtype} {data.shape} ".encode()
+    return np.frombuffer(hashlib.sha256(text + np.ascontiguousarray(data).tobytes()).digest(), np.uint8)
+
+
+def _omitted(manifest: Manifest) -> set[str]:
+    """The paths of the arrays whose digests are in the file instead of them."""
+    found = (entry.path.removesuffix(".sha256") for entry in manifest.entries if entry.path.endswith(".sha256"))
+    return {path for path in found if manifest.structure.get(path) == Digest.__name__}
+
+
+def _map_omitted(fn: Callable[[Any], Any], tree: PyTree, omitted: set[str]) -> PyTree:
+    apply = lambda path, x: fn(x) if path_text(path) in omitted else x
+    return jtu.tree_map_with_path(apply, tree, is_leaf=lambda x: isinstance(x, Digest)) if omitted else tree
+
+
+def _check_holds(like: Any, omitted: set[str], folder: Any) -> Any:
+    """Raises unless `like` is a tree with the arrays that were not written. Returns it."""
+    keyed = {path_text(path): x for path, x in jtu.tree_flatten_with_path(like)[0]}
+    missing = [path for path in sorted(omitted) if not is_member_array(keyed.get(path))]
+    if missing:
+        raise MemberMismatchError(
+            f"`{caller()}` needs the shared arrays of `{folder}`, saved with `shared=False`, in `like`.\n  at "
+            f"`{safe_text(missing[0])}`: expected an array, got {kind_text(keyed.get(missing[0]))}\nPass an ensemble "
+            "on the same base, made as the one that was saved: `like=methods.adapters.low_rank(base, ...)`."
+        )
+    return like
+
+
+def _restore_shared(tree: PyTree, like: Any, omitted: set[str], folder: Any) -> PyTree:
+    """The tree with the shared arrays of `like`. Raises unless they are those of the saved ensemble."""
+    arrays = {path_text(path): x for path, x in jtu.tree_flatten_with_path(like)[0]} if omitted else {}
+    keyed = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Digest))[0] if omitted else []
+    saved = {path_text(path): x.sha256 for path, x in keyed if isinstance(x, Digest)}
+    others = [path for path in sorted(saved) if not np.array_equal(saved[path], _sha256(arrays[path]))]
+    if others:
+        raise MemberMismatchError(
+            f"`{caller()}` needs the base model on which `{folder}` was trained in `like`; {len(others)} of "
+            f"{len(saved)} shared arrays differ, such as `{safe_text(others[0])}`.\nTrained "
+            "members do not fit another base."
+        )
+    apply = lambda path, x: arrays[path_text(path)] if isinstance(x, Digest) else x
+    return jtu.tree_map_with_path(apply, tree, is_leaf=lambda x: isinstance(x, Digest)) if omitted else tree
 
 
 def _shard(tree: Any, layout: Layout) -> Any:

@@ -53,7 +53,7 @@ def batch_expected_improvement(
     ??? cite
         [Wilson et al., NeurIPS 2018](https://arxiv.org/abs/1805.10196)
     """
-    return _batch(predictions, size, best, mode, weights, row_weights, chosen, costs, budget, count=False)
+    return _batch("expected", size, best, mode, (predictions, weights, row_weights), (chosen, costs, budget))
 
 
 def batch_probability_of_improvement(
@@ -88,27 +88,14 @@ def batch_probability_of_improvement(
     picks.indices, picks.values  # [0, 2], [0.5, 1.0]
     ```
     """
-    return _batch(predictions, size, best, mode, weights, row_weights, chosen, costs, budget, count=True)
+    return _batch("probability", size, best, mode, (predictions, weights, row_weights), (chosen, costs, budget))
 
 
-def _batch(
-    predictions: ArrayLike,
-    size: int,
-    best: ArrayLike,
-    mode: Mode,
-    weights: ArrayLike | None,
-    row_weights: ArrayLike | None,
-    chosen: ArrayLike | None,
-    costs: ArrayLike | None,
-    budget: ArrayLike | None,
-    *,
-    count: bool,
-) -> Picks:
-    sign = check_sign(mode)
-    values, convex, rows = check_samples(predictions, weights, row_weights)
+def _batch(kind: str, size: int, best: ArrayLike, mode: Mode, samples: tuple, limits: tuple) -> Picks:
+    sign, (values, convex, rows) = check_sign(mode), check_samples(*samples)
     better = sign * (values - check_best(best, values))
-    pool, taken = check_pool(values, rows, costs, budget, chosen)
-    each = (better > 0).astype(values.dtype) if count else jnp.maximum(better, 0)
+    each = (better > 0).astype(values.dtype) if kind == "probability" else jnp.maximum(better, 0)
+    pool, taken = check_pool(values, rows, *limits)
     return Picks(*_pick_all(each, convex, taken, pool, check_size(size, "size", pool)))
 
 

@@ -84,9 +84,9 @@ def check_pool_axes(argument: str, values: Array, axes: str) -> None:
 def check_pool(
     values: Array,
     rows: CountedRows,
+    chosen: ArrayLike | None = None,
     costs: ArrayLike | None = None,
     budget: ArrayLike | None = None,
-    chosen: ArrayLike | None = None,
 ) -> tuple[Pool, Array]:
     """Raises for invalid costs, budget, or indices `chosen`. Returns the pool without these, and the indices."""
     dtype, shape = values.dtype, values.shape[1:2]

@@ -60,7 +60,7 @@ def expected_improvement(
     ??? cite
         [Jones et al., Journal of Global Optimization 1998](https://doi.org/10.1023/A:1008306431147)
     """
-    return _improve("expected", mean, variance, best, mode, weights, row_weights)
+    return _improve("expected", best, mode, mean, variance, weights, row_weights)
 
 
 def log_expected_improvement(
@@ -94,7 +94,7 @@ def log_expected_improvement(
     ??? cite
         [Ament et al., NeurIPS 2023](https://arxiv.org/abs/2310.20708)
     """
-    return _improve("log", mean, variance, best, mode, weights, row_weights)
+    return _improve("log", best, mode, mean, variance, weights, row_weights)
 
 
 def probability_of_improvement(
@@ -126,7 +126,7 @@ def probability_of_improvement(
     ??? cite
         [Kushner, Journal of Basic Engineering 1964](https://doi.org/10.1115/1.3653121)
     """
-    return _improve("probability", mean, variance, best, mode, weights, row_weights)
+    return _improve("probability", best, mode, mean, variance, weights, row_weights)
 
 
 def confidence_bound(
@@ -167,7 +167,7 @@ def confidence_bound(
 
 
 def _check(
-    mean: ArrayLike, variance: ArrayLike | None, weights: ArrayLike | None, row_weights: ArrayLike | None
+    mean: Any, variance: ArrayLike | None, weights: ArrayLike | None, row_weights: ArrayLike | None
 ) -> tuple[Array, Array, Array | None, CountedRows]:
     """Raises for invalid arguments. Returns them; samples are Gaussians without variance."""
     means = check_values("mean", mean)
@@ -181,16 +181,8 @@ def _check(
     return rows.blank(means, before=1), rows.blank(variances, before=1), convex, rows
 
 
-def _improve(
-    kind: str,
-    mean: ArrayLike,
-    variance: ArrayLike | None,
-    best: ArrayLike,
-    mode: Mode,
-    weights: ArrayLike | None,
-    row_weights: ArrayLike | None,
-) -> Float[Array, "*batch"]:
-    sign, (means, variances, convex, rows) = check_sign(mode), _check(mean, variance, weights, row_weights)
+def _improve(kind: str, best: ArrayLike, mode: Mode, *predictions: ArrayLike | None) -> Float[Array, "*batch"]:
+    sign, (means, variances, convex, rows) = check_sign(mode), _check(*predictions)
     better = rows.blank(sign * (means - check_best(best, means)), before=1)
     return rows.blank(_over_members(better, variances, convex, kind), fill=-jnp.inf)
 

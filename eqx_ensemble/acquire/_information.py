@@ -22,6 +22,7 @@ from ..uncertainty._engine import divergence
 from ._check import check_factor, check_pool, check_pool_axes, check_size
 from ._greedy import Picks, Pool
 
+_FREE = -2  # a row to be picked; -1 is none
 _LARGEST = 2**20  # of the temporary arrays of `_redundancy`, in numbers
 
 
@@ -53,7 +54,7 @@ def bald(
     ??? cite
         [Houlsby et al. 2011](https://arxiv.org/abs/1112.5745)
     """
-    return _scores(logits, weights, row_weights)[0]
+    return _check(logits, weights, row_weights, pool=False)[0]
 
 
 def batch_bald(
@@ -71,8 +72,10 @@ def batch_bald(
 ) -> Picks:
     """A batch of rows by greedy maximisation of what their labels jointly tell about the member (BatchBALD), in nats.
 
-    Unlike the largest values of [`eqx_ensemble.acquire.bald`][], it avoids near duplicates. The joint labels of the
-    rows so far are enumerated while there are at most `max_outcomes`, and sampled for more rows.
+    Unlike the largest values of [`eqx_ensemble.acquire.bald`][], it counts what the labels tell in common once: a near
+    duplicate adds little where each member is sure of its label. Labels are independent given the member, and where
+    they are noisy, a duplicate still adds to the sum. The joint labels of the rows so far are enumerated while there
+    are at most `max_outcomes`, and sampled for more rows.
 
     **Arguments:**
 
@@ -92,16 +95,18 @@ def batch_bald(
     `TypeError` without a `key` where joint labels are sampled.
 
     ```python
-    logits = 3 * jax.random.normal(key, (8, 100, 2))
-    logits = logits.at[:, 1].set(logits[:, 0])  # a duplicate
-    picks = ee.acquire.batch_bald(logits, 5)
+    sure, half = jnp.array([9.0, -9.0]), jnp.zeros(2)
+    one, other = jnp.stack([sure, -sure, half, half]), jnp.stack([half, half, sure, -sure])
+    logits = jnp.stack([one, one, other], axis=1)  # four members; row 1 is a copy of row 0
+    picks = ee.acquire.batch_bald(logits, 2)
+    picks.indices, picks.values  # [0, 2], [0.347, 0.693]
     ```
 
     ??? cite
         [Kirsch et al., NeurIPS 2019](https://arxiv.org/abs/1906.08158)
     """
-    scores, checked, convex, rows = _check_logits(logits, weights, row_weights)
-    pool, taken = check_pool(checked, rows, costs, budget, chosen)
+    scores, checked, convex, rows = _check(logits, weights, row_weights)
+    pool, taken = check_pool(checked, rows, chosen, costs, budget)
     size = check_size(size, "size", pool)
     most, num_samples = check_positive_int(max_outcomes, "max_outcomes"), check_positive_int(num_samples, "num_samples")
     conditioned, num_classes, num_exact = len(taken) + size - 1, checked.shape[2], 0
@@ -148,41 +153,31 @@ def power_bald(
     ??? cite
         [Kirsch et al., TMLR 2023](https://arxiv.org/abs/2106.12059)
     """
-    scores, checked, _, rows = _check_logits(logits, weights, row_weights)
+    scores, checked, _, rows = _check(logits, weights, row_weights)
     pool, _ = check_pool(checked, rows)
     exponent = check_factor("power", power, checked.dtype, fix="Zero draws uniformly, 1 in proportion.")
     return _draw(scores, pool, exponent, check_size(size, "size", pool), _keys.root(key))
 
 
-def _scores(
-    logits: ArrayLike, weights: ArrayLike | None, row_weights: ArrayLike | None
+def _check(
+    logits: ArrayLike, weights: ArrayLike | None, row_weights: ArrayLike | None, *, pool: bool = True
 ) -> tuple[Array, Array, Array | None, CountedRows]:
-    """The mutual information of label and member, minus infinity in ignored rows; and the checked arguments."""
+    """Raises for invalid arguments. Returns the information, minus infinity in ignored rows, and the arguments."""
     checked = check_logits(logits)
+    if pool:
+        check_pool_axes("logits", checked, "(members, candidates, classes)")
     rows = check_counted_rows(row_weights, checked.shape[1:-1])
     convex = check_weights(weights, checked.shape[0], checked.dtype)
-    checked = rows.blank(checked, before=1)
+    checked = blank_unweighted(rows.blank(checked, before=1), convex)
+    if pool:
+        check_no_nan("logits", checked)
     found = decompose_entropy(checked, weights=convex).epistemic
     return rows.blank(found, fill=-jnp.inf), checked, convex, rows
 
 
-def _check_logits(
-    logits: ArrayLike, weights: ArrayLike | None, row_weights: ArrayLike | None
-) -> tuple[Array, Array, Array | None, CountedRows]:
-    """`_scores` of logits `(members, candidates, classes)` without NaN."""
-    scores, checked, convex, rows = _scores(logits, weights, row_weights)
-    check_pool_axes("logits", checked, "(members, candidates, classes)")
-    check_no_nan("logits", blank_unweighted(checked, convex))
-    return scores, checked, convex, rows
-
-
 @partial(jax.jit, static_argnames="size")
 def _draw(
-    scores: Float[Array, " candidates"],
-    pool: Pool,
-    power: Float[Array, ""],
-    size: int,
-    key: Key[Array, ""],
+    scores: Float[Array, " candidates"], pool: Pool, power: Float[Array, ""], size: int, key: Key[Array, ""]
 ) -> Int32[Array, " size"]:
     """Sampling without replacement in proportion to powers of the scores: the largest Gumbel-perturbed logarithms."""
     smallest = jnp.finfo(scores.dtype).tiny  # where members agree, candidates come last, and are picked if needed
@@ -205,39 +200,35 @@ def _pick_all(
     num_samples: int,
 ) -> tuple[Int32[Array, " size"], Float[Array, " size"]]:
     """Greedy picks, given the labels of at most `num_exact` rows by enumeration, and of more by samples."""
-    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
+    logs = jax.nn.log_softmax(logits, axis=-1)
     labels = _Labels(logs, scores, weighted_mean(jnp.exp(logs), weights), weights)
-    num_rows, num_chosen = chosen.shape[0] + size, chosen.shape[0]
     joint, total = jnp.zeros((logs.shape[0], 1), logs.dtype), jnp.zeros((), logs.dtype)
-    indices, values = [], []
-    for i in range(min(num_rows, num_exact + 1)):
-        index, gain, pool = labels.pick(joint, pool, chosen[i] if i < num_chosen else None, share=None)
+    rows = jnp.concatenate([chosen, jnp.full(size, _FREE, chosen.dtype)])
+    found = []
+    for row in rows[: num_exact + 1]:
+        index, gain, pool = labels.pick(joint, pool, row, share=None)
+        joint = labels.enumerate(joint, index) if len(found) < num_exact else joint
         total = total + gain
-        joint = labels.enumerate(joint, index) if i < num_exact else joint
-        indices, values = [*indices, index], [*values, total]
-    so_far, sums = jnp.stack(indices), jnp.stack(values)
-    if num_rows == len(indices):
-        return so_far[num_chosen:], sums[num_chosen:]
+        found.append((index, total))
+    indices, values = map(jnp.stack, zip(*found, strict=True))
+    if len(rows) > len(found):
+        drawing, labelling = jax.random.split(key)
+        members = jax.random.choice(drawing, logs.shape[0], (num_samples,), p=weights)
+        share, keys = jnp.full(num_samples, 1 / num_samples, logs.dtype), jax.random.split(labelling, len(rows))
 
-    drawing, labelling = jax.random.split(key)
-    members = jax.random.choice(drawing, logs.shape[0], (num_samples,), p=weights)
-    share = jnp.full(num_samples, 1 / num_samples, logs.dtype)
-    keys = jax.random.split(labelling, num_rows)
+        def condition(joint: Array, given: tuple[Array, Array]) -> tuple[Array, None]:
+            return labels.sample(joint, members, *given), None
 
-    def condition(joint: Array, given: tuple[Array, Array]) -> tuple[Array, None]:
-        return labels.sample(joint, members, *given), None
+        def step(carry: tuple, given: tuple[Array, Array]) -> tuple[tuple, tuple[Array, Array]]:
+            (joint, pool, total), (row, key) = carry, given
+            index, gain, pool = labels.pick(joint, pool, row, share=share)
+            return (labels.sample(joint, members, index, key), pool, total + gain), (index, total + gain)
 
-    def step(carry: tuple, given: tuple[Array | None, Array]) -> tuple[tuple, tuple[Array, Array]]:
-        (joint, pool, total), (row, key) = carry, given
-        index, gain, pool = labels.pick(joint, pool, row, share=share)
-        return (labels.sample(joint, members, index, key), pool, total + gain), (index, total + gain)
-
-    count = len(indices)
-    joint, _ = jax.lax.scan(condition, jnp.zeros((logs.shape[0], num_samples), logs.dtype), (so_far, keys[:count]))
-    rest = chosen[count:]
-    carry, _ = jax.lax.scan(step, (joint, pool, total), (rest, keys[count : count + len(rest)]))
-    more = jax.lax.scan(step, carry, (None, keys[count + len(rest) :]))[1]
-    return tuple(jnp.concatenate([x[num_chosen:], y]) for x, y in zip((so_far, sums), more, strict=True))
+        nothing = jnp.zeros((logs.shape[0], num_samples), logs.dtype)
+        joint, _ = jax.lax.scan(condition, nothing, (indices, keys[: len(found)]))
+        more = jax.lax.scan(step, (joint, pool, total), (rows[len(found) :], keys[len(found) :]))[1]
+        indices, values = (jnp.concatenate(pair) for pair in zip((indices, values), more, strict=True))
+    return indices[-size:], values[-size:]
 
 
 class _Labels(NamedTuple):
@@ -252,14 +243,13 @@ class _Labels(NamedTuple):
     mixed: Float[Array, "candidates classes"]
     weights: Float[Array, " members"] | None
 
-    def pick(self, joint: Array, pool: Pool, row: Array | None, *, share: Array | None) -> tuple[Array, Array, Pool]:
-        """The index of the best candidate, or of `row`, what its label adds, and the pool without it."""
-        if row is None:
-            gains = self.gains(joint, share)
-            index, pool = pool.pick(gains)
-            return index, jnp.where(index < 0, 0, gains[index]), pool
-        alone = self._replace(logs=self.logs[:, row[None]], scores=self.scores[row[None]], mixed=self.mixed[row[None]])
-        return row, jnp.where(row < 0, 0, alone.gains(joint, share)[0]), pool
+    def pick(self, joint: Array, pool: Pool, row: Array, *, share: Array | None) -> tuple[Array, Array, Pool]:
+        """The index of the best candidate, or of a `row` that is not free, what its label adds, and the pool."""
+        gains = self.gains(joint, share)
+        best, rest = pool.pick(gains)
+        pool = jax.tree.map(lambda x, y: jnp.where(row == _FREE, x, y), rest, pool)
+        index = jnp.where(row == _FREE, best, row)
+        return index, jnp.where(index < 0, 0, gains[index]), pool
 
     def gains(self, joint: Float[Array, "members outcomes"], share: Array | None) -> Float[Array, " candidates"]:
         r"""What the label of each candidate tells of the member, beyond the labels so far.

@@ -1,4 +1,5 @@
 from .. import _suggest
+from . import adapters as adapters
 from . import alignment as alignment
 from . import density as density
 from . import distillation as distillation

@@ -109,14 +109,12 @@ def test_transforms_and_dtypes(function):
 
 
 def test_a_budget_is_spent_to_the_last_cent():
-    picks = acquire.batch_expected_improvement(
-        np.eye(4, dtype=np.float32), 4, best=0.0, mode="max", costs=np.full(4, 0.1), budget=0.3
-    )
-    np.testing.assert_array_equal(picks.indices, [0, 1, 2, -1])
-    again = acquire.batch_expected_improvement(
-        np.eye(4, dtype=np.float32), 1, best=0.0, mode="max", chosen=picks.indices
-    )
-    np.testing.assert_array_equal(again.indices, [3])
+    predictions, options = np.eye(8, dtype=np.float32), {"best": 0.0, "mode": "max"}
+    # In float32, seven times 0.1 is more than 0.7.
+    picks = acquire.batch_expected_improvement(predictions, 8, costs=np.full(8, 0.1), budget=0.7, **options)
+    np.testing.assert_array_equal(picks.indices, [0, 1, 2, 3, 4, 5, 6, -1])
+    again = acquire.batch_expected_improvement(predictions, 1, chosen=picks.indices, **options)
+    np.testing.assert_array_equal(again.indices, [7])
     np.testing.assert_allclose(again.values, [1.0])
 
 

@@ -8,9 +8,10 @@ from jaxtyping import Array, Bool, Key
 
 from ... import _keys
 from ..._check import check_number, check_word
-from ._convert import Select, check_known, check_model, select_layers, warn_alike
+from .._layers import Select, check_known, input_shape, output_shape, select_layers
+from ._convert import check_model, warn_alike
 from ._joint import JointEnsemble
-from ._layers import MaskInputs, Own, RankOne, input_shape, output_shape, redraw
+from ._layers import MaskInputs, Own, RankOne, redraw
 
 M = TypeVar("M")
 

@@ -1,25 +1,17 @@
-import collections
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ..._caller import caller
-from ..._check import check_key, check_optional_function, check_positive_int, is_member_array, kind_text
+from ..._check import check_key, check_positive_int, is_member_array, kind_text
 from ..._ensemble import Ensemble
 from ..._leaf_text import leaf_text
 from ..._warnings import warn
-from ...train import Frozen
-from ._joint import JointEnsemble, is_joint_layer
-from ._layers import Layer, input_shape, output_shape
-
-_TIED = eqx.nn.Shared | eqx.nn.WeightNorm | eqx.nn.SpectralNorm
-_KNOWN = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.Conv1d, eqx.nn.Conv2d, eqx.nn.Conv3d)
+from .._layers import check_groups, check_module, input_shape, is_converted, output_shape
+from ._joint import JointEnsemble
 
 
 def check_model(model: Any, num_submembers: Any, key: Any) -> int:
@@ -29,72 +21,12 @@ def check_model(model: Any, num_submembers: Any, key: Any) -> int:
             f"`{caller()}` converts one model, got an `Ensemble`.\nConvert while building, with keys of their own: "
             f"`build(lambda key: {caller()}(make(key), {num_submembers}, key=key), num_members, key=key)`."
         )
-    if not isinstance(model, eqx.Module) or not callable(model):
-        raise TypeError(f"`{caller()}` needs an Equinox Module that can be called, got {kind_text(model)}.")
-    nodes = jax.tree.leaves(model, is_leaf=lambda x: is_joint_layer(x) or isinstance(x, JointEnsemble | Ensemble))
-    if any(is_joint_layer(x) or isinstance(x, JointEnsemble | Ensemble) for x in nodes):
+    check_module(model)
+    nodes = jax.tree.leaves(model, is_leaf=lambda x: is_converted(x) or isinstance(x, JointEnsemble | Ensemble))
+    if any(is_converted(x) or isinstance(x, JointEnsemble | Ensemble) for x in nodes):
         raise TypeError(f"`{caller()}` needs a model without sub-members; a part of this one has some already.")
     check_key(key)
     return check_positive_int(num_submembers, "num_submembers")
-
-
-def check_layers(layers: list[Any], model: Any, *, least: int) -> None:
-    """Raises unless linear layers or convolutions of one model are selected, each once, and none is tied."""
-    fix = "`where` is a type such as `eqx.nn.Linear`, or a function such as `lambda model: model.layers[1:]`."
-    if len(layers) < least:
-        wanted = "a linear layer or convolution" if least == 1 else f"at least {least} linear layers or convolutions"
-        raise ValueError(f"`{caller()}` needs {wanted}; {len(layers)} selected.\n{fix}")
-    for layer in layers:
-        if not isinstance(layer, Layer):
-            raise TypeError(
-                f"`{caller()}` needs `where` to select linear layers or convolutions, got {kind_text(layer)}."
-            )
-        _check_weight(layer)
-    times = collections.Counter(id(x) for x in jax.tree.leaves(model) if is_member_array(x))
-    tied = any(times[id(layer.weight)] > 1 for layer in layers)
-    for node in jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, _TIED)):
-        inside = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, Layer)) if isinstance(node, _TIED) else []
-        tied |= any(layer is x for x in inside for layer in layers) or isinstance(node, eqx.nn.Shared)
-    if tied:
-        raise ValueError(
-            f"`{caller()}` needs layers whose weights are their own: weights that are tied, by `eqx.nn.Shared`, "
-            "`WeightNorm`, `SpectralNorm` or one array in two places, cannot be converted.\n"
-            "Select other layers by `where`, or a model without the tie."
-        )
-    if len(set(map(id, layers))) < len(layers):
-        raise ValueError(f"`{caller()}` needs `where` to select each layer once.\n{fix}")
-
-
-def _check_weight(layer: Any) -> None:
-    """Raises unless a layer has the floating-point weight of one model."""
-    weight, ndim = layer.weight, 2 if isinstance(layer, eqx.nn.Linear) else layer.num_spatial_dims + 2
-    if not is_member_array(weight) or weight.ndim != ndim:
-        got = leaf_text(weight) if is_member_array(weight) else kind_text(weight)
-        raise ValueError(
-            f"`{caller()}` needs the layers of ONE model; expected a weight of {ndim} axes, got {got}.\n"
-            "Convert a model before stacking it: inside the function that `build` calls."
-        )
-    if not jnp.issubdtype(weight.dtype, jnp.floating):
-        raise TypeError(f"`{caller()}` needs real floating-point weights, got {leaf_text(weight)}.")
-
-
-def check_known(layers: list[Any]) -> None:
-    """Raises for subclasses of linear layers and convolutions, which may compute something else."""
-    for layer in layers:
-        if type(layer) not in _KNOWN:
-            raise TypeError(
-                f"`{caller()}` supports `eqx.nn.Linear`, `eqx.nn.Conv` and `Conv1d` to `Conv3d`, not other subclasses; "
-                f"got {kind_text(layer)}.\nSelect other layers by `where`."
-            )
-
-
-def check_groups(layer: Any) -> None:
-    """Raises for a grouped convolution."""
-    if isinstance(layer, eqx.nn.Conv) and layer.groups > 1:
-        raise ValueError(
-            f"`{caller()}` needs a first and a last layer without groups, got `groups={layer.groups}`: groups would "
-            "separate the sub-members.\nSelect other layers by `where`."
-        )
 
 
 def warn_alike() -> None:
@@ -149,24 +81,3 @@ def check_chain(layers: list[Any], model: Any) -> None:
 
 
 M = TypeVar("M")
-
-Select = Callable[[Any], Any] | type | None
-"""The layers to convert: nodes as in `equinox.tree_at`, all of a type, or all; the latter two skip frozen layers."""
-
-_is_layer = lambda x: isinstance(x, Layer)
-
-
-def select_layers(model: Any, where: Select, *, least: int = 1) -> tuple[Callable[[Any], list[Any]], list[Any]]:
-    """Returns a function that finds the layers in a tree, and the layers of the model in the order of its fields."""
-    check_optional_function(where, "where", example="lambda model: model.layers[1:]")
-    kind = where if isinstance(where, type) else Layer
-
-    def find(tree: Any) -> list[Any]:
-        if where is None or isinstance(where, type):
-            nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Layer | Frozen))
-            return [x for x in nodes if isinstance(x, Layer) and isinstance(x, kind)]
-        return jax.tree.leaves(where(tree), is_leaf=lambda x: _is_layer(x) or isinstance(x, eqx.Module))
-
-    layers = find(model)
-    check_layers(layers, model, least=least)
-    return find, layers

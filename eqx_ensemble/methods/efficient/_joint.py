@@ -8,13 +8,14 @@ from jaxtyping import Array
 
 from ... import _axes, _keys
 from ..._pytree import PyTree
-from ._layers import AbstractJointLayer, redraw, with_weights
+from .._layers import AbstractConvertedLayer, is_converted, own_flags, with_weights
+from ._layers import redraw
 
 AXIS = "submembers"
 """The named axis over which sub-members are mapped; layers of a joint forward pass communicate over it."""
 
 
-class JoinInputs(AbstractJointLayer):
+class JoinInputs(AbstractConvertedLayer):
     """A first layer that takes the concatenated inputs of all sub-members."""
 
     own: ClassVar[tuple[str, ...]] = ()
@@ -35,7 +36,7 @@ class JoinInputs(AbstractJointLayer):
         return with_weights(layer, parts.sum(axis=1), self.layer.bias)
 
 
-class SelectOutput(AbstractJointLayer):
+class SelectOutput(AbstractConvertedLayer):
     """A last layer whose output has one part per sub-member."""
 
     own: ClassVar[tuple[str, ...]] = ()
@@ -91,27 +92,8 @@ class JointEnsemble(eqx.Module, Generic[M]):
 
 def has_one_pass(joint: JointEnsemble[Any]) -> bool:
     """Whether the sub-members share one forward pass."""
-    nodes = jax.tree.leaves(joint.model, is_leaf=is_joint_layer)
+    nodes = jax.tree.leaves(joint.model, is_leaf=is_converted)
     return any(isinstance(node, JoinInputs) for node in nodes)
-
-
-def is_joint_layer(x: Any) -> bool:
-    """Whether a node is a converted layer."""
-    return isinstance(x, AbstractJointLayer)
-
-
-def own_flags(model: PyTree) -> PyTree:
-    """For every leaf of the model of a joint ensemble, whether it has one value per sub-member."""
-
-    def of_node(node: Any) -> Any:
-        none = jax.tree.map(lambda _: False, node)
-        if not is_joint_layer(node) or not node.own:
-            return none
-        fields = [name for name in node.own if getattr(node, name) is not None]
-        own = [jax.tree.map(lambda _: True, getattr(node, name)) for name in fields]
-        return eqx.tree_at(lambda x: [getattr(x, name) for name in fields], none, own)
-
-    return jax.tree.map(of_node, model, is_leaf=is_joint_layer)
 
 
 def submember_keys(joint: JointEnsemble[Any], key: Any) -> Any:

@@ -1,31 +1,13 @@
-import abc
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
-from equinox import AbstractClassVar
 from jaxtyping import Array
 
-Layer = eqx.nn.Linear | eqx.nn.Conv
-
-_is_none = lambda x: x is None
+from .._layers import AbstractConvertedLayer, Layer, with_weights, without_bias
 
 
-class AbstractJointLayer(eqx.Module):
-    """A layer of a joint ensemble, written for one sub-member; the fields in `own` have one value per sub-member."""
-
-    own: AbstractClassVar[tuple[str, ...]]
-
-    @abc.abstractmethod
-    def __call__(self, x: Any, *, key: Any = None) -> Array:
-        """The output of one sub-member for one input."""
-
-    @abc.abstractmethod
-    def dense(self, index: int) -> Any:
-        """The equivalent ordinary layer of this sub-member, whose position is `index`."""
-
-
-class RankOne(AbstractJointLayer):
+class RankOne(AbstractConvertedLayer):
     """A layer whose shared weight is multiplied by a rank-one matrix per sub-member, with one bias per sub-member."""
 
     own: ClassVar[tuple[str, ...]] = ("in_factors", "out_factors", "bias")
@@ -47,7 +29,7 @@ class RankOne(AbstractJointLayer):
         return with_weights(self.layer, weight, self.bias)
 
 
-class Own(AbstractJointLayer):
+class Own(AbstractConvertedLayer):
     """A separate layer for each sub-member."""
 
     own: ClassVar[tuple[str, ...]] = ("layer",)
@@ -62,7 +44,7 @@ class Own(AbstractJointLayer):
         return self.layer
 
 
-class MaskInputs(AbstractJointLayer):
+class MaskInputs(AbstractConvertedLayer):
     """A layer with a fixed mask of its input features for each sub-member."""
 
     own: ClassVar[tuple[str, ...]] = ("mask",)
@@ -78,31 +60,6 @@ class MaskInputs(AbstractJointLayer):
         weight = self.layer.weight
         weight = jnp.where(input_columns(self.layer, self.mask), weight, jnp.zeros((), weight.dtype))
         return with_weights(self.layer, weight, self.layer.bias)
-
-
-def without_bias(layer: Any) -> Any:
-    """Makes a layer without its bias callable: a convolution with `use_bias` adds its bias unconditionally."""
-    adds_zero = isinstance(layer, eqx.nn.Conv) and layer.use_bias
-    return eqx.tree_at(lambda x: x.bias, layer, 0.0, is_leaf=_is_none) if adds_zero else layer
-
-
-def with_weights(layer: Any, weight: Array, bias: Array | None) -> Any:
-    """Replaces the weight and bias of a layer; `None` removes the bias."""
-    return eqx.tree_at(lambda x: (x.weight, x.bias), layer, (weight, bias), is_leaf=_is_none)
-
-
-def input_shape(layer: Layer) -> tuple[int, ...]:
-    """The shape of one value per input feature or channel that broadcasts against the input of a layer."""
-    if isinstance(layer, eqx.nn.Linear):
-        return () if layer.in_features == "scalar" else (layer.in_features,)
-    return (layer.in_channels,) + (1,) * layer.num_spatial_dims
-
-
-def output_shape(layer: Layer) -> tuple[int, ...]:
-    """The shape of one value per output feature or channel that broadcasts against the output of a layer."""
-    if isinstance(layer, eqx.nn.Linear):
-        return () if layer.out_features == "scalar" else (layer.out_features,)
-    return (layer.out_channels,) + (1,) * layer.num_spatial_dims
 
 
 def input_columns(layer: Layer, values: Array) -> Array:

@@ -9,9 +9,19 @@ from jaxtyping import Array
 from ... import _keys
 from ..._caller import caller
 from ..._check import check_number, check_positive_int
-from ._convert import Select, check_chain, check_groups, check_known, check_model, select_layers
+from .._layers import (
+    AbstractConvertedLayer,
+    Select,
+    check_groups,
+    check_known,
+    input_shape,
+    output_shape,
+    select_layers,
+    with_weights,
+)
+from ._convert import check_chain, check_model
 from ._joint import JoinInputs, JointEnsemble, SelectOutput
-from ._layers import AbstractJointLayer, Own, input_shape, output_shape, redraw, with_weights
+from ._layers import Own, redraw
 
 M = TypeVar("M")
 
@@ -109,7 +119,7 @@ def _check_sizes(alpha: Any, gamma: Any) -> tuple[float, int]:
     return alpha, check_positive_int(gamma, "gamma")
 
 
-def _make_layers(layer: Any, keys: Any, groups: int, sizes: dict[str, Any]) -> AbstractJointLayer:
+def _make_layers(layer: Any, keys: Any, groups: int, sizes: dict[str, Any]) -> AbstractConvertedLayer:
     """Draws the layers of all sub-members."""
     if groups == 1 or isinstance(layer, eqx.nn.Conv):
         return Own(eqx.filter_vmap(lambda key: redraw(layer, key, groups=groups, **sizes))(keys))
@@ -122,7 +132,7 @@ def _draw_groups(layer: eqx.nn.Linear, key: Any, groups: int, *, in_size: int, o
     return GroupedLinear(parts.weight, None if parts.bias is None else parts.bias.reshape(-1))
 
 
-class GroupedLinear(AbstractJointLayer):
+class GroupedLinear(AbstractConvertedLayer):
     """A grouped linear layer, with a block-diagonal weight."""
 
     own: ClassVar[tuple[str, ...]] = ("weight", "bias")

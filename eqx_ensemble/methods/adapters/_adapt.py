@@ -1,0 +1,286 @@
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Key
+
+from ... import _keys
+from ..._axes import strip_weak_types
+from ..._caller import caller
+from ..._check import (
+    MemberMismatchError,
+    check_function,
+    check_number,
+    check_optional_function,
+    check_positive_int,
+    check_sequence,
+)
+from ..._ensemble import Ensemble, mark_numbers
+from .._layers import (
+    Select,
+    check_groups,
+    check_known,
+    check_module,
+    is_converted,
+    own_flags,
+    select_layers,
+    select_nodes,
+    with_weights,
+)
+from ._layers import LowRank, Scale
+
+M = TypeVar("M", bound=eqx.Module)
+
+
+def low_rank(
+    model: M,
+    num_members: Any,
+    *,
+    rank: int | Sequence[int],
+    where: Select = None,
+    scale: float | Sequence[float] = 1.0,
+    full: Select = None,
+    key: Any,
+) -> Ensemble[M]:
+    r"""LoRA: members that share a frozen base model, and differ by a low-rank change of some weights.
+
+    A layer computes $W x + b + s B A x$. $A$, `(rank, in)`, is drawn as by `equinox.nn.Linear`, $B$, `(out, rank)`,
+    is zero: at first every member equals the base. $W$ and all other arrays of the base are in `ensemble.shared`, once
+    for all members; training, its optimiser state and [`eqx_ensemble.save`][]`(..., shared=False)` hold the matrices
+    only. Convolutions have an $A$ of their own kernel size.
+
+    **Arguments:**
+
+    - `model`: the trained base. Its own randomness, such as dropout, stays: `equinox.nn.inference_mode` stops it.
+    - `num_members`: the number of members, or their ids `(members,)`.
+    - `rank`: of the change, or one per member. A smaller rank is exact: its other columns are zero and stay so.
+    - `where`: the layers: a function that returns nodes, as in `equinox.tree_at`, or a type such as
+        `equinox.nn.MultiheadAttention`; of other Modules than layers, all layers inside. By default all layers.
+    - `scale`: $s$, often `alpha / rank`; or one per member. A constant in training.
+    - `full`: nodes, selected as by `where`, of which each member trains a copy, such as a new head.
+    - `key`: the root key. The matrices of a member are drawn from it and the member's id.
+
+    **Returns:** the ensemble. Matrices are at least float32, whatever the dtype of the base.
+
+    **Raises:** `TypeError` for an ensemble, and for layers that are neither linear nor convolutions; `ValueError` for
+    tied weights, grouped convolutions and counts that disagree.
+
+    ```python
+    base = eqx.nn.MLP(10, 3, 64, 2, key=key)  # trained before
+    ensemble = ee.methods.adapters.low_rank(base, 8, rank=4, key=key)
+    ensemble.stacked.layers[1].down.shape  # (8, 4, 64)
+    ensemble.shared.layers[1].layer.weight.shape  # (64, 64), once
+    ee.methods.adapters.merge(ensemble[3])  # an ordinary MLP
+    ```
+
+    ??? cite
+        [Hu et al. 2022](https://arxiv.org/abs/2106.09685); ensembles: [Wang et al.
+        2023](https://arxiv.org/abs/2310.00035)
+    """
+    ids, find, layers, copied = _prepare(model, num_members, where, full)
+    for layer in layers:
+        check_groups(layer)
+    ranks, factors = _check_ranks(rank, len(ids)), _check_scales(scale, len(ids))
+    keys = _keys.member_keys(key, ids, purpose="low_rank")
+    new = []
+    for i, layer in enumerate(layers):
+        own = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)
+        new.append(_add_low_rank(layer, own, ranks, factors))
+    return _as_ensemble(eqx.tree_at(find, model, new), ids, copied, numbers=factors)
+
+
+def _add_low_rank(layer: Any, keys: Key[Array, " members"], ranks: np.ndarray, scale: Array) -> LowRank:
+    """The layer with matrices for all members, whose draws do not depend on the ranks of others."""
+    shape, most = layer.weight.shape, int(ranks.max())
+    dtype, limit = _own_dtype(layer), 1 / math.sqrt(max(1, math.prod(shape[1:])))
+    draw = lambda key, row: jax.random.uniform(jax.random.fold_in(key, row), shape[1:], dtype, -limit, limit)
+    down = jax.vmap(lambda key: jax.vmap(lambda row: draw(key, row))(jnp.arange(most)))(keys)
+    kept = None if (ranks == most).all() else jnp.asarray(np.arange(most) < ranks[:, None])
+    up = jnp.zeros((len(ranks), shape[0], most), dtype)
+    return LowRank(with_weights(layer, layer.weight, None), layer.bias, down, up, kept, scale)
+
+
+def scales(model: M, num_members: Any, *, where: Select = None, full: Select = None) -> Ensemble[M]:
+    r"""IA3: members that share a frozen base model, and multiply the outputs of some layers by factors of their own.
+
+    A layer computes $l \circ (W x + b)$, with one factor per output feature or channel, at first 1. The authors scale
+    keys, values and the inner layer of each feed-forward block.
+
+    **Arguments:**
+
+    - `model`, `num_members`, `where`, `full`: as for [`eqx_ensemble.methods.adapters.low_rank`][]. Members differ after
+        training on rows or orders of their own.
+
+    ```python
+    base = eqx.nn.MLP(10, 3, 64, 2, key=key)
+    ensemble = ee.methods.adapters.scales(base, 8, where=lambda m: m.layers[:-1])
+    ensemble.stacked.layers[0].factors.shape  # (8, 64)
+    ```
+
+    ??? cite
+        [Liu et al. 2022](https://arxiv.org/abs/2205.05638)
+    """
+    ids, find, layers, copied = _prepare(model, num_members, where, full)
+    new = []
+    for layer in layers:
+        factors = jnp.ones((len(ids), layer.weight.shape[0]), _own_dtype(layer))
+        new.append(Scale(with_weights(layer, layer.weight, None), layer.bias, factors))
+    return _as_ensemble(eqx.tree_at(find, model, new), ids, copied)
+
+
+def bias_only(model: M, num_members: Any, *, where: Select = None, full: Select = None) -> Ensemble[M]:
+    """BitFit: members that share a frozen base model, except for the biases, of which each trains a copy.
+
+    A bias is a floating-point array that is a field `bias`, also of normalisations. The members are ordinary models.
+
+    **Arguments:**
+
+    - `model`, `num_members`, `where`, `full`: as for [`eqx_ensemble.methods.adapters.low_rank`][]; `where` selects
+        nodes of any type.
+
+    ```python
+    base = eqx.nn.MLP(10, 3, 64, 2, key=key)
+    ensemble = ee.methods.adapters.bias_only(base, 8)
+    ensemble.stacked.layers[0].bias.shape  # (8, 64)
+    ```
+
+    ??? cite
+        [Ben Zaken et al. 2022](https://arxiv.org/abs/2106.10199)
+    """
+    ids = _check_base(model, num_members)
+    keyed = jtu.tree_leaves_with_path(model)
+    biases = {id(x) for path, x in keyed if path[-1:] == (jtu.GetAttrKey("bias"),)}
+    chosen = _copied(model, where, "where", default=True) & biases
+    if not chosen:
+        raise ValueError(f"`{caller()}` finds no floating-point array in a field `bias`: this model has none there.")
+    return _as_ensemble(model, ids, chosen | _copied(model, full, "full"))
+
+
+def layers_only(model: M, num_members: Any, *, where: Callable[[Any], Any] | type) -> Ensemble[M]:
+    """Partial fine-tuning: members that share a frozen base model, except for some nodes, of which each trains a copy.
+
+    **Arguments:**
+
+    - `model`, `num_members`: as for [`eqx_ensemble.methods.adapters.low_rank`][].
+    - `where`: nodes of any type, such as the last blocks: `lambda model: model.blocks[-2:]`.
+
+    ```python
+    base = eqx.nn.MLP(10, 3, 64, 2, key=key)
+    ensemble = ee.methods.adapters.layers_only(base, 8, where=lambda m: m.layers[-1])
+    ensemble.stacked.layers[-1].weight.shape  # (8, 3, 64)
+    ```
+    """
+    ids = _check_base(model, num_members)
+    check_function(where, "where", example="lambda model: model.layers[-1]")
+    return _as_ensemble(model, ids, _copied(model, where, "where"))
+
+
+def merge(model: M) -> M:
+    """Returns an ordinary model that equals one member, with adapted layers replaced by layers of the base's types.
+
+    Predictions agree up to rounding. For all members, `ensemble.map(merge)` is an ensemble of full copies; average
+    that, as the product of averaged matrices is not the average of the products.
+
+    **Arguments:**
+
+    - `model`: a member, such as `ensemble[3]`.
+
+    **Raises:** `TypeError` for an ensemble.
+
+    ```python
+    base = eqx.nn.MLP(10, 3, 64, 2, key=key)
+    ensemble = ee.methods.adapters.low_rank(base, 8, rank=4, key=key)
+    ee.methods.adapters.merge(ensemble[3]).layers[0].weight.shape  # (64, 10)
+    ```
+    """
+    if isinstance(model, Ensemble):
+        raise TypeError(
+            f"`{caller()}` merges one member, got an `Ensemble`.\nMerge one, `merge(ensemble[3])`, or all, into full "
+            "copies: `ensemble.map(merge)`."
+        )
+    check_module(model)
+    is_adapter = lambda x: isinstance(x, LowRank | Scale)
+    return jax.tree.map(lambda x: x.dense(0) if is_adapter(x) else x, model, is_leaf=is_adapter)
+
+
+def _prepare(model: Any, num_members: Any, where: Select, full: Select) -> tuple[Any, Any, list[Any], set[int]]:
+    """The ids, a function that finds the layers to convert, these layers, and the arrays to copy, by `id`."""
+    ids, copied = _check_base(model, num_members), _copied(model, full, "full")
+    find_all, layers = select_layers(model, where)
+    check_known(layers)
+    kept = [id(layer.weight) not in copied for layer in layers]
+    if not any(kept):
+        raise ValueError(f"`{caller()}` has no layer to adapt: `full` selects all of them.")
+    find = lambda tree: [x for x, keep in zip(find_all(tree), kept, strict=True) if keep]
+    return ids, find, find(model), copied
+
+
+def _check_base(model: Any, num_members: Any) -> Any:
+    """Raises unless `model` is one ordinary Module. Returns the members' ids."""
+    if isinstance(model, Ensemble):
+        raise TypeError(
+            f"`{caller()}` adapts one trained model, got an `Ensemble`.\nPass a member, `ensemble[0]`, or the average, "
+            "`average_parameters(ensemble)`."
+        )
+    check_module(model)
+    nodes = jax.tree.leaves(model, is_leaf=lambda x: is_converted(x) or isinstance(x, Ensemble))
+    if any(is_converted(x) or isinstance(x, Ensemble) for x in nodes):
+        raise TypeError(
+            f"`{caller()}` needs a model without adapters or sub-members; a part of this one has some already.\nFor "
+            "new adapters on a member, merge it first: `merge(ensemble[3])`."
+        )
+    return _keys.member_ids(num_members)
+
+
+def _copied(model: Any, where: Select, argument: str, *, default: bool = False) -> set[int]:
+    """The floating-point arrays in the nodes that `where` selects, by `id`; without it none, or all."""
+    check_optional_function(where, argument, example="lambda model: model.layers[-1]")
+    if where is None and not default:
+        return set()
+    found = {id(x) for node in select_nodes(model, where) for x in jax.tree.leaves(node) if eqx.is_inexact_array(x)}
+    if not found:
+        raise ValueError(f"`{caller()}` needs `{argument}` to select nodes with floating-point arrays; got none.")
+    return found
+
+
+def _as_ensemble(model: M, ids: Any, copied: set[int], *, numbers: Any = None) -> Ensemble[M]:
+    """The ensemble of a model with adapters `(members, ...)`, and copies of some arrays; it shares all others."""
+    own = jax.tree.map(lambda x, flag: flag or id(x) in copied, model, own_flags(model))
+    copy = lambda x: jnp.broadcast_to(x, (len(ids), *x.shape)) if id(x) in copied else x
+    stacked, shared = eqx.partition(jax.tree.map(copy, model), own)
+    shared = mark_numbers(stacked, strip_weak_types(shared), jax.tree.map(lambda x: x is numbers, model))
+    return Ensemble(stacked, shared, ids)
+
+
+def _own_dtype(layer: Any) -> Any:
+    return np.promote_types(layer.weight.dtype, np.float32)  # `jnp` may be strict
+
+
+def _check_ranks(rank: Any, num_members: int) -> np.ndarray:
+    """Raises unless `rank` is a positive integer or one per member. Returns one per member."""
+    if isinstance(rank, int | np.integer):
+        return np.full(num_members, check_positive_int(rank, "rank"))
+    ranks = [check_positive_int(x, "rank") for x in check_sequence(rank, "rank", of="integers")]
+    _check_count(ranks, "rank", num_members)
+    return np.array(ranks)
+
+
+def _check_scales(scale: Any, num_members: int) -> Array:
+    """Raises unless `scale` is a number or one per member. Returns one per member."""
+    if not isinstance(scale, Sequence | np.ndarray | jax.Array):
+        return jnp.full(num_members, check_number(scale, "scale"), jnp.result_type(float))
+    scales = [check_number(x, "scale") for x in check_sequence(scale, "scale", of="numbers")]
+    _check_count(scales, "scale", num_members)
+    return jnp.asarray(scales, jnp.result_type(float))
+
+
+def _check_count(values: list[Any], argument: str, num_members: int) -> None:
+    if len(values) != num_members:
+        raise MemberMismatchError(
+            f"`{caller()}` needs one `{argument}`, or one per member: {num_members} members, got {len(values)}."
+        )

@@ -1,0 +1,320 @@
+"""Adapters on a frozen base: against the base, hand-written LoRA, quax, full matrices, and closed forms."""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqx_ensemble as ee
+from eqx_ensemble.methods.adapters import bias_only, layers_only, low_rank, merge, scales
+
+from ..factories import assert_close, assert_same, data, mse, relaxed
+
+KEY = jax.random.key(11)
+BASE = eqx.nn.MLP(25, 2, 6, 1, key=jax.random.key(12))
+ADAM = optax.adam(1e-2)
+FIT = {"steps": 4, "batch_size": 16, "shuffle": "shared", "key": KEY}
+CONVOLUTIONS = eqx.nn.Sequential(
+    [
+        eqx.nn.Conv2d(2, 3, 3, padding="SAME", dilation=2, key=KEY),
+        eqx.nn.Lambda(jnp.tanh),
+        eqx.nn.Conv2d(3, 4, 2, stride=2, use_bias=False, key=KEY),
+    ]
+)
+ATTENTION = eqx.nn.MultiheadAttention(2, 4, use_query_bias=True, key=KEY)
+MODELS = {
+    "mlp": (BASE, (jnp.linspace(-1, 1, 25),)),
+    "scalar": (eqx.nn.MLP("scalar", "scalar", 4, 1, key=KEY), (jnp.float32(0.3),)),
+    "convolutions": (CONVOLUTIONS, (jax.random.normal(KEY, (2, 6, 6)),)),
+    "attention": (ATTENTION, (jax.random.normal(KEY, (5, 4)),) * 3),
+}
+ADAPTERS = {
+    "low_rank": lambda model: low_rank(model, 3, rank=2, scale=0.5, key=KEY),
+    "low_rank with ranks and scales": lambda model: low_rank(model, 3, rank=[1, 2, 3], scale=[0.5, 1.0, 2.0], key=KEY),
+    "scales": lambda model: scales(model, 3),
+    "bias_only": lambda model: bias_only(model, 3),
+}
+PAIRS = [("mlp", adapter) for adapter in ADAPTERS]
+PAIRS += [(name, "low_rank with ranks and scales") for name in list(MODELS)[1:]]
+PAIRS += [("convolutions", "scales"), ("attention", "bias_only")]
+
+
+def perturb(ensemble):
+    """All adapters as after training: with random numbers added."""
+    keys = iter(jax.random.split(KEY, 100))
+    move = lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape) if eqx.is_inexact_array(x) and x.ndim > 1 else x
+    return dataclasses.replace(ensemble, stacked=jax.tree.map(move, ensemble.stacked))
+
+
+@pytest.mark.parametrize(("name", "adapter"), PAIRS)
+def test_members_begin_as_the_base_and_merge(name, adapter):
+    base, inputs = MODELS[name]
+    ensemble = ADAPTERS[adapter](base)
+    expected = base(*inputs)
+    np.testing.assert_array_equal(ensemble[1](*inputs), expected)
+    np.testing.assert_allclose(ensemble(*inputs), jnp.stack([expected] * 3), rtol=1e-5, atol=1e-6)
+    moved = perturb(ensemble)
+    assert jnp.abs(moved[1](*inputs) - expected).max() > 1e-3
+    merged = merge(moved[1])
+    assert jax.tree.structure(merged) == jax.tree.structure(base)
+    np.testing.assert_allclose(merged(*inputs), moved[1](*inputs), rtol=1e-5, atol=1e-6)
+    copies = moved.map(merge)
+    assert_close(copies[1], merged, rtol=1e-6)
+    np.testing.assert_allclose(copies(*inputs), moved(*inputs), rtol=1e-5, atol=2e-6)
+
+
+def by_hand(layers, x):
+    """A low-rank member of `BASE`: `layers` are pairs of matrices."""
+    for i, (layer, (down, up)) in enumerate(zip(BASE.layers, layers, strict=True)):
+        x = layer.weight @ x + 0.5 * (up @ (down @ x)) + layer.bias
+        x = jax.nn.relu(x) if i == 0 else x
+    return x
+
+
+def test_training_equals_a_hand_written_step():
+    """Each member against a loop over its two matrices a layer, in the order of the rows."""
+    ensemble = low_rank(BASE, 3, rank=2, scale=0.5, key=KEY)
+    x, y = data(48)
+    run = ee.fit(ensemble, mse, ADAM, (x, y), steps=6, batch_size=16, shuffle=False, key=KEY)
+
+    def loss(layers, x, y):
+        return jnp.mean((jax.vmap(by_hand, (None, 0))(layers, x) - y) ** 2)
+
+    for i in range(3):
+        layers = [(layer.down, layer.up) for layer in ensemble[i].layers]
+        state = ADAM.init(layers)
+        for step in range(6):
+            rows = slice(16 * (step % 3), 16 * (step % 3) + 16)
+            gradient = jax.jit(jax.grad(loss))(layers, x[rows], y[rows])
+            with relaxed():
+                updates, state = ADAM.update(gradient, state)
+            layers = optax.apply_updates(layers, updates)
+        got = [(layer.down, layer.up) for layer in run.ensemble[i].layers]
+        assert_close(got, layers, rtol=1e-5)
+    assert_same(run.ensemble.shared, ensemble.shared)
+
+
+def test_a_member_equals_quax():
+    quax = pytest.importorskip("quax", reason="quax is a library to compare with")
+    from quax.examples.lora import LoraArray, loraify
+
+    member = perturb(low_rank(BASE, 2, rank=2, key=KEY))[1]
+    theirs = loraify(BASE, rank=2, key=KEY)
+    arrays = lambda tree: [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LoraArray))]
+    found = [x for x in arrays(theirs) if isinstance(x, LoraArray)]
+    where = lambda tree: [leaf for x in arrays(tree) if isinstance(x, LoraArray) for leaf in (x.a, x.b)]
+    own = [leaf for layer in member.layers for leaf in (layer.up, layer.down)]
+    assert len(found) == len(member.layers)
+    theirs = eqx.tree_at(where, theirs, own)
+    x, y = data(16)
+    ours = eqx.filter_value_and_grad(mse)
+    value, gradient = ours(member, (x, y), KEY)
+    with relaxed():
+        their_loss = lambda model: jnp.mean((jax.vmap(quax.quaxify(model))(x) - y) ** 2)
+        their_value, their_gradient = eqx.filter_value_and_grad(their_loss)(theirs)
+    np.testing.assert_allclose(value, their_value, rtol=1e-6)
+    expected = where(their_gradient)
+    got = [leaf for layer in gradient.layers for leaf in (layer.up, layer.down)]
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_full_rank_reaches_a_linear_teacher_and_rank_one_its_best():
+    """Orthonormal inputs: the least loss of rank one is the sum of the other squared singular values (Eckart-Young)."""
+    base = eqx.nn.Linear(3, 3, use_bias=False, key=KEY)
+    change = jax.random.normal(jax.random.key(3), (3, 3))
+    x = jnp.eye(3)
+    y = x @ (base.weight + change).T
+    loss = lambda model, batch, key: jnp.sum((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+    ensemble = low_rank(base, 2, rank=[3, 1], key=KEY)
+    optimiser = optax.adam(optax.cosine_decay_schedule(0.05, 1500))
+    run = ee.fit(ensemble, loss, optimiser, (x, y), steps=1500, batch_size=3, shuffle=False, history="last", key=KEY)
+    full, one = (float(loss(run.ensemble[i], (x, y), KEY)) for i in range(2))
+    values = np.linalg.svd(change, compute_uv=False)
+    assert full < 1e-8
+    np.testing.assert_allclose(one, (values[1:] ** 2).sum(), rtol=1e-4)
+
+
+def shapes_of_products(fn, *args):
+    """The shapes of the results of all matrix products in a function, those inside other calls included."""
+    found = []
+
+    def look(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                found.append(equation.outvars[0].aval.shape)
+            for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    look(inner)
+
+    look(eqx.filter_make_jaxpr(fn)(*args)[0].jaxpr)
+    return found
+
+
+def test_no_gradient_of_the_base_is_formed():
+    """A product of the shape of a base weight would be its gradient; full copies form it."""
+
+    def gradients(ensemble):
+        total = lambda stacked: jnp.sum(
+            dataclasses.replace(ensemble, stacked=stacked).map(lambda model: mse(model, data(16), KEY))
+        )
+        return eqx.filter_grad(total)(ensemble.stacked)
+
+    ensemble = low_rank(BASE, 3, rank=1, key=KEY)
+    weights = {(6, 25), (2, 6)}
+    is_weight = lambda shape: any(shape[-2:] in (w, w[::-1]) for w in weights)
+    assert not any(map(is_weight, shapes_of_products(gradients, ensemble)))
+    assert any(map(is_weight, shapes_of_products(gradients, ensemble.map(merge))))
+
+
+def test_the_base_is_multiplied_once_for_all_members():
+    ensemble = low_rank(BASE, 3, rank=2, key=KEY)
+    shapes = shapes_of_products(lambda x: ensemble(x), jnp.ones(25))
+    assert (6, 25) not in shapes
+    text = str(jax.make_jaxpr(lambda x: ensemble(ee.Each(x)))(jnp.ones((3, 25))))
+    assert "f32[6,3] = dot_general" in text
+    assert "optimization_barrier" in text
+
+
+def test_a_member_does_not_depend_on_the_ranks_of_others():
+    noisy = optax.chain(optax.scale_by_adam(), optax.add_noise(1e-2, 0.5, key=KEY), optax.scale(-1e-2))
+    both = low_rank(BASE, [4, 7], rank=[1, 3], key=KEY)
+    alone = low_rank(BASE, [4], rank=1, key=KEY)
+    np.testing.assert_array_equal(both.stacked.layers[0].down[0, :1], alone.stacked.layers[0].down[0])
+    assert not np.array_equal(both.stacked.layers[0].down[0], both.stacked.layers[0].down[1])
+    options = FIT | {"shuffle": True}
+    trained = ee.fit(both, mse, noisy, data(), **options).ensemble
+    change = merge(trained[0]).layers[0].weight - BASE.layers[0].weight
+    assert np.linalg.matrix_rank(change, tol=1e-5) == 1
+    change = merge(trained[1]).layers[0].weight - BASE.layers[0].weight
+    assert np.linalg.matrix_rank(change, tol=1e-5) == 3
+    quiet = ee.fit(both, mse, ADAM, data(), **options).ensemble
+    first = ee.fit(alone, mse, ADAM, data(), **options).ensemble
+    assert_close(quiet[0].layers[0].up[:, :1], first[0].layers[0].up, rtol=1e-5)
+
+
+def test_a_population_over_one_base():
+    ensemble = low_rank(BASE, 3, rank=[1, 2, 2], scale=[1.0, 2.0, 0.5], key=KEY)
+    rates = jnp.array([1e-3, 1e-2, 0.0])
+    run = ee.fit(ensemble, mse, lambda h: optax.sgd(h["lr"]), data(), hyper={"lr": rates}, **FIT)
+    assert run.ensemble[1].layers[0].scale == 2.0
+    assert_same(run.ensemble[2], ensemble[2])
+    for i in range(2):
+        alone = low_rank(BASE, [i], rank=[1, 2][i], scale=[1.0, 2.0][i], key=KEY)
+        own = ee.fit(alone, mse, optax.sgd(float(rates[i])), data(), **FIT).ensemble
+        assert_close(run.ensemble[i].layers[1].up[:, : i + 1], own[0].layers[1].up, rtol=1e-5)
+
+
+def test_nodes_in_full_and_last_blocks():
+    ensemble = low_rank(BASE, 3, rank=2, full=lambda model: model.layers[-1], key=KEY)
+    assert ensemble.stacked.layers[-1].weight.shape == (3, 2, 6)
+    assert ensemble.shared.layers[0].layer.weight is not None
+    run = ee.fit(ensemble, mse, ADAM, data(), **FIT)
+    assert not np.array_equal(run.ensemble[0].layers[-1].weight, BASE.layers[-1].weight)
+    last = layers_only(BASE, 3, where=lambda model: model.layers[-1])
+    assert [x.shape for x in jax.tree.leaves(last.arrays)] == [(3, 2, 6), (3, 2)]
+    copies = ee.stack([BASE] * 3)
+    flags = eqx.tree_at(lambda m: m.layers[-1], jax.tree.map(lambda _: False, BASE), replace_fn=lambda _: True)
+    whole = ee.fit(copies, mse, ADAM, data(), trainable=flags, **FIT).ensemble
+    assert_close(ee.fit(last, mse, ADAM, data(), **FIT).ensemble[1], whole[1], rtol=1e-5)
+
+
+def test_attention_by_type_and_by_path():
+    class Block(eqx.Module):
+        attention: eqx.nn.MultiheadAttention
+        mlp: eqx.nn.MLP
+
+        def __call__(self, x):
+            return jax.vmap(self.mlp)(self.attention(x, x, x))
+
+    block = Block(ATTENTION, eqx.nn.MLP(4, 4, 6, 1, key=KEY))
+    num_arrays = lambda ensemble: len(jax.tree.leaves(eqx.filter(ensemble.arrays, eqx.is_inexact_array)))
+    assert num_arrays(low_rank(block, 2, rank=1, where=eqx.nn.MultiheadAttention, key=KEY)) == 4 * 3
+    path = lambda model: [model.attention.query_proj, model.attention.value_proj]
+    assert num_arrays(low_rank(block, 2, rank=1, where=path, key=KEY)) == 2 * 3
+    assert num_arrays(low_rank(block, 2, rank=1, where=lambda model: model.mlp, key=KEY)) == 2 * 3
+
+
+def test_a_base_in_bfloat16_keeps_adapters_and_moments_in_float32():
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, BASE)
+    ensemble = low_rank(half, 2, rank=2, key=KEY)
+    x, y = data(32)
+    loss = lambda model, batch, key: jnp.mean(
+        (jax.vmap(model)(batch[0].astype(jnp.bfloat16)).astype(jnp.float32) - batch[1]) ** 2
+    )
+    run = ee.fit(ensemble, loss, ADAM, (x, y), **FIT)
+    moments = [x for x in jax.tree.leaves(run.train_state.opt_state) if x.ndim > 1]
+    assert {x.dtype for x in moments} == {jnp.dtype("float32")}
+    assert run.ensemble.shared.layers[0].layer.weight.dtype == jnp.bfloat16
+    assert run.ensemble(x[0].astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert np.all(run.history.loss[:, -1] < run.history.loss[:, 0])
+
+
+def test_saved_without_the_base(tmp_path):
+    ensemble = perturb(low_rank(BASE, 3, rank=2, key=KEY))
+    ee.save(tmp_path / "adapters", ensemble, shared=False)
+    ee.save(tmp_path / "all", ensemble)
+    like = low_rank(BASE, 3, rank=2, key=jax.random.key(5))
+    assert_same(ee.load(tmp_path / "adapters", like), ensemble)
+    two = ee.load(tmp_path / "adapters", low_rank(BASE, 1, rank=2, key=KEY), members=[0, 2])
+    assert_same(two, ensemble[[0, 2]])
+    contents = [ee.checkpoint.contents(tmp_path / name) for name in ("adapters", "all")]
+    assert str(contents[0]) != str(contents[1])
+    other = eqx.tree_at(lambda m: m.layers[0].bias, BASE, BASE.layers[0].bias.at[0].add(1e-7))
+    with pytest.raises(ee.MemberMismatchError, match=r"1 of 4 shared arrays differ, such as `.shared.layers"):
+        ee.load(tmp_path / "adapters", low_rank(other, 3, rank=2, key=KEY))
+    with pytest.raises(ee.MemberMismatchError, match="an ensemble on the same base"):
+        ee.load(tmp_path / "adapters", lambda key: BASE)
+
+
+def test_plans_meshes_checkpoints_fleets_and_export(tmp_path):
+    ensemble = low_rank(BASE, 4, rank=2, key=KEY)
+    run = ee.fit(ensemble, mse, ADAM, data(), **FIT)
+    mesh = ee.make_mesh(members=2, data=2)
+    for options in ({"plan": ee.plan.Sequential()}, {"plan": ee.plan.Chunked(2)}, {"mesh": mesh}):
+        assert_close(ee.fit(ensemble, mse, ADAM, data(), **FIT, **options).ensemble.arrays, run.ensemble.arrays, 1e-5)
+    ee.fit(ensemble, mse, ADAM, data(), checkpoint=tmp_path / "run", **FIT)
+    again = ee.fit(ensemble, mse, ADAM, data(), checkpoint=tmp_path / "run", **FIT)
+    assert_same(again.ensemble, run.ensemble)
+    with ThreadPoolExecutor(2) as executor:
+        fleet = ee.fleet.fit(executor, ensemble, mse, ADAM, data(), shard=2, **FIT)
+    assert_close(fleet.ensemble, run.ensemble, 1e-5)
+    artefact = ee.export(run.ensemble, shapes=jax.ShapeDtypeStruct((25,), jnp.float32))
+    x = data(5)[0]
+    assert_close(artefact(x), ee.predict(run.ensemble, x), 1e-5)
+    assert_close(ee.predict(run.ensemble, x), jnp.stack([jax.vmap(member)(x) for member in run.ensemble]), 1e-5)
+
+
+GROUPED = eqx.nn.Conv1d(2, 2, 1, groups=2, key=KEY)
+NO_BIAS = eqx.nn.Linear(2, 2, use_bias=False, key=KEY)
+SMALL = low_rank(BASE, 2, rank=1, key=KEY)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: low_rank(SMALL, 2, rank=1, key=KEY), TypeError, r"one trained model, got an `Ensemble`"),
+        (lambda: low_rank(SMALL[0], 2, rank=1, key=KEY), TypeError, r"merge it first: `merge\(ensemble\[3\]\)`"),
+        (lambda: low_rank(lambda key: BASE, 2, rank=1, key=KEY), TypeError, "can be called, got a function"),
+        (lambda: low_rank(BASE, 3, rank=[1, 2], key=KEY), ee.MemberMismatchError, "3 members, got 2"),
+        (lambda: low_rank(BASE, 3, rank=0, key=KEY), ValueError, "`rank` of at least 1, got 0"),
+        (lambda: low_rank(BASE, 3, rank=1, scale=float("nan"), key=KEY), ValueError, "`scale` to be finite"),
+        (lambda: low_rank(BASE, 3, rank=1, scale=[1.0], key=KEY), ee.MemberMismatchError, "one `scale`"),
+        (lambda: low_rank(BASE, 3, rank=1, full=lambda m: m, key=KEY), ValueError, "`full` selects all"),
+        (lambda: low_rank(BASE, 3, rank=1, where=eqx.nn.Conv, key=KEY), ValueError, "convolution; 0 selected"),
+        (lambda: low_rank(GROUPED, 3, rank=1, key=KEY), ValueError, "without groups, got `groups=2`"),
+        (lambda: bias_only(NO_BIAS, 3), ValueError, "no floating-point array in a field `bias`"),
+        (lambda: layers_only(BASE, 3, where=lambda m: m.activation), ValueError, "nodes with floating-point arrays"),
+        (lambda: layers_only(BASE, 3, where="last"), TypeError, "`where` to be a function"),
+        (lambda: merge(SMALL), TypeError, r"`ensemble.map\(merge\)`"),
+    ],
+)
+def test_invalid_arguments(unhooked, call, error, message):
+    with pytest.raises(error, match=message):
+        call()
