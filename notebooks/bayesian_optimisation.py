@@ -149,9 +149,9 @@ PROBLEMS = {
 # %% [markdown]
 # ## Surrogates are predictions of candidates
 #
-# The acquisition function needs draws of the values of all candidates, `(members, candidates)`, from any source. Members
-# of an ensemble are such draws. So are posterior draws of scikit-learn's Gaussian process (Matérn 5/2, a length scale
-# for each input and the noise by maximum likelihood): as many as there are members.
+# The acquisition function needs draws of the values of all candidates, `(members, candidates)`, from any source.
+# Members of an ensemble are such draws. So are posterior draws of scikit-learn's Gaussian process (Matérn 5/2, a length
+# scale for each input and the noise by maximum likelihood): as many as there are members.
 #
 # Six seeds of sixteen members are one ensemble of 96 networks, and one call of `fit` trains them on all seeds' data:
 # a member's row of `rows=` selects the points of its own seed. Points that are not evaluated yet have weight zero, so
