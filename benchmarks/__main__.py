@@ -33,6 +33,7 @@ SCRIPTS = (
     "first_call",
     "steps",
     "choosing",
+    "acquisition",
     "quality",
     "methods",
     "efficient",

@@ -1,11 +1,12 @@
 """Notebooks of composition show what their texts claim: an ensemble as a part of other programs."""
 
+import json
 import math
 import re
 
 import pytest
 
-from .notebook_runs import assert_page_shows, executed, printed, table
+from .notebook_runs import NOTEBOOKS, assert_page_shows, executed, printed, table
 
 
 def claims_of_mixture_of_experts(text):
@@ -147,6 +148,31 @@ def claims_of_adapters(text):
     assert auroc["whole copies"] > auroc["the frozen base"] + 0.05
 
 
+def claims_of_bayesian_optimisation(text):
+    table_of, hartmann = (table(text, f"REGRET, {title}") for title in ("Hyper-parameters", "Hartmann-6"))
+    for found in (table_of, hartmann):  # regret and its error after 12, 20, 32 and 52 evaluations
+        found.pop("evaluations")
+        assert len({tuple(numbers[:2]) for numbers in found.values()}) == 1  # the same first points
+    process = hartmann["Gaussian process"][6]
+    assert process < 0.5
+    for name in ("Gaussian process", "deep ensemble", "ensemble with priors"):
+        assert hartmann[name][6] < hartmann["random search"][6] - 0.3
+        assert process - 0.2 < hartmann[name][6]
+        assert table_of[name][6] < min(table_of["random search"][6], 0.025)
+
+
+def claims_of_bandit(text):
+    regret = {name: numbers[-2] for name, numbers in table(text, "REGRET: wrong").items()}
+    seeds, priors = regret["Thompson, seeds alone"], regret["Thompson, with priors"]
+    assert priors + 60 < regret["epsilon-greedy"] < regret["uniform"] - 200
+    assert priors - 10 < seeds < regret["greedy"] - 30 < regret["uniform"] - 200
+    last = table(text, "THE LAST 200 IMAGES")  # accuracy, error, classes, error
+    assert last["Thompson, with priors"][2] > last["greedy"][2] + 1
+    more = table(text, "REGRET MINUS THAT")["greedy"]  # mean, standard error, seeds
+    assert more[0] > 3 * more[1]
+    assert more[2] >= 8
+
+
 CLAIMS = {
     "adapters": (claims_of_adapters, "whole copies", "bias_only"),
     "mixture_of_experts": (claims_of_mixture_of_experts, "one expert", "mixture of four experts"),
@@ -157,6 +183,8 @@ CLAIMS = {
     "pinn": (claims_of_pinn, "best  ", "middle  "),
     "density": (claims_of_density, "mean flow", "mixture   "),
     "active_learning": (claims_of_active_learning, "\nrandom  ", "\nBALD  "),
+    "bayesian_optimisation": (claims_of_bayesian_optimisation, "\nrandom search  ", "\nGaussian process  "),
+    "bandit": (claims_of_bandit, "\ngreedy  ", "\nThompson, with priors  "),
 }
 NEEDED = {"neural_ode": "diffrax", "density": "flowjax"}
 
@@ -179,6 +207,8 @@ WRONG_CALLS = {
     "pinn": "residuals(exact, jnp.ones((2, 2)))",
     "density": "true_log_density(jnp.ones((3, 1)))",
     "active_learning": "scores_of('entropy', jnp.zeros((2, 3)), 0)",
+    "bayesian_optimisation": "regret_of(PROBLEMS['Hartmann-6'], np.zeros(3))",
+    "bandit": "mean_and_error(jnp.zeros((2, 3)))",
 }
 
 
@@ -203,6 +233,19 @@ def test_claims(name, way, tmp_path):
     picture = (figures / f"{name}.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 20_000
+
+
+def test_the_page_quotes_the_benchmark_with_twenty_seeds():
+    path = max((NOTEBOOKS.parent / "benchmarks" / "results").glob("*-acquisition.json"))
+    facts = json.loads(path.read_text())["results"]["facts"]
+    page = (NOTEBOOKS / "bayesian_optimisation.py").read_text()
+    rows = re.findall(r"^# \| (\w.*) \| (\d.*) \| (\d.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 7
+    for name, *quoted in rows:
+        for title, value in zip(("Hyper-parameters", "Hartmann-6"), quoted, strict=True):
+            mean, error = value.split(" ± ")
+            found = facts[f"{title}: {name}, regret after 52"]
+            assert found == f"{mean} (standard error {error}, 20 seeds)"
 
 
 ATTEMPTS = [
