@@ -18,7 +18,7 @@ import numpy as np
 
 from ._code import Code, code_of
 from ._ids import Ids, holds_ids, open_ids
-from ._jaxpr import has_callbacks, intermediate_bytes, plain_jit
+from ._jaxpr import has_callbacks, intermediate_bytes, must_run_alone, plain_jit
 from ._pytree import PyTree
 from ._warnings import ignore_warnings
 
@@ -234,9 +234,9 @@ class CompiledCall:
 
 
 class Traits(NamedTuple):
-    """Whether a program calls Python while it runs, and the sum of all its intermediate arrays and results in bytes."""
+    """Whether a program must run alone, and the sum of all its intermediate arrays and results in bytes."""
 
-    calls_python: bool
+    runs_alone: bool
     bytes: int
 
 
@@ -282,8 +282,8 @@ class _Program:
         run.__name__ = run.__qualname__ = self._fn.__name__
         compiled = plain_jit(run, donate_argnums=1 if self._donate else ())
         jaxpr = compiled.trace(arrays, last).jaxpr.jaxpr
-        traits = Traits(has_callbacks(jaxpr), intermediate_bytes(jaxpr))
-        if traits.calls_python:
+        traits = Traits(must_run_alone(jaxpr), intermediate_bytes(jaxpr))
+        if has_callbacks(jaxpr):
             compiled = eqx.filter_jit(run, donate="all-except-first" if self._donate else "none")
         with ignore_warnings("Some donated buffers were not usable"):
             out = compiled(arrays, last)

@@ -51,6 +51,27 @@ def has_callbacks(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     )
 
 
+# On a CPU the kernels of these operations divide a batch among the threads of XLA's pool, and wait for them in one of
+# these threads. Programs that run at the same time can hold all threads of the pool, and then wait for ever (jaxlib
+# 0.10.1: `jnp.linalg.solve` of 1024 matrices on two cores).
+_WAIT_FOR_POOL = frozenset(
+    "cholesky eig eigh fft geqp3 geqrf hessenberg householder_product lu qr schur svd triangular_solve tridiagonal "
+    "tridiagonal_solve".split()
+)
+
+
+def waits_for_pool(eqn: Any) -> bool:
+    """Whether an operation may wait for threads that other programs hold."""
+    return eqn.primitive.name in _WAIT_FOR_POOL
+
+
+def must_run_alone(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    """Whether a program must not run at the same time as another: it calls Python, or waits for threads of the pool."""
+    return has_callbacks(jaxpr) or any(
+        waits_for_pool(eqn) or any(map(must_run_alone, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
+    )
+
+
 def intermediate_bytes(jaxpr: Jaxpr | ClosedJaxpr) -> int:
     """The sum of all intermediate arrays and results of a program, which bounds the memory it needs at a time."""
     own = sum(aval_bytes(var.aval) for eqn in jaxpr.eqns for var in eqn.outvars)

@@ -112,7 +112,7 @@ class BlockSizes:
         self._ladder = _ladder(Block(max(own), most_rows))
         bounds = [_byte_bound(call, inputs) for call, inputs in parts]
         self._bound = lambda block: max(bound(block) for bound, _ in bounds)
-        self._calls_python = any(calls_python for _, calls_python in bounds)
+        self._runs_alone = any(runs_alone for _, runs_alone in bounds)
         fitting = (i for i, block in enumerate(self._ladder) if self._bound(block) <= _SAFETY * self._memory)
         self._index = self._of_all_processes(next(fitting, len(self._ladder) - 1))
         self._highest = 0
@@ -139,7 +139,7 @@ class BlockSizes:
     def at_once(self, need: int, count: int) -> int:
         """How many of `count` blocks to predict at the same time; `need` are the bytes of one."""
         few_members = self.block.members < self._ladder[0].members  # their predictions are combined one by one
-        if few_members or self._calls_python or count * self._bound(self.block) < _WORTH_THREADS:
+        if few_members or self._runs_alone or count * self._bound(self.block) < _WORTH_THREADS:
             return 1
         return max(min(count, int(_SAFETY * self._memory) // max(need, 1)), 1)
 
@@ -199,7 +199,7 @@ def _halvings(count: int) -> list[int]:
 def _byte_bound(call: MemberCall, inputs: PredictionInputs) -> tuple[Callable[[Block], int], bool]:
     """An upper bound on the bytes of intermediate arrays of a block, from those of one member and one or two rows.
 
-    And whether the program calls Python.
+    And whether the program must run alone.
     """
     layout, alone = call.layout, dataclasses.replace(call, layout=None)
     reads = (batch_arguments(alone, inputs, np.zeros(count, int)) for count in (1, 2))
@@ -210,7 +210,7 @@ def _byte_bound(call: MemberCall, inputs: PredictionInputs) -> tuple[Callable[[B
         axis, grid = layout.mesh.axis_names.index("members"), layout.mesh.devices
         devices = _measured_as_one(list(np.moveaxis(grid, axis, 0).reshape(grid.shape[axis], -1)[:, 0]))
     bound = lambda block: devices * min(block.members, own) * (one.bytes + (block.rows - 1) * of_row)
-    return bound, one.callbacks > 0
+    return bound, one.runs_alone
 
 
 def _measured_as_one(devices: Sequence[Any]) -> int:
@@ -372,7 +372,7 @@ def _cores_for(works: Sequence[Work], rows: np.ndarray, most: int, count: int) -
     for work in works:
         work.pilot.settle()
     size = sum(one.bytes for one in traits)
-    if any(one.calls_python for one in traits) or size * count < _WORTH_THREADS:
+    if any(one.runs_alone for one in traits) or size * count < _WORTH_THREADS:
         return 1
     free = free_bytes()
     return max(min(most, count, most if free is None else int(_SAFETY * free) // size), 1)

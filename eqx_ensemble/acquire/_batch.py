@@ -42,7 +42,7 @@ def batch_expected_improvement(
     **Returns:**
 
     [`eqx_ensemble.acquire.Picks`][]; of equal candidates, the first. NaN raises `ValueError`. While tracing, candidates
-    with NaN are not picked, and indices are -1 where no candidate is left.
+    with NaN are not picked. Indices are -1 where no candidate is left that the budget allows.
 
     ```python
     predictions = jnp.array([[3.0, 2.9, 0.0], [0.0, 0.0, 1.0]])  # the first two agree

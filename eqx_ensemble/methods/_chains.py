@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._axes import is_per_member
 from .._caller import caller
 from .._check import check_word
 from .._foreign import from_foreign_tree
@@ -178,6 +179,10 @@ class SVGD(AbstractOwnMethod):
     def train(self, task: Task) -> Posterior[Any]:
         known = ("epochs", "steps", "batch_size", "state", "trainable", "plan", "mesh", "progress")
         check_options(task.options, set(task.options) - set(known), "members meet in every step")
+        if any(map(is_per_member, jax.tree.leaves(task.data, is_leaf=is_per_member))):
+            raise TypeError(
+                f"`{caller()}` needs one batch for all members, got data marked `Each`: they meet in every step."
+            )
         (num_steps, per_epoch), num_rows = task.num_steps(), task.num_rows()
         ensemble, options = task.build(self.num_members, task.make)
         some = lambda *names: {name: options[name] for name in names if name in options}

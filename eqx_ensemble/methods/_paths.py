@@ -5,9 +5,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._axes import Each, map_each
 from .._ensemble import Ensemble, take
 from ..train._engine import Run
 from . import trajectory
@@ -23,6 +25,12 @@ def wrap_optimiser(wrapper: Callable[..., Any], optimiser: Any, **options: Any) 
     return lambda hyper: wrapper(optimiser(hyper), **options)
 
 
+def own_rows(x: Any, rows: Any) -> Any:
+    """The rows of each member."""
+    of_each = lambda x: jax.vmap(lambda x, rows: x[rows])(jnp.asarray(x), rows)
+    return map_each(lambda x: Each(jax.tree.map(of_each, x)), x, shared=lambda x: Each(jnp.asarray(x)[rows]))
+
+
 def posterior_of_draws(draws: Ensemble[Any], per_member: int, run: Run[Any], kept: Run[Any], task: Task) -> Posterior:
     """The posterior of draws from the members of a run, with the statistics of BatchNorm re-estimated."""
     if kept.state is None:
@@ -34,7 +42,8 @@ def posterior_of_draws(draws: Ensemble[Any], per_member: int, run: Run[Any], kep
     if any(map(is_norm, jax.tree.leaves(draws.stacked, is_leaf=is_norm))):
         options = {name: task.options.get(name) for name in ("batch_size", "plan")}
         fn = lambda *inputs: as_loss(task.loss)(*inputs)[:2]
-        data = take(task.of_healthy(run).data, np.array(owners))
+        data = task.of_healthy(run).data
+        data = take(data if kept.rows is None else own_rows(data, kept.rows), np.array(owners))
         state = trajectory.update_batch_norm(draws, state, fn, data, key=task.key, **options)
     return Posterior(draws, state, run)
 

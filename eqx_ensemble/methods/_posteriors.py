@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import resample
-from .._axes import Each, map_each
+from .._axes import Each
 from .._caller import caller
 from .._check import check_function, check_number, check_optional_function, check_word, kind_text
 from ..combine import Gaussian
 from . import distillation, laplace, sngp
-from ._paths import wrap_optimiser
+from ._paths import own_rows, wrap_optimiser
 from ._protocol import (
     OF_SECOND_RUN,
     AbstractMethod,
@@ -228,15 +228,9 @@ class SNGP(AbstractOwnMethod):
         loss = _loss_of_mean(as_loss(task.loss, noise=self.noise), task.num_rows())
         run, healthy = task.run(own, loss=loss, optimiser=optimiser)
         x, _ = task.of_healthy(run).pair()
-        x = x if healthy.rows is None else _own_rows(x, healthy.rows)
+        x = x if healthy.rows is None else own_rows(x, healthy.rows)
         ensemble = sngp.update_covariance(healthy.ensemble, x, state=healthy.state, plan=task.options.get("plan"))
         return Posterior(ensemble, healthy.state, run, **own.template(task.make, None)[1])
-
-
-def _own_rows(x: Any, rows: Any) -> Any:
-    """The rows of each member."""
-    of_each = lambda x: jax.vmap(lambda x, rows: x[rows])(jnp.asarray(x), rows)
-    return map_each(lambda x: Each(jax.tree.map(of_each, x)), x, shared=lambda x: Each(jnp.asarray(x)[rows]))
 
 
 class Distilled(AbstractOwnMethod):

@@ -272,7 +272,10 @@ class AbstractOwnMethod(AbstractMethod):
         self, make: Make, loss: LossLike, optimiser: Any, data: PyTree, *, key: Any, **options: Any
     ) -> Posterior[Any]:
         """As [`eqx_ensemble.methods.AbstractMethod.fit`][]."""
-        return self.train(Task(make, loss, as_hashable(optimiser), data, options, key))
+        task = Task(make, loss, as_hashable(optimiser), data, options, key)
+        if isinstance(loss, str) and not isinstance(data, RowReader) and not is_batches(data):
+            task.pair()  # raises
+        return self.train(task)
 
 
 AbstractOwnMethod.fit.__qualname__ = "AbstractMethod.fit"  # Python's own messages name the public class

@@ -91,7 +91,7 @@ class Cores(AbstractPlan):
         cost = cost_of_work(work)
         suggested = candidates(cost, work.num_members, steps_inside=work.steps_inside, scan=work.scan)[0]
         chosen: AbstractPlan = suggested if self.inner is None else self.inner
-        if self.block is not None and not cost.callbacks:
+        if self.block is not None and not cost.runs_alone:
             chosen = dataclasses.replace(self, inner=chosen)
         elif _is_worth_dividing(cost, work):
             chosen = _divide(dataclasses.replace(self, inner=chosen), work, cost)
@@ -156,7 +156,8 @@ def _is_worth_dividing(cost: Cost, work: Work) -> bool:
     free = free_bytes()
     each = [x for x in jax.tree.leaves(work.args, is_leaf=is_per_member) if is_per_member(x)]
     own_data = sum(x.nbytes for x in jax.tree.leaves(each) if is_array(x))
-    return not cost.callbacks and flops > 2e7 + 20 * work.copied and (free is None or work.copied + own_data < free / 4)
+    fits = free is None or work.copied + own_data < free / 4
+    return not cost.runs_alone and flops > 2e7 + 20 * work.copied and fits
 
 
 def _size(count: int, cores: int, blocks: range, *, least: int) -> int:

@@ -318,3 +318,16 @@ SMALL = low_rank(BASE, 2, rank=1, key=KEY)
 def test_invalid_arguments(unhooked, call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_one_array_in_two_places_is_copied_where_it_is_selected():
+    zeros = jnp.zeros(6)
+    biases = lambda model: (model.layers[0].bias, model.layers[1].bias)
+    base = eqx.tree_at(biases, eqx.nn.MLP(6, 6, 6, 1, key=KEY), (zeros, zeros))
+    for ensemble in (
+        layers_only(base, 2, where=lambda model: (model.layers[1:], model.layers[1].weight)),
+        low_rank(base, 2, rank=1, full=lambda model: model.layers[1], key=KEY),
+        bias_only(base, 2, where=lambda model: model.layers[1]),
+    ):
+        assert ensemble.stacked.layers[1].bias.shape == (2, 6)
+        assert ensemble.stacked.layers[0].bias is None

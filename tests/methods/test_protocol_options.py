@@ -142,6 +142,12 @@ def test_losses_of_likelihoods():
     one = lambda x: model(x)[:1]
     expected = optax.sigmoid_binary_cross_entropy(outputs[:, 0], Y.astype(jnp.float32)).mean()
     np.testing.assert_allclose(of_word("binary", one, Y), expected, rtol=1e-6)
+    soft = jax.nn.sigmoid(X[:, 0])
+    expected = optax.sigmoid_binary_cross_entropy(outputs[:, 0], soft).mean()
+    np.testing.assert_allclose(of_word("binary", one, soft), expected, rtol=1e-6)
+    for wrong in (-1, 2):
+        assert np.isnan(of_word("binary", one, Y.at[3].set(wrong)))
+        assert np.isnan(of_word("classification", model, Y.at[3].set(wrong)))
     squares = np.sum((np.asarray(outputs) - np.asarray(X[:, :2])) ** 2, axis=1)
     np.testing.assert_allclose(of_word("regression", model, X[:, :2], noise=0.5), np.mean(squares) / 0.5, rtol=1e-6)
     pair = lambda x: (model(x)[0], jnp.exp(model(x)[1]))
@@ -197,6 +203,17 @@ def test_the_statistics_of_draws_are_their_own():
         options = {"batch_size": 10, "key": KEY}
         expected = methods.trajectory.update_batch_norm(posterior.ensemble, state, fn, DATA, **options)
     assert_same_bits(arrays(posterior.state), arrays(expected))
+
+
+def test_the_statistics_of_draws_are_of_the_rows_of_their_member():
+    """Rows by index and the same rows as data of each member."""
+    method, rows = methods.SWAG(2, num_samples=2, rank=2), np.arange(20).reshape(2, 10)
+    each = tuple(ee.Each(jnp.asarray(part)[rows]) for part in (X.at[10:].add(100), Y))
+    with jax.numpy_dtype_promotion("standard"):
+        by_index = method.fit(make_normed, "classification", SGD, (X.at[10:].add(100), Y), rows=rows, **LENGTH)
+        by_member = method.fit(make_normed, "classification", SGD, each, **LENGTH)
+    assert_same_bits(arrays(by_index.ensemble), arrays(by_member.ensemble))
+    assert_same_bits(arrays(by_index.state), arrays(by_member.state))
 
 
 class Offset(eqx.Module):
@@ -309,6 +326,16 @@ MISTAKES = {
     ),
     "an improper prior": (lambda: methods.SVGD(2, prior_std=0), ValueError, "`prior_std` above 0"),
     "no learning rate": (lambda: methods.SGLD(2), TypeError, "learning_rate"),
+    "particles with rows of their own": (
+        lambda: methods.SVGD(2).fit(make, loss, SGD, (ee.Each(jnp.stack([X, X])), Y), **LENGTH),
+        TypeError,
+        "needs one batch for all members, got data marked `Each`",
+    ),
+    "inputs without targets": (
+        lambda: SEEDS.fit(make, "classification", SGD, X, **LENGTH),
+        TypeError,
+        r"needs `data` to be arrays `\(x, y\)`",
+    ),
     "patience of particles": (
         lambda: methods.SVGD(2).fit(make, loss, SGD, DATA, patience=3, **LENGTH),
         TypeError,

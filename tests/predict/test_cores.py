@@ -231,6 +231,12 @@ def test_programs_that_call_python_run_one_at_a_time(ensemble, on):
         on(3, lambda: ee.predict(ensemble, 1e6 * rows(), fn=checked, **OPTIONS))
 
 
+def test_linear_algebra_runs_alone(ensemble, on):
+    """Kernels of LAPACK wait for threads of XLA's pool: programs at the same time would wait for each other."""
+    solve = lambda model, x: model(x) + jnp.linalg.solve(jnp.eye(4) + jnp.sum(x) ** 2, jnp.ones((4, 1)))[:, 0]
+    assert on(3, lambda: ee.predict(ensemble, rows(), fn=solve, **OPTIONS))[1] == {threading.get_ident()}
+
+
 def test_one_at_a_time_where_memory_is_short(ensemble, on, monkeypatch):
     monkeypatch.setattr(room, "free_bytes", lambda: 100)
     assert on(3, lambda: ee.predict(ensemble, rows(), **OPTIONS))[1] == {threading.get_ident()}

@@ -152,10 +152,17 @@ def test_members_under_a_mesh_of_the_caller_are_one_call():
     assert_same(run, fitted(Vmap(), epochs=2, validation=None))
 
 
-def test_functions_that_call_python_stay_in_one_call():
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch, key: eqx.error_if(jnp.mean(jax.vmap(model)(batch[0])), jnp.array(False), "no"),
+        lambda model, batch, key: jnp.sum(jnp.linalg.solve(jnp.eye(2) + jnp.mean(jax.vmap(model)(batch[0])), Y[:2])),
+    ],
+)
+def test_programs_that_must_run_alone_stay_in_one_call(loss):
+    """Those that call Python, and those with linear algebra, which would wait for each other's threads."""
     plan = Cores(Vmap(), block=4, count=2)
-    checked = lambda model, batch, key: eqx.error_if(jnp.mean(jax.vmap(model)(batch[0])), jnp.array(False), "no")
-    ee.fit(ENSEMBLE, checked, ADAM, (X, Y), steps=2, plan=plan, progress=False, key=KEY)
+    ee.fit(ENSEMBLE, loss, ADAM, (X, Y), steps=2, plan=plan, progress=False, key=KEY)
     assert "in one call" in plan.explain()
 
 

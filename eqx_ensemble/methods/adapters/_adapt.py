@@ -1,5 +1,5 @@
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
@@ -21,6 +21,7 @@ from ..._check import (
     check_sequence,
 )
 from ..._ensemble import Ensemble, mark_numbers
+from ..._pytree import PyTree
 from .._layers import (
     AbstractConvertedLayer,
     Select,
@@ -136,7 +137,7 @@ def low_rank(
 
     - `model`: the trained base. Its own randomness, such as dropout, stays: `equinox.nn.inference_mode` stops it.
     - `num_members`: the number of members, or their ids `(members,)`.
-    - `rank`: of the change, or one per member. A smaller rank is exact: its other columns are zero and stay so.
+    - `rank`: of the change, or one per member. Of a smaller rank the other columns are masked.
     - `where`: the layers: a function that returns nodes, as in `equinox.tree_at`, or a type such as
         `equinox.nn.MultiheadAttention`; of other Modules than layers, all layers inside. By default all layers.
     - `scale`: $s$, often `alpha / rank`; or one per member. A constant in training.
@@ -169,7 +170,7 @@ def low_rank(
     for i, layer in enumerate(layers):
         own = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)
         new.append(_add_low_rank(layer, own, ranks, factors))
-    return _as_ensemble(eqx.tree_at(find, model, new), ids, copied, numbers=factors)
+    return _as_ensemble(model, ids, copied, find, new, numbers=factors)
 
 
 def _add_low_rank(layer: Any, keys: Key[Array, " members"], ranks: np.ndarray, scale: Array) -> LowRank:
@@ -208,7 +209,7 @@ def scales(model: M, num_members: Any, *, where: Select = None, full: Select = N
     for layer in layers:
         factors = jnp.ones((len(ids), layer.weight.shape[0]), _own_dtype(layer))
         new.append(Scale(with_weights(layer, layer.weight, None), layer.bias, factors))
-    return _as_ensemble(eqx.tree_at(find, model, new), ids, copied)
+    return _as_ensemble(model, ids, copied, find, new)
 
 
 def bias_only(model: M, num_members: Any, *, where: Select = None, full: Select = None) -> Ensemble[M]:
@@ -231,12 +232,12 @@ def bias_only(model: M, num_members: Any, *, where: Select = None, full: Select 
         [Ben Zaken et al. 2022](https://arxiv.org/abs/2106.10199)
     """
     ids = _check_base(model, num_members)
-    keyed = jtu.tree_leaves_with_path(model)
-    biases = {id(x) for path, x in keyed if path[-1:] == (jtu.GetAttrKey("bias"),)}
-    chosen = _arrays_in(model, where, "where", default=True) & biases
-    if not chosen:
+    is_bias = lambda path, chosen: chosen and path[-1:] == (jtu.GetAttrKey("bias"),)
+    chosen = jtu.tree_map_with_path(is_bias, _flags(model, (lambda tree: tree) if where is None else where, "where"))
+    if not any(jax.tree.leaves(chosen)):
         raise ValueError(f"`{caller()}` finds no floating-point array in a field `bias`: this model has none there.")
-    return _as_ensemble(model, ids, chosen | _arrays_in(model, full, "full"))
+    also = _flags(model, full, "full")
+    return _as_ensemble(model, ids, jax.tree.map(lambda a, b: a or b, chosen, also))
 
 
 def layers_only(model: M, num_members: Any, *, where: Callable[[Any], Any] | type) -> Ensemble[M]:
@@ -255,7 +256,7 @@ def layers_only(model: M, num_members: Any, *, where: Callable[[Any], Any] | typ
     """
     ids = _check_base(model, num_members)
     check_function(where, "where", example="lambda model: model.layers[-1]")
-    return _as_ensemble(model, ids, _arrays_in(model, where, "where"))
+    return _as_ensemble(model, ids, _flags(model, where, "where"))
 
 
 def merge(model: M) -> M:
@@ -286,12 +287,12 @@ def merge(model: M) -> M:
     return jax.tree.map(lambda x: x.dense(0) if is_adapter(x) else x, model, is_leaf=is_adapter)
 
 
-def _prepare(model: Any, num_members: Any, where: Select, full: Select) -> tuple[Any, Any, list[Any], set[int]]:
-    """The ids, a function that finds the layers to convert, these layers, and the arrays to copy, by `id`."""
-    ids, copied = _check_base(model, num_members), _arrays_in(model, full, "full")
+def _prepare(model: Any, num_members: Any, where: Select, full: Select) -> tuple[Any, Any, list[Any], PyTree]:
+    """The ids, a function that finds the layers to convert, these layers, and flags of the arrays to copy."""
+    ids, copied = _check_base(model, num_members), _flags(model, full, "full")
     find_all, layers = select_layers(model, where)
     check_known(layers)
-    kept = [id(layer.weight) not in copied for layer in layers]
+    kept = [not layer.weight for layer in find_all(copied)]
     if not any(kept):
         raise ValueError(f"`{caller()}` has no layer to adapt: `full` selects all of them.")
     find = lambda tree: [x for x, keep in zip(find_all(tree), kept, strict=True) if keep]
@@ -312,25 +313,33 @@ def _check_base(model: Any, num_members: Any) -> Any:
             f"`{caller()}` needs a model without adapters or sub-members; a part of this one has some already.\nFor "
             "new adapters on a member, merge it first: `merge(ensemble[3])`."
         )
-    return _keys.member_ids(num_members)
+    is_count = not isinstance(num_members, Iterable | jax.Array)
+    return _keys.member_ids(check_positive_int(num_members, "num_members") if is_count else num_members)
 
 
-def _arrays_in(model: Any, where: Select, argument: str, *, default: bool = False) -> set[int]:
-    """The floating-point arrays in the nodes that `where` selects, by `id`; without it none, or all."""
+def _flags(model: Any, where: Select, argument: str) -> PyTree:
+    """For each leaf, whether it is a floating-point array in the nodes that `where` selects; without it, of none."""
     check_optional_function(where, argument, example="lambda model: model.layers[-1]")
-    if where is None and not default:
-        return set()
-    found = {id(x) for node in select_nodes(model, where) for x in jax.tree.leaves(node) if eqx.is_inexact_array(x)}
-    if not found:
+    leaves, treedef = jax.tree.flatten(model)
+    numbered = jax.tree.unflatten(treedef, range(len(leaves)))  # one array may be at two places
+    chosen = set() if where is None else set(jax.tree.leaves(select_nodes(numbered, where)))
+    flags = jax.tree.unflatten(treedef, [i in chosen and eqx.is_inexact_array(x) for i, x in enumerate(leaves)])
+    if where is None:
+        return flags
+    if not any(jax.tree.leaves(flags)):
         raise ValueError(f"`{caller()}` needs `{argument}` to select nodes with floating-point arrays; got none.")
-    return found
+    return flags
 
 
-def _as_ensemble(model: M, ids: Any, copied: set[int], *, numbers: Any = None) -> Ensemble[M]:
-    """The ensemble of a model with adapters `(members, ...)`, and copies of some arrays; it shares all others."""
-    own = jax.tree.map(lambda x, flag: flag or id(x) in copied, model, own_flags(model))
-    copy = lambda x: jnp.broadcast_to(x, (len(ids), *x.shape)) if id(x) in copied else x
-    stacked, shared = eqx.partition(jax.tree.map(copy, model), own)
+def _as_ensemble(
+    model: M, ids: Any, copied: PyTree, find: Any = None, layers: Any = (), *, numbers: Any = None
+) -> Ensemble[M]:
+    """The ensemble of a base: members have copies of some arrays, and `layers` instead of those that `find` finds."""
+    model = jax.tree.map(lambda x, flag: jnp.broadcast_to(x, (len(ids), *x.shape)) if flag else x, model, copied)
+    if find is not None:
+        model = eqx.tree_at(find, model, layers)
+        copied = eqx.tree_at(find, copied, [own_flags(layer) for layer in layers])
+    stacked, shared = eqx.partition(model, copied)
     shared = mark_numbers(stacked, strip_weak_types(shared), jax.tree.map(lambda x: x is numbers, model))
     return Ensemble(stacked, shared, ids)
 
@@ -341,7 +350,7 @@ def _own_dtype(layer: Any) -> Any:
 
 def _check_ranks(rank: Any, num_members: int) -> np.ndarray:
     """Raises unless `rank` is a positive integer or one per member. Returns one per member."""
-    if isinstance(rank, int | np.integer):
+    if not isinstance(rank, Sequence | np.ndarray | jax.Array) or isinstance(rank, str):
         return np.full(num_members, check_positive_int(rank, "rank"))
     ranks = [check_positive_int(x, "rank") for x in check_sequence(rank, "rank", of="integers")]
     _check_count(ranks, "rank", num_members)
@@ -350,7 +359,7 @@ def _check_ranks(rank: Any, num_members: int) -> np.ndarray:
 
 def _check_scales(scale: Any, num_members: int) -> Array:
     """Raises unless `scale` is a number or one per member. Returns one per member."""
-    if not isinstance(scale, Sequence | np.ndarray | jax.Array):
+    if not isinstance(scale, Sequence | np.ndarray | jax.Array) or isinstance(scale, str):
         return jnp.full(num_members, check_number(scale, "scale"), jnp.result_type(float))
     scales = [check_number(x, "scale") for x in check_sequence(scale, "scale", of="numbers")]
     _check_count(scales, "scale", num_members)

@@ -117,14 +117,15 @@ class Regression(AbstractLikelihood):
 
 
 class Binary(AbstractLikelihood):
-    """Labels 0 and 1; one output, the logit of 1."""
+    """Labels 0 and 1, or probabilities of 1; one output, the logit of 1. Other labels make the loss NaN."""
 
     has_noise: ClassVar[bool] = False
 
     def loss(self, outputs: Float[Array, " out"], target: Array) -> Float[Array, ""]:
         """The cross-entropy in nats."""
-        signed = jnp.where(target == 1, outputs, -outputs)
-        return -jnp.sum(jax.nn.log_sigmoid(signed))
+        share = jnp.where((target >= 0) & (target <= 1), target.astype(outputs.dtype), jnp.nan)
+        each = share * jax.nn.log_sigmoid(outputs) + (1 - share) * jax.nn.log_sigmoid(-outputs)
+        return -jnp.sum(each)
 
     def root(self, outputs: Float[Array, " out"], jacobian: Float[Array, "out n"]) -> Float[Array, "out n"]:
         """The second derivative is `p (1 - p)`, computed in log space for accuracy."""
@@ -133,13 +134,14 @@ class Binary(AbstractLikelihood):
 
 
 class Classification(AbstractLikelihood):
-    """Labels from 0 to classes - 1; one output per class, the logits."""
+    """Labels from 0 to classes - 1; one output per class, the logits. Other labels make the loss NaN."""
 
     has_noise: ClassVar[bool] = False
 
     def loss(self, outputs: Float[Array, " out"], target: Array) -> Float[Array, ""]:
         """The cross-entropy in nats."""
-        return -jax.nn.log_softmax(outputs)[target]
+        is_class = (target >= 0) & (target < outputs.shape[0])
+        return jnp.where(is_class, -jax.nn.log_softmax(outputs)[target], jnp.nan)
 
     def root(self, outputs: Float[Array, " out"], jacobian: Float[Array, "out n"]) -> Float[Array, "out n"]:
         """The second derivative `diag(p) - p p'` has the root `(diag(p) - p p') / sqrt(p)`, column by column."""
