@@ -105,7 +105,7 @@ def align(x: Array, ndim: int) -> Array:
 
 # Under `vmap` over members, a shared matrix times one vector per member is one matrix product. XLA for CPUs merges the
 # transposition that follows into the product, and then computes it up to five times slower; the barrier prevents this.
-# With it, `W` is read once for all members: 16 members take 1.6 times one, for one row and a width of 1024.
+# With it, `W` is read once for all members: 16 members take 1.9 times one instead of 4.0, for a row of width 1024.
 def multiply(layer: Any, x: Any) -> Array:
     """The output of a layer without a bias, as an array of its own."""
     return jax.lax.optimization_barrier(without_bias(layer)(x))
