@@ -89,7 +89,8 @@ def output_shape(layer: Layer) -> tuple[int, ...]:
 def check_module(model: Any) -> None:
     """Raises unless `model` is a Module that can be called."""
     if not isinstance(model, eqx.Module) or not callable(model):
-        raise TypeError(f"`{caller()}` needs an Equinox Module that can be called, got {kind_text(model)}.")
+        fix = "\nPass a model that it makes, `make(key)`." if callable(model) else ""
+        raise TypeError(f"`{caller()}` needs an Equinox Module that can be called, got {kind_text(model)}.{fix}")
 
 
 def check_layers(layers: list[Any], model: Any, *, least: int) -> None:
@@ -101,7 +102,7 @@ def check_layers(layers: list[Any], model: Any, *, least: int) -> None:
     for layer in layers:
         if not isinstance(layer, Layer):
             raise TypeError(
-                f"`{caller()}` needs `where` to select linear layers or convolutions, got {kind_text(layer)}."
+                f"`{caller()}` needs `where` to select linear layers or convolutions, got {kind_text(layer)}.\n{fix}"
             )
         _check_weight(layer)
     times = collections.Counter(id(x) for x in jax.tree.leaves(model) if is_member_array(x))

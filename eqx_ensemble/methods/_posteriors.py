@@ -59,7 +59,8 @@ class Laplace(AbstractOwnMethod):
 
     - `num_members`: the number of members.
     - `where`, `structure`, `noise`, `fn`: as for [`eqx_ensemble.methods.laplace.fit`][].
-    - `likelihood`: as there; by default the word that is given as loss. Needed to load.
+    - `likelihood`: as there; by default the word that is given as loss, which is not saved: give it
+        here too if you will load.
     - `prior_precision`: as there; by default that of the largest marginal likelihood.
     - `link`: as for [`eqx_ensemble.methods.laplace.Laplace.predict`][], without `"mc"`.
 

@@ -150,7 +150,7 @@ class AbstractMethod(eqx.Module):
         **Arguments:**
 
         - `path`: the folder.
-        - `make`: as for `fit`.
+        - `make`: as for `fit`: the function, or the ensemble that was adapted.
         - `data`: a few rows as for `fit`, which only [`eqx_ensemble.methods.Laplace`][] needs.
 
         **Returns:** the posterior, without its run.

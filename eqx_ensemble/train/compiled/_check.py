@@ -213,8 +213,9 @@ def _strings_in(fn: Any) -> list[str]:
 def check_loss_signature(fn: Any, *, stateful: bool, hyper: Any) -> bool:
     """Raises unless the loss can be called as documented. Returns whether it takes `hyper`."""
     if not callable(fn):
+        fix = "\nOnly methods take words for losses: `methods.Seeds(8).fit(...)`." if isinstance(fn, str) else ""
         raise TypeError(
-            f"`{caller()}` needs the loss of one member as a function `loss(model, batch, key)`, got {fn!r}."
+            f"`{caller()}` needs the loss of one member as a function `loss(model, batch, key)`, got {fn!r}.{fix}"
         )
     try:
         signature = inspect.signature(fn)
