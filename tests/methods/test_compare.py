@@ -185,7 +185,7 @@ def test_members_that_diverge_are_a_row(found):
         (ee.methods.SGLD(2, learning_rate=0.1, num_samples=3), lambda steps: 2 * (steps + 5 * 2)),  # of two epochs
         (ee.methods.SGHMC(2, learning_rate=0.1, num_samples=3, start=0, every=4), lambda steps: 2 * (steps + 12)),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_the_budget_is_in_steps_of_one_network(method, cost, monkeypatch):
     steps = []
