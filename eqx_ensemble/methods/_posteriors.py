@@ -266,7 +266,7 @@ class Distilled(AbstractOwnMethod):
 
     def train(self, task: Task) -> Posterior[Any]:
         (x, _), make = task.pair(), check_maker(task.make)
-        self.check_loss(task.loss)
+        _check_target(self.target, task.loss)
         teacher = self.teacher.fit(make, task.loss, task.optimiser, task.data, key=task.key, **task.options)
         targets = jax.tree.map(lambda found: jnp.moveaxis(found, 0, 1), teacher.predict(x, key=task.key))
         options = {name: value for name, value in task.options.items() if name in OF_SECOND_RUN}
@@ -274,18 +274,19 @@ class Distilled(AbstractOwnMethod):
         of_students = task._replace(loss=StudentLoss(self.target), data=(x, targets), options=options, key=key)
         return of_students.posterior(self)
 
-    def check_loss(self, loss: Any) -> None:
-        """Raises if a word as loss says that the teachers do not predict what the students learn."""
-        learned = {"regression": ("gaussian",), "classification": ("mixture", "distribution"), "binary": ()}
-        if isinstance(loss, str) and self.target not in learned.get(loss, (self.target,)):
-            fits = " or ".join(f'`target="{target}"`' for target in learned[loss]) or "logits of two classes"
-            raise ValueError(
-                f"`{caller()}` needs {fits} for teachers with the loss {loss!r}, got `target={self.target!r}`.\nA "
-                "Gaussian target needs members that return a mean and a variance."
-            )
-
     def cost(self, steps: int, per_epoch: int) -> int:
         return self.teacher.cost(steps, per_epoch) + steps * self.num_members
+
+
+def _check_target(target: str, loss: Any) -> None:
+    """Raises if a word as loss says that the teachers do not predict what the students learn."""
+    fitting = {"regression": ("gaussian",), "classification": ("mixture", "distribution"), "binary": ()}
+    if isinstance(loss, str) and target not in fitting.get(loss, (target,)):
+        fits = " or ".join(f'`target="{own}"`' for own in fitting[loss]) or "logits of two classes"
+        raise ValueError(
+            f"`{caller()}` needs {fits} for teachers with the loss {loss!r}, got `target={target!r}`.\nA Gaussian "
+            "target needs members that return a mean and a variance."
+        )
 
 
 class StudentLoss(eqx.Module):
