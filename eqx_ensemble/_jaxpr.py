@@ -67,8 +67,9 @@ def waits_for_pool(eqn: Any) -> bool:
 
 def must_run_alone(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     """Whether a program must not run at the same time as another: it calls Python, or waits for threads of the pool."""
-    return has_callbacks(jaxpr) or any(
-        waits_for_pool(eqn) or any(map(must_run_alone, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
+    return any(
+        eqn.primitive.name.endswith("callback") or waits_for_pool(eqn) or any(map(must_run_alone, inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
     )
 
 

@@ -102,7 +102,7 @@ def save(
         )
     for ensemble in _ensembles(tree):
         check_integer_ids(ensemble.ids)
-    tree = open_all(tree if shared else _without_shared(tree))
+    tree = open_all(tree if shared else _put_digests(tree))
     how, marked = FORMATS[format], marks(tree)
     content = snapshot(tree, per_member=marked.per_member, ids=marked.ids, meta=meta, take=how.take)
     how.settle(how.begin(as_path(path), content))
@@ -174,21 +174,24 @@ def load(
                 "with `save(path, run.ensemble)`."
             )
         omitted = _digest_paths(reader.manifest)
-        like, rows = as_like(like, reader.manifest) if not omitted else _check_holds(like, omitted, reader.folder), None
+        like = _check_holds(like, omitted, reader.folder) if omitted else as_like(like, reader.manifest)
+        rows, expected = None, like
         if members is not None:
             check_member_selection(members)
         if members is not None and not isinstance(like, Group):
             rows = _rows(members, reader.manifest, path)
             _one_set_of_members(like, reader.manifest, path)
-        expected = _map_omitted(lambda _: Digest(jax.ShapeDtypeStruct((32,), np.uint8)), like, omitted)
+        if omitted:
+            digest = Digest(jax.ShapeDtypeStruct((32,), np.uint8))
+            expected = jtu.tree_map_with_path(lambda path, x: digest if path_text(path) in omitted else x, like)
         tree = restore(reader, expected, rows=rows, cast=cast, strict=strict)
-        tree = _restore_shared(tree, like, omitted, reader.folder)
+        tree = _put_arrays(tree, like, reader.folder) if omitted else tree
     if members is not None and isinstance(tree, Group):
         tree = tree[_positions(members, tree.num_members)]
     return tree if layout is None else _shard(tree, layout)
 
 
-def _without_shared(tree: PyTree) -> PyTree:
+def _put_digests(tree: PyTree) -> PyTree:
     """The tree with digests for the shared arrays of its ensembles."""
 
     def cut(node: Any) -> Any:
@@ -212,11 +215,6 @@ def _digest_paths(manifest: Manifest) -> set[str]:
     return {path for path in found if manifest.structure.get(path) == Digest.__name__}
 
 
-def _map_omitted(fn: Callable[[Any], Any], tree: PyTree, omitted: set[str]) -> PyTree:
-    apply = lambda path, x: fn(x) if path_text(path) in omitted else x
-    return jtu.tree_map_with_path(apply, tree, is_leaf=lambda x: isinstance(x, Digest)) if omitted else tree
-
-
 def _check_holds(like: Any, omitted: set[str], folder: Any) -> Any:
     """Raises unless `like` is a tree with the arrays that were not written. Returns it."""
     keyed = {path_text(path): x for path, x in jtu.tree_flatten_with_path(like)[0]}
@@ -230,20 +228,20 @@ def _check_holds(like: Any, omitted: set[str], folder: Any) -> Any:
     return like
 
 
-def _restore_shared(tree: PyTree, like: Any, omitted: set[str], folder: Any) -> PyTree:
-    """The tree with the shared arrays of `like`. Raises unless they are those of the saved ensemble."""
-    arrays = {path_text(path): x for path, x in jtu.tree_flatten_with_path(like)[0]} if omitted else {}
-    keyed = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, Digest))[0] if omitted else []
-    saved = {path_text(path): x.sha256 for path, x in keyed if isinstance(x, Digest)}
+def _put_arrays(tree: PyTree, like: Any, folder: Any) -> PyTree:
+    """The tree with the arrays of `like` for their digests. Raises unless they are those of the saved ensemble."""
+    is_digest = lambda x: isinstance(x, Digest)
+    arrays = {path_text(path): x for path, x in jtu.tree_flatten_with_path(like)[0]}
+    keyed, treedef = jtu.tree_flatten_with_path(tree, is_leaf=is_digest)
+    saved = {path_text(path): x.sha256 for path, x in keyed if is_digest(x)}
     others = [path for path in sorted(saved) if not np.array_equal(saved[path], _sha256(arrays[path]))]
     if others:
         raise MemberMismatchError(
             f"`{caller()}` needs the base model on which `{folder}` was trained in `like`; {len(others)} of "
-            f"{len(saved)} shared arrays differ, such as `{safe_text(others[0])}`.\nTrained "
-            "members do not fit another base."
+            f"{len(saved)} shared arrays differ, such as `{safe_text(others[0])}`.\nTrained members do not fit another "
+            "base."
         )
-    apply = lambda path, x: arrays[path_text(path)] if isinstance(x, Digest) else x
-    return jtu.tree_map_with_path(apply, tree, is_leaf=lambda x: isinstance(x, Digest)) if omitted else tree
+    return jtu.tree_unflatten(treedef, [arrays[path_text(path)] if is_digest(x) else x for path, x in keyed])
 
 
 def _shard(tree: Any, layout: Layout) -> Any:

@@ -25,7 +25,7 @@ _KNOWN = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.Conv1d, eqx.nn.Conv2d, eqx.nn.Conv3
 _is_none = lambda x: x is None
 
 
-class AbstractConvertedLayer(eqx.Module):
+class AbstractSubstitute(eqx.Module):
     """A layer in the place of another, written for one member of those that share the model.
 
     The fields in `own` have one value per member (of a joint ensemble, per sub-member); others are shared.
@@ -42,23 +42,23 @@ class AbstractConvertedLayer(eqx.Module):
         """The equivalent ordinary layer of this member, whose position is `index`."""
 
 
-def is_converted(x: Any) -> bool:
-    """Whether a node is a converted layer."""
-    return isinstance(x, AbstractConvertedLayer)
+def is_substitute(x: Any) -> bool:
+    """Whether a node is a layer in the place of another."""
+    return isinstance(x, AbstractSubstitute)
 
 
 def own_flags(model: PyTree) -> PyTree:
-    """For every leaf of a model with converted layers, whether it has one value per member."""
+    """For every leaf of a model with substitutes, whether it has one value per member."""
 
     def of_node(node: Any) -> Any:
         none = jax.tree.map(lambda _: False, node)
-        if not is_converted(node) or not node.own:
+        if not is_substitute(node) or not node.own:
             return none
         fields = [name for name in node.own if getattr(node, name) is not None]
         own = [jax.tree.map(lambda _: True, getattr(node, name)) for name in fields]
         return eqx.tree_at(lambda x: [getattr(x, name) for name in fields], none, own)
 
-    return jax.tree.map(of_node, model, is_leaf=is_converted)
+    return jax.tree.map(of_node, model, is_leaf=is_substitute)
 
 
 def without_bias(layer: Any) -> Any:

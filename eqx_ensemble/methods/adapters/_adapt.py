@@ -23,12 +23,12 @@ from ..._check import (
 from ..._ensemble import Ensemble, mark_numbers
 from ..._pytree import PyTree
 from .._layers import (
-    AbstractConvertedLayer,
+    AbstractSubstitute,
     Select,
     check_groups,
     check_known,
     check_module,
-    is_converted,
+    is_substitute,
     output_shape,
     own_flags,
     select_layers,
@@ -40,7 +40,7 @@ from .._layers import (
 M = TypeVar("M", bound=eqx.Module)
 
 
-class LowRank(AbstractConvertedLayer):
+class LowRank(AbstractSubstitute):
     """A frozen layer plus a product of two small matrices: `W x + scale * up (down x)`.
 
     `kept` is the mask of the columns within a member's own rank; `None` if all members have one rank.
@@ -76,7 +76,7 @@ class LowRank(AbstractConvertedLayer):
         return with_weights(self.layer, weight + self.change(self.down).astype(weight.dtype), self.bias)
 
 
-class Scale(AbstractConvertedLayer):
+class Scale(AbstractSubstitute):
     """A frozen layer whose outputs, features or channels, are multiplied by factors."""
 
     own: ClassVar[tuple[str, ...]] = ("factors",)
@@ -164,7 +164,8 @@ def low_rank(
     ids, find, layers, copied = _prepare(model, num_members, where, full)
     for layer in layers:
         check_groups(layer)
-    ranks, factors = _check_ranks(rank, len(ids)), _check_scales(scale, len(ids))
+    ranks = np.array(_per_member(rank, "rank", check_positive_int, len(ids)))
+    factors = jnp.asarray(_per_member(scale, "scale", check_number, len(ids)), jnp.result_type(float))
     keys = _keys.member_keys(key, ids, purpose="low_rank")
     new = []
     for i, layer in enumerate(layers):
@@ -307,8 +308,8 @@ def _check_base(model: Any, num_members: Any) -> Any:
             "`average_parameters(ensemble)`."
         )
     check_module(model)
-    nodes = jax.tree.leaves(model, is_leaf=lambda x: is_converted(x) or isinstance(x, Ensemble))
-    if any(is_converted(x) or isinstance(x, Ensemble) for x in nodes):
+    nodes = jax.tree.leaves(model, is_leaf=lambda x: is_substitute(x) or isinstance(x, Ensemble))
+    if any(is_substitute(x) or isinstance(x, Ensemble) for x in nodes):
         raise TypeError(
             f"`{caller()}` needs a model without adapters or sub-members; a part of this one has some already.\nFor "
             "new adapters on a member, merge it first: `merge(ensemble[3])`."
@@ -348,26 +349,13 @@ def _own_dtype(layer: Any) -> Any:
     return np.promote_types(layer.weight.dtype, np.float32)  # `jnp` may be strict
 
 
-def _check_ranks(rank: Any, num_members: int) -> np.ndarray:
-    """Raises unless `rank` is a positive integer or one per member. Returns one per member."""
-    if not isinstance(rank, Sequence | np.ndarray | jax.Array) or isinstance(rank, str):
-        return np.full(num_members, check_positive_int(rank, "rank"))
-    ranks = [check_positive_int(x, "rank") for x in check_sequence(rank, "rank", of="integers")]
-    _check_count(ranks, "rank", num_members)
-    return np.array(ranks)
-
-
-def _check_scales(scale: Any, num_members: int) -> Array:
-    """Raises unless `scale` is a number or one per member. Returns one per member."""
-    if not isinstance(scale, Sequence | np.ndarray | jax.Array) or isinstance(scale, str):
-        return jnp.full(num_members, check_number(scale, "scale"), jnp.result_type(float))
-    scales = [check_number(x, "scale") for x in check_sequence(scale, "scale", of="numbers")]
-    _check_count(scales, "scale", num_members)
-    return jnp.asarray(scales, jnp.result_type(float))
-
-
-def _check_count(values: list[Any], argument: str, num_members: int) -> None:
+def _per_member(value: Any, argument: str, check: Callable[[Any, str], Any], num_members: int) -> list[Any]:
+    """Raises unless `value` passes `check`, or holds one value per member that does. Returns one per member."""
+    if not isinstance(value, Sequence | np.ndarray | jax.Array) or isinstance(value, str):
+        return [check(value, argument)] * num_members
+    values = [check(x, argument) for x in check_sequence(value, argument, of="numbers")]
     if len(values) != num_members:
         raise MemberMismatchError(
             f"`{caller()}` needs one `{argument}`, or one per member: {num_members} members, got {len(values)}."
         )
+    return values

@@ -10,7 +10,7 @@ from ..._check import check_key, check_positive_int, is_member_array, kind_text
 from ..._ensemble import Ensemble
 from ..._leaf_text import leaf_text
 from ..._warnings import warn
-from .._layers import check_groups, check_module, input_shape, is_converted, output_shape
+from .._layers import check_groups, check_module, input_shape, is_substitute, output_shape
 from ._joint import JointEnsemble
 
 
@@ -22,8 +22,8 @@ def check_model(model: Any, num_submembers: Any, key: Any) -> int:
             f"`build(lambda key: {caller()}(make(key), {num_submembers}, key=key), num_members, key=key)`."
         )
     check_module(model)
-    nodes = jax.tree.leaves(model, is_leaf=lambda x: is_converted(x) or isinstance(x, JointEnsemble | Ensemble))
-    if any(is_converted(x) or isinstance(x, JointEnsemble | Ensemble) for x in nodes):
+    nodes = jax.tree.leaves(model, is_leaf=lambda x: is_substitute(x) or isinstance(x, JointEnsemble | Ensemble))
+    if any(is_substitute(x) or isinstance(x, JointEnsemble | Ensemble) for x in nodes):
         raise TypeError(f"`{caller()}` needs a model without sub-members; a part of this one has some already.")
     check_key(key)
     return check_positive_int(num_submembers, "num_submembers")

@@ -8,14 +8,14 @@ from jaxtyping import Array
 
 from ... import _axes, _keys
 from ..._pytree import PyTree
-from .._layers import AbstractConvertedLayer, is_converted, own_flags, with_weights
+from .._layers import AbstractSubstitute, is_substitute, own_flags, with_weights
 from ._layers import redraw
 
 AXIS = "submembers"
 """The named axis over which sub-members are mapped; layers of a joint forward pass communicate over it."""
 
 
-class JoinInputs(AbstractConvertedLayer):
+class JoinInputs(AbstractSubstitute):
     """A first layer that takes the concatenated inputs of all sub-members."""
 
     own: ClassVar[tuple[str, ...]] = ()
@@ -36,7 +36,7 @@ class JoinInputs(AbstractConvertedLayer):
         return with_weights(layer, parts.sum(axis=1), self.layer.bias)
 
 
-class SelectOutput(AbstractConvertedLayer):
+class SelectOutput(AbstractSubstitute):
     """A last layer whose output has one part per sub-member."""
 
     own: ClassVar[tuple[str, ...]] = ()
@@ -92,7 +92,7 @@ class JointEnsemble(eqx.Module, Generic[M]):
 
 def has_one_pass(joint: JointEnsemble[Any]) -> bool:
     """Whether the sub-members share one forward pass."""
-    nodes = jax.tree.leaves(joint.model, is_leaf=is_converted)
+    nodes = jax.tree.leaves(joint.model, is_leaf=is_substitute)
     return any(isinstance(node, JoinInputs) for node in nodes)
 
 

@@ -4,10 +4,10 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._layers import AbstractConvertedLayer, Layer, with_weights, without_bias
+from .._layers import AbstractSubstitute, Layer, with_weights, without_bias
 
 
-class RankOne(AbstractConvertedLayer):
+class RankOne(AbstractSubstitute):
     """A layer whose shared weight is multiplied by a rank-one matrix per sub-member, with one bias per sub-member."""
 
     own: ClassVar[tuple[str, ...]] = ("in_factors", "out_factors", "bias")
@@ -29,7 +29,7 @@ class RankOne(AbstractConvertedLayer):
         return with_weights(self.layer, weight, self.bias)
 
 
-class Own(AbstractConvertedLayer):
+class Own(AbstractSubstitute):
     """A separate layer for each sub-member."""
 
     own: ClassVar[tuple[str, ...]] = ("layer",)
@@ -44,7 +44,7 @@ class Own(AbstractConvertedLayer):
         return self.layer
 
 
-class MaskInputs(AbstractConvertedLayer):
+class MaskInputs(AbstractSubstitute):
     """A layer with a fixed mask of its input features for each sub-member."""
 
     own: ClassVar[tuple[str, ...]] = ("mask",)

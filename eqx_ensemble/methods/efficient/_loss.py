@@ -16,7 +16,7 @@ from ..._ensemble import Ensemble, stack
 from ..._jaxpr import warn_of_two_batch_axes
 from ..._pytree import PyTree
 from ..._warnings import ignore_warnings
-from .._layers import is_converted
+from .._layers import is_substitute
 from ._convert import check_joint, check_predictions
 from ._joint import JointEnsemble, Submembers, has_one_pass, map_submembers, submember_keys
 from ._layers import RankOne
@@ -48,7 +48,7 @@ def weight_labels(params: PyTree) -> PyTree:
             labels = RankOne(labels.layer, fast[0], fast[1], labels.bias)
         return labels
 
-    return jax.tree.map(of_node, params, is_leaf=is_converted)
+    return jax.tree.map(of_node, params, is_leaf=is_substitute)
 
 
 M = TypeVar("M")
@@ -94,8 +94,8 @@ def dense_models(joint: JointEnsemble[M]) -> list[M]:
     """The sub-members as ordinary models."""
     parts = Submembers(joint)
     models = [parts.one(tree.take(parts.per_member(), i)) for i in range(joint.num_submembers)]
-    dense = lambda node, i: node.dense(i) if is_converted(node) else node
-    return [jax.tree.map(lambda x, i=i: dense(x, i), m, is_leaf=is_converted) for i, m in enumerate(models)]
+    dense = lambda node, i: node.dense(i) if is_substitute(node) else node
+    return [jax.tree.map(lambda x, i=i: dense(x, i), m, is_leaf=is_substitute) for i, m in enumerate(models)]
 
 
 def as_members(predictions: PyTree) -> PyTree:

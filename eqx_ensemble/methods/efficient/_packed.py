@@ -10,7 +10,7 @@ from ... import _keys
 from ..._caller import caller
 from ..._check import check_number, check_positive_int
 from .._layers import (
-    AbstractConvertedLayer,
+    AbstractSubstitute,
     Select,
     check_groups,
     check_known,
@@ -119,7 +119,7 @@ def check_sizes(alpha: Any, gamma: Any) -> tuple[float, int]:
     return alpha, check_positive_int(gamma, "gamma")
 
 
-def _make_layers(layer: Any, keys: Any, groups: int, sizes: dict[str, Any]) -> AbstractConvertedLayer:
+def _make_layers(layer: Any, keys: Any, groups: int, sizes: dict[str, Any]) -> AbstractSubstitute:
     """Draws the layers of all sub-members."""
     if groups == 1 or isinstance(layer, eqx.nn.Conv):
         return Own(eqx.filter_vmap(lambda key: redraw(layer, key, groups=groups, **sizes))(keys))
@@ -132,7 +132,7 @@ def _draw_groups(layer: eqx.nn.Linear, key: Any, groups: int, *, in_size: int, o
     return GroupedLinear(parts.weight, None if parts.bias is None else parts.bias.reshape(-1))
 
 
-class GroupedLinear(AbstractConvertedLayer):
+class GroupedLinear(AbstractSubstitute):
     """A grouped linear layer, with a block-diagonal weight."""
 
     own: ClassVar[tuple[str, ...]] = ("weight", "bias")
