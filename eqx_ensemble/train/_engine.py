@@ -19,13 +19,14 @@ from ._check_run import check_run_weights, diverged_message, excluded_message, w
 from ._fit import fit
 from ._group_run import GroupRun
 from ._hyper import change_hyper, follow_hyper, hyper_arrays
-from ._options import Options, Stopping, check_checkpoint, check_options, limits_of
+from ._options import Checkpoint, Options, Stopping, as_checkpoint, check_options, limits_of
 from ._ranking import rank_members
 from ._revive import Revive, copy_donors
 from ._run import Run, check_rows_of_folds, data_frame
 from ._scan_steps import CommonFitOptions
 from ._state import MemberConstants, MemberState, TrainState, check_state, check_train_state, init
 from ._status import NotSavedError, Status, allow_idle, status_names
+from ._texts import array_texts, check_same_call, digest_of, option_text, program_text, versions_text
 from ._trainable import Trainable, frozen_flags, partition_trainable, split_trainable
 from .compiled._check import check_loss_output, check_loss_signature, explain_loss
 from .compiled._health import nan_is_data, revert_diverged_one
@@ -35,9 +36,6 @@ from .compiled._program import take_rows
 from .compiled._selection import Mode, make_limits, reset_best, stop_at_limits, stop_members
 from .data._check import check_batch_size
 from .data._reader import RowReader, check_no_scan
-from .data._source import as_row_indices, is_batches, is_data_function, is_wrapper, without_marks
+from .data._source import as_row_indices, decode, encode, is_batches, is_data_function, is_wrapper, without_marks
 from .host._check import check_not_given_again, check_same_mode, missing_validation_message
 from .host._record import History, mean_of_last_epoch
-from .resume._code_texts import array_texts, code_text, digest_of, option_text
-from .resume._identity import function_text
-from .resume._resume import Round

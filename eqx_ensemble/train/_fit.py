@@ -19,7 +19,6 @@ from .._pytree import PyTree
 from .._suggest import explain_as
 from .._typing import ByPart
 from .._warnings import ignore_warnings, warn
-from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..plan import AnyPlan, Cores
 from ..plan._engine import as_plan, plan_in_program
@@ -35,7 +34,7 @@ from ._check import (
 from ._check_member import hyper_column_text
 from ._check_run import check_outcome
 from ._group_run import GroupRun, fit_parts
-from ._options import Stopping, check_checkpoint, check_options, limits_of
+from ._options import Checkpoint, Stopping, as_checkpoint, check_options, limits_of
 from ._revive import Revive
 from ._run import Run
 from ._scan_steps import FitOptions
@@ -51,9 +50,8 @@ from .data._rows import Shuffle
 from .data._source import Length, member_shapes, without_marks
 from .data._sources import make_source
 from .host._execute import execute
+from .host._saver import Saver, identify, optimiser_step
 from .host._start import layout_of, start_of, with_validation
-from .resume._identity import identity, optimiser_step
-from .resume._resume import Saver
 
 
 def check_same_aux(begun: Any, loss: Loss, first: TrainState, batch: Callable[[], PyTree] | None) -> None:
@@ -173,7 +171,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     on_diverge: ByPart[Literal["freeze", "revive", "raise"] | Revive] = "freeze",
     plan: ByPart[AnyPlan] = None,
     mesh: Mesh | None = None,
-    checkpoint: ByPart[str | os.PathLike[str] | Checkpoints | None] = None,
+    checkpoint: ByPart[str | os.PathLike[str] | Checkpoint | None] = None,
     progress: bool | None = None,
     callbacks: ByPart[Callback | Sequence[Callback] | None] = None,
     key: Any,
@@ -235,8 +233,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     *Saving:*
 
-    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][]. Rerunning the same call [resumes bit for
-        bit](saving.md).
+    - `checkpoint`: a file, or [`eqx_ensemble.train.Checkpoint`][]. The run is saved there about every minute and at its
+        end; rerunning the same call [resumes bit for bit](saving.md), and more epochs continue.
 
     *History and callbacks:*
 
@@ -251,8 +249,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     **Raises:**
 
     - `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together.
-    - `BlockingIOError` if another run trains in the checkpoint folder; `FileNotFoundError` or `FileExistsError` if the
-        folder contradicts the `resume` of `Checkpoints`; `ValueError`, with the differences, if it holds another call.
+    - `ValueError`, with the differences, if `checkpoint` holds another call; `BlockingIOError` if another run uses it;
+        `CheckpointCorruptError` if it is damaged, or another kind of file.
     - `MemoryError`, with a smaller plan, if the device runs out of memory.
     - [`eqx_ensemble.train.DivergedError`][] with `on_diverge="raise"`; [`eqx_ensemble.train.NotSavedError`][] if a
         checkpoint cannot be written. Both hold the run so far, as does the attribute `run` of errors that the data, the
@@ -281,8 +279,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     held_out, how, windows = given.validation, given.on_diverge, given.windows
     score, mode = given.scoring
     callbacks = check_callbacks(callbacks)
-    check_checkpoint(checkpoint)
-    saver = None if checkpoint is None else Saver(checkpoint)
+    saved = as_checkpoint(checkpoint)
+    saver = None if saved is None else Saver(saved)
     layout = layout_of(mesh, ensemble)
     plan = Cores() if plan is None and not isinstance(optimiser, Together) else as_plan(plan)
     check_plan_together(optimiser, plan)
@@ -318,7 +316,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     if saver is not None:
         options = {"key": key, "stop.steps": stops["steps"], "stop.target": stops["target"], "on_diverge": how}
         options |= given.improving | {"mode": mode, "history": windows.name}
-        here = identity(program, start, source.shapes(), validation, source.fingerprint, options)
+        here = identify(program, start, source.shapes(), validation, source.fingerprint, options)
         program = dataclasses.replace(program, traced=here.programs)
         start = saver.resume(start, here)
     if saver is None or saver.step < 0:  # a run that was saved may have ended

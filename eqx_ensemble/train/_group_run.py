@@ -28,8 +28,6 @@ from .._predict import predict
 from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
-from ..checkpoint import Checkpoints
-from ..checkpoint._engine import as_checkpoints, check_resume, checkpoints_inside, has_checkpoints
 from ._check_run import check_run_weights, excluded_message
 from ._hyper import hyper_arrays
 from ._options import Stopping, Validation, limits_of
@@ -331,10 +329,8 @@ def _of_parts(group: Group, argument: str, value: Any) -> dict[str, Any]:
         return states_by_part(value, group.parts)
     if argument == "trainable":
         return tree_by_part(value, group.parts) or dict.fromkeys(group.parts, value)
-    if isinstance(value, Checkpoints) or (argument == "checkpoint" and isinstance(value, str | os.PathLike)):
-        whole = as_checkpoints(value)  # parts that an interrupted call did not reach have no checkpoints
-        check_resume(whole.resume, whole.folder, "checkpoints" if has_checkpoints(whole.folder) else "")
-        return {part: checkpoints_inside(whole, part, resume="auto") for part in group.parts}
+    if argument == "checkpoint" and isinstance(value, str | os.PathLike):
+        return {part: os.path.join(value, part) for part in group.parts}
     return by_part(value, group.parts, argument) if argument in _BY_PART else dict.fromkeys(group.parts, value)
 
 

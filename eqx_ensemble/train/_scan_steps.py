@@ -24,12 +24,11 @@ from .._ids import open_ids
 from .._leaf_text import leaf_text
 from .._predict import PredictOptions
 from .._pytree import PyTree
-from ..checkpoint import Checkpoints
 from ..plan import AnyPlan
 from ..tree._engine import LOOP_RULES, compare_trees
 from ._callback import Callback
 from ._hyper import follow_hyper
-from ._options import Stopping
+from ._options import Checkpoint, Stopping
 from ._revive import Revive
 from ._state import check_train_state
 from ._step import Step, step_in_loop
@@ -88,7 +87,7 @@ class FitOptions(CommonFitOptions, total=False):
     on_diverge: Literal["freeze", "revive", "raise"] | Revive
     plan: AnyPlan
     mesh: Mesh | None
-    checkpoint: str | os.PathLike[str] | Checkpoints | None
+    checkpoint: str | os.PathLike[str] | Checkpoint | None
     progress: bool | None
     callbacks: Callback | Sequence[Callback] | None
     key: Required[Any]

@@ -12,8 +12,8 @@ from ..._axes import not_finite_text
 from ..._foreign import own_array
 from ..._pytree import PyTree
 from ...sharding._engine import Layout, local_block, rows_sharding
+from .._texts import array_text, array_texts
 from ..compiled._order import RowOrder
-from ..resume._code_texts import array_text, array_texts
 from ._batches import BatchWork, begin_work
 from ._check import check_last_step, check_not_exceeded, check_patience_length
 from ._read_ahead import ReadAhead

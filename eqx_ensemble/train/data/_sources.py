@@ -12,6 +12,7 @@ from ...distributed import to_host
 from ...sharding._engine import Layout, check_same_in_processes
 from .._check import check_no_array_options, check_one_pass
 from .._state import TrainState
+from .._texts import array_text, array_texts
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
 from ..compiled._health import Carry
 from ..compiled._order import RowOrder
@@ -19,7 +20,6 @@ from ..compiled._program import in_a_loop
 from ..compiled._selection import next_limit
 from ..compiled._stepwise import BlockCalls, run_stepwise
 from ..compiled._windows import Windows
-from ..resume._code_texts import array_text, array_texts
 from ._batches import IterableSource
 from ._check import check_batch_size, check_last_step, check_not_exceeded, check_patience_length, integers_text
 from ._read_ahead import PieceQueue

@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool
 from ... import _axes
 from ..._progress import members_in_words, progress_line
 from ..._pytree import PyTree
-from ...checkpoint._engine import exit_if_asked
 from ...distributed import to_host
 from ...plan import AbstractPlan
 from ...plan._engine import Pilot, explain_memory
@@ -24,11 +23,11 @@ from ..compiled._health import Carry, Inputs, fault_path, nan_is_data
 from ..compiled._program import Program
 from ..compiled._selection import Limits, stop_at_limits
 from ..data._source import AbstractSource, Length
-from ..resume._resume import Saver
 from ._active import ActiveMembers
 from ._callbacks import Callbacks, Ending, Interruption, Reviver, Saving
 from ._check import ended_message, lost_run_message
 from ._loop import Executor, Host, Pacing, Recording, run, validate_best
+from ._saver import Saver
 from ._start import Start
 
 
@@ -59,7 +58,7 @@ def execute(
     revivals = start.revived if reviver is None else reviver.revivals
     with (
         saver or contextlib.nullcontext(),
-        Interruption(is_saved=saver is not None) as interruption,
+        Interruption() as interruption,
         progress_line(show=progress, description=members_in_words(first.num_members), unit="step") as line,
         nan_is_data(),
     ):
@@ -78,11 +77,8 @@ def execute(
             if saver is None or saver.step < 0:
                 validate_best(program, members)
             run(source, host, length, start.cursor)
-            saving.wait()
     ended = collect(interrupted=stopping.ended_early)
     warn_of_undefined_scores(ended, [step for step in record.validated if step > length.begun])
-    if saving.is_on and saving.error is None:
-        exit_if_asked()
     return ended
 
 
@@ -100,7 +96,6 @@ def _attach_run(host: Host, source: AbstractSource, collect: Any) -> Iterator[No
         if record.steps > first_step and jax.process_count() == 1 and not _is_gone(host.members.carry):
             try:
                 saving.save(host.members, source)
-                saving.wait()
                 error.run = collect(interrupted=False)  # pyright: ignore[reportAttributeAccessIssue]
                 error.add_note(ended_message(record.steps, saved=saving.is_on, failed=saving.error))
             except Exception as second:

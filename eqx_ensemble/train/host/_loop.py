@@ -289,7 +289,6 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
             end_epoch(source, host)
             continue
         started = time.perf_counter()
-        host.saving.claim()
         try:
             carry, results = executor.call(work)
             source.prefetch()  # while the device works
