@@ -16,7 +16,18 @@ from ._check import CheckpointCorruptError, MemberMismatchError, check_path, is_
 from ._ensemble import Ensemble, M
 from ._ids import close_all, open_all
 from ._pytree import PyTree
-from ._save import Header, Leaf, PathLike, is_number, is_saved, named_leaves, read_header, statics
+from ._save import (
+    Header,
+    Leaf,
+    PathLike,
+    is_number,
+    is_saved,
+    marked_leaves,
+    named_leaves,
+    read_header,
+    shape_text,
+    statics,
+)
 from .tree._engine import check_distinct, check_index, check_no_tracers
 
 Model = TypeVar("Model", bound=eqx.Module)
@@ -109,10 +120,15 @@ def load(path: PathLike, like: Any, *, members: Any = None) -> PyTree:
             "The file holds the numbers; the model's code is yours."
         )
     header = read_header(path)
+    if isinstance(header.meta, dict) and "fit" in header.meta and not isinstance(like, dict):
+        raise ValueError(
+            f"`{caller()}` needs a file of an ensemble, and `{path}` holds a run of `fit` with its optimiser's state.\n"
+            "The same call of `fit` returns the run; keep its ensemble with `save(path, run.ensemble)`."
+        )
     if callable(like) and not isinstance(like, eqx.Module | tuple):
         like = _from_maker(like, header)
     like = open_all(like, lambda keys: jtu.keystr(keys) in header.leaves)
-    rows = None if members is None else _rows(members, header, path)
+    rows = None if members is None else _rows(members, header, like, path)
     wanted = named_leaves(like)
     _check_same(path, header, wanted, statics(like), members=rows is not None)
     named = iter(wanted)
@@ -121,11 +137,17 @@ def load(path: PathLike, like: Any, *, members: Any = None) -> PyTree:
     return close_all(tree)
 
 
-def _rows(members: Any, header: Header, path: PathLike) -> list[int]:
+def _rows(members: Any, header: Header, like: PyTree, path: PathLike) -> list[int]:
     """The positions of members that are to be read."""
     counts = {leaf.shape[0] for leaf in header.leaves.values() if leaf.per_member}
     if not counts:
         raise ValueError(f"`{caller()}` cannot choose members of `{path}`, which was saved without an ensemble.")
+    for name in marked_leaves(like):
+        if name in header.leaves and not header.leaves[name].per_member:
+            raise ValueError(
+                f"`{caller()}` cannot choose members of `{path}`: `{name}` has another number of members, or another "
+                "axis.\nLoad all of it, and index each part."
+            )
     rows = check_index(list(members) if isinstance(members, range) else members, *counts)
     if isinstance(rows, int):
         raise TypeError(
@@ -206,8 +228,7 @@ def _saved_texts(header: Header, any_count: set[str] | frozenset[str] = frozense
 def _wanted_text(x: Any, *, any_count: bool) -> str:
     if is_number(x):
         return type(x).__name__
-    generator = str(jax.random.key_impl(x)) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None
-    return f"{generator or np.dtype(x.dtype).name}[{','.join(map(str, x.shape[any_count:]))}]"
+    return shape_text(x.dtype, x.shape[any_count:])
 
 
 # What is wanted, from a function that makes one member.
@@ -224,13 +245,15 @@ def _from_maker(make: Callable[..., Any], header: Header) -> Any:
     count = ids.shape
 
     def stacked(keys: Any, x: Any) -> Any:
-        found = header.leaves.get(f"{start}.stacked{jtu.keystr(keys)}")
-        if found is None:
-            return None
-        return _with_axis(x, count) if hasattr(x, "shape") else jax.ShapeDtypeStruct(count, np.dtype(found.dtype))
+        """The members' own leaf: an array that is not a shared one, or a number that `build(zip=...)` gave to each."""
+        path = jtu.keystr(keys)
+        if hasattr(x, "shape"):
+            return None if f"{start}.shared{path}" in header.leaves else _with_axis(x, count)
+        found = header.leaves.get(f"{start}.stacked{path}")
+        return None if found is None else jax.ShapeDtypeStruct(count, np.dtype(found.dtype))
 
     of_members = jtu.tree_map_with_path(stacked, member)
-    # A number that members have of their own, as by `build(zip=...)`, is marked by a shared one.
+    # A number of each member's own is marked by a shared one.
     shared = jax.tree.map(
         lambda own, x: None if own is not None and hasattr(x, "shape") else x,
         of_members,

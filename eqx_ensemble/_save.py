@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,11 @@ _OURS = "eqx_ensemble"  # the key of our part of the header
 _DIGESTS = "sha256"  # the name of the array of digests; paths of leaves begin with `.`, `[` or `<`
 
 
+def shape_text(dtype: Any, shape: Sequence[int]) -> str:
+    """A dtype and a shape, such as `float32[8,50,13]`."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
 class Leaf(NamedTuple):
     """What a file says of an array. Members of an array `(members, ...)` have a digest each."""
 
@@ -42,8 +47,9 @@ class Leaf(NamedTuple):
     per_member: bool = False
 
     def __str__(self) -> str:
-        kind = self.generator or self.dtype
-        return f"{kind}[{','.join(map(str, self.shape[:-1] if self.generator else self.shape))}]"
+        if self.generator is None:
+            return shape_text(self.dtype, self.shape)
+        return shape_text(jax.random.key(0, impl=self.generator).dtype, self.shape[:-1])
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +128,8 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None) -> None:
 def _split(tree: PyTree) -> tuple[dict[str, np.ndarray], dict[str, Leaf], dict[str, Any], dict[str, str]]:
     """The arrays of a tree on the host with what is said of them, its numbers, and descriptions of all else."""
     named, fixed = named_leaves(tree), statics(tree)
-    members = stacked_leaves(tree)
+    marked = marked_leaves(tree)
+    count = next(iter(marked.values()), None)
     arrays, leaves, numbers = {}, {}, {}
     for name, x in named.items():
         if is_number(x):
@@ -134,7 +141,7 @@ def _split(tree: PyTree) -> tuple[dict[str, np.ndarray], dict[str, Leaf], dict[s
         array = np.asarray(to_host(x))
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
         arrays[name] = array
-        leaves[name] = Leaf(array.dtype.name, array.shape, generator, name in members)
+        leaves[name] = Leaf(array.dtype.name, array.shape, generator, count is not None and marked.get(name) == count)
     return arrays, leaves, numbers, fixed
 
 
@@ -216,17 +223,19 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     return found
 
 
-def stacked_leaves(tree: PyTree) -> set[str]:
-    """The paths of arrays `(members, ...)`: in the first ensemble, and in states and marks with as many members."""
+def marked_leaves(tree: PyTree) -> dict[str, int | None]:
+    """The arrays of ensembles, states and inputs marked `Each` by their paths, with the length of their leading axis.
+
+    Ensembles come first. The length is `None` if the members are along another axis.
+    """
     nodes = jtu.tree_flatten_with_path(tree, is_leaf=_axes.is_per_member)[0]
-    nodes = [(path, x) for path, x in nodes if _axes.is_per_member(x) and getattr(x, "axis", 0) == 0]
-    found = []
+    found = {}
     for path, node in sorted(nodes, key=lambda pair: not isinstance(pair[1], Ensemble)):
-        for inner, x in jtu.tree_flatten_with_path(node)[0]:
+        for inner, x in jtu.tree_flatten_with_path(node)[0] if _axes.is_per_member(node) else ():
             is_own = not isinstance(node, Ensemble) or getattr(inner[0], "name", "") != "shared"
             if is_own and np.ndim(x):
-                found.append((path_text(path + inner), np.shape(x)[0]))
-    return {name for name, count in found if count == found[0][1]}
+                found[path_text(path + inner)] = np.shape(x)[0] if getattr(node, "axis", 0) == 0 else None
+    return found
 
 
 def statics(tree: PyTree) -> dict[str, str]:
@@ -243,7 +252,8 @@ def statics(tree: PyTree) -> dict[str, str]:
             left += [(path + inner, x) for inner, x in reversed(parts)]
         elif not is_saved(node):
             found[path_text(path)] = _text(node)
-    return found
+    twin = lambda name: name.replace(".shared", ".stacked", 1)  # both parts of an ensemble hold its Modules
+    return {name: text for name, text in found.items() if twin(name) == name or found.get(twin(name)) != text}
 
 
 def _text(x: Any) -> str:
