@@ -5,12 +5,14 @@ import dataclasses
 import enum
 import errno
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,8 +112,7 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None) -> None:
             f"`{caller()}` needs an ensemble or a model to save, not its constructor; got {kind_text(tree)}."
         )
     arrays, leaves, numbers, fixed = _split(open_all(tree))
-    versions = {name: importlib.metadata.version(name) for name in ("eqx_ensemble", "jax", "equinox", "optax")}
-    header = {"leaves": leaves, "numbers": numbers, "fixed": fixed, "meta": meta, "versions": versions}
+    header = {"leaves": leaves, "numbers": numbers, "fixed": fixed, "meta": meta, "versions": _versions()}
     try:
         text = json.dumps(header)
     except (TypeError, ValueError) as error:
@@ -152,15 +153,26 @@ def _write(path: Path, text: str, arrays: dict[str, np.ndarray], leaves: dict[st
     if path.exists() and not is_ours(path):
         raise FileExistsError(errno.EEXIST, "It was not written by `save`, and is not overwritten", str(path))
     as_bytes = lambda x: x.reshape(-1).view(np.uint8)
-    parts = [part for name, x in arrays.items() for part in as_bytes(x).reshape(leaves[name].num_digests, -1)]
+    with ThreadPoolExecutor() as pool:  # of large arrays, nearly all time is in `hashlib`, which frees other threads
+        found = pool.map(digests_of, map(as_bytes, arrays.values()), (leaves[name].num_digests for name in arrays))
+    digests = b"".join(found)
     stored = {name: x if leaves[name].is_native else as_bytes(x) for name, x in arrays.items()}
-    digests = b"".join(hashlib.sha256(part.data).digest() for part in parts)
-    stored[_DIGESTS] = np.frombuffer(digests, np.uint8).reshape(len(parts), 32)
+    stored[_DIGESTS] = np.frombuffer(digests, np.uint8).reshape(-1, 32)
     with _replacing(path) as new:
         try:
             save_file(stored, new, {_OURS: text, _DIGESTS: hashlib.sha256(text.encode()).hexdigest()})
         except SafetensorError as error:  # such as of a full disk
             raise OSError(errno.EIO, str(error), str(path)) from None
+
+
+def digests_of(data: np.ndarray, count: int) -> bytes:
+    """The SHA-256 of each of so many equal parts of an array's bytes."""
+    return b"".join(hashlib.sha256(part.data).digest() for part in data.reshape(count, -1))
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("eqx_ensemble", "jax", "equinox", "optax")}
 
 
 @contextlib.contextmanager
