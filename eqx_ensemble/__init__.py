@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from . import plot as plot
     from . import resample as resample
     from . import scores as scores
-    from . import sharding as sharding
     from . import sklearn as sklearn
     from . import sweep as sweep
     from . import testing as testing
@@ -50,9 +49,9 @@ if TYPE_CHECKING:
     from ._keys import member_keys as member_keys
     from ._predict import predict as predict
     from ._prune import prune_members as prune_members
+    from ._sharding import make_mesh as make_mesh
     from ._typing import Stacked as Stacked
     from .plan._engine import map_members as map_members
-    from .sharding._engine import make_mesh as make_mesh
     from .train._engine import GroupRun as GroupRun
     from .train._engine import Run as Run
     from .train._engine import fit as fit
@@ -60,7 +59,7 @@ else:
     __getattr__, __dir__, __all__ = _import_when_used(
         __name__,
         subpackages="acquire calibrate checkpoint combine conformal distributed fleet methods plan plot resample "
-        "scores sharding sklearn sweep testing train tree uncertainty".split(),
+        "scores sklearn sweep testing train tree uncertainty".split(),
         names={
             "_axes": ["AbstractPerMember", "Batch", "Each"],
             "_build": ["build"],
@@ -74,7 +73,7 @@ else:
             "_prune": ["prune_members"],
             "_typing": ["Stacked"],
             "plan._map": ["map_members"],
-            "sharding._mesh": ["make_mesh"],
+            "_sharding": ["make_mesh"],
             "train._fit": ["fit"],
             "train._group_run": ["GroupRun"],
             "train._run": ["Run"],

@@ -24,6 +24,7 @@ from .._check import (
 from .._ensemble import Ensemble, Group, M
 from .._ids import open_all
 from .._pytree import PyTree
+from .._sharding import Layout, layout_for, replicate, shard_members
 from ..checkpoint._engine import (
     FORMATS,
     FormatName,
@@ -37,7 +38,6 @@ from ..checkpoint._engine import (
     snapshot,
 )
 from ..distributed import to_host
-from ..sharding._engine import Layout, as_layout, replicate, shard_members
 from ..tree._engine import check_distinct, check_index
 from ._like import as_like, check_like_given, check_member_selection
 
@@ -164,7 +164,7 @@ def load(
     check_path(path, "path")
     check_like_given(like)
     check_flag(strict, "strict")
-    layout = as_layout(mesh)
+    layout = layout_for(mesh)
     with open_checkpoint(as_path(path)) as reader:
         if is_of_fit(reader.manifest) and not isinstance(like, dict):
             raise ValueError(
@@ -250,9 +250,8 @@ def _shard(tree: Any, layout: Layout) -> Any:
     def put(node: Any) -> Any:
         if not isinstance(node, Ensemble):
             return shard_members(node, layout) if isinstance(node, eqx.nn.State) else replicate(node, layout)
-        of_node = layout.split_weights(node.stacked)
         return Ensemble(
-            shard_members(node.stacked, of_node), replicate(node.shared, of_node), replicate(node.ids, of_node)
+            shard_members(node.stacked, layout), replicate(node.shared, layout), replicate(node.ids, layout)
         )
 
     return jax.tree.map(put, tree, is_leaf=_axes.is_per_member)
