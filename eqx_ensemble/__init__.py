@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from ._build import build as build
     from ._check import CheckpointCorruptError as CheckpointCorruptError
     from ._check import MemberMismatchError as MemberMismatchError
-    from ._describe import Description as Description
-    from ._describe import LeafDescription as LeafDescription
-    from ._describe import describe as describe
     from ._ensemble import Ensemble as Ensemble
     from ._ensemble import Group as Group
     from ._ensemble import average_parameters as average_parameters
@@ -64,7 +61,6 @@ else:
             "_axes": ["AbstractPerMember", "Batch", "Each"],
             "_build": ["build"],
             "_check": ["CheckpointCorruptError", "MemberMismatchError"],
-            "_describe": ["Description", "LeafDescription", "describe"],
             "_ensemble": ["Ensemble", "Group", "average_parameters", "concatenate", "from_stacked", "group", "stack"],
             "_export": ["Artefact", "export", "export_onnx"],
             "_files": ["export_members", "load", "load_members", "save"],

@@ -149,7 +149,6 @@ CASES = {
     "group": Case(ee.group, {"models": lambda: [ensemble[0], ensemble[1]]}),
     "from_stacked": Case(ee.from_stacked, {"model": always(ensemble.stacked)}),
     "make_mesh": Case(ee.make_mesh, {"members": always(2)}),
-    "describe": Case(ee.describe, {"ensemble": always(ensemble)}),
     "map_members": Case(
         lambda **options: ee.map_members(**options)(ensemble, DATA[0][0]),
         {"fn": always(lambda model, x: model(x))},
