@@ -206,10 +206,12 @@ def put(x: Any, sharding: NamedSharding) -> jax.Array:
     """The array with this sharding. Each process passes the complete array; equality is not checked here."""
     if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
-    if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+    if jax.process_count() == 1:
         return jax.device_put(x, sharding)
-    if is_key(x):
+    if is_key(x):  # which JAX cannot put on devices of other processes
         return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
     x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))  # `device_put` would send all of it to all processes
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 

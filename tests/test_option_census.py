@@ -408,11 +408,6 @@ CASES = {
     "tree.polyak": Case(ee.tree.polyak, {"old": always(ensemble), "new": always(ensemble), "tau": always(0.5)}),
     "plan.Auto": Case(ee.plan.Auto, {}, ("memory", "max_overhead")),
     "plan.Chunked": Case(ee.plan.Chunked, {"size": always(2)}),
-    "testing.check_ensemble": Case(
-        ee.testing.check_ensemble,
-        {"make": always(make), "num_members": always(2), "key": always(KEY)},
-        ("make", "num_members", "rtol", "key"),  # `x` is the user's model's own
-    ),
     "testing.check_independent": Case(
         ee.testing.check_independent,
         {
@@ -557,7 +552,6 @@ ACCEPTED = {
     "tree.polyak": {"tau": "0 float32"},
     "plan.Auto": {"memory": "int64 None", "max_overhead": "0 float32"},
     "plan.Chunked": {"size": "int64", "scan": "None"},
-    "testing.check_ensemble": {"num_members": "int64", "rtol": "0 int64 float32"},
     "testing.check_independent": {
         "num_members": "int64",
         "steps": "int64",
