@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from . import plot as plot
     from . import resample as resample
     from . import scores as scores
-    from . import sharding as sharding
     from . import sklearn as sklearn
     from . import sweep as sweep
     from . import testing as testing
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from ._build import build as build
     from ._check import CheckpointCorruptError as CheckpointCorruptError
     from ._check import MemberMismatchError as MemberMismatchError
-    from ._describe import Description as Description
-    from ._describe import LeafDescription as LeafDescription
-    from ._describe import describe as describe
     from ._ensemble import Ensemble as Ensemble
     from ._ensemble import Group as Group
     from ._ensemble import average_parameters as average_parameters
@@ -49,9 +45,9 @@ if TYPE_CHECKING:
     from ._predict import predict as predict
     from ._prune import prune_members as prune_members
     from ._save import save as save
+    from ._sharding import make_mesh as make_mesh
     from ._typing import Stacked as Stacked
     from .plan._engine import map_members as map_members
-    from .sharding._engine import make_mesh as make_mesh
     from .train._engine import GroupRun as GroupRun
     from .train._engine import Run as Run
     from .train._engine import fit as fit
@@ -59,12 +55,11 @@ else:
     __getattr__, __dir__, __all__ = _import_when_used(
         __name__,
         subpackages="acquire calibrate combine conformal distributed fleet methods plan plot resample "
-        "scores sharding sklearn sweep testing train tree uncertainty".split(),
+        "scores sklearn sweep testing train tree uncertainty".split(),
         names={
             "_axes": ["AbstractPerMember", "Batch", "Each"],
             "_build": ["build"],
             "_check": ["CheckpointCorruptError", "MemberMismatchError"],
-            "_describe": ["Description", "LeafDescription", "describe"],
             "_ensemble": ["Ensemble", "Group", "average_parameters", "concatenate", "from_stacked", "group", "stack"],
             "_export": ["Artefact", "export", "export_onnx"],
             "_keys": ["member_keys"],
@@ -74,7 +69,7 @@ else:
             "_save": ["save"],
             "_typing": ["Stacked"],
             "plan._map": ["map_members"],
-            "sharding._mesh": ["make_mesh"],
+            "_sharding": ["make_mesh"],
             "train._fit": ["fit"],
             "train._group_run": ["GroupRun"],
             "train._run": ["Run"],

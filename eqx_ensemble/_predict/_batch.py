@@ -14,9 +14,9 @@ from .._ensemble import Ensemble, join_values, take
 from .._foreign import empty_aligned
 from .._ids import open_ids
 from .._pytree import PyTree
+from .._sharding import Layout, constrain_members, put, shard_data
 from ..plan import AbstractPlan
 from ..plan._engine import free_bytes, sharded_plan
-from ..sharding._engine import Layout, constrain_members, put, shard_rows
 from ._check import result_message
 
 # Selects rows of arrays: on a CPU by NumPy, because JAX compiles its indexing anew for every number of rows.
@@ -151,7 +151,7 @@ class PredictionInputs(eqx.Module):
             return self
         if layout is not None and isinstance(index, np.ndarray):
             stacked, state, keys = take_block((self.ensemble.stacked, self.state, self.keys), index, layout)
-            ids = put(np.asarray(self.ensemble.ids)[index], layout.replication)
+            ids = put(np.asarray(self.ensemble.ids)[index], layout.sharding())
             return PredictionInputs(Ensemble(stacked, self.ensemble.shared, ids), take(self.x, index), state, keys)
         return take(self, index)
 
@@ -203,7 +203,7 @@ def batch_arguments(
     some = dataclasses.replace(some, ensemble=open_ids(some.ensemble))  # one program for all members
     if call.layout is None or any(map(_check.is_traced, jax.tree.leaves(some.x))):
         return call, some, jnp.asarray(rows)
-    return call, dataclasses.replace(some, x=shard_rows(some.x, call.layout)), shard_rows(rows, call.layout)
+    return call, dataclasses.replace(some, x=shard_data(some.x, call.layout)), shard_data(rows, call.layout)
 
 
 def on_one_device(

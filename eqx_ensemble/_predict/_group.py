@@ -26,9 +26,9 @@ from .._ensemble import (
 )
 from .._foreign import as_hashable
 from .._pytree import PyTree
+from .._sharding import Layout, layout_for, replicate, shard_members
 from ..plan import AbstractPlan
 from ..plan._engine import Pilot, as_plan, plan_in_program
-from ..sharding._engine import Layout, layout_for, replicate, shard_members
 from ._batch import (
     MemberCall,
     PredictionInputs,

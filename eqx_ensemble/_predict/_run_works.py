@@ -21,10 +21,10 @@ from .._check import is_key
 from .._cores import on_cores
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
+from .._sharding import spans_processes
 from .._suggest import explain_as
-from ..distributed._engine import largest
+from ..distributed._engine import all_gather
 from ..plan._engine import Pilot, cost_of, explain_memory, free_bytes, peak, release_memory
-from ..sharding._engine import spans_processes
 from ._batch import (
     MemberCall,
     OutputBuffer,
@@ -145,7 +145,7 @@ class BlockSizes:
 
     def _of_all_processes(self, value: int) -> int:
         """The maximum over processes: with different blocks they would deadlock."""
-        return largest(value) if self._agrees else value
+        return int(all_gather(np.int64(value)).max()) if self._agrees else value
 
 
 def measure(

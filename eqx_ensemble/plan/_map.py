@@ -16,8 +16,8 @@ from .._compiled import CompiledCall
 from .._foreign import as_hashable_leaf
 from .._ids import close_all, has_ids
 from .._pytree import PyTree
+from .._sharding import layout_for
 from .._typing import MappedFunction, Out, P
-from ..sharding._engine import as_layout
 from ._auto import AnyPlan, as_plan, check_equal_constants, check_no_parts
 from ._plans import AbstractPlan, sharded_plan
 
@@ -115,7 +115,7 @@ def over_members(
     _check.check_function(fn, "fn", example="lambda model, x: model(x)")
     fn = as_hashable_leaf(fn)
     out_axis = _check.check_axis(out_axis, "out_axis")
-    call = _Mapping(sharded_plan(as_plan(plan), as_layout(mesh)), out_axis, marks)
+    call = _Mapping(sharded_plan(as_plan(plan), layout_for(mesh)), out_axis, marks)
 
     # cloudpickle sends this by value: all that it does can be imported, and no import hook wraps a lambda.
     mapped: Any = ft.wraps(fn)(lambda *args, **kwargs: _run_outside(call, fn, args, kwargs))

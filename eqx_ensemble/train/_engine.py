@@ -27,7 +27,7 @@ from ._scan_steps import CommonFitOptions
 from ._state import MemberConstants, MemberState, TrainState, check_state, check_train_state, init
 from ._status import NotSavedError, Status, allow_idle, status_names
 from ._texts import array_texts, check_same_call, digest_of, option_text, program_text, versions_text
-from ._trainable import Trainable, frozen_flags, partition_trainable, split_trainable
+from ._trainable import Trainable, frozen_flags, partition_trainable
 from .compiled._check import check_loss_output, check_loss_signature, explain_loss
 from .compiled._health import nan_is_data, revert_diverged_one
 from .compiled._loss import as_loss

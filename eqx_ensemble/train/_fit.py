@@ -16,13 +16,13 @@ from .._ensemble import Ensemble, Group, M
 from .._foreign import as_hashable, from_foreign_tree
 from .._jaxpr import unused_inputs
 from .._pytree import PyTree
+from .._sharding import shard_members
 from .._suggest import explain_as
 from .._typing import ByPart
 from .._warnings import ignore_warnings, warn
 from ..distributed import to_host
 from ..plan import AnyPlan, Cores
 from ..plan._engine import as_plan, plan_in_program
-from ..sharding._engine import shard_members
 from ._callback import Callback, check_callbacks
 from ._check import (
     check_hyper_used,

@@ -228,11 +228,6 @@ BAD = {
         "TypeError: `average_parameters` needs an `Ensemble`, whose members are of one architecture, got a group.\n"
         "Pass one of its parts, `group['name']`, or each of `group.parts` in turn.",
     ),
-    "a description": (
-        lambda: ee.describe(ee.group(LISTED)),
-        "TypeError: `describe` needs an `Ensemble`, whose members have the same leaves, got a group.\nDescribe its "
-        "parts: `{name: describe(part) for name, part in group.parts.items()}`.",
-    ),
 }
 
 

@@ -9,9 +9,10 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble._predict import _batch as _blocks
 from eqx_ensemble._predict import _run_works as _block_sizes
+from eqx_ensemble._sharding import Layout
 from eqx_ensemble.plan import _memory
-from eqx_ensemble.sharding import _mesh as _collectives
-from eqx_ensemble.sharding._layout import Layout
+
+from ..collectives import collectives, text_of
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (21, 3))
@@ -118,8 +119,8 @@ def test_a_block_stays_on_its_devices():
         assert len({str(shard.index) for shard in jax.tree.leaves(some)[0].addressable_shards}) == 4
     arrays = eqx.filter(ensemble.stacked, eqx.is_array)
     own = lambda tree, start: _blocks._slice_devices(tree, start, 2, layout)
-    assert _collectives.collectives(own, arrays, jnp.int32(0)) == []
-    assert _collectives.collectives(lambda tree: jax.tree.map(lambda x: x[blocks[0]], tree), arrays)
+    assert collectives(text_of(own, arrays, jnp.int32(0))) == []
+    assert collectives(text_of(lambda tree: jax.tree.map(lambda x: x[blocks[0]], tree), arrays))
 
 
 def test_uneven_blocks():
