@@ -195,9 +195,8 @@ def _train(executor: Any, shards: _Shards, report: Callable[[int], Any]) -> list
     lost: Exception = InterruptedError("they were interrupted")
 
     def read(i: int) -> None:
-        with contextlib.suppress(train.UnfinishedError), ignore_warnings(r"\d+ member\(s\) diverged"):
-            with train.only_read():
-                runs[i] = _fit(*shards.select(i), shards.path(i))
+        with contextlib.suppress(train.UnfinishedError), train.only_read():
+            runs[i] = _fit(*shards.select(i), shards.path(i))
             report(1)
 
     shards.folder.mkdir(parents=True, exist_ok=True)
@@ -227,16 +226,16 @@ def _train(executor: Any, shards: _Shards, report: Callable[[int], Any]) -> list
                 else:
                     failed[i] = pickle.loads(error)
                     failed[i].add_note(
-                        f"Raised by {shards.text(i)}; the others are finished, for the next call to read."
+                        f"Raised by {shards.text(i)}. Finished shards are kept: the next call reads them."
                     )
     if failed:
         raise failed[min(failed)]
     if len(runs) < len(numbers):
+        names = ", ".join(shards.text(i) for i in numbers if i not in runs)
         raise BrokenExecutor(
-            f"`{caller()}` lost its workers ({type(lost).__name__}: {lost}) before the end of "
-            f"{', '.join(shards.text(i) for i in numbers if i not in runs)}.\nOpen a new executor if this one is broken, "
-            "and call again: finished shards are not trained again. A script whose executor spawns processes needs "
-            "`if __name__ == '__main__':`."
+            f"`{caller()}` lost its workers ({type(lost).__name__}: {lost}) before the end of {names}.\n"
+            "Open a new executor if this one is broken, and call again: finished shards are not trained again. A script "
+            "whose executor spawns processes needs `if __name__ == '__main__':`."
         ) from lost
     return [runs[i] for i in numbers]
 
@@ -313,7 +312,8 @@ def _fit(ensemble: Any, ids: Each, loss: Any, optimiser: Any, data: Any, options
                 f"`{caller()}` needs a function that returns an `Ensemble` with the ids that it gets; got "
                 f"{kind_text(built)}.\nFor example `lambda ids: ee.build(make, ids=ids, key=key)`."
             )
-    with train.allow_idle():  # members of other shards train
+    # Members of other shards may train, and one warning names those that diverge in any.
+    with train.allow_idle(), ignore_warnings(r"\d+ member\(s\) diverged"):
         return train.fit(ensemble, loss, optimiser, data, checkpoint=path, progress=False, **options)
 
 
