@@ -234,8 +234,8 @@ def _train(executor: Any, shards: _Shards, report: Callable[[int], Any]) -> list
         names = ", ".join(shards.text(i) for i in numbers if i not in runs)
         raise BrokenExecutor(
             f"`{caller()}` lost its workers ({type(lost).__name__}: {lost}) before the end of {names}.\n"
-            "Open a new executor if this one is broken, and call again: finished shards are not trained again. A script "
-            "whose executor spawns processes needs `if __name__ == '__main__':`."
+            "Open a new executor if this one is broken, and call again: finished shards are not trained again. In a "
+            "script that spawns processes, call below `if __name__ == '__main__':`."
         ) from lost
     return [runs[i] for i in numbers]
 

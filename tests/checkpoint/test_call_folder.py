@@ -15,7 +15,6 @@ from eqx_ensemble.checkpoint._call_folder import (
     read_call,
     write_call,
 )
-from eqx_ensemble.fleet._folder import load_call
 from eqx_ensemble.methods._rounds import Rounds
 
 from . import faults
@@ -87,8 +86,6 @@ def test_a_call_of_another_function_is_refused(tmp_path):
     write_call(tmp_path, CALL, {})
     with pytest.raises(ValueError, match="`steps`: saved with it, now without it"):
         Rounds(tmp_path, own={}, name="methods.x")
-    with pytest.raises(ValueError, match=r"needs a folder of `fleet.fit\(save=...\)`, and .* holds something else"):
-        load_call(tmp_path)
 
 
 @pytest.mark.parametrize("how", faults.HOWS)
