@@ -198,9 +198,7 @@ def as_users_run_it():
     jaxtyping.config.update("jaxtyping_disable", disabled)
 
 
-@pytest.mark.parametrize(
-    ("page", "package"), [("step-runs", "train"), ("checkpoint-is-written", "checkpoint")]
-)
+@pytest.mark.parametrize(("page", "package"), [("step-runs", "train"), ("checkpoint-is-written", "checkpoint")])
 def test_pages_and_pictures_for_developers_name_files_that_exist(page, package):
     text = (ROOT / f"docs/how-a-{page}.md").read_text()
     picture = (ROOT / "docs" / re.search(r"\(images/\S+\.svg\)", text)[0][1:-1]).read_text()
