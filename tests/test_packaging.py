@@ -219,7 +219,7 @@ def test_import_hook_is_on():
 
 
 PICKLERS_ONLY = {"dumps", "PicklingError"}  # which read nothing
-BETWEEN_PROCESSES = {"eqx_ensemble/fleet/_serialise.py"}
+BETWEEN_PROCESSES = {"eqx_ensemble/fleet.py"}
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 

@@ -108,11 +108,6 @@ def check_ensemble(value: Any) -> None:
         )
     if isinstance(getattr(value, "ensemble", None), Ensemble):
         raise TypeError(f"`{caller()}` needs an `Ensemble`, got a run: pass `run.ensemble`, or call `run.predict(x)`.")
-    if isinstance(getattr(value, "shards", None), tuple):
-        raise TypeError(
-            f"`{caller()}` needs an `Ensemble`, got a run whose members are in files: pass `run.load()`.\n"
-            "`fleet.predict` and `fleet.map_members` take the run, and read its members on workers."
-        )
     if isinstance(getattr(value, "group", None), Group):
         raise TypeError(f"`{caller()}` needs an `Ensemble` or a `Group`, got a run of a group: pass `run.group`.")
     raise TypeError(

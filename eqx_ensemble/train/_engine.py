@@ -25,7 +25,7 @@ from ._revive import Revive, copy_donors
 from ._run import Run, check_rows_of_folds, data_frame
 from ._scan_steps import CommonFitOptions
 from ._state import MemberConstants, MemberState, TrainState, check_state, check_train_state, init
-from ._status import NotSavedError, Status, allow_idle, status_names
+from ._status import NotSavedError, Status, UnfinishedError, allow_idle, only_read, status_names
 from ._texts import array_texts, check_same_call, digest_of, option_text, program_text, versions_text
 from ._trainable import Trainable, frozen_flags, partition_trainable
 from .compiled._check import check_loss_output, check_loss_signature, explain_loss

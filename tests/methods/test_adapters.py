@@ -283,7 +283,7 @@ def test_plans_meshes_checkpoints_fleets_and_export(tmp_path):
     again = ee.fit(ensemble, mse, ADAM, data(), checkpoint=tmp_path / "run", **FIT)
     assert_same(again.ensemble, run.ensemble)
     with ThreadPoolExecutor(2) as executor:
-        fleet = ee.fleet.fit(executor, ensemble, mse, ADAM, data(), shard=2, **FIT)
+        fleet = ee.fleet.fit(executor, ensemble, mse, ADAM, data(), folder=tmp_path / "fleet", shards=2, **FIT)
     assert_close(fleet.ensemble, run.ensemble, 1e-5)
     artefact = ee.export(run.ensemble, shapes=jax.ShapeDtypeStruct((25,), jnp.float32))
     x = data(5)[0]

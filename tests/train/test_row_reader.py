@@ -262,9 +262,9 @@ def test_shards_of_a_fleet(ensemble, tmp_path):
             mse,
             SGD,
             lambda ids: disk.reader(),
-            shard=3,
+            folder=tmp_path,
+            shards=2,
             progress=False,
-            checkpoint=ee.checkpoint.Checkpoints(tmp_path, every=1),
             **grouped(options),
         )
         with pytest.raises(OSError, match="Input/output error") as caught:
