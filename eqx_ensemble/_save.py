@@ -202,14 +202,22 @@ def _sync(path: Path) -> None:
 def hold(path: Path) -> Iterator[None]:
     """Holds the lock of a file, which one run uses at a time; the system releases it when the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(errno.EWOULDBLOCK, "Another run uses it", str(path)) from None
-        for left in path.parent.glob(f".{path.name}.*.*"):  # by a process that was killed while it wrote
-            left.unlink(missing_ok=True)
-        yield
+    lock, is_held = path.with_name(f".{path.name}.lock"), False
+    while not is_held:
+        with open(lock, "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(errno.EWOULDBLOCK, "Another run uses it", str(path)) from None
+            with contextlib.suppress(FileNotFoundError):  # another run may have ended, and removed what was opened here
+                is_held = os.path.samestat(os.fstat(file.fileno()), os.stat(lock))
+            if is_held:
+                for left in path.parent.glob(f".{path.name}.*.*"):  # by a process that was killed while it wrote
+                    left.unlink(missing_ok=True)
+                try:
+                    yield
+                finally:
+                    lock.unlink(missing_ok=True)
 
 
 # The parts of a tree by name.
