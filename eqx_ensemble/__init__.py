@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from ._ensemble import from_stacked as from_stacked
     from ._ensemble import group as group
     from ._ensemble import stack as stack
-    from ._export import Artefact as Artefact
-    from ._export import export as export
-    from ._export import export_onnx as export_onnx
     from ._files import export_members as export_members
     from ._files import load as load
     from ._files import load_members as load_members
@@ -67,7 +64,6 @@ else:
             "_check": ["CheckpointCorruptError", "MemberMismatchError"],
             "_describe": ["Description", "LeafDescription", "describe"],
             "_ensemble": ["Ensemble", "Group", "average_parameters", "concatenate", "from_stacked", "group", "stack"],
-            "_export": ["Artefact", "export", "export_onnx"],
             "_files": ["export_members", "load", "load_members", "save"],
             "_keys": ["member_keys"],
             "_predict": ["predict"],

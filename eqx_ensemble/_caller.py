@@ -12,7 +12,7 @@ _LIBRARIES = frozenset(  # whose frames may lie between two of ours
     "jaxlib jaxtyping joblib numpy optax pickle sklearn threading".split()
 )
 # Which call what users pass: `combine=ee.combine.mixture`.
-_OF_USERS = (f"{_OWN}._export.", f"{_OWN}._predict.", f"{_OWN}.scores._bootstrap")
+_OF_USERS = (f"{_OWN}._predict.", f"{_OWN}.scores._bootstrap")
 _HIDDEN = ("__call__", "__init__", "__post_init__", "__check_init__", "__new__")  # named by their class
 _ACTS_AS = {  # what messages name differently, whoever called it
     "_ensemble._ensemble.Ensemble.__call__": "Ensemble.__call__",

@@ -223,7 +223,6 @@ CASES = {
         {"ensemble": always(ensemble)},
         ("ensemble", "folder", "format"),
     ),
-    "export": Case(ee.export, {"ensemble": always(ensemble), "shapes": always((3,))}),
     "checkpoint.Checkpoints": Case(
         lambda **options: ee.checkpoint.Checkpoints(**({"folder": path()} | options)),
         {},
@@ -489,8 +488,6 @@ ACCEPTED = {
     "load": dict.fromkeys(["members", "cast", "mesh"], "None"),
     "load_members": {"ids": "None"},
     "export_members": {"folder": "text"},
-    "export": {"batch_size": "int64 None"}
-    | dict.fromkeys(["combine", "weights", "state", "fn", "inference", "plan", "key"], "None"),
     "checkpoint.Checkpoints": {
         "folder": "text",
         "last": "int64",
@@ -595,7 +592,6 @@ ROOMS = (
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.
 OF_ARRAYS = {name.rpartition(".")[2] for name in array_calls.NAMES}
 ELSEWHERE = {
-    "export_onnx",  # needs an extra; its arguments are those of `export`
     "visualise",  # prints what `describe` returns
     "by_largest_axis",  # is called by `build`
     "perturb",  # is called by `fit` and by population-based training

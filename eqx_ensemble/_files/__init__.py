@@ -1,4 +1,3 @@
-from ._like import PLAIN_DTYPES as PLAIN_DTYPES
 from ._like import as_like as as_like
 from ._like import check_like_given as check_like_given
 from ._like import evaluate_make as evaluate_make
