@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from ._ensemble import from_stacked as from_stacked
     from ._ensemble import group as group
     from ._ensemble import stack as stack
-    from ._files import export_members as export_members
     from ._files import load as load
-    from ._files import load_members as load_members
     from ._files import save as save
     from ._keys import member_keys as member_keys
     from ._predict import predict as predict
@@ -64,7 +62,7 @@ else:
             "_check": ["CheckpointCorruptError", "MemberMismatchError"],
             "_describe": ["Description", "LeafDescription", "describe"],
             "_ensemble": ["Ensemble", "Group", "average_parameters", "concatenate", "from_stacked", "group", "stack"],
-            "_files": ["export_members", "load", "load_members", "save"],
+            "_files": ["load", "save"],
             "_keys": ["member_keys"],
             "_predict": ["predict"],
             "_prune": ["prune_members"],

@@ -10,12 +10,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from safetensors.numpy import load_file
 
 import eqx_ensemble as ee
 from eqx_ensemble.checkpoint._read import Reader
 
-from .factories import CASES, Attention, IntegersAndKeys, mlp, numbers
+from .factories import CASES, Attention, mlp, numbers
 
 KEY = jax.random.key(5)
 
@@ -372,10 +371,6 @@ BAD = {
     "no member": (lambda p: ee.load(p, linear, members=[]), ValueError, "selects no member"),
     "no like": (lambda p: ee.load(p, None), TypeError, "needs `like`: the function that makes one member"),
     "cast to a dtype": (lambda p: ee.load(p, linear, cast=jnp.float32), ValueError, "`cast` to be one of None"),
-    "one path": (lambda p: ee.load_members(str(p), linear), TypeError, "needs a list of paths"),
-    "no path": (lambda p: ee.load_members([], linear), ValueError, "needs at least one path"),
-    "export of a model": (lambda p: ee.export_members(linear(KEY), p), TypeError, "needs an `Ensemble`"),
-    "a format": (lambda p: ee.export_members(ee.load(p, linear), p, format="pt"), ValueError, "got 'pt'"),
     "meta": (lambda p: ee.save(p, linear(KEY), meta=np.ones(2)), TypeError, r"Write `array.tolist\(\)`"),
 }
 
@@ -385,84 +380,6 @@ def test_message(unhooked, name, path):
     call, kind, text = BAD[name]
     with pytest.raises(kind, match=text):
         call(path)
-
-
-EXPORTED = [name for name in CASES if name not in ("integers and keys", "conv and batch norm")]
-
-
-@pytest.mark.parametrize("format", ["eqx", "safetensors"])
-@pytest.mark.parametrize("name", EXPORTED)
-def test_export_and_load_members(name, format, tmp_path):
-    made = built(name)
-    paths = ee.export_members(made, tmp_path / "members", format=format)
-    assert [path.name for path in paths] == [f"member-{i:06d}.{format}" for i in (2, 0, 7)]
-    assert_same(ee.load_members(paths, CASES[name].make, ids=[2, 0, 7]), made)
-    if format == "eqx":
-        assert_same(eqx.tree_deserialise_leaves(paths[1], made[0]), made[1])
-
-
-def test_safetensors_have_plain_names(tmp_path):
-    made = ee.build(narrow, 1, key=KEY)
-    (path,) = ee.export_members(made, tmp_path, format="safetensors")
-    arrays = load_file(path)
-    assert sorted(arrays) == ["layers.0.bias", "layers.0.weight", "layers.1.bias", "layers.1.weight"]
-    np.testing.assert_array_equal(arrays["layers.0.weight"], made[0].layers[0].weight)
-
-
-@pytest.mark.parametrize("format", ["eqx", "safetensors"])
-def test_typed_keys_are_not_exported(format, tmp_path):
-    made = built("integers and keys")
-    with pytest.raises(TypeError, match="found typed keys at `.noise`"):
-        ee.export_members(made, tmp_path, format=format)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_members_from_many_checkpoints(tmp_path):
-    models = [IntegersAndKeys(key) for key in jax.random.split(KEY, 3)]
-    for i, model in enumerate(models):
-        ee.save(tmp_path / str(i), model)
-    assert_same(ee.load_members([tmp_path / str(i) for i in range(3)], IntegersAndKeys), ee.stack(models))
-
-
-def test_a_file_of_another_model_is_noticed(tmp_path, unhooked):
-    """Equinox itself loads the six layers into three without an error."""
-    deep, shallow = (eqx.nn.MLP(2, 2, 2, depth, key=KEY) for depth in (5, 2))
-    eqx.tree_serialise_leaves(tmp_path / "m.eqx", deep)
-    eqx.tree_deserialise_leaves(tmp_path / "m.eqx", shallow)
-    with pytest.raises(ee.MemberMismatchError) as caught:
-        ee.load_members([tmp_path / "m.eqx"], shallow)
-    assert str(caught.value).split("\n")[:2] == [
-        f"`load_members` needs a `like` with the leaves saved in `{tmp_path}/m.eqx`; 6 differ.",
-        "  at `<after the last leaf>`: saved float32[2, 2], expected nothing",
-    ]
-    with pytest.raises(ee.MemberMismatchError, match="saved nothing, expected float32"):
-        ee.load_members([tmp_path / "m.eqx"], eqx.nn.MLP(2, 2, 2, 7, key=KEY))
-    ee.export_members(ee.stack([deep]), tmp_path, format="safetensors")
-    with pytest.raises(ee.MemberMismatchError, match="at `layers.3.weight`: saved F32"):
-        ee.load_members([tmp_path / "member-000000.safetensors"], shallow)
-
-
-@pytest.mark.parametrize("format", ["eqx", "safetensors"])
-def test_files_cut_short(format, tmp_path):
-    (path,) = ee.export_members(ee.build(linear, 1, key=KEY), tmp_path, format=format)
-    data = path.read_bytes()
-    for length in range(len(data)):
-        path.write_bytes(data[:length])
-        with pytest.raises((ee.CheckpointCorruptError, ee.MemberMismatchError)):
-            ee.load_members([path], linear)
-
-
-def test_a_file_that_claims_a_terabyte(tmp_path):
-    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }"
-    header = header.ljust(118 - 1) + b"\n"
-    (tmp_path / "m.eqx").write_bytes(b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
-    with pytest.raises(ee.CheckpointCorruptError, match="the file ends too early"):
-        ee.load_members([tmp_path / "m.eqx"], linear)
-
-
-def test_equinox_adds_its_suffix(tmp_path):
-    eqx.tree_serialise_leaves(str(tmp_path / "m"), linear(KEY))
-    assert ee.load_members([tmp_path / "m"], linear).num_members == 1
 
 
 def _run(folder):
@@ -483,8 +400,6 @@ def _files(*names):
 FOLDERS = {
     "a run": (_run, r"a folder of `checkpoint.Checkpoints` \(2 checkpoints, the last one `step-000000000012`\).\n"
               r"`checkpoint.Checkpoints\('.*/x'\).restore\(like\)` reads .*`.*/x/step-000000000012`"),
-    "members": (lambda folder: ee.export_members(ee.build(linear, 2, key=KEY), folder / "x"),
-                r"folder of `export_members` \(2 files, the first one `member-000000.eqx`\).\n`load_m"),
     "single models": (_files("b.safetensors", "a.eqx"), r"files of single models \(`a.eqx`, `b.safetensors`\)"),
     "checkpoints": (lambda folder: [ee.save(folder / "x" / name, 1) for name in "ab"],
                     r"holds checkpoints \(`a`, `b`\).\n`load` reads one of them, `.*/x/a`"),
@@ -534,7 +449,6 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     ensemble = ee.build(make, 2, key=jax.random.key(0))
     ee.save("~/a", ensemble)
     ee.checkpoint.Checkpoints("~/runs").save(1, ensemble)
-    ee.export_members(ensemble, "~/members")
-    assert sorted(path.name for path in home.iterdir()) == ["a", "members", "runs"]
+    assert sorted(path.name for path in home.iterdir()) == ["a", "runs"]
     assert not [*here.iterdir()]
     assert ee.load("~/a", make).num_members == 2

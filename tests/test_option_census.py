@@ -56,12 +56,11 @@ ensemble = ee.build(make, 4, key=KEY)
 layered = ee.build(lambda key: eqx.nn.MLP(3, 1, 4, 1, key=key), 2, key=KEY)
 process = lambda key: ee.methods.sngp.SNGP(eqx.nn.Identity(), 3, 1, num_features=4, key=key)
 gaussian_processes = ee.build(process, 2, key=KEY)
-saved, one_saved = path(), path()
+saved = path()
 
 
 def setup_module():
     ee.save(saved, ensemble)
-    ee.save(one_saved, ensemble[0])
 
 
 def teardown_module():
@@ -217,12 +216,6 @@ CASES = {
         ("path", "tree", "meta", "format"),
     ),
     "load": Case(ee.load, {"path": always(saved), "like": always(make)}),
-    "load_members": Case(ee.load_members, {"paths": always([one_saved]), "like": always(make)}),
-    "export_members": Case(
-        lambda **options: ee.export_members(**({"folder": path()} | options)),
-        {"ensemble": always(ensemble)},
-        ("ensemble", "folder", "format"),
-    ),
     "checkpoint.Checkpoints": Case(
         lambda **options: ee.checkpoint.Checkpoints(**({"folder": path()} | options)),
         {},
@@ -486,8 +479,6 @@ ACCEPTED = {
         "meta": "nan inf -1 0 text None",
     },
     "load": dict.fromkeys(["members", "cast", "mesh"], "None"),
-    "load_members": {"ids": "None"},
-    "export_members": {"folder": "text"},
     "checkpoint.Checkpoints": {
         "folder": "text",
         "last": "int64",

@@ -1,7 +1,6 @@
-"""Checks of saving, loading and exporting ensembles."""
+"""Checks of saving and loading ensembles."""
 
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._caller import caller
-from .._check import MemberMismatchError, check_path, check_sequence, is_member_array, member_dtype, path_text
+from .._check import MemberMismatchError, is_member_array, member_dtype
 from .._ensemble import Ensemble, Group
 from ..checkpoint._engine import Manifest, is_array_like
 from ..tree._engine import check_no_tracers
@@ -118,10 +117,6 @@ def check_make_of_key(make: Callable[..., Any]) -> None:
         ) from None
 
 
-PLAIN_DTYPES = {"bool", "bfloat16", "complex64", "float8_e4m3fn", "float8_e5m2"}
-PLAIN_DTYPES |= {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)}
-
-
 def check_member_selection(members: Any) -> None:
     """Checks that members are given as several positions."""
     if isinstance(members, int | np.integer):
@@ -138,25 +133,3 @@ def check_like_given(like: Any) -> None:
             f"`{caller()}` needs `like`: the function that makes one member, an ensemble, or the shapes from "
             "`equinox.filter_eval_shape`.\nThe file holds the numbers; the model's code is yours."
         )
-
-
-def check_no_typed_keys(tree: Any, reason: str) -> None:
-    """Checks that no leaf is an array of typed keys."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key):
-            raise TypeError(
-                f"`{caller()}` found typed keys at `{path_text(path)}`: {reason}.\nUse `save` and "
-                "`load`, or keep `jax.random.key_data(key)` in the model."
-            )
-
-
-def check_paths(paths: Any) -> list:
-    """Checks paths, at least one, and returns them as a list."""
-    if isinstance(paths, str | os.PathLike):
-        raise TypeError(f"`{caller()}` needs a list of paths, one per member, got the single path {str(paths)!r}.")
-    listed = check_sequence(paths, "paths", of="paths, one per member")
-    for path in listed:
-        check_path(path, "paths")
-    if not listed:
-        raise ValueError(f"`{caller()}` needs at least one path, got none.")
-    return listed

@@ -16,7 +16,7 @@ from ._call_folder import (
     read_call,
     write_call,
 )
-from ._check import check_format, corrupt_error, safe_text
+from ._check import check_format, safe_text
 from ._checkpoints import as_checkpoints, checkpoints_inside, remove_run
 from ._disk import absolute, as_path, is_on_disk, list_folder
 from ._exit import exit_if_asked, hold_exit, is_exit_asked
@@ -41,6 +41,6 @@ from ._record import (
     is_string,
 )
 from ._restore import restore
-from ._snapshot import count_bytes, raw, snapshot, versions
-from ._structure import LeafDifference, check_same_leaves, is_array_like, is_number, saved_leaves, shape_text
+from ._snapshot import raw, snapshot, versions
+from ._structure import is_array_like, shape_text
 from ._write import check_own, write_file

@@ -271,13 +271,9 @@ _KINDS = {
         "a folder of `checkpoint.Checkpoints` ({count} checkpoints, the last one `{last}`)",
         "`checkpoint.Checkpoints({path!r}).restore(like)` reads the newest; `load` reads one of them, `{path}/{last}`",
     ),
-    "members": (
-        "a folder of `export_members` ({count} files, the first one `{first}`)",
-        "`load_members(sorted(pathlib.Path({path!r}).glob('member-*')), like)` reads them",
-    ),
     "files": (
         "a folder with files of single models ({names})",
-        "`load_members(paths, like)` reads files of `equinox.tree_serialise_leaves` and of safetensors",
+        "`equinox.tree_deserialise_leaves` or `safetensors` reads them, and `stack` makes an ensemble of models",
     ),
     "shards": (
         "the folder of a run of `fleet.fit(save=...)` ({count} shards)",

@@ -24,7 +24,6 @@ from ._write import write
 # Recognises folders that are not checkpoints.
 
 STEP = re.compile(r"step-([0-9]{12})")
-_MEMBER = re.compile(r"member-[0-9]{6}\.(eqx|safetensors)")
 _SHARD = re.compile(r"shard-[0-9]{6,}")
 _ORBAX = {"_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt", "ocdbt.process_0", "orbax.checkpoint"}
 _SINGLE = (".eqx", ".safetensors")
@@ -44,9 +43,6 @@ def kind_of(folder: Path) -> Kind:
     if steps:
         return Kind("fit" if any(map(_is_of_fit, steps)) else "run", [entry.name for entry in steps])
     found = [entry.name for entry in entries]
-    members = [name for name in found if _MEMBER.fullmatch(name)]
-    if members:
-        return Kind("members", members)
     if _ORBAX & {*found}:
         return Kind("orbax", found)
     inside = [entry.name for entry in entries if entry.is_dir() and has_our_manifest(entry)]
@@ -88,8 +84,8 @@ def open_checkpoint(path: Any) -> Reader | OrbaxReader:
         if not os.path.isdir(path):
             raise NotADirectoryError(
                 errno.ENOTDIR,
-                f"`{caller()}` needs the folder that `save` wrote, and `{path}` is a file.\nFiles of "
-                "`equinox.tree_serialise_leaves` and safetensors files are read by `load_members`",
+                f"`{caller()}` needs the folder that `save` wrote, and `{path}` is a file.\nA file of "
+                "`equinox.tree_serialise_leaves` is read by `equinox.tree_deserialise_leaves`",
             )
         if not (has_our_manifest(path) or any(map(is_written, list_folder(path)))):
             raise FileNotFoundError(errno.ENOENT, not_a_checkpoint_message(path, *kind_of(path)))

@@ -6,7 +6,7 @@ import pytest
 
 import eqx_ensemble as ee
 
-from .models import KEY, LISTED, NARROW, linear, make_group
+from .models import KEY, NARROW, linear, make_group
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +75,3 @@ def test_another_architecture_is_told_by_part_and_leaf(path):
     renamed = lambda key: ee.Group({"wde": make_group(key)["wide"]})
     with pytest.raises(ee.MemberMismatchError, match=r"at `.parts\['wde'\].*`: saved nothing"):
         ee.load(path, renamed)
-
-
-def test_files_of_members(tmp_path):
-    group = ee.group(LISTED)
-    paths = ee.export_members(group, tmp_path)
-    assert [path.name for path in paths] == [f"member-{i:06d}.eqx" for i in range(5)]
-    again = ee.load_members([paths[1], paths[4]], linear, ids=[1, 4])
-    assert eqx.tree_equal(again, group["Linear"])
