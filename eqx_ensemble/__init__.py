@@ -34,11 +34,9 @@ if TYPE_CHECKING:
     from ._describe import LeafDescription as LeafDescription
     from ._describe import describe as describe
     from ._ensemble import Ensemble as Ensemble
-    from ._ensemble import Group as Group
     from ._ensemble import average_parameters as average_parameters
     from ._ensemble import concatenate as concatenate
     from ._ensemble import from_stacked as from_stacked
-    from ._ensemble import group as group
     from ._ensemble import stack as stack
     from ._files import load as load
     from ._files import save as save
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
     from ._typing import Stacked as Stacked
     from .plan._engine import map_members as map_members
     from .sharding._engine import make_mesh as make_mesh
-    from .train._engine import GroupRun as GroupRun
     from .train._engine import Run as Run
     from .train._engine import fit as fit
 else:
@@ -61,7 +58,7 @@ else:
             "_build": ["build"],
             "_check": ["CheckpointCorruptError", "MemberMismatchError"],
             "_describe": ["Description", "LeafDescription", "describe"],
-            "_ensemble": ["Ensemble", "Group", "average_parameters", "concatenate", "from_stacked", "group", "stack"],
+            "_ensemble": ["Ensemble", "average_parameters", "concatenate", "from_stacked", "stack"],
             "_files": ["load", "save"],
             "_keys": ["member_keys"],
             "_predict": ["predict"],
@@ -70,7 +67,6 @@ else:
             "plan._map": ["map_members"],
             "sharding._mesh": ["make_mesh"],
             "train._fit": ["fit"],
-            "train._group_run": ["GroupRun"],
             "train._run": ["Run"],
         },
     )

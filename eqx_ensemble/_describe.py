@@ -9,7 +9,7 @@ import jax
 import jax.tree_util as jtu
 
 from ._check import is_member_array, kind_text
-from ._ensemble import Ensemble, Group
+from ._ensemble import Ensemble
 from ._leaf_text import leaf_text
 from ._predict import bytes_text
 from ._progress import members_in_words
@@ -134,11 +134,6 @@ def describe(
         return Description(rows, ensemble.num_members, f"Ensemble of {_kind(ensemble)}")
     state = ensemble.train_state if isinstance(ensemble, Run) else ensemble
     if not isinstance(state, TrainState):
-        if isinstance(ensemble, Group):
-            raise TypeError(
-                "`describe` needs an `Ensemble`, whose members have the same leaves, got a group.\n"
-                "Describe its parts: `{name: describe(part) for name, part in group.parts.items()}`."
-            )
         raise TypeError(
             f"`describe` needs an `Ensemble`, a `train.TrainState` or a `Run`, got {kind_text(ensemble)}.\n"
             "To see a single model: `equinox.tree_pformat(model)`."

@@ -145,7 +145,6 @@ CASES = {
     "stack": Case(ee.stack, {"models": lambda: [ensemble[0], ensemble[1]]}),
     "average_parameters": Case(ee.average_parameters, {"ensemble": always(ensemble)}),
     "concatenate": Case(ee.concatenate, {"ensembles": lambda: [ensemble[:2], ensemble[2:]]}),
-    "group": Case(ee.group, {"models": lambda: [ensemble[0], ensemble[1]]}),
     "from_stacked": Case(ee.from_stacked, {"model": always(ensemble.stacked)}),
     "make_mesh": Case(ee.make_mesh, {"members": always(2)}),
     "describe": Case(ee.describe, {"ensemble": always(ensemble)}),
@@ -442,7 +441,6 @@ ACCEPTED = {
     | dict.fromkeys(["ids", "keys", "zip", "product", "shared", "mesh", "shard"], "None"),
     "stack": {"ids": "int64 None", "shared": "None"},  # ids may be a count
     "average_parameters": {"weights": "None"},
-    "group": {"ids": "int64 None"},
     "from_stacked": {"model": "array", "ids": "None", "shared": "None"},  # an array is a tree of members
     "make_mesh": {"members": "int64 None", "data": "int64", "model": "int64", "devices": "None"},
     "map_members": {"plan": "None", "mesh": "None", "out_axis": "-1 0"},

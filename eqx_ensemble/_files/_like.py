@@ -12,7 +12,7 @@ import numpy as np
 
 from .._caller import caller
 from .._check import MemberMismatchError, is_member_array, member_dtype
-from .._ensemble import Ensemble, Group
+from .._ensemble import Ensemble
 from ..checkpoint._engine import Manifest, is_array_like
 from ..tree._engine import check_no_tracers
 
@@ -39,8 +39,6 @@ def as_like(like: Any, manifest: Manifest) -> Any:
     if not is_maker(like):
         return like
     one = evaluate_make(like)
-    if isinstance(one, Group) and _is_saved_as(Group, manifest, "<root>"):
-        return _as_group(one, manifest)
     if manifest.members is None:
         return one
     if _is_saved_as(Ensemble, manifest, "<root>"):
@@ -54,23 +52,6 @@ def as_like(like: Any, manifest: Manifest) -> Any:
         state = jax.tree.map(lambda leaf: _with_axis(leaf, len(manifest.members or ())), one[1])
         return _as_ensemble(one[0], manifest, "[0]"), state
     return one
-
-
-def _as_group(one: Group, manifest: Manifest) -> Any:
-    """A group of shapes with as many members of each part as were saved; `one` is made by a function of a key."""
-    saved = {entry.path: entry for entry in manifest.entries}
-    numbers = {number.path for number in manifest.numbers}
-
-    def resize(part_name: str, part: Ensemble[Any]) -> Ensemble[Any]:
-        ids = saved.get(f".parts['{part_name}'].ids")
-        if ids is None:
-            return part  # missing in the file: an error follows
-        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*ids.shape, *x.shape[1:]), x.dtype), part.arrays)
-        return eqx.filter_eval_shape(Ensemble, stacked, part.shared, jax.ShapeDtypeStruct(ids.shape, part.ids.dtype))
-
-    parts = {name: resize(name, part) for name, part in one.parts.items()}
-    order = tuple(range(sum(path.startswith(".order[") for path in numbers)))
-    return eqx.tree_at(lambda group: (group.parts, group.order), one, (parts, order), is_leaf=lambda x: x is None)
 
 
 def _is_saved_as(kind: type, manifest: Manifest, path: str) -> bool:

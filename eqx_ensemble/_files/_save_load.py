@@ -21,7 +21,7 @@ from .._check import (
     kind_text,
     path_text,
 )
-from .._ensemble import Ensemble, Group, M
+from .._ensemble import Ensemble, M
 from .._ids import open_all
 from .._pytree import PyTree
 from ..checkpoint._engine import (
@@ -115,8 +115,6 @@ def load(
     path: PathLike, like: Callable[..., tuple[M, eqx.nn.State]], **options: Unpack[LoadOptions]
 ) -> tuple[Ensemble[M], eqx.nn.State]: ...
 @overload
-def load(path: PathLike, like: Callable[..., Group], **options: Unpack[LoadOptions]) -> Group: ...
-@overload
 def load(path: PathLike, like: Callable[..., M], **options: Unpack[LoadOptions]) -> Ensemble[M]: ...
 @overload
 def load(path: PathLike, like: Tree, **options: Unpack[LoadOptions]) -> Tree: ...
@@ -136,12 +134,11 @@ def load(
     **Arguments:**
 
     - `path`: the folder.
-    - `like`: the function that makes one member from a key, as given to [`eqx_ensemble.build`][] (for an
-        [`eqx_ensemble.Group`][], one that makes a group with the same parts); or a tree like the one saved, or its
-        shapes, from `equinox.filter_eval_shape`. A tree, if the file was written with `shared=False`: its shared arrays
-        are kept. Arrays are NumPy arrays, or sharded, where those of `like` are.
+    - `like`: the function that makes one member from a key, as given to [`eqx_ensemble.build`][]; or a tree like the
+        one saved, or its shapes, from `equinox.filter_eval_shape`. A tree, if the file was written with `shared=False`:
+        its shared arrays are kept. Arrays are NumPy arrays, or sharded, where those of `like` are.
     - `members`: positions of the members to read, as in `ensemble[members]`; `like` may have any number. The tree must
-        contain one ensemble, besides states and inputs marked `Each`. For a group, all are read and these are kept.
+        contain one ensemble, besides states and inputs marked `Each`.
     - `cast`: `"like"` casts numbers of one kind to the precision of `like`, if none becomes infinite or wraps around.
     - `strict`: `False` warns instead of raising when functions, strings or static fields differ. Functions are compared
         by name, other objects by type: a different `lambda` is not detected.
@@ -178,7 +175,6 @@ def load(
         rows, expected = None, like
         if members is not None:
             check_member_selection(members)
-        if members is not None and not isinstance(like, Group):
             rows = _rows(members, reader.manifest, path)
             _one_set_of_members(like, reader.manifest, path)
         if omitted:
@@ -186,8 +182,6 @@ def load(
             expected = jtu.tree_map_with_path(lambda path, x: digest if path_text(path) in omitted else x, like)
         tree = restore(reader, expected, rows=rows, cast=cast, strict=strict)
         tree = _put_arrays(tree, like, reader.folder) if omitted else tree
-    if members is not None and isinstance(tree, Group):
-        tree = tree[_positions(members, tree.num_members)]
     return tree if layout is None else _shard(tree, layout)
 
 

@@ -8,12 +8,12 @@ from jax.sharding import Mesh
 from .._axes import Each, is_per_member
 from .._caller import caller
 from .._check import MemberMismatchError, check_integer, check_optional_function, check_positive_int, kind_text
-from .._ensemble import Ensemble, Group
+from .._ensemble import Ensemble
 from .._pytree import PyTree
 from ..checkpoint import Checkpoints
 from ..checkpoint._engine import as_checkpoints
 from ..plan import AbstractPlan, Auto
-from ..train._engine import GroupRun, Revive, Run, TrainState, check_checkpoint, is_batches
+from ..train._engine import Revive, Run, TrainState, check_checkpoint, is_batches
 from ..tree import num_members
 from ._shard import Finished, lost_message
 from ._sharded_run import ShardedRun
@@ -23,10 +23,6 @@ _REASONS = {"callbacks": "they would be called on workers, with the members of o
 
 def check_start(begun: Any) -> None:
     """Raises unless `begun` is an ensemble, a training state or a run."""
-    if isinstance(begun, Group | GroupRun):
-        raise TypeError(
-            f"`{caller()}` needs an `Ensemble`, got {kind_text(begun)}: call it for each part of the group."
-        )
     if isinstance(begun, ShardedRun):
         raise TypeError(
             f"`{caller()}` needs an `Ensemble`, a training state or a run, got a ShardedRun: optimiser states are not "

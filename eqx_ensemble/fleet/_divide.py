@@ -11,11 +11,11 @@ import numpy as np
 from .. import _axes, _keys, tree
 from .._caller import caller
 from .._check import MemberMismatchError, check_sequence, is_key, kind_text
-from .._ensemble import Ensemble, Group, check_model_state
+from .._ensemble import Ensemble, check_model_state
 from .._foreign import as_numpy, from_foreign_tree
 from .._pytree import PyTree
 from ..checkpoint._engine import is_array_like
-from ..train._engine import GroupRun, Run, TrainState, hyper_arrays, is_wrapper
+from ..train._engine import Run, TrainState, hyper_arrays, is_wrapper
 
 # The shapes of members to read from files.
 
@@ -109,7 +109,7 @@ def take_options(options: dict[str, Any], positions: np.ndarray) -> dict[str, An
 
 # Ensembles that a function builds from member ids, on the worker.
 
-_WITH_IDS = Ensemble | TrainState | Run | Group | GroupRun
+_WITH_IDS = Ensemble | TrainState | Run
 
 
 def check_ids_of_function(start: Any, ids: Any) -> np.ndarray | None:

@@ -265,10 +265,6 @@ WRONG = {
     "raise": (lambda: fit(ee.fleet.fit, {"epochs": 1, "on_diverge": "raise"}, Here()), "other shards would still run"),
     "copies": (lambda: fit(ee.fleet.fit, {"epochs": 1, "on_diverge": "revive"}, Here()), "revivals by copies"),
     "batches": (lambda: fit(ee.fleet.fit, {"epochs": 1, "data": [(X, Y)]}, Here()), "an iterable of batches"),
-    "a group": (
-        lambda: ee.fleet.fit(Here(), ee.group([ENSEMBLE[0]]), mse, OPTIMISER, (X, Y), epochs=1, key=KEY),
-        "for each part of the group",
-    ),
     "retries": (lambda: fit(ee.fleet.fit, {"epochs": 1}, Here(), retries=-1), "`retries` of at least 0"),
 }  # fmt: skip
 
