@@ -29,15 +29,10 @@ if TYPE_CHECKING:
     from ._check import CheckpointCorruptError as CheckpointCorruptError
     from ._check import MemberMismatchError as MemberMismatchError
     from ._ensemble import Ensemble as Ensemble
-    from ._ensemble import Group as Group
     from ._ensemble import average_parameters as average_parameters
     from ._ensemble import concatenate as concatenate
     from ._ensemble import from_stacked as from_stacked
-    from ._ensemble import group as group
     from ._ensemble import stack as stack
-    from ._export import Artefact as Artefact
-    from ._export import export as export
-    from ._export import export_onnx as export_onnx
     from ._keys import member_keys as member_keys
     from ._load import Contents as Contents
     from ._load import contents as contents
@@ -48,7 +43,6 @@ if TYPE_CHECKING:
     from ._sharding import make_mesh as make_mesh
     from ._typing import Stacked as Stacked
     from .plan._engine import map_members as map_members
-    from .train._engine import GroupRun as GroupRun
     from .train._engine import Run as Run
     from .train._engine import fit as fit
 else:
@@ -60,8 +54,7 @@ else:
             "_axes": ["AbstractPerMember", "Batch", "Each"],
             "_build": ["build"],
             "_check": ["CheckpointCorruptError", "MemberMismatchError"],
-            "_ensemble": ["Ensemble", "Group", "average_parameters", "concatenate", "from_stacked", "group", "stack"],
-            "_export": ["Artefact", "export", "export_onnx"],
+            "_ensemble": ["Ensemble", "average_parameters", "concatenate", "from_stacked", "stack"],
             "_keys": ["member_keys"],
             "_load": ["Contents", "contents", "load"],
             "_predict": ["predict"],
@@ -71,7 +64,6 @@ else:
             "plan._map": ["map_members"],
             "_sharding": ["make_mesh"],
             "train._fit": ["fit"],
-            "train._group_run": ["GroupRun"],
             "train._run": ["Run"],
         },
     )

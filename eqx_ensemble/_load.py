@@ -249,7 +249,7 @@ def _saved_texts(header: Header, any_count: set[str] | frozenset[str] = frozense
 def _wanted_text(x: Any, *, any_count: bool) -> str:
     if is_number(x):
         return type(x).__name__
-    return shape_text(x.dtype, x.shape[any_count:])
+    return shape_text(x.dtype.name, x.shape[any_count:])
 
 
 # What is wanted, from a function that makes one member.

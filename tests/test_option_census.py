@@ -56,12 +56,11 @@ ensemble = ee.build(make, 4, key=KEY)
 layered = ee.build(lambda key: eqx.nn.MLP(3, 1, 4, 1, key=key), 2, key=KEY)
 process = lambda key: ee.methods.sngp.SNGP(eqx.nn.Identity(), 3, 1, num_features=4, key=key)
 gaussian_processes = ee.build(process, 2, key=KEY)
-saved, one_saved = path(), path()
+saved = path()
 
 
 def setup_module():
     ee.save(saved, ensemble)
-    ee.save(one_saved, ensemble[0])
 
 
 def teardown_module():
@@ -146,7 +145,6 @@ CASES = {
     "stack": Case(ee.stack, {"models": lambda: [ensemble[0], ensemble[1]]}),
     "average_parameters": Case(ee.average_parameters, {"ensemble": always(ensemble)}),
     "concatenate": Case(ee.concatenate, {"ensembles": lambda: [ensemble[:2], ensemble[2:]]}),
-    "group": Case(ee.group, {"models": lambda: [ensemble[0], ensemble[1]]}),
     "from_stacked": Case(ee.from_stacked, {"model": always(ensemble.stacked)}),
     "make_mesh": Case(ee.make_mesh, {"members": always(2)}),
     "map_members": Case(
@@ -216,13 +214,6 @@ CASES = {
         ("path", "tree", "meta", "format"),
     ),
     "load": Case(ee.load, {"path": always(saved), "like": always(make)}),
-    "load_members": Case(ee.load_members, {"paths": always([one_saved]), "like": always(make)}),
-    "export_members": Case(
-        lambda **options: ee.export_members(**({"folder": path()} | options)),
-        {"ensemble": always(ensemble)},
-        ("ensemble", "folder", "format"),
-    ),
-    "export": Case(ee.export, {"ensemble": always(ensemble), "shapes": always((3,))}),
     "checkpoint.Checkpoints": Case(
         lambda **options: ee.checkpoint.Checkpoints(**({"folder": path()} | options)),
         {},
@@ -438,7 +429,6 @@ ACCEPTED = {
     | dict.fromkeys(["ids", "keys", "zip", "product", "shared", "mesh", "shard"], "None"),
     "stack": {"ids": "int64 None", "shared": "None"},  # ids may be a count
     "average_parameters": {"weights": "None"},
-    "group": {"ids": "int64 None"},
     "from_stacked": {"model": "array", "ids": "None", "shared": "None"},  # an array is a tree of members
     "make_mesh": {"members": "int64 None", "data": "int64", "devices": "None"},
     "map_members": {"plan": "None", "mesh": "None", "out_axis": "-1 0"},
@@ -475,10 +465,6 @@ ACCEPTED = {
         "meta": "nan inf -1 0 text None",
     },
     "load": dict.fromkeys(["members", "cast", "mesh"], "None"),
-    "load_members": {"ids": "None"},
-    "export_members": {"folder": "text"},
-    "export": {"batch_size": "int64 None"}
-    | dict.fromkeys(["combine", "weights", "state", "fn", "inference", "plan", "key"], "None"),
     "checkpoint.Checkpoints": {
         "folder": "text",
         "last": "int64",
@@ -580,7 +566,6 @@ ROOMS = (
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.
 OF_ARRAYS = {name.rpartition(".")[2] for name in array_calls.NAMES}
 ELSEWHERE = {
-    "export_onnx",  # needs an extra; its arguments are those of `export`
     "perturb",  # is called by `fit` and by population-based training
 }
 

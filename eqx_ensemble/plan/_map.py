@@ -18,7 +18,7 @@ from .._ids import close_all, has_ids
 from .._pytree import PyTree
 from .._sharding import layout_for
 from .._typing import MappedFunction, Out, P
-from ._auto import AnyPlan, as_plan, check_equal_constants, check_no_parts
+from ._auto import AnyPlan, as_plan, check_equal_constants
 from ._plans import AbstractPlan, sharded_plan
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def map_members(
     **Returns:** the function of all members.
 
     **Raises:** (when called) `MemberMismatchError` if arguments disagree on the number of members, and if outputs that
-    are not arrays differ between members; `TypeError` if no argument has members, or for a group; `ValueError` if an
-    output has no axis `out_axis`.
+    are not arrays differ between members; `TypeError` if no argument has members; `ValueError` if an output has no axis
+    `out_axis`.
 
     ```python
     def mse(model, x, y):
@@ -147,7 +147,6 @@ def _run_outside(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: di
 
 
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
-    check_no_parts((args, kwargs))
     if call.marks:
         check_no_batch((args, kwargs))
     parts, view, num_members = _axes.split_members((args, kwargs))

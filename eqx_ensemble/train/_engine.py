@@ -17,7 +17,6 @@ from ._check_member import (
 )
 from ._check_run import check_run_weights, diverged_message, excluded_message, warn_of_diverged
 from ._fit import fit
-from ._group_run import GroupRun
 from ._hyper import change_hyper, follow_hyper, hyper_arrays
 from ._options import Checkpoint, Options, Stopping, as_checkpoint, check_options, limits_of
 from ._ranking import rank_members

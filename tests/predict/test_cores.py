@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble._predict import _run_works as room
+from eqx_ensemble._predict import _run_work as room
 from eqx_ensemble.plan import _plans
 
 KEY, MEMBERS, ROWS = jax.random.key(0), 3, 43
@@ -104,15 +104,6 @@ def test_states_and_keys(on):
     assert_equal(on(3, predict)[0], on(1, predict)[0])
 
 
-def test_group(ensemble, on):
-    group = ee.Group({"narrow": ensemble, "wide": ee.build(functools.partial(mlp, width=12), ids=[7, 8], key=KEY)})
-    for options in ({}, {"combine": ee.combine.mean}):
-        predict = lambda options=options: ee.predict(group, rows(), **options, **OPTIONS)
-        (found, used), (want, _) = on(2, predict), on(1, predict)
-        assert_equal(found, want)
-        assert len(used) == 2
-
-
 @pytest.mark.parametrize("combine", [None, ee.combine.mean, ee.uncertainty.decompose_entropy])
 def test_memory(ensemble, on, combine, monkeypatch):
     counts, run = [], room._run_at_once
@@ -125,7 +116,7 @@ def test_memory(ensemble, on, combine, monkeypatch):
 
 
 def test_a_budget_for_one_block_is_for_one_core(ensemble):
-    sizes = room.BlockSizes(2**30, [(CALL, inputs_of(ensemble))], most_rows=4)
+    sizes = room.BlockSizes(2**30, CALL, inputs_of(ensemble), most_rows=4)
     sizes._bound = lambda block: 2**24
     assert [sizes.at_once(need, 8) for need in (2**30, 2**28, 2**27, 2**20)] == [1, 2, 4, 8]
 

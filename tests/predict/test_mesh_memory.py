@@ -8,7 +8,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble._predict import _batch as _blocks
-from eqx_ensemble._predict import _run_works as _block_sizes
+from eqx_ensemble._predict import _run_work as _block_sizes
 from eqx_ensemble._sharding import Layout
 from eqx_ensemble.plan import _memory
 
@@ -93,15 +93,6 @@ def test_inputs_states_and_keys_of_members(measured):
         found = ee.predict(ensemble, own, memory=2**20 * 4 + 1, batch_size=4, mesh=mesh_of(), **options)
         assert_close(found, want)
         assert measured[-1] == (1, 2)
-
-
-@SLOW
-def test_a_group(measured):
-    group = ee.Group({"a": ee.build(make, 8, key=KEY), "b": ee.build(make, 5, key=KEY)}, renumber=True)
-    options = {"memory": 2**20 * 4 + 1, "batch_size": 8, "mesh": mesh_of()}
-    for combine in (None, ee.combine.mean):
-        assert_close(ee.predict(group, X, combine=combine, **options), ee.predict(group, X, combine=combine))
-    assert measured[-1] == (1, 2)
 
 
 def test_a_block_stays_on_its_devices():

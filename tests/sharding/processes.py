@@ -170,7 +170,7 @@ class DiesAt:
 
 def within(folder):
     """Within a budget of memory, of which processes need, and are given, different parts."""
-    from eqx_ensemble._predict import _run_works as _block_sizes
+    from eqx_ensemble._predict import _run_work as _block_sizes
 
     sizes_of, bound_of = _block_sizes.BlockSizes, _block_sizes._byte_bound
     seen, found, rank, note = [], {}, jax.process_index(), sizes_of.note
