@@ -11,19 +11,16 @@ from ._call_folder import (
     conditions,
     has_call,
     has_checkpoints,
-    is_saved,
     lock_folder,
     read_call,
     write_call,
 )
 from ._check import check_format, corrupt_error, safe_text
 from ._checkpoints import as_checkpoints, checkpoints_inside, remove_run
-from ._disk import absolute, as_path, is_on_disk, list_folder
+from ._disk import absolute, as_path, is_on_disk
 from ._exit import exit_if_asked, hold_exit, is_exit_asked
-from ._folders import has_our_manifest
-from ._formats import FORMATS, FormatName, is_of_fit, kind_of, open_checkpoint
+from ._formats import FORMATS, FormatName, is_of_fit, open_checkpoint
 from ._manifest import Manifest
-from ._read import read_manifest
 from ._record import (
     InvalidRecordError,
     check_fields,
@@ -35,12 +32,11 @@ from ._record import (
     explain_record,
     is_count,
     is_encodable,
-    is_list,
     is_record,
     is_seconds,
     is_string,
 )
 from ._restore import restore
-from ._snapshot import count_bytes, raw, snapshot, versions
+from ._snapshot import count_bytes, snapshot, versions
 from ._structure import LeafDifference, check_same_leaves, is_array_like, is_number, saved_leaves, shape_text
-from ._write import check_own, write_file
+from ._write import write_file
