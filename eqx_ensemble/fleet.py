@@ -11,6 +11,7 @@ import functools as ft
 import io
 import os
 import pickle
+import re
 import tempfile
 import traceback
 import types
@@ -35,8 +36,21 @@ from ._pytree import PyTree
 from ._suggest import explain_as
 from ._warnings import ignore_warnings
 from .plan import Cores
-from .train import _engine as train
-from .train._engine import History, Run
+from .train._engine import (
+    History,
+    Optimiser,
+    Revive,
+    Run,
+    UnfinishedError,
+    allow_idle,
+    check_no_transformation,
+    check_optimiser_kind,
+    hyper_arrays,
+    is_data_function,
+    only_read,
+    warn_of_diverged,
+)
+from .train._engine import fit as fit_here
 
 __all__ = ["fit"]
 
@@ -80,7 +94,7 @@ def fit(
     executor: Any,
     ensemble: Ensemble[M] | Callable[[np.ndarray], Any],
     loss: Callable[..., Any],
-    optimiser: train.Optimiser,
+    optimiser: Optimiser,
     data: PyTree,
     *,
     folder: str | os.PathLike[str],
@@ -137,14 +151,14 @@ def fit(
     run.predict(data[0]).shape  # (8, 64, 1)
     ```
     """
-    train.check_no_transformation()
+    check_no_transformation()
     _check(executor, optimiser, options)
     ids = _ids_of(ensemble, ids)
     if check_positive_int(shards, "shards") > len(ids):
         raise ValueError(f"`{caller()}` needs at most one shard per member: {len(ids)} members, `shards={shards}`.")
     own: dict[str, Any] = {}
     if options.get("hyper") is not None:
-        own["hyper"] = Each(train.hyper_arrays(options["hyper"], len(ids)))
+        own["hyper"] = Each(hyper_arrays(options["hyper"], len(ids)))
     if options.get("rows") is not None:
         own["rows"] = Each(as_numpy(map_each(lambda rows: rows, options["rows"]), "rows"))
     plan = options.get("plan") or Cores()
@@ -154,7 +168,7 @@ def fit(
     parts = _Shards(call, np.array_split(np.arange(len(ids)), shards), Path(folder).absolute())
     with progress_line(show=progress, description=members_in_words(len(ids)), unit="shard", total=shards) as line:
         run = _join(_train(executor, parts, line.update))
-    train.warn_of_diverged(run, ids, first_step=0, data=data)
+    warn_of_diverged(run, ids, first_step=0, data=data)
     return run
 
 
@@ -167,10 +181,11 @@ def _check(executor: Any, optimiser: Any, options: dict[str, Any]) -> None:
             "Write `ProcessPoolExecutor(2, multiprocessing.get_context('spawn'))`, in a script below "
             "`if __name__ == '__main__':`."
         )
-    train.check_optimiser_kind(optimiser)
+    check_optimiser_kind(optimiser)
     for word, reason in _REFUSED.items():
         how = options.get(word)
-        if how is not None and (word != "on_diverge" or how == "revive" or getattr(how, "make", how) is None):
+        copies = how == "revive" or (isinstance(how, Revive) and how.make is None)
+        if how is not None and (word != "on_diverge" or copies):
             raise TypeError(f"`{caller()}` does not take `{word}={how!r}`: {reason}.")
 
 
@@ -195,13 +210,13 @@ def _train(executor: Any, shards: _Shards, report: Callable[[int], Any]) -> list
     lost: Exception = InterruptedError("they were interrupted")
 
     def read(i: int) -> None:
-        with contextlib.suppress(train.UnfinishedError), train.only_read():
-            runs[i] = _fit(*shards.select(i), shards.path(i))
+        with contextlib.suppress(UnfinishedError), only_read():
+            runs[i] = _fit(shards.select(i), shards.path(i))
             report(1)
 
     shards.folder.mkdir(parents=True, exist_ok=True)
     # By a listing: file systems of several machines may remember for a while that there was no file of a name.
-    listed = {name for name in os.listdir(shards.folder) if name.startswith("shard-")}
+    listed = {name for name in os.listdir(shards.folder) if re.fullmatch(r"shard-\d+-of-\d+", name)}
     if others := listed - {shards.path(i).name for i in numbers}:
         raise ValueError(
             f"`{caller()}` needs a folder of this call alone, with `shards={len(numbers)}`; `{shards.folder}` holds "
@@ -212,6 +227,8 @@ def _train(executor: Any, shards: _Shards, report: Callable[[int], Any]) -> list
             read(i)
     for attempt in range(2):
         left = [i for i in numbers if i not in runs and i not in failed]
+        if not left:
+            break
         with _submit(executor, shards, left, attempt) as futures:
             for i, future in futures.items():
                 try:
@@ -245,7 +262,7 @@ def _submit(executor: Any, shards: _Shards, left: list[int], attempt: int) -> It
     """The futures of the shards that are left. If an error ends the block, those that have not begun are cancelled."""
     pairs = zip(jax.tree.leaves(shards.call), jax.tree.leaves(shards.select(0)), strict=True)
     held = [x for x, y in pairs if x is y]  # what all shards have in common: functions, and data without `Each`
-    common, settings = _dumps(held) if left else b"", {name: getattr(jax.config, name) for name in _SETTINGS}
+    common, settings = _dumps(held), {name: getattr(jax.config, name) for name in _SETTINGS}
     futures: dict[int, Any] = {}
     with tempfile.NamedTemporaryFile(prefix=".seen-", dir=shards.folder) as mark:
         try:
@@ -292,7 +309,7 @@ def _work(common: bytes, own: bytes, settings: dict[str, Any], attempt: int) -> 
                 path = shared
             elif begun is not None:
                 path.write_bytes(begun)
-            _fit(*call, path)
+            _fit(call, path)
         except Exception as raised:
             error = _error_as_bytes(raised)
         if path.parent == own_folder and path.is_file():
@@ -300,9 +317,10 @@ def _work(common: bytes, own: bytes, settings: dict[str, Any], attempt: int) -> 
     return error, content
 
 
-def _fit(ensemble: Any, ids: Each, loss: Any, optimiser: Any, data: Any, options: dict[str, Any], path: Path) -> Run:
+def _fit(call: tuple[Any, ...], path: Path) -> Run[Any]:
+    ensemble, ids, loss, optimiser, data, options = call
     own = np.asarray(ids.per_member())
-    data = data(own) if train.is_data_function(data) else data
+    data = data(own) if is_data_function(data) else data
     if not isinstance(ensemble, Ensemble):
         built = ensemble(own)
         ensemble, state = built if isinstance(built, tuple) else (built, None)
@@ -313,8 +331,8 @@ def _fit(ensemble: Any, ids: Each, loss: Any, optimiser: Any, data: Any, options
                 f"{kind_text(built)}.\nFor example `lambda ids: ee.build(make, ids=ids, key=key)`."
             )
     # Members of other shards may train, and one warning names those that diverge in any.
-    with train.allow_idle(), ignore_warnings(r"\d+ member\(s\) diverged"):
-        return train.fit(ensemble, loss, optimiser, data, checkpoint=path, progress=False, **options)
+    with allow_idle(), ignore_warnings(r"\d+ member\(s\) diverged"):
+        return fit_here(ensemble, loss, optimiser, data, checkpoint=path, progress=False, **options)
 
 
 def _error_as_bytes(error: Exception) -> bytes:
