@@ -62,7 +62,7 @@ def everything(folder):
             found |= {f"{name} {num_members} {key}": value for key, value in numbers(run).items()}
             prediction = ee.predict(run.ensemble, X, mesh=mesh, batch_size=16)
             found[f"{name} {num_members} prediction"] = ee.distributed.to_host(prediction)
-            assert str(ee.sharding.describe(run)).lower().count("cpu") == 4  # `TFRT_CPU_0` before 0.10
+            assert str(ee.sharding.describe(run)).count("cpu:") == 4
     found |= {f"model {key}": value for key, value in numbers(fitted(ee.make_mesh(**MODEL), 4)).items()}
     found |= streamed()
     for name, part in {
