@@ -338,6 +338,6 @@ def grouped(options):
         callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
         left["callbacks"] = [ee.train.every(every, callback) for callback in callbacks]
     if (scan := left.pop("scan", None)) is not None:
-        plan = ee.plan.Auto() if left.get("plan") == "auto" else left.get("plan") or ee.plan.Vmap()
+        plan = left.get("plan") or ee.plan.Vmap()
         left["plan"] = dataclasses.replace(plan, scan=scan)
     return left

@@ -75,7 +75,6 @@ def objects():
         "Chunked": ee.plan.Chunked(2),
         "Sequential": ee.plan.Sequential(),
         "Unrolled": ee.plan.Unrolled(),
-        "Auto": ee.plan.Auto(),
         "temperature": ee.calibrate.temperature(logits, labels, pool="members"),
         "isotonic": ee.calibrate.isotonic(logits, labels, pool="members"),
         "split": ee.conformal.split(Y**2, Y, level=0.5),

@@ -397,7 +397,6 @@ CASES = {
         {"schedule": always(lambda step: step), "length": always(10), "new_length": always(5)},
     ),
     "tree.polyak": Case(ee.tree.polyak, {"old": always(ensemble), "new": always(ensemble), "tau": always(0.5)}),
-    "plan.Auto": Case(ee.plan.Auto, {}, ("memory", "max_overhead")),
     "plan.Chunked": Case(ee.plan.Chunked, {"size": always(2)}),
     "testing.check_independent": Case(
         ee.testing.check_independent,
@@ -437,9 +436,7 @@ ACCEPTED = {
     "Each": {"axis": "0"},
     "Batch": {"axis": "0"},
     "predict": {"batch_size": "int64"}
-    | dict.fromkeys(
-        ["combine", "weights", "memory", "state", "fn", "inference", "plan", "mesh", "progress", "key"], "None"
-    ),
+    | dict.fromkeys(["combine", "weights", "state", "fn", "inference", "plan", "mesh", "progress", "key"], "None"),
     "fit": {"steps": "int64", "batch_size": "int64 None", "history": "int64", "checkpoint": "text None"}
     | dict.fromkeys(["epochs", "validation", "patience", "stop", "state", "hyper", "rows"], "None")
     | dict.fromkeys(["plan", "mesh", "progress", "callbacks"], "None"),
@@ -536,7 +533,6 @@ ACCEPTED = {
     "methods.cross_fit": {"fn": "None"},
     "sweep.rescale_schedule": {"length": "int64 float32", "new_length": "int64 float32"},
     "tree.polyak": {"tau": "0 float32"},
-    "plan.Auto": {"memory": "int64 None", "max_overhead": "0 float32"},
     "plan.Chunked": {"size": "int64", "scan": "None"},
     "testing.check_independent": {
         "num_members": "int64",

@@ -168,39 +168,6 @@ class DiesAt:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def within(folder):
-    """Within a budget of memory, of which processes need, and are given, different parts."""
-    from eqx_ensemble._predict import _run_work as _block_sizes
-
-    sizes_of, bound_of = _block_sizes.BlockSizes, _block_sizes._byte_bound
-    seen, found, rank, note = [], {}, jax.process_index(), sizes_of.note
-    is_last = rank == jax.process_count() - 1
-
-    def noted(sizes, need):
-        assert need > 0
-        seen.append(tuple(sizes.block))
-        note(sizes, 2**20 * sizes.block.members * sizes.block.rows // (1 if is_last else 64))
-
-    sizes_of.note = noted
-    warnings.simplefilter("ignore")
-    for name, shape in {"4x1": {"members": 4}, "2x2": {"members": 2, "data": 2}}.items():
-        for num_members in (10, 12):
-            mesh = ee.make_mesh(**shape)
-            ensemble = ee.build(make, num_members, mesh=mesh, key=KEY(0))
-            if num_members == 12 and is_last:  # as where its devices share less memory
-                _block_sizes._byte_bound = lambda call, inputs: (lambda block: float("inf"), False)
-            for word, combine in {"all": None, "moments": ee.combine.moments, "one": lambda p: p[3]}.items():
-                memory = 2**20 * (4 if rank == 0 else 64) + 1
-                got = ee.distributed.to_host(ee.predict(ensemble, X, combine=combine, memory=memory, batch_size=8))
-                parts = enumerate(jax.tree.leaves(got))
-                found |= {f"{name} {num_members} {word} {i}": x for i, x in parts}
-                assert seen[-1] == (1, 2), seen
-            _block_sizes._byte_bound = bound_of
-    with pytest.raises(MemoryError, match="for one row and one member"):
-        ee.predict(ensemble, X, memory=2**20 - 1, batch_size=8)
-    saved(folder, found | {"blocks": np.array(seen)})
-
-
 def training(folder, *, dies=False, epochs=6):
     """A run with checkpoints; process 1 is killed within it on request."""
     checkpoints = ee.checkpoint.Checkpoints(folder / "run", format="orbax", every=4)
@@ -276,7 +243,6 @@ if __name__ == "__main__":
         "everything": everything,
         "eight": eight,
         "called": called,
-        "within": within,
         "training": training,
         "dying": lambda folder: training(folder, dies=True),
     }

@@ -402,12 +402,6 @@ class TestAlong:
         got = ee.predict(ensemble, X, batch_size=8, combine=ee.combine.mean, mesh=mesh)
         assert_close(got, jnp.mean(expected, axis=0), 1e-5)
 
-    def test_predict_with_a_budget(self):
-        ensemble = ee.build(make, 4, key=KEY)
-        got = ee.predict(ensemble, X, memory=2**26, mesh=ee.make_mesh())
-        assert len(got.sharding.device_set) == 4
-        assert_close(got, ee.predict(ensemble, X), 1e-5)
-
     def test_populations(self):
         options = {"hyper": {"rate": jnp.geomspace(1e-3, 0.3, 8)}, "validation": VALIDATION, "epochs": 1, "key": KEY}
         found = {}

@@ -286,7 +286,7 @@ def test_wrong_calls(ensemble):
     with pytest.raises(ValueError, match=r"`fit` needs the plan `Vmap\(\)`.*got Chunked"):
         fit(plan=ee.plan.Chunked(2))
     with pytest.raises(ValueError, match=r"`train.make_step` needs the plan"):
-        ee.train.make_step(nll, TOGETHER, plan="auto")
+        ee.train.make_step(nll, TOGETHER, plan=ee.plan.Sequential())
     with pytest.raises(ValueError, match=r"needs shared floating-point arrays.*it has none"):
         fit(start=ee.build(Bounded, 3, key=KEY))
     with pytest.raises(ValueError, match=r"none of its shared arrays is: `\.trunk\.weight`"):
