@@ -273,16 +273,6 @@ CASES = {
         {"ensemble": always(layered), "x": always(DATA[0]), "key": always(KEY)},
     ),
     "methods.alignment.find_units": Case(ee.methods.alignment.find_units, {"model": always(layered)}),
-    "methods.alignment.interpolate": Case(
-        ee.methods.alignment.interpolate, {"ensemble": always(ensemble), "position": always(0.5)}
-    ),
-    "methods.alignment.connectivity": Case(
-        ee.methods.alignment.connectivity,
-        {"ensemble": always(ensemble), "fn": always(lambda model: jnp.sum(model.weight)), "num_points": always(3)},
-    ),
-    "methods.alignment.barrier": Case(
-        ee.methods.alignment.barrier, {"losses": always(np.array([0.0, 1.0, 0.0], np.float32))}
-    ),
     "methods.sngp.update_covariance": Case(
         ee.methods.sngp.update_covariance, {"ensemble": always(gaussian_processes), "x": always(DATA[0])}
     ),
@@ -421,9 +411,6 @@ ACCEPTED = {
     "methods.sngp.mean_field": {"factor": "0 int64 float32"},
     "methods.sngp.bound_spectral_norm": {"bound": "int64 float32", "num_iterations": "int64"},
     "methods.alignment.align": {"reference": "-1 0", "units": "None", "state": "None", "fn": "None"},
-    "methods.alignment.interpolate": {"position": "-1 0 int64 float32", "reference": "-1 0 int64"},
-    "methods.alignment.connectivity": {"reference": "-1 0 int64", "plan": "None"},
-    "methods.alignment.barrier": {"losses": "array"},
     "build": {"num_members": "int64"}
     | dict.fromkeys(["ids", "keys", "zip", "product", "shared", "mesh", "shard"], "None"),
     "stack": {"ids": "int64 None", "shared": "None"},  # ids may be a count

@@ -100,7 +100,7 @@ def test_the_attribute_that_was_meant_is_named(package):
         (lambda: ee.conformal.normalized, "`normalised`"),
         # Options that are passed on to another function.
         (lambda: ee.scores.per_member(ee.scores.nll, jnp.ones((2, 3, 2)), jnp.zeros(3, int), reduce=""), "`reduction`"),
-        (lambda: ee.plot.connectivity(jnp.ones(5), lable="x"), "`label`"),
+        (lambda: ee.plot.risk_coverage(jnp.ones(5), jnp.ones(5), unti="x"), "`unit`"),
     ],
 )  # fmt: skip
 def test_words_of_other_libraries_and_other_places(call, meant):
