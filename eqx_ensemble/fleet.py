@@ -40,6 +40,7 @@ from .train._engine import (
     Revive,
     Run,
     UnfinishedError,
+    align_histories,
     allow_idle,
     check_no_transformation,
     check_optimiser_kind,
@@ -417,5 +418,5 @@ def _join(runs: Sequence[Run[Any]]) -> Run[Any]:
             plan=first.plan,
             epoch=first.epoch,
         )
-        for run, history in zip(runs, train.align_histories([run.history for run in runs]), strict=True)
+        for run, history in zip(runs, align_histories([run.history for run in runs]), strict=True)
     )

@@ -200,6 +200,6 @@ def test_widths(plan, training, width):
     members = ActiveMembers.__new__(ActiveMembers)
     members.slots, members.carry = (
         Slots(np.arange(64), 64, None),
-        SimpleNamespace(moving=SimpleNamespace(status=status)),
+        types.SimpleNamespace(moving=types.SimpleNamespace(status=status)),
     )
     assert width_for(members, plan) == width
