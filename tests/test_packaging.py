@@ -17,7 +17,7 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import eqx_ensemble
-from eqx_ensemble import _check, _jaxlib, combine
+from eqx_ensemble import _jaxlib, combine
 from eqx_ensemble._suggest import inner_function
 
 SAFE = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "eqx_ensemble").rglob("*.py"))
 
-HEAVY = ("matplotlib", "sklearn", "pandas", "orbax", "scoringrules", "flax", "torch", "IPython", "ipywidgets", "optuna")
+HEAVY = ("matplotlib", "sklearn", "pandas", "scoringrules", "flax", "torch", "IPython", "ipywidgets", "optuna")
 HEAVY += ("jax2onnx", "onnx", "onnxruntime", "tensorstore", "distributed")
 HEAVY += ("tqdm.auto", "tqdm.autonotebook", "tqdm.notebook", "tqdm.rich", "tqdm.contrib")
 
@@ -304,10 +304,3 @@ def test_what_is_warned_of_does_not_install():
     for package in ("jax", "jaxlib"):
         (requirement,) = [r for r in PYPROJECT["project"]["dependencies"] if r.startswith(f"{package}>")]
         assert set(re.findall(r"!=([\d.]+)", requirement)) == set(_jaxlib._FAULTS)
-
-
-@pytest.mark.parametrize("extra", ["onnx", "orbax"])
-def test_extras_that_exclude_each_other_are_explained(extra):
-    other = {"onnx": "orbax", "orbax": "onnx"}[extra]
-    with pytest.raises(ImportError, match=rf"\[{extra}\]'`. It conflicts with the extra `{other}` in one environment"):
-        _check.check_installed("a package that does not exist", what="f", extra=extra)

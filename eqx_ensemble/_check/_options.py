@@ -14,16 +14,10 @@ import numpy as np
 from .._caller import caller
 from ._leaves import kind_text
 
-_REASON = "in one environment, because jax2onnx needs `orbax-checkpoint` older than 0.11.37."
-_CONFLICTS = {
-    "onnx": f" It conflicts with the extra `orbax` {_REASON}",
-    "orbax": f" It conflicts with the extra `onnx` {_REASON}",
-}
-
 
 def missing_extra_message(what: str, package: str, extra: str) -> str:
-    """Names the extra to install, and extras that it conflicts with."""
-    return f"`{what}` needs {package}.\nInstall it: `pip install 'eqx_ensemble[{extra}]'`.{_CONFLICTS.get(extra, '')}"
+    """Names the extra to install."""
+    return f"`{what}` needs {package}.\nInstall it: `pip install 'eqx_ensemble[{extra}]'`."
 
 
 def check_installed(package: str, *, what: str, extra: str) -> None:

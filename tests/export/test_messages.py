@@ -40,9 +40,7 @@ BAD = {
     ),
     "one model": (
         lambda: ee.export_onnx(ENSEMBLE[0], shapes=(3,)),
-        "ImportError: `export_onnx` needs jax2onnx.\nInstall it: `pip install 'eqx_ensemble[onnx]'`. It "
-        "conflicts with the extra `orbax` in one environment, because jax2onnx needs `orbax-checkpoint` older than "
-        "0.11.37."
+        "ImportError: `export_onnx` needs jax2onnx.\nInstall it: `pip install 'eqx_ensemble[onnx]'`."
         if importlib.util.find_spec("jax2onnx") is None
         else "TypeError: `export_onnx` needs an `Ensemble`, got a MLP.\n"
         "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked already.",
