@@ -35,6 +35,7 @@ from _measure import Contender, Report, compared, counted, interleaved, script  
 
 import eqx_ensemble as ee  # noqa: E402
 
+Life = Callable[[pathlib.Path | None], str]  # trains, with its files in a folder, and returns a digest
 PARTS = ("kills", "damage", "disks", "speed")
 KILLS = {"fit": 15, "halving": 15, "fleet": 10}
 FLIPS, CUTS, DISKS = 2000, 200, 20
@@ -72,22 +73,21 @@ def _kill(report: Report, *, quick: bool) -> None:
         _report(report, f"SIGKILL, {name}", tally, kills)
 
 
-def _killed_often(
-    name: str, life: Callable[[pathlib.Path | None], str], folder: pathlib.Path, kills: int
-) -> collections.Counter[str]:
+def _killed_often(name: str, life: Life, folder: pathlib.Path, kills: int) -> collections.Counter[str]:
     jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    alone = lambda run: _result(*_fork(life, run))
-    expected = alone(None)
-    assert alone(folder / "first") == expected
+    expected, again = (_result(*_fork(life, run)) for run in (None, folder / "first"))
+    assert expected == again
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # or half a program would stay there
-    start = time.perf_counter()
-    assert alone(folder / "second") == expected
-    seconds, moments = time.perf_counter() - start, random.Random(name)
-    tally, run = collections.Counter({"killed": 0, "within a save": 0, "same": 0, "wrong": 0}), folder / "run"
+    child, reading = _fork(life, folder / "second")
+    begun, moments = _begun(child, folder / "second"), random.Random(name)
+    assert _result(child, reading) == expected
+    seconds = time.perf_counter() - begun
+    tally, run = collections.Counter({"killed": 0, "within a save": 0, "same": 0}), folder / "run"
     while tally["killed"] < kills or run.exists():
         child, reading = _fork(life, run)
         if tally["killed"] < kills:
+            _begun(child, run)
             time.sleep(moments.uniform(0, seconds))
             child.kill()
         result = _result(child, reading)
@@ -95,14 +95,12 @@ def _killed_often(
             tally["killed"] += 1
             tally["within a save"] += any(not path.name.endswith(".lock") for path in run.rglob(".*"))
             continue
-        tally["same" if result == expected else "wrong"] += 1
-        if result != expected:
-            print(name, result, flush=True)
+        tally["same" if result == expected else f"wrong: {result}"] += 1
         shutil.rmtree(run, ignore_errors=True)
     return tally
 
 
-def _fork(life: Callable[[pathlib.Path | None], str], folder: pathlib.Path | None) -> tuple[Any, Any]:
+def _fork(life: Life, folder: pathlib.Path | None) -> tuple[Any, Any]:
     """A process that does the work, and the pipe that it sends its result to."""
     fork = multiprocessing.get_context("fork")
     reading, writing = fork.Pipe(duplex=False)
@@ -112,7 +110,15 @@ def _fork(life: Callable[[pathlib.Path | None], str], folder: pathlib.Path | Non
     return child, reading
 
 
-def _live(life: Callable[[pathlib.Path | None], str], folder: pathlib.Path | None, writing: Any) -> None:
+def _begun(child: Any, run: pathlib.Path) -> float:
+    """When a process, after imports and compilation, locked a file that it saves to."""
+    start = time.time()
+    while child.is_alive() and not any(lock.stat().st_mtime > start for lock in run.rglob(".*.lock")):
+        time.sleep(0.01)
+    return time.perf_counter()
+
+
+def _live(life: Life, folder: pathlib.Path | None, writing: Any) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # XLA prints the features of the processor for each cached program
     try:
         writing.send(life(folder))
@@ -130,8 +136,7 @@ def _result(child: Any, reading: Any) -> str | None:
 
 def _problem() -> dict[str, Any]:
     """The arguments of `fit`. The loss is random, so that a stream that began again would be seen."""
-    key = jax.random.key(0)
-    x = jax.random.normal(key, (203, 3))
+    x = jax.random.normal(key := jax.random.key(0), (203, 3))
     data = x, jnp.sin(x[:, 0])
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 16, 2, key=key), 6, key=key)
     hyper, adam = {"lr": jnp.geomspace(1e-3, 1e-2, 6)}, lambda hyper: optax.adam(hyper["lr"])
@@ -146,7 +151,7 @@ def _loss(model: eqx.nn.MLP, batch: Any, key: Any) -> Any:
 
 
 def _fit(folder: pathlib.Path | None) -> str:
-    saving = {} if folder is None else {"checkpoint": ee.train.Checkpoint(folder / "run.eqx", every=20)}
+    saving = {} if folder is None else {"checkpoint": ee.train.Checkpoint(folder / "run.eqx", every=5)}
     problem = _problem()
     return _run_digest(ee.fit(**problem, validation=problem["data"], epochs=200, **saving))
 
@@ -174,8 +179,7 @@ def _digest(tree: Any) -> str:
     digest = hashlib.sha256()
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if not callable(x):
-            is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-            x = np.asarray(jax.random.key_data(x) if is_key else x)
+            x = np.asarray(jax.random.key_data(x) if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) else x)
             digest.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode() + x.tobytes())
     return digest.hexdigest()
 
@@ -184,8 +188,7 @@ def _damage(report: Report, *, flips: int, cuts: int) -> None:
     """Loading either raises `CheckpointCorruptError`, or gives what was saved."""
     places, tree = random.Random(0), _tree()
     with tempfile.TemporaryDirectory() as name:
-        path = pathlib.Path(name, "saved.eqx")
-        ee.save(path, tree, meta={"epochs": 40})
+        ee.save(path := pathlib.Path(name, "saved.eqx"), tree, meta={"epochs": 40})
         whole = path.read_bytes()
         header = 8 + int.from_bytes(whole[:8], "little")
         bits = [places.randrange(8 * (header if i % 2 else len(whole))) for i in range(flips)]
@@ -196,29 +199,26 @@ def _damage(report: Report, *, flips: int, cuts: int) -> None:
         found = lambda: (_digest(ee.load(path, tree)), ee.contents(path))
         expected = found()
         for what, contents in damage.items():
-            tally = collections.Counter(same=0, refused=0, wrong=0)
+            tally = collections.Counter(same=0, refused=0)
             for content in contents:
                 path.write_bytes(content)
                 try:
-                    outcome = "same" if found() == expected else "wrong"
-                except ee.CheckpointCorruptError:
-                    outcome = "refused"
-                except Exception:
-                    outcome = "wrong"
-                tally[outcome] += 1
+                    tally["same" if found() == expected else "wrong"] += 1
+                except Exception as error:
+                    tally["refused" if isinstance(error, ee.CheckpointCorruptError) else f"wrong: {error!r}"] += 1
             _report(report, what, tally, len(contents))
     report.facts["damaged file"] = f"{len(whole)} bytes, {header} of them header, in which half of the bits are"
 
 
 def _report(report: Report, what: str, tally: collections.Counter[str], tries: int) -> None:
-    report.rows.append(counted(what, "different, silent or another error", tally["wrong"], tries, target="<= 0"))
+    wrong = sum(count for outcome, count in tally.items() if outcome.startswith("wrong"))
+    report.rows.append(counted(what, "different, silent or another error", wrong, tries, target="<= 0"))
     report.facts[what] = ", ".join(f"{count} {outcome}" for outcome, count in tally.items())
 
 
 def _tree() -> dict[str, Any]:
     """An ensemble, and a leaf of each other kind."""
-    make = lambda key: eqx.nn.MLP(4, 2, 8, 2, key=key)
-    ensemble = ee.build(make, 3, key=jax.random.key(0))
+    ensemble = ee.build(lambda key: eqx.nn.MLP(4, 2, 8, 2, key=key), 3, key=jax.random.key(0))
     half = jnp.linspace(0, 1, 64).astype(jnp.bfloat16)
     return {"ensemble": ensemble, "half": half, "key": jax.random.key(3), "on": np.arange(5) > 2, "rate": 0.1, "n": 7}
 
@@ -231,7 +231,7 @@ def _flip(content: bytes, bit: int) -> bytes:
 
 def _fill_disks(report: Report, disks: int) -> None:
     """Saving raises `OSError`, the old file stays, nothing else does, and with room again it succeeds."""
-    places, tally = random.Random(0), collections.Counter(refused=0, wrong=0)
+    places, tally = random.Random(0), collections.Counter(refused=0)
     old, new = ({"x": np.random.default_rng(i).normal(size=65_536)} for i in range(2))
     with contextlib.ExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
