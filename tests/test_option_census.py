@@ -56,12 +56,11 @@ ensemble = ee.build(make, 4, key=KEY)
 layered = ee.build(lambda key: eqx.nn.MLP(3, 1, 4, 1, key=key), 2, key=KEY)
 process = lambda key: ee.methods.sngp.SNGP(eqx.nn.Identity(), 3, 1, num_features=4, key=key)
 gaussian_processes = ee.build(process, 2, key=KEY)
-saved, one_saved = path(), path()
+saved = path()
 
 
 def setup_module():
     ee.save(saved, ensemble)
-    ee.save(one_saved, ensemble[0])
 
 
 def teardown_module():
@@ -214,26 +213,16 @@ CASES = {
     "save": Case(
         lambda **options: ee.save(**({"path": path()} | options)),
         {"tree": always(ensemble)},
-        ("path", "tree", "meta", "format"),
+        ("path", "tree", "meta"),
     ),
     "load": Case(ee.load, {"path": always(saved), "like": always(make)}),
-    "load_members": Case(ee.load_members, {"paths": always([one_saved]), "like": always(make)}),
-    "export_members": Case(
-        lambda **options: ee.export_members(**({"folder": path()} | options)),
-        {"ensemble": always(ensemble)},
-        ("ensemble", "folder", "format"),
-    ),
     "export": Case(ee.export, {"ensemble": always(ensemble), "shapes": always((3,))}),
-    "checkpoint.Checkpoints": Case(
-        lambda **options: ee.checkpoint.Checkpoints(**({"folder": path()} | options)),
+    "contents": Case(ee.contents, {"path": always(saved)}),
+    "train.Checkpoint": Case(
+        lambda **options: ee.fit(**_made(_steps), checkpoint=ee.train.Checkpoint(**({"path": path()} | options))),
         {},
-        ("folder", "last", "best", "keep_period", "asynchronous", "format", "every", "resume"),
+        ("path", "every"),
     ),
-    "checkpoint.exit_on_signal": Case(
-        lambda **options: ee.checkpoint.exit_on_signal(**options).__enter__(), {}, ("number", "code")
-    ),
-    "checkpoint.contents": Case(ee.checkpoint.contents, {"path": always(saved)}),
-    "checkpoint.verify": Case(ee.checkpoint.verify, {"path": always(saved)}),
     "methods.population.set_hyper": Case(
         ee.methods.population.set_hyper,
         {"state": state, "members": always([0]), "fn": always(lambda hyper, key: hyper), "key": always(KEY)},
@@ -486,20 +475,10 @@ ACCEPTED = {
         "tree": "nan inf -1 0 text int64 float32 array None",
         "meta": "nan inf -1 0 text None",
     },
-    "load": dict.fromkeys(["members", "cast", "mesh"], "None"),
-    "load_members": {"ids": "None"},
-    "export_members": {"folder": "text"},
+    "load": {"members": "None"},
     "export": {"batch_size": "int64 None"}
     | dict.fromkeys(["combine", "weights", "state", "fn", "inference", "plan", "key"], "None"),
-    "checkpoint.Checkpoints": {
-        "folder": "text",
-        "last": "int64",
-        "best": "0 int64",
-        "keep_period": "int64 None",
-        "every": "int64 None",
-        "asynchronous": "None",
-        "format": "None",
-    },
+    "train.Checkpoint": {"path": "text", "every": "int64 None"},
     "methods.population.perturb_hyper": {"resample": "0 float32"},
     "methods.population.rank": {"healthy": "None"},
     "methods.population.truncation": {"healthy": "None", "fraction": "float32"},
@@ -588,7 +567,7 @@ RAW = {
 
 
 ROOMS = (
-    ee, ee.checkpoint, ee.methods, ee.methods.adapters, ee.methods.alignment, ee.methods.efficient,
+    ee, ee.methods, ee.methods.adapters, ee.methods.alignment, ee.methods.efficient,
     ee.methods.trajectory, ee.methods.population, ee.methods.priors, ee.methods.sampling, ee.methods.sngp,
     ee.methods.soups, ee.plan, ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
 )  # fmt: skip

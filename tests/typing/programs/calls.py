@@ -135,17 +135,14 @@ def predicting(
     ee.predict(mlps[0], x)  # error
 
 
-def files(mlps: ee.Ensemble[MLP], state: State, paths: list[str], x: jax.Array) -> None:
+def files(mlps: ee.Ensemble[MLP], state: State, x: jax.Array) -> None:
     reveal_type(ee.load("a", make))  # is Ensemble[MLP]
     reveal_type(ee.load("a", make_stateful))  # is tuple[Ensemble[Stateful], State]
     reveal_type(ee.load("a", mlps, members=[0]))  # is Ensemble[MLP]
     reveal_type(ee.load("a", mlps[0]))  # is MLP
     reveal_type(ee.load("a", (mlps, state)))  # is tuple[Ensemble[MLP], State]
     reveal_type(ee.load("a", {"rate": x}))  # is dict[str, Array]
-    reveal_type(ee.load_members(paths, make))  # is Ensemble[MLP]
-    reveal_type(ee.load_members(paths, mlps[0]))  # is Ensemble[MLP]
     ee.load("a", make, strikt=False)  # error
-    ee.load_members(3, make)  # error
 
 
 def steps(mlps: ee.Ensemble[MLP], x: jax.Array, key: jax.Array) -> None:
