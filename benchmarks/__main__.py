@@ -38,8 +38,6 @@ SCRIPTS = (
     "methods",
     "efficient",
     "adapters",
-    "fleet",
-    "fleet_memory",
     "history",
     "house",
 )

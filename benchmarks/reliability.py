@@ -8,7 +8,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
-import inspect
 import multiprocessing
 import os
 import pathlib
@@ -63,10 +62,7 @@ def _kill(report: Report, *, quick: bool) -> None:
     A run that comes to its end must be, in every bit, the run that nobody killed.
     """
     warnings.filterwarnings("ignore", message="os.fork")
-    lives = {"fit": _fit, "halving": _halve}
-    if "folder" in inspect.signature(ee.fleet.fit).parameters:
-        lives["fleet"] = _fit_on_workers
-    for name, life in lives.items():
+    for name, life in {"fit": _fit, "halving": _halve, "fleet": _fit_on_workers}.items():
         kills = 1 if quick else KILLS[name]
         with tempfile.TemporaryDirectory() as folder:
             tally = _killed_often(name, life, pathlib.Path(folder), kills)

@@ -1,8 +1,10 @@
 """Loading a file of `save`: what it holds is compared with what is wanted, leaf by leaf, and verified."""
 
-import hashlib
+import functools
 import inspect
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
 import equinox as eqx
@@ -16,7 +18,18 @@ from ._check import CheckpointCorruptError, MemberMismatchError, check_path, is_
 from ._ensemble import Ensemble, M
 from ._ids import close_all, open_all
 from ._pytree import PyTree
-from ._save import Header, Leaf, PathLike, is_number, is_saved, named_leaves, read_header, statics
+from ._save import (
+    Header,
+    PathLike,
+    digests_of,
+    is_number,
+    is_saved,
+    marked_leaves,
+    named_leaves,
+    read_header,
+    shape_text,
+    statics,
+)
 from .tree._engine import check_distinct, check_index, check_no_tracers
 
 Model = TypeVar("Model", bound=eqx.Module)
@@ -109,23 +122,37 @@ def load(path: PathLike, like: Any, *, members: Any = None) -> PyTree:
             "The file holds the numbers; the model's code is yours."
         )
     header = read_header(path)
+    if isinstance(header.meta, dict) and "fit" in header.meta and not isinstance(like, dict):
+        raise ValueError(
+            f"`{caller()}` needs a file of an ensemble, and `{path}` holds a run of `fit` with its optimiser's state.\n"
+            "The same call of `fit` returns the run; keep its ensemble with `save(path, run.ensemble)`."
+        )
     if callable(like) and not isinstance(like, eqx.Module | tuple):
         like = _from_maker(like, header)
     like = open_all(like, lambda keys: jtu.keystr(keys) in header.leaves)
-    rows = None if members is None else _rows(members, header, path)
+    rows = None if members is None else _rows(members, header, like, path)
     wanted = named_leaves(like)
     _check_same(path, header, wanted, statics(like), members=rows is not None)
     named = iter(wanted)
-    with open(path, "rb") as file:
-        tree = jax.tree.map(lambda x: _value(file, header, next(named), x, rows) if is_saved(x) else x, like)
+    with open(path, "rb") as file, ThreadPoolExecutor() as pool:
+        read = functools.partial(_read, file, header, rows=rows)
+        arrays = dict(zip(header.leaves, pool.map(read, header.leaves), strict=True))
+    value = lambda x: _value(header, next(named), x, arrays)
+    tree = jax.tree.map(lambda x: value(x) if is_saved(x) else x, like)
     return close_all(tree)
 
 
-def _rows(members: Any, header: Header, path: PathLike) -> list[int]:
+def _rows(members: Any, header: Header, like: PyTree, path: PathLike) -> list[int]:
     """The positions of members that are to be read."""
     counts = {leaf.shape[0] for leaf in header.leaves.values() if leaf.per_member}
     if not counts:
         raise ValueError(f"`{caller()}` cannot choose members of `{path}`, which was saved without an ensemble.")
+    for name in marked_leaves(like):
+        if name in header.leaves and not header.leaves[name].per_member:
+            raise ValueError(
+                f"`{caller()}` cannot choose members of `{path}`: `{name}` has another number of members, or another "
+                "axis.\nLoad all of it, and index each part."
+            )
     rows = check_index(list(members) if isinstance(members, range) else members, *counts)
     if isinstance(rows, int):
         raise TypeError(
@@ -136,42 +163,58 @@ def _rows(members: Any, header: Header, path: PathLike) -> list[int]:
     return rows.tolist()
 
 
-def _value(file: BinaryIO, header: Header, name: str, like: Any, rows: list[int] | None) -> Any:
+def _read(file: BinaryIO, header: Header, name: str, *, rows: list[int] | None) -> np.ndarray:
+    """An array, or the chosen members of one, after their digests were compared."""
+    leaf, fd = header.leaves[name], file.fileno()
+    size, chosen = leaf.nbytes // leaf.num_digests, list(range(leaf.num_digests))
+    if rows is not None and leaf.per_member:
+        chosen = rows
+        data = _aligned(size * len(rows))
+        for i, row in enumerate(rows):
+            _fill(fd, data[i * size : (i + 1) * size], header.starts[name] + row * size)
+    else:
+        data = _aligned(leaf.nbytes)
+        _fill(fd, data, header.starts[name])
+    saved, found = os.pread(fd, 32 * leaf.num_digests, header.digests[name]), digests_of(data, len(chosen))
+    for i, row in enumerate(chosen):
+        if found[32 * i : 32 * i + 32] != saved[32 * row : 32 * row + 32]:
+            member = f", member {row}" if leaf.per_member else ""
+            text = f"`{file.name}` is damaged at `{name}`{member}: its SHA-256 is not the one that was saved."
+            raise CheckpointCorruptError(text, str(file.name), name, row if leaf.per_member else None)
+    shape = (len(chosen), *leaf.shape[1:]) if leaf.per_member else leaf.shape
+    return data.view(np.dtype(leaf.dtype)).reshape(shape)
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Bytes that begin where JAX needs it to use them without a copy."""
+    data = np.empty(size + 64, np.uint8)
+    start = -data.ctypes.data % 64
+    return data[start : start + size]
+
+
+def _fill(fd: int, part: np.ndarray, start: int) -> None:
+    """Reads from a place of a file; one call reads 2 GiB at most."""
+    done = 0
+    while done < len(part) and (more := os.preadv(fd, [part[done:].data], start + done)):
+        done += more
+
+
+def _value(header: Header, name: str, like: Any, arrays: dict[str, np.ndarray]) -> Any:
     """An array or a number of the file, as `like` has it."""
     if is_number(like):
         value = header.numbers[name][1]
         return complex(*value) if isinstance(like, complex) else value
-    leaf = header.leaves[name]
-    x = _read(file, leaf, name, header.starts[name], header.digests[name], rows if leaf.per_member else None)
+    x, generator = arrays[name], header.leaves[name].generator
     if isinstance(like, np.generic):
         return x[()]
     if isinstance(like, np.ndarray):
         return x
-    value = jnp.array(x)
+    value = jax.device_put(x)
     if value.dtype != x.dtype:
         raise ValueError(f"`{caller()}` needs 64 bits for `{name}`: `jax.config.update('jax_enable_x64', True)`.")
-    value = value if leaf.generator is None else jax.random.wrap_key_data(value, impl=leaf.generator)
+    value = value if generator is None else jax.random.wrap_key_data(value, impl=generator)
     sharding = getattr(like, "sharding", None)
     return value if sharding is None or len(sharding.device_set) == 1 else jax.device_put(value, sharding)
-
-
-def _read(file: BinaryIO, leaf: Leaf, name: str, start: int, digests: int, rows: list[int] | None) -> np.ndarray:
-    """An array, or the chosen members of one, after their digests were compared."""
-    count = leaf.num_digests
-    size = leaf.nbytes // count
-    file.seek(digests)
-    expected = file.read(32 * count)
-    chosen = range(count) if rows is None else rows
-    data = bytearray(size * len(chosen))
-    for i, row in enumerate(chosen):
-        part = memoryview(data)[i * size : (i + 1) * size]
-        file.seek(start + row * size)
-        if file.readinto(part) != size or hashlib.sha256(part).digest() != expected[32 * row : 32 * row + 32]:
-            member = f", member {row}" if leaf.per_member else ""
-            text = f"`{file.name}` is damaged at `{name}`{member}: its SHA-256 is not the one that was saved."
-            raise CheckpointCorruptError(text, str(file.name), name, row if leaf.per_member else None)
-    shape = leaf.shape if rows is None else (len(rows), *leaf.shape[1:])
-    return np.frombuffer(data, np.dtype(leaf.dtype)).reshape(shape)
 
 
 # What differs between a file and what is wanted.
@@ -206,8 +249,7 @@ def _saved_texts(header: Header, any_count: set[str] | frozenset[str] = frozense
 def _wanted_text(x: Any, *, any_count: bool) -> str:
     if is_number(x):
         return type(x).__name__
-    generator = str(jax.random.key_impl(x)) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None
-    return f"{generator or np.dtype(x.dtype).name}[{','.join(map(str, x.shape[any_count:]))}]"
+    return shape_text(x.dtype.name, x.shape[any_count:])
 
 
 # What is wanted, from a function that makes one member.
@@ -224,13 +266,15 @@ def _from_maker(make: Callable[..., Any], header: Header) -> Any:
     count = ids.shape
 
     def stacked(keys: Any, x: Any) -> Any:
-        found = header.leaves.get(f"{start}.stacked{jtu.keystr(keys)}")
-        if found is None:
-            return None
-        return _with_axis(x, count) if hasattr(x, "shape") else jax.ShapeDtypeStruct(count, np.dtype(found.dtype))
+        """The members' own leaf: an array that is not a shared one, or a number that `build(zip=...)` gave to each."""
+        path = jtu.keystr(keys)
+        if hasattr(x, "shape"):
+            return None if f"{start}.shared{path}" in header.leaves else _with_axis(x, count)
+        found = header.leaves.get(f"{start}.stacked{path}")
+        return None if found is None else jax.ShapeDtypeStruct(count, np.dtype(found.dtype))
 
     of_members = jtu.tree_map_with_path(stacked, member)
-    # A number that members have of their own, as by `build(zip=...)`, is marked by a shared one.
+    # A number of each member's own is marked by a shared one.
     shared = jax.tree.map(
         lambda own, x: None if own is not None and hasattr(x, "shape") else x,
         of_members,

@@ -5,12 +5,14 @@ import dataclasses
 import enum
 import errno
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,11 @@ _OURS = "eqx_ensemble"  # the key of our part of the header
 _DIGESTS = "sha256"  # the name of the array of digests; paths of leaves begin with `.`, `[` or `<`
 
 
+def shape_text(dtype: Any, shape: Sequence[int]) -> str:
+    """A dtype and a shape, such as `float32[8,50,13]`."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
 class Leaf(NamedTuple):
     """What a file says of an array. Members of an array `(members, ...)` have a digest each."""
 
@@ -42,8 +49,9 @@ class Leaf(NamedTuple):
     per_member: bool = False
 
     def __str__(self) -> str:
-        kind = self.generator or self.dtype
-        return f"{kind}[{','.join(map(str, self.shape[:-1] if self.generator else self.shape))}]"
+        if self.generator is None:
+            return shape_text(self.dtype, self.shape)
+        return shape_text(jax.random.key(0, impl=self.generator).dtype, self.shape[:-1])
 
     @property
     def nbytes(self) -> int:
@@ -104,8 +112,7 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None) -> None:
             f"`{caller()}` needs an ensemble or a model to save, not its constructor; got {kind_text(tree)}."
         )
     arrays, leaves, numbers, fixed = _split(open_all(tree))
-    versions = {name: importlib.metadata.version(name) for name in ("eqx_ensemble", "jax", "equinox", "optax")}
-    header = {"leaves": leaves, "numbers": numbers, "fixed": fixed, "meta": meta, "versions": versions}
+    header = {"leaves": leaves, "numbers": numbers, "fixed": fixed, "meta": meta, "versions": _versions()}
     try:
         text = json.dumps(header)
     except (TypeError, ValueError) as error:
@@ -122,7 +129,8 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None) -> None:
 def _split(tree: PyTree) -> tuple[dict[str, np.ndarray], dict[str, Leaf], dict[str, Any], dict[str, str]]:
     """The arrays of a tree on the host with what is said of them, its numbers, and descriptions of all else."""
     named, fixed = named_leaves(tree), statics(tree)
-    members = stacked_leaves(tree)
+    marked = marked_leaves(tree)
+    count = next(iter(marked.values()), None)
     arrays, leaves, numbers = {}, {}, {}
     for name, x in named.items():
         if is_number(x):
@@ -134,7 +142,7 @@ def _split(tree: PyTree) -> tuple[dict[str, np.ndarray], dict[str, Leaf], dict[s
         array = np.asarray(to_host(x))
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
         arrays[name] = array
-        leaves[name] = Leaf(array.dtype.name, array.shape, generator, name in members)
+        leaves[name] = Leaf(array.dtype.name, array.shape, generator, count is not None and marked.get(name) == count)
     return arrays, leaves, numbers, fixed
 
 
@@ -145,15 +153,26 @@ def _write(path: Path, text: str, arrays: dict[str, np.ndarray], leaves: dict[st
     if path.exists() and not is_ours(path):
         raise FileExistsError(errno.EEXIST, "It was not written by `save`, and is not overwritten", str(path))
     as_bytes = lambda x: x.reshape(-1).view(np.uint8)
-    parts = [part for name, x in arrays.items() for part in as_bytes(x).reshape(leaves[name].num_digests, -1)]
+    with ThreadPoolExecutor() as pool:  # of large arrays, nearly all time is in `hashlib`, which frees other threads
+        found = pool.map(digests_of, map(as_bytes, arrays.values()), (leaves[name].num_digests for name in arrays))
+    digests = b"".join(found)
     stored = {name: x if leaves[name].is_native else as_bytes(x) for name, x in arrays.items()}
-    digests = b"".join(hashlib.sha256(part.data).digest() for part in parts)
-    stored[_DIGESTS] = np.frombuffer(digests, np.uint8).reshape(len(parts), 32)
+    stored[_DIGESTS] = np.frombuffer(digests, np.uint8).reshape(-1, 32)
     with _replacing(path) as new:
         try:
             save_file(stored, new, {_OURS: text, _DIGESTS: hashlib.sha256(text.encode()).hexdigest()})
         except SafetensorError as error:  # such as of a full disk
             raise OSError(errno.EIO, str(error), str(path)) from None
+
+
+def digests_of(data: np.ndarray, count: int) -> bytes:
+    """The SHA-256 of each of so many equal parts of an array's bytes."""
+    return b"".join(hashlib.sha256(part.data).digest() for part in data.reshape(count, -1))
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("eqx_ensemble", "jax", "equinox", "optax")}
 
 
 @contextlib.contextmanager
@@ -183,14 +202,22 @@ def _sync(path: Path) -> None:
 def hold(path: Path) -> Iterator[None]:
     """Holds the lock of a file, which one run uses at a time; the system releases it when the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(errno.EWOULDBLOCK, "Another run uses it", str(path)) from None
-        for left in path.parent.glob(f".{path.name}.*.*"):  # by a process that was killed while it wrote
-            left.unlink(missing_ok=True)
-        yield
+    lock, is_held = path.with_name(f".{path.name}.lock"), False
+    while not is_held:
+        with open(lock, "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(errno.EWOULDBLOCK, "Another run uses it", str(path)) from None
+            with contextlib.suppress(FileNotFoundError):  # another run may have ended, and removed what was opened here
+                is_held = os.path.samestat(os.fstat(file.fileno()), os.stat(lock))
+            if is_held:
+                for left in path.parent.glob(f".{path.name}.*.*"):  # by a process that was killed while it wrote
+                    left.unlink(missing_ok=True)
+                try:
+                    yield
+                finally:
+                    lock.unlink(missing_ok=True)
 
 
 # The parts of a tree by name.
@@ -216,17 +243,19 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     return found
 
 
-def stacked_leaves(tree: PyTree) -> set[str]:
-    """The paths of arrays `(members, ...)`: in the first ensemble, and in states and marks with as many members."""
+def marked_leaves(tree: PyTree) -> dict[str, int | None]:
+    """The arrays of ensembles, states and inputs marked `Each` by their paths, with the length of their leading axis.
+
+    Ensembles come first. The length is `None` if the members are along another axis.
+    """
     nodes = jtu.tree_flatten_with_path(tree, is_leaf=_axes.is_per_member)[0]
-    nodes = [(path, x) for path, x in nodes if _axes.is_per_member(x) and getattr(x, "axis", 0) == 0]
-    found = []
+    found = {}
     for path, node in sorted(nodes, key=lambda pair: not isinstance(pair[1], Ensemble)):
-        for inner, x in jtu.tree_flatten_with_path(node)[0]:
+        for inner, x in jtu.tree_flatten_with_path(node)[0] if _axes.is_per_member(node) else ():
             is_own = not isinstance(node, Ensemble) or getattr(inner[0], "name", "") != "shared"
             if is_own and np.ndim(x):
-                found.append((path_text(path + inner), np.shape(x)[0]))
-    return {name for name, count in found if count == found[0][1]}
+                found[path_text(path + inner)] = np.shape(x)[0] if getattr(node, "axis", 0) == 0 else None
+    return found
 
 
 def statics(tree: PyTree) -> dict[str, str]:
@@ -243,7 +272,8 @@ def statics(tree: PyTree) -> dict[str, str]:
             left += [(path + inner, x) for inner, x in reversed(parts)]
         elif not is_saved(node):
             found[path_text(path)] = _text(node)
-    return found
+    twin = lambda name: name.replace(".shared", ".stacked", 1)  # both parts of an ensemble hold its Modules
+    return {name: text for name, text in found.items() if twin(name) == name or found.get(twin(name)) != text}
 
 
 def _text(x: Any) -> str:

@@ -30,27 +30,13 @@ def ignore_warnings(message: str = "") -> Iterator[None]:
             warnings.filterwarnings("ignore", message=message)
             yield
         return
-    with _own_filter(_OwnWarnings(message), Warning):
+    with _own_filter(_OwnWarnings(message)):
         yield
 
 
 @contextlib.contextmanager
-def record_warnings() -> Iterator[list[str]]:
-    """Records the texts of this thread's `UserWarning`s instead of showing them, and ignores other warnings."""
-    texts: list[str] = []
-    if getattr(sys.flags, "context_aware_warnings", False):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield texts
-        texts += [str(x.message) for x in caught if issubclass(x.category, UserWarning)]
-        return
-    with _own_filter(_OwnWarnings(""), Warning), _own_filter(_OwnWarnings("", texts), UserWarning):
-        yield texts
-
-
-@contextlib.contextmanager
-def _own_filter(own: "_OwnWarnings", category: type[Warning]) -> Iterator[None]:
-    entry: Any = ("ignore", own, category, None, 0)
+def _own_filter(own: "_OwnWarnings") -> Iterator[None]:
+    entry: Any = ("ignore", own, Warning, None, 0)
     filters: Any = warnings.filters  # a list, which another thread may replace meanwhile
     filters.insert(0, entry)
     try:
@@ -67,13 +53,10 @@ def _own_filter(own: "_OwnWarnings", category: type[Warning]) -> Iterator[None]:
 class _OwnWarnings:
     """Replaces the regular expression of a filter; matches only warnings of the thread that made it."""
 
-    def __init__(self, message: str, texts: list[str] | None = None) -> None:
-        self.active, self._texts = True, texts
+    def __init__(self, message: str) -> None:
+        self.active = True
         self._pattern, self._thread = re.compile(message, re.IGNORECASE), threading.get_ident()
 
     def match(self, text: str) -> bool:
         """Whether to ignore a warning with this text."""
-        matches = self.active and threading.get_ident() == self._thread and self._pattern.match(text) is not None
-        if matches and self._texts is not None:
-            self._texts.append(text)
-        return matches
+        return self.active and threading.get_ident() == self._thread and self._pattern.match(text) is not None

@@ -132,7 +132,6 @@ INTEGERS = {
     "members that are counted": lambda n: ee.from_stacked(Counter(n))(1),
     "predict": lambda n: ee.predict(ENSEMBLE, n, fn=lambda model, n: n),
     "predict by members that count": lambda n: ee.predict(ee.from_stacked(Counter(n)), jnp.zeros(2, jnp.int32)),
-    "sharding.batch": lambda n: ee.sharding.batch(ee.make_mesh(members=1, data=1), n, 3),
     "tree.take": lambda n: ee.tree.take({"x": jnp.arange(3)}, n),
     "tree.replace": lambda n: ee.tree.replace({"x": jnp.arange(3)}, 1, {"x": np.array(n[2])}),
 }

@@ -59,7 +59,6 @@ def objects():
         "Ensemble": ensemble,
         "an ensemble of ensembles": ee.build(lambda key: ee.build(Net, 2, key=key), 3, key=KEY),
         "an ensemble as a field": Forecaster(ensemble, jnp.ones(3)),
-        "Group": ee.Group({"a": ensemble, "b": ee.build(Net, ids=[7], key=KEY)}),
         "Each": ee.Each(X),
         "Each of keys": ensemble.keys(KEY),
         "Batch": ee.Batch(X),
@@ -91,7 +90,7 @@ WAYS = {
     "replace": lambda x: x._replace() if isinstance(x, tuple) else dataclasses.replace(x),
 }
 NAMES = (
-    "Ensemble,an ensemble of ensembles,an ensemble as a field,Group,Each,Each of keys,Batch,Run,Run of some members,"
+    "Ensemble,an ensemble of ensembles,an ensemble as a field,Each,Each of keys,Batch,Run,Run of some members,"
     "TrainState,Metrics,History,Validation,Stopping,Revive,Checkpoint,Vmap,Chunked,Sequential,Unrolled,Auto,"
     "temperature,isotonic,split,lac"
 ).split(",")

@@ -4,10 +4,13 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import os
 import pathlib
 import pkgutil
 import re
 import signal
+import subprocess
+import sys
 import types
 
 import equinox as eqx
@@ -31,9 +34,9 @@ WITH_CODE = {str(page.relative_to(ROOT)): page for page in RUN if blocks(page.re
 # What examples need of extras; each is left out where it is not installed.
 NEEDED = {"blackjax": "import blackjax", "arviz_stats": "sampling.diagnostics("}
 NEEDED |= {package: f"import {package}" for package in ("zarr", "pyarrow", "grain", "paramax")}
+NEEDED |= {"distributed": "from distributed import", "cloudpickle": "ee.fleet."}
 MISSING = [mark for package, mark in NEEDED.items() if importlib.util.find_spec(package) is None]
-# `fleet/test_recipes` and `fleet/test_clusters` run them, each in processes of its own.
-ENGINES = re.compile(r"^(?:import|from) (?:dask_\w+|engine|loky|mpi4py|parsl|ray|submitit|train)\b", re.MULTILINE)
+ENGINES = re.compile(r"^(?:import|from) ray\b", re.MULTILINE)  # `test_ray_tune` runs one
 CONNECTS = re.compile(r"^jax\.distributed\.initialize\(", re.MULTILINE)  # `distributed/test_pages` runs them
 LOGGERS = re.compile(r"^(?:import|from) (?:tensorboardX|wandb|mlflow)\b", re.MULTILINE)  # `test_logging` runs them
 DIRECTIVE = re.compile(r"^::: (\S+)(?:\n(?:    .*)?)*", re.MULTILINE)
@@ -195,7 +198,7 @@ def as_users_run_it():
     jaxtyping.config.update("jaxtyping_disable", disabled)
 
 
-@pytest.mark.parametrize(("page", "package"), [("step-runs", "train"), ("fleet-runs", "fleet")])
+@pytest.mark.parametrize(("page", "package"), [("step-runs", "train")])
 def test_pages_and_pictures_for_developers_name_files_that_exist(page, package):
     text = (ROOT / f"docs/how-a-{page}.md").read_text()
     picture = (ROOT / "docs" / re.search(r"\(images/\S+\.svg\)", text)[0][1:-1]).read_text()
@@ -248,3 +251,19 @@ def test_an_error_and_a_warning_are_output():
             run(blocks(wrong), "text")
     with pytest.raises(ZeroDivisionError):
         run(blocks("```python\n1 / 0\n```\n"), "text")
+
+
+@pytest.mark.slow
+def test_ray_tune(tmp_path):
+    pytest.importorskip("ray.tune", reason="needs Ray Tune")
+    page = (ROOT / "docs" / "recipes" / "ray-tune.md").read_text()
+    (file,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "search.py").write_text(file)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "search.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    width, score = re.search(r"\{'width': (\d+), 'depth': \d\} \S+ (\S+)$", done.stdout.strip()).groups()
+    assert int(width) in (8, 16, 32)
+    assert float(score) < 0.2  # the variance of the targets is 0.43

@@ -61,7 +61,7 @@ BAD = {
         "0.\n"
         "  at `.weight`: expected f32[1,2], got f32[1,3]\n"
         "  at `.in_features`: expected 2, got 3\n"
-        "Models of different sizes cannot share one stacked Module: `group` has a part per size.",
+        "Models of different sizes cannot share one stacked Module: build one ensemble per size.",
     ),
     "stack of different floats": (
         lambda: ee.stack([eqx.nn.Dropout(0.1), eqx.nn.Dropout(0.2)]),

@@ -145,10 +145,8 @@ CASES = {
     "stack": Case(ee.stack, {"models": lambda: [ensemble[0], ensemble[1]]}),
     "average_parameters": Case(ee.average_parameters, {"ensemble": always(ensemble)}),
     "concatenate": Case(ee.concatenate, {"ensembles": lambda: [ensemble[:2], ensemble[2:]]}),
-    "group": Case(ee.group, {"models": lambda: [ensemble[0], ensemble[1]]}),
     "from_stacked": Case(ee.from_stacked, {"model": always(ensemble.stacked)}),
     "make_mesh": Case(ee.make_mesh, {"members": always(2)}),
-    "describe": Case(ee.describe, {"ensemble": always(ensemble)}),
     "map_members": Case(
         lambda **options: ee.map_members(**options)(ensemble, DATA[0][0]),
         {"fn": always(lambda model, x: model(x))},
@@ -216,7 +214,6 @@ CASES = {
         ("path", "tree", "meta"),
     ),
     "load": Case(ee.load, {"path": always(saved), "like": always(make)}),
-    "export": Case(ee.export, {"ensemble": always(ensemble), "shapes": always((3,))}),
     "contents": Case(ee.contents, {"path": always(saved)}),
     "train.Checkpoint": Case(
         lambda **options: ee.fit(**_made(_steps), checkpoint=ee.train.Checkpoint(**({"path": path()} | options))),
@@ -398,17 +395,6 @@ CASES = {
     "tree.polyak": Case(ee.tree.polyak, {"old": always(ensemble), "new": always(ensemble), "tau": always(0.5)}),
     "plan.Auto": Case(ee.plan.Auto, {}, ("memory", "max_overhead")),
     "plan.Chunked": Case(ee.plan.Chunked, {"size": always(2)}),
-    "sharding.batch": Case(
-        ee.sharding.batch, {"mesh": lambda: ee.make_mesh(2), "rows": always(DATA[0]), "num_rows": always(12)}
-    ),
-    "sharding.local_rows": Case(ee.sharding.local_rows, {"mesh": lambda: ee.make_mesh(2), "num_rows": always(12)}),
-    "sharding.collectives": Case(ee.sharding.collectives, {"fn": always(lambda: jnp.ones(()))}),
-    "sharding.describe": Case(ee.sharding.describe, {"tree": always(ensemble)}),
-    "testing.check_ensemble": Case(
-        ee.testing.check_ensemble,
-        {"make": always(make), "num_members": always(2), "key": always(KEY)},
-        ("make", "num_members", "rtol", "key"),  # `x` is the user's model's own
-    ),
     "testing.check_independent": Case(
         ee.testing.check_independent,
         {
@@ -439,9 +425,8 @@ ACCEPTED = {
     | dict.fromkeys(["ids", "keys", "zip", "product", "shared", "mesh", "shard"], "None"),
     "stack": {"ids": "int64 None", "shared": "None"},  # ids may be a count
     "average_parameters": {"weights": "None"},
-    "group": {"ids": "int64 None"},
     "from_stacked": {"model": "array", "ids": "None", "shared": "None"},  # an array is a tree of members
-    "make_mesh": {"members": "int64 None", "data": "int64", "model": "int64", "devices": "None"},
+    "make_mesh": {"members": "int64 None", "data": "int64", "devices": "None"},
     "map_members": {"plan": "None", "mesh": "None", "out_axis": "-1 0"},
     "member_keys": {"ids": "int64", "purpose": "text"},
     "prune_members": {"above": "0", "num_members": "int64 None"},
@@ -476,8 +461,6 @@ ACCEPTED = {
         "meta": "nan inf -1 0 text None",
     },
     "load": {"members": "None"},
-    "export": {"batch_size": "int64 None"}
-    | dict.fromkeys(["combine", "weights", "state", "fn", "inference", "plan", "key"], "None"),
     "train.Checkpoint": {"path": "text", "every": "int64 None"},
     "methods.population.perturb_hyper": {"resample": "0 float32"},
     "methods.population.rank": {"healthy": "None"},
@@ -543,9 +526,6 @@ ACCEPTED = {
     "tree.polyak": {"tau": "0 float32"},
     "plan.Auto": {"memory": "int64 None", "max_overhead": "0 float32"},
     "plan.Chunked": {"size": "int64", "scan": "None"},
-    "sharding.batch": {"rows": "None"},  # a tree without arrays
-    "sharding.local_rows": {"num_rows": "int64"},
-    "testing.check_ensemble": {"num_members": "int64", "rtol": "0 int64 float32"},
     "testing.check_independent": {
         "num_members": "int64",
         "steps": "int64",
@@ -569,14 +549,11 @@ RAW = {
 ROOMS = (
     ee, ee.methods, ee.methods.adapters, ee.methods.alignment, ee.methods.efficient,
     ee.methods.trajectory, ee.methods.population, ee.methods.priors, ee.methods.sampling, ee.methods.sngp,
-    ee.methods.soups, ee.plan, ee.sharding, ee.sweep, ee.testing, ee.train, ee.tree,
+    ee.methods.soups, ee.plan, ee.sweep, ee.testing, ee.train, ee.tree,
 )  # fmt: skip
 # `grid`, `draw` and the other functions of trees and arrays are in the census of array functions.
 OF_ARRAYS = {name.rpartition(".")[2] for name in array_calls.NAMES}
 ELSEWHERE = {
-    "export_onnx",  # needs an extra; its arguments are those of `export`
-    "visualise",  # prints what `describe` returns
-    "by_largest_axis",  # is called by `build`
     "perturb",  # is called by `fit` and by population-based training
 }
 

@@ -30,7 +30,7 @@ def swapped(word):
 def american(word):
     """The American spelling."""
     word = re.sub("(optim|normal|random|standard|visual)is", r"\1iz", word)
-    return word.replace("centre", "center").replace("Artefact", "Artifact")
+    return word.replace("centre", "center")
 
 
 def options(fn):

@@ -112,7 +112,7 @@ def chunk_weights(predictions: PyTree, weights: Any) -> ChunkWeights | None:
         )
     count = counts.pop()[0]
     if weights is None:
-        return ChunkWeights(None, jnp.asarray(count).astype(float), jnp.int32(0))  # while exporting it may be a symbol
+        return ChunkWeights(None, jnp.asarray(count, float), jnp.int32(0))
     weights = check_chunk_weights(weights, count)
     if not isinstance(weights, np.ndarray):
         return ChunkWeights(weights, jnp.sum(weights), jnp.int32(0))

@@ -1,5 +1,5 @@
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,13 +10,13 @@ import numpy as np
 from .. import _axes, _check, tree
 from .._combination import AbstractCombination
 from .._compiled import CompiledCall, ProgramKey
-from .._ensemble import Ensemble, join_values, take
+from .._ensemble import Ensemble, take
 from .._foreign import empty_aligned
 from .._ids import open_ids
 from .._pytree import PyTree
+from .._sharding import Layout, constrain_members, put, shard_data
 from ..plan import AbstractPlan
 from ..plan._engine import free_bytes, sharded_plan
-from ..sharding._engine import Layout, constrain_members, put, shard_rows
 from ._check import result_message
 
 # Selects rows of arrays: on a CPU by NumPy, because JAX compiles its indexing anew for every number of rows.
@@ -151,7 +151,7 @@ class PredictionInputs(eqx.Module):
             return self
         if layout is not None and isinstance(index, np.ndarray):
             stacked, state, keys = take_block((self.ensemble.stacked, self.state, self.keys), index, layout)
-            ids = put(np.asarray(self.ensemble.ids)[index], layout.replication)
+            ids = put(np.asarray(self.ensemble.ids)[index], layout.sharding())
             return PredictionInputs(Ensemble(stacked, self.ensemble.shared, ids), take(self.x, index), state, keys)
         return take(self, index)
 
@@ -203,7 +203,7 @@ def batch_arguments(
     some = dataclasses.replace(some, ensemble=open_ids(some.ensemble))  # one program for all members
     if call.layout is None or any(map(_check.is_traced, jax.tree.leaves(some.x))):
         return call, some, jnp.asarray(rows)
-    return call, dataclasses.replace(some, x=shard_rows(some.x, call.layout)), shard_rows(rows, call.layout)
+    return call, dataclasses.replace(some, x=shard_data(some.x, call.layout)), shard_data(rows, call.layout)
 
 
 def on_one_device(
@@ -213,21 +213,26 @@ def on_one_device(
     return dataclasses.replace(call, layout=None), inputs, rows
 
 
-def combine_parts(parts: Iterable[tuple[Any, PyTree]], combine: Any, weights: Any) -> PyTree:
-    """Combines the predictions of all members; each of `parts` has those of some, with their positions."""
+def combine_blocks(blocks: Iterable[tuple[Any, PyTree]], combine: Any, weights: Any) -> PyTree:
+    """Combines the predictions of all members; each of `blocks` has those of some, with their positions."""
     if isinstance(combine, AbstractCombination):
         partial = None
-        for index, part in parts:
-            partial = combine.update(partial, part, weights=None if weights is None else weights[index])
+        for index, block in blocks:
+            partial = combine.update(partial, block, weights=None if weights is None else weights[index])
         return combine.finish(partial)
-    positions, held = zip(*parts, strict=True)
-    if any(isinstance(index, np.ndarray) for index in positions):
-        predictions = join_values(held, np.argsort(np.concatenate(positions)))
-    else:
-        predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *held)
+    positions, held = zip(*blocks, strict=True)
+    predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: _join(xs, positions), *held)
     if combine is None:
         return predictions
     return combine(predictions) if weights is None else combine(predictions, weights=weights)
+
+
+def _join(xs: Sequence[Any], positions: Sequence[Any]) -> Any:
+    if not _axes.is_array(xs[0]):
+        return xs[0]
+    joined = jnp.concatenate(xs)
+    # Those of a mesh are not in the order of the members: each block has some of every device.
+    return joined[np.argsort(np.concatenate(positions))] if isinstance(positions[0], np.ndarray) else joined
 
 
 class OutputBuffer:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._caller import caller
-from .._check import check_optional_flag, is_traced
+from .._check import check_optional_flag, check_positive_int, is_traced
 from .._combination import AbstractCombination, check_chunk_weights, scale_weights
 
 
@@ -53,9 +53,15 @@ def check_inference(inference: Any, key: Any) -> bool:
     return True if inference is None else bool(inference)
 
 
-def check_untraced(tree: Any) -> None:
-    """Raises for traced arrays: a memory budget needs measurements, which are impossible while tracing."""
-    if any(is_traced(leaf) for leaf in jax.tree.leaves(tree)):
+def check_budget(memory: Any, read: Any) -> None:
+    """Raises unless `memory` is a positive integer and no array is traced, or `memory` is `None`.
+
+    A budget needs measurements, which are impossible while tracing.
+    """
+    if memory is None:
+        return
+    check_positive_int(memory, "memory")
+    if any(is_traced(leaf) for leaf in jax.tree.leaves(read)):
         raise TypeError(
             "`predict` measures what it needs to stay within `memory`, which is impossible inside `jax.jit` and the "
             "like: pass a `batch_size` and a `plan` there."

@@ -1,5 +1,5 @@
 import functools as ft
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import equinox as eqx
@@ -11,17 +11,17 @@ from .. import _check
 from .._axes import check_no_batch, explain_rows, is_per_member
 from .._combination import of_predictions, stream_of
 from .._compiled import flatten, program_key
-from .._ensemble import Ensemble, Group, check_ensemble
+from .._ensemble import Ensemble, check_ensemble
 from .._foreign import as_hashable, from_foreign_tree, own_array
 from .._pytree import PyTree
 from .._suggest import explain_as
-from .._typing import ByPart, CallableEnsemble, Out, StatefulEnsemble
+from .._typing import CallableEnsemble, Out, StatefulEnsemble
 from ..plan import AbstractPlan, AnyPlan
 from ..plan._engine import Pilot, as_plan, explain_memory, plan_in_program
-from ._batch import FlatInputs, MemberCall, combine_parts, compiled_rows, first_rows, size_of_few, weights_of
-from ._check import check_combine, check_inference, check_rows_of_result
-from ._group import check_budget, check_members_and_rows, predict_group, predict_no_rows, prepare_inputs, size_of_batch
-from ._run_works import Work, run_works
+from ._batch import FlatInputs, MemberCall, combine_blocks, compiled_rows, first_rows, size_of_few, weights_of
+from ._check import check_budget, check_combine, check_inference, check_rows_of_result
+from ._inputs import check_members_and_rows, predict_no_rows, prepare_inputs, size_of_batch
+from ._run_work import Work, run_work
 
 # The fast path for few rows: most checks of `predict` depend on structures, shapes and dtypes only. Calls that were
 # compiled before skip the checks, and take a tenth of the time.
@@ -129,21 +129,6 @@ class WithoutCombine(PredictOptions, total=False):
     combine: None
 
 
-class GroupOptions(TypedDict, total=False):
-    """The options of `predict` for a group, some of which may differ between parts."""
-
-    weights: Any
-    batch_size: int
-    memory: int | None
-    inference: bool | None
-    plan: AnyPlan | Mapping[str, AnyPlan]
-    mesh: Mesh | None
-    progress: bool | None
-    key: Any
-    state: Mapping[str, eqx.nn.State] | None
-    fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None
-
-
 @overload
 def predict(
     ensemble: CallableEnsemble[Out],
@@ -179,23 +164,19 @@ def predict(
 def predict(
     ensemble: Ensemble[Any], x: PyTree, *, combine: Callable[..., Out], **options: Unpack[WithCombine]
 ) -> Out: ...
-@overload
-def predict(ensemble: Group, x: PyTree, *, combine: Callable[..., Out], **options: Unpack[GroupOptions]) -> Out: ...
-@overload
-def predict(ensemble: Group, x: PyTree, *, combine: None = None, **options: Unpack[GroupOptions]) -> Any: ...
 @explain_as("predict")
 def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols stand for `Ensemble`
-    ensemble: Ensemble[Any] | Group,
+    ensemble: Ensemble[Any],
     x: PyTree,
     *,
     combine: Callable[..., Any] | None = None,
     weights: Any = None,
     batch_size: int = 256,
     memory: int | None = None,
-    state: ByPart[eqx.nn.State | None] = None,
-    fn: ByPart[Callable[..., Any] | None] = None,
+    state: eqx.nn.State | None = None,
+    fn: Callable[..., Any] | None = None,
     inference: bool | None = None,
-    plan: ByPart[AnyPlan] = None,
+    plan: AnyPlan = None,
     mesh: Mesh | None = None,
     progress: bool | None = None,
     key: Any = None,
@@ -208,9 +189,7 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
 
     **Arguments:**
 
-    - `ensemble`: an ensemble, whose members are functions of one example; or an [`eqx_ensemble.Group`][], whose members
-        must all return arrays of one shape. For a group, `fn`, `plan`, `state` and `x` may be dicts with one value per
-        part, by name.
+    - `ensemble`: an ensemble, whose members are functions of one example.
     - `x`: any PyTree of arrays `(rows, ...)`; parts marked [`eqx_ensemble.Each`][] are `(members, rows, ...)`. A member
         is called with one row.
     - `combine`: a function of the predictions for some rows, `(members, rows, ...)`, that treats rows independently and
@@ -253,11 +232,6 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     ```
     """
     few, x, fn = None, from_foreign_tree(x, "x"), as_hashable(fn)
-    if isinstance(ensemble, Group):
-        return predict_group(
-            predict, ensemble, x, combine=combine, weights=weights, batch_size=batch_size, memory=memory, state=state,
-            fn=fn, inference=inference, plan=plan, mesh=mesh, progress=progress, key=key,
-        )  # fmt: skip
     if memory is None and mesh is None and key is None and (progress is None or progress is False):
         few = few_rows(ensemble, x, state, fn=fn, inference=inference, plan=plan, batch_size=batch_size)
     if few is not None and compiled_rows.traits(few.read) is not None:
@@ -281,10 +255,10 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
         return predict_no_rows(plan, MemberCall(fn, inference), inputs, combine, weights)
     call = MemberCall(fn, inference, layout, program_key((ensemble, state, fn, plan_in_program(plan))))
     check_budget(memory, (inputs, weights))
-    size = size_of_batch([inputs], num_rows, batch_size, memory)
+    size = size_of_batch(inputs, num_rows, batch_size, memory)
     work = Work(Pilot(plan, name="predict"), call, inputs, num_rows, size)
-    collect = lambda parts, rows: combine_parts(parts, combine, weights_of(weights, rows))
-    return run_works([work], collect, axis=1 if combine is None else 0, memory=memory, progress=progress)
+    collect = lambda blocks, rows: combine_blocks(blocks, combine, weights_of(weights, rows))
+    return run_work(work, collect, axis=1 if combine is None else 0, memory=memory, progress=progress)
 
 
 def _predict_few(few: FewRows, x: PyTree, combine: Any, weights: Any) -> PyTree:
@@ -296,6 +270,6 @@ def _predict_few(few: FewRows, x: PyTree, combine: Any, weights: Any) -> PyTree:
             _, out = compiled_rows(few.read)
         if combine is not None:
             own = weights_of(weights, np.minimum(np.arange(few.size), few.num_rows - 1))
-            out = combine_parts([(slice(None), out)], of_predictions(combine), own)
+            out = combine_blocks([(slice(None), out)], of_predictions(combine), own)
             check_rows_of_result(out, few.size)
         return jax.tree.map(lambda x: first_rows(x, few.num_rows, axis=1 if combine is None else 0), out)

@@ -14,10 +14,10 @@ from .._ensemble import Ensemble, M, check_ensemble
 from .._pytree import PyTree
 from ..distributed import to_host
 from ..sweep import AbstractRange, draw
-from ..train._engine import Optimiser, Run, Status, fit, is_batches
+from ..train._engine import Checkpoint, Optimiser, Run, Status, fit, is_batches
 from . import population
 from ._check import check_factor, check_length, check_options, check_validation_given, check_whole_epochs
-from ._rounds import check_folder, check_some_score, last_scores, saved_in
+from ._rounds import begin, check_some_score, last_scores, round_in
 
 
 def successive_halving(
@@ -31,7 +31,7 @@ def successive_halving(
     steps: int | None = None,
     factor: float | int = 3,
     rungs: int | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     key: Any,
     **options: Any,
 ) -> Run[M]:
@@ -46,8 +46,8 @@ def successive_halving(
     - `epochs` or `steps`: the length of the first rung.
     - `factor`: the ratio of members, and of training lengths, between two rungs.
     - `rungs`: the number of rungs. By default, enough to leave one member.
-    - `checkpoint`: a folder, in which each rung is saved in a file. The same call resumes bit for bit, and only reads
-        finished rungs.
+    - `checkpoint`: a folder, or [`eqx_ensemble.train.Checkpoint`][] of one. Each rung is a file in it. The same call
+        resumes bit for bit, and only reads finished rungs.
     - `key`: the root key.
 
     **Returns:** the run. Dropped members have the status `STOPPED` and their best weights.
@@ -70,7 +70,6 @@ def successive_halving(
     ??? cite
         [Jamieson and Talwalkar 2016](https://arxiv.org/abs/1502.07943)
     """
-    check_folder(checkpoint, data)
     check_validation_given(validation)
     factor = check_factor(factor)
     if rungs is not None:
@@ -81,8 +80,10 @@ def successive_halving(
     rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
     totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
     ladder = Rungs(unit, sorted(set(totals)), factor, rungs)
+    own = {unit: shortest, "factor": factor, "rungs": rungs}
+    folder = begin(checkpoint, data, method="successive_halving", **own)
     options |= {"validation": validation, "key": key}
-    return halve(ensemble, loss, optimiser, data, ladder, checkpoint, **options)
+    return halve(ensemble, loss, optimiser, data, ladder, folder, **options)
 
 
 class Rungs(NamedTuple):
@@ -117,13 +118,13 @@ def halve(
     optimiser: Optimiser,
     data: PyTree,
     ladder: Rungs,
-    folder: str | os.PathLike[str] | None,
+    folder: Checkpoint | None,
     **options: Any,
 ) -> Run[M]:
     """Runs all rungs."""
     first = {word: options.pop(word) for word in ("hyper", "state", "trainable") if word in options}
     lengths = ladder.lengths()
-    run = fit(ensemble, loss, optimiser, data, **first, **options, **lengths[0], **saved_in(folder, 0))
+    run = fit(ensemble, loss, optimiser, data, **first, **options, **lengths[0], checkpoint=round_in(folder, 0))
     for index in range(1, len(lengths)):
         training = to_host(run.train_state.status) == Status.OK
         if run.interrupted or not training.any():
@@ -134,7 +135,7 @@ def halve(
         dropped = order[training[order]][max(1, share(int(training.sum()), ladder.factor)) :]
         if len(dropped):
             run = dataclasses.replace(run, train_state=population.stop(run.train_state, dropped))
-        run = fit(run, loss, optimiser, data, **options, **lengths[index], **saved_in(folder, index))
+        run = fit(run, loss, optimiser, data, **options, **lengths[index], checkpoint=round_in(folder, index))
     return run
 
 
@@ -152,7 +153,7 @@ def hyperband(
     validation: PyTree,
     epochs: int,
     factor: float | int = 3,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     key: Any,
     **options: Any,
 ) -> list[Run[M]]: ...
@@ -167,7 +168,7 @@ def hyperband(
     validation: PyTree,
     epochs: int,
     factor: float | int = 3,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     key: Any,
     **options: Any,
 ) -> list[Run[M]]: ...
@@ -181,7 +182,7 @@ def hyperband(
     validation: PyTree,
     epochs: int,
     factor: float | int = 3,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     key: Any,
     **options: Any,
 ) -> list[Run[Any]]:
@@ -217,12 +218,12 @@ def hyperband(
     check_positive_int(epochs, "epochs")
     check_validation_given(validation)
     check_options(options, SETS, "it sets these itself")
-    check_folder(checkpoint, data)
     factor = check_factor(factor)
+    folder = begin(checkpoint, data, method="hyperband", epochs=epochs, factor=factor)
     options |= {"validation": validation, "key": key}
     runs = []
     for number, bracket in enumerate(brackets(make, ranges, epochs, factor, key=key)):
-        inside = None if checkpoint is None else Path(checkpoint) / f"bracket-{number:03d}"
+        inside = None if folder is None else folder._replace(path=Path(folder.path) / f"bracket-{number:03d}")
         start = {"hyper": bracket.hyper, "state": bracket.state}
         runs.append(halve(bracket.ensemble, loss, optimiser, data, bracket.ladder, inside, **options, **start))
         if runs[-1].interrupted:

@@ -17,6 +17,7 @@ from .._warnings import ignore_warnings, warn
 from ..distributed import to_host
 from ..train import perturb
 from ..train._engine import (
+    Checkpoint,
     Optimiser,
     Run,
     Status,
@@ -29,7 +30,7 @@ from ..train._engine import (
 )
 from . import population
 from ._check import check_fraction, check_indices, check_options, check_validation_given, check_whole_epochs
-from ._rounds import check_folder, check_some_score, last_scores, saved_in
+from ._rounds import begin, check_some_score, last_scores, round_in
 
 
 class Population(eqx.Module, Generic[M]):
@@ -93,7 +94,7 @@ def population_based_training(
     steps: int | None = None,
     fraction: float | int = 0.2,
     explore: Callable[[PyTree, Key[Any, ""]], PyTree] = perturb,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     key: Any,
     **options: Any,
 ) -> Population[M]:
@@ -109,7 +110,7 @@ def population_based_training(
     - `rounds`: the number of rounds.
     - `epochs` or `steps`: the length of one round.
     - `fraction`: the fraction of members that are replaced after a round, rounded up.
-    - `explore`: `explore(hyper, key) -> hyper` perturbs one copy, such as
+    - `explore`: `explore(hyper, key) -> hyper`, a function of these alone, perturbs one copy, such as
         [`eqx_ensemble.methods.population.perturb_hyper`][], which respects ranges.
     - `checkpoint`: a folder with a file for each round, as for [`eqx_ensemble.methods.successive_halving`][].
     - `key`: the root key.
@@ -138,7 +139,6 @@ def population_based_training(
     ??? cite
         [Jaderberg et al. 2017](https://arxiv.org/abs/1711.09846)
     """
-    check_folder(checkpoint, data)
     check_positive_int(rounds, "rounds")
     if hyper is None:
         raise TypeError(f"`{caller()}` needs `hyper`, the hyper-parameters to search.")
@@ -157,6 +157,8 @@ def population_based_training(
     keys = jax.random.split(key, rounds)
     one = jax.tree.map(lambda x: x[0], hyper)
     check_same_hyper(one, explore(one, keys[0]))
+    own = {"epochs": epochs, "steps": steps, "fraction": fraction}
+    folder = begin(checkpoint, data, method="population_based_training", **own)
     first = {"hyper": hyper} | {word: options.pop(word) for word in ("state", "trainable") if word in options}
     options |= {"validation": validation, "epochs": epochs, "steps": steps, "key": key}
     begun, scores, lineage, past = ensemble, [], [], []
@@ -164,7 +166,7 @@ def population_based_training(
         index = len(scores)
         is_last = index == rounds - 1
         with contextlib.nullcontext() if is_last else ignore_warnings(".*diverged"):  # they are replaced
-            run = fit(begun, loss, optimiser, data, **first, **options, **saved_in(checkpoint, index))
+            run = fit(begun, loss, optimiser, data, **first, **options, checkpoint=round_in(folder, index))
         first, state = {}, run.train_state
         ids, training = np.asarray(state.ids), to_host(state.status) == Status.OK
         scores.append(last_scores(run))

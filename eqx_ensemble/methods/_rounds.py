@@ -1,6 +1,5 @@
 """Methods of several runs: each round is one `fit`, saved in a file of its own. A rerun only reads finished rounds."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,27 +7,36 @@ import numpy as np
 from jaxtyping import Float
 
 from .._caller import caller
-from .._check import check_path, kind_text
-from ..train._engine import Run, is_batches
+from .._check import kind_text
+from .._load import contents
+from .._save import save
+from ..train._engine import Checkpoint, Run, as_checkpoint, check_same_call, is_batches, option_text
 
 
-def check_folder(folder: Any, data: Any) -> None:
-    """Raises unless rounds can be saved in a folder: the place in an iterable of batches is lost between two runs."""
+def begin(checkpoint: Any, data: Any, *, method: str, **own: Any) -> Checkpoint | None:
+    """The folder of a method's rounds, which holds `own`, the options that `fit` does not see; raises for others."""
+    folder = as_checkpoint(checkpoint)
     if folder is None:
-        return
-    check_path(folder, "checkpoint")
-    if Path(folder).is_file():
-        raise NotADirectoryError(f"`{caller()}` saves each round in a folder, and `{folder}` is a file.")
+        return None
     if is_batches(data):
         raise TypeError(
             f"`{caller()}` takes `checkpoint` with data in arrays, got {kind_text(data)}: the position of an iterable "
             "of batches cannot be restored between runs.\nLeave `checkpoint` out, or call `fit`, which saves it."
         )
+    if Path(folder.path).is_file():
+        raise NotADirectoryError(f"`{caller()}` saves each round in a file of a folder, and `{folder.path}` is a file.")
+    path, texts = Path(folder.path) / "call.eqx", {"method": method, "versions": ""}
+    texts |= {name: option_text(x) for name, x in own.items() if x is not None}
+    if path.exists():
+        check_same_call(contents(path).meta, texts, path)
+    else:
+        save(path, {}, meta=texts)
+    return folder
 
 
-def saved_in(folder: str | os.PathLike[str] | None, index: int) -> dict[str, Any]:
-    """The options with which `fit` saves a round."""
-    return {} if folder is None else {"checkpoint": Path(folder) / f"round-{index:03d}.eqx"}
+def round_in(folder: Checkpoint | None, index: int) -> Checkpoint | None:
+    """Where `fit` saves a round."""
+    return None if folder is None else folder._replace(path=Path(folder.path) / f"round-{index:03d}.eqx")
 
 
 def check_some_score(scores: np.ndarray, training: np.ndarray) -> None:

@@ -68,16 +68,6 @@ def check_equal_constants(outputs: list[PyTree]) -> None:
                 )
 
 
-def check_no_parts(arguments: Any) -> None:
-    """Raises for groups among the arguments: members of parts of equal sizes would be mapped over in pairs."""
-    is_node = lambda x: isinstance(x, _axes.AbstractParts) or _axes.is_per_member(x)
-    if any(isinstance(node, _axes.AbstractParts) for node in jax.tree.leaves(arguments, is_leaf=is_node)):
-        raise TypeError(
-            f"`{caller()}` needs an `Ensemble`, whose members are of one architecture, got a group.\n"
-            "Map over each part: `{name: map_members(fn)(part) for name, part in group.parts.items()}`."
-        )
-
-
 class Pilot:
     """Runs stretches of work under a plan; with `plan="auto"`, changes the plan between them.
 

@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .. import _axes
-from .._jaxpr import aval_bytes, inner_jaxprs, waits_for_pool
+from .._jaxpr import aval_bytes, inner_jaxprs, must_run_alone
 from .._pytree import PyTree
 from ._plans import AbstractPlan
 
@@ -27,7 +27,7 @@ class Cost(NamedTuple):
     - `bytes`: the sum of all intermediate arrays, an upper bound for one member, apart from libraries' scratch memory.
     - `convolutions`, `batched_products`, `loops`: how many of each; batched matrix products are typical of attention.
     - `callbacks`: the number of calls of Python, such as `equinox.error_if`. They can raise while a program runs.
-    - `waits`: operations that may wait for threads which programs at the same time hold.
+    - `runs_alone`: whether two such programs must not run at the same time.
     """
 
     flops: int
@@ -36,12 +36,7 @@ class Cost(NamedTuple):
     batched_products: int
     loops: int
     callbacks: int
-    waits: int = 0
-
-    @property
-    def runs_alone(self) -> bool:
-        """Whether two such programs must not run at the same time."""
-        return self.callbacks + self.waits > 0
+    runs_alone: bool = False
 
 
 def cost_of(fn: Callable[..., Any], *args: PyTree) -> Cost:
@@ -51,7 +46,7 @@ def cost_of(fn: Callable[..., Any], *args: PyTree) -> Cost:
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _axes.is_array(x) else x, args)
     closed, _, _ = eqx.filter_make_jaxpr(ft.partial(fn, FirstMember()))(*shapes)
-    return _cost_of_jaxpr(closed.jaxpr)
+    return _cost_of_jaxpr(closed.jaxpr)._replace(runs_alone=must_run_alone(closed.jaxpr))
 
 
 class FirstMember(AbstractPlan):
@@ -63,14 +58,13 @@ class FirstMember(AbstractPlan):
 
 
 def _cost_of_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Cost:
-    flops = held = convolutions = products = loops = callbacks = waits = 0
+    flops = held = convolutions = products = loops = callbacks = 0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         shapes: list[tuple[int, ...]] = [getattr(var.aval, "shape", ()) for var in (*eqn.invars, *eqn.outvars)]
         times = int(eqn.params.get("length", 1)) if name == "scan" else 1
         loops += name in ("scan", "while")
         callbacks += name.endswith("callback")
-        waits += waits_for_pool(eqn)
         held += sum(aval_bytes(var.aval) for var in eqn.outvars)
         for inner in map(_cost_of_jaxpr, inner_jaxprs(eqn)):
             flops += times * inner.flops
@@ -79,7 +73,6 @@ def _cost_of_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Cost:
             products += inner.batched_products
             loops += inner.loops
             callbacks += inner.callbacks
-            waits += inner.waits
         if name == "dot_general":
             (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
             flops += 2 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracted)
@@ -88,7 +81,7 @@ def _cost_of_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Cost:
             out = shapes[1][eqn.params["dimension_numbers"].rhs_spec[0]]
             flops += 2 * math.prod(shapes[-1]) * math.prod(shapes[1]) // max(out, 1)
             convolutions += 1
-    return Cost(flops, held, convolutions, products, loops, callbacks, waits)
+    return Cost(flops, held, convolutions, products, loops, callbacks)
 
 
 _STATM = pathlib.Path("/proc/self/statm")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from .. import _check
 from .._cores import num_cores
 from .._pytree import PyTree
-from ..sharding._engine import FREE, Layout, constrain_members, pad_members
+from .._sharding import FREE, Layout, constrain_members, pad_members
 
 if TYPE_CHECKING:
     from ._search import Search
@@ -268,8 +268,7 @@ class ShardedPlan(AbstractPlan):
         out = constrain_members(jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), out), layout)
         if layout.width(count) == count:
             return out
-        # Without padding they do not divide evenly. If the compiler still splits them, like members whose weights are
-        # split over several devices, this mesh cannot express the sharding of the result.
+        # Without padding they do not divide evenly, and a mesh cannot express how the compiler may split them.
         whole = lambda x: jax.lax.with_sharding_constraint(x, layout.sharding(None, *[FREE] * (x.ndim - 1)))
         return jax.tree.map(lambda x: whole(x[:count]), out)
 

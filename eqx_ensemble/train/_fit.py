@@ -2,7 +2,7 @@ import dataclasses
 import functools as ft
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -12,17 +12,16 @@ from jax.sharding import Mesh
 
 from .._check import check_optional_flag, is_key
 from .._compiled import ProgramKey, program_key
-from .._ensemble import Ensemble, Group, M
+from .._ensemble import Ensemble, M
 from .._foreign import as_hashable, from_foreign_tree
 from .._jaxpr import unused_inputs
 from .._pytree import PyTree
+from .._sharding import shard_members
 from .._suggest import explain_as
-from .._typing import ByPart
 from .._warnings import ignore_warnings, warn
 from ..distributed import to_host
 from ..plan import AnyPlan, Cores
 from ..plan._engine import as_plan, plan_in_program
-from ..sharding._engine import shard_members
 from ._callback import Callback, check_callbacks
 from ._check import (
     check_hyper_used,
@@ -33,11 +32,9 @@ from ._check import (
 )
 from ._check_member import hyper_column_text
 from ._check_run import check_outcome
-from ._group_run import GroupRun, fit_parts
 from ._options import Checkpoint, Stopping, as_checkpoint, check_options, limits_of
 from ._revive import Revive
 from ._run import Run
-from ._scan_steps import FitOptions
 from ._state import MemberConstants, TrainState
 from ._status import Status
 from ._together import Together, bind
@@ -138,44 +135,34 @@ def _loss_of(loss: Loss, hyper: PyTree, moving: Any, fixed: MemberConstants, sha
     return loss.fn(*arguments, hyper=hyper)
 
 
-@overload
+@explain_as("fit")
 def fit(
     ensemble: Ensemble[M] | TrainState[M] | Run[M],
     loss: Callable[..., Any],
     optimiser: Optimiser,
     data: PyTree | Iterable[PyTree],
-    **options: Unpack[FitOptions],
-) -> Run[M]: ...
-@overload
-def fit(ensemble: Group | GroupRun, loss: Any, optimiser: Any, data: Any, *, key: Any, **options: Any) -> GroupRun: ...
-@explain_as("fit")
-def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are not listed
-    ensemble: Ensemble[M] | TrainState[M] | Run[M] | Group | GroupRun,
-    loss: ByPart[Callable[..., Any]],
-    optimiser: ByPart[Optimiser],
-    data: PyTree | Iterable[PyTree],
     *,
-    epochs: ByPart[int | None] = None,
-    steps: ByPart[int | None] = None,
-    batch_size: ByPart[int | None] = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
     validation: PyTree = None,
-    patience: ByPart[int | None] = None,
-    stop: ByPart[Stopping | None] = None,
-    state: ByPart[eqx.nn.State | None] = None,
+    patience: int | None = None,
+    stop: Stopping | None = None,
+    state: eqx.nn.State | None = None,
     hyper: PyTree = None,
     rows: Any = None,
     shuffle: Shuffle = True,
     has_aux: bool = False,
     history: Literal["all", "last"] | int = "all",
     trainable: Trainable = eqx.is_inexact_array,
-    on_diverge: ByPart[Literal["freeze", "revive", "raise"] | Revive] = "freeze",
-    plan: ByPart[AnyPlan] = None,
+    on_diverge: Literal["freeze", "revive", "raise"] | Revive = "freeze",
+    plan: AnyPlan = None,
     mesh: Mesh | None = None,
-    checkpoint: ByPart[str | os.PathLike[str] | Checkpoint | None] = None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     progress: bool | None = None,
-    callbacks: ByPart[Callback | Sequence[Callback] | None] = None,
+    callbacks: Callback | Sequence[Callback] | None = None,
     key: Any,
-) -> Run[M] | GroupRun:
+) -> Run[M]:
     """Trains all members of an ensemble; each becomes the model that training it alone would give.
 
     Loss and optimiser are written for ONE member. Calls with the same loss and optimiser objects and the same shapes
@@ -183,8 +170,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     **Arguments:**
 
-    - `ensemble`: the ensemble to train, or a training state or run to continue, with its own `state` and `hyper`. For a
-        group see [`eqx_ensemble.GroupRun`][].
+    - `ensemble`: the ensemble to train, or a training state or run to continue, with its own `state` and `hyper`.
     - `loss`: `loss(model, batch, key) -> value` on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's
         hyper-parameters.
@@ -244,7 +230,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook.
     - `callbacks`: one [`eqx_ensemble.train.Callback`][] or a list of them, called about once a second, and at the end.
 
-    **Returns:** [`eqx_ensemble.Run`][]; for a group [`eqx_ensemble.GroupRun`][]. Ctrl-C returns the run so far.
+    **Returns:** [`eqx_ensemble.Run`][]. Ctrl-C returns the run so far.
 
     **Raises:**
 
@@ -266,8 +252,6 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     run = ee.fit(ensemble, loss, optax.adam(1e-3), (x, y), epochs=2, key=key)
     ```
     """
-    if isinstance(ensemble, Group | GroupRun):
-        return fit_parts(fit, ensemble, {name: value for name, value in locals().items() if name != "ensemble"})
     check_no_transformation()
     optimiser = as_hashable(optimiser)
     data = from_foreign_tree(data, "data")

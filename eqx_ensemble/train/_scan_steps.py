@@ -1,12 +1,10 @@
 import contextlib
 import dataclasses
-import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, Required, TypedDict, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, runtime_checkable
 
 import equinox as eqx
 import jax
-from jax.sharding import Mesh
 
 from .._caller import caller
 from .._check import (
@@ -24,12 +22,9 @@ from .._ids import open_ids
 from .._leaf_text import leaf_text
 from .._predict import PredictOptions
 from .._pytree import PyTree
-from ..plan import AnyPlan
 from ..tree._engine import LOOP_RULES, compare_trees
-from ._callback import Callback
 from ._hyper import follow_hyper
-from ._options import Checkpoint, Stopping
-from ._revive import Revive
+from ._options import Stopping
 from ._state import check_train_state
 from ._step import Step, step_in_loop
 from ._trainable import Trainable
@@ -79,18 +74,6 @@ class CommonFitOptions(TypedDict, total=False):
     has_aux: bool
     history: Literal["all", "last"] | int
     trainable: Trainable
-
-
-class FitOptions(CommonFitOptions, total=False):
-    """The options of `fit`."""
-
-    on_diverge: Literal["freeze", "revive", "raise"] | Revive
-    plan: AnyPlan
-    mesh: Mesh | None
-    checkpoint: str | os.PathLike[str] | Checkpoint | None
-    progress: bool | None
-    callbacks: Callback | Sequence[Callback] | None
-    key: Required[Any]
 
 
 _STACK = "Stack a list of batches by `jax.tree.map(lambda *xs: jnp.stack(xs), *batches)`."

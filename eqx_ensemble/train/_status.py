@@ -104,3 +104,29 @@ def allow_idle() -> Iterator[None]:
 def may_be_idle() -> bool:
     """Whether the current call of `fit` accepts members of which none trains."""
     return _may_be_idle.get()
+
+
+# Calls of `fit` that read a run from its checkpoint, and train nothing.
+
+
+class UnfinishedError(Exception):
+    """Raised within `only_read` by a call of `fit` that has steps left to train."""
+
+
+_only_reads: contextvars.ContextVar[bool] = contextvars.ContextVar("only_reads", default=False)
+
+
+@contextlib.contextmanager
+def only_read() -> Iterator[None]:
+    """Within it, `fit` returns a run whose checkpoint is complete, and raises `UnfinishedError` for any other."""
+    token = _only_reads.set(True)
+    try:
+        yield
+    finally:
+        _only_reads.reset(token)
+
+
+def check_may_train() -> None:
+    """Raises if the current call of `fit` is only to read."""
+    if _only_reads.get():
+        raise UnfinishedError

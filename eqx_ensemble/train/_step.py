@@ -14,10 +14,10 @@ from .._compiled import CompiledCall
 from .._ensemble import M
 from .._foreign import as_hashable, take_in
 from .._pytree import PyTree
+from .._sharding import Layout, layout_for
 from .._suggest import explain_as
 from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._engine import Pilot, as_plan
-from ..sharding._engine import Layout, as_layout
 from ._check import check_hyper_used, check_optimiser_kind, check_plan_together
 from ._check_member import check_state_arrays
 from ._hyper import follow_hyper
@@ -63,8 +63,6 @@ class Step(eqx.Module):
         state = follow_hyper(state, self.optimiser)
         batch = take_in(batch, "batch")
         check_integers_fit(batch, argument="batch")
-        if self.layout is not None and self.layout.splits_weights:
-            self = dataclasses.replace(self, layout=self.layout.split_weights(state.moving.params))
         with nan_is_data():
             if self.pilot is None:
                 return _call(self, state, batch)
@@ -147,8 +145,7 @@ class LoopStep(eqx.Module):
 
 def step_in_loop(step: Step, state: TrainState) -> LoopStep:
     """The step for a compiled loop. With `plan="auto"` it uses the plan that was found so far."""
-    layout = None if step.layout is None else step.layout.split_weights(state.moving.params)
-    return LoopStep(dataclasses.replace(step, plan=step.plan.choice or step.plan, pilot=None, layout=layout))
+    return LoopStep(dataclasses.replace(step, plan=step.plan.choice or step.plan, pilot=None))
 
 
 def make_step(
@@ -195,4 +192,4 @@ def make_step(
     check_plan_together(optimiser, plan)
     pilot = Pilot(plan, name="train.make_step") if plan.choice is not plan else None
     loss, optimiser = as_hashable(loss), as_hashable(optimiser)
-    return Step(loss, optimiser, has_aux, plan, pilot, as_layout(mesh))
+    return Step(loss, optimiser, has_aux, plan, pilot, layout_for(mesh))

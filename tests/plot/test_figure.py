@@ -92,12 +92,6 @@ def test_parallel_coordinates_take_a_run(run):  # noqa: F811
     assert of_label(ee.plot.parallel_coordinates(higher, mode="min"), "lowest validation")
 
 
-def test_groups_of_architectures(run):  # noqa: F811
-    other = ee.concatenate([run, run], renumber=True)[4:]
-    ax = ee.plot.training_curves(ee.GroupRun({"a": run, "b": other}), curve="validation")
-    assert of_label(ax, "validation, median of 8 members")
-
-
 def test_rows_of_one_column_are_rows():
     predictions = np.random.default_rng(0).normal(size=(4, 6, 1)).astype(np.float32)
     x, y = np.arange(6.0)[:, None], np.ones((6, 1))

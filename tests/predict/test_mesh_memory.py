@@ -8,10 +8,11 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble._predict import _batch as _blocks
-from eqx_ensemble._predict import _run_works as _block_sizes
+from eqx_ensemble._predict import _run_work as _block_sizes
+from eqx_ensemble._sharding import Layout
 from eqx_ensemble.plan import _memory
-from eqx_ensemble.sharding import _mesh as _collectives
-from eqx_ensemble.sharding._layout import Layout
+
+from ..collectives import collectives, text_of
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (21, 3))
@@ -94,15 +95,6 @@ def test_inputs_states_and_keys_of_members(measured):
         assert measured[-1] == (1, 2)
 
 
-@SLOW
-def test_a_group(measured):
-    group = ee.Group({"a": ee.build(make, 8, key=KEY), "b": ee.build(make, 5, key=KEY)}, renumber=True)
-    options = {"memory": 2**20 * 4 + 1, "batch_size": 8, "mesh": mesh_of()}
-    for combine in (None, ee.combine.mean):
-        assert_close(ee.predict(group, X, combine=combine, **options), ee.predict(group, X, combine=combine))
-    assert measured[-1] == (1, 2)
-
-
 def test_a_block_stays_on_its_devices():
     """Nothing is sent, and every device has its part; by their positions alone, members would be sent."""
     mesh = mesh_of()
@@ -118,8 +110,8 @@ def test_a_block_stays_on_its_devices():
         assert len({str(shard.index) for shard in jax.tree.leaves(some)[0].addressable_shards}) == 4
     arrays = eqx.filter(ensemble.stacked, eqx.is_array)
     own = lambda tree, start: _blocks._slice_devices(tree, start, 2, layout)
-    assert _collectives.collectives(own, arrays, jnp.int32(0)) == []
-    assert _collectives.collectives(lambda tree: jax.tree.map(lambda x: x[blocks[0]], tree), arrays)
+    assert collectives(text_of(own, arrays, jnp.int32(0))) == []
+    assert collectives(text_of(lambda tree: jax.tree.map(lambda x: x[blocks[0]], tree), arrays))
 
 
 def test_uneven_blocks():

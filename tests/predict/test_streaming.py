@@ -17,7 +17,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble._predict import _batch as _output
-from eqx_ensemble._predict import _run_works as _block_sizes
+from eqx_ensemble._predict import _run_work as _block_sizes
 from eqx_ensemble.plan import _memory
 
 KEY, MEMBERS, ROWS = jax.random.key(0), 5, 11

@@ -32,7 +32,7 @@ def same_bits(got, expected, *, but_for=()):
 
 
 def test_the_same_bits(tmp_path):
-    """Members spread, rows split, weights split, batches read in parts, members that leave: as in one process."""
+    """Members spread, rows split, batches read in parts, members that leave: as in one process."""
     two = results("everything", tmp_path / "two", processes=2)
     one = results("everything", tmp_path / "one", processes=1)
     same_bits(two, one, but_for=("1x4",))

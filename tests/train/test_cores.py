@@ -156,14 +156,21 @@ def test_members_under_a_mesh_of_the_caller_are_one_call():
     "loss",
     [
         lambda model, batch, key: eqx.error_if(jnp.mean(jax.vmap(model)(batch[0])), jnp.array(False), "no"),
-        lambda model, batch, key: jnp.sum(jnp.linalg.solve(jnp.eye(2) + jnp.mean(jax.vmap(model)(batch[0])), Y[:2])),
+        lambda model, batch, key: jnp.linalg.norm(jnp.eye(2) + jnp.mean(jax.vmap(model)(batch[0])), 2),
     ],
 )
 def test_programs_that_must_run_alone_stay_in_one_call(loss):
-    """Those that call Python, and those with linear algebra, which would wait for each other's threads."""
+    """Those that call Python, and those of singular values, which would wait for each other's threads."""
     plan = Cores(Vmap(), block=4, count=2)
     ee.fit(ENSEMBLE, loss, ADAM, (X, Y), steps=2, plan=plan, progress=False, key=KEY)
     assert "in one call" in plan.explain()
+
+
+def test_linear_algebra_is_divided():
+    solving = lambda model, batch, key: jnp.sum(jnp.linalg.solve(jnp.eye(2) + jax.vmap(model)(batch[0])[0] ** 2, Y[:2]))
+    plan = Cores(Vmap(), block=4, count=2)
+    ee.fit(ENSEMBLE, solving, ADAM, (X, Y), steps=2, plan=plan, progress=False, key=KEY)
+    assert "blocks of 4 members on 2 cores" in plan.explain()
 
 
 # The cores themselves

@@ -246,19 +246,6 @@ def test_continuing_a_run_keeps_its_columns(ensemble, full):
     assert fit(first.train_state, steps=9, history="last").history.step.tolist() == [20]
 
 
-@SLOW
-def test_of_a_group(ensemble):
-    group = ee.Group({"a": ensemble, "b": ensemble}, renumber=True)
-    run = fit(group, history=10, stop={"a": None, "b": ee.train.Stopping(steps=7)})
-    assert run.history.step.tolist() == [7, 10, 20, 30, 35]
-    parts = run.runs["a"].history, run.runs["b"].history
-    assert [part.step.tolist() for part in parts] == [[10, 20, 30, 35], [7]]
-    np.testing.assert_array_equal(run.history.loss[:4, 1:], parts[0].loss)
-    np.testing.assert_array_equal(run.history.loss[4:, :1], parts[1].loss)
-    assert np.isnan(run.history.loss[:4, 0]).all()
-    assert np.isnan(run.history.loss[4:, 1:]).all()
-
-
 def test_what_is_not_recorded_stays_on_the_device(ensemble, monkeypatch):
     sizes, unpack = [], _arrays.ChunkWork.unpack
 

@@ -267,7 +267,9 @@ INDEPENDENT = {
         ee.train.init(ee.build(Bounded, 2, shared=lambda m: m.lower, key=KEY), TOGETHER, key=KEY)
     ),
     "particles": lambda: ee.methods.particles.make_step(nll, TOGETHER, num_rows=8),
-    "fleet": lambda: ee.fleet.fit("slurm", ee.build(Bounded, 2, key=KEY), nll, TOGETHER, (X, Y), steps=1, key=KEY),
+    "fleet": lambda: ee.fleet.fit(
+        None, ee.build(Bounded, 2, key=KEY), nll, TOGETHER, (X, Y), folder="x", shards=1, steps=1, key=KEY
+    ),
 }
 
 

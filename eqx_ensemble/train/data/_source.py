@@ -15,8 +15,8 @@ from ... import _axes
 from ..._axes import check_rows_of_data
 from ..._foreign import as_numpy, from_foreign_tree
 from ..._pytree import PyTree
+from ..._sharding import Layout, shard_data
 from ...plan._engine import Cost
-from ...sharding._engine import Layout, replicate_rows, shard_rows
 from .._state import put_new
 from ..compiled._health import Carry
 from ..compiled._order import RowOrder
@@ -121,7 +121,7 @@ def on_device(
     data = _axes.map_each(_axes.Each, data)
     if layout is None:
         return jax.tree.map(put_new, data), rows
-    return replicate_rows(data, layout) if whole else shard_rows(data, layout), rows
+    return shard_data(data, layout, whole=whole), rows
 
 
 def without_marks(data: PyTree) -> PyTree:

@@ -55,9 +55,9 @@ class Saving:
         return None if self._saver is None else self._saver.failed
 
     def save(self, members: ActiveMembers, source: AbstractSource, *, if_due: bool = False) -> None:
-        """Saves the run, unless its last step is saved; with `if_due`, if it is time for a checkpoint."""
+        """Saves the run, unless it has no step or its last one is saved; with `if_due`, if it is time for it."""
         saver, step = self._saver, self._record.steps
-        if saver is None or saver.step == step or (if_due and not saver.due(step)):
+        if saver is None or saver.step == step or not self._record.has_steps or (if_due and not saver.due(step)):
             return
         saver.save(
             members.all(),

@@ -17,7 +17,7 @@ from ...distributed import broadcast_from_first, to_host
 from ...plan import AbstractPlan, Vmap
 from ...plan._engine import Cost, Pilot, cost_of
 from .._state import MemberState
-from .._status import Status
+from .._status import Status, check_may_train
 from ..compiled._chunk import compiled_validation
 from ..compiled._health import Carry, Inputs
 from ..compiled._program import Program
@@ -288,6 +288,7 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
         if isinstance(work, EpochEnd):
             end_epoch(source, host)
             continue
+        check_may_train()
         started = time.perf_counter()
         try:
             carry, results = executor.call(work)

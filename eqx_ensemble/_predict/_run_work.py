@@ -1,6 +1,5 @@
-"""The loop over the rows of a prediction, of one ensemble or of the parts of a group."""
+"""The loop over the rows of a prediction."""
 
-import contextlib
 import contextvars
 import dataclasses
 import itertools
@@ -21,10 +20,10 @@ from .._check import is_key
 from .._cores import on_cores
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
+from .._sharding import spans_processes
 from .._suggest import explain_as
-from ..distributed._engine import largest
+from ..distributed._engine import all_gather
 from ..plan._engine import Pilot, cost_of, explain_memory, free_bytes, peak, release_memory
-from ..sharding._engine import spans_processes
 from ._batch import (
     MemberCall,
     OutputBuffer,
@@ -43,17 +42,13 @@ from ._check import budget_message, check_rows_of_result
 
 
 class Work(NamedTuple):
-    """The rows of a call to be predicted by an ensemble.
-
-    `members`: the positions of its members in the group, if it is part of one.
-    """
+    """The rows of a call to be predicted by an ensemble."""
 
     pilot: Pilot
     call: MemberCall
     inputs: PredictionInputs
     num_rows: int
     batch_size: int
-    members: np.ndarray | None = None
 
     @property
     def is_flat(self) -> bool:
@@ -72,10 +67,6 @@ class Work(NamedTuple):
         """
         start = max(min(start, self.num_rows - count), 0)
         return np.minimum(np.arange(start, start + count), self.num_rows - 1)
-
-    def positions_of(self, chunk: slice | np.ndarray) -> Any:
-        """The positions, among all members, of a chunk of this ensemble."""
-        return chunk if self.members is None else self.members[chunk]
 
 
 _FEW_ROWS = 32  # with fewer rows a batch, fewer members at a time are cheaper: weights are read for every batch
@@ -104,15 +95,12 @@ class BlockSizes:
     - `settled`: whether the block is final.
     """
 
-    def __init__(self, memory: int, parts: Sequence[tuple[MemberCall, PredictionInputs]], *, most_rows: int) -> None:
+    def __init__(self, memory: int, call: MemberCall, inputs: PredictionInputs, *, most_rows: int) -> None:
         self.settled = False
-        self._agrees = any(spans_processes(call.layout) for call, _ in parts)
+        self._agrees = spans_processes(call.layout)
         self._memory = -self._of_all_processes(-memory)
-        own = (members_of_device(inputs.ensemble.num_members, call.layout) for call, inputs in parts)
-        self._ladder = _ladder(Block(max(own), most_rows))
-        bounds = [_byte_bound(call, inputs) for call, inputs in parts]
-        self._bound = lambda block: max(bound(block) for bound, _ in bounds)
-        self._runs_alone = any(runs_alone for _, runs_alone in bounds)
+        self._ladder = _ladder(Block(members_of_device(inputs.ensemble.num_members, call.layout), most_rows))
+        self._bound, self._runs_alone = _byte_bound(call, inputs)
         fitting = (i for i, block in enumerate(self._ladder) if self._bound(block) <= _SAFETY * self._memory)
         self._index = self._of_all_processes(next(fitting, len(self._ladder) - 1))
         self._highest = 0
@@ -145,17 +133,15 @@ class BlockSizes:
 
     def _of_all_processes(self, value: int) -> int:
         """The maximum over processes: with different blocks they would deadlock."""
-        return largest(value) if self._agrees else value
+        return int(all_gather(np.int64(value)).max()) if self._agrees else value
 
 
-def measure(
-    works: Sequence[Work], rows: np.ndarray, predict_rows: Callable[[], Any], *, members: int
-) -> tuple[Any, int]:
+def measure(work: Work, rows: np.ndarray, predict_rows: Callable[[], Any], *, members: int) -> tuple[Any, int]:
     """Runs `predict_rows()`, which predicts `rows` in blocks of `members`. Returns its result and its peak in bytes.
 
     A peak may be too short to be sampled, so known arrays are counted as well. Compilation is excluded.
     """
-    needs = [_of_block(work, rows, members) for work in works]
+    needs = [_of_block(work, rows, members)]
     result = jax.block_until_ready(predict_rows())
     for _ in range(_REPEATS):
         del result
@@ -167,7 +153,7 @@ def measure(
 
 
 def _of_block(work: Work, rows: np.ndarray, members: int) -> int:
-    """The bytes that the first block of an ensemble needs."""
+    """The bytes that the first block of members needs."""
     plan, inputs = work.pilot.plan, work.inputs
     layout, num_members = work.call.layout, inputs.ensemble.num_members
     read = batch_arguments(work.call, inputs, rows, members=blocks_of_members(num_members, members, layout)[0])
@@ -235,7 +221,7 @@ def _bytes(tree: PyTree) -> int:
 
 
 Collect = Callable[[Iterable[tuple[Any, PyTree]], np.ndarray], PyTree]
-"""Makes the result for some rows from the predictions of all members, given in parts with their positions."""
+"""Makes the result for some rows from the predictions of all members, given in blocks with their positions."""
 
 
 class Step(NamedTuple):
@@ -254,11 +240,9 @@ class Step(NamedTuple):
     cores: int
 
 
-def run_works(
-    works: Sequence[Work], collect: Collect, *, axis: int, memory: int | None, progress: bool | None
-) -> PyTree:
+def run_work(work: Work, collect: Collect, *, axis: int, memory: int | None, progress: bool | None) -> PyTree:
     """The result for all rows, along its axis `axis`; 0 if members are combined."""
-    num_rows, num_members = works[0].num_rows, sum(work.inputs.ensemble.num_members for work in works)
+    num_rows, num_members = work.num_rows, work.inputs.ensemble.num_members
     output = OutputBuffer(num_rows, axis=axis)
     described = f"predict, {members_in_words(num_members)}"
 
@@ -273,11 +257,9 @@ def run_works(
 
     with (
         progress_line(show=progress, description=described, total=num_rows, unit="row") as line,
-        contextlib.ExitStack() as explained,
+        explain_memory(work.pilot, num_members),
     ):
-        for work in works:
-            explained.enter_context(explain_memory(work.pilot, work.inputs.ensemble.num_members))
-        steps = _batches(works, collect) if memory is None else _batches_within(memory, works, collect)
+        steps = _batches(work, collect) if memory is None else _batches_within(memory, work, collect)
         for step in steps:
             if step.cores == 1:
                 finish(step, step.predict())
@@ -339,47 +321,42 @@ def _run_at_once(steps: Iterator[Step], finish: Callable[[Step, Any], None], *, 
         raise errors[min(errors)]
 
 
-def _cores(works: Sequence[Work]) -> int:
+def _cores(work: Work) -> int:
     """The number of cores that may predict at the same time; 1 on other devices, and in a transformation."""
-    arrays = [x for work in works for x in jax.tree.leaves(work.inputs) if isinstance(x, jax.Array)]
-    if not all(work.is_flat for work in works) or jax.process_count() > 1:
+    arrays = [x for x in jax.tree.leaves(work.inputs) if isinstance(x, jax.Array)]
+    if not work.is_flat or jax.process_count() > 1:
         return 1
     if not all(isinstance(x.sharding, SingleDeviceSharding) for x in arrays):
         return 1
-    return min(work.pilot.plan.blocks(work.inputs.ensemble.num_members).cores for work in works)
+    return work.pilot.plan.blocks(work.inputs.ensemble.num_members).cores
 
 
-def _batches(works: Sequence[Work], collect: Collect) -> Iterator[Step]:
+def _batches(work: Work, collect: Collect) -> Iterator[Step]:
     """The rows in batches of one size. The first one may compile; it is predicted alone, and so are trials of plans."""
-    (num_rows,), (size,) = {work.num_rows for work in works}, {work.batch_size for work in works}
-    most, cores = _cores(works), None
+    num_rows, size = work.num_rows, work.batch_size
+    most, cores = _cores(work), None
     for start in range(0, num_rows, size):
-        rows, batches_left = works[0].rows(start, size), (num_rows - 1 - start) // size
+        rows, batches_left = work.rows(start, size), (num_rows - 1 - start) // size
         if cores is None:
-            cores = 1 if most == 1 else _cores_for(works, rows, most, batches_left + 1)
-        predict = lambda rows=rows, left=batches_left: [
-            (work.positions_of(slice(None)), _predict_batch(work, rows, batches_left=left)) for work in works
-        ]
-        yield Step(rows, predict, lambda parts, rows=rows: collect(parts, rows), cores or 1)
+            cores = 1 if most == 1 else _cores_for(work, rows, most, batches_left + 1)
+        predict = lambda rows=rows, left=batches_left: _predict_batch(work, rows, batches_left=left)
+        yield Step(rows, predict, lambda out, rows=rows: collect([(slice(None), out)], rows), cores or 1)
 
 
-def _cores_for(works: Sequence[Work], rows: np.ndarray, most: int, count: int) -> int | None:
+def _cores_for(work: Work, rows: np.ndarray, most: int, count: int) -> int | None:
     """The number of cores for `count` batches; `None` if the next one may compile or is a trial of a plan."""
-    found = [compiled_rows.traits((work.pilot.plan, *work.flat_inputs(rows))) for work in works]
-    traits = [one for one in found if one is not None]
-    if len(traits) < len(works) or any(work.pilot.is_trial for work in works):
+    traits = compiled_rows.traits((work.pilot.plan, *work.flat_inputs(rows)))
+    if traits is None or work.pilot.is_trial:
         return None
-    for work in works:
-        work.pilot.settle()
-    size = sum(one.bytes for one in traits)
-    if any(one.runs_alone for one in traits) or size * count < _WORTH_THREADS:
+    work.pilot.settle()
+    if traits.runs_alone or traits.bytes * count < _WORTH_THREADS:
         return 1
     free = free_bytes()
-    return max(min(most, count, most if free is None else int(_SAFETY * free) // size), 1)
+    return max(min(most, count, most if free is None else int(_SAFETY * free) // traits.bytes), 1)
 
 
 def _predict_batch(work: Work, rows: np.ndarray, *, batches_left: int) -> PyTree:
-    """The predictions of the members of one ensemble for some rows."""
+    """The predictions of all members for some rows."""
     pilot, num_members = work.pilot, members_of_device(work.inputs.ensemble.num_members, work.call.layout)
     with explain_rows(work.inputs.x):
         if pilot.plan.choice is not pilot.plan:
@@ -397,34 +374,32 @@ def _predict_batch(work: Work, rows: np.ndarray, *, batches_left: int) -> PyTree
     return out
 
 
-def _batches_within(memory: int, works: Sequence[Work], collect: Collect) -> Iterator[Step]:
+def _batches_within(memory: int, work: Work, collect: Collect) -> Iterator[Step]:
     """The same within a budget of memory: the block of later batches follows from the peak of the first."""
-    with explain_rows(works[0].inputs.x):
-        sizes = BlockSizes(memory, [(work.call, work.inputs) for work in works], most_rows=works[0].batch_size)
-    start, num_rows, need = 0, works[0].num_rows, memory
+    with explain_rows(work.inputs.x):
+        sizes = BlockSizes(memory, work.call, work.inputs, most_rows=work.batch_size)
+    start, num_rows, need = 0, work.num_rows, memory
     while start < num_rows:
         members, count = sizes.block
-        rows = works[0].rows(start, count)
-        predict_rows = lambda members=members, rows=rows: collect(_chunks(works, members, rows), rows)
+        rows = work.rows(start, count)
+        predict_rows = lambda members=members, rows=rows: collect(_blocks(work, members, rows), rows)
         blocks_left = -(-(num_rows - start) // count)
         if not sizes.settled:
-            out, need = measure(works, rows, predict_rows, members=members)
+            out, need = measure(work, rows, predict_rows, members=members)
             sizes.note(need)
             yield Step(rows, lambda: None, lambda _, out=out: out, 1)
             del out
-        elif (cores := min(_cores(works), sizes.at_once(need, blocks_left))) > 1:
-            predict = lambda members=members, rows=rows: list(_chunks(works, members, rows))
-            yield Step(rows, predict, lambda parts, rows=rows: collect(parts, rows), cores)
+        elif (cores := min(_cores(work), sizes.at_once(need, blocks_left))) > 1:
+            predict = lambda members=members, rows=rows: list(_blocks(work, members, rows))
+            yield Step(rows, predict, lambda blocks, rows=rows: collect(blocks, rows), cores)
         else:
             yield Step(rows, lambda: None, lambda _, run=predict_rows: jax.block_until_ready(run()), 1)
         start += count
 
 
-def _chunks(works: Sequence[Work], members: int, rows: np.ndarray) -> Iterator[tuple[Any, PyTree]]:
-    """The predictions for some rows, of `members` members per device at a time."""
-    for work in works:
-        for chunk in blocks_of_members(work.inputs.ensemble.num_members, members, work.call.layout):
-            read = batch_arguments(work.call, work.inputs, rows, members=chunk)
-            # Each batch is awaited: unfinished ones would occupy memory too.
-            out = jax.block_until_ready(compiled_batch(work.pilot.plan, *read))
-            yield work.positions_of(chunk), out
+def _blocks(work: Work, members: int, rows: np.ndarray) -> Iterator[tuple[slice | np.ndarray, PyTree]]:
+    """The predictions for some rows, of `members` members per device at a time, with their positions."""
+    for block in blocks_of_members(work.inputs.ensemble.num_members, members, work.call.layout):
+        read = batch_arguments(work.call, work.inputs, rows, members=block)
+        # Each block is awaited: unfinished ones would occupy memory too.
+        yield block, jax.block_until_ready(compiled_batch(work.pilot.plan, *read))
