@@ -66,14 +66,14 @@ def test_another_process_has_the_file_until_it_is_killed(ensemble, holder, tmp_p
     holder.kill()
     holder.wait()
     fitted(ensemble, tmp_path / "run.eqx")
-    assert names(tmp_path) == [LOCK, "run.eqx"]
+    assert names(tmp_path) == ["run.eqx"]
 
 
 def test_what_a_killed_process_left_is_removed(ensemble, tmp_path):
     for name in (".run.eqx.123.456", "run.eqx.123.456", ".other.eqx.123.456"):
         (tmp_path / name).write_text("half a file")
     fitted(ensemble, tmp_path / "run.eqx")
-    assert names(tmp_path) == [".other.eqx.123.456", LOCK, "run.eqx", "run.eqx.123.456"]
+    assert names(tmp_path) == [".other.eqx.123.456", "run.eqx", "run.eqx.123.456"]
 
 
 def test_two_runs_in_one_process(ensemble, tmp_path):
