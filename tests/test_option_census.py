@@ -535,8 +535,11 @@ ACCEPTED = {
     },
 }
 
-# What ends in an error that is not the library's: the user's own model, called with an input of another size.
+# What ends in an error that is not the library's: the user's own model, called with an input of another size; the
+# system's, for a file that is not there.
 RAW = {
+    "load": {"path": "text"},
+    "contents": {"path": "text"},
     "methods.alignment.align": {"x": "array"},
     "predict": {"x": "array"},
     "fit": {"data": "array"},
