@@ -330,9 +330,9 @@ def grouped(options):
         left["validation"] = ee.train.Validation(left["validation"], **judged)
     if stops := {word.removeprefix("max_"): x for word, x in group("target", "max_steps", "max_seconds").items()}:
         left["stop"] = ee.train.Stopping(**stops)
-    saved = {word.removeprefix("checkpoint_"): x for word, x in group("checkpoint_every", "resume").items()}
-    if saved and not isinstance(left.get("checkpoint"), ee.checkpoint.Checkpoints | None):
-        left["checkpoint"] = ee.checkpoint.Checkpoints(left["checkpoint"], **saved)
+    every = left.pop("checkpoint_every", None)
+    if every is not None and left.get("checkpoint") is not None:
+        left["checkpoint"] = ee.train.Checkpoint(left["checkpoint"], every)
     if (every := left.pop("callback_every", None)) is not None:
         callbacks = left.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]

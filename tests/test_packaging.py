@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "eqx_ensemble").rglob("*.py"))
 
-HEAVY = ("matplotlib", "sklearn", "pandas", "orbax", "scoringrules", "flax", "torch", "IPython", "ipywidgets", "optuna")
+HEAVY = ("matplotlib", "sklearn", "pandas", "scoringrules", "flax", "torch", "IPython", "ipywidgets", "optuna")
 HEAVY += ("tensorstore", "distributed")
 HEAVY += ("tqdm.auto", "tqdm.autonotebook", "tqdm.notebook", "tqdm.rich", "tqdm.contrib")
 

@@ -220,7 +220,7 @@ def fit(
     *Saving:*
 
     - `checkpoint`: a file, or [`eqx_ensemble.train.Checkpoint`][]. The run is saved there about every minute and at its
-        end; rerunning the same call [resumes bit for bit](saving.md), and more epochs continue.
+        end; rerunning the same call [resumes bit for bit](../saving.md), and more epochs continue.
 
     *History and callbacks:*
 

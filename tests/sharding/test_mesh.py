@@ -382,7 +382,7 @@ class TestGoingOn:
         ensemble = ee.build(make, num_members, mesh=mesh, key=KEY)
         ee.save(tmp_path / "here", ensemble)
         assert_same(ee.load(tmp_path / "here", make), ee.build(make, num_members, key=KEY))
-        loaded = ee.load(tmp_path / "here", make, mesh=ee.make_mesh(members=2))
+        loaded = ee.load(tmp_path / "here", ee.build(make, num_members, mesh=ee.make_mesh(members=2), key=KEY))
         assert_same(loaded, ensemble)
         assert len(bytes_by_device(loaded)) == 2
 
