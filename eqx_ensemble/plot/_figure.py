@@ -51,7 +51,8 @@ def figure_of_run(run: RankedRun, *, stride: int | None, unit: str | None) -> Fi
         ax.legend(fontsize="small", frameon=False, **place)
     for (column, values), ax in zip(columns.items(), scores, strict=True):
         _draw_scores(ax, check_plotted(column, values, finite=False), table, score, mode)
-        leftmost = ax is scores[0] or ax.get_subplotspec().is_first_col()
+        spec = ax.get_subplotspec()
+        leftmost = ax is scores[0] or (spec is not None and spec.is_first_col())
         ax.set(xlabel=column, ylabel=with_unit(_LABELS[score], unit) if leftmost else "")
     return figure
 
