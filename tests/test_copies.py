@@ -90,7 +90,7 @@ WAYS = {
 }
 NAMES = (
     "Ensemble,an ensemble of ensembles,an ensemble as a field,Each,Each of keys,Batch,Run,Run of some members,"
-    "TrainState,Metrics,History,Validation,Stopping,Revive,Checkpoint,Vmap,Chunked,Sequential,Unrolled,Auto,"
+    "TrainState,Metrics,History,Validation,Stopping,Revive,Checkpoint,Vmap,Chunked,Sequential,Unrolled,"
     "temperature,isotonic,split,lac"
 ).split(",")
 
