@@ -70,7 +70,7 @@ class Leaf(NamedTuple):
         return dtype.isbuiltin == 1 and dtype.kind in "biuf" and dtype.itemsize <= 8
 
     @property
-    def stored(self) -> tuple[str, list[int]]:
+    def entry(self) -> tuple[str, list[int]]:
         """The dtype and the shape in safetensors: bytes for a dtype that is not native."""
         if not self.is_native:
             return "U8", [self.nbytes]
@@ -321,7 +321,7 @@ def read_header(path: PathLike) -> Header:
         for name, leaf in {**leaves, _DIGESTS: Leaf("uint8", (count, 32))}.items():
             found = fields.pop(name)
             start, stop = found["data_offsets"]
-            if (found["dtype"], found["shape"]) != leaf.stored or stop - start != leaf.nbytes:
+            if (found["dtype"], found["shape"]) != leaf.entry or stop - start != leaf.nbytes:
                 raise ValueError(f"the description of `{name}` has changed")
             starts[name], end = 8 + size + start, max(end, 8 + size + stop)
         if fields or end != whole:

@@ -234,6 +234,7 @@ ONE_CUSTOMER: set[str] = {  # which would be too long with it
     "_predict/_run_work.py",
     "methods/laplace/_setup.py",
     "methods/priors/_check.py",
+    "train/_ranking.py",
     "train/data/_reader_source.py",
     "train/data/_sources.py",
     "train/host/_execute.py",

@@ -167,7 +167,7 @@ class AbstractCombination(abc.ABC):
 
 
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), 4, key=key)
-    ee.predict(ensemble, jnp.ones((100, 3)), combine=Maximum(), memory=2**26).shape
+    ee.predict(ensemble, jnp.ones((100, 3)), combine=Maximum()).shape
     # (100, 2)
     ```
     """
@@ -304,7 +304,6 @@ def streaming(fn: Callable[..., Any]) -> AbstractCombination:
     """The streaming form of a function, for members that arrive in sequence or are on several machines.
 
     The result equals that of the function, within rounding, for any division of the members.
-    [`eqx_ensemble.predict`][] uses it with `memory`.
 
     **Arguments:**
 

@@ -206,7 +206,7 @@ def fit(
     *Execution:*
 
     - `plan`: how the members are executed: by default [`eqx_ensemble.plan.Cores`][] on a CPU, elsewhere
-        [`eqx_ensemble.plan.Vmap`][]; `"auto"` measures plans: [`eqx_ensemble.plan.Auto`][].
+        [`eqx_ensemble.plan.Vmap`][].
     - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default those of the ensemble. Its axis `members`
         splits the members, `data` the rows of batches: [At scale](../scale.md).
     - `key`: the root key. A member's random streams are derived from it and the member's id.
@@ -220,7 +220,7 @@ def fit(
     *Saving:*
 
     - `checkpoint`: a file, or [`eqx_ensemble.train.Checkpoint`][]. The run is saved there about every minute and at its
-        end; rerunning the same call [resumes bit for bit](saving.md), and more epochs continue.
+        end; rerunning the same call [resumes bit for bit](../saving.md), and more epochs continue.
 
     *History and callbacks:*
 
