@@ -39,7 +39,7 @@ def figure_of_run(run: RankedRun, *, stride: int | None, unit: str | None) -> Fi
     columns = _hyper_parameters(table)
     stride = max(1, len(history.step) // _MOST_POINTS) if stride is None else stride
 
-    figure, curves, scores = _new_panels(1 + scored, len(columns))
+    figure, curves, rows = _new_panels(1 + scored, len(columns))
     training_curves(run, stride=stride, unit=unit, ax=curves[0])
     label = "training loss" if stride == 1 else f"training loss, mean of {stride} steps"
     curves[0].set(ylabel=with_unit(label, unit), yscale=_scale(history.loss))
@@ -49,11 +49,11 @@ def figure_of_run(run: RankedRun, *, stride: int | None, unit: str | None) -> Fi
     for ax in curves:  # above the plot, where the legend hides no curve
         place = {"loc": "lower center", "bbox_to_anchor": (0.45, 1), "ncols": 2, "columnspacing": 1}
         ax.legend(fontsize="small", frameon=False, **place)
-    for (column, values), ax in zip(columns.items(), scores, strict=True):
+    for (column, values), ax in zip(columns.items(), sum(rows, []), strict=True):
         _draw_scores(ax, check_plotted(column, values, finite=False), table, score, mode)
-        spec = ax.get_subplotspec()
-        leftmost = ax is scores[0] or (spec is not None and spec.is_first_col())
-        ax.set(xlabel=column, ylabel=with_unit(_LABELS[score], unit) if leftmost else "")
+        ax.set_xlabel(column)
+    for first, *_ in rows if columns else ():
+        first.set_ylabel(with_unit(_LABELS[score], unit))
     return figure
 
 
@@ -67,19 +67,19 @@ def _hyper_parameters(table: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
-def _new_panels(num_curves: int, num_scores: int) -> tuple[Figure, list[Axes], list[Axes]]:
-    """A new figure, and Axes for its curves and for its scores; few panels are in one row."""
+def _new_panels(num_curves: int, num_scores: int) -> tuple[Figure, list[Axes], list[list[Axes]]]:
+    """A new figure, and Axes for its curves and for each row of its scores; few panels are all in one row."""
     with explain_missing():
         from matplotlib import pyplot
 
-    rows = np.array_split(range(num_scores), -(-num_scores // _MOST_IN_ROW) or 1)
     flat = num_curves + num_scores < _MOST_IN_ROW
-    shapes = [num_curves + num_scores] if flat else [num_curves, *map(len, rows)]
+    split = np.array_split(range(num_scores), -(-num_scores // _MOST_IN_ROW) or 1)
+    shapes = [num_curves + num_scores] if flat else [num_curves, *map(len, split)]
     size = 4.2 * max(max(shapes), 2) if max(shapes) > 1 else 6.4, 3.6 * len(shapes)
     figure = pyplot.figure(figsize=size, layout="constrained")
     parts = np.atleast_1d(np.asarray(figure.subfigures(len(shapes), 1), dtype=object))
-    panels = [ax for part, count in zip(parts, shapes, strict=True) for ax in part.subplots(1, count, squeeze=False)[0]]
-    return figure, panels[:num_curves], panels[num_curves:]
+    top, *rows = (list(part.subplots(1, count, squeeze=False)[0]) for part, count in zip(parts, shapes, strict=True))
+    return figure, top[:num_curves], [top[num_curves:]] if flat else rows
 
 
 def _draw_scores(
