@@ -32,7 +32,6 @@ from ._ensemble import Ensemble, M, concatenate, take
 from ._foreign import as_numpy
 from ._progress import members_in_words, progress_line
 from ._pytree import PyTree
-from ._suggest import explain_as
 from ._warnings import ignore_warnings
 from .plan import Cores
 from .train._engine import (
@@ -88,7 +87,6 @@ class _Shards(NamedTuple):
         return f"shard {i} (members {self.positions[i][0]} to {self.positions[i][-1]})"
 
 
-@explain_as("fleet.fit")
 def fit(
     executor: Any,
     ensemble: Ensemble[M] | Callable[[np.ndarray], Any],

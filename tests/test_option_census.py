@@ -407,8 +407,7 @@ ACCEPTED = {
     "methods.sngp.mean_field": {"factor": "0 int64 float32"},
     "methods.sngp.bound_spectral_norm": {"bound": "int64 float32", "num_iterations": "int64"},
     "methods.alignment.align": {"reference": "-1 0", "units": "None", "state": "None", "fn": "None"},
-    "build": {"num_members": "int64"}
-    | dict.fromkeys(["ids", "keys", "zip", "product", "shared", "mesh"], "None"),
+    "build": {"num_members": "int64"} | dict.fromkeys(["ids", "keys", "zip", "product", "shared", "mesh"], "None"),
     "stack": {"ids": "int64 None", "shared": "None"},  # ids may be a count
     "average_parameters": {"weights": "None"},
     "from_stacked": {"model": "array", "ids": "None", "shared": "None"},  # an array is a tree of members

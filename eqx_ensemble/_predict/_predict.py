@@ -14,7 +14,6 @@ from .._compiled import flatten, program_key
 from .._ensemble import Ensemble, check_ensemble
 from .._foreign import as_hashable, from_foreign_tree, own_array
 from .._pytree import PyTree
-from .._suggest import explain_as
 from .._typing import CallableEnsemble, Out, StatefulEnsemble
 from ..plan import AbstractPlan, AnyPlan
 from ..plan._engine import as_plan, explain_memory, plan_in_program
@@ -163,7 +162,6 @@ def predict(
 def predict(
     ensemble: Ensemble[Any], x: PyTree, *, combine: Callable[..., Out], **options: Unpack[WithCombine]
 ) -> Out: ...
-@explain_as("predict")
 def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols stand for `Ensemble`
     ensemble: Ensemble[Any],
     x: PyTree,

@@ -1,4 +1,3 @@
-from .. import _suggest
 from ._check import AnyPlan as AnyPlan
 from ._cores import Cores as Cores
 from ._plans import AbstractPlan as AbstractPlan
@@ -6,5 +5,3 @@ from ._plans import Chunked as Chunked
 from ._plans import Sequential as Sequential
 from ._plans import Unrolled as Unrolled
 from ._plans import Vmap as Vmap
-
-_suggest.explain_names(__name__)

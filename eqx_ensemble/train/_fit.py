@@ -17,7 +17,6 @@ from .._foreign import as_hashable, from_foreign_tree
 from .._jaxpr import unused_inputs
 from .._pytree import PyTree
 from .._sharding import shard_members
-from .._suggest import explain_as
 from .._warnings import ignore_warnings, warn
 from ..distributed import to_host
 from ..plan import AnyPlan, Cores
@@ -135,7 +134,6 @@ def _loss_of(loss: Loss, hyper: PyTree, moving: Any, fixed: MemberConstants, sha
     return loss.fn(*arguments, hyper=hyper)
 
 
-@explain_as("fit")
 def fit(
     ensemble: Ensemble[M] | TrainState[M] | Run[M],
     loss: Callable[..., Any],

@@ -13,7 +13,6 @@ from .._ensemble import M
 from .._foreign import as_hashable, take_in
 from .._pytree import PyTree
 from .._sharding import Layout, layout_for
-from .._suggest import explain_as
 from ..plan import AbstractPlan, AnyPlan
 from ..plan._engine import as_plan
 from ._check import check_hyper_used, check_optimiser_kind, check_plan_together
@@ -52,7 +51,6 @@ class Step(eqx.Module):
     plan: AbstractPlan
     layout: Layout | None = eqx.field(static=True)
 
-    @explain_as("step", transfers=False)
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
         check_train_state(state)
