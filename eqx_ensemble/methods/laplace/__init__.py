@@ -2,7 +2,6 @@
 
 from ... import _suggest
 from ._fit import fit as fit
-from ._fit import subnetwork as subnetwork
 from ._laplace import Laplace as Laplace
 from ._laplace import replace as replace
 from ._member import Outputs as Outputs
