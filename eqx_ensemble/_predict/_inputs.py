@@ -12,8 +12,8 @@ from .. import _axes, _check, _keys
 from .._axes import check_rows_of_data
 from .._ensemble import Ensemble, check_model_state, check_model_state_given
 from .._pytree import PyTree
-from ..plan import AbstractPlan
 from .._sharding import Layout, layout_for, replicate, shard_members
+from ..plan import AbstractPlan
 from ._batch import MemberCall, PredictionInputs, combine_blocks, first_rows, predict_batch, size_of_few
 from ._check import check_rows_of_result
 

@@ -1,3 +1,4 @@
+import functools as ft
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -5,27 +6,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from ... import _keys
+from ... import _check, _keys
 from ..._axes import Each
 from ..._caller import caller
-from ..._check import (
-    check_array,
-    check_entries,
-    check_flag,
-    check_positive_int,
-    check_word,
-    concrete,
-    kind_text,
-    value_error,
-)
 from ..._compiled import filter_jit
 from ..._ensemble import Ensemble, check_index_of_members, take
 from ..._predict import predict
 from ..._pytree import PyTree
 from ...plan._engine import over_members
-from .._check import check_options
 from ..trajectory._check import check_factor_ids
 from ._likelihood import LINKS, Link
 from ._member import LaplaceMember, Outputs, Predict
@@ -80,25 +70,18 @@ class Laplace(eqx.Module, Generic[M]):
         **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`.
         States are `ee.tree.take(posterior.state, np.repeat(np.arange(num_members), num_samples))`.
         """
-        num_samples = check_positive_int(num_samples, "num_samples")
+        num_samples = _check.check_positive_int(num_samples, "num_samples")
         check_factor_ids(self.members.ids, num_samples)
         keys = _keys.member_keys(_keys.root(key), self.members.ids, purpose="laplace")
-        old, drawn = self.ensemble, _draw(self.members, Each(keys), jnp.arange(num_samples))
+        old, drawn = self.ensemble, run_members(LaplaceMember.draw, self.members, Each(keys), jnp.arange(num_samples))
         flat = lambda old, new: None if old is None else new.reshape(-1, *new.shape[2:])
         stacked = jax.tree.map(flat, old.arrays, drawn, is_leaf=lambda x: x is None)
         ids = self.members.ids[:, None] * num_samples + jnp.arange(num_samples, dtype=jnp.int32)[None]
         return Ensemble(stacked, old.shared, ids.astype(jnp.int32).ravel())
 
     def predict(
-        self,
-        x: PyTree,
-        *,
-        link: Link = "probit",
-        num_samples: int = 100,
-        combine: Callable[..., Any] | None = None,
-        key: Any = None,
-        **options: Any,
-    ) -> PyTree:
+        self, x: PyTree, *, link: Link = "probit", num_samples: int = 100, key: Any = None, **options: Any
+    ) -> Any:
         r"""Posterior predictions of all members, with the models linearised in the weights.
 
         Outputs are Gaussian, with mean $f(x)$ and covariance $S = J P^{-1} J^\top$; for regression the variance
@@ -111,23 +94,20 @@ class Laplace(eqx.Module, Generic[M]):
 
         **Arguments:**
 
-        - `x`, `options`: as for [`eqx_ensemble.predict`][].
+        - `x`, `options`: as for [`eqx_ensemble.predict`][]; its `combine` may be [`eqx_ensemble.combine.mixture`][] for
+            classes, [`eqx_ensemble.combine.gaussian`][] for regression.
         - `link`: for classes, as above.
         - `num_samples`, `key`: for `link="mc"`.
-        - `combine`: such as [`eqx_ensemble.combine.mixture`][] for classes, [`eqx_ensemble.combine.gaussian`][] for
-            regression.
 
         **Returns:** for classes, log-probabilities `(members, rows, classes)`, also for two classes; for regression,
         [`eqx_ensemble.combine.Gaussian`][] `(members, rows, ...)`. With `combine`, its result.
         """
-        check_options(options, ("fn", "state"), "the posterior has them")
-        check_word(link, "link", LINKS)
-        check_positive_int(num_samples, "num_samples")
+        _check.check_word(link, "link", LINKS)
+        _check.check_positive_int(num_samples, "num_samples")
         if link == "mc" and key is None:
             raise TypeError(f'`{caller()}` needs `key` with `link="mc"`.')
         chance = {} if key is None else {"key": key, "inference": True}
-        fn = Predict(link, num_samples)
-        return predict(self.members, x, fn=fn, combine=combine, state=self.state, **chance, **options)
+        return predict(self.members, x, fn=Predict(link, num_samples), state=self.state, **chance, **options)
 
     def outputs(self, x: PyTree, **options: Any) -> Outputs:
         """The Gaussian distribution of each member's outputs for each row, from the linearised model, without noise.
@@ -138,8 +118,7 @@ class Laplace(eqx.Module, Generic[M]):
 
         **Returns:** [`eqx_ensemble.methods.laplace.Outputs`][].
         """
-        check_options(options, ("fn", "state"), "the posterior has them")
-        return predict(self.members, x, fn=_outputs, state=self.state, **options)
+        return predict(self.members, x, fn=LaplaceMember.outputs, state=self.state, **options)
 
     def log_marginal_likelihood(self, prior_precision: Any = None, noise: Any = None) -> Float[Array, " members"]:
         r"""The log marginal likelihood (evidence) of each member, in nats.
@@ -156,7 +135,7 @@ class Laplace(eqx.Module, Generic[M]):
         """
         own = check_per_member("prior_precision", prior_precision, self.prior_precision)
         noises = check_per_member("noise", noise, self.noise)
-        return _log_evidence(self.members, Each(own), None if noises is None else Each(noises))
+        return run_members(LaplaceMember.log_evidence, self.members, own, noises)
 
     def optimise_prior(self, *, fit_noise: bool = False) -> "Laplace[M]":
         r"""Maximises the marginal likelihood of each member over its prior precision.
@@ -167,47 +146,30 @@ class Laplace(eqx.Module, Generic[M]):
 
         **Arguments:**
 
-        - `fit_noise`: whether to optimise the noise too, $s^2 = \lVert y - f \rVert^2 / (N - \gamma)$.
+        - `fit_noise`: for regression, whether to optimise the noise too, $s^2 = \lVert y - f \rVert^2 / (N - \gamma)$.
 
         **Returns:** a new [`eqx_ensemble.methods.laplace.Laplace`][].
 
         **Raises:** `ValueError` if the marginal likelihood has no maximum.
         """
-        if check_flag(fit_noise, "fit_noise") and self.noise is None:
-            raise TypeError(f"`{caller()}` takes `fit_noise` for regression only: classes have no noise.")
-        precision, noise = _best_prior(self.members, fit_noise)
+        precision, noise = run_members(ft.partial(_best_prior, with_noise=fit_noise), self.members)
         found = jnp.isfinite(precision) & (precision > 1e-30)
         if noise is not None:
             found &= jnp.isfinite(noise) & (noise > 0)
         fix = "Their selected weights are zero, or the outputs do not depend on them."
         check_members(found, self.members.ids, "a maximum of the marginal likelihood", "have none", fix)
-        return _with_values(self, precision, noise)
-
-
-_outputs = lambda member, x, state=None: member.outputs(x, state)
+        return replace(self, prior_precision=precision, noise=noise)
 
 
 @filter_jit
-def _draw(members: Ensemble, keys: Each, numbers: Int[Array, " draws"]) -> PyTree:
-    """The arrays of all draws, each `(members, draws, ...)`."""
-    one = lambda member, key, number: eqx.filter(member.draw(jax.random.fold_in(key, number)), eqx.is_array)
-    of_member = lambda member, key: jax.vmap(lambda number: one(member, key, number))(numbers)
-    return over_members(of_member)(members, keys)
+def run_members(fn: Callable[..., Any], *args: Any, plan: Any = None, mesh: Any = None) -> Any:
+    """`fn` of every member, compiled."""
+    return over_members(fn, plan=plan, mesh=mesh)(*args)
 
 
-@filter_jit
-def _log_evidence(members: Ensemble, prior_precision: Each, noise: Each | None) -> Float[Array, " members"]:
-    return over_members(lambda member, *own: member.log_evidence(*own))(members, prior_precision, noise)
-
-
-@filter_jit
-def _best_prior(members: Ensemble, with_noise: bool) -> tuple[Array, Array | None]:  # noqa: FBT001
-    return over_members(lambda member: best_prior(member, with_noise=with_noise))(members)
-
-
-def best_prior(member: LaplaceMember, *, with_noise: bool) -> tuple[Float[Array, ""], Float[Array, ""] | None]:
+def _best_prior(member: LaplaceMember, *, with_noise: bool) -> tuple[Float[Array, ""], Float[Array, ""] | None]:
     """The prior precision and the noise that maximise the evidence of one member, with fixed weights."""
-    own, vector = member.posterior, member.problem.vector(member.model)
+    own, (vector, _) = member.posterior, member.problem.weights(member.model)
     square = vector @ vector
 
     def precision(values: Float[Array, " weights"]) -> Float[Array, ""]:
@@ -216,8 +178,8 @@ def best_prior(member: LaplaceMember, *, with_noise: bool) -> tuple[Float[Array,
 
     if own.noise is None or not with_noise:
         return precision(own.values if own.noise is None else own.values / own.noise**2), own.noise
-    # The noise has its optimum where `loss / noise^2 + gamma` is the number of targets. With the best precision for
-    # each noise, `gamma` is `precision |w|^2`, which rises with `1 / noise^2` as the first term does: there is one root.
+    # The best noise has `loss / noise^2 + gamma` equal to the number of targets. With the best precision for each,
+    # `gamma` is `precision |w|^2`, which rises with `1 / noise^2` as the first term does, so there is one root.
     above = lambda inverse: inverse * own.loss + precision(own.values * inverse) * square > own.count
     inverse = _bisect(above, own.count / own.loss)
     return precision(own.values * inverse), 1 / jnp.sqrt(inverse)
@@ -231,10 +193,9 @@ def _bisect(above: Callable[[Array], Array], most: Float[Array, ""]) -> Float[Ar
     high = jnp.log(most)
 
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = ends
-        middle = (low + high) / 2
+        middle = (ends[0] + ends[1]) / 2
         is_above = above(jnp.exp(middle))
-        return jnp.where(is_above, low, middle), jnp.where(is_above, middle, high)
+        return jnp.where(is_above, ends[0], middle), jnp.where(is_above, middle, ends[1])
 
     low, high = jax.lax.fori_loop(0, 64, halve, (high - 80.0, high))
     return jnp.exp((low + high) / 2)
@@ -262,37 +223,32 @@ def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = 
     ```
     """
     if not isinstance(posterior, Laplace):
-        raise TypeError(f"`{caller()}` needs what `methods.laplace.fit` returned, got {kind_text(posterior)}.")
-    if prior_precision is None and noise is None:
-        raise TypeError(f"`{caller()}` needs `prior_precision` or `noise`, got neither.")
-    precision = check_per_member("prior_precision", prior_precision, posterior.prior_precision)
-    return _with_values(posterior, precision, check_per_member("noise", noise, posterior.noise))
-
-
-def _with_values(posterior: Laplace[M], prior_precision: Array, noise: Array | None) -> Laplace[M]:
+        raise TypeError(f"`{caller()}` needs what `methods.laplace.fit` returned, got {_check.kind_text(posterior)}.")
+    priors = check_per_member("prior_precision", prior_precision, posterior.prior_precision)
+    noises = check_per_member("noise", noise, posterior.noise)
     get = lambda members: (members.stacked.posterior.prior_precision, members.stacked.posterior.noise)
-    members = eqx.tree_at(get, posterior.members, (prior_precision, noise), is_leaf=lambda x: x is None)
-    return Laplace(members, posterior.state)
+    new = [None if each is None else each.value for each in (priors, noises)]
+    return Laplace(eqx.tree_at(get, posterior.members, new, is_leaf=lambda x: x is None), posterior.state)
 
 
-def check_per_member(argument: str, value: Any, own: Array | None) -> Array | None:
-    """Raises unless `value` is one positive number, or one per member. Returns `(members,)`; `own` by default."""
+def check_per_member(argument: str, value: Any, own: Array | None) -> Each | None:
+    """Raises unless `value` is one positive number, or one per member. Returns one per member; `own` by default."""
     if value is None:
-        return own
+        return None if own is None else Each(own)
     if own is None:
         raise TypeError(f"`{caller()}` takes `{argument}` for regression only: classes have no noise.")
-    array = check_array(argument, value)
+    array = _check.check_array(argument, value)
     if array.shape not in ((), own.shape):
         got = f"expected () or {own.shape}, got {array.shape}"
-        raise value_error(f"one `{argument}`, or one per member", got, "It is a scalar or `(members,)`.")
+        raise _check.value_error(f"one `{argument}`, or one per member", got, "It is a scalar or `(members,)`.")
     fix = "`prior_precision` is that of a proper prior, `noise` a standard deviation in the unit of the targets."
-    check_entries(f"`{argument}` above zero and finite", array, lambda host: ~((host > 0) & np.isfinite(host)), fix)
-    return jnp.broadcast_to(array.astype(own.dtype), own.shape)
+    is_wrong = lambda host: ~((host > 0) & np.isfinite(host))
+    _check.check_entries(f"`{argument}` above zero and finite", array, is_wrong, fix)
+    return Each(jnp.broadcast_to(array.astype(own.dtype), own.shape))
 
 
 def check_members(is_right: Array, ids: Array, needs: str, got: str, fix: str) -> None:
     """Raises an error that lists members unless all are right, if that can be read."""
-    host = concrete(is_right)
+    host = _check.concrete(is_right)
     if host is not None and not host.all():
-        listed = ", ".join(map(str, np.asarray(ids)[~host].tolist()))
-        raise value_error(needs, f"members {listed} {got}", fix)
+        raise _check.value_error(needs, f"members {', '.join(map(str, np.asarray(ids)[~host]))} {got}", fix)

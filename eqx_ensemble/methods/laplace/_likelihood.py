@@ -15,8 +15,8 @@ LINKS = ("probit", "mc")
 class Likelihood(NamedTuple):
     """The loss and curvature of a likelihood, at a standard deviation of 1 if it has noise.
 
-    `loss(outputs, target)` is the negative log-likelihood in nats; with noise, the sum of squared errors. `root(outputs,
-    jacobian)` is `L' jacobian`, where `L L'` is the second derivative of the negative log-likelihood.
+    `loss(outputs, target)` is the negative log-likelihood in nats; with noise, the sum of squared errors.
+    `root(outputs, jacobian)` is `L' jacobian`, where `L L'` is the second derivative of the negative log-likelihood.
     """
 
     loss: Callable[[Float[Array, " out"], Array], Float[Array, ""]]
@@ -79,8 +79,6 @@ def monte_carlo(
     return jax.nn.logsumexp(logs, axis=0) - math.log(num_samples)
 
 
-def both_classes(
-    mean: Float[Array, " 1"], covariance: Float[Array, "1 1"]
-) -> tuple[Float[Array, " 2"], Float[Array, "2 2"]]:
+def both_classes(mean: Float[Array, " 1"], covariance: Float[Array, "1 1"]) -> tuple[Array, Array]:
     """The logits of classes 0 and 1 from one logit, and their covariance."""
     return jnp.concatenate([jnp.zeros_like(mean), mean]), jnp.pad(covariance, ((1, 0), (1, 0)))

@@ -5,8 +5,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 from ..._pytree import PyTree
 from ...combine import Gaussian
@@ -40,29 +41,25 @@ class Problem(eqx.Module):
     fn: Callable[..., Any] | None = eqx.field(static=True)
     shape: tuple[int, ...] = eqx.field(static=True)
 
-    def vector(self, model: PyTree) -> Float[Array, " weights"]:
-        """The selected weights, in float64 if any of them is, else float32."""
-        leaves = jax.tree.leaves(model)
-        own = [jnp.asarray(leaves[i]) for i in self.positions]
-        dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in own) else jnp.float32
-        return jnp.concatenate([x.astype(dtype).ravel() for x in own])
-
-    def insert(self, model: PyTree, vector: Float[Array, " weights"]) -> PyTree:
-        """Replaces the selected weights of a model, cast to its dtypes."""
+    def weights(self, model: M) -> tuple[Float[Array, " weights"], Callable[[Float[Array, " weights"]], M]]:
+        """The selected weights as a vector, at least float32, and the function that puts others into the model."""
         leaves, treedef = jax.tree.flatten(model)
-        start = 0
-        for i in self.positions:
-            old = jnp.asarray(leaves[i])
-            leaves[i] = vector[start : start + old.size].reshape(old.shape).astype(old.dtype)
-            start += old.size
-        return jax.tree.unflatten(treedef, leaves)
+        own = {i: jnp.asarray(leaves[i]) for i in self.positions}
+        dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in own.values()) else jnp.float32
+        vector, unravel = jax.flatten_util.ravel_pytree({i: x.astype(dtype) for i, x in own.items()})
+
+        def insert(vector: Float[Array, " weights"]) -> M:
+            new = {i: x.astype(own[i].dtype) for i, x in unravel(vector).items()}
+            return jax.tree.unflatten(treedef, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+        return vector, insert
 
     def linearise(
         self, model: PyTree, x: PyTree, state: eqx.nn.State | None
     ) -> tuple[Float[Array, " out"], Float[Array, "out weights"]]:
         """The flattened outputs for one row, and their Jacobian with respect to the selected weights."""
-        vector = self.vector(model)
-        outputs = lambda vector: call(self.fn, self.insert(model, vector), x, state).ravel().astype(vector.dtype)
+        vector, insert = self.weights(model)
+        outputs = lambda vector: call(self.fn, insert(vector), x, state).ravel().astype(vector.dtype)
         found, pull = jax.vjp(outputs, vector)
         return found, jax.vmap(pull)(jnp.eye(found.size, dtype=vector.dtype))[0]
 
@@ -110,16 +107,20 @@ class LaplaceMember(eqx.Module, Generic[M]):
         scaled = along / jnp.sqrt(self.posterior.precision)[None]
         return Outputs(mean, scaled @ scaled.T)
 
-    def draw(self, key: Key[Array, ""]) -> M:
-        """The model with weights that are drawn from the posterior."""
-        precision, vectors = self.posterior.precision, self.posterior.vectors
-        away = jax.random.normal(key, precision.shape, precision.dtype) / jnp.sqrt(precision)
-        away = away if vectors is None else vectors @ away
-        return self.problem.insert(self.model, self.problem.vector(self.model) + away)
+    def draw(self, key: Key[Array, ""], numbers: Int[Array, " draws"]) -> PyTree:
+        """The arrays of models with weights drawn from the posterior, each `(draws, ...)`."""
+        (vector, insert), precision = self.problem.weights(self.model), self.posterior.precision
+
+        def one(number: Int[Array, ""]) -> PyTree:
+            noise = jax.random.normal(jax.random.fold_in(key, number), precision.shape, precision.dtype)
+            away, vectors = noise / jnp.sqrt(precision), self.posterior.vectors
+            return eqx.filter(insert(vector + (away if vectors is None else vectors @ away)), eqx.is_array)
+
+        return jax.vmap(one)(numbers)
 
     def log_evidence(self, prior_precision: Float[Array, ""], noise: Float[Array, ""] | None) -> Float[Array, ""]:
         """The log marginal likelihood of the data, in nats."""
-        own, vector = self.posterior, self.problem.vector(self.model)
+        own, (vector, _) = self.posterior, self.problem.weights(self.model)
         values, fit = own.values, -own.loss
         if noise is not None:
             values = values / noise**2
@@ -135,15 +136,10 @@ class Predict:
     link: Link = "probit"
     num_samples: int = 0
 
-    def __call__(
-        self, member: LaplaceMember, x: PyTree, state: Any = None, *, key: Key[Array, ""] | None = None
-    ) -> Any:
+    def __call__(self, member: LaplaceMember, x: PyTree, state: Any = None, *, key: Any = None) -> Any:
         outputs, problem, noise = member.outputs(x, state), member.problem, member.posterior.noise
         if noise is not None:
             variance = jnp.diagonal(outputs.covariance) + noise**2
             return Gaussian(outputs.mean.reshape(problem.shape), variance.reshape(problem.shape))
         logits = both_classes(*outputs) if problem.likelihood == "binary" else outputs
-        if self.link == "probit":
-            return probit(*logits)
-        assert key is not None
-        return monte_carlo(*logits, self.num_samples, key)
+        return probit(*logits) if self.link == "probit" else monte_carlo(*logits, self.num_samples, key)
