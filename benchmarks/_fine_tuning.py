@@ -154,7 +154,7 @@ def _mixture_nll(model: Any, batch: Any, key: Any) -> jax.Array:
 
 def _laplace(member: ee.Ensemble, parts: Any) -> Callable[[np.ndarray], Any]:
     """The prior is that of the largest marginal likelihood, or a power of ten: what predicts validation rows best."""
-    posterior = LAPLACE.fit(member, parts["train"], likelihood="classification", where=last, structure="kron")
+    posterior = LAPLACE.fit(member, parts["train"], likelihood="classification", where=last)
     choices = [posterior.optimise_prior()]
     choices += [LAPLACE.replace(posterior, prior_precision=p) for p in (0.1, 1.0, 10.0, 100.0, 1000.0)]
     x, y = parts["validate"]

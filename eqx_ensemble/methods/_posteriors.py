@@ -30,9 +30,9 @@ from ._protocol import (
     check_maker,
     loss_of_outputs,
 )
-from .laplace._check import check_link
-from .laplace._member import LIKELIHOODS, Predict
-from .laplace._selection import CURVATURES
+from .laplace._fit import STRUCTURES
+from .laplace._likelihood import LIKELIHOODS
+from .laplace._member import Predict
 
 Likelihood = Literal["regression", "binary", "classification"]
 T = TypeVar("T", bound="Laplace | SNGP")
@@ -62,7 +62,6 @@ class Laplace(AbstractOwnMethod):
     - `likelihood`: as there; by default the word that is given as loss, which is not saved: give it
         here too if you will load.
     - `prior_precision`: as there; by default that of the largest marginal likelihood.
-    - `link`: as for [`eqx_ensemble.methods.laplace.Laplace.predict`][], without `"mc"`.
 
     ```python
     ee.methods.Laplace(4, where=lambda model: model.layers[-1], likelihood="classification")
@@ -73,23 +72,19 @@ class Laplace(AbstractOwnMethod):
     _: dataclasses.KW_ONLY
     where: Callable[[Any], Any]
     likelihood: Likelihood | None = None
-    structure: Literal["full", "kron", "diag"] = "full"
+    structure: Literal["full", "diag"] = "full"
     prior_precision: float | int | None = None
     noise: float | int | None = None
-    link: Literal["probit", "bridge", "bridge_norm"] | None = None
     fn: Callable[..., Any] | None = None
 
     def __check_init__(self) -> None:
         check_counts(self)
         check_function(self.where, "where", example="lambda model: model.layers[-1]")
-        check_word(self.structure, "structure", tuple(CURVATURES))
+        check_word(self.structure, "structure", STRUCTURES)
         check_above_zero(self, "prior_precision", "noise")
         check_optional_function(self.fn, "fn", example="lambda model, x: model(x)[0]")
         if self.likelihood is not None:
             check_word(self.likelihood, "likelihood", tuple(LIKELIHOODS))
-            check_link(self.link, self.likelihood)
-        elif self.link is not None:
-            check_word(self.link, "link", ("probit", "bridge", "bridge_norm"))
 
     def template(self, make: Any, data: Any) -> tuple[Any, dict[str, Any]]:
         own = _with_likelihood(self, None)
@@ -112,7 +107,7 @@ class Laplace(AbstractOwnMethod):
         return Posterior(fitted.members, fitted.state, run, **reading)
 
     def _reading(self) -> dict[str, Any]:
-        return {"fn": Predict(check_link(self.link, str(self.likelihood)) or "probit", 0)}
+        return {"fn": Predict()}
 
     def _posterior(self, members: Any, data: Any, **options: Any) -> laplace.Laplace[Any]:
         assert self.likelihood is not None

@@ -26,7 +26,7 @@ from ..scores import nll_gaussian
 from ..train import DivergedError, Status
 from ..train._engine import RowReader, Run, fit, is_batches
 from ._check import check_length, check_options
-from .laplace._member import LIKELIHOODS
+from .laplace._likelihood import LIKELIHOODS
 from .priors import gaussian_penalty
 
 M = TypeVar("M")

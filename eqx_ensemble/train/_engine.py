@@ -2,12 +2,12 @@
 
 from ._check import check_inner_optimiser, check_mode, check_no_transformation, check_optimiser, check_optimiser_kind
 from ._check_member import check_same_hyper, check_state_arrays
-from ._check_run import diverged_message, excluded_message, warn_of_diverged
+from ._check_run import diverged_message, warn_of_diverged
 from ._fit import fit
 from ._hyper import change_hyper, follow_hyper, hyper_arrays
 from ._options import Checkpoint, as_checkpoint
 from ._revive import Revive, copy_donors
-from ._run import Run, check_rows_of_folds, data_frame
+from ._run import Run, check_healthy, check_rows_of_folds, data_frame
 from ._state import MemberConstants, MemberState, check_state, check_train_state, init
 from ._status import Status, UnfinishedError, allow_idle, only_read
 from ._texts import array_texts, check_same_call, option_text, program_text, versions_text

@@ -156,15 +156,22 @@ def check_rows_of_folds(num_rows: int, folds: Any, rows: Any) -> None:
             )
 
 
+def check_healthy(run: "Run[Any]", *, strict: bool = False) -> np.ndarray:
+    """Warns of diverged members, or raises if all are, or any if `strict`. Returns which are not."""
+    healthy = run.status != Status.DIVERGED
+    if not healthy.all():
+        message = excluded_message(np.asarray(run.ensemble.ids)[~healthy], healthy)
+        if strict or not healthy.any():
+            raise DivergedError(message, run)
+        warn(message)
+    return healthy
+
+
 def check_held_out_weights(run: "Run[Any]", weights: Any) -> np.ndarray | None:
     """Warns of diverged members, or raises if all are. Returns weights `(members,)`, zero for them; `None` if equal."""
-    healthy = run.status != Status.DIVERGED
+    healthy = check_healthy(run)
     if healthy.all():
         return weights
-    message = excluded_message(np.asarray(run.ensemble.ids)[~healthy], healthy)
-    if not healthy.any():
-        raise DivergedError(message, run)
-    warn(message)
     kept = np.zeros(len(healthy))
     given = np.ones(len(healthy)) if weights is None else weights
     kept[healthy] = check_run_weights(given, healthy, out_of_bag_mean)
@@ -302,13 +309,8 @@ class Run(eqx.Module, Generic[M]):
 
         **Raises:** [`eqx_ensemble.train.DivergedError`][] if all members diverged.
         """
-        healthy = self.status != Status.DIVERGED
-        weights = check_run_weights(weights, healthy, combine)
-        if not healthy.all():
-            message = excluded_message(np.asarray(self.ensemble.ids)[~healthy], healthy)
-            if strict or not healthy.any():
-                raise DivergedError(message, self)
-            warn(message)
+        weights = check_run_weights(weights, self.status != Status.DIVERGED, combine)
+        healthy = check_healthy(self, strict=strict)
         state = self.state if self.state is None or healthy.all() else tree.take(self.state, healthy)
         return predict(self.healthy, x, combine=combine, weights=weights, state=state, **options)
 

@@ -301,7 +301,7 @@ MISTAKES = {
         TypeError,
         "got 'binary' and 'regression'",
     ),
-    "an unknown structure": (lambda: methods.Laplace(where=last_layer, structure="ekfac"), ValueError, "'kron'"),
+    "an unknown structure": (lambda: methods.Laplace(where=last_layer, structure="kron"), ValueError, "'diag'"),
     "loading without rows": (
         lambda: methods.Laplace(where=last_layer, likelihood="binary").load("nowhere", make),
         TypeError,

@@ -1,3 +1,4 @@
+import functools as ft
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -6,66 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
-from ... import _axes, tree
-from ..._axes import Each, explain_rows
-from ..._caller import caller
-from ..._check import check_function, check_optional_function, check_positive_int, check_word, concrete, kind_text
-from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given, take
+from ... import _axes, _check, _ensemble, tree
+from ..._axes import Each
+from ..._foreign import from_foreign_tree
 from ..._pytree import PyTree
-from ..._sharding import layout_for
-from ..._warnings import warn
 from ...plan import AnyPlan
-from ...plan._engine import as_plan, over_members, sharded_plan
-from ...train._engine import Run, Status, excluded_message
-from ._check import check_finite_posterior, check_healthy, check_indices, check_per_member
-from ._laplace import Laplace
-from ._member import LIKELIHOODS, LaplaceMember, Problem, call
-from ._selection import CURVATURES, Leaves
-from ._setup import Setup, add_batch, check_outputs, check_targets, choose, factor_error, finish, member_shapes, prepare
+from ...train._engine import Run, check_healthy, frozen_flags
+from ._laplace import Laplace, check_members, check_per_member, run_members
+from ._likelihood import LIKELIHOODS
+from ._member import LaplaceMember, Posterior, Problem, call
 
-
-def subnetwork(posterior: Laplace[Any], count: int) -> Each:
-    """Selects the weights of each member with the largest posterior variance, as `indices` for another fit.
-
-    **Arguments:**
-
-    - `posterior`: a fit with `structure="diag"` or `"full"`.
-    - `count`: the number of weights to select per member.
-
-    **Returns:** an [`eqx_ensemble.Each`][] of integers `(members, count)`.
-
-    ```python
-    ensemble = ee.build(lambda key: eqx.nn.MLP(2, 1, 8, 1, key=key), 4, key=key)
-    data = jax.random.normal(key, (50, 2)), jnp.zeros((50, 1))
-    options = {"likelihood": "regression", "where": lambda model: model, "noise": 0.1}
-    laplace = ee.methods.laplace
-    diagonal = laplace.fit(ensemble, data, structure="diag", **options)
-    indices = laplace.subnetwork(diagonal, 10)
-    posterior = laplace.fit(ensemble, data, indices=indices, **options)
-    ```
-
-    ??? cite
-        [Daxberger, Nalisnick et al. 2021](https://arxiv.org/abs/2010.14689)
-    """
-    if not isinstance(posterior, Laplace):
-        raise TypeError(f"`{caller()}` needs what `methods.laplace.fit` returned, got {kind_text(posterior)}.")
-    selection = posterior.members.stacked.posterior.selection
-    if not isinstance(selection, Leaves):
-        raise TypeError(f'`{caller()}` needs a fit with `structure="diag"` or `"full"`: `"kron"` has no subnetworks.')
-    values = posterior.members.stacked.posterior.curvature.values
-    count, num_weights = check_positive_int(count, "count"), values.shape[-1]
-    if count > num_weights:
-        raise ValueError(f"`{caller()}` needs `count` of at most {num_weights}, the number of weights; got {count}.")
-
-    def choose(member: LaplaceMember) -> Int[Array, " weights"]:
-        own = member.posterior
-        found = jnp.sort(jax.lax.top_k(own.curvature.variance(own.precision), count)[1])
-        indices = getattr(own.selection, "indices", None)
-        return found if indices is None else indices[found]
-
-    return Each(over_members(choose)(posterior.members))
+STRUCTURES = ("full", "diag")
 
 
 def fit(
@@ -74,10 +28,9 @@ def fit(
     *,
     likelihood: Literal["regression", "binary", "classification"],
     where: Callable[[Any], Any],
-    structure: Literal["full", "kron", "diag"] = "full",
+    structure: Literal["full", "diag"] = "full",
     prior_precision: Any = 1.0,
     noise: Any = None,
-    indices: Any = None,
     row_weights: Any = None,
     state: eqx.nn.State | None = None,
     fn: Callable[..., Any] | None = None,
@@ -98,11 +51,10 @@ def fit(
     \lVert w \rVert^2$ has $\delta = N \lambda$. `optax.adamw` is not such a penalty.
     [`eqx_ensemble.methods.laplace.Laplace.optimise_prior`][] estimates a precision.
 
-    | structure | weights | memory per member | time |
-    |---|---|---|---|
-    | `"full"` | any $p$, up to 32,768 | $p^2$ | rows $\cdot$ outputs $\cdot p^2 + p^3$ |
-    | `"kron"` | one linear layer, $a$ to $b$ | $a^2 + b^2$ | rows $\cdot (a^2 + b^2\cdot$outputs$) + a^3 + b^3$ |
-    | `"diag"` | any $p$ | $p$ | rows $\cdot$ outputs $\cdot p$ |
+    | structure | memory for $p$ weights of a member | time |
+    |---|---|---|
+    | `"full"` | $p^2$ | rows $\cdot$ outputs $\cdot p^2 + p^3$ |
+    | `"diag"`, without correlations | $p$ | rows $\cdot$ outputs $\cdot p$ |
 
     On busy CPUs, `OPENBLAS_NUM_THREADS=1` in the environment can make a fit ten times faster.
 
@@ -113,12 +65,12 @@ def fit(
         [`eqx_ensemble.Each`][].
     - `likelihood`: `"regression"`: Gaussian noise. `"binary"`: one logit, labels 0 and 1. `"classification"`: logits of
         all classes, integer labels.
-    - `where`: selects nodes of one member, as in `equinox.tree_at`: `lambda model: model.layers[-1]`.
-    - `structure`: as above; `"kron"` is KFAC, for one `equinox.nn.Linear` that is called once per row.
+    - `where`: selects nodes of one member, as in `equinox.tree_at`: `lambda model: model.layers[-1]` for the last
+        layer, `lambda model: model` for all weights.
+    - `structure`: as above.
     - `prior_precision`: $\delta$, one number, or `(members,)`.
     - `noise`: its standard deviation for `"regression"`, one number or `(members,)`; by default that of the residuals,
         which is too small if a member overfits.
-    - `indices`: a subnetwork: positions among the selected weights, `(n,)`, or in an `Each` `(members, n)`.
     - `row_weights`: numbers or booleans `(rows,)`, or in an `Each` `(members, rows)`: for a bootstrap
         `ee.Each(ee.resample.counts(rows, num_rows))`. Rows of zero are ignored, even if NaN.
     - `state`: the stacked `equinox.nn.State`; by default that of the run.
@@ -148,75 +100,134 @@ def fit(
         2021](https://arxiv.org/abs/2106.14806); of ensembles: [Eschenhagen et al.
         2021](https://arxiv.org/abs/2111.03577)
     """
-    members, state, kept, num_given = _healthy_members(ensemble, state)
-    check_word(likelihood, "likelihood", tuple(LIKELIHOODS))
-    check_word(structure, "structure", tuple(CURVATURES))
-    check_function(where, "where", example="lambda model: model.layers[-1]")
-    check_optional_function(fn, "fn", example="lambda model, x: model(x)[0]")
-    check_positive_int(batch_size, "batch_size")
-    check_model_state_given(members.stacked, state)
-    check_model_state(state, len(members))
-    chosen = choose(members, where, structure)
-    like = jnp.zeros(num_given, chosen.dtype)
-    precision, noises = _hyper(prior_precision, noise, likelihood, like, kept)
-    data, row_weights, indices = take((data, row_weights, indices), kept)
-    found, num_rows = prepare(data, len(members), row_weights)
-    shape = _output_shape(members, found.x, state, fn)
-    check_outputs(shape, likelihood)
-    found = found._replace(y=check_targets(found.y, likelihood, shape.shape))
-    indices = check_indices(indices, chosen.num_weights, structure)
-    setup = Setup(structure, chosen, Problem(likelihood, fn, shape.shape))
-    plan = sharded_plan(as_plan(plan), layout_for(mesh, members.stacked))
-    if structure == "kron":
-        error = concrete(factor_error(setup, members, found.batch(0, 1, num_rows), state))
-        if error is not None and np.isfinite(error).all() and (error > 1e-2).any():  # no outer product
-            raise ValueError(
-                f'`{caller()}` with `structure="kron"` needs a linear layer that is called once for each row; this one '
-                "is called more often, such as for each token, or its weight is used elsewhere too.\nPass "
-                '`structure="full"` or `"diag"`.'
-            )
-    sums, size = setup.start(len(members), indices), min(batch_size, num_rows)
-    for begin in range(0, num_rows, size):
-        rows = found.batch(begin, size, num_rows)
-        sums = add_batch(setup, plan, members, Each(sums), rows, indices, state)
-    posterior = finish(setup, plan, Each(sums), indices, Each(precision), noises)
-    check_finite_posterior(posterior, members.ids)
-    stacked = LaplaceMember(members.stacked, posterior, setup.problem)
-    shared = LaplaceMember(members.shared, jax.tree.map(lambda _: None, posterior), setup.problem)
-    return Laplace(Ensemble(stacked, shared, members.ids), state)
+    _check.check_word(likelihood, "likelihood", tuple(LIKELIHOODS))
+    _check.check_word(structure, "structure", STRUCTURES)
+    _check.check_function(where, "where", example="lambda model: model.layers[-1]")
+    _check.check_positive_int(batch_size, "batch_size")
+    if not isinstance(data, tuple | list) or len(data) != 2:
+        raise _check.type_error("`data` as a pair `(inputs, targets)`", f"got {_check.kind_text(data)}", "Pass both.")
+    is_run = isinstance(ensemble, Run)
+    members, state = (ensemble.ensemble, ensemble.state if state is None else state) if is_run else (ensemble, state)
+    _ensemble.check_ensemble(members)
+    ones = jnp.ones(len(members))
+    priors = check_per_member("prior_precision", prior_precision, ones)
+    noises = None if noise is None else check_per_member("noise", noise, ones if likelihood == "regression" else None)
+    if is_run:
+        given = members, state, data, row_weights, priors, noises
+        healthy = np.flatnonzero(check_healthy(ensemble))
+        members, state, data, row_weights, priors, noises = _ensemble.take(given, healthy)
+    _ensemble.check_model_state_given(members.stacked, state)
+    _ensemble.check_model_state(state, len(members))
+    x, y = from_foreign_tree(data[0], "data[0]"), from_foreign_tree(data[1], "data[1]")
+    _axes.check_no_batch((x, y))
+    num_rows = _axes.check_rows_of_data((x, y), len(members), argument="data", finite=row_weights is None)
+    own = isinstance(row_weights, Each)
+    shape = (len(members), num_rows) if own else (num_rows,)
+    rows = _check.check_row_weights(row_weights.per_member() if own else row_weights, shape)
+    weights = jnp.ones(num_rows) if rows.weights is None else Each(rows.weights) if own else rows.weights
+    model = eqx.filter_eval_shape(lambda members: members.one((tree.take(members.arrays, 0), None)), members)
+    shape = _output_shape(model, x, state, fn, likelihood)
+    y = _check_targets(y, rows, likelihood, shape)
+    problem = Problem(likelihood, structure, _choose(members, model, where), fn, shape)
+    of_member = ft.partial(_posterior, problem, min(batch_size, num_rows))
+    posterior = run_members(of_member, members, (x, y, weights), state, priors, noises, plan=plan, mesh=mesh)
+    fine = jnp.isfinite(posterior.values).all(axis=1) & jnp.isfinite(posterior.loss)
+    fix = "NaN or other labels in the rows? Members that diverged? Pass the run instead of its ensemble."
+    check_members(fine, members.ids, "finite outputs and derivatives", "have others", fix)
+    if posterior.noise is not None:
+        fix = "Pass `noise`, the standard deviation of the targets around their means."
+        check_members(posterior.noise > 0, members.ids, "residuals, which give the noise", "have none", fix)
+    stacked = LaplaceMember(members.stacked, posterior, problem)
+    shared = LaplaceMember(members.shared, jax.tree.map(lambda _: None, posterior), problem)
+    return Laplace(_ensemble.Ensemble(stacked, shared, members.ids), state)
 
 
-def _healthy_members(ensemble: Any, state: Any) -> tuple[Ensemble, Any, np.ndarray, int]:
-    """The members to fit (of a run, those that did not diverge), their state and positions, and the number of all."""
-    if not isinstance(ensemble, Run):
-        check_ensemble(ensemble)
-        return ensemble, state, np.arange(len(ensemble)), len(ensemble)
-    healthy = ensemble.status != Status.DIVERGED
-    check_healthy(ensemble, healthy)
-    state = ensemble.state if state is None else state
-    if not healthy.all():
-        ids = np.asarray(ensemble.ensemble.ids)[~healthy]
-        warn(excluded_message(ids, healthy))
-        state = take(state, healthy)
-    return ensemble.healthy, state, np.flatnonzero(healthy), len(healthy)
+def _choose(members: _ensemble.Ensemble, model: PyTree, where: Callable[[Any], Any]) -> tuple[int, ...]:
+    """The positions of the floating-point leaves that `where` selects and each member has of its own, not frozen."""
+    leaves, treedef = jax.tree.flatten(model)
+    found = [i for i in jax.tree.leaves(where(jax.tree.unflatten(treedef, range(len(leaves))))) if type(i) is int]
+    marks = eqx.combine(jax.tree.map(lambda _: True, members.arrays), jax.tree.map(lambda _: False, members.shared))
+    own = [mine and not frozen for mine, frozen in zip(jax.tree.leaves(marks), frozen_flags(marks), strict=True)]
+    is_kind = lambda i, kind: jnp.issubdtype(getattr(leaves[i], "dtype", bool), kind)
+    kept = tuple(i for i in dict.fromkeys(found) if own[i] and is_kind(i, jnp.floating))
+    if not kept or any(is_kind(i, jnp.complexfloating) for i in found):
+        fix = "Arrays that the members share, and those inside of `train.Frozen`, have no posterior."
+        needs = "`where` to select at least one floating-point array of each member, and no complex one"
+        raise _check.value_error(needs, f"got {len(kept)} of the former", fix)
+    return kept
 
 
-def _hyper(
-    prior_precision: Any, noise: Any, likelihood: str, like: jax.Array, kept: np.ndarray
-) -> tuple[jax.Array, Any]:
-    """The prior precision and noise of the fitted members."""
-    precision = check_per_member("prior_precision", prior_precision, like)[kept]
-    if not LIKELIHOODS[likelihood].has_noise:
-        if noise is not None:
-            raise TypeError(f"`{caller()}` takes `noise` for regression only: classes have none.")
-        return precision, None
-    return precision, None if noise is None else Each(check_per_member("noise", noise, like)[kept])
-
-
-def _output_shape(ensemble: Ensemble, x: PyTree, state: Any, fn: Callable[..., Any] | None) -> Any:
-    """The output of a member for one row, with shapes instead of arrays."""
+def _output_shape(model: PyTree, x: PyTree, state: Any, fn: Any, likelihood: str) -> tuple[int, ...]:
+    """The shape of a member's outputs for one row. Raises unless the likelihood can have them."""
     row = _axes.map_each(lambda own: jax.tree.map(lambda x: x[0, 0], own), x, shared=lambda x: x[0])
     one = lambda x, state, model: call(fn, eqx.nn.inference_mode(model), x, state)
-    own_state = None if state is None else tree.take(state, 0)
-    with explain_rows(x, argument="data[0]"):
-        return eqx.filter_eval_shape(one, row, own_state, member_shapes(ensemble))
+    with _axes.explain_rows(x, argument="data[0]"):
+        found: Any = eqx.filter_eval_shape(one, row, None if state is None else tree.take(state, 0), model)
+    if not isinstance(found, jax.ShapeDtypeStruct) or not jnp.issubdtype(found.dtype, jnp.floating):
+        fix = "For a part of what they return pass `fn=lambda model, x: model(x)[0]`."
+        raise _check.type_error("members with one floating-point array of outputs for a row", f"got {found}", fix)
+    fits = {"binary": found.size == 1, "classification": len(found.shape) == 1 and found.size > 1}
+    if not fits.get(likelihood, True):
+        fix = '`"binary"` is for one logit per row, `"classification"` for a logit for each of two classes or more.'
+        raise _check.value_error(f"outputs that fit `likelihood={likelihood!r}`", f"got {found.shape}", fix)
+    return found.shape
+
+
+def _check_targets(targets: Any, rows: _check.CountedRows, likelihood: str, shape: tuple[int, ...]) -> Any:
+    """Raises unless targets match the outputs, in rows that count. Returns them, or an `Each`."""
+    own = isinstance(targets, Each)
+    array = _check.check_array("data[1]", targets.per_member() if own else targets)
+    batch = array.shape[: 1 + own]
+    if rows.known is not None and rows.known.ndim > len(batch):
+        rows = rows._replace(known=rows.known.any(axis=0))
+    if likelihood == "classification":
+        array = _check.check_labels(array, jnp.zeros((*batch, *shape)), rows, argument="outputs", members=False)
+    elif array.shape != (*batch, *shape) and (array.size != np.prod(batch) or np.prod(shape) != 1):
+        got = f"expected {(*batch, *shape)}, got {array.shape}"
+        raise _check.value_error(
+            "one target per output and row", got, "Their shape is that of the outputs of all rows."
+        )
+    return Each(array) if own else array
+
+
+def _posterior(problem: Problem, size: int, model: Any, data: tuple, state: Any, prior: Array, noise: Any) -> Posterior:
+    """The posterior of one member, from sums over batches of rows.
+
+    No matrix is squared: rows of the root of the curvature are accumulated by QR decompositions. The condition number
+    of a root is the square root of that of the matrix, so single precision suffices.
+    """
+    model, likelihood = eqx.nn.inference_mode(model), LIKELIHOODS[problem.likelihood]
+    x, y, row_weights = data
+    vector, num_rows = problem.weights(model)[0], row_weights.shape[0]
+    num_targets = y[0].size if likelihood.has_noise else 1
+    y = y if problem.likelihood == "classification" else y.reshape(num_rows, -1)
+
+    def row(x: PyTree, y: Array, counts: Array) -> tuple[Array, Array]:
+        outputs, jacobian = problem.linearise(model, x, state)
+        # Rows of weight zero may contain NaN.
+        found = likelihood.loss(outputs, y), likelihood.root(outputs, jacobian)
+        return jax.tree.map(lambda x: jnp.where(counts, x, 0), found)
+
+    def add(sums: tuple[Array, Array, Array], rows: Array) -> tuple[tuple[Array, Array, Array], None]:
+        curvature, loss, count = sums
+        at = jnp.minimum(rows, num_rows - 1)
+        weights = jnp.where(rows < num_rows, jnp.asarray(row_weights[at], vector.dtype), 0)
+        losses, roots = jax.vmap(row)(jax.tree.map(lambda x: x[at], x), y[at], weights > 0)
+        roots = (jnp.sqrt(weights)[:, None, None] * roots).reshape(-1, vector.size)
+        if problem.structure == "full":
+            curvature = jnp.linalg.qr(jnp.concatenate([curvature, roots]), mode="r")
+        else:
+            curvature = curvature + jnp.sum(roots**2, axis=0)
+        return (curvature, loss + weights @ losses, count + num_targets * jnp.sum(weights)), None
+
+    zero = jnp.zeros((), vector.dtype)
+    curvature = jnp.zeros((vector.size,) * (2 if problem.structure == "full" else 1), vector.dtype)
+    rows = jnp.arange(-(-num_rows // size) * size).reshape(-1, size)
+    (curvature, loss, count), _ = jax.lax.scan(add, (curvature, zero, zero), rows)
+    if likelihood.has_noise:
+        noise = (jnp.sqrt(loss / count) if noise is None else noise).astype(vector.dtype)
+    values, vectors = curvature, None
+    if problem.structure == "full":
+        _, singular, across = jnp.linalg.svd(curvature)
+        values, vectors = singular**2, across.T
+    return Posterior(values, vectors, prior.astype(vector.dtype), noise, loss, count)
