@@ -119,7 +119,7 @@ def _ways(ensemble: ee.Ensemble, x: jax.Array) -> dict[str, Callable[[], Any]]:
 
 def _on_one_core(run: Callable[[], Any]) -> Callable[[], Any]:
     def run_on_one() -> Any:
-        with mock.patch("eqx_ensemble._predict._run_works.num_cores", return_value=1):
+        with mock.patch("eqx_ensemble.plan._plans.num_cores", return_value=1):
             return jax.block_until_ready(run())
 
     return run_on_one

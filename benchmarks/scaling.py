@@ -6,6 +6,8 @@ devices measures what its cores can do at most. `docs/scale-measurements.md` exp
 
 import dataclasses
 import hashlib
+import math
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +22,6 @@ from _measure import Contender, Report, Row, Timing, compared, interleaved, rati
 from _problems import Problem, cnn, middle, tiny
 
 import eqx_ensemble as ee
-from eqx_ensemble.sharding._mesh import in_text
 from eqx_ensemble.train.compiled._chunk import undonated_chunk
 from eqx_ensemble.train.data import _sources as _arrays
 
@@ -30,7 +31,6 @@ MESHES = {
     "members 4": {"members": 4},
     "members 2, data 2": {"members": 2, "data": 2},
     "data 4": {"members": 1, "data": 4},
-    "members 2, model 2": {"members": 2, "model": 2},
 }
 
 
@@ -193,26 +193,23 @@ def _sent(report: Report, *, quick: bool) -> None:
         ensemble = problem.ensemble(mesh)
         state = ee.train.init(ensemble, optimiser, mesh=mesh, key=jax.random.key(0))
         step = ee.train.make_step(problem.loss, optimiser, mesh=mesh)
-        found = ee.sharding.collectives(step, state, batch)
-        apart = {axis: mesh.shape[axis] for axis in ("data", "model")}
+        found = _collectives(_text(step, state, batch))
         weights = _bytes(ensemble) // mesh.shape["members"]
-        _say_sent(report, label, found, weights, **apart)
+        _say_sent(report, label, found, weights, parts=mesh.shape["data"])
         report.facts[f"{label}: the program of a stretch of `fit` sends"] = _in_fit(problem, mesh)
         whole = _bytes(state)
-        held = max(ee.sharding.describe(state).bytes.values())
+        held = max(_held(state).values())
         report.rows.append(ratio_row(f"{label}: state that a device holds", "a device's bytes / all", [held / whole]))
 
 
-def _say_sent(report: Report, label: str, found: list, weights: int, *, data: int, model: int) -> None:
-    parts = data * model
+def _say_sent(report: Report, label: str, found: list, weights: int, *, parts: int) -> None:
     sent = sum(_by_ring(kind, size, parts) for kind, size in found)
     report.facts[f"{label}: a step sends"] = f"{_shown(found)}; {sent:,.0f} bytes leave each device of a ring"
     if parts == 1:
         row = Row(f"{label}: bytes sent a step", "bytes", float(sent), None, None, None, "<= 0")
     else:
-        # Gradients are summed; of split weights, weights are fetched once, and gradients summed and split: as much.
         least = weights * 2 * (parts - 1) / parts
-        row = ratio_row(f"{label}: bytes sent a step", "sent / least for the gradients and weights", [sent / least])
+        row = ratio_row(f"{label}: bytes sent a step", "sent / least for the gradients", [sent / least])
     report.rows.append(row)
 
 
@@ -224,7 +221,7 @@ def _line_search(report: Report) -> None:
     state = ee.train.init(problem.ensemble(mesh), optimiser, mesh=mesh, key=jax.random.key(0))
     step = ee.train.make_step(problem.loss, optimiser, mesh=mesh)
     report.facts["tiny, 4 members on members 4: a step of L-BFGS sends, at each turn of its line search"] = _shown(
-        ee.sharding.collectives(step, state, (problem.x[:32], problem.y[:32]))
+        _collectives(_text(step, state, (problem.x[:32], problem.y[:32])))
     )
 
 
@@ -238,7 +235,36 @@ def _in_fit(problem: Problem, mesh: Any) -> str:
     """The collectives of the program that runs many steps."""
     with _texts_of_chunks() as texts:
         _ours.fit(problem, optax.adam(problem.learning_rate), epochs=1, shuffle=True, mesh=mesh)()
-    return _shown(in_text(texts[0]))
+    return _shown(_collectives(texts[0]))
+
+
+def _text(fn: Callable, *args: Any) -> str:
+    """The optimised program of `fn(*args)` for one device."""
+    return eqx.filter_jit(fn).lower(*args).compile().compiled.as_text()
+
+
+_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+
+
+def _collectives(text: str) -> list[tuple[str, int]]:
+    """The kind of each collective of a program, and the bytes of its result on one device."""
+    found = []
+    for shapes, kind in re.findall(rf"= (.*?) ({_KINDS})(?:-start)?\(", text):
+        arrays = re.findall(r"\b(?:pred|[a-z]+([0-9]+)[a-z0-9]*)\[([0-9,]*)\]", shapes)
+        counts = (math.prod(int(size) for size in dims.split(",") if size) for _, dims in arrays)
+        found.append(
+            (kind, sum(n * (int(bits) if bits else 8) // 8 for n, (bits, _) in zip(counts, arrays, strict=True)))
+        )
+    return found
+
+
+def _held(tree: Any) -> dict[Any, int]:
+    """The bytes on each device."""
+    held: dict[Any, int] = {}
+    for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array)):
+        for part in x.addressable_shards:
+            held[part.device] = held.get(part.device, 0) + part.data.nbytes
+    return held
 
 
 def _shown(found: list) -> str:

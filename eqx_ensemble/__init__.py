@@ -7,7 +7,6 @@ from ._version import __version__ as __version__
 if TYPE_CHECKING:
     from . import acquire as acquire
     from . import calibrate as calibrate
-    from . import checkpoint as checkpoint
     from . import combine as combine
     from . import conformal as conformal
     from . import distributed as distributed
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from . import plot as plot
     from . import resample as resample
     from . import scores as scores
-    from . import sharding as sharding
     from . import sklearn as sklearn
     from . import sweep as sweep
     from . import testing as testing
@@ -30,53 +28,42 @@ if TYPE_CHECKING:
     from ._build import build as build
     from ._check import CheckpointCorruptError as CheckpointCorruptError
     from ._check import MemberMismatchError as MemberMismatchError
-    from ._describe import Description as Description
-    from ._describe import LeafDescription as LeafDescription
-    from ._describe import describe as describe
     from ._ensemble import Ensemble as Ensemble
-    from ._ensemble import Group as Group
     from ._ensemble import average_parameters as average_parameters
     from ._ensemble import concatenate as concatenate
     from ._ensemble import from_stacked as from_stacked
-    from ._ensemble import group as group
     from ._ensemble import stack as stack
-    from ._export import Artefact as Artefact
-    from ._export import export as export
-    from ._export import export_onnx as export_onnx
-    from ._files import export_members as export_members
-    from ._files import load as load
-    from ._files import load_members as load_members
-    from ._files import save as save
     from ._keys import member_keys as member_keys
+    from ._load import Contents as Contents
+    from ._load import contents as contents
+    from ._load import load as load
     from ._predict import predict as predict
     from ._prune import prune_members as prune_members
+    from ._save import save as save
+    from ._sharding import make_mesh as make_mesh
     from ._typing import Stacked as Stacked
     from .plan._engine import map_members as map_members
-    from .sharding._engine import make_mesh as make_mesh
-    from .train._engine import GroupRun as GroupRun
     from .train._engine import Run as Run
     from .train._engine import fit as fit
 else:
     __getattr__, __dir__, __all__ = _import_when_used(
         __name__,
-        subpackages="acquire calibrate checkpoint combine conformal distributed fleet methods plan plot resample "
-        "scores sharding sklearn sweep testing train tree uncertainty".split(),
+        subpackages="acquire calibrate combine conformal distributed fleet methods plan plot resample "
+        "scores sklearn sweep testing train tree uncertainty".split(),
         names={
             "_axes": ["AbstractPerMember", "Batch", "Each"],
             "_build": ["build"],
             "_check": ["CheckpointCorruptError", "MemberMismatchError"],
-            "_describe": ["Description", "LeafDescription", "describe"],
-            "_ensemble": ["Ensemble", "Group", "average_parameters", "concatenate", "from_stacked", "group", "stack"],
-            "_export": ["Artefact", "export", "export_onnx"],
-            "_files": ["export_members", "load", "load_members", "save"],
+            "_ensemble": ["Ensemble", "average_parameters", "concatenate", "from_stacked", "stack"],
             "_keys": ["member_keys"],
+            "_load": ["Contents", "contents", "load"],
             "_predict": ["predict"],
             "_prune": ["prune_members"],
+            "_save": ["save"],
             "_typing": ["Stacked"],
             "plan._map": ["map_members"],
-            "sharding._mesh": ["make_mesh"],
+            "_sharding": ["make_mesh"],
             "train._fit": ["fit"],
-            "train._group_run": ["GroupRun"],
             "train._run": ["Run"],
         },
     )

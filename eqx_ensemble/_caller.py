@@ -12,11 +12,10 @@ _LIBRARIES = frozenset(  # whose frames may lie between two of ours
     "jaxlib jaxtyping joblib numpy optax pickle sklearn threading".split()
 )
 # Which call what users pass: `combine=ee.combine.mixture`.
-_OF_USERS = (f"{_OWN}._export.", f"{_OWN}._predict.", f"{_OWN}.scores._bootstrap")
+_OF_USERS = (f"{_OWN}._predict.", f"{_OWN}.scores._bootstrap")
 _HIDDEN = ("__call__", "__init__", "__post_init__", "__check_init__", "__new__")  # named by their class
 _ACTS_AS = {  # what messages name differently, whoever called it
     "_ensemble._ensemble.Ensemble.__call__": "Ensemble.__call__",
-    "_ensemble._group.Group.__call__": "Group.__call__",
     "methods._pbt.check_explore": "explore",
     "plan._plans._as_scan": "plan.AbstractPlan",
     "train.data._reader_source.Reading._read": "train.RowReader",

@@ -51,24 +51,15 @@ def has_callbacks(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     )
 
 
-# On a CPU the kernels of these operations divide a batch among the threads of XLA's pool, and wait for them in one of
-# these threads. Programs that run at the same time can hold all threads of the pool, and then wait for ever (jaxlib
-# 0.10.1: `jnp.linalg.solve` of 1024 matrices on two cores).
-_WAIT_FOR_POOL = frozenset(
-    "cholesky eig eigh fft geqp3 geqrf hessenberg householder_product lu qr schur svd triangular_solve tridiagonal "
-    "tridiagonal_solve".split()
-)
-
-
-def waits_for_pool(eqn: Any) -> bool:
-    """Whether an operation may wait for threads that other programs hold."""
-    return eqn.primitive.name in _WAIT_FOR_POOL
-
-
+# On a CPU such programs wait, in a thread of XLA's pool, for another thread of it: Python functions that call JAX with
+# more than some 100 kB (jaxlib 0.12.0), and kernels of singular values, which divide their batch (0.9). Alone they find
+# one; two at a time on two cores can hold all threads, and wait for ever.
 def must_run_alone(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
-    """Whether a program must not run at the same time as another: it calls Python, or waits for threads of the pool."""
+    """Whether a program must not run at the same time as another: it calls Python, or computes singular values."""
     return any(
-        eqn.primitive.name.endswith("callback") or waits_for_pool(eqn) or any(map(must_run_alone, inner_jaxprs(eqn)))
+        eqn.primitive.name.endswith("callback")
+        or eqn.primitive.name == "svd"
+        or any(map(must_run_alone, inner_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
 

@@ -1,27 +1,19 @@
-from typing import Any, overload
+from typing import Any
 
 from jaxtyping import Array, Float
 
 from . import _check, combine
-from ._ensemble import Ensemble, Group, M, check_ensemble_or_group
+from ._ensemble import Ensemble, M, check_ensemble
 
 
-@overload
 def prune_members(
     ensemble: Ensemble[M], weights: Any, *, above: float | int = 0.0, num_members: int | None = None
-) -> tuple[Ensemble[M], Array]: ...
-@overload
-def prune_members(
-    ensemble: Group, weights: Any, *, above: float | int = 0.0, num_members: int | None = None
-) -> tuple[Group, Array]: ...
-def prune_members(
-    ensemble: Ensemble[Any] | Group, weights: Any, *, above: float | int = 0.0, num_members: int | None = None
-) -> tuple[Ensemble[Any] | Group, Float[Array, " left"]]:
+) -> tuple[Ensemble[M], Float[Array, " left"]]:
     """Keeps the members with enough weight, as a smaller ensemble with normalised weights.
 
     **Arguments:**
 
-    - `ensemble`: the ensemble or the group.
+    - `ensemble`: the ensemble.
     - `weights`: convex weights `(members,)`, such as those of [`eqx_ensemble.combine.weights.stacking`][]; divided by
         their sum.
     - `above`: keeps members whose normalised weight exceeds this; those of weight zero never.
@@ -38,7 +30,7 @@ def prune_members(
     ee.combine.mean(small(jnp.ones(2)), weights=weights)
     ```
     """
-    check_ensemble_or_group(ensemble)
+    check_ensemble(ensemble)
     _check.check_weight_count(weights, ensemble.num_members)
     left, kept = combine.weights.sparsify(weights, above=above, num_members=num_members)
     return ensemble[left], kept

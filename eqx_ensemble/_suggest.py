@@ -76,12 +76,12 @@ _OF_VALIDATION = (
     " The score is a part of it: `ee.train.Validation(data, score=..., mode=..., min_delta=..., smooth=...)`."
 )
 _OF_STOPPING = " It takes `ee.train.Stopping(target=..., steps=..., seconds=...)`."
-_OF_CHECKPOINTS = " It takes `ee.checkpoint.Checkpoints(folder, every=..., resume=...)`."
+_OF_CHECKPOINT = " It takes `ee.train.Checkpoint(path, every=...)`."
 _OF_CORES = "cores n_jobs num_cores num_threads num_workers threads".split()
 _REMARKS = {  # on our word
     **{(word, "validation"): _OF_VALIDATION for word in _OF_SCORES.split()},
     **{(word, "stop"): _OF_STOPPING for word in "max_seconds max_steps max_time target time_limit".split()},
-    **{(word, "checkpoint"): _OF_CHECKPOINTS for word in "checkpoint_every resume save_every".split()},
+    **{(word, "checkpoint"): _OF_CHECKPOINT for word in "checkpoint_every resume save_every".split()},
     ("callback_every", "callbacks"): " Each may have its period: `ee.train.every(100, callback)`.",
     **{(word, "plan"): " Its option is the number of cores: `ee.plan.Cores(count=2)`." for word in _OF_CORES},
     ("scan", "plan"): " It is an option of the plan: `ee.plan.Vmap(scan=False)`.",

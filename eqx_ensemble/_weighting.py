@@ -155,9 +155,7 @@ def quantile_in_order(
     rest = jnp.flip(jnp.cumsum(jnp.flip(own, axis=0), axis=0), axis=0)
     rest = jnp.concatenate([rest[1:], jnp.zeros_like(total)]) / total
     share = share / total
-    # While exporting, the number of members may be a symbol.
-    log2 = math.log2 if isinstance(num_members, int) else lambda count: jnp.log2(jnp.asarray(count).astype(level.dtype))
-    rounding = 4 * log2(2 * num_members) * jnp.finfo(in_order.dtype).eps
+    rounding = 4 * math.log2(2 * num_members) * jnp.finfo(in_order.dtype).eps
     low = level <= over
     below = jnp.where(low, share < level * (1 - rounding), rest > over * (1 + rounding))
     at_most = jnp.where(low, share <= level * (1 + rounding), rest >= over * (1 - rounding))

@@ -60,7 +60,6 @@ ENTRIES = {
     "rows": (INDICES, lambda rows: fitted((X[0], Y[0]), rows=rows)),
     "make_step": (X, stepped),
     "predict": (X, lambda x: ee.predict(ENSEMBLE, x, batch_size=2)),
-    "predict in a budget of memory": (X, lambda x: ee.predict(ENSEMBLE, x, memory=2**30)),
     "predict on a mesh": (X, lambda x: ee.predict(ENSEMBLE, x, mesh=FOUR)),
     "out_of_fold": (X, lambda x: of_folds(x, "out_of_fold").mean),
     "cross_fit": (X, lambda x: of_folds(x, "cross_fit").mean),
@@ -132,7 +131,6 @@ INTEGERS = {
     "members that are counted": lambda n: ee.from_stacked(Counter(n))(1),
     "predict": lambda n: ee.predict(ENSEMBLE, n, fn=lambda model, n: n),
     "predict by members that count": lambda n: ee.predict(ee.from_stacked(Counter(n)), jnp.zeros(2, jnp.int32)),
-    "sharding.batch": lambda n: ee.sharding.batch(ee.make_mesh(members=1, data=1), n, 3),
     "tree.take": lambda n: ee.tree.take({"x": jnp.arange(3)}, n),
     "tree.replace": lambda n: ee.tree.replace({"x": jnp.arange(3)}, 1, {"x": np.array(n[2])}),
 }

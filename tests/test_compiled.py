@@ -185,7 +185,7 @@ ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 2, key=key)
 loss = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
 ee.fit(ensemble, loss, sgd, (x, y), steps=2, key=key)
 ee.train.make_step(loss, sgd)(ee.train.init(ensemble, sgd, key=key), (x, y))
-print(ee.export(ensemble, shapes=(3,), combine=ee.combine.mean)(x).shape)
+print(ee.predict(ensemble, x, combine=ee.combine.mean).shape)
 """
     call = [sys.executable, "-W", "ignore", "-c", program]
     environment = os.environ | {"EQX_ON_ERROR": "breakpoint"}

@@ -61,7 +61,7 @@ BAD = {
         "0.\n"
         "  at `.weight`: expected f32[1,2], got f32[1,3]\n"
         "  at `.in_features`: expected 2, got 3\n"
-        "Models of different sizes cannot share one stacked Module: `group` has a part per size.",
+        "Models of different sizes cannot share one stacked Module: build one ensemble per size.",
     ),
     "stack of different floats": (
         lambda: ee.stack([eqx.nn.Dropout(0.1), eqx.nn.Dropout(0.2)]),
@@ -256,14 +256,14 @@ BAD = {
     "plan class": (
         lambda: ENSEMBLE.map(lambda m: m.bias, plan=ee.plan.Vmap),
         "TypeError: "
-        '`plan` must be one of `"auto"`, `Cores()`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got '
+        "`plan` must be one of `Cores()`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got "
         "<class 'eqx_ensemble.plan._plans.Vmap'>.\n"
         "Pass an instance: `Vmap(...)`.",
     ),
     "plan name": (
         lambda: fit(plan="vmap"),
         "TypeError: "
-        '`plan` must be one of `"auto"`, `Cores()`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got '
+        "`plan` must be one of `Cores()`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got "
         "'vmap'.\n"
         "For example `plan.Vmap()`.",
     ),

@@ -15,18 +15,18 @@ import warnings
 import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
+from packaging.requirements import Requirement
 
 import eqx_ensemble
-from eqx_ensemble import _check, _jaxlib, combine
+from eqx_ensemble import _jaxlib, combine
 from eqx_ensemble._suggest import inner_function
 
-SAFE = "--xla_cpu_experimental_ynn_fusion_type=-reduce"
 ROOT = pathlib.Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "eqx_ensemble").rglob("*.py"))
 
-HEAVY = ("matplotlib", "sklearn", "pandas", "orbax", "scoringrules", "flax", "torch", "IPython", "ipywidgets", "optuna")
-HEAVY += ("jax2onnx", "onnx", "onnxruntime", "tensorstore", "distributed")
+HEAVY = ("matplotlib", "sklearn", "pandas", "scoringrules", "flax", "torch", "IPython", "ipywidgets", "optuna")
+HEAVY += ("tensorstore", "distributed")
 HEAVY += ("tqdm.auto", "tqdm.autonotebook", "tqdm.notebook", "tqdm.rich", "tqdm.contrib")
 
 
@@ -180,7 +180,7 @@ def test_dependencies_have_lower_bounds_only():
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
     for requirement in [*project["dependencies"], *(r for rs in extras.values() for r in rs)]:
-        assert re.fullmatch(r"eqx_ensemble\[\w+\]|[\w-]+(\[\w+\])?>=[\d.]+(,!=[\d.]+)*", requirement), requirement
+        assert re.fullmatch(r"eqx_ensemble\[\w+\]|[\w-]+(\[\w+\])?>=[\d.]+(,!=[\d.]+\*?)*", requirement), requirement
 
 
 def lower_bound(name):
@@ -194,7 +194,8 @@ def test_versions_agree_wherever_they_are_stated():
     readme = (ROOT / "README.md").read_text()
     assert stated in readme
     (jax,) = [r for r in PYPROJECT["project"]["dependencies"] if re.match(r"jax\b", r)]
-    assert f"except for JAX {' and '.join(re.findall(r'!=([0-9.]+)', jax))}," in readme
+    *most, last = re.findall(r"!=([0-9.*]+)", jax)
+    assert f"except for JAX {', '.join(most)} and {last}, " in " ".join(readme.split())
     assert f"Python {python} is the floor." in (ROOT / "CONTRIBUTING.md").read_text()
     assert lower_bound("jax") == lower_bound("jaxlib")
     found = re.findall(r"Python :: (\d\.\d+)", " ".join(PYPROJECT["project"]["classifiers"]))
@@ -282,18 +283,17 @@ def test_harmless_source_is_let_through():
 
 
 @pytest.mark.parametrize(
-    ("version", "flags", "text"),
+    ("version", "text"),
     [
-        ("0.10.2", "", SAFE),
-        ("0.10.2", SAFE, None),
-        ("0.11.0", SAFE, "ends Python with a segmentation fault"),
-        ("0.10.1", "", None),
-        ("0.11.1", "", None),
+        ("0.9.2", None),
+        ("0.10.1", "waits for itself for ever"),
+        ("0.10.2", "silently computes some sums wrongly"),
+        ("0.11.0", "ends Python with a segmentation fault"),
+        ("0.11.2", None),
     ],
 )
-def test_a_jaxlib_to_avoid(monkeypatch, version, flags, text):
+def test_a_jaxlib_to_avoid(monkeypatch, version, text):
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    monkeypatch.setenv("XLA_FLAGS", flags)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _jaxlib.warn_of_jaxlib()
@@ -302,13 +302,10 @@ def test_a_jaxlib_to_avoid(monkeypatch, version, flags, text):
 
 
 def test_what_is_warned_of_does_not_install():
+    limits = (ROOT / "docs/limits.md").read_text()
     for package in ("jax", "jaxlib"):
         (requirement,) = [r for r in PYPROJECT["project"]["dependencies"] if r.startswith(f"{package}>")]
-        assert set(re.findall(r"!=([\d.]+)", requirement)) == set(_jaxlib._FAULTS)
-
-
-@pytest.mark.parametrize("extra", ["onnx", "orbax"])
-def test_extras_that_exclude_each_other_are_explained(extra):
-    other = {"onnx": "orbax", "orbax": "onnx"}[extra]
-    with pytest.raises(ImportError, match=rf"\[{extra}\]'`. It conflicts with the extra `{other}` in one environment"):
-        _check.check_installed("a package that does not exist", what="f", extra=extra)
+        allowed = Requirement(requirement).specifier
+        assert not [release for release in _jaxlib._FAULTS if release in allowed]
+        assert all(release in allowed for release in ("0.9.2", "0.11.2", "0.12.0"))
+    assert all(release in limits for release in _jaxlib._FAULTS)

@@ -30,7 +30,7 @@ def swapped(word):
 def american(word):
     """The American spelling."""
     word = re.sub("(optim|normal|random|standard|visual)is", r"\1iz", word)
-    return word.replace("centre", "center").replace("Artefact", "Artifact")
+    return word.replace("centre", "center")
 
 
 def options(fn):
@@ -84,7 +84,7 @@ def test_the_attribute_that_was_meant_is_named(package):
         (lambda: ee.fit(1, 2, 3, 4, validation_split=0.2), "`validation`? It takes the rows themselves"),
         (lambda: ee.fit(1, 2, 3, 4, score=max), "`validation`? The score is a part of it: `ee.train.Validation("),
         (lambda: ee.fit(1, 2, 3, 4, max_steps=3), "`stop`? It takes `ee.train.Stopping("),
-        (lambda: ee.fit(1, 2, 3, 4, checkpoint_every=3), "`checkpoint`? It takes `ee.checkpoint.Checkpoints("),
+        (lambda: ee.fit(1, 2, 3, 4, checkpoint_every=3), "`checkpoint`? It takes `ee.train.Checkpoint("),
         (lambda: ee.fit(1, 2, 3, 4, callback_every=3), "`callbacks`? Each may have its period: `ee.train.every("),
         (lambda: ee.fit(1, 2, 3, 4, scan=False), "`plan`? It is an option of the plan: `ee.plan.Vmap("),
         # Calls with too many arguments, or too few.
@@ -100,7 +100,7 @@ def test_the_attribute_that_was_meant_is_named(package):
         (lambda: ee.conformal.normalized, "`normalised`"),
         # Options that are passed on to another function.
         (lambda: ee.scores.per_member(ee.scores.nll, jnp.ones((2, 3, 2)), jnp.zeros(3, int), reduce=""), "`reduction`"),
-        (lambda: ee.plot.connectivity(jnp.ones(5), lable="x"), "`label`"),
+        (lambda: ee.plot.risk_coverage(jnp.ones(5), jnp.ones(5), unti="x"), "`unit`"),
     ],
 )  # fmt: skip
 def test_words_of_other_libraries_and_other_places(call, meant):

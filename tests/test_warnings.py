@@ -111,11 +111,6 @@ class TestTheLineThatAWarningNames:
         call = lambda: ee.fit(ensemble, self.loss, optax.sgd(0.1), jnp.ones((4, 2)), steps=1, key=KEY)
         assert self.lines(call) == {(__file__, call.__code__.co_firstlineno)}
 
-    def test_of_the_parts_of_a_group(self):
-        group = ee.group([eqx.nn.Linear(2, 1, key=KEY), eqx.nn.MLP(2, 1, 4, 1, key=KEY)])
-        call = lambda: ee.fit(group, self.loss, optax.sgd(0.1), jnp.ones((4, 2)), steps=1, key=KEY)
-        assert self.lines(call) == {(__file__, call.__code__.co_firstlineno)}
-
     def test_of_a_method_of_a_module(self):
         ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 2, key=KEY)
         hyper = {"scale": jnp.array([1.0, jnp.nan])}

@@ -16,7 +16,6 @@ from ._map import split_members as split_members
 from ._map import strip_weak_types as strip_weak_types
 from ._map import where_members as where_members
 from ._marks import SHARED as SHARED
-from ._marks import AbstractParts as AbstractParts
 from ._marks import AbstractPerMember as AbstractPerMember
 from ._marks import Batch as Batch
 from ._marks import Each as Each

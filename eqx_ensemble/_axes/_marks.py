@@ -119,10 +119,6 @@ class Batch(eqx.Module):
         check_has_axis(self.value, check_axis(self.axis, "axis"), "axis")
 
 
-class AbstractParts(eqx.Module):
-    """The base class of `Group`, over which `map_members` does not map: its members have several architectures."""
-
-
 def is_array(x: Any) -> TypeGuard[jax.Array | np.ndarray]:
     """Whether a leaf is a JAX or NumPy array, and so can carry an axis."""
     return isinstance(x, jax.Array | np.ndarray)

@@ -23,19 +23,10 @@ from .._ensemble import (
     warn_of_equal_members,
 )
 from .._pytree import PyTree
+from .._sharding import Layout, layout_for, replicate, shard_members, warn_of_padding
 from .._warnings import warn
 from ..plan import Vmap
 from ..plan._engine import sharded_plan
-from ..sharding import Shard
-from ..sharding._engine import (
-    Layout,
-    as_layout,
-    check_shard_rule,
-    constrain_member,
-    replicate,
-    shard_members,
-    warn_of_padding,
-)
 from ..tree._engine import check_no_tracers
 from ._check import check_arguments, check_count, check_keys, check_made, check_signature, explain_make
 
@@ -108,7 +99,6 @@ def build(
     product: Arguments | None = None,
     shared: Where | None = None,
     mesh: Mesh | None = None,
-    shard: Shard | None = None,
     key: Any = None,
 ) -> tuple[Ensemble[M], eqx.nn.State]: ...
 @overload
@@ -122,7 +112,6 @@ def build(
     product: Arguments | None = None,
     shared: Where | None = None,
     mesh: Mesh | None = None,
-    shard: Shard | None = None,
     key: Any = None,
 ) -> Ensemble[M]: ...
 def build(
@@ -135,7 +124,6 @@ def build(
     product: Arguments | None = None,
     shared: Where | None = None,
     mesh: Mesh | None = None,
-    shard: Shard | None = None,
     key: Any = None,
 ) -> Ensemble[Any] | tuple[Ensemble[Any], eqx.nn.State]:
     """Builds an [`eqx_ensemble.Ensemble`][] from the constructor of one member.
@@ -156,7 +144,6 @@ def build(
     - `shared`: selects nodes that all members use, as in `equinox.tree_at`: `lambda model: model.trunk`. They are those
         of the first member, and constants in training: [shared arrays](../how-it-runs.md#shared-arrays).
     - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][].
-    - `shard`: how the mesh's axis `model` splits a member's weights, an [`eqx_ensemble.sharding.Shard`][].
     - `key`: the root key; member keys are [`eqx_ensemble.member_keys`][]`(key, ids)`.
 
     **Returns:** the ensemble; with its stacked `equinox.nn.State` if `make` returns a state. A warning is issued if
@@ -198,8 +185,7 @@ def build(
             raise TypeError("`build` takes `keys` (one per member) or `key` (one for all), not both.")
         keys = keys if is_key(keys) else jax.random.wrap_key_data(jnp.asarray(keys))
 
-    layout = as_layout(mesh)
-    check_shard_rule(shard, None if layout is None else layout.mesh)
+    layout = layout_for(mesh)
 
     def make_one(key: Any, **arguments: Any) -> Any:
         one = make(key, **arguments)
@@ -211,7 +197,7 @@ def build(
         made = (
             _vmap_make(make_one, keys, arguments)
             if layout is None
-            else _make_on_mesh(make_one, keys, arguments, layout, shard)
+            else _make_on_mesh(make_one, keys, arguments, layout)
         )
     check_no_tracers(made)
     warn_of_equal_members(made, keys, arguments)
@@ -236,20 +222,13 @@ def _vmap_make(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Arr
     return make_all(keys, arguments)
 
 
-def _make_on_mesh(
-    make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array], layout: Layout, shard: Shard | None
-) -> Any:
+def _make_on_mesh(make: Callable[..., Any], keys: Any, arguments: dict[str, jax.Array], layout: Layout) -> Any:
     """Initialises the members on their own devices."""
-    warn_of_padding(len(keys), layout.members)
-
-    def build(layout: Layout, parts: tuple) -> Any:
-        one = lambda part: constrain_member(make(part[0], **part[1]), layout)
-        return _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, one, parts)
-
+    warn_of_padding(len(keys), layout)
+    one = lambda part: make(part[0], **part[1])
+    build = lambda parts: _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, one, parts)
     try:
-        shapes = eqx.filter_eval_shape(build, layout, (keys, arguments))
-        layout = layout.split_weights(shapes, shard)
-        made = eqx.filter_jit(build)(layout, replicate((keys, arguments), layout))
+        made = eqx.filter_jit(build)(replicate((keys, arguments), layout))
         check_no_tracers(made)
     except (jax.errors.JAXTypeError, MemberMismatchError) as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -258,7 +237,6 @@ def _make_on_mesh(
             f"{text}"
         )
         made = _vmap_make(make, keys, arguments)
-        layout = layout.split_weights(made, shard)
     return shard_members(made, layout)
 
 

@@ -7,13 +7,17 @@ import numpy as np
 from jax.core import Tracer
 
 from .._caller import caller
-from .._older_jax import get_opaque_trace_state
+
+try:
+    from jax.extend.core import get_opaque_trace_state
+except ImportError:  # before 0.10
+    from jax.core import get_opaque_trace_state  # pyright: ignore
 
 MOST_BITS = 2_000
 """Python always converts integers of up to 640 digits to decimals; the limit for longer ones is configurable."""
 
 Size = Any
-"""The length of an axis: an int, or a symbolic dimension in a program that is exported for any length."""
+"""The length of an axis: an int, or a symbolic dimension of `jax.export`."""
 
 
 def _state_outside() -> Any:

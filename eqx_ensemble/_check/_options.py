@@ -14,16 +14,10 @@ import numpy as np
 from .._caller import caller
 from ._leaves import kind_text
 
-_REASON = "in one environment, because jax2onnx needs `orbax-checkpoint` older than 0.11.37."
-_CONFLICTS = {
-    "onnx": f" It conflicts with the extra `orbax` {_REASON}",
-    "orbax": f" It conflicts with the extra `onnx` {_REASON}",
-}
-
 
 def missing_extra_message(what: str, package: str, extra: str) -> str:
-    """Names the extra to install, and extras that it conflicts with."""
-    return f"`{what}` needs {package}.\nInstall it: `pip install 'eqx_ensemble[{extra}]'`.{_CONFLICTS.get(extra, '')}"
+    """Names the extra to install."""
+    return f"`{what}` needs {package}.\nInstall it: `pip install 'eqx_ensemble[{extra}]'`."
 
 
 def check_installed(package: str, *, what: str, extra: str) -> None:
@@ -62,16 +56,10 @@ def check_word(value: Any, argument: str, choices: Collection[str | None]) -> No
         raise ValueError(f"`{caller()}` needs `{argument}` to be one of {listed}, got {_value_text(value)}.")
 
 
-def check_text(value: Any, argument: str) -> None:
-    """Raises unless `value` is a string."""
-    if not isinstance(value, str):
-        raise TypeError(f"`{caller()}` needs `{argument}` to be a string, got {_value_text(value)}.")
-
-
 def check_optional_text(value: Any, argument: str) -> None:
     """Raises unless `value` is a string or `None`."""
-    if value is not None:
-        check_text(value, argument)
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"`{caller()}` needs `{argument}` to be a string, got {_value_text(value)}.")
 
 
 def check_function(value: Any, argument: str, *, example: str) -> None:

@@ -112,7 +112,7 @@ def chunk_weights(predictions: PyTree, weights: Any) -> ChunkWeights | None:
         )
     count = counts.pop()[0]
     if weights is None:
-        return ChunkWeights(None, jnp.asarray(count).astype(float), jnp.int32(0))  # while exporting it may be a symbol
+        return ChunkWeights(None, jnp.asarray(count, float), jnp.int32(0))
     weights = check_chunk_weights(weights, count)
     if not isinstance(weights, np.ndarray):
         return ChunkWeights(weights, jnp.sum(weights), jnp.int32(0))
@@ -167,7 +167,7 @@ class AbstractCombination(abc.ABC):
 
 
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), 4, key=key)
-    ee.predict(ensemble, jnp.ones((100, 3)), combine=Maximum(), memory=2**26).shape
+    ee.predict(ensemble, jnp.ones((100, 3)), combine=Maximum()).shape
     # (100, 2)
     ```
     """
@@ -304,7 +304,6 @@ def streaming(fn: Callable[..., Any]) -> AbstractCombination:
     """The streaming form of a function, for members that arrive in sequence or are on several machines.
 
     The result equals that of the function, within rounding, for any division of the members.
-    [`eqx_ensemble.predict`][] uses it with `memory`.
 
     **Arguments:**
 

@@ -17,7 +17,6 @@ from .._check import (
     path_text,
 )
 from ._ensemble import Ensemble
-from ._group import Group
 
 
 def check_model_state(state: Any, num_members: int) -> None:
@@ -96,11 +95,6 @@ def check_ensemble(value: Any) -> None:
     if isinstance(value, Ensemble):
         check_integer_ids(value.ids)
         return
-    if isinstance(value, Group):
-        raise TypeError(
-            f"`{caller()}` needs an `Ensemble`, whose members are of one architecture, got a group.\n"
-            "Pass one of its parts, `group['name']`, or each of `group.parts` in turn."
-        )
     if isinstance(value, list | tuple):
         raise TypeError(
             f"`{caller()}` needs an `Ensemble`, got {kind_text(value)}.\n"
@@ -108,15 +102,7 @@ def check_ensemble(value: Any) -> None:
         )
     if isinstance(getattr(value, "ensemble", None), Ensemble):
         raise TypeError(f"`{caller()}` needs an `Ensemble`, got a run: pass `run.ensemble`, or call `run.predict(x)`.")
-    if isinstance(getattr(value, "group", None), Group):
-        raise TypeError(f"`{caller()}` needs an `Ensemble` or a `Group`, got a run of a group: pass `run.group`.")
     raise TypeError(
         f"`{caller()}` needs an `Ensemble`, got {kind_text(value)}.\n"
         "`stack([model, ...])` makes one of models, `from_stacked(model)` of a model that is stacked already."
     )
-
-
-def check_ensemble_or_group(value: Any) -> None:
-    """Raises unless `value` is an `Ensemble` or a `Group`."""
-    if not isinstance(value, Group):
-        check_ensemble(value)

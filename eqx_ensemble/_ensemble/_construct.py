@@ -1,4 +1,4 @@
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -9,8 +9,7 @@ import numpy as np
 from .. import _axes, _keys
 from .. import tree as _tree
 from .._axes import check_member_axis
-from .._caller import caller
-from .._check import MemberMismatchError, check_flag, is_key, is_member_array, is_traced, kind_text
+from .._check import check_flag, is_key, is_member_array, is_traced
 from .._ids import open_all
 from .._pytree import PyTree
 from .._warnings import warn
@@ -18,22 +17,6 @@ from ..tree._engine import Rules, check_trees, compare_trees
 from ._check import check_no_text_arrays, check_selection
 from ._cut import check_equal_shared
 from ._ensemble import Ensemble, M, Where
-from ._group import Group, part_names
-
-
-def check_models(models: list[Any]) -> list[Any]:
-    """Raises unless all items are models. Returns them."""
-    for i, model in enumerate(models):
-        fix = None
-        if isinstance(model, Ensemble | Group):
-            fix = "`Group([first, second])` makes a group of ensembles, `concatenate([first, second])` of groups."
-        elif isinstance(model, tuple) and len(model) == 2 and isinstance(model[1], eqx.nn.State):
-            fix = "Pass the models alone, and their states to `predict`: `state={part: tree.stack(states)}`."
-        elif not callable(model):
-            fix = "Members are models that can be called."
-        if fix is not None:
-            raise TypeError(f"`{caller()}` needs models, got {kind_text(model)} at position {i}.\n{fix}")
-    return models
 
 
 def warn_of_equal_members(stacked: PyTree, keys: Any, arguments: Iterable[str]) -> None:
@@ -207,57 +190,3 @@ def _axes_mask(model: PyTree, shared: Where | None) -> PyTree:
 
 def _all_false(node: PyTree) -> PyTree:
     return jax.tree.map(lambda _: False, node)
-
-
-def group(models: Iterable[Any], *, ids: Any = None) -> Group:
-    """Makes an [`eqx_ensemble.Group`][] of a list of models of any architectures.
-
-    Models that differ only in the values of their arrays become one part. Members are in the order of the list.
-
-    **Arguments:**
-
-    - `models`: the models. Parts are named after their classes: `MLP`, and `MLP_2` for a second architecture.
-    - `ids`: the members' ids `(members,)`; by default `0, 1, 2, ...`.
-
-    **Returns:** the group.
-
-    **Raises:** `TypeError` for anything but a list of models; `ValueError` for an empty list; `MemberMismatchError` for
-    a wrong number of `ids`.
-
-    ```python
-    linear = eqx.nn.Linear(2, 1, key=key)
-    mlps = [eqx.nn.MLP(2, 1, 8, 1, key=k) for k in jax.random.split(key)]
-    group = ee.group([linear, *mlps])
-    group.parts  # {"Linear": one member, "MLP": two members}
-    group(jnp.ones(2)).shape  # (3, 1), in the order of the list
-    ```
-    """
-    if isinstance(models, Mapping):
-        raise TypeError(
-            f"`{caller()}` needs a list of models, got {kind_text(models)}.\n"
-            "`Group({name: ensemble, ...})` makes a group of ensembles. Pass models as a list: `list(models.values())`."
-        )
-    models = check_models(check_trees(models, noun="model"))
-    numbers = _keys.member_ids(len(models) if ids is None else ids)
-    if len(numbers) != len(models):
-        raise MemberMismatchError(f"`group` needs one id per model: {len(models)} models, {len(numbers)} ids.")
-    members: list[list[int]] = []
-    for i, model in enumerate(models):
-        alike = next((own for own in members if _is_alike(models[own[0]], model)), None)
-        if alike is None:
-            members.append([i])
-        else:
-            alike.append(i)
-    ensembles = [stack([models[i] for i in own], ids=numbers[np.asarray(own)]) for own in members]
-    parts = dict(zip(part_names(ensembles), zip(ensembles, members, strict=True), strict=True))
-    given = [i for name in sorted(parts) for i in parts[name][1]]
-    return Group({name: part for name, (part, _) in parts.items()}, order=np.argsort(np.asarray(given)).tolist())
-
-
-def _is_alike(first: Any, second: Any) -> bool:
-    """Whether two models can be stacked."""
-    try:
-        compare_trees([first, second])
-    except MemberMismatchError:
-        return False
-    return True

@@ -1,11 +1,6 @@
-from ._batch import MemberCall as MemberCall
-from ._batch import PredictionInputs as PredictionInputs
-from ._batch import predict_batch as predict_batch
 from ._batch import take_rows as take_rows
-from ._check import bytes_text as bytes_text
 from ._check import check_combine as check_combine
-from ._check import check_inference as check_inference
 from ._check import check_rows_of_result as check_rows_of_result
-from ._group import check_members_and_rows as check_members_and_rows
+from ._inputs import check_members_and_rows as check_members_and_rows
 from ._predict import PredictOptions as PredictOptions
 from ._predict import predict as predict

@@ -1,4 +1,3 @@
-from ._signatures import ByPart as ByPart
 from ._signatures import CallableEnsemble as CallableEnsemble
 from ._signatures import MappedFunction as MappedFunction
 from ._signatures import Out as Out

@@ -1,4 +1,4 @@
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -8,7 +8,6 @@ from typing import (
     Protocol,
     TypeAlias,
     TypeVar,
-    Union,
     overload,
     runtime_checkable,
 )
@@ -16,15 +15,6 @@ from typing import (
 import equinox as eqx
 
 T = TypeVar("T")
-
-if TYPE_CHECKING:
-    ByPart = Annotated[T, "for each part"]
-else:
-    # In a signature: for a group, a dict of values by part is also accepted. Functions handle groups first, so type
-    # checkers need to know single values only.
-    ByPart = Union[T, Mapping[str, Any]]  # noqa: UP007
-
-
 Member = TypeVar("Member", covariant=True)
 Out = TypeVar("Out", covariant=True)
 P = ParamSpec("P")

@@ -15,7 +15,6 @@ from .._check import (
     check_values,
     check_weights,
     concrete,
-    type_error,
     value_error,
 )
 from .._combination import AbstractCombination, by_order, check_one_array, check_seen, chunk_weights, common_scale
@@ -32,13 +31,6 @@ def check_sketch_levels(levels: Any) -> tuple[float, ...]:
     if not ((found >= 0) & (found <= 1)).all():
         raise ValueError(f"`{caller()}` needs `levels` from 0 to 1, got {levels!r}.")
     return tuple(float(level) for level in found)
-
-
-def check_known_members(num_members: Any) -> None:
-    """Raises for a symbolic number of members: it decides how often a sketch is condensed."""
-    if not isinstance(num_members, int):
-        fix = "Pass `combine=functools.partial(ee.uncertainty.quantile, levels=...)`, or no `symbolic_members`."
-        raise type_error("a known number of members", f"got any number, `{num_members}`", fix)
 
 
 def check_power(power: ArrayLike, dtype: jnp.dtype) -> Array:
@@ -99,7 +91,6 @@ class QuantileSketch(AbstractCombination):
     def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
         """Adds members to the sketch."""
         values = check_values("predictions", check_one_array(predictions))
-        check_known_members(values.shape[0])
         chunk = chunk_weights(predictions, weights)
         if chunk is None:
             return partial

@@ -1,7 +1,6 @@
-import contextlib
 import hashlib
-import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
@@ -16,32 +15,24 @@ from .._axes import check_rows_of_data, is_array
 from .._caller import caller
 from .._check import check_function, check_key, check_path, check_positive_int, kind_text
 from .._foreign import from_foreign_tree
+from .._load import contents
 from .._progress import progress_line
 from .._pytree import PyTree
-from ..checkpoint._engine import (
-    CallRecord,
-    absolute,
-    as_path,
-    check_fields,
-    check_run_folder,
-    check_same_call,
-    check_valid,
-    conditions,
-    explain_record,
-    has_call,
-    is_on_disk,
-    is_record,
-    is_seconds,
-    is_string,
-    lock_folder,
-    read_call,
-    write_call,
-    write_file,
-)
+from .._save import save
 from ..resample import Folds
 from ..resample._engine import check_folds
 from ..train import DivergedError
-from ..train._engine import array_texts, check_rows_of_folds, code_text, is_batches, option_text
+from ..train._engine import (
+    array_texts,
+    check_rows_of_folds,
+    check_same_call,
+    decode,
+    encode,
+    is_batches,
+    option_text,
+    program_text,
+    versions_text,
+)
 from ._check import check_length, check_options
 from ._comparison import SUFFIXES, Comparison, Row
 from ._protocol import AbstractMethod, LossLike
@@ -88,16 +79,17 @@ def compare(
     - `executor`: a `concurrent.futures.Executor` to run the fits, here or elsewhere: `ThreadPoolExecutor(2)`, or one
         that pickles functions by value, such as loky's or Dask's `client.get_executor(pure=False)`. Workers have
         their own settings of JAX.
-    - `folder`: saves each finished fit there as JSON. Rerunning the call, also with other methods or more seeds, runs
-        only the fits that are missing.
+    - `folder`: saves the predictions of each finished fit there in a file. Rerunning the call, also with other scores
+        or methods or more seeds, runs only the fits that are missing. Functions that cannot be traced by themselves
+        are compared by name.
     - `progress`: as for [`eqx_ensemble.fit`][].
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.Comparison`][]. A fit that fails, such as by members that diverge, is a row with
     its error; in `folder` it is kept if members diverged, and tried again otherwise.
 
-    **Raises:** `ValueError` if all fits failed, and if `folder` is of a call with other data, scores or options, which
-    it lists.
+    **Raises:** `ValueError` if all fits failed, and if `folder` is of a call with other data, functions or options,
+    which it lists.
 
     ```python
     import functools as ft
@@ -126,17 +118,13 @@ def compare(
     _check_executor(executor)
     num_folds = 1 if folds is None else len(folds.train)
     cells = [(name, fold, seed) for name in call.methods for seed in range(seeds) for fold in range(num_folds)]
-    path = None if folder is None else _check_folder(folder)
-    with lock_folder(path):
-        rows = {} if path is None else _read_rows(path, call, cells)
-        missing = [cell for cell in cells if cell not in rows]
-        with progress_line(show=progress, description="compare", unit=" fits", total=len(cells)) as bar:
-            bar.update(len(rows))
-            for row, keep in _run_all(call, missing, executor):
-                rows[row[:3]] = row
-                if path is not None and keep:
-                    write_file(_file(path, row[:3]), json.dumps(row._asdict()).encode())
-                bar.update()
+    if folder is not None:
+        check_path(folder, "folder")
+    rows = {}
+    with progress_line(show=progress, description="compare", unit=" fits", total=len(cells)) as bar:
+        for cell, fit in _all_fits(call, cells, executor, folder):
+            rows[cell] = call.score(cell, fit)
+            bar.update()
     failed = [row for row in rows.values() if row.error]
     if len(failed) == len(cells):
         raise ValueError(f"`{caller()}`: all {len(cells)} fits failed; that of {failed[0].method} by {failed[0].error}")
@@ -197,12 +185,17 @@ class _Call(NamedTuple):
             )
         return {"steps": steps}
 
-    def run(self, name: str, fold: int, seed: int) -> tuple[Row, bool]:
-        """One fit, and whether another attempt would give the same."""
-        train, test, folds = self.data, self.test, self.folds
-        if folds is not None:
-            rows = np.asarray(folds.train[fold]), np.asarray(folds.test[fold])[np.asarray(folds.valid[fold])]
-            train, test = (jax.tree.map(lambda x, own=own: x[own], self.data) for own in rows)
+    def split(self, fold: int) -> tuple[Any, Any]:
+        """The rows to train on and those to predict."""
+        if self.folds is None:
+            return self.data, self.test
+        rows = np.asarray(self.folds.train[fold]), np.asarray(self.folds.test[fold])[np.asarray(self.folds.valid[fold])]
+        train, test = (jax.tree.map(lambda x, own=own: x[own], self.data) for own in rows)
+        return train, test
+
+    def run(self, name: str, fold: int, seed: int) -> "_Fit":
+        """One fit."""
+        train, test = self.split(fold)
         own, of_prediction = jax.random.split(jax.random.fold_in(jax.random.fold_in(self.key, seed), fold))
         options = self.options | self.length(name) | {"progress": False, "key": own}
         start = time.perf_counter()
@@ -211,88 +204,101 @@ class _Call(NamedTuple):
             seconds = time.perf_counter() - start
             if getattr(getattr(posterior, "run", None), "interrupted", False):
                 raise KeyboardInterrupt
-            predictions = posterior.predict(test[0], key=of_prediction)
-            found = {score: _number(fn(predictions, test[1]), score) for score, fn in self.scores.items()}
-            return Row(name, fold, seed, found, seconds, ""), True
+            return _Fit(jax.tree.map(_on_host, posterior.predict(test[0], key=of_prediction)), seconds, "", keep=True)
         except Exception as error:
-            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            return Row(name, fold, seed, {}, time.perf_counter() - start, text), isinstance(error, DivergedError)
+            return _Fit(None, time.perf_counter() - start, _error_text(error), keep=isinstance(error, DivergedError))
 
-    def record(self) -> CallRecord:
-        """The identity of the call, without the number of seeds."""
-        functions = {"make": self.make, "loss": self.loss, "optimiser": self.optimiser}
-        functions |= {f"score {name}": fn for name, fn in self.scores.items()}
-        functions |= {_METHOD + name: method for name, method in self.methods.items()}
-        texts = {"key": option_text(self.key)}
-        for name, value in {"budget": self.budget, **self.options}.items():
-            if isinstance(value, bool | int | float | str):
-                texts[name] = repr(value)
-            elif value is not None and name not in ("plan", "mesh"):  # of time and memory, not of results
-                functions[name] = value
-        for name in ("data", "folds", "test"):
-            texts |= array_texts(eqx.filter(getattr(self, name), is_array), name)
-        code = {name: code_text(value) for name, value in functions.items()}
-        return CallRecord(code | texts, tuple(code), conditions())
+    def score(self, cell: tuple[str, int, int], fit: "_Fit") -> Row:
+        """The scores of one fit."""
+        found, error = {}, fit.error
+        try:
+            if not error:
+                y = self.split(cell[1])[1][1]
+                found = {name: _number(fn(fit.predictions, y), name) for name, fn in self.scores.items()}
+        except Exception as raised:
+            found, error = {}, _error_text(raised)
+        return Row(*cell, found, fit.seconds, error)
+
+    def texts(self, name: str) -> dict[str, str]:
+        """What identifies the fits of a method."""
+        key = jax.random.key(0)
+        batch = jax.tree.map(lambda x: x[:1], self.data)
+        model = lambda key: made[0] if isinstance(made := self.make(key), tuple) else made
+        update = lambda key: self.optimiser.update(
+            params := eqx.filter(model(key), eqx.is_inexact_array), self.optimiser.init(params), params
+        )
+        texts = {"method": _repr(self.methods[name]), "key": option_text(self.key), "versions": versions_text()}
+        texts["make"] = _function_text(self.make, self.make, key)
+        texts["loss"] = _function_text(self.loss, lambda key: self.loss(model(key), batch, key), key)
+        texts["optimiser"] = _function_text(self.optimiser, update, key)
+        texts |= {name: _repr(x) for name, x in self.options.items() if name not in ("plan", "mesh")}
+        for word in ("data", "folds", "test"):
+            texts |= array_texts(eqx.filter(getattr(self, word), is_array), word)
+        return texts | {"budget": repr(self.budget)}
 
 
-_METHOD = "method "
+class _Fit(NamedTuple):
+    """The predictions of one fit, the seconds that it took, why it failed, and whether another try would give it."""
+
+    predictions: Any
+    seconds: float
+    error: str
+    keep: bool
 
 
-def _run_all(call: _Call, cells: list[tuple[str, int, int]], executor: Executor | None) -> Iterator[tuple[Row, bool]]:
-    """The fits as they finish."""
-    if executor is None:
-        yield from (call.run(*cell) for cell in cells)
-        return
-    futures = [executor.submit(call.run, *cell) for cell in cells]
+def _all_fits(
+    call: _Call, cells: list[tuple[str, int, int]], executor: Executor | None, folder: Any
+) -> Iterator[tuple[tuple[str, int, int], _Fit]]:
+    """The fits as they finish, first those of a folder; new ones are saved there."""
+    texts = {} if folder is None else {name: call.texts(name) for name in call.methods}
+    missing = []
+    for cell in cells:
+        path = None if folder is None else _file(folder, cell)
+        if path is None or not path.exists():
+            missing.append(cell)
+            continue
+        saved = contents(path).meta
+        check_same_call(saved["call"], texts[cell[0]], path)
+        yield cell, _Fit(decode(saved["predictions"]), saved["seconds"], saved["error"], keep=False)
+    futures = {} if executor is None else {executor.submit(call.run, *cell): cell for cell in missing}
+    done = ((cell, call.run(*cell)) for cell in missing) if executor is None else None
     try:
-        yield from (future.result() for future in as_completed(futures))
+        for cell, fit in done or ((futures[future], future.result()) for future in as_completed(futures)):
+            if folder is not None and fit.keep:
+                meta = {"call": texts[cell[0]], "predictions": encode(fit.predictions)}
+                save(_file(folder, cell), {}, meta=meta | {"seconds": fit.seconds, "error": fit.error})
+            yield cell, fit
     finally:
         for future in futures:
             future.cancel()
 
 
-def _read_rows(folder: Path, call: _Call, cells: list[tuple[str, int, int]]) -> dict[tuple[str, int, int], Row]:
-    """The fits of a folder, which is of the same call but for methods and seeds."""
-    record = call.record()
-    if has_call(folder):
-        saved, _ = read_call(folder)
-        of_both = lambda own, other: own._replace(
-            texts={name: x for name, x in own.texts.items() if name in other.texts or not name.startswith(_METHOD)}
-        )
-        effect = "new fits may differ from the saved ones in their last bits"
-        check_same_call(of_both(saved, record), of_both(record, saved), folder, effect=effect)
-        record = saved._replace(
-            texts=record.texts | saved.texts, code=tuple({**dict.fromkeys(saved.code + record.code)})
-        )
-    write_call(folder, record, {})
-    found = {}
-    for cell in cells:
-        with contextlib.suppress(FileNotFoundError):
-            found[cell] = _read_row(_file(folder, cell), cell, call)
-    return found
-
-
-_FIELDS = {"scores": is_record, "seconds": is_seconds, "error": is_string}
-
-
-def _read_row(path: Path, cell: tuple[str, int, int], call: _Call) -> Row:
-    text = path.read_bytes()
-    with explain_record(path):
-        try:
-            fields = check_fields(json.loads(text), _FIELDS, "row")
-        except (ValueError, RecursionError):
-            fields = None
-        check_valid("it is not JSON", holds=fields is not None)
-        assert fields is not None
-        scores = {name: fields["scores"].get(name) for name in call.scores}
-        known = fields["error"] or all(type(x) in (int, float) for x in scores.values())
-        check_valid("its scores are not numbers", holds=bool(known))
-    return Row(*cell, {} if fields["error"] else scores, fields["seconds"], fields["error"])
-
-
-def _file(folder: Path, cell: tuple[str, int, int]) -> Path:
+def _file(folder: Any, cell: tuple[str, int, int]) -> Path:
     name, fold, seed = cell
-    return folder / f"fit-{hashlib.sha256(name.encode()).hexdigest()[:16]}-{seed:06d}-{fold:06d}.json"
+    return Path(folder) / f"fit-{hashlib.sha256(name.encode()).hexdigest()[:16]}-{seed:06d}-{fold:06d}.eqx"
+
+
+def _on_host(x: Any) -> Any:
+    """An array of NumPy; of a dtype that files hold."""
+    x = np.asarray(x)
+    return x if x.dtype.kind in "biufc" else x.astype(np.float32)
+
+
+def _error_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _repr(x: Any) -> str:
+    """A text without addresses in memory, the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
+
+
+def _function_text(fn: Any, traced: Callable[..., Any], *args: Any) -> str:
+    """The name of a function, and a digest of its program if that can be traced."""
+    try:
+        return f"{_repr(fn)} {program_text(traced, *args)[0]}"
+    except Exception:  # it may use concrete values, or the method converts members first
+        return _repr(fn)
 
 
 def _number(value: Any, name: str) -> float:
@@ -335,13 +341,3 @@ def _check_executor(executor: Any) -> None:
             f"`{caller()}` needs an executor that can take functions: a `ThreadPoolExecutor`, loky's, or Dask's "
             f"`client.get_executor(pure=False)`; got {kind_text(executor)}."
         )
-
-
-def _check_folder(folder: Any) -> Path:
-    check_path(folder, "folder")
-    path = as_path(folder)
-    if not is_on_disk(path):
-        raise TypeError(f"`{caller()}` needs `folder` on a file system, got `{folder}`.")
-    path = absolute(path)
-    check_run_folder(path)
-    return path

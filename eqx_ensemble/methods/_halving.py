@@ -2,6 +2,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, overload
 
 import equinox as eqx
@@ -11,14 +12,12 @@ from .._build import build
 from .._check import check_positive_int
 from .._ensemble import Ensemble, M, check_ensemble
 from .._pytree import PyTree
-from ..checkpoint import Checkpoints
-from ..checkpoint._engine import lock_folder
 from ..distributed import to_host
 from ..sweep import AbstractRange, draw
-from ..train._engine import Optimiser, Run, Status, fit, is_batches
+from ..train._engine import Checkpoint, Optimiser, Run, Status, fit, is_batches
 from . import population
 from ._check import check_factor, check_length, check_options, check_validation_given, check_whole_epochs
-from ._rounds import Rounds, check_saving, check_some_score, last_scores
+from ._rounds import begin, check_some_score, last_scores, round_in
 
 
 def successive_halving(
@@ -32,8 +31,7 @@ def successive_halving(
     steps: int | None = None,
     factor: float | int = 3,
     rungs: int | None = None,
-    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
-    fit: Callable[..., Run[Any]] = fit,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     key: Any,
     **options: Any,
 ) -> Run[M]:
@@ -48,9 +46,8 @@ def successive_halving(
     - `epochs` or `steps`: the length of the first rung.
     - `factor`: the ratio of members, and of training lengths, between two rungs.
     - `rungs`: the number of rungs. By default, enough to leave one member.
-    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][]: the same call resumes bit for bit, or
-        returns the finished run. It takes the space of two runs; with another `fit`, of one run per rung.
-    - `fit`: trains each rung; on workers `functools.partial(ee.fleet.fit, executor)` with an open `executor`.
+    - `checkpoint`: a folder, or [`eqx_ensemble.train.Checkpoint`][] of one. Each rung is a file in it. The same call
+        resumes bit for bit, and only reads finished rungs.
     - `key`: the root key.
 
     **Returns:** the run. Dropped members have the status `STOPPED` and their best weights.
@@ -73,7 +70,6 @@ def successive_halving(
     ??? cite
         [Jamieson and Talwalkar 2016](https://arxiv.org/abs/1502.07943)
     """
-    check_saving(checkpoint, data)
     check_validation_given(validation)
     factor = check_factor(factor)
     if rungs is not None:
@@ -84,12 +80,10 @@ def successive_halving(
     rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
     totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
     ladder = Rungs(unit, sorted(set(totals)), factor, rungs)
-    own = {ladder.unit: ladder.totals[0], "factor": ladder.factor, "rungs": ladder.rungs}
-    saved = Rounds(checkpoint, own=own, name="methods.successive_halving", fit=fit)
-    with lock_folder(saved.folder):
-        return halve(
-            ensemble, loss, optimiser, data, ladder, saved, **options, validation=validation, key=key
-        )  # fmt: skip
+    own = {unit: shortest, "factor": factor, "rungs": rungs}
+    folder = begin(checkpoint, data, method="successive_halving", **own)
+    options |= {"validation": validation, "key": key}
+    return halve(ensemble, loss, optimiser, data, ladder, folder, **options)
 
 
 class Rungs(NamedTuple):
@@ -124,19 +118,14 @@ def halve(
     optimiser: Optimiser,
     data: PyTree,
     ladder: Rungs,
-    saved: Rounds,
+    folder: Checkpoint | None,
     **options: Any,
 ) -> Run[M]:
     """Runs all rungs."""
     first = {word: options.pop(word) for word in ("hyper", "state", "trainable") if word in options}
     lengths = ladder.lengths()
-
-    def rung(index: int, begun: Ensemble[M] | Run[M], **more: Any) -> Run[M]:
-        length = lengths[min(index, len(lengths) - 1)]  # a folder with more rungs is of another call: `fit` raises
-        return saved.fit(begun, loss, optimiser, data, **options, **length, **more)
-
-    newest, run = saved.resume(lambda index, **saving: rung(index, ensemble, **first, **saving))
-    for index in range(newest + 1, len(lengths)):
+    run = fit(ensemble, loss, optimiser, data, **first, **options, **lengths[0], checkpoint=round_in(folder, 0))
+    for index in range(1, len(lengths)):
         training = to_host(run.train_state.status) == Status.OK
         if run.interrupted or not training.any():
             break
@@ -144,10 +133,9 @@ def halve(
         check_some_score(scores, training)
         order = population.rank(scores, healthy=training, mode=run.mode)
         dropped = order[training[order]][max(1, share(int(training.sum()), ladder.factor)) :]
-        saved.decide(index - 1, run)
         if len(dropped):
             run = dataclasses.replace(run, train_state=population.stop(run.train_state, dropped))
-        run = rung(index, run, **saved.saving(index))
+        run = fit(run, loss, optimiser, data, **options, **lengths[index], checkpoint=round_in(folder, index))
     return run
 
 
@@ -165,8 +153,7 @@ def hyperband(
     validation: PyTree,
     epochs: int,
     factor: float | int = 3,
-    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
-    fit: Callable[..., Run[Any]] = fit,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     key: Any,
     **options: Any,
 ) -> list[Run[M]]: ...
@@ -181,8 +168,7 @@ def hyperband(
     validation: PyTree,
     epochs: int,
     factor: float | int = 3,
-    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
-    fit: Callable[..., Run[Any]] = fit,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     key: Any,
     **options: Any,
 ) -> list[Run[M]]: ...
@@ -196,8 +182,7 @@ def hyperband(
     validation: PyTree,
     epochs: int,
     factor: float | int = 3,
-    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
-    fit: Callable[..., Run[Any]] = fit,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     key: Any,
     **options: Any,
 ) -> list[Run[Any]]:
@@ -233,31 +218,16 @@ def hyperband(
     check_positive_int(epochs, "epochs")
     check_validation_given(validation)
     check_options(options, SETS, "it sets these itself")
-    check_saving(checkpoint, data)
     factor = check_factor(factor)
-    own = {"epochs": epochs, "factor": factor}
-    saved = Rounds(checkpoint, own=own, name="methods.hyperband", fit=fit)
+    folder = begin(checkpoint, data, method="hyperband", epochs=epochs, factor=factor)
+    options |= {"validation": validation, "key": key}
     runs = []
-    with lock_folder(saved.folder):
-        for number, bracket in enumerate(brackets(make, ranges, epochs, factor, key=key)):
-            inside = saved.inside("bracket", number)
-            start = {"hyper": bracket.hyper, "state": bracket.state}
-            runs.append(
-                halve(
-                    bracket.ensemble,
-                    loss,
-                    optimiser,
-                    data,
-                    bracket.ladder,
-                    inside,
-                    **options,
-                    **start,
-                    validation=validation,
-                    key=key,
-                )  # fmt: skip
-            )
-            if runs[-1].interrupted:
-                break
+    for number, bracket in enumerate(brackets(make, ranges, epochs, factor, key=key)):
+        inside = None if folder is None else folder._replace(path=Path(folder.path) / f"bracket-{number:03d}")
+        start = {"hyper": bracket.hyper, "state": bracket.state}
+        runs.append(halve(bracket.ensemble, loss, optimiser, data, bracket.ladder, inside, **options, **start))
+        if runs[-1].interrupted:
+            break
     return runs
 
 

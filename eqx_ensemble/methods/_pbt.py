@@ -2,23 +2,22 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Float, Int, Key
 
 from .._caller import caller
 from .._check import check_function, check_key, check_positive_int
 from .._ensemble import Ensemble, M, check_ensemble
 from .._pytree import PyTree
 from .._warnings import ignore_warnings, warn
-from ..checkpoint import Checkpoints
-from ..checkpoint._engine import lock_folder
 from ..distributed import to_host
 from ..train import perturb
 from ..train._engine import (
+    Checkpoint,
     Optimiser,
     Run,
     Status,
@@ -31,7 +30,7 @@ from ..train._engine import (
 )
 from . import population
 from ._check import check_fraction, check_indices, check_options, check_validation_given, check_whole_epochs
-from ._rounds import Rounds, check_saving, check_some_score, last_scores
+from ._rounds import begin, check_some_score, last_scores, round_in
 
 
 class Population(eqx.Module, Generic[M]):
@@ -66,127 +65,9 @@ class Population(eqx.Module, Generic[M]):
         return np.array(found[::-1])
 
 
-class Past(NamedTuple):
-    """The completed rounds of a population: scores, ids of donors and hyper-parameters, one entry per round.
-
-    `training` marks the members that are still training at the end of the last round.
-    """
-
-    scores: tuple[np.ndarray, ...] = ()
-    lineage: tuple[np.ndarray, ...] = ()
-    hyper: tuple[PyTree, ...] = ()
-    training: np.ndarray = np.ones(0, bool)
-
-    @classmethod
-    def of(cls, decisions: dict[str, Any]) -> "Past":
-        """The rounds saved as `decisions`."""
-        count = len(decisions["scores"])
-        hyper = tuple(jax.tree.map(lambda x: x[i], decisions["hyper"]) for i in range(count))  # noqa: B023
-        return cls(tuple(decisions["scores"]), tuple(decisions["lineage"]), hyper)
-
-    def add(self, run: Run[Any]) -> "Past":
-        """Adds a completed round, before members are replaced."""
-        state = run.train_state
-        return Past(
-            (*self.scores, last_scores(run)),
-            (*self.lineage, np.asarray(state.ids)),
-            (*self.hyper, to_host(state.hyper)),
-            to_host(state.status) == Status.OK,
-        )
-
-    def descend(self, donors: np.ndarray) -> "Past":
-        """Adds the donors after the last round, one index per member."""
-        return self._replace(lineage=(*self.lineage[:-1], self.lineage[-1][donors]))
-
-    def decisions(self) -> dict[str, Any]:
-        """All rounds as arrays `(rounds, members, ...)`."""
-        hyper = jax.tree.map(lambda *parts: np.stack(parts), *self.hyper)
-        return {"scores": np.stack(self.scores), "lineage": np.stack(self.lineage), "hyper": hyper}
-
-    def population(self, run: Run[Any], *, ended: bool) -> Population[Any]:
-        """The result; warns if all members had diverged before the last round."""
-        if not ended and not self.training.any():
-            warn(diverged_message(self.lineage[-1], run.stopped_at, run.fault))
-        run = dataclasses.replace(run, rows=None)  # a copy was trained on the rows of its donor too
-        return Population(run=run, **self.decisions())
-
-
 # Rounds of training; after each, the worst members are replaced by copies of the best.
 
 _STOPS = ("patience", "stop")
-
-
-class Evolution(NamedTuple):
-    """The rounds of a population.
-
-    **Attributes:**
-
-    - `hyper`: the initial hyper-parameters of all members.
-    - `length`: the length of a round, as options of `fit`.
-    - `keys`: one per round.
-    - `fraction`, `explore`: the fraction of members replaced after a round, and the perturbation of hyper-parameters.
-    """
-
-    hyper: PyTree
-    length: dict[str, Any]
-    keys: Key[Array, " rounds"]
-    fraction: float | int
-    explore: Callable[..., Any]
-
-    @property
-    def one(self) -> PyTree:
-        """The hyper-parameters of one member."""
-        return jax.tree.map(lambda x: x[0], self.hyper)
-
-
-def check_explore(plan: Evolution) -> None:
-    """Raises unless `explore` returns hyper-parameters like those it is given."""
-    check_same_hyper(plan.one, plan.explore(plan.one, plan.keys[0]))
-
-
-def evolve(
-    ensemble: Ensemble[M],
-    loss: Callable[..., Any],
-    optimiser: Optimiser,
-    data: PyTree,
-    evolution: Evolution,
-    saved: Rounds,
-    *,
-    key: Any,
-    **options: Any,
-) -> Population[M]:
-    """Runs all rounds. Saved rounds are not trained again."""
-    first = {
-        "hyper": evolution.hyper,
-        **{word: options.pop(word) for word in ("state", "trainable") if word in options},
-    }
-
-    def train_round(index: int, begun: Ensemble[M] | Run[M] = ensemble, **more: Any) -> Run[M]:
-        more = more | (first if begun is ensemble else {})
-        replaced = index < len(evolution.keys) - 1  # diverged members
-        with ignore_warnings(".*diverged") if replaced else contextlib.nullcontext():
-            return saved.fit(begun, loss, optimiser, data, key=key, **evolution.length, **options, **more)
-
-    def resume(index: int, **saving: Any) -> tuple[Run[M], Past]:
-        run = train_round(index, **saving)
-        return run, Past() if index == 0 else Past.of(saved.decisions(index, Past().add(run).decisions()))
-
-    index, (run, past) = saved.resume(resume)
-    while True:
-        past = past.add(run)
-        ended = index == len(evolution.keys) - 1
-        if ended or run.interrupted or not past.training.any():
-            return past.population(run, ended=ended)
-        check_some_score(past.scores[-1], past.training)
-        index += 1
-        donors = population.truncation(
-            past.scores[-1], past.training, fraction=evolution.fraction, mode=run.mode, key=evolution.keys[index]
-        )
-        ended_run, ended_past, past = run, past, past.descend(donors)
-        saved.decide(index - 1, run, past.decisions)
-        run = train_round(index, replace_members(run, donors, evolution.explore, key=key), **saved.saving(index))
-        if run.interrupted and int(run.train_state.step) == int(ended_run.train_state.step):  # before its first step
-            return ended_past.population(dataclasses.replace(ended_run, interrupted=True), ended=False)
 
 
 def replace_members(run: Run, donors: np.ndarray, explore: Callable[..., Any], *, key: Any) -> Run:
@@ -213,8 +94,7 @@ def population_based_training(
     steps: int | None = None,
     fraction: float | int = 0.2,
     explore: Callable[[PyTree, Key[Any, ""]], PyTree] = perturb,
-    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
-    fit: Callable[..., Run[Any]] = fit,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     key: Any,
     **options: Any,
 ) -> Population[M]:
@@ -230,9 +110,9 @@ def population_based_training(
     - `rounds`: the number of rounds.
     - `epochs` or `steps`: the length of one round.
     - `fraction`: the fraction of members that are replaced after a round, rounded up.
-    - `explore`: `explore(hyper, key) -> hyper` perturbs one copy, such as
+    - `explore`: `explore(hyper, key) -> hyper`, a function of these alone, perturbs one copy, such as
         [`eqx_ensemble.methods.population.perturb_hyper`][], which respects ranges.
-    - `checkpoint`, `fit`: as for [`eqx_ensemble.methods.successive_halving`][].
+    - `checkpoint`: a folder with a file for each round, as for [`eqx_ensemble.methods.successive_halving`][].
     - `key`: the root key.
 
     **Returns:** [`eqx_ensemble.methods.Population`][]; after Ctrl-C, of the rounds so far.
@@ -259,7 +139,6 @@ def population_based_training(
     ??? cite
         [Jaderberg et al. 2017](https://arxiv.org/abs/1711.09846)
     """
-    check_saving(checkpoint, data)
     check_positive_int(rounds, "rounds")
     if hyper is None:
         raise TypeError(f"`{caller()}` needs `hyper`, the hyper-parameters to search.")
@@ -275,10 +154,34 @@ def population_based_training(
     check_function(explore, "explore", example="train.perturb")
     check_key(key)
     hyper = hyper_arrays(hyper, ensemble.num_members)
-    plan = Evolution(hyper, {"epochs": epochs, "steps": steps}, jax.random.split(key, rounds), fraction, explore)
-    check_explore(plan)
-    own = {"rounds": rounds, **plan.length, "fraction": fraction}
-    saved = Rounds(checkpoint, own=own, name="methods.population_based_training", fit=fit)
-    saved.add_function("explore", explore, plan.one, plan.keys[0])
-    with lock_folder(saved.folder):
-        return evolve(ensemble, loss, optimiser, data, plan, saved, **options, validation=validation, key=key)
+    keys = jax.random.split(key, rounds)
+    one = jax.tree.map(lambda x: x[0], hyper)
+    check_same_hyper(one, explore(one, keys[0]))
+    own = {"epochs": epochs, "steps": steps, "fraction": fraction}
+    folder = begin(checkpoint, data, method="population_based_training", **own)
+    first = {"hyper": hyper} | {word: options.pop(word) for word in ("state", "trainable") if word in options}
+    options |= {"validation": validation, "epochs": epochs, "steps": steps, "key": key}
+    begun, scores, lineage, past = ensemble, [], [], []
+    while True:
+        index = len(scores)
+        is_last = index == rounds - 1
+        with contextlib.nullcontext() if is_last else ignore_warnings(".*diverged"):  # they are replaced
+            run = fit(begun, loss, optimiser, data, **first, **options, checkpoint=round_in(folder, index))
+        first, state = {}, run.train_state
+        ids, training = np.asarray(state.ids), to_host(state.status) == Status.OK
+        scores.append(last_scores(run))
+        past.append(to_host(state.hyper))
+        donors = np.arange(len(ids))
+        is_over = is_last or run.interrupted or not training.any()
+        if not is_over:
+            check_some_score(scores[-1], training)
+            donors = population.truncation(scores[-1], training, fraction=fraction, mode=run.mode, key=keys[index + 1])
+            begun = replace_members(run, donors, explore, key=key)
+        lineage.append(ids[donors])
+        if is_over:
+            break
+    if not is_last and not training.any():
+        warn(diverged_message(ids, run.stopped_at, run.fault))
+    run = dataclasses.replace(run, rows=None)  # a copy was trained on the rows of its donor too
+    stacked = jax.tree.map(lambda *parts: np.stack(parts), *past)
+    return Population(run=run, scores=np.stack(scores), lineage=np.stack(lineage), hyper=stacked)

@@ -17,10 +17,11 @@ from .._build import build
 from .._caller import caller
 from .._check import check_function, check_key, check_number, check_positive_int, check_word, kind_text, value_error
 from .._ensemble import Ensemble, take
-from .._files import load, save
 from .._foreign import as_hashable, from_foreign_tree
+from .._load import load
 from .._predict import predict
 from .._pytree import PyTree
+from .._save import save
 from ..scores import nll_gaussian
 from ..train import DivergedError, Status
 from ..train._engine import RowReader, Run, fit, is_batches
@@ -71,7 +72,7 @@ class Posterior(eqx.Module, Generic[M]):
 
         - `x`: the inputs, arrays `(rows, ...)`.
         - `key`: for methods whose predictions are random, such as dropout; others ignore it.
-        - `options`: `batch_size`, `memory`, `plan`, `mesh` and `progress` of [`eqx_ensemble.predict`][].
+        - `options`: `batch_size`, `plan`, `mesh` and `progress` of [`eqx_ensemble.predict`][].
 
         **Returns:** each array `(members, rows, ...)`; draws and passes of one member are adjacent.
         """
@@ -91,12 +92,12 @@ class Posterior(eqx.Module, Generic[M]):
         flatten = lambda *parts: jnp.stack(parts, axis=1).reshape((-1, *parts[0].shape[1:]))
         return jax.tree.map(flatten, *passes)
 
-    def save(self, path: str | os.PathLike[str], *, shared: bool = True, meta: Any = None) -> None:
+    def save(self, path: str | os.PathLike[str], *, meta: Any = None) -> None:
         """Saves the members and their state, without the run, as [`eqx_ensemble.save`][] does.
 
         The method loads them: [`eqx_ensemble.methods.AbstractMethod.load`][].
         """
-        save(path, self.ensemble if self.state is None else (self.ensemble, self.state), shared=shared, meta=meta)
+        save(path, self.ensemble if self.state is None else (self.ensemble, self.state), meta=meta)
 
 
 class AbstractMethod(eqx.Module):
@@ -149,7 +150,7 @@ class AbstractMethod(eqx.Module):
 
         **Arguments:**
 
-        - `path`: the folder.
+        - `path`: the file.
         - `make`: as for `fit`: the function, or the ensemble that was adapted.
         - `data`: a few rows as for `fit`, which only [`eqx_ensemble.methods.Laplace`][] needs.
 

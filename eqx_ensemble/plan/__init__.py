@@ -1,6 +1,5 @@
 from .. import _suggest
-from ._auto import AnyPlan as AnyPlan
-from ._auto import Auto as Auto
+from ._check import AnyPlan as AnyPlan
 from ._cores import Cores as Cores
 from ._plans import AbstractPlan as AbstractPlan
 from ._plans import Chunked as Chunked

@@ -16,9 +16,9 @@ from .._compiled import CompiledCall
 from .._foreign import as_hashable_leaf
 from .._ids import close_all, has_ids
 from .._pytree import PyTree
+from .._sharding import layout_for
 from .._typing import MappedFunction, Out, P
-from ..sharding._engine import as_layout
-from ._auto import AnyPlan, as_plan, check_equal_constants, check_no_parts
+from ._check import AnyPlan, as_plan, check_equal_constants
 from ._plans import AbstractPlan, sharded_plan
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def map_members(
     **Returns:** the function of all members.
 
     **Raises:** (when called) `MemberMismatchError` if arguments disagree on the number of members, and if outputs that
-    are not arrays differ between members; `TypeError` if no argument has members, or for a group; `ValueError` if an
-    output has no axis `out_axis`.
+    are not arrays differ between members; `TypeError` if no argument has members; `ValueError` if an output has no axis
+    `out_axis`.
 
     ```python
     def mse(model, x, y):
@@ -115,7 +115,7 @@ def over_members(
     _check.check_function(fn, "fn", example="lambda model, x: model(x)")
     fn = as_hashable_leaf(fn)
     out_axis = _check.check_axis(out_axis, "out_axis")
-    call = _Mapping(sharded_plan(as_plan(plan), as_layout(mesh)), out_axis, marks)
+    call = _Mapping(sharded_plan(as_plan(plan), layout_for(mesh)), out_axis, marks)
 
     # cloudpickle sends this by value: all that it does can be imported, and no import hook wraps a lambda.
     mapped: Any = ft.wraps(fn)(lambda *args, **kwargs: _run_outside(call, fn, args, kwargs))
@@ -147,7 +147,6 @@ def _run_outside(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: di
 
 
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
-    check_no_parts((args, kwargs))
     if call.marks:
         check_no_batch((args, kwargs))
     parts, view, num_members = _axes.split_members((args, kwargs))

@@ -1,11 +1,8 @@
-import contextlib
 import functools as ft
 import math
 import pathlib
 import re
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -13,7 +10,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .. import _axes
-from .._jaxpr import aval_bytes, inner_jaxprs, waits_for_pool
+from .._jaxpr import aval_bytes, inner_jaxprs, must_run_alone
 from .._pytree import PyTree
 from ._plans import AbstractPlan
 
@@ -27,7 +24,7 @@ class Cost(NamedTuple):
     - `bytes`: the sum of all intermediate arrays, an upper bound for one member, apart from libraries' scratch memory.
     - `convolutions`, `batched_products`, `loops`: how many of each; batched matrix products are typical of attention.
     - `callbacks`: the number of calls of Python, such as `equinox.error_if`. They can raise while a program runs.
-    - `waits`: operations that may wait for threads which programs at the same time hold.
+    - `runs_alone`: whether two such programs must not run at the same time.
     """
 
     flops: int
@@ -36,12 +33,7 @@ class Cost(NamedTuple):
     batched_products: int
     loops: int
     callbacks: int
-    waits: int = 0
-
-    @property
-    def runs_alone(self) -> bool:
-        """Whether two such programs must not run at the same time."""
-        return self.callbacks + self.waits > 0
+    runs_alone: bool = False
 
 
 def cost_of(fn: Callable[..., Any], *args: PyTree) -> Cost:
@@ -51,7 +43,7 @@ def cost_of(fn: Callable[..., Any], *args: PyTree) -> Cost:
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if _axes.is_array(x) else x, args)
     closed, _, _ = eqx.filter_make_jaxpr(ft.partial(fn, FirstMember()))(*shapes)
-    return _cost_of_jaxpr(closed.jaxpr)
+    return _cost_of_jaxpr(closed.jaxpr)._replace(runs_alone=must_run_alone(closed.jaxpr))
 
 
 class FirstMember(AbstractPlan):
@@ -63,14 +55,13 @@ class FirstMember(AbstractPlan):
 
 
 def _cost_of_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Cost:
-    flops = held = convolutions = products = loops = callbacks = waits = 0
+    flops = held = convolutions = products = loops = callbacks = 0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         shapes: list[tuple[int, ...]] = [getattr(var.aval, "shape", ()) for var in (*eqn.invars, *eqn.outvars)]
         times = int(eqn.params.get("length", 1)) if name == "scan" else 1
         loops += name in ("scan", "while")
         callbacks += name.endswith("callback")
-        waits += waits_for_pool(eqn)
         held += sum(aval_bytes(var.aval) for var in eqn.outvars)
         for inner in map(_cost_of_jaxpr, inner_jaxprs(eqn)):
             flops += times * inner.flops
@@ -79,7 +70,6 @@ def _cost_of_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Cost:
             products += inner.batched_products
             loops += inner.loops
             callbacks += inner.callbacks
-            waits += inner.waits
         if name == "dot_general":
             (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
             flops += 2 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in contracted)
@@ -88,65 +78,10 @@ def _cost_of_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Cost:
             out = shapes[1][eqn.params["dimension_numbers"].rhs_spec[0]]
             flops += 2 * math.prod(shapes[-1]) * math.prod(shapes[1]) // max(out, 1)
             convolutions += 1
-    return Cost(flops, held, convolutions, products, loops, callbacks, waits)
+    return Cost(flops, held, convolutions, products, loops, callbacks)
 
 
-_STATM = pathlib.Path("/proc/self/statm")
 _MEMINFO = pathlib.Path("/proc/meminfo")
-_SECONDS_BETWEEN_SAMPLES, _FRACTION_BETWEEN_SAMPLES = 2e-3, 0.02
-
-
-class Peak:
-    """The peak memory while something ran, in addition to the memory in use before; `None` if unknown."""
-
-    bytes: int | None = None
-
-
-@contextlib.contextmanager
-def peak() -> Iterator[Peak]:
-    """Measures the peak memory of this process's devices, the highest of them; on CPUs, that of the process.
-
-    An accelerator reports its peak since the start of the process: a later, smaller one is missed. The memory of a
-    process is sampled every two milliseconds, and gradually less often, because sampling takes time: shorter peaks are
-    missed.
-    """
-    found = Peak()
-    before = _device_stats()
-    if before:
-        yield found
-        pairs = zip(_device_stats(), before, strict=True)
-        key = "peak_bytes_in_use"
-        found.bytes = max((new[key] - old["bytes_in_use"] for new, old in pairs if new[key] > old[key]), default=None)
-        return
-    start, began = _resident(), time.perf_counter()
-    if start is None:
-        yield found
-        return
-    most, over = start, threading.Event()
-
-    def sample() -> None:
-        nonlocal most
-        while not over.wait(max(_SECONDS_BETWEEN_SAMPLES, _FRACTION_BETWEEN_SAMPLES * (time.perf_counter() - began))):
-            most = max(most, _resident() or 0)
-
-    watch = threading.Thread(target=sample, daemon=True)
-    watch.start()
-    try:
-        yield found
-    finally:
-        over.set()
-        watch.join()
-    found.bytes = max(most, _resident() or 0) - start
-
-
-def release_memory() -> None:
-    """Returns freed memory to the system, where possible, so that its next use shows in `peak`."""
-    import ctypes
-    import sys
-
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def free_bytes() -> int | None:
@@ -168,11 +103,3 @@ def _device_stats() -> list[dict[str, int]]:
     """The memory statistics of each device of this process; none for CPUs, and if unknown."""
     stats = [None if device.platform == "cpu" else device.memory_stats() for device in jax.local_devices()]
     return [one for one in stats if one and "peak_bytes_in_use" in one] if all(stats) else []
-
-
-def _resident() -> int | None:
-    if not _STATM.exists():
-        return None
-    import resource
-
-    return int(_STATM.read_text().split()[1]) * resource.getpagesize()

@@ -30,7 +30,7 @@ class AnyHistory(Protocol):
 
 @runtime_checkable
 class AnyRun(Protocol):
-    """A run with curves and a table: a `Run` or a `GroupRun`."""
+    """A run with curves and a table: a `Run`."""
 
     @property
     def history(self) -> AnyHistory: ...

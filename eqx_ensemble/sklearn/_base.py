@@ -16,7 +16,7 @@ from sklearn.preprocessing import StandardScaler
 from .._axes import is_array
 from .._check import check_version, is_key, missing_extra_message
 from .._ensemble import Ensemble
-from .._files import evaluate_make
+from .._load import evaluate_make
 from .._version import __version__
 from .._warnings import warn
 from ._member import MakeNetwork, Member, MemberMaker
@@ -126,7 +126,7 @@ class AbstractEstimator(BaseEstimator):
         if "ensemble_" in state:
             state["ensemble_"] = take_weights(state["ensemble_"], state.pop("state_"))
         if "posterior_" in state:
-            state["posterior_"] = _files_of(state["posterior_"])
+            state["posterior_"] = _bytes_of(state["posterior_"])
         return state | {_VERSION: __version__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -141,23 +141,23 @@ class AbstractEstimator(BaseEstimator):
             state["ensemble_"], state["state_"] = restore_ensemble(state["_maker"], state["ensemble_"])
         if "posterior_" in state:
             load = functools.partial(state["_method"].load, make=state["_maker"].networks(), data=state["_few_rows"])
-            state["posterior_"] = _load_files(state["posterior_"], load)
+            state["posterior_"] = _load_bytes(state["posterior_"], load)
         super().__setstate__(state)
 
 
-def _files_of(posterior: Any) -> dict[str, bytes]:
+def _bytes_of(posterior: Any) -> bytes:
     """A saved posterior: functions that pickle cannot take are not part of it."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "posterior")
+        path = Path(folder, "posterior.eqx")
         posterior.save(path)
-        return {file.name: file.read_bytes() for file in path.iterdir()}
+        return path.read_bytes()
 
 
-def _load_files(files: dict[str, bytes], load: Callable[[Path], Any]) -> Any:
+def _load_bytes(data: bytes, load: Callable[[Path], Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        for name, data in files.items():
-            Path(folder, name).write_bytes(data)
-        return load(Path(folder))
+        path = Path(folder, "posterior.eqx")
+        path.write_bytes(data)
+        return load(path)
 
 
 def has_bag(prediction: np.ndarray) -> np.ndarray:

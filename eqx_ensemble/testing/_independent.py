@@ -1,5 +1,5 @@
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -13,7 +13,7 @@ from .. import tree as _tree
 from .._axes import Each, check_rows_of_data
 from .._build import build
 from .._caller import caller
-from .._check import check_number, check_positive_int, check_sequence, is_key
+from .._check import check_number, check_positive_int, check_sequence, is_key, is_member_array
 from .._promotion import standard_promotion
 from .._pytree import PyTree
 from .._warnings import ignore_warnings
@@ -30,17 +30,70 @@ from ..train._engine import (
     init_member,
     resolve,
 )
-from ._faithful import Check, distances, raise_failures, same, unlike
 
 
-class Trained(NamedTuple):
+class _Check(NamedTuple):
+    """A property, and how it failed, if it did."""
+
+    name: str
+    problem: str | None
+
+    def __str__(self) -> str:
+        return f"ok      {self.name}" if self.problem is None else f"FAILED  {self.name}: {self.problem}"
+
+
+def _same(
+    name: str, got: PyTree, expected: PyTree, rtol: float, *, slack: Mapping[str, float] | None = None, noun: str = ""
+) -> _Check:
+    """Checks that two trees hold the same arrays, within `rtol` or `slack` of each array's largest number."""
+    problem = _unlike(got, expected)
+    if problem is not None:
+        return _Check(name, problem)
+    for where, distance in _distances(got, expected).items():
+        allowed = max(rtol, (slack or {}).get(where, 0.0))
+        if not distance <= allowed:
+            return _Check(name, f"at {noun}`{where}`: relative distance {distance:.2g}, at most {allowed:.2g} allowed")
+    return _Check(name, None)
+
+
+def _unlike(got: PyTree, expected: PyTree) -> str | None:
+    """Why the arrays of two trees cannot be compared, or `None`."""
+    ours, theirs = _arrays(got), _arrays(expected)
+    if list(ours) != list(theirs):
+        return "they hold different arrays"
+    for (where, x), y in zip(ours.items(), theirs.values(), strict=True):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return f"at `{where}`: {y.dtype}{y.shape} became {x.dtype}{x.shape}"
+    return None
+
+
+def _distances(got: PyTree, expected: PyTree) -> dict[str, float]:
+    """The distance of each array from the expected one, relative to the largest number of the latter."""
+    ours, theirs = _arrays(got), _arrays(expected)
+    return {where: _distance(x, theirs[where]) for where, x in ours.items()}
+
+
+def _arrays(tree: PyTree) -> dict[str, np.ndarray]:
+    found, _ = jax.tree_util.tree_flatten_with_path(eqx.filter(tree, is_member_array))
+    return {jax.tree_util.keystr(path): np.asarray(jax.random.key_data(x) if is_key(x) else x) for path, x in found}
+
+
+def _distance(x: np.ndarray, y: np.ndarray) -> float:
+    if x.size == 0 or np.array_equal(x, y):
+        return 0.0
+    x, y = (z.astype(np.complex128 if np.iscomplexobj(z) else np.float64) for z in (x, y))
+    with np.errstate(invalid="ignore"):  # infinite numbers give NaN, which always fails
+        return float(np.max(np.abs(x - y)) / max(np.max(np.abs(y)), np.finfo(np.float64).tiny))
+
+
+class _Trained(NamedTuple):
     """A model after training, and its losses `(steps,)`."""
 
     model: Any
     losses: np.ndarray
 
 
-class Alone:
+class _Alone:
     """One member, trained without this library: `equinox.filter_jit`, optax and a loop."""
 
     def __init__(
@@ -77,7 +130,7 @@ class Alone:
 
         self._step = step
 
-    def train(self, batches: list, *, nudge: int | None = None) -> Trained:
+    def train(self, batches: list, *, nudge: int | None = None) -> _Trained:
         """Trains the member; `nudge` seeds a random change of all weights by one rounding before every step."""
         params, opt_state, state, losses = self._params, self._opt_state, self._state, []
         for i, batch in enumerate(batches):
@@ -87,7 +140,7 @@ class Alone:
                 params, opt_state, state, batch, jax.random.fold_in(self._key, i)
             )
             losses.append(value)
-        return Trained(eqx.combine(params, self._frozen), np.asarray(jnp.stack(losses)))
+        return _Trained(eqx.combine(params, self._frozen), np.asarray(jnp.stack(losses)))
 
 
 @eqx.filter_jit
@@ -106,10 +159,10 @@ _MARGIN = 10  # one rounding may move training further than the largest of a few
 _CHAOS = 1e-2  # the relative effect of rounding on losses above which they are inconclusive
 
 
-class Reference:
+class _Reference:
     """Every member trained alone, and the effect of rounding on each."""
 
-    def __init__(self, members: list[Alone], batches: list) -> None:
+    def __init__(self, members: list[_Alone], batches: list) -> None:
         self._members, self._batches = members, batches
         self._expected = self._train_alone(None)
 
@@ -128,30 +181,30 @@ class Reference:
         found: dict[str, dict[str, float]] = {part: {} for part in self._expected}
         for nudge in range(_REPEATS):
             for part, tree in self._train_alone(nudge).items():
-                for path, distance in distances(tree, self._expected[part]).items():
+                for path, distance in _distances(tree, self._expected[part]).items():
                     found[part][path] = float(np.maximum(found[part].get(path, 0.0), distance))  # NaN stays
         return found
 
-    def check(self, name: str, run: Any, rtol: float) -> Check:
+    def check(self, name: str, run: Any, rtol: float) -> _Check:
         """Checks that the members of a run equal those trained alone."""
         models = run.ensemble.unstack()
-        check = same(name, models, self._expected["model"], rtol)
-        if check.problem is None or unlike(models, self._expected["model"]):
+        check = _same(name, models, self._expected["model"], rtol)
+        if check.problem is None or _unlike(models, self._expected["model"]):
             return check
-        again = same(name, self._train_alone(None), self._expected, rtol)
+        again = _same(name, self._train_alone(None), self._expected, rtol)
         if again.problem is not None:
-            return Check(
+            return _Check(
                 name, f"training alone is not the same twice, {again.problem}: does the loss draw without its key?"
             )
         largest = max(self._rounding_effects["losses"].values())
         if not largest <= _CHAOS:
             text = f"{check.problem}; this is inconclusive, because rounding alone changes the losses by {largest:.2g}"
-            return Check(name, f"{text}: take fewer steps, or a larger `eps` of the optimiser")
+            return _Check(name, f"{text}: take fewer steps, or a larger `eps` of the optimiser")
         losses = list(np.asarray(run.history.loss))
-        check = same(name, models, self._expected["model"], rtol, slack=self._slack("model"))
+        check = _same(name, models, self._expected["model"], rtol, slack=self._slack("model"))
         if check.problem is not None:
             return check
-        return same(name, losses, self._expected["losses"], rtol, slack=self._slack("losses"), noun="the losses ")
+        return _same(name, losses, self._expected["losses"], rtol, slack=self._slack("losses"), noun="the losses ")
 
     def _slack(self, part: str) -> dict[str, float]:
         return {path: _MARGIN * moved for path, moved in self._rounding_effects[part].items()}
@@ -173,8 +226,8 @@ def check_independent(
     plans: Iterable[AbstractPlan] = _PLANS,
     rtol: float = 1e-5,
     key: Any,
-) -> list[Check]:
-    """Checks that members of your model, trained together, equal those trained alone.
+) -> None:
+    """Checks that members of your model are what `make` gives alone, and trained together equal those trained alone.
 
     The reference is a plain training loop of one model with `equinox.filter_jit` and optax. If weights differ by more
     than `rtol`, training alone is repeated with differently rounded weights, and members may differ by ten times as
@@ -193,8 +246,6 @@ def check_independent(
     - `steps`: the number of training steps.
     - `plans`: the plans to train under.
     - `rtol`: the tolerance for weights, relative to the largest number of each array.
-
-    **Returns:** a list of [`eqx_ensemble.testing.Check`][].
 
     **Raises:** `AssertionError` that lists all checks if one fails.
 
@@ -230,14 +281,17 @@ def check_independent(
     states = [None] * num_members if state is None else _tree.unstack(state)
     hypers = [None] * num_members if hyper is None else _tree.unstack(hyper_arrays(hyper, num_members))
     keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
-    reference = Reference(
+    reference = _Reference(
         [
-            Alone(model, *rest, loss=loss, optimiser=optimiser, member=i)
+            _Alone(model, *rest, loss=loss, optimiser=optimiser, member=i)
             for i, (model, *rest) in enumerate(zip(ensemble, states, hypers, keys, strict=True))
         ],
         batches,
     )
-    checks, exact = [], jax.default_backend() == "cpu"
+    alone = [make(key) for key in _keys.member_keys(key, num_members)]
+    models = alone if state is None else [model for model, _ in alone]
+    checks = [_same("each member equals what `make` gives alone", ensemble.unstack(), models, rtol)]
+    exact = jax.default_backend() == "cpu"
     for plan in plans:
         words, run = repr(plan), train(ensemble, loss, data, plan, **begin, **in_order)
         checks.append(reference.check(f"{words}: trained together as alone", run, rtol))
@@ -245,9 +299,9 @@ def check_independent(
         other = train(damaged, loss, data, plan, **begin, **in_order)
         if num_members > 1:
             others = other.ensemble[1:].unstack(), run.ensemble[1:].unstack()
-            checks.append(same(f"{words}: with a member of NaN", *others, 0.0 if exact else rtol))
+            checks.append(_same(f"{words}: with a member of NaN", *others, 0.0 if exact else rtol))
         problem = None if other.stopped_at[0] == 0 else f"it diverged at step {other.stopped_at[0]}"
-        checks.append(Check(f"{words}: the member of NaN is frozen at once", problem))
+        checks.append(_Check(f"{words}: the member of NaN is frozen at once", problem))
 
     ways = {"batches whose memory is filled again": train(ensemble, loss, _refill(batches), **begin)}
     if hyper is None:
@@ -260,7 +314,8 @@ def check_independent(
         first = eqx.tree_at(lambda state: state.hyper, first, hyper)
         ways["hyper-parameters that were changed"] = train(first, loss, data, **in_order)
     checks += [reference.check(f"with {words}: trained together as alone", run, rtol) for words, run in ways.items()]
-    return raise_failures(checks)
+    if any(check.problem is not None for check in checks):
+        raise AssertionError("\n".join([f"`{caller()}`:", *map(str, checks)]))
 
 
 def _refill(batches: list[PyTree]) -> Iterator[PyTree]:

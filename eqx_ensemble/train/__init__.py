@@ -2,6 +2,7 @@ from .. import _suggest
 from ._callback import Callback as Callback
 from ._callback import Progress as Progress
 from ._callback import every as every
+from ._options import Checkpoint as Checkpoint
 from ._options import Stopping as Stopping
 from ._options import Validation as Validation
 from ._project import project as project

@@ -2,7 +2,7 @@ import dataclasses
 import functools as ft
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -12,18 +12,16 @@ from jax.sharding import Mesh
 
 from .._check import check_optional_flag, is_key
 from .._compiled import ProgramKey, program_key
-from .._ensemble import Ensemble, Group, M
+from .._ensemble import Ensemble, M
 from .._foreign import as_hashable, from_foreign_tree
 from .._jaxpr import unused_inputs
 from .._pytree import PyTree
+from .._sharding import shard_members
 from .._suggest import explain_as
-from .._typing import ByPart
 from .._warnings import ignore_warnings, warn
-from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..plan import AnyPlan, Cores
 from ..plan._engine import as_plan, plan_in_program
-from ..sharding._engine import shard_members
 from ._callback import Callback, check_callbacks
 from ._check import (
     check_hyper_used,
@@ -34,11 +32,9 @@ from ._check import (
 )
 from ._check_member import hyper_column_text
 from ._check_run import check_outcome
-from ._group_run import GroupRun, fit_parts
-from ._options import Stopping, check_checkpoint, check_options, limits_of
+from ._options import Checkpoint, Stopping, as_checkpoint, check_options, limits_of
 from ._revive import Revive
 from ._run import Run
-from ._scan_steps import FitOptions
 from ._state import MemberConstants, TrainState
 from ._status import Status
 from ._together import Together, bind
@@ -51,9 +47,8 @@ from .data._rows import Shuffle
 from .data._source import Length, member_shapes, without_marks
 from .data._sources import make_source
 from .host._execute import execute
+from .host._saver import Saver, identify, optimiser_step
 from .host._start import layout_of, start_of, with_validation
-from .resume._identity import identity, optimiser_step
-from .resume._resume import Saver
 
 
 def check_same_aux(begun: Any, loss: Loss, first: TrainState, batch: Callable[[], PyTree] | None) -> None:
@@ -140,44 +135,34 @@ def _loss_of(loss: Loss, hyper: PyTree, moving: Any, fixed: MemberConstants, sha
     return loss.fn(*arguments, hyper=hyper)
 
 
-@overload
+@explain_as("fit")
 def fit(
     ensemble: Ensemble[M] | TrainState[M] | Run[M],
     loss: Callable[..., Any],
     optimiser: Optimiser,
     data: PyTree | Iterable[PyTree],
-    **options: Unpack[FitOptions],
-) -> Run[M]: ...
-@overload
-def fit(ensemble: Group | GroupRun, loss: Any, optimiser: Any, data: Any, *, key: Any, **options: Any) -> GroupRun: ...
-@explain_as("fit")
-def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are not listed
-    ensemble: Ensemble[M] | TrainState[M] | Run[M] | Group | GroupRun,
-    loss: ByPart[Callable[..., Any]],
-    optimiser: ByPart[Optimiser],
-    data: PyTree | Iterable[PyTree],
     *,
-    epochs: ByPart[int | None] = None,
-    steps: ByPart[int | None] = None,
-    batch_size: ByPart[int | None] = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
     validation: PyTree = None,
-    patience: ByPart[int | None] = None,
-    stop: ByPart[Stopping | None] = None,
-    state: ByPart[eqx.nn.State | None] = None,
+    patience: int | None = None,
+    stop: Stopping | None = None,
+    state: eqx.nn.State | None = None,
     hyper: PyTree = None,
     rows: Any = None,
     shuffle: Shuffle = True,
     has_aux: bool = False,
     history: Literal["all", "last"] | int = "all",
     trainable: Trainable = eqx.is_inexact_array,
-    on_diverge: ByPart[Literal["freeze", "revive", "raise"] | Revive] = "freeze",
-    plan: ByPart[AnyPlan] = None,
+    on_diverge: Literal["freeze", "revive", "raise"] | Revive = "freeze",
+    plan: AnyPlan = None,
     mesh: Mesh | None = None,
-    checkpoint: ByPart[str | os.PathLike[str] | Checkpoints | None] = None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     progress: bool | None = None,
-    callbacks: ByPart[Callback | Sequence[Callback] | None] = None,
+    callbacks: Callback | Sequence[Callback] | None = None,
     key: Any,
-) -> Run[M] | GroupRun:
+) -> Run[M]:
     """Trains all members of an ensemble; each becomes the model that training it alone would give.
 
     Loss and optimiser are written for ONE member. Calls with the same loss and optimiser objects and the same shapes
@@ -185,8 +170,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     **Arguments:**
 
-    - `ensemble`: the ensemble to train, or a training state or run to continue, with its own `state` and `hyper`. For a
-        group see [`eqx_ensemble.GroupRun`][].
+    - `ensemble`: the ensemble to train, or a training state or run to continue, with its own `state` and `hyper`.
     - `loss`: `loss(model, batch, key) -> value` on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's
         hyper-parameters.
@@ -222,7 +206,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     *Execution:*
 
     - `plan`: how the members are executed: by default [`eqx_ensemble.plan.Cores`][] on a CPU, elsewhere
-        [`eqx_ensemble.plan.Vmap`][]; `"auto"` measures plans: [`eqx_ensemble.plan.Auto`][].
+        [`eqx_ensemble.plan.Vmap`][].
     - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default those of the ensemble. Its axis `members`
         splits the members, `data` the rows of batches: [At scale](../scale.md).
     - `key`: the root key. A member's random streams are derived from it and the member's id.
@@ -235,8 +219,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
 
     *Saving:*
 
-    - `checkpoint`: a folder, or [`eqx_ensemble.checkpoint.Checkpoints`][]. Rerunning the same call [resumes bit for
-        bit](saving.md).
+    - `checkpoint`: a file, or [`eqx_ensemble.train.Checkpoint`][]. The run is saved there about every minute and at its
+        end; rerunning the same call [resumes bit for bit](../saving.md), and more epochs continue.
 
     *History and callbacks:*
 
@@ -246,13 +230,13 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook.
     - `callbacks`: one [`eqx_ensemble.train.Callback`][] or a list of them, called about once a second, and at the end.
 
-    **Returns:** [`eqx_ensemble.Run`][]; for a group [`eqx_ensemble.GroupRun`][]. Ctrl-C returns the run so far.
+    **Returns:** [`eqx_ensemble.Run`][]. Ctrl-C returns the run so far.
 
     **Raises:**
 
     - `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together.
-    - `BlockingIOError` if another run trains in the checkpoint folder; `FileNotFoundError` or `FileExistsError` if the
-        folder contradicts the `resume` of `Checkpoints`; `ValueError`, with the differences, if it holds another call.
+    - `ValueError`, with the differences, if `checkpoint` holds another call; `BlockingIOError` if another run uses it;
+        `CheckpointCorruptError` if it is damaged, or another kind of file.
     - `MemoryError`, with a smaller plan, if the device runs out of memory.
     - [`eqx_ensemble.train.DivergedError`][] with `on_diverge="raise"`; [`eqx_ensemble.train.NotSavedError`][] if a
         checkpoint cannot be written. Both hold the run so far, as does the attribute `run` of errors that the data, the
@@ -268,8 +252,6 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     run = ee.fit(ensemble, loss, optax.adam(1e-3), (x, y), epochs=2, key=key)
     ```
     """
-    if isinstance(ensemble, Group | GroupRun):
-        return fit_parts(fit, ensemble, {name: value for name, value in locals().items() if name != "ensemble"})
     check_no_transformation()
     optimiser = as_hashable(optimiser)
     data = from_foreign_tree(data, "data")
@@ -281,8 +263,8 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     held_out, how, windows = given.validation, given.on_diverge, given.windows
     score, mode = given.scoring
     callbacks = check_callbacks(callbacks)
-    check_checkpoint(checkpoint)
-    saver = None if checkpoint is None else Saver(checkpoint)
+    saved = as_checkpoint(checkpoint)
+    saver = None if saved is None else Saver(saved)
     layout = layout_of(mesh, ensemble)
     plan = Cores() if plan is None and not isinstance(optimiser, Together) else as_plan(plan)
     check_plan_together(optimiser, plan)
@@ -318,7 +300,7 @@ def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are
     if saver is not None:
         options = {"key": key, "stop.steps": stops["steps"], "stop.target": stops["target"], "on_diverge": how}
         options |= given.improving | {"mode": mode, "history": windows.name}
-        here = identity(program, start, source.shapes(), validation, source.fingerprint, options)
+        here = identify(program, start, source.shapes(), validation, source.fingerprint, options)
         program = dataclasses.replace(program, traced=here.programs)
         start = saver.resume(start, here)
     if saver is None or saver.step < 0:  # a run that was saved may have ended

@@ -16,12 +16,12 @@ from .._check import (
     check_flag,
     check_number,
     check_optional_function,
+    check_path,
     check_word,
     kind_text,
 )
 from .._foreign import as_numpy
 from .._pytree import PyTree
-from ..checkpoint import Checkpoints
 from ._check import check_length, check_mode
 from ._revive import Revive
 from .compiled._selection import Mode
@@ -155,10 +155,32 @@ def _of_members(value: Any, argument: str, num_members: int) -> np.ndarray | Non
     return np.broadcast_to(numbers, (num_members,))
 
 
-def check_checkpoint(checkpoint: Any) -> None:
-    """Raises unless `checkpoint` is a path, `Checkpoints` or `None`."""
-    if checkpoint is not None and not isinstance(checkpoint, str | os.PathLike | Checkpoints):
-        raise TypeError(f"`{caller()}` needs `checkpoint` to be a path or `Checkpoints`, got {kind_text(checkpoint)}.")
+class Checkpoint(NamedTuple):
+    """Where [`eqx_ensemble.fit`][] saves a run, and how often.
+
+    **Attributes:**
+
+    - `path`: the file. It holds the whole run, and is replaced by each save.
+    - `every`: the number of steps between two saves; by default about a minute of time. The end is always saved.
+
+    ```python
+    checkpoint = ee.train.Checkpoint("run.eqx", every=1000)  # fit(..., checkpoint=checkpoint)
+    ```
+    """
+
+    path: str | os.PathLike[str]
+    every: int | None = None
+
+
+def as_checkpoint(checkpoint: Any) -> Checkpoint | None:
+    """Raises unless `checkpoint` is a path, a `Checkpoint` or `None`. Returns the latter two."""
+    if checkpoint is None:
+        return None
+    given = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    check_path(given.path, "checkpoint")
+    if given.every is not None:
+        given = given._replace(every=check_counter(given.every, "every"))
+    return given
 
 
 class Options(NamedTuple):

@@ -1,12 +1,10 @@
 import contextlib
 import dataclasses
-import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol, Required, TypedDict, TypeVar, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, runtime_checkable
 
 import equinox as eqx
 import jax
-from jax.sharding import Mesh
 
 from .._caller import caller
 from .._check import (
@@ -24,15 +22,11 @@ from .._ids import open_ids
 from .._leaf_text import leaf_text
 from .._predict import PredictOptions
 from .._pytree import PyTree
-from ..checkpoint import Checkpoints
-from ..plan import AnyPlan
 from ..tree._engine import LOOP_RULES, compare_trees
-from ._callback import Callback
 from ._hyper import follow_hyper
 from ._options import Stopping
-from ._revive import Revive
 from ._state import check_train_state
-from ._step import Step, step_in_loop
+from ._step import LoopStep, Step
 from ._trainable import Trainable
 from .compiled._health import nan_is_data
 from .data._rows import Shuffle
@@ -80,18 +74,6 @@ class CommonFitOptions(TypedDict, total=False):
     has_aux: bool
     history: Literal["all", "last"] | int
     trainable: Trainable
-
-
-class FitOptions(CommonFitOptions, total=False):
-    """The options of `fit`."""
-
-    on_diverge: Literal["freeze", "revive", "raise"] | Revive
-    plan: AnyPlan
-    mesh: Mesh | None
-    checkpoint: str | os.PathLike[str] | Checkpoints | None
-    progress: bool | None
-    callbacks: Callback | Sequence[Callback] | None
-    key: Required[Any]
 
 
 _STACK = "Stack a list of batches by `jax.tree.map(lambda *xs: jnp.stack(xs), *batches)`."
@@ -211,7 +193,7 @@ def _in_loop(step: Callable[..., Any], state: Any) -> tuple[Callable[..., Any], 
     if not isinstance(step, Step):
         return as_hashable_leaf(step), contextlib.nullcontext()
     check_train_state(state)
-    return step_in_loop(step, state), nan_is_data()
+    return LoopStep(step), nan_is_data()
 
 
 def _copy_duplicates(state: T) -> T:

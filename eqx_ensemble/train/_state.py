@@ -21,10 +21,10 @@ from .._ensemble import Ensemble, M, check_ensemble, check_model_state, check_mo
 from .._foreign import as_hashable
 from .._ids import Ids, IdsField, as_known, stored_ids
 from .._pytree import PyTree
+from .._sharding import Layout, layout_for, replicate, shard_members
 from .._typing import kind_of_members
 from ..plan import Vmap
 from ..plan._engine import sharded_plan
-from ..sharding._engine import Layout, constrain_member, layout_for, replicate, shard_members
 from ._check import check_optimiser
 from ._check_member import check_state_arrays
 from ._hyper import filter_hyper, hyper_arrays, hyper_of_init
@@ -366,8 +366,7 @@ def init_all(
 ) -> tuple[PyTree, tuple[bool, ...]]:
     """The initial optimiser states of all members, sharded like them, and which hyper-parameters they depend on."""
     one = lambda part: init_member(optimiser, *part)
-    held = one if layout is None else lambda part: constrain_member(one(part), layout)
-    opt_state = _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, held, (params, hyper, ids))
+    opt_state = _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, one, (params, hyper, ids))
     return opt_state, hyper_of_init(optimiser, params, hyper, ids)
 
 

@@ -143,8 +143,8 @@ def _outline(node: Any, level: _Level) -> str:
 
 _MOST_LINES = 8
 _FIXES = {
-    "structure": "Models of different structure cannot share one stacked Module: `group` has a part per architecture.",
-    "shape": "Models of different sizes cannot share one stacked Module: `group` has a part per size.",
+    "structure": "Models of different structure cannot share one stacked Module: build one ensemble per architecture.",
+    "shape": "Models of different sizes cannot share one stacked Module: build one ensemble per size.",
     "dtype": "Nothing is promoted silently: cast the leaves to one dtype first.",
     "hidden": "Only member 0's would be used for all, since jax does not see it: make it a field of the Module.",
     "float": "Pass `promote_scalars=True` to stack Python floats that differ, or make them arrays.",

@@ -1,7 +1,6 @@
 """Arrays and decisions that are the same in all processes."""
 
 import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -33,33 +32,9 @@ def test_decisions_of_one_process(value):
     assert type(got) in (bool, int, float)
 
 
-BAD = {
-    "a traced array": (
-        lambda: jax.jit(lambda x: ee.distributed.to_host({"a": x}))(1.0),
-        TypeError,
-        "`distributed.to_host` copies arrays to the host, and the leaf at `['a']` is traced: call it outside `jax.jit`",
-    ),
-    "a decision that is a text": (
-        lambda: ee.distributed.broadcast_from_first("yes"),
-        TypeError,
-        "`distributed.broadcast_from_first` needs a bool, an int of at most 64 bits or a float in process 0, got a "
-        "str.\nEncode it as a number.",
-    ),
-    "a decision too large": (
-        lambda: ee.distributed.broadcast_from_first(2**63),
-        TypeError,
-        "in process 0, got an int.",
-    ),
-    "two decisions": (
-        lambda: ee.distributed.broadcast_from_first(np.ones(2)),
-        TypeError,
-        "in process 0, got a ndarray.",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_message(unhooked, name):
-    call, kind, text = BAD[name]
-    with pytest.raises(kind, match=re.escape(text)):
-        call()
+@pytest.mark.parametrize(
+    ("value", "kind"), [("yes", "str"), (2**63 * 2, "int"), (np.ones(2), "ndarray"), (None, "`None`")]
+)
+def test_no_decision(unhooked, value, kind):
+    with pytest.raises(TypeError, match=rf"needs a bool, an int of at most 64 bits or a float, got (a|an)? ?{kind}"):
+        ee.distributed.broadcast_from_first(value)

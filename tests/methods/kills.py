@@ -1,10 +1,8 @@
-"""Kills a call of a method that is saved, again and again, and finishes it each time; also a script.
+"""Calls of methods that are saved, to be killed; also a script.
 
-`kills.py METHOD FOLDER [STEPS]` finishes the call of a method and prints a digest of all that it returns. It ends at
-SIGTERM, with a code that means "again".
+`kills.py METHOD FOLDER` finishes the call of a method, and prints a digest of all that it returns.
 """
 
-import random
 import sys
 
 import equinox as eqx
@@ -14,9 +12,9 @@ import numpy as np
 import optax
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import _checkpoints as _worker
+from eqx_ensemble.train import Checkpoint
+from eqx_ensemble.train._texts import digest_of
 from eqx_ensemble.train.host._loop import Executor
-from eqx_ensemble.train.resume._code_texts import digest_of
 
 KEY = jax.random.key(0)
 MEMBERS = 6
@@ -90,11 +88,15 @@ def digest(result):
     return digest_of(parts(result))
 
 
+class Killed(BaseException):
+    """Ends a call as SIGKILL does: nothing that handles errors sees it."""
+
+
 class KilledAtCall:
     """Within `with`: the process ends before a compiled call of `fit`, counted from zero."""
 
-    def __init__(self, stop, killed):
-        self.stop, self.killed = stop, killed
+    def __init__(self, stop):
+        self.stop = stop
 
     def __enter__(self):
         self.true, left = Executor.call, [self.stop]
@@ -102,7 +104,7 @@ class KilledAtCall:
         def call(executor, work):
             left[0] -= 1
             if left[0] < 0:
-                raise self.killed
+                raise Killed
             return self.true(executor, work)
 
         Executor.call = call
@@ -111,40 +113,5 @@ class KilledAtCall:
         Executor.call = self.true
 
 
-def finish_with_kills(call, killed, contexts):
-    """Calls again after each kill until a call ends; returns its result and the number of kills.
-
-    `contexts` gives the context of each call, in which it may be killed.
-    """
-    count = 0
-    while True:
-        try:
-            with next(contexts):
-                return call(), count
-        except killed:
-            count += 1
-            assert count < 100  # or it never goes on
-            _worker._unseen.clear()
-
-
-def random_kills(seed, faults):
-    """Contexts that kill before, amid and after operations of the disk, and before compiled calls."""
-    moments = random.Random(seed)
-    while True:
-        if moments.random() < 0.2:
-            yield KilledAtCall(moments.randrange(4), faults.Killed)
-        else:
-            yield faults.Layer(stop=moments.randrange(80), how=moments.choice(faults.HOWS))
-
-
 if __name__ == "__main__":
-    options = {"steps": int(sys.argv[3])} if len(sys.argv) > 3 else {}
-    with ee.checkpoint.exit_on_signal():
-        print(
-            digest(
-                METHODS[sys.argv[1]](
-                    checkpoint=ee.checkpoint.Checkpoints(sys.argv[2], every=100 if options else 2), **options
-                )
-            ),
-            flush=True,
-        )
+    print(digest(METHODS[sys.argv[1]](checkpoint=Checkpoint(sys.argv[2], every=2))), flush=True)

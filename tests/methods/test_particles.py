@@ -11,6 +11,7 @@ from jax.flatten_util import ravel_pytree
 import eqx_ensemble as ee
 from eqx_ensemble.methods import particles
 
+from ..collectives import collectives, text_of
 from ..factories import CASES, assert_close, assert_same, data, distance, mse
 
 KEY = jax.random.key(5)
@@ -102,9 +103,9 @@ def test_on_a_mesh(num_members):
     assert_close(steps(ensemble, given, mesh=mesh)[0].ensemble.stacked, alone.ensemble.stacked, 1e-5)
     if num_members == 4:
         assert len(state.ensemble.stacked.weight.sharding.device_set) == 4
-        assert ee.sharding.collectives(given, state, (X, Y))
+        assert collectives(text_of(given, state, (X, Y)))
         plain = ee.train.make_step(loss, SGD, mesh=mesh)
-        assert not ee.sharding.collectives(plain, state, (X, Y))
+        assert not collectives(text_of(plain, state, (X, Y)))
 
 
 def broken(ensemble, member):

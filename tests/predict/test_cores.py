@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble._predict import _run_works as room
+from eqx_ensemble._predict import _run_work as room
 from eqx_ensemble.plan import _plans
 
 KEY, MEMBERS, ROWS = jax.random.key(0), 3, 43
@@ -102,39 +102,6 @@ def test_states_and_keys(on):
     ensemble, state = ee.build(eqx.nn.make_with_state(Noisy), MEMBERS, key=KEY)
     predict = lambda: ee.predict(ensemble, rows(), state=state, key=KEY, inference=True, **OPTIONS)
     assert_equal(on(3, predict)[0], on(1, predict)[0])
-
-
-def test_group(ensemble, on):
-    group = ee.Group({"narrow": ensemble, "wide": ee.build(functools.partial(mlp, width=12), ids=[7, 8], key=KEY)})
-    for options in ({}, {"combine": ee.combine.mean}):
-        predict = lambda options=options: ee.predict(group, rows(), **options, **OPTIONS)
-        (found, used), (want, _) = on(2, predict), on(1, predict)
-        assert_equal(found, want)
-        assert len(used) == 2
-
-
-@pytest.mark.parametrize("combine", [None, ee.combine.mean, ee.uncertainty.decompose_entropy])
-def test_memory(ensemble, on, combine, monkeypatch):
-    counts, run = [], room._run_at_once
-    monkeypatch.setattr(room, "_run_at_once", lambda *args, **options: (counts.append(options), run(*args, **options)))
-    predict = lambda: ee.predict(ensemble, rows(), combine=combine, memory=2**33, **OPTIONS)
-    want, _ = on(1, predict)
-    assert not counts
-    assert_equal(on(2, predict)[0], want)
-    assert [one["cores"] for one in counts] == [2]
-
-
-def test_a_budget_for_one_block_is_for_one_core(ensemble):
-    sizes = room.BlockSizes(2**30, [(CALL, inputs_of(ensemble))], most_rows=4)
-    sizes._bound = lambda block: 2**24
-    assert [sizes.at_once(need, 8) for need in (2**30, 2**28, 2**27, 2**20)] == [1, 2, 4, 8]
-
-
-def inputs_of(ensemble):
-    return room.PredictionInputs(ensemble, rows(), None, None)
-
-
-CALL = room.MemberCall(None, True)
 
 
 def test_combined_in_the_order_of_rows(ensemble, on):
@@ -231,10 +198,25 @@ def test_programs_that_call_python_run_one_at_a_time(ensemble, on):
         on(3, lambda: ee.predict(ensemble, 1e6 * rows(), fn=checked, **OPTIONS))
 
 
-def test_linear_algebra_runs_alone(ensemble, on):
-    """Kernels of LAPACK wait for threads of XLA's pool: programs at the same time would wait for each other."""
-    solve = lambda model, x: model(x) + jnp.linalg.solve(jnp.eye(4) + jnp.sum(x) ** 2, jnp.ones((4, 1)))[:, 0]
-    assert on(3, lambda: ee.predict(ensemble, rows(), fn=solve, **OPTIONS))[1] == {threading.get_ident()}
+def matrix(x):
+    return jnp.eye(4) + jnp.sum(x) ** 2
+
+
+@pytest.mark.parametrize(
+    ("fn", "at_once"),
+    [
+        (lambda model, x: model(x) + jnp.linalg.solve(matrix(x), jnp.ones((4, 1)))[:, 0], True),
+        (lambda model, x: model(x) + jnp.abs(jnp.fft.fft2(matrix(x)))[0], True),
+        (lambda model, x: model(x) + jnp.linalg.svd(matrix(x), compute_uv=False), False),
+    ],
+    ids=["solve", "fft2", "svd"],
+)
+def test_linear_algebra(ensemble, on, fn, at_once):
+    """Kernels of singular values would wait for each other's threads in JAX 0.9; all others share them."""
+    predict = lambda: ee.predict(ensemble, rows(), fn=fn, **OPTIONS)
+    (want, _), (found, used) = on(1, predict), on(3, predict)
+    assert_equal(found, want)
+    assert (len(used) > 1) is at_once
 
 
 def test_one_at_a_time_where_memory_is_short(ensemble, on, monkeypatch):

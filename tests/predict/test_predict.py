@@ -107,14 +107,10 @@ def test_batch_norm_in_training_mode_is_explained():
 def test_a_key_is_never_ignored(dropping):
     """In inference mode dropout uses no key: which is meant is to be said."""
     x = jnp.ones((4, 3))
-    for call in (
-        lambda **options: ee.predict(dropping, x, **options),
-        lambda **o: ee.export(dropping, shapes=(3,), **o),
-    ):
-        with pytest.raises(ValueError, match=r"needs `inference` with `key`.*\n.*`inference=False`"):
-            call(key=KEY)
-        with pytest.raises(TypeError, match="`inference` to be .* got 'no'"):
-            call(key=KEY, inference="no")
+    with pytest.raises(ValueError, match=r"needs `inference` with `key`.*\n.*`inference=False`"):
+        ee.predict(dropping, x, key=KEY)
+    with pytest.raises(TypeError, match="`inference` to be .* got 'no'"):
+        ee.predict(dropping, x, key=KEY, inference="no")
     kept = ee.predict(dropping, x, key=KEY, inference=True)
     np.testing.assert_array_equal(kept, ee.predict(dropping, x))
 

@@ -1,7 +1,6 @@
 """Members and rows sharded over devices: the results of one device, without unnecessary communication."""
 
 import functools as ft
-import re
 import warnings
 
 import equinox as eqx
@@ -13,16 +12,15 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import eqx_ensemble as ee
-from eqx_ensemble.sharding._layout import Layout
-from eqx_ensemble.sharding._shard import shard_members
+from eqx_ensemble._sharding import Layout, shard_members
 from eqx_ensemble.train.host import _loop as _pacing
 from eqx_ensemble.train.host._active import ActiveMembers
 
+from ..collectives import collectives, text_of
 from ..factories import CASES, assert_close, assert_same, assert_same_where_optimised, data, grouped
 
 KEY = jax.random.key(0)
 MESHES = {"4x1": {"members": 4}, "2x2": {"members": 2, "data": 2}, "1x4": {"members": 1, "data": 4}}
-MODEL = {"members": 2, "model": 2}
 OPTIMISERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(1e-2)}
 X, Y = data(36)
 VALIDATION = X[:16] + 0.1, Y[:16]
@@ -65,13 +63,17 @@ def same_run(got, expected, rtol=1e-5):
 
 
 def bytes_by_device(tree):
-    return list(ee.sharding.describe(tree).bytes.values())
+    found = {}
+    for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array)):
+        for shard in x.addressable_shards:
+            found[shard.device] = found.get(shard.device, 0) + shard.data.nbytes
+    return list(found.values())
 
 
 class TestMakeMesh:
     def test_axes(self):
         mesh = ee.make_mesh(data=2)
-        assert dict(mesh.shape) == {"members": 2, "data": 2, "model": 1}
+        assert dict(mesh.shape) == {"members": 2, "data": 2}
         assert set(mesh.axis_types) == {AxisType.Auto}
         assert [device.id for device in mesh.devices.flat] == [0, 1, 2, 3]
 
@@ -82,8 +84,8 @@ class TestMakeMesh:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"members": 3, "data": 2}, r"members x data x model = 3 x 2 x 1 = 6 devices, got 4"),
-            ({"data": 8}, r"data x model = 8 x 1 devices or more, got 4"),
+            ({"members": 3, "data": 2}, r"members x data = 3 x 2 = 6 devices, got 4"),
+            ({"data": 8}, r"members x data = 1 x 8 = 8 devices, got 4"),
             ({"members": 0}, "members"),
             ({"data": 1.5}, "data"),
         ],
@@ -96,9 +98,13 @@ class TestMakeMesh:
     @pytest.mark.parametrize(
         ("mesh", "error", "message"),
         [
-            (lambda: jax.make_mesh((4,), ("members",)), ValueError, "all of the type `Auto`"),
-            (lambda: Mesh(np.array(jax.devices()), ("batch",)), ValueError, "axes `members`, and `data` and `model`"),
-            (lambda: Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "members")), ValueError, "in this order"),
+            (lambda: jax.make_mesh((4,), ("members",)), ValueError, r"of the type `Auto`.* got `members` \(Explicit\)"),
+            (
+                lambda: Mesh(np.array(jax.devices()), ("batch",)),
+                ValueError,
+                r"axes `members` and, .* got `batch` \(Auto",
+            ),
+            (lambda: Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "members")), ValueError, "got `data`"),
             (lambda: 4, TypeError, r"needs a `jax.sharding.Mesh` as `mesh`"),
             (lambda: jax.devices(), TypeError, r"make_mesh\(members=4, data=2\)"),
         ],
@@ -145,7 +151,7 @@ class TestBuild:
         """Not even inside the program that makes them."""
         mesh = ee.make_mesh()
         wide = lambda key: eqx.nn.Linear(64, 64, key=key)
-        text = ee.sharding._mesh.compiled_text(
+        text = text_of(
             lambda keys: ee.map_members(lambda key: eqx.filter(wide(key), eqx.is_array), mesh=mesh)(ee.Each(keys)),
             ee.member_keys(KEY, 8),
         )
@@ -204,7 +210,8 @@ class TestFit:
         mesh = ee.make_mesh()
         ensemble = ee.build(make, 4, mesh=mesh, key=KEY)
         run = ee.fit(ensemble, loss, OPTIMISERS["sgd"], (X, Y), epochs=1, key=KEY)
-        assert ee.sharding.describe(run.ensemble).members == {d: [d.id] for d in jax.devices()}
+        parts = run.ensemble.stacked.layers[0].bias.addressable_shards
+        assert [(part.device.id, part.index[0].start) for part in parts] == [(i, i) for i in range(4)]
         prediction = ee.predict(run.ensemble, X)
         assert prediction.sharding.spec[0] == "members"
 
@@ -253,7 +260,7 @@ class TestFit:
         assert_close(fit(ee.make_mesh(data=2)).ensemble, fit(None).ensemble, 1e-5)
 
     def test_batches_whose_rows_do_not_divide(self):
-        with pytest.warns(UserWarning, match="Batches of 6 rows do not divide over data x model = 4 devices"):
+        with pytest.warns(UserWarning, match="Batches of 6 rows do not divide over 4 devices"):
             got = fitted(2, mesh=MESHES["1x4"], batch_size=6)
         same_run(got, fitted(2, batch_size=6))
 
@@ -305,7 +312,7 @@ class TestFit:
         assert_close(got.ensemble, expected.ensemble, 1e-5)
 
     @uneven
-    @pytest.mark.parametrize("mesh", [*MESHES.values(), MODEL], ids=str)
+    @pytest.mark.parametrize("mesh", MESHES.values(), ids=str)
     def test_one_compile(self, mesh, compiled):
         """Arrays leave a program with the shardings of its inputs: the next chunk, and the next fit, reuse it."""
         options = {"mesh": mesh, "epochs": 3, "batch_size": 4, "shuffle": False, "num_members": 6}
@@ -375,7 +382,7 @@ class TestGoingOn:
         ensemble = ee.build(make, num_members, mesh=mesh, key=KEY)
         ee.save(tmp_path / "here", ensemble)
         assert_same(ee.load(tmp_path / "here", make), ee.build(make, num_members, key=KEY))
-        loaded = ee.load(tmp_path / "here", make, mesh=ee.make_mesh(members=2))
+        loaded = ee.load(tmp_path / "here", ee.build(make, num_members, mesh=ee.make_mesh(members=2), key=KEY))
         assert_same(loaded, ensemble)
         assert len(bytes_by_device(loaded)) == 2
 
@@ -394,12 +401,6 @@ class TestAlong:
         assert_close(combined, jnp.mean(expected, axis=0), 1e-5)
         got = ee.predict(ensemble, X, batch_size=8, combine=ee.combine.mean, mesh=mesh)
         assert_close(got, jnp.mean(expected, axis=0), 1e-5)
-
-    def test_predict_with_a_budget(self):
-        ensemble = ee.build(make, 4, key=KEY)
-        got = ee.predict(ensemble, X, memory=2**26, mesh=ee.make_mesh())
-        assert len(got.sharding.device_set) == 4
-        assert_close(got, ee.predict(ensemble, X), 1e-5)
 
     def test_populations(self):
         options = {"hyper": {"rate": jnp.geomspace(1e-3, 0.3, 8)}, "validation": VALIDATION, "epochs": 1, "key": KEY}
@@ -429,20 +430,20 @@ def step_text(mesh, num_members=8, model=make, optimiser="adam"):
     """The compiled program of one training step, whole."""
     state = ee.train.init(ee.build(model, num_members, mesh=mesh, key=KEY), OPTIMISERS[optimiser], mesh=mesh, key=KEY)
     step = ee.train.make_step(loss, OPTIMISERS[optimiser], mesh=mesh)
-    return ee.sharding._mesh.compiled_text(step, state, (X[:32], Y[:32]))
+    return text_of(step, state, (X[:32], Y[:32]))
 
 
 class TestWhatIsSent:
     def test_nothing_where_members_are_apart(self):
         text = step_text(ee.make_mesh())
         # In `fit`, devices communicate at the end of a chunk whether a member failed; a single step does not.
-        assert ee.sharding._mesh.in_text(text) == []
+        assert collectives(text) == []
         assert "f32[2,8,8]" in text
         assert "f32[8,8,8]" not in text
 
     @pytest.mark.parametrize("mesh", ["2x2", "1x4"])
     def test_gradients_only_where_rows_are_split(self, mesh):
-        found = ee.sharding._mesh.in_text(step_text(ee.make_mesh(**MESHES[mesh])))
+        found = collectives(step_text(ee.make_mesh(**MESHES[mesh])))
         assert {kind for kind, _ in found} == {"all-reduce"}
         here = 8 // MESHES[mesh]["members"]
         weights = sum(x.size for x in jax.tree.leaves(eqx.filter(make(KEY), eqx.is_array)))
@@ -454,7 +455,7 @@ class TestWhatIsSent:
         mesh = ee.make_mesh()
         ensemble = ee.build(make, 8, mesh=mesh, key=KEY)
         total = lambda ensemble, x: jnp.sum(ee.map_members(lambda model, x: model(x), mesh=mesh)(ensemble, x))
-        assert [kind for kind, _ in ee.sharding.collectives(total, ensemble, X[0])] == ["all-reduce"]
+        assert [kind for kind, _ in collectives(text_of(total, ensemble, X[0]))] == ["all-reduce"]
 
     def test_memory_is_shared(self):
         """The weights of a step are a quarter of all on each device, its temporary arrays too."""
@@ -474,133 +475,8 @@ class TestWhatIsSent:
         assert four.temp_size_in_bytes <= one.temp_size_in_bytes / 4 * 1.2
 
 
-class TestModel:
-    """Weights of a member over several devices, by their largest axis or by a rule."""
-
-    def test_bits_at_birth(self):
-        mesh = ee.make_mesh(**MODEL)
-        ensemble = ee.build(make, 4, mesh=mesh, key=KEY)
-        assert_same(ensemble, ee.build(make, 4, key=KEY))
-        whole, parts = bytes_by_device(ee.build(make, 4, key=KEY)), bytes_by_device(ensemble)
-        small = 4 * 2 * 4 + 64  # ids, and what does not divide
-        assert max(parts) <= whole[0] / 4 + small
-
-    @uneven
-    @pytest.mark.parametrize("num_members", [3, 4])
-    @pytest.mark.parametrize("optimiser", OPTIMISERS)
-    def test_one_device(self, num_members, optimiser):
-        got = fitted(num_members, optimiser, mesh=MODEL)
-        same_run(got, on_one_device(num_members, optimiser))
-        spec = got.ensemble.stacked.layers[1].weight.sharding.spec
-        assert "model" in spec
-        for tree in [got.selection.params, *([got.train_state.opt_state[0].mu] if optimiser == "adam" else [])]:
-            assert tree.layers[1].weight.sharding.spec == spec
-
-    def test_weights_are_gathered(self):
-        found = ee.sharding._mesh.in_text(step_text(ee.make_mesh(**MODEL)))
-        assert "all-gather" in {kind for kind, _ in found}
-
-    def test_by_a_rule(self):
-        rule = lambda path, shape, parts: PartitionSpec(None, "model") if path == ".layers[1].weight" else None
-        mesh = ee.make_mesh(**MODEL)
-        ensemble = ee.build(make, 4, mesh=mesh, shard=rule, key=KEY)
-        assert ensemble.stacked.layers[1].weight.sharding.spec == PartitionSpec("members", None, "model")
-        assert ensemble.stacked.layers[0].weight.sharding.spec == PartitionSpec("members")
-        run = ee.fit(ensemble, loss, OPTIMISERS["sgd"], (X, Y), epochs=1, batch_size=8, key=KEY)
-        assert run.ensemble.stacked.layers[1].weight.sharding.spec == PartitionSpec("members", None, "model")
-        expected = ee.fit(ee.build(make, 4, key=KEY), loss, OPTIMISERS["sgd"], (X, Y), epochs=1, batch_size=8, key=KEY)
-        assert_close(run.ensemble, expected.ensemble, 1e-5)
-
-    @pytest.mark.usefixtures("unhooked")
-    @pytest.mark.parametrize(
-        ("rule", "error", "message"),
-        [
-            (lambda *_: "model", TypeError, "needs to return a `PartitionSpec` or `None`"),
-            (lambda *_: PartitionSpec("data"), ValueError, 'may name the axis "model" once'),
-            (lambda *_: PartitionSpec(None, None, "model"), ValueError, "which has 2 axes"),
-            (lambda path, shape, parts: PartitionSpec(None, "model"), ValueError, "does not divide into 2 parts"),
-            ("model", TypeError, "needs `shard` as a function"),
-        ],
-    )
-    def test_wrong_rules(self, rule, error, message):
-        with pytest.raises(error, match=message):
-            ee.build(make, 4, mesh=ee.make_mesh(**MODEL), shard=rule, key=KEY)
-
-    @pytest.mark.parametrize("mesh", [None, {"members": 4}])
-    def test_a_rule_without_the_axis(self, mesh):
-        mesh = None if mesh is None else ee.make_mesh(**mesh)
-        with pytest.raises(TypeError, match="whose axis `model` has several devices"):
-            ee.build(make, 4, mesh=mesh, shard=lambda *_: None, key=KEY)
-
-
-class TestDescribe:
-    def test_a_table(self):
-        ensemble = ee.build(make, 8, mesh=ee.make_mesh(members=2, data=2), key=KEY)
-        found = ee.sharding.describe(ensemble)
-        assert list(found.members.values()) == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 7]] * 2
-        assert found.copies == 2
-        lines = str(found).splitlines()
-        assert len(lines) == 6
-        assert "0-3" in lines[1]
-        assert lines[-1] == "each part of a member is on 2 devices"
-
-    def test_runs_and_states(self):
-        run = fitted(4, mesh=MESHES["4x1"], epochs=1)
-        for tree in (run, run.train_state, {"mine": run.ensemble}):
-            assert list(ee.sharding.describe(tree).members.values()) == [[0], [1], [2], [3]]
-
-    def test_the_parts_of_a_run(self):
-        """Adam has two numbers and a step of four bytes for each weight; the history is on the host."""
-        run, devices = fitted(4, "adam", mesh=MESHES["4x1"], epochs=1), jax.devices()
-        weights = sum(x.nbytes for x in jax.tree.leaves(eqx.filter(run.ensemble.stacked, eqx.is_array))) // 4
-        found = ee.sharding.describe(run)
-        assert found.parts["optimiser"] == {device: 2 * weights + 4 for device in devices}
-        assert found.parts["history"] == {"host": sum(x.nbytes for x in jax.tree.leaves(run.history))}
-        assert set(found.parts) == {"members", "optimiser", "best weights", "history"}
-        assert all(found.parts["best weights"][device] > weights for device in devices)
-        for device in devices:
-            assert found.bytes[device] == sum(part.get(device, 0) for part in found.parts.values())
-        lines = str(found).splitlines()
-        assert {"members", "optimiser", "best", "history"} <= set(lines[0].split())
-        assert lines[-1].startswith("host")
-        of_state = ee.sharding.describe(run.train_state)
-        assert set(of_state.parts) == {"members", "optimiser"}
-        assert of_state.parts["optimiser"] == found.parts["optimiser"]
-
-    def test_what_is_in_two_places_counts_once(self):
-        run = fitted(4, mesh=MESHES["4x1"], epochs=1, validation=None, patience=None)
-        device = jax.devices()[0]
-        assert ee.sharding.describe(run).bytes[device] == ee.sharding.describe(run.train_state).bytes[device]
-
-    def test_no_members(self):
-        with pytest.raises(TypeError, match="needs an ensemble, a training state or a run"):
-            ee.sharding.describe({"x": jnp.ones(3)})
-
-    def test_visualise(self, capsys):
-        ee.sharding.visualise(ee.build(make, 8, mesh=ee.make_mesh(), key=KEY))
-        assert "cpu3" in re.sub(r"[ :]", "", capsys.readouterr().out.lower())
-        with pytest.raises(TypeError, match="those of NumPy are on the host"):
-            ee.sharding.visualise(np.ones((8, 3)))
-
-
-class TestRows:
-    def test_one_process_brings_all(self):
-        mesh = ee.make_mesh(data=2)
-        assert ee.sharding.local_rows(mesh, 32) == slice(0, 32)
-        batch = ee.sharding.batch(mesh, {"x": np.ones((32, 3), np.float32)}, 32)
-        assert batch["x"].sharding == NamedSharding(mesh, PartitionSpec(("data",)))
-
-    def test_wrong_numbers(self):
-        mesh = ee.make_mesh(data=4)
-        with pytest.raises(ValueError, match="divide over data x model = 4 devices, got 6"):
-            ee.sharding.local_rows(mesh, 6)
-        with pytest.raises(ValueError, match="needs this process's 8 of 8 rows"):
-            ee.sharding.batch(mesh, np.ones((6, 3)), 8)
-
-
-def test_refined_meshes_hold_every_device():
-    """Members that do not divide are on as many devices as possible, equally many on each."""
-    layout = Layout(ee.make_mesh())
-    spread = shard_members(jnp.arange(6.0), layout)
-    assert {shard.data.shape for shard in spread.addressable_shards} == {(3,)}
+def test_members_that_do_not_divide():
+    """Between programs they are on all devices."""
+    spread = shard_members(jnp.arange(6.0), Layout(ee.make_mesh()))
+    assert {shard.data.shape for shard in spread.addressable_shards} == {(6,)}
     assert len(spread.sharding.device_set) == 4

@@ -10,9 +10,10 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.sharding import _mesh as _collectives
 from eqx_ensemble.train.compiled._chunk import run_chunk
 from eqx_ensemble.train.data import _sources as _arrays
+
+from ..collectives import collectives, text_of
 
 KEY = jax.random.key(0)
 X = np.ones((103, 3), np.float32)
@@ -31,7 +32,7 @@ def program(monkeypatch, mesh):
     found = []
 
     def look(read, carry):
-        found.extend((_collectives.compiled_text(run_chunk, read, carry), read[1].order))
+        found.extend((text_of(run_chunk, read, carry), read[1].order))
         raise Done
 
     monkeypatch.setattr(_arrays, "compiled_chunk", look)
@@ -49,7 +50,7 @@ def test_of_its_own_members(monkeypatch):
     assert re.search(r"u32\[(1,)?2,7\]", text)  # rows of two members
     assert not re.search(r"[us]32\[8,", text)
     assert {shard.data.shape for shard in order.words.value.addressable_shards} == {(2, 2)}
-    assert max(sent.bytes for sent in _collectives.in_text(text)) <= 4  # whether a member failed, and at which step
+    assert max(size for _, size in collectives(text)) <= 4  # whether a member failed, and at which step
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Trains, saves, prints a digest of the run; run by `test_resume` in a process of its own: `resuming.py [FOLDER]`."""
+"""Trains, saves, prints a digest of the run; run by `test_resume` in a process of its own: `resuming.py [FILE]`."""
 
 import sys
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 import eqx_ensemble as ee
-from eqx_ensemble.train.resume._code_texts import digest_of
+from eqx_ensemble.train._texts import digest_of
 
 
 def loss(model, batch, key):
@@ -34,5 +34,5 @@ def digest(run):
 
 
 if __name__ == "__main__":
-    saving = {"checkpoint": ee.checkpoint.Checkpoints(sys.argv[1], every=20)} if len(sys.argv) > 1 else {}
+    saving = {"checkpoint": ee.train.Checkpoint(sys.argv[1], every=20)} if len(sys.argv) > 1 else {}
     print(digest(trainer()(epochs=150, **saving)))

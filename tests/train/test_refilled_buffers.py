@@ -52,18 +52,9 @@ class Buffers:
         return (self.read(np.arange(start, start + BATCH)) for start in range(0, ROWS, BATCH))
 
 
-class Global:
-    def __init__(self, buffers):
-        self.buffers = buffers
-
-    def __iter__(self):
-        return (ee.sharding.batch(MESH, batch, BATCH) for batch in self.buffers)
-
-
 SOURCES = {
     "iterable": lambda buffers: (buffers, {}),
     "iterable on a mesh": lambda buffers: (buffers, {"mesh": MESH}),
-    "global batches": lambda buffers: (Global(buffers), {"mesh": MESH}),
     "reader": lambda buffers: (
         ee.train.RowReader(buffers.read, num_rows=ROWS),
         {"shuffle": False, "batch_size": BATCH},

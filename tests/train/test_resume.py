@@ -1,4 +1,4 @@
-"""Runs with checkpoints: the same call resumes bit for bit, whatever ended it; a different call raises an error."""
+"""Saved runs: the same call resumes bit for bit, whatever ended it; another call raises an error."""
 
 import pathlib
 import re
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import equinox as eqx
 import jax
@@ -16,13 +17,11 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.checkpoint import Checkpoints
-from eqx_ensemble.checkpoint._checkpoints import RunFolder
-from eqx_ensemble.train import NotSavedError, Revive, Status
+from eqx_ensemble.train import Checkpoint, NotSavedError, Revive, Status
 from eqx_ensemble.train.data._source import decode, encode
+from eqx_ensemble.train.host import _saver as saver_module
 from eqx_ensemble.train.host._loop import Executor, Recording
-from eqx_ensemble.train.resume import _identity
-from eqx_ensemble.train.resume import _resume as resume_module
+from eqx_ensemble.train.host._saver import Saver
 
 from ..factories import assert_same, assert_same_where_optimised, grouped
 
@@ -79,16 +78,21 @@ def assert_same_run(run, whole, same=assert_same):
 
 
 def assert_resumes(folder, every, call, same=assert_same):
-    """Every checkpoint that a run writes is the beginning of the same run."""
-    whole = call()
-    saved = call(checkpoint=Checkpoints(folder / "all", last=99, every=every))
-    assert_same_run(saved, whole, same)
-    steps = Checkpoints(folder / "all").steps
+    """Every file that a run writes is the beginning of the same run."""
+    whole, path, steps = call(), folder / "all.eqx", []
+    save = Saver.save
+
+    def save_and_copy(self, carry, fixed, record, **options):
+        save(self, carry, fixed, record, **options)
+        steps.append(record.steps)
+        shutil.copy(path, folder / f"from-{record.steps}.eqx")
+
+    with mock.patch.object(Saver, "save", save_and_copy):
+        assert_same_run(call(checkpoint=Checkpoint(path, every=every)), whole, same)
     assert len(steps) > 1
     for step in steps[:-1]:
-        one = folder / f"from {step}"
-        shutil.copytree(Checkpoints(folder / "all").path(step), Checkpoints(one).path(step))
-        assert_same_run(call(checkpoint=ee.checkpoint.Checkpoints(one, every=every, resume="must")), whole, same)
+        one = Checkpoint(folder / f"from-{step}.eqx", every=every)
+        assert_same_run(call(checkpoint=one), whole, same)
     return steps
 
 
@@ -168,9 +172,7 @@ class TestTheSameCallGoesOn:
     def test_after_what_is_finished(self, ensemble, tmp_path, monkeypatch):
         whole = fitted(ensemble, epochs=3, checkpoint=tmp_path / "a")
         monkeypatch.delattr(Executor, "call")  # no step is made
-        assert_same_run(
-            fitted(ensemble, epochs=3, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", resume="must")), whole
-        )
+        assert_same_run(fitted(ensemble, epochs=3, checkpoint=tmp_path / "a"), whole)
 
     def test_where_all_had_stopped(self, ensemble, tmp_path):
         call = lambda: fitted(ensemble, epochs=9, stop=ee.train.Stopping(steps=4), checkpoint=tmp_path / "a")
@@ -192,7 +194,7 @@ class TestTheSameCallGoesOn:
                     signal.raise_signal(signal.SIGINT)
 
             patched.setattr(Recording, "report", report)
-            part = fitted(ensemble, epochs=6, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=5))
+            part = fitted(ensemble, epochs=6, checkpoint=Checkpoint(tmp_path / "a", every=5))
         assert part.interrupted
         assert 10 <= part.history.loss.shape[1] < whole.history.loss.shape[1]
         assert_same_run(fitted(ensemble, epochs=6, checkpoint=tmp_path / "a"), whole)
@@ -207,7 +209,7 @@ class TestTheSameCallGoesOn:
 
     def test_the_time_before_counts(self, ensemble, tmp_path):
         fitted(ensemble, steps=5, checkpoint=tmp_path / "a")
-        meta = ee.checkpoint.contents(Checkpoints(tmp_path / "a").path(5)).meta
+        meta = ee.contents(tmp_path / "a").meta
         spent = meta["fit"]["seconds"]
         run = fitted(ensemble, steps=10_000, checkpoint=tmp_path / "a", stop=ee.train.Stopping(seconds=spent))
         assert run.status.tolist() == [Status.STOPPED] * MEMBERS
@@ -281,7 +283,7 @@ class TestOverBatches:
     def test_batches_of_another_shape(self, ensemble, tmp_path):
         fitted(ensemble, data=listed(), steps=4, checkpoint=tmp_path / "a")
         smaller = [(x[:4], y[:4]) for x, y in listed()]
-        with pytest.raises(ValueError, match=r"`batch`: saved \[0\] f32\[8,3\], \[1\] f32\[8\], now"):
+        with pytest.raises(ValueError, match=r"`batch`: saved \[0\] float32\[8,3\], \[1\] float32\[8\], now"):
             fitted(ensemble, data=smaller, steps=9, checkpoint=tmp_path / "a")
 
     def test_a_place_that_cannot_be_saved(self, ensemble, tmp_path):
@@ -290,7 +292,7 @@ class TestOverBatches:
                 return {"where": [object()]}
 
         with pytest.raises(TypeError, match=re.escape("its state at `['where'][0]` is")):
-            fitted(ensemble, data=Odd(), steps=4, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=1))
+            fitted(ensemble, data=Odd(), steps=4, checkpoint=Checkpoint(tmp_path / "a", every=1))
 
 
 class TestPlaces:
@@ -356,12 +358,12 @@ class TestAnotherCallIsRefused:
 
     def test_another_ensemble(self, folder):
         other = ee.build(make, MEMBERS, key=jax.random.key(1))
-        with pytest.raises(ValueError, match="`weights`: not the same as saved"):
+        with pytest.raises(ValueError, match="`weights`: saved [0-9a-f]{64}, now"):
             fitted(other, steps=12, validation=DATA, patience=3, checkpoint=folder)
 
     def test_another_kind_of_model(self, folder):
         other = ee.build(lambda key: eqx.nn.MLP(3, 1, 9, 1, key=key), MEMBERS, key=KEY)
-        with pytest.raises(ValueError, match="`loss`: not the same as saved"):
+        with pytest.raises(ValueError, match="`loss`: saved [0-9a-f]{64}, now"):
             fitted(other, steps=12, validation=DATA, patience=3, checkpoint=folder)
 
     def test_constants_inside_the_loss(self, ensemble, tmp_path):
@@ -373,7 +375,7 @@ class TestAnotherCallIsRefused:
 
         fitted(ensemble, fn=weighted(np.ones(3, np.float32)), steps=5, checkpoint=tmp_path / "a")
         fitted(ensemble, fn=weighted(np.ones(3, np.float32)), steps=5, checkpoint=tmp_path / "a")
-        with pytest.raises(ValueError, match="`loss`: not the same as saved"):
+        with pytest.raises(ValueError, match="`loss`: saved [0-9a-f]{64}, now"):
             fitted(ensemble, fn=weighted(np.full(3, 2, np.float32)), steps=5, checkpoint=tmp_path / "a")
 
     def test_a_global_that_has_changed_since_it_was_compiled(self, ensemble, tmp_path, monkeypatch):
@@ -383,7 +385,7 @@ class TestAnotherCallIsRefused:
         run = fitted(ensemble, fn=weighted, steps=5, checkpoint=tmp_path / "a")
         np.testing.assert_allclose(run.history.loss[:, 0], 2 * before[:, 0], rtol=1e-6)  # two programs round apart
         monkeypatch.setitem(globals(), "WEIGHT", 1.0)
-        with pytest.raises(ValueError, match="`loss`: not the same as saved"):
+        with pytest.raises(ValueError, match="`loss`: saved [0-9a-f]{64}, now"):
             fitted(ensemble, fn=weighted, steps=5, checkpoint=tmp_path / "a")
 
     def test_other_hyper_parameters(self, ensemble, tmp_path):
@@ -392,7 +394,7 @@ class TestAnotherCallIsRefused:
         )
         call([1e-3, 1e-2, 1e-3, 1e-4])
         with pytest.raises(
-            ValueError, match=r"`hyper\['lr'\]`: saved f32\[4\] \[.*, 1e-04\], now f32\[4\] \[.*, 0.0002\]"
+            ValueError, match=r"`hyper\['lr'\]`: saved float32\[4\] \[.*, 1e-04\], .* now float32\[4\] \[.*, 0.0002\]"
         ):
             call([1e-3, 1e-2, 1e-3, 2e-4])
 
@@ -400,115 +402,112 @@ class TestAnotherCallIsRefused:
         with pytest.raises(ValueError, match="10 steps are done, and the call asks for 9 in all"):
             fitted(ensemble, steps=9, validation=DATA, patience=3, checkpoint=folder)
 
-    def test_checkpoints_of_others(self, ensemble, tmp_path):
-        for meta in (None, {"fit": {}}, {"fit": []}, [1]):
-            Checkpoints(tmp_path).save(3, ensemble, meta=meta)
-            with pytest.raises(ValueError, match="were not written by `fit`"):
-                fitted(ensemble, steps=4, checkpoint=tmp_path)
+    def test_a_file_of_something_else(self, ensemble, tmp_path):
+        for meta in (None, {"fit": []}, [1]):
+            ee.save(tmp_path / "a", ensemble, meta=meta)
+            with pytest.raises(ValueError, match="which holds no run of `fit`"):
+                fitted(ensemble, steps=4, checkpoint=tmp_path / "a")
 
     def test_under_other_versions_it_resumes(self, ensemble, folder, tmp_path, monkeypatch):
-        shutil.copytree(folder, tmp_path / "a")
-        conditions = _identity.conditions
-        monkeypatch.setattr(_identity, "conditions", lambda **settings: conditions(**settings) | {"jax": "9.9"})
+        shutil.copy(folder, tmp_path / "a")
+        monkeypatch.setattr(saver_module, "versions_text", lambda: "jax 9.9")
         options = {"steps": 12, "validation": DATA, "patience": 3, "checkpoint": tmp_path / "a"}
-        versions = re.escape(f"(jax {jax.__version__} -> 9.9)")
-        with pytest.warns(UserWarning, match=rf"{versions}: the result will not be the same bit"):
+        with pytest.warns(UserWarning, match=f"written by jax {jax.__version__}.* this is jax 9.9: the last bits may"):
             fitted(ensemble, **options)
         with pytest.raises(ValueError, match="`min_delta`"):
             fitted(ensemble, min_delta=0.5, **(options | {"checkpoint": folder}))
 
 
 class TestOptions:
-    def test_resume(self, ensemble, tmp_path):
-        with pytest.raises(FileNotFoundError, match="must resume, and found no checkpoint in"):
-            fitted(ensemble, steps=4, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", resume="must"))
-        fitted(ensemble, steps=4, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", resume="never"))
-        with pytest.raises(FileExistsError, match=r"holds checkpoints \(up to step 4\)"):
-            fitted(ensemble, steps=4, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", resume="never"))
-
     @pytest.mark.parametrize(
-        ("options", "error", "message"),
+        ("checkpoint", "error", "message"),
         [
-            ({"checkpoint": 3}, TypeError, "needs `checkpoint` to be a path or `Checkpoints`, got"),
-            ({"checkpoint": "a", "resume": "yes"}, ValueError, "`resume` to be one of 'auto', 'must', 'never'"),
-            ({"checkpoint": "a", "checkpoint_every": 0}, ValueError, "`checkpoint.Checkpoints` needs `every`"),
+            (3, TypeError, "needs `checkpoint` to be a path"),
+            (Checkpoint(""), ValueError, "needs `checkpoint` to be a path"),
+            (Checkpoint("a", every=0), ValueError, "needs `every`"),
         ],
     )
-    def test_that_make_no_sense(self, ensemble, tmp_path, monkeypatch, options, error, message, unhooked):
+    def test_that_make_no_sense(self, ensemble, tmp_path, monkeypatch, checkpoint, error, message, unhooked):
         monkeypatch.chdir(tmp_path)
         with pytest.raises(error, match=message):
-            fitted(ensemble, steps=4, **options)
+            fitted(ensemble, steps=4, checkpoint=checkpoint)
         assert not list(tmp_path.iterdir())
 
-    def test_of_ones_own_checkpoints(self, ensemble, tmp_path):
-        checkpoints = Checkpoints(tmp_path, last=1, best=1, every=6)
-        run = fitted(ensemble, steps=30, validation=DATA, checkpoint=checkpoints)
-        assert len(checkpoints.steps) in (1, 2)
-        assert checkpoints.steps[-1] == run.train_state.step
-        scores = [ee.checkpoint.contents(checkpoints.path(step)).score for step in checkpoints.steps]
-        assert all(isinstance(score, float) for score in scores)
-
     def test_a_minute_without_every(self, ensemble, tmp_path, monkeypatch):
-        fitted(ensemble, steps=300, checkpoint=Checkpoints(tmp_path / "a", last=99))
-        assert Checkpoints(tmp_path / "a").steps == [300]
-        monkeypatch.setattr(resume_module, "_SECONDS_BETWEEN", 0.0)
+        with mock.patch.object(Saver, "save", autospec=True, side_effect=Saver.save) as saves:
+            fitted(ensemble, steps=300, checkpoint=tmp_path / "a")
+        assert saves.call_count == 1
+        monkeypatch.setattr(saver_module, "_SECONDS_BETWEEN", 0.0)
         monkeypatch.setattr("eqx_ensemble.train.host._loop._SECONDS_PER_CHUNK", 0.0)  # whose end is a checkpoint
-        fitted(ensemble, steps=300, checkpoint=Checkpoints(tmp_path / "b", last=99))
-        assert len(Checkpoints(tmp_path / "b").steps) > 1
+        with mock.patch.object(Saver, "save", autospec=True, side_effect=Saver.save) as saves:
+            fitted(ensemble, steps=300, checkpoint=tmp_path / "b")
+        assert saves.call_count > 1
+
+    @pytest.mark.filterwarnings("ignore:.*diverged")
+    def test_a_save_that_is_due_before_the_first_step(self, ensemble, tmp_path, monkeypatch):
+        """A member diverges in the first chunk, which is then run in parts, and compiling took a minute."""
+        monkeypatch.setattr(saver_module, "_SECONDS_BETWEEN", 0.0)
+        rates = {"lr": jnp.array([1e-2, 1e-2, 1e-2, 1e30])}
+        call = lambda **more: fitted(ensemble, optimiser=lambda h: optax.sgd(h["lr"]), hyper=rates, steps=8, **more)
+        assert_same_run(call(checkpoint=tmp_path / "a"), call())
+
+    def test_only_one_run_at_a_time(self, ensemble, tmp_path):
+        def begin_again(progress):
+            with pytest.raises(BlockingIOError, match="Another run uses it"):
+                fitted(ensemble, steps=20, checkpoint=tmp_path / "a")
+
+        run = fitted(ensemble, steps=20, checkpoint=tmp_path / "a", callbacks=begin_again)
+        assert_same_run(fitted(ensemble, steps=20, checkpoint=tmp_path / "a"), run)
 
 
 class TestNothingIsLost:
-    def test_a_damaged_checkpoint(self, ensemble, tmp_path):
-        whole = fitted(ensemble, steps=20, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=5))
-        (arrays,) = Checkpoints(tmp_path / "a").path(20).glob("*.safetensors")
-        data = bytearray(arrays.read_bytes())
+    def test_a_damaged_file_is_named(self, ensemble, tmp_path):
+        fitted(ensemble, steps=20, checkpoint=tmp_path / "a")
+        data = bytearray((tmp_path / "a").read_bytes())
         data[-40] ^= 1
-        arrays.write_bytes(data)
-        with pytest.warns(UserWarning, match="went back to step 15"):
-            again = fitted(ensemble, steps=20, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=5))
-        assert_same_run(again, whole)
-        assert_same_run(
-            fitted(ensemble, steps=20, checkpoint=ee.checkpoint.Checkpoints(tmp_path / "a", every=5)), whole
-        )
+        (tmp_path / "a").write_bytes(data)
+        with pytest.raises(ee.CheckpointCorruptError, match="damaged at"):
+            fitted(ensemble, steps=20, checkpoint=tmp_path / "a")
+        assert (tmp_path / "a").read_bytes() == data
 
-    @pytest.mark.parametrize("asynchronous", [True, False])
-    def test_a_disk_that_is_full(self, ensemble, tmp_path, monkeypatch, asynchronous):
+    def test_a_disk_that_is_full(self, ensemble, tmp_path, monkeypatch):
         whole = fitted(ensemble, steps=20)
-        checkpoints = Checkpoints(tmp_path / "a", asynchronous=asynchronous, every=5)
-        finish = RunFolder.finish
+        checkpoint = Checkpoint(tmp_path / "a", every=5)
+        save = saver_module.save
 
-        def full(self, step, *rest):
-            if step > 6:
-                raise OSError(28, "Could not write the checkpoint: No space left on device")
-            finish(self, step, *rest)
+        def full(path, tree, *, meta):
+            if meta["fit"]["step"] > 6:
+                raise OSError(28, "No space left on device")
+            save(path, tree, meta=meta)
 
         with monkeypatch.context() as patched:
-            patched.setattr(RunFolder, "finish", full)
+            patched.setattr(saver_module, "save", full)
             with pytest.raises(NotSavedError, match="No space left on device") as caught:
-                fitted(ensemble, steps=20, checkpoint=checkpoints)
+                fitted(ensemble, steps=20, checkpoint=checkpoint)
         part = caught.value.run
         assert caught.value.errno == 28
         assert 5 < part.history.loss.shape[1] < 20
         np.testing.assert_array_equal(part.history.loss, whole.history.loss[:, : part.history.loss.shape[1]])
-        assert checkpoints.steps in ([5], [6])  # a chunk ends at step 5 where steps are slow, else with the epoch
-        assert_same_run(fitted(ensemble, steps=20, checkpoint=checkpoints), whole)
+        assert ee.contents(tmp_path / "a").meta["fit"]["step"] in (5, 6)  # of the chunk, or of the epoch
+        assert_same_run(fitted(ensemble, steps=20, checkpoint=checkpoint), whole)
 
     def test_a_last_save_that_fails(self, ensemble, tmp_path, monkeypatch):
         whole = fitted(ensemble, steps=20)
-
-        def full(self, *_):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(RunFolder, "finish", full)
+        monkeypatch.setattr(saver_module, "save", mock.Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(NotSavedError) as caught:
             fitted(ensemble, steps=20, checkpoint=tmp_path / "a")
         assert_same_run(caught.value.run, whole)
 
-    def test_a_folder_that_is_a_file(self, ensemble, tmp_path):
+    def test_a_file_that_is_not_ours(self, ensemble, tmp_path):
         pathlib.Path(tmp_path / "a").write_text("mine")
-        with pytest.raises(FileExistsError, match="is not a checkpoint"):
+        with pytest.raises(ee.CheckpointCorruptError, match="was not written by `save`"):
             fitted(ensemble, steps=4, checkpoint=tmp_path / "a")
         assert pathlib.Path(tmp_path / "a").read_text() == "mine"
+
+
+def saved_step(path):
+    """The last step in a file that another process replaces."""
+    return ee.contents(path).meta["fit"]["step"] if path.exists() else 0
 
 
 @pytest.mark.slow
@@ -517,15 +516,17 @@ def test_a_killed_process(tmp_path):
     script = [sys.executable, str(pathlib.Path(__file__).with_name("resuming.py"))]
     whole = subprocess.run(script, check=True, capture_output=True, text=True).stdout
     assert len(whole) == 65
+    path = tmp_path / "a"
     for more in (1, 200):
-        process = subprocess.Popen([*script, str(tmp_path / "a")], stdout=subprocess.PIPE, text=True)
-        before = Checkpoints(tmp_path / "a").steps[-1:] or [0]
-        while (Checkpoints(tmp_path / "a").steps[-1:] or [0])[0] < before[0] + more:
+        process = subprocess.Popen([*script, str(path)], stdout=subprocess.PIPE, text=True)
+        before = saved_step(path)
+        while saved_step(path) < before + more:
             assert process.poll() is None
             time.sleep(0.001)
         process.kill()
         assert process.communicate()[0] == ""
         assert process.returncode == -signal.SIGKILL
-    assert 0 < Checkpoints(tmp_path / "a").steps[-1] < 1050
-    resumed = subprocess.run([*script, str(tmp_path / "a")], check=True, capture_output=True, text=True).stdout
+    assert 0 < saved_step(path) < 1050
+    resumed = subprocess.run([*script, str(path)], check=True, capture_output=True, text=True).stdout
     assert resumed == whole
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]

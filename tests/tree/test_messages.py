@@ -40,7 +40,7 @@ def test_other_size():
     assert _text(MemberMismatchError, tree.stack, [_net(4), _net(4), _net(8)]) == (
         "`tree.stack` needs models that differ only in their arrays; member 2 differs from member 0.\n"
         "  at `.layers[0].weight`: expected f32[4,2], got f32[8,2]\n"
-        "Models of different sizes cannot share one stacked Module: `group` has a part per size."
+        "Models of different sizes cannot share one stacked Module: build one ensemble per size."
     )
 
 
@@ -49,7 +49,7 @@ def test_several_members_differ():
         "`tree.stack` needs models that differ only in their arrays; "
         "members 1, 2 and 3 differ from member 0.\n"
         "  at `.layers[0].weight`: expected f32[4,2], got f32[8,2] (members 1 and 3), f32[9,2] (member 2)\n"
-        "Models of different sizes cannot share one stacked Module: `group` has a part per size."
+        "Models of different sizes cannot share one stacked Module: build one ensemble per size."
     )
 
 
@@ -74,7 +74,7 @@ def test_all_leaves_that_differ_are_listed_up_to_eight():
 def test_other_depth_width_and_class():
     text = _text(MemberMismatchError, tree.stack, [_mlp(), _mlp(depth=3)])
     assert "  at `.layers`: expected tuple of 3, got tuple of 4\n  at `.depth`: expected 2, got 3\n" in text
-    assert text.endswith("`group` has a part per architecture.")
+    assert text.endswith("build one ensemble per architecture.")
     text = _text(MemberMismatchError, tree.stack, [_mlp(), _mlp(8)])
     assert "at `.layers[0].weight`: expected f32[4,2], got f32[8,2]" in text
     assert "at `.width_size`: expected 4, got 8" in text
@@ -338,7 +338,7 @@ def test_replace_refuses_what_does_not_fit():
     assert _text(MemberMismatchError, tree.replace, STACKED, 1, {"w": jnp.ones(3), "f": jnp.tanh}) == (
         "`tree.replace` needs a value that is one member; the value differs from the members.\n"
         "  at `['w']`: expected f32[2], got f32[3]\n"
-        "Models of different sizes cannot share one stacked Module: `group` has a part per size."
+        "Models of different sizes cannot share one stacked Module: build one ensemble per size."
     )
     text = _text(MemberMismatchError, tree.replace, STACKED, [0, 1], STACKED)
     assert "needs a value of 2 stacked members" in text
@@ -361,7 +361,7 @@ def test_concatenate_refuses_what_does_not_fit():
     assert _text(MemberMismatchError, tree.concatenate, [make(2, 3), make(5, 4)]) == (
         "`tree.concatenate` needs stacked trees of the same kind of member; tree 1 differs from tree 0.\n"
         "  at `['w']`: expected f32[5,3], got f32[5,4]\n"
-        "Models of different sizes cannot share one stacked Module: `group` has a part per size."
+        "Models of different sizes cannot share one stacked Module: build one ensemble per size."
     )
     for other in (make(2, 3, f=jnp.sin), make(2, 3, dtype=jnp.bfloat16), make(2), {"w": jnp.ones((2, 3))}):
         with pytest.raises(MemberMismatchError, match="tree 1 differs from tree 0"):

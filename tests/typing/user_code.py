@@ -130,14 +130,14 @@ def training(ensemble: ee.Ensemble[MLP], optimiser: optax.GradientTransformation
     ee.fit(ensemble, loss, lambda h: optax.adam(h["lr"]), (x, y), hyper={"lr": x}, steps=3, key=key)
     ee.fit(ensemble, loss, optimiser, [(x, y)], epochs=3, shuffle=False, plan=ee.plan.Chunked(2), key=key)
 
-    ee.fit(ensemble, loss, optimiser, (x, y), epochs="3", key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    ee.fit(ensemble, loss, optimiser, (x, y), epochs="3", key=key)  # pyright: ignore[reportArgumentType]
     ee.fit(ensemble, loss, optimiser, (x, y), epochs=3)  # pyright: ignore[reportCallIssue]
     ee.fit(ensemble, loss, optimiser, (x, y), 3, key=key)  # pyright: ignore[reportCallIssue]
-    ee.fit(ensemble, "mse", optimiser, (x, y), epochs=3, key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    ee.fit(ensemble, loss, 1e-3, (x, y), epochs=3, key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    ee.fit(ensemble[0], loss, optimiser, (x, y), epochs=3, key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    ee.fit(ensemble, loss, optimiser, (x, y), epochs=3, shuffle="own", key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    ee.fit(ensemble, loss, optimiser, (x, y), epochs=3, plan="vmap", key=key)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    ee.fit(ensemble, "mse", optimiser, (x, y), epochs=3, key=key)  # pyright: ignore[reportArgumentType]
+    ee.fit(ensemble, loss, 1e-3, (x, y), epochs=3, key=key)  # pyright: ignore[reportArgumentType]
+    ee.fit(ensemble[0], loss, optimiser, (x, y), epochs=3, key=key)  # pyright: ignore[reportArgumentType]
+    ee.fit(ensemble, loss, optimiser, (x, y), epochs=3, shuffle="own", key=key)  # pyright: ignore[reportArgumentType]
+    ee.fit(ensemble, loss, optimiser, (x, y), epochs=3, plan="vmap", key=key)  # pyright: ignore[reportArgumentType]
     _ = run.weights  # pyright: ignore[reportAttributeAccessIssue]
 
 

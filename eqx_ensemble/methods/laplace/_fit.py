@@ -14,10 +14,10 @@ from ..._caller import caller
 from ..._check import check_function, check_optional_function, check_positive_int, check_word, concrete, kind_text
 from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given, take
 from ..._pytree import PyTree
+from ..._sharding import layout_for
 from ..._warnings import warn
 from ...plan import AnyPlan
 from ...plan._engine import as_plan, over_members, sharded_plan
-from ...sharding._engine import layout_for
 from ...train._engine import Run, Status, excluded_message
 from ._check import check_finite_posterior, check_healthy, check_indices, check_per_member
 from ._laplace import Laplace

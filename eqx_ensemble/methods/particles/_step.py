@@ -15,9 +15,9 @@ from ..._compiled import filter_jit
 from ..._ensemble import M
 from ..._foreign import as_hashable, as_hashable_leaf, take_in
 from ..._pytree import PyTree
+from ..._sharding import Layout, constrain_members, constrain_rows, layout_for
 from ...plan import AbstractPlan, AnyPlan, Sequential
 from ...plan._engine import as_plan, sharded_plan
-from ...sharding._engine import Layout, as_layout, constrain_carry, constrain_member, constrain_rows, layout_for
 from ...train import Metrics, Status, TrainState
 from ...train._engine import (
     MemberConstants,
@@ -130,7 +130,7 @@ class InteractingStep(eqx.Module):
         state = follow_hyper(state, self.optimiser)
         batch = take_in(batch, "batch")
         check_integers_fit(batch, argument="batch")
-        layout = layout_for(None if self.layout is None else self.layout.mesh, state.params)
+        layout = self.layout or layout_for(None, state.params)
         step = _one_step if is_inside_transformation() else _compiled_step
         with nan_is_data():
             moving, count, metrics = step(self, layout, state, batch)
@@ -213,9 +213,8 @@ def interacting_step(
     check_word(method, "method", ("svgd", "wgd"))
     kernel = RBF() if kernel is None else kernel
     check_kernel(kernel)
-    layout = as_layout(mesh)
     own = as_hashable(optimiser), num_rows, method, as_hashable_leaf(kernel)
-    return InteractingStep(space, *own, as_plan(plan), layout, name)
+    return InteractingStep(space, *own, as_plan(plan), layout_for(mesh), name)
 
 
 def _one_step(
@@ -250,13 +249,12 @@ def _one_step(
         refuse = lambda _: _no_values()
         hyper = one.fixed.hyper
         params, opt_state = update_member(step.optimiser, one.params, moving.opt_state, grads, value, refuse, hyper)
-        after = MemberState(params, opt_state, model_state, moving.status, moving.stopped_at, moving.fault)
-        return after if layout is None else constrain_member(after, layout)
+        return MemberState(params, opt_state, model_state, moving.status, moving.stopped_at, moving.fault)
 
     after = over_leading_axis(run, update, (parts, gradients, found.value, found.model_state))
     moving, (value, aux) = revert_diverged_one(state.moving, after, (found.value, found.aux), state.step)
     if layout is not None and state.num_members % layout.members == 0:
-        moving = constrain_carry(moving, layout)
+        moving = constrain_members(moving, layout, None)
     return moving, state.step + 1, Metrics(value, aux, moving.status)
 
 
@@ -273,7 +271,7 @@ def _meet(
     num_rows = jnp.asarray(step.num_rows, found.point.dtype)
     scores = -num_rows * found.gradient
     run = sharded_plan(Sequential(), layout).run
-    gather = lambda x: x if layout is None else jax.lax.with_sharding_constraint(x, layout.replication)
+    gather = lambda x: x if layout is None else jax.lax.with_sharding_constraint(x, layout.sharding())
     moved = directions(step.method, step.kernel, found.point, scores, active, run=run, gather=gather)
     return jnp.where(active[:, None], -moved / num_rows, found.gradient)
 

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int, Int8
 from ... import _axes
 from ..._compiled import ProgramKey, Structure, flatten
 from ..._pytree import PyTree
+from ..._sharding import Layout, constrain_members, constrain_rows
 from ...plan import AbstractPlan, Vmap
 from ...plan._engine import Cost, NamedVmap, axes_of, sharded_plan
-from ...sharding._engine import Layout, constrain_carry, constrain_member, constrain_rows
 from .._state import MemberConstants, MemberState
 from .._status import Status
 from .._together import Together, mean_of_members, of_first_member, split_tied
@@ -168,7 +168,7 @@ class Program(eqx.Module):
         """The carry, constrained to the devices of its members."""
         if self.layout is None or carry.moving.status.shape[0] % self.layout.members:
             return carry
-        moving, selection = constrain_carry((carry.moving, carry.selection), self.layout)
+        moving, selection = constrain_members((carry.moving, carry.selection), self.layout, None)
         return Carry(moving, selection, carry.step)
 
     @property
@@ -229,7 +229,6 @@ def _member_step(
     else:
         params, opt_state = update(grads)
     moving = MemberState(params, opt_state, model_state, moving.status, moving.stopped_at, moving.fault)
-    moving = moving if program.layout is None else constrain_member(moving, program.layout)
     return moving, (value, aux)
 
 

@@ -13,11 +13,11 @@ from ... import _axes
 from ..._axes import is_finite, not_finite_text
 from ..._foreign import from_foreign, own_array
 from ..._pytree import PyTree
+from ..._sharding import Layout
 from ..._warnings import warn
-from ...sharding._engine import Layout
+from .._texts import digest_of
 from ..compiled._health import Carry
 from ..compiled._stepwise import run_batches
-from ..resume._code_texts import digest_of
 from ._check import (
     check_last_step,
     check_not_exceeded,

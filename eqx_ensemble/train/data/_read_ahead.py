@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from ..._pytree import PyTree
-from ...sharding._engine import Layout, put
+from ..._sharding import Layout, put
 from ..compiled._chunk import Chunk
 from ._rows import Piece
 
@@ -52,7 +52,7 @@ class PieceQueue:
         arrays = (num_full, ends, np.array(len(pieces), np.int32))
         if self._layout is None:
             return Chunk(*jax.device_put(arrays), most_steps=self._most_steps)
-        there = [put(x, self._layout.replication) for x in arrays]
+        there = [put(x, self._layout.sharding()) for x in arrays]
         return Chunk(*there, most_steps=self._most_steps)
 
 

@@ -11,9 +11,9 @@ from ... import _axes
 from ..._axes import not_finite_text
 from ..._foreign import own_array
 from ..._pytree import PyTree
-from ...sharding._engine import Layout, local_block, rows_sharding
+from ..._sharding import Layout
+from .._texts import array_text, array_texts
 from ..compiled._order import RowOrder
-from ..resume._code_texts import array_text, array_texts
 from ._batches import BatchWork, begin_work
 from ._check import check_last_step, check_not_exceeded, check_patience_length
 from ._read_ahead import ReadAhead
@@ -158,18 +158,25 @@ class Reading:
     def _sharding(self, step: int, slots: Slots) -> Any:
         *members, size = self._shape(step, slots)
         assert self._layout is not None
-        return rows_sharding(self._layout, size, *members)
+        return self._layout.of_rows(size, *members)
 
     def _block(self, step: int, slots: Slots) -> tuple[slice, ...]:
         """The part of `(slots, batch)` that this process needs."""
         shape = self._shape(step, slots)
         if self._layout is None:
             return tuple(slice(0, size) for size in shape)
-        return local_block(self._sharding(step, slots), shape)
+        return _local_block(self._sharding(step, slots), shape)
 
     def _members(self, step: int, slots: Slots) -> np.ndarray:
         """The members whose rows this process needs."""
         return slots.index[self._block(step, slots)[0]] if self._rows.is_own else slots.index
+
+
+def _local_block(sharding: Any, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The smallest block of an array that contains the parts on all devices of this process."""
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    bounds = [[index[i].indices(size)[:2] for index in indices] for i, size in enumerate(shape)]
+    return tuple(slice(min(low for low, _ in axis), max(high for _, high in axis)) for axis in bounds)
 
 
 def _on_mesh(x: np.ndarray, sharding: Any, block: tuple[slice, ...], shape: tuple[int, ...]) -> jax.Array:

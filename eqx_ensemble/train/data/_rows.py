@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import _axes, _keys
 from ..._pytree import PyTree
-from ...sharding._engine import Layout, pad_members, replicate_rows, shard_members, shard_rows
+from ..._sharding import Layout, pad_members, shard_data, shard_members
 from .._state import put_new
 from ..compiled._order import RowOrder
 
@@ -65,9 +65,7 @@ class Slots:
 
         def own(value: Any) -> _axes.Each:
             each = _axes.Each(take(value, self.index))
-            if self.layout is None:
-                return each
-            return replicate_rows(each, self.layout) if whole else shard_rows(each, self.layout)
+            return each if self.layout is None else shard_data(each, self.layout, whole=whole)
 
         return _axes.map_each(own, data)
 
@@ -111,7 +109,7 @@ def row_order(
     words = words if words is None or shuffle == "shared" else _axes.Each(words)
     per_epoch = num_rows if rows is None else rows.shape[1]
     drawn = RowOrder(words, None if rows is None else _axes.Each(rows), per_epoch, batch_size)
-    return jax.tree.map(put_new, drawn) if layout is None else replicate_rows(drawn, layout)
+    return jax.tree.map(put_new, drawn) if layout is None else shard_data(drawn, layout, whole=True)
 
 
 def order_words(key: Any, ids: Any, shuffle: Shuffle) -> Any:

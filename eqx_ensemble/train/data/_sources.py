@@ -7,11 +7,12 @@ import numpy as np
 
 from ..._axes import not_finite_text
 from ..._pytree import PyTree
+from ..._sharding import Layout, check_same_in_processes
 from ..._warnings import warn
 from ...distributed import to_host
-from ...sharding._engine import Layout, check_same_in_processes
 from .._check import check_no_array_options, check_one_pass
 from .._state import TrainState
+from .._texts import array_text, array_texts
 from ..compiled._chunk import Chunk, compiled_chunk, undonated_chunk
 from ..compiled._health import Carry
 from ..compiled._order import RowOrder
@@ -19,7 +20,6 @@ from ..compiled._program import in_a_loop
 from ..compiled._selection import next_limit
 from ..compiled._stepwise import BlockCalls, run_stepwise
 from ..compiled._windows import Windows
-from ..resume._code_texts import array_text, array_texts
 from ._batches import IterableSource
 from ._check import check_batch_size, check_last_step, check_not_exceeded, check_patience_length, integers_text
 from ._read_ahead import PieceQueue
@@ -248,7 +248,7 @@ def _batch_size(batch_size: int | None, per_epoch: int, layout: Layout | None) -
     if layout is not None:
         if size % layout.row_parts:
             warn(
-                f"Batches of {size} rows do not divide over data x model = {layout.row_parts} devices, each of which "
+                f"Batches of {size} rows do not divide over {layout.row_parts} devices, each of which "
                 f"computes all of them.\nA multiple of {layout.row_parts} rows would share the work."
             )
     return size

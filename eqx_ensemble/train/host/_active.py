@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Int8
 
 from ..._pytree import PyTree
+from ..._sharding import Layout, pad_members, replicate, shard_members
 from ...distributed import to_host
 from ...plan import AbstractPlan
 from ...plan._engine import FEWEST
-from ...sharding._engine import Layout, pad_members, replicate, shard_members
 from .._state import MemberConstants
 from .._status import Status
 from ..compiled._health import Carry, Inputs

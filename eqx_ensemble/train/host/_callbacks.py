@@ -1,4 +1,3 @@
-import contextlib
 import dataclasses
 import signal
 import threading
@@ -13,7 +12,6 @@ import numpy as np
 from jaxtyping import Array
 
 from ..._pytree import PyTree
-from ...checkpoint._engine import hold_exit, is_exit_asked
 from ...distributed import broadcast_from_first, to_host
 from ...distributed._engine import all_gather
 from .._callback import Every, Progress, check_answer, other_process_message
@@ -24,9 +22,9 @@ from ..compiled._health import Carry
 from ..compiled._optimiser import Optimiser
 from ..compiled._selection import reset_best, stop_at_limits, stop_members
 from ..data._source import AbstractSource
-from ..resume._resume import Saver
 from ._active import ActiveMembers
 from ._record import History, Record, Taken, curves_since
+from ._saver import Saver
 
 
 class Saving:
@@ -56,15 +54,10 @@ class Saving:
         """The error of a save that failed, after which the run ends."""
         return None if self._saver is None else self._saver.failed
 
-    def claim(self) -> None:
-        """Locks the folder for this run, before its first step."""
-        if self._saver is not None:
-            self._saver.claim()
-
     def save(self, members: ActiveMembers, source: AbstractSource, *, if_due: bool = False) -> None:
-        """Saves the run, unless its last step is saved; with `if_due`, if it is time for a checkpoint."""
+        """Saves the run, unless it has no step or its last one is saved; with `if_due`, if it is time for it."""
         saver, step = self._saver, self._record.steps
-        if saver is None or saver.step == step or (if_due and not saver.due(step)):
+        if saver is None or saver.step == step or not self._record.has_steps or (if_due and not saver.due(step)):
             return
         saver.save(
             members.all(),
@@ -74,11 +67,6 @@ class Saving:
             cursor=source.bookmark(),
             seconds=self.seconds,
         )
-
-    def wait(self) -> None:
-        """Waits for the last save."""
-        if self._saver is not None:
-            self._saver.wait()
 
 
 class Reviver:
@@ -116,37 +104,31 @@ class Interruption:
     """Defers Ctrl-C until the state of a run is consistent.
 
     Between a donating call and the assignment of its result, the old state is deleted and the new one not yet assigned:
-    a `KeyboardInterrupt` there loses both. In this context the first Ctrl-C is only recorded; the second one raises. If
-    the run is saved, a signal of `checkpoint.exit_on_signal` is deferred as well.
+    a `KeyboardInterrupt` there loses both. In this context the first Ctrl-C is only recorded; the second one raises.
+
+    **Attributes:**
+
+    - `is_requested`: whether the end of the run is requested.
     """
 
-    def __init__(self, *, is_saved: bool) -> None:
-        self._noted, self._is_saved = False, is_saved
+    def __init__(self) -> None:
+        self.is_requested = False
         self._before = None
-        self._held = contextlib.ExitStack()
-
-    @property
-    def is_requested(self) -> bool:
-        """Whether the end of the run is requested."""
-        return self._noted or (self._is_saved and is_exit_asked())
 
     def __enter__(self) -> "Interruption":
         own = threading.current_thread() is threading.main_thread()
         if own and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before = signal.signal(signal.SIGINT, self._note)
-        if self._is_saved:
-            self._held.enter_context(hold_exit())
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._held.close()
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted:
+        if self.is_requested:
             raise KeyboardInterrupt
-        self._noted = True
+        self.is_requested = True
 
 
 class Ending:
@@ -352,7 +334,6 @@ class Callbacks:
         failed = gathered[:, -1]
         if failed.any() and jax.process_count() > 1:
             self._saving.save(members, source)
-            self._saving.wait()
         if error is not None:
             raise error
         if failed.any():

@@ -11,10 +11,9 @@ from jaxtyping import Array, Bool
 from ... import _axes
 from ..._progress import members_in_words, progress_line
 from ..._pytree import PyTree
-from ...checkpoint._engine import exit_if_asked
 from ...distributed import to_host
 from ...plan import AbstractPlan
-from ...plan._engine import Pilot, explain_memory
+from ...plan._engine import explain_memory
 from .._callback import Every
 from .._check_run import warn_of_undefined_scores
 from .._revive import Revival, Revive
@@ -24,11 +23,11 @@ from ..compiled._health import Carry, Inputs, fault_path, nan_is_data
 from ..compiled._program import Program
 from ..compiled._selection import Limits, stop_at_limits
 from ..data._source import AbstractSource, Length
-from ..resume._resume import Saver
 from ._active import ActiveMembers
 from ._callbacks import Callbacks, Ending, Interruption, Reviver, Saving
 from ._check import ended_message, lost_run_message
 from ._loop import Executor, Host, Pacing, Recording, run, validate_best
+from ._saver import Saver
 from ._start import Start
 
 
@@ -53,13 +52,13 @@ def execute(
     carry = Carry(stop_at_limits(first.moving, limits, first.step), start.selection, first.step)
     inputs = Inputs(first.fixed, first.shared, source.data, validation, limits, source.order)
     members = ActiveMembers(inputs, carry, program.layout)
-    pilot, reviver = Pilot(plan, name="fit"), None
+    reviver = None
     if isinstance(on_diverge, Revive):
         reviver = Reviver(on_diverge, program.optimiser, first.shared, first.ids, start.revived, key=key)
     revivals = start.revived if reviver is None else reviver.revivals
     with (
         saver or contextlib.nullcontext(),
-        Interruption(is_saved=saver is not None) as interruption,
+        Interruption() as interruption,
         progress_line(show=progress, description=members_in_words(first.num_members), unit="step") as line,
         nan_is_data(),
     ):
@@ -67,22 +66,20 @@ def execute(
         lost = int(lost_before.sum())
         stopping = Ending(interruption, saving, reviver, on_diverge=on_diverge, lost_before=lost, seconds=seconds)
         stops = program.patience is not None or limits.target is not None or seconds is not None
-        pacing = Pacing(pilot, members_stop=stops)
+        executor = Executor(program, members)
+        pacing = Pacing(executor, members_stop=stops)
         calls = Callbacks(callbacks, begun=length.begun, start=first, record=record, saving=saving, stopping=stopping)
         host = Host(
-            Executor(program, pilot, members), members, pacing, Recording(record, line), stopping, saving, calls
+            executor, members, pacing, Recording(record, line), stopping, saving, calls
         )  # fmt: skip
         collect = lambda **options: collect_run(start, host, source, plan, revivals, **options)
-        with _attach_run(host, source, collect), explain_memory(pilot, first.num_members):
+        with _attach_run(host, source, collect), explain_memory(plan, first.num_members):
             members.begin()
             if saver is None or saver.step < 0:
                 validate_best(program, members)
             run(source, host, length, start.cursor)
-            saving.wait()
     ended = collect(interrupted=stopping.ended_early)
     warn_of_undefined_scores(ended, [step for step in record.validated if step > length.begun])
-    if saving.is_on and saving.error is None:
-        exit_if_asked()
     return ended
 
 
@@ -100,7 +97,6 @@ def _attach_run(host: Host, source: AbstractSource, collect: Any) -> Iterator[No
         if record.steps > first_step and jax.process_count() == 1 and not _is_gone(host.members.carry):
             try:
                 saving.save(host.members, source)
-                saving.wait()
                 error.run = collect(interrupted=False)  # pyright: ignore[reportAttributeAccessIssue]
                 error.add_note(ended_message(record.steps, saved=saving.is_on, failed=saving.error))
             except Exception as second:

@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from ..._axes import not_finite_text
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
+from ..._sharding import Layout, layout_for, replicate, shard_members, warn_of_padding
 from ...distributed import to_host
-from ...sharding._engine import Layout, layout_for, replicate, shard_members, warn_of_padding
 from .._hyper import follow_hyper
 from .._revive import Revival, restart
 from .._run import Run
@@ -52,7 +52,7 @@ def layout_of(mesh: Mesh | None, begun: Any) -> Layout | None:
         return None  # rejected by a later check
     layout = layout_for(mesh, state.moving.params if isinstance(state, TrainState) else state.stacked)
     if layout is not None:
-        warn_of_padding(state.num_members, layout.members)
+        warn_of_padding(state.num_members, layout)
     return layout
 
 

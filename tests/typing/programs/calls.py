@@ -129,23 +129,20 @@ def predicting(
     reveal_type(run.predict(x))  # is Array
     reveal_type(stateful_run.predict(x, strict=True))  # is Array
     reveal_type(sequential_run.predict(x))  # is Array
-    reveal_type(run.predict(x, combine=ee.uncertainty.decompose_variance, memory=2**20).total)  # is Array
+    reveal_type(run.predict(x, combine=ee.uncertainty.decompose_variance, batch_size=64).total)  # is Array
     ee.predict(parameters, x)  # error
     ee.predict(mlps, x, batch_sise=64)  # error
     ee.predict(mlps[0], x)  # error
 
 
-def files(mlps: ee.Ensemble[MLP], state: State, paths: list[str], x: jax.Array) -> None:
+def files(mlps: ee.Ensemble[MLP], state: State, x: jax.Array) -> None:
     reveal_type(ee.load("a", make))  # is Ensemble[MLP]
     reveal_type(ee.load("a", make_stateful))  # is tuple[Ensemble[Stateful], State]
     reveal_type(ee.load("a", mlps, members=[0]))  # is Ensemble[MLP]
     reveal_type(ee.load("a", mlps[0]))  # is MLP
     reveal_type(ee.load("a", (mlps, state)))  # is tuple[Ensemble[MLP], State]
     reveal_type(ee.load("a", {"rate": x}))  # is dict[str, Array]
-    reveal_type(ee.load_members(paths, make))  # is Ensemble[MLP]
-    reveal_type(ee.load_members(paths, mlps[0]))  # is Ensemble[MLP]
     ee.load("a", make, strikt=False)  # error
-    ee.load_members(3, make)  # error
 
 
 def steps(mlps: ee.Ensemble[MLP], x: jax.Array, key: jax.Array) -> None:

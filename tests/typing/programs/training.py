@@ -83,18 +83,6 @@ def training(ensemble: ee.Ensemble[MLP], optimiser: Any, x: jax.Array, key: jax.
     run.best("validation")  # error
 
 
-def describing(ensemble: ee.Ensemble[MLP], run: ee.Run[MLP]) -> None:
-    description = ee.describe(ensemble, trainable=eqx.is_inexact_array)
-    reveal_type(description)  # is Description
-    reveal_type(description.rows[0])  # is LeafDescription
-    reveal_type(description.rows[0].shape)  # is tuple[int, ...] | None
-    reveal_type(description.num_trainable)  # is int
-    reveal_type(ee.describe(run).bytes)  # is int
-    reveal_type(ee.describe(run.train_state))  # is Description
-    ee.describe(ensemble[0])  # error
-    print(description.rows[0].trainables)  # error
-
-
 def joint_ensembles(model: MLP, ensemble: ee.Ensemble[MLP], key: jax.Array) -> None:
     joint = ee.methods.efficient.tabm(model, 4, key=key)
     reveal_type(joint)  # is JointEnsemble[MLP]

@@ -83,7 +83,6 @@ def test_files(trained, series, windows, tmp_path):
 
 
 def test_members_keep_the_promises():
-    ee.testing.check_ensemble(lambda key: forecasts.Cell(3, key=key), jnp.ones(6), key=KEY)
     data = jnp.ones((8, 6)) * jnp.arange(8.0)[:, None], jnp.arange(8.0)
     make = lambda key: forecasts.Cell(3, key=key)
     ee.testing.check_independent(make, forecasts.loss, optax.adam(1e-2, eps=1e-4), data, steps=3, key=KEY)

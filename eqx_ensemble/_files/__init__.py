@@ -1,9 +1,0 @@
-from ._like import PLAIN_DTYPES as PLAIN_DTYPES
-from ._like import as_like as as_like
-from ._like import check_like_given as check_like_given
-from ._like import evaluate_make as evaluate_make
-from ._members import export_members as export_members
-from ._members import load_members as load_members
-from ._save_load import load as load
-from ._save_load import marks as marks
-from ._save_load import save as save
