@@ -285,6 +285,37 @@ def test_another_call_is_refused(tmp_path, unhooked):
     assert executor.calls == []
 
 
+class Apart(Here):
+    """On a machine that does not see the folder of the caller."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def submit(self, fn, /, *args):
+        hidden = self.folder.rename(self.folder.with_name("hidden"))
+        try:
+            return super().submit(fn, *args)
+        finally:
+            assert not self.folder.exists()
+            hidden.rename(self.folder)
+
+
+def test_workers_that_do_not_see_the_folder(tmp_path, expected):
+    """They return the content of their files, and get that of files to continue."""
+    folder = tmp_path / "runs"
+    executor = Apart(folder)
+    assert_equal(fit(fleet.fit, executor, folder=folder, shards=3, epochs=2), expected)
+    files = sorted(folder.glob("shard-*"))
+    assert len(files) == 3
+    assert sorted(folder.iterdir()) == files
+    assert_equal(fit(fleet.fit, executor, folder=folder, shards=3, epochs=2), expected)
+    assert len(executor.calls) == 3
+    size = files[0].stat().st_size
+    assert_equal(fit(fleet.fit, executor, folder=folder, shards=3, epochs=3), fit(ee.fit, epochs=3))
+    assert len(executor.calls[0][1]) < size < len(executor.calls[3][1])
+
+
 # Workers that die.
 
 
