@@ -158,7 +158,7 @@ def _write(path: Path, text: str, arrays: dict[str, np.ndarray], leaves: dict[st
     digests = b"".join(found)
     stored = {name: x if leaves[name].is_native else as_bytes(x) for name, x in arrays.items()}
     stored[_DIGESTS] = np.frombuffer(digests, np.uint8).reshape(-1, 32)
-    with _replacing(path) as new:
+    with replacing(path) as new:
         try:
             save_file(stored, new, {_OURS: text, _DIGESTS: hashlib.sha256(text.encode()).hexdigest()})
         except SafetensorError as error:  # such as of a full disk
@@ -176,7 +176,7 @@ def _versions() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A new file that replaces `path` at the end: at all times `path` holds the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")

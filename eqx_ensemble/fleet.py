@@ -32,6 +32,7 @@ from ._ensemble import Ensemble, M, concatenate, take
 from ._foreign import as_numpy
 from ._progress import members_in_words, progress_line
 from ._pytree import PyTree
+from ._save import replacing
 from ._warnings import ignore_warnings
 from .plan import Cores
 from .train._engine import (
@@ -234,7 +235,8 @@ def _train(executor: Any, shards: _Shards, report: Callable[[int], Any]) -> list
                     lost = died
                     continue
                 if content is not None:
-                    _write(shards.path(i), content)
+                    with replacing(shards.path(i)) as file:
+                        file.write_bytes(content)
                 if error is None:
                     read(i)
                 else:
@@ -277,13 +279,6 @@ def _submit(executor: Any, shards: _Shards, left: list[int], attempt: int) -> It
             for future in futures.values():
                 future.cancel()
             raise
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes a file, which is there complete or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(content)
-    os.replace(new, path)
 
 
 # On a worker, and in this process to read.
