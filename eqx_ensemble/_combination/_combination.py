@@ -21,7 +21,6 @@ from .._check import (
     concrete,
 )
 from .._pytree import PyTree
-from .._suggest import inner_function
 from ._blocks import by_blocks, pays
 
 
@@ -297,7 +296,7 @@ def stream_of(combine: Any) -> AbstractCombination | None:
     """The streaming form of the argument `combine`, or `None`."""
     if isinstance(combine, AbstractCombination):
         return combine
-    return _STREAMS.get(inner_function(combine)) if isinstance(combine, types.FunctionType) else None
+    return _STREAMS.get(combine) if isinstance(combine, types.FunctionType) else None
 
 
 def streaming(fn: Callable[..., Any]) -> AbstractCombination:

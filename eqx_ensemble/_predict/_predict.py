@@ -14,7 +14,6 @@ from .._compiled import flatten, program_key
 from .._ensemble import Ensemble, Group, check_ensemble
 from .._foreign import as_hashable, from_foreign_tree, own_array
 from .._pytree import PyTree
-from .._suggest import explain_as
 from .._typing import ByPart, CallableEnsemble, Out, StatefulEnsemble
 from ..plan import AbstractPlan, AnyPlan
 from ..plan._engine import Pilot, as_plan, explain_memory, plan_in_program
@@ -183,7 +182,6 @@ def predict(
 def predict(ensemble: Group, x: PyTree, *, combine: Callable[..., Out], **options: Unpack[GroupOptions]) -> Out: ...
 @overload
 def predict(ensemble: Group, x: PyTree, *, combine: None = None, **options: Unpack[GroupOptions]) -> Any: ...
-@explain_as("predict")
 def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols stand for `Ensemble`
     ensemble: Ensemble[Any] | Group,
     x: PyTree,

@@ -16,12 +16,11 @@ from jax.sharding import SingleDeviceSharding
 
 from .. import _axes, _check
 from .._axes import explain_rows
-from .._caller import caller
+from .._caller import caller, name_in_threads
 from .._check import is_key
 from .._cores import on_cores
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
-from .._suggest import explain_as
 from ..distributed._engine import largest
 from ..plan._engine import Pilot, cost_of, explain_memory, free_bytes, peak, release_memory
 from ..sharding._engine import spans_processes
@@ -331,9 +330,9 @@ def _run_at_once(steps: Iterator[Step], finish: Callable[[Step, Any], None], *, 
             errors[number] = error
             turn.notify_all()
 
-    run = explain_as(caller())(run_next)  # messages name the same function in all threads
     context = contextvars.copy_context()
-    on_cores(lambda _: context.copy().run(run), range(count), cores=cores)
+    context.run(name_in_threads, caller())
+    on_cores(lambda _: context.copy().run(run_next), range(count), cores=cores)
     finish_until(0)
     if errors:
         raise errors[min(errors)]

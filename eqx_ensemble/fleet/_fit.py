@@ -13,7 +13,6 @@ from .._caller import caller
 from .._check import check_integers_fit, check_key, check_optional_function, check_positive_int
 from .._ensemble import Ensemble, M, check_model_state_given, ids_of, take
 from .._pytree import PyTree
-from .._suggest import meant_text
 from ..checkpoint import Checkpoints
 from ..distributed import to_host
 from ..plan import AbstractPlan
@@ -99,8 +98,8 @@ def check_known(options: Iterable[str]) -> None:
     """Raises for options that `fit` does not have."""
     for word in options:
         if word not in _KNOWN and word not in _REFUSED:
-            hint = meant_text(word, _KNOWN) or f"Its options are {', '.join(f'`{known}`' for known in _KNOWN)}."
-            raise TypeError(f"`{caller()}` has no option `{word}`.\n{hint}")
+            known = ", ".join(f"`{known}`" for known in _KNOWN)
+            raise TypeError(f"`{caller()}` has no option `{word}`.\nIts options are {known}.")
 
 
 def check_start_options(begun: Any, optimiser: Any, options: dict[str, Any], given: Options) -> None:

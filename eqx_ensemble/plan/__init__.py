@@ -1,4 +1,3 @@
-from .. import _suggest
 from ._auto import AnyPlan as AnyPlan
 from ._auto import Auto as Auto
 from ._cores import Cores as Cores
@@ -7,5 +6,3 @@ from ._plans import Chunked as Chunked
 from ._plans import Sequential as Sequential
 from ._plans import Unrolled as Unrolled
 from ._plans import Vmap as Vmap
-
-_suggest.explain_names(__name__)

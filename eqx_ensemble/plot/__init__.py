@@ -1,6 +1,5 @@
 """Plots that are legible in greyscale: each draws on the given Axes, and returns them."""
 
-from .. import _suggest
 from ._bands import prediction_bands as prediction_bands
 from ._bands import risk_coverage as risk_coverage
 from ._bands import uncertainty_histogram as uncertainty_histogram
@@ -12,5 +11,3 @@ from ._coordinates import parallel_coordinates as parallel_coordinates
 from ._similarity import connectivity as connectivity
 from ._similarity import member_similarity as member_similarity
 from ._training import training_curves as training_curves
-
-_suggest.explain_names(__name__)

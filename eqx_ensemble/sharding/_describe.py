@@ -38,7 +38,8 @@ class Placement(NamedTuple):
         rows = [["device", "process", "members", "MiB", *shown]]
         for device, ids in self.members.items():
             whole = mebibytes(self.bytes[device])
-            rows.append([f"{device.platform}:{device.id}", str(device.process_index), _ranges(ids) or "none", whole, *own(device)])
+            name = f"{device.platform}:{device.id}"  # `str(device)` depends on the release of JAX
+            rows.append([name, str(device.process_index), _ranges(ids) or "none", whole, *own(device)])
         on_host = sum(held.get(HOST, 0) for held in self.parts.values())
         if on_host:
             rows.append([HOST, "each", "", mebibytes(on_host), *own(HOST)])

@@ -16,7 +16,6 @@ from .._ensemble import Ensemble, Group, M
 from .._foreign import as_hashable, from_foreign_tree
 from .._jaxpr import unused_inputs
 from .._pytree import PyTree
-from .._suggest import explain_as
 from .._typing import ByPart
 from .._warnings import ignore_warnings, warn
 from ..checkpoint import Checkpoints
@@ -150,7 +149,6 @@ def fit(
 ) -> Run[M]: ...
 @overload
 def fit(ensemble: Group | GroupRun, loss: Any, optimiser: Any, data: Any, *, key: Any, **options: Any) -> GroupRun: ...
-@explain_as("fit")
 def fit(  # pyright: ignore[reportInconsistentOverload]  # options of groups are not listed
     ensemble: Ensemble[M] | TrainState[M] | Run[M] | Group | GroupRun,
     loss: ByPart[Callable[..., Any]],

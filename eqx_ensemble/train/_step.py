@@ -14,7 +14,6 @@ from .._compiled import CompiledCall
 from .._ensemble import M
 from .._foreign import as_hashable, take_in
 from .._pytree import PyTree
-from .._suggest import explain_as
 from ..plan import AbstractPlan, AnyPlan, Vmap
 from ..plan._engine import Pilot, as_plan
 from ..sharding._engine import Layout, as_layout
@@ -56,7 +55,6 @@ class Step(eqx.Module):
     pilot: Pilot | None = eqx.field(static=True)
     layout: Layout | None = eqx.field(static=True)
 
-    @explain_as("step", transfers=False)
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
         check_train_state(state)

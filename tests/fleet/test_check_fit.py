@@ -19,7 +19,7 @@ REFUSED = {
     "has_aux": ({"has_aux": 1}, TypeError, "`has_aux`"),
     "history": ({"history": "first"}, ValueError, "`history` to be 'all', 'last' or a number of steps"),
     "no key": ({"key": None}, TypeError, "needs one key: for example"),
-    "unknown": ({"batchsize": 8}, TypeError, "has no option `batchsize`.\nDid you mean `batch_size`"),
+    "unknown": ({"batchsize": 8}, TypeError, "has no option `batchsize`.\nIts options are `batch_size`, "),
     "unlike any": ({"qqq": 8}, TypeError, "has no option `qqq`.\nIts options are `batch_size`"),
     "loss": ({"loss": 3}, TypeError, r"as a function `loss\(model, batch, key\)`, got 3"),
     "arguments of the loss": ({"loss": lambda model: 0.0}, TypeError, "cannot be called like that"),

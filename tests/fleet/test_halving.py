@@ -140,7 +140,7 @@ class TestInAFolder:
         (on_workers(Here()) | {"ids": range(9)}, "does not take `ids`: it compares"),
         ({"fit": None}, "needs `fit` to be a function"),
         ({"fit": lambda *args, **options: None}, "needs `fit` to return a run"),
-        (on_workers(Here()) | {"batchsize": 3}, "Did you mean `batch_size`"),
+        (on_workers(Here()) | {"batchsize": 3}, "has no option `batchsize`"),
         (on_workers(Here()) | {"data": lambda ids: [(X, Y)] * 8}, "needs `epochs`, not `steps`, with an iterable"),
     ],
 )
