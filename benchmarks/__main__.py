@@ -1,6 +1,6 @@
 """`python -m benchmarks [--quick] [NAME ...]`: runs scripts in processes of their own and prints one table.
 
-Those of `reliability` take hours, and run only when they are named.
+`reliability` kills processes and fills disks, and runs only when it is named.
 """
 
 import json
@@ -41,13 +41,12 @@ SCRIPTS = (
     "history",
     "house",
 )
-RELIABILITY = tuple(f"reliability/{name}" for name in ("kills", "flips", "disks", "hostile", "saving"))
-KNOWN = SCRIPTS + RELIABILITY
+KNOWN = (*SCRIPTS, "reliability")
 
 
 def main() -> int:
     parser = flags()
-    text = f"some of {', '.join(KNOWN)}; all but those of reliability if not given"
+    text = f"some of {', '.join(KNOWN)}; all but `reliability` if not given"
     parser.add_argument("names", nargs="*", metavar="NAME", help=text)
     options = parser.parse_args()
     if unknown := set(options.names) - set(KNOWN):
@@ -55,7 +54,7 @@ def main() -> int:
     results, failed = [], []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.names or SCRIPTS:
-            path = pathlib.Path(folder, f"{pathlib.Path(name).name}.json")
+            path = pathlib.Path(folder, f"{name}.json")
             command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(path)]
             command += ["--quick"] * options.quick
             command += [] if options.cores is None else ["--cores", str(options.cores)]

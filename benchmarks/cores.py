@@ -165,9 +165,7 @@ def _plans(report: Report, *, make: Callable[..., Problem], epochs: int, quick: 
         "Cores(Vmap(), block=8)": ee.plan.Cores(ee.plan.Vmap(), block=8),
         "Cores(Vmap(), block=16)": ee.plan.Cores(ee.plan.Vmap(), block=16),
         "Cores(Vmap(), block=32)": ee.plan.Cores(ee.plan.Vmap(), block=32),
-        "auto": "auto",
     }
-    report.facts[f"{problem.name}: the default"] = _fit(problem, epochs, None)().plan.explain().replace("\n", " ")
     names = ["Vmap"] if quick else [n for n in known if problem.num_members > 16 or "32" not in n]
     contenders = [_contender(name, problem, _fit(problem, epochs, known[name]), epochs) for name in names]
     contenders.append(_contender("fit", problem, _fit(problem, epochs, None), epochs))

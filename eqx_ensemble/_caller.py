@@ -1,8 +1,7 @@
 """The public function that the user's code called, for messages; it is found only when one is written."""
 
-import builtins
+import contextvars
 import sys
-import traceback
 import types
 from collections.abc import Collection
 
@@ -13,8 +12,10 @@ _LIBRARIES = frozenset(  # whose frames may lie between two of ours
 )
 # Which call what users pass: `combine=ee.combine.mixture`.
 _OF_USERS = (f"{_OWN}._predict.", f"{_OWN}.scores._bootstrap")
+_began = contextvars.ContextVar("_began", default="")
 _HIDDEN = ("__call__", "__init__", "__post_init__", "__check_init__", "__new__")  # named by their class
 _ACTS_AS = {  # what messages name differently, whoever called it
+    "_combination._combination.streaming": "combine.streaming",
     "_ensemble._ensemble.Ensemble.__call__": "Ensemble.__call__",
     "methods._pbt.check_explore": "explore",
     "plan._plans._as_scan": "plan.AbstractPlan",
@@ -29,8 +30,8 @@ _ACTS_AS = {  # what messages name differently, whoever called it
 def caller() -> str:
     """The public name, without the package, of the function that was called from outside of this library.
 
-    A public function is a frame of `_suggest.explain_as`. A message from a frame without public ones around it, as in a
-    thread of our own, names the outermost private function.
+    A message from a thread of our own names the function that began it, by `name_in_threads`; without public frames
+    around it, the outermost private function.
     """
     frame: types.FrameType | None = sys._getframe(1)
     found, outermost = "", ""
@@ -48,27 +49,12 @@ def caller() -> str:
         elif found and package not in _LIBRARIES:
             return found
         frame = frame.f_back
-    return found or outermost
+    return _began.get() or found or outermost
 
 
-def hide_own_frames(error: BaseException) -> None:
-    """In IPython, hides this library's frames of an error that the user's code or another library raised.
-
-    JAX and Equinox hide theirs in the same way. `%debug` passes over hidden frames.
-    """
-    if "__IPYTHON__" not in vars(builtins):
-        return
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = [frame for frame in frames if _is_own(frame)]
-    if not own or own[-1] is frames[-1]:
-        return
-    outer = [frame for frame, _ in traceback.walk_stack(frames[0].f_back) if _is_own(frame)]  # not reached yet
-    for frame in own + outer:
-        frame.f_locals["__tracebackhide__"] = True
-
-
-def _is_own(frame: types.FrameType) -> bool:
-    return (frame.f_globals.get("__name__") or "").partition(".")[0] == _OWN
+def name_in_threads(name: str) -> None:
+    """Sets the name that messages have in threads that run in this context."""
+    _began.set(name)
 
 
 def _acts_as(frame: types.FrameType, module: str) -> str:
@@ -89,8 +75,6 @@ def _public_name(frame: types.FrameType, module: str) -> str:
     """The public name of the function of a frame; empty for private functions."""
     code = frame.f_code
     name = code.co_qualname.partition(".<locals>")[0]
-    if module == f"{_OWN}._suggest":
-        return frame.f_locals["path"] if code.co_name == "call" and "path" in frame.f_locals else ""
     owner, _, last = name.rpartition(".")
     if owner and code.co_varnames[:1] == ("self",) and "self" in frame.f_locals:
         kinds = (kind for kind in type(frame.f_locals["self"]).__mro__ if kind.__module__.partition(".")[0] == _OWN)
@@ -109,9 +93,9 @@ def _public_path(module: str, path: str) -> str:
     parts = module.split(".")
     public = parts[: next((i for i, part in enumerate(parts) if part.startswith("_")), len(parts))]
     name = path.partition(".")[0]
-    if len(public) > 1 and name in _exports(".".join(public)):
-        return ".".join([*public[1:], path])
-    return path if name in _exports(_OWN) else ""
+    around = (public[:count] for count in range(len(public), 0, -1))
+    home = next((home for home in around if name in _exports(".".join(home))), None)
+    return "" if home is None else ".".join([*home[1:], path])
 
 
 def _exports(package: str) -> Collection[str]:

@@ -1,14 +1,6 @@
-import contextlib
 import importlib
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from ._suggest import explain_calls, refuse_attribute
-
-# Two threads that import modules which import each other would see them partially initialised.
-_one_at_a_time = threading.RLock()
 
 
 def import_when_used(
@@ -26,29 +18,12 @@ def import_when_used(
     public = sorted([*subpackages, *homes])
 
     def find(name: str) -> Any:
-        if name not in homes and name not in subpackages:
-            refuse_attribute(package, name)
-        # A module that is being imported must not wait: another thread may wait for it.
-        with contextlib.nullcontext() if _is_used_inside(package) else _one_at_a_time:
-            if name in homes:
-                value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
-                value = explain_calls(value, package, name)
-            else:
-                value = importlib.import_module(f"{package}.{name}")
+        if name not in public:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = importlib.import_module(f"{package}.{homes.get(name, name)}")
+        value = getattr(found, name) if name in homes else found
         # Further look-ups find the attribute without this function.
         setattr(importlib.import_module(package), name, value)
         return value
 
-    def names_of_package() -> list[str]:
-        own = (name for name in vars(importlib.import_module(package)) if name.startswith("__"))
-        return sorted({*own, *public})
-
-    return find, names_of_package, public
-
-
-def _is_used_inside(package: str) -> bool:
-    """Whether a module of the package itself, not a user of it, looks up a name."""
-    frame = sys._getframe(2)
-    if frame.f_globals.get("__name__") == "importlib._bootstrap" and frame.f_back is not None:  # `from package import`
-        frame = frame.f_back
-    return str(frame.f_globals.get("__name__")).startswith(f"{package}.")
+    return find, lambda: public, public

@@ -16,6 +16,7 @@ import numpy as np
 from ._caller import caller
 from ._check import CheckpointCorruptError, MemberMismatchError, check_path, is_member_array, member_dtype
 from ._ensemble import Ensemble, M
+from ._foreign import empty_aligned
 from ._ids import close_all, open_all
 from ._pytree import PyTree
 from ._save import (
@@ -169,11 +170,11 @@ def _read(file: BinaryIO, header: Header, name: str, *, rows: list[int] | None) 
     size, chosen = leaf.nbytes // leaf.num_digests, list(range(leaf.num_digests))
     if rows is not None and leaf.per_member:
         chosen = rows
-        data = _aligned(size * len(rows))
+        data = empty_aligned((size * len(rows),), np.uint8)
         for i, row in enumerate(rows):
             _fill(fd, data[i * size : (i + 1) * size], header.starts[name] + row * size)
     else:
-        data = _aligned(leaf.nbytes)
+        data = empty_aligned((leaf.nbytes,), np.uint8)
         _fill(fd, data, header.starts[name])
     saved, found = os.pread(fd, 32 * leaf.num_digests, header.digests[name]), digests_of(data, len(chosen))
     for i, row in enumerate(chosen):
@@ -183,13 +184,6 @@ def _read(file: BinaryIO, header: Header, name: str, *, rows: list[int] | None) 
             raise CheckpointCorruptError(text, str(file.name), name, row if leaf.per_member else None)
     shape = (len(chosen), *leaf.shape[1:]) if leaf.per_member else leaf.shape
     return data.view(np.dtype(leaf.dtype)).reshape(shape)
-
-
-def _aligned(size: int) -> np.ndarray:
-    """Bytes that begin where JAX needs it to use them without a copy."""
-    data = np.empty(size + 64, np.uint8)
-    start = -data.ctypes.data % 64
-    return data[start : start + size]
 
 
 def _fill(fd: int, part: np.ndarray, start: int) -> None:

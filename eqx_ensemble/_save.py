@@ -70,7 +70,7 @@ class Leaf(NamedTuple):
         return dtype.isbuiltin == 1 and dtype.kind in "biuf" and dtype.itemsize <= 8
 
     @property
-    def stored(self) -> tuple[str, list[int]]:
+    def entry(self) -> tuple[str, list[int]]:
         """The dtype and the shape in safetensors: bytes for a dtype that is not native."""
         if not self.is_native:
             return "U8", [self.nbytes]
@@ -158,7 +158,7 @@ def _write(path: Path, text: str, arrays: dict[str, np.ndarray], leaves: dict[st
     digests = b"".join(found)
     stored = {name: x if leaves[name].is_native else as_bytes(x) for name, x in arrays.items()}
     stored[_DIGESTS] = np.frombuffer(digests, np.uint8).reshape(-1, 32)
-    with _replacing(path) as new:
+    with replacing(path) as new:
         try:
             save_file(stored, new, {_OURS: text, _DIGESTS: hashlib.sha256(text.encode()).hexdigest()})
         except SafetensorError as error:  # such as of a full disk
@@ -176,7 +176,7 @@ def _versions() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A new file that replaces `path` at the end: at all times `path` holds the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -321,7 +321,7 @@ def read_header(path: PathLike) -> Header:
         for name, leaf in {**leaves, _DIGESTS: Leaf("uint8", (count, 32))}.items():
             found = fields.pop(name)
             start, stop = found["data_offsets"]
-            if (found["dtype"], found["shape"]) != leaf.stored or stop - start != leaf.nbytes:
+            if (found["dtype"], found["shape"]) != leaf.entry or stop - start != leaf.nbytes:
                 raise ValueError(f"the description of `{name}` has changed")
             starts[name], end = 8 + size + start, max(end, 8 + size + stop)
         if fields or end != whole:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ._axes import Each, map_each
@@ -33,15 +32,15 @@ from ._ensemble import Ensemble, M, concatenate, take
 from ._foreign import as_numpy
 from ._progress import members_in_words, progress_line
 from ._pytree import PyTree
-from ._suggest import explain_as
+from ._save import replacing
 from ._warnings import ignore_warnings
 from .plan import Cores
 from .train._engine import (
-    History,
     Optimiser,
     Revive,
     Run,
     UnfinishedError,
+    align_histories,
     allow_idle,
     check_no_transformation,
     check_optimiser_kind,
@@ -89,7 +88,6 @@ class _Shards(NamedTuple):
         return f"shard {i} (members {self.positions[i][0]} to {self.positions[i][-1]})"
 
 
-@explain_as("fleet.fit")
 def fit(
     executor: Any,
     ensemble: Ensemble[M] | Callable[[np.ndarray], Any],
@@ -237,7 +235,8 @@ def _train(executor: Any, shards: _Shards, report: Callable[[int], Any]) -> list
                     lost = died
                     continue
                 if content is not None:
-                    _write(shards.path(i), content)
+                    with replacing(shards.path(i)) as file:
+                        file.write_bytes(content)
                 if error is None:
                     read(i)
                 else:
@@ -280,13 +279,6 @@ def _submit(executor: Any, shards: _Shards, left: list[int], attempt: int) -> It
             for future in futures.values():
                 future.cancel()
             raise
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes a file, which is there complete or not at all."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(content)
-    os.replace(new, path)
 
 
 # On a worker, and in this process to read.
@@ -419,41 +411,5 @@ def _join(runs: Sequence[Run[Any]]) -> Run[Any]:
             plan=first.plan,
             epoch=first.epoch,
         )
-        for run, history in zip(runs, _align([run.history for run in runs]), strict=True)
+        for run, history in zip(runs, align_histories([run.history for run in runs]), strict=True)
     )
-
-
-def _align(histories: Sequence[History]) -> list[History]:
-    """Histories with the same columns; NaN, or zero for integers, fills those that shorter ones lack."""
-    steps = max(history.loss.shape[1] for history in histories)
-    # Columns end at the same steps in all shards, except in one whose members all stopped within a window of `history`.
-    step = np.max([np.pad(history.step, (0, steps - len(history.step))) for history in histories], axis=0)
-    longest = max((history.validation_step for history in histories), key=lambda steps: (len(steps), *steps[-1:]))
-    dtype = next((history.validation.dtype for history in histories if history.validation is not None), None)
-
-    def align(history: History) -> History:
-        loss, aux = jax.tree.map(lambda curve: _pad(curve, steps), (history.loss, history.aux))
-        return History(loss, aux, None if dtype is None else _at_steps(history, longest, dtype), longest, step)
-
-    return list(map(align, histories))
-
-
-def _pad(curves: np.ndarray, steps: int) -> np.ndarray:
-    """Curves `(members, steps, ...)` with more columns."""
-    width = [(0, 0), (0, steps - curves.shape[1]), *((0, 0) for _ in curves.shape[2:])]
-    return np.pad(curves, width, constant_values=np.nan if jnp.issubdtype(curves.dtype, jnp.inexact) else 0)
-
-
-def _at_steps(history: History, steps: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    """Validation scores in the columns of `steps`; NaN for a run that was never validated.
-
-    A run that ended within an epoch may have been validated there: its last score belongs in the column of that epoch.
-    """
-    scores = np.full((len(history.loss), len(steps)), np.nan, dtype)
-    if history.validation is None:  # its members diverged before
-        return scores
-    column = -1
-    for step, own in zip(history.validation_step, history.validation.T, strict=True):
-        column = min(max(int(np.searchsorted(steps, step)), column + 1), len(steps) - 1)
-        scores[:, column] = own
-    return scores

@@ -330,14 +330,14 @@ def grouped(options):
         left["validation"] = ee.train.Validation(left["validation"], **judged)
     if stops := {word.removeprefix("max_"): x for word, x in group("target", "max_steps", "max_seconds").items()}:
         left["stop"] = ee.train.Stopping(**stops)
-    saved = {word.removeprefix("checkpoint_"): x for word, x in group("checkpoint_every", "resume").items()}
-    if saved and not isinstance(left.get("checkpoint"), ee.checkpoint.Checkpoints | None):
-        left["checkpoint"] = ee.checkpoint.Checkpoints(left["checkpoint"], **saved)
+    every = left.pop("checkpoint_every", None)
+    if every is not None and left.get("checkpoint") is not None:
+        left["checkpoint"] = ee.train.Checkpoint(left["checkpoint"], every)
     if (every := left.pop("callback_every", None)) is not None:
         callbacks = left.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
         left["callbacks"] = [ee.train.every(every, callback) for callback in callbacks]
     if (scan := left.pop("scan", None)) is not None:
-        plan = ee.plan.Auto() if left.get("plan") == "auto" else left.get("plan") or ee.plan.Vmap()
+        plan = left.get("plan") or ee.plan.Vmap()
         left["plan"] = dataclasses.replace(plan, scan=scan)
     return left

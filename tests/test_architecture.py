@@ -233,6 +233,7 @@ ONE_CUSTOMER: set[str] = {  # which would be too long with it
     "_build/_check.py",
     "_predict/_run_work.py",
     "methods/priors/_check.py",
+    "train/_ranking.py",
     "train/data/_reader_source.py",
     "train/data/_sources.py",
     "train/host/_execute.py",

@@ -60,7 +60,6 @@ ENTRIES = {
     "rows": (INDICES, lambda rows: fitted((X[0], Y[0]), rows=rows)),
     "make_step": (X, stepped),
     "predict": (X, lambda x: ee.predict(ENSEMBLE, x, batch_size=2)),
-    "predict in a budget of memory": (X, lambda x: ee.predict(ENSEMBLE, x, memory=2**30)),
     "predict on a mesh": (X, lambda x: ee.predict(ENSEMBLE, x, mesh=FOUR)),
     "out_of_fold": (X, lambda x: of_folds(x, "out_of_fold").mean),
     "cross_fit": (X, lambda x: of_folds(x, "cross_fit").mean),

@@ -16,8 +16,7 @@ import scipy.stats
 import eqx_ensemble as ee
 
 FOLDER = pathlib.Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
-RELIABILITY = sorted(path.stem for path in (FOLDER / "reliability").glob("[!_]*.py"))
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("[!_]*.py") if path.stem != "reliability")
 
 
 @pytest.fixture
@@ -52,14 +51,11 @@ def test_script(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RELIABILITY)
-def test_nothing_is_lost(name, tmp_path):
-    run_script(f"reliability/{name}", "--json", str(tmp_path / "found.json"), cwd=tmp_path)
+def test_nothing_is_lost(tmp_path):
+    run_script("reliability", "--json", str(tmp_path / "found.json"), cwd=tmp_path)
     rows = json.loads((tmp_path / "found.json").read_text())["results"]["rows"]
-    assert rows
-    for row in rows:
-        assert row["verdict"] in ("met", "", "absent"), row
-        assert row["ratio"] or not row["question"].startswith("control"), row
+    assert {row["question"] for row in rows} >= {"SIGKILL, fit", "SIGKILL, halving", "flipped bits", "files cut short"}
+    assert all(row["verdict"] in ("met", "") for row in rows), rows
 
 
 @pytest.mark.slow
@@ -72,7 +68,7 @@ def test_several_scripts_in_one_table(tmp_path):
 
 def test_every_script_has_its_place():
     main = (FOLDER / "__main__.py").read_text()
-    for name in SCRIPTS + RELIABILITY:
+    for name in [*SCRIPTS, "reliability"]:
         assert f'"{name}"' in main
 
 

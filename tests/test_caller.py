@@ -1,8 +1,6 @@
 """Messages name the public function that the user's code called."""
 
-import builtins
 import functools as ft
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
@@ -82,46 +80,3 @@ def test_calls_without_errors_look_for_no_name(monkeypatch):
     monkeypatch.setattr(_caller, "_public_name", None)
     ee.scores.nll(LOGITS, LABELS[:4])
     ENSEMBLE[1](X[0])
-
-
-def fails(model, *args):
-    width = 7
-    raise RuntimeError(width)
-
-
-USERS = {
-    "fit": lambda: fit(loss=fails, epochs=1),
-    "make_step": lambda: ee.train.make_step(fails, optax.sgd(0.1))(
-        ee.train.init(ENSEMBLE, optax.sgd(0.1), key=KEY), (X, Y)
-    ),
-    "predict": lambda: ee.predict(ENSEMBLE, X, fn=fails),
-    "map_members": lambda: ee.map_members(fails)(ENSEMBLE),
-    "map_members, compiled": lambda: ee.map_members(fails, plan=ee.plan.Sequential())(ENSEMBLE),
-}
-
-
-def own_frames(call, error):
-    """Whether each frame of the library is hidden, and the last frame."""
-    with pytest.raises(error) as caught:
-        call()
-    frames = [frame for frame, _ in traceback.walk_tb(caught.tb)]
-    own = [frame for frame in frames if frame.f_globals["__name__"].startswith("eqx_ensemble.")]
-    always = {"eqx_ensemble._suggest", "eqx_ensemble._transfers"}
-    assert all("__tracebackhide__" in frame.f_locals for frame in own if frame.f_globals["__name__"] in always)
-    rest = [frame for frame in own if frame.f_globals["__name__"] not in always]
-    return {"__tracebackhide__" in frame.f_locals for frame in rest}, frames[-1]
-
-
-@pytest.mark.parametrize("name", USERS)
-def test_ipython_hides_the_frames_between_two_of_the_user(monkeypatch, name):
-    assert own_frames(USERS[name], RuntimeError)[0] == {False}
-    monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
-    hidden, last = own_frames(USERS[name], RuntimeError)
-    assert hidden == {True}
-    assert last.f_locals["width"] == 7
-    assert "__tracebackhide__" not in last.f_locals
-
-
-def test_ipython_shows_the_frames_of_an_error_of_the_library(monkeypatch, unhooked):
-    monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
-    assert own_frames(CALLS["scores.nll"], ValueError)[0] == {False}

@@ -73,7 +73,6 @@ CALLS = {
         ENSEMBLES[i], X[i]
     ),
     "map_members in chunks": lambda i: ENSEMBLES[i].map(mean_output, X[i], plan=ee.plan.Chunked(3)),
-    "map_members auto": lambda i: ee.map_members(mean_output, plan="auto")(ENSEMBLES[i], X[i]),
     "fit": fitted,
     "fit with limits": lambda i: fitted(
         i,

@@ -70,12 +70,11 @@ def objects():
         "Validation": ee.train.Validation((X, Y), score=loss, mode="min"),
         "Stopping": ee.train.Stopping(steps=[3, 8, 5]),
         "Revive": ee.train.Revive(Net, most=2),
-        "Checkpoints": ee.checkpoint.Checkpoints("runs/a", best=2, every=5),
+        "Checkpoint": ee.train.Checkpoint("run.eqx", every=5),
         "Vmap": ee.plan.Vmap(),
         "Chunked": ee.plan.Chunked(2),
         "Sequential": ee.plan.Sequential(),
         "Unrolled": ee.plan.Unrolled(),
-        "Auto": ee.plan.Auto(),
         "temperature": ee.calibrate.temperature(logits, labels, pool="members"),
         "isotonic": ee.calibrate.isotonic(logits, labels, pool="members"),
         "split": ee.conformal.split(Y**2, Y, level=0.5),
@@ -87,11 +86,11 @@ WAYS = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "replace": dataclasses.replace,
+    "replace": lambda x: x._replace() if isinstance(x, tuple) else dataclasses.replace(x),
 }
 NAMES = (
     "Ensemble,an ensemble of ensembles,an ensemble as a field,Each,Each of keys,Batch,Run,Run of some members,"
-    "TrainState,Metrics,History,Validation,Stopping,Revive,Checkpoints,Vmap,Chunked,Sequential,Unrolled,Auto,"
+    "TrainState,Metrics,History,Validation,Stopping,Revive,Checkpoint,Vmap,Chunked,Sequential,Unrolled,"
     "temperature,isotonic,split,lac"
 ).split(",")
 
@@ -99,8 +98,6 @@ NAMES = (
 def plain(leaf):
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    if isinstance(leaf, ee.checkpoint.Checkpoints):
-        return dataclasses.asdict(leaf)
     return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
@@ -173,7 +170,6 @@ def test_tree_at_replaces_a_field(objects):
 @pytest.mark.parametrize(
     ("name", "changed", "text"),
     [
-        ("Checkpoints", {"every": 0}, "needs `every`"),
         ("Stopping", {"steps": [0]}, "needs `steps`"),
         ("Chunked", {"size": 0}, "needs `size`"),
         ("Validation", {"data": None}, "needs data"),
@@ -182,12 +178,6 @@ def test_tree_at_replaces_a_field(objects):
 def test_what_is_replaced_is_checked(objects, name, changed, text):
     with pytest.raises((ValueError, TypeError), match=text):
         dataclasses.replace(objects[name], **changed)
-
-
-def test_replaced_checkpoints_keep_the_other_options():
-    before = ee.checkpoint.Checkpoints("runs/a", last=7, best=2, keep_period=3, format="orbax", resume="must")
-    after = dataclasses.replace(before, every=9)
-    assert dataclasses.asdict(after) == dataclasses.asdict(before) | {"every": 9}
 
 
 def test_a_lambda_is_named():

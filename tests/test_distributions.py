@@ -32,7 +32,7 @@ SOME_TESTS = ["test_stacked_type.py", "combine/test_mean.py", "test_keys.py"]
 MORE_TESTS = [
     "test_build.py",
     "test_ensemble.py",
-    "test_files.py",
+    "test_save.py",
     "predict",
     "plan/test_map.py",
     "train/test_fit.py",

@@ -139,11 +139,7 @@ def _map(module, ensemble):
     return ee.map_members(module.mean_of, plan=ee.plan.Sequential())(ensemble, X)
 
 
-def _connectivity(module, ensemble):
-    return ee.methods.alignment.connectivity(ensemble, module.mean_of, X, num_points=3)[:, 0]
-
-
-CALLS = [_fit, _wrapped, _score, _step, _particles, _scan, _few, _many, _fn, _map, _connectivity]
+CALLS = [_fit, _wrapped, _score, _step, _particles, _scan, _few, _many, _fn, _map]
 
 
 def test_is_used_by_the_next_call(module):

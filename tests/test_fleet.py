@@ -1,13 +1,13 @@
 """Members trained in shards are those of one `fit`, bit for bit under `Sequential`, whatever happens to workers."""
 
 import dataclasses
+import functools as ft
 import importlib
 import multiprocessing
 import os
 import pathlib
 import signal
 import sys
-import threading
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 
 import equinox as eqx
@@ -247,11 +247,9 @@ def test_histories_of_shards_of_different_lengths(name, history, tmp_path):
 
 def test_a_divergence_is_told_once_with_its_likely_cause(tmp_path):
     texts, data = [], (np.where(X > X[5, 1], np.nan, X).astype(np.float32), Y)
-    for call in (lambda **options: fit(ee.fit, **options), lambda **options: fit(
-        fleet.fit, Here(), folder=tmp_path, shards=3, **options
-    )):  # fmt: skip
+    for call in (ee.fit, ft.partial(fleet.fit, Here(), folder=tmp_path, shards=3)):
         with pytest.warns(UserWarning, match="The data are not finite, which is a likely cause: ") as caught:
-            call(data=data, steps=8)
+            fit(call, data=data, steps=8)
         texts += [str(warning.message) for warning in caught]
     assert len(texts) == 2
     assert len(set(texts)) == 1
@@ -287,15 +285,35 @@ def test_another_call_is_refused(tmp_path, unhooked):
     assert executor.calls == []
 
 
-def test_a_relative_folder_is_the_callers(tmp_path, monkeypatch, expected):
-    class Away(Here):
-        def submit(self, fn, /, *args):
-            monkeypatch.chdir("/")
-            return super().submit(fn, *args)
+class Apart(Here):
+    """On a machine that does not see the folder of the caller."""
 
-    monkeypatch.chdir(tmp_path)
-    assert_equal(fit(fleet.fit, Away(), folder="runs", shards=2, epochs=2), expected)
-    assert len(list((tmp_path / "runs").glob("shard-*"))) == 2
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def submit(self, fn, /, *args):
+        hidden = self.folder.rename(self.folder.with_name("hidden"))
+        try:
+            return super().submit(fn, *args)
+        finally:
+            assert not self.folder.exists()
+            hidden.rename(self.folder)
+
+
+def test_workers_that_do_not_see_the_folder(tmp_path, expected):
+    """They return the content of their files, and get that of files to continue."""
+    folder = tmp_path / "runs"
+    executor = Apart(folder)
+    assert_equal(fit(fleet.fit, executor, folder=folder, shards=3, epochs=2), expected)
+    files = sorted(folder.glob("shard-*"))
+    assert len(files) == 3
+    assert sorted(folder.iterdir()) == files
+    assert_equal(fit(fleet.fit, executor, folder=folder, shards=3, epochs=2), expected)
+    assert len(executor.calls) == 3
+    size = files[0].stat().st_size
+    assert_equal(fit(fleet.fit, executor, folder=folder, shards=3, epochs=3), fit(ee.fit, epochs=3))
+    assert len(executor.calls[0][1]) < size < len(executor.calls[3][1])
 
 
 # Workers that die.
@@ -319,8 +337,9 @@ def test_workers_that_die_again(tmp_path, expected):
     assert len(executor.calls) == 1
 
 
-def make_killer(folder):
-    """A loss that kills its process, once, in its sixth step of a shard with member 5."""
+def killing(folder):
+    """The options of a call whose loss kills its process, once, in its sixth step of a shard with member 5."""
+    folder = str(folder)
 
     def kill(value, rate):
         place, count = pathlib.Path(folder, "killed"), int(os.environ.get("EVALUATIONS", "0")) + int(rate > 0.015)
@@ -335,14 +354,13 @@ def make_killer(folder):
         shape = jax.ShapeDtypeStruct((), np.float32)
         return value + 0 * jax.pure_callback(kill, shape, jax.lax.stop_gradient(value), hyper["rate"])
 
-    return loss
+    return {"loss": loss, "optimiser": sgd, "hyper": {"rate": jnp.array([0.01] * 5 + [0.02] * 2)}, "epochs": 2}
 
 
 @pytest.mark.slow
 def test_a_pool_whose_worker_is_killed(tmp_path):
     """With functions that no other process can import."""
-    options = {"loss": make_killer(str(tmp_path)), "hyper": {"rate": jnp.array([0.01] * 5 + [0.02] * 2)}}
-    options |= {"optimiser": sgd, "epochs": 2}
+    options = killing(tmp_path)
     sharded = {"folder": tmp_path / "runs", "shards": 3} | options
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context) as pool, pytest.raises(BrokenExecutor, match=r"before the end of shard 2 \("):
@@ -359,8 +377,7 @@ def test_a_pool_whose_worker_is_killed(tmp_path):
 def test_dask_whose_worker_is_killed(tmp_path):
     """Dask sends its shard to another one."""
     distributed = pytest.importorskip("distributed", reason="needs the extra `dask`")
-    options = {"loss": make_killer(str(tmp_path)), "hyper": {"rate": jnp.array([0.01] * 5 + [0.02] * 2)}}
-    options |= {"optimiser": sgd, "epochs": 2}
+    options = killing(tmp_path)
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
         distributed.Client(cluster) as client,
@@ -476,17 +493,6 @@ def test_a_class_that_workers_cannot_import(tmp_path, unhooked, monkeypatch):
         fit(fleet.fit, Elsewhere(file), folder=tmp_path / "b", **options)
     fit(fleet.fit, Here(), folder=tmp_path / "b", **options)
     del sys.modules["own_models"]
-
-
-def test_a_lock_cannot_be_sent(tmp_path, unhooked):
-    lock = threading.Lock()
-
-    def loss(model, batch, key):
-        with lock:
-            return mse(model, batch, key)
-
-    with pytest.raises(TypeError, match=r"(?s)cannot pickle '_thread.lock'.*Locks, open files .* inside of functions"):
-        fit(fleet.fit, Here(), loss=loss, folder=tmp_path, shards=2, steps=1)
 
 
 MESH = lambda: ee.make_mesh(members=2)

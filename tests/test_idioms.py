@@ -283,10 +283,6 @@ def of_scan(ensemble, loss):
 STEPS = {}
 OWN = {
     "scan_steps": (mse, of_scan),
-    "connectivity": (
-        lambda model: jnp.sum(model(X) ** 2),
-        lambda e, fn: ee.methods.alignment.connectivity(e, fn, num_points=3),
-    ),
     "fit": (mse, of_fit),
     "make_step": (mse, of_step),
     "predict": (lambda model, x: model(x), lambda e, fn: ee.predict(e, ROWS, fn=fn)),

@@ -256,14 +256,14 @@ BAD = {
     "plan class": (
         lambda: ENSEMBLE.map(lambda m: m.bias, plan=ee.plan.Vmap),
         "TypeError: "
-        '`plan` must be one of `"auto"`, `Cores()`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got '
+        "`plan` must be one of `Cores()`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got "
         "<class 'eqx_ensemble.plan._plans.Vmap'>.\n"
         "Pass an instance: `Vmap(...)`.",
     ),
     "plan name": (
         lambda: fit(plan="vmap"),
         "TypeError: "
-        '`plan` must be one of `"auto"`, `Cores()`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got '
+        "`plan` must be one of `Cores()`, `Vmap()`, `Chunked(size)`, `Sequential()`, `Unrolled()`, got "
         "'vmap'.\n"
         "For example `plan.Vmap()`.",
     ),

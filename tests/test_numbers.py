@@ -92,7 +92,6 @@ OPTIMISER = optax.sgd(0.1)
 STEPS = {
     "plain": ee.train.make_step(loss_of, OPTIMISER),
     "with a callback": ee.train.make_step(loss_with_callback, OPTIMISER),
-    "auto": ee.train.make_step(loss_of, OPTIMISER, plan="auto"),
 }
 MAPPED = ee.map_members(code_seen, plan=ee.plan.Sequential())
 USES = {

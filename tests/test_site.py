@@ -23,8 +23,6 @@ COLUMNS = 88
 INSIDE = {
     "methods.InteractingStep": {"space", "optimiser", "num_rows", "method", "kernel", "plan", "layout", "public_name"},
     "methods.SNGP": {"frequencies", "phases", "root"},
-    "plan.Auto": {"notes"},
-    "plan.Cores": {"notes"},
     "train.Together": {"tied"},
     "train.Step": {"fn", "optimiser", "has_aux", "plan", "pilot", "layout", "last"},
     "train.TrainState": {"moving", "fixed", "shared"},

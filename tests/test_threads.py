@@ -2,12 +2,12 @@
 
 import sys
 import threading
+import types
 
 import pytest
 
 from eqx_ensemble._compiled import CompiledCall
 from eqx_ensemble.plan import Vmap
-from eqx_ensemble.plan._auto import Pilot
 from eqx_ensemble.train.host import _loop as _pacing
 
 CALL = CompiledCall(lambda read, _: (None, read[0](read[1])), most=2)
@@ -21,7 +21,7 @@ def call_programs(number):
 
 
 def recall_paces(number):
-    pacing = _pacing.Pacing(Pilot(Vmap(), name="fit"))
+    pacing = _pacing.Pacing(types.SimpleNamespace(program=types.SimpleNamespace(plan=Vmap())))
     for turn in range(4000):
         pacing.recall((number, turn % 7))
 

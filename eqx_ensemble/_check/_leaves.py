@@ -11,7 +11,7 @@ from .._caller import caller
 try:
     from jax.extend.core import get_opaque_trace_state
 except ImportError:  # before 0.10
-    from jax.core import get_opaque_trace_state
+    from jax.core import get_opaque_trace_state  # pyright: ignore
 
 MOST_BITS = 2_000
 """Python always converts integers of up to 640 digits to decimals; the limit for longer ones is configurable."""

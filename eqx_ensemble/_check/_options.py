@@ -56,16 +56,10 @@ def check_word(value: Any, argument: str, choices: Collection[str | None]) -> No
         raise ValueError(f"`{caller()}` needs `{argument}` to be one of {listed}, got {_value_text(value)}.")
 
 
-def check_text(value: Any, argument: str) -> None:
-    """Raises unless `value` is a string."""
-    if not isinstance(value, str):
-        raise TypeError(f"`{caller()}` needs `{argument}` to be a string, got {_value_text(value)}.")
-
-
 def check_optional_text(value: Any, argument: str) -> None:
     """Raises unless `value` is a string or `None`."""
-    if value is not None:
-        check_text(value, argument)
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"`{caller()}` needs `{argument}` to be a string, got {_value_text(value)}.")
 
 
 def check_function(value: Any, argument: str, *, example: str) -> None:

@@ -21,7 +21,6 @@ from .._check import (
     concrete,
 )
 from .._pytree import PyTree
-from .._suggest import inner_function
 from ._blocks import by_blocks, pays
 
 
@@ -167,7 +166,7 @@ class AbstractCombination(abc.ABC):
 
 
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key), 4, key=key)
-    ee.predict(ensemble, jnp.ones((100, 3)), combine=Maximum(), memory=2**26).shape
+    ee.predict(ensemble, jnp.ones((100, 3)), combine=Maximum()).shape
     # (100, 2)
     ```
     """
@@ -297,14 +296,13 @@ def stream_of(combine: Any) -> AbstractCombination | None:
     """The streaming form of the argument `combine`, or `None`."""
     if isinstance(combine, AbstractCombination):
         return combine
-    return _STREAMS.get(inner_function(combine)) if isinstance(combine, types.FunctionType) else None
+    return _STREAMS.get(combine) if isinstance(combine, types.FunctionType) else None
 
 
 def streaming(fn: Callable[..., Any]) -> AbstractCombination:
     """The streaming form of a function, for members that arrive in sequence or are on several machines.
 
     The result equals that of the function, within rounding, for any division of the members.
-    [`eqx_ensemble.predict`][] uses it with `memory`.
 
     **Arguments:**
 

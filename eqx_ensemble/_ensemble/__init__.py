@@ -1,5 +1,4 @@
 from ._check import check_ensemble as check_ensemble
-from ._check import check_equal_members as check_equal_members
 from ._check import check_model_state as check_model_state
 from ._check import check_model_state_given as check_model_state_given
 from ._check import check_no_text_arrays as check_no_text_arrays

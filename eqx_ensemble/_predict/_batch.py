@@ -1,5 +1,5 @@
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _axes, _check, tree
-from .._combination import AbstractCombination
+from .. import _axes, _check
 from .._compiled import CompiledCall, ProgramKey
-from .._ensemble import Ensemble, take
+from .._ensemble import Ensemble
 from .._foreign import empty_aligned
 from .._ids import open_ids
 from .._pytree import PyTree
-from .._sharding import Layout, constrain_members, put, shard_data
+from .._sharding import Layout, shard_data
 from ..plan import AbstractPlan
 from ..plan._engine import free_bytes, sharded_plan
 from ._check import result_message
@@ -78,46 +77,6 @@ def _to_device_of(host: np.ndarray, x: jax.Array) -> jax.Array:
     return jax.device_put(host, x.sharding if x.committed else None)
 
 
-# Blocks of members: on a mesh the same number per device, so that all devices work and no weights move.
-
-
-def members_of_device(num_members: int, layout: Layout | None) -> int:
-    """The number of members that a device computes."""
-    return num_members if layout is None else layout.per_device(num_members)
-
-
-def blocks_of_members(num_members: int, size: int, layout: Layout | None) -> list[slice | np.ndarray]:
-    """The positions of all members in blocks of `size` members per device."""
-    own = members_of_device(num_members, layout)
-    if size >= own:
-        return [slice(0, num_members)]
-    if layout is None:
-        return [slice(start, start + size) for start in range(0, num_members, size)]
-    first = own * np.arange(layout.members)[:, None]
-    blocks = [first + np.arange(start, min(start + size, own)) for start in range(0, own, size)]
-    return [block[block < num_members] for block in blocks]  # the others are padding
-
-
-def take_block(stacked: PyTree, positions: np.ndarray, layout: Layout) -> PyTree:
-    """Arrays `(members, ...)` of a block, each on the device that holds it where members divide evenly."""
-    (num_members,) = {x.shape[0] for x in jax.tree.leaves(stacked) if eqx.is_array(x)}
-    if num_members % layout.members > 0:
-        return tree.take(stacked, positions)
-    return _slice_devices(stacked, positions[0], len(positions) // layout.members, layout)
-
-
-@eqx.filter_jit
-def _slice_devices(tree: PyTree, start: Any, size: int, layout: Layout) -> PyTree:
-    arrays, rest = eqx.partition(tree, eqx.is_array)
-
-    def slice_devices(x: jax.Array) -> jax.Array:
-        by_device = x.reshape(layout.members, -1, *x.shape[1:])
-        some = jax.lax.dynamic_slice_in_dim(by_device, start, size, 1)
-        return some.reshape(-1, *x.shape[1:])
-
-    return eqx.combine(constrain_members(jax.tree.map(slice_devices, arrays), layout), rest)
-
-
 class MemberCall(eqx.Module):
     """The static part of calling a member with a row."""
 
@@ -145,16 +104,6 @@ class PredictionInputs(eqx.Module):
         x = _axes.map_each(own, self.x, shared=lambda x: row_of_zeros(x, axis=0))
         return PredictionInputs(self.ensemble, x, self.state, self.keys)
 
-    def take_members(self, index: slice | np.ndarray, layout: Layout | None = None) -> "PredictionInputs":
-        """The inputs of some of the members; on a mesh they stay on their devices."""
-        if isinstance(index, slice) and len(range(*index.indices(self.ensemble.num_members))) == len(self.ensemble):
-            return self
-        if layout is not None and isinstance(index, np.ndarray):
-            stacked, state, keys = take_block((self.ensemble.stacked, self.state, self.keys), index, layout)
-            ids = put(np.asarray(self.ensemble.ids)[index], layout.sharding())
-            return PredictionInputs(Ensemble(stacked, self.ensemble.shared, ids), take(self.x, index), state, keys)
-        return take(self, index)
-
 
 def predict_batch(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs, rows: Any) -> PyTree:
     """The predictions of all members for all rows of `inputs`; `rows` are their indices in the data."""
@@ -179,7 +128,6 @@ def predict_batch(plan: AbstractPlan, call: MemberCall, inputs: PredictionInputs
     return _axes.over_leading_axis(sharded_plan(plan, call.layout).run, one, own)
 
 
-# Not a `CompiledCall`: with `memory` it is lowered without a call, too, to read the compiler's estimate.
 compiled_batch = eqx.filter_jit(predict_batch)
 
 FlatInputs = tuple[AbstractPlan, MemberCall, Ensemble, PyTree, PyTree, "_axes.Each | None", Any]
@@ -196,43 +144,21 @@ compiled_rows = CompiledCall(_predict_rows)
 
 
 def batch_arguments(
-    call: MemberCall, inputs: PredictionInputs, rows: np.ndarray, *, members: slice | np.ndarray = slice(None)
+    call: MemberCall, inputs: PredictionInputs, rows: np.ndarray
 ) -> tuple[MemberCall, PredictionInputs, jax.Array]:
-    """The arguments of `predict_batch`, except for the plan, for some rows and members."""
-    some = inputs.take_rows(rows).take_members(members, call.layout)
+    """The arguments of `predict_batch`, except for the plan, for some rows."""
+    some = inputs.take_rows(rows)
     some = dataclasses.replace(some, ensemble=open_ids(some.ensemble))  # one program for all members
     if call.layout is None or any(map(_check.is_traced, jax.tree.leaves(some.x))):
         return call, some, jnp.asarray(rows)
     return call, dataclasses.replace(some, x=shard_data(some.x, call.layout)), shard_data(rows, call.layout)
 
 
-def on_one_device(
-    call: MemberCall, inputs: PredictionInputs, rows: jax.Array
-) -> tuple[MemberCall, PredictionInputs, jax.Array]:
-    """The same arguments without a layout, for static analysis."""
-    return dataclasses.replace(call, layout=None), inputs, rows
-
-
-def combine_blocks(blocks: Iterable[tuple[Any, PyTree]], combine: Any, weights: Any) -> PyTree:
-    """Combines the predictions of all members; each of `blocks` has those of some, with their positions."""
-    if isinstance(combine, AbstractCombination):
-        partial = None
-        for index, block in blocks:
-            partial = combine.update(partial, block, weights=None if weights is None else weights[index])
-        return combine.finish(partial)
-    positions, held = zip(*blocks, strict=True)
-    predictions = held[0] if len(held) == 1 else jax.tree.map(lambda *xs: _join(xs, positions), *held)
+def combine_members(predictions: PyTree, combine: Any, weights: Any) -> PyTree:
+    """Combines the predictions of all members."""
     if combine is None:
         return predictions
     return combine(predictions) if weights is None else combine(predictions, weights=weights)
-
-
-def _join(xs: Sequence[Any], positions: Sequence[Any]) -> Any:
-    if not _axes.is_array(xs[0]):
-        return xs[0]
-    joined = jnp.concatenate(xs)
-    # Those of a mesh are not in the order of the members: each block has some of every device.
-    return joined[np.argsort(np.concatenate(positions))] if isinstance(positions[0], np.ndarray) else joined
 
 
 class OutputBuffer:

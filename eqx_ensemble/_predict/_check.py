@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._caller import caller
-from .._check import check_optional_flag, check_positive_int, is_traced
+from .._check import check_optional_flag
 from .._combination import AbstractCombination, check_chunk_weights, scale_weights
 
 
@@ -53,21 +53,6 @@ def check_inference(inference: Any, key: Any) -> bool:
     return True if inference is None else bool(inference)
 
 
-def check_budget(memory: Any, read: Any) -> None:
-    """Raises unless `memory` is a positive integer and no array is traced, or `memory` is `None`.
-
-    A budget needs measurements, which are impossible while tracing.
-    """
-    if memory is None:
-        return
-    check_positive_int(memory, "memory")
-    if any(is_traced(leaf) for leaf in jax.tree.leaves(read)):
-        raise TypeError(
-            "`predict` measures what it needs to stay within `memory`, which is impossible inside `jax.jit` and the "
-            "like: pass a `batch_size` and a `plan` there."
-        )
-
-
 def check_rows_of_result(combined: Any, num_rows: int) -> None:
     """Raises unless the leading axis of every combined array is that of the rows."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(combined)]
@@ -79,14 +64,6 @@ def check_rows_of_result(combined: Any, num_rows: int) -> None:
             "To move an axis: `combine=lambda p: jnp.moveaxis(jnp.quantile(p, levels, axis=0), 0, -1)`. For "
             f"statistics over all rows, such as a mean over them, call the function on what `{caller()}` returns."
         )
-
-
-def budget_message(need: int, memory: int) -> str:
-    """The message that not even one row of one member fits."""
-    return (
-        f"`predict` needs about {bytes_text(need)} for one row and one member in addition to inputs and result, more "
-        f"than `memory={memory}` ({bytes_text(memory)})."
-    )
 
 
 def result_message(need: int, free: int, shapes: Any, *, combined: bool) -> str:

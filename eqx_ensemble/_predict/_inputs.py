@@ -14,7 +14,7 @@ from .._ensemble import Ensemble, check_model_state, check_model_state_given
 from .._pytree import PyTree
 from .._sharding import Layout, layout_for, replicate, shard_members
 from ..plan import AbstractPlan
-from ._batch import MemberCall, PredictionInputs, combine_blocks, first_rows, predict_batch, size_of_few
+from ._batch import MemberCall, PredictionInputs, combine_members, first_rows, predict_batch, size_of_few
 from ._check import check_rows_of_result
 
 
@@ -41,9 +41,9 @@ def prepare_inputs(
     return PredictionInputs(Ensemble(stacked, shared, ids), inputs.x, state, keys), layout
 
 
-def size_of_batch(inputs: PredictionInputs, num_rows: int, batch_size: int, memory: int | None) -> int:
+def size_of_batch(inputs: PredictionInputs, num_rows: int, batch_size: int) -> int:
     """The number of rows of a batch: a power of two if there are fewer rows than `batch_size`."""
-    padded = memory is None and num_rows < batch_size and not any(map(_check.is_traced, jax.tree.leaves(inputs)))
+    padded = num_rows < batch_size and not any(map(_check.is_traced, jax.tree.leaves(inputs)))
     return size_of_few(num_rows, batch_size) if padded else min(batch_size, num_rows)
 
 
@@ -57,7 +57,7 @@ def predict_no_rows(
     zeros = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
     if weights is not None and weights.ndim == 2:
         weights = np.ones((len(weights), 1))
-    out = combine_blocks([(slice(None), jax.tree.map(zeros, shapes))], combine, weights)
+    out = combine_members(jax.tree.map(zeros, shapes), combine, weights)
     if combine is not None:
         check_rows_of_result(out, 1)
     return jax.tree.map(lambda x: first_rows(x, 0, axis=1 if combine is None else 0), out)

@@ -9,17 +9,16 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from .. import _check
 from .._axes import check_no_batch, explain_rows, is_per_member
-from .._combination import of_predictions, stream_of
+from .._combination import of_predictions
 from .._compiled import flatten, program_key
 from .._ensemble import Ensemble, check_ensemble
 from .._foreign import as_hashable, from_foreign_tree, own_array
 from .._pytree import PyTree
-from .._suggest import explain_as
 from .._typing import CallableEnsemble, Out, StatefulEnsemble
 from ..plan import AbstractPlan, AnyPlan
-from ..plan._engine import Pilot, as_plan, explain_memory, plan_in_program
-from ._batch import FlatInputs, MemberCall, combine_blocks, compiled_rows, first_rows, size_of_few, weights_of
-from ._check import check_budget, check_combine, check_inference, check_rows_of_result
+from ..plan._engine import as_plan, explain_memory, plan_in_program
+from ._batch import FlatInputs, MemberCall, combine_members, compiled_rows, first_rows, size_of_few, weights_of
+from ._check import check_combine, check_inference, check_rows_of_result
 from ._inputs import check_members_and_rows, predict_no_rows, prepare_inputs, size_of_batch
 from ._run_work import Work, run_work
 
@@ -76,7 +75,7 @@ def _call(fn: Any, inference: Any, plan: AbstractPlan | None) -> tuple[AbstractP
 
 def can_be_few(plan: AbstractPlan, x: PyTree) -> bool:
     """Whether the plan is fixed, and all rows are shared by the members."""
-    return plan.choice is plan and not any(map(is_per_member, jax.tree.leaves(x, is_leaf=is_per_member)))
+    return not any(map(is_per_member, jax.tree.leaves(x, is_leaf=is_per_member)))
 
 
 def _is_plain(x: Any) -> bool:
@@ -108,7 +107,6 @@ class PredictOptions(TypedDict, total=False):
 
     weights: Any
     batch_size: int
-    memory: int | None
     inference: bool | None
     plan: AnyPlan
     mesh: Mesh | None
@@ -164,7 +162,6 @@ def predict(
 def predict(
     ensemble: Ensemble[Any], x: PyTree, *, combine: Callable[..., Out], **options: Unpack[WithCombine]
 ) -> Out: ...
-@explain_as("predict")
 def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols stand for `Ensemble`
     ensemble: Ensemble[Any],
     x: PyTree,
@@ -172,7 +169,6 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     combine: Callable[..., Any] | None = None,
     weights: Any = None,
     batch_size: int = 256,
-    memory: int | None = None,
     state: eqx.nn.State | None = None,
     fn: Callable[..., Any] | None = None,
     inference: bool | None = None,
@@ -181,11 +177,10 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     progress: bool | None = None,
     key: Any = None,
 ) -> PyTree:
-    """Predictions of every member for every row, in bounded memory.
+    """Predictions of every member for every row, some rows at a time.
 
     Rows are processed in batches, on a CPU several at the same time on all cores. With `combine`, the predictions of
-    all members exist for some batches at a time, and `memory` bounds the members that are processed together. Results
-    do not depend on the number of cores.
+    all members exist for some batches at a time. Results do not depend on the number of cores.
 
     **Arguments:**
 
@@ -194,22 +189,16 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
         is called with one row.
     - `combine`: a function of the predictions for some rows, `(members, rows, ...)`, that treats rows independently and
         returns arrays `(rows, ...)`: `combine(predictions)`, or `combine(predictions, weights=weights)`; pass options
-        by `functools.partial`. Functions with a [streaming form][eqx_ensemble.combine.streaming] can take some members
-        at a time, as does an [`eqx_ensemble.combine.AbstractCombination`][] of your own. Functions of a mean and a
-        variance take members that return a pair.
-    - `weights`: for `combine`, one weight per member `(members,)`; or per member and row, `(members, rows)`, which
-        excludes the streaming form.
-    - `batch_size`: rows per batch; with `memory`, the maximum.
-    - `memory`: a budget in bytes for the peak in addition to inputs and result, per device (on CPUs, per process).
-        Fewer rows and, if needed, fewer members are processed at a time, as measured on the first batches. Without a
-        measurement (CPUs outside Linux), the compiler's estimate counts, which can be many times too low.
+        by `functools.partial`. An [`eqx_ensemble.combine.AbstractCombination`][] of your own works, too. Functions of a
+        mean and a variance take members that return a pair.
+    - `weights`: for `combine`, one weight per member `(members,)`; or per member and row, `(members, rows)`.
+    - `batch_size`: rows per batch. With `plan=ee.plan.Chunked(size)`, it bounds the memory.
     - `state`: the stacked `equinox.nn.State` of stateful members, which are called as `model(x, state)`; their new
         states are discarded.
     - `fn`: called instead of the member, as `fn(model, x)`, `fn(model, x, state)` or `fn(model, x, key=key)`.
     - `inference`: whether to put the members into inference mode (`equinox.nn.inference_mode`), which switches dropout
         off. The default is `True`; with `key` there is no default.
-    - `plan`: the execution of the members; `"auto"` measures candidates while it processes the batches, and
-        `ee.plan.Cores(count=1)` limits the number of cores.
+    - `plan`: the execution of the members; `ee.plan.Cores(count=1)` limits the number of cores.
     - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]; by default those on which the ensemble was
         built. Members are sharded over its axis `members`, rows over `data`.
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
@@ -219,20 +208,19 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
     **Returns:** the predictions, each array `(members, rows, ...)`; with `combine`, its results `(rows, ...)`.
 
     **Raises:** `ValueError` for a `key` without `inference`, and for results of `combine` other than `(rows, ...)`;
-    `TypeError` for `weights` without `combine`, and for `memory` while tracing; `MemoryError` if one row of one member
-    needs more than `memory`, or if there is no memory for the result.
+    `TypeError` for `weights` without `combine`; `MemoryError` if there is no memory for the result.
 
     ```python
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 16, 2, key=key), 4, key=key)
     x = jnp.ones((1000, 3))
     ee.predict(ensemble, x).shape  # (4, 1000, 2)
     ee.predict(ensemble, x, combine=ee.combine.mixture).shape  # (1000, 2)
-    parts = ee.predict(ensemble, x, combine=ee.uncertainty.decompose_entropy, memory=2**26)
+    parts = ee.predict(ensemble, x, combine=ee.uncertainty.decompose_entropy)
     parts.epistemic.shape  # (1000,)
     ```
     """
     few, x, fn = None, from_foreign_tree(x, "x"), as_hashable(fn)
-    if memory is None and mesh is None and key is None and (progress is None or progress is False):
+    if mesh is None and key is None and (progress is None or progress is False):
         few = few_rows(ensemble, x, state, fn=fn, inference=inference, plan=plan, batch_size=batch_size)
     if few is not None and compiled_rows.traits(few.read) is not None:
         return _predict_few(few, x, combine, weights)
@@ -248,28 +236,26 @@ def predict(  # pyright: ignore[reportInconsistentOverload]  # the protocols sta
         return _predict_few(few, x, combine, weights)
     weights = check_combine(combine, weights, ensemble.num_members, num_rows)
     if combine is not None:
-        streams = memory is not None and (weights is None or weights.ndim == 1)
-        combine = (stream_of(combine) if streams else None) or of_predictions(combine)
+        combine = of_predictions(combine)
     inputs, layout = prepare_inputs(ensemble, x, state, mesh=mesh, key=key)
     if num_rows == 0:
         return predict_no_rows(plan, MemberCall(fn, inference), inputs, combine, weights)
     call = MemberCall(fn, inference, layout, program_key((ensemble, state, fn, plan_in_program(plan))))
-    check_budget(memory, (inputs, weights))
-    size = size_of_batch(inputs, num_rows, batch_size, memory)
-    work = Work(Pilot(plan, name="predict"), call, inputs, num_rows, size)
-    collect = lambda blocks, rows: combine_blocks(blocks, combine, weights_of(weights, rows))
-    return run_work(work, collect, axis=1 if combine is None else 0, memory=memory, progress=progress)
+    size = size_of_batch(inputs, num_rows, batch_size)
+    work = Work(plan, call, inputs, num_rows, size)
+    collect = lambda out, rows: combine_members(out, combine, weights_of(weights, rows))
+    return run_work(work, collect, axis=1 if combine is None else 0, progress=progress)
 
 
 def _predict_few(few: FewRows, x: PyTree, combine: Any, weights: Any) -> PyTree:
     """The prediction for at most a batch of rows, by one call of a program."""
     plan, _, ensemble, *_ = few.read
     weights = check_combine(combine, weights, ensemble.num_members, few.num_rows)
-    with explain_memory(Pilot(plan, name="predict"), ensemble.num_members):
+    with explain_memory(plan, ensemble.num_members):
         with explain_rows(x):
             _, out = compiled_rows(few.read)
         if combine is not None:
             own = weights_of(weights, np.minimum(np.arange(few.size), few.num_rows - 1))
-            out = combine_blocks([(slice(None), out)], of_predictions(combine), own)
+            out = combine_members(out, of_predictions(combine), own)
             check_rows_of_result(out, few.size)
         return jax.tree.map(lambda x: first_rows(x, few.num_rows, axis=1 if combine is None else 0), out)

@@ -1,50 +1,40 @@
 """The loop over the rows of a prediction."""
 
 import contextvars
-import dataclasses
 import itertools
-import math
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from .. import _axes, _check
+from .. import _check
 from .._axes import explain_rows
-from .._caller import caller
-from .._check import is_key
+from .._caller import caller, name_in_threads
 from .._cores import on_cores
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
-from .._sharding import spans_processes
-from .._suggest import explain_as
-from ..distributed._engine import all_gather
-from ..plan._engine import Pilot, cost_of, explain_memory, free_bytes, peak, release_memory
+from ..plan import AbstractPlan
+from ..plan._engine import explain_memory, free_bytes
 from ._batch import (
     MemberCall,
     OutputBuffer,
     PredictionInputs,
     batch_arguments,
-    blocks_of_members,
     compiled_batch,
     compiled_rows,
     first_rows,
-    members_of_device,
-    on_one_device,
-    predict_batch,
     some_rows,
 )
-from ._check import budget_message, check_rows_of_result
+from ._check import check_rows_of_result
 
 
 class Work(NamedTuple):
     """The rows of a call to be predicted by an ensemble."""
 
-    pilot: Pilot
+    plan: AbstractPlan
     call: MemberCall
     inputs: PredictionInputs
     num_rows: int
@@ -69,159 +59,12 @@ class Work(NamedTuple):
         return np.minimum(np.arange(start, start + count), self.num_rows - 1)
 
 
-_FEW_ROWS = 32  # with fewer rows a batch, fewer members at a time are cheaper: weights are read for every batch
-_MOST_STEPS_UP = 2  # a factor of four: small blocks say little about much larger ones
-_SAFETY = 0.5  # of the budget: sampling misses short peaks, by up to two fifths on a busy machine
+_SAFETY = 0.5  # of the free memory
 _WORTH_THREADS = 2**26  # bytes of intermediate arrays, about two milliseconds; threads take half of one to start
-_REPEATS = 3  # of each block: on a busy machine a sample may be late
 
 
-class Block(NamedTuple):
-    """The numbers of members per device, and of rows, that a program processes at a time."""
-
-    members: int
-    rows: int
-
-
-class BlockSizes:
-    """Chooses the block of a prediction so that the measured peak stays within a budget of bytes.
-
-    It starts with a block whose intermediate arrays would all fit at once, an upper bound, and moves along a ladder of
-    blocks, each about half of the one before: first fewer rows, then fewer members, finally single rows of single
-    members.
-
-    **Attributes:**
-
-    - `settled`: whether the block is final.
-    """
-
-    def __init__(self, memory: int, call: MemberCall, inputs: PredictionInputs, *, most_rows: int) -> None:
-        self.settled = False
-        self._agrees = spans_processes(call.layout)
-        self._memory = -self._of_all_processes(-memory)
-        self._ladder = _ladder(Block(members_of_device(inputs.ensemble.num_members, call.layout), most_rows))
-        self._bound, self._runs_alone = _byte_bound(call, inputs)
-        fitting = (i for i, block in enumerate(self._ladder) if self._bound(block) <= _SAFETY * self._memory)
-        self._index = self._of_all_processes(next(fitting, len(self._ladder) - 1))
-        self._highest = 0
-
-    @property
-    def block(self) -> Block:
-        """The block to use next."""
-        return self._ladder[self._index]
-
-    def note(self, need: int) -> None:
-        """Records the bytes that the current block needed; with several processes, their maximum."""
-        need = self._of_all_processes(need)
-        steps = math.log2(_SAFETY * self._memory / max(need, 1))
-        if steps < 0 and need > self._memory and self._index == len(self._ladder) - 1:
-            raise MemoryError(budget_message(need, self._memory))
-        up = min(int(steps), _MOST_STEPS_UP) if steps > 0 else 0
-        if steps < 0:
-            self._highest = self._index + 1
-            up = math.floor(steps)
-        index = min(max(self._index - up, self._highest), len(self._ladder) - 1)
-        self.settled = index == self._index
-        self._index = index
-
-    def at_once(self, need: int, count: int) -> int:
-        """How many of `count` blocks to predict at the same time; `need` are the bytes of one."""
-        few_members = self.block.members < self._ladder[0].members  # their predictions are combined one by one
-        if few_members or self._runs_alone or count * self._bound(self.block) < _WORTH_THREADS:
-            return 1
-        return max(min(count, int(_SAFETY * self._memory) // max(need, 1)), 1)
-
-    def _of_all_processes(self, value: int) -> int:
-        """The maximum over processes: with different blocks they would deadlock."""
-        return int(all_gather(np.int64(value)).max()) if self._agrees else value
-
-
-def measure(work: Work, rows: np.ndarray, predict_rows: Callable[[], Any], *, members: int) -> tuple[Any, int]:
-    """Runs `predict_rows()`, which predicts `rows` in blocks of `members`. Returns its result and its peak in bytes.
-
-    A peak may be too short to be sampled, so known arrays are counted as well. Compilation is excluded.
-    """
-    needs = [_of_block(work, rows, members)]
-    result = jax.block_until_ready(predict_rows())
-    for _ in range(_REPEATS):
-        del result
-        release_memory()
-        with peak() as of_all:
-            result = jax.block_until_ready(predict_rows())
-        needs.append(of_all.bytes or 0)
-    return result, max(needs)
-
-
-def _of_block(work: Work, rows: np.ndarray, members: int) -> int:
-    """The bytes that the first block of members needs."""
-    plan, inputs = work.pilot.plan, work.inputs
-    layout, num_members = work.call.layout, inputs.ensemble.num_members
-    read = batch_arguments(work.call, inputs, rows, members=blocks_of_members(num_members, members, layout)[0])
-    compiled = compiled_batch.lower(plan, *read).compile().compiled
-    release_memory()
-    with peak() as of_block:
-        out = jax.block_until_ready(compiled_batch(plan, *read))
-    analysis = compiled.memory_analysis()
-    temporary = analysis.temp_size_in_bytes if analysis else 0  # of one device
-    devices = 1 if layout is None else _measured_as_one(list(layout.mesh.devices.flat))
-    known = _bytes(read[1].x) + _bytes(out) + temporary * devices
-    known += _bytes(read[1].ensemble) if members < members_of_device(num_members, layout) else 0
-    return max(known, of_block.bytes or 0)
-
-
-def _ladder(most: Block) -> list[Block]:
-    few = min(_FEW_ROWS, most.rows)
-    blocks = [Block(most.members, rows) for rows in _halvings(most.rows) if rows >= few]
-    few = blocks[-1].rows
-    blocks += [Block(members, few) for members in _halvings(most.members)[1:]]
-    return blocks + [Block(1, rows) for rows in _halvings(few)[1:]]
-
-
-def _halvings(count: int) -> list[int]:
-    """`count`, and all powers of two below it, in falling order."""
-    return [count, *(2**i for i in reversed(range((count - 1).bit_length())))]
-
-
-def _byte_bound(call: MemberCall, inputs: PredictionInputs) -> tuple[Callable[[Block], int], bool]:
-    """An upper bound on the bytes of intermediate arrays of a block, from those of one member and one or two rows.
-
-    And whether the program must run alone.
-    """
-    layout, alone = call.layout, dataclasses.replace(call, layout=None)
-    reads = (batch_arguments(alone, inputs, np.zeros(count, int)) for count in (1, 2))
-    one, two = (cost_of(predict_batch, *read) for read in reads)
-    of_row = max(two.bytes - one.bytes, 0)
-    own, devices = members_of_device(inputs.ensemble.num_members, layout), 1
-    if layout is not None:
-        axis, grid = layout.mesh.axis_names.index("members"), layout.mesh.devices
-        devices = _measured_as_one(list(np.moveaxis(grid, axis, 0).reshape(grid.shape[axis], -1)[:, 0]))
-    bound = lambda block: devices * min(block.members, own) * (one.bytes + (block.rows - 1) * of_row)
-    return bound, one.runs_alone
-
-
-def _measured_as_one(devices: Sequence[Any]) -> int:
-    """The number of these devices that share the measured memory: CPUs share that of their process."""
-    own = sum(device.process_index == jax.process_index() for device in devices)
-    return max(own, 1) if devices[0].platform == "cpu" else 1
-
-
-def _bytes(tree: PyTree) -> int:
-    """The bytes of arrays on the device that holds most of them; all CPUs of this process count as one."""
-    held: dict[Any, int] = {}
-    for x in jax.tree.leaves(tree):
-        if isinstance(x, jax.Array):
-            data = jax.random.key_data(x) if is_key(x) else x
-            shards = [(shard.device, shard.data.nbytes) for shard in data.addressable_shards]
-        else:
-            shards = [(None, x.nbytes)] if _axes.is_array(x) else []
-        for device, count in shards:
-            memory = None if device is None or device.platform == "cpu" else device
-            held[memory] = held.get(memory, 0) + count
-    return max(held.values(), default=0)
-
-
-Collect = Callable[[Iterable[tuple[Any, PyTree]], np.ndarray], PyTree]
-"""Makes the result for some rows from the predictions of all members, given in blocks with their positions."""
+Collect = Callable[[PyTree, np.ndarray], PyTree]
+"""Makes the result for some rows from the predictions of all members."""
 
 
 class Step(NamedTuple):
@@ -240,7 +83,7 @@ class Step(NamedTuple):
     cores: int
 
 
-def run_work(work: Work, collect: Collect, *, axis: int, memory: int | None, progress: bool | None) -> PyTree:
+def run_work(work: Work, collect: Collect, *, axis: int, progress: bool | None) -> PyTree:
     """The result for all rows, along its axis `axis`; 0 if members are combined."""
     num_rows, num_members = work.num_rows, work.inputs.ensemble.num_members
     output = OutputBuffer(num_rows, axis=axis)
@@ -257,9 +100,9 @@ def run_work(work: Work, collect: Collect, *, axis: int, memory: int | None, pro
 
     with (
         progress_line(show=progress, description=described, total=num_rows, unit="row") as line,
-        explain_memory(work.pilot, num_members),
+        explain_memory(work.plan, num_members),
     ):
-        steps = _batches(work, collect) if memory is None else _batches_within(memory, work, collect)
+        steps = _batches(work, collect)
         for step in steps:
             if step.cores == 1:
                 finish(step, step.predict())
@@ -313,9 +156,9 @@ def _run_at_once(steps: Iterator[Step], finish: Callable[[Step, Any], None], *, 
             errors[number] = error
             turn.notify_all()
 
-    run = explain_as(caller())(run_next)  # messages name the same function in all threads
     context = contextvars.copy_context()
-    on_cores(lambda _: context.copy().run(run), range(count), cores=cores)
+    context.run(name_in_threads, caller())
+    on_cores(lambda _: context.copy().run(run_next), range(count), cores=cores)
     finish_until(0)
     if errors:
         raise errors[min(errors)]
@@ -328,78 +171,35 @@ def _cores(work: Work) -> int:
         return 1
     if not all(isinstance(x.sharding, SingleDeviceSharding) for x in arrays):
         return 1
-    return work.pilot.plan.blocks(work.inputs.ensemble.num_members).cores
+    return work.plan.blocks(work.inputs.ensemble.num_members).cores
 
 
 def _batches(work: Work, collect: Collect) -> Iterator[Step]:
-    """The rows in batches of one size. The first one may compile; it is predicted alone, and so are trials of plans."""
+    """The rows in batches of one size. The first one may compile; it is predicted alone."""
     num_rows, size = work.num_rows, work.batch_size
     most, cores = _cores(work), None
     for start in range(0, num_rows, size):
         rows, batches_left = work.rows(start, size), (num_rows - 1 - start) // size
         if cores is None:
             cores = 1 if most == 1 else _cores_for(work, rows, most, batches_left + 1)
-        predict = lambda rows=rows, left=batches_left: _predict_batch(work, rows, batches_left=left)
-        yield Step(rows, predict, lambda out, rows=rows: collect([(slice(None), out)], rows), cores or 1)
+        predict = lambda rows=rows: _predict_batch(work, rows)
+        yield Step(rows, predict, lambda out, rows=rows: collect(out, rows), cores or 1)
 
 
 def _cores_for(work: Work, rows: np.ndarray, most: int, count: int) -> int | None:
-    """The number of cores for `count` batches; `None` if the next one may compile or is a trial of a plan."""
-    traits = compiled_rows.traits((work.pilot.plan, *work.flat_inputs(rows)))
-    if traits is None or work.pilot.is_trial:
+    """The number of cores for `count` batches; `None` if the next one may compile."""
+    traits = compiled_rows.traits((work.plan, *work.flat_inputs(rows)))
+    if traits is None:
         return None
-    work.pilot.settle()
     if traits.runs_alone or traits.bytes * count < _WORTH_THREADS:
         return 1
     free = free_bytes()
     return max(min(most, count, most if free is None else int(_SAFETY * free) // traits.bytes), 1)
 
 
-def _predict_batch(work: Work, rows: np.ndarray, *, batches_left: int) -> PyTree:
+def _predict_batch(work: Work, rows: np.ndarray) -> PyTree:
     """The predictions of all members for some rows."""
-    pilot, num_members = work.pilot, members_of_device(work.inputs.ensemble.num_members, work.call.layout)
     with explain_rows(work.inputs.x):
-        if pilot.plan.choice is not pilot.plan:
-            read = on_one_device(*batch_arguments(work.call, work.inputs, rows))
-            pilot.look(predict_batch, *read, num_members=num_members, unit="batch")
         if work.is_flat:
-            read, run = work.flat_inputs(rows), lambda plan, read: compiled_rows((plan, *read))[1]
-        else:
-            read = batch_arguments(work.call, work.inputs, rows)
-            run = lambda plan, read: compiled_batch(plan, *read)
-        began, trial = time.perf_counter(), pilot.watching
-        out = pilot.call(run, read)
-    seconds = time.perf_counter() - began
-    pilot.note(1, seconds, seconds_left=batches_left * seconds if trial else 0.0)
-    return out
-
-
-def _batches_within(memory: int, work: Work, collect: Collect) -> Iterator[Step]:
-    """The same within a budget of memory: the block of later batches follows from the peak of the first."""
-    with explain_rows(work.inputs.x):
-        sizes = BlockSizes(memory, work.call, work.inputs, most_rows=work.batch_size)
-    start, num_rows, need = 0, work.num_rows, memory
-    while start < num_rows:
-        members, count = sizes.block
-        rows = work.rows(start, count)
-        predict_rows = lambda members=members, rows=rows: collect(_blocks(work, members, rows), rows)
-        blocks_left = -(-(num_rows - start) // count)
-        if not sizes.settled:
-            out, need = measure(work, rows, predict_rows, members=members)
-            sizes.note(need)
-            yield Step(rows, lambda: None, lambda _, out=out: out, 1)
-            del out
-        elif (cores := min(_cores(work), sizes.at_once(need, blocks_left))) > 1:
-            predict = lambda members=members, rows=rows: list(_blocks(work, members, rows))
-            yield Step(rows, predict, lambda blocks, rows=rows: collect(blocks, rows), cores)
-        else:
-            yield Step(rows, lambda: None, lambda _, run=predict_rows: jax.block_until_ready(run()), 1)
-        start += count
-
-
-def _blocks(work: Work, members: int, rows: np.ndarray) -> Iterator[tuple[slice | np.ndarray, PyTree]]:
-    """The predictions for some rows, of `members` members per device at a time, with their positions."""
-    for block in blocks_of_members(work.inputs.ensemble.num_members, members, work.call.layout):
-        read = batch_arguments(work.call, work.inputs, rows, members=block)
-        # Each block is awaited: unfinished ones would occupy memory too.
-        yield block, jax.block_until_ready(compiled_batch(work.pilot.plan, *read))
+            return compiled_rows((work.plan, *work.flat_inputs(rows)))[1]
+        return compiled_batch(work.plan, *batch_arguments(work.call, work.inputs, rows))

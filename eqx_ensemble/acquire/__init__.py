@@ -1,4 +1,3 @@
-from .. import _suggest
 from ._batch import batch_expected_improvement as batch_expected_improvement
 from ._batch import batch_probability_of_improvement as batch_probability_of_improvement
 from ._greedy import Picks as Picks
@@ -12,5 +11,3 @@ from ._information import power_bald as power_bald
 from ._regret import Regret as Regret
 from ._regret import regret as regret
 from ._thompson import thompson as thompson
-
-_suggest.explain_names(__name__)

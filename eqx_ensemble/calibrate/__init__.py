@@ -1,4 +1,3 @@
-from .. import _suggest
 from ._affine import Matrix as Matrix
 from ._affine import Vector as Vector
 from ._affine import matrix as matrix
@@ -15,5 +14,3 @@ from ._temperature import Temperature as Temperature
 from ._temperature import Variance as Variance
 from ._temperature import temperature as temperature
 from ._temperature import variance as variance
-
-_suggest.explain_names(__name__)

@@ -1,4 +1,3 @@
-from .. import _suggest
 from .._combination import AbstractCombination as AbstractCombination
 from .._combination import streaming as streaming
 from . import weights as weights
@@ -14,5 +13,3 @@ from ._moments import product_gaussian as product_gaussian
 from ._robust import QuantileSketch as QuantileSketch
 from ._robust import median as median
 from ._robust import trimmed_mean as trimmed_mean
-
-_suggest.explain_names(__name__)

@@ -1,4 +1,3 @@
-from .. import _suggest
 from ._aci import Aci as Aci
 from ._aci import aci as aci
 from ._classes import RandomisedSets as RandomisedSets
@@ -32,5 +31,3 @@ from ._split import Split as Split
 from ._split import cqr as cqr
 from ._split import normalised as normalised
 from ._split import split as split
-
-_suggest.explain_names(__name__)

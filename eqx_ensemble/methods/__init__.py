@@ -1,4 +1,3 @@
-from .. import _suggest
 from . import adapters as adapters
 from . import alignment as alignment
 from . import density as density
@@ -42,5 +41,3 @@ from ._posteriors import Distilled as Distilled
 from ._posteriors import Laplace as Laplace
 from ._protocol import AbstractMethod as AbstractMethod
 from ._protocol import Posterior as Posterior
-
-_suggest.explain_names(__name__)

@@ -72,7 +72,7 @@ class Posterior(eqx.Module, Generic[M]):
 
         - `x`: the inputs, arrays `(rows, ...)`.
         - `key`: for methods whose predictions are random, such as dropout; others ignore it.
-        - `options`: `batch_size`, `memory`, `plan`, `mesh` and `progress` of [`eqx_ensemble.predict`][].
+        - `options`: `batch_size`, `plan`, `mesh` and `progress` of [`eqx_ensemble.predict`][].
 
         **Returns:** each array `(members, rows, ...)`; draws and passes of one member are adjacent.
         """

@@ -1,11 +1,7 @@
-from .. import _suggest
-from ._auto import AnyPlan as AnyPlan
-from ._auto import Auto as Auto
+from ._check import AnyPlan as AnyPlan
 from ._cores import Cores as Cores
 from ._plans import AbstractPlan as AbstractPlan
 from ._plans import Chunked as Chunked
 from ._plans import Sequential as Sequential
 from ._plans import Unrolled as Unrolled
 from ._plans import Vmap as Vmap
-
-_suggest.explain_names(__name__)

@@ -1,6 +1,8 @@
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,9 +11,8 @@ from .. import _check
 from .._axes import is_array, is_per_member
 from .._cores import cache_bytes, num_cores
 from .._pytree import PyTree
-from ._memory import Cost, free_bytes
-from ._plans import FEWEST, AbstractPlan, Blocks, Chunked, Notes, Vmap, Work
-from ._search import Search, candidates, cost_of_work
+from ._memory import Cost, cost_of, free_bytes
+from ._plans import FEWEST, AbstractPlan, Blocks, Chunked, Sequential, Vmap, Work
 
 # A step's intermediate arrays are counted with all that a compiler fuses: about a quarter of their bytes are ever
 # written. A third of the cache is left to the data, and to what else runs on the core.
@@ -44,14 +45,12 @@ class Cores(AbstractPlan):
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 16, key=key)
     data = jnp.ones((100, 3)), jnp.zeros((100, 1))
     run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=40, key=key, plan=ee.plan.Cores(count=2))
-    print(run.plan.explain())
     ```
     """
 
     inner: AbstractPlan | None = None
     block: int | None = eqx.field(static=True, default=None, kw_only=True)
     count: int | None = eqx.field(static=True, default=None, kw_only=True)
-    notes: Notes = eqx.field(static=True, default_factory=Notes, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if self.scan is None and isinstance(self.inner, AbstractPlan):
@@ -81,34 +80,24 @@ class Cores(AbstractPlan):
     def _cores(self) -> int:
         return self.count or num_cores()
 
-    def begin(self, work: Work) -> tuple[AbstractPlan, Search | None]:
+    def begin(self, work: Work) -> AbstractPlan:
         """Chooses the inner plan and, if members are to be divided, the blocks, without measuring."""
         has_mesh = not jax.sharding.get_abstract_mesh().empty  # of `jax.set_mesh`, which would shard blocks
         if not work.steps or jax.default_backend() != "cpu" or jax.process_count() > 1 or has_mesh:
-            whole = dataclasses.replace(self, block=None)
-            self.notes.found[work.name] = whole, None, work.num_members
-            return whole, None
-        cost = cost_of_work(work)
-        suggested = candidates(cost, work.num_members, steps_inside=work.steps_inside, scan=work.scan)[0]
-        chosen: AbstractPlan = suggested if self.inner is None else self.inner
+            return dataclasses.replace(self, block=None)
+        cost = _cost_of(work)
+        chosen = _suggest(cost, work) if self.inner is None else self.inner
         if self.block is not None and not cost.runs_alone:
-            chosen = dataclasses.replace(self, inner=chosen)
-        elif _is_worth_dividing(cost, work):
-            chosen = _divide(dataclasses.replace(self, inner=chosen), work, cost)
-        self.notes.found[work.name] = chosen, cost, work.num_members
-        return chosen, None
+            return dataclasses.replace(self, inner=chosen)
+        if _is_worth_dividing(cost, work):
+            return _divide(dataclasses.replace(self, inner=chosen), work, cost)
+        return chosen
 
     def blocks(self, num_members: int) -> Blocks:
         """Blocks of equal size: members that two of them share are computed twice."""
         size = min(self.block or num_members, num_members)
         starts = [min(start, num_members - size) for start in range(0, num_members, size)]
         return Blocks(_inner_of(self), [slice(start, start + size) for start in starts], self._cores)
-
-    def explain(self) -> str:
-        """A report on the choice of the blocks."""
-        if not self.notes.found:
-            return "Nothing has been run with this plan yet."
-        return "\n\n".join(_report(name, *found) for name, found in self.notes.found.items())
 
 
 def _inner_of(plan: Cores) -> AbstractPlan:
@@ -131,18 +120,29 @@ def _divide(plan: Cores, work: Work, cost: Cost) -> Cores:
     return dataclasses.replace(plan, inner=inner, block=min(turns * size, num_members))
 
 
-def _report(name: str, plan: AbstractPlan, cost: Cost | None, num_members: int) -> str:
-    inner, blocks, cores = plan.blocks(num_members)
-    runs = f"{num_members} members in one call"
-    if len(blocks) > 1:
-        runs = f"blocks of {blocks[0].stop} members on {cores} core" + "s" * (cores > 1)
-    report = f"`{name}` runs {runs}, under `{inner!r}`."
-    if cost is None:
-        return f"{report}\nThere is nothing to divide: each step is a call of its own, or a mesh divides the members."
-    return (
-        f"{report}\nOne member's step: {cost.flops / 1e6:.3g} MFLOP in products, "
-        f"about {_bytes_of(cost) / 2**10:.3g} KiB written; the cache of a core has {cache_bytes() / 2**10:.4g} KiB."
-    )
+_BUSY_FLOPS = 4e6  # above this one member's step saturates a core, measured for dense models
+
+
+def _suggest(cost: Cost, work: Work) -> AbstractPlan:
+    """One member after another where each keeps a core busy; also for convolutions, which `jax.vmap` groups.
+
+    These are slow inside a compiled loop, which `fit` therefore avoids for them by default.
+    """
+    busy = cost.flops > _BUSY_FLOPS or cost.batched_products > 0
+    in_turn = work.scan is not True if cost.convolutions else busy
+    return Sequential() if work.num_members > 1 and work.steps_inside and in_turn else Vmap()
+
+
+def _cost_of(work: Work) -> Cost:
+    """The cost of a step for one member, analysed once per program."""
+    leaves, treedef = jax.tree.flatten(work.args)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x for x in leaves)
+    return _known_cost(work.fn, shapes, treedef)
+
+
+@ft.lru_cache(maxsize=128)
+def _known_cost(fn: Callable[..., Any], leaves: tuple, treedef: Any) -> Cost:
+    return cost_of(fn, *jax.tree.unflatten(treedef, leaves))
 
 
 def _bytes_of(cost: Cost) -> int:

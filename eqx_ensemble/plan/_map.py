@@ -11,14 +11,13 @@ from jax.sharding import Mesh
 
 from .. import _axes, _check
 from .._axes import check_has_axis, check_no_batch
-from .._caller import hide_own_frames
 from .._compiled import CompiledCall
 from .._foreign import as_hashable_leaf
 from .._ids import close_all, has_ids
 from .._pytree import PyTree
 from .._sharding import layout_for
 from .._typing import MappedFunction, Out, P
-from ._auto import AnyPlan, as_plan, check_equal_constants
+from ._check import AnyPlan, as_plan, check_equal_constants
 from ._plans import AbstractPlan, sharded_plan
 
 if TYPE_CHECKING:
@@ -134,16 +133,12 @@ class _Mapping(eqx.Module):
 
 
 def _run_outside(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:
-    try:
-        # `jax.lax.map` outside `jax.jit` would compile in every call.
-        if call.plan.compiles and not _check.is_inside_transformation():
-            # In a program, shared leaves have only a shape and a dtype; `fn` may need more, or be at fault.
-            with contextlib.suppress(TypeError, IndexError):
-                return close_all(_compiled_run((call, fn, *args, kwargs))[1])
-        return _run(call, fn, args, kwargs)
-    except Exception as error:
-        hide_own_frames(error)
-        raise
+    # `jax.lax.map` outside `jax.jit` would compile in every call.
+    if call.plan.compiles and not _check.is_inside_transformation():
+        # In a program, shared leaves have only a shape and a dtype; `fn` may need more, or be at fault.
+        with contextlib.suppress(TypeError, IndexError):
+            return close_all(_compiled_run((call, fn, *args, kwargs))[1])
+    return _run(call, fn, args, kwargs)
 
 
 def _run(call: _Mapping, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> PyTree:

@@ -1,7 +1,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -12,10 +12,6 @@ from .._cores import num_cores
 from .._pytree import PyTree
 from .._sharding import FREE, Layout, constrain_members, pad_members
 
-if TYPE_CHECKING:
-    from ._search import Search
-
-
 # With fewer members at once, compilers order sums differently, which changes the others' last bits.
 FEWEST = 4
 
@@ -25,10 +21,8 @@ class Work(NamedTuple):
 
     **Attributes:**
 
-    - `name`: the function of this library that runs it.
-    - `fn`, `args`: one `unit` of the work is `fn(plan, *args)`.
+    - `fn`, `args`: one step is `fn(plan, *args)`.
     - `num_members`: the number of members on each device.
-    - `unit`: the name of the unit, such as a step or a batch.
     - `steps_inside`: whether each member does several steps in a row. If members take turns, their weights then stay in
         the cache, while single steps must fetch them.
     - `scan`: whether these steps are one compiled loop; `None` if not given.
@@ -37,11 +31,9 @@ class Work(NamedTuple):
     - `stops`: whether members may stop before others.
     """
 
-    name: str
     fn: Callable[..., Any]
     args: tuple[PyTree, ...]
     num_members: int
-    unit: str
     steps_inside: bool = False
     scan: bool | None = None
     steps: int = 0
@@ -55,19 +47,6 @@ class Blocks(NamedTuple):
     plan: "AbstractPlan"
     members: list[slice]
     cores: int
-
-
-class Notes:
-    """What functions have found out for a plan, by their names. It is not part of the plan's value: notes are equal."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Notes)
-
-    def __hash__(self) -> int:
-        return hash(Notes)
 
 
 def _as_scan(value: Any) -> bool | None:
@@ -107,10 +86,6 @@ class AbstractPlan(eqx.Module):
             return None
         return Sequential(scan=self.scan) if half == 1 else Chunked(half, scan=self.scan)
 
-    def compile_time(self, num_members: int) -> float:
-        """The time to compile for `num_members`, relative to one program for all."""
-        return 1.0
-
     @property
     def compiles(self) -> bool:
         """Whether `run` compiles even outside `jax.jit`, as `jax.lax.map` does; `map_members` then caches the
@@ -118,18 +93,13 @@ class AbstractPlan(eqx.Module):
         """
         return True
 
-    @property
-    def choice(self) -> "AbstractPlan | None":
-        """The plan in use: this one; for a plan that searches, the one found so far, `None` before a search."""
-        return self
-
     def blocks(self, num_members: int) -> Blocks:
         """How [`eqx_ensemble.fit`][] divides members into blocks, which run at the same time; by default not at all."""
         return Blocks(self, [slice(0, num_members)], num_cores())
 
-    def begin(self, work: Work) -> "tuple[AbstractPlan, Search | None]":
-        """The plan at the start of `work`, and the search, if any, that may change it later."""
-        return self, None
+    def begin(self, work: Work) -> "AbstractPlan":
+        """The plan under which `work` runs: by default this one."""
+        return self
 
     def __repr__(self) -> str:
         """The plan as code."""
@@ -233,10 +203,6 @@ class Unrolled(AbstractPlan):
         arrays = jax.tree.map(jnp.asarray, arrays)  # whose rows, unlike those of NumPy, are arrays of the same dtype
         members = [fn(jax.tree.map(lambda x, i=i: x[i], arrays)) for i in range(num_members)]
         return jax.tree.map(lambda *xs: jnp.stack(xs), *members)
-
-    def compile_time(self, num_members: int) -> float:
-        """Grows with the number of members."""
-        return 1 + num_members / 4
 
     @property
     def compiles(self) -> bool:

@@ -26,7 +26,6 @@ else:
     Axes = Any  # matplotlib is optional: it is imported on drawing
 
 _MARKERS = ("None", "o", "s", "^", "D", "v")
-_MOST_IN_ROW = 3
 _LINES = ("-", "--", "-.", ":")
 
 
@@ -37,21 +36,6 @@ def explain_missing() -> Iterator[None]:
         yield
     except ImportError as error:
         raise ImportError(missing_extra_message(caller(), "matplotlib", "plot")) from error
-
-
-def new_panels(*rows: int) -> tuple[Any, list[list[Axes]]]:
-    """A new figure, and Axes for as many panels as each row should have; few panels are in one row."""
-    with explain_missing():
-        from matplotlib import pyplot
-
-    flat = sum(rows) <= _MOST_IN_ROW
-    shapes = [sum(rows)] if flat else list(rows)
-    size = 4.2 * max(max(shapes), 2) if max(shapes) > 1 else 6.4, 3.6 * len(shapes)
-    figure = pyplot.figure(figsize=size, layout="constrained")
-    parts = np.atleast_1d(np.asarray(figure.subfigures(len(shapes), 1), dtype=object))
-    panels = [list(part.subplots(1, count, squeeze=False)[0]) for part, count in zip(parts, shapes, strict=True)]
-    every, ends = sum(panels, []), np.cumsum(rows)
-    return figure, [every[end - count : end] for end, count in zip(ends, rows, strict=True)]
 
 
 def axes_for(ax: Axes | None) -> Axes:
@@ -186,17 +170,6 @@ def check_risk_coverage(coverage: Any, risk: Any) -> tuple[np.ndarray, np.ndarra
     return coverages, risks
 
 
-def check_lines(losses: Any) -> np.ndarray:
-    """Raises unless losses are of three or more points on one or several lines. Returns `(members, points)`."""
-    host = concrete(losses)
-    one = host is not None and host.ndim == 1
-    curves = check_plotted("losses", losses if host is None or not one else host[None], "(members, points)")
-    if curves.shape[1] < 3:
-        fix = "Between the two ends there is at least one point: `num_points=11`."
-        raise value_error("`losses` of at least three points", f"got shape {curves.shape}", fix)
-    return curves
-
-
 def check_counts(counts: Any) -> np.ndarray:
     """Raises unless counts are whole numbers of two or more bins, not all zero. Returns them."""
     host = check_plotted("counts", counts, "(ranks,)")
@@ -224,20 +197,6 @@ def check_bin_edges(bins: Any) -> int | np.ndarray:
         fix = "Logarithmic bins: `bins=np.geomspace(1e-5, 1, 21)`, and `ax.set_xscale('log')`."
         raise value_error("`bins` as a number, or as two or more rising edges", f"got {edges.tolist()}", fix)
     return edges
-
-
-def check_pairs(matrix: Any, ids: Any) -> tuple[np.ndarray, list[str]]:
-    """Raises unless `matrix` has one number per pair of members. Returns it, and the members' names."""
-    square = check_plotted("matrix", matrix, "(members, members)", finite=False)
-    if square.shape[0] != square.shape[1]:
-        fix = "Pass a comparison of members, such as `uncertainty.pairwise_disagreement(logits)`."
-        raise value_error("`matrix` of shape (members, members)", f"got shape {square.shape}", fix)
-    listed = range(len(square)) if ids is None else check_sequence(ids, "ids", of="ids")
-    names = [str(i) for i in listed]
-    if len(names) != len(square):
-        fix = "Pass `ensemble.ids`."
-        raise value_error("one id per member in `ids`", f"expected {len(square)}, got {len(names)}", fix)
-    return square, names
 
 
 def _per_row(argument: str, values: Any, rows: tuple[int, ...]) -> np.ndarray:

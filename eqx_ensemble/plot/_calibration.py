@@ -1,4 +1,3 @@
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -7,99 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Bool, Float, Integer, Real
 
-from .._check import check_counted_rows, check_flag, check_word, first_text, value_error
+from .._check import check_counted_rows, check_flag, check_word
 from ..combine import mixture
 from ..scores._engine import Binning, check_bins, mean_gap, of_top_label
-from ._axes import Axes, axes_for, check_counts, check_plotted, of_line, of_patch
-
-
-def check_rates(rates: Mapping[str, Any], *, rising: tuple[str, ...]) -> list[np.ndarray]:
-    """Raises unless rates are from 0 to 1, of one shape, and those in `rising` do not decrease. Returns them."""
-    found = {argument: check_plotted(argument, values, "(points,)") for argument, values in rates.items()}
-    if len({values.shape for values in found.values()}) > 1:
-        got = "got " + ", ".join(f"`{argument}` {values.shape}" for argument, values in found.items())
-        both = " and ".join(f"`{argument}`" for argument in found)
-        raise value_error(f"{both} of one shape", got, "They are the coordinates of one curve.")
-    for argument, values in found.items():
-        wrong = (values < 0) | (values > 1)
-        if argument in rising:
-            wrong |= np.diff(values, prepend=values[0]) < 0
-        if wrong.any():
-            kind = "that rises, from 0 to 1" if argument in rising else "from 0 to 1"
-            fix = f"Swapped? `{next(iter(found))}` comes first, and its points begin at the highest threshold."
-            raise value_error(f"`{argument}` {kind}", first_text(values, wrong), fix)
-    return list(found.values())
-
-
-def roc_curve(
-    false_positive_rate: Real[ArrayLike, " points"],
-    true_positive_rate: Real[ArrayLike, " points"],
-    *,
-    ax: Axes | None = None,
-    **options: Any,
-) -> Axes:
-    """ROC curve: true against false positive rate, with the diagonal of a random ranking.
-
-    **Arguments:**
-
-    - `false_positive_rate`, `true_positive_rate`: rising from 0 to 1, `(points,)`, from
-        [`eqx_ensemble.scores.roc_curve`][].
-
-    ```python
-    scores = jax.random.normal(key, (200,))
-    curve = ee.scores.roc_curve(scores, scores + jnp.sin(jnp.arange(200)) > 0)
-    ax = ee.plot.roc_curve(curve.false_positive_rate, curve.true_positive_rate)
-    ```
-
-    ??? cite
-        [An Introduction to ROC Analysis](https://doi.org/10.1016/j.patrec.2005.10.010)
-    """
-    rates = {"false_positive_rate": false_positive_rate, "true_positive_rate": true_positive_rate}
-    false, hits = check_rates(rates, rising=tuple(rates))
-
-    ax = axes_for(ax)
-    if not ax.lines:
-        from matplotlib.collections import LineCollection  # not a line, whose style curves would avoid
-
-        ax.add_collection(LineCollection([[(0, 0), (1, 1)]], colors="0.5", linestyles=":", linewidths=0.8))
-    ax.plot(false, hits, **of_line(ax, options))
-    ax.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="false positive rate", ylabel="true positive rate")
-    if ax.get_legend_handles_labels()[1]:
-        ax.legend(loc="lower right")
-    return ax
-
-
-def precision_recall_curve(
-    precision: Real[ArrayLike, " points"], recall: Real[ArrayLike, " points"], *, ax: Axes | None = None, **options: Any
-) -> Axes:
-    """Precision-recall curve, in steps; the dotted line at the fraction of positive rows is a random ranking.
-
-    The area under the steps is [`eqx_ensemble.scores.aupr`][].
-
-    **Arguments:**
-
-    - `precision`: from 0 to 1, `(points,)`; the last value is that of all rows.
-    - `recall`: rising from 0 to 1, `(points,)`. Both are from [`eqx_ensemble.scores.precision_recall_curve`][].
-
-    ```python
-    scores = jax.random.normal(key, (200,))
-    curve = ee.scores.precision_recall_curve(scores, scores + jnp.sin(jnp.arange(200)) > 1)
-    ax = ee.plot.precision_recall_curve(curve.precision, curve.recall)
-    ```
-
-    ??? cite
-        [The Relationship Between Precision-Recall and ROC Curves](https://doi.org/10.1145/1143844.1143874)
-    """
-    precisions, recalls = check_rates({"precision": precision, "recall": recall}, rising=("recall",))
-
-    ax = axes_for(ax)
-    # Between two points the precision is that of the higher recall, as in the area.
-    (line,) = ax.plot(recalls, precisions, **of_line(ax, options, drawstyle="steps-pre"))
-    ax.hlines(precisions[-1], 0, 1, color=line.get_color(), linestyle=":", linewidth=0.8)
-    ax.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="recall", ylabel="precision")
-    if ax.get_legend_handles_labels()[1]:
-        ax.legend()
-    return ax
+from ._axes import Axes, axes_for, check_counts, check_plotted, of_patch
 
 
 def reliability_diagram(

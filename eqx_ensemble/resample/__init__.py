@@ -1,4 +1,3 @@
-from .. import _suggest
 from ._folds import Folds as Folds
 from ._folds import folds as folds
 from ._folds import from_splits as from_splits
@@ -11,5 +10,3 @@ from ._weights import bootstrap as bootstrap
 from ._weights import counts as counts
 from ._weights import poisson_weights as poisson_weights
 from ._weights import subsets as subsets
-
-_suggest.explain_names(__name__)

@@ -1,4 +1,3 @@
-from .. import _suggest
 from ._bootstrap import Bootstrap as Bootstrap
 from ._bootstrap import bootstrap as bootstrap
 from ._bootstrap import per_member as per_member
@@ -57,5 +56,3 @@ from ._selective import RiskCoverage as RiskCoverage
 from ._selective import aurc as aurc
 from ._selective import excess_aurc as excess_aurc
 from ._selective import risk_coverage as risk_coverage
-
-_suggest.explain_names(__name__)

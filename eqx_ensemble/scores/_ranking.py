@@ -195,7 +195,7 @@ def roc_curve(
     *,
     row_weights: RowWeightsLike | None = None,
 ) -> RocCurve:
-    """ROC curve: true against false positive rate at every threshold, for [`eqx_ensemble.plot.roc_curve`][].
+    """ROC curve: true against false positive rate at every threshold.
 
     Each row is a point: tied rows repeat their point, ignored rows the last one.
 
@@ -226,7 +226,7 @@ def precision_recall_curve(
     *,
     row_weights: RowWeightsLike | None = None,
 ) -> PrecisionRecallCurve:
-    """Precision against recall at every threshold, for [`eqx_ensemble.plot.precision_recall_curve`][].
+    """Precision against recall at every threshold.
 
     Points are as in [`eqx_ensemble.scores.roc_curve`][], in the reverse order of scikit-learn. Do not connect them by
     straight lines.

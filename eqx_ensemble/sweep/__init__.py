@@ -1,4 +1,3 @@
-from .. import _suggest
 from ._ranges import AbstractRange as AbstractRange
 from ._ranges import Choice as Choice
 from ._ranges import LogUniform as LogUniform
@@ -6,5 +5,3 @@ from ._ranges import Uniform as Uniform
 from ._ranges import draw as draw
 from ._ranges import grid as grid
 from ._ranges import rescale_schedule as rescale_schedule
-
-_suggest.explain_names(__name__)

@@ -1,4 +1,3 @@
-from .. import _suggest
 from ._callback import Callback as Callback
 from ._callback import Progress as Progress
 from ._callback import every as every
@@ -23,5 +22,3 @@ from ._together import Together as Together
 from ._trainable import Frozen as Frozen
 from .data._reader import RowReader as RowReader
 from .host._record import History as History
-
-_suggest.explain_names(__name__)

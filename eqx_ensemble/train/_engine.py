@@ -21,4 +21,4 @@ from .compiled._selection import reset_best, stop_members
 from .data._check import check_batch_size
 from .data._reader import RowReader
 from .data._source import decode, encode, is_batches, is_data_function
-from .host._record import History
+from .host._record import align_histories

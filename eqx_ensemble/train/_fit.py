@@ -17,7 +17,6 @@ from .._foreign import as_hashable, from_foreign_tree
 from .._jaxpr import unused_inputs
 from .._pytree import PyTree
 from .._sharding import shard_members
-from .._suggest import explain_as
 from .._warnings import ignore_warnings, warn
 from ..distributed import to_host
 from ..plan import AnyPlan, Cores
@@ -135,7 +134,6 @@ def _loss_of(loss: Loss, hyper: PyTree, moving: Any, fixed: MemberConstants, sha
     return loss.fn(*arguments, hyper=hyper)
 
 
-@explain_as("fit")
 def fit(
     ensemble: Ensemble[M] | TrainState[M] | Run[M],
     loss: Callable[..., Any],
@@ -206,7 +204,7 @@ def fit(
     *Execution:*
 
     - `plan`: how the members are executed: by default [`eqx_ensemble.plan.Cores`][] on a CPU, elsewhere
-        [`eqx_ensemble.plan.Vmap`][]; `"auto"` measures plans: [`eqx_ensemble.plan.Auto`][].
+        [`eqx_ensemble.plan.Vmap`][].
     - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default those of the ensemble. Its axis `members`
         splits the members, `data` the rows of batches: [At scale](../scale.md).
     - `key`: the root key. A member's random streams are derived from it and the member's id.
@@ -220,7 +218,7 @@ def fit(
     *Saving:*
 
     - `checkpoint`: a file, or [`eqx_ensemble.train.Checkpoint`][]. The run is saved there about every minute and at its
-        end; rerunning the same call [resumes bit for bit](saving.md), and more epochs continue.
+        end; rerunning the same call [resumes bit for bit](../saving.md), and more epochs continue.
 
     *History and callbacks:*
 

@@ -56,8 +56,7 @@ def summary(run: "Run[Any]") -> str:
         lines.append(f"  revived  {len(run.revived)} times")
     lines += _scores(run, ids)
     lines.append(f"  time     {run.seconds:.3g} s")
-    plan = run.plan.choice or run.plan
-    lines.append(f"  plan     {plan!r}")
+    lines.append(f"  plan     {run.plan!r}")
     return "\n".join(lines)
 
 
@@ -181,7 +180,7 @@ def check_held_out_weights(run: "Run[Any]", weights: Any) -> np.ndarray | None:
 
 def check_same_plan(runs: Sequence["Run[Any]"]) -> AbstractPlan:
     """Raises unless runs were executed by one plan. Returns that of the first."""
-    plans = [repr(run.plan.choice or run.plan) for run in runs]
+    plans = [repr(run.plan) for run in runs]
     for i, plan in enumerate(plans):
         if plan != plans[0]:
             raise MemberMismatchError(

@@ -26,7 +26,7 @@ from ..tree._engine import LOOP_RULES, compare_trees
 from ._hyper import follow_hyper
 from ._options import Stopping
 from ._state import check_train_state
-from ._step import Step, step_in_loop
+from ._step import LoopStep, Step
 from ._trainable import Trainable
 from .compiled._health import nan_is_data
 from .data._rows import Shuffle
@@ -193,7 +193,7 @@ def _in_loop(step: Callable[..., Any], state: Any) -> tuple[Callable[..., Any], 
     if not isinstance(step, Step):
         return as_hashable_leaf(step), contextlib.nullcontext()
     check_train_state(state)
-    return step_in_loop(step, state), nan_is_data()
+    return LoopStep(step), nan_is_data()
 
 
 def _copy_duplicates(state: T) -> T:

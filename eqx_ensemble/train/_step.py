@@ -1,5 +1,3 @@
-import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +13,9 @@ from .._ensemble import M
 from .._foreign import as_hashable, take_in
 from .._pytree import PyTree
 from .._sharding import Layout, layout_for
-from .._suggest import explain_as
-from ..plan import AbstractPlan, AnyPlan, Vmap
-from ..plan._engine import Pilot, as_plan
+from ..plan import AbstractPlan, AnyPlan
+from ..plan._engine import as_plan
 from ._check import check_hyper_used, check_optimiser_kind, check_plan_together
-from ._check_member import check_state_arrays
 from ._hyper import follow_hyper
 from ._state import MemberState, TrainState, check_state, check_train_state
 from ._together import bind
@@ -53,10 +49,8 @@ class Step(eqx.Module):
     optimiser: Optimiser = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
     plan: AbstractPlan
-    pilot: Pilot | None = eqx.field(static=True)
     layout: Layout | None = eqx.field(static=True)
 
-    @explain_as("step", transfers=False)
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
         check_train_state(state)
@@ -64,9 +58,7 @@ class Step(eqx.Module):
         batch = take_in(batch, "batch")
         check_integers_fit(batch, argument="batch")
         with nan_is_data():
-            if self.pilot is None:
-                return _call(self, state, batch)
-            return _call_under_pilot(self, self.pilot, state, batch)
+            return _call(self, state, batch)
 
 
 def _call(step: Step, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -80,25 +72,6 @@ def _next(state: TrainState, moving: MemberState, count: Int[Array, ""]) -> Trai
     after = object.__new__(TrainState)  # its constructor takes as long as a small step, too
     vars(after).update(vars(state), moving=moving, step=count)
     return after
-
-
-def _call_under_pilot(step: Step, pilot: Pilot, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    check_state_arrays(state)
-    plain = dataclasses.replace(step, plan=Vmap(), pilot=None)
-    alone, layout = dataclasses.replace(plain, layout=None), step.layout
-    count = state.num_members if layout is None else layout.per_device(state.num_members)
-    pilot.look(_step_under, alone, state, batch, num_members=count, unit="step")
-    start = time.perf_counter()
-    under = lambda plan, state: _call(dataclasses.replace(plain, plan=plan), state, batch)
-    out = pilot.call(under, state)
-    pilot.note(1, time.perf_counter() - start, seconds_left=None)
-    return out
-
-
-def _step_under(plan: AbstractPlan, step: Step, state: TrainState, batch: PyTree) -> tuple:
-    check_state(state, step.optimiser, hyper_of="train.init")
-    program, inputs, carry = _parts(dataclasses.replace(step, plan=plan), state, batch)
-    return program.step(inputs, carry)
 
 
 def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Inputs, Carry]:
@@ -143,11 +116,6 @@ class LoopStep(eqx.Module):
         return _next(state, moving, count), metrics
 
 
-def step_in_loop(step: Step, state: TrainState) -> LoopStep:
-    """The step for a compiled loop. With `plan="auto"` it uses the plan that was found so far."""
-    return LoopStep(dataclasses.replace(step, plan=step.plan.choice or step.plan, pilot=None))
-
-
 def make_step(
     loss: Callable[..., Any],
     optimiser: Optimiser,
@@ -165,8 +133,7 @@ def make_step(
     - `loss`: the loss of one member, as for [`eqx_ensemble.fit`][].
     - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][].
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
-    - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][]. `"auto"` measures plans after some
-        steps; `step.plan.explain()` shows the result.
+    - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][].
     - `mesh`: the devices to run on, the mesh passed to [`eqx_ensemble.train.init`][].
 
     **Returns:** the step, a function of a training state and a batch.
@@ -190,6 +157,5 @@ def make_step(
     check_flag(has_aux, "has_aux")
     plan = as_plan(plan)
     check_plan_together(optimiser, plan)
-    pilot = Pilot(plan, name="train.make_step") if plan.choice is not plan else None
     loss, optimiser = as_hashable(loss), as_hashable(optimiser)
-    return Step(loss, optimiser, has_aux, plan, pilot, layout_for(mesh))
+    return Step(loss, optimiser, has_aux, plan, layout_for(mesh))

@@ -56,7 +56,7 @@ def digest_of(tree: PyTree) -> str:
     digest = hashlib.sha256()
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if _axes.is_array(x) or isinstance(x, bool | int | float | complex | np.generic):
-            kind = jax.random.key_impl(x) if is_key(x) else ""
+            kind = jax.random.key_impl(x) if is_key(x) else ""  # pyright: ignore[reportArgumentType]
             x = np.ascontiguousarray(to_host(x))
             digest.update(f"{jax.tree_util.keystr(path)} {kind} {x.dtype} {x.shape}".encode())
             digest.update(x.reshape(-1).view(np.uint8).data)

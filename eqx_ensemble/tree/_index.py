@@ -8,7 +8,6 @@ import numpy as np
 from .. import _check
 from .._ids import Ids, close_all, modules_in, open_stacked, stored_ids
 from .._keys import COPIES_KEEP_IDS, check_distinct_ids
-from .._transfers import transfers
 from ._check import check_index, check_leading_axes
 
 
@@ -146,7 +145,6 @@ def close_members(tree: T, fix: str) -> T:
     return tree
 
 
-@transfers
 def take_leaves(tree: T, index: Any) -> T:
     """`take` for a tree whose ids, if any, are leaves, as in the result."""
     rows = check_index(index, check_leading_axes(tree)[0])

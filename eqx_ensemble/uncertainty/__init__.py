@@ -1,4 +1,3 @@
-from .. import _suggest
 from ._entropy import decompose_entropy as decompose_entropy
 from ._entropy import entropy as entropy
 from ._entropy import jensen_shannon as jensen_shannon
@@ -23,5 +22,3 @@ from ._variance import Decomposition as Decomposition
 from ._variance import decompose_nll as decompose_nll
 from ._variance import decompose_squared_error as decompose_squared_error
 from ._variance import decompose_variance as decompose_variance
-
-_suggest.explain_names(__name__)

@@ -7,7 +7,6 @@ from eqx_ensemble import combine, uncertainty
 from eqx_ensemble._combination import _blocks
 from eqx_ensemble._combination import _combination as _registry
 from eqx_ensemble._combination import _combination as _summary
-from eqx_ensemble._suggest import inner_function
 from eqx_ensemble.combine import QuantileSketch, streaming
 from eqx_ensemble.combine import _robust as _sketch
 
@@ -152,7 +151,7 @@ def test_rows_in_blocks(case, weights, monkeypatch):
 
 def test_every_function_with_a_streaming_form_has_a_case():
     assert {combination for combination, *_ in CASES.values()} == set(_registry._STREAMS.values())
-    public = {inner_function(fn) for room in (combine, uncertainty) for fn in vars(room).values() if callable(fn)}
+    public = {fn for room in (combine, uncertainty) for fn in vars(room).values() if callable(fn)}
     assert set(_registry._STREAMS) <= public
 
 

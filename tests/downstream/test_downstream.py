@@ -34,7 +34,7 @@ REFUSED = {
     "key": ["TypeError", "`member_keys` needs one key, got the integer 0"],
     "index": ["IndexError", "`Ensemble.__getitem__`: index 3 is out of range for 3 members"],
     "epochs": ["TypeError", "`fit` needs either `epochs` or `steps`, got neither"],
-    "file": ["FileNotFoundError", "[Errno 2] `load` needs the folder of one checkpoint"],
+    "file": ["IsADirectoryError", "[Errno 21] Is a directory"],
 }
 
 

@@ -52,9 +52,7 @@ def run_call(call, folder):
     callbacks = [stopper(call, told)] if call.callback_every else []
     if call.how in ("continue", "state"):
         return continue_run(call, begun, callbacks)
-    saving = (
-        {} if call.how == "whole" else {"checkpoint": ee.checkpoint.Checkpoints(folder, every=call.checkpoint_every)}
-    )
+    saving = {} if call.how == "whole" else {"checkpoint": ee.train.Checkpoint(folder, every=call.checkpoint_every)}
     if call.how == "checkpoint":
         for step in np.cumsum(call.lengths).tolist():
             run = call.fit(begun, length=step, callbacks=callbacks, **saving)

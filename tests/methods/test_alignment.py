@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.methods.alignment import Heads, Units, align, barrier, connectivity, find_units, interpolate
+from eqx_ensemble.methods.alignment import Heads, Units, align, find_units
 
 KEY = jax.random.key(3)
 FLOAT = jnp.result_type(float)
@@ -75,15 +75,12 @@ def test_noise_on_the_copy_does_not_hide_the_order(twins, seed):
     assert eqx.tree_equal(aligned[1], other)
 
 
-def test_the_barrier_of_a_permuted_copy_is_zero_after_alignment(twins):
+def test_the_average_with_a_permuted_copy_is_the_model_after_alignment(twins):
     ensemble, x = twins
     y = jax.vmap(ensemble[0])(x)
-    mse = lambda model, x, y: jnp.mean((jax.vmap(model)(x) - y) ** 2)
-    before = connectivity(ensemble, mse, x, y, num_points=5)
-    after = connectivity(align(ensemble, x, key=KEY), mse, x, y, num_points=5)
-    assert before.shape == (2, 5)
-    np.testing.assert_allclose(barrier(after), 0, atol=1e-11)
-    assert barrier(before)[0] < 1e-11 < 0.1 < barrier(before)[1]
+    mse = lambda model: jnp.mean((jax.vmap(model)(x) - y) ** 2)
+    aligned = align(ensemble, x, key=KEY)
+    assert mse(ee.average_parameters(aligned)) < 1e-11 < 0.1 < mse(ee.average_parameters(ensemble))
 
 
 @pytest.mark.slow
@@ -350,53 +347,6 @@ def test_units_that_are_found(layers, count):
     assert len(find_units({"deep": [eqx.nn.Sequential(layers)]}["deep"][0])) == count
 
 
-def test_ends_of_lines_are_exact_and_the_middle_is_the_average(twins):
-    ensemble, _ = twins
-    first, last = (interpolate(ensemble, p) for p in (0, 1))
-    assert eqx.tree_equal(last, ensemble)
-    assert eqx.tree_equal(first[1], ensemble[0])
-    middle = eqx.filter_jit(interpolate)(ensemble, jnp.asarray(0.5))
-    for x, y in zip(arrays(middle[1]), arrays(ee.average_parameters(ensemble)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
-    half = interpolate(jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, ensemble), 0.3)
-    assert {x.dtype for x in arrays(half.arrays)} == {jnp.dtype(jnp.bfloat16)}
-
-
-@pytest.mark.slow
-def test_connectivity_is_a_loop_over_points(twins):
-    ensemble, x = twins
-    three = ee.concatenate([ensemble, ee.Ensemble(ensemble.stacked, ensemble.shared, ensemble.ids + 2)])[:3]
-    fn = lambda model, x: jnp.mean(jax.vmap(model)(x)[:, 0] ** 3)
-    found = connectivity(three, fn, x, num_points=4, reference=1, plan=ee.plan.Sequential())
-    expected = [[fn(m, x) for m in interpolate(three, p, reference=1)] for p in np.linspace(0, 1, 4)]
-    np.testing.assert_allclose(found, np.transpose(expected), rtol=1e-4)
-    assert np.ptp(found[1]) == 0 < np.ptp(found[0])
-
-
-def test_losses_see_models_in_inference_mode():
-    make = lambda key: eqx.nn.Sequential([eqx.nn.Linear(2, 1, key=key), eqx.nn.Dropout(0.5)])
-    losses = connectivity(ee.build(make, 2, key=KEY), lambda model: model(jnp.ones(2))[0], num_points=3)
-    np.testing.assert_allclose(losses[:, 1], losses[:, ::2].mean(1), rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int32])
-def test_losses_of_other_precision(twins, dtype):
-    losses = connectivity(twins[0], lambda model: jnp.asarray(2, dtype), num_points=3)
-    assert losses.dtype == jnp.float32
-    np.testing.assert_array_equal(losses, 2)
-
-
-def test_barriers_in_closed_form():
-    t = np.linspace(0, 1, 11).astype(np.float32)
-    hill = 2 + 3 * t + 4 * t * (1 - t)  # the line, and a parabola of height 1
-    np.testing.assert_allclose(barrier(hill), 1, rtol=1e-6)
-    np.testing.assert_allclose(barrier(hill, baseline="mean"), np.max(hill) - 3.5, rtol=1e-6)
-    valley = np.stack([2 + 3 * t - 4 * t * (1 - t), 0 * t])
-    np.testing.assert_array_equal(barrier(valley), [0, 0])
-    np.testing.assert_allclose(barrier(valley, baseline="mean"), [1.5, 0])
-    assert np.isposinf(barrier(np.array([0.0, np.inf, 1.0])))
-
-
 BAD = {
     "no ensemble": ({"ensemble": [1]}, TypeError, "needs an `Ensemble`"),
     "no key": ({"key": 3}, TypeError, "methods.alignment.align"),
@@ -447,14 +397,6 @@ def test_members_that_cannot_be_aligned(unhooked, twins):
         (lambda e: Units([(len, 0.5)]), TypeError, "with an integer axis"),
         (lambda e: Heads(2, qk=3, vo=Units([len])), TypeError, "`qk` to be `Units`"),
         (lambda e: find_units(3), TypeError, "needs a model or an ensemble"),
-        (lambda e: interpolate(e, np.ones(2)), TypeError, r"one number, got f64\[2\]"),
-        (lambda e: interpolate(e, np.nan), ValueError, "`position` to be finite"),
-        (lambda e: connectivity(e, lambda m: jnp.ones(2)), TypeError, r"one real number, got f(32|64)\[2\]"),
-        (lambda e: connectivity(e, lambda m: None), TypeError, "one real number, got"),
-        (lambda e: connectivity(e, lambda m: 1.0, num_points=2), ValueError, "at least 3"),
-        (lambda e: barrier(np.ones(2)), ValueError, "at least three points"),
-        (lambda e: barrier(np.ones(3, int)), TypeError, "floating-point"),
-        (lambda e: barrier(np.ones(3), baseline="max"), ValueError, "one of 'line', 'mean'"),
     ],
 )
 def test_more_bad_input(unhooked, twins, call, error, message):

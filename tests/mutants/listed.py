@@ -277,9 +277,15 @@ MUTANTS = [
         ("np.argsort(status != Status.OK", "np.argsort(status == Status.OK"),
     ),
     *of(
-        "checkpoint/_folders.py",
-        "checkpoint/test_orbax_commit.py checkpoint/test_commit.py",
-        ("return 1 + max(map(number_of", "return max(map(number_of"),
+        "_save.py",
+        "test_save.py",
+        ("if fields or end != whole", "if fields and end != whole"),
+    ),
+    *of(
+        "_load.py",
+        "test_save.py",
+        ("header.starts[name] + row * size", "header.starts[name] + i * size"),
+        ("!= saved[32 * row : 32 * row + 32]", "!= found[32 * i : 32 * i + 32]"),
     ),
     *of(
         "_sharding.py",

@@ -144,7 +144,7 @@ def test_arrays_without_elements_pass(ensemble, plan):
     np.testing.assert_array_equal(found[1], np.ones((ensemble.num_members, 2)))
 
 
-@pytest.mark.parametrize("plan", [Sequential(), Chunked(2), "auto"], ids=str)
+@pytest.mark.parametrize("plan", [Sequential(), Chunked(2)], ids=str)
 def test_a_second_call_compiles_nothing(ensemble, compiled, plan):
     """Outside `jax.jit`, with the same function and other values."""
     x, y = batch_of()

@@ -9,9 +9,6 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.plan import Chunked, Sequential, Unrolled, Vmap
-from eqx_ensemble.plan._auto import reason
-from eqx_ensemble.plan._memory import Cost, Peak
-from eqx_ensemble.plan._search import Search, SearchCache, Trial
 
 from ..factories import assert_close, assert_same, grouped
 
@@ -67,7 +64,7 @@ class OneByOne(ee.plan.AbstractPlan):
 
 
 OWN = [Strided(2), Plain(), OneByOne()]
-FIXED = (ee.plan.AbstractPlan, ee.plan.Auto, ee.plan.Chunked, Vmap, Sequential, Unrolled)  # tested by name elsewhere
+FIXED = (ee.plan.AbstractPlan, ee.plan.Chunked, Vmap, Sequential, Unrolled)  # tested by name elsewhere
 OTHERS = [
     kind()
     for kind in vars(ee.plan).values()
@@ -95,8 +92,8 @@ def test_as_they_are_written():
     assert [repr(plan) for plan in (Strided(2), Strided(3, named="x"), Plain())] == [
         "Strided(2)", "Strided(3, named='x')", "Plain()",
     ]  # fmt: skip
-    assert [repr(plan) for plan in (Vmap(), Chunked(4), Sequential(), Unrolled(), ee.plan.Auto(memory=9))] == [
-        "Vmap()", "Chunked(4)", "Sequential()", "Unrolled()", "Auto(memory=9)",
+    assert [repr(plan) for plan in (Vmap(), Chunked(4), Sequential(), Unrolled())] == [
+        "Vmap()", "Chunked(4)", "Sequential()", "Unrolled()",
     ]  # fmt: skip
 
 
@@ -123,7 +120,7 @@ def test_one_by_one_is_sequential_bit_for_bit(ensemble):
 @pytest.mark.parametrize("plan", OWN + OTHERS, ids=repr)
 def test_in_prediction_and_maps(ensemble, plan):
     want = ee.predict(ensemble, DATA[0])
-    for options in ({"batch_size": 7}, {"memory": 2**22}, {"mesh": ee.make_mesh(members=2)}):
+    for options in ({"batch_size": 7}, {"mesh": ee.make_mesh(members=2)}):
         np.testing.assert_allclose(ee.predict(ensemble, DATA[0], plan=plan, **options), want, rtol=1e-5, atol=1e-6)
     mapped = ee.map_members(lambda model, x: jax.vmap(model)(x), plan=plan)
     np.testing.assert_allclose(mapped(ensemble, DATA[0]), want, rtol=1e-5, atol=1e-6)
@@ -168,18 +165,3 @@ def test_in_the_messages(ensemble, monkeypatch):
     assert "Try `plan=Sequential()`" in str(caught.value)
     monkeypatch.undo()
     assert "plan     Strided(2)" in str(fitted(ensemble, Strided(2)))
-
-
-def test_in_a_search():
-    """Its memory is extrapolated by its width, its compilation time by its own method."""
-    cache = SearchCache(Cost(0, 1000, 0, 0, 0, 0), 8, [Trial(plan) for plan in (Plain(), Strided(4))], "step")
-    search = Search(cache, max_overhead=1.0, memory=500)
-    assert search.plan == Sequential()
-    peak = Peak()
-    for _ in range(8):
-        peak.bytes = 100 * search.plan.width(8)
-        search.note(1, 1.0, peak, seconds_left=1e3)
-    assert cache.expected_peak(Plain()) == 800
-    assert cache.expected_peak(Strided(4)) == 200
-    assert reason(search, cache.trials[0]).startswith("not tried: expected to need")
-    assert cache.trials[1].per_unit == 1.0

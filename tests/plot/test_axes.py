@@ -18,7 +18,6 @@ LOGITS, LABELS = RNG.normal(size=(4, 50, 3)).astype(np.float32), RNG.integers(3,
 HISTORY = train.History(
     np.ones((4, 10), np.float32), None, np.ones((4, 2), np.float32), np.array([5, 10]), np.arange(1, 11)
 )
-TABLE = {"lr": np.arange(1.0, 5.0), "loss": np.arange(4.0)}
 
 CASES = {
     "reliability_diagram": ((LOGITS, LABELS), {"color": "0.5"}),
@@ -27,11 +26,6 @@ CASES = {
     "prediction_bands": ((LOGITS[..., 0],), {"c": "red"}),
     "uncertainty_histogram": ((LOGITS[..., 0], LOGITS[..., 1]), {"lw": 3}),
     "risk_coverage": ((np.array([0.5, 1.0]), np.array([0.1, 0.2])), {"ls": "--"}),
-    "roc_curve": ((np.array([0, 0.5, 1]), np.array([0, 0.9, 1])), {"ls": "--"}),
-    "precision_recall_curve": ((np.array([1, 0.9, 0.5]), np.array([0, 0.5, 1])), {"ls": "--"}),
-    "parallel_coordinates": ((TABLE,), {"alpha": 0.5}),
-    "member_similarity": ((np.eye(4),), {"vmax": 2.0}),
-    "connectivity": ((LOGITS[..., 0],), {"lw": 3}),
 }
 each = pytest.mark.parametrize("name", CASES)
 
@@ -53,7 +47,7 @@ def test_draws_on_the_axes_and_returns_them(name):
     assert not other.has_data()
     assert plt.get_fignums() == [figure.number]
     figure.canvas.draw()
-    assert ax.get_xlabel() or name == "parallel_coordinates"  # its columns are named one by one
+    assert ax.get_xlabel()
     assert ax.get_ylabel()
 
 
@@ -105,34 +99,20 @@ def test_options_reach_matplotlib():
     assert ax.lines[0].get_color() == "red"
     assert to_rgb(ax.collections[0].get_facecolor()[0][:3]) == to_rgb("red")
     assert {patch.get_linewidth() for patch in draw("uncertainty_histogram").patches} == {3}
-    for name in ("risk_coverage", "roc_curve", "precision_recall_curve"):
-        assert draw(name).lines[0].get_linestyle() == "--"
-    assert draw("parallel_coordinates").lines[0].get_alpha() == 0.5
-    assert draw("member_similarity").images[0].norm.vmax == 2
-    assert draw("connectivity").lines[0].get_linewidth() == 3
+    assert draw("risk_coverage").lines[0].get_linestyle() == "--"
 
 
 def _boxes(texts, figure):
-    boxes = []
-    for text in texts:
-        box, words = text.get_window_extent(figure.canvas.get_renderer()), text.get_text()
-        if words.startswith("\n"):  # of two lines, the first is empty
-            box = box.from_extents(box.x0, box.y0, box.x1, (box.y0 + box.y1) / 2)
-        boxes += [box] if words else []
-    return boxes
+    return [text.get_window_extent(figure.canvas.get_renderer()) for text in texts if text.get_text()]
 
 
 def _meet(boxes):
     return [i for i, one in enumerate(boxes) for other in boxes[i + 1 :] if one.overlaps(other)]
 
 
-_COLUMNS = ("learning_rate", "weight_decay", "width", "dropout", "label_smoothing", "warmup_steps", "loss")
 READABLE = {
     "equal mass": lambda: plot.reliability_diagram(8 * LOGITS, LABELS, binning="mass", num_bins=15),
     "equal width": lambda: plot.reliability_diagram(8 * LOGITS, LABELS),
-    "twelve members": lambda: plot.member_similarity(np.corrcoef(RNG.normal(size=(12, 50)))),
-    "many columns": lambda: plot.parallel_coordinates({name: RNG.uniform(1e-6, 1, size=24) for name in _COLUMNS}),
-    "few columns": lambda: plot.parallel_coordinates(TABLE),
 }
 
 
@@ -145,10 +125,6 @@ def test_no_text_runs_into_another(name):
     labels = _boxes([*ax.get_xticklabels(), ax.xaxis.label], ax.figure)
     assert not _meet(labels)
     assert all(box.y0 >= 0 for box in labels)  # nor out of the figure
-
-
-def luminance(color):
-    return round(float(np.dot(to_rgb(color), [0.299, 0.587, 0.114])), 6)
 
 
 def looks(line):
@@ -199,25 +175,6 @@ def test_bars_and_histograms_differ_without_colour():
     known, novel = plot.uncertainty_histogram(LOGITS[..., 0], LOGITS[..., 1]).patches
     assert (known.get_hatch(), novel.get_hatch()) == ("///", None)
     assert (known.get_fill(), novel.get_fill()) == (True, False)
-
-
-def test_members_are_shaded_by_their_score():
-    ax = plot.parallel_coordinates(TABLE)
-    shades = [luminance(line.get_color()) for line in ax.lines[:4]]
-    assert shades == sorted(shades, reverse=True)
-    assert shades[0] - shades[-1] > 0.7
-    assert len(set(shades)) == 4
-
-
-def test_numbers_can_be_read_on_their_squares():
-    ax = plot.member_similarity(np.array([[0.0, 1.0], [1.0, 0.0]]), colorbar=False, vmin=0, vmax=1)
-    assert {(text.get_text(), luminance(text.get_color())) for text in ax.texts} == {("0", 0.0), ("1", 1.0)}
-
-
-def test_many_members_are_not_written_out():
-    ax = plot.member_similarity(np.eye(30), ids=np.arange(100, 130))
-    assert not ax.texts
-    assert [label.get_text() for label in ax.get_xticklabels()][::11] == ["100", "129"]
 
 
 BAD = {
@@ -288,51 +245,10 @@ BAD = {
     "edges": (lambda: plot.uncertainty_histogram(np.ones(3), np.ones(3), bins=[1.0, 0.0]), "two or more rising edges"),
     "one_curve": (lambda: plot.risk_coverage(np.ones(3), np.ones(4)), "`coverage` and `risk` of one shape"),
     "swapped": (lambda: plot.risk_coverage(np.array([0.2, 0.1]), np.array([0.5, 1.0])), "`coverage` that rises"),
-    "rates": (lambda: plot.roc_curve(np.ones(3), np.ones(4)), "`true_positive_rate` of one shape"),
-    "falling": (
-        lambda: plot.roc_curve(np.array([1.0, 0.5]), np.array([0.5, 1.0])),
-        r"`false_positive_rate` that rises, from 0 to 1.\n  got 0.5 at index \(1,\)(?s:.)*highest threshold",
-    ),
-    "per_cent": (
-        lambda: plot.precision_recall_curve(np.array([100.0, 50.0]), np.array([0.5, 1.0])),
-        "`precision` from 0 to 1",
-    ),
-    "swapped_rates": (
-        lambda: plot.precision_recall_curve(np.array([0.0, 1.0]), np.array([1.0, 0.5])),
-        "`recall` that rises",
-    ),
-    "no_column": (
-        lambda: plot.parallel_coordinates(TABLE, columns=["lr", "wd"]),
-        "names of columns in `columns`.\n  got 'wd'\nColumns of the table: `lr`, `loss`.",
-    ),
-    "one_column": (lambda: plot.parallel_coordinates({"loss": np.ones(3)}), r"two or more columns.\n  got \['loss'\]"),
-    "uneven": (
-        lambda: plot.parallel_coordinates({"lr": np.ones(2), "loss": np.ones(3)}),
-        "one number per member in every column.\n  got 2 in `lr`, 3 in `loss`",
-    ),
-    "log": (
-        lambda: plot.parallel_coordinates({"lr": np.arange(3.0), "loss": np.ones(3)}, log=["lr"]),
-        "positive numbers in column `lr`.\n  got 0\nZero has no logarithm.",
-    ),
-    "no_finite": (
-        lambda: plot.parallel_coordinates({"lr": np.ones(3), "loss": np.full(3, np.nan)}),
-        "a finite number in column `loss`",
-    ),
-    "square": (lambda: plot.member_similarity(np.ones((2, 3))), r"`matrix` of shape \(members, members\).\n  got"),
-    "ids": (lambda: plot.member_similarity(np.eye(3), ids=[1]), "one id per member in `ids`.\n  expected 3, got 1"),
 }
 
 WRONG_KINDS = {
-    "run": (lambda: plot.training_curves(TABLE), "a `Run` or its `History`.\n  got a dict"),
-    "table": (
-        lambda: plot.parallel_coordinates(HISTORY),
-        r"a run or its table, a dict .*\n  got .*\nPass the `Run`, or `run.table\(\)`.",
-    ),
-    "words": (
-        lambda: plot.parallel_coordinates({"lr": np.array(["a", "b"]), "loss": np.ones(2)}),
-        "real numbers in `lr`",
-    ),
-    "one_name": (lambda: plot.parallel_coordinates(TABLE, columns="lr"), r"Pass `columns=\['lr'\]`"),
+    "run": (lambda: plot.training_curves({}), "a `Run` or its `History`.\n  got a dict"),
     "intervals": (
         lambda: plot.prediction_bands(LOGITS[..., 0], intervals=(np.ones(50), np.ones(50))),
         "a dict from level to",

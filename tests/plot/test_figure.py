@@ -69,27 +69,32 @@ def _replaced(run, **fields):  # noqa: F811
     return copy
 
 
-@pytest.mark.parametrize("count", [0, 2, 5])
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_panels_follow_the_hyper_parameters(run, count):  # noqa: F811
     state = run.train_state
     hyper = {f"h{i}": jnp.arange(4.0) + i for i in range(count)}
     fixed = _replaced(state.fixed, hyper=hyper or None)
     figure = _replaced(run, train_state=_replaced(state, fixed=fixed)).plot()
-    shown = [ax.get_xlabel() for ax in figure.axes]
-    assert shown == ["step", "step", *(list(hyper) if count < 5 else [""])]
-    if count == 5:
-        ticks = [label.get_text() for label in figure.axes[2].get_xticklabels()]
-        assert [tick.strip() for tick in ticks] == [*hyper, "validation"]
+    assert [ax.get_xlabel() for ax in figure.axes] == ["step", "step", *hyper]
+    # Up to four in a row, whose first has the label of all.
+    labelled = [i for i, ax in enumerate(figure.axes[2:]) if ax.get_ylabel() == "best validation score"]
+    assert labelled == {0: [], 1: [0], 2: [0], 7: [0, 4]}[count]
 
 
-def test_parallel_coordinates_take_a_run(run):  # noqa: F811
-    of_run, of_table = ee.plot.parallel_coordinates(run), ee.plot.parallel_coordinates(run.table())
-    for line, same in zip(of_run.lines, of_table.lines, strict=True):
-        np.testing.assert_array_equal(line.get_xydata(), same.get_xydata())
-        assert line.get_label() == same.get_label()
-    higher = _replaced(run, selection=_replaced(run.selection, mode="max"))
-    assert of_label(ee.plot.parallel_coordinates(higher), "highest validation")
-    assert of_label(ee.plot.parallel_coordinates(higher, mode="min"), "lowest validation")
+def test_each_number_of_a_hyper_parameter_has_a_panel(run):  # noqa: F811
+    state = run.train_state
+    hyper = {"betas": jnp.arange(8.0).reshape(4, 2)}
+    figure = _replaced(run, train_state=_replaced(state, fixed=_replaced(state.fixed, hyper=hyper))).plot()
+    *_, first, second = figure.axes
+    assert (first.get_xlabel(), second.get_xlabel()) == ("betas[0]", "betas[1]")
+    np.testing.assert_array_equal(of_label(second, "3 members").get_xdata(), [1, 3, 5])
+
+
+def test_the_best_score_may_be_the_highest(run):  # noqa: F811
+    score = _replaced(run, selection=_replaced(run.selection, mode="max")).plot().axes[2]
+    ring = of_label(score, f"highest: member {np.argmax(run.best_score[:3])}")
+    assert ring.get_ydata().tolist() == [run.best_score[:3].max()]
+    assert of_label(score, "1 diverged").get_ydata().tolist() == [0.03]
 
 
 def test_rows_of_one_column_are_rows():

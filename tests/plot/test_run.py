@@ -46,12 +46,3 @@ def test_a_run_is_its_history(run):
     for line, same in zip(lines, other.lines, strict=True):
         np.testing.assert_array_equal(line.get_xydata(), same.get_xydata())
     assert mark.get_label() == "1 diverged"  # which a history does not tell
-
-
-def test_the_table_of_a_run(ax, run):
-    ee.plot.parallel_coordinates(run.table(), ax=ax)
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["lr", "validation"]
-    styles = [line.get_linestyle() for line in ax.lines[:4]]
-    assert sorted(styles) == ["-", "-", "--", ":"]
-    best = next(line for line in ax.lines[:4] if line.get_linestyle() == "--")
-    assert best.get_label() == f"lowest validation: member {np.argmin(run.best_score)}"

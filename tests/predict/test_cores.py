@@ -104,30 +104,6 @@ def test_states_and_keys(on):
     assert_equal(on(3, predict)[0], on(1, predict)[0])
 
 
-@pytest.mark.parametrize("combine", [None, ee.combine.mean, ee.uncertainty.decompose_entropy])
-def test_memory(ensemble, on, combine, monkeypatch):
-    counts, run = [], room._run_at_once
-    monkeypatch.setattr(room, "_run_at_once", lambda *args, **options: (counts.append(options), run(*args, **options)))
-    predict = lambda: ee.predict(ensemble, rows(), combine=combine, memory=2**33, **OPTIONS)
-    want, _ = on(1, predict)
-    assert not counts
-    assert_equal(on(2, predict)[0], want)
-    assert [one["cores"] for one in counts] == [2]
-
-
-def test_a_budget_for_one_block_is_for_one_core(ensemble):
-    sizes = room.BlockSizes(2**30, CALL, inputs_of(ensemble), most_rows=4)
-    sizes._bound = lambda block: 2**24
-    assert [sizes.at_once(need, 8) for need in (2**30, 2**28, 2**27, 2**20)] == [1, 2, 4, 8]
-
-
-def inputs_of(ensemble):
-    return room.PredictionInputs(ensemble, rows(), None, None)
-
-
-CALL = room.MemberCall(None, True)
-
-
 def test_combined_in_the_order_of_rows(ensemble, on):
     x = np.arange(ROWS, dtype=np.float32)[:, None]
     seen, running = [], threading.Lock()

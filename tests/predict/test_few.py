@@ -124,7 +124,7 @@ def test_a_handful_of_programs_for_all_numbers_of_rows(ensemble, compiled):
     assert names == []
 
 
-def test_members_of_their_own_rows_keys_meshes_and_searches_go_in_batches(ensemble, sizes):
+def test_members_of_their_own_rows_keys_and_meshes_go_in_batches(ensemble, sizes):
     x = rows(5)
     dropout = ee.build(lambda key: eqx.nn.Sequential([eqx.nn.Linear(3, 3, key=key), eqx.nn.Dropout()]), 4, key=KEY)
     own = ee.Each(np.stack([x] * MEMBERS) * np.arange(MEMBERS, dtype=np.float32)[:, None, None])
@@ -133,8 +133,6 @@ def test_members_of_their_own_rows_keys_meshes_and_searches_go_in_batches(ensemb
         np.testing.assert_allclose(found[i], jax.vmap(member)(jnp.asarray(x) * i), rtol=1e-5, atol=1e-6)
     ee.predict(dropout, x, key=KEY, inference=False)
     ee.predict(dropout, x, mesh=ee.make_mesh(members=4))
-    ee.predict(ensemble, x, plan="auto")
-    ee.predict(ensemble, x, memory=2**26)
     jax.jit(lambda x: ee.predict(ensemble, x))(x)
     assert not sizes
     ee.predict(ensemble, x)

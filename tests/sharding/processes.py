@@ -3,6 +3,7 @@
 `processes.py MODE FOLDER` leaves its results in `FOLDER/results.npz`. The environment has the number of the process.
 """
 
+import itertools
 import os
 import pathlib
 import signal
@@ -18,6 +19,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import eqx_ensemble as ee
+from eqx_ensemble.train.host._saver import Saver
 
 KEY = jax.random.key
 MESHES = {"4x1": {"members": 4}, "2x2": {"members": 2, "data": 2}, "1x4": {"members": 1, "data": 4}}
@@ -148,73 +150,26 @@ def population():
 def files(folder):
     """An ensemble is saved by all processes, and loaded onto another mesh."""
     ensemble = ee.build(make, 8, mesh=ee.make_mesh(), key=KEY(0))
-    if jax.process_count() > 1:
-        with pytest.raises(NotImplementedError, match="format='orbax'"):
-            ee.save(folder / "refused", ensemble)
-    ee.save(folder / "ensemble", ensemble, format="orbax")
-    loaded = ee.load(folder / "ensemble", make, mesh=ee.make_mesh(data=2))
+    ee.save(folder / "ensemble.eqx", ensemble)
+    loaded = ee.load(folder / "ensemble.eqx", ee.build(make, 8, mesh=ee.make_mesh(data=2), key=KEY(1)))
     arrays = ee.distributed.to_host(eqx.filter(loaded, eqx.is_array))
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(arrays)}
 
 
-class DiesAt:
-    """A schedule of the host: the process of this rank kills itself when so many checkpoints are there."""
-
-    def __init__(self, folder, count, rank):
-        self.folder, self.count, self.rank = folder, count, rank
-
-    def __call__(self):
-        if jax.process_index() == self.rank and len(list(self.folder.glob("step-*"))) >= self.count:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def within(folder):
-    """Within a budget of memory, of which processes need, and are given, different parts."""
-    from eqx_ensemble._predict import _run_work as _block_sizes
-
-    sizes_of, bound_of = _block_sizes.BlockSizes, _block_sizes._byte_bound
-    seen, found, rank, note = [], {}, jax.process_index(), sizes_of.note
-    is_last = rank == jax.process_count() - 1
-
-    def noted(sizes, need):
-        assert need > 0
-        seen.append(tuple(sizes.block))
-        note(sizes, 2**20 * sizes.block.members * sizes.block.rows // (1 if is_last else 64))
-
-    sizes_of.note = noted
-    warnings.simplefilter("ignore")
-    for name, shape in {"4x1": {"members": 4}, "2x2": {"members": 2, "data": 2}}.items():
-        for num_members in (10, 12):
-            mesh = ee.make_mesh(**shape)
-            ensemble = ee.build(make, num_members, mesh=mesh, key=KEY(0))
-            if num_members == 12 and is_last:  # as where its devices share less memory
-                _block_sizes._byte_bound = lambda call, inputs: (lambda block: float("inf"), False)
-            for word, combine in {"all": None, "moments": ee.combine.moments, "one": lambda p: p[3]}.items():
-                memory = 2**20 * (4 if rank == 0 else 64) + 1
-                got = ee.distributed.to_host(ee.predict(ensemble, X, combine=combine, memory=memory, batch_size=8))
-                parts = enumerate(jax.tree.leaves(got))
-                found |= {f"{name} {num_members} {word} {i}": x for i, x in parts}
-                assert seen[-1] == (1, 2), seen
-            _block_sizes._byte_bound = bound_of
-    with pytest.raises(MemoryError, match="for one row and one member"):
-        ee.predict(ensemble, X, memory=2**20 - 1, batch_size=8)
-    saved(folder, found | {"blocks": np.array(seen)})
-
-
 def training(folder, *, dies=False, epochs=6):
     """A run with checkpoints; process 1 is killed within it on request."""
-    checkpoints = ee.checkpoint.Checkpoints(folder / "run", format="orbax", every=4)
     if dies:
-        killer, save = DiesAt(folder / "run", 2, 1), ee.checkpoint.Checkpoints.save
+        save, saves = Saver.save, itertools.count()
 
-        def save_and_die(self, *args, **options):
-            killer()
-            return save(self, *args, **options)
+        def save_or_die(self, *args, **options):
+            if next(saves) == 2 and jax.process_index() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            save(self, *args, **options)
 
-        ee.checkpoint.Checkpoints.save = save_and_die
+        Saver.save = save_or_die
     shape = {"members": 2, "data": 2} if jax.device_count() == 4 else {}
     mesh = ee.make_mesh(**shape)
-    run = fitted(mesh, 4, epochs=epochs, checkpoint=checkpoints, patience=None)
+    run = fitted(mesh, 4, epochs=epochs, checkpoint=ee.train.Checkpoint(folder / "run.eqx", every=4), patience=None)
     saved(folder, numbers(run))
 
 
@@ -238,11 +193,11 @@ def called(folder):
             if rank == 1 and progress.step >= 5:
                 raise KeyError("only here")
 
-        options = {"checkpoint": ee.checkpoint.Checkpoints(folder / "run", format="orbax"), "patience": None}
+        options = {"checkpoint": folder / "run.eqx", "patience": None}
         error, message = (KeyError, "only here") if rank == 1 else (RuntimeError, "on process 1, which shows it")
         with pytest.raises(error, match=message):
             fitted(mesh, **options, callbacks=ee.train.every(5, fails))
-        assert options["checkpoint"].steps == [5]
+        assert ee.contents(folder / "run.eqx").meta["fit"]["step"] == 5
         again, whole = numbers(fitted(mesh, **options)), numbers(fitted(mesh, patience=None))
         for name, x in again.items():
             np.testing.assert_array_equal(x, whole[name], err_msg=name)
@@ -276,7 +231,6 @@ if __name__ == "__main__":
         "everything": everything,
         "eight": eight,
         "called": called,
-        "within": within,
         "training": training,
         "dying": lambda folder: training(folder, dies=True),
     }

@@ -9,7 +9,6 @@ import pytest
 
 from ..children import finish_together, together
 
-pytest.importorskip("orbax.checkpoint", reason="checkpoints of several processes need the extra `orbax`")
 pytestmark = pytest.mark.slow
 
 SCRIPT = pathlib.Path(__file__).parent / "processes.py"
@@ -50,13 +49,6 @@ def test_callbacks(tmp_path):
     assert two["stopped_at"].tolist() == [-1, -1, 2, -1, 4, -1, -1, -1]
 
 
-def test_predictions_within_a_budget(tmp_path):
-    """The process that needs most, and the one that has least, decide for all: all process the same blocks."""
-    two = results("within", tmp_path / "two", processes=2)
-    one = results("within", tmp_path / "one", processes=1)
-    same_bits(two, one, but_for=("4x1", "2x2"))  # sums over devices are in another order
-
-
 def test_a_process_that_dies(tmp_path):
     """The other ends with an error in bounded time; the job resumes with two processes, with one, and on one device."""
     whole = results("training", tmp_path / "whole", processes=2)
@@ -71,8 +63,7 @@ def test_a_process_that_dies(tmp_path):
     text = "".join(texts)
     assert "process" in text.lower() or "gloo" in text.lower(), text
     assert not (folder / "results.npz").exists()
-    left = sorted(path.name for path in (folder / "run").iterdir())
-    assert left, "nothing was saved before it died"
+    assert (folder / "run.eqx").exists(), "nothing was saved before it died"
     for name, options in {
         "two": {"processes": 2},
         "one": {"processes": 1},

@@ -200,13 +200,13 @@ def test_a_stop_is_a_cut(ensemble, data, step, tmp_path):
     options = {"data": data, "validation": VALID}
     stop = lambda progress: progress.step >= step
     whole = fitted(ensemble, steps=20, **options)
-    run = fitted(ensemble, steps=20, **options, callbacks=ee.train.every(1, stop), checkpoint=tmp_path)
+    run = fitted(ensemble, steps=20, **options, callbacks=ee.train.every(1, stop), checkpoint=tmp_path / "a")
     assert run.interrupted
     assert not whole.interrupted
     assert (run.status == Status.OK).all()
     assert_same(run.train_state, fitted(ensemble, steps=step, **options).train_state)
     assert_same(run.history.loss, whole.history.loss[:, :step])
-    resumed = fitted(ensemble, steps=20, **options, checkpoint=tmp_path)
+    resumed = fitted(ensemble, steps=20, **options, checkpoint=tmp_path / "a")
     assert_same_runs(resumed, whole)
     assert not resumed.interrupted
     if isinstance(data, tuple):
@@ -236,7 +236,7 @@ def test_members_that_stop_are_validated_and_leave(ensemble):
 
 
 def test_all_members_stopped_stay_stopped_after_a_restart(ensemble, tmp_path):
-    options = {"steps": 20, "checkpoint": ee.checkpoint.Checkpoints(tmp_path, every=1)}
+    options = {"steps": 20, "checkpoint": ee.train.Checkpoint(tmp_path / "a", every=1)}
     stop = lambda progress: np.full(MEMBERS, progress.step >= 6)
     run = fitted(ensemble, **options, callbacks=ee.train.every(2, stop))
     assert run.stopped_at.tolist() == [6] * MEMBERS
@@ -262,7 +262,7 @@ def test_an_error_keeps_the_run(ensemble, every, tmp_path):
         if progress.step >= 4:
             raise KeyError("no such run")
 
-    options = {"steps": 20, "validation": VALID, "checkpoint": tmp_path}
+    options = {"steps": 20, "validation": VALID, "checkpoint": tmp_path / "a"}
     whole = fitted(ensemble, steps=20, validation=VALID)
     with pytest.raises(KeyError) as error:
         fitted(ensemble, **options, callbacks=fail if every is None else ee.train.every(every, fail))
@@ -309,7 +309,7 @@ def test_control_c_and_a_callback(ensemble, interruptible):
 
 
 def test_callbacks_do_not_identify_a_run(ensemble, tmp_path):
-    options = {"steps": 12, "checkpoint": tmp_path}
+    options = {"steps": 12, "checkpoint": tmp_path / "a"}
     run = fitted(ensemble, **options, callbacks=ee.train.every(5, Seen()))
     assert_same_runs(fitted(ensemble, **options), run)
     longer = fitted(ensemble, **options | {"steps": 15}, callbacks=[Seen(), Seen()])

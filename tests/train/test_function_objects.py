@@ -127,7 +127,6 @@ PLACES = {
     "map_members": (mse, lambda fn: ee.map_members(fn, plan=ee.plan.Sequential())(ENSEMBLE, *DATA)),
     "predict": (lambda model, x: 2 * model(x), lambda fn: ee.predict(ENSEMBLE, X, fn=fn, batch_size=8)),
     "combine": (lambda values: values[0], lambda fn: ee.predict(ENSEMBLE, X, combine=fn)),
-    "connectivity": (mse, lambda fn: ee.methods.alignment.connectivity(ENSEMBLE, fn, *DATA, num_points=3)),
 }
 
 

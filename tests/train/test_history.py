@@ -225,7 +225,7 @@ def test_callbacks_see_the_last_column_of_a_run_that_they_end(ensemble, full):
 
 @pytest.mark.parametrize("history", [3, pytest.param("last", marks=SLOW)])
 def test_a_run_that_is_resumed_has_the_history_of_the_whole(ensemble, full, tmp_path, history):
-    options = {"history": history, "checkpoint": ee.checkpoint.Checkpoints(tmp_path, every=5)}
+    options = {"history": history, "checkpoint": ee.train.Checkpoint(tmp_path / "a", every=5)}
     fit(ensemble, steps=11, **options)  # within a window
     run = fit(ensemble, **options)
     assert_thinned(run.history, full.history, 10**9 if history == "last" else history)
@@ -234,7 +234,7 @@ def test_a_run_that_is_resumed_has_the_history_of_the_whole(ensemble, full, tmp_
     np.testing.assert_array_equal(again.history.loss, run.history.loss)
     np.testing.assert_array_equal(again.history.step, run.history.step)
     with pytest.raises(ValueError, match=r"`history`"):
-        fit(ensemble, checkpoint=tmp_path)
+        fit(ensemble, checkpoint=tmp_path / "a")
 
 
 @SLOW

@@ -109,14 +109,6 @@ def test_decisions():
     assert donors.tolist() == [0, 0, 2, 3]  # the one without a score is the worst, and gets the highest's
 
 
-def test_checkpoints_keep_the_best(tmp_path):
-    folder = ee.checkpoint.Checkpoints(tmp_path, best=1, last=1, every=1)
-    fitted(validation=ee.train.Validation(ROWS, score=negative, mode="max"), checkpoint=folder, epochs=4)
-    contents = [ee.checkpoint.contents(folder.path(step)) for step in folder.steps]
-    assert len({c.score for c in contents}) == len(contents)
-    assert all(c.score > 0 for c in contents)  # less is better there: the score with its sign changed
-
-
 # What is refused
 
 REFUSED = {

@@ -13,6 +13,7 @@ from eqx_ensemble.train.data._batches import Converter
 from eqx_ensemble.train.host import _callbacks as _stopping
 from eqx_ensemble.train.host import _loop as _pacing
 from eqx_ensemble.train.host._loop import Recording
+from eqx_ensemble.train.host._saver import Saver
 
 from ..factories import assert_same
 
@@ -237,15 +238,21 @@ def test_a_loss_that_fails(monkeypatch):
 
 
 @pytest.mark.parametrize("data", [listed, Reused])
-def test_checkpoints_are_the_same(data, late, tmp_path):
-    runs = []
+def test_checkpoints_are_the_same(data, late, tmp_path, monkeypatch):
+    runs, save = [], Saver.save
     for on in (False, True):
         late(on=on)
-        folder = tmp_path / str(on)
-        checkpoints = ee.checkpoint.Checkpoints(folder, last=99, every=5)
-        fitted(data, NEVER, steps=13, checkpoint=checkpoints)
-        assert checkpoints.steps == [5, 10, 13]
-        runs.append(fitted(data, NEVER, steps=13, checkpoint=checkpoints))
+        saved, folder = [], tmp_path / str(on)
+
+        def noted(self, carry, fixed, record, saved=saved, **options):
+            saved.append(record.steps)
+            save(self, carry, fixed, record, **options)
+
+        monkeypatch.setattr(Saver, "save", noted)
+        checkpoint = ee.train.Checkpoint(folder / "run.eqx", every=5)
+        fitted(data, NEVER, steps=13, checkpoint=checkpoint)
+        assert saved == [5, 10, 13]
+        runs.append(fitted(data, NEVER, steps=13, checkpoint=checkpoint))
     same_runs(*runs)
 
 

@@ -273,8 +273,9 @@ def check_twin(case, whole, folder):
     elif case.twin == "mesh":
         check_same(fitted(case, mesh=ee.make_mesh(members=2)), whole)
     elif case.twin == "checkpoint":
-        fitted(case, steps=case.cut, checkpoint=ee.checkpoint.Checkpoints(folder, every=2))
-        check_same(fitted(case, plan=case.plans[1], checkpoint=folder), whole, best=best)
+        path = folder / "run.eqx"
+        fitted(case, steps=case.cut, checkpoint=ee.train.Checkpoint(path, every=2))
+        check_same(fitted(case, plan=case.plans[1], checkpoint=path), whole, best=best)
     else:
         begun = fitted(case, steps=case.cut)
         if case.cut < case.steps and (begun.status == Status.OK).any():

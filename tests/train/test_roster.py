@@ -1,6 +1,6 @@
 """Inactive members leave the compiled arrays, without effect on the results."""
 
-from types import SimpleNamespace
+import types
 
 import equinox as eqx
 import jax
@@ -10,15 +10,13 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.plan import _search
-from eqx_ensemble.plan._auto import Pilot
 from eqx_ensemble.train import Status
 from eqx_ensemble.train.data._rows import Slots
 from eqx_ensemble.train.host import _loop as _pacing
 from eqx_ensemble.train.host._active import ActiveMembers, width_for
 from eqx_ensemble.train.host._loop import Pacing
 
-from ..factories import assert_close, assert_same_where_optimised
+from ..factories import assert_same_where_optimised
 
 MEMBERS, ROWS, BATCH = 11, 22, 8
 KEY = jax.random.key(0)
@@ -107,22 +105,6 @@ def test_leaving_is_invisible(case, widths, monkeypatch):
         assert not run.history.aux["rows"][i, gone:].any()
 
 
-@pytest.mark.filterwarnings("ignore:.*diverged:UserWarning")
-def test_under_a_plan_that_is_still_searched_for(widths, monkeypatch):
-    """The search ends before members leave the arrays, since its times were those of all of them."""
-    monkeypatch.setattr(_pacing, "_SECONDS_PER_TRIAL", 0)
-    monkeypatch.setattr(_search, "_ENOUGH_CALLS", 1)
-    monkeypatch.setattr(_search, "_ENOUGH_SECONDS", 0.0)
-    options = CASES["shared rows"] | {"patience": 6, "epochs": 40}
-    expected = fitted(**options)
-    widths.clear()
-    run = fitted(**options, plan=ee.plan.Auto(max_overhead=1.0))
-    assert widths
-    assert len([line for line in run.plan.explain().splitlines() if "ms a step" in line]) > 1
-    assert run.stopped_at.tolist() == expected.stopped_at.tolist()
-    assert_close(run.ensemble, expected.ensemble, 1e-4)  # plans agree within rounding
-
-
 @pytest.mark.parametrize(
     ("plan", "least"), [(ee.plan.Vmap(), 4), (ee.plan.Chunked(3), 6), (ee.plan.Sequential(), 4)], ids=repr
 )
@@ -148,40 +130,43 @@ def test_one_compile_for_every_width(plan, least, widths, compiled):
     assert again.stopped_at.tolist() == run.stopped_at.tolist()
 
 
+UNDER_VMAP = types.SimpleNamespace(program=types.SimpleNamespace(plan=ee.plan.Vmap()))
+
+
 def test_it_takes_what_pays():
     """By the time that is left, the time to compile, and how time depended on the number of members before."""
-    pacing = Pacing(Pilot(ee.plan.Vmap(), name="fit"))
-    pacing.measure(1, 4.5, width=11, steps_left=None)  # of which the compiler took most
-    pacing.measure(1, 1.0, width=11, steps_left=None)
+    pacing = Pacing(UNDER_VMAP)
+    pacing.measure(1, 4.5, width=11)  # of which the compiler took most
+    pacing.measure(1, 1.0, width=11)
     assert not pacing.pays(11, 11, 10**9), "no member has left"
     assert pacing.pays(6, 11, 10)
     assert not pacing.pays(6, 11, 9)
-    pacing.measure(1, 1.0, width=6, steps_left=None)  # half the members took as long as all: the machine idles
+    pacing.measure(1, 1.0, width=6)  # half the members took as long as all: the machine idles
     assert not pacing.pays(3, 6, 10**9)
 
 
 def test_a_program_that_had_to_be_compiled_shows_the_cost():
     """The first program may have been there from a run before, while those of smaller widths are not."""
-    pacing = Pacing(Pilot(ee.plan.Vmap(), name="fit"))
+    pacing = Pacing(UNDER_VMAP)
     for _ in range(2):
-        pacing.measure(1, 1.0, width=12, steps_left=None)
+        pacing.measure(1, 1.0, width=12)
     assert pacing.pays(6, 12, 10)
     pacing.restart()
-    pacing.measure(1, 9.0, width=6, steps_left=None)  # of which a step takes at most one
-    pacing.measure(1, 0.5, width=6, steps_left=None)
+    pacing.measure(1, 9.0, width=6)  # of which a step takes at most one
+    pacing.measure(1, 0.5, width=6)
     assert not pacing.pays(3, 6, 30)
     assert pacing.pays(3, 6, 34)
 
 
 def test_a_later_run_knows_which_programs_are_compiled():
-    first, later = (Pacing(Pilot(ee.plan.Vmap(), name="fit")) for _ in range(2))
+    first, later = (Pacing(UNDER_VMAP) for _ in range(2))
     first.recall("a program")
     for seconds in (9.0, 1.0):
-        first.measure(1, seconds, width=12, steps_left=None)
+        first.measure(1, seconds, width=12)
     first.restart()
-    first.measure(1, 1.0, width=6, steps_left=None)
+    first.measure(1, 1.0, width=6)
     later.recall("a program")
-    later.measure(1, 1.0, width=12, steps_left=None)  # at once at its pace
+    later.measure(1, 1.0, width=12)  # at once at its pace
     assert later.pays(6, 12, 1)
     assert not later.pays(4, 12, 13)
     assert later.pays(4, 12, 14)
@@ -190,9 +175,9 @@ def test_a_later_run_knows_which_programs_are_compiled():
 @pytest.mark.parametrize(("members_stop", "steps"), [(False, 100), (True, 20)])
 def test_chunks_are_shorter_where_members_stop(members_stop, steps):
     """A chunk is a second's steps, or a fifth of that: what has stopped is noticed between chunks."""
-    pacing = Pacing(Pilot(ee.plan.Vmap(), name="fit"), members_stop=members_stop)
+    pacing = Pacing(UNDER_VMAP, members_stop=members_stop)
     for _ in range(3):  # the first one compiles
-        pacing.measure(100, 1.0, width=4, steps_left=None)
+        pacing.measure(100, 1.0, width=4)
     assert pacing.steps == steps
 
 
@@ -215,6 +200,6 @@ def test_widths(plan, training, width):
     members = ActiveMembers.__new__(ActiveMembers)
     members.slots, members.carry = (
         Slots(np.arange(64), 64, None),
-        SimpleNamespace(moving=SimpleNamespace(status=status)),
+        types.SimpleNamespace(moving=types.SimpleNamespace(status=status)),
     )
     assert width_for(members, plan) == width

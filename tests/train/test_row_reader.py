@@ -183,7 +183,7 @@ def test_reads_that_fail_lose_nothing(ensemble, tmp_path, every):
     """Killed by the disk at random steps, the same call ends with the same bits."""
     options = {"validation": DATA, "epochs": 3, "patience": 5, "rows": OWN}
     whole = fitted(ensemble, Disk(DATA).reader(), **options)
-    saving = options | {"checkpoint": ee.checkpoint.Checkpoints(tmp_path, every=every)}
+    saving = options | {"checkpoint": ee.train.Checkpoint(tmp_path / "run.eqx", every=every)}
     for fail in (2, 6, 3, 4):  # reads of a call, the first of which is the probe
         with pytest.raises(OSError, match="Input/output error") as caught:
             fitted(ensemble, Disk(DATA, [fail]).reader(), **saving)
@@ -232,11 +232,11 @@ def test_validation_of_another_structure(ensemble):
 
 
 def test_other_data_do_not_resume(ensemble, tmp_path):
-    fitted(ensemble, Disk(DATA).reader(), steps=2, checkpoint=tmp_path)
+    fitted(ensemble, Disk(DATA).reader(), steps=2, checkpoint=tmp_path / "run.eqx")
     with pytest.raises(ValueError, match="data"):
-        fitted(ensemble, Disk((X + 1, DATA[1])).reader(), steps=4, checkpoint=tmp_path)
+        fitted(ensemble, Disk((X + 1, DATA[1])).reader(), steps=4, checkpoint=tmp_path / "run.eqx")
     with pytest.raises(ValueError, match="rows"):
-        fitted(ensemble, Disk(DATA).reader(), rows=OWN, steps=4, checkpoint=tmp_path)
+        fitted(ensemble, Disk(DATA).reader(), rows=OWN, steps=4, checkpoint=tmp_path / "run.eqx")
 
 
 def test_memory_mapped_arrays_and_wide_numbers(ensemble, tmp_path):

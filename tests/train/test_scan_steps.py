@@ -81,20 +81,12 @@ def test_a_member_diverges_and_the_others_go_on():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [ee.plan.Sequential(), ee.plan.Chunked(2), "auto"])
+@pytest.mark.parametrize("plan", [ee.plan.Sequential(), ee.plan.Chunked(2)])
 def test_plans(plan):
     loss, optimiser, state, _ = case("plain")
     rows = batches()
     expected = loop(ee.train.make_step(loss, optimiser), state, rows)
     assert_close(ee.train.scan_steps(ee.train.make_step(loss, optimiser, plan=plan), state, rows), expected)
-
-
-def test_auto_keeps_what_it_found():
-    loss, optimiser, state, _ = case("plain")
-    step, rows = ee.train.make_step(loss, optimiser, plan="auto"), batches()
-    state, _ = step(state, jax.tree.map(lambda x: x[0], rows))
-    assert step.plan.choice is not None
-    assert_close(ee.train.scan_steps(step, state, rows), loop(step, state, rows))
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def test_runs_that_are_cut_or_resumed_are_the_whole(tmp_path):
     state = lambda run: (run.train_state, run.selection, run.best_step, run.best_score)
     names = ("average", "weight", "bar", "waited", "best", "step")
     assert_same([getattr(cut.selection, name) for name in names], [getattr(whole.selection, name) for name in names])
-    saved = {"checkpoint": ee.checkpoint.Checkpoints(tmp_path, every=3), "smooth": 0.7, "batch_size": 1}
+    saved = {"checkpoint": ee.train.Checkpoint(tmp_path / "a", every=3), "smooth": 0.7, "batch_size": 1}
     for steps in (2, 7, 12, 2 * EPOCHS):
         resumed = fitted(tables, steps=steps, **saved)
     assert_same(state(resumed), state(whole))

@@ -51,10 +51,6 @@ def particles(state, optimiser):
     ee.methods.particles.make_step(loss, optimiser, num_rows=8)(state, ROWS)
 
 
-def auto(state, optimiser):
-    ee.train.make_step(loss, optimiser, plan="auto")(state, ROWS)
-
-
 def select(state, optimiser):
     ee.methods.population.select(state, [0])
 
@@ -75,7 +71,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("call", [fit, step, scan, particles, auto, select, revive])
+@pytest.mark.parametrize("call", [fit, step, scan, particles, select, revive])
 @pytest.mark.parametrize("part", PARTS)
 def test_the_part_that_does_not_fit_is_named(part, call, unhooked):
     where, values = PARTS[part]
@@ -102,7 +98,7 @@ def test_hyper_that_an_optimiser_keeps_in_its_state(call, unhooked):
         call(state, injected)
 
 
-@pytest.mark.parametrize("call", [step, scan, particles, auto])
+@pytest.mark.parametrize("call", [step, scan, particles])
 @pytest.mark.parametrize("optimiser", [sgd, optax.sgd])
 def test_an_optimiser_function_needs_hyper(optimiser, call):
     ensemble = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key), MEMBERS, key=KEY)

@@ -101,7 +101,7 @@ def test_a_loader_of_grain_resumes(ensemble, tmp_path):
     whole = fit(ensemble, loader, **options)
     count = len(drawn)
     drawn.clear()
-    saving = options | {"checkpoint": ee.checkpoint.Checkpoints(tmp_path, every=1)}
+    saving = options | {"checkpoint": ee.train.Checkpoint(tmp_path / "run.eqx", every=1)}
     for fail in (4, 5):
         with pytest.raises(OSError, match="Input/output error"):
             fit(ensemble, Cut(loader, fail), **saving)

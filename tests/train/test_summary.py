@@ -23,7 +23,7 @@ def loss(model, batch, key):
 def run():
     ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), ids=[7, 2, 5], key=KEY)
     hyper = {"rate": np.array([0.1, 1e30, 0.2], np.float32)}
-    options = {"hyper": hyper, "validation": DATA, "epochs": 2, "batch_size": 8, "plan": "auto", "progress": False}
+    options = {"hyper": hyper, "validation": DATA, "epochs": 2, "batch_size": 8, "progress": False}
     with pytest.warns(UserWarning, match="diverged"):
         return ee.fit(ensemble, loss, lambda h: optax.sgd(h["rate"]), DATA, key=KEY, **options)
 

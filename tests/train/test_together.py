@@ -208,8 +208,8 @@ def test_a_member_that_trains_again_takes_the_shared_leaves_of_the_others(ensemb
 
 def test_resumes_and_continues_bit_for_bit(ensemble, tmp_path):
     whole = ee.fit(ensemble, nll, TOGETHER, (X, Y), **OPTIONS)
-    half = ee.fit(ensemble, nll, TOGETHER, (X, Y), checkpoint=tmp_path, **OPTIONS | {"steps": 4})
-    resumed = ee.fit(ensemble, nll, TOGETHER, (X, Y), checkpoint=tmp_path, **OPTIONS)
+    half = ee.fit(ensemble, nll, TOGETHER, (X, Y), checkpoint=tmp_path / "a", **OPTIONS | {"steps": 4})
+    resumed = ee.fit(ensemble, nll, TOGETHER, (X, Y), checkpoint=tmp_path / "a", **OPTIONS)
     continued = ee.fit(half, nll, TOGETHER, (X, Y), **OPTIONS | {"steps": 2})
     assert eqx.tree_equal(resumed.train_state, whole.train_state)
     assert eqx.tree_equal(continued.train_state, whole.train_state)
@@ -286,7 +286,7 @@ def test_wrong_calls(ensemble):
     with pytest.raises(ValueError, match=r"`fit` needs the plan `Vmap\(\)`.*got Chunked"):
         fit(plan=ee.plan.Chunked(2))
     with pytest.raises(ValueError, match=r"`train.make_step` needs the plan"):
-        ee.train.make_step(nll, TOGETHER, plan="auto")
+        ee.train.make_step(nll, TOGETHER, plan=ee.plan.Sequential())
     with pytest.raises(ValueError, match=r"needs shared floating-point arrays.*it has none"):
         fit(start=ee.build(Bounded, 3, key=KEY))
     with pytest.raises(ValueError, match=r"none of its shared arrays is: `\.trunk\.weight`"):

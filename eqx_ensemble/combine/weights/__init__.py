@@ -1,4 +1,3 @@
-from ... import _suggest
 from ._greedy import Greedy as Greedy
 from ._greedy import Sparse as Sparse
 from ._greedy import diverse as diverse
@@ -8,5 +7,3 @@ from ._greedy import sparsify as sparsify
 from ._stacking import Stacking as Stacking
 from ._stacking import bayesian as bayesian
 from ._stacking import stacking as stacking
-
-_suggest.explain_names(__name__)

@@ -4,7 +4,6 @@ Each function converts an ordinary model. The sub-members are trained jointly, a
 `eqx_ensemble.Ensemble`.
 """
 
-from ... import _suggest
 from ._batch_ensemble import batch_ensemble as batch_ensemble
 from ._batch_ensemble import masksembles as masksembles
 from ._batch_ensemble import tabm as tabm
@@ -15,5 +14,3 @@ from ._loss import members as members
 from ._loss import weight_labels as weight_labels
 from ._packed import mimo as mimo
 from ._packed import packed_ensemble as packed_ensemble
-
-_suggest.explain_names(__name__)

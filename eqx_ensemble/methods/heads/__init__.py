@@ -4,7 +4,6 @@ Losses take the predictions of ONE member on one batch, as in a loss of `eqx_ens
 accept any leading axes, including `members`.
 """
 
-from ... import _suggest
 from ._dirichlet import decompose_dirichlet as decompose_dirichlet
 from ._dirichlet import dirichlet as dirichlet
 from ._dirichlet import dirichlet_loss as dirichlet_loss
@@ -22,5 +21,3 @@ from ._mixture_density import mixture_density_loss as mixture_density_loss
 from ._mixture_density import mixture_density_moments as mixture_density_moments
 from ._mixture_density import pinball_loss as pinball_loss
 from ._mixture_density import sort_quantiles as sort_quantiles
-
-_suggest.explain_names(__name__)

@@ -1,9 +1,6 @@
 """Laplace approximations: a Gaussian posterior over some weights of each member, centred at the trained weights."""
 
-from ... import _suggest
 from ._fit import fit as fit
 from ._laplace import Laplace as Laplace
 from ._laplace import replace as replace
 from ._member import Outputs as Outputs
-
-_suggest.explain_names(__name__)

@@ -3,7 +3,6 @@
 Weights, optimiser states, hyper-parameters, ids and random streams are moved together, in one gather.
 """
 
-from ... import _suggest
 from ._decisions import clone as clone
 from ._decisions import perturb_hyper as perturb_hyper
 from ._decisions import rank as rank
@@ -11,5 +10,3 @@ from ._decisions import select as select
 from ._decisions import set_hyper as set_hyper
 from ._decisions import stop as stop
 from ._decisions import truncation as truncation
-
-_suggest.explain_names(__name__)

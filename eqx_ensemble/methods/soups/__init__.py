@@ -1,7 +1,4 @@
 """Averages of members chosen by a held-out score; [`eqx_ensemble.average_parameters`][] averages all members."""
 
-from ... import _suggest
 from ._greedy import Soup as Soup
 from ._greedy import greedy as greedy
-
-_suggest.explain_names(__name__)

@@ -4,7 +4,6 @@ Wrappers of optax optimisers record each member's weights in its optimiser state
 records into ensembles.
 """
 
-from ... import _suggest
 from ._average import average as average
 from ._average import ema as ema
 from ._average import swa as swa
@@ -15,5 +14,3 @@ from ._snapshots import snapshot_schedule as snapshot_schedule
 from ._snapshots import snapshots as snapshots
 from ._swag import sample as sample
 from ._swag import swag as swag
-
-_suggest.explain_names(__name__)

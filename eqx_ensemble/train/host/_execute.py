@@ -13,7 +13,7 @@ from ..._progress import members_in_words, progress_line
 from ..._pytree import PyTree
 from ...distributed import to_host
 from ...plan import AbstractPlan
-from ...plan._engine import Pilot, explain_memory
+from ...plan._engine import explain_memory
 from .._callback import Every
 from .._check_run import warn_of_undefined_scores
 from .._revive import Revival, Revive
@@ -52,7 +52,7 @@ def execute(
     carry = Carry(stop_at_limits(first.moving, limits, first.step), start.selection, first.step)
     inputs = Inputs(first.fixed, first.shared, source.data, validation, limits, source.order)
     members = ActiveMembers(inputs, carry, program.layout)
-    pilot, reviver = Pilot(plan, name="fit"), None
+    reviver = None
     if isinstance(on_diverge, Revive):
         reviver = Reviver(on_diverge, program.optimiser, first.shared, first.ids, start.revived, key=key)
     revivals = start.revived if reviver is None else reviver.revivals
@@ -66,13 +66,14 @@ def execute(
         lost = int(lost_before.sum())
         stopping = Ending(interruption, saving, reviver, on_diverge=on_diverge, lost_before=lost, seconds=seconds)
         stops = program.patience is not None or limits.target is not None or seconds is not None
-        pacing = Pacing(pilot, members_stop=stops)
+        executor = Executor(program, members)
+        pacing = Pacing(executor, members_stop=stops)
         calls = Callbacks(callbacks, begun=length.begun, start=first, record=record, saving=saving, stopping=stopping)
         host = Host(
-            Executor(program, pilot, members), members, pacing, Recording(record, line), stopping, saving, calls
+            executor, members, pacing, Recording(record, line), stopping, saving, calls
         )  # fmt: skip
         collect = lambda **options: collect_run(start, host, source, plan, revivals, **options)
-        with _attach_run(host, source, collect), explain_memory(pilot, first.num_members):
+        with _attach_run(host, source, collect), explain_memory(plan, first.num_members):
             members.begin()
             if saver is None or saver.step < 0:
                 validate_best(program, members)

@@ -15,7 +15,7 @@ from ..._compiled import key_of
 from ..._pytree import PyTree
 from ...distributed import broadcast_from_first, to_host
 from ...plan import AbstractPlan, Vmap
-from ...plan._engine import Cost, Pilot, cost_of
+from ...plan._engine import Cost, Work, cost_of
 from .._state import MemberState
 from .._status import Status, check_may_train
 from ..compiled._chunk import compiled_validation
@@ -76,17 +76,15 @@ def _mean(values: np.ndarray) -> float:
 
 
 class Executor:
-    """Calls compiled programs under the plan that the pilot chooses."""
+    """Calls compiled programs.
 
-    def __init__(self, program: Program, pilot: Pilot, members: ActiveMembers) -> None:
-        self._program, self._pilot, self._members = program, pilot, members
+    **Attributes:**
 
-    @property
-    def program(self) -> Program:
-        """The program under the current plan."""
-        if self._program.plan is not self._pilot.plan:
-            self._program = dataclasses.replace(self._program, plan=self._pilot.plan)
-        return self._program
+    - `program`: the program under the plan that `inspect` has chosen; before, under the one that was passed.
+    """
+
+    def __init__(self, program: Program, members: ActiveMembers) -> None:
+        self.program, self._members, self._given = program, members, program.plan
 
     @property
     def key(self) -> Hashable:
@@ -95,25 +93,23 @@ class Executor:
 
     def call(self, work: AbstractWork) -> tuple[Carry, PyTree]:
         """Runs the work. Returns the carry and the results, which the device may still be computing."""
-        inputs, batch, compiled = self._members.inputs, work.batch, work.compiled
-        if not self._pilot.is_trial:
-            return compiled((self.program, inputs, batch), self._members.carry)
-        return self._pilot.call(lambda plan, carry: compiled((self.program, inputs, batch), carry), self._members.carry)
+        return work.compiled((self.program, self._members.inputs, work.batch), self._members.carry)
 
     def inspect(self, *, data: PyTree = None, steps_inside: bool = False, **work: Any) -> Program:
         """Analyses a step, on the batch `data` if given, to choose the plan. Returns the program under it."""
-        program = dataclasses.replace(self._program, plan=Vmap(), layout=None)
-        layout, carry, inputs = self._program.layout, self._members.carry, self._members.inputs
+        program = dataclasses.replace(self.program, plan=Vmap(), layout=None)
+        layout, carry, inputs = self.program.layout, self._members.carry, self._members.inputs
         inputs = inputs if data is None else dataclasses.replace(inputs, data=data)
         count = carry.moving.status.shape[0]
         count = count if layout is None else layout.per_device(count)
-        options = {"num_members": count, "unit": "step", "steps_inside": steps_inside}
         if layout is not None:
             work["steps"] = 0
         limits = inputs.limits.steps, inputs.limits.target
         work["stops"] = program.patience is not None or any(x is not None for x in limits)
         work["copied"] = sum(x.nbytes for x in jax.tree.leaves((carry.moving, carry.selection)))
-        self._pilot.look(_step_under, program, inputs, carry, **options, **work)
+        args = (program, inputs, carry)
+        plan = self._given.begin(Work(_step_under, args, count, steps_inside=steps_inside, **work))
+        self.program = dataclasses.replace(self.program, plan=plan)
         return self.program
 
     def cost(self) -> Cost:
@@ -146,7 +142,6 @@ def _own_step(_: AbstractPlan, program: Program, *rest: Any) -> tuple[Carry, PyT
 
 _SECONDS_PER_CHUNK = 1.0
 _SECONDS_UNTIL_NOTICED = 0.2
-_SECONDS_PER_TRIAL = 0.1
 _FIRST_STEPS = 32
 _MOST_KNOWN = 256
 _TAKING_FEWER = 0.05  # of the time to compile, to take members out of the arrays
@@ -174,8 +169,8 @@ class Pacing:
         checked between chunks.
     """
 
-    def __init__(self, pilot: Pilot, *, members_stop: bool = False) -> None:
-        self._pilot = pilot
+    def __init__(self, executor: Executor, *, members_stop: bool = False) -> None:
+        self._executor = executor
         self._members_stop = members_stop
         self.steps = _FIRST_STEPS
         self._is_fresh = True  # the next call compiles
@@ -186,7 +181,7 @@ class Pacing:
 
     def recall(self, key: Hashable) -> None:
         """Starts at the pace of an earlier run of the same program, if any, instead of growing the chunks."""
-        if self._pilot.watching or jax.process_count() > 1 or key is None:
+        if jax.process_count() > 1 or key is None:
             return
         with _LOCK:
             self._known = known = _known.pop(key, self._known)
@@ -197,21 +192,18 @@ class Pacing:
             self._is_fresh, self._seconds_per_step = False, seconds
             self.steps = max(int(self._seconds_per_chunk / max(seconds, 1e-6)), 1)
 
-    def measure(self, steps: int, seconds: float, *, width: int, steps_left: int | None) -> None:
+    def measure(self, steps: int, seconds: float, *, width: int) -> None:
         """Records the time of steps of `width` members; the first time of a new program includes its compilation."""
         first, self._is_fresh, seconds = self._is_fresh, False, broadcast_from_first(seconds)
         known = self._known
         if first:
             known.seconds_to_compile = max(known.seconds_to_compile, seconds - steps * self._seconds_per_step)
-            known.widths.add(_program_width(self._pilot.plan, width))
+            known.widths.add(_program_width(self._executor.program.plan, width))
         else:
             self._seconds_per_step = seconds / steps
             self._measure_width(width)
-        left = None if steps_left is None else steps_left * self._seconds_per_step
-        self._is_fresh = self._pilot.note(steps, seconds, seconds_left=left)
         if not first:
-            wanted = _SECONDS_PER_TRIAL if self._pilot.watching else self._seconds_per_chunk
-            wanted /= max(self._seconds_per_step, 1e-6)
+            wanted = self._seconds_per_chunk / max(self._seconds_per_step, 1e-6)
             self.steps = int(min(max(wanted, 1), 4 * self.steps))
 
     @property
@@ -234,19 +226,13 @@ class Pacing:
         if width == before:
             return False
         seconds_left, known = steps_left * self._seconds_per_step, self._known
-        is_compiled = _program_width(self._pilot.plan, width) in known.widths
+        is_compiled = _program_width(self._executor.program.plan, width) in known.widths
         cost = known.seconds_to_compile * (_TAKING_FEWER if is_compiled else 1)
         return seconds_left * (1 - (width / before) ** self._speedup) > cost
-
-    @property
-    def is_trial(self) -> bool:
-        """Whether the next chunk is a trial of a plan."""
-        return self._pilot.watching
 
     def restart(self) -> None:
         """Prepares for another program: the next call compiles, and the plan stays as it is."""
         self._is_fresh = True
-        self._pilot.settle()
 
     def halve(self, steps: int) -> int:
         """Sets the next chunks to half of `steps`. Returns it."""
@@ -307,7 +293,7 @@ def run(source: AbstractSource, host: Host, length: Length, cursor: Cursor) -> N
         steps_left = None if source.last_step is None else source.last_step - record.steps
         if not outcome.rest:
             seconds, width = time.perf_counter() - started, len(members.slots.index)
-            pacing.measure(outcome.num_steps, seconds, width=width, steps_left=steps_left)
+            pacing.measure(outcome.num_steps, seconds, width=width)
         if outcome.num_steps > 0:
             recording.report(outcome.num_steps, members)
             host.stopping.handle_stopped(members)  # not before steps that are run again in parts
@@ -333,7 +319,7 @@ def drop_inactive(host: Host, steps_left: int | None) -> None:
     The remaining length counts up to the steps done so far; if it is unknown, it is assumed to equal them.
     """
     executor, members, pacing, recording = host.executor, host.members, host.pacing, host.recording
-    if pacing.is_trial or members.latest.num_training == len(members.slots.index):
+    if members.latest.num_training == len(members.slots.index):
         return
     steps = recording.record.steps
     width, before = width_for(members, executor.program.plan), len(members.slots.index)

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -289,3 +289,42 @@ def last_finite(curves: np.ndarray) -> np.ndarray:
     finite = np.isfinite(curves)
     last = curves.shape[1] - 1 - np.argmax(finite[:, ::-1], axis=1)
     return np.where(finite.any(axis=1), np.take_along_axis(curves, last[:, None], axis=1)[:, 0], np.nan)
+
+
+def align_histories(histories: Sequence[History]) -> list[History]:
+    """The histories of several ensembles with the same columns.
+
+    NaN, or zero for integers, fills those that shorter ones lack.
+    """
+    steps = max(history.loss.shape[1] for history in histories)
+    # Columns end at the same steps in all shards, except in one whose members all stopped within a window of `history`.
+    step = np.max([np.pad(history.step, (0, steps - len(history.step))) for history in histories], axis=0)
+    longest = max((history.validation_step for history in histories), key=lambda steps: (len(steps), *steps[-1:]))
+    dtype = next((history.validation.dtype for history in histories if history.validation is not None), None)
+
+    def align(history: History) -> History:
+        loss, aux = jax.tree.map(lambda curve: _pad(curve, steps), (history.loss, history.aux))
+        return History(loss, aux, None if dtype is None else _at_steps(history, longest, dtype), longest, step)
+
+    return list(map(align, histories))
+
+
+def _pad(curves: np.ndarray, steps: int) -> np.ndarray:
+    """Curves `(members, steps, ...)` with more columns."""
+    width = [(0, 0), (0, steps - curves.shape[1]), *((0, 0) for _ in curves.shape[2:])]
+    return np.pad(curves, width, constant_values=np.nan if jnp.issubdtype(curves.dtype, jnp.inexact) else 0)
+
+
+def _at_steps(history: History, steps: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """Validation scores in the columns of `steps`; NaN for a run that was never validated.
+
+    A run that ended within an epoch may have been validated there: its last score belongs in the column of that epoch.
+    """
+    scores = np.full((len(history.loss), len(steps)), np.nan, dtype)
+    if history.validation is None:  # its members diverged before
+        return scores
+    column = -1
+    for step, own in zip(history.validation_step, history.validation.T, strict=True):
+        column = min(max(int(np.searchsorted(steps, step)), column + 1), len(steps) - 1)
+        scores[:, column] = own
+    return scores

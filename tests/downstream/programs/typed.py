@@ -31,7 +31,7 @@ def mistaken(model, batch, key):
 saved = {
     "epochs": 3,
     "batch_size": 8,
-    "checkpoint": ee.checkpoint.Checkpoints(os.environ["FOLDER"], every=5),
+    "checkpoint": ee.train.Checkpoint(os.environ["FOLDER"] + "/run.eqx", every=5),
     "key": key,
 }
 first = ee.fit(ensemble, loss, optax.adam(1e-2), (x, y), **saved)

@@ -129,7 +129,7 @@ def predicting(
     reveal_type(run.predict(x))  # is Array
     reveal_type(stateful_run.predict(x, strict=True))  # is Array
     reveal_type(sequential_run.predict(x))  # is Array
-    reveal_type(run.predict(x, combine=ee.uncertainty.decompose_variance, memory=2**20).total)  # is Array
+    reveal_type(run.predict(x, combine=ee.uncertainty.decompose_variance, batch_size=64).total)  # is Array
     ee.predict(parameters, x)  # error
     ee.predict(mlps, x, batch_sise=64)  # error
     ee.predict(mlps[0], x)  # error

@@ -76,7 +76,7 @@ def mapping(mlps: ee.Ensemble[MLP], x: jax.Array, key: jax.Array) -> None:
     reveal_type(mse(mlps, x, key=mlps.keys(key)))  # is Array
     reveal_type(forward(mlps, (ee.Each(x), x), {"a": mlps}))  # is tuple[Array, int]
     reveal_type(ee.map_members(distance)(mlps, b=mlps))  # is Array
-    reveal_type(ee.map_members(distance, plan="auto")(mlps, mlps[0]))  # is Array
+    reveal_type(ee.map_members(distance, plan=ee.plan.Sequential())(mlps, mlps[0]))  # is Array
     reveal_type(eqx.filter_jit(mse)(mlps, ee.Each(x)))  # is Array
     reveal_type(shrink(mlps, x))  # is Ensemble[MLP]
     reveal_type(step(mlps, init(mlps), x)[0])  # is Ensemble[MLP]

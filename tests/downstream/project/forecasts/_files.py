@@ -21,7 +21,7 @@ def save(path: str | os.PathLike[str], forecaster: Forecaster) -> None:
 
 def load(path: str | os.PathLike[str]) -> Forecaster:
     """Reads what `save` wrote."""
-    shape = ee.checkpoint.contents(path).meta
+    shape = ee.contents(path).meta
 
     def make() -> Forecaster:
         key, count = jax.random.key(0), shape["num_members"]
