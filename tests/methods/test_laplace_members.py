@@ -234,7 +234,22 @@ BAD = {
     "no row of any member": ({"row_weights": ee.Each(jnp.eye(3, 11) > 1)}, ValueError, "leave a row"),
     "no pair": ({"data": X}, TypeError, r"a pair `\(inputs, targets\)`"),
     "NaN": ({"data": (X.at[3].set(jnp.nan), LABELS)}, ValueError, "finite"),
+    "NaN in a row that counts": (
+        {"data": (X.at[3].set(jnp.nan), LABELS), "row_weights": jnp.arange(11) < 8},
+        ValueError,
+        "finite outputs",
+    ),
     "labels": ({"data": (X, LABELS + 1)}, ValueError, "labels from 0 to 2"),
+    "labels of one member": (
+        {"data": (X, LABELS + 1), "row_weights": ee.Each(jnp.ones((3, 11)))},
+        ValueError,
+        "labels from 0 to 2",
+    ),
+    "labels of two signs": (
+        {"likelihood": "binary", "fn": lambda m, x: m(x)[:1], "data": (X, LABELS % 2 * 2 - 1)},
+        ValueError,
+        "finite outputs",
+    ),
     "float labels": ({"data": (X, X[:, 0])}, TypeError, "integer class labels"),
     "binary of three": ({"likelihood": "binary"}, ValueError, "one logit per row"),
     "complex weights": ({"ensemble": COMPLEX, "where": lambda m: m}, ValueError, "no complex one"),

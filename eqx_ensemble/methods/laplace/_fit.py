@@ -63,8 +63,8 @@ def fit(
     - `ensemble`: trained members, or a run, whose best weights are used.
     - `data`: the training data, a pair of inputs and targets `(rows, ...)`, or `(members, rows, ...)` in parts marked
         [`eqx_ensemble.Each`][].
-    - `likelihood`: `"regression"`: Gaussian noise. `"binary"`: one logit, labels 0 and 1. `"classification"`: logits of
-        all classes, integer labels.
+    - `likelihood`: `"regression"`: Gaussian noise. `"binary"`: one logit, labels 0 and 1 or probabilities of 1.
+        `"classification"`: logits of all classes, integer labels.
     - `where`: selects nodes of one member, as in `equinox.tree_at`: `lambda model: model.layers[-1]` for the last
         layer, `lambda model: model` for all weights.
     - `structure`: as above.
@@ -126,9 +126,9 @@ def fit(
     rows = _check.check_row_weights(row_weights.per_member() if own else row_weights, shape)
     weights = jnp.ones(num_rows) if rows.weights is None else Each(rows.weights) if own else rows.weights
     model = eqx.filter_eval_shape(lambda members: members.one((tree.take(members.arrays, 0), None)), members)
-    shape = _output_shape(model, x, state, fn, likelihood)
-    y = _check_targets(y, rows, likelihood, shape)
-    problem = Problem(likelihood, structure, _choose(members, model, where), fn, shape)
+    positions = _choose(members, model, where)
+    problem = Problem(likelihood, structure, positions, fn, _output_shape(model, x, state, fn, likelihood))
+    y = _check_targets(y, rows, likelihood, problem.shape)
     of_member = ft.partial(_posterior, problem, min(batch_size, num_rows))
     posterior = run_members(of_member, members, (x, y, weights), state, priors, noises, plan=plan, mesh=mesh)
     fine = jnp.isfinite(posterior.values).all(axis=1) & jnp.isfinite(posterior.loss)
