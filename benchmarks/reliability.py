@@ -79,7 +79,7 @@ def _killed_often(name: str, life: Life, folder: pathlib.Path, kills: int) -> co
     begun, moments = _begun(child, folder / "second"), random.Random(name)
     assert _result(child, reading) == expected
     seconds = time.perf_counter() - begun
-    tally, run = collections.Counter({"killed": 0, "within a save": 0, "same": 0}), folder / "run"
+    tally, run = collections.Counter({"killed": 0, "left a hidden file": 0, "same": 0}), folder / "run"
     while tally["killed"] < kills or run.exists():
         child, reading = _fork(life, run)
         if tally["killed"] < kills:
@@ -89,7 +89,7 @@ def _killed_often(name: str, life: Life, folder: pathlib.Path, kills: int) -> co
         result = _result(child, reading)
         if result is None:
             tally["killed"] += 1
-            tally["within a save"] += any(not path.name.endswith(".lock") for path in run.rglob(".*"))
+            tally["left a hidden file"] += any(not path.name.endswith(".lock") for path in run.rglob(".*"))
             continue
         tally["same" if result == expected else f"wrong: {result}"] += 1
         shutil.rmtree(run, ignore_errors=True)
