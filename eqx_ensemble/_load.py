@@ -31,6 +31,7 @@ from ._save import (
     shape_text,
     statics,
 )
+from ._sharding import put
 from .tree._engine import check_distinct, check_index, check_no_tracers
 
 Model = TypeVar("Model", bound=eqx.Module)
@@ -208,7 +209,7 @@ def _value(header: Header, name: str, like: Any, arrays: dict[str, np.ndarray]) 
         raise ValueError(f"`{caller()}` needs 64 bits for `{name}`: `jax.config.update('jax_enable_x64', True)`.")
     value = value if generator is None else jax.random.wrap_key_data(value, impl=generator)
     sharding = getattr(like, "sharding", None)
-    return value if sharding is None or len(sharding.device_set) == 1 else jax.device_put(value, sharding)
+    return value if sharding is None or len(sharding.device_set) == 1 else put(value, sharding)
 
 
 # What differs between a file and what is wanted.

@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -212,8 +213,9 @@ def hold(path: Path) -> Iterator[None]:
             with contextlib.suppress(FileNotFoundError):  # another run may have ended, and removed what was opened here
                 is_held = os.path.samestat(os.fstat(file.fileno()), os.stat(lock))
             if is_held:
-                for left in path.parent.glob(f".{path.name}.*.*"):  # by a process that was killed while it wrote
-                    left.unlink(missing_ok=True)
+                for left in path.parent.iterdir():  # by a process that was killed while it wrote
+                    if re.fullmatch(rf"\.{re.escape(path.name)}\.\d+\.\d+", left.name):
+                        left.unlink(missing_ok=True)
                 try:
                     yield
                 finally:

@@ -1,6 +1,5 @@
 import hashlib
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
@@ -28,9 +27,10 @@ from ..train._engine import (
     check_same_call,
     decode,
     encode,
+    function_text,
     is_batches,
     option_text,
-    program_text,
+    repr_text,
     versions_text,
 )
 from ._check import check_length, check_options
@@ -227,11 +227,11 @@ class _Call(NamedTuple):
         update = lambda key: self.optimiser.update(
             params := eqx.filter(model(key), eqx.is_inexact_array), self.optimiser.init(params), params
         )
-        texts = {"method": _repr(self.methods[name]), "key": option_text(self.key), "versions": versions_text()}
-        texts["make"] = _function_text(self.make, self.make, key)
-        texts["loss"] = _function_text(self.loss, lambda key: self.loss(model(key), batch, key), key)
-        texts["optimiser"] = _function_text(self.optimiser, update, key)
-        texts |= {name: _repr(x) for name, x in self.options.items() if name not in ("plan", "mesh")}
+        texts = {"method": repr_text(self.methods[name]), "key": option_text(self.key), "versions": versions_text()}
+        texts["make"] = function_text(self.make, self.make, key)
+        texts["loss"] = function_text(self.loss, lambda key: self.loss(model(key), batch, key), key)
+        texts["optimiser"] = function_text(self.optimiser, update, key)
+        texts |= {name: repr_text(x) for name, x in self.options.items() if name not in ("plan", "mesh")}
         for word in ("data", "folds", "test"):
             texts |= array_texts(eqx.filter(getattr(self, word), is_array), word)
         return texts | {"budget": repr(self.budget)}
@@ -286,19 +286,6 @@ def _on_host(x: Any) -> Any:
 
 def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-def _repr(x: Any) -> str:
-    """A text without addresses in memory, the same in every process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(x))
-
-
-def _function_text(fn: Any, traced: Callable[..., Any], *args: Any) -> str:
-    """The name of a function, and a digest of its program if that can be traced."""
-    try:
-        return f"{_repr(fn)} {program_text(traced, *args)[0]}"
-    except Exception:  # it may use concrete values, or the method converts members first
-        return _repr(fn)
 
 
 def _number(value: Any, name: str) -> float:

@@ -10,7 +10,7 @@ from ._revive import Revive, copy_donors
 from ._run import Run, check_healthy, check_rows_of_folds, data_frame
 from ._state import MemberConstants, MemberState, check_state, check_train_state, init
 from ._status import Status, UnfinishedError, allow_idle, only_read
-from ._texts import array_texts, check_same_call, option_text, program_text, versions_text
+from ._texts import array_texts, check_same_call, function_text, option_text, repr_text, versions_text
 from ._trainable import Trainable, frozen_flags, partition_trainable
 from .compiled._check import check_loss_output, check_loss_signature, explain_loss
 from .compiled._health import nan_is_data, revert_diverged_one

@@ -70,6 +70,20 @@ def program_text(fn: Callable[..., Any], *args: PyTree) -> tuple[str, PyTree]:
     return hashlib.sha256((text + digest_of((list(_constants(jaxpr)), constant_out))).encode()).hexdigest(), out
 
 
+def function_text(fn: Any, traced: Callable[..., Any], *args: PyTree) -> str:
+    """The name of a function, and a digest of the program `traced`, in which it is called, if that can be traced."""
+    name = repr_text(fn)
+    try:
+        return f"{name} {program_text(traced, *args)[0]}"
+    except Exception:  # it may use concrete values; another error is raised where it is called
+        return name
+
+
+def repr_text(x: Any) -> str:
+    """The representation of an object without addresses in memory."""
+    return _VARYING.sub("", repr(x))
+
+
 def _constants(jaxpr: Any) -> Iterator[Any]:
     """The constants of a program and of those inside it."""
     yield from getattr(jaxpr, "consts", ())

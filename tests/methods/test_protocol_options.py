@@ -256,7 +256,11 @@ MISTAKES = {
     ),
     "a model": (lambda: SEEDS.fit(make(KEY), loss, SGD, DATA, **LENGTH), TypeError, "a function that makes one member"),
     "another word": (lambda: SEEDS.fit(make, "mse", SGD, DATA, **LENGTH), ValueError, "`loss`.*'classification'"),
-    "an unknown option": (lambda: SEEDS.fit(make, loss, SGD, DATA, epoch=2, key=KEY), TypeError, "unexpected keyword argument 'epoch'"),
+    "an unknown option": (
+        lambda: SEEDS.fit(make, loss, SGD, DATA, epoch=2, key=KEY),
+        TypeError,
+        "unexpected keyword argument 'epoch'",
+    ),
     "no key": (lambda: SEEDS.fit(make, loss, SGD, DATA, epochs=2), TypeError, "required keyword-only argument: 'key'"),
     "targets of another shape": (
         lambda: SEEDS.fit(make, "regression", SGD, (X, X), **LENGTH),

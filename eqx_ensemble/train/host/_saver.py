@@ -20,7 +20,16 @@ from ...distributed._engine import raise_on_all
 from .._options import Checkpoint
 from .._revive import Revival, Revive
 from .._state import MemberConstants, MemberState, TrainState
-from .._texts import array_texts, check_same_call, digest_of, option_text, program_text, shapes_text, versions_text
+from .._texts import (
+    array_texts,
+    check_same_call,
+    digest_of,
+    function_text,
+    option_text,
+    program_text,
+    shapes_text,
+    versions_text,
+)
 from ..compiled._health import Carry
 from ..compiled._loss import Loss
 from ..compiled._optimiser import Optimiser, init_member, update_alone
@@ -65,10 +74,10 @@ def identify(
     programs["optimiser"] = program_text(optimiser_step, program.optimiser, fixed.hyper, moving, ids, value)[0]
     if program.score is not None:
         programs["score"] = program_text(_score, program.score, moving, fixed, shared, member_shapes(validation))[0]
-    options = options | {"patience": program.patience}
+    texts = programs | texts | {name: option_text(x) for name, x in options.items() if not isinstance(x, Revive)}
+    texts["patience"] = option_text(program.patience)
     if isinstance(how := options["on_diverge"], Revive):
-        options["on_diverge"] = _revive_text(how, fixed.hyper)
-    texts = programs | texts | {name: option_text(value) for name, value in options.items()}
+        texts["on_diverge"] = _revive_text(how, fixed.hyper)
     own = state.moving
     texts["weights"] = digest_of((own.params, own.model_state, state.fixed.frozen, state.shared, state.ids))
     texts["optimiser's state"] = digest_of((own.opt_state, own.status, own.stopped_at, state.step, start.selection))
@@ -94,10 +103,10 @@ def optimiser_step(optimiser: Optimiser, hyper: PyTree, moving: MemberState, mem
 
 
 def _revive_text(how: Revive, hyper: PyTree) -> str:
-    """A text for a `Revive`, with its functions by their programs."""
+    """A text for a `Revive`, with its functions by their programs where they can be traced."""
     key = jax.random.key(0)
-    make = None if how.make is None else program_text(how.make, key)[0]
-    perturb = None if how.perturb is None or hyper is None else program_text(how.perturb, hyper, key)[0]
+    make = None if how.make is None else function_text(how.make, how.make, key)
+    perturb = None if how.perturb is None or hyper is None else function_text(how.perturb, how.perturb, hyper, key)
     return f"Revive(make={make}, perturb={perturb}, most={option_text(how.most)})"
 
 
