@@ -1,4 +1,4 @@
-from ._check import AnyPlan as AnyPlan
+from ._argument import AnyPlan as AnyPlan
 from ._cores import Cores as Cores
 from ._plans import AbstractPlan as AbstractPlan
 from ._plans import Chunked as Chunked

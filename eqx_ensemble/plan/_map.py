@@ -17,7 +17,7 @@ from .._ids import close_all, has_ids
 from .._pytree import PyTree
 from .._sharding import layout_for
 from .._typing import MappedFunction, Out, P
-from ._check import AnyPlan, as_plan, check_equal_constants
+from ._argument import AnyPlan, as_plan, check_equal_constants
 from ._plans import AbstractPlan, sharded_plan
 
 if TYPE_CHECKING:
