@@ -1,4 +1,3 @@
-import functools as ft
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -129,8 +128,8 @@ def fit(
     positions = _choose(members, model, where)
     problem = Problem(likelihood, structure, positions, fn, _output_shape(model, x, state, fn, likelihood))
     y = _check_targets(y, rows, likelihood, problem.shape)
-    of_member = ft.partial(_posterior, problem, min(batch_size, num_rows))
-    posterior = run_members(of_member, members, (x, y, weights), state, priors, noises, plan=plan, mesh=mesh)
+    of_members = members, (x, y, weights), state, priors, noises
+    posterior = run_members(_posterior, problem, min(batch_size, num_rows), *of_members, plan=plan, mesh=mesh)
     fine = jnp.isfinite(posterior.values).all(axis=1) & jnp.isfinite(posterior.loss)
     fix = "NaN or other labels in the rows? Members that diverged? Pass the run instead of its ensemble."
     check_members(fine, members.ids, "finite outputs and derivatives", "have others", fix)

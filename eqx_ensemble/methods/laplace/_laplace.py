@@ -1,4 +1,3 @@
-import functools as ft
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -152,7 +151,7 @@ class Laplace(eqx.Module, Generic[M]):
 
         **Raises:** `ValueError` if the marginal likelihood has no maximum.
         """
-        precision, noise = run_members(ft.partial(_best_prior, with_noise=fit_noise), self.members)
+        precision, noise = run_members(_best_prior, self.members, fit_noise)
         found = jnp.isfinite(precision) & (precision > 1e-30)
         if noise is not None:
             found &= jnp.isfinite(noise) & (noise > 0)
@@ -163,11 +162,11 @@ class Laplace(eqx.Module, Generic[M]):
 
 @filter_jit
 def run_members(fn: Callable[..., Any], *args: Any, plan: Any = None, mesh: Any = None) -> Any:
-    """`fn` of every member, compiled."""
+    """`fn` of every member, compiled once for each function: its options are arguments, not those of a partial."""
     return over_members(fn, plan=plan, mesh=mesh)(*args)
 
 
-def _best_prior(member: LaplaceMember, *, with_noise: bool) -> tuple[Float[Array, ""], Float[Array, ""] | None]:
+def _best_prior(member: LaplaceMember, with_noise: bool) -> tuple[Array, Array | None]:  # noqa: FBT001
     """The prior precision and the noise that maximise the evidence of one member, with fixed weights."""
     own, (vector, _) = member.posterior, member.problem.weights(member.model)
     square = vector @ vector
