@@ -28,6 +28,7 @@ from ._check import CheckpointCorruptError, check_path, is_key, is_member_array,
 from ._ensemble import Ensemble
 from ._ids import open_all
 from ._pytree import PyTree
+from ._version import __version__
 from .distributed import is_first, to_host
 from .distributed._engine import raise_on_all
 
@@ -173,7 +174,8 @@ def digests_of(data: np.ndarray, count: int) -> bytes:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("eqx_ensemble", "jax", "equinox", "optax")}
+    others = {name: importlib.metadata.version(name) for name in ("jax", "equinox", "optax")}
+    return {"eqx_ensemble": __version__} | others
 
 
 @contextlib.contextmanager
