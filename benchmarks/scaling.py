@@ -1,7 +1,7 @@
 """Scaling: one set of members on more devices, more members on more devices, more members on one; and what is sent.
 
 On a CPU the devices are virtual and share its cores. A spin test with as many threads as
-devices measures what its cores can do at most. `docs/scale-measurements.md` explains the figures.
+devices measures what its cores can do at most. `docs/scale.md` says what follows for a choice of axes.
 """
 
 import dataclasses

@@ -206,7 +206,7 @@ def fit(
     - `plan`: how the members are executed: by default [`eqx_ensemble.plan.Cores`][] on a CPU, elsewhere
         [`eqx_ensemble.plan.Vmap`][].
     - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default those of the ensemble. Its axis `members`
-        splits the members, `data` the rows of batches: [At scale](../scale.md).
+        splits the members, `data` the rows of batches: [several devices](../scale.md).
     - `key`: the root key. A member's random streams are derived from it and the member's id.
 
     *Divergence:*
