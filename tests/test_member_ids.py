@@ -62,14 +62,8 @@ USES = {
     "predict": lambda e, path: ee.predict(e, X),
     "init": lambda e, path: ee.train.init(e, ADAM, key=KEY),
     "fit": lambda e, path: ee.fit(e, mse, ADAM, X, steps=1, key=KEY),
-    "save": lambda e, path: ee.save(path / "saved", {"target": e}),
     "polyak": lambda e, path: ee.tree.polyak(e, e, 0.1),
-    "a field of a Module": lambda e, path: ee.save(path / "saved", Field(e)),
 }
-
-
-class Field(eqx.Module):
-    ensemble: ee.Ensemble
 
 
 @pytest.mark.parametrize("use", USES)
@@ -93,5 +87,3 @@ def test_members_that_are_ensembles():
     broken = eqx.tree_at(lambda e: e.stacked.ids, nest, nest.stacked.ids * 1.0)
     with pytest.raises(TypeError, match="needs integer member ids"):
         broken(X[0])
-    with pytest.raises(TypeError, match="needs integer member ids"):
-        ee.save("never written", broken)

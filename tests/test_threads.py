@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import types
 
 import pytest
 
@@ -21,7 +20,7 @@ def call_programs(number):
 
 
 def recall_paces(number):
-    pacing = _pacing.Pacing(types.SimpleNamespace(program=types.SimpleNamespace(plan=Vmap())))
+    pacing = _pacing.Pacing(Vmap)
     for turn in range(4000):
         pacing.recall((number, turn % 7))
 

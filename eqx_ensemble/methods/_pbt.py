@@ -70,6 +70,11 @@ class Population(eqx.Module, Generic[M]):
 _STOPS = ("patience", "stop")
 
 
+def check_explore(explore: Callable[..., Any], one: PyTree, key: Any) -> None:
+    """Raises unless `explore` returns hyper-parameters like those it is given."""
+    check_same_hyper(one, explore(one, key))
+
+
 def replace_members(run: Run, donors: np.ndarray, explore: Callable[..., Any], *, key: Any) -> Run:
     """Makes members copies of their donors, perturbs their hyper-parameters and resets their best weights."""
     replaced = np.flatnonzero(donors != np.arange(len(donors)))
@@ -156,7 +161,7 @@ def population_based_training(
     hyper = hyper_arrays(hyper, ensemble.num_members)
     keys = jax.random.split(key, rounds)
     one = jax.tree.map(lambda x: x[0], hyper)
-    check_same_hyper(one, explore(one, keys[0]))
+    check_explore(explore, one, keys[0])
     own = {"epochs": epochs, "steps": steps, "fraction": fraction}
     folder = begin(checkpoint, data, method="population_based_training", **own)
     first = {"hyper": hyper} | {word: options.pop(word) for word in ("state", "trainable") if word in options}

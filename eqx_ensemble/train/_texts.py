@@ -71,12 +71,11 @@ def program_text(fn: Callable[..., Any], *args: PyTree) -> tuple[str, PyTree]:
 
 
 def function_text(fn: Any, traced: Callable[..., Any], *args: PyTree) -> str:
-    """The name of a function, and a digest of the program `traced`, in which it is called, if that can be traced."""
-    name = repr_text(fn)
+    """A digest of the program `traced`, in which a function is called; its name if that cannot be traced."""
     try:
-        return f"{name} {program_text(traced, *args)[0]}"
+        return program_text(traced, *args)[0]
     except Exception:  # it may use concrete values; another error is raised where it is called
-        return name
+        return repr_text(fn)
 
 
 def repr_text(x: Any) -> str:

@@ -216,9 +216,7 @@ def test_messages():
     improve = acquire.expected_improvement
     with pytest.raises(ValueError, match="`acquire.expected_improvement` needs `mode` to be one of 'min', 'max'"):
         improve(MEAN, best=0.0, mode="minimise")
-    with pytest.raises(
-        TypeError, match=r"needs .* 'mode'|Call it as `acquire.expected_improvement\(mean, variance, best=...,"
-    ):
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'mode'"):
         improve(MEAN, best=0.0)
     with pytest.raises(
         ValueError, match=r"needs `best` as one number, or one per member.\n  expected shape \(\) or \(3,"

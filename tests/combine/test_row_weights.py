@@ -234,7 +234,7 @@ class TestPredict:
     GATE = RNG.uniform(size=(MEMBERS, 23))
 
     @pytest.mark.parametrize("rows", [23, 7, 1, 0])
-    @pytest.mark.parametrize("options", [{}, {"batch_size": 5}, {"memory": 2**24}, {"progress": True}])
+    @pytest.mark.parametrize("options", [{}, {"batch_size": 5}, {"progress": True}])
     def test_equals_all_at_once(self, rows, options):
         x, weights = self.X[:rows], self.GATE[:, :rows]
         got = ee.predict(self.ENSEMBLE, x, combine=combine.mixture, weights=weights, **options)

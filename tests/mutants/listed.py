@@ -294,7 +294,7 @@ MUTANTS = [
     ),
     *of(
         "plan/_plans.py",
-        "plan/test_map.py plan/test_auto.py plan/test_own_plan.py",
+        "plan/test_map.py plan/test_own_plan.py",
         ("min(self.width(num_members), num_members) // 2", "self.width(num_members) // 2"),
     ),
     *of(

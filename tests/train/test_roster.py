@@ -130,12 +130,9 @@ def test_one_compile_for_every_width(plan, least, widths, compiled):
     assert again.stopped_at.tolist() == run.stopped_at.tolist()
 
 
-UNDER_VMAP = types.SimpleNamespace(program=types.SimpleNamespace(plan=ee.plan.Vmap()))
-
-
 def test_it_takes_what_pays():
     """By the time that is left, the time to compile, and how time depended on the number of members before."""
-    pacing = Pacing(UNDER_VMAP)
+    pacing = Pacing(ee.plan.Vmap)
     pacing.measure(1, 4.5, width=11)  # of which the compiler took most
     pacing.measure(1, 1.0, width=11)
     assert not pacing.pays(11, 11, 10**9), "no member has left"
@@ -147,7 +144,7 @@ def test_it_takes_what_pays():
 
 def test_a_program_that_had_to_be_compiled_shows_the_cost():
     """The first program may have been there from a run before, while those of smaller widths are not."""
-    pacing = Pacing(UNDER_VMAP)
+    pacing = Pacing(ee.plan.Vmap)
     for _ in range(2):
         pacing.measure(1, 1.0, width=12)
     assert pacing.pays(6, 12, 10)
@@ -159,7 +156,7 @@ def test_a_program_that_had_to_be_compiled_shows_the_cost():
 
 
 def test_a_later_run_knows_which_programs_are_compiled():
-    first, later = (Pacing(UNDER_VMAP) for _ in range(2))
+    first, later = (Pacing(ee.plan.Vmap) for _ in range(2))
     first.recall("a program")
     for seconds in (9.0, 1.0):
         first.measure(1, seconds, width=12)
@@ -175,7 +172,7 @@ def test_a_later_run_knows_which_programs_are_compiled():
 @pytest.mark.parametrize(("members_stop", "steps"), [(False, 100), (True, 20)])
 def test_chunks_are_shorter_where_members_stop(members_stop, steps):
     """A chunk is a second's steps, or a fifth of that: what has stopped is noticed between chunks."""
-    pacing = Pacing(UNDER_VMAP, members_stop=members_stop)
+    pacing = Pacing(ee.plan.Vmap, members_stop=members_stop)
     for _ in range(3):  # the first one compiles
         pacing.measure(100, 1.0, width=4)
     assert pacing.steps == steps

@@ -67,7 +67,7 @@ def execute(
         stopping = Ending(interruption, saving, reviver, on_diverge=on_diverge, lost_before=lost, seconds=seconds)
         stops = program.patience is not None or limits.target is not None or seconds is not None
         executor = Executor(program, members)
-        pacing = Pacing(executor, members_stop=stops)
+        pacing = Pacing(lambda: executor.program.plan, members_stop=stops)
         calls = Callbacks(callbacks, begun=length.begun, start=first, record=record, saving=saving, stopping=stopping)
         host = Host(
             executor, members, pacing, Recording(record, line), stopping, saving, calls

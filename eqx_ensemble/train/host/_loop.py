@@ -3,7 +3,7 @@ import functools as ft
 import math
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
@@ -169,8 +169,8 @@ class Pacing:
         checked between chunks.
     """
 
-    def __init__(self, executor: Executor, *, members_stop: bool = False) -> None:
-        self._executor = executor
+    def __init__(self, plan: Callable[[], AbstractPlan], *, members_stop: bool = False) -> None:
+        self._plan = plan
         self._members_stop = members_stop
         self.steps = _FIRST_STEPS
         self._is_fresh = True  # the next call compiles
@@ -198,7 +198,7 @@ class Pacing:
         known = self._known
         if first:
             known.seconds_to_compile = max(known.seconds_to_compile, seconds - steps * self._seconds_per_step)
-            known.widths.add(_program_width(self._executor.program.plan, width))
+            known.widths.add(_program_width(self._plan(), width))
         else:
             self._seconds_per_step = seconds / steps
             self._measure_width(width)
@@ -226,7 +226,7 @@ class Pacing:
         if width == before:
             return False
         seconds_left, known = steps_left * self._seconds_per_step, self._known
-        is_compiled = _program_width(self._executor.program.plan, width) in known.widths
+        is_compiled = _program_width(self._plan(), width) in known.widths
         cost = known.seconds_to_compile * (_TAKING_FEWER if is_compiled else 1)
         return seconds_left * (1 - (width / before) ** self._speedup) > cost
 
