@@ -183,8 +183,11 @@ def replacing(path: Path) -> Iterator[Path]:
     """A new file that replaces `path` at the end: at all times `path` holds the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    new.touch()
+    mode = (path if path.exists() else new).stat().st_mode & 0o777
     try:
         yield new
+        os.chmod(new, mode)  # safetensors makes files that others cannot read
         _sync(new)
         os.replace(new, path)
         _sync(path.parent)

@@ -426,6 +426,17 @@ class TestAFileIsOldOrNew:
         ee.save(path, ensemble[:2])
         assert_same(ee.load(path, linear), ensemble[:2])
 
+    def test_who_may_read_it(self, tmp_path, ensemble):
+        before = os.umask(0o027)
+        try:
+            ee.save(tmp_path / "e", ensemble)
+        finally:
+            os.umask(before)
+        assert (tmp_path / "e").stat().st_mode & 0o777 == 0o640
+        (tmp_path / "e").chmod(0o600)
+        ee.save(tmp_path / "e", ensemble)
+        assert (tmp_path / "e").stat().st_mode & 0o777 == 0o600
+
     def test_links_and_folders(self, tmp_path, path, ensemble):
         (tmp_path / "link").symlink_to(path)
         ee.save(tmp_path / "link", ensemble[:2])

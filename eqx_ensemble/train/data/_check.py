@@ -92,7 +92,7 @@ def explain_state() -> Iterator[None]:
     except Exception as error:
         raise ValueError(
             f"`fit` cannot resume: the iterator of batches does not accept its saved state: {error!r}.\nPass the same "
-            "iterator as before, or save in another folder."
+            "iterator as before, or save in another file."
         ) from error
 
 
@@ -101,7 +101,7 @@ def check_not_exceeded(done: int, wanted: int | None, unit: str) -> None:
     if wanted is not None and done > wanted:
         raise ValueError(
             f"`fit` cannot resume: {done} {unit} are done, and the call asks for {wanted} in all.\nAsk for at "
-            "least as many, or save in another folder."
+            "least as many, or save in another file."
         )
 
 
