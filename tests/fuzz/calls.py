@@ -179,7 +179,7 @@ class Call:
         if self.on_diverge in ("donor", "fresh"):
             make = problem.fresh_of(stateful=self.stateful) if self.on_diverge == "fresh" else None
             options["on_diverge"] = ee.train.Revive(make, perturb=self.perturb, most=self.most)
-        plans = {"default": None, "auto": "auto", "2": ee.plan.Chunked(2), "3": ee.plan.Chunked(3)}
+        plans = {"default": None, "2": ee.plan.Chunked(2), "3": ee.plan.Chunked(3)}
         plans |= {"sequential": ee.plan.Sequential(), "unrolled": ee.plan.Unrolled()}
         options["plan"] = plans[self.plan]
         if self.source in ("arrays", "numpy", "reader", "reading"):
@@ -277,7 +277,7 @@ def draw(seed):
         max_seconds=[one_of(1e-9, 1e9) for _ in range(count)] if how == "whole" and maybe(0.15) else None,
         history=one_of("all", "all", "last", 2, 3), on_diverge=on_diverge, faults=faults, scale=one_of(0.0, 1e30),
         perturbs=maybe(0.6), most=number(1, 3),
-        plan=one_of("default", "default", "2", "3", "sequential", "unrolled", "auto"),
+        plan=one_of("default", "default", "2", "3", "sequential", "unrolled"),
         scan=one_of(None, None, True, False) if in_arrays else None,
         mesh=one_of((2, 1), (4, 1), (2, 2), (1, 2)) if maybe(0.15) else None, callback_every=callback_every,
         stops=stops, ends_at=ends_at, how=how, lengths=lengths, in_epochs=in_epochs,
