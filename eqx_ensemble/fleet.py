@@ -27,7 +27,7 @@ import numpy as np
 from ._axes import Each, map_each
 from ._by_name import import_object, is_importable
 from ._caller import caller
-from ._check import check_installed, check_positive_int, check_sequence, kind_text
+from ._check import check_installed, check_positive_int, check_sequence, is_key, kind_text
 from ._ensemble import Ensemble, M, concatenate, take
 from ._foreign import as_numpy
 from ._progress import members_in_words, progress_line
@@ -364,6 +364,9 @@ def _dumps(value: Any, held: Sequence[Any] = ()) -> bytes:
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, type(eqx.Module)):  # by value, cloudpickle makes a class without fields
                 return NotImplemented
+            if is_key(obj):  # which JAX before 0.9.2 cannot pickle
+                restore = ft.partial(jax.random.wrap_key_data, impl=str(jax.random.key_impl(obj)))
+                return restore, (np.asarray(jax.random.key_data(obj)),)
             if callable(obj) and not isinstance(obj, _PLAIN) and is_importable(obj):  # such as `jax.nn.relu`
                 return import_object, (obj.__module__, obj.__qualname__)
             return super().reducer_override(obj)
