@@ -1,0 +1,314 @@
+import html
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Float, Int, Int8
+
+from .._check import missing_extra_message
+from .._progress import members_in_words
+from .._pytree import PyTree
+from .._warnings import warn
+from ..distributed import to_host
+from ._ensemble import Ensemble, M
+from ._history import History, join_members
+from ._members import join, take
+from ._ranking import rank_members
+from ._state import TrainState, weights_of, with_weights
+from ._status import DivergedError, Status
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Figure
+else:
+    Figure = Any  # matplotlib is optional: it is imported on drawing
+
+
+class Run(eqx.Module, Generic[M]):
+    """The result of [`eqx_ensemble.fit`][].
+
+    `run[index]` is the run of some members, which `fit` continues, and [`eqx_ensemble.concatenate`][] joins runs.
+
+    **Attributes:**
+
+    - `ensemble`: the trained ensemble; with validation data, every member has its best weights, else its last.
+    - `state`: the stacked `equinox.nn.State` of these members; `None` for stateless members.
+    - `history`: the curves, an [`eqx_ensemble.train.History`][].
+    - `train_state`: the last [`eqx_ensemble.train.TrainState`][], for [`eqx_ensemble.fit`][] or
+        [`eqx_ensemble.train.make_step`][].
+    - `rows`: the `rows` of `fit`, `(members, n)`, or `None`.
+    - `mode`: whether lower (`"min"`) or higher (`"max"`) validation scores are better.
+    - `interrupted`: whether Ctrl-C ended the run early.
+    - `seconds`: the duration, including compilation and the runs that it continues.
+
+    ```python
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 8, key=key)
+    data = x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
+    rows = ee.resample.bootstrap(len(x), 8, key=key)
+    run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=2, rows=rows, validation=data, key=key)
+    run.history.loss.shape, run.history.validation.shape  # (8, 8), (8, 2)
+    run.predict(x, combine=ee.combine.mean).shape  # (100, 1)
+    run.out_of_bag(x).mean.shape  # (100, 1)
+    run.best(3).num_members  # 3
+    ```
+    """
+
+    ensemble: Ensemble[M]
+    state: PyTree
+    history: History
+    train_state: TrainState[M]
+    rows: Int[np.ndarray, "members n"] | None
+    mode: Literal["min", "max"] = eqx.field(static=True)
+    interrupted: bool = eqx.field(static=True)
+    seconds: float = eqx.field(static=True)
+
+    @property
+    def status(self) -> Int8[np.ndarray, " members"]:
+        """The status of every member, int8, each an [`eqx_ensemble.train.Status`][]."""
+        return to_host(self.train_state.status)
+
+    @property
+    def stopped_at(self) -> Int[np.ndarray, " members"]:
+        """The step at which a member stopped or diverged; -1 for the others."""
+        return to_host(self.train_state.stopped_at)
+
+    @property
+    def best_score(self) -> Float[np.ndarray, " members"] | None:
+        """Each member's best validation score; infinite if none was defined, `None` without validation data."""
+        return None if self.train_state.best is None else to_host(self.train_state.best_score)
+
+    @property
+    def best_step(self) -> Int[np.ndarray, " members"] | None:
+        """The steps of each member at its best score, -1 if there was none; `None` without validation data."""
+        return None if self.train_state.best is None else to_host(self.train_state.best_step)
+
+    @property
+    def hyper(self) -> PyTree:
+        """The hyper-parameters, a tree of arrays `(members, ...)`, or `None`."""
+        return self.train_state.hyper
+
+    @property
+    def healthy(self) -> Ensemble[M]:
+        """The trained ensemble without the members that diverged."""
+        kept = self.status != Status.DIVERGED
+        return self.ensemble if kept.all() else self.ensemble[kept]
+
+    def __getitem__(self, index: Any) -> "Run[M]":
+        index = np.arange(len(self.status))[[index] if isinstance(index, int) else index]
+        rows = None if self.rows is None else self.rows[index]
+        state = None if self.state is None else take(self.state, index)
+        parts = (self.ensemble[index], state, self.history.take(index), self.train_state[index], rows)
+        return Run(*parts, self.mode, self.interrupted, self.seconds)
+
+    @staticmethod
+    def join(runs: Sequence["Run[M]"]) -> "Run[M]":
+        """The run of the members of several runs, in their order."""
+        own = join([(run.ensemble, run.state, run.train_state, run.rows) for run in runs])
+        history = join_members([run.history for run in runs])
+        seconds = max(run.seconds for run in runs)
+        return Run(*own[:2], history, *own[2:], runs[0].mode, any(run.interrupted for run in runs), seconds)
+
+    def predict(
+        self, x: PyTree, *, combine: Any = None, weights: Any = None, strict: bool = False, **options: Any
+    ) -> PyTree:
+        """Predicts with the members that did not diverge; a warning names those that did.
+
+        **Arguments:**
+
+        - `x`, `combine`, `options`: as for [`eqx_ensemble.predict`][]; the members' state is that of the run.
+        - `weights`: for `combine`, one weight for each member `(members,)`; those of diverged members are ignored.
+        - `strict`: raise [`eqx_ensemble.train.DivergedError`][] instead of excluding members.
+
+        **Returns:** the predictions, each array `(healthy members, rows, ...)`; with `combine`, its result.
+
+        **Raises:** [`eqx_ensemble.train.DivergedError`][] if all members diverged.
+        """
+        from ._predict import predict
+
+        healthy = check_healthy(self, strict=strict)
+        if weights is not None and np.shape(weights) == healthy.shape:
+            weights = np.asarray(weights)[healthy]
+        state = self.state if self.state is None or healthy.all() else take(self.state, healthy)
+        return predict(self.healthy, x, combine=combine, weights=weights, state=state, **options)
+
+    def out_of_bag(self, x: PyTree, drawn: Any = None, *, weights: Any = None, **options: Any) -> Any:
+        """Predicts every row of the training data with the members that were not trained on it.
+
+        **Arguments:**
+
+        - `x`: the inputs: all rows of the training data, in their order.
+        - `drawn`: as for [`eqx_ensemble.resample.out_of_bag`][]; by default the `rows` that were passed to `fit`.
+        - `weights`: convex weights over members `(members,)`.
+        - `options`: as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits:
+            `fn=lambda model, x: jax.nn.softmax(model(x))`.
+
+        **Returns:** [`eqx_ensemble.resample.HeldOut`][]. Diverged members are excluded; a warning names them.
+
+        **Raises:** `TypeError` if the rows are not known.
+        """
+        from ..resample import out_of_bag_mean
+        from ._predict import predict
+
+        if drawn is None and self.rows is None:
+            raise TypeError(
+                "`Run.out_of_bag` needs the rows that the members were trained on: `fit` was called without `rows`.\n"
+                "Pass their weights `(members, rows)` as `drawn`; without either, every member saw every row."
+            )
+        drawn = self.rows if drawn is None else drawn
+        own = healthy_weights(self, weights)
+        return out_of_bag_mean(predict(self.ensemble, x, state=self.state, **options), drawn, weights=own)
+
+    def best(self, count: int = 1, *, by: Any = None, mode: Literal["min", "max"] | None = None) -> Ensemble[M]:
+        """The best members, best first, without diverged ones.
+
+        **Arguments:**
+
+        - `count`: the number of members.
+        - `by`: a score for each member `(members,)`; by default `best_score`.
+        - `mode`: `"min"` if lower scores are better, `"max"` if higher. Required with `by`.
+
+        **Returns:** the ensemble of these members. Stateful ones have a state, too: `run[run.ranking(count)]`.
+
+        **Raises:** `TypeError` without scores; `ValueError` if fewer than `count` members have a score.
+        """
+        return self.ensemble[rank_members(self, count, by, mode)]
+
+    def ranking(
+        self, count: int | None = None, *, by: Any = None, mode: Literal["min", "max"] | None = None
+    ) -> Int[np.ndarray, " n"]:
+        """The positions of the best members `(count,)`, best first, without diverged ones.
+
+        `run[run.ranking(3)]` is the run of the three best members, with their `hyper` and `state`.
+
+        **Arguments**, **Raises:** as [`eqx_ensemble.Run.best`][]; without `count`, all that have a score are ranked.
+        """
+        return rank_members(self, count, by, mode)
+
+    def plot(self, *, stride: int | None = None, unit: str | None = None) -> Figure:
+        """A figure of the run: training curves, validation scores, and the final scores against each hyper-parameter.
+
+        **Arguments:**
+
+        - `stride`: the number of steps averaged for one point; by default for about 100 points.
+        - `unit`: the unit of the loss and of the score, such as `"nats"`.
+
+        **Returns:** the matplotlib Figure: `run.plot().savefig("run.png")`.
+
+        **Raises:** `ImportError` without matplotlib (extra `plot`); `ValueError` if no loss is finite.
+        """
+        from ..plot._engine import figure_of_run
+
+        return figure_of_run(self, stride=stride, unit=unit)
+
+    def table(self, *, as_frame: bool = False) -> Any:
+        """A table of one row per member: hyper-parameters, scores, status.
+
+        **Arguments:**
+
+        - `as_frame`: return a `pandas.DataFrame` (extra `pandas`), with one number in each column.
+
+        **Returns:** a dict from column names to arrays `(members, ...)`, or a data frame. `loss` is each member's mean
+        over its last epoch.
+        """
+        state = self.train_state
+        columns = {"member": np.arange(len(self.status))}
+        for path, values in jax.tree_util.tree_flatten_with_path(state.hyper)[0]:
+            columns[jax.tree_util.keystr(path, simple=True, separator=".") or "hyper"] = to_host(values)
+        columns["loss"] = to_host(state.loss)
+        if state.best is not None:
+            columns |= {"validation": self.best_score, "best_step": self.best_step}
+        columns |= {"status": np.array([str(one) for one in Status])[self.status], "stopped_at": self.stopped_at}
+        return _data_frame(columns) if as_frame else columns
+
+    def __repr__(self) -> str:
+        return summary(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(summary(self))}</pre>"
+
+
+def best_of(state: TrainState) -> tuple[Ensemble, PyTree]:
+    """The ensemble with the best weights of every member, and their model states."""
+    if state.best is None:
+        return state.ensemble, state.model_state
+    own, model_state = state.best
+    common = weights_of(state).common if state.together is None else state.together.value[1]
+    return with_weights(state, own, common).ensemble, model_state
+
+
+def summary(run: Run[Any]) -> str:
+    """The members, statuses, losses and best score."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(run)):
+        return "Run(...)"
+    status, steps = run.status, int(to_host(run.train_state.step).max())
+    interrupted = ", interrupted" if run.interrupted else ""
+    lines = [f"Run of {members_in_words(len(status))}, {steps} {'step' if steps == 1 else 'steps'}{interrupted}"]
+    parts = []
+    for one in Status:
+        here = np.flatnonzero(status == one)
+        names = ", ".join(map(str, here[:8])) + (", ..." if len(here) > 8 else "")
+        parts += [f"{len(here)} {one!s}" + ("" if one is Status.OK else f" ({names})")] if len(here) else []
+    lines.append(f"  status   {', '.join(parts)}")
+    loss = to_host(run.train_state.loss)[status != Status.DIVERGED]
+    if np.isfinite(loss).any():
+        low, high = np.nanmin(loss), np.nanmax(loss)
+        lines.append(f"  loss     {low:.4g}" + ("" if low == high else f" to {high:.4g}"))
+    ranked = [] if run.best_score is None else rank_members(run, None)
+    if len(ranked):
+        best = int(ranked[0])
+        lines.append(f"  best     {run.best_score[best]:.4g} by member {best} after {run.best_step[best]} steps")
+    return "\n".join([*lines, f"  time     {run.seconds:.3g} s"])
+
+
+def _data_frame(columns: dict[str, Any]) -> Any:
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError(missing_extra_message("Run.table(as_frame=True)", "pandas", "pandas")) from error
+    flat = {}
+    for name, values in columns.items():
+        for index in np.ndindex(values.shape[1:]):
+            flat[name + "".join(f"[{i}]" for i in index)] = values[:, *index]
+    return pandas.DataFrame(flat)
+
+
+def check_healthy(run: Run[Any], *, strict: bool = False) -> np.ndarray:
+    """Warns of diverged members, or raises if all are, or any if `strict`. Returns which are not."""
+    healthy = run.status != Status.DIVERGED
+    if not healthy.all():
+        message = f"Members {_listed(~healthy)} diverged and are left out."
+        if strict or not healthy.any():
+            raise DivergedError(message, run)
+        warn(message)
+    return healthy
+
+
+def healthy_weights(run: Run[Any], weights: Any) -> np.ndarray | None:
+    """Weights `(members,)`, zero for diverged members; `None` if all are healthy and none are given."""
+    healthy = check_healthy(run)
+    if healthy.all():
+        return weights
+    return np.where(healthy, np.ones(len(healthy)) if weights is None else np.asarray(weights), 0)
+
+
+def warn_of_diverged(run: Run[Any], before: np.ndarray) -> None:
+    """Warns of the members that diverged in this call."""
+    lost = (run.status == Status.DIVERGED) & ~before
+    if lost.all():
+        warn("`fit`: all members diverged. Do the data hold NaN? Is the learning rate too high?")
+    elif lost.any():
+        at = ", ".join(map(str, run.stopped_at[lost][:8]))
+        warn(
+            f"`fit`: members {_listed(lost)} diverged, and keep their weights of step {at}: "
+            "their losses or weights were not finite at the end of the next epoch."
+        )
+
+
+def _listed(mask: np.ndarray) -> str:
+    found = np.flatnonzero(mask)
+    return ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
