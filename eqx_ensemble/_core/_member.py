@@ -114,27 +114,41 @@ def with_trained(state: TrainState, new: Trained) -> TrainState:
 
 def take_step(task: Task, now: Trained, state: TrainState, batch: PyTree, key: Any) -> tuple[Trained, tuple[Any, Any]]:
     """One step of one member. Returns what it changed, the loss before it and the auxiliary outputs."""
-    fixed, hyper = weights_of(state).fixed, state.hyper
+    value, grads, model_state, aux, loss_of = gradient_of(task, now, state, batch, key)
+    now = update_weights(task, now._replace(model_state=model_state), state, value, grads, loss_of)
+    return now, (value, aux)
+
+
+def gradient_of(task: Task, now: Trained, state: TrainState, batch: PyTree, key: Any) -> tuple:
+    """The loss, its gradients by the member's and by the common weights, the new state of the model, the auxiliary
+    outputs, and the function that was differentiated.
+    """
+    fixed = weights_of(state).fixed
 
     def loss_of(weights: tuple[PyTree, PyTree]) -> tuple[Any, tuple[Any, Any]]:
-        out = call(task.loss, eqx.combine(*weights, fixed), now.model_state, batch, key, hyper)
+        out = call(task.loss, eqx.combine(*weights, fixed), now.model_state, batch, key, state.hyper)
         value, *more = out if task.has_aux or now.model_state is not None else (out,)
         model_state, *aux = more if now.model_state is not None else (None, *more)
         return value, (model_state, aux[0] if task.has_aux else None)
 
-    (value, (model_state, aux)), (grads, common_grads) = eqx.filter_value_and_grad(loss_of, has_aux=True)(
-        (now.own, now.common)
-    )
+    (value, (model_state, aux)), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)((now.own, now.common))
+    return value, grads, model_state, aux, loss_of
+
+
+def update_weights(
+    task: Task, now: Trained, state: TrainState, value: Any, grads: tuple[PyTree, PyTree], loss_of: Callable[..., Any]
+) -> Trained:
+    """The optimiser's part of a step, given the loss and its gradients by the member's and by the common weights."""
+    optimiser, (own_grads, common_grads) = task.optimiser, grads
     value_of = lambda own: loss_of((own, now.common))[0]
-    optimiser = task.optimiser
-    common, common_state = now.common, now.common_state
     if isinstance(optimiser, Together):
         chosen = (state.status == Status.OK) & all_finite(common_grads)
-        mean = mean_of_members((value, common_grads), chosen)
-        common, common_state = update(optimiser.shared, mean[1], common_state, common, mean[0], None, None)
+        mean, mean_grads = mean_of_members((value, common_grads), chosen)
+        common = update(optimiser.shared, mean_grads, now.common_state, now.common, mean, None, None)
+        now = now._replace(common=common[0], common_state=common[1])
         optimiser = optimiser.optimiser
-    own, opt_state = update(optimiser, grads, now.opt_state, now.own, value, value_of, hyper)
-    return Trained(own, opt_state, model_state, common, common_state), (value, aux)
+    own, opt_state = update(optimiser, own_grads, now.opt_state, now.own, value, value_of, state.hyper)
+    return now._replace(own=own, opt_state=opt_state)
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:

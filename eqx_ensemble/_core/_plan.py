@@ -66,7 +66,10 @@ class Blocks(eqx.Module):
             return min(self.size, count)
         bytes_of_one = sum(x.size * x.dtype.itemsize for x in leaves) // count
         fits = int(_cache_size() * 2 / 3) // max(bytes_of_one, 1)
-        return min(1 if fits <= 1 else max(fits, _FEWEST), count)
+        most = -(
+            -count // (2 * (self.cores or num_cores()))
+        )  # several blocks a core, to pack when members have stopped
+        return min(1 if fits <= 1 else max(min(fits, most), _FEWEST), count)
 
 
 AnyPlan = Vmap | Blocks

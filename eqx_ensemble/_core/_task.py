@@ -10,40 +10,51 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._pytree import PyTree
-from ._member import MEMBERS, Task, call, take_step, trained_of
+from ._member import MEMBERS, Task, call, gradient_of, trained_of, update_weights
 from ._members import split
-from ._optimiser import Together, update
+from ._optimiser import Together
 from ._state import TrainState, weights_of
-from ._texts import inner_programs, program_text
+from ._texts import inner_programs, program_text, shapes_text
 
 
 def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree) -> tuple[Task, dict[str, str]]:
     """The task with the digest of its programs and the shapes of its outputs; and the digests by name.
 
-    One member's step and score are traced, not run. An edited function, class, global or config object gives another
-    digest, without a look at any code. `batch` and `validation` are what one member sees, as shapes.
+    One member's loss, optimiser and score are traced, not run. An edited function, class, global or config object gives
+    another digest, without a look at any code. `batch` and `validation` are what one member sees, as shapes.
     """
     own, rest = split(state)
     one = eqx.combine(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own), rest)
     key = jax.eval_shape(lambda: jax.random.key(0))
+    aux = None
 
-    def step(state: TrainState, batch: PyTree, key: Any) -> Any:
-        return take_step(task, trained_of(state), state, batch, key)
+    def gradient(state: TrainState, batch: PyTree, key: Any) -> Any:
+        nonlocal aux
+        now = trained_of(state)
+        value, grads, model_state, aux = gradient_of(task, now, state, batch, key)[:4]
+        aux = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), aux)
+        return value, grads, model_state
 
-    if isinstance(task.optimiser, Together):  # whose means need the axis of the members
-        step = eqx.filter_vmap(step, in_axes=None, axis_name=MEMBERS, axis_size=1)
-    program, out, constants = eqx.filter_make_jaxpr(step)(one, batch, key)
-    check_optimiser_constants(task.optimiser, state)
-    digests = {"loss": program_text(program, constants)}
+    program, (value, grads, _), constants = eqx.filter_make_jaxpr(gradient)(one, batch, key)
+    digests = {"loss": program_text(program, (constants, shapes_text(aux)))}
+    update, *_ = eqx.filter_make_jaxpr(optimiser_step)(task, one, value, grads)
+    check_constants(update, state)
+    digests["optimiser"] = program_text(update)
     if task.score is not None:
         model = lambda state: eqx.nn.inference_mode(state.ensemble.stacked)
         score = lambda state, data, key: call(task.score, model(state), state.model_state, data, key, state.hyper)
         digests["score"] = program_text(*eqx.filter_make_jaxpr(score)(one, validation, key)[::2])
-    aux = out[1][1]
-    if isinstance(task.optimiser, Together):
-        aux = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), aux)
     found = jax.default_backend() == "cpu" and has_convolution(program)
     return dataclasses.replace(task, products=found, outputs=aux, digest=" ".join(digests.values())), digests
+
+
+def optimiser_step(task: Task, state: TrainState, value: Any, grads: PyTree) -> PyTree:
+    """The optimiser's part of a step, with an arbitrary loss for those that evaluate it."""
+    some_loss = lambda weights: (sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(weights)).astype(value.dtype), None)
+    step = lambda now, state, value, grads: update_weights(task, now, state, value, grads, some_loss)
+    if isinstance(task.optimiser, Together):  # whose means need the axis of the members
+        step = eqx.filter_vmap(step, in_axes=None, axis_name=MEMBERS, axis_size=1)
+    return step(trained_of(state), state, value, grads)
 
 
 def has_convolution(program: Any) -> bool:
@@ -55,30 +66,13 @@ def has_convolution(program: Any) -> bool:
     )
 
 
-def check_optimiser_constants(optimiser: Any, state: TrainState) -> None:
+def check_constants(program: Any, state: TrainState) -> None:
     """Raises if the optimiser of a member holds an array of one number per member, where it takes a scalar.
 
     optax would broadcast it over the last axis of the weights, without an error if that is as long by chance.
     """
-    if isinstance(optimiser, Together) or state.num_members == 1:
-        return
-    own = weights_of(state).own
-    shapes = {x.shape[1:] for x in jax.tree.leaves(own)}
-    one = lambda tree: jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), eqx.filter(tree, eqx.is_array)
-    )
-    rest = eqx.filter(state.opt_state, eqx.is_array, inverse=True)
-    value = jax.ShapeDtypeStruct((), jnp.result_type(float))
-
-    def step(params: PyTree, opt_state: PyTree, hyper: PyTree, value: Any) -> Any:
-        opt_state = eqx.combine(opt_state, rest)
-        return update(optimiser, params, opt_state, params, value, lambda _: value, hyper)
-
-    try:
-        program, *_ = eqx.filter_make_jaxpr(step)(one(own), one(state.opt_state), one(state.hyper), value)
-    except Exception:  # an error of the optimiser is that of the whole step
-        return
-    for x in constants_of(program):
+    shapes = {x.shape[1:] for x in jax.tree.leaves(weights_of(state).own)}
+    for x in constants_of(program) if state.num_members > 1 else ():
         if np.shape(x) == (state.num_members,) and jnp.issubdtype(x.dtype, jnp.floating) and shapes != {np.shape(x)}:
             raise ValueError(
                 f"The optimiser is that of ONE member, and holds an array of {state.num_members} numbers, which optax "
