@@ -15,10 +15,8 @@ from ._arrays import type_error as type_error
 from ._arrays import value_error as value_error
 from ._keys import CheckpointCorruptError as CheckpointCorruptError
 from ._keys import MemberMismatchError as MemberMismatchError
-from ._keys import check_integer_ids as check_integer_ids
 from ._keys import check_key as check_key
 from ._keys import check_key_shape as check_key_shape
-from ._keys import check_one_row_per_id as check_one_row_per_id
 from ._leaves import MOST_BITS as MOST_BITS
 from ._leaves import Size as Size
 from ._leaves import array_leaves as array_leaves

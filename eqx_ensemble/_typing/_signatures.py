@@ -43,11 +43,11 @@ B = TypeVar("B")
 C = TypeVar("C")
 
 if TYPE_CHECKING:
-    from .._axes import AbstractPerMember
     from .._ensemble import Ensemble
+    from .._marks import Each
 
     # What a mapped function takes for a `T`. A container, or another node, may have marks at any depth.
-    Given: TypeAlias = T | Ensemble[T] | AbstractPerMember | tuple[Any, ...] | list[Any] | dict[Any, Any]
+    Given: TypeAlias = T | Ensemble[T] | Each | tuple[Any, ...] | list[Any] | dict[Any, Any]
 else:
     Given = Annotated[T, "or an ensemble or a mark of it"]
 

@@ -19,7 +19,6 @@ import jax.tree_util as jtu
 from jaxtyping import AbstractArray, Shaped
 
 from .._check import is_member_array, path_text
-from .._ids import has_ids, open_all, open_stacked, stored_ids
 from .._leaf_text import leaf_text
 from .._pytree import PyTree
 
@@ -133,18 +132,21 @@ def _subscript(cls: _StackedMeta, model: Any, axes: str) -> _StackedMeta:
 def _readings(obj: Any, model: Any, num_axes: int) -> Iterator[PyTree]:
     """The trees whose arrays have the axes: of a stacked `model`, or of an ensemble whose members are `model`s."""
     if _is_a(obj, model):
-        yield _rows(open_stacked(obj)) if has_ids(obj) else obj
-    obj = open_all(obj) if has_ids(obj) else obj
-    while has_ids(obj):
-        # The ids of an ensemble in an ensemble carry the axes of both.
-        depth = len(obj.ids.shape) if _carries(obj.ids) else num_axes
-        if depth == num_axes and _is_a(obj.stacked, model):
-            yield _rows(obj)
-        obj = obj.stacked
+        yield _own(obj)
+    if _is_ensemble(obj) and _is_a(obj.stacked, model):
+        yield _own(obj)
 
 
-def _rows(obj: Any) -> PyTree:
-    return obj.arrays, stored_ids(obj)
+def _is_ensemble(obj: Any) -> bool:
+    return isinstance(obj, eqx.Module) and hasattr(obj, "stacked") and hasattr(obj, "axes")
+
+
+def _own(obj: Any) -> list[Any]:
+    """The arrays of a tree that members do not share."""
+    if not _is_ensemble(obj):
+        return jax.tree.leaves(obj)
+    leaves = jax.tree.leaves(obj.stacked, is_leaf=lambda x: x is None)
+    return [x for x, axis in zip(leaves, obj.axes, strict=True) if axis == 0]
 
 
 def _is_a(obj: Any, model: Any) -> bool:
@@ -161,7 +163,7 @@ def _is_a(obj: Any, model: Any) -> bool:
         return _is_a(obj, args[0])
     if origin in (Union, UnionType):
         return any(_is_a(obj, choice) for choice in args)
-    if isinstance(obj, origin) and has_ids(obj) and len(args) == 1:
+    if isinstance(obj, origin) and _is_ensemble(obj) and len(args) == 1:
         return _is_a(obj.stacked, args[0])
     return isinstance(obj, origin)  # the arguments of other generic classes cannot be checked
 
@@ -169,7 +171,7 @@ def _is_a(obj: Any, model: Any) -> bool:
 def kind_of_members(obj: Any) -> str:
     """The type of a tree in words: `Ensemble[MLP]` for an ensemble."""
     name = type(obj).__name__
-    return f"{name}[{kind_of_members(obj.stacked)}]" if has_ids(obj) else name
+    return f"{name}[{kind_of_members(obj.stacked)}]" if _is_ensemble(obj) else name
 
 
 def _carries(leaf: Any) -> bool:

@@ -2,17 +2,16 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from .. import _axes
 from .._caller import caller
 from .._check import is_key
-from .._jaxpr import inner_jaxprs
 from .._pytree import PyTree
 from .._warnings import warn
 from ..distributed import to_host
@@ -55,7 +54,7 @@ def digest_of(tree: PyTree) -> str:
     """A digest of the arrays and numbers of a tree, with their paths."""
     digest = hashlib.sha256()
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if _axes.is_array(x) or isinstance(x, bool | int | float | complex | np.generic):
+        if eqx.is_array(x) or isinstance(x, bool | int | float | complex | np.generic):
             kind = jax.random.key_impl(x) if is_key(x) else ""  # pyright: ignore[reportArgumentType]
             x = np.ascontiguousarray(to_host(x))
             digest.update(f"{jax.tree_util.keystr(path)} {kind} {x.dtype} {x.shape}".encode())
@@ -63,32 +62,23 @@ def digest_of(tree: PyTree) -> str:
     return digest.hexdigest()
 
 
-def program_text(fn: Callable[..., Any], *args: PyTree) -> tuple[str, PyTree]:
-    """A digest of the traced program of a function with its constants, and the shapes of its results."""
-    jaxpr, out, constant_out = eqx.filter_make_jaxpr(fn)(*args)
+def program_text(jaxpr: Any, constant_out: PyTree = None) -> str:
+    """A digest of a traced program with its constants."""
     text = _SET.sub(lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", _VARYING.sub("", str(jaxpr)))
-    return hashlib.sha256((text + digest_of((list(_constants(jaxpr)), constant_out))).encode()).hexdigest(), out
-
-
-def function_text(fn: Any, traced: Callable[..., Any], *args: PyTree) -> str:
-    """A digest of the program `traced`, in which a function is called; its name if that cannot be traced."""
-    try:
-        return program_text(traced, *args)[0]
-    except Exception:  # it may use concrete values; another error is raised where it is called
-        return repr_text(fn)
-
-
-def repr_text(x: Any) -> str:
-    """The representation of an object without addresses in memory."""
-    return _VARYING.sub("", repr(x))
+    return hashlib.sha256((text + digest_of((list(_constants(jaxpr)), constant_out))).encode()).hexdigest()
 
 
 def _constants(jaxpr: Any) -> Iterator[Any]:
     """The constants of a program and of those inside it."""
     yield from getattr(jaxpr, "consts", ())
     for eqn in jaxpr.eqns:
-        for part in inner_jaxprs(eqn):
+        for part in inner_programs(eqn):
             yield from _constants(part)
+
+
+def inner_programs(eqn: Any) -> list[Any]:
+    """The programs in the parameters of an equation."""
+    return [x for x in jax.tree.leaves(list(eqn.params.values())) if isinstance(x, Jaxpr | ClosedJaxpr)]
 
 
 def versions_text() -> str:

@@ -9,7 +9,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from .._check import is_key, is_member_array, is_traced
-from .._ids import Ids
 from .._leaf_text import leaf_text
 
 
@@ -136,7 +135,7 @@ def static_parts(x: Any) -> dict | None:
     if isinstance(x, _Jitted):  # whose copies lack `__wrapped__`
         state = x.__getstate__()
         return {"the function": state["fun"]} | {k: state[k] for k in ("static_argnums", "static_argnames")}
-    if isinstance(x, (types.ModuleType, type, Ids)):
+    if isinstance(x, types.ModuleType | type):
         return None
     if is_program(x):
         return program_parts(x)

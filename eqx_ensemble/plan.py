@@ -1,0 +1,96 @@
+"""How a function of one member runs for all of them. It affects only time and memory."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from ._check import check_positive_int
+from ._pytree import PyTree
+
+_CACHE = 2**20  # bytes of a core's second-level cache, if the system does not say
+_FEWEST = 4  # members of a block: with fewer, programs of tiny models wait for themselves
+
+
+class Vmap(eqx.Module):
+    """All members at once, by `equinox.filter_vmap`: the default on accelerators."""
+
+    def run(self, fn: Callable[[PyTree], PyTree], own: PyTree) -> PyTree:
+        """Maps `fn` over the leading axis of the arrays of a tree."""
+        return eqx.filter_vmap(fn)(own)
+
+
+class Blocks(eqx.Module):
+    """Blocks of members of one size: the default on CPUs.
+
+    In [`eqx_ensemble.fit`][] and [`eqx_ensemble.predict`][], blocks run on threads, and use all cores; inside compiled
+    programs they are `jax.lax.map(..., batch_size=size)`. The last block is filled with copies of a member.
+
+    **Arguments:**
+
+    - `size`: members per block; by default as many as fit into the second-level cache of a core.
+    - `cores`: the number of threads; by default all cores.
+    """
+
+    size: int | None = eqx.field(static=True, default=None)
+    cores: int | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        for name in ("size", "cores"):
+            if getattr(self, name) is not None:
+                check_positive_int(getattr(self, name), name)
+
+    def run(self, fn: Callable[[PyTree], PyTree], own: PyTree) -> PyTree:
+        """Maps `fn` over the leading axis of the arrays of a tree, `size` members at a time."""
+        arrays, rest = eqx.partition(own, eqx.is_array)
+        static = None
+
+        def on_arrays(arrays: PyTree) -> PyTree:
+            nonlocal static
+            out, static = eqx.partition(fn(eqx.combine(arrays, rest)), eqx.is_array)
+            return out
+
+        out = jax.lax.map(on_arrays, arrays, batch_size=self.size_for(arrays))
+        return eqx.combine(out, static)
+
+    def size_for(self, own: PyTree) -> int:
+        """The number of members of a block, for the arrays of a block's members `(members, ...)`.
+
+        Two thirds of a core's cache hold them; the smallest blocks have four members, or one if it fills the cache.
+        """
+        leaves = [x for x in jax.tree.leaves(own) if eqx.is_array(x)]
+        count = leaves[0].shape[0]
+        if self.size is not None:
+            return min(self.size, count)
+        bytes_of_one = sum(x.size * x.dtype.itemsize for x in leaves) // count
+        fits = int(_cache_size() * 2 / 3) // max(bytes_of_one, 1)
+        most = -(
+            -count // (2 * (self.cores or num_cores()))
+        )  # several blocks a core, to pack when members have stopped
+        return min(1 if fits <= 1 else max(min(fits, most), _FEWEST), count)
+
+
+AnyPlan = Vmap | Blocks
+
+
+def num_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cache_size() -> int:
+    try:
+        return os.sysconf("SC_LEVEL2_CACHE_SIZE") or _CACHE
+    except (ValueError, OSError):
+        return _CACHE
+
+
+def as_plan(plan: Any, default: AnyPlan) -> AnyPlan:
+    """Raises unless `plan` is a plan or `None`, for the default."""
+    if plan is None:
+        return default
+    if not isinstance(plan, AnyPlan):
+        raise TypeError(f"`plan` is `plan.Vmap()` or `plan.Blocks(size)`, got {plan!r}.")
+    return plan
