@@ -61,26 +61,31 @@ def map_members(fn: Callable[..., Any], *, plan: AnyPlan | None = None, out_axis
     ee.map_members(mse)(ensemble, x, y).shape  # (4,)
     ```
     """
+    call = over_members(fn, plan=plan, is_plain=False)
+    return ft.wraps(fn)(lambda *args, **kwargs: _close(call(*args, **kwargs), out_axis))
+
+
+def over_members(fn: Callable[..., Any], *, plan: AnyPlan | None = None, is_plain: bool = True) -> Callable[..., Any]:
+    """`map_members`, of which all that is returned is plain; else its leaves are `_Leaf`s."""
     plan = as_plan(plan, Vmap())
 
-    @ft.wraps(fn)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        arguments = from_foreign_tree((args, kwargs), "args")
-        own, rest = open_marks(arguments)
+        own, rest = open_marks(from_foreign_tree((args, kwargs), "args"))
         kept: list[Any] = []  # arrays that members share and that `fn` returned unchanged
         shared = {id(x): x for x in jax.tree.leaves(rest) if isinstance(x, jax.Array)}
 
         def one(own: PyTree) -> PyTree:
             args, kwargs = jax.tree.map(view, eqx.combine(own, rest), is_leaf=is_per_member)
             leaves, treedef = jax.tree.flatten(fn(*args, **kwargs))
-            kept[:] = [shared.get(id(x)) for x in leaves]
+            kept[:] = [None if is_plain else shared.get(id(x)) for x in leaves]
             return jax.tree.unflatten(treedef, [x if y is None else _KEPT for x, y in zip(leaves, kept, strict=True)])
 
-        leaves, treedef = jax.tree.flatten(plan.run(one, own))
-        axes = [None if x is _KEPT else 0 for x in leaves]
-        leaves = [y if x is _KEPT else x for x, y in zip(leaves, kept, strict=True)]
-        out = jax.tree.map(_Leaf, jax.tree.unflatten(treedef, leaves), jax.tree.unflatten(treedef, axes))
-        return _close(out, out_axis)
+        out = plan.run(one, own)
+        if is_plain:
+            return out
+        leaves, treedef = jax.tree.flatten(out)
+        pairs = zip(leaves, kept, strict=True)
+        return jax.tree.unflatten(treedef, [_Leaf(y, None) if x is _KEPT else _Leaf(x, 0) for x, y in pairs])
 
     return mapped
 

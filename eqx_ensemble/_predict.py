@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from ._cores import num_cores
 from ._check import check_positive_int, is_inside_transformation
 from ._data import take_data
 from ._ensemble import Ensemble
@@ -23,7 +24,7 @@ from ._mesh import shard_members
 from ._progress import members_in_words, progress_line
 from ._pytree import PyTree
 from .distributed import to_host
-from .plan import AnyPlan, Vmap, as_plan, num_cores
+from .plan import AnyPlan, Vmap, as_plan
 
 
 def predict(

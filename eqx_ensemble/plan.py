@@ -1,6 +1,5 @@
 """How a function of one member runs for all of them. It affects only time and memory."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +7,9 @@ import equinox as eqx
 import jax
 
 from ._check import check_positive_int
+from ._cores import cache_size, num_cores
 from ._pytree import PyTree
 
-_CACHE = 2**20  # bytes of a core's second-level cache, if the system does not say
 _FEWEST = 4  # members of a block: with fewer, programs of tiny models wait for themselves
 
 
@@ -65,7 +64,7 @@ class Blocks(eqx.Module):
         if self.size is not None:
             return min(self.size, count)
         bytes_of_one = sum(x.size * x.dtype.itemsize for x in leaves) // count
-        fits = int(_cache_size() * 2 / 3) // max(bytes_of_one, 1)
+        fits = int(cache_size() * 2 / 3) // max(bytes_of_one, 1)
         most = -(
             -count // (2 * (self.cores or num_cores()))
         )  # several blocks a core, to pack when members have stopped
@@ -73,18 +72,6 @@ class Blocks(eqx.Module):
 
 
 AnyPlan = Vmap | Blocks
-
-
-def num_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _cache_size() -> int:
-    try:
-        return os.sysconf("SC_LEVEL2_CACHE_SIZE") or _CACHE
-    except (ValueError, OSError):
-        return _CACHE
 
 
 def as_plan(plan: Any, default: AnyPlan) -> AnyPlan:

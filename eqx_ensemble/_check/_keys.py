@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._caller import caller
-from ._leaves import array_leaves, is_key
+from ._leaves import is_key
 
 
 class MemberMismatchError(ValueError):

@@ -13,7 +13,6 @@ import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.preprocessing import StandardScaler
 
-from .._axes import is_array
 from .._check import check_version, is_key, missing_extra_message
 from .._ensemble import Ensemble
 from .._load import evaluate_make

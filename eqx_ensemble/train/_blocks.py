@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from .._cores import num_cores
 from .._check import is_key
 from .._keys import tag
 from .._map import is_per_member, view
@@ -19,7 +20,7 @@ from .._members import axes_of
 from .._mesh import put, replicate, shard_members, sharding
 from .._pytree import PyTree
 from ..distributed import to_host
-from ..plan import Blocks, num_cores
+from ..plan import Blocks
 from ._member import MEMBERS, Curves, Trained, end_part, flags_of, take_step, train, trained_of
 from ._state import Pieces, TrainState, pieces_of
 from ._status import Status

@@ -1,0 +1,39 @@
+"""Independent work on the cores of a CPU, by threads: JAX and NumPy release Python's lock while they compute."""
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+def num_cores() -> int:
+    """The number of cores that this process may use.
+
+    Limits are the cores of the process (`taskset`), `OMP_NUM_THREADS`, which joblib and Dask set in their workers, and
+    the workers of pytest-xdist.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = re.match(r"\s*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))  # of a list the outermost
+    cores = min(cores, int(found[1])) if found else cores
+    return max(cores // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1), 1)
+
+
+def on_cores(fn: Callable[[A], B], items: Iterable[A], *, cores: int) -> list[B]:
+    """The results of `fn` for each item, in their order."""
+    if cores == 1:
+        return [fn(item) for item in items]
+    with ThreadPoolExecutor(cores) as pool:
+        return list(pool.map(fn, items))
+
+
+def cache_size() -> int:
+    """The bytes of a core's second-level cache."""
+    usual = 2**20
+    try:
+        return os.sysconf("SC_LEVEL2_CACHE_SIZE") or usual
+    except (ValueError, OSError):
+        return usual
