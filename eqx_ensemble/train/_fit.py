@@ -187,18 +187,17 @@ def fit(
                 position,
                 inputs,
                 {
-                    "key": key,
                     "patience": patience,
                     "batch_size": batch_size,
                     "shuffle": shuffle,
                     "mode": task.mode,
                     "min_delta": task.min_delta,
                     "history": history,
-                    "seconds": seconds,
+                    "stop.seconds": seconds,
                     "on_diverge": on_diverge,
                 },
             )
-            position = saver.resume(position)
+            position = saver.resume(position, end, epochs)
         if not (to_host(position.state.status) == Status.OK).any() and position.done == 0:
             raise ValueError(
                 "`fit` has no member left to train: all have stopped or diverged.\nTo train their weights again, pass the ensemble: `fit(run.ensemble, ...)`."
@@ -215,7 +214,7 @@ def fit(
         )
         loop = Loop(
             crew, task, position, first=int(to_host(first.step).max()), end=end, callbacks=callbacks_of(callbacks),
-            seconds=seconds, began=began, on_diverge=on_diverge, saver=saver, line=line,
+            seconds=seconds, began=began, fatal=~lost_before & (on_diverge == "raise"), saver=saver, line=line,
         )  # fmt: skip
         result = lambda: run_of(loop, rows, task.mode, validation is not None)
         try:
@@ -223,12 +222,12 @@ def fit(
                 loop.train_on_arrays()
             else:
                 loop.train_on_batches(batches, position.done, epochs)
+            if saver is not None:
+                saver.finish(loop)
         except Exception as error:
             if loop.done:
                 error.run = result()  # pyright: ignore[reportAttributeAccessIssue]
             raise
-        if saver is not None and loop.done > position.done:
-            saver.save(loop)
         run = result()
     if loop.faulty:
         lost = np.flatnonzero((run.status == Status.DIVERGED) & ~lost_before)
