@@ -193,7 +193,6 @@ def fit(
                     "mode": task.mode,
                     "min_delta": task.min_delta,
                     "history": history,
-                    "stop.seconds": seconds,
                     "on_diverge": on_diverge,
                 },
             )
