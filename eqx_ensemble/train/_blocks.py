@@ -134,7 +134,7 @@ class Crew:
         self.cores, self.size = 1, state.num_members
         if isinstance(plan, Blocks) and mesh is None and state.together is None:
             changed = (state.params, state.params, state.opt_state)  # the gradients are like the weights
-            self.size = plan.size_for(changed)
+            self.size = plan.size_for(changed, task.bytes_of_step)
             self.cores = plan.cores or num_cores()
         self.on_host = self.size < self.num_members
         self.program = task, self.size, tuple(x.shape for x in jax.tree.leaves(inputs) if eqx.is_array(x))

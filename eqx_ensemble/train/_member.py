@@ -55,10 +55,11 @@ class Task:
     rows_of_mesh: Any = None  # where the rows of a batch lie
     products: bool = False  # whether convolutions become products
     outputs: Any = dataclasses.field(default=None, repr=False)  # shapes of a step's auxiliary outputs
+    bytes_of_step: int = 0  # that a step of one member writes
     digest: str = ""
 
     def _key(self) -> tuple:
-        skipped = ("loss", "optimiser", "score", "outputs")
+        skipped = ("loss", "optimiser", "score", "outputs", "bytes_of_step")
         fields = [getattr(self, x.name) for x in dataclasses.fields(self) if x.name not in skipped]
         return (*fields, isinstance(self.optimiser, Together))
 

@@ -46,7 +46,15 @@ def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree)
         score = lambda state, data, key: call(task.score, model(state), state.model_state, data, key, state.hyper)
         digests["score"] = program_text(*eqx.filter_make_jaxpr(score)(one, validation, key)[::2])
     found = jax.default_backend() == "cpu" and has_convolution(program)
-    return dataclasses.replace(task, products=found, outputs=aux, digest=" ".join(digests.values())), digests
+    changes = {"products": found, "outputs": aux, "digest": " ".join(digests.values())}
+    return dataclasses.replace(task, bytes_of_step=written_bytes(program), **changes), digests
+
+
+def written_bytes(program: Any) -> int:
+    """About the bytes that a program writes: compilers fuse about three quarters of its operations."""
+    program = getattr(program, "jaxpr", program)
+    own = sum(x.aval.size * x.aval.dtype.itemsize for eqn in program.eqns for x in eqn.outvars) // 4
+    return own + sum(written_bytes(inner) for eqn in program.eqns for inner in inner_programs(eqn))
 
 
 def optimiser_step(task: Task, state: TrainState, value: Any, grads: PyTree) -> PyTree:
