@@ -66,7 +66,7 @@ class Blocks(eqx.Module):
             return min(self.size, count)
         bytes_of_one = sum(x.size * x.dtype.itemsize for x in leaves) // count + bytes_of_step
         fits = int(cache_size() * 2 / 3) // max(bytes_of_one, 1)
-        most = -(-count // (2 * (self.cores or num_cores())))  # several blocks a core, to pack when members have stopped
+        most = -(-count // (2 * (self.cores or num_cores())))  # two blocks a core, to be packed as members stop
         return min(1 if fits <= 1 else max(min(fits, most), _FEWEST), count)
 
 

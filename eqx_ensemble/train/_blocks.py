@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._cores import num_cores
 from .._check import is_key
+from .._cores import num_cores
 from .._keys import tag
 from .._map import is_per_member, view
 from .._marks import Each
@@ -202,7 +202,7 @@ class Crew:
         The first call of a program runs alone: two threads would compile it twice. All run in other threads than the
         main one, in which Ctrl-C could come between a call and the assignment of its result.
         """
-        program = fn.__code__, self.program
+        program = getattr(fn, "func", fn).__code__, self.program
         alone = 0 if program in _seen else 1
         _seen.add(program)
         results = []

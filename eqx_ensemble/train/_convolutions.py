@@ -102,8 +102,6 @@ def _product(
     return jnp.transpose(jnp.moveaxis(y, -1, 1), np.argsort(order))
 
 
-
-
 def _maximum(
     x: Any, *, window_dimensions: Any, window_strides: Any, padding: Any, base_dilation: Any, window_dilation: Any
 ) -> Any:

@@ -1,5 +1,6 @@
 """The host's part of a run: calls of compiled programs, and what happens between them, at ends of epochs."""
 
+import functools as ft
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 from .._data import batches_of
 from .._pytree import PyTree
 from ..distributed import broadcast_from_first, to_host
-from ._blocks import Crew, begin_part, end_block, step_block, train_block
+from ._blocks import Block, Crew, begin_part, end_block, step_block, train_block
 from ._history import History, join_in_time
 from ._member import Clock, Curves, Task
 from ._options import Every
@@ -60,16 +61,12 @@ class Loop:
 
     def train_on_arrays(self) -> None:
         """Trains until the end of the run, in calls of twice as many parts until one takes a fifth of a second."""
-        parts = 1
+        crew, task, parts = self.crew, self.task, 1
         while self.goes_on():
             schedule = self._schedule(parts)
             began = time.perf_counter()
             clock = Clock(np.int32(self.done), np.int32(self.end), np.int32(len(schedule)))
-            crew, task = self.crew, self.task
-            call = lambda block, clock=clock: train_block(
-                (task, crew.rest, block.inputs, clock), block.moving, crew.common
-            )
-            results = crew.call(call, crew.blocks)
+            results = crew.call(ft.partial(train_one_block, task, crew, clock), crew.blocks)
             crew.update([out[:2] for out in results])
             self._record([curves for *_, curves in results], schedule)
             self.done += sum(count for count, _ in schedule)
@@ -206,6 +203,11 @@ class Loop:
         """The curves so far."""
         self.history = [join_in_time(self.history)]
         return self.history[0]
+
+
+def train_one_block(task: Task, crew: Crew, clock: Clock, block: Block) -> tuple:
+    """The call of the program for one block."""
+    return train_block((task, crew.rest, block.inputs, clock), block.moving, crew.common)
 
 
 class Part:

@@ -25,16 +25,10 @@ _SECONDS_BETWEEN = 60.0
 class Saver:
     """Saves a run at ends of epochs, and restores it. It holds the file's lock."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.path, self.every = Path(os.path.realpath(checkpoint.path)), checkpoint.every
+    def __init__(self, checkpoint: Any) -> None:
+        path, self.every = checkpoint if isinstance(checkpoint, Checkpoint) else (os.fspath(checkpoint), None)
+        self.path = Path(os.path.realpath(path))
         self._saved_at, self._held = time.perf_counter(), ExitStack()
-
-    @staticmethod
-    def of(checkpoint: Any) -> "Saver | None":
-        """The saver of an argument `checkpoint`."""
-        if checkpoint is None:
-            return None
-        return Saver(checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(os.fspath(checkpoint)))
 
     def __enter__(self) -> "Saver":
         error = None

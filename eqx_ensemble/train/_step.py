@@ -177,8 +177,8 @@ def scan_steps(
 ) -> tuple[T, PyTree]:
     """Runs many steps in one compiled loop: `jax.lax.scan` for states that hold more than arrays.
 
-    Equal, within float rounding, to `for batch in batches: state, metrics = step(state, batch)`. It is compiled once for
-    each `step` and each shape of its arguments: define `step` once.
+    Equal, within float rounding, to `for batch in batches: state, metrics = step(state, batch)`. It is compiled once
+    for each `step` and each shape of its arguments: define `step` once.
 
     **Arguments:**
 
