@@ -47,6 +47,12 @@ def train_block(read: tuple, moving: PyTree, common: PyTree) -> tuple[PyTree, Py
     return member(moving, common, rest, inputs, clock)
 
 
+@eqx.filter_jit
+def copy_of(tree: PyTree) -> PyTree:
+    """The arrays of a tree in memory of their own."""
+    return jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, tree)
+
+
 # Batches of an iterable: one program for a step, and one for the end of an epoch or of a part.
 
 _TRAINED = Trained(_own, _own, _own, None, None)
@@ -57,8 +63,7 @@ def begin_part(read: Pieces) -> Trained:
     """What the steps of a part change, in memory of its own."""
     moving, common, rest = read
     own = lambda moving: trained_of(eqx.combine(moving, common, rest))
-    now = eqx.filter_vmap(own, out_axes=_TRAINED)(moving)
-    return jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, now)
+    return copy_of(eqx.filter_vmap(own, out_axes=_TRAINED)(moving))
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -151,8 +156,10 @@ class Crew:
         self.inputs = self.inputs if inputs is None else inputs
         if self.mesh is not None:
             self._put_on_mesh()
-        elif self.on_host:
+        if self.on_host:
             self.whole = jax.tree.map(_host, self.whole)
+        else:  # the arrays of the caller's state must not be donated
+            self.whole, self.common = copy_of((self.whole, self.common))
         self.status = np.array(to_host(state.status))
         self.divide()
 
@@ -249,7 +256,7 @@ class Crew:
         if self.on_host:
             whole, common = jax.tree.map(copy, whole), self.common
         else:  # which the next call would donate
-            whole, common = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, (whole, self.common))
+            whole, common = copy_of((whole, self.common))
         return eqx.combine(whole, common, self.rest)
 
     def close(self) -> None:

@@ -179,8 +179,8 @@ def fit(
         num_members, task.outputs, validates=validation is not None, dtype=first.loss.dtype
     )
     options = {
-        "key": key, "patience": patience, "batch_size": batch_size, "shuffle": shuffle, "mode": task.mode,
-        "min_delta": task.min_delta, "history": history, "seconds": seconds, "on_diverge": on_diverge,
+        "patience": patience, "batch_size": batch_size, "shuffle": shuffle, "mode": task.mode,
+        "min_delta": task.min_delta, "history": history, "on_diverge": on_diverge,
     }  # fmt: skip
     saver = None if checkpoint is None else Saver(checkpoint)
     total = None if end == _NEVER else end
@@ -189,7 +189,7 @@ def fit(
         if saver is not None:
             stack.enter_context(saver)
             saver.identify(digests, position, inputs, options)
-            position = saver.resume(position)
+            position = saver.resume(position, end, epochs)
         check_some_train(position)
         crew = Crew(position.state, inputs, task, plan, mesh)
         stack.callback(crew.close)
@@ -197,7 +197,7 @@ def fit(
         line = stack.enter_context(progress_line(show=progress, description=words, unit="step", total=total))
         loop = Loop(
             crew, task, position, first=int(to_host(first.step).max()), end=end, callbacks=callbacks_of(callbacks),
-            seconds=seconds, began=began, on_diverge=on_diverge, saver=saver, line=line,
+            seconds=seconds, began=began, fatal=~lost_before & (on_diverge == "raise"), saver=saver, line=line,
         )  # fmt: skip
         result = lambda: run_of(loop, rows, None if validation is None else task.mode)
         try:
@@ -205,12 +205,12 @@ def fit(
                 loop.train_on_arrays()
             else:
                 loop.train_on_batches(batches, position.done, epochs)
+            if saver is not None:
+                saver.finish(loop)
         except Exception as error:
             if loop.done:
                 error.run = result()  # pyright: ignore[reportAttributeAccessIssue]
             raise
-        if saver is not None and loop.done > position.done:
-            saver.save(loop)
         run = result()
     if loop.faulty:
         lost = np.flatnonzero((run.status == Status.DIVERGED) & ~lost_before)

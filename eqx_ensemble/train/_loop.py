@@ -40,18 +40,22 @@ class Loop:
 
     - `done`, `end`: the steps of this call of `fit` that are done, and all of them; `epoch`: the epochs that are.
     - `history`: the curves so far, in pieces.
-    - `faulty`: whether a member diverged, and the run is to end.
+    - `fatal`: the members `(members,)` that end the run if they diverge.
     """
 
     def __init__(
         self, crew: Crew, task: Task, position: "Position", *, first: int, end: int, callbacks: list[Every],
-        seconds: Any, began: float, on_diverge: str, saver: Any, line: Any,
+        seconds: Any, began: float, fatal: np.ndarray, saver: Any, line: Any,
     ) -> None:  # fmt: skip
         self.crew, self.task, self.first, self.end = crew, task, first, end
         self.history, self.done, self.epoch = [position.history], position.done, position.epoch
-        self.callbacks, self.on_diverge, self.saver, self.line = callbacks, on_diverge, saver, line
+        self.callbacks, self.fatal, self.saver, self.line = callbacks, fatal, saver, line
         self.seconds, self.began, self.seconds_before = seconds, began, position.seconds
-        self.faulty = False
+
+    @property
+    def faulty(self) -> bool:
+        """Whether a member diverged that ends the run."""
+        return bool((self.fatal & (self.crew.status == Status.DIVERGED)).any())
 
     def seconds_so_far(self) -> float:
         """The time since the call, and that before it was resumed."""
@@ -179,8 +183,7 @@ class Loop:
     def _between(self, *, ends: bool) -> None:
         crew = self.crew
         self.line.update(self.done - self.line.n)
-        if self.on_diverge == "raise" and (crew.status == Status.DIVERGED).any():
-            self.faulty = True
+        if self.faulty:
             return
         if self.seconds is not None:
             over = self.seconds.value <= broadcast_from_first(self.seconds_so_far())
