@@ -223,12 +223,12 @@ def fit(
                 loop.train_on_arrays()
             else:
                 loop.train_on_batches(batches, position.done, epochs)
+            if saver is not None and loop.done > position.done:
+                saver.save(loop)
         except Exception as error:
             if loop.done:
                 error.run = result()  # pyright: ignore[reportAttributeAccessIssue]
             raise
-        if saver is not None and loop.done > position.done:
-            saver.save(loop)
         run = result()
     if loop.faulty:
         lost = np.flatnonzero((run.status == Status.DIVERGED) & ~lost_before)
