@@ -25,7 +25,7 @@ from ._history import empty_history
 from ._loop import Loop, Position
 from ._member import Task
 from ._optimiser import Optimiser, Together
-from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of
+from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
 from ._run import Run, best_of, warn_of_diverged
 from ._saver import Saver
 from ._state import TrainState, init, with_best
@@ -148,7 +148,7 @@ def fit(
     num_members, lost_before = first.num_members, to_host(first.status) == Status.DIVERGED
     validation = validation if isinstance(validation, Validation | None) else Validation(validation)
     check_options(epochs, steps, patience, stop, validation, on_diverge, history)
-    limits = (stop or Stopping()).of_members(num_members)
+    limits = limits_of(stop or Stopping(), num_members)
     seconds = limits.pop("seconds", None)
     inputs: dict[str, Any] = {"data": None, "rows": None, "validation": None, "limits": limits}
     if validation is not None:
