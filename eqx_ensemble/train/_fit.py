@@ -203,7 +203,7 @@ def fit(
             raise ValueError(
                 "`fit` has no member left to train: all have stopped or diverged.\nTo train their weights again, pass the ensemble: `fit(run.ensemble, ...)`."
             )
-        crew = Crew(position.state, inputs, plan, mesh)
+        crew = Crew(position.state, inputs, task, plan, mesh)
         stack.callback(crew.close)
         line = stack.enter_context(
             progress_line(

@@ -20,6 +20,7 @@ from .._keys import tag
 from .._map import is_per_member, view
 from .._marks import Shared
 from .._pytree import PyTree
+from ._convolutions import as_products
 from ._optimiser import Together, update
 from ._order import stream
 from ._state import TrainState, weights_of, with_weights
@@ -131,6 +132,7 @@ def gradient_of(task: Task, now: Trained, state: TrainState, batch: PyTree, key:
         model_state, *aux = more if now.model_state is not None else (None, *more)
         return value, (model_state, aux[0] if task.has_aux else None)
 
+    loss_of = as_products(loss_of) if task.products else loss_of
     (value, (model_state, aux)), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)((now.own, now.common))
     return value, grads, model_state, aux, loss_of
 
@@ -230,7 +232,9 @@ def train(moving: PyTree, common: PyTree, rest: PyTree, inputs: dict, clock: Clo
             batch = jax.tree.map(lambda x: x.at[rows[j]].get(mode="promise_in_bounds"), inputs["data"])
             if task.rows_of_mesh is not None:
                 batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, task.rows_of_mesh), batch)
-            now, (value, aux) = take_step(task, now, before, batch, jax.random.fold_in(key, before.step + j))
+            own_key = jax.random.fold_in(key, before.step + j)
+            value, grads, model_state, aux, loss_of = gradient_of(task, now, before, batch, own_key)
+            now = update_weights(task, now._replace(model_state=model_state), before, value, grads, loss_of)
             return (
                 now,
                 values.at[j].set(value.astype(values.dtype)),

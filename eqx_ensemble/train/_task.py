@@ -11,6 +11,7 @@ import numpy as np
 
 from .._members import split
 from .._pytree import PyTree
+from ._convolutions import has_convolution
 from ._member import MEMBERS, Task, call, gradient_of, trained_of, update_weights
 from ._optimiser import Together
 from ._state import TrainState, weights_of
@@ -55,15 +56,6 @@ def optimiser_step(task: Task, state: TrainState, value: Any, grads: PyTree) -> 
     if isinstance(task.optimiser, Together):  # whose means need the axis of the members
         step = eqx.filter_vmap(step, in_axes=None, axis_name=MEMBERS, axis_size=1)
     return step(trained_of(state), state, value, grads)
-
-
-def has_convolution(program: Any) -> bool:
-    """Whether a program has a convolution."""
-    program = getattr(program, "jaxpr", program)
-    return any(
-        eqn.primitive.name == "conv_general_dilated" or any(map(has_convolution, inner_programs(eqn)))
-        for eqn in program.eqns
-    )
 
 
 def check_constants(program: Any, state: TrainState) -> None:
