@@ -1,7 +1,7 @@
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -290,12 +290,12 @@ def check_no_rows(batch_size: Any, rows: Any, shuffle: Any) -> None:
         raise TypeError("`fit` takes `batch_size`, `rows` and `shuffle` only for data in arrays, not for batches.")
 
 
-def peek(data: Iterable[Any], num_members: int) -> tuple[Iterable[Any], PyTree]:
-    """The iterable, and the shapes of one member's first batch, which an iterator gives again."""
+def peek(data: Iterable[Any], num_members: int) -> tuple[Iterator[Iterable[Any]], PyTree]:
+    """The passes over an iterable, the first of which has begun, and the shapes of one member's first batch."""
     iterator = iter(data)
     for batch in iterator:
         shapes = member_shapes(take_data(batch, num_members, argument="batch")[0])
-        return (itertools.chain([batch], iterator) if iterator is data else data), shapes
+        return itertools.chain([itertools.chain([batch], iterator)], itertools.repeat(data)), shapes
     raise ValueError("`fit` needs at least one batch of `data`, got none.")
 
 

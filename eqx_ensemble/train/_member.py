@@ -310,7 +310,7 @@ def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     sign = 1 if task.mode == "min" else -1
     # An undefined score is no improvement, and the first defined one is.
     better = trains & (sign * score < sign * state.best_score - task.min_delta)
-    waited = jnp.where(better, 0, state.waited + trains)
+    waited = jnp.where(better, 0, state.waited + trains.astype(jnp.int32))
     weights = weights_of(state)
     stops = trains & (waited >= task.patience) if task.patience is not None else jnp.bool_(False)
     if (target := inputs["limits"].get("target")) is not None:
