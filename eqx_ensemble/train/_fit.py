@@ -1,7 +1,7 @@
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from ._history import empty_history
 from ._loop import Loop, Position
 from ._member import Task
 from ._optimiser import Optimiser, Together
-from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of
+from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
 from ._run import Run, best_of, warn_of_diverged
 from ._saver import Saver
 from ._state import TrainState, init, with_best
@@ -149,7 +149,7 @@ def fit(
     num_members, lost_before = first.num_members, to_host(first.status) == Status.DIVERGED
     validation = validation if isinstance(validation, Validation | None) else Validation(validation)
     check_options(epochs, steps, patience, stop, validation, on_diverge, history)
-    limits = (stop or Stopping()).of_members(num_members)
+    limits = limits_of(stop or Stopping(), num_members)
     seconds = limits.pop("seconds", None)
     inputs: dict[str, Any] = {"data": None, "rows": None, "validation": None, "limits": limits}
     if validation is not None:
@@ -281,12 +281,12 @@ def check_no_rows(batch_size: Any, rows: Any, shuffle: Any) -> None:
         raise TypeError("`fit` takes `batch_size`, `rows` and `shuffle` only for data in arrays, not for batches.")
 
 
-def peek(data: Iterable[Any], num_members: int) -> tuple[Iterable[Any], PyTree]:
-    """The iterable, and the shapes of one member's first batch, which an iterator gives again."""
+def peek(data: Iterable[Any], num_members: int) -> tuple[Iterator[Iterable[Any]], PyTree]:
+    """The passes over an iterable, the first of which has begun, and the shapes of one member's first batch."""
     iterator = iter(data)
     for batch in iterator:
         shapes = member_shapes(take_data(batch, num_members, argument="batch")[0])
-        return (itertools.chain([batch], iterator) if iterator is data else data), shapes
+        return itertools.chain([itertools.chain([batch], iterator)], itertools.repeat(data)), shapes
     raise ValueError("`fit` needs at least one batch of `data`, got none.")
 
 

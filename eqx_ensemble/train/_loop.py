@@ -2,7 +2,7 @@
 
 import functools as ft
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -126,12 +126,12 @@ class Loop:
 
     # Batches of an iterable.
 
-    def train_on_batches(self, data: Iterable[Any], skip: int, passes: int | None) -> None:
-        """Trains on batches; each pass over `data` is an epoch. The first `skip` batches were seen before."""
+    def train_on_batches(self, data: Iterator[Iterable[Any]], skip: int, passes: int | None) -> None:
+        """Trains on batches; each pass in `data` is an epoch. The first `skip` batches were seen before."""
         crew, number = self.crew, 0
         while (passes is None or number < passes) and self.goes_on():
             part, is_empty = None, True
-            for batch in batches_of(data, crew.num_members):
+            for batch in batches_of(next(data), crew.num_members):
                 is_empty = False
                 if skip:
                     skip -= 1

@@ -99,7 +99,7 @@ def guarded_step(task: Task, state: TrainState, batch: PyTree, plan: AnyPlan) ->
         after = with_trained(before, choose_trained(trains & finite, new, now))
         after = dataclasses.replace(
             after,
-            step=before.step + (trains & finite),
+            step=before.step + (trains & finite).astype(jnp.int32),
             status=jnp.where(trains & ~finite, jnp.int8(Status.DIVERGED), before.status),
             loss=jnp.where(trains, value, before.loss).astype(before.loss.dtype),
         )
