@@ -1,7 +1,8 @@
 """The host's part of a run: calls of compiled programs, and what happens between them, at ends of epochs."""
 
+import functools as ft
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,7 +13,7 @@ import numpy as np
 from .._data import batches_of
 from .._pytree import PyTree
 from ..distributed import broadcast_from_first, to_host
-from ._blocks import Crew, begin_part, end_block, step_block, train_block
+from ._blocks import Block, Crew, begin_part, end_block, step_block, train_block
 from ._history import History, join_in_time
 from ._member import Clock, Curves, Task
 from ._options import Every
@@ -64,16 +65,12 @@ class Loop:
 
     def train_on_arrays(self) -> None:
         """Trains until the end of the run, in calls of twice as many parts until one takes a fifth of a second."""
-        parts = 1
+        crew, task, parts = self.crew, self.task, 1
         while self.goes_on():
             schedule = self._schedule(parts)
             began = time.perf_counter()
             clock = Clock(np.int32(self.done), np.int32(self.end), np.int32(len(schedule)))
-            crew, task = self.crew, self.task
-            call = lambda block, clock=clock: train_block(
-                (task, crew.rest, block.inputs, clock), block.moving, crew.common
-            )
-            results = crew.call(call, crew.blocks)
+            results = crew.call(ft.partial(train_one_block, task, crew, clock), crew.blocks)
             crew.update([out[:2] for out in results])
             curves = [curves for *_, curves in results]
             # Parts in which no member trained are not of the run: how many there are depends on time.
@@ -132,12 +129,12 @@ class Loop:
 
     # Batches of an iterable.
 
-    def train_on_batches(self, data: Iterable[Any], skip: int, passes: int | None) -> None:
-        """Trains on batches; each pass over `data` is an epoch. The first `skip` batches were seen before."""
+    def train_on_batches(self, data: Iterator[Iterable[Any]], skip: int, passes: int | None) -> None:
+        """Trains on batches; each pass in `data` is an epoch. The first `skip` batches were seen before."""
         crew, number = self.crew, 0
         while (passes is None or number < passes) and self.goes_on():
             part, is_empty = None, True
-            for batch in batches_of(data, crew.num_members):
+            for batch in batches_of(next(data), crew.num_members):
                 is_empty = False
                 if skip:
                     skip -= 1
@@ -212,6 +209,11 @@ class Loop:
         """The curves so far."""
         self.history = [join_in_time(self.history)]
         return self.history[0]
+
+
+def train_one_block(task: Task, crew: Crew, clock: Clock, block: Block) -> tuple:
+    """The call of the program for one block."""
+    return train_block((task, crew.rest, block.inputs, clock), block.moving, crew.common)
 
 
 class Part:

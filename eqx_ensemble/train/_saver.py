@@ -25,19 +25,13 @@ _SECONDS_BETWEEN = 60.0
 class Saver:
     """Saves a run at ends of epochs, and restores it. It holds the file's lock."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        check_path(checkpoint.path, "checkpoint")
-        self.path, self.every = Path(os.path.realpath(checkpoint.path)), checkpoint.every
+    def __init__(self, checkpoint: Any) -> None:
+        path, self.every = checkpoint if isinstance(checkpoint, Checkpoint) else (checkpoint, None)
+        check_path(path, "checkpoint")
+        self.path = Path(os.path.realpath(path))
         if self.every is not None:
             check_positive_int(self.every, "every")
         self._saved_at, self._saved_steps, self._held = time.perf_counter(), 0, ExitStack()
-
-    @staticmethod
-    def of(checkpoint: Any) -> "Saver | None":
-        """The saver of an argument `checkpoint`."""
-        if checkpoint is None:
-            return None
-        return Saver(checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint))
 
     def __enter__(self) -> "Saver":
         error = None
@@ -63,7 +57,9 @@ class Saver:
         texts["optimiser's state"] = digest_of((state.opt_state, state.status, state.step, state.best, state.together))
         texts["key"] = array_text(state.keys)
         texts |= array_texts(state.hyper, "hyper") | array_texts(inputs["data"], "data")
-        texts |= array_texts(inputs["validation"], "validation") | array_texts(getattr(inputs["rows"], "value", None), "rows")
+        texts |= array_texts(inputs["validation"], "validation") | array_texts(
+            getattr(inputs["rows"], "value", None), "rows"
+        )
         self.texts = texts | {"versions": versions_text()}
 
     def resume(self, start: Position, end: int, epochs: int | None) -> Position:
