@@ -282,7 +282,7 @@ def end_part(
     task: Task, before: TrainState, trained: Trained, values: Any, count: Any, ends: Any, inputs: dict
 ) -> TrainState:
     """The state of a member at the end of a part: what it keeps, and its status."""
-    used = jnp.arange(task.part) < count
+    used = jnp.arange(task.part, dtype=jnp.int32) < count
     trains = before.status == Status.OK
     finite = all_finite((trained.own, trained.common)) & jnp.all(jnp.isfinite(values) | ~used)
     state = with_trained(before, choose_trained(trains & finite, trained, trained_of(before)))
@@ -319,7 +319,7 @@ def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     weights = weights_of(state)
     stops = trains & (waited >= (jnp.iinfo(waited.dtype).max if task.patience is None else task.patience))
     if (target := inputs["limits"].get("target")) is not None:
-        stops = stops | (trains & (sign * score <= sign * target))
+        stops = stops | (trains & (sign * score <= sign * target.astype(score.dtype)))
     together = state.together
     if together is not None:
         any_better = jax.lax.psum(better.astype(jnp.int32), MEMBERS) > 0
