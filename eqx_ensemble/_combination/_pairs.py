@@ -24,7 +24,7 @@ def of_predictions(combine: Callable[..., Any]) -> Callable[..., Any]:
         return combine
 
     def of_pair(predictions: PyTree, **weights: Any) -> PyTree:
-        return combine(*check_pair(predictions, combine.__name__), **weights)
+        return combine(*check_pair(predictions, f"{combine.__module__.split('.')[1]}.{combine.__name__}"), **weights)
 
     return of_pair
 
