@@ -37,8 +37,8 @@ def build(
     - `num_members`: the number of members, if keys or arguments do not tell it.
     - `zip`: per-member arguments by name, each an array `(members, ...)`.
     - `product`: the same, with one member for each combination, as in `itertools.product`.
-    - `shared`: selects nodes that all members share, as in `equinox.tree_at`: `lambda model: model.trunk`. They are those
-        of the first member, are kept once, and are constants in training.
+    - `shared`: selects nodes that all members share, as in `equinox.tree_at`: `lambda model: model.trunk`. They are
+        those of the first member, are kept once, and are constants in training.
     - `mesh`: the devices to build on, from [`eqx_ensemble.make_mesh`][].
     - `key`: one key, whose members' keys are [`eqx_ensemble.member_keys`][]`(key, num_members)`; or those keys
         themselves, `(members,)`.

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ._cores import num_cores
 from ._check import check_positive_int, is_inside_transformation
+from ._cores import num_cores
 from ._data import take_data
 from ._ensemble import Ensemble
 from ._foreign import empty_aligned

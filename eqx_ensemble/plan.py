@@ -54,20 +54,19 @@ class Blocks(eqx.Module):
         out = jax.lax.map(on_arrays, arrays, batch_size=self.size_for(arrays))
         return eqx.combine(out, static)
 
-    def size_for(self, own: PyTree) -> int:
-        """The number of members of a block, for the arrays of a block's members `(members, ...)`.
+    def size_for(self, own: PyTree, bytes_of_step: int = 0) -> int:
+        """The number of members of a block, for the arrays of all members `(members, ...)` that a step changes.
 
-        Two thirds of a core's cache hold them; the smallest blocks have four members, or one if it fills the cache.
+        They, and what a step writes, fill two thirds of a core's cache. The smallest blocks have four members, or one
+        if it fills the cache.
         """
         leaves = [x for x in jax.tree.leaves(own) if eqx.is_array(x)]
         count = leaves[0].shape[0]
         if self.size is not None:
             return min(self.size, count)
-        bytes_of_one = sum(x.size * x.dtype.itemsize for x in leaves) // count
+        bytes_of_one = sum(x.size * x.dtype.itemsize for x in leaves) // count + bytes_of_step
         fits = int(cache_size() * 2 / 3) // max(bytes_of_one, 1)
-        most = -(
-            -count // (2 * (self.cores or num_cores()))
-        )  # several blocks a core, to pack when members have stopped
+        most = -(-count // (2 * (self.cores or num_cores())))  # two blocks a core, to be packed as members stop
         return min(1 if fits <= 1 else max(min(fits, most), _FEWEST), count)
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._cores import num_cores
 from .._check import is_key
+from .._cores import num_cores
 from .._keys import tag
 from .._map import is_per_member, view
 from .._marks import Each
@@ -21,7 +21,7 @@ from .._mesh import put, replicate, shard_members, sharding
 from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import Blocks
-from ._member import MEMBERS, Curves, Trained, end_part, flags_of, take_step, train, trained_of
+from ._member import MEMBERS, Curves, Task, Trained, end_part, flags_of, take_step, train, trained_of
 from ._state import Pieces, TrainState, pieces_of
 from ._status import Status
 
@@ -47,6 +47,12 @@ def train_block(read: tuple, moving: PyTree, common: PyTree) -> tuple[PyTree, Py
     return member(moving, common, rest, inputs, clock)
 
 
+@eqx.filter_jit
+def copy_of(tree: PyTree) -> PyTree:
+    """The arrays of a tree in memory of their own."""
+    return jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, tree)
+
+
 # Batches of an iterable: one program for a step, and one for the end of an epoch or of a part.
 
 _TRAINED = Trained(_own, _own, _own, None, None)
@@ -57,8 +63,7 @@ def begin_part(read: Pieces) -> Trained:
     """What the steps of a part change, in memory of its own."""
     moving, common, rest = read
     own = lambda moving: trained_of(eqx.combine(moving, common, rest))
-    now = eqx.filter_vmap(own, out_axes=_TRAINED)(moving)
-    return jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, now)
+    return copy_of(eqx.filter_vmap(own, out_axes=_TRAINED)(moving))
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -118,6 +123,9 @@ def _rows(x: Any, index: np.ndarray) -> Any:
     return np.asarray(x)[index]
 
 
+_seen: set[Any] = set()  # programs that were called before
+
+
 class Crew:
     """The blocks of a run: on a CPU several on threads, and elsewhere one.
 
@@ -126,19 +134,19 @@ class Crew:
     - `blocks`: those with members that train. Others are only in `whole`, the arrays of all members.
     """
 
-    def __init__(self, state: TrainState, inputs: dict, plan: Any, mesh: Mesh | None) -> None:
+    def __init__(self, state: TrainState, inputs: dict, task: Task, plan: Any, mesh: Mesh | None) -> None:
         self.mesh, self.num_members = mesh, state.num_members
         self.cores, self.size = 1, state.num_members
         if isinstance(plan, Blocks) and mesh is None and state.together is None:
             changed = (state.params, state.params, state.opt_state)  # the gradients are like the weights
-            self.size = plan.size_for(changed)
+            self.size = plan.size_for(changed, task.bytes_of_step)
             self.cores = plan.cores or num_cores()
         self.on_host = self.size < self.num_members
+        self.program = task, self.size, tuple(x.shape for x in jax.tree.leaves(inputs) if eqx.is_array(x))
         self.pool = ThreadPoolExecutor(max(min(self.cores, -(-self.num_members // self.size)), 1))
         if self.pool.submit(_config).result() != _config():  # `with jax.enable_x64(True)` is that of one thread
             self.pool.shutdown()
             self.pool = _SameThread()
-        self.known: set[Any] = set()
         self.interrupted = False
         self.load(state, inputs)
 
@@ -148,8 +156,10 @@ class Crew:
         self.inputs = self.inputs if inputs is None else inputs
         if self.mesh is not None:
             self._put_on_mesh()
-        elif self.on_host:
+        if self.on_host:
             self.whole = jax.tree.map(_host, self.whole)
+        else:  # the arrays of the caller's state must not be donated
+            self.whole, self.common = copy_of((self.whole, self.common))
         self.status = np.array(to_host(state.status))
         self.divide()
 
@@ -199,18 +209,18 @@ class Crew:
         The first call of a program runs alone: two threads would compile it twice. All run in other threads than the
         main one, in which Ctrl-C could come between a call and the assignment of its result.
         """
-        compute = lambda item: jax.block_until_ready(fn(item))
-        alone = 0 if fn.__code__ in self.known else 1
-        self.known.add(fn.__code__)
+        program = getattr(fn, "func", fn).__code__, self.program
+        alone = 0 if program in _seen else 1
+        _seen.add(program)
         results = []
         for some in (items[:alone], items[alone:]):
-            for future in [self.pool.submit(compute, item) for item in some]:
+            for future in [self.pool.submit(fn, item) for item in some]:
                 while not future.done():
                     try:
                         future.exception()  # waits; an error is raised below
                     except KeyboardInterrupt:
                         self.interrupted = True
-                results.append(future.result())
+                results.append(jax.block_until_ready(future.result()))
         return results
 
     def update(self, results: list[tuple[PyTree, PyTree]]) -> None:
@@ -246,7 +256,7 @@ class Crew:
         if self.on_host:
             whole, common = jax.tree.map(copy, whole), self.common
         else:  # which the next call would donate
-            whole, common = jax.tree.map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, (whole, self.common))
+            whole, common = copy_of((whole, self.common))
         return eqx.combine(whole, common, self.rest)
 
     def close(self) -> None:

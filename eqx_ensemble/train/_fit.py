@@ -1,7 +1,7 @@
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from .._data import is_batches, member_shapes, take_data, take_rows
 from .._ensemble import Ensemble, M
 from .._keys import member_keys
 from .._marks import Each
-from .._mesh import sharding
+from .._mesh import check_mesh, sharding
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
 from ..distributed import to_host
@@ -25,7 +25,7 @@ from ._history import empty_history
 from ._loop import Loop, Position
 from ._member import Task
 from ._optimiser import Optimiser, Together
-from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of
+from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
 from ._run import Run, best_of, warn_of_diverged
 from ._saver import Saver
 from ._state import TrainState, init, with_best
@@ -144,11 +144,12 @@ def fit(
     """
     began = time.perf_counter()
     check_outside()
+    check_mesh(mesh)
     first, continued = start(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, key=key)
     num_members, lost_before = first.num_members, to_host(first.status) == Status.DIVERGED
     validation = validation if isinstance(validation, Validation | None) else Validation(validation)
     check_options(epochs, steps, patience, stop, validation, on_diverge, history)
-    limits = (stop or Stopping()).of_members(num_members)
+    limits = limits_of(stop or Stopping(), num_members)
     seconds = limits.pop("seconds", None)
     inputs: dict[str, Any] = {"data": None, "rows": None, "validation": None, "limits": limits}
     if validation is not None:
@@ -163,13 +164,13 @@ def fit(
         inputs["data"], num_rows = take_data(data, num_members, argument="data")
         inputs["rows"] = take_rows(rows, num_members, num_rows)
         own_rows = num_rows if rows is None else inputs["rows"].value.shape[1]
-        shape = shape_of_epoch(own_rows, batch_size, first, steps)
+        shape = shape_of_epoch(own_rows, batch_size, first)
         batch = member_shapes(inputs["data"], shape["batch_size"])
     task = Task(
         loss, optimiser, None if validation is None else validation.score or loss, has_aux=has_aux,
         shuffle=bool(shuffle), patience=patience, mode="min" if validation is None else validation.mode,
         min_delta=0.0 if validation is None else validation.min_delta, per_step=history == "steps",
-        rows_of_mesh=rows_of_mesh(mesh, shape), **shape,
+        rows_of_mesh=rows_of_mesh(mesh, batch), **shape,
     )  # fmt: skip
     task, digests = trace_task(task, first, batch, member_shapes(inputs["validation"]))
     plan = as_plan(plan, Blocks() if jax.default_backend() == "cpu" else Vmap())
@@ -177,58 +178,39 @@ def fit(
     curves = continued or empty_history(
         num_members, task.outputs, validates=validation is not None, dtype=first.loss.dtype
     )
-    saver = Saver.of(checkpoint)
+    options = {
+        "patience": patience, "batch_size": batch_size, "shuffle": shuffle, "mode": task.mode,
+        "min_delta": task.min_delta, "history": history, "on_diverge": on_diverge,
+    }  # fmt: skip
+    saver = None if checkpoint is None else Saver(checkpoint)
+    total = None if end == _NEVER else end
     with ExitStack() as stack:
-        position = Position(first, curves, 0, 0, 0.0 if not isinstance(ensemble, Run) else ensemble.seconds)
+        position = Position(first, curves, 0, 0, ensemble.seconds if isinstance(ensemble, Run) else 0.0)
         if saver is not None:
             stack.enter_context(saver)
-            saver.identify(
-                digests,
-                position,
-                inputs,
-                {
-                    "key": key,
-                    "patience": patience,
-                    "batch_size": batch_size,
-                    "shuffle": shuffle,
-                    "mode": task.mode,
-                    "min_delta": task.min_delta,
-                    "history": history,
-                    "seconds": seconds,
-                    "on_diverge": on_diverge,
-                },
-            )
-            position = saver.resume(position)
-        if not (to_host(position.state.status) == Status.OK).any() and position.done == 0:
-            raise ValueError(
-                "`fit` has no member left to train: all have stopped or diverged.\nTo train their weights again, pass the ensemble: `fit(run.ensemble, ...)`."
-            )
-        crew = Crew(position.state, inputs, plan, mesh)
+            saver.identify(digests, position, inputs, options)
+            position = saver.resume(position, end, epochs)
+        check_some_train(position)
+        crew = Crew(position.state, inputs, task, plan, mesh)
         stack.callback(crew.close)
-        line = stack.enter_context(
-            progress_line(
-                show=progress,
-                description=f"fit, {members_in_words(num_members)}",
-                unit="step",
-                total=None if end == _NEVER else end,
-            )
-        )
+        words = f"fit, {members_in_words(num_members)}"
+        line = stack.enter_context(progress_line(show=progress, description=words, unit="step", total=total))
         loop = Loop(
             crew, task, position, first=int(to_host(first.step).max()), end=end, callbacks=callbacks_of(callbacks),
-            seconds=seconds, began=began, on_diverge=on_diverge, saver=saver, line=line,
+            seconds=seconds, began=began, fatal=~lost_before & (on_diverge == "raise"), saver=saver, line=line,
         )  # fmt: skip
-        result = lambda: run_of(loop, rows, task.mode, validation is not None)
+        result = lambda: run_of(loop, rows, None if validation is None else task.mode)
         try:
             if batches is None:
                 loop.train_on_arrays()
             else:
                 loop.train_on_batches(batches, position.done, epochs)
+            if saver is not None:
+                saver.finish(loop)
         except Exception as error:
             if loop.done:
                 error.run = result()  # pyright: ignore[reportAttributeAccessIssue]
             raise
-        if saver is not None and loop.done > position.done:
-            saver.save(loop)
         run = result()
     if loop.faulty:
         lost = np.flatnonzero((run.status == Status.DIVERGED) & ~lost_before)
@@ -284,22 +266,31 @@ def check_options(
         raise TypeError("`fit` needs `validation=` data with `patience` or a target: members stop by their scores.")
 
 
+def check_some_train(position: Position) -> None:
+    """Raises if no member is training at the begin of a run."""
+    if position.done == 0 and not (to_host(position.state.status) == Status.OK).any():
+        raise ValueError(
+            "`fit` has no member left to train: all have stopped or diverged.\n"
+            "To train their weights again, pass the ensemble: `fit(run.ensemble, ...)`."
+        )
+
+
 def check_no_rows(batch_size: Any, rows: Any, shuffle: Any) -> None:
     """Raises if an option for data in arrays comes with an iterable of batches."""
     if batch_size is not None or rows is not None or shuffle is not True:
         raise TypeError("`fit` takes `batch_size`, `rows` and `shuffle` only for data in arrays, not for batches.")
 
 
-def peek(data: Iterable[Any], num_members: int) -> tuple[Iterable[Any], PyTree]:
-    """The iterable, and the shapes of one member's first batch, which an iterator gives again."""
+def peek(data: Iterable[Any], num_members: int) -> tuple[Iterator[Iterable[Any]], PyTree]:
+    """The passes over an iterable, the first of which has begun, and the shapes of one member's first batch."""
     iterator = iter(data)
     for batch in iterator:
         shapes = member_shapes(take_data(batch, num_members, argument="batch")[0])
-        return (itertools.chain([batch], iterator) if iterator is data else data), shapes
+        return itertools.chain([itertools.chain([batch], iterator)], itertools.repeat(data)), shapes
     raise ValueError("`fit` needs at least one batch of `data`, got none.")
 
 
-def shape_of_epoch(num_rows: int, batch_size: int | None, first: TrainState, steps: int | None) -> dict[str, int]:
+def shape_of_epoch(num_rows: int, batch_size: int | None, first: TrainState) -> dict[str, int]:
     """The steps of an epoch, and of the equal parts of a long one. They follow from the number of steps alone, so that
     results do not depend on the machine.
     """
@@ -315,17 +306,18 @@ def shape_of_epoch(num_rows: int, batch_size: int | None, first: TrainState, ste
     }  # fmt: skip
 
 
-def rows_of_mesh(mesh: Mesh | None, shape: dict[str, int]) -> Any:
-    """Where the rows of a batch lie, if several devices share them."""
-    if mesh is None or mesh.shape.get("data", 1) == 1 or shape.get("batch_size", 1) % mesh.shape["data"]:
+def rows_of_mesh(mesh: Mesh | None, batch: PyTree) -> Any:
+    """Where the rows of a batch lie, if several devices share them evenly; `batch` has the shapes of one."""
+    if mesh is None or mesh.shape.get("data", 1) == 1:
         return None
-    return sharding(mesh, "data")
+    is_even = all(x.shape[0] % mesh.shape["data"] == 0 for x in jax.tree.leaves(batch))
+    return sharding(mesh, "data") if is_even else None
 
 
-def run_of(loop: Loop, rows: Any, mode: Literal["min", "max"], has_validation: bool) -> Run:
-    """The result of a loop, as far as it has come."""
+def run_of(loop: Loop, rows: Any, mode: Literal["min", "max"] | None) -> Run:
+    """The result of a loop, as far as it has come; with the best weights if members were scored."""
     state = loop.crew.state()
-    ensemble, model_state = best_of(state) if has_validation else (state.ensemble, state.model_state)
+    ensemble, model_state = (state.ensemble, state.model_state) if mode is None else best_of(state)
     rows = None if rows is None else np.asarray(rows.value if isinstance(rows, Each) else rows)
     interrupted = loop.crew.interrupted
-    return Run(ensemble, model_state, loop.curves(), state, rows, mode, interrupted, loop.seconds_so_far())
+    return Run(ensemble, model_state, loop.curves(), state, rows, mode or "min", interrupted, loop.seconds_so_far())

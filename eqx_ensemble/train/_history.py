@@ -32,10 +32,11 @@ class History(eqx.Module):
 
     __pdoc__ = brief_doc
 
-    def take(self, index: Any) -> "History":
-        """The curves of some members."""
-        loss, aux, validation = jax.tree.map(lambda x: x[index], (self.loss, self.aux, self.validation))
-        return History(loss, aux, validation, self.step, self.validation_step)
+
+def take_curves(history: History, index: Any) -> History:
+    """The curves of some members."""
+    loss, aux, validation = jax.tree.map(lambda x: x[index], (history.loss, history.aux, history.validation))
+    return History(loss, aux, validation, history.step, history.validation_step)
 
 
 def empty_history(num_members: int, aux: PyTree, *, validates: bool, dtype: Any) -> History:

@@ -1,7 +1,8 @@
 """The host's part of a run: calls of compiled programs, and what happens between them, at ends of epochs."""
 
+import functools as ft
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,7 +13,7 @@ import numpy as np
 from .._data import batches_of
 from .._pytree import PyTree
 from ..distributed import broadcast_from_first, to_host
-from ._blocks import Crew, begin_part, end_block, step_block, train_block
+from ._blocks import Block, Crew, begin_part, end_block, step_block, train_block
 from ._history import History, join_in_time
 from ._member import Clock, Curves, Task
 from ._options import Every
@@ -39,18 +40,22 @@ class Loop:
 
     - `done`, `end`: the steps of this call of `fit` that are done, and all of them; `epoch`: the epochs that are.
     - `history`: the curves so far, in pieces.
-    - `faulty`: whether a member diverged, and the run is to end.
+    - `fatal`: the members `(members,)` that end the run if they diverge.
     """
 
     def __init__(
         self, crew: Crew, task: Task, position: "Position", *, first: int, end: int, callbacks: list[Every],
-        seconds: Any, began: float, on_diverge: str, saver: Any, line: Any,
+        seconds: Any, began: float, fatal: np.ndarray, saver: Any, line: Any,
     ) -> None:  # fmt: skip
         self.crew, self.task, self.first, self.end = crew, task, first, end
         self.history, self.done, self.epoch = [position.history], position.done, position.epoch
-        self.callbacks, self.on_diverge, self.saver, self.line = callbacks, on_diverge, saver, line
+        self.callbacks, self.fatal, self.saver, self.line = callbacks, fatal, saver, line
         self.seconds, self.began, self.seconds_before = seconds, began, position.seconds
-        self.faulty = False
+
+    @property
+    def faulty(self) -> bool:
+        """Whether a member diverged that ends the run."""
+        return bool((self.fatal & (self.crew.status == Status.DIVERGED)).any())
 
     def seconds_so_far(self) -> float:
         """The time since the call, and that before it was resumed."""
@@ -60,16 +65,12 @@ class Loop:
 
     def train_on_arrays(self) -> None:
         """Trains until the end of the run, in calls of twice as many parts until one takes a fifth of a second."""
-        parts = 1
+        crew, task, parts = self.crew, self.task, 1
         while self.goes_on():
             schedule = self._schedule(parts)
             began = time.perf_counter()
             clock = Clock(np.int32(self.done), np.int32(self.end), np.int32(len(schedule)))
-            crew, task = self.crew, self.task
-            call = lambda block, clock=clock: train_block(
-                (task, crew.rest, block.inputs, clock), block.moving, crew.common
-            )
-            results = crew.call(call, crew.blocks)
+            results = crew.call(ft.partial(train_one_block, task, crew, clock), crew.blocks)
             crew.update([out[:2] for out in results])
             self._record([curves for *_, curves in results], schedule)
             self.done += sum(count for count, _ in schedule)
@@ -125,12 +126,12 @@ class Loop:
 
     # Batches of an iterable.
 
-    def train_on_batches(self, data: Iterable[Any], skip: int, passes: int | None) -> None:
-        """Trains on batches; each pass over `data` is an epoch. The first `skip` batches were seen before."""
+    def train_on_batches(self, data: Iterator[Iterable[Any]], skip: int, passes: int | None) -> None:
+        """Trains on batches; each pass in `data` is an epoch. The first `skip` batches were seen before."""
         crew, number = self.crew, 0
         while (passes is None or number < passes) and self.goes_on():
             part, is_empty = None, True
-            for batch in batches_of(data, crew.num_members):
+            for batch in batches_of(next(data), crew.num_members):
                 is_empty = False
                 if skip:
                     skip -= 1
@@ -182,8 +183,7 @@ class Loop:
     def _between(self, *, ends: bool) -> None:
         crew = self.crew
         self.line.update(self.done - self.line.n)
-        if self.on_diverge == "raise" and (crew.status == Status.DIVERGED).any():
-            self.faulty = True
+        if self.faulty:
             return
         if self.seconds is not None:
             over = self.seconds.value <= broadcast_from_first(self.seconds_so_far())
@@ -206,6 +206,11 @@ class Loop:
         """The curves so far."""
         self.history = [join_in_time(self.history)]
         return self.history[0]
+
+
+def train_one_block(task: Task, crew: Crew, clock: Clock, block: Block) -> tuple:
+    """The call of the program for one block."""
+    return train_block((task, crew.rest, block.inputs, clock), block.moving, crew.common)
 
 
 class Part:

@@ -1,9 +1,9 @@
 """ONE member: a step of its training, an epoch, and what is decided at the epoch's end.
 
-The unit of all bookkeeping is the epoch. Inside it steps are bare: no check, no select. At its end a member either keeps
-what the epoch gave it, if it trains and everything is finite, or it gets back what it had at the epoch's start. So
-divergence, patience, targets and limits are one `jnp.where` per epoch. A check in every step costs 13 to 21 % of the time
-of small members on CPUs, and buys only that a diverged member keeps the weights of its last good step.
+The unit of all bookkeeping is the epoch. Inside it steps are bare: no check, no select. At its end a member either
+keeps what the epoch gave it, if it trains and everything is finite, or it gets back what it had at the epoch's start.
+So divergence, patience, targets and limits are one `jnp.where` per epoch. A check in every step costs 13 to 21 % of the
+time of small members on CPUs, and buys only that a diverged member keeps the weights of its last good step.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from .._keys import tag
 from .._map import is_per_member, view
 from .._marks import Shared
 from .._pytree import PyTree
+from ._convolutions import as_products
 from ._optimiser import Together, update
 from ._order import stream
 from ._state import TrainState, weights_of, with_weights
@@ -54,10 +55,11 @@ class Task:
     rows_of_mesh: Any = None  # where the rows of a batch lie
     products: bool = False  # whether convolutions become products
     outputs: Any = dataclasses.field(default=None, repr=False)  # shapes of a step's auxiliary outputs
+    bytes_of_step: int = 0  # that a step of one member writes
     digest: str = ""
 
     def _key(self) -> tuple:
-        skipped = ("loss", "optimiser", "score", "outputs")
+        skipped = ("loss", "optimiser", "score", "outputs", "bytes_of_step")
         fields = [getattr(self, x.name) for x in dataclasses.fields(self) if x.name not in skipped]
         return (*fields, isinstance(self.optimiser, Together))
 
@@ -131,6 +133,7 @@ def gradient_of(task: Task, now: Trained, state: TrainState, batch: PyTree, key:
         model_state, *aux = more if now.model_state is not None else (None, *more)
         return value, (model_state, aux[0] if task.has_aux else None)
 
+    loss_of = as_products(loss_of) if task.products else loss_of
     (value, (model_state, aux)), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)((now.own, now.common))
     return value, grads, model_state, aux, loss_of
 
@@ -154,7 +157,7 @@ def update_weights(
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Whether all floating-point arrays of a tree are finite."""
     found = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))]
-    return jnp.all(jnp.stack(found)) if found else jnp.bool_(True)
+    return jnp.all(jnp.asarray(found))
 
 
 def mean_of_members(tree: PyTree, chosen: Bool[Array, ""]) -> PyTree:
@@ -230,7 +233,9 @@ def train(moving: PyTree, common: PyTree, rest: PyTree, inputs: dict, clock: Clo
             batch = jax.tree.map(lambda x: x.at[rows[j]].get(mode="promise_in_bounds"), inputs["data"])
             if task.rows_of_mesh is not None:
                 batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, task.rows_of_mesh), batch)
-            now, (value, aux) = take_step(task, now, before, batch, jax.random.fold_in(key, before.step + j))
+            own_key = jax.random.fold_in(key, before.step + j)
+            value, grads, model_state, aux, loss_of = gradient_of(task, now, before, batch, own_key)
+            now = update_weights(task, now._replace(model_state=model_state), before, value, grads, loss_of)
             return (
                 now,
                 values.at[j].set(value.astype(values.dtype)),
@@ -288,9 +293,9 @@ def end_part(
         dynamic, static = eqx.partition(state, eqx.is_array)
         judged = lambda x: eqx.filter(judge(task, eqx.combine(x, static), inputs), eqx.is_array)
         state = eqx.combine(jax.lax.cond(ends, judged, lambda x: x, dynamic), static)
-    limit = inputs["limits"].get("steps")
-    over = jnp.bool_(False) if limit is None else (state.step >= limit)
-    over = over & (state.status == Status.OK)
+    if (limit := inputs["limits"].get("steps")) is None:
+        return state
+    over = (state.step >= limit) & (state.status == Status.OK)
     return dataclasses.replace(state, status=jnp.where(over, jnp.int8(Status.STOPPED), state.status))
 
 
@@ -306,9 +311,9 @@ def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     sign = 1 if task.mode == "min" else -1
     # An undefined score is no improvement, and the first defined one is.
     better = trains & (sign * score < sign * state.best_score - task.min_delta)
-    waited = jnp.where(better, 0, state.waited + trains)
+    waited = jnp.where(better, 0, state.waited + trains.astype(jnp.int32))
     weights = weights_of(state)
-    stops = trains & (waited >= task.patience) if task.patience is not None else jnp.bool_(False)
+    stops = trains & (waited >= (jnp.iinfo(waited.dtype).max if task.patience is None else task.patience))
     if (target := inputs["limits"].get("target")) is not None:
         stops = stops | (trains & (sign * score <= sign * target))
     together = state.together

@@ -124,6 +124,7 @@ def update(
     Line searches, plateau schedules, Polyak steps and the like get extra arguments, by the names that optax uses.
     """
     own = resolve(optimiser, hyper)
+
     def value_at(params: PyTree, *, obj_fn: Any = None, grad_fn: Any = None) -> Any:
         del obj_fn, grad_fn  # a line search passes on arguments that it does not know, and looks whether they are taken
         return value_fn(params)  # pyright: ignore[reportOptionalCall]

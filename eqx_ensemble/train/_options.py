@@ -77,10 +77,11 @@ class Stopping(eqx.Module):
     steps: Any = None
     seconds: Any = None
 
-    def of_members(self, num_members: int) -> dict[str, Each]:
-        """The limits that are given, as arrays `(members,)`."""
-        given = {"target": self.target, "steps": self.steps, "seconds": self.seconds}
-        return {name: Each(_limit(x, name, num_members)) for name, x in given.items() if x is not None}
+
+def limits_of(stop: Stopping, num_members: int) -> dict[str, Each]:
+    """The limits that are given, as arrays `(members,)`."""
+    given = {"target": stop.target, "steps": stop.steps, "seconds": stop.seconds}
+    return {name: Each(_limit(x, name, num_members)) for name, x in given.items() if x is not None}
 
 
 def _limit(value: Any, name: str, num_members: int) -> np.ndarray:

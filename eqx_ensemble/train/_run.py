@@ -14,7 +14,7 @@ from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
 from ..distributed import to_host
-from ._history import History, join_members
+from ._history import History, join_members, take_curves
 from ._ranking import rank_members
 from ._state import TrainState, weights_of, with_weights
 from ._status import DivergedError, Status
@@ -102,11 +102,11 @@ class Run(eqx.Module, Generic[M]):
         index = np.arange(len(self.status))[[index] if isinstance(index, int) else index]
         rows = None if self.rows is None else self.rows[index]
         state = None if self.state is None else take(self.state, index)
-        parts = (self.ensemble[index], state, self.history.take(index), self.train_state[index], rows)
+        parts = (self.ensemble[index], state, take_curves(self.history, index), self.train_state[index], rows)
         return Run(*parts, self.mode, self.interrupted, self.seconds)
 
     @staticmethod
-    def join(runs: Sequence["Run[M]"]) -> "Run[M]":
+    def _join(runs: Sequence["Run[M]"]) -> "Run[M]":
         """The run of the members of several runs, in their order."""
         own = join([(run.ensemble, run.state, run.train_state, run.rows) for run in runs])
         history = join_members([run.history for run in runs])

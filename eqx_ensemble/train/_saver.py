@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._check import check_path, check_positive_int
 from .._load import load
 from .._save import hold, read_header, save
 from ..distributed import broadcast_from_first, is_first
@@ -16,8 +17,7 @@ from ..distributed._engine import raise_on_all
 from ._history import History
 from ._loop import Loop, Position
 from ._options import Checkpoint
-from ._state import TrainState
-from ._texts import array_texts, check_same_call, digest_of, option_text, versions_text
+from ._texts import array_text, array_texts, check_same_call, digest_of, option_text, versions_text
 
 _SECONDS_BETWEEN = 60.0
 
@@ -25,16 +25,13 @@ _SECONDS_BETWEEN = 60.0
 class Saver:
     """Saves a run at ends of epochs, and restores it. It holds the file's lock."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.path, self.every = Path(os.path.realpath(checkpoint.path)), checkpoint.every
-        self._saved_at, self._held = time.perf_counter(), ExitStack()
-
-    @staticmethod
-    def of(checkpoint: Any) -> "Saver | None":
-        """The saver of an argument `checkpoint`."""
-        if checkpoint is None:
-            return None
-        return Saver(checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(os.fspath(checkpoint)))
+    def __init__(self, checkpoint: Any) -> None:
+        path, self.every = checkpoint if isinstance(checkpoint, Checkpoint) else (checkpoint, None)
+        check_path(path, "checkpoint")
+        self.path = Path(os.path.realpath(path))
+        if self.every is not None:
+            check_positive_int(self.every, "every")
+        self._saved_at, self._saved_steps, self._held = time.perf_counter(), 0, ExitStack()
 
     def __enter__(self) -> "Saver":
         error = None
@@ -57,14 +54,16 @@ class Saver:
         texts = digests | {name: option_text(getattr(x, "value", x)) for name, x in options.items()}
         texts |= {f"stop.{name}": option_text(x.value) for name, x in inputs["limits"].items()}
         texts["weights"] = digest_of((state.ensemble, state.model_state))
-        texts["optimiser's state"] = digest_of((state.opt_state, state.status, state.step, state.best))
-        texts["members' keys"] = digest_of(state.keys)
+        texts["optimiser's state"] = digest_of((state.opt_state, state.status, state.step, state.best, state.together))
+        texts["key"] = array_text(state.keys)
         texts |= array_texts(state.hyper, "hyper") | array_texts(inputs["data"], "data")
-        texts |= array_texts(inputs["validation"], "validation") | array_texts(inputs["rows"], "rows")
+        texts |= array_texts(inputs["validation"], "validation") | array_texts(
+            getattr(inputs["rows"], "value", None), "rows"
+        )
         self.texts = texts | {"versions": versions_text()}
 
-    def resume(self, start: Position) -> Position:
-        """The saved position, or `start` if there is no file."""
+    def resume(self, start: Position, end: int, epochs: int | None) -> Position:
+        """The saved position, or `start` if there is no file; raises if the call is shorter than what is done."""
         if not broadcast_from_first(self.path.exists()):
             return start
         header = read_header(self.path)
@@ -72,8 +71,11 @@ class Saver:
         if not isinstance(saved, dict):
             raise ValueError(f"`fit` cannot resume from `{self.path}`, which holds no run of `fit`.")
         check_same_call(saved["call"], self.texts, self.path)
+        done, epoch = saved["done"], saved["epoch"]
+        if done > end or (epochs is not None and epoch > epochs):
+            raise ValueError(f"`fit` has done {done} steps in `{self.path}`, which is more than this call asks for.")
         shape = lambda name: header.leaves[name].shape
-        like = start.history
+        self._saved_steps, like = done, start.history
         steps, scores = shape("['history'].step"), shape("['history'].validation_step")
         along = lambda x, count: np.empty((x.shape[0], *count, *x.shape[2:]), x.dtype)
         history = History(
@@ -85,7 +87,7 @@ class Saver:
         )
         tree = load(self.path, {"state": start.state, "history": history})
         on_host = jax.tree.map(np.asarray, tree["history"])
-        return Position(tree["state"], on_host, saved["done"], saved["epoch"], saved["seconds"])
+        return Position(tree["state"], on_host, done, epoch, saved["seconds"])
 
     def is_due_at(self, epoch: int) -> bool:
         """Whether a run is saved at the end of an epoch, if that is known before."""
@@ -103,6 +105,11 @@ class Saver:
     def save(self, loop: Loop) -> None:
         """Saves the run."""
         meta = {"call": self.texts, "done": loop.done, "epoch": loop.epoch, "seconds": loop.seconds_so_far()}
-        state: TrainState = loop.crew.state()
-        save(self.path, {"state": state, "history": loop.curves()}, meta={"fit": meta})
-        self._saved_at = time.perf_counter()
+        meta["trains"] = loop.crew.trains
+        save(self.path, {"state": loop.crew.state(), "history": loop.curves()}, meta={"fit": meta})
+        self._saved_at, self._saved_steps = time.perf_counter(), loop.done
+
+    def finish(self, loop: Loop) -> None:
+        """Saves the run at its end, unless the file holds it."""
+        if loop.done > self._saved_steps:
+            self.save(loop)

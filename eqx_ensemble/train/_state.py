@@ -22,8 +22,8 @@ _is_none = lambda x: x is None
 class TrainState(eqx.Module, Generic[M]):
     """The training state of all members. Every array but those of shared leaves has the leading `members` axis.
 
-    To replace a part: `equinox.tree_at(lambda state: state.hyper, state, new)`. `state[index]` is a smaller state, which
-    trains on as within the whole, and [`eqx_ensemble.concatenate`][] joins states.
+    To replace a part: `equinox.tree_at(lambda state: state.hyper, state, new)`. `state[index]` is a smaller state,
+    which trains on as within the whole, and [`eqx_ensemble.concatenate`][] joins states.
 
     **Attributes:**
 
@@ -75,9 +75,10 @@ class TrainState(eqx.Module, Generic[M]):
     def __getitem__(self, index: Any) -> "TrainState[M]":
         return take(self, [index] if isinstance(index, int) else index)
 
-    def stop(self, where: Any = True) -> "TrainState[M]":
+    def stop(self, where: Any = ...) -> "TrainState[M]":
         """The state in which the members `where` `(members,)`, or all, have stopped: for callbacks."""
-        stopped = jnp.where(jnp.asarray(where) & (self.status == Status.OK), jnp.int8(Status.STOPPED), self.status)
+        where = jnp.asarray(True if where is ... else where)  # noqa: FBT003
+        stopped = jnp.where(where & (self.status == Status.OK), jnp.int8(Status.STOPPED), self.status)
         return eqx.tree_at(lambda state: state.status, self, stopped)
 
     def __pdoc__(self, **_: Any) -> Any:

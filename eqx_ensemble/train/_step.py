@@ -99,7 +99,7 @@ def guarded_step(task: Task, state: TrainState, batch: PyTree, plan: AnyPlan) ->
         after = with_trained(before, choose_trained(trains & finite, new, now))
         after = dataclasses.replace(
             after,
-            step=before.step + (trains & finite),
+            step=before.step + (trains & finite).astype(jnp.int32),
             status=jnp.where(trains & ~finite, jnp.int8(Status.DIVERGED), before.status),
             loss=jnp.where(trains, value, before.loss).astype(before.loss.dtype),
         )
@@ -177,8 +177,8 @@ def scan_steps(
 ) -> tuple[T, PyTree]:
     """Runs many steps in one compiled loop: `jax.lax.scan` for states that hold more than arrays.
 
-    Equal, within float rounding, to `for batch in batches: state, metrics = step(state, batch)`. It is compiled once for
-    each `step` and each shape of its arguments: define `step` once.
+    Equal, within float rounding, to `for batch in batches: state, metrics = step(state, batch)`. It is compiled once
+    for each `step` and each shape of its arguments: define `step` once.
 
     **Arguments:**
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from .._members import split
 from .._pytree import PyTree
+from ._convolutions import has_convolution
 from ._member import MEMBERS, Task, call, gradient_of, trained_of, update_weights
 from ._optimiser import Together
 from ._state import TrainState, weights_of
@@ -45,7 +46,15 @@ def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree)
         score = lambda state, data, key: call(task.score, model(state), state.model_state, data, key, state.hyper)
         digests["score"] = program_text(*eqx.filter_make_jaxpr(score)(one, validation, key)[::2])
     found = jax.default_backend() == "cpu" and has_convolution(program)
-    return dataclasses.replace(task, products=found, outputs=aux, digest=" ".join(digests.values())), digests
+    changes = {"products": found, "outputs": aux, "digest": " ".join(digests.values())}
+    return dataclasses.replace(task, bytes_of_step=written_bytes(program), **changes), digests
+
+
+def written_bytes(program: Any) -> int:
+    """About the bytes that a program writes: compilers fuse about three quarters of its operations."""
+    program = getattr(program, "jaxpr", program)
+    own = sum(x.aval.size * x.aval.dtype.itemsize for eqn in program.eqns for x in eqn.outvars) // 4
+    return own + sum(written_bytes(inner) for eqn in program.eqns for inner in inner_programs(eqn))
 
 
 def optimiser_step(task: Task, state: TrainState, value: Any, grads: PyTree) -> PyTree:
@@ -55,15 +64,6 @@ def optimiser_step(task: Task, state: TrainState, value: Any, grads: PyTree) -> 
     if isinstance(task.optimiser, Together):  # whose means need the axis of the members
         step = eqx.filter_vmap(step, in_axes=None, axis_name=MEMBERS, axis_size=1)
     return step(trained_of(state), state, value, grads)
-
-
-def has_convolution(program: Any) -> bool:
-    """Whether a program has a convolution."""
-    program = getattr(program, "jaxpr", program)
-    return any(
-        eqn.primitive.name == "conv_general_dilated" or any(map(has_convolution, inner_programs(eqn)))
-        for eqn in program.eqns
-    )
 
 
 def check_constants(program: Any, state: TrainState) -> None:

@@ -87,7 +87,7 @@ def versions_text() -> str:
 
 
 # What another version of JAX may change.
-_OF_VERSIONS = {"versions", "loss", "optimiser", "score", "make", "weights", "optimiser's state", "members' keys"}
+_OF_VERSIONS = {"versions", "loss", "optimiser", "score", "weights", "optimiser's state"}
 
 
 def check_same_call(saved: dict[str, str], now: dict[str, str], path: Any) -> None:
