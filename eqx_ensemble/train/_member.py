@@ -278,7 +278,7 @@ def end_part(
     task: Task, before: TrainState, trained: Trained, values: Any, count: Any, ends: Any, inputs: dict
 ) -> TrainState:
     """The state of a member at the end of a part: what it keeps, and its status."""
-    used = jnp.arange(task.part) < count
+    used = jnp.arange(task.part, dtype=jnp.int32) < count
     trains = before.status == Status.OK
     finite = all_finite((trained.own, trained.common)) & jnp.all(jnp.isfinite(values) | ~used)
     state = with_trained(before, choose_trained(trains & finite, trained, trained_of(before)))
