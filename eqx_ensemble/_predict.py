@@ -102,14 +102,14 @@ def predict(
         ensemble, state, keys = (shard_members(tree, mesh) for tree in (ensemble, state, keys))
     read = (options, ensemble, state, keys)
     if is_inside_transformation() or num_rows == 0:
-        out = _predict(read, x, np.arange(num_rows))
+        out = _predict(read, x, None if keys is None else np.arange(num_rows))
         return out if combine is None else combine(out)
     size = min(batch_size, 1 << (num_rows - 1).bit_length())  # few rows share programs of the powers of two
     batches = [np.minimum(np.arange(i, i + size), num_rows - 1) for i in range(0, num_rows, size)]
     own = lambda rows: _some_rows(x, rows, num_rows)
 
     def one_batch(rows: np.ndarray) -> PyTree:
-        return jax.block_until_ready(_predict(read, own(rows), rows))
+        return jax.block_until_ready(_predict(read, own(rows), None if keys is None else rows))
 
     def finish(out: PyTree, rows: np.ndarray) -> PyTree:
         out = out if combine is None else combine(out)
