@@ -103,13 +103,3 @@ def check_model_state(ensemble: Ensemble, state: Any) -> None:
                 f"`state` needs one value per member; at `{path}`: expected ({ensemble.num_members}, ...), got "
                 f"{x.shape}.\nIndex the state as the ensemble: `tree.take(state, index)`."
             )
-
-
-def check_threefry(tree: PyTree) -> None:
-    """Raises for keys of other generators inside members: under `vmap` they draw other numbers than alone."""
-    for path, x in array_leaves(tree):
-        if is_key(x) and str(jax.random.key_impl(x)) != "threefry2x32":
-            raise TypeError(
-                f"Members need threefry keys; at `{path}`: a key of {str(jax.random.key_impl(x))!r}, which draws "
-                "differently under `jax.vmap`.\nUse `jax.random.key(seed, impl='threefry2x32')`."
-            )

@@ -197,11 +197,14 @@ class Clock(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """What a call records: losses `(parts, steps)`, auxiliary outputs, and scores `(parts,)`."""
+    """What a call records: losses `(parts, steps)`, auxiliary outputs, scores `(parts,)`, and whether the member trained
+    in each part `(parts,)`.
+    """
 
     loss: Any
     aux: Any
     score: Any
+    trains: Any
 
 
 def train(moving: PyTree, common: PyTree, rest: PyTree, inputs: dict, clock: Clock, task: Task) -> tuple:
@@ -220,6 +223,7 @@ def train(moving: PyTree, common: PyTree, rest: PyTree, inputs: dict, clock: Clo
         blank((task.room, *steps)),
         jax.tree.map(lambda x: jnp.zeros((task.room, *steps, *x.shape), x.dtype), task.outputs),
         blank((task.room,)),
+        jnp.zeros(task.room, bool),
     )
 
     def one_part(i: Any, carry: tuple) -> tuple:
@@ -348,4 +352,5 @@ def record(
         values, auxs = after.loss, jax.tree.map(lambda x: x[jnp.maximum(count - 1, 0)], auxs)
     put = lambda all, x: all.at[i].set(jnp.where(trains, x, jnp.nan if eqx.is_inexact_array(x) else 0))
     score = jnp.where(trains & ends & (task.score is not None), after.score, jnp.nan)
-    return Curves(put(curves.loss, values), jax.tree.map(put, curves.aux, auxs), curves.score.at[i].set(score))
+    aux = jax.tree.map(put, curves.aux, auxs)
+    return Curves(put(curves.loss, values), aux, curves.score.at[i].set(score), curves.trains.at[i].set(trains))
