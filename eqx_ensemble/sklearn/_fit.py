@@ -79,10 +79,14 @@ def fit_members(estimator: Any, x: np.ndarray, y: np.ndarray, sample_weight: Any
         )
     estimator.ensemble_, estimator.state_ = take((run.ensemble, run.state), healthy)
     estimator.rows_ = None if drawn is None else rows[drawn[healthy]]
-    losses, scores = run.history.loss, run.history.validation
-    estimator.n_iter_ = losses.shape[1]
-    estimator.loss_curve_ = np.nanmean(losses[healthy], axis=0)
-    estimator.validation_loss_curve_ = None if scores is None else np.nanmean(scores[healthy], axis=0)
+    steps = -(-len(rows) // min(estimator.batch_size, len(rows)))
+    epochs = -(-run.history.step[-1] // steps)
+    estimator.n_iter_ = int(-(-np.max(run.train_state.step) // steps))
+    # A long epoch has several losses.
+    losses = run.history.loss[healthy].reshape(healthy.sum(), epochs, -1).mean(axis=2)
+    curve = lambda values: np.nanmean(values[:, : estimator.n_iter_], axis=0)
+    estimator.loss_curve_ = curve(losses)
+    estimator.validation_loss_curve_ = None if held_out is None else curve(run.history.validation[healthy])
     return rows
 
 
