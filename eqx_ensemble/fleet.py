@@ -30,6 +30,7 @@ from ._marks import Each
 from ._members import check_ensemble, take
 from ._progress import members_in_words, progress_line
 from ._pytree import PyTree
+from ._stack import concatenate
 from ._warnings import ignore_warnings
 from .plan import Blocks
 from .train._fit import check_outside
@@ -148,7 +149,7 @@ def fit(
         raise FileNotFoundError(
             f"`fleet.fit` needs a `folder` that workers and this process see; none saved {missing[0]}."
         )
-    run = Run.join([runs[i] for i in range(shards)])
+    run = concatenate(runs[i] for i in range(shards))
     warn_of_diverged(run, np.zeros(count, bool))
     return run
 

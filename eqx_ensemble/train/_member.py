@@ -319,7 +319,7 @@ def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     weights = weights_of(state)
     stops = trains & (waited >= (jnp.iinfo(waited.dtype).max if task.patience is None else task.patience))
     if (target := inputs["limits"].get("target")) is not None:
-        stops = stops | (trains & (sign * score <= sign * target))
+        stops = stops | (trains & (sign * score <= sign * target.astype(score.dtype)))
     together = state.together
     if together is not None:
         any_better = jax.lax.psum(better.astype(jnp.int32), MEMBERS) > 0
