@@ -141,10 +141,14 @@ def fit(
         failed = train(executor, own, rest, {i: (parts[i], files[i]) for i in left}, read)
     if failed:
         first = min(failed)
-        failed[first].add_note(f"From shard {first} of `fleet.fit`. Finished shards are kept: the next call reads them.")
+        failed[first].add_note(
+            f"From shard {first} of `fleet.fit`. Finished shards are kept: the next call reads them."
+        )
         raise failed[first]
     if missing := [str(files[i]) for i in left if i not in runs]:
-        raise FileNotFoundError(f"`fleet.fit` needs a `folder` that workers and this process see; none saved {missing[0]}.")
+        raise FileNotFoundError(
+            f"`fleet.fit` needs a `folder` that workers and this process see; none saved {missing[0]}."
+        )
     run = concatenate(runs[i] for i in range(shards))
     warn_of_diverged(run, np.zeros(count, bool))
     return run
