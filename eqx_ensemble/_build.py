@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ._check import MemberMismatchError, check_key_shape, check_positive_int, is_traced
+from ._check import MemberMismatchError, check_key_shape, check_positive_int, is_key, is_traced
 from ._ensemble import Ensemble
 from ._foreign import from_foreign
 from ._keys import member_keys
@@ -136,7 +136,7 @@ def check_floats(call: Callable[..., Any], key: Any, arguments: dict[str, Any]) 
 
 def _warn_of_equal_members(ensemble: Ensemble) -> None:
     """Warns if all members are equal although they hold more than constants: `make` does not use its key."""
-    arrays = [np.asarray(x) for x in jax.tree.leaves(ensemble.stacked) if eqx.is_inexact_array(x) and not is_traced(x)]
-    own = [x for x in arrays if x.ndim and x.shape[0] == ensemble.num_members]
-    if own and any((x != x.flat[0]).any() for x in own) and all((x == x[:1]).all() for x in own):
+    leaves = zip(jax.tree.leaves(ensemble.stacked, is_leaf=lambda x: x is None), ensemble.axes, strict=True)
+    own = [np.asarray(x) for x, axis in leaves if axis == 0 and not (is_traced(x) or is_key(x))]
+    if own and any((x != x.flat[0]).any() for x in own if x.size) and all((x == x[:1]).all() for x in own):
         warn("`build` made members that are all equal: does `make` use its key?")

@@ -5,7 +5,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ._check import MemberMismatchError
+from ._check import MemberMismatchError, is_key
 from ._pytree import PyTree
 
 M = TypeVar("M")
@@ -46,6 +46,12 @@ class Ensemble(eqx.Module, Generic[M]):
         for (path, x), axis in zip(
             jax.tree_util.tree_flatten_with_path(stacked, is_leaf=_is_none)[0], self.axes, strict=True
         ):
+            if is_key(x) and str(jax.random.key_impl(x)) != "threefry2x32":
+                raise TypeError(
+                    f"Members need threefry keys; at `{jax.tree_util.keystr(path)}`: a key of "
+                    f"{str(jax.random.key_impl(x))!r}, which draws differently under `jax.vmap`.\n"
+                    "Use `jax.random.key(seed, impl='threefry2x32')`."
+                )
             if axis == 0 and eqx.is_array(x):
                 sizes.setdefault(x.shape[:1], f"`{jax.tree_util.keystr(path)}`: {x.shape}")
         if len(sizes) != 1 or () in sizes:

@@ -53,7 +53,6 @@ def _sgd_of(hyper):
     return optax.sgd(hyper["rate"])
 
 
-ENTROPIES = ee.combine.streaming(ee.uncertainty.decompose_entropy)
 STATES = [ee.train.init(ensemble, SGD, key=key) for ensemble, key in zip(ENSEMBLES, KEYS, strict=True)]
 
 # What is called a second time, with 1 in place of 0.
@@ -62,9 +61,6 @@ CALLS = {
     "predict few rows, then others": lambda i: ee.predict(ENSEMBLES[i], X[i][: 20 - 3 * i]),
     "predict combined": lambda i: ee.predict(
         ENSEMBLES[i], X[i][: 20 - 3 * i], combine=ee.combine.mixture, weights=WEIGHTS[i]
-    ),
-    "predict streamed": lambda i: ee.predict(
-        ENSEMBLES[i], X[i][: 20 - i], combine=ee.combine.streaming(ee.uncertainty.decompose_entropy)
     ),
     "predict in batches": lambda i: ee.predict(ENSEMBLES[i], X[i], batch_size=7),
     "predict with keys": lambda i: ee.predict(ENSEMBLES[i], X[i], inference=False, key=KEYS[i]),
@@ -93,15 +89,6 @@ CALLS = {
         ee.combine.mean(POINTS[i], weights=WEIGHTS[i]),
         ee.combine.median(POINTS[i]),
         ee.combine.gaussian(POINTS[i], VARIANCES[i], weights=WEIGHTS[i]),
-    ],
-    "streaming": lambda i: [
-        reduction(values[i], weights=WEIGHTS[i])
-        for reduction, values in (
-            (ee.combine.streaming(ee.combine.mixture), LOGITS),
-            (ee.combine.streaming(ee.uncertainty.disagreement), LOGITS),
-            (ee.combine.streaming(ee.combine.moments), POINTS),
-            (ee.combine.QuantileSketch([0.1, 0.9]), POINTS),
-        )
     ],
     "scores of classes": lambda i: [
         score(LOGITS[i], LABELS[i]) for score in (ee.scores.nll, ee.scores.brier, ee.scores.ece, ee.scores.accuracy)

@@ -26,7 +26,7 @@ from ._loop import Loop, Position
 from ._member import Task
 from ._optimiser import Optimiser, Together
 from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
-from ._run import Run, best_of, warn_of_diverged
+from ._run import Run, best_of, warn_of_diverged, warn_of_undefined
 from ._saver import Saver
 from ._state import TrainState, init, with_best
 from ._status import DivergedError, Status
@@ -216,6 +216,8 @@ def fit(
         lost = np.flatnonzero((run.status == Status.DIVERGED) & ~lost_before)
         raise DivergedError(f"`fit`: members {', '.join(map(str, lost))} diverged.", run)
     warn_of_diverged(run, lost_before)
+    if validation is not None:
+        warn_of_undefined(run)
     return run
 
 

@@ -72,7 +72,10 @@ class Loop:
             clock = Clock(np.int32(self.done), np.int32(self.end), np.int32(len(schedule)))
             results = crew.call(ft.partial(train_one_block, task, crew, clock), crew.blocks)
             crew.update([out[:2] for out in results])
-            self._record([curves for *_, curves in results], schedule)
+            curves = [curves for *_, curves in results]
+            # Parts in which no member trained are not of the run: how many there are depends on time.
+            schedule = schedule[: int(np.any([to_host(one.trains).any(axis=0) for one in curves], axis=0).sum())]
+            self._record(curves, schedule)
             self.done += sum(count for count, _ in schedule)
             self.epoch += sum(ends for _, ends in schedule)
             took = broadcast_from_first(time.perf_counter() - began)

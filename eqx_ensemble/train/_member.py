@@ -197,11 +197,14 @@ class Clock(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """What a call records: losses `(parts, steps)`, auxiliary outputs, and scores `(parts,)`."""
+    """What a call records: losses `(parts, steps)`, auxiliary outputs, scores `(parts,)`, and whether the member trained
+    in each part `(parts,)`.
+    """
 
     loss: Any
     aux: Any
     score: Any
+    trains: Any
 
 
 def train(moving: PyTree, common: PyTree, rest: PyTree, inputs: dict, clock: Clock, task: Task) -> tuple:
@@ -220,6 +223,7 @@ def train(moving: PyTree, common: PyTree, rest: PyTree, inputs: dict, clock: Clo
         blank((task.room, *steps)),
         jax.tree.map(lambda x: jnp.zeros((task.room, *steps, *x.shape), x.dtype), task.outputs),
         blank((task.room,)),
+        jnp.zeros(task.room, bool),
     )
 
     def one_part(i: Any, carry: tuple) -> tuple:
@@ -278,7 +282,7 @@ def end_part(
     task: Task, before: TrainState, trained: Trained, values: Any, count: Any, ends: Any, inputs: dict
 ) -> TrainState:
     """The state of a member at the end of a part: what it keeps, and its status."""
-    used = jnp.arange(task.part) < count
+    used = jnp.arange(task.part, dtype=jnp.int32) < count
     trains = before.status == Status.OK
     finite = all_finite((trained.own, trained.common)) & jnp.all(jnp.isfinite(values) | ~used)
     state = with_trained(before, choose_trained(trains & finite, trained, trained_of(before)))
@@ -315,7 +319,7 @@ def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     weights = weights_of(state)
     stops = trains & (waited >= (jnp.iinfo(waited.dtype).max if task.patience is None else task.patience))
     if (target := inputs["limits"].get("target")) is not None:
-        stops = stops | (trains & (sign * score <= sign * target))
+        stops = stops | (trains & (sign * score <= sign * target.astype(score.dtype)))
     together = state.together
     if together is not None:
         any_better = jax.lax.psum(better.astype(jnp.int32), MEMBERS) > 0
@@ -348,4 +352,5 @@ def record(
         values, auxs = after.loss, jax.tree.map(lambda x: x[jnp.maximum(count - 1, 0)], auxs)
     put = lambda all, x: all.at[i].set(jnp.where(trains, x, jnp.nan if eqx.is_inexact_array(x) else 0))
     score = jnp.where(trains & ends & (task.score is not None), after.score, jnp.nan)
-    return Curves(put(curves.loss, values), jax.tree.map(put, curves.aux, auxs), curves.score.at[i].set(score))
+    aux = jax.tree.map(put, curves.aux, auxs)
+    return Curves(put(curves.loss, values), aux, curves.score.at[i].set(score), curves.trains.at[i].set(trains))

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Int8
 
@@ -233,11 +234,13 @@ class Run(eqx.Module, Generic[M]):
 
 
 def best_of(state: TrainState) -> tuple[Ensemble, PyTree]:
-    """The ensemble with the best weights of every member, and their model states."""
+    """The ensemble with the best weights of every member, the last ones without any score, and their model states."""
     if state.best is None:
         return state.ensemble, state.model_state
-    own, model_state = state.best
-    common = weights_of(state).common if state.together is None else state.together.value[1]
+    weights, has_best = weights_of(state), state.best_step >= 0
+    put = lambda x, y: jnp.where(has_best.reshape(-1, *[1] * (x.ndim - 1)), x, y) if eqx.is_array(x) else x
+    own, model_state = jax.tree.map(put, state.best, (weights.own, state.model_state))
+    common = weights.common if state.together is None else state.together.value[1]
     return with_weights(state, own, common).ensemble, model_state
 
 
@@ -307,6 +310,13 @@ def warn_of_diverged(run: Run[Any], before: np.ndarray) -> None:
             f"`fit`: members {_listed(lost)} diverged, and keep their weights of step {at}: "
             "their losses or weights were not finite at the end of the next epoch."
         )
+
+
+def warn_of_undefined(run: Run[Any]) -> None:
+    """Warns of members whose validation score was never a number: `patience` stops them, and nothing is selected."""
+    undefined = np.isinf(run.best_score) & np.isnan(to_host(run.train_state.score)) & (run.status != Status.DIVERGED)
+    if undefined.any():
+        warn(f"`fit`: the validation scores of members {_listed(undefined)} are NaN: they keep their last weights.")
 
 
 def _listed(mask: np.ndarray) -> str:

@@ -10,7 +10,7 @@ from .._ensemble import Ensemble, M
 from .._foreign import from_foreign_tree
 from .._keys import member_keys
 from .._marks import Each, Shared
-from .._members import check_ensemble, check_model_state, check_threefry, split, take
+from .._members import check_ensemble, check_model_state, split, take
 from .._pytree import PyTree
 from ._optimiser import Optimiser, Together, first_state
 from ._status import Status
@@ -142,7 +142,6 @@ def init(
     check_ensemble(ensemble)
     num_members = ensemble.num_members
     check_model_state(ensemble, state)
-    check_threefry(ensemble)
     trained = trained_leaves(ensemble, trainable, together=isinstance(optimiser, Together))
     keys = member_keys(key, num_members, purpose="fit")
     return begin((ensemble, state, hyper_arrays(hyper, num_members), keys), optimiser, trained)

@@ -52,12 +52,6 @@ MUTANTS = [
         ("least / total / power", "least / total"),
     ),
     *of(
-        "combine/_moments.py",
-        "combine/test_streaming.py",
-        ("weights[1] * (1 - weights[1]) * gap**2", "weights[1] * gap**2"),
-        ("step = left_out + weights[1] * gap", "step = left_out + gap"),
-    ),
-    *of(
         "combine/weights/_greedy.py",
         "combine/weights/test_greedy.py",
         ("jnp.arange(num_steps) <= best", "jnp.arange(num_steps) < best"),

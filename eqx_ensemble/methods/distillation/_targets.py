@@ -6,12 +6,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike
 
 from ..._caller import caller
-from ..._check import (
-    check_floating,
-    check_logits,
-    promote,
-    value_error,
-)
+from ..._check import check_floating, check_logits, is_traced, promote, value_error
 from ..._ensemble import Ensemble
 from ..._marks import Each
 from ..._predict import predict

@@ -1,79 +1,21 @@
 import functools as ft
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    no_type_check,
-)
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, no_type_check
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-from jaxtyping import AbstractArray, Shaped
+from jaxtyping import Shaped
 
-from .._check import is_member_array, path_text
-from .._leaf_text import leaf_text
-from .._pytree import PyTree
+from ._check import is_member_array, path_text
+from ._ensemble import Ensemble
+from ._leaf_text import leaf_text
+from ._pytree import PyTree
 
-_WRITE = 'Write `Stacked[Model, "members"]`: the type of one member, then the names of the leading axes.'
+_USE = '`Stacked` is for annotations and `isinstance`: `Stacked[Model, "members"]`, with the names of leading axes.'
 _MOST = 4
-
-
-def check_stacked_arguments(item: Any) -> tuple[Any, str]:
-    """Raises unless `item` is the type and the axes of `Stacked[type, axes]`. Returns them."""
-    if not isinstance(item, tuple) or len(item) != 2:
-        raise TypeError(f"`Stacked` takes two arguments, got {leaf_text(item)}.\n{_WRITE}")
-    model, axes = item
-    if not isinstance(axes, str):
-        raise TypeError(f"`Stacked` needs its axes as a string, got {axes!r}.\n{_WRITE}")
-    names = axes.split()
-    if not names:
-        raise ValueError(f"`Stacked` needs at least one axis, got {axes!r}.\n{_WRITE}")
-    for name in names:
-        if name == "..." or name.lstrip("#?_").startswith("*"):
-            raise ValueError(f"`Stacked` needs a fixed number of leading axes, got {name!r} in {axes!r}.\n{_WRITE}")
-    return model, " ".join(names)
-
-
-def check_member_type(is_a: Callable[[Any, Any], bool], model: Any) -> None:
-    """Raises unless `is_a`, an extended `isinstance`, can check the member's type."""
-    if isinstance(model, type) and issubclass(model, AbstractArray):
-        raise TypeError(
-            "`Stacked` is the type of a Module whose arrays are stacked, got an array type.\n"
-            'Put the axis into the shape of the array instead: `Float[Array, "members features"]`.'
-        )
-    try:
-        is_a(None, model)
-    except TypeError as error:
-        fix = "\nFor a class that does not exist yet, put the whole annotation in quotes." * isinstance(model, str)
-        raise TypeError(
-            f"`Stacked` needs the type of one member (a class, a runtime-checkable protocol, a union of these), got "
-            f"{model!r}: {error}.{fix}"
-        ) from error
-
-
-def use_message() -> str:
-    """The message for `Stacked` without arguments, or for making an instance."""
-    return f"`Stacked` is for annotations and `isinstance`, always with its two arguments.\n{_WRITE}"
-
-
-def not_stacked_message(tree: Any, num_axes: int, carries: Callable[[Any], bool]) -> str:
-    """The reason why the arrays of a tree have no common leading axes."""
-    leaves = [(path_text(path), leaf) for path, leaf in jtu.tree_flatten_with_path(tree)[0] if carries(leaf)]
-    if not leaves:
-        return f"this `{type(tree).__name__}` has no array leaf that could carry an axis"
-    axes = "the leading axis" if num_axes == 1 else f"the {num_axes} leading axes"
-    first: dict[tuple, str] = {}
-    for path, leaf in leaves:
-        first.setdefault(leaf.shape[:num_axes], f"{leaf_text(leaf)} at `{path}`")
-    return f"its arrays have no common size of {axes}: {', '.join(list(first.values())[:_MOST])}"
 
 
 class _StackedMeta(type):
@@ -83,13 +25,17 @@ class _StackedMeta(type):
     sizes: Any = None
 
     def __getitem__(cls, item: Any) -> type:
-        model, axes = check_stacked_arguments(item)
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[1], str):
+            raise TypeError(_USE)
+        model, axes = item
+        if any(name == "..." or name.lstrip("#?_").startswith("*") for name in axes.split()):
+            raise ValueError(f"`Stacked` needs a fixed number of leading axes, got {axes!r}.")
         if isinstance(model, _StackedMeta) and model.num_axes:  # the inner axes follow, as in `Float[Float[...], ...]`
             model, axes = model.model, f"{axes} {model.axes}"
-        return _subscript(cls, model, axes)
+        return _subscript(cls, model, " ".join(axes.split()))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(use_message())
+        raise TypeError(_USE)
 
     def __repr__(cls) -> str:
         return cls.__name__ if cls.num_axes else type.__repr__(cls)
@@ -103,12 +49,16 @@ class _StackedMeta(type):
     def __instancecheck_str__(cls, obj):
         """The reason why `obj` is no instance, for beartype's message; empty if it is one."""
         if not cls.num_axes:
-            raise TypeError(use_message())
+            raise TypeError(_USE)
         reason = ""
-        for tree in _readings(obj, cls.model, cls.num_axes):
-            sizes = {leaf.shape[: cls.num_axes] for leaf in jax.tree.leaves(tree) if _carries(leaf)}
+        for tree in _readings(obj, cls.model):
+            sizes: dict[tuple[int, ...], str] = {}
+            for path, leaf in jtu.tree_flatten_with_path(tree)[0]:
+                if is_member_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+                    sizes.setdefault(leaf.shape[: cls.num_axes], f"{leaf_text(leaf)} at `{path_text(path)}`")
             if len(sizes) != 1:
-                reason = not_stacked_message(tree, cls.num_axes, _carries)
+                found = ", ".join(list(sizes.values())[:_MOST]) or "no array"
+                reason = f"its arrays have no common size of leading axes: {found}"
             else:  # checked for all arrays at once, so that a rejected object binds no axis
                 misfit = cls.sizes.__instancecheck_str__(jax.ShapeDtypeStruct(*sizes, bool))
                 if not misfit:
@@ -120,33 +70,24 @@ class _StackedMeta(type):
 
 @ft.cache
 def _subscript(cls: _StackedMeta, model: Any, axes: str) -> _StackedMeta:
-    check_member_type(_is_a, model)
-    sizes = Shaped[jax.ShapeDtypeStruct, axes]
+    _is_a(None, model)  # raises for what `isinstance` cannot check
     described = re.sub(r"\b(\w+\.)+", "", eqx.tree_pformat(model, width=1000))
     name = f'{cls.__name__}[{described}, "{axes}"]'
+    sizes = Shaped[jax.ShapeDtypeStruct, axes]
     fields = {"model": model, "axes": axes, "num_axes": len(axes.split()), "sizes": sizes, "__doc__": None}
     # Another module would show in the `repr` of a union but not in ours, which beartype rejects.
     return _StackedMeta(name, (cls,), fields | {"__module__": "builtins"})
 
 
-def _readings(obj: Any, model: Any, num_axes: int) -> Iterator[PyTree]:
-    """The trees whose arrays have the axes: of a stacked `model`, or of an ensemble whose members are `model`s."""
-    if _is_a(obj, model):
-        yield _own(obj)
-    if _is_ensemble(obj) and _is_a(obj.stacked, model):
-        yield _own(obj)
-
-
-def _is_ensemble(obj: Any) -> bool:
-    return isinstance(obj, eqx.Module) and hasattr(obj, "stacked") and hasattr(obj, "axes")
-
-
-def _own(obj: Any) -> list[Any]:
-    """The arrays of a tree that members do not share."""
-    if not _is_ensemble(obj):
-        return jax.tree.leaves(obj)
-    leaves = jax.tree.leaves(obj.stacked, is_leaf=lambda x: x is None)
-    return [x for x, axis in zip(leaves, obj.axes, strict=True) if axis == 0]
+def _readings(obj: Any, model: Any) -> Iterator[PyTree]:
+    """The tree whose arrays have the axes: of a stacked `model`, or of an ensemble whose members are `model`s."""
+    if not isinstance(obj, Ensemble):
+        if _is_a(obj, model):
+            yield obj
+    elif _is_a(obj, model) or _is_a(obj.stacked, model):
+        leaves, treedef = jax.tree.flatten(obj.stacked, is_leaf=lambda x: x is None)
+        own = zip(leaves, obj.axes, strict=True)  # not those which members share
+        yield jax.tree.unflatten(treedef, [x if axis == 0 else None for x, axis in own])
 
 
 def _is_a(obj: Any, model: Any) -> bool:
@@ -163,7 +104,7 @@ def _is_a(obj: Any, model: Any) -> bool:
         return _is_a(obj, args[0])
     if origin in (Union, UnionType):
         return any(_is_a(obj, choice) for choice in args)
-    if isinstance(obj, origin) and _is_ensemble(obj) and len(args) == 1:
+    if isinstance(obj, origin) and isinstance(obj, Ensemble) and len(args) == 1:
         return _is_a(obj.stacked, args[0])
     return isinstance(obj, origin)  # the arguments of other generic classes cannot be checked
 
@@ -171,11 +112,7 @@ def _is_a(obj: Any, model: Any) -> bool:
 def kind_of_members(obj: Any) -> str:
     """The type of a tree in words: `Ensemble[MLP]` for an ensemble."""
     name = type(obj).__name__
-    return f"{name}[{kind_of_members(obj.stacked)}]" if _is_ensemble(obj) else name
-
-
-def _carries(leaf: Any) -> bool:
-    return is_member_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+    return f"{name}[{kind_of_members(obj.stacked)}]" if isinstance(obj, Ensemble) else name
 
 
 if TYPE_CHECKING:
@@ -202,7 +139,7 @@ else:
         - the axes, in the syntax of jaxtyping: names (`"populations members"`), sizes (`"4"`), expressions
             (`"2*members"`), but no `...` and no `*name`.
 
-        **Raises:** `TypeError` for a missing or wrong argument; jaxtyping's errors for wrong axes.
+        **Raises:** `TypeError` for a wrong argument; jaxtyping's errors for wrong axes.
 
         ```python
         from beartype import beartype
