@@ -140,7 +140,7 @@ class Crew:
             changed = (state.params, state.params, state.opt_state)  # the gradients are like the weights
             self.size = plan.size_for(changed, task.bytes_of_step)
             self.cores = plan.cores or num_cores()
-        self.on_host = self.size < self.num_members
+        self.on_host = self.size != self.num_members
         self.program = task, self.size, tuple(x.shape for x in jax.tree.leaves(inputs) if eqx.is_array(x))
         self.pool = thread_pool(max(min(self.cores, -(-self.num_members // self.size)), 1))
         self.interrupted = False
