@@ -38,7 +38,7 @@ def check(case, num_members=3):
     assert_same(eqx.filter_jit(lambda tree: tree)(made), made)
     call = case.fn or (lambda model, *args: model(*args))
     outputs = [call(model, case.x, *own) for model, own in zip(members, states, strict=True)]
-    called = made(case.x, *stacked) if case.fn is None else made.map(case.fn, case.x, *stacked)
+    called = made(case.x, *stacked) if case.fn is None else ee.map_members(case.fn)(made, case.x, *stacked)
     assert_close(called, ee.tree.stack(outputs), case.rtol)
 
 
