@@ -13,7 +13,7 @@ from ._ensemble import Ensemble
 from ._foreign import from_foreign
 from ._keys import member_keys
 from ._mesh import shard_members
-from ._stack import Where, from_stacked
+from ._stack import Where, of_stacked
 from ._warnings import warn
 from .tree._engine import check_no_tracers
 
@@ -75,7 +75,7 @@ def build(
     if shared is not None:
         first = lambda node: jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, node)
         model = eqx.tree_at(shared, model, replace_fn=first)
-    ensemble = from_stacked(model, shared=shared)
+    ensemble = of_stacked(model, shared)
     if count > 1 and not arguments:
         _warn_of_equal_members(ensemble)
     return (ensemble, *state) if state else ensemble
