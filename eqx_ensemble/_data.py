@@ -25,12 +25,14 @@ def is_batches(data: Any) -> bool:
     return isinstance(data, Iterable) and not is_tree
 
 
-def take_data(data: PyTree, num_members: int, *, argument: str, rows: int | None = None) -> tuple[PyTree, int]:
+def take_data(data: PyTree, num_members: int, *, argument: str, least: int = 1) -> tuple[PyTree, int]:
     """Data as JAX arrays, copied in, and its number of rows.
 
     **Raises:** `TypeError` for what is no array of numbers; `ValueError` for arrays of different lengths;
     `MemberMismatchError` for an `Each` of other members.
     """
+    if isinstance(data, jax.Array) and data.ndim and data.shape[0] >= least:  # nothing to look at
+        return data, data.shape[0]
     data = from_foreign_tree(data, argument)
     sizes: dict[int, str] = {}
     for path, node in jax.tree_util.tree_flatten_with_path(data, is_leaf=_is_each)[0]:
@@ -45,7 +47,7 @@ def take_data(data: PyTree, num_members: int, *, argument: str, rows: int | None
                 wanted = f"({num_members}, rows, ...)" if axis else "(rows, ...)"
                 raise MemberMismatchError(f"`{caller()}` needs {wanted} at `{where}`, got {x.shape}.")
             sizes.setdefault(x.shape[axis], f"`{where}`: {x.shape}")
-    if len(sizes) != 1 or 0 in sizes:
+    if len(sizes) != 1 or min(sizes) < least:
         found = ", ".join(sizes.values()) or kind_text(data)
         hint = ""
         if num_members in sizes:

@@ -1,5 +1,6 @@
 """Trees that hold members: which of their arrays have the leading `members` axis, and how to cut and join them."""
 
+import functools as ft
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -88,11 +89,17 @@ def check_ensemble(ensemble: Any) -> None:
         raise TypeError(f"An `Ensemble` is needed, got `{type(ensemble).__name__}`.\n{fix}")
 
 
+@ft.lru_cache(maxsize=64)
+def _is_stateful(structure: Any) -> bool:
+    """Whether there is a `StateIndex` in a tree of this structure (remembered: it takes long)."""
+    is_index = lambda x: isinstance(x, eqx.nn.StateIndex)
+    tree = jax.tree.unflatten(structure, [None] * structure.num_leaves)
+    return any(map(is_index, jax.tree.leaves(tree, is_leaf=lambda x: x is None or is_index(x))))
+
+
 def check_model_state(ensemble: Ensemble, state: Any) -> None:
     """Raises if members are stateful and no state is given, or one of other members."""
-    is_index = lambda x: isinstance(x, eqx.nn.StateIndex)
-    indices = [x for x in jax.tree.leaves(ensemble.stacked, is_leaf=is_index) if is_index(x)]
-    if state is None and indices:
+    if state is None and _is_stateful(jax.tree.structure(ensemble)):
         raise TypeError(
             "The members are stateful (for example they contain BatchNorm), but no `state` was given.\n"
             "Build with `ensemble, state = build(eqx.nn.make_with_state(Model), ...)` and pass `state=state`."

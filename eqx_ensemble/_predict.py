@@ -3,7 +3,6 @@
 import functools as ft
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ._check import check_positive_int, is_inside_transformation
-from ._cores import num_cores
+from ._cores import num_cores, thread_pool
 from ._data import take_data
 from ._ensemble import Ensemble
 from ._foreign import empty_aligned
@@ -102,14 +101,14 @@ def predict(
         ensemble, state, keys = (shard_members(tree, mesh) for tree in (ensemble, state, keys))
     read = (options, ensemble, state, keys)
     if is_inside_transformation() or num_rows == 0:
-        out = _predict(read, x, np.arange(num_rows))
+        out = _predict(read, x, None if keys is None else np.arange(num_rows))
         return out if combine is None else combine(out)
     size = min(batch_size, 1 << (num_rows - 1).bit_length())  # few rows share programs of the powers of two
     batches = [np.minimum(np.arange(i, i + size), num_rows - 1) for i in range(0, num_rows, size)]
     own = lambda rows: _some_rows(x, rows, num_rows)
 
     def one_batch(rows: np.ndarray) -> PyTree:
-        return jax.block_until_ready(_predict(read, own(rows), rows))
+        return jax.block_until_ready(_predict(read, own(rows), None if keys is None else rows))
 
     def finish(out: PyTree, rows: np.ndarray) -> PyTree:
         out = out if combine is None else combine(out)
@@ -124,16 +123,22 @@ def predict(
     output = _Output(first, num_rows, size, axis)
     described = f"predict, {members_in_words(num_members)}"
     cores = 1 if jax.default_backend() != "cpu" or mesh is not None else getattr(plan, "cores", None) or num_cores()
+
+    def compute(rows: np.ndarray) -> PyTree:
+        out = one_batch(rows)
+        return output.write(out, int(rows[0])) if combine is None else out
+
     with (
         progress_line(show=progress, description=described, total=num_rows, unit="row") as line,
-        ThreadPoolExecutor(cores) as pool,
+        thread_pool(cores) as pool,
     ):
-        waiting = [pool.submit(one_batch, rows) for rows in batches[1 : 1 + 2 * cores]]
-        later = iter(batches[1 + 2 * cores :])
+        later = iter(batches[1:])
+        waiting = [pool.submit(compute, rows) for rows in itertools.islice(later, 2 * cores)]
         for rows in batches[1:]:  # in their order; a few batches wait at most
-            out = finish(waiting.pop(0).result(), rows)
-            waiting += [pool.submit(one_batch, more) for more in itertools.islice(later, 1)]
-            output.write(out, int(rows[0]))
+            out = waiting.pop(0).result()
+            waiting += [pool.submit(compute, more) for more in itertools.islice(later, 1)]
+            if combine is not None:  # a function of the user, which is called in order
+                output.write(finish(out, rows), int(rows[0]))
             line.update(size)
     return output.value()
 
@@ -169,7 +174,7 @@ def rows_of(x: PyTree, num_members: int) -> tuple[PyTree, int]:
             for leaf in jax.tree.leaves(node)
         ]
         return x, leaves[0][0].shape[leaves[0][1]]
-    return take_data(x, num_members, argument="x")
+    return take_data(x, num_members, argument="x", least=0)
 
 
 def _some_rows(x: PyTree, rows: np.ndarray, num_rows: int) -> PyTree:

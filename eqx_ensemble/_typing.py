@@ -14,7 +14,7 @@ from ._ensemble import Ensemble
 from ._leaf_text import leaf_text
 from ._pytree import PyTree
 
-_USE = "`Stacked` is for annotations and `isinstance`: `Stacked[Model, \"members\"]`, with the names of leading axes."
+_USE = '`Stacked` is for annotations and `isinstance`: `Stacked[Model, "members"]`, with the names of leading axes.'
 _MOST = 4
 
 

@@ -319,7 +319,7 @@ def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     weights = weights_of(state)
     stops = trains & (waited >= (jnp.iinfo(waited.dtype).max if task.patience is None else task.patience))
     if (target := inputs["limits"].get("target")) is not None:
-        stops = stops | (trains & (sign * score <= sign * target))
+        stops = stops | (trains & (sign * score <= sign * target.astype(score.dtype)))
     together = state.together
     if together is not None:
         any_better = jax.lax.psum(better.astype(jnp.int32), MEMBERS) > 0
@@ -351,6 +351,7 @@ def record(
     if not task.per_step:
         values, auxs = after.loss, jax.tree.map(lambda x: x[jnp.maximum(count - 1, 0)], auxs)
     put = lambda all, x: all.at[i].set(jnp.where(trains, x, jnp.nan if eqx.is_inexact_array(x) else 0))
-    score = jnp.where(trains & ends & (task.score is not None), after.score, jnp.nan)
+    is_scored = trains & (after.status != Status.DIVERGED) & ends & (task.score is not None)
+    score = jnp.where(is_scored, after.score, jnp.nan)
     aux = jax.tree.map(put, curves.aux, auxs)
     return Curves(put(curves.loss, values), aux, curves.score.at[i].set(score), curves.trains.at[i].set(trains))
