@@ -13,7 +13,6 @@ _LIBRARIES = frozenset(  # whose frames may lie between two of ours
 _OF_USERS = (f"{_OWN}._predict", f"{_OWN}.scores._bootstrap")
 _HIDDEN = ("__call__", "__init__", "__post_init__", "__check_init__", "__new__")  # named by their class
 _ACTS_AS = {  # what messages name differently, whoever called it
-    "methods._pbt.check_explore": "explore",
     "train._step.Step.__call__": "train.make_step",
 }
 

@@ -3,7 +3,6 @@
 import functools as ft
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ._check import check_positive_int, is_inside_transformation
-from ._cores import num_cores
+from ._cores import num_cores, thread_pool
 from ._data import take_data
 from ._ensemble import Ensemble
 from ._foreign import empty_aligned
@@ -131,7 +130,7 @@ def predict(
 
     with (
         progress_line(show=progress, description=described, total=num_rows, unit="row") as line,
-        ThreadPoolExecutor(cores) as pool,
+        thread_pool(cores) as pool,
     ):
         later = iter(batches[1:])
         waiting = [pool.submit(compute, rows) for rows in itertools.islice(later, 2 * cores)]

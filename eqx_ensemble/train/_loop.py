@@ -166,6 +166,7 @@ class Loop:
         scores, score_step = None, np.zeros(0, np.int64)
         if task.score is not None:
             score = self._put([np.asarray(to_host(block.moving.score)) for block in crew.blocks])
+            score = np.where(crew.status == Status.DIVERGED, np.nan, score).astype(score.dtype)
             scores = blank(score)[:, None] if ends else np.zeros((len(score), 0), score.dtype)
             score_step = now[-1:] if ends else score_step
         self.history.append(History(loss, aux, scores, now if task.per_step else now[-1:], score_step))
@@ -193,7 +194,8 @@ class Loop:
             if (over & (crew.status == Status.OK)).any():
                 crew.load(crew.state().stop(over))
         at_end = self.done == self.end or not crew.trains
-        due = [one for one in self.callbacks if at_end or (ends and self.epoch % one.epochs == 0)]
+        is_due = lambda one: one.at_end if at_end else ends and self.epoch % one.epochs == 0
+        due = [one for one in self.callbacks if is_due(one)]
         if due:
             state = crew.state()
             for one in due:

@@ -351,6 +351,7 @@ def record(
     if not task.per_step:
         values, auxs = after.loss, jax.tree.map(lambda x: x[jnp.maximum(count - 1, 0)], auxs)
     put = lambda all, x: all.at[i].set(jnp.where(trains, x, jnp.nan if eqx.is_inexact_array(x) else 0))
-    score = jnp.where(trains & ends & (task.score is not None), after.score, jnp.nan)
+    is_scored = trains & (after.status != Status.DIVERGED) & ends & (task.score is not None)
+    score = jnp.where(is_scored, after.score, jnp.nan)
     aux = jax.tree.map(put, curves.aux, auxs)
     return Curves(put(curves.loss, values), aux, curves.score.at[i].set(score), curves.trains.at[i].set(trains))

@@ -112,18 +112,20 @@ class Checkpoint(NamedTuple):
 
 
 class Every(NamedTuple):
-    """A callback and the epochs between its calls."""
+    """A callback, the epochs between its calls, and whether the end of the run is one of them."""
 
     epochs: int
     callback: Callable[..., Any]
+    at_end: bool = True
 
 
-def every(epochs: int, callback: Callable[..., Any]) -> Every:
+def every(epochs: int, callback: Callable[..., Any], *, at_end: bool = True) -> Every:
     """A callback that [`eqx_ensemble.fit`][] calls after every `epochs` epochs, and at the end.
 
     **Arguments:**
 
     - `epochs`: the number of epochs between two calls.
+    - `at_end`: whether it is called at the end of the run.
     - `callback`: a function of a [`eqx_ensemble.train.TrainState`][] that returns another one, or `None` to go on.
 
     ```python
@@ -132,7 +134,7 @@ def every(epochs: int, callback: Callable[..., Any]) -> Every:
     """
     if not isinstance(epochs, int) or epochs < 1 or not callable(callback):
         raise TypeError(f"`every` needs a number of epochs and a function, got {epochs!r} and {callback!r}.")
-    return Every(epochs, callback)
+    return Every(epochs, callback, at_end)
 
 
 def callbacks_of(callbacks: Any) -> list[Every]:

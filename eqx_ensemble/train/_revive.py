@@ -59,6 +59,15 @@ def copy_members(state: TrainState, donors: Any) -> TrainState:
     return dataclasses.replace(own, opt_state=opt_state, keys=state.keys, step=state.step, status=status)
 
 
+def change_hyper(hyper: PyTree, members: Any, fn: Callable[[PyTree, Any], PyTree], keys: Any) -> PyTree:
+    """Hyper-parameters of which those of some members are changed by `fn(hyper, key)`, one member after another."""
+    arrays = jax.tree.map(lambda x: np.array(to_host(x)), hyper)
+    for i, key in zip(members, keys, strict=True):
+        own = fn(jax.tree.map(lambda x: x[i], hyper), key)
+        jax.tree.map(lambda x, y: x.__setitem__(i, y), arrays, own)
+    return jax.tree.map(jnp.asarray, arrays)
+
+
 def revive(
     make: Callable[..., Any] | None = None,
     *,
@@ -100,11 +109,8 @@ def revive(
             new = put_fresh(state, lost, make, optimiser, keys)
         if perturb is None or state.hyper is None:
             return new
-        changed = eqx.filter_vmap(perturb)(
-            jax.tree.map(lambda x: x[lost], new.hyper), jax.vmap(jax.random.fold_in, (0, None))(keys, 1)
-        )
-        hyper = jax.tree.map(lambda x, own: x.at[lost].set(own), new.hyper, changed)
-        return dataclasses.replace(new, hyper=hyper)
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 1)
+        return dataclasses.replace(new, hyper=change_hyper(new.hyper, lost, perturb, keys))
 
     return callback
 
