@@ -258,7 +258,7 @@ def test_a_state_of_members_of_one_is_one_of_many():
     whole = fit(epochs=2, plan=ee.plan.Blocks(1))
     for i in range(MEMBERS):
         alone = ee.fit(
-            ensemble()[[i]], loss, optimiser, (X, Y), epochs=2, batch_size=BATCH, hyper=RATES[[i]], key=keys[[i]],
+            ensemble()[[i]], loss, optimiser, (X, Y), epochs=2, batch_size=BATCH, hyper=RATES[[i]], key=keys[i : i + 1],
             plan=ee.plan.Blocks(1),
         )  # fmt: skip
         assert_same(alone.ensemble[0], whole.ensemble[i])
