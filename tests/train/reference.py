@@ -1,4 +1,4 @@
-"""A fit of ONE member as a plain loop of Equinox and optax, with the rules of epochs. Nothing of the library but `permute`."""
+"""A fit of ONE member as a plain loop of Equinox and optax, with the rules of epochs; of the library only `permute`."""
 
 import math
 import zlib
