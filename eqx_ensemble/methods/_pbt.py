@@ -123,4 +123,6 @@ def population_based_training(
         hyper = explore_copies(jax.tree.map(lambda x, at=donors: x[at], hyper), donors, explore, keys)
     run = dataclasses.replace(run, rows=None)  # a copy was trained on the rows of its donor too
     lineage = np.array(lineage, np.int64).reshape(scores.shape)
-    return Population(run, scores, lineage, jax.tree.map(lambda x, *xs: np.array(xs).reshape(-1, *x.shape), hyper, *past))
+    return Population(
+        run, scores, lineage, jax.tree.map(lambda x, *xs: np.array(xs).reshape(-1, *x.shape), hyper, *past)
+    )
