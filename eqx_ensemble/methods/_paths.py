@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from .._ensemble import Ensemble
+from .._map import take_marked
 from .._marks import Each
 from .._members import take
 from ..train._run import Run
@@ -43,7 +44,7 @@ def posterior_of_draws(draws: Ensemble[Any], owners: Any, run: Run[Any], kept: R
     if any(map(is_norm, jax.tree.leaves(draws.stacked, is_leaf=is_norm))):
         fn = lambda *inputs: as_loss(task.loss)(*inputs)[:2]
         data = task.of_healthy(run).data
-        data = take(data if kept.rows is None else own_rows(data, kept.rows), owners)
+        data = take_marked(data if kept.rows is None else own_rows(data, kept.rows), owners)
         state = trajectory.update_batch_norm(
             draws, state, fn, data, key=task.key, batch_size=task.options.get("batch_size")
         )

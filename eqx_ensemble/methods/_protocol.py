@@ -19,8 +19,8 @@ from .._data import is_batches
 from .._ensemble import Ensemble
 from .._foreign import as_hashable, from_foreign_tree
 from .._load import load
+from .._map import take_marked
 from .._marks import Each
-from .._members import take
 from .._predict import predict
 from .._pytree import PyTree
 from .._save import save
@@ -217,7 +217,7 @@ class Task(NamedTuple):
 
     def of_healthy(self, run: Run[Any]) -> "Task":
         """The task with the data of the members that did not diverge."""
-        return self._replace(data=take(self.data, np.flatnonzero(run.status != Status.DIVERGED)))
+        return self._replace(data=take_marked(self.data, np.flatnonzero(run.status != Status.DIVERGED)))
 
     def num_rows(self, instead: str = "Load it as arrays.") -> int:
         """The number of rows that each member is trained on."""

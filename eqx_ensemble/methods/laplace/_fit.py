@@ -10,8 +10,9 @@ from jaxtyping import Array
 from ... import _check, tree
 from ..._data import take_data
 from ..._ensemble import Ensemble
+from ..._map import take_marked
 from ..._marks import Each
-from ..._members import check_ensemble, check_model_state, take
+from ..._members import check_ensemble, check_model_state
 from ..._pytree import PyTree
 from ...train._run import Run, check_healthy
 from ...train._trainable import trained_leaves
@@ -112,7 +113,7 @@ def fit(
     if is_run:
         given = members, state, data, row_weights, priors, noises
         healthy = np.flatnonzero(check_healthy(ensemble))
-        members, state, data, row_weights, priors, noises = take(given, healthy)
+        members, state, data, row_weights, priors, noises = take_marked(given, healthy)
     check_model_state(members, state)
     (x, y), num_rows = take_data(tuple(data), len(members), argument="data")
     own = isinstance(row_weights, Each)

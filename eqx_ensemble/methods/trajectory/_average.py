@@ -157,7 +157,7 @@ def weights_or_current(found: PyTree, params: PyTree, count: Int[Array, " member
 
 def as_ensemble(state: TrainState, params: PyTree) -> Ensemble[Any]:
     """The ensemble of `state`, with other trained arrays."""
-    return with_weights(state, params, None).ensemble
+    return with_weights(state, params, jax.tree.map(lambda _: None, params)).ensemble
 
 
 def ema(
