@@ -17,7 +17,7 @@ from _problems import Problem
 Train = Callable[[Iterable[np.ndarray]], Any]
 
 
-def scan_of_epoch(problem: Problem, optimiser: optax.GradientTransformation, *, shared: bool = False) -> Train:
+def scan_of_epoch(problem: Problem, optimiser: optax.GradientTransformation) -> Train:
     """One donated `lax.scan` per epoch over data on the device, the row order drawn on the host."""
     params, static = eqx.partition(_stacked(problem), eqx.is_inexact_array)
     data = jax.tree.map(jnp.asarray, (problem.x, problem.y))
@@ -31,7 +31,7 @@ def scan_of_epoch(problem: Problem, optimiser: optax.GradientTransformation, *, 
 
     def epoch(carry: Any, rows: Any, data: Any) -> Any:
         def step(carry: Any, rows: Any) -> Any:
-            *carry, loss = jax.vmap(member, in_axes=(0, 0, None if shared else 0, None))(*carry, rows, data)
+            *carry, loss = jax.vmap(member, in_axes=(0, 0, 0, None))(*carry, rows, data)
             return tuple(carry), loss
 
         return jax.lax.scan(step, carry, rows)
@@ -49,12 +49,11 @@ def scan_of_epoch(problem: Problem, optimiser: optax.GradientTransformation, *, 
     return train
 
 
-def idiomatic(problem: Problem, optimiser: optax.GradientTransformation, *, shared: bool = False) -> Train:
+def idiomatic(problem: Problem, optimiser: optax.GradientTransformation) -> Train:
     """A `filter_jit` of a `filter_vmap`ped step per batch, batches made on the host: as the Equinox docs suggest."""
-    axes = (eqx.if_array(0), eqx.if_array(0), None if shared else 0)
 
     @eqx.filter_jit
-    @eqx.filter_vmap(in_axes=axes)
+    @eqx.filter_vmap
     def step(model: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = eqx.filter_value_and_grad(problem.loss)(model, batch, None)
         updates, opt_state = optimiser.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
@@ -99,5 +98,4 @@ def loop_of_members(problem: Problem, optimiser: optax.GradientTransformation) -
 
 
 def _stacked(problem: Problem) -> Any:
-    ensemble = problem.ensemble()
-    return eqx.combine(ensemble.stacked, ensemble.shared)
+    return problem.ensemble().stacked

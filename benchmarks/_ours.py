@@ -18,7 +18,7 @@ def fit(
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    shuffle: Any = True,
+    shuffle: bool = True,
     plan: Any = None,
     mesh: Any = None,
 ) -> Callable[[], ee.Run]:
@@ -52,7 +52,7 @@ def own_loop(problem: Problem, optimiser: optax.GradientTransformation, *, mesh:
     step = ee.train.make_step(problem.loss, optimiser, mesh=mesh)
 
     def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
-        state, losses = ee.train.init(ensemble, optimiser, mesh=mesh, key=key), []
+        state, losses = ee.train.init(ensemble, optimiser, key=key), []
         for rows in rows_of_epochs:
             for own in rows:
                 state, metrics = step(state, (ee.Each(problem.x[own]), ee.Each(problem.y[own])))

@@ -1,4 +1,4 @@
-"""All cores of a CPU: `fit` beside other ways to train, which have as many cores; plans; growth; what stays serial."""
+"""All cores of a CPU: `fit` beside other ways to train, which have as many cores; plans; growth."""
 
 import dataclasses
 import functools as ft
@@ -23,9 +23,7 @@ from _measure import ABSENT, Contender, Report, Row, Timing, compared, interleav
 from _problems import Problem, block, cnn, middle, tiny
 
 import eqx_ensemble as ee
-from eqx_ensemble._compiled import CompiledCall
 from eqx_ensemble._cores import num_cores
-from eqx_ensemble.train.compiled import _stepwise
 
 PARTS = (
     "tiny",
@@ -40,7 +38,6 @@ PARTS = (
     "plans-block",
     "members",
     "rows",
-    "serial",
 )
 _STAT = pathlib.Path("/proc/stat")
 _ADAM = optax.adam(Problem.learning_rate)  # one object: calls share their compiled programs
@@ -82,7 +79,7 @@ def _tiny(report: Report, *, quick: bool) -> None:
     contenders = [
         _contender("fit", problem, of_fit(None), fast),
         _contender("fit, Vmap", problem, of_fit(ee.plan.Vmap()), fast),
-        _contender("fit, one core", problem, of_fit(ee.plan.Cores(count=1)), fast),
+        _contender("fit, one core", problem, of_fit(ee.plan.Blocks(cores=1)), fast),
         *(_of_rows(name, problem, train, lengths.get(name, slowest)) for name, train in trains.items()),
     ]
     bagging = _present(report, problem, "sklearn bagging", lambda: _peers.sklearn_bagging(problem, jobs=num_cores()))
@@ -159,12 +156,7 @@ def _plans(report: Report, *, make: Callable[..., Problem], epochs: int, quick: 
     problem = make(quick=quick)
     known: dict[str, Any] = {
         "Vmap": ee.plan.Vmap(),
-        "Sequential": ee.plan.Sequential(),
-        "Chunked(16)": ee.plan.Chunked(16),
-        "Cores(Sequential())": ee.plan.Cores(ee.plan.Sequential()),
-        "Cores(Vmap(), block=8)": ee.plan.Cores(ee.plan.Vmap(), block=8),
-        "Cores(Vmap(), block=16)": ee.plan.Cores(ee.plan.Vmap(), block=16),
-        "Cores(Vmap(), block=32)": ee.plan.Cores(ee.plan.Vmap(), block=32),
+        **{f"Blocks({size})": ee.plan.Blocks(size) for size in (1, 4, 8, 16, 32)},
     }
     names = ["Vmap"] if quick else [n for n in known if problem.num_members > 16 or "32" not in n]
     contenders = [_contender(name, problem, _fit(problem, epochs, known[name]), epochs) for name in names]
@@ -192,7 +184,7 @@ def _members(report: Report, *, quick: bool) -> None:
     counts = (4,) if quick else (8, 64, 512, 4096, 32768)
     steps = {n: 8 if quick else max(2**18 // n, 48) for n in counts}
     problem = tiny(quick=quick)
-    for where, plan in (("one core", ee.plan.Cores(count=1)), ("all cores", None)):
+    for where, plan in (("one core", ee.plan.Blocks(cores=1)), ("all cores", None)):
         contenders = []
         for n in counts:
             fit = _ours.fit(dataclasses.replace(problem, num_members=n), _ADAM, steps=steps[n], plan=plan)
@@ -219,58 +211,6 @@ def _growth(question: str, times: dict[str, Timing], target: str) -> Row:
     wall, cpu = ([float(np.median(getattr(t, what))) for t in times.values()] for what in ("wall", "cpu"))
     row = ratio_row(question, "largest / smallest time of a member's step", [max(wall) / min(wall)], target=target)
     return dataclasses.replace(row, cpu_ratio=max(cpu) / min(cpu))
-
-
-def _serial(report: Report, *, quick: bool) -> None:
-    """The seconds of a `fit` outside of the work on blocks, and inside of it those of Python, which one core does."""
-    for count, lengths in ((4, (8,)),) if quick else ((64, (64, 512, 4096)), (512, (64, 512))):
-        problem = dataclasses.replace(tiny(quick=quick), num_members=count)
-        for steps in lengths:
-            fits = {cores: _of_steps(problem, steps, cores) for cores in (1, 2)}
-            found: dict[int, list[Any]] = {1: [], 2: []}
-            for i in range(2 if quick else 7):
-                for cores, fit in fits.items():
-                    seconds = _divided(fit)
-                    if i > 1 or quick:
-                        found[cores].append(seconds)
-            (whole, blocks, calls), (two, *_) = (np.median(found[cores], axis=0) for cores in (1, 2))
-            outside, name = whole - blocks, f"tiny, {count} members, {steps} steps"
-            speed_up = lambda cores, s=whole - blocks, p=blocks: (s + p) / (s + p / cores)
-            report.facts[name] = (
-                f"one core {whole * 1e3:.1f} ms, of which {outside * 1e3:.1f} ms outside of the blocks; dispatching "
-                f"their calls, {calls * 1e3:.1f} ms; two cores {two * 1e3:.1f} ms ({whole / two:.2f}x); by Amdahl's "
-                f"law {', '.join(f'{speed_up(n):.3g}x on {n}' for n in (2, 16, 64))} cores"
-            )
-            ratio = ratio_row(f"{name}: two cores", "seconds on one core / on two", [whole / two])
-            report.rows.append(ratio)
-
-
-def _of_steps(problem: Problem, steps: int, cores: int) -> Callable[[], ee.Run]:
-    return _ours.fit(problem, _ADAM, steps=steps, plan=ee.plan.Cores(count=cores))
-
-
-def _divided(fit: Callable[[], ee.Run]) -> tuple[float, float, float]:
-    """The seconds of a fit; of these, those of blocks; of these, those until their calls are dispatched."""
-    spent = {"blocks": 0.0, "calls": 0.0}
-    on_cores, call = _stepwise.on_cores, CompiledCall.__call__
-
-    def timed(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **options: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return fn(*args, **options)
-            finally:
-                spent[name] += time.perf_counter() - start
-
-        return run
-
-    _stepwise.on_cores, CompiledCall.__call__ = timed("blocks", on_cores), timed("calls", call)
-    try:
-        start = time.perf_counter()
-        fit()
-        return time.perf_counter() - start, spent["blocks"], spent["calls"]
-    finally:
-        _stepwise.on_cores, CompiledCall.__call__ = on_cores, call
 
 
 def _fit(problem: Problem, epochs: int, plan: Any) -> Callable[[], ee.Run]:
@@ -342,7 +282,6 @@ _MEASURES: dict[str, Callable[..., None]] = {
     "plans-block": _plans_for(block, 1),
     "members": _members,
     "rows": _rows,
-    "serial": _serial,
 }
 
 if __name__ == "__main__":

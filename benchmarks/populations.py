@@ -44,11 +44,11 @@ def _configurations(report: Report, problem: Problem, *, count: int, epochs: int
     def loop() -> list[ee.Run]:
         return [_fit(problem, epochs, lr[i : i + 1], [i]) for i in range(tried)]
 
-    one_by_one = ee.plan.Sequential()
+    one_by_one = ee.plan.Blocks(1)
     contenders = [
         Contender(f"{problem.name}: one program", lambda: _fit(problem, epochs, lr, range(count)), count),
         Contender(
-            f"{problem.name}: one program, Sequential",
+            f"{problem.name}: one program, Blocks(1)",
             lambda: _fit(problem, epochs, lr, range(count), one_by_one),
             count,
         ),
@@ -65,7 +65,7 @@ def _configurations(report: Report, problem: Problem, *, count: int, epochs: int
     ours, sequential, fits, *optuna = times.values()
     report.rows += [
         compared(f"{problem.name}: {count} configurations, loop of fits / one program", fits, ours),
-        compared(f"{problem.name}: loop of fits / one program, Sequential", fits, sequential),
+        compared(f"{problem.name}: loop of fits / one program, Blocks(1)", fits, sequential),
         compared(f"{problem.name}: optuna and fits / one program", optuna[0] if optuna else None, ours),
     ]
 

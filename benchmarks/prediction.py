@@ -119,15 +119,14 @@ def _ways(ensemble: ee.Ensemble, x: jax.Array) -> dict[str, Callable[[], Any]]:
 
 def _on_one_core(run: Callable[[], Any]) -> Callable[[], Any]:
     def run_on_one() -> Any:
-        with mock.patch("eqx_ensemble.plan._plans.num_cores", return_value=1):
+        with mock.patch("eqx_ensemble._predict.num_cores", return_value=1):
             return jax.block_until_ready(run())
 
     return run_on_one
 
 
 def _all_rows(ensemble: ee.Ensemble, x: jax.Array) -> jax.Array:
-    models = eqx.combine(ensemble.stacked, ensemble.shared)
-    return eqx.filter_vmap(lambda model, x: jax.vmap(model)(x), in_axes=(eqx.if_array(0), None))(models, x)
+    return eqx.filter_vmap(lambda model, x: jax.vmap(model)(x), in_axes=(eqx.if_array(0), None))(ensemble.stacked, x)
 
 
 def _estimates(ensemble: ee.Ensemble, x: jax.Array) -> str:

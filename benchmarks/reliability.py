@@ -159,7 +159,7 @@ def _halve(folder: pathlib.Path | None) -> str:
 
 
 def _fit_on_workers(folder: pathlib.Path | None) -> str:
-    problem = _problem() | {"plan": ee.plan.Sequential()}  # with equal blocks, the same bits
+    problem = _problem() | {"plan": ee.plan.Blocks(1)}  # with equal blocks, the same bits
     if folder is None:
         return _run_digest(ee.fit(**problem, epochs=60))
     with concurrent.futures.ThreadPoolExecutor(2) as executor:

@@ -3,8 +3,10 @@
 import os
 import re
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import jax
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -22,12 +24,34 @@ def num_cores() -> int:
     return max(cores // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT") or 1), 1)
 
 
+def thread_pool(cores: int) -> Executor:
+    """Threads that compute as this one does: itself if options such as `jax.enable_x64` are set for it alone."""
+    pool = ThreadPoolExecutor(cores)
+    if pool.submit(_config).result() == _config():
+        return pool
+    pool.shutdown()
+    return _SameThread()
+
+
 def on_cores(fn: Callable[[A], B], items: Iterable[A], *, cores: int) -> list[B]:
     """The results of `fn` for each item, in their order."""
     if cores == 1:
         return [fn(item) for item in items]
-    with ThreadPoolExecutor(cores) as pool:
+    with thread_pool(cores) as pool:
         return list(pool.map(fn, items))
+
+
+class _SameThread(Executor):
+    """A pool that runs calls at once."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        future: Future = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def _config() -> list[Any]:
+    return [getattr(jax.config, name) for name in dir(jax.config) if name.startswith("jax_")]
 
 
 def cache_size() -> int:

@@ -148,8 +148,8 @@ def _rows(members: Any, header: Header, like: PyTree, path: PathLike) -> list[in
     for name in marked_leaves(like):
         if name in header.leaves and not header.leaves[name].per_member:
             raise ValueError(
-                f"`{caller()}` cannot choose members of `{path}`: `{name}` has another number of members, or another "
-                "axis.\nLoad all of it, and index each part."
+                f"`{caller()}` cannot choose members of `{path}`: `{name}` has another number of members.\n"
+                "Load all of it, and index each part."
             )
     rows = check_index(list(members) if isinstance(members, range) else members, *counts)
     if isinstance(rows, int):
@@ -255,7 +255,7 @@ def _from_maker(make: Callable[..., Any], header: Header) -> Any:
         return made
     count = next((leaf.shape[:1] for leaf in header.leaves.values() if leaf.per_member), (0,))
     leaves, treedef = jtu.tree_flatten_with_path(member, is_leaf=lambda x: x is None)
-    is_own = lambda keys: getattr(header.leaves.get(f"{start}.stacked{jtu.keystr(keys)}"), "per_member", False)
+    is_own = lambda keys: getattr(header.leaves.get(f"{start}.stacked{jtu.keystr(keys)}"), "per_member", True)
     axes = tuple(0 if hasattr(x, "shape") and is_own(keys) else None for keys, x in leaves)
     stacked = [_with_axis(x, count) if axis == 0 else x for (_, x), axis in zip(leaves, axes, strict=True)]
     ensemble = eqx.filter_eval_shape(lambda tree: Ensemble(tree, axes), jtu.tree_unflatten(treedef, stacked))

@@ -91,7 +91,7 @@ def check_ensemble(ensemble: Any) -> None:
 
 @ft.lru_cache(maxsize=64)
 def _is_stateful(structure: Any) -> bool:
-    """Whether there is a `StateIndex` in a tree of this structure; remembered, as it takes as long as a small program."""
+    """Whether there is a `StateIndex` in a tree of this structure (remembered: it takes long)."""
     is_index = lambda x: isinstance(x, eqx.nn.StateIndex)
     tree = jax.tree.unflatten(structure, [None] * structure.num_leaves)
     return any(map(is_index, jax.tree.leaves(tree, is_leaf=lambda x: x is None or is_index(x))))

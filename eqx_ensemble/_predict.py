@@ -3,7 +3,6 @@
 import functools as ft
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ._check import check_positive_int, is_inside_transformation
-from ._cores import num_cores
+from ._cores import num_cores, thread_pool
 from ._data import take_data
 from ._ensemble import Ensemble
 from ._foreign import empty_aligned
@@ -102,14 +101,14 @@ def predict(
         ensemble, state, keys = (shard_members(tree, mesh) for tree in (ensemble, state, keys))
     read = (options, ensemble, state, keys)
     if is_inside_transformation() or num_rows == 0:
-        out = _predict(read, x, np.arange(num_rows))
+        out = _predict(read, x, None if keys is None else np.arange(num_rows))
         return out if combine is None else combine(out)
     size = min(batch_size, 1 << (num_rows - 1).bit_length())  # few rows share programs of the powers of two
     batches = [np.minimum(np.arange(i, i + size), num_rows - 1) for i in range(0, num_rows, size)]
     own = lambda rows: _some_rows(x, rows, num_rows)
 
     def one_batch(rows: np.ndarray) -> PyTree:
-        return jax.block_until_ready(_predict(read, own(rows), rows))
+        return jax.block_until_ready(_predict(read, own(rows), None if keys is None else rows))
 
     def finish(out: PyTree, rows: np.ndarray) -> PyTree:
         out = out if combine is None else combine(out)
@@ -131,7 +130,7 @@ def predict(
 
     with (
         progress_line(show=progress, description=described, total=num_rows, unit="row") as line,
-        ThreadPoolExecutor(cores) as pool,
+        thread_pool(cores) as pool,
     ):
         later = iter(batches[1:])
         waiting = [pool.submit(compute, rows) for rows in itertools.islice(later, 2 * cores)]
@@ -196,7 +195,11 @@ def _some_rows(x: PyTree, rows: np.ndarray, num_rows: int) -> PyTree:
 
 
 def _first_rows(x: Any, num_rows: int, axis: int) -> Any:
-    return x[:, :num_rows] if axis else x[:num_rows]
+    index = (slice(None),) * axis + (slice(num_rows),)
+    if not isinstance(x, jax.Array) or {d.platform for d in x.devices()} != {"cpu"} or len(x.devices()) > 1:
+        return x[index]
+    # On the host: another number of rows would be another program.
+    return jax.device_put(np.asarray(x)[index], x.sharding if x.committed else None)
 
 
 def _combination(combine: Any, weights: Any) -> Any:

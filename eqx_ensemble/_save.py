@@ -24,6 +24,7 @@ import numpy as np
 
 from ._caller import caller
 from ._check import CheckpointCorruptError, check_path, is_key, is_member_array, is_traced, kind_text, path_text
+from ._ensemble import Ensemble
 from ._map import is_per_member
 from ._members import split
 from ._pytree import PyTree
@@ -265,6 +266,7 @@ def statics(tree: PyTree) -> dict[str, str]:
         path, node = left.pop()
         if isinstance(node, eqx.Module):
             fields = [field.name for field in dataclasses.fields(node) if field.metadata.get("static")]
+            fields = [] if isinstance(node, Ensemble) else fields  # its axes follow from the shapes
             values = ", ".join(f"{name}={_text(getattr(node, name, None))}" for name in fields)
             found[path_text(path)] = f"{type(node).__name__}({values})"
         parts = jtu.tree_flatten_with_path(node, is_leaf=lambda x, node=node: x is not node)[0]

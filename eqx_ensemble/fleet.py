@@ -30,12 +30,13 @@ from ._marks import Each
 from ._members import check_ensemble, take
 from ._progress import members_in_words, progress_line
 from ._pytree import PyTree
+from ._stack import concatenate
 from ._warnings import ignore_warnings
 from .plan import Blocks
 from .train._fit import check_outside
 from .train._fit import fit as fit_here
 from .train._optimiser import Optimiser, Together
-from .train._options import Stopping
+from .train._options import Stopping, limits_of
 from .train._run import Run, warn_of_diverged
 from .train._state import hyper_arrays
 
@@ -118,7 +119,7 @@ def fit(
     options |= {
         "hyper": None if hyper is None else Each(hyper_arrays(hyper, count)),
         "rows": None if rows is None else Each(as_numpy(rows.value if isinstance(rows, Each) else rows, "rows")),
-        "stop": None if stop is None else Stopping(**stop.of_members(count)),
+        "stop": None if stop is None else Stopping(**limits_of(stop, count)),
         "key": Each(member_keys(key, count, purpose="fit")),
     }
     call = from_foreign_tree({"data": data, **options}, "fleet.fit")
@@ -148,7 +149,7 @@ def fit(
         raise FileNotFoundError(
             f"`fleet.fit` needs a `folder` that workers and this process see; none saved {missing[0]}."
         )
-    run = Run.join([runs[i] for i in range(shards)])
+    run = concatenate(runs[i] for i in range(shards))
     warn_of_diverged(run, np.zeros(count, bool))
     return run
 

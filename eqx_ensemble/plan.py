@@ -62,8 +62,8 @@ class Blocks(eqx.Module):
         """
         leaves = [x for x in jax.tree.leaves(own) if eqx.is_array(x)]
         count = leaves[0].shape[0]
-        if self.size is not None:
-            return min(self.size, count)
+        if self.size is not None:  # also of fewer members, for which nothing compiles again
+            return self.size
         bytes_of_one = sum(x.size * x.dtype.itemsize for x in leaves) // count + bytes_of_step
         fits = int(cache_size() * 2 / 3) // max(bytes_of_one, 1)
         most = -(-count // (2 * (self.cores or num_cores())))  # two blocks a core, to be packed as members stop

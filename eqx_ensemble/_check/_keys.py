@@ -36,7 +36,7 @@ def check_key(key: Any) -> None:
     if shape != ():
         raise TypeError(
             f"`{caller()}` needs one key as `key`, got {'x'.join(map(str, shape))} keys.\n"
-            "It makes the members' keys itself; keys of your own go to `build(make, keys=keys)`."
+            "It makes the members' keys itself."
         )
 
 

@@ -13,9 +13,6 @@ try:
 except ImportError:  # before 0.10
     from jax.core import get_opaque_trace_state  # pyright: ignore
 
-MOST_BITS = 2_000
-"""Python always converts integers of up to 640 digits to decimals; the limit for longer ones is configurable."""
-
 Size = Any
 """The length of an axis: an int, or a symbolic dimension of `jax.export`."""
 
@@ -52,13 +49,6 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
-def is_readable(array: Any) -> bool:
-    """Whether this process can read the values of an array by itself."""
-    return not is_traced(array) and (
-        isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated
-    )
-
-
 def is_key(leaf: Any) -> bool:
     """Whether `leaf` is an array of typed PRNG keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -75,11 +65,6 @@ def kind_text(value: Any) -> str:
         return "`None`"
     word = type(value).__name__
     return f"{'an' if word[0] in 'AEIOUaeio' else 'a'} {word}"
-
-
-def number_text(value: Any) -> str:
-    """A Python number as text, hexadecimal if it is too long for decimals."""
-    return hex(value) if isinstance(value, int) and value.bit_length() > MOST_BITS else repr(value)
 
 
 def check_in_range(leaf: Any, *, path: str) -> None:

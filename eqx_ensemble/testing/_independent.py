@@ -39,6 +39,9 @@ def check_independent(
     Every member is compared with a plain loop of `equinox.filter_value_and_grad` and the optimiser over one model. Then
     one member gets weights of NaN: the others must be bit for bit unchanged on a CPU, and within `rtol` elsewhere.
 
+    Weights whose true gradient is zero, such as a bias in front of a normalisation, follow rounding errors under
+    optimisers like Adam: check such models with `optax.sgd`.
+
     **Arguments:**
 
     - `make`, `loss`, `optimiser`, `data`, `batch_size`, `hyper`, `key`: as for [`eqx_ensemble.build`][] and

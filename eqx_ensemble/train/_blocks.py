@@ -2,7 +2,6 @@
 
 import functools as ft
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._check import is_key
-from .._cores import num_cores
+from .._cores import num_cores, thread_pool
 from .._keys import tag
 from .._map import is_per_member, view
 from .._marks import Each
@@ -141,12 +140,9 @@ class Crew:
             changed = (state.params, state.params, state.opt_state)  # the gradients are like the weights
             self.size = plan.size_for(changed, task.bytes_of_step)
             self.cores = plan.cores or num_cores()
-        self.on_host = self.size < self.num_members
+        self.on_host = self.size != self.num_members
         self.program = task, self.size, tuple(x.shape for x in jax.tree.leaves(inputs) if eqx.is_array(x))
-        self.pool = ThreadPoolExecutor(max(min(self.cores, -(-self.num_members // self.size)), 1))
-        if self.pool.submit(_config).result() != _config():  # `with jax.enable_x64(True)` is that of one thread
-            self.pool.shutdown()
-            self.pool = _SameThread()
+        self.pool = thread_pool(max(min(self.cores, -(-self.num_members // self.size)), 1))
         self.interrupted = False
         self.load(state, inputs)
 
@@ -272,19 +268,3 @@ def _put_rows(all: Any, x: Any, members: np.ndarray) -> Any:
     all = all if all.flags.writeable else all.copy()
     all[members] = np.asarray(x)[: len(members)]
     return all
-
-
-class _SameThread:
-    """A pool that runs calls at once."""
-
-    def submit(self, fn: Callable[..., Any], *args: Any) -> Future:
-        future: Future = Future()
-        future.set_result(fn(*args))
-        return future
-
-    def shutdown(self) -> None:
-        pass
-
-
-def _config() -> list[Any]:
-    return [getattr(jax.config, name) for name in dir(jax.config) if name.startswith("jax_")]

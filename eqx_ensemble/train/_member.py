@@ -307,7 +307,7 @@ def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     """Scores a member, keeps its best weights, and stops it by patience or at its target."""
     model = eqx.nn.inference_mode(state.ensemble.stacked)
     out = call(task.score, model, state.model_state, inputs["validation"], state.keys, state.hyper)
-    score = (out[0] if isinstance(out, tuple) else out).astype(state.score.dtype)
+    score = jnp.asarray(out[0] if isinstance(out, tuple) else out, state.score.dtype)
     trains = state.status == Status.OK
     state = dataclasses.replace(state, score=jnp.where(trains, score, state.score))
     if state.together is not None:
@@ -319,7 +319,7 @@ def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     weights = weights_of(state)
     stops = trains & (waited >= (jnp.iinfo(waited.dtype).max if task.patience is None else task.patience))
     if (target := inputs["limits"].get("target")) is not None:
-        stops = stops | (trains & (sign * score <= sign * target))
+        stops = stops | (trains & (sign * score <= sign * target.astype(score.dtype)))
     together = state.together
     if together is not None:
         any_better = jax.lax.psum(better.astype(jnp.int32), MEMBERS) > 0

@@ -90,7 +90,7 @@ def _limit(value: Any, name: str, num_members: int) -> np.ndarray:
         raise MemberMismatchError(
             f"`Stopping` needs `{name}` to be a number or one per member ({num_members},), got {value!r}."
         )
-    dtype = np.int32 if name == "steps" else np.float32
+    dtype = np.int32 if name == "steps" else np.float64
     return np.broadcast_to(numbers.astype(dtype), (num_members,)).copy()
 
 

@@ -3,6 +3,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..._keys import member_keys
@@ -115,11 +116,12 @@ def map_submembers(fn: Callable[..., PyTree], joint: JointEnsemble[Any], *inputs
     own, shared = eqx.partition(joint.model, own_flags(joint.model))
     mapped, common = eqx.partition(inputs, jax.tree.map(is_mapped, inputs, is_leaf=is_per_member))
 
-    def one(own: PyTree, mapped: PyTree) -> PyTree:
+    def one(own: PyTree, mapped: PyTree, _: Array) -> PyTree:
         args = jax.tree.map(view, eqx.combine(mapped, common), is_leaf=is_per_member)
         return fn(eqx.combine(own, shared), *args)
 
-    out = eqx.filter_vmap(one, axis_size=joint.num_submembers, axis_name=AXIS)(own, mapped)
+    # Of `mimo`, no array has an axis of sub-members; and JAX compares the sizes of arrays, but not with `axis_size`.
+    out = eqx.filter_vmap(one, axis_name=AXIS)(own, mapped, jnp.arange(joint.num_submembers))
     if not has_one_state:
         return out
     first = lambda x: jax.tree.map(lambda leaf: leaf[0], x) if is_state(x) else x

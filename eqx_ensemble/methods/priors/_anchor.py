@@ -156,7 +156,7 @@ class RandomisedPrior(eqx.Module, Generic[M]):
         check_function(prior, "prior", example="eqx.nn.MLP(3, 1, 16, 2, key=other_key)")
         self.network = network
         self.prior = prior if isinstance(prior, Frozen) else Frozen(prior)
-        self.scale = Frozen(scale)
+        self.scale = Frozen(jnp.asarray(scale, jnp.result_type(float)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         """The network's output plus the scaled prior; if a state is among the inputs, also the new state."""
