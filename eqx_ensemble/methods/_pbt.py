@@ -5,7 +5,6 @@ from typing import Any, Generic
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Key
 
@@ -63,7 +62,7 @@ def population_based_training(
     validation: PyTree,
     rounds: int,
     epochs: int,
-    fraction: float = 0.2,
+    fraction: float | int = 0.2,
     explore: Callable[[PyTree, Key[Any, ""]], PyTree] | None = perturb,
     callbacks: Any = None,
     key: Any,
@@ -115,7 +114,7 @@ def population_based_training(
     ends = slice(epochs - 1, None, epochs)
     scores, lineage, past = run.history.validation[:, ends].T, [], []
     for row, step in zip(scores, run.history.validation_step[ends], strict=True):
-        keys, donors = decision_keys(run.train_state.keys, jnp.full(len(row), step, jnp.int32)), np.arange(len(row))
+        keys, donors = decision_keys(run.train_state.keys, step), np.arange(len(row))
         if len(lineage) < len(scores) - 1:
             donors = donors_of(row, ~np.isnan(row), keys, **choice)
         lineage.append(donors)
