@@ -29,7 +29,7 @@ from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, lim
 from ._run import Run, best_of, warn_of_diverged, warn_of_undefined
 from ._saver import Saver
 from ._state import TrainState, init, with_best
-from ._status import DivergedError, Status
+from ._status import DivergedError, Status, allow_nan
 from ._task import trace_task
 from ._trainable import Trainable
 
@@ -37,6 +37,7 @@ _LONGEST_PART = 512  # steps of an epoch that are kept or given back at once
 _ROOM = 1024  # steps of a call, at most, whose losses wait on the device
 
 
+@allow_nan()
 def fit(
     ensemble: Ensemble[M] | TrainState[M] | Run[M],
     loss: Callable[..., Any],

@@ -22,7 +22,7 @@ from ._blocks import axes_of_inputs
 from ._member import MEMBERS, Task, Trained, all_finite, choose_trained, flags_of, take_step, trained_of, with_trained
 from ._optimiser import Optimiser
 from ._state import TrainState, pieces_of
-from ._status import Status
+from ._status import Status, allow_nan
 
 T = TypeVar("T")
 
@@ -51,6 +51,7 @@ class Step:
     task: Task
     plan: AnyPlan
 
+    @allow_nan()
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
         if not isinstance(state, TrainState):

@@ -96,7 +96,6 @@ def calling(
     reveal_type(mlps[np.asarray(x)])  # is Ensemble[MLP]
     reveal_type(mlps[int(x)])  # is MLP
     reveal_type(mlps[x])  # is Any
-    reveal_type(mlps.map(make))  # is Ensemble[MLP]
     parameters(x)  # error
     parameters(x, state)  # error
     ee.predict(mlps, x, state=state)  # error
