@@ -159,4 +159,3 @@ def test_a_program_that_is_typed_in(tmp_path):
     lines = dict(line.split(": ", 1) for line in at_prompt.splitlines())
     assert lines["resumed"] == "True True"
     assert lines["refused"].startswith("`fit`")
-    assert lines["warned"] == "The loss `mistaken` broadcasts the batch axis against itself"
