@@ -195,7 +195,11 @@ def _some_rows(x: PyTree, rows: np.ndarray, num_rows: int) -> PyTree:
 
 
 def _first_rows(x: Any, num_rows: int, axis: int) -> Any:
-    return x[:, :num_rows] if axis else x[:num_rows]
+    index = (slice(None),) * axis + (slice(num_rows),)
+    if not isinstance(x, jax.Array) or {d.platform for d in x.devices()} != {"cpu"} or len(x.devices()) > 1:
+        return x[index]
+    # On the host: another number of rows would be another program.
+    return jax.device_put(np.asarray(x)[index], x.sharding if x.committed else None)
 
 
 def _combination(combine: Any, weights: Any) -> Any:

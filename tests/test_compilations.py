@@ -54,6 +54,7 @@ def _sgd_of(hyper):
 
 
 STATES = [ee.train.init(ensemble, SGD, key=key) for ensemble, key in zip(ENSEMBLES, KEYS, strict=True)]
+STEP = ee.train.make_step(loss, SGD)
 
 # What is called a second time, with 1 in place of 0.
 CALLS = {
@@ -65,21 +66,17 @@ CALLS = {
     "predict in batches": lambda i: ee.predict(ENSEMBLES[i], X[i], batch_size=7),
     "predict with keys": lambda i: ee.predict(ENSEMBLES[i], X[i], inference=False, key=KEYS[i]),
     "map_members": lambda i: ee.map_members(mean_output)(ENSEMBLES[i], X[i]),
-    "map_members one after another": lambda i: ee.map_members(mean_output, plan=ee.plan.Sequential())(
-        ENSEMBLES[i], X[i]
-    ),
-    "map_members in chunks": lambda i: ENSEMBLES[i].map(mean_output, X[i], plan=ee.plan.Chunked(3)),
     "fit": fitted,
     "fit with limits": lambda i: fitted(
         i,
-        validation=ee.train.Validation(DATA[i], min_delta=0.1 * i, smooth=0.1 * i),
+        validation=ee.train.Validation(DATA[i]),
         patience=2,
         stop=ee.train.Stopping(target=0.01 * i, steps=50 + i),
     ),
     "fit of rows": lambda i: fitted(i, rows=ee.resample.bootstrap(ROWS, MEMBERS, key=KEYS[i])),
-    "fit one after another": lambda i: fitted(i, plan=ee.plan.Sequential()),
+    "fit one after another": lambda i: fitted(i, plan=ee.plan.Blocks(1)),
     "fit a sweep": swept,
-    "make_step": lambda i: ee.train.make_step(loss, SGD)(STATES[i], DATA[i]),
+    "make_step": lambda i: STEP(STATES[i], DATA[i]),
     "resample": lambda i: ee.resample.folds(ROWS, MEMBERS, key=KEYS[i]),
     "average": lambda i: ee.average_parameters(ENSEMBLES[i], WEIGHTS[i]),
     "combine classes": lambda i: [

@@ -5,13 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._axes import is_per_member
 from .._caller import caller
 from .._check import check_word
 from .._foreign import from_foreign_tree
+from .._marks import Each
 from .._pytree import PyTree
 from ..train import DivergedError, Status, TrainState, init, scan_steps
-from ..train._engine import fit
+from ..train._fit import fit
 from . import particles, sampling, trajectory
 from ._check import check_options
 from ._paths import posterior_of_draws
@@ -63,7 +63,9 @@ def _sample(method: Any, task: Task, sampler: Any, **options: Any) -> Posterior[
     chains = trajectory.snapshots(sampler, method.num_samples, start=start, every=every)
     run = fit(trained.ensemble, loss, chains, task.data, **of_chains)
     healthy = healthy_part(run)
-    return posterior_of_draws(trajectory.snapshot_ensemble(healthy), method.num_samples, run, healthy, task)
+    return posterior_of_draws(
+        trajectory.snapshot_ensemble(healthy), trajectory.snapshot_owners(healthy), run, healthy, task
+    )
 
 
 class SGLD(AbstractOwnMethod):
@@ -148,7 +150,7 @@ class SVGD(AbstractOwnMethod):
     """Stein variational gradient descent: members that repel each other in the space of weights.
 
     Members meet in every step, so none can stop early or have rows of its own. Of the options of `fit` it takes
-    `epochs` or `steps`, `batch_size`, `state`, `trainable`, `plan` and `mesh`.
+    `epochs` or `steps`, `batch_size`, `state` and `trainable`.
 
     **Arguments:**
 
@@ -177,9 +179,9 @@ class SVGD(AbstractOwnMethod):
             check_kernel(self.kernel)
 
     def train(self, task: Task) -> Posterior[Any]:
-        known = ("epochs", "steps", "batch_size", "state", "trainable", "plan", "mesh", "progress")
+        known = ("epochs", "steps", "batch_size", "state", "trainable", "progress")
         check_options(task.options, set(task.options) - set(known), "members meet in every step")
-        if any(map(is_per_member, jax.tree.leaves(task.data, is_leaf=is_per_member))):
+        if any(isinstance(x, Each) for x in jax.tree.leaves(task.data, is_leaf=lambda x: isinstance(x, Each))):
             raise TypeError(
                 f"`{caller()}` needs one batch for all members, got data marked `Each`: they meet in every step."
             )
@@ -188,9 +190,13 @@ class SVGD(AbstractOwnMethod):
         some = lambda *names: {name: options[name] for name in names if name in options}
         loss = add_prior(as_loss(task.loss, noise=self.noise), self.prior_std, num_rows)
         step = particles.make_step(
-            loss, task.optimiser, num_rows=num_rows, method=self.method, kernel=self.kernel, **some("plan", "mesh")
+            loss,
+            task.optimiser,
+            num_rows=num_rows,
+            method=self.method,
+            kernel=self.kernel,
         )
-        state = init(ensemble, task.optimiser, key=task.key, **some("state", "trainable", "mesh"))
+        state = init(ensemble, task.optimiser, key=task.key, **some("state", "trainable"))
         data, size = from_foreign_tree(task.data, "data"), options.get("batch_size") or 32
         for epoch, first in enumerate(range(0, num_steps, per_epoch)):
             order = jax.random.permutation(jax.random.fold_in(task.key, epoch), num_rows)
