@@ -63,8 +63,8 @@ def change_hyper(hyper: PyTree, members: Any, fn: Callable[[PyTree, Any], PyTree
     """Hyper-parameters of which those of some members are changed by `fn(hyper, key)`, one member after another."""
     arrays = jax.tree.map(lambda x: np.array(to_host(x)), hyper)
     for i, key in zip(members, keys, strict=True):
-        own = fn(jax.tree.map(lambda x: x[i], hyper), key)
-        jax.tree.map(lambda x, y: x.__setitem__(i, y), arrays, own)
+        own = fn(jax.tree.map(lambda x, i=i: x[i], hyper), key)
+        jax.tree.map(lambda x, y, i=i: x.__setitem__(i, y), arrays, own)
     return jax.tree.map(jnp.asarray, arrays)
 
 
