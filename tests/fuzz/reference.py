@@ -90,12 +90,12 @@ class Reference:
 
     def part(self, done, length):
         call = self.call
-        size = math.ceil(call.epoch / math.ceil(call.epoch / call.longest))
+        size = math.ceil(call.epoch / math.ceil(call.epoch / call.longest)) if call.kind == "arrays" else call.longest
         count = min(call.epoch - done % call.epoch, size, length - done)
         ends = (done + count) % call.epoch == 0 or done + count == length
         for i, member in enumerate(self.members):
             if member.status == Status.OK:
-                self.train(i, member, count)
+                self.train(i, member, done, count)
             else:
                 member.losses += [np.nan] * count
                 member.aux += [None] * count
@@ -107,10 +107,11 @@ class Reference:
                 member.status = Status.STOPPED
         return done + count
 
-    def train(self, i, member, count):
+    def train(self, i, member, done, count):
         now, losses = (member.params, member.state, member.opt_state), []
-        for step in range(member.step, member.step + count):
-            batch = self.call.batch(i, self.rows(i, member, step))
+        for number, step in enumerate(range(member.step, member.step + count)):
+            place = step if self.call.kind == "arrays" else done + number  # another call gets the first batch again
+            batch = self.call.batch(i, self.rows(i, member, place))
             key = jax.random.fold_in(jax.random.fold_in(member.key, tag("loss")), step)
             *now, loss, aux = self.step(now[0], member.frozen, *now[1:], member.hyper, batch, key)
             losses.append(float(loss))

@@ -88,7 +88,9 @@ def draw(seed):
     num_members = pick(1, 2, 3, 4, 5)
     batch_size = pick(1, 3, 4, 8)
     kind = pick("arrays", "arrays", "arrays", "batches")
-    num_rows = batch_size * pick(1, 2, 3) if kind == "batches" else pick(*(n for n in (5, 8, 12, 70) if n >= batch_size))
+    num_rows = (
+        batch_size * pick(1, 2, 3) if kind == "batches" else pick(*(n for n in (5, 8, 12, 70) if n >= batch_size))
+    )
     arrays = kind == "arrays"
     each, validates = maybe(), maybe(0.6)
     rows = None
@@ -116,7 +118,8 @@ def draw(seed):
         num_members, num_rows, batch_size, lengths, unit, kind, data, each, rows,
         shuffle=not arrays or maybe(0.7), validation=validation, validation_each=validation_each,
         mode=mode if validates else "min", min_delta=pick(0.0, 0.05) if validates else 0.0,
-        patience=pick(None, 1, 2) if validates else None, target=pick(None, 1.0) if validates and mode == "min" else None,
+        patience=pick(None, 1, 2) if validates else None,
+        target=pick(None, 1.0) if validates and mode == "min" else None,
         most=pick(None, None, rng.integers(1, 9, num_members)), hyper=hyper,
         optimiser=(lambda h: make(h["rate"])) if hyper else make(0.05),
         trainable=pick(eqx.is_inexact_array, lambda x: eqx.is_inexact_array(x) and x.ndim >= 1 and x.shape[-1] > 1),
@@ -214,7 +217,7 @@ def compare(call, run, expected):
     for i, m in enumerate(members):
         model, own = run.train_state.ensemble[i], run.train_state[i]
         trees = [(model, eqx.combine(m.params, m.frozen), "weights")]
-        row = lambda tree, i=i: jax.tree.map(lambda x: x[i], tree)
+        row = lambda tree, i=i: jax.tree.map(lambda x, i=i: x[i], tree)
         trees += [(row(run.train_state.opt_state), m.opt_state, "moments")]
         if call.stateful:
             trees += [(row(run.train_state.model_state), m.state, "state")]
@@ -266,4 +269,7 @@ def test_plans_agree_bit_for_bit_with_blocks_of_one_size(monkeypatch):
 def test_other_rows_would_be_noticed(monkeypatch):
     monkeypatch.setattr(Reference, "rows", lambda self, i, member, step: np.arange(self.call.batch_size))
     with pytest.raises(AssertionError):
-        check(next(s for s in range(99) if draw(s).shuffle and draw(s).num_rows == 12 and not draw(s).patience), monkeypatch)
+        check(
+            next(s for s in range(99) if draw(s).shuffle and draw(s).num_rows == 12 and not draw(s).patience),
+            monkeypatch,
+        )

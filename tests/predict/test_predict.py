@@ -85,7 +85,7 @@ def dropping():
     def make(key):
         return eqx.nn.Sequential([eqx.nn.Linear(3, 64, key=key), eqx.nn.Dropout(0.5)])
 
-    return ee.stack([make(KEY)] * 3, ids=[4, 9, 2])
+    return ee.stack([make(KEY)] * 3)
 
 
 def test_inference_mode_is_the_default(dropping):
