@@ -16,7 +16,7 @@ from .._keys import tag
 from .._map import is_per_member, view
 from .._marks import Each
 from .._members import axes_of
-from .._mesh import pad_members, put, replicate, shard_members, sharding
+from .._mesh import pad_members, replicate, shard_members
 from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import Blocks
