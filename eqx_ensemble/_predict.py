@@ -163,7 +163,7 @@ def _predict(read: tuple, x: PyTree, rows: Any) -> PyTree:
             args = (x,) if state is None else (x, state)
             named = {} if key is None else {"key": jax.random.fold_in(key, row)}
             out = call(*args, **named)
-            return out if state is None else out[0]
+            return out if state is None or fn is not None else out[0]
 
         return eqx.filter_vmap(on_row)(x, rows)
 
