@@ -59,7 +59,7 @@ class TestRows:
 
 
 class TestMembers:
-    @pytest.mark.parametrize("plan", [ee.plan.Chunked(2), pytest.param(ee.plan.Sequential(), marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("plan", [ee.plan.Blocks(2), pytest.param(ee.plan.Blocks(1), marks=pytest.mark.slow)])
     def test_plans(self, posterior, plan):
         same(posterior, fit(plan=plan))
         assert_close(posterior.predict(X), posterior.predict(X, plan=plan), 1e-5)

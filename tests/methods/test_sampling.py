@@ -228,7 +228,7 @@ def flat(ensemble):
 
 
 @BY_NAME
-@pytest.mark.parametrize("plan", [ee.plan.Vmap(), slow(ee.plan.Chunked(2)), slow(ee.plan.Sequential())])
+@pytest.mark.parametrize("plan", [ee.plan.Vmap(), slow(ee.plan.Blocks(2)), slow(ee.plan.Blocks(1))])
 def test_members_alone(ensemble, sampler, plan):
     """A member draws the same noise in any ensemble, in epochs whose last batches are smaller."""
     options = {"plan": plan, "batch_size": 4}

@@ -217,7 +217,7 @@ def test_the_run_is_that_of_the_optimiser_alone(ensemble):
         assert_same(fitted(ensemble, wrap(optax.adam(0.1))).ensemble, plain.ensemble)
 
 
-@pytest.mark.parametrize("plan", [ee.plan.Vmap(), slow(ee.plan.Chunked(2)), slow(ee.plan.Sequential())])
+@pytest.mark.parametrize("plan", [ee.plan.Vmap(), slow(ee.plan.Blocks(2)), slow(ee.plan.Blocks(1))])
 def test_members_alone(ensemble, plan):
     optimiser = trajectory.ema(trajectory.swag(optax.adam(0.1), rank=3, start=2), 0.9)
     together = fitted(ensemble, optimiser, plan=plan).train_state.opt_state
