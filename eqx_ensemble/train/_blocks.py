@@ -143,7 +143,6 @@ class Crew:
         self.on_host = self.size != self.num_members
         self.program = task, self.size, tuple(x.shape for x in jax.tree.leaves(inputs) if eqx.is_array(x))
         self.pool = thread_pool(max(min(self.cores, -(-self.num_members // self.size)), 1))
-        self.interrupted = False
         self.load(state, inputs)
 
     def load(self, state: TrainState, inputs: dict | None = None) -> None:
@@ -200,24 +199,17 @@ class Crew:
         return bool((self.status == Status.OK).any())
 
     def call(self, fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """The results of a program for each item, on the threads; Ctrl-C sets `interrupted`.
+        """The results of a program for each item, on the threads.
 
-        The first call of a program runs alone: two threads would compile it twice. All run in other threads than the
-        main one, in which Ctrl-C could come between a call and the assignment of its result.
+        The first call of a program runs alone: two threads would compile it twice.
         """
         program = getattr(fn, "func", fn).__code__, self.program
         alone = 0 if program in _seen else 1
         _seen.add(program)
         results = []
         for some in (items[:alone], items[alone:]):
-            for future in [self.pool.submit(fn, item) for item in some]:
-                while not future.done():
-                    try:
-                        future.exception()  # waits; an error is raised below
-                    except KeyboardInterrupt:
-                        self.interrupted = True
-                results.append(jax.block_until_ready(future.result()))
-        return results
+            results += [future.result() for future in [self.pool.submit(fn, item) for item in some]]
+        return jax.block_until_ready(results)
 
     def update(self, results: list[tuple[PyTree, PyTree]]) -> None:
         """Takes in the arrays of the blocks after a call, and those which all members train together."""

@@ -22,7 +22,7 @@ from ..distributed import to_host
 from ..plan import AnyPlan, Blocks, Vmap, as_plan
 from ._blocks import Crew
 from ._history import empty_history
-from ._loop import Loop, Position
+from ._loop import Loop, Position, deferred_interrupt
 from ._member import Task
 from ._optimiser import Optimiser, Together
 from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
@@ -119,7 +119,8 @@ def fit(
     *Record:*
 
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
-    - `history`: whether the losses of all steps are recorded, or the mean of each epoch.
+    - `history`: whether the losses of all steps are recorded, or the mean of each epoch, of parts of at most 512 steps
+        if it is longer.
     - `checkpoint`: a file, or [`eqx_ensemble.train.Checkpoint`][]. The run is saved there about every minute and at its
         end; rerunning the same call [resumes bit for bit](../saving.md), and more epochs continue.
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook.
@@ -185,7 +186,7 @@ def fit(
     }  # fmt: skip
     saver = None if checkpoint is None else Saver(checkpoint)
     total = None if end == _NEVER else end
-    with ExitStack() as stack:
+    with ExitStack() as stack, deferred_interrupt() as interrupt:
         position = Position(first, curves, 0, 0, ensemble.seconds if isinstance(ensemble, Run) else 0.0)
         if saver is not None:
             stack.enter_context(saver)
@@ -199,6 +200,7 @@ def fit(
         loop = Loop(
             crew, task, position, first=int(to_host(first.step).max()), end=end, callbacks=callbacks_of(callbacks),
             seconds=seconds, began=began, fatal=~lost_before & (on_diverge == "raise"), saver=saver, line=line,
+            interrupt=interrupt,
         )  # fmt: skip
         result = lambda: run_of(loop, rows, None if validation is None else task.mode)
         try:
@@ -322,5 +324,5 @@ def run_of(loop: Loop, rows: Any, mode: Literal["min", "max"] | None) -> Run:
     state = loop.crew.state()
     ensemble, model_state = (state.ensemble, state.model_state) if mode is None else best_of(state)
     rows = None if rows is None else np.asarray(rows.value if isinstance(rows, Each) else rows)
-    interrupted = loop.crew.interrupted
+    interrupted = loop.interrupt.is_set()
     return Run(ensemble, model_state, loop.curves(), state, rows, mode or "min", interrupted, loop.seconds_so_far())
