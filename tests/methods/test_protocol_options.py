@@ -100,7 +100,9 @@ def test_members_with_data_of_their_own_that_diverge(case, tmp_path):
     assert np.isfinite(posterior.predict(X)).all()
     other = ee.build(make, key=ee.member_keys(KEY, 2)[1:])
     if case is laplace:
-        run = ee.fit(other, loss, SGD, (X, Y), **options | {"rows": rows[1:], "key": ee.member_keys(KEY, 2, purpose="fit")[1:]})
+        run = ee.fit(
+            other, loss, SGD, (X, Y), **options | {"rows": rows[1:], "key": ee.member_keys(KEY, 2, purpose="fit")[1:]}
+        )
         weights = ee.Each(ee.resample.counts(rows[1:], 20))
         fitted = methods.laplace.fit(run, DATA, likelihood="classification", where=last_layer, row_weights=weights)
         expected = fitted.optimise_prior().predict(X)
@@ -230,7 +232,7 @@ class Offset(eqx.Module):
 
 
 def test_draws_have_the_state_of_their_member():
-    """Of three members the second diverges."""
+    """Of three members the second diverges, so that positions change."""
     make_offset = eqx.nn.make_with_state(Offset)
     x = jnp.stack([X, X * jnp.nan, X])
     with pytest.warns(UserWarning, match="diverged"):
@@ -239,6 +241,7 @@ def test_draws_have_the_state_of_their_member():
         )
     ensemble, state = ee.build(make_offset, 3, key=KEY)
     (known,) = jax.tree.leaves(state)
+    assert len(posterior.ensemble) == 4
     np.testing.assert_array_equal(jax.tree.leaves(posterior.state)[0], known[jnp.array([0, 0, 2, 2])])
 
 
