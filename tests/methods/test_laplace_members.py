@@ -61,7 +61,6 @@ class TestRows:
 class TestMembers:
     @pytest.mark.parametrize("plan", [ee.plan.Blocks(2), pytest.param(ee.plan.Blocks(1), marks=pytest.mark.slow)])
     def test_plans(self, posterior, plan):
-        same(posterior, fit(plan=plan))
         assert_close(posterior.predict(X), posterior.predict(X, plan=plan), 1e-5)
 
     def test_alone(self, posterior):
@@ -106,9 +105,7 @@ class TestMembers:
 
     def test_mesh(self, posterior):
         mesh = ee.make_mesh(members=4)
-        spread = fit(mesh=mesh)
-        same(spread, posterior)
-        assert_close(spread.predict(X, mesh=mesh), posterior.predict(X), 1e-5)
+        assert_close(posterior.predict(X, mesh=mesh), posterior.predict(X), 1e-5)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("structure", ["full", "diag"])
@@ -142,7 +139,7 @@ def test_a_run():
         run = ee.fit(ENSEMBLE, loss, sgd, (X, LABELS), hyper=hyper, steps=2, key=KEY)
     priors = jnp.array([1.0, 2.0, 3.0])
     weights = jnp.ones((3, 11)).at[2, 0].set(5)
-    with pytest.warns(UserWarning, match=r"`methods.laplace.fit` excludes 1 member\(s\) that diverged: 1"):
+    with pytest.warns(UserWarning, match="Members 1 diverged and are left out"):
         posterior = fit(run, prior_precision=priors, row_weights=ee.Each(weights))
     assert posterior.prior_precision.tolist() == [1, 3]
     same(posterior[[1]], fit(run.ensemble[[2]], prior_precision=3.0, row_weights=weights[2]))

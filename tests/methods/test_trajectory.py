@@ -308,7 +308,7 @@ def test_resumed_and_continued(ensemble, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"members": 2}, {"members": 2, "model": 2}])
+@pytest.mark.parametrize("sizes", [{"members": 2}])
 def test_on_a_mesh(ensemble, sizes):
     optimiser = trajectory.swag(trajectory.snapshots(optax.adam(0.1), 2, every=3), rank=3)
     plain, sharded = fitted(ensemble[:2], optimiser), fitted(ensemble[:2], optimiser, mesh=ee.make_mesh(**sizes))

@@ -71,8 +71,8 @@ def diagnostics(values: Any, chains: Any) -> Diagnostics:
 
     - `values`: `(members, ...)`, one value of each quantity per sample, such as the result of
         [`eqx_ensemble.predict`][], the samples of each chain in the order in which they were drawn.
-    - `chains`: integers `(members,)`: the chain of each sample; for
-        [`eqx_ensemble.methods.trajectory.snapshot_ensemble`][] they are [`eqx_ensemble.methods.trajectory.snapshot_owners`][].
+    - `chains`: integers `(members,)`: the chain of each sample, for snapshots those of
+        [`eqx_ensemble.methods.trajectory.snapshot_owners`][].
         Each chain needs the same number of samples, at least 4.
 
     **Returns:** [`eqx_ensemble.methods.sampling.Diagnostics`][] of NumPy arrays `(...)`; NaN for quantities that are
