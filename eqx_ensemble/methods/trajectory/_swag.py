@@ -95,7 +95,7 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
     - `run`: the run or training state.
     - `num_samples`: the number of draws from each member; the authors use 30.
     - `scale`: $s$; by default the authors' 1/2, or 1 for the diagonal only (`rank=0`).
-    - `key`: the root key. The random stream of a member is derived from its position.
+    - `key`: one key, or one per member: [`eqx_ensemble.member_keys`][]`(key, members, purpose="swag")`.
 
     **Returns:** the ensemble of all draws, those of one member adjacent.
 
@@ -118,7 +118,6 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
     """
     num_samples = check_positive_int(num_samples, "num_samples")
     check_scale(scale)
-    key = _keys.root(key)
     state, found = find_record(run, (Moments,), "`swag`", "swag(optax.sgd(0.05))")
     warn_of_few(found.count, least=2, effect="Their draws are all equal.")
     if scale is None:
