@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ._check import check_positive_int, is_inside_transformation
+from ._check import check_positive_int, is_inside_transformation, is_traced
 from ._cores import num_cores, thread_pool
 from ._data import take_data
 from ._ensemble import Ensemble
@@ -173,7 +173,7 @@ def _predict(read: tuple, x: PyTree, rows: Any) -> PyTree:
 
 def rows_of(x: PyTree, num_members: int) -> tuple[PyTree, int]:
     """The rows, and their number."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
+    if any(is_traced(leaf) for leaf in jax.tree.leaves(x)):
         leaves = [
             (leaf, int(isinstance(node, Each)))
             for node in jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, Each))

@@ -135,7 +135,8 @@ def concatenate(ensembles: Iterable[Any]) -> Any:
             f"`{caller()}` needs ensembles, training states or runs, all of one kind; got {', '.join(sorted(kinds))}.\n"
             "Make an ensemble of models: `stack(models)`."
         )
-    return listed[0]._join(listed) if hasattr(type(listed[0]), "_join") else join(listed)
+    own = getattr(listed[0], "_join", join)
+    return own(listed)
 
 
 def average_parameters(ensemble: Ensemble[M], weights: Any = None) -> M:

@@ -106,9 +106,11 @@ class Block(NamedTuple):
 
     def cut(self, tree: PyTree) -> PyTree:
         """The block's part of what is marked `Each`."""
+        if (index := self.padded) is None:
+            return tree
         is_each = lambda x: isinstance(x, Each)
-        own = lambda x: Each(jax.tree.map(lambda x: _rows(x, self.padded), x.value)) if is_each(x) else x
-        return tree if self.padded is None else jax.tree.map(own, tree, is_leaf=is_each)
+        own = lambda x: Each(jax.tree.map(lambda x: _rows(x, index), x.value)) if is_each(x) else x
+        return jax.tree.map(own, tree, is_leaf=is_each)
 
 
 def _host(x: Any) -> Any:
@@ -118,7 +120,7 @@ def _host(x: Any) -> Any:
 def _rows(x: Any, index: np.ndarray) -> Any:
     """Some members of an array, on the host: compiled slices would take half a second of the first call."""
     if is_key(x):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x))[index])
+        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))[index]))
     return np.asarray(x)[index]
 
 
@@ -258,7 +260,7 @@ def _put_rows(all: Any, x: Any, members: np.ndarray) -> Any:
     if is_key(all):
         words = np.array(jax.random.key_data(all))
         words[members] = np.asarray(jax.random.key_data(x))[: len(members)]
-        return jax.random.wrap_key_data(words)
+        return jax.random.wrap_key_data(jnp.asarray(words))
     all = all if all.flags.writeable else all.copy()
     all[members] = np.asarray(x)[: len(members)]
     return all

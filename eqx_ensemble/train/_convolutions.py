@@ -50,7 +50,7 @@ def _is_small(eqn: Any) -> bool:
     params, kernel = eqn.params, eqn.invars[1].aval
     is_plain = params["feature_group_count"] == params["batch_group_count"] == 1 and set(params["lhs_dilation"]) == {1}
     spatial = [kernel.shape[i] for i in params["dimension_numbers"].rhs_spec[2:]]
-    return is_plain and np.prod(spatial) <= _LARGEST and jnp.issubdtype(kernel.dtype, jnp.floating)
+    return bool(is_plain and np.prod(spatial) <= _LARGEST and jnp.issubdtype(kernel.dtype, jnp.floating))
 
 
 def _evaluate(program: Jaxpr, consts: Any, args: list[Any]) -> list[Any]:
@@ -99,7 +99,7 @@ def _product(
     weights = jnp.transpose(kernel, (*space, into, out)).reshape(-1, kernel.shape[out])
     y = jnp.matmul(columns, weights, precision=precision, preferred_element_type=preferred_element_type)
     order = dimension_numbers.out_spec  # the axes of batch, channels and space in the result
-    return jnp.transpose(jnp.moveaxis(y, -1, 1), np.argsort(order))
+    return jnp.transpose(jnp.moveaxis(y, -1, 1), np.argsort(order).tolist())
 
 
 def _maximum(

@@ -161,12 +161,12 @@ def fit(
     if is_batches(data):
         check_no_rows(batch_size, rows, shuffle)
         batches, batch = peek(data, num_members)
-        shape = {"part": _LONGEST_PART, "epoch": _LONGEST_PART}
+        shape: dict[str, Any] = {"part": _LONGEST_PART, "epoch": _LONGEST_PART}
     else:
         batches = None
         inputs["data"], num_rows = take_data(data, num_members, argument="data")
-        inputs["rows"] = take_rows(rows, num_members, num_rows)
-        own_rows = num_rows if rows is None else inputs["rows"].value.shape[1]
+        inputs["rows"] = own = take_rows(rows, num_members, num_rows)
+        own_rows = num_rows if own is None else own.value.shape[1]
         shape = shape_of_epoch(own_rows, batch_size, first)
         batch = member_shapes(inputs["data"], shape["batch_size"])
     task = Task(
@@ -177,7 +177,7 @@ def fit(
     )  # fmt: skip
     task, digests = trace_task(task, first, batch, member_shapes(inputs["validation"]))
     plan = as_plan(plan, Blocks() if jax.default_backend() == "cpu" else Vmap())
-    end = steps if epochs is None else epochs * task.epoch if batches is None else _NEVER
+    end = min(steps or (epochs or 0) * task.epoch, _NEVER) if steps or batches is None else _NEVER
     curves = continued or empty_history(
         num_members, task.outputs, validates=validation is not None, dtype=first.loss.dtype
     )

@@ -43,7 +43,8 @@ def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree)
     digests["optimiser"] = program_text(update)
     if task.score is not None:
         model = lambda state: eqx.nn.inference_mode(state.ensemble.stacked)
-        score = lambda state, data, key: call(task.score, model(state), state.model_state, data, key, state.hyper)
+        own: Any = task.score
+        score = lambda state, data, key: call(own, model(state), state.model_state, data, key, state.hyper)
         digests["score"] = program_text(*eqx.filter_make_jaxpr(score)(one, validation, key)[::2])
     found = jax.default_backend() == "cpu" and has_convolution(program)
     changes = {"products": found, "outputs": aux, "digest": " ".join(digests.values())}
@@ -59,7 +60,10 @@ def written_bytes(program: Any) -> int:
 
 def optimiser_step(task: Task, state: TrainState, value: Any, grads: PyTree) -> PyTree:
     """The optimiser's part of a step, with an arbitrary loss for those that evaluate it."""
-    some_loss = lambda weights: (sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(weights)).astype(value.dtype), None)
+    some_loss = lambda weights: (
+        jnp.asarray(sum(jnp.sum(jnp.abs(x)) for x in jax.tree.leaves(weights)), value.dtype),
+        None,
+    )
     step = lambda now, state, value, grads: update_weights(task, now, state, value, grads, some_loss)
     if isinstance(task.optimiser, Together):  # whose means need the axis of the members
         step = eqx.filter_vmap(step, in_axes=None, axis_name=MEMBERS, axis_size=1)
