@@ -11,7 +11,7 @@ from ._check import MemberMismatchError, is_key
 from ._ensemble import Ensemble
 from ._foreign import from_foreign_tree
 from ._marks import Each, over_batch
-from ._members import axes_of
+from ._members import axes_of, take
 from ._pytree import PyTree
 from .plan import AnyPlan, Vmap, as_plan
 
@@ -24,6 +24,11 @@ def is_per_member(x: Any) -> bool:
 def view(x: Any) -> Any:
     """What one member sees of a node whose arrays have been mapped."""
     return x.stacked if isinstance(x, Ensemble) else x.value if isinstance(x, Each) else x
+
+
+def take_marked(tree: PyTree, index: Any) -> PyTree:
+    """The members at an index of every marked node of a tree; all else stays."""
+    return jax.tree.map(lambda x: take(x, index) if is_per_member(x) else x, tree, is_leaf=is_per_member)
 
 
 def map_members(fn: Callable[..., Any], *, plan: AnyPlan | None = None, out_axis: int = 0) -> Callable[..., Any]:

@@ -85,6 +85,11 @@ def from_stacked(stacked: M, *, shared: Where | None = None) -> Ensemble[M]:
     """
     if isinstance(stacked, list | tuple):
         raise TypeError("`from_stacked` needs one stacked Module, got a list: `stack(models)` makes an ensemble of it.")
+    return of_stacked(stacked, shared)
+
+
+def of_stacked(stacked: M, shared: Where | None) -> Ensemble[M]:
+    """`from_stacked` of any PyTree."""
     leaves = jax.tree.leaves(stacked, is_leaf=lambda x: x is None)
     return Ensemble(stacked, _axes(leaves, _flags(stacked, shared)))
 

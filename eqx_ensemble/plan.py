@@ -10,6 +10,8 @@ from ._check import check_positive_int
 from ._cores import cache_size, num_cores
 from ._pytree import PyTree
 
+__all__ = ["AnyPlan", "Blocks", "Vmap"]
+
 _FEWEST = 4  # members of a block: with fewer, programs of tiny models wait for themselves
 
 

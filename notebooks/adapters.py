@@ -159,7 +159,7 @@ def evaluate(logits: Float[Array, "members rows 8"]) -> Float[np.ndarray, "4"]:
 
 
 def kilobytes(ensemble: ee.Ensemble) -> float:
-    arrays = jax.tree.leaves(eqx.filter((ensemble.stacked, ensemble.shared), eqx.is_inexact_array))
+    arrays = jax.tree.leaves(eqx.filter(ensemble, eqx.is_inexact_array))
     return sum(x.nbytes for x in arrays) / 1e3
 
 

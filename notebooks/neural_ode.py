@@ -6,7 +6,6 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
-#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -319,4 +318,4 @@ print(f"\nfigure: {figures / 'neural_ode.png'}")
 # - Bands that hold need not be narrow: from outside they are four times as wide as within the data. To narrow them,
 #   train on trajectories from there, or build the symmetry into the vector field.
 # - With an adaptive solver all vectorised members run as long as the slowest. We use fixed steps; for adaptive ones try
-#   `plan=ee.plan.Sequential()`.
+#   `plan=ee.plan.Blocks(1)`.

@@ -161,7 +161,7 @@ untrained = ee.build(lambda key: Dynamics(key=key), NUM_MEMBERS, key=key)
 options = {"validation": validation, "patience": 20, "batch_size": 50, "key": key}
 run = ee.fit(untrained, loss, optax.adam(3e-3), train, rows=rows, epochs=150, **options)
 ensemble = run.best(5)
-for member, step, score in zip(untrained.ids, run.best_step, run.best_score, strict=True):
+for member, (step, score) in enumerate(zip(run.best_step, run.best_score, strict=True)):
     print(f"member {member}: best after {step} steps, validation error {score:.1e}")
 
 # %% [markdown]

@@ -23,9 +23,8 @@ COLUMNS = 88
 INSIDE = {
     "methods.InteractingStep": {"space", "optimiser", "num_rows", "method", "kernel", "plan", "layout", "public_name"},
     "methods.SNGP": {"frequencies", "phases", "root"},
-    "train.Together": {"tied"},
-    "train.Step": {"fn", "optimiser", "has_aux", "plan", "pilot", "layout", "last"},
-    "train.TrainState": {"moving", "fixed", "shared"},
+    "train.Step": {"task", "plan"},
+    "train.TrainState": {"together"},
 }
 # What people look for, and the page or section that must come first.
 SEARCHES = {

@@ -49,7 +49,6 @@ def fit_members(estimator: Any, x: np.ndarray, y: np.ndarray, sample_weight: Any
     if estimator.early_stopping:
         classes = y if np.issubdtype(y.dtype, np.integer) else None
         rows, held_out = split_rows(rows, estimator.validation_fraction, strata=classes, seed=seed)
-    weights = weights / weights[rows].mean()
     estimator.input_scaler_ = fit_scaler(x[rows], weights[rows], standardise=estimator.standardise)
     inputs, targets = device_scaler(estimator.input_scaler_, x.shape[1:]), None
     if not np.issubdtype(y.dtype, np.integer):
@@ -57,6 +56,7 @@ def fit_members(estimator: Any, x: np.ndarray, y: np.ndarray, sample_weight: Any
         targets = device_scaler(estimator.target_scaler_, y.shape[1:])
         y = scale(estimator.target_scaler_, y)
     x = scale(estimator.input_scaler_, x)
+    weights = weights / weights[rows].mean()
     some = lambda own: (x[own], y[own] if targets else y[own].astype(np.int32), weights[own].astype(x.dtype))
     estimator._maker = MemberMaker(maker_of(estimator), x.shape[1], head, Scaling(inputs, targets))
     made = build(estimator._maker, estimator.num_members, shared=lambda member: member.scaling, key=key)
@@ -98,7 +98,7 @@ def check_weights(sample_weight: Any, x: np.ndarray) -> np.ndarray:
             f"`{caller()}` needs `sample_weight` that is not negative, and nonzero for a row; got {weights.min():g} to "
             f"{weights.max():g}."
         )
-    return weights / weights.max()
+    return np.ldexp(weights, -np.frexp(weights.max())[1])  # by a power of two, which rounds nothing
 
 
 def split_rows(

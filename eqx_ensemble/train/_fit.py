@@ -15,21 +15,21 @@ from .._data import is_batches, member_shapes, take_data, take_rows
 from .._ensemble import Ensemble, M
 from .._keys import member_keys
 from .._marks import Each
-from .._mesh import check_mesh, sharding
+from .._mesh import check_mesh, mesh_of, sharding
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import AnyPlan, Blocks, Vmap, as_plan
 from ._blocks import Crew
 from ._history import empty_history
-from ._loop import Loop, Position
+from ._loop import Loop, Position, deferred_interrupt
 from ._member import Task
 from ._optimiser import Optimiser, Together
 from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
 from ._run import Run, best_of, warn_of_diverged, warn_of_undefined
 from ._saver import Saver
 from ._state import TrainState, init, with_best
-from ._status import DivergedError, Status
+from ._status import DivergedError, Status, allow_nan
 from ._task import trace_task
 from ._trainable import Trainable
 
@@ -37,6 +37,7 @@ _LONGEST_PART = 512  # steps of an epoch that are kept or given back at once
 _ROOM = 1024  # steps of a call, at most, whose losses wait on the device
 
 
+@allow_nan()
 def fit(
     ensemble: Ensemble[M] | TrainState[M] | Run[M],
     loss: Callable[..., Any],
@@ -110,7 +111,7 @@ def fit(
     *Execution:*
 
     - `plan`: by default [`eqx_ensemble.plan.Blocks`][] on a CPU, elsewhere [`eqx_ensemble.plan.Vmap`][].
-    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]. Its axis `members` splits the members, `data` the rows of
+    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default those on which the members are. Its axis `members` splits the members, `data` the rows of
         batches.
     - `key`: one key, or one per member `(members,)`: [`eqx_ensemble.member_keys`][]`(key, members, purpose="fit")`. A
         state that continues has keys; others replace them.
@@ -118,7 +119,8 @@ def fit(
     *Record:*
 
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
-    - `history`: whether the losses of all steps are recorded, or the mean of each epoch.
+    - `history`: whether the losses of all steps are recorded, or the mean of each epoch, of parts of at most 512 steps
+        if it is longer.
     - `checkpoint`: a file, or [`eqx_ensemble.train.Checkpoint`][]. The run is saved there about every minute and at its
         end; rerunning the same call [resumes bit for bit](../saving.md), and more epochs continue.
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook.
@@ -146,6 +148,7 @@ def fit(
     check_outside()
     check_mesh(mesh)
     first, continued = start(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, key=key)
+    mesh = mesh_of(first.ensemble) if mesh is None else mesh
     num_members, lost_before = first.num_members, to_host(first.status) == Status.DIVERGED
     validation = validation if isinstance(validation, Validation | None) else Validation(validation)
     check_options(epochs, steps, patience, stop, validation, on_diverge, history)
@@ -184,7 +187,7 @@ def fit(
     }  # fmt: skip
     saver = None if checkpoint is None else Saver(checkpoint)
     total = None if end == _NEVER else end
-    with ExitStack() as stack:
+    with ExitStack() as stack, deferred_interrupt() as interrupt:
         position = Position(first, curves, 0, 0, ensemble.seconds if isinstance(ensemble, Run) else 0.0)
         if saver is not None:
             stack.enter_context(saver)
@@ -198,6 +201,7 @@ def fit(
         loop = Loop(
             crew, task, position, first=int(to_host(first.step).max()), end=end, callbacks=callbacks_of(callbacks),
             seconds=seconds, began=began, fatal=~lost_before & (on_diverge == "raise"), saver=saver, line=line,
+            interrupt=interrupt,
         )  # fmt: skip
         result = lambda: run_of(loop, rows, None if validation is None else task.mode)
         try:
@@ -321,5 +325,5 @@ def run_of(loop: Loop, rows: Any, mode: Literal["min", "max"] | None) -> Run:
     state = loop.crew.state()
     ensemble, model_state = (state.ensemble, state.model_state) if mode is None else best_of(state)
     rows = None if rows is None else np.asarray(rows.value if isinstance(rows, Each) else rows)
-    interrupted = loop.crew.interrupted
+    interrupted = loop.interrupt.is_set()
     return Run(ensemble, model_state, loop.curves(), state, rows, mode or "min", interrupted, loop.seconds_so_far())

@@ -197,8 +197,8 @@ class Clock(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """What a call records: losses `(parts, steps)`, auxiliary outputs, scores `(parts,)`, and whether the member trained
-    in each part `(parts,)`.
+    """What a call records: losses `(parts, steps)`, auxiliary outputs, scores `(parts,)`, and whether the member
+    trained in each part `(parts,)`.
     """
 
     loss: Any
@@ -307,7 +307,7 @@ def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     """Scores a member, keeps its best weights, and stops it by patience or at its target."""
     model = eqx.nn.inference_mode(state.ensemble.stacked)
     out = call(task.score, model, state.model_state, inputs["validation"], state.keys, state.hyper)
-    score = (out[0] if isinstance(out, tuple) else out).astype(state.score.dtype)
+    score = jnp.asarray(out[0] if isinstance(out, tuple) else out, state.score.dtype)
     trains = state.status == Status.OK
     state = dataclasses.replace(state, score=jnp.where(trains, score, state.score))
     if state.together is not None:

@@ -13,7 +13,7 @@ from .._marks import Each, Shared
 from .._members import check_ensemble, check_model_state, split, take
 from .._pytree import PyTree
 from ._optimiser import Optimiser, Together, first_state
-from ._status import Status
+from ._status import Status, allow_nan
 from ._trainable import Trainable, trained_leaves
 
 _is_none = lambda x: x is None
@@ -113,6 +113,7 @@ def with_weights(state: TrainState, own: PyTree, common: PyTree) -> TrainState:
     return eqx.tree_at(lambda state: state.ensemble.stacked, state, model)
 
 
+@allow_nan()
 def init(
     ensemble: Ensemble[M],
     optimiser: Optimiser,

@@ -1,5 +1,9 @@
+import contextlib
 import enum
+from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 
 class Status(enum.IntEnum):
@@ -16,6 +20,16 @@ class Status(enum.IntEnum):
 
     def __str__(self) -> str:
         return self.name.lower()
+
+
+@contextlib.contextmanager
+def allow_nan() -> Iterator[None]:
+    """Disables `jax_debug_nans` and `jax_debug_infs`: a NaN affects one member only, and others report NaN."""
+    if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):
+        yield
+        return
+    with jax.debug_nans(False), jax.debug_infs(False):  # noqa: FBT003 (their one argument)
+        yield
 
 
 class DivergedError(ArithmeticError):

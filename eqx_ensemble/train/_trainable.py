@@ -49,7 +49,9 @@ class Frozen(eqx.Module, Generic[T]):
         return fn(*args, **kwargs)
 
 
-def trained_leaves(ensemble: Ensemble, trainable: Trainable, *, together: bool) -> tuple[bool, ...]:
+def trained_leaves(
+    ensemble: Ensemble, trainable: Trainable = eqx.is_inexact_array, *, together: bool = False
+) -> tuple[bool, ...]:
     """Whether each leaf of an ensemble is trained, `None` included; shared ones only if they are trained together.
 
     `trainable` is called with the leaves of one member.

@@ -1,6 +1,5 @@
 """Saved runs: the same call resumes bit for bit, whatever ended it; another call raises an error."""
 
-import itertools
 import pathlib
 import re
 import shutil
@@ -21,7 +20,6 @@ import eqx_ensemble as ee
 from eqx_ensemble.train import Checkpoint, Status, revive
 from eqx_ensemble.train import _saver as saver_module
 from eqx_ensemble.train._blocks import Crew
-from eqx_ensemble.train._loop import Loop
 from eqx_ensemble.train._saver import Saver
 
 from ..factories import assert_same, grouped
@@ -401,7 +399,7 @@ class TestNothingIsLost:
     def test_a_last_save_that_fails(self, ensemble, tmp_path, monkeypatch):
         whole = fitted(ensemble, steps=20)
         monkeypatch.setattr(saver_module, "save", mock.Mock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(OSError, match="No space left") as caught:
             fitted(ensemble, steps=20, checkpoint=tmp_path / "a")
         assert_same_run(caught.value.run, whole)
 

@@ -151,6 +151,6 @@ def test_the_same_call_with_other_types_resumes(folder):
         "hyper": {"lr": [0.1, 0.2]},
         "patience": 2,
         "stop": ee.train.Stopping(target=1e-9, steps=[3, 9]),
-            "key": jax.random.PRNGKey(0),
+        "key": jax.random.PRNGKey(0),
     }
     assert len(fitted(folder, **(SAVED | same)).history.loss[0]) == 1
