@@ -131,7 +131,8 @@ def gradient_of(task: Task, now: Trained, state: TrainState, batch: PyTree, key:
         out = call(task.loss, eqx.combine(*weights, fixed), now.model_state, batch, key, state.hyper)
         value, *more = out if task.has_aux or now.model_state is not None else (out,)
         model_state, *aux = more if now.model_state is not None else (None, *more)
-        return value, (model_state, aux[0] if task.has_aux else None)
+        aux = jax.tree.map(lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x, aux[0] if task.has_aux else None)
+        return value, (model_state, aux)
 
     loss_of = as_products(loss_of) if task.products else loss_of
     (value, (model_state, aux)), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)((now.own, now.common))
