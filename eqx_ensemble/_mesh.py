@@ -91,6 +91,11 @@ def put(x: Any, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
 
 
+def rows_of_mesh(mesh: Mesh | None) -> NamedSharding | None:
+    """Where the rows of a batch lie, if several devices share them."""
+    return None if mesh is None or mesh.shape.get("data", 1) == 1 else sharding(mesh, "data")
+
+
 def check_mesh(mesh: Any) -> None:
     """Raises unless it is a mesh of `make_mesh`: `jax.make_mesh` makes axes of another type by default."""
     if mesh is None:

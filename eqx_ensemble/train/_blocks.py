@@ -160,23 +160,30 @@ class Crew:
 
     def _put_on_mesh(self) -> None:
         """Puts members on their devices, padded to a multiple of their number by copies that do not train."""
-        mesh: Any = self.mesh
-        width = -(-self.num_members // mesh.shape["members"]) * mesh.shape["members"]
-        index = np.minimum(np.arange(width), self.num_members - 1)
-        pad = lambda tree: (
-            tree if width == self.num_members else jax.tree.map(lambda x: jnp.take(x, index, axis=0), tree)
-        )
-        self.whole = pad(self.whole)
-        if width > self.num_members:
+        self.whole = self._pad(self.whole)
+        if (width := self.whole.status.shape[0]) > self.num_members:
             idle = jnp.where(np.arange(width) < self.num_members, self.whole.status, jnp.int8(Status.STOPPED))
             self.whole = eqx.tree_at(lambda s: s.status, self.whole, idle)
-        is_each = lambda x: isinstance(x, Each)
+        self.inputs = self.on_mesh(self.inputs)
+        self.whole = shard_members(self.whole, self.mesh)
+        self.common, self.rest = replicate((self.common, self.rest), self.mesh)
+
+    def _pad(self, tree: PyTree) -> PyTree:
+        devices = self.mesh.shape["members"]
+        index = np.minimum(np.arange(-(-self.num_members // devices) * devices), self.num_members - 1)
+        return tree if len(index) == self.num_members else jax.tree.map(lambda x: jnp.take(x, index, axis=0), tree)
+
+    def on_mesh(self, tree: PyTree) -> PyTree:
+        """Data on the devices: what is marked `Each` with the members."""
+        mesh, is_each = self.mesh, lambda x: isinstance(x, Each)
         own = lambda x: (
-            Each(shard_members(pad(x.value), mesh)) if is_each(x) else put(x, sharding(mesh)) if eqx.is_array(x) else x
+            Each(shard_members(self._pad(x.value), mesh))
+            if is_each(x)
+            else put(x, sharding(mesh))
+            if eqx.is_array(x)
+            else x
         )
-        self.inputs = jax.tree.map(own, self.inputs, is_leaf=is_each)
-        self.whole = shard_members(self.whole, mesh)
-        self.common, self.rest = replicate((self.common, self.rest), mesh)
+        return jax.tree.map(own, tree, is_leaf=is_each)
 
     def divide(self) -> None:
         """Divides the members that train into blocks of one size. When some have stopped, there are fewer blocks."""

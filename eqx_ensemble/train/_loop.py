@@ -262,6 +262,7 @@ class Part:
     def step(self, batch: PyTree) -> None:
         """One step of all blocks."""
         index, blocks = np.int32(self.count), self.crew.blocks
+        batch = batch if self.crew.mesh is None else self.crew.on_mesh(batch)
         call = lambda i: step_block((self.task, self.pieces[i], blocks[i].cut(batch), index), self.now[i])
         out = self.crew.call(call, range(len(blocks)))
         self.now = [now for now, _ in out]
