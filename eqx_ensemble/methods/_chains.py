@@ -9,8 +9,7 @@ from .._caller import caller
 from .._check import check_word
 from .._foreign import from_foreign_tree
 from .._marks import Each
-from .._pytree import PyTree
-from ..train import DivergedError, Status, TrainState, init, scan_steps
+from ..train import DivergedError, Status, init, scan_steps
 from ..train._fit import fit
 from . import particles, sampling, trajectory
 from ._check import check_options
@@ -197,22 +196,14 @@ class SVGD(AbstractOwnMethod):
             kernel=self.kernel,
         )
         state = init(ensemble, task.optimiser, key=task.key, **some("state", "trainable"))
-        data, size = from_foreign_tree(task.data, "data"), options.get("batch_size") or 32
-        for epoch, first in enumerate(range(0, num_steps, per_epoch)):
-            order = jax.random.permutation(jax.random.fold_in(task.key, epoch), num_rows)
-            state = _one_epoch(step, state, data, np.asarray(order), size, num_steps - first)
+        data, size = from_foreign_tree(task.data, "data"), min(options.get("batch_size") or 32, num_rows)
+        passes = range(-(-num_steps * size // num_rows))  # full batches of an endless stream, as in `fit`
+        order = [jax.random.permutation(jax.random.fold_in(task.key, i), num_rows) for i in passes]
+        rows = np.concatenate(order)[: num_steps * size].reshape(num_steps, size)
+        for first in range(0, num_steps, per_epoch):
+            epoch = rows[first : first + per_epoch]
+            state, _ = scan_steps(step, state, jax.tree.map(lambda x, epoch=epoch: jnp.asarray(x)[epoch], data))
         healthy = np.asarray(state.status) != Status.DIVERGED
         if not healthy.any():
             raise DivergedError(f"`{caller()}`: all {len(healthy)} members diverged.", None)
         return Posterior(state.ensemble[healthy], jax.tree.map(lambda x: x[healthy], state.model_state))
-
-
-def _one_epoch(step: Any, state: TrainState, data: PyTree, order: np.ndarray, size: int, most: int) -> TrainState:
-    """The steps of an epoch: whole batches in one program, then what is left."""
-    whole = min(len(order) // size, most)
-    of_rows = lambda rows: jax.tree.map(lambda x: jnp.asarray(x)[rows], data)
-    if whole:
-        state, _ = scan_steps(step, state, of_rows(order[: whole * size].reshape(whole, size)))
-    if whole < most and whole * size < len(order):
-        state, _ = step(state, of_rows(order[whole * size :]))
-    return state

@@ -204,8 +204,8 @@ class Clock(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """What a call records: losses `(parts, steps)`, auxiliary outputs, scores `(parts,)`, and whether the member trained
-    in each part `(parts,)`.
+    """What a call records: losses `(parts, steps)`, auxiliary outputs, scores `(parts,)`, and whether the member
+    trained in each part `(parts,)`.
     """
 
     loss: Any

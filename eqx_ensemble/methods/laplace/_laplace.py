@@ -64,13 +64,13 @@ class Laplace(eqx.Module, Generic[M]):
         **Arguments:**
 
         - `num_samples`: the number of draws from each member.
-        - `key`: the root key. The random stream of a member is derived from its position.
+        - `key`: one key, or one per member: [`eqx_ensemble.member_keys`][]`(key, members, purpose="laplace")`.
 
         **Returns:** the ensemble of all draws, those of one member adjacent.
         States are `ee.tree.take(posterior.state, np.repeat(np.arange(num_members), num_samples))`.
         """
         num_samples = _check.check_positive_int(num_samples, "num_samples")
-        keys = _keys.member_keys(_keys.root(key), len(self.members), purpose="laplace")
+        keys = _keys.member_keys(key, len(self.members), purpose="laplace")
         old, drawn = self.ensemble, run_members(LaplaceMember.draw, self.members, Each(keys), jnp.arange(num_samples))
         own = lambda x, axis, new: new.reshape(-1, *new.shape[2:]) if axis == 0 else x
         is_none = lambda x: x is None

@@ -16,7 +16,7 @@ from ..._map import is_per_member, view
 from ..._pytree import PyTree
 from ...train import Metrics, Status, TrainState
 from ...train._blocks import axes_of_inputs
-from ...train._member import Task, Trained, call, flags_of, gradient_of, trained_of
+from ...train._member import Task, call, flags_of, gradient_of, trained_of
 from ...train._optimiser import Optimiser, update
 from ...train._state import pieces_of, weights_of
 from ...train._step import keep_if_finite
@@ -193,7 +193,7 @@ def _one_step(step: InteractingStep, state: TrainState, batch: PyTree) -> tuple[
         one, batch, key = member(moving, batch)
         grads, now = step.space.pull_back(one, batch, key, gradient), trained_of(one)
         params, opt_state = update(step.optimiser, grads, now.opt_state, now.own, found.value, None, one.hyper)
-        new = Trained(params, opt_state, found.model_state)
+        new = now._replace(own=params, opt_state=opt_state, model_state=found.model_state)
         after, metrics = keep_if_finite(one, new, found.value, found.aux)
         return eqx.filter(after, flags_of(moving)), metrics
 

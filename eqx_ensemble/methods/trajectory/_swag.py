@@ -95,7 +95,7 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
     - `run`: the run or training state.
     - `num_samples`: the number of draws from each member; the authors use 30.
     - `scale`: $s$; by default the authors' 1/2, or 1 for the diagonal only (`rank=0`).
-    - `key`: the root key. The random stream of a member is derived from its position.
+    - `key`: one key, or one per member: [`eqx_ensemble.member_keys`][]`(key, members, purpose="swag")`.
 
     **Returns:** the ensemble of all draws, those of one member adjacent.
 
@@ -118,12 +118,11 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
     """
     num_samples = check_positive_int(num_samples, "num_samples")
     check_scale(scale)
-    key = _keys.root(key)
     state, found = find_record(run, (Moments,), "`swag`", "swag(optax.sgd(0.05))")
+    keys = _keys.member_keys(key, state.num_members, purpose="swag")
     warn_of_few(found.count, least=2, effect="Their draws are all equal.")
     if scale is None:
         scale = 1.0 if found.record.columns is None else 0.5
-    keys = _keys.member_keys(key, state.num_members, purpose="swag")
     drawn = _draw(found.record, found.count, keys, num_samples, jnp.sqrt(jnp.asarray(scale, jnp.result_type(float))))
     params = weights_or_current(drawn, state.params, found.count, num_samples)
     return as_ensemble(state[np.repeat(np.arange(state.num_members), num_samples)], params)
