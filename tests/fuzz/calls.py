@@ -68,6 +68,8 @@ class Call:
     in_epochs: bool
     saves_every: int | None
     fails_at: int
+    broken: int | None
+    longest: int
     some: list[int]
 
     @property
@@ -115,7 +117,10 @@ class Call:
 
     @ft.cached_property
     def data(self):
-        return self.arrays(1, self.num_rows, own=self.own_data)
+        x, y = self.arrays(1, self.num_rows, own=self.own_data)
+        if self.own_data and self.broken is not None:
+            y = ee.Each(y.value.at[self.broken % self.members, self.broken % self.num_rows].set(np.nan))
+        return x, y
 
     @ft.cached_property
     def validation(self):
@@ -209,7 +214,7 @@ class Call:
         member = Member(
             self.loss, self.made_optimiser, hyper=hyper, score=self.score, has_aux=self.has_aux, trainable=trained
         )
-        most = [np.broadcast_to(x, self.members)[i] for x in (self.most, self.told) if x is not None]
+        most = None if self.most is None else int(np.broadcast_to(self.most, self.members)[i])
         target = None if self.target is None else float(np.broadcast_to(self.target, self.members)[i])
         now = member.begin(model, state, self.mode or "min")
         for length in lengths:
@@ -219,7 +224,7 @@ class Call:
                 now, own(self.data), steps=length, key=key_of_member(problem.KEY, i), batch_size=self.batch_size or 32,
                 rows=None if self.rows is None else self.rows[i], shuffle=self.shuffle,
                 validation=own(self.validation), patience=self.patience, mode=self.mode or "min",
-                min_delta=self.min_delta, target=target, most=min(most, default=None),
+                min_delta=self.min_delta, target=target, most=most, told=self.told, longest=self.longest,
                 batches=None if self.source == "arrays" else [own(batch) for batch in self.batches],
                 decay=halve if self.halves else None,
             )  # fmt: skip
@@ -250,7 +255,8 @@ def draw(seed):
         most=None, halves=hyper and maybe(0.2), told=None, history=one_of("steps", "steps", "epochs"),
         plan=one_of(*PLANS), mesh=one_of((2, 1), (4, 1), (2, 2), (1, 2), (1, 4)) if maybe(0.15) else None,
         how=one_of("whole", "whole", "run", "state", "some", "checkpoint", "checkpoint"), lengths=[],
-        in_epochs=maybe(0.5), saves_every=one_of(None, 1, 2), fails_at=number(1, 4), some=[],
+        in_epochs=maybe(0.5), saves_every=one_of(None, 1, 2), fails_at=number(1, 4),
+        broken=one_of(None, None, number(0, 99)), longest=one_of(512, 512, 3), some=[],
     )  # fmt: skip
     total = number(1, 6) * call.epoch
     total = min(total, max(40 // call.epoch, 2) * call.epoch)

@@ -5,15 +5,17 @@ import gc
 import re
 import tempfile
 import warnings
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train import Status
+from eqx_ensemble.train import Status, _fit
 
 from ..factories import assert_same, numbers
+from ..train import reference
 from .calls import draw
 from .seeds import seeds
 
@@ -135,7 +137,10 @@ def same_curve(call, got, expected, what):
 def check(seed):
     call = draw(seed)
     try:
-        with warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder:
+        with (
+            warnings.catch_warnings(record=True) as caught, tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(_fit, "_LONGEST_PART", call.longest),
+        ):  # fmt: skip
             warnings.simplefilter("always")
             run, lengths = run_call(call, folder)
         unexpected = [str(w.message) for w in caught if not re.search(EXPECTED_WARNINGS, str(w.message))]
@@ -159,3 +164,12 @@ def test_members_are_as_alone():
             jax.clear_caches()
             gc.collect()
     assert outcomes["too close"] <= max(1, outcomes.total() // 20), outcomes
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_other_rows_would_be_noticed(monkeypatch):
+    monkeypatch.setattr(reference, "stream_of", lambda key, count, rows, *, shuffle: np.arange(count) % rows)
+    shuffled = lambda call: call.source == "arrays" and call.shuffle and call.count > 5 > call.batch_size
+    seed = next(i for i in range(99) if (call := draw(i)).batch_size and shuffled(call) and call.how == "whole")
+    with pytest.raises(AssertionError):
+        check(seed)

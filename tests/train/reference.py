@@ -121,9 +121,11 @@ class Member:
     def fit(
         self, model, data, *, steps, key, batch_size=32, rows=None, shuffle=True, state=None, validation=None,
         patience=None, mode="min", min_delta=0.0, target=None, most=None, batches=None, decay=None,
+        told=None, longest=512,
     ):  # fmt: skip
         """Trains for `steps` steps a model, or what a fit before gave. `rows` are the member's own, `most` the steps
-        after which it stops, `batches` those of a pass, in place of data; `decay(hyper)` is called after each epoch.
+        after which it stops, at the end of a part, and `told` at that of an epoch; `batches` are those of a pass, in place
+        of data; `decay(hyper)` is called after each epoch. Parts have at most `longest` steps.
         """
         now = dataclasses.replace(model) if isinstance(model, Fitted) else self.begin(model, state, mode)
         for name in ("losses", "means", "auxs", "scores"):
@@ -133,12 +135,12 @@ class Member:
             count = len(jax.tree.leaves(data)[0]) if rows is None else len(rows)
             size = min(batch_size, count)
             epoch = -(-count // size)
-            part = math.ceil(epoch / math.ceil(epoch / 512))
+            part = math.ceil(epoch / math.ceil(epoch / longest))
             stream = stream_of(key, (first + steps) * size, count, shuffle=shuffle)
             stream = stream if rows is None else np.asarray(rows)[stream]
             batch_of = lambda i: jax.tree.map(lambda x: x[stream[(first + i) * size : (first + i + 1) * size]], data)
         else:
-            epoch = part = len(batches)
+            epoch, part = len(batches), longest
             batch_of = lambda i: batches[i % epoch]
         while done < steps:
             number = min(epoch - done % epoch, part, steps - done)
@@ -163,7 +165,8 @@ class Member:
             now.auxs.append(auxs or [None] * number)
             if ends and validation is not None:
                 now.scores.append(self._judge(now, validation, key, sign, patience, min_delta, target))
-            if now.status == 0 and most is not None and now.step >= most:
+            limits = [x for x in (most, told if ends else None) if x is not None]
+            if now.status == 0 and limits and now.step >= min(limits):
                 now.status = 1
             if ends and decay is not None:
                 now.hyper = decay(now.hyper)
