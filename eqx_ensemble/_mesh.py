@@ -100,6 +100,11 @@ def put(x: Any, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
 
 
+def rows_of_mesh(mesh: Mesh | None) -> NamedSharding | None:
+    """Where the rows of a batch lie, if several devices share them."""
+    return None if mesh is None or mesh.shape.get("data", 1) == 1 else sharding(mesh, "data")
+
+
 def mesh_of(tree: PyTree) -> Mesh | None:
     """The mesh over which the members of a tree are split, or `None`."""
     for x in jax.tree.leaves(tree):

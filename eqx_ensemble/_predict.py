@@ -19,7 +19,7 @@ from ._keys import member_keys
 from ._map import is_per_member, open_marks, view
 from ._marks import Batch, Each
 from ._members import check_ensemble, check_model_state, split
-from ._mesh import check_mesh, pad_members, replicate, shard_members
+from ._mesh import check_mesh, pad_members, replicate, shard_members, sharding
 from ._progress import members_in_words, progress_line
 from ._pytree import PyTree
 from .distributed import to_host
@@ -95,8 +95,9 @@ def predict(
     num_members = ensemble.num_members
     x, num_rows = rows_of(x, num_members)
     keys = None if key is None else Each(member_keys(key, num_members, purpose="predict"))
-    plan = as_plan(plan, Vmap())
-    options = (fn, True if inference is None else inference, plan, num_members)
+    plan = as_plan(plan, Vmap()) if num_rows else Vmap()  # `jax.lax.map` fails on no rows
+    is_filled = mesh is not None and num_members % mesh.shape["members"]
+    options = (fn, True if inference is None else inference, plan, num_members, mesh if is_filled else None)
     combine = _combination(combine, weights)
     if mesh is not None:
         is_each = lambda x: isinstance(x, Each)
@@ -151,7 +152,7 @@ def predict(
 @eqx.filter_jit
 def _predict(read: tuple, x: PyTree, rows: Any) -> PyTree:
     """The predictions of all members for some rows, by a function of one member."""
-    (fn, inference, plan, num_members), *_ = read
+    (fn, inference, plan, num_members, filled), *_ = read
     own, rest = open_marks((read[1:], x))
 
     def one(own: PyTree) -> PyTree:
@@ -167,8 +168,12 @@ def _predict(read: tuple, x: PyTree, rows: Any) -> PyTree:
 
         return eqx.filter_vmap(on_row)(x, rows)
 
-    # On a mesh there may be more, which fill it.
-    return jax.tree.map(lambda x: x[:num_members] if eqx.is_array(x) else x, plan.run(one, own))
+    out = plan.run(one, own)
+    if filled is None:
+        return out
+    # The first of a mesh's members are on some of its devices, which no sharding tells.
+    whole = lambda x: jax.lax.with_sharding_constraint(x, sharding(filled))[:num_members]
+    return jax.tree.map(lambda x: whole(x) if eqx.is_array(x) else x, out)
 
 
 def rows_of(x: PyTree, num_members: int) -> tuple[PyTree, int]:

@@ -15,7 +15,7 @@ from .._data import is_batches, member_shapes, take_data, take_rows
 from .._ensemble import Ensemble, M
 from .._keys import member_keys
 from .._marks import Each
-from .._mesh import check_mesh, mesh_of, sharding
+from .._mesh import check_mesh, mesh_of, rows_of_mesh
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
 from ..distributed import to_host
@@ -173,7 +173,7 @@ def fit(
         loss, optimiser, None if validation is None else validation.score or loss, has_aux=has_aux,
         shuffle=bool(shuffle), patience=patience, mode="min" if validation is None else validation.mode,
         min_delta=0.0 if validation is None else validation.min_delta, per_step=history == "steps",
-        rows_of_mesh=rows_of_mesh(mesh, batch), **shape,
+        rows_of_mesh=rows_of_mesh(mesh), **shape,
     )  # fmt: skip
     task, digests = trace_task(task, first, batch, member_shapes(inputs["validation"]))
     plan = as_plan(plan, Blocks() if jax.default_backend() == "cpu" else Vmap())
@@ -310,14 +310,6 @@ def shape_of_epoch(num_rows: int, batch_size: int | None, first: TrainState) -> 
         "num_rows": num_rows, "batch_size": size, "epoch": epoch, "part": part,
         "permutations": permutations, "room": max(_ROOM // part, 1),
     }  # fmt: skip
-
-
-def rows_of_mesh(mesh: Mesh | None, batch: PyTree) -> Any:
-    """Where the rows of a batch lie, if several devices share them evenly; `batch` has the shapes of one."""
-    if mesh is None or mesh.shape.get("data", 1) == 1:
-        return None
-    is_even = all(x.shape[0] % mesh.shape["data"] == 0 for x in jax.tree.leaves(batch))
-    return sharding(mesh, "data") if is_even else None
 
 
 def run_of(loop: Loop, rows: Any, mode: Literal["min", "max"] | None) -> Run:

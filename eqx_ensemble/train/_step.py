@@ -15,7 +15,7 @@ from .._ensemble import M
 from .._foreign import take_in
 from .._keys import tag
 from .._map import is_per_member, view
-from .._mesh import sharding
+from .._mesh import rows_of_mesh
 from .._pytree import PyTree
 from ..plan import AnyPlan, Blocks, Vmap, as_plan
 from ._blocks import axes_of_inputs
@@ -90,8 +90,6 @@ def guarded_step(task: Task, state: TrainState, batch: PyTree, plan: AnyPlan) ->
     def one(moving: PyTree, batch: PyTree) -> tuple:
         before = eqx.combine(moving, common, rest)
         batch = jax.tree.map(view, batch, is_leaf=is_per_member)
-        if task.rows_of_mesh is not None:
-            batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, task.rows_of_mesh), batch)
         key = jax.random.fold_in(jax.random.fold_in(before.keys, tag("loss")), before.step)
         new, (value, aux) = take_step(task, trained_of(before), before, batch, key)
         after, metrics = keep_if_finite(before, new, value, aux)
@@ -164,11 +162,9 @@ def make_step(
     """
     if not callable(loss):
         raise TypeError("`make_step` needs `loss` to be a function, `lambda model, batch, key: ...`.")
-    rows = None if mesh is None or mesh.shape.get("data", 1) == 1 else sharding(mesh, "data")
     # As a function, a step is equal to itself alone.
-    return Step(
-        Task(loss, optimiser, has_aux=has_aux, rows_of_mesh=rows, digest=str(next(_numbers))), as_plan(plan, Vmap())
-    )
+    task = Task(loss, optimiser, has_aux=has_aux, rows_of_mesh=rows_of_mesh(mesh), digest=str(next(_numbers)))
+    return Step(task, as_plan(plan, Vmap()))
 
 
 _numbers = iter(range(2**62))

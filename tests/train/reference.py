@@ -38,9 +38,9 @@ def stream_of(key, count, num_rows, *, shuffle=True):
 
 @dataclasses.dataclass
 class Fitted:
-    """What a fit of one member gives; `losses`, `auxs` and `scores` hold NaN, `None` and NaN after it has stopped.
+    """What a fit of one member gives; `losses`, `means` and `scores` hold NaN after it has stopped.
 
-    `margin` is the smallest difference of a score to what decided about it.
+    `means` and `auxs` have one entry per part. `margin` is the smallest difference of a score to what decided about it.
     """
 
     params: Any
@@ -50,6 +50,7 @@ class Fitted:
     hyper: Any
     kept: Any
     losses: list = dataclasses.field(default_factory=list)
+    means: list = dataclasses.field(default_factory=list)
     auxs: list = dataclasses.field(default_factory=list)
     scores: list = dataclasses.field(default_factory=list)
     best_score: float = np.inf
@@ -120,35 +121,38 @@ class Member:
     def fit(
         self, model, data, *, steps, key, batch_size=32, rows=None, shuffle=True, state=None, validation=None,
         patience=None, mode="min", min_delta=0.0, target=None, most=None, batches=None, decay=None,
+        told=None, longest=512,
     ):  # fmt: skip
         """Trains for `steps` steps a model, or what a fit before gave. `rows` are the member's own, `most` the steps
-        after which it stops, `batches` those of a pass, in place of data; `decay(hyper)` is called after each epoch.
+        after which it stops, at the end of a part, and `told` at that of an epoch; `batches` are those of a pass, in place
+        of data; `decay(hyper)` is called after each epoch. Parts have at most `longest` steps.
         """
         now = dataclasses.replace(model) if isinstance(model, Fitted) else self.begin(model, state, mode)
-        now.losses, now.auxs, now.scores = [*now.losses], [*now.auxs], [*now.scores]
+        for name in ("losses", "means", "auxs", "scores"):
+            setattr(now, name, [*getattr(now, name)])
         first, sign, done = now.step, 1 if mode == "min" else -1, 0
         if batches is None:
             count = len(jax.tree.leaves(data)[0]) if rows is None else len(rows)
             size = min(batch_size, count)
             epoch = -(-count // size)
-            part = math.ceil(epoch / math.ceil(epoch / 512))
+            part = math.ceil(epoch / math.ceil(epoch / longest))
             stream = stream_of(key, (first + steps) * size, count, shuffle=shuffle)
             stream = stream if rows is None else np.asarray(rows)[stream]
             batch_of = lambda i: jax.tree.map(lambda x: x[stream[(first + i) * size : (first + i + 1) * size]], data)
         else:
-            epoch = part = len(batches)
+            epoch, part = len(batches), longest
             batch_of = lambda i: batches[i % epoch]
         while done < steps:
             number = min(epoch - done % epoch, part, steps - done)
             ends = (done + number) % epoch == 0 or done + number == steps
-            before, own, trains = (now.params, now.opt_state, now.state), [], now.status == 0
+            before, own, auxs, trains = (now.params, now.opt_state, now.state), [], [], now.status == 0
             for i in range(done, done + number) if trains else ():
                 now.params, now.opt_state, now.state, value, aux = _step(
                     self.loss, self.optimiser, self.has_aux, now.params, now.frozen, now.opt_state, now.state,
                     now.hyper, batch_of(i), key, jnp.int32(first + i),
                 )  # fmt: skip
                 own.append(float(value))
-                now.auxs.append(aux)
+                auxs.append(aux)
             if trains:
                 finite = all(np.isfinite(np.asarray(x, float)).all() for x in jax.tree.leaves(now.params))
                 now.loss = float(np.mean(own))
@@ -157,10 +161,12 @@ class Member:
                 else:
                     (now.params, now.opt_state, now.state), now.status = before, 2
             now.losses += own or [np.nan] * number
-            now.auxs += [] if own else [None] * number
+            now.means.append(now.loss if trains else np.nan)
+            now.auxs.append(auxs or [None] * number)
             if ends and validation is not None:
                 now.scores.append(self._judge(now, validation, key, sign, patience, min_delta, target))
-            if now.status == 0 and most is not None and now.step >= most:
+            limits = [x for x in (most, told if ends else None) if x is not None]
+            if now.status == 0 and limits and now.step >= min(limits):
                 now.status = 1
             if ends and decay is not None:
                 now.hyper = decay(now.hyper)
