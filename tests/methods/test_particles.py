@@ -58,8 +58,7 @@ def test_a_step_is_that_of_the_raveled_weights(ensemble, method):
     loss_key = lambda key: jax.random.fold_in(jax.random.fold_in(key, tag("loss")), 0)
     keys = map(loss_key, KEYS)
     found = [
-        eqx.filter_value_and_grad(loss)(model, (X, Y), key)
-        for model, key in zip(ensemble.unstack(), keys, strict=True)
+        eqx.filter_value_and_grad(loss)(model, (X, Y), key) for model, key in zip(ensemble.unstack(), keys, strict=True)
     ]
     np.testing.assert_allclose(metrics.loss, [value for value, _ in found], rtol=1e-5)
     flat = lambda tree: ravel_pytree(eqx.filter(tree, eqx.is_inexact_array))[0]

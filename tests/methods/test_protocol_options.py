@@ -100,7 +100,9 @@ def test_members_with_data_of_their_own_that_diverge(case, tmp_path):
     assert np.isfinite(posterior.predict(X)).all()
     other = ee.build(make, key=ee.member_keys(KEY, 2)[1:])
     if case is laplace:
-        run = ee.fit(other, loss, SGD, (X, Y), **options | {"rows": rows[1:], "key": ee.member_keys(KEY, 2, purpose="fit")[1:]})
+        run = ee.fit(
+            other, loss, SGD, (X, Y), **options | {"rows": rows[1:], "key": ee.member_keys(KEY, 2, purpose="fit")[1:]}
+        )
         weights = ee.Each(ee.resample.counts(rows[1:], 20))
         fitted = methods.laplace.fit(run, DATA, likelihood="classification", where=last_layer, row_weights=weights)
         expected = fitted.optimise_prior().predict(X)
