@@ -8,10 +8,9 @@ import jax.numpy as jnp
 
 from ._caller import caller
 from ._check import MemberMismatchError, is_key
-from ._ensemble import Ensemble
+from ._ensemble import Ensemble, axes_of, take
 from ._foreign import from_foreign_tree
 from ._marks import Each, over_batch
-from ._members import axes_of, take
 from ._pytree import PyTree
 from .plan import AnyPlan, Vmap, as_plan
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from ._caller import caller
 from ._check import MemberMismatchError, check_flag, is_key
-from ._ensemble import Ensemble, M
-from ._members import join
+from ._ensemble import Ensemble, M, join
 from ._pytree import PyTree
 from .tree._engine import Rules, check_trees, combine_trees, compare_trees, map_columns
 

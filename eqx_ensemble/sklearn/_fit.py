@@ -15,7 +15,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from .._build import build
 from .._caller import caller
 from .._check import check_word
-from .._members import take
+from .._ensemble import take
 from .._predict import predict
 from ..resample import bootstrap, out_of_bag_mean
 from ..train import DivergedError, Status, Validation

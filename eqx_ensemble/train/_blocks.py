@@ -12,17 +12,16 @@ from jax.sharding import Mesh
 
 from .._check import is_key
 from .._cores import num_cores, thread_pool
+from .._ensemble import axes_of
 from .._keys import tag
 from .._map import is_per_member, view
 from .._marks import Each
-from .._members import axes_of
 from .._mesh import pad_members, replicate, shard_members
 from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import Blocks
 from ._member import MEMBERS, Curves, Task, Trained, end_part, flags_of, take_step, train, trained_of
-from ._state import Pieces, TrainState, pieces_of
-from ._status import Status
+from ._state import Pieces, Status, TrainState, pieces_of
 
 _own = eqx.if_array(0)
 

@@ -16,7 +16,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from .._pytree import PyTree
-from ._texts import inner_programs
 
 _LARGEST = 64  # entries of a kernel or a window: each is a slice
 _CALLS = ("jit", "pjit", "closed_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call")
@@ -43,7 +42,12 @@ def has_convolution(program: Any) -> bool:
 
 
 def _inner(eqn: Any) -> list[Any]:
-    return inner_programs(eqn) if eqn.primitive.name in _CALLS else []
+    is_program = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    return [
+        x
+        for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program)
+        if is_program(x) and eqn.primitive.name in _CALLS
+    ]
 
 
 def _is_small(eqn: Any) -> bool:

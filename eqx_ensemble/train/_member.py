@@ -24,8 +24,7 @@ from .._pytree import PyTree
 from ._convolutions import as_products
 from ._optimiser import Together, update
 from ._order import stream
-from ._state import TrainState, weights_of, with_weights
-from ._status import Status
+from ._state import Status, TrainState, weights_of, with_weights
 
 MEMBERS = "eqx_ensemble.members"  # the name of the mapped axis
 

@@ -9,16 +9,14 @@ import numpy as np
 from jaxtyping import Float, Int, Int8
 
 from .._check import is_traced, missing_extra_message
-from .._ensemble import Ensemble, M
-from .._members import join, take
+from .._ensemble import Ensemble, M, join, take
 from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
 from ..distributed import to_host
 from ._history import History, join_members, take_curves
 from ._ranking import rank_members
-from ._state import TrainState, weights_of, with_weights
-from ._status import DivergedError, Status
+from ._state import DivergedError, Status, TrainState, weights_of, with_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Figure

@@ -173,7 +173,11 @@ class Call:
             "mesh": None if self.mesh is None else ee.make_mesh(*self.mesh),
         }  # fmt: skip
         if self.source == "arrays":
-            options |= {"batch_size": self.batch_size, "rows": None if self.rows is None else self.rows[index], "shuffle": self.shuffle}
+            options |= {
+                "batch_size": self.batch_size,
+                "rows": None if self.rows is None else self.rows[index],
+                "shuffle": self.shuffle,
+            }
         return options
 
     def callback(self, state):

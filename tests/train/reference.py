@@ -180,7 +180,9 @@ class Member:
         limit = sign * now.best_score - min_delta
         better = sign * score < limit
         ties = [limit] if target is None else [limit, sign * target]
-        now.margin = min([now.margin, *(abs(sign * score - tie) / (1 + abs(score)) for tie in ties if np.isfinite(tie))])
+        now.margin = min(
+            [now.margin, *(abs(sign * score - tie) / (1 + abs(score)) for tie in ties if np.isfinite(tie))]
+        )
         now.waited = 0 if better else now.waited + 1
         if better:
             now.kept, now.best_score, now.best_step = (now.params, now.state), score, now.step
