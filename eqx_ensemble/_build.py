@@ -12,7 +12,7 @@ from ._check import MemberMismatchError, check_key_shape, check_positive_int, is
 from ._ensemble import Ensemble
 from ._foreign import from_foreign
 from ._keys import member_keys
-from ._mesh import shard_members
+from ._mesh import check_mesh, shard_members
 from ._stack import Where, of_stacked
 from ._warnings import warn
 from .tree._engine import check_no_tracers
@@ -59,6 +59,7 @@ def build(
             f"`build` needs a function that makes one member from a key, got `{type(make).__name__}`.\n"
             "Write `build(lambda key: Model(..., key=key), num_members, key=key)`; a list of models goes to `stack`."
         )
+    check_mesh(mesh)
     arguments, counts = _arguments(zip, product)
     keys, count = _keys_of(key, num_members, counts)
     call = lambda key, arguments: make(key, **arguments)

@@ -18,8 +18,8 @@ from ._foreign import empty_aligned
 from ._keys import member_keys
 from ._map import is_per_member, open_marks, view
 from ._marks import Batch, Each
-from ._members import check_ensemble, check_model_state
-from ._mesh import shard_members
+from ._members import check_ensemble, check_model_state, split
+from ._mesh import check_mesh, pad_members, replicate, shard_members
 from ._progress import members_in_words, progress_line
 from ._pytree import PyTree
 from .distributed import to_host
@@ -83,6 +83,7 @@ def predict(
     check_ensemble(ensemble)
     check_model_state(ensemble, state)
     check_positive_int(batch_size, "batch_size")
+    check_mesh(mesh)
     if key is not None and inference is None:
         raise ValueError(
             "`predict` with `key` needs `inference`: `False` samples dropout masks, `True` leaves them out."
@@ -95,10 +96,14 @@ def predict(
     x, num_rows = rows_of(x, num_members)
     keys = None if key is None else Each(member_keys(key, num_members, purpose="predict"))
     plan = as_plan(plan, Vmap())
-    options = (fn, True if inference is None else inference, plan)
+    options = (fn, True if inference is None else inference, plan, num_members)
     combine = _combination(combine, weights)
     if mesh is not None:
-        ensemble, state, keys = (shard_members(tree, mesh) for tree in (ensemble, state, keys))
+        is_each = lambda x: isinstance(x, Each)
+        pad = lambda tree: shard_members(pad_members(tree, num_members, mesh), mesh)
+        own, rest = split((ensemble, state, keys))
+        ensemble, state, keys = eqx.combine(pad(own), replicate(rest, mesh))
+        x = jax.tree.map(lambda x: pad(x) if is_each(x) else x, x, is_leaf=is_each)
     read = (options, ensemble, state, keys)
     if is_inside_transformation() or num_rows == 0:
         out = _predict(read, x, None if keys is None else np.arange(num_rows))
@@ -146,7 +151,7 @@ def predict(
 @eqx.filter_jit
 def _predict(read: tuple, x: PyTree, rows: Any) -> PyTree:
     """The predictions of all members for some rows, by a function of one member."""
-    (fn, inference, plan), *_ = read
+    (fn, inference, plan, num_members), *_ = read
     own, rest = open_marks((read[1:], x))
 
     def one(own: PyTree) -> PyTree:
@@ -162,7 +167,8 @@ def _predict(read: tuple, x: PyTree, rows: Any) -> PyTree:
 
         return eqx.filter_vmap(on_row)(x, rows)
 
-    return plan.run(one, own)
+    # On a mesh there may be more, which fill it.
+    return jax.tree.map(lambda x: x[:num_members] if eqx.is_array(x) else x, plan.run(one, own))
 
 
 def rows_of(x: PyTree, num_members: int) -> tuple[PyTree, int]:

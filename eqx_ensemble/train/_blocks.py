@@ -16,7 +16,7 @@ from .._keys import tag
 from .._map import is_per_member, view
 from .._marks import Each
 from .._members import axes_of
-from .._mesh import put, replicate, shard_members, sharding
+from .._mesh import pad_members, replicate, shard_members
 from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import Blocks
@@ -161,22 +161,24 @@ class Crew:
     def _put_on_mesh(self) -> None:
         """Puts members on their devices, padded to a multiple of their number by copies that do not train."""
         mesh: Any = self.mesh
-        width = -(-self.num_members // mesh.shape["members"]) * mesh.shape["members"]
-        index = np.minimum(np.arange(width), self.num_members - 1)
-        pad = lambda tree: (
-            tree if width == self.num_members else jax.tree.map(lambda x: jnp.take(x, index, axis=0), tree)
-        )
+        pad = lambda tree: pad_members(tree, self.num_members, mesh)
         self.whole = pad(self.whole)
+        width = self.whole.status.shape[0]
         if width > self.num_members:
             idle = jnp.where(np.arange(width) < self.num_members, self.whole.status, jnp.int8(Status.STOPPED))
             self.whole = eqx.tree_at(lambda s: s.status, self.whole, idle)
-        is_each = lambda x: isinstance(x, Each)
-        own = lambda x: (
-            Each(shard_members(pad(x.value), mesh)) if is_each(x) else put(x, sharding(mesh)) if eqx.is_array(x) else x
-        )
-        self.inputs = jax.tree.map(own, self.inputs, is_leaf=is_each)
+        self.inputs = self.on_mesh(self.inputs)
         self.whole = shard_members(self.whole, mesh)
         self.common, self.rest = replicate((self.common, self.rest), mesh)
+
+    def on_mesh(self, tree: PyTree) -> PyTree:
+        """What is marked `Each` on the devices of its members, filled like them, and all else on every device."""
+        mesh, is_each = self.mesh, lambda x: isinstance(x, Each)
+        if mesh is None:
+            return tree
+        each = lambda x: Each(shard_members(pad_members(x.value, self.num_members, mesh), mesh))
+        own = lambda x: each(x) if is_each(x) else replicate(x, mesh)
+        return jax.tree.map(own, tree, is_leaf=is_each)
 
     def divide(self) -> None:
         """Divides the members that train into blocks of one size. When some have stopped, there are fewer blocks."""

@@ -15,7 +15,7 @@ from .._data import is_batches, member_shapes, take_data, take_rows
 from .._ensemble import Ensemble, M
 from .._keys import member_keys
 from .._marks import Each
-from .._mesh import check_mesh, sharding
+from .._mesh import check_mesh, mesh_of, sharding
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
 from ..distributed import to_host
@@ -111,7 +111,7 @@ def fit(
     *Execution:*
 
     - `plan`: by default [`eqx_ensemble.plan.Blocks`][] on a CPU, elsewhere [`eqx_ensemble.plan.Vmap`][].
-    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]. Its axis `members` splits the members, `data` the rows of
+    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default those on which the members are. Its axis `members` splits the members, `data` the rows of
         batches.
     - `key`: one key, or one per member `(members,)`: [`eqx_ensemble.member_keys`][]`(key, members, purpose="fit")`. A
         state that continues has keys; others replace them.
@@ -148,6 +148,7 @@ def fit(
     check_outside()
     check_mesh(mesh)
     first, continued = start(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, key=key)
+    mesh = mesh_of(first.ensemble) if mesh is None else mesh
     num_members, lost_before = first.num_members, to_host(first.status) == Status.DIVERGED
     validation = validation if isinstance(validation, Validation | None) else Validation(validation)
     check_options(epochs, steps, patience, stop, validation, on_diverge, history)

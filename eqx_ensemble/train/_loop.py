@@ -165,16 +165,17 @@ class Loop:
                 if skip:
                     skip -= 1
                     continue
-                part = Part(crew, self.task) if part is None else part
-                part.step(batch)
-                is_over = self.done + part.count == self.end or self.interrupt.is_set()
-                if is_over or part.count == self.task.part:
-                    self._end(part, ends=self.done + part.count == self.end)
+                if part is not None and part.count == self.task.part:  # only now it is known to be not the last
+                    self._end(part, ends=False)
                     part = None
                     if not self.goes_on():
                         return
+                part = Part(crew, self.task) if part is None else part
+                part.step(batch)
+                if self.done + part.count == self.end or self.interrupt.is_set():
+                    break
             if part is not None:
-                self._end(part, ends=True)
+                self._end(part, ends=self.done + part.count == self.end or not self.interrupt.is_set())
             if is_empty:
                 raise ValueError(f"`fit` got no batch in pass {number} over its data: does it give them only once?")
             number += 1
@@ -261,7 +262,7 @@ class Part:
 
     def step(self, batch: PyTree) -> None:
         """One step of all blocks."""
-        index, blocks = np.int32(self.count), self.crew.blocks
+        index, blocks, batch = np.int32(self.count), self.crew.blocks, self.crew.on_mesh(batch)
         call = lambda i: step_block((self.task, self.pieces[i], blocks[i].cut(batch), index), self.now[i])
         out = self.crew.call(call, range(len(blocks)))
         self.now = [now for now, _ in out]

@@ -197,7 +197,7 @@ def test_other_models(name):
     run = ee.fit(members, case.loss, adam, whole, epochs=3, batch_size=BATCH, state=state, key=KEY)
     for i in range(MEMBERS):
         own = None if state is None else ee.tree.take(state, i)
-        member = Member(case.loss, adam, stateful=case.stateful)
+        member = Member(case.loss, adam)
         alone = member.fit(members[i], whole, steps=9, key=key_of_member(KEY, i), batch_size=BATCH, state=own)
         assert_close(run.ensemble[i], alone.model, 5 * case.rtol)
 
