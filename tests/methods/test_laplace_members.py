@@ -1,4 +1,4 @@
-"""Laplace approximations of many members: rows, plans, devices, files, runs, and what is refused."""
+"""Laplace approximations of many members: rows, files, runs, and what is refused."""
 
 import equinox as eqx
 import jax
@@ -59,19 +59,16 @@ class TestRows:
 
 
 class TestMembers:
-    @pytest.mark.parametrize("plan", [ee.plan.Blocks(2), pytest.param(ee.plan.Blocks(1), marks=pytest.mark.slow)])
-    def test_plans(self, posterior, plan):
-        assert_close(posterior.predict(X), posterior.predict(X, plan=plan), 1e-5)
-
     def test_alone(self, posterior):
         """A member's posterior, its draws included, does not depend on the others."""
         one = fit(ENSEMBLE[[1]])
         same(one, posterior[[1]])
         for index in (1, np.int64(1), jnp.array(1), slice(1, 2)):
             same(one, posterior[index])
-        draws = posterior.sample(3, key=KEY)
-        assert len(draws) == 9
-        np.testing.assert_allclose(posterior.sample(2, key=KEY)(X[0])[2:4], draws(X[0])[3:5], rtol=1e-5)
+        draws = posterior.sample(3, key=KEY)(X[0])
+        np.testing.assert_allclose(posterior.sample(2, key=KEY)(X[0])[2:4], draws[3:5], rtol=1e-5)
+        keys = ee.member_keys(KEY, 3, purpose="laplace")
+        np.testing.assert_allclose(posterior[1:].sample(3, key=keys[1:])(X[0]), draws[3:], rtol=1e-5)
 
     @pytest.mark.slow
     def test_hyper(self, posterior):
@@ -102,10 +99,6 @@ class TestMembers:
         found = jnp.exp(posterior.predict(X, link="mc", num_samples=2_000, key=KEY))
         assert np.abs(found - jnp.exp(posterior.predict(X))).max() < 0.1
         np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
-
-    def test_mesh(self, posterior):
-        mesh = ee.make_mesh(members=4)
-        assert_close(posterior.predict(X, mesh=mesh), posterior.predict(X), 1e-5)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("structure", ["full", "diag"])
@@ -186,7 +179,7 @@ def test_state():
     with relaxed():
         posterior = fit(ensemble, where=lambda m: m.head, state=state)
         features = ee.predict(ensemble, X, state=state, fn=lambda m, x, s: jax.nn.relu(m.norm(m.linear(x), s)[0]))
-        heads = ee.from_stacked(ensemble.stacked.head)
+        heads = ee.map_members(lambda m: m.head)(ensemble)
         plain = laplace.fit(
             heads,
             (ee.Each(features), LABELS),
@@ -249,7 +242,7 @@ BAD = {
     "targets": ({"likelihood": "regression", "data": (X, X[:, 0])}, ValueError, "one target per output"),
     "a pair of outputs": ({"fn": lambda m, x: (m(x), m(x))}, TypeError, "one floating-point array of outputs"),
     "batch size": ({"batch_size": 0}, ValueError, "`batch_size` of at least 1"),
-    "a model": ({"ensemble": make(KEY)}, TypeError, "An `Ensemble` is needed"),
+    "a model": ({"ensemble": make(KEY)}, TypeError, "`Ensemble` is needed"),
 }
 
 
@@ -287,7 +280,7 @@ def test_errors_of_a_posterior(posterior):
         [eqx.tree_at(lambda m: m.weight, eqx.nn.Linear(3, 1, use_bias=False, key=KEY), jnp.ones((1, 3)))]
     )
     with pytest.raises(ValueError, match=r"needs residuals, which give the noise.\n  members 0 have none"):
-        laplace.fit(perfect, (X, perfect(ee.Batch(X))[0]), **regression)
+        laplace.fit(perfect, (X, ee.predict(perfect, X)[0]), **regression)
     found = laplace.fit(perfect, (X, X[:, 0]), noise=1.0, **regression)
     exact = laplace.fit(perfect, (X, X[:, 0]), noise=0.5, **regression)
     assert_close(laplace.replace(found, noise=0.5), exact, 1e-6)

@@ -12,6 +12,7 @@ import eqx_ensemble as ee
 from eqx_ensemble._keys import tag
 from eqx_ensemble.methods import particles
 
+from ..collectives import collectives, text_of
 from ..factories import CASES, assert_close, assert_same, data, distance, mse
 
 KEY = jax.random.key(5)
@@ -54,11 +55,10 @@ def test_a_step_is_that_of_the_raveled_weights(ensemble, method):
     """Gradients of each member alone, directions of all, an update of each: as a user would write it."""
     step = particles.make_step(loss, SGD, num_rows=20, method=method)
     state, metrics = steps(ensemble, step, count=1)
-    fold = lambda key: jax.random.fold_in(key, tag("loss"))
-    keys = jax.vmap(fold)(ee.member_keys(KEY, 4, purpose="fit"))
+    loss_key = lambda key: jax.random.fold_in(jax.random.fold_in(key, tag("loss")), 0)
+    keys = map(loss_key, KEYS)
     found = [
-        eqx.filter_value_and_grad(loss)(model, (X, Y), jax.random.fold_in(key, 0))
-        for model, key in zip(ensemble.unstack(), keys, strict=True)
+        eqx.filter_value_and_grad(loss)(model, (X, Y), key) for model, key in zip(ensemble.unstack(), keys, strict=True)
     ]
     np.testing.assert_allclose(metrics.loss, [value for value, _ in found], rtol=1e-5)
     flat = lambda tree: ravel_pytree(eqx.filter(tree, eqx.is_inexact_array))[0]
@@ -84,12 +84,25 @@ def test_a_single_member_is_trained_as_by_the_plain_step(method):
 def test_members_meet(ensemble):
     """Their order has no effect; who else is there has, unlike in a plain step."""
     whole = steps(ensemble)[0].ensemble
-    order = [2, 0, 3, 1]
-    assert_close(steps(ensemble[order], key=KEYS[jnp.array(order)])[0].ensemble.stacked, whole[order].stacked, 1e-5)
+    order = np.array([2, 0, 3, 1])
+    assert_close(steps(ensemble[order], key=KEYS[order])[0].ensemble.stacked, whole[order].stacked, 1e-5)
     assert distance(steps(ensemble[:3])[0].ensemble.stacked, whole[:3].stacked) > 1e-3
     plain = ee.train.make_step(loss, SGD)
     alone = [steps(part, plain)[0].ensemble for part in (ensemble[:3], ensemble)]
     assert_close(alone[0].stacked, alone[1][:3].stacked, 1e-6)
+
+
+def test_on_a_mesh(ensemble):
+    """Devices with members of their own exchange them, which a plain step does not."""
+    alone, metrics = steps(ensemble)
+    state = ee.train.init(ee.build(make, 4, mesh=ee.make_mesh(), key=KEY), SGD, key=KEY)
+    assert collectives(text_of(STEP, state, (X, Y)))
+    assert not collectives(text_of(ee.train.make_step(loss, SGD), state, (X, Y)))
+    for _ in range(2):
+        state, found = STEP(state, (X, Y))
+    assert len(state.ensemble.stacked.weight.sharding.device_set) == 4
+    assert_close(state.ensemble.stacked, alone.ensemble.stacked, 1e-5)
+    np.testing.assert_allclose(found.loss, metrics.loss, rtol=1e-5)
 
 
 def broken(ensemble, member):
@@ -99,8 +112,8 @@ def broken(ensemble, member):
 
 def test_a_member_that_diverged_is_as_if_left_out(ensemble):
     state, metrics = steps(broken(ensemble, 1))
-    kept = [0, 2, 3]
-    expected, _ = steps(ensemble[kept], key=KEYS[jnp.array(kept)])
+    kept = np.array([0, 2, 3])
+    expected, _ = steps(ensemble[kept], key=KEYS[kept])
     assert_close(state.ensemble[kept].stacked, expected.ensemble.stacked, 1e-5)
     assert metrics.status.tolist() == [0, 2, 0, 0]
     assert np.isnan(metrics.loss[1])
@@ -261,8 +274,8 @@ def complex_weights():
     return STEP(ee.train.init(ensemble, SGD, key=KEY), (X, Y))
 
 
-def state_of(optimiser=SGD):
-    return ee.train.init(ee.build(make, 2, key=KEY), optimiser, key=KEY)
+def state_of():
+    return ee.train.init(ee.build(make, 2, key=KEY), SGD, key=KEY)
 
 
 FUNCTION = particles.make_function_space_step

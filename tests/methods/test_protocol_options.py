@@ -232,7 +232,7 @@ class Offset(eqx.Module):
 
 
 def test_draws_have_the_state_of_their_member():
-    """Of three members the second diverges, so that positions change."""
+    """Of three members the second diverges."""
     make_offset = eqx.nn.make_with_state(Offset)
     x = jnp.stack([X, X * jnp.nan, X])
     with pytest.warns(UserWarning, match="diverged"):
@@ -241,7 +241,6 @@ def test_draws_have_the_state_of_their_member():
         )
     ensemble, state = ee.build(make_offset, 3, key=KEY)
     (known,) = jax.tree.leaves(state)
-    assert len(posterior.ensemble) == 4
     np.testing.assert_array_equal(jax.tree.leaves(posterior.state)[0], known[jnp.array([0, 0, 2, 2])])
 
 

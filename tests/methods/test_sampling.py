@@ -176,7 +176,7 @@ def test_parts_of_a_transform_have_noise_of_their_own(sampler):
 
 
 def test_chains_that_share_noise_contract():
-    """What happens where `init` is mapped without ids: two chains with one noise approach each other."""
+    """What happens where `init` is mapped without keys of members: two chains with one noise approach each other."""
     x = jnp.array([[1.0], [3.0]])
     state = jax.vmap(SGLD.init)(x)
     for _ in range(5):

@@ -92,7 +92,9 @@ def test_snapshots_of_steps(ensemble, weights, start, every, taken):
 
     run = fitted(ensemble, trajectory.snapshots(DRIFT, n, every=every, start=start))
     kept = trajectory.snapshot_ensemble(run)
-    np.testing.assert_allclose(flat(kept), taken.transpose(1, 0, 2).reshape(-1, 3), rtol=1e-6)
+    # Sums of gradients of either sign: two programs differ by the rounding of numbers of order one.
+    np.testing.assert_allclose(flat(kept), taken.transpose(1, 0, 2).reshape(-1, 3), rtol=1e-6, atol=1e-6)
+    assert trajectory.snapshot_owners(run).tolist() == np.repeat(range(MEMBERS), n).tolist()
     assert_same(kept.stacked.number, jnp.repeat(ensemble.stacked.number, n))
 
 
@@ -183,11 +185,14 @@ def test_covariance_of_draws(ensemble, weights, rank, scale):
             assert abs(expected[0, 2]) > 20 * error[0, 2]
 
 
-def test_draws_are_of_each_member(ensemble):
+def test_draws_follow_from_keys(ensemble):
     run = fitted(ensemble, trajectory.swag(DRIFT, rank=3))
     draws = trajectory.sample(run, 4, key=KEY)
     more = flat(trajectory.sample(run, 6, key=KEY)).reshape(MEMBERS, 6, 3)
     np.testing.assert_array_equal(flat(draws).reshape(MEMBERS, 4, 3), more[:, :4])
+    some = np.array([2, 0])
+    keys = ee.member_keys(KEY, MEMBERS, purpose="swag")[some]
+    assert_same(trajectory.sample(run.train_state[some], 4, key=keys), draws[[8, 9, 10, 11, 0, 1, 2, 3]])
     assert np.unique(flat(draws), axis=0).shape == (12, 3)
     assert_same(draws.stacked.number, jnp.repeat(ensemble.stacked.number, 4))
 
@@ -212,13 +217,13 @@ def test_the_run_is_that_of_the_optimiser_alone(ensemble):
         assert_same(fitted(ensemble, wrap(optax.adam(0.1))).ensemble, plain.ensemble)
 
 
-@pytest.mark.parametrize("plan", [ee.plan.Vmap(), slow(ee.plan.Blocks(2)), slow(ee.plan.Blocks(1))])
+@pytest.mark.parametrize("plan", [ee.plan.Vmap(), slow(ee.plan.Blocks(2))])
 def test_members_alone(ensemble, plan):
     optimiser = trajectory.ema(trajectory.swag(optax.adam(0.1), rank=3, start=2), 0.9)
     together = fitted(ensemble, optimiser, plan=plan).train_state.opt_state
-    keys = ee.member_keys(KEY, MEMBERS, purpose="fit")
     for i in range(MEMBERS):
-        alone = fitted(ensemble[[i]], optimiser, key=keys[i : i + 1]).train_state.opt_state
+        keys = ee.member_keys(KEY, MEMBERS, purpose="fit")[i : i + 1]
+        alone = fitted(ensemble[[i]], optimiser, key=keys).train_state.opt_state
         assert_close(ee.tree.take(together, [i]), alone, 1e-6)
 
 
@@ -268,6 +273,7 @@ def test_few_snapshots(ensemble):
     early = fitted(ensemble, trajectory.snapshots(DRIFT, 2, every=5), stop=ee.train.Stopping(steps=[4, 9, 9]), steps=9)
     with pytest.warns(UserWarning, match="members with no snapshot: 0. They are left out"):
         assert len(trajectory.snapshot_ensemble(early)) == 2
+    assert trajectory.snapshot_owners(early).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("make", [slow(None), Point])
@@ -279,8 +285,8 @@ def test_a_revived_member(ensemble, make):
 
     limits = jnp.array([100.0, 4.5, 100.0])  # the weight is 5 when it is first above, after five steps
     optimiser = lambda hyper: trajectory.swa(DRIFT)
-    how = ee.train.revive(make, optimiser=optimiser, perturb=lambda hyper, key: jnp.full_like(hyper, 100.0))
-    run = fitted(ensemble, optimiser, loss=loss, hyper=limits, callbacks=how)
+    revive = ee.train.revive(make, optimiser=optimiser, perturb=lambda hyper, key: jnp.full_like(hyper, 100.0))
+    run = fitted(ensemble, optimiser, loss=loss, hyper=limits, callbacks=revive)
     counts = run.train_state.opt_state.count.tolist()
     assert counts == [12, 6 if make else 12, 12]
     means, last = flat(trajectory.average(run)), flat(run.ensemble)
@@ -288,7 +294,7 @@ def test_a_revived_member(ensemble, make):
 
 
 def test_the_last_snapshots_are_kept(ensemble, weights):
-    """Of six, the last four: numbers 2 to 5, of which two have the slots of 0 and 1."""
+    """Of six, the last four, the oldest first."""
     kept = trajectory.snapshot_ensemble(fitted(ensemble, trajectory.snapshots(DRIFT, 4, every=2)))
     expected = weights[[5, 7, 9, 11]].transpose(1, 0, 2).reshape(-1, 3)
     np.testing.assert_allclose(flat(kept), expected, rtol=1e-6)
@@ -308,10 +314,9 @@ def test_resumed_and_continued(ensemble, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"members": 2}])
-def test_on_a_mesh(ensemble, sizes):
+def test_on_a_mesh(ensemble):
     optimiser = trajectory.swag(trajectory.snapshots(optax.adam(0.1), 2, every=3), rank=3)
-    plain, sharded = fitted(ensemble[:2], optimiser), fitted(ensemble[:2], optimiser, mesh=ee.make_mesh(**sizes))
+    plain, sharded = fitted(ensemble[:2], optimiser), fitted(ensemble[:2], optimiser, mesh=ee.make_mesh(2))
     assert sharded.train_state.opt_state.record.mean.a.sharding.num_devices > 1
     assert_close(trajectory.average(sharded), trajectory.average(plain), 1e-5)
     assert_close(trajectory.sample(sharded, 3, key=KEY), trajectory.sample(plain, 3, key=KEY), 1e-5)

@@ -72,8 +72,9 @@ def test_after_a_run(mode):
     new = trajectory.update_batch_norm(average, run.state, loss, X, batch_size=6, key=KEY)
     np.testing.assert_allclose(predict(average, new), expected, rtol=2e-4, atol=1e-4)
 
+    assert trajectory.snapshot_owners(run).tolist() == [0, 0, 1, 1]
     for members in (trajectory.sample(run, 2, key=KEY), trajectory.snapshot_ensemble(run)):
-        own = ee.tree.take(run.state, np.repeat(np.arange(2), 2))
+        own = ee.tree.take(run.state, np.repeat([0, 1], 2))
         own = trajectory.update_batch_norm(members, own, loss, X, batch_size=6, key=KEY)
         expected = normalised_by_all_rows(members)
         np.testing.assert_allclose(predict(members, own), expected, rtol=2e-4, atol=1e-4)
