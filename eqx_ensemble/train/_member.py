@@ -242,7 +242,9 @@ def train(moving: PyTree, common: PyTree, rest: PyTree, inputs: dict, clock: Clo
             now, values, auxs = carry
             batch = jax.tree.map(lambda x: x.at[rows[j]].get(mode="promise_in_bounds"), inputs["data"])
             own_key = jax.random.fold_in(key, before.step + j)
-            now, (value, aux) = take_step(task, now, before, batch, own_key)
+            own = jax.random.fold_in(key, before.step + j)
+            value, grads, model_state, aux, loss_of = gradient_of(task, now, before, batch, own)
+            now = update_weights(task, now._replace(model_state=model_state), before, value, grads, loss_of)
             return (
                 now,
                 values.at[j].set(value.astype(values.dtype)),
