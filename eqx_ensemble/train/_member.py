@@ -242,8 +242,7 @@ def train(moving: PyTree, common: PyTree, rest: PyTree, inputs: dict, clock: Clo
             now, values, auxs = carry
             batch = jax.tree.map(lambda x: x.at[rows[j]].get(mode="promise_in_bounds"), inputs["data"])
             own_key = jax.random.fold_in(key, before.step + j)
-            own = jax.random.fold_in(key, before.step + j)
-            value, grads, model_state, aux, loss_of = gradient_of(task, now, before, batch, own)
+            value, grads, model_state, aux, loss_of = gradient_of(task, now, before, batch, own_key)
             now = update_weights(task, now._replace(model_state=model_state), before, value, grads, loss_of)
             return (
                 now,

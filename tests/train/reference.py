@@ -124,8 +124,8 @@ class Member:
         told=None, longest=512,
     ):  # fmt: skip
         """Trains for `steps` steps a model, or what a fit before gave. `rows` are the member's own, `most` the steps
-        after which it stops, at the end of a part, and `told` at that of an epoch; `batches` are those of a pass, in place
-        of data; `decay(hyper)` is called after each epoch. Parts have at most `longest` steps.
+        after which it stops, at the end of a part, and `told` at that of an epoch; `batches` are those of a pass, in
+        place of data; `decay(hyper)` is called after each epoch. Parts have at most `longest` steps.
         """
         now = dataclasses.replace(model) if isinstance(model, Fitted) else self.begin(model, state, mode)
         for name in ("losses", "means", "auxs", "scores"):
