@@ -8,10 +8,9 @@ import jax.numpy as jnp
 
 from ._caller import caller
 from ._check import MemberMismatchError, is_key
-from ._ensemble import Ensemble
+from ._ensemble import Ensemble, axes_of, take
 from ._foreign import from_foreign_tree
 from ._marks import Each, over_batch
-from ._members import axes_of, take
 from ._pytree import PyTree
 from .plan import AnyPlan, Vmap, as_plan
 
@@ -75,7 +74,7 @@ def over_members(fn: Callable[..., Any], *, plan: AnyPlan | None = None, is_plai
     plan = as_plan(plan, Vmap())
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        own, rest = open_marks(from_foreign_tree((args, kwargs), "args"))
+        own, rest = open_marks((from_foreign_tree(args, "args"), from_foreign_tree(kwargs, "kwargs")))
         kept: list[Any] = []  # arrays that members share and that `fn` returned unchanged
         shared = {id(x): x for x in jax.tree.leaves(rest) if isinstance(x, jax.Array)}
 
@@ -158,7 +157,7 @@ def call_members(ensemble: Ensemble, *args: Any, **kwargs: Any) -> PyTree:
     """Calls every member, over the examples of inputs marked `Batch`."""
     if not callable(ensemble.stacked):
         raise TypeError(f"The members of this ensemble, `{type(ensemble.stacked).__name__}`, cannot be called.")
-    own, rest = open_marks(from_foreign_tree((ensemble, args, kwargs), "args"))
+    own, rest = open_marks((ensemble, from_foreign_tree(args, "args"), from_foreign_tree(kwargs, "kwargs")))
 
     def one(own: PyTree) -> PyTree:
         model, args, kwargs = jax.tree.map(view, eqx.combine(own, rest), is_leaf=is_per_member)

@@ -10,15 +10,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ._check import check_positive_int, is_inside_transformation
+from ._check import check_positive_int, is_inside_transformation, is_traced
 from ._cores import num_cores, thread_pool
 from ._data import take_data
-from ._ensemble import Ensemble
+from ._ensemble import Ensemble, check_ensemble, check_model_state, split
 from ._foreign import empty_aligned
 from ._keys import member_keys
 from ._map import is_per_member, open_marks, view
 from ._marks import Batch, Each
-from ._members import check_ensemble, check_model_state, split
 from ._mesh import check_mesh, pad_members, replicate, shard_members, sharding
 from ._progress import members_in_words, progress_line
 from ._pytree import PyTree
@@ -178,7 +177,7 @@ def _predict(read: tuple, x: PyTree, rows: Any) -> PyTree:
 
 def rows_of(x: PyTree, num_members: int) -> tuple[PyTree, int]:
     """The rows, and their number."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
+    if any(is_traced(leaf) for leaf in jax.tree.leaves(x)):
         leaves = [
             (leaf, int(isinstance(node, Each)))
             for node in jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, Each))

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._ensemble import Ensemble
+from .._ensemble import Ensemble, take
 from .._map import take_marked
 from .._marks import Each
-from .._members import take
 from ..train._run import Run
 from . import trajectory
 from ._protocol import AbstractOwnMethod, Posterior, Task, as_loss, as_made, check_counts

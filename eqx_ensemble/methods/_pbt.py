@@ -112,6 +112,7 @@ def population_based_training(
     run = fit(ensemble, loss, optimiser, data, callbacks=[exploit, *callbacks_of(callbacks)], **options)
     # Decisions are functions of scores and keys: repeated here, they tell the lineage of a run that was resumed, too.
     ends = slice(epochs - 1, None, epochs)
+    assert run.history.validation is not None
     scores, lineage, past = run.history.validation[:, ends].T, [], []
     for row, step in zip(scores, run.history.validation_step[ends], strict=True):
         keys, donors = decision_keys(run.train_state.keys, step), np.arange(len(row))

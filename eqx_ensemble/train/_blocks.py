@@ -12,17 +12,16 @@ from jax.sharding import Mesh
 
 from .._check import is_key
 from .._cores import num_cores, thread_pool
+from .._ensemble import axes_of
 from .._keys import tag
 from .._map import is_per_member, view
 from .._marks import Each
-from .._members import axes_of
 from .._mesh import pad_members, replicate, shard_members
 from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import Blocks
 from ._member import MEMBERS, Curves, Task, Trained, end_part, flags_of, take_step, train, trained_of
-from ._state import Pieces, TrainState, pieces_of
-from ._status import Status
+from ._state import Pieces, Status, TrainState, pieces_of
 
 _own = eqx.if_array(0)
 
@@ -106,9 +105,11 @@ class Block(NamedTuple):
 
     def cut(self, tree: PyTree) -> PyTree:
         """The block's part of what is marked `Each`."""
+        if (index := self.padded) is None:
+            return tree
         is_each = lambda x: isinstance(x, Each)
-        own = lambda x: Each(jax.tree.map(lambda x: _rows(x, self.padded), x.value)) if is_each(x) else x
-        return tree if self.padded is None else jax.tree.map(own, tree, is_leaf=is_each)
+        own = lambda x: Each(jax.tree.map(lambda x: _rows(x, index), x.value)) if is_each(x) else x
+        return jax.tree.map(own, tree, is_leaf=is_each)
 
 
 def _host(x: Any) -> Any:
@@ -118,7 +119,7 @@ def _host(x: Any) -> Any:
 def _rows(x: Any, index: np.ndarray) -> Any:
     """Some members of an array, on the host: compiled slices would take half a second of the first call."""
     if is_key(x):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x))[index])
+        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))[index]))
     return np.asarray(x)[index]
 
 
@@ -258,7 +259,7 @@ def _put_rows(all: Any, x: Any, members: np.ndarray) -> Any:
     if is_key(all):
         words = np.array(jax.random.key_data(all))
         words[members] = np.asarray(jax.random.key_data(x))[: len(members)]
-        return jax.random.wrap_key_data(words)
+        return jax.random.wrap_key_data(jnp.asarray(words))
     all = all if all.flags.writeable else all.copy()
     all[members] = np.asarray(x)[: len(members)]
     return all

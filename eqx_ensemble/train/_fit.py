@@ -26,12 +26,10 @@ from ._loop import Loop, Position, deferred_interrupt
 from ._member import Task
 from ._optimiser import Optimiser, Together
 from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
+from ._program import trace_task
 from ._run import Run, best_of, warn_of_diverged, warn_of_undefined
 from ._saver import Saver
-from ._state import TrainState, init, with_best
-from ._status import DivergedError, Status, allow_nan
-from ._task import trace_task
-from ._trainable import Trainable
+from ._state import DivergedError, Status, Trainable, TrainState, allow_nan, init, with_best
 
 _LONGEST_PART = 512  # steps of an epoch that are kept or given back at once
 _ROOM = 1024  # steps of a call, at most, whose losses wait on the device
@@ -161,12 +159,12 @@ def fit(
     if is_batches(data):
         check_no_rows(batch_size, rows, shuffle)
         batches, batch = peek(data, num_members)
-        shape = {"part": _LONGEST_PART, "epoch": _LONGEST_PART}
+        shape: dict[str, Any] = {"part": _LONGEST_PART, "epoch": _LONGEST_PART}
     else:
         batches = None
         inputs["data"], num_rows = take_data(data, num_members, argument="data")
-        inputs["rows"] = take_rows(rows, num_members, num_rows)
-        own_rows = num_rows if rows is None else inputs["rows"].value.shape[1]
+        inputs["rows"] = own = take_rows(rows, num_members, num_rows)
+        own_rows = num_rows if own is None else own.value.shape[1]
         shape = shape_of_epoch(own_rows, batch_size, first)
         batch = member_shapes(inputs["data"], shape["batch_size"])
     task = Task(
@@ -177,7 +175,7 @@ def fit(
     )  # fmt: skip
     task, digests = trace_task(task, first, batch, member_shapes(inputs["validation"]))
     plan = as_plan(plan, Blocks() if jax.default_backend() == "cpu" else Vmap())
-    end = steps if epochs is None else epochs * task.epoch if batches is None else _NEVER
+    end = min(steps or (epochs or 0) * task.epoch, _NEVER) if steps or batches is None else _NEVER
     curves = continued or empty_history(
         num_members, task.outputs, validates=validation is not None, dtype=first.loss.dtype
     )

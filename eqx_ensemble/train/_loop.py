@@ -20,8 +20,7 @@ from ._blocks import Block, Crew, begin_part, end_block, step_block, train_block
 from ._history import History, join_in_time
 from ._member import Clock, Curves, Task
 from ._options import Every
-from ._state import Pieces, TrainState
-from ._status import Status
+from ._state import Pieces, Status, TrainState
 
 _LONGEST_CALL = 0.2  # seconds; then callbacks, limits of time and Ctrl-C have their turn
 

@@ -24,8 +24,7 @@ from .._pytree import PyTree
 from ._convolutions import as_products
 from ._optimiser import Together, update
 from ._order import stream
-from ._state import TrainState, weights_of, with_weights
-from ._status import Status
+from ._state import Status, TrainState, weights_of, with_weights
 
 MEMBERS = "eqx_ensemble.members"  # the name of the mapped axis
 
@@ -140,9 +139,9 @@ def gradient_of(task: Task, now: Trained, state: TrainState, batch: PyTree, key:
         aux = jax.tree.map(lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x, aux[0] if task.has_aux else None)
         return value, (model_state, aux)
 
-    loss_of = as_products(loss_of) if task.products else loss_of
-    (value, (model_state, aux)), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)((now.own, now.common))
-    return value, grads, model_state, aux, loss_of
+    differentiated: Any = as_products(loss_of) if task.products else loss_of
+    (value, (model_state, aux)), grads = eqx.filter_value_and_grad(differentiated, has_aux=True)((now.own, now.common))
+    return value, grads, model_state, aux, differentiated
 
 
 def update_weights(
@@ -310,7 +309,8 @@ def end_part(
 def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     """Scores a member, keeps its best weights, and stops it by patience or at its target."""
     model = eqx.nn.inference_mode(state.ensemble.stacked)
-    out = call(task.score, model, state.model_state, inputs["validation"], state.keys, state.hyper)
+    score_of: Any = task.score
+    out = call(score_of, model, state.model_state, inputs["validation"], state.keys, state.hyper)
     score = jnp.asarray(out[0] if isinstance(out, tuple) else out, state.score.dtype)
     trains = state.status == Status.OK
     state = dataclasses.replace(state, score=jnp.where(trains, score, state.score))

@@ -15,8 +15,7 @@ from .._keys import tag
 from .._pytree import PyTree
 from ..distributed import to_host
 from ._optimiser import Optimiser, is_noise
-from ._state import TrainState, init
-from ._status import Status
+from ._state import Status, TrainState, init
 
 
 def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:

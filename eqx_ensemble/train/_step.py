@@ -21,8 +21,7 @@ from ..plan import AnyPlan, Blocks, Vmap, as_plan
 from ._blocks import axes_of_inputs
 from ._member import MEMBERS, Task, Trained, all_finite, choose_trained, flags_of, take_step, trained_of, with_trained
 from ._optimiser import Optimiser
-from ._state import TrainState, pieces_of
-from ._status import Status, allow_nan
+from ._state import Status, TrainState, allow_nan, pieces_of
 
 T = TypeVar("T")
 

@@ -9,13 +9,12 @@ from jaxtyping import Array
 
 from ... import _check, tree
 from ..._data import take_data
-from ..._ensemble import Ensemble
+from ..._ensemble import Ensemble, check_ensemble, check_model_state
 from ..._map import take_marked
 from ..._marks import Each
-from ..._members import check_ensemble, check_model_state
 from ..._pytree import PyTree
 from ...train._run import Run, check_healthy
-from ...train._trainable import trained_leaves
+from ...train._state import trained_leaves
 from ._laplace import Laplace, check_members, check_per_member, run_members
 from ._likelihood import LIKELIHOODS
 from ._member import LaplaceMember, Posterior, Problem, call

@@ -9,10 +9,9 @@ from jaxtyping import Array, Float
 
 from ... import _check, _keys
 from ..._caller import caller
-from ..._ensemble import Ensemble
+from ..._ensemble import Ensemble, take
 from ..._map import over_members
 from ..._marks import Each
-from ..._members import take
 from ..._predict import predict
 from ..._pytree import PyTree
 from ._likelihood import LINKS, Link

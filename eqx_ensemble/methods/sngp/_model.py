@@ -21,10 +21,9 @@ from ..._check import (
     kind_text,
 )
 from ..._data import take_data
-from ..._ensemble import Ensemble
+from ..._ensemble import Ensemble, check_ensemble, check_model_state
 from ..._leaf_text import leaf_text
 from ..._map import over_members
-from ..._members import check_ensemble, check_model_state
 from ..._pytree import PyTree
 from ...train import Frozen
 

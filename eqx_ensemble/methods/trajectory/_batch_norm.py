@@ -10,10 +10,9 @@ from ... import _keys
 from ..._caller import caller
 from ..._check import check_function, check_positive_int, kind_text
 from ..._data import take_data
-from ..._ensemble import Ensemble
+from ..._ensemble import Ensemble, check_ensemble, check_model_state
 from ..._map import over_members
 from ..._marks import Each
-from ..._members import check_ensemble, check_model_state
 from ..._pytree import PyTree
 
 Layer = Any
