@@ -109,8 +109,8 @@ def fit(
     *Execution:*
 
     - `plan`: by default [`eqx_ensemble.plan.Blocks`][] on a CPU, elsewhere [`eqx_ensemble.plan.Vmap`][].
-    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default those on which the members are. Its
-        axis `members` splits the members, `data` the rows of batches.
+    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default those on which the members are. Its axis
+        `members` splits the members, `data` the rows of batches.
     - `key`: one key, or one per member `(members,)`: [`eqx_ensemble.member_keys`][]`(key, members, purpose="fit")`. A
         state that continues has keys; others replace them.
 

@@ -119,7 +119,9 @@ class Call:
     def data(self):
         x, y = self.arrays(1, self.num_rows, own=self.own_data)
         if self.own_data and self.broken is not None:
-            y = ee.Each(y.value.at[self.broken % self.members, self.broken % self.num_rows].set(np.nan))
+            y = np.array(y.value)
+            y[self.broken % self.members, self.broken % self.num_rows] = np.nan
+            return x, ee.Each(y)
         return x, y
 
     @ft.cached_property

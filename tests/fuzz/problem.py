@@ -62,9 +62,8 @@ def loss_of(*, stateful, has_aux, hyper):
         value, out, state = outputs(model, state, batch, key)
         if hyper is not None:
             value = value + hyper["decay"] * jnp.sum(model.out.weight**2)
-        more = ((state,) if stateful else ()) + (
-            ({"out": jnp.stack([out[0], jnp.mean(out)]), "rows": len(out)},) if has_aux else ()
-        )
+        aux = {"out": jnp.stack([out[0], jnp.mean(out)]), "rows": len(out)}
+        more = ((state,) if stateful else ()) + ((aux,) if has_aux else ())
         return (value, *more) if more else value
 
     if stateful and hyper:

@@ -56,9 +56,9 @@ def assert_as_on_one_device(members, devices, data, options):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("members", [2, 6])
-def test_members_that_do_not_divide_over_devices(members):
-    options = {"combine": None, "batch_size": 4, "plan": None, "born on it": False, "own rows": False}
+@pytest.mark.parametrize(("members", "batch_size"), [(2, 1), (6, 4)])
+def test_members_that_do_not_divide_over_devices(members, batch_size):
+    options = {"combine": None, "batch_size": batch_size, "plan": None, "born on it": False, "own rows": True}
     assert_as_on_one_device(members, 4, 1, options)
 
 

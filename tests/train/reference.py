@@ -124,7 +124,7 @@ class Member:
         told=None, longest=512,
     ):  # fmt: skip
         """Trains for `steps` steps a model, or what a fit before gave. `rows` are the member's own, `most` the steps
-        after which it stops, at the end of a part, and `told` at that of an epoch; `batches` are those of a pass, in
+        after which it stops at the end of a part, and `told` at that of an epoch; `batches` are those of a pass, in
         place of data; `decay(hyper)` is called after each epoch. Parts have at most `longest` steps.
         """
         now = dataclasses.replace(model) if isinstance(model, Fitted) else self.begin(model, state, mode)
@@ -180,9 +180,8 @@ class Member:
         limit = sign * now.best_score - min_delta
         better = sign * score < limit
         ties = [limit] if target is None else [limit, sign * target]
-        now.margin = min(
-            [now.margin, *(abs(sign * score - tie) / (1 + abs(score)) for tie in ties if np.isfinite(tie))]
-        )
+        near = [abs(sign * score - tie) / (1 + abs(score)) for tie in ties if np.isfinite(tie)]
+        now.margin = min([now.margin, *near])
         now.waited = 0 if better else now.waited + 1
         if better:
             now.kept, now.best_score, now.best_step = (now.params, now.state), score, now.step

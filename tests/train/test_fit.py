@@ -216,6 +216,14 @@ def test_auxiliary_outputs_and_means_of_epochs():
     np.testing.assert_array_equal(thin.history.step, [3, 6])
 
 
+def test_auxiliary_outputs_on_devices_that_share_rows():
+    with_aux = lambda model, batch, key: (loss(model, batch, key), jnp.stack([batch[1][0], jnp.mean(batch[1])]))
+    options = {"batch_size": BATCH, "hyper": RATES, "key": KEY, "has_aux": True, "steps": 4}
+    run = ee.fit(ensemble(), with_aux, optimiser, (X, Y), mesh=ee.make_mesh(1, 4), **options)
+    alone = ee.fit(ensemble(), with_aux, optimiser, (X, Y), **options)
+    np.testing.assert_allclose(run.history.aux, alone.history.aux, rtol=1e-6)
+
+
 def test_frozen_and_shared_leaves_stay():
     make = lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key)
     members = ee.build(make, MEMBERS, shared=lambda model: model.layers[0], key=KEY)
