@@ -85,7 +85,7 @@ BAD = {
     "no member": (lambda: ENSEMBLE[[]], ValueError, "at least one"),
     "a plan by name": (lambda: ee.map_members(linear, plan="vmap"), TypeError, r"`plan.Vmap\(\)`"),
     "an ensemble inside vmap": (
-        lambda: eqx.filter_vmap(len)(ENSEMBLE),
+        lambda: eqx.filter_vmap(len)(ee.build(lambda key: eqx.nn.MLP(2, 1, 4, 1, key=key), 3, key=KEY)),
         ee.MemberMismatchError,
         r"Write `map_members\(fn\)\(ensemble, x\)`",
     ),

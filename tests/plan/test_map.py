@@ -217,9 +217,9 @@ def test_what_members_share_stays_shared_until_it_is_changed():
         assert jax.tree.structure(halved) == jax.tree.structure(members)
         assert halved.stacked.trunk.weight.shape == (4, 3)
         assert_same(halved.unstack(), [halve(model) for model in models])
-    own = ee.map_members(lambda model: jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) else x, model))
+    own = ee.map_members(lambda model: jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) else x, model))(members)
     assert own.stacked.trunk.weight.shape == (3, 4, 3)
-    wrapped = members.map(lambda model: (model.trunk, {"net": model}))
+    wrapped = ee.map_members(lambda model: (model.trunk, {"net": model}))(members)
     assert wrapped[0].weight.shape == (4, 3)
     assert wrapped[1]["net"].stacked.trunk.weight.shape == (4, 3)
 
@@ -234,10 +234,6 @@ def test_marks_of_what_is_returned(ensemble):
     assert (plain[0].shape, plain[1:]) == ((5,), [None, "text"])
     models = ee.map_members(lambda model: model)(ee.Each(ensemble.stacked))
     assert_same(models.stacked, ensemble.stacked)
-    layers = ee.from_stacked([(jnp.ones((5, 2)), jnp.ones(5))])  # a model that is no Module
-    gradients, loss, pair = layers.map(lambda model: (jax.tree.map(jnp.sin, model), [(1.0, jnp.ones(2))], (1, 2)))
-    assert type(gradients) is ee.Ensemble
-    assert (loss[0][1].shape, pair) == ((5, 2), (1, 2))
     params = ee.map_members(lambda own: (own, {"w": own["w"][0]}))(ee.Each({"w": jnp.ones((5, 2))}))
     assert (type(params[0]), params[1]["w"].shape) == (ee.Each, (5,))
     moved = ee.map_members(lambda model, x: (model, model(x)), out_axis=1)(ensemble, jnp.ones(3))
