@@ -12,8 +12,8 @@ from ._check import MemberMismatchError, check_key_shape, check_positive_int, is
 from ._ensemble import Ensemble
 from ._foreign import from_foreign
 from ._keys import member_keys
-from ._mesh import shard_members
-from ._stack import Where, from_stacked
+from ._mesh import check_mesh, shard_members
+from ._stack import Where, of_stacked
 from ._warnings import warn
 from .tree._engine import check_no_tracers
 
@@ -59,10 +59,11 @@ def build(
             f"`build` needs a function that makes one member from a key, got `{type(make).__name__}`.\n"
             "Write `build(lambda key: Model(..., key=key), num_members, key=key)`; a list of models goes to `stack`."
         )
+    check_mesh(mesh)
     arguments, counts = _arguments(zip, product)
     keys, count = _keys_of(key, num_members, counts)
     call = lambda key, arguments: make(key, **arguments)
-    check_floats(call, keys[0], arguments)
+    check_floats(call, arguments)
     if mesh is not None and count % mesh.shape["members"] == 0:
         # Compiled with the keys on their devices: no device ever holds all members.
         made = eqx.filter_jit(eqx.filter_vmap(call))(*shard_members((keys, arguments), mesh))
@@ -75,7 +76,7 @@ def build(
     if shared is not None:
         first = lambda node: jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, node)
         model = eqx.tree_at(shared, model, replace_fn=first)
-    ensemble = from_stacked(model, shared=shared)
+    ensemble = of_stacked(model, shared)
     if count > 1 and not arguments:
         _warn_of_equal_members(ensemble)
     return (ensemble, *state) if state else ensemble
@@ -112,7 +113,7 @@ def _keys_of(key: Any, num_members: int | None, counts: dict[str, int]) -> tuple
     return member_keys(key, count), count
 
 
-def check_floats(call: Callable[..., Any], key: Any, arguments: dict[str, Any]) -> None:
+def check_floats(call: Callable[..., Any], arguments: dict[str, Any]) -> None:
     """Raises if `make` stores a per-member number as a Python float: stacked, it would be a trained array."""
     numbers = {name: x for name, x in arguments.items() if x.ndim == 1 and jnp.issubdtype(x.dtype, jnp.floating)}
     if not numbers:
@@ -125,7 +126,7 @@ def check_floats(call: Callable[..., Any], key: Any, arguments: dict[str, Any]) 
             if isinstance(x, np.floating | float) and not is_traced(x) and x in [own[name] for name in numbers]:
                 found.append(jax.tree_util.keystr(path))
 
-    eqx.filter_eval_shape(look, key)
+    eqx.filter_eval_shape(look, jax.random.key(0))
     if found:
         raise MemberMismatchError(
             f"`build` cannot give each member a Python float of its own; `make` stores one at `{found[0]}`.\n"

@@ -249,7 +249,7 @@ def _wanted_text(x: Any, *, any_count: bool) -> str:
 def _from_maker(make: Callable[..., Any], header: Header) -> Any:
     """The shapes of what was saved, with those of one member: an ensemble, one with its state, or one model."""
     made = evaluate_make(make)
-    member, state = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    member, state = made if isinstance(made, tuple) and isinstance(made[-1], eqx.nn.State) else (made, None)
     start = "" if state is None else "[0]"
     if not header.fixed.get(start or "<root>", "").startswith("Ensemble("):
         return made

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 
 from ._caller import caller
 from ._check import MemberMismatchError, is_key
-from ._ensemble import Ensemble
+from ._ensemble import Ensemble, axes_of, take
 from ._foreign import from_foreign_tree
 from ._marks import Each, over_batch
-from ._members import axes_of
 from ._pytree import PyTree
 from .plan import AnyPlan, Vmap, as_plan
 
@@ -24,6 +23,11 @@ def is_per_member(x: Any) -> bool:
 def view(x: Any) -> Any:
     """What one member sees of a node whose arrays have been mapped."""
     return x.stacked if isinstance(x, Ensemble) else x.value if isinstance(x, Each) else x
+
+
+def take_marked(tree: PyTree, index: Any) -> PyTree:
+    """The members at an index of every marked node of a tree; all else stays."""
+    return jax.tree.map(lambda x: take(x, index) if is_per_member(x) else x, tree, is_leaf=is_per_member)
 
 
 def map_members(fn: Callable[..., Any], *, plan: AnyPlan | None = None, out_axis: int = 0) -> Callable[..., Any]:
@@ -70,7 +74,7 @@ def over_members(fn: Callable[..., Any], *, plan: AnyPlan | None = None, is_plai
     plan = as_plan(plan, Vmap())
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        own, rest = open_marks(from_foreign_tree((args, kwargs), "args"))
+        own, rest = open_marks((from_foreign_tree(args, "args"), from_foreign_tree(kwargs, "kwargs")))
         kept: list[Any] = []  # arrays that members share and that `fn` returned unchanged
         shared = {id(x): x for x in jax.tree.leaves(rest) if isinstance(x, jax.Array)}
 
@@ -153,7 +157,7 @@ def call_members(ensemble: Ensemble, *args: Any, **kwargs: Any) -> PyTree:
     """Calls every member, over the examples of inputs marked `Batch`."""
     if not callable(ensemble.stacked):
         raise TypeError(f"The members of this ensemble, `{type(ensemble.stacked).__name__}`, cannot be called.")
-    own, rest = open_marks(from_foreign_tree((ensemble, args, kwargs), "args"))
+    own, rest = open_marks((ensemble, from_foreign_tree(args, "args"), from_foreign_tree(kwargs, "kwargs")))
 
     def one(own: PyTree) -> PyTree:
         model, args, kwargs = jax.tree.map(view, eqx.combine(own, rest), is_leaf=is_per_member)

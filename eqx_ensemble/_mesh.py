@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -79,6 +80,14 @@ def replicate(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda x: put(x, sharding(mesh)) if eqx.is_array(x) else x, tree)
 
 
+def pad_members(tree: PyTree, num_members: int, mesh: Mesh) -> PyTree:
+    """Arrays `(members, ...)`, filled with the last member up to a multiple of the devices."""
+    width = -(-num_members // mesh.shape["members"]) * mesh.shape["members"]
+    index = np.minimum(np.arange(width), num_members - 1)
+    pad = lambda x: jnp.take(x, index, axis=0) if eqx.is_array(x) else x
+    return tree if width == num_members else jax.tree.map(pad, tree)
+
+
 def put(x: Any, where: NamedSharding) -> jax.Array:
     """The array with this sharding. Each process passes the whole of it."""
     if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(where, x.ndim):
@@ -91,16 +100,30 @@ def put(x: Any, where: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
 
 
+def rows_of_mesh(mesh: Mesh | None) -> NamedSharding | None:
+    """Where the rows of a batch lie, if several devices share them."""
+    return None if mesh is None or mesh.shape.get("data", 1) == 1 else sharding(mesh, "data")
+
+
+def mesh_of(tree: PyTree) -> Mesh | None:
+    """The mesh over which the members of a tree are split, or `None`."""
+    for x in jax.tree.leaves(tree):
+        where = x.sharding if isinstance(x, jax.Array) else None
+        if isinstance(where, NamedSharding) and where.spec[:1] == ("members",) and is_mesh(where.mesh):
+            return where.mesh  # pyright: ignore[reportReturnType]
+    return None
+
+
+def is_mesh(mesh: Any) -> bool:
+    """Whether it is a mesh as of `make_mesh`."""
+    names = mesh.axis_names if isinstance(mesh, Mesh) else ()
+    is_auto = lambda: all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return names[:1] == ("members",) and set(names) <= set(_AXES) and is_auto()
+
+
 def check_mesh(mesh: Any) -> None:
     """Raises unless it is a mesh of `make_mesh`: `jax.make_mesh` makes axes of another type by default."""
-    if mesh is None:
-        return
-    names = mesh.axis_names if isinstance(mesh, Mesh) else ()
-    if (
-        names[:1] != ("members",)
-        or not set(names) <= set(_AXES)
-        or any(kind != AxisType.Auto for kind in mesh.axis_types)
-    ):
+    if mesh is not None and not is_mesh(mesh):
         raise TypeError(
             f"`{caller()}` needs a mesh with the axes `members` and, if you like, `data`, of the type `Auto`; got "
             f"{mesh!r}.\nMake one with `make_mesh(members=4, data=2)`."

@@ -10,16 +10,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ._check import check_positive_int, is_inside_transformation
+from ._check import check_positive_int, is_inside_transformation, is_traced
 from ._cores import num_cores, thread_pool
 from ._data import take_data
-from ._ensemble import Ensemble
+from ._ensemble import Ensemble, check_ensemble, check_model_state, split
 from ._foreign import empty_aligned
 from ._keys import member_keys
 from ._map import is_per_member, open_marks, view
 from ._marks import Batch, Each
-from ._members import check_ensemble, check_model_state
-from ._mesh import shard_members
+from ._mesh import check_mesh, pad_members, replicate, shard_members, sharding
 from ._progress import members_in_words, progress_line
 from ._pytree import PyTree
 from .distributed import to_host
@@ -83,6 +82,7 @@ def predict(
     check_ensemble(ensemble)
     check_model_state(ensemble, state)
     check_positive_int(batch_size, "batch_size")
+    check_mesh(mesh)
     if key is not None and inference is None:
         raise ValueError(
             "`predict` with `key` needs `inference`: `False` samples dropout masks, `True` leaves them out."
@@ -94,11 +94,16 @@ def predict(
     num_members = ensemble.num_members
     x, num_rows = rows_of(x, num_members)
     keys = None if key is None else Each(member_keys(key, num_members, purpose="predict"))
-    plan = as_plan(plan, Vmap())
-    options = (fn, True if inference is None else inference, plan)
+    plan = as_plan(plan, Vmap()) if num_rows else Vmap()  # `jax.lax.map` fails on no rows
+    is_filled = mesh is not None and num_members % mesh.shape["members"]
+    options = (fn, True if inference is None else inference, plan, num_members, mesh if is_filled else None)
     combine = _combination(combine, weights)
     if mesh is not None:
-        ensemble, state, keys = (shard_members(tree, mesh) for tree in (ensemble, state, keys))
+        is_each = lambda x: isinstance(x, Each)
+        pad = lambda tree: shard_members(pad_members(tree, num_members, mesh), mesh)
+        own, rest = split((ensemble, state, keys))
+        ensemble, state, keys = eqx.combine(pad(own), replicate(rest, mesh))
+        x = jax.tree.map(lambda x: pad(x) if is_each(x) else x, x, is_leaf=is_each)
     read = (options, ensemble, state, keys)
     if is_inside_transformation() or num_rows == 0:
         out = _predict(read, x, None if keys is None else np.arange(num_rows))
@@ -146,7 +151,7 @@ def predict(
 @eqx.filter_jit
 def _predict(read: tuple, x: PyTree, rows: Any) -> PyTree:
     """The predictions of all members for some rows, by a function of one member."""
-    (fn, inference, plan), *_ = read
+    (fn, inference, plan, num_members, filled), *_ = read
     own, rest = open_marks((read[1:], x))
 
     def one(own: PyTree) -> PyTree:
@@ -158,16 +163,21 @@ def _predict(read: tuple, x: PyTree, rows: Any) -> PyTree:
             args = (x,) if state is None else (x, state)
             named = {} if key is None else {"key": jax.random.fold_in(key, row)}
             out = call(*args, **named)
-            return out if state is None else out[0]
+            return out if state is None or fn is not None else out[0]
 
         return eqx.filter_vmap(on_row)(x, rows)
 
-    return plan.run(one, own)
+    out = plan.run(one, own)
+    if filled is None:
+        return out
+    # The first of a mesh's members are on some of its devices, which no sharding tells.
+    whole = lambda x: jax.lax.with_sharding_constraint(x, sharding(filled))[:num_members]
+    return jax.tree.map(lambda x: whole(x) if eqx.is_array(x) else x, out)
 
 
 def rows_of(x: PyTree, num_members: int) -> tuple[PyTree, int]:
     """The rows, and their number."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
+    if any(is_traced(leaf) for leaf in jax.tree.leaves(x)):
         leaves = [
             (leaf, int(isinstance(node, Each)))
             for node in jax.tree.leaves(x, is_leaf=lambda x: isinstance(x, Each))

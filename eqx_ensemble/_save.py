@@ -24,9 +24,8 @@ import numpy as np
 
 from ._caller import caller
 from ._check import CheckpointCorruptError, check_path, is_key, is_member_array, is_traced, kind_text, path_text
-from ._ensemble import Ensemble
+from ._ensemble import Ensemble, split
 from ._map import is_per_member
-from ._members import split
 from ._pytree import PyTree
 from ._version import __version__
 from .distributed import is_first, to_host

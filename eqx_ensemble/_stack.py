@@ -9,8 +9,7 @@ import numpy as np
 
 from ._caller import caller
 from ._check import MemberMismatchError, check_flag, is_key
-from ._ensemble import Ensemble, M
-from ._members import join
+from ._ensemble import Ensemble, M, join
 from ._pytree import PyTree
 from .tree._engine import Rules, check_trees, combine_trees, compare_trees, map_columns
 
@@ -85,6 +84,11 @@ def from_stacked(stacked: M, *, shared: Where | None = None) -> Ensemble[M]:
     """
     if isinstance(stacked, list | tuple):
         raise TypeError("`from_stacked` needs one stacked Module, got a list: `stack(models)` makes an ensemble of it.")
+    return of_stacked(stacked, shared)
+
+
+def of_stacked(stacked: M, shared: Where | None) -> Ensemble[M]:
+    """`from_stacked` of any PyTree."""
     leaves = jax.tree.leaves(stacked, is_leaf=lambda x: x is None)
     return Ensemble(stacked, _axes(leaves, _flags(stacked, shared)))
 
@@ -130,7 +134,8 @@ def concatenate(ensembles: Iterable[Any]) -> Any:
             f"`{caller()}` needs ensembles, training states or runs, all of one kind; got {', '.join(sorted(kinds))}.\n"
             "Make an ensemble of models: `stack(models)`."
         )
-    return listed[0]._join(listed) if hasattr(type(listed[0]), "_join") else join(listed)
+    own = getattr(listed[0], "_join", join)
+    return own(listed)
 
 
 def average_parameters(ensemble: Ensemble[M], weights: Any = None) -> M:

@@ -21,13 +21,12 @@ import jax
 import numpy as np
 
 from ._check import check_installed, check_positive_int
-from ._ensemble import Ensemble, M
+from ._ensemble import Ensemble, M, check_ensemble, take
 from ._foreign import as_numpy, from_foreign_tree
 from ._keys import member_keys
 from ._load import contents
 from ._map import open_marks
 from ._marks import Each
-from ._members import check_ensemble, take
 from ._progress import members_in_words, progress_line
 from ._pytree import PyTree
 from ._stack import concatenate

@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from ._check import check_positive_int
 from ._cores import cache_size, num_cores
@@ -27,7 +28,7 @@ class Blocks(eqx.Module):
     """Blocks of members of one size: the default on CPUs.
 
     In [`eqx_ensemble.fit`][] and [`eqx_ensemble.predict`][], blocks run on threads, and use all cores; inside compiled
-    programs they are `jax.lax.map(..., batch_size=size)`. The last block is filled with copies of a member.
+    programs they are steps of `jax.lax.map`. The last block is filled with copies of a member.
 
     **Arguments:**
 
@@ -53,7 +54,14 @@ class Blocks(eqx.Module):
             out, static = eqx.partition(fn(eqx.combine(arrays, rest)), eqx.is_array)
             return out
 
-        out = jax.lax.map(on_arrays, arrays, batch_size=self.size_for(arrays))
+        # Not `batch_size` of `jax.lax.map`, which takes no arrays without elements.
+        count = jax.tree.leaves(arrays)[0].shape[0]
+        size = min(self.size_for(arrays), count)
+        width = -(-count // size) * size
+        index = np.minimum(np.arange(width), count - 1)
+        cut = lambda x: (x if width == count else x[index]).reshape(width // size, size, *x.shape[1:])
+        out = jax.lax.map(jax.vmap(on_arrays), jax.tree.map(cut, arrays))
+        out = jax.tree.map(lambda x: x.reshape(width, *x.shape[2:])[:count], out)
         return eqx.combine(out, static)
 
     def size_for(self, own: PyTree, bytes_of_step: int = 0) -> int:

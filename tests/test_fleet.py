@@ -255,7 +255,9 @@ def killing(folder):
     def loss(model, batch, key, hyper):
         value = mse(model, batch, key)
         shape = jax.ShapeDtypeStruct((), np.float32)
-        return value + 0 * jax.pure_callback(kill, shape, jax.lax.stop_gradient(value), hyper["rate"], vmap_method="sequential")
+        return value + 0 * jax.pure_callback(
+            kill, shape, jax.lax.stop_gradient(value), hyper["rate"], vmap_method="sequential"
+        )
 
     return {"loss": loss, "optimiser": sgd, "hyper": {"rate": jnp.array([0.01] * 5 + [0.02] * 2)}, "epochs": 2}
 

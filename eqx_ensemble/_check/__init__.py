@@ -29,6 +29,7 @@ from ._leaves import is_traced as is_traced
 from ._leaves import kind_text as kind_text
 from ._leaves import member_dtype as member_dtype
 from ._leaves import path_text as path_text
+from ._leaves import standard_promotion as standard_promotion
 from ._options import check_axis as check_axis
 from ._options import check_counter as check_counter
 from ._options import check_flag as check_flag

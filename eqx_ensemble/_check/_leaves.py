@@ -1,4 +1,6 @@
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -110,3 +112,10 @@ def is_number(leaf: Any) -> bool:
 def array_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The array leaves of a tree with their paths as text."""
     return [(path_text(path), x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0] if is_member_array(x)]
+
+
+@contextlib.contextmanager
+def standard_promotion() -> Iterator[None]:
+    """Enables the promotion of dtypes and ranks that optax and scoringrules need; a user may have made it strict."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

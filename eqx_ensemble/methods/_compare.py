@@ -86,7 +86,7 @@ def compare(
 
 
 def paired_differences(
-    columns: Columns, score: str, baseline: str, *, ratio: float = 0.0
+    columns: Columns, score: str, baseline: str, *, ratio: float | int = 0
 ) -> dict[str, tuple[float, float]]:
     r"""Mean differences of methods from a baseline, each with its standard error.
 

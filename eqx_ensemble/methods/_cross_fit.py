@@ -9,6 +9,7 @@ from .._foreign import from_foreign_tree
 from .._marks import Each
 from .._predict import predict
 from .._pytree import PyTree
+from .._warnings import ignore_warnings
 from ..resample import Folds, HeldOut, out_of_fold
 from ..resample._engine import check_folds
 from ..train._fit import fit
@@ -87,4 +88,6 @@ def cross_fit(
     own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)
     run = fit(ensemble, loss, optimiser, data, rows=own.train, key=key, **options)
     held = predict(run.ensemble, Each(jax.tree.map(lambda part: part[own.test], x)), fn=fn, state=run.state)
-    return CrossFit(run, out_of_fold(held, own, rows="test", weights=healthy_weights(run, None)))
+    with ignore_warnings(".*diverged"):  # `fit` has told it
+        weights = healthy_weights(run, None)
+    return CrossFit(run, out_of_fold(held, own, rows="test", weights=weights))

@@ -28,7 +28,7 @@ def successive_halving(
     *,
     validation: PyTree,
     epochs: int,
-    factor: float = 3,
+    factor: float | int = 3,
     rungs: int | None = None,
     callbacks: Any = None,
     key: Any,
@@ -36,8 +36,8 @@ def successive_halving(
 ) -> Run[M]:
     """Successive halving: trains all members briefly, then repeatedly continues only the best of them for longer.
 
-    Of `n` members, after `epochs * factor**i` epochs, the best `n / factor**(i + 1)`, rounded down, continue. The others
-    are stopped ([`eqx_ensemble.methods.population.keep_best`][]).
+    Of `n` members, after `epochs * factor**i` epochs, the best `n / factor**(i + 1)`, rounded down, continue. The
+    others are stopped ([`eqx_ensemble.methods.population.keep_best`][]).
 
     **Arguments:**
 
@@ -75,7 +75,7 @@ def successive_halving(
 
 
 def _halve(
-    ensemble: Ensemble[M], loss: Any, optimiser: Any, data: Any, ends: list[int], factor: float, **options: Any
+    ensemble: Ensemble[M], loss: Any, optimiser: Any, data: Any, ends: list[int], factor: float | int, **options: Any
 ) -> Run[M]:
     """One `fit` until the last of the rungs' ends, in epochs."""
     validation = options["validation"]
@@ -99,7 +99,7 @@ def hyperband(
     *,
     validation: PyTree,
     epochs: int,
-    factor: float = 3,
+    factor: float | int = 3,
     checkpoint: str | os.PathLike[str] | None = None,
     key: Any,
     **options: Any,

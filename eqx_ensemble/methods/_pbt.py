@@ -5,7 +5,6 @@ from typing import Any, Generic
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Key
 
@@ -63,7 +62,7 @@ def population_based_training(
     validation: PyTree,
     rounds: int,
     epochs: int,
-    fraction: float = 0.2,
+    fraction: float | int = 0.2,
     explore: Callable[[PyTree, Key[Any, ""]], PyTree] | None = perturb,
     callbacks: Any = None,
     key: Any,
@@ -113,9 +112,10 @@ def population_based_training(
     run = fit(ensemble, loss, optimiser, data, callbacks=[exploit, *callbacks_of(callbacks)], **options)
     # Decisions are functions of scores and keys: repeated here, they tell the lineage of a run that was resumed, too.
     ends = slice(epochs - 1, None, epochs)
+    assert run.history.validation is not None
     scores, lineage, past = run.history.validation[:, ends].T, [], []
     for row, step in zip(scores, run.history.validation_step[ends], strict=True):
-        keys, donors = decision_keys(run.train_state.keys, jnp.full(len(row), step, jnp.int32)), np.arange(len(row))
+        keys, donors = decision_keys(run.train_state.keys, step), np.arange(len(row))
         if len(lineage) < len(scores) - 1:
             donors = donors_of(row, ~np.isnan(row), keys, **choice)
         lineage.append(donors)
@@ -123,4 +123,6 @@ def population_based_training(
         hyper = explore_copies(jax.tree.map(lambda x, at=donors: x[at], hyper), donors, explore, keys)
     run = dataclasses.replace(run, rows=None)  # a copy was trained on the rows of its donor too
     lineage = np.array(lineage, np.int64).reshape(scores.shape)
-    return Population(run, scores, lineage, jax.tree.map(lambda x, *xs: np.array(xs).reshape(-1, *x.shape), hyper, *past))
+    return Population(
+        run, scores, lineage, jax.tree.map(lambda x, *xs: np.array(xs).reshape(-1, *x.shape), hyper, *past)
+    )

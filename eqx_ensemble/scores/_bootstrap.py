@@ -1,7 +1,7 @@
+import functools as ft
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
@@ -203,11 +203,11 @@ def _draw(key: Key[Array, ""], num_rows: int, count: int | Int[Array, ""]) -> In
     return jax.lax.optimization_barrier(drawn.astype(jnp.int32))
 
 
-@eqx.filter_jit
+@ft.partial(jax.jit, static_argnames="statistic")
 def _summarise(
     mean: Float[Array, "*scores"],
     shifts: Float[Array, " draws *scores"],
-    level: float,
+    level: Any,
     statistic: Callable[[Array], Array] | None,
 ) -> Bootstrap:
     if statistic is None:

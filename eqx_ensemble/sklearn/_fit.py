@@ -15,7 +15,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from .._build import build
 from .._caller import caller
 from .._check import check_word
-from .._members import take
+from .._ensemble import take
 from .._predict import predict
 from ..resample import bootstrap, out_of_bag_mean
 from ..train import DivergedError, Status, Validation
@@ -86,7 +86,9 @@ def fit_members(estimator: Any, x: np.ndarray, y: np.ndarray, sample_weight: Any
     losses = run.history.loss[healthy].reshape(healthy.sum(), epochs, -1).mean(axis=2)
     curve = lambda values: np.nanmean(values[:, : estimator.n_iter_], axis=0)
     estimator.loss_curve_ = curve(losses)
-    estimator.validation_loss_curve_ = None if held_out is None else curve(run.history.validation[healthy])
+    estimator.validation_loss_curve_ = (
+        None if run.history.validation is None else curve(run.history.validation[healthy])
+    )
     return rows
 
 
@@ -173,7 +175,8 @@ def _columns(values: np.ndarray) -> np.ndarray:
 def validate_and_predict(estimator: AbstractEstimator, X: Any, combine: Callable[..., Any]) -> Any:
     """The combination of the members' predictions of standardised targets, or of logits."""
     check_is_fitted(estimator)
-    return predict_rows(estimator, validate_data(estimator, X, reset=False, dtype=np.float64), combine)
+    rows: Any = validate_data(estimator, X, reset=False, dtype=np.float64)
+    return predict_rows(estimator, rows, combine)
 
 
 def predict_rows(estimator: AbstractEstimator, x: np.ndarray, combine: Callable[..., Any] | None = None) -> Any:

@@ -95,7 +95,8 @@ def train_alone(
 ) -> Any:  # fmt: skip
     """One model trained by a plain loop, on the rows in their order."""
     made = make(build_key)
-    model, state = made if isinstance(made, tuple) else (made, None)
+    has_state = isinstance(made, tuple) and isinstance(made[-1], eqx.nn.State)
+    model, state = made if has_state else (made, None)
     params, static = eqx.partition(model, eqx.is_inexact_array)
     opt_state = first_state(optimiser, params, hyper, key)
     own = jax.random.fold_in(key, tag("loss"))

@@ -7,12 +7,12 @@ from ._options import every as every
 from ._project import project as project
 from ._revive import perturb as perturb
 from ._revive import revive as revive
+from ._state import DivergedError as DivergedError
+from ._state import Frozen as Frozen
+from ._state import Status as Status
 from ._state import TrainState as TrainState
 from ._state import init as init
-from ._status import DivergedError as DivergedError
-from ._status import Status as Status
 from ._step import Metrics as Metrics
 from ._step import Step as Step
 from ._step import make_step as make_step
 from ._step import scan_steps as scan_steps
-from ._trainable import Frozen as Frozen

@@ -12,17 +12,16 @@ from jax.sharding import Mesh
 
 from .._check import is_key
 from .._cores import num_cores, thread_pool
+from .._ensemble import axes_of
 from .._keys import tag
 from .._map import is_per_member, view
 from .._marks import Each
-from .._members import axes_of
-from .._mesh import put, replicate, shard_members, sharding
+from .._mesh import pad_members, replicate, shard_members
 from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import Blocks
 from ._member import MEMBERS, Curves, Task, Trained, end_part, flags_of, take_step, train, trained_of
-from ._state import Pieces, TrainState, pieces_of
-from ._status import Status
+from ._state import Pieces, Status, TrainState, pieces_of
 
 _own = eqx.if_array(0)
 
@@ -106,9 +105,11 @@ class Block(NamedTuple):
 
     def cut(self, tree: PyTree) -> PyTree:
         """The block's part of what is marked `Each`."""
+        if (index := self.padded) is None:
+            return tree
         is_each = lambda x: isinstance(x, Each)
-        own = lambda x: Each(jax.tree.map(lambda x: _rows(x, self.padded), x.value)) if is_each(x) else x
-        return tree if self.padded is None else jax.tree.map(own, tree, is_leaf=is_each)
+        own = lambda x: Each(jax.tree.map(lambda x: _rows(x, index), x.value)) if is_each(x) else x
+        return jax.tree.map(own, tree, is_leaf=is_each)
 
 
 def _host(x: Any) -> Any:
@@ -118,7 +119,7 @@ def _host(x: Any) -> Any:
 def _rows(x: Any, index: np.ndarray) -> Any:
     """Some members of an array, on the host: compiled slices would take half a second of the first call."""
     if is_key(x):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x))[index])
+        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))[index]))
     return np.asarray(x)[index]
 
 
@@ -143,7 +144,6 @@ class Crew:
         self.on_host = self.size != self.num_members
         self.program = task, self.size, tuple(x.shape for x in jax.tree.leaves(inputs) if eqx.is_array(x))
         self.pool = thread_pool(max(min(self.cores, -(-self.num_members // self.size)), 1))
-        self.interrupted = False
         self.load(state, inputs)
 
     def load(self, state: TrainState, inputs: dict | None = None) -> None:
@@ -162,22 +162,24 @@ class Crew:
     def _put_on_mesh(self) -> None:
         """Puts members on their devices, padded to a multiple of their number by copies that do not train."""
         mesh: Any = self.mesh
-        width = -(-self.num_members // mesh.shape["members"]) * mesh.shape["members"]
-        index = np.minimum(np.arange(width), self.num_members - 1)
-        pad = lambda tree: (
-            tree if width == self.num_members else jax.tree.map(lambda x: jnp.take(x, index, axis=0), tree)
-        )
+        pad = lambda tree: pad_members(tree, self.num_members, mesh)
         self.whole = pad(self.whole)
+        width = self.whole.status.shape[0]
         if width > self.num_members:
             idle = jnp.where(np.arange(width) < self.num_members, self.whole.status, jnp.int8(Status.STOPPED))
             self.whole = eqx.tree_at(lambda s: s.status, self.whole, idle)
-        is_each = lambda x: isinstance(x, Each)
-        own = lambda x: (
-            Each(shard_members(pad(x.value), mesh)) if is_each(x) else put(x, sharding(mesh)) if eqx.is_array(x) else x
-        )
-        self.inputs = jax.tree.map(own, self.inputs, is_leaf=is_each)
+        self.inputs = self.on_mesh(self.inputs)
         self.whole = shard_members(self.whole, mesh)
         self.common, self.rest = replicate((self.common, self.rest), mesh)
+
+    def on_mesh(self, tree: PyTree) -> PyTree:
+        """What is marked `Each` on the devices of its members, filled like them, and all else on every device."""
+        mesh, is_each = self.mesh, lambda x: isinstance(x, Each)
+        if mesh is None:
+            return tree
+        each = lambda x: Each(shard_members(pad_members(x.value, self.num_members, mesh), mesh))
+        own = lambda x: each(x) if is_each(x) else replicate(x, mesh)
+        return jax.tree.map(own, tree, is_leaf=is_each)
 
     def divide(self) -> None:
         """Divides the members that train into blocks of one size. When some have stopped, there are fewer blocks."""
@@ -200,24 +202,17 @@ class Crew:
         return bool((self.status == Status.OK).any())
 
     def call(self, fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """The results of a program for each item, on the threads; Ctrl-C sets `interrupted`.
+        """The results of a program for each item, on the threads.
 
-        The first call of a program runs alone: two threads would compile it twice. All run in other threads than the
-        main one, in which Ctrl-C could come between a call and the assignment of its result.
+        The first call of a program runs alone: two threads would compile it twice.
         """
         program = getattr(fn, "func", fn).__code__, self.program
         alone = 0 if program in _seen else 1
         _seen.add(program)
         results = []
         for some in (items[:alone], items[alone:]):
-            for future in [self.pool.submit(fn, item) for item in some]:
-                while not future.done():
-                    try:
-                        future.exception()  # waits; an error is raised below
-                    except KeyboardInterrupt:
-                        self.interrupted = True
-                results.append(jax.block_until_ready(future.result()))
-        return results
+            results += [future.result() for future in [self.pool.submit(fn, item) for item in some]]
+        return jax.block_until_ready(results)
 
     def update(self, results: list[tuple[PyTree, PyTree]]) -> None:
         """Takes in the arrays of the blocks after a call, and those which all members train together."""
@@ -264,7 +259,7 @@ def _put_rows(all: Any, x: Any, members: np.ndarray) -> Any:
     if is_key(all):
         words = np.array(jax.random.key_data(all))
         words[members] = np.asarray(jax.random.key_data(x))[: len(members)]
-        return jax.random.wrap_key_data(words)
+        return jax.random.wrap_key_data(jnp.asarray(words))
     all = all if all.flags.writeable else all.copy()
     all[members] = np.asarray(x)[: len(members)]
     return all

@@ -16,7 +16,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from .._pytree import PyTree
-from ._texts import inner_programs
 
 _LARGEST = 64  # entries of a kernel or a window: each is a slice
 _CALLS = ("jit", "pjit", "closed_call", "remat", "checkpoint", "custom_jvp_call", "custom_vjp_call")
@@ -43,14 +42,19 @@ def has_convolution(program: Any) -> bool:
 
 
 def _inner(eqn: Any) -> list[Any]:
-    return inner_programs(eqn) if eqn.primitive.name in _CALLS else []
+    is_program = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    return [
+        x
+        for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program)
+        if is_program(x) and eqn.primitive.name in _CALLS
+    ]
 
 
 def _is_small(eqn: Any) -> bool:
     params, kernel = eqn.params, eqn.invars[1].aval
     is_plain = params["feature_group_count"] == params["batch_group_count"] == 1 and set(params["lhs_dilation"]) == {1}
     spatial = [kernel.shape[i] for i in params["dimension_numbers"].rhs_spec[2:]]
-    return is_plain and np.prod(spatial) <= _LARGEST and jnp.issubdtype(kernel.dtype, jnp.floating)
+    return bool(is_plain and np.prod(spatial) <= _LARGEST and jnp.issubdtype(kernel.dtype, jnp.floating))
 
 
 def _evaluate(program: Jaxpr, consts: Any, args: list[Any]) -> list[Any]:
@@ -99,7 +103,7 @@ def _product(
     weights = jnp.transpose(kernel, (*space, into, out)).reshape(-1, kernel.shape[out])
     y = jnp.matmul(columns, weights, precision=precision, preferred_element_type=preferred_element_type)
     order = dimension_numbers.out_spec  # the axes of batch, channels and space in the result
-    return jnp.transpose(jnp.moveaxis(y, -1, 1), np.argsort(order))
+    return jnp.transpose(jnp.moveaxis(y, -1, 1), np.argsort(order).tolist())
 
 
 def _maximum(

@@ -15,28 +15,27 @@ from .._data import is_batches, member_shapes, take_data, take_rows
 from .._ensemble import Ensemble, M
 from .._keys import member_keys
 from .._marks import Each
-from .._mesh import check_mesh, sharding
+from .._mesh import check_mesh, mesh_of, rows_of_mesh
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import AnyPlan, Blocks, Vmap, as_plan
 from ._blocks import Crew
 from ._history import empty_history
-from ._loop import Loop, Position
+from ._loop import Loop, Position, deferred_interrupt
 from ._member import Task
 from ._optimiser import Optimiser, Together
 from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
+from ._program import trace_task
 from ._run import Run, best_of, warn_of_diverged, warn_of_undefined
 from ._saver import Saver
-from ._state import TrainState, init, with_best
-from ._status import DivergedError, Status
-from ._task import trace_task
-from ._trainable import Trainable
+from ._state import DivergedError, Status, Trainable, TrainState, allow_nan, init, with_best
 
 _LONGEST_PART = 512  # steps of an epoch that are kept or given back at once
 _ROOM = 1024  # steps of a call, at most, whose losses wait on the device
 
 
+@allow_nan()
 def fit(
     ensemble: Ensemble[M] | TrainState[M] | Run[M],
     loss: Callable[..., Any],
@@ -110,15 +109,16 @@ def fit(
     *Execution:*
 
     - `plan`: by default [`eqx_ensemble.plan.Blocks`][] on a CPU, elsewhere [`eqx_ensemble.plan.Vmap`][].
-    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]. Its axis `members` splits the members, `data` the rows of
-        batches.
+    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default those on which the members are. Its
+        axis `members` splits the members, `data` the rows of batches.
     - `key`: one key, or one per member `(members,)`: [`eqx_ensemble.member_keys`][]`(key, members, purpose="fit")`. A
         state that continues has keys; others replace them.
 
     *Record:*
 
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
-    - `history`: whether the losses of all steps are recorded, or the mean of each epoch.
+    - `history`: whether the losses of all steps are recorded, or the mean of each epoch, of parts of at most 512 steps
+        if it is longer.
     - `checkpoint`: a file, or [`eqx_ensemble.train.Checkpoint`][]. The run is saved there about every minute and at its
         end; rerunning the same call [resumes bit for bit](../saving.md), and more epochs continue.
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook.
@@ -146,6 +146,7 @@ def fit(
     check_outside()
     check_mesh(mesh)
     first, continued = start(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, key=key)
+    mesh = mesh_of(first.ensemble) if mesh is None else mesh
     num_members, lost_before = first.num_members, to_host(first.status) == Status.DIVERGED
     validation = validation if isinstance(validation, Validation | None) else Validation(validation)
     check_options(epochs, steps, patience, stop, validation, on_diverge, history)
@@ -158,23 +159,23 @@ def fit(
     if is_batches(data):
         check_no_rows(batch_size, rows, shuffle)
         batches, batch = peek(data, num_members)
-        shape = {"part": _LONGEST_PART, "epoch": _LONGEST_PART}
+        shape: dict[str, Any] = {"part": _LONGEST_PART, "epoch": _LONGEST_PART}
     else:
         batches = None
         inputs["data"], num_rows = take_data(data, num_members, argument="data")
-        inputs["rows"] = take_rows(rows, num_members, num_rows)
-        own_rows = num_rows if rows is None else inputs["rows"].value.shape[1]
+        inputs["rows"] = own = take_rows(rows, num_members, num_rows)
+        own_rows = num_rows if own is None else own.value.shape[1]
         shape = shape_of_epoch(own_rows, batch_size, first)
         batch = member_shapes(inputs["data"], shape["batch_size"])
     task = Task(
         loss, optimiser, None if validation is None else validation.score or loss, has_aux=has_aux,
         shuffle=bool(shuffle), patience=patience, mode="min" if validation is None else validation.mode,
         min_delta=0.0 if validation is None else validation.min_delta, per_step=history == "steps",
-        rows_of_mesh=rows_of_mesh(mesh, batch), **shape,
+        rows_of_mesh=rows_of_mesh(mesh), **shape,
     )  # fmt: skip
     task, digests = trace_task(task, first, batch, member_shapes(inputs["validation"]))
     plan = as_plan(plan, Blocks() if jax.default_backend() == "cpu" else Vmap())
-    end = steps if epochs is None else epochs * task.epoch if batches is None else _NEVER
+    end = min(steps or (epochs or 0) * task.epoch, _NEVER) if steps or batches is None else _NEVER
     curves = continued or empty_history(
         num_members, task.outputs, validates=validation is not None, dtype=first.loss.dtype
     )
@@ -184,7 +185,7 @@ def fit(
     }  # fmt: skip
     saver = None if checkpoint is None else Saver(checkpoint)
     total = None if end == _NEVER else end
-    with ExitStack() as stack:
+    with ExitStack() as stack, deferred_interrupt() as interrupt:
         position = Position(first, curves, 0, 0, ensemble.seconds if isinstance(ensemble, Run) else 0.0)
         if saver is not None:
             stack.enter_context(saver)
@@ -198,6 +199,7 @@ def fit(
         loop = Loop(
             crew, task, position, first=int(to_host(first.step).max()), end=end, callbacks=callbacks_of(callbacks),
             seconds=seconds, began=began, fatal=~lost_before & (on_diverge == "raise"), saver=saver, line=line,
+            interrupt=interrupt,
         )  # fmt: skip
         result = lambda: run_of(loop, rows, None if validation is None else task.mode)
         try:
@@ -308,18 +310,10 @@ def shape_of_epoch(num_rows: int, batch_size: int | None, first: TrainState) -> 
     }  # fmt: skip
 
 
-def rows_of_mesh(mesh: Mesh | None, batch: PyTree) -> Any:
-    """Where the rows of a batch lie, if several devices share them evenly; `batch` has the shapes of one."""
-    if mesh is None or mesh.shape.get("data", 1) == 1:
-        return None
-    is_even = all(x.shape[0] % mesh.shape["data"] == 0 for x in jax.tree.leaves(batch))
-    return sharding(mesh, "data") if is_even else None
-
-
 def run_of(loop: Loop, rows: Any, mode: Literal["min", "max"] | None) -> Run:
     """The result of a loop, as far as it has come; with the best weights if members were scored."""
     state = loop.crew.state()
     ensemble, model_state = (state.ensemble, state.model_state) if mode is None else best_of(state)
     rows = None if rows is None else np.asarray(rows.value if isinstance(rows, Each) else rows)
-    interrupted = loop.crew.interrupted
+    interrupted = loop.interrupt.is_set()
     return Run(ensemble, model_state, loop.curves(), state, rows, mode or "min", interrupted, loop.seconds_so_far())

@@ -1,6 +1,9 @@
 """The host's part of a run: calls of compiled programs, and what happens between them, at ends of epochs."""
 
+import contextlib
 import functools as ft
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -17,8 +20,7 @@ from ._blocks import Block, Crew, begin_part, end_block, step_block, train_block
 from ._history import History, join_in_time
 from ._member import Clock, Curves, Task
 from ._options import Every
-from ._state import Pieces, TrainState
-from ._status import Status
+from ._state import Pieces, Status, TrainState
 
 _LONGEST_CALL = 0.2  # seconds; then callbacks, limits of time and Ctrl-C have their turn
 
@@ -33,6 +35,29 @@ class Position(NamedTuple):
     seconds: float
 
 
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[threading.Event]:
+    """Within it, the first Ctrl-C only sets an event, the next one raises: between a call and the assignment of its
+    result an error would lose weights. Another handler, and other threads than the main one, are left alone.
+    """
+    came = threading.Event()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield came
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        if came.is_set():
+            signal.default_int_handler(number, frame)
+        came.set()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Loop:
     """A run as it goes on.
 
@@ -45,9 +70,9 @@ class Loop:
 
     def __init__(
         self, crew: Crew, task: Task, position: "Position", *, first: int, end: int, callbacks: list[Every],
-        seconds: Any, began: float, fatal: np.ndarray, saver: Any, line: Any,
+        seconds: Any, began: float, fatal: np.ndarray, saver: Any, line: Any, interrupt: threading.Event,
     ) -> None:  # fmt: skip
-        self.crew, self.task, self.first, self.end = crew, task, first, end
+        self.crew, self.task, self.first, self.end, self.interrupt = crew, task, first, end, interrupt
         self.history, self.done, self.epoch = [position.history], position.done, position.epoch
         self.callbacks, self.fatal, self.saver, self.line = callbacks, fatal, saver, line
         self.seconds, self.began, self.seconds_before = seconds, began, position.seconds
@@ -139,15 +164,17 @@ class Loop:
                 if skip:
                     skip -= 1
                     continue
-                part = Part(crew, self.task) if part is None else part
-                part.step(batch)
-                if part.count == self.task.part or self.done + part.count == self.end:
-                    self._end(part, ends=self.done + part.count == self.end)
+                if part is not None and part.count == self.task.part:  # only now it is known to be not the last
+                    self._end(part, ends=False)
                     part = None
                     if not self.goes_on():
                         return
+                part = Part(crew, self.task) if part is None else part
+                part.step(batch)
+                if self.done + part.count == self.end or self.interrupt.is_set():
+                    break
             if part is not None:
-                self._end(part, ends=True)
+                self._end(part, ends=self.done + part.count == self.end or not self.interrupt.is_set())
             if is_empty:
                 raise ValueError(f"`fit` got no batch in pass {number} over its data: does it give them only once?")
             number += 1
@@ -178,7 +205,7 @@ class Loop:
 
     def goes_on(self) -> bool:
         """Whether there is more to train."""
-        return self.done < self.end and not self.crew.interrupted and not self.faulty and self.crew.trains
+        return self.done < self.end and not self.interrupt.is_set() and not self.faulty and self.crew.trains
 
     def _is_due(self, epoch: int) -> bool:
         save = self.saver is not None and self.saver.is_due_at(epoch)
@@ -234,7 +261,7 @@ class Part:
 
     def step(self, batch: PyTree) -> None:
         """One step of all blocks."""
-        index, blocks = np.int32(self.count), self.crew.blocks
+        index, blocks, batch = np.int32(self.count), self.crew.blocks, self.crew.on_mesh(batch)
         call = lambda i: step_block((self.task, self.pieces[i], blocks[i].cut(batch), index), self.now[i])
         out = self.crew.call(call, range(len(blocks)))
         self.now = [now for now, _ in out]

@@ -19,12 +19,12 @@ from jaxtyping import Array, Bool
 from .._keys import tag
 from .._map import is_per_member, view
 from .._marks import Shared
+from .._mesh import sharding
 from .._pytree import PyTree
 from ._convolutions import as_products
 from ._optimiser import Together, update
 from ._order import stream
-from ._state import TrainState, weights_of, with_weights
-from ._status import Status
+from ._state import Status, TrainState, weights_of, with_weights
 
 MEMBERS = "eqx_ensemble.members"  # the name of the mapped axis
 
@@ -52,7 +52,7 @@ class Task:
     mode: Literal["min", "max"] = "min"
     room: int = 1  # parts of a call
     per_step: bool = True  # whether losses are recorded
-    rows_of_mesh: Any = None  # where the rows of a batch lie
+    rows_of_mesh: Any = None  # where the rows of a batch lie, if devices can share them evenly
     products: bool = False  # whether convolutions become products
     outputs: Any = dataclasses.field(default=None, repr=False)  # shapes of a step's auxiliary outputs
     bytes_of_step: int = 0  # that a step of one member writes
@@ -116,7 +116,12 @@ def with_trained(state: TrainState, new: Trained) -> TrainState:
 
 def take_step(task: Task, now: Trained, state: TrainState, batch: PyTree, key: Any) -> tuple[Trained, tuple[Any, Any]]:
     """One step of one member. Returns what it changed, the loss before it and the auxiliary outputs."""
+    where = task.rows_of_mesh
+    if where is not None and all(x.shape[0] % where.mesh.shape["data"] == 0 for x in jax.tree.leaves(batch)):
+        batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, where), batch)
     value, grads, model_state, aux, loss_of = gradient_of(task, now, state, batch, key)
+    if where is not None:  # else XLA divides them as it likes, which JAX may not be able to tell
+        aux = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding(where.mesh)), aux)
     now = update_weights(task, now._replace(model_state=model_state), state, value, grads, loss_of)
     return now, (value, aux)
 
@@ -131,11 +136,12 @@ def gradient_of(task: Task, now: Trained, state: TrainState, batch: PyTree, key:
         out = call(task.loss, eqx.combine(*weights, fixed), now.model_state, batch, key, state.hyper)
         value, *more = out if task.has_aux or now.model_state is not None else (out,)
         model_state, *aux = more if now.model_state is not None else (None, *more)
-        return value, (model_state, aux[0] if task.has_aux else None)
+        aux = jax.tree.map(lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x, aux[0] if task.has_aux else None)
+        return value, (model_state, aux)
 
-    loss_of = as_products(loss_of) if task.products else loss_of
-    (value, (model_state, aux)), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)((now.own, now.common))
-    return value, grads, model_state, aux, loss_of
+    differentiated: Any = as_products(loss_of) if task.products else loss_of
+    (value, (model_state, aux)), grads = eqx.filter_value_and_grad(differentiated, has_aux=True)((now.own, now.common))
+    return value, grads, model_state, aux, differentiated
 
 
 def update_weights(
@@ -197,8 +203,8 @@ class Clock(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """What a call records: losses `(parts, steps)`, auxiliary outputs, scores `(parts,)`, and whether the member trained
-    in each part `(parts,)`.
+    """What a call records: losses `(parts, steps)`, auxiliary outputs, scores `(parts,)`, and whether the member
+    trained in each part `(parts,)`.
     """
 
     loss: Any
@@ -235,8 +241,6 @@ def train(moving: PyTree, common: PyTree, rest: PyTree, inputs: dict, clock: Clo
         def one_step(j: Any, carry: tuple) -> tuple:
             now, values, auxs = carry
             batch = jax.tree.map(lambda x: x.at[rows[j]].get(mode="promise_in_bounds"), inputs["data"])
-            if task.rows_of_mesh is not None:
-                batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, task.rows_of_mesh), batch)
             own_key = jax.random.fold_in(key, before.step + j)
             value, grads, model_state, aux, loss_of = gradient_of(task, now, before, batch, own_key)
             now = update_weights(task, now._replace(model_state=model_state), before, value, grads, loss_of)
@@ -306,7 +310,8 @@ def end_part(
 def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     """Scores a member, keeps its best weights, and stops it by patience or at its target."""
     model = eqx.nn.inference_mode(state.ensemble.stacked)
-    out = call(task.score, model, state.model_state, inputs["validation"], state.keys, state.hyper)
+    score_of: Any = task.score
+    out = call(score_of, model, state.model_state, inputs["validation"], state.keys, state.hyper)
     score = jnp.asarray(out[0] if isinstance(out, tuple) else out, state.score.dtype)
     trains = state.status == Status.OK
     state = dataclasses.replace(state, score=jnp.where(trains, score, state.score))

@@ -6,7 +6,7 @@ import optax
 
 from .._check import check_function
 from .._pytree import PyTree
-from ._optimiser import resolve, supported
+from ._optimiser import supported
 
 
 def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -> optax.GradientTransformationExtraArgs:
@@ -35,7 +35,7 @@ def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -
         Goldstein, "Convex Programming in Hilbert Space" (Bulletin of the American Mathematical Society, 1964).
     """
     check_function(fn, "fn", example="lambda model: jax.tree.map(jax.nn.relu, model)")
-    inner = resolve(optimiser, None)
+    inner = optax.with_extra_args_support(optimiser)
 
     def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, Any]:
         if params is None:

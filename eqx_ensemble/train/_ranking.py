@@ -5,7 +5,7 @@ import numpy as np
 from .._caller import caller
 from .._check import check_positive_int, check_word
 from .._foreign import from_foreign
-from ._status import Status
+from ._state import Status
 
 Mode = Literal["min", "max"]
 

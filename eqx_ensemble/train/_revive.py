@@ -15,8 +15,7 @@ from .._keys import tag
 from .._pytree import PyTree
 from ..distributed import to_host
 from ._optimiser import Optimiser, is_noise
-from ._state import TrainState, init
-from ._status import Status
+from ._state import Status, TrainState, init
 
 
 def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
@@ -61,11 +60,13 @@ def copy_members(state: TrainState, donors: Any) -> TrainState:
 
 def change_hyper(hyper: PyTree, members: Any, fn: Callable[[PyTree, Any], PyTree], keys: Any) -> PyTree:
     """Hyper-parameters of which those of some members are changed by `fn(hyper, key)`, one member after another."""
-    arrays = jax.tree.map(lambda x: np.array(to_host(x)), hyper)
+    leaves, treedef = jax.tree.flatten(hyper)
+    arrays = [np.array(to_host(x)) for x in leaves]
     for i, key in zip(members, keys, strict=True):
-        own = fn(jax.tree.map(lambda x: x[i], hyper), key)
-        jax.tree.map(lambda x, y: x.__setitem__(i, y), arrays, own)
-    return jax.tree.map(jnp.asarray, arrays)
+        own = fn(jax.tree.unflatten(treedef, [x[i] for x in leaves]), key)
+        for x, value in zip(arrays, treedef.flatten_up_to(own), strict=True):
+            x[i] = value
+    return jax.tree.unflatten(treedef, [jnp.asarray(x) for x in arrays])
 
 
 def revive(

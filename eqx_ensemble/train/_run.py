@@ -8,17 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Int8
 
-from .._check import missing_extra_message
-from .._ensemble import Ensemble, M
-from .._members import join, take
+from .._check import is_traced, missing_extra_message
+from .._ensemble import Ensemble, M, join, take
 from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
 from ..distributed import to_host
 from ._history import History, join_members, take_curves
 from ._ranking import rank_members
-from ._state import TrainState, weights_of, with_weights
-from ._status import DivergedError, Status
+from ._state import DivergedError, Status, TrainState, weights_of, with_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Figure
@@ -246,7 +244,7 @@ def best_of(state: TrainState) -> tuple[Ensemble, PyTree]:
 
 def summary(run: Run[Any]) -> str:
     """The members, statuses, losses and best score."""
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(run)):
+    if any(is_traced(x) for x in jax.tree.leaves(run)):
         return "Run(...)"
     status, steps = run.status, int(to_host(run.train_state.step).max())
     interrupted = ", interrupted" if run.interrupted else ""
@@ -261,10 +259,10 @@ def summary(run: Run[Any]) -> str:
     if np.isfinite(loss).any():
         low, high = np.nanmin(loss), np.nanmax(loss)
         lines.append(f"  loss     {low:.4g}" + ("" if low == high else f" to {high:.4g}"))
-    ranked = [] if run.best_score is None else rank_members(run, None)
-    if len(ranked):
+    scores, steps = run.best_score, run.best_step
+    if scores is not None and steps is not None and len(ranked := rank_members(run, None)):
         best = int(ranked[0])
-        lines.append(f"  best     {run.best_score[best]:.4g} by member {best} after {run.best_step[best]} steps")
+        lines.append(f"  best     {scores[best]:.4g} by member {best} after {steps[best]} steps")
     return "\n".join([*lines, f"  time     {run.seconds:.3g} s"])
 
 

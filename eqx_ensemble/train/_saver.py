@@ -17,7 +17,7 @@ from ..distributed._engine import raise_on_all
 from ._history import History
 from ._loop import Loop, Position
 from ._options import Checkpoint
-from ._texts import array_text, array_texts, check_same_call, digest_of, option_text, versions_text
+from ._program import array_text, array_texts, check_same_call, digest_of, option_text, versions_text
 
 _SECONDS_BETWEEN = 60.0
 

@@ -1,4 +1,7 @@
-from typing import Any, Generic, NamedTuple
+import contextlib
+import enum
+from collections.abc import Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -6,15 +9,126 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8, Key
 
 from .._check import MemberMismatchError, array_leaves, is_key
-from .._ensemble import Ensemble, M
+from .._ensemble import Ensemble, M, check_ensemble, check_model_state, split, take
 from .._foreign import from_foreign_tree
 from .._keys import member_keys
 from .._marks import Each, Shared
-from .._members import check_ensemble, check_model_state, split, take
 from .._pytree import PyTree
 from ._optimiser import Optimiser, Together, first_state
-from ._status import Status
-from ._trainable import Trainable, trained_leaves
+
+
+class Status(enum.IntEnum):
+    """The status of a member. Arrays of statuses are int8.
+
+    - `OK`: the member is training, or trained to the end.
+    - `STOPPED`: `patience`, `stop` or a callback stopped it.
+    - `DIVERGED`: its loss or weights were not finite at the end of an epoch. It keeps those of the epoch's start.
+    """
+
+    OK = 0
+    STOPPED = 1
+    DIVERGED = 2
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+@contextlib.contextmanager
+def allow_nan() -> Iterator[None]:
+    """Disables `jax_debug_nans` and `jax_debug_infs`: a NaN affects one member only, and others report NaN."""
+    if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):
+        yield
+        return
+    with jax.debug_nans(False), jax.debug_infs(False):  # noqa: FBT003 (their one argument)
+        yield
+
+
+class DivergedError(ArithmeticError):
+    """Raised by [`eqx_ensemble.fit`][] with `on_diverge="raise"` when members diverge; `run` is the run so far."""
+
+    def __init__(self, message: str, run: Any = None) -> None:
+        super().__init__(message)
+        self.run = run
+
+
+T = TypeVar("T")
+
+Trainable = Any
+"""A prefix of a member's tree with booleans and functions of a leaf, as in `equinox.partition`."""
+
+
+class Frozen(eqx.Module, Generic[T]):
+    """A part of a member that is never trained, regardless of `trainable`.
+
+    Its arrays have no gradient, no optimiser state and no weight decay. Calling it calls the value, with gradients
+    through its inputs.
+
+    **Arguments:**
+
+    - `value`: any PyTree, such as a pretrained Module.
+
+    ```python
+    class Model(eqx.Module):
+        trunk: ee.train.Frozen
+        head: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.head(jax.nn.relu(self.trunk(x)))
+
+
+    def make(key):
+        trunk = ee.train.Frozen(eqx.nn.Linear(3, 8, key=key))  # or pretrained
+        return Model(trunk, eqx.nn.Linear(8, 1, key=key))
+
+
+    state = ee.train.init(ee.build(make, 4, key=key), optax.adamw(1e-3), key=key)
+    state.params.trunk.value.weight, state.params.head.weight.shape  # (None, (4, 1, 8))
+    ```
+    """
+
+    value: T
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the value with its arrays as constants."""
+        stop = lambda x: jax.lax.stop_gradient(x) if eqx.is_inexact_array(x) else x
+        fn: Any = jax.tree.map(stop, self.value)
+        return fn(*args, **kwargs)
+
+
+def trained_leaves(
+    ensemble: Ensemble, trainable: Trainable = eqx.is_inexact_array, *, together: bool = False
+) -> tuple[bool, ...]:
+    """Whether each leaf of an ensemble is trained, `None` included; shared ones only if they are trained together.
+
+    `trainable` is called with the leaves of one member.
+    """
+    if isinstance(trainable, eqx.Module) and callable(trainable) and not jax.tree.leaves(trainable):
+        trainable = lambda x, test=trainable: test(x)  # a Module without leaves would be an empty tree
+    is_none = lambda x: x is None
+    leaves, treedef = jax.tree.flatten(ensemble.stacked, is_leaf=is_none)
+    one = [x[0] if axis == 0 and eqx.is_array(x) else x for x, axis in zip(leaves, ensemble.axes, strict=True)]
+    # Whether a leaf is inside a `Frozen`, by the path of nodes.
+    nodes = jax.tree.leaves(ensemble.stacked, is_leaf=lambda x: x is None or _is_frozen(x))
+    frozen = [_is_frozen(node) for node in nodes for _ in jax.tree.leaves(node, is_leaf=is_none)]
+    chosen = jax.tree.leaves(eqx.filter(jax.tree.unflatten(treedef, one), trainable), is_leaf=is_none)
+    trained = tuple(
+        eqx.is_array(x) and not is_frozen and (axis == 0 or (together and eqx.is_inexact_array(x)))
+        for x, is_frozen, axis in zip(chosen, frozen, ensemble.axes, strict=True)
+    )
+    if not any(trained):
+        raise ValueError("`trainable` selects no array of the members that can be trained.")
+    rows = zip(trained, ensemble.axes, strict=True)
+    if together and not any(chosen and axis is None for chosen, axis in rows):
+        raise ValueError(
+            "`train.Together` trains floating-point arrays that members share, and this ensemble has none.\n"
+            "Select them where it is made: `build(make, n, shared=lambda model: model.bounds)`."
+        )
+    return trained
+
+
+def _is_frozen(node: Any) -> bool:
+    return isinstance(node, Frozen)
+
 
 _is_none = lambda x: x is None
 
@@ -113,6 +227,7 @@ def with_weights(state: TrainState, own: PyTree, common: PyTree) -> TrainState:
     return eqx.tree_at(lambda state: state.ensemble.stacked, state, model)
 
 
+@allow_nan()
 def init(
     ensemble: Ensemble[M],
     optimiser: Optimiser,

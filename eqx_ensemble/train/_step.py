@@ -15,14 +15,13 @@ from .._ensemble import M
 from .._foreign import take_in
 from .._keys import tag
 from .._map import is_per_member, view
-from .._mesh import sharding
+from .._mesh import rows_of_mesh
 from .._pytree import PyTree
 from ..plan import AnyPlan, Blocks, Vmap, as_plan
 from ._blocks import axes_of_inputs
-from ._member import MEMBERS, Task, all_finite, choose_trained, take_step, trained_of, with_trained
+from ._member import MEMBERS, Task, Trained, all_finite, choose_trained, flags_of, take_step, trained_of, with_trained
 from ._optimiser import Optimiser
-from ._state import TrainState, pieces_of
-from ._status import Status
+from ._state import Status, TrainState, allow_nan, pieces_of
 
 T = TypeVar("T")
 
@@ -51,6 +50,7 @@ class Step:
     task: Task
     plan: AnyPlan
 
+    @allow_nan()
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
         if not isinstance(state, TrainState):
@@ -89,25 +89,10 @@ def guarded_step(task: Task, state: TrainState, batch: PyTree, plan: AnyPlan) ->
     def one(moving: PyTree, batch: PyTree) -> tuple:
         before = eqx.combine(moving, common, rest)
         batch = jax.tree.map(view, batch, is_leaf=is_per_member)
-        if task.rows_of_mesh is not None:
-            batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, task.rows_of_mesh), batch)
         key = jax.random.fold_in(jax.random.fold_in(before.keys, tag("loss")), before.step)
-        now = trained_of(before)
-        new, (value, aux) = take_step(task, now, before, batch, key)
-        trains = before.status == Status.OK
-        finite = all_finite((new.own, new.common)) & jnp.isfinite(value)
-        after = with_trained(before, choose_trained(trains & finite, new, now))
-        after = dataclasses.replace(
-            after,
-            step=before.step + (trains & finite).astype(jnp.int32),
-            status=jnp.where(trains & ~finite, jnp.int8(Status.DIVERGED), before.status),
-            loss=jnp.where(trains, value, before.loss).astype(before.loss.dtype),
-        )
-        filtered = [
-            eqx.filter(after, jax.tree.map(lambda x: x is not None, x, is_leaf=lambda x: x is None))
-            for x in (moving, common)
-        ]
-        return *filtered, Metrics(jnp.where(trains, value, jnp.nan), aux, after.status)
+        new, (value, aux) = take_step(task, trained_of(before), before, batch, key)
+        after, metrics = keep_if_finite(before, new, value, aux)
+        return eqx.filter(after, flags_of(moving)), eqx.filter(after, flags_of(common)), metrics
 
     own = eqx.if_array(0)
     if isinstance(plan, Blocks) and state.together is None:
@@ -120,6 +105,20 @@ def guarded_step(task: Task, state: TrainState, batch: PyTree, plan: AnyPlan) ->
         )
         moving, common, metrics = mapped(moving, batch)
     return eqx.combine(moving, common, rest), metrics
+
+
+def keep_if_finite(before: TrainState, new: Trained, value: Any, aux: PyTree) -> tuple[TrainState, Metrics]:
+    """The state of one member after a step that it keeps, if it trains and all is finite, and the step's results."""
+    trains = before.status == Status.OK
+    finite = all_finite((new.own, new.common)) & jnp.isfinite(value)
+    after = with_trained(before, choose_trained(trains & finite, new, trained_of(before)))
+    after = dataclasses.replace(
+        after,
+        step=before.step + (trains & finite).astype(jnp.int32),
+        status=jnp.where(trains & ~finite, jnp.int8(Status.DIVERGED), before.status),
+        loss=jnp.where(trains, value, before.loss).astype(before.loss.dtype),
+    )
+    return after, Metrics(jnp.where(trains, value, jnp.nan), aux, after.status)
 
 
 def make_step(
@@ -162,11 +161,9 @@ def make_step(
     """
     if not callable(loss):
         raise TypeError("`make_step` needs `loss` to be a function, `lambda model, batch, key: ...`.")
-    rows = None if mesh is None or mesh.shape.get("data", 1) == 1 else sharding(mesh, "data")
     # As a function, a step is equal to itself alone.
-    return Step(
-        Task(loss, optimiser, has_aux=has_aux, rows_of_mesh=rows, digest=str(next(_numbers))), as_plan(plan, Vmap())
-    )
+    task = Task(loss, optimiser, has_aux=has_aux, rows_of_mesh=rows_of_mesh(mesh), digest=str(next(_numbers)))
+    return Step(task, as_plan(plan, Vmap()))
 
 
 _numbers = iter(range(2**62))

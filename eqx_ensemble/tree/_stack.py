@@ -28,8 +28,7 @@ def replace(tree: T, index: Any, value: Any) -> T:
     **Returns:** a new stacked tree.
 
     **Raises:** `MemberMismatchError` if `value` differs from the members in structure, shapes, dtypes or static values;
-    `ValueError` if a member is given twice, or if two members of an [`eqx_ensemble.Ensemble`][] would have one id; the
-    errors of [`eqx_ensemble.tree.take`][] for an invalid index.
+    `ValueError` if a member is given twice; the errors of [`eqx_ensemble.tree.take`][] for an invalid index.
 
     ```python
     # {"w": [[0., 0.], [1., 1.], [0., 0.]]}
@@ -56,7 +55,7 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
     else (functions, strings, Python scalars, static fields) must be equal and is kept once; closures, partials and
     other objects are compared by their contents.
 
-    [`eqx_ensemble.stack`][] makes an [`eqx_ensemble.Ensemble`][] of models, with ids and shared leaves.
+    [`eqx_ensemble.stack`][] makes an [`eqx_ensemble.Ensemble`][] of models, with shared leaves.
 
     **Arguments:**
 
@@ -105,7 +104,7 @@ def concatenate(trees: Iterable[T]) -> T:
 
     **Raises:** `MemberMismatchError` if the trees differ in anything but their arrays' values and number of members, or
     if the arrays of one tree disagree on that number; `TypeError` for a single tree; `ValueError` for an empty
-    sequence, and for ensembles with an id in common.
+    sequence.
 
     ```python
     ee.tree.concatenate([{"w": jnp.zeros((2, 3))}, {"w": jnp.ones((1, 3))}])["w"].shape  # (3, 3)

@@ -163,12 +163,6 @@ def _global_parts(f: types.FunctionType) -> dict:
     return {f"global `{k}`": f.__globals__[k] for k in f.__code__.co_names if k in f.__globals__}
 
 
-def global_names(code: types.CodeType) -> list[str]:
-    """The names of globals and attributes in the code of a function and of the functions inside it."""
-    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    return [*code.co_names, *(word for x in inner for word in global_names(x))]
-
-
 def _cell_value(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents

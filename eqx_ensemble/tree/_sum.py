@@ -166,8 +166,8 @@ def polyak(old: T, new: T, tau: Any) -> T:
 
     **Returns:** a PyTree with the structure of `old`.
 
-    **Raises:** `MemberMismatchError` if the trees differ in structure, shapes, dtypes, static values, or in the ids of
-    their members; `TypeError` and `ValueError` for a `tau` that is not one number from 0 to 1.
+    **Raises:** `MemberMismatchError` if the trees differ in structure, shapes, dtypes or static values; `TypeError` and
+    `ValueError` for a `tau` that is not one number from 0 to 1.
 
     ```python
     online = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)

@@ -196,7 +196,7 @@ MUTANTS = [
     *of(
         "methods/population/_decisions.py",
         "methods/test_population.py",
-        ("if i not in best] +", "if i in best] +"),
+        ("min(len(order) - most, able.sum())", "len(order) - most"),
     ),
     *of(
         "_predict/_batch.py",

@@ -18,7 +18,7 @@ MESHES = [(4, 1), (2, 2), (2, 1), (1, 2), (3, 1)]
 OPTIONS = {
     "combine": [None, ee.combine.mean, ee.combine.moments],
     "batch_size": [256, 4],
-    "plan": [None, ee.plan.Sequential(), ee.plan.Chunked(2)],
+    "plan": [None, ee.plan.Blocks(1), ee.plan.Blocks(2)],
     "born on it": [False, True],
     "own rows": [False, True],
 }

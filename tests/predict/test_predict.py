@@ -31,7 +31,7 @@ def test_is_the_loop_over_members_and_rows(ensemble, batch_size):
     np.testing.assert_allclose(out, looped(ensemble, rows()), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("plan", [ee.plan.Chunked(3), ee.plan.Sequential(), ee.plan.Unrolled()], ids=repr)
+@pytest.mark.parametrize("plan", [ee.plan.Vmap(), ee.plan.Blocks(1), ee.plan.Blocks(3)], ids=repr)
 def test_a_plan_changes_nothing(ensemble, plan):
     expected = ee.predict(ensemble, rows())
     np.testing.assert_allclose(ee.predict(ensemble, rows(), plan=plan, batch_size=4), expected, rtol=1e-5, atol=1e-6)
@@ -85,7 +85,7 @@ def dropping():
     def make(key):
         return eqx.nn.Sequential([eqx.nn.Linear(3, 64, key=key), eqx.nn.Dropout(0.5)])
 
-    return ee.stack([make(KEY)] * 3, ids=[4, 9, 2])
+    return ee.stack([make(KEY)] * 3)
 
 
 def test_inference_mode_is_the_default(dropping):

@@ -1,8 +1,9 @@
 """A fit of ONE member as a plain loop of Equinox and optax, with the rules of epochs; of the library only `permute`."""
 
+import dataclasses
 import math
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -35,113 +36,156 @@ def stream_of(key, count, num_rows, *, shuffle=True):
     return np.concatenate(drawn)[:count]
 
 
-class Fitted(NamedTuple):
-    """What a fit of one member gives; `losses` and `scores` hold NaN after it has stopped."""
+@dataclasses.dataclass
+class Fitted:
+    """What a fit of one member gives; `losses`, `means` and `scores` hold NaN after it has stopped.
 
-    model: Any
+    `means` and `auxs` have one entry per part. `margin` is the smallest difference of a score to what decided about it.
+    """
+
+    params: Any
+    frozen: Any
+    opt_state: Any
     state: Any
-    best: Any
-    losses: np.ndarray
-    scores: np.ndarray
-    best_score: float
-    best_step: int
-    step: int
-    status: int
+    hyper: Any
+    kept: Any
+    losses: list = dataclasses.field(default_factory=list)
+    means: list = dataclasses.field(default_factory=list)
+    auxs: list = dataclasses.field(default_factory=list)
+    scores: list = dataclasses.field(default_factory=list)
+    best_score: float = np.inf
+    best_step: int = -1
+    waited: int = 0
+    step: int = 0
+    status: int = 0
+    loss: float = np.nan
+    score: float = np.nan
+    margin: float = np.inf
+
+    @property
+    def model(self):
+        return eqx.combine(self.params, self.frozen)
+
+    @property
+    def best(self):
+        return eqx.combine(self.kept[0] if self.best_step >= 0 else self.params, self.frozen)
+
+    @property
+    def best_state(self):
+        return self.kept[1] if self.best_step >= 0 else self.state
+
+
+def _call(fn, model, state, batch, key, hyper):
+    named = {"hyper": hyper} if "hyper" in fn.__code__.co_varnames else {}
+    return fn(model, batch, key, **named) if state is None else fn(model, state, batch, key, **named)
+
+
+@eqx.filter_jit
+def _step(loss, optimiser, has_aux, params, frozen, opt_state, state, hyper, batch, key, index):
+    key = jax.random.fold_in(jax.random.fold_in(key, tag("loss")), index)
+
+    def value(params):
+        out = _call(loss, eqx.combine(params, frozen), state, batch, key, hyper)
+        value, *more = out if isinstance(out, tuple) else (out,)
+        return value, (more.pop(0) if state is not None else None, more[0] if has_aux else None)
+
+    (value_now, (state, aux)), grads = eqx.filter_value_and_grad(value, has_aux=True)(params)
+    optimiser = optax.with_extra_args_support(optimiser if hyper is None else optimiser(hyper))
+    with relaxed():
+        updates, opt_state = optimiser.update(grads, opt_state, params, value=value_now, grad=grads)
+        params = optax.apply_updates(params, updates)
+    return params, opt_state, state, value_now, aux
+
+
+@eqx.filter_jit
+def _judge(score, model, state, batch, key, hyper):
+    out = _call(score, eqx.nn.inference_mode(model), state, batch, key, hyper)
+    return out[0] if isinstance(out, tuple) else out
 
 
 class Member:
     """One model and how it is trained: `loss(model, batch, key)`, or with a state and hyper-parameters."""
 
-    def __init__(self, loss, optimiser, *, stateful=False, hyper=None, score=None, trainable=eqx.is_inexact_array):
-        self.stateful, self.hyper, self.trainable = stateful, hyper, trainable
-        self.optimiser = optax.with_extra_args_support(optimiser if hyper is None else optimiser(hyper))
-        named = {} if hyper is None else {"hyper": hyper}
-        call = lambda fn, *args: fn(*args, **named) if "hyper" in fn.__code__.co_varnames else fn(*args)
+    def __init__(self, loss, optimiser, *, hyper=None, score=None, has_aux=False, trainable=eqx.is_inexact_array):
+        self.loss, self.optimiser, self.hyper, self.score = loss, optimiser, hyper, score or loss
+        self.has_aux, self.trainable = has_aux, trainable
 
-        def value(params, frozen, state, batch, key):
-            model = eqx.combine(params, frozen)
-            return call(loss, model, state, batch, key) if stateful else (call(loss, model, batch, key), None)
-
-        @eqx.filter_jit
-        def step(params, frozen, opt_state, state, batch, key):
-            (value_now, after), grads = eqx.filter_value_and_grad(value, has_aux=True)(
-                params, frozen, state, batch, key
-            )
-            with relaxed():
-                updates, opt_state = self.optimiser.update(grads, opt_state, params, value=value_now, grad=grads)
-                params = optax.apply_updates(params, updates)
-            return params, opt_state, after, value_now
-
-        def judge(model, state, validation, key):
-            model = eqx.nn.inference_mode(model)
-            args = (model, state, validation, key) if stateful else (model, validation, key)
-            out = call(score or loss, *args)
-            return out[0] if isinstance(out, tuple) else out
-
-        self.step, self.judge = step, eqx.filter_jit(judge)
+    def begin(self, model, state=None, mode="min"):
+        """What has not been trained."""
+        params, frozen = eqx.partition(model, self.trainable)
+        with relaxed():
+            opt_state = (self.optimiser if self.hyper is None else self.optimiser(self.hyper)).init(params)
+        worst = np.inf if mode == "min" else -np.inf
+        return Fitted(params, frozen, opt_state, state, self.hyper, (params, state), best_score=worst)
 
     def fit(
         self, model, data, *, steps, key, batch_size=32, rows=None, shuffle=True, state=None, validation=None,
-        patience=None, mode="min", min_delta=0.0, target=None, most=None,
+        patience=None, mode="min", min_delta=0.0, target=None, most=None, batches=None, decay=None,
+        told=None, longest=512,
     ):  # fmt: skip
-        """Trains for `steps` steps. `rows` are the member's own, `most` the steps after which it stops."""
-        count = len(jax.tree.leaves(data)[0]) if rows is None else len(rows)
-        size = min(batch_size, count)
-        epoch = -(-count // size)
-        part = math.ceil(epoch / math.ceil(epoch / 512))
-        stream = stream_of(key, steps * size, count, shuffle=shuffle)
-        stream = stream if rows is None else np.asarray(rows)[stream]
-        params, frozen = eqx.partition(model, self.trainable)
-        with relaxed():
-            opt_state = self.optimiser.init(params)
-        sign = 1 if mode == "min" else -1
-        best, best_score, best_step, waited = (params, state), sign * np.inf, -1, 0
-        losses, scores, done, step, status = [], [], 0, 0, 0
+        """Trains for `steps` steps a model, or what a fit before gave. `rows` are the member's own, `most` the steps
+        after which it stops, at the end of a part, and `told` at that of an epoch; `batches` are those of a pass, in
+        place of data; `decay(hyper)` is called after each epoch. Parts have at most `longest` steps.
+        """
+        now = dataclasses.replace(model) if isinstance(model, Fitted) else self.begin(model, state, mode)
+        for name in ("losses", "means", "auxs", "scores"):
+            setattr(now, name, [*getattr(now, name)])
+        first, sign, done = now.step, 1 if mode == "min" else -1, 0
+        if batches is None:
+            count = len(jax.tree.leaves(data)[0]) if rows is None else len(rows)
+            size = min(batch_size, count)
+            epoch = -(-count // size)
+            part = math.ceil(epoch / math.ceil(epoch / longest))
+            stream = stream_of(key, (first + steps) * size, count, shuffle=shuffle)
+            stream = stream if rows is None else np.asarray(rows)[stream]
+            batch_of = lambda i: jax.tree.map(lambda x: x[stream[(first + i) * size : (first + i + 1) * size]], data)
+        else:
+            epoch, part = len(batches), longest
+            batch_of = lambda i: batches[i % epoch]
         while done < steps:
             number = min(epoch - done % epoch, part, steps - done)
             ends = (done + number) % epoch == 0 or done + number == steps
-            before, own = (params, opt_state, state), []
-            if status == 0:
-                for i in range(done, done + number):
-                    batch = jax.tree.map(lambda x, i=i: x[stream[i * size : (i + 1) * size]], data)
-                    own_key = jax.random.fold_in(jax.random.fold_in(key, tag("loss")), i)
-                    params, opt_state, state, value = self.step(params, frozen, opt_state, state, batch, own_key)
-                    own.append(float(value))
-                finite = all(np.isfinite(np.asarray(x, float)).all() for x in jax.tree.leaves(params))
-                if not (finite and np.isfinite(own).all()):
-                    (params, opt_state, state), status = before, 2
+            before, own, auxs, trains = (now.params, now.opt_state, now.state), [], [], now.status == 0
+            for i in range(done, done + number) if trains else ():
+                now.params, now.opt_state, now.state, value, aux = _step(
+                    self.loss, self.optimiser, self.has_aux, now.params, now.frozen, now.opt_state, now.state,
+                    now.hyper, batch_of(i), key, jnp.int32(first + i),
+                )  # fmt: skip
+                own.append(float(value))
+                auxs.append(aux)
+            if trains:
+                finite = all(np.isfinite(np.asarray(x, float)).all() for x in jax.tree.leaves(now.params))
+                now.loss = float(np.mean(own))
+                if finite and np.isfinite(own).all():
+                    now.step += number
                 else:
-                    step += number
-            losses += own or [np.nan] * number
+                    (now.params, now.opt_state, now.state), now.status = before, 2
+            now.losses += own or [np.nan] * number
+            now.means.append(now.loss if trains else np.nan)
+            now.auxs.append(auxs or [None] * number)
             if ends and validation is not None:
-                score = np.nan
-                if status == 0:
-                    score = float(self.judge(eqx.combine(params, frozen), state, validation, key))
-                    better = sign * score < sign * best_score - min_delta
-                    waited = 0 if better else waited + 1
-                    if better:
-                        best, best_score, best_step = (params, state), score, step
-                    if (patience is not None and waited >= patience) or (
-                        target is not None and sign * score <= sign * target
-                    ):
-                        status = 1
-                elif len(own):
-                    score = np.nan
-                scores.append(score)
-            if status == 0 and most is not None and step >= most:
-                status = 1
+                now.scores.append(self._judge(now, validation, key, sign, patience, min_delta, target))
+            limits = [x for x in (most, told if ends else None) if x is not None]
+            if now.status == 0 and limits and now.step >= min(limits):
+                now.status = 1
+            if ends and decay is not None:
+                now.hyper = decay(now.hyper)
             done += number
-        if best_step < 0:
-            best = params, state
-        whole = lambda params: eqx.combine(params, frozen)
-        return Fitted(
-            whole(params),
-            state,
-            whole(best[0]),
-            np.array(losses),
-            np.array(scores),
-            best_score,
-            best_step,
-            step,
-            status,
+        return now
+
+    def _judge(self, now, validation, key, sign, patience, min_delta, target):
+        if now.status:
+            return np.nan
+        now.score = score = float(_judge(self.score, now.model, now.state, validation, key, now.hyper))
+        limit = sign * now.best_score - min_delta
+        better = sign * score < limit
+        ties = [limit] if target is None else [limit, sign * target]
+        now.margin = min(
+            [now.margin, *(abs(sign * score - tie) / (1 + abs(score)) for tie in ties if np.isfinite(tie))]
         )
+        now.waited = 0 if better else now.waited + 1
+        if better:
+            now.kept, now.best_score, now.best_step = (now.params, now.state), score, now.step
+        if (patience is not None and now.waited >= patience) or (target is not None and sign * score <= sign * target):
+            now.status = 1
+        return score

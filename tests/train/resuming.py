@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 import eqx_ensemble as ee
-from eqx_ensemble.train._texts import digest_of
+from eqx_ensemble.train._program import digest_of
 
 
 def loss(model, batch, key):

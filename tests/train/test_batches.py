@@ -88,6 +88,16 @@ def test_auxiliary_outputs():
     np.testing.assert_array_equal(run.history.aux[1], np.stack([y for _, y in [*BATCHES, *BATCHES]]))
 
 
+def test_on_a_mesh():
+    """Two devices for three members: what is of one's own is padded as the members are."""
+    own = [(x, ee.Each(np.stack([y + i for i in range(MEMBERS)]))) for x, y in BATCHES]
+    numbered = lambda model, batch, key: (loss(model, batch, key), len(batch[1]))
+    fit = lambda mesh: ee.fit(ensemble(), numbered, ADAM, own, epochs=2, has_aux=True, mesh=mesh, key=KEY)
+    run = fit(ee.make_mesh(2, 2))
+    assert_close(run.ensemble, fit(None).ensemble, 1e-5)
+    assert (run.history.aux == 8).all()
+
+
 def test_a_diverged_member_gets_back_the_pass_before():
     broken = [*BATCHES, (ee.Each(np.stack([X[:8], X[:8] * np.nan, X[:8]])), Y[:8])]
     options = {"epochs": 2, "key": KEY, "plan": ee.plan.Blocks(2)}

@@ -163,3 +163,28 @@ def test_ctrl_c_returns_the_run_so_far():
     assert steps % 3 == 0
     assert run.history.loss.shape == (MEMBERS, steps // 3)
     assert_close(run.ensemble, fit(epochs=steps // 3, history="epochs").ensemble, 1e-6)
+
+
+def test_ctrl_c_within_a_callback_and_between_batches():
+    def interrupt(state):
+        if state.step[0] == 6:
+            signal.raise_signal(signal.SIGINT)
+
+    run = fit(callbacks=interrupt)
+    assert run.interrupted
+    assert_same(run.ensemble, fit(epochs=2).ensemble)
+
+    def batches():
+        for i in range(9):
+            if i == 4:
+                signal.raise_signal(signal.SIGINT)
+            yield DATA
+
+    run = fit_batches(batches())
+    assert run.interrupted
+    assert run.train_state.step.tolist() == [5] * MEMBERS
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def fit_batches(batches):
+    return ee.fit(ensemble(), loss, optimiser, batches, steps=9, hyper=RATES, key=KEY)

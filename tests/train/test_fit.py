@@ -163,6 +163,16 @@ def test_a_diverged_member_gets_back_what_it_had_at_the_start_of_the_epoch():
     assert caught.value.run.status[1] == 2
 
 
+def test_weights_that_are_not_finite_count_though_the_loss_is():
+    rooted = lambda model, batch, key, hyper: loss(model, batch, key) + jnp.sqrt(hyper * model.layers[0].bias[0] ** 2)
+    with pytest.warns(UserWarning, match="members 1 diverged"):  # the root's derivative at zero is not finite
+        run = ee.fit(
+            ensemble(), rooted, lambda _: optax.sgd(0.1), (X, Y), steps=1, hyper=np.float32([1, 0, 1]), key=KEY
+        )
+    assert np.isfinite(run.history.loss).all()
+    assert_same(run.ensemble[1], ensemble()[1])
+
+
 def test_a_long_epoch_is_kept_in_parts():
     x, y = np.tile(X, (30, 1)), np.tile(Y, 30)
     run = ee.fit(
@@ -187,7 +197,7 @@ def test_other_models(name):
     run = ee.fit(members, case.loss, adam, whole, epochs=3, batch_size=BATCH, state=state, key=KEY)
     for i in range(MEMBERS):
         own = None if state is None else ee.tree.take(state, i)
-        member = Member(case.loss, adam, stateful=case.stateful)
+        member = Member(case.loss, adam)
         alone = member.fit(members[i], whole, steps=9, key=key_of_member(KEY, i), batch_size=BATCH, state=own)
         assert_close(run.ensemble[i], alone.model, 5 * case.rtol)
 

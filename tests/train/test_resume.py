@@ -399,7 +399,7 @@ class TestNothingIsLost:
     def test_a_last_save_that_fails(self, ensemble, tmp_path, monkeypatch):
         whole = fitted(ensemble, steps=20)
         monkeypatch.setattr(saver_module, "save", mock.Mock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(OSError) as caught:
+        with pytest.raises(OSError, match="No space left") as caught:
             fitted(ensemble, steps=20, checkpoint=tmp_path / "a")
         assert_same_run(caught.value.run, whole)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jaxtyping import config as jaxtyping_config
 
 import eqx_ensemble as ee
-from eqx_ensemble.train import _texts
+from eqx_ensemble.train import _program
 
 KEY = jax.random.key(0)
 
@@ -37,14 +37,14 @@ def program(factor, names=("a", "b", "c")):
 
 
 def test_programs_differ_by_what_they_compute():
-    assert _texts.program_text(program(0.5)) == _texts.program_text(program(0.5))
-    assert _texts.program_text(program(0.5)) != _texts.program_text(program(0.25))
+    assert _program.program_text(program(0.5)) == _program.program_text(program(0.5))
+    assert _program.program_text(program(0.5)) != _program.program_text(program(0.25))
 
 
 @pytest.mark.slow
 def test_another_process_gives_the_same_text():
     """Its addresses are others, and so are the orders of its sets."""
-    command = "from tests.train import test_texts as t; print(t._texts.program_text(t.program(0.5)))"
+    command = "from tests.train import test_texts as t; print(t._program.program_text(t.program(0.5)))"
     said = {
         subprocess.run(
             [sys.executable, "-c", command], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
@@ -60,17 +60,17 @@ KINDS = (int, np.int32, np.int64, np.asarray, lambda n: jnp.asarray(n, jnp.int32
 
 @given(NUMBERS, NUMBERS, st.sampled_from(KINDS), st.sampled_from(KINDS))
 def test_a_number_is_the_same_in_every_kind(a, b, kind, other):
-    assert (_texts.option_text(kind(a)) == _texts.option_text(other(b))) == (a == b)
+    assert (_program.option_text(kind(a)) == _program.option_text(other(b))) == (a == b)
 
 
 @pytest.mark.parametrize("value", [None, True, "freeze", 0.1, [1, 2], np.arange(20)])
 def test_what_is_not_alike_differs(value):
     others = [None, False, "raise", 0.2, [1, 3], np.arange(1, 21), np.arange(19)]
-    assert all(_texts.option_text(value) != _texts.option_text(other) for other in others if other is not value)
+    assert all(_program.option_text(value) != _program.option_text(other) for other in others if other is not value)
 
 
 def test_keys_of_both_kinds_and_their_values():
-    assert _texts.option_text(jax.random.key(7)) == _texts.option_text(jax.random.PRNGKey(7)) == "[0, 7]"
+    assert _program.option_text(jax.random.key(7)) == _program.option_text(jax.random.PRNGKey(7)) == "[0, 7]"
 
 
 ENSEMBLE = ee.build(lambda key: eqx.nn.Linear(1, 1, key=key), 2, key=KEY)

@@ -44,7 +44,9 @@ WRONG = {
     "one rate per member in the optimiser": (
         lambda: fit(optimiser=optax.sgd(jnp.full(MEMBERS, 0.1))), (ValueError, TypeError), "4",
     ),
-    "limits of other members": (lambda: fit(stop=ee.train.Stopping(steps=[1, 2])), ValueError, r"one per member \(4,\)"),
+    "limits of other members": (
+        lambda: fit(stop=ee.train.Stopping(steps=[1, 2])), ValueError, r"one per member \(4,\)",
+    ),
     "a model instead of an ensemble": (
         lambda: ee.fit(ensemble().stacked, loss, optax.sgd(1e-2), (X, Y), epochs=1, key=KEY), TypeError, "from_stacked",
     ),

@@ -9,9 +9,8 @@ import numpy as np
 
 from ..._caller import caller
 from ..._check import check_installed, is_traced
-from ..._ensemble import Ensemble
+from ..._ensemble import Ensemble, check_ensemble, check_model_state
 from ..._keys import generators
-from ..._members import check_ensemble, check_model_state
 from ..._predict import predict
 from ..._pytree import PyTree
 from ._units import Axis, Group, Units, find_units, resolve

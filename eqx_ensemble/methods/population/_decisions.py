@@ -1,6 +1,6 @@
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -66,13 +66,13 @@ def keep_best(state: TrainState[M], count: int, *, mode: Mode = "min") -> TrainS
     return state.stop(~np.isin(np.arange(state.num_members), rank(state, mode=mode)[:count]))
 
 
-def truncation(state: TrainState, *, fraction: float = 0.2, mode: Mode = "min") -> Int[np.ndarray, " members"]:
+def truncation(state: TrainState, *, fraction: float | int = 0.2, mode: Mode = "min") -> Int[np.ndarray, " members"]:
     """Chooses donors by truncation selection: each of the worst members is assigned one of the best at random.
 
     **Arguments:**
 
-    - `state`, `mode`: as for [`eqx_ensemble.methods.population.rank`][]. Members that do not train, or have a NaN score,
-        are all replaced. A member's donor is drawn by its key and step.
+    - `state`, `mode`: as for [`eqx_ensemble.methods.population.rank`][]. Members that do not train, or have a NaN
+        score, are all replaced. A member's donor is drawn by its key and the step.
     - `fraction`: of members to replace, and to choose donors from, rounded up; at most a half.
 
     **Returns:** the position of a donor for each member `(members,)`, its own for those that stay; for
@@ -81,15 +81,15 @@ def truncation(state: TrainState, *, fraction: float = 0.2, mode: Mode = "min") 
     ??? cite
         [Jaderberg et al. 2017](https://arxiv.org/abs/1711.09846)
     """
-    return donors_of(*_scores(state), decision_keys(state.keys, state.step), fraction=fraction, mode=mode)
+    return donors_of(*_scores(state), decision_keys(state.keys, state.step.max()), fraction=fraction, mode=mode)
 
 
 def decision_keys(keys: Any, step: Any) -> Any:
-    """The members' keys for decisions after their steps."""
-    return jax.vmap(lambda key, i: jax.random.fold_in(jax.random.fold_in(key, tag("population")), i))(keys, step)
+    """The members' keys for a decision after a step; of those that diverged, too, whose own steps are fewer."""
+    return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, tag("population")), step))(keys)
 
 
-def donors_of(scores: np.ndarray, able: np.ndarray, keys: Any, *, fraction: float, mode: Mode) -> np.ndarray:
+def donors_of(scores: np.ndarray, able: np.ndarray, keys: Any, *, fraction: float | int, mode: Mode) -> np.ndarray:
     """The donors of `truncation`."""
     donors, order = np.arange(len(scores)), _order(scores, able, mode=mode)
     most = math.ceil(fraction * len(scores) - 1e-9)
@@ -104,7 +104,7 @@ def donors_of(scores: np.ndarray, able: np.ndarray, keys: Any, *, fraction: floa
 def exploit(
     state: TrainState[M],
     *,
-    fraction: float = 0.2,
+    fraction: float | int = 0.2,
     explore: Callable[[PyTree, Key[Any, ""]], PyTree] | None = perturb,
     mode: Mode = "min",
 ) -> TrainState[M] | None:
@@ -125,7 +125,7 @@ def exploit(
     callback = ee.train.every(2, ee.methods.population.exploit, at_end=False)  # fit(..., callbacks=callback)
     ```
     """
-    keys = decision_keys(state.keys, state.step)
+    keys = decision_keys(state.keys, state.step.max())
     donors = donors_of(*_scores(state), keys, fraction=fraction, mode=mode)
     copied = donors != np.arange(len(donors))
     if not copied.any():
@@ -154,7 +154,7 @@ def explore_copies(hyper: PyTree, donors: np.ndarray, explore: Any, keys: Any) -
 
 
 def perturb_hyper(
-    ranges: Mapping[str, AbstractRange], *, resample: float = 0.25, factors: tuple[float, ...] = (0.8, 1.2)
+    ranges: Mapping[str, AbstractRange], *, resample: float | int = 0.25, factors: Sequence[float | int] = (0.8, 1.2)
 ) -> Callable[[PyTree, Key[Any, ""]], PyTree]:
     """Makes a function that perturbs hyper-parameters: each is multiplied by one of `factors` or resampled.
 

@@ -8,14 +8,13 @@ from jaxtyping import Array, Float
 
 from ..._caller import caller
 from ..._check import MemberMismatchError, check_function
-from ..._ensemble import Ensemble
+from ..._ensemble import Ensemble, check_ensemble
 from ..._foreign import from_foreign
 from ..._keys import member_keys
 from ..._marks import Each
-from ..._members import check_ensemble
 from ..._pytree import PyTree
 from ...train import Frozen
-from ...train._trainable import Trainable, trained_leaves
+from ...train._state import Trainable, trained_leaves
 
 M = TypeVar("M")
 

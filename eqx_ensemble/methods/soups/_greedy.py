@@ -7,8 +7,7 @@ from jaxtyping import Float
 
 from ..._caller import caller
 from ..._check import check_word
-from ..._ensemble import Ensemble
-from ..._members import check_ensemble
+from ..._ensemble import Ensemble, check_ensemble
 from ..._stack import average_parameters
 
 

@@ -32,7 +32,9 @@ saved = {
 first = ee.fit(ensemble, loss, optax.adam(1e-2), (x, y), **saved)
 again = ee.fit(ensemble, loss, optax.adam(1e-2), (x, y), **saved)
 print(
-    "resumed:", bool((first.history.loss == again.history.loss).all()), bool((again.train_state.step == first.train_state.step).all())
+    "resumed:",
+    bool((first.history.loss == again.history.loss).all()),
+    bool((again.train_state.step == first.train_state.step).all()),
 )
 try:
     ee.fit(ensemble, doubled, optax.adam(1e-2), (x, y), **saved)

@@ -98,4 +98,3 @@ def resampling(ensemble: ee.Ensemble[MLP], optimiser: Any, x: jax.Array, key: ja
     ee.resample.subsets(100, 8, size="half", key=key)  # error
     ee.resample.folds(100, 5, uneven="ignore", key=key)  # error
     ee.resample.out_of_fold(run.predict(x), rows, rows="test")  # error
-    run.out_of_fold(x, rows)  # error
