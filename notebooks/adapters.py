@@ -6,6 +6,7 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -213,12 +214,12 @@ print(f"\nfigure: {figures / 'adapters.png'}")
 #
 # When this page was written:
 #
-# - *Whole copies are best* where they fit: here the base has 26,000 weights. Rank 16 comes close with half of the
-#   bytes. Their share falls with the width of the layers: for sixteen members of rank 8 on a transformer of 100 million
+# - *Whole copies are best* where they fit: here the base has 26,000 weights. Ranks 4 and 16 come close with a fifth
+#   and a half of the bytes. Their share falls with the width of the layers: for sixteen members of rank 8 on a transformer of 100 million
 #   weights, weights and moments of Adam are [half of those of one whole
 #   copy](../recipes/adapters.md#what-it-costs).
 # - *The mixture is what makes adapters good.* Members alone are poor, whatever their rank, and their mixture is better
-#   by 0.2 to 0.6 nats. Choose learning rates and ranks by the score of the mixture, as here.
+#   by 0.2 to 0.5 nats. Choose learning rates and ranks by the score of the mixture, as here.
 # - *Biases and the last layer are not enough* for this shift, which changes what the first layer should see.
 # - *Members that start equal stay alike.* Adapters of biases have no random part: eight are as one. The matrices of
 #   `low_rank` are drawn per member, and so are the paths that they take.
