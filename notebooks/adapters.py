@@ -215,7 +215,8 @@ print(f"\nfigure: {figures / 'adapters.png'}")
 # When this page was written:
 #
 # - *Whole copies are best* where they fit: here the base has 26,000 weights. Ranks 4 and 16 come close with a fifth
-#   and a half of the bytes. Their share falls with the width of the layers: for sixteen members of rank 8 on a transformer of 100 million
+#   and a half of the bytes. Their share falls with the width of the layers: for sixteen members of rank 8 on a
+#   transformer of 100 million
 #   weights, weights and moments of Adam are [half of those of one whole
 #   copy](../recipes/adapters.md#what-it-costs).
 # - *The mixture is what makes adapters good.* Members alone are poor, whatever their rank, and their mixture is better

@@ -70,13 +70,19 @@ class Task:
         return hash(self._key())
 
 
-def call(fn: Callable[..., Any], model: Any, state: Any, batch: Any, key: Any, hyper: Any) -> Any:
-    """Calls a user's loss or score of one member with the arguments that it takes."""
+def arguments(fn: Callable[..., Any], model: Any, state: Any, batch: Any, key: Any, hyper: Any) -> tuple:
+    """What a user's loss or score of one member is called with, by position and by name."""
     named = {"hyper": hyper} if takes_hyper(fn) else {}
     if state is None:
-        return fn(model, batch, key, **named)
+        return (model, batch, key), named
     # A `State` can be used once, and a line search calls the loss again: each call gets a copy.
-    return fn(model, jax.tree.map(lambda x: x, state), batch, key, **named)
+    return (model, jax.tree.map(lambda x: x, state), batch, key), named
+
+
+def call(fn: Callable[..., Any], *of: Any) -> Any:
+    """A user's loss or score of one member; a loss that is trained is called without this frame."""
+    args, named = arguments(fn, *of)
+    return fn(*args, **named)
 
 
 def takes_hyper(fn: Callable[..., Any]) -> bool:
@@ -133,7 +139,9 @@ def gradient_of(task: Task, now: Trained, state: TrainState, batch: PyTree, key:
     fixed = weights_of(state).fixed
 
     def loss_of(weights: tuple[PyTree, PyTree]) -> tuple[Any, tuple[Any, Any]]:
-        out = call(task.loss, eqx.combine(*weights, fixed), now.model_state, batch, key, state.hyper)
+        model = eqx.combine(*weights, fixed)
+        args, named = arguments(task.loss, model, now.model_state, batch, key, state.hyper)
+        out = task.loss(*args, **named)
         value, *more = out if task.has_aux or now.model_state is not None else (out,)
         model_state, *aux = more if now.model_state is not None else (None, *more)
         aux = jax.tree.map(lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x, aux[0] if task.has_aux else None)
@@ -242,13 +250,9 @@ def train(moving: PyTree, common: PyTree, rest: PyTree, inputs: dict, clock: Clo
             now, values, auxs = carry
             batch = jax.tree.map(lambda x: x.at[rows[j]].get(mode="promise_in_bounds"), inputs["data"])
             own_key = jax.random.fold_in(key, before.step + j)
-            value, grads, model_state, aux, loss_of = gradient_of(task, now, before, batch, own_key)
-            now = update_weights(task, now._replace(model_state=model_state), before, value, grads, loss_of)
-            return (
-                now,
-                values.at[j].set(value.astype(values.dtype)),
-                jax.tree.map(lambda xs, x: xs.at[j].set(x), auxs, aux),
-            )
+            now, (value, aux) = take_step(task, now, before, batch, own_key)
+            values = values.at[j].set(value.astype(values.dtype))
+            return now, values, jax.tree.map(lambda xs, x: xs.at[j].set(x), auxs, aux)
 
         auxs = jax.tree.map(lambda x: jnp.zeros((task.part, *x.shape), x.dtype), task.outputs)
         start = (trained_of(before), blank((task.part,)), auxs)
