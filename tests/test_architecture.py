@@ -39,7 +39,7 @@ def assert_listed(found: set[str], listed: set[str], rule: str):
 
 # Names of checks.
 
-HELPERS = {"array_leaves", "as_column", "concrete", "first_rows", "member_dtype", "promote"}
+HELPERS = {"array_leaves", "as_column", "concrete", "first_rows", "member_dtype", "promote", "standard_promotion"}
 """What several checks calculate with."""
 
 UNRULY_CHECKS: set[str] = set()
