@@ -49,8 +49,9 @@ M = TypeVar("M")
 
 def evaluate(ensemble: ee.Ensemble[C], run: ee.Run[C], x: jax.Array) -> jax.Array:
     reveal_type(ee.predict(ensemble, x))  # is Any
-    total: jax.Array = ensemble(x) + run.predict(x)
-    return total
+    own: jax.Array = ensemble(x)
+    found: jax.Array = run.predict(x)
+    return own + found
 
 
 def evaluate_any(ensemble: ee.Ensemble[Any], modules: ee.Ensemble[eqx.Module], x: jax.Array) -> None:
@@ -70,8 +71,8 @@ def forward(
     **options: Any,
 ) -> jax.Array:
     found: jax.Array = ee.predict(ensemble, x, **options)
-    found = found + ee.predict(ensemble, x, combine=combine, fn=fn, batch_size=8)
-    return found
+    other: jax.Array = ee.predict(ensemble, x, combine=combine, fn=fn, batch_size=8)
+    return found + other
 
 
 def calling(
