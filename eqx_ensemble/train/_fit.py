@@ -26,10 +26,10 @@ from ._loop import Loop, Position, deferred_interrupt
 from ._member import Task
 from ._optimiser import Optimiser, Together
 from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
-from ._program import trace_task
+from ._program import init, trace_task
 from ._run import Run, best_of, warn_of_diverged, warn_of_undefined
 from ._saver import Saver
-from ._state import DivergedError, Status, Trainable, TrainState, allow_nan, init, with_best
+from ._state import DivergedError, Status, Trainable, TrainState, allow_nan, with_best
 
 _LONGEST_PART = 512  # steps of an epoch that are kept or given back at once
 _ROOM = 1024  # steps of a call, at most, whose losses wait on the device
