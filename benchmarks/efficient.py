@@ -109,10 +109,10 @@ def _compare_on(report: Report, table: Table, *, quick: bool) -> None:
         split, key = table.split(fold), jax.random.key(fold)
         options = {"validation": split.validation, "patience": 16, "epochs": epochs, "batch_size": 32, "key": key}
         run = ee.fit(ee.build(make, members, key=key), _loss, ADAMW, split.train, **options)
-        own = np.asarray(run.ensemble.map(_outputs, split.test[0]))
+        own = np.asarray(ee.map_members(_outputs)(run.ensemble, split.test[0]))
         options["validation"] = ee.train.Validation(split.validation, score=_score, mode="min")
         run = ee.fit(ee.build(convert, 2, key=key), MEAN_LOSS, TABM, split.train, **options)
-        joint = np.asarray(run.ensemble.map(_outputs, split.test[0]))
+        joint = np.asarray(ee.map_members(_outputs)(run.ensemble, split.test[0]))
         rmse = lambda predicted, y=split.test[1]: np.sqrt(np.mean((predicted - y) ** 2, axis=-1))
         found["MLP"][fold] = rmse(own).mean()
         found["deep ensemble"][fold] = rmse(own.mean(axis=0))
