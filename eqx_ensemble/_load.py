@@ -77,11 +77,11 @@ def contents(path: PathLike) -> Contents:
 
 
 @overload
+def load(path: PathLike, like: Model, *, members: Any = None) -> Model: ...
+@overload
 def load(
     path: PathLike, like: Callable[..., tuple[M, eqx.nn.State]], *, members: Any = None
 ) -> tuple[Ensemble[M], eqx.nn.State]: ...
-@overload
-def load(path: PathLike, like: Model, *, members: Any = None) -> Model: ...
 @overload
 def load(path: PathLike, like: Callable[..., M], *, members: Any = None) -> Ensemble[M]: ...
 @overload

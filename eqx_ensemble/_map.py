@@ -73,7 +73,7 @@ def over_members(fn: Callable[..., Any], *, plan: AnyPlan | None = None, is_plai
     """`map_members`, of which all that is returned is plain; else its leaves are `_Leaf`s."""
     plan = as_plan(plan, Vmap())
 
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def over_all(*args: Any, **kwargs: Any) -> Any:
         own, rest = open_marks((from_foreign_tree(args, "args"), from_foreign_tree(kwargs, "kwargs")))
         kept: list[Any] = []  # arrays that members share and that `fn` returned unchanged
         shared = {id(x): x for x in jax.tree.leaves(rest) if isinstance(x, jax.Array)}
@@ -91,7 +91,7 @@ def over_members(fn: Callable[..., Any], *, plan: AnyPlan | None = None, is_plai
         pairs = zip(leaves, kept, strict=True)
         return jax.tree.unflatten(treedef, [_Leaf(y, None) if x is _KEPT else _Leaf(x, 0) for x, y in pairs])
 
-    return mapped
+    return over_all
 
 
 class _Kept:

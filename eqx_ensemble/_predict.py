@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ._check import check_positive_int, is_inside_transformation, is_traced
+from ._check import check_positive_int, is_inside_transformation, is_key, is_traced
 from ._cores import num_cores, thread_pool
 from ._data import take_data
 from ._ensemble import Ensemble, check_ensemble, check_model_state, split
@@ -195,8 +195,9 @@ def _some_rows(x: PyTree, rows: np.ndarray, num_rows: int) -> PyTree:
     is_each = lambda x: isinstance(x, Each)
 
     def cut(leaf: Any, axis: int) -> Any:
-        on_cpu = isinstance(leaf, np.ndarray) or all(d.platform == "cpu" for d in leaf.devices())
-        leaf = np.asarray(leaf) if on_cpu else leaf  # on a CPU without a copy, and without a program for each slice
+        # On a CPU without a copy, and without a program for each slice. NumPy knows neither keys nor weak types.
+        if isinstance(leaf, jax.Array) and not is_key(leaf) and not leaf.weak_type and _is_on_cpu(leaf):
+            leaf = np.asarray(leaf)
         start, stop = int(rows[0]), int(rows[-1]) + 1
         if stop - start == len(rows):
             return leaf[:, start:stop] if axis else leaf[start:stop]
@@ -206,9 +207,13 @@ def _some_rows(x: PyTree, rows: np.ndarray, num_rows: int) -> PyTree:
     return jax.tree.map(own, x, is_leaf=is_each)
 
 
+def _is_on_cpu(x: jax.Array) -> bool:
+    return all(device.platform == "cpu" for device in x.devices())
+
+
 def _first_rows(x: Any, num_rows: int, axis: int) -> Any:
     index = (slice(None),) * axis + (slice(num_rows),)
-    if not isinstance(x, jax.Array) or {d.platform for d in x.devices()} != {"cpu"} or len(x.devices()) > 1:
+    if not isinstance(x, jax.Array) or is_key(x) or not _is_on_cpu(x) or len(x.devices()) > 1:
         return x[index]
     # On the host: another number of rows would be another program.
     return jax.device_put(np.asarray(x)[index], x.sharding if x.committed else None)

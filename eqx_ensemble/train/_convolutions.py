@@ -24,12 +24,12 @@ _CALLS = ("jit", "pjit", "closed_call", "remat", "checkpoint", "custom_jvp_call"
 def as_products(fn: Callable[[PyTree], PyTree]) -> Callable[[PyTree], PyTree]:
     """`fn`, with its small convolutions and poolings replaced; equal but for rounding."""
 
-    def replaced(tree: PyTree) -> PyTree:
+    def replace(tree: PyTree) -> PyTree:
         program, shapes, static = eqx.filter_make_jaxpr(fn)(tree)
         out = _evaluate(program.jaxpr, program.consts, jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
         return eqx.combine(jax.tree.unflatten(jax.tree.structure(shapes), out), static)
 
-    return replaced
+    return replace
 
 
 def has_convolution(program: Any) -> bool:
@@ -76,7 +76,7 @@ def _evaluate(program: Jaxpr, consts: Any, args: list[Any]) -> list[Any]:
     return [read(x) for x in program.outvars]
 
 
-def _shifted(x: Any, window: Any, strides: Any, dilation: Any) -> Iterator[Any]:
+def _shifts(x: Any, window: Any, strides: Any, dilation: Any) -> Iterator[Any]:
     """Slices of an array, one for each entry of a window over all its axes."""
     spread = [(n - 1) * d + 1 for n, d in zip(window, dilation, strict=True)]
     size = [(n - k) // s + 1 for n, k, s in zip(x.shape, spread, strides, strict=True)]
@@ -98,7 +98,7 @@ def _product(
     out, into, *space = dimension_numbers.rhs_spec
     window = [kernel.shape[i] for i in space]
     # Only space has a window: an entry of one along the other axes takes all of them.
-    slices = _shifted(x, [1, *window, 1], [1, *window_strides, 1], [1, *rhs_dilation, 1])
+    slices = _shifts(x, [1, *window, 1], [1, *window_strides, 1], [1, *rhs_dilation, 1])
     columns = jnp.concatenate([*slices], axis=-1)  # batch, space, entries of the window and channels
     weights = jnp.transpose(kernel, (*space, into, out)).reshape(-1, kernel.shape[out])
     y = jnp.matmul(columns, weights, precision=precision, preferred_element_type=preferred_element_type)
@@ -112,7 +112,7 @@ def _maximum(
     """A pooling by the maximum; among equals the first one has the gradient, as in `reduce_window`."""
     low = jnp.asarray(-jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min, x.dtype)
     widths = [(first, last, n - 1) for (first, last), n in zip(padding, base_dilation, strict=True)]
-    slices = _shifted(jax.lax.pad(x, low, widths), window_dimensions, window_strides, window_dilation)
+    slices = _shifts(jax.lax.pad(x, low, widths), window_dimensions, window_strides, window_dilation)
     best, *others = slices
     for other in others:
         best = jnp.where((other > best) | (other != other), other, best)

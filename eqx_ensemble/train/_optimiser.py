@@ -136,7 +136,7 @@ def update(
             "grad_fn": lambda params, _: eqx.filter_grad(value_fn)(params),
         }
     with standard_promotion():
-        updates, new = own.update(grads, state, params, **supported(own.update, extra))
+        updates, new = own.update(grads, state, params, **only_supported(own.update, extra))
         params = optax.apply_updates(params, updates)
     # Weak types would change the type of the loop's carry.
     return params, jax.tree.map(
@@ -144,7 +144,7 @@ def update(
     )
 
 
-def supported(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+def only_supported(update: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
     """The extra arguments that an `update` accepts: most accept any, some (`optax.contrib.sam`) only their own."""
     accepted = inspect.signature(update).parameters
     if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):

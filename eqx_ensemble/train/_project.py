@@ -6,7 +6,7 @@ import optax
 
 from .._check import check_function
 from .._pytree import PyTree
-from ._optimiser import supported
+from ._optimiser import only_supported
 
 
 def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -> optax.GradientTransformationExtraArgs:
@@ -40,7 +40,7 @@ def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -
     def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, Any]:
         if params is None:
             raise ValueError("`train.project` needs the weights: call `update(grads, state, params)` with them.")
-        updates, state = inner.update(updates, state, params, **supported(inner.update, extra))
+        updates, state = inner.update(updates, state, params, **only_supported(inner.update, extra))
         after = optax.apply_updates(params, updates)
         projected = fn(after)
         return jax.tree.map(lambda new, old: new - old, projected, params), state

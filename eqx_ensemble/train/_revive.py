@@ -75,7 +75,7 @@ def revive(
     *,
     optimiser: Optimiser | None = None,
     perturb: Callable[[PyTree, Any], PyTree] | None = perturb,
-) -> Callable[[TrainState], TrainState | None]:
+) -> Callable[[TrainState[Any]], TrainState[Any] | None]:
     """A callback of [`eqx_ensemble.fit`][] that brings diverged members back, at the end of the epoch.
 
     **Arguments:**

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import signal
 
 import equinox as eqx
 import jax
@@ -339,11 +340,14 @@ class TestPopulationBasedTraining:
         with pytest.raises(TypeError, match="does not take `patience`"):
             train(ensemble, patience=2)
 
+    @pytest.mark.usefixtures("interruptible")
     def test_interrupted_before_the_first_round(self, ensemble, monkeypatch):
         call = Crew.call
 
         def interrupted(crew, *arguments):
-            crew.interrupted = True
+            if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                signal.raise_signal(signal.SIGINT)
+                monkeypatch.undo()
             return call(crew, *arguments)
 
         monkeypatch.setattr(Crew, "call", interrupted)

@@ -11,8 +11,6 @@ import pytest
 
 import eqx_ensemble as ee
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*do not divide evenly")  # which is what this is about
-
 KEY, ROWS = jax.random.key(0), 11
 MESHES = [(4, 1), (2, 2), (2, 1), (1, 2), (3, 1)]
 OPTIONS = {
@@ -77,11 +75,3 @@ def test_any_members_on_any_devices(members, devices, data, options):
 )
 def test_any_members_on_any_devices_with_any_options(members, devices, data, options):
     assert_as_on_one_device(members, devices, data, options)
-
-
-def test_mapped_in_a_compiled_program():
-    members = 6
-    mapped = ee.map_members(lambda model, x: jax.vmap(model)(x), mesh=mesh_of(4, 1))
-    ensemble, x = ee.build(make, members, key=KEY, mesh=mesh_of(4, 1)), jnp.ones((ROWS, 3))
-    want = ee.predict(ee.build(make, members, key=KEY), x)
-    np.testing.assert_allclose(eqx.filter_jit(mapped)(ensemble, x), want, rtol=1e-5, atol=1e-6)

@@ -87,7 +87,6 @@ NONE = {
     "function": {"combine": lambda p: {"a": jnp.mean(p, axis=0), "b": jnp.max(p, axis=(0, 2))}},
     "numpy": {"combine": lambda p: np.mean(p, axis=0)},
     "blocks": {"plan": ee.plan.Blocks(3)},
-    "memory": {"memory": 2**26},
     "keys": {"key": KEY, "inference": False, "fn": lambda model, x, key: model(x) + jax.random.normal(key, (2,))},
     "mesh": {"mesh": 4},
 }

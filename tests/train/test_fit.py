@@ -185,6 +185,7 @@ def test_a_long_epoch_is_kept_in_parts():
         )
         assert_close(run.train_state.ensemble[i], alone.model, 2e-4)
         np.testing.assert_allclose(run.history.validation[i], alone.scores, rtol=1e-3)
+        assert run.best_step[i] == alone.best_step
     np.testing.assert_array_equal(run.history.validation_step, [600, 700])
 
 

@@ -13,7 +13,7 @@ from ..._check import kind_text
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...train import TrainState
-from ...train._optimiser import supported
+from ...train._optimiser import only_supported
 from ...train._run import Run
 from ...train._state import with_weights
 from ._check import check_decay, check_inner_optimiser, check_record, check_same_leaves, check_steps, warn_of_few
@@ -74,7 +74,7 @@ def record_path(
     def update_all(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, RecordState]:
         if params is None:
             raise ValueError(f"`{name}` records weights: call `update(grads, state, params)` with the weights.")
-        updates, inner_state = inner.update(updates, state.inner_state, params, **supported(inner.update, extra))
+        updates, inner_state = inner.update(updates, state.inner_state, params, **only_supported(inner.update, extra))
         weights = optax.apply_updates(params, updates)
         step = jnp.asarray(optax.safe_increment(state.step))
         within = step if period is None else (step - 1) % period + 1

@@ -159,7 +159,7 @@ def snapshot_ensemble(run: Any) -> Ensemble[Any]:
     ee.methods.trajectory.snapshot_owners(run)  # [0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
     ```
     """
-    state, found, pairs = _kept(run)
+    state, found, pairs = _kept_weights(run)
     warn_of_few(found.count, least=1, effect="They are left out.")
     members, slots = pairs.T
     params = jax.tree.map(lambda x: x[members, slots], found.record.weights)
@@ -185,10 +185,10 @@ def snapshot_owners(run: Any) -> Int[np.ndarray, " snapshots"]:
     ee.methods.trajectory.snapshot_owners(run)  # [0, 0, 1, 1]
     ```
     """
-    return _kept(run)[2][:, 0]
+    return _kept_weights(run)[2][:, 0]
 
 
-def _kept(run: Any) -> tuple[Any, Any, np.ndarray]:
+def _kept_weights(run: Any) -> tuple[Any, Any, np.ndarray]:
     """The state, the record, and the member and the slot of each snapshot, the oldest first."""
     state, found = find_record(run, (Weights,), "`snapshots`", "snapshots(optax.sgd(0.05), 5, every=200)")
     if is_traced(found.count):

@@ -49,7 +49,8 @@ M = TypeVar("M")
 
 def evaluate(ensemble: ee.Ensemble[C], run: ee.Run[C], x: jax.Array) -> jax.Array:
     reveal_type(ee.predict(ensemble, x))  # is Any
-    return ensemble(x) + run.predict(x)
+    total: jax.Array = ensemble(x) + run.predict(x)
+    return total
 
 
 def evaluate_any(ensemble: ee.Ensemble[Any], modules: ee.Ensemble[eqx.Module], x: jax.Array) -> None:
@@ -69,7 +70,8 @@ def forward(
     **options: Any,
 ) -> jax.Array:
     found: jax.Array = ee.predict(ensemble, x, **options)
-    return found + ee.predict(ensemble, x, combine=combine, fn=fn, batch_size=8)
+    found = found + ee.predict(ensemble, x, combine=combine, fn=fn, batch_size=8)
+    return found
 
 
 def calling(
@@ -94,7 +96,7 @@ def calling(
     reveal_type(grid[0])  # is Ensemble[MLP]
     reveal_type(mlps[np.asarray(x)])  # is Ensemble[MLP]
     reveal_type(mlps[int(x)])  # is MLP
-    reveal_type(mlps[x])  # is Any
+    reveal_type(mlps[x])  # is Ensemble[MLP]
     print(mlps[:1].width_size)  # error
     print(mlps[0].num_members)  # error
 

@@ -21,7 +21,6 @@ def halve(state: ee.train.TrainState[Any]) -> ee.train.TrainState[Any] | None:
     reveal_type(state.loss)  # is Array
     reveal_type(state.ensemble)  # is Ensemble[Any]
     print(state.losses)  # error
-    state.step = state.step  # error
     return state.stop(state.loss < 0.1) if state.loss.max() < 1 else None
 
 
@@ -30,12 +29,12 @@ def training(ensemble: ee.Ensemble[MLP], optimiser: Any, x: jax.Array, key: jax.
         return model(batch).sum()
 
     run = ee.fit(ensemble, loss, optimiser, x, epochs=3, callbacks=[ee.train.every(10, halve), halve], key=key)
-    run = ee.fit(run, loss, optimiser, x, steps=3, callbacks=lambda state: state.stop())
+    run = ee.fit(run, loss, optimiser, x, steps=3, callbacks=halve)
     reveal_type(run)  # is Run[MLP]
     reveal_type(run.history.validation)  # is ndarray[tuple[Any, ...], dtype[Any]] | None
     reveal_type(run.best(3))  # is Ensemble[MLP]
     reveal_type(run.healthy[0])  # is MLP
-    reveal_type(run.out_of_bag(x).mean)  # is Array
+    reveal_type(run.out_of_bag(x).mean)  # is Any
     ee.fit(run.train_state, loss, optimiser, x, steps=3, callbacks=ee.train.revive(make, optimiser=optimiser))
 
     ee.fit(ensemble, loss, optimiser, x, epochs=3, on_diverge="ignore", key=key)  # error
