@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -191,6 +192,10 @@ def fit(
             stack.enter_context(saver)
             saver.identify(digests, position, inputs, options)
             position = saver.resume(position, end, epochs)
+        if "steps" in limits:  # a member that is past its limit trains no further epoch
+            over = (position.state.step >= limits["steps"].value) & (position.state.status == Status.OK)
+            status = jnp.where(over, jnp.int8(Status.STOPPED), position.state.status)
+            position = position._replace(state=eqx.tree_at(lambda state: state.status, position.state, status))
         check_some_train(position)
         crew = Crew(position.state, inputs, task, plan, mesh)
         stack.callback(crew.close)
