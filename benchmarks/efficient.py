@@ -59,7 +59,7 @@ def _compare_costs(report: Report, *, quick: bool) -> None:
     for name, convert in CONVERSIONS.items():
         ensembles[name] = ee.stack([convert(make(key), count, key=key)])
         losses[name] = EFFICIENT.mean_loss(cross_entropy, rows=ROWS.get(name, "same"))
-    options = {"epochs": 1, "batch_size": num_rows // 8, "shuffle": "shared", "progress": False, "key": key}
+    options = {"epochs": 1, "batch_size": num_rows // 8, "progress": False, "key": key}
     fit = lambda name: ee.fit(ensembles[name], losses[name], ADAM, (x, y), **options).history.loss
     steps = interleaved([Contender(name, ft.partial(fit, name), 8) for name in ensembles], rounds=3 if quick else 9)
     rows = jnp.asarray(x)
@@ -79,7 +79,7 @@ def _compare_costs(report: Report, *, quick: bool) -> None:
 
 def _num_bytes(ensemble: ee.Ensemble) -> int:
     """Of the trained weights and the two moments of Adam."""
-    return 3 * sum(x.nbytes for x in jax.tree.leaves(ensemble.arrays) if eqx.is_inexact_array(x))
+    return 3 * sum(x.nbytes for x in jax.tree.leaves(ensemble) if eqx.is_inexact_array(x))
 
 
 def _loss(model: Any, batch: Any, key: Any) -> jax.Array:
