@@ -83,7 +83,7 @@ def outcomes(task: Task) -> tuple[dict[str, Outcome], float]:
     """All methods on one split, and the dropout rate with the best likelihood of the validation rows."""
     count, few = task.amount.members, task.amount.members // 2
     predict = lambda ensemble: np.asarray(ee.predict(ensemble, task.inputs))
-    _, *single = _train(task, ee.build(_plain(task.sizes), ids=[task.fold], key=task.key))
+    _, *single = _train(task, ee.build(_plain(task.sizes), key=ee.member_keys(task.key, task.fold + 1)[task.fold :]))
     num_rows = len(task.split.train[0])
     each_once = np.tile(np.arange(num_rows), (count, 1))  # as no `rows`, but with the program of the bootstraps
     members, *seconds = _train(task, ee.build(_plain(task.sizes), count, key=task.key), rows=each_once)

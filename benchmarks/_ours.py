@@ -21,6 +21,7 @@ def fit(
     shuffle: bool = True,
     plan: Any = None,
     mesh: Any = None,
+    **more: Any,
 ) -> Callable[[], ee.Run]:
     """A whole `fit`; with `shuffle=False` every member still has its own rows, but none are drawn."""
     ensemble, key = problem.ensemble(mesh), jax.random.key(0)
@@ -41,6 +42,7 @@ def fit(
             mesh=mesh,
             progress=False,
             key=key,
+            **more,
         )
 
     return run

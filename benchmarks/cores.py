@@ -1,4 +1,4 @@
-"""All cores of a CPU: `fit` beside other ways to train, which have as many cores; plans; growth."""
+"""All cores of a CPU: `fit` beside other ways to train, which have as many cores; sizes of blocks; growth."""
 
 import dataclasses
 import functools as ft
@@ -27,15 +27,14 @@ from eqx_ensemble._cores import num_cores
 
 PARTS = (
     "tiny",
+    "patience",
     "mesh",
     "middle",
     "CNN-4",
     "CNN-16",
     "block",
-    "plans-tiny",
-    "plans-512",
-    "plans-middle",
-    "plans-block",
+    "sizes-tiny",
+    "sizes-middle",
     "members",
     "rows",
 )
@@ -90,6 +89,18 @@ def _tiny(report: Report, *, quick: bool) -> None:
     report.rows += [_ratio(problem, times, name, "fit") for name in others]
     if bagging:  # the processes of joblib are not this one's CPU seconds
         report.rows[-1] = dataclasses.replace(report.rows[-1], cpu_ratio=None)
+
+
+def _patience(report: Report, *, quick: bool) -> None:
+    """With validation and patience, where no member stops: a stop would save the time that is to be measured."""
+    problem, epochs = tiny(quick=quick), 2 if quick else 16
+    held_out = problem.x[-256:], problem.y[-256:]
+    fit = _ours.fit(problem, _ADAM, epochs=epochs, validation=held_out, patience=epochs)
+    scan = _by_hand.scan_with_patience(problem, _ADAM, held_out, epochs)
+    names = "fit, validation and patience", "scan by hand, validation and patience"
+    contenders = [_contender(names[0], problem, fit, epochs), _of_rows(names[1], problem, scan, epochs)]
+    times = _timed(report, problem, contenders, rounds=3 if quick else 7)
+    report.rows.append(_ratio(problem, times, *names, "<= 0.6"))
 
 
 def _mesh(report: Report, *, quick: bool) -> None:
@@ -151,32 +162,18 @@ def _block(report: Report, *, quick: bool) -> None:
         _beside_others(report, block(quick=False), 1, quick=False)
 
 
-def _plans(report: Report, *, make: Callable[..., Problem], epochs: int, quick: bool) -> None:
-    """The default beside every plan that one could name instead."""
+def _sizes(report: Report, *, make: Callable[..., Problem], epochs: int, quick: bool) -> None:
+    """The size of blocks that follows from the cache, beside others."""
     problem = make(quick=quick)
-    known: dict[str, Any] = {
-        "Vmap": ee.plan.Vmap(),
-        **{f"Blocks({size})": ee.plan.Blocks(size) for size in (1, 4, 8, 16, 32)},
-    }
-    names = ["Vmap"] if quick else [n for n in known if problem.num_members > 16 or "32" not in n]
-    contenders = [_contender(name, problem, _fit(problem, epochs, known[name]), epochs) for name in names]
+    sizes = (1,) if quick else tuple(size for size in (1, 4, 8, 16, 32) if size <= problem.num_members)
+    plans = {"Vmap": ee.plan.Vmap(), **{f"Blocks({size})": ee.plan.Blocks(size) for size in sizes}}
+    contenders = [_contender(name, problem, _fit(problem, epochs, plan), epochs) for name, plan in plans.items()]
     contenders.append(_contender("fit", problem, _fit(problem, epochs, None), epochs))
     times = _timed(report, problem, contenders, rounds=3 if quick else 7)
-    best = min(names, key=lambda name: float(np.median(times[name].wall)))
+    best = min(plans, key=lambda name: float(np.median(times[name].wall)))
     row = _ratio(problem, times, "fit", best, "<= 1.05")
-    report.rows.append(dataclasses.replace(row, question=f"{problem.name}: the default / the best plan, {best}"))
-    report.rows += [_ratio(problem, times, name, "fit") for name in names if name != best]
-
-
-def _plans_for(make: Callable[..., Problem], epochs: int, *, is_quick: bool = False) -> Callable[..., None]:
-    """A part; with `--quick`, one of them is enough."""
-    return lambda report, *, quick: (
-        None if quick and not is_quick else _plans(report, make=make, epochs=epochs, quick=quick)
-    )
-
-
-def _many(*, quick: bool) -> Problem:
-    return dataclasses.replace(tiny(quick=quick), name="tiny, 512 members", num_members=512)
+    report.rows.append(dataclasses.replace(row, question=f"{problem.name}: the default / the best size, {best}"))
+    report.rows += [_ratio(problem, times, name, "fit") for name in plans if name != best]
 
 
 def _members(report: Report, *, quick: bool) -> None:
@@ -272,14 +269,13 @@ def _ratio(problem: Problem, times: dict[str, Timing], above: str, below: str, t
 
 _MEASURES: dict[str, Callable[..., None]] = {
     "tiny": _tiny,
+    "patience": _patience,
     "middle": _middle,
     "CNN-4": ft.partial(_cnn, count=4),
     "CNN-16": _cnn_of_16,
     "block": _block,
-    "plans-tiny": _plans_for(tiny, 16, is_quick=True),
-    "plans-512": _plans_for(_many, 4),
-    "plans-middle": _plans_for(middle, 1),
-    "plans-block": _plans_for(block, 1),
+    "sizes-tiny": ft.partial(_sizes, make=tiny, epochs=16),
+    "sizes-middle": ft.partial(_sizes, make=middle, epochs=1),
     "members": _members,
     "rows": _rows,
 }

@@ -167,7 +167,7 @@ def _fit_on_workers(folder: pathlib.Path | None) -> str:
 
 
 def _run_digest(run: ee.Run) -> str:
-    return _digest((run.ensemble, run.train_state.moving, run.selection, run.history))
+    return _digest((run.train_state, run.history))
 
 
 def _digest(tree: Any) -> str:

@@ -24,6 +24,8 @@ from ._pytree import PyTree
 from .distributed import to_host
 from .plan import AnyPlan, Vmap, as_plan
 
+_AT_ONCE = Vmap()
+
 
 def predict(
     ensemble: Ensemble[Any],
@@ -94,7 +96,7 @@ def predict(
     num_members = ensemble.num_members
     x, num_rows = rows_of(x, num_members)
     keys = None if key is None else Each(member_keys(key, num_members, purpose="predict"))
-    plan = as_plan(plan, Vmap()) if num_rows else Vmap()  # `jax.lax.map` fails on no rows
+    plan = as_plan(plan, _AT_ONCE) if num_rows else _AT_ONCE  # `jax.lax.map` fails on no rows
     is_filled = mesh is not None and num_members % mesh.shape["members"]
     options = (fn, True if inference is None else inference, plan, num_members, mesh if is_filled else None)
     combine = _combination(combine, weights)
@@ -218,10 +220,10 @@ def _first_rows(x: Any, num_rows: int, axis: int) -> Any:
 
 
 def _combination(combine: Any, weights: Any) -> Any:
-    from ._combination import of_predictions
-
     if combine is None:
         return None
+    from ._combination import of_predictions
+
     combine = of_predictions(combine)
     return combine if weights is None else ft.partial(combine, weights=weights)
 

@@ -36,8 +36,8 @@ from .train._fit import check_outside
 from .train._fit import fit as fit_here
 from .train._optimiser import Optimiser, Together
 from .train._options import Stopping, limits_of
+from .train._program import hyper_arrays
 from .train._run import Run, warn_of_diverged
-from .train._state import hyper_arrays
 
 __all__ = ["fit"]
 

@@ -6,7 +6,6 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
-#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -17,7 +16,7 @@
 # # Differential equations: neural ODEs whose error bars mean something
 #
 # Members of a neural ODE that differ only by their seeds agree far better than they are right: here their 90 %
-# intervals contain 73 % of the observations later than the data, and 27 % of those from outside. We show what mends
+# intervals contain 70 % of the observations later than the data, and 27 % of those from outside. We show what mends
 # that and what does not: bootstraps of trajectories, prior functions, variance scaling, and conformal bands.
 #
 # Each member is a vector field, solved by [diffrax](https://docs.kidger.site/diffrax/). Trajectories are short and

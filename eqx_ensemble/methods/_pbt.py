@@ -15,8 +15,8 @@ from ..train import Validation, every, perturb
 from ..train._fit import fit
 from ..train._optimiser import Optimiser
 from ..train._options import callbacks_of
+from ..train._program import hyper_arrays
 from ..train._run import Run
-from ..train._state import hyper_arrays
 from . import population
 from ._check import check_options
 from .population._decisions import decision_keys, donors_of, explore_copies

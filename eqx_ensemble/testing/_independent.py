@@ -17,7 +17,7 @@ from ..plan import AnyPlan, Blocks, Vmap
 from ..train._fit import fit
 from ..train._member import call
 from ..train._optimiser import first_state, update
-from ..train._state import hyper_arrays
+from ..train._program import hyper_arrays
 
 
 def check_independent(

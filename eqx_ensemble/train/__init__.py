@@ -4,6 +4,7 @@ from ._options import Checkpoint as Checkpoint
 from ._options import Stopping as Stopping
 from ._options import Validation as Validation
 from ._options import every as every
+from ._program import init as init
 from ._project import project as project
 from ._revive import perturb as perturb
 from ._revive import revive as revive
@@ -11,7 +12,6 @@ from ._state import DivergedError as DivergedError
 from ._state import Frozen as Frozen
 from ._state import Status as Status
 from ._state import TrainState as TrainState
-from ._state import init as init
 from ._step import Metrics as Metrics
 from ._step import Step as Step
 from ._step import make_step as make_step

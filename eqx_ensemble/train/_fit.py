@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -26,10 +27,10 @@ from ._loop import Loop, Position, deferred_interrupt
 from ._member import Task
 from ._optimiser import Optimiser, Together
 from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
-from ._program import trace_task
+from ._program import init, trace_task
 from ._run import Run, best_of, warn_of_diverged, warn_of_undefined
 from ._saver import Saver
-from ._state import DivergedError, Status, Trainable, TrainState, allow_nan, init, with_best
+from ._state import DivergedError, Status, Trainable, TrainState, allow_nan, with_best
 
 _LONGEST_PART = 512  # steps of an epoch that are kept or given back at once
 _ROOM = 1024  # steps of a call, at most, whose losses wait on the device
@@ -191,6 +192,10 @@ def fit(
             stack.enter_context(saver)
             saver.identify(digests, position, inputs, options)
             position = saver.resume(position, end, epochs)
+        if "steps" in limits:  # a member that is past its limit trains no further epoch
+            over = (position.state.step >= limits["steps"].value) & (position.state.status == Status.OK)
+            status = jnp.where(over, jnp.int8(Status.STOPPED), position.state.status)
+            position = position._replace(state=eqx.tree_at(lambda state: state.status, position.state, status))
         check_some_train(position)
         crew = Crew(position.state, inputs, task, plan, mesh)
         stack.callback(crew.close)

@@ -56,6 +56,8 @@ class Validation(eqx.Module):
             )
         if score is None and mode == "max":
             raise TypeError('`Validation` got `mode="max"` without `score`: the loss is minimised.')
+        if not float(min_delta) >= 0:
+            raise ValueError(f"`Validation` needs `min_delta` to be at least 0, got {min_delta!r}.")
         self.data, self.score, self.mode, self.min_delta = data, score, mode or "min", float(min_delta)
 
 
@@ -76,6 +78,15 @@ class Stopping(eqx.Module):
     target: Any = None
     steps: Any = None
     seconds: Any = None
+
+    def __check_init__(self) -> None:
+        for name, lowest in (("target", -np.inf), ("steps", 0), ("seconds", 0)):
+            limit = getattr(self, name)
+            if limit is None:
+                continue
+            numbers = as_numpy(limit.value if isinstance(limit, Each) else limit, name)
+            if numbers.dtype.kind in "iuf" and not (numbers >= lowest).all():
+                raise ValueError(f"`Stopping` needs `{name}` to be at least {lowest} and not NaN, got {limit!r}.")
 
 
 def limits_of(stop: Stopping, num_members: int) -> dict[str, Each]:

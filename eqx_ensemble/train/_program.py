@@ -1,12 +1,12 @@
-"""What a call of `fit` computes, traced once, and short texts of it: digests that are the same in every process.
+"""The first state of a run; what a call of `fit` computes, traced once; and short texts of it.
 
-They identify compiled programs and saved runs.
+The texts are digests that are the same in every process. They identify compiled programs and saved runs.
 """
 
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -16,14 +16,108 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._caller import caller
-from .._check import is_key
-from .._ensemble import split
+from .._check import MemberMismatchError, array_leaves, is_key
+from .._ensemble import Ensemble, M, check_ensemble, check_model_state, split
+from .._foreign import from_foreign_tree
+from .._keys import member_keys
+from .._marks import Each, Shared
 from .._pytree import PyTree
 from .._warnings import warn
 from ..distributed import to_host
 from ._member import MEMBERS, Task, call, gradient_of, trained_of, update_weights
-from ._optimiser import Together
-from ._state import TrainState, weights_of
+from ._optimiser import Optimiser, Together, first_state
+from ._state import Status, Trainable, TrainState, allow_nan, trained_leaves, weights_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function as a static argument, equal to another one if the programs traced from them are."""
+
+    fn: Callable[..., Any] = dataclasses.field(compare=False)
+    digest: Any
+
+
+@allow_nan()
+def init(
+    ensemble: Ensemble[M],
+    optimiser: Optimiser,
+    *,
+    state: eqx.nn.State | None = None,
+    hyper: PyTree = None,
+    trainable: Trainable = eqx.is_inexact_array,
+    key: Any,
+) -> TrainState[M]:
+    """The first training state of an ensemble, for [`eqx_ensemble.train.make_step`][].
+
+    **Arguments:**
+
+    - `ensemble`: the ensemble.
+    - `optimiser`: an optax optimiser of one member; with `hyper` a function of a member's hyper-parameters that returns
+        one; or [`eqx_ensemble.train.Together`][].
+    - `state`: the stacked `equinox.nn.State` of stateful members.
+    - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`.
+    - `trainable`: which leaves are trained: a function of a leaf, or a prefix tree of booleans and functions, as in
+        `equinox.partition`. Shared leaves and those in [`eqx_ensemble.train.Frozen`][] never are.
+    - `key`: one key, or one per member `(members,)`.
+
+    **Returns:** the training state.
+
+    **Raises:** `TypeError` or `MemberMismatchError` for arguments that do not fit the ensemble.
+    """
+    check_ensemble(ensemble)
+    num_members = ensemble.num_members
+    check_model_state(ensemble, state)
+    trained = trained_leaves(ensemble, trainable, together=isinstance(optimiser, Together))
+    keys = member_keys(key, num_members, purpose="fit")
+    parts = (ensemble, state, hyper_arrays(hyper, num_members), keys)
+    first = lambda parts: first_training_state(parts, optimiser, trained)
+    program, shapes, static = eqx.filter_make_jaxpr(first)(parts)
+    kept = (program_text(program), jax.tree.structure(shapes), *jax.tree.leaves(static))
+    return begin(Traced(first, kept), parts)
+
+
+@eqx.filter_jit
+def begin(first: Traced, parts: tuple) -> TrainState:
+    """The first training state, in one program."""
+    return first.fn(parts)
+
+
+def first_training_state(parts: tuple, optimiser: Optimiser, trained: tuple[bool, ...]) -> TrainState:
+    """The training state before the first step."""
+    ensemble, model_state, hyper, keys = parts
+    num_members = ensemble.num_members
+    full = lambda value, dtype: jnp.full((num_members,), value, dtype)
+    number = jnp.result_type(float)
+    state = TrainState(
+        ensemble, None, model_state, keys, hyper, full(0, jnp.int32), full(Status.OK, jnp.int8),
+        full(jnp.nan, number), full(jnp.nan, number), None, full(jnp.nan, number), full(-1, jnp.int32),
+        full(0, jnp.int32), trained=trained,
+    )  # fmt: skip
+    own, common, _ = weights_of(state)
+    alone = optimiser.optimiser if isinstance(optimiser, Together) else optimiser
+    opt_state = eqx.filter_vmap(lambda *args: first_state(alone, *args))(own, hyper, keys)
+    state = eqx.tree_at(lambda state: state.opt_state, state, opt_state, is_leaf=lambda x: x is None)
+    if isinstance(optimiser, Together):
+        shared = Shared((first_state(optimiser.shared, common, None, None), None))
+        state = eqx.tree_at(lambda state: state.together, state, shared, is_leaf=lambda x: x is None)
+    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype) if eqx.is_array(x) and not is_key(x) else x, state)
+
+
+def hyper_arrays(hyper: PyTree, num_members: int) -> PyTree:
+    """Hyper-parameters as arrays `(members, ...)`; raises for another number of members."""
+    hyper = from_foreign_tree(hyper, "hyper")
+    if isinstance(hyper, Each):
+        hyper = hyper.value
+    is_values = lambda x: isinstance(x, list | tuple) and all(isinstance(v, int | float) for v in x)
+    as_array = lambda x: jnp.asarray(jnp.asarray(x), jnp.asarray(x).dtype)
+    hyper = jax.tree.map(as_array, hyper, is_leaf=is_values)
+    for path, x in array_leaves(hyper):
+        if x.shape[:1] != (num_members,):
+            raise MemberMismatchError(
+                f"`hyper` needs one value per member at `{path}`: expected ({num_members}, ...), got {x.shape}.\n"
+                "A value for all members is an ordinary argument of the optimiser or a constant of the loss."
+            )
+    return hyper
 
 
 def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree) -> tuple[Task, dict[str, str]]:
@@ -100,14 +194,6 @@ def check_constants(program: Any, state: TrainState) -> None:
             )
 
 
-def constants_of(program: Any) -> Iterator[Any]:
-    """The constants of a program and of those inside it."""
-    yield from getattr(program, "consts", ())
-    for eqn in program.eqns:
-        for inner in inner_programs(eqn):
-            yield from constants_of(inner)
-
-
 _SHOWN = 8
 # Addresses in memory, and the names of functions that were sent to a worker by value, which lose them.
 _VARYING = re.compile(r"(?: at )?0x[0-9a-f]+|name=\S+")
@@ -157,15 +243,15 @@ def digest_of(tree: PyTree) -> str:
 def program_text(jaxpr: Any, constant_out: PyTree = None) -> str:
     """A digest of a traced program with its constants."""
     text = _SET.sub(lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", _VARYING.sub("", str(jaxpr)))
-    return hashlib.sha256((text + digest_of((list(_constants(jaxpr)), constant_out))).encode()).hexdigest()
+    return hashlib.sha256((text + digest_of((list(constants_of(jaxpr)), constant_out))).encode()).hexdigest()
 
 
-def _constants(jaxpr: Any) -> Iterator[Any]:
+def constants_of(jaxpr: Any) -> Iterator[Any]:
     """The constants of a program and of those inside it."""
     yield from getattr(jaxpr, "consts", ())
     for eqn in jaxpr.eqns:
         for part in inner_programs(eqn):
-            yield from _constants(part)
+            yield from constants_of(part)
 
 
 def inner_programs(eqn: Any) -> list[Any]:

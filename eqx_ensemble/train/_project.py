@@ -42,7 +42,12 @@ def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -
             raise ValueError("`train.project` needs the weights: call `update(grads, state, params)` with them.")
         updates, state = inner.update(updates, state, params, **only_supported(inner.update, extra))
         after = optax.apply_updates(params, updates)
-        projected = fn(after)
-        return jax.tree.map(lambda new, old: new - old, projected, params), state
+        return jax.tree.map(_change, fn(after), params), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _change(new: Any, old: Any) -> Any:
+    if new.shape != old.shape:  # which would be broadcast
+        raise ValueError(f"`train.project` needs `fn` to keep the shape {old.shape} of a leaf, got {new.shape}.")
+    return new - old

@@ -15,7 +15,8 @@ from .._keys import tag
 from .._pytree import PyTree
 from ..distributed import to_host
 from ._optimiser import Optimiser, is_noise
-from ._state import Status, TrainState, init
+from ._program import init
+from ._state import Status, TrainState
 
 
 def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:

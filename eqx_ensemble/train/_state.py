@@ -8,13 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8, Key
 
-from .._check import MemberMismatchError, array_leaves, is_key
-from .._ensemble import Ensemble, M, check_ensemble, check_model_state, split, take
-from .._foreign import from_foreign_tree
-from .._keys import member_keys
-from .._marks import Each, Shared
+from .._ensemble import Ensemble, M, split, take
+from .._marks import Shared
 from .._pytree import PyTree
-from ._optimiser import Optimiser, Together, first_state
 
 
 class Status(enum.IntEnum):
@@ -227,63 +223,6 @@ def with_weights(state: TrainState, own: PyTree, common: PyTree) -> TrainState:
     return eqx.tree_at(lambda state: state.ensemble.stacked, state, model)
 
 
-@allow_nan()
-def init(
-    ensemble: Ensemble[M],
-    optimiser: Optimiser,
-    *,
-    state: eqx.nn.State | None = None,
-    hyper: PyTree = None,
-    trainable: Trainable = eqx.is_inexact_array,
-    key: Any,
-) -> TrainState[M]:
-    """The first training state of an ensemble, for [`eqx_ensemble.train.make_step`][].
-
-    **Arguments:**
-
-    - `ensemble`: the ensemble.
-    - `optimiser`: an optax optimiser of one member; with `hyper` a function of a member's hyper-parameters that returns
-        one; or [`eqx_ensemble.train.Together`][].
-    - `state`: the stacked `equinox.nn.State` of stateful members.
-    - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`.
-    - `trainable`: which leaves are trained: a function of a leaf, or a prefix tree of booleans and functions, as in
-        `equinox.partition`. Shared leaves and those in [`eqx_ensemble.train.Frozen`][] never are.
-    - `key`: one key, or one per member `(members,)`.
-
-    **Returns:** the training state.
-
-    **Raises:** `TypeError` or `MemberMismatchError` for arguments that do not fit the ensemble.
-    """
-    check_ensemble(ensemble)
-    num_members = ensemble.num_members
-    check_model_state(ensemble, state)
-    trained = trained_leaves(ensemble, trainable, together=isinstance(optimiser, Together))
-    keys = member_keys(key, num_members, purpose="fit")
-    return begin((ensemble, state, hyper_arrays(hyper, num_members), keys), optimiser, trained)
-
-
-@eqx.filter_jit
-def begin(start: tuple, optimiser: Optimiser, trained: tuple[bool, ...]) -> TrainState:
-    """The first training state, in one program."""
-    ensemble, model_state, hyper, keys = start
-    num_members = ensemble.num_members
-    full = lambda value, dtype: jnp.full((num_members,), value, dtype)
-    number = jnp.result_type(float)
-    state = TrainState(
-        ensemble, None, model_state, keys, hyper, full(0, jnp.int32), full(Status.OK, jnp.int8),
-        full(jnp.nan, number), full(jnp.nan, number), None, full(jnp.nan, number), full(-1, jnp.int32),
-        full(0, jnp.int32), trained=trained,
-    )  # fmt: skip
-    own, common, _ = weights_of(state)
-    alone = optimiser.optimiser if isinstance(optimiser, Together) else optimiser
-    opt_state = eqx.filter_vmap(lambda *args: first_state(alone, *args))(own, hyper, keys)
-    state = eqx.tree_at(lambda state: state.opt_state, state, opt_state, is_leaf=_is_none)
-    if isinstance(optimiser, Together):
-        shared = Shared((first_state(optimiser.shared, common, None, None), None))
-        state = eqx.tree_at(lambda state: state.together, state, shared, is_leaf=_is_none)
-    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype) if eqx.is_array(x) and not is_key(x) else x, state)
-
-
 def with_best(state: TrainState, mode: str) -> TrainState:
     """The state with its current weights as the best ones, of no score, unless it has some."""
     if state.best is not None:
@@ -317,20 +256,3 @@ def pieces_of(state: TrainState) -> Pieces:
     common = eqx.tree_at(where, common, (weights_of(state).common, state.together), is_leaf=_is_none)
     rest = jax.tree.map(lambda x, y: x if y is None else None, other, common, is_leaf=_is_none)
     return Pieces(moving, common, rest)
-
-
-def hyper_arrays(hyper: PyTree, num_members: int) -> PyTree:
-    """Hyper-parameters as arrays `(members, ...)`; raises for another number of members."""
-    hyper = from_foreign_tree(hyper, "hyper")
-    if isinstance(hyper, Each):
-        hyper = hyper.value
-    is_values = lambda x: isinstance(x, list | tuple) and all(isinstance(v, int | float) for v in x)
-    as_array = lambda x: jnp.asarray(jnp.asarray(x), jnp.asarray(x).dtype)
-    hyper = jax.tree.map(as_array, hyper, is_leaf=is_values)
-    for path, x in array_leaves(hyper):
-        if x.shape[:1] != (num_members,):
-            raise MemberMismatchError(
-                f"`hyper` needs one value per member at `{path}`: expected ({num_members}, ...), got {x.shape}.\n"
-                "A value for all members is an ordinary argument of the optimiser or a constant of the loss."
-            )
-    return hyper

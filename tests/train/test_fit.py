@@ -281,3 +281,27 @@ def test_a_state_of_members_of_one_is_one_of_many():
             plan=ee.plan.Blocks(1),
         )  # fmt: skip
         assert_same(alone.ensemble[0], whole.ensemble[i])
+
+
+def test_a_member_past_its_limit_trains_no_further():
+    run = fit(epochs=2)
+    more = fit_more(run, steps=[6, 99, 7])
+    assert more.train_state.step.tolist() == [6, 12, 9]
+    assert_close(more.ensemble[0], run.ensemble[0], 0)
+
+
+def fit_more(run, *, steps):
+    stop = ee.train.Stopping(steps=steps)
+    return ee.fit(run, loss, optimiser, (X, Y), epochs=2, batch_size=BATCH, stop=stop, plan=ee.plan.Blocks(2))
+
+
+@pytest.mark.parametrize("limits", [{"target": np.nan}, {"steps": -1}, {"seconds": [1.0, np.nan]}])
+def test_limits_that_no_member_could_meet(limits):
+    with pytest.raises(ValueError, match=f"`{next(iter(limits))}`"):
+        ee.train.Stopping(**limits)
+
+
+@pytest.mark.parametrize("min_delta", [-1.0, np.nan])
+def test_an_improvement_is_not_negative(min_delta):
+    with pytest.raises(ValueError, match="`min_delta`"):
+        ee.train.Validation(HELD_OUT, min_delta=min_delta)

@@ -70,3 +70,6 @@ def test_wrong_calls(ensemble):
         ee.train.project(optax.sgd(0.1), "relu")
     with pytest.raises(ValueError, match="needs the weights"):
         ee.train.project(optax.sgd(0.1), non_negative).update(ensemble[0], optax.EmptyState())
+    wide = ee.train.project(optax.sgd(0.1), lambda params: jax.tree.map(lambda x: x[None], params))
+    with pytest.raises(ValueError, match="keep the shape"):
+        ee.fit(ensemble, loss, wide, (X, Y), steps=1, key=KEY)

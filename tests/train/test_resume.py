@@ -192,7 +192,7 @@ class TestTheSameCallGoesOn:
             call = Crew.call
 
             def interrupted(self, fn, items):
-                self.interrupted = True
+                signal.raise_signal(signal.SIGINT)
                 return call(self, fn, items)
 
             patched.setattr(Crew, "call", interrupted)
