@@ -72,6 +72,12 @@ def test_every_few_epochs_and_at_the_end():
     assert_same(run.ensemble, fit(epochs=5).ensemble)
 
 
+def test_the_end_is_where_all_members_have_stopped():
+    seen = []
+    fit(stop=ee.train.Stopping(steps=6), callbacks=ee.train.every(10, seen.append))
+    assert [state.step.tolist() for state in seen] == [[6] * MEMBERS]
+
+
 def test_a_callback_stops_members():
     run = fit(callbacks=lambda state: state.stop(np.arange(MEMBERS) == 1) if state.step[0] == 6 else None)
     assert run.status.tolist() == [0, 1, 0, 0]
@@ -152,6 +158,7 @@ def test_an_error_of_a_callback_has_the_run_so_far():
     assert_same(caught.value.run.ensemble, fit(epochs=2).ensemble)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_returns_the_run_so_far():
     fit(epochs=1, history="epochs")  # compiled
     timer = threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGINT))
@@ -165,6 +172,7 @@ def test_ctrl_c_returns_the_run_so_far():
     assert_close(run.ensemble, fit(epochs=steps // 3, history="epochs").ensemble, 1e-6)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_within_a_callback_and_between_batches():
     def interrupt(state):
         if state.step[0] == 6:

@@ -76,6 +76,7 @@ def test_a_member_that_fails_keeps_what_it_had():
     assert_same(after.ensemble[2], state.ensemble[2])
     assert after.step.tolist() == [2, 2, 1, 2]
     assert after.stopped_at.tolist() == [-1, -1, 1, -1]
+    assert after.stop().status.tolist() == [1, 1, 2, 1]
     _, metrics = STEP(after, (X, Y))
     assert np.isnan(metrics.loss[2])
 
