@@ -314,7 +314,8 @@ def warn_of_undefined(run: Run[Any]) -> None:
     """Warns of members whose validation score was never a number: `patience` stops them, and nothing is selected."""
     undefined = np.isinf(run.best_score) & np.isnan(to_host(run.train_state.score)) & (run.status != Status.DIVERGED)
     if undefined.any():
-        warn(f"`fit`: the validation scores of members {_members_text(undefined)} are NaN: they keep their last weights.")
+        names = _members_text(undefined)
+        warn(f"`fit`: the validation scores of members {names} are NaN: they keep their last weights.")
 
 
 def _members_text(mask: np.ndarray) -> str:

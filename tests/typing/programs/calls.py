@@ -70,8 +70,7 @@ def forward(
     **options: Any,
 ) -> jax.Array:
     found: jax.Array = ee.predict(ensemble, x, **options)
-    found = found + ee.predict(ensemble, x, combine=combine, fn=fn, batch_size=8)
-    return found
+    return found + ee.predict(ensemble, x, combine=combine, fn=fn, batch_size=8)
 
 
 def calling(
