@@ -43,7 +43,7 @@ def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
     return jax.tree.unflatten(treedef, scaled)
 
 
-def copy_members(state: TrainState, donors: Any) -> TrainState:
+def copy_members(state: TrainState[Any], donors: Any) -> TrainState[Any]:
     """The state in which every member is a copy of its donor `(members,)`, itself or another, and trains.
 
     Weights, optimiser states, hyper-parameters and best weights are copied. Keys, also the noise keys of optimisers,
@@ -95,7 +95,7 @@ def revive(
     if make is not None and optimiser is None:
         raise TypeError("`revive` makes the optimiser's state of a fresh member: pass `optimiser=` with `make`.")
 
-    def callback(state: TrainState) -> TrainState | None:
+    def callback(state: TrainState[Any]) -> TrainState[Any] | None:
         status, step = to_host(state.status), to_host(state.step)
         lost, healthy = np.flatnonzero(status == Status.DIVERGED), np.flatnonzero(status == Status.OK)
         if not len(lost) or (make is None and not len(healthy)):
@@ -117,7 +117,9 @@ def revive(
     return callback
 
 
-def put_fresh(state: TrainState, lost: np.ndarray, make: Callable[..., Any], optimiser: Any, keys: Any) -> TrainState:
+def put_fresh(
+    state: TrainState[Any], lost: np.ndarray, make: Callable[..., Any], optimiser: Any, keys: Any
+) -> TrainState[Any]:
     """The state with fresh members at the positions `lost`."""
     made = build(make, key=keys)
     fresh, *model_state = made if isinstance(made, tuple) else (made,)

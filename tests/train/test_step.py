@@ -150,6 +150,12 @@ class TestTogether:
         assert np.isfinite(run.ensemble.stacked.lower)
         assert run.status.tolist() == [0, 2, 0, 0]
 
+    def test_a_stopped_member_has_no_part(self):
+        state, step = ee.train.init(self.members, self.optimiser, key=KEY), ee.train.make_step(nll, self.optimiser)
+        stopped, _ = step(state.stop(jnp.arange(MEMBERS) == 1), (X, Y))
+        others, _ = step(state[[0, 2, 3]], (X, Y))
+        np.testing.assert_allclose(stopped.ensemble.stacked.lower, others.ensemble.stacked.lower, rtol=1e-6)
+
     def test_members_stop_together_at_their_best(self):
         run = ee.fit(self.members, nll, self.optimiser, (X, Y), epochs=200, validation=(X + 1, -Y), patience=3, key=KEY)
         assert len(set(run.stopped_at.tolist())) == 1

@@ -39,12 +39,12 @@ class AbstractSpace(eqx.Module):
     """A space whose points represent members. Methods take the training state of one member."""
 
     @abc.abstractmethod
-    def evaluate(self, state: TrainState, batch: PyTree, key: Key[Array, ""]) -> Evaluation:
+    def evaluate(self, state: TrainState[Any], batch: PyTree, key: Key[Array, ""]) -> Evaluation:
         """The member as a point, with the loss and its gradient."""
 
     @abc.abstractmethod
     def pull_back(
-        self, state: TrainState, batch: PyTree, key: Key[Array, ""], gradient: Float[Array, " size"]
+        self, state: TrainState[Any], batch: PyTree, key: Key[Array, ""], gradient: Float[Array, " size"]
     ) -> PyTree:
         """Maps a gradient with respect to the point to one with respect to the weights."""
 
@@ -55,14 +55,14 @@ class WeightSpace(AbstractSpace):
     loss: Callable[..., Any] = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
 
-    def evaluate(self, state: TrainState, batch: PyTree, key: Key[Array, ""]) -> Evaluation:
+    def evaluate(self, state: TrainState[Any], batch: PyTree, key: Key[Array, ""]) -> Evaluation:
         """The weights as a vector, with the gradient of the loss."""
         task, now = Task(self.loss, None, has_aux=self.has_aux), trained_of(state)
         value, (grads, _), model_state, aux, _ = gradient_of(task, now, state, batch, key)
         return Evaluation(value, aux, model_state, ravel(now.own), ravel(grads))
 
     def pull_back(
-        self, state: TrainState, batch: PyTree, key: Key[Array, ""], gradient: Float[Array, " size"]
+        self, state: TrainState[Any], batch: PyTree, key: Key[Array, ""], gradient: Float[Array, " size"]
     ) -> PyTree:
         """The vector as a tree like the weights."""
         del batch, key
@@ -169,7 +169,7 @@ def interacting_step(
 
 
 @eqx.filter_jit
-def _one_step(step: InteractingStep, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+def _one_step(step: InteractingStep, state: TrainState[Any], batch: PyTree) -> tuple[TrainState[Any], Metrics]:
     if state.together is not None:
         raise TypeError("Members that interact cannot be those of `train.Together`.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
@@ -179,7 +179,7 @@ def _one_step(step: InteractingStep, state: TrainState, batch: PyTree) -> tuple[
     moving, _, rest = pieces_of(state)
     own, axes = eqx.if_array(0), (eqx.if_array(0), axes_of_inputs(batch))
 
-    def member(moving: PyTree, batch: PyTree) -> tuple[TrainState, PyTree, Any]:
+    def member(moving: PyTree, batch: PyTree) -> tuple[TrainState[Any], PyTree, Any]:
         one = eqx.combine(moving, rest)
         batch = jax.tree.map(view, batch, is_leaf=is_per_member)
         return one, batch, jax.random.fold_in(jax.random.fold_in(one.keys, tag("loss")), one.step)
@@ -223,7 +223,7 @@ class FunctionSpace(AbstractSpace):
     loss: Callable[..., Any] = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
 
-    def evaluate(self, state: TrainState, batch: PyTree, key: Key[Array, ""]) -> Evaluation:
+    def evaluate(self, state: TrainState[Any], batch: PyTree, key: Key[Array, ""]) -> Evaluation:
         """The outputs as a vector, with the gradient of the loss with respect to them."""
         if state.model_state is not None:
             raise NotImplementedError(
@@ -241,7 +241,7 @@ class FunctionSpace(AbstractSpace):
         return Evaluation(value, jax.tree.map(jnp.asarray, aux), None, ravel(outputs), ravel(grads))
 
     def pull_back(
-        self, state: TrainState, batch: PyTree, key: Key[Array, ""], gradient: Float[Array, " size"]
+        self, state: TrainState[Any], batch: PyTree, key: Key[Array, ""], gradient: Float[Array, " size"]
     ) -> PyTree:
         """The product with the transposed Jacobian of the outputs, which are recomputed to save memory."""
         weights = weights_of(state)

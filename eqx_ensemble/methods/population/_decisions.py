@@ -23,7 +23,7 @@ from ...train._state import weights_of
 Mode = Literal["min", "max"]
 
 
-def rank(state: TrainState, *, mode: Mode = "min") -> Int[np.ndarray, " members"]:
+def rank(state: TrainState[Any], *, mode: Mode = "min") -> Int[np.ndarray, " members"]:
     """The members by their last validation score, the best first.
 
     **Arguments:**
@@ -39,7 +39,7 @@ def rank(state: TrainState, *, mode: Mode = "min") -> Int[np.ndarray, " members"
     return _order(*_scores(state), mode=mode)
 
 
-def _scores(state: TrainState) -> tuple[np.ndarray, Bool[np.ndarray, " members"]]:
+def _scores(state: TrainState[Any]) -> tuple[np.ndarray, Bool[np.ndarray, " members"]]:
     """The scores, and whether each is of a member that trains, and is defined."""
     scores, trains = to_host(state.score), to_host(state.status) == Status.OK
     able = trains & ~np.isnan(scores)
@@ -66,7 +66,9 @@ def keep_best(state: TrainState[M], count: int, *, mode: Mode = "min") -> TrainS
     return state.stop(~np.isin(np.arange(state.num_members), rank(state, mode=mode)[:count]))
 
 
-def truncation(state: TrainState, *, fraction: float | int = 0.2, mode: Mode = "min") -> Int[np.ndarray, " members"]:
+def truncation(
+    state: TrainState[Any], *, fraction: float | int = 0.2, mode: Mode = "min"
+) -> Int[np.ndarray, " members"]:
     """Chooses donors by truncation selection: each of the worst members is assigned one of the best at random.
 
     **Arguments:**
