@@ -138,6 +138,7 @@ def check_floats(call: Callable[..., Any], arguments: dict[str, Any]) -> None:
 def _warn_of_equal_members(ensemble: Ensemble) -> None:
     """Warns if all members are equal although they hold more than constants: `make` does not use its key."""
     leaves = zip(jax.tree.leaves(ensemble.stacked, is_leaf=lambda x: x is None), ensemble.axes, strict=True)
-    own = [np.asarray(x) for x, axis in leaves if axis == 0 and not (is_traced(x) or is_key(x))]
+    is_here = lambda x: not is_traced(x) and not is_key(x) and getattr(x, "is_fully_addressable", True)
+    own = [np.asarray(x) for x, axis in leaves if axis == 0 and is_here(x)]
     if own and any((x != x.flat[0]).any() for x in own if x.size) and all((x == x[:1]).all() for x in own):
         warn("`build` made members that are all equal: does `make` use its key?")

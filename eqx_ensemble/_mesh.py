@@ -92,10 +92,12 @@ def put(x: Any, where: NamedSharding) -> jax.Array:
     """The array with this sharding. Each process passes the whole of it."""
     if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(where, x.ndim):
         return x
-    if jax.process_count() == 1 or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+    if jax.process_count() == 1:
         return jax.device_put(x, where)
     if is_key(x):  # which JAX cannot put on devices of other processes
         return jax.random.wrap_key_data(put(jax.random.key_data(x), where), impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, where)
     x = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
     return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
 

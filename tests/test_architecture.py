@@ -271,9 +271,8 @@ def private_imports(file: str) -> Iterator[str]:
     for node in ast.walk(parsed(file)):
         if isinstance(node, ast.ImportFrom) and node.level and node.module:
             path = [*file.split("/")[: -node.level], *node.module.split(".")]
-            if path[0] not in (CORE, file.split("/")[0]) and any(
-                x.startswith("_") and x != "_engine" for x in path[1:]
-            ):
+            is_private = any(x.startswith("_") and x != "_engine" for x in path[1:])
+            if is_private and path[0] not in (CORE, file.split("/")[0]):
                 yield ".".join(path)
 
 

@@ -10,7 +10,7 @@ from _members import loss
 
 import eqx_ensemble as ee
 
-from ._program import Fitted, Setting, Task, num_bytes, plain, squared_norm
+from ._task import Fitted, Setting, Task, num_bytes, plain, squared_norm
 
 efficient = ee.methods.efficient
 

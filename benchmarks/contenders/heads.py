@@ -11,7 +11,7 @@ import scipy.stats
 
 import eqx_ensemble as ee
 
-from ._program import Fitted, Task, constant_adam, num_bytes, plain, squared_norm
+from ._task import Fitted, Task, constant_adam, num_bytes, plain, squared_norm
 
 heads = ee.methods.heads
 

@@ -9,7 +9,7 @@ from _members import Heads, Net, as_gaussian, loss
 
 import eqx_ensemble as ee
 
-from ._program import Fitted, Task, constant_adam, members, num_bytes, plain, squared_norm, validation_loss
+from ._task import Fitted, Task, constant_adam, members, num_bytes, plain, squared_norm, validation_loss
 
 
 def one_member(task: Task) -> Fitted:

@@ -10,7 +10,7 @@ from _members import row_losses
 
 import eqx_ensemble as ee
 
-from ._program import ADAM, Fitted, Task, members, penalised
+from ._task import ADAM, Fitted, Task, members, penalised
 
 particles = ee.methods.particles
 

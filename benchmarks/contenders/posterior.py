@@ -12,7 +12,7 @@ from _members import Net
 
 import eqx_ensemble as ee
 
-from ._program import ADAM, Fitted, Task, num_bytes, penalised, plain, squared_norm, validation_loss
+from ._task import ADAM, Fitted, Task, num_bytes, penalised, plain, squared_norm, validation_loss
 
 PRECISIONS = (0.1, 1.0, 10.0, 100.0, 1000.0)
 sngp = ee.methods.sngp

@@ -8,7 +8,7 @@ import numpy as np
 
 import eqx_ensemble as ee
 
-from ._program import Fitted, Setting, Task, members, validation_loss
+from ._task import Fitted, Setting, Task, members, validation_loss
 
 RATES = (1e-5, 1e-4, 1e-3)
 trajectory, sampling = ee.methods.trajectory, ee.methods.sampling

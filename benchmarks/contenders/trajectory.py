@@ -8,7 +8,7 @@ import optax
 
 import eqx_ensemble as ee
 
-from ._program import ADAM, LEARNING_RATE, Fitted, Setting, Task, members, penalised
+from ._task import ADAM, LEARNING_RATE, Fitted, Setting, Task, members, penalised
 
 trajectory = ee.methods.trajectory
 

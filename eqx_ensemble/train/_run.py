@@ -282,7 +282,7 @@ def check_healthy(run: Run[Any], *, strict: bool = False) -> np.ndarray:
     """Warns of diverged members, or raises if all are, or any if `strict`. Returns which are not."""
     healthy = run.status != Status.DIVERGED
     if not healthy.all():
-        message = f"Members {_text_of(~healthy)} diverged and are left out."
+        message = f"Members {_members_text(~healthy)} diverged and are left out."
         if strict or not healthy.any():
             raise DivergedError(message, run)
         warn(message)
@@ -305,7 +305,7 @@ def warn_of_diverged(run: Run[Any], before: np.ndarray) -> None:
     elif lost.any():
         at = ", ".join(map(str, run.stopped_at[lost][:8]))
         warn(
-            f"`fit`: members {_text_of(lost)} diverged, and keep their weights of step {at}: "
+            f"`fit`: members {_members_text(lost)} diverged, and keep their weights of step {at}: "
             "their losses or weights were not finite at the end of the next epoch."
         )
 
@@ -314,9 +314,10 @@ def warn_of_undefined(run: Run[Any]) -> None:
     """Warns of members whose validation score was never a number: `patience` stops them, and nothing is selected."""
     undefined = np.isinf(run.best_score) & np.isnan(to_host(run.train_state.score)) & (run.status != Status.DIVERGED)
     if undefined.any():
-        warn(f"`fit`: the validation scores of members {_text_of(undefined)} are NaN: they keep their last weights.")
+        names = _members_text(undefined)
+        warn(f"`fit`: the validation scores of members {names} are NaN: they keep their last weights.")
 
 
-def _text_of(mask: np.ndarray) -> str:
+def _members_text(mask: np.ndarray) -> str:
     found = np.flatnonzero(mask)
     return ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")

@@ -49,9 +49,8 @@ M = TypeVar("M")
 
 def evaluate(ensemble: ee.Ensemble[C], run: ee.Run[C], x: jax.Array) -> jax.Array:
     reveal_type(ee.predict(ensemble, x))  # is Any
-    own: jax.Array = ensemble(x)
-    found: jax.Array = run.predict(x)
-    return own + found
+    total: jax.Array = ensemble(x) + run.predict(x)
+    return total
 
 
 def evaluate_any(ensemble: ee.Ensemble[Any], modules: ee.Ensemble[eqx.Module], x: jax.Array) -> None:
@@ -71,8 +70,7 @@ def forward(
     **options: Any,
 ) -> jax.Array:
     found: jax.Array = ee.predict(ensemble, x, **options)
-    other: jax.Array = ee.predict(ensemble, x, combine=combine, fn=fn, batch_size=8)
-    return found + other
+    return found + ee.predict(ensemble, x, combine=combine, fn=fn, batch_size=8)
 
 
 def calling(
