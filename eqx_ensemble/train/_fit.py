@@ -36,7 +36,6 @@ _LONGEST_PART = 512  # steps of an epoch that are kept or given back at once
 _ROOM = 1024  # steps of a call, at most, whose losses wait on the device
 
 
-@allow_nan()
 def fit(
     ensemble: Ensemble[M] | TrainState[M] | Run[M],
     loss: Callable[..., Any],
@@ -186,7 +185,7 @@ def fit(
     }  # fmt: skip
     saver = None if checkpoint is None else Saver(checkpoint)
     total = None if end == _NEVER else end
-    with ExitStack() as stack, deferred_interrupt() as interrupt:
+    with allow_nan(), ExitStack() as stack, deferred_interrupt() as interrupt:
         position = Position(first, curves, 0, 0, ensemble.seconds if isinstance(ensemble, Run) else 0.0)
         if saver is not None:
             stack.enter_context(saver)

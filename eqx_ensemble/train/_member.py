@@ -136,9 +136,11 @@ def gradient_of(task: Task, now: Trained, state: TrainState, batch: PyTree, key:
     """The loss, its gradients by the member's and by the common weights, the new state of the model, the auxiliary
     outputs, and the function that was differentiated.
     """
+    __tracebackhide__ = True  # IPython and pytest leave such frames out when a loss raises
     fixed = weights_of(state).fixed
 
     def loss_of(weights: tuple[PyTree, PyTree]) -> tuple[Any, tuple[Any, Any]]:
+        __tracebackhide__ = True
         model = eqx.combine(*weights, fixed)
         args, named = arguments(task.loss, model, now.model_state, batch, key, state.hyper)
         out = task.loss(*args, **named)

@@ -126,6 +126,7 @@ def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree)
     One member's loss, optimiser and score are traced, not run. An edited function, class, global or config object gives
     another digest, without a look at any code. `batch` and `validation` are what one member sees, as shapes.
     """
+    __tracebackhide__ = True
     own, rest = split(state)
     one = eqx.combine(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own), rest)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -133,6 +134,7 @@ def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree)
 
     def gradient(state: TrainState, batch: PyTree, key: Any) -> Any:
         nonlocal aux
+        __tracebackhide__ = True
         now = trained_of(state)
         value, grads, model_state, aux = gradient_of(task, now, state, batch, key)[:4]
         aux = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), aux)

@@ -186,7 +186,7 @@ class TestTheSameCallGoesOn:
         longer = fitted(ensemble, epochs=4, validation=DATA, checkpoint=tmp_path / "a")
         assert_same_run(longer, fitted(ensemble, epochs=4, validation=DATA))
 
-    def test_after_ctrl_c(self, ensemble, tmp_path, monkeypatch):
+    def test_after_ctrl_c(self, ensemble, tmp_path, monkeypatch, interruptible):
         whole = fitted(ensemble, epochs=6)
         with monkeypatch.context() as patched:
             call = Crew.call

@@ -89,3 +89,20 @@ def test_a_validation_score_that_is_no_number_is_told():
     with pytest.warns(UserWarning, match="are NaN: they keep their last weights"):
         run = fit(validation=ee.train.Validation((X, Y), score=lambda *_: jnp.nan * 1.0, mode="max"), patience=1)
     assert (run.best_step == -1).all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_traceback_of_an_error_in_a_loss_is_short(capsys):
+    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell()
+    shell.user_ns |= {
+        "ee": ee,
+        "options": {"epochs": 1, "key": KEY},
+        "args": (optax.sgd(1e-2), (X, Y)),
+        "e": ensemble(),
+    }
+    shell.run_cell(
+        "def loss(model, batch, key):\n    raise ValueError('of the loss')\n\nee.fit(e, loss, *args, **options)"
+    )
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert "of the loss" in lines[-1]
+    assert len(lines) < 40
