@@ -81,7 +81,8 @@ def fit(
     *Data and rows:*
 
     - `data`: a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked [`eqx_ensemble.Each`][]; or an
-        iterable of batches, of which one pass is an epoch.
+        iterable of batches, of which one pass is an epoch. A loss that draws its own points from `key` ignores its
+        batch: `jnp.zeros(100)` with `batch_size=1` is an epoch of 100 steps.
     - `batch_size`: rows per step; by default 32. Every batch is full: the last one of an epoch is filled with the first
         rows of the next.
     - `rows`: row indices `(members, n)` into `data`.
