@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from .._check import check_positive_int, check_word, is_inside_transformation
@@ -19,12 +20,13 @@ from .._marks import Each
 from .._mesh import check_mesh, mesh_of, rows_of_mesh
 from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
+from .._warnings import warn
 from ..distributed import to_host
 from ..plan import AnyPlan, Blocks, Vmap, as_plan
 from ._blocks import Crew
 from ._history import empty_history
 from ._loop import Loop, Position, deferred_interrupt
-from ._member import Task
+from ._member import Task, takes_hyper
 from ._optimiser import Optimiser, Together
 from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
 from ._program import init, trace_task
@@ -80,7 +82,8 @@ def fit(
     *Data and rows:*
 
     - `data`: a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked [`eqx_ensemble.Each`][]; or an
-        iterable of batches, of which one pass is an epoch.
+        iterable of batches, of which one pass is an epoch. A loss that draws its own points from `key` ignores its
+        batch: `jnp.zeros(100)` with `batch_size=1` is an epoch of 100 steps.
     - `batch_size`: rows per step; by default 32. Every batch is full: the last one of an epoch is filled with the first
         rows of the next.
     - `rows`: row indices `(members, n)` into `data`.
@@ -150,6 +153,7 @@ def fit(
     num_members, lost_before = first.num_members, to_host(first.status) == Status.DIVERGED
     validation = validation if isinstance(validation, Validation | None) else Validation(validation)
     check_options(epochs, steps, patience, stop, validation, on_diverge, history)
+    warn_of_unused(hyper, optimiser, loss, None if validation is None else validation.score, callbacks)
     limits = limits_of(stop or Stopping(), num_members)
     seconds = limits.pop("seconds", None)
     inputs: dict[str, Any] = {"data": None, "rows": None, "validation": None, "limits": limits}
@@ -236,6 +240,17 @@ def check_outside() -> None:
         raise TypeError(
             "`fit` cannot run inside `jax.jit`, `jax.vmap`, `jax.grad` or another transformation: it decides on the "
             "host.\nThere, use `train.make_step` with `train.scan_steps`."
+        )
+
+
+def warn_of_unused(hyper: Any, optimiser: Any, loss: Any, score: Any, callbacks: Any) -> None:
+    """Warns of hyper-parameters that neither optimiser nor loss takes: all members would be trained alike."""
+    alone = optimiser.optimiser if isinstance(optimiser, Together) else optimiser
+    takes = not isinstance(alone, optax.GradientTransformation) or any(takes_hyper(fn) for fn in (loss, score) if fn)
+    if hyper is not None and not takes and not callbacks:
+        warn(
+            "`fit`: nothing uses `hyper`. Pass a function of it as the optimiser, "
+            "`lambda hyper: optax.adam(hyper['lr'])`, or give the loss a parameter `hyper`."
         )
 
 

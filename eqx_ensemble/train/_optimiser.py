@@ -72,7 +72,12 @@ Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransfo
 
 def resolve(optimiser: Any, hyper: PyTree) -> optax.GradientTransformationExtraArgs:
     """The optimiser of one member."""
-    if not isinstance(optimiser, optax.GradientTransformation):
+    if not isinstance(optimiser, optax.GradientTransformation) and callable(optimiser):
+        if hyper is None:
+            raise TypeError(
+                "An optimiser that is a function is one of hyper-parameters, and needs `hyper=`; got none.\n"
+                "Without hyper-parameters pass an optax optimiser, such as `optax.adam(1e-3)`."
+            )
         optimiser = optimiser(jax.tree.map(_as_python_float, hyper))
     if not isinstance(optimiser, optax.GradientTransformation):
         raise TypeError(f"The optimiser must be an optax optimiser, or return one; got `{type(optimiser).__name__}`.")

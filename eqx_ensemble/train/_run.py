@@ -144,11 +144,12 @@ class Run(eqx.Module, Generic[M]):
         - `drawn`: as for [`eqx_ensemble.resample.out_of_bag`][]; by default the `rows` that were passed to `fit`.
         - `weights`: convex weights over members `(members,)`.
         - `options`: as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits:
-            `fn=lambda model, x: jax.nn.softmax(model(x))`.
+            `fn=lambda model, x: jax.nn.softmax(model(x))`. Of several outputs take one:
+            `fn=lambda model, x: model(x)[0]`.
 
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]. Diverged members are excluded; a warning names them.
 
-        **Raises:** `TypeError` if the rows are not known.
+        **Raises:** `TypeError` if the rows are not known, or for several outputs.
         """
         from .._predict import predict
         from ..resample import out_of_bag_mean
@@ -160,7 +161,13 @@ class Run(eqx.Module, Generic[M]):
             )
         drawn = self.rows if drawn is None else drawn
         own = healthy_weights(self, weights)
-        return out_of_bag_mean(predict(self.ensemble, x, state=self.state, **options), drawn, weights=own)
+        predictions = predict(self.ensemble, x, state=self.state, **options)
+        if isinstance(predictions, tuple):
+            raise TypeError(
+                f"`Run.out_of_bag` needs one output of the members, got a tuple of {len(predictions)}.\n"
+                "Take the one that is meant, such as `fn=lambda model, x: model(x)[0]`."
+            )
+        return out_of_bag_mean(predictions, drawn, weights=own)
 
     def best(self, count: int = 1, *, by: Any = None, mode: Literal["min", "max"] | None = None) -> Ensemble[M]:
         """The best members, best first, without diverged ones.

@@ -1,6 +1,7 @@
 """Errors for what stacking adds, before anything is traced; each of at most four lines."""
 
 import functools as ft
+import warnings
 
 import equinox as eqx
 import jax
@@ -43,6 +44,12 @@ WRONG = {
     ),
     "one rate per member in the optimiser": (
         lambda: fit(optimiser=optax.sgd(jnp.full(MEMBERS, 0.1))), (ValueError, TypeError), "4",
+    ),
+    "a function of no hyper-parameters": (lambda: fit(optimiser=optax.adam), TypeError, "needs `hyper=`; got none"),
+    "a rate for an optimiser": (lambda: fit(optimiser=1e-2), TypeError, "must be an optax optimiser"),
+    "no data": (lambda: fit(None), ValueError, "draws its own points"),
+    "out-of-bag rows of several outputs": (
+        lambda: fit(rows=np.zeros((MEMBERS, 8), int)).out_of_bag(X, fn=lambda m, x: (m(x), x)), TypeError, "one output",
     ),
     "limits of other members": (
         lambda: fit(stop=ee.train.Stopping(steps=[1, 2])), ValueError, r"one per member \(4,\)",
@@ -106,3 +113,15 @@ def test_the_traceback_of_an_error_in_a_loss_is_short(capsys):
     lines = capsys.readouterr().out.strip().splitlines()
     assert "of the loss" in lines[-1]
     assert len(lines) < 40
+
+
+def test_hyper_parameters_that_nothing_uses_are_told():
+    hyper = {"lr": jnp.ones(MEMBERS)}
+    with pytest.warns(UserWarning, match="nothing uses `hyper`"):
+        fit(hyper=hyper)
+    with_hyper = lambda model, batch, key, hyper: hyper["lr"] * loss(model, batch, key)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(optimiser=lambda hyper: optax.sgd(hyper["lr"]), hyper=hyper)
+        ee.fit(ensemble(), with_hyper, optax.sgd(1e-2), (X, Y), hyper=hyper, epochs=1, key=KEY)
+        fit(hyper=hyper, callbacks=lambda state: None)
