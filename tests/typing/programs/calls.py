@@ -69,8 +69,10 @@ def forward(
     fn: Callable[..., jax.Array] | None,
     **options: Any,
 ) -> jax.Array:
-    found: jax.Array = ee.predict(ensemble, x, **options)
-    return found + ee.predict(ensemble, x, combine=combine, fn=fn, batch_size=8)
+    alone: jax.Array = ee.predict(ensemble, x, **options)
+    combined: jax.Array = ee.predict(ensemble, x, combine=combine, fn=fn, batch_size=8)
+    total: jax.Array = alone + combined
+    return total
 
 
 def calling(
