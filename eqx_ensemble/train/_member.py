@@ -34,7 +34,8 @@ class Task:
     """What is computed for one member, the static argument of compiled programs.
 
     Two tasks are equal if the programs traced from them are (`digest`): an edited function, class, global or config
-    object is another task, and the same cell of a notebook, run again, the same one.
+    object is another task, and the same cell of a notebook, run again, the same one. Of a program that calls Python, a
+    trace shows no more than that it does: then the functions must be the same, as for `jax.jit`.
     """
 
     loss: Callable[..., Any]
@@ -54,6 +55,7 @@ class Task:
     per_step: bool = True  # whether losses are recorded
     rows_of_mesh: Any = None  # where the rows of a batch lie, if devices can share them evenly
     products: bool = False  # whether convolutions become products
+    calls_python: bool = False  # by `jax.pure_callback` and the like
     outputs: Any = dataclasses.field(default=None, repr=False)  # shapes of a step's auxiliary outputs
     bytes_of_step: int = 0  # that a step of one member writes
     digest: str = ""
@@ -64,7 +66,9 @@ class Task:
         return (*fields, isinstance(self.optimiser, Together))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Task) and self._key() == other._key()
+        if not isinstance(other, Task) or self._key() != other._key():
+            return False
+        return not self.calls_python or (self.loss is other.loss and self.score is other.score)
 
     def __hash__(self) -> int:
         return hash(self._key())
