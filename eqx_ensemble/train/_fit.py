@@ -22,7 +22,7 @@ from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import AnyPlan, Blocks, Vmap, as_plan
 from ._blocks import Crew
-from ._history import empty_history
+from ._history import check_same_aux, empty_history
 from ._loop import Loop, Position, deferred_interrupt
 from ._member import Task
 from ._optimiser import Optimiser, Together
@@ -155,6 +155,11 @@ def fit(
     seconds = limits.pop("seconds", None)
     inputs: dict[str, Any] = {"data": None, "rows": None, "validation": None, "limits": limits}
     if validation is not None:
+        if isinstance(ensemble, Run) and first.best is not None and ensemble.mode != validation.mode:
+            raise ValueError(
+                f"`fit` continues a run with best scores of `mode` {ensemble.mode!r}, not {validation.mode!r}.\n"
+                "To begin again with its weights: `fit(run.ensemble, ...)`."
+            )
         first = with_best(first, validation.mode)
         inputs["validation"], _ = take_data(validation.data, num_members, argument="validation")
     if is_batches(data):
@@ -177,9 +182,10 @@ def fit(
     task, digests = trace_task(task, first, batch, member_shapes(inputs["validation"]))
     plan = as_plan(plan, Blocks() if jax.default_backend() == "cpu" else Vmap())
     end = min(steps or (epochs or 0) * task.epoch, _NEVER) if steps or batches is None else _NEVER
-    curves = continued or empty_history(
-        num_members, task.outputs, validates=validation is not None, dtype=first.loss.dtype
-    )
+    curves = empty_history(num_members, task.outputs, validates=validation is not None, dtype=first.loss.dtype)
+    if continued is not None:
+        check_same_aux([continued, curves])
+        curves = continued
     options = {
         "patience": patience, "batch_size": batch_size, "shuffle": shuffle, "mode": task.mode,
         "min_delta": task.min_delta, "history": history, "on_diverge": on_diverge,

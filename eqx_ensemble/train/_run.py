@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Int8
 
-from .._check import is_traced, missing_extra_message
+from .._check import MemberMismatchError, is_traced, missing_extra_message
 from .._ensemble import Ensemble, M, join, take
 from .._progress import members_in_words
 from .._pytree import PyTree
@@ -107,6 +107,8 @@ class Run(eqx.Module, Generic[M]):
     @staticmethod
     def _join(runs: Sequence["Run[M]"]) -> "Run[M]":
         """The run of the members of several runs, in their order."""
+        if len({run.mode for run in runs}) > 1:
+            raise MemberMismatchError("`concatenate` needs runs with validation scores of one `mode`.")
         own = join([(run.ensemble, run.state, run.train_state, run.rows) for run in runs])
         history = join_members([run.history for run in runs])
         seconds = max(run.seconds for run in runs)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import eqx_ensemble as ee
 
@@ -52,3 +53,28 @@ def test_a_loss_that_calls_python_is_not_mistaken_for_another_one():
 
     for scale in (1.0, 2.0):
         assert_close(fit(loss=scaled(scale)).ensemble[1], alone(1, optax.sgd(0.1), scale))
+
+
+def with_aux(model, batch, key):
+    return loss(model, batch, key), {"first": batch[1] > 0}
+
+
+def test_a_run_continues_only_with_its_auxiliary_outputs():
+    run = fit()
+    with pytest.raises(ee.MemberMismatchError, match="same auxiliary outputs"):
+        fit(run, with_aux, has_aux=True)  # before it trains: afterwards its result would be lost
+    more = fit(run.train_state, with_aux, has_aux=True)
+    with pytest.raises(ee.MemberMismatchError, match="same auxiliary outputs"):
+        ee.concatenate([run, more])
+    np.testing.assert_array_equal(more.history.aux["first"][2], [batch[1] > 0 for batch in 2 * BATCHES])
+
+
+def test_scores_of_two_modes_are_not_compared():
+    low = fit(validation=BATCHES[0])
+    highest = ee.train.Validation(BATCHES[0], score=lambda *args: -loss(*args), mode="max")
+    high = fit(validation=highest)
+    np.testing.assert_allclose(high.best_score, -low.best_score, rtol=1e-6)
+    with pytest.raises(ee.MemberMismatchError, match="one `mode`"):
+        ee.concatenate([low, high])
+    with pytest.raises(ValueError, match="best scores of `mode` 'min', not 'max'"):
+        fit(low, validation=highest)
