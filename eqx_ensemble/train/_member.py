@@ -320,7 +320,7 @@ def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     model = eqx.nn.inference_mode(state.ensemble.stacked)
     score_of: Any = task.score
     out = call(score_of, model, state.model_state, inputs["validation"], state.keys, state.hyper)
-    score = jnp.asarray(out[0] if isinstance(out, tuple) else out, state.score.dtype)
+    score = jnp.asarray(out[0] if isinstance(out, tuple) else out, state.score.dtype).reshape(())
     trains = state.status == Status.OK
     state = dataclasses.replace(state, score=jnp.where(trains, score, state.score))
     if state.together is not None:
@@ -363,7 +363,7 @@ def record(
     trains = before.status == Status.OK
     if not task.per_step:
         values, auxs = after.loss, jax.tree.map(lambda x: x[jnp.maximum(count - 1, 0)], auxs)
-    put = lambda all, x: all.at[i].set(jnp.where(trains, x, jnp.nan if eqx.is_inexact_array(x) else 0))
+    put = lambda all, x: all.at[i].set(jnp.where(trains, x, jnp.nan if eqx.is_inexact_array(x) else jnp.zeros_like(x)))
     is_scored = trains & (after.status != Status.DIVERGED) & ends & (task.score is not None)
     score = jnp.where(is_scored, after.score, jnp.nan)
     aux = jax.tree.map(put, curves.aux, auxs)

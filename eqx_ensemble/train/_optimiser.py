@@ -62,20 +62,25 @@ class Together:
         Dynamics Models" (NeurIPS 2018), whose bounds of log-variances are trained in this way.
     """
 
-    optimiser: optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
+    optimiser: optax.GradientTransformation | optax.MultiSteps | Callable[[Any], optax.GradientTransformation]
     shared: optax.GradientTransformation = dataclasses.field(kw_only=True)
 
 
-Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation] | Together
+Optimiser = optax.GradientTransformation | optax.MultiSteps | Callable[[Any], optax.GradientTransformation] | Together
 """An optax optimiser, a function that makes one from a member's hyper-parameters, or both for two kinds of leaves."""
 
 
 def resolve(optimiser: Any, hyper: PyTree) -> optax.GradientTransformationExtraArgs:
     """The optimiser of one member."""
-    if not isinstance(optimiser, optax.GradientTransformation):
+    if hyper is not None and not isinstance(optimiser, optax.GradientTransformation | optax.MultiSteps):
         optimiser = optimiser(jax.tree.map(_as_python_float, hyper))
+    if isinstance(optimiser, optax.MultiSteps):
+        optimiser = optimiser.gradient_transformation()
     if not isinstance(optimiser, optax.GradientTransformation):
-        raise TypeError(f"The optimiser must be an optax optimiser, or return one; got `{type(optimiser).__name__}`.")
+        raise TypeError(
+            "The optimiser must be an optax optimiser, or with `hyper` a function that returns one; got "
+            f"`{type(optimiser).__name__}`."
+        )
     return optax.with_extra_args_support(optimiser)
 
 

@@ -186,8 +186,10 @@ class TrainState(eqx.Module, Generic[M]):
         return take(self, [index] if isinstance(index, int) else index)
 
     def stop(self, where: Any = ...) -> "TrainState[M]":
-        """The state in which the members `where` `(members,)`, or all, have stopped: for callbacks."""
+        """The state in which the members `where`, a mask or an index, or all have stopped: for callbacks."""
         where = jnp.asarray(True if where is ... else where)  # noqa: FBT003
+        if where.dtype != bool:
+            where = jnp.zeros(self.status.shape, bool).at[where].set(True)
         stopped = jnp.where(where & (self.status == Status.OK), jnp.int8(Status.STOPPED), self.status)
         return eqx.tree_at(lambda state: state.status, self, stopped)
 

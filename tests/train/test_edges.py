@@ -78,3 +78,43 @@ def test_scores_of_two_modes_are_not_compared():
         ee.concatenate([low, high])
     with pytest.raises(ValueError, match="best scores of `mode` 'min', not 'max'"):
         fit(low, validation=highest)
+
+
+def test_members_are_stopped_by_masks_and_by_indices():
+    state = ee.train.init(ensemble(), optax.sgd(0.1), key=KEY)
+    for where in (1, [1], np.array([False, True, False]), jnp.arange(MEMBERS) == 1):
+        assert state.stop(where).status.tolist() == [0, 1, 0]
+    assert state.stop([0, 1, 2]).status.tolist() == state.stop().status.tolist() == [1, 1, 1]
+
+
+def test_boolean_auxiliary_outputs_of_arrays():
+    run = ee.fit(ensemble(), with_aux, optax.sgd(0.1), (X, X.sum(1)), steps=2, batch_size=8, has_aux=True, key=KEY)
+    found = np.sort(run.history.aux["first"], axis=2)  # rows in an order of each member's own
+    np.testing.assert_array_equal(found, np.broadcast_to(np.sort(X.sum(1) > 0), (MEMBERS, 2, 8)))
+
+
+def test_optimisers_that_wrap_and_that_are_not_called():
+    wrapped = optax.MultiSteps(optax.adam(0.1), 2)
+    assert_close(fit(optimiser=wrapped).ensemble[2], alone(2, wrapped))
+    with pytest.raises(TypeError, match="with `hyper` a function"):
+        fit(optimiser=optax.adam)  # of which optax makes one that ascends
+
+
+def test_scores_are_numbers():
+    scored = lambda score: fit(validation=ee.train.Validation(BATCHES[0], score=score, mode="min")).best_score
+    one = lambda model, batch, key: loss(model, batch, key)[None]
+    np.testing.assert_array_equal(scored(one), fit(validation=BATCHES[0]).best_score)
+    with pytest.raises(TypeError, match=r"cannot reshape array of shape \(4,\)"):
+        scored(lambda model, batch, key: batch[1])
+
+
+def test_predictions_that_are_no_arrays_do_not_depend_on_the_number_of_rows():
+    for rows in (3, 4, 8):
+        values, name = ee.predict(ensemble(), X[:rows], batch_size=4, fn=lambda model, x: (model(x), "name"))
+        np.testing.assert_allclose(values[1], jax.vmap(ensemble()[1])(X[:rows]), rtol=1e-5)
+        assert name == "name"
+
+
+def test_the_text_of_an_ensemble_that_shares_arrays():
+    shares = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), MEMBERS, shared=lambda model: model.weight, key=KEY)
+    assert str(shares) == "Ensemble[Linear](num_members=3)"
