@@ -14,6 +14,7 @@ from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
 from ..distributed import to_host
+from ..tree._engine import check_index
 from ._history import History, join_members, take_curves
 from ._ranking import rank_members
 from ._state import DivergedError, Status, TrainState, weights_of, with_weights
@@ -98,7 +99,7 @@ class Run(eqx.Module, Generic[M]):
         return self.ensemble if kept.all() else self.ensemble[kept]
 
     def __getitem__(self, index: Any) -> "Run[M]":
-        index = np.arange(len(self.status))[[index] if isinstance(index, int) else index]
+        index = np.atleast_1d(check_index(index, len(self.status)))
         rows = None if self.rows is None else self.rows[index]
         state = None if self.state is None else take(self.state, index)
         parts = (self.ensemble[index], state, take_curves(self.history, index), self.train_state[index], rows)

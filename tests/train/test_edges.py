@@ -119,3 +119,12 @@ def test_predictions_that_are_no_arrays_do_not_depend_on_the_number_of_rows():
 def test_the_text_of_an_ensemble_that_shares_arrays():
     shares = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), MEMBERS, shared=lambda model: model.weight, key=KEY)
     assert str(shares) == "Ensemble[Linear](num_members=3)"
+
+
+def test_one_member_of_a_run_continues_whatever_the_type_of_its_index():
+    run = fit()
+    whole = fit(run, key=None)
+    for i in (1, np.argsort(run.train_state.loss)[1], jnp.asarray(1)):
+        for start in (run[i], run.train_state[i]):
+            assert len(start.ensemble) == 1
+            assert_close(fit(start, key=None).ensemble[0], whole.ensemble[int(i)])
