@@ -221,7 +221,7 @@ def fit(
             if saver is not None:
                 saver.finish(loop)
         except Exception as error:
-            if loop.done:
+            if loop.done and not crew.is_lost:
                 error.run = result()  # pyright: ignore[reportAttributeAccessIssue]
             raise
         run = result()

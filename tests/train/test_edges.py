@@ -128,3 +128,21 @@ def test_one_member_of_a_run_continues_whatever_the_type_of_its_index():
         for start in (run[i], run.train_state[i]):
             assert len(start.ensemble) == 1
             assert_close(fit(start, key=None).ensemble[0], whole.ensemble[int(i)])
+
+
+@pytest.mark.parametrize("plan", [ee.plan.Vmap(), ee.plan.Blocks(2)])
+def test_an_error_of_the_running_loss_is_not_hidden(plan):
+    calls = []
+
+    def host(x):
+        calls.append(x)
+        if len(calls) > 2 * MEMBERS:
+            raise OSError("no connection")
+        return np.float32(1)
+
+    def remote(model, batch, key):
+        one = jax.pure_callback(host, jax.ShapeDtypeStruct((), np.float32), batch[0][0, 0], vmap_method="sequential")
+        return one * loss(model, batch, key)
+
+    with pytest.raises(Exception, match="no connection"):
+        ee.fit(ensemble(), remote, optax.sgd(0.1), (X, X.sum(1)), epochs=9, batch_size=8, plan=plan, key=KEY)
