@@ -95,7 +95,8 @@ class Ensemble(eqx.Module, Generic[M]):
         """The short form; print `stacked` for all leaves."""
         from wadler_lindig import TextDoc
 
-        sizes = {x.shape[:1] for x in jax.tree.leaves(self.stacked) if eqx.is_array(x)}
+        leaves = zip(jax.tree.leaves(self.stacked, is_leaf=_is_none), self.axes, strict=False)
+        sizes = {x.shape[:1] for x, axis in leaves if axis == 0 and eqx.is_array(x)}
         count = f"num_members={sizes.pop()[0]}" if len(sizes) == 1 and () not in sizes else "..."
         return TextDoc(f"Ensemble[{type(self.stacked).__name__}]({count})")
 

@@ -212,6 +212,8 @@ def _is_on_cpu(x: jax.Array) -> bool:
 
 
 def _first_rows(x: Any, num_rows: int, axis: int) -> Any:
+    if not eqx.is_array(x):
+        return x
     index = (slice(None),) * axis + (slice(num_rows),)
     if not isinstance(x, jax.Array) or is_key(x) or not _is_on_cpu(x) or len(x.devices()) > 1:
         return x[index]

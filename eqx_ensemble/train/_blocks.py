@@ -201,6 +201,13 @@ class Crew:
         """Whether any member trains."""
         return bool((self.status == Status.OK).any())
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether an error of a program, such as one of the loss on the device, took the arrays with it."""
+        return any(
+            x.is_deleted() for x in jax.tree.leaves([block.moving for block in self.blocks]) if isinstance(x, jax.Array)
+        )
+
     def call(self, fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """The results of a program for each item, on the threads.
 

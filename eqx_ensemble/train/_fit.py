@@ -9,7 +9,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from .._check import check_positive_int, check_word, is_inside_transformation
@@ -24,10 +23,10 @@ from .._warnings import warn
 from ..distributed import to_host
 from ..plan import AnyPlan, Blocks, Vmap, as_plan
 from ._blocks import Crew
-from ._history import empty_history
+from ._history import check_same_aux, empty_history
 from ._loop import Loop, Position, deferred_interrupt
 from ._member import Task, takes_hyper
-from ._optimiser import Optimiser, Together
+from ._optimiser import Optimiser, Together, is_function
 from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
 from ._program import init, trace_task
 from ._run import Run, best_of, warn_of_diverged, warn_of_undefined
@@ -158,6 +157,11 @@ def fit(
     seconds = limits.pop("seconds", None)
     inputs: dict[str, Any] = {"data": None, "rows": None, "validation": None, "limits": limits}
     if validation is not None:
+        if isinstance(ensemble, Run) and first.best is not None and ensemble.mode != validation.mode:
+            raise ValueError(
+                f"`fit` continues a run with best scores of `mode` {ensemble.mode!r}, not {validation.mode!r}.\n"
+                "To begin again with its weights: `fit(run.ensemble, ...)`."
+            )
         first = with_best(first, validation.mode)
         inputs["validation"], _ = take_data(validation.data, num_members, argument="validation")
     if is_batches(data):
@@ -180,9 +184,10 @@ def fit(
     task, digests = trace_task(task, first, batch, member_shapes(inputs["validation"]))
     plan = as_plan(plan, Blocks() if jax.default_backend() == "cpu" else Vmap())
     end = min(steps or (epochs or 0) * task.epoch, _NEVER) if steps or batches is None else _NEVER
-    curves = continued or empty_history(
-        num_members, task.outputs, validates=validation is not None, dtype=first.loss.dtype
-    )
+    curves = empty_history(num_members, task.outputs, validates=validation is not None, dtype=first.loss.dtype)
+    if continued is not None:
+        check_same_aux([continued, curves])
+        curves = continued
     options = {
         "patience": patience, "batch_size": batch_size, "shuffle": shuffle, "mode": task.mode,
         "min_delta": task.min_delta, "history": history, "on_diverge": on_diverge,
@@ -218,7 +223,7 @@ def fit(
             if saver is not None:
                 saver.finish(loop)
         except Exception as error:
-            if loop.done:
+            if loop.done and not crew.is_lost:
                 error.run = result()  # pyright: ignore[reportAttributeAccessIssue]
             raise
         run = result()
@@ -246,7 +251,7 @@ def check_outside() -> None:
 def warn_of_unused(hyper: Any, optimiser: Any, loss: Any, score: Any, callbacks: Any) -> None:
     """Warns of hyper-parameters that neither optimiser nor loss takes: all members would be trained alike."""
     alone = optimiser.optimiser if isinstance(optimiser, Together) else optimiser
-    takes = not isinstance(alone, optax.GradientTransformation) or any(takes_hyper(fn) for fn in (loss, score) if fn)
+    takes = is_function(alone) or any(takes_hyper(fn) for fn in (loss, score) if fn)
     if hyper is not None and not takes and not callbacks:
         warn(
             "`fit`: nothing uses `hyper`. Pass a function of it as the optimiser, "

@@ -7,6 +7,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from .._brief import brief_doc
+from .._caller import caller
+from .._check import MemberMismatchError
 from .._pytree import PyTree
 
 
@@ -47,6 +49,16 @@ def empty_history(num_members: int, aux: PyTree, *, validates: bool, dtype: Any)
     return History(np.zeros((num_members, 0), dtype), of_aux, scores, none, none)
 
 
+def check_same_aux(parts: list[History]) -> None:
+    """Raises unless curves have auxiliary outputs of one structure and shape."""
+    kind = lambda part: (jax.tree.structure(part.aux), [x.shape[2:] for x in jax.tree.leaves(part.aux)])
+    if any(kind(part) != kind(parts[0]) for part in parts):
+        raise MemberMismatchError(
+            f"`{caller()}` needs runs whose losses return the same auxiliary outputs.\n"
+            "A training state has no curves: pass `run.train_state` instead of `run`."
+        )
+
+
 def join_in_time(parts: list[History]) -> History:
     """The curves of consecutive calls."""
     joined = lambda *xs: np.concatenate(xs, axis=1)
@@ -62,6 +74,7 @@ def join_in_time(parts: list[History]) -> History:
 
 def join_members(parts: list[History]) -> History:
     """The curves of several ensembles, with NaN (zero for integers) in the columns that shorter ones lack."""
+    check_same_aux(parts)
     step = max((part.step for part in parts), key=len)
     validation_step = max((part.validation_step for part in parts), key=len)
 

@@ -34,7 +34,8 @@ class Task:
     """What is computed for one member, the static argument of compiled programs.
 
     Two tasks are equal if the programs traced from them are (`digest`): an edited function, class, global or config
-    object is another task, and the same cell of a notebook, run again, the same one.
+    object is another task, and the same cell of a notebook, run again, the same one. Of a program that calls Python, a
+    trace shows no more than that it does: then the functions must be the same, as for `jax.jit`.
     """
 
     loss: Callable[..., Any]
@@ -54,6 +55,7 @@ class Task:
     per_step: bool = True  # whether losses are recorded
     rows_of_mesh: Any = None  # where the rows of a batch lie, if devices can share them evenly
     products: bool = False  # whether convolutions become products
+    calls_python: bool = False  # by `jax.pure_callback` and the like
     outputs: Any = dataclasses.field(default=None, repr=False)  # shapes of a step's auxiliary outputs
     bytes_of_step: int = 0  # that a step of one member writes
     digest: str = ""
@@ -64,7 +66,9 @@ class Task:
         return (*fields, isinstance(self.optimiser, Together))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Task) and self._key() == other._key()
+        if not isinstance(other, Task) or self._key() != other._key():
+            return False
+        return not self.calls_python or (self.loss is other.loss and self.score is other.score)
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -318,7 +322,7 @@ def judge(task: Task, state: TrainState, inputs: dict) -> TrainState:
     model = eqx.nn.inference_mode(state.ensemble.stacked)
     score_of: Any = task.score
     out = call(score_of, model, state.model_state, inputs["validation"], state.keys, state.hyper)
-    score = jnp.asarray(out[0] if isinstance(out, tuple) else out, state.score.dtype)
+    score = jnp.asarray(out[0] if isinstance(out, tuple) else out, state.score.dtype).reshape(())
     trains = state.status == Status.OK
     state = dataclasses.replace(state, score=jnp.where(trains, score, state.score))
     if state.together is not None:
@@ -361,7 +365,7 @@ def record(
     trains = before.status == Status.OK
     if not task.per_step:
         values, auxs = after.loss, jax.tree.map(lambda x: x[jnp.maximum(count - 1, 0)], auxs)
-    put = lambda all, x: all.at[i].set(jnp.where(trains, x, jnp.nan if eqx.is_inexact_array(x) else 0))
+    put = lambda all, x: all.at[i].set(jnp.where(trains, x, jnp.nan if eqx.is_inexact_array(x) else jnp.zeros_like(x)))
     is_scored = trains & (after.status != Status.DIVERGED) & ends & (task.score is not None)
     score = jnp.where(is_scored, after.score, jnp.nan)
     aux = jax.tree.map(put, curves.aux, auxs)

@@ -62,23 +62,30 @@ class Together:
         Dynamics Models" (NeurIPS 2018), whose bounds of log-variances are trained in this way.
     """
 
-    optimiser: optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
+    optimiser: optax.GradientTransformation | optax.MultiSteps | Callable[[Any], optax.GradientTransformation]
     shared: optax.GradientTransformation = dataclasses.field(kw_only=True)
 
 
-Optimiser = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation] | Together
+Optimiser = optax.GradientTransformation | optax.MultiSteps | Callable[[Any], optax.GradientTransformation] | Together
 """An optax optimiser, a function that makes one from a member's hyper-parameters, or both for two kinds of leaves."""
+
+
+def is_function(optimiser: Any) -> bool:
+    """Whether it makes the optimiser of a member from hyper-parameters."""
+    return not isinstance(optimiser, optax.GradientTransformation | optax.MultiSteps) and callable(optimiser)
 
 
 def resolve(optimiser: Any, hyper: PyTree) -> optax.GradientTransformationExtraArgs:
     """The optimiser of one member."""
-    if not isinstance(optimiser, optax.GradientTransformation) and callable(optimiser):
+    if is_function(optimiser):
         if hyper is None:
             raise TypeError(
                 "An optimiser that is a function is one of hyper-parameters, and needs `hyper=`; got none.\n"
                 "Without hyper-parameters pass an optax optimiser, such as `optax.adam(1e-3)`."
             )
         optimiser = optimiser(jax.tree.map(_as_python_float, hyper))
+    if isinstance(optimiser, optax.MultiSteps):
+        optimiser = optimiser.gradient_transformation()
     if not isinstance(optimiser, optax.GradientTransformation):
         raise TypeError(f"The optimiser must be an optax optimiser, or return one; got `{type(optimiser).__name__}`.")
     return optax.with_extra_args_support(optimiser)

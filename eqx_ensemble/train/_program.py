@@ -145,21 +145,26 @@ def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree)
     update, *_ = eqx.filter_make_jaxpr(optimiser_step)(task, one, value, grads)
     check_constants(update, state)
     digests["optimiser"] = program_text(update)
+    calls_python = has_primitive(program, "callback")
     if task.score is not None:
         model = lambda state: eqx.nn.inference_mode(state.ensemble.stacked)
         own: Any = task.score
         score = lambda state, data, key: call(own, model(state), state.model_state, data, key, state.hyper)
-        digests["score"] = program_text(*eqx.filter_make_jaxpr(score)(one, validation, key)[::2])
-    found = jax.default_backend() == "cpu" and has_convolution(program)
-    changes = {"products": found, "outputs": aux, "digest": " ".join(digests.values())}
+        scoring, _, constants = eqx.filter_make_jaxpr(score)(one, validation, key)
+        digests["score"] = program_text(scoring, constants)
+        calls_python |= has_primitive(scoring, "callback")
+    found = jax.default_backend() == "cpu" and has_primitive(program, "conv_general_dilated")
+    changes = {
+        "products": found, "calls_python": calls_python, "outputs": aux, "digest": " ".join(digests.values()),
+    }  # fmt: skip
     return dataclasses.replace(task, bytes_of_step=written_bytes(program), **changes), digests
 
 
-def has_convolution(program: Any) -> bool:
-    """Whether a program has a convolution."""
+def has_primitive(program: Any, name: str) -> bool:
+    """Whether a program has a primitive with this in its name."""
     program = getattr(program, "jaxpr", program)
-    own = any(eqn.primitive.name == "conv_general_dilated" for eqn in program.eqns)
-    return own or any(has_convolution(inner) for eqn in program.eqns for inner in inner_programs(eqn))
+    own = any(name in eqn.primitive.name for eqn in program.eqns)
+    return own or any(has_primitive(inner, name) for eqn in program.eqns for inner in inner_programs(eqn))
 
 
 def written_bytes(program: Any) -> int:

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Int8
 
-from .._check import is_traced, missing_extra_message
+from .._check import MemberMismatchError, is_traced, missing_extra_message
 from .._ensemble import Ensemble, M, join, take
 from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
 from ..distributed import to_host
+from ..tree._engine import check_index
 from ._history import History, join_members, take_curves
 from ._ranking import rank_members
 from ._state import DivergedError, Status, TrainState, weights_of, with_weights
@@ -98,7 +99,7 @@ class Run(eqx.Module, Generic[M]):
         return self.ensemble if kept.all() else self.ensemble[kept]
 
     def __getitem__(self, index: Any) -> "Run[M]":
-        index = np.arange(len(self.status))[[index] if isinstance(index, int) else index]
+        index = np.atleast_1d(check_index(index, len(self.status)))
         rows = None if self.rows is None else self.rows[index]
         state = None if self.state is None else take(self.state, index)
         parts = (self.ensemble[index], state, take_curves(self.history, index), self.train_state[index], rows)
@@ -107,6 +108,8 @@ class Run(eqx.Module, Generic[M]):
     @staticmethod
     def _join(runs: Sequence["Run[M]"]) -> "Run[M]":
         """The run of the members of several runs, in their order."""
+        if len({run.mode for run in runs}) > 1:
+            raise MemberMismatchError("`concatenate` needs runs with validation scores of one `mode`.")
         own = join([(run.ensemble, run.state, run.train_state, run.rows) for run in runs])
         history = join_members([run.history for run in runs])
         seconds = max(run.seconds for run in runs)

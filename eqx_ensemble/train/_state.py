@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Int8, Key
 from .._ensemble import Ensemble, M, split, take
 from .._marks import Shared
 from .._pytree import PyTree
+from ..tree._engine import check_index
 
 
 class Status(enum.IntEnum):
@@ -183,11 +184,13 @@ class TrainState(eqx.Module, Generic[M]):
         return weights_of(self).own
 
     def __getitem__(self, index: Any) -> "TrainState[M]":
-        return take(self, [index] if isinstance(index, int) else index)
+        return take(self, jnp.atleast_1d(check_index(index, self.num_members)))
 
     def stop(self, where: Any = ...) -> "TrainState[M]":
-        """The state in which the members `where` `(members,)`, or all, have stopped: for callbacks."""
+        """The state in which the members `where`, a mask or an index, or all have stopped: for callbacks."""
         where = jnp.asarray(True if where is ... else where)  # noqa: FBT003
+        if where.dtype != bool:
+            where = jnp.zeros(self.status.shape, bool).at[where].set(True)
         stopped = jnp.where(where & (self.status == Status.OK), jnp.int8(Status.STOPPED), self.status)
         return eqx.tree_at(lambda state: state.status, self, stopped)
 
