@@ -70,8 +70,8 @@ def _plain(sizes: tuple[int, ...]) -> Callable[[Any], eqx.Module]:
 
 
 @ft.cache
-def _with_dropout(sizes: tuple[int, ...]) -> Callable[..., eqx.Module]:
-    return lambda key, rate: Net(sizes, rate, key=key)
+def _with_dropout(sizes: tuple[int, ...], rate: float) -> Callable[[Any], eqx.Module]:
+    return lambda key: Net(sizes, rate, key=key)
 
 
 @ft.cache
@@ -106,14 +106,17 @@ def outcomes(task: Task) -> tuple[dict[str, Outcome], float]:
 def _monte_carlo_dropout(task: Task, found: dict[str, Outcome]) -> tuple[dict[str, Outcome], float]:
     """Adds networks of the best rate, with dropout on and off in prediction. The time is that of all rates."""
     amount = task.amount
-    rates = np.repeat(amount.rates, amount.networks)
-    networks, *seconds = _train(task, ee.build(_with_dropout(task.sizes), zip={"rate": rates}, key=task.key))
+    keys = ee.member_keys(task.key, len(amount.rates) * amount.networks).reshape(len(amount.rates), -1)
+    trained = [
+        _train(task, ee.build(_with_dropout(task.sizes, rate), key=own))
+        for rate, own in zip(amount.rates, keys, strict=True)
+    ]
+    seconds = np.sum([own for _, *own in trained], axis=0)
     x, y = task.split.validation
-    passes = _passes(networks, x, amount.passes, task.key)
     score = ee.scores.nll if y.dtype.kind == "i" else _nll
-    losses = [float(score(outputs, y)) for outputs in passes]
-    best = int(np.argmin(np.mean(np.reshape(losses, (len(amount.rates), -1)), axis=1)))
-    networks = networks[best * amount.networks : (best + 1) * amount.networks]
+    passes = [_passes(networks, x, amount.passes, task.key) for networks, *_ in trained]
+    best = int(np.argmin([np.mean([float(score(outputs, y)) for outputs in own]) for own in passes]))
+    networks = trained[best][0]
 
     off = np.asarray(ee.predict(networks, task.inputs))[:, None]
     on = _passes(networks, task.inputs, amount.passes, task.key)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ._caller import caller
 from ._check import MemberMismatchError, check_in_range, kind_text
-from ._foreign import from_foreign_tree, own_array
+from ._foreign import from_foreign_tree, is_foreign, own_array
 from ._marks import Each
 from ._pytree import PyTree
 
@@ -21,7 +21,7 @@ def is_batches(data: Any) -> bool:
     """Whether data is an iterable of batches: a list of anything but arrays, and any other iterable but a PyTree."""
     if isinstance(data, list):
         return bool(data) and not all(eqx.is_array(x) or isinstance(x, Each) for x in data)
-    is_tree = eqx.is_array(data) or isinstance(data, tuple | dict | eqx.Module)
+    is_tree = eqx.is_array(data) or is_foreign(data) or isinstance(data, tuple | dict | eqx.Module)
     return isinstance(data, Iterable) and not is_tree
 
 

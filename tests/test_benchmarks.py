@@ -216,7 +216,7 @@ def test_passes_without_dropout_are_predictions(quality):
     methods = importlib.import_module("_methods")
     x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
     for rate in (0.0, 0.5):
-        networks = ee.build(methods._with_dropout((3, 8, 8, 2)), zip={"rate": [rate, rate]}, key=jax.random.key(0))
+        networks = ee.build(methods._with_dropout((3, 8, 8, 2), rate), 2, key=jax.random.key(0))
         passes = methods._passes(networks, x, 3, jax.random.key(1))
         assert passes.shape == (2, 3, 6, 2)
         apart = np.abs(passes - np.asarray(ee.predict(networks, x))[:, None]).max(axis=(1, 2, 3))

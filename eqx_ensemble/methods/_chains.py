@@ -114,7 +114,8 @@ class SGHMC(AbstractOwnMethod):
 
     **Arguments:**
 
-    - `friction`: as for [`eqx_ensemble.methods.sampling.sghmc`][]; the others as for
+    - `friction`: as for [`eqx_ensemble.methods.sampling.sghmc`][].
+    - `num_members`, `learning_rate`, `num_samples`, `start`, `every`, `prior_std`, `noise`, `temperature`: as for
         [`eqx_ensemble.methods.SGLD`][].
 
     ```python

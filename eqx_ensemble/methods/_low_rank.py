@@ -11,7 +11,7 @@ from ._protocol import AbstractOwnMethod, Posterior, Task, check_counts, check_m
 
 
 class LowRank(AbstractOwnMethod):
-    """LoRA: members that share a frozen base model, and differ by a low-rank change of some weights.
+    """Low-rank adapters: members that share a frozen base model, and differ by a low-rank change of some weights.
 
     `make` is the trained base model, or a function that returns it, whatever the key.
 

@@ -251,4 +251,4 @@ def _keys(model: Member, key: Key[Array, ""], x: Array) -> Key[Array, " batch"] 
 def call_network(model: Member, x: Float[Array, "..."], *state: eqx.nn.State) -> Any:
     """The prediction of standardised targets from standardised features, as `predict` calls it."""
     out = model.outputs(x, *state)
-    return (model.head.read(out[0]), out[1]) if state else model.head.read(out)
+    return model.head.read(out[0] if state else out)

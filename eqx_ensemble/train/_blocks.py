@@ -1,6 +1,7 @@
 """The programs that train, and the blocks of members on which they run."""
 
 import functools as ft
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -217,8 +218,9 @@ class Crew:
         alone = 0 if program in _seen else 1
         _seen.add(program)
         results = []
-        for some in (items[:alone], items[alone:]):
-            results += [future.result() for future in [self.pool.submit(fn, item) for item in some]]
+        with warnings.catch_warnings():  # programs that donate change its filters, which is not safe on threads
+            for some in (items[:alone], items[alone:]):
+                results += [future.result() for future in [self.pool.submit(fn, item) for item in some]]
         return jax.block_until_ready(results)
 
     def update(self, results: list[tuple[PyTree, PyTree]]) -> None:
