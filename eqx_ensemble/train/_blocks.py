@@ -204,7 +204,9 @@ class Crew:
     @property
     def is_lost(self) -> bool:
         """Whether an error of a program, such as one of the loss on the device, took the arrays with it."""
-        return any(x.is_deleted() for x in jax.tree.leaves([block.moving for block in self.blocks]) if isinstance(x, jax.Array))
+        return any(
+            x.is_deleted() for x in jax.tree.leaves([block.moving for block in self.blocks]) if isinstance(x, jax.Array)
+        )
 
     def call(self, fn: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
         """The results of a program for each item, on the threads.
