@@ -30,10 +30,10 @@ def fit(start=None, loss=loss, optimiser=optax.sgd(0.1), **options):  # noqa: B0
     return ee.fit(ensemble() if start is None else start, loss, optimiser, BATCHES, **options)
 
 
-def alone(i, optimiser, scale=1.0):
+def alone(i, optimiser, scale=1.0, batches=2 * BATCHES):  # noqa: B006
     """Member `i` after the same steps in a plain loop."""
     model, state = ensemble()[i], optimiser.init(eqx.filter(ensemble()[i], eqx.is_array))
-    for batch in 2 * BATCHES:
+    for batch in batches:
         grads = eqx.filter_grad(lambda model, batch=batch: scale * loss(model, batch, None))(model)
         updates, state = optimiser.update(grads, state, eqx.filter(model, eqx.is_array))
         model = eqx.apply_updates(model, updates)
@@ -51,8 +51,10 @@ def test_a_loss_that_calls_python_is_not_mistaken_for_another_one():
         by_host = lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct((), np.float32), x, vmap_method="sequential")
         return lambda model, batch, key: by_host(jnp.float32(1)) * loss(model, batch, key)
 
+    data = X, X.sum(1)
     for scale in (1.0, 2.0):
-        assert_close(fit(loss=scaled(scale)).ensemble[1], alone(1, optax.sgd(0.1), scale))
+        run = ee.fit(ensemble(), scaled(scale), optax.sgd(0.1), data, steps=2, batch_size=8, key=KEY)
+        assert_close(run.ensemble[1], alone(1, optax.sgd(0.1), scale, 2 * [data]))
 
 
 def with_aux(model, batch, key):
