@@ -154,8 +154,9 @@ def _fit(folder: pathlib.Path | None) -> str:
 
 def _halve(folder: pathlib.Path | None) -> str:
     problem = _problem()
-    options = {"validation": problem["data"], "epochs": 20, "factor": 1.5, "checkpoint": folder}
-    return _run_digest(ee.methods.successive_halving(**problem, **options))
+    saving = {} if folder is None else {"checkpoint": ee.train.Checkpoint(folder / "run.eqx", every=5)}
+    options = {"validation": problem["data"], "epochs": 20, "factor": 1.5}
+    return _run_digest(ee.methods.successive_halving(**problem, **options, **saving))
 
 
 def _fit_on_workers(folder: pathlib.Path | None) -> str:

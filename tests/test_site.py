@@ -107,7 +107,7 @@ def test_fields_are_rendered(site):
     told = lambda cls: {word for base in cls.__mro__ for word in words.get(base, ())}  # inherited fields once
     hidden = {path: public_fields(cls) - told(cls) for path, cls in classes.items()}
     assert {path: names for path, names in hidden.items() if names} == {}
-    assert public_fields(classes["eqx_ensemble.Run"]) > {"ensemble", "history", "status"}
+    assert public_fields(classes["eqx_ensemble.Run"]) > {"ensemble", "history", "train_state"}
     assert words_in_code("<p><code>one.two</code>, three</p>") == {"one", "two"}
 
 
