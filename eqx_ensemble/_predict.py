@@ -224,7 +224,7 @@ def _first_rows(x: Any, num_rows: int, axis: int) -> Any:
 def _combination(combine: Any, weights: Any) -> Any:
     if combine is None:
         return None
-    from ._combination import of_predictions
+    from ._pairs import of_predictions
 
     combine = of_predictions(combine)
     return combine if weights is None else ft.partial(combine, weights=weights)

@@ -130,14 +130,14 @@ def check_logits(logits: ArrayLike, *, members: bool = True, of_votes: bool = Fa
             f"at least one member in `logits`, {axes}", f"got shape {array.shape}", one_member_text("logits")
         )
     if not of_votes:
-        _warn_of_probabilities(logits)
+        warn_of_probabilities(logits)
     return promote(array)[0]
 
 
 _ROWS_LOOKED_AT = 32
 
 
-def _warn_of_probabilities(logits: ArrayLike) -> None:
+def warn_of_probabilities(logits: ArrayLike) -> None:
     """Warns if the first rows look like probabilities: positive numbers that sum to one."""
     host = first_rows(logits, _ROWS_LOOKED_AT)
     if host is None:

@@ -1,6 +1,6 @@
+from ._batch import Picks as Picks
 from ._batch import batch_expected_improvement as batch_expected_improvement
 from ._batch import batch_probability_of_improvement as batch_probability_of_improvement
-from ._greedy import Picks as Picks
 from ._improvement import confidence_bound as confidence_bound
 from ._improvement import expected_improvement as expected_improvement
 from ._improvement import log_expected_improvement as log_expected_improvement

@@ -1,35 +1,26 @@
 import math
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import ndtr
 from jax.scipy.stats import norm
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Bool, Float
 
-from .._check import (
-    CountedRows,
-    RowWeightsLike,
-    check_counted_rows,
-    check_same_shape,
-    check_values,
-    check_variance,
-    check_weights,
-    promote,
-)
+from .._boundary import CountedRows, Members, VariancesOrZero, WeightsOfRows, array_function
 from .._weighting import blank_unweighted, log_mixture, mixture_moments, weighted_mean
-from ._check import Mode, check_best, check_factor, check_sign
+from ._arguments import Best, Beta, Mode, against, sign_of
 
 
+@array_function
 def expected_improvement(
-    mean: Float[ArrayLike, " members *batch"],
-    variance: Float[ArrayLike, " members *batch"] | None = None,
+    mean: Members,
+    variance: VariancesOrZero | None = None,
     *,
-    best: Real[ArrayLike, "..."],
+    best: Best,
     mode: Mode,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: WeightsOfRows = None,
+    row_weights: CountedRows = None,
 ) -> Float[Array, "*batch"]:
     r"""How much candidates improve on the best value observed, $\mathrm{E} \max(f - f^*, 0)$, under the mixture.
 
@@ -60,17 +51,20 @@ def expected_improvement(
     ??? cite
         [Jones et al., Journal of Global Optimization 1998](https://doi.org/10.1023/A:1008306431147)
     """
-    return _improve("expected", best, mode, mean, variance, weights, row_weights)
+    better, point, sigma, z = _standardise(mean, variance, best, mode, weights)
+    found = weighted_mean(jnp.where(point, jnp.maximum(better, 0), sigma * _excess(z)), weights)
+    return _of_counted(found, row_weights)
 
 
+@array_function
 def log_expected_improvement(
-    mean: Float[ArrayLike, " members *batch"],
-    variance: Float[ArrayLike, " members *batch"] | None = None,
+    mean: Members,
+    variance: VariancesOrZero | None = None,
     *,
-    best: Real[ArrayLike, "..."],
+    best: Best,
     mode: Mode,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: WeightsOfRows = None,
+    row_weights: CountedRows = None,
 ) -> Float[Array, "*batch"]:
     """The logarithm of [`eqx_ensemble.acquire.expected_improvement`][], accurate where that underflows.
 
@@ -94,17 +88,22 @@ def log_expected_improvement(
     ??? cite
         [Ament et al., NeurIPS 2023](https://arxiv.org/abs/2310.20708)
     """
-    return _improve("log", best, mode, mean, variance, weights, row_weights)
+    better, point, sigma, z = _standardise(mean, variance, best, mode, weights)
+    worse = better <= 0
+    certain = jnp.where(worse, -jnp.inf, jnp.log(jnp.where(worse, 1, better)))
+    found = log_mixture(jnp.where(point, certain, jnp.log(sigma) + _log_excess(z)), weights)
+    return _of_counted(found, row_weights)
 
 
+@array_function
 def probability_of_improvement(
-    mean: Float[ArrayLike, " members *batch"],
-    variance: Float[ArrayLike, " members *batch"] | None = None,
+    mean: Members,
+    variance: VariancesOrZero | None = None,
     *,
-    best: Real[ArrayLike, "..."],
+    best: Best,
     mode: Mode,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: WeightsOfRows = None,
+    row_weights: CountedRows = None,
 ) -> Float[Array, "*batch"]:
     r"""The probability that a candidate is better than the best value observed, $\sum_m w_m \Phi(z_m)$.
 
@@ -126,17 +125,20 @@ def probability_of_improvement(
     ??? cite
         [Kushner, Journal of Basic Engineering 1964](https://doi.org/10.1115/1.3653121)
     """
-    return _improve("probability", best, mode, mean, variance, weights, row_weights)
+    better, point, _, z = _standardise(mean, variance, best, mode, weights)
+    certain = jnp.where(jnp.isnan(better), better, (better > 0).astype(better.dtype))
+    return _of_counted(weighted_mean(jnp.where(point, certain, ndtr(z)), weights), row_weights)
 
 
+@array_function
 def confidence_bound(
-    mean: Float[ArrayLike, " members *batch"],
-    variance: Float[ArrayLike, " members *batch"] | None = None,
+    mean: Members,
+    variance: VariancesOrZero | None = None,
     *,
-    beta: Real[ArrayLike, ""],
+    beta: Beta,
     mode: Mode,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: WeightsOfRows = None,
+    row_weights: CountedRows = None,
 ) -> Float[Array, "*batch"]:
     r"""The upper confidence bound (UCB), $\mu + \sqrt{\beta} \sigma$, of the mixture of the members.
 
@@ -161,62 +163,28 @@ def confidence_bound(
     ??? cite
         [Srinivas et al., ICML 2010](https://arxiv.org/abs/0912.3995)
     """
-    sign, (means, variances, convex, rows) = check_sign(mode), _check(mean, variance, weights, row_weights)
-    factor = check_factor("beta", beta, means.dtype, fix="Its root is the number of standard deviations.")
-    return rows.blank(_confidence(sign * means, variances, factor, convex), fill=-jnp.inf)
-
-
-def _check(
-    mean: Any, variance: ArrayLike | None, weights: ArrayLike | None, row_weights: ArrayLike | None
-) -> tuple[Array, Array, Array | None, CountedRows]:
-    """Raises for invalid arguments. Returns them; samples are Gaussians without variance."""
-    means = check_values("mean", mean)
-    variances = jnp.zeros_like(means) if variance is None else check_values("variance", variance)
-    check_same_shape(mean=means, variance=variances)
-    rows = check_counted_rows(row_weights, means.shape[1:])
-    if variance is not None:
-        check_variance(variance, positive=False, rows=rows, weights=weights)
-    means, variances = promote(means, variances)
-    convex = check_weights(weights, means.shape[0], means.dtype, shape=means.shape[1:], rows=rows)
-    return rows.blank(means, before=1), rows.blank(variances, before=1), convex, rows
-
-
-def _improve(kind: str, best: ArrayLike, mode: Mode, *predictions: ArrayLike | None) -> Float[Array, "*batch"]:
-    sign, (means, variances, convex, rows) = check_sign(mode), _check(*predictions)
-    better = rows.blank(sign * (means - check_best(best, means)), before=1)
-    return rows.blank(_over_members(better, variances, convex, kind), fill=-jnp.inf)
-
-
-@partial(jax.jit, static_argnames="kind")
-def _over_members(
-    better: Float[Array, " members *batch"], variance: Float[Array, " members *batch"], weights: Array | None, kind: str
-) -> Float[Array, "*batch"]:
-    better, variance = blank_unweighted(better, weights), blank_unweighted(variance, weights)
-    point, sigma, z = _standardise(better, variance)
-    worse = better <= 0
-    if kind == "log":
-        certain = jnp.where(worse, -jnp.inf, jnp.log(jnp.where(worse, 1, better)))
-        return log_mixture(jnp.where(point, certain, jnp.log(sigma) + _log_excess(z)), weights)
-    if kind == "probability":
-        certain = jnp.where(jnp.isnan(better), better, (~worse).astype(better.dtype))
-        return weighted_mean(jnp.where(point, certain, ndtr(z)), weights)
-    return weighted_mean(jnp.where(point, jnp.maximum(better, 0), sigma * _excess(z)), weights)
-
-
-@jax.jit
-def _confidence(mean: Array, variance: Array, beta: Array, weights: Array | None) -> Float[Array, "*batch"]:
-    centre, total = mixture_moments(mean, variance, weights)
+    centre, total = mixture_moments(mean, jnp.zeros_like(mean) if variance is None else variance, weights)
     exact = total == 0  # where the gradient of the root is infinite
-    return centre + jnp.sqrt(beta) * jnp.where(exact, 0, jnp.sqrt(jnp.where(exact, 1, total)))
+    deviation = jnp.where(exact, 0, jnp.sqrt(jnp.where(exact, 1, total)))
+    return _of_counted(sign_of(mode) * centre + jnp.sqrt(beta) * deviation, row_weights)
 
 
-def _standardise(better: Array, variance: Array) -> tuple[Array, Array, Array]:
-    """Which members are points, without variance or too far away for it to matter; standard deviations; z-scores."""
+def _of_counted(values: Float[Array, "*batch"], row_weights: Bool[Array, "*batch"] | None) -> Float[Array, "*batch"]:
+    """The values, minus infinity for ignored candidates."""
+    return values if row_weights is None else jnp.where(row_weights, values, -jnp.inf)
+
+
+def _standardise(mean: Array, variance: Array | None, best: Array, mode: Mode, weights: Array | None) -> tuple:
+    """How much better means are; which members are points, without variance or too far away for it to matter; standard
+    deviations; z-scores.
+    """
+    better = blank_unweighted(sign_of(mode) * (mean - against(best, mean)), weights)
+    variance = jnp.zeros_like(mean) if variance is None else variance
     far = jnp.finfo(better.dtype).max ** 0.45  # the square is still finite
     point = variance == 0
     point = point | (jnp.abs(better) > far * jnp.sqrt(jnp.where(point, 1, variance)))
     sigma = jnp.sqrt(jnp.where(point, 1, variance))
-    return point, sigma, jnp.where(point, 0, better) / sigma
+    return better, point, sigma, jnp.where(point, 0, better) / sigma
 
 
 _TAIL = 2.0

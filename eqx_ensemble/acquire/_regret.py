@@ -1,13 +1,23 @@
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
+from .._boundary import Values, array_function
 from .._brief import brief_repr
-from .._check import check_entries, check_no_nan, promote, value_error
-from ._check import Mode, check_real, check_sign
+from .._check import value_error
+from ._arguments import Mode, sign_of
+
+Evaluated = Annotated[
+    Real[ArrayLike, "*batch steps"],
+    Values("`values` without NaN", lambda x, _: np.isnan(x), "Leave these runs out."),
+]
+Optimum = Annotated[
+    Real[ArrayLike, "..."],
+    Values("a finite `optimum`", lambda x, _: ~np.isfinite(x), "It is the best value there is."),
+]
 
 
 class Regret(NamedTuple):
@@ -19,7 +29,8 @@ class Regret(NamedTuple):
     __repr__ = brief_repr
 
 
-def regret(values: Real[ArrayLike, "*batch steps"], optimum: Real[ArrayLike, "..."], *, mode: Mode) -> Regret:
+@array_function
+def regret(values: Evaluated, optimum: Optimum, *, mode: Mode) -> Regret:
     """How much worse than the optimum the evaluated values are, after each step.
 
     **Arguments:**
@@ -37,17 +48,10 @@ def regret(values: Real[ArrayLike, "*batch steps"], optimum: Real[ArrayLike, "..
     curves.simple, curves.cumulative  # [3.0, 1.0, 1.0], [3.0, 4.0, 6.0]
     ```
     """
-    sign = check_sign(mode)
-    seen, ideal = check_real("values", values), check_real("optimum", optimum)
-    if seen.ndim < 1 or seen.shape[-1] < 1:
-        raise value_error("`values` of at least one step, `(*batch, steps)`", f"got shape {seen.shape}", "Steps last.")
-    if ideal.shape not in ((), seen.shape[:-1], seen.shape):
-        got = f"expected {seen.shape}, {seen.shape[:-1]} or (), got {ideal.shape}"
+    if optimum.shape not in ((), values.shape[:-1], values.shape):
+        got = f"expected {values.shape}, {values.shape[:-1]} or (), got {optimum.shape}"
         raise value_error("one `optimum`, or one per run or step", got, "It is the best value there is.")
-    check_no_nan("values", values)
-    check_entries("a finite `optimum`", optimum, lambda host: ~np.isfinite(host), "It is the best value there is.")
-    seen, ideal = promote(seen, ideal)
-    if ideal.ndim and ideal.ndim < seen.ndim:
-        ideal = ideal[..., None]
-    lost = sign * (ideal - seen)
+    if optimum.ndim and optimum.ndim < values.ndim:
+        optimum = optimum[..., None]
+    lost = sign_of(mode) * (optimum - values)
     return Regret(jax.lax.cummin(lost, axis=lost.ndim - 1), jnp.cumsum(lost, axis=-1))

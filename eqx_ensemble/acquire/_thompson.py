@@ -1,23 +1,22 @@
-from functools import partial
 from typing import Any
 
 import jax
-from jaxtyping import Array, ArrayLike, Float, Int32, Key, Real
+from jaxtyping import Array, Int32
 
-from .. import _keys
-from .._check import RowWeightsLike, check_flag, check_positive_int
-from ._check import Mode, check_pool, check_samples, check_sign, check_size
-from ._greedy import Pool, argmax
+from .._boundary import Weights, array_function
+from .._keys import root
+from ._arguments import Mode, PoolRows, PoolSamples, argmax, check_size, pool_of, sign_of, without
 
 
+@array_function
 def thompson(
-    predictions: Float[ArrayLike, "members candidates"],
+    predictions: PoolSamples,
     num_picks: int,
     *,
     mode: Mode,
     replace: bool = False,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: Weights = None,
+    row_weights: PoolRows = None,
     key: Any,
 ) -> Int32[Array, " picks"]:
     """Thompson sampling: each pick is the best candidate of one member, drawn by its weight.
@@ -46,26 +45,13 @@ def thompson(
     ??? cite
         [Russo et al., Foundations and Trends in Machine Learning 2018](https://arxiv.org/abs/1707.02038)
     """
-    sign, replace = check_sign(mode), check_flag(replace, "replace")
-    values, convex, rows = check_samples(predictions, weights, row_weights)
-    pool, _ = check_pool(values, rows)
-    count = check_positive_int(num_picks, "num_picks") if replace else check_size(num_picks, "num_picks", pool)
-    return _picks(sign * values, convex, pool, count, replace, _keys.root(key))
+    if not replace:
+        check_size(num_picks, "num_picks", predictions.shape[1])
+    may_pick, _ = pool_of(predictions.shape[1], row_weights, None)
+    members = jax.random.choice(root(key), predictions.shape[0], (num_picks,), p=weights)
 
+    def step(may_pick: Array, member: Array) -> tuple[Array, Array]:
+        index = argmax(sign_of(mode) * predictions[member], may_pick)
+        return may_pick if replace else without(may_pick, index), index
 
-@partial(jax.jit, static_argnames=("num_picks", "replace"))
-def _picks(
-    values: Float[Array, "members candidates"],
-    weights: Float[Array, " members"] | None,
-    pool: Pool,
-    num_picks: int,
-    replace: bool,  # noqa: FBT001
-    key: Key[Array, ""],
-) -> Int32[Array, " picks"]:
-    members = jax.random.choice(key, values.shape[0], (num_picks,), p=weights)
-
-    def step(pool: Pool, member: Array) -> tuple[Pool, Array]:
-        index = argmax(values[member], pool.may_pick)
-        return pool if replace else pool.remove(index), index
-
-    return jax.lax.scan(step, pool, members)[1]
+    return jax.lax.scan(step, may_pick, members)[1]

@@ -1,15 +1,13 @@
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float
 
-from .._check import check_logits, check_weights
-from .._combination import by_rows
-from .._weighting import blank_unweighted, class_mixture, votes, weighted_mean
+from .._boundary import Logits, Votes, WeightsOfRows, array_function
+from .._weighting import class_mixture, votes, weighted_mean
 
 
-def mixture(
-    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members *rows"] | None = None
-) -> Float[Array, "*batch classes"]:
+@array_function
+def mixture(logits: Logits, *, weights: WeightsOfRows = None) -> Float[Array, "*batch classes"]:
     r"""Log-probabilities of the mixture of the members: the logarithm of the mean of their probabilities.
 
     $\log \sum_m w_m \, \mathrm{softmax}(\mathrm{logits}_m)$, computed in log space.
@@ -26,14 +24,11 @@ def mixture(
     jnp.exp(ee.combine.mixture(logits))  # [[0.6, 0.4]]
     ```
     """
-    checked = check_logits(logits)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
-    return _mixture(checked, convex)
+    return class_mixture(logits, weights)
 
 
-def mean_logits(
-    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members *rows"] | None = None
-) -> Float[Array, "*batch classes"]:
+@array_function
+def mean_logits(logits: Logits, *, weights: WeightsOfRows = None) -> Float[Array, "*batch classes"]:
     r"""Log-probabilities of the mean of the members' logits: the geometric mean of their probabilities, normalised.
 
     $\mathrm{log\,softmax}(\sum_m w_m \, \mathrm{logits}_m)$, the logarithmic opinion pool. Confident members have more
@@ -53,14 +48,16 @@ def mean_logits(
     ??? cite
         [Hinton, Neural Computation 2002](https://doi.org/10.1162/089976602760128018)
     """
-    checked = check_logits(logits)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
-    return by_rows(_mean_logits, checked, (), convex, event_ndim=1)
+    # Relative to the largest logit; the remaining normalisation of each member cancels in the last `log_softmax`.
+    relative = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    # Infinities are removed and restored: the weights would otherwise have NaN gradients.
+    absent = relative == -jnp.inf
+    pooled = weighted_mean(jnp.where(absent, 0, relative), weights)
+    return jax.nn.log_softmax(jnp.where(jnp.any(absent, axis=0), -jnp.inf, pooled), axis=-1)
 
 
-def vote(
-    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members *rows"] | None = None
-) -> Float[Array, "*batch classes"]:
+@array_function
+def vote(logits: Votes, *, weights: WeightsOfRows = None) -> Float[Array, "*batch classes"]:
     """The fraction of the members' votes for each class; each member votes for its most likely class.
 
     Ties go to the lowest class; the gradient is zero.
@@ -76,21 +73,4 @@ def vote(
     ee.combine.vote(logits)  # [0.667, 0.333]
     ```
     """
-    checked = check_logits(logits, of_votes=True)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
-    return _vote(checked, convex)
-
-
-def _mean_logits(
-    logits: Float[Array, "members *batch classes"], _: tuple, weights: Float[Array, "members ..."] | None
-) -> Float[Array, "*batch classes"]:
-    logits = blank_unweighted(logits, weights)
-    # Relative to the largest logit; the remaining normalisation of each member cancels in the last `log_softmax`.
-    relative = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    # Infinities are removed and restored: the weights would otherwise have NaN gradients.
-    absent = relative == -jnp.inf
-    pooled = weighted_mean(jnp.where(absent, 0, relative), weights)
-    return jax.nn.log_softmax(jnp.where(jnp.any(absent, axis=0), -jnp.inf, pooled), axis=-1)
-
-
-_mixture, _vote = jax.jit(class_mixture), jax.jit(votes)
+    return votes(logits, weights)

@@ -1,20 +1,28 @@
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .. import _weighting
+from .._boundary import Members, Values, VariancesOrZero, WeightsOfRows, array_function
 from .._brief import brief_repr
-from .._check import check_moments, check_values, check_weights
-from .._combination import by_rows, takes_pair
-from .._weighting import blank_unweighted, known_mean, mixture_moments, weighted_mean
-from ._robust import check_power
+from .._pairs import takes_pair
+from .._weighting import blank_unweighted, mixture_moments, weighted_mean
+
+Power = Annotated[
+    Real[ArrayLike, ""],
+    Values(
+        "a finite `power` above zero",
+        lambda x, _: ~((x > 0) & (x < np.inf)),
+        "1 is the geometric mean, `num_members` the plain product.",
+    ),
+]
 
 
-def mean(
-    values: Float[ArrayLike, "members ..."], *, weights: Real[ArrayLike, " members *rows"] | None = None
-) -> Float[Array, "..."]:
+@array_function
+def mean(values: Members, *, weights: WeightsOfRows = None) -> Float[Array, "..."]:
     r"""The weighted mean over members of any array, $\sum_m w_m v_m$.
 
     For class probabilities from logits use [`eqx_ensemble.combine.mixture`][]: the mean of logits is different.
@@ -32,14 +40,11 @@ def mean(
     ee.combine.mean(values, weights=jnp.array([[2, 0], [1, 1]]))  # [2.0, 8.0]
     ```
     """
-    checked = check_values("values", values)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:])
-    return _mean(checked, convex)
+    return weighted_mean(values, weights)
 
 
-def log_mixture(
-    log_densities: Float[ArrayLike, "members ..."], *, weights: Real[ArrayLike, " members *rows"] | None = None
-) -> Float[Array, "..."]:
+@array_function
+def log_mixture(log_densities: Members, *, weights: WeightsOfRows = None) -> Float[Array, "..."]:
     r"""The logarithm of the mixture of the members' densities, $\log \sum_m w_m p_m$, of any kind, at the same points.
 
     For classes see [`eqx_ensemble.combine.mixture`][], for Gaussians [`eqx_ensemble.scores.nll_gaussian_mixture`][].
@@ -54,21 +59,7 @@ def log_mixture(
     ee.combine.log_mixture(jnp.log(jnp.array([[0.5], [0.1]])))  # log(0.3)
     ```
     """
-    checked = check_values("log_densities", log_densities)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:])
-    return _log_mixture(checked, convex)
-
-
-@jax.jit
-def _mean(values: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None) -> Float[Array, "..."]:
-    return known_mean(values, weights)
-
-
-@jax.jit
-def _log_mixture(
-    log_densities: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None
-) -> Float[Array, "..."]:
-    return _weighting.log_mixture(blank_unweighted(log_densities, weights), weights)
+    return _weighting.log_mixture(log_densities, weights)
 
 
 class Gaussian(NamedTuple):
@@ -81,12 +72,8 @@ class Gaussian(NamedTuple):
 
 
 @takes_pair
-def gaussian(
-    mean: Float[ArrayLike, "members ..."],
-    variance: Float[ArrayLike, "members ..."],
-    *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-) -> Gaussian:
+@array_function
+def gaussian(mean: Members, variance: VariancesOrZero, *, weights: WeightsOfRows = None) -> Gaussian:
     r"""The Gaussian with the mean and variance of the mixture of the members' Gaussians.
 
     $\mu = \sum_m w_m \mu_m$ and $\sigma^2 = \sum_m w_m (\sigma_m^2 + (\mu_m - \mu)^2)$, entry by entry. For the two
@@ -106,18 +93,13 @@ def gaussian(
     ??? cite
         [Lakshminarayanan et al., NeurIPS 2017](https://arxiv.org/abs/1612.01474)
     """
-    means, variances = check_moments(mean, variance, weights=weights)
-    convex = check_weights(weights, means.shape[0], means.dtype, shape=means.shape[1:])
-    return by_rows(_gaussian, (means, variances), (), convex)
+    return Gaussian(*mixture_moments(mean, variance, weights))
 
 
 @takes_pair
+@array_function
 def product_gaussian(
-    mean: Float[ArrayLike, "members ..."],
-    variance: Float[ArrayLike, "members ..."],
-    *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    power: Real[ArrayLike, ""] = 1.0,
+    mean: Members, variance: VariancesOrZero, *, weights: WeightsOfRows = None, power: Power = 1.0
 ) -> Gaussian:
     r"""The Gaussian proportional to the product of the members' Gaussians, each raised to its weight.
 
@@ -140,23 +122,6 @@ def product_gaussian(
     ??? cite
         [Cao and Fleet, arXiv 2014](https://arxiv.org/abs/1410.7827)
     """
-    means, variances = check_moments(mean, variance, weights=weights)
-    convex = check_weights(weights, means.shape[0], means.dtype, shape=means.shape[1:])
-    return _product(means, variances, convex, check_power(power, means.dtype))
-
-
-def _gaussian(moments: tuple[Array, Array], _: tuple, weights: Float[Array, "members ..."] | None) -> Gaussian:
-    return Gaussian(*mixture_moments(*moments, weights))
-
-
-@jax.jit
-def _product(
-    mean: Float[Array, "members ..."],
-    variance: Float[Array, "members ..."],
-    weights: Float[Array, "members ..."] | None,
-    power: Float[Array, ""],
-) -> Gaussian:
-    mean = blank_unweighted(mean, weights)
     variance = blank_unweighted(variance, weights, fill=jnp.inf)
     # Precisions relative to the largest do not overflow, and do not give 0 / 0 where a member has variance zero.
     least = jax.lax.stop_gradient(jnp.min(variance, axis=0))
@@ -176,9 +141,8 @@ def _product(
     return Gaussian(jnp.where(infinite, found, rough + correction), least / total / power)
 
 
-def moments(
-    values: Float[ArrayLike, "members ..."], *, weights: Real[ArrayLike, " members *rows"] | None = None
-) -> Gaussian:
+@array_function
+def moments(values: Members, *, weights: WeightsOfRows = None) -> Gaussian:
     r"""Mean and variance over members of point predictions, entry by entry.
 
     $\mu = \sum_m w_m v_m$ and $\sigma^2 = \sum_m w_m (v_m - \mu)^2$ (ddof 0). A large common offset costs no precision.
@@ -197,12 +161,4 @@ def moments(
     ??? cite
         [Chan et al., COMPSTAT 1982](https://doi.org/10.1007/978-3-642-51461-6_3)
     """
-    checked = check_values("values", values)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:])
-    return Gaussian(*by_rows(_moments, checked, (), convex))
-
-
-def _moments(
-    values: Float[Array, "members ..."], _: tuple, weights: Float[Array, "members ..."] | None
-) -> tuple[Array, Array]:
-    return _weighting.moments(blank_unweighted(values, weights), weights)
+    return Gaussian(*_weighting.moments(values, weights))

@@ -1,38 +1,24 @@
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from .._check import (
-    check_positive_scalar,
-    check_scalar,
-    check_values,
-    check_weights,
-    concrete,
-    value_error,
-)
-from .._combination import by_order
+from .._boundary import Members, Values, Weights, array_function
 from .._weighting import quantile_in_order, shares_in_order, sum_members
 
-
-def check_power(power: ArrayLike, dtype: jnp.dtype) -> Array:
-    """Raises unless `power` is a positive scalar (where concrete). Returns it as an array."""
-    return check_positive_scalar("power", power, dtype, fix="1 is the geometric mean, `num_members` the plain product.")
-
-
-def check_cut(cut: ArrayLike, dtype: jnp.dtype) -> Array:
-    """Raises unless `cut` is a scalar from 0 to below 0.5 (where concrete). Returns it as an array."""
-    array = check_scalar("cut", cut, dtype)
-    host = concrete(cut)
-    if host is not None and not (0 <= host and host.astype(dtype) < 0.5):
-        raise value_error(
-            "a `cut` from 0 to below 0.5", f"got {host}", "10 % at each end are `cut=0.1`; for 0.5 use `median`."
-        )
-    return array
+Cut = Annotated[
+    Real[ArrayLike, ""],
+    Values(
+        "a `cut` from 0 to below 0.5",
+        lambda x, _: ~((x >= 0) & (x.astype("float32") < 0.5)),
+        "10 % at each end are `cut=0.1`; for 0.5 use `median`.",
+    ),
+]
 
 
-def median(
-    values: Float[ArrayLike, "members ..."], *, weights: Real[ArrayLike, " members"] | None = None
-) -> Float[Array, "..."]:
+@array_function(in_order="values")
+def median(values: Members, *, weights: Weights = None) -> Float[Array, "..."]:
     """The weighted median over members, entry by entry; robust to outlying members.
 
     The value at which the cumulative weight reaches one half; the midpoint to the next value if it is exactly one half.
@@ -50,17 +36,12 @@ def median(
     ee.combine.median(values, weights=jnp.array([3, 1, 1]))  # [1.0]
     ```
     """
-    checked = check_values("values", values)
-    convex = check_weights(weights, checked.shape[0], checked.dtype)
-    return by_order(_median, checked, convex)
+    half = jnp.asarray(0.5, values.dtype)
+    return jnp.where(jnp.isnan(values[-1]), jnp.nan, quantile_in_order(values, weights, half, half))
 
 
-def trimmed_mean(
-    values: Float[ArrayLike, "members ..."],
-    *,
-    cut: Real[ArrayLike, ""] = 0.1,
-    weights: Real[ArrayLike, " members"] | None = None,
-) -> Float[Array, "..."]:
+@array_function(in_order="values")
+def trimmed_mean(values: Members, *, cut: Cut = 0.1, weights: Weights = None) -> Float[Array, "..."]:
     r"""The mean over members without the lowest and highest values, entry by entry.
 
     $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with the members' quantiles $Q$ and $c$ the `cut`;
@@ -78,31 +59,18 @@ def trimmed_mean(
     ee.combine.trimmed_mean(values, cut=0.2)  # [2.0]
     ```
     """
-    checked = check_values("values", values)
-    convex = check_weights(weights, checked.shape[0], checked.dtype)
-    return by_order(_trimmed_mean, checked, convex, check_cut(cut, checked.dtype))
-
-
-def _median(ordered: Float[Array, "members ..."], own: Float[Array, "members ..."] | None, _: None) -> Array:
-    half = jnp.asarray(0.5, ordered.dtype)
-    return jnp.where(jnp.isnan(ordered[-1]), jnp.nan, quantile_in_order(ordered, own, half, half))
-
-
-def _trimmed_mean(
-    ordered: Float[Array, "members ..."], own: Float[Array, "members ..."] | None, cut: Float[Array, ""]
-) -> Float[Array, "..."]:
-    inside = jnp.clip(shares_in_order(ordered, own), cut, 1 - cut)
+    inside = jnp.clip(shares_in_order(values, weights), cut, 1 - cut)
     kept = jnp.diff(inside, axis=0, prepend=jnp.broadcast_to(cut, inside[:1].shape))
     # A fraction due to rounding alone must not include an outlying member.
-    rounding = jnp.minimum(8 * jnp.finfo(ordered.dtype).eps, jnp.max(kept, axis=0) / 2)
+    rounding = jnp.minimum(8 * jnp.finfo(values.dtype).eps, jnp.max(kept, axis=0) / 2)
     kept = jnp.where(kept < rounding[None], 0, kept)
     kept = kept / jnp.sum(kept, axis=0)[None]
     # Deviations from a member that is kept are small: a large common offset costs no precision.
-    middle = lambda: jax.lax.dynamic_index_in_dim(ordered, ordered.shape[0] // 2, keepdims=False)
-    one = middle() if own is None else _at_largest(ordered, kept)
-    one = jnp.where(jnp.abs(one) < jnp.finfo(ordered.dtype).max / 4, one, 0)
-    found = one + sum_members(kept * jnp.where(kept == 0, 0, ordered - one[None]))
-    return jnp.where(jnp.isnan(ordered[-1]), jnp.nan, found)
+    middle = lambda: jax.lax.dynamic_index_in_dim(values, values.shape[0] // 2, keepdims=False)
+    one = middle() if weights is None else _at_largest(values, kept)
+    one = jnp.where(jnp.abs(one) < jnp.finfo(values.dtype).max / 4, one, 0)
+    found = one + sum_members(kept * jnp.where(kept == 0, 0, values - one[None]))
+    return jnp.where(jnp.isnan(values[-1]), jnp.nan, found)
 
 
 def _at_largest(values: Float[Array, "members ..."], weights: Float[Array, "members ..."]) -> Float[Array, "..."]:

@@ -1,5 +1,6 @@
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,12 +10,47 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
 
 from .._brief import brief_doc
 from .._caller import caller
-from .._check import RowWeightsLike, check_counted_rows, check_logits, check_word, concrete, promote
+from .._check import (
+    ALL_ROWS,
+    CountedRows,
+    RowWeightsLike,
+    check_array,
+    check_counted_rows,
+    check_entries,
+    check_logits,
+    check_positive_int,
+    check_word,
+    concrete,
+    promote,
+    type_error,
+    value_error,
+)
 from .._warnings import warn
-from ..scores._engine import check_groups
 from ._check import check_level, check_num_classes, check_rows, enough_rows_text
 from ._classes import SCORES, Score, class_scores, score_labels
 from ._quantile import fraction, ranks_by_count
+
+
+def check_groups(
+    groups: Any, num_groups: Any, shape: tuple[int, ...], rows: CountedRows = ALL_ROWS
+) -> tuple[Array, int]:
+    """Raises unless `groups` are integers from 0 to `num_groups - 1` (where concrete), one per row. Returns both."""
+    count = check_positive_int(num_groups, "num_groups")
+    if isinstance(groups, np.ndarray) and groups.dtype.kind in "OUST":
+        fix = "Number the groups: `names, groups = np.unique(groups, return_inverse=True)`."
+        raise type_error("integer `groups`", f"got dtype {groups.dtype}", fix)
+    array = check_array("groups", groups)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        fix = "Number the groups from 0: `names, groups = np.unique(groups, return_inverse=True)`."
+        got = f"got dtype {array.dtype}, shape {array.shape}"
+        raise type_error("integer `groups`", got, fix)
+    if array.shape != shape:
+        got = f"expected {shape}, got {array.shape}"
+        raise value_error("one of `groups` per row", got, "Groups are in the order of the rows.")
+    fix = "Count groups from 0, and leave rows without a group out (`row_weights`)."
+    needs = f"`groups` from 0 to {count - 1}, as `num_groups` is {count}"
+    check_entries(needs, groups, lambda host: (host < 0) | (host >= count), fix, rows)
+    return array.astype(jnp.int32), count
 
 
 def group_quantile(

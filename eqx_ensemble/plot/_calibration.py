@@ -1,14 +1,12 @@
-from functools import partial
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import ArrayLike, Bool, Float, Integer, Real
 
 from .._check import check_counted_rows, check_flag, check_word
 from ..combine import mixture
-from ..scores._engine import Binning, check_bins, mean_gap, of_top_label
+from ..scores._engine import Binning, mean_gap, reliability
 from ._axes import Axes, axes_for, check_counts, check_plotted, of_patch
 
 
@@ -49,9 +47,10 @@ def reliability_diagram(
     """
     check_flag(show_members, "show_members")
     counted = check_counted_rows(row_weights, np.shape(labels)).counted
-    checked, targets, convex, kept = check_bins(logits, labels, num_bins, binning, weights, counted)
-    check_plotted("logits", jnp.exp(mixture(checked, weights=convex)))
-    bins = _binned(checked, targets, convex, kept, num_bins, binning)
+    options_of = {"num_bins": num_bins, "binning": binning, "row_weights": counted}
+    bins = reliability(logits, labels, weights=weights, **options_of)
+    checked = jnp.asarray(logits)
+    check_plotted("logits", jnp.exp(mixture(checked, weights=weights)))
 
     ax = axes_for(ax)
     filled = np.flatnonzero(bins.count)
@@ -71,9 +70,9 @@ def reliability_diagram(
         rotation = 90 if num_bins > 10 else 0
         ax.text(x, 0.01, f"{count:.0f}", ha="center", va="bottom", fontsize="x-small", rotation=rotation)
     if show_members:
-        present = np.arange(len(checked)) if convex is None else np.flatnonzero(np.asarray(convex))
+        present = np.arange(len(checked)) if weights is None else np.flatnonzero(np.asarray(weights))
         for i in present.tolist():
-            own = _binned(checked[i : i + 1], targets, None, kept, num_bins, binning)
+            own = reliability(checked[i : i + 1], labels, **options_of)
             filled = np.flatnonzero(own.count)
             curve = np.asarray(own.probability)[filled], np.asarray(own.frequency)[filled]
             label = "a member" if i == present[0] else "_nolegend_"
@@ -127,6 +126,3 @@ def rank_histogram(
     ax.axhspan(expected - 2 * deviation, expected + 2 * deviation, color="black", alpha=0.15, linewidth=0, label=label)
     ax.legend(loc="upper center", fontsize="small")
     return ax
-
-
-_binned = partial(jax.jit, static_argnames=("num_bins", "binning"))(of_top_label)

@@ -6,14 +6,16 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
+from .._boundary import Labels, Logits, RowWeights, WeightsOfRows, array_function
 from .._brief import brief_repr
-from .._check import check_positive_int, check_word
 from .._weighting import class_mixture, is_class
-from ._classification import check_classes, correct
+from ._classification import correct
 from ._gaussian import expected_distance
-from ._reduce import RowWeights, sum_by_segment
+from ._reduce import sum_by_segment
+
+CheckedRowWeights = Bool[Array, "*batch"] | Float[Array, "*batch"]
 
 Binning = Literal["width", "mass"]
 
@@ -35,25 +37,10 @@ class Bins(NamedTuple):
     __repr__ = brief_repr
 
 
-def check_bins(
-    logits: ArrayLike,
-    labels: ArrayLike,
-    num_bins: int,
-    binning: Binning,
-    weights: ArrayLike | None,
-    row_weights: ArrayLike | None,
-) -> tuple[Array, Array, Array | None, Array | None]:
-    """Raises for invalid bins, and as `check_classes`, whose result it returns."""
-    checked = check_classes(logits, labels, weights, row_weights, "mean")
-    check_positive_int(num_bins, "num_bins")
-    check_word(binning, "binning", ("width", "mass"))
-    return checked
-
-
 def bin_rows(
     probability: Float[Array, " rows"],
     hits: Float[Array, " rows"],
-    row_weights: RowWeights | None,
+    row_weights: CheckedRowWeights | None,
     num_bins: int,
     binning: Binning,
 ) -> Bins:
@@ -79,8 +66,8 @@ def by_class(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-) -> tuple[Float[Array, "classes rows"], Float[Array, "classes rows"], RowWeights | None]:
+    row_weights: CheckedRowWeights | None,
+) -> tuple[Float[Array, "classes rows"], Float[Array, "classes rows"], CheckedRowWeights | None]:
     """The mixture's probabilities and one-hot labels by class, and the row weights, with all rows on one axis."""
     num_classes = logits.shape[-1]
     logs = class_mixture(logits, weights)
@@ -95,7 +82,7 @@ def of_top_label(
     logits: Float[Array, "members *batch classes"],
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
+    row_weights: CheckedRowWeights | None,
     num_bins: int,
     binning: Binning,
 ) -> Bins:
@@ -122,7 +109,7 @@ def _of_width(num_bins: int, dtype: jnp.dtype) -> Float[Array, " edges"]:
 
 
 def _of_mass(
-    probability: Float[Array, " rows"], row_weights: RowWeights | None, num_bins: int
+    probability: Float[Array, " rows"], row_weights: CheckedRowWeights | None, num_bins: int
 ) -> Float[Array, " edges"]:
     """The sorted values at positions floor((n - 1) k / K). Tied rows share a bin, because edges are values."""
     inner = jnp.arange(1, num_bins)
@@ -146,3 +133,17 @@ def _of_weight(
     beyond = last * inner.astype(at_most.dtype) * (1 + rounding)
     index = jnp.searchsorted(at_most * num_bins, beyond, side="right")
     return probability[order][jnp.minimum(index, probability.size - 1)]
+
+
+@array_function
+def reliability(
+    logits: Logits,
+    labels: Labels,
+    *,
+    num_bins: int,
+    binning: Binning,
+    weights: WeightsOfRows = None,
+    row_weights: RowWeights = None,
+) -> Bins:
+    """The bins of the mixture's top label, for a plot."""
+    return of_top_label(logits, labels, weights, row_weights, num_bins, binning)

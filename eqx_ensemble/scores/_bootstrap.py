@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.random import threefry_2x32
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, Real
 
+from .._boundary import counts
 from .._check import (
     check_array,
     check_floating,
@@ -18,10 +18,7 @@ from .._check import (
     promote,
     value_error,
 )
-from .._combination import pays
-from .._cores import num_cores, on_cores
 from .._keys import member_keys
-from ._reduce import RowWeights, counts
 
 
 def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: object) -> Array:
@@ -133,14 +130,7 @@ def bootstrap(
     check_key(key)
     keys = member_keys(key, num_draws, purpose="scores.bootstrap")
     sample = _sample(array, rows.weights)
-    parts = [keys]
-    if pays((array, keys)) and array.shape[-1] * num_draws >= _FEWEST_ROWS:
-        parts = jnp.array_split(keys, min(num_cores(), num_draws))
-    shifts = on_cores(lambda part: jax.block_until_ready(_shifts(sample, part)), parts, cores=len(parts))
-    return _summarise(sample.mean, jnp.concatenate(shifts), level, statistic)
-
-
-_FEWEST_ROWS = 2**20  # in all draws: fewer take less time than to start threads
+    return _summarise(sample.mean, _shifts(sample, keys), level, statistic)
 
 
 class _Sample(NamedTuple):
@@ -158,7 +148,7 @@ class _Sample(NamedTuple):
 
 
 @jax.jit
-def _sample(values: Float[Array, "*scores rows"], row_weights: RowWeights | None) -> _Sample:
+def _sample(values: Float[Array, "*scores rows"], row_weights: Array | None) -> _Sample:
     if row_weights is None:
         mean = jnp.mean(values, axis=-1)
         return _Sample(mean, values - mean[..., None], None, None)
@@ -178,29 +168,13 @@ def _shifts(sample: _Sample, keys: Key[Array, " draws"]) -> Float[Array, " draws
     used = jnp.arange(num_rows, dtype=jnp.int32) < count
 
     def shift(key: Array) -> Array:
-        drawn = _draw(key, num_rows, count)
+        drawn = jax.random.randint(key, (num_rows,), 0, count, dtype=jnp.int32)
         if sample.weights is None:
             return jnp.mean(sample.rest[..., drawn], axis=-1)
         total = lambda rows: jnp.sum(jnp.where(_along(used, rows), rows[..., drawn], 0), axis=-1)
         return total(sample.rest) / total(sample.weights)
 
     return jax.lax.map(shift, keys)
-
-
-def _draw(key: Key[Array, ""], num_rows: int, count: int | Int[Array, ""]) -> Int[Array, " rows"]:
-    """Indices below `count`: the upper half of its product with a random word of 32 bits.
-
-    `jax.random.randint` divides 64 bits, which takes five times as long. Here the probabilities of rows differ by at
-    most one in 2**32.
-    """
-    words = threefry_2x32(jax.random.key_data(key), jnp.arange(num_rows, dtype=jnp.uint32))
-    below = jnp.asarray(count, jnp.uint32)
-    (high, low), (upper, lower) = ((x >> 16, x & 0xFFFF) for x in (words, below))
-    middle = high * lower + (low * lower >> 16)
-    carried = low * upper + (middle & 0xFFFF)
-    drawn = high * upper + (middle >> 16) + (carried >> 16)
-    # Without the barrier, the gather and the generator become one slow loop.
-    return jax.lax.optimization_barrier(drawn.astype(jnp.int32))
 
 
 @ft.partial(jax.jit, static_argnames="statistic")

@@ -1,24 +1,22 @@
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Integer, Real
+from jaxtyping import Array, Float
 
+from .._boundary import Labels, Logits, Reduction, RowWeights, WeightsOfRows, array_function, mean_of_rows
 from .._brief import brief_repr
-from .._check import RowWeightsLike
 from .._weighting import class_mixture, is_class
-from ._binning import Binning, bin_rows, by_class, check_bins
-from ._classification import check_classes
-from ._reduce import Reduction, RowWeights, mean_of_rows, reduce
+from ._binning import Binning, bin_rows, by_class
 
 
+@array_function
 def ranked_probability(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    logits: Logits,
+    labels: Labels,
     *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: WeightsOfRows = None,
+    row_weights: RowWeights = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Ranked probability score of the mixture of the members, for ordered classes.
@@ -42,24 +40,14 @@ def ranked_probability(
     ??? cite
         [Epstein, JAM 1969](https://doi.org/10.1175/1520-0450(1969)008%3C0985:ASSFPF%3E2.0.CO;2)
     """
-    checked = check_classes(logits, labels, weights, row_weights, reduction)
-    return _ranked_probability(*checked, reduction)
-
-
-# The scoringrules version needs concrete probabilities: it can be neither traced nor differentiated.
-@partial(jax.jit, static_argnames="reduction")
-def _ranked_probability(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
     at_most = jnp.cumsum(jnp.exp(class_mixture(logits, weights)), axis=-1)[..., :-1]
     classes = jnp.arange(logits.shape[-1] - 1, dtype=labels.dtype)
     reached = labels[..., None] <= jnp.reshape(classes, (1,) * labels.ndim + (-1,))
     score = jnp.sum((at_most - reached.astype(at_most.dtype)) ** 2, axis=-1)
-    return reduce(jnp.where(is_class(labels, logits.shape[-1]), score, jnp.nan), reduction, row_weights)
+    return jnp.where(is_class(labels, logits.shape[-1]), score, jnp.nan)
+
+
+# The scoringrules version needs concrete probabilities: it can be neither traced nor differentiated.
 
 
 class BrierDecomposition(NamedTuple):
@@ -79,12 +67,13 @@ class BrierDecomposition(NamedTuple):
     __repr__ = brief_repr
 
 
+@array_function
 def brier(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    logits: Logits,
+    labels: Labels,
     *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: WeightsOfRows = None,
+    row_weights: RowWeights = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Brier score of the mixture of the members, from 0 to 2.
@@ -107,17 +96,21 @@ def brier(
     ??? cite
         [Brier, MWR 1950](https://doi.org/10.1175/1520-0493(1950)078%3C0001:VOFEIT%3E2.0.CO;2)
     """
-    return _brier(*check_classes(logits, labels, weights, row_weights, reduction), reduction)
+    probabilities = jnp.exp(class_mixture(logits, weights))
+    truth = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
+    known = is_class(labels, logits.shape[-1])
+    return jnp.where(known, jnp.sum((probabilities - truth) ** 2, axis=-1), jnp.nan)
 
 
+@array_function
 def decompose_brier(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    logits: Logits,
+    labels: Labels,
     *,
     num_bins: int = 15,
     binning: Binning = "width",
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: WeightsOfRows = None,
+    row_weights: RowWeights = None,
 ) -> BrierDecomposition:
     r"""Murphy's decomposition of the Brier score of the mixture: reliability, resolution and uncertainty.
 
@@ -144,33 +137,6 @@ def decompose_brier(
         [Murphy, JAM 1973](https://doi.org/10.1175/1520-0450(1973)012%3C0595:ANVPOT%3E2.0.CO;2); `within_bins`:
         [Stephenson et al., WAF 2008](https://doi.org/10.1175/2007WAF2006116.1)
     """
-    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
-    return _decompose(*checked, num_bins, binning)
-
-
-@partial(jax.jit, static_argnames="reduction")
-def _brier(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
-    probabilities = jnp.exp(class_mixture(logits, weights))
-    truth = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-    known = is_class(labels, logits.shape[-1])
-    return reduce(jnp.where(known, jnp.sum((probabilities - truth) ** 2, axis=-1), jnp.nan), reduction, row_weights)
-
-
-@partial(jax.jit, static_argnames=("num_bins", "binning"))
-def _decompose(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-    num_bins: int,
-    binning: Binning,
-) -> BrierDecomposition:
     probabilities, truth, kept = by_class(logits, labels, weights, row_weights)
 
     def of_class(p: Array, hits: Array) -> BrierDecomposition:

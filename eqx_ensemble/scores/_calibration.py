@@ -1,22 +1,20 @@
-from functools import partial
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Integer, Real
+from jaxtyping import Array, Float
 
-from .._check import RowWeightsLike, check_flag
-from ._binning import Binning, bin_rows, by_class, check_bins, mean_gap, of_top_label
-from ._reduce import RowWeights
+from .._boundary import Labels, Logits, RowWeights, WeightsOfRows, array_function
+from ._binning import Binning, bin_rows, by_class, mean_gap, of_top_label
 
 
+@array_function
 def mce(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    logits: Logits,
+    labels: Labels,
     *,
     num_bins: int = 15,
     binning: Binning = "width",
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: WeightsOfRows = None,
+    row_weights: RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Maximum calibration error of the mixture's top label, from 0 to 1.
 
@@ -39,19 +37,6 @@ def mce(
     ??? cite
         [Naeini et al., AAAI 2015](https://doi.org/10.1609/aaai.v29i1.9602)
     """
-    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
-    return _mce(*checked, num_bins, binning)
-
-
-@partial(jax.jit, static_argnames=("num_bins", "binning"))
-def _mce(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-    num_bins: int,
-    binning: Binning,
-) -> Float[Array, ""]:
     bins = of_top_label(logits, labels, weights, row_weights, num_bins, binning)
     return jnp.max(jnp.abs(bins.frequency - bins.probability))  # zero in empty bins
 
@@ -59,15 +44,16 @@ def _mce(
 _SINGLE = 1e-4  # tolerance for an effective number of rows that rounds to more than one
 
 
+@array_function
 def squared_calibration_error(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    logits: Logits,
+    labels: Labels,
     *,
     num_bins: int = 15,
     binning: Binning = "mass",
     debiased: bool = True,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: WeightsOfRows = None,
+    row_weights: RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Mean squared calibration error of the mixture's top label, unbiased for the given bins.
 
@@ -93,21 +79,6 @@ def squared_calibration_error(
     ??? cite
         [Kumar et al., NeurIPS 2019](https://arxiv.org/abs/1909.10155)
     """
-    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
-    debiased = check_flag(debiased, "debiased")
-    return _squared_calibration_error(*checked, num_bins, binning, debiased)
-
-
-@partial(jax.jit, static_argnames=("num_bins", "binning", "debiased"))
-def _squared_calibration_error(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-    num_bins: int,
-    binning: Binning,
-    debiased: bool,  # noqa: FBT001
-) -> Float[Array, ""]:
     bins = of_top_label(logits, labels, weights, row_weights, num_bins, binning)
     errors = (bins.frequency - bins.probability) ** 2
     if debiased:
@@ -117,15 +88,16 @@ def _squared_calibration_error(
     return jnp.sum(bins.count * errors) / jnp.sum(bins.count)
 
 
+@array_function
 def ece(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    logits: Logits,
+    labels: Labels,
     *,
     num_bins: int = 15,
     binning: Binning = "width",
     debiased: bool = False,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: WeightsOfRows = None,
+    row_weights: RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Expected calibration error of the mixture's top label, from 0 to 1.
 
@@ -155,20 +127,19 @@ def ece(
         2015](https://arxiv.org/abs/1508.05154); `debiased`: [Kumar et al., NeurIPS
         2019](https://arxiv.org/abs/1909.10155)
     """
-    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
-    debiased = check_flag(debiased, "debiased")
-    return _ece(*checked, num_bins, binning, debiased)
+    return mean_gap(of_top_label(logits, labels, weights, row_weights, num_bins, binning), debiased=debiased)
 
 
+@array_function
 def classwise_ece(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    logits: Logits,
+    labels: Labels,
     *,
     num_bins: int = 15,
     binning: Binning = "width",
     debiased: bool = False,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: WeightsOfRows = None,
+    row_weights: RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Mean over classes of the calibration error of each class's probability under the mixture of the members.
 
@@ -192,34 +163,6 @@ def classwise_ece(
     ??? cite
         [Kull et al., NeurIPS 2019](https://arxiv.org/abs/1910.12656)
     """
-    checked = check_bins(logits, labels, num_bins, binning, weights, row_weights)
-    debiased = check_flag(debiased, "debiased")
-    return _classwise_ece(*checked, num_bins, binning, debiased)
-
-
-@partial(jax.jit, static_argnames=("num_bins", "binning", "debiased"))
-def _ece(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-    num_bins: int,
-    binning: Binning,
-    debiased: bool,  # noqa: FBT001
-) -> Float[Array, ""]:
-    return mean_gap(of_top_label(logits, labels, weights, row_weights, num_bins, binning), debiased=debiased)
-
-
-@partial(jax.jit, static_argnames=("num_bins", "binning", "debiased"))
-def _classwise_ece(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-    num_bins: int,
-    binning: Binning,
-    debiased: bool,  # noqa: FBT001
-) -> Float[Array, ""]:
     probabilities, truth, kept = by_class(logits, labels, weights, row_weights)
     of_class = lambda p, hits: mean_gap(bin_rows(p, hits, kept, num_bins, binning), debiased=debiased)
     return jnp.mean(jax.vmap(of_class)(probabilities, truth))

@@ -1,24 +1,29 @@
 import math
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, Bool, Float
 
-from .._check import CountedRows, RowWeightsLike, check_regression, check_row_weights, check_variance, check_weights
-from .._combination import by_rows
-from .._weighting import blank_unweighted, log_mixture, weighted_mean
-from ._reduce import Reduction, RowWeights, reduce, reduce_rows
+from .._boundary import (
+    Points,
+    Reduction,
+    RowWeights,
+    Samples,
+    Targets,
+    Variance,
+    VarianceOrZero,
+    Variances,
+    VariancesOrZero,
+    Weights,
+    WeightsOfRows,
+    array_function,
+)
+from .._weighting import log_mixture, weighted_mean
 
 
+@array_function
 def nll_gaussian(
-    mean: Float[ArrayLike, "*batch"],
-    variance: Float[ArrayLike, "*batch"],
-    targets: Real[ArrayLike, "*batch"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-    reduction: Reduction = "mean",
+    mean: Points, variance: Variance, targets: Targets, *, row_weights: RowWeights = None, reduction: Reduction = "mean"
 ) -> Float[Array, "..."]:
     r"""Negative log-density, in nats, of the targets under a single Gaussian per entry.
 
@@ -46,19 +51,17 @@ def nll_gaussian(
     ??? cite
         [Lakshminarayanan et al., NeurIPS 2017](https://arxiv.org/abs/1612.01474)
     """
-    *arrays, rows = check_gaussian(
-        mean, variance, targets, row_weights, members=False, positive=True, reduction=reduction
-    )
-    return _nll(*arrays, rows.weights, reduction)
+    return -log_density(mean, variance, targets)
 
 
+@array_function
 def nll_gaussian_mixture(
-    mean: Float[ArrayLike, " members *batch"],
-    variance: Float[ArrayLike, " members *batch"],
-    targets: Real[ArrayLike, "*batch"],
+    mean: Samples,
+    variance: Variances,
+    targets: Targets,
     *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: WeightsOfRows = None,
+    row_weights: RowWeights = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Negative log-density, in nats, of the targets under the mixture of the members' Gaussians.
@@ -81,50 +84,6 @@ def nll_gaussian_mixture(
     ee.scores.nll_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 1.419
     ```
     """
-    *arrays, rows = check_gaussian(
-        mean, variance, targets, row_weights, members=True, positive=True, weights=weights, reduction=reduction
-    )
-    means, variances, observed = arrays
-    convex = check_weights(weights, means.shape[0], means.dtype, shape=observed.shape, rows=rows)
-    return reduce_rows(by_rows(_nll_mixture, (means, variances), observed, convex), rows.weights, reduction)
-
-
-def check_gaussian(
-    mean: ArrayLike,
-    variance: ArrayLike,
-    targets: ArrayLike,
-    row_weights: ArrayLike | None,
-    *,
-    members: bool,
-    positive: bool,
-    reduction: Any = "none",
-    weights: ArrayLike | None = None,
-) -> tuple[Array, Array, Array, CountedRows]:
-    """Raises for invalid arguments. Returns means, variances, targets and row weights; ignored rows are overwritten."""
-    means, variances, observed = check_regression(targets, members=members, mean=mean, variance=variance)
-    rows = check_row_weights(row_weights, observed.shape, means.dtype, reduction=reduction)
-    check_variance(variance, positive=positive, rows=rows, weights=weights)
-    means = rows.blank(means, before=int(members))
-    variances = rows.blank(variances, before=int(members), fill=1)
-    return means, variances, rows.blank(observed), rows
-
-
-@partial(jax.jit, static_argnames="reduction")
-def _nll(
-    mean: Float[Array, "*batch"],
-    variance: Float[Array, "*batch"],
-    targets: Float[Array, "*batch"],
-    row_weights: RowWeights | None,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
-    return reduce(-log_density(mean, variance, targets), reduction, row_weights)
-
-
-def _nll_mixture(
-    moments: tuple[Array, Array], targets: Float[Array, "*batch"], weights: Float[Array, "members ..."] | None
-) -> Float[Array, "*batch"]:
-    mean, variance = moments
-    mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights, fill=1.0)
     return -log_mixture(log_density(mean, variance, targets[None]), weights)
 
 
@@ -134,12 +93,13 @@ def log_density(
     return -0.5 * (math.log(2 * math.pi) + jnp.log(variance) + (targets - mean) ** 2 / variance)
 
 
+@array_function
 def crps_gaussian(
-    mean: Float[ArrayLike, "*batch"],
-    variance: Float[ArrayLike, "*batch"],
-    targets: Real[ArrayLike, "*batch"],
+    mean: Points,
+    variance: VarianceOrZero,
+    targets: Targets,
     *,
-    row_weights: RowWeightsLike | None = None,
+    row_weights: RowWeights = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Continuous ranked probability score of a single Gaussian per entry, in closed form.
@@ -162,19 +122,19 @@ def crps_gaussian(
     ??? cite
         [Gneiting and Raftery, JASA 2007](https://doi.org/10.1198/016214506000001437)
     """
-    *arrays, rows = check_gaussian(
-        mean, variance, targets, row_weights, members=False, positive=False, reduction=reduction
-    )
-    return _single(*arrays, rows.weights, reduction)
+    mean, variance, targets, infinite = _finite(mean, variance, targets)
+    within = expected_distance(jnp.zeros_like(mean), 2 * variance)
+    return jnp.where(infinite, jnp.inf, expected_distance(targets - mean, variance) - 0.5 * within)
 
 
+@array_function
 def crps_gaussian_mixture(
-    mean: Float[ArrayLike, " members *batch"],
-    variance: Float[ArrayLike, " members *batch"],
-    targets: Real[ArrayLike, "*batch"],
+    mean: Samples,
+    variance: VariancesOrZero,
+    targets: Targets,
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: Weights = None,
+    row_weights: RowWeights = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Continuous ranked probability score of the mixture of the members' Gaussians, in closed form.
@@ -198,41 +158,9 @@ def crps_gaussian_mixture(
     ??? cite
         [Grimit et al., QJRMS 2006](https://doi.org/10.1256/qj.05.235)
     """
-    *arrays, rows = check_gaussian(
-        mean, variance, targets, row_weights, members=True, positive=False, weights=weights, reduction=reduction
-    )
-    convex = check_weights(weights, arrays[0].shape[0], arrays[0].dtype)
-    return _mixture(*arrays, rows.weights, convex, reduction)
-
-
-@partial(jax.jit, static_argnames="reduction")
-def _single(
-    mean: Float[Array, "*batch"],
-    variance: Float[Array, "*batch"],
-    targets: Float[Array, "*batch"],
-    row_weights: RowWeights | None,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
-    mean, variance, targets, infinite = _finite(mean, variance, targets)
-    within = expected_distance(jnp.zeros_like(mean), 2 * variance)
-    score = expected_distance(targets - mean, variance) - 0.5 * within
-    return reduce(jnp.where(infinite, jnp.inf, score), reduction, row_weights)
-
-
-@partial(jax.jit, static_argnames="reduction")
-def _mixture(
-    mean: Float[Array, " members *batch"],
-    variance: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
-    row_weights: RowWeights | None,
-    weights: Float[Array, " members"] | None,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
-    mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights)
     mean, variance, targets, infinite = _finite(mean, variance, targets)
     outside = weighted_mean(expected_distance(targets[None] - mean, variance), weights)
-    score = outside - 0.5 * _distance_between(mean, variance, weights)
-    return reduce(jnp.where(infinite, jnp.inf, score), reduction, row_weights)
+    return jnp.where(infinite, jnp.inf, outside - 0.5 * _distance_between(mean, variance, weights))
 
 
 def _finite(

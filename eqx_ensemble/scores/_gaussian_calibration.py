@@ -1,31 +1,21 @@
-from functools import partial
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float
 
-from .._check import (
-    RowWeightsLike,
-    check_floating,
-    check_positive_int,
-    check_row_weights,
-    check_variance,
-    check_word,
-    promote,
-)
+from .._boundary import Points, RowWeights, Targets, Variance, VarianceOrZero, array_function, mean_of_rows
 from ._binning import bin_rows
-from ._gaussian import check_gaussian
-from ._pit import check_unit_interval
-from ._reduce import RowWeights, mean_of_rows, root, sum_by_segment, total_weight
+from ._pit import UnitInterval
+from ._reduce import root, sum_by_segment
 
 
+@array_function
 def quantile_calibration_error(
-    values: Float[ArrayLike, "*batch"],
+    values: UnitInterval,
     *,
     num_levels: int = 99,
     kind: Literal["absolute", "squared"] = "absolute",
-    row_weights: RowWeightsLike | None = None,
+    row_weights: RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Distance between predicted and observed quantiles.
 
@@ -60,38 +50,19 @@ def quantile_calibration_error(
         [Chung et al., NeurIPS 2021](https://arxiv.org/abs/2011.09588); `"squared"`: [Kuleshov et al., ICML
         2018](https://arxiv.org/abs/1807.00263)
     """
-    (checked,) = promote(check_floating("values", values))
-    rows = check_row_weights(row_weights, checked.shape, checked.dtype, reduction="mean")
-    check_positive_int(num_levels, "num_levels")
-    check_word(kind, "kind", ("absolute", "squared"))
-    check_unit_interval(values, rows)
-    return _quantile_calibration_error(rows.blank(checked), rows.weights, int(num_levels), kind)
-
-
-@partial(jax.jit, static_argnames=("num_levels", "kind"))
-def _quantile_calibration_error(
-    values: Float[Array, "*batch"],
-    row_weights: RowWeights | None,
-    num_levels: int,
-    kind: Literal["absolute", "squared"],
-) -> Float[Array, ""]:
     own = jnp.ones_like(values) if row_weights is None else row_weights.astype(values.dtype)
     levels = jnp.arange(1, num_levels + 1, dtype=values.dtype) / (num_levels + 1)
     # A value counts at all levels from the first that is not below it.
     first = jnp.searchsorted(levels, jnp.ravel(values), side="left")
     at_most = jnp.cumsum(sum_by_segment(jnp.ravel(own), first, num_levels + 1))[:-1]
-    gaps = at_most / total_weight(own, values.dtype) - levels
+    gaps = at_most / jnp.sum(own) - levels
     found = jnp.mean(jnp.abs(gaps)) if kind == "absolute" else jnp.sum(gaps**2)
     return jnp.where(jnp.any(jnp.isnan(values)), jnp.nan, found)
 
 
+@array_function
 def ence(
-    mean: Float[ArrayLike, "*batch"],
-    variance: Float[ArrayLike, "*batch"],
-    targets: Real[ArrayLike, "*batch"],
-    *,
-    num_bins: int = 15,
-    row_weights: RowWeightsLike | None = None,
+    mean: Points, variance: Variance, targets: Targets, *, num_bins: int = 15, row_weights: RowWeights = None
 ) -> Float[Array, ""]:
     r"""Expected normalised calibration error of predicted variances.
 
@@ -116,16 +87,16 @@ def ence(
     ??? cite
         [Levi et al., Sensors 2022](https://doi.org/10.3390/s22155540)
     """
-    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, members=False, positive=True, reduction="mean")
-    check_positive_int(num_bins, "num_bins")
-    return _ence(*arrays, rows.weights, int(num_bins))
+    flat = None if row_weights is None else jnp.ravel(row_weights)
+    bins = bin_rows(jnp.ravel(variance), jnp.ravel((targets - mean) ** 2), flat, num_bins, "mass")
+    filled = bins.count > 0
+    predicted = root(jnp.where(filled, bins.probability, 1))
+    errors = jnp.abs(predicted - root(bins.frequency)) / predicted
+    return jnp.sum(jnp.where(filled, errors, 0)) / jnp.sum(filled).astype(errors.dtype)
 
 
-def sharpness(
-    variance: Float[ArrayLike, "*batch"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-) -> Float[Array, ""]:
+@array_function
+def sharpness(variance: VarianceOrZero, *, row_weights: RowWeights = None) -> Float[Array, ""]:
     """Sharpness of predicted distributions: the root mean variance, in the unit of the target.
 
     Of two calibrated predictions the sharper is better.
@@ -146,28 +117,4 @@ def sharpness(
     ??? cite
         [Gneiting et al., JRSS B 2007](https://doi.org/10.1111/j.1467-9868.2007.00587.x)
     """
-    (checked,) = promote(check_floating("variance", variance))
-    rows = check_row_weights(row_weights, checked.shape, checked.dtype, reduction="mean")
-    check_variance(variance, positive=False, rows=rows)
-    return _sharpness(rows.blank(checked), rows.weights)
-
-
-@partial(jax.jit, static_argnames="num_bins")
-def _ence(
-    mean: Float[Array, "*batch"],
-    variance: Float[Array, "*batch"],
-    targets: Float[Array, "*batch"],
-    row_weights: RowWeights | None,
-    num_bins: int,
-) -> Float[Array, ""]:
-    flat = None if row_weights is None else jnp.ravel(row_weights)
-    bins = bin_rows(jnp.ravel(variance), jnp.ravel((targets - mean) ** 2), flat, num_bins, "mass")
-    filled = bins.count > 0
-    predicted = root(jnp.where(filled, bins.probability, 1))
-    errors = jnp.abs(predicted - root(bins.frequency)) / predicted
-    return jnp.sum(jnp.where(filled, errors, 0)) / jnp.sum(filled).astype(errors.dtype)
-
-
-@jax.jit
-def _sharpness(variance: Float[Array, "*batch"], row_weights: RowWeights | None) -> Float[Array, ""]:
     return root(mean_of_rows(variance, row_weights))

@@ -1,47 +1,23 @@
-from functools import partial
-
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, Float
 
-from .._check import (
-    CountedRows,
-    RowWeightsLike,
-    check_array,
-    check_entries,
-    check_floating_arrays,
-    check_labels,
-    check_level,
-    check_regression,
-    check_row_weights,
-    concrete,
-    type_error,
-    value_error,
-)
+from .._boundary import Labels, Points, Reduction, RowWeights, Sets, Targets, array_function
 from .._weighting import at_label
-from ._reduce import Reduction, RowWeights, import_scoringrules, reduce, scoringrules_config
-
-
-def check_interval(lower: ArrayLike, upper: ArrayLike, rows: CountedRows) -> None:
-    """Raises if a lower end is above its upper end in a row that counts; checked where concrete."""
-    high, fix = concrete(upper), "Swapped? `lower` comes first."
-    if high is not None:
-        check_entries("`lower` ends at or below `upper` ends", lower, lambda low: low > high, fix, rows)
 
 
 def interval_score(
-    lower: Float[ArrayLike, "*batch"],
-    upper: Float[ArrayLike, "*batch"],
-    targets: Real[ArrayLike, "*batch"],
+    lower: Points,
+    upper: Points,
+    targets: Targets,
     *,
     level: float,
-    row_weights: RowWeightsLike | None = None,
+    row_weights: RowWeights = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Interval (Winkler) score of central intervals: width plus a penalty for targets outside.
 
     $(u - l) + \frac{2}{1 - \mathrm{level}} (\max(l - y, 0) + \max(y - u, 0))$, in the unit of the target. Its
-    expectation is minimised by the true quantiles. Needs `scoringrules`.
+    expectation is minimised by the true quantiles.
 
     **Arguments:**
 
@@ -60,34 +36,20 @@ def interval_score(
     ??? cite
         [Gneiting and Raftery, JASA 2007](https://doi.org/10.1198/016214506000001437)
     """
-    rules = import_scoringrules()
-    low, high, observed = check_regression(targets, members=False, lower=lower, upper=upper)
-    check_level(level)
-    rows = check_row_weights(row_weights, observed.shape, observed.dtype, reduction=reduction)
-    check_interval(lower, upper, rows=rows)
-    low, high, observed = (rows.blank(x) for x in (low, high, observed))
-    # scoringrules multiplies distances by zero or one, and infinity times zero is NaN.
-    infinite = jnp.isinf(low) | jnp.isinf(high) | jnp.isinf(observed)
-    unknown = jnp.isnan(low) | jnp.isnan(high) | jnp.isnan(observed)
-    low, high, observed = (jnp.where(infinite, 0, x) for x in (low, high, observed))
-    with scoringrules_config():
-        each = rules.interval_score(observed, low, high, 1 - level, backend="jax")
-    each = jnp.where(infinite, jnp.where(unknown, jnp.nan, jnp.inf), jnp.reshape(each, observed.shape))
-    return reduce(each, reduction, rows.weights)
+    outside = jnp.maximum(lower - targets, 0) + jnp.maximum(targets - upper, 0)
+    score = upper - lower + 2 / (1 - level) * outside
+    infinite = jnp.isinf(lower) | jnp.isinf(upper) | jnp.isinf(targets)  # differences may be NaN
+    unknown = jnp.isnan(lower) | jnp.isnan(upper) | jnp.isnan(targets)
+    return jnp.where(infinite & ~unknown, jnp.inf, score)
 
 
+@array_function
 def pinball(
-    quantiles: Float[ArrayLike, "*batch"],
-    targets: Real[ArrayLike, "*batch"],
-    *,
-    level: float,
-    row_weights: RowWeightsLike | None = None,
-    reduction: Reduction = "mean",
+    quantiles: Points, targets: Targets, *, level: float, row_weights: RowWeights = None, reduction: Reduction = "mean"
 ) -> Float[Array, "..."]:
     r"""Pinball (quantile) score of predictions of a single quantile.
 
-    $\tau (y - q)$ for targets above the prediction, $(1 - \tau) (q - y)$ for targets below, with level $\tau$. Needs
-    `scoringrules`.
+    $\tau (y - q)$ for targets above the prediction, $(1 - \tau) (q - y)$ for targets below, with level $\tau$.
 
     **Arguments:**
 
@@ -107,23 +69,13 @@ def pinball(
     ??? cite
         [Koenker and Bassett, Econometrica 1978](https://doi.org/10.2307/1913643)
     """
-    rules = import_scoringrules()
-    predicted, observed = check_regression(targets, members=False, quantiles=quantiles)
-    check_level(level)
-    rows = check_row_weights(row_weights, observed.shape, observed.dtype, reduction=reduction)
-    predicted, observed = rows.blank(predicted), rows.blank(observed)
-    with scoringrules_config():
-        each = rules.quantile_score(observed, predicted, level, backend="jax").astype(predicted.dtype)
-    return reduce(each, reduction, rows.weights)
+    error = targets - quantiles
+    return jnp.maximum(level * error, (level - 1) * error)
 
 
+@array_function
 def coverage(
-    lower: Float[ArrayLike, "*batch"],
-    upper: Float[ArrayLike, "*batch"],
-    targets: Real[ArrayLike, "*batch"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-    reduction: Reduction = "mean",
+    lower: Points, upper: Points, targets: Targets, *, row_weights: RowWeights = None, reduction: Reduction = "mean"
 ) -> Float[Array, "..."]:
     """Fraction of targets inside their intervals, ends included; ideally equal to the level of the intervals.
 
@@ -144,18 +96,14 @@ def coverage(
     ee.scores.coverage(jnp.zeros(2), jnp.ones(2), jnp.array([0.5, 3.0]))  # 0.5
     ```
     """
-    low, high, observed = check_regression(targets, members=False, lower=lower, upper=upper)
-    rows = check_row_weights(row_weights, observed.shape, low.dtype, reduction=reduction)
-    check_interval(lower, upper, rows=rows)
-    return _coverage(low, high, observed, rows.weights, reduction)
+    inside = ((lower <= targets) & (targets <= upper)).astype(lower.dtype)
+    unknown = jnp.isnan(lower) | jnp.isnan(upper) | jnp.isnan(targets)
+    return jnp.where(unknown, jnp.nan, inside)
 
 
+@array_function
 def width(
-    lower: Float[ArrayLike, "*batch"],
-    upper: Float[ArrayLike, "*batch"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-    reduction: Reduction = "mean",
+    lower: Points, upper: Points, *, row_weights: RowWeights = None, reduction: Reduction = "mean"
 ) -> Float[Array, "..."]:
     """Width of intervals, in the unit of the target; at equal coverage, narrower is better.
 
@@ -171,30 +119,12 @@ def width(
     ee.scores.width(jnp.zeros(2), jnp.array([1.0, 3.0]))  # 2.0
     ```
     """
-    low, high = check_floating_arrays(lower=lower, upper=upper)
-    rows = check_row_weights(row_weights, low.shape, low.dtype, reduction=reduction)
-    check_interval(lower, upper, rows=rows)
-    return reduce(rows.blank(high) - rows.blank(low), reduction, rows.weights)
+    return upper - lower
 
 
-def check_sets(sets: ArrayLike) -> Array:
-    """Raises unless `sets` are booleans `(*batch, classes)`. Returns them as an array."""
-    array = check_array("sets", sets)
-    if array.dtype != bool:
-        fix = "Pass one boolean per class: whether it is in the set."
-        raise type_error("boolean `sets`", f"got dtype {array.dtype}, shape {array.shape}", fix)
-    if array.ndim < 1:
-        got, fix = f"got shape {array.shape}", "Classes are on the last axis."
-        raise value_error("`sets` of shape (*batch, classes)", got, fix)
-    return array
-
-
+@array_function
 def set_coverage(
-    sets: Bool[ArrayLike, "*batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-    reduction: Reduction = "mean",
+    sets: Sets, labels: Labels, *, row_weights: RowWeights = None, reduction: Reduction = "mean"
 ) -> Float[Array, "..."]:
     """Fraction of labels inside their prediction sets; ideally equal to the level of the sets.
 
@@ -213,18 +143,11 @@ def set_coverage(
     ee.scores.set_coverage(sets, jnp.array([1, 2])), ee.scores.set_size(sets)  # 0.5, 1.5
     ```
     """
-    chosen = check_sets(sets)
-    rows = check_row_weights(row_weights, chosen.shape[:-1], jnp.result_type(float), reduction=reduction)
-    targets = check_labels(labels, chosen, rows, argument="sets", members=False)
-    return _set_coverage(chosen, rows.blank(targets), rows.weights, reduction)
+    return at_label(sets.astype(float), labels)
 
 
-def set_size(
-    sets: Bool[ArrayLike, "*batch classes"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-    reduction: Reduction = "mean",
-) -> Float[Array, "..."]:
+@array_function
+def set_size(sets: Sets, *, row_weights: RowWeights = None, reduction: Reduction = "mean") -> Float[Array, "..."]:
     """Number of classes in prediction sets; at equal coverage, smaller is better.
 
     **Arguments:**
@@ -239,29 +162,4 @@ def set_size(
     ee.scores.set_size(jnp.array([[True, True, False], [True, False, False]]))  # 1.5
     ```
     """
-    chosen = check_sets(sets)
-    rows = check_row_weights(row_weights, chosen.shape[:-1], jnp.result_type(float), reduction=reduction)
-    return reduce(jnp.sum(chosen, axis=-1).astype(float), reduction, rows.weights)
-
-
-@partial(jax.jit, static_argnames="reduction")
-def _coverage(
-    lower: Float[Array, "*batch"],
-    upper: Float[Array, "*batch"],
-    targets: Float[Array, "*batch"],
-    row_weights: RowWeights | None,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
-    inside = ((lower <= targets) & (targets <= upper)).astype(lower.dtype)
-    unknown = jnp.isnan(lower) | jnp.isnan(upper) | jnp.isnan(targets)
-    return reduce(jnp.where(unknown, jnp.nan, inside), reduction, row_weights)
-
-
-@partial(jax.jit, static_argnames="reduction")
-def _set_coverage(
-    sets: Bool[Array, "*batch classes"],
-    labels: Integer[Array, "*batch"],
-    row_weights: RowWeights | None,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
-    return reduce(at_label(sets.astype(float), labels), reduction, row_weights)
+    return jnp.sum(sets, axis=-1).astype(float)

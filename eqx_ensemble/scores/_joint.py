@@ -1,24 +1,23 @@
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Key, Real
+from jaxtyping import Array, ArrayLike, Float
 
-from .. import _keys
-from .._check import RowWeightsLike, check_positive_int, check_row_weights, check_values, check_weights, value_error
-from .._weighting import blank_unweighted, log_mixture
-from ._reduce import Reduction, RowWeights
+from .._boundary import Reduction, RowWeights, Weights, array_function
+from .._keys import root
+from .._weighting import log_mixture
 
 
+@array_function(reduces=False)
 def joint_nll(
     log_scores: Float[ArrayLike, " members *batch"],
     *,
     size: int = 10,
     num_anchors: int = 2,
     num_sets: int = 1000,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: Weights = None,
+    row_weights: RowWeights = None,
     reduction: Reduction = "mean",
     key: Any,
 ) -> Float[Array, "..."]:
@@ -53,34 +52,11 @@ def joint_nll(
     ??? cite
         [Osband et al. 2022](https://arxiv.org/abs/2110.04629), [Osband et al., UAI 2022](https://arxiv.org/abs/2202.13509)
     """
-    logs = check_values("log_scores", log_scores)
-    rows = check_row_weights(row_weights, logs.shape[1:], logs.dtype, reduction=reduction)
-    if logs[0].size == 0:
-        raise value_error("at least one row in `log_scores`", f"got shape {logs.shape}", "Was every row filtered out?")
-    size, num_anchors = check_positive_int(size, "size"), check_positive_int(num_anchors, "num_anchors")
-    num_sets = check_positive_int(num_sets, "num_sets")
-    convex = check_weights(weights, logs.shape[0], logs.dtype)
-    logs = jnp.reshape(rows.blank(logs, before=1), (logs.shape[0], -1))
-    return _joint(logs, convex, rows.weights, _keys.root(key), size, num_anchors, num_sets, reduction)
-
-
-@partial(jax.jit, static_argnames=("size", "num_anchors", "num_sets", "reduction"))
-def _joint(
-    logs: Float[Array, "members rows"],
-    weights: Float[Array, " members"] | None,
-    row_weights: RowWeights | None,
-    key: Key[Array, ""],
-    size: int,
-    num_anchors: int,
-    num_sets: int,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
-    first, second = jax.random.split(key)
+    logs = jnp.reshape(log_scores, (log_scores.shape[0], -1))
+    first, second = jax.random.split(root(key))
     own = None if row_weights is None else jnp.ravel(row_weights).astype(logs.dtype)
-    anchors = jax.random.choice(
-        first, logs.shape[1], (num_sets, num_anchors), p=None if own is None else own / own.sum()
-    )
+    share = None if own is None else own / own.sum()
+    anchors = jax.random.choice(first, logs.shape[1], (num_sets, num_anchors), p=share)
     drawn = jnp.take_along_axis(anchors, jax.random.randint(second, (num_sets, size), 0, num_anchors), axis=1)
-    each = jnp.sum(blank_unweighted(logs, weights)[:, drawn], axis=-1)
-    joint = -log_mixture(each, weights)
+    joint = -log_mixture(jnp.sum(logs[:, drawn], axis=-1), weights)
     return jnp.mean(joint) if reduction == "mean" else joint

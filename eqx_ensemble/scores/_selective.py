@@ -2,13 +2,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, ArrayLike, Float, Real
 
+from .._boundary import CountedRows, Ranked, RowWeights, array_function, counts, mean_of_rows, weigh
 from .._brief import brief_repr
-from .._check import RowWeightsLike, check_counted_rows
-from .._combination import sort_rows
-from ._reduce import RowWeights, check_selection, counts, mean_of_rows, running_sum, ties, weigh
+from ._reduce import running_sum, ties
+
+Losses = Real[ArrayLike, "*batch"]
 
 
 class RiskCoverage(NamedTuple):
@@ -20,12 +20,8 @@ class RiskCoverage(NamedTuple):
     __repr__ = brief_repr
 
 
-def risk_coverage(
-    uncertainty: Float[ArrayLike, "*batch"],
-    losses: Real[ArrayLike, "*batch"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-) -> RiskCoverage:
+@array_function(in_order="uncertainty")
+def risk_coverage(uncertainty: Ranked, losses: Losses, *, row_weights: RowWeights = None) -> RiskCoverage:
     """Risk-coverage curve of selective prediction: the mean loss when the least certain rows are rejected.
 
     Point `k` is the mean loss of the `k + 1` rows with the lowest uncertainty; for tied rows, its expectation over
@@ -49,15 +45,11 @@ def risk_coverage(
     ??? cite
         [Geifman and El-Yaniv, NeurIPS 2017](https://arxiv.org/abs/1705.08500)
     """
-    return _risk_coverage(_rank(*check_selection(uncertainty, losses, row_weights)))
+    return _points(uncertainty, losses, row_weights)[0]
 
 
-def aurc(
-    uncertainty: Float[ArrayLike, "*batch"],
-    losses: Real[ArrayLike, "*batch"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-) -> Float[Array, ""]:
+@array_function(in_order="uncertainty")
+def aurc(uncertainty: Ranked, losses: Losses, *, row_weights: RowWeights = None) -> Float[Array, ""]:
     r"""Area under the risk-coverage curve, $\frac1n \sum_{k=1}^n \mathrm{risk}_k$, in the unit of the loss.
 
     It depends on the ranking and on the predictions; [`eqx_ensemble.scores.excess_aurc`][] on the ranking alone.
@@ -78,15 +70,12 @@ def aurc(
     ??? cite
         [Geifman et al., ICLR 2019](https://arxiv.org/abs/1805.08206)
     """
-    return _aurc(_rank(*check_selection(uncertainty, losses, row_weights)))
+    points, steps = _points(uncertainty, losses, row_weights)
+    return _area(points.risk, steps)
 
 
-def excess_aurc(
-    uncertainty: Float[ArrayLike, "*batch"],
-    losses: Real[ArrayLike, "*batch"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-) -> Float[Array, ""]:
+@array_function(in_order="uncertainty")
+def excess_aurc(uncertainty: Ranked, losses: Losses, *, row_weights: CountedRows = None) -> Float[Array, ""]:
     """Excess area under the risk-coverage curve (E-AURC): the area minus that of the ideal ranking of these rows.
 
     **Arguments:**
@@ -106,54 +95,18 @@ def excess_aurc(
     ??? cite
         [Geifman et al., ICLR 2019](https://arxiv.org/abs/1805.08206)
     """
-    counted = check_counted_rows(row_weights, np.shape(uncertainty)).counted
-    values, array, counted = check_selection(uncertainty, losses, counted)
-    centred = _centre(array, counted)
-    return _excess_aurc(_rank(values, centred, counted), _rank(centred, centred, counted))
-
-
-class _Ranked(NamedTuple):
-    """Uncertainties in rising order, NaN for ignored rows, which come last, their losses and row weights."""
-
-    uncertainty: Float[Array, " rows"]
-    losses: Float[Array, " rows"]
-    weights: RowWeights
-
-
-def _rank(uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], row_weights: RowWeights) -> _Ranked:
-    return _Ranked(*sort_rows(_blank(uncertainty, row_weights), losses, row_weights))
-
-
-@jax.jit
-def _blank(values: Float[Array, " rows"], row_weights: RowWeights) -> Float[Array, " rows"]:
-    return jnp.where(counts(row_weights), values, jnp.nan)
-
-
-@jax.jit
-def _risk_coverage(ranked: _Ranked) -> RiskCoverage:
-    return _points(ranked)[0]
-
-
-@jax.jit
-def _aurc(ranked: _Ranked) -> Float[Array, ""]:
-    points, steps = _points(ranked)
-    return _area(points.risk, steps)
-
-
-@jax.jit
-def _centre(losses: Float[Array, " rows"], counted: Bool[Array, " rows"]) -> Float[Array, " rows"]:
-    return jnp.where(counted, losses - mean_of_rows(losses, counted), 0)
-
-
-@jax.jit
-def _excess_aurc(ranked: _Ranked, ideal: _Ranked) -> Float[Array, ""]:
-    (found, steps), (best, _) = _points(ranked), _points(ideal)
+    counted = jnp.ones(losses.shape, bool) if row_weights is None else row_weights
+    centred = jnp.where(counted, losses - mean_of_rows(losses, counted), 0)
+    (found, steps), order = _points(uncertainty, centred, counted), jnp.argsort(jnp.where(counted, losses, jnp.nan))
+    best, _ = _points(jnp.where(counted, centred, jnp.nan)[order], centred[order], counted[order])
     return jnp.maximum(_area(found.risk - best.risk, steps), 0)
 
 
-def _points(ranked: _Ranked) -> tuple[RiskCoverage, Float[Array, " rows"]]:
-    """The points of the curve, and the increments of covered weight."""
-    uncertainty, losses, weights = ranked
+def _points(
+    uncertainty: Float[Array, " rows"], losses: Float[Array, " rows"], row_weights: Array | None
+) -> tuple[RiskCoverage, Float[Array, " rows"]]:
+    """The points of the curve, and the increments of covered weight; ignored rows come last, with uncertainty NaN."""
+    weights = jnp.ones(losses.shape, bool) if row_weights is None else row_weights
     counted, dtype = counts(weights), losses.dtype
     first, last = ties(uncertainty)
     row = jnp.arange(first.size, dtype=first.dtype)

@@ -2,15 +2,15 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float
 
-from .._check import check_logits, check_weights
-from .._combination import by_rows
+from .._boundary import Logits, MixedLogits, Weights, WeightsOfRows, array_function
 from .._weighting import blank_unweighted, weighted_mean
 from ._variance import Decomposition
 
 
-def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"]:
+@array_function
+def entropy(logits: MixedLogits) -> Float[Array, "*batch"]:
     r"""The entropy of the distributions on the last axis, $-\sum_c p_c \log p_c$.
 
     **Arguments:**
@@ -25,13 +25,12 @@ def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"
     ee.uncertainty.entropy(jnp.log(jnp.array([[0.5, 0.5], [1.0, 0.0]])))  # [0.693, 0.0]
     ```
     """
-    checked = check_logits(logits, members=False)
-    return _entropy(checked)
+    logs = jax.nn.log_softmax(logits, axis=-1)
+    return _entropy_of(logs, jnp.exp(logs))
 
 
-def decompose_entropy(
-    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members *rows"] | None = None
-) -> Decomposition:
+@array_function
+def decompose_entropy(logits: Logits, *, weights: WeightsOfRows = None) -> Decomposition:
     r"""The entropy of the mixture of the members, split into noise and disagreement between members.
 
     With $p = \sum_m w_m p_m$: `total` is $H(p)$; `aleatoric` is $\sum_m w_m H(p_m)$; `epistemic` is their difference,
@@ -56,33 +55,19 @@ def decompose_entropy(
     ??? cite
         [Depeweg et al. 2018](https://arxiv.org/abs/1710.07283)
     """
-    checked = check_logits(logits)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
-    return Decomposition(*by_rows(_decompose, checked, (), convex, event_ndim=1))
-
-
-def _decompose(
-    logits: Float[Array, "members *batch classes"], _: tuple, weights: Float[Array, "members ..."] | None
-) -> tuple[Float[Array, "*batch"], ...]:
     aleatoric, epistemic = _parts(logits, weights)
-    return aleatoric + epistemic, aleatoric, epistemic
+    return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 
 
 def _parts(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
     """The mean entropy of the members, and their mean divergence from the mixture."""
-    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
+    logs = jax.nn.log_softmax(logits, axis=-1)
     probabilities = jnp.exp(logs)
     mixed = weighted_mean(probabilities, weights)
     entropies = weighted_mean(_entropy_of(logs, probabilities), weights)
     return entropies, weighted_mean(divergence(logs, mixed, weights), weights)
-
-
-@jax.jit
-def _entropy(logits: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
-    logs = jax.nn.log_softmax(logits, axis=-1)
-    return _entropy_of(logs, jnp.exp(logs))
 
 
 def _entropy_of(
@@ -119,9 +104,8 @@ def _excess(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(is_small, small**2 * series, large * jnp.exp(large) - jnp.exp(large) + 1)
 
 
-def jensen_shannon(
-    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
-) -> Float[Array, "*batch"]:
+@array_function
+def jensen_shannon(logits: Logits, *, weights: Weights = None) -> Float[Array, "*batch"]:
     r"""The Jensen-Shannon divergence of the members: their mean divergence from their mixture.
 
     $\sum_m w_m \mathrm{KL}(p_m \parallel p)$ with $p = \sum_m w_m p_m$: the `epistemic` part of
@@ -144,13 +128,11 @@ def jensen_shannon(
     ??? cite
         [Lin 1991](https://doi.org/10.1109/18.61115)
     """
-    checked = check_logits(logits)
-    return _jensen_shannon(checked, check_weights(weights, checked.shape[0], checked.dtype))
+    return _parts(logits, weights)[1]
 
 
-def pairwise_kl(
-    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
-) -> Float[Array, "*batch"]:
+@array_function
+def pairwise_kl(logits: Logits, *, weights: Weights = None) -> Float[Array, "*batch"]:
     r"""The mean KL divergence between two members drawn with probabilities equal to their weights.
 
     $\sum_{mn} w_m w_n \mathrm{KL}(p_m \parallel p_n)$, in time linear in the members; an upper bound on
@@ -174,22 +156,7 @@ def pairwise_kl(
     ??? cite
         [Schweighofer et al. 2023](https://arxiv.org/abs/2311.08309)
     """
-    checked = check_logits(logits)
-    return _pairwise_kl(checked, check_weights(weights, checked.shape[0], checked.dtype))
-
-
-@jax.jit
-def _jensen_shannon(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
-) -> Float[Array, "*batch"]:
-    return _parts(logits, weights)[1]
-
-
-@jax.jit
-def _pairwise_kl(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
-) -> Float[Array, "*batch"]:
-    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
+    logs = jax.nn.log_softmax(logits, axis=-1)
     absent = logs == -jnp.inf
     finite = jnp.where(absent, 0, logs)
     product = _centre(jnp.where(absent, 0, jnp.exp(finite)), weights) * _centre(finite, weights)

@@ -1,15 +1,25 @@
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
-from .._check import RowWeightsLike, check_logits, check_row_weights, check_weights
+from .._boundary import Members, RowWeights, Values, Votes, Weights, array_function
 from .._weighting import different_votes, votes
-from ._variance import check_rows_of_members
+
+Correct = Annotated[
+    Real[ArrayLike, " members *batch"] | Bool[ArrayLike, " members *batch"],
+    Values(
+        "zeros and ones in `correct`",
+        lambda x, _: ~np.isin(x, (0, 1)) & ~np.isnan(x),
+        "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`.",
+    ),
+]
 
 
-def variation_ratio(
-    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
-) -> Float[Array, "*batch"]:
+@array_function
+def variation_ratio(logits: Votes, *, weights: Weights = None) -> Float[Array, "*batch"]:
     """The fraction of the members' votes that are not for the class with the most votes.
 
     **Arguments:**
@@ -26,13 +36,13 @@ def variation_ratio(
     ee.uncertainty.variation_ratio(logits)  # 1/3
     ```
     """
-    checked = check_logits(logits, of_votes=True)
-    return _variation_ratio(checked, check_weights(weights, checked.shape[0], checked.dtype))
+    shares = votes(logits, weights)
+    # Not 1 - max, which is not exactly zero where all members agree, because weights are rounded.
+    return jnp.sum(shares, axis=-1) - jnp.max(shares, axis=-1)
 
 
-def disagreement(
-    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
-) -> Float[Array, "*batch"]:
+@array_function
+def disagreement(logits: Votes, *, weights: Weights = None) -> Float[Array, "*batch"]:
     r"""The probability that two members, drawn with probabilities equal to their weights, vote for different classes.
 
     $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$.
@@ -51,35 +61,11 @@ def disagreement(
     ee.uncertainty.disagreement(logits)  # 4/9
     ```
     """
-    checked = check_logits(logits, of_votes=True)
-    return _disagreement(checked, check_weights(weights, checked.shape[0], checked.dtype))
-
-
-@jax.jit
-def _variation_ratio(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
-) -> Float[Array, "*batch"]:
-    return _rest(votes(logits, weights))
-
-
-@jax.jit
-def _disagreement(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
-) -> Float[Array, "*batch"]:
     return different_votes(votes(logits, weights))
 
 
-def _rest(shares: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
-    """The votes that are not for the class with the most votes."""
-    # Not 1 - max, which is not exactly zero where all members agree, because weights are rounded.
-    return jnp.sum(shares, axis=-1) - jnp.max(shares, axis=-1)
-
-
-def pairwise_disagreement(
-    logits: Float[ArrayLike, "members *batch classes"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-) -> Float[Array, "members members"]:
+@array_function
+def pairwise_disagreement(logits: Votes, *, row_weights: RowWeights = None) -> Float[Array, "members members"]:
     """The fraction of rows on which each pair of members votes for different classes.
 
     **Arguments:**
@@ -99,17 +85,17 @@ def pairwise_disagreement(
     ??? cite
         [Fort et al. 2019](https://arxiv.org/abs/1912.02757)
     """
-    checked = check_logits(logits, of_votes=True)
-    rows = check_row_weights(row_weights, checked.shape[1:-1], checked.dtype)
-    own = jnp.ones(checked.shape[1:-1], checked.dtype) if rows.weights is None else rows.weights.astype(checked.dtype)
-    return _pairwise_disagreement(rows.blank(checked, before=1), own)
+    own = jnp.ones(logits.shape[1:-1], logits.dtype) if row_weights is None else row_weights.astype(logits.dtype)
+    voted = jnp.reshape(jnp.argmax(logits, axis=-1), (logits.shape[0], -1))
+    broken = jnp.reshape(jnp.any(jnp.isnan(logits), axis=-1), voted.shape)
+    of_one = lambda row: jnp.sum(jnp.where(voted != row[None], jnp.ravel(own)[None], 0), axis=1)
+    shares = jax.lax.map(of_one, voted) / jnp.sum(own)
+    unknown = jnp.any(broken, axis=1)
+    return jnp.where(unknown[None] | unknown[:, None], jnp.nan, shares)
 
 
-def q_statistic(
-    correct: Real[ArrayLike, " members *batch"] | Bool[ArrayLike, " members *batch"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-) -> Float[Array, "members members"]:
+@array_function
+def q_statistic(correct: Correct, *, row_weights: RowWeights = None) -> Float[Array, "members members"]:
     r"""Yule's Q statistic of every pair of members: whether they fail on the same rows.
 
     $Q = \frac{N_{11} N_{00} - N_{10} N_{01}}{N_{11} N_{00} + N_{10} N_{01}}$, where $N_{ab}$ is the number of rows on
@@ -134,14 +120,16 @@ def q_statistic(
     ??? cite
         [Kuncheva and Whitaker 2003](https://doi.org/10.1023/A:1022859003006)
     """
-    return _q_statistic(*check_rows_of_members("correct", correct, row_weights, binary=True))
+    correct, own = _flat(correct, row_weights)
+    right, wrong = correct, 1 - correct
+    share = lambda one, other: jnp.matmul(one * own[None], other.T, precision="highest") / jnp.sum(own)
+    alike = share(right, right) * share(wrong, wrong)
+    unlike = share(right, wrong) * share(wrong, right)
+    return (alike - unlike) / (alike + unlike)
 
 
-def error_correlation(
-    errors: Float[ArrayLike, " members *batch"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-) -> Float[Array, "members members"]:
+@array_function
+def error_correlation(errors: Members, *, row_weights: RowWeights = None) -> Float[Array, "members members"]:
     r"""Pearson's correlation over rows of the errors of every pair of members.
 
     The variance of the mean of $M$ errors of equal variance $\sigma^2$ and correlation $\rho$ is $\sigma^2 (1 + (M - 1)
@@ -162,34 +150,7 @@ def error_correlation(
     ee.uncertainty.error_correlation(errors)  # all ones
     ```
     """
-    return _error_correlation(*check_rows_of_members("errors", errors, row_weights))
-
-
-@jax.jit
-def _pairwise_disagreement(
-    logits: Float[Array, "members *batch classes"], own: Float[Array, "*batch"]
-) -> Float[Array, "members members"]:
-    voted = jnp.reshape(jnp.argmax(logits, axis=-1), (logits.shape[0], -1))
-    broken = jnp.reshape(jnp.any(jnp.isnan(logits), axis=-1), voted.shape)
-    of_one = lambda row: jnp.sum(jnp.where(voted != row[None], jnp.ravel(own)[None], 0), axis=1)
-    shares = jax.lax.map(of_one, voted) / jnp.sum(own)
-    unknown = jnp.any(broken, axis=1)
-    return jnp.where(unknown[None] | unknown[:, None], jnp.nan, shares)
-
-
-@jax.jit
-def _q_statistic(correct: Float[Array, "members rows"], own: Float[Array, " rows"]) -> Float[Array, "members members"]:
-    right, wrong = correct, 1 - correct
-    share = lambda one, other: jnp.matmul(one * own[None], other.T, precision="highest") / jnp.sum(own)
-    alike = share(right, right) * share(wrong, wrong)
-    unlike = share(right, wrong) * share(wrong, right)
-    return (alike - unlike) / (alike + unlike)
-
-
-@jax.jit
-def _error_correlation(
-    errors: Float[Array, "members rows"], own: Float[Array, " rows"]
-) -> Float[Array, "members members"]:
+    errors, own = _flat(errors, row_weights)
     over_rows = lambda x: jnp.sum(x * own[None], axis=1, keepdims=True) / jnp.sum(own)
     counted = own[None] > 0
     deviation = jnp.where(counted, errors - over_rows(errors), 0)
@@ -202,3 +163,9 @@ def _error_correlation(
     deviation = jnp.sqrt(own)[None] * (deviation / jnp.max(jnp.abs(deviation), axis=1, keepdims=True))
     scaled = deviation / jnp.sqrt(jnp.sum(deviation**2, axis=1, keepdims=True))
     return jnp.clip(jnp.matmul(scaled, scaled.T, precision="highest"), -1, 1)
+
+
+def _flat(values: Float[Array, " members *batch"], row_weights: Array | None) -> tuple[Array, Array]:
+    """Values `(members, rows)`, and row weights `(rows,)`."""
+    own = jnp.ones(values.shape[1:], values.dtype) if row_weights is None else row_weights.astype(values.dtype)
+    return jnp.reshape(values, (values.shape[0], -1)), jnp.ravel(own)

@@ -1,22 +1,21 @@
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Int32, Key, Real
+from jaxtyping import Array, Float, Int32, Key
 
-from .. import _keys
-from .._check import Size, check_flag, check_logits, check_moments, check_positive_int, check_weights
-from .._weighting import blank_unweighted
+from .._boundary import Logits, Samples, VariancesOrZero, Weights, array_function
+from .._keys import root
 
 
+@array_function
 def sample_gaussian_mixture(
-    mean: Float[ArrayLike, " members *batch"],
-    variance: Float[ArrayLike, " members *batch"],
+    mean: Samples,
+    variance: VariancesOrZero,
     num_samples: int,
     *,
     joint: bool = False,
-    weights: Real[ArrayLike, " members"] | None = None,
+    weights: Weights = None,
     key: Any,
 ) -> Float[Array, " samples *batch"]:
     """Samples the mixture of the members' Gaussians: draws a member by its weight, then a value from its Gaussian.
@@ -39,20 +38,17 @@ def sample_gaussian_mixture(
     ee.uncertainty.sample_gaussian_mixture(mean, variance, 9, key=key).shape  # (9, 1)
     ```
     """
-    joint = check_flag(joint, "joint")
-    means, variances = check_moments(mean, variance, weights=weights)
-    convex = check_weights(weights, means.shape[0], means.dtype)
-    num_samples = check_positive_int(num_samples, "num_samples")
-    return _gaussian(means, variances, convex, num_samples, joint, _keys.root(key))
+    which, noise = jax.random.split(root(key))
+    members = _members(mean.shape[0], weights, (num_samples, *mean.shape[1:]), joint, which)
+    point = variance == 0
+    sigma = jnp.where(point, 0, jnp.sqrt(jnp.where(point, 1, variance)))
+    drawn = jax.random.normal(noise, members.shape, mean.dtype)
+    return jnp.take_along_axis(mean, members, axis=0) + jnp.take_along_axis(sigma, members, axis=0) * drawn
 
 
+@array_function
 def sample_class_mixture(
-    logits: Float[ArrayLike, "members *batch classes"],
-    num_samples: int,
-    *,
-    joint: bool = False,
-    weights: Real[ArrayLike, " members"] | None = None,
-    key: Any,
+    logits: Logits, num_samples: int, *, joint: bool = False, weights: Weights = None, key: Any
 ) -> Int32[Array, " samples *batch"]:
     """Samples labels from the mixture of the members: draws a member by its weight, then a class by its probabilities.
 
@@ -70,41 +66,7 @@ def sample_class_mixture(
     jnp.mean(ee.uncertainty.sample_class_mixture(logits, 1000, key=key))  # about 0.3
     ```
     """
-    joint = check_flag(joint, "joint")
-    checked = check_logits(logits)
-    convex = check_weights(weights, checked.shape[0], checked.dtype)
-    num_samples = check_positive_int(num_samples, "num_samples")
-    return _classes(checked, convex, num_samples, joint, _keys.root(key))
-
-
-@partial(jax.jit, static_argnames=("num_samples", "joint"))
-def _gaussian(
-    mean: Float[Array, " members *batch"],
-    variance: Float[Array, " members *batch"],
-    weights: Float[Array, " members"] | None,
-    num_samples: int,
-    joint: bool,  # noqa: FBT001
-    key: Key[Array, ""],
-) -> Float[Array, " samples *batch"]:
-    which, noise = jax.random.split(key)
-    members = _members(mean.shape[0], weights, (num_samples, *mean.shape[1:]), joint, which)
-    # Members of weight zero are never drawn, but their NaN would reach the gradient.
-    mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights)
-    point = variance == 0
-    sigma = jnp.where(point, 0, jnp.sqrt(jnp.where(point, 1, variance)))
-    drawn = jax.random.normal(noise, members.shape, mean.dtype)
-    return jnp.take_along_axis(mean, members, axis=0) + jnp.take_along_axis(sigma, members, axis=0) * drawn
-
-
-@partial(jax.jit, static_argnames=("num_samples", "joint"))
-def _classes(
-    logits: Float[Array, "members *batch classes"],
-    weights: Float[Array, " members"] | None,
-    num_samples: int,
-    joint: bool,  # noqa: FBT001
-    key: Key[Array, ""],
-) -> Int32[Array, " samples *batch"]:
-    which, noise = jax.random.split(key)
+    which, noise = jax.random.split(root(key))
     shape = (num_samples, *logits.shape[1:-1])
     members = _members(logits.shape[0], weights, shape, joint, which)
 
@@ -118,7 +80,7 @@ def _classes(
 
 
 def _members(
-    num_members: Size,
+    num_members: int,
     weights: Float[Array, " members"] | None,
     shape: tuple[Any, ...],
     joint: bool,  # noqa: FBT001

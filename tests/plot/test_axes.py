@@ -205,7 +205,7 @@ BAD = {
         lambda: plot.prediction_bands(np.array([[1.0], [np.nan], [np.nan]]), weights=np.array([1, 0, 2])),
         r"finite `predictions`.\n  got nan at index \(2, 0\), the first of 1 such",
     ),
-    "labels": (lambda: plot.reliability_diagram(LOGITS, LABELS[:-1]), "one label per row"),
+    "labels": (lambda: plot.reliability_diagram(LOGITS, LABELS[:-1]), "`labels` of the rows of"),
     "num_bins": (lambda: plot.reliability_diagram(LOGITS, LABELS, num_bins=0), "`num_bins` of at least 1"),
     "binning": (
         lambda: plot.reliability_diagram(LOGITS, LABELS, binning="equal"),

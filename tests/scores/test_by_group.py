@@ -58,7 +58,7 @@ def test_messages():
         scores.by_group(LABELS, GROUPS, num_groups=3)
     with pytest.raises(TypeError, match="`scores.size_stratified_coverage` needs boolean `sets`"):
         scores.size_stratified_coverage(SETS.astype(int), LABELS)
-    with pytest.raises(ValueError, match="one label per row of the sets"):
+    with pytest.raises(ValueError, match="`labels` of the rows of `sets`"):
         scores.class_conditional_coverage(SETS, LABELS[:3])
 
 

@@ -126,20 +126,20 @@ def test_messages(name):
 
     shapes = "expected (6,), as `logits` are (members, *batch, classes) = (3, 6, 4); got "
     assert message(logits, labels[:5]) == (
-        f"one label per row of the logits.\n  {shapes}(5,)\nPrediction and target must hold the same rows in the same "
+        f"`labels` of the rows of `logits`.\n  {shapes}(5,)\nPrediction and target must hold the same rows in the same "
         "order."
     )
     trailing = "A trailing axis of length one would broadcast to every pair of rows: pass `labels[..., 0]`."
-    assert message(logits, labels[:, None]) == f"one label per row of the logits.\n  {shapes}(6, 1)\n{trailing}"
+    assert message(logits, labels[:, None]) == f"`labels` of the rows of `logits`.\n  {shapes}(6, 1)\n{trailing}"
     one_hot = np.eye(4)[labels]
     assert message(logits, one_hot.astype(int)).endswith("One-hot labels? Pass `jnp.argmax(labels, axis=-1)`.")
     assert message(logits, one_hot, error=TypeError) == (
-        "integer class labels.\n  got dtype float32, shape (6, 4)\nOne-hot labels? Pass `jnp.argmax(labels, axis=-1)`."
+        "integer `labels`.\n  got dtype float32, shape (6, 4)\nOne-hot labels? Pass `jnp.argmax(labels, axis=-1)`."
     )
     assert message(logits, labels.astype(float), error=TypeError).endswith("Pass `labels.astype(int)`.")
-    assert message(logits, labels == 1, error=TypeError).startswith("integer class labels.\n  got dtype bool")
+    assert message(logits, labels == 1, error=TypeError).startswith("integer `labels`.\n  got dtype bool")
     assert message(logits, np.array([*"abcabc"]), error=TypeError) == (
-        "integer class labels.\n  got dtype <U1\nNumber the classes: `classes, labels = np.unique(labels, "
+        "integer `labels`.\n  got dtype <U1\nNumber the classes: `classes, labels = np.unique(labels, "
         "return_inverse=True)`."
     )
     assert "One member? Add a leading axis: `logits[None]`." in message(logits[0], labels)
@@ -165,9 +165,9 @@ def test_messages(name):
 @pytest.mark.usefixtures("unhooked")
 def test_traced_shapes_are_checked():
     logits, labels = _data((3, 6, 4))
-    with pytest.raises(ValueError, match="one label per row"):
+    with pytest.raises(ValueError, match="`labels` of the rows of"):
         jax.jit(scores.nll)(logits, labels[:, None])
-    with pytest.raises(TypeError, match="integer class labels"):
+    with pytest.raises(TypeError, match="integer `labels`"):
         jax.jit(scores.nll)(logits, labels.astype(np.float32))
 
 

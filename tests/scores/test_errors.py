@@ -57,7 +57,7 @@ def test_one_per_output():
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(ValueError, match=r"`scores.mae` needs one target per row(?s:.)*trailing axis"):
+    with pytest.raises(ValueError, match=r"`scores.mae` needs `targets` of the rows of(?s:.)*trailing axis"):
         scores.mae(PREDICTIONS, TARGETS[:, None])
     with pytest.raises(ValueError, match="`scores.r2` needs at least one row"):
         scores.r2(np.zeros((2, 0), np.float32), np.zeros(0, np.float32))

@@ -125,11 +125,11 @@ def test_messages():
         scores.nll_gaussian_mixture(mean, zero, targets)
     with pytest.raises(ValueError, match="variances above zero"):
         scores.nll_gaussian(mean[0], -variance[0], targets)
-    with pytest.raises(ValueError, match="`scores.nll_gaussian` needs one target per row") as caught:
+    with pytest.raises(ValueError, match="`scores.nll_gaussian` needs `targets` of the rows of") as caught:
         scores.nll_gaussian(mean, variance, targets)
     assert "expected (3, 6), as `mean` is (*batch) = (3, 6); got (6,)" in str(caught.value)
     assert "takes no `members` axis: combine the members first" in str(caught.value)
-    with pytest.raises(ValueError, match=r"one target per row(?s:.)*One member\? Add a leading axis: `mean\[None\]`."):
+    with pytest.raises(ValueError, match=r"`targets` of the rows of(?s:.)*One member\? Add a leading axis: `mean\[None\]`."):
         scores.nll_gaussian_mixture(mean[0], variance[0], targets)
 
 

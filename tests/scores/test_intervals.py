@@ -33,11 +33,11 @@ def test_sets():
 def test_messages():
     with pytest.raises(ValueError, match="`scores.width` needs `lower` ends at or below `upper` ends"):
         scores.width(UPPER, LOWER)
-    with pytest.raises(ValueError, match="needs `lower` and `upper` of one shape"):
+    with pytest.raises(ValueError, match="needs `upper` of the rows of `lower`"):
         scores.width(LOWER, UPPER[:2])
     with pytest.raises(TypeError, match="needs boolean `sets`.\n  got dtype int32"):
         scores.set_size(SETS.astype(np.int32))
-    with pytest.raises(ValueError, match=r"one label per row of the sets.\n  expected \(3,\), as `sets` are"):
+    with pytest.raises(ValueError, match=r"`labels` of the rows of `sets`.\n  expected \(3,\), as `sets` are"):
         scores.set_coverage(SETS, np.array([1, 2]))
     with pytest.raises(ValueError, match=r"needs one of `row_weights` per row.\n  expected shape \(3,\), got \(2,\)"):
         scores.width(LOWER, UPPER, row_weights=np.ones(2, bool))

@@ -92,7 +92,7 @@ def test_transforms_and_impossible_labels():
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(ValueError, match="`scores.joint_nll` needs at least one row in `log_scores`"):
+    with pytest.raises(ValueError, match="`scores.joint_nll` needs at least one row"):
         scores.joint_nll(np.zeros((3, 0)), reduction="none", key=KEY)
     with pytest.raises(ValueError, match="`scores.joint_nll` needs `num_anchors` of at least 1, got 0"):
         scores.joint_nll(LOG_SCORES, num_anchors=0, key=KEY)

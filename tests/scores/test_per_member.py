@@ -79,5 +79,5 @@ def test_messages():
     # The score's own checks still see the target, which is not traced.
     with pytest.raises(ValueError, match="labels from 0 to 2"):
         scores.per_member(scores.nll, logits, labels + 3)
-    with pytest.raises(ValueError, match="one label per row"):
+    with pytest.raises(ValueError, match="`labels` of the rows of"):
         scores.per_member(scores.nll, logits, labels[:, None])

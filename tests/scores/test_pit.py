@@ -152,7 +152,7 @@ def test_jit_and_vmap():
 def test_messages():
     samples, targets = _data()
     samples[0, 3] = np.nan
-    with pytest.raises(ValueError, match="rank_histogram` needs `samples` without NaN.\n  got 1 of them"):
+    with pytest.raises(ValueError, match="rank_histogram` needs `samples` without NaN.\n  got nan"):
         scores.rank_histogram(samples, targets, key=KEY)
     with pytest.raises(TypeError, match="`scores.rank_histogram` needs one key, got the integer 0"):
         scores.rank_histogram(samples[1:], targets, key=0)

@@ -84,7 +84,7 @@ def test_messages(name):
         return text.split(" needs ")[1]
 
     shapes = (
-        f"one target per row of the prediction.\n  expected (6,), as `{argument}` is (members, *batch) = (3, 6); got"
+        f"`targets` of the rows of.\n  expected (6,), as `{argument}` is (members, *batch) = (3, 6); got"
     )
     assert message(predictions, targets[:, None]) == (
         f"{shapes} (6, 1)\nA trailing axis of length one would broadcast to every pair of rows: pass `targets[..., 0]`."
@@ -104,7 +104,7 @@ def test_coverage_messages():
     ends = np.zeros(4, np.float32)
     with pytest.raises(ValueError, match="`lower` ends at or below `upper` ends(?s:.)*Swapped"):
         scores.coverage(ends + 1, ends, ends)
-    with pytest.raises(ValueError, match="one target per row"):
+    with pytest.raises(ValueError, match="`targets` of the rows of"):
         scores.coverage(ends, ends, ends[:, None])
-    with pytest.raises(ValueError, match="`lower` and `upper` of one shape"):
+    with pytest.raises(ValueError, match="`upper` of the rows of `lower`"):
         scores.coverage(ends, ends[:1], ends)

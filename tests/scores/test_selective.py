@@ -118,9 +118,9 @@ def test_transforms_and_unknown_rows():
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     values, losses = _rows(4)
-    with pytest.raises(ValueError, match=r"aurc` needs `uncertainty` and `losses` of one shape.\n  got `unc"):
+    with pytest.raises(ValueError, match=r"aurc` needs `losses` of the rows of `unc"):
         ee.scores.aurc(values, losses[:, None])
-    with pytest.raises(ValueError, match=r"at least one row.\n  got shape \(0,\)"):
+    with pytest.raises(ValueError, match=r"at least one row.\n  got rows of shape \(0,\)"):
         ee.scores.risk_coverage(values[:0], losses[:0])
     with pytest.raises(TypeError, match="excess_aurc` needs floating-point `uncertainty`"):
         ee.scores.excess_aurc(np.arange(4), losses)

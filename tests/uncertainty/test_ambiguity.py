@@ -124,7 +124,7 @@ def test_weight_zero_jit_vmap_and_gradient():
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(ValueError, match="decompose_squared_error` needs one target per row of the prediction"):
+    with pytest.raises(ValueError, match="decompose_squared_error` needs `targets` of the rows of"):
         uncertainty.decompose_squared_error(np.ones((2, 3)), np.ones((3, 1)))
     with pytest.raises(ValueError, match="`uncertainty.decompose_nll` needs labels from 0 to 2"):
         uncertainty.decompose_nll(_logits(), np.full(7, 3))

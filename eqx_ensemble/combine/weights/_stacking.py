@@ -11,9 +11,7 @@ from ._check import check_log_scores
 
 
 def bayesian(
-    log_scores: Float[ArrayLike, " members *batch"],
-    *,
-    row_weights: RowWeightsLike | None = None,
+    log_scores: Float[ArrayLike, " members *batch"], *, row_weights: RowWeightsLike | None = None
 ) -> Float[Array, " members"]:
     r"""Weights of Bayesian model averaging: the posterior probabilities of the members under a uniform prior.
 

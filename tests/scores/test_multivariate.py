@@ -1,13 +1,9 @@
-import builtins
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from eqx_ensemble import conformal, scores
-
-pytest.importorskip("scoringrules", reason="these scores are those of scoringrules")
 
 WEIGHTS = np.array([0.1, 0.4, 0.0, 0.2, 0.3])
 
@@ -50,10 +46,15 @@ def test_a_member_of_weight_zero_is_left_out_of_energy():
     assert np.isnan(scores.energy_score(samples, targets))
 
 
-def test_energy_refuses_its_gradient():
+def test_energy_has_a_finite_gradient_where_members_coincide():
     samples, targets = _vectors()
-    with pytest.raises(NotImplementedError, match="`scores.energy_score` has no gradient: where members"):
-        jax.grad(lambda x: scores.energy_score(x, targets))(samples)
+    samples[1] = samples[0]
+    slope = jax.grad(lambda x: scores.energy_score(x, targets))(samples)
+    assert np.isfinite(slope).all()
+    step = np.zeros_like(samples)
+    step[3, 2, 1] = 1e-2
+    change = scores.energy_score(samples + step, targets) - scores.energy_score(samples - step, targets)
+    np.testing.assert_allclose(slope[3, 2, 1], change / 2e-2, rtol=1e-2)
 
 
 def test_interval_score_by_hand():
@@ -117,28 +118,11 @@ def test_messages():
         scores.energy_score(samples[:, 0, 0], targets[0, 0])
     with pytest.raises(ValueError, match="at least two members to compute a variance.\n  got 1"):
         scores.dawid_sebastiani(samples[:1, :, 0], targets[:, 0])
-    with pytest.raises(ValueError, match="concrete `weights`, because scoringrules reads their values"):
-        jax.jit(lambda w: scores.energy_score(samples, targets, weights=w))(WEIGHTS)
     with pytest.raises(ValueError, match="a `level` between 0 and 1"):
         scores.pinball(targets, targets, level=90.0)
 
 
-def test_without_scoringrules(monkeypatch):
-    real = builtins.__import__
-
-    def refuse(name, *args, **kwargs):
-        if name == "scoringrules":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    message = r"`scores.pinball` needs scoringrules.\nInstall it: `pip install 'eqx_ensemble\[scores\]'`."
-    with pytest.raises(ImportError, match=message):
-        scores.pinball(np.zeros(1), np.zeros(1), level=0.5)
-
-
 def test_intervals_without_an_end_have_an_infinite_score():
-    # scoringrules gives NaN: it multiplies each distance by whether it counts.
     inf = np.inf
     ends = np.array([(-inf, 1), (0, inf), (-inf, inf), (inf, inf), (0, 1), (0, 1), (-inf, np.nan), (0, inf), (0, 1)])
     targets = np.array([0, 3, 5, 0, inf, -inf, 1, np.nan, 0.5])

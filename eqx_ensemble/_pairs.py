@@ -3,7 +3,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .._pytree import PyTree
+from ._pytree import PyTree
 
 F = TypeVar("F", bound=Callable[..., Any])
 _OF_PAIRS: set[Callable[..., Any]] = set()

@@ -1,0 +1,94 @@
+"""What the arguments of acquisition functions are."""
+
+from typing import Annotated, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
+
+from .._boundary import Values
+from .._check import as_column, value_error
+
+Mode = Literal["min", "max"]
+_NO_NAN = "Leave these candidates out: `row_weights=~jnp.isnan(...)`."
+Best = Annotated[
+    Real[ArrayLike, "..."],
+    Values(
+        "a finite `best`", lambda x, _: ~np.isfinite(x), "Nothing observed yet? Draw the first candidates at random."
+    ),
+]
+Beta = Annotated[
+    Real[ArrayLike, ""],
+    Values(
+        "a finite `beta` of zero or more",
+        lambda x, _: ~((x >= 0) & np.isfinite(x)),
+        "Its root is the number of standard deviations.",
+    ),
+]
+Exponent = Annotated[
+    Real[ArrayLike, ""],
+    Values(
+        "a finite `power` of zero or more",
+        lambda x, _: ~((x >= 0) & np.isfinite(x)),
+        "Zero draws uniformly, 1 in proportion.",
+    ),
+]
+PoolSamples = Annotated[
+    Float[ArrayLike, "members candidates"], Values("`predictions` without NaN", lambda x, _: np.isnan(x), _NO_NAN)
+]
+PoolLogits = Annotated[
+    Float[ArrayLike, "members candidates classes"], Values("`logits` without NaN", lambda x, _: np.isnan(x), _NO_NAN)
+]
+PoolRows = Bool[ArrayLike, " candidates"] | None
+Chosen = Annotated[
+    Integer[ArrayLike, " chosen"],
+    Values("different indices in `chosen`", lambda x, _: np.full(x.shape, _repeats(x)), "-1 stands for no candidate."),
+]
+
+
+def _repeats(indices: np.ndarray) -> bool:
+    known = indices[indices != -1]
+    return bool((known < 0).any() or len(np.unique(known)) < len(known))
+
+
+def sign_of(mode: Mode) -> int:
+    """The factor that makes larger values better."""
+    return 1 if mode == "max" else -1
+
+
+def against(best: Array, like: Array) -> Array:
+    """The best value, a number or one per member, to be subtracted from `like`."""
+    best = best.astype(like.dtype)
+    if best.shape not in ((), like.shape[:1]):
+        got = f"expected shape () or {like.shape[:1]}, got {best.shape}"
+        raise value_error("`best` as one number, or one per member", got, "Pass the best observed value alone.")
+    return as_column(best, like.ndim) if best.ndim else best
+
+
+def pool_of(
+    num_candidates: int, row_weights: Bool[Array, " candidates"] | None, chosen: Int32[Array, " chosen"] | None
+) -> tuple[Bool[Array, " candidates"], Int32[Array, " chosen"]]:
+    """Which candidates may be picked, and those that are chosen already; -1 is none."""
+    may_pick = jnp.ones(num_candidates, bool) if row_weights is None else row_weights
+    taken = jnp.zeros(0, jnp.int32) if chosen is None else chosen.astype(jnp.int32)
+    taken = jnp.where((taken < 0) | ~may_pick[taken], -1, taken)
+    return without(may_pick, taken), taken
+
+
+def check_size(size: int, argument: str, num_candidates: int) -> None:
+    """Raises unless there are as many candidates."""
+    if size > num_candidates:
+        raise value_error(f"`{argument}` candidates or more", f"got {num_candidates}, for {size} picks", "Pick fewer.")
+
+
+def without(may_pick: Bool[Array, " candidates"], index: Int32[Array, "..."]) -> Bool[Array, " candidates"]:
+    """The candidates without one, or several; -1 is none."""
+    beyond = jnp.where(index < 0, may_pick.shape[0], index)
+    return may_pick.at[beyond].set(False, mode="drop")
+
+
+def argmax(values: Float[Array, " candidates"], may_pick: Bool[Array, " candidates"]) -> Int32[Array, ""]:
+    """The first index of the largest value among those that may be picked and are not NaN; -1 if there is none."""
+    fits = may_pick & ~jnp.isnan(values)
+    ranked = jnp.where(fits, jnp.maximum(values, jnp.finfo(values.dtype).min), -jnp.inf)
+    return jnp.where(jnp.any(fits), jnp.argmax(ranked), -1).astype(jnp.int32)
