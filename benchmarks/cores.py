@@ -71,7 +71,7 @@ def _busy() -> tuple[float, float]:
 
 def _tiny(report: Report, *, quick: bool) -> None:
     problem = tiny(quick=quick)
-    fast, slow, slowest = (2, 1, 1) if quick else (16, 8, 1)
+    fast, slow, slowest = (2, 1, 1) if quick else (64, 16, 1)
     of_fit = lambda plan: _fit(problem, fast, plan)
     trains = _trains(report, problem)
     lengths = {"scan by hand": fast, "idiomatic": slow, "torch.func": slow}
@@ -84,7 +84,7 @@ def _tiny(report: Report, *, quick: bool) -> None:
     bagging = _present(report, problem, "sklearn bagging", lambda: _peers.sklearn_bagging(problem, jobs=num_cores()))
     contenders += [_of_rows("sklearn bagging", problem, train, 1 if quick else 2) for train in bagging]
     times = _timed(report, problem, contenders, rounds=3 if quick else 7)
-    report.rows.append(_ratio(problem, times, "fit", "scan by hand", "<= 0.55"))
+    report.rows.append(_ratio(problem, times, "fit", "scan by hand", "<= 0.5"))
     others = [name for name in times if name not in ("fit", "scan by hand")]
     report.rows += [_ratio(problem, times, name, "fit") for name in others]
     if bagging:  # the processes of joblib are not this one's CPU seconds
@@ -93,14 +93,14 @@ def _tiny(report: Report, *, quick: bool) -> None:
 
 def _patience(report: Report, *, quick: bool) -> None:
     """With validation and patience, where no member stops: a stop would save the time that is to be measured."""
-    problem, epochs = tiny(quick=quick), 2 if quick else 16
+    problem, epochs = tiny(quick=quick), 2 if quick else 64
     held_out = problem.x[-256:], problem.y[-256:]
     fit = _ours.fit(problem, _ADAM, epochs=epochs, validation=held_out, patience=epochs)
     scan = _by_hand.scan_with_patience(problem, _ADAM, held_out, epochs)
     names = "fit, validation and patience", "scan by hand, validation and patience"
     contenders = [_contender(names[0], problem, fit, epochs), _of_rows(names[1], problem, scan, epochs)]
     times = _timed(report, problem, contenders, rounds=3 if quick else 7)
-    report.rows.append(_ratio(problem, times, *names, "<= 0.6"))
+    report.rows.append(_ratio(problem, times, *names, "<= 0.52"))
 
 
 def _mesh(report: Report, *, quick: bool) -> None:
@@ -138,18 +138,18 @@ def _beside_others(report: Report, problem: Problem, epochs: int, *, quick: bool
     ]
     times = _timed(report, problem, contenders, rounds=3 if quick else 7)
     others = sorted([name for name in times if name != "fit"], key=lambda name: float(np.median(times[name].wall)))
-    best = _ratio(problem, times, others[0], "fit", ">= 1.3")
+    best = _ratio(problem, times, others[0], "fit", ">= 1.1" if slow else ">= 1.05")
     report.rows.append(dataclasses.replace(best, question=f"{problem.name}: the best of the others, {others[0]}"))
     report.rows += [_ratio(problem, times, name, "fit") for name in others[1:]]
 
 
 def _middle(report: Report, *, quick: bool) -> None:
     if not quick:
-        _beside_others(report, middle(quick=False), 1, quick=False)
+        _beside_others(report, middle(quick=False), 8, quick=False)
 
 
 def _cnn(report: Report, *, count: int, quick: bool) -> None:
-    _beside_others(report, cnn(2 if quick else count, quick=quick), 1 if quick else 2, quick=quick)
+    _beside_others(report, cnn(2 if quick else count, quick=quick), 1 if quick else 100, quick=quick)
 
 
 def _cnn_of_16(report: Report, *, quick: bool) -> None:

@@ -89,7 +89,7 @@ class Loop:
     # Data in arrays.
 
     def train_on_arrays(self) -> None:
-        """Trains until the end of the run, in calls of twice as many parts until one takes a fifth of a second."""
+        """Trains until the end of the run, in calls of so many parts that one takes a fifth of a second."""
         crew, task, parts = self.crew, self.task, 1
         while self.goes_on():
             schedule = self._schedule(parts)
@@ -104,10 +104,7 @@ class Loop:
             self.done += sum(count for count, _ in schedule)
             self.epoch += sum(ends for _, ends in schedule)
             took = broadcast_from_first(time.perf_counter() - began)
-            if took < _LONGEST_CALL / 2:
-                parts = min(2 * parts, task.room)
-            elif took > 2 * _LONGEST_CALL:
-                parts = max(parts // 2, 1)
+            parts = max(min(int(parts * _LONGEST_CALL / took), 8 * parts, task.room), 1)
             self._between(ends=schedule[-1][1])
 
     def _schedule(self, most: int) -> list[tuple[int, bool]]:
