@@ -175,6 +175,7 @@ def array_function(fn: Callable[P, R] | None = None, *, in_order: str = "", redu
     """
     if fn is None:
         return ft.partial(array_function, in_order=in_order, reduces=reduces)
+    fn = inspect.unwrap(fn)  # arguments are checked here, whether or not an import hook does it too
     of = Arguments(inspect.signature(fn))
     public_name = f"{fn.__module__.split('.')[1]}.{fn.__name__}"
 
@@ -268,7 +269,7 @@ def check_arguments(given: dict[str, Any], of: Arguments) -> Array | None:
         raw[name] = _array(name, x, of.arrays[name], sizes)
         _bind(name, raw[name].shape, of.arrays[name].axes, sizes, first=next(iter(raw)))
     floats = [x.dtype for name, x in raw.items() if of.arrays[name].is_number]
-    dtype = jnp.promote_types(jnp.float32, jnp.float64 if jnp.float64 in floats else jnp.float32)
+    dtype = jnp.dtype("float64" if any(x == jnp.float64 for x in floats) else "float32")
     shape = _shape(of.row_axes, sizes)
     if "row_weights" in given and "reduction" not in given and 0 in shape:
         raise value_error("at least one row", f"got rows of shape {shape}", "Was every row filtered out?")

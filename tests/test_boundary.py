@@ -1,5 +1,7 @@
 """What every array function does with its arguments before it computes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,11 @@ SAMPLES, TARGETS = RNG.normal(size=(3, 6)).astype(np.float32), RNG.normal(size=6
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: scores.crps(SAMPLES, TARGETS[:, None]), ValueError, "(6,), as of `samples`; got (6, 1)\nA trailing axis"),
+        (
+            lambda: scores.crps(SAMPLES, TARGETS[:, None]),
+            ValueError,
+            "got (6, 1)\nA trailing axis",
+        ),
         (lambda: scores.crps(SAMPLES[..., None], TARGETS), ValueError, "pass `samples[..., 0]`"),
         (lambda: scores.crps(SAMPLES, np.tile(TARGETS, (3, 1))), ValueError, "Repeated for every member?"),
         (lambda: scores.crps(TARGETS, TARGETS), ValueError, "`targets` of the rows of `samples`"),
@@ -30,6 +36,27 @@ SAMPLES, TARGETS = RNG.normal(size=(3, 6)).astype(np.float32), RNG.normal(size=6
         (lambda: scores.crps(SAMPLES[:0], TARGETS), ValueError, "at least one member"),
         (lambda: scores.nll_gaussian(SAMPLES, SAMPLES**2, TARGETS), ValueError, "takes no `members` axis"),
         (lambda: scores.crps(SAMPLES, TARGETS, reduction="sum"), ValueError, "'mean', 'none', got 'sum'"),
+        (lambda: scores.width(TARGETS + 1, TARGETS), ValueError, "Swapped?"),
+        (lambda: scores.width(TARGETS, TARGETS[:2]), ValueError, "`upper` of the rows of `lower`"),
+        (lambda: scores.set_size(LOGITS[0]), TypeError, "boolean `sets`"),
+        (lambda: scores.set_coverage(LOGITS[0] > 0, LABELS + 1), ValueError, "labels from 0 to 3"),
+        (lambda: scores.pinball(TARGETS, TARGETS, level=90.0), ValueError, "a `level` between 0 and 1"),
+        (lambda: scores.auroc(TARGETS, LABELS), TypeError, "boolean `positives`"),
+        (lambda: scores.auroc(TARGETS, TARGETS < 99), ValueError, "positive and negative rows"),
+        (lambda: scores.aurc(TARGETS[:0], TARGETS[:0]), ValueError, "at least one row"),
+        (lambda: scores.by_group(TARGETS, LABELS, num_groups=2), ValueError, "`groups` from 0 to 1"),
+        (lambda: scores.nll_gaussian(TARGETS, TARGETS * 0, TARGETS), ValueError, "A log-variance?"),
+        (lambda: scores.rank_histogram(SAMPLES, TARGETS, key=0), TypeError, "needs one key"),
+        (lambda: scores.pit_histogram(TARGETS), ValueError, "`values` from 0 to 1"),
+        (lambda: scores.top_k_accuracy(LOGITS, LABELS, k=5), ValueError, "`k` of at most 4"),
+        (lambda: scores.ece(LOGITS, LABELS, num_bins=0), ValueError, "`num_bins` of at least 1"),
+        (
+            lambda: scores.energy_score(SAMPLES[:, 0], TARGETS[0]),
+            ValueError,
+            "of shape (members, *batch, out)",
+        ),
+        (lambda: scores.variogram_score(LOGITS, LOGITS[0], order=0.0), ValueError, "`order` above zero"),
+        (lambda: scores.crps(SAMPLES[:1], TARGETS, estimator="fair"), ValueError, "at least two members"),
         (lambda: combine.mixture(LOGITS, weights=[1, 2]), ValueError, "one weight per member"),
         (lambda: scores.crps(SAMPLES, TARGETS, row_weights=np.ones(5)), ValueError, "one of `row_weights` per row"),
     ],
@@ -55,7 +82,8 @@ def test_float64_keeps_a_common_offset():
 @pytest.mark.parametrize("scale", [1e-9, 1e-55])
 def test_float64_keeps_the_order(scale):
     inside = np.arange(40) % 2 == 1
-    values = 1 - scale * (RNG.uniform(size=40) + inside) if scale > 1e-16 else -scale * (RNG.uniform(size=40) + inside)
+    gaps = scale * (RNG.uniform(size=40) + inside)
+    values = 1 - gaps if scale > 1e-16 else -gaps
     assert scores.auroc(values, inside) == 0
     assert np.unique(np.float32(values)).size < 40
 
@@ -74,17 +102,20 @@ def test_what_has_weight_zero_may_hold_anything(held):
         call = lambda x, y, w, r, score=score: score(x, y, weights=w, row_weights=r)
         got = call(samples, targets, weights, rows)
         kept = rows > 0
-        np.testing.assert_allclose(got, call(SAMPLES[[0, 2]][:, kept], TARGETS[kept], weights[[0, 2]], rows[kept]), rtol=1e-5)
+        np.testing.assert_allclose(
+            got, call(SAMPLES[[0, 2]][:, kept], TARGETS[kept], weights[[0, 2]], rows[kept]), rtol=1e-5
+        )
         slope = jax.grad(call)(jnp.asarray(samples), targets, weights, rows)
         assert np.isfinite(slope).all()
         assert (slope[1] == 0).all()
 
 
-def test_the_order_of_numpy_is_that_of_xla():
+@pytest.mark.parametrize("weights", [None, np.array([0.1, 0, 0.4, 0.2, 0.3])])
+def test_the_order_of_numpy_is_that_of_xla(weights):
     """A concrete array is sorted by NumPy, a traced one by XLA."""
     values = RNG.normal(size=(5, 7)).astype(np.float32)
-    for weights in (None, np.array([0.1, 0, 0.4, 0.2, 0.3])):
-        for fn in (combine.median, lambda x, weights: uncertainty.quantile(x, [0.1, 0.9], weights=weights)):
-            np.testing.assert_array_equal(fn(values, weights=weights), jax.jit(lambda x: fn(x, weights=weights))(values))  # noqa: B023
+    for fn in (combine.median, lambda x, weights: uncertainty.quantile(x, [0.1, 0.9], weights=weights)):
+        call = functools.partial(fn, weights=weights)
+        np.testing.assert_array_equal(call(values), jax.jit(call)(values))
     positives = values[0] > 0
     np.testing.assert_array_equal(scores.auroc(values[1], positives), jax.jit(scores.auroc)(values[1], positives))

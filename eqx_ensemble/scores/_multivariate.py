@@ -167,4 +167,4 @@ def variogram_score(
     squared = (distances(targets) - mean) ** 2
     if estimator == "fair":
         squared -= variance / (samples.shape[0] - 1)
-    return jnp.sum(pairs * squared, axis=(-2, -1))
+    return jnp.sum(jnp.broadcast_to(pairs, squared.shape) * squared, axis=(-2, -1))

@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.random import threefry_2x32
 
 from eqx_ensemble import scores
-from eqx_ensemble.scores import _bootstrap
 
 KEY = jax.random.key(0)
 VALUES = np.random.default_rng(0).gamma(2, size=50).astype(np.float32)
@@ -141,21 +139,3 @@ def test_masked_rows_under_double_precision():
         found = scores.bootstrap(values, row_weights=np.array([True, True, True, False]), key=jax.random.key(0))
         assert found.estimate.dtype == np.float64
         np.testing.assert_allclose(found.estimate, 7 / 3, rtol=1e-15)
-
-
-def test_draws_do_not_depend_on_cores(monkeypatch):
-    found = []
-    for cores in (1, 3):
-        monkeypatch.setattr(_bootstrap, "_FEWEST_ROWS", 0)
-        monkeypatch.setattr(_bootstrap, "num_cores", lambda cores=cores: cores)
-        found.append(scores.bootstrap(VALUES, num_draws=50, key=jax.random.key(0)))
-    np.testing.assert_array_equal(*found)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 1000, 2**16 - 1, 2**16 + 1, 2**31 - 1])
-def test_drawn_rows_are_the_words_times_the_count(count):
-    """Beside Python's integers of any size."""
-    key = jax.random.key(1)
-    words = threefry_2x32(jax.random.key_data(key), jnp.arange(257, dtype=jnp.uint32))
-    expected = [int(word) * count >> 32 for word in words]
-    np.testing.assert_array_equal(_bootstrap._draw(key, 257, count), expected)

@@ -50,18 +50,6 @@ def test_coverage_by_class_and_by_size():
     assert scores.size_stratified_coverage(SETS[:0], LABELS[:0]).count.sum() == 0
 
 
-@pytest.mark.usefixtures("unhooked")
-def test_messages():
-    with pytest.raises(ValueError, match="`groups` from 0 to 1, as `num_groups` is 2"):
-        scores.by_group(VALUES, GROUPS, num_groups=2)
-    with pytest.raises(TypeError, match="floating-point `values`"):
-        scores.by_group(LABELS, GROUPS, num_groups=3)
-    with pytest.raises(TypeError, match="`scores.size_stratified_coverage` needs boolean `sets`"):
-        scores.size_stratified_coverage(SETS.astype(int), LABELS)
-    with pytest.raises(ValueError, match="`labels` of the rows of `sets`"):
-        scores.class_conditional_coverage(SETS, LABELS[:3])
-
-
 @pytest.mark.slow
 def test_many_equal_rows_keep_their_mean():
     """In float32, one accumulator loses percents of the sum of 0.1 over four million rows."""

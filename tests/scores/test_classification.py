@@ -112,57 +112,6 @@ def test_nan_predictions_are_nan_and_not_right_or_wrong():
 
 
 @pytest.mark.usefixtures("unhooked")
-@pytest.mark.parametrize("name", ["nll", "brier", "accuracy", "mean_member_accuracy", "ece"])
-def test_messages(name):
-    logits, labels = _data((3, 6, 4))
-    score = getattr(scores, name)
-
-    def message(*arguments, error=ValueError, **options):
-        with pytest.raises(error) as caught:
-            score(*arguments, **options)
-        text = str(caught.value)
-        assert text.startswith(f"`scores.{name}` needs ")
-        return text.split(" needs ")[1]
-
-    shapes = "expected (6,), as `logits` are (members, *batch, classes) = (3, 6, 4); got "
-    assert message(logits, labels[:5]) == (
-        f"`labels` of the rows of `logits`.\n  {shapes}(5,)\nPrediction and target must hold the same rows in the same "
-        "order."
-    )
-    trailing = "A trailing axis of length one would broadcast to every pair of rows: pass `labels[..., 0]`."
-    assert message(logits, labels[:, None]) == f"`labels` of the rows of `logits`.\n  {shapes}(6, 1)\n{trailing}"
-    one_hot = np.eye(4)[labels]
-    assert message(logits, one_hot.astype(int)).endswith("One-hot labels? Pass `jnp.argmax(labels, axis=-1)`.")
-    assert message(logits, one_hot, error=TypeError) == (
-        "integer `labels`.\n  got dtype float32, shape (6, 4)\nOne-hot labels? Pass `jnp.argmax(labels, axis=-1)`."
-    )
-    assert message(logits, labels.astype(float), error=TypeError).endswith("Pass `labels.astype(int)`.")
-    assert message(logits, labels == 1, error=TypeError).startswith("integer `labels`.\n  got dtype bool")
-    assert message(logits, np.array([*"abcabc"]), error=TypeError) == (
-        "integer `labels`.\n  got dtype <U1\nNumber the classes: `classes, labels = np.unique(labels, "
-        "return_inverse=True)`."
-    )
-    assert "One member? Add a leading axis: `logits[None]`." in message(logits[0], labels)
-    assert "Targets repeated for every member? Pass them once: `labels[0]`." in message(logits, np.stack([labels] * 3))
-    assert message(labels, logits, error=TypeError).endswith(
-        "Predictions come first, targets last; whole-numbered predictions need `.astype(float)`."
-    )
-    labels[4] = 4
-    assert message(logits, labels).startswith(
-        "labels from 0 to 3, as there are 4 classes.\n  got 4 at index (4,), the first of 1 such\n"
-    )
-    labels[1] = -1
-    assert "got -1 at index (1,), the first of 2 such" in message(logits, labels)
-    assert "one weight per member.\n  expected shape (3,), got (2,)" in message(logits, labels * 0, weights=np.ones(2))
-    assert "at least one row" in message(logits[:, :0], labels[:0])
-    if name != "ece":
-        assert message(logits, labels * 0, reduction="sum").startswith(
-            "`reduction` to be one of 'mean', 'none', got 'sum'"
-        )
-        assert score(logits[:, :0], labels[:0], reduction="none").shape == (0,)
-
-
-@pytest.mark.usefixtures("unhooked")
 def test_traced_shapes_are_checked():
     logits, labels = _data((3, 6, 4))
     with pytest.raises(ValueError, match="`labels` of the rows of"):

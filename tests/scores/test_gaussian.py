@@ -114,25 +114,6 @@ def test_whole_numbered_targets_and_mixed_precision():
     np.testing.assert_allclose(got, scores.nll_gaussian_mixture(half.astype(jnp.float32), variance, counts), rtol=1e-6)
 
 
-@pytest.mark.usefixtures("unhooked")
-def test_messages():
-    mean, variance, targets = _data((3, 6))
-    zero = variance.copy()
-    zero[1, 2] = 0
-    with pytest.raises(
-        ValueError, match=r"above zero.\n  got 0.0 at index \(1, 2\), the first of 1 such\nA log-variance"
-    ):
-        scores.nll_gaussian_mixture(mean, zero, targets)
-    with pytest.raises(ValueError, match="variances above zero"):
-        scores.nll_gaussian(mean[0], -variance[0], targets)
-    with pytest.raises(ValueError, match="`scores.nll_gaussian` needs `targets` of the rows of") as caught:
-        scores.nll_gaussian(mean, variance, targets)
-    assert "expected (3, 6), as `mean` is (*batch) = (3, 6); got (6,)" in str(caught.value)
-    assert "takes no `members` axis: combine the members first" in str(caught.value)
-    with pytest.raises(ValueError, match=r"`targets` of the rows of(?s:.)*One member\? Add a leading axis: `mean\[None\]`."):
-        scores.nll_gaussian_mixture(mean[0], variance[0], targets)
-
-
 def test_gradients_are_those_of_a_dense_loop():
     mean, variance, targets = _data((3, 10))
 

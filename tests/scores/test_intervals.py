@@ -1,6 +1,5 @@
 import jax
 import numpy as np
-import pytest
 
 from eqx_ensemble import scores
 
@@ -27,22 +26,3 @@ def test_sets():
     assert scores.set_coverage(SETS, np.array([1, -7, 0]), row_weights=mask) == 0.5
     traced = jax.jit(lambda labels: scores.set_coverage(SETS, labels, reduction="none"))(np.array([1, 3, 0]))
     np.testing.assert_array_equal(traced, [1, np.nan, 0])
-
-
-@pytest.mark.usefixtures("unhooked")
-def test_messages():
-    with pytest.raises(ValueError, match="`scores.width` needs `lower` ends at or below `upper` ends"):
-        scores.width(UPPER, LOWER)
-    with pytest.raises(ValueError, match="needs `upper` of the rows of `lower`"):
-        scores.width(LOWER, UPPER[:2])
-    with pytest.raises(TypeError, match="needs boolean `sets`.\n  got dtype int32"):
-        scores.set_size(SETS.astype(np.int32))
-    with pytest.raises(ValueError, match=r"`labels` of the rows of `sets`.\n  expected \(3,\), as `sets` are"):
-        scores.set_coverage(SETS, np.array([1, 2]))
-    with pytest.raises(ValueError, match=r"needs one of `row_weights` per row.\n  expected shape \(3,\), got \(2,\)"):
-        scores.width(LOWER, UPPER, row_weights=np.ones(2, bool))
-    with pytest.raises(ValueError, match="`row_weights` that leave a row.\n  got 3 times False"):
-        scores.width(LOWER, UPPER, row_weights=np.zeros(3, bool))
-    logits = np.zeros((1, 3, 4), np.float32)
-    with pytest.raises(ValueError, match="labels from 0 to 3, as there.*\n.*\nLeave rows that carry a mark"):
-        scores.nll(logits, np.array([0, -1, 0]))

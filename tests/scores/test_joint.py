@@ -88,11 +88,3 @@ def test_transforms_and_impossible_labels():
     assert shaped.shape == ()
     with jax.enable_x64(True):
         assert scores.joint_nll(LOG_SCORES, **options).dtype == np.float64
-
-
-@pytest.mark.usefixtures("unhooked")
-def test_messages():
-    with pytest.raises(ValueError, match="`scores.joint_nll` needs at least one row"):
-        scores.joint_nll(np.zeros((3, 0)), reduction="none", key=KEY)
-    with pytest.raises(ValueError, match="`scores.joint_nll` needs `num_anchors` of at least 1, got 0"):
-        scores.joint_nll(LOG_SCORES, num_anchors=0, key=KEY)

@@ -111,17 +111,6 @@ def test_ranked_probability_by_hand():
     np.testing.assert_allclose(traced, [rows[0], np.nan], rtol=1e-5)
 
 
-@pytest.mark.usefixtures("unhooked")
-def test_messages():
-    samples, targets = _vectors()
-    with pytest.raises(ValueError, match=r"`samples` of shape \(members, \*batch, out\).\n  got shape \(5,\)"):
-        scores.energy_score(samples[:, 0, 0], targets[0, 0])
-    with pytest.raises(ValueError, match="at least two members to compute a variance.\n  got 1"):
-        scores.dawid_sebastiani(samples[:1, :, 0], targets[:, 0])
-    with pytest.raises(ValueError, match="a `level` between 0 and 1"):
-        scores.pinball(targets, targets, level=90.0)
-
-
 def test_intervals_without_an_end_have_an_infinite_score():
     inf = np.inf
     ends = np.array([(-inf, 1), (0, inf), (-inf, inf), (inf, inf), (0, 1), (0, 1), (-inf, np.nan), (0, inf), (0, 1)])

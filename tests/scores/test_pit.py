@@ -148,18 +148,6 @@ def test_jit_and_vmap():
     np.testing.assert_allclose(twice[1], scores.pit(samples, targets), rtol=1e-6)
 
 
-@pytest.mark.usefixtures("unhooked")
-def test_messages():
-    samples, targets = _data()
-    samples[0, 3] = np.nan
-    with pytest.raises(ValueError, match="rank_histogram` needs `samples` without NaN.\n  got nan"):
-        scores.rank_histogram(samples, targets, key=KEY)
-    with pytest.raises(TypeError, match="`scores.rank_histogram` needs one key, got the integer 0"):
-        scores.rank_histogram(samples[1:], targets, key=0)
-    with pytest.raises(ValueError, match="`scores.pit_histogram` needs `num_bins` of at least 1"):
-        scores.pit_histogram(targets, num_bins=0)
-
-
 def test_values_outside_zero_to_one_are_not_counted_in_the_outer_bins():
     values = np.float32([-0.5, 0.2, 1.5, np.nan])
     with pytest.raises(ValueError, match=r"`values` from 0 to 1.\n  got -0.5 at index \(0,\), the first of 2 such"):

@@ -134,25 +134,3 @@ def test_infinite_scores_are_ranked(name):
     want = METRICS[name](np.where(scores > 1, 5, np.where(scores < -1, -5, scores)).astype(np.float32), positives)
     np.testing.assert_allclose(METRICS[name](infinite, positives), want, rtol=1e-6)
     assert finite.min() == -1
-
-
-@pytest.mark.usefixtures("unhooked")
-def test_messages():
-    scores, positives, _ = _rows(4)
-    positives[:2] = [True, False]
-    with pytest.raises(TypeError, match="`scores.auroc` needs boolean `positives`.\n  got dtype int"):
-        ee.scores.auroc(scores, positives.astype(int))
-    with pytest.raises(TypeError, match="floating-point `scores`"):
-        ee.scores.aupr(positives, positives)
-    with pytest.raises(ValueError, match=r"`positives` of the rows of `scores`"):
-        ee.scores.auroc(np.stack([scores, scores]), positives)
-    with pytest.raises(ValueError, match="positive and negative rows that count"):
-        ee.scores.auroc(scores, np.zeros(4, bool))
-    with pytest.raises(ValueError, match="positive and negative rows that count"):
-        ee.scores.auroc(scores, positives, row_weights=positives)
-    with pytest.raises(ValueError, match=r"finite `row_weights` of zero or more.\n  got -1.0 at index \(0,\)"):
-        ee.scores.auroc(scores, positives, row_weights=-np.ones(4))
-    with pytest.raises(ValueError, match=r"one of `row_weights` per row.\n  expected shape \(4,\), got \(3,\)"):
-        ee.scores.auroc(scores, positives, row_weights=np.ones(3))
-    with pytest.raises(ValueError, match="`scores.fpr_at_tpr` needs a `level` between 0 and 1"):
-        ee.scores.fpr_at_tpr(scores, positives, level=95.0)

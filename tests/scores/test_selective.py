@@ -3,7 +3,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import eqx_ensemble as ee
 
@@ -113,16 +112,3 @@ def test_transforms_and_unknown_rows():
     gradient = jax.grad(ee.scores.aurc, argnums=1)(values, losses)
     np.testing.assert_allclose(np.sum(gradient * losses), ee.scores.aurc(values, losses), rtol=1e-5)
     np.testing.assert_allclose(np.sum(gradient), 1, rtol=1e-5)
-
-
-@pytest.mark.usefixtures("unhooked")
-def test_messages():
-    values, losses = _rows(4)
-    with pytest.raises(ValueError, match=r"aurc` needs `losses` of the rows of `unc"):
-        ee.scores.aurc(values, losses[:, None])
-    with pytest.raises(ValueError, match=r"at least one row.\n  got rows of shape \(0,\)"):
-        ee.scores.risk_coverage(values[:0], losses[:0])
-    with pytest.raises(TypeError, match="excess_aurc` needs floating-point `uncertainty`"):
-        ee.scores.excess_aurc(np.arange(4), losses)
-    with pytest.raises(ValueError, match="`row_weights` that leave a row"):
-        ee.scores.aurc(values, losses, row_weights=np.zeros(4, bool))
