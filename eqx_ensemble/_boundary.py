@@ -187,7 +187,10 @@ def array_function(fn: Callable[P, R] | None = None, *, in_order: str = "", redu
     @ft.wraps(fn)
     def public(*args: P.args, **kwargs: P.kwargs) -> R:
         _public_name = public_name  # which errors show
-        bound = of.signature.bind(*args, **kwargs)
+        try:
+            bound = of.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"`{public_name}`: {error}") from None
         bound.apply_defaults()
         given = dict(bound.arguments)
         for name, annotation in of.options.items():
@@ -291,7 +294,7 @@ def check_arguments(given: dict[str, Any], of: Arguments) -> Array | None:
     return rows.counted
 
 
-def _shape(axes: tuple[str, ...], sizes: Sizes) -> tuple[int, ...]:
+def _shape(axes: tuple[str, ...], sizes: Sizes) -> tuple[Any, ...]:
     """The sizes of axes; of `*batch`, if nothing has it, none."""
     each = [sizes.get(axis, ()) if axis.startswith("*") else (sizes[axis],) for axis in axes]
     return tuple(size for some in each for size in some)
@@ -323,7 +326,7 @@ _KIND = {
 }
 
 
-def _bind(name: str, shape: tuple[int, ...], axes: tuple[str, ...], sizes: Sizes, *, first: str) -> None:
+def _bind(name: str, shape: tuple[Any, ...], axes: tuple[str, ...], sizes: Sizes, *, first: str) -> None:
     """Raises unless the shape agrees with the sizes of axes so far. Adds its own."""
     if axes == ("...",):
         return
@@ -351,7 +354,7 @@ def _bind(name: str, shape: tuple[int, ...], axes: tuple[str, ...], sizes: Sizes
         raise value_error(f"at least two classes on the last axis of `logits`, {text}", f"got shape {shape}", fix)
 
 
-def _fix(name: str, got: tuple[int, ...], want: tuple[int, ...], first: str, sizes: Sizes) -> str:
+def _fix(name: str, got: tuple[Any, ...], want: tuple[Any, ...], first: str, sizes: Sizes) -> str:
     """The likely fix for a wrong shape."""
     if got == (*want, 1):
         return f"A trailing axis of length one would broadcast to every pair of rows: pass `{name}[..., 0]`."
@@ -390,7 +393,9 @@ def _check_values(name: str, given: dict[str, Any], of: Arguments, sizes: Sizes,
     with np.errstate(invalid="ignore"):
         wrong[counts] = values.is_wrong(host[counts], bound)
     if wrong.any():
-        raise value_error(values.needs.format(name=name, last=bound - 1, bound=bound), first_text(host, wrong), values.fix)
+        raise value_error(
+            values.needs.format(name=name, last=bound - 1, bound=bound), first_text(host, wrong), values.fix
+        )
 
 
 def _check_interval(given: dict[str, Any], known: np.ndarray | None) -> None:

@@ -25,7 +25,7 @@ def check_no_pair(argument: str, values: object) -> None:
     )
 
 
-Shape = tuple[int, ...]
+Shape = tuple[Any, ...]  # sizes may be symbols of `jax.export`
 
 
 def concrete(values: object) -> np.ndarray | None:

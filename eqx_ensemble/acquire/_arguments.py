@@ -42,13 +42,18 @@ PoolLogits = Annotated[
 PoolRows = Bool[ArrayLike, " candidates"] | None
 Chosen = Annotated[
     Integer[ArrayLike, " chosen"],
-    Values("different indices in `chosen`", lambda x, _: np.full(x.shape, _repeats(x)), "-1 stands for no candidate."),
+    Values(
+        "different indices from 0 to {last} in `chosen`",
+        lambda x, bound: (x < -1) | (x >= bound) | _repeats(x),
+        "-1 stands for no candidate.",
+        below="candidates",
+    ),
 ]
 
 
 def _repeats(indices: np.ndarray) -> bool:
     known = indices[indices != -1]
-    return bool((known < 0).any() or len(np.unique(known)) < len(known))
+    return len(np.unique(known)) < len(known)
 
 
 def sign_of(mode: Mode) -> int:

@@ -65,7 +65,9 @@ def threshold_weighted_crps(
 ) -> Float[Array, "..."]:
     r"""Threshold-weighted CRPS of the members' point predictions, for a range of values.
 
-    $\int w(z) (F(z) - [z \ge y])^2 dz$: [`eqx_ensemble.scores.crps`][] of $v(x_m)$ and $v(y)$, where $v$ clips. Unlike the CRPS of rows with extreme targets, it is proper.
+    $\int w(z) (F(z) - [z \ge y])^2 dz$ with $w$ one between the thresholds and zero elsewhere:
+    [`eqx_ensemble.scores.crps`][] of $v(x_m)$ and $v(y)$, where $v$ clips. Unlike the CRPS of rows with extreme
+    targets, it is proper.
 
     **Arguments:**
 

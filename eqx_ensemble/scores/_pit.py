@@ -9,7 +9,9 @@ from .._boundary import CountedRows, RowWeights, Samples, Targets, Values, Varia
 from .._keys import member_keys
 from .._weighting import weighted_mean
 
-_KNOWN = Values("`{name}` without NaN", lambda x, _: np.isnan(x), "Leave these rows out: `row_weights=~jnp.isnan(...)`.")
+_KNOWN = Values(
+    "`{name}` without NaN", lambda x, _: np.isnan(x), "Leave these rows out: `row_weights=~jnp.isnan(...)`."
+)
 KnownSamples = Annotated[Float[ArrayLike, " members *batch"], _KNOWN]
 KnownTargets = Annotated[Real[ArrayLike, "*batch"], _KNOWN]
 UnitInterval = Annotated[

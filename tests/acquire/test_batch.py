@@ -22,16 +22,15 @@ def joint(function, chosen, sign, predictions=PREDICTIONS, weights=WEIGHTS, best
     return np.average(each.max(axis=1, initial=0), weights=weights)
 
 
-def greedy(function, size, sign, *, chosen=(), allowed=range(12), costs=None, budget=np.inf, **options):
+def greedy(function, size, sign, *, chosen=(), allowed=range(12), **options):
     taken, indices, values = list(chosen), [], []
-    price, left = np.ones(12) if costs is None else costs, budget
     for _ in range(size):
         before = joint(function, taken, sign, **options)
-        open_ = [i for i in allowed if i not in taken and price[i] <= left + 1e-6]
-        gains = [(joint(function, [*taken, i], sign, **options) - before) / price[i] for i in open_]
+        open_ = [i for i in allowed if i not in taken]
+        gains = [joint(function, [*taken, i], sign, **options) - before for i in open_]
         index = open_[int(np.argmax(gains))] if open_ else -1
         if index >= 0:
-            taken, left = [*taken, index], left - price[index]
+            taken = [*taken, index]
         indices.append(index)
         values.append(joint(function, taken, sign, **options))
     return indices, values
@@ -57,13 +56,6 @@ def test_greedy_picks_are_those_of_a_search(function, mode):
     )
     each = np.quantile(PREDICTIONS, 0.6, axis=1).astype(np.float32)
     check(function(PREDICTIONS, size, **options | {"best": each}), greedy(function, size, sign, best=each))
-    costs = RNG.uniform(0.5, 3, size=12)
-    want = greedy(function, 6, sign, costs=costs, budget=4.0)
-    got = function(PREDICTIONS, 6, costs=costs, budget=4.0, **options)
-    check(got, want)
-    assert want[0][-1] == -1
-    assert costs[np.array([i for i in want[0] if i >= 0])].sum() <= 4
-    check(function(PREDICTIONS, 2, costs=costs, **options), greedy(function, 2, sign, costs=costs))
     # The best candidates one by one are another batch.
     alone = [joint(function, [i], sign) for i in range(12)]
     if function is BATCHES[0]:
@@ -108,16 +100,6 @@ def test_transforms_and_dtypes(function):
         assert function(PREDICTIONS.astype(float), 3, **options).values.dtype == jnp.float64
 
 
-def test_a_budget_is_spent_to_the_last_cent():
-    predictions, options = np.eye(8, dtype=np.float32), {"best": 0.0, "mode": "max"}
-    # In float32, seven times 0.1 is more than 0.7.
-    picks = acquire.batch_expected_improvement(predictions, 8, costs=np.full(8, 0.1), budget=0.7, **options)
-    np.testing.assert_array_equal(picks.indices, [0, 1, 2, 3, 4, 5, 6, -1])
-    again = acquire.batch_expected_improvement(predictions, 1, chosen=picks.indices, **options)
-    np.testing.assert_array_equal(again.indices, [7])
-    np.testing.assert_allclose(again.values, [1.0])
-
-
 def test_each_pick_is_that_of_a_member():
     weights = np.array([0.5, 0.25, 0.25])
     # The members' favourites are 0, 1 and 2; what comes next is 3 for all.
@@ -150,14 +132,9 @@ def test_messages():
     )
     for options, message in (
         ({"size": 13}, "`acquire.batch_expected_improvement` needs `size` candidates or more.\n  got 12, for 13 picks"),
-        ({"chosen": [0.5]}, r"needs `chosen` as integer indices `\(chosen,\)`"),
-        ({"chosen": [3, 3]}, r"different indices from 0 to 11 in `chosen`.\n  got \[3, 3\]"),
-        ({"chosen": [12]}, r"different indices from 0 to 11 in `chosen`.\n  got \[12\]"),
-        ({"chosen": [1], "row_weights": np.arange(12) > 3}, "needs `chosen` candidates that count"),
-        ({"budget": 1.0}, "needs `costs` with a `budget`"),
-        ({"costs": np.zeros(12)}, "needs finite `costs` above zero"),
-        ({"costs": np.ones(6)}, "needs one of `costs` per candidate"),
-        ({"costs": np.ones(12), "budget": 0.0}, "needs a finite `budget` above zero"),
+        ({"chosen": [0.5]}, "needs integer `chosen`"),
+        ({"chosen": [3, 3]}, "different indices from 0 to 11 in `chosen`"),
+        ({"chosen": [12]}, "different indices from 0 to 11 in `chosen`"),
         ({"row_weights": np.zeros(12, bool)}, "needs `row_weights` that leave a row"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

@@ -27,16 +27,15 @@ def information(rows, logits=LOGITS, weights=WEIGHTS):
     return total
 
 
-def greedy(size, *, chosen=(), costs=None, budget=np.inf, allowed=range(9), **options):
+def greedy(size, *, chosen=(), allowed=range(9), **options):
     taken, indices, values = list(chosen), [], []
-    price, left = np.ones(9) if costs is None else costs, budget
     for _ in range(size):
         before = information(taken, **options)
-        open_ = [i for i in allowed if i not in taken and price[i] <= left]
-        gains = [(information([*taken, i], **options) - before) / price[i] for i in open_]
+        open_ = [i for i in allowed if i not in taken]
+        gains = [information([*taken, i], **options) - before for i in open_]
         index = open_[int(np.argmax(gains))] if open_ else -1
         if index >= 0:
-            taken, left = [*taken, index], left - price[index]
+            taken = [*taken, index]
         indices, values = [*indices, index], [*values, information(taken, **options)]
     return indices, values
 
@@ -70,15 +69,11 @@ def test_batch_bald_is_brute_force_over_all_labels(weights):
     assert information(alone, logits=copies, weights=weights) < 0.95 * float(together.values[-1])
 
 
-def test_masks_chosen_rows_and_costs():
+def test_masks_and_chosen_rows():
     kept = np.arange(9) != 5
     spoilt = np.where(kept[:, None], LOGITS, np.nan)
     got = acquire.batch_bald(spoilt, 2, weights=WEIGHTS, row_weights=kept, chosen=np.array([1, -1, 4]))
     check(got, greedy(2, chosen=[1, 4], allowed=np.flatnonzero(kept)))
-    costs = RNG.uniform(0.5, 2, size=9)
-    want = greedy(4, costs=costs, budget=2.5)
-    assert want[0][-1] == -1
-    check(acquire.batch_bald(LOGITS, 4, weights=WEIGHTS, costs=costs, budget=2.5), want)
     broken = np.concatenate([LOGITS, np.full((1, 9, 3), np.nan)])
     check(acquire.batch_bald(broken, 3, weights=np.append(WEIGHTS, 0)), greedy(3))
 

@@ -125,7 +125,7 @@ def test_messages():
     for cut in (-0.1, 0.5, float("nan"), 0.5 - 1e-9):
         with pytest.raises(ValueError, match=r"combine.trimmed_mean` needs a `cut` from 0 to below 0.5.\n  got .*"):
             combine.trimmed_mean(_values(), cut=cut)
-    with pytest.raises(ValueError, match=r"one number as `cut`.\n  got shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"`cut` of shape \(\).\n  got shape \(2,\)"):
         combine.trimmed_mean(_values(), cut=np.array([0.1, 0.2]))
     with pytest.raises(TypeError, match="`combine.median` needs floating-point `values`"):
         combine.median(np.arange(3))

@@ -41,7 +41,7 @@ def test_invalid_level(level):
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
-    with pytest.raises(ValueError, match="`mean` and `variance` of one shape"):
+    with pytest.raises(ValueError, match="`variance` of the rows of `mean`"):
         uncertainty.gaussian_interval(np.ones(3), np.ones((3, 1)))
     with pytest.raises(ValueError, match="variances of zero or more"):
         uncertainty.gaussian_interval(np.ones(3), -np.ones(3))

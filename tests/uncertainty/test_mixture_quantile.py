@@ -194,9 +194,7 @@ def test_weight_zero_jit_and_vmap():
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     mean, variance = _moments((3, 6))
-    with pytest.raises(
-        ValueError, match=r"mixture_quantile` needs `levels` between 0 and 1.\n  got 0.0 at index \(0,\)"
-    ):
+    with pytest.raises(ValueError, match="mixture_quantile` needs `levels` between 0 and 1"):
         uncertainty.gaussian_mixture_quantile(mean, variance, np.array([0.0, 0.5]))
     with pytest.raises(ValueError, match="variances of zero or more"):
         uncertainty.gaussian_mixture_interval(mean, -variance)

@@ -134,8 +134,6 @@ def test_transforms_of_disagreement():
 def test_messages():
     with pytest.raises(ValueError, match=r"needs zeros and ones in `correct`.\n  got 0.5 at index \(0, 1\)"):
         uncertainty.q_statistic(np.array([[1.0, 0.5]]))
-    with pytest.raises(ValueError, match=r"`correct` of shape \(members, \*batch\).\n  got shape \(3,\)"):
-        uncertainty.q_statistic(np.ones(3))
     with pytest.raises(TypeError, match="error_correlation` needs floating-point `errors`"):
         uncertainty.error_correlation(np.ones((2, 3), int))
     with pytest.raises(ValueError, match=r"one of `row_weights` per row.\n  expected shape \(3,\), got \(2, 3\)"):

@@ -76,7 +76,7 @@ def test_jit():
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     mean, variance = _moments()
-    with pytest.raises(ValueError, match="`uncertainty.decompose_variance` needs `mean` and `variance` of on"):
+    with pytest.raises(ValueError, match="`uncertainty.decompose_variance` needs `variance` of the rows of `mean`"):
         uncertainty.decompose_variance(mean, variance[0])
     with pytest.raises(ValueError, match="variances of zero or more"):
         uncertainty.decompose_variance(mean, -variance)
