@@ -6,7 +6,7 @@ from .._boundary import Logits, Votes, WeightsOfRows, array_function
 from .._weighting import class_mixture, votes, weighted_mean
 
 
-@array_function
+@array_function(each_row=True)
 def mixture(logits: Logits, *, weights: WeightsOfRows = None) -> Float[Array, "*batch classes"]:
     r"""Log-probabilities of the mixture of the members: the logarithm of the mean of their probabilities.
 
@@ -27,7 +27,7 @@ def mixture(logits: Logits, *, weights: WeightsOfRows = None) -> Float[Array, "*
     return class_mixture(logits, weights)
 
 
-@array_function
+@array_function(each_row=True)
 def mean_logits(logits: Logits, *, weights: WeightsOfRows = None) -> Float[Array, "*batch classes"]:
     r"""Log-probabilities of the mean of the members' logits: the geometric mean of their probabilities, normalised.
 
@@ -56,7 +56,7 @@ def mean_logits(logits: Logits, *, weights: WeightsOfRows = None) -> Float[Array
     return jax.nn.log_softmax(jnp.where(jnp.any(absent, axis=0), -jnp.inf, pooled), axis=-1)
 
 
-@array_function
+@array_function(each_row=True)
 def vote(logits: Votes, *, weights: WeightsOfRows = None) -> Float[Array, "*batch classes"]:
     """The fraction of the members' votes for each class; each member votes for its most likely class.
 

@@ -21,7 +21,7 @@ Power = Annotated[
 ]
 
 
-@array_function
+@array_function(each_row=True)
 def mean(values: Members, *, weights: WeightsOfRows = None) -> Float[Array, "..."]:
     r"""The weighted mean over members of any array, $\sum_m w_m v_m$.
 
@@ -43,7 +43,7 @@ def mean(values: Members, *, weights: WeightsOfRows = None) -> Float[Array, "...
     return weighted_mean(values, weights)
 
 
-@array_function
+@array_function(each_row=True)
 def log_mixture(log_densities: Members, *, weights: WeightsOfRows = None) -> Float[Array, "..."]:
     r"""The logarithm of the mixture of the members' densities, $\log \sum_m w_m p_m$, of any kind, at the same points.
 
@@ -72,7 +72,7 @@ class Gaussian(NamedTuple):
 
 
 @takes_pair
-@array_function
+@array_function(each_row=True)
 def gaussian(mean: Members, variance: VariancesOrZero, *, weights: WeightsOfRows = None) -> Gaussian:
     r"""The Gaussian with the mean and variance of the mixture of the members' Gaussians.
 
@@ -97,7 +97,7 @@ def gaussian(mean: Members, variance: VariancesOrZero, *, weights: WeightsOfRows
 
 
 @takes_pair
-@array_function
+@array_function(each_row=True)
 def product_gaussian(
     mean: Members, variance: VariancesOrZero, *, weights: WeightsOfRows = None, power: Power = 1.0
 ) -> Gaussian:
@@ -141,7 +141,7 @@ def product_gaussian(
     return Gaussian(jnp.where(infinite, found, rough + correction), least / total / power)
 
 
-@array_function
+@array_function(each_row=True)
 def moments(values: Members, *, weights: WeightsOfRows = None) -> Gaussian:
     r"""Mean and variance over members of point predictions, entry by entry.
 

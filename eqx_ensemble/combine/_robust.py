@@ -17,7 +17,7 @@ Cut = Annotated[
 ]
 
 
-@array_function(in_order="values")
+@array_function(in_order="values", each_row=True)
 def median(values: Members, *, weights: Weights = None) -> Float[Array, "..."]:
     """The weighted median over members, entry by entry; robust to outlying members.
 
@@ -40,7 +40,7 @@ def median(values: Members, *, weights: Weights = None) -> Float[Array, "..."]:
     return jnp.where(jnp.isnan(values[-1]), jnp.nan, quantile_in_order(values, weights, half, half))
 
 
-@array_function(in_order="values")
+@array_function(in_order="values", each_row=True)
 def trimmed_mean(values: Members, *, cut: Cut = 0.1, weights: Weights = None) -> Float[Array, "..."]:
     r"""The mean over members without the lowest and highest values, entry by entry.
 

@@ -5,7 +5,7 @@ from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._boundary import Reduction, RowWeights, Samples, Targets, Values, Weights, array_function
 from .._check import value_error
-from .._weighting import shares_in_order
+from .._weighting import shares_in_order, sum_members
 
 Estimator = Literal["nrg", "fair"]
 Threshold = Annotated[Real[ArrayLike, ""], Values(place=True)]
@@ -115,11 +115,11 @@ def of_ordered(
     check_estimator(estimator, samples.shape[0], weights)
     errors = samples - targets[None]
     below = shares_in_order(errors, weights)[:-1]
-    under = jnp.sum(below**2 * jnp.diff(jnp.minimum(errors, 0), axis=0), axis=0)
-    over = jnp.sum((1 - below) ** 2 * jnp.diff(jnp.maximum(errors, 0), axis=0), axis=0)
+    under = sum_members(below**2 * jnp.diff(jnp.minimum(errors, 0), axis=0))
+    over = sum_members((1 - below) ** 2 * jnp.diff(jnp.maximum(errors, 0), axis=0))
     found = under + over + jnp.maximum(errors[0], 0) + jnp.maximum(-errors[-1], 0)
     if estimator == "fair":  # minus half the mean distance of two members, over M - 1
-        found -= jnp.sum(below * (1 - below) * jnp.diff(errors, axis=0), axis=0) / (samples.shape[0] - 1)
+        found -= sum_members(below * (1 - below) * jnp.diff(errors, axis=0)) / (samples.shape[0] - 1)
     # Where differences are NaN, the score is infinite, or zero if all agree with the target.
     infinite = jnp.isinf(samples[0]) | jnp.isinf(samples[-1]) | jnp.isinf(targets)
     unknown = jnp.isnan(samples[-1]) | jnp.isnan(targets)

@@ -7,7 +7,7 @@ from jaxtyping import Array, ArrayLike, Float, Int32, Real
 
 from .._boundary import CountedRows, RowWeights, Samples, Targets, Values, Variances, Weights, array_function, reduce
 from .._keys import member_keys
-from .._weighting import weighted_mean
+from .._weighting import pairwise_mean, reduce_members, weighted_mean
 
 _KNOWN = Values(
     "`{name}` without NaN", lambda x, _: np.isnan(x), "Leave these rows out: `row_weights=~jnp.isnan(...)`."
@@ -91,13 +91,13 @@ def pit(
     """
     own = None if key is None else member_keys(key, 1, purpose="pit")[0]
     share = 0.5 if own is None else jax.random.uniform(own, targets.shape, targets.dtype)
-    below = weighted_mean((samples < targets[None]).astype(samples.dtype), weights)
-    level = weighted_mean((samples == targets[None]).astype(samples.dtype), weights)
-    unknown = jnp.any(jnp.isnan(samples), axis=0) | jnp.isnan(targets)
+    below = pairwise_mean((samples < targets[None]).astype(samples.dtype), weights)
+    level = pairwise_mean((samples == targets[None]).astype(samples.dtype), weights)
+    unknown = reduce_members(jnp.logical_or, jnp.any, jnp.isnan(samples)) | jnp.isnan(targets)
     return reduce(jnp.where(unknown, jnp.nan, jnp.minimum(below + share * level, 1)), "none", row_weights)
 
 
-@array_function
+@array_function(each_row=True)
 def pit_gaussian_mixture(
     mean: Samples, variance: Variances, targets: Targets, *, weights: Weights = None, row_weights: RowWeights = None
 ) -> Float[Array, "*batch"]:

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._boundary import Reduction, RowWeights, Samples, Targets, Weights, array_function, counts, mean_of_rows
-from .._weighting import weighted_mean
+from .._weighting import pairwise_mean, weighted_mean
 from ._reduce import root
 
 
@@ -122,4 +122,4 @@ def error_of_mean(
     weights: Float[Array, " members"] | None,
 ) -> Float[Array, "*batch"]:
     """The error of the ensemble mean."""
-    return weighted_mean(predictions - targets[None], weights)
+    return pairwise_mean(predictions - targets[None], weights)

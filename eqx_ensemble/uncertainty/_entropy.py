@@ -9,7 +9,7 @@ from .._weighting import blank_unweighted, weighted_mean
 from ._variance import Decomposition
 
 
-@array_function
+@array_function(each_row=True)
 def entropy(logits: MixedLogits) -> Float[Array, "*batch"]:
     r"""The entropy of the distributions on the last axis, $-\sum_c p_c \log p_c$.
 
@@ -29,7 +29,7 @@ def entropy(logits: MixedLogits) -> Float[Array, "*batch"]:
     return _entropy_of(logs, jnp.exp(logs))
 
 
-@array_function
+@array_function(each_row=True)
 def decompose_entropy(logits: Logits, *, weights: WeightsOfRows = None) -> Decomposition:
     r"""The entropy of the mixture of the members, split into noise and disagreement between members.
 
@@ -104,7 +104,7 @@ def _excess(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(is_small, small**2 * series, large * jnp.exp(large) - jnp.exp(large) + 1)
 
 
-@array_function
+@array_function(each_row=True)
 def jensen_shannon(logits: Logits, *, weights: Weights = None) -> Float[Array, "*batch"]:
     r"""The Jensen-Shannon divergence of the members: their mean divergence from their mixture.
 
@@ -131,7 +131,7 @@ def jensen_shannon(logits: Logits, *, weights: Weights = None) -> Float[Array, "
     return _parts(logits, weights)[1]
 
 
-@array_function
+@array_function(each_row=True)
 def pairwise_kl(logits: Logits, *, weights: Weights = None) -> Float[Array, "*batch"]:
     r"""The mean KL divergence between two members drawn with probabilities equal to their weights.
 

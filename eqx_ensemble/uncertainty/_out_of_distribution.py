@@ -6,7 +6,7 @@ from .._boundary import Logits, Temperature, Weights, array_function
 from .._weighting import class_mixture, weighted_mean
 
 
-@array_function
+@array_function(each_row=True)
 def least_confidence(logits: Logits, *, weights: Weights = None) -> Float[Array, "*batch"]:
     r"""One minus the largest probability of the mixture of the members, $1 - \max_c \sum_m w_m p_{mc}$.
 
@@ -34,7 +34,7 @@ def least_confidence(logits: Logits, *, weights: Weights = None) -> Float[Array,
     return jnp.sum(jnp.where(best & ~jnp.isnan(logs), 0, jnp.exp(logs)), axis=-1)
 
 
-@array_function
+@array_function(each_row=True)
 def free_energy(logits: Logits, *, temperature: Temperature = 1.0, weights: Weights = None) -> Float[Array, "*batch"]:
     r"""The mean over members of the free energy of their logits, $-T \log \sum_c \exp(f_c / T)$.
 

@@ -18,7 +18,7 @@ Correct = Annotated[
 ]
 
 
-@array_function
+@array_function(each_row=True)
 def variation_ratio(logits: Votes, *, weights: Weights = None) -> Float[Array, "*batch"]:
     """The fraction of the members' votes that are not for the class with the most votes.
 
@@ -41,7 +41,7 @@ def variation_ratio(logits: Votes, *, weights: Weights = None) -> Float[Array, "
     return jnp.sum(shares, axis=-1) - jnp.max(shares, axis=-1)
 
 
-@array_function
+@array_function(each_row=True)
 def disagreement(logits: Votes, *, weights: Weights = None) -> Float[Array, "*batch"]:
     r"""The probability that two members, drawn with probabilities equal to their weights, vote for different classes.
 

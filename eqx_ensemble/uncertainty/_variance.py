@@ -47,7 +47,7 @@ class Ambiguity(NamedTuple):
     __repr__ = brief_repr
 
 
-@array_function
+@array_function(each_row=True)
 def decompose_squared_error(predictions: Samples, targets: Targets, *, weights: Weights = None) -> Ambiguity:
     r"""The squared error of the ensemble mean: the mean squared error of the members minus their ambiguity.
 
@@ -78,7 +78,7 @@ def decompose_squared_error(predictions: Samples, targets: Targets, *, weights: 
     return Ambiguity(error**2, error**2 + ambiguity, ambiguity)
 
 
-@array_function
+@array_function(each_row=True)
 def decompose_nll(logits: Logits, labels: Labels, *, weights: Weights = None) -> Ambiguity:
     r"""The cross-entropy of the mean logits: the mean cross-entropy of the members minus their ambiguity.
 
@@ -133,7 +133,7 @@ def _divergence_to(
 
 
 @takes_pair
-@array_function
+@array_function(each_row=True)
 def decompose_variance(mean: Members, variance: VariancesOrZero, *, weights: WeightsOfRows = None) -> Decomposition:
     r"""The variance of the mixture of the members, split by the law of total variance.
 
