@@ -47,7 +47,7 @@ def reduce_members(
     pair: Callable[[Array, Array], Array], every: Callable[..., Array], values: Shaped[Array, "members ..."]
 ) -> Shaped[Array, "..."]:
     """A reduction over members in pairs: on a CPU, XLA may fuse several over a leading axis into one slow loop."""
-    if not isinstance(values.shape[0], int):  # an exported program for any number of members
+    if not isinstance(values.shape[0], int) or values.shape[0] == 0:  # any number, in an exported program
         return every(values, axis=0)
     rest = []
     while (half := values.shape[0] // 2) > 0:

@@ -47,9 +47,6 @@ def ranked_probability(
     return jnp.where(is_class(labels, logits.shape[-1]), score, jnp.nan)
 
 
-# The scoringrules version needs concrete probabilities: it can be neither traced nor differentiated.
-
-
 class BrierDecomposition(NamedTuple):
     """[`eqx_ensemble.scores.brier`][] as `reliability - resolution + uncertainty + within_bins`.
 
