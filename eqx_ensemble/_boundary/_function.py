@@ -1,0 +1,68 @@
+"""Array functions: annotations say what arguments are; here they are checked, blanked and compiled.
+
+The body of an array function gets arrays of one dtype. Rows and members of weight zero are overwritten, so that they
+have no influence whatever they hold; `weights` sum to one. With an option `reduction`, the body returns one value per
+row.
+"""
+
+import functools as ft
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from jaxtyping import Array
+
+from .._check import check_key
+from ._arguments import Arguments
+from ._checks import check_arguments, check_option
+from ._rows import blanked, by_rows, reduce, rows_of_block, sort_arguments
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def array_function(
+    fn: Callable[P, R] | None = None, *, in_order: str = "", reduces: bool = True, each_row: bool = False
+) -> Any:
+    """Makes a public function of its body, which is compiled; its options are static.
+
+    `in_order` names an argument in whose rising order the body gets the rows, flattened, with ignored ones last; with a
+    minus sign, falling. If the argument has members, its values are sorted over them, and weights become
+    `(members, *batch)` in their order; the values of members of weight zero are then the largest of the others. With
+    `reduces`, an option `reduction` reduces the values of rows that the body returns. Such functions, and those of
+    `each_row`, treat rows independently.
+    """
+    if fn is None:
+        return ft.partial(array_function, in_order=in_order, reduces=reduces, each_row=each_row)
+    fn = inspect.unwrap(fn)  # arguments are checked here, whether or not an import hook does it too
+    of = Arguments(inspect.signature(fn))
+    public_name = f"{fn.__module__.split('.')[1]}.{fn.__name__}"
+
+    reduces = reduces and "reduction" in of.options
+    each_row = each_row or reduces
+
+    @ft.partial(jax.jit, static_argnums=1, static_argnames=tuple(of.options))
+    def body(counted: Array | None, block: int, /, **given: Any) -> Any:
+        given = given if in_order else blanked(given, of, counted)
+        out: Any = by_rows(fn, given, of, block) if block else fn(**given)  # pyright: ignore[reportCallIssue]
+        return reduce(out, given["reduction"], given["row_weights"]) if reduces else out
+
+    @ft.wraps(fn)
+    def public(*args: P.args, **kwargs: P.kwargs) -> R:
+        _public_name = public_name  # which errors show
+        try:
+            bound = of.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"`{public_name}`: {error}") from None
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        for name, annotation in of.options.items():
+            given[name] = check_option(given[name], name, annotation)
+        if of.needs_key or given.get("key") is not None:
+            check_key(given["key"])
+        counted = check_arguments(given, of)
+        if in_order:
+            given = sort_arguments(given, of, counted, in_order)
+        return body(counted, rows_of_block(given, of) if each_row and not in_order else 0, **given)
+
+    return public
