@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -126,7 +127,8 @@ def low_rank(
     - `where`: the layers: a function that returns nodes, as in `equinox.tree_at`, or a type such as
         `equinox.nn.MultiheadAttention`; of other Modules than layers, all layers inside. By default all layers.
     - `scale`: $s$, often `alpha / rank`.
-    - `full`: nodes, selected as by `where`, of which each member trains a copy, such as a new head.
+    - `full`: nodes, selected as by `where`, of which each member trains a copy, such as a new head, or the bias of an
+        adapted layer.
     - `key`: one key, or one per member `(members,)`, from which the matrices are drawn.
 
     **Returns:** the ensemble. Matrices are at least float32, whatever the dtype of the base.
@@ -311,8 +313,10 @@ def _as_ensemble(model: M, num_members: int, copied: PyTree, find: Any = None, l
     check_positive_int(num_members, "num_members")
     model = jax.tree.map(lambda x, flag: jnp.broadcast_to(x, (num_members, *x.shape)) if flag else x, model, copied)
     if find is not None:
-        model = eqx.tree_at(find, model, layers)
-        copied = eqx.tree_at(find, copied, [own_flags(layer) for layer in layers])
+        # The bias of an adapted layer may be among the copies.
+        adapted = [dataclasses.replace(new, bias=old.bias) for new, old in zip(layers, find(model), strict=True)]
+        flags = [dataclasses.replace(own_flags(x), bias=f.bias) for x, f in zip(layers, find(copied), strict=True)]
+        model, copied = eqx.tree_at(find, model, adapted), eqx.tree_at(find, copied, flags)
     flags = jax.tree.leaves(copied, is_leaf=lambda x: x is None)
     return Ensemble(model, tuple(0 if flag else None for flag in flags))
 
