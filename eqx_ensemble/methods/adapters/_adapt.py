@@ -15,6 +15,7 @@ from ..._check import check_function, check_number, check_optional_function, che
 from ..._ensemble import Ensemble
 from ..._keys import member_keys
 from ..._pytree import PyTree
+from ..._stack import AbstractAdapter, merge_adapters
 from .._layers import (
     AbstractSubstitute,
     Select,
@@ -33,7 +34,7 @@ from .._layers import (
 M = TypeVar("M", bound=eqx.Module)
 
 
-class LowRank(AbstractSubstitute):
+class LowRank(AbstractSubstitute, AbstractAdapter):
     """A frozen layer plus a product of two small matrices: `W x + scale * up (down x)`."""
 
     own: ClassVar[tuple[str, ...]] = ("down", "up")
@@ -63,7 +64,7 @@ class LowRank(AbstractSubstitute):
         return with_weights(self.layer, weight + self.change(self.down).astype(weight.dtype), self.bias)
 
 
-class Scale(AbstractSubstitute):
+class Scale(AbstractSubstitute, AbstractAdapter):
     """A frozen layer whose outputs, features or channels, are multiplied by factors."""
 
     own: ClassVar[tuple[str, ...]] = ("factors",)
@@ -243,8 +244,8 @@ def layers_only(model: M, num_members: int, *, where: Callable[[Any], Any] | typ
 def merge(model: M) -> M:
     """Returns an ordinary model that equals one member, with adapted layers replaced by layers of the base's types.
 
-    Predictions agree up to rounding. For all members, `map_members(merge)(ensemble)` is an ensemble of full copies;
-    average that, as the product of averaged matrices is not the average of the products.
+    Predictions agree up to rounding. For all members, `map_members(merge)(ensemble)` is an ensemble of full copies.
+    [`eqx_ensemble.average_parameters`][] averages merged members.
 
     **Arguments:**
 
@@ -264,8 +265,7 @@ def merge(model: M) -> M:
             "copies: `map_members(merge)(ensemble)`."
         )
     check_module(model)
-    is_adapter = lambda x: isinstance(x, LowRank | Scale)
-    return jax.tree.map(lambda x: x.dense(0) if is_adapter(x) else x, model, is_leaf=is_adapter)
+    return merge_adapters(model)
 
 
 def _prepare(model: Any, where: Select, full: Select) -> tuple[Any, list[Any], PyTree]:
