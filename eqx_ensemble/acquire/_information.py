@@ -116,7 +116,7 @@ def batch_bald(
         got = f"got none, for {num_classes} classes and {conditioned + 1} rows, with those that are chosen"
         fix = "Pass `key=jax.random.key(0)`; or a larger `max_outcomes`, which are enumerated exactly."
         raise type_error(f"a `key` for batches of more than {most} joint outcomes", got, fix)
-    key = jax.random.key(0) if key is None else _keys.root(key)
+    key = _keys.own_key() if key is None else _keys.root(key)
     return Picks(*_pick_all(checked, scores, convex, taken, pool, key, size, num_exact, num_samples))
 
 

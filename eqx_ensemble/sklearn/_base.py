@@ -10,6 +10,7 @@ from sklearn.preprocessing import StandardScaler
 
 from .._check import check_version, is_key, missing_extra_message
 from .._ensemble import Ensemble
+from .._keys import own_key
 from .._warnings import warn
 from ._member import Member, MemberMaker
 
@@ -48,7 +49,7 @@ class AbstractEstimator(BaseEstimator):
         state = dict(state)
         if "ensemble_" in state:
             arrays, axes = state["ensemble_"]
-            made = eqx.filter_eval_shape(state["_maker"], jax.random.key(0))
+            made = eqx.filter_eval_shape(state["_maker"], own_key())
             like = made if isinstance(made, tuple) else (made, None)
             shapes, rest = eqx.partition(like, lambda x: isinstance(x, jax.ShapeDtypeStruct))
             leaves = jax.tree.unflatten(jax.tree.structure(shapes), map(_array, arrays))

@@ -16,6 +16,7 @@ from .._build import build
 from .._caller import caller
 from .._check import check_word
 from .._ensemble import take
+from .._keys import own_key
 from .._predict import predict
 from ..resample import bootstrap, out_of_bag_mean
 from ..train import DivergedError, Status, Validation
@@ -43,7 +44,7 @@ def fit_members(estimator: Any, x: np.ndarray, y: np.ndarray, sample_weight: Any
     rows.
     """
     seed = int(check_random_state(estimator.random_state).randint(np.iinfo(np.int32).max))
-    key = jax.random.key(seed)
+    key = own_key(seed)
     weights = check_weights(sample_weight, x)
     rows, held_out = np.flatnonzero(weights), None  # a row of weight zero is treated as absent, also in batches
     if estimator.early_stopping:

@@ -182,3 +182,10 @@ def test_the_extra_is_named(monkeypatch):
         with pytest.raises(ImportError, match=r"`sklearn` needs scikit-learn.\nInstall it: `pip install 'eqx_ensemble"):
             importlib.reload(_available)
     importlib.reload(_available)
+
+
+def test_another_default_generator(x, y, small):
+    """`jax_default_prng_impl="rbg"` is usual on TPUs, and estimators take no key."""
+    wanted = EnsembleRegressor(**small).fit(x, y).predict(x)
+    with jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(EnsembleRegressor(**small).fit(x, y).predict(x), wanted)
