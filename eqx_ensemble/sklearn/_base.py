@@ -83,7 +83,8 @@ class AbstractEstimator(BaseEstimator):
                 f"`{caller()}` needs `sample_weight` that is not negative, and nonzero for a row; got "
                 f"{weights.min():g} to {weights.max():g}."
             )
-        rows, held_out = np.flatnonzero(weights), None
+        rows: Any = np.flatnonzero(weights)
+        held_out: Any = None
         if self.early_stopping:
             count = int(np.ceil(self.validation_fraction * len(rows)))
             if strata is not None:  # if each has enough rows
@@ -97,7 +98,7 @@ class AbstractEstimator(BaseEstimator):
 
     def _fit_scaler(self, values: np.ndarray, weights: np.ndarray) -> StandardScaler:
         """Means and standard deviations of the columns, in 64 bits; 0 and 1 without `standardise`."""
-        scaler = StandardScaler().fit(_columns(values), sample_weight=weights)
+        scaler: Any = StandardScaler().fit(_columns(values), sample_weight=weights)
         if not self.standardise:
             scaler.mean_, scaler.scale_ = np.zeros_like(scaler.mean_), np.ones_like(scaler.scale_)
         return scaler
@@ -133,7 +134,8 @@ class AbstractEstimator(BaseEstimator):
         losses = run.history.loss[healthy].reshape(healthy.sum(), -(-run.history.step[-1] // steps), -1).mean(axis=2)
         curve = lambda values: np.nanmean(values[:, : self.n_iter_], axis=0)
         self.loss_curve_ = curve(losses)
-        self.validation_loss_curve_ = None if validation is None else curve(run.history.validation[healthy])
+        held_out_loss = run.history.validation
+        self.validation_loss_curve_ = None if held_out_loss is None else curve(held_out_loss[healthy])
 
     def _make_network(self) -> Callable[..., Any]:
         """The constructor of a network: the user's, or that of the default one."""
@@ -154,11 +156,13 @@ class AbstractEstimator(BaseEstimator):
     def _predict(self, X: Any, combine: Callable[..., Any] | None = None) -> Any:
         """The combination of the members' predictions of standardised targets, or of logits."""
         check_is_fitted(self)
-        x = scale(self.input_scaler_, validate_data(self, X, reset=False, dtype=np.float64))
+        rows: Any = validate_data(self, X, reset=False, dtype=np.float64)
+        x = scale(self.input_scaler_, rows)
         return predict(self.ensemble_, x, fn=predict_standardised, combine=combine, progress=False)
 
-    def _predict_out_of_bag(self, predictions: Any, split: Split) -> tuple[np.ndarray, np.ndarray]:
+    def _predict_out_of_bag(self, predictions: Any, split: Split) -> tuple[np.ndarray, Any]:
         """The mean over the members that did not draw a row, NaN if there is none, and which rows have one."""
+        assert self.rows_ is not None
         found = np.array(out_of_bag_mean(predictions, self.rows_).mean)
         found[np.setdiff1d(np.arange(len(found)), split.rows)] = np.nan
         known = ~np.isnan(_columns(found)).any(axis=1)
@@ -186,7 +190,7 @@ def unscale(scaler: StandardScaler, values: ArrayLike) -> np.ndarray:
     return np.asarray(scaler.inverse_transform(_columns(exact))).reshape(exact.shape)
 
 
-def device_scaler(scaler: StandardScaler, shape: tuple[int, ...]) -> Scaler:
+def device_scaler(scaler: Any, shape: tuple[int, ...]) -> Scaler:
     """The same standardisation as a Module, for members that are called directly."""
     return Scaler(jnp.asarray(scaler.mean_.reshape(shape), float), jnp.asarray(scaler.scale_.reshape(shape), float))
 

@@ -70,6 +70,7 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
 
         **Raises:** as [`eqx_ensemble.sklearn.EnsembleRegressor.fit`][].
         """
+        x: Any
         x, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, indices = np.unique(y, return_inverse=True)

@@ -100,6 +100,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         [`eqx_ensemble.train.DivergedError`][] if all members diverged.
         """
         check_word(self.head, "head", ("gaussian", "point"))
+        x: Any
         x, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64)
         y = np.asarray(y, np.float64)
         split = self._split(x, sample_weight)
@@ -135,8 +136,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         mean = unscale(self.target_scaler_, moments.mean)
         if not return_std:
             return mean
-        std = np.sqrt(np.asarray(moments.variance, np.float64))
-        return mean, std * self.target_scaler_.scale_.reshape(std.shape[1:])
+        scaler: Any = self.target_scaler_
+        return mean, np.sqrt(np.asarray(moments.variance, np.float64)) * scaler.scale_.reshape(mean.shape[1:])
 
     def predict_interval(self, X: Any, *, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
         """The central interval of the ensemble's predictive distribution.
