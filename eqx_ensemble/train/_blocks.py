@@ -254,7 +254,7 @@ class Crew:
         whole = self.whole
         if self.mesh is not None and whole.status.shape[0] != self.num_members:
             whole = jax.tree.map(lambda x: x[: self.num_members], whole)
-        copy = lambda x: jnp.array(x) if eqx.is_array(x) and not is_key(x) else x
+        copy = lambda x: jnp.asarray(np.array(x)) if eqx.is_array(x) and not is_key(x) else x
         if self.on_host:
             whole, common = jax.tree.map(copy, whole), self.common
         else:  # which the next call would donate
