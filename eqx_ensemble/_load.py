@@ -16,6 +16,7 @@ from ._caller import caller
 from ._check import CheckpointCorruptError, MemberMismatchError, check_path, is_member_array, member_dtype
 from ._ensemble import Ensemble, M
 from ._foreign import empty_aligned
+from ._keys import own_key
 from ._mesh import put
 from ._pytree import PyTree
 from ._save import (
@@ -277,7 +278,7 @@ def evaluate_make(make: Any) -> Any:
         ) from None
     except ValueError:  # a function without a signature
         pass
-    key = jax.random.key(0)
+    key = own_key()
     try:
         shapes = eqx.filter_eval_shape(make, key)
         check_no_tracers(shapes)

@@ -42,7 +42,6 @@ from ._options import check_optional_text as check_optional_text
 from ._options import check_path as check_path
 from ._options import check_positive_int as check_positive_int
 from ._options import check_sequence as check_sequence
-from ._options import check_version as check_version
 from ._options import check_word as check_word
 from ._options import is_integer as is_integer
 from ._options import missing_extra_message as missing_extra_message

@@ -1,11 +1,9 @@
 """Checks of options: flags, words, functions, numbers, sequences and paths."""
 
-import importlib.metadata
 import importlib.util
 import math
 import operator
 import os
-import re
 from collections.abc import Collection
 from typing import Any, TypeGuard
 
@@ -24,16 +22,6 @@ def check_installed(package: str, *, what: str, extra: str) -> None:
     """Raises `ImportError` unless an optional package, needed for `what`, is installed."""
     if importlib.util.find_spec(package) is None:
         raise ImportError(missing_extra_message(what, package, extra))
-
-
-def check_version(package: str, oldest: tuple[int, ...], *, what: str, extra: str) -> None:
-    """Raises `ImportError` unless an installed package is recent enough."""
-    found = importlib.metadata.version(package)
-    if tuple(int(number) for number in re.findall(r"\d+", found)[: len(oldest)]) < oldest:
-        raise ImportError(
-            f"`{what}` needs {package} {'.'.join(map(str, oldest))} or newer, found {found}.\n"
-            f"Update it: `pip install -U 'eqx_ensemble[{extra}]'`."
-        )
 
 
 def check_flag(value: Any, argument: str) -> bool:

@@ -10,45 +10,6 @@ from .._boundary import Values
 from .._check import as_column, value_error
 
 Mode = Literal["min", "max"]
-_NO_NAN = "Leave these candidates out: `row_weights=~jnp.isnan(...)`."
-Best = Annotated[
-    Real[ArrayLike, "..."],
-    Values(
-        "a finite `best`", lambda x, _: ~np.isfinite(x), "Nothing observed yet? Draw the first candidates at random."
-    ),
-]
-Beta = Annotated[
-    Real[ArrayLike, ""],
-    Values(
-        "a finite `beta` of zero or more",
-        lambda x, _: ~((x >= 0) & np.isfinite(x)),
-        "Its root is the number of standard deviations.",
-    ),
-]
-Exponent = Annotated[
-    Real[ArrayLike, ""],
-    Values(
-        "a finite `power` of zero or more",
-        lambda x, _: ~((x >= 0) & np.isfinite(x)),
-        "Zero draws uniformly, 1 in proportion.",
-    ),
-]
-PoolSamples = Annotated[
-    Float[ArrayLike, "members candidates"], Values("`predictions` without NaN", lambda x, _: np.isnan(x), _NO_NAN)
-]
-PoolLogits = Annotated[
-    Float[ArrayLike, "members candidates classes"], Values("`logits` without NaN", lambda x, _: np.isnan(x), _NO_NAN)
-]
-PoolRows = Bool[ArrayLike, " candidates"] | None
-Chosen = Annotated[
-    Integer[ArrayLike, " chosen"],
-    Values(
-        "different indices from 0 to {last} in `chosen`",
-        lambda x, bound: (x < -1) | (x >= bound) | _repeats(x),
-        "-1 stands for no candidate.",
-        below="candidates",
-    ),
-]
 
 
 def _repeats(indices: np.ndarray) -> bool:

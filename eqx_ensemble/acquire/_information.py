@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 
 from .._boundary import CountedRows, Logits, Weights, array_function
 from .._check import type_error
-from .._keys import root
+from .._keys import own_key, root
 from .._weighting import blank_unweighted, log_mixture, weighted_mean
 from ..uncertainty import decompose_entropy
 from ..uncertainty._engine import divergence
@@ -100,7 +100,7 @@ def batch_bald(
         got = f"got none, for {num_classes} classes and {conditioned + 1} rows, with those that are chosen"
         fix = "Pass `key=jax.random.key(0)`; or a larger `max_outcomes`, which are enumerated exactly."
         raise type_error(f"a `key` for batches of more than {max_outcomes} joint outcomes", got, fix)
-    own = jax.random.key(0) if key is None else root(key)
+    own = own_key() if key is None else root(key)
     scores, logs = _information(logits, weights, row_weights), jax.nn.log_softmax(logits, axis=-1)
     labels = _Labels(logs, scores, weighted_mean(jnp.exp(logs), weights), weights)
     return _pick_all(labels, *pool_of(num_candidates, row_weights, chosen), own, size, num_exact, num_samples)

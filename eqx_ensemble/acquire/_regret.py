@@ -10,14 +10,6 @@ from .._brief import brief_repr
 from .._check import value_error
 from ._arguments import Mode, sign_of
 
-Evaluated = Annotated[
-    Real[ArrayLike, "*batch steps"],
-    Values("`values` without NaN", lambda x, _: np.isnan(x), "Leave these runs out."),
-]
-Optimum = Annotated[
-    Real[ArrayLike, "..."],
-    Values("a finite `optimum`", lambda x, _: ~np.isfinite(x), "It is the best value there is."),
-]
 
 
 class Regret(NamedTuple):

@@ -11,14 +11,6 @@ from .._brief import brief_repr
 from .._pairs import takes_pair
 from .._weighting import blank_unweighted, mixture_moments, weighted_mean
 
-Power = Annotated[
-    Real[ArrayLike, ""],
-    Values(
-        "a finite `power` above zero",
-        lambda x, _: ~((x > 0) & (x < np.inf)),
-        "1 is the geometric mean, `num_members` the plain product.",
-    ),
-]
 
 
 @array_function(each_row=True)

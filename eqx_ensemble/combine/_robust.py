@@ -7,14 +7,6 @@ from jaxtyping import Array, ArrayLike, Float, Real
 from .._boundary import Members, Values, Weights, array_function
 from .._weighting import quantile_in_order, shares_in_order, sum_members
 
-Cut = Annotated[
-    Real[ArrayLike, ""],
-    Values(
-        "a `cut` from 0 to below 0.5",
-        lambda x, _: ~((x >= 0) & (x.astype("float32") < 0.5)),
-        "10 % at each end are `cut=0.1`; for 0.5 use `median`.",
-    ),
-]
 
 
 @array_function(in_order="values", each_row=True)

@@ -2,9 +2,9 @@ import dataclasses
 from typing import Any
 
 import equinox as eqx
-import jax
 
 from .. import tree
+from .._keys import own_key
 from . import adapters
 from ._layers import Select
 from ._protocol import AbstractOwnMethod, Posterior, Task, check_counts, check_maker
@@ -43,7 +43,7 @@ class LowRank(AbstractOwnMethod):
         check_counts(self)
 
     def template(self, make: Any, data: Any) -> tuple[Any, dict[str, Any]]:
-        return self._adapt(make, jax.random.key(0)), {}
+        return self._adapt(make, own_key()), {}
 
     def train(self, task: Task) -> Posterior[Any]:
         made = self._adapt(task.make, task.key)

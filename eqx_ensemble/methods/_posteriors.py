@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from .. import resample
 from .._caller import caller
 from .._check import check_function, check_number, check_optional_function, check_word, kind_text
+from .._keys import own_key
 from .._marks import Each
 from ..combine import Gaussian
 from . import distillation, laplace, sngp
@@ -93,7 +94,7 @@ class Laplace(AbstractOwnMethod):
                 f"`{caller()}` needs `data`, a few rows as for `fit`: the shapes of a posterior depend on it."
             )
         few = jax.tree.map(lambda x: x[:2], data)
-        ensemble, options = Task(make, None, None, None, {}, jax.random.key(0)).build(1, make)
+        ensemble, options = Task(make, None, None, None, {}, own_key()).build(1, make)
         fitted = own._posterior(ensemble, few, state=options.get("state"))
         return (fitted.members if fitted.state is None else (fitted.members, fitted.state)), own._reading()
 

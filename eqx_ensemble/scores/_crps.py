@@ -8,7 +8,6 @@ from .._check import value_error
 from .._weighting import shares_in_order, sum_members
 
 Estimator = Literal["nrg", "fair"]
-Threshold = Annotated[Real[ArrayLike, ""], Values(place=True)]
 
 
 @array_function(in_order="samples")

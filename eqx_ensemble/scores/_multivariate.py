@@ -22,14 +22,6 @@ from .._weighting import moments, weighted_mean
 from ._crps import Estimator, check_estimator
 from ._reduce import root
 
-PairWeights = Annotated[
-    Real[ArrayLike, "out out"],
-    Values(
-        "finite `pair_weights` of zero or more",
-        lambda x, _: ~np.isfinite(x) | (x < 0),
-        "A pair of weight zero does not count.",
-    ),
-]
 
 
 @array_function

@@ -12,16 +12,6 @@ from .._weighting import pairwise_mean, reduce_members, weighted_mean
 _KNOWN = Values(
     "`{name}` without NaN", lambda x, _: np.isnan(x), "Leave these rows out: `row_weights=~jnp.isnan(...)`."
 )
-KnownSamples = Annotated[Float[ArrayLike, " members *batch"], _KNOWN]
-KnownTargets = Annotated[Real[ArrayLike, "*batch"], _KNOWN]
-UnitInterval = Annotated[
-    Float[ArrayLike, "*batch"],
-    Values(
-        "`values` from 0 to 1",
-        lambda x, _: (x < 0) | (x > 1),
-        "They are what `scores.pit` or `scores.pit_gaussian_mixture` returns.",
-    ),
-]
 
 
 @array_function

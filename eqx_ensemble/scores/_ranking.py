@@ -10,14 +10,6 @@ from .._boundary import Ranked, RowWeights, Values, array_function, mean_of_rows
 from .._brief import brief_repr
 from ._reduce import running_sum, ties
 
-Positives = Annotated[
-    Bool[ArrayLike, "*batch"],
-    Values(
-        "positive and negative rows that count",
-        lambda x, _: np.full(x.shape, x.all() or not x.any()),
-        "Ranking scores need both kinds of rows.",
-    ),
-]
 
 
 @array_function(in_order="-scores")

@@ -8,7 +8,6 @@ from .._boundary import CountedRows, Ranked, RowWeights, array_function, counts,
 from .._brief import brief_repr
 from ._reduce import running_sum, ties
 
-Losses = Real[ArrayLike, "*batch"]
 
 
 class RiskCoverage(NamedTuple):

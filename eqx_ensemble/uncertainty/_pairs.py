@@ -8,14 +8,6 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Real
 from .._boundary import Members, RowWeights, Values, Votes, Weights, array_function
 from .._weighting import different_votes, votes
 
-Correct = Annotated[
-    Real[ArrayLike, " members *batch"] | Bool[ArrayLike, " members *batch"],
-    Values(
-        "zeros and ones in `correct`",
-        lambda x, _: ~np.isin(x, (0, 1)) & ~np.isnan(x),
-        "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`.",
-    ),
-]
 
 
 @array_function(each_row=True)

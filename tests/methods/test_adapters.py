@@ -233,6 +233,20 @@ def test_nodes_in_full_and_last_blocks():
     assert_close(ee.fit(last, mse, ADAM, data(), **FIT).ensemble[1], whole[1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("adapt", [lambda *args, **options: low_rank(*args, rank=2, key=KEY, **options), scales])
+@pytest.mark.parametrize("full", [lambda m: m.layers[0].bias, lambda m: (m.layers[-1], m.layers[0].bias)])
+def test_the_bias_of_an_adapted_layer_in_full(adapt, full):
+    ensemble = adapt(BASE, 3, full=full)
+    assert ensemble.stacked.layers[0].bias.shape == (3, 6)
+    assert ensemble.stacked.layers[0].layer.weight.shape == (6, 25)
+    run = ee.fit(ensemble, mse, optax.sgd(0.1), data(), **FIT)
+    first = run.ensemble[0]
+    assert not np.array_equal(first.layers[0].bias, BASE.layers[0].bias)
+    assert not np.array_equal(first.layers[0].bias, run.ensemble[1].layers[0].bias)
+    x = data(1)[0][0]
+    np.testing.assert_allclose(merge(first)(x), first(x), rtol=1e-5, atol=1e-6)
+
+
 def test_attention_by_type_and_by_path():
     class Block(eqx.Module):
         attention: eqx.nn.MultiheadAttention

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble.methods.adapters import low_rank, merge, scales
 from eqx_ensemble.methods.soups import greedy
 
 KEY = jax.random.key(1)
@@ -77,6 +78,22 @@ def test_a_permuted_twin_is_not_averaged():
     assert greedy(ensemble, distance, mode="min").weights.tolist() in ([1.0, 0.0], [0.0, 1.0])
     same = ee.stack([model, model])
     assert greedy(same, distance, mode="min").weights.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("adapt", [lambda base: low_rank(base, 3, rank=1, key=KEY), lambda base: scales(base, 3)])
+def test_adapters_are_averaged_merged(adapt):
+    """The product of averaged matrices is not the average of the products."""
+    base = eqx.nn.Linear(4, 2, key=KEY)
+    fixed = lambda x: x + jax.random.normal(KEY, x.shape)
+    ensemble = adapt(base)
+    own = lambda e: [getattr(e.stacked, name) for name in e.stacked.own]
+    ensemble = eqx.tree_at(own, ensemble, replace_fn=fixed)
+    average = ee.average_parameters(ensemble, [1, 2, 1])
+    want = ee.average_parameters(ee.map_members(merge)(ensemble), [1, 2, 1])
+    assert type(average) is eqx.nn.Linear
+    np.testing.assert_allclose(average.weight, want.weight, rtol=1e-6)
+    soup = greedy(ensemble, lambda model: jnp.sum(model(X[0])), mode="min")
+    np.testing.assert_allclose(soup.model.weight, ee.average_parameters(ensemble, soup.weights).weight, rtol=1e-6)
 
 
 def test_members_without_a_score_are_left_out():

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -14,6 +15,7 @@ from ..._check import check_function, check_number, check_optional_function, che
 from ..._ensemble import Ensemble
 from ..._keys import member_keys
 from ..._pytree import PyTree
+from ..._stack import AbstractAdapter, merge_adapters
 from .._layers import (
     AbstractSubstitute,
     Select,
@@ -32,7 +34,7 @@ from .._layers import (
 M = TypeVar("M", bound=eqx.Module)
 
 
-class LowRank(AbstractSubstitute):
+class LowRank(AbstractSubstitute, AbstractAdapter):
     """A frozen layer plus a product of two small matrices: `W x + scale * up (down x)`."""
 
     own: ClassVar[tuple[str, ...]] = ("down", "up")
@@ -62,7 +64,7 @@ class LowRank(AbstractSubstitute):
         return with_weights(self.layer, weight + self.change(self.down).astype(weight.dtype), self.bias)
 
 
-class Scale(AbstractSubstitute):
+class Scale(AbstractSubstitute, AbstractAdapter):
     """A frozen layer whose outputs, features or channels, are multiplied by factors."""
 
     own: ClassVar[tuple[str, ...]] = ("factors",)
@@ -126,7 +128,8 @@ def low_rank(
     - `where`: the layers: a function that returns nodes, as in `equinox.tree_at`, or a type such as
         `equinox.nn.MultiheadAttention`; of other Modules than layers, all layers inside. By default all layers.
     - `scale`: $s$, often `alpha / rank`.
-    - `full`: nodes, selected as by `where`, of which each member trains a copy, such as a new head.
+    - `full`: nodes, selected as by `where`, of which each member trains a copy, such as a new head, or the bias of an
+        adapted layer.
     - `key`: one key, or one per member `(members,)`, from which the matrices are drawn.
 
     **Returns:** the ensemble. Matrices are at least float32, whatever the dtype of the base.
@@ -241,8 +244,8 @@ def layers_only(model: M, num_members: int, *, where: Callable[[Any], Any] | typ
 def merge(model: M) -> M:
     """Returns an ordinary model that equals one member, with adapted layers replaced by layers of the base's types.
 
-    Predictions agree up to rounding. For all members, `map_members(merge)(ensemble)` is an ensemble of full copies;
-    average that, as the product of averaged matrices is not the average of the products.
+    Predictions agree up to rounding. For all members, `map_members(merge)(ensemble)` is an ensemble of full copies.
+    [`eqx_ensemble.average_parameters`][] averages merged members.
 
     **Arguments:**
 
@@ -262,8 +265,7 @@ def merge(model: M) -> M:
             "copies: `map_members(merge)(ensemble)`."
         )
     check_module(model)
-    is_adapter = lambda x: isinstance(x, LowRank | Scale)
-    return jax.tree.map(lambda x: x.dense(0) if is_adapter(x) else x, model, is_leaf=is_adapter)
+    return merge_adapters(model)
 
 
 def _prepare(model: Any, where: Select, full: Select) -> tuple[Any, list[Any], PyTree]:
@@ -311,8 +313,10 @@ def _as_ensemble(model: M, num_members: int, copied: PyTree, find: Any = None, l
     check_positive_int(num_members, "num_members")
     model = jax.tree.map(lambda x, flag: jnp.broadcast_to(x, (num_members, *x.shape)) if flag else x, model, copied)
     if find is not None:
-        model = eqx.tree_at(find, model, layers)
-        copied = eqx.tree_at(find, copied, [own_flags(layer) for layer in layers])
+        # The bias of an adapted layer may be among the copies.
+        adapted = [dataclasses.replace(new, bias=old.bias) for new, old in zip(layers, find(model), strict=True)]
+        flags = [dataclasses.replace(own_flags(x), bias=f.bias) for x, f in zip(layers, find(copied), strict=True)]
+        model, copied = eqx.tree_at(find, model, adapted), eqx.tree_at(find, copied, flags)
     flags = jax.tree.leaves(copied, is_leaf=lambda x: x is None)
     return Ensemble(model, tuple(0 if flag else None for flag in flags))
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..._keys import member_keys
+from ..._keys import member_keys, own_key
 from ..._map import is_per_member, view
 from ..._marks import Each
 from ..._pytree import PyTree
@@ -34,7 +34,7 @@ class JoinInputs(AbstractSubstitute):
         """The layer for equal inputs: its weight is summed over the parts."""
         weight = self.layer.weight
         parts = weight.reshape((weight.shape[0], self.num_submembers, -1, *weight.shape[2:]))
-        layer = redraw(self.layer, jax.random.key(0), in_size=self.size)
+        layer = redraw(self.layer, own_key(), in_size=self.size)
         return with_weights(layer, parts.sum(axis=1), self.layer.bias)
 
 
@@ -55,7 +55,7 @@ class SelectOutput(AbstractSubstitute):
     def dense(self, index: int) -> Any:
         """The layer with the weight of this sub-member."""
         part = lambda x: x.reshape((self.num_submembers, -1, *x.shape[1:]))[index]
-        layer = redraw(self.layer, jax.random.key(0), out_size=self.size)
+        layer = redraw(self.layer, own_key(), out_size=self.size)
         return with_weights(layer, part(self.layer.weight), None if self.layer.bias is None else part(self.layer.bias))
 
 

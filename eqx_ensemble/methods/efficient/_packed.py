@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from ..._caller import caller
 from ..._check import check_number, check_positive_int
-from ..._keys import member_keys
+from ..._keys import member_keys, own_key
 from .._layers import (
     AbstractSubstitute,
     Select,
@@ -148,5 +148,5 @@ class GroupedLinear(AbstractSubstitute):
         """The layer with the full block-diagonal weight."""
         weight = jax.scipy.linalg.block_diag(*self.weight)
         use_bias = self.bias is not None
-        layer = eqx.nn.Linear(weight.shape[1], weight.shape[0], use_bias, weight.dtype, key=jax.random.key(0))
+        layer = eqx.nn.Linear(weight.shape[1], weight.shape[0], use_bias, weight.dtype, key=own_key())
         return with_weights(layer, weight, self.bias)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from ..._caller import caller
 from ..._check import check_flag, check_optional_function, check_positive_int
+from ..._keys import own_key
 from ..._pytree import PyTree
 from ...train._optimiser import only_supported
 from ..trajectory._check import check_inner_optimiser
@@ -96,7 +97,7 @@ def _matrices(params: PyTree, select: Callable[[Any], Any]) -> list[tuple[int, A
 def _first_vector(weight: Array, number: int) -> Float[Array, " out"]:
     """An initial vector for the power iteration: 15 iterations from a random vector."""
     dtype = jnp.float32 if jnp.finfo(weight.dtype).bits < 32 else weight.dtype
-    u = jax.random.normal(jax.random.fold_in(jax.random.key(0), number), weight.shape[:1], dtype)
+    u = jax.random.normal(jax.random.fold_in(own_key(), number), weight.shape[:1], dtype)
     return _norm(weight, u, 15)[1]
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from ..._caller import caller
 from ..._check import check_word
 from ..._ensemble import Ensemble, check_ensemble
-from ..._stack import average_parameters
+from ..._stack import average_parameters, merge_adapters
 
 
 class Soup(NamedTuple):
@@ -73,7 +73,7 @@ def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Litera
         raise ValueError(f"`{caller()}` needs at least one member whose score is a number; all scores are NaN.")
     order = np.argsort(costs, kind="stable")  # NaN is sorted last
     chosen, best = [order[0]], costs[order[0]]
-    soup = ensemble[int(order[0])]
+    soup = merge_adapters(ensemble[int(order[0])])
     for member in order[1:]:
         if np.isnan(costs[member]):
             break
