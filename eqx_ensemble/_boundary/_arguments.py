@@ -1,92 +1,9 @@
-"""What the arguments of array functions are: the kinds of arrays that signatures name."""
+"""What the signature of an array function says of its arguments."""
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
-import numpy as np
-from jaxtyping import ArrayLike, Bool, Float, Integer, Real
-
-
-@dataclasses.dataclass(frozen=True)
-class Values:
-    """What the values of an argument must be, where they can be read, in rows and members that count.
-
-    **Arguments:**
-
-    - `needs`: in words, with the argument's `{name}`; `{last}` is the largest number below `below`, the `{bound}`.
-    - `is_wrong`: of the values that count, and of the size or option that is named by `below`.
-    - `fix`: what to write instead.
-    - `fill`: overwrites what does not count.
-    - `place`: whether they lie on the axis of the targets, of which a large common offset can be taken away.
-    - `ranked`: whether only their order matters.
-    """
-
-    needs: str = ""
-    is_wrong: Callable[[np.ndarray, int], Any] = lambda x, bound: np.zeros(x.shape, bool)
-    fix: str = ""
-    below: str = ""
-    fill: float = 0.0
-    place: bool = False
-    ranked: bool = False
-
-
-_TINY = np.finfo(np.float32).tiny  # below, arithmetic on most devices takes a number for zero
-_LOG_VARIANCE = (
-    "A log-variance? Pass `jnp.exp(log_variance)`. A variance that shrinks to zero? Add a floor such as 1e-6."
-)
-_ABOVE_ZERO = Values("variances above zero", lambda x, _: x < _TINY, _LOG_VARIANCE, fill=1.0)
-_NOT_NEGATIVE = Values("variances of zero or more", lambda x, _: x < 0, _LOG_VARIANCE, fill=1.0)
-_BELOW = lambda x, bound: (x < 0) | (x >= bound)
-_CLASS = Values(
-    "labels from 0 to {last}, as there are {bound} classes",
-    _BELOW,
-    "Leave rows that carry a mark such as -1 out (`row_weights`), and count classes from 0.",
-    below="classes",
-)
-_GROUP = Values(
-    "`groups` from 0 to {last}, as `num_groups` is {bound}",
-    _BELOW,
-    "Count groups from 0, and leave rows without a group out (`row_weights`).",
-    below="num_groups",
-)
-VOTES = Values()
-_PLACE = Values(place=True)
-
-Logits = Float[ArrayLike, "members *batch classes"]
-Votes = Annotated[Logits, VOTES]
-"""Logits of which only the largest matters, so that they may also be probabilities."""
-MixedLogits = Float[ArrayLike, "*batch classes"]
-Labels = Annotated[Integer[ArrayLike, "*batch"], _CLASS]
-Groups = Annotated[Integer[ArrayLike, "*batch"], _GROUP]
-Samples = Annotated[Float[ArrayLike, " members *batch"], _PLACE]
-Points = Annotated[Float[ArrayLike, "*batch"], _PLACE]
-Targets = Annotated[Real[ArrayLike, "*batch"], _PLACE]
-Vectors = Annotated[Float[ArrayLike, "members *batch out"], _PLACE]
-TargetVectors = Annotated[Real[ArrayLike, "*batch out"], _PLACE]
-Variance = Annotated[Float[ArrayLike, "*batch"], _ABOVE_ZERO]
-VarianceOrZero = Annotated[Float[ArrayLike, "*batch"], _NOT_NEGATIVE]
-Variances = Annotated[Float[ArrayLike, " members *batch"], _ABOVE_ZERO]
-VariancesOrZero = Annotated[Float[ArrayLike, " members *batch"], _NOT_NEGATIVE]
-Members = Float[ArrayLike, " members *batch"]
-Temperature = Annotated[
-    Real[ArrayLike, ""],
-    Values(
-        "a finite `temperature` above zero",
-        lambda x, _: ~((x > 0) & (x < np.inf)),
-        "Logits are divided by it; 1 leaves them unchanged.",
-    ),
-]
-Sets = Bool[ArrayLike, "*batch classes"]
-Ranked = Annotated[Float[ArrayLike, "*batch"], Values(ranked=True, fill=np.nan)]
-Weights = Real[ArrayLike, " members"] | None
-WeightsOfRows = Real[ArrayLike, " members *rows"] | None
-RowWeights = Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None
-CountedRows = Bool[ArrayLike, "*batch"] | None
-Reduction = Literal["mean", "none"]
-Levels = float | Sequence[float]
-"""One level, or several `(levels,)`."""
+from ._kinds import Values
 
 
 class Argument(NamedTuple):

@@ -24,7 +24,8 @@ from .._check import (
     value_error,
 )
 from .._check._predictions import warn_of_probabilities
-from ._arguments import VOTES, Argument, Arguments, Levels
+from ._arguments import Argument, Arguments
+from ._kinds import VOTES, Levels
 
 Sizes = dict[str, Any]  # of axes, by name; of `*batch`, a tuple
 

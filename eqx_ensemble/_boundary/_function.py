@@ -8,7 +8,7 @@ row.
 import functools as ft
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 from jaxtyping import Array
@@ -18,12 +18,16 @@ from ._arguments import Arguments
 from ._checks import check_arguments, check_option
 from ._rows import blanked, by_rows, reduce, rows_of_block, sort_arguments
 
-P, R = ParamSpec("P"), TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def array_function(
-    fn: Callable[P, R] | None = None, *, in_order: str = "", reduces: bool = True, each_row: bool = False
-) -> Any:
+@overload
+def array_function(fn: F) -> F: ...
+@overload
+def array_function(*, in_order: str = "", reduces: bool = True, each_row: bool = False) -> Callable[[F], F]: ...
+
+
+def array_function(fn: Any = None, *, in_order: str = "", reduces: bool = True, each_row: bool = False) -> Any:
     """Makes a public function of its body, which is compiled; its options are static.
 
     `in_order` names an argument in whose rising order the body gets the rows, flattened, with ignored ones last; with a
@@ -44,11 +48,11 @@ def array_function(
     @ft.partial(jax.jit, static_argnums=1, static_argnames=tuple(of.options))
     def body(counted: Array | None, block: int, /, **given: Any) -> Any:
         given = given if in_order else blanked(given, of, counted)
-        out: Any = by_rows(fn, given, of, block) if block else fn(**given)  # pyright: ignore[reportCallIssue]
+        out: Any = by_rows(fn, given, of, block) if block else fn(**given)
         return reduce(out, given["reduction"], given["row_weights"]) if reduces else out
 
     @ft.wraps(fn)
-    def public(*args: P.args, **kwargs: P.kwargs) -> R:
+    def public(*args: Any, **kwargs: Any) -> Any:
         _public_name = public_name  # which errors show
         try:
             bound = of.signature.bind(*args, **kwargs)

@@ -1,20 +1,13 @@
 """What the arguments of acquisition functions are."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
+from jaxtyping import Array, Bool, Float, Int32
 
-from .._boundary import Values
 from .._check import as_column, value_error
 
 Mode = Literal["min", "max"]
-
-
-def _repeats(indices: np.ndarray) -> bool:
-    known = indices[indices != -1]
-    return len(np.unique(known)) < len(known)
 
 
 def sign_of(mode: Mode) -> int:

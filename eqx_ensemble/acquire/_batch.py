@@ -4,22 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from .._boundary import Weights, array_function
+from .._boundary import Best, Chosen, PoolRows, PoolSamples, Weights, array_function
 from .._brief import brief_repr
 from .._weighting import blank_unweighted, weighted_mean
-from ._arguments import (
-    Best,
-    Chosen,
-    Mode,
-    PoolRows,
-    PoolSamples,
-    against,
-    argmax,
-    check_size,
-    pool_of,
-    sign_of,
-    without,
-)
+from ._arguments import Mode, against, argmax, check_size, pool_of, sign_of, without
 
 
 class Picks(NamedTuple):

@@ -7,9 +7,9 @@ from jax.scipy.special import ndtr
 from jax.scipy.stats import norm
 from jaxtyping import Array, Bool, Float
 
-from .._boundary import CountedRows, Members, VariancesOrZero, WeightsOfRows, array_function
+from .._boundary import Best, Beta, CountedRows, Members, VariancesOrZero, WeightsOfRows, array_function
 from .._weighting import blank_unweighted, log_mixture, mixture_moments, weighted_mean
-from ._arguments import Best, Beta, Mode, against, sign_of
+from ._arguments import Mode, against, sign_of
 
 
 @array_function

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Key
 
-from .._boundary import CountedRows, Logits, Weights, array_function
+from .._boundary import Chosen, CountedRows, Exponent, Logits, PoolLogits, PoolRows, Weights, array_function
 from .._check import type_error
 from .._keys import own_key, root
 from .._weighting import blank_unweighted, log_mixture, weighted_mean
 from ..uncertainty import decompose_entropy
 from ..uncertainty._engine import divergence
-from ._arguments import Chosen, Exponent, PoolLogits, PoolRows, argmax, check_size, pool_of, without
+from ._arguments import argmax, check_size, pool_of, without
 from ._batch import Picks
 
 _FREE = -2  # a row to be picked; -1 is none

@@ -1,15 +1,13 @@
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float
 
-from .._boundary import Values, array_function
+from .._boundary import Evaluated, Optimum, array_function
 from .._brief import brief_repr
 from .._check import value_error
 from ._arguments import Mode, sign_of
-
 
 
 class Regret(NamedTuple):

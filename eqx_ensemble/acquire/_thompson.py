@@ -3,9 +3,9 @@ from typing import Any
 import jax
 from jaxtyping import Array, Int32
 
-from .._boundary import Weights, array_function
+from .._boundary import PoolRows, PoolSamples, Weights, array_function
 from .._keys import root
-from ._arguments import Mode, PoolRows, PoolSamples, argmax, check_size, pool_of, sign_of, without
+from ._arguments import Mode, argmax, check_size, pool_of, sign_of, without
 
 
 @array_function

@@ -1,16 +1,14 @@
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float
 
 from .. import _weighting
-from .._boundary import Members, Values, VariancesOrZero, WeightsOfRows, array_function
+from .._boundary import Members, Power, VariancesOrZero, WeightsOfRows, array_function
 from .._brief import brief_repr
 from .._pairs import takes_pair
 from .._weighting import blank_unweighted, mixture_moments, weighted_mean
-
 
 
 @array_function(each_row=True)

@@ -1,12 +1,9 @@
-from typing import Annotated
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float
 
-from .._boundary import Members, Values, Weights, array_function
+from .._boundary import Cut, Members, Weights, array_function
 from .._weighting import quantile_in_order, shares_in_order, sum_members
-
 
 
 @array_function(in_order="values", each_row=True)

@@ -1,9 +1,9 @@
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float
 
-from .._boundary import Reduction, RowWeights, Samples, Targets, Values, Weights, array_function
+from .._boundary import Reduction, RowWeights, Samples, Targets, Threshold, Weights, array_function
 from .._check import value_error
 from .._weighting import shares_in_order, sum_members
 

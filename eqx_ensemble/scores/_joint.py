@@ -2,16 +2,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
-from .._boundary import Reduction, RowWeights, Weights, array_function
+from .._boundary import Members, Reduction, RowWeights, Weights, array_function
 from .._keys import root
 from .._weighting import log_mixture
 
 
 @array_function(reduces=False)
 def joint_nll(
-    log_scores: Float[ArrayLike, " members *batch"],
+    log_scores: Members,
     *,
     size: int = 10,
     num_anchors: int = 2,

@@ -1,17 +1,14 @@
-from typing import Annotated
-
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float
 
 from .._boundary import (
+    PairWeights,
     Reduction,
     RowWeights,
     Samples,
     Targets,
     TargetVectors,
-    Values,
     Vectors,
     Weights,
     array_function,
@@ -21,7 +18,6 @@ from .._check import as_column, value_error
 from .._weighting import moments, weighted_mean
 from ._crps import Estimator, check_estimator
 from ._reduce import root
-
 
 
 @array_function

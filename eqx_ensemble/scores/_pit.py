@@ -1,11 +1,24 @@
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int32, Real
+from jaxtyping import Array, Float, Int32
 
-from .._boundary import CountedRows, RowWeights, Samples, Targets, Values, Variances, Weights, array_function, reduce
+from .._boundary import (
+    CountedRows,
+    KnownSamples,
+    KnownTargets,
+    RowWeights,
+    Samples,
+    Targets,
+    UnitInterval,
+    Values,
+    Variances,
+    Weights,
+    array_function,
+    reduce,
+)
 from .._keys import member_keys
 from .._weighting import pairwise_mean, reduce_members, weighted_mean
 

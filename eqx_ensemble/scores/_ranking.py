@@ -1,15 +1,13 @@
 import math
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from .._boundary import Ranked, RowWeights, Values, array_function, mean_of_rows
+from .._boundary import Positives, Ranked, RowWeights, array_function, mean_of_rows
 from .._brief import brief_repr
 from ._reduce import running_sum, ties
-
 
 
 @array_function(in_order="-scores")
@@ -127,8 +125,9 @@ def _rank(scores: Float[Array, " rows"], positives: Bool[Array, " rows"], row_we
     first, last = ties(scores)
     hits, false = total[0][last], total[1][last]  # tied rows have the rates of the last of them
     broken = jnp.any(jnp.isnan(scores) & (own != 0))
-    rates = (jnp.where(broken, jnp.nan, x / x[-1]) for x in (hits, false))
-    return _Ranking(positive, negative, *rates, jnp.where(hits == 0, 0, hits / (hits + false)), first)
+    rate = lambda x: jnp.where(broken, jnp.nan, x / x[-1])
+    precision = jnp.where(hits == 0, 0, hits / (hits + false))
+    return _Ranking(positive, negative, rate(hits), rate(false), precision, first)
 
 
 class RocCurve(NamedTuple):

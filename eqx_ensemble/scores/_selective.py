@@ -2,12 +2,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float
 
-from .._boundary import CountedRows, Ranked, RowWeights, array_function, counts, mean_of_rows, weigh
+from .._boundary import CountedRows, Losses, Ranked, RowWeights, array_function, counts, mean_of_rows, weigh
 from .._brief import brief_repr
 from ._reduce import running_sum, ties
-
 
 
 class RiskCoverage(NamedTuple):

@@ -1,13 +1,9 @@
-from typing import Annotated
-
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, Float
 
-from .._boundary import Members, RowWeights, Values, Votes, Weights, array_function
+from .._boundary import Correct, Members, RowWeights, Votes, Weights, array_function
 from .._weighting import different_votes, votes
-
 
 
 @array_function(each_row=True)

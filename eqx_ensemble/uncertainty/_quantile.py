@@ -168,7 +168,7 @@ def tails(level: float) -> tuple[float, float]:
     return (1 - level) / 2, 1 - (1 - level) / 2
 
 
-def over_levels(fn: Callable[[Array, Array], Array], levels: float | tuple[float, ...], dtype: Any) -> Array:
+def over_levels(fn: Callable[[Array, Array], Array], levels: Levels, dtype: Any) -> Array:
     """`fn` of a level and its distance to one, in float64 before it is rounded; for each of several."""
     exact = np.asarray(levels, np.float64)
     below, over = jnp.asarray(exact, dtype), jnp.asarray(1 - exact, dtype)

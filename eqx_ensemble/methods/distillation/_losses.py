@@ -11,13 +11,13 @@ from ..._caller import caller
 from ..._check import (
     check_floating_arrays,
     check_number,
+    check_positive_scalar,
     check_row_weights,
     check_variance,
     promote,
 )
 from ..._weighting import class_mixture
 from ...scores._engine import Reduction, RowWeights, reduce
-from ...uncertainty._variance import check_temperature
 from ._targets import check_classes, check_gaussians
 
 
@@ -115,7 +115,7 @@ def distribution_loss(
     """
     student, teachers = check_classes(logits, teacher, least=2)
     rows = check_row_weights(row_weights, student.shape[:-1], student.dtype, reduction=reduction)
-    scale = check_temperature(temperature, student.dtype)
+    scale = check_positive_scalar("temperature", temperature, student.dtype, fix="1 leaves logits unchanged.")
     if check_number(smoothing, "smoothing", least=0) >= 1:
         raise ValueError(f"`{caller()}` needs `smoothing` below 1, got {smoothing!r}.")
     student, teachers = rows.blank(student), rows.blank(teachers, before=1)
@@ -202,7 +202,7 @@ def mixture_loss(
     """
     student, teachers = check_classes(logits, teacher, least=1)
     rows = check_row_weights(row_weights, student.shape[:-1], student.dtype, reduction=reduction)
-    scale = check_temperature(temperature, student.dtype)
+    scale = check_positive_scalar("temperature", temperature, student.dtype, fix="1 leaves logits unchanged.")
     return _loss(rows.blank(student), rows.blank(teachers, before=1), scale, rows.weights, reduction)
 
 

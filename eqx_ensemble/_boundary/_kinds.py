@@ -1,0 +1,205 @@
+"""The kinds of arrays that array functions take: their axes, dtypes and values, and what to write instead."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from jaxtyping import ArrayLike, Bool, Float, Integer, Real
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """What the values of an argument must be, where they can be read, in rows and members that count.
+
+    **Arguments:**
+
+    - `needs`: in words, with the argument's `{name}`; `{last}` is the largest number below `below`, the `{bound}`.
+    - `is_wrong`: of the values that count, and of the size or option that is named by `below`.
+    - `fix`: what to write instead.
+    - `fill`: overwrites what does not count.
+    - `place`: whether they lie on the axis of the targets, of which a large common offset can be taken away.
+    - `ranked`: whether only their order matters.
+    """
+
+    needs: str = ""
+    is_wrong: Callable[[np.ndarray, int], Any] = lambda x, bound: np.zeros(x.shape, bool)
+    fix: str = ""
+    below: str = ""
+    fill: float = 0.0
+    place: bool = False
+    ranked: bool = False
+
+
+def _no_nan(fix: str) -> Values:
+    return Values("`{name}` without NaN", lambda x, _: np.isnan(x), fix)
+
+
+def _above_zero(fix: str) -> Values:
+    return Values("a finite `{name}` above zero", lambda x, _: ~((x > 0) & (x < np.inf)), fix)
+
+
+def _zero_or_more(fix: str) -> Values:
+    return Values("finite `{name}` of zero or more", lambda x, _: ~((x >= 0) & (x < np.inf)), fix)
+
+
+def _finite(fix: str) -> Values:
+    return Values("a finite `{name}`", lambda x, _: ~np.isfinite(x), fix)
+
+
+def _below(name: str, fix: str) -> Values:
+    words = "`{name}` from 0 to {last}, as there are {bound} " + name.removeprefix("num_")
+    return Values(words, lambda x, bound: (x < 0) | (x >= bound), fix, below=name)
+
+
+def _repeats(indices: np.ndarray) -> bool:
+    known = indices[indices != -1]
+    return len(np.unique(known)) < len(known)
+
+
+VOTES = Values()  # of which probabilities give the same
+_PLACE = Values(place=True)
+_TINY = np.finfo(np.float32).tiny  # below, arithmetic on most devices takes a number for zero
+_LOG_VARIANCE = (
+    "A log-variance? Pass `jnp.exp(log_variance)`. A variance that shrinks to zero? Add a floor such as 1e-6."
+)
+_POSITIVE = Values("variances above zero", lambda x, _: x < _TINY, _LOG_VARIANCE, fill=1.0)
+_NOT_NEGATIVE = Values("variances of zero or more", lambda x, _: x < 0, _LOG_VARIANCE, fill=1.0)
+_CANDIDATES = _no_nan("Leave these candidates out: `row_weights=~jnp.isnan(...)`.")
+_KNOWN = _no_nan("Leave these rows out: `row_weights=~jnp.isnan(...)`.")
+
+Reduction = Literal["mean", "none"]
+Levels = float | Sequence[float]
+"""One level, or several `(levels,)`."""
+
+if TYPE_CHECKING:  # the body of a function gets arrays, its callers pass what becomes one
+    Weights = Any
+    WeightsOfRows = Any
+    RowWeights = Any
+    CountedRows = Any
+    PoolRows = Any
+    Logits = Any
+    Votes = Any
+    MixedLogits = Any
+    Labels = Any
+    Sets = Any
+    Temperature = Any
+    Members = Any
+    Samples = Any
+    Points = Any
+    Targets = Any
+    KnownSamples = Any
+    KnownTargets = Any
+    Vectors = Any
+    TargetVectors = Any
+    PairWeights = Any
+    Variance = Any
+    VarianceOrZero = Any
+    Variances = Any
+    VariancesOrZero = Any
+    Threshold = Any
+    Power = Any
+    Cut = Any
+    Ranked = Any
+    Losses = Any
+    Positives = Any
+    Groups = Any
+    UnitInterval = Any
+    Correct = Any
+    PoolSamples = Any
+    PoolLogits = Any
+    Best = Any
+    Beta = Any
+    Exponent = Any
+    Chosen = Any
+    Evaluated = Any
+    Optimum = Any
+else:
+    # Weights of members and of rows.
+    Weights = Real[ArrayLike, " members"] | None
+    WeightsOfRows = Real[ArrayLike, " members *rows"] | None
+    RowWeights = Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None
+    CountedRows = Bool[ArrayLike, "*batch"] | None
+    PoolRows = Bool[ArrayLike, " candidates"] | None
+    # Classes.
+    Logits = Float[ArrayLike, "members *batch classes"]
+    Votes = Annotated[Logits, VOTES]
+    MixedLogits = Float[ArrayLike, "*batch classes"]
+    Labels = Annotated[
+        Integer[ArrayLike, "*batch"],
+        _below("classes", "Leave rows that carry a mark such as -1 out (`row_weights`), and count classes from 0."),
+    ]
+    Sets = Bool[ArrayLike, "*batch classes"]
+    Temperature = Annotated[Real[ArrayLike, ""], _above_zero("Logits are divided by it; 1 leaves them unchanged.")]
+    # Numbers.
+    Members = Float[ArrayLike, " members *batch"]
+    Samples = Annotated[Members, _PLACE]
+    Points = Annotated[Float[ArrayLike, "*batch"], _PLACE]
+    Targets = Annotated[Real[ArrayLike, "*batch"], _PLACE]
+    KnownSamples = Annotated[Members, _KNOWN]
+    KnownTargets = Annotated[Real[ArrayLike, "*batch"], _KNOWN]
+    Vectors = Annotated[Float[ArrayLike, "members *batch out"], _PLACE]
+    TargetVectors = Annotated[Real[ArrayLike, "*batch out"], _PLACE]
+    PairWeights = Annotated[Real[ArrayLike, "out out"], _zero_or_more("A pair of weight zero does not count.")]
+    Variance = Annotated[Float[ArrayLike, "*batch"], _POSITIVE]
+    VarianceOrZero = Annotated[Float[ArrayLike, "*batch"], _NOT_NEGATIVE]
+    Variances = Annotated[Members, _POSITIVE]
+    VariancesOrZero = Annotated[Members, _NOT_NEGATIVE]
+    Threshold = Annotated[Real[ArrayLike, ""], _PLACE]
+    Power = Annotated[Real[ArrayLike, ""], _above_zero("1 is the geometric mean, `num_members` the plain product.")]
+    Cut = Annotated[
+        Real[ArrayLike, ""],
+        Values(
+            "a `cut` from 0 to below 0.5",
+            lambda x, _: ~((x >= 0) & (x.astype(np.float32) < 0.5)),
+            "10 % at each end are `cut=0.1`; for 0.5 use `median`.",
+        ),
+    ]
+    # One number for each row.
+    Ranked = Annotated[Float[ArrayLike, "*batch"], Values(ranked=True, fill=np.nan)]
+    Losses = Real[ArrayLike, "*batch"]
+    Positives = Annotated[
+        Bool[ArrayLike, "*batch"],
+        Values(
+            "positive and negative rows that count",
+            lambda x, _: np.full(x.shape, x.all() or not x.any()),
+            "Ranking scores need both kinds of rows.",
+        ),
+    ]
+    Groups = Annotated[
+        Integer[ArrayLike, "*batch"],
+        _below("num_groups", "Count groups from 0, and leave rows without a group out (`row_weights`)."),
+    ]
+    UnitInterval = Annotated[
+        Float[ArrayLike, "*batch"],
+        Values(
+            "`values` from 0 to 1",
+            lambda x, _: (x < 0) | (x > 1),
+            "They are what `scores.pit` or `scores.pit_gaussian_mixture` returns.",
+        ),
+    ]
+    Correct = Annotated[
+        Real[ArrayLike, " members *batch"] | Bool[ArrayLike, " members *batch"],
+        Values(
+            "zeros and ones in `correct`",
+            lambda x, _: ~np.isin(x, (0, 1)) & ~np.isnan(x),
+            "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`.",
+        ),
+    ]
+    # Candidates.
+    PoolSamples = Annotated[Float[ArrayLike, "members candidates"], _CANDIDATES]
+    PoolLogits = Annotated[Float[ArrayLike, "members candidates classes"], _CANDIDATES]
+    Best = Annotated[Real[ArrayLike, "..."], _finite("Nothing observed yet? Draw the first candidates at random.")]
+    Beta = Annotated[Real[ArrayLike, ""], _zero_or_more("Its root is the number of standard deviations.")]
+    Exponent = Annotated[Real[ArrayLike, ""], _zero_or_more("Zero draws uniformly, 1 in proportion.")]
+    Chosen = Annotated[
+        Integer[ArrayLike, " chosen"],
+        Values(
+            "different indices from 0 to {last} in `chosen`",
+            lambda x, bound: (x < -1) | (x >= bound) | _repeats(x),
+            "-1 stands for no candidate.",
+            below="candidates",
+        ),
+    ]
+    Evaluated = Annotated[Real[ArrayLike, "*batch steps"], _no_nan("Leave these runs out.")]
+    Optimum = Annotated[Real[ArrayLike, "..."], _finite("It is the best value there is.")]
