@@ -40,16 +40,15 @@ def _above_zero(fix: str) -> Values:
 
 
 def _zero_or_more(fix: str) -> Values:
-    return Values("finite `{name}` of zero or more", lambda x, _: ~((x >= 0) & (x < np.inf)), fix)
+    return Values("a finite `{name}` of zero or more", lambda x, _: ~((x >= 0) & (x < np.inf)), fix)
 
 
 def _finite(fix: str) -> Values:
     return Values("a finite `{name}`", lambda x, _: ~np.isfinite(x), fix)
 
 
-def _below(name: str, fix: str) -> Values:
-    words = "`{name}` from 0 to {last}, as there are {bound} " + name.removeprefix("num_")
-    return Values(words, lambda x, bound: (x < 0) | (x >= bound), fix, below=name)
+def _below(bound: str, words: str, fix: str) -> Values:
+    return Values(words, lambda x, bound: (x < 0) | (x >= bound), fix, below=bound)
 
 
 def _repeats(indices: np.ndarray) -> bool:
@@ -127,7 +126,11 @@ else:
     MixedLogits = Float[ArrayLike, "*batch classes"]
     Labels = Annotated[
         Integer[ArrayLike, "*batch"],
-        _below("classes", "Leave rows that carry a mark such as -1 out (`row_weights`), and count classes from 0."),
+        _below(
+            "classes",
+            "labels from 0 to {last}, as there are {bound} classes",
+            "Leave rows that carry a mark such as -1 out (`row_weights`), and count classes from 0.",
+        ),
     ]
     Sets = Bool[ArrayLike, "*batch classes"]
     Temperature = Annotated[Real[ArrayLike, ""], _above_zero("Logits are divided by it; 1 leaves them unchanged.")]
@@ -168,7 +171,11 @@ else:
     ]
     Groups = Annotated[
         Integer[ArrayLike, "*batch"],
-        _below("num_groups", "Count groups from 0, and leave rows without a group out (`row_weights`)."),
+        _below(
+            "num_groups",
+            "`groups` from 0 to {last}, as `num_groups` is {bound}",
+            "Count groups from 0, and leave rows without a group out (`row_weights`).",
+        ),
     ]
     UnitInterval = Annotated[
         Float[ArrayLike, "*batch"],
