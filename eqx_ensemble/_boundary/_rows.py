@@ -97,10 +97,11 @@ def by_rows(fn: Callable[..., Any], given: dict[str, Any], of: Arguments, size: 
 
 
 def _is_on_host(given: dict[str, Any], of: Arguments) -> bool:
-    """Whether all arrays can be read and are on one CPU device."""
+    """Whether all arrays can be read and are on the usual device, a CPU."""
     names = (*of.arrays, "weights", "row_weights")
     found = [given[name] for name in names if given.get(name) is not None]
-    on_cpu = lambda x: not is_traced(x) and [device.platform for device in x.devices()] == ["cpu"]
+    usual = [jax.local_devices()[0]]  # where results of NumPy arrays are
+    on_cpu = lambda x: not is_traced(x) and [*x.devices()] == usual and usual[0].platform == "cpu"
     is_readable = lambda x: isinstance(x, np.ndarray) or on_cpu(x)
     return not is_inside_transformation() and all(map(is_readable, found))
 
