@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
+from ._caller import caller
 from ._check import (
     as_column,
     check_array,
@@ -91,7 +92,9 @@ Votes = Annotated[Logits, _VOTES]
 """Logits of which only the largest matters, so that they may also be probabilities."""
 MixedLogits = Float[ArrayLike, "*batch classes"]
 Labels = Annotated[Integer[ArrayLike, "*batch"], _CLASS]
+RowLabels = Annotated[Integer[ArrayLike, " rows"], _CLASS]
 Groups = Annotated[Integer[ArrayLike, "*batch"], _GROUP]
+RowGroups = Annotated[Integer[ArrayLike, " rows"], _GROUP]
 Samples = Annotated[Float[ArrayLike, " members *batch"], _PLACE]
 Points = Annotated[Float[ArrayLike, "*batch"], _PLACE]
 Targets = Annotated[Real[ArrayLike, "*batch"], _PLACE]
@@ -116,6 +119,7 @@ Weights = Real[ArrayLike, " members"] | None
 WeightsOfRows = Real[ArrayLike, " members *rows"] | None
 RowWeights = Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None
 CountedRows = Bool[ArrayLike, "*batch"] | None
+RowFilter = Bool[ArrayLike, " rows"] | None
 Reduction = Literal["mean", "none"]
 Levels = float | Sequence[float]
 """One level, or several `(levels,)`."""
@@ -157,7 +161,7 @@ class Arguments:
         self.only_counts = row_weights is not None and not row_weights.is_number
         self.weighs_rows = weights is not None and "*rows" in weights.axes
         self.arrays = {name: x for name, x in found.items() if x is not None}
-        self.options = {name: said[name] for name, x in found.items() if x is None and name != "key"}
+        self.options = {name: said[name] for name, x in found.items() if x is None and name not in ("key", "self")}
         self.needs_key = "key" in said and signature.parameters["key"].default is inspect.Parameter.empty
 
     def is_of_rows(self, name: str) -> bool:
@@ -165,19 +169,29 @@ class Arguments:
         return set(self.row_axes) <= set(self.arrays[name].axes)
 
 
-def array_function(fn: Callable[P, R] | None = None, *, in_order: str = "", reduces: bool = True) -> Any:
+def array_function(
+    fn: Callable[P, R] | None = None,
+    *,
+    in_order: str = "",
+    reduces: bool = True,
+    finish: Callable[[Any, dict[str, Any]], Any] = lambda out, _: out,
+) -> Any:
     """Makes a public function of its body, which is compiled; its options are static.
 
     `in_order` names an argument in whose rising order the body gets the rows, flattened, with ignored ones last; with a
     minus sign, falling. If the argument has members, its values are sorted over them, and weights become
     `(members, *batch)` in their order; the values of members of weight zero are then the largest of the others. With
-    `reduces`, an option `reduction` reduces the values of rows that the body returns.
+    `reduces`, an option `reduction` reduces the values of rows that the body returns. `finish` gets what the body
+    returned, and the arguments, and returns the result: it is not compiled, and may read values to warn of them.
+
+    Methods of Modules may be array functions too. A private one is named in errors by its public caller.
     """
     if fn is None:
-        return ft.partial(array_function, in_order=in_order, reduces=reduces)
+        return ft.partial(array_function, in_order=in_order, reduces=reduces, finish=finish)
     fn = inspect.unwrap(fn)  # arguments are checked here, whether or not an import hook does it too
     of = Arguments(inspect.signature(fn))
-    public_name = f"{fn.__module__.split('.')[1]}.{fn.__name__}"
+    own_name = fn.__qualname__.removesuffix(".__call__")
+    public_name = "" if own_name.startswith("_") else f"{fn.__module__.split('.')[1]}.{own_name}"
 
     @ft.partial(jax.jit, static_argnames=tuple(of.options))
     def body(counted: Array | None, **given: Any) -> Any:
@@ -190,7 +204,7 @@ def array_function(fn: Callable[P, R] | None = None, *, in_order: str = "", redu
         try:
             bound = of.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"`{public_name}`: {error}") from None
+            raise TypeError(f"`{public_name or caller()}`: {error}") from None
         bound.apply_defaults()
         given = dict(bound.arguments)
         for name, annotation in of.options.items():
@@ -200,7 +214,7 @@ def array_function(fn: Callable[P, R] | None = None, *, in_order: str = "", redu
         counted = check_arguments(given, of)
         if in_order:
             given = sort_arguments(given, of, counted, in_order)
-        return body(counted, **given)
+        return finish(body(counted, **given), given)
 
     return public
 
