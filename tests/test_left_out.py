@@ -53,7 +53,7 @@ def test_value(name, member, value):
 
 
 WHOLE = np.array([1, 2, 0, 1, 3, 1])
-TAKING = [name for name in NAMES if "row_weights" in arguments_of(name) and name != "conformal.weighted_quantile"]
+TAKING = [name for name in NAMES if "row_weights" in arguments_of(name)]
 COUNTING = [name for name in TAKING if name.startswith(("acquire", "conformal", "methods.density"))]
 COUNTING += ["scores.excess_aurc", "scores.pit_histogram", "scores.rank_histogram"]
 OTHERS = [name for name in TAKING if name not in COUNTING and not name.startswith("scores")]  # scores have their own

@@ -130,8 +130,10 @@ def _fit(
         found, flat = _minimise(loss, start / unit, bounds, max_steps)
         by = found * unit
         margins = x @ by.T if kind == "matrix" else np.einsum("ncf,cf->nc", x, by)
-        certain = np.max(_losses(margins, goal, kind)[0], axis=0) < 1e-3
-        if not flat or (certain.any() and not price.any()):
+        right = (margins == margins.max(-1, keepdims=True)) if kind in _SOFTMAX else margins > 0
+        # If all rows are right, larger coefficients are always better.
+        separable = kind != "platt" and not price.any() and (right == hits).all(axis=None if kind in _SOFTMAX else 0)
+        if not flat or np.any(separable):
             warn(
                 f"`{caller()}`: no minimum was reached. If the rows are separable, none exists: fit on more rows, use "
                 "a calibration with fewer parameters, or `calibrate.matrix` with penalties."
@@ -141,7 +143,7 @@ def _fit(
 
 
 def _losses(margins: np.ndarray, goal: np.ndarray, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
-    """The losses of each row, `(rows, 1)`, or of each class against the rest, and their slopes in the margins."""
+    """The loss of each row, or of each class against the rest, and the slopes in the margins."""
     if kind in _SOFTMAX:
         logs = margins - np.logaddexp.reduce(margins, axis=-1, keepdims=True)
         return -np.sum(goal * logs, axis=-1, keepdims=True), np.exp(logs) - goal
@@ -195,7 +197,9 @@ def temperature(
             got, fix = f"{whose}{got}to zero", "Fit on more rows, with at least one wrong prediction."
             raise value_error("labels for which an optimal temperature exists", got, fix)
         if share @ gaps.mean(axis=-1) >= 0:
-            got = f"{whose}the labels are no more likely than by chance, so the likelihood increases with the temperature"
+            got = (
+                f"{whose}the labels are no more likely than by chance, so the likelihood increases with the temperature"
+            )
             fix = "Are the labels in the order of the rows?"
             raise value_error("labels for which an optimal temperature exists", got, fix)
         found.append(_best_temperature(gaps, share))

@@ -197,7 +197,9 @@ def _finish_left_out(out: tuple[JackknifePlus, Array], given: dict[str, Any]) ->
     host = concrete(out[0].residuals)
     if host is not None and (wrong := np.isnan(host)).any():
         fix = "Did members diverge? Exclude their rows with `row_weights`, or retrain them."
-        raise value_error("`held_out` predictions without NaN in rows that a member held out", first_text(host, wrong), fix)
+        raise value_error(
+            "`held_out` predictions without NaN in rows that a member held out", first_text(host, wrong), fix
+        )
     return finish(out, given)
 
 
