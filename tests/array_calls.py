@@ -176,8 +176,8 @@ CALLS = {
         "decompose_variance": _MOMENTS,
     },
     calibrate: {
-        "matrix": _CLASSES | {"pool": "mixture", "off_diagonal_penalty": 0.1, "bias_penalty": 0.1, "max_steps": 50},
-        "vector": _CLASSES | {"pool": "mixture", "max_steps": 50},
+        "matrix": _CLASSES | {"pool": "mixture", "off_diagonal_penalty": 0.1, "bias_penalty": 0.1},
+        "vector": _CLASSES | {"pool": "mixture"},
         "isotonic": _CLASSES | {"pool": "mixture"},
         "temperature": _CLASSES | {"pool": "mixture"},
         "platt": _CLASSES | {"pool": "mixture"},

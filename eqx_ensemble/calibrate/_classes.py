@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 from .._boundary import Labels, Logits, RowWeights, Weights, array_function
 from .._brief import brief_doc
 from .._caller import caller
-from .._check import as_column, check_number, check_positive_int, value_error
+from .._check import as_column, check_number, value_error
 from .._warnings import warn
 from .._weighting import class_log_odds
-from ._pool import Pool, Rows, pool_logits, rows_of
+from ._pool import Pool, Pooling, Rows, rows_of
 
 Kind = Literal["vector", "matrix", "platt", "beta"]
 
@@ -24,20 +24,18 @@ class Temperature(eqx.Module):
     **Attributes:**
 
     - `temperature`: `(groups,)`; above 1 for overconfident predictions.
-    - `weights`, `pool`, `num_members`: of the predictions of the fit.
+    - `pooling`: that of the fit.
     """
 
     temperature: Float[Array, " groups"]
-    weights: Float[Array, " members"] | None
-    pool: Pool = eqx.field(static=True)
-    num_members: int = eqx.field(static=True)
+    pooling: Pooling
 
     __pdoc__ = brief_doc
 
     @array_function
     def __call__(self, logits: Logits) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(groups, *batch, classes)`."""
-        logs = pool_logits(logits, self.pool, self.weights, self.num_members)
+        logs = self.pooling.logs(logits)
         return jax.nn.log_softmax(logs / as_column(self.temperature, logs.ndim).astype(logs.dtype), axis=-1)
 
 
@@ -49,21 +47,19 @@ class Calibration(eqx.Module):
     - `coefficients`: `(groups, classes, features)`. For `"vector"`, a class's scale and bias; for `"matrix"`, a row of
         the matrix and the bias; for `"platt"`, its slope and offset; for `"beta"`, its $a$, $b$ and $c$.
     - `kind`: the function that fitted it.
-    - `weights`, `pool`, `num_members`: of the predictions of the fit.
+    - `pooling`: that of the fit.
     """
 
     coefficients: Float[Array, "groups classes features"]
-    weights: Float[Array, " members"] | None
+    pooling: Pooling
     kind: Kind = eqx.field(static=True)
-    pool: Pool = eqx.field(static=True)
-    num_members: int = eqx.field(static=True)
 
     __pdoc__ = brief_doc
 
     @array_function
     def __call__(self, logits: Logits) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(groups, *batch, classes)`."""
-        logs = pool_logits(logits, self.pool, self.weights, self.num_members)
+        logs = self.pooling.logs(logits)
         flat = logs.reshape(logs.shape[0], -1, logs.shape[-1])
         x, by = _features(flat, self.kind), self.coefficients.astype(logs.dtype)
         if self.kind == "matrix":
@@ -88,18 +84,16 @@ def _features(logs: Float[Array, "*batch classes"], kind: Kind) -> Float[Array, 
     return jnp.stack([odds, one] if kind == "platt" else [logs, odds - logs, one], axis=-1)
 
 
-def _minimise(loss: Callable, start: np.ndarray, bounds: Any = None, max_steps: int = 2000) -> tuple[np.ndarray, bool]:
+def _minimise(loss: Callable, start: np.ndarray, bounds: Any = None) -> tuple[np.ndarray, bool]:
     from scipy import optimize  # here, because it takes long to import
 
     flat = lambda x: (lambda value, grad: (value, np.ravel(grad)))(*loss(x.reshape(start.shape)))
-    options = {"maxiter": max_steps, "maxfun": 10 * max_steps, "ftol": 1e-15, "gtol": 1e-9}
+    options = {"maxiter": 5000, "maxfun": 10_000, "ftol": 1e-15, "gtol": 1e-9}
     found = optimize.minimize(flat, np.ravel(start), jac=True, method="L-BFGS-B", bounds=bounds, options=options)
     return found.x.reshape(start.shape), found.success
 
 
-def _fit(
-    rows: Rows, pool: Pool, num_members: int, kind: Kind, penalties: tuple[float, float] = (0, 0), max_steps: int = 2000
-) -> Calibration:
+def _fit(rows: Rows, kind: Kind, penalties: tuple[float, float] = (0, 0)) -> Calibration:
     """Minimises the mean loss in double precision, of each group of predictions alone."""
     each = np.asarray(_features(rows.logs, kind), np.float64)[:, rows.counted]
     hits, share = rows.hits[rows.counted], (rows.share / rows.share.sum())[rows.counted, None]
@@ -127,7 +121,7 @@ def _fit(
             grad = (share * slope).T @ x if kind == "matrix" else np.einsum("nc,ncf->cf", share * slope, x)
             return np.sum(share * of_row) + np.sum(price * by**2), unit * (grad + 2 * price * by)
 
-        found, flat = _minimise(loss, start / unit, bounds, max_steps)
+        found, flat = _minimise(loss, start / unit, bounds)
         by = found * unit
         margins = x @ by.T if kind == "matrix" else np.einsum("ncf,cf->nc", x, by)
         right = (margins == margins.max(-1, keepdims=True)) if kind in _SOFTMAX else margins > 0
@@ -139,7 +133,7 @@ def _fit(
                 "a calibration with fewer parameters, or `calibrate.matrix` with penalties."
             )
         best.append(by)
-    return Calibration(jnp.asarray(np.stack(best), rows.logs.dtype), rows.weights, kind, pool, num_members)
+    return Calibration(jnp.asarray(np.stack(best), rows.logs.dtype), rows.pooling, kind)
 
 
 def _losses(margins: np.ndarray, goal: np.ndarray, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
@@ -204,7 +198,7 @@ def temperature(
             raise value_error("labels for which an optimal temperature exists", got, fix)
         found.append(_best_temperature(gaps, share))
     dtype = rows.logs.dtype
-    return Temperature(jnp.asarray(found, dtype), rows.weights, pool, np.shape(logits)[0])
+    return Temperature(jnp.asarray(found, dtype), rows.pooling)
 
 
 def _best_temperature(gaps: np.ndarray, share: np.ndarray) -> float:
@@ -221,23 +215,14 @@ def _best_temperature(gaps: np.ndarray, share: np.ndarray) -> float:
 
 
 def vector(
-    logits: Logits,
-    labels: Labels,
-    *,
-    pool: Pool,
-    weights: Weights = None,
-    row_weights: RowWeights = None,
-    max_steps: int = 2000,
+    logits: Logits, labels: Labels, *, pool: Pool, weights: Weights = None, row_weights: RowWeights = None
 ) -> Calibration:
     r"""Vector scaling: a scale and a bias for the log-probability of each class, fitted by maximum likelihood.
 
     The mean of $-\log \mathrm{softmax}(w \odot \log p + b)_y$ over rows is convex in $w$ and $b$, and is minimised by
     SciPy's L-BFGS from $w = 1, b = 0$. An arbitrary offset of a row's logits has no effect.
 
-    **Arguments:**
-
-    - `max_steps`: the maximum number of L-BFGS steps.
-    - the others: as for [`eqx_ensemble.calibrate.temperature`][].
+    **Arguments:** as for [`eqx_ensemble.calibrate.temperature`][].
 
     **Returns:**
 
@@ -253,8 +238,7 @@ def vector(
     ??? cite
         [Guo et al. 2017](https://arxiv.org/abs/1706.04599)
     """
-    rows, steps = rows_of(logits, labels, pool, weights, row_weights), check_positive_int(max_steps, "max_steps")
-    return _fit(rows, pool, np.shape(logits)[0], "vector", max_steps=steps)
+    return _fit(rows_of(logits, labels, pool, weights, row_weights), "vector")
 
 
 def matrix(
@@ -266,7 +250,6 @@ def matrix(
     bias_penalty: float = 0.0,
     weights: Weights = None,
     row_weights: RowWeights = None,
-    max_steps: int = 2000,
 ) -> Calibration:
     r"""Matrix scaling of log-probabilities, which is Dirichlet calibration.
 
@@ -277,7 +260,7 @@ def matrix(
     **Arguments:**
 
     - `off_diagonal_penalty`, `bias_penalty`: $\lambda$ and $\mu$, non-negative: choose them by cross-validation.
-    - the others: as for [`eqx_ensemble.calibrate.vector`][].
+    - the others: as for [`eqx_ensemble.calibrate.temperature`][].
 
     **Returns:**
 
@@ -294,11 +277,10 @@ def matrix(
     ??? cite
         [Kull et al. 2019](https://arxiv.org/abs/1910.12656)
     """
-    steps = check_positive_int(max_steps, "max_steps")
     check_number(off_diagonal_penalty, "off_diagonal_penalty", least=0)
     check_number(bias_penalty, "bias_penalty", least=0)
     rows = rows_of(logits, labels, pool, weights, row_weights)
-    return _fit(rows, pool, np.shape(logits)[0], "matrix", (off_diagonal_penalty, bias_penalty), steps)
+    return _fit(rows, "matrix", (off_diagonal_penalty, bias_penalty))
 
 
 def platt(
@@ -326,7 +308,7 @@ def platt(
     ??? cite
         Platt 1999; numerics: [Lin et al. 2007](https://doi.org/10.1007/s10994-007-5018-6)
     """
-    return _fit(rows_of(logits, labels, pool, weights, row_weights), pool, np.shape(logits)[0], "platt")
+    return _fit(rows_of(logits, labels, pool, weights, row_weights), "platt")
 
 
 def beta(
@@ -355,4 +337,4 @@ def beta(
     ??? cite
         [Kull et al. 2017](https://proceedings.mlr.press/v54/kull17a.html)
     """
-    return _fit(rows_of(logits, labels, pool, weights, row_weights), pool, np.shape(logits)[0], "beta")
+    return _fit(rows_of(logits, labels, pool, weights, row_weights), "beta")

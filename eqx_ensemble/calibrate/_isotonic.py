@@ -8,7 +8,7 @@ from .._boundary import Labels, Logits, RowWeights, Weights, array_function
 from .._brief import brief_doc
 from .._caller import caller
 from .._check import missing_extra_message
-from ._pool import Pool, pool_logits, rows_of
+from ._pool import Pool, Pooling, rows_of
 
 
 class Isotonic(eqx.Module):
@@ -18,21 +18,19 @@ class Isotonic(eqx.Module):
 
     - `knots`, `values`: the increasing function of each class, `(groups, classes, knots)`: linear between knots and
         constant beyond the first and the last, which is repeated for classes with fewer knots.
-    - `weights`, `pool`, `num_members`: of the predictions of the fit.
+    - `pooling`: that of the fit.
     """
 
     knots: Float[Array, "groups classes knots"]
     values: Float[Array, "groups classes knots"]
-    weights: Float[Array, " members"] | None
-    pool: Pool = eqx.field(static=True)
-    num_members: int = eqx.field(static=True)
+    pooling: Pooling
 
     __pdoc__ = brief_doc
 
     @array_function
     def __call__(self, logits: Logits) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(groups, *batch, classes)`."""
-        p = jnp.exp(pool_logits(logits, self.pool, self.weights, self.num_members))
+        p = jnp.exp(self.pooling.logs(logits))
         of_class = jax.vmap(jnp.interp, in_axes=(-1, 0, 0), out_axes=-1)
         found = jax.vmap(of_class)(p, self.knots.astype(p.dtype), self.values.astype(p.dtype))
         found = jnp.where(jnp.isnan(p), p, found)  # interpolation puts NaN after the last knot
@@ -81,4 +79,4 @@ def isotonic(
     pad = lambda x: np.pad(x, (0, longest - len(x)), mode="edge")
     stack = lambda parts: jnp.asarray(np.reshape([pad(x) for x in parts], (*rows.logs.shape[::2], -1)), rows.logs.dtype)
     knots, values = stack([fit.X_thresholds_ for fit in fits]), stack([fit.y_thresholds_ for fit in fits])
-    return Isotonic(knots, values, rows.weights, pool, np.shape(logits)[0])
+    return Isotonic(knots, values, rows.pooling)

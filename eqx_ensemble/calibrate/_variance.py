@@ -8,10 +8,9 @@ from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._boundary import RowWeights, Samples, Values, Variances, Weights, array_function, mean_of_rows
 from .._brief import brief_doc
-from .._check import as_column, check_fitted_members, concrete, value_error
-from .._weighting import mixture_moments
+from .._check import as_column, concrete, value_error
 from ..combine import Gaussian
-from ._pool import Pool, check_pool
+from ._pool import Pool, Pooling
 
 _FINITE = Values(
     "finite `targets`",
@@ -21,34 +20,24 @@ _FINITE = Values(
 )
 
 
-def _pool_moments(mean: Array, variance: Array, pool: Pool, weights: Array | None) -> tuple[Array, Array]:
-    if pool == "members":
-        return mean, variance
-    mean, variance = mixture_moments(mean, variance, weights)
-    return mean[None], variance[None]
-
-
 class Variance(eqx.Module):
     """Fitted variance scaling.
 
     **Attributes:**
 
     - `scale`: the factor of the variances, `(groups,)`; above 1 for overconfident predictions.
-    - `weights`, `pool`, `num_members`: of the predictions of the fit.
+    - `pooling`: that of the fit.
     """
 
     scale: Float[Array, " groups"]
-    weights: Float[Array, " members"] | None
-    pool: Pool = eqx.field(static=True)
-    num_members: int = eqx.field(static=True)
+    pooling: Pooling
 
     __pdoc__ = brief_doc
 
     @array_function
     def __call__(self, mean: Samples, variance: Variances) -> Gaussian:
         """Means and calibrated variances, `(groups, *batch)`, as `.mean` and `.variance`."""
-        check_fitted_members(self.num_members, mean.shape[0])
-        means, variances = _pool_moments(mean, variance, self.pool, self.weights)
+        means, variances = self.pooling.moments(mean, variance)
         return Gaussian(means, variances * as_column(self.scale, means.ndim).astype(means.dtype))
 
 
@@ -56,7 +45,7 @@ def _finish(out: Variance, _: dict[str, Any]) -> Variance:
     host = concrete(out.scale)
     if host is not None and (wrong := ~(np.isfinite(host) & (host > 0))).any():
         first = int(np.argmax(wrong))
-        whose = f"member {first}: " if out.pool == "members" else ""
+        whose = f"member {first}: " if out.pooling.pool == "members" else ""
         fix = "Exclude members by `weights`, and rows by `row_weights`. Or are the targets the predictions themselves?"
         got = f"{whose}the factor would be {host[first]}"
         raise value_error("finite means and variances, and targets that differ from the predicted means", got, fix)
@@ -104,8 +93,8 @@ def variance(
     ??? cite
         [Laves et al. 2020](https://arxiv.org/abs/2104.12376)
     """
-    check_pool(pool, weights)
-    means, variances = _pool_moments(mean, variance, pool, weights)
+    pooling = Pooling(weights, pool, jnp.shape(mean)[0])
+    means, variances = pooling.moments(mean, variance)
     errors = (targets[None] - means) ** 2 / variances
     scale = jax.vmap(lambda of_group: mean_of_rows(of_group, row_weights))(errors)
-    return Variance(scale, weights, pool, jnp.shape(mean)[0])
+    return Variance(scale, pooling)

@@ -65,7 +65,7 @@ def risk_control(
     ??? cite
         [Angelopoulos et al., ICLR 2024](https://arxiv.org/abs/2208.02814)
     """
-    if not 0 <= risk <= bound:
+    if not 0 < risk < bound:
         raise value_error("a `risk` between 0 and `bound`", f"got {risk} and {bound}", "It is an expected loss.")
     order = jnp.argsort(thresholds)
     largest = jax.lax.cummax(losses[:, order], axis=1, reverse=True)

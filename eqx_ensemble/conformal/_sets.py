@@ -23,7 +23,7 @@ HeldOutLogits = Annotated[
 
 
 def class_scores(
-    logits: Float[Array, "*batch classes"], score: Score, penalty: float = 0.0, num_free: float = 0
+    logits: Float[Array, "*batch classes"], score: Score, penalty: float = 0.0, num_free: int = 1
 ) -> Float[Array, "*batch classes"]:
     """The nonconformity score of each class: a monotonic function of what `score` says, which does not round to one."""
     if score == "lac":
@@ -40,7 +40,11 @@ def class_scores(
     below = jax.lax.cumlogsumexp(ordered, axis=logs.ndim - 1)
     below = jnp.concatenate([jnp.full_like(below[..., :1], -jnp.inf), below], axis=-1)
     below = jnp.take_along_axis(below, less.astype(jnp.int32), axis=-1)
-    rest = jnp.minimum(jnp.logaddexp(below, jnp.log(most - less - 1) + logs), 0)
+    others = jnp.log(most - less - 1) + logs
+    # The gradient of `logaddexp` is NaN where both are minus infinity.
+    nothing, alone = jnp.isneginf(below), jnp.isneginf(others)
+    rest = jnp.logaddexp(jnp.where(nothing, 0, below), jnp.where(alone, 0, others))
+    rest = jnp.minimum(jnp.where(nothing, others, jnp.where(alone, below, rest)), 0)
     if penalty > 0:
         return -jnp.expm1(rest) + penalty * jnp.maximum(place - num_free, 0)
     # Beyond the last likely class nothing remains; only impossible ones come after it.
@@ -63,7 +67,7 @@ class Sets(eqx.Module):
     threshold: Float[Array, "..."]
     score: Score = eqx.field(static=True)
     penalty: float = eqx.field(static=True)
-    num_free: float = eqx.field(static=True)
+    num_free: int = eqx.field(static=True)
     by_group: bool = eqx.field(static=True)
 
     __pdoc__ = brief_doc
@@ -93,7 +97,7 @@ def sets(
     level: float,
     score: Score = "aps",
     penalty: float = 0.0,
-    num_free: float = 0,
+    num_free: int = 1,
     by_class: bool = False,
     groups: RowGroups | None = None,
     num_groups: int = 1,
@@ -139,7 +143,6 @@ def sets(
         2013](https://arxiv.org/abs/1209.2673)
     """
     check_number(penalty, "penalty", least=0)
-    check_number(num_free, "num_free", least=0)
     if (by_class and groups is not None) or (penalty > 0 and score != "aps"):
         got = f"got `by_class={by_class}`, `score={score!r}` and `penalty={penalty}`"
         raise value_error('`by_class` without `groups`, and a `penalty` with `score="aps"`', got, "Leave one out.")

@@ -116,10 +116,8 @@ def test_masked_rows_change_nothing():
 def test_warns_where_there_is_no_minimum():
     sure = np.tile(3 * np.eye(4, dtype=np.float32), (2, 1, 1))
     sure[0, 0] = sure[0, 1]
-    with pytest.warns(UserWarning, match="`calibrate.vector`: no minimum.*use a calibration|no minimum"):
-        calibrate.vector(sure, np.arange(4), pool="members", max_steps=50)
-    with pytest.warns(UserWarning, match="`calibrate.matrix`: no minimum was reached"):
-        calibrate.matrix(SMALL, LABELS, pool="mixture", max_steps=2)
+    with pytest.warns(UserWarning, match="`calibrate.vector`: no minimum was reached"):
+        calibrate.vector(sure, np.arange(4), pool="members")
 
 
 @pytest.mark.filterwarnings("error")
@@ -130,15 +128,10 @@ def test_a_penalty_gives_a_minimum_where_rows_can_be_separated():
     fitted = calibrate.matrix(logits, labels, pool="mixture", off_diagonal_penalty=0.01, bias_penalty=0.01)
     np.testing.assert_array_equal(np.argmax(fitted(logits)[0], axis=-1), labels)
     with pytest.warns(UserWarning, match="no minimum was reached"):
-        calibrate.matrix(logits, labels, pool="mixture", max_steps=50)
-    sure = logits[:, :, [1, 2, 0]]  # and here scales alone do, which have no penalty
-    with pytest.warns(UserWarning, match="no minimum was reached"):
-        calibrate.matrix(sure, labels, pool="mixture", off_diagonal_penalty=0.01, bias_penalty=0.01, max_steps=50)
+        calibrate.matrix(logits, labels, pool="mixture")
 
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     with pytest.raises(ValueError, match="`bias_penalty` to be at least 0 and finite, got -1"):
         calibrate.matrix(SMALL, LABELS, pool="mixture", bias_penalty=-1.0)
-    with pytest.raises(ValueError, match="`calibrate.vector` needs"):
-        calibrate.vector(SMALL, LABELS, pool="mixture", max_steps=0)
