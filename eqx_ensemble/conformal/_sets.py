@@ -61,7 +61,8 @@ class Sets(eqx.Module):
     - `threshold`: a class is in the set if its score is at most this; a scalar, one for each class, or one for each
         group. The scores are minus the log-odds (`"lac"`), minus the logarithm of the remaining probability (`"aps"`;
         with a penalty, the sum itself), or the number of classes at least as likely (`"top_k"`).
-    - the others: as fitted.
+    - `score`, `penalty`, `num_free`: as fitted.
+    - `by_group`: whether there is a threshold for each group.
     """
 
     threshold: Float[Array, "..."]
