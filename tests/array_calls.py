@@ -17,6 +17,7 @@ _VARIANCE = np.exp(_RNG.normal(size=(3, 6))).astype(np.float32)
 _WEIGHTS, _ROW_WEIGHTS = np.array([0.5, 0.2, 0.3]), np.array([1.0, 2.0, 0.0, 0.5, 1.0, 1.0])
 _MASK = np.array([True, True, False, True, True, True])
 _DRAWN = np.array([[0, 1, 2, 0, 1, 2], [3, 4, 5, 3, 4, 5], [0, 2, 4, 0, 2, 4]])
+_UNSEEN = np.asarray(resample.out_of_bag(_DRAWN, 6))
 _FOLDS = resample.folds(6, 3)
 
 _CLASSES = {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS, "row_weights": _MASK}
@@ -175,68 +176,31 @@ CALLS = {
         "decompose_variance": _MOMENTS,
     },
     calibrate: {
-        "matrix": _CLASSES | {"pool": "mixture", "off_diagonal_penalty": 0.1, "bias_penalty": 0.1, "max_steps": 2},
-        "vector": _CLASSES | {"pool": "mixture", "max_steps": 2},
-        "histogram": _CLASSES | {"pool": "mixture", "num_bins": 2, "binning": "mass", "smoothing": 0.5},
-        "isotonic": _CLASSES | {"pool": "mixture", "smoothing": 0.5},
+        "matrix": _CLASSES | {"pool": "mixture", "off_diagonal_penalty": 0.1, "bias_penalty": 0.1},
+        "vector": _CLASSES | {"pool": "mixture"},
+        "isotonic": _CLASSES | {"pool": "mixture"},
         "temperature": _CLASSES | {"pool": "mixture"},
         "platt": _CLASSES | {"pool": "mixture"},
         "beta": _CLASSES | {"logits": -_LOGITS, "pool": "mixture"},
         "variance": _MOMENTS | {"targets": _TARGETS, "pool": "mixture", "row_weights": _MASK},
     },
     conformal: {
-        "lac": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "row_weights": _MASK},
-        "top_k": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "row_weights": _MASK},
-        "class_conditional": {
-            "logits": _LOGITS[0],
-            "labels": _LABELS,
-            "level": 0.5,
-            "score": "lac",
-            "row_weights": _MASK,
-        },
-        "group_conditional": {"logits": _LOGITS[0], "labels": _LABELS, "groups": _LABELS % 2, "num_groups": 2}
-        | {"level": 0.5, "score": "lac", "row_weights": _MASK},
-        "group_quantile": {
-            "scores": _TARGETS,
-            "groups": _LABELS % 2,
-            "num_groups": 2,
-            "level": 0.5,
-            "row_weights": _MASK,
-        },
-        "cross_conformal": {"held_out": _LOGITS[0], "labels": _LABELS, "folds": _FOLDS, "level": 0.5, "score": "aps"}
-        | {"row_weights": _MASK},
-        "aps": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "row_weights": _MASK, "key": _KEY},
-        "raps": {
-            "logits": _LOGITS[0],
-            "labels": _LABELS,
-            "level": 0.5,
-            "penalty": 0.1,
-            "num_free": 1,
-            "row_weights": _MASK,
-        }
-        | {"key": _KEY},
-        "cqr": _ENDS | {"level": 0.5, "ends": "together"},
-        "cv_plus": {"held_out": _MEAN[0], "targets": _TARGETS, "folds": _FOLDS, "level": 0.5, "row_weights": _MASK},
-        "jackknife_plus_after_bootstrap": {"held_out": _MEAN[0], "targets": _TARGETS, "drawn": _DRAWN, "level": 0.5}
+        "sets": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "score": "aps", "penalty": 0.1, "num_free": 1}
+        | {"by_class": False, "groups": _LABELS % 2, "num_groups": 2, "row_weights": _MASK},
+        "cross_conformal": {"logits": _LOGITS[0], "labels": _LABELS, "unseen": _FOLDS.in_test, "level": 0.5}
+        | {"score": "aps", "row_weights": _MASK},
+        "cqr": {"low": _ENDS["lower"], "high": _ENDS["upper"], "targets": _TARGETS, "level": 0.5, "ends": "together"},
+        "jackknife_plus": {"held_out": _MEAN[0], "targets": _TARGETS, "unseen": _UNSEEN, "level": 0.5}
         | {"weights": _WEIGHTS, "row_weights": _MASK},
-        "enbpi": {"held_out": _MEAN[0], "targets": _TARGETS, "drawn": _DRAWN, "level": 0.5}
-        | {"window": 4, "weights": _WEIGHTS, "row_weights": _MASK},
+        "enbpi": {"held_out": _MEAN[0], "targets": _TARGETS, "unseen": _UNSEEN, "level": 0.5}
+        | {"window": 4, "weights": _WEIGHTS},
         "aci": {"level": 0.9, "rate": 0.05},
         "risk_control": {"losses": np.tile(np.float32([1, 0.5, 0]), (6, 1)), "thresholds": np.float32([0, 1, 2])}
         | {"risk": 0.5, "bound": 1.0, "row_weights": _MASK},
-        "risk_control_steps": {"steps": _LOGITS[0], "drops": np.full((6, 3), 0.25, np.float32), "risk": 0.5}
-        | {"bound": 1.0, "row_weights": _MASK},
         "quantile": {"scores": _TARGETS, "level": 0.5, "row_weights": _MASK},
-        "weighted_quantile": {"scores": _TARGETS, "row_weights": _ROW_WEIGHTS, "new_weights": np.ones(2)}
-        | {"level": 0.5, "row_weights": _MASK},
-        "normalised": {
-            "predictions": _MEAN[0],
-            "scale": _VARIANCE[0],
-            "targets": _TARGETS,
-            "level": 0.5,
-            "row_weights": _MASK,
-        },
-        "split": {"predictions": _MEAN[0], "targets": _TARGETS, "level": 0.5, "row_weights": _MASK},
+        "weighted_quantile": {"scores": _TARGETS, "ratios": _ROW_WEIGHTS, "new_ratios": np.ones(2), "level": 0.5},
+        "split": {"predictions": _MEAN[0], "targets": _TARGETS, "level": 0.5, "scale": _VARIANCE[0]}
+        | {"row_weights": _MASK},
     },
     density: {
         name: {

@@ -53,10 +53,11 @@ def test_value(name, member, value):
 
 
 WHOLE = np.array([1, 2, 0, 1, 3, 1])
-TAKING = [name for name in NAMES if "row_weights" in arguments_of(name) and name != "conformal.weighted_quantile"]
+TAKING = [name for name in NAMES if "row_weights" in arguments_of(name)]
 COUNTING = [name for name in TAKING if name.startswith(("acquire", "conformal", "methods.density"))]
 COUNTING += ["scores.excess_aurc", "scores.pit_histogram", "scores.rank_histogram"]
 OTHERS = [name for name in TAKING if name not in COUNTING and not name.startswith("scores")]  # scores have their own
+OTHERS.remove("calibrate.vector")  # which separates so few rows: there is no minimum to compare
 
 
 @pytest.mark.filterwarnings("ignore:.*(no minimum|best mean log score)")
@@ -89,7 +90,8 @@ def test_rows_that_are_counted(name):
 
 
 _WITHOUT = {  # said in words
-    "calibrate.matrix", "calibrate.vector", "calibrate.isotonic", "scores.energy_score", "scores.variogram_score",
+    *(f"calibrate.{kind}" for kind in ("temperature", "vector", "matrix", "platt", "beta", "isotonic")),
+    "scores.energy_score", "scores.variogram_score",
 }  # fmt: skip
 
 

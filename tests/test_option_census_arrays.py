@@ -36,7 +36,7 @@ COUNTS += ("k", "num_levels", "num_samples", "num_steps", "num_initial", "num_fr
 # What gives a result, by argument and value, and why that is right.
 MEANT = {
     **{(name, "int64"): "NumPy's integers are counts" for name in COUNTS},
-    **{(name, "0"): "a count that may be zero" for name in ("num_initial", "num_free")},
+    **{(name, "0"): "a count that may be zero" for name in ("num_initial",)},
     ("size", "float32"): "half of the rows",
     **{("rate", kind): "a number above zero" for kind in ("int64", "float32")},
     ("risk", "float32"): "half of the largest loss",
@@ -62,7 +62,7 @@ MEANT = {
     **{("index", kind): "indices count from either end" for kind in ("-1", "0", "int64")},
     **{("low", kind): "a range may start anywhere" for kind in ("-1", "0", "float32")},
     **{("high", kind): "NumPy's numbers are ends" for kind in ("int64", "float32")},
-    **{("new_weights", kind): "weights of any number of new rows"
+    **{("new_ratios", kind): "weights of any number of new rows"
        for kind in ("0", "int64", "float32", "array", "3d")},
     **{("logits", kind): "log-probabilities of one model have any number of axes of rows" for kind in ("array", "3d")},
     **{(name, kind): "parameters of one model have any number of axes of rows"

@@ -26,6 +26,9 @@ from ._kinds import Positives as Positives
 from ._kinds import Power as Power
 from ._kinds import Ranked as Ranked
 from ._kinds import Reduction as Reduction
+from ._kinds import RowFilter as RowFilter
+from ._kinds import RowGroups as RowGroups
+from ._kinds import RowLabels as RowLabels
 from ._kinds import RowWeights as RowWeights
 from ._kinds import Samples as Samples
 from ._kinds import Sets as Sets

@@ -42,7 +42,7 @@ class Arguments:
         self.only_counts = row_weights is not None and not row_weights.is_number
         self.weighs_rows = weights is not None and "*rows" in weights.axes
         self.arrays = {name: x for name, x in found.items() if x is not None}
-        self.options = {name: said[name] for name, x in found.items() if x is None and name != "key"}
+        self.options = {name: said[name] for name, x in found.items() if x is None and name not in ("key", "self")}
         self.needs_key = "key" in said and signature.parameters["key"].default is inspect.Parameter.empty
 
     def arrays_of_rows(self, given: dict[str, Any]) -> list[str]:

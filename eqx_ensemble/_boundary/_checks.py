@@ -69,7 +69,8 @@ def check_arguments(given: dict[str, Any], of: Arguments) -> Array | None:
 
     Returns which rows count, if not all do.
     """
-    raw = _in_float64({name: given[name] for name in of.arrays if given[name] is not None}, of)
+    left_out = [name for name, x in of.signature.parameters.items() if x.default is None and given[name] is None]
+    raw = _in_float64({name: given[name] for name in of.arrays if name not in left_out}, of)
     sizes: Sizes = {}
     for name, x in raw.items():
         raw[name] = _array(name, x, of.arrays[name], sizes)

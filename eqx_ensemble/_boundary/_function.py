@@ -13,34 +13,49 @@ from typing import Any, TypeVar, overload
 import jax
 from jaxtyping import Array
 
+from .._caller import caller
 from .._check import check_key
 from ._arguments import Arguments
 from ._checks import check_arguments, check_option
 from ._rows import blanked, by_rows, reduce, rows_of_block, sort_arguments
 
 F = TypeVar("F", bound=Callable[..., Any])
+Finish = Callable[[Any, dict[str, Any]], Any]
 
 
 @overload
 def array_function(fn: F) -> F: ...
 @overload
-def array_function(*, in_order: str = "", reduces: bool = True, each_row: bool = False) -> Callable[[F], F]: ...
+def array_function(
+    *, in_order: str = "", reduces: bool = True, each_row: bool = False, finish: Finish = ...
+) -> Callable[[F], F]: ...
 
 
-def array_function(fn: Any = None, *, in_order: str = "", reduces: bool = True, each_row: bool = False) -> Any:
+def array_function(
+    fn: Any = None,
+    *,
+    in_order: str = "",
+    reduces: bool = True,
+    each_row: bool = False,
+    finish: Finish = lambda out, _: out,
+) -> Any:
     """Makes a public function of its body, which is compiled; its options are static.
 
     `in_order` names an argument in whose rising order the body gets the rows, flattened, with ignored ones last; with a
     minus sign, falling. If the argument has members, its values are sorted over them, and weights become
     `(members, *batch)` in their order; the values of members of weight zero are then the largest of the others. With
     `reduces`, an option `reduction` reduces the values of rows that the body returns. Such functions, and those of
-    `each_row`, treat rows independently.
+    `each_row`, treat rows independently. `finish` gets what the body returned, and the arguments, and returns the
+    result: it is not compiled, and may read values to warn of them.
+
+    Methods of Modules may be array functions too. A private one is named in errors by its public caller.
     """
     if fn is None:
-        return ft.partial(array_function, in_order=in_order, reduces=reduces, each_row=each_row)
+        return ft.partial(array_function, in_order=in_order, reduces=reduces, each_row=each_row, finish=finish)
     fn = inspect.unwrap(fn)  # arguments are checked here, whether or not an import hook does it too
     of = Arguments(inspect.signature(fn))
-    public_name = f"{fn.__module__.split('.')[1]}.{fn.__name__}"
+    own_name = fn.__qualname__.removesuffix(".__call__")
+    public_name = "" if own_name.startswith("_") else f"{fn.__module__.split('.')[1]}.{own_name}"
 
     reduces = reduces and "reduction" in of.options
     each_row = each_row or reduces
@@ -57,7 +72,7 @@ def array_function(fn: Any = None, *, in_order: str = "", reduces: bool = True, 
         try:
             bound = of.signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"`{public_name}`: {error}") from None
+            raise TypeError(f"`{public_name or caller()}`: {error}") from None
         bound.apply_defaults()
         given = dict(bound.arguments)
         for name, annotation in of.options.items():
@@ -67,6 +82,6 @@ def array_function(fn: Any = None, *, in_order: str = "", reduces: bool = True, 
         counted = check_arguments(given, of)
         if in_order:
             given = sort_arguments(given, of, counted, in_order)
-        return body(counted, rows_of_block(given, of) if each_row and not in_order else 0, **given)
+        return finish(body(counted, rows_of_block(given, of) if each_row and not in_order else 0, **given), given)
 
     return public

@@ -64,6 +64,16 @@ _LOG_VARIANCE = (
 )
 _POSITIVE = Values("variances above zero", lambda x, _: x < _TINY, _LOG_VARIANCE, fill=1.0)
 _NOT_NEGATIVE = Values("variances of zero or more", lambda x, _: x < 0, _LOG_VARIANCE, fill=1.0)
+_CLASS = _below(
+    "classes",
+    "labels from 0 to {last}, as there are {bound} classes",
+    "Leave rows that carry a mark such as -1 out (`row_weights`), and count classes from 0.",
+)
+_GROUP = _below(
+    "num_groups",
+    "`groups` from 0 to {last}, as `num_groups` is {bound}",
+    "Count groups from 0, and leave rows without a group out (`row_weights`).",
+)
 _CANDIDATES = _no_nan("Leave these candidates out: `row_weights=~jnp.isnan(...)`.")
 _KNOWN = _no_nan("Leave these rows out: `row_weights=~jnp.isnan(...)`.")
 
@@ -73,6 +83,9 @@ Levels = float | Sequence[float]
 
 if TYPE_CHECKING:  # the body of a function gets arrays, its callers pass what becomes one
     Weights = Any
+    RowGroups = Any
+    RowLabels = Any
+    RowFilter = Any
     WeightsOfRows = Any
     RowWeights = Any
     CountedRows = Any
@@ -119,19 +132,14 @@ else:
     WeightsOfRows = Real[ArrayLike, " members *rows"] | None
     RowWeights = Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None
     CountedRows = Bool[ArrayLike, "*batch"] | None
+    RowFilter = Bool[ArrayLike, " rows"] | None
     PoolRows = Bool[ArrayLike, " candidates"] | None
     # Classes.
     Logits = Float[ArrayLike, "members *batch classes"]
     Votes = Annotated[Logits, VOTES]
     MixedLogits = Float[ArrayLike, "*batch classes"]
-    Labels = Annotated[
-        Integer[ArrayLike, "*batch"],
-        _below(
-            "classes",
-            "labels from 0 to {last}, as there are {bound} classes",
-            "Leave rows that carry a mark such as -1 out (`row_weights`), and count classes from 0.",
-        ),
-    ]
+    Labels = Annotated[Integer[ArrayLike, "*batch"], _CLASS]
+    RowLabels = Annotated[Integer[ArrayLike, " rows"], _CLASS]
     Sets = Bool[ArrayLike, "*batch classes"]
     Temperature = Annotated[Real[ArrayLike, ""], _above_zero("Logits are divided by it; 1 leaves them unchanged.")]
     # Numbers.
@@ -169,14 +177,8 @@ else:
             "Ranking scores need both kinds of rows.",
         ),
     ]
-    Groups = Annotated[
-        Integer[ArrayLike, "*batch"],
-        _below(
-            "num_groups",
-            "`groups` from 0 to {last}, as `num_groups` is {bound}",
-            "Count groups from 0, and leave rows without a group out (`row_weights`).",
-        ),
-    ]
+    Groups = Annotated[Integer[ArrayLike, "*batch"], _GROUP]
+    RowGroups = Annotated[Integer[ArrayLike, " rows"], _GROUP]
     UnitInterval = Annotated[
         Float[ArrayLike, "*batch"],
         Values(

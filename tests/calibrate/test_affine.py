@@ -2,7 +2,6 @@ import json
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -71,11 +70,12 @@ def test_penalties_are_those_of_the_definition(off_diagonal):
     want = _scipys(log_p, LABELS, _by_matrix, np.r_[np.eye(4).ravel(), np.zeros(4)], penalty)
     with jax.enable_x64(True):
         fitted = calibrate.matrix(SMALL, LABELS, pool="mixture", off_diagonal_penalty=off_diagonal, bias_penalty=0.3)
-        got = np.r_[np.ravel(fitted.matrix), np.ravel(fitted.bias)]
+        found = np.asarray(fitted.coefficients)[0]
+        got = np.r_[np.ravel(found[:, :4]), found[:, 4]]
         nll = float(scores.nll(fitted(SMALL), LABELS))
     np.testing.assert_allclose(nll + penalty(got), want.fun, rtol=1e-7)
     np.testing.assert_allclose(got, want.x, atol=1e-3)
-    assert np.abs(np.asarray(fitted.matrix)[0][off]).max() < 1 / off_diagonal
+    assert np.abs(found[:, :4][off]).max() < 1 / off_diagonal
 
 
 def test_a_large_penalty_makes_vector_scaling():
@@ -116,10 +116,8 @@ def test_masked_rows_change_nothing():
 def test_warns_where_there_is_no_minimum():
     sure = np.tile(3 * np.eye(4, dtype=np.float32), (2, 1, 1))
     sure[0, 0] = sure[0, 1]
-    with pytest.warns(UserWarning, match="vector`: member 1: no minimum.*use `calibrate.matrix` with penalties"):
-        calibrate.vector(sure, np.arange(4), pool="members", max_steps=50)
-    with pytest.warns(UserWarning, match="`calibrate.matrix`: no minimum.*or add a penalty"):
-        calibrate.matrix(SMALL, LABELS, pool="mixture", max_steps=2)
+    with pytest.warns(UserWarning, match="`calibrate.vector`: no minimum was reached"):
+        calibrate.vector(sure, np.arange(4), pool="members")
 
 
 @pytest.mark.filterwarnings("error")
@@ -129,25 +127,11 @@ def test_a_penalty_gives_a_minimum_where_rows_can_be_separated():
     logits = np.log(np.full((1, 30, 3), 0.1) + 0.7 * np.eye(3)[(labels + 1) % 3]).astype(np.float32)
     fitted = calibrate.matrix(logits, labels, pool="mixture", off_diagonal_penalty=0.01, bias_penalty=0.01)
     np.testing.assert_array_equal(np.argmax(fitted(logits)[0], axis=-1), labels)
-    with pytest.warns(UserWarning, match="no minimum was reached.*, or add a penalty"):
-        calibrate.matrix(logits, labels, pool="mixture", max_steps=50)
-    sure = logits[:, :, [1, 2, 0]]  # and here scales alone do, which have no penalty
     with pytest.warns(UserWarning, match="no minimum was reached"):
-        calibrate.matrix(sure, labels, pool="mixture", off_diagonal_penalty=0.01, bias_penalty=0.01, max_steps=50)
+        calibrate.matrix(logits, labels, pool="mixture")
 
 
 @pytest.mark.usefixtures("unhooked")
 def test_messages():
     with pytest.raises(ValueError, match="`bias_penalty` to be at least 0 and finite, got -1"):
         calibrate.matrix(SMALL, LABELS, pool="mixture", bias_penalty=-1.0)
-    with pytest.raises(ValueError, match="`calibrate.vector` needs"):
-        calibrate.vector(SMALL, LABELS, pool="mixture", max_steps=0)
-
-
-@pytest.mark.parametrize("fit", [calibrate.vector, calibrate.matrix])
-def test_a_gradient_of_the_fit_is_refused_in_words(fit):
-    rng = np.random.default_rng(0)
-    logits, labels = jnp.asarray(rng.normal(size=(1, 8, 2)), jnp.float32), rng.integers(2, size=8)
-    wish = f"`calibrate.{fit.__name__}` has no gradient with respect to the logits"
-    with pytest.raises(NotImplementedError, match=wish):
-        jax.grad(lambda x: jnp.sum(fit(x, labels, pool="mixture", max_steps=2).bias))(logits)

@@ -265,14 +265,14 @@ MUTANTS = [
     ),
     *of(
         "conformal/_quantile.py",
-        "conformal/test_quantile.py conformal/test_intervals.py",
-        ("-(-(num_rows + 1) * level.numerator", "-(-num_rows * level.numerator"),
-        ("jnp.where(rank > count, jnp.inf, found)", "found"),
+        "conformal/test_intervals.py",
+        ("np.arange(1, num_rows + 2)", "np.arange(num_rows + 1)"),
+        ("jnp.where(few, jnp.inf, ", "jnp.where(False, jnp.inf, "),
     ),
     *of(
-        "calibrate/_temperature.py",
+        "calibrate/_variance.py",
         "calibrate/test_variance.py",
-        ('reduce(of_group, "mean", row_weights)', "jnp.sum(of_group)"),
+        ("mean_of_rows(of_group, row_weights)", "jnp.sum(of_group)"),
     ),
     *of(
         "resample/_weights.py",
