@@ -18,11 +18,8 @@ SCRIPTS = (
     "training",
     "cores",
     "optax_stacked",
-    "orders",
-    "plans",
     "stopping",
     "populations",
-    "memory",
     "prediction",
     "uncertainty",
     "estimators",
@@ -38,7 +35,6 @@ SCRIPTS = (
     "methods",
     "efficient",
     "adapters",
-    "history",
     "house",
 )
 KNOWN = (*SCRIPTS, "reliability")

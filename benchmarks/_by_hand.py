@@ -4,6 +4,7 @@ Each function returns `train(rows)`: it trains from the initial weights over epo
 yields them, and returns the losses of every step.
 """
 
+import functools as ft
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +18,7 @@ from _problems import Problem
 Train = Callable[[Iterable[np.ndarray]], Any]
 
 
-def scan_of_epoch(problem: Problem, optimiser: optax.GradientTransformation, *, shared: bool = False) -> Train:
+def scan_of_epoch(problem: Problem, optimiser: optax.GradientTransformation) -> Train:
     """One donated `lax.scan` per epoch over data on the device, the row order drawn on the host."""
     params, static = eqx.partition(_stacked(problem), eqx.is_inexact_array)
     data = jax.tree.map(jnp.asarray, (problem.x, problem.y))
@@ -31,7 +32,7 @@ def scan_of_epoch(problem: Problem, optimiser: optax.GradientTransformation, *, 
 
     def epoch(carry: Any, rows: Any, data: Any) -> Any:
         def step(carry: Any, rows: Any) -> Any:
-            *carry, loss = jax.vmap(member, in_axes=(0, 0, None if shared else 0, None))(*carry, rows, data)
+            *carry, loss = jax.vmap(member, in_axes=(0, 0, 0, None))(*carry, rows, data)
             return tuple(carry), loss
 
         return jax.lax.scan(step, carry, rows)
@@ -49,12 +50,54 @@ def scan_of_epoch(problem: Problem, optimiser: optax.GradientTransformation, *, 
     return train
 
 
-def idiomatic(problem: Problem, optimiser: optax.GradientTransformation, *, shared: bool = False) -> Train:
+def scan_with_patience(
+    problem: Problem, optimiser: optax.GradientTransformation, held_out: tuple[np.ndarray, np.ndarray], patience: int
+) -> Train:
+    """The same, with validation at the end of an epoch, best weights, and members that stop by patience."""
+    params, static = eqx.partition(_stacked(problem), eqx.is_inexact_array)
+    data, held_out = jax.tree.map(jnp.asarray, ((problem.x, problem.y), held_out))
+    loss_of = lambda params, batch: problem.loss(eqx.combine(params, static), batch, None)
+
+    def member(carry: Any, rows: Any) -> Any:
+        params, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_of)(params, jax.tree.map(lambda x: x[rows], data))
+        updates, opt_state = optimiser.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    def judge(trained: Any, before: Any) -> Any:
+        kept, best, best_score, waited = before
+        trains = waited < patience
+        choose = lambda chosen, new, old: jax.tree.map(lambda a, b: jnp.where(chosen, a, b), new, old)
+        kept = choose(trains, trained, kept)
+        score = loss_of(kept[0], held_out)
+        better = trains & (score < best_score)
+        waited = jnp.where(better, 0, waited + trains)
+        return (kept, choose(better, kept[0], best), jnp.where(better, score, best_score), waited), score
+
+    @ft.partial(jax.jit, donate_argnums=0)
+    def epoch(state: Any, rows: Any) -> Any:
+        trained, losses = jax.lax.scan(jax.vmap(member), state[0], rows)
+        state, scores = jax.vmap(judge)(trained, state)
+        return state, losses, scores
+
+    def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
+        copied = lambda: jax.tree.map(jnp.array, params)
+        first, count = (copied(), jax.vmap(optimiser.init)(params)), problem.num_members
+        state = first, copied(), jnp.full(count, jnp.inf), jnp.zeros(count, jnp.int32)
+        losses = []
+        for rows in rows_of_epochs:
+            state, loss, _ = epoch(state, rows)
+            losses.append(loss)
+        return losses
+
+    return train
+
+
+def idiomatic(problem: Problem, optimiser: optax.GradientTransformation) -> Train:
     """A `filter_jit` of a `filter_vmap`ped step per batch, batches made on the host: as the Equinox docs suggest."""
-    axes = (eqx.if_array(0), eqx.if_array(0), None if shared else 0)
 
     @eqx.filter_jit
-    @eqx.filter_vmap(in_axes=axes)
+    @eqx.filter_vmap
     def step(model: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = eqx.filter_value_and_grad(problem.loss)(model, batch, None)
         updates, opt_state = optimiser.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
@@ -99,5 +142,4 @@ def loop_of_members(problem: Problem, optimiser: optax.GradientTransformation) -
 
 
 def _stacked(problem: Problem) -> Any:
-    ensemble = problem.ensemble()
-    return eqx.combine(ensemble.stacked, ensemble.shared)
+    return problem.ensemble().stacked

@@ -163,5 +163,5 @@ def _laplace(member: ee.Ensemble, parts: Any) -> Callable[[np.ndarray], Any]:
 
 
 def _num_weights(model: Any) -> int:
-    tree = (model.stacked, model.shared) if isinstance(model, ee.Ensemble) else model
+    tree = model.stacked if isinstance(model, ee.Ensemble) else model
     return sum(x.size for x in jax.tree.leaves(tree) if eqx.is_inexact_array(x))

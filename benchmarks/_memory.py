@@ -1,4 +1,4 @@
-"""The peak memory of a call, above the memory before it: as estimated by the compiler, and as measured."""
+"""The peak memory of a call, above the memory before it."""
 
 import ctypes
 import json
@@ -41,14 +41,6 @@ def in_child(script: str, *arguments: str) -> Any:
     command = [sys.executable, script, "child", *arguments]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | GIVE_BACK)
     return json.loads(done.stdout)
-
-
-def estimate(compiled: jax.stages.Compiled) -> dict[str, int] | None:
-    """The bytes of temporaries and of results as the compiler counts them; `None` where it does not report them."""
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        return None
-    return {"temporary": analysis.temp_size_in_bytes, "result": analysis.output_size_in_bytes}
 
 
 def _resident(field: str) -> int:

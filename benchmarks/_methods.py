@@ -70,8 +70,8 @@ def _plain(sizes: tuple[int, ...]) -> Callable[[Any], eqx.Module]:
 
 
 @ft.cache
-def _with_dropout(sizes: tuple[int, ...]) -> Callable[..., eqx.Module]:
-    return lambda key, rate: Net(sizes, rate, key=key)
+def _with_dropout(sizes: tuple[int, ...], rate: float) -> Callable[[Any], eqx.Module]:
+    return lambda key: Net(sizes, rate, key=key)
 
 
 @ft.cache
@@ -83,7 +83,7 @@ def outcomes(task: Task) -> tuple[dict[str, Outcome], float]:
     """All methods on one split, and the dropout rate with the best likelihood of the validation rows."""
     count, few = task.amount.members, task.amount.members // 2
     predict = lambda ensemble: np.asarray(ee.predict(ensemble, task.inputs))
-    _, *single = _train(task, ee.build(_plain(task.sizes), ids=[task.fold], key=task.key))
+    _, *single = _train(task, ee.build(_plain(task.sizes), key=ee.member_keys(task.key, task.fold + 1)[task.fold :]))
     num_rows = len(task.split.train[0])
     each_once = np.tile(np.arange(num_rows), (count, 1))  # as no `rows`, but with the program of the bootstraps
     members, *seconds = _train(task, ee.build(_plain(task.sizes), count, key=task.key), rows=each_once)
@@ -106,14 +106,17 @@ def outcomes(task: Task) -> tuple[dict[str, Outcome], float]:
 def _monte_carlo_dropout(task: Task, found: dict[str, Outcome]) -> tuple[dict[str, Outcome], float]:
     """Adds networks of the best rate, with dropout on and off in prediction. The time is that of all rates."""
     amount = task.amount
-    rates = np.repeat(amount.rates, amount.networks)
-    networks, *seconds = _train(task, ee.build(_with_dropout(task.sizes), zip={"rate": rates}, key=task.key))
+    keys = ee.member_keys(task.key, len(amount.rates) * amount.networks).reshape(len(amount.rates), -1)
+    trained = [
+        _train(task, ee.build(_with_dropout(task.sizes, rate), key=own))
+        for rate, own in zip(amount.rates, keys, strict=True)
+    ]
+    seconds = np.sum([own for _, *own in trained], axis=0)
     x, y = task.split.validation
-    passes = _passes(networks, x, amount.passes, task.key)
     score = ee.scores.nll if y.dtype.kind == "i" else _nll
-    losses = [float(score(outputs, y)) for outputs in passes]
-    best = int(np.argmin(np.mean(np.reshape(losses, (len(amount.rates), -1)), axis=1)))
-    networks = networks[best * amount.networks : (best + 1) * amount.networks]
+    passes = [_passes(networks, x, amount.passes, task.key) for networks, *_ in trained]
+    best = int(np.argmin([np.mean([float(score(outputs, y)) for outputs in own]) for own in passes]))
+    networks = trained[best][0]
 
     off = np.asarray(ee.predict(networks, task.inputs))[:, None]
     on = _passes(networks, task.inputs, amount.passes, task.key)

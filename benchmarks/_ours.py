@@ -18,9 +18,10 @@ def fit(
     *,
     epochs: int | None = None,
     steps: int | None = None,
-    shuffle: Any = True,
+    shuffle: bool = True,
     plan: Any = None,
     mesh: Any = None,
+    **more: Any,
 ) -> Callable[[], ee.Run]:
     """A whole `fit`; with `shuffle=False` every member still has its own rows, but none are drawn."""
     ensemble, key = problem.ensemble(mesh), jax.random.key(0)
@@ -41,6 +42,7 @@ def fit(
             mesh=mesh,
             progress=False,
             key=key,
+            **more,
         )
 
     return run
@@ -52,7 +54,7 @@ def own_loop(problem: Problem, optimiser: optax.GradientTransformation, *, mesh:
     step = ee.train.make_step(problem.loss, optimiser, mesh=mesh)
 
     def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
-        state, losses = ee.train.init(ensemble, optimiser, mesh=mesh, key=key), []
+        state, losses = ee.train.init(ensemble, optimiser, key=key), []
         for rows in rows_of_epochs:
             for own in rows:
                 state, metrics = step(state, (ee.Each(problem.x[own]), ee.Each(problem.y[own])))

@@ -69,8 +69,7 @@ def _row(report: Report, *, quick: bool) -> None:
 
 def _matrices(ensemble: ee.Ensemble) -> Any:
     """Weight, bias, `down` and `up` of every layer."""
-    layers = zip(ensemble.shared.layers, ensemble.stacked.layers, strict=True)
-    return ((shared.layer.weight, shared.bias, own.down, own.up) for shared, own in layers)
+    return ((layer.layer.weight, layer.bias, layer.down, layer.up) for layer in ensemble.stacked.layers)
 
 
 @eqx.filter_jit

@@ -25,7 +25,7 @@ jax.block_until_ready(eqx.filter(made, eqx.is_array))
 print(time.perf_counter() - wall, time.process_time() - cpu)
 """
 ONE = "make(key)"
-OURS = "ee.build(make, keys=keys)"
+OURS = "ee.build(make, key=keys)"
 VMAP = "eqx.filter_vmap(make)(keys)"
 
 

@@ -59,7 +59,7 @@ def _compare_costs(report: Report, *, quick: bool) -> None:
     for name, convert in CONVERSIONS.items():
         ensembles[name] = ee.stack([convert(make(key), count, key=key)])
         losses[name] = EFFICIENT.mean_loss(cross_entropy, rows=ROWS.get(name, "same"))
-    options = {"epochs": 1, "batch_size": num_rows // 8, "shuffle": "shared", "progress": False, "key": key}
+    options = {"epochs": 1, "batch_size": num_rows // 8, "progress": False, "key": key}
     fit = lambda name: ee.fit(ensembles[name], losses[name], ADAM, (x, y), **options).history.loss
     steps = interleaved([Contender(name, ft.partial(fit, name), 8) for name in ensembles], rounds=3 if quick else 9)
     rows = jnp.asarray(x)
@@ -79,7 +79,7 @@ def _compare_costs(report: Report, *, quick: bool) -> None:
 
 def _num_bytes(ensemble: ee.Ensemble) -> int:
     """Of the trained weights and the two moments of Adam."""
-    return 3 * sum(x.nbytes for x in jax.tree.leaves(ensemble.arrays) if eqx.is_inexact_array(x))
+    return 3 * sum(x.nbytes for x in jax.tree.leaves(ensemble) if eqx.is_inexact_array(x))
 
 
 def _loss(model: Any, batch: Any, key: Any) -> jax.Array:
@@ -109,10 +109,10 @@ def _compare_on(report: Report, table: Table, *, quick: bool) -> None:
         split, key = table.split(fold), jax.random.key(fold)
         options = {"validation": split.validation, "patience": 16, "epochs": epochs, "batch_size": 32, "key": key}
         run = ee.fit(ee.build(make, members, key=key), _loss, ADAMW, split.train, **options)
-        own = np.asarray(run.ensemble.map(_outputs, split.test[0]))
+        own = np.asarray(ee.map_members(_outputs)(run.ensemble, split.test[0]))
         options["validation"] = ee.train.Validation(split.validation, score=_score, mode="min")
         run = ee.fit(ee.build(convert, 2, key=key), MEAN_LOSS, TABM, split.train, **options)
-        joint = np.asarray(run.ensemble.map(_outputs, split.test[0]))
+        joint = np.asarray(ee.map_members(_outputs)(run.ensemble, split.test[0]))
         rmse = lambda predicted, y=split.test[1]: np.sqrt(np.mean((predicted - y) ** 2, axis=-1))
         found["MLP"][fold] = rmse(own).mean()
         found["deep ensemble"][fold] = rmse(own.mean(axis=0))

@@ -29,11 +29,14 @@ def optimiser(hyper: Any) -> optax.GradientTransformation:
     return optax.adam(hyper["lr"])
 
 
-def _fit(problem: Problem, epochs: int, lr: Any, ids: Any, plan: Any = None) -> ee.Run:
-    ensemble = ee.build(problem.make, ids=ids, key=jax.random.key(0))
+def _fit(problem: Problem, epochs: int, lr: Any, first: int = 0, plan: Any = None) -> ee.Run:
+    """Trains the configurations from the `first` on, each as member `i` of all is."""
+    places, key = slice(first, first + len(lr)), jax.random.key(0)
+    build, fit = (ee.member_keys(key, places.stop, purpose=purpose)[places] for purpose in ("build", "fit"))
+    ensemble = ee.build(problem.make, key=build)
     return ee.fit(
         ensemble, problem.loss, optimiser, (problem.x, problem.y), hyper={"lr": jnp.asarray(lr)}, epochs=epochs,
-        batch_size=problem.batch_size, plan=plan, progress=False, key=jax.random.key(0),
+        batch_size=problem.batch_size, plan=plan, progress=False, key=fit,
     )  # fmt: skip
 
 
@@ -42,16 +45,12 @@ def _configurations(report: Report, problem: Problem, *, count: int, epochs: int
     lr, tried = np.asarray(ee.sweep.draw(RANGES, count, key=jax.random.key(1))["lr"]), min(count, 8)
 
     def loop() -> list[ee.Run]:
-        return [_fit(problem, epochs, lr[i : i + 1], [i]) for i in range(tried)]
+        return [_fit(problem, epochs, lr[i : i + 1], i) for i in range(tried)]
 
-    one_by_one = ee.plan.Sequential()
+    one_by_one = ee.plan.Blocks(1)
     contenders = [
-        Contender(f"{problem.name}: one program", lambda: _fit(problem, epochs, lr, range(count)), count),
-        Contender(
-            f"{problem.name}: one program, Sequential",
-            lambda: _fit(problem, epochs, lr, range(count), one_by_one),
-            count,
-        ),
+        Contender(f"{problem.name}: one program", lambda: _fit(problem, epochs, lr), count),
+        Contender(f"{problem.name}: one program, Blocks(1)", lambda: _fit(problem, epochs, lr, plan=one_by_one), count),
         Contender(f"{problem.name}: loop of fits", loop, tried),
     ]
     studied = _optuna(problem, epochs, tried)
@@ -65,7 +64,7 @@ def _configurations(report: Report, problem: Problem, *, count: int, epochs: int
     ours, sequential, fits, *optuna = times.values()
     report.rows += [
         compared(f"{problem.name}: {count} configurations, loop of fits / one program", fits, ours),
-        compared(f"{problem.name}: loop of fits / one program, Sequential", fits, sequential),
+        compared(f"{problem.name}: loop of fits / one program, Blocks(1)", fits, sequential),
         compared(f"{problem.name}: optuna and fits / one program", optuna[0] if optuna else None, ours),
     ]
 
@@ -78,7 +77,7 @@ def _optuna(problem: Problem, epochs: int, count: int) -> Callable[[], Any] | No
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
     def objective(trial: Any) -> float:
-        run = _fit(problem, epochs, [trial.suggest_float("lr", 1e-5, 1e-1, log=True)], [trial.number])
+        run = _fit(problem, epochs, [trial.suggest_float("lr", 1e-5, 1e-1, log=True)], trial.number)
         return float(np.nan_to_num(run.history.loss[0, -1], nan=1e9))
 
     return lambda: optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0)).optimize(objective, n_trials=count)

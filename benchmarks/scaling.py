@@ -8,9 +8,8 @@ import dataclasses
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import _ours
@@ -22,8 +21,6 @@ from _measure import Contender, Report, Row, Timing, compared, interleaved, rati
 from _problems import Problem, cnn, middle, tiny
 
 import eqx_ensemble as ee
-from eqx_ensemble.train.compiled._chunk import undonated_chunk
-from eqx_ensemble.train.data import _sources as _arrays
 
 COUNTS = (1, 2, 4)
 SPIN = bytes(2**20)
@@ -150,25 +147,21 @@ def _ladder(report: Report, *, quick: bool) -> None:
     on_cpu = jax.default_backend() == "cpu"
     of = lambda problem, *counts: dict.fromkeys(counts[:2] if quick else counts, problem)
     images = {n: cnn(n, quick=quick) for n in ((1,) if quick else (1, 4, 16))}
-    _rungs(report, of(tiny(quick=quick), 1, 16, 64, 256, 1024), 2 if quick else 48, shuffle=True, target=not on_cpu)
+    _rungs(report, of(tiny(quick=quick), 1, 16, 64, 256, 1024), 2 if quick else 48, target=not on_cpu)
     if not quick:
-        _rungs(report, of(tiny(quick=False), 1, 64, 1024), 48, shuffle="shared", target=not on_cpu)
-        _rungs(report, of(middle(quick=False), 1, 4, 16, 64), 3, shuffle=True)
-    # Convolutions of several members at a time are slow on a CPU.
-    _rungs(report, images, 2, shuffle=True, plan=ee.plan.Sequential() if on_cpu else None)
+        _rungs(report, of(middle(quick=False), 1, 4, 16, 64), 3)
+    _rungs(report, images, 2)
 
 
-def _rungs(
-    report: Report, problems: dict[int, Problem], epochs: int, *, shuffle: Any, plan: Any = None, target: bool = False
-) -> None:
+def _rungs(report: Report, problems: dict[int, Problem], epochs: int, *, target: bool = False) -> None:
     first, contenders = problems[1], []
     optimiser = optax.adam(first.learning_rate)
     kind = "CNN" if first.name.startswith("CNN") else first.name
-    label = lambda n: f"{kind}, {'one batch for all, ' * (shuffle == 'shared')}{n} member{'s' * (n > 1)}"
+    label = lambda n: f"{kind}, {n} member{'s' * (n > 1)}"
     for n, problem in problems.items():
         # On a CPU a run of many members is long enough sooner; elsewhere the fixed costs of a run would show.
         length = max(1, epochs * 16 // max(16, n)) if jax.default_backend() == "cpu" else epochs
-        fit = _ours.fit(_of(problem, n), optimiser, epochs=length, shuffle=shuffle, plan=plan)
+        fit = _ours.fit(_of(problem, n), optimiser, epochs=length)
         contenders.append(Contender(label(n), fit, problem.steps_per_epoch * length))
     times = interleaved(contenders, rounds=3 if len(problems) < 3 else 7)
     report.timings += times.values()
@@ -180,7 +173,7 @@ def _rungs(
 
 
 def _sent(report: Report, *, quick: bool) -> None:
-    """The communication of the compiled step and of the compiled chunk of `fit`, and the bytes on a device."""
+    """The communication of the compiled step, and the bytes on a device."""
     problem = _of(tiny(quick=True) if quick else middle(quick=False), 4)
     optimiser = optax.adam(problem.learning_rate)
     names = list(MESHES)[:1] if quick else list(MESHES)
@@ -191,12 +184,11 @@ def _sent(report: Report, *, quick: bool) -> None:
             report.rows.append(compared(f"{label}: bytes sent a step", None, None))
             continue
         ensemble = problem.ensemble(mesh)
-        state = ee.train.init(ensemble, optimiser, mesh=mesh, key=jax.random.key(0))
+        state = ee.train.init(ensemble, optimiser, key=jax.random.key(0))
         step = ee.train.make_step(problem.loss, optimiser, mesh=mesh)
         found = _collectives(_text(step, state, batch))
         weights = _bytes(ensemble) // mesh.shape["members"]
         _say_sent(report, label, found, weights, parts=mesh.shape["data"])
-        report.facts[f"{label}: the program of a stretch of `fit` sends"] = _in_fit(problem, mesh)
         whole = _bytes(state)
         held = max(_held(state).values())
         report.rows.append(ratio_row(f"{label}: state that a device holds", "a device's bytes / all", [held / whole]))
@@ -218,7 +210,7 @@ def _line_search(report: Report) -> None:
     problem, mesh, optimiser = _of(tiny(quick=False), 4), _mesh(members=4), optax.lbfgs()
     if mesh is None:
         return
-    state = ee.train.init(problem.ensemble(mesh), optimiser, mesh=mesh, key=jax.random.key(0))
+    state = ee.train.init(problem.ensemble(mesh), optimiser, key=jax.random.key(0))
     step = ee.train.make_step(problem.loss, optimiser, mesh=mesh)
     report.facts["tiny, 4 members on members 4: a step of L-BFGS sends, at each turn of its line search"] = _shown(
         _collectives(_text(step, state, (problem.x[:32], problem.y[:32])))
@@ -229,13 +221,6 @@ def _by_ring(kind: str, size: int, parts: int) -> float:
     """The bytes that each of `parts` devices sends around a ring, whose result has `size` bytes on each of them."""
     factor = {"all-reduce": 2 / parts, "all-gather": 1 / parts, "all-to-all": 1 / parts, "reduce-scatter": 1.0}
     return size * factor.get(kind, 1 / max(parts - 1, 1)) * (parts - 1)
-
-
-def _in_fit(problem: Problem, mesh: Any) -> str:
-    """The collectives of the program that runs many steps."""
-    with _texts_of_chunks() as texts:
-        _ours.fit(problem, optax.adam(problem.learning_rate), epochs=1, shuffle=True, mesh=mesh)()
-    return _shown(_collectives(texts[0]))
 
 
 def _text(fn: Callable, *args: Any) -> str:
@@ -271,23 +256,6 @@ def _shown(found: list) -> str:
     """The bytes of each kind."""
     kinds = sorted({kind for kind, _ in found})
     return ", ".join(f"{kind} of {sum(b for k, b in found if k == kind):,} B" for kind in kinds) or "nothing"
-
-
-@contextmanager
-def _texts_of_chunks() -> Iterator[list[str]]:
-    """The programs of the chunks that run in this context."""
-    compiled, texts = _arrays.compiled_chunk, []
-
-    def noted(read: Any, carry: Any) -> Any:
-        if not texts:
-            texts.append(undonated_chunk.lower(read, carry).compile().compiled.as_text())
-        return compiled(read, carry)
-
-    _arrays.compiled_chunk = noted
-    try:
-        yield texts
-    finally:
-        _arrays.compiled_chunk = compiled
 
 
 def _bytes(tree: Any) -> int:

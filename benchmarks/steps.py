@@ -1,4 +1,4 @@
-"""Steps beside those of a hand-written loop: on any state, with a callback after every step; and the way to own code.
+"""Steps beside those of a hand-written loop: on any state, and with a callback after every epoch.
 
 Each contender of "step" takes the same steps; the hand-written one is `eqx.filter_jit` of a vmapped step.
 """
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _measure import Contender, Report, compared, counted, interleaved, script
+from _measure import Contender, Report, compared, interleaved, script
 from _problems import Problem, tiny
 
 import eqx_ensemble as ee
@@ -21,9 +21,8 @@ import eqx_ensemble as ee
 def measure(quick: bool) -> Report:
     report = Report("Steps of a loop of one's own")
     problem, rounds = tiny(quick=quick), 3 if quick else 21
-    for part in (_states, _callbacks, _conversions):
-        part(report, problem, rounds, quick)
-    _compilations(report, problem.ensemble())
+    _states(report, problem, rounds, quick)
+    _callbacks(report, problem, rounds, quick)
     return report
 
 
@@ -41,7 +40,7 @@ def _hand_step(problem: Problem, optimiser: optax.GradientTransformation) -> Cal
 def _states(report: Report, problem: Problem, rounds: int, quick: bool) -> None:
     optimiser, steps = optax.adam(1e-3), 2 if quick else 200
     ensemble, hand = problem.ensemble(), _hand_step(problem, optimiser)
-    models = ensemble.to_stacked()
+    models = ensemble.stacked
     batch = jnp.asarray(problem.x[: problem.batch_size]), jnp.asarray(problem.y[: problem.batch_size])
     states = [ee.train.init(ensemble, optimiser, key=jax.random.key(seed)) for seed in (0, 1)]
     start = models, jax.vmap(optimiser.init)(eqx.filter(models, eqx.is_inexact_array))
@@ -57,7 +56,7 @@ def _states(report: Report, problem: Problem, rounds: int, quick: bool) -> None:
 
     bias = lambda model: model.layers[0].bias
     edits = {
-        ours: lambda s: eqx.tree_at(lambda s: bias(s.moving.params), s, replace_fn=lambda x: x),
+        ours: lambda s: eqx.tree_at(lambda s: bias(s.ensemble.stacked), s, replace_fn=lambda x: x),
         by_hand: lambda s: (eqx.tree_at(bias, s[0], replace_fn=lambda x: x), s[1]),
     }
 
@@ -102,11 +101,10 @@ def _callbacks(report: Report, problem: Problem, rounds: int, quick: bool) -> No
     x = np.random.default_rng(0).standard_normal((320, 3), np.float32)
     data, optimiser, size, key = (x, np.sin(x[:, 0])), optax.sgd(1e-3), 32, jax.random.key(0)
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    models, hand = ensemble.to_stacked(), _hand_step(problem, optimiser)
+    models, hand = ensemble.stacked, _hand_step(problem, optimiser)
 
     def fit(steps: int) -> Any:
-        every = ee.train.every(1, lambda progress: None)
-        options = {"steps": steps, "batch_size": size, "callbacks": every, "progress": False, "key": key}
+        options = {"steps": steps, "batch_size": size, "callbacks": lambda state: None, "progress": False, "key": key}
         return ee.fit(ensemble, problem.loss, optimiser, data, **options).status
 
     def by_hand(steps: int) -> Any:
@@ -122,49 +120,7 @@ def _callbacks(report: Report, problem: Problem, rounds: int, quick: bool) -> No
         runs = [Contender(f"{way}, {steps} steps", ft.partial(fn, steps), steps) for way, fn in ways.items()]
         times = interleaved(runs, rounds=min(rounds, 11))
         report.timings += times.values()
-        report.rows.append(compared(f"a callback after each of {steps} steps", *times.values(), target="<= 5"))
-
-
-def _conversions(report: Report, problem: Problem, rounds: int, quick: bool) -> None:
-    ensemble, repeats = problem.ensemble(), 2 if quick else 200
-    models, parts = ensemble.to_stacked(), (ensemble.stacked, ensemble.shared)
-    ways = {
-        "to_stacked": ensemble.to_stacked,
-        "from_stacked": lambda: ee.from_stacked(models).ids,
-        "combine": lambda: eqx.combine(*parts),
-    }
-    repeat = lambda fn: eqx.filter([fn() for _ in range(repeats)][-1], eqx.is_array)
-    calls = [Contender(name, ft.partial(repeat, fn), repeats) for name, fn in ways.items()]
-    times = interleaved(calls, rounds=rounds)
-    report.timings += times.values()
-    for name in ("to_stacked", "from_stacked"):
-        report.rows.append(compared(f"{name} beside eqx.combine", times[name], times["combine"]))
-
-
-def _compilations(report: Report, ensemble: ee.Ensemble) -> None:
-    """How often a user's own `eqx.filter_jit` is compiled for two ensembles."""
-    half = len(ensemble) // 2
-    params, static = eqx.partition(ensemble, eqx.is_inexact_array)
-    updated = eqx.combine(optax.apply_updates(params, jax.tree.map(jnp.ones_like, params)), static)
-    pairs = {
-        "the same ids": (ensemble, jax.tree.map(lambda x: x, ensemble)),
-        "after optax.apply_updates": (ensemble, updated),
-        "other ids": (ensemble, ee.Ensemble(ensemble.stacked, ensemble.shared, ensemble.ids + len(ensemble))),
-        "slices": (ensemble[:half], ensemble[half:]),
-    }
-    for name, pair in pairs.items():
-        traced = []
-
-        @eqx.filter_jit
-        def own(of: Any) -> Any:
-            traced.append(of)  # noqa: B023
-            return jax.tree.map(jnp.sum, of.arrays)
-
-        for one in pair:
-            own(one)
-        target = "<= 1" if name in ("the same ids", "after optax.apply_updates") else ""
-        question = f"own filter_jit, {name}: compilations"
-        report.rows.append(counted(question, "compilations of ensembles", len(traced), len(pair), target=target))
+        report.rows.append(compared(f"a callback after every ten of {steps} steps", *times.values(), target="<= 5"))
 
 
 if __name__ == "__main__":

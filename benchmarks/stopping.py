@@ -43,7 +43,7 @@ def measure(quick: bool) -> Report:
     report.timings += times.values()
     free, idle, stops = times.values()
     report.rows += [
-        compared("time given back", free, stops, target=">= 2.6"),
+        compared("time given back", free, stops, target=">= 2"),
         compared("lost when none stops", idle, free, target="<= 1.03"),
     ]
     return report

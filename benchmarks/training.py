@@ -54,10 +54,8 @@ def _tiny(report: Report, *, quick: bool, lengths: Lengths) -> None:
     asked = [
         ("Python loop of jitted members", "loop of members", "fit, own rows", ">= 30"),
         ("idiomatic step", "idiomatic, own rows", "fit, own rows", ">= 2"),
-        ("idiomatic step, one batch for all", "idiomatic, shared rows", "fit, shared rows", ">= 2.2"),
         ("torch.func on one thread", "torch.func", "fit, own rows", ">= 2"),
         ("fit against a scan by hand", "fit, own rows", "scan by hand, own rows", "<= 1.03"),
-        ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.03"),
         ("a row order of its own per member", "fit, own rows", "fit, rows given", "<= 1.10"),
         ("make_step", "idiomatic, own rows", "make_step, own rows", ">= 1.0"),
         ("an iterable of batches against make_step", "fit of batches", "make_step, own rows", "<= 1.1"),
@@ -73,7 +71,7 @@ def _middle(report: Report, *, quick: bool, lengths: Lengths) -> None:
     optimiser = optax.adam(problem.learning_rate)
     _check_losses(report, problem, optimiser)
     contenders = _by_us(problem, optimiser, lengths) + _by_others(problem, optimiser, lengths)
-    in_turn = _ours.fit(problem, optimiser, epochs=lengths.fast, shuffle=True, plan=ee.plan.Sequential())
+    in_turn = _ours.fit(problem, optimiser, epochs=lengths.fast, shuffle=True, plan=ee.plan.Blocks(1))
     contenders.append(Contender("fit, one after another", in_turn, problem.steps_per_epoch * lengths.fast))
     in_bfloat16 = dataclasses.replace(problem, loss=ft.partial(bfloat16_loss, problem.loss))
     if jax.default_backend() != "cpu":
@@ -91,7 +89,7 @@ def _middle(report: Report, *, quick: bool, lengths: Lengths) -> None:
     report.facts["the machine in this run"] = (
         f"GEMM {np.median(rate) / 1e9:.3g} GFLOP/s, copy {np.median(moved / times['middle: copy'].wall) / 1e9:.3g} GB/s"
     )
-    fits = ("fit, one after another", "fit, own rows", "fit, shared rows")
+    fits = ("fit, one after another", "fit, own rows")
     for name in (*fits, "scan by hand, own rows", "torch.func, fused Adam"):
         timing = times.get(f"middle: {name}")
         if timing is not None:
@@ -104,7 +102,6 @@ def _middle(report: Report, *, quick: bool, lengths: Lengths) -> None:
         ("one after another against a scan by hand", "fit, one after another", "scan by hand, own rows", "<= 1.03"),
         ("torch.func with fused Adam, all members at once", "torch.func, fused Adam", "fit, own rows", ""),
         ("fit against a scan by hand", "fit, own rows", "scan by hand, own rows", "<= 1.03"),
-        ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.03"),
         ("idiomatic step", "idiomatic, own rows", "fit, own rows", ""),
         ("Python loop of jitted members", "loop of members", "fit, own rows", ""),
         ("make_step", "idiomatic, own rows", "make_step, own rows", ""),
@@ -120,12 +117,11 @@ def _full_batch(report: Report, *, quick: bool) -> None:
     few = dataclasses.replace(few, name="full batch", x=few.x[:256], y=few.y[:256], batch_size=256)
     problem, optimiser = few, optax.adam(few.learning_rate)
     lengths = Lengths(4, 1, 1, 3) if quick else Lengths(256, 1, 1, 9)
-    contenders = [*_by_us(problem, optimiser, lengths)[:3], *_by_others(problem, optimiser, lengths)[:2]]
+    contenders = [*_by_us(problem, optimiser, lengths)[:2], *_by_others(problem, optimiser, lengths)[:1]]
     times = _named(problem, interleaved(contenders, rounds=lengths.rounds))
     report.timings += times.values()
     asked = [
         ("fit against a scan by hand", "fit, own rows", "scan by hand, own rows", "<= 1.03"),
-        ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.03"),
     ]
     report.rows += _answers(problem, times, asked)
 
@@ -137,12 +133,11 @@ def _short(report: Report, *, quick: bool) -> None:
     problem = dataclasses.replace(problem, name="short")
     optimiser = optax.adam(problem.learning_rate)
     lengths = Lengths(2, 1, 1, 3) if quick else Lengths(8, 1, 1, 15)
-    contenders = [*_by_us(problem, optimiser, lengths)[:3], *_by_others(problem, optimiser, lengths)[:2]]
+    contenders = [*_by_us(problem, optimiser, lengths)[:2], *_by_others(problem, optimiser, lengths)[:1]]
     times = _named(problem, interleaved(contenders, rounds=lengths.rounds))
     report.timings += times.values()
     asked = [
         ("fit against a scan by hand", "fit, own rows", "scan by hand, own rows", "<= 1.05"),
-        ("the same, one batch for all", "fit, shared rows", "scan by hand, shared rows", "<= 1.05"),
         ("the same, rows given", "fit, rows given", "scan by hand, own rows", ""),
     ]
     report.rows += _answers(problem, times, asked)
@@ -153,23 +148,19 @@ def _by_us(problem: Problem, optimiser: optax.GradientTransformation, lengths: L
     fit = lambda shuffle: _ours.fit(problem, optimiser, epochs=lengths.fast, shuffle=shuffle)
     own_loop = _ours.own_loop(problem, optimiser)
     return [
-        Contender("fit, own rows", fit("each"), steps),
-        Contender("fit, shared rows", fit("shared"), steps),
-        Contender("fit, rows given", fit("given"), steps),
+        Contender("fit, own rows", fit(True), steps),
+        Contender("fit, rows given", fit(False), steps),
         Contender("make_step, own rows", lambda: own_loop(problem.own_rows(lengths.slow)), slow_steps),
     ]
 
 
 def _by_others(problem: Problem, optimiser: optax.GradientTransformation, lengths: Lengths) -> list[Contender]:
-    scan, shared_scan = (_by_hand.scan_of_epoch(problem, optimiser, shared=shared) for shared in (False, True))
-    step, shared_step = (_by_hand.idiomatic(problem, optimiser, shared=shared) for shared in (False, True))
+    scan, step = _by_hand.scan_of_epoch(problem, optimiser), _by_hand.idiomatic(problem, optimiser)
     loop = _by_hand.loop_of_members(problem, optimiser)
     steps, slow_steps, slowest = (problem.steps_per_epoch * n for n in (lengths.fast, lengths.slow, lengths.slowest))
     return [
         Contender("scan by hand, own rows", lambda: scan(problem.own_rows(lengths.fast)), steps),
-        Contender("scan by hand, shared rows", lambda: shared_scan(problem.shared_rows(lengths.fast)), steps),
         Contender("idiomatic, own rows", lambda: step(problem.own_rows(lengths.slow)), slow_steps),
-        Contender("idiomatic, shared rows", lambda: shared_step(problem.shared_rows(lengths.slow)), slow_steps),
         Contender("loop of members", lambda: loop(problem.own_rows(lengths.slowest)), slowest),
     ]
 
@@ -187,7 +178,7 @@ def _peer(report: Report, problem: Problem, name: str, epochs: int, make: Callab
 def _check_losses(report: Report, problem: Problem, optimiser: Any) -> None:
     """Losses before times: on the same rows, all of them must follow the same curve."""
     ours = _ours.fit(problem, optimiser, epochs=2, shuffle=False)().history.loss.T
-    in_turn = _ours.fit(problem, optimiser, epochs=2, shuffle=False, plan=ee.plan.Sequential())
+    in_turn = _ours.fit(problem, optimiser, epochs=2, shuffle=False, plan=ee.plan.Blocks(1))
     rows = list(problem.own_rows(1)) * 2
     others = {
         "fit, one after another": lambda _: [in_turn().history.loss.T],

@@ -1,20 +1,14 @@
-"""Uncertainty: array functions compared with NumPy, scikit-learn and torchmetrics, and the memory of streaming."""
+"""Uncertainty: array functions compared with NumPy, scikit-learn and torchmetrics."""
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _measure import ABSENT, Contender, Report, Timing, compared, interleaved, ratio_row, script
-from _memory import UNKNOWN, in_child, peak
+from _measure import Contender, Report, Timing, compared, interleaved, script
 
 import eqx_ensemble as ee
-
-MEBIBYTE = 2**20
 
 
 def measure(quick: bool) -> Report:
@@ -30,34 +24,16 @@ def measure(quick: bool) -> Report:
     _beside_scoringrules(report, logits, quick=quick)
     _beside_torchmetrics(report, logits, labels, quick=quick)
     _of_rows(report, logits, labels, quick=quick)
-    _peaks(report, quick=quick)
     return report
 
 
 def _reductions(logits: np.ndarray) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     on_device = jnp.asarray(logits)
-    chunks = [jnp.asarray(chunk) for chunk in np.array_split(logits, 4)]  # as they arrive: slicing is a copy
-
-    def streamed(reduction: ee.combine.AbstractCombination) -> Any:
-        partial = None
-        for chunk in chunks:
-            partial = reduction.update(partial, chunk)
-        return reduction.finish(partial)
-
-    ways = {
-        "mean and variance": (ee.combine.streaming(ee.combine.moments), lambda: (logits.mean(0), logits.var(0))),
-        "entropies": (ee.combine.streaming(ee.uncertainty.decompose_entropy), lambda: _entropies(logits)),
-        "votes": (ee.combine.streaming(ee.combine.vote), lambda: _votes(logits)),
+    return {
+        "mean and variance": (lambda: ee.combine.moments(on_device), lambda: (logits.mean(0), logits.var(0))),
+        "entropies": (lambda: ee.uncertainty.decompose_entropy(on_device), lambda: _entropies(logits)),
+        "votes": (lambda: ee.combine.vote(on_device), lambda: _votes(logits)),
     }
-    found = {}
-    for name, (reduction, by_numpy) in ways.items():
-        found[name] = (lambda reduction=reduction: reduction(on_device), by_numpy)
-        found[f"{name}, {len(chunks)} chunks of members"] = (
-            lambda reduction=reduction: streamed(reduction),
-            by_numpy,
-        )
-    found["entropies, at once"] = (lambda: ee.uncertainty.decompose_entropy(on_device), lambda: _entropies(logits))
-    return found
 
 
 def _probabilities(logits: np.ndarray) -> np.ndarray:
@@ -256,47 +232,5 @@ def _average_precision(positives: np.ndarray, values: np.ndarray) -> Callable[[]
     return lambda: average_precision_score(positives, values)
 
 
-def _sizes(*, quick: bool) -> dict[str, tuple[int, int]]:
-    members, rows = (4, 2_000) if quick else (16, 25_000)
-    return {"few": (members, rows), "more rows": (members, 8 * rows), "more members": (4 * members, rows)}
-
-
-def _budget(*, quick: bool) -> int:
-    return (32 if quick else 64) * MEBIBYTE
-
-
-def _peaks(report: Report, *, quick: bool) -> None:
-    """Peaks above inputs and result, each in a process of its own."""
-    rounds, child_size = 1 if quick else 3, "quick" if quick else "full"
-    peaks = {name: [in_child(__file__, name, child_size) for _ in range(rounds)] for name in _sizes(quick=quick)}
-    if peaks["few"][0] is None:
-        report.facts["peak resident memory"] = f"{ABSENT}: {UNKNOWN}"
-        return
-    budget = _budget(quick=quick)
-    for name, found in peaks.items():
-        members, rows = _sizes(quick=quick)[name]
-        question = f"streaming entropies, {members} members, {rows:,} rows: peak resident memory"
-        report.rows.append(ratio_row(question, "peak / budget", np.array(found) / budget, target="<= 1"))
-    words = ", ".join(f"{name} {np.median(found) / MEBIBYTE:.1f}" for name, found in peaks.items())
-    report.facts["peak resident memory above inputs and result, MiB"] = f"{words}; the budget {budget // MEBIBYTE}"
-
-
-def _child(name: str, size: str) -> None:
-    """Prints the bytes by which a prediction, compiled before, raises this process's peak resident size."""
-    quick = size == "quick"
-    members, rows = _sizes(quick=quick)[name]
-    ensemble = ee.build(lambda key: eqx.nn.MLP(13, 10, 128, 2, key=key), members, key=jax.random.key(0))
-    x = np.random.default_rng(0).normal(size=(rows, 13)).astype(np.float32)
-    options = {"combine": ee.uncertainty.decompose_entropy, "batch_size": 2**13, "memory": _budget(quick=quick)}
-    run = lambda: ee.predict(ensemble, x, progress=False, **options)
-    run()  # compiles; where that showed, the next one takes larger blocks
-    result = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.block_until_ready(run())))
-    found = peak(run)
-    print(json.dumps(None if found is None else max(found - result, 4096)))
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["child"]:
-        _child(*sys.argv[2:])
-    else:
-        script(measure)
+    script(measure)

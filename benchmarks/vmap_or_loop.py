@@ -103,9 +103,9 @@ def _ways(work: Work) -> dict[str, Callable[[Any], Any]]:
         "lax.map": jax.jit(lambda stacked: jax.lax.map(work.one, stacked)),
         "by hand": jax.jit(work.by_hand),
         "ee.plan.Vmap": planned(ee.plan.Vmap()),
-        f"ee.plan.Chunked({some})": planned(ee.plan.Chunked(some)),
-        f"ee.plan.Chunked({few})": planned(ee.plan.Chunked(few)),
-        "ee.plan.Sequential": planned(ee.plan.Sequential()),
+        f"ee.plan.Blocks({some})": planned(ee.plan.Blocks(some)),
+        f"ee.plan.Blocks({few})": planned(ee.plan.Blocks(few)),
+        "ee.plan.Blocks(1)": planned(ee.plan.Blocks(1)),
     }
 
 
@@ -119,8 +119,8 @@ def _check_equal(report: Report, work: Work, ways: dict[str, Callable[[Any], Any
         furthest[name] = max(jax.tree.leaves(jax.tree.map(_distance, found, expected)))
         if furthest[name] > 1e-5:
             raise AssertionError(f"{work.name}: `{name}` differs from vmap by {furthest[name]:.1e}")
-    chunked = {name: far for name, far in furthest.items() if "Chunked" in name}
-    words = ", ".join(f"{name} {'bit for bit' if far == 0 else f'{far:.0e}'}" for name, far in chunked.items())
+    blocks = {name: far for name, far in furthest.items() if "Blocks" in name}
+    words = ", ".join(f"{name} {'bit for bit' if far == 0 else f'{far:.0e}'}" for name, far in blocks.items())
     report.facts[f"{work.name}: equal to vmap"] = f"all within {max(furthest.values()):.0e}; {words}"
 
 

@@ -1,6 +1,5 @@
 """The public function that the user's code called, for messages; it is found only when one is written."""
 
-import contextvars
 import sys
 import types
 from collections.abc import Collection
@@ -11,18 +10,9 @@ _LIBRARIES = frozenset(  # whose frames may lie between two of ours
     "jaxlib jaxtyping joblib numpy optax pickle sklearn threading".split()
 )
 # Which call what users pass: `combine=ee.combine.mixture`.
-_OF_USERS = (f"{_OWN}._predict.", f"{_OWN}.scores._bootstrap")
-_began = contextvars.ContextVar("_began", default="")
+_OF_USERS = (f"{_OWN}._predict", f"{_OWN}.scores._bootstrap")
 _HIDDEN = ("__call__", "__init__", "__post_init__", "__check_init__", "__new__")  # named by their class
 _ACTS_AS = {  # what messages name differently, whoever called it
-    "_combination._combination.streaming": "combine.streaming",
-    "_ensemble._ensemble.Ensemble.__call__": "Ensemble.__call__",
-    "methods._pbt.check_explore": "explore",
-    "plan._plans._as_scan": "plan.AbstractPlan",
-    "train.data._reader_source.Reading._read": "train.RowReader",
-    "train._revive._follow": "Revive",
-    "train._revive._from_scratch": "Revive(make)",
-    "train._revive._perturb": "Revive(perturb=...)",
     "train._step.Step.__call__": "train.make_step",
 }
 
@@ -30,8 +20,7 @@ _ACTS_AS = {  # what messages name differently, whoever called it
 def caller() -> str:
     """The public name, without the package, of the function that was called from outside of this library.
 
-    A message from a thread of our own names the function that began it, by `name_in_threads`; without public frames
-    around it, the outermost private function.
+    Without public frames around it, as in a thread of our own, the outermost private function.
     """
     frame: types.FrameType | None = sys._getframe(1)
     found, outermost = "", ""
@@ -49,26 +38,17 @@ def caller() -> str:
         elif found and package not in _LIBRARIES:
             return found
         frame = frame.f_back
-    return _began.get() or found or outermost
-
-
-def name_in_threads(name: str) -> None:
-    """Sets the name that messages have in threads that run in this context."""
-    _began.set(name)
+    return found or outermost
 
 
 def _acts_as(frame: types.FrameType, module: str) -> str:
     """The name that a frame has in messages by the table or by an attribute `public_name`; empty for most."""
     code = frame.f_code
-    name = code.co_qualname
-    if module == f"{_OWN}.plan._map" and code.co_name == "_run_outside":
-        fn = frame.f_locals["fn"]
-        return f"map_members({getattr(fn, '__name__', type(fn).__name__)})"
     if code.co_varnames[:1] == ("self",) and "self" in frame.f_locals:
         own = getattr(frame.f_locals["self"], "__dict__", {}).get("public_name")
         if own:
             return own
-    return _ACTS_AS.get(f"{module.removeprefix(f'{_OWN}.')}.{name}", "")
+    return _ACTS_AS.get(f"{module.removeprefix(f'{_OWN}.')}.{code.co_qualname}", "")
 
 
 def _public_name(frame: types.FrameType, module: str) -> str:

@@ -191,11 +191,6 @@ def as_hashable(fn: Any) -> Any:
     return fn
 
 
-def as_hashable_leaf(fn: Any) -> Any:
-    """A user's function as a part of a tree. A Module is one itself: another one with other arrays uses its program."""
-    return as_hashable(fn) if jax.tree_util.all_leaves([fn]) else fn
-
-
 _ALIGNMENT = 64  # bytes
 
 

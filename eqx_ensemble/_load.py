@@ -9,7 +9,6 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
@@ -17,7 +16,7 @@ from ._caller import caller
 from ._check import CheckpointCorruptError, MemberMismatchError, check_path, is_member_array, member_dtype
 from ._ensemble import Ensemble, M
 from ._foreign import empty_aligned
-from ._ids import close_all, open_all
+from ._mesh import put
 from ._pytree import PyTree
 from ._save import (
     Header,
@@ -31,7 +30,6 @@ from ._save import (
     shape_text,
     statics,
 )
-from ._sharding import put
 from .tree._engine import check_distinct, check_index, check_no_tracers
 
 Model = TypeVar("Model", bound=eqx.Module)
@@ -79,11 +77,11 @@ def contents(path: PathLike) -> Contents:
 
 
 @overload
+def load(path: PathLike, like: Model, *, members: Any = None) -> Model: ...
+@overload
 def load(
     path: PathLike, like: Callable[..., tuple[M, eqx.nn.State]], *, members: Any = None
 ) -> tuple[Ensemble[M], eqx.nn.State]: ...
-@overload
-def load(path: PathLike, like: Model, *, members: Any = None) -> Model: ...
 @overload
 def load(path: PathLike, like: Callable[..., M], *, members: Any = None) -> Ensemble[M]: ...
 @overload
@@ -114,7 +112,7 @@ def load(path: PathLike, like: Any, *, members: Any = None) -> PyTree:
     path = f"{tempfile.mkdtemp()}/ensemble.eqx"
     make = lambda key: eqx.nn.MLP(13, 1, 50, 2, key=key)
     ee.save(path, ee.build(make, 8, key=key))
-    ee.load(path, make, members=[0, 3])  # two members, which keep their ids
+    ee.load(path, make, members=[0, 3])
     ```
     """
     check_path(path, "path")
@@ -131,7 +129,6 @@ def load(path: PathLike, like: Any, *, members: Any = None) -> PyTree:
         )
     if callable(like) and not isinstance(like, eqx.Module | tuple):
         like = _from_maker(like, header)
-    like = open_all(like, lambda keys: jtu.keystr(keys) in header.leaves)
     rows = None if members is None else _rows(members, header, like, path)
     wanted = named_leaves(like)
     _check_same(path, header, wanted, statics(like), members=rows is not None)
@@ -140,8 +137,7 @@ def load(path: PathLike, like: Any, *, members: Any = None) -> PyTree:
         read = functools.partial(_read, file, header, rows=rows)
         arrays = dict(zip(header.leaves, pool.map(read, header.leaves), strict=True))
     value = lambda x: _value(header, next(named), x, arrays)
-    tree = jax.tree.map(lambda x: value(x) if is_saved(x) else x, like)
-    return close_all(tree)
+    return jax.tree.map(lambda x: value(x) if is_saved(x) else x, like)
 
 
 def _rows(members: Any, header: Header, like: PyTree, path: PathLike) -> list[int]:
@@ -152,8 +148,8 @@ def _rows(members: Any, header: Header, like: PyTree, path: PathLike) -> list[in
     for name in marked_leaves(like):
         if name in header.leaves and not header.leaves[name].per_member:
             raise ValueError(
-                f"`{caller()}` cannot choose members of `{path}`: `{name}` has another number of members, or another "
-                "axis.\nLoad all of it, and index each part."
+                f"`{caller()}` cannot choose members of `{path}`: `{name}` has another number of members.\n"
+                "Load all of it, and index each part."
             )
     rows = check_index(list(members) if isinstance(members, range) else members, *counts)
     if isinstance(rows, int):
@@ -253,30 +249,16 @@ def _wanted_text(x: Any, *, any_count: bool) -> str:
 def _from_maker(make: Callable[..., Any], header: Header) -> Any:
     """The shapes of what was saved, with those of one member: an ensemble, one with its state, or one model."""
     made = evaluate_make(make)
-    member, state = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    member, state = made if isinstance(made, tuple) and isinstance(made[-1], eqx.nn.State) else (made, None)
     start = "" if state is None else "[0]"
-    ids = header.leaves.get(f"{start}.ids")
-    if ids is None:
+    if not header.fixed.get(start or "<root>", "").startswith("Ensemble("):
         return made
-    count = ids.shape
-
-    def stacked(keys: Any, x: Any) -> Any:
-        """The members' own leaf: an array that is not a shared one, or a number that `build(zip=...)` gave to each."""
-        path = jtu.keystr(keys)
-        if hasattr(x, "shape"):
-            return None if f"{start}.shared{path}" in header.leaves else _with_axis(x, count)
-        found = header.leaves.get(f"{start}.stacked{path}")
-        return None if found is None else jax.ShapeDtypeStruct(count, np.dtype(found.dtype))
-
-    of_members = jtu.tree_map_with_path(stacked, member)
-    # A number of each member's own is marked by a shared one.
-    shared = jax.tree.map(
-        lambda own, x: None if own is not None and hasattr(x, "shape") else x,
-        of_members,
-        member,
-        is_leaf=lambda x: x is None,
-    )
-    ensemble = eqx.filter_eval_shape(Ensemble, of_members, shared, jax.ShapeDtypeStruct(count, jnp.int32))
+    count = next((leaf.shape[:1] for leaf in header.leaves.values() if leaf.per_member), (0,))
+    leaves, treedef = jtu.tree_flatten_with_path(member, is_leaf=lambda x: x is None)
+    is_own = lambda keys: getattr(header.leaves.get(f"{start}.stacked{jtu.keystr(keys)}"), "per_member", True)
+    axes = tuple(0 if hasattr(x, "shape") and is_own(keys) else None for keys, x in leaves)
+    stacked = [_with_axis(x, count) if axis == 0 else x for (_, x), axis in zip(leaves, axes, strict=True)]
+    ensemble = eqx.filter_eval_shape(lambda tree: Ensemble(tree, axes), jtu.tree_unflatten(treedef, stacked))
     return ensemble if state is None else (ensemble, jax.tree.map(lambda x: _with_axis(x, count), state))
 
 

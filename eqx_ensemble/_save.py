@@ -22,11 +22,10 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from . import _axes
 from ._caller import caller
 from ._check import CheckpointCorruptError, check_path, is_key, is_member_array, is_traced, kind_text, path_text
-from ._ensemble import Ensemble
-from ._ids import open_all
+from ._ensemble import Ensemble, split
+from ._map import is_per_member
 from ._pytree import PyTree
 from ._version import __version__
 from .distributed import is_first, to_host
@@ -113,7 +112,7 @@ def save(path: PathLike, tree: PyTree, *, meta: Any = None) -> None:
         raise TypeError(
             f"`{caller()}` needs an ensemble or a model to save, not its constructor; got {kind_text(tree)}."
         )
-    arrays, leaves, numbers, fixed = _split(open_all(tree))
+    arrays, leaves, numbers, fixed = _split(tree)
     header = {"leaves": leaves, "numbers": numbers, "fixed": fixed, "meta": meta, "versions": _versions()}
     try:
         text = json.dumps(header)
@@ -250,18 +249,12 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
     return found
 
 
-def marked_leaves(tree: PyTree) -> dict[str, int | None]:
-    """The arrays of ensembles, states and inputs marked `Each` by their paths, with the length of their leading axis.
-
-    Ensembles come first. The length is `None` if the members are along another axis.
-    """
-    nodes = jtu.tree_flatten_with_path(tree, is_leaf=_axes.is_per_member)[0]
+def marked_leaves(tree: PyTree) -> dict[str, int]:
+    """The arrays of members, in ensembles, states and inputs marked `Each`, by their paths, with their first axis."""
     found = {}
-    for path, node in sorted(nodes, key=lambda pair: not isinstance(pair[1], Ensemble)):
-        for inner, x in jtu.tree_flatten_with_path(node)[0] if _axes.is_per_member(node) else ():
-            is_own = not isinstance(node, Ensemble) or getattr(inner[0], "name", "") != "shared"
-            if is_own and np.ndim(x):
-                found[path_text(path + inner)] = np.shape(x)[0] if getattr(node, "axis", 0) == 0 else None
+    for path, node in jtu.tree_flatten_with_path(tree, is_leaf=is_per_member)[0]:
+        own = split(node)[0] if is_per_member(node) else None
+        found |= {path_text(path + inner): x.shape[0] for inner, x in jtu.tree_flatten_with_path(own)[0]}
     return found
 
 
@@ -272,6 +265,7 @@ def statics(tree: PyTree) -> dict[str, str]:
         path, node = left.pop()
         if isinstance(node, eqx.Module):
             fields = [field.name for field in dataclasses.fields(node) if field.metadata.get("static")]
+            fields = [] if isinstance(node, Ensemble) else fields  # its axes follow from the shapes
             values = ", ".join(f"{name}={_text(getattr(node, name, None))}" for name in fields)
             found[path_text(path)] = f"{type(node).__name__}({values})"
         parts = jtu.tree_flatten_with_path(node, is_leaf=lambda x, node=node: x is not node)[0]
@@ -279,8 +273,7 @@ def statics(tree: PyTree) -> dict[str, str]:
             left += [(path + inner, x) for inner, x in reversed(parts)]
         elif not is_saved(node):
             found[path_text(path)] = _text(node)
-    twin = lambda name: name.replace(".shared", ".stacked", 1)  # both parts of an ensemble hold its Modules
-    return {name: text for name, text in found.items() if twin(name) == name or found.get(twin(name)) != text}
+    return found
 
 
 def _text(x: Any) -> str:

@@ -172,7 +172,7 @@ curves = {strategy: learn(strategy) for strategy in ("random", "entropy", "BALD"
 #
 # All strategies share the first 20 labels, so that their first entries are equal. Both uncertainty strategies are worse
 # than random at first: six networks trained on twenty images disagree on atypical ones, and the twenty selected at once
-# resemble each other. From about 120 labels on they are better. The standard errors are those of the paired
+# resemble each other. From about 140 labels on both are better. The standard errors are those of the paired
 # *difference* from random, on the same splits.
 
 # %%

@@ -159,7 +159,7 @@ def evaluate(logits: Float[Array, "members rows 8"]) -> Float[np.ndarray, "4"]:
 
 
 def kilobytes(ensemble: ee.Ensemble) -> float:
-    arrays = jax.tree.leaves(eqx.filter((ensemble.stacked, ensemble.shared), eqx.is_inexact_array))
+    arrays = jax.tree.leaves(eqx.filter(ensemble, eqx.is_inexact_array))
     return sum(x.nbytes for x in arrays) / 1e3
 
 
@@ -213,12 +213,13 @@ print(f"\nfigure: {figures / 'adapters.png'}")
 #
 # When this page was written:
 #
-# - *Whole copies are best* where they fit: here the base has 26,000 weights. Rank 16 comes close with half of the
-#   bytes. Their share falls with the width of the layers: for sixteen members of rank 8 on a transformer of 100 million
+# - *Whole copies are best* where they fit: here the base has 26,000 weights. Ranks 4 and 16 come close with a fifth
+#   and a half of the bytes. Their share falls with the width of the layers: for sixteen members of rank 8 on a
+#   transformer of 100 million
 #   weights, weights and moments of Adam are [half of those of one whole
 #   copy](../recipes/adapters.md#what-it-costs).
 # - *The mixture is what makes adapters good.* Members alone are poor, whatever their rank, and their mixture is better
-#   by 0.2 to 0.6 nats. Choose learning rates and ranks by the score of the mixture, as here.
+#   by 0.2 to 0.5 nats. Choose learning rates and ranks by the score of the mixture, as here.
 # - *Biases and the last layer are not enough* for this shift, which changes what the first layer should see.
 # - *Members that start equal stay alike.* Adapters of biases have no random part: eight are as one. The matrices of
 #   `low_rank` are drawn per member, and so are the paths that they take.

@@ -6,7 +6,6 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
-#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -201,7 +200,7 @@ def ensemble_draws(make: Callable[[int], Callable]) -> Callable[[Points, Values,
         padded = (np.pad(part, [(0, 0), (0, rest)] + [(0, 0)] * (part.ndim - 2)) for part in parts)
         data = tuple(part.reshape(-1, *part.shape[2:]).astype(np.float32) for part in padded)
         rows = np.repeat(np.arange(NUM_SEEDS * NUM_POINTS).reshape(NUM_SEEDS, -1), NUM_MEMBERS, axis=0)
-        options = {"steps": 200, "batch_size": NUM_POINTS, "shuffle": False, "history": "last", "progress": False}
+        options = {"steps": 200, "batch_size": NUM_POINTS, "shuffle": False, "history": "epochs", "progress": False}
         run = ee.fit(ensemble, loss, optimiser, data, rows=rows, key=jax.random.key(1), **options)
         own = jnp.repeat(jnp.asarray(4 * candidates - 2, jnp.float32), NUM_MEMBERS, axis=0)
         return predict(run.ensemble, ee.Each(own)).reshape(NUM_SEEDS, NUM_MEMBERS, -1)

@@ -6,7 +6,6 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
-#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -142,8 +141,7 @@ def expert_nll(model: Expert, x: Float[Array, "1"], y: Float[Array, ""]) -> Floa
 # %% [markdown]
 # ## Your own training step
 #
-# `eqx.filter_value_and_grad` differentiates the floating-point arrays. The ids of the experts are integers, without a
-# gradient, and do not change. Initialise optax with `eqx.is_inexact_array` for the same reason.
+# `eqx.filter_value_and_grad` differentiates the floating-point arrays, and optax is initialised with the same ones.
 
 # %%
 optimiser = optax.adam(1e-2)

@@ -6,7 +6,6 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
-#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -17,7 +16,7 @@
 # # Differential equations: neural ODEs whose error bars mean something
 #
 # Members of a neural ODE that differ only by their seeds agree far better than they are right: here their 90 %
-# intervals contain 73 % of the observations later than the data, and 27 % of those from outside. We show what mends
+# intervals contain 70 % of the observations later than the data, and 27 % of those from outside. We show what mends
 # that and what does not: bootstraps of trajectories, prior functions, variance scaling, and conformal bands.
 #
 # Each member is a vector field, solved by [diffrax](https://docs.kidger.site/diffrax/). Trajectories are short and
@@ -319,4 +318,4 @@ print(f"\nfigure: {figures / 'neural_ode.png'}")
 # - Bands that hold need not be narrow: from outside they are four times as wide as within the data. To narrow them,
 #   train on trajectories from there, or build the symmetry into the vector field.
 # - With an adaptive solver all vectorised members run as long as the slowest. We use fixed steps; for adaptive ones try
-#   `plan=ee.plan.Sequential()`.
+#   `plan=ee.plan.Blocks(1)`.

@@ -161,7 +161,7 @@ untrained = ee.build(lambda key: Dynamics(key=key), NUM_MEMBERS, key=key)
 options = {"validation": validation, "patience": 20, "batch_size": 50, "key": key}
 run = ee.fit(untrained, loss, optax.adam(3e-3), train, rows=rows, epochs=150, **options)
 ensemble = run.best(5)
-for member, step, score in zip(untrained.ids, run.best_step, run.best_score, strict=True):
+for member, (step, score) in enumerate(zip(run.best_step, run.best_score, strict=True)):
     print(f"member {member}: best after {step} steps, validation error {score:.1e}")
 
 # %% [markdown]
@@ -296,8 +296,8 @@ print(f"figure: {figures / 'planning.png'}")
 # ## Limits
 #
 # - All planners swing the pendulum up. Their costs above that of planning on the true dynamics differ: for one member
-#   the excess is about twice that for five. For all of them, plans cost more than predicted; the standard deviation of
-#   the members accounts for a part of the difference.
+#   the excess is four times that for five. Plans cost more than predicted; the standard deviation of the members,
+#   by which careful planning adds to the cost, makes up for the difference.
 # - These are four episodes of a small task. The best member was selected by the reported episodes; validation errors,
 #   which are known beforehand, may select another.
 # - An agent would now retrain on the steps of its own plans. We plan only with data of random torques.

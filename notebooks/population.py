@@ -72,8 +72,8 @@ train, validation, test = ((x[part], y[part]) for part in (slice(0, 600), slice(
 # %% [markdown]
 # ## One member
 #
-# Model and loss are those of one member. The dropout rate is an argument of its constructor; the learning rate and the
-# weight decay are passed to its optimiser.
+# Model and loss are those of one member. Its hyper-parameters are passed to the loss, which puts the dropout rate into
+# the model, and to the optimiser, which takes the learning rate and the weight decay.
 
 
 # %%
@@ -82,19 +82,20 @@ class Classifier(eqx.Module):
     last: eqx.nn.Linear
     dropout: eqx.nn.Dropout
 
-    def __init__(self, dropout, *, key):
+    def __init__(self, *, key):
         first, last = jax.random.split(key)
         self.first, self.last = eqx.nn.Linear(64, 64, key=first), eqx.nn.Linear(64, 10, key=last)
-        self.dropout = eqx.nn.Dropout(dropout)
+        self.dropout = eqx.nn.Dropout()
 
     def __call__(self, x: Float[Array, "64"], *, key: Key[Array, ""] | None = None) -> Float[Array, "10"]:
         return self.last(self.dropout(jax.nn.relu(self.first(x)), key=key))
 
 
 def loss(
-    model: Classifier, batch: tuple[Float[Array, "rows 64"], Int[Array, " rows"]], key: Key[Array, ""]
+    model: Classifier, batch: tuple[Float[Array, "rows 64"], Int[Array, " rows"]], key: Key[Array, ""], hyper: dict
 ) -> Float[Array, ""]:
     x, y = batch
+    model = eqx.tree_at(lambda model: model.dropout.p, model, hyper["dropout"])
     logits = jax.vmap(lambda x, key: model(x, key=key))(x, jax.random.split(key, len(x)))
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
 
@@ -116,7 +117,7 @@ ranges = {
     "dropout": ee.sweep.Uniform(0.0, 0.7),
 }
 hyper = ee.sweep.draw(ranges, NUM_MEMBERS, key=key)
-ensemble = ee.build(lambda key, dropout: Classifier(dropout, key=key), zip={"dropout": hyper["dropout"]}, key=key)
+ensemble = ee.build(lambda key: Classifier(key=key), NUM_MEMBERS, key=key)
 options = {"hyper": hyper, "validation": validation, "batch_size": BATCH, "key": key}
 run = ee.fit(ensemble, loss, optimiser, train, epochs=EPOCHS, patience=10, **options)
 

@@ -17,7 +17,7 @@
 #
 # Seeds, bootstraps, prior functions, SWAG, stochastic-gradient MCMC, repulsion, TabM and Laplace are trained from the
 # same small network on the same 235 households. Where there are data all predict alike; far from the data their
-# uncertainties differ up to eightfold, and one table lists scores and costs.
+# uncertainties differ up to ninefold, and one table lists scores and costs.
 #
 # The data are incomes and food expenditures of Belgian households, collected by Engel in 1857. Few earn more than 2,000
 # francs: beyond, an ensemble should be uncertain. `python notebooks/which_ensemble.py` prints the table and draws the
@@ -325,7 +325,7 @@ print(f"\nfigure: {figures / 'which_ensemble.png'}")
 # - **Where there are data, all predictions are similar.** Laplace has a worse NLL because one noise variance for all
 #   incomes is too large for the poor and too small for the rich.
 # - **Far from the data they differ.** SWAG and seeds under a prior extend the same line, with little uncertainty. That
-#   of bootstraps and chains is five to seven times that of seeds: bootstraps contain different rich households or none,
+#   of bootstraps and chains is four to five times that of seeds: bootstraps contain different rich households or none,
 #   and chains visit all slopes that the data allow. Prior functions, repulsion, TabM and Laplace are in between; for
 #   the first two this depends on their scales, which are a choice and not a result.
 # - **Cost.** All had 12,000 gradient steps of one network. TabM predicts with fewer weights than three seeds, Laplace

@@ -258,7 +258,6 @@ CALLS = {
         "decompose_dirichlet": {"concentration": _CONCENTRATION},
         "dirichlet_loss": {"concentration": _CONCENTRATION, "labels": _LABELS, "kl_weight": 0.5, "risk": "squared"}
         | {"row_weights": _MASK, "reduction": "mean"},
-        "kl_annealing": {"step": 3, "num_steps": 10},
         "pinball_loss": {"quantiles": _LOGITS[0], "targets": _TARGETS, "levels": _LEVELS, "row_weights": _MASK}
         | _MEAN_OR_NONE,
         "sort_quantiles": {"quantiles": _LOGITS[0]},

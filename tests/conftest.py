@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import signal
-import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -101,14 +100,6 @@ def pytest_runtest_teardown(item, nextitem):
     if is_last:
         jax.clear_caches()
         gc.collect()
-
-
-@pytest.fixture(autouse=True)
-def forget_paces():
-    """Every run begins with short chunks, whichever ran before."""
-    pacing = sys.modules.get("eqx_ensemble.train.host._loop")
-    if pacing is not None:
-        pacing._known.clear()
 
 
 @pytest.fixture

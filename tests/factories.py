@@ -208,9 +208,9 @@ def relaxed():
         yield
 
 
-def step_key(key, member_id, step, purpose="loss"):
-    """The key of one member at one step, as documented: root, purpose, member id, step."""
-    for number in (zlib.crc32(purpose.encode()), int(member_id), int(step)):
+def step_key(key, member, step, purpose="loss"):
+    """The key of one member at one step: that of the member, then purpose and step."""
+    for number in (zlib.crc32(b"fit"), int(member), zlib.crc32(purpose.encode()), int(step)):
         key = jax.random.fold_in(key, number)
     return key
 
@@ -258,12 +258,11 @@ class Alone:
 
 
 def in_order(data, batch_size, steps, rows=None):
-    """The first `steps` batches of the data in the order of its rows; the last one of an epoch may be smaller."""
+    """The first `steps` batches of the data in the order of its rows, again and again."""
     count = len(jax.tree.leaves(data)[0]) if rows is None else len(rows)
     rows = np.arange(count) if rows is None else np.asarray(rows)
-    epoch = [rows[start : start + batch_size] for start in range(0, count, batch_size)]
-    batch_of = lambda chosen: jax.tree.map(lambda x: x[chosen], data)
-    return [batch_of(epoch[i % len(epoch)]) for i in range(steps)]
+    stream = np.resize(rows, steps * batch_size).reshape(steps, batch_size)
+    return [jax.tree.map(lambda x, own=own: x[own], data) for own in stream]
 
 
 def numbers(tree):

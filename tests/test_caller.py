@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -35,20 +36,17 @@ CALLS = {
     "scores.ece": lambda: jax.eval_shape(lambda x: jax.jit(ee.scores.ece)(x, LABELS), LOGITS),
     "scores.rmse": lambda: fit(loss=score_in_loss, epochs=1),
     "fit": lambda: fit(loss=mse),
-    "methods.cross_fit": lambda: ee.methods.cross_fit(
-        ENSEMBLE, mse, optax.sgd(0.1), (X, Y), ee.resample.folds(8, 3, key=KEY), x=X, batch_size=0, epochs=1, key=KEY
-    ),
     "Ensemble.__getitem__": lambda: ENSEMBLE[7],
     "Each": lambda: ee.Each([eqx.nn.Linear(2, 1, key=KEY)]),
-    "plan.Chunked": lambda: ee.plan.Chunked(0),
+    "plan.Blocks": lambda: ee.plan.Blocks(0),
     "conformal.Split": lambda: ee.conformal.split(jnp.arange(9.0), jnp.zeros(9), level=0.5)(jnp.ones(3, int)),
     "conformal.Aci.update": lambda: ee.conformal.aci(level=0.9).update("x"),
     "train.make_step": lambda: ee.train.make_step(mse, optax.sgd(0.1))(
-        ee.train.init(ENSEMBLE, optax.sgd(0.1), key=KEY), (X[:0], Y[:0])
+        ee.train.init(ENSEMBLE, optax.sgd(0.1), key=KEY), (X, np.full((8, 1), 2**40))
     ),
-    "map_members(first)": lambda: ee.map_members(first)(X),
+    "map_members": lambda: ee.map_members(first)(X),
     "combine.mixture": lambda: ee.predict(ENSEMBLE, X, combine=ee.combine.mixture, fn=pair),
-    "combine.gaussian": lambda: ee.combine.streaming(ee.combine.gaussian).update(None, X),
+    "combine.gaussian": lambda: ee.predict(ENSEMBLE, X, combine=ee.combine.gaussian),
 }
 
 

@@ -53,8 +53,8 @@ def _sgd_of(hyper):
     return optax.sgd(hyper["rate"])
 
 
-ENTROPIES = ee.combine.streaming(ee.uncertainty.decompose_entropy)
 STATES = [ee.train.init(ensemble, SGD, key=key) for ensemble, key in zip(ENSEMBLES, KEYS, strict=True)]
+STEP = ee.train.make_step(loss, SGD)
 
 # What is called a second time, with 1 in place of 0.
 CALLS = {
@@ -63,27 +63,20 @@ CALLS = {
     "predict combined": lambda i: ee.predict(
         ENSEMBLES[i], X[i][: 20 - 3 * i], combine=ee.combine.mixture, weights=WEIGHTS[i]
     ),
-    "predict streamed": lambda i: ee.predict(
-        ENSEMBLES[i], X[i][: 20 - i], combine=ee.combine.streaming(ee.uncertainty.decompose_entropy)
-    ),
     "predict in batches": lambda i: ee.predict(ENSEMBLES[i], X[i], batch_size=7),
     "predict with keys": lambda i: ee.predict(ENSEMBLES[i], X[i], inference=False, key=KEYS[i]),
     "map_members": lambda i: ee.map_members(mean_output)(ENSEMBLES[i], X[i]),
-    "map_members one after another": lambda i: ee.map_members(mean_output, plan=ee.plan.Sequential())(
-        ENSEMBLES[i], X[i]
-    ),
-    "map_members in chunks": lambda i: ENSEMBLES[i].map(mean_output, X[i], plan=ee.plan.Chunked(3)),
     "fit": fitted,
     "fit with limits": lambda i: fitted(
         i,
-        validation=ee.train.Validation(DATA[i], min_delta=0.1 * i, smooth=0.1 * i),
+        validation=ee.train.Validation(DATA[i]),
         patience=2,
         stop=ee.train.Stopping(target=0.01 * i, steps=50 + i),
     ),
     "fit of rows": lambda i: fitted(i, rows=ee.resample.bootstrap(ROWS, MEMBERS, key=KEYS[i])),
-    "fit one after another": lambda i: fitted(i, plan=ee.plan.Sequential()),
+    "fit one after another": lambda i: fitted(i, plan=ee.plan.Blocks(1)),
     "fit a sweep": swept,
-    "make_step": lambda i: ee.train.make_step(loss, SGD)(STATES[i], DATA[i]),
+    "make_step": lambda i: STEP(STATES[i], DATA[i]),
     "resample": lambda i: ee.resample.folds(ROWS, MEMBERS, key=KEYS[i]),
     "average": lambda i: ee.average_parameters(ENSEMBLES[i], WEIGHTS[i]),
     "combine classes": lambda i: [
@@ -93,15 +86,6 @@ CALLS = {
         ee.combine.mean(POINTS[i], weights=WEIGHTS[i]),
         ee.combine.median(POINTS[i]),
         ee.combine.gaussian(POINTS[i], VARIANCES[i], weights=WEIGHTS[i]),
-    ],
-    "streaming": lambda i: [
-        reduction(values[i], weights=WEIGHTS[i])
-        for reduction, values in (
-            (ee.combine.streaming(ee.combine.mixture), LOGITS),
-            (ee.combine.streaming(ee.uncertainty.disagreement), LOGITS),
-            (ee.combine.streaming(ee.combine.moments), POINTS),
-            (ee.combine.QuantileSketch([0.1, 0.9]), POINTS),
-        )
     ],
     "scores of classes": lambda i: [
         score(LOGITS[i], LABELS[i]) for score in (ee.scores.nll, ee.scores.brier, ee.scores.ece, ee.scores.accuracy)

@@ -1,5 +1,6 @@
 """The documented names are the public names, and every example in the documentation runs."""
 
+import ast
 import contextlib
 import functools
 import importlib.util
@@ -33,7 +34,7 @@ WITH_CODE = {str(page.relative_to(ROOT)): page for page in RUN if blocks(page.re
 
 # What examples need of extras; each is left out where it is not installed.
 NEEDED = {"blackjax": "import blackjax", "arviz_stats": "sampling.diagnostics("}
-NEEDED |= {package: f"import {package}" for package in ("zarr", "pyarrow", "grain", "paramax")}
+NEEDED |= {"paramax": "import paramax"}
 NEEDED |= {"distributed": "from distributed import", "cloudpickle": "ee.fleet."}
 MISSING = [mark for package, mark in NEEDED.items() if importlib.util.find_spec(package) is None]
 ENGINES = re.compile(r"^(?:import|from) ray\b", re.MULTILINE)  # `test_ray_tune` runs one
@@ -198,14 +199,20 @@ def as_users_run_it():
     jaxtyping.config.update("jaxtyping_disable", disabled)
 
 
-@pytest.mark.parametrize(("page", "package"), [("step-runs", "train")])
-def test_pages_and_pictures_for_developers_name_files_that_exist(page, package):
-    text = (ROOT / f"docs/how-a-{page}.md").read_text()
-    picture = (ROOT / "docs" / re.search(r"\(images/\S+\.svg\)", text)[0][1:-1]).read_text()
-    named = set(re.findall(r"_\w+\.py", re.sub(r"tests/\S+", "", text) + picture))
-    found = {file.name for file in (ROOT / "eqx_ensemble" / package).rglob("*.py")}
-    assert len(named) > 5
-    assert named <= found
+def test_the_page_about_a_fit_shows_the_code():
+    text = (ROOT / "docs/how-a-fit-runs.md").read_text()
+    shown = "".join(re.findall(r"^```py\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    files = [ROOT / "eqx_ensemble/train" / name for name in ("_member.py", "_blocks.py")]
+    assert set(functions_of(shown)) == {"train", "take_step", "end_part", "train_block"}
+    assert functions_of(shown).items() <= functions_of("".join(file.read_text() for file in files)).items()
+
+
+def functions_of(text):
+    """The functions of a program without docstrings and layout."""
+    found = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+    for node in found.values():
+        node.body = node.body[ast.get_docstring(node) is not None :]
+    return {name: ast.unparse(node) for name, node in found.items()}
 
 
 def test_a_broken_example_would_be_noticed():

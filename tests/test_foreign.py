@@ -207,7 +207,7 @@ def test_nothing_is_imported():
 
 def test_an_argument_of_a_call_is_named(ensemble):
     text = frame("pandas", np.array([["a"] * 3] * 2))
-    with pytest.raises(TypeError, match=r"`Ensemble.__call__` .*column 'a' of `args\[0\]` has dtype"):
+    with pytest.raises(TypeError, match=r"`Ensemble` .*column 'a' of `args\[0\]` has dtype"):
         ensemble(text)
     with pytest.raises(TypeError, match=r"column 'a' of `kwargs\['x'\]` has dtype"):
         ensemble(x=text)

@@ -76,7 +76,7 @@ ERRORS = (TypeError, ValueError, IndexError)  # IndexError for rows that are not
 
 def test_every_public_function_is_here():
     ready_made = {"tree.polyak"}  # of two ensembles, which its own tests have
-    elsewhere = {"scores.per_member", "sweep.rescale_schedule", "combine.streaming"}  # functions of functions
+    elsewhere = {"scores.per_member", "sweep.rescale_schedule"}  # functions of functions
     for room, calls in CALLS.items():
         prefix = room.__name__.removeprefix("eqx_ensemble.")
         public = {name for name, value in vars(room).items() if inspect.isfunction(value)}

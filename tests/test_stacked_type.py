@@ -103,7 +103,7 @@ class TestWhenSevenWeightsPassForFiveMembers:
         def alone(ensemble: ee.Stacked[MLP, " members"], w: Float[Array, " members"]): ...
 
         alone(ENSEMBLE, jnp.ones(7))
-        with pytest.raises(BeartypeCallHintParamViolation, match="no common size of the leading axis"):
+        with pytest.raises(BeartypeCallHintParamViolation, match="no common size of leading axes"):
             alone(ALONE, jnp.ones(7))
 
     def test_an_inner_call_has_a_scope_of_its_own(self):
@@ -174,15 +174,13 @@ def test_a_refused_object_binds_nothing():
         (ENSEMBLE, ee.Stacked[ee.Ensemble, "members"]),
         (RAW, ee.Stacked[typing.Annotated[MLP, "note"], "members"]),
         (ENSEMBLE[:1], ee.Stacked[MLP, "#members"]),
-        (NESTED, ee.Stacked[MLP, "populations members"]),
-        (NESTED, ee.Stacked[MLP, "5 3"]),
-        (NESTED, ee.Stacked[ee.Stacked[MLP, "3"], "5"]),
         (NESTED, ee.Stacked[Callable, "5 3"]),
         (NESTED, ee.Stacked[ee.Ensemble[MLP], "5"]),
         (NESTED, ee.Stacked[ee.Ensemble[ee.Ensemble[MLP]], "5"]),
         (GRID, ee.Stacked[MLP, "5 3"]),
+        (GRID, ee.Stacked[ee.Stacked[MLP, "3"], "5"]),
         (GRID, ee.Stacked[MLP, "5"]),
-        (ee.from_stacked(eqx.nn.Dropout(jnp.ones(4)), ids=range(4)), ee.Stacked[eqx.nn.Dropout, "4"]),
+        (ee.from_stacked(eqx.nn.Dropout(jnp.ones(4))), ee.Stacked[eqx.nn.Dropout, "4"]),
     ],
     ids=in_short,
 )
@@ -203,8 +201,6 @@ def test_accepted(value, annotation):
         (RAW, ee.Stacked[MLP, "a b"]),
         (ENSEMBLE, ee.Stacked[Callable, "populations members"]),
         (NESTED, ee.Stacked[MLP, "members"]),
-        (NESTED, ee.Stacked[MLP, "3 5"]),
-        (NESTED, ee.Stacked[MLP, "a b c"]),
         (NESTED, ee.Stacked[ee.Ensemble[Linear], "5"]),
         (ALONE, ee.Stacked[MLP, "members"]),
         (ALONE, ee.Stacked[Any, "members"]),
@@ -224,24 +220,9 @@ def test_refused(value, annotation):
     assert not isinstance(value, annotation)
 
 
-def test_an_unstacked_square_model_passes_only_as_a_raw_one():
-    # Every array of this model starts with 8: nothing excludes that this is the number of members.
-    square = MLP(8, 8, 8, 1, key=jax.random.key(0))
-    assert isinstance(square, ee.Stacked[MLP, "members"])
-    ensemble = ee.build(lambda key: MLP(8, 8, 8, 1, key=key), 8, key=jax.random.key(0))
-    assert isinstance(ensemble, ee.Stacked[MLP, "members"])
-    assert not isinstance(ensemble, ee.Stacked[MLP, "members features"])
-
-
-def test_an_ensemble_without_arrays_has_the_axis_of_its_ids():
-    ensemble = ee.Ensemble(eqx.nn.Dropout(None), eqx.nn.Dropout(0.5), jnp.arange(4))
-    assert isinstance(ensemble, ee.Stacked[eqx.nn.Dropout, "4"])
-    assert not isinstance(ensemble, ee.Stacked[eqx.nn.Dropout, "5"])
-
-
 def test_shared_leaves_carry_no_axis():
     shared = ee.build(mlp, MEMBERS, shared=lambda m: m.layers[0], key=jax.random.key(0))
-    assert shared.shared.layers[0].weight.shape == (8, 2)
+    assert shared.stacked.layers[0].weight.shape == (8, 2)
     assert isinstance(shared, ee.Stacked[MLP, "5"])
     assert isinstance(shared, ee.Stacked[ee.Ensemble[MLP], "5"])
     partly = eqx.tree_at(lambda m: m.layers[0], RAW, ALONE.layers[0])  # the same model without the wrapper
@@ -394,10 +375,8 @@ def test_vmap_over_the_members_takes_the_axis_away(stacked):
         assert not isinstance(model, ee.Stacked[MLP, "members"])
         return jnp.ones(())
 
-    over_members = (
-        stacked.map if isinstance(stacked, ee.Ensemble) else lambda function: eqx.filter_vmap(function)(stacked)
-    )
-    assert over_members(one).shape == (MEMBERS,)
+    over_members = ee.map_members if isinstance(stacked, ee.Ensemble) else eqx.filter_vmap
+    assert over_members(one)(stacked).shape == (MEMBERS,)
 
     @checked
     def two(ensemble: ee.Stacked[MLP, " members"], w: Float[Array, " members"], x: Float[Array, ""]):
@@ -564,7 +543,6 @@ def test_one_class_for_each_pair_of_arguments():
         (ee.Stacked[MLP | eqx.nn.GRUCell, "members"], 'Stacked[MLP | GRUCell, "members"]'),
         (ee.Stacked[Callable[..., Any], "members"], 'Stacked[Callable[..., Any], "members"]'),
         (ee.Stacked[ee.Stacked[MLP, "b"], "a"], 'Stacked[MLP, "a b"]'),
-        (ee.Stacked, "<class 'eqx_ensemble._typing._stacked.Stacked'>"),
     ],
 )
 def test_repr(annotation, text):
@@ -581,17 +559,17 @@ def test_repr_in_a_union():
     [
         (
             (ALONE, 5),
-            "its arrays have no common size of the leading axis: f32[8,2] at `.layers[0].weight`, "
+            "its arrays have no common size of leading axes: f32[8,2] at `.layers[0].weight`, "
             "f32[1,8] at `.layers[1].weight`.",
         ),
         (
             (eqx.tree_at(lambda m: m.layers[1].bias, RAW, jnp.zeros((4, 1))), 5),
-            "its arrays have no common size of the leading axis: f32[5,8,2] at `.layers[0].weight`, "
+            "its arrays have no common size of leading axes: f32[5,8,2] at `.layers[0].weight`, "
             "f32[4,1] at `.layers[1].bias`.",
         ),
         ((NESTED, 5), 'this `Ensemble[Ensemble[MLP]]` is no `Stacked[MLP, "members"]`.'),
         ((3, 5), 'this `int` is no `Stacked[MLP, "members"]`.'),
-        ((eqx.filter(RAW, lambda _: False), 5), "this `MLP` has no array leaf that could carry an axis."),
+        ((eqx.filter(RAW, lambda _: False), 5), "its arrays have no common size of leading axes: no array."),
     ],
 )
 def test_messages(call, reason):
@@ -613,41 +591,22 @@ def test_message_of_an_axis_that_does_not_fit():
     )
 
 
-WRITE = 'Write `Stacked[Model, "members"]`: the type of one member, then the names of the leading axes.'
-
-
 @pytest.mark.parametrize(
     ("item", "error", "message"),
     [
-        (MLP, TypeError, f"`Stacked` takes two arguments, got equinox.nn._mlp.MLP.\n{WRITE}"),
-        ((MLP, "a", "b"), TypeError, f"`Stacked` takes two arguments, got (equinox.nn._mlp.MLP, 'a', 'b').\n{WRITE}"),
-        ((MLP, 4), TypeError, f"`Stacked` needs its axes as a string, got 4.\n{WRITE}"),
-        (("members", MLP), TypeError, f"`Stacked` needs its axes as a string, got {MLP!r}.\n{WRITE}"),
-        ((MLP, " "), ValueError, f"`Stacked` needs at least one axis, got ' '.\n{WRITE}"),
-        ((MLP, "a ..."), ValueError, f"`Stacked` needs a fixed number of leading axes, got '...' in 'a ...'.\n{WRITE}"),
-        ((MLP, "#*a b"), ValueError, f"`Stacked` needs a fixed number of leading axes, got '#*a' in '#*a b'.\n{WRITE}"),
+        (MLP, TypeError, "is for annotations"),
+        ((MLP, 4), TypeError, "is for annotations"),
+        ((MLP, "a ..."), ValueError, "needs a fixed number of leading axes, got 'a ...'"),
+        ((MLP, "#*a b"), ValueError, "needs a fixed number of leading axes"),
         ((MLP, "a, b"), ValueError, "Axes should be separated with spaces, not commas"),
-        (
-            ("MLP", "members"),
-            TypeError,
-            "`Stacked` needs the type of one member (a class, a runtime-checkable protocol, a union of these), got "
-            "'MLP': isinstance() arg 2 must be a type, a tuple of types, or a union.\n"
-            "For a class that does not exist yet, put the whole annotation in quotes.",
-        ),
-        (
-            (Float[Array, " n"], "members"),
-            TypeError,
-            "`Stacked` is the type of a Module whose arrays are stacked, got an array type.\n"
-            'Put the axis into the shape of the array instead: `Float[Array, "members features"]`.',
-        ),
+        (("MLP", "members"), TypeError, "must be a type"),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("unhooked")
 def test_misuse(item, error, message):
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=message):
         ee.Stacked[item]
-    assert str(caught.value) == message
 
 
 def test_a_protocol_that_cannot_be_checked():
@@ -662,12 +621,12 @@ def test_a_protocol_that_cannot_be_checked():
     "use", [lambda: isinstance(3, ee.Stacked), lambda: ee.Stacked(), lambda: ee.Stacked[MLP, "members"](RAW)]
 )
 def test_no_instances(use):
-    with pytest.raises(TypeError, match=r"for annotations and `isinstance`, always with its two arguments"):
+    with pytest.raises(TypeError, match=r"is for annotations and `isinstance`"):
         use()
 
 
 def test_a_forgotten_subscript_is_noticed_at_the_definition():
-    with pytest.raises(Exception, match="always with its two arguments"):
+    with pytest.raises(Exception, match="is for annotations and `isinstance`"):
 
         @checked
         def function(ensemble: ee.Stacked): ...

@@ -197,6 +197,6 @@ def test_chunks_that_do_not_divide_the_members(size):
     models = ee.Each(ee.tree.stack([layers_model(key) for key in jax.random.split(KEY, 7)]))
     x, y = batch()
     plain = jax.jit(jax.vmap(mse, in_axes=(0, None, None)))(models.value, x, y)
-    chunked = eqx.filter_jit(ee.map_members(mse, plan=ee.plan.Chunked(size)))(models, x, y)
+    chunked = eqx.filter_jit(ee.map_members(mse, plan=ee.plan.Blocks(size)))(models, x, y)
     assert chunked.shape == (7,)
     np.testing.assert_allclose(chunked, plain, rtol=1e-6)

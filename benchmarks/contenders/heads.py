@@ -35,7 +35,7 @@ def _dirichlet(task: Task) -> Fitted:
     hyper = {"annealing": jnp.zeros(1)}
     state = ee.train.init(_build(task, task.setting.num_classes), constant_adam, hyper=hyper, key=task.key)
     for i, length in enumerate([piece] * 10 + [steps - 10 * piece]):
-        state = eqx.tree_at(lambda state: state.hyper["annealing"], state, jnp.full(1, heads.kl_annealing(i, 10)))
+        state = eqx.tree_at(lambda state: state.hyper["annealing"], state, jnp.full(1, min(i / 10, 1)))
         run = task.fit(state, constant_adam, loss=_dirichlet_loss(task.setting.decay), steps=length)
         state = run.train_state
     return _fitted(run.ensemble, lambda raw: np.log(heads.dirichlet(raw)))

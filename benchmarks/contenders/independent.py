@@ -96,16 +96,16 @@ def _loss_of_heads(decay: float, num_heads: int) -> Any:
 
 def mc_dropout(task: Task, rates: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5)) -> Fitted:
     """One member with dropout, in as many passes as there are draws; its rate is chosen by validation rows."""
-    ensemble = ee.build(_with_dropout(task.setting.sizes), zip={"rate": np.array(rates)}, key=task.key)
-    trained = task.fit(ensemble, steps=task.setting.all_steps // len(rates)).ensemble
-    alone = [trained[[i]] for i in range(len(rates))]
+    steps = task.setting.all_steps // len(rates)
+    build = lambda rate: ee.build(_with_dropout(task.setting.sizes, rate), 1, key=task.key)
+    alone = [task.fit(build(rate), steps=steps).ensemble for rate in rates]
     best = min(alone, key=lambda one: validation_loss(task, lambda x: task.mixture(_passes(task, one, x))))
     return Fitted(lambda x: task.mixture(_passes(task, best, x)), num_bytes(best.stacked))
 
 
 @ft.cache
-def _with_dropout(sizes: tuple[int, ...]) -> Any:
-    return lambda key, rate: Net(sizes, rate, key=key)
+def _with_dropout(sizes: tuple[int, ...], rate: float) -> Any:
+    return lambda key: Net(sizes, rate, key=key)
 
 
 def _passes(task: Task, one: ee.Ensemble, x: np.ndarray) -> np.ndarray:

@@ -15,11 +15,8 @@ from ._arrays import type_error as type_error
 from ._arrays import value_error as value_error
 from ._keys import CheckpointCorruptError as CheckpointCorruptError
 from ._keys import MemberMismatchError as MemberMismatchError
-from ._keys import check_integer_ids as check_integer_ids
 from ._keys import check_key as check_key
 from ._keys import check_key_shape as check_key_shape
-from ._keys import check_one_row_per_id as check_one_row_per_id
-from ._leaves import MOST_BITS as MOST_BITS
 from ._leaves import Size as Size
 from ._leaves import array_leaves as array_leaves
 from ._leaves import check_in_range as check_in_range
@@ -28,13 +25,11 @@ from ._leaves import is_inside_transformation as is_inside_transformation
 from ._leaves import is_key as is_key
 from ._leaves import is_member_array as is_member_array
 from ._leaves import is_number as is_number
-from ._leaves import is_readable as is_readable
 from ._leaves import is_traced as is_traced
 from ._leaves import kind_text as kind_text
 from ._leaves import member_dtype as member_dtype
-from ._leaves import number_text as number_text
 from ._leaves import path_text as path_text
-from ._options import MOST_STEPS as MOST_STEPS
+from ._leaves import standard_promotion as standard_promotion
 from ._options import check_axis as check_axis
 from ._options import check_counter as check_counter
 from ._options import check_flag as check_flag
@@ -42,7 +37,6 @@ from ._options import check_function as check_function
 from ._options import check_installed as check_installed
 from ._options import check_integer as check_integer
 from ._options import check_number as check_number
-from ._options import check_optional_flag as check_optional_flag
 from ._options import check_optional_function as check_optional_function
 from ._options import check_optional_text as check_optional_text
 from ._options import check_path as check_path
@@ -56,11 +50,9 @@ from ._predictions import check_fitted_members as check_fitted_members
 from ._predictions import check_labels as check_labels
 from ._predictions import check_logits as check_logits
 from ._predictions import check_moments as check_moments
-from ._predictions import check_nonnegative_weights as check_nonnegative_weights
 from ._predictions import check_plain_weights as check_plain_weights
 from ._predictions import check_regression as check_regression
 from ._predictions import check_variance as check_variance
-from ._predictions import check_weight_count as check_weight_count
 from ._predictions import check_weights as check_weights
 from ._rows import ALL_ROWS as ALL_ROWS
 from ._rows import CountedRows as CountedRows

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._caller import caller
-from ._leaves import array_leaves, is_key
+from ._leaves import is_key
 
 
 class MemberMismatchError(ValueError):
@@ -36,7 +36,7 @@ def check_key(key: Any) -> None:
     if shape != ():
         raise TypeError(
             f"`{caller()}` needs one key as `key`, got {'x'.join(map(str, shape))} keys.\n"
-            "It makes the members' keys itself; keys of your own go to `build(make, keys=keys)`."
+            "It makes the members' keys itself."
         )
 
 
@@ -60,46 +60,6 @@ def check_key_shape(key: Any, *, wanted: str) -> tuple[int, ...]:
             f"`{caller()}` needs {wanted}, got the integer {key}.\nMake a key of it: `jax.random.key({key})`."
         )
     raise TypeError(f"`{caller()}` needs {wanted} from `jax.random.key(seed)`, got {_array_text(key)}.")
-
-
-_SLICED = (
-    "Inside `equinox.filter_vmap`, `jax.vmap` or `jax.lax.scan`, an ensemble is sliced along its members and is not a "
-    "model. Write `map_members(fn)(ensemble, x)` or `ensemble.map(fn, x)`: there, `fn` gets the model of one member. "
-    "To take some members, write `ensemble[index]`."
-)
-
-
-def check_one_row_per_id(stacked: Any, ids: Any) -> None:
-    """Raises if the arrays of an ensemble have been sliced by a transformation, which leaves known ids as they are."""
-    check_integer_ids(ids)
-    count = ids.shape[0]
-    if any(getattr(x, "ndim", 0) and x.shape[0] != count for x in jax.tree.leaves(stacked)):
-        path, x = next((path, x) for path, x in array_leaves(stacked) if x.shape[:1] not in ((), (count,)))
-        raise MemberMismatchError(
-            f"`Ensemble` needs arrays with one value per member; at `.stacked{path}`: expected {count} members, got "
-            f"{_array_text(x)}.\n{_SLICED}"
-        )
-
-
-def check_integer_ids(values: Any) -> None:
-    """Raises for traced ids that arithmetic or a transformation has changed. Filtered trees may have none.
-
-    Checked at every use, because `jax.tree.map` makes Modules without checks.
-    """
-    if getattr(values, "ndim", 1) == 0:
-        raise MemberMismatchError(
-            f"`Ensemble` needs one id per member; at `.ids`: expected int32[members], got {_array_text(values)}.\n"
-            + _SLICED
-        )
-    dtype = getattr(values, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
-        raise TypeError(
-            "`Ensemble` needs integer member ids, from which the members' random streams follow; at `.ids`: got "
-            f"{_array_text(values)}.\n"
-            "Ids that a compiled function has computed, as for a traced index, are an array among the weights, which "
-            "arithmetic on all arrays changes: make them known first, by `ensemble = ensemble[:]` outside the "
-            "function, or select the weights by `eqx.is_inexact_array`."
-        )
 
 
 def _array_text(value: Any) -> str:

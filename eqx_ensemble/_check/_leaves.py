@@ -1,4 +1,6 @@
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,9 +14,6 @@ try:
     from jax.extend.core import get_opaque_trace_state
 except ImportError:  # before 0.10
     from jax.core import get_opaque_trace_state  # pyright: ignore
-
-MOST_BITS = 2_000
-"""Python always converts integers of up to 640 digits to decimals; the limit for longer ones is configurable."""
 
 Size = Any
 """The length of an axis: an int, or a symbolic dimension of `jax.export`."""
@@ -52,13 +51,6 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
-def is_readable(array: Any) -> bool:
-    """Whether this process can read the values of an array by itself."""
-    return not is_traced(array) and (
-        isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated
-    )
-
-
 def is_key(leaf: Any) -> bool:
     """Whether `leaf` is an array of typed PRNG keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -75,11 +67,6 @@ def kind_text(value: Any) -> str:
         return "`None`"
     word = type(value).__name__
     return f"{'an' if word[0] in 'AEIOUaeio' else 'a'} {word}"
-
-
-def number_text(value: Any) -> str:
-    """A Python number as text, hexadecimal if it is too long for decimals."""
-    return hex(value) if isinstance(value, int) and value.bit_length() > MOST_BITS else repr(value)
 
 
 def check_in_range(leaf: Any, *, path: str) -> None:
@@ -125,3 +112,10 @@ def is_number(leaf: Any) -> bool:
 def array_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The array leaves of a tree with their paths as text."""
     return [(path_text(path), x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0] if is_member_array(x)]
+
+
+@contextlib.contextmanager
+def standard_promotion() -> Iterator[None]:
+    """Enables the promotion of dtypes and ranks that optax and scoringrules need; a user may have made it strict."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

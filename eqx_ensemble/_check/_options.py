@@ -43,12 +43,6 @@ def check_flag(value: Any, argument: str) -> bool:
     return bool(value)
 
 
-def check_optional_flag(value: Any, argument: str) -> None:
-    """Raises unless `value` is `True`, `False` or `None`."""
-    if value is not None and not isinstance(value, bool | np.bool_):
-        raise TypeError(f"`{caller()}` needs `{argument}` to be `True`, `False` or `None`, got {_value_text(value)}.")
-
-
 def check_word(value: Any, argument: str, choices: Collection[str | None]) -> None:
     """Raises unless `value` is one of `choices`; arrays, whose comparison has no truth value, are not compared."""
     if not isinstance(value, str | None) or value not in choices:

@@ -38,21 +38,6 @@ def pays_if_large(members: PyTree, others: PyTree = ()) -> bool:
     return pays((members, others)) and first.size * first.dtype.itemsize > 2 * _BYTES
 
 
-def by_blocks(fn: Callable[[PyTree], PyTree], predictions: PyTree, *, event_ndim: int) -> PyTree:
-    """`fn(predictions)` for arrays `(members, rows, ...)` with independent rows; in blocks if it returns `(rows, ...)`.
-
-    The last `event_ndim` axes belong to one row, such as the classes of logits; without an axis before them there is a
-    single row.
-    """
-    leaves = jax.tree.leaves(predictions)
-    batch = leaves[0].shape[1 : leaves[0].ndim - event_ndim] if leaves else ()
-    if not batch or any(x.shape[1 : x.ndim - event_ndim] != batch for x in leaves):
-        return fn(predictions)
-    if any(x.shape[: len(batch)] != batch for x in jax.tree.leaves(jax.eval_shape(fn, predictions))):
-        return fn(predictions)
-    return _in_flat_blocks(lambda predictions, _: fn(predictions), predictions, (), batch)
-
-
 def by_rows(
     fn: Callable[[PyTree, PyTree, PyTree], PyTree],
     members: PyTree,

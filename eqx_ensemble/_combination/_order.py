@@ -41,19 +41,8 @@ def by_order(
 
 def sort_rows(key: Float[Array, " rows"], *rows: Shaped[Array, " rows"]) -> tuple[Shaped[Array, " rows"], ...]:
     """The sorted key, NaN last, and other arrays in its order; equal values stay in theirs."""
-    order = _argsort(np.asarray(key)) if _numpy_pays(key, rows) else jnp.argsort(key)
+    order = np.argsort(np.asarray(key), kind="stable").astype(np.int32) if _numpy_pays(key, rows) else jnp.argsort(key)
     return _take(order, key, *rows)
-
-
-def _argsort(key: np.ndarray) -> np.ndarray:
-    """As `np.argsort(key, kind="stable")`."""
-    if key.dtype != np.float32:
-        return np.argsort(key, kind="stable").astype(np.int32)
-    # Halves of 16 bits, which NumPy sorts without comparisons. As integers, the bits of negative numbers are reversed.
-    bits = np.where(np.isnan(key), np.float32(np.nan), key + np.float32(0)).view(np.int32)
-    bits ^= bits >> 31 & 0x7FFFFFFF
-    order = np.argsort(bits.astype(np.uint16), kind="stable").astype(np.int32)
-    return order[np.argsort((bits >> 16).astype(np.int16)[order], kind="stable")]
 
 
 @jax.jit
@@ -102,8 +91,9 @@ def _by_numpy(
             parts.append(jax.block_until_ready(found))  # the buffer can be reused
         return parts
 
-    share = -(-len(starts) // num_cores())
-    parts = sum(on_cores(run, [starts[i : i + share] for i in range(0, len(starts), share)]), [])
+    cores = num_cores()
+    share = -(-len(starts) // cores)
+    parts = sum(on_cores(run, [starts[i : i + share] for i in range(0, len(starts), share)], cores=cores), [])
     return jax.tree.map(lambda *blocks: _join(starts, blocks, values.shape[1:], device), *parts)
 
 

@@ -9,8 +9,7 @@ import optax
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from .._brief import brief_doc
-from .._check import RowWeightsLike, check_number, check_positive_int
-from .._promotion import standard_promotion
+from .._check import RowWeightsLike, check_number, check_positive_int, standard_promotion
 from .._pytree import PyTree
 from ._pooling import Pool, Pooling, Rows, fit_rows, no_gradient_message, warn_of_no_minimum
 

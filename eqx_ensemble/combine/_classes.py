@@ -1,12 +1,10 @@
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_logits, check_weights
-from .._combination import Summary, by_rows, check_one_logits, stream
-from .._weighting import blank_unweighted, class_mixture, known_mean, votes, weighted_mean
+from .._combination import by_rows
+from .._weighting import blank_unweighted, class_mixture, votes, weighted_mean
 
 
 def mixture(
@@ -95,13 +93,4 @@ def _mean_logits(
     return jax.nn.log_softmax(jnp.where(jnp.any(absent, axis=0), -jnp.inf, pooled), axis=-1)
 
 
-def _mean_of_logits(logits: Array, weights: Any) -> Array:
-    return _mean_logits(logits, (), weights)
-
-
 _mixture, _vote = jax.jit(class_mixture), jax.jit(votes)
-
-stream(mixture, Summary("combine.mixture", check_one_logits, _mixture, _mixture, event_ndim=1))
-# Normalising the means of groups adds one constant per row, which does not change the normalised mean over groups.
-stream(mean_logits, Summary("combine.mean_logits", check_one_logits, _mean_of_logits, _mean_of_logits, event_ndim=1))
-stream(vote, Summary("combine.vote", check_one_logits, _vote, known_mean, event_ndim=1))

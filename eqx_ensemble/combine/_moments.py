@@ -1,4 +1,4 @@
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jaxtyping import Array, ArrayLike, Float, Real
 from .. import _weighting
 from .._brief import brief_repr
 from .._check import check_moments, check_values, check_weights
-from .._combination import Summary, by_rows, check_one_values, check_pair_of_moments, stream
+from .._combination import by_rows, takes_pair
 from .._weighting import blank_unweighted, known_mean, mixture_moments, weighted_mean
 from ._robust import check_power
 
@@ -80,6 +80,7 @@ class Gaussian(NamedTuple):
     __repr__ = brief_repr
 
 
+@takes_pair
 def gaussian(
     mean: Float[ArrayLike, "members ..."],
     variance: Float[ArrayLike, "members ..."],
@@ -110,6 +111,7 @@ def gaussian(
     return by_rows(_gaussian, (means, variances), (), convex)
 
 
+@takes_pair
 def product_gaussian(
     mean: Float[ArrayLike, "members ..."],
     variance: Float[ArrayLike, "members ..."],
@@ -174,10 +176,6 @@ def _product(
     return Gaussian(jnp.where(infinite, found, rough + correction), least / total / power)
 
 
-_of_pair = lambda pair, weights: _gaussian(pair, (), weights)
-stream(gaussian, Summary("combine.gaussian", check_pair_of_moments, _of_pair, _of_pair, pairs=True))
-
-
 def moments(
     values: Float[ArrayLike, "members ..."], *, weights: Real[ArrayLike, " members *rows"] | None = None
 ) -> Gaussian:
@@ -208,67 +206,3 @@ def _moments(
     values: Float[Array, "members ..."], _: tuple, weights: Float[Array, "members ..."] | None
 ) -> tuple[Array, Array]:
     return _weighting.moments(blank_unweighted(values, weights), weights)
-
-
-class _Centre(NamedTuple):
-    """A mean in two parts: the rounded mean and its accumulated rounding error."""
-
-    mean: Float[Array, "..."]
-    rest: Float[Array, "..."]
-
-
-def _merge_centres(centres: _Centre, weights: Float[Array, " groups"]) -> tuple[_Centre, Array]:
-    """The centre of two groups, and the difference between their centres.
-
-    A compensated sum: the mean is accurate to the last digit after a thousand merges.
-    """
-    (first, second), (left_out, also) = (blank_unweighted(part, weights) for part in centres)
-    gap = (second - first) + (also - left_out)
-    step = left_out + weights[1] * gap
-    found = first + step
-    taken = found - first
-    rest = (first - (found - taken)) + (step - taken)
-    plain = weights[0] * first + weights[1] * second  # infinities have no rounding error
-    finite = jnp.isfinite(found)
-    return _Centre(jnp.where(finite, found, plain), jnp.where(finite, rest, 0)), gap
-
-
-def _centre_of_members(values: Float[Array, "members ..."], weights: Any) -> _Centre:
-    found = known_mean(values, weights)
-    return _Centre(found, jnp.zeros_like(found))
-
-
-def _moments_of_members(values: Float[Array, "members ..."], weights: Any) -> tuple[_Centre, Array]:
-    found, variance = _moments(values, (), weights)
-    return _Centre(found, jnp.zeros_like(found)), variance
-
-
-def _moments_of_groups(groups: tuple[_Centre, Array], weights: Float[Array, " groups"]) -> tuple[_Centre, Array]:
-    centres, variances = groups
-    centre, gap = _merge_centres(centres, weights)
-    first, second = blank_unweighted(variances, weights)
-    # Not a sum over an axis, which XLA would not fuse on a CPU.
-    return centre, weights[0] * first + weights[1] * second + weights[1] * (1 - weights[1]) * gap**2
-
-
-stream(
-    mean,
-    Summary(
-        "combine.mean",
-        check_one_values,
-        _centre_of_members,
-        lambda groups, weights: _merge_centres(groups, weights)[0],
-        lambda centre: centre.mean,
-        in_blocks=False,
-    ),
-)
-stream(
-    moments,
-    Summary(
-        "combine.moments",
-        check_one_values,
-        _moments_of_members,
-        _moments_of_groups,
-        lambda summary: Gaussian(summary[0].mean, summary[1]),
-    ),
-)

@@ -1,15 +1,8 @@
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int, Real
+from jaxtyping import Array, ArrayLike, Float, Real
 
-from .. import _weighting
-from .._caller import caller
 from .._check import (
-    as_column,
-    check_positive_int,
     check_positive_scalar,
     check_scalar,
     check_values,
@@ -17,20 +10,8 @@ from .._check import (
     concrete,
     value_error,
 )
-from .._combination import AbstractCombination, by_order, check_one_array, check_seen, chunk_weights, common_scale
-from .._foreign import as_numpy
-from .._pytree import PyTree
+from .._combination import by_order
 from .._weighting import quantile_in_order, shares_in_order, sum_members
-
-
-def check_sketch_levels(levels: Any) -> tuple[float, ...]:
-    """Raises unless `levels` are a list of numbers from 0 to 1. Returns them as floats."""
-    found = as_numpy(levels, "levels")
-    if found.ndim != 1 or found.size == 0 or found.dtype.kind not in "fiu":
-        raise TypeError(f"`{caller()}` needs a list of `levels`, got {levels!r}.")
-    if not ((found >= 0) & (found <= 1)).all():
-        raise ValueError(f"`{caller()}` needs `levels` from 0 to 1, got {levels!r}.")
-    return tuple(float(level) for level in found)
 
 
 def check_power(power: ArrayLike, dtype: jnp.dtype) -> Array:
@@ -47,143 +28,6 @@ def check_cut(cut: ArrayLike, dtype: jnp.dtype) -> Array:
             "a `cut` from 0 to below 0.5", f"got {host}", "10 % at each end are `cut=0.1`; for 0.5 use `median`."
         )
     return array
-
-
-class _Items(NamedTuple):
-    values: Float[Array, "items ..."]
-    weights: Float[Array, "items ..."]
-
-
-class _Sketch(NamedTuple):
-    tiers: tuple[_Items, ...]
-    unknown: Bool[Array, "..."]
-    lean: Float[Array, "..."]  # net weight moved to lower values, mean over pairs, in all merges so far
-    exponent: Int[Array, ""]  # weights are divided by 2**exponent
-
-
-class QuantileSketch(AbstractCombination):
-    r"""Quantiles over members of predictions `(members, ...)`, entry by entry, from a sketch of bounded size.
-
-    For a stream of members; in memory, [`eqx_ensemble.uncertainty.quantile`][] is exact and costs less.
-
-    Exact below `2 * size` members. For $M$ members of equal weight the error of a rank
-    is at most $M \lfloor \log_2(M / \mathrm{size}) \rfloor / (2 \, \mathrm{size})$ members: 2 % of 4,096. Quantiles are
-    NumPy's `"averaged_inverted_cdf"`.
-
-    **Arguments:**
-
-    - `levels`: a list of numbers from 0 to 1, the last axis of the result.
-    - `size`: half the capacity of a level of the sketch; full levels are merged in pairs of neighbours.
-
-    ```python
-    values = jnp.array([[1.0], [2.0], [3.0], [4.0]])
-    ee.combine.QuantileSketch([0.25, 0.9])(values)  # [[1.5, 4.0]]
-    ```
-
-    ??? cite
-        [Manku et al., SIGMOD 1998](https://doi.org/10.1145/276304.276342)
-    """
-
-    def __init__(self, levels: Sequence[float], *, size: int = 128) -> None:
-        self.levels: tuple[float, ...] = check_sketch_levels(levels)
-        self.size: int = check_positive_int(size, "size")
-
-    def update(self, partial: Any, predictions: PyTree, *, weights: Any = None) -> Any:
-        """Adds members to the sketch."""
-        values = check_values("predictions", check_one_array(predictions))
-        chunk = chunk_weights(predictions, weights)
-        if chunk is None:
-            return partial
-        given, dtype = chunk.weights, values.dtype
-        own = jnp.ones(values.shape[0], dtype) if given is None else jnp.asarray(given, dtype)
-        lean = jnp.zeros(values.shape[1:], dtype)
-        new = _Sketch((_new_items(values, own),), _unknown(values, own), lean, chunk.exponent)
-        return self.merge(partial, new)
-
-    def merge(self, first: Any, second: Any) -> Any:
-        """Merges two sketches."""
-        if first is None:
-            first, second = second, None
-        if first is None:
-            return None
-        if second is not None:
-            first, second = _in_one_scale(first, second)
-        tiers, unknown, lean = list(first.tiers), first.unknown, first.lean
-        if second is not None:
-            unknown, lean = unknown | second.unknown, lean + second.lean
-        for i, items in enumerate(() if second is None else second.tiers):
-            if i < len(tiers):
-                tiers[i] = jax.tree.map(lambda *xs: jnp.concatenate(xs), tiers[i], items)
-            else:
-                tiers.append(items)
-        for i, items in enumerate(tiers):  # including tiers appended in this loop
-            if items.values.shape[0] < 2 * self.size:
-                continue
-            tiers[i], joined, lean = _join_pairs(items, lean)
-            if i + 1 < len(tiers):
-                tiers[i + 1] = jax.tree.map(lambda *xs: jnp.concatenate(xs), tiers[i + 1], joined)
-            else:
-                tiers.append(joined)
-        return _Sketch(tuple(tiers), unknown, lean, first.exponent)
-
-    def finish(self, partial: Any) -> Float[Array, "... levels"]:
-        """The quantiles over all members seen."""
-        check_seen(partial)
-        return _quantiles(partial, jnp.asarray(self.levels, partial.tiers[0].values.dtype))
-
-
-@jax.jit
-def _new_items(values: Array, weights: Array) -> _Items:
-    spread = jnp.broadcast_to(as_column(weights, values.ndim), values.shape)
-    return _Items(jnp.where(spread == 0, jnp.inf, values), spread)
-
-
-@jax.jit
-def _in_one_scale(first: _Sketch, second: _Sketch) -> tuple[_Sketch, _Sketch]:
-    exponent, factors = common_scale(first.exponent, second.exponent, first.lean.dtype)
-
-    def rescale(sketch: _Sketch, factor: Array) -> _Sketch:
-        weights = [items.weights * factor for items in sketch.tiers]
-        tiers = [
-            _Items(jnp.where(own == 0, jnp.inf, items.values), own)
-            for items, own in zip(sketch.tiers, weights, strict=True)
-        ]
-        return _Sketch(tuple(tiers), sketch.unknown, sketch.lean * factor, exponent)
-
-    return rescale(first, factors[0]), rescale(second, factors[1])
-
-
-@jax.jit
-def _unknown(values: Array, weights: Array) -> Array:
-    return jnp.any(jnp.isnan(_weighting.blank_unweighted(values, weights)), axis=0)
-
-
-@jax.jit
-def _join_pairs(items: _Items, lean: Array) -> tuple[_Items, _Items, Array]:
-    """The remaining values of a level (at most one), its merged pairs of neighbours, and the new lean."""
-    values, weights = jax.lax.sort(tuple(items), dimension=0, num_keys=1)
-    whole = values.shape[0] // 2 * 2
-    low, high, of_low, of_high = values[0:whole:2], values[1:whole:2], weights[0:whole:2], weights[1:whole:2]
-    down = (lean < 0) | ((lean == 0) & _coin(values))
-    keep_low = (of_low > of_high) | ((of_low == of_high) & down[None])
-    pairs = _Items(jnp.where(keep_low, low, high), of_low + of_high)
-    lean = lean + jnp.mean(jnp.where(keep_low, of_high, -of_low), axis=0)
-    return _Items(values[whole:], weights[whole:]), pairs, lean
-
-
-def _coin(values: Float[Array, "items ..."]) -> Bool[Array, "..."]:
-    """A pseudo-random bit per entry, from the bits of its values in any order: a fixed choice would bias ranks."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}"))
-    return jnp.sum(jax.lax.population_count(bits) & 1, axis=0) % 2 == 1
-
-
-@jax.jit
-def _quantiles(sketch: _Sketch, levels: Array) -> Array:
-    items = jax.tree.map(lambda *xs: jnp.concatenate(xs), *sketch.tiers)
-    values, weights = jax.lax.sort(tuple(items), dimension=0, num_keys=1)
-    one = lambda level: _weighting.quantile_in_order(values, weights, level, 1 - level)
-    found = jnp.stack([one(level) for level in levels], axis=-1)
-    return jnp.where(sketch.unknown[..., None], jnp.nan, found)
 
 
 def median(

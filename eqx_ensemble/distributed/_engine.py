@@ -1,3 +1,3 @@
 """What the other packages of the library use of `distributed`."""
 
-from ._arrays import all_gather, raise_on_all
+from ._arrays import raise_on_all

@@ -16,7 +16,7 @@ from ._chains import SGHMC as SGHMC
 from ._chains import SGLD as SGLD
 from ._chains import SVGD as SVGD
 from ._compare import compare as compare
-from ._comparison import Comparison as Comparison
+from ._compare import paired_differences as paired_differences
 from ._cross_fit import CrossFit as CrossFit
 from ._cross_fit import cross_fit as cross_fit
 from ._halving import hyperband as hyperband

@@ -5,13 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._axes import is_per_member
 from .._caller import caller
 from .._check import check_word
 from .._foreign import from_foreign_tree
-from .._pytree import PyTree
-from ..train import DivergedError, Status, TrainState, init, scan_steps
-from ..train._engine import fit
+from .._marks import Each
+from ..train import DivergedError, Status, init, scan_steps
+from ..train._fit import fit
 from . import particles, sampling, trajectory
 from ._check import check_options
 from ._paths import posterior_of_draws
@@ -63,7 +62,9 @@ def _sample(method: Any, task: Task, sampler: Any, **options: Any) -> Posterior[
     chains = trajectory.snapshots(sampler, method.num_samples, start=start, every=every)
     run = fit(trained.ensemble, loss, chains, task.data, **of_chains)
     healthy = healthy_part(run)
-    return posterior_of_draws(trajectory.snapshot_ensemble(healthy), method.num_samples, run, healthy, task)
+    return posterior_of_draws(
+        trajectory.snapshot_ensemble(healthy), trajectory.snapshot_owners(healthy), run, healthy, task
+    )
 
 
 class SGLD(AbstractOwnMethod):
@@ -113,7 +114,8 @@ class SGHMC(AbstractOwnMethod):
 
     **Arguments:**
 
-    - `friction`: as for [`eqx_ensemble.methods.sampling.sghmc`][]; the others as for
+    - `friction`: as for [`eqx_ensemble.methods.sampling.sghmc`][].
+    - `num_members`, `learning_rate`, `num_samples`, `start`, `every`, `prior_std`, `noise`, `temperature`: as for
         [`eqx_ensemble.methods.SGLD`][].
 
     ```python
@@ -148,7 +150,7 @@ class SVGD(AbstractOwnMethod):
     """Stein variational gradient descent: members that repel each other in the space of weights.
 
     Members meet in every step, so none can stop early or have rows of its own. Of the options of `fit` it takes
-    `epochs` or `steps`, `batch_size`, `state`, `trainable`, `plan` and `mesh`.
+    `epochs` or `steps`, `batch_size`, `state` and `trainable`.
 
     **Arguments:**
 
@@ -177,9 +179,9 @@ class SVGD(AbstractOwnMethod):
             check_kernel(self.kernel)
 
     def train(self, task: Task) -> Posterior[Any]:
-        known = ("epochs", "steps", "batch_size", "state", "trainable", "plan", "mesh", "progress")
+        known = ("epochs", "steps", "batch_size", "state", "trainable", "progress")
         check_options(task.options, set(task.options) - set(known), "members meet in every step")
-        if any(map(is_per_member, jax.tree.leaves(task.data, is_leaf=is_per_member))):
+        if any(isinstance(x, Each) for x in jax.tree.leaves(task.data, is_leaf=lambda x: isinstance(x, Each))):
             raise TypeError(
                 f"`{caller()}` needs one batch for all members, got data marked `Each`: they meet in every step."
             )
@@ -188,25 +190,21 @@ class SVGD(AbstractOwnMethod):
         some = lambda *names: {name: options[name] for name in names if name in options}
         loss = add_prior(as_loss(task.loss, noise=self.noise), self.prior_std, num_rows)
         step = particles.make_step(
-            loss, task.optimiser, num_rows=num_rows, method=self.method, kernel=self.kernel, **some("plan", "mesh")
+            loss,
+            task.optimiser,
+            num_rows=num_rows,
+            method=self.method,
+            kernel=self.kernel,
         )
-        state = init(ensemble, task.optimiser, key=task.key, **some("state", "trainable", "mesh"))
-        data, size = from_foreign_tree(task.data, "data"), options.get("batch_size") or 32
-        for epoch, first in enumerate(range(0, num_steps, per_epoch)):
-            order = jax.random.permutation(jax.random.fold_in(task.key, epoch), num_rows)
-            state = _one_epoch(step, state, data, np.asarray(order), size, num_steps - first)
+        state = init(ensemble, task.optimiser, key=task.key, **some("state", "trainable"))
+        data, size = from_foreign_tree(task.data, "data"), min(options.get("batch_size") or 32, num_rows)
+        passes = range(-(-num_steps * size // num_rows))  # full batches of an endless stream, as in `fit`
+        order = [jax.random.permutation(jax.random.fold_in(task.key, i), num_rows) for i in passes]
+        rows = np.concatenate(order)[: num_steps * size].reshape(num_steps, size)
+        for first in range(0, num_steps, per_epoch):
+            epoch = rows[first : first + per_epoch]
+            state, _ = scan_steps(step, state, jax.tree.map(lambda x, epoch=epoch: jnp.asarray(x)[epoch], data))
         healthy = np.asarray(state.status) != Status.DIVERGED
         if not healthy.any():
             raise DivergedError(f"`{caller()}`: all {len(healthy)} members diverged.", None)
         return Posterior(state.ensemble[healthy], jax.tree.map(lambda x: x[healthy], state.model_state))
-
-
-def _one_epoch(step: Any, state: TrainState, data: PyTree, order: np.ndarray, size: int, most: int) -> TrainState:
-    """The steps of an epoch: whole batches in one program, then what is left."""
-    whole = min(len(order) // size, most)
-    of_rows = lambda rows: jax.tree.map(lambda x: jnp.asarray(x)[rows], data)
-    if whole:
-        state, _ = scan_steps(step, state, of_rows(order[: whole * size].reshape(whole, size)))
-    if whole < most and whole * size < len(order):
-        state, _ = step(state, of_rows(order[whole * size :]))
-    return state

@@ -4,16 +4,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import _axes
-from .._axes import check_rows_of_data
-from .._caller import caller
-from .._ensemble import Ensemble, check_ensemble
+from .._ensemble import Ensemble
 from .._foreign import from_foreign_tree
+from .._marks import Each
 from .._predict import predict
 from .._pytree import PyTree
-from ..resample import Folds, HeldOut
+from .._warnings import ignore_warnings
+from ..resample import Folds, HeldOut, out_of_fold
 from ..resample._engine import check_folds
-from ..train._engine import Optimiser, Run, check_rows_of_folds, fit
+from ..train._fit import fit
+from ..train._optimiser import Optimiser
+from ..train._run import Run, healthy_weights
 from ._check import check_options
 
 
@@ -51,9 +52,9 @@ def cross_fit(
     - `folds`: from [`eqx_ensemble.resample.folds`][] or [`eqx_ensemble.resample.from_splits`][].
     - `x`: the inputs to predict from: all rows of the data, in their order.
     - `fn`: how a member predicts, as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits.
-    - `key`: the root key.
+    - `key`: as for [`eqx_ensemble.fit`][].
 
-    **Returns:** [`eqx_ensemble.methods.CrossFit`][].
+    **Returns:** [`eqx_ensemble.methods.CrossFit`][]. Members that diverged are left out, with a warning.
 
     **Raises:** `ValueError` if the folds do not match the members or the rows.
 
@@ -75,25 +76,18 @@ def cross_fit(
     ??? cite
         [Chernozhukov et al. 2018](https://arxiv.org/abs/1608.00060)
     """
-    check_ensemble(ensemble)
     check_folds(folds)
     check_options(options, ("rows",), "each member is trained on the training rows of its fold")
-    num_folds, num_members = folds.test.shape[0], ensemble.num_members
-    times, rest = divmod(num_members, num_folds)
-    if rest or times == 0:
+    times, rest = divmod(ensemble.num_members, len(folds.test))
+    x, num_rows = from_foreign_tree(x, "x"), folds.in_test.shape[1]
+    if rest or times == 0 or any(len(part) != num_rows for part in jax.tree.leaves(x)):
         raise ValueError(
-            f"`{caller()}` needs one member per fold, or the same number for each: got {num_members} members and "
-            f"{num_folds} folds."
+            f"`cross_fit` needs as many members for each of {len(folds.test)} folds, got {ensemble.num_members}, and "
+            f"`x` of {num_rows} rows."
         )
     own = jax.tree.map(lambda part: jnp.tile(part, (times, 1)), folds)
-    x = from_foreign_tree(x, "x")
-    num_rows = check_rows_of_data(x, num_members, argument="x", finite=False)
-    check_rows_of_folds(num_rows, own, None)
-    predict(ensemble, _first_row(x), state=options.get("state"), fn=fn)  # raises its errors before training
     run = fit(ensemble, loss, optimiser, data, rows=own.train, key=key, **options)
-    return CrossFit(run, run.out_of_fold(x, own, fn=fn))
-
-
-def _first_row(x: PyTree) -> PyTree:
-    own = lambda value: _axes.Each(jax.tree.map(lambda x: x[:, :1], value))
-    return _axes.map_each(own, x, shared=lambda x: x[:1])
+    held = predict(run.ensemble, Each(jax.tree.map(lambda part: part[own.test], x)), fn=fn, state=run.state)
+    with ignore_warnings(".*diverged"):  # `fit` has told it
+        weights = healthy_weights(run, None)
+    return CrossFit(run, out_of_fold(held, own, rows="test", weights=weights))

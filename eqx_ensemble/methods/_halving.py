@@ -1,23 +1,23 @@
-import dataclasses
+import functools as ft
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import equinox as eqx
+import jax
 import numpy as np
 
 from .._build import build
-from .._check import check_positive_int
-from .._ensemble import Ensemble, M, check_ensemble
+from .._ensemble import Ensemble, M
+from .._keys import member_keys
 from .._pytree import PyTree
-from ..distributed import to_host
 from ..sweep import AbstractRange, draw
-from ..train._engine import Checkpoint, Optimiser, Run, Status, fit, is_batches
+from ..train import Validation, every
+from ..train._fit import fit
+from ..train._optimiser import Optimiser
+from ..train._options import callbacks_of
+from ..train._run import Run
 from . import population
-from ._check import check_factor, check_length, check_options, check_validation_given, check_whole_epochs
-from ._rounds import begin, check_some_score, last_scores, round_in
 
 
 def successive_halving(
@@ -27,28 +27,25 @@ def successive_halving(
     data: PyTree,
     *,
     validation: PyTree,
-    epochs: int | None = None,
-    steps: int | None = None,
+    epochs: int,
     factor: float | int = 3,
     rungs: int | None = None,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    callbacks: Any = None,
     key: Any,
     **options: Any,
 ) -> Run[M]:
     """Successive halving: trains all members briefly, then repeatedly continues only the best of them for longer.
 
-    At each rung the best `1 / factor` of the members, rounded down, continue until they have trained `factor` times as
-    long. The others are stopped.
+    Of `n` members, after `epochs * factor**i` epochs, the best `n / factor**(i + 1)`, rounded down, continue. The
+    others are stopped ([`eqx_ensemble.methods.population.keep_best`][]).
 
     **Arguments:**
 
-    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `options`: as for [`eqx_ensemble.fit`][].
-    - `epochs` or `steps`: the length of the first rung.
+    - `ensemble`, `loss`, `optimiser`, `data`, `validation`, `callbacks`, `key`, `options`: as for
+        [`eqx_ensemble.fit`][].
+    - `epochs`: the length of the first rung.
     - `factor`: the ratio of members, and of training lengths, between two rungs.
     - `rungs`: the number of rungs. By default, enough to leave one member.
-    - `checkpoint`: a folder, or [`eqx_ensemble.train.Checkpoint`][] of one. Each rung is a file in it. The same call
-        resumes bit for bit, and only reads finished rungs.
-    - `key`: the root key.
 
     **Returns:** the run. Dropped members have the status `STOPPED` and their best weights.
 
@@ -70,108 +67,29 @@ def successive_halving(
     ??? cite
         [Jamieson and Talwalkar 2016](https://arxiv.org/abs/1502.07943)
     """
-    check_validation_given(validation)
-    factor = check_factor(factor)
-    if rungs is not None:
-        check_positive_int(rungs, "rungs")
-    check_ensemble(ensemble)
-    unit, shortest = check_length(epochs=epochs, steps=steps)
-    check_whole_epochs(steps, is_batches=is_batches(data))
-    rungs = _rungs(ensemble.num_members, factor) if rungs is None else rungs
-    totals = [math.ceil(shortest * factor**i - 1e-9) for i in range(rungs)]
-    ladder = Rungs(unit, sorted(set(totals)), factor, rungs)
-    own = {unit: shortest, "factor": factor, "rungs": rungs}
-    folder = begin(checkpoint, data, method="successive_halving", **own)
-    options |= {"validation": validation, "key": key}
-    return halve(ensemble, loss, optimiser, data, ladder, folder, **options)
+    if rungs is None:
+        rungs = 1 + math.ceil(math.log(ensemble.num_members, factor) - 1e-9)
+    ends = [math.ceil(epochs * factor**i - 1e-9) for i in range(rungs)]
+    options |= {"validation": validation, "callbacks": callbacks, "key": key}
+    return _halve(ensemble, loss, optimiser, data, ends, factor, **options)
 
 
-class Rungs(NamedTuple):
-    """Rungs that end at `totals`, in `unit` since the start; `1 / factor` of the members continue after each."""
-
-    unit: str
-    totals: list[int]
-    factor: float | int
-    rungs: int
-
-    def lengths(self) -> list[dict[str, Any]]:
-        """The length of each rung, as an option of `fit`."""
-        return [{self.unit: more} for more in np.diff(self.totals, prepend=0).tolist()]
-
-
-def _rungs(count: int, factor: float | int) -> int:
-    """The number of rungs that leaves one member."""
-    rungs = 1
-    while count > 1:
-        count, rungs = max(1, share(count, factor)), rungs + 1
-    return rungs
-
-
-def share(count: int, factor: float | int) -> int:
-    """`count / factor`, rounded down."""
-    return math.floor(count / factor + 1e-9)
-
-
-def halve(
-    ensemble: Ensemble[M],
-    loss: Callable[..., Any],
-    optimiser: Optimiser,
-    data: PyTree,
-    ladder: Rungs,
-    folder: Checkpoint | None,
-    **options: Any,
+def _halve(
+    ensemble: Ensemble[M], loss: Any, optimiser: Any, data: Any, ends: list[int], factor: float | int, **options: Any
 ) -> Run[M]:
-    """Runs all rungs."""
-    first = {word: options.pop(word) for word in ("hyper", "state", "trainable") if word in options}
-    lengths = ladder.lengths()
-    run = fit(ensemble, loss, optimiser, data, **first, **options, **lengths[0], checkpoint=round_in(folder, 0))
-    for index in range(1, len(lengths)):
-        training = to_host(run.train_state.status) == Status.OK
-        if run.interrupted or not training.any():
-            break
-        scores = last_scores(run)
-        check_some_score(scores, training)
-        order = population.rank(scores, healthy=training, mode=run.mode)
-        dropped = order[training[order]][max(1, share(int(training.sum()), ladder.factor)) :]
-        if len(dropped):
-            run = dataclasses.replace(run, train_state=population.stop(run.train_state, dropped))
-        run = fit(run, loss, optimiser, data, **options, **lengths[index], checkpoint=round_in(folder, index))
-    return run
+    """One `fit` until the last of the rungs' ends, in epochs."""
+    validation = options["validation"]
+    mode = validation.mode if isinstance(validation, Validation) else "min"
+    count = lambda i: max(1, math.floor(ensemble.num_members / factor**i + 1e-9))
+    # Also called at later multiples of its epochs, where no more members train than it keeps.
+    rungs = [
+        every(end, ft.partial(population.keep_best, count=count(i + 1), mode=mode), at_end=False)
+        for i, end in enumerate(ends[:-1])
+    ]
+    options["callbacks"] = [*rungs, *callbacks_of(options.get("callbacks"))]
+    return fit(ensemble, loss, optimiser, data, epochs=ends[-1], **options)
 
 
-SETS = ("steps", "hyper", "state", "rungs")  # options that are set by the method
-
-
-@overload
-def hyperband(
-    make: Callable[..., tuple[M, eqx.nn.State]],
-    ranges: Mapping[str, AbstractRange],
-    loss: Callable[..., Any],
-    optimiser: Optimiser,
-    data: PyTree,
-    *,
-    validation: PyTree,
-    epochs: int,
-    factor: float | int = 3,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
-    key: Any,
-    **options: Any,
-) -> list[Run[M]]: ...
-@overload
-def hyperband(
-    make: Callable[..., M],
-    ranges: Mapping[str, AbstractRange],
-    loss: Callable[..., Any],
-    optimiser: Optimiser,
-    data: PyTree,
-    *,
-    validation: PyTree,
-    epochs: int,
-    factor: float | int = 3,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
-    key: Any,
-    **options: Any,
-) -> list[Run[M]]: ...
 def hyperband(
     make: Callable[..., Any],
     ranges: Mapping[str, AbstractRange],
@@ -182,7 +100,7 @@ def hyperband(
     validation: PyTree,
     epochs: int,
     factor: float | int = 3,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     key: Any,
     **options: Any,
 ) -> list[Run[Any]]:
@@ -193,9 +111,11 @@ def hyperband(
     - `make`: the constructor of one member, as for [`eqx_ensemble.build`][].
     - `ranges`: the ranges of the hyper-parameters, as for [`eqx_ensemble.sweep.draw`][].
     - `epochs`: the longest training of a member.
+    - `checkpoint`: a folder for the file of each bracket.
+    - `key`: one key.
     - others: as for [`eqx_ensemble.methods.successive_halving`][].
 
-    **Returns:** one run per bracket, the largest first; fewer after Ctrl-C. Ids are unique across brackets.
+    **Returns:** one run per bracket, the largest first; fewer after Ctrl-C.
 
     ```python
     loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch) ** 2)
@@ -215,43 +135,18 @@ def hyperband(
     ??? cite
         [Li et al. 2018](https://arxiv.org/abs/1603.06560)
     """
-    check_positive_int(epochs, "epochs")
-    check_validation_given(validation)
-    check_options(options, SETS, "it sets these itself")
-    factor = check_factor(factor)
-    folder = begin(checkpoint, data, method="hyperband", epochs=epochs, factor=factor)
-    options |= {"validation": validation, "key": key}
-    runs = []
-    for number, bracket in enumerate(brackets(make, ranges, epochs, factor, key=key)):
-        inside = None if folder is None else folder._replace(path=Path(folder.path) / f"bracket-{number:03d}")
-        start = {"hyper": bracket.hyper, "state": bracket.state}
-        runs.append(halve(bracket.ensemble, loss, optimiser, data, bracket.ladder, inside, **options, **start))
+    most = math.floor(math.log(epochs, factor) + 1e-9)
+    sizes = [math.ceil((most + 1) / (s + 1) * factor**s - 1e-9) for s in range(most, -1, -1)]
+    build_keys, fit_keys = (member_keys(key, sum(sizes), purpose=purpose) for purpose in ("build", "fit"))
+    hyper, runs = draw(ranges, sum(sizes), key=key), []
+    for s, end in zip(range(most, -1, -1), np.cumsum(sizes).tolist(), strict=True):
+        own = slice(end - sizes[most - s], end)
+        made = build(make, key=build_keys[own])
+        ensemble, state = made if isinstance(made, tuple) else (made, None)
+        ends = [max(1, math.floor(epochs * factor ** (i - s) + 1e-9)) for i in range(s + 1)]
+        start = {"state": state, "hyper": jax.tree.map(lambda x, own=own: x[own], hyper), "key": fit_keys[own]}
+        start["checkpoint"] = None if checkpoint is None else os.path.join(checkpoint, f"bracket-{most - s}.eqx")
+        runs.append(_halve(ensemble, loss, optimiser, data, ends, factor, validation=validation, **start, **options))
         if runs[-1].interrupted:
             break
     return runs
-
-
-class Bracket(NamedTuple):
-    """The members of one bracket and its rungs."""
-
-    ensemble: Ensemble[Any]
-    state: eqx.nn.State | None
-    hyper: dict[str, Any]
-    ladder: Rungs
-
-
-def brackets(
-    make: Callable[..., Any], ranges: Mapping[str, AbstractRange], epochs: int, factor: float | int, *, key: Any
-) -> Iterator[Bracket]:
-    """Yields the brackets; members are built lazily."""
-    most = math.floor(math.log(epochs, factor) + 1e-9)
-    sizes = [math.ceil((most + 1) / (s + 1) * factor**s - 1e-9) for s in range(most, -1, -1)]
-    ends = np.cumsum(sizes).tolist()
-    hyper = draw(ranges, ends[-1], key=key)
-    for s, size, end in zip(range(most, -1, -1), sizes, ends, strict=True):
-        indices = np.arange(end - size, end)
-        made = build(make, ids=indices, key=key)
-        ensemble, state = made if isinstance(made, tuple) else (made, None)
-        totals = [max(1, math.floor(epochs * factor ** (i - s) + 1e-9)) for i in range(s + 1)]
-        ladder = Rungs("epochs", sorted(set(totals)), factor, s + 1)
-        yield Bracket(ensemble, state, {name: x[indices] for name, x in hyper.items()}, ladder)

@@ -199,5 +199,5 @@ class Anchors(AbstractOwnMethod):
         anchors = draw_anchors(ensemble, self.prior_std, key=task.key, **trainable)
         if self.noise is not None:
             x, y = task.pair()
-            task = task._replace(data=(x, noisy_targets(y, ensemble.ids, std=self.noise, key=task.key)))
+            task = task._replace(data=(x, noisy_targets(y, len(ensemble), std=self.noise, key=task.key)))
         return task._replace(options=options).posterior(self, ensemble, loss=loss, hyper={"anchor": anchors})

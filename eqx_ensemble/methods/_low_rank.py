@@ -1,5 +1,4 @@
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -12,10 +11,9 @@ from ._protocol import AbstractOwnMethod, Posterior, Task, check_counts, check_m
 
 
 class LowRank(AbstractOwnMethod):
-    """LoRA: members that share a frozen base model, and differ by a low-rank change of some weights.
+    """Low-rank adapters: members that share a frozen base model, and differ by a low-rank change of some weights.
 
-    `make` is the trained base model, or a function that returns it, whatever the key. `posterior.save(path,
-    shared=False)` writes the members without the base.
+    `make` is the trained base model, or a function that returns it, whatever the key.
 
     **Arguments:**
 
@@ -36,10 +34,10 @@ class LowRank(AbstractOwnMethod):
 
     num_members: int
     _: dataclasses.KW_ONLY
-    rank: int | Sequence[int]
+    rank: int
     where: Select = None
     full: Select = None
-    scale: float | int | Sequence[float] = 1.0
+    scale: float | int = 1.0
 
     def __check_init__(self) -> None:
         check_counts(self)

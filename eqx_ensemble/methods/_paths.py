@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._axes import Each, map_each
 from .._ensemble import Ensemble, take
-from ..train._engine import Run
+from .._map import take_marked
+from .._marks import Each
+from ..train._run import Run
 from . import trajectory
 from ._protocol import AbstractOwnMethod, Posterior, Task, as_loss, as_made, check_counts
 from .trajectory._check import check_rank, check_scale, check_steps
@@ -28,23 +29,24 @@ def wrap_optimiser(wrapper: Callable[..., Any], optimiser: Any, **options: Any) 
 def own_rows(x: Any, rows: Any) -> Any:
     """The rows of each member."""
     of_each = lambda x: jax.vmap(lambda x, rows: x[rows])(jnp.asarray(x), rows)
-    return map_each(lambda x: Each(jax.tree.map(of_each, x)), x, shared=lambda x: Each(jnp.asarray(x)[rows]))
+    is_each = lambda x: isinstance(x, Each)
+    own = lambda x: Each(jax.tree.map(of_each, x.value)) if is_each(x) else Each(jnp.asarray(x)[rows])
+    return jax.tree.map(own, x, is_leaf=is_each)
 
 
-def posterior_of_draws(draws: Ensemble[Any], per_member: int, run: Run[Any], kept: Run[Any], task: Task) -> Posterior:
-    """The posterior of draws from the members of a run, with the statistics of BatchNorm re-estimated."""
+def posterior_of_draws(draws: Ensemble[Any], owners: Any, run: Run[Any], kept: Run[Any], task: Task) -> Posterior:
+    """The posterior of draws from the members `owners` of a run, with the statistics of BatchNorm re-estimated."""
     if kept.state is None:
         return Posterior(draws, None, run)
-    position = {int(own): i for i, own in enumerate(np.asarray(kept.ensemble.ids))}
-    owners = [position[int(own) // per_member] for own in np.asarray(draws.ids)]
-    state = take(kept.state, np.array(owners))
+    state = take(kept.state, owners)
     is_norm = lambda x: isinstance(x, eqx.nn.BatchNorm)
     if any(map(is_norm, jax.tree.leaves(draws.stacked, is_leaf=is_norm))):
-        options = {name: task.options.get(name) for name in ("batch_size", "plan")}
         fn = lambda *inputs: as_loss(task.loss)(*inputs)[:2]
         data = task.of_healthy(run).data
-        data = take(data if kept.rows is None else own_rows(data, kept.rows), np.array(owners))
-        state = trajectory.update_batch_norm(draws, state, fn, data, key=task.key, **options)
+        data = take_marked(data if kept.rows is None else own_rows(data, kept.rows), owners)
+        state = trajectory.update_batch_norm(
+            draws, state, fn, data, key=task.key, batch_size=task.options.get("batch_size")
+        )
     return Posterior(draws, state, run)
 
 
@@ -88,7 +90,9 @@ class SWAG(AbstractOwnMethod):
         optimiser = wrap_optimiser(trajectory.swag, task.optimiser, rank=self.rank, start=start, every=every)
         run, healthy = task.run(self, optimiser=optimiser)
         draws = trajectory.sample(healthy, self.num_samples, scale=self.scale, key=task.key)
-        return posterior_of_draws(draws, self.num_samples, run, healthy, task)
+        return posterior_of_draws(
+            draws, np.repeat(np.arange(len(healthy.status)), self.num_samples), run, healthy, task
+        )
 
 
 class Snapshots(AbstractOwnMethod):
@@ -123,7 +127,8 @@ class Snapshots(AbstractOwnMethod):
             period = max(1, task.num_steps("Pass `period` to the method.")[0] // self.num_snapshots)
         optimiser = wrap_optimiser(_cyclic_snapshots, task.optimiser, size=self.num_snapshots, period=period)
         run, healthy = task.run(self, optimiser=optimiser)
-        return posterior_of_draws(trajectory.snapshot_ensemble(healthy), self.num_snapshots, run, healthy, task)
+        owners = trajectory.snapshot_owners(healthy)
+        return posterior_of_draws(trajectory.snapshot_ensemble(healthy), owners, run, healthy, task)
 
 
 def _cyclic_snapshots(optimiser: optax.GradientTransformation, size: int, period: int) -> Any:

@@ -1,6 +1,5 @@
-import contextlib
 import dataclasses
-import os
+import functools as ft
 from collections.abc import Callable
 from typing import Any, Generic
 
@@ -9,28 +8,18 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int, Key
 
-from .._caller import caller
-from .._check import check_function, check_key, check_positive_int
-from .._ensemble import Ensemble, M, check_ensemble
+from .._ensemble import Ensemble, M
 from .._pytree import PyTree
-from .._warnings import ignore_warnings, warn
 from ..distributed import to_host
-from ..train import perturb
-from ..train._engine import (
-    Checkpoint,
-    Optimiser,
-    Run,
-    Status,
-    check_same_hyper,
-    diverged_message,
-    fit,
-    hyper_arrays,
-    is_batches,
-    reset_best,
-)
+from ..train import Validation, every, perturb
+from ..train._fit import fit
+from ..train._optimiser import Optimiser
+from ..train._options import callbacks_of
+from ..train._program import hyper_arrays
+from ..train._run import Run
 from . import population
-from ._check import check_fraction, check_indices, check_options, check_validation_given, check_whole_epochs
-from ._rounds import begin, check_some_score, last_scores, round_in
+from ._check import check_options
+from .population._decisions import decision_keys, donors_of, explore_copies
 
 
 class Population(eqx.Module, Generic[M]):
@@ -38,9 +27,9 @@ class Population(eqx.Module, Generic[M]):
 
     **Attributes:**
 
-    - `run`: the run of all rounds; `run.ensemble` has each member's best weights since it was last replaced.
+    - `run`: the run; `run.ensemble` has each member's best weights since it was last replaced.
     - `scores`: `(rounds, members)`, the validation scores at the end of each round.
-    - `lineage`: `(rounds, members)`, the id of each member's donor after each round; its own id if not replaced.
+    - `lineage`: `(rounds, members)`, the position of each member's donor after each round; its own if not replaced.
     - `hyper`: the hyper-parameters during each round, each array `(rounds, members, ...)`.
     """
 
@@ -53,37 +42,14 @@ class Population(eqx.Module, Generic[M]):
         return f"{len(self.scores)} rounds of population-based training\n{self.run!r}"
 
     def ancestors(self, index: int) -> Int[np.ndarray, " rounds"]:
-        """The ids of the members whose weights the member at `index` descends from, one per round, `(rounds,)`.
+        """The members whose weights the member at `index` descends from, one per round, `(rounds,)`.
 
         Their hyper-parameters in these rounds are the schedule that it was trained with.
         """
-        ids = np.asarray(self.run.train_state.ids).tolist()
-        check_indices([index], len(ids))
-        found = [ids[index]]
+        found = [index]
         for row in self.lineage[-2::-1]:
-            found.append(int(row[ids.index(found[-1])]))
+            found.append(int(row[found[-1]]))
         return np.array(found[::-1])
-
-
-# Rounds of training; after each, the worst members are replaced by copies of the best.
-
-_STOPS = ("patience", "stop")
-
-
-def check_explore(explore: Callable[..., Any], one: PyTree, key: Any) -> None:
-    """Raises unless `explore` returns hyper-parameters like those it is given."""
-    check_same_hyper(one, explore(one, key))
-
-
-def replace_members(run: Run, donors: np.ndarray, explore: Callable[..., Any], *, key: Any) -> Run:
-    """Makes members copies of their donors, perturbs their hyper-parameters and resets their best weights."""
-    replaced = np.flatnonzero(donors != np.arange(len(donors)))
-    if len(replaced) == 0:
-        return run
-    state = population.set_hyper(population.clone(run.train_state, donors), replaced, explore, key=key)
-    selection = reset_best(run.selection, state.moving, replaced)
-    status, stopped_at = to_host(state.moving.status), to_host(state.moving.stopped_at)
-    return dataclasses.replace(run, train_state=state, selection=selection, status=status, stopped_at=stopped_at)
 
 
 def population_based_training(
@@ -95,30 +61,24 @@ def population_based_training(
     hyper: PyTree,
     validation: PyTree,
     rounds: int,
-    epochs: int | None = None,
-    steps: int | None = None,
+    epochs: int,
     fraction: float | int = 0.2,
-    explore: Callable[[PyTree, Key[Any, ""]], PyTree] = perturb,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
+    explore: Callable[[PyTree, Key[Any, ""]], PyTree] | None = perturb,
+    callbacks: Any = None,
     key: Any,
     **options: Any,
 ) -> Population[M]:
     """Population-based training: replaces the worst members by copies of the best, with perturbed hyper-parameters.
 
-    After each round but the last, each of the worst members, and each that diverged, copies one of the best
-    ([`eqx_ensemble.methods.population.truncation`][]).
+    It is one [`eqx_ensemble.fit`][] with [`eqx_ensemble.methods.population.exploit`][] after each round but the last.
 
     **Arguments:**
 
-    - `ensemble`, `loss`, `optimiser`, `data`, `hyper`, `validation`, `options`: as for [`eqx_ensemble.fit`][], without
-        options that stop or revive members.
+    - `ensemble`, `loss`, `optimiser`, `data`, `hyper`, `validation`, `callbacks`, `key`, `options`: as for
+        [`eqx_ensemble.fit`][], without `patience` and `stop`.
     - `rounds`: the number of rounds.
-    - `epochs` or `steps`: the length of one round.
-    - `fraction`: the fraction of members that are replaced after a round, rounded up.
-    - `explore`: `explore(hyper, key) -> hyper`, a function of these alone, perturbs one copy, such as
-        [`eqx_ensemble.methods.population.perturb_hyper`][], which respects ranges.
-    - `checkpoint`: a folder with a file for each round, as for [`eqx_ensemble.methods.successive_halving`][].
-    - `key`: the root key.
+    - `epochs`: the length of one round.
+    - `fraction`, `explore`: as for [`eqx_ensemble.methods.population.exploit`][]; functions of their arguments alone.
 
     **Returns:** [`eqx_ensemble.methods.Population`][]; after Ctrl-C, of the rounds so far.
 
@@ -144,49 +104,25 @@ def population_based_training(
     ??? cite
         [Jaderberg et al. 2017](https://arxiv.org/abs/1711.09846)
     """
-    check_positive_int(rounds, "rounds")
-    if hyper is None:
-        raise TypeError(f"`{caller()}` needs `hyper`, the hyper-parameters to search.")
-    check_validation_given(validation)
-    check_fraction(fraction)
-    check_options(options, _STOPS, "all members train in every round")
-    if options.get("on_diverge") not in (None, "freeze", "raise"):
-        raise TypeError(
-            f"`{caller()}` does not take `on_diverge` to revive members: it replaces diverged members after each round."
-        )
-    check_whole_epochs(steps, is_batches=is_batches(data))
-    check_ensemble(ensemble)
-    check_function(explore, "explore", example="train.perturb")
-    check_key(key)
+    check_options(options, ("patience", "stop"), "all members train in every round")
     hyper = hyper_arrays(hyper, ensemble.num_members)
-    keys = jax.random.split(key, rounds)
-    one = jax.tree.map(lambda x: x[0], hyper)
-    check_explore(explore, one, keys[0])
-    own = {"epochs": epochs, "steps": steps, "fraction": fraction}
-    folder = begin(checkpoint, data, method="population_based_training", **own)
-    first = {"hyper": hyper} | {word: options.pop(word) for word in ("state", "trainable") if word in options}
-    options |= {"validation": validation, "epochs": epochs, "steps": steps, "key": key}
-    begun, scores, lineage, past = ensemble, [], [], []
-    while True:
-        index = len(scores)
-        is_last = index == rounds - 1
-        with contextlib.nullcontext() if is_last else ignore_warnings(".*diverged"):  # they are replaced
-            run = fit(begun, loss, optimiser, data, **first, **options, checkpoint=round_in(folder, index))
-        first, state = {}, run.train_state
-        ids, training = np.asarray(state.ids), to_host(state.status) == Status.OK
-        scores.append(last_scores(run))
-        past.append(to_host(state.hyper))
-        donors = np.arange(len(ids))
-        is_over = is_last or run.interrupted or not training.any()
-        if not is_over:
-            check_some_score(scores[-1], training)
-            donors = population.truncation(scores[-1], training, fraction=fraction, mode=run.mode, key=keys[index + 1])
-            begun = replace_members(run, donors, explore, key=key)
-        lineage.append(ids[donors])
-        if is_over:
-            break
-    if not is_last and not training.any():
-        warn(diverged_message(ids, run.stopped_at, run.fault))
+    choice = {"fraction": fraction, "mode": validation.mode if isinstance(validation, Validation) else "min"}
+    exploit = every(epochs, ft.partial(population.exploit, explore=explore, **choice), at_end=False)
+    options |= {"hyper": hyper, "validation": validation, "epochs": rounds * epochs, "key": key}
+    run = fit(ensemble, loss, optimiser, data, callbacks=[exploit, *callbacks_of(callbacks)], **options)
+    # Decisions are functions of scores and keys: repeated here, they tell the lineage of a run that was resumed, too.
+    ends = slice(epochs - 1, None, epochs)
+    assert run.history.validation is not None
+    scores, lineage, past = run.history.validation[:, ends].T, [], []
+    for row, step in zip(scores, run.history.validation_step[ends], strict=True):
+        keys, donors = decision_keys(run.train_state.keys, step), np.arange(len(row))
+        if len(lineage) < len(scores) - 1:
+            donors = donors_of(row, ~np.isnan(row), keys, **choice)
+        lineage.append(donors)
+        past.append(to_host(hyper))
+        hyper = explore_copies(jax.tree.map(lambda x, at=donors: x[at], hyper), donors, explore, keys)
     run = dataclasses.replace(run, rows=None)  # a copy was trained on the rows of its donor too
-    stacked = jax.tree.map(lambda *parts: np.stack(parts), *past)
-    return Population(run=run, scores=np.stack(scores), lineage=np.stack(lineage), hyper=stacked)
+    lineage = np.array(lineage, np.int64).reshape(scores.shape)
+    return Population(
+        run, scores, lineage, jax.tree.map(lambda x, *xs: np.array(xs).reshape(-1, *x.shape), hyper, *past)
+    )

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import resample
-from .._axes import Each
 from .._caller import caller
 from .._check import check_function, check_number, check_optional_function, check_word, kind_text
+from .._marks import Each
 from ..combine import Gaussian
 from . import distillation, laplace, sngp
 from ._paths import own_rows, wrap_optimiser
@@ -101,9 +101,9 @@ class Laplace(AbstractOwnMethod):
         own = _with_likelihood(self, task.loss)
         reading = own._reading()
         run, healthy = task.run(self, task.make)
-        rows, options = healthy.rows, {name: task.options.get(name) for name in ("plan", "mesh")}
+        rows = healthy.rows
         weights = None if rows is None else Each(resample.counts(rows, task._replace(options={}).num_rows()))
-        fitted = own._posterior(healthy, task.of_healthy(run).data, row_weights=weights, **options)
+        fitted = own._posterior(healthy, task.of_healthy(run).data, row_weights=weights)
         return Posterior(fitted.members, fitted.state, run, **reading)
 
     def _reading(self) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class SNGP(AbstractOwnMethod):
         run, healthy = task.run(own, loss=loss, optimiser=optimiser)
         x, _ = task.of_healthy(run).pair()
         x = x if healthy.rows is None else own_rows(x, healthy.rows)
-        ensemble = sngp.update_covariance(healthy.ensemble, x, state=healthy.state, plan=task.options.get("plan"))
+        ensemble = sngp.update_covariance(healthy.ensemble, x, state=healthy.state)
         return Posterior(ensemble, healthy.state, run, **own.template(task.make, None)[1])
 
 

@@ -12,19 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._axes import Each
 from .._build import build
 from .._caller import caller
 from .._check import check_function, check_key, check_number, check_positive_int, check_word, kind_text, value_error
-from .._ensemble import Ensemble, take
+from .._data import is_batches
+from .._ensemble import Ensemble
 from .._foreign import as_hashable, from_foreign_tree
 from .._load import load
+from .._map import take_marked
+from .._marks import Each
 from .._predict import predict
 from .._pytree import PyTree
 from .._save import save
 from ..scores import nll_gaussian
 from ..train import DivergedError, Status
-from ..train._engine import RowReader, Run, fit, is_batches
+from ..train._fit import fit
+from ..train._run import Run
 from ._check import check_length, check_options
 from .laplace._likelihood import LIKELIHOODS
 from .priors import gaussian_penalty
@@ -214,15 +217,13 @@ class Task(NamedTuple):
 
     def of_healthy(self, run: Run[Any]) -> "Task":
         """The task with the data of the members that did not diverge."""
-        return self._replace(data=take(self.data, np.flatnonzero(run.status != Status.DIVERGED)))
+        return self._replace(data=take_marked(self.data, np.flatnonzero(run.status != Status.DIVERGED)))
 
     def num_rows(self, instead: str = "Load it as arrays.") -> int:
         """The number of rows that each member is trained on."""
         rows = self.options.get("rows")
         if rows is not None:
             return np.shape(rows.value if isinstance(rows, Each) else rows)[1]
-        if isinstance(self.data, RowReader):
-            return self.data.num_rows
         if is_batches(self.data):
             raise TypeError(f"`{caller()}` cannot count the rows of an iterable of batches.\n{instead}")
         nodes = jax.tree.leaves(from_foreign_tree(self.data, "data"), is_leaf=lambda x: isinstance(x, Each))
@@ -274,7 +275,7 @@ class AbstractOwnMethod(AbstractMethod):
     ) -> Posterior[Any]:
         """As [`eqx_ensemble.methods.AbstractMethod.fit`][]."""
         task = Task(make, loss, as_hashable(optimiser), data, options, key)
-        if isinstance(loss, str) and not isinstance(data, RowReader) and not is_batches(data):
+        if isinstance(loss, str) and not is_batches(data):
             task.pair()  # raises
         return self.train(task)
 

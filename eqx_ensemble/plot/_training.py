@@ -48,7 +48,7 @@ def check_curves(run: Any, curve: str) -> None:
         raise value_error("validation scores", "got a run without", "Train with `validation=` data, or plot the loss.")
     if not np.isfinite(getattr(history, curve)).any():
         raise value_error(
-            f"a finite number in `history.{curve}`", "got none", "`run.fault` is the first value that was not finite."
+            f"a finite number in `history.{curve}`", "got none", "All members diverged: do the data hold NaN?"
         )
 
 

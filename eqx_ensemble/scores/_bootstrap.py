@@ -1,5 +1,5 @@
+import functools as ft
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +18,8 @@ from .._check import (
     promote,
     value_error,
 )
-from .._code import Code, code_of
 from .._combination import pays
 from .._cores import num_cores, on_cores
-from .._foreign import as_hashable
 from .._keys import member_keys
 from ._reduce import RowWeights, counts
 
@@ -130,7 +128,6 @@ def bootstrap(
     check_level(level)
     if statistic is not None:
         check_function(statistic, "statistic", example="lambda means: jnp.sqrt(means)")
-        statistic = as_hashable(statistic)
     if check_positive_int(num_draws, "num_draws") < 2:
         raise value_error("`num_draws` of two or more", f"got {num_draws}", "1,000 is usual.")
     check_key(key)
@@ -139,8 +136,8 @@ def bootstrap(
     parts = [keys]
     if pays((array, keys)) and array.shape[-1] * num_draws >= _FEWEST_ROWS:
         parts = jnp.array_split(keys, min(num_cores(), num_draws))
-    shifts = on_cores(lambda part: jax.block_until_ready(_shifts(sample, part)), parts)
-    return _summarise(sample.mean, jnp.concatenate(shifts), level, statistic, code_of([statistic]))
+    shifts = on_cores(lambda part: jax.block_until_ready(_shifts(sample, part)), parts, cores=len(parts))
+    return _summarise(sample.mean, jnp.concatenate(shifts), level, statistic)
 
 
 _FEWEST_ROWS = 2**20  # in all draws: fewer take less time than to start threads
@@ -206,13 +203,12 @@ def _draw(key: Key[Array, ""], num_rows: int, count: int | Int[Array, ""]) -> In
     return jax.lax.optimization_barrier(drawn.astype(jnp.int32))
 
 
-@partial(jax.jit, static_argnames=("level", "statistic", "code"))
+@ft.partial(jax.jit, static_argnames="statistic")
 def _summarise(
     mean: Float[Array, "*scores"],
     shifts: Float[Array, " draws *scores"],
-    level: float,
+    level: Any,
     statistic: Callable[[Array], Array] | None,
-    code: Code | None,
 ) -> Bootstrap:
     if statistic is None:
         estimate, draws, offset = mean, shifts, mean

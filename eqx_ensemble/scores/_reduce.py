@@ -16,10 +16,10 @@ from .._check import (
     concrete,
     missing_extra_message,
     promote,
+    standard_promotion,
     type_error,
     value_error,
 )
-from .._promotion import standard_promotion
 from .._weighting import sum_members
 
 # Imports and calls scoringrules. Its scores take the `members` axis first, as all scores do.

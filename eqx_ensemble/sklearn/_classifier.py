@@ -11,11 +11,10 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from .. import combine
+from .._caller import caller
 from ._base import AbstractEstimator, has_bag
-from ._check import check_classes, check_parameters
-from ._fit import fit_members, is_warm, predict_out_of_bag, predict_rows, validate_and_predict
+from ._fit import fit_members, predict_out_of_bag, predict_rows, validate_and_predict
 from ._member import Classes
-from ._method import check_method
 
 
 class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
@@ -27,7 +26,7 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
 
     - `make`, `num_members`, `hidden_layer_sizes`, `activation`, `optimiser`, `learning_rate`, `weight_decay`,
         `batch_size`, `max_iter`, `early_stopping`, `validation_fraction`, `n_iter_no_change`, `tol`, `bootstrap`,
-        `warm_start`, `random_state`, `verbose`, `method`: as for [`eqx_ensemble.sklearn.EnsembleRegressor`][];
+        `random_state`, `verbose`: as for [`eqx_ensemble.sklearn.EnsembleRegressor`][];
         `out_size` is the number of classes.
     - `standardise`: whether to standardise features.
     - `class_weight`: weights of classes as a dict, or `"balanced"`, which multiply those of the rows.
@@ -41,7 +40,7 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
     - `oob_score_`, `oob_decision_function_`: with `bootstrap`, the accuracy and the class probabilities of members that
         were not trained on the row; NaN for rows that all members drew, or that were kept for validation.
     - `state_`, `rows_`, `n_iter_`, `loss_curve_`, `validation_loss_curve_`, `input_scaler_`, `n_features_in_`,
-        `feature_names_in_`, `posterior_`: as of [`eqx_ensemble.sklearn.EnsembleRegressor`][].
+        `feature_names_in_`: as of [`eqx_ensemble.sklearn.EnsembleRegressor`][].
 
     ```python
     from sklearn.datasets import load_iris
@@ -72,10 +71,8 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
         n_iter_no_change: int = 10,
         tol: float = 0.0,
         bootstrap: bool = False,
-        warm_start: bool = False,
         random_state: Any = None,
         verbose: bool | int = False,
-        method: Any = None,
     ):
         self.make = make
         self.num_members = num_members
@@ -93,10 +90,8 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
         self.n_iter_no_change = n_iter_no_change
         self.tol = tol
         self.bootstrap = bootstrap
-        self.warm_start = warm_start
         self.random_state = random_state
         self.verbose = verbose
-        self.method = method
 
     classes_: np.ndarray
     oob_decision_function_: np.ndarray
@@ -113,20 +108,16 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
 
         **Raises:** as [`eqx_ensemble.sklearn.EnsembleRegressor.fit`][].
         """
-        check_parameters(self)
-        if self.method is not None:
-            check_method(self, sample_weight)
-        warm = is_warm(self)
-        X, y = validate_data(self, X, y, dtype=np.float64, reset=not warm)
+        X, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
-        classes, indices = np.unique(y, return_inverse=True)
-        check_classes(classes, self.classes_ if warm else None)
-        self.classes_ = classes
+        self.classes_, indices = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(f"`{caller()}` needs two or more classes, got one class: {self.classes_.tolist()}.")
         if self.class_weight is not None:
             given = _check_sample_weight(sample_weight, X, dtype=np.float64)
             sample_weight = given * compute_sample_weight(self.class_weight, y)
-        rows = fit_members(self, X, indices, sample_weight, head=Classes(len(classes)))
-        if self.method is None and self.rows_ is not None:
+        rows = fit_members(self, X, indices, sample_weight, head=Classes(len(self.classes_)))
+        if self.rows_ is not None:
             found = predict_out_of_bag(jax.nn.softmax(predict_rows(self, X)), self.rows_, rows)
             self.oob_decision_function_ = found
             known = has_bag(found)

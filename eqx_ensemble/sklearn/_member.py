@@ -1,9 +1,8 @@
 import dataclasses
-import functools
 import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import equinox as eqx
@@ -14,36 +13,20 @@ from jaxtyping import Array, Float, Int, Key
 
 from .. import scores
 
-Hyper = Mapping[str, Any]
 
-
-def default_optimiser(hyper: Hyper) -> optax.GradientTransformation:
+def default_optimiser(hyper: dict[str, Any]) -> optax.GradientTransformation:
     """AdamW, whose hyper-parameters are traced: a grid of them shares one compiled program."""
     return optax.adamw(hyper["learning_rate"], weight_decay=hyper["weight_decay"])
 
 
-def optimiser_of_rate(make: Callable[..., optax.GradientTransformation]) -> Callable[[Hyper], Any]:
-    """The optimiser as a function of hyper-parameters: one object for equal functions, hence one compiled program.
+@dataclasses.dataclass(frozen=True)
+class OptimiserOfRate:
+    """A function of a learning rate as one of hyper-parameters; equal for equal functions, to share programs."""
 
-    `sklearn.base.clone` copies a `functools.partial`, and copies do not compare equal: their parts are compared.
-    """
-    if isinstance(make, functools.partial):
-        try:
-            return _of_partial(make.func, make.args, tuple(sorted(make.keywords.items())))
-        except TypeError:  # arguments without a hash: one program each
-            pass
-    return _of_function(make)
+    make: Callable[..., optax.GradientTransformation]
 
-
-@functools.lru_cache(maxsize=64)
-def _of_partial(function: Any, args: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...]) -> Callable[[Hyper], Any]:
-    make = functools.partial(function, *args, **dict(keywords))
-    return lambda hyper: make(hyper["learning_rate"])
-
-
-@functools.lru_cache(maxsize=64)
-def _of_function(make: Any) -> Callable[[Hyper], Any]:
-    return lambda hyper: make(hyper["learning_rate"])
+    def __call__(self, hyper: dict[str, Any]) -> optax.GradientTransformation:
+        return self.make(hyper["learning_rate"])
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -104,11 +87,6 @@ class AbstractHead(eqx.Module):
     def out_size(self) -> int:
         """The number of outputs that the network needs."""
 
-    @property
-    @abstractmethod
-    def meaning(self) -> str:
-        """A description of these outputs, for messages."""
-
     @abstractmethod
     def read(self, outputs: Float[Array, " out"]) -> Any:
         """The prediction, of standardised targets, from the network's outputs."""
@@ -131,10 +109,6 @@ class Gaussian(AbstractHead):
     @property
     def out_size(self) -> int:
         return 2 * math.prod(self.shape)
-
-    @property
-    def meaning(self) -> str:
-        return f"a mean and a raw variance for each of {math.prod(self.shape)} target(s)"
 
     def read(self, outputs: Float[Array, " out"]) -> tuple[Array, Array]:
         mean, raw = jnp.reshape(outputs, (2, *self.shape))
@@ -160,10 +134,6 @@ class Point(AbstractHead):
     def out_size(self) -> int:
         return math.prod(self.shape)
 
-    @property
-    def meaning(self) -> str:
-        return f"one number for each of {math.prod(self.shape)} target(s)"
-
     def read(self, outputs: Float[Array, " out"]) -> Float[Array, "*targets"]:
         return jnp.reshape(outputs, self.shape)
 
@@ -185,10 +155,6 @@ class Classes(AbstractHead):
     def out_size(self) -> int:
         return self.num_classes
 
-    @property
-    def meaning(self) -> str:
-        return f"one logit for each of {self.num_classes} classes"
-
     def read(self, outputs: Float[Array, " out"]) -> Float[Array, " classes"]:
         return outputs
 
@@ -197,10 +163,6 @@ class Classes(AbstractHead):
 
     def loss(self, outputs: Float[Array, " out"], target: Int[Array, ""]) -> Float[Array, ""]:
         return optax.softmax_cross_entropy_with_integer_labels(outputs, target)
-
-
-MakeNetwork = Callable[..., Any]
-"""`make(in_size, out_size, key=key)` returns a Module, or a Module and its `equinox.nn.State`."""
 
 
 class Scaling(eqx.Module):
@@ -225,7 +187,14 @@ class Member(eqx.Module):
 
     def outputs(self, x: Float[Array, "..."], *state: eqx.nn.State, key: Key[Array, ""] | None = None) -> Any:
         """The network's outputs for standardised features."""
-        return self.network(x, *state, **({"key": key} if self.takes_key else {}))
+        out = self.network(x, *state, **({"key": key} if self.takes_key else {}))
+        outputs = out[0] if state else out
+        if outputs.shape != (self.head.out_size,):
+            raise ValueError(
+                f"`make(in_size, out_size, key=key)` must make a network that returns `(out_size,)`, here "
+                f"({self.head.out_size},); got {outputs.shape}."
+            )
+        return out
 
     def __call__(self, x: Float[Array, "..."], *state: eqx.nn.State, key: Key[Array, ""] | None = None) -> Any:
         out = self.outputs(self.scaling.inputs.standardise(x), *state, key=key)
@@ -239,7 +208,7 @@ class Member(eqx.Module):
 class MemberMaker:
     """The constructor of one member from one key, for `build`; it is pickled to make the members again."""
 
-    make: MakeNetwork
+    make: Callable[..., Any]
     in_size: int
     head: AbstractHead
     scaling: Scaling
@@ -249,23 +218,6 @@ class MemberMaker:
         network, *state = made if isinstance(made, tuple) else (made,)
         member = Member(network, self.scaling, self.head, _takes_key(network))
         return (member, *state) if state else member
-
-    def networks(self) -> "NetworkMaker":
-        """The constructor of its network alone."""
-        return NetworkMaker(self.make, self.in_size, self.head.out_size)
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class NetworkMaker:
-    """The constructor of one network from one key, the member of a method."""
-
-    make: MakeNetwork
-    in_size: int
-    out_size: int
-
-    def __call__(self, key: Key[Array, ""]) -> Any:
-        return self.make(self.in_size, self.out_size, key=key)
 
 
 def _takes_key(network: Any) -> bool:

@@ -6,16 +6,13 @@ from typing import Any, Literal, overload
 import numpy as np
 from sklearn.base import RegressorMixin
 from sklearn.metrics import r2_score
-from sklearn.utils.validation import validate_data
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from .. import combine, uncertainty
-from .._check import check_level, check_word
-from .._combination import of_predictions
+from .._check import check_word
 from ._base import AbstractEstimator, has_bag
-from ._check import check_parameters
-from ._fit import fit_members, is_warm, predict_out_of_bag, predict_rows, unscale, validate_and_predict, widths
+from ._fit import fit_members, predict_out_of_bag, predict_rows, unscale, validate_and_predict, widths
 from ._member import Gaussian, Point
-from ._method import check_method
 
 
 class EnsembleRegressor(RegressorMixin, AbstractEstimator):
@@ -45,15 +42,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
     - `early_stopping`: hold out `validation_fraction` of the rows. Each member stops after `n_iter_no_change` epochs
         without an improvement of its validation loss by more than `tol`, and keeps its best weights.
     - `bootstrap`: train each member on rows drawn with replacement; the other rows give `oob_score_`.
-    - `warm_start`: a further call of `fit` adds members if `num_members` has grown, and otherwise trains all for up to
-        `max_iter` further epochs. The first standardisation is kept.
     - `random_state`: an integer, a `numpy.random.RandomState`, or `None`.
     - `verbose`: show a progress line.
-    - `method`: another way to train, such as `ee.methods.SWAG(4)`, in place of a deep ensemble
-        ([One protocol](../api/methods/protocol.md)). It decides on members and rows itself, so `num_members`,
-        `bootstrap`, `warm_start` and `sample_weight` are not taken. Methods that need whole runs (`SWAG`, `Snapshots`,
-        `SVGD`) need `early_stopping=False`; those that need a likelihood (`Laplace`, `SNGP`), `head="point"`;
-        `Distilled` is for classifiers.
 
     **Attributes:**
 
@@ -68,8 +58,6 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
     - `oob_score_`, `oob_prediction_`: with `bootstrap`, $R^2$ and the predictions of members that were not trained on
         the row; NaN for rows that all members drew, or that were kept for validation.
     - `input_scaler_`, `target_scaler_`: the fitted `sklearn.preprocessing.StandardScaler`s.
-    - `posterior_`: with `method`, in place of `ensemble_` and the attributes of its training: what it returned. It
-        predicts standardised targets for standardised features.
     - `n_features_in_`, `feature_names_in_`: as in all estimators of scikit-learn.
 
     ```python
@@ -106,10 +94,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         n_iter_no_change: int = 10,
         tol: float = 0.0,
         bootstrap: bool = False,
-        warm_start: bool = False,
         random_state: Any = None,
         verbose: bool | int = False,
-        method: Any = None,
     ):
         self.make = make
         self.num_members = num_members
@@ -127,10 +113,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         self.n_iter_no_change = n_iter_no_change
         self.tol = tol
         self.bootstrap = bootstrap
-        self.warm_start = warm_start
         self.random_state = random_state
         self.verbose = verbose
-        self.method = method
 
     oob_prediction_: np.ndarray
 
@@ -154,16 +138,12 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         **Raises:** `TypeError` or `ValueError` for parameters and data that do not fit together;
         [`eqx_ensemble.train.DivergedError`][] if all members diverged.
         """
-        check_parameters(self)
-        if self.method is not None:
-            check_method(self, sample_weight)
         check_word(self.head, "head", ("gaussian", "point"))
-        warm = is_warm(self)
-        X, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64, reset=not warm)
+        X, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64)
         y = np.asarray(y, np.float64)
         head = {"gaussian": Gaussian, "point": Point}[self.head](y.shape[1:])
         rows = fit_members(self, X, y, sample_weight, head=head)
-        if self.method is None and self.rows_ is not None:
+        if self.rows_ is not None:
             predictions = predict_rows(self, X)
             means = predictions[0] if self.head == "gaussian" else predictions
             found = predict_out_of_bag(means, self.rows_, rows)
@@ -209,15 +189,12 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         Gaussian heads, or of point heads' predictions, which ignore the noise of targets and cover less than `level` of
         them.
         """
-        check_level(level)
         mixture = lambda moments, level: uncertainty.gaussian_mixture_interval(*moments, level=level)
         find = self._combine(partial(mixture, level=level), partial(uncertainty.interval, level=level))
         lower, upper = validate_and_predict(self, X, find)
         return unscale(self.target_scaler_, lower), unscale(self.target_scaler_, upper)
 
     def _combine(self, of_gaussians: Any, of_points: Any) -> Any:
-        """The function of predictions that suits them; a method may predict Gaussians from points."""
-        if hasattr(self, "posterior_"):
-            of_pair = of_predictions(of_gaussians)
-            return lambda found: of_pair(found) if isinstance(found, tuple) else of_points(found)
-        return of_gaussians if hasattr(self, "_maker") and isinstance(self._maker.head, Gaussian) else of_points
+        """The function of predictions that suits them."""
+        check_is_fitted(self)
+        return of_gaussians if isinstance(self._maker.head, Gaussian) else of_points

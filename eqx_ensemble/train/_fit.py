@@ -1,7 +1,8 @@
-import dataclasses
-import functools as ft
+import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import equinox as eqx
@@ -10,128 +11,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._check import check_optional_flag, is_key
-from .._compiled import ProgramKey, program_key
+from .._check import check_positive_int, check_word, is_inside_transformation
+from .._data import is_batches, member_shapes, take_data, take_rows
 from .._ensemble import Ensemble, M
-from .._foreign import as_hashable, from_foreign_tree
-from .._jaxpr import unused_inputs
+from .._keys import member_keys
+from .._marks import Each
+from .._mesh import check_mesh, mesh_of, rows_of_mesh
+from .._progress import members_in_words, progress_line
 from .._pytree import PyTree
-from .._sharding import shard_members
-from .._warnings import ignore_warnings, warn
+from .._warnings import warn
 from ..distributed import to_host
-from ..plan import AnyPlan, Cores
-from ..plan._engine import as_plan, plan_in_program
-from ._callback import Callback, check_callbacks
-from ._check import (
-    check_hyper_used,
-    check_no_transformation,
-    check_plan_together,
-    check_same_structure,
-    check_some_training,
-)
-from ._check_member import hyper_column_text
-from ._check_run import check_outcome
-from ._options import Checkpoint, Stopping, as_checkpoint, check_options, limits_of
-from ._revive import Revive
-from ._run import Run
-from ._state import MemberConstants, TrainState
-from ._status import Status
-from ._together import Together, bind
-from ._trainable import Trainable
-from .compiled._loss import Loss, make_losses
-from .compiled._optimiser import Optimiser
-from .compiled._program import Program
-from .compiled._selection import make_limits, stop_at_limits
-from .data._rows import Shuffle
-from .data._source import Length, member_shapes, without_marks
-from .data._sources import make_source
-from .host._execute import execute
-from .host._saver import Saver, identify, optimiser_step
-from .host._start import layout_of, start_of, with_validation
+from ..plan import AnyPlan, Blocks, Vmap, as_plan
+from ._blocks import Crew
+from ._history import check_same_aux, empty_history
+from ._loop import Loop, Position, deferred_interrupt
+from ._member import Task, takes_hyper
+from ._optimiser import Optimiser, Together, is_function
+from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
+from ._program import init, trace_task
+from ._run import Run, best_of, warn_of_diverged, warn_of_undefined
+from ._saver import Saver
+from ._state import DivergedError, Status, Trainable, TrainState, allow_nan, with_best
 
-
-def check_same_aux(begun: Any, loss: Loss, first: TrainState, batch: Callable[[], PyTree] | None) -> None:
-    """Raises if a run continues without the auxiliary outputs that its history has, or with the first ones.
-
-    `batch` returns the shapes of one member's batch; without it, new outputs are refused after the first steps.
-    """
-    if not isinstance(begun, Run) or (begun.history.aux is not None) == loss.has_aux:
-        return
-    if loss.has_aux and (batch is None or not _returns_arrays(loss, first, batch())):
-        return
-    before, now = (f"`has_aux={has_aux}`" for has_aux in (not loss.has_aux, loss.has_aux))
-    raise TypeError(
-        f"`fit` continues a run whose history was recorded with {before}; got {now}.\n"
-        "Keep `has_aux`, which the history needs; or continue from `run.train_state`, with a history of its own."
-    )
-
-
-def _returns_arrays(loss: Loss, state: TrainState, batch: PyTree) -> bool:
-    """Whether the loss's auxiliary outputs hold any array; a loss that fails is called again by the first step."""
-    moving, fixed = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, (state.moving, state.fixed))
-    call = lambda *args: loss(*args)[1][1]
-    try:
-        with ignore_warnings():
-            aux = eqx.filter_eval_shape(
-                call, moving.params, moving.model_state, fixed, member_shapes(state.shared), batch, fixed.key
-            )
-    except Exception:
-        return False
-    return bool(jax.tree.leaves(aux))
-
-
-def warn_of_unused_hyper(state: TrainState, optimiser: Optimiser, losses: list[tuple[Loss, PyTree]]) -> None:
-    """Warns of hyper-parameters without effect: nothing uses them, and no member was built with them.
-
-    `losses` are those that take hyper-parameters, each with the shapes of one member's batch.
-    """
-    one = lambda tree: jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if eqx.is_array(x) else x, tree
-    )
-    moving, fixed, ids = one((state.moving, state.fixed, state.ids))
-    value = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    unused = _find_unused(optimiser_step, optimiser, fixed.hyper, moving, ids, value)
-    for loss, batch in losses:
-        if any(unused):
-            own = _find_unused(_loss_of, loss, fixed.hyper, moving, fixed, member_shapes(state.shared), batch)
-            unused = [a and b for a, b in zip(unused, own, strict=True)]
-    keyed = zip(jax.tree_util.tree_leaves_with_path(state.hyper), unused, strict=True)
-    names = [hyper_column_text(path) for (path, x), is_unused in keyed if is_unused and not _is_in_members(x, state)]
-    if names:
-        words = ", ".join(f"`{name}`" for name in names)
-        warn(f"`fit` got {words} in `hyper`, but neither the optimiser nor the loss uses it: is the name misspelt?")
-
-
-def _is_in_members(values: Any, state: TrainState) -> bool:
-    """Whether the members hold these values, as after `build(zip=...)`."""
-    same = [
-        x
-        for x in jax.tree.leaves((state.params, state.fixed.frozen))
-        if eqx.is_array(x) and not is_key(x) and (x.shape, x.dtype) == (values.shape, values.dtype)
-    ]
-    return any(np.array_equal(to_host(values), to_host(x)) for x in same)
-
-
-def _find_unused(call: Callable[..., Any], fn: Any, *args: PyTree) -> list[bool]:
-    leaves, treedef = jax.tree.flatten(args)
-    return _unused_leaves(call, fn, tuple(leaves), treedef, program_key((fn, args)))
-
-
-@ft.lru_cache(maxsize=64)
-def _unused_leaves(call: Callable[..., Any], fn: Any, leaves: tuple, treedef: Any, _: ProgramKey) -> list[bool]:
-    args = jax.tree.unflatten(treedef, leaves)
-    try:
-        with ignore_warnings():  # they are repeated when it is traced for training
-            closed, _, _ = eqx.filter_make_jaxpr(ft.partial(call, fn))(*args)
-    except Exception:  # raised again, with a note, when it is traced for training
-        return [False] * len(jax.tree.leaves(args[0]))
-    return unused_inputs(closed.jaxpr)[: len(jax.tree.leaves(args[0]))]
-
-
-def _loss_of(loss: Loss, hyper: PyTree, moving: Any, fixed: MemberConstants, shared: PyTree, batch: PyTree) -> Any:
-    model = eqx.combine(moving.params, fixed.frozen, shared)
-    arguments = (model, moving.model_state, batch, fixed.key) if loss.stateful else (model, batch, fixed.key)
-    return loss.fn(*arguments, hyper=hyper)
+_LONGEST_PART = 512  # steps of an epoch that are kept or given back at once
+_ROOM = 1024  # steps of a call, at most, whose losses wait on the device
 
 
 def fit(
@@ -149,26 +52,26 @@ def fit(
     state: eqx.nn.State | None = None,
     hyper: PyTree = None,
     rows: Any = None,
-    shuffle: Shuffle = True,
+    shuffle: bool = True,
     has_aux: bool = False,
-    history: Literal["all", "last"] | int = "all",
+    history: Literal["steps", "epochs"] = "steps",
     trainable: Trainable = eqx.is_inexact_array,
-    on_diverge: Literal["freeze", "revive", "raise"] | Revive = "freeze",
-    plan: AnyPlan = None,
+    on_diverge: Literal["freeze", "raise"] = "freeze",
+    plan: AnyPlan | None = None,
     mesh: Mesh | None = None,
     checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     progress: bool | None = None,
-    callbacks: Callback | Sequence[Callback] | None = None,
-    key: Any,
+    callbacks: Callable[..., Any] | Every | list[Any] | None = None,
+    key: Any = None,
 ) -> Run[M]:
     """Trains all members of an ensemble; each becomes the model that training it alone would give.
 
-    Loss and optimiser are written for ONE member. Calls with the same loss and optimiser objects and the same shapes
-    share one compiled program.
+    Loss and optimiser are written for ONE member. [How a fit runs](../how-a-fit-runs.md) shows the function of one
+    member that is mapped over all.
 
     **Arguments:**
 
-    - `ensemble`: the ensemble to train, or a training state or run to continue, with its own `state` and `hyper`.
+    - `ensemble`: the ensemble to train; or a training state or run to continue, with its own model state and keys.
     - `loss`: `loss(model, batch, key) -> value` on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's
         hyper-parameters.
@@ -177,20 +80,21 @@ def fit(
 
     *Data and rows:*
 
-    - `data`: a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked [`eqx_ensemble.Each`][]; an
-        [`eqx_ensemble.train.RowReader`][]; or an iterable of batches, iterated once per epoch.
-    - `batch_size`: rows per step; by default 32. The last batch of an epoch may be smaller.
+    - `data`: a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked [`eqx_ensemble.Each`][]; or an
+        iterable of batches, of which one pass is an epoch. A loss that draws its own points from `key` ignores its
+        batch: `jnp.zeros(100)` with `batch_size=1` is an epoch of 100 steps.
+    - `batch_size`: rows per step; by default 32. Every batch is full: the last one of an epoch is filled with the first
+        rows of the next.
     - `rows`: row indices `(members, n)` into `data`.
-    - `shuffle`: `True`: own permutations for each member and epoch; `"shared"`: the same for all members, which is
-        faster; `False`: the order of the data. [How they are computed](../same-results.md#row-orders).
+    - `shuffle`: whether each member draws its own permutation of the rows in every epoch, or takes their order.
 
     *Length:*
 
     - `epochs` or `steps`: the length of the run, without earlier runs.
 
-    *Validation and stopping:*
+    *Validation and stopping, at ends of epochs:*
 
-    - `validation`: arrays as for `data`, scored as one batch in inference mode at the end of every epoch; or
+    - `validation`: arrays as for `data`, scored as one batch in inference mode; or
         [`eqx_ensemble.train.Validation`][]. Members keep their best weights.
     - `patience`: a member stops after this many epochs without a better validation score.
     - `stop`: [`eqx_ensemble.train.Stopping`][]: members stop at a score, or after some steps or time.
@@ -200,45 +104,35 @@ def fit(
     - `state`: the stacked `equinox.nn.State` of stateful members.
     - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`.
     - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][].
+    - `on_diverge`: what happens if a member's loss or weights are not finite at the end of an epoch. `"freeze"`: it
+        gets back those of the epoch's start and stops, with a warning at the end; `"raise"`:
+        [`eqx_ensemble.train.DivergedError`][]. [`eqx_ensemble.train.revive`][] is a callback that trains it on.
 
     *Execution:*
 
-    - `plan`: how the members are executed: by default [`eqx_ensemble.plan.Cores`][] on a CPU, elsewhere
-        [`eqx_ensemble.plan.Vmap`][].
-    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default those of the ensemble. Its axis `members`
-        splits the members, `data` the rows of batches: [several devices](../scale.md).
-    - `key`: the root key. A member's random streams are derived from it and the member's id.
+    - `plan`: by default [`eqx_ensemble.plan.Blocks`][] on a CPU, elsewhere [`eqx_ensemble.plan.Vmap`][].
+    - `mesh`: the devices, from [`eqx_ensemble.make_mesh`][]; by default those on which the members are. Its axis
+        `members` splits the members, `data` the rows of batches.
+    - `key`: one key, or one per member `(members,)`: [`eqx_ensemble.member_keys`][]`(key, members, purpose="fit")`. A
+        state that continues has keys; others replace them.
 
-    *Divergence:*
-
-    - `on_diverge`: if a loss or weights are not finite. `"freeze"`: the member keeps its last finite weights, with a
-        warning at the end; `"revive"`: it continues as a copy of a healthy member, or as
-        [`eqx_ensemble.train.Revive`][] says; `"raise"`: [`eqx_ensemble.train.DivergedError`][].
-
-    *Saving:*
-
-    - `checkpoint`: a file, or [`eqx_ensemble.train.Checkpoint`][]. The run is saved there about every minute and at its
-        end; rerunning the same call [resumes bit for bit](../saving.md), and more epochs continue.
-
-    *History and callbacks:*
+    *Record:*
 
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
-    - `history`: the steps whose losses are recorded: `"all"`; with an int `n`, every `n`-th and the last; or only the
-        `"last"`. [The others do not leave the device](../scale.md#a-thinner-history).
+    - `history`: whether the losses of all steps are recorded, or the mean of each epoch, of parts of at most 512 steps
+        if it is longer.
+    - `checkpoint`: a file, or [`eqx_ensemble.train.Checkpoint`][]. The run is saved there about every minute and at its
+        end; rerunning the same call [resumes bit for bit](../saving.md), and more epochs continue.
     - `progress`: whether to show a progress line; by default on a terminal or in a notebook.
-    - `callbacks`: one [`eqx_ensemble.train.Callback`][] or a list of them, called about once a second, and at the end.
+    - `callbacks`: functions of the [`eqx_ensemble.train.TrainState`][] at the end of every epoch, or, by
+        [`eqx_ensemble.train.every`][], of some. They return another state, or `None` to go on.
 
     **Returns:** [`eqx_ensemble.Run`][]. Ctrl-C returns the run so far.
 
-    **Raises:**
-
-    - `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together.
-    - `ValueError`, with the differences, if `checkpoint` holds another call; `BlockingIOError` if another run uses it;
-        `CheckpointCorruptError` if it is damaged, or another kind of file.
-    - `MemoryError`, with a smaller plan, if the device runs out of memory.
-    - [`eqx_ensemble.train.DivergedError`][] with `on_diverge="raise"`; [`eqx_ensemble.train.NotSavedError`][] if a
-        checkpoint cannot be written. Both hold the run so far, as does the attribute `run` of errors that the data, the
-        loss or a callback raise after the first step.
+    **Raises:** `TypeError`, `ValueError` or `IndexError`, before compiling, for arguments that do not fit together;
+    `ValueError`, with the differences, if `checkpoint` holds another call; [`eqx_ensemble.train.DivergedError`][] with
+    `on_diverge="raise"`. An error after the first epoch, of a callback or of the data, has the run so far as its
+    attribute `run`.
 
     ```python
     def loss(model, batch, key):
@@ -250,65 +144,200 @@ def fit(
     run = ee.fit(ensemble, loss, optax.adam(1e-3), (x, y), epochs=2, key=key)
     ```
     """
-    check_no_transformation()
-    optimiser = as_hashable(optimiser)
-    data = from_foreign_tree(data, "data")
-    check_optional_flag(progress, "progress")
-    given = check_options(
-        epochs=epochs, steps=steps, validation=validation, patience=patience, stop=stop, shuffle=shuffle,
-        has_aux=has_aux, history=history, on_diverge=on_diverge,
+    began = time.perf_counter()
+    check_outside()
+    check_mesh(mesh)
+    first, continued = start(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, key=key)
+    mesh = mesh_of(first.ensemble) if mesh is None else mesh
+    num_members, lost_before = first.num_members, to_host(first.status) == Status.DIVERGED
+    validation = validation if isinstance(validation, Validation | None) else Validation(validation)
+    check_options(epochs, steps, patience, stop, validation, on_diverge, history)
+    warn_of_unused(hyper, optimiser, loss, None if validation is None else validation.score, callbacks)
+    limits = limits_of(stop or Stopping(), num_members)
+    seconds = limits.pop("seconds", None)
+    inputs: dict[str, Any] = {"data": None, "rows": None, "validation": None, "limits": limits}
+    if validation is not None:
+        if isinstance(ensemble, Run) and first.best is not None and ensemble.mode != validation.mode:
+            raise ValueError(
+                f"`fit` continues a run with best scores of `mode` {ensemble.mode!r}, not {validation.mode!r}.\n"
+                "To begin again with its weights: `fit(run.ensemble, ...)`."
+            )
+        first = with_best(first, validation.mode)
+        inputs["validation"], _ = take_data(validation.data, num_members, argument="validation")
+    if is_batches(data):
+        check_no_rows(batch_size, rows, shuffle)
+        batches, batch = peek(data, num_members)
+        shape: dict[str, Any] = {"part": _LONGEST_PART, "epoch": _LONGEST_PART}
+    else:
+        batches = None
+        inputs["data"], num_rows = take_data(data, num_members, argument="data")
+        inputs["rows"] = own = take_rows(rows, num_members, num_rows)
+        own_rows = num_rows if own is None else own.value.shape[1]
+        shape = shape_of_epoch(own_rows, batch_size, first)
+        batch = member_shapes(inputs["data"], shape["batch_size"])
+    task = Task(
+        loss, optimiser, None if validation is None else validation.score or loss, has_aux=has_aux,
+        shuffle=bool(shuffle), patience=patience, mode="min" if validation is None else validation.mode,
+        min_delta=0.0 if validation is None else validation.min_delta, per_step=history == "steps",
+        rows_of_mesh=rows_of_mesh(mesh), **shape,
     )  # fmt: skip
-    held_out, how, windows = given.validation, given.on_diverge, given.windows
-    score, mode = given.scoring
-    callbacks = check_callbacks(callbacks)
-    saved = as_checkpoint(checkpoint)
-    saver = None if saved is None else Saver(saved)
-    layout = layout_of(mesh, ensemble)
-    plan = Cores() if plan is None and not isinstance(optimiser, Together) else as_plan(plan)
-    check_plan_together(optimiser, plan)
-    start = start_of(
-        ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, layout=layout,
-        has_validation=held_out is not None, mode=mode, windows=windows, key=key,
-    )  # fmt: skip
-    first = start.state
-    optimiser = bind(optimiser, first.fixed.tied)
-    stops = limits_of(given.stop, first.num_members)
-    limits = make_limits(stops["steps"], stops["target"], first.num_members, **given.improving)
-    limits = limits if layout is None else shard_members(limits, layout)
-    losses = make_losses(first, loss, score, has_aux=has_aux, has_validation=held_out is not None)
-    program = Program(
-        losses[0], optimiser, plan, layout, losses[1], given.patience, halts=isinstance(how, Revive), windows=windows,
-        program_key=program_key((losses, optimiser, plan_in_program(plan), first)),
-    )  # fmt: skip
-    if first.fixed.hyper is not None:
-        check_hyper_used(optimiser, wants_hyper=any(fn is not None and fn.wants_hyper for fn in losses))
-    source = make_source(
-        data, first, epochs=epochs, rows=rows, shuffle=shuffle, batch_size=batch_size, scan=plan.scan, layout=layout,
-        key=key,
-    )  # fmt: skip
-    is_known = source.epoch is not None  # batches of an iterable are not known in advance
-    check_same_aux(ensemble, losses[0], first, source.shapes if is_known else None)
-    if held_out is not None:
-        if score is None and is_known:
-            check_same_structure(without_marks(held_out.data), source.shapes())
-        start, validation = with_validation(start, losses[1], held_out.data, layout, data=data)
-    if first.fixed.hyper is not None and is_known:
-        seen = ((losses[0], source.shapes()), (losses[1], member_shapes(validation)))
-        warn_of_unused_hyper(first, optimiser, [(fn, own) for fn, own in seen if fn is not None and fn.wants_hyper])
-    if saver is not None:
-        options = {"key": key, "stop.steps": stops["steps"], "stop.target": stops["target"], "on_diverge": how}
-        options |= given.improving | {"mode": mode, "history": windows.name}
-        here = identify(program, start, source.shapes(), validation, source.fingerprint, options)
-        program = dataclasses.replace(program, traced=here.programs)
-        start = saver.resume(start, here)
-    if saver is None or saver.step < 0:  # a run that was saved may have ended
-        training = to_host(stop_at_limits(first.moving, limits, first.step).status) == Status.OK
-        check_some_training(training, ids=to_host(first.ids))
-    length = Length(start.begun, *(None if given is None else int(given) for given in (epochs, steps)))
-    lost_before = to_host(first.moving.status) == Status.DIVERGED
-    run = execute(
-        program, start, source, length, limits=limits, validation=validation, on_diverge=how, lost_before=lost_before,
-        seconds=stops["seconds"], saver=saver, progress=progress, callbacks=callbacks, key=key,
-    )  # fmt: skip
-    check_outcome(run, lost_before, how, saver=saver, first_step=length.begun, source=source)
+    task, digests = trace_task(task, first, batch, member_shapes(inputs["validation"]))
+    plan = as_plan(plan, Blocks() if jax.default_backend() == "cpu" else Vmap())
+    end = min(steps or (epochs or 0) * task.epoch, _NEVER) if steps or batches is None else _NEVER
+    curves = empty_history(num_members, task.outputs, validates=validation is not None, dtype=first.loss.dtype)
+    if continued is not None:
+        check_same_aux([continued, curves])
+        curves = continued
+    options = {
+        "patience": patience, "batch_size": batch_size, "shuffle": shuffle, "mode": task.mode,
+        "min_delta": task.min_delta, "history": history, "on_diverge": on_diverge,
+    }  # fmt: skip
+    saver = None if checkpoint is None else Saver(checkpoint)
+    total = None if end == _NEVER else end
+    with allow_nan(), ExitStack() as stack, deferred_interrupt() as interrupt:
+        position = Position(first, curves, 0, 0, ensemble.seconds if isinstance(ensemble, Run) else 0.0)
+        if saver is not None:
+            stack.enter_context(saver)
+            saver.identify(digests, position, inputs, options)
+            position = saver.resume(position, end, epochs)
+        if "steps" in limits:  # a member that is past its limit trains no further epoch
+            over = (position.state.step >= limits["steps"].value) & (position.state.status == Status.OK)
+            status = jnp.where(over, jnp.int8(Status.STOPPED), position.state.status)
+            position = position._replace(state=eqx.tree_at(lambda state: state.status, position.state, status))
+        check_some_train(position)
+        crew = Crew(position.state, inputs, task, plan, mesh)
+        stack.callback(crew.close)
+        words = f"fit, {members_in_words(num_members)}"
+        line = stack.enter_context(progress_line(show=progress, description=words, unit="step", total=total))
+        loop = Loop(
+            crew, task, position, first=int(to_host(first.step).max()), end=end, callbacks=callbacks_of(callbacks),
+            seconds=seconds, began=began, fatal=~lost_before & (on_diverge == "raise"), saver=saver, line=line,
+            interrupt=interrupt,
+        )  # fmt: skip
+        result = lambda: run_of(loop, rows, None if validation is None else task.mode)
+        try:
+            if batches is None:
+                loop.train_on_arrays()
+            else:
+                loop.train_on_batches(batches, position.done, epochs)
+            if saver is not None:
+                saver.finish(loop)
+        except Exception as error:
+            if loop.done and not crew.is_lost:
+                error.run = result()  # pyright: ignore[reportAttributeAccessIssue]
+            raise
+        run = result()
+    if loop.faulty:
+        lost = np.flatnonzero((run.status == Status.DIVERGED) & ~lost_before)
+        raise DivergedError(f"`fit`: members {', '.join(map(str, lost))} diverged.", run)
+    warn_of_diverged(run, lost_before)
+    if validation is not None:
+        warn_of_undefined(run)
     return run
+
+
+_NEVER = 2**31 - 1
+
+
+def check_outside() -> None:
+    """Raises inside a transformation, where training cannot make decisions by concrete values."""
+    if is_inside_transformation():
+        raise TypeError(
+            "`fit` cannot run inside `jax.jit`, `jax.vmap`, `jax.grad` or another transformation: it decides on the "
+            "host.\nThere, use `train.make_step` with `train.scan_steps`."
+        )
+
+
+def warn_of_unused(hyper: Any, optimiser: Any, loss: Any, score: Any, callbacks: Any) -> None:
+    """Warns of hyper-parameters that neither optimiser nor loss takes: all members would be trained alike."""
+    alone = optimiser.optimiser if isinstance(optimiser, Together) else optimiser
+    takes = is_function(alone) or any(takes_hyper(fn) for fn in (loss, score) if fn)
+    if hyper is not None and not takes and not callbacks:
+        warn(
+            "`fit`: nothing uses `hyper`. Pass a function of it as the optimiser, "
+            "`lambda hyper: optax.adam(hyper['lr'])`, or give the loss a parameter `hyper`."
+        )
+
+
+def start(ensemble: Any, optimiser: Any, *, state: Any, hyper: Any, trainable: Any, key: Any) -> tuple[TrainState, Any]:
+    """The first training state of a call, and the history that it continues."""
+    if not isinstance(ensemble, TrainState | Run):
+        return init(ensemble, optimiser, state=state, hyper=hyper, trainable=trainable, key=key), None
+    first = ensemble.train_state if isinstance(ensemble, Run) else ensemble
+    if state is not None or hyper is not None or trainable is not eqx.is_inexact_array:
+        raise TypeError(
+            "`fit` continues a training state with its own `state`, `hyper` and `trainable`: leave them out.\n"
+            "To change one: `equinox.tree_at(lambda state: state.hyper, state, new)`."
+        )
+    if isinstance(optimiser, Together) != (first.together is not None):
+        raise TypeError("`fit` continues a state of another kind of optimiser: pass that of `train.init`.")
+    if key is not None:
+        keys = member_keys(key, first.num_members, purpose="fit")
+        first = eqx.tree_at(lambda state: state.keys, first, keys)
+    return first, ensemble.history if isinstance(ensemble, Run) else None
+
+
+def check_options(
+    epochs: Any, steps: Any, patience: Any, stop: Any, validation: Any, on_diverge: Any, history: Any
+) -> None:
+    """Checks the options that need no members."""
+    if (epochs is None) == (steps is None):
+        raise TypeError(f"`fit` needs either `epochs` or `steps`, got {'neither' if epochs is None else 'both'}.")
+    check_positive_int(epochs if steps is None else steps, "epochs" if steps is None else "steps")
+    check_word(on_diverge, "on_diverge", ("freeze", "raise"))
+    check_word(history, "history", ("steps", "epochs"))
+    if not isinstance(stop, Stopping | None):
+        raise TypeError(f"`fit` needs `stop` to be a `train.Stopping`, got `{type(stop).__name__}`.")
+    if patience is not None:
+        check_positive_int(patience, "patience")
+    if validation is None and (patience is not None or (stop is not None and stop.target is not None)):
+        raise TypeError("`fit` needs `validation=` data with `patience` or a target: members stop by their scores.")
+
+
+def check_some_train(position: Position) -> None:
+    """Raises if no member is training at the begin of a run."""
+    if position.done == 0 and not (to_host(position.state.status) == Status.OK).any():
+        raise ValueError(
+            "`fit` has no member left to train: all have stopped or diverged.\n"
+            "To train their weights again, pass the ensemble: `fit(run.ensemble, ...)`."
+        )
+
+
+def check_no_rows(batch_size: Any, rows: Any, shuffle: Any) -> None:
+    """Raises if an option for data in arrays comes with an iterable of batches."""
+    if batch_size is not None or rows is not None or shuffle is not True:
+        raise TypeError("`fit` takes `batch_size`, `rows` and `shuffle` only for data in arrays, not for batches.")
+
+
+def peek(data: Iterable[Any], num_members: int) -> tuple[Iterator[Iterable[Any]], PyTree]:
+    """The passes over an iterable, the first of which has begun, and the shapes of one member's first batch."""
+    iterator = iter(data)
+    for batch in iterator:
+        shapes = member_shapes(take_data(batch, num_members, argument="batch")[0])
+        return itertools.chain([itertools.chain([batch], iterator)], itertools.repeat(data)), shapes
+    raise ValueError("`fit` needs at least one batch of `data`, got none.")
+
+
+def shape_of_epoch(num_rows: int, batch_size: int | None, first: TrainState) -> dict[str, int]:
+    """The steps of an epoch, and of the equal parts of a long one. They follow from the number of steps alone, so that
+    results do not depend on the machine.
+    """
+    size = min(check_positive_int(32 if batch_size is None else batch_size, "batch_size"), num_rows)
+    epoch = -(-num_rows // size)
+    part = -(-epoch // -(-epoch // _LONGEST_PART))
+    begun = to_host(first.step)
+    is_aligned = num_rows % size == 0 and epoch % part == 0 and not (begun % part).any()
+    permutations = 1 if is_aligned else (part * size - 1) // num_rows + 2
+    return {
+        "num_rows": num_rows, "batch_size": size, "epoch": epoch, "part": part,
+        "permutations": permutations, "room": max(_ROOM // part, 1),
+    }  # fmt: skip
+
+
+def run_of(loop: Loop, rows: Any, mode: Literal["min", "max"] | None) -> Run:
+    """The result of a loop, as far as it has come; with the best weights if members were scored."""
+    state = loop.crew.state()
+    ensemble, model_state = (state.ensemble, state.model_state) if mode is None else best_of(state)
+    rows = None if rows is None else np.asarray(rows.value if isinstance(rows, Each) else rows)
+    interrupted = loop.interrupt.is_set()
+    return Run(ensemble, model_state, loop.curves(), state, rows, mode or "min", interrupted, loop.seconds_so_far())

@@ -1,35 +1,20 @@
-"""Arguments of `fit` that belong together. Each is checked where it is made, so that no receiver checks it again."""
+"""Arguments of `fit` that belong together."""
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import numpy as np
 
-from .._axes import Each
-from .._caller import caller
-from .._check import (
-    MOST_STEPS,
-    MemberMismatchError,
-    check_counter,
-    check_flag,
-    check_number,
-    check_optional_function,
-    check_path,
-    check_word,
-    kind_text,
-)
+from .._check import MemberMismatchError
 from .._foreign import as_numpy
+from .._marks import Each
 from .._pytree import PyTree
-from ._check import check_length, check_mode
-from ._revive import Revive
-from .compiled._selection import Mode
-from .compiled._windows import Windows
 
 
 class Validation(eqx.Module):
-    r"""Validation data of [`eqx_ensemble.fit`][], with a score of their own.
+    """Validation data of [`eqx_ensemble.fit`][], with a score of their own.
 
     **Arguments:**
 
@@ -37,10 +22,6 @@ class Validation(eqx.Module):
     - `score`: the validation score, called like `loss`; by default the loss.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher, such as for accuracy. Required with `score`.
     - `min_delta`: what an improvement must exceed, for `patience` and for new best weights.
-    - `smooth`: the decay $d$, from 0 to below 1, of an exponential average of each member's scores $s_t$. The smoothed
-        score after epoch $n$ is $\sum_{t \le n} d^{\,n-t} s_t\, (1-d) / (1-d^n)$, as `ewm(alpha=1 - smooth).mean()` of
-        pandas. It decides `patience` and the best weights; `history`, `best_score` and a target are of the scores
-        themselves. Scores that are not finite are excluded from the average.
 
     ```python
     def within_one(model, batch, key):
@@ -54,105 +35,74 @@ class Validation(eqx.Module):
     """
 
     data: PyTree
-    score: Callable[..., Any] | None
-    mode: Mode
-    min_delta: float
-    smooth: float
+    score: Callable[..., Any] | None = eqx.field(static=True)
+    mode: Literal["min", "max"] = eqx.field(static=True)
+    min_delta: float = eqx.field(static=True)
 
     def __init__(
         self,
         data: PyTree,
         *,
         score: Callable[..., Any] | None = None,
-        mode: Mode | None = None,
+        mode: Literal["min", "max"] | None = None,
         min_delta: float = 0.0,
-        smooth: float = 0.0,
     ) -> None:
-        if data is None or isinstance(data, Validation):
-            raise TypeError(f"`{caller()}` needs data to score members on, got {kind_text(data)}.")
-        check_optional_function(score, "score", example="lambda model, batch, key: ...")
-        if mode is not None:
-            check_mode(mode)
-        check_number(min_delta, "min_delta", least=0)
-        if check_number(smooth, "smooth", least=0, most=1) == 1:
-            raise ValueError(f"`{caller()}` needs `smooth` below 1, got 1: the average would never move.")
+        if mode not in (None, "min", "max"):
+            raise ValueError(f"`Validation` needs `mode` to be 'min' or 'max', got {mode!r}.")
         if score is not None and mode is None:
             raise TypeError(
-                f"`{caller()}` needs `mode` with `score`, because a score may be better when it is lower or when it is "
-                "higher.\n"
+                "`Validation` needs `mode` with `score`: a score may be better when it is lower or when it is higher.\n"
                 'Pass `mode="min"` for an error, `mode="max"` for an accuracy.'
             )
         if score is None and mode == "max":
-            raise TypeError(
-                f'`{caller()}` got `mode="max"` without `score`: validation scores are then the loss, which training '
-                "minimises, and members would keep their worst weights.\n"
-                'Pass `score=`, the function to maximise; or leave `mode="max"` out.'
-            )
-        self.data, self.score, self.mode = data, score, mode or "min"
-        self.min_delta, self.smooth = float(min_delta), float(smooth)
+            raise TypeError('`Validation` got `mode="max"` without `score`: the loss is minimised.')
+        if not float(min_delta) >= 0:
+            raise ValueError(f"`Validation` needs `min_delta` to be at least 0, got {min_delta!r}.")
+        self.data, self.score, self.mode, self.min_delta = data, score, mode or "min", float(min_delta)
 
 
 class Stopping(eqx.Module):
-    """When members of [`eqx_ensemble.fit`][] stop before the end of a run.
+    """When members of [`eqx_ensemble.fit`][] stop, at the end of an epoch.
 
     **Arguments:** each a scalar or one value per member `(members,)`.
 
-    - `target`: a member stops at the end of the epoch in which its validation score is `<= target`, or `>= target` with
-        `mode="max"`.
+    - `target`: a member stops when its validation score is `<= target`, or `>= target` with `mode="max"`.
     - `steps`: a member stops after this many steps, counting all its runs.
-    - `seconds`: a member stops within about a fifth of a second after this much time since the call, including the time
-        before it was resumed.
+    - `seconds`: a member stops after this much time since the call, including the time before it was resumed.
 
     ```python
     stop = ee.train.Stopping(steps=[100, 100, 200, 400], seconds=60)  # for four members
     ```
     """
 
-    target: Any
-    steps: Any
-    seconds: Any
+    target: Any = None
+    steps: Any = None
+    seconds: Any = None
 
-    def __init__(self, *, target: Any = None, steps: Any = None, seconds: Any = None) -> None:
-        self.target, self.steps, self.seconds = (
-            _limit(value, argument) for argument, value in (("target", target), ("steps", steps), ("seconds", seconds))
-        )
-
-
-def _limit(value: Any, argument: str) -> Any:
-    """A number, or one per member in `Each`; positive except for `target`."""
-    if value is None:
-        return None
-    whole = argument == "steps"
-    numbers = as_numpy(value.per_member() if isinstance(value, Each) else value, argument)
-    if numbers.ndim > 1 or numbers.dtype.kind not in ("iu" if whole else "iuf"):
-        kind = "an integer" if whole else "a number"
-        raise TypeError(f"`{caller()}` needs `{argument}` to be {kind}, or one per member `(members,)`, got {value!r}.")
-    if not np.isfinite(numbers).all() or (argument != "target" and (numbers <= 0).any()):
-        raise ValueError(
-            f"`{caller()}` needs `{argument}` to be {'finite' if argument == 'target' else 'positive'}, got {value!r}."
-        )
-    if whole and (numbers > MOST_STEPS).any():
-        raise ValueError(
-            f"`{caller()}` needs `{argument}` of at most {MOST_STEPS}, because compiled programs count in 32 bits; got "
-            f"{value!r}."
-        )
-    return Each(numbers) if numbers.ndim else numbers
+    def __check_init__(self) -> None:
+        for name, lowest in (("target", -np.inf), ("steps", 0), ("seconds", 0)):
+            limit = getattr(self, name)
+            if limit is None:
+                continue
+            numbers = as_numpy(limit.value if isinstance(limit, Each) else limit, name)
+            if numbers.dtype.kind in "iuf" and not (numbers >= lowest).all():
+                raise ValueError(f"`Stopping` needs `{name}` to be at least {lowest} and not NaN, got {limit!r}.")
 
 
-def limits_of(stop: Stopping, num_members: int) -> dict[str, np.ndarray | None]:
-    """Each limit as an array `(members,)`; raises for another number of values."""
-    return {word: _of_members(getattr(stop, word), word, num_members) for word in ("target", "steps", "seconds")}
+def limits_of(stop: Stopping, num_members: int) -> dict[str, Each]:
+    """The limits that are given, as arrays `(members,)`."""
+    given = {"target": stop.target, "steps": stop.steps, "seconds": stop.seconds}
+    return {name: Each(_limit(x, name, num_members)) for name, x in given.items() if x is not None}
 
 
-def _of_members(value: Any, argument: str, num_members: int) -> np.ndarray | None:
-    if value is None:
-        return None
-    numbers = np.asarray(value.per_member() if isinstance(value, Each) else value)
-    if numbers.shape not in ((), (num_members,)):
+def _limit(value: Any, name: str, num_members: int) -> np.ndarray:
+    numbers = as_numpy(value.value if isinstance(value, Each) else value, name)
+    if numbers.shape not in ((), (num_members,)) or numbers.dtype.kind not in "iuf":
         raise MemberMismatchError(
-            f"`{caller()}` needs one `{argument}` per member in `stop`: expected ({num_members},), got {numbers.shape}."
+            f"`Stopping` needs `{name}` to be a number or one per member ({num_members},), got {value!r}."
         )
-    return np.broadcast_to(numbers, (num_members,))
+    dtype = np.int32 if name == "steps" else np.float64
+    return np.broadcast_to(numbers.astype(dtype), (num_members,)).copy()
 
 
 class Checkpoint(NamedTuple):
@@ -161,10 +111,10 @@ class Checkpoint(NamedTuple):
     **Attributes:**
 
     - `path`: the file. It holds the whole run, and is replaced by each save.
-    - `every`: the number of steps between two saves; by default about a minute of time. The end is always saved.
+    - `every`: the number of epochs between two saves; by default about a minute of time. The end is always saved.
 
     ```python
-    checkpoint = ee.train.Checkpoint("run.eqx", every=1000)  # fit(..., checkpoint=checkpoint)
+    checkpoint = ee.train.Checkpoint("run.eqx", every=10)  # fit(..., checkpoint=checkpoint)
     ```
     """
 
@@ -172,92 +122,36 @@ class Checkpoint(NamedTuple):
     every: int | None = None
 
 
-def as_checkpoint(checkpoint: Any) -> Checkpoint | None:
-    """Raises unless `checkpoint` is a path, a `Checkpoint` or `None`. Returns the latter two."""
-    if checkpoint is None:
-        return None
-    given = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    check_path(given.path, "checkpoint")
-    if given.every is not None:
-        given = given._replace(every=check_counter(given.every, "every"))
-    return given
+class Every(NamedTuple):
+    """A callback, the epochs between its calls, and whether the end of the run is one of them."""
+
+    epochs: int
+    callback: Callable[..., Any]
+    at_end: bool = True
 
 
-class Options(NamedTuple):
-    """The options of a call that need no members, checked."""
+def every(epochs: int, callback: Callable[..., Any], *, at_end: bool = True) -> Every:
+    """A callback that [`eqx_ensemble.fit`][] calls after every `epochs` epochs, and at the end.
 
-    validation: Validation | None
-    stop: Stopping
-    patience: int | None
-    windows: Windows
-    on_diverge: Any
+    **Arguments:**
 
-    @property
-    def scoring(self) -> tuple[Callable[..., Any] | None, Mode]:
-        """The score and its mode."""
-        return (None, "min") if self.validation is None else (self.validation.score, self.validation.mode)
+    - `epochs`: the number of epochs between two calls.
+    - `at_end`: whether it is called at the end of the run.
+    - `callback`: a function of a [`eqx_ensemble.train.TrainState`][] that returns another one, or `None` to go on.
 
-    @property
-    def improving(self) -> dict[str, float]:
-        """What counts as an improvement."""
-        own = self.validation
-        return {"min_delta": 0.0 if own is None else own.min_delta, "smooth": 0.0 if own is None else own.smooth}
+    ```python
+    ee.train.every(10, lambda state: print(state.step.max(), state.loss))
+    ```
+    """
+    if not isinstance(epochs, int) or epochs < 1 or not callable(callback):
+        raise TypeError(f"`every` needs a number of epochs and a function, got {epochs!r} and {callback!r}.")
+    return Every(epochs, callback, at_end)
 
 
-def check_shuffle(shuffle: Any) -> None:
-    """Raises unless `shuffle` is `True`, `False` or `"shared"`."""
-    if not isinstance(shuffle, bool | np.bool_) and not (isinstance(shuffle, str) and shuffle == "shared"):
-        got = repr(shuffle) if isinstance(shuffle, str) else kind_text(shuffle)
-        raise ValueError(f'`{caller()}` needs `shuffle` to be `True`, `False` or `"shared"`, got {got}.')
-
-
-def check_options(
-    *,
-    epochs: Any = None,
-    steps: Any = None,
-    validation: Any = None,
-    patience: Any = None,
-    stop: Any = None,
-    shuffle: Any = True,
-    has_aux: Any = False,
-    history: Any = "all",
-    on_diverge: Any = "freeze",
-) -> Options:
-    """Checks the options of `fit` that need no members."""
-    check_flag(has_aux, "has_aux")
-    check_shuffle(shuffle)
-    how = Revive() if isinstance(on_diverge, str) and on_diverge == "revive" else on_diverge
-    if not isinstance(how, Revive):
-        check_word(how, "on_diverge", ("freeze", "revive", "raise"))
-    check_length(epochs, steps)
-    if validation is not None and not isinstance(validation, Validation):
-        validation = Validation(validation)
-    if stop is not None and not isinstance(stop, Stopping):
-        hint = (
-            "A function is a callback: `callbacks=`." if callable(stop) else "For example `train.Stopping(steps=100)`."
-        )
-        raise TypeError(f"`{caller()}` needs `stop` to be a `train.Stopping`, got {kind_text(stop)}.\n{hint}")
-    stop = Stopping() if stop is None else stop
-    if patience is not None:
-        patience = check_counter(patience, "patience")
-        if validation is None:
-            raise TypeError(
-                f"`{caller()}` needs `validation=` data with `patience`: members stop by their validation scores."
-            )
-    if stop.target is not None and validation is None:
-        raise TypeError(
-            f"`{caller()}` needs `validation=` data with `target`: a member stops when its score reaches it."
-        )
-    return Options(validation, stop, patience, _windows(history), how)
-
-
-def _windows(history: Any) -> Windows:
-    """The windows of steps whose last outputs are recorded."""
-    if isinstance(history, str) and history in ("all", "last"):
-        return Windows(1 if history == "all" else None)
-    if isinstance(history, str) or history is None:
-        raise ValueError(
-            f"`{caller()}` needs `history` to be 'all', 'last' or a number of steps, got {history!r}.\n"
-            "A number `n` records the losses of every `n`-th step."
-        )
-    return Windows(check_counter(history, "history"))
+def callbacks_of(callbacks: Any) -> list[Every]:
+    """The callbacks with their periods."""
+    given = callbacks if isinstance(callbacks, list) else [] if callbacks is None else [callbacks]
+    for one in given:
+        if not isinstance(one, Every) and not callable(one):
+            raise TypeError(f"`fit` needs functions of a training state as `callbacks`, got {one!r}.")
+    return [one if isinstance(one, Every) else Every(1, one) for one in given]

@@ -6,9 +6,7 @@ import optax
 
 from .._check import check_function
 from .._pytree import PyTree
-from ._check import check_inner_optimiser
-from .compiled._check import check_state_after
-from .compiled._optimiser import supported_arguments
+from ._optimiser import only_supported
 
 
 def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -> optax.GradientTransformationExtraArgs:
@@ -36,17 +34,20 @@ def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -
 
         Goldstein, "Convex Programming in Hilbert Space" (Bulletin of the American Mathematical Society, 1964).
     """
-    check_inner_optimiser(optimiser)
     check_function(fn, "fn", example="lambda model: jax.tree.map(jax.nn.relu, model)")
     inner = optax.with_extra_args_support(optimiser)
 
     def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, Any]:
         if params is None:
             raise ValueError("`train.project` needs the weights: call `update(grads, state, params)` with them.")
-        updates, state = inner.update(updates, state, params, **supported_arguments(inner.update, extra))
+        updates, state = inner.update(updates, state, params, **only_supported(inner.update, extra))
         after = optax.apply_updates(params, updates)
-        projected = fn(after)
-        check_state_after(projected, after, what="weights by `project`")
-        return jax.tree.map(lambda new, old: new - old, projected, params), state
+        return jax.tree.map(_change, fn(after), params), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _change(new: Any, old: Any) -> Any:
+    if new.shape != old.shape:  # which would be broadcast
+        raise ValueError(f"`train.project` needs `fn` to keep the shape {old.shape} of a leaf, got {new.shape}.")
+    return new - old

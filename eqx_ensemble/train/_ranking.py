@@ -1,13 +1,13 @@
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from .._caller import caller
-from .._check import check_positive_int
+from .._check import check_positive_int, check_word
 from .._foreign import from_foreign
-from ._check import check_mode
-from ._status import Status
-from .compiled._selection import Mode
+from ._state import Status
+
+Mode = Literal["min", "max"]
 
 
 def rank_members(run: Any, count: int | None, by: Any = None, mode: Mode | None = None) -> np.ndarray:
@@ -32,7 +32,7 @@ def check_ranking_mode(by: Any, mode: Any, *, default: Mode) -> Mode:
             'Pass `mode="min"` for an error, `mode="max"` for an accuracy.'
         )
     if mode is not None:
-        check_mode(mode)
+        check_word(mode, "mode", ("min", "max"))
     if by is None and mode not in (None, default):
         raise ValueError(
             f"`{caller()}` ranks by `best_score`, chosen with `mode={default!r}`; got `mode={mode!r}`.\n"

@@ -1,402 +1,263 @@
-import re
-import types
+import contextlib
+import enum
 from collections.abc import Iterator
-from typing import Any, ClassVar, Generic, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
-from jax.sharding import Mesh
-from jaxtyping import Array, Int, Int8, Key
+from jaxtyping import Array, Float, Int, Int8, Key
 
-from .. import _axes, _keys
-from .._brief import known_values
-from .._by_name import reduce_shared
-from .._caller import caller
-from .._check import check_integers_fit, is_key, is_traced, kind_text
-from .._compiled import filter_jit
-from .._ensemble import Ensemble, M, check_ensemble, check_model_state, check_model_state_given, take_several
-from .._foreign import as_hashable
-from .._ids import Ids, IdsField, as_known, stored_ids
+from .._ensemble import Ensemble, M, split, take
+from .._marks import Shared
 from .._pytree import PyTree
-from .._sharding import Layout, layout_for, replicate, shard_members
-from .._typing import kind_of_members
-from ..plan import Vmap
-from ..plan._engine import sharded_plan
-from ._check import check_optimiser
-from ._check_member import check_state_arrays
-from ._hyper import filter_hyper, hyper_arrays, hyper_of_init
-from ._status import Status
-from ._together import Together, bind, split_tied, spread
-from ._trainable import Trainable, partition_trainable
-from .compiled._optimiser import Optimiser, init_member, resolve
-from .host._check import check_opt_state
-
-# Names of numbers in the closures of optax's functions. Masks, labels and the tables of schedules have other names.
-_NUMBERS = re.compile(
-    r"step_size|learning_rate|.*decay(_rate)?|momentum|b[123]|eps.*|max_norm|max_delta|clipping|threshold"
-    r"|(init_|end_|peak_)?value"
-)
-_NAMES = {"step_size": "learning_rate"}
-_MASKS = ("masked", "partition", "multi_transform")
+from ..tree._engine import check_index
 
 
-def check_no_numbers_of_members(optimiser: Optimiser, params: PyTree, hyper: PyTree, num_members: int) -> None:
-    """Raises if an optax optimiser holds an array of one number per member where it takes a scalar.
+class Status(enum.IntEnum):
+    """The status of a member. Arrays of statuses are int8.
 
-    Each member's optimiser would broadcast it over the last axis of the weights. An array with the shape of all weights
-    of a member is accepted as one number per weight; under a mask, the shape of some weights suffices.
-    """
-    if num_members == 1:  # the array acts as a scalar
-        return
-    if isinstance(optimiser, Together):
-        for part, own in zip((optimiser.optimiser, optimiser.shared), split_tied(params, optimiser.tied), strict=True):
-            check_no_numbers_of_members(part, own, hyper, num_members)
-        return
-    shapes = {x.shape[1:] for x in jax.tree.leaves(params)}
-    for found in _arrays_of(optimiser, hyper):
-        shape = found.value.shape
-        is_of_weights = shape in shapes if found.is_masked else shapes == {shape}
-        if shape[:1] == (num_members,) and not is_of_weights:
-            word = _NAMES.get(found.name, found.name)
-            raise ValueError(
-                f"`{caller()}` needs an optimiser of one member; this one holds `{word}` as an array {shape}, which "
-                f"optax would broadcast over the last axis of the weights.\n"
-                f"One number for each of {num_members} members? Pass `hyper={{'{word}': ...}}` with the array, and the "
-                f"optimiser as a function: `lambda h: optax.sgd(...)` with `h['{word}']` instead of it."
-            )
-
-
-class _Found(NamedTuple):
-    """A value in the closure of a function; whether that is of optax, and whether it is used under a mask."""
-
-    name: str
-    value: Any
-    is_of_optax: bool = False
-    is_masked: bool = False
-
-
-def _arrays_of(optimiser: Optimiser, hyper: PyTree) -> list[_Found]:
-    if isinstance(optimiser, optax.GradientTransformation):
-        return [*_arrays_in(optimiser)]
-    found: list[_Found] = []
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if eqx.is_array(x) else x, hyper)
-    try:
-        eqx.filter_eval_shape(lambda hyper: found.extend(_arrays_in(resolve(optimiser, hyper))), one)
-    except Exception:  # raised again, with a note, where it is made for training
-        return []
-    return found
-
-
-def _arrays_in(root: Any) -> Iterator[_Found]:
-    """Yields the floating-point arrays in closures of optax's functions whose names are those of numbers."""
-    seen, todo = set(), [_Found("", root)]
-    while todo:
-        one = todo.pop()
-        part = one.value
-        if one.is_of_optax and _NUMBERS.fullmatch(one.name) and _is_float_array(part):
-            yield one
-        if id(part) not in seen:
-            seen.add(id(part))
-            todo += _parts(one)
-
-
-def _parts(one: _Found) -> list[_Found]:
-    part = one.value
-    if isinstance(part, tuple | list):
-        return [_Found("", x, is_masked=one.is_masked) for x in part]
-    if isinstance(part, dict):
-        return [one._replace(name=str(key), value=x) for key, x in part.items()]
-    if isinstance(part, types.MethodType):  # of `optax.MultiSteps`
-        return [_Found("", x, is_masked=one.is_masked) for x in getattr(part.__self__, "__dict__", {}).values()]
-    if not isinstance(part, types.FunctionType):
-        return []
-    module = part.__module__ or ""
-    inside = module.split(".")[0] == "optax"
-    masked = one.is_masked or (inside and part.__qualname__.split(".")[0] in _MASKS)
-    cells = zip(part.__code__.co_freevars, part.__closure__ or (), strict=True)
-    return [_Found(word, cell.cell_contents, inside, masked) for word, cell in cells if cell != types.CellType()]
-
-
-def _is_float_array(x: Any) -> bool:
-    is_array = isinstance(x, jax.Array | np.ndarray) and not is_traced(x)
-    return is_array and x.ndim > 0 and bool(jnp.issubdtype(x.dtype, jnp.floating))
-
-
-class MemberState(eqx.Module):
-    """The part of one member's training state that a step changes; stacked for all members."""
-
-    params: PyTree
-    opt_state: PyTree
-    model_state: PyTree
-    status: Int8[Array, "*members"]
-    stopped_at: Int[Array, "*members"]
-    fault: Int[Array, "*members"]
-
-
-def latest_member(moving: MemberState) -> Int[Array, ""]:
-    """The index of a member that trains, or stopped last; not of one that had stopped and is to train again."""
-    status, stopped_at = moving.status, moving.stopped_at
-    trains = (status == Status.OK) & (stopped_at < 0)
-    return jnp.argmax(jnp.where(trains, jnp.iinfo(stopped_at.dtype).max, stopped_at))
-
-
-class MemberConstants(eqx.Module):
-    """The part of one member's training state that no step changes: frozen arrays, random key, hyper-parameters.
-
-    `tied` tells which trained leaves are copies of shared ones that members train together.
-
-    `opt_hyper` holds the hyper-parameters that the optimiser's state was made with, `None` for those that its `init`
-    does not use: `hyper` may be replaced at any time, and `follow_hyper` compares them.
+    - `OK`: the member is training, or trained to the end.
+    - `STOPPED`: `patience`, `stop` or a callback stopped it.
+    - `DIVERGED`: its loss or weights were not finite at the end of an epoch. It keeps those of the epoch's start.
     """
 
-    frozen: PyTree
-    key: Key[Array, "*members"]
-    hyper: PyTree
-    opt_hyper: PyTree = None
-    tied: tuple[bool, ...] = eqx.field(static=True, default=())
+    OK = 0
+    STOPPED = 1
+    DIVERGED = 2
+
+    def __str__(self) -> str:
+        return self.name.lower()
 
 
-def _short_doc(state: "TrainState", **_: Any) -> Any:
-    """The short form, in one line; print `params`, `opt_state` and others for their leaves."""
-    from wadler_lindig import TextDoc
+@contextlib.contextmanager
+def allow_nan() -> Iterator[None]:
+    """Disables `jax_debug_nans` and `jax_debug_infs`: a NaN affects one member only, and others report NaN."""
+    if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):
+        yield
+        return
+    with jax.debug_nans(False), jax.debug_infs(False):  # noqa: FBT003 (their one argument)
+        yield
 
-    return TextDoc(f"TrainState[{kind_of_members(state.shared)}]({', '.join(_outline(state))})")
+
+class DivergedError(ArithmeticError):
+    """Raised by [`eqx_ensemble.fit`][] with `on_diverge="raise"` when members diverge; `run` is the run so far."""
+
+    def __init__(self, message: str, run: Any = None) -> None:
+        super().__init__(message)
+        self.run = run
 
 
-def _outline(state: "TrainState") -> Iterator[str]:
-    """The number of members, of steps, and of members that do not train, as far as they are known."""
-    sizes = {x.shape[:1] for x in jax.tree.leaves(state.moving) if _axes.is_array(x)}
-    yield f"num_members={sizes.pop()[0]}" if len(sizes) == 1 and sizes != {()} else "..."
-    step, status = known_values(state.step), known_values(state.status)
-    if step is not None:
-        yield f"step={step}"
-    for one in Status:
-        count = 0 if status is None or one is Status.OK else (status == one).sum()
-        if count:
-            yield f"{one!s}={count}"
+T = TypeVar("T")
+
+Trainable = Any
+"""A prefix of a member's tree with booleans and functions of a leaf, as in `equinox.partition`."""
+
+
+class Frozen(eqx.Module, Generic[T]):
+    """A part of a member that is never trained, regardless of `trainable`.
+
+    Its arrays have no gradient, no optimiser state and no weight decay. Calling it calls the value, with gradients
+    through its inputs.
+
+    **Arguments:**
+
+    - `value`: any PyTree, such as a pretrained Module.
+
+    ```python
+    class Model(eqx.Module):
+        trunk: ee.train.Frozen
+        head: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.head(jax.nn.relu(self.trunk(x)))
+
+
+    def make(key):
+        trunk = ee.train.Frozen(eqx.nn.Linear(3, 8, key=key))  # or pretrained
+        return Model(trunk, eqx.nn.Linear(8, 1, key=key))
+
+
+    state = ee.train.init(ee.build(make, 4, key=key), optax.adamw(1e-3), key=key)
+    state.params.trunk.value.weight, state.params.head.weight.shape  # (None, (4, 1, 8))
+    ```
+    """
+
+    value: T
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the value with its arrays as constants."""
+        stop = lambda x: jax.lax.stop_gradient(x) if eqx.is_inexact_array(x) else x
+        fn: Any = jax.tree.map(stop, self.value)
+        return fn(*args, **kwargs)
+
+
+def trained_leaves(
+    ensemble: Ensemble, trainable: Trainable = eqx.is_inexact_array, *, together: bool = False
+) -> tuple[bool, ...]:
+    """Whether each leaf of an ensemble is trained, `None` included; shared ones only if they are trained together.
+
+    `trainable` is called with the leaves of one member.
+    """
+    if isinstance(trainable, eqx.Module) and callable(trainable) and not jax.tree.leaves(trainable):
+        trainable = lambda x, test=trainable: test(x)  # a Module without leaves would be an empty tree
+    is_none = lambda x: x is None
+    leaves, treedef = jax.tree.flatten(ensemble.stacked, is_leaf=is_none)
+    of_dtype = trainable is eqx.is_inexact_array  # then slices, of which each shape compiles, are not needed
+    is_own = lambda x, axis: axis == 0 and eqx.is_array(x) and not of_dtype
+    one = [x[0] if is_own(x, axis) else x for x, axis in zip(leaves, ensemble.axes, strict=True)]
+    # Whether a leaf is inside a `Frozen`, by the path of nodes.
+    nodes = jax.tree.leaves(ensemble.stacked, is_leaf=lambda x: x is None or _is_frozen(x))
+    frozen = [_is_frozen(node) for node in nodes for _ in jax.tree.leaves(node, is_leaf=is_none)]
+    chosen = jax.tree.leaves(eqx.filter(jax.tree.unflatten(treedef, one), trainable), is_leaf=is_none)
+    trained = tuple(
+        eqx.is_array(x) and not is_frozen and (axis == 0 or (together and eqx.is_inexact_array(x)))
+        for x, is_frozen, axis in zip(chosen, frozen, ensemble.axes, strict=True)
+    )
+    if not any(trained):
+        raise ValueError("`trainable` selects no array of the members that can be trained.")
+    rows = zip(trained, ensemble.axes, strict=True)
+    if together and not any(chosen and axis is None for chosen, axis in rows):
+        raise ValueError(
+            "`train.Together` trains floating-point arrays that members share, and this ensemble has none.\n"
+            "Select them where it is made: `build(make, n, shared=lambda model: model.bounds)`."
+        )
+    return trained
+
+
+def _is_frozen(node: Any) -> bool:
+    return isinstance(node, Frozen)
+
+
+_is_none = lambda x: x is None
 
 
 class TrainState(eqx.Module, Generic[M]):
-    """The training state of all members, which a step of [`eqx_ensemble.train.make_step`][] maps to the next.
+    """The training state of all members. Every array but those of shared leaves has the leading `members` axis.
+
+    To replace a part: `equinox.tree_at(lambda state: state.hyper, state, new)`. `state[index]` is a smaller state,
+    which trains on as within the whole, and [`eqx_ensemble.concatenate`][] joins states.
 
     **Attributes:**
 
-    - `ids`: `(members,)`, the members' ids.
-    - `step`: the number of steps done.
-
-    [`eqx_ensemble.concatenate`][] joins training states.
-
-    To replace a part: `eqx.tree_at(lambda state: state.hyper, state, new)`.
+    - `ensemble`: the ensemble with its current weights.
+    - `opt_state`: the optimisers' states.
+    - `model_state`: the stacked `equinox.nn.State` of stateful members, or `None`.
+    - `keys`: one key per member, from which all its random numbers in training follow.
+    - `hyper`: the hyper-parameters, or `None`.
+    - `step`: the steps that each member has been trained; one that has stopped stays where it is.
+    - `status`: int8, each an [`eqx_ensemble.train.Status`][].
+    - `loss`: the mean training loss of the last epoch, NaN before.
+    - `score`: the last validation score, NaN before.
+    - `best`: the best weights and states of models by validation score, or `None`; `best_score`, `best_step` and
+        `waited`, the validations since then.
+    - `trained`: which leaves of the ensemble are trained.
     """
 
-    moving: MemberState
-    fixed: MemberConstants
-    shared: M = eqx.field(metadata=_axes.SHARED)
-    step: Int[Array, ""] = eqx.field(metadata=_axes.SHARED)
-    ids: Int[Array, " members"] = cast(Any, IdsField(of_model=False))
-
-    def __init__(self, moving: MemberState, fixed: MemberConstants, shared: M, ids: Any, step: Any) -> None:
-        self.moving, self.fixed, self.shared, self.ids, self.step = moving, fixed, shared, as_known(ids), step
-
-    def __getitem__(self, index: Any) -> "TrainState[M]":
-        """A smaller training state for a slice, a list of integers or a mask; it trains on as within the whole."""
-        check_state_arrays(self)
-        return take_several(self, index, "state")
-
-    __pdoc__: ClassVar[Any] = _short_doc
-    __reduce__: ClassVar[Any] = reduce_shared
-
-    @property
-    def ensemble(self) -> Ensemble[M]:
-        """The ensemble with its current weights."""
-        return ensemble_of(self, self.moving.params)
-
-    @property
-    def params(self) -> PyTree:
-        """The trained arrays, each `(members, ...)`; `None` where a leaf is not trained."""
-        return self.moving.params
-
-    @property
-    def opt_state(self) -> PyTree:
-        """The optimiser states, each array `(members, ...)`."""
-        return self.moving.opt_state
-
-    @property
-    def model_state(self) -> PyTree:
-        """The stacked `equinox.nn.State` of stateful members, else `None`."""
-        return self.moving.model_state
-
-    @property
-    def hyper(self) -> PyTree:
-        """The hyper-parameters, each `(members, ...)`, or `None`."""
-        return self.fixed.hyper
-
-    @property
-    def status(self) -> Any:  # `equinox.tree_at` passes markers through here
-        """The status of every member `(members,)`, int8, each an [`eqx_ensemble.train.Status`][]."""
-        return self.moving.status
+    ensemble: Ensemble[M]
+    opt_state: PyTree
+    model_state: PyTree
+    keys: Key[Array, "*members"]
+    hyper: PyTree
+    step: Int[Array, "*members"]
+    status: Int8[Array, "*members"]
+    loss: Float[Array, "*members"]
+    score: Float[Array, "*members"]
+    best: PyTree
+    best_score: Float[Array, "*members"]
+    best_step: Int[Array, "*members"]
+    waited: Int[Array, "*members"]
+    together: Shared | None = None  # of `Together`: the state of its shared optimiser, and the best shared weights
+    trained: tuple[bool, ...] = eqx.field(static=True, kw_only=True)
 
     @property
     def num_members(self) -> int:
         """The number of members."""
-        return self.ids.shape[0]
+        return self.status.shape[0]
+
+    @property
+    def stopped_at(self) -> Int[Array, "*members"]:
+        """The step at which each member stopped or diverged; -1 for members that train."""
+        return jnp.where(self.status == Status.OK, -1, self.step)
+
+    @property
+    def params(self) -> M:
+        """The trained weights; `None` where a leaf is not trained."""
+        return weights_of(self).own
+
+    def __getitem__(self, index: Any) -> "TrainState[M]":
+        return take(self, jnp.atleast_1d(check_index(index, self.num_members)))
+
+    def stop(self, where: Any = ...) -> "TrainState[M]":
+        """The state in which the members `where`, a mask or an index, or all have stopped: for callbacks."""
+        where = jnp.asarray(True if where is ... else where)  # noqa: FBT003
+        if where.dtype != bool:
+            where = jnp.zeros(self.status.shape, bool).at[where].set(True)
+        stopped = jnp.where(where & (self.status == Status.OK), jnp.int8(Status.STOPPED), self.status)
+        return eqx.tree_at(lambda state: state.status, self, stopped)
+
+    def __pdoc__(self, **_: Any) -> Any:
+        from wadler_lindig import TextDoc
+
+        return TextDoc(f"TrainState[{type(self.ensemble.stacked).__name__}](num_members={self.status.shape[:1]})")
 
 
-def ensemble_of(state: TrainState[M], params: PyTree, member: Any = None) -> Ensemble[M]:
-    """The ensemble with other trained arrays; what members train together is that of the one at index `member`.
+class Weights(NamedTuple):
+    """The leaves of a model: trained ones of the member, trained ones that all members share, and all others."""
 
-    By default of one that trains, or stopped last.
-    """
-    fixed, shared = state.fixed, state.shared
-    if fixed.tied:
-        params, copies = split_tied(params, fixed.tied)
-        member = latest_member(state.moving) if member is None else member
-        shared = eqx.combine(shared, jax.tree.map(lambda x: x[member], copies))
-    return Ensemble(eqx.combine(params, fixed.frozen), shared, state.ids)
+    own: PyTree
+    common: PyTree
+    fixed: PyTree
 
 
-def check_train_state(value: Any) -> None:
-    """Raises unless `value`, the first argument of a step, is a training state."""
-    if not isinstance(value, TrainState):
-        raise TypeError(
-            "A training step is called as `state, metrics = step(state, batch)` with the state that `train.init` "
-            f"made; got {kind_text(value)} as `state`."
-        )
+def weights_of(state: TrainState) -> Weights:
+    """Splits the model of a state, of one member or of all."""
+    leaves, treedef = jax.tree.flatten(state.ensemble.stacked, is_leaf=_is_none)
+    rows = list(zip(leaves, state.trained, state.ensemble.axes, strict=True))
+    parts = (
+        [x if trained and axis == 0 else None for x, trained, axis in rows],
+        [x if trained and axis is None else None for x, trained, axis in rows],
+        [x if not trained else None for x, trained, _ in rows],
+    )
+    return Weights(*(jax.tree.unflatten(treedef, part) for part in parts))
 
 
-def check_state(state: TrainState, optimiser: Optimiser, *, hyper_of: str | None = None) -> None:
-    """Raises unless the parts of a training state fit together, and fit the optimiser."""
-    check_state_arrays(state)
-    check_optimiser(optimiser, hyper=state.hyper, hyper_of=hyper_of, together=True)
-    check_opt_state(state.opt_state, init_state_shapes(optimiser, state))
+def with_weights(state: TrainState, own: PyTree, common: PyTree) -> TrainState:
+    """The state with new trained weights."""
+    model = eqx.combine(own, common, weights_of(state).fixed)
+    return eqx.tree_at(lambda state: state.ensemble.stacked, state, model)
 
 
-def init(
-    ensemble: Ensemble[M],
-    optimiser: Optimiser,
-    *,
-    state: eqx.nn.State | None = None,
-    hyper: PyTree = None,
-    trainable: Trainable = eqx.is_inexact_array,
-    mesh: Mesh | None = None,
-    key: Any,
-) -> TrainState[M]:
-    """Initialises the training state; every member gets its own optimiser state.
-
-    The arrays are copied: `ensemble` stays valid.
-
-    **Arguments:**
-
-    - `ensemble`: the ensemble to train.
-    - `optimiser`: the optimiser of one member, as for [`eqx_ensemble.fit`][].
-    - `state`: the stacked `equinox.nn.State` of stateful members.
-    - `hyper`: hyper-parameters, any PyTree of arrays `(members, ...)`.
-    - `trainable`: which leaves of a member are trained: a PyTree of booleans, as in `equinox.partition`, or a function
-        of a leaf (without the `members` axis), which must decide by type, shape and dtype. Python floats stacked by
-        `build(zip=...)` are selected by `eqx.is_inexact_array_like`, but not by `eqx.is_inexact_array`.
-    - `mesh`: the devices to shard members over, by default those of the ensemble.
-    - `key`: the root key of the run's random streams.
-
-    **Returns:** the training state.
-
-    ```python
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    train_state = ee.train.init(ensemble, optax.adam(1e-3), key=key)
-    ```
-    """
-    check_ensemble(ensemble)
-    layout = layout_for(mesh, ensemble.stacked)
-    options = {"state": state, "hyper": hyper, "trainable": trainable}
-    return first_state(ensemble, optimiser, **options, layout=layout, key=key)
+def with_best(state: TrainState, mode: str) -> TrainState:
+    """The state with its current weights as the best ones, of no score, unless it has some."""
+    if state.best is not None:
+        return state
+    weights = weights_of(state)
+    worst = jnp.full_like(state.best_score, jnp.inf if mode == "min" else -jnp.inf)
+    # Copies: an array can be donated only once.
+    best = jax.tree.map(jnp.copy, (weights.own, state.model_state))
+    state = eqx.tree_at(lambda s: (s.best, s.best_score), state, (best, worst), is_leaf=_is_none)
+    if state.together is None:
+        return state
+    shared = Shared((state.together.value[0], jax.tree.map(jnp.copy, weights.common)))
+    return eqx.tree_at(lambda s: s.together, state, shared)
 
 
-def first_state(
-    ensemble: Ensemble[M],
-    optimiser: Optimiser,
-    *,
-    state: eqx.nn.State | None,
-    hyper: PyTree,
-    trainable: Trainable,
-    layout: Layout | None,
-    key: Any,
-) -> TrainState[M]:
-    """[`eqx_ensemble.train.init`][] on a layout, for the public function `name`."""
-    check_ensemble(ensemble)
-    check_integers_fit((ensemble.stacked, ensemble.shared), argument="ensemble")
-    check_optimiser(optimiser, hyper=hyper, together=True)
-    optimiser = as_hashable(optimiser)
-    hyper = None if hyper is None else hyper_arrays(hyper, ensemble.num_members)
-    check_model_state_given(ensemble.stacked, state)
-    check_model_state(state, ensemble.num_members)
-    shared, tied = ensemble.shared, ()
-    if isinstance(optimiser, Together):
-        params, frozen, shared, tied = spread(ensemble, trainable)
-        optimiser = bind(optimiser, tied)
-    else:
-        params, frozen = partition_trainable(ensemble, trainable)
-    check_no_numbers_of_members(optimiser, params, hyper, ensemble.num_members)
-    key = _keys.root(key)
-    keys = _keys.member_keys(key, ensemble.ids, purpose="loss")
+class Pieces(NamedTuple):
+    """A training state in its arrays of members, those that they train together, and everything else."""
 
-    # Known ids are no arrays: a copy of their array would be unknown inside a compiled function.
-    params, frozen, state, shared, ids = copy_arrays((params, frozen, state, shared, stored_ids(ensemble)))
-    ids = ids.array if isinstance(ids, Ids) else ids
-
-    count = ensemble.num_members
-    if layout is not None:
-        params, frozen, state, hyper, keys = shard_members((params, frozen, state, hyper, keys), layout)
-        shared, ids = replicate((shared, ids), layout)
-    opt_state, is_used = init_all(optimiser, params, hyper, ids, layout=layout)
-    # NumPy, because each of these functions of JAX would compile a program.
-    status, never = np.zeros(count, np.int8), np.full(count, -1, np.int32)
-    moving = MemberState(params, opt_state, state, *map(_put, (status, never, never)))
-    step = _put(np.int32(0))
-    if layout is not None:
-        moving, step = shard_members(moving, layout), replicate(step, layout)
-    fixed = MemberConstants(frozen, keys, hyper, filter_hyper(hyper, is_used), tied)
-    return TrainState(moving, fixed, shared, ids, step)
+    moving: PyTree
+    common: PyTree
+    rest: PyTree
 
 
-@filter_jit
-def init_all(
-    optimiser: Optimiser, params: PyTree, hyper: PyTree, ids: Int[Array, " members"], *, layout: Layout | None = None
-) -> tuple[PyTree, tuple[bool, ...]]:
-    """The initial optimiser states of all members, sharded like them, and which hyper-parameters they depend on."""
-    one = lambda part: init_member(optimiser, *part)
-    opt_state = _axes.over_leading_axis(sharded_plan(Vmap(), layout).run, one, (params, hyper, ids))
-    return opt_state, hyper_of_init(optimiser, params, hyper, ids)
-
-
-def init_state_shapes(optimiser: Optimiser, state: TrainState) -> PyTree:
-    """The shapes and dtypes of the optimiser states that `optimiser` makes for the members of `state`."""
-    return eqx.filter_eval_shape(init_all, bind(optimiser, state.fixed.tied), state.params, state.hyper, state.ids)[0]
-
-
-def copy_arrays(tree: PyTree) -> PyTree:
-    """Copies arrays, so that a step may donate them; strongly typed, like a step's results."""
-    return jax.tree.map(_copy, tree)
-
-
-def _copy(x: Any) -> Any:
-    if not eqx.is_array(x):
-        return x
-    if is_key(x):
-        return x.copy()
-    if not isinstance(x, jax.Array):
-        return jnp.array(x)  # a NumPy array, whose dtype JAX may not support
-    is_strong = not is_traced(x) and not x.weak_type
-    # `jax.device_put` does not copy arrays of which other processes hold a part.
-    return _put(x) if is_strong and x.is_fully_addressable else jnp.array(x, dtype=x.dtype)
-
-
-def put_new(x: Any) -> jax.Array:
-    """An array of NumPy, copied to the default device; one of JAX as it is."""
-    return x if isinstance(x, jax.Array) else _put(x)
-
-
-def _put(x: Any) -> jax.Array:
-    """A copy on the same devices, without a compiled program."""
-    return jax.device_put(x, may_alias=False)
+def pieces_of(state: TrainState) -> Pieces:
+    """Splits a training state of all members."""
+    moving, other = split(state)
+    common = jax.tree.map(lambda _: None, state)
+    if state.together is None:
+        return Pieces(moving, common, other)
+    where = lambda s: (s.ensemble.stacked, s.together)
+    common = eqx.tree_at(where, common, (weights_of(state).common, state.together), is_leaf=_is_none)
+    rest = jax.tree.map(lambda x, y: x if y is None else None, other, common, is_leaf=_is_none)
+    return Pieces(moving, common, rest)

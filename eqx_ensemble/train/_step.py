@@ -1,28 +1,29 @@
+import dataclasses
+import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Int8
 
-from .._axes import Each, check_no_batch, check_some_rows, split_members, warn_of_unmarked
 from .._brief import brief_doc
-from .._check import check_flag, check_function, check_integers_fit
-from .._compiled import CompiledCall
+from .._check import check_integers_fit
 from .._ensemble import M
-from .._foreign import as_hashable, take_in
+from .._foreign import take_in
+from .._keys import tag
+from .._map import is_per_member, view
+from .._mesh import rows_of_mesh
 from .._pytree import PyTree
-from .._sharding import Layout, layout_for
-from ..plan import AbstractPlan, AnyPlan
-from ..plan._engine import as_plan
-from ._check import check_hyper_used, check_optimiser_kind, check_plan_together
-from ._hyper import follow_hyper
-from ._state import MemberState, TrainState, check_state, check_train_state
-from ._together import bind
-from .compiled._health import Carry, Inputs, nan_is_data
-from .compiled._loss import as_loss
-from .compiled._optimiser import Optimiser
-from .compiled._program import Program
+from ..plan import AnyPlan, Blocks, Vmap, as_plan
+from ._blocks import axes_of_inputs
+from ._member import MEMBERS, Task, Trained, all_finite, choose_trained, flags_of, take_step, trained_of, with_trained
+from ._optimiser import Optimiser
+from ._state import Status, TrainState, allow_nan, pieces_of
+
+T = TypeVar("T")
 
 
 class Metrics(eqx.Module):
@@ -35,85 +36,89 @@ class Metrics(eqx.Module):
     - `status`: `(members,)`, int8, each an [`eqx_ensemble.train.Status`][].
     """
 
-    loss: Float[Array, " members"]
+    loss: Float[Array, "*members"]
     aux: PyTree
-    status: Int8[Array, " members"]
+    status: Int8[Array, "*members"]
 
     __pdoc__ = brief_doc
 
 
-class Step(eqx.Module):
+@dataclasses.dataclass(frozen=True)
+class Step:
     """A compiled training step; see [`eqx_ensemble.train.make_step`][]."""
 
-    fn: Callable[..., Any] = eqx.field(static=True)
-    optimiser: Optimiser = eqx.field(static=True)
-    has_aux: bool = eqx.field(static=True)
-    plan: AbstractPlan
-    layout: Layout | None = eqx.field(static=True)
+    task: Task
+    plan: AnyPlan
 
+    @allow_nan()
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, shared by all members except its parts marked [`eqx_ensemble.Each`][]."""
-        check_train_state(state)
-        state = follow_hyper(state, self.optimiser)
+        if not isinstance(state, TrainState):
+            raise TypeError(f"A step takes a `TrainState`, as of `train.init`; got `{type(state).__name__}`.")
         batch = take_in(batch, "batch")
         check_integers_fit(batch, argument="batch")
-        with nan_is_data():
-            return _call(self, state, batch)
+        # `equinox.filter_jit` of a training state takes 2 ms, `jax.jit` of the list of its arrays a third of one.
+        leaves, structure = jax.tree.flatten(state)
+        given, structure_of_batch = jax.tree.flatten(batch)
+        others = tuple(None if eqx.is_array(x) else x for x in (*leaves, *given))
+        static = self, structure, structure_of_batch, others
+        changed, metrics = _compiled_step(static, [x for x in (*leaves, *given) if eqx.is_array(x)])
+        for i, x in changed.items():
+            leaves[i] = x
+        return jax.tree.unflatten(structure, leaves), metrics
 
 
-def _call(step: Step, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-    # Constants are not returned, because flattening big trees takes as long as a small step.
-    read = step, state.moving, state.fixed, state.shared, (state.ids, state.step, batch)
-    moving, (count, metrics) = _compiled_step(read)
-    return _next(state, moving, count), metrics
+@ft.partial(jax.jit, static_argnums=0)
+def _compiled_step(static: tuple, arrays: list[Any]) -> tuple[dict[int, Any], Metrics]:
+    """The leaves of the state that a step changes, by their number."""
+    step, structure, structure_of_batch, others = static
+    left = iter(arrays)
+    leaves = [next(left) if x is None else x for x in others]
+    before, batch = leaves[: structure.num_leaves], leaves[structure.num_leaves :]
+    state, batch = jax.tree.unflatten(structure, before), jax.tree.unflatten(structure_of_batch, batch)
+    state, metrics = guarded_step(step.task, state, batch, step.plan)
+    return {
+        i: x for i, (x, old) in enumerate(zip(jax.tree.leaves(state), before, strict=True)) if x is not old
+    }, metrics
 
 
-def _next(state: TrainState, moving: MemberState, count: Int[Array, ""]) -> TrainState:
-    after = object.__new__(TrainState)  # its constructor takes as long as a small step, too
-    vars(after).update(vars(state), moving=moving, step=count)
-    return after
+def guarded_step(task: Task, state: TrainState, batch: PyTree, plan: AnyPlan) -> tuple[TrainState, Metrics]:
+    """One step of all members; one whose loss or weights are not finite keeps what it had, and stops."""
+    moving, common, rest = pieces_of(state)
+
+    def one(moving: PyTree, batch: PyTree) -> tuple:
+        before = eqx.combine(moving, common, rest)
+        batch = jax.tree.map(view, batch, is_leaf=is_per_member)
+        key = jax.random.fold_in(jax.random.fold_in(before.keys, tag("loss")), before.step)
+        new, (value, aux) = take_step(task, trained_of(before), before, batch, key)
+        after, metrics = keep_if_finite(before, new, value, aux)
+        return eqx.filter(after, flags_of(moving)), eqx.filter(after, flags_of(common)), metrics
+
+    own = eqx.if_array(0)
+    if isinstance(plan, Blocks) and state.together is None:
+        axes = axes_of_inputs(batch)
+        marked, unmarked = eqx.partition(batch, jax.tree.map(lambda a: a == 0, axes, is_leaf=lambda x: x is None))
+        moving, _, metrics = plan.run(lambda part: one(part[0], eqx.combine(part[1], unmarked)), (moving, marked))
+    else:
+        mapped = eqx.filter_vmap(
+            one, in_axes=(own, axes_of_inputs(batch)), out_axes=(own, None, own), axis_name=MEMBERS
+        )
+        moving, common, metrics = mapped(moving, batch)
+    return eqx.combine(moving, common, rest), metrics
 
 
-def _parts(step: Step, state: TrainState, batch: PyTree) -> tuple[Program, Inputs, Carry]:
-    stateful = state.model_state is not None
-    loss = as_loss(step.fn, stateful=stateful, has_aux=step.has_aux, hyper=state.fixed.hyper)
-    if state.fixed.hyper is not None:
-        check_hyper_used(step.optimiser, wants_hyper=loss.wants_hyper)
-    program = Program(loss, bind(step.optimiser, state.fixed.tied), step.plan, step.layout)
-    inputs = Inputs(state.fixed, state.shared, batch)
-    return program, inputs, Carry(state.moving, None, state.step)
-
-
-def _one_step(step: Step, state: TrainState, batch: PyTree) -> tuple[MemberState, tuple[Int[Array, ""], Metrics]]:
-    # Signatures and states are inspected here, while tracing.
-    check_state(state, step.optimiser, hyper_of="train.init")
-    split_members((Each(state.ids), batch))  # raises for another number of members
-    check_no_batch(batch)
-    check_some_rows(batch)
-    warn_of_unmarked(batch, state.num_members)
-    program, inputs, carry = _parts(step, state, batch)
-    carry, (value, aux) = program.guarded_step(inputs, carry)
-    carry = program.constrain(carry)
-    return carry.moving, (carry.step, Metrics(value, aux, carry.moving.status))
-
-
-def _run_step(read: tuple[Any, ...], _: None) -> tuple[MemberState, tuple[Int[Array, ""], Metrics]]:
-    step, moving, fixed, shared, (ids, count, batch) = read
-    return _one_step(step, TrainState(moving, fixed, shared, ids, count), batch)
-
-
-_compiled_step = CompiledCall(_run_step)
-
-
-class LoopStep(eqx.Module):
-    """A step inside a compiled loop, with the layout and the plan of the state from which the loop starts."""
-
-    step: Step
-
-    def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
-        """Takes one step on one batch."""
-        moving, (count, metrics) = _one_step(self.step, state, batch)
-        return _next(state, moving, count), metrics
+def keep_if_finite(before: TrainState, new: Trained, value: Any, aux: PyTree) -> tuple[TrainState, Metrics]:
+    """The state of one member after a step that it keeps, if it trains and all is finite, and the step's results."""
+    trains = before.status == Status.OK
+    finite = all_finite((new.own, new.common)) & jnp.isfinite(value)
+    after = with_trained(before, choose_trained(trains & finite, new, trained_of(before)))
+    after = dataclasses.replace(
+        after,
+        step=before.step + (trains & finite).astype(jnp.int32),
+        status=jnp.where(trains & ~finite, jnp.int8(Status.DIVERGED), before.status),
+        loss=jnp.where(trains, value, before.loss).astype(before.loss.dtype),
+    )
+    return after, Metrics(jnp.where(trains, value, jnp.nan), aux, after.status)
 
 
 def make_step(
@@ -121,22 +126,24 @@ def make_step(
     optimiser: Optimiser,
     *,
     has_aux: bool = False,
-    plan: AnyPlan = None,
+    plan: AnyPlan | None = None,
     mesh: Mesh | None = None,
 ) -> Step:
-    """Makes a compiled step for a loop of your own: `state, metrics = step(state, batch)`.
+    """Makes a compiled training step of all members, for a loop of your own.
 
-    Loss and optimiser are written for ONE member. The old state stays valid.
+    Every member takes the step that training it alone would take. A member whose loss or weights are not finite keeps
+    its last finite weights and stops. As with `jax.jit`, a loss that is edited in place is another one only after
+    `jax.clear_caches()`.
 
     **Arguments:**
 
-    - `loss`: the loss of one member, as for [`eqx_ensemble.fit`][].
-    - `optimiser`: the optimiser passed to [`eqx_ensemble.train.init`][].
-    - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
+    - `loss`, `optimiser`, `has_aux`: as for [`eqx_ensemble.fit`][]. The optimiser is that of
+        [`eqx_ensemble.train.init`][].
     - `plan`: how the members are executed, by default [`eqx_ensemble.plan.Vmap`][].
-    - `mesh`: the devices to run on, the mesh passed to [`eqx_ensemble.train.init`][].
+    - `mesh`: the devices that share the rows of a batch. The members run where the state's arrays are.
 
-    **Returns:** the step, a function of a training state and a batch.
+    **Returns:** the step, a function of a training state and a batch that returns the next state and
+    [`eqx_ensemble.train.Metrics`][].
 
     ```python
     def mse(model, batch, key):
@@ -152,10 +159,54 @@ def make_step(
     metrics.loss.shape  # (4,)
     ```
     """
-    check_function(loss, "loss", example="lambda model, batch, key: ...")
-    check_optimiser_kind(optimiser, together=True)
-    check_flag(has_aux, "has_aux")
-    plan = as_plan(plan)
-    check_plan_together(optimiser, plan)
-    loss, optimiser = as_hashable(loss), as_hashable(optimiser)
-    return Step(loss, optimiser, has_aux, plan, layout_for(mesh))
+    if not callable(loss):
+        raise TypeError("`make_step` needs `loss` to be a function, `lambda model, batch, key: ...`.")
+    # As a function, a step is equal to itself alone.
+    task = Task(loss, optimiser, has_aux=has_aux, rows_of_mesh=rows_of_mesh(mesh), digest=str(next(_numbers)))
+    return Step(task, as_plan(plan, Vmap()))
+
+
+_numbers = iter(range(2**62))
+
+
+def scan_steps(
+    step: Callable[[T, Any], tuple[T, Any]], state: T, batches: PyTree = None, *, length: int | None = None
+) -> tuple[T, PyTree]:
+    """Runs many steps in one compiled loop: `jax.lax.scan` for states that hold more than arrays.
+
+    Equal, within float rounding, to `for batch in batches: state, metrics = step(state, batch)`. It is compiled once
+    for each `step` and each shape of its arguments: define `step` once.
+
+    **Arguments:**
+
+    - `step`: a step of [`eqx_ensemble.train.make_step`][], or any `step(state, batch) -> (state, outputs)`.
+    - `state`: the state before the first step: any PyTree that holds ensembles or training states.
+    - `batches`: a PyTree of arrays `(steps, ...)`. In parts marked [`eqx_ensemble.Each`][], `steps` comes before
+        `members`.
+    - `length`: the number of steps, required without batches.
+
+    **Returns:** the last state, and the outputs of all steps, each array `(steps, ...)`.
+
+    ```python
+    ensemble, optimiser = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key), optax.adam(1e-2)
+    step = ee.train.make_step(lambda model, x, key: jnp.mean(jax.vmap(model)(x) ** 2), optimiser)
+    state = ee.train.init(ensemble, optimiser, key=key)
+    state, metrics = ee.train.scan_steps(step, state, jnp.ones((100, 32, 3)))  # 100 batches of 32 rows
+    metrics.loss.shape  # (100, 4)
+    ```
+    """
+    batches = take_in(batches, "batches")
+    check_integers_fit(batches, argument="batches")
+    return _scan(step, state, batches, length)
+
+
+@eqx.filter_jit
+def _scan(step: Callable[..., Any], state: PyTree, batches: PyTree, length: int | None) -> tuple[PyTree, PyTree]:
+    arrays, rest = eqx.partition(state, eqx.is_array)
+
+    def body(arrays: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        state, outputs = step(eqx.combine(arrays, rest), batch)
+        return eqx.filter(state, eqx.is_array), outputs
+
+    arrays, outputs = jax.lax.scan(body, arrays, batches, length=length)
+    return eqx.combine(arrays, rest), outputs

@@ -10,9 +10,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._caller import caller
-from .._check import MemberMismatchError, array_leaves, check_integer_ids, is_member_array, is_traced, path_text
+from .._check import MemberMismatchError, is_member_array, is_traced, path_text
 from .._foreign import from_foreign
-from .._ids import modules_in
 from .._leaf_text import leaf_text
 from ._statics import static_parts
 
@@ -55,10 +54,8 @@ def check_leading_axes(tree: Any, num_axes: int = 1) -> tuple[int, ...]:
     """The sizes of the first `num_axes` axes, on which all array leaves of `tree` must agree.
 
     **Raises:** `ValueError` if there is no array leaf, a leaf without so many axes, or an axis of size 0;
-    `MemberMismatchError` if the leaves disagree; `TypeError` for an ensemble whose members share arrays.
+    `MemberMismatchError` if the leaves disagree.
     """
-    for node in modules_in(tree):
-        _check_no_shared(node)
     keyed = jtu.tree_flatten_with_path(tree)[0]
     arrays = [(path_text(path), leaf) for path, leaf in keyed if is_member_array(leaf)]
     axis = "leading `members` axis" if num_axes == 1 else f"{num_axes} leading axes"
@@ -84,17 +81,6 @@ def check_leading_axes(tree: Any, num_axes: int = 1) -> tuple[int, ...]:
     if 0 in common:
         raise ValueError(f"`{caller()}` needs at least one member; the {axis} of `{arrays[0][0]}` is empty.")
     return common
-
-
-def _check_no_shared(node: Any) -> None:
-    """Raises for arrays that members share: their first axis may be as long as there are members by chance."""
-    if getattr(node.ids, "ndim", 0) != 1 or any(x.shape[:1] != node.ids.shape for _, x in array_leaves(node.stacked)):
-        return  # stacked ensembles, whose shared arrays have the axis
-    shared = [f"  at `.shared{path}`: {leaf_text(x)}" for path, x in array_leaves(node.shared)]
-    if shared:
-        lines = [f"`{caller()}` needs arrays with a leading `members` axis; these are shared by all members.", *shared]
-        lines += ["Index the ensemble instead, `ensemble[index]`, or join ensembles by `concatenate`."]
-        raise TypeError("\n".join(_trim(lines)))
 
 
 def _trim(lines: list[str]) -> list[str]:
@@ -210,30 +196,6 @@ def check_trees(trees: Any, *, noun: str = "tree") -> list:
     if not listed:
         raise ValueError(f"`{caller()}` needs at least one {noun}, got an empty sequence.")
     return listed
-
-
-def check_same_ids(old: Any, new: Any) -> None:
-    """Raises if an ensemble or a training state has other members, or in another order, at one path of two trees."""
-    others = dict(_nodes_with_ids(new))
-    for path, first in _nodes_with_ids(old):
-        second = others.get(path, first)
-        for node in (first, second):
-            check_integer_ids(node.ids)
-        if first.ids is second.ids or is_traced(first.ids) or is_traced(second.ids):
-            continue
-        a, b = np.asarray(first.ids), np.asarray(second.ids)
-        if not np.array_equal(a, b):
-            raise MemberMismatchError(
-                f"`{caller()}` needs the same members in both trees; at `{path_text(path)}.ids`: "
-                f"expected {a.tolist()}, got {b.tolist()}.\n"
-                "Take the members in one order first: `ensemble[positions]`."
-            )
-
-
-def _nodes_with_ids(tree: Any) -> list[tuple[tuple, Any]]:
-    """The ensembles and training states of a tree, found by their `ids`: this layer cannot import their classes."""
-    has_ids = lambda x: isinstance(getattr(x, "ids", None), jax.Array | np.ndarray)
-    return [(path, x) for path, x in jtu.tree_flatten_with_path(tree, is_leaf=has_ids)[0] if has_ids(x)]
 
 
 def check_fraction(value: Any, argument: str) -> None:

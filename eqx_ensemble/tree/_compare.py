@@ -158,14 +158,6 @@ _FIXES_OF_SUMS = {
     "static": "What is not a number is kept as it is, and must be equal in all trees.",
 }
 
-_FIXES_OF_LOOPS = {
-    "structure": "A compiled loop carries one tree: return the state with the structure that it came with.",
-    "shape": "A compiled loop carries arrays of one shape: reserve the largest, and count what is used.",
-    "dtype": _FIXES["dtype"],
-    "hidden": "Jax does not see it, so that a compiled loop cannot change it: make it a field of the Module.",
-    "static": "Only arrays change in a compiled loop: make it an array, such as `jnp.array(0)`, or leave it as it is.",
-}
-
 
 class Rules(NamedTuple):
     """The permitted differences between trees, and the words of the message about others.
@@ -188,12 +180,6 @@ CONCATENATE_RULES = Rules(
 )
 POLYAK_RULES = Rules(
     needs="trees that differ only in their arrays", subject="`new`", reference="`old`", fixes=_FIXES_OF_SUMS
-)
-LOOP_RULES = Rules(
-    needs="a step that changes only the values of arrays",
-    subject="the state that it returned",
-    reference="the state before",
-    fixes=_FIXES_OF_LOOPS,
 )
 SUM_RULES = Rules(needs="trees that differ only in their numbers", noun="tree", scalars="numbers", fixes=_FIXES_OF_SUMS)
 

@@ -6,8 +6,6 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .. import _check
-from .._ids import Ids, close_all, modules_in, open_stacked, stored_ids
-from .._keys import COPIES_KEEP_IDS, check_distinct_ids
 from ._check import check_index, check_leading_axes
 
 
@@ -91,7 +89,6 @@ def unstack(tree: Any, *, num_axes: int = 1) -> list[Any]:
     ```
     """
     num_axes = _check.check_positive_int(num_axes, "num_axes")
-    tree = open_stacked(tree)
     sizes = check_leading_axes(tree, num_axes)
     leaves, treedef = jtu.tree_flatten(tree)
     return _unstack(leaves, treedef, sizes)
@@ -106,7 +103,7 @@ def _unstack(leaves: list, treedef: Any, sizes: tuple[int, ...]) -> list:
     members = [[rows[id(leaf)][i] for leaf in leaves] for i in range(sizes[0])]
     if len(sizes) > 1:
         return [_unstack(member, treedef, sizes[1:]) for member in members]
-    return [close_all(jtu.tree_unflatten(treedef, member)) for member in members]
+    return [jtu.tree_unflatten(treedef, member) for member in members]
 
 
 def take(tree: T, index: Any) -> T:
@@ -124,7 +121,7 @@ def take(tree: T, index: Any) -> T:
     **Returns:** a member, or a stacked tree.
 
     **Raises:** `IndexError` for an index out of range or a mask of the wrong length; `ValueError` for an empty
-    selection, and for a member of an [`eqx_ensemble.Ensemble`][] that is taken twice; `TypeError` for any other index;
+    selection; `TypeError` for any other index;
     `MemberMismatchError` if array leaves disagree on the number of members.
 
     ```python
@@ -133,20 +130,6 @@ def take(tree: T, index: Any) -> T:
     ee.tree.take(stacked, [2, 0])  # {"w": [[4., 5.], [0., 1.]]}
     ```
     """
-    return close_members(take_leaves(open_stacked(tree), index), COPIES_KEEP_IDS)
-
-
-def close_members(tree: T, fix: str) -> T:
-    """A stacked tree with its ids known; raises for ensembles in which a member occurs twice."""
-    tree = close_all(tree)
-    for ids in (stored_ids(node) for node in modules_in(tree)):
-        if isinstance(ids, Ids):
-            check_distinct_ids(ids.values, fix)
-    return tree
-
-
-def take_leaves(tree: T, index: Any) -> T:
-    """`take` for a tree whose ids, if any, are leaves, as in the result."""
     rows = check_index(index, check_leading_axes(tree)[0])
     pick = _take_one if np.ndim(rows) == 0 else _take_many
     return _map_tied(lambda leaf: pick(leaf, rows), tree)

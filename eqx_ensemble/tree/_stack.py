@@ -6,11 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
-from .._ids import open_all, open_stacked
-from .._keys import COPIES_KEEP_IDS
 from ._check import check_distinct, check_index, check_leading_axes, check_trees
 from ._compare import CONCATENATE_RULES, Rules, compare_trees, replace_rules
-from ._index import close_members, map_columns
+from ._index import map_columns
 
 T = TypeVar("T")
 
@@ -30,21 +28,19 @@ def replace(tree: T, index: Any, value: Any) -> T:
     **Returns:** a new stacked tree.
 
     **Raises:** `MemberMismatchError` if `value` differs from the members in structure, shapes, dtypes or static values;
-    `ValueError` if a member is given twice, or if two members of an [`eqx_ensemble.Ensemble`][] would have one id; the
-    errors of [`eqx_ensemble.tree.take`][] for an invalid index.
+    `ValueError` if a member is given twice; the errors of [`eqx_ensemble.tree.take`][] for an invalid index.
 
     ```python
     # {"w": [[0., 0.], [1., 1.], [0., 0.]]}
     ee.tree.replace({"w": jnp.zeros((3, 2))}, 1, {"w": jnp.ones(2)})
     ```
     """
-    tree, value = open_stacked(tree), open_stacked(value)
     rows = check_index(index, check_leading_axes(tree)[0])
     if isinstance(rows, np.ndarray):
         check_distinct(rows)
     count = None if np.ndim(rows) == 0 else np.shape(rows)[0]
     columns = compare_trees([tree, value], rules=replace_rules(count))
-    return close_members(map_columns(lambda leaves: _replace_column(leaves, rows), columns), COPIES_KEEP_IDS)
+    return map_columns(lambda leaves: _replace_column(leaves, rows), columns)
 
 
 def _replace_column(leaves: list, rows: Any) -> Any:
@@ -59,7 +55,7 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
     else (functions, strings, Python scalars, static fields) must be equal and is kept once; closures, partials and
     other objects are compared by their contents.
 
-    [`eqx_ensemble.stack`][] makes an [`eqx_ensemble.Ensemble`][] of models, with ids and shared leaves.
+    [`eqx_ensemble.stack`][] makes an [`eqx_ensemble.Ensemble`][] of models, with shared leaves.
 
     **Arguments:**
 
@@ -81,7 +77,7 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
     """
     _check.check_flag(promote_scalars, "promote_scalars")
     rules = Rules(scalars="floats" if promote_scalars else "equal")
-    columns = compare_trees([open_all(tree) for tree in check_trees(trees)], rules=rules)
+    columns = compare_trees(check_trees(trees), rules=rules)
     return map_columns(_stack_column, columns)
 
 
@@ -108,18 +104,17 @@ def concatenate(trees: Iterable[T]) -> T:
 
     **Raises:** `MemberMismatchError` if the trees differ in anything but their arrays' values and number of members, or
     if the arrays of one tree disagree on that number; `TypeError` for a single tree; `ValueError` for an empty
-    sequence, and for ensembles with an id in common.
+    sequence.
 
     ```python
     ee.tree.concatenate([{"w": jnp.zeros((2, 3))}, {"w": jnp.ones((1, 3))}])["w"].shape  # (3, 3)
     ```
     """
-    listed = [open_stacked(tree) for tree in check_trees(trees)]
+    listed = check_trees(trees)
     for tree in listed:
         check_leading_axes(tree)
     columns = compare_trees(listed, rules=CONCATENATE_RULES)
-    fix = "To concatenate ensembles under new ids, use `concatenate(ensembles, renumber=True)`."
-    return close_members(map_columns(_concatenate_column, columns), fix)
+    return map_columns(_concatenate_column, columns)
 
 
 def _concatenate_column(leaves: list) -> Any:

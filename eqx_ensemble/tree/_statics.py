@@ -9,7 +9,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from .._check import is_key, is_member_array, is_traced
-from .._ids import Ids
 from .._leaf_text import leaf_text
 
 
@@ -136,7 +135,7 @@ def static_parts(x: Any) -> dict | None:
     if isinstance(x, _Jitted):  # whose copies lack `__wrapped__`
         state = x.__getstate__()
         return {"the function": state["fun"]} | {k: state[k] for k in ("static_argnums", "static_argnames")}
-    if isinstance(x, (types.ModuleType, type, Ids)):
+    if isinstance(x, types.ModuleType | type):
         return None
     if is_program(x):
         return program_parts(x)
@@ -162,12 +161,6 @@ def _function_parts(f: types.FunctionType) -> dict:
 
 def _global_parts(f: types.FunctionType) -> dict:
     return {f"global `{k}`": f.__globals__[k] for k in f.__code__.co_names if k in f.__globals__}
-
-
-def global_names(code: types.CodeType) -> list[str]:
-    """The names of globals and attributes in the code of a function and of the functions inside it."""
-    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    return [*code.co_names, *(word for x in inner for word in global_names(x))]
 
 
 def _cell_value(cell: types.CellType) -> Any:

@@ -10,9 +10,8 @@ from .. import _check
 from .._caller import caller
 from .._check import is_key, is_member_array, is_traced
 from .._foreign import from_foreign
-from .._ids import close_all
 from .._leaf_text import leaf_text
-from ._check import check_fraction, check_same_ids, check_trees
+from ._check import check_fraction, check_trees
 from ._compare import POLYAK_RULES, SUM_RULES, compare_trees
 from ._index import map_columns
 
@@ -167,8 +166,8 @@ def polyak(old: T, new: T, tau: Any) -> T:
 
     **Returns:** a PyTree with the structure of `old`.
 
-    **Raises:** `MemberMismatchError` if the trees differ in structure, shapes, dtypes, static values, or in the ids of
-    their members; `TypeError` and `ValueError` for a `tau` that is not one number from 0 to 1.
+    **Raises:** `MemberMismatchError` if the trees differ in structure, shapes, dtypes or static values; `TypeError` and
+    `ValueError` for a `tau` that is not one number from 0 to 1.
 
     ```python
     online = ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), 4, key=key)
@@ -177,8 +176,6 @@ def polyak(old: T, new: T, tau: Any) -> T:
     ```
     """
     check_fraction(tau, "tau")
-    old, new = close_all(old), close_all(new)
-    check_same_ids(old, new)
     columns = compare_trees([old, new], rules=POLYAK_RULES)
     # Python numbers are rounded once, to each leaf's type: `1 - tau` of a rounded `tau` is another weight.
     weights = jnp.stack([1 - tau, tau]) if isinstance(tau, jax.Array) else [1 - float(tau), float(tau)]

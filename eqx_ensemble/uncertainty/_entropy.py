@@ -1,13 +1,12 @@
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from .._check import check_logits, check_weights
-from .._combination import Summary, by_rows, check_one_logits, stream
-from .._weighting import blank_unweighted, known_mean, weighted_mean
+from .._combination import by_rows
+from .._weighting import blank_unweighted, weighted_mean
 from ._variance import Decomposition
 
 
@@ -65,19 +64,19 @@ def decompose_entropy(
 def _decompose(
     logits: Float[Array, "members *batch classes"], _: tuple, weights: Float[Array, "members ..."] | None
 ) -> tuple[Float[Array, "*batch"], ...]:
-    aleatoric, epistemic = _parts(logits, weights)[:2]
+    aleatoric, epistemic = _parts(logits, weights)
     return aleatoric + epistemic, aleatoric, epistemic
 
 
 def _parts(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
-) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"], Float[Array, "*batch classes"]]:
-    """The mean entropy of the members, their mean divergence from the mixture, and the probabilities of the mixture."""
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    """The mean entropy of the members, and their mean divergence from the mixture."""
     logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
     probabilities = jnp.exp(logs)
     mixed = weighted_mean(probabilities, weights)
     entropies = weighted_mean(_entropy_of(logs, probabilities), weights)
-    return entropies, weighted_mean(divergence(logs, mixed, weights), weights), mixed
+    return entropies, weighted_mean(divergence(logs, mixed, weights), weights)
 
 
 @jax.jit
@@ -118,36 +117,6 @@ def _excess(x: Float[Array, "..."]) -> Float[Array, "..."]:
     for k in range(10 if x.dtype == jnp.float32 else 17, 1, -1):
         series = series * small + (k - 1) / math.factorial(k)
     return jnp.where(is_small, small**2 * series, large * jnp.exp(large) - jnp.exp(large) + 1)
-
-
-class _Summary(NamedTuple):
-    mixture: Float[Array, "..."]
-    aleatoric: Float[Array, "..."]
-    epistemic: Float[Array, "..."]
-
-
-def _of_members(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
-) -> _Summary:
-    aleatoric, epistemic, mixed = _parts(logits, weights)
-    return _Summary(jnp.log(mixed), aleatoric, epistemic)
-
-
-def _of_groups(groups: _Summary, weights: Float[Array, " groups"]) -> _Summary:
-    """The divergence of all members is the mean divergence within groups plus that between the groups' mixtures."""
-    _, between, mixed = _parts(groups.mixture, weights)
-    within = known_mean(groups.epistemic, weights)
-    return _Summary(jnp.log(mixed), known_mean(groups.aleatoric, weights), within + between)
-
-
-def _decomposition(summary: _Summary) -> Decomposition:
-    return Decomposition(summary.aleatoric + summary.epistemic, summary.aleatoric, summary.epistemic)
-
-
-stream(
-    decompose_entropy,
-    Summary("uncertainty.decompose_entropy", check_one_logits, _of_members, _of_groups, _decomposition, event_ndim=1),
-)
 
 
 def jensen_shannon(

@@ -3,8 +3,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from .._check import RowWeightsLike, check_logits, check_row_weights, check_weights
-from .._combination import Summary, check_one_logits, stream
-from .._weighting import different_votes, known_mean, votes
+from .._weighting import different_votes, votes
 from ._variance import check_rows_of_members
 
 
@@ -74,11 +73,6 @@ def _rest(shares: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
     """The votes that are not for the class with the most votes."""
     # Not 1 - max, which is not exactly zero where all members agree, because weights are rounded.
     return jnp.sum(shares, axis=-1) - jnp.max(shares, axis=-1)
-
-
-for _fn, _result in ((variation_ratio, _rest), (disagreement, different_votes)):
-    _name = f"uncertainty.{_fn.__name__}"
-    stream(_fn, Summary(_name, check_one_logits, votes, known_mean, _result, event_ndim=1))
 
 
 def pairwise_disagreement(

@@ -1,4 +1,4 @@
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,8 @@ from .._check import (
     promote,
     value_error,
 )
-from .._combination import Summary, by_rows, check_pair_of_moments, stream
-from .._weighting import at_label, blank_unweighted, is_class, known_mean, mixture_moments, moments, weighted_mean
+from .._combination import by_rows, takes_pair
+from .._weighting import at_label, blank_unweighted, is_class, known_mean, moments, weighted_mean
 
 
 def check_temperature(temperature: ArrayLike, dtype: jnp.dtype) -> Array:
@@ -212,6 +212,7 @@ def _divergence_to(
     return jnp.sum(jnp.where(gone, p, terms), axis=-1)
 
 
+@takes_pair
 def decompose_variance(
     mean: Float[ArrayLike, "members ..."],
     variance: Float[ArrayLike, "members ..."],
@@ -254,27 +255,3 @@ def _parts(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     mean, variance = pair
     return known_mean(variance, weights), moments(blank_unweighted(mean, weights), weights)[1]
-
-
-def _of_members(pair: tuple[Array, Array], weights: Any) -> tuple[tuple[Array, Array], Array]:
-    """The moments of the members' means, and the mean of their variances."""
-    aleatoric, epistemic = _parts(pair, (), weights)
-    return (known_mean(pair[0], weights), epistemic), aleatoric
-
-
-def _of_groups(groups: tuple[tuple[Array, Array], Array], weights: Any) -> tuple[tuple[Array, Array], Array]:
-    moments_of_means, variances = groups
-    return mixture_moments(*moments_of_means, weights), known_mean(variances, weights)
-
-
-def _decomposition(summary: tuple[tuple[Array, Array], Array]) -> Decomposition:
-    (_, epistemic), aleatoric = summary
-    return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
-
-
-stream(
-    decompose_variance,
-    Summary(
-        "uncertainty.decompose_variance", check_pair_of_moments, _of_members, _of_groups, _decomposition, pairs=True
-    ),
-)

@@ -13,9 +13,9 @@ import eqx_ensemble as ee
 KEY = jax.random.key(0)
 PREDICTIONS = np.random.default_rng(0).normal(size=(4, 7, 2)).astype(np.float32)
 OTHERS = {"variance": jnp.exp, "levels": lambda out: jnp.array([0.1, 0.5]), "num_samples": lambda out: 5}
-# These return a number for all rows, compare with targets, need zeros and ones, or say how another one runs.
+# These return a number for all rows, compare with targets, or need zeros and ones.
 NOT_OF_ROWS = {
-    "streaming", "entropy", "error_correlation", "pairwise_disagreement", "q_statistic", "decompose_nll",
+    "entropy", "error_correlation", "pairwise_disagreement", "q_statistic", "decompose_nll",
     "decompose_squared_error",
 }  # fmt: skip
 

@@ -2,13 +2,11 @@
 
 import functools as ft
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import eqx_ensemble as ee
 from eqx_ensemble import combine, scores, uncertainty
 
 MEMBERS, ROWS, CLASSES = 4, 6, 3
@@ -216,62 +214,8 @@ def test_classes_have_no_weights_of_their_own():
         lambda: combine.median(MEAN, weights=WEIGHTS),
         lambda: scores.crps(MEAN, TARGETS, weights=WEIGHTS),
         lambda: uncertainty.quantile(MEAN, [0.5], weights=WEIGHTS),
-        lambda: combine.streaming(combine.mixture)(LOGITS, weights=WEIGHTS),
     ],
 )
 def test_others_say_how_they_take_them(call):
     with pytest.raises(ValueError, match="such as a gate's, call it for one row inside `jax.vmap`"):
         call()
-
-
-class TestPredict:
-    """`predict` gives each batch of rows its own weights."""
-
-    ENSEMBLE = ee.build(
-        lambda key: eqx.nn.MLP(2, CLASSES, 4, 1, dtype=jnp.float32, key=key), MEMBERS, key=jax.random.key(0)
-    )
-    X = RNG.normal(size=(23, 2)).astype(np.float32)
-    GATE = RNG.uniform(size=(MEMBERS, 23))
-
-    @pytest.mark.parametrize("rows", [23, 7, 1, 0])
-    @pytest.mark.parametrize("options", [{}, {"batch_size": 5}, {"progress": True}])
-    def test_equals_all_at_once(self, rows, options):
-        x, weights = self.X[:rows], self.GATE[:, :rows]
-        got = ee.predict(self.ENSEMBLE, x, combine=combine.mixture, weights=weights, **options)
-        assert got.shape == (rows, CLASSES)
-        if rows:
-            expected = combine.mixture(ee.predict(self.ENSEMBLE, x), weights=weights)
-            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-    def test_a_pair_and_a_function_of_your_own(self):
-        pair = lambda model, x: (model(x)[0], jnp.exp(model(x)[1]))
-        got = ee.predict(self.ENSEMBLE, self.X, fn=pair, combine=combine.gaussian, weights=self.GATE, batch_size=8)
-        expected = combine.gaussian(*ee.predict(self.ENSEMBLE, self.X, fn=pair), weights=self.GATE)
-        assert_close(got, expected)
-        own = lambda predictions, weights: jnp.sum(predictions[..., 0] * weights, axis=0)
-        got = ee.predict(self.ENSEMBLE, self.X, combine=own, weights=jnp.asarray(self.GATE, jnp.float32), batch_size=8)
-        expected = np.sum(np.asarray(ee.predict(self.ENSEMBLE, self.X))[..., 0] * self.GATE, axis=0)
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-    def test_traced_weights_and_a_mesh(self):
-        call = lambda weights, **options: ee.predict(
-            self.ENSEMBLE, self.X, combine=combine.mixture, weights=weights, batch_size=8, **options
-        )
-        expected = call(self.GATE)
-        assert_close(jax.jit(call)(self.GATE.astype(np.float32)), expected)
-        assert_close(call(self.GATE, mesh=ee.make_mesh(members=2, data=2)), expected)
-
-    def test_refusals(self):
-        call = lambda weights, combine=combine.mixture: ee.predict(
-            self.ENSEMBLE, self.X, combine=combine, weights=weights
-        )
-        with pytest.raises(ValueError, match=r"expected shape \(4,\) or \(4, 23\), got \(4, 22\)"):
-            call(self.GATE[:, :22])
-        with pytest.raises(ValueError, match=r"The axis `members` comes first: `jnp.moveaxis\(weights, -1, 0\)`"):
-            call(self.GATE.T)
-        zero = self.GATE.copy()
-        zero[:, 5] = 0
-        with pytest.raises(ValueError, match="not all zero in any row, got only zeros in row 5"):
-            call(zero)
-        with pytest.raises(ValueError, match="needs one weight per member for a combination that takes some"):
-            call(self.GATE, combine.streaming(combine.mixture))

@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import pathlib
-import warnings
 
 import equinox as eqx
 import jax
@@ -14,7 +13,7 @@ import eqx_ensemble as ee
 
 from ..factories import assert_close, assert_same, distance, numbers
 from . import equinox_layers, flows
-from .cases import Case, values
+from .cases import values
 from .libraries import LIBRARIES, UNFIT
 from .table import refused, works
 
@@ -38,7 +37,7 @@ def check(case, num_members=3):
     assert_same(eqx.filter_jit(lambda tree: tree)(made), made)
     call = case.fn or (lambda model, *args: model(*args))
     outputs = [call(model, case.x, *own) for model, own in zip(members, states, strict=True)]
-    called = made(case.x, *stacked) if case.fn is None else made.map(case.fn, case.x, *stacked)
+    called = made(case.x, *stacked) if case.fn is None else ee.map_members(case.fn)(made, case.x, *stacked)
     assert_close(called, ee.tree.stack(outputs), case.rtol)
 
 
@@ -113,21 +112,6 @@ def test_what_is_refused(name, unhooked):
     pytest.importorskip(name.split()[-1].partition(".")[0], reason="the library is not installed")
     with pytest.raises(ee.MemberMismatchError, match=UNFIT[name].message):
         ee.build(UNFIT[name].make, 3, key=KEY)
-
-
-WITHOUT_ARRAYS = {
-    "Identity": (lambda key: eqx.nn.Identity(), values(4)),
-    "Dropout": (lambda key: eqx.nn.Dropout(0.5, inference=True), values(4)),
-    "AvgPool1d": (lambda key: eqx.nn.AvgPool1d(2), values(1, 4)),
-    "Lambda": (lambda key: eqx.nn.Lambda(jax.nn.relu), values(4)),
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT_ARRAYS)
-def test_a_layer_without_arrays_can_be_a_member(name, unhooked):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are identical
-        check(Case(*WITHOUT_ARRAYS[name]), num_members=2)
 
 
 @pytest.mark.slow

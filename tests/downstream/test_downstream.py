@@ -31,7 +31,7 @@ REFUSED = {
     "stack": ["MemberMismatchError", "`stack` needs models that differ only in their arrays"],
     "weights": ["ValueError", "`combine.mean` needs finite `weights` of zero or more"],
     "rows": ["ValueError", "`fit` needs `batch_size` of at least 1, got 0"],
-    "key": ["TypeError", "`member_keys` needs one key, got the integer 0"],
+    "key": ["TypeError", "`member_keys` needs one key, or one per member, got the integer 0"],
     "index": ["IndexError", "`Ensemble.__getitem__`: index 3 is out of range for 3 members"],
     "epochs": ["TypeError", "`fit` needs either `epochs` or `steps`, got neither"],
     "file": ["IsADirectoryError", "[Errno 21] Is a directory"],
@@ -159,4 +159,3 @@ def test_a_program_that_is_typed_in(tmp_path):
     lines = dict(line.split(": ", 1) for line in at_prompt.splitlines())
     assert lines["resumed"] == "True True"
     assert lines["refused"].startswith("`fit`")
-    assert lines["warned"] == "The loss `mistaken` broadcasts the batch axis against itself"

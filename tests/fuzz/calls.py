@@ -1,4 +1,4 @@
-"""Random calls of `fit`: the drawn options, and what the reference makes of them."""
+"""Random calls of `fit`."""
 
 import dataclasses
 import functools as ft
@@ -11,288 +11,268 @@ import numpy as np
 
 import eqx_ensemble as ee
 
-from ..factories import grouped
+from ..train.reference import Member, key_of_member
 from . import problem
 
-TRAINABLE = {"all": eqx.is_inexact_array, "vectors": lambda x: eqx.is_inexact_array(x) and x.ndim == 1}
+HUGE = 1e30  # a rate at which a member diverges
+PLANS = {"default": None, "vmap": ee.plan.Vmap(), **{f"blocks {n}": ee.plan.Blocks(n) for n in (1, 2, 3, 4)}}
+TRAINABLE = {
+    "all": lambda path: True,
+    "matrices": lambda path: path.endswith("weight"),
+    "head": lambda path: path.startswith(".out"),
+}
 
 
-@dataclasses.dataclass(frozen=True)
+def halve(hyper):
+    return hyper | {"lr": hyper["lr"] * 0.5}
+
+
+def of_members(tree, index):
+    """What some members see of data."""
+    is_each = lambda x: isinstance(x, ee.Each)
+    return jax.tree.map(lambda x: ee.Each(x.value[np.array(index)]) if is_each(x) else x, tree, is_leaf=is_each)
+
+
+@dataclasses.dataclass
 class Call:
-    """The drawn options; how `lengths` are run: `whole`, or cut and continued in one of the ways of `test_fit`."""
+    """What is drawn. `how` is one of the ways of `test_fit`, `lengths` the steps of its calls."""
 
     seed: int
-    source: str
-    num_members: int
-    ids: list[int]
+    members: int
     stateful: bool
+    shared: bool
     has_aux: bool
     hyper_used: bool
-    optimiser_name: str
+    huge: list[int]
+    optimiser: str
     trained: str
-    each: bool
+    num_rows: int
     own_rows: int | None
-    shuffle: bool | str
-    given_batch_size: int | None
-    validated_on: str | None
+    own_data: bool
+    source: str
+    batch_size: int | None
+    shuffle: bool
+    validated: str | None
     mode: str | None
     patience: int | None
     min_delta: float
-    smooth: float
-    target: float | list[float] | None
-    max_steps: int | list[int] | None
-    max_seconds: list[float] | None
-    history: Any
-    on_diverge: str
-    faults: list[int]
-    scale: float
-    perturbs: bool
-    most: int
+    target: Any
+    most: Any
+    halves: bool
+    told: int | None
+    history: str
     plan: str
-    scan: bool | None
     mesh: tuple[int, int] | None
-    callback_every: int | None
-    stops: dict[int, list[int]]
-    ends_at: int | None
     how: str
     lengths: list[int]
     in_epochs: bool
-    checkpoint_every: int | None
+    saves_every: int | None
+    fails_at: int
+    broken: int | None
+    longest: int
+    some: list[int]
+
+    @property
+    def count(self):
+        """The rows of an epoch."""
+        return self.own_rows or self.num_rows
+
+    @property
+    def epoch(self):
+        """The steps of an epoch."""
+        return -(-self.count // min(self.batch_size or 32, self.count))
+
+    @property
+    def sign(self):
+        return -1 if self.mode == "max" else 1
+
+    @ft.cached_property
+    def rng(self):
+        return np.random.default_rng(self.seed)
+
+    @ft.cached_property
+    def begun(self):
+        """The ensemble and its state, members in an order of their own."""
+        ensemble, state = problem.ensemble(stateful=self.stateful, shared=self.shared)
+        index = self.rng.permutation(problem.MOST)[: self.members]
+        return ensemble[index], None if state is None else ee.tree.take(state, index)
 
     @ft.cached_property
     def hyper(self):
         if not self.hyper_used:
             return None
-        rates = np.linspace(0.02, 0.1, self.num_members, dtype=np.float32)
-        scale = np.full(self.num_members, self.scale, np.float32)
-        return {"lr": rates, "fault": np.array(self.faults, np.int32), "scale": scale}
+        rates = np.linspace(0.01, 0.1, self.members).astype(np.float32)
+        rates[[i for i in self.huge if i < self.members]] = HUGE
+        return {"lr": rates, "decay": np.linspace(0, 0.1, self.members).astype(np.float32)}
+
+    @ft.cached_property
+    def rows(self):
+        if self.own_rows is None:
+            return None
+        return self.rng.integers(self.num_rows, size=(self.members, self.own_rows)).astype(np.int32)
+
+    def arrays(self, seed, rows, *, own):
+        x, y = problem.arrays(seed, rows, own=own)
+        return (x, ee.Each(y[: self.members])) if own else (x, y)
+
+    @ft.cached_property
+    def data(self):
+        x, y = self.arrays(1, self.num_rows, own=self.own_data)
+        if self.own_data and self.broken is not None:
+            y = np.array(y.value)
+            y[self.broken % self.members, self.broken % self.num_rows] = np.nan
+            return x, ee.Each(y)
+        return x, y
+
+    @ft.cached_property
+    def validation(self):
+        return None if self.validated is None else self.arrays(2, 8, own=self.validated == "own")
+
+    @ft.cached_property
+    def batches(self):
+        """The batches of a pass, the last one smaller."""
+        size = min(self.batch_size or 32, self.num_rows)
+        x, y = self.data
+        cut = lambda y, i: y[..., i : i + size]
+        one = lambda i: (x[i : i + size], ee.Each(cut(y.value, i)) if self.own_data else cut(y, i))
+        return [one(i) for i in range(0, self.num_rows, size)]
 
     @property
     def loss(self):
         return problem.loss_of(stateful=self.stateful, has_aux=self.has_aux, hyper=self.hyper_used)
 
     @property
-    def score_fn(self):
+    def score(self):
         return None if self.mode is None else problem.score_of(self.mode, stateful=self.stateful)
 
     @property
-    def score_has_aux(self):
-        return self.has_aux and self.mode is None
+    def made_optimiser(self):
+        return (problem.OF_HYPER if self.hyper_used else problem.PLAIN)[self.optimiser]
 
-    @property
-    def optimiser(self):
-        return (problem.OF_HYPER if self.hyper_used else problem.PLAIN)[self.optimiser_name]
-
-    @property
+    @ft.cached_property
     def trainable(self):
-        return TRAINABLE[self.trained]
-
-    @property
-    def perturb(self):
-        return problem.halve_rate if self.perturbs else None
-
-    def fresh(self):
-        return problem.fresh_of(stateful=self.stateful)(None)
-
-    def follow(self, opt_state, hyper):
-        """The optimiser state of a donor, which may hold the donor's learning rate."""
-        if self.optimiser_name != "injected":
-            return opt_state
-        return eqx.tree_at(lambda state: state.hyperparams["learning_rate"], opt_state, hyper["lr"])
-
-    # What members see.
-
-    @property
-    def num_rows(self):
-        return problem.ROWS
-
-    @property
-    def rows_per_epoch(self):
-        return self.own_rows or self.num_rows
-
-    @property
-    def batch_size(self):
-        return min(self.given_batch_size or 32, self.rows_per_epoch)
-
-    @property
-    def per_epoch(self):
-        return -(-self.rows_per_epoch // self.batch_size)
-
-    @ft.cached_property
-    def rows(self):
-        """Rows of each member, with repetitions."""
-        if self.own_rows is None:
-            return None
-        rng = np.random.default_rng(self.seed)
-        return rng.integers(self.num_rows, size=(self.num_members, self.own_rows)).astype(np.int32)
-
-    @ft.cached_property
-    def data(self):
-        return problem.arrays(1, self.num_rows, self.num_members, each=self.each)
-
-    @ft.cached_property
-    def validation(self):
-        if self.validated_on is None:
-            return None
-        x, y, row = problem.arrays(2, 8, self.num_members, each=self.validated_on == "each")
-        return x, y, np.full_like(row, -2)  # no row at which a loss fails
-
-    def batch(self, i, rows):
-        x, y, row = self.data
-        return jnp.asarray(x[rows]), jnp.asarray((y[i] if self.each else y)[rows]), jnp.asarray(row[rows])
-
-    def validated(self, i):
-        x, y, row = map(jnp.asarray, self.validation)
-        return x, y[i] if self.validated_on == "each" else y, row
-
-    def stopping_at(self, step):
-        return self.stops.get(step, [])
-
-    def timed_out(self, run):
-        """The members that a time limit stopped, which is at any step, by that step."""
-        found = {}
-        for i, seconds in enumerate(self.max_seconds or []):
-            if seconds < 1 and run.status[i] == ee.train.Status.STOPPED:
-                found.setdefault(int(run.stopped_at[i]), []).append(i)
-        return found
+        model = problem.ensemble(stateful=self.stateful, shared=self.shared)[0].stacked
+        chosen = TRAINABLE[self.trained]
+        keep = lambda path, x: eqx.is_inexact_array(x) and chosen(jax.tree_util.keystr(path))
+        return jax.tree_util.tree_map_with_path(keep, model)
 
     # The call of `fit`.
 
-    def ensemble(self):
-        """The ensemble and its state, members in a random order."""
-        made = ee.build(problem.make_of(stateful=self.stateful), self.num_members, key=problem.KEY)
-        made, state = made if self.stateful else (made, None)
-        index = np.array(self.ids)
-        return made[index], jax.tree.map(lambda x: x[index] if eqx.is_array(x) else x, state)
-
-    def options(self):
-        """The options that every call has, new and continued."""
-        validation = self.validation
-        if validation is not None and self.validated_on == "each":
-            validation = validation[0], ee.Each(validation[1]), validation[2]
+    def options(self, index):
+        """The options for the members `index`."""
+        validation = of_members(self.validation, index)
+        if validation is not None:
+            validation = ee.train.Validation(
+                validation, score=self.score, mode=self.mode if self.score else None, min_delta=self.min_delta
+            )
+        stop = None
+        if self.target is not None or self.most is not None:
+            part = lambda x: [x[i] for i in index] if isinstance(x, list) else x
+            stop = ee.train.Stopping(target=part(self.target), steps=part(self.most))
         options = {
-            "validation": validation, "score": self.score_fn, "mode": self.mode, "patience": self.patience,
-            "min_delta": self.min_delta, "target": self.target, "max_steps": self.max_steps, "has_aux": self.has_aux,
-            "smooth": self.smooth, "max_seconds": self.max_seconds,
-            "history": self.history, "on_diverge": self.on_diverge, "callback_every": self.callback_every,
+            "validation": validation, "patience": self.patience, "stop": stop, "has_aux": self.has_aux,
+            "history": self.history, "plan": PLANS[self.plan], "progress": False,
+            "mesh": None if self.mesh is None else ee.make_mesh(*self.mesh),
         }  # fmt: skip
-        if self.on_diverge in ("donor", "fresh"):
-            make = problem.fresh_of(stateful=self.stateful) if self.on_diverge == "fresh" else None
-            options["on_diverge"] = ee.train.Revive(make, perturb=self.perturb, most=self.most)
-        plans = {"default": None, "2": ee.plan.Chunked(2), "3": ee.plan.Chunked(3)}
-        plans |= {"sequential": ee.plan.Sequential(), "unrolled": ee.plan.Unrolled()}
-        options["plan"] = plans[self.plan]
-        if self.source in ("arrays", "numpy", "reader", "reading"):
-            options |= {"rows": self.rows, "shuffle": self.shuffle, "batch_size": self.given_batch_size}
-            options |= {"scan": self.scan} if self.source in ("arrays", "numpy") else {}
-        options["mesh"] = None if self.mesh is None else ee.make_mesh(*self.mesh)
-        return options | {"progress": False, "key": problem.KEY}
+        if self.source == "arrays":
+            options |= {
+                "batch_size": self.batch_size,
+                "rows": None if self.rows is None else self.rows[index],
+                "shuffle": self.shuffle,
+            }
+        return options
 
-    def fit(self, begun, *, length, callbacks=(), **options):
-        """One call, of an ensemble with its state or of what continues it."""
+    def callback(self, state):
+        """Halves rates and stops members, as drawn."""
+        if self.halves:
+            state = eqx.tree_at(lambda state: state.hyper, state, halve(state.hyper))
+        if self.told is not None:
+            state = state.stop(state.step >= self.told)
+        return state
+
+    def fit(self, begun, length, *, index=None, callbacks=(), **options):
+        """One call, of an ensemble and its state, or of what continues it, for the members `index`."""
+        index = list(range(self.members)) if index is None else index
         if isinstance(begun, tuple):
             begun, state = begun
-            options |= {"state": state, "hyper": self.hyper, "trainable": self.trainable}
-        data = problem.source_of(self.source, self.data, self.batch_size, each=self.each)
-        length = {"epochs": length // self.per_epoch} if self.in_epochs else {"steps": length}
-        options = grouped(self.options() | options | length | {"callbacks": list(callbacks)})
-        return ee.fit(begun, self.loss, self.optimiser, data, **options)
+            options |= {"state": state, "hyper": self.hyper, "trainable": self.trainable, "key": problem.KEY}
+        data = of_members(self.data if self.source == "arrays" else self.batches, index)
+        data = problem.Loader(data) if self.source == "loader" else data
+        callbacks = [*([self.callback] if self.halves or self.told else []), *callbacks]
+        in_epochs = self.in_epochs and length % self.epoch == 0
+        length = {"epochs": length // self.epoch} if in_epochs else {"steps": length}
+        return ee.fit(
+            begun, self.loss, self.made_optimiser, data, callbacks=callbacks, **(self.options(index) | length | options)
+        )
 
+    # The plain loop.
 
-class Draw:
-    """Random choices."""
-
-    def __init__(self, seed):
-        self.rng = np.random.default_rng(seed)
-
-    def maybe(self, probability):
-        return bool(self.rng.random() < probability)
-
-    def one_of(self, *options):
-        return options[self.rng.integers(len(options))]
-
-    def number(self, low, high):
-        """From `low` to `high`, both included."""
-        return int(self.rng.integers(low, high + 1))
-
-    def subset(self, count, probability):
-        return np.flatnonzero(self.rng.random(count) < probability).tolist()
+    def alone(self, i, lengths):
+        """Member `i`, trained alone in several calls of these lengths, until it has stopped."""
+        own = lambda tree: jax.tree.map(
+            lambda x: x.value[i] if isinstance(x, ee.Each) else x, tree, is_leaf=lambda x: isinstance(x, ee.Each)
+        )
+        model, state = self.begun[0][i], None if self.begun[1] is None else ee.tree.take(self.begun[1], i)
+        trained = self.trainable
+        if self.shared:
+            trained = eqx.tree_at(lambda m: m.first, trained, jax.tree.map(lambda _: False, trained.first))
+        hyper = None if self.hyper is None else jax.tree.map(lambda x: jnp.asarray(x[i]), self.hyper)
+        member = Member(
+            self.loss, self.made_optimiser, hyper=hyper, score=self.score, has_aux=self.has_aux, trainable=trained
+        )
+        most = None if self.most is None else int(np.broadcast_to(self.most, self.members)[i])
+        target = None if self.target is None else float(np.broadcast_to(self.target, self.members)[i])
+        now = member.begin(model, state, self.mode or "min")
+        for length in lengths:
+            if self.how == "state":  # which holds no curves
+                now = dataclasses.replace(now, losses=[], means=[], auxs=[], scores=[])
+            now = member.fit(
+                now, own(self.data), steps=length, key=key_of_member(problem.KEY, i), batch_size=self.batch_size or 32,
+                rows=None if self.rows is None else self.rows[i], shuffle=self.shuffle,
+                validation=own(self.validation), patience=self.patience, mode=self.mode or "min",
+                min_delta=self.min_delta, target=target, most=most, told=self.told, longest=self.longest,
+                batches=None if self.source == "arrays" else [own(batch) for batch in self.batches],
+                decay=halve if self.halves else None,
+            )  # fmt: skip
+        return now
 
 
 def draw(seed):
     """The call of a seed."""
-    d = Draw(seed)
-    one_of, maybe, number = d.one_of, d.maybe, d.number
-    source = one_of("arrays", "arrays", "arrays", "numpy", "list", "resumable", "generator", "reader", "reading")
-    in_arrays = source in ("arrays", "numpy")
-    chosen = in_arrays or source.startswith("read")
-    count = one_of(4, 4, 4, 3)
-    each = not source.startswith("read") and maybe(0.3)
-    own_rows = one_of(12, 8) if chosen and maybe(0.3) else None
-    batch_size = one_of(None, 4, 5, 12)
-    per_epoch = -(-(own_rows or problem.ROWS) // min(batch_size or 32, own_rows or problem.ROWS))
-    hyper = maybe(0.5)
-    validated_on = one_of("shared", "each") if maybe(0.6) else None
-    validated = validated_on is not None
+    rng = np.random.default_rng(seed)
+    one_of = lambda *options: options[rng.integers(len(options))]
+    maybe = lambda probability: bool(rng.random() < probability)
+    number = lambda low, high: int(rng.integers(low, high + 1))
+    subset = lambda count, probability: np.flatnonzero(rng.random(count) < probability).tolist()
+    members, source = one_of(1, 2, 3, 4, 5, 7), one_of("arrays", "arrays", "arrays", "list", "loader")
+    num_rows, batch_size = one_of(5, 12, 20, 64, 70), one_of(None, 4, 5, 8, 100)
+    own_rows = one_of(3, 12, 64) if source == "arrays" and maybe(0.3) else None
+    hyper, validated = maybe(0.6), one_of(None, "same", "own")
     mode = one_of(None, "min", "max") if validated else None
-    patience = number(1, 3) if validated and maybe(0.5) else None
     sign = -1 if mode == "max" else 1
-    target = None
-    if validated and maybe(0.3):
-        target = [sign * round(float(x), 2) for x in d.rng.uniform(0.0, 1.0, count)]
-        target = target[0] if maybe(0.3) else target
-    faults = [number(0, 11) if i in d.subset(count, 0.4) and hyper else -1 for i in range(count)]
-    on_diverge = one_of("freeze", "freeze", "raise", "donor", "fresh") if hyper else one_of("freeze", "raise")
-    how = one_of("whole", "whole", "continue", "continue", "state", "checkpoint", "interrupt", "error")
-    if source == "generator" or on_diverge == "raise":
-        how = "whole"
-    epochs = 1 if source == "generator" else number(1, 5)
-    total = epochs * per_epoch
-    in_epochs = source == "generator" or (how in ("whole", "interrupt", "error") and maybe(0.5))
-    if not in_epochs and maybe(0.6):
-        total = max(total - number(0, per_epoch - 1), per_epoch if patience else 1)
-    # A training state does not hold the position of an iterable: a run that continues it starts an epoch.
-    whole = (source == "list" and how in ("continue", "state")) or (source == "resumable" and how == "state")
-    cuts = cut(d, total, per_epoch, whole_epochs=whole, patience=patience)
-    lengths = [total] if how not in ("continue", "state", "checkpoint") else cuts
-    callback_every = one_of(None, 1, 2, 3)
-    stops = {}
-    if callback_every and maybe(0.4):
-        stops[callback_every * number(1, 3)] = d.subset(count, 0.4)
-    ends_at = None
-    if how == "error":
-        stops = {}  # a callback that raises hides what others say
-    if callback_every and how in ("interrupt", "error"):
-        ends_at = callback_every * number(1, 3)
-    elif callback_every and how == "whole" and maybe(0.1):
-        ends_at = callback_every * number(1, 3)
-    max_steps = one_of(number(1, total + 2), [number(1, total + 2) for _ in range(count)]) if maybe(0.25) else None
-    return Call(
-        seed=seed, source=source, num_members=count, ids=d.rng.permutation(count).tolist(), stateful=maybe(0.3),
-        has_aux=maybe(0.4), hyper_used=hyper,
-        optimiser_name=one_of(*(problem.OF_HYPER if hyper else problem.PLAIN)), trained=one_of("all", "all", "vectors"),
-        each=each, own_rows=own_rows, shuffle=one_of(True, True, "shared", False) if chosen else False,
-        given_batch_size=batch_size, validated_on=validated_on, mode=mode, patience=patience,
-        min_delta=one_of(0.0, 0.03) if validated else 0.0, target=target, max_steps=max_steps,
-        max_seconds=[one_of(1e-9, 1e9) for _ in range(count)] if how == "whole" and maybe(0.15) else None,
-        history=one_of("all", "all", "last", 2, 3), on_diverge=on_diverge, faults=faults, scale=one_of(0.0, 1e30),
-        perturbs=maybe(0.6), most=number(1, 3),
-        plan=one_of("default", "default", "2", "3", "sequential", "unrolled"),
-        scan=one_of(None, None, True, False) if in_arrays else None,
-        mesh=one_of((2, 1), (4, 1), (2, 2), (1, 2)) if maybe(0.15) else None, callback_every=callback_every,
-        stops=stops, ends_at=ends_at, how=how, lengths=lengths, in_epochs=in_epochs,
-        checkpoint_every=one_of(None, None, 1, 2, 3),
-        smooth=one_of(0.0, 0.0, 0.5, 0.9) if validated else 0.0,
+    each = lambda make: make() if maybe(0.3) else [make() for _ in range(members)]
+    call = Call(
+        seed=seed, members=members, stateful=maybe(0.3), shared=maybe(0.25), has_aux=maybe(0.4), hyper_used=hyper,
+        huge=subset(members, 0.25) if maybe(0.5) else [], optimiser=one_of("momentum", "adam"),
+        trained=one_of("all", "all", "matrices", "head"), num_rows=num_rows, own_rows=own_rows, own_data=maybe(0.3),
+        source=source, batch_size=batch_size, shuffle=maybe(0.7) or source != "arrays", validated=validated, mode=mode,
+        patience=number(1, 3) if validated and maybe(0.5) else None, min_delta=one_of(0.0, 0.02) if validated else 0.0,
+        target=each(lambda: sign * float(rng.uniform(0.1, 0.8))) if validated and maybe(0.3) else None,
+        most=None, halves=hyper and maybe(0.2), told=None, history=one_of("steps", "steps", "epochs"),
+        plan=one_of(*PLANS), mesh=one_of((2, 1), (4, 1), (2, 2), (1, 2), (1, 4)) if maybe(0.15) else None,
+        how=one_of("whole", "whole", "run", "state", "some", "checkpoint", "checkpoint"), lengths=[],
+        in_epochs=maybe(0.5), saves_every=one_of(None, 1, 2), fails_at=number(1, 4),
+        broken=one_of(None, None, number(0, 99)), longest=one_of(512, 512, 3), some=[],
     )  # fmt: skip
-
-
-def cut(d, total, per_epoch, *, whole_epochs, patience):
-    """`total` in random parts, or in steps; each of whole epochs if needed, or at least as long as one."""
-    if whole_epochs:
-        return [per_epoch] * (total // per_epoch) + [total % per_epoch] * (total % per_epoch > 0 and patience is None)
-    if patience is None and d.maybe(0.3):
-        return [1] * total
-    least, parts = per_epoch if patience else 1, []
-    while total - sum(parts) >= 2 * least and len(parts) < 3:
-        parts.append(d.number(least, total - sum(parts) - least))
-    return [*parts, total - sum(parts)]
+    total = number(1, 6) * call.epoch
+    total = min(total, max(40 // call.epoch, 2) * call.epoch)
+    call.in_epochs = call.in_epochs and call.how in ("whole", "checkpoint")
+    if not call.in_epochs and maybe(0.5):
+        total = max(total - number(0, call.epoch - 1), 1)
+    call.lengths = [total]
+    if call.how in ("run", "state", "some"):
+        call.lengths = [number(1, total), number(1, total), number(1, total)][: number(2, 3)]
+        call.some = rng.permutation(members)[: number(1, members)].tolist()
+    call.most = each(lambda: number(1, total + 2)) if maybe(0.25) else None
+    call.told = number(1, total) if maybe(0.2) else None
+    return call

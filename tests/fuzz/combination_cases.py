@@ -1,4 +1,4 @@
-"""Random calls of combinations, of all members at once or in two chunks, and their values by definition."""
+"""Random calls of combinations, and their values by definition."""
 
 import numpy as np
 from scipy import special
@@ -10,60 +10,25 @@ from .draws import Case
 CLASS_KINDS = ("normal", "steep", "impossible")
 
 
-def _chunked(d, fn, arrays, options):
-    """The function, or its streaming form on two chunks of the members, merged or updated."""
-    per_row = np.ndim(arrays.get("weights")) > 1
-    way = d.pick("way", "whole", "whole", *([] if per_row else ["update", "merge"]))
-    if way == "whole":
-        return Case(fn, arrays, options, None)
-    streaming, cut = combine.streaming(fn), d.rng.integers(0, d.members + 1)
-
-    def call(weights=None, **predictions):
-        values = tuple(predictions.values())
-        part = lambda s: values[0][s] if len(values) == 1 else tuple(x[s] for x in values)
-        partial = None
-        parts = [s for s in (slice(0, cut), slice(cut, None)) if values[0][s].shape[0] > 0]
-        for s in parts:
-            own = None if weights is None else weights[s]
-            if way == "update":
-                partial = streaming.update(partial, part(s), weights=own)
-            else:
-                partial = streaming.merge(partial, streaming.update(None, part(s), weights=own))
-        return streaming.finish(partial)
-
-    return Case(call, arrays, {}, None)
-
-
-def _case(d, fn, arrays, want, *, streams=True, options=None, **tolerance):
-    case = _chunked(d, fn, arrays, {}) if streams else Case(fn, arrays, options or {}, None)
-    case.want = want
-    for name, value in tolerance.items():
-        setattr(case, name, value)
-    return case
-
-
-def of_values(
-    name, value, kinds=("normal", "ties", "far"), *, streams=True, per_row=True, argument="values", **options
-):
+def of_values(name, value, kinds=("normal", "ties", "far"), *, per_row=True, argument="values", **options):
     def case(d):
         values = d.numbers("values", d.members, d.rows, kinds=kinds)
         arguments = d.weighted_members(per_row=per_row)
         want = value(d.share, d.wide(values), **options)
         arrays = {argument: d.spoil(values, members=1)} | arguments
-        return _case(d, getattr(combine, name, None) or getattr(uncertainty, name), arrays, want, streams=streams,
-                     options=options)  # fmt: skip
+        return Case(getattr(combine, name, None) or getattr(uncertainty, name), arrays, options, want)
 
     return case
 
 
-def of_logits(name, value, kinds=CLASS_KINDS, *, streams=True):
+def of_logits(name, value, kinds=CLASS_KINDS):
     def case(d):
         logits = d.logits(kinds)
         arguments = d.weighted_members(per_row=name in PER_ROW)
         with np.errstate(divide="ignore", invalid="ignore"):
             want = value(d.share[..., None], d.wide(logits))
         arrays = {"logits": d.spoil(logits, members=1)} | arguments
-        return _case(d, getattr(combine, name, None) or getattr(uncertainty, name), arrays, want, streams=streams)
+        return Case(getattr(combine, name, None) or getattr(uncertainty, name), arrays, {}, want)
 
     return case
 
@@ -127,7 +92,7 @@ def gaussians(name):
             precision = (w / v).sum(0)
             want = (w * m / v).sum(0) / precision, 1 / precision
         arrays = {"mean": d.spoil(mean, members=1), "variance": d.spoil(variance, members=1)} | arguments
-        return _case(d, getattr(combine, name), arrays, want, streams=name == "gaussian")
+        return Case(getattr(combine, name), arrays, {}, want)
 
     return case
 
@@ -137,32 +102,22 @@ def _moments(w, x):
     return centre, (w * (x - centre) ** 2).sum(0)
 
 
-def sketch(d):
-    """Exact below `2 * size` members."""
-    values = d.numbers("values", d.members, d.rows)
-    arguments, levels = d.weighted_members(), [0.1, 0.5, 0.8]
-    want = _quantile(d.share, d.wide(values), levels).T
-    fn = combine.QuantileSketch(levels, size=8)
-    return _case(d, fn, {"predictions": d.spoil(values, members=1)} | arguments, want, streams=False)
-
-
 ORDERED = ("normal", "ties", "far", "infinite")
 COMBINATIONS = {
     "mean": of_values("mean", lambda w, x: (w * x).sum(0)),
     "moments": of_values("moments", _moments, per_row=False),
     "log_mixture": of_values(
         "log_mixture", lambda w, x: special.logsumexp(x, axis=0, b=np.broadcast_to(w, x.shape)),
-        streams=False, argument="log_densities",
+        argument="log_densities",
     ),
     "median": of_values(
-        "median", lambda w, x: _quantile(w, x, [0.5])[0], ORDERED, streams=False, per_row=False
+        "median", lambda w, x: _quantile(w, x, [0.5])[0], ORDERED, per_row=False
     ),
     "quantile": of_values(
-        "quantile", lambda w, x, levels: _quantile(w, x, levels), ORDERED, streams=False, per_row=False,
+        "quantile", lambda w, x, levels: _quantile(w, x, levels), ORDERED, per_row=False,
         levels=np.array([0.1, 0.25, 0.5, 0.75, 1.0]),
     ),
-    "trimmed_mean": of_values("trimmed_mean", _trimmed, streams=False, per_row=False, cut=0.2),
-    "QuantileSketch": sketch,
+    "trimmed_mean": of_values("trimmed_mean", _trimmed, per_row=False, cut=0.2),
     "mixture": of_logits("mixture", lambda w, x: special.logsumexp(special.log_softmax(x, -1), axis=0, b=w)),
     "mean_logits": of_logits("mean_logits", _mean_logits),
     "vote": of_logits("vote", _votes),

@@ -1,6 +1,6 @@
 """Weight matching: permuted copies are recovered exactly, and members remain the functions that they are."""
 
-from itertools import permutations, product
+from itertools import permutations
 
 import equinox as eqx
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.methods.alignment import Heads, Units, align, find_units
+from eqx_ensemble.methods.alignment import Units, align, find_units
 
 KEY = jax.random.key(3)
 FLOAT = jnp.result_type(float)
@@ -64,7 +64,6 @@ def test_a_permuted_copy_is_recovered_exactly(twins):
     assert any((stacked[0] != stacked[1]).any() for stacked in arrays(ensemble.stacked)), "the case decides nothing"
     assert eqx.tree_equal(aligned[0], ensemble[0])
     assert eqx.tree_equal(align(ensemble, x, reference=-1, key=KEY)[0], ensemble[1])
-    np.testing.assert_array_equal(aligned.ids, ensemble.ids)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -92,7 +91,7 @@ def test_functions_remain_the_same_to_rounding():
         before, after = ee.predict(ensemble, x), ee.predict(aligned, x)
     assert before.dtype == np.float64
     assert 0 < np.abs(before - after).max() < 5e-15
-    similarity = lambda e: sum(np.vdot(stacked[0], stacked[2]) for stacked in arrays(e.arrays))
+    similarity = lambda e: sum(np.vdot(stacked[0], stacked[2]) for stacked in arrays(e.stacked))
     assert similarity(aligned) > similarity(ensemble) + 0.5
 
 
@@ -113,42 +112,28 @@ def attention(key, num_heads=2, size=4, seed=0):
     return noisy(layer, seed=seed)
 
 
-def orders_of_heads(heads, inside):
-    return np.concatenate([2 * head + np.asarray(own) for head, own in zip(heads, inside, strict=True)])
-
-
-def permuted_heads(layer, qk, vo):
+def permuted_heads(layer, heads):
+    own = np.concatenate([2 * head + np.arange(2) for head in heads])
     where = lambda m: (
         m.query_proj.weight, m.query_proj.bias, m.key_proj.weight, m.key_proj.bias, m.value_proj.weight,
         m.value_proj.bias, m.output_proj.weight,
     )  # fmt: skip
     q1, q2, k1, k2, v1, v2, o = where(layer)
-    return eqx.tree_at(where, layer, (q1[qk], q2[qk], k1[qk], k2[qk], v1[vo], v2[vo], o[:, vo]))
+    return eqx.tree_at(where, layer, (q1[own], q2[own], k1[own], k2[own], v1[own], v2[own], o[:, own]))
 
 
 def attend(layer, x):
     return layer(x, x, x)
 
 
-def test_heads_and_the_units_inside_them_are_the_best_of_all_orders():
+def test_heads_are_in_the_best_of_all_orders():
     a, b = (attention(key, seed=seed) for seed, key in zip((0, 2), jax.random.split(KEY), strict=True))
     x = rng(5).normal(size=(3, 5, 4)).astype(FLOAT)
     aligned = align(ee.stack([a, b]), x, fn=attend, key=KEY)
     inner = lambda m: sum((u * v).sum() for u, v in zip(arrays(a), arrays(m), strict=True))
-    swaps = [(0, 1), (1, 0)]
-    of_heads = {
-        heads: max(
-            (
-                permuted_heads(b, orders_of_heads(heads, qk), orders_of_heads(heads, vo))
-                for qk in product(swaps, repeat=2)
-                for vo in product(swaps, repeat=2)
-            ),
-            key=inner,
-        )
-        for heads in swaps
-    }
-    assert eqx.tree_equal(aligned[1], of_heads[1, 0])
-    assert inner(of_heads[1, 0]) > inner(of_heads[0, 1]) > inner(b), "the case does not decide"
+    swapped = permuted_heads(b, (1, 0))
+    assert eqx.tree_equal(aligned[1], swapped)
+    assert inner(swapped) > inner(b), "the case does not decide"
 
 
 class Block(eqx.Module):
@@ -196,10 +181,7 @@ def permuted_stream(model, p):
 @pytest.fixture(scope="module")
 def blocks():
     model = noisy(Block(KEY))
-    vo = orders_of_heads([1, 0], [(1, 0), (0, 1)])
-    other = eqx.tree_at(
-        lambda m: m.attention, model, permuted_heads(model.attention, orders_of_heads([1, 0], [(0, 1), (1, 0)]), vo)
-    )
+    other = eqx.tree_at(lambda m: m.attention, model, permuted_heads(model.attention, (1, 0)))
     hidden = rng(5).permutation(8)
     where = lambda m: (m.mlp.layers[0].weight, m.mlp.layers[0].bias, m.mlp.layers[1].weight)
     first, bias, second = where(other)
@@ -210,7 +192,7 @@ def blocks():
 def test_a_residual_stream_shares_one_order(blocks):
     ensemble, x = blocks
     units = [*find_units(ensemble), STREAM]
-    assert [type(each) for each in units] == [Heads, Units, Units]
+    assert len(units) == 3
     aligned = align(ensemble, x, units=units, key=KEY)
     assert eqx.tree_equal(aligned[0], aligned[1])
     assert not eqx.tree_equal(align(ensemble, x, key=KEY)[1], aligned[1]), "the stream was not needed"
@@ -226,9 +208,7 @@ def test_a_residual_stream_shares_one_order(blocks):
 )
 def test_units_that_were_declared_wrongly_are_named(blocks, missing, kept):
     ensemble, x = blocks
-    with pytest.raises(
-        ValueError, match=r"(?s)shuffling them changed.*\n  units\[1\]: `.embed.weight` axis 0.*\nName"
-    ) as e:
+    with pytest.raises(ValueError, match=r"shuffling them changed.*: units\[1\]: `.embed.weight` axis 0.*\nName") as e:
         align(ensemble, x, units=[find_units(ensemble)[0], kept], key=KEY)
     assert "units[0]" not in str(e.value)
 
@@ -318,7 +298,8 @@ def test_statistics_of_several_entries_for_each_unit():
 def test_members_do_not_depend_on_each_other():
     ensemble = ee.build(lambda key: mlp(key, 8), 4, key=KEY)
     x = rng(5).normal(size=(5, 4)).astype(FLOAT)
-    whole, part = align(ensemble, x, key=KEY), align(ensemble[[0, 3]], x, key=KEY)
+    keys = ee.member_keys(KEY, 4, purpose="align")[np.array([0, 3])]
+    whole, part = align(ensemble, x, key=KEY), align(ensemble[[0, 3]], x, key=keys)
     assert eqx.tree_equal(whole[3], part[1])
     assert not eqx.tree_equal(whole[3], ensemble[3])
 
@@ -348,17 +329,11 @@ def test_units_that_are_found(layers, count):
 
 
 BAD = {
-    "no ensemble": ({"ensemble": [1]}, TypeError, "needs an `Ensemble`"),
-    "no key": ({"key": 3}, TypeError, "methods.alignment.align"),
-    "a reference out of range": ({"reference": 3}, ValueError, "position of one of the members, got 3"),
-    "no units": ({"units": []}, ValueError, "at least one group"),
-    "units of another kind": ({"units": [3]}, TypeError, r"got .* at `units\[0\]`"),
-    "a layer without axes": ({"units": [Units([lambda m: m.activation])]}, TypeError, "cannot infer the output axes"),
-    "no such layer": ({"units": [Units([lambda m: m.nothing])]}, ValueError, r"`units\[0\].outputs\[0\]` raised"),
-    "no array": ({"units": [Units([(lambda m: m.layers[0], 0)])]}, TypeError, "to select an array of a member"),
-    "no such axis": ({"units": [Units([(lambda m: m.layers[0].bias, 1)])]}, ValueError, "name an axis of an array"),
+    "no ensemble": ({"ensemble": [1]}, TypeError, "An `Ensemble` is needed"),
+    "no units": ({"units": []}, ValueError, "found no units"),
+    "a layer without axes": ({"units": [Units([lambda m: m.activation])]}, TypeError, "cannot infer the axes"),
     "sizes that differ": (
-        {"units": [Units([lambda m: m.layers[0]], [lambda m: m.layers[0]])]}, ValueError, "axis 1 of .* for 32 units",
+        {"units": [Units([lambda m: m.layers[0]], [lambda m: m.layers[0]])]}, ValueError, "each of the 32 units",
     ),
 }  # fmt: skip
 
@@ -377,28 +352,13 @@ def test_members_that_cannot_be_aligned(unhooked, twins):
     with pytest.raises(ValueError, match=r"`.layers\[1\].bias`: not finite in members \[1\]"):
         align(broken, x, key=KEY)
     shared = ee.stack([ensemble[0]] * 2, shared=lambda m: m.layers[0].weight)
-    with pytest.raises(ValueError, match="is shared by all members"):
+    with pytest.raises(ValueError, match="is shared by all"):
         align(shared, x, key=KEY)
     with pytest.raises(ValueError, match="found no units"):
         align(ee.build(lambda key: eqx.nn.Linear(4, 1, key=key), 2, key=KEY), x, key=KEY)
     with pytest.raises(ValueError, match="finite floating-point"):
         align(ensemble, np.full_like(x, np.nan), key=KEY)
-    with pytest.raises(TypeError, match="concrete arrays"):
+    with pytest.raises(TypeError, match="cannot run inside a transformation"):
         jax.jit(lambda x: align(eqx.combine(x, eqx.filter(ensemble, eqx.is_array, inverse=True)), x, key=KEY))(
             eqx.filter(ensemble, eqx.is_array)
         )
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda e: Units([]), ValueError, "at least one layer in `outputs`"),
-        (lambda e: Units(["layer"]), TypeError, r"`outputs\[0\]` to be a function"),
-        (lambda e: Units([(len, 0.5)]), TypeError, "with an integer axis"),
-        (lambda e: Heads(2, qk=3, vo=Units([len])), TypeError, "`qk` to be `Units`"),
-        (lambda e: find_units(3), TypeError, "needs a model or an ensemble"),
-    ],
-)
-def test_more_bad_input(unhooked, twins, call, error, message):
-    with pytest.raises(error, match=message):
-        call(twins[0])

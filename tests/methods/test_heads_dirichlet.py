@@ -76,11 +76,6 @@ def test_penalty_of_much_evidence_in_single_precision(evidence):
     np.testing.assert_allclose(loss(1.0) - loss(0.0), divergence(wrong), rtol=1e-5, atol=5e-6)
 
 
-def test_annealing():
-    np.testing.assert_allclose(heads.kl_annealing(np.arange(13), 10), np.minimum(1, np.arange(13) / 10), rtol=1e-6)
-    assert jax.jit(lambda step: heads.kl_annealing(step, 10))(3) == np.float32(0.3)
-
-
 def test_split_is_that_of_the_distribution():
     parts = heads.decompose_dirichlet(ALPHA.astype(np.float32))
     entropies = [beta_mean(lambda p: -scipy.special.xlogy(p, p), alpha).sum() for alpha in ALPHA]
@@ -130,5 +125,3 @@ def test_wrong_arguments():
         heads.dirichlet_loss(good, ONE_HOT, kl_weight=1)
     with pytest.raises(ValueError, match="at least two classes"):
         heads.vacuity(np.ones((3, 1), np.float32))
-    with pytest.raises(ValueError, match="num_steps"):
-        heads.kl_annealing(1, 0)

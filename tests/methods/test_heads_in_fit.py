@@ -46,7 +46,7 @@ def members(name, count=3):
 def test_a_member_is_the_model_that_training_it_alone_gives(name):
     ensemble, loss, data = members(name)
     run = ee.fit(ensemble, loss, ADAM, data, steps=STEPS, batch_size=8, shuffle=False, key=KEY)
-    keys = [step_key(KEY, ensemble.ids[1], step) for step in range(STEPS)]
+    keys = [step_key(KEY, 1, step) for step in range(STEPS)]
     alone, _, losses = Alone(loss, ADAM)(ensemble[1], in_order(data, 8, STEPS), keys)
     assert distance(alone, ensemble[1]) > 1e-2
     assert_close(run.ensemble[1], alone, 1e-5)
@@ -99,7 +99,7 @@ def test_a_coefficient_of_each_member():
     run = ee.fit(ensemble, loss, lambda hyper: ADAM, data, hyper={"penalty": coefficients}, **options)
     for i, coefficient in enumerate(coefficients):
         fixed = lambda model, batch, key, c=coefficient: loss(model, batch, key, {"penalty": c})
-        keys = [step_key(KEY, ensemble.ids[i], step) for step in range(STEPS)]
+        keys = [step_key(KEY, i, step) for step in range(STEPS)]
         assert_close(run.ensemble[i], Alone(fixed, ADAM)(ensemble[i], in_order(data, 8, STEPS), keys)[0], 1e-5)
 
 

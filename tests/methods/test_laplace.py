@@ -72,7 +72,7 @@ class TestLinearRegression:
         rows = np.hstack([NEW, np.ones((2, 1))])
         exact = np.einsum("ri,ij,rj->r", rows, np.linalg.inv(precision), rows)
         mean, variance = posterior.predict(NEW)
-        np.testing.assert_allclose(mean, posterior.ensemble(ee.Batch(jnp.asarray(NEW))), rtol=1e-12)
+        np.testing.assert_allclose(mean, ee.predict(posterior.ensemble, NEW), rtol=1e-12)
         np.testing.assert_allclose(variance[0], np.stack([exact + NOISE**2] * 2, 1), rtol=1e-10)
         covariance = posterior.outputs(NEW).covariance[0]
         np.testing.assert_allclose(covariance, exact[:, None, None] * np.eye(2), rtol=1e-10, atol=1e-12)

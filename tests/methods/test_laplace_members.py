@@ -1,4 +1,4 @@
-"""Laplace approximations of many members: rows, plans, devices, files, runs, and what is refused."""
+"""Laplace approximations of many members: rows, files, runs, and what is refused."""
 
 import equinox as eqx
 import jax
@@ -59,22 +59,16 @@ class TestRows:
 
 
 class TestMembers:
-    @pytest.mark.parametrize("plan", [ee.plan.Chunked(2), pytest.param(ee.plan.Sequential(), marks=pytest.mark.slow)])
-    def test_plans(self, posterior, plan):
-        same(posterior, fit(plan=plan))
-        assert_close(posterior.predict(X), posterior.predict(X, plan=plan), 1e-5)
-
     def test_alone(self, posterior):
         """A member's posterior, its draws included, does not depend on the others."""
         one = fit(ENSEMBLE[[1]])
         same(one, posterior[[1]])
         for index in (1, np.int64(1), jnp.array(1), slice(1, 2)):
             same(one, posterior[index])
-        assert posterior[np.int64(1)].members.ids.tolist() == [1]
-        draws = posterior.sample(3, key=KEY)
-        assert draws.ids.tolist() == list(range(9))
-        np.testing.assert_allclose(posterior.sample(2, key=KEY)(X[0])[2:4], draws(X[0])[3:5], rtol=1e-5)
-        np.testing.assert_allclose(posterior[1:].sample(3, key=KEY)(X[0]), draws(X[0])[3:], rtol=1e-5)
+        draws = posterior.sample(3, key=KEY)(X[0])
+        np.testing.assert_allclose(posterior.sample(2, key=KEY)(X[0])[2:4], draws[3:5], rtol=1e-5)
+        keys = ee.member_keys(KEY, 3, purpose="laplace")
+        np.testing.assert_allclose(posterior[1:].sample(3, key=keys[1:])(X[0]), draws[3:], rtol=1e-5)
 
     @pytest.mark.slow
     def test_hyper(self, posterior):
@@ -106,12 +100,6 @@ class TestMembers:
         assert np.abs(found - jnp.exp(posterior.predict(X))).max() < 0.1
         np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
 
-    def test_mesh(self, posterior):
-        mesh = ee.make_mesh(members=4)
-        spread = fit(mesh=mesh)
-        same(spread, posterior)
-        assert_close(spread.predict(X, mesh=mesh), posterior.predict(X), 1e-5)
-
     @pytest.mark.slow
     @pytest.mark.parametrize("structure", ["full", "diag"])
     def test_files(self, structure, tmp_path):
@@ -121,7 +109,6 @@ class TestMembers:
         assert_close(ee.load(tmp_path / "posterior", like), posterior, 0)
         some = ee.load(tmp_path / "posterior", like, members=[2])
         assert_close(some, posterior[[2]], 0)
-        assert some.members.ids.tolist() == [2]
 
     @pytest.mark.slow
     def test_inside_jit(self, posterior):
@@ -145,9 +132,8 @@ def test_a_run():
         run = ee.fit(ENSEMBLE, loss, sgd, (X, LABELS), hyper=hyper, steps=2, key=KEY)
     priors = jnp.array([1.0, 2.0, 3.0])
     weights = jnp.ones((3, 11)).at[2, 0].set(5)
-    with pytest.warns(UserWarning, match=r"`methods.laplace.fit` excludes 1 member\(s\) that diverged: 1"):
+    with pytest.warns(UserWarning, match="Members 1 diverged and are left out"):
         posterior = fit(run, prior_precision=priors, row_weights=ee.Each(weights))
-    assert posterior.members.ids.tolist() == [0, 2]
     assert posterior.prior_precision.tolist() == [1, 3]
     same(posterior[[1]], fit(run.ensemble[[2]], prior_precision=3.0, row_weights=weights[2]))
     with pytest.raises(ValueError, match=r"needs finite outputs and derivatives.\n  members 1 have others"):
@@ -193,7 +179,7 @@ def test_state():
     with relaxed():
         posterior = fit(ensemble, where=lambda m: m.head, state=state)
         features = ee.predict(ensemble, X, state=state, fn=lambda m, x, s: jax.nn.relu(m.norm(m.linear(x), s)[0]))
-        heads = ee.Ensemble(ensemble.stacked.head, ensemble.shared.head, ensemble.ids)
+        heads = ee.map_members(lambda m: m.head)(ensemble)
         plain = laplace.fit(
             heads,
             (ee.Each(features), LABELS),
@@ -256,7 +242,7 @@ BAD = {
     "targets": ({"likelihood": "regression", "data": (X, X[:, 0])}, ValueError, "one target per output"),
     "a pair of outputs": ({"fn": lambda m, x: (m(x), m(x))}, TypeError, "one floating-point array of outputs"),
     "batch size": ({"batch_size": 0}, ValueError, "`batch_size` of at least 1"),
-    "a model": ({"ensemble": make(KEY)}, TypeError, "needs an `Ensemble`"),
+    "a model": ({"ensemble": make(KEY)}, TypeError, "`Ensemble` is needed"),
 }
 
 
@@ -294,16 +280,7 @@ def test_errors_of_a_posterior(posterior):
         [eqx.tree_at(lambda m: m.weight, eqx.nn.Linear(3, 1, use_bias=False, key=KEY), jnp.ones((1, 3)))]
     )
     with pytest.raises(ValueError, match=r"needs residuals, which give the noise.\n  members 0 have none"):
-        laplace.fit(perfect, (X, perfect(ee.Batch(X))[0]), **regression)
+        laplace.fit(perfect, (X, ee.predict(perfect, X)[0]), **regression)
     found = laplace.fit(perfect, (X, X[:, 0]), noise=1.0, **regression)
     exact = laplace.fit(perfect, (X, X[:, 0]), noise=0.5, **regression)
     assert_close(laplace.replace(found, noise=0.5), exact, 1e-6)
-
-
-def test_rows_of_each_member_that_are_not_marked():
-    """The error of the member says what it was called with."""
-    every = jnp.stack([X] * 3), jnp.stack([LABELS] * 3)
-    with pytest.raises(TypeError) as caught:
-        fit(data=every)
-    assert "with one row of `data[0]`; here a row has shape (11, 3)" in "\n".join(caught.value.__notes__)
-    fit(data=tuple(map(ee.Each, every)))

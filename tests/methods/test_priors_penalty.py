@@ -57,25 +57,6 @@ def test_half_precision_is_summed_in_single():
     np.testing.assert_allclose(found, 5000 * np.float32(model["w"][0]) ** 2 / 2, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("unhooked")
-@pytest.mark.parametrize(
-    ("model", "options", "error", "message"),
-    [
-        (jnp.ones(2), {"num_rows": 0}, ValueError, "`methods.priors.gaussian_penalty` needs `num_rows` to be above 0"),
-        (jnp.ones(2), {"num_rows": np.float32(np.nan)}, ValueError, "`num_rows` to be above 0 and finite, got nan"),
-        (jnp.ones(2), {"num_rows": jnp.inf}, ValueError, "`num_rows` to be finite"),
-        (jnp.ones(2), {"std": 0, "num_rows": 1}, ValueError, "`std` to be above 0, got 0"),
-        (jnp.ones(2), {"std": jnp.ones(2), "num_rows": 1}, TypeError, "`std` to be a number"),
-        ({"w": jnp.ones(2)}, {"std": lambda x: -1.0, "num_rows": 1}, ValueError, r"`std\['w'\]` to be above 0"),
-        (jnp.ones(2, complex), {"num_rows": 1}, TypeError, "real floating-point arrays"),
-        (jnp.ones(2, int), {"num_rows": 1}, TypeError, "floating-point arrays that are not frozen"),
-    ],
-)
-def test_invalid_arguments(model, options, error, message):
-    with pytest.raises(error, match=message):
-        gaussian_penalty(model, **options)
-
-
 def test_all_members_at_once_are_refused():
     ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 3, key=jax.random.key(0))
     with pytest.raises(TypeError, match="the model of one member, got an `Ensemble`"):

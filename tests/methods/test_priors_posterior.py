@@ -69,7 +69,7 @@ def p_value(draws):
 def test_anchored_linear_members_are_draws_from_the_posterior():
     ensemble = build()
     anchors = draw_anchors(ensemble, std, key=KEY)
-    noisy = noisy_targets(Y, ensemble.ids, std=NOISE, key=KEY)
+    noisy = noisy_targets(Y, MEMBERS, std=NOISE, key=KEY)
     hyper = lambda num_rows: {"anchor": anchors, "num_rows": np.full(MEMBERS, float(num_rows))}
 
     draws = as_draws(train(ensemble, anchored, noisy, hyper=hyper(ROWS)))
@@ -90,7 +90,7 @@ def test_anchored_linear_members_are_draws_from_the_posterior():
 def test_a_prior_function_and_a_penalty_towards_zero_are_an_anchor():
     ensemble = build()
     anchors = draw_anchors(ensemble, std, key=KEY)
-    noisy = noisy_targets(Y, ensemble.ids, std=NOISE, key=KEY)
+    noisy = noisy_targets(Y, MEMBERS, std=NOISE, key=KEY)
     own = jax.tree.map(lambda x: 0 * x, anchors)
 
     def make(key):

@@ -46,7 +46,7 @@ def test_options_of_fit_reach_it(tmp_path):
             "plan": ee.plan.Vmap(),
             "mesh": ee.make_mesh(2),
             "checkpoint": tmp_path / folder,
-            "callbacks": lambda progress: seen.append(int(progress.train_state.step)),
+            "callbacks": lambda state: seen.append(int(state.step.max())),
             "hyper": {"rate": np.array([0.1, 0.5], np.float32)},
         }
 
@@ -81,7 +81,6 @@ def test_members_that_diverge_are_left_out():
     x = jnp.stack([X, X * jnp.nan])
     with pytest.warns(UserWarning, match="diverged"):
         posterior = SEEDS.fit(make, loss, SGD, (ee.Each(x), Y), **LENGTH)
-    assert posterior.ensemble.ids.tolist() == [0]
     assert posterior.predict(X).shape == (1, 20, 2)
     with pytest.warns(UserWarning, match="diverged"), pytest.raises(ee.train.DivergedError, match="all 2 members"):
         SEEDS.fit(make, loss, SGD, (X * jnp.nan, Y), **LENGTH)
@@ -96,12 +95,14 @@ def test_members_with_data_of_their_own_that_diverge(case, tmp_path):
         posterior = method.fit(make, loss, SGD, data, **options)
     posterior.save(tmp_path / "posterior")
     loaded = method.load(tmp_path / "posterior", make, DATA)
-    assert loaded.ensemble.ids.tolist() == ([2, 3] if case is sgld else [1])
+    assert len(loaded.ensemble) == (2 if case is sgld else 1)
     assert_same_bits(loaded.predict(X), posterior.predict(X))
     assert np.isfinite(posterior.predict(X)).all()
-    other = ee.build(make, ids=[1], key=KEY)
+    other = ee.build(make, key=ee.member_keys(KEY, 2)[1:])
     if case is laplace:
-        run = ee.fit(other, loss, SGD, (X, Y), **options | {"rows": rows[1:]})
+        run = ee.fit(
+            other, loss, SGD, (X, Y), **options | {"rows": rows[1:], "key": ee.member_keys(KEY, 2, purpose="fit")[1:]}
+        )
         weights = ee.Each(ee.resample.counts(rows[1:], 20))
         fitted = methods.laplace.fit(run, DATA, likelihood="classification", where=last_layer, row_weights=weights)
         expected = fitted.optimise_prior().predict(X)
@@ -231,7 +232,7 @@ class Offset(eqx.Module):
 
 
 def test_draws_have_the_state_of_their_member():
-    """Of three members the second diverges, so that ids are not positions."""
+    """Of three members the second diverges."""
     make_offset = eqx.nn.make_with_state(Offset)
     x = jnp.stack([X, X * jnp.nan, X])
     with pytest.warns(UserWarning, match="diverged"):
@@ -240,7 +241,6 @@ def test_draws_have_the_state_of_their_member():
         )
     ensemble, state = ee.build(make_offset, 3, key=KEY)
     (known,) = jax.tree.leaves(state)
-    assert posterior.ensemble.ids.tolist() == [0, 1, 4, 5]
     np.testing.assert_array_equal(jax.tree.leaves(posterior.state)[0], known[jnp.array([0, 0, 2, 2])])
 
 
@@ -378,7 +378,7 @@ def test_a_base_may_be_given_instead_of_a_function(tmp_path):
     found = method.fit(base, "classification", SGD, DATA, **LENGTH)
     other = method.fit(lambda key: base, "classification", SGD, DATA, **LENGTH)
     np.testing.assert_array_equal(found.predict(X), other.predict(X))
-    np.testing.assert_array_equal(found.ensemble.shared.layers[0].layer.weight, base.layers[0].weight)
+    np.testing.assert_array_equal(found.ensemble.stacked.layers[0].layer.weight, base.layers[0].weight)
     found.save(tmp_path / "members")
     for given in (base, make):
         np.testing.assert_array_equal(method.load(tmp_path / "members", given).predict(X), found.predict(X))

@@ -176,7 +176,7 @@ def test_parts_of_a_transform_have_noise_of_their_own(sampler):
 
 
 def test_chains_that_share_noise_contract():
-    """What happens where `init` is mapped without ids: two chains with one noise approach each other."""
+    """What happens where `init` is mapped without keys of members: two chains with one noise approach each other."""
     x = jnp.array([[1.0], [3.0]])
     state = jax.vmap(SGLD.init)(x)
     for _ in range(5):
@@ -228,18 +228,18 @@ def flat(ensemble):
 
 
 @BY_NAME
-@pytest.mark.parametrize("plan", [ee.plan.Vmap(), slow(ee.plan.Chunked(2)), slow(ee.plan.Sequential())])
+@pytest.mark.parametrize("plan", [ee.plan.Vmap(), slow(ee.plan.Blocks(2)), slow(ee.plan.Blocks(1))])
 def test_members_alone(ensemble, sampler, plan):
-    """A member draws the same noise in any ensemble, in epochs whose last batches are smaller."""
-    options = {"plan": plan, "batch_size": 4}
+    """A member draws the same noise in any ensemble, in epochs whose last batches are filled up."""
+    options, keys = {"plan": plan, "batch_size": 4}, ee.member_keys(KEY, MEMBERS, purpose="fit")
 
     def part(some):
         hyper = jax.tree.map(lambda x: x[jnp.array(some)], HYPER)
-        return fitted(ensemble[some], of_hyper(sampler), hyper=hyper, **options)
+        return fitted(ensemble[some], of_hyper(sampler), hyper=hyper, key=keys[np.array(some)], **options)
 
     together, some = part([0, 1, 2]), [2, 0]
     alone = part(some)
-    same = assert_close if isinstance(plan, ee.plan.Chunked) else lambda got, expected, _: assert_same(got, expected)
+    same = assert_close if plan == ee.plan.Blocks(2) else lambda got, expected, _: assert_same(got, expected)
     same(alone.ensemble, together.ensemble[some], 1e-5)
     same(alone.train_state.opt_state, ee.tree.take(together.train_state.opt_state, some), 1e-5)
     if sampler != "sgld" or plan != ee.plan.Vmap():
@@ -270,9 +270,9 @@ def test_members_have_noise_of_their_own():
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_hyper_parameters_are_those_of_one_member(ensemble, sampler):
-    run = fitted(ensemble, of_hyper(sampler), hyper=HYPER)
+    run, keys = fitted(ensemble, of_hyper(sampler), hyper=HYPER), ee.member_keys(KEY, MEMBERS, purpose="fit")
     own = {name: values[2].item() for name, values in HYPER.items()}
-    assert_close(fitted(ensemble[[2]], of_hyper(sampler)(own)).ensemble, run.ensemble[[2]], 1e-5)
+    assert_close(fitted(ensemble[[2]], of_hyper(sampler)(own), key=keys[2:]).ensemble, run.ensemble[[2]], 1e-5)
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def test_resumed_and_continued(ensemble, sampler, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampler", "sizes"),
-    [("sgld", {"members": 3}), ("sghmc", {"members": 2, "model": 2}), ("psgld", {"members": 2, "data": 2})],
+    [("sgld", {"members": 3}), ("sghmc", {"members": 2}), ("psgld", {"members": 2, "data": 2})],
 )
 def test_on_a_mesh(sampler, sizes):
     ensemble = ee.build(Point, sizes["members"], key=KEY)
@@ -339,9 +339,10 @@ def test_members_that_diverge(ensemble):
     plain = fitted(ensemble, make, loss, hyper=jnp.full(3, jnp.inf))
     assert_same(run.ensemble[[0, 2]], plain.ensemble[[0, 2]])
     with pytest.warns(UserWarning, match="members with no snapshot: 1"):
-        assert trajectory.snapshot_ensemble(run).ids.tolist() == [0, 1, 2, 6, 7, 8]
-    how = ee.train.Revive(perturb=lambda hyper, key: jnp.full_like(hyper, jnp.inf))
-    revived = fitted(ensemble, make, loss, hyper=limits, on_diverge=how).ensemble
+        assert len(trajectory.snapshot_ensemble(run)) == 6
+    assert trajectory.snapshot_owners(run).tolist() == [0, 0, 0, 2, 2, 2]
+    how = ee.train.revive(perturb=lambda hyper, key: jnp.full_like(hyper, jnp.inf))
+    revived = fitted(ensemble, make, loss, hyper=limits, callbacks=how).ensemble
     assert len(np.unique(flat(revived), axis=0)) == 3
 
 
@@ -396,7 +397,7 @@ def test_posterior_of_a_linear_model():
     )
     samples = trajectory.snapshot_ensemble(run)
     assert len(samples) == members * size
-    assert (np.bincount(samples.ids // size) == size).all()
+    assert (np.bincount(trajectory.snapshot_owners(run)) == size).all()
     draws = np.asarray(samples.stacked.weight)[:, 0]
     independent = len(draws) * (1 - slow**every) / (1 + slow**every)  # autoregressive chains, at their slowest
     root = np.sqrt(np.diag(chain))

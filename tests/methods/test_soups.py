@@ -94,18 +94,3 @@ def test_scores_see_models_in_inference_mode():
     ensemble = ee.build(make, 3, key=KEY)
     soup = greedy(ensemble, lambda model: score(lambda x: model(x)), mode="min")
     assert not soup.model.layers[1].inference
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"ensemble": None}, TypeError, "methods.soups.greedy"),
-        ({"score": 3.0}, TypeError, "needs `score` to be a function"),
-        ({"score": lambda model: np.ones(3)}, TypeError, r"one number, got float64 of shape \(3,\)"),
-        ({"score": lambda model: None}, TypeError, "one number, got `None`"),
-        ({"mode": "best"}, ValueError, "one of 'min', 'max'"),
-    ],
-)
-def test_bad_input(unhooked, change, error, message):
-    with pytest.raises(error, match=message):
-        greedy(**({"ensemble": of_weights(WEIGHTS), "score": score, "mode": "min"} | change))

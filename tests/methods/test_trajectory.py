@@ -92,8 +92,9 @@ def test_snapshots_of_steps(ensemble, weights, start, every, taken):
 
     run = fitted(ensemble, trajectory.snapshots(DRIFT, n, every=every, start=start))
     kept = trajectory.snapshot_ensemble(run)
-    np.testing.assert_allclose(flat(kept), taken.transpose(1, 0, 2).reshape(-1, 3), rtol=1e-6)
-    assert kept.ids.tolist() == list(range(MEMBERS * n))
+    # Sums of gradients of either sign: two programs differ by the rounding of numbers of order one.
+    np.testing.assert_allclose(flat(kept), taken.transpose(1, 0, 2).reshape(-1, 3), rtol=1e-6, atol=1e-6)
+    assert trajectory.snapshot_owners(run).tolist() == np.repeat(range(MEMBERS), n).tolist()
     assert_same(kept.stacked.number, jnp.repeat(ensemble.stacked.number, n))
 
 
@@ -184,15 +185,14 @@ def test_covariance_of_draws(ensemble, weights, rank, scale):
             assert abs(expected[0, 2]) > 20 * error[0, 2]
 
 
-def test_draws_follow_from_ids(ensemble):
+def test_draws_follow_from_keys(ensemble):
     run = fitted(ensemble, trajectory.swag(DRIFT, rank=3))
     draws = trajectory.sample(run, 4, key=KEY)
-    assert draws.ids.tolist() == list(range(12))
     more = flat(trajectory.sample(run, 6, key=KEY)).reshape(MEMBERS, 6, 3)
     np.testing.assert_array_equal(flat(draws).reshape(MEMBERS, 4, 3), more[:, :4])
-    some = trajectory.sample(ee.methods.population.select(run.train_state, [2, 0]), 4, key=KEY)
-    assert some.ids.tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
-    assert_same(some, draws[some.ids.tolist()])
+    some = np.array([2, 0])
+    keys = ee.member_keys(KEY, MEMBERS, purpose="swag")[some]
+    assert_same(trajectory.sample(run.train_state[some], 4, key=keys), draws[[8, 9, 10, 11, 0, 1, 2, 3]])
     assert np.unique(flat(draws), axis=0).shape == (12, 3)
     assert_same(draws.stacked.number, jnp.repeat(ensemble.stacked.number, 4))
 
@@ -217,12 +217,13 @@ def test_the_run_is_that_of_the_optimiser_alone(ensemble):
         assert_same(fitted(ensemble, wrap(optax.adam(0.1))).ensemble, plain.ensemble)
 
 
-@pytest.mark.parametrize("plan", [ee.plan.Vmap(), slow(ee.plan.Chunked(2)), slow(ee.plan.Sequential())])
+@pytest.mark.parametrize("plan", [ee.plan.Vmap(), slow(ee.plan.Blocks(2))])
 def test_members_alone(ensemble, plan):
     optimiser = trajectory.ema(trajectory.swag(optax.adam(0.1), rank=3, start=2), 0.9)
     together = fitted(ensemble, optimiser, plan=plan).train_state.opt_state
     for i in range(MEMBERS):
-        alone = fitted(ensemble[[i]], optimiser).train_state.opt_state
+        keys = ee.member_keys(KEY, MEMBERS, purpose="fit")[i : i + 1]
+        alone = fitted(ensemble[[i]], optimiser, key=keys).train_state.opt_state
         assert_close(ee.tree.take(together, [i]), alone, 1e-6)
 
 
@@ -248,7 +249,7 @@ def test_members_that_stop_or_diverge_keep_their_own_counts(ensemble, weights):
         np.testing.assert_allclose(mean[i], weights[:count, i].mean(0), rtol=1e-5, atol=1e-6)
     kept = trajectory.snapshot_ensemble(run)
     expected = [(i, n) for i in range(3) for n in range(counts[i] // 2)]
-    assert kept.ids.tolist() == [12 * i + n for i, n in expected]
+    assert trajectory.snapshot_owners(run).tolist() == [i for i, _ in expected]
     np.testing.assert_allclose(flat(kept), [weights[2 * n + 1, i] for i, n in expected], rtol=1e-6)
 
 
@@ -267,11 +268,12 @@ def test_few_snapshots(ensemble):
     assert np.isfinite(draws).all()
     np.testing.assert_allclose(draws[:2], flat(run.ensemble)[:2, None].repeat(3, 1), rtol=1e-6)
     assert np.ptp(draws[2], axis=0).min() > 0
-    assert trajectory.snapshot_ensemble(run).ids.tolist() == [0, 2, 4, 5]
+    assert trajectory.snapshot_owners(run).tolist() == [0, 1, 2, 2]
 
     early = fitted(ensemble, trajectory.snapshots(DRIFT, 2, every=5), stop=ee.train.Stopping(steps=[4, 9, 9]), steps=9)
     with pytest.warns(UserWarning, match="members with no snapshot: 0. They are left out"):
-        assert trajectory.snapshot_ensemble(early).ids.tolist() == [2, 4]
+        assert len(trajectory.snapshot_ensemble(early)) == 2
+    assert trajectory.snapshot_owners(early).tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("make", [slow(None), Point])
@@ -282,22 +284,20 @@ def test_a_revived_member(ensemble, make):
         return drift(model, batch, key) + jnp.where(model.b > hyper, jnp.nan, 0)
 
     limits = jnp.array([100.0, 4.5, 100.0])  # the weight is 5 when it is first above, after five steps
-    how = ee.train.Revive(make, perturb=lambda hyper, key: jnp.full_like(hyper, 100.0))
-    run = fitted(ensemble, lambda hyper: trajectory.swa(DRIFT), loss=loss, hyper=limits, on_diverge=how)
-    (revival,) = run.revived
-    assert revival.step >= 6
+    optimiser = lambda hyper: trajectory.swa(DRIFT)
+    revive = ee.train.revive(make, optimiser=optimiser, perturb=lambda hyper, key: jnp.full_like(hyper, 100.0))
+    run = fitted(ensemble, optimiser, loss=loss, hyper=limits, callbacks=revive)
     counts = run.train_state.opt_state.count.tolist()
-    assert counts == [12, 12 - revival.step if make else 12, 12]
+    assert counts == [12, 6 if make else 12, 12]
     means, last = flat(trajectory.average(run)), flat(run.ensemble)
     np.testing.assert_allclose(last - means, (np.array(counts)[:, None] - 1) / 2 * np.ones(3), rtol=1e-4)
 
 
 def test_the_last_snapshots_are_kept(ensemble, weights):
-    """Of six, the last four: numbers 2 to 5, of which two have the slots of 0 and 1."""
+    """Of six, the last four, the oldest first."""
     kept = trajectory.snapshot_ensemble(fitted(ensemble, trajectory.snapshots(DRIFT, 4, every=2)))
     expected = weights[[5, 7, 9, 11]].transpose(1, 0, 2).reshape(-1, 3)
     np.testing.assert_allclose(flat(kept), expected, rtol=1e-6)
-    assert kept.ids.tolist() == [2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9]
 
 
 def test_resumed_and_continued(ensemble, tmp_path):
@@ -314,10 +314,9 @@ def test_resumed_and_continued(ensemble, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"members": 2}, {"members": 2, "model": 2}])
-def test_on_a_mesh(ensemble, sizes):
+def test_on_a_mesh(ensemble):
     optimiser = trajectory.swag(trajectory.snapshots(optax.adam(0.1), 2, every=3), rank=3)
-    plain, sharded = fitted(ensemble[:2], optimiser), fitted(ensemble[:2], optimiser, mesh=ee.make_mesh(**sizes))
+    plain, sharded = fitted(ensemble[:2], optimiser), fitted(ensemble[:2], optimiser, mesh=ee.make_mesh(2))
     assert sharded.train_state.opt_state.record.mean.a.sharding.num_devices > 1
     assert_close(trajectory.average(sharded), trajectory.average(plain), 1e-5)
     assert_close(trajectory.sample(sharded, 3, key=KEY), trajectory.sample(plain, 3, key=KEY), 1e-5)
@@ -349,7 +348,7 @@ def test_own_loops_under_jit(ensemble):
 @pytest.mark.slow
 def test_in_a_callback(ensemble):
     seen = []
-    record = lambda progress: seen.append(trajectory.average(progress))
+    record = lambda state: seen.append(trajectory.average(state))
     run = fitted(ensemble, trajectory.swa(DRIFT), callbacks=ee.train.every(6, record))
     assert_same(seen[-1], trajectory.average(run))
 
@@ -432,8 +431,7 @@ def test_fast_geometric_schedule():
             TypeError,
             "Wrap the optimiser inside of the function: `lambda hyper: methods",
         ),
-        (lambda: trajectory.swa(optax.MultiSteps(DRIFT, 2)), TypeError, "gradient_transformation"),
-        (lambda: trajectory.swa(3), TypeError, "needs an optax optimiser, got 3"),
+        (lambda: trajectory.swa(3), TypeError, "needs an optax optimiser, got an int"),
         (lambda: trajectory.ema(DRIFT, 1.0), ValueError, "`decay` below 1"),
         (lambda: trajectory.ema(DRIFT, jnp.float32(1.0)), ValueError, "`decay` below 1"),
         (lambda: trajectory.ema(DRIFT, -0.1), ValueError, "`decay` to be between 0 and 1"),
@@ -511,8 +509,6 @@ def test_invalid_sources(ensemble):
         trajectory.sample(state, 2, scale=-1, key=KEY)
     with pytest.raises(TypeError, match="key"):
         trajectory.sample(state, 2, key=0)
-    with pytest.raises(ValueError, match="have to be below 2\\*\\*31"):
-        trajectory.sample(state, 2**30, key=KEY)
     kept = ee.train.init(ensemble, trajectory.snapshots(DRIFT, 2, every=1), key=KEY)
     with pytest.raises(TypeError, match="cannot be called inside `jax.jit`"):
         eqx.filter_jit(trajectory.snapshot_ensemble)(kept)

@@ -16,7 +16,7 @@ from eqx_ensemble import plot, train
 RNG = np.random.default_rng(0)
 LOGITS, LABELS = RNG.normal(size=(4, 50, 3)).astype(np.float32), RNG.integers(3, size=50)
 HISTORY = train.History(
-    np.ones((4, 10), np.float32), None, np.ones((4, 2), np.float32), np.array([5, 10]), np.arange(1, 11)
+    np.ones((4, 10), np.float32), None, np.ones((4, 2), np.float32), np.arange(1, 11), np.array([5, 10])
 )
 
 CASES = {
@@ -230,13 +230,13 @@ BAD = {
     "stride": (lambda: plot.training_curves(HISTORY, stride=0), "`stride`"),
     "no_validation": (
         lambda: plot.training_curves(
-            train.History(np.ones((4, 2)), None, None, np.zeros(0, int), np.arange(1, 3)), curve="validation"
+            train.History(np.ones((4, 2)), None, None, np.arange(1, 3), np.zeros(0, int)), curve="validation"
         ),
         "validation scores.\n  got a run without\nTrain with `validation=` data",
     ),
     "all_nan": (
         lambda: plot.training_curves(
-            train.History(np.full((4, 2), np.nan), None, None, np.zeros(0, int), np.arange(1, 3))
+            train.History(np.full((4, 2), np.nan), None, None, np.arange(1, 3), np.zeros(0, int))
         ),
         "a finite number in `history.loss`",
     ),

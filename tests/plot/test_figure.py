@@ -1,6 +1,7 @@
 """The figure of a run."""
 
 import builtins
+from dataclasses import replace
 
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -51,8 +52,8 @@ def test_ends_are_marked(run):  # noqa: F811
     ended = jnp.array([Status.OK, Status.STOPPED, Status.OK, Status.DIVERGED], jnp.int8)
     loss = np.array(run.history.loss)
     loss[1, 8:] = np.nan
-    history = History(loss, None, run.history.validation, run.history.validation_step, run.history.step)
-    known = _replaced(run, status=np.asarray(ended), history=history)
+    history = History(loss, None, run.history.validation, run.history.step, run.history.validation_step)
+    known = replace(run, train_state=replace(run.train_state, status=ended), history=history)
     ax = ee.plot.training_curves(known)
     mark = of_label(ax, "1 stopped")
     assert mark.get_marker() == "s"
@@ -61,20 +62,10 @@ def test_ends_are_marked(run):  # noqa: F811
     assert all("stopped" not in str(line.get_label()) for line in ee.plot.training_curves(history).lines)
 
 
-def _replaced(run, **fields):  # noqa: F811
-    """A copy of a frozen Module with other fields."""
-    copy = object.__new__(type(run))
-    for name in vars(run):
-        object.__setattr__(copy, name, fields.get(name, getattr(run, name)))
-    return copy
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_panels_follow_the_hyper_parameters(run, count):  # noqa: F811
-    state = run.train_state
     hyper = {f"h{i}": jnp.arange(4.0) + i for i in range(count)}
-    fixed = _replaced(state.fixed, hyper=hyper or None)
-    figure = _replaced(run, train_state=_replaced(state, fixed=fixed)).plot()
+    figure = replace(run, train_state=replace(run.train_state, hyper=hyper or None)).plot()
     assert [ax.get_xlabel() for ax in figure.axes] == ["step", "step", *hyper]
     # Up to four in a row, whose first has the label of all.
     labelled = [i for i, ax in enumerate(figure.axes[2:]) if ax.get_ylabel() == "best validation score"]
@@ -82,16 +73,15 @@ def test_panels_follow_the_hyper_parameters(run, count):  # noqa: F811
 
 
 def test_each_number_of_a_hyper_parameter_has_a_panel(run):  # noqa: F811
-    state = run.train_state
     hyper = {"betas": jnp.arange(8.0).reshape(4, 2)}
-    figure = _replaced(run, train_state=_replaced(state, fixed=_replaced(state.fixed, hyper=hyper))).plot()
+    figure = replace(run, train_state=replace(run.train_state, hyper=hyper)).plot()
     *_, first, second = figure.axes
     assert (first.get_xlabel(), second.get_xlabel()) == ("betas[0]", "betas[1]")
     np.testing.assert_array_equal(of_label(second, "3 members").get_xdata(), [1, 3, 5])
 
 
 def test_the_best_score_may_be_the_highest(run):  # noqa: F811
-    score = _replaced(run, selection=_replaced(run.selection, mode="max")).plot().axes[2]
+    score = replace(run, mode="max").plot().axes[2]
     ring = of_label(score, f"highest: member {np.argmax(run.best_score[:3])}")
     assert ring.get_ydata().tolist() == [run.best_score[:3].max()]
     assert of_label(score, "1 diverged").get_ydata().tolist() == [0.03]

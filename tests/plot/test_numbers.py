@@ -128,7 +128,7 @@ def test_rank_histogram_of_a_pit_goes_from_zero_to_one(ax):
 
 def history(loss, validation=None, steps=(), begun=0):
     ends = begun + 1 + np.arange(np.shape(loss)[1])
-    return train.History(np.asarray(loss, np.float32), None, validation, np.array(steps, np.int64), ends)
+    return train.History(np.asarray(loss, np.float32), None, validation, ends, np.array(steps, np.int64))
 
 
 LOSS = np.abs(RNG.normal(size=(9, 10))).astype(np.float32)

@@ -23,7 +23,7 @@ def run():
     hyper = {"lr": jnp.array([1e-3, 1e-2, 1e-1, 1e38])}
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
     options = {"hyper": hyper, "epochs": 6, "batch_size": 10, "validation": data, "key": key}
-    with pytest.warns(UserWarning, match="1 member"):
+    with pytest.warns(UserWarning, match="members 3 diverged"):
         return ee.fit(ensemble, loss, lambda hyper: optax.sgd(hyper["lr"]), data, **options)
 
 

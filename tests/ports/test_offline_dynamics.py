@@ -92,7 +92,7 @@ def ensemble_loss(ensemble, batch):
     x, y = batch
     mean, logvar = ensemble(ee.Batch(x))
     fit = ((mean - y) ** 2 * jnp.exp(-logvar)).sum(0).mean() + logvar.sum(0).mean()
-    return fit + BOUNDS_WEIGHT * (ensemble.shared.upper - ensemble.shared.lower).sum()
+    return fit + BOUNDS_WEIGHT * (ensemble.stacked.upper - ensemble.stacked.lower).sum()
 
 
 def step(carry, batch):
@@ -128,7 +128,7 @@ def test_the_same_model():
 
     assert_close(own_losses, losses, 1e-5)
     assert_close(own_error, error, 1e-4)
-    stacked = ensemble.to_stacked()
+    stacked = ensemble.stacked
     trained = [(jnp.swapaxes(layer.weight, 1, 2), layer.bias) for layer in stacked.mlp.layers]
     assert_close(trained, params["layers"], 1e-4)
     assert_close((stacked.upper, stacked.lower), (params["upper"], params["lower"]), 1e-6)

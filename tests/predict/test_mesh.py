@@ -5,20 +5,17 @@ import itertools
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*do not divide evenly")  # which is what this is about
 
 KEY, ROWS = jax.random.key(0), 11
 MESHES = [(4, 1), (2, 2), (2, 1), (1, 2), (3, 1)]
 OPTIONS = {
     "combine": [None, ee.combine.mean, ee.combine.moments],
     "batch_size": [256, 4],
-    "plan": [None, ee.plan.Sequential(), ee.plan.Chunked(2)],
+    "plan": [None, ee.plan.Blocks(1), ee.plan.Blocks(2)],
     "born on it": [False, True],
     "own rows": [False, True],
 }
@@ -56,9 +53,9 @@ def assert_as_on_one_device(members, devices, data, options):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("members", [2, 6])
-def test_members_that_do_not_divide_over_devices(members):
-    options = {"combine": None, "batch_size": 4, "plan": None, "born on it": False, "own rows": False}
+@pytest.mark.parametrize(("members", "batch_size"), [(2, 1), (6, 4)])
+def test_members_that_do_not_divide_over_devices(members, batch_size):
+    options = {"combine": None, "batch_size": batch_size, "plan": None, "born on it": False, "own rows": True}
     assert_as_on_one_device(members, 4, 1, options)
 
 
@@ -77,11 +74,3 @@ def test_any_members_on_any_devices(members, devices, data, options):
 )
 def test_any_members_on_any_devices_with_any_options(members, devices, data, options):
     assert_as_on_one_device(members, devices, data, options)
-
-
-def test_mapped_in_a_compiled_program():
-    members = 6
-    mapped = ee.map_members(lambda model, x: jax.vmap(model)(x), mesh=mesh_of(4, 1))
-    ensemble, x = ee.build(make, members, key=KEY, mesh=mesh_of(4, 1)), jnp.ones((ROWS, 3))
-    want = ee.predict(ee.build(make, members, key=KEY), x)
-    np.testing.assert_allclose(eqx.filter_jit(mapped)(ensemble, x), want, rtol=1e-5, atol=1e-6)

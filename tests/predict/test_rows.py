@@ -86,10 +86,7 @@ NONE = {
     "plain": {},
     "function": {"combine": lambda p: {"a": jnp.mean(p, axis=0), "b": jnp.max(p, axis=(0, 2))}},
     "numpy": {"combine": lambda p: np.mean(p, axis=0)},
-    "streaming": {"combine": ee.combine.streaming(ee.uncertainty.decompose_entropy), "weights": [1.0, 0.0, 2.0, 1.0]},
-    "quantiles": {"combine": ee.combine.QuantileSketch([0.1, 0.5])},
-    "sequential": {"plan": ee.plan.Sequential()},
-    "memory": {"memory": 2**26},
+    "blocks": {"plan": ee.plan.Blocks(3)},
     "keys": {"key": KEY, "inference": False, "fn": lambda model, x, key: model(x) + jax.random.normal(key, (2,))},
     "mesh": {"mesh": 4},
 }

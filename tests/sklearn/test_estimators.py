@@ -1,4 +1,4 @@
-"""Warm starts, copies, members of one's own, scikit-learn's tools, and messages."""
+"""Copies, members of one's own, scikit-learn's tools, and messages."""
 
 import copy
 import functools
@@ -74,18 +74,8 @@ def test_members_with_a_state(x, labels, small):
     np.testing.assert_array_equal(other.predict_proba(x), model.predict_proba(x))
     alone = ee.predict(model.ensemble_, x.astype(np.float32), state=model.state_, combine=ee.combine.mixture)
     np.testing.assert_allclose(np.exp(alone), model.predict_proba(x), rtol=1e-4)
-    more = model.set_params(num_members=3, warm_start=True).fit(x, labels)
-    assert more.ensemble_.num_members == 3
     stopped = EnsembleClassifier(make_stateful, **small | {"early_stopping": True}).fit(x, labels)
     assert stopped.validation_loss_curve_.shape == (3,)
-
-
-def test_a_pickle_of_another_version_is_told(x, y, small, monkeypatch):
-    model = EnsembleRegressor(**small).fit(x, y)
-    text = pickle.dumps(model)
-    monkeypatch.setattr("eqx_ensemble.sklearn._base.__version__", "99.0")
-    with pytest.warns(UserWarning, match="was pickled with eqx_ensemble .* and this is 99.0"):
-        pickle.loads(text)
 
 
 def test_parameters_changed_after_fit_do_not_change_the_pickle(x, y, small):
@@ -94,59 +84,9 @@ def test_parameters_changed_after_fit_do_not_change_the_pickle(x, y, small):
     np.testing.assert_array_equal(other.predict(x, return_std=True), model.predict(x, return_std=True))
 
 
-@pytest.mark.parametrize("bootstrap", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_warm_start_with_more_members_leaves_the_others_as_they_are(x, y, small, bootstrap):
-    options = small | {"warm_start": True, "bootstrap": bootstrap}
-    grown = EnsembleRegressor(**options).fit(x, y)
-    before = grown.ensemble_
-    grown.set_params(num_members=4).fit(x, y)
-    at_once = EnsembleRegressor(**options | {"num_members": 4}).fit(x, y)
-    for one, other in zip(jax.tree.leaves(grown.ensemble_[:2]), jax.tree.leaves(before), strict=True):
-        np.testing.assert_array_equal(one, other)
-    np.testing.assert_allclose(grown.predict(x), at_once.predict(x), rtol=1e-6)
-    if bootstrap:
-        np.testing.assert_array_equal(grown.rows_, at_once.rows_)
-        assert grown.oob_score_ == pytest.approx(at_once.oob_score_, abs=1e-5)
-        with pytest.raises(ValueError, match="the same training rows: there were 24, now there are 20"):
-            grown.set_params(num_members=5).fit(x[:20], y[:20])
-    with pytest.raises(ValueError, match="`num_members` of at least 4"):
-        grown.set_params(num_members=3).fit(x, y)
-
-
-def test_a_warm_start_trains_on(x, y, small):
-    model = EnsembleRegressor(**small, warm_start=True).fit(x, y)
-    first = model.loss_curve_
-    model.fit(x, y)
-    assert model.n_iter_ == 6
-    np.testing.assert_array_equal(model.loss_curve_[:3], first)
-    assert model.loss_curve_[-1] < first[-1]
-    with pytest.raises(ValueError, match="targets and `head` as in the previous fit"):
-        model.set_params(head="point").fit(x, y)
-    cold = model.set_params(head="gaussian", warm_start=False).fit(x, y)
-    np.testing.assert_array_equal(cold.loss_curve_, first)
-
-
-def test_a_warm_start_has_the_bootstrap_samples_of_the_first(x, y, small):
-    model = EnsembleRegressor(**small, warm_start=True).fit(x, y)
-    with pytest.raises(ValueError, match="needs their earlier bootstrap samples: the previous fit had none"):
-        model.set_params(bootstrap=True).fit(x, y)
-    model = EnsembleRegressor(**small, warm_start=True, bootstrap=True).fit(x, y)
-    rows = model.rows_
-    np.testing.assert_array_equal(model.fit(x, y).rows_, rows)
-    some = np.arange(len(x)) > 2
-    with pytest.raises(ValueError, match="the previous fit drew other rows"):
-        model.fit(x, y, sample_weight=some.astype(float))
-
-
-def test_a_warm_start_has_the_classes_of_the_first(x, labels, small):
-    model = EnsembleClassifier(**small, warm_start=True).fit(x, labels)
-    with pytest.raises(ValueError, match="needs the classes of the previous fit"):
-        model.fit(x, np.where(labels == "low", "middle", labels))
-
-
 def test_equal_fits_compile_once(x, y, small, compiled):
-    """Other hyper-parameters, clones and copies of an optimiser are the same program."""
-    options = small | {"optimiser": functools.partial(optax.adamw, b1=0.8), "make": MLP}
+    """Other hyper-parameters and clones are the same program."""
+    options = small | {"optimiser": optax.adam, "make": MLP}
     rows = np.arange(20)
     EnsembleRegressor(**options).fit(x[rows], y[rows]).predict(x)
     with compiled() as names:
@@ -211,19 +151,12 @@ def test_an_ensemble_works_with_the_rest_of_the_library(x, y, small, tmp_path):
 @pytest.mark.parametrize(
     ("parameters", "error", "message"),
     [
-        ({"num_members": 0}, ValueError, "`sklearn.EnsembleRegressor.fit` needs `num_members` of at least 1, got 0"),
+        ({"num_members": 0}, ValueError, "needs `num_members` of at least 1, got 0"),
         ({"head": "normal"}, ValueError, "needs `head` to be one of 'gaussian', 'point', got 'normal'"),
         ({"activation": "swish"}, ValueError, "needs `activation` to be one of 'relu'"),
-        ({"hidden_layer_sizes": 5}, TypeError, "needs `hidden_layer_sizes` to be a list of integers"),
-        ({"hidden_layer_sizes": (5, 0)}, ValueError, "needs `hidden_layer_sizes` of at least 1"),
-        ({"make": 3}, TypeError, "needs `make` to be a function"),
-        ({"make": lambda key: None}, TypeError, r"calls `make\(in_size, out_size, key=key\)`"),
-        ({"make": lambda i, o, key: eqx.nn.Linear(i, 5, key=key)}, ValueError, r"shape \(2,\): a mean .* got \(5,\)"),
-        ({"optimiser": "adam"}, TypeError, "needs `optimiser` to be a function"),
-        ({"learning_rate": -1.0}, ValueError, "`learning_rate`"),
-        ({"early_stopping": "auto"}, TypeError, "needs `early_stopping` to be `True` or `False`"),
-        ({"early_stopping": True, "validation_fraction": 1.0}, ValueError, "rows to train on and rows to validate on"),
-        ({"max_iter": 2.5}, TypeError, "`max_iter`"),
+        ({"make": lambda i, o, key: eqx.nn.Linear(i, 5, key=key)}, ValueError, r"here \(2,\); got \(5,\)"),
+        ({"early_stopping": True, "validation_fraction": 1.0}, ValueError, "test_size"),
+        ({"max_iter": 2.5}, TypeError, "`epochs`"),
     ],
 )
 def test_messages(x, y, small, unhooked, parameters, error, message):
@@ -231,13 +164,16 @@ def test_messages(x, y, small, unhooked, parameters, error, message):
         EnsembleRegressor(**small | parameters).fit(x, y)
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [(-1.0, "`sample_weight` that is not negative, got -1"), (0.0, "non-?zero"), (1e300, "`sample_weight` of at most")],
-)
-def test_messages_of_weights(x, y, small, weights, message):
-    with pytest.raises(ValueError, match=message):
-        EnsembleRegressor(**small).fit(x, y, sample_weight=np.full(len(x), weights))
+@pytest.mark.parametrize("weight", [-1.0, 0.0])
+def test_messages_of_weights(x, y, small, weight):
+    with pytest.raises(ValueError, match=r"(`sample_weight` that is not negative, and non|non-)zero"):
+        EnsembleRegressor(**small).fit(x, y, sample_weight=np.full(len(x), weight))
+
+
+def test_only_ratios_of_weights_matter(x, y, small):
+    weights = np.random.default_rng(0).uniform(1, 2, len(x))
+    fit = lambda weights: EnsembleRegressor(**small).fit(x, y, sample_weight=weights).predict(x)
+    np.testing.assert_allclose(fit(1e300 * weights), fit(weights), rtol=1e-5)
 
 
 def test_the_extra_is_named(monkeypatch):

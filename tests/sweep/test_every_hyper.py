@@ -59,7 +59,12 @@ ALONE = {"cosine length": lambda v: optax.sgd(optax.cosine_decay_schedule(0.05, 
 
 
 def fitted(ensemble, loss, optimiser, **options):
-    return ee.fit(ensemble, loss, optimiser, (X, Y), **OPTIONS, **options)
+    return ee.fit(ensemble, loss, optimiser, (X, Y), **(OPTIONS | options))
+
+
+def fitted_alone(ensemble, i, loss, optimiser):
+    key = ee.member_keys(KEY, 3, purpose="fit")[i : i + 1]
+    return fitted(ensemble[[i]], loss, optimiser, key=key).ensemble
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +77,8 @@ def test_of_the_optimiser(ensemble, name):
     values, optimiser = OPTIMISERS[name]
     run = fitted(ensemble, loss, optimiser, hyper=jnp.asarray(values))
     for i, value in enumerate(values):
-        alone = fitted(ensemble[[i]], loss, ALONE.get(name, optimiser)(value))
-        assert_close(run.ensemble[[i]], alone.ensemble, 1e-5)
+        alone = fitted_alone(ensemble, i, loss, ALONE.get(name, optimiser)(value))
+        assert_close(run.ensemble[[i]], alone, 1e-5)
     assert_differ(run, values)
 
 
@@ -82,18 +87,18 @@ def test_of_the_loss(ensemble):
     run = fitted(ensemble, of_loss, optax.sgd(0.05), hyper={"weight": jnp.asarray(weights)})
     for i, weight in enumerate(weights):
         own = lambda model, batch, key, weight=weight: loss(model, batch, key, weight=weight)
-        assert_close(run.ensemble[[i]], fitted(ensemble[[i]], own, optax.sgd(0.05)).ensemble, 1e-5)
+        assert_close(run.ensemble[[i]], fitted_alone(ensemble, i, own, optax.sgd(0.05)), 1e-5)
     assert_differ(run, weights)
 
 
-def test_of_the_constructor():
+def test_of_the_model(ensemble):
     rates = [0.0, 0.3, 0.6]
-    made = ee.build(lambda key, dropout: Model(dropout, key=key), zip={"dropout": jnp.asarray(rates)}, key=KEY)
-    run = fitted(made, loss, optax.sgd(0.05))
+    with_rate = lambda model, rate: eqx.tree_at(lambda model: model.dropout.p, model, rate)
+    of_rate = lambda model, batch, key, hyper: loss(with_rate(model, hyper["rate"]), batch, key)
+    run = fitted(ensemble, of_rate, optax.sgd(0.05), hyper={"rate": jnp.asarray(rates)})
     for i, rate in enumerate(rates):
-        alone = ee.build(lambda key, rate=rate: Model(rate, key=key), ids=[i], key=KEY)
-        trained = fitted(alone, loss, optax.sgd(0.05)).ensemble
-        assert_close(run.ensemble[[i]].stacked.layer, trained.stacked.layer, 1e-5)
+        own = lambda model, batch, key, rate=rate: loss(with_rate(model, rate), batch, key)
+        assert_close(run.ensemble[[i]], fitted_alone(ensemble, i, own, optax.sgd(0.05)), 1e-5)
     assert_differ(run, rates)
 
 
@@ -131,7 +136,7 @@ def test_of_any_dtype(name, dtype, x64):
         rows = (jnp.ones((4, 3), dtype), jnp.zeros((4, 1), dtype))
         made = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key, dtype=jnp.dtype(dtype)), 2, key=KEY)
         mse = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
-        options = {"steps": 3, "key": KEY, "plan": ee.plan.Sequential(), "shuffle": False}
+        options = {"steps": 3, "key": KEY, "plan": ee.plan.Blocks(1), "shuffle": False}
         hyper = {"value": np.asarray(values)}
         run = ee.fit(made, mse, lambda h: make(h["value"]), rows, hyper=hyper, **options)
         for i, value in enumerate(values):

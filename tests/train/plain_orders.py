@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eqx_ensemble.train.compiled import _order as _permute
+from eqx_ensemble.train import _order as _permute
 
 MASK = 2**32 - 1
 

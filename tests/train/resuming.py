@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 import eqx_ensemble as ee
-from eqx_ensemble.train._texts import digest_of
+from eqx_ensemble.train._program import digest_of
 
 
 def loss(model, batch, key):
@@ -30,7 +30,7 @@ def trainer():
 def digest(run):
     """A digest of everything that a run ends with: weights, optimiser state, best weights, history."""
     history = run.history.loss, run.history.validation
-    return digest_of((run.ensemble.stacked, run.train_state, run.selection, history))
+    return digest_of((run.ensemble.stacked, run.train_state, history))
 
 
 if __name__ == "__main__":

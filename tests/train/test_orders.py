@@ -9,8 +9,8 @@ import pytest
 from scipy import stats
 
 import eqx_ensemble as ee
-from eqx_ensemble.train.compiled import _order as _permute
-from eqx_ensemble.train.compiled._order import RowOrder, permute, split
+from eqx_ensemble.train import _order as _permute
+from eqx_ensemble.train._order import permute, split, stream
 
 from .plain_orders import plain_permutation
 
@@ -138,16 +138,16 @@ def test_fewer_rounds_are_seen(length, rounds, monkeypatch):
 # Orders in runs
 
 
-def test_steps_take_the_parts_of_an_epoch():
-    words = jnp.asarray(words_of(1)[0])
-    order = RowOrder(words, None, num_rows=70, batch_size=32)
-    assert (order.epoch, order.remainder) == (3, 6)
-    for epoch in (0, 4):
-        first = jnp.int32(3 * epoch)
-        seen = [*(order.batch(first + i, last=False) for i in range(2)), order.batch(first + 2, last=True)]
-        np.testing.assert_array_equal(np.concatenate(seen), plain_permutation(words, epoch, 70))
-    beyond = np.asarray(order.batch(jnp.int32(2), last=False))  # a step that is taken back
-    assert ((beyond >= 0) & (beyond < 70)).all()
+@pytest.mark.parametrize(("length", "batch_size"), [(64, 16), (70, 32), (5, 5), (7, 3), (10, 9)])
+def test_batches_are_cut_from_an_endless_stream_of_permutations(length, batch_size):
+    words = jnp.asarray(words_of(1, seed=length)[0])
+    whole = np.concatenate([plain_permutation(words, epoch, length) for epoch in range(20)])
+    steps, shape = 4, {"length": length, "batch_size": batch_size}
+    touched = (steps * batch_size - 1) // length + 2
+    for step in (0, 1, 5, 11):
+        found = stream(words, jnp.int32(step), steps=steps, permutations=touched, **shape)
+        expected = whole[step * batch_size : (step + steps) * batch_size].reshape(steps, batch_size)
+        np.testing.assert_array_equal(found, expected)
 
 
 SEEDS, ROWS, EPOCHS, BATCH, RATE = 50, 100, 4, 10, 0.25

@@ -64,12 +64,12 @@ def test_only_trained_weights_are_projected(ensemble):
 
 @pytest.mark.usefixtures("unhooked")
 def test_wrong_calls(ensemble):
-    with pytest.raises(TypeError, match=r"Wrap the optimiser inside of the function"):
+    with pytest.raises(AttributeError, match="init"):  # of a function of hyper-parameters: wrap what it returns
         ee.train.project(lambda hyper: optax.sgd(hyper), non_negative)
     with pytest.raises(TypeError, match="`fn`"):
         ee.train.project(optax.sgd(0.1), "relu")
-    cut = lambda model: eqx.tree_at(lambda model: model.weight, model, replace_fn=lambda w: w[:1])
-    with pytest.raises(TypeError, match=r"weights by `project` at `\.weight`"):
-        ee.fit(ensemble, loss, ee.train.project(optax.sgd(0.1), cut), (X, Y), steps=1, key=KEY)
     with pytest.raises(ValueError, match="needs the weights"):
         ee.train.project(optax.sgd(0.1), non_negative).update(ensemble[0], optax.EmptyState())
+    wide = ee.train.project(optax.sgd(0.1), lambda params: jax.tree.map(lambda x: x[None], params))
+    with pytest.raises(ValueError, match="keep the shape"):
+        ee.fit(ensemble, loss, wide, (X, Y), steps=1, key=KEY)

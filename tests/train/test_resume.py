@@ -17,13 +17,12 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train import Checkpoint, NotSavedError, Revive, Status
-from eqx_ensemble.train.data._source import decode, encode
-from eqx_ensemble.train.host import _saver as saver_module
-from eqx_ensemble.train.host._loop import Executor, Recording
-from eqx_ensemble.train.host._saver import Saver
+from eqx_ensemble.train import Checkpoint, Status, revive
+from eqx_ensemble.train import _saver as saver_module
+from eqx_ensemble.train._blocks import Crew
+from eqx_ensemble.train._saver import Saver
 
-from ..factories import assert_same, assert_same_where_optimised, grouped
+from ..factories import assert_same, grouped
 
 KEY = jax.random.key(0)
 MEMBERS = 4
@@ -70,53 +69,44 @@ def fitted(begun, *, data=DATA, fn=loss, optimiser=ADAM, **options):
     return ee.fit(begun, fn, optimiser, data, **grouped(defaults | options))
 
 
-def assert_same_run(run, whole, same=assert_same):
-    for part in ("ensemble", "train_state", "selection", "history", "data_state"):
-        same(getattr(run, part), getattr(whole, part))
-    for part in ("status", "stopped_at", "fault", "revived", "best_step", "best_score"):
-        np.testing.assert_array_equal(getattr(run, part), getattr(whole, part))
+def assert_same_run(run, whole):
+    for part in ("ensemble", "state", "train_state", "history"):
+        assert_same(getattr(run, part), getattr(whole, part))
 
 
-def assert_resumes(folder, every, call, same=assert_same):
+def assert_resumes(folder, call, every=1):
     """Every file that a run writes is the beginning of the same run."""
-    whole, path, steps = call(), folder / "all.eqx", []
+    whole, path, done = call(), folder / "all.eqx", []
     save = Saver.save
 
-    def save_and_copy(self, carry, fixed, record, **options):
-        save(self, carry, fixed, record, **options)
-        steps.append(record.steps)
-        shutil.copy(path, folder / f"from-{record.steps}.eqx")
+    def save_and_copy(self, loop):
+        save(self, loop)
+        done.append(loop.done)
+        shutil.copy(path, folder / f"from-{loop.done}.eqx")
 
     with mock.patch.object(Saver, "save", save_and_copy):
-        assert_same_run(call(checkpoint=Checkpoint(path, every=every)), whole, same)
-    assert len(steps) > 1
-    for step in steps[:-1]:
-        one = Checkpoint(folder / f"from-{step}.eqx", every=every)
-        assert_same_run(call(checkpoint=one), whole, same)
-    return steps
+        assert_same_run(call(checkpoint=Checkpoint(path, every=every)), whole)
+    assert len(done) > 1
+    for step in done[:-1]:
+        assert_same_run(call(checkpoint=Checkpoint(folder / f"from-{step}.eqx", every=every)), whole)
 
 
 OPTIONS = {
     "steps": {"steps": 23},
-    "epochs": {"epochs": 4},
     "validation": {"epochs": 4, "validation": DATA, "patience": 2},
     "validation, ends within an epoch": {"steps": 21, "validation": DATA},
     "aux": {"epochs": 4, "fn": loss_with_aux, "has_aux": True},
+    "means": {"epochs": 4, "fn": loss_with_aux, "has_aux": True, "history": "epochs"},
     "own rows": {"epochs": 4, "rows": ROWS},
-    "one order": {"epochs": 4, "shuffle": "shared"},
+    "one order": {"epochs": 4, "shuffle": False},
     "members stop": {"epochs": 4, "stop": ee.train.Stopping(steps=np.array([3, 9, 14, 99]))},
     "diverging": {"epochs": 4, "optimiser": by_lr, "hyper": LRS},
-    "reviving": {"epochs": 4, "optimiser": by_lr, "hyper": LRS, "on_diverge": Revive(most=2)},
-    "one by one": {"epochs": 3, "plan": ee.plan.Sequential()},
-    "one by one, step by step": {"steps": 9, "plan": ee.plan.Sequential(), "scan": False},
-    "chunks": {"epochs": 3, "plan": ee.plan.Chunked(2)},
+    "reviving": {"epochs": 4, "optimiser": by_lr, "hyper": LRS, "callbacks": revive()},
+    "one by one": {"epochs": 3, "plan": ee.plan.Blocks(1)},
     "lbfgs": {"steps": 9, "optimiser": optax.lbfgs(), "shuffle": False},
     "noise": {"steps": 20, "optimiser": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(5)), optax.sgd(0.01))},
 }
-
-
 QUICK = ("steps", "validation", "members stop", "reviving")
-CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in OPTIONS]
 
 
 class TestTheSameCallGoesOn:
@@ -125,21 +115,17 @@ class TestTheSameCallGoesOn:
         "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in OPTIONS]
     )
     def test_from_every_checkpoint(self, ensemble, tmp_path, name):
-        steps = assert_resumes(tmp_path, 5, lambda **more: fitted(ensemble, **OPTIONS[name], **more))
-        assert all(0 <= step % 5 <= 1 for step in steps[:-1])
+        assert_resumes(tmp_path, lambda **more: fitted(ensemble, **OPTIONS[name], **more))
 
     @pytest.mark.slow
     def test_of_stateful_members(self, tmp_path):
-        def make(key):
-            return eqx.nn.MLP(3, 1, 4, 1, key=key), eqx.nn.BatchNorm(1, "batch", mode="batch")
-
         class Model(eqx.Module):
             linear: eqx.nn.Linear
             norm: eqx.nn.BatchNorm
 
             def __init__(self, key):
                 self.linear = eqx.nn.Linear(3, 1, key=key)
-                self.norm = eqx.nn.BatchNorm(1, "batch", mode="batch")
+                self.norm = eqx.nn.BatchNorm(1, "batch", mode="ema")
 
             def __call__(self, x, state):
                 return self.norm(self.linear(x), state)
@@ -150,28 +136,45 @@ class TestTheSameCallGoesOn:
             return jnp.mean((out[:, 0] - y) ** 2), state
 
         ensemble, state = ee.build(eqx.nn.make_with_state(Model), MEMBERS, key=KEY)
-        assert_resumes(tmp_path, 4, lambda **more: fitted(ensemble, fn=loss, state=state, epochs=2, **more))
+        call = lambda **more: fitted(ensemble, fn=loss, state=state, epochs=3, validation=DATA, **more)
+        assert_resumes(tmp_path, call)
 
     @pytest.mark.slow
     def test_of_a_continued_run(self, ensemble, tmp_path):
         before = fitted(ensemble, steps=7, validation=DATA)
-        assert_resumes(tmp_path, 5, lambda **more: fitted(before, steps=16, validation=DATA, **more))
+        assert_resumes(tmp_path, lambda **more: fitted(before, steps=16, validation=DATA, **more))
 
     @pytest.mark.slow
     def test_of_ones_own_state(self, ensemble, tmp_path):
         state = ee.train.init(ensemble, ADAM, key=KEY)
-        assert_resumes(tmp_path, 5, lambda **more: fitted(state, steps=16, **more))
+        assert_resumes(tmp_path, lambda **more: fitted(state, steps=16, **more))
 
-    def test_with_members_out_of_the_arrays(self, tmp_path):
+    @pytest.mark.slow
+    def test_of_long_epochs(self, ensemble, tmp_path, monkeypatch):
+        """An epoch of three parts, which are saved too."""
+        monkeypatch.setattr("eqx_ensemble.train._fit._LONGEST_PART", 2)
+        monkeypatch.setattr(Saver, "offer", lambda self, loop, *, ends: self.save(loop))
+        assert_resumes(tmp_path, lambda **more: fitted(ensemble, epochs=3, validation=DATA, **more))
+
+    @pytest.mark.slow
+    def test_of_blocks_of_which_members_leave(self, tmp_path):
         members = 16
         ensemble = ee.build(make, members, key=KEY)
-        limits = np.where(np.arange(members) < 12, 6, 40)
-        call = lambda **more: fitted(ensemble, steps=40, stop=ee.train.Stopping(steps=limits), **more)
-        assert_resumes(tmp_path, 10, call, assert_same_where_optimised)
+        limits = ee.train.Stopping(steps=np.where(np.arange(members) < 12, 6, 30))
+        assert_resumes(tmp_path, lambda **more: fitted(ensemble, steps=30, stop=limits, **more), every=2)
+
+    @pytest.mark.slow
+    def test_of_a_callback_that_changes_the_state(self, ensemble, tmp_path):
+        def halve(state):
+            return eqx.tree_at(lambda state: state.hyper["lr"], state, state.hyper["lr"] / 2)
+
+        rates = {"lr": jnp.array([1e-3, 1e-2, 1e-1, 1e-2])}
+        options = {"optimiser": by_lr, "hyper": rates, "epochs": 5, "callbacks": ee.train.every(2, halve)}
+        assert_resumes(tmp_path, lambda **more: fitted(ensemble, **options, **more))
 
     def test_after_what_is_finished(self, ensemble, tmp_path, monkeypatch):
         whole = fitted(ensemble, epochs=3, checkpoint=tmp_path / "a")
-        monkeypatch.delattr(Executor, "call")  # no step is made
+        monkeypatch.delattr(Crew, "call")  # no step is made
         assert_same_run(fitted(ensemble, epochs=3, checkpoint=tmp_path / "a"), whole)
 
     def test_where_all_had_stopped(self, ensemble, tmp_path):
@@ -183,20 +186,19 @@ class TestTheSameCallGoesOn:
         longer = fitted(ensemble, epochs=4, validation=DATA, checkpoint=tmp_path / "a")
         assert_same_run(longer, fitted(ensemble, epochs=4, validation=DATA))
 
-    def test_after_ctrl_c(self, ensemble, tmp_path, interruptible, monkeypatch):
+    def test_after_ctrl_c(self, ensemble, tmp_path, monkeypatch, interruptible):
         whole = fitted(ensemble, epochs=6)
         with monkeypatch.context() as patched:
-            record = Recording.report
+            call = Crew.call
 
-            def report(self, steps, members):
-                record(self, steps, members)
-                if self.record.steps >= 10:
-                    signal.raise_signal(signal.SIGINT)
+            def interrupted(self, fn, items):
+                signal.raise_signal(signal.SIGINT)
+                return call(self, fn, items)
 
-            patched.setattr(Recording, "report", report)
-            part = fitted(ensemble, epochs=6, checkpoint=Checkpoint(tmp_path / "a", every=5))
+            patched.setattr(Crew, "call", interrupted)
+            part = fitted(ensemble, epochs=6, checkpoint=tmp_path / "a")
         assert part.interrupted
-        assert 10 <= part.history.loss.shape[1] < whole.history.loss.shape[1]
+        assert part.history.loss.shape[1] == 6
         assert_same_run(fitted(ensemble, epochs=6, checkpoint=tmp_path / "a"), whole)
 
     def test_what_was_raised_is_raised_again(self, ensemble, tmp_path):
@@ -213,34 +215,7 @@ class TestTheSameCallGoesOn:
         spent = meta["fit"]["seconds"]
         run = fitted(ensemble, steps=10_000, checkpoint=tmp_path / "a", stop=ee.train.Stopping(seconds=spent))
         assert run.status.tolist() == [Status.STOPPED] * MEMBERS
-        assert (run.stopped_at < 5 + 64).all()
-
-
-class Stateful:
-    """Batches that report their position, drawn by a generator that is not restarted at each epoch."""
-
-    def __init__(self):
-        self._generator = np.random.default_rng(3)
-        self._left = None
-
-    def __iter__(self):
-        self._left = 5 if self._left is None else self._left
-        return self
-
-    def __next__(self):
-        if self._left == 0:
-            self._left = None
-            raise StopIteration
-        self._left -= 1
-        rows = self._generator.integers(0, len(X), 8)
-        return X[rows], DATA[1][rows]
-
-    def get_state(self):
-        return {"left": self._left, "generator": self._generator.bit_generator.state}
-
-    def set_state(self, state):
-        self._left = state["left"]
-        self._generator.bit_generator.state = state["generator"]
+        assert (run.stopped_at < 6 * 100).all()
 
 
 def listed():
@@ -255,70 +230,22 @@ def endless():
 
 
 class TestOverBatches:
-    @pytest.mark.parametrize("batches", [listed, Stateful])
-    def test_for_epochs(self, ensemble, tmp_path, batches):
-        assert_resumes(tmp_path, 3, lambda **more: fitted(ensemble, data=batches(), epochs=3, validation=DATA, **more))
+    """The batches of the steps that are done are iterated again, and skipped."""
 
-    @pytest.mark.parametrize("batches", [listed, Stateful, endless])
-    def test_for_steps(self, ensemble, tmp_path, batches):
-        assert_resumes(tmp_path, 3, lambda **more: fitted(ensemble, data=batches(), steps=12, **more))
+    def test_for_epochs(self, ensemble, tmp_path):
+        assert_resumes(tmp_path, lambda **more: fitted(ensemble, data=listed(), epochs=3, validation=DATA, **more))
 
-    def test_a_continued_run(self, ensemble, tmp_path):
-        before = fitted(ensemble, data=Stateful(), steps=7)
-        assert before.data_state["left"] == 3
-        assert_resumes(tmp_path, 3, lambda **more: fitted(before, data=Stateful(), steps=11, **more))
-
-    def test_other_batches_than_before(self, ensemble, tmp_path):
-        fitted(ensemble, data=endless(), steps=6, checkpoint=tmp_path / "a")
-        others = endless()
-        next(others)
-        with pytest.raises(ValueError, match="the iterable gives other batches than it gave before"):
-            fitted(ensemble, data=others, steps=9, checkpoint=tmp_path / "a")
-
-    def test_fewer_batches_than_before(self, ensemble, tmp_path):
-        fitted(ensemble, data=listed(), steps=4, checkpoint=tmp_path / "a")
-        with pytest.raises(ValueError, match="the iterable gives other batches than it gave before"):
-            fitted(ensemble, data=listed()[:2], steps=9, checkpoint=tmp_path / "a")
+    @pytest.mark.parametrize("batches", [listed, endless])
+    def test_for_steps(self, ensemble, tmp_path, batches, monkeypatch):
+        monkeypatch.setattr("eqx_ensemble.train._fit._LONGEST_PART", 4)
+        monkeypatch.setattr(Saver, "offer", lambda self, loop, *, ends: self.save(loop))
+        assert_resumes(tmp_path, lambda **more: fitted(ensemble, data=batches(), steps=11, **more))
 
     def test_batches_of_another_shape(self, ensemble, tmp_path):
-        fitted(ensemble, data=listed(), steps=4, checkpoint=tmp_path / "a")
+        fitted(ensemble, data=listed(), steps=5, checkpoint=tmp_path / "a")
         smaller = [(x[:4], y[:4]) for x, y in listed()]
-        with pytest.raises(ValueError, match=r"`batch`: saved \[0\] float32\[8,3\], \[1\] float32\[8\], now"):
-            fitted(ensemble, data=smaller, steps=9, checkpoint=tmp_path / "a")
-
-    def test_a_place_that_cannot_be_saved(self, ensemble, tmp_path):
-        class Odd(Stateful):
-            def get_state(self):
-                return {"where": [object()]}
-
-        with pytest.raises(TypeError, match=re.escape("its state at `['where'][0]` is")):
-            fitted(ensemble, data=Odd(), steps=4, checkpoint=Checkpoint(tmp_path / "a", every=1))
-
-
-class TestPlaces:
-    @pytest.mark.parametrize(
-        "state",
-        [
-            None, 3, "a", 0.5, True, b"\x00\xff", (1, (2, "b")), [1, [2]], {"a": {"b": [1, (2,)]}},
-            {3: "x", (1, 2): b"y"}, {"": "an empty name"}, 2**100,
-        ],
-    )  # fmt: skip
-    def test_are_restored_exactly(self, state):
-        assert decode(encode(state)) == state
-        assert repr(decode(encode(state))) == repr(state)
-
-    def test_arrays(self):
-        array = np.arange(6, dtype=np.uint64).reshape(2, 3)
-        back = decode(encode({"generator": array}))["generator"]
-        assert back.dtype == array.dtype
-        np.testing.assert_array_equal(back, array)
-
-    def test_tensors(self):
-        torch = pytest.importorskip("torch")
-        state = torch.Generator().manual_seed(3).get_state()
-        back = decode(encode(state))
-        assert isinstance(back, torch.Tensor)
-        assert torch.equal(back, state)
+        with pytest.raises(ValueError, match="`loss`: saved"):
+            fitted(ensemble, data=smaller, steps=10, checkpoint=tmp_path / "a")
 
 
 @pytest.fixture(scope="module")
@@ -339,13 +266,15 @@ class TestAnotherCallIsRefused:
             ({"data": (X + 1, DATA[1]), "batch_size": 8}, "data[0]"),
             ({"validation": (X, DATA[1] + 1)}, "validation[1]"),
             ({"batch_size": 4}, "batch_size"),
-            ({"shuffle": "shared"}, "shuffle"),
+            ({"shuffle": False}, "shuffle"),
             ({"rows": ROWS}, "rows"),
             ({"patience": 4}, "patience"),
             ({"min_delta": 0.1}, "min_delta"),
             ({"target": 0.1}, "stop.target"),
             ({"stop": ee.train.Stopping(steps=[1, 2, 3, 4])}, "stop.steps"),
-            ({"on_diverge": "revive"}, "on_diverge"),
+            ({"on_diverge": "raise"}, "on_diverge"),
+            ({"history": "epochs"}, "history"),
+            ({"trainable": lambda x: eqx.is_inexact_array(x) and x.ndim == 1}, "loss"),
             ({"key": jax.random.key(1)}, "key"),
         ],
     )
@@ -379,7 +308,6 @@ class TestAnotherCallIsRefused:
             fitted(ensemble, fn=weighted(np.full(3, 2, np.float32)), steps=5, checkpoint=tmp_path / "a")
 
     def test_a_global_that_has_changed_since_it_was_compiled(self, ensemble, tmp_path, monkeypatch):
-        """The program recorded in the checkpoint is the one that ran: another process resumes with it."""
         before = fitted(ensemble, fn=weighted, steps=5).history.loss
         monkeypatch.setitem(globals(), "WEIGHT", 2.0)
         run = fitted(ensemble, fn=weighted, steps=5, checkpoint=tmp_path / "a")
@@ -399,7 +327,7 @@ class TestAnotherCallIsRefused:
             call([1e-3, 1e-2, 1e-3, 2e-4])
 
     def test_fewer_steps_than_are_done(self, ensemble, folder):
-        with pytest.raises(ValueError, match="10 steps are done, and the call asks for 9 in all"):
+        with pytest.raises(ValueError, match=r"has done 10 steps in .*, which is more than this call asks for"):
             fitted(ensemble, steps=9, validation=DATA, patience=3, checkpoint=folder)
 
     def test_a_file_of_something_else(self, ensemble, tmp_path):
@@ -418,41 +346,19 @@ class TestAnotherCallIsRefused:
             fitted(ensemble, min_delta=0.5, **(options | {"checkpoint": folder}))
 
 
-class TestOptions:
-    @pytest.mark.parametrize(
-        ("checkpoint", "error", "message"),
-        [
-            (3, TypeError, "needs `checkpoint` to be a path"),
-            (Checkpoint(""), ValueError, "needs `checkpoint` to be a path"),
-            (Checkpoint("a", every=0), ValueError, "needs `every`"),
-        ],
-    )
-    def test_that_make_no_sense(self, ensemble, tmp_path, monkeypatch, checkpoint, error, message, unhooked):
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(error, match=message):
-            fitted(ensemble, steps=4, checkpoint=checkpoint)
-        assert not list(tmp_path.iterdir())
-
+class TestWhenItIsSaved:
     def test_a_minute_without_every(self, ensemble, tmp_path, monkeypatch):
         with mock.patch.object(Saver, "save", autospec=True, side_effect=Saver.save) as saves:
             fitted(ensemble, steps=300, checkpoint=tmp_path / "a")
         assert saves.call_count == 1
         monkeypatch.setattr(saver_module, "_SECONDS_BETWEEN", 0.0)
-        monkeypatch.setattr("eqx_ensemble.train.host._loop._SECONDS_PER_CHUNK", 0.0)  # whose end is a checkpoint
+        monkeypatch.setattr("eqx_ensemble.train._loop._LONGEST_CALL", 0.0)
         with mock.patch.object(Saver, "save", autospec=True, side_effect=Saver.save) as saves:
             fitted(ensemble, steps=300, checkpoint=tmp_path / "b")
         assert saves.call_count > 1
 
-    @pytest.mark.filterwarnings("ignore:.*diverged")
-    def test_a_save_that_is_due_before_the_first_step(self, ensemble, tmp_path, monkeypatch):
-        """A member diverges in the first chunk, which is then run in parts, and compiling took a minute."""
-        monkeypatch.setattr(saver_module, "_SECONDS_BETWEEN", 0.0)
-        rates = {"lr": jnp.array([1e-2, 1e-2, 1e-2, 1e30])}
-        call = lambda **more: fitted(ensemble, optimiser=lambda h: optax.sgd(h["lr"]), hyper=rates, steps=8, **more)
-        assert_same_run(call(checkpoint=tmp_path / "a"), call())
-
     def test_only_one_run_at_a_time(self, ensemble, tmp_path):
-        def begin_again(progress):
+        def begin_again(state):
             with pytest.raises(BlockingIOError, match="Another run uses it"):
                 fitted(ensemble, steps=20, checkpoint=tmp_path / "a")
 
@@ -472,29 +378,28 @@ class TestNothingIsLost:
 
     def test_a_disk_that_is_full(self, ensemble, tmp_path, monkeypatch):
         whole = fitted(ensemble, steps=20)
-        checkpoint = Checkpoint(tmp_path / "a", every=5)
+        checkpoint = Checkpoint(tmp_path / "a", every=1)
         save = saver_module.save
 
         def full(path, tree, *, meta):
-            if meta["fit"]["step"] > 6:
+            if meta["fit"]["done"] > 6:
                 raise OSError(28, "No space left on device")
             save(path, tree, meta=meta)
 
         with monkeypatch.context() as patched:
             patched.setattr(saver_module, "save", full)
-            with pytest.raises(NotSavedError, match="No space left on device") as caught:
+            with pytest.raises(OSError, match="No space left on device") as caught:
                 fitted(ensemble, steps=20, checkpoint=checkpoint)
         part = caught.value.run
-        assert caught.value.errno == 28
-        assert 5 < part.history.loss.shape[1] < 20
+        assert part.history.loss.shape[1] == 12
         np.testing.assert_array_equal(part.history.loss, whole.history.loss[:, : part.history.loss.shape[1]])
-        assert ee.contents(tmp_path / "a").meta["fit"]["step"] in (5, 6)  # of the chunk, or of the epoch
+        assert saved_step(tmp_path / "a") == 6
         assert_same_run(fitted(ensemble, steps=20, checkpoint=checkpoint), whole)
 
     def test_a_last_save_that_fails(self, ensemble, tmp_path, monkeypatch):
         whole = fitted(ensemble, steps=20)
         monkeypatch.setattr(saver_module, "save", mock.Mock(side_effect=OSError(28, "No space left on device")))
-        with pytest.raises(NotSavedError) as caught:
+        with pytest.raises(OSError, match="No space left") as caught:
             fitted(ensemble, steps=20, checkpoint=tmp_path / "a")
         assert_same_run(caught.value.run, whole)
 
@@ -507,7 +412,7 @@ class TestNothingIsLost:
 
 def saved_step(path):
     """The last step in a file that another process replaces."""
-    return ee.contents(path).meta["fit"]["step"] if path.exists() else 0
+    return ee.contents(path).meta["fit"]["done"] if path.exists() else 0
 
 
 @pytest.mark.slow

@@ -26,8 +26,6 @@ def same_arrays(got, expected, **tolerance):
 @pytest.mark.parametrize("tau", [0.005, np.float32(0.25), 1, jnp.float32(0.3)])
 def test_members_move_as_alone(tau):
     got = ee.tree.polyak(OLD, NEW, tau)
-    np.testing.assert_array_equal(got.ids, OLD.ids)
-    assert got.ids.dtype == OLD.ids.dtype
     for i in range(3):
         old, new = (eqx.filter(x[i], eqx.is_inexact_array) for x in (OLD, NEW))
         # One rounding of a fused multiply and add, relative to sums that may be smaller than their two terms.
@@ -66,15 +64,6 @@ def test_it_moves_inside_jit_and_has_gradients():
 
 
 BAD = {
-    "other members": (
-        lambda: ee.tree.polyak(OLD, NEW[[2, 0, 1]], 0.1),
-        "MemberMismatchError: `tree.polyak` needs the same members in both trees; at `<root>.ids`: "
-        "expected [0, 1, 2], got [2, 0, 1].\nTake the members in one order first: `ensemble[positions]`.",
-    ),
-    "fewer members": (
-        lambda: ee.tree.polyak(OLD, NEW[:2], 0.1),
-        "at `<root>.ids`: expected [0, 1, 2], got [0, 1].\nTake the members in one order first",
-    ),
     "another dtype": (
         lambda: ee.tree.polyak(jnp.ones(2), jnp.ones(2, jnp.bfloat16), 0.1),
         "MemberMismatchError: `tree.polyak` needs trees that differ only in their arrays; `new` differs "

@@ -45,7 +45,6 @@ WEIGHTED = {
 }
 # Samples depend on their number of members; the others have no weights.
 OTHERS = {
-    combine.streaming,
     uncertainty.sample_gaussian_mixture,
     uncertainty.sample_class_mixture,
     uncertainty.entropy,

@@ -1,5 +1,5 @@
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
@@ -7,20 +7,12 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Key
+from jaxtyping import Array
 
-from ... import _keys
-from ..._axes import strip_weak_types
 from ..._caller import caller
-from ..._check import (
-    MemberMismatchError,
-    check_function,
-    check_number,
-    check_optional_function,
-    check_positive_int,
-    check_sequence,
-)
-from ..._ensemble import Ensemble, mark_numbers
+from ..._check import check_function, check_number, check_optional_function, check_positive_int
+from ..._ensemble import Ensemble
+from ..._keys import member_keys
 from ..._pytree import PyTree
 from .._layers import (
     AbstractSubstitute,
@@ -41,18 +33,14 @@ M = TypeVar("M", bound=eqx.Module)
 
 
 class LowRank(AbstractSubstitute):
-    """A frozen layer plus a product of two small matrices: `W x + scale * up (down x)`.
+    """A frozen layer plus a product of two small matrices: `W x + scale * up (down x)`."""
 
-    `kept` is the mask of the columns within a member's own rank; `None` if all members have one rank.
-    """
-
-    own: ClassVar[tuple[str, ...]] = ("down", "up", "kept", "scale")
+    own: ClassVar[tuple[str, ...]] = ("down", "up")
     layer: Any
     bias: Any
     down: Any
     up: Any
-    kept: Any
-    scale: Any
+    scale: float = eqx.field(static=True)
 
     def __call__(self, x: Any, *, key: Any = None) -> Array:
         """The output in the dtype of the frozen layer; the matrices are multiplied in theirs."""
@@ -66,9 +54,7 @@ class LowRank(AbstractSubstitute):
 
     def change(self, hidden: Array) -> Array:
         """The scaled product of `up` and `hidden`, whose leading axis is the rank."""
-        if self.kept is not None:
-            hidden = hidden * align(self.kept, hidden.ndim).astype(hidden.dtype)
-        return jnp.asarray(self.scale).astype(hidden.dtype) * jnp.tensordot(self.up, hidden, axes=1)
+        return self.scale * jnp.tensordot(self.up, hidden, axes=1)
 
     def dense(self, index: int) -> Any:
         """The layer with the product added to its weight."""
@@ -118,42 +104,41 @@ def add_bias(y: Array, bias: Any) -> Array:
 
 def low_rank(
     model: M,
-    num_members: Any,
+    num_members: int,
     *,
-    rank: int | Sequence[int],
+    rank: int,
     where: Select = None,
-    scale: float | Sequence[float] = 1.0,
+    scale: float = 1.0,
     full: Select = None,
     key: Any,
 ) -> Ensemble[M]:
     r"""LoRA: members that share a frozen base model, and differ by a low-rank change of some weights.
 
     A layer computes $W x + b + s B A x$. $A$, `(rank, in)`, is drawn as by `equinox.nn.Linear`, $B$, `(out, rank)`,
-    is zero: at first every member equals the base. $W$ and all other arrays of the base are in `ensemble.shared`, once
-    for all members; training, its optimiser state and [`eqx_ensemble.save`][]`(..., shared=False)` hold the matrices
-    only. Convolutions have an $A$ of their own kernel size.
+    is zero: at first every member equals the base. $W$ and all other arrays of the base are shared, once for all
+    members; the optimiser has a state for the matrices only. Convolutions have an $A$ of their own kernel size.
 
     **Arguments:**
 
     - `model`: the trained base. Its own randomness, such as dropout, stays: `equinox.nn.inference_mode` stops it.
-    - `num_members`: the number of members, or their ids `(members,)`.
-    - `rank`: of the change, or one per member. Of a smaller rank the other columns are masked.
+    - `num_members`: the number of members.
+    - `rank`: of the change.
     - `where`: the layers: a function that returns nodes, as in `equinox.tree_at`, or a type such as
         `equinox.nn.MultiheadAttention`; of other Modules than layers, all layers inside. By default all layers.
-    - `scale`: $s$, often `alpha / rank`; or one per member. A constant in training.
+    - `scale`: $s$, often `alpha / rank`.
     - `full`: nodes, selected as by `where`, of which each member trains a copy, such as a new head.
-    - `key`: the root key. The matrices of a member are drawn from it and the member's id.
+    - `key`: one key, or one per member `(members,)`, from which the matrices are drawn.
 
     **Returns:** the ensemble. Matrices are at least float32, whatever the dtype of the base.
 
     **Raises:** `TypeError` for an ensemble, and for layers that are neither linear nor convolutions; `ValueError` for
-    tied weights, grouped convolutions and counts that disagree.
+    tied weights and grouped convolutions.
 
     ```python
     base = eqx.nn.MLP(10, 3, 64, 2, key=key)  # trained before
     ensemble = ee.methods.adapters.low_rank(base, 8, rank=4, key=key)
     ensemble.stacked.layers[1].down.shape  # (8, 4, 64)
-    ensemble.shared.layers[1].layer.weight.shape  # (64, 64), once
+    ensemble.stacked.layers[1].layer.weight.shape  # (64, 64), once
     ee.methods.adapters.merge(ensemble[3])  # an ordinary MLP
     ```
 
@@ -161,31 +146,24 @@ def low_rank(
         [Hu et al. 2022](https://arxiv.org/abs/2106.09685); ensembles: [Wang et al.
         2023](https://arxiv.org/abs/2310.00035)
     """
-    ids, find, layers, copied = _prepare(model, num_members, where, full)
+    find, layers, copied = _prepare(model, where, full)
     for layer in layers:
         check_groups(layer)
-    ranks = np.array(_per_member(rank, "rank", check_positive_int, len(ids)))
-    factors = jnp.asarray(_per_member(scale, "scale", check_number, len(ids)), jnp.result_type(float))
-    keys = _keys.member_keys(key, ids, purpose="low_rank")
+    rank, scale = check_positive_int(rank, "rank"), check_number(scale, "scale")
+    keys = member_keys(key, num_members, purpose="low_rank")
     new = []
     for i, layer in enumerate(layers):
-        own = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, i)
-        new.append(_add_low_rank(layer, own, ranks, factors))
-    return _as_ensemble(model, ids, copied, find, new, numbers=factors)
+        shape, dtype = layer.weight.shape, _own_dtype(layer)
+        limit = 1 / math.sqrt(max(1, math.prod(shape[1:])))
+        draw = lambda key, i=i, shape=shape, dtype=dtype, limit=limit: jax.random.uniform(
+            jax.random.fold_in(key, i), (rank, *shape[1:]), dtype, -limit, limit
+        )
+        up = jnp.zeros((num_members, shape[0], rank), dtype)
+        new.append(LowRank(with_weights(layer, layer.weight, None), layer.bias, jax.vmap(draw)(keys), up, scale))
+    return _as_ensemble(model, num_members, copied, find, new)
 
 
-def _add_low_rank(layer: Any, keys: Key[Array, " members"], ranks: np.ndarray, scale: Array) -> LowRank:
-    """The layer with matrices for all members, whose draws do not depend on the ranks of others."""
-    shape, most = layer.weight.shape, int(ranks.max())
-    dtype, limit = _own_dtype(layer), 1 / math.sqrt(max(1, math.prod(shape[1:])))
-    draw = lambda key, row: jax.random.uniform(jax.random.fold_in(key, row), shape[1:], dtype, -limit, limit)
-    down = jax.vmap(lambda key: jax.vmap(lambda row: draw(key, row))(jnp.arange(most)))(keys)
-    kept = None if (ranks == most).all() else jnp.asarray(np.arange(most) < ranks[:, None])
-    up = jnp.zeros((len(ranks), shape[0], most), dtype)
-    return LowRank(with_weights(layer, layer.weight, None), layer.bias, down, up, kept, scale)
-
-
-def scales(model: M, num_members: Any, *, where: Select = None, full: Select = None) -> Ensemble[M]:
+def scales(model: M, num_members: int, *, where: Select = None, full: Select = None) -> Ensemble[M]:
     r"""IA3: members that share a frozen base model, and multiply the outputs of some layers by factors of their own.
 
     A layer computes $l \circ (W x + b)$, with one factor per output feature or channel, at first 1. The authors scale
@@ -205,15 +183,15 @@ def scales(model: M, num_members: Any, *, where: Select = None, full: Select = N
     ??? cite
         [Liu et al. 2022](https://arxiv.org/abs/2205.05638)
     """
-    ids, find, layers, copied = _prepare(model, num_members, where, full)
+    find, layers, copied = _prepare(model, where, full)
     new = []
     for layer in layers:
-        factors = jnp.ones((len(ids), layer.weight.shape[0]), _own_dtype(layer))
+        factors = jnp.ones((num_members, layer.weight.shape[0]), _own_dtype(layer))
         new.append(Scale(with_weights(layer, layer.weight, None), layer.bias, factors))
-    return _as_ensemble(model, ids, copied, find, new)
+    return _as_ensemble(model, num_members, copied, find, new)
 
 
-def bias_only(model: M, num_members: Any, *, where: Select = None, full: Select = None) -> Ensemble[M]:
+def bias_only(model: M, num_members: int, *, where: Select = None, full: Select = None) -> Ensemble[M]:
     """BitFit: members that share a frozen base model, except for the biases, of which each trains a copy.
 
     A bias is a floating-point array that is a field `bias`, also of normalisations. The members are ordinary models.
@@ -232,16 +210,16 @@ def bias_only(model: M, num_members: Any, *, where: Select = None, full: Select 
     ??? cite
         [Ben Zaken et al. 2022](https://arxiv.org/abs/2106.10199)
     """
-    ids = _check_base(model, num_members)
+    _check_base(model)
     is_bias = lambda path, chosen: chosen and path[-1:] == (jtu.GetAttrKey("bias"),)
     chosen = jtu.tree_map_with_path(is_bias, _flags(model, (lambda tree: tree) if where is None else where, "where"))
     if not any(jax.tree.leaves(chosen)):
         raise ValueError(f"`{caller()}` finds no floating-point array in a field `bias`: this model has none there.")
     also = _flags(model, full, "full")
-    return _as_ensemble(model, ids, jax.tree.map(lambda a, b: a or b, chosen, also))
+    return _as_ensemble(model, num_members, jax.tree.map(lambda a, b: a or b, chosen, also))
 
 
-def layers_only(model: M, num_members: Any, *, where: Callable[[Any], Any] | type) -> Ensemble[M]:
+def layers_only(model: M, num_members: int, *, where: Callable[[Any], Any] | type) -> Ensemble[M]:
     """Partial fine-tuning: members that share a frozen base model, except for some nodes, of which each trains a copy.
 
     **Arguments:**
@@ -255,16 +233,16 @@ def layers_only(model: M, num_members: Any, *, where: Callable[[Any], Any] | typ
     ensemble.stacked.layers[-1].weight.shape  # (8, 3, 64)
     ```
     """
-    ids = _check_base(model, num_members)
+    _check_base(model)
     check_function(where, "where", example="lambda model: model.layers[-1]")
-    return _as_ensemble(model, ids, _flags(model, where, "where"))
+    return _as_ensemble(model, num_members, _flags(model, where, "where"))
 
 
 def merge(model: M) -> M:
     """Returns an ordinary model that equals one member, with adapted layers replaced by layers of the base's types.
 
-    Predictions agree up to rounding. For all members, `ensemble.map(merge)` is an ensemble of full copies; average
-    that, as the product of averaged matrices is not the average of the products.
+    Predictions agree up to rounding. For all members, `map_members(merge)(ensemble)` is an ensemble of full copies;
+    average that, as the product of averaged matrices is not the average of the products.
 
     **Arguments:**
 
@@ -281,41 +259,39 @@ def merge(model: M) -> M:
     if isinstance(model, Ensemble):
         raise TypeError(
             f"`{caller()}` merges one member, got an `Ensemble`.\nMerge one, `merge(ensemble[3])`, or all, into full "
-            "copies: `ensemble.map(merge)`."
+            "copies: `map_members(merge)(ensemble)`."
         )
     check_module(model)
     is_adapter = lambda x: isinstance(x, LowRank | Scale)
     return jax.tree.map(lambda x: x.dense(0) if is_adapter(x) else x, model, is_leaf=is_adapter)
 
 
-def _prepare(model: Any, num_members: Any, where: Select, full: Select) -> tuple[Any, Any, list[Any], PyTree]:
-    """The ids, a function that finds the layers to convert, these layers, and flags of the arrays to copy."""
-    ids, copied = _check_base(model, num_members), _flags(model, full, "full")
+def _prepare(model: Any, where: Select, full: Select) -> tuple[Any, list[Any], PyTree]:
+    """A function that finds the layers to convert, these layers, and flags of the arrays to copy."""
+    _check_base(model)
+    copied = _flags(model, full, "full")
     find_all, layers = select_layers(model, where)
     check_known(layers)
     kept = [not layer.weight for layer in find_all(copied)]
     if not any(kept):
         raise ValueError(f"`{caller()}` has no layer to adapt: `full` selects all of them.")
     find = lambda tree: [x for x, keep in zip(find_all(tree), kept, strict=True) if keep]
-    return ids, find, find(model), copied
+    return find, find(model), copied
 
 
-def _check_base(model: Any, num_members: Any) -> Any:
-    """Raises unless `model` is one ordinary Module. Returns the members' ids."""
+def _check_base(model: Any) -> None:
+    """Raises unless `model` is one ordinary Module."""
     if isinstance(model, Ensemble):
         raise TypeError(
             f"`{caller()}` adapts one trained model, got an `Ensemble`.\nPass a member, `ensemble[0]`, or the average, "
             "`average_parameters(ensemble)`."
         )
     check_module(model)
-    nodes = jax.tree.leaves(model, is_leaf=lambda x: is_substitute(x) or isinstance(x, Ensemble))
-    if any(is_substitute(x) or isinstance(x, Ensemble) for x in nodes):
+    if any(map(is_substitute, jax.tree.leaves(model, is_leaf=is_substitute))):
         raise TypeError(
-            f"`{caller()}` needs a model without adapters or sub-members; a part of this one has some already.\nFor "
-            "new adapters on a member, merge it first: `merge(ensemble[3])`."
+            f"`{caller()}` needs a model without adapters; a part of this one has some already.\nMerge a member "
+            "first: `merge(ensemble[3])`."
         )
-    is_count = not isinstance(num_members, Iterable | jax.Array)
-    return _keys.member_ids(check_positive_int(num_members, "num_members") if is_count else num_members)
 
 
 def _flags(model: Any, where: Select, argument: str) -> PyTree:
@@ -324,38 +300,22 @@ def _flags(model: Any, where: Select, argument: str) -> PyTree:
     leaves, treedef = jax.tree.flatten(model)
     numbered = jax.tree.unflatten(treedef, range(len(leaves)))  # one array may be at two places
     chosen = set() if where is None else set(jax.tree.leaves(select_nodes(numbered, where)))
-    flags = jax.tree.unflatten(treedef, [i in chosen and eqx.is_inexact_array(x) for i, x in enumerate(leaves)])
-    if where is None:
-        return flags
-    if not any(jax.tree.leaves(flags)):
+    flags = [i in chosen and eqx.is_inexact_array(x) for i, x in enumerate(leaves)]
+    if where is not None and not any(flags):
         raise ValueError(f"`{caller()}` needs `{argument}` to select nodes with floating-point arrays; got none.")
-    return flags
+    return jax.tree.unflatten(treedef, flags)
 
 
-def _as_ensemble(
-    model: M, ids: Any, copied: PyTree, find: Any = None, layers: Any = (), *, numbers: Any = None
-) -> Ensemble[M]:
+def _as_ensemble(model: M, num_members: int, copied: PyTree, find: Any = None, layers: Any = ()) -> Ensemble[M]:
     """The ensemble of a base: members have copies of some arrays, and `layers` instead of those that `find` finds."""
-    model = jax.tree.map(lambda x, flag: jnp.broadcast_to(x, (len(ids), *x.shape)) if flag else x, model, copied)
+    check_positive_int(num_members, "num_members")
+    model = jax.tree.map(lambda x, flag: jnp.broadcast_to(x, (num_members, *x.shape)) if flag else x, model, copied)
     if find is not None:
         model = eqx.tree_at(find, model, layers)
         copied = eqx.tree_at(find, copied, [own_flags(layer) for layer in layers])
-    stacked, shared = eqx.partition(model, copied)
-    shared = mark_numbers(stacked, strip_weak_types(shared), jax.tree.map(lambda x: x is numbers, model))
-    return Ensemble(stacked, shared, ids)
+    flags = jax.tree.leaves(copied, is_leaf=lambda x: x is None)
+    return Ensemble(model, tuple(0 if flag else None for flag in flags))
 
 
 def _own_dtype(layer: Any) -> Any:
     return np.promote_types(layer.weight.dtype, np.float32)  # `jnp` may be strict
-
-
-def _per_member(value: Any, argument: str, check: Callable[[Any, str], Any], num_members: int) -> list[Any]:
-    """Raises unless `value` passes `check`, or holds one value per member that does. Returns one per member."""
-    if not isinstance(value, Sequence | np.ndarray | jax.Array) or isinstance(value, str):
-        return [check(value, argument)] * num_members
-    values = [check(x, argument) for x in check_sequence(value, argument, of="numbers")]
-    if len(values) != num_members:
-        raise MemberMismatchError(
-            f"`{caller()}` needs one `{argument}`, or one per member: {num_members} members, got {len(values)}."
-        )
-    return values

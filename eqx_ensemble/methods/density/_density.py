@@ -9,7 +9,6 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from ..._check import (
-    CountedRows,
     check_array,
     check_counted_rows,
     check_entries,
@@ -19,7 +18,6 @@ from ..._check import (
     check_positive_int,
     check_values,
     concrete,
-    needs_message,
     value_error,
 )
 
@@ -80,8 +78,14 @@ def squared_distance(
     return jnp.sum(solve_triangular(lower, away.T, lower=True) ** 2, axis=0)
 
 
-def check_features(features: Any, row_weights: Any) -> tuple[Array, CountedRows]:
-    """Raises unless features are `(members, batch, hidden)` and finite in rows that count. Returns both."""
+def check_rows(
+    features: Any, labels: Any, num_classes: Any, row_weights: Any
+) -> tuple[Array, Float[Array, "batch classes"]]:
+    """The features, and one-hot labels of rows that count.
+
+    Raises unless features are `(members, batch, hidden)` and finite, and labels integers below `num_classes`, where
+    rows count (if concrete): a label out of range would be a row that is ignored.
+    """
     array = check_values("features", features)
     if array.ndim != 3 or 0 in array.shape:
         fix = "Flatten what is not one row of numbers: `features.reshape(members, batch, -1)`."
@@ -89,34 +93,15 @@ def check_features(features: Any, row_weights: Any) -> tuple[Array, CountedRows]
     rows = check_counted_rows(row_weights, array.shape[1:2])
     fix = "Leave members that diverged out, and rows with NaN by `row_weights`."
     check_entries("finite `features`", array, lambda host: ~np.isfinite(host), fix, rows.known_along(2))
-    return array, rows
-
-
-def check_classes(labels: Any, features: Array, num_classes: Any, rows: CountedRows) -> Array:
-    """Raises unless labels are integers below `num_classes`, with two rows per class (if concrete). Returns them."""
+    known = check_array("labels", labels)
+    if not jnp.issubdtype(known.dtype, jnp.integer) or known.shape != array.shape[1:2]:
+        got = f"expected integers {array.shape[1:2]}, got {known.dtype} of shape {known.shape}"
+        raise value_error("one label per row of the features", got, "One-hot labels? `jnp.argmax(labels, axis=-1)`.")
     count = check_positive_int(num_classes, "num_classes")
-    array = check_array("labels", labels)
-    if not jnp.issubdtype(array.dtype, jnp.integer) or array.shape != features.shape[1:2]:
-        got = f"expected integers {features.shape[1:2]}, got {array.dtype} of shape {array.shape}"
-        fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`."
-        raise (TypeError if array.shape == features.shape[1:2] else ValueError)(
-            needs_message("one label per row of the features", got, fix)
-        )
     fix = "Count classes from 0; leave rows without a class out by `row_weights`."
     check_entries(f"labels from 0 to {count - 1}", labels, lambda host: (host < 0) | (host >= count), fix, rows)
-    host = concrete(labels)
-    if host is not None and rows.known is not None:
-        found = np.bincount(host[np.broadcast_to(rows.known, host.shape)], minlength=count)
-        if (found < 2).any():
-            few = np.flatnonzero(found < 2).tolist()
-            fix = "Classes that are not in these rows have no density: number the others without gaps."
-            raise value_error("at least two rows of each class", f"got fewer of classes {few}", fix)
-    return array.astype(jnp.int32)
-
-
-def check_ridge(ridge: Any, dtype: jnp.dtype) -> Array:
-    """Raises unless `ridge` is a number of at least 0. Returns it as an array."""
-    return jnp.asarray(check_number(ridge, "ridge", least=0), dtype)
+    one_hot = one_hot_rows(rows.blank(known.astype(jnp.int32)), rows.counted, count, array.dtype)
+    return rows.blank(array, before=1), one_hot
 
 
 def check_factors(factors: Array) -> None:
@@ -125,9 +110,7 @@ def check_factors(factors: Array) -> None:
     if host is not None and not np.isfinite(host).all():
         wrong = ~np.isfinite(host).all(axis=(-2, -1))
         member = int(np.argwhere(wrong)[0][0])
-        fix = (
-            "Hidden units that are constant, or fewer rows than hidden units? Pass a (larger) `ridge`, or reduce them."
-        )
+        fix = "Constant hidden units, or classes of few rows? Pass a (larger) `ridge`, or leave them out."
         raise value_error("covariances that are not singular", f"got one of member {member}", fix)
 
 
@@ -205,12 +188,9 @@ def gaussian_discriminant(
     ??? cite
         [Mukhoti et al. 2023](https://arxiv.org/abs/2102.11582)
     """
-    checked, rows = check_features(features, row_weights)
-    known = check_classes(labels, checked, num_classes, rows)
-    level = check_ridge(ridge, checked.dtype)
-    counted = one_hot_rows(rows.blank(known), rows.counted, num_classes, checked.dtype)
-    fit_member = lambda x: _fit_discriminant(x, counted, level)
-    centre, means, factors = jax.vmap(fit_member)(rows.blank(checked, before=1))
+    checked, counted = check_rows(features, labels, num_classes, row_weights)
+    level = jnp.asarray(check_number(ridge, "ridge", least=0), checked.dtype)
+    centre, means, factors = jax.vmap(lambda x: _fit_discriminant(x, counted, level))(checked)
     check_factors(factors)
     counts = jnp.sum(counted, axis=0)
     return GaussianDiscriminant(centre, means, factors, jnp.log(counts / jnp.sum(counts)))
@@ -299,11 +279,9 @@ def mahalanobis(
         [Lee et al. 2018](https://arxiv.org/abs/1807.03888); the relative distance: [Ren et al.
         2021](https://arxiv.org/abs/2106.09022)
     """
-    checked, rows = check_features(features, row_weights)
-    known = check_classes(labels, checked, num_classes, rows)
-    level = check_ridge(ridge, checked.dtype)
-    counted = one_hot_rows(rows.blank(known), rows.counted, num_classes, checked.dtype)
-    fitted = jax.vmap(lambda x: _fit(x, counted, level))(rows.blank(checked, before=1))
+    checked, counted = check_rows(features, labels, num_classes, row_weights)
+    level = jnp.asarray(check_number(ridge, "ridge", least=0), checked.dtype)
+    fitted = jax.vmap(lambda x: _fit(x, counted, level))(checked)
     check_factors(jnp.stack(fitted[2:], axis=1))
     return Mahalanobis(*fitted)
 

@@ -3,6 +3,5 @@
 from ._losses import distribution_loss as distribution_loss
 from ._losses import gaussian_loss as gaussian_loss
 from ._losses import mixture_loss as mixture_loss
-from ._losses import temperature_annealing as temperature_annealing
 from ._targets import split_targets as split_targets
 from ._targets import targets as targets

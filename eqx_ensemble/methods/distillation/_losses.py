@@ -7,12 +7,10 @@ import jax.numpy as jnp
 from jax.scipy.special import gammaln
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
+from ..._caller import caller
 from ..._check import (
-    check_array,
     check_floating_arrays,
-    check_nonnegative,
     check_number,
-    check_positive_int,
     check_row_weights,
     check_variance,
     promote,
@@ -20,7 +18,7 @@ from ..._check import (
 from ..._weighting import class_mixture
 from ...scores._engine import Reduction, RowWeights, reduce
 from ...uncertainty._variance import check_temperature
-from ._targets import check_classes, check_gaussians, check_smoothing
+from ._targets import check_classes, check_gaussians
 
 
 def gaussian_loss(
@@ -92,8 +90,8 @@ def distribution_loss(
     may be negative.
 
     `jnp.exp(logits)` is a concentration for [`eqx_ensemble.methods.heads.decompose_dirichlet`][], and `logits` are
-    logits of the mean probabilities. Anneal the temperature from 10 to 1
-    ([`eqx_ensemble.methods.distillation.temperature_annealing`][]) to learn from confident teachers.
+    logits of the mean probabilities. Anneal the temperature from 10 to 1, as `optax.linear_schedule(10, 1, epochs)`, to
+    learn from confident teachers.
 
     **Arguments:**
 
@@ -118,38 +116,10 @@ def distribution_loss(
     student, teachers = check_classes(logits, teacher, least=2)
     rows = check_row_weights(row_weights, student.shape[:-1], student.dtype, reduction=reduction)
     scale = check_temperature(temperature, student.dtype)
-    uniform = check_smoothing(smoothing)
+    if check_number(smoothing, "smoothing", least=0) >= 1:
+        raise ValueError(f"`{caller()}` needs `smoothing` below 1, got {smoothing!r}.")
     student, teachers = rows.blank(student), rows.blank(teachers, before=1)
-    return _distribution_loss(student, teachers, scale, rows.weights, uniform, reduction)
-
-
-def temperature_annealing(
-    step: Real[ArrayLike, "..."], num_steps: int, *, start: float | int = 10.0
-) -> Float[Array, "..."]:
-    r"""A temperature that decreases linearly to 1: $1 + (T_0 - 1) \max(0, 1 - t / n)$.
-
-    **Arguments:**
-
-    - `step`: $t$, the epoch or step, from 0; it may be traced.
-    - `num_steps`: $n$, the epoch or step at which it reaches 1.
-    - `start`: $T_0$, at least 1.
-
-    **Returns:** an array of the shape of `step`.
-
-    ```python
-    # [10, 5.5, 1]
-    ee.methods.distillation.temperature_annealing(jnp.array([0, 10, 30]), 20)
-    ```
-
-    ??? cite
-        [Malinin et al. 2020](https://arxiv.org/abs/1905.00076)
-    """
-    length = check_positive_int(num_steps, "num_steps")
-    first = check_number(start, "start", least=1)
-    array = check_array("step", step)
-    check_nonnegative("step", step, fix="Epochs and steps count from 0.")
-    dtype = array.dtype if jnp.issubdtype(array.dtype, jnp.floating) else jnp.float32
-    return 1 + (first - 1) * jnp.maximum(0, 1 - array.astype(dtype) / length)
+    return _distribution_loss(student, teachers, scale, rows.weights, smoothing, reduction)
 
 
 @partial(jax.jit, static_argnames=("smoothing", "reduction"))

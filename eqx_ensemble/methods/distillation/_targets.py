@@ -5,22 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from ..._axes import Each
 from ..._caller import caller
-from ..._check import (
-    check_floating,
-    check_integer,
-    check_logits,
-    check_number,
-    concrete,
-    promote,
-    type_error,
-    value_error,
-)
+from ..._check import check_floating, check_logits, is_traced, promote, value_error
 from ..._ensemble import Ensemble
+from ..._marks import Each
 from ..._predict import predict
 from ..._pytree import PyTree
-from .._check import check_options
 
 _FROM_PREDICT = "`methods.distillation.targets` returns them; of `predict`, `jnp.moveaxis(predictions, 0, 1)`."
 
@@ -67,44 +57,6 @@ def _check_teachers(count: int, least: int) -> None:
         raise value_error(words, f"got {count}", fix)
 
 
-def check_smoothing(smoothing: Any) -> float:
-    """Raises unless `smoothing` is a number from 0 to below 1. Returns it."""
-    number = check_number(smoothing, "smoothing", least=0)
-    if number >= 1:
-        raise ValueError(f"`{caller()}` needs `smoothing` below 1, got {smoothing!r}.")
-    return number
-
-
-def check_known(predictions: Any) -> None:
-    """Raises for teachers with NaN predictions `(rows, members, ...)` (if concrete)."""
-    for leaf in jax.tree.leaves(predictions):
-        host = concrete(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else None
-        if host is None:
-            continue
-        # NumPy does not treat bfloat16 as a floating-point type.
-        unknown = np.flatnonzero(np.isnan(host.astype(np.float32)).any(axis=(0, *range(2, host.ndim))))
-        if unknown.size:
-            indices = ", ".join(map(str, unknown.tolist()))
-            got = f"got NaN from {unknown.size} of {host.shape[1]}, at index {indices}"
-            fix = "Leave out members that diverged: `run.ensemble[run.status == ee.train.Status.OK]`."
-            raise value_error("teachers with predictions that are not NaN", got, fix)
-
-
-def check_split(predictions: Any, num_students: Any) -> int:
-    """Raises unless the teachers divide evenly. Returns the number of students."""
-    count = check_integer(num_students, "num_students", least=1)
-    leaves = jax.tree.leaves(predictions)
-    if not leaves:
-        raise type_error("an array of predictions", f"got {predictions!r}", _FROM_PREDICT)
-    for leaf in leaves:
-        shape = np.shape(leaf)
-        if len(shape) < 2 or shape[1] % count or shape[1] == 0:
-            got = f"got {count} students for predictions of shape {shape}"
-            fix = "The members are the second axis. Leave some out, or choose a divisor of their number."
-            raise value_error("a number of teachers divisible by `num_students`", got, fix)
-    return count
-
-
 def targets(ensemble: Ensemble[Any], x: PyTree, **options: Any) -> PyTree:
     """The predictions of all members with the rows first, for the data of [`eqx_ensemble.fit`][].
 
@@ -114,7 +66,7 @@ def targets(ensemble: Ensemble[Any], x: PyTree, **options: Any) -> PyTree:
 
     - `ensemble`: the teachers.
     - `x`: the inputs, a PyTree of arrays `(rows, ...)`.
-    - `options`: of [`eqx_ensemble.predict`][], except `combine` and `weights`.
+    - `options`: of [`eqx_ensemble.predict`][], except `combine` and `weights`: the losses combine the teachers.
 
     **Returns:** the predictions, each array `(rows, members, ...)`.
 
@@ -125,15 +77,17 @@ def targets(ensemble: Ensemble[Any], x: PyTree, **options: Any) -> PyTree:
     ee.methods.distillation.targets(ensemble, jnp.ones((10, 3))).shape  # (10, 4, 2)
     ```
     """
-    check_options(options, ("combine", "weights"), "the losses combine the teachers")
-    found = predict(ensemble, x, combine=_rows_first, **options)
-    check_known(found)
-    return found
-
-
-def _rows_first(*predictions: Any) -> Any:
-    moved = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), predictions)
-    return moved[0] if len(moved) == 1 else moved
+    found = predict(ensemble, x, **options)
+    leaves = [x for x in jax.tree.leaves(found) if jnp.issubdtype(x.dtype, jnp.floating) and not is_traced(x)]
+    if leaves:
+        diverged = np.any([jnp.isnan(x).reshape(len(x), -1).any(axis=1) for x in leaves], axis=0)
+        if diverged.any():
+            raise ValueError(
+                f"`{caller()}` needs teachers whose predictions are not NaN; those of members "
+                f"{np.flatnonzero(diverged).tolist()} are.\n"
+                "Leave out members that diverged: `run.ensemble[run.status == ee.train.Status.OK]`."
+            )
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
 
 
 def split_targets(predictions: PyTree, num_students: int) -> PyTree:
@@ -153,11 +107,12 @@ def split_targets(predictions: PyTree, num_students: int) -> PyTree:
     ee.methods.distillation.split_targets(predictions, 2).value.shape  # (2, 10, 3, 3)
     ```
     """
-    count = check_split(predictions, num_students)
 
     def split(x: Any) -> Each:
         array = jnp.asarray(x)
-        groups = array.reshape(len(array), count, array.shape[1] // count, *array.shape[2:])
+        if array.shape[1] % num_students:
+            raise ValueError(f"`{caller()}` cannot divide {array.shape[1]} teachers among {num_students} students.")
+        groups = array.reshape(len(array), num_students, array.shape[1] // num_students, *array.shape[2:])
         return Each(jnp.moveaxis(groups, 1, 0))
 
     return jax.tree.map(split, predictions)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Key
 
-from ... import _keys
 from ..._check import check_number, check_word
+from ..._keys import member_keys
 from .._layers import Select, check_known, input_shape, output_shape, select_layers
 from ._convert import check_model, warn_alike
 from ._joint import JointEnsemble
@@ -45,7 +45,7 @@ def masksembles(
     find = (lambda tree: find_all(tree)[1:]) if where is None else find_all
     layers = layers[1:] if where is None else layers
     check_known(layers)
-    root = _keys.member_keys(key, 1, purpose="masksembles")[0]
+    root = member_keys(key, 1, purpose="masksembles")[0]
     new = []
     for i, layer in enumerate(layers):
         shape = input_shape(layer)
@@ -115,7 +115,7 @@ def batch_ensemble(
     check_known(layers)
     if num_submembers > 1 and (factors == "ones" or (factors == "normal" and std == 0)):
         warn_alike()
-    keys = _keys.member_keys(key, num_submembers, purpose="batch_ensemble")
+    keys = member_keys(key, num_submembers, purpose="batch_ensemble")
     new = []
     for i, layer in enumerate(layers):
         sides = []
@@ -170,7 +170,7 @@ def tabm(
     check_word(factors, "factors", ("signs", "normal"))
     find, layers = select_layers(model, where, least=2)
     check_known(layers)
-    keys = jax.vmap(jax.random.split)(_keys.member_keys(key, num_submembers, purpose="tabm"))
+    keys = jax.vmap(jax.random.split)(member_keys(key, num_submembers, purpose="tabm"))
     ones = lambda layer, shape: jnp.ones((num_submembers, *shape), layer.weight.dtype)
     draw = jax.random.rademacher if factors == "signs" else jax.random.normal
     first, shape = layers[0], input_shape(layers[0])

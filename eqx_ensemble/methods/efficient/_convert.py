@@ -1,6 +1,6 @@
 import itertools
 import math
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
@@ -22,8 +22,8 @@ def check_model(model: Any, num_submembers: Any, key: Any) -> int:
             f"`build(lambda key: {caller()}(make(key), {num_submembers}, key=key), num_members, key=key)`."
         )
     check_module(model)
-    nodes = jax.tree.leaves(model, is_leaf=lambda x: is_substitute(x) or isinstance(x, JointEnsemble | Ensemble))
-    if any(is_substitute(x) or isinstance(x, JointEnsemble | Ensemble) for x in nodes):
+    is_joint = lambda x: is_substitute(x) or isinstance(x, JointEnsemble)
+    if any(map(is_joint, jax.tree.leaves(model, is_leaf=is_joint))):
         raise TypeError(f"`{caller()}` needs a model without sub-members; a part of this one has some already.")
     check_key(key)
     return check_positive_int(num_submembers, "num_submembers")
@@ -41,23 +41,19 @@ def check_joint(value: Any) -> None:
     """Raises unless `value` is a joint ensemble."""
     if isinstance(value, JointEnsemble):
         return
-    fix = "`batch_ensemble(model, 4, key=key)` makes one of a model."
-    if isinstance(value, Ensemble):
-        fix = "A loss sees one member: pass it to `fit`, or use `map_members`."
+    fix = "A loss sees one member, `ensemble[0]`; `batch_ensemble(model, 4, key=key)` makes one of a model."
     raise TypeError(f"`{caller()}` needs a `JointEnsemble`, got {kind_text(value)}.\n{fix}")
 
 
 def check_predictions(predictions: Any) -> None:
     """Raises unless all arrays have at least three axes: members, rows and sub-members."""
-    for path, x in jtu.tree_leaves_with_path(predictions) or [((), None)]:
-        if not is_member_array(x) or x.ndim < 3:
-            got = leaf_text(x) if is_member_array(x) else kind_text(x)
-            where = jtu.keystr(path)
-            raise ValueError(
-                f"`{caller()}` needs predictions `(members, rows, submembers, ...)`, as `predict` of an ensemble of "
-                f"joint ensembles returns them; {f'at `{where}`: ' if where else ''}got {got}.\n"
-                "Those of one joint ensemble, `jax.vmap(joint)(x)`, need `jnp.moveaxis(predictions, 1, 0)`."
-            )
+    shapes = [x.shape for x in jax.tree.leaves(predictions)]
+    if not shapes or min(map(len, shapes)) < 3:
+        raise ValueError(
+            f"`{caller()}` needs predictions `(members, rows, submembers, ...)`, as `predict` of an ensemble of joint "
+            f"ensembles returns them; got shapes {shapes}.\n"
+            "Those of one joint ensemble, `jax.vmap(joint)(x)`, need `jnp.moveaxis(predictions, 1, 0)`."
+        )
 
 
 def check_chain(layers: list[Any], model: Any) -> None:
@@ -78,6 +74,3 @@ def check_chain(layers: list[Any], model: Any) -> None:
                 f"`{caller()}` makes layers of other widths, and cannot change the other arrays of a model; at "
                 f"`{jtu.keystr(path)}`: got {leaf_text(x)}.\nBuild an ensemble of narrow models instead."
             )
-
-
-M = TypeVar("M")

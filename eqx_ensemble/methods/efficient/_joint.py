@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ... import _axes, _keys
+from ..._keys import member_keys
+from ..._map import is_per_member, view
+from ..._marks import Each
 from ..._pytree import PyTree
 from .._layers import AbstractSubstitute, is_substitute, own_flags, with_weights
 from ._layers import redraw
@@ -98,9 +100,9 @@ def has_one_pass(joint: JointEnsemble[Any]) -> bool:
 
 def submember_keys(joint: JointEnsemble[Any], key: Any) -> Any:
     """One key per sub-member, or the key itself if all share one forward pass."""
-    if has_one_pass(joint) or isinstance(key, _axes.Each):
+    if has_one_pass(joint) or isinstance(key, Each):
         return key
-    return _axes.Each(_keys.member_keys(key, joint.num_submembers, purpose="submember"))
+    return Each(member_keys(key, joint.num_submembers, purpose="submember"))
 
 
 def map_submembers(fn: Callable[..., PyTree], joint: JointEnsemble[Any], *inputs: PyTree) -> PyTree:
@@ -109,34 +111,18 @@ def map_submembers(fn: Callable[..., PyTree], joint: JointEnsemble[Any], *inputs
     Inputs are shared unless they are marked `Each`. States are per sub-member, or shared in a joint forward pass.
     """
     is_state = lambda x: isinstance(x, eqx.nn.State)
-    nodes, treedef = jax.tree.flatten(inputs, is_leaf=_axes.is_per_member)
-    common = {i: node for i, node in enumerate(nodes) if is_state(node) and has_one_pass(joint)}
-    mapped = [None if i in common else node for i, node in enumerate(nodes)]
-    parts, view, _ = _axes.split_members((Submembers(joint), mapped))
+    has_one_state = has_one_pass(joint)
+    is_mapped = lambda x: isinstance(x, Each) or (is_state(x) and not has_one_state)
+    own, shared = eqx.partition(joint.model, own_flags(joint.model))
+    mapped, common = eqx.partition(inputs, jax.tree.map(is_mapped, inputs, is_leaf=is_per_member))
 
-    def one(part: PyTree) -> PyTree:
-        model, own = view(part)
-        return fn(model, *jax.tree.unflatten(treedef, [common.get(i, x) for i, x in enumerate(own)]))
+    def one(own: PyTree, mapped: PyTree, _: Array) -> PyTree:
+        args = jax.tree.map(view, eqx.combine(mapped, common), is_leaf=is_per_member)
+        return fn(eqx.combine(own, shared), *args)
 
-    out = _axes.over_leading_axis(lambda fn, parts: jax.vmap(fn, axis_name=AXIS)(parts), one, parts)
-    if not common:
+    # Of `mimo`, no array has an axis of sub-members; and JAX compares the sizes of arrays, but not with `axis_size`.
+    out = eqx.filter_vmap(one, axis_name=AXIS)(own, mapped, jnp.arange(joint.num_submembers))
+    if not has_one_state:
         return out
     first = lambda x: jax.tree.map(lambda leaf: leaf[0], x) if is_state(x) else x
     return jax.tree.map(first, out, is_leaf=is_state)
-
-
-class Submembers(_axes.AbstractPerMember):
-    """The sub-members of a joint ensemble, as an argument to map over."""
-
-    joint: JointEnsemble[Any]
-
-    def per_member(self) -> PyTree:
-        """The leaves and index of each sub-member; with a joint forward pass there may be no such leaves."""
-        own = eqx.filter(self.joint.model, own_flags(self.joint.model))
-        return own, jnp.arange(self.joint.num_submembers)
-
-    def one(self, part: PyTree) -> Any:
-        """The model of one sub-member."""
-        own, _ = part
-        shared = eqx.filter(self.joint.model, own_flags(self.joint.model), inverse=True)
-        return eqx.combine(own, shared)

@@ -5,20 +5,18 @@ from typing import Any, Literal, TypeVar, overload
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array
 
-from ... import _axes, tree
 from ..._caller import caller
-from ..._check import check_function, check_key, check_number, check_positive_int, check_word, is_member_array
-from ..._ensemble import Ensemble, stack
-from ..._jaxpr import warn_of_two_batch_axes
+from ..._check import check_function, check_number, check_positive_int, check_word
+from ..._ensemble import Ensemble
+from ..._marks import Each
 from ..._pytree import PyTree
-from ..._warnings import ignore_warnings
-from .._layers import is_substitute
+from ..._stack import stack
+from .._layers import is_substitute, own_flags
 from ._convert import check_joint, check_predictions
-from ._joint import JointEnsemble, Submembers, has_one_pass, map_submembers, submember_keys
+from ._joint import JointEnsemble, has_one_pass, map_submembers, submember_keys
 from ._layers import RankOne
 
 
@@ -66,36 +64,28 @@ def members(joint: JointEnsemble[M] | Ensemble[JointEnsemble[M]]) -> Ensemble[M]
 
     **Arguments:**
 
-    - `joint`: a joint ensemble, or an ensemble of them. Sub-member $i$ of $k$ in the member with id $j$ gets the id
-        $j k + i$.
+    - `joint`: a joint ensemble, or an ensemble of them, whose sub-members are then adjacent.
 
     ```python
     joint = ee.methods.efficient.batch_ensemble(eqx.nn.MLP(3, 1, 16, 2, key=key), 4, key=key)
     ee.methods.efficient.members(joint)[0]  # an ordinary eqx.nn.MLP
     ```
     """
-    if not isinstance(joint, Ensemble):
-        check_joint(joint)
-        return _stack(dense_models(joint))
-    models = joint.unstack()
-    for model in models:
-        check_joint(model)
-    size = models[0].num_submembers
-    ids = joint.ids[:, None] * size + jnp.arange(size, dtype=joint.ids.dtype)[None]
-    return _stack([dense for model in models for dense in dense_models(model)], ids=ids.reshape(-1))
-
-
-def _stack(models: list[M], *, ids: Any = None) -> Ensemble[M]:
-    with ignore_warnings("`stack` got identical models"):  # sub-members may begin as equals
-        return stack(models, ids=ids)
+    joints = joint.unstack() if isinstance(joint, Ensemble) else [joint]
+    for each in joints:
+        check_joint(each)
+    return stack([dense for each in joints for dense in dense_models(each)])
 
 
 def dense_models(joint: JointEnsemble[M]) -> list[M]:
     """The sub-members as ordinary models."""
-    parts = Submembers(joint)
-    models = [parts.one(tree.take(parts.per_member(), i)) for i in range(joint.num_submembers)]
-    dense = lambda node, i: node.dense(i) if is_substitute(node) else node
-    return [jax.tree.map(lambda x, i=i: dense(x, i), m, is_leaf=is_substitute) for i, m in enumerate(models)]
+    own, shared = eqx.partition(joint.model, own_flags(joint.model))
+
+    def model(i: int) -> M:
+        one = eqx.combine(jax.tree.map(lambda x: x[i] if eqx.is_array(x) else x, own), shared)
+        return jax.tree.map(lambda x: x.dense(i) if is_substitute(x) else x, one, is_leaf=is_substitute)
+
+    return [model(i) for i in range(joint.num_submembers)]
 
 
 def as_members(predictions: PyTree) -> PyTree:
@@ -158,27 +148,16 @@ def mean_loss(
                 "become identical.\nPass `rows='shuffle'`. For a score, call the model: `jax.vmap(model)(x)` is "
                 "`(rows, submembers, ...)`."
             )
-        if len(inputs) < 2:
-            raise TypeError(
-                f"`{caller()}` makes a loss that takes its arguments by position, as `fit` passes them: expected "
-                f"`(model, batch, key)`, got {len(inputs) + 1} by position.\nPass `None` for a key that it does not "
-                "use."
-            )
         *state, batch, key = inputs
-        _warn_of_one(loss, model, state, batch, key, named)
         if rows != "same":
-            found = [(path, x) for path, x in jtu.tree_leaves_with_path(batch) if is_member_array(x)]
-            sizes = {x.shape[:1] for _, x in found}
-            if len(sizes) != 1 or sizes == {()} or sizes == {(0,)}:
-                listed = ", ".join(f"`batch{jtu.keystr(path)}` {x.shape}" for path, x in found) or "no array"
+            sizes = {x.shape[:1] for x in jax.tree.leaves(batch) if eqx.is_array(x)}
+            if len(sizes) != 1 or sizes & {(), (0,)}:
                 raise ValueError(
-                    f"`{caller()}` needs a batch of arrays `(rows, ...)` with at least one row, got {listed}."
+                    f"`{caller()}` needs a batch of arrays `(rows, ...)` with at least one row, got {sorted(sizes)}."
                 )
             num_rows = sizes.pop()[0]
-            if rows == "shuffle":
-                check_key(key)
             chosen = _choose_rows(num_rows, model.num_submembers, key, rows, repetitions, same_inputs)
-            batch = jax.tree.map(lambda x: _axes.Each(x[chosen]) if is_member_array(x) else x, batch)
+            batch = jax.tree.map(lambda x: Each(x[chosen]) if eqx.is_array(x) else x, batch)
         if key is not None:
             key = submember_keys(model, key)
         own = lambda model, inputs, named: loss(model, *inputs, **named)
@@ -186,14 +165,6 @@ def mean_loss(
         return (jnp.mean(out[0]), *out[1:]) if isinstance(out, tuple) else jnp.mean(out)
 
     return mean_of_losses
-
-
-def _warn_of_one(loss: Any, joint: Any, state: list[Any], batch: Any, key: Any, named: dict[str, Any]) -> None:
-    """Gives the warning of `fit` for a loss that turns one batch axis into two, which `fit` cannot detect here."""
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_member_array(x) else x
-    first = (lambda x: x) if has_one_pass(joint) else (lambda x: x[0])
-    model, own = eqx.filter_eval_shape(lambda: (dense_models(joint)[0], jax.tree.map(first, state)))
-    warn_of_two_batch_axes(loss, *jax.tree.map(shape, ((model, *own, batch, key), named)))
 
 
 def _choose_rows(

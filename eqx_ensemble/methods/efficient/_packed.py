@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ... import _keys
 from ..._caller import caller
 from ..._check import check_number, check_positive_int
+from ..._keys import member_keys
 from .._layers import (
     AbstractSubstitute,
     Select,
@@ -54,7 +54,7 @@ def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -
     check_known([first, last])
     for layer in (first, last):
         check_groups(layer)
-    first_key, last_key = jax.random.split(_keys.member_keys(key, 1, purpose="mimo")[0])
+    first_key, last_key = jax.random.split(member_keys(key, 1, purpose="mimo")[0])
     size = lambda shape: shape[0] if shape else "scalar"
     count = lambda shape: num_submembers * (shape[0] if shape else 1)
     inputs, outputs = input_shape(first), output_shape(last)
@@ -98,7 +98,7 @@ def packed_ensemble(
     find, layers = select_layers(model, where, least=2)
     check_known(layers)
     check_chain(layers, model)
-    keys = _keys.member_keys(key, num_submembers, purpose="packed_ensemble")
+    keys = member_keys(key, num_submembers, purpose="packed_ensemble")
     new, before, narrow, last = [], 1, 1, len(layers) - 1
     for i, layer in enumerate(layers):
         into, out = (math.prod(shape(layer)) for shape in (input_shape, output_shape))

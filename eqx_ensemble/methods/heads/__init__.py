@@ -7,7 +7,6 @@ accept any leading axes, including `members`.
 from ._dirichlet import decompose_dirichlet as decompose_dirichlet
 from ._dirichlet import dirichlet as dirichlet
 from ._dirichlet import dirichlet_loss as dirichlet_loss
-from ._dirichlet import kl_annealing as kl_annealing
 from ._dirichlet import vacuity as vacuity
 from ._evidential import NormalInverseGamma as NormalInverseGamma
 from ._evidential import decompose_evidential as decompose_evidential

@@ -10,12 +10,9 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 from ..._check import (
     ALL_ROWS,
     CountedRows,
-    check_array,
     check_floating,
     check_labels,
     check_logits,
-    check_nonnegative,
-    check_positive_int,
     check_row_weights,
     check_word,
     promote,
@@ -125,8 +122,8 @@ def dirichlet_loss(
 
     - `concentration`: `(*batch, classes)`, from [`eqx_ensemble.methods.heads.dirichlet`][].
     - `labels`: integers `(*batch,)`. Under tracing, a row with a label out of range is NaN.
-    - `kl_weight`: the weight of the penalty, zero or more, usually from
-        [`eqx_ensemble.methods.heads.kl_annealing`][].
+    - `kl_weight`: the weight of the penalty, zero or more. The authors raise it from 0 to 1 within 10 epochs:
+        `optax.linear_schedule(0, 1, steps)`.
     - `risk`: `"squared"`, the authors' choice, or `"digamma"`.
 
     ```python
@@ -145,28 +142,6 @@ def dirichlet_loss(
     check_positive(concentration, rows)
     weight = check_coefficient("kl_weight", kl_weight, checked.dtype)
     return _loss(rows.blank(checked, fill=1), rows.blank(known), weight, rows.weights, risk, reduction)
-
-
-def kl_annealing(step: Real[ArrayLike, "..."], num_steps: int) -> Float[Array, "..."]:
-    r"""The weight of the penalty of evidential classification, annealed linearly from 0 to 1: $\min(1, t / T)$.
-
-    **Arguments:**
-
-    - `step`: $t$, the epoch or step, from 0, of any shape; it may be traced.
-    - `num_steps`: $T$; the authors use 10 epochs.
-
-    ```python
-    ee.methods.heads.kl_annealing(jnp.array([0, 5, 20]), 10)  # [0.0, 0.5, 1.0]
-    ```
-
-    ??? cite
-        [Sensoy et al. 2018](https://arxiv.org/abs/1806.01768)
-    """
-    length = check_positive_int(num_steps, "num_steps")
-    array = check_array("step", step)
-    check_nonnegative("step", step, fix="Epochs and steps count from 0.")
-    dtype = array.dtype if jnp.issubdtype(array.dtype, jnp.floating) else jnp.float32
-    return jnp.minimum(array.astype(dtype) / length, 1)
 
 
 @partial(jax.jit, static_argnames=("risk", "reduction"))

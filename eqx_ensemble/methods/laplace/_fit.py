@@ -5,15 +5,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array
 
-from ... import _axes, _check, _ensemble, tree
-from ..._axes import Each
-from ..._foreign import from_foreign_tree
+from ... import _check, tree
+from ..._data import take_data
+from ..._ensemble import Ensemble, check_ensemble, check_model_state
+from ..._map import take_marked
+from ..._marks import Each
 from ..._pytree import PyTree
-from ...plan import AnyPlan
-from ...train._engine import Run, check_healthy, frozen_flags
+from ...train._run import Run, check_healthy
+from ...train._state import trained_leaves
 from ._laplace import Laplace, check_members, check_per_member, run_members
 from ._likelihood import LIKELIHOODS
 from ._member import LaplaceMember, Posterior, Problem, call
@@ -34,8 +35,6 @@ def fit(
     state: eqx.nn.State | None = None,
     fn: Callable[..., Any] | None = None,
     batch_size: int = 256,
-    plan: AnyPlan = None,
-    mesh: Mesh | None = None,
 ) -> Laplace[Any]:
     r"""Laplace approximation: fits a Gaussian to the posterior over some weights of each trained member.
 
@@ -75,7 +74,6 @@ def fit(
     - `state`: the stacked `equinox.nn.State`; by default that of the run.
     - `fn`: `fn(model, x)` instead of `model(x)`, or `fn(model, x, state) -> (outputs, state)`.
     - `batch_size`: rows per batch; it affects memory only.
-    - `plan`, `mesh`: as for [`eqx_ensemble.map_members`][].
 
     **Returns:** [`eqx_ensemble.methods.laplace.Laplace`][]. To load a saved one, pass a fit to a few rows as `like`.
 
@@ -107,46 +105,43 @@ def fit(
         raise _check.type_error("`data` as a pair `(inputs, targets)`", f"got {_check.kind_text(data)}", "Pass both.")
     is_run = isinstance(ensemble, Run)
     members, state = (ensemble.ensemble, ensemble.state if state is None else state) if is_run else (ensemble, state)
-    _ensemble.check_ensemble(members)
+    check_ensemble(members)
     ones = jnp.ones(len(members))
     priors = check_per_member("prior_precision", prior_precision, ones)
     noises = None if noise is None else check_per_member("noise", noise, ones if likelihood == "regression" else None)
     if is_run:
         given = members, state, data, row_weights, priors, noises
         healthy = np.flatnonzero(check_healthy(ensemble))
-        members, state, data, row_weights, priors, noises = _ensemble.take(given, healthy)
-    _ensemble.check_model_state_given(members.stacked, state)
-    _ensemble.check_model_state(state, len(members))
-    x, y = from_foreign_tree(data[0], "data[0]"), from_foreign_tree(data[1], "data[1]")
-    _axes.check_no_batch((x, y))
-    num_rows = _axes.check_rows_of_data((x, y), len(members), argument="data", finite=row_weights is None)
+        members, state, data, row_weights, priors, noises = take_marked(given, healthy)
+    check_model_state(members, state)
+    (x, y), num_rows = take_data(tuple(data), len(members), argument="data")
     own = isinstance(row_weights, Each)
     shape = (len(members), num_rows) if own else (num_rows,)
-    rows = _check.check_row_weights(row_weights.per_member() if own else row_weights, shape)
+    rows = _check.check_row_weights(row_weights.value if own else row_weights, shape)
     weights = jnp.ones(num_rows) if rows.weights is None else Each(rows.weights) if own else rows.weights
-    model = eqx.filter_eval_shape(lambda members: members.one((tree.take(members.arrays, 0), None)), members)
+    model = members[0]
     positions = _choose(members, model, where)
     problem = Problem(likelihood, structure, positions, fn, _output_shape(model, x, state, fn, likelihood))
     y = _check_targets(y, rows, likelihood, problem.shape)
     of_members = members, (x, y, weights), state, priors, noises
-    posterior = run_members(_posterior, problem, min(batch_size, num_rows), *of_members, plan=plan, mesh=mesh)
+    posterior = run_members(_posterior, problem, min(batch_size, num_rows), *of_members)
     fine = jnp.isfinite(posterior.values).all(axis=1) & jnp.isfinite(posterior.loss)
     fix = "NaN or other labels in the rows? Members that diverged? Pass the run instead of its ensemble."
-    check_members(fine, members.ids, "finite outputs and derivatives", "have others", fix)
+    check_members(fine, "finite outputs and derivatives", "have others", fix)
     if posterior.noise is not None:
         fix = "Pass `noise`, the standard deviation of the targets around their means."
-        check_members(posterior.noise > 0, members.ids, "residuals, which give the noise", "have none", fix)
+        check_members(posterior.noise > 0, "residuals, which give the noise", "have none", fix)
     stacked = LaplaceMember(members.stacked, posterior, problem)
-    shared = LaplaceMember(members.shared, jax.tree.map(lambda _: None, posterior), problem)
-    return Laplace(_ensemble.Ensemble(stacked, shared, members.ids), state)
+    of_posterior = [None if x is None else 0 for x in jax.tree.leaves(posterior, is_leaf=lambda x: x is None)]
+    return Laplace(Ensemble(stacked, (*members.axes, *of_posterior)), state)
 
 
-def _choose(members: _ensemble.Ensemble, model: PyTree, where: Callable[[Any], Any]) -> tuple[int, ...]:
+def _choose(members: Ensemble, model: PyTree, where: Callable[[Any], Any]) -> tuple[int, ...]:
     """The positions of the floating-point leaves that `where` selects and each member has of its own, not frozen."""
     leaves, treedef = jax.tree.flatten(model)
     found = [i for i in jax.tree.leaves(where(jax.tree.unflatten(treedef, range(len(leaves))))) if type(i) is int]
-    marks = eqx.combine(jax.tree.map(lambda _: True, members.arrays), jax.tree.map(lambda _: False, members.shared))
-    own = [mine and not frozen for mine, frozen in zip(jax.tree.leaves(marks), frozen_flags(marks), strict=True)]
+    rows = zip(jax.tree.leaves(members.stacked, is_leaf=lambda x: x is None), trained_leaves(members), strict=True)
+    own = [is_own for x, is_own in rows if x is not None]
     is_kind = lambda i, kind: jnp.issubdtype(getattr(leaves[i], "dtype", bool), kind)
     kept = tuple(i for i in dict.fromkeys(found) if own[i] and is_kind(i, jnp.floating))
     if not kept or any(is_kind(i, jnp.complexfloating) for i in found):
@@ -158,10 +153,10 @@ def _choose(members: _ensemble.Ensemble, model: PyTree, where: Callable[[Any], A
 
 def _output_shape(model: PyTree, x: PyTree, state: Any, fn: Any, likelihood: str) -> tuple[int, ...]:
     """The shape of a member's outputs for one row. Raises unless the likelihood can have them."""
-    row = _axes.map_each(lambda own: jax.tree.map(lambda x: x[0, 0], own), x, shared=lambda x: x[0])
+    first = lambda x: jax.tree.map(lambda x: x[0, 0], x.value) if isinstance(x, Each) else x[0]
+    row = jax.tree.map(first, x, is_leaf=lambda x: isinstance(x, Each))
     one = lambda x, state, model: call(fn, eqx.nn.inference_mode(model), x, state)
-    with _axes.explain_rows(x, argument="data[0]"):
-        found: Any = eqx.filter_eval_shape(one, row, None if state is None else tree.take(state, 0), model)
+    found: Any = eqx.filter_eval_shape(one, row, None if state is None else tree.take(state, 0), model)
     if not isinstance(found, jax.ShapeDtypeStruct) or not jnp.issubdtype(found.dtype, jnp.floating):
         fix = "For a part of what they return pass `fn=lambda model, x: model(x)[0]`."
         raise _check.type_error("members with one floating-point array of outputs for a row", f"got {found}", fix)
@@ -175,7 +170,7 @@ def _output_shape(model: PyTree, x: PyTree, state: Any, fn: Any, likelihood: str
 def _check_targets(targets: Any, rows: _check.CountedRows, likelihood: str, shape: tuple[int, ...]) -> Any:
     """Raises unless targets match the outputs, in rows that count. Returns them, or an `Each`."""
     own = isinstance(targets, Each)
-    array = _check.check_array("data[1]", targets.per_member() if own else targets)
+    array = _check.check_array("data[1]", targets.value if own else targets)
     batch = array.shape[: 1 + own]
     if rows.known is not None and rows.known.ndim > len(batch):
         rows = rows._replace(known=rows.known.any(axis=0))

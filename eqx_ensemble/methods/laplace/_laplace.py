@@ -8,14 +8,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ... import _check, _keys
-from ..._axes import Each
 from ..._caller import caller
-from ..._compiled import filter_jit
-from ..._ensemble import Ensemble, check_index_of_members, take
+from ..._ensemble import Ensemble, take
+from ..._map import over_members
+from ..._marks import Each
 from ..._predict import predict
 from ..._pytree import PyTree
-from ...plan._engine import over_members
-from ..trajectory._check import check_factor_ids
 from ._likelihood import LINKS, Link
 from ._member import LaplaceMember, Outputs, Predict
 
@@ -25,7 +23,7 @@ M = TypeVar("M")
 class Laplace(eqx.Module, Generic[M]):
     """Gaussian posteriors over the weights of all members, the result of [`eqx_ensemble.methods.laplace.fit`][].
 
-    `posterior[[0, 2]]` selects members and keeps their ids.
+    `posterior[[0, 2]]` selects members.
 
     **Attributes:**
 
@@ -38,13 +36,14 @@ class Laplace(eqx.Module, Generic[M]):
 
     def __getitem__(self, index: Any) -> "Laplace[M]":
         """Selects members by an integer, a slice, a list of integers or a mask."""
-        check_index_of_members(index)
         return take(self, index if isinstance(index, slice) else np.atleast_1d(index))
 
     @property
     def ensemble(self) -> Ensemble[M]:
         """The ensemble of the members' trained weights, the means of the posteriors."""
-        return Ensemble(self.members.stacked.model, self.members.shared.model, self.members.ids)
+        is_none = lambda x: x is None
+        axes = jax.tree.leaves(self.members.in_axes().stacked.model, is_leaf=is_none)
+        return Ensemble(self.members.stacked.model, tuple(axes))
 
     @property
     def prior_precision(self) -> Float[Array, " members"]:
@@ -64,19 +63,19 @@ class Laplace(eqx.Module, Generic[M]):
         **Arguments:**
 
         - `num_samples`: the number of draws from each member.
-        - `key`: the root key. The random stream of a member is derived from its id.
+        - `key`: one key, or one per member: [`eqx_ensemble.member_keys`][]`(key, members, purpose="laplace")`.
 
-        **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`.
+        **Returns:** the ensemble of all draws, those of one member adjacent.
         States are `ee.tree.take(posterior.state, np.repeat(np.arange(num_members), num_samples))`.
         """
         num_samples = _check.check_positive_int(num_samples, "num_samples")
-        check_factor_ids(self.members.ids, num_samples)
-        keys = _keys.member_keys(_keys.root(key), self.members.ids, purpose="laplace")
+        keys = _keys.member_keys(key, len(self.members), purpose="laplace")
         old, drawn = self.ensemble, run_members(LaplaceMember.draw, self.members, Each(keys), jnp.arange(num_samples))
-        flat = lambda old, new: None if old is None else new.reshape(-1, *new.shape[2:])
-        stacked = jax.tree.map(flat, old.arrays, drawn, is_leaf=lambda x: x is None)
-        ids = self.members.ids[:, None] * num_samples + jnp.arange(num_samples, dtype=jnp.int32)[None]
-        return Ensemble(stacked, old.shared, ids.astype(jnp.int32).ravel())
+        own = lambda x, axis, new: new.reshape(-1, *new.shape[2:]) if axis == 0 else x
+        is_none = lambda x: x is None
+        leaves, treedef = jax.tree.flatten(old.stacked, is_leaf=is_none)
+        rows = zip(leaves, old.axes, jax.tree.leaves(drawn, is_leaf=is_none), strict=True)
+        return Ensemble(jax.tree.unflatten(treedef, [own(*row) for row in rows]), old.axes)
 
     def predict(
         self, x: PyTree, *, link: Link = "probit", num_samples: int = 100, key: Any = None, **options: Any
@@ -156,14 +155,14 @@ class Laplace(eqx.Module, Generic[M]):
         if noise is not None:
             found &= jnp.isfinite(noise) & (noise > 0)
         fix = "Their selected weights are zero, or the outputs do not depend on them."
-        check_members(found, self.members.ids, "a maximum of the marginal likelihood", "have none", fix)
+        check_members(found, "a maximum of the marginal likelihood", "have none", fix)
         return replace(self, prior_precision=precision, noise=noise)
 
 
-@filter_jit
-def run_members(fn: Callable[..., Any], *args: Any, plan: Any = None, mesh: Any = None) -> Any:
+@eqx.filter_jit
+def run_members(fn: Callable[..., Any], *args: Any) -> Any:
     """`fn` of every member, compiled once for each function: its options are arguments, not those of a partial."""
-    return over_members(fn, plan=plan, mesh=mesh)(*args)
+    return over_members(fn)(*args)
 
 
 def _best_prior(member: LaplaceMember, with_noise: bool) -> tuple[Array, Array | None]:  # noqa: FBT001
@@ -246,8 +245,8 @@ def check_per_member(argument: str, value: Any, own: Array | None) -> Each | Non
     return Each(jnp.broadcast_to(array.astype(own.dtype), own.shape))
 
 
-def check_members(is_right: Array, ids: Array, needs: str, got: str, fix: str) -> None:
+def check_members(is_right: Array, needs: str, got: str, fix: str) -> None:
     """Raises an error that lists members unless all are right, if that can be read."""
     host = _check.concrete(is_right)
     if host is not None and not host.all():
-        raise _check.value_error(needs, f"members {', '.join(map(str, np.asarray(ids)[~host]))} {got}", fix)
+        raise _check.value_error(needs, f"members {', '.join(map(str, np.flatnonzero(~host)))} {got}", fix)

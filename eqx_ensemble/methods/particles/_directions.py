@@ -20,8 +20,6 @@ from ..._check import (
     type_error,
     value_error,
 )
-from ..._compiled import filter_jit
-from ..._foreign import as_hashable_leaf
 from ..._pytree import PyTree
 
 KERNEL = "lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))"
@@ -228,15 +226,13 @@ def wgd(
 def _all_directions(method: Method, points: Any, scores: Any, kernel: Any, active: Any) -> Float[Array, "members size"]:
     kernel = RBF() if kernel is None else kernel
     check_kernel(kernel)
-    kernel = as_hashable_leaf(kernel)
     points, scores, active = check_particles(points, scores, active)
     return _move_all(method, kernel, points, scores, active)
 
 
-@filter_jit
+@eqx.filter_jit
 def _move_all(method: Method, kernel: Kernel, points: Array, scores: Array, active: Array) -> Array:
-    one_by_one = lambda fn, parts: jax.lax.map(fn, parts)
-    return directions(method, kernel, points, scores, active, run=one_by_one)
+    return directions(method, kernel, points, scores, active)
 
 
 def directions(
@@ -245,24 +241,19 @@ def directions(
     points: Float[Array, "members size"],
     scores: Float[Array, "members size"],
     active: Bool[Array, " members"],
-    *,
-    run: Callable[[Callable[[PyTree], PyTree], PyTree], PyTree],
-    gather: Callable[[Array], Array] = lambda x: x,
 ) -> Float[Array, "members size"]:
-    """The directions of all particles; zero for inactive ones.
+    """The directions of all particles, one after another; zero for inactive ones.
 
-    `run` maps a function of one particle sequentially over all particles: a batched map would need an array
-    `(members, members, size)`. `gather` replicates all particles on every device.
+    A batched map would need an array `(members, members, size)`.
     """
     points, scores = (jnp.where(active[:, None], x, jnp.zeros_like(x)) for x in (points, scores))
     # Inactive particles are replaced by an active one, because a kernel may be undefined at other points, such as zero.
     points = jnp.where(active[:, None], points, points[jnp.argmax(active)][None])
-    others = (gather(points), gather(scores), gather(active))
     if isinstance(kernel, AbstractKernel):
-        distances = run(lambda point: jnp.sum((others[0] - point[None]) ** 2, axis=1), points)
-        kernel = kernel.adapt(gather(distances), others[2])
+        distances = jax.lax.map(lambda point: jnp.sum((points - point[None]) ** 2, axis=1), points)
+        kernel = kernel.adapt(distances, active)
     value = lambda x, y: check_kernel_value(kernel(x, y))
-    found = run(lambda part: _RULES[method](value, *part, *others), (points, scores))
+    found = jax.lax.map(lambda part: _RULES[method](value, *part, points, scores, active), (points, scores))
     return jnp.where(active[:, None], found, jnp.zeros_like(found))
 
 

@@ -5,50 +5,24 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Key
 
-from ..._axes import Each, check_some_rows, over_leading_axis, split_members
 from ..._caller import caller
-from ..._check import check_flag, check_function, check_integers_fit, check_word, is_inside_transformation, type_error
-from ..._compiled import filter_jit
+from ..._check import check_flag, check_function, check_word, type_error
 from ..._ensemble import M
-from ..._foreign import as_hashable, as_hashable_leaf, take_in
+from ..._foreign import take_in
+from ..._keys import tag
+from ..._map import is_per_member, view
 from ..._pytree import PyTree
-from ..._sharding import Layout, constrain_members, constrain_rows, layout_for
-from ...plan import AbstractPlan, AnyPlan, Sequential
-from ...plan._engine import as_plan, sharded_plan
 from ...train import Metrics, Status, TrainState
-from ...train._engine import (
-    MemberConstants,
-    MemberState,
-    Optimiser,
-    as_loss,
-    check_loss_output,
-    check_loss_signature,
-    check_optimiser_kind,
-    check_state,
-    check_train_state,
-    explain_loss,
-    follow_hyper,
-    nan_is_data,
-    revert_diverged_one,
-    update_member,
-)
+from ...train._blocks import axes_of_inputs
+from ...train._member import Task, call, flags_of, gradient_of, trained_of
+from ...train._optimiser import Optimiser, update
+from ...train._state import pieces_of, weights_of
+from ...train._step import keep_if_finite
 from ._directions import RBF, Kernel, Method, check_kernel, check_num_rows, check_outputs, directions
 
 # The spaces in which members interact: weights, or outputs.
-
-
-class Member(NamedTuple):
-    """The arguments of the evaluation of one member in a step."""
-
-    params: PyTree
-    model_state: PyTree
-    fixed: MemberConstants
-    shared: PyTree
-    batch: PyTree
-    key: Key[Array, ""]
 
 
 class Evaluation(NamedTuple):
@@ -62,14 +36,16 @@ class Evaluation(NamedTuple):
 
 
 class AbstractSpace(eqx.Module):
-    """A space whose points represent members. Methods take one member."""
+    """A space whose points represent members. Methods take the training state of one member."""
 
     @abc.abstractmethod
-    def evaluate(self, member: Member) -> Evaluation:
+    def evaluate(self, state: TrainState[Any], batch: PyTree, key: Key[Array, ""]) -> Evaluation:
         """The member as a point, with the loss and its gradient."""
 
     @abc.abstractmethod
-    def pull_back(self, member: Member, gradient: Float[Array, " size"]) -> PyTree:
+    def pull_back(
+        self, state: TrainState[Any], batch: PyTree, key: Key[Array, ""], gradient: Float[Array, " size"]
+    ) -> PyTree:
         """Maps a gradient with respect to the point to one with respect to the weights."""
 
 
@@ -79,17 +55,18 @@ class WeightSpace(AbstractSpace):
     loss: Callable[..., Any] = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
 
-    def evaluate(self, member: Member) -> Evaluation:
+    def evaluate(self, state: TrainState[Any], batch: PyTree, key: Key[Array, ""]) -> Evaluation:
         """The weights as a vector, with the gradient of the loss."""
-        params, stateful, hyper = member.params, member.model_state is not None, member.fixed.hyper
-        loss = as_loss(self.loss, stateful=stateful, has_aux=self.has_aux, hyper=hyper)
-        rest = (member.model_state, member.fixed, member.shared, member.batch, member.key)
-        (value, (state, aux)), grads = jax.value_and_grad(loss, has_aux=True)(params, *rest)
-        return Evaluation(value, aux, state, ravel(params), ravel(grads))
+        task, now = Task(self.loss, None, has_aux=self.has_aux), trained_of(state)
+        value, (grads, _), model_state, aux, _ = gradient_of(task, now, state, batch, key)
+        return Evaluation(value, aux, model_state, ravel(now.own), ravel(grads))
 
-    def pull_back(self, member: Member, gradient: Float[Array, " size"]) -> PyTree:
+    def pull_back(
+        self, state: TrainState[Any], batch: PyTree, key: Key[Array, ""], gradient: Float[Array, " size"]
+    ) -> PyTree:
         """The vector as a tree like the weights."""
-        return unravel(gradient, member.params)
+        del batch, key
+        return unravel(gradient, state.params)
 
 
 def ravel(tree: PyTree) -> Float[Array, " size"]:
@@ -120,21 +97,10 @@ class InteractingStep(eqx.Module):
     num_rows: Any
     method: Method = eqx.field(static=True)
     kernel: Kernel
-    plan: AbstractPlan
-    layout: Layout | None = eqx.field(static=True)
-    public_name: str = eqx.field(static=True)
 
     def __call__(self, state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         """Takes one step on one batch, which is shared except for parts marked [`eqx_ensemble.Each`][]."""
-        check_train_state(state)
-        state = follow_hyper(state, self.optimiser)
-        batch = take_in(batch, "batch")
-        check_integers_fit(batch, argument="batch")
-        layout = self.layout or layout_for(None, state.params)
-        step = _one_step if is_inside_transformation() else _compiled_step
-        with nan_is_data():
-            moving, count, metrics = step(self, layout, state, batch)
-        return TrainState(moving, state.fixed, state.shared, state.ids, count), metrics
+        return _one_step(self, state, take_in(batch, "batch"))
 
 
 def make_step(
@@ -145,8 +111,6 @@ def make_step(
     method: Method = "svgd",
     kernel: Kernel | None = None,
     has_aux: bool = False,
-    plan: AnyPlan = None,
-    mesh: Mesh | None = None,
 ) -> InteractingStep:
     r"""Makes a compiled step in which members INTERACT in weight space: `state, metrics = step(state, batch)`.
 
@@ -156,7 +120,7 @@ def make_step(
     or [`eqx_ensemble.methods.particles.wgd`][] between flattened weights, the optimiser receives $-\phi_i / N$.
 
     Diverged and stopped members no longer affect the others. A step takes time of order `members**2` times the number
-    of weights, and memory for three copies of the weights; on a mesh, every device holds two copies of all members.
+    of weights, and memory for three copies of the weights.
 
     **Arguments:**
 
@@ -167,8 +131,6 @@ def make_step(
     - `method`: `"svgd"`, or `"wgd"` for repulsive ensembles.
     - `kernel`: as for [`eqx_ensemble.methods.particles.svgd`][].
     - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
-    - `plan`: for gradients and updates, by default [`eqx_ensemble.plan.Vmap`][].
-    - `mesh`: that of [`eqx_ensemble.train.init`][].
 
     **Returns:** [`eqx_ensemble.methods.particles.InteractingStep`][].
 
@@ -192,99 +154,66 @@ def make_step(
     """
     check_function(loss, "loss", example="lambda model, batch, key: ...")
     check_flag(has_aux, "has_aux")
-    space = WeightSpace(as_hashable(loss), has_aux)
-    return interacting_step(space, optimiser, num_rows, method, kernel, plan, mesh, name="methods.particles.make_step")
+    return interacting_step(WeightSpace(loss, has_aux), optimiser, num_rows, method, kernel)
 
 
 def interacting_step(
-    space: AbstractSpace,
-    optimiser: Optimiser,
-    num_rows: Any,
-    method: Method,
-    kernel: Kernel | None,
-    plan: AnyPlan,
-    mesh: Mesh | None,
-    *,
-    name: str,
+    space: AbstractSpace, optimiser: Optimiser, num_rows: Any, method: Method, kernel: Kernel | None
 ) -> InteractingStep:
     """Checks the options. Returns the step of members that interact in a space."""
-    check_optimiser_kind(optimiser)
     check_num_rows(num_rows)
     check_word(method, "method", ("svgd", "wgd"))
     kernel = RBF() if kernel is None else kernel
     check_kernel(kernel)
-    own = as_hashable(optimiser), num_rows, method, as_hashable_leaf(kernel)
-    return InteractingStep(space, *own, as_plan(plan), layout_for(mesh), name)
+    return InteractingStep(space, optimiser, num_rows, method, kernel)
 
 
-def _one_step(
-    step: InteractingStep, layout: Layout | None, state: TrainState, batch: PyTree
-) -> tuple[MemberState, Int[Array, ""], Metrics]:
-    check_state(state, step.optimiser, hyper_of="train.init")
-    split_members((Each(state.ids), batch))  # raises for another number of members
-    check_some_rows(batch)
+@eqx.filter_jit
+def _one_step(step: InteractingStep, state: TrainState[Any], batch: PyTree) -> tuple[TrainState[Any], Metrics]:
+    if state.together is not None:
+        raise TypeError("Members that interact cannot be those of `train.Together`.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             got = f"got {leaf.dtype} at `{jax.tree_util.keystr(path)}`"
             raise type_error("real weights", got, "Leave it out with `trainable=` of `train.init`.")
-    own, view, _ = split_members((Each(state.fixed.key), batch))
-    run = sharded_plan(step.plan, layout).run
+    moving, _, rest = pieces_of(state)
+    own, axes = eqx.if_array(0), (eqx.if_array(0), axes_of_inputs(batch))
 
-    def member(part: PyTree) -> Member:
-        moving, fixed, own = part
-        key, batch = view(own)
-        batch = batch if layout is None else constrain_rows(batch, layout)
-        key = jax.random.fold_in(key, state.step)
-        return Member(moving.params, moving.model_state, fixed, state.shared, batch, key)
+    def member(moving: PyTree, batch: PyTree) -> tuple[TrainState[Any], PyTree, Any]:
+        one = eqx.combine(moving, rest)
+        batch = jax.tree.map(view, batch, is_leaf=is_per_member)
+        return one, batch, jax.random.fold_in(jax.random.fold_in(one.keys, tag("loss")), one.step)
 
-    parts = (state.moving, state.fixed, own)
-    found: Evaluation = over_leading_axis(run, lambda part: step.space.evaluate(member(part)), parts)
+    evaluate = lambda moving, batch: step.space.evaluate(*member(moving, batch))
+    found: Evaluation = eqx.filter_vmap(evaluate, in_axes=axes)(moving, batch)
     finite = jnp.isfinite(found.value) & _all_finite(found.point) & _all_finite(found.gradient)
-    gradients = _meet(step, layout, found, (state.status == Status.OK) & finite)
+    gradients = _meet(step, found, (state.status == Status.OK) & finite)
 
-    def update(part: PyTree) -> MemberState:
-        whole, gradient, value, model_state = part
-        one, moving = member(whole), whole[0]
-        grads = step.space.pull_back(one, gradient)
-        refuse = lambda _: _no_values()
-        hyper = one.fixed.hyper
-        params, opt_state = update_member(step.optimiser, one.params, moving.opt_state, grads, value, refuse, hyper)
-        return MemberState(params, opt_state, model_state, moving.status, moving.stopped_at, moving.fault)
+    def move(moving: PyTree, batch: PyTree, gradient: Array, found: Evaluation) -> tuple[PyTree, Metrics]:
+        one, batch, key = member(moving, batch)
+        grads, now = step.space.pull_back(one, batch, key, gradient), trained_of(one)
+        params, opt_state = update(step.optimiser, grads, now.opt_state, now.own, found.value, None, one.hyper)
+        new = now._replace(own=params, opt_state=opt_state, model_state=found.model_state)
+        after, metrics = keep_if_finite(one, new, found.value, found.aux)
+        return eqx.filter(after, flags_of(moving)), metrics
 
-    after = over_leading_axis(run, update, (parts, gradients, found.value, found.model_state))
-    moving, (value, aux) = revert_diverged_one(state.moving, after, (found.value, found.aux), state.step)
-    if layout is not None and state.num_members % layout.members == 0:
-        moving = constrain_members(moving, layout, None)
-    return moving, state.step + 1, Metrics(value, aux, moving.status)
+    moved = eqx.filter_vmap(move, in_axes=(*axes, 0, own))(moving, batch, gradients, found)
+    return eqx.combine(moved[0], rest), moved[1]
 
 
-_compiled_step = filter_jit(_one_step)
-
-
-def _meet(
-    step: InteractingStep, layout: Layout | None, found: Evaluation, active: Bool[Array, " members"]
-) -> Float[Array, "members size"]:
+def _meet(step: InteractingStep, found: Evaluation, active: Bool[Array, " members"]) -> Float[Array, "members size"]:
     """The gradients that the optimiser receives at each point, after the interaction of members.
 
     An inactive member keeps its own gradient, from which divergence is detected.
     """
     num_rows = jnp.asarray(step.num_rows, found.point.dtype)
     scores = -num_rows * found.gradient
-    run = sharded_plan(Sequential(), layout).run
-    gather = lambda x: x if layout is None else jax.lax.with_sharding_constraint(x, layout.sharding())
-    moved = directions(step.method, step.kernel, found.point, scores, active, run=run, gather=gather)
+    moved = directions(step.method, step.kernel, found.point, scores, active)
     return jnp.where(active[:, None], -moved / num_rows, found.gradient)
 
 
 def _all_finite(points: Float[Array, "members size"]) -> Bool[Array, " members"]:
     return jnp.all(jnp.isfinite(points), axis=1)
-
-
-def _no_values() -> Float[Array, ""]:
-    raise TypeError(
-        f"`{caller()}` moves members along a direction that is not the gradient of their loss; this optimiser "
-        "evaluates the loss again.\nUse one without a line search, such as `optax.adam`."
-    )
 
 
 class FunctionSpace(AbstractSpace):
@@ -294,39 +223,34 @@ class FunctionSpace(AbstractSpace):
     loss: Callable[..., Any] = eqx.field(static=True)
     has_aux: bool = eqx.field(static=True)
 
-    def evaluate(self, member: Member) -> Evaluation:
+    def evaluate(self, state: TrainState[Any], batch: PyTree, key: Key[Array, ""]) -> Evaluation:
         """The outputs as a vector, with the gradient of the loss with respect to them."""
-        if member.model_state is not None:
+        if state.model_state is not None:
             raise NotImplementedError(
                 f"`{caller()}` takes members without state.\n"
                 "Use `methods.particles.make_step`, or layers without running statistics, such as `eqx.nn.LayerNorm`."
             )
-        outputs = self._outputs(member, member.params)
+        outputs = call(self.outputs, state.ensemble.stacked, None, batch, key, state.hyper)
         check_outputs(outputs)
 
         def loss(outputs: PyTree) -> tuple[Array, PyTree]:
-            found = self._call(self.loss, outputs, member)
-            check_loss_output(found, stateful=False, has_aux=self.has_aux)
+            found = call(self.loss, outputs, None, batch, key, state.hyper)
             return found if self.has_aux else (found, None)
 
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(outputs)
         return Evaluation(value, jax.tree.map(jnp.asarray, aux), None, ravel(outputs), ravel(grads))
 
-    def pull_back(self, member: Member, gradient: Float[Array, " size"]) -> PyTree:
+    def pull_back(
+        self, state: TrainState[Any], batch: PyTree, key: Key[Array, ""], gradient: Float[Array, " size"]
+    ) -> PyTree:
         """The product with the transposed Jacobian of the outputs, which are recomputed to save memory."""
-        outputs, pull = jax.vjp(lambda params: self._outputs(member, params), member.params)
-        (grads,) = pull(unravel(gradient, outputs))
-        return grads
+        weights = weights_of(state)
 
-    def _outputs(self, member: Member, params: PyTree) -> PyTree:
-        return self._call(self.outputs, eqx.combine(params, member.fixed.frozen, member.shared), member)
+        def outputs_of(params: PyTree) -> PyTree:
+            return call(self.outputs, eqx.combine(params, weights.fixed), None, batch, key, state.hyper)
 
-    def _call(self, fn: Callable[..., Any], first: PyTree, member: Member) -> Any:
-        hyper = member.fixed.hyper
-        named = {"hyper": hyper} if check_loss_signature(fn, stateful=False, hyper=hyper) else {}
-        arguments = (first, member.batch, member.key)
-        with explain_loss(fn, arguments, named.get("hyper"), purpose="in training"):
-            return fn(*arguments, **named)
+        outputs, pull = jax.vjp(outputs_of, weights.own)
+        return pull(unravel(gradient, outputs))[0]
 
 
 def make_function_space_step(
@@ -338,8 +262,6 @@ def make_function_space_step(
     method: Method = "wgd",
     kernel: Kernel | None = None,
     has_aux: bool = False,
-    plan: AnyPlan = None,
-    mesh: Mesh | None = None,
 ) -> InteractingStep:
     r"""Makes a compiled step in which members INTERACT in function space: their predictions repel each other.
 
@@ -355,7 +277,7 @@ def make_function_space_step(
     - `outputs`: `outputs(model, batch, key)` of one member: arrays to compare members by, such as logits.
     - `loss`: `loss(outputs, batch, key) -> value`: the negative log-posterior per row of these outputs, with a prior
         over functions, such as $f^\top K^{-1} f / 2N$ for a Gaussian process.
-    - `optimiser`, `num_rows`, `method`, `kernel`, `has_aux`, `plan`, `mesh`: as for
+    - `optimiser`, `num_rows`, `method`, `kernel`, `has_aux`: as for
         [`eqx_ensemble.methods.particles.make_step`][], with a kernel between vectors of outputs.
 
     Either function may have a parameter `hyper`.
@@ -393,6 +315,4 @@ def make_function_space_step(
     check_function(loss, "loss", example="lambda outputs, batch, key: ...")
     check_flag(has_aux, "has_aux")
     space = FunctionSpace(outputs, loss, has_aux)
-    return interacting_step(
-        space, optimiser, num_rows, method, kernel, plan, mesh, name="methods.particles.make_function_space_step"
-    )
+    return interacting_step(space, optimiser, num_rows, method, kernel)

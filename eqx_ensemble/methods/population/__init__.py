@@ -1,12 +1,8 @@
-"""Operations on the training state between runs: rank, select, copy and stop members, set their hyper-parameters.
+"""Decisions between epochs, as functions of a training state: for callbacks of `fit` and for loops of your own."""
 
-Weights, optimiser states, hyper-parameters, ids and random streams are moved together, in one gather.
-"""
-
-from ._decisions import clone as clone
+from ...train._revive import copy_members as copy_members
+from ._decisions import exploit as exploit
+from ._decisions import keep_best as keep_best
 from ._decisions import perturb_hyper as perturb_hyper
 from ._decisions import rank as rank
-from ._decisions import select as select
-from ._decisions import set_hyper as set_hyper
-from ._decisions import stop as stop
 from ._decisions import truncation as truncation

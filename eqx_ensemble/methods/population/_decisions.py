@@ -1,149 +1,162 @@
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, Key
+from jaxtyping import Bool, Int, Key
 
-from ... import _keys
 from ..._caller import caller
-from ..._check import check_function, check_number, kind_text
 from ..._ensemble import M
+from ..._keys import generators, tag
 from ..._pytree import PyTree
 from ...distributed import to_host
 from ...sweep import AbstractRange
 from ...sweep._ranges import check_ranges
-from ...train import TrainState
-from ...train._engine import (
-    Status,
-    change_hyper,
-    check_mode,
-    check_state_arrays,
-    check_train_state,
-    copy_donors,
-    stop_members,
-)
-from .._check import check_factors, check_fraction, check_healthy, check_indices, check_member_scores
+from ...train import Status, TrainState, perturb
+from ...train._member import choose
+from ...train._revive import change_hyper, copy_members
+from ...train._state import weights_of
+
+Mode = Literal["min", "max"]
 
 
-def rank(scores: Any, *, healthy: Any = None, mode: Literal["min", "max"] = "min") -> Int[np.ndarray, " members"]:
-    """Ranks members by their scores.
+def rank(state: TrainState[Any], *, mode: Mode = "min") -> Int[np.ndarray, " members"]:
+    """The members by their last validation score, the best first.
 
     **Arguments:**
 
-    - `scores`: one per member `(members,)`. NaN ranks below any number.
-    - `healthy`: booleans `(members,)`; members where it is `False` come last.
+    - `state`: the training state. In a loop of your own, put scores into `state.score` first.
     - `mode`: `"min"` if lower scores are better, `"max"` if higher.
 
-    **Returns:** the indices of the members `(members,)`, int64, the best first. Ties keep their order.
+    **Returns:** the positions of the members `(members,)`. Ties keep their order; those that do not train, or have a
+    NaN score, come last.
 
-    ```python
-    ee.methods.population.rank([0.3, 0.1, 0.2])  # [1, 2, 0]
-    ```
+    **Raises:** `ValueError` if members train and all their scores are NaN.
     """
-    check_mode(mode)
-    scores = check_member_scores(scores)
-    bad = np.isnan(scores) | ~check_healthy(healthy, len(scores))
-    return np.lexsort((scores if mode == "min" else -scores, bad))
+    return _order(*_scores(state), mode=mode)
 
 
-def select(state: TrainState[M], members: Any) -> TrainState[M]:
-    """Selects some members of a training state, in the order given, each at most once.
-
-    They continue as they would have with all members.
-
-    ```python
-    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 8, key=key)
-    state = ee.train.init(ensemble, optax.adam(1e-2), key=key)
-    ee.methods.population.select(state, [5, 0, 2]).ids  # [5, 0, 2]
-    ```
-    """
-    check_train_state(state)
-    check_state_arrays(state)
-    return state[check_indices(members, state.num_members, unique=True)]
-
-
-def clone(state: TrainState[M], donors: Any) -> TrainState[M]:
-    """Replaces members by copies of others: weights, optimiser state, model state and hyper-parameters.
-
-    A copy keeps its own id. Its status is `OK`.
-
-    **Arguments:**
-
-    - `donors`: the index of a donor for each member `(members,)`; its own index to leave a member unchanged.
-
-    **Raises:** `ValueError` for a donor that has diverged or stopped.
-
-    `clone(state, [0, 1, 0, 1])` makes members 2 and 3 copies of 0 and 1.
-    """
-    check_train_state(state)
-    check_state_arrays(state)
-    count, moving, fixed = state.num_members, state.moving, state.fixed
-    donors = check_indices(donors, count)
-    training = to_host(moving.status) == Status.OK
-    if len(donors) != len(training):
-        raise ValueError(f"`{caller()}` needs one donor per member ({len(training)},), got ({len(donors)},).")
-    invalid = np.unique(donors[(donors != np.arange(len(training))) & ~training[donors]])
-    if len(invalid):
+def _scores(state: TrainState[Any]) -> tuple[np.ndarray, Bool[np.ndarray, " members"]]:
+    """The scores, and whether each is of a member that trains, and is defined."""
+    scores, trains = to_host(state.score), to_host(state.status) == Status.OK
+    able = trains & ~np.isnan(scores)
+    if trains.any() and not able.any():
         raise ValueError(
-            f"`{caller()}` needs donors that are training; these have diverged or stopped: members "
-            f"{', '.join(map(str, np.asarray(state.ids)[invalid].tolist()))}."
+            f"`{caller()}` cannot compare members: the scores of all {int(trains.sum())} that train are NaN.\n"
+            "Pass `validation=` data, and a score that is defined for them."
         )
-    moving, fixed = copy_donors(moving, fixed, donors)
-    return TrainState(moving, fixed, state.shared, state.ids, state.step)
+    return scores, able
 
 
-def stop(state: TrainState[M], members: Any) -> TrainState[M]:
-    """Stops members, which remain in the training state with their current weights."""
-    check_train_state(state)
-    check_state_arrays(state)
-    members, moving = check_indices(members, state.num_members), state.moving
-    chosen = np.isin(np.arange(state.num_members), members)
-    moving = stop_members(moving, chosen, state.step)
-    return TrainState(moving, state.fixed, state.shared, state.ids, state.step)
+def _order(scores: np.ndarray, able: np.ndarray, *, mode: Mode) -> np.ndarray:
+    return np.lexsort((scores if mode == "min" else -scores, ~able))
+
+
+def keep_best(state: TrainState[M], count: int, *, mode: Mode = "min") -> TrainState[M]:
+    """Stops all members that train but the `count` best by their last validation score.
+
+    ```python
+    elites = lambda state: ee.methods.population.keep_best(state, 4)
+    callback = ee.train.every(10, elites)  # fit(..., validation=data, callbacks=callback)
+    ```
+    """
+    return state.stop(~np.isin(np.arange(state.num_members), rank(state, mode=mode)[:count]))
 
 
 def truncation(
-    scores: Any, healthy: Any = None, *, fraction: float | int = 0.2, mode: Literal["min", "max"] = "min", key: Any
+    state: TrainState[Any], *, fraction: float | int = 0.2, mode: Mode = "min"
 ) -> Int[np.ndarray, " members"]:
     """Chooses donors by truncation selection: each of the worst members is assigned one of the best at random.
 
     **Arguments:**
 
-    - `scores`, `healthy`, `mode`: as for [`eqx_ensemble.methods.population.rank`][]; members that are not healthy, or
-        have a NaN score, are all replaced.
+    - `state`, `mode`: as for [`eqx_ensemble.methods.population.rank`][]. Members that do not train, or have a NaN
+        score, are all replaced. A member's donor is drawn by its key and the step.
     - `fraction`: of members to replace, and to choose donors from, rounded up; at most a half.
-    - `key`: the key for drawing the donors.
 
-    **Returns:** the index of a donor for each member `(members,)`, for [`eqx_ensemble.methods.population.clone`][].
-
-    ```python
-    ee.methods.population.truncation([0.3, 0.1, 0.5, 0.2], fraction=0.25, key=key)
-    # [0, 1, 1, 3]
-    ```
+    **Returns:** the position of a donor for each member `(members,)`, its own for those that stay; for
+    [`eqx_ensemble.methods.population.copy_members`][].
 
     ??? cite
         [Jaderberg et al. 2017](https://arxiv.org/abs/1711.09846)
     """
-    scores = check_member_scores(scores)
-    check_fraction(fraction)
-    count = len(scores)
-    able = ~np.isnan(scores) & check_healthy(healthy, count)
-    order, donors = rank(scores, healthy=able, mode=mode), np.arange(count)
-    most = math.ceil(fraction * count - 1e-9) if count > 1 else 0
+    return donors_of(*_scores(state), decision_keys(state.keys, state.step.max()), fraction=fraction, mode=mode)
+
+
+def decision_keys(keys: Any, step: Any) -> Any:
+    """The members' keys for a decision after a step; of those that diverged, too, whose own steps are fewer."""
+    return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, tag("population")), step))(keys)
+
+
+def donors_of(scores: np.ndarray, able: np.ndarray, keys: Any, *, fraction: float | int, mode: Mode) -> np.ndarray:
+    """The donors of `truncation`."""
+    donors, order = np.arange(len(scores)), _order(scores, able, mode=mode)
+    most = math.ceil(fraction * len(scores) - 1e-9)
     best = order[: min(most, able.sum())]
-    if len(best) == 0:
-        return donors
-    losers = [i for i in order[-most:] if i not in best] + [i for i in order[:-most] if not able[i]]
-    drawn = next(_keys.generators(key, 1, purpose="truncation")).integers(len(best), size=count)
-    donors[losers] = best[drawn[losers]]
+    lost = order[max(len(best), min(len(order) - most, able.sum())) :]
+    if len(best) and len(lost):
+        drawn = jax.vmap(lambda key: jax.random.randint(key, (), 0, len(best)))(keys[lost])
+        donors[lost] = best[np.asarray(drawn)]
     return donors
 
 
+def exploit(
+    state: TrainState[M],
+    *,
+    fraction: float | int = 0.2,
+    explore: Callable[[PyTree, Key[Any, ""]], PyTree] | None = perturb,
+    mode: Mode = "min",
+) -> TrainState[M] | None:
+    """Replaces the worst members, and those that diverged, by copies of the best, with perturbed hyper-parameters.
+
+    A copy begins a new search for its best weights, and goes on at the step of the others, with rows and noise of its
+    own.
+
+    **Arguments:**
+
+    - `state`, `fraction`, `mode`: as for [`eqx_ensemble.methods.population.truncation`][].
+    - `explore`: `explore(hyper, key) -> hyper` perturbs one copy, such as
+        [`eqx_ensemble.methods.population.perturb_hyper`][], which respects ranges; `None` keeps the donor's.
+
+    **Returns:** the new state; `None` if no member is replaced.
+
+    ```python
+    callback = ee.train.every(2, ee.methods.population.exploit, at_end=False)  # fit(..., callbacks=callback)
+    ```
+    """
+    keys = decision_keys(state.keys, state.step.max())
+    donors = donors_of(*_scores(state), keys, fraction=fraction, mode=mode)
+    copied = donors != np.arange(len(donors))
+    if not copied.any():
+        return None
+    new = copy_members(state, donors)
+    own, _, _ = weights_of(new)
+    reset = lambda value, x: jnp.where(copied, jnp.asarray(value, x.dtype), x)
+    fresh = jax.vmap(choose)(copied, (own, new.model_state), new.best) if new.best is not None else None
+    return dataclasses.replace(
+        new,
+        hyper=explore_copies(new.hyper, donors, explore, keys),
+        step=reset(new.step.max(), new.step),
+        best=fresh,
+        best_score=reset(jnp.inf if mode == "min" else -jnp.inf, new.best_score),
+        best_step=reset(-1, new.best_step),
+        waited=reset(0, new.waited),
+    )
+
+
+def explore_copies(hyper: PyTree, donors: np.ndarray, explore: Any, keys: Any) -> PyTree:
+    """Hyper-parameters of which those of copies are perturbed."""
+    copied = np.flatnonzero(donors != np.arange(len(donors)))
+    if explore is None or hyper is None or not len(copied):
+        return hyper
+    return change_hyper(hyper, copied, explore, jax.vmap(jax.random.fold_in, (0, None))(keys[copied], 1))
+
+
 def perturb_hyper(
-    ranges: Mapping[str, AbstractRange], *, resample: float | int = 0.25, factors: tuple[float, float] = (0.8, 1.2)
+    ranges: Mapping[str, AbstractRange], *, resample: float | int = 0.25, factors: Sequence[float | int] = (0.8, 1.2)
 ) -> Callable[[PyTree, Key[Any, ""]], PyTree]:
     """Makes a function that perturbs hyper-parameters: each is multiplied by one of `factors` or resampled.
 
@@ -160,48 +173,15 @@ def perturb_hyper(
     explore = ee.methods.population.perturb_hyper({"lr": ee.sweep.LogUniform(1e-4, 1e-1)})
     explore({"lr": jnp.array(0.09), "weight": jnp.array(1.0)}, key)  # the same `weight`
     ```
-
-    ??? cite
-        [Jaderberg et al. 2017](https://arxiv.org/abs/1711.09846)
     """
     check_ranges(ranges)
-    check_number(resample, "resample", least=0, most=1)
-    choices = check_factors(factors)
 
     def explore(hyper: PyTree, key: Key[Any, ""]) -> PyTree:
-        (generator,) = _keys.generators(key, 1, purpose="explore")
-        if not isinstance(hyper, dict) or set(ranges) - set(hyper):
-            found = f"names {sorted(hyper)}" if isinstance(hyper, dict) else kind_text(hyper)
-            raise ValueError(f"`{caller()}` has ranges of {sorted(ranges)}, but the hyper-parameters are {found}.")
+        (generator,) = generators(key, 1, purpose="explore")
         new = dict(hyper)
-        for word, one in ranges.items():
-            factor, anew = generator.choice(choices), generator.random() < resample
-            new[word] = one.draw(generator) if anew else one.rescale(float(hyper[word]), factor)
+        for name, one in ranges.items():
+            factor, anew = generator.choice(factors), generator.random() < resample
+            new[name] = one.draw(generator) if anew else one.rescale(float(hyper[name]), factor)
         return new
 
     return explore
-
-
-def set_hyper(
-    state: TrainState[M], members: Any, fn: Callable[[PyTree, Key[Any, ""]], PyTree], *, key: Any
-) -> TrainState[M]:
-    """Sets the hyper-parameters of some members.
-
-    **Arguments:**
-
-    - `fn`: `fn(hyper, key) -> hyper` for one member, such as [`eqx_ensemble.train.perturb`][].
-    - `key`: the root key; each member's key is derived from it, the member's id and the step.
-    """
-    check_train_state(state)
-    check_state_arrays(state)
-    members = check_indices(members, state.num_members)
-    if state.hyper is None:
-        raise TypeError(
-            f"`{caller()}` needs a training state with hyper-parameters: pass `hyper=` to `fit` or `train.init`."
-        )
-    check_function(fn, "fn", example="lambda hyper, key: hyper")
-    keys = _keys.member_keys(key, state.ids, purpose="population")[members]
-    keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, state.step)
-    hyper = change_hyper(state.hyper, fn, members, keys)
-    fixed = dataclasses.replace(state.fixed, hyper=hyper)
-    return TrainState(state.moving, fixed, state.shared, state.ids, state.step)

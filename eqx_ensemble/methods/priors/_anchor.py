@@ -4,34 +4,24 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from jaxtyping import Array, Float
 
-from ... import _keys
-from ..._axes import Each
 from ..._caller import caller
-from ..._check import check_function, kind_text
+from ..._check import MemberMismatchError, check_function
 from ..._ensemble import Ensemble, check_ensemble
 from ..._foreign import from_foreign
+from ..._keys import member_keys
+from ..._marks import Each
 from ..._pytree import PyTree
 from ...train import Frozen
-from ...train._engine import Trainable, partition_trainable
-from ._check import (
-    check_noise,
-    check_num_rows,
-    check_outputs,
-    check_penalty_std,
-    check_real,
-    check_row_ids,
-    check_same_model,
-    check_scale,
-    check_std,
-    check_targets,
-    prefix_message,
-)
+from ...train._state import Trainable, trained_leaves
+
+M = TypeVar("M")
+
+_is_none = lambda x: x is None
 
 
-def noisy_targets(targets: Any, ids: Any, *, std: Any, row_ids: Any = None, key: Any) -> Each:
+def noisy_targets(targets: Any, num_members: int, *, std: Any, key: Any) -> Each:
     """Adds Gaussian noise to the targets, drawn once per member and row.
 
     A member gets the same noisy target for a row in every epoch; noise that is redrawn in every step would average out.
@@ -39,13 +29,14 @@ def noisy_targets(targets: Any, ids: Any, *, std: Any, row_ids: Any = None, key:
     **Arguments:**
 
     - `targets`: `(rows, ...)`, floating-point, shared by all members.
-    - `ids`: the ids of the members, `ensemble.ids`, or the number of members.
+    - `num_members`: the number of members.
     - `std`: one number, or an array of the shape of `targets`. For posterior draws it is that of the noise in the
         targets.
-    - `row_ids`: integers `(rows,)`, for rows of a larger data set; by default `0, 1, 2, ...`.
-    - `key`: the root key.
+    - `key`: one key, or one per member `(members,)`.
 
     **Returns:** an [`eqx_ensemble.Each`][] `(members, rows, ...)` for the data of [`eqx_ensemble.fit`][].
+
+    **Raises:** `TypeError` for targets that are not floating-point.
 
     ```python
     x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
@@ -57,20 +48,20 @@ def noisy_targets(targets: Any, ids: Any, *, std: Any, row_ids: Any = None, key:
     ??? cite
         [Osband et al. 2018](https://arxiv.org/abs/1806.03335), section 3
     """
-    targets = from_foreign(targets, "targets")
-    check_targets(targets)
-    row_ids = np.arange(len(targets)) if row_ids is None else row_ids
-    check_row_ids(row_ids, len(targets))
-    std = check_noise(std, targets.shape)
-    keys = _keys.member_keys(key, ids, purpose="noise in targets")
-    targets = jnp.asarray(targets)
-    return Each(_add_noise(targets, jnp.asarray(std, targets.dtype), jnp.asarray(row_ids, jnp.int32), keys))
+    targets = jnp.asarray(from_foreign(targets, "targets"))
+    if not jnp.issubdtype(targets.dtype, jnp.floating):
+        raise TypeError(f"`{caller()}` needs floating-point `targets`, got {targets.dtype}: noise is for regression.")
+    keys = member_keys(key, num_members, purpose="noise in targets")
+    std = jnp.broadcast_to(jnp.asarray(std, targets.dtype), targets.shape)
+    return Each(_add_noise(targets, std, keys))
 
 
 @jax.jit
-def _add_noise(targets: Array, std: Array, row_ids: Array, keys: Array) -> Array:
+def _add_noise(targets: Array, std: Array, keys: Array) -> Array:
+    # By row, so that more rows leave the noise of the first ones as it is.
     draw = lambda key, row: jax.random.normal(jax.random.fold_in(key, row), targets.shape[1:], targets.dtype)
-    of_member = lambda key: targets + std * jax.vmap(draw, in_axes=(None, 0))(key, row_ids)
+    rows = jnp.arange(len(targets))
+    of_member = lambda key: targets + std * jax.vmap(draw, in_axes=(None, 0))(key, rows)
     return jax.vmap(of_member)(keys)
 
 
@@ -95,29 +86,27 @@ def gaussian_penalty(model: PyTree, std: Any = 1.0, *, num_rows: Any) -> Float[A
     prior(model, lambda leaf: 1 / np.sqrt(leaf.shape[-1]), num_rows=100)
     ```
     """
-    num_rows = check_num_rows(num_rows)
-    found = jtu.tree_leaves_with_path(model, is_leaf=lambda node: isinstance(node, Frozen))
-    is_weight = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
-    weights = [(jtu.keystr(path), x) for path, x in found if is_weight(x)]
     if isinstance(model, Ensemble):
         raise TypeError(f"`{caller()}` needs the model of one member, got an `Ensemble`.\nCall it inside the loss.")
-    if not weights:
-        raise TypeError(
-            f"`{caller()}` needs a model with floating-point arrays that are not frozen, got {kind_text(model)}."
-        )
+    found = jax.tree.leaves(model, is_leaf=lambda node: isinstance(node, Frozen))
+    weights = [x for x in found if eqx.is_inexact_array(x)]
+    return _penalty([(x, std(x) if callable(std) else std) for x in weights], num_rows)
+
+
+def _penalty(deviations: list[tuple[Array, Any]], num_rows: Any) -> Float[Array, ""]:
+    """Half the sum of squared deviations in units of their standard deviations, over the number of rows."""
     terms = []
-    for path, x in weights:
-        check_real(x, path)
-        x = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
-        own = std(jax.ShapeDtypeStruct(x.shape, x.dtype)) if callable(std) else std
-        scale = jnp.asarray(check_penalty_std(own, "std" + path if callable(std) else "std"))
-        terms.append(jnp.sum((x / scale.astype(x.dtype)) ** 2) / 2)
-    widest = np.result_type(*[term.dtype for term in terms])
+    for x, std in deviations:
+        x = x.astype(_at_least_single(x.dtype))
+        terms.append(jnp.sum((x / jnp.asarray(std, x.dtype)) ** 2) / 2)
+    widest = max((term.dtype for term in terms), key=lambda dtype: dtype.itemsize)
     total = jnp.sum(jnp.stack([term.astype(widest) for term in terms]))
     return total / jnp.asarray(num_rows).astype(widest)
 
 
-M = TypeVar("M")
+def _at_least_single(dtype: Any) -> Any:
+    """The dtype to compute in, at least float32; explicit, because dtype promotion may be strict."""
+    return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
 class RandomisedPrior(eqx.Module, Generic[M]):
@@ -131,9 +120,9 @@ class RandomisedPrior(eqx.Module, Generic[M]):
 
     - `network`: the trained network.
     - `prior`: a network with outputs of the same shapes. It is called in inference mode with positional inputs only.
-    - `scale`: $\beta$, one number. `build(zip={"scale": ...})` gives each member its own.
+    - `scale`: $\beta$, one number, or an array of one member: `build(zip={"scale": ...})` gives each its own.
 
-    **Raises:** `ValueError`, when called, if the outputs of network and prior differ in structure or shape.
+    **Raises:** `ValueError`, when called, if the outputs of network and prior differ in shape.
 
     ```python
     def make(key):
@@ -166,7 +155,7 @@ class RandomisedPrior(eqx.Module, Generic[M]):
         check_function(prior, "prior", example="eqx.nn.MLP(3, 1, 16, 2, key=other_key)")
         self.network = network
         self.prior = prior if isinstance(prior, Frozen) else Frozen(prior)
-        self.scale = Frozen(check_scale(scale))
+        self.scale = Frozen(jnp.asarray(scale, jnp.result_type(float)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         """The network's output plus the scaled prior; if a state is among the inputs, also the new state."""
@@ -174,14 +163,18 @@ class RandomisedPrior(eqx.Module, Generic[M]):
         out = self.network(*args, **kwargs)  # pyright: ignore[reportCallIssue]
         out, *state = out if any(map(is_state, args)) else (out,)
         prior = eqx.nn.inference_mode(self.prior)(*(x for x in args if not is_state(x)))
-        check_outputs(out, prior)
         scale = jax.lax.stop_gradient(self.scale.value)
-        add = lambda f, p: f + (jnp.asarray(scale, p.dtype) * p).astype(f.dtype)
+
+        def add(f: Array, p: Array) -> Array:
+            if f.shape != p.shape:
+                raise ValueError(
+                    f"`methods.priors.RandomisedPrior` needs a network and a prior with outputs of one shape; got "
+                    f"{f.shape} and {p.shape}."
+                )
+            return f + (jnp.asarray(scale, p.dtype) * p).astype(f.dtype)
+
         total = jax.tree.map(add, out, prior)
         return (total, *state) if state else total
-
-
-_is_none = lambda x: x is None
 
 
 class Anchor(eqx.Module):
@@ -212,19 +205,18 @@ class Anchor(eqx.Module):
 
         **Returns:** a scalar, at least float32.
         """
-        anchors, _ = jtu.tree_flatten_with_path(self.weights, is_leaf=_is_none)
-        leaves = jax.tree.leaves(model, is_leaf=_is_none)
-        check_same_model(anchors, leaves)
-        num_rows = check_num_rows(num_rows)
-        kept = [(w, a) for w, (_, a) in zip(leaves, anchors, strict=True) if a is not None]
-        terms = []
-        for (w, a), std in zip(kept, jax.tree.leaves(self.std), strict=True):
-            dtype = _at_least_single(a.dtype)
-            scaled = (w.astype(dtype) - a.astype(dtype)) / jnp.asarray(std, dtype)
-            terms.append(jnp.sum(scaled**2) / 2)
-        widest = max((term.dtype for term in terms), key=lambda dtype: dtype.itemsize)
-        total = jnp.sum(jnp.stack([term.astype(widest) for term in terms]))
-        return total / jnp.asarray(num_rows, total.dtype)
+        anchors = jax.tree.leaves(self.weights, is_leaf=_is_none)
+        kept = [(w, a) for w, a in zip(jax.tree.leaves(model, is_leaf=_is_none), anchors, strict=True) if a is not None]
+        for w, a in kept:
+            if w.shape != a.shape:
+                raise MemberMismatchError(
+                    f"`methods.priors.Anchor.penalty` needs one member's model and anchor; got {w.shape} and "
+                    f"{a.shape}.\nPass the model and the `hyper` that the loss receives."
+                )
+        wide = lambda x: x.astype(_at_least_single(x.dtype))
+        return _penalty(
+            [(wide(w) - wide(a), std) for (w, a), std in zip(kept, jax.tree.leaves(self.std), strict=True)], num_rows
+        )
 
 
 def draw_anchors(
@@ -234,7 +226,7 @@ def draw_anchors(
 
     With [`eqx_ensemble.methods.priors.Anchor.penalty`][] and [noisy
     targets][eqx_ensemble.methods.priors.noisy_targets], members of a linear model are exact draws from the posterior,
-    networks approximate ones. Exclude anchors from perturbation: `on_diverge=train.Revive(perturb=None)`.
+    networks approximate ones.
 
     **Arguments:**
 
@@ -242,7 +234,7 @@ def draw_anchors(
     - `std`: the standard deviation of the prior: a number, a function of a leaf of one member (a
         `jax.ShapeDtypeStruct`), or a tree of either that is a prefix of a member's tree.
     - `trainable`: the leaves with an anchor; the same as for [`eqx_ensemble.fit`][].
-    - `key`: the root key. A member's anchor is drawn from it and the member's id.
+    - `key`: one key, or one per member `(members,)`.
 
     **Returns:** the anchors of all members, each leaf `(members, ...)`.
 
@@ -252,7 +244,7 @@ def draw_anchors(
     anchors = ee.methods.priors.draw_anchors(
         ensemble, lambda leaf: 1 / np.sqrt(leaf.shape[-1]), key=key
     )
-    targets = ee.methods.priors.noisy_targets(y, ensemble.ids, std=noise, key=key)
+    targets = ee.methods.priors.noisy_targets(y, 4, std=noise, key=key)
 
 
     def loss(model, batch, key, hyper):
@@ -276,10 +268,10 @@ def draw_anchors(
         [Pearce et al. 2020](https://arxiv.org/abs/1810.05546)
     """
     check_ensemble(ensemble)
-    keys = _keys.member_keys(key, ensemble.ids, purpose="anchor")
-    params, _ = partition_trainable(ensemble, trainable)
-    for path, leaf in jtu.tree_leaves_with_path(params):
-        check_real(leaf, jtu.keystr(path))
+    keys = member_keys(key, ensemble.num_members, purpose="anchor")
+    trained = trained_leaves(ensemble, trainable, together=False)
+    leaves, treedef = jax.tree.flatten(ensemble.stacked, is_leaf=_is_none)
+    params = jax.tree.unflatten(treedef, [x if own else None for x, own in zip(leaves, trained, strict=True)])
     stds = _std_of_leaves(std, params)
     leaves, treedef = jax.tree.flatten(params)
     drawn, widths = [], []
@@ -290,19 +282,9 @@ def draw_anchors(
     return Anchor(jax.tree.unflatten(treedef, drawn), jax.tree.unflatten(treedef, widths))
 
 
-def _at_least_single(dtype: Any) -> Any:
-    """The dtype to compute in, at least float32; explicit, because dtype promotion may be strict."""
-    return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
-
-
-def _std_of_leaves(std: PyTree, params: PyTree) -> list[float]:
+def _std_of_leaves(std: PyTree, params: PyTree) -> list[Any]:
     """The standard deviation of every trained leaf, from a prefix of a member's tree."""
-    given: list[tuple[str, Any]] = []
-    note = lambda path, own, part: given.extend([(f"std{jtu.keystr(path)}", own)] * len(jax.tree.leaves(part)))
-    try:
-        jtu.tree_map_with_path(note, std, params)
-    except ValueError as error:
-        raise ValueError(prefix_message(std)) from error
+    given: list[Any] = []
+    jtu.tree_map(lambda own, part: given.extend([own] * len(jax.tree.leaves(part))), std, params)
     one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-    leaves = zip(given, jax.tree.leaves(params), strict=True)
-    return [check_std(own(one(x)) if callable(own) else own, where) for (where, own), x in leaves]
+    return [own(one(x)) if callable(own) else own for own, x in zip(given, jax.tree.leaves(params), strict=True)]

@@ -30,7 +30,7 @@ def check_chains(chains: Any, num_samples: int) -> tuple[np.ndarray, int]:
     if array.dtype.kind not in "iu" or array.shape != (num_samples,):
         raise TypeError(
             f"`{caller()}` needs one integer for each sample as `chains` ({num_samples},), got {array.dtype} of shape "
-            f"{array.shape}.\nOf snapshots: `ensemble.ids // size`."
+            f"{array.shape}.\nOf snapshots: `trajectory.snapshot_owners(run)`."
         )
     found, lengths = np.unique(array, return_counts=True)
     if len(set(lengths.tolist())) > 1:
@@ -71,8 +71,8 @@ def diagnostics(values: Any, chains: Any) -> Diagnostics:
 
     - `values`: `(members, ...)`, one value of each quantity per sample, such as the result of
         [`eqx_ensemble.predict`][], the samples of each chain in the order in which they were drawn.
-    - `chains`: integers `(members,)`: the chain of each sample; for
-        [`eqx_ensemble.methods.trajectory.snapshot_ensemble`][] it is `ensemble.ids // size`.
+    - `chains`: integers `(members,)`: the chain of each sample, for snapshots those of
+        [`eqx_ensemble.methods.trajectory.snapshot_owners`][].
         Each chain needs the same number of samples, at least 4.
 
     **Returns:** [`eqx_ensemble.methods.sampling.Diagnostics`][] of NumPy arrays `(...)`; NaN for quantities that are

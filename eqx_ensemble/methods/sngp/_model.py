@@ -9,7 +9,6 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, ArrayLike, Float
 
 from ... import _keys
-from ..._axes import check_rows_of_data, explain_rows
 from ..._caller import caller
 from ..._check import (
     check_floating_arrays,
@@ -21,15 +20,12 @@ from ..._check import (
     is_traced,
     kind_text,
 )
-from ..._compiled import filter_jit
-from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
-from ..._foreign import from_foreign_tree
+from ..._data import take_data
+from ..._ensemble import Ensemble, check_ensemble, check_model_state
 from ..._leaf_text import leaf_text
+from ..._map import over_members
 from ..._pytree import PyTree
-from ...plan import AnyPlan
-from ...plan._engine import over_members
 from ...train import Frozen
-from ...train._engine import take_rows
 
 _MODEL = "methods.sngp.SNGP"
 
@@ -253,7 +249,6 @@ def update_covariance(
     *,
     batch_size: int | None = None,
     state: eqx.nn.State | None = None,
-    plan: AnyPlan = None,
 ) -> Ensemble[Any]:
     r"""Computes the covariances of the last layers in one pass over the training data, after training.
 
@@ -267,7 +262,6 @@ def update_covariance(
         [`eqx_ensemble.Each`][].
     - `batch_size`: rows per update; by default the number of features.
     - `state`: the stacked `equinox.nn.State` of stateful members.
-    - `plan`: as for [`eqx_ensemble.map_members`][].
 
     **Returns:** the ensemble with the new covariances.
 
@@ -286,26 +280,23 @@ def update_covariance(
             f"`methods.sngp.update_covariance` needs members that are `SNGP`, got {kind_text(ensemble.stacked)}.\n"
             "Make them so: `methods.sngp.SNGP(network, in_size, out_size, key=key)`."
         )
-    check_model_state_given(ensemble.stacked, state)
-    check_model_state(state, ensemble.num_members)
-    x = from_foreign_tree(x, "x")
-    num_rows = check_rows_of_data(x, ensemble.num_members, argument="x")
-    weight = ensemble.shared.weight if ensemble.stacked.weight is None else ensemble.stacked.weight
-    size = weight.shape[-1] if batch_size is None else check_positive_int(batch_size, "batch_size")
-    with explain_rows(x):
-        root = _roots(ensemble, state, x, num_rows, min(size, num_rows), plan)
-    roots = lambda e: (e.stacked.root.value, e.shared.root.value)  # the initial zeros may be shared
-    return eqx.tree_at(roots, ensemble, (root, None), is_leaf=lambda x: x is None)
+    check_model_state(ensemble, state)
+    x, num_rows = take_data(x, ensemble.num_members, argument="x")
+    size = ensemble.stacked.weight.shape[-1] if batch_size is None else check_positive_int(batch_size, "batch_size")
+    root = _roots(ensemble, state, x, num_rows, min(size, num_rows))
+    stacked = eqx.tree_at(lambda model: model.root.value, ensemble.stacked, root)
+    leaves = jax.tree.leaves(stacked, is_leaf=lambda x: x is None)
+    # The initial zeros may be shared.
+    axes = tuple(0 if x is root else axis for x, axis in zip(leaves, ensemble.axes, strict=True))
+    return Ensemble(stacked, axes)
 
 
-@filter_jit
-def _roots(
-    ensemble: Ensemble[Any], state: eqx.nn.State | None, x: PyTree, num_rows: int, size: int, plan: AnyPlan
-) -> Array:
+@eqx.filter_jit
+def _roots(ensemble: Ensemble[Any], state: eqx.nn.State | None, x: PyTree, num_rows: int, size: int) -> Array:
     def one(model: SNGP[Any], state: eqx.nn.State | None, x: PyTree) -> Array:
         return _root(eqx.nn.inference_mode(model), state, x, num_rows, size)
 
-    return over_members(one, plan=plan)(ensemble, state, x)
+    return over_members(one)(ensemble, state, x)
 
 
 def _root(model: SNGP[Any], state: eqx.nn.State | None, x: PyTree, num_rows: int, size: int) -> Array:
@@ -317,7 +308,9 @@ def _root(model: SNGP[Any], state: eqx.nn.State | None, x: PyTree, num_rows: int
 
     def update(factor: Array, number: Array) -> tuple[Array, None]:
         rows = number * size + jnp.arange(size)
-        phi = jax.vmap(lambda row: model.features(hidden(row)))(take_rows(x, jnp.minimum(rows, num_rows - 1)))
+        phi = jax.vmap(lambda row: model.features(hidden(row)))(
+            jax.tree.map(lambda x: x[jnp.minimum(rows, num_rows - 1)], x)
+        )
         # The last batch is padded by repeating the last row with weight zero.
         curvature = jnp.where((rows < num_rows)[:, None], _curvature(model, phi), 0)
         scaled = jnp.sqrt(curvature).T[:, :, None] * phi[None]

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 from ..._caller import caller
 from ..._check import check_flag, check_optional_function, check_positive_int
 from ..._pytree import PyTree
-from ...train._engine import check_inner_optimiser, supported_arguments
+from ...train._optimiser import only_supported
+from ..trajectory._check import check_inner_optimiser
 from ._model import check_bound, check_matrices
 
 
@@ -69,9 +70,7 @@ def bound_spectral_norm(
     def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, SpectralState]:
         if params is None:
             raise ValueError(f"`{caller()}` bounds weights: call `update(grads, state, params)` with the weights.")
-        updates, inner_state = inner.update(
-            updates, state.inner_state, params, **supported_arguments(inner.update, extra)
-        )
+        updates, inner_state = inner.update(updates, state.inner_state, params, **only_supported(inner.update, extra))
         changes, treedef = jax.tree.flatten(updates)
         vectors = []
         for (i, weight), u in zip(_matrices(params, select), state.vectors, strict=True):

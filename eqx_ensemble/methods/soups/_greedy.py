@@ -6,18 +6,9 @@ import numpy as np
 from jaxtyping import Float
 
 from ..._caller import caller
-from ..._check import check_function, check_word, kind_text
-from ..._ensemble import Ensemble, average_parameters, check_ensemble
-from ..._foreign import as_numpy
-
-
-def check_value(value: Any) -> float:
-    """Raises unless a score is one real number. Returns it."""
-    found = as_numpy(value, "score")
-    if found.shape != () or found.dtype.kind not in "iuf" and str(found.dtype) != "bfloat16":
-        got = kind_text(value) if found.dtype.kind == "O" else f"{found.dtype} of shape {found.shape}"
-        raise TypeError(f"`{caller()}` needs `score` to return one number, got {got}.\nFor example `jnp.mean(errors)`.")
-    return float(found)
+from ..._check import check_word
+from ..._ensemble import Ensemble, check_ensemble
+from ..._stack import average_parameters
 
 
 class Soup(NamedTuple):
@@ -74,10 +65,9 @@ def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Litera
         [Wortsman et al. 2022](https://arxiv.org/abs/2203.05482)
     """
     check_ensemble(ensemble)
-    check_function(score, "score", example="lambda model: jnp.mean((jax.vmap(model)(x) - y) ** 2)")
     check_word(mode, "mode", ("min", "max"))
     sign = 1.0 if mode == "min" else -1.0
-    cost = lambda model: sign * check_value(score(eqx.nn.inference_mode(model)))
+    cost = lambda model: sign * float(score(eqx.nn.inference_mode(model)))
     costs = np.array([cost(model) for model in ensemble.unstack()])
     if np.isnan(costs).all():
         raise ValueError(f"`{caller()}` needs at least one member whose score is a number; all scores are NaN.")

@@ -10,6 +10,7 @@ from ._average import swa as swa
 from ._batch_norm import update_batch_norm as update_batch_norm
 from ._snapshots import fast_geometric_schedule as fast_geometric_schedule
 from ._snapshots import snapshot_ensemble as snapshot_ensemble
+from ._snapshots import snapshot_owners as snapshot_owners
 from ._snapshots import snapshot_schedule as snapshot_schedule
 from ._snapshots import snapshots as snapshots
 from ._swag import sample as sample

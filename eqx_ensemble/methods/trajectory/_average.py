@@ -12,8 +12,10 @@ from ..._caller import caller
 from ..._check import kind_text
 from ..._ensemble import Ensemble
 from ..._pytree import PyTree
-from ...train import Progress, TrainState
-from ...train._engine import Run, supported_arguments
+from ...train import TrainState
+from ...train._optimiser import only_supported
+from ...train._run import Run
+from ...train._state import with_weights
 from ._check import check_decay, check_inner_optimiser, check_record, check_same_leaves, check_steps, warn_of_few
 
 
@@ -72,9 +74,7 @@ def record_path(
     def update_all(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, RecordState]:
         if params is None:
             raise ValueError(f"`{name}` records weights: call `update(grads, state, params)` with the weights.")
-        updates, inner_state = inner.update(
-            updates, state.inner_state, params, **supported_arguments(inner.update, extra)
-        )
+        updates, inner_state = inner.update(updates, state.inner_state, params, **only_supported(inner.update, extra))
         weights = optax.apply_updates(params, updates)
         step = jnp.asarray(optax.safe_increment(state.step))
         within = step if period is None else (step - 1) % period + 1
@@ -111,13 +111,13 @@ def reciprocal(count: Int[Array, ""]) -> Array:
 
 def find_record(source: Any, kinds: tuple[type, ...], wrappers: str, example: str) -> tuple[TrainState, RecordState]:
     """The training state of a run, and the record of its optimiser by one of these wrappers."""
-    if not isinstance(source, ((Run, TrainState, Progress))):
+    if not isinstance(source, Run | TrainState):
         raise TypeError(
             f"`{caller()}` needs the run that `fit` returned, or a training state; got {kind_text(source)}.\n"
             "An ensemble does not hold what the optimiser recorded."
         )
     state = source if isinstance(source, TrainState) else source.train_state
-    if state.fixed.tied:
+    if state.together is not None:
         raise TypeError(
             f"`{caller()}` needs members that are trained independently of each other; those of `train.Together` are "
             "not, and its two optimisers record each only a part of the weights."
@@ -155,9 +155,9 @@ def weights_or_current(found: PyTree, params: PyTree, count: Int[Array, " member
     return jax.tree.map(choose, found, params)
 
 
-def as_ensemble(state: TrainState, params: PyTree, frozen: PyTree, ids: Any) -> Ensemble[Any]:
+def as_ensemble(state: TrainState, params: PyTree) -> Ensemble[Any]:
     """The ensemble of `state`, with other trained arrays."""
-    return Ensemble(eqx.combine(params, frozen), state.shared, ids)
+    return with_weights(state, params, jax.tree.map(lambda _: None, params)).ensemble
 
 
 def ema(
@@ -231,14 +231,14 @@ def swa(
 
 
 def average(run: Any) -> Ensemble[Any]:
-    """Returns the ensemble of the members' averaged weights, with their ids.
+    """Returns the ensemble of the members' averaged weights.
 
     A member without a snapshot keeps its weights, with a warning. BatchNorm needs
     [`eqx_ensemble.methods.trajectory.update_batch_norm`][] afterwards.
 
     **Arguments:**
 
-    - `run`: the run, training state or [`eqx_ensemble.train.Progress`][] of training with `ema`, `swa` or `swag`. The
+    - `run`: the run or training state of training with `ema`, `swa` or `swag`. The
         best weights of a run are not used.
 
     **Returns:** the ensemble.
@@ -254,13 +254,13 @@ def average(run: Any) -> Ensemble[Any]:
     data = jnp.ones((100, 3)), jnp.zeros((100, 1))
     optimiser = ee.methods.trajectory.swa(optax.sgd(0.05), start=10, every=5)
     run = ee.fit(ensemble, loss, optimiser, data, steps=40, key=key)
-    ee.methods.trajectory.average(run).ids  # [0, 1, 2, 3]
+    ee.methods.trajectory.average(run)  # four members
     ```
     """
     state, found = find_record(run, (Mean, Moments), "`ema`, `swa` or `swag`", "swa(optax.adam(1e-3))")
-    warn_of_few(found.count, state.ids, least=1, effect="Their current weights are returned.")
+    warn_of_few(found.count, least=1, effect="Their current weights are returned.")
     params = weights_or_current(found.record.mean, state.params, found.count)
-    return as_ensemble(state, params, state.fixed.frozen, state.ids)
+    return as_ensemble(state, params)
 
 
 def _log(decay: Any) -> Any:

@@ -7,15 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from ... import _keys
-from ..._axes import check_rows_of_data
 from ..._caller import caller
 from ..._check import check_function, check_positive_int, kind_text
-from ..._ensemble import Ensemble, check_ensemble, check_model_state, check_model_state_given
-from ..._foreign import from_foreign_tree
+from ..._data import take_data
+from ..._ensemble import Ensemble, check_ensemble, check_model_state
+from ..._map import over_members
+from ..._marks import Each
 from ..._pytree import PyTree
-from ...plan import AnyPlan
-from ...plan._engine import over_members
-from ...train._engine import take_rows
 
 Layer = Any
 """An `equinox.nn.BatchNorm`; only the state indices of its mode are set."""
@@ -31,7 +29,6 @@ def update_batch_norm(
     data: PyTree,
     *,
     batch_size: int | None = None,
-    plan: AnyPlan = None,
     key: Any,
 ) -> eqx.nn.State:
     """Re-estimates the statistics of BatchNorm layers, for weights that were averaged, drawn or recorded.
@@ -43,11 +40,10 @@ def update_batch_norm(
 
     - `ensemble`: the members, such as those of [`eqx_ensemble.methods.trajectory.average`][].
     - `state`: their stacked `equinox.nn.State`; for draws that of the original members, `ee.tree.take(run.state,
-        draws.ids // num_samples)`.
+        owners)` with `owners = np.repeat(np.arange(num_members), num_samples)`.
     - `fn`: `fn(model, state, batch, key) -> (value, state)`, such as the loss. The value is not used.
     - `data`: arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked [`eqx_ensemble.Each`][].
     - `batch_size`: 32 by default; use that of training, because earlier layers normalise by the batch.
-    - `plan`: as for [`eqx_ensemble.map_members`][].
     - `key`: the root key, for the row order and the keys passed to `fn`.
 
     **Returns:** the stacked state with the new statistics.
@@ -83,16 +79,14 @@ def update_batch_norm(
         [Izmailov et al. 2018](https://arxiv.org/abs/1803.05407)
     """
     check_ensemble(ensemble)
-    check_model_state_given(ensemble.stacked, state)
-    check_model_state(state, ensemble.num_members)
+    check_model_state(ensemble, state)
     check_function(fn, "fn", example="lambda model, state, batch, key: (value, state)")
     if not _layers(ensemble.stacked):
         raise ValueError(
             f"`{caller()}` needs members with `equinox.nn.BatchNorm` layers that are not in inference mode.\n"
             "For others there is nothing to do; `equinox.nn.inference_mode(ensemble, value=False)` ends that mode."
         )
-    data = from_foreign_tree(data, "data")
-    num_rows = check_rows_of_data(data, ensemble.num_members, argument="data")
+    data, num_rows = take_data(data, ensemble.num_members, argument="data")
     batch_size = min(32, num_rows) if batch_size is None else check_positive_int(batch_size, "batch_size")
     key = _keys.root(key)
     order = jax.random.permutation(jax.random.fold_in(key, _keys.tag("batch_norm")), num_rows)
@@ -100,8 +94,8 @@ def update_batch_norm(
     def one(model: Any, state: eqx.nn.State, data: PyTree, order: Array, key: Array) -> eqx.nn.State:
         return _estimate(fn, model, state, data, order, key, min(batch_size, num_rows))
 
-    keys = ensemble.keys(key, purpose="batch_norm")
-    return eqx.filter_jit(over_members(one, plan=plan))(ensemble, state, data, order, keys)
+    keys = Each(_keys.member_keys(key, ensemble.num_members, purpose="batch_norm"))
+    return eqx.filter_jit(over_members(one))(ensemble, state, data, order, keys)
 
 
 def _estimate(
@@ -114,7 +108,7 @@ def _estimate(
     def batch(carry: tuple, number: Any, size: int) -> tuple:
         state, old, rows_before = carry
         rows = jax.lax.dynamic_slice_in_dim(order, number * batch_size, size)
-        out = fn(model, _reset(layers, state), take_rows(data, rows), jax.random.fold_in(key, number))
+        out = fn(model, _reset(layers, state), jax.tree.map(lambda x: x[rows], data), jax.random.fold_in(key, number))
         if not isinstance(out, tuple) or len(out) < 2 or not isinstance(out[1], eqx.nn.State):
             raise TypeError(
                 f"`{caller()}` needs `fn(model, state, batch, key)` to return `(value, state)`, as a stateful loss "

@@ -4,12 +4,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from ..._caller import caller
-from ..._check import check_counter, check_integer, check_number, is_traced
+from ..._check import check_counter, check_integer, check_number, is_traced, kind_text
 from ..._pytree import PyTree
 from ..._warnings import warn
-from ...train._engine import check_inner_optimiser as check_inner_optimiser
 
 
 def check_steps(start: Any, every: Any) -> None:
@@ -110,21 +110,21 @@ def check_same_leaves(params: PyTree, recorded: PyTree) -> None:
         )
 
 
-def warn_of_few(count: Any, ids: Any, *, least: int, effect: str) -> None:
+def warn_of_few(count: Any, *, least: int, effect: str) -> None:
     """Warns of members with fewer than `least` snapshots, unless they are traced."""
     if is_traced(count) or not getattr(count, "is_fully_addressable", True):
         return
     few = np.asarray(count) < least
     if few.any():
         what = "no snapshot" if least == 1 else f"fewer than {least} snapshots"
-        listed = ", ".join(map(str, np.asarray(ids)[few].tolist()))
+        listed = ", ".join(map(str, np.flatnonzero(few)))
         warn(f"`{caller()}`: members with {what}: {listed}. {effect}")
 
 
-def check_factor_ids(ids: Any, count: int) -> None:
-    """Raises if the ids `id * count + i` do not fit in 32 bits; traced ones are not checked."""
-    if not is_traced(ids) and (int(np.max(np.asarray(ids))) + 1) * count > 2**31:
-        raise ValueError(
-            f"`{caller()}` gives the ids `id * {count} + i`, which have to be below 2**31; the largest id is "
-            f"{int(np.max(np.asarray(ids)))}.\nGive the members smaller ids, or ask for fewer."
+def check_inner_optimiser(value: Any) -> None:
+    """Raises unless `value` is an optax optimiser itself, not a function that returns one."""
+    if not isinstance(value, optax.GradientTransformation):
+        raise TypeError(
+            f"`{caller()}` needs an optax optimiser, got {kind_text(value)}.\nWrap the optimiser inside of the "
+            f"function: `lambda hyper: {caller()}(optax.adam(hyper['lr']), ...)`."
         )

@@ -1,7 +1,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ from ..._ensemble import Ensemble
 from ..._pytree import PyTree
 from ...distributed import to_host
 from ._average import Weights, as_ensemble, find_record, record_path
-from ._check import check_factor_ids, check_inner_optimiser, check_learning_rate, check_period, check_steps, warn_of_few
+from ._check import check_inner_optimiser, check_learning_rate, check_period, check_steps, warn_of_few
 
 Schedule = Callable[[Any], Float[Array, ""]]
 """An optax schedule of learning rates."""
@@ -140,9 +139,9 @@ def snapshot_ensemble(run: Any) -> Ensemble[Any]:
 
     **Arguments:**
 
-    - `run`: the run, training state or [`eqx_ensemble.train.Progress`][].
+    - `run`: the run or training state.
 
-    **Returns:** the ensemble. Snapshot `n` (from 0) of a member has the id `id * size + n % size`.
+    **Returns:** the ensemble; [`eqx_ensemble.methods.trajectory.snapshot_owners`][] tells whose snapshots they are.
 
     **Raises:** `TypeError` inside `jax.jit`; `ValueError` if no member has a snapshot.
 
@@ -157,21 +156,45 @@ def snapshot_ensemble(run: Any) -> Ensemble[Any]:
     optimiser = ee.methods.trajectory.snapshots(optax.sgd(schedule), 5, every=20)
     run = ee.fit(ensemble, loss, optimiser, data, steps=100, key=key)
     members = ee.methods.trajectory.snapshot_ensemble(run)  # 10 members
-    members.ids // 5  # whose snapshot each is
+    ee.methods.trajectory.snapshot_owners(run)  # [0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
     ```
     """
+    state, found, pairs = _kept_weights(run)
+    warn_of_few(found.count, least=1, effect="They are left out.")
+    members, slots = pairs.T
+    params = jax.tree.map(lambda x: x[members, slots], found.record.weights)
+    return as_ensemble(state[members], params)
+
+
+def snapshot_owners(run: Any) -> Int[np.ndarray, " snapshots"]:
+    """The positions of the members whose snapshots [`eqx_ensemble.methods.trajectory.snapshot_ensemble`][] returns.
+
+    **Arguments:**
+
+    - `run`: the run or training state.
+
+    **Returns:** one position for each snapshot.
+
+    ```python
+    def loss(model, x, key):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 2, key=key)
+    optimiser = ee.methods.trajectory.snapshots(optax.sgd(0.1), 2, every=4)
+    run = ee.fit(ensemble, loss, optimiser, jnp.ones((32, 3)), steps=8, key=key)
+    ee.methods.trajectory.snapshot_owners(run)  # [0, 0, 1, 1]
+    ```
+    """
+    return _kept_weights(run)[2][:, 0]
+
+
+def _kept_weights(run: Any) -> tuple[Any, Any, np.ndarray]:
+    """The state, the record, and the member and the slot of each snapshot, the oldest first."""
     state, found = find_record(run, (Weights,), "`snapshots`", "snapshots(optax.sgd(0.05), 5, every=200)")
     if is_traced(found.count):
         raise TypeError(f"`{caller()}` cannot be called inside `jax.jit`: the number of members depends on values.")
-    weights = found.record.weights
-    size = jax.tree.leaves(weights)[0].shape[1]
-    check_factor_ids(state.ids, size)
-    count, ids = to_host(found.count), to_host(state.ids)
+    size, count = jax.tree.leaves(found.record.weights)[0].shape[1], to_host(found.count)
     if not count.any():
         raise ValueError(f"`{caller()}`: no member has reached its first snapshot, after step `start` (or `every`).")
-    warn_of_few(count, ids, least=1, effect="They are left out.")
     pairs = [(i, n % size) for i, most in enumerate(count.tolist()) for n in range(max(0, most - size), most)]
-    members, slots = np.array(pairs, np.int32).T
-    params = jax.tree.map(lambda x: x[members, slots], weights)
-    frozen = jax.tree.map(lambda x: x[members] if eqx.is_array(x) else x, state.fixed.frozen)
-    return as_ensemble(state, params, frozen, jnp.asarray(ids[members] * size + slots, jnp.int32))
+    return state, found, np.array(pairs, np.int32)

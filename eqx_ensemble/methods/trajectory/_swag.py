@@ -3,6 +3,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Int, Key
 
@@ -21,7 +22,6 @@ from ._average import (
     zeros_like,
 )
 from ._check import (
-    check_factor_ids,
     check_inner_optimiser,
     check_rank,
     check_real,
@@ -92,12 +92,12 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
 
     **Arguments:**
 
-    - `run`: the run, training state or [`eqx_ensemble.train.Progress`][].
+    - `run`: the run or training state.
     - `num_samples`: the number of draws from each member; the authors use 30.
     - `scale`: $s$; by default the authors' 1/2, or 1 for the diagonal only (`rank=0`).
-    - `key`: the root key. The random stream of a member is derived from its id.
+    - `key`: one key, or one per member: [`eqx_ensemble.member_keys`][]`(key, members, purpose="swag")`.
 
-    **Returns:** the ensemble of all draws, those of one member adjacent, with the ids `id * num_samples + i`.
+    **Returns:** the ensemble of all draws, those of one member adjacent.
 
     **Raises:** `ValueError` if the optimiser state holds no record of `swag`.
 
@@ -111,7 +111,6 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
     optimiser = ee.methods.trajectory.swag(optax.sgd(0.05), rank=5, start=10, every=5)
     run = ee.fit(ensemble, loss, optimiser, data, steps=40, key=key)
     draws = ee.methods.trajectory.sample(run, 8, key=key)  # 32 members
-    draws.ids // 8  # the member of each draw
     ```
 
     ??? cite
@@ -119,19 +118,14 @@ def sample(run: Any, num_samples: int, *, scale: float | None = None, key: Any) 
     """
     num_samples = check_positive_int(num_samples, "num_samples")
     check_scale(scale)
-    key = _keys.root(key)
     state, found = find_record(run, (Moments,), "`swag`", "swag(optax.sgd(0.05))")
-    check_factor_ids(state.ids, num_samples)
-    warn_of_few(found.count, state.ids, least=2, effect="Their draws are all equal.")
+    keys = _keys.member_keys(key, state.num_members, purpose="swag")
+    warn_of_few(found.count, least=2, effect="Their draws are all equal.")
     if scale is None:
         scale = 1.0 if found.record.columns is None else 0.5
-    keys = _keys.member_keys(key, state.ids, purpose="swag")
     drawn = _draw(found.record, found.count, keys, num_samples, jnp.sqrt(jnp.asarray(scale, jnp.result_type(float))))
     params = weights_or_current(drawn, state.params, found.count, num_samples)
-    repeat = lambda x: jnp.repeat(x, num_samples, axis=0) if eqx.is_array(x) else x
-    with jax.ensure_compile_time_eval():  # known ids stay known inside a compiled function
-        ids = repeat(state.ids) * num_samples + jnp.tile(jnp.arange(num_samples, dtype=jnp.int32), state.num_members)
-    return as_ensemble(state, params, jax.tree.map(repeat, state.fixed.frozen), ids)
+    return as_ensemble(state[np.repeat(np.arange(state.num_members), num_samples)], params)
 
 
 @eqx.filter_jit

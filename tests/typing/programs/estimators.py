@@ -25,7 +25,7 @@ def regression(x: Floats, y: Floats) -> None:
     reveal_type(model.ensemble_)  # is Ensemble[Member]
     reveal_type(model.ensemble_.num_members)  # is int
     reveal_type(model.n_iter_)  # is int
-    reveal_type(ee.predict(model.ensemble_, x, combine=ee.combine.mixture))  # is Array
+    reveal_type(ee.predict(model.ensemble_, x, combine=ee.combine.mixture))  # is Any
 
     ee.sklearn.EnsembleRegressor(num_member=3)  # error
     ee.sklearn.EnsembleRegressor(None, 3)  # error

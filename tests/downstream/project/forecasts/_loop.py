@@ -46,6 +46,6 @@ class StopBelow:
         self.limit = limit
         self.seen: list[float] = []
 
-    def __call__(self, progress: ee.train.Progress) -> bool:
-        self.seen.append(float(progress.loss.max()))
-        return self.seen[-1] < self.limit
+    def __call__(self, state: ee.train.TrainState[Cell]) -> ee.train.TrainState[Cell] | None:
+        self.seen.append(float(state.loss.max()))
+        return state.stop() if self.seen[-1] < self.limit else None

@@ -1,1 +1,0 @@
-from ._build import build as build
