@@ -32,7 +32,7 @@ class Values:
 
 
 def _no_nan(fix: str) -> Values:
-    return Values("`{name}` without NaN", lambda x, _: np.isnan(x), fix)
+    return Values("`{name}` without NaN", lambda x, _: np.isnan(x), fix, place=True)
 
 
 def _above_zero(fix: str) -> Values:
@@ -74,6 +74,8 @@ _GROUP = _below(
     "`groups` from 0 to {last}, as `num_groups` is {bound}",
     "Count groups from 0, and leave rows without a group out (`row_weights`).",
 )
+_SCALE = Values("a `scale` above zero", lambda x, _: x <= 0, "Add a floor: `jnp.maximum(scale, 1e-6)`.", fill=1.0)
+_RATIO = _zero_or_more("It is the density of an input among new rows, divided by that among held-out rows.")
 _CANDIDATES = _no_nan("Leave these candidates out: `row_weights=~jnp.isnan(...)`.")
 _KNOWN = _no_nan("Leave these rows out: `row_weights=~jnp.isnan(...)`.")
 
@@ -83,6 +85,23 @@ Levels = float | Sequence[float]
 
 if TYPE_CHECKING:  # the body of a function gets arrays, its callers pass what becomes one
     Weights = Any
+    Scores = Any
+    Predicted = Any
+    Observed = Any
+    HeldOut = Any
+    RowTargets = Any
+    HeldOutLogits = Any
+    Unseen = Any
+    AnyGroups = Any
+    RowScale = Any
+    PointScale = Any
+    Ratios = Any
+    NewRatios = Any
+    Thresholds = Any
+    BoundedLosses = Any
+    Covered = Any
+    FiniteLogits = Any
+    FiniteTargets = Any
     RowGroups = Any
     RowLabels = Any
     RowFilter = Any
@@ -193,6 +212,55 @@ else:
             "zeros and ones in `correct`",
             lambda x, _: ~np.isin(x, (0, 1)) & ~np.isnan(x),
             "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`.",
+        ),
+    ]
+    # Held-out rows of conformal prediction.
+    Scores = Annotated[Float[ArrayLike, " rows"], _KNOWN]
+    Predicted = Annotated[Float[ArrayLike, " rows"], _KNOWN]
+    Observed = Annotated[Real[ArrayLike, " rows"], _KNOWN]
+    HeldOut = Annotated[Float[ArrayLike, " rows"], _PLACE]
+    RowTargets = Annotated[Real[ArrayLike, " rows"], _PLACE]
+    HeldOutLogits = Annotated[Float[ArrayLike, "rows classes"], _KNOWN]
+    Unseen = Bool[ArrayLike, "members rows"]
+    AnyGroups = Integer[ArrayLike, "*batch"]
+    RowScale = Annotated[Float[ArrayLike, " rows"], _SCALE]
+    PointScale = Annotated[Float[ArrayLike, "*batch"], _SCALE]
+    Ratios = Annotated[Real[ArrayLike, " rows"], _RATIO]
+    NewRatios = Annotated[Real[ArrayLike, "*batch"], _RATIO]
+    Thresholds = Float[ArrayLike, " thresholds"]
+    BoundedLosses = Annotated[
+        Float[ArrayLike, "rows thresholds"],
+        Values(
+            "`losses` of at most `bound`, {bound}, without NaN",
+            lambda x, bound: ~(x <= bound * (1 + 1e-5)),
+            "Raise `bound`, the largest loss that a row can have; leave rows without a loss out: `row_weights`.",
+            below="bound",
+        ),
+    ]
+    Covered = Annotated[
+        Bool[ArrayLike, ""] | Real[ArrayLike, ""],
+        Values(
+            "`covered` from 0 to 1",
+            lambda x, _: ~((x >= 0) & (x <= 1)),
+            "Pass whether the target was in its set: `(lower <= target) & (target <= upper)`.",
+        ),
+    ]
+    # Held-out rows of calibration.
+    FiniteLogits = Annotated[
+        Logits,
+        Values(
+            "finite `logits`",
+            lambda x, _: ~np.isfinite(x),
+            "Probabilities of zero? Mix in a little of the uniform distribution before taking the logarithm.",
+        ),
+    ]
+    FiniteTargets = Annotated[
+        Real[ArrayLike, "*batch"],
+        Values(
+            "finite `targets`",
+            lambda x, _: ~np.isfinite(x),
+            "Leave these rows out: `row_weights=jnp.isfinite(targets)`.",
+            place=True,
         ),
     ]
     # Candidates.

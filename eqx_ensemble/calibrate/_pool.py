@@ -1,6 +1,6 @@
 """The predictions to calibrate: those of each member, or of their mixture as an ensemble of one."""
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -8,20 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._boundary import Labels, Logits, RowWeights, Values, Weights, array_function
+from .._boundary import FiniteLogits, Labels, RowWeights, Weights, array_function
 from .._brief import brief_doc
 from .._check import check_fitted_members, concrete, is_traced, type_error, value_error
 from .._weighting import class_mixture, is_class, mixture_moments
 
 Pool = Literal["members", "mixture"]
-FiniteLogits = Annotated[
-    Logits,
-    Values(
-        "finite `logits`",
-        lambda x, _: ~np.isfinite(x),
-        "Probabilities of zero? Mix in a little of the uniform distribution before taking the logarithm.",
-    ),
-]
 
 
 class Pooling(eqx.Module):

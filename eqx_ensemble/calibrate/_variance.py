@@ -1,23 +1,16 @@
-from typing import Annotated, Any
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float
 
-from .._boundary import RowWeights, Samples, Values, Variances, Weights, array_function, mean_of_rows
+from .._boundary import FiniteTargets, RowWeights, Samples, Variances, Weights, array_function, mean_of_rows
 from .._brief import brief_doc
 from .._check import as_column, concrete, value_error
 from ..combine import Gaussian
 from ._pool import Pool, Pooling
-
-_FINITE = Values(
-    "finite `targets`",
-    lambda x, _: ~np.isfinite(x),
-    "Leave these rows out: `row_weights=jnp.isfinite(targets)`.",
-    place=True,
-)
 
 
 class Variance(eqx.Module):
@@ -56,7 +49,7 @@ def _finish(out: Variance, _: dict[str, Any]) -> Variance:
 def variance(
     mean: Samples,
     variance: Variances,
-    targets: Annotated[Real[ArrayLike, "*batch"], _FINITE],
+    targets: FiniteTargets,
     *,
     pool: Pool,
     weights: Weights = None,

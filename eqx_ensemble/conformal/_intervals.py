@@ -1,22 +1,28 @@
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Real
+from jaxtyping import Array, Bool, Float, Int32
 
-from .._boundary import Members, Points, RowFilter, Values, Weights, array_function
+from .._boundary import (
+    HeldOut,
+    Members,
+    Observed,
+    Points,
+    PointScale,
+    Predicted,
+    RowFilter,
+    RowScale,
+    Unseen,
+    Weights,
+    array_function,
+)
 from .._brief import brief_doc
 from .._check import concrete, first_text, promote, value_error
 from ..uncertainty import Interval
-from ._quantile import NO_NAN, finish, ranks, threshold
-
-Predicted = Annotated[Float[ArrayLike, " rows"], NO_NAN]
-Observed = Annotated[Real[ArrayLike, " rows"], NO_NAN]
-HeldOut = Annotated[Float[ArrayLike, " rows"], Values(place=True)]
-Unseen = Bool[ArrayLike, "members rows"]
-_POSITIVE = Values("a `scale` above zero", lambda x, _: x <= 0, "Add a floor: `jnp.maximum(scale, 1e-6)`.", fill=1.0)
+from ._quantile import finish, ranks, threshold
 
 
 class Split(eqx.Module):
@@ -34,9 +40,7 @@ class Split(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def __call__(
-        self, predictions: Points, scale: Annotated[Float[ArrayLike, "*batch"], _POSITIVE] | None = None
-    ) -> Interval:
+    def __call__(self, predictions: Points, scale: PointScale | None = None) -> Interval:
         """The interval of each row."""
         centre, radius = promote(predictions, self.radius)
         half = radius if scale is None else radius * scale.astype(centre.dtype)
@@ -49,7 +53,7 @@ def split(
     targets: Observed,
     *,
     level: float,
-    scale: Annotated[Float[ArrayLike, " rows"], _POSITIVE] | None = None,
+    scale: RowScale | None = None,
     row_weights: RowFilter = None,
 ) -> Split:
     r"""Intervals that cover a new target with probability `level` or more, for any model.

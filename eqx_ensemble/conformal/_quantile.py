@@ -1,29 +1,16 @@
 import math
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer, Real
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
-from .._boundary import RowFilter, RowGroups, Values, array_function
+from .._boundary import NewRatios, Ratios, RowFilter, RowGroups, Scores, array_function
 from .._caller import caller
 from .._check import concrete
 from .._warnings import warn
-
-NO_NAN = Values(
-    "`{name}` without NaN",
-    lambda x, _: np.isnan(x),
-    "Leave these rows out: `row_weights=~jnp.isnan(...)`.",
-    place=True,
-)
-Scores = Annotated[Float[ArrayLike, " rows"], NO_NAN]
-_NOT_NEGATIVE = Values(
-    "finite `{name}` of zero or more",
-    lambda x, _: ~((x >= 0) & np.isfinite(x)),
-    "It is the density of an input among new rows, divided by that among held-out rows.",
-)
 
 
 def fraction(level: float) -> Fraction:
@@ -127,8 +114,8 @@ def quantile(
 @array_function
 def weighted_quantile(
     scores: Scores,
-    ratios: Annotated[Real[ArrayLike, " rows"], _NOT_NEGATIVE],
-    new_ratios: Annotated[Real[ArrayLike, "*batch"], _NOT_NEGATIVE],
+    ratios: Ratios,
+    new_ratios: NewRatios,
     *,
     level: float,
 ) -> Float[Array, "*batch"]:

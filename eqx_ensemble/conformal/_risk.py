@@ -1,22 +1,15 @@
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
-from .._boundary import RowFilter, Values, array_function
+from .._boundary import BoundedLosses, RowFilter, Thresholds, array_function
 from .._caller import caller
 from .._check import concrete, value_error
 from .._warnings import warn
 from ._quantile import fraction
-
-_LOSSES = Values(
-    "`losses` of at most `bound`, {bound}, without NaN",
-    lambda x, bound: ~(x <= bound * (1 + 1e-5)),
-    "Raise `bound`, the largest loss that a row can have; leave rows without a loss out: `row_weights`.",
-    below="bound",
-)
 
 
 def _finish(out: Array, given: dict[str, Any]) -> Array:
@@ -29,8 +22,8 @@ def _finish(out: Array, given: dict[str, Any]) -> Array:
 
 @array_function(finish=_finish)
 def risk_control(
-    losses: Annotated[Float[ArrayLike, "rows thresholds"], _LOSSES],
-    thresholds: Float[ArrayLike, " thresholds"],
+    losses: BoundedLosses,
+    thresholds: Thresholds,
     *,
     risk: float,
     bound: float = 1.0,

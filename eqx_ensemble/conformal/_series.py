@@ -1,25 +1,30 @@
-from typing import Annotated, Any
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, Float
 
-from .._boundary import RowFilter, Samples, Targets, Values, Weights, array_function
+from .._boundary import (
+    Covered,
+    HeldOut,
+    RowFilter,
+    RowTargets,
+    Samples,
+    Scores,
+    Targets,
+    Unseen,
+    Weights,
+    array_function,
+)
 from .._brief import brief_doc
 from .._caller import caller
 from .._check import check_fitted_members, check_level, check_number, concrete, promote, value_error
 from .._warnings import warn
 from .._weighting import known_mean
 from ..uncertainty import Interval
-from ._intervals import HeldOut, Unseen, shares_unseen
-from ._quantile import Scores, fraction
-
-_UNIT = Values(
-    "`covered` from 0 to 1",
-    lambda x, _: ~((x >= 0) & (x <= 1)),
-    "Pass whether the target was in its set: `(lower <= target) & (target <= upper)`.",
-)
+from ._intervals import shares_unseen
+from ._quantile import fraction
 
 
 class Aci(eqx.Module):
@@ -53,7 +58,7 @@ class Aci(eqx.Module):
         return jnp.where(jnp.isnan(ordered[-1]) | jnp.isnan(self.level), jnp.nan, found)
 
     @array_function
-    def update(self, covered: Annotated[Bool[ArrayLike, ""] | Real[ArrayLike, ""], _UNIT]) -> "Aci":
+    def update(self, covered: Covered) -> "Aci":
         """The state after a step; `covered` is whether the target was covered, or the fraction of covered targets."""
         missing = self.target - covered.astype(self.level.dtype)
         return Aci(self.level + self.rate * missing, self.target, self.rate)
@@ -157,7 +162,7 @@ class Enbpi(eqx.Module):
 @array_function(finish=_finish)
 def enbpi(
     held_out: HeldOut,
-    targets: Annotated[Real[ArrayLike, " rows"], Values(place=True)],
+    targets: RowTargets,
     unseen: Unseen,
     *,
     level: float,

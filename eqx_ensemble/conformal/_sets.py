@@ -1,25 +1,29 @@
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Integer
+from jaxtyping import Array, Bool, Float, Int32
 
-from .._boundary import Logits, MixedLogits, RowFilter, RowGroups, RowLabels, Values, array_function
+from .._boundary import (
+    AnyGroups,
+    HeldOutLogits,
+    Logits,
+    MixedLogits,
+    RowFilter,
+    RowGroups,
+    RowLabels,
+    Unseen,
+    array_function,
+)
 from .._brief import brief_doc
 from .._check import check_number, concrete, promote, value_error
 from .._weighting import at_label, class_log_odds
-from ._intervals import Unseen, by_fold
+from ._intervals import by_fold
 from ._quantile import finish, ranks, threshold
 
 Score = Literal["lac", "aps", "top_k"]
-HeldOutLogits = Annotated[
-    Float[ArrayLike, "rows classes"],
-    Values(
-        "`logits` without NaN", lambda x, _: np.isnan(x), "Leave these rows out: `row_weights=~jnp.isnan(...).any(-1)`."
-    ),
-]
 
 
 def class_scores(
@@ -74,9 +78,7 @@ class Sets(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def __call__(
-        self, logits: MixedLogits, groups: Integer[ArrayLike, "*batch"] | None = None
-    ) -> Bool[Array, "*batch classes"]:
+    def __call__(self, logits: MixedLogits, groups: AnyGroups | None = None) -> Bool[Array, "*batch classes"]:
         """The set of each row."""
         if self.by_group != (groups is not None):
             fix = "Call it as it was fitted."
@@ -196,7 +198,7 @@ def _finish_folds(out: tuple[CrossConformal, Array], given: dict[str, Any]) -> C
 def cross_conformal(
     logits: HeldOutLogits,
     labels: RowLabels,
-    unseen: Annotated[Unseen, Values()],
+    unseen: Unseen,
     *,
     level: float,
     score: Score = "aps",
