@@ -22,8 +22,8 @@ from .._check import (
     first_text,
     type_error,
     value_error,
+    warn_of_probabilities,
 )
-from .._check._predictions import warn_of_probabilities
 from ._arguments import Argument, Arguments
 from ._kinds import VOTES, Levels
 

@@ -1,4 +1,4 @@
-"""Array functions: annotations say what arguments are; here they are checked, blanked and compiled.
+"""Array functions: annotations say what arguments are; here they are checked, blank and compiled.
 
 The body of an array function gets arrays of one dtype. Rows and members of weight zero are overwritten, so that they
 have no influence whatever they hold; `weights` sum to one. With an option `reduction`, the body returns one value per
@@ -17,7 +17,7 @@ from .._caller import caller
 from .._check import check_key
 from ._arguments import Arguments
 from ._checks import check_arguments, check_option
-from ._rows import blanked, by_rows, reduce, rows_of_block, sort_arguments
+from ._rows import blank, by_rows, reduce, rows_of_block, sort_arguments
 
 F = TypeVar("F", bound=Callable[..., Any])
 Finish = Callable[[Any, dict[str, Any]], Any]
@@ -62,7 +62,7 @@ def array_function(
 
     @ft.partial(jax.jit, static_argnums=1, static_argnames=tuple(of.options))
     def body(counted: Array | None, block: int, /, **given: Any) -> Any:
-        given = given if in_order else blanked(given, of, counted)
+        given = given if in_order else blank(given, of, counted)
         out: Any = by_rows(fn, given, of, block) if block else fn(**given)
         return reduce(out, given["reduction"], given["row_weights"]) if reduces else out
 

@@ -13,7 +13,7 @@ from .._check import as_column, is_inside_transformation, is_traced
 from ._arguments import Arguments
 
 
-def blanked(given: dict[str, Any], of: Arguments, counted: Array | None) -> dict[str, Any]:
+def blank(given: dict[str, Any], of: Arguments, counted: Array | None) -> dict[str, Any]:
     """The arguments, overwritten in rows and for members that do not count."""
     weights, given = given.get("weights"), dict(given)
     for name, argument in of.arrays.items():
@@ -34,7 +34,7 @@ def blanked(given: dict[str, Any], of: Arguments, counted: Array | None) -> dict
 def sort_arguments(given: dict[str, Any], of: Arguments, counted: Array | None, in_order: str) -> dict[str, Any]:
     """The arguments in the order of one of them: by NumPy where it can be read, which is 24 times as fast on a CPU."""
     name = in_order.removeprefix("-")
-    given = blanked(given, of, counted)
+    given = blank(given, of, counted)
     values, weights = given[name], given.get("weights")
     xp: Any = np if _is_on_host(given, of) else jnp
     if not of.arrays[name].has_members:

@@ -53,6 +53,7 @@ from ._predictions import check_plain_weights as check_plain_weights
 from ._predictions import check_regression as check_regression
 from ._predictions import check_variance as check_variance
 from ._predictions import check_weights as check_weights
+from ._predictions import warn_of_probabilities as warn_of_probabilities
 from ._rows import ALL_ROWS as ALL_ROWS
 from ._rows import CountedRows as CountedRows
 from ._rows import RowWeightsLike as RowWeightsLike

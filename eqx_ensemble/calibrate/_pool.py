@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     pooling: Pooling
 
     @property
-    def counted(self) -> np.ndarray:
+    def kept(self) -> np.ndarray:
         """Whether each row has a nonzero weight."""
         return self.share > 0
 

@@ -1,6 +1,5 @@
 """What the other packages of the library use of `scores`."""
 
 from .._boundary import Reduction, reduce
-from ._binning import Binning, bin_rows, mean_gap, reliability
-from ._binning import CheckedRowWeights as RowWeights
+from ._binning import Binning, CheckedRowWeights, mean_gap, reliability
 from ._gaussian import log_density

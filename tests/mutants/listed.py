@@ -195,7 +195,7 @@ MUTANTS = [
     *of(
         "scores/_crps.py",
         "scores/test_crps.py",
-        ("(errors.shape[0] - 1)", "errors.shape[0]"),
+        ("(samples.shape[0] - 1)", "samples.shape[0]"),
         ("(1 - below) ** 2", "(1 - below)"),
     ),
     *of(
@@ -207,15 +207,18 @@ MUTANTS = [
         ("weights = jnp.ldexp(converted, 1 - exponent)", "weights = converted"),
     ),
     *of(
-        "scores/_reduce.py",
+        "_boundary/_rows.py",
         "scores/test_regression.py scores/test_brier.py scores/test_row_weights.py",
-        ("/ total_weight(row_weights, rows.dtype)", "/ rows.size"),
-        ("rows if row_weights.dtype == bool else rows * row_weights, 0)", "rows, 0)"),
+        ("/ jnp.sum(row_weights).astype(values.dtype)", "/ values.size"),
+        ("values if row_weights.dtype == bool else values * row_weights, 0)", "values, 0)"),
     ),
     *of(
         "scores/_regression.py",
         "scores/test_regression.py",
-        ("root(mean_of_rows(error**2, row_weights))", "root(mean_of_rows(jnp.abs(error), row_weights))"),
+        (
+            "root(mean_of_rows(error_of_mean(predictions, targets, weights) ** 2",
+            "root(mean_of_rows(error_of_mean(predictions, targets, weights) ** 4",
+        ),
     ),
     *of(
         "scores/_brier.py",
@@ -235,7 +238,7 @@ MUTANTS = [
         "scores/_ranking.py",
         "scores/test_ranking.py",
         ("hits, false = total[0][last], total[1][last]", "hits, false = total"),
-        ("jnp.nan, precision), ranked.positive)", "jnp.nan, precision), ranked.negative)"),
+        ("jnp.nan, ranked.precision), ranked.positive)", "jnp.nan, ranked.precision), ranked.negative)"),
     ),
     *of(
         "scores/_gaussian.py",
@@ -250,7 +253,7 @@ MUTANTS = [
     *of(
         "scores/_selective.py",
         "scores/test_selective.py scores/test_row_weights.py",
-        ("sort_rows(_blank(uncertainty, row_weights)", "sort_rows(_blank(-uncertainty, row_weights)"),
+        ("(found, steps), order = _points(uncertainty", "(found, steps), order = _points(-uncertainty"),
         ("jnp.where(first == last, weights, ", "jnp.where(first <= last, weights, "),
     ),
     *of(
@@ -261,7 +264,7 @@ MUTANTS = [
     *of(
         "uncertainty/_variance.py",
         "uncertainty/test_variance.py",
-        ("moments(blank_unweighted(mean, weights), weights)[1]", "moments(mean, weights)[1]"),
+        ("moments(mean, weights)[1]", "moments(mean, None)[1]"),
     ),
     *of(
         "conformal/_quantile.py",
@@ -337,28 +340,21 @@ MUTANTS = [
         ("pdf(near) + near * ndtr(near))\n\n\n@_excess", "pdf(near) - near * ndtr(near))\n\n\n@_excess"),
         ("worse = better <= 0", "worse = better < 0"),
         ("jnp.sqrt(beta) *", "beta *"),
-        ("check_best(best, means)), before=1)", "check_best(best, means)), before=0)"),
-        ("convex, kind), fill=-jnp.inf)", "convex, kind), fill=0)"),
+        ("sign_of(mode) * (mean - against(best, mean))", "(mean - against(best, mean))"),
+        ("jnp.where(row_weights, values, -jnp.inf)", "jnp.where(row_weights, values, 0)"),
         ("jnp.log(sigma) + _log_excess(z)", "_log_excess(z)"),
     ),
     *of(
         "acquire/_batch.py",
         "acquire/test_batch.py",
         ("each - reached[:, None]", "each - 0 * reached[:, None]"),
-        ("jnp.where((chosen < 0)[None], 0, each[:, chosen])", "0 * each[:, chosen]"),
-    ),
-    *of(
-        "acquire/_greedy.py",
-        "acquire/test_batch.py",
-        ("(1 + 16 * jnp.finfo(gains.dtype).eps)", "1"),
-        ("gains / self.costs", "gains"),
-        ("_replace(spent=self.spent + cost)", "_replace(spent=self.spent)"),
+        ("jnp.where((taken < 0)[None], 0, each[:, taken])", "0 * each[:, taken]"),
     ),
     *of(
         "acquire/_thompson.py",
         "acquire/test_batch.py",
         ("(num_picks,), p=weights", "(num_picks,)"),
-        ("sign * values", "values"),
+        ("sign_of(mode) * predictions[member]", "predictions[member]"),
     ),
     *of(
         "acquire/_information.py",
@@ -379,7 +375,7 @@ MUTANTS = [
         "scores/_joint.py",
         "scores/test_joint.py",
         ("0, num_anchors)", "0, 1)"),
-        ("p=None if own is None else own / own.sum()", "p=None"),
-        ("log_mixture(each, weights)", "log_mixture(each, None)"),
+        ("p=share", "p=None"),
+        ("axis=-1), weights)", "axis=-1), None)"),
     ),
 ]

@@ -17,7 +17,7 @@ from ..._check import (
     promote,
 )
 from ..._weighting import class_mixture
-from ...scores._engine import Reduction, RowWeights, reduce
+from ...scores._engine import CheckedRowWeights, Reduction, reduce
 from ._targets import check_classes, check_gaussians
 
 
@@ -66,7 +66,7 @@ def _gaussian_loss(
     variance: Float[Array, "*batch"],
     teacher_means: Float[Array, " members *batch"],
     teacher_variances: Float[Array, " members *batch"],
-    row_weights: RowWeights | None,
+    row_weights: CheckedRowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     ratio = teacher_variances / variance[None]
@@ -127,7 +127,7 @@ def _distribution_loss(
     student: Float[Array, "*batch classes"],
     teachers: Float[Array, "members *batch classes"],
     temperature: Float[Array, ""],
-    row_weights: RowWeights | None,
+    row_weights: CheckedRowWeights | None,
     smoothing: float,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
@@ -211,7 +211,7 @@ def _loss(
     student: Float[Array, "*batch classes"],
     teachers: Float[Array, "members *batch classes"],
     temperature: Float[Array, ""],
-    row_weights: RowWeights | None,
+    row_weights: CheckedRowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     target = class_mixture(teachers / temperature, None)

@@ -19,7 +19,7 @@ from ..._check import (
     value_error,
 )
 from ..._weighting import at_label, is_class
-from ...scores._engine import Reduction, RowWeights, reduce
+from ...scores._engine import CheckedRowWeights, Reduction, reduce
 from ...uncertainty import Decomposition
 from ._check import check_above, check_coefficient
 
@@ -149,7 +149,7 @@ def _loss(
     concentration: Float[Array, "*batch classes"],
     labels: Integer[Array, "*batch"],
     kl_weight: Float[Array, ""],
-    row_weights: RowWeights | None,
+    row_weights: CheckedRowWeights | None,
     risk: Risk,
     reduction: Reduction,
 ) -> Float[Array, "..."]:

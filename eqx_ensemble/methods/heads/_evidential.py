@@ -7,7 +7,7 @@ from jax.scipy.special import betaln
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
 from ..._check import ALL_ROWS, CountedRows, check_floating_arrays, check_number, check_regression, check_row_weights
-from ...scores._engine import Reduction, RowWeights, reduce
+from ...scores._engine import CheckedRowWeights, Reduction, reduce
 from ...uncertainty import Decomposition
 from ._check import check_above, check_coefficient, check_parameters, check_raw
 
@@ -133,7 +133,7 @@ def _loss(
     parameters: NormalInverseGamma,
     targets: Float[Array, "*batch"],
     coefficient: Float[Array, ""],
-    row_weights: RowWeights | None,
+    row_weights: CheckedRowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     mean, nu, alpha, beta = parameters

@@ -17,7 +17,7 @@ from ..._check import (
     value_error,
 )
 from ..._weighting import blank_unweighted
-from ...scores._engine import Reduction, RowWeights, log_density, reduce
+from ...scores._engine import CheckedRowWeights, Reduction, log_density, reduce
 from ._check import check_increasing_levels, check_parameters, check_quantiles, check_raw
 
 
@@ -83,7 +83,7 @@ def _pinball_loss(
     quantiles: Float[Array, "*batch levels"],
     targets: Float[Array, "*batch"],
     levels: Float[Array, " levels"],
-    row_weights: RowWeights | None,
+    row_weights: CheckedRowWeights | None,
     reduction: Reduction,
 ) -> Float[Array, "..."]:
     error = targets[..., None] - quantiles
@@ -245,7 +245,10 @@ def mixture_density_loss(
 
 @partial(jax.jit, static_argnames="reduction")
 def _loss(
-    parameters: MixtureDensity, targets: Float[Array, "*batch"], row_weights: RowWeights | None, reduction: Reduction
+    parameters: MixtureDensity,
+    targets: Float[Array, "*batch"],
+    row_weights: CheckedRowWeights | None,
+    reduction: Reduction,
 ) -> Float[Array, "..."]:
     every = jnp.broadcast_to(targets[..., None], parameters.mean.shape)
     logs = jax.nn.log_softmax(parameters.logits, axis=-1) + log_density(parameters.mean, parameters.variance, every)
