@@ -95,11 +95,11 @@ def _minimise(loss: Callable, start: np.ndarray, bounds: Any = None) -> tuple[np
 
 def _fit(rows: Rows, kind: Kind, penalties: tuple[float, float] = (0, 0)) -> Calibration:
     """Minimises the mean loss in double precision, of each group of predictions alone."""
-    each = np.asarray(_features(rows.logs, kind), np.float64)[:, rows.kept]
-    hits, share = rows.hits[rows.kept], (rows.share / rows.share.sum())[rows.kept, None]
+    each = np.asarray(_features(rows.logs, kind), np.float64)[:, rows.mask]
+    hits, share = rows.hits[rows.mask], (rows.share / rows.share.sum())[rows.mask, None]
     goal, num_classes = hits.astype(np.float64), hits.shape[-1]
     if kind == "platt":  # Platt's targets: a minimum also exists for separable rows
-        count = np.sum(rows.share[rows.kept, None] * hits, axis=0)
+        count = np.sum(rows.share[rows.mask, None] * hits, axis=0)
         goal = np.where(hits, (count + 1) / (count + 2), 1 / (rows.share.sum() - count + 2))
     start = np.eye(num_classes, num_classes + 1) if kind == "matrix" else np.ones((num_classes, each.shape[-1]))
     start[:, -1] = 0
@@ -181,8 +181,8 @@ def temperature(
         [Guo et al. 2017](https://arxiv.org/abs/1706.04599)
     """
     rows = rows_of(logits, labels, pool, weights, row_weights)
-    logs, hits = np.asarray(rows.logs, np.float64)[:, rows.kept], rows.hits[rows.kept]
-    share, found = (rows.share / rows.share.sum())[rows.kept], []
+    logs, hits = np.asarray(rows.logs, np.float64)[:, rows.mask], rows.hits[rows.mask]
+    share, found = (rows.share / rows.share.sum())[rows.mask], []
     for i, group in enumerate(logs):
         gaps = group - group[hits][:, None]
         whose = f"member {i}: " if pool == "members" else ""

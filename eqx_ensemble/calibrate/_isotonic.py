@@ -70,7 +70,7 @@ def isotonic(
     except ImportError as error:
         raise ImportError(missing_extra_message(caller(), "scikit-learn", "sklearn")) from error
     rows = rows_of(logits, labels, pool, weights, row_weights)
-    kept, fits = rows.kept, []
+    kept, fits = rows.mask, []
     for group in np.asarray(jnp.exp(rows.logs), np.float64)[:, kept]:
         # scikit-learn merges probabilities within the resolution of their dtype, 1e-6 in float32.
         for p, hits in zip(group.T, rows.hits[kept].T, strict=True):

@@ -62,7 +62,7 @@ class Rows(NamedTuple):
     pooling: Pooling
 
     @property
-    def kept(self) -> np.ndarray:
+    def mask(self) -> np.ndarray:
         """Whether each row has a nonzero weight."""
         return self.share > 0
 
