@@ -42,7 +42,7 @@ _DENSITY_OF_ONE = heads.MixtureDensity(_LOGITS[0], _LOGITS[1], np.exp(_LOGITS[2]
 _MODEL = {"weight": np.ones((3, 2), np.float32)}
 
 _CANDIDATES = {"weights": _WEIGHTS, "row_weights": _MASK}
-_BATCH = _CANDIDATES | {"size": 2, "chosen": np.array([0]), "costs": _VARIANCE[0], "budget": 20.0}
+_BATCH = _CANDIDATES | {"size": 2, "chosen": np.array([0])}
 _IMPROVEMENT = {"best": 0.1, "mode": "max"}
 
 CALLS = {
@@ -97,11 +97,7 @@ CALLS = {
         "mce": _CLASSES | _ROWS | _BINS,
         "balanced_accuracy": _CLASSES | _ROWS,
         "top_k_accuracy": _CLASSES | _ROWS | _MEAN_OR_NONE | {"k": 2},
-        "threshold_weighted_crps": _POINTS
-        | _ROWS
-        | _MEAN_OR_NONE
-        | {"estimator": "nrg", "lower": -1.0, "upper": 1.0}
-        | {"chaining": None},
+        "threshold_weighted_crps": _POINTS | _ROWS | _MEAN_OR_NONE | {"estimator": "nrg", "lower": -1.0, "upper": 1.0},
         "ence": {name: _ONE[name] for name in ("mean", "variance", "targets")} | _ROWS | {"num_bins": 2},
         "sharpness": {"variance": _VARIANCE[0]} | _ROWS,
         "quantile_calibration_error": {"values": np.abs(_TARGETS) / 3, "num_levels": 9, "kind": "squared"} | _ROWS,

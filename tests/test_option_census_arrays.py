@@ -45,7 +45,6 @@ MEANT = {
     ("levels", "float32"): "one level",
     ("levels", "0"): "the lowest value",
     **{(name, kind): "a value" for name in ("best", "optimum") for kind in ("-1", "0", "int64", "float32")},
-    **{("budget", kind): "a sum of costs" for kind in ("int64", "float32")},
     ("power", "0"): "a uniform draw",
     ("cut", "0"): "the mean",
     **{("lower", kind): "a threshold" for kind in ("-1", "0", "int64", "float32")},

@@ -56,6 +56,8 @@ def check_levels(levels: Any) -> float | tuple[float, ...]:
     host = concrete(levels)
     if host is None:
         raise type_error("`levels` that can be read", "got a traced array", "Close over it instead of passing it.")
+    if host.dtype.kind not in "uif":
+        raise type_error("numbers as `levels`", f"got dtype {host.dtype}", "Write 90 % as 0.9.")
     if host.ndim > 1:
         raise value_error("`levels` as a number or `(levels,)`", f"got shape {host.shape}", "Write 90 % as 0.9.")
     exact = host.astype(np.float64)

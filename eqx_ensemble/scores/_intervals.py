@@ -5,6 +5,7 @@ from .._boundary import Labels, Points, Reduction, RowWeights, Sets, Targets, ar
 from .._weighting import at_label
 
 
+@array_function
 def interval_score(
     lower: Points,
     upper: Points,
