@@ -136,12 +136,8 @@ def claims_of_adapters(text):
     )
     assert frozen > 2
     assert whole - 0.02 < nll[ranks[2]] < alone["whole copies"] + 0.03
-    assert (
-        nll[ranks[2]]
-        < nll[ranks[1]] + 0.05
-        < nll[ranks[0]] + 0.04
-        < min(nll["bias_only"], nll["layers_only, the last"])
-    )
+    assert max(nll[ranks[1]], nll[ranks[2]]) + 0.1 < nll[ranks[0]]
+    assert nll[ranks[0]] + 0.04 < min(nll["bias_only"], nll["layers_only, the last"])
     assert all(alone[name] > nll[name] + 0.1 for name in ranks)
     assert abs(alone["bias_only"] - nll["bias_only"]) < 0.02
     assert size[ranks[1]] < size["whole copies"] / 4 < size[ranks[2]] < size["whole copies"] / 2

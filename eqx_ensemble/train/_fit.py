@@ -152,7 +152,7 @@ def fit(
     num_members, lost_before = first.num_members, to_host(first.status) == Status.DIVERGED
     validation = validation if isinstance(validation, Validation | None) else Validation(validation)
     check_options(epochs, steps, patience, stop, validation, on_diverge, history)
-    warn_of_unused(hyper, optimiser, loss, None if validation is None else validation.score, callbacks)
+    check_use_of_hyper(hyper, optimiser, loss, None if validation is None else validation.score, callbacks)
     limits = limits_of(stop or Stopping(), num_members)
     seconds = limits.pop("seconds", None)
     inputs: dict[str, Any] = {"data": None, "rows": None, "validation": None, "limits": limits}
@@ -248,7 +248,7 @@ def check_outside() -> None:
         )
 
 
-def warn_of_unused(hyper: Any, optimiser: Any, loss: Any, score: Any, callbacks: Any) -> None:
+def check_use_of_hyper(hyper: Any, optimiser: Any, loss: Any, score: Any, callbacks: Any) -> None:
     """Warns of hyper-parameters that neither optimiser nor loss takes: all members would be trained alike."""
     alone = optimiser.optimiser if isinstance(optimiser, Together) else optimiser
     takes = is_function(alone) or any(takes_hyper(fn) for fn in (loss, score) if fn)

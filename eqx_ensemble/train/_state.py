@@ -103,9 +103,9 @@ def trained_leaves(
         trainable = lambda x, test=trainable: test(x)  # a Module without leaves would be an empty tree
     is_none = lambda x: x is None
     leaves, treedef = jax.tree.flatten(ensemble.stacked, is_leaf=is_none)
-    of_dtype = trainable is eqx.is_inexact_array  # then slices, of which each shape compiles, are not needed
-    is_own = lambda x, axis: axis == 0 and eqx.is_array(x) and not of_dtype
-    one = [x[0] if is_own(x, axis) else x for x, axis in zip(leaves, ensemble.axes, strict=True)]
+    one = leaves
+    if trainable is not eqx.is_inexact_array:  # which sees dtypes alone; a slice of each shape would compile
+        one = [x[0] if axis == 0 and eqx.is_array(x) else x for x, axis in zip(leaves, ensemble.axes, strict=True)]
     # Whether a leaf is inside a `Frozen`, by the path of nodes.
     nodes = jax.tree.leaves(ensemble.stacked, is_leaf=lambda x: x is None or _is_frozen(x))
     frozen = [_is_frozen(node) for node in nodes for _ in jax.tree.leaves(node, is_leaf=is_none)]

@@ -196,7 +196,17 @@ def test_a_stopped_or_broken_member_changes_no_bit_of_the_others_in_a_fit():
     assert np.isnan(broken.history.loss[1]).all() or np.isnan(broken.history.loss[1, 3:]).all()
 
 
-def test_one_after_another_is_each_alone_bit_for_bit():
+@pytest.mark.parametrize("optimiser", [optax.sgd(0.05, momentum=0.9), optax.lion(1e-3)], ids=["sgd", "lion"])
+def test_one_after_another_is_each_alone_bit_for_bit(optimiser):
+    case, options = CASES["mlp"], {"steps": STEPS, "batch_size": BATCH, "shuffle": False, "plan": ee.plan.Blocks(1)}
+    ensemble, _, run = fitted(case, optimiser, 3, plan=ee.plan.Blocks(1))
+    for i in range(3):
+        key = ee.member_keys(KEY, 3, purpose="fit")[i : i + 1]
+        alone = ee.fit(ensemble[[i]], case.loss, optimiser, data(), key=key, **options)
+        assert_same((run.ensemble[i], run.history.loss[i]), (alone.ensemble[0], alone.history.loss[0]))
+
+
+def test_one_after_another_is_a_plain_loop_bit_for_bit():
     case, optimiser = CASES["mlp"], optax.lion(1e-3)
     ensemble, _, run = fitted(case, optimiser, 3, plan=ee.plan.Blocks(1))
     alone = Alone(case.loss, optimiser)
