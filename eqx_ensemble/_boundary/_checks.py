@@ -73,11 +73,11 @@ def check_arguments(given: dict[str, Any], of: Arguments) -> Array | None:
     """
     left_out = [name for name, x in of.signature.parameters.items() if x.default is None and given[name] is None]
     raw = _in_float64({name: given[name] for name in of.arrays if name not in left_out}, of)
-    sizes: Sizes = {}
+    sizes: Sizes = {axis: int(axis) for name in raw for axis in of.arrays[name].axes if axis.isdigit()}
     for name, x in raw.items():
         raw[name] = _array(name, x, of.arrays[name], sizes)
         _bind(name, raw[name].shape, of.arrays[name].axes, sizes, first=next(iter(raw)))
-    floats = [x.dtype for name, x in raw.items() if of.arrays[name].is_number]
+    floats = [x.dtype for name, x in raw.items() if of.arrays[name].is_number and not x.weak_type]
     dtype = jnp.dtype("float64" if any(x == jnp.float64 for x in floats) else "float32")
     shape = _shape(of.row_axes, sizes)
     if "row_weights" in given and "reduction" not in given and 0 in shape:
@@ -150,6 +150,8 @@ def _bind(name: str, shape: tuple[Any, ...], axes: tuple[str, ...], sizes: Sizes
         own |= dict(zip(axes[place + 1 :], shape[len(shape) - behind :], strict=True))
     if any(sizes.get(axis, size) != size for axis, size in own.items()):
         want = _shape(axes, own | sizes)
+        if name == first:
+            raise value_error(f"`{name}` of shape {text}", f"got shape {shape}", "See its axes.")
         got = f"expected {text} = {want}, as of `{first}`; got {shape}"
         raise value_error(f"`{name}` of the rows of `{first}`", got, _fix(name, shape, want, first, sizes))
     sizes |= own

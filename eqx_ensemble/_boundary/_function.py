@@ -7,6 +7,7 @@ row.
 
 import functools as ft
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -55,7 +56,8 @@ def array_function(
     fn = inspect.unwrap(fn)  # arguments are checked here, whether or not an import hook does it too
     of = Arguments(inspect.signature(fn))
     own_name = fn.__qualname__.removesuffix(".__call__")
-    public_name = "" if own_name.startswith("_") else f"{fn.__module__.split('.')[1]}.{own_name}"
+    home = itertools.takewhile(lambda part: not part.startswith("_"), fn.__module__.split(".")[1:])
+    public_name = "" if own_name.startswith("_") else ".".join([*home, own_name])
 
     reduces = reduces and "reduction" in of.options
     each_row = each_row or reduces

@@ -47,6 +47,11 @@ def _finite(fix: str) -> Values:
     return Values("a finite `{name}`", lambda x, _: ~np.isfinite(x), fix)
 
 
+def _above(bound: int) -> Values:
+    fix = "Outputs of a last layer? A head, such as `methods.heads.dirichlet`, maps them to parameters."
+    return Values(f"`{{name}}` above {bound}", lambda x, _: x <= bound, fix, fill=bound + 1.0)
+
+
 def _below(bound: str, words: str, fix: str) -> Values:
     return Values(words, lambda x, bound: (x < 0) | (x >= bound), fix, below=bound)
 
@@ -64,11 +69,8 @@ _LOG_VARIANCE = (
 )
 _POSITIVE = Values("variances above zero", lambda x, _: x < _TINY, _LOG_VARIANCE, fill=1.0)
 _NOT_NEGATIVE = Values("variances of zero or more", lambda x, _: x < 0, _LOG_VARIANCE, fill=1.0)
-_CLASS = _below(
-    "classes",
-    "labels from 0 to {last}, as there are {bound} classes",
-    "Leave rows that carry a mark such as -1 out (`row_weights`), and count classes from 0.",
-)
+_CLASS_FIX = "Leave rows that carry a mark such as -1 out (`row_weights`), and count classes from 0."
+_CLASS = _below("classes", "labels from 0 to {last}, as there are {bound} classes", _CLASS_FIX)
 _GROUP = _below(
     "num_groups",
     "`groups` from 0 to {last}, as `num_groups` is {bound}",
@@ -145,6 +147,21 @@ if TYPE_CHECKING:  # the body of a function gets arrays, its callers pass what b
     Chosen = Any
     Evaluated = Any
     Optimum = Any
+    Amount = Any
+    Concentration = Any
+    Evidence = Any
+    Shape = Any
+    FourOutputs = Any
+    Outputs = Any
+    OutputPoints = Any
+    OutputVariances = Any
+    OutputLevels = Any
+    Teachers = Any
+    TeacherMeans = Any
+    TeacherVariances = Any
+    Hidden = Any
+    FiniteHidden = Any
+    CountedLabels = Any
 else:
     # Weights of members and of rows.
     Weights = Real[ArrayLike, " members"] | None
@@ -280,3 +297,31 @@ else:
     ]
     Evaluated = Annotated[Real[ArrayLike, "*batch steps"], _no_nan("Leave these runs out.")]
     Optimum = Annotated[Real[ArrayLike, "..."], _finite("It is the best value there is.")]
+    # Outputs of a last layer, and the parameters of distributions.
+    Amount = Annotated[Real[ArrayLike, ""], _zero_or_more("Zero adds nothing.")]
+    FourOutputs = Float[ArrayLike, "*batch 4"]
+    Outputs = Float[ArrayLike, "*batch outputs"]
+    OutputPoints = Annotated[Outputs, _PLACE]
+    OutputVariances = Annotated[Outputs, _POSITIVE]
+    OutputLevels = Annotated[
+        Real[ArrayLike, " outputs"],
+        Values(
+            "increasing `levels` between 0 and 1",
+            lambda x, _: ~((x > 0) & (x < 1)) | (np.diff(x, prepend=0) <= 0),
+            "Write 90 % as 0.9. Not in order? Sort them, and the outputs of the last layer with them.",
+        ),
+    ]
+    Concentration = Annotated[MixedLogits, _above(0)]
+    Evidence = Annotated[Float[ArrayLike, "*batch"], _above(0)]
+    Shape = Annotated[Float[ArrayLike, "*batch"], _above(1)]
+    # Predictions of teachers, with the rows first, as in the data of `fit`.
+    Teachers = Float[ArrayLike, "*batch members classes"]
+    TeacherMeans = Float[ArrayLike, "*batch members"]
+    TeacherVariances = Annotated[TeacherMeans, _POSITIVE]
+    # Hidden units.
+    Hidden = Float[ArrayLike, "members rows hidden"]
+    FiniteHidden = Annotated[Hidden, _finite("Leave members that diverged out, and rows by `row_weights`.")]
+    CountedLabels = Annotated[
+        Integer[ArrayLike, " rows"],
+        _below("num_classes", "labels from 0 to {last}, as `num_classes` is {bound}", _CLASS_FIX),
+    ]

@@ -1,30 +1,20 @@
 import math
-from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import digamma, gammaln
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, Float
 
-from ..._check import (
-    ALL_ROWS,
-    CountedRows,
-    check_floating,
-    check_labels,
-    check_logits,
-    check_row_weights,
-    check_word,
-    promote,
-    value_error,
-)
+from ..._boundary import Amount, Concentration, Labels, MixedLogits, Reduction, RowWeights, array_function
 from ..._weighting import at_label, is_class
-from ...scores._engine import CheckedRowWeights, Reduction, reduce
 from ...uncertainty import Decomposition
-from ._check import check_above, check_coefficient
+
+Risk = Literal["squared", "digamma"]
 
 
-def dirichlet(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch classes"]:
+@array_function
+def dirichlet(logits: MixedLogits) -> Float[Array, "*batch classes"]:
     r"""The head of evidential classification: maps the outputs of a last layer to a Dirichlet distribution.
 
     $\alpha_k = e_k + 1$, where the evidence $e_k$ is the softplus of the output.
@@ -38,10 +28,11 @@ def dirichlet(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batc
     ??? cite
         [Sensoy et al. 2018](https://arxiv.org/abs/1806.01768)
     """
-    return jax.nn.softplus(check_logits(logits, members=False)) + 1
+    return jax.nn.softplus(logits) + 1
 
 
-def vacuity(concentration: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"]:
+@array_function
+def vacuity(concentration: Concentration) -> Float[Array, "*batch"]:
     """The uncertainty of evidential classification, $K / S$: the number of classes over the total concentration.
 
     Maps `(*batch, classes)` to `(*batch,)`: 1 without evidence, however that is distributed over classes.
@@ -53,12 +44,11 @@ def vacuity(concentration: Float[ArrayLike, "*batch classes"]) -> Float[Array, "
     ??? cite
         [Sensoy et al. 2018](https://arxiv.org/abs/1806.01768)
     """
-    checked = check_concentration(concentration)
-    check_positive(concentration)
-    return checked.shape[-1] / jnp.sum(checked, axis=-1)
+    return concentration.shape[-1] / jnp.sum(concentration, axis=-1)
 
 
-def decompose_dirichlet(concentration: Float[ArrayLike, "*batch classes"]) -> Decomposition:
+@array_function
+def decompose_dirichlet(concentration: Concentration) -> Decomposition:
     r"""Decomposes the entropy of the predicted class, in nats, under a Dirichlet distribution of its probabilities.
 
     `total` is the entropy of the mean probabilities; `aleatoric` the mean entropy, $\sum_k \frac{\alpha_k}{S} (\psi(S +
@@ -73,42 +63,23 @@ def decompose_dirichlet(concentration: Float[ArrayLike, "*batch classes"]) -> De
     ??? cite
         [Bengs et al. 2022](https://arxiv.org/abs/2203.06102)
     """
-    checked = check_concentration(concentration)
-    check_positive(concentration)
-    strength = jnp.sum(checked, axis=-1, keepdims=True)
-    mean = checked / strength
+    strength = jnp.sum(concentration, axis=-1, keepdims=True)
+    mean = concentration / strength
     total = -jnp.sum(mean * jnp.log(mean), axis=-1)
-    aleatoric = jnp.sum(mean * (digamma(strength + 1) - digamma(checked + 1)), axis=-1)
+    aleatoric = jnp.sum(mean * (digamma(strength + 1) - digamma(concentration + 1)), axis=-1)
     # With much evidence, the difference of the two entropies is small and may round below zero.
     epistemic = jnp.maximum(total - aleatoric, 0)
     return Decomposition(total, total - epistemic, epistemic)
 
 
-def check_concentration(concentration: ArrayLike) -> Array:
-    """Raises unless `concentration` is `(*batch, classes)`. Returns it; `check_positive` checks its values."""
-    array = check_floating("concentration", concentration)
-    if array.ndim < 1 or array.shape[-1] < 2:
-        needs = "`concentration` of shape (*batch, classes), of at least two classes"
-        raise value_error(needs, f"got shape {array.shape}", "The classes are the last axis.")
-    return promote(array)[0]
-
-
-def check_positive(concentration: ArrayLike, rows: CountedRows = ALL_ROWS) -> None:
-    """Raises unless the parameters of Dirichlet distributions are above zero (if concrete)."""
-    fix = "Outputs of a last layer? `methods.heads.dirichlet` maps them to a concentration."
-    check_above("concentration", concentration, 0, fix=fix, rows=rows)
-
-
-Risk = Literal["squared", "digamma"]
-
-
+@array_function
 def dirichlet_loss(
-    concentration: Float[ArrayLike, "*batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    concentration: Concentration,
+    labels: Labels,
     *,
-    kl_weight: Real[ArrayLike, ""],
+    kl_weight: Amount,
     risk: Risk = "squared",
-    row_weights: Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None = None,
+    row_weights: RowWeights = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of evidential classification: a Bayes risk, plus a penalty on evidence for wrong classes.
@@ -135,24 +106,6 @@ def dirichlet_loss(
     ??? cite
         [Sensoy et al. 2018](https://arxiv.org/abs/1806.01768)
     """
-    check_word(risk, "risk", ("squared", "digamma"))
-    checked = check_concentration(concentration)
-    rows = check_row_weights(row_weights, checked.shape[:-1], checked.dtype, reduction=reduction)
-    known = check_labels(labels, checked, rows, argument="concentration", members=False)
-    check_positive(concentration, rows)
-    weight = check_coefficient("kl_weight", kl_weight, checked.dtype)
-    return _loss(rows.blank(checked, fill=1), rows.blank(known), weight, rows.weights, risk, reduction)
-
-
-@partial(jax.jit, static_argnames=("risk", "reduction"))
-def _loss(
-    concentration: Float[Array, "*batch classes"],
-    labels: Integer[Array, "*batch"],
-    kl_weight: Float[Array, ""],
-    row_weights: CheckedRowWeights | None,
-    risk: Risk,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
     strength = jnp.sum(concentration, axis=-1)
     one_hot = jax.nn.one_hot(labels, concentration.shape[-1], dtype=bool)
     if risk == "digamma":
@@ -161,7 +114,7 @@ def _loss(
         mean = concentration / strength[..., None]
         rows = jnp.sum(jnp.where(one_hot, 1 - mean, mean) ** 2 + mean * (1 - mean) / (strength[..., None] + 1), axis=-1)
         rows = jnp.where(is_class(labels, concentration.shape[-1]), rows, jnp.nan)
-    return reduce(rows + kl_weight * _divergence(jnp.where(one_hot, 1, concentration)), reduction, row_weights)
+    return rows + kl_weight * _divergence(jnp.where(one_hot, 1, concentration))
 
 
 def _divergence(concentration: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
