@@ -77,8 +77,9 @@ def check_arguments(given: dict[str, Any], of: Arguments) -> Array | None:
     for name, x in raw.items():
         raw[name] = _array(name, x, of.arrays[name], sizes)
         _bind(name, raw[name].shape, of.arrays[name].axes, sizes, first=next(iter(raw)))
-    floats = [x.dtype for name, x in raw.items() if of.arrays[name].is_number and not x.weak_type]
-    dtype = jnp.dtype("float64" if any(x == jnp.float64 for x in floats) else "float32")
+    floats = [x for name, x in raw.items() if of.arrays[name].is_number]
+    known = [x for x in floats if not x.weak_type] or floats  # a Python number takes the dtype of the others
+    dtype = jnp.dtype("float64" if any(x.dtype == jnp.float64 for x in known) else "float32")
     shape = _shape(of.row_axes, sizes)
     if "row_weights" in given and "reduction" not in given and 0 in shape:
         raise value_error("at least one row", f"got rows of shape {shape}", "Was every row filtered out?")
