@@ -9,29 +9,75 @@ import pytest
 from scipy import optimize, special, stats
 
 import eqx_ensemble as ee
-from eqx_ensemble.methods import distillation, heads
+from eqx_ensemble.methods import distillation
 
 KEY = jax.random.key(3)
 RNG = np.random.default_rng(1)
 TEACHER = (2 * RNG.normal(size=(6, 4, 3))).astype(np.float32)  # (rows, members, classes)
 LOGITS = RNG.normal(size=(6, 3)).astype(np.float32)
 X = np.asarray(jnp.asarray(RNG.normal(size=(40, 3))))  # of the dtype of weights
-MASK = np.array([True, True, False, True, True, True])
+ONE, MANY = np.ones(6, np.float32), np.ones((6, 4), np.float32)
 distribution_loss = distillation.distribution_loss
 
 
-@pytest.mark.parametrize("temperature", [1.0, 4.0])
-def test_the_mixture_loss_is_a_divergence(temperature):
-    target = special.softmax(TEACHER / temperature, axis=-1).mean(axis=1)
-    found = special.softmax(LOGITS / temperature, axis=-1)
-    expected = temperature**2 * special.rel_entr(target, found).sum(axis=-1)
-    options = dict(temperature=temperature, reduction="none")
-    found_loss = distillation.mixture_loss(LOGITS, TEACHER, **options)
-    np.testing.assert_allclose(found_loss, expected, rtol=1e-5, atol=2e-5)
-    mean_of_logits = special.softmax(TEACHER.mean(axis=1) / temperature, axis=-1)  # another target
-    assert np.abs(special.rel_entr(mean_of_logits, found).sum(axis=-1) * temperature**2 - expected).max() > 0.05
-    reached = distillation.mixture_loss(temperature * np.log(target), TEACHER, **options)
-    np.testing.assert_allclose(reached, 0, atol=2e-5)
+def mixture(logits, teacher, temperature):
+    target = special.softmax(teacher / temperature, axis=-1).mean(0)
+    return temperature**2 * special.rel_entr(target, special.softmax(logits / temperature)).sum()
+
+
+def distribution(logits, teacher, temperature, smoothing=1e-4):
+    points = (1 - smoothing) * special.softmax(teacher / temperature, axis=-1) + smoothing / teacher.shape[-1]
+    of_one = [stats.dirichlet.logpdf(p / p.sum(), np.exp(logits / temperature)) for p in points]
+    return -(temperature**2) * np.mean(of_one)
+
+
+def gaussian(mean, variance, means, variances):
+    each = np.log(variance / variances) + (variances + (means - mean) ** 2) / variance - 1
+    return np.mean(each) / 2
+
+
+# The loss, its options, and the loss of one row.
+LOSSES = {
+    "mixture": (distillation.mixture_loss, {"temperature": 1.0}, mixture),
+    "mixture of warm ones": (distillation.mixture_loss, {"temperature": 4.0}, mixture),
+    "distribution": (distribution_loss, {"temperature": 1.0}, distribution),
+    "distribution of warm ones": (distribution_loss, {"temperature": 5.0, "smoothing": 1e-2}, distribution),
+    "plain distribution": (distribution_loss, {"temperature": 1.0, "smoothing": 0.0}, distribution),
+    "gaussian": (distillation.gaussian_loss, {}, gaussian),
+}
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("float16", (1,)), ("float32", (2, 3)), ("float64", (6,))])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name, dtype, shape):
+    """Of rows, their means, and those of rows that count, whatever the others hold; options may be traced."""
+    loss, options, of_row = LOSSES[name]
+    rng = np.random.default_rng(len(shape))
+    with jax.enable_x64(dtype == "float64"):
+        if of_row is gaussian:
+            made = [rng.normal(size=shape), np.exp(rng.normal(size=shape))]
+            made += [rng.normal(size=(*shape, 4)), np.exp(rng.normal(size=(*shape, 4)))]
+        else:
+            made = [rng.normal(size=(*shape, 3)), 2 * rng.normal(size=(*shape, 4, 3))]
+        known = [x.astype(dtype) for x in made]
+        want = [of_row(*(x[i].astype(float) for x in known), **options) for i in np.ndindex(shape)]
+        want = np.reshape(want, shape)
+        close = dict(rtol=1e-9, atol=1e-9) if dtype == "float64" else dict(rtol=2e-5, atol=5e-5)
+        found = loss(*known, reduction="none", **options)
+        assert found.dtype == ("float64" if dtype == "float64" else "float32")
+        np.testing.assert_allclose(found, want, **close)
+        rows = jax.jit(lambda options: jax.vmap(lambda *given: loss(*given, **options))(*known))(options)
+        np.testing.assert_allclose(rows, want.reshape(shape[0], -1).mean(1), **close)
+        assert shape == (1,) or not np.allclose(loss(known[0][::-1], *known[1:], reduction="none", **options), want)
+        kept = rng.uniform(size=shape) < 0.6
+        kept[(0,) * len(shape)] = True
+        weights = kept * rng.uniform(0.1, 3, shape)
+        spoilt = [np.where(kept.reshape(shape + (1,) * (x.ndim - len(shape))), x, np.nan) for x in known]
+        value, slope = jax.value_and_grad(lambda *x: loss(*x, row_weights=weights, **options))(*spoilt)
+        np.testing.assert_allclose(value, np.average(want, weights=weights), **close)
+        assert np.isfinite(slope).all()
+        assert not slope[~kept].any()
+        assert slope[kept].any()
 
 
 def test_a_class_that_all_teachers_exclude():
@@ -44,21 +90,6 @@ def test_a_class_that_all_teachers_exclude():
     assert np.isfinite(value)
     assert np.isfinite(slope).all()
     assert not np.isfinite(distribution_loss(student, teacher, smoothing=0.0))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 5.0])
-@pytest.mark.parametrize("smoothing", [0.0, 1e-2])
-def test_the_distribution_loss_is_a_density_of_scipy(temperature, smoothing):
-    points = special.softmax(TEACHER.astype(np.float64) / temperature, axis=-1)
-    points = (1 - smoothing) * points + smoothing / 3
-    alphas = np.exp(LOGITS / temperature)
-    rows = zip(points, alphas, strict=True)
-    expected = [-np.mean([stats.dirichlet.logpdf(p / p.sum(), alpha) for p in row]) for row, alpha in rows]
-    found = distribution_loss(LOGITS, TEACHER, temperature=temperature, smoothing=smoothing, reduction="none")
-    np.testing.assert_allclose(found, temperature**2 * np.array(expected), rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(
-        distribution_loss(LOGITS, TEACHER, temperature=temperature, smoothing=smoothing), found.mean(), rtol=1e-6
-    )
 
 
 @pytest.mark.parametrize("strength", [1e-6, 1e-2, 7.9, 8.1, 1e3, 1e6])
@@ -92,61 +123,15 @@ def test_the_optimum_solves_the_digamma_equations():
     assert np.abs(special.digamma(wrong.sum()) - special.digamma(wrong) + mean_log).max() > 0.05
 
 
-def test_one_teacher_has_no_optimum(unhooked):
-    """Its likelihood grows with the evidence without bound, and is refused."""
-    point = TEACHER[:1, :1]
-    twice = np.repeat(point, 2, axis=1)
-    value = lambda strength: float(distribution_loss(point[:, 0] + np.float32(np.log(strength)), twice, smoothing=0.0))
-    values = [value(strength) for strength in (1e1, 1e3, 1e5)]
-    assert values[0] - values[1] > 3
-    assert values[1] - values[2] > 3
-    with pytest.raises(ValueError, match="needs at least two teachers.\n  got 1\n.*mixture_loss"):
-        distribution_loss(LOGITS[:1], point)
-
-
 def test_the_gaussian_loss_is_least_at_the_moments_of_the_mixture():
-    means, variances = RNG.normal(size=(5, 4)), np.exp(RNG.normal(size=(5, 4)))
-    moments = ee.combine.gaussian(means.T.astype(np.float32), variances.T.astype(np.float32))
     with jax.enable_x64(True):
-        loss = lambda mean, variance: distillation.gaussian_loss(mean, variance, means, variances)
-        slopes = jax.grad(loss, argnums=(0, 1))(means.mean(axis=1), variances.mean(axis=1) + means.var(axis=1))
-        np.testing.assert_allclose(slopes, 0, atol=1e-12)
-        within = jax.grad(loss, argnums=1)(means.mean(axis=1), variances.mean(axis=1))  # without disagreement
-        assert np.abs(within).min() > 1e-4
-        equal = distillation.gaussian_loss(means[:, 0], variances[:, 0], means[:, :1], variances[:, :1])
-        assert abs(float(equal)) < 1e-12
-    np.testing.assert_allclose(moments[0], means.mean(axis=1), rtol=1e-5)
-    np.testing.assert_allclose(moments[1], variances.mean(axis=1) + means.var(axis=1), rtol=1e-5)
-    value = distillation.gaussian_loss(np.float32([0.3]), np.float32([2.0]), np.float32([[1.0]]), np.float32([[0.5]]))
-    np.testing.assert_allclose(value, 0.5 * (np.log(4) + (0.5 + 0.49) / 2 - 1), rtol=1e-6)
-
-
-@pytest.mark.parametrize("loss", [distillation.mixture_loss, distribution_loss])
-def test_masked_rows_do_not_count(loss):
-    logits, teacher = LOGITS.copy(), TEACHER.copy()
-    logits[2], teacher[2] = np.nan, np.nan
-    value, slope = jax.value_and_grad(loss)(logits, teacher, row_weights=MASK)
-    np.testing.assert_allclose(value, loss(LOGITS[MASK], TEACHER[MASK]), rtol=1e-5)
-    np.testing.assert_array_equal(slope[2], 0)
-    weights = (1 + np.arange(len(MASK))) * MASK
-    want = np.average(loss(LOGITS, TEACHER, reduction="none"), weights=weights)
-    np.testing.assert_allclose(loss(logits, teacher, row_weights=weights), want, rtol=1e-5)
-    rows = loss(logits, teacher, row_weights=MASK, reduction="none")
-    np.testing.assert_array_equal(np.isnan(rows), ~MASK)
-    mean, variance = np.moveaxis(teacher[..., :1], 1, -1)[:, 0], np.exp(logits[..., :1]) + 0 * teacher[..., 0]
-    options = dict(row_weights=MASK)
-    assert np.isfinite(distillation.gaussian_loss(logits[:, 0], variance[:, 0], mean, variance, **options))
-
-
-@pytest.mark.slow
-def test_half_precision_and_transformations():
-    for loss in (distillation.mixture_loss, distribution_loss):
-        expected = loss(LOGITS, TEACHER)
-        half = loss(LOGITS.astype(np.float16), TEACHER.astype(np.float16))
-        assert half.dtype == jnp.float32
-        np.testing.assert_allclose(half, expected, rtol=1e-2)
-        by_row = jax.jit(jax.vmap(loss))(LOGITS, TEACHER)
-        np.testing.assert_allclose(by_row, loss(LOGITS, TEACHER, reduction="none"), rtol=1e-5)
+        means, variances = RNG.normal(size=(5, 4)), np.exp(RNG.normal(size=(5, 4)))
+        slope = jax.grad(distillation.gaussian_loss, argnums=(0, 1))
+        np.testing.assert_allclose(
+            slope(*ee.combine.gaussian(means.T, variances.T), means, variances), np.zeros((2, 5)), atol=1e-12
+        )
+        without_disagreement = slope(means.mean(axis=1), variances.mean(axis=1), means, variances)[1]
+        assert np.abs(without_disagreement).min() > 1e-4
 
 
 def linear(key):
@@ -188,53 +173,24 @@ def test_students_reach_teachers_inside_their_class(teachers):
     assert np.abs(probabilities(run.ensemble)[::-1] - probabilities(teachers)).max() > 0.1
 
 
-@pytest.mark.slow
-def test_a_student_reaches_the_distribution_with_annealing(teachers):
-    """A free concentration for each row; the temperature falls from 2 to 1 as a hyper-parameter."""
-
-    def loss(model, batch, key, hyper):
-        return distribution_loss(model, batch, temperature=hyper["temperature"])
-
-    teacher = distillation.targets(teachers, X[:5])
-    student = ee.build(lambda key: jnp.zeros((5, 3)) + 0.1 * jax.random.normal(key, (5, 3)), 2, key=KEY)
-    adam = optax.adam(0.1)
-    state = ee.train.init(student, adam, hyper={"temperature": jnp.full(2, 2.0)}, key=KEY)
-    # A logit that is small evidence at a high temperature is much at a low one: that takes most of the steps.
-    for epoch, steps in enumerate((40, 40, 40, 600)):
-        now = jnp.full(2, optax.linear_schedule(2.0, 1.0, 3)(epoch), jnp.float32)
-        state = eqx.tree_at(lambda s: s.hyper, state, {"temperature": now})
-        run = ee.fit(state, loss, adam, teacher, steps=steps, batch_size=5, shuffle=False, key=KEY)
-        state = run.train_state
-    points = (1 - 1e-4) * jax.nn.softmax(teacher) + 1e-4 / 3
-    alpha = np.exp(np.asarray(state.ensemble.stacked, np.float64))
-    strength = alpha.sum(axis=-1, keepdims=True)
-    residual = special.digamma(strength) - special.digamma(alpha) + np.log(points).mean(axis=1)
-    np.testing.assert_allclose(residual, 0, atol=2e-3)
-    parts = heads.decompose_dirichlet(alpha[0].astype(np.float32))
-    apart = ee.uncertainty.decompose_entropy(np.moveaxis(np.asarray(teacher), 1, 0))
-    assert np.corrcoef(parts.epistemic, apart.epistemic)[0, 1] > 0.9
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: distillation.mixture_loss(LOGITS, np.moveaxis(TEACHER, 1, 0)), r"\(6, members, 3\), got \(4, 6, 3\)"),
-        (lambda: distillation.mixture_loss(LOGITS, TEACHER[:, 0]), r"`teacher` of shape \(\*batch, members, classes\)"),
-        (lambda: distillation.mixture_loss(LOGITS, TEACHER[:, :0]), "needs at least one teacher.\n  got 0"),
-        (lambda: distillation.mixture_loss(LOGITS, TEACHER.astype(int)), "needs floating-point `teacher`"),
+        (lambda: distillation.mixture_loss(LOGITS, TEACHER[:4]), r"\(\*batch, members, classes\) = \(6, 4, 3\), as of"),
+        (
+            lambda: distillation.mixture_loss(LOGITS, TEACHER[:, 0]),
+            "`methods.distillation.mixture_loss` needs",
+        ),
+        (lambda: distillation.mixture_loss(LOGITS, TEACHER[:, :0]), "at least one member in `teacher`"),
         (lambda: distillation.mixture_loss(LOGITS, TEACHER, temperature=0), "a finite `temperature` above zero"),
-        (lambda: distillation.mixture_loss(LOGITS, TEACHER, reduction="sum"), "`methods.distillation.mixture_loss`"),
-        (lambda: distribution_loss(LOGITS, TEACHER, smoothing=1.0), "needs `smoothing` below 1, got 1.0"),
-        (lambda: distillation.gaussian_loss(LOGITS[:, 0], LOGITS[:, 0] ** 2, TEACHER, TEACHER), "`teacher_mean` of"),
-        (lambda: distillation.gaussian_loss(LOGITS[:, 0], LOGITS[:, 0] ** 2, TEACHER[..., 0], TEACHER[:, :2, 0]),
-         "got 4 means and 2 variances"),
-        (lambda: distillation.gaussian_loss(LOGITS[:, 0], LOGITS[:, 0] ** 2, TEACHER[..., 0], -np.abs(TEACHER[..., 0])),
-         "variances above zero"),
-        (lambda: distillation.gaussian_loss(LOGITS[:, 0], 0 * LOGITS[:, 0], TEACHER[..., 0], TEACHER[..., 0] ** 2),
-         "variances above zero"),
-        (lambda: distillation.split_targets(TEACHER, 3), "cannot divide 4 teachers among 3 students"),
+        (lambda: distribution_loss(LOGITS, TEACHER, smoothing=-1.0), "a finite `smoothing` of zero or more"),
+        (lambda: distribution_loss(LOGITS, TEACHER[:, :1]), "needs at least two teachers.\n  got 1\n.*mixture_loss"),
+        (lambda: distillation.gaussian_loss(ONE, ONE, TEACHER, TEACHER), "`teacher_mean` of the rows of `mean`"),
+        (lambda: distillation.gaussian_loss(ONE, ONE, MANY, MANY[:, :2]), r"= \(6, 4\), as of `mean`; got \(6, 2\)"),
+        (lambda: distillation.gaussian_loss(ONE, ONE, MANY, -MANY), "variances above zero"),
+        (lambda: distillation.gaussian_loss(ONE, 0 * ONE, MANY, MANY), "variances above zero"),
     ],
-)  # fmt: skip
+)
 def test_bad_distillation(unhooked, call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()

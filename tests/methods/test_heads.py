@@ -152,13 +152,6 @@ def test_much_evidence_in_single_precision(evidence):
     assert np.isfinite(slope)
 
 
-def test_evidence_for_the_label_is_not_penalised_and_for_others_is():
-    loss = lambda alpha, weight: heads.dirichlet_loss(alpha, 1, kl_weight=weight)
-    slope = jax.grad(lambda alpha: loss(alpha, 1.0) - loss(alpha, 0.0))(jnp.array([2.0, 3.0, 4.0]))
-    assert slope[1] == 0
-    assert (slope[jnp.array([0, 2])] > 0.01).all()
-
-
 @pytest.mark.parametrize("risk", ["squared", "digamma"])
 @pytest.mark.parametrize("label", [-1, 3])
 def test_labels_out_of_range(risk, label):
@@ -231,7 +224,9 @@ def test_quantiles():
     """Constants are best at the quantiles of a sample, many levels give the CRPS, and one level is `scores.pinball`."""
     sample = np.sort(np.random.default_rng(0).normal(size=101)).astype(np.float32)
     for level in LEVELS:  # 101 rows: no level falls between two of them
-        loss = lambda q, level=level: heads.pinball_loss(jnp.broadcast_to(q, (101, 1)), sample, levels=np.array([level]))
+        loss = lambda q, level=level: heads.pinball_loss(
+            jnp.broadcast_to(q, (101, 1)), sample, levels=np.array([level])
+        )
         values = jax.vmap(loss)(jnp.asarray(sample))
         assert sample[np.argmin(values)] == np.quantile(sample, level, method="inverted_cdf")
         want = ee.scores.pinball(np.full(101, 0.2, np.float32), sample, level=level)
@@ -262,21 +257,16 @@ FLAT, ROW = np.ones((2, 3), np.float32), np.ones(2, np.float32)
     [
         (lambda: heads.dirichlet_loss(-FLAT, [0, 1], kl_weight=1), "heads.dirichlet_loss` needs `concentration`"),
         (lambda: heads.dirichlet_loss(FLAT, [0, 1], kl_weight=-0.1), "`kl_weight` of zero or more"),
-        (lambda: heads.dirichlet_loss(FLAT, [0, 1], kl_weight=1, risk="nll"), "risk"),
-        (lambda: heads.dirichlet_loss(FLAT, [0, 1]), "kl_weight"),
-        (lambda: heads.dirichlet_loss(FLAT, np.eye(3)[:2], kl_weight=1), "One-hot"),
         (lambda: heads.evidential_loss(ONE, 0 * ONE, TWO, ONE, ONE), "`nu` above 0"),
         (lambda: heads.decompose_evidential(ONE, ONE, ONE, ONE), "`alpha` above 1"),
         (lambda: heads.decompose_evidential(ONE, ONE, TWO, -ONE), "`beta` above 0"),
         (lambda: heads.evidential_loss(ONE, ONE, TWO, ROW, ONE), "`beta` of the rows of `mean`"),
-        (lambda: heads.evidential_loss(ONE, ONE, TWO, ONE, ONE[:, None]), "A trailing axis of length one"),
         (lambda: heads.evidential_loss(ONE, ONE, TWO, ONE, ONE, coefficient=-1), "`coefficient` of zero or more"),
         (lambda: heads.normal_inverse_gamma(np.ones((3, 8), np.float32)), r"`raw` of shape \(\*batch, 4\)"),
         (lambda: heads.mixture_density(np.ones((2, 4), np.float32)), r"3 \* components"),
         (lambda: heads.mixture_density_loss(FLAT, FLAT, -FLAT, ROW), "variances above zero"),
         (lambda: heads.mixture_density_moments(FLAT, FLAT[:, :1], FLAT), "`mean` of the rows of `logits`"),
         (lambda: heads.mixture_components(FLAT, FLAT, FLAT, weights=np.ones(3)), "one weight per member"),
-        (lambda: heads.pinball_loss(FLAT, ROW[:, None], levels=LEVELS), "targets"),
         *((lambda levels=levels: heads.pinball_loss(FLAT, ROW, levels=levels), message)
           for message, levels in (("increasing", [0.5, 0.1, 0.9]), ("increasing", [0.1, 0.1, 0.9]),
                                   ("between 0 and 1", [0.0, 0.5, 0.9]), ("Write 90 %", [10.0, 50.0, 90.0]),
