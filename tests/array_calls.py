@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from eqx_ensemble import acquire, calibrate, combine, conformal, resample, scores, sweep, tree, uncertainty
-from eqx_ensemble.methods import density, heads
+from eqx_ensemble.methods import density, distillation, heads
 
 _RNG = np.random.default_rng(0)
 _KEY = jax.random.key(0)
@@ -36,9 +36,11 @@ _RANKED = {
 _SELECTED = {"uncertainty": _TARGETS, "losses": _MEAN[0]}
 _LOGITS_AND_WEIGHTS = {"logits": _LOGITS, "weights": _WEIGHTS}
 _CONCENTRATION, _LEVELS = np.exp(_LOGITS[0]) + 1, np.array([0.1, 0.5, 0.9])
-_EVIDENTIAL = heads.NormalInverseGamma(_MEAN[0], _VARIANCE[0], _VARIANCE[1] + 1, _VARIANCE[2])
-_DENSITY = heads.MixtureDensity(_LOGITS, _LOGITS, np.exp(_LOGITS))
-_DENSITY_OF_ONE = heads.MixtureDensity(_LOGITS[0], _LOGITS[1], np.exp(_LOGITS[2]))
+_EVIDENTIAL = {"mean": _MEAN[0], "nu": _VARIANCE[0], "alpha": _VARIANCE[1] + 1, "beta": _VARIANCE[2]}
+_DENSITY = {"logits": _LOGITS, "mean": _LOGITS, "variance": np.exp(_LOGITS)}
+_DENSITY_OF_ONE = {"logits": _LOGITS[0], "mean": _LOGITS[1], "variance": np.exp(_LOGITS[2])}
+_TEACHER = {"logits": _LOGITS[0], "teacher": np.moveaxis(_LOGITS, 0, 1), "temperature": 2.0}
+_TEACHERS = {"teacher_mean": _MEAN.T, "teacher_variance": _VARIANCE.T}
 _MODEL = {"weight": np.ones((3, 2), np.float32)}
 
 _CANDIDATES = {"weights": _WEIGHTS, "row_weights": _MASK}
@@ -208,11 +210,16 @@ CALLS = {
         }
         for name in ("gaussian_discriminant", "mahalanobis")
     },
+    distillation: {
+        "mixture_loss": _TEACHER | {"row_weights": _MASK} | _MEAN_OR_NONE,
+        "distribution_loss": _TEACHER | {"smoothing": 0.1, "row_weights": _MASK} | _MEAN_OR_NONE,
+        "gaussian_loss": {"mean": _MEAN[0], "variance": _VARIANCE[0], "row_weights": _MASK} | _TEACHERS | _MEAN_OR_NONE,
+    },
     heads: {
         "normal_inverse_gamma": {"raw": np.ones((6, 4), np.float32), "floor": 0.1},
-        "decompose_evidential": {"parameters": _EVIDENTIAL},
-        "evidential_loss": {"parameters": _EVIDENTIAL, "targets": _TARGETS, "coefficient": 0.1, "row_weights": _MASK}
-        | _MEAN_OR_NONE,
+        "decompose_evidential": _EVIDENTIAL,
+        "evidential_loss": _EVIDENTIAL
+        | {"targets": _TARGETS, "coefficient": 0.1, "row_weights": _MASK, "reduction": "mean"},
         "dirichlet": {"logits": _LOGITS[0]},
         "vacuity": {"concentration": _CONCENTRATION},
         "decompose_dirichlet": {"concentration": _CONCENTRATION},
@@ -222,10 +229,9 @@ CALLS = {
         | _MEAN_OR_NONE,
         "sort_quantiles": {"quantiles": _LOGITS[0]},
         "mixture_density": {"raw": np.ones((6, 6), np.float32), "floor": 0.1},
-        "mixture_density_loss": {"parameters": _DENSITY_OF_ONE, "targets": _TARGETS, "row_weights": _MASK}
-        | _MEAN_OR_NONE,
-        "mixture_density_moments": {"parameters": _DENSITY_OF_ONE},
-        "mixture_components": {"parameters": _DENSITY, "weights": _WEIGHTS},
+        "mixture_density_loss": _DENSITY_OF_ONE | {"targets": _TARGETS, "row_weights": _MASK} | _MEAN_OR_NONE,
+        "mixture_density_moments": _DENSITY_OF_ONE,
+        "mixture_components": _DENSITY | {"weights": _WEIGHTS},
     },
     resample: {
         "folds": {"num_rows": 6, "num_folds": 3, "stratify": None, "groups": None, "uneven": None, "key": _KEY},

@@ -119,3 +119,10 @@ def test_the_order_of_numpy_is_that_of_xla(weights):
         np.testing.assert_array_equal(call(values), jax.jit(call)(values))
     positives = values[0] > 0
     np.testing.assert_array_equal(scores.auroc(values[1], positives), jax.jit(scores.auroc)(values[1], positives))
+
+
+def test_python_numbers_take_the_dtype_of_arrays():
+    with jax.enable_x64(True):
+        assert combine.product_gaussian(SAMPLES, SAMPLES**2, power=2.0).mean.dtype == jnp.float32
+        assert combine.product_gaussian(SAMPLES, SAMPLES**2, power=np.float64(2)).mean.dtype == jnp.float64
+        assert scores.nll_gaussian(0.0, 1.0, 1.0).dtype == jnp.float64

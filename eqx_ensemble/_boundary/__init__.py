@@ -59,6 +59,7 @@ from ._kinds import Samples as Samples
 from ._kinds import Scores as Scores
 from ._kinds import Sets as Sets
 from ._kinds import Shape as Shape
+from ._kinds import Share as Share
 from ._kinds import Targets as Targets
 from ._kinds import TargetVectors as TargetVectors
 from ._kinds import TeacherMeans as TeacherMeans

@@ -148,6 +148,7 @@ if TYPE_CHECKING:  # the body of a function gets arrays, its callers pass what b
     Evaluated = Any
     Optimum = Any
     Amount = Any
+    Share = Any
     Concentration = Any
     Evidence = Any
     Shape = Any
@@ -299,6 +300,10 @@ else:
     Optimum = Annotated[Real[ArrayLike, "..."], _finite("It is the best value there is.")]
     # Outputs of a last layer, and the parameters of distributions.
     Amount = Annotated[Real[ArrayLike, ""], _zero_or_more("Zero adds nothing.")]
+    Share = Annotated[
+        Real[ArrayLike, ""],
+        Values("a `{name}` from 0 to 1", lambda x, _: ~((x >= 0) & (x <= 1)), "Zero changes nothing."),
+    ]
     FourOutputs = Float[ArrayLike, "*batch 4"]
     Outputs = Float[ArrayLike, "*batch outputs"]
     OutputPoints = Annotated[Outputs, _PLACE]

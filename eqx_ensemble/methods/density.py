@@ -126,7 +126,7 @@ def gaussian_discriminant(
     one_hot = _one_hot(labels, row_weights, num_classes, features.dtype)
 
     def of_member(features: Array) -> tuple[Array, Array, Array]:
-        centre, deviations, means = _centred(features, one_hot)
+        centre, deviations, means = _centre(features, one_hot)
         largest = jnp.max(jnp.abs(features), axis=0)
         of_class = lambda of: _factor(deviations - of[0][None], of[1], 1, ridge, largest)
         return centre, means, jax.lax.map(of_class, (means, one_hot.T))
@@ -170,7 +170,7 @@ def mahalanobis(
     one_hot = _one_hot(labels, row_weights, num_classes, features.dtype)
 
     def of_member(features: Array) -> tuple[Array, Array, Array, Array]:
-        centre, deviations, means = _centred(features, one_hot)
+        centre, deviations, means = _centre(features, one_hot)
         largest, counted = jnp.max(jnp.abs(features), axis=0), jnp.sum(one_hot, axis=1)
         own = lambda residuals: _factor(residuals, counted, 0, ridge, largest)
         return centre, means, own(deviations - one_hot @ means), own(deviations)
@@ -184,7 +184,7 @@ def _one_hot(labels: Array, row_weights: Array | None, num_classes: int, dtype: 
     return found if row_weights is None else jnp.where(row_weights[:, None], found, 0)
 
 
-def _centred(
+def _centre(
     features: Float[Array, "rows hidden"], one_hot: Float[Array, "rows classes"]
 ) -> tuple[Float[Array, " hidden"], Float[Array, "rows hidden"], Float[Array, "classes hidden"]]:
     """The mean of the rows that count, deviations from it, and the mean deviation of each class.

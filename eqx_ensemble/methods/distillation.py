@@ -10,11 +10,11 @@ from jax.scipy.special import gammaln
 from jaxtyping import Array, Float
 
 from .._boundary import (
-    Amount,
     MixedLogits,
     Points,
     Reduction,
     RowWeights,
+    Share,
     TeacherMeans,
     Teachers,
     TeacherVariances,
@@ -170,7 +170,7 @@ def distribution_loss(
     teacher: Teachers,
     *,
     temperature: Temperature = 1.0,
-    smoothing: Amount = 1e-4,
+    smoothing: Share = 1e-4,
     row_weights: RowWeights = None,
     reduction: Reduction = "mean",
 ) -> Float[Array, "..."]:
@@ -190,7 +190,7 @@ def distribution_loss(
     - `teacher`: the logits or log-probabilities of at least two teachers that differ, `(*batch, members, classes)`,
         from [`eqx_ensemble.methods.distillation.targets`][].
     - `temperature`: $T$, above zero.
-    - `smoothing`: from 0 to below 1. With 0, a teacher's zero probability makes the loss infinite.
+    - `smoothing`: from 0 to 1. With 0, a teacher's zero probability makes the loss infinite.
     - `row_weights`, `reduction`: as for [`eqx_ensemble.scores.nll`][].
 
     **Returns:** a scalar, or `(*batch,)`.

@@ -1,5 +1,3 @@
 """What the other packages of the library use of `scores`."""
 
-from .._boundary import Reduction, reduce
-from ._binning import Binning, CheckedRowWeights, mean_gap, reliability
-from ._gaussian import log_density
+from ._binning import Binning, mean_gap, reliability

@@ -183,7 +183,7 @@ def test_students_reach_teachers_inside_their_class(teachers):
         ),
         (lambda: distillation.mixture_loss(LOGITS, TEACHER[:, :0]), "at least one member in `teacher`"),
         (lambda: distillation.mixture_loss(LOGITS, TEACHER, temperature=0), "a finite `temperature` above zero"),
-        (lambda: distribution_loss(LOGITS, TEACHER, smoothing=-1.0), "a finite `smoothing` of zero or more"),
+        (lambda: distribution_loss(LOGITS, TEACHER, smoothing=-1.0), "a `smoothing` from 0 to 1"),
         (lambda: distribution_loss(LOGITS, TEACHER[:, :1]), "needs at least two teachers.\n  got 1\n.*mixture_loss"),
         (lambda: distillation.gaussian_loss(ONE, ONE, TEACHER, TEACHER), "`teacher_mean` of the rows of `mean`"),
         (lambda: distillation.gaussian_loss(ONE, ONE, MANY, MANY[:, :2]), r"= \(6, 4\), as of `mean`; got \(6, 2\)"),
