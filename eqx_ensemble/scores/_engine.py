@@ -2,4 +2,4 @@
 
 from .._boundary import Reduction, reduce
 from ._binning import Binning, CheckedRowWeights, mean_gap, reliability
-from ._gaussian import log_density
+from ._distributions import log_density
