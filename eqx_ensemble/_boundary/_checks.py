@@ -10,13 +10,10 @@ from jaxtyping import Array
 from .._check import (
     as_column,
     check_array,
-    check_counted_rows,
     check_flag,
     check_level,
     check_number,
     check_positive_int,
-    check_row_weights,
-    check_weights,
     check_word,
     concrete,
     first_text,
@@ -26,6 +23,7 @@ from .._check import (
 )
 from ._arguments import Argument, Arguments
 from ._kinds import VOTES, InnerLevels, Levels
+from ._weights import check_row_weights, check_weights
 
 Sizes = dict[str, Any]  # of axes, by name; of `*batch`, a tuple
 
@@ -85,11 +83,10 @@ def check_arguments(given: dict[str, Any], of: Arguments) -> Array | None:
     shape = _shape(of.row_axes, sizes)
     if "row_weights" in given and "reduction" not in given and 0 in shape:
         raise value_error("at least one row", f"got rows of shape {shape}", "Was every row filtered out?")
-    if of.only_counts:
-        rows = check_counted_rows(given["row_weights"], shape)
-    else:
-        reduction = {"reduction": given["reduction"]} if "reduction" in given else {}
-        rows = check_row_weights(given.get("row_weights"), shape, dtype, **reduction)
+    if given.get("reduction") == "mean" and 0 in shape:
+        fix = "Was every row filtered out?"
+        raise value_error("at least one row to average over", f"got rows of shape {shape}", fix)
+    rows = check_row_weights(given.get("row_weights"), shape, dtype, only_count=of.only_counts)
     if given.get("weights") is not None:
         of_rows = {"shape": shape, "rows": rows} if of.weighs_rows else {}
         given["weights"] = check_weights(given["weights"], sizes["members"], dtype, **of_rows)
