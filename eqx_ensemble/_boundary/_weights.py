@@ -92,9 +92,14 @@ def check_weights(
         fix = "A member of weight zero has no influence; `jax.nn.softmax` converts scores to weights."
         _check_not_negative("weights", host, known, fix)
         if (empty := (host == 0).all(axis=0) & known).any():
-            got = f"got zeros, {int(empty.sum())} times" if array.ndim > 1 else f"got {host.size} zeros"
+            row = tuple(np.argwhere(empty)[0].tolist())
+            got = (
+                f"got only zeros in row {row}, the first of {int(empty.sum())} such"
+                if row
+                else f"got {host.size} zeros"
+            )
             fix = "They are divided by their sum: at least one member needs a nonzero weight."
-            raise value_error("`weights` that are not all zero" + " in any row" * (array.ndim > 1), got, fix)
+            raise value_error("`weights` that are not all zero" + " in any row" * bool(row), got, fix)
         exact = np.where(known, host.astype(np.float64), 1)
         return jnp.asarray(exact / exact.sum(axis=0), dtype)
     given = (array if counted is None else jnp.where(counted[None], array, jnp.ones_like(array))).astype(dtype)
