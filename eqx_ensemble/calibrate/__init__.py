@@ -5,7 +5,7 @@ from ._classes import matrix as matrix
 from ._classes import platt as platt
 from ._classes import temperature as temperature
 from ._classes import vector as vector
-from ._isotonic import Isotonic as Isotonic
-from ._isotonic import isotonic as isotonic
-from ._variance import Variance as Variance
-from ._variance import variance as variance
+from ._numbers import Isotonic as Isotonic
+from ._numbers import Variance as Variance
+from ._numbers import isotonic as isotonic
+from ._numbers import variance as variance

@@ -13,7 +13,7 @@ from .._caller import caller
 from .._check import as_column, check_number, value_error
 from .._warnings import warn
 from .._weighting import class_log_odds
-from ._pool import Pool, Pooling, Rows, rows_of
+from ._numbers import Pool, Pooling, Rows, rows_of
 
 Kind = Literal["vector", "matrix", "platt", "beta"]
 

@@ -5,8 +5,8 @@ from ._intervals import cqr as cqr
 from ._intervals import jackknife_plus as jackknife_plus
 from ._intervals import split as split
 from ._quantile import quantile as quantile
+from ._quantile import risk_control as risk_control
 from ._quantile import weighted_quantile as weighted_quantile
-from ._risk import risk_control as risk_control
 from ._series import Aci as Aci
 from ._series import Enbpi as Enbpi
 from ._series import aci as aci

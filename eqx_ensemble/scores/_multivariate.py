@@ -16,8 +16,8 @@ from .._boundary import (
 )
 from .._check import as_column, value_error
 from .._weighting import moments, weighted_mean
-from ._crps import Estimator, check_estimator
-from ._reduce import root
+from ._distributions import Estimator, check_estimator
+from ._groups import root
 
 
 @array_function

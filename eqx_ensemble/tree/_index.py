@@ -120,8 +120,7 @@ def take(tree: T, index: Any) -> T:
 
     **Returns:** a member, or a stacked tree.
 
-    **Raises:** `IndexError` for an index out of range or a mask of the wrong length; `ValueError` for an empty
-    selection; `TypeError` for any other index;
+    **Raises:** `IndexError` or `TypeError` for any other index; `ValueError` for an empty selection;
     `MemberMismatchError` if array leaves disagree on the number of members.
 
     ```python

@@ -11,7 +11,7 @@ from .._caller import caller
 from .._check import is_key, is_member_array, is_traced
 from .._foreign import from_foreign
 from .._leaf_text import leaf_text
-from ._check import check_fraction, check_trees
+from ._check import check_trees
 from ._compare import POLYAK_RULES, SUM_RULES, compare_trees
 from ._index import map_columns
 
@@ -166,7 +166,7 @@ def polyak(old: T, new: T, tau: Any) -> T:
 
     **Returns:** a PyTree with the structure of `old`.
 
-    **Raises:** `MemberMismatchError` if the trees differ in structure, shapes, dtypes or static values; `TypeError` and
+    **Raises:** `MemberMismatchError` if the trees differ in structure, shapes, dtypes or static values;
     `ValueError` for a `tau` that is not one number from 0 to 1.
 
     ```python
@@ -175,7 +175,8 @@ def polyak(old: T, new: T, tau: Any) -> T:
     target = ee.tree.polyak(target, online, 0.005)  # after every step
     ```
     """
-    check_fraction(tau, "tau")
+    if np.ndim(tau) or not (_check.is_traced(tau) or 0 <= float(tau) <= 1):
+        raise ValueError(f"`{caller()}` needs one number from 0 to 1 as `tau`, got {leaf_text(tau)}.")
     columns = compare_trees([old, new], rules=POLYAK_RULES)
     # Python numbers are rounded once, to each leaf's type: `1 - tau` of a rounded `tau` is another weight.
     weights = jnp.stack([1 - tau, tau]) if isinstance(tau, jax.Array) else [1 - float(tau), float(tau)]

@@ -189,7 +189,7 @@ def change(index, value):
         (
             change((slice(None), 1), 0.0),
             "`weights` that are not all zero in any row.\n  got only zeros in row (1,), the first of 1 such\n"
-            "They are divided by their sum in each row: at least one member needs a nonzero weight.",
+            "They are divided by their sum: at least one member needs a nonzero weight.",
         ),
         (np.ones((2, 3)), "  expected shape (3,) or (3, 2), got (2, 3)\nThe axis `members` comes first"),
         (np.ones((3, 5)), "  expected shape (3,) or (3, 2), got (3, 5)\nWeights are in the order of the members."),

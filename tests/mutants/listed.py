@@ -182,7 +182,7 @@ MUTANTS = [
         ("return share / share[-1:]", "return share"),
     ),
     *of(
-        "combine/_moments.py",
+        "combine/_combine.py",
         "combine/test_gaussian.py",
         ("least / total / power", "least / total"),
     ),
@@ -193,7 +193,7 @@ MUTANTS = [
         ("number < num_initial", "number <= num_initial"),
     ),
     *of(
-        "scores/_crps.py",
+        "scores/_distributions.py",
         "scores/test_crps.py",
         ("(samples.shape[0] - 1)", "samples.shape[0]"),
         ("(1 - below) ** 2", "(1 - below)"),
@@ -221,7 +221,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "scores/_brier.py",
+        "scores/_binning.py",
         "scores/test_brier.py",
         ("uncertainty=overall * (1 - overall)", "uncertainty=overall**2"),
         ("(bins.frequency - overall) ** 2", "(bins.probability - overall) ** 2"),
@@ -241,7 +241,7 @@ MUTANTS = [
         ("jnp.nan, ranked.precision), ranked.positive)", "jnp.nan, ranked.precision), ranked.negative)"),
     ),
     *of(
-        "scores/_gaussian.py",
+        "scores/_distributions.py",
         "scores/test_gaussian.py",
         ("jnp.log(variance) + (targets", "2 * jnp.log(variance) + (targets"),
     ),
@@ -251,7 +251,7 @@ MUTANTS = [
         ("jnp.sqrt(variance)), weights)", "variance), weights)"),
     ),
     *of(
-        "scores/_selective.py",
+        "scores/_ranking.py",
         "scores/test_selective.py scores/test_row_weights.py",
         ("(found, steps), order = _points(uncertainty", "(found, steps), order = _points(-uncertainty"),
         ("jnp.where(first == last, weights, ", "jnp.where(first <= last, weights, "),
@@ -269,11 +269,11 @@ MUTANTS = [
     *of(
         "conformal/_quantile.py",
         "conformal/test_intervals.py",
-        ("np.arange(1, num_rows + 2)", "np.arange(num_rows + 1)"),
+        ("fraction(level), np.arange(1, num_rows + 2)", "fraction(level), np.arange(num_rows + 1)"),
         ("jnp.where(few, jnp.inf, ", "jnp.where(False, jnp.inf, "),
     ),
     *of(
-        "calibrate/_variance.py",
+        "calibrate/_numbers.py",
         "calibrate/test_variance.py",
         ("mean_of_rows(of_group, row_weights)", "jnp.sum(of_group)"),
     ),
@@ -332,7 +332,7 @@ MUTANTS = [
         ("!= saved[32 * row : 32 * row + 32]", "!= found[32 * i : 32 * i + 32]"),
     ),
     *of(
-        "acquire/_improvement.py",
+        "acquire/_values.py",
         "acquire/test_improvement.py",
         ("terms = 16 if", "terms = 5 if"),
         ("else 80", "else 20"),
@@ -351,7 +351,7 @@ MUTANTS = [
         ("jnp.where((taken < 0)[None], 0, each[:, taken])", "0 * each[:, taken]"),
     ),
     *of(
-        "acquire/_thompson.py",
+        "acquire/_values.py",
         "acquire/test_batch.py",
         ("(num_picks,), p=weights", "(num_picks,)"),
         ("sign_of(mode) * predictions[member]", "predictions[member]"),
@@ -367,12 +367,12 @@ MUTANTS = [
         ("jnp.where(index < 0, certain[None], self.logs[:, index])", "self.logs[:, index]"),
     ),
     *of(
-        "acquire/_regret.py",
+        "acquire/_values.py",
         "acquire/test_regret.py",
         ("jax.lax.cummin(lost", "jax.lax.cummax(lost"),
     ),
     *of(
-        "scores/_joint.py",
+        "scores/_classification.py",
         "scores/test_joint.py",
         ("0, num_anchors)", "0, 1)"),
         ("p=share", "p=None"),

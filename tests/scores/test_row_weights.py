@@ -308,7 +308,7 @@ def test_messages():
             ValueError,
             r"one of `row_weights` per row.\n  expected shape \(20,\), got \(3,\)(?s:.)*`weights`",
         ),
-        (np.zeros(20), ValueError, "`row_weights` that are not all zero"),
+        (np.zeros(20), ValueError, "`row_weights` that leave a row"),
         (-np.ones(20), ValueError, r"finite `row_weights` of zero or more.\n  got -1.0 at index \(0,\)"),
         (np.full(20, np.nan), ValueError, "finite `row_weights`"),
         ("text", TypeError, "`row_weights` as an array of numbers"),

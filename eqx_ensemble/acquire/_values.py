@@ -1,15 +1,31 @@
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import ndtr
 from jax.scipy.stats import norm
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int32
 
-from .._boundary import Best, Beta, CountedRows, Members, VariancesOrZero, WeightsOfRows, array_function
+from .._boundary import (
+    Best,
+    Beta,
+    CountedRows,
+    Evaluated,
+    Members,
+    Optimum,
+    PoolRows,
+    PoolSamples,
+    VariancesOrZero,
+    Weights,
+    WeightsOfRows,
+    array_function,
+)
+from .._brief import brief_repr
+from .._check import value_error
+from .._keys import root
 from .._weighting import blank_unweighted, log_mixture, mixture_moments, weighted_mean
-from ._arguments import Mode, against, sign_of
+from ._arguments import Mode, against, argmax, check_size, pool_of, sign_of, without
 
 
 @array_function
@@ -235,3 +251,89 @@ def _mills_rest(x: Float[Array, "..."]) -> Float[Array, "..."]:
     for i in range(terms, 1, -1):
         rest = x + i / rest
     return 1 / rest
+
+
+class Regret(NamedTuple):
+    """Regret after each step, of one shape: `simple`, of the best step so far, and `cumulative`, summed over steps."""
+
+    simple: Float[Array, "*batch steps"]
+    cumulative: Float[Array, "*batch steps"]
+
+    __repr__ = brief_repr
+
+
+@array_function
+def regret(values: Evaluated, optimum: Optimum, *, mode: Mode) -> Regret:
+    """How much worse than the optimum the evaluated values are, after each step.
+
+    **Arguments:**
+
+    - `values`: noise-free values or rewards `(*batch, steps)`, such as `(seeds, steps)`, in the order of evaluation.
+    - `optimum`: the best value there is: one number, one per run `(*batch,)`, or, for contextual bandits, one per step.
+    - `mode`: `"max"` if larger values are better, or `"min"`.
+
+    **Returns:**
+
+    [`eqx_ensemble.acquire.Regret`][] of arrays `(*batch, steps)`.
+
+    ```python
+    curves = ee.acquire.regret(jnp.array([1.0, 3.0, 2.0]), 4.0, mode="max")
+    curves.simple, curves.cumulative  # [3.0, 1.0, 1.0], [3.0, 4.0, 6.0]
+    ```
+    """
+    if optimum.shape not in ((), values.shape[:-1], values.shape):
+        got = f"expected {values.shape}, {values.shape[:-1]} or (), got {optimum.shape}"
+        raise value_error("one `optimum`, or one per run or step", got, "It is the best value there is.")
+    if optimum.ndim and optimum.ndim < values.ndim:
+        optimum = optimum[..., None]
+    lost = sign_of(mode) * (optimum - values)
+    return Regret(jax.lax.cummin(lost, axis=lost.ndim - 1), jnp.cumsum(lost, axis=-1))
+
+
+@array_function
+def thompson(
+    predictions: PoolSamples,
+    num_picks: int,
+    *,
+    mode: Mode,
+    replace: bool = False,
+    weights: Weights = None,
+    row_weights: PoolRows = None,
+    key: Any,
+) -> Int32[Array, " picks"]:
+    """Thompson sampling: each pick is the best candidate of one member, drawn by its weight.
+
+    A member is a sample of the posterior; members are drawn with replacement. Picks differ unless `replace`: a member
+    whose best candidate is taken picks its next best one, as botorch's `MaxPosteriorSampling(replacement=False)`.
+
+    **Arguments:**
+
+    - `predictions`: `(members, candidates)`. For a draw of the noise as well, or of Gaussian members, pass samples.
+    - `num_picks`: the number of picks; 1 for a bandit.
+    - `mode`: `"max"` or `"min"`.
+    - `replace`: whether a candidate may be picked several times.
+    - `weights`, `row_weights`: of members and candidates, as for [`eqx_ensemble.acquire.expected_improvement`][].
+    - `key`: one threefry key, typed or legacy.
+
+    **Returns:**
+
+    Indices `(picks,)`; while tracing, -1 where no candidate is left.
+
+    ```python
+    predictions = jnp.array([[3.0, 2.0, 0.0], [2.0, 3.0, 0.0]])
+    ee.acquire.thompson(predictions, 2, mode="max", key=key)  # 0 and 1
+    ```
+
+    ??? cite
+        [Russo et al., Foundations and Trends in Machine Learning 2018](https://arxiv.org/abs/1707.02038)
+    """
+    if not replace:
+        check_size(num_picks, "num_picks", predictions.shape[1])
+    may_pick, _ = pool_of(predictions.shape[1], row_weights, None)
+    members = jax.random.choice(root(key), predictions.shape[0], (num_picks,), p=weights)
+
+    def step(may_pick: Array, member: Array) -> tuple[Array, Array]:
+        index = argmax(sign_of(mode) * predictions[member], may_pick)
+        return may_pick if replace else without(may_pick, index), index
+
+    return jax.lax.scan(step, may_pick, members)[1]
