@@ -6,6 +6,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Int8, Key
 
 from .._ensemble import Ensemble, M, split, take
@@ -233,7 +234,9 @@ def with_best(state: TrainState, mode: str) -> TrainState:
     if state.best is not None:
         return state
     weights = weights_of(state)
-    worst = jnp.full_like(state.best_score, jnp.inf if mode == "min" else -jnp.inf)
+    score = state.best_score
+    worst = np.full(score.shape, np.inf if mode == "min" else -np.inf, score.dtype)
+    worst = jax.device_put(worst, score.sharding)  # not computed: `jax_debug_infs` would raise
     # Copies: an array can be donated only once.
     best = jax.tree.map(jnp.copy, (weights.own, state.model_state))
     state = eqx.tree_at(lambda s: (s.best, s.best_score), state, (best, worst), is_leaf=_is_none)
