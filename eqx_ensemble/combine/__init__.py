@@ -1,4 +1,3 @@
-from . import weights as weights
 from ._classes import mean_logits as mean_logits
 from ._classes import mixture as mixture
 from ._classes import vote as vote
@@ -10,3 +9,7 @@ from ._moments import moments as moments
 from ._moments import product_gaussian as product_gaussian
 from ._robust import median as median
 from ._robust import trimmed_mean as trimmed_mean
+from ._weights import Greedy as Greedy
+from ._weights import Stacking as Stacking
+from ._weights import greedy as greedy
+from ._weights import stacking as stacking

@@ -240,7 +240,7 @@ def jackknife_plus(
     ```python
     y, folds = jnp.linspace(-1, 1, 100), ee.resample.folds(100, 10, key=key)
     predictions = y[None] + 0.1 * jax.random.normal(key, (10, 100))  # of all members
-    held_out = ee.resample.out_of_fold(predictions, folds).mean
+    held_out = ee.resample.held_out_mean(predictions, folds.in_test).mean
     fitted = ee.conformal.jackknife_plus(held_out, y, folds.in_test, level=0.9)
     lower, upper = fitted(predictions)
     ```
