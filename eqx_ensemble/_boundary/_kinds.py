@@ -235,8 +235,8 @@ else:
         Values(
             "`log_scores` that are finite or -inf",
             lambda x, _: np.isnan(x) | (x == np.inf),
-            "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like. Leave members or "
-            "rows without one out: `row_weights`.",
+            "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like; "
+            "leave rows without one out (`row_weights`).",
         ),
     ]
     AnyGroups = Integer[ArrayLike, "*batch"]
