@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from ._boundary import DrawnRows, RowPredictions, Unseen, Weights, array_function
 from ._brief import brief_repr
 from ._check import check_positive_int, value_error
-from ._keys import generators
+from ._keys import generators, key_words
 from ._weighting import weighted_mean
 
 __all__ = [
@@ -222,7 +222,9 @@ def folds(num_rows: int, num_folds: int, *, key: Any = None) -> Folds:
     if not 2 <= check_positive_int(num_folds, "num_folds") <= num_rows:
         got, fix = f"got {num_folds} folds of {num_rows} rows", "Each fold has at least one row."
         raise value_error("`num_folds` from 2 to the number of rows", got, fix)
-    order = np.arange(num_rows) if key is None else next(generators(key, 1, purpose="folds")).permutation(num_rows)
+    order = np.arange(num_rows)
+    if key is not None:
+        order = np.random.RandomState(key_words(key, 1, purpose="folds")[0]).permutation(num_rows)
     parts = map(np.sort, np.array_split(order, num_folds))
     return from_splits([(np.setdiff1d(order, part), part) for part in parts], num_rows)
 

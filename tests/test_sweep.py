@@ -116,3 +116,29 @@ def test_of_the_loss_and_the_model(where):
         alone = ee.fit(ensemble[[i]], own, optax.sgd(0.05), DATA, key=key, **options)
         assert_close(run.ensemble[[i]], alone.ensemble, 1e-5)
     assert len(np.unique(run.history.loss[:, -1])) == len(values)
+
+
+PLAIN = {
+    "momentum": lambda lr: optax.sgd(0.05, momentum=lr),
+    "adam": lambda lr: optax.adam(lr, b1=0.5),
+    "clipped": lambda lr: optax.chain(optax.clip_by_global_norm(lr), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    ("dtype", "x64"), [("bfloat16", False), ("float16", False), ("float32", True), ("float64", True)]
+)
+def test_of_any_dtype(name, dtype, x64):
+    """Whatever the dtypes of weights and hyper-parameters, one of these gives what the Python number gives."""
+    make, values = PLAIN[name], [0.25, 0.125]  # exact in every dtype, so that one rounding is like another
+    with jax.enable_x64(x64):
+        rows = (jnp.ones((4, 3), dtype), jnp.zeros((4, 1), dtype))
+        made = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key, dtype=jnp.dtype(dtype)), 2, key=KEY)
+        options = {"steps": 3, "key": KEY, "plan": ee.plan.Blocks(1), "shuffle": False}
+        run = ee.fit(made, mse, lambda h: make(h["value"]), rows, hyper={"value": np.asarray(values)}, **options)
+        for i, value in enumerate(values):
+            alone = ee.fit(made[[i]], mse, make(value), rows, **options).ensemble
+            assert run.ensemble.stacked.weight.dtype == dtype
+            for got, expected in zip(jax.tree.leaves(run.ensemble[[i]]), jax.tree.leaves(alone), strict=True):
+                np.testing.assert_array_equal(np.asarray(got, float), np.asarray(expected, float))

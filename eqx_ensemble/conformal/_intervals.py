@@ -228,7 +228,7 @@ def jackknife_plus(
     **Arguments:**
 
     - `held_out`: `(rows,)`, one output at a time: `.held_out.mean` of [`eqx_ensemble.methods.cross_fit`][] (CV+), or
-        `.mean` of [`eqx_ensemble.resample.out_of_bag_mean`][] (jackknife+ after bootstrap).
+        `.mean` of [`eqx_ensemble.resample.held_out_mean`][] (jackknife+ after bootstrap).
     - `unseen`: `(members, rows)`, the rows that each member was not trained on: `folds.in_test` of
         [`eqx_ensemble.resample.folds`][], or [`eqx_ensemble.resample.out_of_bag`][]. The error of a row that no member
         held out is infinite, which widens the intervals: train a few dozen members on bootstraps.

@@ -205,7 +205,7 @@ def test_ties_broken_members_and_transforms():
         (
             lambda: combine.stacking(np.float32([[0, np.nan]])),
             ValueError,
-            r"finite or -inf.\n  got nan at index \(0, 1",
+            r"or -inf.\n  got nan at index \(0, 1",
         ),
         (lambda: combine.stacking(np.float32([[np.inf]])), ValueError, "finite or -inf"),
         (lambda: combine.stacking(np.ones((3, 0), np.float32)), ValueError, "at least one row"),
