@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ._boundary import DrawnRows, RowPredictions, Unseen, Weights, array_function
 from ._brief import brief_repr
-from ._check import check_positive_int, value_error
+from ._check import check_number, check_positive_int, value_error
 from ._keys import generators, key_words
 from ._weighting import weighted_mean
 
@@ -278,7 +278,8 @@ def from_splits(
 def _count(size: Any, num_rows: Any) -> int:
     """The number of rows per member."""
     check_positive_int(num_rows, "num_rows")
-    return check_positive_int(round(float(size) * num_rows) if isinstance(size, float | np.floating) else size, "size")
+    is_share = isinstance(size, float | np.floating)
+    return check_positive_int(round(float(check_number(size, "size")) * num_rows) if is_share else size, "size")
 
 
 def _stack(drawn: list[np.ndarray], dtype: Any) -> Array:

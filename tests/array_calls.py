@@ -73,7 +73,6 @@ CALLS = {
         "moments": {"values": _MEAN, "weights": _WEIGHTS},
         "median": {"values": _MEAN, "weights": _WEIGHTS},
         "trimmed_mean": {"values": _MEAN, "cut": 0.1, "weights": _WEIGHTS},
-        "greedy": {"predictions": _MEAN, "score": jax.numpy.sum, "num_steps": 3, "num_initial": 1},
         "stacking": {"log_scores": _MEAN, "row_weights": _MASK, "tolerance": 1.0},
     },
     scores: {
