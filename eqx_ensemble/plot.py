@@ -256,7 +256,7 @@ def figure_of_run(run: Any, *, stride: int | None) -> Figure:
     from matplotlib import pyplot
 
     history, table, mode = run.history, run.table(), run.mode
-    shown = ["loss"]
+    shown: list[Any] = ["loss"]
     if history.validation is not None and np.isfinite(history.validation).any():
         shown += ["validation"]
     own = {name: np.asarray(table[name]) for name in table if name not in _COLUMNS}
@@ -275,7 +275,7 @@ def figure_of_run(run: Any, *, stride: int | None) -> Figure:
         averaged = stride or max(1, len(history.step) // 100)
         training_curves(run, curve=curve, stride=averaged if curve == "loss" else 1, ax=ax)
         ax.set_yscale(_scale(getattr(history, curve), "min" if curve == "loss" else mode))
-        place = {"loc": "lower center", "bbox_to_anchor": (0.45, 1), "ncols": 2, "columnspacing": 1}
+        place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.45, 1), "ncols": 2, "columnspacing": 1}
         ax.legend(fontsize="small", frameon=False, **place)  # above the plot, where it hides no curve
     for (column, values), ax in zip(columns.items(), grid.flat[len(shown) :], strict=False):
         _draw_scores(ax, values, table, shown[-1], mode)
@@ -338,8 +338,8 @@ def _axes(ax: Axes | None) -> Axes:
 def _line(ax: Axes, x: np.ndarray, y: np.ndarray, options: dict[str, Any]) -> Any:
     """A line in a style that none on these Axes has yet: further ones differ without colour."""
     used = {line.get_linestyle() for line in ax.lines}
-    style = next((style for style in ("-", "--", "-.", ":") if style not in used), "-")
-    return ax.plot(x, y, **({} if "ls" in options else {"linestyle": style}) | options)[0]
+    style: Any = next((style for style in ("-", "--", "-.", ":") if style not in used), "-")
+    return ax.plot(x, y, **(options if "ls" in options else {"linestyle": style} | options))[0]
 
 
 def _bar(options: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ MEANT = {
        for name in ("beta", "bias_penalty", "coefficient", "floor", "kl_weight", "off_diagonal_penalty", "penalty",
                     "ridge", "smoothing", "step")
        for kind in ("0", "int64", "float32")},
-    **{("tolerance", kind): "a number, of which it warns if it is not reached" for kind in ("-1", "0", "int64", "float32")},
+    **{("tolerance", kind): "a number; it warns if it is missed" for kind in ("-1", "0", "int64", "float32")},
     **{(name, kind): "a number above zero" for name in ("power", "temperature")
        for kind in ("int64", "float32")},
     **{("index", kind): "indices count from either end" for kind in ("-1", "0", "int64")},
