@@ -239,8 +239,10 @@ def training_curves(
     for word, marker in _ENDS.items():
         (ends,) = np.nonzero((table["status"] == word) & np.isfinite(curves).any(axis=1))
         if len(ends):
-            at, mark = last[ends, 0], {"marker": marker, "color": like["color"], **_HOLLOW}
-            ax.plot(steps[at], curves[ends, at], label=f"{len(ends)} {word}", **mark)
+            at = last[ends, 0]
+            ax.plot(
+                steps[at], curves[ends, at], marker=marker, color=like["color"], label=f"{len(ends)} {word}", **_HOLLOW
+            )
     if curve == "validation":
         kept = np.isin(table["best_step"], run.history.validation_step)
         best, scores = table["best_step"][kept], table["validation"][kept]

@@ -204,9 +204,9 @@ def test_curves_of_training_and_validation(run):
 
 @pytest.mark.parametrize("x", [None, np.array([3.0, 1.0, 2.0, 0.0])])
 def test_prediction_bands(ax, x):
-    predictions = RNG.normal(size=(10, 4)).astype(np.float32)
+    predictions = (RNG.normal(size=(10, 4)) + np.array([40, 0, -20, 15])).astype(np.float32)
     centre = predictions.mean(0)
-    targets = np.array([centre[0], 9.0, centre[2], -9.0])
+    targets = centre + np.array([0, 9, 0, -9])
     plot.prediction_bands(predictions, x=x, targets=targets, levels=(0.4, 0.8), ax=ax)
     order = np.argsort(centre if x is None else x)
     at = np.arange(4) if x is None else np.sort(x)

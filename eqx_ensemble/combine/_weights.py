@@ -128,7 +128,7 @@ def stacking(log_scores: LogScores, *, row_weights: RowWeights = None, tolerance
     **Arguments:**
 
     - `log_scores`: natural logarithms of $p_{mi}$, `(members, *batch)`, of rows that no member was trained on. A row
-        where every member has -inf is ignored, because no weights explain it.
+        where every member has -inf changes nothing, because no weights explain it.
     - `row_weights`: numbers `(*batch,)`, or booleans; rows of zero or `False` are ignored, even if NaN.
     - `tolerance`: the largest `gap`, in nats, above which it warns; by default 1e-6 in float32 and 1e-10 in float64.
 
@@ -148,8 +148,7 @@ def stacking(log_scores: LogScores, *, row_weights: RowWeights = None, tolerance
     num_members, aim = len(log_scores), _tolerance({"log_scores": log_scores, "tolerance": tolerance})
     logs = jnp.reshape(log_scores, (num_members, -1))
     own = jnp.ones(logs.shape[1], logs.dtype) if row_weights is None else jnp.ravel(row_weights).astype(logs.dtype)
-    explained = jnp.any(logs > -jnp.inf, axis=0)
-    logs, own = jnp.where(explained[None], logs, 0), jnp.where(explained, own, 0)
+    logs = jnp.where(jnp.all(logs == -jnp.inf, axis=0)[None], 0, logs)  # all weights explain such a row equally
     likelihood = _blocks(jnp.exp(logs - jnp.max(logs, axis=0)[None]), fill=1)
     share = _blocks(own[None] / jnp.sum(own), fill=0)[:, 0]
 

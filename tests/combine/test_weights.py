@@ -192,6 +192,8 @@ def test_ties_broken_members_and_transforms():
     found = combine.greedy(predictions, jnp.sum, num_steps=3)
     np.testing.assert_array_equal(found.order, [1, 1, 1])
     np.testing.assert_array_equal(found.counts, [0, 1, 0, 0])  # the smallest of the ensembles that tie
+    found = combine.greedy(np.float32([0, 1, 2]), lambda mean: mean**2, num_steps=3, num_initial=3)
+    np.testing.assert_array_equal(found.counts, [1, 1, 1])  # the initial members are a unit
     many = np.random.default_rng(6).normal(size=(2, 4, 30)).astype(np.float32)
     of = lambda one: combine.greedy(one, lambda mean: jnp.mean(mean**2), num_steps=6).order
     np.testing.assert_array_equal(jax.jit(jax.vmap(of))(many), [of(one) for one in many])

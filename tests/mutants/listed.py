@@ -286,7 +286,7 @@ MUTANTS = [
         ("jnp.arange(num_steps) >= num_initial - 1", "jnp.arange(num_steps) >= 0"),
         ("number < num_initial", "number <= num_initial"),
         ("jnp.arange(num_steps) <= best", "jnp.arange(num_steps) < num_steps"),
-        ("jnp.where(explained, own, 0)", "own * 1"),
+        ("jnp.where(jnp.all(logs == -jnp.inf, axis=0)[None], 0, logs)", "logs"),
         ("width = min(512, num_rows)", "width = num_rows"),
     ),
     *of(
