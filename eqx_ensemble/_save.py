@@ -28,8 +28,7 @@ from ._ensemble import Ensemble, split
 from ._map import is_per_member
 from ._pytree import PyTree
 from ._version import __version__
-from .distributed import is_first, to_host
-from .distributed._engine import raise_on_all
+from .distributed import is_first, raise_on_all, to_host
 
 PathLike = str | os.PathLike[str]
 _OURS = "eqx_ensemble"  # the key of our part of the header

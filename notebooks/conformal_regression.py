@@ -196,7 +196,7 @@ means = jnp.reshape(ee.predict(cross.ensemble, x)[..., 0], (SPLITS, 10, len(x)))
 
 
 def cv_plus_of_split(s: int) -> ee.uncertainty.Interval:
-    held_out = ee.resample.out_of_fold(means[s][:, own[s]], folds).mean
+    held_out = ee.resample.held_out_mean(means[s][:, own[s]], folds.in_test).mean
     return ee.conformal.jackknife_plus(held_out, y[own[s]], folds.in_test, level=LEVEL)(means[s][:, test[s]])
 
 
@@ -217,8 +217,8 @@ means_bagged = jnp.reshape(ee.predict(bagged.ensemble, x)[..., 0], (SPLITS, 25, 
 
 
 def jackknife_of_split(s: int) -> ee.uncertainty.Interval:
-    held_out = ee.resample.out_of_bag_mean(means_bagged[s][:, own[s]], drawn[s]).mean
     unseen = ee.resample.out_of_bag(drawn[s], len(own[s]))
+    held_out = ee.resample.held_out_mean(means_bagged[s][:, own[s]], unseen).mean
     fitted = ee.conformal.jackknife_plus(held_out, y[own[s]], unseen, level=LEVEL)
     return fitted(means_bagged[s][:, test[s]])
 

@@ -5,7 +5,7 @@ import inspect
 import jax
 import numpy as np
 
-from eqx_ensemble import acquire, calibrate, combine, conformal, resample, scores, sweep, tree, uncertainty
+from eqx_ensemble import acquire, calibrate, combine, conformal, resample, scores, tree, uncertainty
 from eqx_ensemble.methods import density, distillation, heads
 
 _RNG = np.random.default_rng(0)
@@ -17,8 +17,8 @@ _VARIANCE = np.exp(_RNG.normal(size=(3, 6))).astype(np.float32)
 _WEIGHTS, _ROW_WEIGHTS = np.array([0.5, 0.2, 0.3]), np.array([1.0, 2.0, 0.0, 0.5, 1.0, 1.0])
 _MASK = np.array([True, True, False, True, True, True])
 _DRAWN = np.array([[0, 1, 2, 0, 1, 2], [3, 4, 5, 3, 4, 5], [0, 2, 4, 0, 2, 4]])
+_UNSEEN_ONCE = np.asarray(resample.folds(6, 3).in_test)
 _UNSEEN = np.asarray(resample.out_of_bag(_DRAWN, 6))
-_FOLDS = resample.folds(6, 3)
 
 _CLASSES = {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS, "row_weights": _MASK}
 _ROWS = {"row_weights": _ROW_WEIGHTS}
@@ -75,14 +75,7 @@ CALLS = {
         "moments": {"values": _MEAN, "weights": _WEIGHTS},
         "median": {"values": _MEAN, "weights": _WEIGHTS},
         "trimmed_mean": {"values": _MEAN, "cut": 0.1, "weights": _WEIGHTS},
-    },
-    combine.weights: {
-        "bayesian": {"log_scores": _MEAN, "row_weights": _MASK},
-        "diverse": {"similarity": np.eye(len(_MEAN), dtype=np.float32), "count": 2},
-        "elites": {"scores": _MEAN[:, 0], "count": 2, "mode": "min"},
-        "greedy": {"predictions": _MEAN, "score": "log", "num_steps": 3, "num_initial": 1, "row_weights": _MASK},
-        "sparsify": {"weights": _WEIGHTS, "above": 0.1, "num_members": 3},
-        "stacking": {"log_scores": _MEAN, "row_weights": _MASK, "tolerance": 1.0, "max_steps": 5},
+        "stacking": {"log_scores": _MEAN, "row_weights": _MASK, "tolerance": 1.0},
     },
     scores: {
         "joint_nll": {"log_scores": -_VARIANCE, "size": 3, "num_anchors": 2, "num_sets": 5, "key": _KEY}
@@ -185,7 +178,7 @@ CALLS = {
     conformal: {
         "sets": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "score": "aps", "penalty": 0.1, "num_free": 1}
         | {"by_class": False, "groups": _LABELS % 2, "num_groups": 2, "row_weights": _MASK},
-        "cross_conformal": {"logits": _LOGITS[0], "labels": _LABELS, "unseen": _FOLDS.in_test, "level": 0.5}
+        "cross_conformal": {"logits": _LOGITS[0], "labels": _LABELS, "unseen": _UNSEEN_ONCE, "level": 0.5}
         | {"score": "aps", "row_weights": _MASK},
         "cqr": {"low": _ENDS["lower"], "high": _ENDS["upper"], "targets": _TARGETS, "level": 0.5, "ends": "together"},
         "jackknife_plus": {"held_out": _MEAN[0], "targets": _TARGETS, "unseen": _UNSEEN, "level": 0.5}
@@ -234,23 +227,13 @@ CALLS = {
         "mixture_components": _DENSITY | {"weights": _WEIGHTS},
     },
     resample: {
-        "folds": {"num_rows": 6, "num_folds": 3, "stratify": None, "groups": None, "uneven": None, "key": _KEY},
-        "from_splits": {"splits": [(np.arange(3), np.arange(3, 6))], "num_rows": 6, "uneven": None},
-        "out_of_bag": {"drawn": _DRAWN, "num_rows": 6},
-        "out_of_bag_mean": {"predictions": _MEAN, "drawn": _DRAWN, "weights": _WEIGHTS},
-        "out_of_fold": {"predictions": _MEAN, "folds": _FOLDS, "rows": "all", "weights": _WEIGHTS},
-        "bootstrap": {"num_rows": 6, "num_members": 3, "size": 4, "stratify": None, "key": _KEY},
-        "subsets": {"num_rows": 6, "num_members": 3, "size": 4, "stratify": None, "key": _KEY},
+        "folds": {"num_rows": 6, "num_folds": 3, "key": _KEY},
+        "out_of_bag": {"rows": _DRAWN, "num_rows": 6},
+        "held_out_mean": {"predictions": _MEAN, "unseen": _UNSEEN, "weights": _WEIGHTS},
+        "bootstrap": {"num_rows": 6, "num_members": 3, "size": 4, "key": _KEY},
+        "subsets": {"num_rows": 6, "num_members": 3, "size": 4, "key": _KEY},
         "bayesian_weights": {"num_rows": 6, "num_members": 3, "key": _KEY},
         "counts": {"rows": _DRAWN, "num_rows": 6},
-        "poisson_weights": {"num_rows": 6, "num_members": 3, "key": _KEY},
-    },
-    sweep: {
-        "Choice": {"values": [1, 2]},
-        "LogUniform": {"low": 0.1, "high": 1.0},
-        "Uniform": {"low": 0.1, "high": 1.0},
-        "draw": {"ranges": {"a": sweep.Uniform(0.0, 1.0)}, "num_members": 3, "key": _KEY},
-        "grid": {"values": {"a": [1.0, 2.0]}},
     },
     tree: {
         "num_members": {"tree": _MODEL},

@@ -11,6 +11,7 @@ from ._kinds import CountedLabels as CountedLabels
 from ._kinds import CountedRows as CountedRows
 from ._kinds import Covered as Covered
 from ._kinds import Cut as Cut
+from ._kinds import DrawnRows as DrawnRows
 from ._kinds import Evaluated as Evaluated
 from ._kinds import Evidence as Evidence
 from ._kinds import Exponent as Exponent
@@ -28,6 +29,7 @@ from ._kinds import KnownTargets as KnownTargets
 from ._kinds import Labels as Labels
 from ._kinds import Levels as Levels
 from ._kinds import Logits as Logits
+from ._kinds import LogScores as LogScores
 from ._kinds import Losses as Losses
 from ._kinds import Members as Members
 from ._kinds import MixedLogits as MixedLogits
@@ -53,6 +55,7 @@ from ._kinds import Reduction as Reduction
 from ._kinds import RowFilter as RowFilter
 from ._kinds import RowGroups as RowGroups
 from ._kinds import RowLabels as RowLabels
+from ._kinds import RowPredictions as RowPredictions
 from ._kinds import RowScale as RowScale
 from ._kinds import RowTargets as RowTargets
 from ._kinds import RowWeights as RowWeights

@@ -95,6 +95,9 @@ if TYPE_CHECKING:  # the body of a function gets arrays, its callers pass what b
     RowTargets = Any
     HeldOutLogits = Any
     Unseen = Any
+    DrawnRows = Any
+    RowPredictions = Any
+    LogScores = Any
     AnyGroups = Any
     RowScale = Any
     PointScale = Any
@@ -241,6 +244,20 @@ else:
     RowTargets = Annotated[Real[ArrayLike, " rows"], _PLACE]
     HeldOutLogits = Annotated[Float[ArrayLike, "rows classes"], _KNOWN]
     Unseen = Bool[ArrayLike, "members rows"]
+    DrawnRows = Annotated[
+        Integer[ArrayLike, "members drawn"],
+        _below("num_rows", "`rows` from 0 to {last}, as `num_rows` is {bound}", "They index the data from 0."),
+    ]
+    RowPredictions = Float[ArrayLike, "members rows *outputs"]
+    LogScores = Annotated[
+        Members,
+        Values(
+            "`log_scores` that are finite or -inf",
+            lambda x, _: np.isnan(x) | (x == np.inf),
+            "They are `-scores.per_member(scores.nll, logits, labels, reduction='none')` and the like; "
+            "leave rows without one out (`row_weights`).",
+        ),
+    ]
     AnyGroups = Integer[ArrayLike, "*batch"]
     RowScale = Annotated[Float[ArrayLike, " rows"], _SCALE]
     PointScale = Annotated[Float[ArrayLike, "*batch"], _SCALE]

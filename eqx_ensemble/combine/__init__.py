@@ -1,4 +1,3 @@
-from . import weights as weights
 from ._combine import Gaussian as Gaussian
 from ._combine import gaussian as gaussian
 from ._combine import log_mixture as log_mixture
@@ -10,3 +9,7 @@ from ._combine import moments as moments
 from ._combine import product_gaussian as product_gaussian
 from ._combine import trimmed_mean as trimmed_mean
 from ._combine import vote as vote
+from ._weights import Greedy as Greedy
+from ._weights import Stacking as Stacking
+from ._weights import greedy as greedy
+from ._weights import stacking as stacking

@@ -228,7 +228,7 @@ def jackknife_plus(
     **Arguments:**
 
     - `held_out`: `(rows,)`, one output at a time: `.held_out.mean` of [`eqx_ensemble.methods.cross_fit`][] (CV+), or
-        `.mean` of [`eqx_ensemble.resample.out_of_bag_mean`][] (jackknife+ after bootstrap).
+        `.mean` of [`eqx_ensemble.resample.held_out_mean`][] (jackknife+ after bootstrap).
     - `unseen`: `(members, rows)`, the rows that each member was not trained on: `folds.in_test` of
         [`eqx_ensemble.resample.folds`][], or [`eqx_ensemble.resample.out_of_bag`][]. The error of a row that no member
         held out is infinite, which widens the intervals: train a few dozen members on bootstraps.
@@ -240,7 +240,7 @@ def jackknife_plus(
     ```python
     y, folds = jnp.linspace(-1, 1, 100), ee.resample.folds(100, 10, key=key)
     predictions = y[None] + 0.1 * jax.random.normal(key, (10, 100))  # of all members
-    held_out = ee.resample.out_of_fold(predictions, folds).mean
+    held_out = ee.resample.held_out_mean(predictions, folds.in_test).mean
     fitted = ee.conformal.jackknife_plus(held_out, y, folds.in_test, level=0.9)
     lower, upper = fitted(predictions)
     ```

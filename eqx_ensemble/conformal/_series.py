@@ -177,7 +177,7 @@ def enbpi(
 
     **Arguments:**
 
-    - `held_out`: `(rows,)`, in temporal order, `.mean` of [`eqx_ensemble.resample.out_of_bag_mean`][]. NaN where every
+    - `held_out`: `(rows,)`, in temporal order, `.mean` of [`eqx_ensemble.resample.held_out_mean`][]. NaN where every
         member was trained on the row.
     - `targets`: `(rows,)`; NaN where missing.
     - `unseen`: `(members, rows)`, the result of [`eqx_ensemble.resample.out_of_bag`][].
@@ -189,8 +189,8 @@ def enbpi(
     ```python
     y, rows = jnp.sin(jnp.arange(60.0)), ee.resample.bootstrap(50, 20, key=key)
     predictions = y[None] + 0.1 * jax.random.normal(key, (20, 60))  # of all members
-    held_out = ee.resample.out_of_bag_mean(predictions[:, :50], rows).mean
     unseen = ee.resample.out_of_bag(rows, 50)
+    held_out = ee.resample.held_out_mean(predictions[:, :50], unseen).mean
     fitted = ee.conformal.enbpi(held_out, y[:50], unseen, level=0.9)
     lower, upper = fitted(predictions[:, 50])
     fitted = fitted.update(predictions[:, 50], y[50])

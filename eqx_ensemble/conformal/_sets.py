@@ -223,7 +223,7 @@ def cross_conformal(
     ```python
     labels, folds = jnp.arange(100) % 3, ee.resample.folds(100, 10, key=key)
     predictions = jax.random.normal(key, (10, 100, 3))  # logits of all members
-    held_out = ee.resample.out_of_fold(predictions, folds).mean
+    held_out = ee.resample.held_out_mean(predictions, folds.in_test).mean
     fitted = ee.conformal.cross_conformal(held_out, labels, folds.in_test, level=0.9)
     fitted(predictions[:, :5]).shape  # (5, 3)
     ```

@@ -13,8 +13,7 @@ from .._marks import Each
 from .._predict import predict
 from .._pytree import PyTree
 from .._warnings import ignore_warnings
-from ..resample import Folds, HeldOut, out_of_fold
-from ..resample._engine import check_folds
+from ..resample import Folds, HeldOut, held_out_mean
 from ..train import DivergedError
 from ..train._fit import fit
 from ..train._optimiser import Optimiser
@@ -181,7 +180,6 @@ def cross_fit(
     ??? cite
         [Chernozhukov et al. 2018](https://arxiv.org/abs/1608.00060)
     """
-    check_folds(folds)
     times, rest = divmod(ensemble.num_members, len(folds.test))
     x, num_rows = from_foreign_tree(x, "x"), folds.in_test.shape[1]
     if rest or times == 0 or any(len(part) != num_rows for part in jax.tree.leaves(x)):
@@ -194,4 +192,6 @@ def cross_fit(
     held = predict(run.ensemble, Each(jax.tree.map(lambda part: part[own.test], x)), fn=fn, state=run.state)
     with ignore_warnings(".*diverged"):  # `fit` has told it
         weights = healthy_weights(run, None)
-    return CrossFit(run, out_of_fold(held, own, rows="test", weights=weights))
+    every = jnp.full((len(held), num_rows, *held.shape[2:]), jnp.nan, held.dtype)
+    every = jax.vmap(lambda own, rows, values: own.at[rows].set(values))(every, own.test, held)
+    return CrossFit(run, held_out_mean(every, own.in_test, weights=weights))

@@ -16,7 +16,7 @@ from .._ensemble import Ensemble
 from .._keys import own_key
 from .._predict import predict
 from .._warnings import warn
-from ..resample import bootstrap, out_of_bag_mean
+from ..resample import bootstrap, held_out_mean, out_of_bag
 from ..train import DivergedError, Status, Validation
 from ..train._fit import fit
 from ._member import ACTIVATIONS, AbstractHead, Member, Network, Scaler, loss, predict_standardised
@@ -163,7 +163,7 @@ class AbstractEstimator(BaseEstimator):
     def _predict_out_of_bag(self, predictions: Any, split: Split) -> tuple[np.ndarray, Any]:
         """The mean over the members that did not draw a row, NaN if there is none, and which rows have one."""
         assert self.rows_ is not None
-        found = np.array(out_of_bag_mean(predictions, self.rows_).mean)
+        found = np.array(held_out_mean(predictions, out_of_bag(self.rows_, predictions.shape[1])).mean)
         found[np.setdiff1d(np.arange(len(found)), split.rows)] = np.nan
         known = ~np.isnan(_columns(found)).any(axis=1)
         if not known.any():

@@ -114,7 +114,8 @@ def test_jackknife_plus_is_the_loop(level):
     folds = resample.folds(rows, 5, key=jax.random.key(0))
     at_rows, new = draw(5)
     new = new.astype(np.float32)
-    fitted = conformal.jackknife_plus(resample.out_of_fold(at_rows, folds).mean, targets, folds.in_test, level=level)
+    held_out = resample.held_out_mean(at_rows, folds.in_test).mean
+    fitted = conformal.jackknife_plus(held_out, targets, folds.in_test, level=level)
     want = _loop(at_rows, new, np.asarray(folds.in_test), targets, level, np.ones(5), kept | True)
     np.testing.assert_allclose(fitted(new), want, rtol=1e-5, atol=1e-5)
     twice = fitted(np.concatenate([new, new]).reshape(10, 2, 4))  # two members of each fold
@@ -123,8 +124,8 @@ def test_jackknife_plus_is_the_loop(level):
     weights = RNG.uniform(size=12) * (np.arange(12) != 3)
     at_rows, new = draw(12)
     at_rows[3] = new[3] = np.nan
-    held_out = resample.out_of_bag_mean(at_rows, drawn, weights=weights).mean
     unseen = np.asarray(resample.out_of_bag(drawn, rows))
+    held_out = resample.held_out_mean(at_rows, unseen, weights=weights).mean
     fitted = conformal.jackknife_plus(
         np.where(kept, held_out, np.nan), targets, unseen, level=level, weights=weights, row_weights=kept
     )

@@ -440,7 +440,7 @@ def test_no_member_trains_longer_than_requested(epochs, longest):
 def test_schedules_of_different_lengths(ensemble):
     lengths = np.linspace(5, 30, MEMBERS).astype(np.float32)
     unit = optax.cosine_decay_schedule(0.05, 100)
-    optimiser = lambda hyper: optax.sgd(ee.sweep.rescale_schedule(unit, 100, hyper["length"]))
+    optimiser = lambda hyper: optax.sgd(lambda step: unit(step * (100 / hyper["length"])))
     run = ee.fit(ensemble, loss, optimiser, DATA, hyper={"length": jnp.asarray(lengths)}, epochs=4, **OPTIONS)
     for i in (0, MEMBERS - 1):
         own = optax.sgd(optax.cosine_decay_schedule(0.05, float(lengths[i])))

@@ -187,12 +187,6 @@ MUTANTS = [
         ("least / total / power", "least / total"),
     ),
     *of(
-        "combine/weights/_greedy.py",
-        "combine/weights/test_greedy.py",
-        ("jnp.arange(num_steps) <= best", "jnp.arange(num_steps) < best"),
-        ("number < num_initial", "number <= num_initial"),
-    ),
-    *of(
         "scores/_distributions.py",
         "scores/test_crps.py",
         ("(samples.shape[0] - 1)", "samples.shape[0]"),
@@ -278,19 +272,22 @@ MUTANTS = [
         ("mean_of_rows(of_group, row_weights)", "jnp.sum(of_group)"),
     ),
     *of(
-        "resample/_weights.py",
-        "resample/test_weights.py",
+        "resample.py",
+        "test_resample.py",
         ("num_rows * (gap / gap.sum())", "gap / gap.sum()"),
         (".at[own].add(1)", ".at[own].set(1)"),
+        ("(np.setdiff1d(order, part), part)", "(np.sort(order)[1:], part)"),
+        ("np.arange(longest) < np.array", "np.arange(longest) <= np.array"),
+        ("share / jnp.where(total == 0, 1, total)[None]", "share"),
     ),
     *of(
-        "resample/_folds.py",
-        "resample/test_folds.py",
-        (
-            "np.flatnonzero(fold_of != i), np.flatnonzero(fold_of == i)",
-            "np.arange(num_rows), np.flatnonzero(fold_of == i)",
-        ),
-        ("np.arange(longest) < len(part)", "np.arange(longest) <= len(part)"),
+        "combine/_weights.py",
+        "combine/test_weights.py",
+        ("jnp.arange(num_steps) >= num_initial - 1", "jnp.arange(num_steps) >= 0"),
+        ("number < num_initial", "number <= num_initial"),
+        ("jnp.arange(num_steps) <= best", "jnp.arange(num_steps) < num_steps"),
+        ("jnp.where(jnp.all(logs == -jnp.inf, axis=0)[None], 0, logs)", "logs"),
+        ("width = min(512, num_rows)", "width = num_rows"),
     ),
     *of(
         "tree/_sum.py",
@@ -308,8 +305,8 @@ MUTANTS = [
         ("_sum_column(leaves, weights) / math.fsum(weights)", "_sum_column(leaves, weights) / len(weights)"),
     ),
     *of(
-        "sweep/_ranges.py",
-        "sweep/test_sweep.py",
+        "sweep.py",
+        "test_sweep.py",
         (
             "math.exp(generator.uniform(math.log(self.low), math.log(self.high)))",
             "generator.uniform(self.low, self.high)",

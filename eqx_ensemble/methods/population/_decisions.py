@@ -14,7 +14,6 @@ from ..._keys import generators, tag
 from ..._pytree import PyTree
 from ...distributed import to_host
 from ...sweep import AbstractRange
-from ...sweep._ranges import check_ranges
 from ...train import Status, TrainState, perturb
 from ...train._member import choose
 from ...train._revive import change_hyper, copy_members
@@ -174,7 +173,6 @@ def perturb_hyper(
     explore({"lr": jnp.array(0.09), "weight": jnp.array(1.0)}, key)  # the same `weight`
     ```
     """
-    check_ranges(ranges)
 
     def explore(hyper: PyTree, key: Key[Any, ""]) -> PyTree:
         (generator,) = generators(key, 1, purpose="explore")

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._check import is_key, kind_text
-from .._pytree import PyTree
+from ._check import is_key, kind_text
+from ._pytree import PyTree
+
+__all__ = ["broadcast_from_first", "is_first", "to_host"]
 
 
 def is_first() -> bool:

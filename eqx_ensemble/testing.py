@@ -1,4 +1,4 @@
-"""The conformance check that members do not notice each other."""
+"""Checks that the guarantees for ensembles hold for your own models."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._build import build
-from .._data import take_data
-from .._keys import member_keys, tag
-from .._pytree import PyTree
-from .._warnings import ignore_warnings
-from ..plan import AnyPlan, Blocks, Vmap
-from ..train._fit import fit
-from ..train._member import call
-from ..train._optimiser import first_state, update
-from ..train._program import hyper_arrays
+from ._build import build
+from ._data import take_data
+from ._keys import member_keys, tag
+from ._pytree import PyTree
+from ._warnings import ignore_warnings
+from .plan import AnyPlan, Blocks, Vmap
+from .train._fit import fit
+from .train._member import call
+from .train._optimiser import first_state, update
+from .train._program import hyper_arrays
+
+__all__ = ["check_independent"]
 
 
 def check_independent(
