@@ -10,6 +10,7 @@ from ._kinds import Covered as Covered
 from ._kinds import Cut as Cut
 from ._kinds import Evaluated as Evaluated
 from ._kinds import Exponent as Exponent
+from ._kinds import Factor as Factor
 from ._kinds import FiniteLogits as FiniteLogits
 from ._kinds import FiniteTargets as FiniteTargets
 from ._kinds import Groups as Groups

@@ -141,6 +141,7 @@ if TYPE_CHECKING:  # the body of a function gets arrays, its callers pass what b
     PoolLogits = Any
     Best = Any
     Beta = Any
+    Factor = Any
     Exponent = Any
     Chosen = Any
     Evaluated = Any
@@ -177,6 +178,7 @@ else:
     VariancesOrZero = Annotated[Members, _NOT_NEGATIVE]
     Threshold = Annotated[Real[ArrayLike, ""], _PLACE]
     Power = Annotated[Real[ArrayLike, ""], _above_zero("1 is the geometric mean, `num_members` the plain product.")]
+    Factor = Annotated[Real[ArrayLike, ""], _zero_or_more("0 leaves the means unchanged.")]
     Cut = Annotated[
         Real[ArrayLike, ""],
         Values(
