@@ -25,6 +25,7 @@ from ._kinds import Losses as Losses
 from ._kinds import Members as Members
 from ._kinds import MixedLogits as MixedLogits
 from ._kinds import NewRatios as NewRatios
+from ._kinds import NoiseOfTargets as NoiseOfTargets
 from ._kinds import Observed as Observed
 from ._kinds import Optimum as Optimum
 from ._kinds import PairWeights as PairWeights
@@ -36,6 +37,7 @@ from ._kinds import PoolSamples as PoolSamples
 from ._kinds import Positives as Positives
 from ._kinds import Power as Power
 from ._kinds import Predicted as Predicted
+from ._kinds import PriorPrecision as PriorPrecision
 from ._kinds import Ranked as Ranked
 from ._kinds import Ratios as Ratios
 from ._kinds import Reduction as Reduction

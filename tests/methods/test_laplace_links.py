@@ -8,7 +8,7 @@ import scipy.integrate
 import scipy.special
 import scipy.stats
 
-from eqx_ensemble.methods.laplace._likelihood import both_classes, monte_carlo, probit
+from eqx_ensemble.methods.laplace._laplace import monte_carlo, probit
 
 KEY = jax.random.key(0)
 MEAN = jnp.array([2.0, 0.5, -1.0])
