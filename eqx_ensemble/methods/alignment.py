@@ -154,21 +154,14 @@ def _groups(units: Sequence[Units], model: Any) -> list[_Group]:
 
 def _axes_of(layer: Any, side: int) -> list[tuple[_Leaf, int]]:
     """The arrays of a layer with the units that it outputs or scales (side 0), or takes (1), and their axes."""
-    match layer:
-        case eqx.nn.MLP():
-            return _axes_of(layer.layers[side - 1], side)
-        case eqx.nn.Linear() | eqx.nn.Conv() | eqx.nn.ConvTranspose() if side == 1:
-            return [(layer.weight, 1)]
-        case eqx.nn.Embedding() if side == 0:
-            return [(layer.weight, 1)]
-        case eqx.nn.PReLU() if side == 0:
-            found = [layer.negative_slope] if layer.negative_slope.shape else []
-        case _ if side == 0 and isinstance(layer, (*_DENSE, *_NORMS)):
-            found = [layer.weight, layer.bias]
-        case _:
-            fix = "Select its arrays, each with its axis: `(lambda model: model.layer.weight, 0)`."
-            raise TypeError(f"`{caller()}` cannot infer the axes of {kind_text(layer)}.\n{fix}")
-    return [(leaf, 0) for leaf in found if leaf is not None]
+    if isinstance(layer, eqx.nn.MLP):
+        return _axes_of(layer.layers[side - 1], side)
+    if side == 1 and isinstance(layer, _DENSE):
+        return [(layer.weight, 1)]
+    if side == 0 and isinstance(layer, (*_DENSE, *_NORMS)):
+        return [(x, 0) for x in (layer.weight, layer.bias) if x is not None]
+    fix = "Select its arrays, each with its axis: `(lambda model: model.layer.weight, 0)`."
+    raise TypeError(f"`{caller()}` cannot infer the axes of {kind_text(layer)}.\n{fix}")
 
 
 Arrays = dict[tuple, np.ndarray]
@@ -344,8 +337,6 @@ def _between(layers: Iterator[tuple[Any, Where]]) -> Iterator[Units]:
             if outputs and size > 1 and layer.weight.shape[1] % size == 0:
                 yield Units(outputs, [where])
             outputs, size = [where], layer.weight.shape[0]
-        elif isinstance(layer, eqx.nn.Embedding):
-            outputs, size = [where], layer.weight.shape[1]
         elif outputs and (is_depthwise or is_norm):
             outputs = [*outputs, where]
         elif outputs and not isinstance(layer, _KEEP_UNITS):

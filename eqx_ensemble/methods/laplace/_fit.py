@@ -105,11 +105,10 @@ def fit(
     is_run = isinstance(ensemble, Run)
     members, state = (ensemble.ensemble, ensemble.state if state is None else state) if is_run else (ensemble, state)
     check_ensemble(members)
-    priors, noises = per_member(len(members), likelihood, prior_precision, noise)
+    given = Each(per_member(len(members), likelihood, prior_precision, noise))
     if is_run:
-        given = members, state, data, row_weights, Each((priors, noises))
-        members, state, data, row_weights, own = take_marked(given, np.flatnonzero(check_healthy(ensemble)))
-        priors, noises = own.value
+        every = members, state, data, row_weights, given
+        members, state, data, row_weights, given = take_marked(every, np.flatnonzero(check_healthy(ensemble)))
     check_model_state(members, state)
     (x, y), num_rows = take_data(tuple(data), len(members), argument="data")
     is_own = isinstance(row_weights, Each)
@@ -118,18 +117,13 @@ def fit(
     model = members[0]
     shape = _shape_of_outputs(model, x, y, state, fn, likelihood)
     setting = Setting(likelihood, structure, _choose(members, model, where), shape, fn)
-    found = run_members(
-        _posterior, setting, min(batch_size, num_rows), members, x, y, Each(rows) if is_own else rows, state
-    )
-    fine = jnp.isfinite(found.values).all(axis=1) & jnp.isfinite(found.loss)
+    rows = Each(rows) if is_own else rows
+    found = run_members(_posterior, setting, min(batch_size, num_rows), members, x, y, rows, state)
+    fine = jnp.isfinite(found.stacked.values).all(axis=1) & jnp.isfinite(found.stacked.loss)
     fix = "NaN or other labels in the rows? Members that diverged? Pass the run instead of its ensemble."
-    check_members(fine, "finite outputs and derivatives", "have others", fix)
-    if noises is None and found.noise is not None:
-        fix = "Pass `noise`, the standard deviation of the targets around their means."
-        check_members(found.noise > 0, "residuals, which give the noise", "have none", fix)
-    stacked = eqx.tree_at(lambda x: x.model, found, members.stacked, is_leaf=lambda x: x is None)
-    rest = [None if x is None else 0 for x in jax.tree.leaves(found, is_leaf=lambda x: x is None)[1:]]
-    return replace(Laplace(Ensemble(stacked, (*members.axes, *rest)), state), prior_precision=priors, noise=noises)
+    check_members(fine, "finite outputs and derivatives", fix)
+    priors, noises = given.value
+    return replace(Laplace(found, state), prior_precision=priors, noise=noises)
 
 
 def _choose(members: Ensemble, model: PyTree, where: Callable[[Any], Any]) -> tuple[int, ...]:
@@ -168,19 +162,19 @@ def _shape_of_outputs(model: PyTree, x: PyTree, y: Any, state: Any, fn: Any, lik
 def _posterior(
     setting: Setting, size: int, model: Any, x: PyTree, y: Array, row_weights: Any, state: Any
 ) -> LaplaceMember:
-    """The posterior of one member, from sums over batches of rows, without its model, at a prior precision of 1.
+    """The posterior of one member, from sums over batches of rows, with a prior precision of 1.
 
     No matrix is squared: rows of the root of the curvature are accumulated by QR decompositions. The condition number
     of a root is the square root of that of the matrix, so single precision suffices.
     """
-    model = eqx.nn.inference_mode(model)
+    called = eqx.nn.inference_mode(model)
     vector, num_rows = setting.weights(model)[0], y.shape[0]
     row_weights = jnp.ones(num_rows) if row_weights is None else row_weights
     is_full, has_noise = setting.structure == "full", setting.likelihood == "regression"
     num_targets = y[0].size if has_noise else 1
 
     def row(x: PyTree, y: Array, counts: Array) -> tuple[Array, Array]:
-        outputs, jacobian = setting.linearise(model, x, state)
+        outputs, jacobian = setting.linearise(called, x, state)
         found = _loss_and_root(setting.likelihood, outputs, jacobian, y.ravel().astype(outputs.dtype))
         # Rows of weight zero may contain NaN.
         return jax.tree.map(lambda x: jnp.where(counts, x, 0), found)
@@ -206,7 +200,7 @@ def _posterior(
         _, singular, across = jnp.linalg.svd(values)
         values, vectors = singular**2, across.T
     noise = jnp.sqrt(loss / count) if has_noise else None
-    return LaplaceMember(None, values, vectors, zero + 1, noise, loss, count, setting)
+    return LaplaceMember(model, values, vectors, zero + 1, noise, loss, count, setting)
 
 
 def _loss_and_root(likelihood: str, outputs: Array, jacobian: Array, target: Array) -> tuple[Array, Array]:

@@ -14,7 +14,7 @@ from ... import _check, _keys
 from ..._boundary import NoiseOfTargets, PriorPrecision, array_function
 from ..._caller import caller
 from ..._ensemble import Ensemble, take
-from ..._map import over_members
+from ..._map import map_members
 from ..._marks import Each
 from ..._predict import predict
 from ..._pytree import PyTree
@@ -247,7 +247,9 @@ class Laplace(eqx.Module, Generic[M]):
         """
         old, keys = self.ensemble, _keys.member_keys(key, len(self.members), purpose="laplace")
         drawn = run_members(LaplaceMember.draw, self.members, Each(keys), jnp.arange(num_samples))
-        pairs = zip(old.axes, *(jax.tree.leaves(x, is_leaf=_is_none) for x in (old.stacked, drawn)), strict=True)
+        pairs = zip(
+            old.axes, *(jax.tree.leaves(x, is_leaf=_is_none) for x in (old.stacked, drawn.stacked)), strict=True
+        )
         leaves = [new.reshape(-1, *new.shape[2:]) if axis == 0 else x for axis, x, new in pairs]
         return Ensemble(jax.tree.unflatten(jax.tree.structure(old.stacked, is_leaf=_is_none), leaves), old.axes)
 
@@ -327,7 +329,7 @@ class Laplace(eqx.Module, Generic[M]):
         if noise is not None:
             fine &= jnp.isfinite(noise) & (noise > 0)
         fix = "Their selected weights are zero, or the outputs do not depend on them."
-        check_members(fine, "a maximum of the marginal likelihood", "have none", fix)
+        check_members(fine, "a maximum of the marginal likelihood", fix)
         return replace(self, prior_precision=precision, noise=noise)
 
 
@@ -337,7 +339,7 @@ _is_none = lambda x: x is None
 @eqx.filter_jit
 def run_members(fn: Callable[..., Any], *args: Any) -> Any:
     """`fn` of every member, compiled once for each function: its options are arguments, not those of a partial."""
-    return over_members(fn)(*args)
+    return map_members(fn)(*args)
 
 
 def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = None) -> Laplace[M]:
@@ -369,15 +371,12 @@ def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = 
     return Laplace(eqx.tree_at(get, posterior.members, new, is_leaf=_is_none), posterior.state)
 
 
-def per_member(
-    num_members: int, likelihood: str, prior_precision: Any, noise: Any
-) -> tuple[Array | None, Array | None]:
+def per_member(num_members: int, likelihood: str, prior_precision: Any, noise: Any) -> list[Array | None]:
     """Raises unless both are `None`, or positive numbers, one or one for each member. Returns one for each."""
     if noise is not None and likelihood != "regression":
         raise TypeError(f"`{caller()}` takes `noise` for regression only: classes have no noise.")
     given = _above_zero(prior_precision=prior_precision, noise=noise)
-    prior_precision, noise = (None if x is None else jnp.broadcast_to(x, (num_members,)) for x in given)
-    return prior_precision, noise
+    return [None if x is None else jnp.broadcast_to(x, (num_members,)) for x in given]
 
 
 @array_function
@@ -385,8 +384,8 @@ def _above_zero(*, prior_precision: PriorPrecision = None, noise: NoiseOfTargets
     return prior_precision, noise
 
 
-def check_members(is_right: Array, needs: str, got: str, fix: str) -> None:
+def check_members(is_right: Array, needs: str, fix: str) -> None:
     """Raises an error that lists members unless all are right, if that can be read."""
     host = _check.concrete(is_right)
     if host is not None and not host.all():
-        raise _check.value_error(needs, f"members {', '.join(map(str, np.flatnonzero(~host)))} {got}", fix)
+        raise _check.value_error(needs, f"members {', '.join(map(str, np.flatnonzero(~host)))} have none", fix)
