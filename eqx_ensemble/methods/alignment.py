@@ -99,9 +99,8 @@ def align(
     if not groups:
         fix = "Say which axes share an order: `units=[methods.alignment.Units(...)]`."
         raise ValueError(f"`{caller()}` found no units between layers of known types.\n{fix}")
-    turns = list(generators(key, len(ensemble), purpose="align"))
+    arrays, turns = _arrays(ensemble, groups), list(generators(key, len(ensemble), purpose="align"))
     _check_predictions(ensemble, state, groups, x, fn, turns)
-    arrays = _arrays(ensemble, groups)
     own = [{path: np.asarray(array[i], np.float64) for path, array in arrays.items()} for i in range(len(ensemble))]
     orders = [_match(groups, member, own[reference], rng) for member, rng in zip(own, turns, strict=True)]
     aligned, moved = _permute(ensemble, state, groups, orders)

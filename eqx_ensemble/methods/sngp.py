@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.scipy.linalg import solve_triangular
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Inexact
 
 from .. import _keys
 from .._boundary import Factor, Points, VarianceOrZero, array_function
@@ -304,18 +304,18 @@ def bound_spectral_norm(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _first_vector(weight: Array, number: int) -> Float[Array, " out"]:
+def _first_vector(weight: Array, number: int) -> Inexact[Array, " out"]:
     """An initial vector for the power iteration: 15 iterations from a random vector."""
     dtype = jnp.float32 if jnp.finfo(weight.dtype).bits < 32 else weight.dtype
     u = jax.random.normal(jax.random.fold_in(_keys.own_key(), number), weight.shape[:1], dtype)
     return _norm(weight, u, 15)[1]
 
 
-def _norm(weight: Array, u: Float[Array, " out"], num_iterations: int) -> tuple[Float[Array, ""], Float[Array, " out"]]:
+def _norm(weight: Array, u: Inexact[Array, " out"], num_iterations: int) -> tuple[Array, Inexact[Array, " out"]]:
     """The largest singular value by power iteration, and its left singular vector."""
     matrix = weight.reshape(weight.shape[0], -1).astype(u.dtype)
     unit = lambda x: x / jnp.maximum(jnp.linalg.norm(x), jnp.finfo(x.dtype).tiny)
     for _ in range(num_iterations):
-        new = matrix @ unit(matrix.T @ u)
+        new = matrix @ unit(matrix.conj().T @ u)
         u = jnp.where(jnp.any(new != 0), unit(new), u)  # a zero vector, from zero weights, would remain zero
-    return jnp.linalg.norm(matrix.T @ u), u
+    return jnp.linalg.norm(matrix.conj().T @ u), u
