@@ -144,10 +144,7 @@ class LaplaceMember(eqx.Module, Generic[M]):
 
 
 def _bisect(above: Callable[[Array], Array], most: Float[Array, ""]) -> Float[Array, ""]:
-    """The smallest number up to `most` at which `above` holds, by bisection of its logarithm.
-
-    64 halvings of a bracket of 80 are below the rounding of double precision.
-    """
+    """The smallest number up to `most` at which `above` holds, by 64 halvings of a bracket of 80 of its logarithm."""
     high = jnp.log(most)
 
     def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
