@@ -151,7 +151,7 @@ def _groups(units: Sequence[Units], model: Any) -> list[_Group]:
     return found
 
 
-def _axes_of(layer: Any, side: int) -> list[tuple[_Leaf, int]]:
+def _axes_of(layer: Any, side: int) -> list[tuple[Any, int]]:
     """The arrays of a layer with the units that it outputs or scales (side 0), or takes (1), and their axes."""
     if isinstance(layer, eqx.nn.MLP):
         return _axes_of(layer.layers[side - 1], side)
@@ -200,7 +200,8 @@ def _match(groups: list[_Group], member: Arrays, reference: Arrays, rng: np.rand
         return total
 
     def similarity(orders: list[Order], group: _Group) -> float:
-        return sum(np.vdot(reference[path], move(orders, path)) for path in {own.path for own in group.axes})
+        paths = {own.path for own in group.axes}
+        return float(sum(np.vdot(reference[path], move(orders, path)) for path in paths))
 
     orders = [np.arange(group.size) for group in groups]
     least = 1e-12 * sum(np.linalg.norm(member[path]) * np.linalg.norm(reference[path]) for path in member)
