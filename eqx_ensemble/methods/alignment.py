@@ -146,7 +146,7 @@ def _groups(units: Sequence[Units], model: Any) -> list[_Group]:
         wrong = [leaf.shape for leaf, axis in axes if leaf.shape[axis] % size]
         if wrong:
             raise ValueError(f"`{caller()}` needs entries for each of {size} units, got {wrong}: do layers share them?")
-        own = (_Axis(leaf.path, axis % len(leaf.shape), leaf.shape[axis] // size) for leaf, axis in axes)
+        own = (_Axis(leaf.path, axis, leaf.shape[axis] // size) for leaf, axis in axes)
         found.append(_Group(size, tuple(dict.fromkeys(own)), norms))
     return found
 
