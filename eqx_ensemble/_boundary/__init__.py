@@ -15,6 +15,7 @@ from ._kinds import DrawnRows as DrawnRows
 from ._kinds import Evaluated as Evaluated
 from ._kinds import Evidence as Evidence
 from ._kinds import Exponent as Exponent
+from ._kinds import Factor as Factor
 from ._kinds import FiniteHidden as FiniteHidden
 from ._kinds import FiniteLogits as FiniteLogits
 from ._kinds import FiniteTargets as FiniteTargets
@@ -34,6 +35,7 @@ from ._kinds import Losses as Losses
 from ._kinds import Members as Members
 from ._kinds import MixedLogits as MixedLogits
 from ._kinds import NewRatios as NewRatios
+from ._kinds import NoiseOfTargets as NoiseOfTargets
 from ._kinds import Observed as Observed
 from ._kinds import Optimum as Optimum
 from ._kinds import OutputLevels as OutputLevels
@@ -49,6 +51,7 @@ from ._kinds import PoolSamples as PoolSamples
 from ._kinds import Positives as Positives
 from ._kinds import Power as Power
 from ._kinds import Predicted as Predicted
+from ._kinds import PriorPrecision as PriorPrecision
 from ._kinds import Ranked as Ranked
 from ._kinds import Ratios as Ratios
 from ._kinds import Reduction as Reduction
@@ -87,3 +90,4 @@ from ._rows import counts as counts
 from ._rows import mean_of_rows as mean_of_rows
 from ._rows import reduce as reduce
 from ._rows import weigh as weigh
+from ._weights import check_row_weights as check_row_weights

@@ -147,6 +147,9 @@ if TYPE_CHECKING:  # the body of a function gets arrays, its callers pass what b
     PoolLogits = Any
     Best = Any
     Beta = Any
+    Factor = Any
+    PriorPrecision = Any
+    NoiseOfTargets = Any
     Exponent = Any
     Chosen = Any
     Evaluated = Any
@@ -199,6 +202,9 @@ else:
     VariancesOrZero = Annotated[Members, _NOT_NEGATIVE]
     Threshold = Annotated[Real[ArrayLike, ""], _PLACE]
     Power = Annotated[Real[ArrayLike, ""], _above_zero("1 is the geometric mean, `num_members` the plain product.")]
+    PriorPrecision = Annotated[Real[ArrayLike, "*some"], _above_zero("It is that of a proper prior.")] | None
+    NoiseOfTargets = Annotated[Real[ArrayLike, "*other"], _above_zero("It is a standard deviation.")] | None
+    Factor = Annotated[Real[ArrayLike, ""], _zero_or_more("0 leaves the means unchanged.")]
     Cut = Annotated[
         Real[ArrayLike, ""],
         Values(

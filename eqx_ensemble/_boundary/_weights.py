@@ -24,10 +24,13 @@ class Rows(NamedTuple):
 ALL_ROWS = Rows()
 
 
-def check_row_weights(row_weights: ArrayLike | None, shape: tuple[Any, ...], dtype: Any, *, only_count: bool) -> Rows:
+def check_row_weights(
+    row_weights: ArrayLike | None, shape: tuple[Any, ...], dtype: Any = None, *, only_count: bool = False
+) -> Rows:
     """Raises unless there is one boolean or non-negative number per row, and one that counts.
 
-    Numbers are relative: scaled to a maximum below two. With `only_count` they are zeros and ones.
+    Numbers are relative: with a `dtype`, they are scaled to a maximum below two. With `only_count` they are zeros and
+    ones.
     """
     if row_weights is None:
         return ALL_ROWS
@@ -56,8 +59,8 @@ def check_row_weights(row_weights: ArrayLike | None, shape: tuple[Any, ...], dty
         if host.size and not host.any():
             fix = "True keeps a row: are they inverted?"
             raise value_error("`row_weights` that leave a row", f"got {host.size} times {host.flat[0]}", fix)
-    if array.dtype == bool:
-        return Rows(array, array, host)
+    if array.dtype == bool or dtype is None:
+        return Rows(array, array != 0, None if host is None else host != 0)
     # Values of weight zero are overwritten, so the gradient of such a weight would be wrong: it is set to zero.
     given: Any = jnp.where(array == 0, 0, array).astype(dtype) if host is None else host.astype(np.float64)
     xp = jnp if host is None else np

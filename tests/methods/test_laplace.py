@@ -5,11 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.integrate
 import scipy.optimize
+import scipy.special
 import scipy.stats
 
 import eqx_ensemble as ee
 from eqx_ensemble.methods import laplace
+from eqx_ensemble.methods.laplace._laplace import monte_carlo, probit
 
 from ..factories import relaxed
 
@@ -38,7 +41,7 @@ def linear(weight, bias=None):
 
 def precision_of(posterior, member=0):
     """The posterior's precision as a matrix, from its eigenvalues and eigenvectors."""
-    one = posterior.members[member].posterior
+    one = posterior.members[member]
     values = np.asarray(one.precision)
     vectors = np.eye(len(values)) if one.vectors is None else np.asarray(one.vectors)
     return vectors @ np.diag(values) @ vectors.T
@@ -131,15 +134,10 @@ def test_binary_is_softmax_of_two_classes():
 # Weights and data without random numbers: the figures below are those of laplace-torch 0.3 with torch 2.15.0, in double
 # precision.
 TORCH_X = np.cos(np.arange(30).reshape(10, 3) * 0.7)
-TORCH_Y = np.stack([np.sin(TORCH_X.sum(1)), np.cos(2 * TORCH_X[:, 0])], 1)
 TORCH_NEW = np.array([[0.3, -1.2, 0.7], [4.0, -3.0, 2.0]])
 TORCH_CLASSES = {
     "full": (-13.558876736849404, [0.4287361589480003, 0.37946389598237074, 0.1917999450696289]),
     "diag": (-16.552035580726354, [0.4407083222690426, 0.38269295898423994, 0.1765987187467174]),
-}
-TORCH_REGRESSION = {  # two evidences; variances for the second prior and noise
-    "full": (-48.40854469105448, -30.981904168834316, [0.40292426341147103, 1.059764090145409]),
-    "diag": (-56.159426384019255, -34.02461340478746, [0.11921747081029571, 0.41434659969783394]),
 }
 
 
@@ -165,20 +163,6 @@ def test_classification_of_laplace_torch(structure):
     mean, covariance = (value[0, 0] for value in posterior.outputs(TORCH_NEW))
     scaled = jax.nn.softmax(mean / np.sqrt(1 + np.pi / 8 * np.diagonal(covariance)))
     np.testing.assert_allclose(scaled, probit, rtol=1e-11)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("structure", TORCH_REGRESSION)
-def test_regression_of_laplace_torch(structure):
-    options = LAST | {"likelihood": "regression", "structure": structure}
-    first, second, variances = TORCH_REGRESSION[structure]
-    fit = lambda **values: laplace.fit(network_of_torch(2), (TORCH_X, TORCH_Y), **options | values)
-    posterior = fit(noise=0.4)
-    np.testing.assert_allclose(posterior.log_marginal_likelihood(), first, rtol=1e-12)
-    np.testing.assert_allclose(posterior.log_marginal_likelihood(2.0, 0.8), second, rtol=1e-12)
-    covariance = fit(noise=0.8, prior_precision=2.0).outputs(TORCH_NEW).covariance[0]
-    expected = np.asarray(variances)[:, None, None] * np.eye(2)
-    np.testing.assert_allclose(covariance, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +199,50 @@ class TestOptimum:
         assert max(np.abs(prior * best.prior_precision).max(), np.abs(noise * best.noise).max()) < 1e-11
         assert (best.log_marginal_likelihood() > posterior.optimise_prior().log_marginal_likelihood()).all()
         assert (best.noise > posterior.noise).all()  # that of residuals is too small
+
+
+MEAN = jnp.array([2.0, 0.5, -1.0])
+COVARIANCE = jnp.array([[2.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 3.0]])
+
+
+class TestLinks:
+    """Averages of probabilities over Gaussian logits, against quadrature and draws of NumPy."""
+
+    @pytest.mark.parametrize(
+        ("mean", "variance", "exact", "found"), [(1.0, 1.0, 0.6967, 0.7000), (4.0, 25.0, 0.7743, 0.7714)]
+    )
+    def test_two_classes(self, mean, variance, exact, found):
+        """The integral by quadrature, and MacKay's approximation to it, as MacKay gives it."""
+        density = lambda z: scipy.special.expit(mean + np.sqrt(variance) * z) * scipy.stats.norm.pdf(z)
+        assert scipy.integrate.quad(density, -9, 9)[0] == pytest.approx(exact, abs=1e-4)
+        # One logit varies, or both do by half, with a common part.
+        for shared, parts in ((0.0, [0.0, variance]), (3.0, [variance / 2] * 2)):
+            two = jnp.array([0.0, mean]), shared + jnp.diag(jnp.array(parts))
+            assert jnp.exp(probit(*two))[1] == pytest.approx(found, abs=1e-4)
+            draws = jnp.exp(monte_carlo(*two, 20_000, KEY))[1]
+            assert draws == pytest.approx(exact, abs=5 * 0.5 / np.sqrt(20_000))
+
+    @pytest.mark.slow
+    def test_three_classes(self):
+        """20,000 draws against 200,000 of NumPy's: five standard errors of probabilities."""
+        draws = np.random.default_rng(0).multivariate_normal(MEAN, COVARIANCE, 200_000)
+        expected = scipy.special.softmax(draws, axis=1)
+        error = expected.std(0) * np.sqrt(1 / 20_000 + 1 / 200_000)
+        found = jnp.exp(monte_carlo(MEAN, COVARIANCE, 20_000, KEY))
+        assert (np.abs(found - expected.mean(0)) < 5 * error).all()
+        assert (np.abs(jax.nn.softmax(MEAN) - expected.mean(0)) > 20 * error).any()  # without the variance
+        np.testing.assert_allclose(probit(MEAN, COVARIANCE + 10), probit(MEAN, COVARIANCE), rtol=1e-12)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+    def test_extreme_logits(self, dtype):
+        """Logits whose exponential overflows, and that do not vary or always sum to zero."""
+        mean, covariance = MEAN.astype(dtype), COVARIANCE.astype(dtype)
+        found, grad = jax.value_and_grad(lambda mean: probit(mean, covariance)[0])(600 * mean)
+        assert found == pytest.approx(0, abs=1e-6)
+        assert np.isfinite(grad).all()
+        centred = jnp.eye(3, dtype=dtype) - 1 / 3
+        for link in (probit, lambda mean, covariance: monte_carlo(mean, covariance, 10, KEY)):
+            assert np.isfinite(link(600 * mean, covariance)).all()
+            assert np.isfinite(link(mean, centred)).all()
+            np.testing.assert_allclose(link(mean, 0 * covariance), jax.nn.log_softmax(mean), rtol=1e-5)

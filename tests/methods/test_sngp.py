@@ -12,6 +12,8 @@ from scipy.special import expit, softmax
 import eqx_ensemble as ee
 from eqx_ensemble.methods.sngp import SNGP, bound_spectral_norm, mean_field, update_covariance
 
+from ..factories import assert_same, relaxed
+
 KEY = jax.random.key(4)
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(37, 3)).astype(np.float32)
@@ -46,14 +48,6 @@ def test_features_approximate_the_kernel(num_features, error):
     assert rms(1.0) > 3 * error or num_features == 256, "another length scale is told apart"
 
 
-def test_each_member_draws_its_own_features(ensemble):
-    first, second = ensemble[0], ensemble[1]
-    assert np.abs(first.frequencies.value - second.frequencies.value).min() > 0
-    assert np.abs(first.phases.value - second.phases.value).min() > 0
-    same = ee.stack([plain(KEY)] * 2)  # the fault of other libraries
-    np.testing.assert_array_equal(same[0].frequencies.value, same[1].frequencies.value)
-
-
 def gaussian_process_covariance(model, x, new, noise):
     """From the kernel matrix of all rows, without any matrix of features' size."""
     phi, other = features(model, x), features(model, new)
@@ -77,32 +71,15 @@ def test_covariance_is_that_of_the_gaussian_process():
     np.testing.assert_allclose(again, found, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("likelihood", "out"), [("gaussian", 2), ("categorical", 3)])
-def test_before_the_data_the_variance_is_not_known(likelihood, out):
-    built = ee.build(lambda key: plain(key, out, likelihood=likelihood), 2, key=KEY)
-    before, after = ee.predict(built, X), ee.predict(update_covariance(built, X), X)
-    assert np.isnan(before.variance).all()
-    assert (after.variance > 0).all()
-    np.testing.assert_array_equal(before.mean, after.mean)
-
-
-def test_an_unknown_variance_does_not_disturb_training():
-    built = ee.build(plain, 2, key=KEY)
-    loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch).mean ** 2)
-    with jax.debug_nans(True):
-        run = ee.fit(built, loss, optax.adam(1e-2), X, epochs=2, key=KEY)
-    assert (run.status == ee.train.Status.OK).all()
-
-
-@pytest.mark.parametrize(("likelihood", "out"), [("bernoulli", 1), ("categorical", 3)])
+@pytest.mark.parametrize(("likelihood", "out"), [("bernoulli", 2), ("categorical", 3)])
 def test_covariances_of_classes_are_laplaces(likelihood, out):
     built = ee.build(lambda key: plain(key, out, likelihood=likelihood), 1, key=KEY)
     built = eqx.tree_at(lambda e: e.stacked.weight, built, 5 * built.stacked.weight)
-    found = ee.predict(update_covariance(built, X, batch_size=16), X)
-    model = built[0]
+    found, model = ee.predict(update_covariance(built, X, batch_size=16), X), built[0]
+    assert np.isnan(ee.predict(built, X).variance).all()  # before the data
     phi = features(model, X)
     logits = phi @ np.asarray(model.weight, np.float64).T
-    p = expit(logits) if out == 1 else softmax(logits, axis=1)
+    p = expit(logits) if likelihood == "bernoulli" else softmax(logits, axis=1)
     np.testing.assert_allclose(found.mean[0], logits, rtol=1e-4, atol=1e-5)
     for k in range(out):
         precision = np.eye(16) + (phi * (p * (1 - p))[:, [k]]).T @ phi
@@ -139,7 +116,7 @@ def test_what_members_share_stays_shared(ensemble):
     shared = ee.stack(models, shared=lambda m: (m.weight, m.root.value))
     found = update_covariance(shared, X)
     assert found.stacked.weight.shape == ensemble[0].weight.shape
-    np.testing.assert_array_equal(found.stacked.root.value, update_covariance(ensemble, X).stacked.root.value)
+    np.testing.assert_array_equal(found[1].root.value, update_covariance(ensemble, X)[1].root.value)
 
 
 @pytest.mark.parametrize(("m", "v"), [(1, 1), (4, 25)])
@@ -179,7 +156,8 @@ def test_in_fit_with_state_and_files(tmp_path):
     built, state = ee.build(stateful, 2, key=KEY)
     data = X, (X[:, 0] > 0).astype(np.int32)
     optimiser = bound_spectral_norm(optax.adamw(1e-2, weight_decay=0.1), 0.5)
-    run = ee.fit(built, cross_entropy, optimiser, data, epochs=3, batch_size=8, state=state, key=KEY)
+    with jax.debug_nans(True):  # the variance, which is not yet known, does not disturb training
+        run = ee.fit(built, cross_entropy, optimiser, data, epochs=3, batch_size=8, state=state, key=KEY)
     for name in ("frequencies", "phases", "root"):
         np.testing.assert_array_equal(getattr(run.ensemble.stacked, name).value, getattr(built.stacked, name).value)
     assert np.linalg.norm(run.ensemble.stacked.network.first.weight, 2, axis=(1, 2)).max() < 0.51
@@ -189,7 +167,7 @@ def test_in_fit_with_state_and_files(tmp_path):
     before = ee.predict(run.ensemble, X, state=run.state)
     np.testing.assert_array_equal(out.mean, before.mean)
     assert np.isnan(before.variance).all()
-    prior = eqx.tree_at(lambda e: e.stacked.root.value, fitted, jnp.broadcast_to(jnp.eye(8), (2, 8, 8)))
+    prior = eqx.tree_at(lambda e: e.stacked.root.value, fitted, jnp.broadcast_to(jnp.eye(8), (2, 1, 8, 8)))
     assert (out.variance < ee.predict(prior, X, state=run.state).variance).all()
     ee.save(tmp_path / "sngp", fitted)
     loaded = ee.load(tmp_path / "sngp", built)
@@ -217,12 +195,8 @@ def test_norms_are_bounded_and_what_is_below_is_left_alone():
     norms = lambda weight: np.linalg.norm(weight, 2, axis=(1, 2))
     assert norms(free[0].weight).min() > 0.8
     np.testing.assert_allclose(norms(layers[0].weight)[0], 0.4, rtol=1e-3)
-    for x, y in zip(
-        jax.tree.leaves(eqx.filter((free,), eqx.is_array)),
-        jax.tree.leaves(eqx.filter((layers,), eqx.is_array)),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(x[1], y[1])
+    second = lambda layers: jax.tree.map(lambda x: x[1], eqx.filter(layers, eqx.is_array))
+    assert_same(second(layers), second(free))
     assert norms(layers[1].weight)[0] > 0.4, "the last layer was not selected"
 
 
@@ -233,12 +207,16 @@ def one_step(weight, bound, **options):
     return weight + changes
 
 
-def test_it_is_the_new_weight_that_is_bounded():
-    weight, change = (jnp.asarray(rng.normal(size=(5, 4)), jnp.float32) for rng in map(np.random.default_rng, (1, 2)))
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+def test_it_is_the_new_weight_that_is_bounded(dtype):
+    draws = RNG.normal(size=(2, 2, 5, 2, 2))
+    weight, change = jnp.asarray(draws[0] if dtype == np.float32 else draws[0] + 1j * draws[1], dtype)
     optimiser = bound_spectral_norm(optax.sgd(1.0), 0.7, where=lambda w: w, num_iterations=50)
-    updates, _ = optimiser.update(-change, optimiser.init(weight), weight)
-    new = np.asarray(weight + change, np.float64)
-    np.testing.assert_allclose(weight + updates, 0.7 * new / np.linalg.norm(new, 2), rtol=1e-4, atol=1e-6)
+    with relaxed():
+        updates, _ = optimiser.update(-change, optimiser.init(weight), weight)
+    new = np.asarray(weight + change)
+    expected = 0.7 * new / np.linalg.norm(new.reshape(5, 4), 2)
+    np.testing.assert_allclose(weight + updates, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_weights_that_begin_at_zero_are_bounded():
@@ -251,65 +229,15 @@ def test_weights_that_begin_at_zero_are_bounded():
     np.testing.assert_allclose(np.linalg.norm(model["network"], 2), 0.5, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_bound_for_convolutions():
-    """Of the kernel as a matrix, and, certified, of the convolution as a matrix."""
-    layer = eqx.nn.Conv2d(2, 3, 3, padding=1, key=KEY)
-    layer = eqx.tree_at(lambda c: c.weight, layer, jnp.abs(layer.weight) + 1)
-
-    def norms(weight):
-        apply = lambda x: eqx.tree_at(lambda c: (c.weight, c.bias), layer, (weight, 0 * layer.bias))(x)
-        operator = jax.jacobian(apply)(jnp.zeros((2, 8, 8))).reshape(3 * 64, 2 * 64)
-        return np.linalg.norm(weight.reshape(3, -1), 2), np.linalg.norm(operator, 2)
-
-    kernel, operator = norms(one_step(layer.weight, 1.0))
-    np.testing.assert_allclose(kernel, 1, rtol=1e-4)
-    assert 2 < operator < 3
-    kernel, operator = norms(one_step(layer.weight, 1.0, certified=True))
-    np.testing.assert_allclose(kernel, 1 / 3, rtol=1e-4)
-    assert 0.8 < operator < 1
-
-
-def test_power_iteration_is_below_the_norm():
-    from eqx_ensemble.methods.sngp._spectral import _norm
-
-    weight = jnp.asarray(RNG.normal(size=(40, 30)), jnp.float32)
-    start = jnp.asarray(RNG.normal(size=40), jnp.float32)
-    found = [float(_norm(weight, start, n)[0]) for n in (1, 5, 200)]
-    exact = np.linalg.norm(weight, 2)
-    assert 0.6 * exact < found[0] < found[1] < found[2]
-    np.testing.assert_allclose(found[2], exact, rtol=1e-5)
-
-
-ADAM = optax.adam(1e-3)
 BAD = {
-    "no network": (lambda e: SNGP(3, 3, 1, key=KEY), TypeError, "`network` to be a function"),
-    "no units": (lambda e: plain(KEY, num_features=0), ValueError, "`num_features` of at least 1"),
-    "a scale of zero": (lambda e: plain(KEY, length_scale=0), ValueError, "`length_scale` to be above 0"),
     "a likelihood": (lambda e: plain(KEY, likelihood="probit"), ValueError, "one of 'gaussian', 'bernoulli'"),
-    "two logits": (lambda e: plain(KEY, 2, likelihood="bernoulli"), ValueError, "needs `out_size=1`"),
-    "one class": (lambda e: plain(KEY, 1, likelihood="categorical"), ValueError, "at least two classes"),
-    "a batch": (lambda e: e[0](jnp.zeros((5, 3))), ValueError, r"one row, \(3,\), got f(32|64)\[5,3\]"),
-    "integers": (lambda e: e[0](jnp.zeros(3, int)), TypeError, "floating-point hidden units"),
-    "other members": (
-        lambda e: update_covariance(ee.build(linears, 2, key=KEY), X), TypeError, "members that are `SNGP`, got",
-    ),
     "no rows": (lambda e: update_covariance(e, X[:0]), ValueError, "methods.sngp.update_covariance"),
-    "no batch": (lambda e: update_covariance(e, X, batch_size=0), ValueError, "`batch_size` of at least 1"),
-    "a variance": (lambda e: mean_field(np.ones(2), -np.ones(2)), ValueError, "variances of zero or more"),
-    "shapes": (lambda e: mean_field(np.ones(2), np.ones(1)), ValueError, "of one shape"),
-    "a factor": (lambda e: mean_field(np.ones(2), np.ones(2), factor=-1), ValueError, "`factor` to be at least 0"),
-    "no optimiser": (lambda e: bound_spectral_norm(lambda h: ADAM, 1.0), TypeError, "needs an optax optimiser"),
-    "a bound": (lambda e: bound_spectral_norm(ADAM, 0.0), ValueError, "`bound` to be above 0"),
+    "a variance": (lambda e: mean_field(np.ones(2), -np.ones(2)), ValueError, "sngp.mean_field` needs variances of"),
+    "shapes": (lambda e: mean_field(np.ones(2), np.ones(1)), ValueError, "`variance` of the rows of `mean`"),
+    "a factor": (lambda e: mean_field(np.ones(2), np.ones(2), factor=-1), ValueError, "`factor` of zero or more"),
     "a selection": (
-        lambda e: bound_spectral_norm(ADAM, 1.0, where=lambda m: m.bias).init(eqx.nn.Linear(3, 2, key=KEY)),
+        lambda e: bound_spectral_norm(optax.sgd(0.1), 1.0, where=lambda m: m.bias).init(eqx.nn.Linear(3, 2, key=KEY)),
         ValueError, "arrays of two or more axes, got none",
-    ),
-    "no network part": (
-        lambda e: bound_spectral_norm(ADAM, 1.0).init(eqx.nn.Linear(3, 2, key=KEY)), ValueError, "it raised an error",
-    ),
-    "no weights": (
-        lambda e: bound_spectral_norm(ADAM, 1.0).update(jnp.ones((2, 2)), None), ValueError, "call `update",
     ),
 }  # fmt: skip
 

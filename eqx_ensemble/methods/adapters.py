@@ -1,3 +1,5 @@
+"""Adapters: members that fine-tune one frozen base model, which is stored once, by few weights of their own."""
+
 import dataclasses
 import math
 from collections.abc import Callable
@@ -10,13 +12,12 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array
 
-from ..._caller import caller
-from ..._check import check_function, check_number, check_optional_function, check_positive_int
-from ..._ensemble import Ensemble
-from ..._keys import member_keys
-from ..._pytree import PyTree
-from ..._stack import AbstractAdapter, merge_adapters
-from .._layers import (
+from .._caller import caller
+from .._ensemble import Ensemble
+from .._keys import member_keys
+from .._pytree import PyTree
+from .._stack import AbstractAdapter, merge_adapters
+from ._layers import (
     AbstractSubstitute,
     Select,
     check_groups,
@@ -30,6 +31,8 @@ from .._layers import (
     with_weights,
     without_bias,
 )
+
+__all__ = ["bias_only", "layers_only", "low_rank", "merge", "scales"]
 
 M = TypeVar("M", bound=eqx.Module)
 
@@ -81,14 +84,10 @@ class Scale(AbstractSubstitute, AbstractAdapter):
         """The layer with scaled weight and bias."""
 
         def scale(x: Any) -> Any:
-            return None if x is None else (align(self.factors, x.ndim) * x.astype(self.factors.dtype)).astype(x.dtype)
+            factors = self.factors.reshape(-1, *(1,) * (x.ndim - 1))
+            return (factors * x.astype(factors.dtype)).astype(x.dtype)
 
-        return with_weights(self.layer, scale(self.layer.weight), scale(self.bias))
-
-
-def align(x: Array, ndim: int) -> Array:
-    """One value per feature or channel, to broadcast along the leading axis of an array of `ndim` axes."""
-    return x.reshape(x.shape[:1] + (1,) * (ndim - 1))
+        return with_weights(self.layer, scale(self.layer.weight), None if self.bias is None else scale(self.bias))
 
 
 # Under `vmap` over members, a shared matrix times one vector per member is one matrix product. XLA for CPUs merges the
@@ -149,21 +148,17 @@ def low_rank(
         [Hu et al. 2022](https://arxiv.org/abs/2106.09685); ensembles: [Wang et al.
         2023](https://arxiv.org/abs/2310.00035)
     """
-    find, layers, copied = _prepare(model, where, full)
-    for layer in layers:
-        check_groups(layer)
-    rank, scale = check_positive_int(rank, "rank"), check_number(scale, "scale")
     keys = member_keys(key, num_members, purpose="low_rank")
-    new = []
-    for i, layer in enumerate(layers):
+
+    def adapt(i: int, layer: Any) -> LowRank:
+        check_groups(layer)
         shape, dtype = layer.weight.shape, _own_dtype(layer)
         limit = 1 / math.sqrt(max(1, math.prod(shape[1:])))
-        draw = lambda key, i=i, shape=shape, dtype=dtype, limit=limit: jax.random.uniform(
-            jax.random.fold_in(key, i), (rank, *shape[1:]), dtype, -limit, limit
-        )
+        draw = lambda key: jax.random.uniform(jax.random.fold_in(key, i), (rank, *shape[1:]), dtype, -limit, limit)
         up = jnp.zeros((num_members, shape[0], rank), dtype)
-        new.append(LowRank(with_weights(layer, layer.weight, None), layer.bias, jax.vmap(draw)(keys), up, scale))
-    return _as_ensemble(model, num_members, copied, find, new)
+        return LowRank(with_weights(layer, layer.weight, None), layer.bias, jax.vmap(draw)(keys), up, float(scale))
+
+    return _adapt(model, num_members, where, full, adapt)
 
 
 def scales(model: M, num_members: int, *, where: Select = None, full: Select = None) -> Ensemble[M]:
@@ -186,12 +181,12 @@ def scales(model: M, num_members: int, *, where: Select = None, full: Select = N
     ??? cite
         [Liu et al. 2022](https://arxiv.org/abs/2205.05638)
     """
-    find, layers, copied = _prepare(model, where, full)
-    new = []
-    for layer in layers:
+
+    def adapt(_: int, layer: Any) -> Scale:
         factors = jnp.ones((num_members, layer.weight.shape[0]), _own_dtype(layer))
-        new.append(Scale(with_weights(layer, layer.weight, None), layer.bias, factors))
-    return _as_ensemble(model, num_members, copied, find, new)
+        return Scale(with_weights(layer, layer.weight, None), layer.bias, factors)
+
+    return _adapt(model, num_members, where, full, adapt)
 
 
 def bias_only(model: M, num_members: int, *, where: Select = None, full: Select = None) -> Ensemble[M]:
@@ -213,13 +208,12 @@ def bias_only(model: M, num_members: int, *, where: Select = None, full: Select 
     ??? cite
         [Ben Zaken et al. 2022](https://arxiv.org/abs/2106.10199)
     """
-    _check_base(model)
     is_bias = lambda path, chosen: chosen and path[-1:] == (jtu.GetAttrKey("bias"),)
     chosen = jtu.tree_map_with_path(is_bias, _flags(model, (lambda tree: tree) if where is None else where, "where"))
     if not any(jax.tree.leaves(chosen)):
         raise ValueError(f"`{caller()}` finds no floating-point array in a field `bias`: this model has none there.")
-    also = _flags(model, full, "full")
-    return _as_ensemble(model, num_members, jax.tree.map(lambda a, b: a or b, chosen, also))
+    flags = jax.tree.map(lambda a, b: a or b, chosen, _flags(model, full, "full"))
+    return _as_ensemble(_copy(model, num_members, flags), flags)
 
 
 def layers_only(model: M, num_members: int, *, where: Callable[[Any], Any] | type) -> Ensemble[M]:
@@ -236,9 +230,8 @@ def layers_only(model: M, num_members: int, *, where: Callable[[Any], Any] | typ
     ensemble.stacked.layers[-1].weight.shape  # (8, 3, 64)
     ```
     """
-    _check_base(model)
-    check_function(where, "where", example="lambda model: model.layers[-1]")
-    return _as_ensemble(model, num_members, _flags(model, where, "where"))
+    flags = _flags(model, where, "where")
+    return _as_ensemble(_copy(model, num_members, flags), flags)
 
 
 def merge(model: M) -> M:
@@ -260,45 +253,18 @@ def merge(model: M) -> M:
     ```
     """
     if isinstance(model, Ensemble):
-        raise TypeError(
-            f"`{caller()}` merges one member, got an `Ensemble`.\nMerge one, `merge(ensemble[3])`, or all, into full "
-            "copies: `map_members(merge)(ensemble)`."
-        )
-    check_module(model)
+        raise TypeError(f"`{caller()}` merges one member, `ensemble[3]`; for all: `map_members(merge)(ensemble)`.")
     return merge_adapters(model)
 
 
-def _prepare(model: Any, where: Select, full: Select) -> tuple[Any, list[Any], PyTree]:
-    """A function that finds the layers to convert, these layers, and flags of the arrays to copy."""
-    _check_base(model)
-    copied = _flags(model, full, "full")
-    find_all, layers = select_layers(model, where)
-    check_known(layers)
-    kept = [not layer.weight for layer in find_all(copied)]
-    if not any(kept):
-        raise ValueError(f"`{caller()}` has no layer to adapt: `full` selects all of them.")
-    find = lambda tree: [x for x, keep in zip(find_all(tree), kept, strict=True) if keep]
-    return find, find(model), copied
-
-
-def _check_base(model: Any) -> None:
-    """Raises unless `model` is one ordinary Module."""
-    if isinstance(model, Ensemble):
-        raise TypeError(
-            f"`{caller()}` adapts one trained model, got an `Ensemble`.\nPass a member, `ensemble[0]`, or the average, "
-            "`average_parameters(ensemble)`."
-        )
-    check_module(model)
-    if any(map(is_substitute, jax.tree.leaves(model, is_leaf=is_substitute))):
-        raise TypeError(
-            f"`{caller()}` needs a model without adapters; a part of this one has some already.\nMerge a member "
-            "first: `merge(ensemble[3])`."
-        )
-
-
 def _flags(model: Any, where: Select, argument: str) -> PyTree:
-    """For each leaf, whether it is a floating-point array in the nodes that `where` selects; without it, of none."""
-    check_optional_function(where, argument, example="lambda model: model.layers[-1]")
+    """For each leaf, whether it is a floating-point array in the nodes that `where` selects; without it, of none.
+
+    Raises unless `model` is one ordinary Module.
+    """
+    check_module(model)
+    if isinstance(model, Ensemble) or any(map(is_substitute, jax.tree.leaves(model, is_leaf=is_substitute))):
+        raise TypeError(f"`{caller()}` needs one model without adapters: a member, merged first, `merge(ensemble[3])`.")
     leaves, treedef = jax.tree.flatten(model)
     numbered = jax.tree.unflatten(treedef, range(len(leaves)))  # one array may be at two places
     chosen = set() if where is None else set(jax.tree.leaves(select_nodes(numbered, where)))
@@ -308,17 +274,29 @@ def _flags(model: Any, where: Select, argument: str) -> PyTree:
     return jax.tree.unflatten(treedef, flags)
 
 
-def _as_ensemble(model: M, num_members: int, copied: PyTree, find: Any = None, layers: Any = ()) -> Ensemble[M]:
-    """The ensemble of a base: members have copies of some arrays, and `layers` instead of those that `find` finds."""
-    check_positive_int(num_members, "num_members")
-    model = jax.tree.map(lambda x, flag: jnp.broadcast_to(x, (num_members, *x.shape)) if flag else x, model, copied)
-    if find is not None:
-        # The bias of an adapted layer may be among the copies.
-        adapted = [dataclasses.replace(new, bias=old.bias) for new, old in zip(layers, find(model), strict=True)]
-        flags = [dataclasses.replace(own_flags(x), bias=f.bias) for x, f in zip(layers, find(copied), strict=True)]
-        model, copied = eqx.tree_at(find, model, adapted), eqx.tree_at(find, copied, flags)
-    flags = jax.tree.leaves(copied, is_leaf=lambda x: x is None)
-    return Ensemble(model, tuple(0 if flag else None for flag in flags))
+def _adapt(
+    model: M, num_members: int, where: Select, full: Select, adapt: Callable[[int, Any], AbstractSubstitute]
+) -> Ensemble[M]:
+    """The ensemble of a base: members have copies of some arrays, and adapters in the place of other layers."""
+    copied = _flags(model, full, "full")
+    find_all, layers = select_layers(model, where)
+    check_known(layers)
+    kept = [not layer.weight for layer in find_all(copied)]
+    find = lambda tree: [x for x, keep in zip(find_all(tree), kept, strict=True) if keep]
+    model = _copy(model, num_members, copied)  # among which may be the bias of an adapted layer
+    new = [adapt(i, layer) for i, layer in enumerate(find(model))]
+    flags = [dataclasses.replace(own_flags(x), bias=f.bias) for x, f in zip(new, find(copied), strict=True)]
+    return _as_ensemble(eqx.tree_at(find, model, new), eqx.tree_at(find, copied, flags))
+
+
+def _copy(model: M, num_members: int, flags: PyTree) -> M:
+    """The model with a copy of each flagged array for each member."""
+    return jax.tree.map(lambda x, flag: jnp.broadcast_to(x, (num_members, *x.shape)) if flag else x, model, flags)
+
+
+def _as_ensemble(model: M, flags: PyTree) -> Ensemble[M]:
+    leaves = jax.tree.leaves(flags, is_leaf=lambda x: x is None)
+    return Ensemble(model, tuple(0 if flag else None for flag in leaves))
 
 
 def _own_dtype(layer: Any) -> Any:

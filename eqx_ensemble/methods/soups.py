@@ -1,3 +1,5 @@
+"""Averages of members chosen by a held-out score; [`eqx_ensemble.average_parameters`][] averages all members."""
+
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -5,10 +7,12 @@ import equinox as eqx
 import numpy as np
 from jaxtyping import Float
 
-from ..._caller import caller
-from ..._check import check_word
-from ..._ensemble import Ensemble, check_ensemble
-from ..._stack import average_parameters, merge_adapters
+from .._caller import caller
+from .._check import check_word
+from .._ensemble import Ensemble, check_ensemble
+from .._stack import average_parameters, merge_adapters
+
+__all__ = ["Soup", "greedy"]
 
 
 class Soup(NamedTuple):
@@ -71,20 +75,11 @@ def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Litera
     costs = np.array([cost(model) for model in ensemble.unstack()])
     if np.isnan(costs).all():
         raise ValueError(f"`{caller()}` needs at least one member whose score is a number; all scores are NaN.")
-    order = np.argsort(costs, kind="stable")  # NaN is sorted last
-    chosen, best = [order[0]], costs[order[0]]
-    soup = merge_adapters(ensemble[int(order[0])])
-    for member in order[1:]:
-        if np.isnan(costs[member]):
-            break
-        candidate = average_parameters(ensemble, _equal_weights([*chosen, member], len(costs)))
-        found = cost(candidate)
-        if found <= best:
+    equal = lambda chosen: np.isin(np.arange(len(costs)), chosen) / len(chosen)
+    first, *others = np.argsort(costs, kind="stable")[: np.sum(~np.isnan(costs))].tolist()  # NaN is sorted last
+    chosen, best, soup = [first], costs[first], merge_adapters(ensemble[first])
+    for member in others:
+        candidate = average_parameters(ensemble, equal([*chosen, member]))
+        if (found := cost(candidate)) <= best:
             chosen, best, soup = [*chosen, member], found, candidate
-    return Soup(soup, _equal_weights(chosen, len(costs)), sign * float(best), sign * costs)
-
-
-def _equal_weights(chosen: list[Any], num_members: int) -> Float[np.ndarray, " members"]:
-    weights = np.zeros(num_members)
-    weights[chosen] = 1 / len(chosen)
-    return weights
+    return Soup(soup, equal(chosen), sign * float(best), sign * costs)
