@@ -93,15 +93,15 @@ def check_index(index: Any, num_members: int) -> Any:
     **Returns:** a Python int >= 0 for one member; a NumPy array of ints >= 0 for a selection (slice, list, integer
     array or boolean mask); a traced integer index unchanged.
     """
-    index = from_foreign(index, "index")
-    if isinstance(index, list | tuple) and any(map(is_traced, index)):
-        index = jnp.stack(list(map(jnp.asarray, index)))
-    if is_traced(index):
-        if index.ndim > 1 or not jnp.issubdtype(index.dtype, jnp.integer):
-            got = f"got {leaf_text(index)}: a mask selects a number of members unknown to jit"
+    own: Any = from_foreign(index, "index")
+    if isinstance(own, list | tuple) and any(map(is_traced, own)):
+        own = jnp.stack(list(map(jnp.asarray, own)))
+    if is_traced(own):
+        if np.ndim(own) > 1 or not jnp.issubdtype(jnp.result_type(own), jnp.integer):
+            got = f"got {leaf_text(own)}: a mask selects a number of members unknown to jit"
             raise TypeError(f"`{caller()}`: expected traced integers, {got}.")
-        return index
-    own: Any = np.asarray(index) if isinstance(index, jax.Array | list | tuple) else index
+        return own
+    own = np.asarray(own) if isinstance(own, jax.Array | list | tuple) else own
     own = own.astype(int) if isinstance(own, np.ndarray) and own.size == 0 else own
     try:
         rows = np.arange(num_members)[own]

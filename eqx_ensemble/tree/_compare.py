@@ -101,11 +101,11 @@ def _outline(node: Any, keyed: list) -> str:
     )
 
 
-def _static_data(a: Any, b: Any) -> Iterator[tuple[str | None, Any, Any]]:
+def _static_data(a: Any, b: Any) -> Iterator[tuple[Any, ...]]:
     """What two nodes of one class hold beside their children: of Modules, by the names of attributes."""
     if not isinstance(a, eqx.Module):
-        data = (jtu.tree_structure(x, is_leaf=lambda y, x=x: y is not x).node_data() for x in (a, b))
-        yield (None, *(None if x is None else x[1] for x in data))
+        data = [jtu.tree_structure(x, is_leaf=lambda y, x=x: y is not x).node_data() for x in (a, b)]
+        yield None, *[None if x is None else x[1] for x in data]
         return
     dynamic = {f.name for f in dataclasses.fields(a) if not f.metadata.get("static", False)}
     # Not only fields: a Module that wraps a function also carries its `__name__`, `__doc__` and the like.
