@@ -133,7 +133,8 @@ def reliability_diagram(
 
     ax = _axes(ax)
     label = f"share that is right{rows} (ECE {float(mean_gap(bins, debiased=False)):.3f})"
-    ax.bar(left, right, width, align="edge", **{"label": label} | _bar(options))
+    style: Any = {"label": label} | _bar(options)
+    ax.bar(left, right, width, align="edge", **style)
     gaps = {"align": "edge", "fill": False, "edgecolor": "0.3", "linewidth": 0.5, "hatch": "///"}
     ax.bar(left, confidence - right, width, bottom=right, label="gap to the mean confidence", **gaps)
     ax.plot([0, 1], [0, 1], color="black", linestyle="--", linewidth=1, label="calibrated")
