@@ -1,4 +1,5 @@
 from ._function import array_function as array_function
+from ._kinds import Active as Active
 from ._kinds import AnyGroups as AnyGroups
 from ._kinds import Best as Best
 from ._kinds import Beta as Beta
@@ -27,6 +28,7 @@ from ._kinds import NewRatios as NewRatios
 from ._kinds import Observed as Observed
 from ._kinds import Optimum as Optimum
 from ._kinds import PairWeights as PairWeights
+from ._kinds import Particles as Particles
 from ._kinds import Points as Points
 from ._kinds import PointScale as PointScale
 from ._kinds import PoolLogits as PoolLogits

@@ -55,7 +55,8 @@ def array_function(
     fn = inspect.unwrap(fn)  # arguments are checked here, whether or not an import hook does it too
     of = Arguments(inspect.signature(fn))
     own_name = fn.__qualname__.removesuffix(".__call__")
-    public_name = "" if own_name.startswith("_") else f"{fn.__module__.split('.')[1]}.{own_name}"
+    home = [part for part in fn.__module__.split(".")[1:] if not part.startswith("_")]
+    public_name = "" if own_name.startswith("_") else ".".join([*home, own_name])
 
     reduces = reduces and "reduction" in of.options
     each_row = each_row or reduces

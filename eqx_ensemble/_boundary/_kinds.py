@@ -145,6 +145,8 @@ if TYPE_CHECKING:  # the body of a function gets arrays, its callers pass what b
     Chosen = Any
     Evaluated = Any
     Optimum = Any
+    Particles = Any
+    Active = Any
 else:
     # Weights of members and of rows.
     Weights = Real[ArrayLike, " members"] | None
@@ -280,3 +282,6 @@ else:
     ]
     Evaluated = Annotated[Real[ArrayLike, "*batch steps"], _no_nan("Leave these runs out.")]
     Optimum = Annotated[Real[ArrayLike, "..."], _finite("It is the best value there is.")]
+    # Particles.
+    Particles = Float[ArrayLike, "members size"]
+    Active = Bool[ArrayLike, " members"] | None

@@ -19,7 +19,7 @@ from ..train._program import hyper_arrays
 from ..train._run import Run
 from . import population
 from ._check import check_options
-from .population._decisions import decision_keys, donors_of, explore_copies
+from .population import decision_keys, donors_of, explore_copies
 
 
 class Population(eqx.Module, Generic[M]):
