@@ -16,6 +16,7 @@ from ._kinds import FiniteTargets as FiniteTargets
 from ._kinds import Groups as Groups
 from ._kinds import HeldOut as HeldOut
 from ._kinds import HeldOutLogits as HeldOutLogits
+from ._kinds import InnerLevels as InnerLevels
 from ._kinds import KnownSamples as KnownSamples
 from ._kinds import KnownTargets as KnownTargets
 from ._kinds import Labels as Labels

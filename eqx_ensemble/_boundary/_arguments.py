@@ -3,7 +3,7 @@
 import inspect
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
-from ._kinds import Values
+from ._kinds import InnerLevels, Levels, Values
 
 
 class Argument(NamedTuple):
@@ -30,6 +30,7 @@ class Arguments:
     **Attributes:**
 
     - `arrays`, `options`: by name; without `weights`, `row_weights` and `key`.
+    - `static`: the options that are part of a compiled program.
     - `rows`: the axes of `row_weights`, whether these only count rows, and whether `weights` may differ between rows.
     """
 
@@ -43,6 +44,7 @@ class Arguments:
         self.weighs_rows = weights is not None and "*rows" in weights.axes
         self.arrays = {name: x for name, x in found.items() if x is not None}
         self.options = {name: said[name] for name, x in found.items() if x is None and name not in ("key", "self")}
+        self.static = [name for name, x in self.options.items() if x not in (Levels, InnerLevels)]
         self.needs_key = "key" in said and signature.parameters["key"].default is inspect.Parameter.empty
 
     def arrays_of_rows(self, given: dict[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from .._check import (
     warn_of_probabilities,
 )
 from ._arguments import Argument, Arguments
-from ._kinds import VOTES, Levels
+from ._kinds import VOTES, InnerLevels, Levels
 
 Sizes = dict[str, Any]  # of axes, by name; of `*batch`, a tuple
 
@@ -38,8 +38,8 @@ def check_option(value: Any, name: str, annotation: Any) -> Any:
     elif name == "level":
         check_level(value)
         return float(value)
-    elif annotation == Levels:
-        return check_levels(value)
+    elif annotation in (Levels, InnerLevels):
+        return check_levels(value, ends=annotation == Levels)
     elif value is None and type(None) in kinds:
         return None
     elif bool in kinds:
@@ -51,19 +51,22 @@ def check_option(value: Any, name: str, annotation: Any) -> Any:
     return value
 
 
-def check_levels(levels: Any) -> float | tuple[float, ...]:
-    """Raises unless levels are a number or `(levels,)` from 0 to 1. Returns them, hashable."""
+def check_levels(levels: Any, *, ends: bool) -> tuple[Any, Any]:
+    """Raises unless levels are a number or `(levels,)` from 0 to 1. Returns them, and their exact distances to one."""
     host = concrete(levels)
+    dtype, shape = (levels if host is None else host).dtype, np.shape(levels)
+    if dtype.kind not in "uif":
+        raise type_error("numbers as `levels`", f"got dtype {dtype}", "Write 90 % as 0.9.")
+    if len(shape) > 1:
+        raise value_error("`levels` as a number or `(levels,)`", f"got shape {shape}", "Write 90 % as 0.9.")
     if host is None:
-        raise type_error("`levels` that can be read", "got a traced array", "Close over it instead of passing it.")
-    if host.dtype.kind not in "uif":
-        raise type_error("numbers as `levels`", f"got dtype {host.dtype}", "Write 90 % as 0.9.")
-    if host.ndim > 1:
-        raise value_error("`levels` as a number or `(levels,)`", f"got shape {host.shape}", "Write 90 % as 0.9.")
+        return levels, 1 - levels
     exact = host.astype(np.float64)
     if not (inside := (exact >= 0) & (exact <= 1)).all():
         raise value_error("`levels` from 0 to 1", first_text(exact, ~inside), "Write 90 % as 0.9.")
-    return tuple(exact.tolist()) if exact.ndim else float(exact)
+    if not ends and not (inside := (exact > 0) & (exact < 1)).all():
+        raise value_error("`levels` between 0 and 1", first_text(exact, ~inside), "The ends are infinite.")
+    return exact, 1 - exact
 
 
 def check_arguments(given: dict[str, Any], of: Arguments) -> Array | None:

@@ -39,7 +39,7 @@ def array_function(
     each_row: bool = False,
     finish: Finish = lambda out, _: out,
 ) -> Any:
-    """Makes a public function of its body, which is compiled; its options are static.
+    """Makes a public function of its body, which is compiled; its options are static, but for levels.
 
     `in_order` names an argument in whose rising order the body gets the rows, flattened, with ignored ones last; with a
     minus sign, falling. If the argument has members, its values are sorted over them, and weights become
@@ -61,7 +61,7 @@ def array_function(
     reduces = reduces and "reduction" in of.options
     each_row = each_row or reduces
 
-    @ft.partial(jax.jit, static_argnums=1, static_argnames=tuple(of.options))
+    @ft.partial(jax.jit, static_argnums=1, static_argnames=of.static)
     def body(counted: Array | None, block: int, /, **given: Any) -> Any:
         given = given if in_order else blank(given, of, counted)
         out: Any = by_rows(fn, given, of, block) if block else fn(**given)

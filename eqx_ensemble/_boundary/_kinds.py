@@ -80,8 +80,9 @@ _CANDIDATES = _no_nan("Leave these candidates out: `row_weights=~jnp.isnan(...)`
 _KNOWN = _no_nan("Leave these rows out: `row_weights=~jnp.isnan(...)`.")
 
 Reduction = Literal["mean", "none"]
-Levels = float | Sequence[float]
+Levels = ArrayLike | Sequence[float]
 """One level, or several `(levels,)`."""
+InnerLevels = Annotated[Levels, Values("levels without the ends")]
 
 if TYPE_CHECKING:  # the body of a function gets arrays, its callers pass what becomes one
     Weights = Any

@@ -7,9 +7,18 @@ import numpy as np
 from jax.scipy.special import ndtr
 from jaxtyping import Array, Float
 
-from .._boundary import Levels, Members, Points, Samples, VarianceOrZero, VariancesOrZero, Weights, array_function
+from .._boundary import (
+    InnerLevels,
+    Levels,
+    Members,
+    Points,
+    Samples,
+    VarianceOrZero,
+    VariancesOrZero,
+    Weights,
+    array_function,
+)
 from .._brief import brief_repr
-from .._check import value_error
 from .._weighting import quantile_in_order, weighted_mean
 
 
@@ -106,7 +115,7 @@ def interval(values: Members, *, level: float = 0.9, weights: Weights = None) ->
 
 @array_function
 def gaussian_mixture_quantile(
-    mean: Samples, variance: VariancesOrZero, levels: Levels, *, weights: Weights = None
+    mean: Samples, variance: VariancesOrZero, levels: InnerLevels, *, weights: Weights = None
 ) -> Float[Array, "..."]:
     r"""Quantiles of the mixture of the members' Gaussians, entry by entry.
 
@@ -130,8 +139,6 @@ def gaussian_mixture_quantile(
     # about [[-3.0], [0.0]]
     ```
     """
-    if not all(0 < level < 1 for level in np.ravel(levels)):
-        raise value_error("`levels` between 0 and 1", f"got {levels}", "The ends of a Gaussian are infinite.")
     return over_levels(lambda *one: _quantile_of_mixture(mean, variance, weights, *one), levels, mean.dtype)
 
 
@@ -163,16 +170,16 @@ def gaussian_mixture_interval(
     return Interval(*over_levels(one, tails(level), mean.dtype))
 
 
-def tails(level: float) -> tuple[float, float]:
-    """The levels of the ends of a central interval."""
-    return (1 - level) / 2, 1 - (1 - level) / 2
+def tails(level: float) -> tuple[np.ndarray, np.ndarray]:
+    """The levels of the ends of a central interval, and their distances to one."""
+    tail = (1 - level) / 2
+    return np.array([tail, 1 - tail]), np.array([1 - tail, tail])
 
 
-def over_levels(fn: Callable[[Array, Array], Array], levels: Levels, dtype: Any) -> Array:
-    """`fn` of a level and its distance to one, in float64 before it is rounded; for each of several."""
-    exact = np.asarray(levels, np.float64)
-    below, over = jnp.asarray(exact, dtype), jnp.asarray(1 - exact, dtype)
-    return jax.vmap(fn)(below, over) if exact.ndim else fn(below, over)
+def over_levels(fn: Callable[[Array, Array], Array], levels: Any, dtype: Any) -> Array:
+    """`fn` of a level and its distance to one; for each of several."""
+    below, over = (jnp.asarray(x, dtype) for x in levels)
+    return jax.vmap(fn)(below, over) if below.ndim else fn(below, over)
 
 
 def _quantile(

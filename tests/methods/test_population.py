@@ -337,7 +337,7 @@ class TestPopulationBasedTraining:
         assert len(found.scores) == 0
 
     def test_all_members_train_in_every_round(self, ensemble):
-        with pytest.raises(TypeError, match="does not take `patience`"):
+        with pytest.raises(TypeError, match="takes no `patience`"):
             train(ensemble, patience=2)
 
     @pytest.mark.usefixtures("interruptible")

@@ -12,7 +12,6 @@ from ..._check import check_flag, check_optional_function, check_positive_int
 from ..._keys import own_key
 from ..._pytree import PyTree
 from ...train._optimiser import only_supported
-from ..trajectory._check import check_inner_optimiser
 from ._model import check_bound, check_matrices
 
 
@@ -56,7 +55,6 @@ def bound_spectral_norm(
     ??? cite
         [Liu et al. 2020](https://arxiv.org/abs/2006.10108)
     """
-    check_inner_optimiser(optimiser)
     check_bound(bound)
     check_optional_function(where, "where", example="lambda model: model.network")
     check_positive_int(num_iterations, "num_iterations")
