@@ -223,9 +223,7 @@ def test_penalties_are_log_priors_of_the_trained_leaves():
     np.testing.assert_allclose(gaussian_penalty(whole, std, num_rows=20), expected / 20, rtol=1e-5)
     traced = jax.jit(lambda model, std, rows: gaussian_penalty(eqx.combine(model, network(KEY)), std, num_rows=rows))
     array = eqx.filter(model, eqx.is_array)
-    np.testing.assert_allclose(
-        traced(array, jnp.float32(0.7), 8), gaussian_penalty(model, 0.7, num_rows=8), rtol=1e-6
-    )
+    np.testing.assert_allclose(traced(array, jnp.float32(0.7), 8), gaussian_penalty(model, 0.7, num_rows=8), rtol=1e-6)
     half = {"w": jnp.full(5000, 0.1, jnp.bfloat16), "b": jnp.zeros(3, jnp.float32)}
     found = gaussian_penalty(half, num_rows=1)
     assert found.dtype == jnp.float32
