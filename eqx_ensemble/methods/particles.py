@@ -23,6 +23,8 @@ from ..train._optimiser import Optimiser, update
 from ..train._state import pieces_of
 from ..train._step import keep_if_finite
 
+__all__ = ["make_step", "svgd", "wgd"]
+
 Kernel = Callable[[Array, Array], Any]
 """A positive, symmetric and differentiable function of two vectors."""
 

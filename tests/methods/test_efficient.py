@@ -8,32 +8,11 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.methods.efficient import (
-    as_members,
-    batch_ensemble,
-    masksembles,
-    mean_loss,
-    members,
-    mimo,
-    packed_ensemble,
-    tabm,
-    weight_labels,
-)
+from eqx_ensemble.methods.efficient import as_members, batch_ensemble, masksembles, mean_loss, members
+from eqx_ensemble.methods.efficient import mimo, packed_ensemble, tabm, weight_labels
 
-from ..factories import (
-    CASES,
-    Alone,
-    Attention,
-    assert_close,
-    assert_same,
-    data,
-    distance,
-    in_order,
-    mse,
-    mse_with_state,
-    relaxed,
-    step_key,
-)
+from ..factories import CASES, Alone, Attention, assert_close, assert_same, data, distance
+from ..factories import in_order, mse, mse_with_state, relaxed, step_key
 
 KEY = jax.random.key(3)
 X = np.asarray(jax.random.normal(jax.random.key(4), (7, 12)))

@@ -14,7 +14,7 @@ from eqx_ensemble._keys import tag
 from eqx_ensemble.methods import particles
 
 from ..collectives import collectives, text_of
-from ..factories import CASES, assert_close, assert_same, data, distance, mse
+from ..factories import CASES, assert_close, assert_same, data, distance
 
 METHODS = {"svgd": particles.svgd, "wgd": particles.wgd}
 EACH = pytest.mark.parametrize("method", METHODS)
@@ -251,35 +251,25 @@ def test_members_that_diverge_are_as_if_left_out(ensemble):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(again.params))
 
 
-class Mixed(eqx.Module):
-    """Frozen and shared parts, half precision, integers."""
+def test_states_frozen_parts_and_half_precision():
+    def make(key):
+        own, trunk = jax.random.split(key)
+        half = jax.random.normal(key, (2,), jnp.float16)
+        return {
+            "trunk": ee.train.Frozen(eqx.nn.Linear(25, 3, key=trunk)),
+            "head": eqx.nn.Linear(3, 2, key=own),
+            "half": half,
+        }
 
-    trunk: ee.train.Frozen
-    head: eqx.nn.Linear
-    half: jax.Array
-    table: jax.Array
-    scale: jax.Array
+    def loss(model, batch, key):
+        call = lambda x: model["head"](jax.nn.relu(model["trunk"](x))) + model["half"].astype(x.dtype)
+        return jnp.mean((jax.vmap(call)(batch[0]) - batch[1]) ** 2)
 
-    def __init__(self, scale, key):
-        keys = jax.random.split(key, 3)
-        self.trunk = ee.train.Frozen(eqx.nn.Linear(25, 3, key=keys[0]))
-        self.head = eqx.nn.Linear(3, 2, key=keys[1])
-        self.half = jax.random.normal(keys[2], (2,), jnp.float16)
-        self.table, self.scale = jnp.array([1, 0]), scale
-
-    def __call__(self, x):
-        return self.scale * self.head(jax.nn.relu(self.trunk(x))) + self.half[self.table].astype(x.dtype)
-
-
-def test_frozen_and_shared_parts_half_precision_and_states():
-    scale = jnp.asarray(2.0)
-    ensemble = ee.build(lambda key: Mixed(scale, key), 3, shared=lambda m: m.scale, key=KEY)
-    state, metrics = steps(ensemble, particles.make_step(mse, SGD, num_rows=20))
-    assert state.ensemble.stacked.scale == scale
-    assert_same(state.ensemble.stacked.trunk, ensemble.stacked.trunk)
-    assert state.params.half.dtype == jnp.float16
-    assert metrics.status.tolist() == [0, 0, 0]
-    assert distance(state.params.half, ensemble.stacked.half) > 1e-3
+    ensemble = ee.build(make, 3, key=KEY)
+    state, metrics = steps(ensemble, particles.make_step(loss, SGD, num_rows=20))
+    assert_same(state.ensemble.stacked["trunk"], ensemble.stacked["trunk"])
+    assert (state.params["half"].dtype, metrics.status.tolist()) == (jnp.float16, [0, 0, 0])
+    assert distance(state.params["half"], ensemble.stacked["half"]) > 1e-3
 
     case = CASES["conv and batch norm"]
     ensemble, before = ee.build(case.make, 3, key=KEY)

@@ -185,24 +185,6 @@ def test_resumed_continued_and_on_a_mesh(ensemble, sampler, tmp_path):
     assert_close(trajectory.snapshot_ensemble(sharded), trajectory.snapshot_ensemble(plain), 1e-5)
 
 
-@pytest.mark.slow
-def test_members_that_diverge(ensemble):
-    """The others never notice; a clone has noise of its own."""
-
-    def loss(model, batch, key, hyper):
-        return quadratic(model, batch, key) + jnp.where(model.b > hyper, jnp.nan, 0)
-
-    limits = jnp.array([jnp.inf, -10.0, jnp.inf])
-    make = lambda hyper: trajectory.snapshots(SAMPLERS["sgld"](5.0), 3, every=4)
-    with pytest.warns(UserWarning, match="diverged"):
-        run = fitted(ensemble, make, loss, hyper=limits)
-    plain = fitted(ensemble, make, loss, hyper=jnp.full(3, jnp.inf))
-    assert_same(run.ensemble[[0, 2]], plain.ensemble[[0, 2]])
-    how = ee.train.revive(perturb=lambda hyper, key: jnp.full_like(hyper, jnp.inf))
-    revived = fitted(ensemble, make, loss, hyper=limits, callbacks=how).ensemble
-    assert len(np.unique(np.asarray(revived.stacked.a), axis=0)) == 3
-
-
 def test_posterior_of_a_linear_model():
     """32 chains on all rows; the law of the discretised chain differs from the posterior by less than the error."""
     rows, noise, prior = 40, 0.5, 0.2
