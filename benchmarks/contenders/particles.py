@@ -20,7 +20,8 @@ particles = ee.methods.particles
 
 def svgd(task: Task) -> Fitted:
     """Stein variational gradient descent of all weights."""
-    step, state = _weight_step(task.setting.decay, task.setting.num_rows), ee.train.init(task.build(), ADAM, key=task.key)
+    step = _weight_step(task.setting.decay, task.setting.num_rows)
+    state = ee.train.init(task.build(), ADAM, key=task.key)
     for batches in _epochs(task):
         state, _ = ee.train.scan_steps(step, state, batches)
     return members(task, state.ensemble)

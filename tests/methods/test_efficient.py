@@ -8,11 +8,32 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.methods.efficient import as_members, batch_ensemble, masksembles, mean_loss, members
-from eqx_ensemble.methods.efficient import mimo, packed_ensemble, tabm, weight_labels
+from eqx_ensemble.methods.efficient import (
+    as_members,
+    batch_ensemble,
+    masksembles,
+    mean_loss,
+    members,
+    mimo,
+    packed_ensemble,
+    tabm,
+    weight_labels,
+)
 
-from ..factories import CASES, Alone, Attention, assert_close, assert_same, data, distance
-from ..factories import in_order, mse, mse_with_state, relaxed, step_key
+from ..factories import (
+    CASES,
+    Alone,
+    Attention,
+    assert_close,
+    assert_same,
+    data,
+    distance,
+    in_order,
+    mse,
+    mse_with_state,
+    relaxed,
+    step_key,
+)
 
 KEY = jax.random.key(3)
 X = np.asarray(jax.random.normal(jax.random.key(4), (7, 12)))
@@ -106,16 +127,12 @@ def test_numbers_of_weights():
     assert count(mimo) == 7564
     assert count(tabm) == 4736 + 4 * (74 + 2 * 128) + 4 * 195
     assert count(packed_ensemble) == 4 * (11 * 32 + 33 * 32 + 33 * 3)
-    sizes = lambda width, k, alpha, gamma: eqx.filter_eval_shape(lambda: members(packed_ensemble(
-        eqx.nn.MLP(15, 5, width, 2, key=KEY), k, alpha=alpha, gamma=gamma, key=KEY)).stacked.layers[1].weight).shape  # fmt: skip
-    for case, width in {
-        (64, 4, 2, 2): 32,
-        (15, 4, 2, 1): 8,
-        (15, 4, 2, 2): 8,
-        (7, 3, 1.5, 4): 4,
-        (10, 4, 2, 2): 6,
-    }.items():
-        assert sizes(*case) == (case[1], width, width)  # divisible by the groups
+    packed = lambda width, k, **options: packed_ensemble(eqx.nn.MLP(15, 5, width, 2, key=KEY), k, key=KEY, **options)
+    weight = lambda joint: members(joint).stacked.layers[1].weight
+    widths = {(64, 4, 2, 2): 32, (15, 4, 2, 1): 8, (15, 4, 2, 2): 8, (7, 3, 1.5, 4): 4, (10, 4, 2, 2): 6}
+    for (hidden, k, alpha, gamma), width in widths.items():  # divisible by the groups
+        found = eqx.filter_eval_shape(lambda h=hidden, k=k, a=alpha, g=gamma: weight(packed(h, k, alpha=a, gamma=g)))
+        assert found.shape == (k, width, width)
     blocks = np.asarray(members(packed_ensemble(MLP, 2, gamma=4, key=KEY))[0].layers[1].weight).reshape(4, 2, 4, 2)
     assert all((np.abs(blocks[i, :, j]).max() > 0) == (i == j) for i in range(4) for j in range(4))
 

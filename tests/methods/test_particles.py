@@ -240,6 +240,11 @@ def test_members_that_diverge_are_as_if_left_out(ensemble):
     assert metrics.status.tolist() == [0, 2, 0, 0]
     assert np.isnan(metrics.loss[1])
 
+    rooted = lambda model, batch, key: loss(model, batch, key) + jnp.sqrt(jnp.sum(model.bias**2))
+    still = eqx.tree_at(lambda e: e.stacked.bias, ensemble, replace_fn=lambda b: b.at[1].set(0.0))
+    _, metrics = steps(still, particles.make_step(rooted, SGD, num_rows=20), count=1)  # of which the gradient is NaN
+    assert metrics.status.tolist() == [0, 2, 0, 0]
+
     first, _ = steps(ensemble, count=1, batch=(ee.Each(np.stack([X] * 4)), Y))
     bad = np.stack([X] * 4)
     bad[2] = np.inf

@@ -338,15 +338,3 @@ def test_hyperband(tmp_path):
     assert_same(keys, ee.member_keys(KEY, 17, purpose="fit"))
     assert_same([parts(run) for run in fit(9, checkpoint=tmp_path)], [parts(run) for run in runs])
     assert [length(run) for run in fit(10)] == [50, 50, 50]
-
-
-def test_schedules_of_different_lengths(ensemble):
-    lengths = np.linspace(5, 30, MEMBERS).astype(np.float32)
-    unit = optax.cosine_decay_schedule(0.05, 100)
-    optimiser = lambda hyper: optax.sgd(ee.sweep.rescale_schedule(unit, 100, hyper["length"]))
-    run = ee.fit(ensemble, loss, optimiser, DATA, hyper={"length": jnp.asarray(lengths)}, epochs=4, **OPTIONS)
-    for i in (0, MEMBERS - 1):
-        own = optax.sgd(optax.cosine_decay_schedule(0.05, float(lengths[i])))
-        options = OPTIONS | {"key": run.train_state.keys[i : i + 1]}
-        single = ee.fit(ensemble[[i]], loss, own, DATA, epochs=4, **options)
-        assert_close(run.ensemble[[i]], single.ensemble, 1e-5)
