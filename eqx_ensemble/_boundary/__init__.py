@@ -1,4 +1,5 @@
 from ._function import array_function as array_function
+from ._kinds import Active as Active
 from ._kinds import Amount as Amount
 from ._kinds import AnyGroups as AnyGroups
 from ._kinds import Best as Best
@@ -43,6 +44,7 @@ from ._kinds import OutputPoints as OutputPoints
 from ._kinds import Outputs as Outputs
 from ._kinds import OutputVariances as OutputVariances
 from ._kinds import PairWeights as PairWeights
+from ._kinds import Particles as Particles
 from ._kinds import Points as Points
 from ._kinds import PointScale as PointScale
 from ._kinds import PoolLogits as PoolLogits

@@ -170,6 +170,8 @@ if TYPE_CHECKING:  # the body of a function gets arrays, its callers pass what b
     Hidden = Any
     FiniteHidden = Any
     CountedLabels = Any
+    Particles = Any
+    Active = Any
 else:
     # Weights of members and of rows.
     Weights = Real[ArrayLike, " members"] | None
@@ -354,3 +356,6 @@ else:
         Integer[ArrayLike, " rows"],
         _below("num_classes", "labels from 0 to {last}, as `num_classes` is {bound}", _CLASS_FIX),
     ]
+    # Particles.
+    Particles = Float[ArrayLike, "members size"]
+    Active = Bool[ArrayLike, " members"] | None

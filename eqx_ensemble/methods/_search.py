@@ -23,7 +23,7 @@ from ..train._options import callbacks_of
 from ..train._program import hyper_arrays
 from ..train._run import Run
 from . import population
-from .population._decisions import decision_keys, donors_of, explore_copies
+from .population import decision_keys, donors_of, explore_copies
 
 
 def successive_halving(

@@ -150,7 +150,7 @@ MUTANTS = [
     ),
     *of(
         "train/_revive.py",
-        "train/test_callbacks.py methods/test_population.py::TestCopies",
+        "train/test_callbacks.py methods/test_population.py::test_what_is_copied_and_what_stays",
         ("keys=state.keys, step=state.step", "step=state.step"),
         ("np.flatnonzero(status == Status.OK)", "np.flatnonzero(status != Status.OK)"),
         ("old if is_noise(path, old) else new", "new"),
@@ -313,7 +313,7 @@ MUTANTS = [
         ),
     ),
     *of(
-        "methods/population/_decisions.py",
+        "methods/population.py",
         "methods/test_population.py",
         ("min(len(order) - most, able.sum())", "len(order) - most"),
     ),

@@ -1,3 +1,5 @@
+"""Priors over functions and weights, and noise in targets, by which members approximate draws from a posterior."""
+
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -6,15 +8,17 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
-from ..._caller import caller
-from ..._check import MemberMismatchError, check_function
-from ..._ensemble import Ensemble, check_ensemble
-from ..._foreign import from_foreign
-from ..._keys import member_keys
-from ..._marks import Each
-from ..._pytree import PyTree
-from ...train import Frozen
-from ...train._state import Trainable, trained_leaves
+from .._caller import caller
+from .._check import MemberMismatchError
+from .._ensemble import Ensemble, check_ensemble
+from .._foreign import from_foreign
+from .._keys import member_keys
+from .._marks import Each
+from .._pytree import PyTree
+from ..train import Frozen
+from ..train._state import Trainable, trained_leaves
+
+__all__ = ["Anchor", "RandomisedPrior", "draw_anchors", "gaussian_penalty", "noisy_targets"]
 
 M = TypeVar("M")
 
@@ -36,8 +40,6 @@ def noisy_targets(targets: Any, num_members: int, *, std: Any, key: Any) -> Each
 
     **Returns:** an [`eqx_ensemble.Each`][] `(members, rows, ...)` for the data of [`eqx_ensemble.fit`][].
 
-    **Raises:** `TypeError` for targets that are not floating-point.
-
     ```python
     x, y = jnp.ones((100, 3)), jnp.zeros((100, 1))
     targets = ee.methods.priors.noisy_targets(y, 4, std=0.1, key=key)
@@ -49,8 +51,6 @@ def noisy_targets(targets: Any, num_members: int, *, std: Any, key: Any) -> Each
         [Osband et al. 2018](https://arxiv.org/abs/1806.03335), section 3
     """
     targets = jnp.asarray(from_foreign(targets, "targets"))
-    if not jnp.issubdtype(targets.dtype, jnp.floating):
-        raise TypeError(f"`{caller()}` needs floating-point `targets`, got {targets.dtype}: noise is for regression.")
     keys = member_keys(key, num_members, purpose="noise in targets")
     std = jnp.broadcast_to(jnp.asarray(std, targets.dtype), targets.shape)
     return Each(_add_noise(targets, std, keys))
@@ -119,10 +119,8 @@ class RandomisedPrior(eqx.Module, Generic[M]):
     **Arguments:**
 
     - `network`: the trained network.
-    - `prior`: a network with outputs of the same shapes. It is called in inference mode with positional inputs only.
+    - `prior`: a network whose outputs have the same shapes. It is called in inference mode with positional inputs only.
     - `scale`: $\beta$, one number, or an array of one member: `build(zip={"scale": ...})` gives each its own.
-
-    **Raises:** `ValueError`, when called, if the outputs of network and prior differ in shape.
 
     ```python
     def make(key):
@@ -151,8 +149,6 @@ class RandomisedPrior(eqx.Module, Generic[M]):
     scale: Frozen[Any]
 
     def __init__(self, network: M, prior: Any, *, scale: Any = 1.0) -> None:
-        check_function(network, "network", example="eqx.nn.MLP(3, 1, 16, 2, key=key)")
-        check_function(prior, "prior", example="eqx.nn.MLP(3, 1, 16, 2, key=other_key)")
         self.network = network
         self.prior = prior if isinstance(prior, Frozen) else Frozen(prior)
         self.scale = Frozen(jnp.asarray(scale, jnp.result_type(float)))
@@ -165,14 +161,7 @@ class RandomisedPrior(eqx.Module, Generic[M]):
         prior = eqx.nn.inference_mode(self.prior)(*(x for x in args if not is_state(x)))
         scale = jax.lax.stop_gradient(self.scale.value)
 
-        def add(f: Array, p: Array) -> Array:
-            if f.shape != p.shape:
-                raise ValueError(
-                    f"`methods.priors.RandomisedPrior` needs a network and a prior with outputs of one shape; got "
-                    f"{f.shape} and {p.shape}."
-                )
-            return f + (jnp.asarray(scale, p.dtype) * p).astype(f.dtype)
-
+        add = lambda f, p: f + (scale.astype(p.dtype) * p).astype(f.dtype)
         total = jax.tree.map(add, out, prior)
         return (total, *state) if state else total
 

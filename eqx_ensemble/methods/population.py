@@ -1,3 +1,5 @@
+"""Decisions between epochs, as functions of a training state: for callbacks of `fit` and for loops of your own."""
+
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -8,16 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, Key
 
-from ..._caller import caller
-from ..._ensemble import M
-from ..._keys import generators, tag
-from ..._pytree import PyTree
-from ...distributed import to_host
-from ...sweep import AbstractRange
-from ...train import Status, TrainState, perturb
-from ...train._member import choose
-from ...train._revive import change_hyper, copy_members
-from ...train._state import weights_of
+from .._caller import caller
+from .._ensemble import M
+from .._keys import generators, tag
+from .._pytree import PyTree
+from ..distributed import to_host
+from ..sweep import AbstractRange
+from ..train import Status, TrainState, perturb
+from ..train._member import choose
+from ..train._revive import change_hyper, copy_members
+from ..train._state import weights_of
+
+__all__ = ["copy_members", "exploit", "keep_best", "perturb_hyper", "rank", "truncation"]
 
 Mode = Literal["min", "max"]
 
