@@ -77,7 +77,7 @@ def check_arguments(given: dict[str, Any], of: Arguments) -> Array | None:
     for name, x in raw.items():
         raw[name] = _array(name, x, of.arrays[name], sizes)
         _bind(name, raw[name].shape, of.arrays[name].axes, sizes, first=next(iter(raw)))
-    floats = [x.dtype for name, x in raw.items() if of.arrays[name].is_number]
+    floats = [x.dtype for name, x in raw.items() if of.arrays[name].is_number] or [jnp.zeros(()).dtype]
     dtype = jnp.dtype("float64" if any(x == jnp.float64 for x in floats) else "float32")
     shape = _shape(of.row_axes, sizes)
     if "row_weights" in given and "reduction" not in given and 0 in shape:

@@ -36,3 +36,17 @@ def test_random_calls(room):
                     check(case, draw)
             except Exception as error:
                 raise AssertionError(f"{room}.{name}, seed {seed}, x64={x64}: {draw.said}\n{error}") from error
+
+
+CASES = [(room, name) for room, cases in ROOMS.items() for name in cases]
+
+
+@pytest.mark.parametrize(("room", "name"), CASES)
+def test_every_function(room, name):
+    for seed in range(5):
+        with jax.enable_x64(seed == 3), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            draw = Draw(seed, x64=seed == 3)
+            case = ROOMS[room][name](draw)
+            if case is not None:
+                check(case, draw)
