@@ -38,11 +38,9 @@ def test_random_calls(room):
                 raise AssertionError(f"{room}.{name}, seed {seed}, x64={x64}: {draw.said}\n{error}") from error
 
 
-CASES = [(room, name) for room, cases in ROOMS.items() for name in cases]
-
-
-@pytest.mark.parametrize(("room", "name"), CASES)
+@pytest.mark.parametrize(("room", "name"), [(room, name) for room, cases in ROOMS.items() for name in cases])
 def test_every_function(room, name):
+    """With several shapes and kinds of weights each, one of them in double precision."""
     for seed in range(5):
         with jax.enable_x64(seed == 3), warnings.catch_warnings():
             warnings.simplefilter("ignore")
