@@ -304,6 +304,28 @@ def test_precisions(name):
         assert_close(plain, found, **tolerance)
 
 
+def located(name):
+    """The arguments that lie on the axis of the targets."""
+    arrays = signature_of(name).arrays
+    mean = {"mean", "predictions", "errors"} | ({"values"} if name.startswith(("combine", "uncertainty")) else set())
+    return [key for key in floats_of(name, arguments_of(name)) if arrays[key].values.place or key in mean]
+
+
+@each([name for name in ARRAYS if name.startswith(("combine", "scores", "uncertainty")) and located(name)
+       and name not in RANDOM], {"combine.moments", "scores.crps", "scores.r2", "uncertainty.quantile"})  # fmt: skip
+def test_a_common_offset_costs_no_precision(name):
+    """Of numbers near 1e4, which float32 holds to 1e-3."""
+    far = {key: np.float32(1e4) + np.tile(arguments_of(name)[key], 1) for key in located(name)}
+    options = {"lower": np.float32(1e4 - 1), "upper": np.float32(1e4 + 1)} if "threshold" in name else {}
+    found = numbers(call(name, **far | options))
+    with jax.enable_x64(True):
+        arguments = {key: np.asarray(x, np.float64) for key, x in (floats_of(name, arguments_of(name)) | far).items()}
+        exact = numbers(call(name, **arguments | options))
+    for got, want in zip(found, exact, strict=True):
+        allowed = np.where(np.abs(want) > 1e3, 1.2e-7, 2e-5) * np.abs(want) + 2e-6
+        assert (np.abs(got - want) <= allowed)[np.isfinite(want)].all()
+
+
 @NOISE
 @each([name for name in ARRAYS if name not in RANDOM and "*batch" in signature_of(name).row_axes and name not in
        ("conformal.aci", "conformal.enbpi", "conformal.weighted_quantile")])  # fmt: skip

@@ -127,27 +127,8 @@ def _scipys(log_p, labels, apply, start, penalty=lambda params: 0.0):
     return optimize.minimize(loss, start, method="BFGS", options={"gtol": 1e-7, "maxiter": 2000})
 
 
-def _by_vector(log_p, params):
-    return log_p * params[:4] + params[4:]
-
-
 def _by_matrix(log_p, params):
     return log_p @ params[:16].reshape(4, 4).T + params[16:]
-
-
-def test_vector_is_scipys_minimum():
-    log_p = np.float64(combine.mixture(SMALL))
-    want = _scipys(log_p, LABELS, _by_vector, np.r_[np.ones(4), np.zeros(4)])
-    with jax.enable_x64(True):
-        fitted = calibrate.vector(SMALL, LABELS, pool="mixture")
-        np.testing.assert_allclose(scores.nll(fitted(SMALL), LABELS), want.fun, rtol=1e-8)
-        # A number added to every offset changes nothing: compare what they predict.
-        z = _by_vector(log_p, want.x)
-        np.testing.assert_allclose(fitted(SMALL)[0], z - np.logaddexp.reduce(z, axis=-1, keepdims=True), atol=2e-4)
-        assert scores.nll(SMALL, LABELS) > want.fun + 1e-2
-        assert scores.nll(calibrate.temperature(SMALL, LABELS, pool="mixture")(SMALL), LABELS) > want.fun + 1e-3
-    single = calibrate.vector(SMALL.astype(np.float32), LABELS, pool="mixture")
-    np.testing.assert_allclose(scores.nll(single(SMALL), LABELS), want.fun, rtol=1e-5)
 
 
 def test_matrix_is_scikit_learns_logistic_regression():
@@ -348,32 +329,6 @@ VARIANCE = RNG.uniform(0.2, 2, size=(3, 40)).astype(np.float32)
 
 
 TARGETS = 3 * RNG.normal(size=40).astype(np.float32)
-
-
-def test_closed_form_and_its_minimum():
-    fitted = calibrate.variance(MEAN, VARIANCE, TARGETS, pool="members")
-    want = np.mean((np.float64(TARGETS) - MEAN) ** 2 / VARIANCE, axis=1)
-    np.testing.assert_allclose(fitted.scale, want, rtol=1e-5)
-    np.testing.assert_allclose(fitted(MEAN, VARIANCE).variance, VARIANCE * want[:, None], rtol=1e-5)
-    np.testing.assert_array_equal(fitted(MEAN, VARIANCE).mean, MEAN)
-    for i in range(3):
-        at = lambda factor, i=i: scores.nll_gaussian(MEAN[i], VARIANCE[i] * np.float32(factor * want[i]), TARGETS)
-        assert at(1) < min(at(0.8), at(1.25))
-    assert (np.abs(want - 1) > 0.5).all()
-
-
-def test_of_the_combination():
-    weights = np.array([2, 0, 1])
-    spoilt = MEAN.copy()
-    spoilt[1] = np.nan
-    fitted = calibrate.variance(spoilt, VARIANCE, TARGETS, pool="mixture", weights=weights)
-    combined = combine.gaussian(MEAN, VARIANCE, weights=weights)
-    want = np.mean((TARGETS - np.float64(combined.mean)) ** 2 / combined.variance)
-    np.testing.assert_allclose(fitted.scale, [want], rtol=1e-5)
-    got = fitted(spoilt, VARIANCE)
-    assert got.mean.shape == got.variance.shape == (1, 40)
-    np.testing.assert_allclose(got.variance[0], combined.variance * want, rtol=1e-5)
-    assert not np.allclose(fitted.scale, calibrate.variance(MEAN, VARIANCE, TARGETS, pool="mixture").scale, rtol=1e-2)
 
 
 def test_an_offset_costs_no_precision():

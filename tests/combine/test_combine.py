@@ -18,16 +18,6 @@ def _values(shape=(5, 7, 3), seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("shape", [(5,), (5, 7), (5, 2, 3, 4), (1, 6)])
-def test_is_numpys_average_over_members(shape):
-    values, weights = _values(shape), np.arange(1, shape[0] + 1)
-    np.testing.assert_allclose(combine.mean(values), np.mean(values, axis=0), rtol=1e-5, atol=1e-6)
-    weighted = combine.mean(values, weights=weights)
-    np.testing.assert_allclose(weighted, np.average(values, axis=0, weights=weights), rtol=1e-5, atol=1e-6)
-    if shape[0] > 1:
-        assert not np.allclose(combine.mean(values, weights=weights[::-1]), weighted, atol=1e-3)
-
-
 def test_half_precision_is_computed_in_float32():
     values = np.full((300, 2), 1.0078125, jnp.bfloat16)
     assert combine.mean(values).dtype == jnp.float32
@@ -74,27 +64,6 @@ def test_weights_of_rows_of_any_size(weight):
     np.testing.assert_allclose(combine.mean(values, weights=large), [1.5, 2], rtol=1e-6)
 
 
-def _logits(shape=(5, 7, 3), seed=0):
-    return 3 * np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def _softmax(logits):
-    exponentials = np.exp(np.asarray(logits, np.float64))
-    return exponentials / exponentials.sum(-1, keepdims=True)
-
-
-@pytest.mark.parametrize("shape", [(5, 7, 3), (1, 4, 2), (4, 2, 3, 5), (3, 6)])
-def test_mixture_is_the_mean_of_the_probabilities(shape):
-    logits, weights = _logits(shape), np.arange(1.0, shape[0] + 1)
-    np.testing.assert_allclose(np.exp(combine.mixture(logits)), _softmax(logits).mean(0), rtol=1e-5)
-    want = np.average(_softmax(logits), axis=0, weights=weights)
-    np.testing.assert_allclose(np.exp(combine.mixture(logits, weights=weights)), want, rtol=1e-5)
-    if shape[0] > 1:
-        # Neither the mean of the logits nor other weights would pass.
-        assert not np.allclose(_softmax(np.mean(logits, 0)), _softmax(logits).mean(0), rtol=1e-2)
-        assert not np.allclose(np.exp(combine.mixture(logits, weights=weights[::-1])), want, rtol=1e-2)
-
-
 def test_mixture_keeps_probabilities_below_the_smallest_float():
     logits = np.array([[[0.0, -200.0]], [[0.0, -201.0]]])
     want = np.logaddexp(-200.0, -201.0) - np.log(2)
@@ -110,29 +79,8 @@ def test_mixture_of_impossible_classes_has_a_finite_gradient():
     assert np.abs(gradient).sum() > 0
 
 
-def test_vote_counts():
-    logits = np.asarray(_logits((6, 9, 4)))
-    want = np.stack([np.bincount(logits[:, row].argmax(-1), minlength=4) / 6 for row in range(9)])
-    np.testing.assert_allclose(combine.vote(logits), want, rtol=1e-6)
-    assert not np.allclose(combine.vote(logits[:, ::-1]), want)
-    np.testing.assert_allclose(combine.vote(jax.nn.softmax(logits)), want, rtol=1e-6)
-
-
 def test_vote_gives_ties_to_the_lowest_class():
     np.testing.assert_array_equal(combine.vote(np.array([[[1.0, 2.0, 2.0]], [[3.0, 3.0, 3.0]]])), [[0.5, 0.5, 0.0]])
-
-
-@pytest.mark.parametrize("weights", [None, np.array([0.1, 0.4, 0.2, 0.2, 0.1])])
-def test_mean_logits_is_the_normalised_geometric_mean(weights):
-    logits = _logits()
-    pooled = np.exp(np.average(np.log(_softmax(logits)), axis=0, weights=weights))
-    want = pooled / pooled.sum(-1, keepdims=True)
-    np.testing.assert_allclose(np.exp(combine.mean_logits(logits, weights=weights)), want, rtol=1e-5)
-    np.testing.assert_allclose(
-        np.exp(combine.mean_logits(jax.nn.log_softmax(logits), weights=weights)), want, rtol=1e-5
-    )
-    # The mean of the probabilities would not pass.
-    assert not np.allclose(np.average(_softmax(logits), axis=0, weights=weights), want, rtol=1e-2)
 
 
 def test_mean_logits_a_class_that_one_member_rules_out():
@@ -167,28 +115,6 @@ def test_a_large_offset_costs_no_precision(weights):
     np.testing.assert_allclose(matched.mean, centre, rtol=1.2e-7)  # one float32 step
     careless = np.mean(mean**2, axis=0) - np.mean(mean, axis=0) ** 2
     assert np.abs(careless - want).max() > 1
-
-
-@pytest.mark.parametrize("power", [1.0, 5.0])
-@pytest.mark.parametrize("weights", [None, np.array([0.1, 0.4, 0.2, 0.2, 0.1])])
-def test_product_is_the_product_of_the_densities(weights, power):
-    mean, variance = _moments()
-    got = combine.product_gaussian(mean, variance, weights=weights, power=power)
-    exponents = power * (np.full(5, 0.2) if weights is None else weights)[:, None]
-    precision = np.sum(exponents / np.asarray(variance, np.float64), axis=0)
-    np.testing.assert_allclose(got.variance, 1 / precision, rtol=1e-5)
-    centre = np.sum(exponents * np.asarray(mean, np.float64) / variance, axis=0) / precision
-    np.testing.assert_allclose(got.mean, centre, rtol=1e-5, atol=1e-6)
-    # Log-densities: the product and the result differ by a constant in y.
-    y = np.linspace(-2, 2, 5)[:, None, None]
-    log_density = lambda m, v: -0.5 * (np.log(v) + (y - m) ** 2 / v)
-    product = np.sum(exponents * log_density(np.asarray(mean), np.asarray(variance)), axis=1)
-    gap = product - log_density(np.asarray(got.mean)[None], np.asarray(got.variance)[None])[:, 0]
-    np.testing.assert_allclose(gap - gap[:1], 0, atol=1e-4)
-    # The mixture's moments would not pass.
-    mixture = combine.gaussian(mean, variance, weights=weights)
-    assert not np.allclose(mixture.variance, got.variance, rtol=1e-2)
-    assert not np.allclose(mixture.mean, got.mean, rtol=1e-2)
 
 
 def test_product_of_high_and_low_precision():
@@ -234,14 +160,6 @@ def _values_of_robust(shape=(10, 7), seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("members", [1, 2, 5, 8])
-def test_median_is_numpys(members):
-    values = _values_of_robust((members, 7))
-    np.testing.assert_allclose(combine.median(values), np.median(values, axis=0), rtol=1e-6)
-    if members > 2:
-        assert not np.allclose(np.mean(values, axis=0), np.median(values, axis=0), rtol=1e-2)
-
-
 @pytest.mark.parametrize("cut", [0.0, 0.1, 0.2, 0.3, 0.4])
 def test_trimmed_mean_of_whole_members_is_scipys(cut):
     values = _values_of_robust()
@@ -250,12 +168,6 @@ def test_trimmed_mean_of_whole_members_is_scipys(cut):
     np.testing.assert_allclose(combine.trimmed_mean(values, cut=cut), want, rtol=1e-5, atol=1e-6)
     other = 0.3 if cut == 0.4 else cut + 0.1
     assert not np.allclose(stats.trim_mean(values, other + 1e-9, axis=0), want, rtol=1e-2)
-
-
-def test_ends_are_the_mean_and_the_median():
-    values = _values_of_robust((7, 5))
-    np.testing.assert_allclose(combine.trimmed_mean(values, cut=0.0), combine.mean(values), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(combine.trimmed_mean(values, cut=0.499), combine.median(values), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weights", [None, np.ones(10), np.array([2.0, 1, 1, 1, 1, 1, 1, 1, 1, 0])])
@@ -279,15 +191,6 @@ def test_what_rounding_leaves_of_a_member_that_is_cut_off_does_not_count(cut, we
     np.put_along_axis(far, order[-number:], 1e29, axis=0)
     want = combine.trimmed_mean(values, cut=cut, weights=weights)
     np.testing.assert_allclose(combine.trimmed_mean(far, cut=cut, weights=weights), want, rtol=1e-5, atol=1e-6)
-
-
-def test_a_large_offset_costs_no_precision_of_robust():
-    values = (1e4 + _values_of_robust((64, 50))).astype(np.float32)
-    want = stats.trim_mean(values.astype(np.float64), 0.25, axis=0)
-    np.testing.assert_allclose(combine.trimmed_mean(values, cut=0.25), want, rtol=1.2e-7)
-    with jax.enable_x64(True):
-        got = combine.trimmed_mean(values.astype(np.float64), cut=0.25)
-        np.testing.assert_allclose(got, want, rtol=1e-14)
 
 
 def test_weights_that_turn_out_to_be_all_zero():

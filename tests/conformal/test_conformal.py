@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble import conformal, resample, scores, uncertainty
+from eqx_ensemble import conformal, resample, scores
 
 RNG = np.random.default_rng(0)
 
@@ -64,30 +64,6 @@ def test_coverage_of_split_follows_its_beta_binomial_law():
     empirical = np.searchsorted(np.sort(counts), grid, side="right") / repeats
     distance = lambda k: np.abs(empirical - stats.betabinom(new, k, held_out + 1 - k).cdf(grid)).max()
     assert distance(24) < limit < min(distance(22), distance(26)) / 2
-
-
-@FEW
-@pytest.mark.parametrize("level", [0.5, 0.8, 0.99])
-def test_intervals_are_those_of_the_definition(level):
-    centre, scale = RNG.normal(size=99).astype(np.float32), np.exp(RNG.normal(size=99)).astype(np.float32)
-    targets = centre + np.round(RNG.normal(size=99), 1)
-    spoil = lambda x, value=np.nan: np.where(MASK, x, np.float32(value))
-    fit = dict(level=level, row_weights=MASK)
-    errors = abs(targets - centre)[MASK]
-    radius = at_rank(errors, level)
-    got = conformal.split(spoil(centre), spoil(targets), **fit)(centre)
-    np.testing.assert_allclose(got, (centre - radius, centre + radius), rtol=1e-5, atol=1e-5)
-    factor = at_rank(errors / scale[MASK], level)
-    got = conformal.split(spoil(centre), targets, scale=spoil(scale, -1), **fit)(centre, scale)
-    np.testing.assert_allclose(got, (centre - factor * scale, centre + factor * scale), rtol=1e-5, atol=1e-5)
-    low, high = centre - np.float32(0.3), centre + np.float32(0.1)
-    below, above = (low - targets)[MASK], (targets - high)[MASK]
-    margin = at_rank(np.maximum(below, above), level)
-    got = conformal.cqr(spoil(low), spoil(high), targets, **fit)(low, high)
-    np.testing.assert_allclose(got, (low - margin, high + margin), rtol=1e-5, atol=1e-5)
-    each = [at_rank(x, (1 + level) / 2) if level < 0.9 else np.inf for x in (below, above)]
-    got = conformal.cqr(low, high, targets, ends="each", **fit)(low, high)
-    np.testing.assert_allclose(got, (low - each[0], high + each[1]), rtol=1e-5, atol=1e-5)
 
 
 def test_ends_that_cross_meet():
@@ -145,20 +121,6 @@ def test_jackknife_plus_is_the_loop(level):
     np.testing.assert_allclose(np.subtract(offset(np.float32(new + 1e4)), 1e4), want, atol=5e-3)
 
 
-def test_weighted_quantile_is_the_loop():
-    ratios, new = RNG.gamma(1, size=99), 10 * RNG.gamma(1, size=(2, 5))
-    order = np.argsort(SCORES[MASK])
-    reached = np.cumsum(ratios[MASK][order])
-    for level in (0.5, 0.8, 0.95):
-        index = np.searchsorted(reached, level * (1 - 1e-9) * (reached[-1] + new))
-        want = np.append(SCORES[MASK][order], np.inf)[index]
-        spoilt = np.where(MASK, SCORES, np.inf)
-        got = conformal.weighted_quantile(spoilt, np.where(MASK, ratios, 0), new, level=level)
-        np.testing.assert_array_equal(got, want)
-        same = conformal.weighted_quantile(SCORES, np.full(99, 0.3), np.full(2, 0.3), level=level)
-        np.testing.assert_array_equal(same, [conformal.quantile(SCORES, level=level)] * 2)
-
-
 def test_the_expected_loss_is_controlled():
     repeats, n, risk = 2000, 19, 0.2
     scores, grid = RNG.uniform(size=(repeats, n, 4)), np.linspace(0, 1, 101)
@@ -184,14 +146,6 @@ def test_risk_control_is_the_definition():
         conformal.risk_control(losses, grid, risk=0.3, bound=0.5)
     with pytest.raises(ValueError, match="a `risk` between 0 and `bound`"):
         conformal.risk_control(losses, grid, risk=1.3)
-
-
-def test_fitted_ones_are_saved_and_called_inside_jit(tmp_path):
-    fitted = conformal.split(SCORES, SCORES + 1, level=0.9)
-    np.testing.assert_array_equal(jax.jit(lambda f, x: f(x))(fitted, SCORES), fitted(SCORES))
-    ee.save(tmp_path / "fitted", fitted)
-    assert eqx.tree_equal(ee.load(tmp_path / "fitted", conformal.split(SCORES, SCORES, level=0.9)), fitted)
-    assert isinstance(fitted(SCORES.reshape(9, 11)), uncertainty.Interval)
 
 
 @pytest.mark.usefixtures("unhooked")

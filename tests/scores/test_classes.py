@@ -13,23 +13,11 @@ metrics = pytest.importorskip("sklearn.metrics")
 special = pytest.importorskip("scipy.special")
 
 
-WEIGHTS = np.array([0.1, 0.4, 0.2, 0.2, 0.1])
-
-
 def _data(shape=(5, 40, 4), seed=0):
     rng = np.random.default_rng(seed)
     labels = rng.integers(shape[-1], size=shape[1:-1])
     logits = 2 * rng.normal(size=shape) + 2 * np.eye(shape[-1])[labels]
     return logits.astype(np.float32), labels
-
-
-@pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_mean_member_accuracy_is_the_mean_of_scikit_learns(weights):
-    logits, labels = _data()
-    each = [metrics.accuracy_score(labels, member.argmax(-1)) for member in logits]
-    want = np.average(each, weights=weights)
-    np.testing.assert_allclose(scores.mean_member_accuracy(logits, labels, weights=weights), want, rtol=1e-6)
-    assert not np.allclose(scores.accuracy(logits, labels, weights=weights), want, rtol=1e-2)
 
 
 def test_closed_forms():
@@ -133,16 +121,6 @@ def test_murphys_parts_by_hand():
     parts = scores.decompose_brier(logits, labels, num_bins=1)
     np.testing.assert_allclose(parts.resolution, 0, atol=1e-7)
     assert abs(parts.within_bins) > 0.05
-
-
-def test_climatology_is_all_uncertainty():
-    labels = np.array([0, 1, 1, 2] * 10)
-    logits = np.log(np.tile([0.25, 0.5, 0.25], (1, 40, 1))).astype(np.float32)
-    parts = scores.decompose_brier(logits, labels)
-    np.testing.assert_allclose([parts.reliability, parts.resolution], 0, atol=1e-7)
-    np.testing.assert_allclose(parts.uncertainty, scores.brier(logits, labels), rtol=1e-6)
-    sharper = scores.decompose_brier(2 * logits, labels)
-    assert sharper.reliability > 1e-3
 
 
 def _data_of_calibration(shape=(5, 300, 4), seed=0):
@@ -373,16 +351,6 @@ def test_dyadic_sampling_is_the_sum_over_all_sets(row_weights):
     assert abs(others - mean_by_all_sets(4, share)) > 20 * error
     single = 4 * share @ [joint([i]) for i in range(5)]
     assert abs(single - mean_by_all_sets(4, share)) > 20 * error
-
-
-def test_single_rows_are_the_plain_score():
-    got = scores.joint_nll(LOG_SCORES, size=1, num_sets=20_000, key=KEY, reduction="none")
-    each = np.asarray(scores.nll(JOINT_LOGITS, JOINT_LABELS, reduction="none"))
-    assert (np.abs(np.asarray(got)[:, None] - each).min(axis=1) < 1e-5).all()
-    np.testing.assert_allclose(np.mean(got), each.mean(), atol=5 * each.std() / np.sqrt(20_000))
-    # Members that agree: the product over rows.
-    alone = scores.joint_nll(LOG_SCORES[:1], size=7, num_sets=20_000, key=KEY)
-    np.testing.assert_allclose(alone, 7 * -LOG_SCORES[0].mean(), rtol=0.05)
 
 
 def test_joint_scores_tell_disagreement_from_noise():

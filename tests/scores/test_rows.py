@@ -11,30 +11,6 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble import scores
 
-METRICS = {"auroc": ee.scores.auroc, "aupr": ee.scores.aupr, "fpr_at_tpr": ee.scores.fpr_at_tpr}
-
-
-def _sklearn(name, scores, positives, row_weights=None, level=0.95):
-    metrics = pytest.importorskip("sklearn.metrics", reason="the reference metrics are scikit-learn's")
-    if name == "auroc":
-        return metrics.roc_auc_score(positives, scores, sample_weight=row_weights)
-    if name == "aupr":
-        return metrics.average_precision_score(positives, scores, sample_weight=row_weights)
-    false, hits, _ = metrics.roc_curve(positives, scores, sample_weight=row_weights, drop_intermediate=False)
-    return false[np.argmax(hits >= level - 1e-12)]
-
-
-def test_perfect_reversed_and_constant_scores():
-    positives = np.arange(10) >= 6
-    ladder = np.arange(10, dtype=np.float32)
-    found = [metric(ladder, positives) for metric in METRICS.values()]
-    np.testing.assert_allclose(found, [1, 1, 0], atol=1e-6)
-    average_precision = np.mean([k / (6 + k) for k in range(1, 5)])
-    found = [metric(-ladder, positives) for metric in METRICS.values()]
-    np.testing.assert_allclose(found, [0, average_precision, 1], atol=1e-6)
-    found = [metric(np.zeros(10, np.float32), positives) for metric in METRICS.values()]
-    np.testing.assert_allclose(found, [0.5, 0.4, 1], atol=1e-6)
-
 
 @pytest.mark.parametrize("level", [0.25, 0.5, 0.75, 0.95])
 def test_the_share_that_is_found_is_met_exactly(level):
@@ -94,18 +70,6 @@ def test_scikit_learn_agrees(name, seed):
     # The other kind called positive would not pass.
     with pytest.raises(AssertionError):
         assert_same_points(function(values, ~positives), _points(name, values, positives))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_masks_while_tracing(name):
-    values, positives, weights = _rows(7)
-    function, mask = getattr(scores, name), weights > 1
-    spoilt = np.where(mask, values, np.nan)
-    traced = jax.jit(lambda row_weights: function(spoilt, positives, row_weights=row_weights))
-    got, want = traced(mask), function(values[mask], positives[mask])
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(one[: other.size], other, rtol=1e-6)
-        np.testing.assert_allclose(one[other.size :], other[-1], rtol=1e-6)  # the last point again
 
 
 def test_rates_never_fall():
@@ -174,18 +138,6 @@ def test_ties_are_the_mean_over_all_orders():
     # The order in which rows that tie were passed is one of them, and would not pass.
     assert not np.allclose(_risks(np.argsort(values, kind="stable"), losses), want, rtol=1e-2)
     np.testing.assert_allclose(ee.scores.aurc(values, losses), want.mean(), rtol=1e-6)
-
-
-def test_closed_forms():
-    losses = np.float32([0, 0, 0, 1, 1])
-    constant = np.zeros(5, np.float32)
-    np.testing.assert_allclose(ee.scores.aurc(constant, losses), 0.4, rtol=1e-6)  # the mean loss
-    perfect = (1 / 4 + 2 / 5) / 5
-    np.testing.assert_allclose(ee.scores.aurc(losses, losses), perfect, rtol=1e-6)
-    assert ee.scores.excess_aurc(losses, losses) == 0
-    worst = (1 + 1 + 2 / 3 + 2 / 4 + 2 / 5) / 5
-    np.testing.assert_allclose(ee.scores.excess_aurc(-losses, losses), worst - perfect, rtol=1e-6)
-    np.testing.assert_allclose(ee.scores.excess_aurc(constant, losses), 0.4 - perfect, rtol=1e-6)
 
 
 def test_what_losses_have_in_common_costs_the_excess_nothing():
@@ -293,16 +245,6 @@ def test_gradient_of_a_mean_by_its_weights():
     np.testing.assert_allclose(jax.grad(mean)(weights)[1:], want[1:], rtol=1e-4, atol=1e-7)
 
 
-def test_large_arrays_are_summed_alike():
-    predictions = np.random.default_rng(1).normal(size=(3, 70_001)).astype(np.float32)
-    weights = np.arange(70_001) % 3.0
-    for name in ("rmse", "mean_member_rmse"):
-        each = predictions.mean(0)[None] if name == "rmse" else predictions
-        want = np.mean(np.sqrt(np.average(each.astype(np.float64) ** 2, axis=1, weights=weights)))
-        got = getattr(scores, name)(predictions, np.zeros(70_001, np.float32), row_weights=weights)
-        np.testing.assert_allclose(got, want, rtol=1e-5)
-
-
 def test_bins_of_equal_weight():
     rng = np.random.default_rng(3)
     logits, labels = (3 * rng.normal(size=(1, 400, 3))).astype(np.float32), rng.integers(3, size=400)
@@ -378,20 +320,6 @@ def test_draws_are_all_resamples_of_three_rows():
     assert abs(got.standard_error / means.std() - 1) < 6 * np.sqrt((fourth - 1) / (4 * 40_000))
     plain = values[rows].mean(1).std()
     assert abs(plain / means.std() - 1) > 0.02
-
-
-def test_the_law_of_weighted_rows():
-    # Of three rows two count: four resamples of two.
-    values, weights = np.array([0.0, 1.0, np.nan], np.float32), np.array([1.0, 2.0, 0.0])
-    rows = np.array(list(itertools.product(range(2), repeat=2)))
-    means = (np.nan_to_num(values)[rows] * weights[rows]).sum(1) / weights[rows].sum(1)
-    draws = 40_000
-    got = scores.bootstrap(values, row_weights=weights, num_draws=draws, key=KEY)
-    fourth = np.mean((means - means.mean()) ** 4) / means.var() ** 2
-    assert abs(got.standard_error / means.std() - 1) < 6 * np.sqrt((fourth - 1) / (4 * draws))
-    # If one row counts, all draws are equal.
-    got = scores.bootstrap(BOOTSTRAP_VALUES, row_weights=np.eye(50)[3], num_draws=2000, key=KEY)
-    np.testing.assert_allclose(got, [BOOTSTRAP_VALUES[3], 0, BOOTSTRAP_VALUES[3], BOOTSTRAP_VALUES[3]], rtol=1e-6)
 
 
 def test_a_paired_difference_is_known_far_better():
