@@ -112,8 +112,9 @@ def test_every_public_function_is_here():
 @NOISE
 @each([name for name in WEIGHTED if name not in RANDOM and not name.startswith(("calibrate", "conformal"))])
 def test_weights_count_members(name):
-    def given(index, weights=None, arguments=arguments_of(name)):
-        taken = along(name, "members", lambda x: x[np.array(index)], arguments | {"weights": None})
+    def given(index, weights=None, arguments=None):
+        arguments = (arguments or arguments_of(name)) | {"weights": None}
+        taken = along(name, "members", lambda x: x[np.array(index)], arguments)
         return call(name, **taken | {"weights": weights})
 
     broken = spoilt(name, "members", [2])

@@ -1,6 +1,5 @@
 """Acquisition: quadrature, many digits, searches over sets, sums over all labels, and the laws of draws."""
 
-import importlib.util
 import itertools
 
 import jax
@@ -13,20 +12,10 @@ from eqx_ensemble import acquire, uncertainty
 integrate = pytest.importorskip("scipy.integrate")
 mpmath = pytest.importorskip("mpmath")
 special = pytest.importorskip("scipy.special")
-
-
 RNG = np.random.default_rng(0)
-
-
 MEAN, VARIANCE = RNG.normal(size=(3, 7)), np.exp(RNG.normal(size=(3, 7)))
-
-
 WEIGHTS, BEST = np.array([0.5, 0.2, 0.3]), 0.4
-
-
 SIGN = {"max": 1, "min": -1}
-
-
 FUNCTIONS = (acquire.expected_improvement, acquire.log_expected_improvement, acquire.probability_of_improvement)
 
 
@@ -180,29 +169,9 @@ def test_confidence_bound(mode):
     np.testing.assert_allclose(slope, SIGN[mode] / 3, rtol=1e-6)  # where members agree
 
 
-@pytest.mark.filterwarnings("ignore")  # of its imports
-@pytest.mark.skipif(importlib.util.find_spec("botorch") is None, reason="needs botorch")
-def test_botorch_agrees():
-    import torch
-    from botorch.acquisition.analytic import _ei_helper, _log_ei_helper
-
-    with jax.enable_x64(True):
-        mean, variance = SCORES[None], np.ones_like(SCORES)[None]
-        got = acquire.log_expected_improvement(mean, variance, best=0.0, mode="max")
-        plain = acquire.expected_improvement(mean, variance, best=0.0, mode="max")
-    np.testing.assert_allclose(got, _log_ei_helper(torch.tensor(SCORES)).numpy(), rtol=1e-12, atol=1e-13)
-    np.testing.assert_allclose(plain, _ei_helper(torch.tensor(SCORES)).numpy(), rtol=1e-9, atol=1e-16)
-
-
 PREDICTIONS, BATCH_WEIGHTS, BATCH_BEST = RNG.normal(size=(6, 12)).astype(np.float32), RNG.uniform(size=6), 0.4
-
-
 KEY = jax.random.key(0)
-
-
 BATCHES = [acquire.batch_expected_improvement, acquire.batch_probability_of_improvement]
-
-
 BOTH = pytest.mark.parametrize("function", BATCHES, ids=["expected_improvement", "probability"])
 
 

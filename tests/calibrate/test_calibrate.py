@@ -16,11 +16,7 @@ optimize = pytest.importorskip("scipy.optimize")
 pytest.importorskip("sklearn")
 
 STORED = json.loads((pathlib.Path(__file__).parents[1] / "scores" / "figures.json").read_text())
-
-
 LOGITS, LABELS = (np.asarray(STORED["data"][name]) for name in ("logits", "labels"))
-
-
 FIGURES = STORED["figures"]
 
 
@@ -48,29 +44,6 @@ def test_is_scikit_learns_temperature_scaling():
         assert not np.allclose(np.exp(combine.mixture(LOGITS)), FIGURES["temperature: probabilities"], rtol=1e-1)
     single = calibrate.temperature(LOGITS.astype(np.float32), LABELS, pool="mixture")
     np.testing.assert_allclose(single.temperature, FIGURES["temperature"], rtol=5e-6)
-
-
-def test_members_are_calibrated_each_alone():
-    together = calibrate.temperature(LOGITS, LABELS, pool="members")
-    for i in range(3):
-        alone = calibrate.temperature(LOGITS[i : i + 1], LABELS, pool="mixture")
-        np.testing.assert_allclose(alone.temperature[0], together.temperature[i], rtol=1e-5)
-    broken = LOGITS.copy()
-    broken[1] *= 5
-    changed = calibrate.temperature(broken, LABELS, pool="members").temperature
-    np.testing.assert_array_equal(changed[::2], together.temperature[::2])
-    assert changed[1] > 2 * together.temperature[1]
-
-
-def test_weights_of_the_mixture_are_kept():
-    weights = np.array([3, 0, 1])
-    spoilt = LOGITS.copy()
-    spoilt[1] = np.nan
-    fitted = calibrate.temperature(spoilt, LABELS, pool="mixture", weights=weights)
-    twice = calibrate.temperature(LOGITS[[0, 0, 0, 2]], LABELS, pool="mixture")
-    np.testing.assert_allclose(fitted.temperature, twice.temperature, rtol=1e-5)
-    np.testing.assert_allclose(fitted(spoilt), twice(LOGITS[[0, 0, 0, 2]]), rtol=1e-4, atol=1e-5)
-    assert not np.allclose(calibrate.temperature(LOGITS, LABELS, pool="mixture").temperature, fitted.temperature, 1e-2)
 
 
 @pytest.mark.usefixtures("unhooked")
@@ -160,22 +133,6 @@ def test_penalties_are_those_of_the_definition(off_diagonal):
     assert np.abs(found[:, :4][off]).max() < 1 / off_diagonal
 
 
-def test_a_large_penalty_makes_vector_scaling():
-    with jax.enable_x64(True):
-        matrix = calibrate.matrix(SMALL, LABELS, pool="mixture", off_diagonal_penalty=1e7)(SMALL)
-        vector = calibrate.vector(SMALL, LABELS, pool="mixture")(SMALL)
-        np.testing.assert_allclose(matrix, vector, atol=1e-3)
-        assert not np.allclose(calibrate.matrix(SMALL, LABELS, pool="mixture")(SMALL), vector, atol=1e-2)
-
-
-def test_offsets_of_logits_change_nothing():
-    fitted = calibrate.matrix(SMALL, LABELS, pool="members")
-    offset = np.float32(SMALL) + np.float32(100) * np.arange(80, dtype=np.float32)[:, None]
-    np.testing.assert_allclose(fitted(offset), fitted(SMALL), atol=1e-2)
-    again = calibrate.matrix(offset, LABELS, pool="members")
-    np.testing.assert_allclose(scores.nll(again(SMALL), LABELS), scores.nll(fitted(SMALL), LABELS), rtol=1e-4)
-
-
 def test_warns_where_there_is_no_minimum():
     sure = np.tile(3 * np.eye(4, dtype=np.float32), (2, 1, 1))
     sure[0, 0] = sure[0, 1]
@@ -195,20 +152,10 @@ def test_a_penalty_gives_a_minimum_where_rows_can_be_separated():
 
 
 RNG = np.random.default_rng(0)
-
-
 ODDS = 3 * RNG.normal(size=400) + 1
-
-
 BINARY = (RNG.uniform(size=400) < 1 / (1 + np.exp(0.3 - 0.4 * ODDS))).astype(int)
-
-
 CALIBRATORS_LABELS = RNG.integers(3, size=50)
-
-
 CALIBRATORS_LOGITS = (3 * RNG.normal(size=(2, 50, 3)) + 2 * np.eye(3)[CALIBRATORS_LABELS]).astype(np.float32)
-
-
 KINDS = ["temperature", "vector", "matrix", "isotonic", "platt", "beta"]
 
 
@@ -323,11 +270,7 @@ def test_calling(kind, pool, tmp_path):
 
 
 MEAN = RNG.normal(size=(3, 40)).astype(np.float32)
-
-
 VARIANCE = RNG.uniform(0.2, 2, size=(3, 40)).astype(np.float32)
-
-
 TARGETS = 3 * RNG.normal(size=40).astype(np.float32)
 
 

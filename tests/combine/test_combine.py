@@ -207,20 +207,10 @@ def test_infinite_values_are_cut_off_or_taken():
 
 
 MEMBERS, ROWS, CLASSES = 4, 6, 3
-
-
 RNG = np.random.default_rng(0)
-
-
 MEAN = RNG.normal(size=(MEMBERS, ROWS)).astype(np.float32)
-
-
 TARGETS = RNG.normal(size=ROWS).astype(np.float32)
-
-
 WEIGHTS = RNG.uniform(0.1, 1, size=(MEMBERS, ROWS))
-
-
 WEIGHTS[1, 2] = WEIGHTS[0, 4] = WEIGHTS[3, 4] = 0
 
 

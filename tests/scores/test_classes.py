@@ -63,8 +63,6 @@ def test_booleans_are_labels_of_two_classes(unhooked):
 
 
 RNG = np.random.default_rng(0)
-
-
 LOGITS, LABELS = RNG.normal(size=(1, 60, 5)).astype(np.float32), RNG.integers(5, size=60)
 
 
@@ -314,11 +312,7 @@ def test_messages():
 
 
 JOINT_LOGITS, JOINT_LABELS, KEY = 2 * RNG.normal(size=(4, 5, 3)), RNG.integers(3, size=5), jax.random.key(0)
-
-
 JOINT_WEIGHTS = np.array([0.4, 0.1, 0.2, 0.3])
-
-
 LOG_SCORES = special.log_softmax(JOINT_LOGITS, axis=-1)[:, np.arange(5), JOINT_LABELS]
 
 

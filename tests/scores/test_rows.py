@@ -11,6 +11,31 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble import scores
 
+metrics = pytest.importorskip("sklearn.metrics", reason="the reference rankings are those of scikit-learn")
+
+
+def _with_ties(distinct, seed=0, num_rows=200):
+    """Scores of few distinct values, which rows are positive, and the weight of each."""
+    rng = np.random.default_rng(seed)
+    positives = rng.uniform(size=num_rows) < 0.3
+    values = np.round((rng.normal(size=num_rows) + positives) * distinct) / distinct
+    return values.astype(np.float32), positives, rng.integers(0, 4, size=num_rows).astype(np.float32)
+
+
+@pytest.mark.parametrize("distinct", [1, 4, 1000])
+def test_rankings_are_those_of_scikit_learn(distinct):
+    values, positives, weights = _with_ties(distinct)
+    for given in ({}, {"row_weights": weights}):
+        own = given.get("row_weights")
+        false, hits, _ = metrics.roc_curve(positives, values, sample_weight=own, drop_intermediate=False)
+        want = {
+            "auroc": metrics.roc_auc_score(positives, values, sample_weight=own),
+            "aupr": metrics.average_precision_score(positives, values, sample_weight=own),
+            "fpr_at_tpr": false[np.argmax(hits >= 0.95 - 1e-12)],
+        }
+        found = {name: getattr(scores, name)(values, positives, **given) for name in want}
+        np.testing.assert_allclose([*found.values()], [*want.values()], rtol=1e-5)
+
 
 @pytest.mark.parametrize("level", [0.25, 0.5, 0.75, 0.95])
 def test_the_share_that_is_found_is_met_exactly(level):
@@ -38,7 +63,6 @@ def _rows(seed, num_rows=40):
 
 def _points(name, values, positives, weights=None):
     """Those of scikit-learn, from the highest threshold to the lowest."""
-    metrics = pytest.importorskip("sklearn.metrics")
     if name == "roc_curve":
         kept = None if weights is None else weights > 0
         if kept is not None:
@@ -165,17 +189,9 @@ def test_masked_rows_are_left_out_whatever_they_hold():
 
 
 RNG = np.random.default_rng(0)
-
-
 SETS, LABELS = RNG.uniform(size=(60, 4)) < 0.5, RNG.integers(4, size=60)
-
-
 GROUPS, VALUES = RNG.integers(3, size=60), RNG.normal(size=60).astype(np.float32)
-
-
 MASK = RNG.uniform(size=60) < 0.7
-
-
 INSIDE, SIZES = SETS[np.arange(60), LABELS], SETS.sum(-1)
 
 
@@ -292,8 +308,6 @@ def test_area_of_weighted_rows():
 
 
 KEY = jax.random.key(0)
-
-
 BOOTSTRAP_VALUES = np.random.default_rng(0).gamma(2, size=50).astype(np.float32)
 
 

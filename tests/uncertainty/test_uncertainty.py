@@ -175,19 +175,6 @@ def test_rows_that_are_nearly_certain_keep_their_order():
     np.testing.assert_allclose(uncertainty.least_confidence(np.zeros((2, 4), np.float32)), 0.75, rtol=1e-6)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 10.0])
-@pytest.mark.parametrize("weights", [None, np.array([0.1, 0.4, 0.2, 0.2, 0.1])])
-def test_energy_is_the_formula(weights, temperature):
-    logits = _logits_of_out_of_distribution()
-    each = -temperature * special.logsumexp(logits.astype(np.float64) / temperature, axis=-1)
-    want = np.average(each, axis=0, weights=weights)
-    np.testing.assert_allclose(
-        uncertainty.free_energy(logits, temperature=temperature, weights=weights), want, rtol=1e-5, atol=1e-6
-    )
-    if temperature != 1:
-        assert not np.allclose(uncertainty.free_energy(logits, weights=weights), want, rtol=1e-2)
-
-
 def test_energy_sees_the_size_of_logits_and_nothing_in_probabilities():
     logits = _logits_of_out_of_distribution()
     np.testing.assert_allclose(uncertainty.free_energy(jax.nn.log_softmax(logits)), 0, atol=1e-6)
@@ -349,8 +336,6 @@ def test_is_scipys_interval(level):
 
 
 stats = pytest.importorskip("scipy.stats", reason="the reference distributions are scipy's")
-
-
 LEVELS = np.array([1e-9, 0.025, 0.3, 0.5, 0.7, 0.975, 1 - 1e-9])
 
 
@@ -400,15 +385,6 @@ def test_far_apart_members_have_the_quantiles_of_one_of_them():
     assert not np.allclose(want, -1e4 + stats.norm.ppf(levels)[:, None], atol=1e-1)
 
 
-def test_members_that_are_points_are_steps():
-    mean, variance = np.float32([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]), np.zeros((3, 2), np.float32)
-    variance[2, 1] = 1.0
-    got = uncertainty.gaussian_mixture_quantile(mean, variance, np.array([0.2, 0.5, 0.9]))
-    np.testing.assert_allclose(got[:, 0], [1, 2, 3], rtol=1e-6)
-    # Two thirds of the second mixture are at 0, from level 1/6 to 5/6.
-    np.testing.assert_allclose(got[:, 1], [0, 0, stats.norm.ppf(0.7)], atol=1e-6)
-
-
 def _narrow_mixtures(cases, members, seed):
     """Means far apart, spreads from a millionth of the distance to all of it, some of them points; random weights."""
     generator = np.random.default_rng(seed)
@@ -448,30 +424,12 @@ def test_level_is_between_the_neighbours_of_the_quantile_and_order_is_kept(dtype
             assert ((below >= level * (1 - slack)) | (over <= (1 - level) * (1 + slack))).all()
 
 
-def test_narrow_members_do_not_stop_the_search():
-    mean, variance = np.float32([[0], [70], [20], [80], [50]]), np.full((5, 1), 1e-12, np.float32)
-    np.testing.assert_array_equal(uncertainty.gaussian_mixture_interval(mean, variance, level=0.9), [[0], [80]])
-
-
 def test_infinite_moments_have_infinite_quantiles_of_their_own_only():
     mean, variance = np.float32([[0.0, 0.0], [1.0, 1.0], [np.inf, 2.0]]), np.float32([[0, 0], [0, 0], [1, np.inf]])
     got = uncertainty.gaussian_mixture_quantile(mean, variance, np.array([1e-300, 0.1, 0.3, 0.6, 0.9]))
     # A variance without bound has half of its member's third at either end.
     np.testing.assert_array_equal(got[1:], [[0, -np.inf], [0, 0], [1, 1], [np.inf, np.inf]])
     assert (got[0] == -np.inf).all()
-
-
-@pytest.mark.parametrize("level", [0.5, 0.9, 1 - 1e-7])
-def test_interval_is_central(level):
-    mean, variance = _moments_of_mixture_quantile((4, 6))
-    lower, upper = uncertainty.gaussian_mixture_interval(mean, variance, level=level)
-    exact = mean.astype(np.float64), np.sqrt(variance.astype(np.float64))
-    np.testing.assert_allclose(stats.norm.cdf(lower, *exact).mean(0), (1 - level) / 2, rtol=1e-3)
-    np.testing.assert_allclose(stats.norm.sf(upper, *exact).mean(0), (1 - level) / 2, rtol=1e-3)
-    one = uncertainty.gaussian_mixture_interval(mean[:1], variance[:1], level=level)
-    want = uncertainty.gaussian_interval(mean[0], variance[0], level=level)
-    np.testing.assert_allclose(one, want, rtol=1e-5, atol=1e-6)
-    assert not np.allclose(lower, want.lower, rtol=1e-2)
 
 
 def test_gradient_is_that_of_the_implicit_function():
@@ -495,8 +453,6 @@ def test_gradient_is_that_of_the_implicit_function():
 
 
 KEY = jax.random.key(0)
-
-
 NUM_SAMPLES = 20_000
 
 
@@ -538,33 +494,3 @@ def test_labels_have_the_probabilities_of_the_mixture(joint):
     assert stats.chisquare(counts, NUM_SAMPLES * expected / expected.sum()).pvalue > 1e-6
     pooled = np.exp(np.asarray(combine.mean_logits(logits, weights=weights), np.float64))
     assert stats.chisquare(counts, NUM_SAMPLES * pooled / pooled.sum()).pvalue < 1e-6
-
-
-def test_moments_of_many_entries_are_those_of_the_mixture():
-    rng = np.random.default_rng(0)
-    mean, variance = rng.normal(size=(4, 30)).astype(np.float32), rng.uniform(0.1, 1, (4, 30)).astype(np.float32)
-    drawn = np.asarray(uncertainty.sample_gaussian_mixture(mean, variance, 5000, key=KEY), np.float64)
-    want = combine.gaussian(mean, variance)
-    # Six standard errors each.
-    np.testing.assert_array_less(np.abs(drawn.mean(0) - want.mean), 6 * np.sqrt(want.variance / 5000))
-    np.testing.assert_array_less(np.abs(drawn.var(0) / want.variance - 1), 6 * np.sqrt(3 / 5000))
-    correlation = np.corrcoef(drawn.T) - np.eye(30)
-    assert np.abs(correlation).max() < 6 / np.sqrt(5000)
-
-
-def test_weight_zero_keys_and_transforms():
-    mean, variance = np.float32([[0.0], [np.nan], [5.0]]), np.ones((3, 1), np.float32)
-    sample = lambda m: uncertainty.sample_gaussian_mixture(m, variance, 500, weights=np.array([1, 0, 1]), key=KEY)
-    assert np.isfinite(sample(mean)).all()
-    np.testing.assert_allclose(jax.jit(sample)(mean), sample(mean), rtol=1e-5, atol=1e-6)
-    gradient = jax.grad(lambda m: jnp.sum(sample(m)))(mean)
-    np.testing.assert_allclose(np.sum(gradient), 500)
-    assert gradient[1] == 0
-    logits = np.float32([[9.0, 0.0], [np.nan, 0.0]])
-    assert set(np.unique(uncertainty.sample_class_mixture(logits, 99, weights=np.array([1, 0]), key=KEY))) <= {0, 1}
-    legacy = uncertainty.sample_gaussian_mixture(
-        mean, variance, 500, weights=np.array([1, 0, 1]), key=jax.random.key_data(KEY)
-    )
-    np.testing.assert_array_equal(legacy, sample(mean))
-    other = uncertainty.sample_gaussian_mixture(mean, variance, 500, weights=np.array([1, 0, 1]), key=jax.random.key(1))
-    assert not np.array_equal(other, legacy)
