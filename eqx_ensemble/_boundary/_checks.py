@@ -211,7 +211,8 @@ def _check_interval(given: dict[str, Any], known: np.ndarray | None) -> None:
     """Raises if a lower end is above its upper end in a row that counts, where they can be read."""
     low, high = concrete(given["lower"]), concrete(given["upper"])
     if low is not None and high is not None and known is not None and (wrong := (low > high) & known).any():
-        raise value_error("`lower` ends at or below `upper` ends", first_text(low, wrong), "Swapped? `lower` first.")
+        first = first_text(np.broadcast_to(low, wrong.shape), wrong)
+        raise value_error("`lower` ends at or below `upper` ends", first, "Swapped? `lower` first.")
 
 
 def _in_float64(raw: dict[str, Any], of: Arguments) -> dict[str, Any]:

@@ -172,7 +172,8 @@ MUTANTS = [
     ),
     *of(
         "_weighting.py",
-        "combine/test_combine.py uncertainty/test_uncertainty.py scores/test_classes.py test_boundary.py",
+        "combine/test_combine.py uncertainty/test_uncertainty.py scores/test_classes.py "
+        "test_boundary.py fuzz/test_arrays.py::test_every_function",
         ("as_column(weights, values.ndim) == 0, fill, values", "as_column(weights, values.ndim) != 0, fill, values"),
         ("known_mean(variance, weights) + between", "known_mean(variance, weights)"),
         ("(labels >= 0) & (labels < num_classes)", "(labels >= 0) & (labels <= num_classes)"),
@@ -182,7 +183,7 @@ MUTANTS = [
     ),
     *of(
         "combine/_moments.py",
-        "combine/test_combine.py",
+        "combine/test_combine.py fuzz/test_arrays.py::test_every_function",
         ("least / total / power", "least / total"),
     ),
     *of(
@@ -213,7 +214,7 @@ MUTANTS = [
     ),
     *of(
         "scores/_regression.py",
-        "scores/test_numbers.py",
+        "scores/test_numbers.py fuzz/test_arrays.py::test_every_function",
         (
             "root(mean_of_rows(error_of_mean(predictions, targets, weights) ** 2",
             "root(mean_of_rows(error_of_mean(predictions, targets, weights) ** 4",
@@ -227,7 +228,7 @@ MUTANTS = [
     ),
     *of(
         "scores/_binning.py",
-        "scores/test_classes.py test_boundary.py",
+        "scores/test_classes.py test_boundary.py fuzz/test_arrays.py::test_every_function",
         ("errors = 2 * errors -", "errors = errors -"),
         ("[1:-1], dtype)", "[1:], dtype)"),
         ("count**2 / jnp.where(count == 0, 1, total(own)) if is_weighted else count", "count"),
@@ -235,45 +236,45 @@ MUTANTS = [
     ),
     *of(
         "scores/_ranking.py",
-        "scores/test_rows.py",
+        "scores/test_rows.py fuzz/test_arrays.py::test_every_function",
         ("hits, false = total[0][last], total[1][last]", "hits, false = total"),
         ("jnp.nan, ranked.precision), ranked.positive)", "jnp.nan, ranked.precision), ranked.negative)"),
     ),
     *of(
         "scores/_gaussian.py",
-        "scores/test_numbers.py",
+        "scores/test_numbers.py fuzz/test_arrays.py::test_every_function",
         ("jnp.log(variance) + (targets", "2 * jnp.log(variance) + (targets"),
     ),
     *of(
         "scores/_pit.py",
-        "scores/test_numbers.py",
+        "scores/test_numbers.py fuzz/test_arrays.py::test_every_function",
         ("jnp.sqrt(variance)), weights)", "variance), weights)"),
     ),
     *of(
         "scores/_selective.py",
-        "scores/test_rows.py test_boundary.py",
+        "scores/test_rows.py test_boundary.py fuzz/test_arrays.py::test_every_function",
         ("(found, steps), order = _points(uncertainty", "(found, steps), order = _points(-uncertainty"),
         ("jnp.where(first == last, weights, ", "jnp.where(first <= last, weights, "),
     ),
     *of(
         "uncertainty/_entropy.py",
-        "uncertainty/test_uncertainty.py",
+        "uncertainty/test_uncertainty.py fuzz/test_arrays.py::test_every_function",
         ("probabilities * -jnp.where(logs", "probabilities * jnp.where(logs"),
     ),
     *of(
         "uncertainty/_variance.py",
-        "uncertainty/test_uncertainty.py",
+        "uncertainty/test_uncertainty.py fuzz/test_arrays.py::test_every_function",
         ("moments(mean, weights)[1]", "moments(mean, None)[1]"),
     ),
     *of(
         "conformal/_quantile.py",
-        "conformal/test_conformal.py",
+        "conformal/test_conformal.py fuzz/test_arrays.py::test_every_function",
         ("np.arange(1, num_rows + 2)", "np.arange(num_rows + 1)"),
         ("jnp.where(few, jnp.inf, ", "jnp.where(False, jnp.inf, "),
     ),
     *of(
         "calibrate/_variance.py",
-        "calibrate/test_calibrate.py",
+        "calibrate/test_calibrate.py fuzz/test_arrays.py::test_every_function",
         ("mean_of_rows(of_group, row_weights)", "jnp.sum(of_group)"),
     ),
     *of(
