@@ -183,6 +183,47 @@ def test_what_does_not_count_may_hold_anything(name, kind):
             np.testing.assert_array_equal(got, want)
 
 
+# Functions of other rooms that take row weights or weights, whose annotations say less.
+OTHERS = [(name, kind) for kind, option in KEEP.items() for name in NAMES if name not in ARRAYS
+          and next(iter(option)) in arguments_of(name)
+          and name not in ("combine.weights.sparsify", "tree.weighted_sum", "tree.weighted_mean")]  # fmt: skip
+
+
+def by_size(name, kind, change):
+    """The arguments with a change of all floats along six rows, or three members."""
+
+    def changed(x):
+        if not isinstance(x, np.ndarray) or x.dtype != np.float32:
+            return x
+        if kind == "members":
+            return change(x) if x.ndim > 1 and len(x) == 3 else x
+        return np.moveaxis(change(np.moveaxis(x, x.shape.index(6), 0)), 0, x.shape.index(6)) if 6 in x.shape[:2] else x
+
+    return {key: changed(x) for key, x in arguments_of(name).items() if not key.endswith("weights")}
+
+
+@pytest.mark.filterwarnings("ignore:.*best mean log score")
+@pytest.mark.parametrize(("name", "kind"), OTHERS)
+def test_what_does_not_count_may_hold_anything_in_other_rooms(name, kind):
+    def given(value):
+        place = lambda x: np.where((np.arange(len(x)) == PLACE[kind]).reshape(-1, *(1,) * (x.ndim - 1)), value, x)
+        return numbers(call(name, **by_size(name, kind, lambda x: place(x).astype(np.float32)) | KEEP[kind]))
+
+    for value in (np.nan, -1.0):
+        for got, want in zip(given(value), given(0.5), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.filterwarnings("ignore:.*best mean log score")
+@pytest.mark.parametrize("name", [name for name, kind in OTHERS if kind == "rows" and "density." not in name])
+def test_row_weights_count_rows_in_other_rooms(name):
+    repeat = lambda x: np.repeat(x, WHOLE, axis=np.shape(x).index(6)) if 6 in np.shape(x)[:2] else x
+    options = arguments_of(name) | {"row_weights": None}
+    options |= {"tolerance": 1e-6, "max_steps": 50} if name.endswith("stacking") else {}
+    want = call(name, **jax.tree.map(repeat, options))
+    assert_close(call(name, **options | {"row_weights": WHOLE}), want, rtol=1e-4, atol=1e-6)
+
+
 # Points of curves and draws are as many as rows; of candidates there are indices.
 APART = RANDOM | {"scores.aurc", "scores.risk_coverage", "scores.roc_curve", "scores.precision_recall_curve"}
 AS_ROWS = [name for name in TAKING if name not in APART and not name.startswith(("acquire", "conformal"))
