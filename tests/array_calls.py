@@ -126,7 +126,7 @@ CALLS = {
         | _MEAN_OR_NONE,
         "variogram_score": _POINTS
         | _ROWS
-        | {"samples": _MEAN[..., None] * np.arange(1, 3), "targets": _TARGETS[..., None] * np.ones(2, np.float32)}
+        | {"samples": _MEAN[..., None] * np.float32([1, 2]), "targets": _TARGETS[..., None] * np.ones(2, np.float32)}
         | {"order": 0.5, "pair_weights": np.ones((2, 2), np.float32), "estimator": "nrg", "reduction": "mean"},
         "interval_score": _ENDS | _ROWS | {"level": 0.8, "reduction": "mean"},
         "pinball": {"quantiles": _MEAN[0], "targets": _TARGETS, "level": 0.8, "reduction": "mean"} | _ROWS,

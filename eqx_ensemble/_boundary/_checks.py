@@ -79,8 +79,9 @@ def check_arguments(given: dict[str, Any], of: Arguments) -> Array | None:
         raw[name] = _array(name, x, of.arrays[name], sizes)
         _bind(name, raw[name].shape, of.arrays[name].axes, sizes, first=next(iter(raw)))
     floats = [x for name, x in raw.items() if of.arrays[name].is_number]
-    known = [x for x in floats if not x.weak_type] or floats  # a Python number takes the dtype of the others
-    dtype = jnp.dtype("float64" if any(x.dtype == jnp.float64 for x in known) else "float32")
+    # A Python number takes the dtype of the others.
+    known = [x.dtype for x in floats if not x.weak_type] or [x.dtype for x in floats] or [jnp.zeros(()).dtype]
+    dtype = jnp.dtype("float64" if jnp.float64 in known else "float32")
     shape = _shape(of.row_axes, sizes)
     if "row_weights" in given and "reduction" not in given and 0 in shape:
         raise value_error("at least one row", f"got rows of shape {shape}", "Was every row filtered out?")
@@ -214,7 +215,8 @@ def _check_interval(given: dict[str, Any], known: np.ndarray | None) -> None:
     """Raises if a lower end is above its upper end in a row that counts, where they can be read."""
     low, high = concrete(given["lower"]), concrete(given["upper"])
     if low is not None and high is not None and known is not None and (wrong := (low > high) & known).any():
-        raise value_error("`lower` ends at or below `upper` ends", first_text(low, wrong), "Swapped? `lower` first.")
+        first = first_text(np.broadcast_to(low, wrong.shape), wrong)
+        raise value_error("`lower` ends at or below `upper` ends", first, "Swapped? `lower` first.")
 
 
 def _in_float64(raw: dict[str, Any], of: Arguments) -> dict[str, Any]:

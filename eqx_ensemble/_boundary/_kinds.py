@@ -202,7 +202,7 @@ else:
     VarianceOrZero = Annotated[Float[ArrayLike, "*batch"], _NOT_NEGATIVE]
     Variances = Annotated[Members, _POSITIVE]
     VariancesOrZero = Annotated[Members, _NOT_NEGATIVE]
-    Threshold = Annotated[Real[ArrayLike, ""], _PLACE]
+    Threshold = Annotated[Real[ArrayLike, ""], _no_nan("Leave it out for none.")]
     Power = Annotated[Real[ArrayLike, ""], _above_zero("1 is the geometric mean, `num_members` the plain product.")]
     PriorPrecision = Annotated[Real[ArrayLike, "*some"], _above_zero("It is that of a proper prior.")] | None
     NoiseOfTargets = Annotated[Real[ArrayLike, "*other"], _above_zero("It is a standard deviation.")] | None

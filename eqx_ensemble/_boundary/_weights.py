@@ -59,7 +59,9 @@ def check_row_weights(
         if host.size and not host.any():
             fix = "True keeps a row: are they inverted?"
             raise value_error("`row_weights` that leave a row", f"got {host.size} times {host.flat[0]}", fix)
-    if array.dtype == bool or dtype is None:
+    if array.dtype == bool:
+        return Rows(array, array, host)
+    if dtype is None:
         return Rows(array, array != 0, None if host is None else host != 0)
     # Values of weight zero are overwritten, so the gradient of such a weight would be wrong: it is set to zero.
     given: Any = jnp.where(array == 0, 0, array).astype(dtype) if host is None else host.astype(np.float64)

@@ -3,7 +3,7 @@
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from .._check import as_column, value_error
 
@@ -25,7 +25,7 @@ def against(best: Array, like: Array) -> Array:
 
 
 def pool_of(
-    num_candidates: int, row_weights: Bool[Array, " candidates"] | None, chosen: Int32[Array, " chosen"] | None
+    num_candidates: int, row_weights: Bool[Array, " candidates"] | None, chosen: Integer[Array, " chosen"] | None
 ) -> tuple[Bool[Array, " candidates"], Int32[Array, " chosen"]]:
     """Which candidates may be picked, and those that are chosen already; -1 is none."""
     may_pick = jnp.ones(num_candidates, bool) if row_weights is None else row_weights

@@ -2,7 +2,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from .._boundary import Best, Chosen, PoolRows, PoolSamples, Weights, array_function
 from .._brief import brief_repr
@@ -105,7 +105,7 @@ def _pick_all(
     each: Float[Array, "members candidates"],
     weights: Float[Array, " members"] | None,
     row_weights: Bool[Array, " candidates"] | None,
-    chosen: Int32[Array, " chosen"] | None,
+    chosen: Integer[Array, " chosen"] | None,
     size: int,
 ) -> Picks:
     """The greedy maximum of the mean over members of the largest of the picks' values, which are not negative."""

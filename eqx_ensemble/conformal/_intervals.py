@@ -254,7 +254,7 @@ def jackknife_plus(
     finite = counted & jnp.any(share > 0, axis=0)
     residuals = jnp.where(finite, jnp.abs(targets - held_out), jnp.inf)
     rank = ranks(level, targets.size)[jnp.sum(counted)]
-    return JackknifePlus(residuals, share, rank), rank > jnp.sum(finite)  # pyright: ignore[reportReturnType]
+    return JackknifePlus(residuals, share, rank), rank > jnp.sum(finite, dtype=rank.dtype)  # pyright: ignore[reportReturnType]
 
 
 def shares_unseen(

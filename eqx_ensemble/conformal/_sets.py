@@ -235,7 +235,7 @@ def cross_conformal(
     own = at_label(class_scores(logits, score), labels)
     counted = jnp.ones(labels.shape, bool) if row_weights is None else row_weights
     scores = jnp.sort(jnp.where(unseen & counted[None], own[None], jnp.inf), axis=-1)
-    count = jnp.sum(counted)
+    count = jnp.sum(counted, dtype=jnp.int32)
     rank = ranks(level, own.size)[count]
     few = rank > count
     # NaN, which raises no error while tracing, excludes no class.

@@ -67,7 +67,9 @@ def by_class(
     labels: Integer[Array, "*batch"],
     weights: Float[Array, "members ..."] | None,
     row_weights: CheckedRowWeights | None,
-) -> tuple[Float[Array, "classes rows"], Float[Array, "classes rows"], CheckedRowWeights | None]:
+) -> tuple[
+    Float[Array, "classes rows"], Float[Array, "classes rows"], Bool[Array, " rows"] | Float[Array, " rows"] | None
+]:
     """The mixture's probabilities and one-hot labels by class, and the row weights, with all rows on one axis."""
     num_classes = logits.shape[-1]
     logs = class_mixture(logits, weights)

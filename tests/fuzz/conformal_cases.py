@@ -45,7 +45,7 @@ def weighted_quantile(d):
     order = np.argsort(d.wide(scores)[kept], kind="stable")
     reached, values = np.cumsum(own[kept][order]), np.append(d.wide(scores)[kept][order], np.inf)
     want = values[np.searchsorted(reached, level * (reached[-1] + new) * (1 - 1e-9))]
-    arrays = {"scores": d.spoil(scores, members=0), "ratios": np.where(kept, own, 0), "new_ratios": new}
+    arrays = {"scores": d.spoil(scores, members=0, fill=np.inf), "ratios": np.where(kept, own, 0), "new_ratios": new}
     return Case(conformal.weighted_quantile, arrays, {"level": level}, want, rtol=1e-6)
 
 
