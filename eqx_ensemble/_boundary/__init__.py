@@ -62,6 +62,8 @@ from ._kinds import RowGroups as RowGroups
 from ._kinds import RowLabels as RowLabels
 from ._kinds import RowPredictions as RowPredictions
 from ._kinds import RowScale as RowScale
+from ._kinds import RowScores as RowScores
+from ._kinds import RowScoreWeights as RowScoreWeights
 from ._kinds import RowTargets as RowTargets
 from ._kinds import RowWeights as RowWeights
 from ._kinds import Samples as Samples

@@ -111,6 +111,8 @@ if TYPE_CHECKING:  # the body of a function gets arrays, its callers pass what b
     RowGroups = Any
     RowLabels = Any
     RowFilter = Any
+    RowScores = Any
+    RowScoreWeights = Any
     WeightsOfRows = Any
     RowWeights = Any
     CountedRows = Any
@@ -179,6 +181,7 @@ else:
     RowWeights = Bool[ArrayLike, "*batch"] | Real[ArrayLike, "*batch"] | None
     CountedRows = Bool[ArrayLike, "*batch"] | None
     RowFilter = Bool[ArrayLike, " rows"] | None
+    RowScoreWeights = Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None
     PoolRows = Bool[ArrayLike, " candidates"] | None
     # Classes.
     Logits = Float[ArrayLike, "members *batch classes"]
@@ -244,6 +247,7 @@ else:
             "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`.",
         ),
     ]
+    RowScores = Float[ArrayLike, "*scores rows"]
     # Held-out rows of conformal prediction.
     Scores = Annotated[Float[ArrayLike, " rows"], _KNOWN]
     Predicted = Annotated[Float[ArrayLike, " rows"], _KNOWN]

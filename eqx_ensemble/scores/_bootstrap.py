@@ -6,18 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, Real
 
-from .._boundary import counts
-from .._check import (
-    check_array,
-    check_floating,
-    check_function,
-    check_key,
-    check_level,
-    check_positive_int,
-    check_row_weights,
-    promote,
-    value_error,
-)
+from .._boundary import RowScores, RowScoreWeights, array_function, counts
+from .._check import check_array, check_level, value_error
 from .._keys import member_keys
 
 
@@ -40,12 +30,6 @@ def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: objec
     ee.scores.per_member(ee.scores.accuracy, logits, jnp.array([0, 1]))  # [1.0, 0.5]
     ```
     """
-    if len(arrays) < 2:
-        needs, fix = "predictions, then the target", "`per_member(scores.nll, logits, labels)`."
-        raise value_error(needs, f"got {len(arrays)} arrays", fix)
-    if "weights" in options:
-        fix = "Each member is scored by itself: weight the result, or call the score directly."
-        raise value_error("no `weights`", "got `weights`", fix)
     predictions, target = [check_array("predictions", values) for values in arrays[:-1]], arrays[-1]
     counts = {prediction.shape[:1] for prediction in predictions}
     if len(counts) > 1 or counts & {(), (0,)}:
@@ -117,20 +101,18 @@ def bootstrap(
     ??? cite
         [Efron, AoS 1979](https://doi.org/10.1214/aos/1176344552)
     """
-    array = promote(check_floating("values", values))[0]
-    if array.ndim < 1 or array.shape[-1] == 0:
-        fix = 'Pass one score per row, what `reduction="none"` gives.'
-        raise value_error("`values` with at least one row on the last axis", f"got shape {array.shape}", fix)
-    rows = check_row_weights(row_weights, array.shape[-1:], array.dtype)
     check_level(level)
-    if statistic is not None:
-        check_function(statistic, "statistic", example="lambda means: jnp.sqrt(means)")
-    if check_positive_int(num_draws, "num_draws") < 2:
-        raise value_error("`num_draws` of two or more", f"got {num_draws}", "1,000 is usual.")
-    check_key(key)
-    keys = member_keys(key, num_draws, purpose="scores.bootstrap")
-    sample = _sample(array, rows.weights)
-    return _summarise(sample.mean, _shifts(sample, keys), level, statistic)
+    mean, shifts = _draw(values, row_weights=row_weights, num_draws=num_draws, key=key)
+    return _summarise(mean, shifts, level, statistic)
+
+
+@array_function
+def _draw(
+    values: RowScores, *, row_weights: RowScoreWeights, num_draws: int, key: Any
+) -> tuple[Float[Array, "*scores"], Float[Array, " draws *scores"]]:
+    """The means of the scores, and those of each draw, relative to them."""
+    sample = _sample(values, row_weights)
+    return sample.mean, _shifts(sample, member_keys(key, num_draws, purpose="scores.bootstrap"))
 
 
 class _Sample(NamedTuple):
@@ -147,7 +129,6 @@ class _Sample(NamedTuple):
     num_kept: Int[Array, ""] | None
 
 
-@jax.jit
 def _sample(values: Float[Array, "*scores rows"], row_weights: Array | None) -> _Sample:
     if row_weights is None:
         mean = jnp.mean(values, axis=-1)
@@ -160,7 +141,6 @@ def _sample(values: Float[Array, "*scores rows"], row_weights: Array | None) -> 
     return _Sample(mean, (values - mean[..., None]) * share, weights, jnp.sum(weights > 0, dtype=jnp.int32))
 
 
-@jax.jit
 def _shifts(sample: _Sample, keys: Key[Array, " draws"]) -> Float[Array, " draws *scores"]:
     """The mean of each draw, relative to that of all rows."""
     num_rows = sample.rest.shape[-1]
