@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ._check import MemberMismatchError, check_key_shape, check_positive_int, is_key, is_traced
+from ._check import MemberMismatchError, check_key_shape, check_positive_int
 from ._ensemble import Ensemble
 from ._foreign import from_foreign
 from ._keys import member_keys, own_key
+from ._leaves import is_key, is_traced
 from ._mesh import check_mesh, shard_members
 from ._stack import Where, of_stacked
 from ._warnings import warn

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._caller import caller
-from ._check import MemberMismatchError, array_leaves, is_key
+from ._check import MemberMismatchError
+from ._leaves import array_leaves, is_key
 from ._marks import Shared
 from ._pytree import PyTree
 from .tree._engine import CONCATENATE_RULES, check_index, compare_trees

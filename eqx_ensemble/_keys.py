@@ -6,7 +6,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
-from ._check import MemberMismatchError, check_key, check_key_shape, check_positive_int, is_key
+from ._check import MemberMismatchError, check_key, check_key_shape, check_positive_int
+from ._leaves import is_key
 
 
 def member_keys(key: Any, num_members: int, *, purpose: str = "build") -> Key[Array, " members"]:

@@ -13,10 +13,11 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._caller import caller
-from ._check import CheckpointCorruptError, MemberMismatchError, check_path, is_member_array, member_dtype
+from ._check import CheckpointCorruptError, MemberMismatchError, check_path
 from ._ensemble import Ensemble, M
 from ._foreign import empty_aligned
 from ._keys import own_key
+from ._leaves import is_member_array, member_dtype
 from ._mesh import put
 from ._pytree import PyTree
 from ._save import (

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ._check import check_positive_int, is_inside_transformation, is_key, is_traced
+from ._check import check_positive_int
 from ._cores import num_cores, thread_pool
 from ._data import take_data
 from ._ensemble import Ensemble, check_ensemble, check_model_state, split
 from ._foreign import empty_aligned
 from ._keys import member_keys
+from ._leaves import is_inside_transformation, is_key, is_traced
 from ._map import is_per_member, open_marks, view
 from ._marks import Batch, Each
 from ._mesh import check_mesh, pad_members, replicate, shard_members, sharding

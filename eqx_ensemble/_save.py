@@ -23,8 +23,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._caller import caller
-from ._check import CheckpointCorruptError, check_path, is_key, is_member_array, is_traced, kind_text, path_text
+from ._check import CheckpointCorruptError, check_path
 from ._ensemble import Ensemble, split
+from ._leaves import is_key, is_member_array, is_traced, kind_text, path_text
 from ._map import is_per_member
 from ._pytree import PyTree
 from ._version import __version__

@@ -9,8 +9,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._caller import caller
-from ._check import MemberMismatchError, check_flag, is_key
+from ._check import MemberMismatchError, check_flag
 from ._ensemble import Ensemble, M, join
+from ._leaves import is_key
 from ._pytree import PyTree
 from .tree._engine import Rules, check_trees, combine_trees, compare_trees, map_columns
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
 
-from ._check import as_column
+from ._leaves import as_column
 
 
 def blank_unweighted(

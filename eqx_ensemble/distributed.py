@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._check import is_key, kind_text
+from ._leaves import is_key, kind_text
 from ._pytree import PyTree
 
 __all__ = ["broadcast_from_first", "is_first", "to_host"]

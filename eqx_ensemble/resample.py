@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from ._boundary import DrawnRows, RowPredictions, Unseen, Weights, array_function
+from ._boundary import array_function, kinds
 from ._brief import brief_repr
 from ._check import check_number, check_positive_int, value_error
 from ._keys import generators, key_words
@@ -100,7 +100,7 @@ def bayesian_weights(num_rows: int, num_members: int, *, key: Any) -> Float32[Ar
 
 
 @array_function
-def counts(rows: DrawnRows, num_rows: int) -> Float32[Array, "members rows"]:
+def counts(rows: kinds.DrawnRows, num_rows: int) -> Float32[Array, "members rows"]:
     """How often each row occurs in the rows of each member: converts rows to weights.
 
     **Arguments:**
@@ -123,7 +123,7 @@ def counts(rows: DrawnRows, num_rows: int) -> Float32[Array, "members rows"]:
 
 
 @array_function
-def out_of_bag(rows: DrawnRows, num_rows: int) -> Bool[Array, "members rows"]:
+def out_of_bag(rows: kinds.DrawnRows, num_rows: int) -> Bool[Array, "members rows"]:
     """The rows that each member was not trained on.
 
     **Arguments:** as for [`eqx_ensemble.resample.counts`][]. Of weights `(members, rows)` they are `weights == 0`.
@@ -151,7 +151,7 @@ class HeldOut(NamedTuple):
 
 
 @array_function
-def held_out_mean(predictions: RowPredictions, unseen: Unseen, *, weights: Weights = None) -> HeldOut:
+def held_out_mean(predictions: kinds.RowPredictions, unseen: kinds.Unseen, *, weights: kinds.Weights = None) -> HeldOut:
     """The mean over the members that were not trained on each row: held-out predictions without a held-out set.
 
     **Arguments:**

@@ -14,7 +14,7 @@ from jax import export
 from eqx_ensemble import combine, scores, uncertainty
 from eqx_ensemble._boundary import _rows
 from eqx_ensemble._boundary._arguments import Arguments
-from eqx_ensemble._boundary._kinds import VOTES
+from eqx_ensemble._boundary.kinds import VOTES
 
 from .array_calls import CALLS, NAMES, arguments_of, call
 from .census import BAD_OF_ARRAYS

@@ -3,7 +3,7 @@
 import inspect
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
-from ._kinds import InnerLevels, Levels, Values
+from .kinds import InnerLevels, Levels, Values
 
 
 class Argument(NamedTuple):

@@ -5,10 +5,11 @@ from typing import Any, Literal, get_args, get_origin
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jax.core import Tracer
+from jaxtyping import Array, ArrayLike
 
+from .._caller import caller
 from .._check import (
-    as_column,
     check_array,
     check_flag,
     check_level,
@@ -19,11 +20,13 @@ from .._check import (
     first_text,
     type_error,
     value_error,
-    warn_of_probabilities,
 )
+from .._foreign import from_foreign
+from .._leaves import as_column
+from .._warnings import warn
 from ._arguments import Argument, Arguments
-from ._kinds import VOTES, InnerLevels, Levels
 from ._weights import check_row_weights, check_weights
+from .kinds import VOTES, InnerLevels, Levels
 
 Sizes = dict[str, Any]  # of axes, by name; of `*batch`, a tuple
 
@@ -243,3 +246,37 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     if rounded == distinct.size or distinct.size >= 2**24:
         return values
     return np.where(np.isnan(values), np.nan, ranks.reshape(values.shape))
+
+
+_ROWS_LOOKED_AT = 32
+
+
+def warn_of_probabilities(logits: ArrayLike) -> None:
+    """Warns if the first rows look like probabilities: positive numbers that sum to one."""
+    host = _first_rows(logits, _ROWS_LOOKED_AT)
+    if host is None:
+        return
+    rows = host.astype(np.float64)
+    rounding = 1e-5 if host.dtype.itemsize > 2 else 1e-2
+    are_distributions = (rows >= 0).all() and (abs(rows.sum(axis=-1) - 1) < rounding).all()
+    # The softmax of equal numbers is the same; zeros and ones may be logits written by hand.
+    if are_distributions and ((np.ptp(rows, axis=-1) > 1e-6) & (rows.max(axis=-1) < 1)).any():
+        warn(
+            f"`{caller()}` takes logits, but every row of these sums to 1, as probabilities do. The softmax of "
+            "probabilities is nearly uniform.\nPass `jnp.log(probabilities)`, or the estimator's `predict_log_proba`."
+        )
+
+
+def _first_rows(values: ArrayLike, count: int) -> np.ndarray | None:
+    """At most `count` rows `(rows, last axis)` on the host, without a copy of the rest.
+
+    `None` if there are none, or if they cannot be read.
+    """
+    if isinstance(values, Tracer) or (isinstance(values, Array) and not values.is_fully_addressable):
+        return None
+    is_remote = isinstance(values, Array) and any(device.platform != "cpu" for device in values.devices())
+    array: Any = values if is_remote else np.asarray(from_foreign(values))
+    if array.size == 0:
+        return None
+    first = (0,) * (array.ndim - 2)
+    return np.atleast_2d(np.asarray(array[first][:count] if array.ndim > 1 else array))

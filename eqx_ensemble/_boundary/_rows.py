@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from .._check import as_column, is_inside_transformation, is_traced
+from .._leaves import as_column, is_inside_transformation, is_traced
 from ._arguments import Arguments
 
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike
 
-from .._check import check_array, concrete, first_text, kind_text, type_error, value_error
+from .._check import check_array, concrete, first_text, type_error, value_error
+from .._leaves import kind_text
 
 
 class Rows(NamedTuple):

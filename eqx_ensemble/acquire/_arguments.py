@@ -5,7 +5,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
-from .._check import as_column, value_error
+from .._check import value_error
+from .._leaves import as_column
 
 Mode = Literal["min", "max"]
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
-from .._boundary import Best, Chosen, PoolRows, PoolSamples, Weights, array_function
+from .._boundary import array_function, kinds
 from .._brief import brief_repr
 from .._weighting import blank_unweighted, weighted_mean
 from ._arguments import Mode, against, argmax, check_size, pool_of, sign_of, without
@@ -24,14 +24,14 @@ class Picks(NamedTuple):
 
 @array_function
 def batch_expected_improvement(
-    predictions: PoolSamples,
+    predictions: kinds.PoolSamples,
     size: int,
     *,
-    best: Best,
+    best: kinds.Best,
     mode: Mode,
-    weights: Weights = None,
-    row_weights: PoolRows = None,
-    chosen: Chosen | None = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.PoolRows = None,
+    chosen: kinds.Chosen | None = None,
 ) -> Picks:
     r"""A batch of candidates by greedy maximisation of their joint expected improvement (q-EI).
 
@@ -68,14 +68,14 @@ def batch_expected_improvement(
 
 @array_function
 def batch_probability_of_improvement(
-    predictions: PoolSamples,
+    predictions: kinds.PoolSamples,
     size: int,
     *,
-    best: Best,
+    best: kinds.Best,
     mode: Mode,
-    weights: Weights = None,
-    row_weights: PoolRows = None,
-    chosen: Chosen | None = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.PoolRows = None,
+    chosen: kinds.Chosen | None = None,
 ) -> Picks:
     r"""A batch of candidates by greedy maximisation of the probability that one of them improves (q-PI).
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Key
 
-from .._boundary import Chosen, CountedRows, Exponent, Logits, PoolLogits, PoolRows, Weights, array_function
+from .._boundary import array_function, kinds
 from .._check import type_error
 from .._keys import own_key, root
 from .._weighting import blank_unweighted, log_mixture, weighted_mean
@@ -18,7 +18,9 @@ _LARGEST = 2**20  # of the temporary arrays of `redundancy`, in numbers
 
 
 @array_function
-def bald(logits: Logits, *, weights: Weights = None, row_weights: CountedRows = None) -> Float[Array, "*batch"]:
+def bald(
+    logits: kinds.Logits, *, weights: kinds.Weights = None, row_weights: kinds.CountedRows = None
+) -> Float[Array, "*batch"]:
     """The mutual information of a row's label and the member, in nats: what querying the label is expected to tell.
 
     The `epistemic` part of [`eqx_ensemble.uncertainty.decompose_entropy`][], with `row_weights`.
@@ -46,12 +48,12 @@ def bald(logits: Logits, *, weights: Weights = None, row_weights: CountedRows = 
 
 @array_function
 def batch_bald(
-    logits: PoolLogits,
+    logits: kinds.PoolLogits,
     size: int,
     *,
-    weights: Weights = None,
-    row_weights: PoolRows = None,
-    chosen: Chosen | None = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.PoolRows = None,
+    chosen: kinds.Chosen | None = None,
     max_outcomes: int = 4096,
     num_samples: int = 4096,
     key: Any = None,
@@ -108,12 +110,12 @@ def batch_bald(
 
 @array_function
 def power_bald(
-    logits: PoolLogits,
+    logits: kinds.PoolLogits,
     size: int,
     *,
-    power: Exponent = 1.0,
-    weights: Weights = None,
-    row_weights: PoolRows = None,
+    power: kinds.Exponent = 1.0,
+    weights: kinds.Weights = None,
+    row_weights: kinds.PoolRows = None,
     key: Any,
 ) -> Int32[Array, " size"]:
     """A batch of rows drawn without replacement in proportion to powers of [`eqx_ensemble.acquire.bald`][] (PowerBALD).

@@ -7,20 +7,7 @@ from jax.scipy.special import ndtr
 from jax.scipy.stats import norm
 from jaxtyping import Array, Bool, Float, Int32
 
-from .._boundary import (
-    Best,
-    Beta,
-    CountedRows,
-    Evaluated,
-    Members,
-    Optimum,
-    PoolRows,
-    PoolSamples,
-    VariancesOrZero,
-    Weights,
-    WeightsOfRows,
-    array_function,
-)
+from .._boundary import array_function, kinds
 from .._brief import brief_repr
 from .._check import value_error
 from .._keys import root
@@ -30,13 +17,13 @@ from ._arguments import Mode, against, argmax, check_size, pool_of, sign_of, wit
 
 @array_function
 def expected_improvement(
-    mean: Members,
-    variance: VariancesOrZero | None = None,
+    mean: kinds.Members,
+    variance: kinds.VariancesOrZero | None = None,
     *,
-    best: Best,
+    best: kinds.Best,
     mode: Mode,
-    weights: WeightsOfRows = None,
-    row_weights: CountedRows = None,
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.CountedRows = None,
 ) -> Float[Array, "*batch"]:
     r"""How much candidates improve on the best value observed, $\mathrm{E} \max(f - f^*, 0)$, under the mixture.
 
@@ -74,13 +61,13 @@ def expected_improvement(
 
 @array_function
 def log_expected_improvement(
-    mean: Members,
-    variance: VariancesOrZero | None = None,
+    mean: kinds.Members,
+    variance: kinds.VariancesOrZero | None = None,
     *,
-    best: Best,
+    best: kinds.Best,
     mode: Mode,
-    weights: WeightsOfRows = None,
-    row_weights: CountedRows = None,
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.CountedRows = None,
 ) -> Float[Array, "*batch"]:
     """The logarithm of [`eqx_ensemble.acquire.expected_improvement`][], accurate where that underflows.
 
@@ -113,13 +100,13 @@ def log_expected_improvement(
 
 @array_function
 def probability_of_improvement(
-    mean: Members,
-    variance: VariancesOrZero | None = None,
+    mean: kinds.Members,
+    variance: kinds.VariancesOrZero | None = None,
     *,
-    best: Best,
+    best: kinds.Best,
     mode: Mode,
-    weights: WeightsOfRows = None,
-    row_weights: CountedRows = None,
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.CountedRows = None,
 ) -> Float[Array, "*batch"]:
     r"""The probability that a candidate is better than the best value observed, $\sum_m w_m \Phi(z_m)$.
 
@@ -148,13 +135,13 @@ def probability_of_improvement(
 
 @array_function
 def confidence_bound(
-    mean: Members,
-    variance: VariancesOrZero | None = None,
+    mean: kinds.Members,
+    variance: kinds.VariancesOrZero | None = None,
     *,
-    beta: Beta,
+    beta: kinds.Beta,
     mode: Mode,
-    weights: WeightsOfRows = None,
-    row_weights: CountedRows = None,
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.CountedRows = None,
 ) -> Float[Array, "*batch"]:
     r"""The upper confidence bound (UCB), $\mu + \sqrt{\beta} \sigma$, of the mixture of the members.
 
@@ -263,7 +250,7 @@ class Regret(NamedTuple):
 
 
 @array_function
-def regret(values: Evaluated, optimum: Optimum, *, mode: Mode) -> Regret:
+def regret(values: kinds.Evaluated, optimum: kinds.Optimum, *, mode: Mode) -> Regret:
     """How much worse than the optimum the evaluated values are, after each step.
 
     **Arguments:**
@@ -292,13 +279,13 @@ def regret(values: Evaluated, optimum: Optimum, *, mode: Mode) -> Regret:
 
 @array_function
 def thompson(
-    predictions: PoolSamples,
+    predictions: kinds.PoolSamples,
     num_picks: int,
     *,
     mode: Mode,
     replace: bool = False,
-    weights: Weights = None,
-    row_weights: PoolRows = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.PoolRows = None,
     key: Any,
 ) -> Int32[Array, " picks"]:
     """Thompson sampling: each pick is the best candidate of one member, drawn by its weight.

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._boundary import Labels, Logits, RowWeights, Weights, array_function
+from .._boundary import array_function, kinds
 from .._brief import brief_doc
 from .._caller import caller
-from .._check import as_column, check_number, value_error
+from .._check import check_number, value_error
+from .._leaves import as_column
 from .._warnings import warn
 from .._weighting import class_log_odds
 from ._numbers import Pool, Pooling, Rows, rows_of
@@ -33,7 +34,7 @@ class Temperature(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def __call__(self, logits: Logits) -> Float[Array, "groups *batch classes"]:
+    def __call__(self, logits: kinds.Logits) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(groups, *batch, classes)`."""
         logs = self.pooling.logs(logits)
         return jax.nn.log_softmax(logs / as_column(self.temperature, logs.ndim).astype(logs.dtype), axis=-1)
@@ -57,7 +58,7 @@ class Calibration(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def __call__(self, logits: Logits) -> Float[Array, "groups *batch classes"]:
+    def __call__(self, logits: kinds.Logits) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(groups, *batch, classes)`."""
         logs = self.pooling.logs(logits)
         flat = logs.reshape(logs.shape[0], -1, logs.shape[-1])
@@ -145,7 +146,12 @@ def _losses(margins: np.ndarray, goal: np.ndarray, kind: Kind) -> tuple[np.ndarr
 
 
 def temperature(
-    logits: Logits, labels: Labels, *, pool: Pool, weights: Weights = None, row_weights: RowWeights = None
+    logits: kinds.Logits,
+    labels: kinds.Labels,
+    *,
+    pool: Pool,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Temperature:
     r"""Temperature scaling: logits are divided by one number, fitted to held-out labels by maximum likelihood.
 
@@ -215,7 +221,12 @@ def _best_temperature(gaps: np.ndarray, share: np.ndarray) -> float:
 
 
 def vector(
-    logits: Logits, labels: Labels, *, pool: Pool, weights: Weights = None, row_weights: RowWeights = None
+    logits: kinds.Logits,
+    labels: kinds.Labels,
+    *,
+    pool: Pool,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Calibration:
     r"""Vector scaling: a scale and a bias for the log-probability of each class, fitted by maximum likelihood.
 
@@ -242,14 +253,14 @@ def vector(
 
 
 def matrix(
-    logits: Logits,
-    labels: Labels,
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
     pool: Pool,
     off_diagonal_penalty: float = 0.0,
     bias_penalty: float = 0.0,
-    weights: Weights = None,
-    row_weights: RowWeights = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Calibration:
     r"""Matrix scaling of log-probabilities, which is Dirichlet calibration.
 
@@ -284,7 +295,12 @@ def matrix(
 
 
 def platt(
-    logits: Logits, labels: Labels, *, pool: Pool, weights: Weights = None, row_weights: RowWeights = None
+    logits: kinds.Logits,
+    labels: kinds.Labels,
+    *,
+    pool: Pool,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Calibration:
     r"""Platt scaling: a logistic regression of the labels on the log-odds of each class.
 
@@ -312,7 +328,12 @@ def platt(
 
 
 def beta(
-    logits: Logits, labels: Labels, *, pool: Pool, weights: Weights = None, row_weights: RowWeights = None
+    logits: kinds.Logits,
+    labels: kinds.Labels,
+    *,
+    pool: Pool,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Calibration:
     r"""Beta calibration: log-odds $a \ln p - b \ln(1 - p) + c$ with $a, b \ge 0$, fitted by maximum likelihood.
 

@@ -8,29 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._boundary import (
-    FiniteLogits,
-    FiniteTargets,
-    Labels,
-    Logits,
-    RowWeights,
-    Samples,
-    Variances,
-    Weights,
-    array_function,
-    mean_of_rows,
-)
+from .._boundary import array_function, kinds, mean_of_rows
 from .._brief import brief_doc
 from .._caller import caller
-from .._check import (
-    as_column,
-    check_fitted_members,
-    concrete,
-    is_traced,
-    missing_extra_message,
-    type_error,
-    value_error,
-)
+from .._check import check_fitted_members, concrete, missing_extra_message, type_error, value_error
+from .._leaves import as_column, is_traced
 from .._weighting import class_mixture, is_class, mixture_moments
 from ..combine import Gaussian
 
@@ -103,7 +85,12 @@ def rows_of(logits: Any, labels: Any, pool: Pool, weights: Any, row_weights: Any
 
 @array_function
 def _pool_rows(
-    logits: FiniteLogits, labels: Labels, *, pool: Pool, weights: Weights = None, row_weights: RowWeights = None
+    logits: kinds.FiniteLogits,
+    labels: kinds.Labels,
+    *,
+    pool: Pool,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> tuple[Array, Array, Array, Pooling]:
     pooling = Pooling(weights, pool, logits.shape[0])
     logs = pooling.logs(logits)
@@ -127,7 +114,7 @@ class Variance(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def __call__(self, mean: Samples, variance: Variances) -> Gaussian:
+    def __call__(self, mean: kinds.Samples, variance: kinds.Variances) -> Gaussian:
         """Means and calibrated variances, `(groups, *batch)`, as `.mean` and `.variance`."""
         means, variances = self.pooling.moments(mean, variance)
         return Gaussian(means, variances * as_column(self.scale, means.ndim).astype(means.dtype))
@@ -146,13 +133,13 @@ def _finish(out: Variance, _: dict[str, Any]) -> Variance:
 
 @array_function(finish=_finish)
 def variance(
-    mean: Samples,
-    variance: Variances,
-    targets: FiniteTargets,
+    mean: kinds.Samples,
+    variance: kinds.Variances,
+    targets: kinds.FiniteTargets,
     *,
     pool: Pool,
-    weights: Weights = None,
-    row_weights: RowWeights = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Variance:
     r"""Variance scaling: variances are multiplied by a factor, fitted to held-out targets by maximum likelihood.
 
@@ -209,7 +196,7 @@ class Isotonic(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def __call__(self, logits: Logits) -> Float[Array, "groups *batch classes"]:
+    def __call__(self, logits: kinds.Logits) -> Float[Array, "groups *batch classes"]:
         """Calibrated log-probabilities, `(groups, *batch, classes)`."""
         p = jnp.exp(self.pooling.logs(logits))
         of_class = jax.vmap(jnp.interp, in_axes=(-1, 0, 0), out_axes=-1)
@@ -220,7 +207,12 @@ class Isotonic(eqx.Module):
 
 
 def isotonic(
-    logits: Logits, labels: Labels, *, pool: Pool, weights: Weights = None, row_weights: RowWeights = None
+    logits: kinds.Logits,
+    labels: kinds.Labels,
+    *,
+    pool: Pool,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Isotonic:
     """Isotonic calibration: an increasing function of the probabilities, fitted to held-out labels.
 

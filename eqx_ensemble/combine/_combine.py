@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .. import _weighting
-from .._boundary import Cut, Logits, Members, Power, VariancesOrZero, Votes, Weights, WeightsOfRows, array_function
+from .._boundary import array_function, kinds
 from .._brief import brief_repr
 from .._pairs import takes_pair
 from .._weighting import (
@@ -21,7 +21,7 @@ from .._weighting import (
 
 
 @array_function(each_row=True)
-def mixture(logits: Logits, *, weights: WeightsOfRows = None) -> Float[Array, "*batch classes"]:
+def mixture(logits: kinds.Logits, *, weights: kinds.WeightsOfRows = None) -> Float[Array, "*batch classes"]:
     r"""Log-probabilities of the mixture of the members: the logarithm of the mean of their probabilities.
 
     $\log \sum_m w_m \, \mathrm{softmax}(\mathrm{logits}_m)$, computed in log space.
@@ -42,7 +42,7 @@ def mixture(logits: Logits, *, weights: WeightsOfRows = None) -> Float[Array, "*
 
 
 @array_function(each_row=True)
-def mean_logits(logits: Logits, *, weights: WeightsOfRows = None) -> Float[Array, "*batch classes"]:
+def mean_logits(logits: kinds.Logits, *, weights: kinds.WeightsOfRows = None) -> Float[Array, "*batch classes"]:
     r"""Log-probabilities of the mean of the members' logits: the geometric mean of their probabilities, normalised.
 
     $\mathrm{log\,softmax}(\sum_m w_m \, \mathrm{logits}_m)$, the logarithmic opinion pool. Confident members have more
@@ -71,7 +71,7 @@ def mean_logits(logits: Logits, *, weights: WeightsOfRows = None) -> Float[Array
 
 
 @array_function(each_row=True)
-def vote(logits: Votes, *, weights: WeightsOfRows = None) -> Float[Array, "*batch classes"]:
+def vote(logits: kinds.Votes, *, weights: kinds.WeightsOfRows = None) -> Float[Array, "*batch classes"]:
     """The fraction of the members' votes for each class; each member votes for its most likely class.
 
     Ties go to the lowest class; the gradient is zero.
@@ -91,7 +91,7 @@ def vote(logits: Votes, *, weights: WeightsOfRows = None) -> Float[Array, "*batc
 
 
 @array_function(each_row=True)
-def mean(values: Members, *, weights: WeightsOfRows = None) -> Float[Array, "..."]:
+def mean(values: kinds.Members, *, weights: kinds.WeightsOfRows = None) -> Float[Array, "..."]:
     r"""The weighted mean over members of any array, $\sum_m w_m v_m$.
 
     For class probabilities from logits use [`eqx_ensemble.combine.mixture`][]: the mean of logits is different.
@@ -113,7 +113,7 @@ def mean(values: Members, *, weights: WeightsOfRows = None) -> Float[Array, "...
 
 
 @array_function(each_row=True)
-def log_mixture(log_densities: Members, *, weights: WeightsOfRows = None) -> Float[Array, "..."]:
+def log_mixture(log_densities: kinds.Members, *, weights: kinds.WeightsOfRows = None) -> Float[Array, "..."]:
     r"""The logarithm of the mixture of the members' densities, $\log \sum_m w_m p_m$, of any kind, at the same points.
 
     For classes see [`eqx_ensemble.combine.mixture`][], for Gaussians [`eqx_ensemble.scores.nll_gaussian_mixture`][].
@@ -142,7 +142,7 @@ class Gaussian(NamedTuple):
 
 @takes_pair
 @array_function(each_row=True)
-def gaussian(mean: Members, variance: VariancesOrZero, *, weights: WeightsOfRows = None) -> Gaussian:
+def gaussian(mean: kinds.Members, variance: kinds.VariancesOrZero, *, weights: kinds.WeightsOfRows = None) -> Gaussian:
     r"""The Gaussian with the mean and variance of the mixture of the members' Gaussians.
 
     $\mu = \sum_m w_m \mu_m$ and $\sigma^2 = \sum_m w_m (\sigma_m^2 + (\mu_m - \mu)^2)$, entry by entry. For the two
@@ -168,7 +168,11 @@ def gaussian(mean: Members, variance: VariancesOrZero, *, weights: WeightsOfRows
 @takes_pair
 @array_function(each_row=True)
 def product_gaussian(
-    mean: Members, variance: VariancesOrZero, *, weights: WeightsOfRows = None, power: Power = 1.0
+    mean: kinds.Members,
+    variance: kinds.VariancesOrZero,
+    *,
+    weights: kinds.WeightsOfRows = None,
+    power: kinds.Power = 1.0,
 ) -> Gaussian:
     r"""The Gaussian proportional to the product of the members' Gaussians, each raised to its weight.
 
@@ -211,7 +215,7 @@ def product_gaussian(
 
 
 @array_function(each_row=True)
-def moments(values: Members, *, weights: WeightsOfRows = None) -> Gaussian:
+def moments(values: kinds.Members, *, weights: kinds.WeightsOfRows = None) -> Gaussian:
     r"""Mean and variance over members of point predictions, entry by entry.
 
     $\mu = \sum_m w_m v_m$ and $\sigma^2 = \sum_m w_m (v_m - \mu)^2$ (ddof 0). A large common offset costs no precision.
@@ -234,7 +238,7 @@ def moments(values: Members, *, weights: WeightsOfRows = None) -> Gaussian:
 
 
 @array_function(in_order="values", each_row=True)
-def median(values: Members, *, weights: Weights = None) -> Float[Array, "..."]:
+def median(values: kinds.Members, *, weights: kinds.Weights = None) -> Float[Array, "..."]:
     """The weighted median over members, entry by entry; robust to outlying members.
 
     The value at which the cumulative weight reaches one half; the midpoint to the next value if it is exactly one half.
@@ -257,7 +261,7 @@ def median(values: Members, *, weights: Weights = None) -> Float[Array, "..."]:
 
 
 @array_function(in_order="values", each_row=True)
-def trimmed_mean(values: Members, *, cut: Cut = 0.1, weights: Weights = None) -> Float[Array, "..."]:
+def trimmed_mean(values: kinds.Members, *, cut: kinds.Cut = 0.1, weights: kinds.Weights = None) -> Float[Array, "..."]:
     r"""The mean over members without the lowest and highest values, entry by entry.
 
     $\frac{1}{1 - 2c} \int_c^{1 - c} Q(u) \, du$ with the members' quantiles $Q$ and $c$ the `cut`;

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from .._boundary import LogScores, Members, RowWeights, array_function
+from .._boundary import array_function, kinds
 from .._brief import brief_repr
 from .._caller import caller
 from .._check import concrete, value_error
@@ -29,7 +29,9 @@ class Greedy(NamedTuple):
 
 
 @array_function
-def greedy(predictions: Members, score: Callable[[Array], Any], *, num_steps: int = 50, num_initial: int = 1) -> Greedy:
+def greedy(
+    predictions: kinds.Members, score: Callable[[Array], Any], *, num_steps: int = 50, num_initial: int = 1
+) -> Greedy:
     """Greedy selection: each step adds the member that improves the score of the mean prediction most.
 
     Members are selected with replacement, and the best ensemble of all steps is returned. Of members that tie, the
@@ -116,7 +118,9 @@ def _warn_of_gap(found: Stacking, given: dict[str, Any]) -> Stacking:
 
 
 @array_function(finish=_warn_of_gap)
-def stacking(log_scores: LogScores, *, row_weights: RowWeights = None, tolerance: float | None = None) -> Stacking:
+def stacking(
+    log_scores: kinds.LogScores, *, row_weights: kinds.RowWeights = None, tolerance: float | None = None
+) -> Stacking:
     r"""Stacking of predictive distributions: the weights whose mixture of the members has the best mean log score.
 
     Maximises $f(w) = \frac1n \sum_i \log \sum_m w_m p_{mi}$ over convex weights, where $p_{mi}$ is the probability or

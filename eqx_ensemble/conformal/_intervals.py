@@ -6,21 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from .._boundary import (
-    HeldOut,
-    Members,
-    Observed,
-    Points,
-    PointScale,
-    Predicted,
-    RowFilter,
-    RowScale,
-    Unseen,
-    Weights,
-    array_function,
-)
+from .._boundary import array_function, kinds
 from .._brief import brief_doc
-from .._check import concrete, first_text, promote, value_error
+from .._check import concrete, first_text, value_error
+from .._leaves import promote
 from ..uncertainty import Interval
 from ._quantile import finish, ranks, threshold
 
@@ -40,7 +29,7 @@ class Split(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def __call__(self, predictions: Points, scale: PointScale | None = None) -> Interval:
+    def __call__(self, predictions: kinds.Points, scale: kinds.PointScale | None = None) -> Interval:
         """The interval of each row."""
         centre, radius = promote(predictions, self.radius)
         half = radius if scale is None else radius * scale.astype(centre.dtype)
@@ -49,12 +38,12 @@ class Split(eqx.Module):
 
 @array_function(finish=finish)
 def split(
-    predictions: Predicted,
-    targets: Observed,
+    predictions: kinds.Predicted,
+    targets: kinds.Observed,
     *,
     level: float,
-    scale: RowScale | None = None,
-    row_weights: RowFilter = None,
+    scale: kinds.RowScale | None = None,
+    row_weights: kinds.RowFilter = None,
 ) -> Split:
     r"""Intervals that cover a new target with probability `level` or more, for any model.
 
@@ -101,7 +90,7 @@ class Cqr(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def __call__(self, low: Points, high: Points) -> Interval:
+    def __call__(self, low: kinds.Points, high: kinds.Points) -> Interval:
         """The interval of each row."""
         low, high, below, above = promote(low, high, self.below, self.above)
         low, high = low - below, high + above
@@ -111,13 +100,13 @@ class Cqr(eqx.Module):
 
 @array_function(finish=finish)
 def cqr(
-    low: Predicted,
-    high: Predicted,
-    targets: Observed,
+    low: kinds.Predicted,
+    high: kinds.Predicted,
+    targets: kinds.Observed,
     *,
     level: float,
     ends: Literal["together", "each"] = "together",
-    row_weights: RowFilter = None,
+    row_weights: kinds.RowFilter = None,
 ) -> Cqr:
     r"""Conformalised quantile regression: intervals whose ends are corrected for coverage of `level` or more.
 
@@ -179,7 +168,7 @@ class JackknifePlus(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def __call__(self, predictions: Members) -> Interval:
+    def __call__(self, predictions: kinds.Members) -> Interval:
         """The interval of each row."""
         each, residuals, share = promote(by_fold(predictions, self.share.shape[0]), self.residuals, self.share)
         used, last = jnp.any(share > 0, axis=1), residuals.size - 1
@@ -209,13 +198,13 @@ def _finish_left_out(out: tuple[JackknifePlus, Array], given: dict[str, Any]) ->
 
 @array_function(finish=_finish_left_out)
 def jackknife_plus(
-    held_out: HeldOut,
-    targets: Observed,
-    unseen: Unseen,
+    held_out: kinds.HeldOut,
+    targets: kinds.Observed,
+    unseen: kinds.Unseen,
     *,
     level: float,
-    weights: Weights = None,
-    row_weights: RowFilter = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowFilter = None,
 ) -> JackknifePlus:
     r"""Jackknife+ and CV+: intervals from one run on folds or bootstraps, without a calibration set.
 

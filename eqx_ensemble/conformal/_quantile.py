@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
-from .._boundary import BoundedLosses, NewRatios, Ratios, RowFilter, RowGroups, Scores, Thresholds, array_function
+from .._boundary import array_function, kinds
 from .._caller import caller
 from .._check import concrete, value_error
 from .._warnings import warn
@@ -73,12 +73,12 @@ def finish(out: tuple[Any, Array], given: dict[str, Any]) -> Any:
 
 @array_function(finish=finish)
 def quantile(
-    scores: Scores,
+    scores: kinds.Scores,
     *,
     level: float,
-    groups: RowGroups | None = None,
+    groups: kinds.RowGroups | None = None,
     num_groups: int = 1,
-    row_weights: RowFilter = None,
+    row_weights: kinds.RowFilter = None,
 ) -> Float[Array, "..."]:
     r"""The conformal quantile: an upper bound for a new score that holds with probability `level` or more.
 
@@ -113,9 +113,9 @@ def quantile(
 
 @array_function
 def weighted_quantile(
-    scores: Scores,
-    ratios: Ratios,
-    new_ratios: NewRatios,
+    scores: kinds.Scores,
+    ratios: kinds.Ratios,
+    new_ratios: kinds.NewRatios,
     *,
     level: float,
 ) -> Float[Array, "*batch"]:
@@ -162,12 +162,12 @@ def _finish(out: Array, given: dict[str, Any]) -> Array:
 
 @array_function(finish=_finish)
 def risk_control(
-    losses: BoundedLosses,
-    thresholds: Thresholds,
+    losses: kinds.BoundedLosses,
+    thresholds: kinds.Thresholds,
     *,
     risk: float,
     bound: float = 1.0,
-    row_weights: RowFilter = None,
+    row_weights: kinds.RowFilter = None,
 ) -> Float[Array, ""]:
     r"""Conformal risk control: the smallest threshold at which the expected loss of a new row is at most `risk`.
 

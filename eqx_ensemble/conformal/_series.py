@@ -5,21 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._boundary import (
-    Covered,
-    HeldOut,
-    RowFilter,
-    RowTargets,
-    Samples,
-    Scores,
-    Targets,
-    Unseen,
-    Weights,
-    array_function,
-)
+from .._boundary import array_function, kinds
 from .._brief import brief_doc
 from .._caller import caller
-from .._check import check_fitted_members, check_level, check_number, concrete, promote, value_error
+from .._check import check_fitted_members, check_level, check_number, concrete, value_error
+from .._leaves import promote
 from .._warnings import warn
 from .._weighting import known_mean
 from ..uncertainty import Interval
@@ -44,7 +34,7 @@ class Aci(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def quantile(self, scores: Scores, *, row_weights: RowFilter = None) -> Float[Array, ""]:
+    def quantile(self, scores: kinds.Scores, *, row_weights: kinds.RowFilter = None) -> Float[Array, ""]:
         """The bound of the next score: the conformal quantile of recent `scores` `(rows,)` at the current level.
 
         Infinite at a level of 1 or more, and for too few scores; minus infinity at a level of 0 or less.
@@ -58,7 +48,7 @@ class Aci(eqx.Module):
         return jnp.where(jnp.isnan(ordered[-1]) | jnp.isnan(self.level), jnp.nan, found)
 
     @array_function
-    def update(self, covered: Covered) -> "Aci":
+    def update(self, covered: kinds.Covered) -> "Aci":
         """The state after a step; `covered` is whether the target was covered, or the fraction of covered targets."""
         missing = self.target - covered.astype(self.level.dtype)
         return Aci(self.level + self.rate * missing, self.target, self.rate)
@@ -126,7 +116,7 @@ class Enbpi(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def __call__(self, predictions: Samples) -> Interval:
+    def __call__(self, predictions: kinds.Samples) -> Interval:
         """The interval of each row."""
         check_fitted_members(self.share.size, predictions.shape[0])
         each, residuals, share = promote(predictions, self.residuals, self.share)
@@ -144,7 +134,7 @@ class Enbpi(eqx.Module):
         return Interval(centre + below, centre + above)
 
     @array_function(finish=_finish)
-    def update(self, predictions: Samples, targets: Targets) -> "Enbpi":
+    def update(self, predictions: kinds.Samples, targets: kinds.Targets) -> "Enbpi":
         """The state after one time step, or several in order: new residuals replace the oldest.
 
         `predictions` are `(members,)` or `(members, times)`. A target of NaN, one that is missing, also replaces one.
@@ -161,13 +151,13 @@ class Enbpi(eqx.Module):
 
 @array_function(finish=_finish)
 def enbpi(
-    held_out: HeldOut,
-    targets: RowTargets,
-    unseen: Unseen,
+    held_out: kinds.HeldOut,
+    targets: kinds.RowTargets,
+    unseen: kinds.Unseen,
     *,
     level: float,
     window: int | None = None,
-    weights: Weights = None,
+    weights: kinds.Weights = None,
 ) -> Enbpi:
     r"""EnbPI: intervals for a time series from one bagged ensemble, adapted to the latest residuals.
 

@@ -6,19 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from .._boundary import (
-    AnyGroups,
-    HeldOutLogits,
-    Logits,
-    MixedLogits,
-    RowFilter,
-    RowGroups,
-    RowLabels,
-    Unseen,
-    array_function,
-)
+from .._boundary import array_function, kinds
 from .._brief import brief_doc
-from .._check import check_number, concrete, promote, value_error
+from .._check import check_number, concrete, value_error
+from .._leaves import promote
 from .._weighting import at_label, class_log_odds
 from ._intervals import by_fold
 from ._quantile import finish, ranks, threshold
@@ -78,7 +69,9 @@ class Sets(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def __call__(self, logits: MixedLogits, groups: AnyGroups | None = None) -> Bool[Array, "*batch classes"]:
+    def __call__(
+        self, logits: kinds.MixedLogits, groups: kinds.AnyGroups | None = None
+    ) -> Bool[Array, "*batch classes"]:
         """The set of each row."""
         if self.by_group != (groups is not None):
             fix = "Call it as it was fitted."
@@ -94,17 +87,17 @@ class Sets(eqx.Module):
 
 @array_function(finish=finish)
 def sets(
-    logits: HeldOutLogits,
-    labels: RowLabels,
+    logits: kinds.HeldOutLogits,
+    labels: kinds.RowLabels,
     *,
     level: float,
     score: Score = "aps",
     penalty: float = 0.0,
     num_free: int = 1,
     by_class: bool = False,
-    groups: RowGroups | None = None,
+    groups: kinds.RowGroups | None = None,
     num_groups: int = 1,
-    row_weights: RowFilter = None,
+    row_weights: kinds.RowFilter = None,
 ) -> Sets:
     r"""Prediction sets of classes that contain a new label with probability `level` or more.
 
@@ -175,7 +168,7 @@ class CrossConformal(eqx.Module):
     __pdoc__ = brief_doc
 
     @array_function
-    def __call__(self, logits: Logits) -> Bool[Array, "*batch classes"]:
+    def __call__(self, logits: kinds.Logits) -> Bool[Array, "*batch classes"]:
         """The set of each row."""
         own, scores = promote(class_scores(by_fold(logits, self.scores.shape[0]), self.score), self.scores)
         below = jax.vmap(jnp.searchsorted)(scores, own.reshape(own.shape[0], -1)).astype(jnp.int32)
@@ -196,13 +189,13 @@ def _finish_folds(out: tuple[CrossConformal, Array], given: dict[str, Any]) -> C
 
 @array_function(finish=_finish_folds)
 def cross_conformal(
-    logits: HeldOutLogits,
-    labels: RowLabels,
-    unseen: Unseen,
+    logits: kinds.HeldOutLogits,
+    labels: kinds.RowLabels,
+    unseen: kinds.Unseen,
     *,
     level: float,
     score: Score = "aps",
-    row_weights: RowFilter = None,
+    row_weights: kinds.RowFilter = None,
 ) -> CrossConformal:
     r"""Cross-conformal prediction sets from one cross-fit run, without a calibration set.
 

@@ -11,9 +11,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._caller import caller
-from .._check import kind_text
 from .._ensemble import Ensemble, check_ensemble, check_model_state
 from .._keys import generators
+from .._leaves import kind_text
 from .._predict import predict
 from .._pytree import PyTree
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
-from .._boundary import Amount, CountedLabels, FiniteHidden, Hidden, RowFilter, array_function
+from .._boundary import array_function, kinds
 from .._check import concrete, value_error
 
 __all__ = ["GaussianDiscriminant", "Mahalanobis", "gaussian_discriminant", "mahalanobis"]
@@ -33,12 +33,12 @@ class GaussianDiscriminant(eqx.Module):
     log_priors: Float[Array, " classes"]
 
     @array_function
-    def __call__(self, features: Hidden) -> Float[Array, "members rows"]:
+    def __call__(self, features: kinds.Hidden) -> Float[Array, "members rows"]:
         """The log-density under each member, in nats; lower is more unusual."""
         return jax.nn.logsumexp(_log_joint(self, features), axis=1)
 
     @array_function
-    def log_joint(self, features: Hidden) -> Float[Array, "members classes rows"]:
+    def log_joint(self, features: kinds.Hidden) -> Float[Array, "members classes rows"]:
         """The log joint density of features and class; its softmax over classes is the class posterior."""
         return _log_joint(self, features)
 
@@ -60,7 +60,7 @@ class Mahalanobis(eqx.Module):
     background: Float[Array, "members hidden hidden"]
 
     @array_function
-    def __call__(self, features: Hidden, *, relative: bool = True) -> Float[Array, "members rows"]:
+    def __call__(self, features: kinds.Hidden, *, relative: bool = True) -> Float[Array, "members rows"]:
         """The squared distance to the nearest class, if `relative` minus that under the Gaussian of all rows.
 
         Higher is more unusual.
@@ -86,12 +86,12 @@ def _finish(fitted: Any, given: dict[str, Any]) -> Any:
 
 @array_function(finish=_finish)
 def gaussian_discriminant(
-    features: FiniteHidden,
-    labels: CountedLabels,
+    features: kinds.FiniteHidden,
+    labels: kinds.CountedLabels,
     *,
     num_classes: int,
-    ridge: Amount = 0.0,
-    row_weights: RowFilter = None,
+    ridge: kinds.Amount = 0.0,
+    row_weights: kinds.RowFilter = None,
 ) -> GaussianDiscriminant:
     r"""Fits a Gaussian per class to the hidden units of each member: Gaussian discriminant analysis, as in DDU.
 
@@ -137,12 +137,12 @@ def gaussian_discriminant(
 
 @array_function(finish=_finish)
 def mahalanobis(
-    features: FiniteHidden,
-    labels: CountedLabels,
+    features: kinds.FiniteHidden,
+    labels: kinds.CountedLabels,
     *,
     num_classes: int,
-    ridge: Amount = 0.0,
-    row_weights: RowFilter = None,
+    ridge: kinds.Amount = 0.0,
+    row_weights: kinds.RowFilter = None,
 ) -> Mahalanobis:
     r"""Fits class means and a common covariance to the hidden units of each member, for Mahalanobis distances.
 

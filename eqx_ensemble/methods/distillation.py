@@ -9,21 +9,10 @@ import numpy as np
 from jax.scipy.special import gammaln
 from jaxtyping import Array, Float
 
-from .._boundary import (
-    MixedLogits,
-    Points,
-    Reduction,
-    RowWeights,
-    Share,
-    TeacherMeans,
-    Teachers,
-    TeacherVariances,
-    Temperature,
-    Variance,
-    array_function,
-)
-from .._check import is_traced, value_error
+from .._boundary import array_function, kinds
+from .._check import value_error
 from .._ensemble import Ensemble
+from .._leaves import is_traced
 from .._marks import Each
 from .._predict import predict
 from .._pytree import PyTree
@@ -90,12 +79,12 @@ def split_targets(predictions: PyTree, num_students: int) -> PyTree:
 
 @array_function
 def mixture_loss(
-    logits: MixedLogits,
-    teacher: Teachers,
+    logits: kinds.MixedLogits,
+    teacher: kinds.Teachers,
     *,
-    temperature: Temperature = 1.0,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    temperature: kinds.Temperature = 1.0,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of a student that predicts the mean probabilities of an ensemble of classifiers.
 
@@ -131,13 +120,13 @@ def mixture_loss(
 
 @array_function
 def gaussian_loss(
-    mean: Points,
-    variance: Variance,
-    teacher_mean: TeacherMeans,
-    teacher_variance: TeacherVariances,
+    mean: kinds.Points,
+    variance: kinds.Variance,
+    teacher_mean: kinds.TeacherMeans,
+    teacher_variance: kinds.TeacherVariances,
     *,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of a student that predicts the mean and variance of an ensemble of Gaussian predictions.
 
@@ -166,13 +155,13 @@ def gaussian_loss(
 
 @array_function
 def distribution_loss(
-    logits: MixedLogits,
-    teacher: Teachers,
+    logits: kinds.MixedLogits,
+    teacher: kinds.Teachers,
     *,
-    temperature: Temperature = 1.0,
-    smoothing: Share = 1e-4,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    temperature: kinds.Temperature = 1.0,
+    smoothing: kinds.Share = 1e-4,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of a student that predicts the distribution of an ensemble's probabilities, as a Dirichlet distribution.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
-from .._boundary import Active, Particles, array_function
+from .._boundary import array_function, kinds
 from .._check import check_word
 from .._ensemble import M
 from .._foreign import take_in
@@ -31,7 +31,7 @@ Kernel = Callable[[Array, Array], Any]
 
 @array_function
 def svgd(
-    points: Particles, scores: Particles, *, kernel: Kernel | None = None, active: Active = None
+    points: kinds.Particles, scores: kinds.Particles, *, kernel: Kernel | None = None, active: kinds.Active = None
 ) -> Float[Array, "members size"]:
     r"""The update directions of Stein variational gradient descent (SVGD) for all particles.
 
@@ -77,7 +77,7 @@ def svgd(
 
 @array_function
 def wgd(
-    points: Particles, scores: Particles, *, kernel: Kernel | None = None, active: Active = None
+    points: kinds.Particles, scores: kinds.Particles, *, kernel: Kernel | None = None, active: kinds.Active = None
 ) -> Float[Array, "members size"]:
     r"""The update directions of Wasserstein gradient descent with a kernel density estimate, for repulsive ensembles.
 

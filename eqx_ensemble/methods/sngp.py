@@ -15,7 +15,7 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float, Inexact
 
 from .. import _keys
-from .._boundary import Factor, Points, VarianceOrZero, array_function
+from .._boundary import array_function, kinds
 from .._caller import caller
 from .._check import check_word
 from .._data import take_data
@@ -31,7 +31,9 @@ M = TypeVar("M")
 
 
 @array_function
-def mean_field(mean: Points, variance: VarianceOrZero, *, factor: Factor = math.pi / 8) -> Float[Array, "*batch"]:
+def mean_field(
+    mean: kinds.Points, variance: kinds.VarianceOrZero, *, factor: kinds.Factor = math.pi / 8
+) -> Float[Array, "*batch"]:
     r"""Logits whose softmax or sigmoid approximates the mean probability under Gaussian logits.
 
     $\mu / \sqrt{1 + \lambda \sigma^2}$ for each logit. With $\lambda = \pi / 8$ the sigmoid is accurate to about 0.01;

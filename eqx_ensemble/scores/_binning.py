@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from .._boundary import Labels, Logits, Reduction, RowWeights, WeightsOfRows, array_function, mean_of_rows
+from .._boundary import array_function, kinds, mean_of_rows
 from .._brief import brief_repr
 from .._weighting import class_mixture, is_class
 from ._classification import correct
@@ -139,13 +139,13 @@ def _of_weight(
 
 @array_function
 def reliability(
-    logits: Logits,
-    labels: Labels,
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
     num_bins: int,
     binning: Binning,
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Bins:
     """The bins of the mixture's top label, for a plot."""
     return of_top_label(logits, labels, weights, row_weights, num_bins, binning)
@@ -153,12 +153,12 @@ def reliability(
 
 @array_function
 def ranked_probability(
-    logits: Logits,
-    labels: Labels,
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Ranked probability score of the mixture of the members, for ordered classes.
 
@@ -207,12 +207,12 @@ class BrierDecomposition(NamedTuple):
 
 @array_function
 def brier(
-    logits: Logits,
-    labels: Labels,
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Brier score of the mixture of the members, from 0 to 2.
 
@@ -242,13 +242,13 @@ def brier(
 
 @array_function
 def decompose_brier(
-    logits: Logits,
-    labels: Labels,
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
     num_bins: int = 15,
     binning: Binning = "width",
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
 ) -> BrierDecomposition:
     r"""Murphy's decomposition of the Brier score of the mixture: reliability, resolution and uncertainty.
 

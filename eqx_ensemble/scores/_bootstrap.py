@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, Real
 
-from .._boundary import RowScores, RowScoreWeights, array_function, counts
+from .._boundary import array_function, counts, kinds
 from .._check import check_array, check_level, value_error
 from .._keys import member_keys
 
@@ -108,7 +108,7 @@ def bootstrap(
 
 @array_function
 def _draw(
-    values: RowScores, *, row_weights: RowScoreWeights, num_draws: int, key: Any
+    values: kinds.RowScores, *, row_weights: kinds.RowScoreWeights, num_draws: int, key: Any
 ) -> tuple[Float[Array, "*scores"], Float[Array, " draws *scores"]]:
     """The means of the scores, and those of each draw, relative to them."""
     sample = _sample(values, row_weights)

@@ -4,32 +4,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._boundary import (
-    Labels,
-    Logits,
-    Points,
-    RowWeights,
-    Targets,
-    Variance,
-    VarianceOrZero,
-    WeightsOfRows,
-    array_function,
-    mean_of_rows,
-)
+from .._boundary import array_function, kinds, mean_of_rows
 from ._binning import Binning, bin_rows, by_class, mean_gap, of_top_label
 from ._groups import root, sum_by_segment
-from ._pit import UnitInterval
 
 
 @array_function
 def mce(
-    logits: Logits,
-    labels: Labels,
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
     num_bins: int = 15,
     binning: Binning = "width",
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Maximum calibration error of the mixture's top label, from 0 to 1.
 
@@ -61,14 +49,14 @@ _SINGLE = 1e-4  # tolerance for an effective number of rows that rounds to more 
 
 @array_function
 def squared_calibration_error(
-    logits: Logits,
-    labels: Labels,
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
     num_bins: int = 15,
     binning: Binning = "mass",
     debiased: bool = True,
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Mean squared calibration error of the mixture's top label, unbiased for the given bins.
 
@@ -105,14 +93,14 @@ def squared_calibration_error(
 
 @array_function
 def ece(
-    logits: Logits,
-    labels: Labels,
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
     num_bins: int = 15,
     binning: Binning = "width",
     debiased: bool = False,
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Expected calibration error of the mixture's top label, from 0 to 1.
 
@@ -147,14 +135,14 @@ def ece(
 
 @array_function
 def classwise_ece(
-    logits: Logits,
-    labels: Labels,
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
     num_bins: int = 15,
     binning: Binning = "width",
     debiased: bool = False,
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Mean over classes of the calibration error of each class's probability under the mixture of the members.
 
@@ -185,11 +173,11 @@ def classwise_ece(
 
 @array_function
 def quantile_calibration_error(
-    values: UnitInterval,
+    values: kinds.UnitInterval,
     *,
     num_levels: int = 99,
     kind: Literal["absolute", "squared"] = "absolute",
-    row_weights: RowWeights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Distance between predicted and observed quantiles.
 
@@ -236,7 +224,12 @@ def quantile_calibration_error(
 
 @array_function
 def ence(
-    mean: Points, variance: Variance, targets: Targets, *, num_bins: int = 15, row_weights: RowWeights = None
+    mean: kinds.Points,
+    variance: kinds.Variance,
+    targets: kinds.Targets,
+    *,
+    num_bins: int = 15,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Expected normalised calibration error of predicted variances.
 
@@ -270,7 +263,7 @@ def ence(
 
 
 @array_function
-def sharpness(variance: VarianceOrZero, *, row_weights: RowWeights = None) -> Float[Array, ""]:
+def sharpness(variance: kinds.VarianceOrZero, *, row_weights: kinds.RowWeights = None) -> Float[Array, ""]:
     """Sharpness of predicted distributions: the root mean variance, in the unit of the target.
 
     Of two calibrated predictions the sharper is better.

@@ -4,18 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from .._boundary import (
-    Labels,
-    Logits,
-    Members,
-    Reduction,
-    RowWeights,
-    Votes,
-    Weights,
-    WeightsOfRows,
-    array_function,
-    weigh,
-)
+from .._boundary import array_function, kinds, weigh
 from .._check import value_error
 from .._keys import root
 from .._weighting import at_label, class_mixture, is_class, log_mixture, weighted_mean
@@ -24,12 +13,12 @@ from ._groups import sum_by_segment
 
 @array_function
 def nll(
-    logits: Logits,
-    labels: Labels,
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Negative log-likelihood, in nats, of the labels under the mixture of the members.
 
@@ -61,12 +50,12 @@ def nll(
 
 @array_function
 def accuracy(
-    logits: Logits,
-    labels: Labels,
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Fraction of rows whose most likely class under the mixture is the label.
 
@@ -89,12 +78,12 @@ def accuracy(
 
 @array_function
 def mean_member_accuracy(
-    logits: Votes,
-    labels: Labels,
+    logits: kinds.Votes,
+    labels: kinds.Labels,
     *,
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Mean accuracy of the members: [`eqx_ensemble.scores.accuracy`][] minus this is the gain from combining them.
 
@@ -125,7 +114,11 @@ def correct(logits: Float[Array, "*rows classes"], labels: Integer[Array, "*labe
 
 @array_function
 def balanced_accuracy(
-    logits: Logits, labels: Labels, *, weights: WeightsOfRows = None, row_weights: RowWeights = None
+    logits: kinds.Logits,
+    labels: kinds.Labels,
+    *,
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     """Mean recall over classes of the mixture of the members.
 
@@ -162,13 +155,13 @@ def balanced_accuracy(
 
 @array_function
 def top_k_accuracy(
-    logits: Logits,
-    labels: Labels,
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
     k: int,
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Fraction of rows whose label is among the `k` most likely classes of the mixture.
 
@@ -201,14 +194,14 @@ def top_k_accuracy(
 
 @array_function(reduces=False)
 def joint_nll(
-    log_scores: Members,
+    log_scores: kinds.Members,
     *,
     size: int = 10,
     num_anchors: int = 2,
     num_sets: int = 1000,
-    weights: Weights = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
     key: Any,
 ) -> Float[Array, "..."]:
     r"""Negative log-likelihood, in nats, of the labels of several rows together under the mixture of the members.

@@ -5,28 +5,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._boundary import (
-    Points,
-    Reduction,
-    RowWeights,
-    Samples,
-    Targets,
-    Threshold,
-    Variance,
-    VarianceOrZero,
-    Variances,
-    VariancesOrZero,
-    Weights,
-    WeightsOfRows,
-    array_function,
-)
+from .._boundary import array_function, kinds
 from .._check import value_error
 from .._weighting import log_mixture, shares_in_order, sum_members, weighted_mean
 
 
 @array_function
 def nll_gaussian(
-    mean: Points, variance: Variance, targets: Targets, *, row_weights: RowWeights = None, reduction: Reduction = "mean"
+    mean: kinds.Points,
+    variance: kinds.Variance,
+    targets: kinds.Targets,
+    *,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Negative log-density, in nats, of the targets under a single Gaussian per entry.
 
@@ -59,13 +50,13 @@ def nll_gaussian(
 
 @array_function
 def nll_gaussian_mixture(
-    mean: Samples,
-    variance: Variances,
-    targets: Targets,
+    mean: kinds.Samples,
+    variance: kinds.Variances,
+    targets: kinds.Targets,
     *,
-    weights: WeightsOfRows = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Negative log-density, in nats, of the targets under the mixture of the members' Gaussians.
 
@@ -98,12 +89,12 @@ def log_density(
 
 @array_function
 def crps_gaussian(
-    mean: Points,
-    variance: VarianceOrZero,
-    targets: Targets,
+    mean: kinds.Points,
+    variance: kinds.VarianceOrZero,
+    targets: kinds.Targets,
     *,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Continuous ranked probability score of a single Gaussian per entry, in closed form.
 
@@ -132,13 +123,13 @@ def crps_gaussian(
 
 @array_function
 def crps_gaussian_mixture(
-    mean: Samples,
-    variance: VariancesOrZero,
-    targets: Targets,
+    mean: kinds.Samples,
+    variance: kinds.VariancesOrZero,
+    targets: kinds.Targets,
     *,
-    weights: Weights = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Continuous ranked probability score of the mixture of the members' Gaussians, in closed form.
 
@@ -208,13 +199,13 @@ Estimator = Literal["nrg", "fair"]
 
 @array_function(in_order="samples")
 def crps(
-    samples: Samples,
-    targets: Targets,
+    samples: kinds.Samples,
+    targets: kinds.Targets,
     *,
     estimator: Estimator = "nrg",
-    weights: Weights = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Continuous ranked probability score of the members' point predictions as samples.
 
@@ -248,15 +239,15 @@ def crps(
 
 @array_function(in_order="samples")
 def threshold_weighted_crps(
-    samples: Samples,
-    targets: Targets,
+    samples: kinds.Samples,
+    targets: kinds.Targets,
     *,
-    lower: Threshold | None = None,
-    upper: Threshold | None = None,
+    lower: kinds.Threshold | None = None,
+    upper: kinds.Threshold | None = None,
     estimator: Estimator = "nrg",
-    weights: Weights = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Threshold-weighted CRPS of the members' point predictions, for a range of values.
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, Integer, Shaped
 
-from .._boundary import Groups, Labels, Points, RowWeights, Sets, array_function, counts, weigh
+from .._boundary import array_function, counts, kinds, weigh
 from .._brief import brief_repr
 from .._weighting import at_label, sum_members
 
@@ -25,7 +25,9 @@ class ByGroup(NamedTuple):
 
 
 @array_function
-def by_group(values: Points, groups: Groups, *, num_groups: int, row_weights: RowWeights = None) -> ByGroup:
+def by_group(
+    values: kinds.Points, groups: kinds.Groups, *, num_groups: int, row_weights: kinds.RowWeights = None
+) -> ByGroup:
     """The mean of a score in each group of rows, such as group-conditional coverage.
 
     **Arguments:**
@@ -51,7 +53,9 @@ def by_group(values: Points, groups: Groups, *, num_groups: int, row_weights: Ro
 
 
 @array_function
-def class_conditional_coverage(sets: Sets, labels: Labels, *, row_weights: RowWeights = None) -> ByGroup:
+def class_conditional_coverage(
+    sets: kinds.Sets, labels: kinds.Labels, *, row_weights: kinds.RowWeights = None
+) -> ByGroup:
     """Coverage of prediction sets in the rows of each class; ideally equal to the sets' level for every class.
 
     **Arguments:**
@@ -72,7 +76,9 @@ def class_conditional_coverage(sets: Sets, labels: Labels, *, row_weights: RowWe
 
 
 @array_function
-def size_stratified_coverage(sets: Sets, labels: Labels, *, row_weights: RowWeights = None) -> ByGroup:
+def size_stratified_coverage(
+    sets: kinds.Sets, labels: kinds.Labels, *, row_weights: kinds.RowWeights = None
+) -> ByGroup:
     """Coverage of prediction sets of each size; ideally equal to the sets' level for every size.
 
     `jnp.nanmax(jnp.abs(found.mean - level))` is the size-stratified coverage violation (SSCV). It is an extreme: check

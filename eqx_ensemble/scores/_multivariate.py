@@ -2,19 +2,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._boundary import (
-    PairWeights,
-    Reduction,
-    RowWeights,
-    Samples,
-    Targets,
-    TargetVectors,
-    Vectors,
-    Weights,
-    array_function,
-    counts,
-)
-from .._check import as_column, value_error
+from .._boundary import array_function, counts, kinds
+from .._check import value_error
+from .._leaves import as_column
 from .._weighting import moments, weighted_mean
 from ._distributions import Estimator, check_estimator
 from ._groups import root
@@ -22,7 +12,11 @@ from ._groups import root
 
 @array_function
 def dawid_sebastiani(
-    samples: Samples, targets: Targets, *, row_weights: RowWeights = None, reduction: Reduction = "mean"
+    samples: kinds.Samples,
+    targets: kinds.Targets,
+    *,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Dawid-Sebastiani score of the mean and the variance of the members' point predictions.
 
@@ -58,13 +52,13 @@ def dawid_sebastiani(
 
 @array_function
 def energy_score(
-    samples: Vectors,
-    targets: TargetVectors,
+    samples: kinds.Vectors,
+    targets: kinds.TargetVectors,
     *,
     estimator: Estimator = "nrg",
-    weights: Weights = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Energy score of the members' multi-output predictions as samples.
 
@@ -104,15 +98,15 @@ def energy_score(
 
 @array_function
 def variogram_score(
-    samples: Vectors,
-    targets: TargetVectors,
+    samples: kinds.Vectors,
+    targets: kinds.TargetVectors,
     *,
     order: float = 0.5,
-    pair_weights: PairWeights | None = None,
+    pair_weights: kinds.PairWeights | None = None,
     estimator: Estimator = "nrg",
-    weights: Weights = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Variogram score of the members' multi-output predictions as samples.
 

@@ -2,34 +2,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from .._boundary import (
-    CountedRows,
-    KnownSamples,
-    KnownTargets,
-    RowWeights,
-    Samples,
-    Targets,
-    UnitInterval,
-    Values,
-    Variances,
-    Weights,
-    array_function,
-    reduce,
-)
+from .._boundary import array_function, kinds, reduce
 from .._keys import member_keys
 from .._weighting import pairwise_mean, reduce_members, weighted_mean
-
-_KNOWN = Values(
-    "`{name}` without NaN", lambda x, _: np.isnan(x), "Leave these rows out: `row_weights=~jnp.isnan(...)`."
-)
 
 
 @array_function
 def rank_histogram(
-    samples: KnownSamples, targets: KnownTargets, *, row_weights: CountedRows = None, key: Any
+    samples: kinds.KnownSamples, targets: kinds.KnownTargets, *, row_weights: kinds.CountedRows = None, key: Any
 ) -> Int32[Array, " ranks"]:
     """Histogram of the target's rank among the members, from lowest to highest; flat if calibrated.
 
@@ -67,7 +49,12 @@ def rank_histogram(
 
 @array_function
 def pit(
-    samples: Samples, targets: Targets, *, weights: Weights = None, row_weights: RowWeights = None, key: Any = None
+    samples: kinds.Samples,
+    targets: kinds.Targets,
+    *,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
+    key: Any = None,
 ) -> Float[Array, "*batch"]:
     r"""Probability integral transform of the targets under the members' empirical distribution.
 
@@ -102,7 +89,12 @@ def pit(
 
 @array_function(each_row=True)
 def pit_gaussian_mixture(
-    mean: Samples, variance: Variances, targets: Targets, *, weights: Weights = None, row_weights: RowWeights = None
+    mean: kinds.Samples,
+    variance: kinds.Variances,
+    targets: kinds.Targets,
+    *,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, "*batch"]:
     r"""Probability integral transform of the targets under the mixture of the members' Gaussians.
 
@@ -128,7 +120,7 @@ def pit_gaussian_mixture(
 
 @array_function
 def pit_histogram(
-    values: UnitInterval, *, num_bins: int = 10, row_weights: CountedRows = None
+    values: kinds.UnitInterval, *, num_bins: int = 10, row_weights: kinds.CountedRows = None
 ) -> Int32[Array, " bins"]:
     """Histogram of a probability integral transform in bins of equal width; flat if calibrated.
 

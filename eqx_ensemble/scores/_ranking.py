@@ -5,13 +5,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._boundary import CountedRows, Losses, Positives, Ranked, RowWeights, array_function, counts, mean_of_rows, weigh
+from .._boundary import array_function, counts, kinds, mean_of_rows, weigh
 from .._brief import brief_repr
 from ._groups import running_sum, ties
 
 
 @array_function(in_order="-scores")
-def auroc(scores: Ranked, positives: Positives, *, row_weights: RowWeights = None) -> Float[Array, ""]:
+def auroc(
+    scores: kinds.Ranked, positives: kinds.Positives, *, row_weights: kinds.RowWeights = None
+) -> Float[Array, ""]:
     """Area under the ROC curve: the probability that a positive row has a higher score than a negative one.
 
     Ties count one half. 0.5 is chance level.
@@ -47,7 +49,7 @@ def auroc(scores: Ranked, positives: Positives, *, row_weights: RowWeights = Non
 
 
 @array_function(in_order="-scores")
-def aupr(scores: Ranked, positives: Positives, *, row_weights: RowWeights = None) -> Float[Array, ""]:
+def aupr(scores: kinds.Ranked, positives: kinds.Positives, *, row_weights: kinds.RowWeights = None) -> Float[Array, ""]:
     r"""Area under the precision-recall curve, as average precision, $\sum_k (R_k - R_{k-1}) P_k$ over thresholds.
 
     Recall $R_k$ and precision $P_k$ are those of all rows at or above the $k$-th highest distinct score. The chance
@@ -75,7 +77,7 @@ def aupr(scores: Ranked, positives: Positives, *, row_weights: RowWeights = None
 
 @array_function(in_order="-scores")
 def fpr_at_tpr(
-    scores: Ranked, positives: Positives, *, level: float = 0.95, row_weights: RowWeights = None
+    scores: kinds.Ranked, positives: kinds.Positives, *, level: float = 0.95, row_weights: kinds.RowWeights = None
 ) -> Float[Array, ""]:
     """False positive rate at the threshold where the true positive rate reaches `level`: by default FPR95.
 
@@ -159,7 +161,7 @@ class PrecisionRecallCurve(NamedTuple):
 
 
 @array_function(in_order="-scores")
-def roc_curve(scores: Ranked, positives: Positives, *, row_weights: RowWeights = None) -> RocCurve:
+def roc_curve(scores: kinds.Ranked, positives: kinds.Positives, *, row_weights: kinds.RowWeights = None) -> RocCurve:
     """ROC curve: true against false positive rate at every threshold.
 
     Each row is a point: tied rows repeat their point, ignored rows the last one.
@@ -188,7 +190,7 @@ def roc_curve(scores: Ranked, positives: Positives, *, row_weights: RowWeights =
 
 @array_function(in_order="-scores")
 def precision_recall_curve(
-    scores: Ranked, positives: Positives, *, row_weights: RowWeights = None
+    scores: kinds.Ranked, positives: kinds.Positives, *, row_weights: kinds.RowWeights = None
 ) -> PrecisionRecallCurve:
     """Precision against recall at every threshold.
 
@@ -239,7 +241,9 @@ class RiskCoverage(NamedTuple):
 
 
 @array_function(in_order="uncertainty")
-def risk_coverage(uncertainty: Ranked, losses: Losses, *, row_weights: RowWeights = None) -> RiskCoverage:
+def risk_coverage(
+    uncertainty: kinds.Ranked, losses: kinds.Losses, *, row_weights: kinds.RowWeights = None
+) -> RiskCoverage:
     """Risk-coverage curve of selective prediction: the mean loss when the least certain rows are rejected.
 
     Point `k` is the mean loss of the `k + 1` rows with the lowest uncertainty; for tied rows, its expectation over
@@ -267,7 +271,7 @@ def risk_coverage(uncertainty: Ranked, losses: Losses, *, row_weights: RowWeight
 
 
 @array_function(in_order="uncertainty")
-def aurc(uncertainty: Ranked, losses: Losses, *, row_weights: RowWeights = None) -> Float[Array, ""]:
+def aurc(uncertainty: kinds.Ranked, losses: kinds.Losses, *, row_weights: kinds.RowWeights = None) -> Float[Array, ""]:
     r"""Area under the risk-coverage curve, $\frac1n \sum_{k=1}^n \mathrm{risk}_k$, in the unit of the loss.
 
     It depends on the ranking and on the predictions; [`eqx_ensemble.scores.excess_aurc`][] on the ranking alone.
@@ -293,7 +297,9 @@ def aurc(uncertainty: Ranked, losses: Losses, *, row_weights: RowWeights = None)
 
 
 @array_function(in_order="uncertainty")
-def excess_aurc(uncertainty: Ranked, losses: Losses, *, row_weights: CountedRows = None) -> Float[Array, ""]:
+def excess_aurc(
+    uncertainty: kinds.Ranked, losses: kinds.Losses, *, row_weights: kinds.CountedRows = None
+) -> Float[Array, ""]:
     """Excess area under the risk-coverage curve (E-AURC): the area minus that of the ideal ranking of these rows.
 
     **Arguments:**

@@ -2,26 +2,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._boundary import (
-    Labels,
-    Points,
-    Reduction,
-    RowWeights,
-    Samples,
-    Sets,
-    Targets,
-    Weights,
-    array_function,
-    counts,
-    mean_of_rows,
-)
+from .._boundary import array_function, counts, kinds, mean_of_rows
 from .._weighting import at_label, pairwise_mean, weighted_mean
 from ._groups import root
 
 
 @array_function
 def rmse(
-    predictions: Samples, targets: Targets, *, weights: Weights = None, row_weights: RowWeights = None
+    predictions: kinds.Samples,
+    targets: kinds.Targets,
+    *,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Root mean squared error of the ensemble mean, in the unit of the target.
 
@@ -49,7 +41,11 @@ def rmse(
 
 @array_function
 def mean_member_rmse(
-    predictions: Samples, targets: Targets, *, weights: Weights = None, row_weights: RowWeights = None
+    predictions: kinds.Samples,
+    targets: kinds.Targets,
+    *,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     """Mean root mean squared error of the members: this minus [`eqx_ensemble.scores.rmse`][] is the gain.
 
@@ -72,12 +68,12 @@ def mean_member_rmse(
 
 @array_function
 def mae(
-    predictions: Samples,
-    targets: Targets,
+    predictions: kinds.Samples,
+    targets: kinds.Targets,
     *,
-    weights: Weights = None,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Mean absolute error of the ensemble mean, in the unit of the target.
 
@@ -101,7 +97,11 @@ def mae(
 
 @array_function
 def r2(
-    predictions: Samples, targets: Targets, *, weights: Weights = None, row_weights: RowWeights = None
+    predictions: kinds.Samples,
+    targets: kinds.Targets,
+    *,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     """Coefficient of determination $R^2$ of the ensemble mean: 1 is perfect, 0 equals predicting the mean target.
 
@@ -139,13 +139,13 @@ def error_of_mean(
 
 @array_function
 def interval_score(
-    lower: Points,
-    upper: Points,
-    targets: Targets,
+    lower: kinds.Points,
+    upper: kinds.Points,
+    targets: kinds.Targets,
     *,
     level: float,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Interval (Winkler) score of central intervals: width plus a penalty for targets outside.
 
@@ -178,7 +178,12 @@ def interval_score(
 
 @array_function
 def pinball(
-    quantiles: Points, targets: Targets, *, level: float, row_weights: RowWeights = None, reduction: Reduction = "mean"
+    quantiles: kinds.Points,
+    targets: kinds.Targets,
+    *,
+    level: float,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Pinball (quantile) score of predictions of a single quantile.
 
@@ -208,7 +213,12 @@ def pinball(
 
 @array_function
 def coverage(
-    lower: Points, upper: Points, targets: Targets, *, row_weights: RowWeights = None, reduction: Reduction = "mean"
+    lower: kinds.Points,
+    upper: kinds.Points,
+    targets: kinds.Targets,
+    *,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Fraction of targets inside their intervals, ends included; ideally equal to the level of the intervals.
 
@@ -236,7 +246,11 @@ def coverage(
 
 @array_function
 def width(
-    lower: Points, upper: Points, *, row_weights: RowWeights = None, reduction: Reduction = "mean"
+    lower: kinds.Points,
+    upper: kinds.Points,
+    *,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Width of intervals, in the unit of the target; at equal coverage, narrower is better.
 
@@ -257,7 +271,7 @@ def width(
 
 @array_function
 def set_coverage(
-    sets: Sets, labels: Labels, *, row_weights: RowWeights = None, reduction: Reduction = "mean"
+    sets: kinds.Sets, labels: kinds.Labels, *, row_weights: kinds.RowWeights = None, reduction: kinds.Reduction = "mean"
 ) -> Float[Array, "..."]:
     """Fraction of labels inside their prediction sets; ideally equal to the level of the sets.
 
@@ -280,7 +294,9 @@ def set_coverage(
 
 
 @array_function
-def set_size(sets: Sets, *, row_weights: RowWeights = None, reduction: Reduction = "mean") -> Float[Array, "..."]:
+def set_size(
+    sets: kinds.Sets, *, row_weights: kinds.RowWeights = None, reduction: kinds.Reduction = "mean"
+) -> Float[Array, "..."]:
     """Number of classes in prediction sets; at equal coverage, smaller is better.
 
     **Arguments:**

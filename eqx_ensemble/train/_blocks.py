@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._check import is_key
 from .._cores import num_cores, thread_pool
 from .._ensemble import axes_of
 from .._keys import tag
+from .._leaves import is_key
 from .._map import is_per_member, view
 from .._marks import Each
 from .._mesh import pad_members, replicate, shard_members

@@ -16,10 +16,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._caller import caller
-from .._check import MemberMismatchError, array_leaves, is_key
+from .._check import MemberMismatchError
 from .._ensemble import Ensemble, M, check_ensemble, check_model_state, split
 from .._foreign import from_foreign_tree
 from .._keys import member_keys, own_key
+from .._leaves import array_leaves, is_key
 from .._marks import Each, Shared
 from .._pytree import PyTree
 from .._warnings import warn

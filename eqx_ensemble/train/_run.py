@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Int8
 
-from .._check import MemberMismatchError, is_traced, missing_extra_message
+from .._check import MemberMismatchError, missing_extra_message
 from .._ensemble import Ensemble, M, join, take
+from .._leaves import is_traced
 from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn

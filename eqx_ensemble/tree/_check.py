@@ -9,9 +9,10 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._caller import caller
-from .._check import MemberMismatchError, is_member_array, is_traced, path_text
+from .._check import MemberMismatchError
 from .._foreign import from_foreign
 from .._leaf_text import leaf_text
+from .._leaves import is_member_array, is_traced, path_text
 from ._statics import static_parts
 
 

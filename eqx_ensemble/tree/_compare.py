@@ -7,8 +7,9 @@ import jax
 import jax.tree_util as jtu
 
 from .._caller import caller
-from .._check import MemberMismatchError, check_in_range, is_member_array, is_number, member_dtype, path_text
+from .._check import MemberMismatchError, check_in_range
 from .._leaf_text import leaf_text
+from .._leaves import is_member_array, is_number, member_dtype, path_text
 from ._index import Columns
 from ._statics import StaticGap, static_gap
 

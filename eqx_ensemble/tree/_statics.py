@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from .._check import is_key, is_member_array, is_traced
+from .._leaves import is_key, is_member_array, is_traced
 
 _HEAPTYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`, by which `copyreg` also distinguishes Python classes from built-in ones
 # What determines what a function does; not its line numbers.

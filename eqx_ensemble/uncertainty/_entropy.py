@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._boundary import Correct, Logits, Members, MixedLogits, RowWeights, Votes, Weights, WeightsOfRows, array_function
+from .._boundary import array_function, kinds
 from .._weighting import blank_unweighted, different_votes, votes, weighted_mean
 from ._variance import Decomposition
 
 
 @array_function(each_row=True)
-def entropy(logits: MixedLogits) -> Float[Array, "*batch"]:
+def entropy(logits: kinds.MixedLogits) -> Float[Array, "*batch"]:
     r"""The entropy of the distributions on the last axis, $-\sum_c p_c \log p_c$.
 
     **Arguments:**
@@ -30,7 +30,7 @@ def entropy(logits: MixedLogits) -> Float[Array, "*batch"]:
 
 
 @array_function(each_row=True)
-def decompose_entropy(logits: Logits, *, weights: WeightsOfRows = None) -> Decomposition:
+def decompose_entropy(logits: kinds.Logits, *, weights: kinds.WeightsOfRows = None) -> Decomposition:
     r"""The entropy of the mixture of the members, split into noise and disagreement between members.
 
     With $p = \sum_m w_m p_m$: `total` is $H(p)$; `aleatoric` is $\sum_m w_m H(p_m)$; `epistemic` is their difference,
@@ -105,7 +105,7 @@ def _excess(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 @array_function(each_row=True)
-def jensen_shannon(logits: Logits, *, weights: Weights = None) -> Float[Array, "*batch"]:
+def jensen_shannon(logits: kinds.Logits, *, weights: kinds.Weights = None) -> Float[Array, "*batch"]:
     r"""The Jensen-Shannon divergence of the members: their mean divergence from their mixture.
 
     $\sum_m w_m \mathrm{KL}(p_m \parallel p)$ with $p = \sum_m w_m p_m$: the `epistemic` part of
@@ -132,7 +132,7 @@ def jensen_shannon(logits: Logits, *, weights: Weights = None) -> Float[Array, "
 
 
 @array_function(each_row=True)
-def pairwise_kl(logits: Logits, *, weights: Weights = None) -> Float[Array, "*batch"]:
+def pairwise_kl(logits: kinds.Logits, *, weights: kinds.Weights = None) -> Float[Array, "*batch"]:
     r"""The mean KL divergence between two members drawn with probabilities equal to their weights.
 
     $\sum_{mn} w_m w_n \mathrm{KL}(p_m \parallel p_n)$, in time linear in the members; an upper bound on
@@ -174,7 +174,7 @@ def _centre(
 
 
 @array_function(each_row=True)
-def variation_ratio(logits: Votes, *, weights: Weights = None) -> Float[Array, "*batch"]:
+def variation_ratio(logits: kinds.Votes, *, weights: kinds.Weights = None) -> Float[Array, "*batch"]:
     """The fraction of the members' votes that are not for the class with the most votes.
 
     **Arguments:**
@@ -197,7 +197,7 @@ def variation_ratio(logits: Votes, *, weights: Weights = None) -> Float[Array, "
 
 
 @array_function(each_row=True)
-def disagreement(logits: Votes, *, weights: Weights = None) -> Float[Array, "*batch"]:
+def disagreement(logits: kinds.Votes, *, weights: kinds.Weights = None) -> Float[Array, "*batch"]:
     r"""The probability that two members, drawn with probabilities equal to their weights, vote for different classes.
 
     $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$.
@@ -220,7 +220,9 @@ def disagreement(logits: Votes, *, weights: Weights = None) -> Float[Array, "*ba
 
 
 @array_function
-def pairwise_disagreement(logits: Votes, *, row_weights: RowWeights = None) -> Float[Array, "members members"]:
+def pairwise_disagreement(
+    logits: kinds.Votes, *, row_weights: kinds.RowWeights = None
+) -> Float[Array, "members members"]:
     """The fraction of rows on which each pair of members votes for different classes.
 
     **Arguments:**
@@ -250,7 +252,7 @@ def pairwise_disagreement(logits: Votes, *, row_weights: RowWeights = None) -> F
 
 
 @array_function
-def q_statistic(correct: Correct, *, row_weights: RowWeights = None) -> Float[Array, "members members"]:
+def q_statistic(correct: kinds.Correct, *, row_weights: kinds.RowWeights = None) -> Float[Array, "members members"]:
     r"""Yule's Q statistic of every pair of members: whether they fail on the same rows.
 
     $Q = \frac{N_{11} N_{00} - N_{10} N_{01}}{N_{11} N_{00} + N_{10} N_{01}}$, where $N_{ab}$ is the number of rows on
@@ -284,7 +286,9 @@ def q_statistic(correct: Correct, *, row_weights: RowWeights = None) -> Float[Ar
 
 
 @array_function
-def error_correlation(errors: Members, *, row_weights: RowWeights = None) -> Float[Array, "members members"]:
+def error_correlation(
+    errors: kinds.Members, *, row_weights: kinds.RowWeights = None
+) -> Float[Array, "members members"]:
     r"""Pearson's correlation over rows of the errors of every pair of members.
 
     The variance of the mean of $M$ errors of equal variance $\sigma^2$ and correlation $\rho$ is $\sigma^2 (1 + (M - 1)

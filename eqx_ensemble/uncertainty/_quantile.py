@@ -7,18 +7,7 @@ import numpy as np
 from jax.scipy.special import ndtr
 from jaxtyping import Array, Float, Int32, Key
 
-from .._boundary import (
-    InnerLevels,
-    Levels,
-    Logits,
-    Members,
-    Points,
-    Samples,
-    VarianceOrZero,
-    VariancesOrZero,
-    Weights,
-    array_function,
-)
+from .._boundary import array_function, kinds
 from .._brief import brief_repr
 from .._keys import root
 from .._weighting import quantile_in_order, weighted_mean
@@ -34,7 +23,7 @@ class Interval(NamedTuple):
 
 
 @array_function
-def gaussian_interval(mean: Points, variance: VarianceOrZero, *, level: float = 0.9) -> Interval:
+def gaussian_interval(mean: kinds.Points, variance: kinds.VarianceOrZero, *, level: float = 0.9) -> Interval:
     r"""The central interval of a Gaussian, $\mu \pm \sigma \, \Phi^{-1}((1 + \mathrm{level}) / 2)$.
 
     For an ensemble pass the result of [`eqx_ensemble.combine.gaussian`][].
@@ -61,7 +50,7 @@ def gaussian_interval(mean: Points, variance: VarianceOrZero, *, level: float = 
 
 
 @array_function(in_order="values")
-def quantile(values: Members, levels: Levels, *, weights: Weights = None) -> Float[Array, "..."]:
+def quantile(values: kinds.Members, levels: kinds.Levels, *, weights: kinds.Weights = None) -> Float[Array, "..."]:
     """Quantiles over members of their values as a weighted sample, entry by entry.
 
     The value at which the cumulative weight reaches the level; the midpoint to the next value if it equals the level.
@@ -89,7 +78,7 @@ def quantile(values: Members, levels: Levels, *, weights: Weights = None) -> Flo
 
 
 @array_function(in_order="values")
-def interval(values: Members, *, level: float = 0.9, weights: Weights = None) -> Interval:
+def interval(values: kinds.Members, *, level: float = 0.9, weights: kinds.Weights = None) -> Interval:
     """The central interval of the members' values as a weighted sample, entry by entry.
 
     Its ends are two values of [`eqx_ensemble.uncertainty.quantile`][]. It covers the members' values, without noise:
@@ -117,7 +106,7 @@ def interval(values: Members, *, level: float = 0.9, weights: Weights = None) ->
 
 @array_function
 def gaussian_mixture_quantile(
-    mean: Samples, variance: VariancesOrZero, levels: InnerLevels, *, weights: Weights = None
+    mean: kinds.Samples, variance: kinds.VariancesOrZero, levels: kinds.InnerLevels, *, weights: kinds.Weights = None
 ) -> Float[Array, "..."]:
     r"""Quantiles of the mixture of the members' Gaussians, entry by entry.
 
@@ -146,7 +135,7 @@ def gaussian_mixture_quantile(
 
 @array_function
 def gaussian_mixture_interval(
-    mean: Samples, variance: VariancesOrZero, *, level: float = 0.9, weights: Weights = None
+    mean: kinds.Samples, variance: kinds.VariancesOrZero, *, level: float = 0.9, weights: kinds.Weights = None
 ) -> Interval:
     """The central interval of the mixture of the members' Gaussians, entry by entry.
 
@@ -279,12 +268,12 @@ def _density(x: Array, mean: Array, sigma: Array, weights: Array | None) -> Floa
 
 @array_function
 def sample_gaussian_mixture(
-    mean: Samples,
-    variance: VariancesOrZero,
+    mean: kinds.Samples,
+    variance: kinds.VariancesOrZero,
     num_samples: int,
     *,
     joint: bool = False,
-    weights: Weights = None,
+    weights: kinds.Weights = None,
     key: Any,
 ) -> Float[Array, " samples *batch"]:
     """Samples the mixture of the members' Gaussians: draws a member by its weight, then a value from its Gaussian.
@@ -317,7 +306,7 @@ def sample_gaussian_mixture(
 
 @array_function
 def sample_class_mixture(
-    logits: Logits, num_samples: int, *, joint: bool = False, weights: Weights = None, key: Any
+    logits: kinds.Logits, num_samples: int, *, joint: bool = False, weights: kinds.Weights = None, key: Any
 ) -> Int32[Array, " samples *batch"]:
     """Samples labels from the mixture of the members: draws a member by its weight, then a class by its probabilities.
 

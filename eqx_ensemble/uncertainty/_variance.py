@@ -4,18 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._boundary import (
-    Labels,
-    Logits,
-    Members,
-    Samples,
-    Targets,
-    Temperature,
-    VariancesOrZero,
-    Weights,
-    WeightsOfRows,
-    array_function,
-)
+from .._boundary import array_function, kinds
 from .._brief import brief_repr
 from .._pairs import takes_pair
 from .._weighting import at_label, class_mixture, is_class, moments, weighted_mean
@@ -49,7 +38,9 @@ class Ambiguity(NamedTuple):
 
 
 @array_function(each_row=True)
-def decompose_squared_error(predictions: Samples, targets: Targets, *, weights: Weights = None) -> Ambiguity:
+def decompose_squared_error(
+    predictions: kinds.Samples, targets: kinds.Targets, *, weights: kinds.Weights = None
+) -> Ambiguity:
     r"""The squared error of the ensemble mean: the mean squared error of the members minus their ambiguity.
 
     With $\bar f = \sum_m w_m f_m$: $(\bar f - y)^2 = \sum_m w_m (f_m - y)^2 - \sum_m w_m (f_m - \bar f)^2$.
@@ -80,7 +71,7 @@ def decompose_squared_error(predictions: Samples, targets: Targets, *, weights: 
 
 
 @array_function(each_row=True)
-def decompose_nll(logits: Logits, labels: Labels, *, weights: Weights = None) -> Ambiguity:
+def decompose_nll(logits: kinds.Logits, labels: kinds.Labels, *, weights: kinds.Weights = None) -> Ambiguity:
     r"""The cross-entropy of the mean logits: the mean cross-entropy of the members minus their ambiguity.
 
     With $q$ the normalised geometric mean of the members, [`eqx_ensemble.combine.mean_logits`][]: $-\log q(y) = -\sum_m
@@ -135,7 +126,9 @@ def _divergence_to(
 
 @takes_pair
 @array_function(each_row=True)
-def decompose_variance(mean: Members, variance: VariancesOrZero, *, weights: WeightsOfRows = None) -> Decomposition:
+def decompose_variance(
+    mean: kinds.Members, variance: kinds.VariancesOrZero, *, weights: kinds.WeightsOfRows = None
+) -> Decomposition:
     r"""The variance of the mixture of the members, split by the law of total variance.
 
     `aleatoric` is the mean of the members' variances, $\sum_m w_m \sigma_m^2$; `epistemic` is the variance of their
@@ -166,7 +159,7 @@ def decompose_variance(mean: Members, variance: VariancesOrZero, *, weights: Wei
 
 
 @array_function(each_row=True)
-def least_confidence(logits: Logits, *, weights: Weights = None) -> Float[Array, "*batch"]:
+def least_confidence(logits: kinds.Logits, *, weights: kinds.Weights = None) -> Float[Array, "*batch"]:
     r"""One minus the largest probability of the mixture of the members, $1 - \max_c \sum_m w_m p_{mc}$.
 
     Nearly certain rows remain distinguishable.
@@ -194,7 +187,9 @@ def least_confidence(logits: Logits, *, weights: Weights = None) -> Float[Array,
 
 
 @array_function(each_row=True)
-def free_energy(logits: Logits, *, temperature: Temperature = 1.0, weights: Weights = None) -> Float[Array, "*batch"]:
+def free_energy(
+    logits: kinds.Logits, *, temperature: kinds.Temperature = 1.0, weights: kinds.Weights = None
+) -> Float[Array, "*batch"]:
     r"""The mean over members of the free energy of their logits, $-T \log \sum_c \exp(f_c / T)$.
 
     **Arguments:**

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.scipy.special import digamma, gammaln
 from jaxtyping import Array, Float
 
-from ..._boundary import Amount, Concentration, Labels, MixedLogits, Reduction, RowWeights, array_function
+from ..._boundary import array_function, kinds
 from ..._weighting import at_label, is_class
 from ...uncertainty import Decomposition
 
@@ -14,7 +14,7 @@ Risk = Literal["squared", "digamma"]
 
 
 @array_function
-def dirichlet(logits: MixedLogits) -> Float[Array, "*batch classes"]:
+def dirichlet(logits: kinds.MixedLogits) -> Float[Array, "*batch classes"]:
     r"""The head of evidential classification: maps the outputs of a last layer to a Dirichlet distribution.
 
     $\alpha_k = e_k + 1$, where the evidence $e_k$ is the softplus of the output.
@@ -32,7 +32,7 @@ def dirichlet(logits: MixedLogits) -> Float[Array, "*batch classes"]:
 
 
 @array_function
-def vacuity(concentration: Concentration) -> Float[Array, "*batch"]:
+def vacuity(concentration: kinds.Concentration) -> Float[Array, "*batch"]:
     """The uncertainty of evidential classification, $K / S$: the number of classes over the total concentration.
 
     Maps `(*batch, classes)` to `(*batch,)`: 1 without evidence, however that is distributed over classes.
@@ -48,7 +48,7 @@ def vacuity(concentration: Concentration) -> Float[Array, "*batch"]:
 
 
 @array_function
-def decompose_dirichlet(concentration: Concentration) -> Decomposition:
+def decompose_dirichlet(concentration: kinds.Concentration) -> Decomposition:
     r"""Decomposes the entropy of the predicted class, in nats, under a Dirichlet distribution of its probabilities.
 
     `total` is the entropy of the mean probabilities; `aleatoric` the mean entropy, $\sum_k \frac{\alpha_k}{S} (\psi(S +
@@ -74,13 +74,13 @@ def decompose_dirichlet(concentration: Concentration) -> Decomposition:
 
 @array_function
 def dirichlet_loss(
-    concentration: Concentration,
-    labels: Labels,
+    concentration: kinds.Concentration,
+    labels: kinds.Labels,
     *,
-    kl_weight: Amount,
+    kl_weight: kinds.Amount,
     risk: Risk = "squared",
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of evidential classification: a Bayes risk, plus a penalty on evidence for wrong classes.
 

@@ -6,26 +6,9 @@ from jax.scipy.special import betaln
 from jax.scipy.stats import norm
 from jaxtyping import Array, Float
 
-from ..._boundary import (
-    Amount,
-    Evidence,
-    FourOutputs,
-    Members,
-    OutputLevels,
-    OutputPoints,
-    Outputs,
-    OutputVariances,
-    Points,
-    Reduction,
-    RowWeights,
-    Samples,
-    Shape,
-    Targets,
-    Variances,
-    Weights,
-    array_function,
-)
-from ..._check import as_column, value_error
+from ..._boundary import array_function, kinds
+from ..._check import value_error
+from ..._leaves import as_column
 from ..._weighting import mixture_moments
 from ...combine import Gaussian
 from ...uncertainty import Decomposition
@@ -51,7 +34,7 @@ class NormalInverseGamma(NamedTuple):
 
 
 @array_function
-def normal_inverse_gamma(raw: FourOutputs, *, floor: Amount = 1e-6) -> NormalInverseGamma:
+def normal_inverse_gamma(raw: kinds.FourOutputs, *, floor: kinds.Amount = 1e-6) -> NormalInverseGamma:
     r"""The head of evidential regression: maps four outputs of a last layer to a normal-inverse-gamma distribution.
 
     $m$ is the first output; $\nu$, $\alpha - 1$ and $\beta$ are the softplus of the others, plus `floor`.
@@ -76,7 +59,9 @@ def normal_inverse_gamma(raw: FourOutputs, *, floor: Amount = 1e-6) -> NormalInv
 
 
 @array_function
-def decompose_evidential(mean: Points, nu: Evidence, alpha: Shape, beta: Evidence) -> Decomposition:
+def decompose_evidential(
+    mean: kinds.Points, nu: kinds.Evidence, alpha: kinds.Shape, beta: kinds.Evidence
+) -> Decomposition:
     r"""Decomposes the predictive variance of an evidential head, as its authors do.
 
     `aleatoric` is $\mathrm{E}\,\sigma^2 = \beta / (\alpha - 1)$, `epistemic` $\mathrm{Var}\,\mu = \beta / (\nu (\alpha
@@ -107,15 +92,15 @@ def decompose_evidential(mean: Points, nu: Evidence, alpha: Shape, beta: Evidenc
 
 @array_function
 def evidential_loss(
-    mean: Points,
-    nu: Evidence,
-    alpha: Shape,
-    beta: Evidence,
-    targets: Targets,
+    mean: kinds.Points,
+    nu: kinds.Evidence,
+    alpha: kinds.Shape,
+    beta: kinds.Evidence,
+    targets: kinds.Targets,
     *,
-    coefficient: Amount = 0.01,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    coefficient: kinds.Amount = 0.01,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of evidential regression: a negative log-likelihood, in nats, plus a penalty on evidence for wrong means.
 
@@ -147,12 +132,12 @@ def evidential_loss(
 
 @array_function
 def pinball_loss(
-    quantiles: OutputPoints,
-    targets: Targets,
+    quantiles: kinds.OutputPoints,
+    targets: kinds.Targets,
     *,
-    levels: OutputLevels,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    levels: kinds.OutputLevels,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of a head that predicts several quantiles: the mean of their pinball scores, in the unit of the target.
 
@@ -180,7 +165,7 @@ def pinball_loss(
 
 
 @array_function
-def sort_quantiles(quantiles: Outputs) -> Float[Array, "*batch levels"]:
+def sort_quantiles(quantiles: kinds.Outputs) -> Float[Array, "*batch levels"]:
     """Sorts predicted quantiles, which may cross. This never increases the pinball loss of a row.
 
     Sort predictions, not outputs during training. Combine members level by level. Two levels are an interval, for
@@ -222,7 +207,7 @@ class MixtureComponents(NamedTuple):
 
 
 @array_function
-def mixture_density(raw: Outputs, *, floor: Amount = 1e-6) -> MixtureDensity:
+def mixture_density(raw: kinds.Outputs, *, floor: kinds.Amount = 1e-6) -> MixtureDensity:
     """The head of a mixture density network: maps the outputs of a last layer to a mixture of Gaussians.
 
     The first third are logits of the components, the second their means; variances are the softplus of the last third,
@@ -252,7 +237,9 @@ def mixture_density(raw: Outputs, *, floor: Amount = 1e-6) -> MixtureDensity:
 
 
 @array_function
-def mixture_density_moments(logits: Outputs, mean: OutputPoints, variance: OutputVariances) -> Gaussian:
+def mixture_density_moments(
+    logits: kinds.Outputs, mean: kinds.OutputPoints, variance: kinds.OutputVariances
+) -> Gaussian:
     r"""Mean and variance of each mixture: $\sum_k \pi_k \mu_k$, and $\sum_k \pi_k (\sigma_k^2 + (\mu_k - \mu)^2)$.
 
     With a `members` axis they are per member, for [`eqx_ensemble.combine.gaussian`][] and
@@ -275,7 +262,7 @@ def mixture_density_moments(logits: Outputs, mean: OutputPoints, variance: Outpu
 
 @array_function
 def mixture_components(
-    logits: Members, mean: Samples, variance: Variances, *, weights: Weights = None
+    logits: kinds.Members, mean: kinds.Samples, variance: kinds.Variances, *, weights: kinds.Weights = None
 ) -> MixtureComponents:
     """The components of the mixture over all members, as Gaussian members with one weight per row.
 
@@ -303,13 +290,13 @@ def mixture_components(
 
 @array_function
 def mixture_density_loss(
-    logits: Outputs,
-    mean: OutputPoints,
-    variance: OutputVariances,
-    targets: Targets,
+    logits: kinds.Outputs,
+    mean: kinds.OutputPoints,
+    variance: kinds.OutputVariances,
+    targets: kinds.Targets,
     *,
-    row_weights: RowWeights = None,
-    reduction: Reduction = "mean",
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Loss of a mixture density network: $-\log \sum_k \pi_k \, \mathcal{N}(y; \mu_k, \sigma_k^2)$, in nats.
 

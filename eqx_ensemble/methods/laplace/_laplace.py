@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from ... import _check, _keys
-from ..._boundary import NoiseOfTargets, PriorPrecision, array_function
+from ..._boundary import array_function, kinds
 from ..._caller import caller
 from ..._ensemble import Ensemble, take
 from ..._map import map_members
@@ -377,7 +377,7 @@ def per_member(num_members: int, likelihood: str, prior_precision: Any, noise: A
 
 
 @array_function
-def _above_zero(*, prior_precision: PriorPrecision = None, noise: NoiseOfTargets = None) -> Any:
+def _above_zero(*, prior_precision: kinds.PriorPrecision = None, noise: kinds.NoiseOfTargets = None) -> Any:
     return prior_precision, noise
 
 

@@ -9,8 +9,9 @@ from jaxtyping import Array, Int, Key
 
 from ... import _keys
 from ..._caller import caller
-from ..._check import check_positive_int, is_traced
+from ..._check import check_positive_int
 from ..._ensemble import Ensemble
+from ..._leaves import is_traced
 from ..._pytree import PyTree
 from ..._warnings import warn
 from ...distributed import to_host
