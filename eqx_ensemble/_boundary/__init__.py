@@ -1,6 +1,6 @@
 from . import kinds as kinds
 from ._function import array_function as array_function
-from ._rows import counts as counts
+from ._rows import counted_rows as counted_rows
 from ._rows import mean_of_rows as mean_of_rows
 from ._rows import reduce as reduce
 from ._rows import weigh as weigh

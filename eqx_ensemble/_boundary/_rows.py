@@ -109,7 +109,7 @@ def _is_on_host(given: dict[str, Any], of: Arguments) -> bool:
 def reduce(values: Float[Array, "*batch"], reduction: str, row_weights: Array | None) -> Float[Array, "..."]:
     """The mean over rows, or the values of all rows, NaN for ignored ones."""
     if reduction == "none":
-        return values if row_weights is None else jnp.where(counts(row_weights), values, jnp.nan)
+        return values if row_weights is None else jnp.where(counted_rows(row_weights), values, jnp.nan)
     return mean_of_rows(values, row_weights)
 
 
@@ -124,9 +124,9 @@ def weigh(values: Float[Array, "*batch"], row_weights: Array | None) -> Float[Ar
     """The rows times their weights; zero for ignored rows, even if they contain NaN."""
     if row_weights is None:
         return values
-    return jnp.where(counts(row_weights), values if row_weights.dtype == bool else values * row_weights, 0)
+    return jnp.where(counted_rows(row_weights), values if row_weights.dtype == bool else values * row_weights, 0)
 
 
-def counts(row_weights: Array) -> Bool[Array, "*batch"]:
+def counted_rows(row_weights: Array) -> Bool[Array, "*batch"]:
     """Whether each row has a nonzero weight."""
     return row_weights if row_weights.dtype == bool else row_weights != 0

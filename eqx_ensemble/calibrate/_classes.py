@@ -14,7 +14,7 @@ from .._check import check_number, value_error
 from .._leaves import as_column
 from .._warnings import warn
 from .._weighting import class_log_odds
-from ._numbers import Pool, Pooling, Rows, rows_of
+from ._numbers import FlatRows, Pool, Pooling, flat_rows
 
 Kind = Literal["vector", "matrix", "platt", "beta"]
 
@@ -94,7 +94,7 @@ def _minimise(loss: Callable, start: np.ndarray, bounds: Any = None) -> tuple[np
     return found.x.reshape(start.shape), found.success
 
 
-def _fit(rows: Rows, kind: Kind, penalties: tuple[float, float] = (0, 0)) -> Calibration:
+def _fit(rows: FlatRows, kind: Kind, penalties: tuple[float, float] = (0, 0)) -> Calibration:
     """Minimises the mean loss in double precision, of each group of predictions alone."""
     each = np.asarray(_features(rows.logs, kind), np.float64)[:, rows.mask]
     hits, share = rows.hits[rows.mask], (rows.share / rows.share.sum())[rows.mask, None]
@@ -186,7 +186,7 @@ def temperature(
     ??? cite
         [Guo et al. 2017](https://arxiv.org/abs/1706.04599)
     """
-    rows = rows_of(logits, labels, pool, weights, row_weights)
+    rows = flat_rows(logits, labels, pool, weights, row_weights)
     logs, hits = np.asarray(rows.logs, np.float64)[:, rows.mask], rows.hits[rows.mask]
     share, found = (rows.share / rows.share.sum())[rows.mask], []
     for i, group in enumerate(logs):
@@ -249,7 +249,7 @@ def vector(
     ??? cite
         [Guo et al. 2017](https://arxiv.org/abs/1706.04599)
     """
-    return _fit(rows_of(logits, labels, pool, weights, row_weights), "vector")
+    return _fit(flat_rows(logits, labels, pool, weights, row_weights), "vector")
 
 
 def matrix(
@@ -290,7 +290,7 @@ def matrix(
     """
     check_number(off_diagonal_penalty, "off_diagonal_penalty", least=0)
     check_number(bias_penalty, "bias_penalty", least=0)
-    rows = rows_of(logits, labels, pool, weights, row_weights)
+    rows = flat_rows(logits, labels, pool, weights, row_weights)
     return _fit(rows, "matrix", (off_diagonal_penalty, bias_penalty))
 
 
@@ -324,7 +324,7 @@ def platt(
     ??? cite
         Platt 1999; numerics: [Lin et al. 2007](https://doi.org/10.1007/s10994-007-5018-6)
     """
-    return _fit(rows_of(logits, labels, pool, weights, row_weights), "platt")
+    return _fit(flat_rows(logits, labels, pool, weights, row_weights), "platt")
 
 
 def beta(
@@ -358,4 +358,4 @@ def beta(
     ??? cite
         [Kull et al. 2017](https://proceedings.mlr.press/v54/kull17a.html)
     """
-    return _fit(rows_of(logits, labels, pool, weights, row_weights), "beta")
+    return _fit(flat_rows(logits, labels, pool, weights, row_weights), "beta")

@@ -56,7 +56,7 @@ class Pooling(eqx.Module):
         return mean[None], variance[None]
 
 
-class Rows(NamedTuple):
+class FlatRows(NamedTuple):
     """What a calibration is fitted to: log-probabilities, whether each class is the label, and shares of the rows."""
 
     logs: Float[Array, "groups rows classes"]
@@ -70,7 +70,7 @@ class Rows(NamedTuple):
         return self.share > 0
 
 
-def rows_of(logits: Any, labels: Any, pool: Pool, weights: Any, row_weights: Any) -> Rows:
+def flat_rows(logits: Any, labels: Any, pool: Pool, weights: Any, row_weights: Any) -> FlatRows:
     """Checks the arguments of a fit, which is done on the host."""
     for name, x in {"logits": logits, "labels": labels, "weights": weights, "row_weights": row_weights}.items():
         if is_traced(x):
@@ -80,7 +80,7 @@ def rows_of(logits: Any, labels: Any, pool: Pool, weights: Any, row_weights: Any
     hits, share = np.arange(logs.shape[-1]) == np.asarray(own)[:, None], np.asarray(counts, np.float64)
     if row_weights is not None:  # as they were given: Platt's targets depend on how many rows there are
         share = np.where(share > 0, np.ravel(np.asarray(concrete(row_weights), np.float64)), 0)
-    return Rows(logs, hits, share, pooling)
+    return FlatRows(logs, hits, share, pooling)
 
 
 @array_function
@@ -242,7 +242,7 @@ def isotonic(
         from sklearn.isotonic import IsotonicRegression
     except ImportError as error:
         raise ImportError(missing_extra_message(caller(), "scikit-learn", "sklearn")) from error
-    rows = rows_of(logits, labels, pool, weights, row_weights)
+    rows = flat_rows(logits, labels, pool, weights, row_weights)
     kept, fits = rows.mask, []
     for group in np.asarray(jnp.exp(rows.logs), np.float64)[:, kept]:
         # scikit-learn merges probabilities within the resolution of their dtype, 1e-6 in float32.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, Real
 
-from .._boundary import array_function, counts, kinds
+from .._boundary import array_function, counted_rows, kinds
 from .._check import check_array, check_level, value_error
 from .._keys import member_keys
 
@@ -133,7 +133,7 @@ def _sample(values: Float[Array, "*scores rows"], row_weights: Array | None) -> 
     if row_weights is None:
         mean = jnp.mean(values, axis=-1)
         return _Sample(mean, values - mean[..., None], None, None)
-    order = jnp.argsort(~counts(row_weights), stable=True)
+    order = jnp.argsort(~counted_rows(row_weights), stable=True)
     weights, values = row_weights[order].astype(values.dtype), values[..., order]
     share = _along(weights, values)
     values = jnp.where(share == 0, 0, values)

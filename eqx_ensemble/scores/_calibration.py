@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from .._boundary import array_function, kinds, mean_of_rows
 from ._binning import Binning, bin_rows, by_class, mean_gap, of_top_label
-from ._groups import root, sum_by_segment
+from ._groups import square_root, sum_by_segment
 
 
 @array_function
@@ -257,8 +257,8 @@ def ence(
     flat = None if row_weights is None else jnp.ravel(row_weights)
     bins = bin_rows(jnp.ravel(variance), jnp.ravel((targets - mean) ** 2), flat, num_bins, "mass")
     filled = bins.count > 0
-    predicted = root(jnp.where(filled, bins.probability, 1))
-    errors = jnp.abs(predicted - root(bins.frequency)) / predicted
+    predicted = square_root(jnp.where(filled, bins.probability, 1))
+    errors = jnp.abs(predicted - square_root(bins.frequency)) / predicted
     return jnp.sum(jnp.where(filled, errors, 0)) / jnp.sum(filled).astype(errors.dtype)
 
 
@@ -284,4 +284,4 @@ def sharpness(variance: kinds.VarianceOrZero, *, row_weights: kinds.RowWeights =
     ??? cite
         [Gneiting et al., JRSS B 2007](https://doi.org/10.1111/j.1467-9868.2007.00587.x)
     """
-    return root(mean_of_rows(variance, row_weights))
+    return square_root(mean_of_rows(variance, row_weights))

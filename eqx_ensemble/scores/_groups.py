@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32, Integer, Shaped
 
-from .._boundary import array_function, counts, kinds, weigh
+from .._boundary import array_function, counted_rows, kinds, weigh
 from .._brief import brief_repr
 from .._weighting import at_label, sum_members
 
@@ -109,7 +109,7 @@ def mean_by_group(
     values: Float[Array, "*batch"], groups: Integer[Array, "*batch"], row_weights: Array | None, num_groups: int
 ) -> ByGroup:
     known = (groups >= 0) & (groups < num_groups)
-    kept = known if row_weights is None else known & counts(row_weights)
+    kept = known if row_weights is None else known & counted_rows(row_weights)
     # Ignored rows go to an extra bucket: in a scatter, negative groups would index from the end.
     bucket = jnp.ravel(jnp.where(kept, groups, num_groups))
     sums = lambda x: sum_by_segment(jnp.ravel(x), bucket, num_groups + 1)[:-1]
@@ -122,7 +122,7 @@ def mean_by_group(
 _BLOCK = 256  # rows in one partial sum
 
 
-def root(values: Float[Array, "..."]) -> Float[Array, "..."]:
+def square_root(values: Float[Array, "..."]) -> Float[Array, "..."]:
     """The square root, with gradient zero at zero: the gradient at a perfect fit is not NaN."""
     exact = values == 0
     return jnp.where(exact, 0, jnp.sqrt(jnp.where(exact, 1, values)))

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._boundary import array_function, counts, kinds, mean_of_rows, weigh
+from .._boundary import array_function, counted_rows, kinds, mean_of_rows, weigh
 from .._brief import brief_repr
 from ._groups import running_sum, ties
 
@@ -331,7 +331,7 @@ def _points(
 ) -> tuple[RiskCoverage, Float[Array, " rows"]]:
     """The points of the curve, and the increments of covered weight; ignored rows come last, with uncertainty NaN."""
     weights = jnp.ones(losses.shape, bool) if row_weights is None else row_weights
-    counted, dtype = counts(weights), losses.dtype
+    counted, dtype = counted_rows(weights), losses.dtype
     first, last = ties(uncertainty)
     row = jnp.arange(first.size, dtype=first.dtype)
     share = (row - first + 1).astype(dtype) / (last - first + 1).astype(dtype)

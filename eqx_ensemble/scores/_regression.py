@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._boundary import array_function, counts, kinds, mean_of_rows
+from .._boundary import array_function, counted_rows, kinds, mean_of_rows
 from .._weighting import at_label, pairwise_mean, weighted_mean
 from ._groups import root
 
@@ -120,7 +120,7 @@ def r2(
     ee.scores.r2(predictions, targets)  # 1 - 1 / 4.67 = 0.786
     ```
     """
-    known = True if row_weights is None else counts(row_weights)
+    known = True if row_weights is None else counted_rows(row_weights)
     lowest = jnp.min(targets, initial=jnp.inf, where=known)
     # Differences from one target are exactly zero for equal targets, and a common offset costs no precision.
     shifted = jnp.where(known, targets - lowest, 0)

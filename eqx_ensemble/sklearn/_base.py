@@ -31,7 +31,7 @@ except ImportError as error:  # or older than 1.6
     raise ImportError(missing_extra_message("sklearn", "scikit-learn", "sklearn")) from error
 
 
-class Split(NamedTuple):
+class RowSplit(NamedTuple):
     """The rows that members are trained on, those for validation, and the weights of all, of mean one in training."""
 
     rows: np.ndarray
@@ -71,7 +71,7 @@ class AbstractEstimator(BaseEstimator):
     validation_loss_curve_: np.ndarray | None = dataclasses.field(init=False)
     oob_score_: float = dataclasses.field(init=False)
 
-    def _split(self, x: np.ndarray, sample_weight: Any, *, strata: np.ndarray | None = None) -> Split:
+    def _split(self, x: np.ndarray, sample_weight: Any, *, strata: np.ndarray | None = None) -> RowSplit:
         """Chooses the validation rows, and fits the scaler of features.
 
         Only ratios of weights matter. A row of weight zero is absent, also from batches.
@@ -94,7 +94,7 @@ class AbstractEstimator(BaseEstimator):
         weights = weights / weights.max()  # the mean of large weights may overflow
         weights = weights / weights[rows].mean()
         self.input_scaler_ = self._fit_scaler(x[rows], weights[rows])
-        return Split(rows, held_out, weights, seed)
+        return RowSplit(rows, held_out, weights, seed)
 
     def _fit_scaler(self, values: np.ndarray, weights: np.ndarray) -> StandardScaler:
         """Means and standard deviations of the columns, in 64 bits; 0 and 1 without `standardise`."""
@@ -103,7 +103,7 @@ class AbstractEstimator(BaseEstimator):
             scaler.mean_, scaler.scale_ = np.zeros_like(scaler.mean_), np.ones_like(scaler.scale_)
         return scaler
 
-    def _train(self, x: np.ndarray, y: np.ndarray, split: Split, head: AbstractHead) -> None:
+    def _train(self, x: np.ndarray, y: np.ndarray, split: RowSplit, head: AbstractHead) -> None:
         """Trains the members, for targets that are standardised, or indices of classes."""
         key, x = own_key(split.seed), scale(self.input_scaler_, x)
         some = lambda rows: (x[rows], y[rows], split.weights[rows].astype(x.dtype))
@@ -160,7 +160,7 @@ class AbstractEstimator(BaseEstimator):
         x = scale(self.input_scaler_, rows)
         return predict(self.ensemble_, x, fn=predict_standardised, combine=combine, progress=False)
 
-    def _predict_out_of_bag(self, predictions: Any, split: Split) -> tuple[np.ndarray, Any]:
+    def _predict_out_of_bag(self, predictions: Any, split: RowSplit) -> tuple[np.ndarray, Any]:
         """The mean over the members that did not draw a row, NaN if there is none, and which rows have one."""
         assert self.rows_ is not None
         found = np.array(held_out_mean(predictions, out_of_bag(self.rows_, predictions.shape[1])).mean)

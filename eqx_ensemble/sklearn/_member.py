@@ -83,7 +83,7 @@ class AbstractHead(eqx.Module):
 
 
 @final
-class Gaussian(AbstractHead):
+class GaussianHead(AbstractHead):
     """A mean and a variance for each target; the loss is the negative log likelihood in nats, the mean over targets."""
 
     targets: Scaler
@@ -105,7 +105,7 @@ class Gaussian(AbstractHead):
 
 
 @final
-class Point(AbstractHead):
+class PointHead(AbstractHead):
     """A number for each target; the loss is the squared error, the mean over targets."""
 
     targets: Scaler

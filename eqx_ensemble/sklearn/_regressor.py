@@ -13,7 +13,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from .. import combine, uncertainty
 from .._check import check_word
-from ._member import Gaussian, Point
+from ._member import GaussianHead, PointHead
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -105,7 +105,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         y = np.asarray(y, np.float64)
         split = self._split(x, sample_weight)
         self.target_scaler_ = self._fit_scaler(y[split.rows], split.weights[split.rows])
-        head = {"gaussian": Gaussian, "point": Point}[self.head](device_scaler(self.target_scaler_, y.shape[1:]))
+        kind = {"gaussian": GaussianHead, "point": PointHead}[self.head]
+        head = kind(device_scaler(self.target_scaler_, y.shape[1:]))
         self._train(x, scale(self.target_scaler_, y), split, head)
         if self.bootstrap:
             predictions = self._predict(X)
@@ -161,4 +162,4 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
     def _combine(self, of_gaussians: Any, of_points: Any) -> Any:
         """The function of predictions that suits them."""
         check_is_fitted(self)
-        return of_gaussians if isinstance(self.ensemble_.stacked.head, Gaussian) else of_points
+        return of_gaussians if isinstance(self.ensemble_.stacked.head, GaussianHead) else of_points

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._caller import caller
 from .._check import MemberMismatchError
-from .._ensemble import Ensemble, M, check_ensemble, check_model_state, split
+from .._ensemble import Ensemble, M, check_ensemble, check_model_state, split_own
 from .._foreign import from_foreign_tree
 from .._keys import member_keys, own_key
 from .._leaves import array_leaves, is_key
@@ -128,7 +128,7 @@ def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree)
     another digest, without a look at any code. `batch` and `validation` are what one member sees, as shapes.
     """
     __tracebackhide__ = True
-    own, rest = split(state)
+    own, rest = split_own(state)
     one = eqx.combine(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own), rest)
     key = jax.eval_shape(own_key)
     aux = None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int8, Key
 
-from .._ensemble import Ensemble, M, split, take
+from .._ensemble import Ensemble, M, split_own, take
 from .._marks import Shared
 from .._pytree import PyTree
 from ..tree._engine import check_index
@@ -256,7 +256,7 @@ class Pieces(NamedTuple):
 
 def pieces_of(state: TrainState) -> Pieces:
     """Splits a training state of all members."""
-    moving, other = split(state)
+    moving, other = split_own(state)
     common = jax.tree.map(lambda _: None, state)
     if state.together is None:
         return Pieces(moving, common, other)

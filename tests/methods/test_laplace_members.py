@@ -73,13 +73,13 @@ class TestMembers:
     def test_replaced(self, posterior):
         """As if it had been fitted so, and all else as before."""
         priors = jnp.array([0.1, 1.0, 10.0])
-        replaced = laplace.replace(posterior, prior_precision=priors)
+        replaced = laplace.with_prior(posterior, prior_precision=priors)
         assert_close(replaced, fit(prior_precision=priors), 1e-5)
         same(replaced[[2]], fit(ENSEMBLE[[2]], prior_precision=10.0))
         assert_close(replaced.log_marginal_likelihood(), posterior.log_marginal_likelihood(priors), 1e-5)
         assert np.abs(replaced.predict(X)[2] - posterior.predict(X)[2]).max() > 0.01
         regression = {"likelihood": "regression", "data": (X, X)}
-        assert_close(laplace.replace(fit(**regression), noise=0.5), fit(noise=0.5, **regression), 1e-6)
+        assert_close(laplace.with_prior(fit(**regression), noise=0.5), fit(noise=0.5, **regression), 1e-6)
 
     @pytest.mark.slow
     def test_links(self, posterior):
@@ -233,8 +233,8 @@ def test_errors_of_a_posterior(posterior):
         posterior.predict(X, link="mc")
     with pytest.raises(TypeError, match="`methods.laplace.Laplace.log_marginal_likelihood` takes `noise` for"):
         posterior.log_marginal_likelihood(noise=0.1)
-    with pytest.raises(ValueError, match="`methods.laplace.replace` needs a finite `prior_precision` above zero"):
-        laplace.replace(posterior, prior_precision=-jnp.ones(3))
+    with pytest.raises(ValueError, match="`methods.laplace.with_prior` needs a finite `prior_precision` above zero"):
+        laplace.with_prior(posterior, prior_precision=-jnp.ones(3))
     zero = eqx.tree_at(lambda e: e.stacked.layers[-1], ENSEMBLE, replace_fn=lambda x: jax.tree.map(jnp.zeros_like, x))
     with pytest.raises(ValueError, match=r"needs a maximum of the marginal likelihood.\n  members 0, 1, 2 have none"):
         fit(zero).optimise_prior()

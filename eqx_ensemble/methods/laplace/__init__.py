@@ -3,4 +3,4 @@
 from ._fit import fit as fit
 from ._laplace import Laplace as Laplace
 from ._laplace import Outputs as Outputs
-from ._laplace import replace as replace
+from ._laplace import with_prior as with_prior

@@ -17,7 +17,7 @@ from ..._marks import Each
 from ..._pytree import PyTree
 from ...train._run import Run, check_healthy
 from ...train._state import trained_leaves
-from ._laplace import Laplace, LaplaceMember, Setting, call, check_members, per_member, replace, run_members
+from ._laplace import Laplace, LaplaceMember, Setting, check_members, for_members, outputs_of, run_members, with_prior
 
 _FITS: dict[str, Callable[[tuple[int, ...]], bool]] = {  # which shapes of a row's outputs
     "regression": lambda shape: True,
@@ -106,7 +106,7 @@ def fit(
     is_run = isinstance(ensemble, Run)
     members, state = (ensemble.ensemble, ensemble.state if state is None else state) if is_run else (ensemble, state)
     check_ensemble(members)
-    given = Each(per_member(len(members), likelihood, prior_precision, noise))
+    given = Each(for_members(len(members), likelihood, prior_precision, noise))
     if is_run:
         every = members, state, data, row_weights, given
         members, state, data, row_weights, given = take_marked(every, np.flatnonzero(check_healthy(ensemble)))
@@ -124,7 +124,7 @@ def fit(
     fix = "NaN or other labels in the rows? Members that diverged? Pass the run instead of its ensemble."
     check_members(fine, "finite outputs and derivatives", fix)
     priors, noises = given.value
-    return replace(Laplace(found, state), prior_precision=priors, noise=noises)
+    return with_prior(Laplace(found, state), prior_precision=priors, noise=noises)
 
 
 def _choose(members: Ensemble, model: PyTree, where: Callable[[Any], Any]) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ def _shape_of_outputs(model: PyTree, x: PyTree, y: Any, state: Any, fn: Any, lik
     """The shape of a member's outputs for one row. Raises unless likelihood and targets fit it."""
     first = lambda x: jax.tree.map(lambda x: x[0, 0], x.value) if isinstance(x, Each) else x[0]
     row = jax.tree.map(first, x, is_leaf=lambda x: isinstance(x, Each))
-    one = lambda x, state, model: call(fn, eqx.nn.inference_mode(model), x, state)
+    one = lambda x, state, model: outputs_of(fn, eqx.nn.inference_mode(model), x, state)
     out: Any = eqx.filter_eval_shape(one, row, None if state is None else tree.take(state, 0), model)
     shape = getattr(out, "shape", None)
     if shape is None or not _FITS[likelihood](shape):

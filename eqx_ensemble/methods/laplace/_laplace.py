@@ -64,12 +64,12 @@ class Setting(NamedTuple):
     ) -> tuple[Float[Array, " out"], Float[Array, "out weights"]]:
         """The flattened outputs for one row, and their Jacobian with respect to the selected weights."""
         vector, insert = self.weights(model)
-        outputs = lambda vector: call(self.fn, insert(vector), x, state).ravel().astype(vector.dtype)
+        outputs = lambda vector: outputs_of(self.fn, insert(vector), x, state).ravel().astype(vector.dtype)
         found, pull = jax.vjp(outputs, vector)
         return found, jax.vmap(pull)(jnp.eye(found.size, dtype=vector.dtype))[0]
 
 
-def call(fn: Callable[..., Any] | None, model: Any, x: PyTree, state: eqx.nn.State | None) -> Any:
+def outputs_of(fn: Callable[..., Any] | None, model: Any, x: PyTree, state: eqx.nn.State | None) -> Any:
     """The outputs of a model for one row, not flattened."""
     given = (x,) if state is None else (x, state)
     out = model(*given) if fn is None else fn(model, *given)
@@ -303,7 +303,7 @@ class Laplace(eqx.Module, Generic[M]):
 
         **Returns:** `(members,)`.
         """
-        other = replace(self, prior_precision=prior_precision, noise=noise)
+        other = with_prior(self, prior_precision=prior_precision, noise=noise)
         return run_members(LaplaceMember.evidence, other.members)
 
     def optimise_prior(self, *, fit_noise: bool = False) -> "Laplace[M]":
@@ -327,7 +327,7 @@ class Laplace(eqx.Module, Generic[M]):
             fine &= jnp.isfinite(noise) & (noise > 0)
         fix = "Their selected weights are zero, or the outputs do not depend on them."
         check_members(fine, "a maximum of the marginal likelihood", fix)
-        return replace(self, prior_precision=precision, noise=noise)
+        return with_prior(self, prior_precision=precision, noise=noise)
 
 
 _is_none = lambda x: x is None
@@ -339,7 +339,7 @@ def run_members(fn: Callable[..., Any], *args: Any) -> Any:
     return map_members(fn)(*args)
 
 
-def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = None) -> Laplace[M]:
+def with_prior(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = None) -> Laplace[M]:
     """Replaces the prior precision or the noise of posteriors, without access to the data.
 
     The result equals a fit with these values: a prior precision can be selected on held-out rows.
@@ -357,18 +357,18 @@ def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = 
     data = jax.random.normal(key, (60, 2)), jnp.arange(60) % 3
     options = {"likelihood": "classification", "where": lambda model: model.layers[-1]}
     posterior = laplace.fit(ensemble, data, **options)
-    posterior = laplace.replace(posterior, prior_precision=10.0)
+    posterior = laplace.with_prior(posterior, prior_precision=10.0)
     ```
     """
     members = posterior.members.stacked
-    own = per_member(len(posterior.members), members.setting.likelihood, prior_precision, noise)
+    own = for_members(len(posterior.members), members.setting.likelihood, prior_precision, noise)
     old = members.prior_precision, members.noise
     new = [x if y is None else y.astype(members.values.dtype) for x, y in zip(old, own, strict=True)]
     get = lambda members: (members.stacked.prior_precision, members.stacked.noise)
     return Laplace(eqx.tree_at(get, posterior.members, new, is_leaf=_is_none), posterior.state)
 
 
-def per_member(num_members: int, likelihood: str, prior_precision: Any, noise: Any) -> list[Array | None]:
+def for_members(num_members: int, likelihood: str, prior_precision: Any, noise: Any) -> list[Array | None]:
     """Raises unless both are `None`, or positive numbers, one or one for each member. Returns one for each."""
     if noise is not None and likelihood != "regression":
         raise TypeError(f"`{caller()}` takes `noise` for regression only: classes have no noise.")

@@ -17,7 +17,7 @@ from ..._warnings import warn
 from ...distributed import to_host
 from ...train import TrainState
 from ...train._state import with_weights
-from ._record import Mean, Moments, RecordState, Weights
+from ._record import Copies, Mean, Moments, RecordState
 
 
 def average(run: Any) -> Ensemble[Any]:
@@ -187,7 +187,7 @@ def snapshot_owners(run: Any) -> Int[np.ndarray, " snapshots"]:
 
 def _kept_weights(run: Any) -> tuple[TrainState, RecordState, np.ndarray]:
     """The state, the record, and the member and the slot of each snapshot, the oldest first."""
-    state, found = _find_record(run, (Weights,), "`snapshots`")
+    state, found = _find_record(run, (Copies,), "`snapshots`")
     size, count = jax.tree.leaves(found.record.weights)[0].shape[1], to_host(found.count)
     if not count.any():
         raise ValueError(f"`{caller()}`: no member has reached its first snapshot, after step `start` (or `every`).")

@@ -33,7 +33,7 @@ class Moments(NamedTuple):
     columns: PyTree
 
 
-class Weights(NamedTuple):
+class Copies(NamedTuple):
     """The record of `snapshots`, each array `(size, ...)`."""
 
     weights: PyTree
@@ -200,13 +200,13 @@ def snapshots(
         [Huang et al. 2017](https://arxiv.org/abs/1704.00109)
     """
 
-    def init(params: PyTree) -> Weights:
-        return Weights(jax.tree.map(lambda x: jnp.zeros((size, *jnp.shape(x)), jnp.asarray(x).dtype), params))
+    def init(params: PyTree) -> Copies:
+        return Copies(jax.tree.map(lambda x: jnp.zeros((size, *jnp.shape(x)), jnp.asarray(x).dtype), params))
 
-    def update(record: Weights, weights: PyTree, count: Int[Array, ""], due: Bool[Array, ""]) -> Weights:
+    def update(record: Copies, weights: PyTree, count: Int[Array, ""], due: Bool[Array, ""]) -> Copies:
         index = jnp.where(due, (count - 1) % size, size)  # an index beyond the end is dropped
         put = lambda kept, w: kept.at[index].set(w, mode="drop")
-        return Weights(jax.tree.map(put, record.weights, weights))
+        return Copies(jax.tree.map(put, record.weights, weights))
 
     return _record(optimiser, init, update, start, every, period)
 
