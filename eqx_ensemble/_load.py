@@ -24,8 +24,8 @@ from ._save import (
     Header,
     PathLike,
     digests_of,
-    is_number,
     is_saved,
+    is_scalar,
     marked_leaves,
     named_leaves,
     read_header,
@@ -194,7 +194,7 @@ def _fill(fd: int, part: np.ndarray, start: int) -> None:
 
 def _value(header: Header, name: str, like: Any, arrays: dict[str, np.ndarray]) -> Any:
     """An array or a number of the file, as `like` has it."""
-    if is_number(like):
+    if is_scalar(like):
         value = header.numbers[name][1]
         return complex(*value) if isinstance(like, complex) else value
     x, generator = arrays[name], header.leaves[name].generator
@@ -240,7 +240,7 @@ def _saved_texts(header: Header, any_count: set[str] | frozenset[str] = frozense
 
 
 def _wanted_text(x: Any, *, any_count: bool) -> str:
-    if is_number(x):
+    if is_scalar(x):
         return type(x).__name__
     return shape_text(x.dtype.name, x.shape[any_count:])
 

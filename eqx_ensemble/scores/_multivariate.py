@@ -2,12 +2,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._boundary import array_function, counts, kinds
+from .._boundary import array_function, counted_rows, kinds
 from .._check import value_error
 from .._leaves import as_column
 from .._weighting import moments, weighted_mean
 from ._distributions import Estimator, check_estimator
-from ._groups import root
+from ._groups import square_root
 
 
 @array_function
@@ -45,7 +45,7 @@ def dawid_sebastiani(
     errors = samples - targets[None]  # whose mean loses no precision to a common offset
     # Of ignored rows all members are equal, whose gradient would be NaN.
     numbers = as_column(jnp.arange(samples.shape[0], dtype=errors.dtype), errors.ndim)
-    errors = errors if row_weights is None else jnp.where(counts(row_weights)[None], errors, numbers)
+    errors = errors if row_weights is None else jnp.where(counted_rows(row_weights)[None], errors, numbers)
     variance = jnp.var(errors, axis=0, ddof=1)
     return jnp.mean(errors, axis=0) ** 2 / variance + jnp.log(variance)
 
@@ -84,7 +84,7 @@ def energy_score(
         [Gneiting and Raftery, JASA 2007](https://doi.org/10.1198/016214506000001437)
     """
     check_estimator(estimator, samples.shape[0], weights)
-    norm = lambda x: root(jnp.sum(x**2, axis=-1))
+    norm = lambda x: square_root(jnp.sum(x**2, axis=-1))
 
     @jax.checkpoint  # otherwise its gradient stores the differences of all pairs
     def to_all(one: Array) -> Array:

@@ -4,7 +4,7 @@ from jaxtyping import Array, Float
 
 from .._boundary import array_function, counted_rows, kinds, mean_of_rows
 from .._weighting import at_label, pairwise_mean, weighted_mean
-from ._groups import root
+from ._groups import square_root
 
 
 @array_function
@@ -36,7 +36,7 @@ def rmse(
     ee.scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
     ```
     """
-    return root(mean_of_rows(error_of_mean(predictions, targets, weights) ** 2, row_weights))
+    return square_root(mean_of_rows(error_of_mean(predictions, targets, weights) ** 2, row_weights))
 
 
 @array_function
@@ -63,7 +63,7 @@ def mean_member_rmse(
     ```
     """
     squared = jax.vmap(mean_of_rows, in_axes=(0, None))((predictions - targets[None]) ** 2, row_weights)
-    return weighted_mean(root(squared), weights)
+    return weighted_mean(square_root(squared), weights)
 
 
 @array_function
