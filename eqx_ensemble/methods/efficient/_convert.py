@@ -10,7 +10,7 @@ from ..._caller import caller
 from ..._check import check_word
 from ..._keys import member_keys
 from ..._warnings import warn
-from .._layers import AbstractSubstitute, Select, check_known, input_shape, output_shape, select_layers
+from .._layers import AbstractSubstitute, Select, check_groups, check_known, input_shape, output_shape, select_layers
 from ._joint import JointEnsemble
 from ._layers import GroupedLinear, JoinInputs, MaskInputs, Own, RankOne, SelectOutput, redraw
 
@@ -152,6 +152,8 @@ def mimo(model: M, num_submembers: int = 3, *, where: Select = None, key: Any) -
     """
     find, layers = _select(model, where, least=2)
     first, last = layers[0], layers[-1]
+    check_groups(first)
+    check_groups(last)
     first_key, last_key = jax.random.split(member_keys(key, 1, purpose="mimo")[0])
     size = lambda shape: shape[0] if shape else "scalar"
     count = lambda shape: num_submembers * (shape[0] if shape else 1)
@@ -247,6 +249,8 @@ def packed_ensemble(
         [Laurent et al. 2023](https://arxiv.org/abs/2210.09184)
     """
     find, layers = _select(model, where, least=2)
+    for layer in layers:
+        check_groups(layer)
     keys = member_keys(key, num_submembers, purpose="packed_ensemble")
     new, before, narrow, last = [], 1, 1, len(layers) - 1
     for i, layer in enumerate(layers):
