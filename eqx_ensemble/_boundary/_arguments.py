@@ -3,6 +3,10 @@
 import inspect
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
+import jax
+import numpy as np
+
+from .._check import concrete
 from .kinds import InnerLevels, Levels, Values
 
 
@@ -83,3 +87,29 @@ def _parts(annotation: Any) -> tuple[list[Any], Values | None]:
         return [annotation], None
     found = [_parts(x) for x in get_args(annotation)]
     return [x for parts, _ in found for x in parts], next((values for _, values in found if values), None)
+
+
+def in_float64(raw: dict[str, Any], of: Arguments) -> dict[str, Any]:
+    """Where JAX has no float64, takes from concrete arrays of it what float32 would lose: an offset, and the order."""
+    wide = [name for name, x in raw.items() if getattr(x, "dtype", None) in (np.float64, np.int64, np.uint64)]
+    if jax.config.read("jax_enable_x64") or not wide:
+        return raw
+    raw = raw | {name: _ranks(np.asarray(raw[name])) for name in wide if of.arrays[name].values.ranked}
+    places = {name: concrete(x) for name, x in raw.items() if of.arrays[name].values.place}
+    if "targets" in places and set(places) & set(wide) and all(x is not None for x in places.values()):
+        exact = {name: np.asarray(x, np.float64) for name, x in places.items()}
+        middle = np.median(exact["targets"]) if exact["targets"].size else 0.0
+        spread = np.max(np.abs(exact["targets"] - middle), initial=0)
+        if np.isfinite(spread) and abs(middle) > 4 * spread:
+            raw |= {name: x - middle for name, x in exact.items()}
+    return raw
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Numbers of the same order that float32 holds, if it does not hold the values apart."""
+    with np.errstate(over="ignore"):
+        rounded = np.unique(values.astype(np.float32)).size
+    distinct, ranks = np.unique(values, return_inverse=True)
+    if rounded == distinct.size or distinct.size >= 2**24:
+        return values
+    return np.where(np.isnan(values), np.nan, ranks.reshape(values.shape))

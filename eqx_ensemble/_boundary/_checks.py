@@ -2,7 +2,6 @@
 
 from typing import Any, Literal, get_args, get_origin
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -24,7 +23,7 @@ from .._check import (
 from .._foreign import from_foreign
 from .._leaves import as_column
 from .._warnings import warn
-from ._arguments import Argument, Arguments
+from ._arguments import Argument, Arguments, in_float64
 from ._weights import check_row_weights, check_weights
 from .kinds import VOTES, InnerLevels, Levels
 
@@ -76,7 +75,7 @@ def check_arguments(given: dict[str, Any], of: Arguments) -> Array | None:
     Returns which rows count, if not all do.
     """
     left_out = [name for name, x in of.signature.parameters.items() if x.default is None and given[name] is None]
-    raw = _in_float64({name: given[name] for name in of.arrays if name not in left_out}, of)
+    raw = in_float64({name: given[name] for name in of.arrays if name not in left_out}, of)
     sizes: Sizes = {axis: int(axis) for name in raw for axis in of.arrays[name].axes if axis.isdigit()}
     for name, x in raw.items():
         raw[name] = _array(name, x, of.arrays[name], sizes)
@@ -220,32 +219,6 @@ def _check_interval(given: dict[str, Any], known: np.ndarray | None) -> None:
     if low is not None and high is not None and known is not None and (wrong := (low > high) & known).any():
         first = first_text(np.broadcast_to(low, wrong.shape), wrong)
         raise value_error("`lower` ends at or below `upper` ends", first, "Swapped? `lower` first.")
-
-
-def _in_float64(raw: dict[str, Any], of: Arguments) -> dict[str, Any]:
-    """Where JAX has no float64, takes from concrete arrays of it what float32 would lose: an offset, and the order."""
-    wide = [name for name, x in raw.items() if getattr(x, "dtype", None) in (np.float64, np.int64, np.uint64)]
-    if jax.config.read("jax_enable_x64") or not wide:
-        return raw
-    raw = raw | {name: _ranks(np.asarray(raw[name])) for name in wide if of.arrays[name].values.ranked}
-    places = {name: concrete(x) for name, x in raw.items() if of.arrays[name].values.place}
-    if "targets" in places and set(places) & set(wide) and all(x is not None for x in places.values()):
-        exact = {name: np.asarray(x, np.float64) for name, x in places.items()}
-        middle = np.median(exact["targets"]) if exact["targets"].size else 0.0
-        spread = np.max(np.abs(exact["targets"] - middle), initial=0)
-        if np.isfinite(spread) and abs(middle) > 4 * spread:
-            raw |= {name: x - middle for name, x in exact.items()}
-    return raw
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Numbers of the same order that float32 holds, if it does not hold the values apart."""
-    with np.errstate(over="ignore"):
-        rounded = np.unique(values.astype(np.float32)).size
-    distinct, ranks = np.unique(values, return_inverse=True)
-    if rounded == distinct.size or distinct.size >= 2**24:
-        return values
-    return np.where(np.isnan(values), np.nan, ranks.reshape(values.shape))
 
 
 _ROWS_LOOKED_AT = 32

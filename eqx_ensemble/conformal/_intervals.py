@@ -71,7 +71,7 @@ def split(
     """
     errors = jnp.abs(targets - predictions) / (1 if scale is None else scale)
     radius, few = threshold(errors, level, row_weights)
-    return Split(radius), few  # pyright: ignore[reportReturnType]
+    return Split(_rounded_up(radius)), few  # pyright: ignore[reportReturnType]
 
 
 class Cqr(eqx.Module):
@@ -134,9 +134,15 @@ def cqr(
     below, above = low - targets, targets - high
     if ends == "together":
         margin, few = threshold(jnp.maximum(below, above), level, row_weights)
+        margin = _rounded_up(margin)
         return Cqr(margin, margin), few  # pyright: ignore[reportReturnType]
     (first, few), (second, _) = (threshold(x, (1 + level) / 2, row_weights) for x in (below, above))
-    return Cqr(first, second), few  # pyright: ignore[reportReturnType]
+    return Cqr(_rounded_up(first), _rounded_up(second)), few  # pyright: ignore[reportReturnType]
+
+
+def _rounded_up(error: Float[Array, ""]) -> Float[Array, ""]:
+    """More than rounding may have taken: the end that the error determines does not fall short of its target."""
+    return error + 4 * jnp.finfo(error.dtype).eps * jnp.abs(error)
 
 
 def by_fold(predictions: Float[Array, "members ..."], num_folds: int) -> Float[Array, "folds ..."]:
