@@ -47,7 +47,7 @@ def signature_of(name):
     """What the annotations of a function say."""
     room, _, own = name.rpartition(".")
     module = next(module for module in CALLS if module.__name__ == f"eqx_ensemble.{room}")
-    return Arguments(inspect.signature(getattr(module, own)))
+    return Arguments(inspect.signature(inspect.unwrap(getattr(module, own))))
 
 
 def axis_of(name, argument, kind):

@@ -9,13 +9,14 @@ import functools as ft
 import inspect
 import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, get_origin, overload
 
 import jax
 from jaxtyping import Array
 
 from .._caller import caller
 from .._check import check_key
+from . import kinds
 from ._arguments import Arguments
 from ._checks import check_arguments, check_option
 from ._rows import blank, by_rows, reduce, rows_of_block, sort_arguments
@@ -86,4 +87,22 @@ def array_function(
             given = sort_arguments(given, of, counted, in_order)
         return finish(body(counted, rows_of_block(given, of) if each_row and not in_order else 0, **given), given)
 
+    vars(public)["__signature__"] = _readable(of.signature)
     return public
+
+
+def _readable(signature: inspect.Signature) -> inspect.Signature:
+    """The signature with the names of kinds, which `help` and notebooks show, instead of what they stand for."""
+    shown = {name: _names.get(x.annotation, x.annotation) for name, x in signature.parameters.items()}
+    parameters = [x.replace(annotation=shown[name]) for name, x in signature.parameters.items()]
+    return signature.replace(parameters=parameters)
+
+
+class _Name(str):
+    """An annotation as it is written."""
+
+    __repr__ = str.__str__
+
+
+_names: dict[Any, Any] = {kind: _Name(name) for name, kind in vars(kinds).items() if get_origin(kind) is not None}
+_names |= {kind | None: _Name(f"{name} | None") for kind, name in _names.items()}
