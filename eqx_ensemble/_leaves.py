@@ -84,7 +84,7 @@ def promote(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 @contextlib.contextmanager
 def standard_promotion() -> Iterator[None]:
-    """Enables the promotion of dtypes and ranks that optax and scoringrules need; a user may have made it strict."""
+    """Enables the promotion of dtypes and ranks that optax needs; a user may have made it strict."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
