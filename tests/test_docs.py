@@ -194,9 +194,11 @@ def as_users_run_it():
     """The guide shows mistakes that the settings of the tests would find, and messages before those of type checks."""
     disabled = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-    jaxtyping.config.update("jaxtyping_disable", disabled)
+    try:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", disabled)
 
 
 def test_the_page_about_a_fit_shows_the_code():

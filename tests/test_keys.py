@@ -105,8 +105,7 @@ def test_another_default_generator_is_no_reason_to_fail(tmp_path):
         )
         ee.save(folder / "saved", run.ensemble)
         loaded = ee.load(folder / "saved", Noisy)
-        adapted = ee.methods.LowRank(2, rank=1)
-        template = adapted.template(eqx.nn.Linear(3, 2, key=KEY), x)[0]
+        template = ee.methods.adapters.low_rank(eqx.nn.Linear(3, 2, key=KEY), 2, rank=1, key=KEY)
         return loaded.stacked.linear.weight, template.stacked.down, ee.member_keys(jax.random.key_data(KEY), 2)
 
     wanted = everything(tmp_path / "threefry")

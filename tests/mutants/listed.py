@@ -193,12 +193,11 @@ MUTANTS = [
         ("(1 - below) ** 2", "(1 - below)"),
     ),
     *of(
-        "_check/_rows.py",
+        "_boundary/_weights.py",
         "scores/test_numbers.py test_boundary.py",
-        ("jnp.reshape(self.counted, shape), values, fill)", "jnp.reshape(self.counted, shape), fill, values)"),
-        ("wrong := is_wrong(host) & rows.known)", "wrong := is_wrong(host))"),
-        ("np.ldexp(exact, 1 - np.frexp(exact.max(initial=0))[1])", "exact"),
-        ("weights = jnp.ldexp(converted, 1 - exponent)", "weights = converted"),
+        ("(host >= 0)) & known", "(host >= 0))"),
+        ("xp.ldexp(given, 1 - xp.frexp(largest)[1])", "given"),
+        ("return jnp.asarray(exact / exact.sum(axis=0), dtype)", "return jnp.asarray(exact, dtype)"),
     ),
     *of(
         "_boundary/_rows.py",
