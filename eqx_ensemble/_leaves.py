@@ -15,9 +15,6 @@ try:
 except ImportError:  # before 0.10
     from jax.core import get_opaque_trace_state  # pyright: ignore
 
-Size = Any
-"""The length of an axis: an int, or a symbolic dimension of `jax.export`."""
-
 
 def _state_outside() -> Any:
     """JAX's trace state outside of all transformations, from a new thread: this one may be inside one."""
