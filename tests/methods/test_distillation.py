@@ -16,7 +16,6 @@ RNG = np.random.default_rng(1)
 TEACHER = (2 * RNG.normal(size=(6, 4, 3))).astype(np.float32)  # (rows, members, classes)
 LOGITS = RNG.normal(size=(6, 3)).astype(np.float32)
 X = np.asarray(jnp.asarray(RNG.normal(size=(40, 3))))  # of the dtype of weights
-ONE, MANY = np.ones(6, np.float32), np.ones((6, 4), np.float32)
 distribution_loss = distillation.distribution_loss
 
 
@@ -38,46 +37,38 @@ def gaussian(mean, variance, means, variances):
 
 # The loss, its options, and the loss of one row.
 LOSSES = {
-    "mixture": (distillation.mixture_loss, {"temperature": 1.0}, mixture),
-    "mixture of warm ones": (distillation.mixture_loss, {"temperature": 4.0}, mixture),
-    "distribution": (distribution_loss, {"temperature": 1.0}, distribution),
-    "distribution of warm ones": (distribution_loss, {"temperature": 5.0, "smoothing": 1e-2}, distribution),
+    "mixture": (distillation.mixture_loss, {"temperature": 4.0}, mixture),
+    "distribution": (distribution_loss, {"temperature": 5.0, "smoothing": 1e-2}, distribution),
     "plain distribution": (distribution_loss, {"temperature": 1.0, "smoothing": 0.0}, distribution),
     "gaussian": (distillation.gaussian_loss, {}, gaussian),
 }
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [("float16", (1,)), ("float32", (2, 3)), ("float64", (6,))])
+@pytest.mark.parametrize(("dtype", "shape"), [("float32", (2, 3)), ("float64", (6,))])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, dtype, shape):
-    """Of rows, their means, and those of rows that count, whatever the others hold; options may be traced."""
+    """Of rows, and their means; options may be traced."""
     loss, options, of_row = LOSSES[name]
     rng = np.random.default_rng(len(shape))
     with jax.enable_x64(dtype == "float64"):
+        made = [rng.normal(size=(*shape, 3)), 2 * rng.normal(size=(*shape, 4, 3))]
         if of_row is gaussian:
-            made = [rng.normal(size=shape), np.exp(rng.normal(size=shape))]
-            made += [rng.normal(size=(*shape, 4)), np.exp(rng.normal(size=(*shape, 4)))]
-        else:
-            made = [rng.normal(size=(*shape, 3)), 2 * rng.normal(size=(*shape, 4, 3))]
+            made = [f(rng.normal(size=own)) for own in (shape, (*shape, 4)) for f in (np.asarray, np.exp)]
         known = [x.astype(dtype) for x in made]
         want = [of_row(*(x[i].astype(float) for x in known), **options) for i in np.ndindex(shape)]
         want = np.reshape(want, shape)
         close = dict(rtol=1e-9, atol=1e-9) if dtype == "float64" else dict(rtol=2e-5, atol=5e-5)
         found = loss(*known, reduction="none", **options)
-        assert found.dtype == ("float64" if dtype == "float64" else "float32")
+        assert found.dtype == dtype
         np.testing.assert_allclose(found, want, **close)
         rows = jax.jit(lambda options: jax.vmap(lambda *given: loss(*given, **options))(*known))(options)
         np.testing.assert_allclose(rows, want.reshape(shape[0], -1).mean(1), **close)
-        assert shape == (1,) or not np.allclose(loss(known[0][::-1], *known[1:], reduction="none", **options), want)
-        kept = rng.uniform(size=shape) < 0.6
-        kept[(0,) * len(shape)] = True
-        weights = kept * rng.uniform(0.1, 3, shape)
-        spoilt = [np.where(kept.reshape(shape + (1,) * (x.ndim - len(shape))), x, np.nan) for x in known]
-        value, slope = jax.value_and_grad(lambda *x: loss(*x, row_weights=weights, **options))(*spoilt)
+        assert not np.allclose(loss(known[0][::-1], *known[1:], reduction="none", **options), want)
+        weights = np.arange(want.size).reshape(shape)
+        known[0].flat[0] = np.nan  # a row that does not count
+        value, slope = jax.value_and_grad(lambda *x: loss(*x, row_weights=weights, **options))(*known)
         np.testing.assert_allclose(value, np.average(want, weights=weights), **close)
         assert np.isfinite(slope).all()
-        assert not slope[~kept].any()
-        assert slope[kept].any()
 
 
 def test_a_class_that_all_teachers_exclude():
@@ -85,28 +76,21 @@ def test_a_class_that_all_teachers_exclude():
     student = np.log(np.array([[0.75, 0.25, 1e-9]], np.float32))
     value, slope = jax.value_and_grad(distillation.mixture_loss)(student, teacher)
     np.testing.assert_allclose(value, 0, atol=1e-6)
-    assert np.isfinite(slope).all()
-    value, slope = jax.value_and_grad(distribution_loss)(student, teacher)
-    assert np.isfinite(value)
-    assert np.isfinite(slope).all()
+    value, of_distribution = jax.value_and_grad(distribution_loss)(student, teacher)
+    assert np.isfinite([value, *slope[0], *of_distribution[0]]).all()
     assert not np.isfinite(distribution_loss(student, teacher, smoothing=0.0))
 
 
-@pytest.mark.parametrize("strength", [1e-6, 1e-2, 7.9, 8.1, 1e3, 1e6])
+@pytest.mark.parametrize("strength", [1e-6, 7.9, 8.1, 1e6])
 def test_little_and_much_evidence(strength):
     """In float32; the plain formula is a difference of numbers as large as the evidence times its logarithm."""
-    points = stats.dirichlet.rvs(strength * np.array([0.5, 0.3, 0.2]) + 1, size=3, random_state=0)
     alpha = (strength * np.array([0.5, 0.3, 0.2])).astype(np.float32)
-    mean_log = np.log(points).mean(axis=0)
+    points = stats.dirichlet.rvs(alpha + 1, size=3, random_state=0)
     exact = alpha.astype(np.float64)
-    expected = special.gammaln(exact).sum() - special.gammaln(exact.sum()) - (exact - 1) @ mean_log
+    expected = special.gammaln(exact).sum() - special.gammaln(exact.sum()) - (exact - 1) @ np.log(points).mean(axis=0)
     found = distribution_loss(np.log(alpha), np.log(points).astype(np.float32), smoothing=0.0)
     # A logit of 13 is known to 1e-6: of the evidence 1e6 that is 1.
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * max(strength, 1))
-    if strength == 1e6:
-        plain = jax.scipy.special.gammaln
-        naive = jnp.sum(plain(alpha)) - plain(jnp.sum(alpha)) - jnp.sum((alpha - 1) * mean_log.astype(np.float32))
-        assert abs(float(naive) - expected) > 3 * abs(float(found) - expected)
 
 
 def test_the_optimum_solves_the_digamma_equations():
@@ -123,19 +107,18 @@ def test_the_optimum_solves_the_digamma_equations():
     assert np.abs(special.digamma(wrong.sum()) - special.digamma(wrong) + mean_log).max() > 0.05
 
 
+def linear(key):
+    return eqx.nn.Linear(3, 3, key=key)
+
+
 def test_the_gaussian_loss_is_least_at_the_moments_of_the_mixture():
     with jax.enable_x64(True):
         means, variances = RNG.normal(size=(5, 4)), np.exp(RNG.normal(size=(5, 4)))
         slope = jax.grad(distillation.gaussian_loss, argnums=(0, 1))
-        np.testing.assert_allclose(
-            slope(*ee.combine.gaussian(means.T, variances.T), means, variances), np.zeros((2, 5)), atol=1e-12
-        )
+        found = slope(*ee.combine.gaussian(means.T, variances.T), means, variances)
+        np.testing.assert_allclose(found, np.zeros((2, 5)), atol=1e-12)
         without_disagreement = slope(means.mean(axis=1), variances.mean(axis=1), means, variances)[1]
         assert np.abs(without_disagreement).min() > 1e-4
-
-
-def linear(key):
-    return eqx.nn.Linear(3, 3, key=key)
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +138,9 @@ def test_targets_are_predictions_with_the_rows_first(teachers):
     split = distillation.split_targets(found, 2)
     assert split.value.shape == (2, 40, 2, 3)
     np.testing.assert_array_equal(split.value[1], found[:, 2:])
+    broken = eqx.tree_at(lambda e: e.stacked.bias, teachers, replace_fn=lambda b: b.at[2].set(jnp.nan))
+    with pytest.raises(ValueError, match=r"those of members \[2\] are"):
+        distillation.targets(broken, X)
 
 
 def test_students_reach_teachers_inside_their_class(teachers):
@@ -177,26 +163,15 @@ def test_students_reach_teachers_inside_their_class(teachers):
     ("call", "message"),
     [
         (lambda: distillation.mixture_loss(LOGITS, TEACHER[:4]), r"\(\*batch, members, classes\) = \(6, 4, 3\), as of"),
-        (
-            lambda: distillation.mixture_loss(LOGITS, TEACHER[:, 0]),
-            "`methods.distillation.mixture_loss` needs",
-        ),
-        (lambda: distillation.mixture_loss(LOGITS, TEACHER[:, :0]), "at least one member in `teacher`"),
         (lambda: distillation.mixture_loss(LOGITS, TEACHER, temperature=0), "a finite `temperature` above zero"),
         (lambda: distribution_loss(LOGITS, TEACHER, smoothing=-1.0), "a `smoothing` from 0 to 1"),
-        (lambda: distribution_loss(LOGITS, TEACHER[:, :1]), "needs at least two teachers.\n  got 1\n.*mixture_loss"),
-        (lambda: distillation.gaussian_loss(ONE, ONE, TEACHER, TEACHER), "`teacher_mean` of the rows of `mean`"),
-        (lambda: distillation.gaussian_loss(ONE, ONE, MANY, MANY[:, :2]), r"= \(6, 4\), as of `mean`; got \(6, 2\)"),
-        (lambda: distillation.gaussian_loss(ONE, ONE, MANY, -MANY), "variances above zero"),
-        (lambda: distillation.gaussian_loss(ONE, 0 * ONE, MANY, MANY), "variances above zero"),
+        (lambda: distribution_loss(LOGITS, TEACHER[:, :1]), "needs at least two teachers"),
+        (
+            lambda: distillation.gaussian_loss(*np.ones((2, 6)), *np.ones((2, 6, 4)) * [[[1]], [[-1]]]),
+            "variances above",
+        ),
     ],
 )
 def test_bad_distillation(unhooked, call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
-
-
-def test_a_teacher_that_diverged_is_named(teachers):
-    broken = eqx.tree_at(lambda e: e.stacked.bias, teachers, replace_fn=lambda b: b.at[2].set(jnp.nan))
-    with pytest.raises(ValueError, match=r"those of members \[2\] are"):
-        distillation.targets(broken, X)

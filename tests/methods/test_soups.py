@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.methods.adapters import low_rank, merge, scales
+from eqx_ensemble.methods.adapters import low_rank, merge
 from eqx_ensemble.methods.soups import greedy
 
 KEY = jax.random.key(1)
@@ -50,21 +50,19 @@ def test_the_rule(mode):
     np.testing.assert_allclose(soup.score, sign * best, rtol=1e-5)
     np.testing.assert_allclose(soup.member_scores, [sign * score(m) for m in of_weights(WEIGHTS).unstack()])
     everything = score(ee.average_parameters(of_weights(WEIGHTS)))
-    assert sign * soup.score <= min(sign * soup.member_scores)
     assert sign * soup.score < everything, "the case decides nothing"
     order = np.array([4, 2, 0, 5, 1, 3])
     other = greedy(of_weights(WEIGHTS[order]), lambda model: sign * score(model), mode=mode)
     np.testing.assert_array_equal(other.weights, soup.weights[order])
+    ties = of_weights(np.repeat(WEIGHTS[:1], 2, axis=0))
+    assert greedy(ties, score, mode="min").weights.tolist() == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("adapt", [lambda base: low_rank(base, 3, rank=1, key=KEY), lambda base: scales(base, 3)])
-def test_adapters_are_averaged_merged(adapt):
+def test_adapters_are_averaged_merged():
     """The product of averaged matrices is not the average of the products."""
-    base = eqx.nn.Linear(4, 2, key=KEY)
-    fixed = lambda x: x + jax.random.normal(KEY, x.shape)
-    ensemble = adapt(base)
+    ensemble = low_rank(eqx.nn.Linear(4, 2, key=KEY), 3, rank=1, key=KEY)
     own = lambda e: [getattr(e.stacked, name) for name in e.stacked.own]
-    ensemble = eqx.tree_at(own, ensemble, replace_fn=fixed)
+    ensemble = eqx.tree_at(own, ensemble, replace_fn=lambda x: x + jax.random.normal(KEY, x.shape))
     average = ee.average_parameters(ensemble, [1, 2, 1])
     want = ee.average_parameters(ee.map_members(merge)(ensemble), [1, 2, 1])
     assert type(average) is eqx.nn.Linear
@@ -79,18 +77,8 @@ def test_members_without_a_score_are_left_out(unhooked):
     soup = greedy(of_weights(weights), score, mode="min")
     assert np.isfinite(soup.score)
     assert np.isfinite(soup.model.weight).all()
+    make = lambda key: eqx.nn.Sequential([eqx.nn.Linear(4, 1, key=key), eqx.nn.Dropout(0.5)])
+    soup = greedy(ee.build(make, 3, key=KEY), lambda model: score(lambda x: model(x)), mode="min")  # of inference mode
+    assert not soup.model.layers[1].inference
     with pytest.raises(ValueError, match="all scores are NaN"):
         greedy(of_weights(weights), lambda model: np.nan, mode="max")
-    with pytest.raises(ValueError, match="one of 'min', 'max'"):
-        greedy(of_weights(weights), score, mode="best")
-
-
-def test_scores_see_models_in_inference_mode():
-    make = lambda key: eqx.nn.Sequential([eqx.nn.Linear(4, 1, key=key), eqx.nn.Dropout(0.5)])
-    soup = greedy(ee.build(make, 3, key=KEY), lambda model: score(lambda x: model(x)), mode="min")
-    assert not soup.model.layers[1].inference
-
-
-def test_ties_are_averaged():
-    same = of_weights(np.repeat(WEIGHTS[:1], 2, axis=0))
-    assert greedy(same, score, mode="min").weights.tolist() == [0.5, 0.5]
