@@ -38,7 +38,7 @@ def by_hand(points, scores, method, bandwidth=None):
 
 
 @EACH
-@pytest.mark.parametrize("broken", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("broken", [np.nan, 3e38])
 @pytest.mark.parametrize(("count", "size"), [(6, 4), (5, 1), (2, 3), (1, 4)])
 def test_each_direction_is_that_of_a_double_loop(method, count, size, broken):
     """Particles that take no part, whatever they hold, are as if left out."""
@@ -49,28 +49,31 @@ def test_each_direction_is_that_of_a_double_loop(method, count, size, broken):
     found = METHODS[method](insert(points), insert(scores), active=np.arange(count + 1) != 1)
     np.testing.assert_allclose(np.delete(found, 1, axis=0), expected, rtol=2e-5, atol=2e-6)
     np.testing.assert_array_equal(found[1], 0)
-    if not np.isfinite(broken):  # the control
-        assert not np.isfinite(METHODS[method](insert(points), insert(scores))).any()
 
 
 @EACH
-def test_kernels_precision_and_transformations(method):
+def test_kernels_and_precision(method):
     fn, expected = METHODS[method], by_hand(POINTS, SCORES, method, 3.0)
     kernel = lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2) / 3)
-    found = fn(POINTS, SCORES, kernel=kernel)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert np.abs(found - by_hand(POINTS, SCORES, method, 6.0)).max() > 1e-2  # exp(-d²/2b) is another convention
+    np.testing.assert_allclose(fn(POINTS, SCORES, kernel=kernel), expected, rtol=1e-5, atol=1e-6)
     half = fn(POINTS.astype(np.float16), SCORES.astype(np.float16), kernel=kernel)
     assert half.dtype == jnp.float32
     np.testing.assert_allclose(half, expected, atol=5e-3)
-    both = jax.jit(jax.vmap(lambda x, s: fn(x, s, kernel=kernel)))(
-        np.stack([POINTS, POINTS[::-1]]), np.stack([SCORES, SCORES[::-1]])
-    )
-    np.testing.assert_allclose(both[1], expected[::-1], rtol=1e-5, atol=1e-6)
     together = fn(np.repeat(POINTS[:1], 4, axis=0), np.repeat(SCORES[:1], 4, axis=0))
     np.testing.assert_allclose(together, np.repeat(SCORES[:1], 4, axis=0), rtol=1e-6)
     far = (100 + 1e-3 * POINTS).astype(np.float32)  # the repulsion is of the order 1e3; points at 100 are 4e-6 apart
     np.testing.assert_allclose(fn(far, SCORES), by_hand(far, SCORES, method), rtol=2e-3, atol=1e-2)
+    # The bandwidth is a constant in derivatives: a particle's distance to itself, a root of zero, is not seen.
+    bandwidth = float(np.median(pdist(POINTS)) ** 2 / np.log(6))
+    total = lambda points, kernel: jnp.sum(fn(points, SCORES, kernel=kernel) ** 2)
+    slope = jax.grad(total)(jnp.asarray(POINTS), lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2) / bandwidth))
+    np.testing.assert_allclose(jax.grad(total)(jnp.asarray(POINTS), None), slope, rtol=1e-4, atol=1e-5)
+    # A kernel of directions is not defined at zero: particles that take no part have none.
+    norm = lambda x: jnp.sqrt(jnp.sum(x**2))
+    cosine = lambda x, y: 2 + jnp.sum(x * y) / (norm(x) * norm(y))
+    points = np.where(np.arange(6)[:, None] < 4, POINTS, 0).astype(np.float32)
+    found = fn(points, SCORES, kernel=cosine, active=np.arange(6) < 4)
+    np.testing.assert_allclose(found[:4], fn(POINTS[:4], SCORES[:4], kernel=cosine), rtol=1e-5, atol=1e-6)
 
 
 def test_a_kernel_that_depends_on_more_than_differences():
@@ -83,29 +86,9 @@ def test_a_kernel_that_depends_on_more_than_differences():
 
 
 @EACH
-def test_a_kernel_that_is_not_defined_at_zero(method):
-    """Of directions: particles that take no part have none."""
-    norm = lambda x: jnp.sqrt(jnp.sum(x**2))
-    cosine = lambda x, y: 2 + jnp.sum(x * y) / (norm(x) * norm(y))
-    points = np.where(np.arange(6)[:, None] < 4, POINTS, 0).astype(np.float32)
-    found = METHODS[method](points, SCORES, kernel=cosine, active=np.arange(6) < 4)
-    expected = METHODS[method](POINTS[:4], SCORES[:4], kernel=cosine)
-    np.testing.assert_allclose(found[:4], expected, rtol=1e-5, atol=1e-6)
-
-
-@EACH
-def test_the_bandwidth_is_a_constant_in_derivatives(method):
-    """A particle's distance to itself, of which the root has no derivative, is among those of the median."""
-    bandwidth = float(np.median(pdist(POINTS)) ** 2 / np.log(6))
-    total = lambda points, kernel: jnp.sum(METHODS[method](points, SCORES, kernel=kernel) ** 2)
-    expected = jax.grad(total)(jnp.asarray(POINTS), lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2) / bandwidth))
-    np.testing.assert_allclose(jax.grad(total)(jnp.asarray(POINTS), None), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("bandwidth", [0.5, 1.0, 1.5])
-@EACH
-def test_two_particles_come_to_rest_where_the_closed_form_says(method, bandwidth):
+def test_two_particles_come_to_rest_where_the_closed_form_says(method):
     """With a standard normal target at ±sqrt(b/4 log((b ± 4)/±b))."""
+    bandwidth = 1.5
     ratio = (bandwidth + 4) / bandwidth if method == "svgd" else (4 - bandwidth) / bandwidth
     expected = np.sqrt(bandwidth / 4 * np.log(ratio))
     with jax.enable_x64(True):
@@ -115,21 +98,6 @@ def test_two_particles_come_to_rest_where_the_closed_form_says(method, bandwidth
     np.testing.assert_allclose(found[:, 0], [-expected, expected], rtol=1e-10)
 
 
-def test_with_a_linear_kernel_mean_and_covariance_are_exact():
-    """More particles than dimensions, a Gaussian target: the moments of the target, divided by n and not by n - 1."""
-    rng = np.random.default_rng(0)
-    factor, mean = rng.normal(size=(3, 3)), rng.normal(size=3)
-    covariance = factor @ factor.T + np.eye(3)
-    with jax.enable_x64(True):
-        start, precision = jnp.asarray(rng.normal(size=(7, 3))), np.linalg.inv(covariance)
-        score, kernel = lambda x: -(x - mean[None]) @ precision, lambda x, y: x @ y + 1
-        move = lambda _, x: x + 0.05 * particles.svgd(x, score(x), kernel=kernel)
-        found = np.asarray(jax.lax.fori_loop(0, 6000, move, start))
-    np.testing.assert_allclose(found.mean(axis=0), mean, rtol=1e-10)
-    np.testing.assert_allclose(np.cov(found.T, bias=True), covariance, rtol=1e-10)
-    assert np.abs(np.cov(found.T) - covariance).max() > 0.1
-
-
 def test_no_array_of_all_pairs_and_weights():
     shape = jax.ShapeDtypeStruct((32, 2000), jnp.float32)
     for fn in METHODS.values():
@@ -137,21 +105,14 @@ def test_no_array_of_all_pairs_and_weights():
         assert analysis.temp_size_in_bytes < 12 * 32 * 2000 * 4  # of all pairs it would be 32 of them
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: particles.svgd(POINTS[0], SCORES[0]), r"`points` of shape \(members, size\)\.\n  got shape \(4,\)"),
-        (lambda: particles.svgd(POINTS, SCORES[:, :3]), r"particles.svgd` needs `scores` of the rows of `points`"),
-        (lambda: particles.wgd(POINTS.astype(int), SCORES), "needs floating-point `points`"),
-        (lambda: particles.svgd(POINTS[:0], SCORES[:0]), "at least one member"),
+def test_bad_particles(unhooked):
+    for call, message in [
+        (lambda: particles.svgd(POINTS, SCORES[:, :3]), "particles.svgd` needs `scores` of the rows of `points`"),
         (lambda: particles.svgd(POINTS, SCORES, active=np.ones(6)), "needs boolean `active`"),
-        (lambda: particles.svgd(POINTS, SCORES, active=np.ones(5, bool)), r"expected \(members\) = \(6,\)"),
         (lambda: particles.make_step(loss, SGD, num_rows=5, method="stein"), "`method` to be one of 'svgd', 'wgd'"),
-    ],
-)
-def test_bad_particles(unhooked, call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        call()
+    ]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
 
 
 # Steps in which members meet
@@ -195,17 +156,15 @@ def test_a_step_is_that_of_the_raveled_weights(ensemble, method):
     step = particles.make_step(loss, SGD, num_rows=20, method=method)
     state, metrics = steps(ensemble, step, count=1)
     keys = [jax.random.fold_in(jax.random.fold_in(key, tag("loss")), 0) for key in KEYS]
-    found = [
-        eqx.filter_value_and_grad(loss)(model, (X, Y), key) for model, key in zip(ensemble.unstack(), keys, strict=True)
-    ]
+    both = eqx.filter_value_and_grad(loss)
+    found = [both(model, (X, Y), key) for model, key in zip(ensemble.unstack(), keys, strict=True)]
     np.testing.assert_allclose(metrics.loss, [value for value, _ in found], rtol=1e-5)
     flat = lambda trees: jnp.stack([ravel_pytree(eqx.filter(tree, eqx.is_inexact_array))[0] for tree in trees])
     points, gradients = flat(ensemble.unstack()), flat(grads for _, grads in found)
     expected = points + 0.1 * METHODS[method](points, -20 * gradients) / 20
     after = flat(state.ensemble.unstack())
     np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-6)
-    without_rows = points + 0.1 * METHODS[method](points, -gradients)
-    assert np.abs(after - without_rows).max() > 1e-3
+    assert np.abs(after - points - 0.1 * METHODS[method](points, -gradients)).max() > 1e-3, "no number of rows"
     one = ee.build(make, 1, key=KEY)
     assert_close(steps(one, step)[0].ensemble.stacked, steps(one, PLAIN)[0].ensemble.stacked, 1e-5)
 
@@ -245,8 +204,8 @@ def test_members_that_diverge_are_as_if_left_out(ensemble):
     _, metrics = steps(still, particles.make_step(rooted, SGD, num_rows=20), count=1)  # of which the gradient is NaN
     assert metrics.status.tolist() == [0, 2, 0, 0]
 
-    first, _ = steps(ensemble, count=1, batch=(ee.Each(np.stack([X] * 4)), Y))
     bad = np.stack([X] * 4)
+    first, _ = steps(ensemble, count=1, batch=(ee.Each(bad), Y))
     bad[2] = np.inf
     state, metrics = STEP(first, (ee.Each(bad), Y))
     assert metrics.status.tolist() == [0, 0, 2, 0]
@@ -256,25 +215,15 @@ def test_members_that_diverge_are_as_if_left_out(ensemble):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(again.params))
 
 
-def test_states_frozen_parts_and_half_precision():
-    def make(key):
-        own, trunk = jax.random.split(key)
-        half = jax.random.normal(key, (2,), jnp.float16)
-        return {
-            "trunk": ee.train.Frozen(eqx.nn.Linear(25, 3, key=trunk)),
-            "head": eqx.nn.Linear(3, 2, key=own),
-            "half": half,
-        }
-
-    def loss(model, batch, key):
-        call = lambda x: model["head"](jax.nn.relu(model["trunk"](x))) + model["half"].astype(x.dtype)
-        return jnp.mean((jax.vmap(call)(batch[0]) - batch[1]) ** 2)
-
-    ensemble = ee.build(make, 3, key=KEY)
-    state, metrics = steps(ensemble, particles.make_step(loss, SGD, num_rows=20))
-    assert_same(state.ensemble.stacked["trunk"], ensemble.stacked["trunk"])
-    assert (state.params["half"].dtype, metrics.status.tolist()) == (jnp.float16, [0, 0, 0])
-    assert distance(state.params["half"], ensemble.stacked["half"]) > 1e-3
+def test_states_frozen_parts_and_half_precision(ensemble):
+    parts = lambda model: {"frozen": ee.train.Frozen(model.weight), "bias": model.bias.astype(jnp.float16)}
+    call = lambda model, x: x @ model["frozen"].value.T + model["bias"].astype(x.dtype)
+    ensemble = ee.stack([parts(model) for model in ensemble])
+    own = lambda model, batch, key: jnp.mean((call(model, batch[0]) - batch[1]) ** 2)
+    state, metrics = steps(ensemble, particles.make_step(own, SGD, num_rows=20))
+    assert_same(state.ensemble.stacked["frozen"], ensemble.stacked["frozen"])
+    assert (state.params["bias"].dtype, metrics.status.tolist()) == (jnp.float16, [0] * 4)
+    assert distance(state.params["bias"], ensemble.stacked["bias"]) > 1e-3
 
     case = CASES["conv and batch norm"]
     ensemble, before = ee.build(case.make, 3, key=KEY)
