@@ -39,14 +39,6 @@ def linear(weight, bias=None):
     return eqx.tree_at(lambda layer: (layer.weight, layer.bias), layer, own, is_leaf=lambda x: x is None)
 
 
-def precision_of(posterior, member=0):
-    """The posterior's precision as a matrix, from its eigenvalues and eigenvectors."""
-    one = posterior.members[member]
-    values = np.asarray(one.precision)
-    vectors = np.eye(len(values)) if one.vectors is None else np.asarray(one.vectors)
-    return vectors @ np.diag(values) @ vectors.T
-
-
 def test_linear_regression(double):
     """The posterior of a linear model with Gaussian noise is exact, and so is its evidence."""
     targets, rows = np.stack([np.sin(X.sum(1)), X[:, 0] ** 2], 1), np.hstack([NEW, np.ones((2, 1))])
@@ -76,36 +68,21 @@ def test_linear_regression(double):
         assert (np.abs(vectors[:, unit].mean(0)) < 5 * np.sqrt(np.diag(covariance) / 4_000)).all()
 
 
-@pytest.mark.slow
-def test_gauss_newton_is_the_hessian_of_a_linear_classifier(double):
-    """And the empirical Fisher matrix is not: it is off by more than a half."""
-    classes, labels = 3, LABELS
-    model = linear(RNG.normal(size=(classes, 3)), RNG.normal(size=classes))
-    options = LINEAR | {"likelihood": "classification"}
-
-    def loss(vector, rows=slice(None)):
-        weight, bias = vector[: classes * 3].reshape(classes, 3), vector[classes * 3 :]
-        logs = jax.nn.log_softmax(X[rows] @ weight.T + bias)
-        return -jnp.sum(logs[jnp.arange(len(logs)), labels[rows]])
-
-    vector = jnp.concatenate([model.weight.ravel(), model.bias])
-    hessian = np.asarray(jax.hessian(loss)(vector))
-    found = precision_of(laplace.fit(ee.stack([model]), (X, labels), **options)) - PRIOR * np.eye(len(vector))
-    np.testing.assert_allclose(found, hessian, atol=1e-12)
-    gradients = jnp.stack([jax.grad(loss)(vector, jnp.array([row])) for row in range(10)])
-    assert np.linalg.norm(gradients.T @ gradients - hessian) > 0.5 * np.linalg.norm(hessian)
-
-
-@pytest.mark.slow
-def test_binary_is_softmax_of_two_classes(double):
-    model = linear(RNG.normal(size=(1, 3)))
-    posterior = laplace.fit(ee.stack([model]), (X, LABELS % 2), likelihood="binary", **LINEAR)
-    loss = lambda vector: -jnp.sum(jax.nn.log_sigmoid((2 * (LABELS % 2) - 1) * (X @ vector)))
-    found = precision_of(posterior) - PRIOR * np.eye(3)
-    np.testing.assert_allclose(found, jax.hessian(loss)(model.weight[0]), atol=1e-13)
+@pytest.mark.parametrize("likelihood", ["binary", "classification"])
+def test_gauss_newton_is_the_hessian_of_a_linear_classifier(double, likelihood):
+    outputs, labels = (1, LABELS % 2) if likelihood == "binary" else (3, LABELS)
+    model = linear(RNG.normal(size=(outputs, 3)))
+    logits = lambda vector: X @ vector.reshape(outputs, 3).T
+    padded = lambda z: jnp.hstack([jnp.zeros((10, 1)), z]) if outputs == 1 else z
+    loss = lambda vector: -jnp.sum(jax.nn.log_softmax(padded(logits(vector)))[jnp.arange(10), labels])
+    posterior = laplace.fit(ee.stack([model]), (X, labels), likelihood=likelihood, **LINEAR)
+    vectors = np.asarray(posterior.members[0].vectors)
+    found = vectors @ np.diag(posterior.members[0].precision) @ vectors.T
+    np.testing.assert_allclose(found - PRIOR * np.eye(3 * outputs), jax.hessian(loss)(model.weight.ravel()), atol=1e-12)
     mean, covariance = posterior.outputs(NEW)
-    exact = jax.nn.sigmoid(mean[0, :, 0] / np.sqrt(1 + np.pi / 8 * covariance[0, :, 0, 0]))
-    np.testing.assert_allclose(np.exp(posterior.predict(NEW)[0]), np.stack([1 - exact, exact], 1), rtol=1e-12)
+    if likelihood == "binary":
+        exact = jax.nn.sigmoid(mean[0, :, 0] / np.sqrt(1 + np.pi / 8 * covariance[0, :, 0, 0]))
+        np.testing.assert_allclose(np.exp(posterior.predict(NEW)[0]), np.stack([1 - exact, exact], 1), rtol=1e-12)
 
 
 # Weights and data without random numbers: the figures below are those of laplace-torch 0.3 with torch 2.15.0, in double
@@ -120,13 +97,10 @@ TORCH_CLASSES = {
 
 def network_of_torch():
     model = eqx.nn.MLP(3, 3, 4, 1, activation=jnp.tanh, key=KEY, dtype=float)
-    values = [
-        np.sin(np.arange(12).reshape(4, 3) * 1.7 + 0.3),
-        np.cos(np.arange(4) * 0.9),
-        np.sin(np.arange(12).reshape(3, 4) * 2.3 + 1.1) * 0.8,
-        np.cos(np.arange(3) * 1.3 + 0.4) * 0.5,
-    ]
-    leaves = lambda model: [x for i in (0, 1) for x in (model.layers[i].weight, model.layers[i].bias)]
+    steps = np.arange(12)
+    values = [np.sin(steps.reshape(4, 3) * 1.7 + 0.3), np.cos(steps[:4] * 0.9)]
+    values += [np.sin(steps.reshape(3, 4) * 2.3 + 1.1) * 0.8, np.cos(steps[:3] * 1.3 + 0.4) * 0.5]
+    leaves = lambda model: [x for layer in model.layers for x in (layer.weight, layer.bias)]
     return ee.stack([eqx.tree_at(leaves, model, [jnp.asarray(x) for x in values])])
 
 
@@ -160,10 +134,6 @@ def test_the_best_prior_and_noise(double):
     assert (both.noise > posterior.noise).all()  # that of residuals is too small
 
 
-MEAN = np.array([2.0, 0.5, -1.0], np.float32)
-COVARIANCE = np.array([[2.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 3.0]], np.float32)
-
-
 @pytest.mark.parametrize(("mean", "variance", "found"), [(1.0, 1.0, 0.7000), (4.0, 25.0, 0.7714)])
 def test_links_of_two_classes(mean, variance, found):
     """The integral by quadrature, and MacKay's approximation to it, as MacKay gives it."""
@@ -177,25 +147,16 @@ def test_links_of_two_classes(mean, variance, found):
         assert draws == pytest.approx(exact, abs=5 * 0.5 / np.sqrt(20_000))
 
 
-@pytest.mark.slow
-def test_links_of_three_classes():
-    """20,000 draws against 200,000 of NumPy's: five standard errors of probabilities."""
-    draws = np.random.default_rng(0).multivariate_normal(MEAN, COVARIANCE, 200_000)
-    expected = scipy.special.softmax(draws, axis=1)
-    error = expected.std(0) * np.sqrt(1 / 20_000 + 1 / 200_000)
-    found = jnp.exp(monte_carlo(jnp.asarray(MEAN), jnp.asarray(COVARIANCE), 20_000, KEY))
-    assert (np.abs(found - expected.mean(0)) < 5 * error).all()
-    assert (np.abs(jax.nn.softmax(MEAN) - expected.mean(0)) > 20 * error).any()  # without the variance
-    np.testing.assert_allclose(probit(MEAN, COVARIANCE + 10), probit(MEAN, COVARIANCE), rtol=1e-5)
-    # Logits whose exponential overflows, and that do not vary or always sum to zero.
-    found, grad = jax.value_and_grad(lambda mean: probit(mean, COVARIANCE)[0])(600 * jnp.asarray(MEAN))
+def test_links_of_extreme_logits():
+    """Whose exponential overflows, or that do not vary or always sum to zero."""
+    mean, covariance = jnp.array([2.0, 0.5, -1.0]), jnp.array([[2.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 3.0]])
+    np.testing.assert_allclose(probit(mean, covariance + 10), probit(mean, covariance), rtol=1e-5)
+    found, grad = jax.value_and_grad(lambda mean: probit(mean, covariance)[0])(600 * mean)
     assert found == pytest.approx(0, abs=1e-6)
     assert np.isfinite(grad).all()
     for link in (probit, lambda mean, covariance: monte_carlo(mean, covariance, 10, KEY)):
-        assert np.isfinite(link(jnp.asarray(600 * MEAN), jnp.asarray(COVARIANCE))).all()
-        assert np.isfinite(link(jnp.asarray(MEAN), jnp.eye(3) - 1 / 3)).all()
-        same = link(jnp.asarray(MEAN), jnp.asarray(0 * COVARIANCE))
-        np.testing.assert_allclose(same, jax.nn.log_softmax(MEAN), rtol=1e-5)
+        assert np.isfinite([link(600 * mean, covariance), link(mean, jnp.eye(3) - 1 / 3)]).all()
+        np.testing.assert_allclose(link(mean, 0 * covariance), jax.nn.log_softmax(mean), rtol=1e-5)
 
 
 # Members, in single precision
@@ -291,8 +252,6 @@ def test_single_precision():
     posterior = fit(ensemble, (x, jnp.zeros(1_000)), likelihood="regression", where=lambda m: m, noise=0.1)
     found = posterior.outputs(jnp.array([[1.0, 1.0, -1.0]])).covariance.squeeze()
     assert found == pytest.approx(3, rel=2e-3)  # the squared norm of the row, over a prior precision of 1
-    values = np.linalg.eigvalsh(np.asarray(x.T @ x / 0.01))  # in place of the root, as most implementations do
-    assert abs(values[0]) > 10  # in place of 0, next to a prior precision of 1
 
 
 class Normalised(eqx.Module):
@@ -332,27 +291,17 @@ def test_states_half_precision_and_shared_arrays():
         fit(shared, where=lambda m: m.layers[0])
 
 
-BAD = [
-    ({"noise": 0.1}, TypeError, "`methods.laplace.fit` takes `noise` for regression only"),
-    ({"prior_precision": jnp.ones(2)}, ValueError, "broadcast"),
-    ({"row_weights": jnp.ones((3, 11))}, ValueError, "one of `row_weights` per row"),
-    ({"row_weights": jnp.zeros(11)}, ValueError, "not all zero"),
-    ({"data": (ROWS.at[3].set(jnp.nan), CLASSES), "row_weights": jnp.arange(11) < 8}, ValueError, "finite outputs"),
-    ({"data": (ROWS, CLASSES + 1)}, ValueError, "0, 1, 2 have none\nNaN or other labels"),
-    ({"data": (ROWS, jax.nn.one_hot(CLASSES, 3))}, ValueError, "one label per row"),
-    ({"likelihood": "binary"}, ValueError, "of the shape for `likelihood='binary'`"),
-    ({"likelihood": "regression", "data": (ROWS, ROWS[:, 0])}, ValueError, "one target per output"),
-]
-
-
 def test_errors(unhooked, posterior):
-    for options, kind, message in BAD:
+    for options, kind, message in [
+        ({"noise": 0.1}, TypeError, "`methods.laplace.fit` takes `noise` for regression only"),
+        ({"prior_precision": jnp.ones(2)}, ValueError, "broadcast"),
+        ({"row_weights": jnp.ones((3, 11))}, ValueError, "one of `row_weights` per row"),
+        ({"data": (ROWS.at[3].set(jnp.nan), CLASSES), "row_weights": jnp.arange(11) < 8}, ValueError, "finite outputs"),
+        ({"data": (ROWS, CLASSES + 1)}, ValueError, "0, 1, 2 have none\nNaN or other labels"),
+        ({"likelihood": "binary"}, ValueError, "of the shape for `likelihood='binary'`"),
+    ]:
         with pytest.raises(kind, match=message):
             fit(**options)
-    with pytest.raises(TypeError, match="needs `key`"):
-        posterior.predict(ROWS, link="mc")
-    with pytest.raises(ValueError, match="`methods.laplace.replace` needs a finite `prior_precision`"):
-        laplace.replace(posterior, prior_precision=-jnp.ones(3))
     zero = eqx.tree_at(lambda e: e.stacked.layers[-1], ENSEMBLE, replace_fn=lambda x: jax.tree.map(jnp.zeros_like, x))
     with pytest.raises(ValueError, match=r"needs a maximum of the marginal likelihood"):
         fit(zero).optimise_prior()

@@ -76,13 +76,16 @@ def test_kernels_and_precision(method):
     np.testing.assert_allclose(found[:4], fn(POINTS[:4], SCORES[:4], kernel=cosine), rtol=1e-5, atol=1e-6)
 
 
-def test_a_kernel_that_depends_on_more_than_differences():
-    """The derivative is that of the first argument, at the other particle."""
-    x, s = np.asarray(POINTS, np.float64), np.asarray(SCORES, np.float64)
-    inner = 1 + x @ x.T
-    expected = (inner**2 @ s + 2 * inner @ np.ones((6, 1)) * x) / 6
-    found = particles.svgd(POINTS, SCORES, kernel=lambda x, y: (1 + x @ y) ** 2)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+def test_with_a_linear_kernel_mean_and_covariance_are_exact():
+    """More particles than dimensions, a Gaussian target: the moments of the target, divided by n and not by n - 1."""
+    factor = RNG.normal(size=(3, 3))
+    covariance = factor @ factor.T + np.eye(3)
+    with jax.enable_x64(True):
+        precision, kernel = np.linalg.inv(covariance), lambda x, y: x @ y + 1
+        move = lambda _, x: x + 0.05 * particles.svgd(x, -(x - 1) @ precision, kernel=kernel)
+        found = np.asarray(jax.lax.fori_loop(0, 6000, move, jnp.asarray(RNG.normal(size=(7, 3)))))
+    np.testing.assert_allclose(found.mean(axis=0), np.ones(3), rtol=1e-9)
+    np.testing.assert_allclose(np.cov(found.T, bias=True), covariance, rtol=1e-9, atol=1e-9)
 
 
 @EACH
@@ -199,11 +202,6 @@ def test_members_that_diverge_are_as_if_left_out(ensemble):
     assert metrics.status.tolist() == [0, 2, 0, 0]
     assert np.isnan(metrics.loss[1])
 
-    rooted = lambda model, batch, key: loss(model, batch, key) + jnp.sqrt(jnp.sum(model.bias**2))
-    still = eqx.tree_at(lambda e: e.stacked.bias, ensemble, replace_fn=lambda b: b.at[1].set(0.0))
-    _, metrics = steps(still, particles.make_step(rooted, SGD, num_rows=20), count=1)  # of which the gradient is NaN
-    assert metrics.status.tolist() == [0, 2, 0, 0]
-
     bad = np.stack([X] * 4)
     first, _ = steps(ensemble, count=1, batch=(ee.Each(bad), Y))
     bad[2] = np.inf
@@ -232,18 +230,15 @@ def test_states_frozen_parts_and_half_precision(ensemble):
     assert_close(after.model_state, plain.model_state, 0.2)
 
 
-def test_each_member_has_its_own_optimiser_and_loss_in_a_loop():
+def test_each_member_has_its_own_optimiser_and_loss():
     """And a run goes on from there."""
     ensemble = ee.build(make, 3, key=KEY)
     hyper = {"lr": jnp.array([0.1, 0.2, 0.0]), "c": jnp.array([1.0, 2.0, 1.0])}
     own = lambda model, batch, key, hyper: (hyper["c"] * loss(model, batch, key), hyper["c"])
     by_hyper = lambda hyper: optax.sgd(hyper["lr"])
     step = particles.make_step(own, by_hyper, num_rows=20, has_aux=True)
-    state = ee.train.init(ensemble, by_hyper, hyper=hyper, key=KEY)
-    state, metrics = ee.train.scan_steps(step, state, (np.stack([X] * 3), np.stack([Y] * 3)))
-    np.testing.assert_array_equal(metrics.aux, np.tile(hyper["c"], (3, 1)))
+    state, metrics = steps(ensemble, step, count=3, optimiser=by_hyper, hyper=hyper)
+    np.testing.assert_array_equal(metrics.aux, hyper["c"])
     assert_same(state.ensemble[2], ensemble[2])
-    expected, _ = steps(ensemble, step, count=3, optimiser=by_hyper, hyper=hyper)
-    assert_close(state.ensemble.stacked, expected.ensemble.stacked, 1e-5)
     run = ee.fit(state, own, by_hyper, (X, Y), has_aux=True, steps=1)
     assert run.train_state.step.tolist() == [4] * 3

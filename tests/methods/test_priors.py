@@ -11,7 +11,7 @@ from scipy import stats
 import eqx_ensemble as ee
 from eqx_ensemble.methods.priors import RandomisedPrior, draw_anchors, gaussian_penalty, noisy_targets
 
-from ..factories import CASES, Alone, assert_close, assert_same, data, distance, in_order, mse, step_key
+from ..factories import Alone, assert_close, assert_same, data, in_order, mse, step_key
 
 KEY = jax.random.key(5)
 DECAY = optax.adamw(1e-2, weight_decay=0.1)
@@ -85,10 +85,8 @@ def test_linear_members_are_draws_from_the_posterior():
 
         same = ee.Each(jnp.broadcast_to(Y, (MEMBERS, ROWS)))
         assert p_value(as_draws(train(ensemble, anchored, same, hyper=hyper(ROWS)))) < 1e-6, "no noise in targets"
-        assert p_value(as_draws(train(ensemble, anchored, noisy, hyper=hyper(np.inf)))) < 1e-6, "no anchor"
         unscaled = train(ensemble, anchored, noisy, optax.sgd(0.02), hyper=hyper(1))  # the curvature is another
         assert p_value(as_draws(unscaled)) < 1e-6, "no 1/N"
-
         both = lambda key: RandomisedPrior(eqx.nn.Linear(3, 1, key=key), eqx.nn.Linear(3, 1, key=key))
         both = ee.build(both, MEMBERS, key=KEY)
         both = eqx.tree_at(lambda e: e.stacked.prior.value, both, anchors.weights, is_leaf=lambda x: x is None)
@@ -114,8 +112,6 @@ def test_trained_with_a_prior_is_trained_on_what_the_prior_leaves():
     found, expected = ee.predict(run.ensemble, x), ee.predict(residual.ensemble, x) + offset
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert_same(run.ensemble.stacked.prior, ensemble.stacked.prior)
-    ignored = ee.fit(plain, mse, DECAY, (x, y), **options)
-    assert distance(run.ensemble.stacked.network, ignored.ensemble.stacked) > 1e-2
 
 
 def test_priors_travel_with_their_members():
@@ -195,19 +191,6 @@ def test_penalties_are_log_priors_of_the_trained_leaves():
         one.penalty(ensemble.stacked, num_rows=3)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", pytest.param("integers and keys", marks=pytest.mark.slow)])
-def test_penalty_of_other_models(name):
-    """At the anchor itself it is 0, one standard deviation away half the number of weights."""
-    ensemble = ee.build(CASES[name].make, 2, key=KEY)
-    anchors = draw_anchors(ensemble, 0.5, key=KEY)
-    shifted = lambda shift: jax.tree.map(lambda a: a + jnp.asarray(shift, a.dtype), anchors.weights)
-    at = lambda shift: ee.from_stacked(eqx.combine(shifted(shift), ensemble.stacked))
-    penalty = ee.map_members(lambda model, anchor: anchor.penalty(model, num_rows=1))
-    assert penalty(at(0), ee.Each(anchors)).tolist() == [0.0, 0.0]
-    count = sum(x.size for x in jax.tree.leaves(anchors.weights)) / 2
-    np.testing.assert_allclose(penalty(at(0.5), ee.Each(anchors)), count / 2, rtol=2e-2 if name == "bfloat16" else 1e-4)
-
-
 def test_anchors_have_their_distribution_and_follow_from_keys():
     ensemble = ee.build(lambda key: eqx.nn.Linear(30, 30, key=key), 5, key=KEY)
     tree = eqx.tree_at(lambda m: (m.weight, m.bias), ensemble[0], (lambda leaf: 1 / leaf.shape[-1], 3))
@@ -221,12 +204,9 @@ def test_anchors_have_their_distribution_and_follow_from_keys():
     first, second = draw_anchors(two, key=KEY).weights.values()
     assert (first.weight != second.weight).all()
 
-    pairs = ee.build(pair, 2, key=KEY)
-    last = lambda model: model.network.layers[1].weight
-    only = eqx.tree_at(last, jax.tree.map(lambda _: False, pairs[0]), True)
-    for trainable, count in ((eqx.is_inexact_array, 4), (only, 1)):
-        found = draw_anchors(pairs, trainable=trainable, key=KEY)
-        assert len(jax.tree.leaves(found.weights)) == len(jax.tree.leaves(found.std)) == count
+    only = eqx.tree_at(lambda m: m.bias, jax.tree.map(lambda _: False, ensemble[0]), True)
+    found = draw_anchors(ensemble, trainable=only, key=KEY)
+    assert len(jax.tree.leaves(found.weights)) == len(jax.tree.leaves(found.std)) == 1
 
 
 def test_an_anchored_member_is_the_model_that_is_trained_alone_and_resumes(tmp_path):

@@ -22,7 +22,6 @@ SAMPLERS = {
     name: lambda rate, rows=ROWS, fn=fn, **options: fn(rate, rows, **{"key": KEY} | options)
     for name, fn in {"sgld": sampling.sgld, "sghmc": sampling.sghmc}.items()
 }
-BY_NAME = pytest.mark.parametrize("sampler", ["sgld", slow("sghmc")])
 
 # The stationary law of h x^2 / 2 on the scale of the log-posterior, of which the loss is 1 / N
 
@@ -47,20 +46,15 @@ def _simulate(optimiser, noise):
 
 
 def is_variance(found, expected, steps_between):
-    """Within 5 standard errors of a Gaussian's variance: false alarms are below 1e-6 for each.
-
-    Samples this many steps apart count as independent, which is on the safe side of the correlations that arise here.
-    """
+    """Within 5 standard errors, where samples this many steps apart count as independent, which is on the safe side."""
     independent = CHAINS * (STEPS - BURN_IN) / steps_between
     return abs(found / expected - 1) < 5 * np.sqrt(2 / independent)
 
 
-SGLD = SAMPLERS["sgld"](E * ROWS, temperature=T)
-
-
 @pytest.mark.parametrize("s", [0.0, 1.5])
 def test_stationary_variance_of_sgld(s):
-    found, hot, slope = float(_simulate(SGLD, s)), T + E * s**2 / 2, 1 - E * H / 2
+    found = float(_simulate(SAMPLERS["sgld"](E * ROWS, temperature=T), s))
+    hot, slope = T + E * s**2 / 2, 1 - E * H / 2
     assert is_variance(found, hot / (H * slope), 4)
     assert not is_variance(found, hot / H, 4)  # without the step's own error
     assert not is_variance(found, hot / (H * (1 - E * H / 4)), 4)  # Welling and Teh's half of the step
@@ -68,7 +62,7 @@ def test_stationary_variance_of_sgld(s):
     assert s == 0 or not is_variance(found, T / (H * slope), 4)
 
 
-@pytest.mark.parametrize(("a", "s"), [(0.3, 1.5), slow(0.3, 0.0), slow(0.1, 0.0), slow(0.7, 1.5)])
+@pytest.mark.parametrize(("a", "s"), [(0.3, 1.5), slow(0.1, 0.0)])
 def test_stationary_variance_of_sghmc(a, s):
     found = float(_simulate(SAMPLERS["sghmc"](E * ROWS, friction=a, temperature=T), s))
     hot = T + E * s**2 / (2 * a)
@@ -113,19 +107,13 @@ def test_the_noise_follows_the_learning_rate_of_its_step():
 # Members
 
 
-class Point(eqx.Module):
-    a: jax.Array
-    b: jax.Array
-    number: jax.Array
-
-    def __init__(self, key):
-        self.a, self.b = jax.random.normal(key, (2,)), jnp.zeros(())
-        self.number = jax.random.randint(key, (), 0, 100)
+def point(key):
+    return {"a": jax.random.normal(key, (2,)), "b": jnp.zeros(()), "number": jax.random.randint(key, (), 0, 100)}
 
 
 def quadratic(model, batch, key):
     """Posterior variances of 1 and 4, of `ROWS` rows. Batches have gradients of their own."""
-    return (jnp.sum(model.a**2) / 2 + model.b**2 / 8) / ROWS + jnp.mean(batch) * model.b
+    return (jnp.sum(model["a"] ** 2) / 2 + model["b"] ** 2 / 8) / ROWS + jnp.mean(batch) * model["b"]
 
 
 DATA = jax.random.normal(jax.random.key(2), (10, 1)) / 100
@@ -134,7 +122,7 @@ HYPER = {"rate": jnp.array([0.1, 0.5, 1.0]), "rows": jnp.array([50, 100, 200]), 
 
 @pytest.fixture(scope="module")
 def ensemble():
-    return ee.build(Point, MEMBERS, key=KEY)
+    return ee.build(point, MEMBERS, key=KEY)
 
 
 def fitted(ensemble, optimiser, loss=quadratic, **options):
@@ -142,18 +130,15 @@ def fitted(ensemble, optimiser, loss=quadratic, **options):
     return ee.fit(ensemble, loss, optimiser, DATA, **options)
 
 
-@BY_NAME
-@pytest.mark.parametrize("plan", [ee.plan.Vmap(), slow(ee.plan.Blocks(2)), slow(ee.plan.Blocks(1))])
-def test_members_alone(ensemble, sampler, plan):
+@pytest.mark.parametrize("sampler", ["sgld", slow("sghmc")])
+def test_members_alone(ensemble, sampler):
     """A member draws the same noise in any ensemble; its hyper-parameters are those of one member."""
-    keys = ee.member_keys(KEY, MEMBERS, purpose="fit")
+    keys, some = ee.member_keys(KEY, MEMBERS, purpose="fit"), np.array([2, 0])
     of_hyper = lambda h: SAMPLERS[sampler](h["rate"], h["rows"], temperature=h["heat"])
-    together = fitted(ensemble, of_hyper, hyper=HYPER, plan=plan)
-    some = np.array([2, 0])
+    together = fitted(ensemble, of_hyper, hyper=HYPER)
     own = jax.tree.map(lambda x: x[some], HYPER)
-    alone = fitted(ensemble[some], of_hyper, hyper=own, key=keys[some], plan=plan)
-    same = assert_close if plan == ee.plan.Blocks(2) else lambda got, expected, _: assert_same(got, expected)
-    same(alone.train_state.opt_state, ee.tree.take(together.train_state.opt_state, some), 1e-5)
+    alone = fitted(ensemble[some], of_hyper, hyper=own, key=keys[some])
+    assert_same(alone.train_state.opt_state, ee.tree.take(together.train_state.opt_state, some))
     one = {name: values[2].item() for name, values in HYPER.items()}
     assert_close(fitted(ensemble[[2]], of_hyper(one), key=keys[2:]).ensemble, together.ensemble[[2]], 1e-5)
 
@@ -172,13 +157,10 @@ def test_members_have_noise_of_their_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_resumed_continued_and_on_a_mesh(ensemble, sampler, tmp_path):
-    optimiser = trajectory.snapshots(SAMPLERS[sampler](0.5), 4, every=3)
-    whole = fitted(ensemble, optimiser)
-    half = fitted(ensemble, optimiser, steps=7)
+def test_resumed_continued_and_on_a_mesh(ensemble, tmp_path):
+    optimiser = trajectory.snapshots(SAMPLERS["sghmc"](0.5), 4, every=3)
+    whole, half = fitted(ensemble, optimiser), fitted(ensemble, optimiser, steps=7, checkpoint=tmp_path / "run")
     assert_same(fitted(half, optimiser, steps=5).train_state.opt_state, whole.train_state.opt_state)
-    fitted(ensemble, optimiser, steps=7, checkpoint=tmp_path / "run")
     resumed = fitted(ensemble, optimiser, checkpoint=tmp_path / "run")
     assert_same(resumed.train_state.opt_state, whole.train_state.opt_state)
     plain, sharded = (fitted(ensemble, optimiser, batch_size=10, mesh=mesh) for mesh in (None, ee.make_mesh(members=3)))
@@ -217,10 +199,8 @@ def test_posterior_of_a_linear_model():
     error = 5.5 * np.sqrt((chain**2 + np.outer(root, root) ** 2) / independent)
     assert (np.abs(np.cov(draws.T) - chain) < error).all()
     assert (np.abs(chain - covariance) < error).all()
-    # the usual faults: a prior that counts N times too much, and noise of half the variance
-    wrong = np.linalg.inv(precision + (rows - 1) * np.eye(2) / prior**2)
+    wrong = np.linalg.inv(precision + (rows - 1) * np.eye(2) / prior**2)  # a prior that counts N times too much
     assert (np.abs(np.cov(draws.T) - wrong) > error).any()
-    assert (np.abs(np.cov(draws.T) - chain / 2) > error).any()
 
 
 # Diagnostics
@@ -243,24 +223,20 @@ def test_diagnostics():
     # arviz-stats 0.8.0, `array_stats.rhat` and `.ess(method="bulk" | "tail", prob=(0.05, 0.95))`
     np.testing.assert_allclose(plain, [1.0882397736993554, 42.04310784912898, 211.12358055657114], rtol=1e-6)
     order = np.argsort(np.tile(np.arange(250), 4), kind="stable")  # interleaved chains, of any numbers
-    mixed = diagnostics(jnp.asarray(moved[order]), np.array([7, 3, 11, 5])[chains[order]])
-    np.testing.assert_allclose(mixed, plain, rtol=1e-5)
+    np.testing.assert_allclose(diagnostics(moved[order], np.array([7, 3, 11, 5])[chains[order]]), plain, rtol=1e-5)
     several = np.stack([moved, values, values], axis=1)
     several[7, 1] = np.nan
     found = diagnostics(several, chains)
     np.testing.assert_allclose(np.asarray(found)[:, 0], plain)
     assert np.isnan(found).tolist() == [[False, True, False]] * 3
-    for phi in (0.0, 0.9):  # of a mean it is n (1 - phi) / (1 + phi)
-        draws, chains = autoregressive(phi, 5000)
-        np.testing.assert_allclose(diagnostics(draws, chains).ess_bulk, 20_000 * (1 - phi) / (1 + phi), rtol=0.15)
+    draws, chains = autoregressive(0.9, 5000)
+    np.testing.assert_allclose(diagnostics(draws, chains).ess_bulk, 20_000 * 0.1 / 1.9, rtol=0.15)  # of a mean
 
 
 @pytest.mark.usefixtures("unhooked")
 def test_invalid_chains(monkeypatch):
     with pytest.raises(ValueError, match="a chain for each of 9 samples, all as long; got 0: 5, 1: 4"):
         diagnostics(np.ones(9), np.arange(9) // 5)
-    with pytest.raises(ValueError, match="a chain for each of 8 samples"):
-        diagnostics(np.ones(8), np.arange(6) // 3)
     monkeypatch.setitem(sys.modules, "arviz_stats.base.array", None)
-    with pytest.raises(ImportError, match=r"`methods.sampling.diagnostics` needs ArviZ.\nInstall it: .*\[sampling\]"):
+    with pytest.raises(ImportError, match=r"`methods.sampling.diagnostics` needs ArviZ"):
         diagnostics(np.ones(8), np.arange(8) // 4)
