@@ -26,7 +26,6 @@ CONVOLUTIONS = eqx.nn.Sequential([
 ATTENTION = eqx.nn.MultiheadAttention(2, 4, use_query_bias=True, key=KEY)
 MODELS = {
     "mlp": (BASE, (jnp.linspace(-1, 1, 25),)),
-    "scalar": (eqx.nn.MLP("scalar", "scalar", 4, 1, key=KEY), (jnp.float32(0.3),)),
     "convolutions": (CONVOLUTIONS, (jax.random.normal(KEY, (2, 6, 6)),)),
     "attention": (ATTENTION, (jax.random.normal(KEY, (5, 4)),) * 3),
 }
@@ -89,17 +88,15 @@ def test_training_equals_a_hand_written_step():
     def loss(layers, x, y):
         return jnp.mean((jax.vmap(by_hand, (None, 0))(layers, x) - y) ** 2)
 
+    gradient = jax.jit(jax.grad(loss))
     for i in range(3):
         layers = [(layer.down, layer.up) for layer in ensemble[i].layers]
         state = ADAM.init(layers)
-        for step in range(6):
-            rows = slice(16 * (step % 3), 16 * (step % 3) + 16)
-            gradient = jax.jit(jax.grad(loss))(layers, x[rows], y[rows])
+        for rows in 2 * [slice(0, 16), slice(16, 32), slice(32, 48)]:
             with relaxed():
-                updates, state = ADAM.update(gradient, state)
+                updates, state = ADAM.update(gradient(layers, x[rows], y[rows]), state)
             layers = optax.apply_updates(layers, updates)
-        got = [(layer.down, layer.up) for layer in run.ensemble[i].layers]
-        assert_close(got, layers, rtol=1e-5)
+        assert_close([(layer.down, layer.up) for layer in run.ensemble[i].layers], layers, rtol=1e-5)
     assert_same(own_arrays(run.ensemble)[1], own_arrays(ensemble)[1])
 
 
@@ -141,14 +138,11 @@ def test_nodes_in_full(adapt):
     np.testing.assert_allclose(merge(first)(x), first(x), rtol=1e-5, atol=1e-6)
 
 
-def test_a_base_in_bfloat16_keeps_adapters_and_moments_in_float32():
+def test_a_base_in_bfloat16_keeps_adapters_in_float32():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, BASE)
-    call = lambda model, x: jax.vmap(model)(x.astype(jnp.bfloat16)).astype(jnp.float32)
-    loss = lambda model, batch, key: jnp.mean((call(model, batch[0]) - batch[1]) ** 2)
-    run = ee.fit(low_rank(half, 2, rank=2, key=KEY), loss, ADAM, data(32), **FIT | {"shuffle": False})
-    assert {x.dtype for x in jax.tree.leaves(run.train_state.opt_state) if x.ndim > 1} == {jnp.dtype("float32")}
-    assert run.ensemble.stacked.layers[0].layer.weight.dtype == jnp.bfloat16
-    assert np.all(run.history.loss[:, 2:] < run.history.loss[:, :2])
+    ensemble = low_rank(half, 2, rank=2, key=KEY)
+    assert {x.dtype for x in jax.tree.leaves(own_arrays(ensemble)[0])} == {jnp.dtype("float32")}
+    assert ensemble(jnp.ones(25, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_last_layers_are_those_of_whole_copies():
@@ -159,24 +153,16 @@ def test_last_layers_are_those_of_whole_copies():
     assert_close(ee.fit(last, mse, ADAM, data(), **FIT).ensemble[1], whole[1], rtol=1e-5)
 
 
-GROUPED = eqx.nn.Conv1d(2, 2, 1, groups=2, key=KEY)
-NO_BIAS = eqx.nn.Linear(2, 2, use_bias=False, key=KEY)
-SMALL = low_rank(BASE, 2, rank=1, key=KEY)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: scales(SMALL, 2), TypeError, "`methods.adapters.scales` needs one model"),
-        (lambda: low_rank(BASE, 3, rank=1, where=eqx.nn.Conv, key=KEY), ValueError, "convolution; 0 selected"),
-        (lambda: low_rank(GROUPED, 3, rank=1, key=KEY), ValueError, "without groups, got `groups=2`"),
-        (lambda: bias_only(NO_BIAS, 3), ValueError, "no floating-point array in a field `bias`"),
-        (lambda: merge(SMALL), TypeError, r"`map_members\(merge\)\(ensemble\)`"),
-    ],
-)
-def test_invalid_arguments(unhooked, call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_invalid_arguments(unhooked):
+    small, grouped = low_rank(BASE, 2, rank=1, key=KEY), eqx.nn.Conv1d(2, 2, 1, groups=2, key=KEY)
+    for call, error, message in [
+        (lambda: scales(small, 2), TypeError, "`methods.adapters.scales` needs one model"),
+        (lambda: low_rank(grouped, 3, rank=1, key=KEY), ValueError, "without groups, got `groups=2`"),
+        (lambda: bias_only(eqx.nn.Linear(2, 2, use_bias=False, key=KEY), 3), ValueError, "no floating-point array in"),
+        (lambda: merge(small), TypeError, r"`map_members\(merge\)\(ensemble\)`"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_one_array_in_two_places_is_copied_where_it_is_selected():

@@ -61,8 +61,6 @@ def test_a_permuted_copy_is_recovered_exactly():
     assert_same(align(ensemble, x, reference=-1, key=KEY)[0], ensemble[1])
     mse = lambda model: jnp.mean((jax.vmap(model)(x) - jax.vmap(ensemble[0])(x)) ** 2)
     assert mse(ee.average_parameters(aligned)) < 1e-11 < 0.1 < mse(ee.average_parameters(ensemble))
-    noise = noisy(ensemble[0], 0.3, seed=1)  # does not hide the order
-    assert_same(align(ee.stack([ensemble[0], permuted_mlp(noise)]), x, key=KEY)[1], noise)
 
 
 @pytest.mark.slow
@@ -187,10 +185,8 @@ def linear(size):
     [
         ([linear(4), eqx.nn.Dropout(0.5), linear(4), eqx.nn.LayerNorm(4), linear(4)], 2),
         ([linear(4), eqx.nn.Sequential([eqx.nn.RMSNorm(4), mlp(KEY, 8)])], 3),
-        ([eqx.nn.Conv2d(2, 4, 3, key=KEY), eqx.nn.GroupNorm(2, 4), eqx.nn.Conv2d(4, 2, 3, key=KEY)], 0),
         ([linear(4), eqx.nn.WeightNorm(linear(4)), linear(4)], 0),
         ([eqx.nn.MLP(4, 4, 8, 3, scan=True, key=KEY)], 0),
-        ([eqx.nn.MLP(4, 4, 8, 2, activation=eqx.nn.PReLU(), key=KEY)], 0),
     ],
 )
 def test_units_that_are_found(layers, count):
@@ -201,14 +197,12 @@ def test_bad_input(unhooked):
     small = lambda key: eqx.nn.MLP(3, 1, 2, 1, activation=jnp.tanh, key=key)
     ensemble, x = ee.build(small, 2, key=KEY), rows(2, 3)
     cases = [
-        ({"units": []}, ValueError, "found no units"),
         ({"units": [Units([lambda m: m.activation])]}, TypeError, "cannot infer the axes"),
         ({"units": [Units([lambda m: m.layers[0]], [lambda m: m.layers[0]])]}, ValueError, "each of 2 units"),
         ({"ensemble": ee.stack([ensemble[0]] * 2, shared=lambda m: m.layers[0].weight)}, ValueError, "shared by all"),
         ({"x": np.full_like(x, np.nan)}, ValueError, r"of members \[0 1\] some are not finite"),
     ]
-    # Of two units half of all random orders are the old one.
-    wrong = {"ensemble": ensemble[:1], "units": [Units([lambda m: m.layers[0]])]}
+    wrong = {"ensemble": ensemble[:1], "units": [Units([lambda m: m.layers[0]])]}  # half of all orders are the old one
     cases += [(wrong | {"key": jax.random.key(seed)}, ValueError, "shuffling them changed") for seed in range(5)]
     for change, error, message in cases:
         with pytest.raises(error, match=message):

