@@ -230,33 +230,25 @@ def test_single_precision():
     assert found == pytest.approx(3, rel=2e-3)  # the squared norm of the row, over a prior precision of 1
 
 
-class Normalised(eqx.Module):
-    linear: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-    head: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.linear, self.head = eqx.nn.Linear(3, 4, key=key), eqx.nn.Linear(4, 3, key=key)
-        self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
-
-    def __call__(self, x, state):
-        x, state = self.norm(self.linear(x), state)
-        return self.head(jax.nn.relu(x)), state
+def normalised(key):
+    norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
+    layers = eqx.nn.Linear(3, 4, key=key), norm, eqx.nn.Lambda(jax.nn.relu), eqx.nn.Linear(4, 3, key=key)
+    return eqx.nn.Sequential(layers)
 
 
 @pytest.mark.slow
 def test_states_half_precision_and_shared_arrays():
     """Features in inference mode: those of one row do not depend on the other rows."""
-    ensemble, state = ee.build(eqx.nn.make_with_state(Normalised), 2, key=KEY)
+    ensemble, state = ee.build(eqx.nn.make_with_state(normalised), 2, key=KEY)
     with relaxed():
-        posterior = fit(ensemble, where=lambda m: m.head, state=state)
-        features = ee.predict(ensemble, ROWS, state=state, fn=lambda m, x, s: jax.nn.relu(m.norm(m.linear(x), s)[0]))
-        heads = ee.map_members(lambda m: m.head)(ensemble)
+        posterior = fit(ensemble, state=state)
+        features = ee.predict(ensemble, ROWS, state=state, fn=lambda m, x, s: m[:3](x, s)[0])
+        heads = ee.map_members(lambda m: m.layers[-1])(ensemble)
         plain = fit(heads, (ee.Each(features), CLASSES), where=lambda head: head)
         assert_close(posterior.predict(ROWS), plain.predict(ee.Each(features)), 1e-4)
         assert posterior[[1]].predict(ROWS).shape == (1, 11, 3)
     with pytest.raises(TypeError, match="no `state` was given"):
-        fit(ensemble, where=lambda m: m.head)
+        fit(ensemble)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, ENSEMBLE)
     posterior = fit(half, (ROWS.astype(jnp.bfloat16), CLASSES))
     assert posterior.prior_precision.dtype == jnp.float32

@@ -1,7 +1,6 @@
 """Populations: decisions at ends of epochs, and the same decisions replayed by a loop over single members."""
 
 import dataclasses
-import functools as ft
 
 import equinox as eqx
 import jax
@@ -61,9 +60,7 @@ def state(ensemble):
     return ee.fit(ensemble, loss, OPTIMISER, DATA, **options).train_state
 
 
-@ft.cache
-def two_members():
-    return ee.train.init(ee.build(make, 2, key=KEY), optax.sgd(0.1), key=KEY)
+TWO = ee.train.init(ee.build(make, 2, key=KEY), optax.sgd(0.1), key=KEY)
 
 
 def with_scores(scores, status=None, step=0):
@@ -71,7 +68,7 @@ def with_scores(scores, status=None, step=0):
     count = len(scores)
     status = np.zeros(count, np.int8) if status is None else np.array(status, np.int8)
     own = np.array(scores, np.float32), status, np.full(count, step, np.int32), ee.member_keys(KEY, count)
-    return eqx.tree_at(lambda s: (s.score, s.status, s.step, s.keys), two_members(), own)
+    return eqx.tree_at(lambda s: (s.score, s.status, s.step, s.keys), TWO, own)
 
 
 class Alone:
@@ -172,7 +169,7 @@ def test_hyper_parameters_stay_in_their_ranges():
 SEARCH = {"rounds": 4, "epochs": 2, "fraction": 0.34, "validation": HELD_OUT}
 
 
-def train(ensemble, loss=loss, **options):
+def train(ensemble, **options):
     options = {"hyper": hyper(), "explore": population.perturb_hyper(RANGES)} | SEARCH | OPTIONS | options
     return ee.methods.population_based_training(ensemble, loss, OPTIMISER, DATA, **options)
 
@@ -223,23 +220,10 @@ def test_killed_it_resumes_bit_for_bit(ensemble, found, tmp_path):
     assert_same(parts(train(ensemble, **saving)), parts(found))
 
 
-def test_members_that_diverge_are_replaced_while_there_are_others(ensemble):
-    def faulty(model, batch, key, hyper):
-        return jnp.where(hyper["lr"] > 0.5, jnp.nan, loss(model, batch, key))
-
-    rates = {"lr": jnp.array([0.01, 0.9, 0.02, 0.9, 0.03, 0.04])}
-    found = train(ensemble, faulty, hyper=rates, explore=ee.train.perturb)
-    assert set(found.lineage[0][[1, 3]]) <= {0, 2, 4, 5}
-    assert found.run.status.tolist() == [Status.OK] * MEMBERS
-
-
-def halve(members=9, **options):
-    options = {"hyper": hyper(members), "validation": HELD_OUT, "epochs": 1} | OPTIONS | options
-    return ee.methods.successive_halving(ee.build(make, members, key=KEY), loss, OPTIMISER, DATA, **options)
-
-
 def test_successive_halving():
     """Who continues and how long, replayed by a loop over single members."""
+    nine, options = ee.build(make, 9, key=KEY), {"validation": HELD_OUT, "epochs": 1, "hyper": hyper(9)} | OPTIONS
+    halve = lambda **more: ee.methods.successive_halving(nine, loss, OPTIMISER, DATA, **options, **more)
     run = halve()
     assert sorted(run.stopped_at.tolist()) == [-1] + [5] * 6 + [15] * 2
     scores = run.history.validation
@@ -250,17 +234,6 @@ def test_successive_halving():
         member.train(45 if run.stopped_at[i] == -1 else int(run.stopped_at[i]), float(run.hyper["lr"][i]))
         assert_close(run.train_state.ensemble[i], member.model, 2e-5)  # up to 45 steps of Adam in another program
     assert (halve(factor=2, rungs=2).stopped_at == -1).sum() == 4
-
-
-def test_a_score_that_is_no_number_is_dropped_first():
-    def judged(model, batch, key, hyper):
-        return jnp.where(hyper["index"] == 3, jnp.nan, score(model, batch, key))
-
-    validation = ee.train.Validation(HELD_OUT.data, score=judged, mode="min")
-    with pytest.warns(UserWarning, match="the validation scores of members 3 are NaN"):
-        run = halve(8, factor=2, hyper=hyper(8) | {"index": jnp.arange(8)}, validation=validation)
-    assert sorted(run.stopped_at.tolist()) == [-1, 5, 5, 5, 5, 10, 10, 20]
-    assert run.stopped_at[3] == 5
 
 
 def test_hyperband(tmp_path):

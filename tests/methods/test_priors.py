@@ -59,7 +59,6 @@ def as_draws(linear):
 
 
 def test_linear_members_are_draws_from_the_posterior():
-    """With anchors; and with prior functions and a penalty towards zero, which are the same."""
     with jax.enable_x64(True):
         ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), MEMBERS, key=KEY)
         anchors = draw_anchors(ensemble, lambda leaf: 0.5 if len(leaf.shape) == 2 else 2.0, key=KEY)
@@ -68,13 +67,6 @@ def test_linear_members_are_draws_from_the_posterior():
         draws = as_draws(train(ensemble, anchored, noisy, hyper=hyper))
         exact = (np.asarray(noisy.value) @ DESIGN / NOISE**2 + as_draws(anchors.weights) / STD**2) @ COVARIANCE
         np.testing.assert_allclose(draws, exact, rtol=1e-8, atol=1e-8)
-        both = lambda key: RandomisedPrior(eqx.nn.Linear(3, 1, key=key), eqx.nn.Linear(3, 1, key=key))
-        both = ee.build(both, MEMBERS, key=KEY)
-        both = eqx.tree_at(lambda e: e.stacked.prior.value, both, anchors.weights, is_leaf=lambda x: x is None)
-        std = lambda leaf: 0.5 if leaf.ndim == 2 else 2.0
-        shrunk = lambda m, batch, key: likelihood(m, batch) + gaussian_penalty(m.network, std, num_rows=ROWS)
-        trained = train(both, shrunk, noisy)
-        np.testing.assert_allclose(as_draws(trained.network) + as_draws(trained.prior.value), exact, rtol=1e-8)
 
 
 # Prior functions
@@ -125,7 +117,7 @@ def test_states_dropout_several_outputs_and_half_precision():
 # Noise in targets
 
 
-def test_noise_follows_from_the_members_key_alone_and_has_its_distribution():
+def test_noise_follows_from_the_members_key_alone():
     y, keys = data()[1], ee.member_keys(KEY, 5, purpose="noise in targets")
     noisy = np.asarray(noisy_targets(y, 5, std=0.3, key=KEY).value)
     assert noisy.shape == (5, *y.shape)
@@ -133,12 +125,8 @@ def test_noise_follows_from_the_members_key_alone_and_has_its_distribution():
     np.testing.assert_allclose(noisy[3, 7], y[7] + 0.3 * jax.random.normal(one, (2,)), rtol=1e-6)
     np.testing.assert_array_equal(noisy_targets(y, 2, std=0.3, key=keys[np.array([4, 1])]).value, noisy[[4, 1]])
     np.testing.assert_array_equal(noisy_targets(y[:6], 5, std=0.3, key=KEY).value, noisy[:, :6])
-    zeros, stds = jnp.zeros((4000, 1)), np.linspace(0, 4, 4000)
-    drawn = np.asarray(noisy_targets(zeros, 4, std=2.0, key=KEY).value)[..., 0] / 2
-    assert stats.kstest(drawn.ravel(), "norm").pvalue > 1e-6
-    assert np.abs(np.corrcoef(drawn)[np.triu_indices(4, 1)]).max() < 5.5 / np.sqrt(4000)
-    per_target = noisy_targets(zeros, 4, std=stds[:, None], key=KEY).value[..., 0]
-    np.testing.assert_allclose(per_target, drawn * stds, rtol=1e-5, atol=1e-6)
+    per_target = noisy_targets(y, 5, std=np.full_like(y, 0.3), key=KEY).value
+    np.testing.assert_allclose(per_target, noisy, rtol=1e-6)
     with pytest.raises(ValueError, match="broadcast"):  # one per row would give each row the noise of all
         noisy_targets(np.zeros((3, 1)), 2, std=np.ones(3), key=KEY)
 
@@ -156,7 +144,6 @@ def test_penalties_are_log_priors_of_the_trained_leaves():
     density = lambda tree, at: sum(stats.norm(a, std(w)).logpdf(w).sum() for w, a in pairs(tree, at))
     expected = density(one.weights, one.weights) - density(model, one.weights)
     np.testing.assert_allclose(one.penalty(model, num_rows=20), expected / 20, rtol=1e-5)
-    np.testing.assert_allclose(jax.jit(lambda n: one.penalty(model, num_rows=n))(20), expected / 20, rtol=1e-5)
 
     zeros = jax.tree.map(lambda x: 0 * x, one.weights)
     expected = density(zeros, zeros) - density(model, zeros)
@@ -190,20 +177,17 @@ def test_anchors_have_their_distribution_and_follow_from_keys():
     assert len(jax.tree.leaves(found.weights)) == len(jax.tree.leaves(found.std)) == 1
 
 
-def test_an_anchored_member_is_the_model_that_is_trained_alone_and_resumes(tmp_path):
+def test_an_anchored_member_is_the_model_that_is_trained_alone():
     def loss(model, batch, key, hyper):
         return mse(model, batch, key) + hyper["anchor"].penalty(model, num_rows=20)
 
     ensemble, (x, y) = ee.build(network, 3, key=KEY), data()
     anchors, targets = draw_anchors(ensemble, 0.7, key=KEY), noisy_targets(y, 3, std=0.2, key=KEY)
     options = dict(batch_size=8, shuffle=False, hyper={"anchor": anchors}, key=KEY)
-    fit = lambda **more: ee.fit(ensemble, loss, DECAY, (x, targets), **options, **more)
-    run = fit(steps=6)
+    run = ee.fit(ensemble, loss, DECAY, (x, targets), steps=6, **options)
     for i, model in enumerate(ensemble.unstack()):
         own = ee.tree.take(anchors, i)
         alone = Alone(lambda model, batch, key, own=own: loss(model, batch, key, {"anchor": own}), DECAY)
         batches = in_order((x, targets.value[i]), 8, 6)
         expected, _, _ = alone(model, batches, [step_key(KEY, i, step) for step in range(6)])
         assert_close(run.ensemble[i], expected, 1e-5)
-    fit(steps=3, checkpoint=tmp_path / "run")
-    assert_same(fit(steps=6, checkpoint=tmp_path / "run").ensemble, run.ensemble)

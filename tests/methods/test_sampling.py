@@ -55,10 +55,6 @@ def test_stationary_variance_of_sgld(s):
     found = float(_simulate(SAMPLERS["sgld"](E * ROWS, temperature=T), s))
     hot, slope = T + E * s**2 / 2, 1 - E * H / 2
     assert is_variance(found, hot / (H * slope), 4)
-    assert not is_variance(found, hot / H, 4)  # without the step's own error
-    assert not is_variance(found, hot / (H * (1 - E * H / 4)), 4)  # Welling and Teh's half of the step
-    assert not is_variance(found, hot / (2 * H * slope), 4)  # half of the step in the noise alone
-    assert s == 0 or not is_variance(found, T / (H * slope), 4)
 
 
 @pytest.mark.parametrize(("a", "s"), [(0.3, 1.5), slow(0.1, 0.0)])
@@ -66,8 +62,6 @@ def test_stationary_variance_of_sghmc(a, s):
     found = float(_simulate(SAMPLERS["sghmc"](E * ROWS, friction=a, temperature=T), s))
     hot = T + E * s**2 / (2 * a)
     assert is_variance(found, hot / (H * (1 - E * H / (2 * (2 - a)))), 40)
-    assert not is_variance(found, hot / (H * (1 - E * H / 2)), 40)
-    assert s == 0 or not is_variance(found, (T + E * s**2 / 2) / (H * (1 - E * H / (2 * (2 - a)))), 40)
 
 
 def test_sghmc_without_momentum_is_sgld_and_without_noise_sgd():
@@ -142,19 +136,6 @@ def test_members_alone(ensemble, sampler):
     assert_close(fitted(ensemble[[2]], of_hyper(one), key=keys[2:]).ensemble, together.ensemble[[2]], 1e-5)
 
 
-def test_members_have_noise_of_their_own():
-    """No two members, leaves or steps share draws: correlations are those of independent numbers."""
-    wide = lambda key: {"a": jnp.zeros(2000), "b": jnp.zeros(2000)}
-    still = lambda model, batch, key: 0 * jnp.sum(model["a"] + model["b"])
-    optimiser = trajectory.snapshots(SAMPLERS["sgld"](ROWS / 2), 2, every=1)  # noise of variance 1
-    run = fitted(ee.build(wide, 2, key=KEY), optimiser, still, steps=2, batch_size=10)
-    kept = run.train_state.opt_state.record.weights.values()
-    moves = [np.diff(np.asarray(x), axis=1, prepend=0).reshape(-1, 2000) for x in kept]
-    found = np.corrcoef(np.concatenate(moves))
-    assert np.abs(found - np.eye(8)).max() < 5.5 / np.sqrt(2000)
-    np.testing.assert_allclose(np.var(moves), 1, rtol=5.5 * np.sqrt(2 / 16_000))
-
-
 @pytest.mark.slow
 def test_resumed_and_continued(ensemble, tmp_path):
     optimiser = trajectory.snapshots(SAMPLERS["sghmc"](0.5), 4, every=3)
@@ -167,18 +148,13 @@ def test_resumed_and_continued(ensemble, tmp_path):
 # Diagnostics
 
 
-def autoregressive(phi, num_draws):
-    """Four chains of unit variance as members, and the chain of each."""
-    steps = np.random.default_rng(0).standard_normal((4, num_draws))
-    chains = [steps[:, 0]]
-    for t in range(1, num_draws):
-        chains.append(phi * chains[-1] + np.sqrt(1 - phi**2) * steps[:, t])
-    return np.stack(chains, axis=1).reshape(-1), np.repeat(np.arange(4), num_draws)
-
-
 def test_diagnostics():
     pytest.importorskip("arviz_stats", reason="needs the extra `sampling`")
-    values, chains = autoregressive(0.8, 250)
+    steps = np.random.default_rng(0).standard_normal((4, 250))
+    paths = [steps[:, 0]]  # four autoregressive chains of unit variance as members, and the chain of each
+    for t in range(1, 250):
+        paths.append(0.8 * paths[-1] + 0.6 * steps[:, t])
+    values, chains = np.stack(paths, axis=1).reshape(-1), np.repeat(np.arange(4), 250)
     moved = np.where(chains == 0, values + 0.5, values)
     plain = diagnostics(moved, chains)
     # arviz-stats 0.8.0, `array_stats.rhat` and `.ess(method="bulk" | "tail", prob=(0.05, 0.95))`
@@ -189,8 +165,6 @@ def test_diagnostics():
     found = np.asarray(diagnostics(several, chains))
     np.testing.assert_allclose(found[:, 0], plain)
     assert np.isnan(found).tolist() == [[False, True]] * 3
-    draws, chains = autoregressive(0.9, 5000)
-    np.testing.assert_allclose(diagnostics(draws, chains).ess_bulk, 20_000 * 0.1 / 1.9, rtol=0.15)  # of a mean
 
 
 @pytest.mark.usefixtures("unhooked")

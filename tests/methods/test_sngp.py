@@ -109,54 +109,37 @@ def test_mean_field_is_near_the_mean_probability(m, v):
     np.testing.assert_allclose(wide[0], m / np.sqrt(1 + 20 * v), rtol=1e-6)
 
 
-class Residual(eqx.Module):
-    first: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-
-    def __call__(self, x, state):
-        with jax.numpy_dtype_promotion("standard"):  # as BatchNorm needs it
-            return self.norm(jnp.tanh(self.first(x)), state)
-
-
-def stateful(key):
-    network = lambda: Residual(eqx.nn.Linear(3, 4, key=key), eqx.nn.BatchNorm(4, "batch", mode="batch"))
-    return eqx.nn.make_with_state(lambda: SNGP(network(), 4, 2, num_features=8, key=key))()
-
-
-def cross_entropy(model, state, batch, key):
-    x, labels = batch
-    call = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-    out, state = call(x, state)
-    return optax.softmax_cross_entropy_with_integer_labels(out.mean, labels).mean(), state
-
-
 @pytest.mark.slow
 def test_in_fit_with_state_and_files(tmp_path):
-    built, state = ee.build(stateful, 2, key=KEY)
-    data = X, (X[:, 0] > 0).astype(np.int32)
-    optimiser = bound_spectral_norm(optax.adamw(1e-2, weight_decay=0.1), 0.5)
-    with jax.debug_nans(True):  # the variance, which is not yet known, does not disturb training
-        run = ee.fit(built, cross_entropy, optimiser, data, epochs=3, batch_size=8, state=state, key=KEY)
+    norm = lambda: eqx.nn.BatchNorm(3, "batch", mode="batch")
+    make = eqx.nn.make_with_state(lambda key: SNGP(norm(), 3, 2, num_features=8, key=key))
+
+    def loss(model, state, batch, key):
+        out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch[0], state)
+        return optax.softmax_cross_entropy_with_integer_labels(out.mean, batch[1]).mean(), state
+
+    built, state = ee.build(make, 2, key=KEY)
+    data, options = (X, (X[:, 0] > 0).astype(np.int32)), dict(epochs=3, batch_size=8, state=state, key=KEY)
+    with relaxed(), jax.debug_nans(True):  # the variance, which is not yet known, does not disturb training
+        run = ee.fit(built, loss, optax.adamw(1e-2), data, **options)
     for name in ("frequencies", "phases", "root"):
         np.testing.assert_array_equal(getattr(run.ensemble.stacked, name).value, getattr(built.stacked, name).value)
-    assert np.linalg.norm(run.ensemble.stacked.network.first.weight, 2, axis=(1, 2)).max() < 0.51
-    fitted = update_covariance(run.ensemble, X, state=run.state)
-    out = ee.predict(fitted, X, state=run.state)
-    ee.save(tmp_path / "sngp", fitted)
-    loaded = ee.load(tmp_path / "sngp", built)
-    np.testing.assert_array_equal(ee.predict(loaded, X, state=run.state).variance, out.variance)
+    with relaxed():
+        fitted = update_covariance(run.ensemble, X, state=run.state)
+        ee.save(tmp_path / "sngp", fitted)
+        variance = lambda ensemble: ee.predict(ensemble, X, state=run.state).variance
+        assert np.isfinite(variance(fitted)).all()
+        np.testing.assert_array_equal(variance(ee.load(tmp_path / "sngp", built)), variance(fitted))
 
 
 def test_norms_are_bounded_and_what_is_below_is_left_alone():
     built = ee.build(lambda key: eqx.nn.MLP(3, 2, 6, 1, key=key), 2, key=KEY)
     mse = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
     data = tuple(v.astype(jnp.result_type(float)) for v in (X, X @ RNG.normal(size=(3, 2))))
-    where = lambda model: model.layers[0]
     train = lambda optimiser, **more: ee.fit(built, mse, optimiser, data, steps=30, batch_size=37, key=KEY, **more)
     free = train(optax.sgd(0.1)).ensemble.stacked.layers
-    by_bound = lambda hyper: bound_spectral_norm(optax.sgd(0.1), hyper["bound"], where=where)
-    hyper = {"bound": jnp.array([0.4, 100.0])}
-    layers = train(by_bound, hyper=hyper).ensemble.stacked.layers
+    bounded = lambda bound: bound_spectral_norm(optax.sgd(0.1), bound, where=lambda model: model.layers[0])
+    layers = train(bounded, hyper=jnp.array([0.4, 100.0])).ensemble.stacked.layers
     norms = lambda weight: np.linalg.norm(weight, 2, axis=(1, 2))
     assert norms(free[0].weight).min() > 0.8
     np.testing.assert_allclose(norms(layers[0].weight)[0], 0.4, rtol=1e-3)
@@ -185,12 +168,8 @@ def test_it_is_the_new_weight_that_is_bounded(dtype):
 
 
 def test_bad_input(unhooked, ensemble):
+    with pytest.raises(ValueError, match="methods.sngp.update_covariance"):
+        update_covariance(ensemble, X[:0])
     bound = bound_spectral_norm(optax.sgd(0.1), 1.0, where=lambda m: m.bias)
-    cases = [
-        (lambda: update_covariance(ensemble, X[:0]), "methods.sngp.update_covariance"),
-        (lambda: mean_field(np.ones(2), -np.ones(2)), "sngp.mean_field` needs variances of"),
-        (lambda: bound.init(eqx.nn.Linear(3, 2, key=KEY)), "arrays of two or more axes, got none"),
-    ]
-    for call, message in cases:
-        with pytest.raises(ValueError, match=message):
-            call()
+    with pytest.raises(ValueError, match="arrays of two or more axes, got none"):
+        bound.init(eqx.nn.Linear(3, 2, key=KEY))

@@ -26,20 +26,20 @@ class Point(eqx.Module):
     b: jax.Array
     number: jax.Array
 
-    def __init__(self, key):
-        self.a, self.b = jax.random.normal(key, (2,)), jnp.zeros((), jnp.float32)
-        self.number = jax.random.randint(key, (), 0, 100)
+
+def point(key):
+    return Point(jax.random.normal(key, (2,)), jnp.zeros(()), jax.random.randint(key, (), 0, 100))
 
 
 def noisy(model, batch, key):
     """Each step moves both leaves at random, and both by a common number."""
-    noise = jax.random.normal(key, (3,), model.a.dtype)
-    return -jnp.sum(model.a * (noise[:2] + noise[2])) - model.b * noise[2].astype(model.b.dtype)
+    noise = jax.random.normal(key, (3,))
+    return -jnp.sum(model.a * (noise[:2] + noise[2])) - model.b * noise[2]
 
 
 @pytest.fixture(scope="module")
 def ensemble():
-    return ee.build(Point, MEMBERS, key=KEY)
+    return ee.build(point, MEMBERS, key=KEY)
 
 
 def fitted(ensemble, optimiser, steps=12, loss=noisy, **options):
@@ -48,8 +48,7 @@ def fitted(ensemble, optimiser, steps=12, loss=noisy, **options):
 
 
 def flat(ensemble):
-    parts = [np.asarray(ensemble.stacked.a), np.asarray(ensemble.stacked.b)[:, None]]
-    return np.concatenate([x.astype(np.float64) for x in parts], axis=1)
+    return np.column_stack([ensemble.stacked.a, ensemble.stacked.b]).astype(np.float64)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +84,7 @@ def test_snapshots_of_steps(ensemble, weights, start, every, taken):
     np.testing.assert_allclose(flat(found), taken[-kept:].transpose(1, 0, 2).reshape(-1, 3), rtol=1e-6, atol=1e-6)
     assert trajectory.snapshot_owners(run).tolist() == np.repeat(range(MEMBERS), kept).tolist()
     assert_same(found.stacked.number, jnp.repeat(ensemble.stacked.number, kept))
-
-
-def test_snapshots_of_cycles(ensemble, weights):
-    run = fitted(ensemble, trajectory.snapshots(DRIFT, 4, start=4, every=1, period=5))
+    run = fitted(ensemble, trajectory.snapshots(DRIFT, 4, start=4, period=5))
     expected = weights[np.array([4, 5, 9, 10]) - 1].transpose(1, 0, 2).reshape(-1, 3)
     np.testing.assert_allclose(flat(trajectory.snapshot_ensemble(run)), expected, rtol=1e-6, atol=1e-6)
 
@@ -157,9 +153,8 @@ def test_members_that_stop_or_diverge_keep_their_own_counts(ensemble, weights):
     assert run.status.tolist() == [Status.OK, Status.STOPPED, Status.DIVERGED]
     counts = [12, 5, best + 1]
     assert run.train_state.opt_state.count.tolist() == counts
-    mean = flat(trajectory.average(run))
-    for i, count in enumerate(counts):
-        np.testing.assert_allclose(mean[i], weights[:count, i].mean(0), rtol=1e-5, atol=1e-6)
+    mean = [weights[:count, i].mean(0) for i, count in enumerate(counts)]
+    np.testing.assert_allclose(flat(trajectory.average(run)), mean, rtol=1e-5, atol=1e-6)
     kept = trajectory.snapshot_ensemble(run)
     expected = [(i, n) for i in range(3) for n in range(counts[i] // 2)]
     assert trajectory.snapshot_owners(run).tolist() == [i for i, _ in expected]
@@ -180,21 +175,6 @@ def test_few_snapshots(ensemble):
     assert trajectory.snapshot_owners(run).tolist() == [1, 2]
 
 
-def test_a_revived_member(ensemble):
-    """A member from a new initialisation begins to count anew."""
-
-    def loss(model, batch, key, hyper):
-        return -jnp.sum(model.a) - model.b + jnp.where(model.b > hyper, jnp.nan, 0)
-
-    limits = jnp.array([100.0, 4.5, 100.0])  # the weight is 5 when it is first above, after five steps
-    optimiser = lambda hyper: trajectory.swa(DRIFT)
-    revive = ee.train.revive(Point, optimiser=optimiser, perturb=lambda hyper, key: jnp.full_like(hyper, 100.0))
-    run = fitted(ensemble, optimiser, loss=loss, hyper=limits, callbacks=revive)
-    assert run.train_state.opt_state.count.tolist() == [12, 6, 12]
-    lag = flat(run.ensemble) - flat(trajectory.average(run))
-    np.testing.assert_allclose(lag, np.array([[5.5], [2.5], [5.5]]) * np.ones(3), rtol=1e-4)
-
-
 def test_resumed_continued_under_jit_and_on_a_mesh(ensemble, tmp_path):
     optimiser = trajectory.swag(trajectory.snapshots(trajectory.ema(optax.adam(0.1)), 3, every=2), rank=3)
     whole, half = fitted(ensemble, optimiser), fitted(ensemble, optimiser, steps=7, checkpoint=tmp_path / "run")
@@ -208,15 +188,13 @@ def test_resumed_continued_under_jit_and_on_a_mesh(ensemble, tmp_path):
     assert_close(draw(sharded), draw(whole), 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float64)])
-def test_dtypes(dtype):
+def test_dtypes():
     """Averages are summed in 32 bits or more, and returned in the weights' dtype."""
-    with jax.enable_x64(dtype == jnp.float64):
-        model, grow = {"w": jnp.asarray(256.0, dtype)}, lambda model, batch, key: -model["w"].astype(jnp.float32)
-        run = fitted(ee.stack([model, model]), trajectory.swag(optax.sgd(2.0)), 3, grow)
-        mean = trajectory.average(run).stacked["w"]
-        assert mean.dtype == trajectory.sample(run, 4, key=KEY).stacked["w"].dtype == dtype
-        np.testing.assert_array_equal(np.asarray(mean).astype(float), 260)
+    model, grow = {"w": jnp.bfloat16(256)}, lambda model, batch, key: -model["w"].astype(jnp.float32)
+    run = fitted(ee.stack([model, model]), trajectory.swag(optax.sgd(2.0)), 3, grow)
+    mean = trajectory.average(run).stacked["w"]
+    assert mean.dtype == trajectory.sample(run, 4, key=KEY).stacked["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(mean).astype(float), 260)
 
 
 def test_invalid_records(ensemble):
@@ -234,18 +212,10 @@ def test_invalid_records(ensemble):
 X = jax.random.normal(KEY, (20, 3)) * jnp.array([[1.0, 3.0, 0.1]]) + jnp.array([[0.0, 5.0, -2.0]])
 
 
-class Normalised(eqx.Module):
-    linear: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-    last: eqx.nn.BatchNorm
-
-    def __init__(self, key, mode):
-        self.linear = eqx.nn.Linear(3, 4, key=key)
-        self.norm = eqx.nn.BatchNorm(4, "batch", mode=mode, momentum=0.5)
-        self.last = eqx.nn.BatchNorm(4, "batch", mode="ema", inference=True, channelwise_affine=False)
-
-    def __call__(self, x, state):
-        return self.last(*self.norm(self.linear(x), state))
+def normalised(key, mode):
+    norm = eqx.nn.BatchNorm(4, "batch", mode=mode, momentum=0.5)
+    last = eqx.nn.BatchNorm(4, "batch", mode="ema", inference=True, channelwise_affine=False)
+    return eqx.nn.Sequential([eqx.nn.Linear(3, 4, key=key), norm, last])
 
 
 def norm_loss(model, state, batch, key):
@@ -257,9 +227,9 @@ def check_statistics(ensemble, state, x):
     """The layer in inference mode keeps a mean of 3 and a variance of 4."""
     with relaxed():
         found = ee.predict(ensemble, ee.Each(x), state=state)
-    out = np.asarray(ee.map_members(lambda model, x: jax.vmap(model.linear)(x))(ensemble, ee.Each(x)), np.float64)
+    out = np.asarray(ee.map_members(lambda model, x: jax.vmap(model.layers[0])(x))(ensemble, ee.Each(x)), np.float64)
     out = (out - out.mean(1, keepdims=True)) / np.sqrt(out.var(1, keepdims=True) + 1e-5)
-    norm = ensemble.stacked.norm
+    norm = ensemble.stacked.layers[1]
     out = out * np.asarray(norm.weight)[:, None] + np.asarray(norm.bias)[:, None]
     return np.abs(found - (out - 3) / 2).max()
 
@@ -267,8 +237,10 @@ def check_statistics(ensemble, state, x):
 @pytest.mark.parametrize(("mode", "size"), [("batch", 8), ("ema", 3)])
 def test_statistics_of_all_rows_after_a_run(mode, size):
     """Whatever the batches: a mean of their variances misses the variance between them, 20 % at three rows."""
-    ensemble, state = ee.build(eqx.nn.make_with_state(lambda key: Normalised(key, mode)), 2, key=KEY)
-    state = state.set(ensemble.stacked.last.ema_state_index, tuple(jnp.float32(x) * jnp.ones((2, 4)) for x in (3, 4)))
+    ensemble, state = ee.build(eqx.nn.make_with_state(lambda key: normalised(key, mode)), 2, key=KEY)
+    state = state.set(
+        ensemble.stacked.layers[2].ema_state_index, tuple(jnp.float32(x) * jnp.ones((2, 4)) for x in (3, 4))
+    )
     optimiser = trajectory.swag(trajectory.snapshots(optax.sgd(0.1), 2, every=3), rank=3)
     run = ee.fit(ensemble, norm_loss, optimiser, X, steps=6, batch_size=8, state=state, key=KEY)
     options = dict(batch_size=size, key=KEY)
