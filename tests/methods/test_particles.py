@@ -1,5 +1,7 @@
 """Interacting particles: closed forms of their fixed points, double loops, and a step written out."""
 
+import functools as ft
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -185,9 +187,9 @@ def test_members_that_diverge_are_as_if_left_out(ensemble):
 
 def test_states_frozen_parts_and_half_precision(ensemble):
     parts = lambda model: {"frozen": ee.train.Frozen(model.weight), "bias": model.bias.astype(jnp.float16)}
-    call = lambda model, x: x @ model["frozen"].value.T + model["bias"].astype(x.dtype)
+    call = lambda model, x: model["frozen"].value @ x + model["bias"].astype(x.dtype)
     ensemble = ee.stack([parts(model) for model in ensemble])
-    own = lambda model, batch, key: jnp.mean((call(model, batch[0]) - batch[1]) ** 2)
+    own = lambda model, batch, key: jnp.mean((jax.vmap(ft.partial(call, model))(batch[0]) - batch[1]) ** 2)
     state, metrics = steps(ensemble, particles.make_step(own, SGD, num_rows=20))
     assert_same(state.ensemble.stacked["frozen"], ensemble.stacked["frozen"])
     assert (state.params["bias"].dtype, metrics.status.tolist()) == (jnp.float16, [0] * 4)
