@@ -96,15 +96,17 @@ def test_losses(name, dtype, shape):
 def test_heads(floor):
     """Any number of leading axes; floors may be traced."""
     raw = np.random.default_rng(0).normal(size=(5, 7, 12)).astype(np.float32)
-    soft = np.log1p(np.exp(raw.astype(float)))
-    gamma = jax.jit(lambda floor: heads.normal_inverse_gamma(raw[..., :4], floor=floor))(floor)
-    density = jax.jit(lambda floor: heads.mixture_density(raw, floor=floor))(floor)
-    want = (raw[..., 0], soft[..., 1] + floor, soft[..., 2] + 1 + floor, soft[..., 3] + floor)
-    want += (raw[..., :4], raw[..., 4:8], soft[..., 8:] + floor)
-    for got, x in zip((*gamma, *density), want, strict=True):
+    both = lambda floor: (
+        heads.normal_inverse_gamma(raw[..., :4], floor=floor),
+        heads.mixture_density(raw, floor=floor),
+    )
+    soft = np.log1p(np.exp(raw.astype(float))) + floor
+    want = [raw[..., 0], soft[..., 1], soft[..., 2] + 1, soft[..., 3], raw[..., :4], raw[..., 4:8], soft[..., 8:]]
+    for got, x in zip(jax.tree.leaves(jax.jit(both)(floor)), want, strict=True):
         np.testing.assert_allclose(got, x, rtol=1e-5)
-    np.testing.assert_allclose(heads.dirichlet(raw), soft + 1, rtol=1e-5)
-    np.testing.assert_allclose(heads.vacuity(heads.dirichlet(raw)), 12 / np.sum(soft + 1, -1), rtol=1e-5)
+    alpha = heads.dirichlet(raw)
+    np.testing.assert_allclose(alpha, soft - floor + 1, rtol=1e-5)
+    np.testing.assert_allclose(heads.vacuity(alpha), 12 / np.sum(alpha, -1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("raw", [-200.0, 200.0])

