@@ -4,7 +4,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from scipy import special, stats
 
@@ -115,22 +114,6 @@ def test_targets_are_predictions_with_the_rows_first(teachers):
     broken = eqx.tree_at(lambda e: e.stacked.bias, teachers, replace_fn=lambda b: b.at[2].set(jnp.nan))
     with pytest.raises(ValueError, match=r"those of members \[2\] are"):
         distillation.targets(broken, X)
-
-
-def test_students_reach_teachers_inside_their_class(teachers):
-    """As many students as teachers, on uneven batches: each becomes its own teacher."""
-
-    def loss(model, batch, key):
-        x, teacher = batch
-        return distillation.mixture_loss(jax.vmap(model)(x), teacher)
-
-    students = ee.build(linear, 4, key=jax.random.key(9))
-    split = distillation.split_targets(distillation.targets(teachers, X), 4)
-    run = ee.fit(students, loss, optax.adam(0.05), (X, split), epochs=250, batch_size=16, key=KEY)
-    new = X[:20] + X[20:]
-    probabilities = lambda ensemble: jax.nn.softmax(ee.predict(ensemble, new))
-    np.testing.assert_allclose(probabilities(run.ensemble), probabilities(teachers), atol=2e-3)
-    assert np.abs(probabilities(run.ensemble)[::-1] - probabilities(teachers)).max() > 0.1
 
 
 def test_bad_distillation(unhooked):
