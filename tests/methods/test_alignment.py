@@ -48,13 +48,10 @@ def permuted_layers(model, number, order):
     return permuted(model, lambda m: [m.layers[number + 1].weight], order, axis=1)
 
 
-def permuted_mlp(model, width=32):
-    return permuted_layers(permuted_layers(model, 0, rng(1).permutation(width)), 1, rng(2).permutation(width))
-
-
 def test_a_permuted_copy_is_recovered_exactly():
     model, x = noisy(mlp(KEY)), rows(40, 4)
-    ensemble = ee.stack([model, permuted_mlp(model)])
+    twin = permuted_layers(permuted_layers(model, 0, rng(1).permutation(32)), 1, rng(2).permutation(32))
+    ensemble = ee.stack([model, twin])
     aligned = align(ensemble, x, key=KEY)
     assert_same(aligned[0], ensemble[0])
     assert_same(aligned[1], ensemble[0])

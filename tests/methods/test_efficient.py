@@ -198,11 +198,8 @@ def test_rows_of_the_submembers():
     assert all((repeated[i] != repeated[j])[:60].mean() > 0.5 for i in range(3) for j in range(i))
 
 
-SLOW = [(mimo, "shuffle"), (masksembles, "split"), (packed_ensemble, "shuffle"), (tabm, "split")]
-
-
 @pytest.mark.parametrize(
-    ("kind", "rows"), [(batch_ensemble, "same"), *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)]
+    ("kind", "rows"), [(batch_ensemble, "same"), pytest.param(mimo, "shuffle", marks=pytest.mark.slow)]
 )
 def test_trained_as_each_alone_saved_and_resumed(kind, rows, tmp_path):
     ensemble, loss = ee.build(lambda key: make(key, kind), 2, key=KEY), mean_loss(mse, rows=rows)

@@ -1,4 +1,4 @@
-"""Heads and their losses against SciPy's distributions, closed forms and integrals, alone and inside `fit`."""
+"""Heads, distillation and their losses against SciPy's distributions, closed forms and integrals, and inside `fit`."""
 
 import equinox as eqx
 import jax
@@ -9,7 +9,8 @@ import pytest
 from scipy import integrate, special, stats
 
 import eqx_ensemble as ee
-from eqx_ensemble.methods import heads
+from eqx_ensemble.methods import distillation, heads
+from eqx_ensemble.methods.distillation import distribution_loss
 
 from ..factories import Alone, assert_close, in_order, step_key
 
@@ -31,65 +32,83 @@ def student(mean, nu, alpha, beta):
     return stats.t(2 * alpha, mean, np.sqrt(beta * (1 + nu) / (nu * alpha)))
 
 
-def squared(alpha, label):
+def dirichlet(alpha, label, kl_weight, risk="squared"):
     known, one_hot = stats.dirichlet(alpha), np.eye(len(alpha))[label]
-    risk = np.sum((one_hot - known.mean()) ** 2 + known.var())
-    return risk + 0.5 * divergence(np.where(one_hot == 1, 1, alpha))
+    found = np.sum((one_hot - known.mean()) ** 2 + known.var())
+    found = found if risk == "squared" else beta_mean(lambda p: -np.log(p), alpha)[label]
+    return found + kl_weight * divergence(np.where(one_hot == 1, 1, alpha))
 
 
-def digamma(alpha, label):
-    wrong = np.where(np.arange(len(alpha)) == label, 1, alpha)
-    return beta_mean(lambda p: -np.log(p), alpha)[label] + 0.5 * divergence(wrong)
+def evidential(mean, nu, alpha, beta, y, coefficient):
+    return -student(mean, nu, alpha, beta).logpdf(y) + coefficient * abs(y - mean) * (2 * nu + alpha)
 
 
-def evidential(mean, nu, alpha, beta, y):
-    return -student(mean, nu, alpha, beta).logpdf(y) + 0.3 * abs(y - mean) * (2 * nu + alpha)
-
-
-def mixture(logits, mean, variance, y):
+def mixture_density(logits, mean, variance, y):
     return -np.log(special.softmax(logits) @ stats.norm(mean, np.sqrt(variance)).pdf(y))
 
 
-def pinball(quantiles, y):
-    return np.mean(np.maximum(LEVELS * (y - quantiles), (LEVELS - 1) * (y - quantiles)))
+def pinball(quantiles, y, levels):
+    return np.mean(np.maximum(levels * (y - quantiles), (levels - 1) * (y - quantiles)))
 
 
-# The size of the output, the head, the loss of its parameters, the loss of one row, and whether targets are labels.
+def mixture(logits, teacher, temperature):
+    target = special.softmax(teacher / temperature, axis=-1).mean(0)
+    return temperature**2 * special.rel_entr(target, special.softmax(logits / temperature)).sum()
+
+
+def distribution(logits, teacher, temperature, smoothing=1e-4):
+    points = (1 - smoothing) * special.softmax(teacher / temperature, axis=-1) + smoothing / teacher.shape[-1]
+    of_one = [stats.dirichlet.logpdf(p / p.sum(), np.exp(logits / temperature)) for p in points]
+    return -(temperature**2) * np.mean(of_one)
+
+
+def gaussian(mean, variance, means, variances):
+    return np.mean(np.log(variance / variances) + (variances + (means - mean) ** 2) / variance - 1) / 2
+
+
+normal = lambda *own: lambda rng, shape: rng.normal(size=(*shape, *own))
+above = lambda low, *own: lambda rng, shape: low + np.exp(rng.normal(size=(*shape, *own)))
+label = lambda rng, shape: rng.integers(0, 3, shape)
+# The loss, its options, the loss of one row, and its arguments.
 LOSSES = {
-    "squared": (3, heads.dirichlet, heads.dirichlet_loss, {"kl_weight": 0.5}, squared, True),
-    "digamma": (3, heads.dirichlet, heads.dirichlet_loss, {"kl_weight": 0.5, "risk": "digamma"}, digamma, True),
-    "evidential": (4, heads.normal_inverse_gamma, heads.evidential_loss, {"coefficient": 0.3}, evidential, False),
-    "mixture": (6, heads.mixture_density, heads.mixture_density_loss, {}, mixture, False),
-    "quantiles": (3, lambda raw: raw, heads.pinball_loss, {"levels": LEVELS}, pinball, False),
-}
-
-
-parts = lambda parameters: tuple(parameters) if isinstance(parameters, tuple) else (parameters,)
+    "squared": (heads.dirichlet_loss, {"kl_weight": 0.5}, dirichlet, (above(1, 3), label)),
+    "digamma": (heads.dirichlet_loss, {"kl_weight": 0.5, "risk": "digamma"}, dirichlet, (above(1, 3), label)),
+    "evidential": (
+        heads.evidential_loss, {"coefficient": 0.3}, evidential, (normal(), above(0), above(1), above(0), normal())
+    ),
+    "mixture density": (heads.mixture_density_loss, {}, mixture_density, (normal(2), normal(2), above(0, 2), normal())),
+    "quantiles": (heads.pinball_loss, {"levels": LEVELS}, pinball, (normal(3), normal())),
+    "mixture": (distillation.mixture_loss, {"temperature": 4.0}, mixture, (normal(3), normal(4, 3))),
+    "smooth": (distribution_loss, {"temperature": 5.0, "smoothing": 1e-2}, distribution, (normal(3), normal(4, 3))),
+    "plain": (distribution_loss, {"temperature": 1.0, "smoothing": 0.0}, distribution, (normal(3), normal(4, 3))),
+    "gaussian": (distillation.gaussian_loss, {}, gaussian, (normal(), above(0), normal(4), above(0, 4))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("float32", (2, 3)), ("float64", (7,))])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name, dtype, shape):
-    """Of rows, and their means; under `jit` and `vmap`, too."""
-    size, head, loss, options, of_row, is_class = LOSSES[name]
+    """Of rows, and their means; under `jit` and `vmap`, too, where numbers of the options may be traced."""
+    loss, options, of_row, make = LOSSES[name]
     rng = np.random.default_rng(len(shape))
     with jax.enable_x64(dtype == "float64"):
-        known = [np.array(x, dtype) for x in parts(head(2 * rng.normal(size=(*shape, size)).astype(dtype)))]
-        targets = rng.integers(0, 3, shape) if is_class else rng.normal(size=shape).astype(dtype)
-        every = np.ndindex(shape)
-        want = np.array([of_row(*(x[i].astype(float) for x in known), targets[i]) for i in every]).reshape(shape)
-        close = dict(rtol=1e-8 if dtype == "float64" else 5e-5, atol=1e-9 if dtype == "float64" else 2e-5)
-        found = loss(*known, targets, reduction="none", **options)
+        known = [x if x.dtype.kind == "i" else x.astype(dtype) for x in (one(rng, shape) for one in make)]
+        double = [x if x.dtype.kind == "i" else x.astype(float) for x in known]
+        want = np.reshape([of_row(*(x[i] for x in double), **options) for i in np.ndindex(shape)], shape)
+        close = dict(rtol=1e-9, atol=1e-9) if dtype == "float64" else dict(rtol=2e-5, atol=5e-5)
+        found = loss(*known, reduction="none", **options)
         assert found.dtype == dtype
         np.testing.assert_allclose(found, want, **close)
-        one = jax.jit(jax.vmap(lambda *given: loss(*given, **options)))
-        np.testing.assert_allclose(one(*known, targets), want.reshape(shape[0], -1).mean(1), **close)
+        traced = {key: x for key, x in options.items() if isinstance(x, float)}
+        of_all = lambda traced: jax.vmap(lambda *given: loss(*given, **options | traced))(*known)
+        np.testing.assert_allclose(jax.jit(of_all)(traced), want.reshape(shape[0], -1).mean(1), **close)
         weights = np.arange(want.size).reshape(shape)
         known[0].flat[0] = np.nan  # a row that does not count
-        total = lambda *given: loss(*given, targets, row_weights=weights, **options)
-        value, slopes = jax.value_and_grad(total, argnums=tuple(range(len(known))))(*known)
+        total = lambda *given: loss(*given, row_weights=weights, **options)
+        floats = [i for i, x in enumerate(known) if x.dtype.kind == "f"]
+        value, slopes = jax.value_and_grad(total, argnums=floats)(*known)
         np.testing.assert_allclose(value, np.average(want, weights=weights), **close)
-        assert all(np.isfinite(slope).all() and slope.any() for slope in slopes)
+        assert all(np.isfinite(slope).all() for slope in slopes)
 
 
 @pytest.mark.parametrize("floor", [0.0, 1e-3])
@@ -214,3 +233,43 @@ def test_a_member_is_the_model_that_training_it_alone_gives():
     alone, _, losses = Alone(fixed, ADAM)(ensemble[2], in_order(data, 8, 5), keys)
     assert_close(run.ensemble[2], alone, 1e-5)
     np.testing.assert_allclose(run.history.loss[2], losses, rtol=1e-5)
+
+
+# Distillation
+
+
+def test_a_class_that_all_teachers_exclude():
+    teacher = np.asarray(jnp.log(jnp.array([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])))
+    student = np.log(np.array([[0.75, 0.25, 1e-9]], np.float32))
+    value, slope = jax.value_and_grad(distillation.mixture_loss)(student, teacher)
+    np.testing.assert_allclose(value, 0, atol=1e-6)
+    value, of_distribution = jax.value_and_grad(distribution_loss)(student, teacher)
+    assert np.isfinite([value, *slope[0], *of_distribution[0]]).all()
+    assert not np.isfinite(distribution_loss(student, teacher, smoothing=0.0))
+
+
+@pytest.mark.parametrize("strength", [1e-6, 7.9, 8.1, 1e6])
+def test_little_and_much_evidence(strength):
+    """In float32; the plain formula is a difference of numbers as large as the evidence times its logarithm."""
+    alpha = (strength * np.array([0.5, 0.3, 0.2])).astype(np.float32)
+    points = stats.dirichlet.rvs(alpha + 1, size=3, random_state=0)
+    exact = alpha.astype(np.float64)
+    expected = special.gammaln(exact).sum() - special.gammaln(exact.sum()) - (exact - 1) @ np.log(points).mean(axis=0)
+    found = distribution_loss(np.log(alpha), np.log(points).astype(np.float32), smoothing=0.0)
+    # A logit of 13 is known to 1e-6: of the evidence 1e6 that is 1.
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * max(strength, 1))
+
+
+def test_targets_are_predictions_with_the_rows_first(unhooked):
+    teachers, x = ee.build(lambda key: eqx.nn.Linear(3, 3, key=key), 4, key=KEY), jax.random.normal(KEY, (40, 3))
+    found = distillation.targets(teachers, x)
+    np.testing.assert_array_equal(found, np.moveaxis(ee.predict(teachers, x), 0, 1))
+    np.testing.assert_allclose(distillation.targets(teachers, x, batch_size=7), found, rtol=1e-5, atol=1e-6)
+    pair = distillation.targets(teachers, x, fn=lambda model, x: (model(x)[0], jnp.exp(model(x)[1])))
+    assert [x.shape for x in pair] == [(40, 4), (40, 4)]
+    np.testing.assert_array_equal(distillation.split_targets(found, 2).value[1], found[:, 2:])
+    broken = eqx.tree_at(lambda e: e.stacked.bias, teachers, replace_fn=lambda b: b.at[2].set(jnp.nan))
+    with pytest.raises(ValueError, match=r"those of members \[2\] are"):
+        distillation.targets(broken, x)
+    with pytest.raises(ValueError, match="needs at least two teachers"):
+        distribution_loss(found[:, 0], found[:, :1])

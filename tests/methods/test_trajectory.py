@@ -71,28 +71,24 @@ def test_snapshots_of_steps(ensemble, weights, start, every, taken):
     assert_close(of_swag, uniform, 1e-6)
     assert_same(uniform.stacked.number, ensemble.stacked.number)
 
-    decay, n = 0.8, len(taken)
-    powers = decay ** np.arange(n)[::-1, None, None]
-    exponential = trajectory.average(fitted(ensemble, trajectory.ema(DRIFT, decay, start=start, every=every)))
-    expected = (powers * taken).sum(0) / powers.sum()
-    np.testing.assert_allclose(flat(exponential), expected, rtol=1e-5, atol=1e-6)
+    powers = 0.8 ** np.arange(len(taken))[::-1, None, None]
+    exponential = trajectory.average(fitted(ensemble, trajectory.ema(DRIFT, 0.8, start=start, every=every)))
+    np.testing.assert_allclose(flat(exponential), (powers * taken).sum(0) / powers.sum(), rtol=1e-5, atol=1e-6)
 
-    kept = min(n, 2)  # of all, the last two, the oldest first
-    run = fitted(ensemble, trajectory.snapshots(DRIFT, kept, every=every, start=start))
-    found = trajectory.snapshot_ensemble(run)
-    # Sums of gradients of either sign: two programs differ by the rounding of numbers of order one.
-    np.testing.assert_allclose(flat(found), taken[-kept:].transpose(1, 0, 2).reshape(-1, 3), rtol=1e-6, atol=1e-6)
-    assert trajectory.snapshot_owners(run).tolist() == np.repeat(range(MEMBERS), kept).tolist()
-    assert_same(found.stacked.number, jnp.repeat(ensemble.stacked.number, kept))
+    run = fitted(ensemble, trajectory.snapshots(DRIFT, 2, every=every, start=start))
+    found, order = trajectory.snapshot_ensemble(run), lambda taken: taken.transpose(1, 0, 2).reshape(-1, 3)
+    # Of all, the last two, the oldest first. Two programs differ by the rounding of numbers of order one.
+    np.testing.assert_allclose(flat(found), order(taken[-2:]), rtol=1e-6, atol=1e-6)
+    assert trajectory.snapshot_owners(run).tolist() == np.repeat(range(MEMBERS), 2).tolist()
+    assert_same(found.stacked.number, jnp.repeat(ensemble.stacked.number, 2))
     run = fitted(ensemble, trajectory.snapshots(DRIFT, 4, start=4, period=5))
-    expected = weights[np.array([4, 5, 9, 10]) - 1].transpose(1, 0, 2).reshape(-1, 3)
+    expected = order(weights[np.array([4, 5, 9, 10]) - 1])
     np.testing.assert_allclose(flat(trajectory.snapshot_ensemble(run)), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_small_variances_of_large_weights():
     """In float32 the mean of squares less the square of the mean is -6e-3, where the variance is 1e-6."""
-    values = jnp.float32(100) + 1e-3 * jax.random.normal(KEY, (200,))
-    optimiser = trajectory.swag(optax.identity(), rank=0)
+    values, optimiser = 100 + 1e-3 * jax.random.normal(KEY, (200,)), trajectory.swag(optax.identity(), rank=0)
     one = lambda state, value: (optimiser.update(jnp.zeros(()), state, value)[1], None)
     state, _ = jax.lax.scan(one, optimiser.init(jnp.zeros(())), values)
     np.testing.assert_allclose(state.record.squares / 200, np.var(values, dtype=float), rtol=0.02)
@@ -238,9 +234,8 @@ def check_statistics(ensemble, state, x):
 def test_statistics_of_all_rows_after_a_run(mode, size):
     """Whatever the batches: a mean of their variances misses the variance between them, 20 % at three rows."""
     ensemble, state = ee.build(eqx.nn.make_with_state(lambda key: normalised(key, mode)), 2, key=KEY)
-    state = state.set(
-        ensemble.stacked.layers[2].ema_state_index, tuple(jnp.float32(x) * jnp.ones((2, 4)) for x in (3, 4))
-    )
+    known = jnp.full((2, 4), 3.0), jnp.full((2, 4), 4.0)
+    state = state.set(ensemble.stacked.layers[2].ema_state_index, known)
     optimiser = trajectory.swag(trajectory.snapshots(optax.sgd(0.1), 2, every=3), rank=3)
     run = ee.fit(ensemble, norm_loss, optimiser, X, steps=6, batch_size=8, state=state, key=KEY)
     options = dict(batch_size=size, key=KEY)
