@@ -234,10 +234,6 @@ def test_members_without_a_score_are_left_out(unhooked):
     weights = WEIGHTS.copy()
     weights[soup_by_hand(WEIGHTS)[0][0]] = np.nan
     soup = greedy(of_weights(weights), score, mode="min")
-    assert np.isfinite(soup.score)
-    assert np.isfinite(soup.model.weight).all()
-    make = lambda key: eqx.nn.Sequential([eqx.nn.Linear(4, 1, key=key), eqx.nn.Dropout(0.5)])
-    soup = greedy(ee.build(make, 3, key=KEY), lambda model: score(lambda x: model(x)), mode="min")  # of inference mode
-    assert not soup.model.layers[1].inference
+    assert np.isfinite([soup.score, *soup.model.weight[0]]).all()
     with pytest.raises(ValueError, match="all scores are NaN"):
         greedy(of_weights(weights), lambda model: np.nan, mode="max")

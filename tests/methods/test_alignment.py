@@ -68,8 +68,6 @@ def test_functions_remain_the_same_to_rounding():
         assert 0 < np.abs(ee.predict(ensemble, x) - ee.predict(aligned, x)).max() < 5e-15
         keys = ee.member_keys(KEY, 3, purpose="align")[np.array([0, 2])]
         assert_same(align(ensemble[[0, 2]], x, key=keys)[1], aligned[2])  # whatever the other members are
-    similarity = lambda e: sum(np.vdot(stacked[0], stacked[2]) for stacked in arrays(e.stacked))
-    assert similarity(aligned) > similarity(ensemble) + 0.5
 
 
 def test_one_group_is_the_best_of_all_orders():
@@ -160,21 +158,16 @@ def test_channels_take_their_norms_and_statistics_along(mode):
     assert_same(ee.tree.stack([state, twin_state]), states)  # the given state is still there
 
 
-def linear(size):
-    return eqx.nn.Linear(size, size, key=KEY)
-
-
-@pytest.mark.parametrize(
-    ("layers", "count"),
-    [
-        ([linear(4), eqx.nn.Dropout(0.5), linear(4), eqx.nn.LayerNorm(4), linear(4)], 2),
-        ([linear(4), eqx.nn.Sequential([eqx.nn.RMSNorm(4), mlp(KEY, 8)])], 3),
-        ([linear(4), eqx.nn.WeightNorm(linear(4)), linear(4)], 0),
+def test_units_that_are_found():
+    linear, conv = (lambda: eqx.nn.Linear(4, 4, key=KEY)), lambda *sizes: eqx.nn.Conv2d(*sizes, 3, key=KEY)
+    for layers, count in [
+        ([linear(), eqx.nn.Dropout(0.5), linear(), eqx.nn.LayerNorm(4), linear()], 2),
+        ([linear(), eqx.nn.Sequential([eqx.nn.RMSNorm(4), mlp(KEY, 8)])], 3),
+        ([conv(2, 4), eqx.nn.GroupNorm(2, 4), conv(4, 2)], 0),
+        ([linear(), eqx.nn.WeightNorm(linear()), linear()], 0),
         ([eqx.nn.MLP(4, 4, 8, 3, scan=True, key=KEY)], 0),
-    ],
-)
-def test_units_that_are_found(layers, count):
-    assert len(find_units({"deep": [jnp.ones(2), eqx.nn.Sequential(layers)]})) == count
+    ]:
+        assert len(find_units({"deep": [jnp.ones(2), eqx.nn.Sequential(layers)]})) == count
 
 
 def test_bad_input(unhooked):

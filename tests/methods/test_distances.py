@@ -239,17 +239,14 @@ def test_a_mask_one_member_and_a_large_offset(fit):
 
 
 @BOTH
-@pytest.mark.parametrize("spoil", ["constant", "a sum of others"])
-def test_variances_of_rounding_are_none(fit, spoil):
+def test_variances_of_rounding_are_none(fit):
     """Rounding makes some of these covariances positive definite."""
     rng, labels = np.random.default_rng(1), np.arange(24) % 2
     features = rng.normal(size=(30, 24, 3)).astype(np.float32)
-    constant = 0.1 + np.arange(30)[:, None]
-    features[..., 2] = constant if spoil == "constant" else features[..., 0] + features[..., 1]
+    features[..., 2] = features[..., 0] + features[..., 1]
+    features[:15, :, 2] = 0.1 + np.arange(15)[:, None]
     assert jnp.isnan(jax.jit(lambda f: fit(f, labels, num_classes=2)(f))(features)).all()
     assert jnp.isfinite(fit(features, labels, num_classes=2, ridge=1e-3)(features)).all()
-    features[..., 2] += 1e-2 * rng.normal(size=(30, 24))
-    assert jnp.isfinite(fit(features, labels, num_classes=2)(features)).all()
 
 
 @BOTH
@@ -265,4 +262,3 @@ def test_bad_densities(unhooked, fit):
     for other in (NEW[:1], NEW[..., :3], NEW[..., :1]):  # other members and layers
         with pytest.raises(ValueError, match=r"that it was fitted on.\n  expected .* = \(2, rows, 4\), got"):
             fitted(other)
-    assert jnp.isfinite(fit(FLAT, LABELS, num_classes=3, ridge=0.1)(NEW)).all()

@@ -30,17 +30,10 @@ CONVOLUTIONS = eqx.nn.Sequential([
     eqx.nn.Conv2d(6, 6, 2, padding="SAME", use_bias=False, key=KEY), eqx.nn.Lambda(jnp.tanh),
     eqx.nn.Conv2d(6, 4, (1, 2), key=KEY), eqx.nn.Lambda(jnp.ravel), eqx.nn.Linear(16, 2, key=KEY),
 ])  # fmt: skip
-FAST = [(MLP, "batch_ensemble"), (MLP, "mimo"), (CONVOLUTIONS, "grouped")]
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        pytest.param(model, name, marks=() if (model, name) in FAST else pytest.mark.slow, id=f"{kind} {name}")
-        for kind, model in {"mlp": MLP, "convolutions": CONVOLUTIONS}.items()
-        for name in KINDS
-    ],
-)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("model", [MLP, CONVOLUTIONS], ids=["mlp", "convolutions"])
 def test_a_joint_ensemble_is_its_members_taken_out(model, name):
     @eqx.filter_jit
     def both(key):
@@ -150,8 +143,6 @@ def test_bad_arguments(unhooked):
     with pytest.raises((TypeError, ValueError), match="different rows for the sub-members of `mimo`"):
         mean_loss(mse)(mimo(MLP, key=KEY), data(), KEY)
 
-
-# Training
 
 ADAM, LOSS = optax.adam(1e-2), mean_loss(mse)
 

@@ -1,4 +1,4 @@
-"""Populations: decisions at ends of epochs, and the same decisions replayed by a loop over single members."""
+"""Populations, replayed by a loop over single members, and comparisons by a loop over folds."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble._keys import tag
-from eqx_ensemble.methods import population
+from eqx_ensemble.methods import compare, cross_fit, paired_differences, population
 from eqx_ensemble.train import Status
 
 from ..factories import assert_close, assert_same, in_order, relaxed
@@ -23,18 +23,18 @@ OPTIMISER = lambda hyper: optax.chain(optax.clip_by_global_norm(1.0), optax.adam
 
 
 def make(key):
-    return eqx.nn.MLP(3, 1, 8, 1, key=key)
+    return eqx.nn.MLP(3, "scalar", 8, 1, key=key)
 
 
 def loss(model, batch, key):
     x, y = batch
     keep = jax.random.bernoulli(key, 0.8, x.shape)
-    return jnp.mean((jax.vmap(model)(jnp.where(keep, x, 0.0))[:, 0] - y) ** 2)
+    return jnp.mean((jax.vmap(model)(jnp.where(keep, x, 0.0)) - y) ** 2)
 
 
 X = jax.random.normal(KEY, (STEPS * BATCH + 16, 3))
 DATA, OTHERS = ((X[rows], jnp.sin(X[rows, 0])) for rows in (slice(0, STEPS * BATCH), slice(STEPS * BATCH, None)))
-score = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0])[:, 0] - batch[1]) ** 2)
+score = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
 HELD_OUT = ee.train.Validation(OTHERS, score=score, mode="min")
 OPTIONS = {"batch_size": BATCH, "shuffle": False, "progress": False, "key": KEY}
 hyper = lambda members=MEMBERS: ee.sweep.draw(RANGES, members, key=KEY)
@@ -234,3 +234,72 @@ def test_hyperband(tmp_path):
     rates = np.concatenate([run.hyper["lr"] for run in runs])
     assert_same(rates, np.asarray(ee.sweep.draw(RANGES, 17, key=KEY)["lr"]))
     assert_same([run.train_state for run in fit()], [run.train_state for run in runs])
+
+
+# Comparisons: equal to a loop by hand, bit for bit
+
+SHORT = {"epochs": 2, "batch_size": 6, "progress": False}
+ALL = X[:18], jnp.sin(X[:18, 0])
+FOLDS = ee.resample.folds(18, 3, key=KEY)
+SCORES = {"rmse": ee.scores.rmse, "crps": ee.scores.crps}
+
+
+def method(rate):
+    return lambda data, key: ee.fit(ee.build(make, 2, key=key), loss, optax.sgd(rate), data, key=key, **SHORT).predict
+
+
+METHODS = {"slow": method(0.01), "fast": method(0.1)}
+
+
+@pytest.fixture(scope="module")
+def columns():
+    return compare(METHODS, ALL, SCORES, folds=FOLDS, seeds=2, key=KEY)
+
+
+def test_the_loops_by_hand(columns):
+    assert list(columns) == ["method", "seed", "fold", "seconds", "rmse", "crps"]
+    expected = []
+    for seed in range(2):
+        for fold in range(3):
+            key = jax.random.fold_in(jax.random.fold_in(KEY, seed), fold)
+            train, test = FOLDS.train[fold], FOLDS.test[fold]
+            for name, one in METHODS.items():
+                found = one((ALL[0][train], ALL[1][train]), key)(ALL[0][test])
+                expected.append((name, seed, fold, *(float(fn(found, ALL[1][test])) for fn in SCORES.values())))
+    assert list(zip(*(columns[name] for name in columns if name != "seconds"), strict=True)) == expected
+
+
+def test_paired_differences_are_those_of_numpy(columns):
+    gaps = columns["crps"][1::2] - columns["crps"][::2]
+    found = paired_differences(columns, "crps", "slow", ratio=6 / 12)  # 6 test and 12 training rows
+    assert found["slow"] == (0, 0)
+    np.testing.assert_allclose(found["fast"], [gaps.mean(), np.sqrt((1 / 6 + 6 / 12) * gaps.var(ddof=1))])
+    plain = paired_differences(columns, "crps", "slow")
+    np.testing.assert_allclose(plain["fast"][1], gaps.std(ddof=1) / np.sqrt(6))
+
+
+def test_members_that_diverge_are_scores_of_nan(columns):
+    with pytest.warns(UserWarning, match="diverged"):
+        found = compare({"slow": METHODS["slow"], "lost": method(1e30)}, ALL, SCORES, folds=FOLDS, key=KEY)
+    np.testing.assert_array_equal(found["crps"][::2], columns["crps"][:6:2])
+    assert np.isnan(found["crps"][1::2]).all()
+    assert np.isnan(paired_differences(found, "crps", "slow")["lost"]).all()
+
+
+def test_every_row_is_predicted_by_those_that_held_it_out():
+    ensemble, sgd = ee.build(make, 6, key=KEY), optax.sgd(0.1)
+    run, held_out = cross_fit(ensemble, loss, sgd, ALL, FOLDS, x=ALL[0], key=KEY, **SHORT)
+    expected = ee.fit(ensemble, loss, sgd, ALL, rows=np.tile(FOLDS.train, (2, 1)), key=KEY, **SHORT)
+    assert_same(run.ensemble, expected.ensemble)
+    found = np.asarray(expected.predict(ALL[0]))
+    for fold in range(3):
+        for row in FOLDS.test[fold]:
+            np.testing.assert_allclose(held_out.mean[row], found[fold::3, row].mean(0), rtol=1e-5)
+    assert held_out.num_members.tolist() == [2] * 18
+    data = ALL[0], np.where(np.arange(18) == FOLDS.test[0][0], np.inf, ALL[1])  # a fold that diverges is left out
+    with pytest.warns(UserWarning, match="members 1, 2 diverged"):
+        _, held_out = cross_fit(ensemble[:3], loss, sgd, data, FOLDS, x=ALL[0], key=KEY, **SHORT)
+    assert np.isfinite(held_out.mean[FOLDS.test[0]]).all()
+    assert np.isnan(held_out.mean[FOLDS.test[1]]).all()
+    with pytest.raises(ValueError, match="as many members for each of 3 folds, got 4"):
+        cross_fit(ensemble[:4], loss, sgd, ALL, FOLDS, x=ALL[0], epochs=1, key=KEY)

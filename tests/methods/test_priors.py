@@ -40,36 +40,21 @@ COVARIANCE = np.linalg.inv(PRECISION)
 SGD = optax.sgd(2 * ROWS / (np.linalg.eigvalsh(PRECISION)[[0, -1]].sum()))
 
 
-def likelihood(model, batch):
-    x, y = batch
-    return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2) / (2 * NOISE**2)
-
-
-def anchored(model, batch, key, hyper):
-    return likelihood(model, batch) + hyper["anchor"].penalty(model, num_rows=hyper["num_rows"])
-
-
-def train(ensemble, loss, y, **options):
-    run = ee.fit(ensemble, loss, SGD, (X, y), steps=200, batch_size=ROWS, shuffle=False, key=KEY, **options)
-    return run.ensemble.stacked
-
-
-def as_draws(linear):
-    return np.column_stack([np.asarray(linear.weight)[:, 0], np.asarray(linear.bias)])
-
-
 def test_linear_members_are_draws_from_the_posterior():
+    def anchored(model, batch, key, hyper):
+        x, y = batch
+        likelihood = jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2) / (2 * NOISE**2)
+        return likelihood + hyper.penalty(model, num_rows=ROWS)
+
+    as_draws = lambda linear: np.column_stack([np.asarray(linear.weight)[:, 0], np.asarray(linear.bias)])
     with jax.enable_x64(True):
         ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), MEMBERS, key=KEY)
         anchors = draw_anchors(ensemble, lambda leaf: 0.5 if len(leaf.shape) == 2 else 2.0, key=KEY)
         noisy = noisy_targets(Y, MEMBERS, std=NOISE, key=KEY)
-        hyper = {"anchor": anchors, "num_rows": np.full(MEMBERS, float(ROWS))}
-        draws = as_draws(train(ensemble, anchored, noisy, hyper=hyper))
-        exact = (np.asarray(noisy.value) @ DESIGN / NOISE**2 + as_draws(anchors.weights) / STD**2) @ COVARIANCE
-        np.testing.assert_allclose(draws, exact, rtol=1e-8, atol=1e-8)
-
-
-# Prior functions
+        options = dict(hyper=anchors, steps=200, batch_size=ROWS, shuffle=False, key=KEY)
+        draws = as_draws(ee.fit(ensemble, anchored, lambda hyper: SGD, (X, noisy), **options).ensemble.stacked)
+    exact = (np.asarray(noisy.value) @ DESIGN / NOISE**2 + as_draws(anchors.weights) / STD**2) @ COVARIANCE
+    np.testing.assert_allclose(draws, exact, rtol=1e-8, atol=1e-8)
 
 
 def test_trained_with_a_prior_is_trained_on_what_the_prior_leaves():
@@ -114,9 +99,6 @@ def test_states_dropout_several_outputs_and_half_precision():
     np.testing.assert_allclose(np.asarray(out["scale"], np.float32), 6 + 0.5 * 12)
 
 
-# Noise in targets
-
-
 def test_noise_follows_from_the_members_key_alone():
     y, keys = data()[1], ee.member_keys(KEY, 5, purpose="noise in targets")
     noisy = np.asarray(noisy_targets(y, 5, std=0.3, key=KEY).value)
@@ -129,9 +111,6 @@ def test_noise_follows_from_the_members_key_alone():
     np.testing.assert_allclose(per_target, noisy, rtol=1e-6)
     with pytest.raises(ValueError, match="broadcast"):  # one per row would give each row the noise of all
         noisy_targets(np.zeros((3, 1)), 2, std=np.ones(3), key=KEY)
-
-
-# Penalties
 
 
 def test_penalties_are_log_priors_of_the_trained_leaves():
