@@ -92,9 +92,7 @@ def test_gauss_newton_is_the_hessian_of_a_linear_classifier(double, likelihood):
 def test_the_best_prior_and_noise(double):
     """MacKay's fixed point is the maximum of the evidence, of each member, and only that."""
     networks = ee.build(lambda key: eqx.nn.MLP(3, 1, 3, 1, activation=jnp.tanh, key=key, dtype=float), 3, key=KEY)
-    posterior = laplace.fit(
-        networks, (X, X[:, 0]), likelihood="regression", **LINEAR | {"where": lambda model: model.layers[-1]}
-    )
+    posterior = fit(networks, (X, X[:, 0]), likelihood="regression", prior_precision=PRIOR)
     best = posterior.optimise_prior()
     np.testing.assert_array_equal(best.noise, posterior.noise)
     for i in range(3):

@@ -170,7 +170,6 @@ def test_members_that_diverge_are_as_if_left_out(ensemble):
     kept = np.array([0, 2, 3])
     assert_close(state.ensemble[kept].stacked, steps(ensemble[kept], key=KEYS[kept])[0].ensemble.stacked, 1e-5)
     assert metrics.status.tolist() == [0, 2, 0, 0]
-    assert np.isnan(metrics.loss[1])
 
     bad = np.stack([X] * 4)
     first, _ = steps(ensemble, count=1, batch=(ee.Each(bad), Y))

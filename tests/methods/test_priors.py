@@ -78,11 +78,9 @@ def test_priors_travel_with_their_members():
     np.testing.assert_array_equal(ee.predict(ensemble[[2, 0]], x), expected[np.array([2, 0])])
     one = ensemble[1]
     np.testing.assert_allclose(one(x[0]), one.network(x[0]) + 2.0 * one.prior(x[0]), rtol=1e-6)
-    trained = ee.fit(ensemble, mse, DECAY, data(), steps=2, key=KEY).ensemble
-    assert [model.scale.value for model in trained.unstack()] == [1.0, 2.0, 4.0]
 
 
-def test_states_dropout_several_outputs_and_half_precision():
+def test_states_dropout_and_half_precision():
     made, before = eqx.nn.make_with_state(lambda: eqx.nn.BatchNorm(25, axis_name="batch", mode="ema"))()
     x, prior = data()[0][0], eqx.nn.Linear(25, 25, key=KEY)
     call = lambda model: jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x[None], before)
@@ -92,11 +90,8 @@ def test_states_dropout_several_outputs_and_half_precision():
     dropout = eqx.nn.Sequential([eqx.nn.Linear(25, 2, key=KEY), eqx.nn.Dropout(0.5)])  # a prior has none
     model = RandomisedPrior(network(KEY), dropout, scale=jnp.float32(2))
     np.testing.assert_allclose(model(x, key=KEY), model.network(x) + 2 * dropout.layers[0](x), rtol=1e-6)
-    two = lambda weight: eqx.nn.Lambda(lambda x: {"mean": weight @ x, "scale": jnp.sum(weight)})
-    half = jnp.ones((2, 3), jnp.bfloat16)
-    out = RandomisedPrior(two(half), two(jnp.full((2, 3), 2.0)), scale=0.5)(half[0])
-    assert out["mean"].dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(out["scale"], np.float32), 6 + 0.5 * 12)
+    half = eqx.nn.Linear(25, 2, dtype=jnp.bfloat16, key=KEY)
+    assert RandomisedPrior(half, half)(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_noise_follows_from_the_members_key_alone():

@@ -84,7 +84,7 @@ def test_snapshots_of_steps(ensemble, weights, start, every, taken):
     np.testing.assert_allclose(flat(found), order(taken[-2:]), rtol=1e-6, atol=1e-6)
     assert trajectory.snapshot_owners(run).tolist() == np.repeat(range(MEMBERS), 2).tolist()
     assert_same(found.stacked.number, jnp.repeat(ensemble.stacked.number, 2))
-    run = fitted(ensemble, trajectory.snapshots(DRIFT, 4, start=4, period=5))
+    run = fitted(ensemble, trajectory.snapshots(DRIFT, 4, start=4, every=1, period=5))
     expected = order(weights[np.array([4, 5, 9, 10]) - 1])
     np.testing.assert_allclose(flat(trajectory.snapshot_ensemble(run)), expected, rtol=1e-6, atol=1e-6)
 
@@ -165,7 +165,6 @@ def test_few_snapshots(ensemble):
     with pytest.warns(UserWarning, match="fewer than 2 snapshots: 0, 1. Their draws are all equal"):
         draws = flat(trajectory.sample(run, 3, key=KEY)).reshape(3, 3, 3)
     np.testing.assert_allclose(draws[:2], flat(run.ensemble)[:2, None].repeat(3, 1), rtol=1e-6)
-    assert np.ptp(draws[2], axis=0).min() > 0
     with pytest.warns(UserWarning, match="members with no snapshot: 0. They are left out"):
         assert len(trajectory.snapshot_ensemble(run)) == 2
     assert trajectory.snapshot_owners(run).tolist() == [1, 2]
@@ -231,7 +230,7 @@ def check_statistics(ensemble, state, x):
 def test_statistics_of_all_rows_after_a_run(mode, size):
     """Whatever the batches: a mean of their variances misses the variance between them, 20 % at three rows."""
     ensemble, state = ee.build(eqx.nn.make_with_state(lambda key: normalised(key, mode)), 2, key=KEY)
-    known = jnp.full((2, 4), 3.0), jnp.full((2, 4), 4.0)
+    known = 3 * jnp.ones((2, 4)), 4 * jnp.ones((2, 4))
     state = state.set(ensemble.stacked.layers[2].ema_state_index, known)
     optimiser = trajectory.swag(trajectory.snapshots(optax.sgd(0.1), 2, every=3), rank=3)
     run = ee.fit(ensemble, norm_loss, optimiser, X, steps=6, batch_size=8, state=state, key=KEY)
