@@ -206,7 +206,6 @@ def test_wrong_arguments(unhooked):
         (lambda: heads.dirichlet_loss(flat, [0, 3], kl_weight=1), "labels from 0 to 2"),
         (lambda: heads.decompose_evidential(one, one, one, one), "`alpha` above 1"),
         (lambda: heads.normal_inverse_gamma(np.ones((3, 8), np.float32)), r"`raw` of shape \(\*batch, 4\)"),
-        (lambda: heads.mixture_density(np.ones((2, 4), np.float32)), r"3 \* components"),
         (lambda: heads.pinball_loss(flat, row, levels=[0.1, 0.1, 0.9]), "increasing"),
         (lambda: heads.pinball_loss(flat, row, levels=[10.0, 50.0, 90.0]), "Write 90 %"),
     ]:

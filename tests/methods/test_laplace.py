@@ -253,7 +253,6 @@ def test_states_half_precision_and_shared_arrays():
 def test_errors(unhooked, posterior):
     for options, kind, message in [
         ({"noise": 0.1}, TypeError, "`methods.laplace.fit` takes `noise` for regression only"),
-        ({"prior_precision": jnp.ones(2)}, ValueError, "broadcast"),
         ({"row_weights": jnp.ones((3, 11))}, ValueError, "one of `row_weights` per row"),
         ({"data": (ROWS.at[3].set(jnp.nan), CLASSES), "row_weights": jnp.arange(11) < 8}, ValueError, "finite outputs"),
         ({"data": (ROWS, CLASSES + 1)}, ValueError, "0, 1, 2 have none\nNaN or other labels"),

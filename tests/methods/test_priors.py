@@ -26,8 +26,6 @@ def pair(key, scale=3.0):
     return RandomisedPrior(network(own), network(prior), scale=scale)
 
 
-# The posterior of a linear model with Gaussian noise
-
 MEMBERS, ROWS, NOISE = 20, 12, 0.5
 STD = np.array([0.5, 0.5, 0.5, 2.0])  # of three weights and a bias
 _RNG = np.random.default_rng(1)

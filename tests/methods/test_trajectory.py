@@ -352,9 +352,6 @@ def test_resumed_and_continued(ensemble, tmp_path):
     assert_same(resumed.train_state.opt_state, whole.train_state.opt_state)
 
 
-# Diagnostics
-
-
 def test_diagnostics():
     pytest.importorskip("arviz_stats", reason="needs the extra `sampling`")
     steps = np.random.default_rng(0).standard_normal((4, 250))
