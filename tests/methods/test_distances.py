@@ -178,13 +178,14 @@ def test_bad_input(unhooked, ensemble):
 
 # Densities and distances of hidden units, against scikit-learn and SciPy
 
-LABELS = RNG.integers(3, size=90)
-SKEW = RNG.normal(size=(2, 3, 4, 4))
+DRAWS = np.random.default_rng(0)
+LABELS = DRAWS.integers(3, size=90)
+SKEW = DRAWS.normal(size=(2, 3, 4, 4))
 # (members, batch, hidden): each class of each member has a covariance of its own.
 HIDDEN = np.stack([
-    np.stack([SKEW[m, c] @ RNG.normal(size=4) + 3 * c for c in LABELS]) for m in range(2)
+    np.stack([SKEW[m, c] @ DRAWS.normal(size=4) + 3 * c for c in LABELS]) for m in range(2)
 ]).astype(np.float32)  # fmt: skip
-NEW = (4 * RNG.normal(size=(2, 7, 4))).astype(np.float32)
+NEW = (4 * DRAWS.normal(size=(2, 7, 4))).astype(np.float32)
 FLAT = HIDDEN * np.array([1, 1, 1, 0], np.float32)
 BOTH = pytest.mark.parametrize("fit", [gaussian_discriminant, mahalanobis])
 
