@@ -48,42 +48,26 @@ def permuted_layers(model, number, order):
     return permuted(model, lambda m: [m.layers[number + 1].weight], order, axis=1)
 
 
-def permuted_mlp(model, width=32):
-    return permuted_layers(permuted_layers(model, 0, rng(1).permutation(width)), 1, rng(2).permutation(width))
-
-
-@pytest.fixture(scope="module")
-def twins():
-    """A model and its copy with permuted units, and rows."""
-    model = noisy(mlp(KEY))
-    return ee.stack([model, permuted_mlp(model)]), rows(40, 4)
-
-
-def test_a_permuted_copy_is_recovered_exactly(twins):
-    ensemble, x = twins
+def test_a_permuted_copy_is_recovered_exactly():
+    model, x = noisy(mlp(KEY)), rows(40, 4)
+    twin = permuted_layers(permuted_layers(model, 0, rng(1).permutation(32)), 1, rng(2).permutation(32))
+    ensemble = ee.stack([model, twin])
     aligned = align(ensemble, x, key=KEY)
     assert_same(aligned[0], ensemble[0])
     assert_same(aligned[1], ensemble[0])
     assert_same(align(ensemble, x, reference=-1, key=KEY)[0], ensemble[1])
     mse = lambda model: jnp.mean((jax.vmap(model)(x) - jax.vmap(ensemble[0])(x)) ** 2)
     assert mse(ee.average_parameters(aligned)) < 1e-11 < 0.1 < mse(ee.average_parameters(ensemble))
-    noise = noisy(ensemble[0], 0.3, seed=1)  # does not hide the order
-    assert_same(align(ee.stack([ensemble[0], permuted_mlp(noise)]), x, key=KEY)[1], noise)
 
 
 @pytest.mark.slow
 def test_functions_remain_the_same_to_rounding():
     with jax.enable_x64(True):
-        ensemble = ee.build(lambda key: mlp(key, 16), 3, key=KEY)
-        x = rng(5).normal(size=(40, 4))
+        ensemble, x = ee.build(lambda key: mlp(key, 16), 3, key=KEY), rng(5).normal(size=(40, 4))
         aligned = align(ensemble, x, key=KEY)
-        before, after = ee.predict(ensemble, x), ee.predict(aligned, x)
+        assert 0 < np.abs(ee.predict(ensemble, x) - ee.predict(aligned, x)).max() < 5e-15
         keys = ee.member_keys(KEY, 3, purpose="align")[np.array([0, 2])]
         assert_same(align(ensemble[[0, 2]], x, key=keys)[1], aligned[2])  # whatever the other members are
-    assert before.dtype == np.float64
-    assert 0 < np.abs(before - after).max() < 5e-15
-    similarity = lambda e: sum(np.vdot(stacked[0], stacked[2]) for stacked in arrays(e.stacked))
-    assert similarity(aligned) > similarity(ensemble) + 0.5
 
 
 def test_one_group_is_the_best_of_all_orders():
@@ -91,74 +75,46 @@ def test_one_group_is_the_best_of_all_orders():
     orders = {p: permuted_layers(ensemble[1], 0, np.array(p)) for p in permutations(range(5))}
     inner = lambda p: sum((u * v).sum() for u, v in zip(arrays(ensemble[0]), arrays(orders[p]), strict=True))
     best = max(orders, key=inner)
-    assert best != (0, 1, 2, 3, 4), "the case decides nothing"
     assert_same(align(ensemble, rows(4, 3), key=KEY)[1], orders[best])
 
 
 class Block(eqx.Module):
-    """A residual stream: an embedding and two layers write to it, a norm, a gate and three layers read it."""
+    """A residual stream: an embedding and a layer write to it, a norm, a gate and two layers read it."""
 
     embed: eqx.nn.Linear
     gate: jax.Array
     norm: eqx.nn.LayerNorm
     square: eqx.nn.Linear
-    mlp: eqx.nn.MLP
     out: eqx.nn.Linear
 
     def __init__(self, key):
-        a, b, c, d = jax.random.split(key, 4)
+        a, b, c = jax.random.split(key, 3)
         self.embed, self.gate, self.norm = eqx.nn.Linear(3, 6, key=a), jnp.ones(6), eqx.nn.LayerNorm(6)
-        self.square, self.mlp = eqx.nn.Linear(6, 6, key=b), eqx.nn.MLP(6, 6, 8, 1, key=c)
-        self.out = eqx.nn.Linear(6, 2, key=d)
+        self.square, self.out = eqx.nn.Linear(6, 6, key=b), eqx.nn.Linear(6, 2, key=c)
 
     def __call__(self, x):
         h = self.embed(x) * self.gate
-        h = h + self.square(self.norm(h))
-        return self.out(h + self.mlp(h))
+        return self.out(h + self.square(self.norm(h)))
 
 
 STREAM = Units(
-    [lambda m: m.embed, (lambda m: m.gate, -1), lambda m: m.norm, lambda m: m.square, lambda m: m.mlp],
-    [lambda m: m.square, lambda m: m.mlp, lambda m: m.out],
+    [lambda m: m.embed, (lambda m: m.gate, -1), lambda m: m.norm, lambda m: m.square],
+    [lambda m: m.square, lambda m: m.out],
 )
 
 
-@pytest.fixture(scope="module")
-def blocks():
+def test_a_residual_stream_shares_one_order():
+    """Of a square layer on both axes. Units that were declared wrongly are named."""
     model, p = noisy(Block(KEY)), rng(5).permutation(6)
-    other = eqx.tree_at(lambda m: m.mlp, model, permuted_layers(model.mlp, 0, rng(5).permutation(8)))
-    layers = lambda m: [m.embed, m.norm, m.square, m.mlp.layers[1]]
-    other = permuted(other, lambda m: [m.gate, *(x for layer in layers(m) for x in (layer.weight, layer.bias))], p)
-    other = permuted(other, lambda m: [m.square.weight, m.mlp.layers[0].weight, m.out.weight], p, axis=1)
-    return ee.stack([model, other]), rows(20, 3)
-
-
-def test_a_residual_stream_shares_one_order(blocks):
-    """Of a square layer on both axes."""
-    ensemble, x = blocks
-    aligned = align(ensemble, x, units=[*find_units(ensemble), STREAM], key=KEY)
+    rows_of = lambda m: [m.gate, *(x for layer in (m.embed, m.norm, m.square) for x in (layer.weight, layer.bias))]
+    other = permuted(permuted(model, rows_of, p), lambda m: [m.square.weight, m.out.weight], p, axis=1)
+    ensemble, x = ee.stack([model, other]), rows(20, 3)
+    aligned = align(ensemble, x, units=[STREAM], key=KEY)
     assert_same(aligned[0], aligned[1])
-    assert not eqx.tree_equal(align(ensemble, x, key=KEY)[1], aligned[1]), "the stream was not needed"
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [Units([e for i, e in enumerate(STREAM.outputs) if i != gone], STREAM.inputs) for gone in (1, 2)]
-    + [Units(STREAM.outputs, STREAM.inputs[:2])],
-    ids=["gate", "norm", "reader"],
-)
-def test_units_that_were_declared_wrongly_are_named(blocks, kept):
-    ensemble, x = blocks
-    with pytest.raises(ValueError, match=r"shuffling them changed predictions: those of `.embed.weight`.\nName"):
-        align(ensemble, x, units=[find_units(ensemble)[0], kept], key=KEY)
-
-
-def test_units_are_seen_to_be_wrong_however_few():
-    """Of two units half of all random orders are the old one."""
-    ensemble = ee.build(lambda key: eqx.nn.MLP(3, 1, 2, 1, activation=jnp.tanh, key=key), 1, key=KEY)
-    for seed in range(5):
-        with pytest.raises(ValueError, match="shuffling them changed"):
-            align(ensemble, rows(2, 3), units=[Units([lambda m: m.layers[0]])], key=jax.random.key(seed))
+    outputs, inputs = STREAM.outputs, STREAM.inputs
+    for wrong in (Units([outputs[0], *outputs[2:]], inputs), Units(outputs, inputs[:1])):
+        with pytest.raises(ValueError, match=r"shuffling them changed predictions: those of `.embed.weight`.\nName"):
+            align(ensemble, x, units=[wrong], key=KEY)
 
 
 def convolutions(key, mode="batch"):
@@ -201,39 +157,29 @@ def test_channels_take_their_norms_and_statistics_along(mode):
     assert_same(ee.tree.stack([state, twin_state]), states)  # the given state is still there
 
 
-def linear(size, **options):
-    return eqx.nn.Linear(size, size, key=KEY, **options)
-
-
-@pytest.mark.parametrize(
-    ("layers", "count"),
-    [
-        ([linear(4), linear(4)], 1),
-        ([linear(4), eqx.nn.Dropout(0.5), linear(4), eqx.nn.LayerNorm(4), linear(4)], 2),
-        ([linear(4)], 0),
-        ([linear(4), eqx.nn.Sequential([eqx.nn.RMSNorm(4), mlp(KEY, 8)])], 3),
-        ([eqx.nn.Conv2d(2, 4, 3, key=KEY), eqx.nn.GroupNorm(2, 4), eqx.nn.Conv2d(4, 2, 3, key=KEY)], 0),
-        ([eqx.nn.Conv2d(2, 4, 3, key=KEY), eqx.nn.Conv2d(4, 4, 3, groups=2, key=KEY), linear(4)], 0),
-        ([linear(4), eqx.nn.WeightNorm(linear(4)), linear(4)], 0),
+def test_units_that_are_found():
+    linear, conv = (lambda: eqx.nn.Linear(4, 4, key=KEY)), lambda *sizes: eqx.nn.Conv2d(*sizes, 3, key=KEY)
+    for layers, count in [
+        ([linear(), eqx.nn.Dropout(0.5), linear(), eqx.nn.LayerNorm(4), linear()], 2),
+        ([linear(), eqx.nn.Sequential([eqx.nn.RMSNorm(4), mlp(KEY, 8)])], 3),
+        ([conv(2, 4), eqx.nn.GroupNorm(2, 4), conv(4, 2)], 0),
+        ([linear(), eqx.nn.WeightNorm(linear()), linear()], 0),
         ([eqx.nn.MLP(4, 4, 8, 3, scan=True, key=KEY)], 0),
-        ([eqx.nn.MLP(4, 4, 8, 2, activation=eqx.nn.PReLU(), key=KEY)], 0),
-    ],
-)
-def test_units_that_are_found(layers, count):
-    found = find_units({"deep": [jnp.ones(2), eqx.nn.Sequential(layers)]})
-    assert len(found) == count
+    ]:
+        assert len(find_units({"deep": [jnp.ones(2), eqx.nn.Sequential(layers)]})) == count
 
 
-def test_bad_input(unhooked, twins):
-    ensemble, x = twins
+def test_bad_input(unhooked):
+    small = lambda key: eqx.nn.MLP(3, 1, 2, 1, activation=jnp.tanh, key=key)
+    ensemble, x = ee.build(small, 2, key=KEY), rows(2, 3)
     cases = [
-        ({"ensemble": [1]}, TypeError, "An `Ensemble` is needed"),
-        ({"units": []}, ValueError, "found no units"),
         ({"units": [Units([lambda m: m.activation])]}, TypeError, "cannot infer the axes"),
-        ({"units": [Units([lambda m: m.layers[0]], [lambda m: m.layers[0]])]}, ValueError, "each of 32 units"),
+        ({"units": [Units([lambda m: m.layers[0]], [lambda m: m.layers[0]])]}, ValueError, "each of 2 units"),
         ({"ensemble": ee.stack([ensemble[0]] * 2, shared=lambda m: m.layers[0].weight)}, ValueError, "shared by all"),
         ({"x": np.full_like(x, np.nan)}, ValueError, r"of members \[0 1\] some are not finite"),
     ]
+    wrong = {"ensemble": ensemble[:1], "units": [Units([lambda m: m.layers[0]])]}  # half of all orders are the old one
+    cases += [(wrong | {"key": jax.random.key(seed)}, ValueError, "shuffling them changed") for seed in range(5)]
     for change, error, message in cases:
         with pytest.raises(error, match=message):
             align(**({"ensemble": ensemble, "x": x, "key": KEY} | change))

@@ -38,7 +38,7 @@ def by_hand(points, scores, method, bandwidth=None):
 
 
 @EACH
-@pytest.mark.parametrize("broken", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("broken", [np.nan, 3e38])
 @pytest.mark.parametrize(("count", "size"), [(6, 4), (5, 1), (2, 3), (1, 4)])
 def test_each_direction_is_that_of_a_double_loop(method, count, size, broken):
     """Particles that take no part, whatever they hold, are as if left out."""
@@ -49,28 +49,31 @@ def test_each_direction_is_that_of_a_double_loop(method, count, size, broken):
     found = METHODS[method](insert(points), insert(scores), active=np.arange(count + 1) != 1)
     np.testing.assert_allclose(np.delete(found, 1, axis=0), expected, rtol=2e-5, atol=2e-6)
     np.testing.assert_array_equal(found[1], 0)
-    if not np.isfinite(broken):  # the control
-        assert not np.isfinite(METHODS[method](insert(points), insert(scores))).any()
 
 
 @EACH
-def test_kernels_precision_and_transformations(method):
+def test_kernels_and_precision(method):
     fn, expected = METHODS[method], by_hand(POINTS, SCORES, method, 3.0)
     kernel = lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2) / 3)
-    found = fn(POINTS, SCORES, kernel=kernel)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert np.abs(found - by_hand(POINTS, SCORES, method, 6.0)).max() > 1e-2  # exp(-d²/2b) is another convention
+    np.testing.assert_allclose(fn(POINTS, SCORES, kernel=kernel), expected, rtol=1e-5, atol=1e-6)
     half = fn(POINTS.astype(np.float16), SCORES.astype(np.float16), kernel=kernel)
     assert half.dtype == jnp.float32
     np.testing.assert_allclose(half, expected, atol=5e-3)
-    both = jax.jit(jax.vmap(lambda x, s: fn(x, s, kernel=kernel)))(
-        np.stack([POINTS, POINTS[::-1]]), np.stack([SCORES, SCORES[::-1]])
-    )
-    np.testing.assert_allclose(both[1], expected[::-1], rtol=1e-5, atol=1e-6)
     together = fn(np.repeat(POINTS[:1], 4, axis=0), np.repeat(SCORES[:1], 4, axis=0))
     np.testing.assert_allclose(together, np.repeat(SCORES[:1], 4, axis=0), rtol=1e-6)
     far = (100 + 1e-3 * POINTS).astype(np.float32)  # the repulsion is of the order 1e3; points at 100 are 4e-6 apart
     np.testing.assert_allclose(fn(far, SCORES), by_hand(far, SCORES, method), rtol=2e-3, atol=1e-2)
+    # The bandwidth is a constant in derivatives: a particle's distance to itself, a root of zero, is not seen.
+    bandwidth = float(np.median(pdist(POINTS)) ** 2 / np.log(6))
+    total = lambda points, kernel: jnp.sum(fn(points, SCORES, kernel=kernel) ** 2)
+    slope = jax.grad(total)(jnp.asarray(POINTS), lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2) / bandwidth))
+    np.testing.assert_allclose(jax.grad(total)(jnp.asarray(POINTS), None), slope, rtol=1e-4, atol=1e-5)
+    # A kernel of directions is not defined at zero: particles that take no part have none.
+    norm = lambda x: jnp.sqrt(jnp.sum(x**2))
+    cosine = lambda x, y: 2 + jnp.sum(x * y) / (norm(x) * norm(y))
+    points = np.where(np.arange(6)[:, None] < 4, POINTS, 0).astype(np.float32)
+    found = fn(points, SCORES, kernel=cosine, active=np.arange(6) < 4)
+    np.testing.assert_allclose(found[:4], fn(POINTS[:4], SCORES[:4], kernel=cosine), rtol=1e-5, atol=1e-6)
 
 
 def test_a_kernel_that_depends_on_more_than_differences():
@@ -82,54 +85,6 @@ def test_a_kernel_that_depends_on_more_than_differences():
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@EACH
-def test_a_kernel_that_is_not_defined_at_zero(method):
-    """Of directions: particles that take no part have none."""
-    norm = lambda x: jnp.sqrt(jnp.sum(x**2))
-    cosine = lambda x, y: 2 + jnp.sum(x * y) / (norm(x) * norm(y))
-    points = np.where(np.arange(6)[:, None] < 4, POINTS, 0).astype(np.float32)
-    found = METHODS[method](points, SCORES, kernel=cosine, active=np.arange(6) < 4)
-    expected = METHODS[method](POINTS[:4], SCORES[:4], kernel=cosine)
-    np.testing.assert_allclose(found[:4], expected, rtol=1e-5, atol=1e-6)
-
-
-@EACH
-def test_the_bandwidth_is_a_constant_in_derivatives(method):
-    """A particle's distance to itself, of which the root has no derivative, is among those of the median."""
-    bandwidth = float(np.median(pdist(POINTS)) ** 2 / np.log(6))
-    total = lambda points, kernel: jnp.sum(METHODS[method](points, SCORES, kernel=kernel) ** 2)
-    expected = jax.grad(total)(jnp.asarray(POINTS), lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2) / bandwidth))
-    np.testing.assert_allclose(jax.grad(total)(jnp.asarray(POINTS), None), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("bandwidth", [0.5, 1.0, 1.5])
-@EACH
-def test_two_particles_come_to_rest_where_the_closed_form_says(method, bandwidth):
-    """With a standard normal target at ±sqrt(b/4 log((b ± 4)/±b))."""
-    ratio = (bandwidth + 4) / bandwidth if method == "svgd" else (4 - bandwidth) / bandwidth
-    expected = np.sqrt(bandwidth / 4 * np.log(ratio))
-    with jax.enable_x64(True):
-        kernel = lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2) / bandwidth)
-        move = lambda _, x: x + 0.5 * METHODS[method](x, -x, kernel=kernel)
-        found = np.sort(jax.lax.fori_loop(0, 400, move, jnp.array([[-0.3], [0.6]])), axis=0)
-    np.testing.assert_allclose(found[:, 0], [-expected, expected], rtol=1e-10)
-
-
-def test_with_a_linear_kernel_mean_and_covariance_are_exact():
-    """More particles than dimensions, a Gaussian target: the moments of the target, divided by n and not by n - 1."""
-    rng = np.random.default_rng(0)
-    factor, mean = rng.normal(size=(3, 3)), rng.normal(size=3)
-    covariance = factor @ factor.T + np.eye(3)
-    with jax.enable_x64(True):
-        start, precision = jnp.asarray(rng.normal(size=(7, 3))), np.linalg.inv(covariance)
-        score, kernel = lambda x: -(x - mean[None]) @ precision, lambda x, y: x @ y + 1
-        move = lambda _, x: x + 0.05 * particles.svgd(x, score(x), kernel=kernel)
-        found = np.asarray(jax.lax.fori_loop(0, 6000, move, start))
-    np.testing.assert_allclose(found.mean(axis=0), mean, rtol=1e-10)
-    np.testing.assert_allclose(np.cov(found.T, bias=True), covariance, rtol=1e-10)
-    assert np.abs(np.cov(found.T) - covariance).max() > 0.1
-
-
 def test_no_array_of_all_pairs_and_weights():
     shape = jax.ShapeDtypeStruct((32, 2000), jnp.float32)
     for fn in METHODS.values():
@@ -137,21 +92,11 @@ def test_no_array_of_all_pairs_and_weights():
         assert analysis.temp_size_in_bytes < 12 * 32 * 2000 * 4  # of all pairs it would be 32 of them
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: particles.svgd(POINTS[0], SCORES[0]), r"`points` of shape \(members, size\)\.\n  got shape \(4,\)"),
-        (lambda: particles.svgd(POINTS, SCORES[:, :3]), r"particles.svgd` needs `scores` of the rows of `points`"),
-        (lambda: particles.wgd(POINTS.astype(int), SCORES), "needs floating-point `points`"),
-        (lambda: particles.svgd(POINTS[:0], SCORES[:0]), "at least one member"),
-        (lambda: particles.svgd(POINTS, SCORES, active=np.ones(6)), "needs boolean `active`"),
-        (lambda: particles.svgd(POINTS, SCORES, active=np.ones(5, bool)), r"expected \(members\) = \(6,\)"),
-        (lambda: particles.make_step(loss, SGD, num_rows=5, method="stein"), "`method` to be one of 'svgd', 'wgd'"),
-    ],
-)
-def test_bad_particles(unhooked, call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        call()
+def test_bad_particles(unhooked):
+    with pytest.raises(ValueError, match="particles.svgd` needs `scores` of the rows of `points`"):
+        particles.svgd(POINTS, SCORES[:, :3])
+    with pytest.raises(ValueError, match="`method` to be one of 'svgd', 'wgd'"):
+        particles.make_step(loss, SGD, num_rows=5, method="stein")
 
 
 # Steps in which members meet
@@ -195,40 +140,27 @@ def test_a_step_is_that_of_the_raveled_weights(ensemble, method):
     step = particles.make_step(loss, SGD, num_rows=20, method=method)
     state, metrics = steps(ensemble, step, count=1)
     keys = [jax.random.fold_in(jax.random.fold_in(key, tag("loss")), 0) for key in KEYS]
-    found = [
-        eqx.filter_value_and_grad(loss)(model, (X, Y), key) for model, key in zip(ensemble.unstack(), keys, strict=True)
-    ]
+    both = eqx.filter_value_and_grad(loss)
+    found = [both(model, (X, Y), key) for model, key in zip(ensemble.unstack(), keys, strict=True)]
     np.testing.assert_allclose(metrics.loss, [value for value, _ in found], rtol=1e-5)
     flat = lambda trees: jnp.stack([ravel_pytree(eqx.filter(tree, eqx.is_inexact_array))[0] for tree in trees])
     points, gradients = flat(ensemble.unstack()), flat(grads for _, grads in found)
     expected = points + 0.1 * METHODS[method](points, -20 * gradients) / 20
     after = flat(state.ensemble.unstack())
     np.testing.assert_allclose(after, expected, rtol=1e-5, atol=1e-6)
-    without_rows = points + 0.1 * METHODS[method](points, -gradients)
-    assert np.abs(after - without_rows).max() > 1e-3
+    assert np.abs(after - points - 0.1 * METHODS[method](points, -gradients)).max() > 1e-3, "no number of rows"
     one = ee.build(make, 1, key=KEY)
     assert_close(steps(one, step)[0].ensemble.stacked, steps(one, PLAIN)[0].ensemble.stacked, 1e-5)
 
 
 def test_members_meet(ensemble):
-    """Their order has no effect; who else is there has."""
-    whole = steps(ensemble)[0].ensemble
-    order = np.array([2, 0, 3, 1])
+    """Their order has no effect; who else is there has. Devices with members of their own exchange them."""
+    whole, order = steps(ensemble)[0].ensemble, np.array([2, 0, 3, 1])
     assert_close(steps(ensemble[order], key=KEYS[order])[0].ensemble.stacked, whole[order].stacked, 1e-5)
     assert distance(steps(ensemble[:3])[0].ensemble.stacked, whole[:3].stacked) > 1e-3
-
-
-def test_on_a_mesh(ensemble):
-    """Devices with members of their own exchange them, which a plain step does not."""
-    alone, metrics = steps(ensemble)
-    state = ee.train.init(ee.build(make, 4, mesh=ee.make_mesh(), key=KEY), SGD, key=KEY)
-    assert collectives(text_of(jax.jit(STEP), state, (X, Y)))
-    assert not collectives(text_of(PLAIN, state, (X, Y)))
-    for _ in range(2):
-        state, found = STEP(state, (X, Y))
-    assert len(state.ensemble.stacked.weight.sharding.device_set) == 4
-    assert_close(state.ensemble.stacked, alone.ensemble.stacked, 1e-5)
-    np.testing.assert_allclose(found.loss, metrics.loss, rtol=1e-5)
+    sharded = ee.build(make, 4, mesh=ee.make_mesh(), key=KEY)
+    assert collectives(text_of(jax.jit(STEP), ee.train.init(sharded, SGD, key=KEY), (X, Y)))
+    assert_close(steps(sharded)[0].ensemble.stacked, whole.stacked, 1e-5)
 
 
 def test_members_that_diverge_are_as_if_left_out(ensemble):
@@ -238,44 +170,19 @@ def test_members_that_diverge_are_as_if_left_out(ensemble):
     kept = np.array([0, 2, 3])
     assert_close(state.ensemble[kept].stacked, steps(ensemble[kept], key=KEYS[kept])[0].ensemble.stacked, 1e-5)
     assert metrics.status.tolist() == [0, 2, 0, 0]
-    assert np.isnan(metrics.loss[1])
 
-    rooted = lambda model, batch, key: loss(model, batch, key) + jnp.sqrt(jnp.sum(model.bias**2))
-    still = eqx.tree_at(lambda e: e.stacked.bias, ensemble, replace_fn=lambda b: b.at[1].set(0.0))
-    _, metrics = steps(still, particles.make_step(rooted, SGD, num_rows=20), count=1)  # of which the gradient is NaN
-    assert metrics.status.tolist() == [0, 2, 0, 0]
-
-    first, _ = steps(ensemble, count=1, batch=(ee.Each(np.stack([X] * 4)), Y))
     bad = np.stack([X] * 4)
+    first, _ = steps(ensemble, count=1, batch=(ee.Each(bad), Y))
     bad[2] = np.inf
     state, metrics = STEP(first, (ee.Each(bad), Y))
     assert metrics.status.tolist() == [0, 0, 2, 0]
     assert_same(state.ensemble[2], first.ensemble[2])
-    again, metrics = STEP(state, (X, Y))  # still absent
-    assert metrics.status.tolist() == [0, 0, 2, 0]
+    again, _ = STEP(state, (X, Y))  # still absent
+    assert_same(again.ensemble[2], first.ensemble[2])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(again.params))
 
 
-def test_states_frozen_parts_and_half_precision():
-    def make(key):
-        own, trunk = jax.random.split(key)
-        half = jax.random.normal(key, (2,), jnp.float16)
-        return {
-            "trunk": ee.train.Frozen(eqx.nn.Linear(25, 3, key=trunk)),
-            "head": eqx.nn.Linear(3, 2, key=own),
-            "half": half,
-        }
-
-    def loss(model, batch, key):
-        call = lambda x: model["head"](jax.nn.relu(model["trunk"](x))) + model["half"].astype(x.dtype)
-        return jnp.mean((jax.vmap(call)(batch[0]) - batch[1]) ** 2)
-
-    ensemble = ee.build(make, 3, key=KEY)
-    state, metrics = steps(ensemble, particles.make_step(loss, SGD, num_rows=20))
-    assert_same(state.ensemble.stacked["trunk"], ensemble.stacked["trunk"])
-    assert (state.params["half"].dtype, metrics.status.tolist()) == (jnp.float16, [0, 0, 0])
-    assert distance(state.params["half"], ensemble.stacked["half"]) > 1e-3
-
+def test_states():
     case = CASES["conv and batch norm"]
     ensemble, before = ee.build(case.make, 3, key=KEY)
     after, _ = steps(ensemble, particles.make_step(case.loss, SGD, num_rows=20), state=before)
@@ -283,18 +190,12 @@ def test_states_frozen_parts_and_half_precision():
     assert_close(after.model_state, plain.model_state, 0.2)
 
 
-def test_each_member_has_its_own_optimiser_and_loss_in_a_loop():
-    """And a run goes on from there."""
+def test_each_member_has_its_own_optimiser_and_loss():
     ensemble = ee.build(make, 3, key=KEY)
     hyper = {"lr": jnp.array([0.1, 0.2, 0.0]), "c": jnp.array([1.0, 2.0, 1.0])}
     own = lambda model, batch, key, hyper: (hyper["c"] * loss(model, batch, key), hyper["c"])
     by_hyper = lambda hyper: optax.sgd(hyper["lr"])
     step = particles.make_step(own, by_hyper, num_rows=20, has_aux=True)
-    state = ee.train.init(ensemble, by_hyper, hyper=hyper, key=KEY)
-    state, metrics = ee.train.scan_steps(step, state, (np.stack([X] * 3), np.stack([Y] * 3)))
-    np.testing.assert_array_equal(metrics.aux, np.tile(hyper["c"], (3, 1)))
+    state, metrics = steps(ensemble, step, count=3, optimiser=by_hyper, hyper=hyper)
+    np.testing.assert_array_equal(metrics.aux, hyper["c"])
     assert_same(state.ensemble[2], ensemble[2])
-    expected, _ = steps(ensemble, step, count=3, optimiser=by_hyper, hyper=hyper)
-    assert_close(state.ensemble.stacked, expected.ensemble.stacked, 1e-5)
-    run = ee.fit(state, own, by_hyper, (X, Y), has_aux=True, steps=1)
-    assert run.train_state.step.tolist() == [4] * 3

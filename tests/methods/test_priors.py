@@ -11,7 +11,7 @@ from scipy import stats
 import eqx_ensemble as ee
 from eqx_ensemble.methods.priors import RandomisedPrior, draw_anchors, gaussian_penalty, noisy_targets
 
-from ..factories import CASES, Alone, assert_close, assert_same, data, distance, in_order, mse, step_key
+from ..factories import Alone, assert_close, assert_same, data, in_order, mse, step_key
 
 KEY = jax.random.key(5)
 DECAY = optax.adamw(1e-2, weight_decay=0.1)
@@ -26,9 +26,7 @@ def pair(key, scale=3.0):
     return RandomisedPrior(network(own), network(prior), scale=scale)
 
 
-# The posterior of a linear model with Gaussian noise
-
-MEMBERS, ROWS, NOISE = 2000, 12, 0.5
+MEMBERS, ROWS, NOISE = 20, 12, 0.5
 STD = np.array([0.5, 0.5, 0.5, 2.0])  # of three weights and a bias
 _RNG = np.random.default_rng(1)
 X = _RNG.normal(size=(ROWS, 3))
@@ -36,69 +34,25 @@ Y = X @ [0.4, -0.3, 0.2] + 1.0 + NOISE * _RNG.normal(size=ROWS)
 DESIGN = np.column_stack([X, np.ones(ROWS)])
 PRECISION = DESIGN.T @ DESIGN / NOISE**2 + np.diag(STD**-2.0)
 COVARIANCE = np.linalg.inv(PRECISION)
-MEAN = COVARIANCE @ DESIGN.T @ Y / NOISE**2
 # The best rate for the mean of the log-likelihoods, whose curvature is the precision divided by the number of rows.
 SGD = optax.sgd(2 * ROWS / (np.linalg.eigvalsh(PRECISION)[[0, -1]].sum()))
 
 
-def likelihood(model, batch):
-    x, y = batch
-    return jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2) / (2 * NOISE**2)
-
-
-def anchored(model, batch, key, hyper):
-    return likelihood(model, batch) + hyper["anchor"].penalty(model, num_rows=hyper["num_rows"])
-
-
-def train(ensemble, loss, y, sgd=SGD, **options):
-    run = ee.fit(ensemble, loss, sgd, (X, y), steps=200, batch_size=ROWS, shuffle=False, key=KEY, **options)
-    return run.ensemble.stacked
-
-
-def as_draws(linear):
-    return np.column_stack([np.asarray(linear.weight)[:, 0], np.asarray(linear.bias)])
-
-
-def p_value(draws):
-    """How probable draws from the posterior are: their mean, variances and correlations, by Bonferroni."""
-    white = np.linalg.solve(np.linalg.cholesky(COVARIANCE), (draws - MEAN).T)
-    number, count = white.shape
-    one_sided = [stats.chi2(number).sf(count * (white.mean(1) ** 2).sum())]
-    for total in count * white.var(1):
-        one_sided += [2 * stats.chi2(count - 1).sf(total), 2 * stats.chi2(count - 1).cdf(total)]
-    one_sided += [stats.pearsonr(white[i], white[j]).pvalue for i in range(number) for j in range(i)]
-    return min(one_sided) * len(one_sided)
-
-
 def test_linear_members_are_draws_from_the_posterior():
-    """With anchors; and with prior functions and a penalty towards zero, which are the same."""
+    def anchored(model, batch, key, hyper):
+        x, y = batch
+        likelihood = jnp.mean((jax.vmap(model)(x)[:, 0] - y) ** 2) / (2 * NOISE**2)
+        return likelihood + hyper.penalty(model, num_rows=ROWS)
+
+    as_draws = lambda linear: np.column_stack([np.asarray(linear.weight)[:, 0], np.asarray(linear.bias)])
     with jax.enable_x64(True):
         ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), MEMBERS, key=KEY)
         anchors = draw_anchors(ensemble, lambda leaf: 0.5 if len(leaf.shape) == 2 else 2.0, key=KEY)
         noisy = noisy_targets(Y, MEMBERS, std=NOISE, key=KEY)
-        hyper = lambda rows: {"anchor": anchors, "num_rows": np.full(MEMBERS, float(rows))}
-
-        draws = as_draws(train(ensemble, anchored, noisy, hyper=hyper(ROWS)))
-        exact = (np.asarray(noisy.value) @ DESIGN / NOISE**2 + as_draws(anchors.weights) / STD**2) @ COVARIANCE
-        np.testing.assert_allclose(draws, exact, rtol=1e-8, atol=1e-8)
-        assert p_value(draws) > 1e-6
-
-        same = ee.Each(jnp.broadcast_to(Y, (MEMBERS, ROWS)))
-        assert p_value(as_draws(train(ensemble, anchored, same, hyper=hyper(ROWS)))) < 1e-6, "no noise in targets"
-        assert p_value(as_draws(train(ensemble, anchored, noisy, hyper=hyper(np.inf)))) < 1e-6, "no anchor"
-        unscaled = train(ensemble, anchored, noisy, optax.sgd(0.02), hyper=hyper(1))  # the curvature is another
-        assert p_value(as_draws(unscaled)) < 1e-6, "no 1/N"
-
-        linear = lambda key: eqx.nn.Linear(3, 1, key=key)
-        both = ee.build(lambda key: RandomisedPrior(linear(key), linear(key)), MEMBERS, key=KEY)
-        both = eqx.tree_at(lambda e: e.stacked.prior.value, both, anchors.weights, is_leaf=lambda x: x is None)
-        std = lambda leaf: 0.5 if leaf.ndim == 2 else 2.0
-        shrunk = lambda m, batch, key: likelihood(m, batch) + gaussian_penalty(m.network, std, num_rows=ROWS)
-        trained = train(both, shrunk, noisy)
-        np.testing.assert_allclose(as_draws(trained.network) + as_draws(trained.prior.value), exact, rtol=1e-8)
-
-
-# Prior functions
+        options = dict(hyper=anchors, steps=200, batch_size=ROWS, shuffle=False, key=KEY)
+        draws = as_draws(ee.fit(ensemble, anchored, lambda hyper: SGD, (X, noisy), **options).ensemble.stacked)
+    exact = (np.asarray(noisy.value) @ DESIGN / NOISE**2 + as_draws(anchors.weights) / STD**2) @ COVARIANCE
+    np.testing.assert_allclose(draws, exact, rtol=1e-8, atol=1e-8)
 
 
 def test_trained_with_a_prior_is_trained_on_what_the_prior_leaves():
@@ -111,61 +65,34 @@ def test_trained_with_a_prior_is_trained_on_what_the_prior_leaves():
     plain = ee.from_stacked(ensemble.stacked.network)
     residual = ee.fit(plain, mse, DECAY, (x, ee.Each(y[None] - offset)), **options)
     assert_close(run.ensemble.stacked.network, residual.ensemble.stacked, 1e-5)
-    np.testing.assert_allclose(
-        ee.predict(run.ensemble, x), ee.predict(residual.ensemble, x) + offset, rtol=1e-5, atol=1e-5
-    )
+    found, expected = ee.predict(run.ensemble, x), ee.predict(residual.ensemble, x) + offset
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert_same(run.ensemble.stacked.prior, ensemble.stacked.prior)
-    ignored = ee.fit(plain, mse, DECAY, (x, y), **options)
-    assert distance(run.ensemble.stacked.network, ignored.ensemble.stacked) > 1e-2
 
 
 def test_priors_travel_with_their_members():
-    ensemble = ee.build(pair, zip={"scale": [1.0, 2.0, 4.0]}, key=KEY)
-    x = data()[0]
+    ensemble, x = ee.build(pair, zip={"scale": [1.0, 2.0, 4.0]}, key=KEY), data()[0]
     expected = ee.predict(ensemble, x)
     np.testing.assert_array_equal(ee.predict(ensemble[[2, 0]], x), expected[np.array([2, 0])])
     one = ensemble[1]
     np.testing.assert_allclose(one(x[0]), one.network(x[0]) + 2.0 * one.prior(x[0]), rtol=1e-6)
-    trained = ee.fit(ensemble, mse, DECAY, data(), steps=2, key=KEY).ensemble
-    assert [model.scale.value for model in trained.unstack()] == [1.0, 2.0, 4.0]
 
 
-class Stateful(eqx.Module):
-    out: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-
-    def __init__(self, key):
-        self.out = eqx.nn.Linear(25, 2, key=key)
-        self.norm = eqx.nn.BatchNorm(25, axis_name="batch", mode="ema")
-
-    def __call__(self, x, state):
-        x, state = self.norm(x, state)
-        return self.out(x), state
-
-
-def test_states_dropout_several_outputs_and_half_precision():
-    plain, before = eqx.nn.make_with_state(Stateful)(KEY)
-    x, prior = data()[0][0], network(KEY)
+def test_states_dropout_and_half_precision():
+    made, before = eqx.nn.make_with_state(lambda: eqx.nn.BatchNorm(25, axis_name="batch", mode="ema"))()
+    x, prior = data()[0][0], eqx.nn.Linear(25, 25, key=KEY)
     call = lambda model: jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x[None], before)
-    (out, after), (expected, expected_after) = call(RandomisedPrior(plain, prior)), call(plain)
+    (out, after), (expected, expected_after) = call(RandomisedPrior(made, prior)), call(made)
     np.testing.assert_allclose(out[0], expected[0] + prior(x), rtol=1e-6)
     assert_same(after, expected_after)
-
-    dropout = eqx.nn.Sequential([eqx.nn.Linear(25, 2, key=KEY), eqx.nn.Dropout(0.5)])
-    model = RandomisedPrior(eqx.nn.MLP(25, 2, 4, 1, key=KEY), dropout, scale=jnp.float32(2))
+    dropout = eqx.nn.Sequential([eqx.nn.Linear(25, 2, key=KEY), eqx.nn.Dropout(0.5)])  # a prior has none
+    model = RandomisedPrior(network(KEY), dropout, scale=jnp.float32(2))
     np.testing.assert_allclose(model(x, key=KEY), model.network(x) + 2 * dropout.layers[0](x), rtol=1e-6)
-
-    two = lambda weight: eqx.nn.Lambda(lambda x: {"mean": weight @ x, "scale": jnp.sum(weight)})
-    half = jnp.ones((2, 3), jnp.bfloat16)
-    out = RandomisedPrior(two(half), two(jnp.full((2, 3), 2.0)), scale=0.5)(half[0])
-    assert out["mean"].dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(out["scale"], np.float32), 6 + 0.5 * 12)
+    half = eqx.nn.Linear(25, 2, dtype=jnp.bfloat16, key=KEY)
+    assert RandomisedPrior(half, half)(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-# Noise in targets
-
-
-def test_noise_follows_from_the_members_key_alone_and_has_its_distribution():
+def test_noise_follows_from_the_members_key_alone():
     y, keys = data()[1], ee.member_keys(KEY, 5, purpose="noise in targets")
     noisy = np.asarray(noisy_targets(y, 5, std=0.3, key=KEY).value)
     assert noisy.shape == (5, *y.shape)
@@ -173,86 +100,35 @@ def test_noise_follows_from_the_members_key_alone_and_has_its_distribution():
     np.testing.assert_allclose(noisy[3, 7], y[7] + 0.3 * jax.random.normal(one, (2,)), rtol=1e-6)
     np.testing.assert_array_equal(noisy_targets(y, 2, std=0.3, key=keys[np.array([4, 1])]).value, noisy[[4, 1]])
     np.testing.assert_array_equal(noisy_targets(y[:6], 5, std=0.3, key=KEY).value, noisy[:, :6])
-    zeros, stds = jnp.zeros((4000, 1)), np.linspace(0, 4, 4000)
-    drawn = np.asarray(noisy_targets(zeros, 4, std=2.0, key=KEY).value)[..., 0] / 2
-    assert stats.kstest(drawn.ravel(), "norm").pvalue > 1e-6
-    assert np.abs(np.corrcoef(drawn)[np.triu_indices(4, 1)]).max() < 5.5 / np.sqrt(4000)
-    per_target = noisy_targets(zeros, 4, std=stds[:, None], key=KEY).value[..., 0]
-    np.testing.assert_allclose(per_target, drawn * stds, rtol=1e-5, atol=1e-6)
+    per_target = noisy_targets(y, 5, std=np.full_like(y, 0.3), key=KEY).value
+    np.testing.assert_allclose(per_target, noisy, rtol=1e-6)
     with pytest.raises(ValueError, match="broadcast"):  # one per row would give each row the noise of all
         noisy_targets(np.zeros((3, 1)), 2, std=np.ones(3), key=KEY)
 
 
-def test_a_row_has_one_noise_in_all_epochs_and_however_often_it_is_drawn():
-    """With `rows`, minibatches and a member's own order: what a step sees is what the table says."""
-    x, y = data()
-    targets, rows = noisy_targets(y, 3, std=0.3, key=KEY), ee.resample.bootstrap(len(y), 3, key=KEY)
-
-    def seen(model, batch, key):
-        x, y, row = batch
-        return mse(model, (x, y), key), (row, y)
-
-    options = dict(rows=rows, has_aux=True, batch_size=5, epochs=3, key=KEY)
-    run = ee.fit(ee.build(network, 3, key=KEY), seen, DECAY, (x, targets, jnp.arange(len(y))), **options)
-    found, noisy = map(np.asarray, run.history.aux)
-    assert found.shape == (3, 12, 5)
-    for member in range(3):
-        np.testing.assert_array_equal(noisy[member], np.asarray(targets.value)[member, found[member]])
-        assert sorted(found[member].ravel()) == sorted(np.tile(rows[member], 3))
-
-
-# Penalties
-
-
 def test_penalties_are_log_priors_of_the_trained_leaves():
-    model, zero = eqx.tree_at(lambda m: m.layers[1].bias, network(KEY), jnp.ones(2)), jnp.array(3)
+    model = eqx.tree_at(lambda m: m.layers[1].bias, network(KEY), jnp.ones(2))
     ensemble = ee.stack([model, network(jax.random.key(9))])
     std = lambda leaf: 2.0 if len(leaf.shape) == 2 else 0.5
     one = ee.tree.take(draw_anchors(ensemble, std, key=KEY), 0)
     leaves = lambda tree: [np.asarray(x) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))]
-    density = lambda tree, at: sum(
-        stats.norm(a, std(w)).logpdf(w).sum() for w, a in zip(leaves(tree), leaves(at), strict=True)
-    )
+    pairs = lambda tree, at: zip(leaves(tree), leaves(at), strict=True)
+    density = lambda tree, at: sum(stats.norm(a, std(w)).logpdf(w).sum() for w, a in pairs(tree, at))
     expected = density(one.weights, one.weights) - density(model, one.weights)
     np.testing.assert_allclose(one.penalty(model, num_rows=20), expected / 20, rtol=1e-5)
-    np.testing.assert_allclose(jax.jit(lambda n: one.penalty(model, num_rows=n))(20), expected / 20, rtol=1e-5)
 
     zeros = jax.tree.map(lambda x: 0 * x, one.weights)
     expected = density(zeros, zeros) - density(model, zeros)
-    whole = {"model": model, "frozen": ee.train.Frozen(jnp.full(5, 100.0)), "count": zero}
+    whole = {"model": model, "frozen": ee.train.Frozen(jnp.full(5, 100.0)), "count": jnp.array(3)}
     np.testing.assert_allclose(gaussian_penalty(whole, std, num_rows=20), expected / 20, rtol=1e-5)
-    traced = jax.jit(lambda model, std, rows: gaussian_penalty(eqx.combine(model, network(KEY)), std, num_rows=rows))
-    array = eqx.filter(model, eqx.is_array)
-    np.testing.assert_allclose(traced(array, jnp.float32(0.7), 8), gaussian_penalty(model, 0.7, num_rows=8), rtol=1e-6)
     half = {"w": jnp.full(5000, 0.1, jnp.bfloat16), "b": jnp.zeros(3, jnp.float32)}
     found = gaussian_penalty(half, num_rows=1)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, 5000 * np.float32(half["w"][0]) ** 2 / 2, rtol=1e-5)
-
-
-def test_all_members_at_once_are_refused(unhooked):
-    ensemble = ee.build(network, 2, key=KEY)
     with pytest.raises(TypeError, match="the model of one member, got an `Ensemble`"):
         gaussian_penalty(ensemble, num_rows=10)
     with pytest.raises(ValueError, match="one member's model and anchor"):
-        ee.tree.take(draw_anchors(ensemble, key=KEY), 0).penalty(ensemble.stacked, num_rows=3)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "bfloat16" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
-def test_penalty_of_every_kind_of_model(name):
-    """At the anchor itself it is 0, one standard deviation away half the number of weights."""
-    case = CASES[name]
-    made = ee.build(case.make, 2, key=KEY)
-    ensemble = made[0] if case.stateful else made
-    anchors = draw_anchors(ensemble, 0.5, key=KEY)
-    shifted = lambda shift: jax.tree.map(lambda a: a + jnp.asarray(shift, a.dtype), anchors.weights)
-    at = lambda shift: ee.from_stacked(eqx.combine(shifted(shift), ensemble.stacked))
-    penalty = ee.map_members(lambda model, anchor: anchor.penalty(model, num_rows=1))
-    assert penalty(at(0), ee.Each(anchors)).tolist() == [0.0, 0.0]
-    count = sum(x.size for x in jax.tree.leaves(anchors.weights)) / 2
-    np.testing.assert_allclose(penalty(at(0.5), ee.Each(anchors)), count / 2, rtol=2e-2 if name == "bfloat16" else 1e-4)
+        one.penalty(ensemble.stacked, num_rows=3)
 
 
 def test_anchors_have_their_distribution_and_follow_from_keys():
@@ -268,28 +144,22 @@ def test_anchors_have_their_distribution_and_follow_from_keys():
     first, second = draw_anchors(two, key=KEY).weights.values()
     assert (first.weight != second.weight).all()
 
-    pairs = ee.build(pair, 2, key=KEY)
-    last = lambda model: model.network.layers[1].weight
-    only = eqx.tree_at(last, jax.tree.map(lambda _: False, pairs[0]), True)
-    for trainable, count in ((eqx.is_inexact_array, 4), (only, 1)):
-        found = draw_anchors(pairs, trainable=trainable, key=KEY)
-        assert len(jax.tree.leaves(found.weights)) == len(jax.tree.leaves(found.std)) == count
+    only = eqx.tree_at(lambda m: m.bias, jax.tree.map(lambda _: False, ensemble[0]), True)
+    found = draw_anchors(ensemble, trainable=only, key=KEY)
+    assert len(jax.tree.leaves(found.weights)) == len(jax.tree.leaves(found.std)) == 1
 
 
-def test_an_anchored_member_is_the_model_that_is_trained_alone_and_resumes(tmp_path):
+def test_an_anchored_member_is_the_model_that_is_trained_alone():
     def loss(model, batch, key, hyper):
         return mse(model, batch, key) + hyper["anchor"].penalty(model, num_rows=20)
 
     ensemble, (x, y) = ee.build(network, 3, key=KEY), data()
     anchors, targets = draw_anchors(ensemble, 0.7, key=KEY), noisy_targets(y, 3, std=0.2, key=KEY)
     options = dict(batch_size=8, shuffle=False, hyper={"anchor": anchors}, key=KEY)
-    fit = lambda **more: ee.fit(ensemble, loss, DECAY, (x, targets), **options, **more)
-    run = fit(steps=6)
+    run = ee.fit(ensemble, loss, DECAY, (x, targets), steps=6, **options)
     for i, model in enumerate(ensemble.unstack()):
         own = ee.tree.take(anchors, i)
         alone = Alone(lambda model, batch, key, own=own: loss(model, batch, key, {"anchor": own}), DECAY)
         batches = in_order((x, targets.value[i]), 8, 6)
         expected, _, _ = alone(model, batches, [step_key(KEY, i, step) for step in range(6)])
         assert_close(run.ensemble[i], expected, 1e-5)
-    fit(steps=3, checkpoint=tmp_path / "run")
-    assert_same(fit(steps=6, checkpoint=tmp_path / "run").ensemble, run.ensemble)
