@@ -45,11 +45,9 @@ def test_closed_forms(x64):
         log_scores = log_scores_of((2, 80)).astype(np.float64)
         p, q = np.exp(log_scores)
         root = optimize.brentq(lambda w: np.mean((p - q) / (w * p + (1 - w) * q)), 0, 1, xtol=1e-14)
-        assert 0.1 < root < 0.9
         assert abs(root - 0.5) > 0.01
         got = combine.stacking(log_scores.astype(dtype)).weights[0]
         np.testing.assert_allclose(got, root, rtol=1e-7 if x64 else 1e-3)
-    assert gap_of(indicators(), np.full(4, 0.25)) > 0.5  # the equal weights from which the search starts
 
 
 @pytest.mark.parametrize(("shape", "scale"), [((64, 20), 1.0), ((5, 8, 25), 5.0), ((5, 200), 300.0)])

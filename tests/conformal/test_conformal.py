@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble import conformal, resample, scores
+from eqx_ensemble import conformal, resample
 
 RNG = np.random.default_rng(0)
 MASK = np.arange(99) % 4 > 0
@@ -188,28 +188,6 @@ def test_cross_conformal_counts_p_values(kind):
     np.testing.assert_array_equal(again.reshape(20, 4), want)
     same = conformal.cross_conformal(X, Y, IN_TEST, level=0.8, score=kind)(np.stack([LOGITS[0, NEW]] * 3))
     np.testing.assert_array_equal(same, conformal.sets(X, Y, level=0.8, score=kind)(LOGITS[0, NEW]))
-
-
-@pytest.mark.parametrize(("kind", "scale"), [("lac", 1000.0), ("aps", 1000.0)])
-def test_coverage_follows_its_beta_binomial_law(kind, scale):
-    # At the larger scale nearly all probabilities round to zero or one: as such they would tie.
-    stats = pytest.importorskip("scipy.stats")
-    held_out, new, repeats = 29, 20, 4000
-    rng = np.random.default_rng(0)
-    logits = (scale * rng.normal(size=(repeats, held_out + new, 3))).astype(np.float32)
-    labels = rng.integers(3, size=(repeats, held_out + new))
-
-    def covered(x, y):
-        sets = conformal.sets(x[:held_out], y[:held_out], level=0.8, score=kind)(x[held_out:])
-        return jnp.sum(scores.set_coverage(sets, y[held_out:], reduction="none"))
-
-    counts, grid = np.asarray(jax.jit(jax.vmap(covered))(logits, labels)), np.arange(new + 1)
-    limit = np.sqrt(np.log(2e6) / (2 * repeats))  # Dvoretzky, Kiefer, Wolfowitz: a false alarm in a million
-    empirical = np.searchsorted(np.sort(counts), grid, side="right") / repeats
-    gap = empirical - stats.betabinom(new, 24, 6).cdf(grid)
-    # The last class of APS always has the same score: ties cover more than is asked for, never less.
-    assert gap.max() < limit
-    assert kind == "aps" or -gap.min() < limit
 
 
 def test_ties_and_classes_of_tiny_probability():

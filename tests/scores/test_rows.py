@@ -213,9 +213,8 @@ def test_draws_are_all_resamples_of_three_rows():
 
 
 def test_a_paired_difference_is_known_far_better():
-    rng = np.random.default_rng(0)
-    easy = rng.gamma(2, size=400).astype(np.float32)
-    one, other = easy, easy + 0.1 + 0.05 * rng.normal(size=400).astype(np.float32)
+    one = np.random.default_rng(0).gamma(2, size=400).astype(np.float32)
+    other = one + 0.1 + 0.05 * np.random.default_rng(1).normal(size=400).astype(np.float32)
     paired = scores.bootstrap(other - one, key=KEY)
     both = scores.bootstrap(np.stack([one, other]), key=KEY)
     assert paired.standard_error < 0.1 * both.standard_error.min()
