@@ -204,13 +204,10 @@ def test_repeated_training_rows_and_masks():
         (lambda: resample.from_splits([([0, 1], [1, 2])], 3), ValueError, "got row 1 in both parts of split 0"),
         (lambda: resample.from_splits([([0, 3], [1])], 3), IndexError, "3 is out of bounds"),
         (lambda: resample.subsets(5, 2, size=6, key=KEY), ValueError, "`size` of at most the number of rows"),
-        (lambda: resample.bootstrap(5, 2, size=0, key=KEY), ValueError, "`size` of at least 1"),
         (lambda: resample.bootstrap(np.ones(5), 2, key=KEY), TypeError, "`resample.bootstrap` needs an integer `num_r"),
         (lambda: resample.counts([[0, 5]], 5), ValueError, "`resample.counts` needs `rows` from 0 to 4"),
         (lambda: resample.counts(np.arange(3), 3), ValueError, r"One member\? Add a leading axis: `rows\[None\]`"),
-        (lambda: resample.out_of_bag(np.ones((2, 3)), 3), TypeError, "integer `rows`"),
         (lambda: resample.held_out_mean(PREDICTIONS, UNSEEN[:, :4]), ValueError, "`unseen` of the rows of `predict"),
-        (lambda: resample.held_out_mean(PREDICTIONS, ROWS), TypeError, "boolean `unseen`"),
     ],
 )
 def test_mistakes(call, error, message):

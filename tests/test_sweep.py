@@ -1,6 +1,5 @@
 """Grids, the laws of draws, and members of a sweep beside single runs with their values as constants."""
 
-import functools
 import itertools
 
 import equinox as eqx
@@ -103,7 +102,7 @@ def test_members_are_single_runs_with_their_values(name):
         if loss is mse:
             own = mse, ALONE.get(name, of)(value)
         else:
-            own = functools.partial(loss, hyper=value), optimiser
+            own = (lambda model, batch, key, value=value: loss(model, batch, key, value)), optimiser
         alone = ee.fit(ensemble[[i]], *own, DATA, key=keys[i : i + 1], **options)
         assert_close(run.ensemble[[i]], alone.ensemble, 1e-5)
     assert len(np.unique(run.history.loss[:, -1])) == len(values)  # values that reach nothing would pass

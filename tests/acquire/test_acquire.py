@@ -191,19 +191,6 @@ def test_greedy_picks_are_those_of_a_search(function, mode):
         assert set(np.argsort([joint([i]) for i in range(12)])[-size:]) != set(np.asarray(picks.indices))
 
 
-def test_a_batch_is_the_expectation_of_its_largest_value():
-    """Of a Gaussian process, by a million draws that this library did not make."""
-    points = np.linspace(0, 1, 9)
-    covariance = np.exp(-0.5 * ((points[:, None] - points) / 0.3) ** 2) + 1e-6 * np.eye(9)
-    centre, factor = np.sin(6 * points), np.linalg.cholesky(covariance)
-    draw = lambda rng, count: (centre + rng.normal(size=(count, 9)) @ factor.T).astype(np.float32)
-    ensemble, others = draw(np.random.default_rng(1), 200_000), draw(np.random.default_rng(2), 1_000_000)
-    picks = acquire.batch_expected_improvement(ensemble, 3, best=1.0, mode="max")
-    largest = np.maximum.accumulate(np.maximum(others[:, np.asarray(picks.indices)] - 1, 0), axis=1)
-    error = largest.std(axis=0) * np.sqrt(1 / 200_000 + 1 / 1_000_000)
-    assert (np.abs(picks.values - largest.mean(axis=0)) < 6 * error).all()
-
-
 def test_each_pick_is_that_of_a_member():
     weights = np.array([0.5, 0.25, 0.25])
     # The members' favourites are 0, 1 and 2; what comes next is 3 for all.

@@ -60,10 +60,8 @@ def test_no_weights_are_better_by_more_than_the_gap(shape, scale):
     np.testing.assert_allclose(np.sum(found.weights), 1, rtol=1e-6)
     # The proof, computed again in float64: float32 adds its rounding.
     assert gap_of(flat, found.weights) <= 1.5e-6
-    start = np.full(shape[0], 1 / shape[0])
-    best = optimize.minimize(
-        lambda w: -mean_log_score(flat, np.abs(w) / np.abs(w).sum()), start, method="SLSQP", options={"ftol": 1e-12}
-    )
+    negative = lambda w: -mean_log_score(flat, np.abs(w) / np.abs(w).sum())
+    best = optimize.minimize(negative, np.full(shape[0], 1 / shape[0]), method="SLSQP", options={"ftol": 1e-12})
     assert mean_log_score(flat, found.weights) > -best.fun - 1.5e-6
 
 
@@ -142,7 +140,6 @@ def test_is_the_algorithm_as_written(kind, num_initial):
     np.testing.assert_array_equal(found.counts, counts)
     np.testing.assert_allclose(found.scores, path, rtol=1e-5)
     np.testing.assert_allclose(found.weights, counts / counts.sum(), rtol=1e-6)
-    assert len(set(order.tolist())) > 1
 
 
 def test_ties_broken_members_and_transforms():
