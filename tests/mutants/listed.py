@@ -193,12 +193,9 @@ MUTANTS = [
         ("(1 - below) ** 2", "(1 - below)"),
     ),
     *of(
-        "_check/_rows.py",
-        "scores/test_numbers.py test_boundary.py",
-        ("jnp.reshape(self.counted, shape), values, fill)", "jnp.reshape(self.counted, shape), fill, values)"),
-        ("wrong := is_wrong(host) & rows.known)", "wrong := is_wrong(host))"),
-        ("np.ldexp(exact, 1 - np.frexp(exact.max(initial=0))[1])", "exact"),
-        ("weights = jnp.ldexp(converted, 1 - exponent)", "weights = converted"),
+        "_boundary/_weights.py",
+        "combine/test_combine.py test_boundary.py",
+        ("weights = xp.ldexp(given, 1 - xp.frexp(largest)[1]).astype(dtype)", "weights = given.astype(dtype)"),
     ),
     *of(
         "_boundary/_rows.py",
@@ -241,7 +238,7 @@ MUTANTS = [
     ),
     *of(
         "scores/_pit.py",
-        "scores/test_numbers.py fuzz/test_arrays.py::test_every_function",
+        "scores/test_figures.py",
         ("jnp.sqrt(variance)), weights)", "variance), weights)"),
     ),
     *of(
