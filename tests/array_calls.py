@@ -1,7 +1,5 @@
 """One small call of every public function of arrays, with all of its arguments: the input of the censuses."""
 
-import inspect
-
 import jax
 import numpy as np
 
@@ -28,11 +26,7 @@ _ENDS = {"lower": _MEAN[0], "upper": _MEAN[0] + 1, "targets": _TARGETS, "row_wei
 _ONE = {"mean": _MEAN[0], "variance": _VARIANCE[0], "targets": _TARGETS, "reduction": "mean"} | _ROWS
 _MEAN_OR_NONE = {"reduction": "mean"}
 _BINS = {"num_bins": 2, "binning": "width"}
-_RANKED = {
-    "scores": _TARGETS,
-    "positives": np.arange(6) % 2 == 0,
-    "row_weights": _ROW_WEIGHTS,
-}
+_RANKED = {"scores": _TARGETS, "positives": np.arange(6) % 2 == 0} | _ROWS
 _SELECTED = {"uncertainty": _TARGETS, "losses": _MEAN[0]}
 _LOGITS_AND_WEIGHTS = {"logits": _LOGITS, "weights": _WEIGHTS}
 _CONCENTRATION, _LEVELS = np.exp(_LOGITS[0]) + 1, np.array([0.1, 0.5, 0.9])
@@ -65,15 +59,11 @@ CALLS = {
         "regret": {"values": _MEAN, "optimum": 3.0, "mode": "max"},
     },
     combine: {
-        "mean_logits": _LOGITS_AND_WEIGHTS,
-        "mixture": _LOGITS_AND_WEIGHTS,
-        "vote": _LOGITS_AND_WEIGHTS,
+        **{name: _LOGITS_AND_WEIGHTS for name in ("mean_logits", "mixture", "vote")},
         "gaussian": _MOMENTS,
         "product_gaussian": _MOMENTS | {"power": 2.0},
-        "mean": {"values": _MEAN, "weights": _WEIGHTS},
+        **{name: {"values": _MEAN, "weights": _WEIGHTS} for name in ("mean", "moments", "median")},
         "log_mixture": {"log_densities": _MEAN, "weights": _WEIGHTS},
-        "moments": {"values": _MEAN, "weights": _WEIGHTS},
-        "median": {"values": _MEAN, "weights": _WEIGHTS},
         "trimmed_mean": {"values": _MEAN, "cut": 0.1, "weights": _WEIGHTS},
         "stacking": {"log_scores": _MEAN, "row_weights": _MASK, "tolerance": 1.0},
     },
@@ -130,10 +120,7 @@ CALLS = {
         | {"order": 0.5, "pair_weights": np.ones((2, 2), np.float32), "estimator": "nrg", "reduction": "mean"},
         "interval_score": _ENDS | _ROWS | {"level": 0.8, "reduction": "mean"},
         "pinball": {"quantiles": _MEAN[0], "targets": _TARGETS, "level": 0.8, "reduction": "mean"} | _ROWS,
-        "aupr": _RANKED,
-        "auroc": _RANKED,
-        "roc_curve": _RANKED,
-        "precision_recall_curve": _RANKED,
+        **{name: _RANKED for name in ("aupr", "auroc", "roc_curve", "precision_recall_curve")},
         "fpr_at_tpr": _RANKED | {"level": 0.9},
         **{name: _SELECTED | _ROWS for name in ("aurc", "risk_coverage")},
         "excess_aurc": _SELECTED | {"row_weights": _MASK},
@@ -141,17 +128,8 @@ CALLS = {
     uncertainty: {
         "decompose_nll": {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS},
         "decompose_squared_error": {"predictions": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS},
-        **{
-            name: _LOGITS_AND_WEIGHTS
-            for name in (
-                "jensen_shannon",
-                "pairwise_kl",
-                "decompose_entropy",
-                "least_confidence",
-                "disagreement",
-                "variation_ratio",
-            )
-        },
+        **{name: _LOGITS_AND_WEIGHTS for name in ("jensen_shannon", "pairwise_kl", "decompose_entropy")},
+        **{name: _LOGITS_AND_WEIGHTS for name in ("least_confidence", "disagreement", "variation_ratio")},
         "entropy": {"logits": _LOGITS[0]},
         "gaussian_interval": {"mean": _MEAN[0], "variance": _VARIANCE[0], "level": 0.9},
         "gaussian_mixture_interval": _MOMENTS | {"level": 0.9},
@@ -168,10 +146,7 @@ CALLS = {
     },
     calibrate: {
         "matrix": _CLASSES | {"pool": "mixture", "off_diagonal_penalty": 0.1, "bias_penalty": 0.1},
-        "vector": _CLASSES | {"pool": "mixture"},
-        "isotonic": _CLASSES | {"pool": "mixture"},
-        "temperature": _CLASSES | {"pool": "mixture"},
-        "platt": _CLASSES | {"pool": "mixture"},
+        **{name: _CLASSES | {"pool": "mixture"} for name in ("vector", "isotonic", "temperature", "platt")},
         "beta": _CLASSES | {"logits": -_LOGITS, "pool": "mixture"},
         "variance": _MOMENTS | {"targets": _TARGETS, "pool": "mixture", "row_weights": _MASK},
     },
@@ -194,13 +169,7 @@ CALLS = {
         | {"row_weights": _MASK},
     },
     density: {
-        name: {
-            "features": _LOGITS,
-            "labels": np.array([0, 1, 0, 1, 0, 1]),
-            "num_classes": 2,
-            "ridge": 0.1,
-            "row_weights": _MASK,
-        }
+        name: {"features": _LOGITS, "labels": np.arange(6) % 2, "num_classes": 2, "ridge": 0.1, "row_weights": _MASK}
         for name in ("gaussian_discriminant", "mahalanobis")
     },
     distillation: {
@@ -250,21 +219,18 @@ CALLS = {
 NAMES = [f"{room.__name__.removeprefix('eqx_ensemble.')}.{name}" for room, calls in CALLS.items() for name in calls]
 
 
-def call(name: str, **changed):
-    """The call of that name, with some arguments changed."""
+def function_of(name: str):
+    """The function of that name."""
     room, _, own = name.rpartition(".")
-    module = next(module for module in CALLS if module.__name__ == f"eqx_ensemble.{room}")
-    function, arguments = getattr(module, own), CALLS[module][own] | changed
-    positional = [
-        arguments[parameter.name]
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind is parameter.POSITIONAL_ONLY
-    ]
-    assert not positional
-    return function(**arguments)
+    return next(getattr(module, own) for module in CALLS if module.__name__ == f"eqx_ensemble.{room}")
 
 
 def arguments_of(name: str) -> dict:
     """The arguments of the call of that name."""
     room, _, own = name.rpartition(".")
     return next(calls[own] for module, calls in CALLS.items() if module.__name__ == f"eqx_ensemble.{room}")
+
+
+def call(name: str, **changed):
+    """The call of that name, with some arguments changed."""
+    return function_of(name)(**arguments_of(name) | changed)

@@ -76,24 +76,13 @@ def test_every_entry_of_a_bootstrap_is_uniform():
     for position in range(5):
         assert is_binomial(np.bincount(rows[:, position], minlength=5), 3000, 1 / 5)
     assert is_binomial(np.bincount(rows[:, 0] * 5 + rows[:, 1], minlength=25), 3000, 1 / 25)
-    assert not is_binomial(np.bincount(np.sort(rows)[:, 0], minlength=5), 3000, 1 / 5)
-
-
-def test_out_of_bag_share_of_the_bootstrap():
-    missed = lambda rows: np.asarray(resample.out_of_bag(rows, 3)).sum(axis=0)
-    rows = resample.bootstrap(3, 4000, key=KEY)
-    assert is_binomial(missed(rows), 4000, (1 - 1 / 3) ** 3)
-    assert not is_binomial(missed(rows), 4000, np.exp(-1))
-    assert not is_binomial(missed(resample.subsets(3, 4000, size=2, key=KEY)), 4000, (1 - 1 / 3) ** 3)
 
 
 def test_every_subset_is_as_likely():
     """Twelve ordered pairs of four rows."""
     rows = np.asarray(resample.subsets(4, 6000, size=2, key=KEY))
-    pairs = lambda rows: np.bincount(rows[:, 0] * 4 + rows[:, 1], minlength=16)
-    different = ~np.eye(4, dtype=bool).ravel()
-    assert is_binomial(pairs(rows)[different], 6000, 1 / 12)
-    assert not is_binomial(pairs(np.sort(rows, axis=1))[different], 6000, 1 / 12)
+    pairs = np.bincount(rows[:, 0] * 4 + rows[:, 1], minlength=16)
+    assert is_binomial(pairs[~np.eye(4, dtype=bool).ravel()], 6000, 1 / 12)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 10])
@@ -107,9 +96,6 @@ def test_bayesian_weights_are_of_the_dirichlet_law(num_rows):
         assert stats.kstest(weights[:, row], stats.beta(1, num_rows - 1).cdf).pvalue > FALSE_ALARM / num_rows
     if num_rows > 2:
         assert stats.kstest(weights[:, :2].sum(axis=1), stats.beta(2, num_rows - 2).cdf).pvalue > FALSE_ALARM
-        uniform = np.random.default_rng(0).uniform(size=weights.shape)
-        uniform = uniform / uniform.sum(axis=1, keepdims=True)
-        assert stats.kstest(uniform[:, 0], stats.beta(1, num_rows - 1).cdf).pvalue < FALSE_ALARM
 
 
 @settings(max_examples=50, deadline=None)
@@ -164,13 +150,6 @@ def test_folds_are_kfold_of_rows_in_order_or_drawn(data):
     assert_folds(drawn, [(np.flatnonzero(~own), np.flatnonzero(own)) for own in drawn.in_test], num_rows)
 
 
-def test_a_leak_would_be_noticed():
-    splits, folds = list(selection.KFold(3).split(np.zeros(10))), resample.folds(10, 3)
-    for other in (folds._replace(train=folds.train.at[0, 0].set(0)), resample.folds(10, 3, key=KEY)):
-        with pytest.raises(AssertionError):
-            assert_folds(other, splits, 10)
-
-
 def test_each_key_draws_other_folds():
     legacy = resample.folds(30, 4, key=jax.random.PRNGKey(3))
     assert_same(resample.folds(30, 4, key=KEY), legacy)
@@ -187,15 +166,12 @@ def test_what_is_left_out_is_spread():
 
 
 SPLITTERS = {
-    "KFold": selection.KFold(4, shuffle=True, random_state=0),
     "StratifiedKFold": selection.StratifiedKFold(4),
     "ShuffleSplit": selection.ShuffleSplit(6, test_size=0.3, train_size=0.5, random_state=0),
-    "RepeatedKFold": selection.RepeatedKFold(n_splits=4, n_repeats=3, random_state=0),
     "LeaveOneOut": selection.LeaveOneOut(),
     "PredefinedSplit": selection.PredefinedSplit(np.arange(30) % 4),
     "TimeSeriesSplit": selection.TimeSeriesSplit(4),
     "GroupKFold": selection.GroupKFold(4),
-    "LeaveOneGroupOut": selection.LeaveOneGroupOut(),
 }
 
 
@@ -228,13 +204,10 @@ def test_repeated_training_rows_and_masks():
         (lambda: resample.from_splits([([0, 1], [1, 2])], 3), ValueError, "got row 1 in both parts of split 0"),
         (lambda: resample.from_splits([([0, 3], [1])], 3), IndexError, "3 is out of bounds"),
         (lambda: resample.subsets(5, 2, size=6, key=KEY), ValueError, "`size` of at most the number of rows"),
-        (lambda: resample.bootstrap(5, 2, size=0, key=KEY), ValueError, "`size` of at least 1"),
         (lambda: resample.bootstrap(np.ones(5), 2, key=KEY), TypeError, "`resample.bootstrap` needs an integer `num_r"),
         (lambda: resample.counts([[0, 5]], 5), ValueError, "`resample.counts` needs `rows` from 0 to 4"),
         (lambda: resample.counts(np.arange(3), 3), ValueError, r"One member\? Add a leading axis: `rows\[None\]`"),
-        (lambda: resample.out_of_bag(np.ones((2, 3)), 3), TypeError, "integer `rows`"),
         (lambda: resample.held_out_mean(PREDICTIONS, UNSEEN[:, :4]), ValueError, "`unseen` of the rows of `predict"),
-        (lambda: resample.held_out_mean(PREDICTIONS, ROWS), TypeError, "boolean `unseen`"),
     ],
 )
 def test_mistakes(call, error, message):
@@ -252,35 +225,22 @@ PREDICTIONS = np.random.default_rng(0).normal(size=(MEMBERS, NUM_ROWS, 2)).astyp
 WEIGHTS = np.array([0.5, 1, 0, 2, 1, 3])
 
 
-def expected_means(predictions, unseen, weights=None):
-    """Row by row, over the members that did not see it."""
-    weights = np.ones(len(predictions)) if weights is None else weights
-    used = unseen & (weights > 0)[:, None]
-    means = np.full(predictions.shape[1:], np.nan)
-    for row in np.flatnonzero(used.any(axis=0)):
-        own = used[:, row]
-        means[row] = np.average(predictions[own, row].astype(np.float64), axis=0, weights=weights[own])
-    return means, used.sum(axis=0)
-
-
-def assert_means(got, expected):
-    np.testing.assert_allclose(got.mean, expected[0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(got.num_members, expected[1])
-
-
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize("shape", [(), (2,), (2, 1)])
 @pytest.mark.parametrize("poison", [0.0, np.nan, np.inf])
 def test_held_out_means_are_those_row_by_row_whatever_other_members_predict(weights, shape, poison):
     predictions = PREDICTIONS[..., 0] if shape == () else PREDICTIONS.reshape(MEMBERS, NUM_ROWS, *shape)
-    expected = expected_means(predictions, UNSEEN, weights)
-    assert expected[1][4] == 0
-    seen = ~UNSEEN if weights is None else ~(UNSEEN & (weights > 0)[:, None])
-    spoilt = np.where(np.expand_dims(seen, tuple(range(2, predictions.ndim))), np.float32(poison), predictions)
-    assert_means(resample.held_out_mean(spoilt, UNSEEN, weights=weights), expected)
-    assert_means(jax.jit(resample.held_out_mean)(spoilt, UNSEEN, weights=weights), expected)
-    with pytest.raises(AssertionError):
-        assert_means(resample.held_out_mean(predictions, np.roll(UNSEEN, 1, axis=0), weights=weights), expected)
+    given = np.ones(MEMBERS) if weights is None else weights
+    used, means = UNSEEN & (given > 0)[:, None], np.full(predictions.shape[1:], np.nan)
+    for row in np.flatnonzero(used.any(axis=0)):
+        own = used[:, row]
+        means[row] = np.average(predictions[own, row].astype(np.float64), axis=0, weights=given[own])
+    spoilt = np.where(np.expand_dims(used, tuple(range(2, predictions.ndim))), predictions, np.float32(poison))
+    for function in (resample.held_out_mean, jax.jit(resample.held_out_mean)):
+        got = function(spoilt, UNSEEN, weights=weights)
+        np.testing.assert_allclose(got.mean, means, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(got.num_members, used.sum(axis=0))
+        assert got.num_members[4] == 0
 
 
 def test_gradients_are_finite():
@@ -303,16 +263,14 @@ def test_the_prediction_of_the_one_member_that_held_a_row_out_is_returned_bit_fo
 SGD = optax.sgd(0.05, momentum=0.9)
 X = jax.random.normal(jax.random.key(0), (20, 25))
 DATA = X, jnp.sin(X[:, :2])
-FITTED = {
-    "bootstrap": resample.bootstrap(20, 3, key=KEY),
-    "subsets": resample.subsets(20, 3, size=16, key=KEY),
-    "folds": resample.folds(20, 3, key=KEY).train,
-}
 
 
-@pytest.mark.parametrize("name", FITTED)
-def test_fit_on_rows_is_the_loop_of_single_fits(name):
-    ensemble, rows = ee.build(mlp, 3, key=jax.random.key(1)), FITTED[name]
+FITTED = resample.bootstrap(20, 3, key=KEY)
+
+
+@pytest.mark.parametrize("rows", [FITTED, resample.folds(20, 3, key=KEY).train])
+def test_fit_on_rows_is_the_loop_of_single_fits(rows):
+    ensemble = ee.build(mlp, 3, key=jax.random.key(1))
     run = ee.fit(ensemble, mse, SGD, DATA, rows=rows, batch_size=8, shuffle=False, steps=9, key=KEY)
     alone = Alone(mse, SGD)
     for i, model in enumerate(ensemble.unstack()):
@@ -331,7 +289,7 @@ def test_fit_with_counts_is_fit_on_the_rows():
         x, y, weight = batch
         return jnp.sum(weight * jnp.mean((jax.vmap(model)(x) - y) ** 2, axis=1)) / jnp.sum(weight)
 
-    rows, ensemble = FITTED["bootstrap"], ee.build(mlp, 3, key=KEY)
+    rows, ensemble = FITTED, ee.build(mlp, 3, key=KEY)
     options = {"steps": 10, "batch_size": 20, "key": KEY}
     repeated = ee.fit(ensemble, mse, SGD, DATA, rows=rows, **options).ensemble
     weights = resample.counts(rows, 20)
@@ -355,5 +313,3 @@ def test_held_out_means_of_a_run_are_the_loop_over_folds():
     np.testing.assert_allclose(resample.held_out_mean(run.predict(x), folds.in_test).mean, expected, atol=1e-4)
     np.testing.assert_allclose(run.out_of_bag(x).mean, expected, atol=1e-4)
     np.testing.assert_allclose(run.out_of_bag(x, folds.in_test).mean, expected, atol=1e-4)
-    fitted = np.linalg.lstsq(np.asarray(x), np.asarray(y), rcond=None)[0]
-    assert np.abs(np.asarray(x) @ fitted - expected).max() > 1e-2

@@ -52,13 +52,6 @@ def test_closed_forms_are_the_integrals(mode, per_member):
     np.testing.assert_allclose(got, want, rtol=1e-8)
     np.testing.assert_allclose(logs, np.log(want), atol=1e-8)
     np.testing.assert_allclose(above, mixture(lambda x: 1.0), rtol=1e-8)
-    # Neither the Gaussian of the mixture's moments nor the other mode gives this.
-    one = MEAN.T @ WEIGHTS, VARIANCE.T @ WEIGHTS + (MEAN.T**2) @ WEIGHTS - (MEAN.T @ WEIGHTS) ** 2
-    assert not np.allclose(
-        [_integral(lambda x: x, m, v, BEST, SIGN[mode]) for m, v in zip(*one, strict=True)], want, rtol=1e-3
-    )
-    other = {"max": "min", "min": "max"}[mode]
-    assert not np.allclose(acquire.expected_improvement(MEAN, VARIANCE, **options | {"mode": other}), want, rtol=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
@@ -70,19 +63,12 @@ def test_members_as_samples(mode):
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(acquire.log_expected_improvement(MEAN, **options), np.log(got), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(acquire.probability_of_improvement(MEAN, **options), WEIGHTS @ (better > 0), rtol=1e-5)
+    for function in FUNCTIONS:
+        np.testing.assert_array_equal(function(MEAN, 0 * MEAN, **options), function(MEAN, **options))
     none = acquire.log_expected_improvement(MEAN, best=SIGN[mode] * 99.0, mode=mode)
     assert (np.asarray(none) == -np.inf).all()
     # A value that equals the best one is no improvement.
     assert acquire.probability_of_improvement(np.ones((1, 1)), best=1.0, mode=mode) == 0
-
-
-def test_members_without_variance_are_samples():
-    for function in FUNCTIONS:
-        for mode in SIGN:
-            options = {"best": BEST, "mode": mode}
-            np.testing.assert_array_equal(function(MEAN, 0 * MEAN, **options), function(MEAN, **options))
-            near = function(MEAN, 0 * MEAN + 1e-12, **options)
-            np.testing.assert_allclose(np.exp(near), np.exp(function(MEAN, **options)), atol=1e-5)
 
 
 def _log_excess(z):
@@ -125,30 +111,15 @@ def test_logarithm_to_machine_precision(dtype):
     exact = [float(mpmath.ncdf(float(z)) / mpmath.exp(_log_excess(z))) for z in scores[ends]]
     np.testing.assert_allclose(slope[0][ends], exact, rtol=10 * rounding)
     np.testing.assert_allclose(slope[0][~ends], -scores[~ends] - 2 / scores[~ends], rtol=1e-5)
-    # What underflows, or cancels.
-    with np.errstate(divide="ignore"):
-        assert np.log(np.asarray(plain)).min() == -np.inf
-    cancelled = np.exp(-0.5 * scores**2) / np.sqrt(2 * np.pi) + scores * np.vectorize(_cdf)(scores)
-    assert not np.allclose(cancelled[seen], np.exp(want[seen]), rtol=100 * rounding, atol=0)
-
-
-def _cdf(z):
-    return float(mpmath.ncdf(float(z)))
 
 
 def test_extreme_variances_and_gradients():
     mean = np.float32([[-1.0, 1.0, -1.0, 0.0, -30.0], [-2.0, 1.0, 3.0, 0.0, -20.0]])
     variance = np.float32([[1e-38, 1e-38, 0.0, 0.0, 1.0], [1e30, 0.0, 1e-38, 0.0, 1e-6]])
-    total = lambda mean, variance: jnp.sum(
-        jnp.where(
-            jnp.isfinite(found := acquire.log_expected_improvement(mean, variance, best=0.0, mode="max")), found, 0
-        )
-    )
-    got = acquire.log_expected_improvement(mean, variance, best=0.0, mode="max")
-    exact = np.log([0.5 * 1e15 / np.sqrt(2 * np.pi), 1.0, 1.5, 0.0 + 1e-300])
-    np.testing.assert_allclose(got[:3], exact[:3], rtol=1e-6, atol=1e-6)
-    assert got[3] == -np.inf
-    np.testing.assert_allclose(got[4], float(_log_excess(-30)) + np.log(0.5), rtol=1e-6)
+    of = lambda mean, variance: acquire.log_expected_improvement(mean, variance, best=0.0, mode="max")
+    want = [np.log(0.5e15 / np.sqrt(2 * np.pi)), 0, np.log(1.5), -np.inf, float(_log_excess(-30)) + np.log(0.5)]
+    np.testing.assert_allclose(of(mean, variance), want, rtol=1e-6, atol=1e-6)
+    total = lambda *x: jnp.sum(of(*x)[jnp.array([0, 1, 2, 4])])
     for slope in jax.grad(total, argnums=(0, 1))(mean, variance):
         assert np.isfinite(slope).all()
         assert np.abs(slope).max() > 0
@@ -164,80 +135,60 @@ def test_confidence_bound(mode):
     for variance, total in ((VARIANCE, noise + between), (None, between)):
         got = acquire.confidence_bound(MEAN, variance, beta=3.0, mode=mode, weights=WEIGHTS)
         np.testing.assert_allclose(got, SIGN[mode] * centre + np.sqrt(3 * total), rtol=1e-5)
-        assert not np.allclose(got, SIGN[mode] * centre + 3 * np.sqrt(total), rtol=1e-2)
     slope = jax.grad(lambda x: jnp.sum(acquire.confidence_bound(x, beta=3.0, mode=mode)))(np.ones((3, 2), np.float32))
     np.testing.assert_allclose(slope, SIGN[mode] / 3, rtol=1e-6)  # where members agree
 
 
-PREDICTIONS, BATCH_WEIGHTS, BATCH_BEST = RNG.normal(size=(6, 12)).astype(np.float32), RNG.uniform(size=6), 0.4
 KEY = jax.random.key(0)
 BATCHES = [acquire.batch_expected_improvement, acquire.batch_probability_of_improvement]
-BOTH = pytest.mark.parametrize("function", BATCHES, ids=["expected_improvement", "probability"])
 
 
-def joint(function, chosen, sign, predictions=PREDICTIONS, weights=BATCH_WEIGHTS, best=BATCH_BEST):
-    """The criterion of a set."""
-    better = sign * (predictions[:, chosen].astype(float) - np.reshape(best, (-1, 1)))
-    each = np.maximum(better, 0) if function is acquire.batch_expected_improvement else better > 0
-    return np.average(each.max(axis=1, initial=0), weights=weights)
-
-
-def greedy(function, size, sign, *, chosen=(), allowed=range(12), **options):
+def greedy(criterion, size, *, chosen=(), allowed):
+    """The picks of a search that adds one candidate after another, and the criterion of each set."""
     taken, indices, values = list(chosen), [], []
     for _ in range(size):
-        before = joint(function, taken, sign, **options)
         open_ = [i for i in allowed if i not in taken]
-        gains = [joint(function, [*taken, i], sign, **options) - before for i in open_]
-        index = open_[int(np.argmax(gains))] if open_ else -1
-        if index >= 0:
-            taken = [*taken, index]
-        indices.append(index)
-        values.append(joint(function, taken, sign, **options))
+        index = open_[int(np.argmax([criterion([*taken, i]) for i in open_]))] if open_ else -1
+        taken = [*taken, index] if index >= 0 else taken
+        indices, values = [*indices, index], [*values, criterion(taken)]
     return indices, values
 
 
-def check(picks, want):
+def assert_picks(picks, want, rtol=1e-5):
     np.testing.assert_array_equal(picks.indices, want[0])
-    np.testing.assert_allclose(picks.values, want[1], rtol=1e-5)
+    np.testing.assert_allclose(picks.values, want[1], rtol=rtol)
 
 
-@BOTH
+PREDICTIONS, BATCH_WEIGHTS = RNG.normal(size=(6, 12)).astype(np.float32), RNG.uniform(size=6)
+KEY = jax.random.key(0)
+BATCHES = [acquire.batch_expected_improvement, acquire.batch_probability_of_improvement]
+
+
+@pytest.mark.parametrize("function", BATCHES, ids=["expected_improvement", "probability"])
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_greedy_picks_are_those_of_a_search(function, mode):
+    def joint(chosen, best=BEST):
+        """The criterion of a set."""
+        better = SIGN[mode] * (PREDICTIONS[:, chosen].astype(float) - np.reshape(best, (-1, 1)))
+        each = np.maximum(better, 0) if function is BATCHES[0] else better > 0
+        return np.average(each.max(axis=1, initial=0), weights=BATCH_WEIGHTS)
+
     # Four picks: with more, gains are zero, and rounding decides.
-    size, sign = (4, SIGN[mode]) if function is BATCHES[0] else (2, SIGN[mode])
-    options = {"best": BATCH_BEST, "mode": mode, "weights": BATCH_WEIGHTS}
-    check(function(PREDICTIONS, size, **options), greedy(function, size, sign))
+    size, options = 4 if function is BATCHES[0] else 2, {"best": BEST, "mode": mode, "weights": BATCH_WEIGHTS}
+    picks = function(PREDICTIONS, size, **options)
+    assert_picks(picks, greedy(joint, size, allowed=range(12)))
     kept = np.arange(12) % 5 > 0
     spoilt = np.where(kept, PREDICTIONS, np.nan)
-    check(
+    assert_picks(
         function(spoilt, size, row_weights=kept, chosen=np.array([3, -1]), **options),
-        greedy(function, size, sign, chosen=[3], allowed=np.flatnonzero(kept)),
+        greedy(joint, size, chosen=[3], allowed=np.flatnonzero(kept)),
     )
     each = np.quantile(PREDICTIONS, 0.6, axis=1).astype(np.float32)
-    check(function(PREDICTIONS, size, **options | {"best": each}), greedy(function, size, sign, best=each))
+    want = greedy(lambda chosen: joint(chosen, each), size, allowed=range(12))
+    assert_picks(function(PREDICTIONS, size, **options | {"best": each}), want)
     # The best candidates one by one are another batch.
-    alone = [joint(function, [i], sign) for i in range(12)]
     if function is BATCHES[0]:
-        assert set(np.argsort(alone)[-size:]) != set(np.asarray(function(PREDICTIONS, size, **options).indices))
-
-
-def test_a_batch_is_the_expectation_of_its_largest_value():
-    """Of a Gaussian process, by a million draws that this library did not make."""
-    points = np.linspace(0, 1, 9)
-    covariance = np.exp(-0.5 * ((points[:, None] - points) / 0.3) ** 2) + 1e-6 * np.eye(9)
-    centre, factor = np.sin(6 * points), np.linalg.cholesky(covariance)
-    draw = lambda rng, count: (centre + rng.normal(size=(count, 9)) @ factor.T).astype(np.float32)
-    ensemble, others = draw(np.random.default_rng(1), 200_000), draw(np.random.default_rng(2), 1_000_000)
-    picks = acquire.batch_expected_improvement(ensemble, 3, best=1.0, mode="max")
-    values = np.maximum(others[:, np.asarray(picks.indices)] - 1, 0)
-    for i in range(3):
-        largest = values[:, : i + 1].max(axis=1)
-        error = largest.std() * np.sqrt(1 / 200_000 + 1 / 1_000_000)
-        assert abs(picks.values[i] - largest.mean()) < 6 * error
-        if i:  # independent draws of each candidate would be another value
-            apart = np.stack([np.roll(values[:, j], 1000 * j) for j in range(i + 1)], axis=1).max(axis=1)
-            assert abs(picks.values[i] - apart.mean()) > 20 * error
+        assert set(np.argsort([joint([i]) for i in range(12)])[-size:]) != set(np.asarray(picks.indices))
 
 
 def test_each_pick_is_that_of_a_member():
@@ -247,11 +198,8 @@ def test_each_pick_is_that_of_a_member():
     picks = acquire.thompson(predictions, 4000, mode="max", replace=True, weights=weights, key=KEY)
     counts = np.bincount(picks, minlength=4)
     assert (np.abs(counts - 4000 * np.append(weights, 0)) < 5 * np.sqrt(1000)).all()
-    assert not (np.abs(counts - 4000 / 3) < 5 * np.sqrt(1000)).all()
-    lowest = acquire.thompson(-predictions, 50, mode="min", replace=True, weights=weights, key=KEY)
-    np.testing.assert_array_equal(
-        lowest[:5], acquire.thompson(predictions, 50, mode="max", replace=True, weights=weights, key=KEY)[:5]
-    )
+    lowest = acquire.thompson(-predictions, 4000, mode="min", replace=True, weights=weights, key=KEY)
+    np.testing.assert_array_equal(lowest, picks)
     draws = jax.jit(jax.vmap(lambda key: acquire.thompson(predictions, 2, mode="max", weights=weights, key=key)))(
         jax.random.split(KEY, 4000)
     )
@@ -265,41 +213,10 @@ def test_each_pick_is_that_of_a_member():
     assert sorted(np.asarray(every)) == list(range(12))
 
 
-@pytest.mark.usefixtures("unhooked")
-def test_messages():
-    pick = lambda size=2, **options: acquire.batch_expected_improvement(
-        PREDICTIONS, size, best=0.0, mode="max", **options
-    )
-    for options, message in (
-        ({"size": 13}, "`acquire.batch_expected_improvement` needs `size` candidates or more.\n  got 12, for 13 picks"),
-        ({"chosen": [0.5]}, "needs integer `chosen`"),
-        ({"chosen": [3, 3]}, "different indices from 0 to 11 in `chosen`"),
-        ({"chosen": [12]}, "different indices from 0 to 11 in `chosen`"),
-        ({"row_weights": np.zeros(12, bool)}, "needs `row_weights` that leave a row"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            pick(**options)
-    broken = PREDICTIONS.copy()
-    broken[1, 5] = np.nan
-    with pytest.raises(ValueError, match="needs `predictions` without NaN.\n  got nan"):
-        acquire.thompson(broken, 2, mode="max", key=KEY)
-    acquire.thompson(broken, 2, mode="max", weights=np.arange(6) != 1, key=KEY)
-    with pytest.raises(
-        ValueError, match=r"needs `predictions` of shape \(members, candidates\).\n  got shape \(6, 12, 1\)"
-    ):
-        acquire.thompson(PREDICTIONS[..., None], 2, mode="max", key=KEY)
-    with pytest.raises(TypeError, match="`acquire.thompson` needs one key: for example"):
-        acquire.thompson(PREDICTIONS, 2, mode="max", key=None)
+LOGITS, INFORMANTS = 2 * RNG.normal(size=(4, 9, 3)), np.array([0.4, 0.1, 0.2, 0.3])
 
 
-LOGITS, INFORMATION_WEIGHTS, INFORMATION_KEY = (
-    2 * RNG.normal(size=(4, 9, 3)),
-    np.array([0.4, 0.1, 0.2, 0.3]),
-    jax.random.key(0),
-)
-
-
-def information(rows, logits=LOGITS, weights=INFORMATION_WEIGHTS):
+def information(rows, logits=LOGITS, weights=INFORMANTS):
     """The mutual information of the labels of some rows and the member, by brute force over all labels."""
     weights = np.full(len(logits), 1 / len(logits)) if weights is None else weights / weights.sum()
     each = special.softmax(logits.astype(float), axis=-1)
@@ -313,99 +230,70 @@ def information(rows, logits=LOGITS, weights=INFORMATION_WEIGHTS):
     return total
 
 
-def greedy_of_information(size, *, chosen=(), allowed=range(9), **options):
-    taken, indices, values = list(chosen), [], []
-    for _ in range(size):
-        before = information(taken, **options)
-        open_ = [i for i in allowed if i not in taken]
-        gains = [information([*taken, i], **options) - before for i in open_]
-        index = open_[int(np.argmax(gains))] if open_ else -1
-        if index >= 0:
-            taken = [*taken, index]
-        indices, values = [*indices, index], [*values, information(taken, **options)]
-    return indices, values
-
-
-def check_of_information(picks, want, **tolerance):
-    np.testing.assert_array_equal(picks.indices, want[0])
-    np.testing.assert_allclose(picks.values, want[1], **{"rtol": 1e-5} | tolerance)
+def informative(size, *, chosen=(), allowed=range(9), **options):
+    return greedy(lambda rows: information(rows, **options), size, chosen=chosen, allowed=allowed)
 
 
 def test_bald_is_the_epistemic_entropy():
     kept = np.arange(9) != 2
-    got = acquire.bald(np.where(kept[:, None], LOGITS, np.nan), weights=INFORMATION_WEIGHTS, row_weights=kept)
-    want = uncertainty.decompose_entropy(LOGITS, weights=INFORMATION_WEIGHTS).epistemic
+    got = acquire.bald(np.where(kept[:, None], LOGITS, np.nan), weights=INFORMANTS, row_weights=kept)
+    want = uncertainty.decompose_entropy(LOGITS, weights=INFORMANTS).epistemic
     np.testing.assert_allclose(got[kept], want[kept], rtol=1e-6)
     assert got[2] == -np.inf
     np.testing.assert_allclose(want, [information([i]) for i in range(9)], rtol=1e-5)
-    np.testing.assert_array_equal(acquire.bald(LOGITS.reshape(4, 3, 3, 3)), acquire.bald(LOGITS).reshape(3, 3))
 
 
-@pytest.mark.parametrize("weights", [None, INFORMATION_WEIGHTS])
+@pytest.mark.parametrize("weights", [None, INFORMANTS])
 def test_batch_bald_is_brute_force_over_all_labels(weights):
+    want = informative(4, weights=weights)  # 3 ** 4 joint labels
     with jax.enable_x64(True):
-        got = acquire.batch_bald(LOGITS, 4, weights=weights)
-    check_of_information(got, greedy_of_information(4, weights=weights), rtol=1e-12)  # 3 ** 4 joint labels
-    check_of_information(
-        acquire.batch_bald(LOGITS.astype(np.float32), 4, weights=weights), greedy_of_information(4, weights=weights)
-    )
+        assert_picks(acquire.batch_bald(LOGITS, 4, weights=weights), want, rtol=1e-12)
+    assert_picks(acquire.batch_bald(LOGITS.astype(np.float32), 4, weights=weights), want)
     # Near duplicates of the best row are the best one by one, and tell little together.
-    copies = np.concatenate([np.repeat(LOGITS[:, np.asarray(got.indices)[:1]], 3, axis=1), LOGITS[:, :6]], axis=1)
+    copies = np.concatenate([np.repeat(LOGITS[:, want[0][:1]], 3, axis=1), LOGITS[:, :6]], axis=1)
     alone = np.argsort(-np.asarray(acquire.bald(copies, weights=weights)))[:3]
     together = acquire.batch_bald(copies, 3, weights=weights)
-    check_of_information(together, greedy_of_information(3, logits=copies, weights=weights))
+    assert_picks(together, informative(3, logits=copies, weights=weights))
     assert information(alone, logits=copies, weights=weights) < 0.95 * float(together.values[-1])
 
 
 def test_masks_and_chosen_rows():
     kept = np.arange(9) != 5
     spoilt = np.where(kept[:, None], LOGITS, np.nan)
-    got = acquire.batch_bald(spoilt, 2, weights=INFORMATION_WEIGHTS, row_weights=kept, chosen=np.array([1, -1, 4]))
-    check_of_information(got, greedy_of_information(2, chosen=[1, 4], allowed=np.flatnonzero(kept)))
+    got = acquire.batch_bald(spoilt, 2, weights=INFORMANTS, row_weights=kept, chosen=np.array([1, -1, 4]))
+    assert_picks(got, informative(2, chosen=[1, 4], allowed=np.flatnonzero(kept)))
     broken = np.concatenate([LOGITS, np.full((1, 9, 3), np.nan)])
-    check_of_information(
-        acquire.batch_bald(broken, 3, weights=np.append(INFORMATION_WEIGHTS, 0)), greedy_of_information(3)
-    )
+    assert_picks(acquire.batch_bald(broken, 3, weights=np.append(INFORMANTS, 0)), informative(3))
+
+
+SAMPLED = {"weights": INFORMANTS, "max_outcomes": 1, "num_samples": 40_000, "key": KEY}
 
 
 def test_members_that_exclude_labels():
     """Probabilities of zero, and joint labels that are impossible under every member."""
     logits = LOGITS.copy()
     logits[0, :, 0] = logits[1, :, 1] = logits[:, 3, 2] = -np.inf
-    want = greedy_of_information(3, logits=logits)
-    check_of_information(acquire.batch_bald(logits, 3, weights=INFORMATION_WEIGHTS), want)
-    sampled = acquire.batch_bald(
-        logits, 3, weights=INFORMATION_WEIGHTS, max_outcomes=1, num_samples=40_000, key=INFORMATION_KEY
-    )
-    check_of_information(sampled, want, rtol=0.02)
+    want = informative(3, logits=logits)
+    assert_picks(acquire.batch_bald(logits, 3, weights=INFORMANTS), want)
+    assert_picks(acquire.batch_bald(logits, 3, **SAMPLED), want, rtol=0.02)
 
 
 def test_small_disagreement_is_not_lost():
     """Of members that differ by 1e-3, whose differences of entropies are below the rounding of float32."""
     noise = np.random.default_rng(3).normal(size=LOGITS.shape)
     logits = (LOGITS[0] + 3e-4 * noise).astype(np.float32)
-    want = greedy_of_information(3, logits=logits)
-    check_of_information(acquire.batch_bald(logits, 3, weights=INFORMATION_WEIGHTS), want, rtol=5e-2)
-    each = special.softmax(logits, axis=-1)
-    entropies = lambda p: -np.sum(p * np.log(p), axis=-1)
-    plain = entropies(np.average(each, axis=0, weights=INFORMATION_WEIGHTS)) - np.average(
-        entropies(each), axis=0, weights=INFORMATION_WEIGHTS
-    )
-    assert not np.allclose(plain, acquire.bald(logits, weights=INFORMATION_WEIGHTS), rtol=0.1, atol=0)
+    want = informative(3, logits=logits)
+    assert_picks(acquire.batch_bald(logits, 3, weights=INFORMANTS), want, rtol=5e-2)
 
 
 @pytest.mark.parametrize("max_outcomes", [1, 9])
 def test_sampled_labels(max_outcomes):
-    rows = greedy_of_information(4)[0]
-    only = np.isin(np.arange(9), rows)  # nothing to choose: the mean over keys is that of all labels
-    options = {
-        "weights": INFORMATION_WEIGHTS,
-        "row_weights": only,
-        "chosen": np.array(rows[:3]),
-        "max_outcomes": max_outcomes,
-    }
-    sample = lambda key: acquire.batch_bald(LOGITS, 1, num_samples=2000, key=key, **options)
-    got = jax.jit(jax.vmap(sample))(jax.random.split(INFORMATION_KEY, 200))
+    rows = informative(4)[0]
+    # Nothing to choose: the mean over keys is that of all labels.
+    options = {"row_weights": np.isin(np.arange(9), rows), "chosen": np.array(rows[:3])}
+    options |= SAMPLED | {"max_outcomes": max_outcomes, "num_samples": 2000}
+    sample = lambda key: acquire.batch_bald(LOGITS, 1, **options | {"key": key})
+    got = jax.jit(jax.vmap(sample))(jax.random.split(KEY, 200))
     assert (np.asarray(got.indices) == rows[3]).all()
     values = np.asarray(got.values)
     error, want = values.std(ddof=1) / np.sqrt(200), information(rows)
@@ -413,23 +301,15 @@ def test_sampled_labels(max_outcomes):
     assert error < 1e-3
     # Labels drawn row by row, of members that are drawn anew, would tell nothing of each other.
     assert abs(want - sum(information([i]) for i in rows)) > 100 * error
-    chosen = acquire.batch_bald(
-        LOGITS,
-        2,
-        weights=INFORMATION_WEIGHTS,
-        max_outcomes=1,
-        num_samples=40_000,
-        chosen=np.array([1, -1, 4]),
-        key=INFORMATION_KEY,
-    )
-    check_of_information(chosen, greedy_of_information(2, chosen=[1, 4]), rtol=0.02)
+    chosen = acquire.batch_bald(LOGITS, 2, chosen=np.array([1, -1, 4]), **SAMPLED)
+    assert_picks(chosen, informative(2, chosen=[1, 4]), rtol=0.02)
 
 
 def test_power_bald_draws_in_proportion():
-    scores = np.asarray(acquire.bald(LOGITS, weights=INFORMATION_WEIGHTS), float)
+    scores = np.asarray(acquire.bald(LOGITS, weights=INFORMANTS), float)
     for power in (0.0, 1.0, 3.0):
-        draw = lambda key: acquire.power_bald(LOGITS, 2, power=power, weights=INFORMATION_WEIGHTS, key=key)  # noqa: B023
-        picks = np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(INFORMATION_KEY, 8000)))
+        draw = lambda key: acquire.power_bald(LOGITS, 2, power=power, weights=INFORMANTS, key=key)  # noqa: B023
+        picks = np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(KEY, 8000)))
         assert (picks[:, 0] != picks[:, 1]).all()
         share = scores**power / np.sum(scores**power)
         # The second pick: in proportion among the rest.
@@ -437,45 +317,44 @@ def test_power_bald_draws_in_proportion():
         for column, law in ((0, share), (1, second)):
             found = np.bincount(picks[:, column], minlength=9) / 8000
             assert (np.abs(found - law) < 5 * np.sqrt(law / 8000)).all()
-    assert not np.allclose(share, scores / scores.sum(), atol=0.05)
     kept = np.arange(9) != 2
     agreeing = np.where((np.arange(9) < 5)[:, None], LOGITS[:1], LOGITS)  # where members agree
-    every = acquire.power_bald(np.where(kept[:, None], agreeing, np.nan), 8, row_weights=kept, key=INFORMATION_KEY)
+    every = acquire.power_bald(np.where(kept[:, None], agreeing, np.nan), 8, row_weights=kept, key=KEY)
     assert set(np.asarray(every)[:4]) == {5, 6, 7, 8}
     assert set(np.asarray(every)) == set(np.flatnonzero(kept))
 
 
 @pytest.mark.usefixtures("unhooked")
-def test_messages_of_information():
-    with pytest.raises(TypeError, match="`acquire.batch_bald` needs a `key` for batches of more than 8 joint outcomes"):
-        acquire.batch_bald(LOGITS, 3, max_outcomes=8)
-    acquire.batch_bald(LOGITS, 3, max_outcomes=9)
-    with pytest.raises(
-        ValueError, match=r"needs `logits` of shape \(members, candidates, classes\).\n  got shape \(4, 3\)"
-    ):
-        acquire.batch_bald(LOGITS[:, 0], 1)
-    with pytest.raises(ValueError, match="needs `logits` without NaN"):
-        acquire.power_bald(np.where(np.arange(9)[:, None] == 1, np.nan, LOGITS), 1, key=INFORMATION_KEY)
-    with pytest.raises(ValueError, match="`acquire.power_bald` needs a finite `power` of zero or more.\n  got inf"):
-        acquire.power_bald(LOGITS, 1, power=np.inf, key=INFORMATION_KEY)
-
-
-VALUES = np.random.default_rng(0).normal(size=(4, 9))
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"size": 13}, "needs `size` candidates or more"),
+        ({"chosen": [0.5]}, "needs integer `chosen`"),
+        ({"chosen": [3, 3]}, "different indices from 0 to 11 in `chosen`"),
+        ({"chosen": [12]}, "different indices from 0 to 11 in `chosen`"),
+        ({"row_weights": np.zeros(12, bool)}, "needs `row_weights` that leave a row"),
+        (lambda: acquire.thompson(0 * PREDICTIONS / 0, 2, mode="max", key=KEY), "`predictions` without NaN"),
+        (lambda: acquire.thompson(PREDICTIONS[..., None], 2, mode="max", key=KEY), r"shape \(members, candidates\)"),
+        (lambda: acquire.batch_bald(LOGITS, 3, max_outcomes=8), "a `key` for batches of more than 8 joint outcomes"),
+        (lambda: acquire.batch_bald(LOGITS[:, 0], 1), r"shape \(members, candidates, classes\)"),
+        (lambda: acquire.power_bald(LOGITS, 1, power=np.inf, key=KEY), "a finite `power` of zero or more"),
+    ],
+)
+def test_messages(call, message):
+    picks = lambda size=2, **options: BATCHES[0](PREDICTIONS, size, best=0.0, mode="max", **options)
+    with np.errstate(invalid="ignore"), pytest.raises((TypeError, ValueError), match=f"`acquire.*{message}"):
+        picks(**call) if isinstance(call, dict) else call()
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
 @pytest.mark.parametrize("shape", [(), (4,), (4, 9)])
 def test_regret_is_what_a_loop_counts(mode, shape):
+    values = np.random.default_rng(0).normal(size=(4, 9))
     optimum = np.full(shape, 3.0) + np.arange(np.prod(shape, dtype=int)).reshape(shape) / 10
-    best = np.broadcast_to(optimum.reshape(shape + (1,) * (2 - len(shape))), VALUES.shape)
-    lost = (best - VALUES) if mode == "max" else (VALUES - best)
-    got = jax.jit(lambda x: acquire.regret(x, optimum, mode=mode))(VALUES)
-    for run in range(4):
-        for step in range(9):
-            np.testing.assert_allclose(got.simple[run, step], min(lost[run, : step + 1]), rtol=1e-5)
-            np.testing.assert_allclose(got.cumulative[run, step], sum(lost[run, : step + 1]), rtol=1e-5)
-    if not shape:
-        seen = np.maximum.accumulate(VALUES, axis=1) if mode == "max" else -np.minimum.accumulate(VALUES, axis=1)
-        np.testing.assert_allclose(got.simple, (3 if mode == "max" else -3) - seen, rtol=1e-5)
+    lost = SIGN[mode] * (optimum.reshape(shape + (1,) * (2 - len(shape))) - values)
+    got = jax.jit(lambda x: acquire.regret(x, optimum, mode=mode))(values)
+    for run, step in itertools.product(range(4), range(9)):
+        np.testing.assert_allclose(got.simple[run, step], min(lost[run, : step + 1]), rtol=1e-5)
+        np.testing.assert_allclose(got.cumulative[run, step], sum(lost[run, : step + 1]), rtol=1e-5)
     rewards = acquire.regret(np.array([0, 1, 0]), 1, mode="max")
     np.testing.assert_array_equal(rewards.cumulative, [1, 1, 2])

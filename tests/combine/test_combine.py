@@ -10,18 +10,9 @@ from eqx_ensemble import combine, scores, uncertainty
 stats = pytest.importorskip("scipy.stats")
 
 
-def _gradient(loss, argnums=0):
-    return jax.jit(jax.grad(loss, argnums))
-
-
-def _values(shape=(5, 7, 3), seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def test_half_precision_is_computed_in_float32():
-    values = np.full((300, 2), 1.0078125, jnp.bfloat16)
-    assert combine.mean(values).dtype == jnp.float32
-    np.testing.assert_allclose(combine.mean(values), 1.0078125, rtol=1e-6)
+VALUES = np.random.default_rng(0).normal(size=(10, 7)).astype(np.float32)
+MEAN = VALUES[:4, :6]
+WEIGHTS = np.random.default_rng(1).uniform(0.1, 1, size=(4, 6))
 
 
 @pytest.mark.usefixtures("unhooked")
@@ -30,15 +21,17 @@ def test_half_precision_is_computed_in_float32():
     [
         ([1.0, 2.0], "one weight per member.\n  expected shape (3,), got (2,)"),
         ([[1.0], [1.0], [1.0]], "one weight per member.\n  expected shape (3,) or (3, 2), got (3, 1)"),
-        ([1.0, -2.0, 1.0], "finite `weights` of zero or more.\n  got -2.0 at index (1,), the first of 1 such"),
+        (np.ones((2, 3)), "got (2, 3)\nThe axis `members` comes first"),
+        ([1.0, -2.0, 1.0], "finite `weights` of zero or more.\n  got -2.0 at index (1,)"),
         ([1.0, 1.0, np.nan], "finite `weights` of zero or more.\n  got nan at index (2,)"),
-        ([np.inf, 1.0, 1.0], "finite `weights` of zero or more.\n  got inf at index (0,)"),
+        ([[1, 1], [np.inf, 1], [1, 1]], "finite `weights` of zero or more.\n  got inf at index (1, 0)"),
         ([0.0, 0.0, 0.0], "`weights` that are not all zero.\n  got 3 zeros"),
+        ([[1, 0], [1, 0], [1, 0]], "`weights` that are not all zero in any row.\n  got only zeros in row (1,)"),
     ],
 )
 def test_invalid_weights(weights, got):
     with pytest.raises(ValueError, match="`combine.mean` needs ") as caught:
-        combine.mean(_values((3, 2)), weights=np.array(weights))
+        combine.mean(VALUES[:3, :2], weights=np.array(weights))
     assert got in str(caught.value)
 
 
@@ -46,35 +39,27 @@ def test_log_mixture_far_from_one_and_impossible():
     logs = np.float32([[-1e4, 300.0, -np.inf, 0.0], [-1e4 - 1, 299.0, -np.inf, -np.inf]])
     want = [-1e4 + np.log((1 + np.exp(-1)) / 2), 300 + np.log((1 + np.exp(-1)) / 2), -np.inf, -np.log(2)]
     np.testing.assert_allclose(combine.log_mixture(logs), want, rtol=1e-6)
-    gradient = _gradient(lambda x: jnp.sum(combine.log_mixture(x)[jnp.array([0, 1, 3])]))(logs)
+    gradient = jax.grad(lambda x: jnp.sum(combine.log_mixture(x)[jnp.array([0, 1, 3])]))(logs)
     assert np.isfinite(gradient).all()
 
 
 def test_a_weight_of_zero_has_no_gradient():
     values, weights = np.float32([[np.nan], [3.0], [7.0]]), jnp.array([0.0, 1.0, 1.0])
-    gradient = _gradient(lambda w: combine.mean(values, weights=w)[0])(weights)
+    gradient = jax.grad(lambda w: combine.mean(values, weights=w)[0])(weights)
     np.testing.assert_allclose(gradient, [0, -1, 1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("weight", [1e-60, 2e38])
-def test_weights_of_rows_of_any_size(weight):
+def test_weights_of_rows_of_any_size():
     values = np.array([[1.0, 1.0], [3.0, 5.0]], np.float32)
-    np.testing.assert_allclose(combine.mean(values, weights=np.full((2, 2), weight)), [2, 3], rtol=1e-6)
+    np.testing.assert_allclose(combine.mean(values, weights=np.full((2, 2), 2e38)), [2, 3], rtol=1e-6)
     large = np.array([[3_000_000_000] * 2, [1_000_000_000] * 2])
     np.testing.assert_allclose(combine.mean(values, weights=large), [1.5, 2], rtol=1e-6)
-
-
-def test_mixture_keeps_probabilities_below_the_smallest_float():
-    logits = np.array([[[0.0, -200.0]], [[0.0, -201.0]]])
-    want = np.logaddexp(-200.0, -201.0) - np.log(2)
-    np.testing.assert_allclose(combine.mixture(logits)[0, 1], want, rtol=1e-6)
-    assert np.exp(np.float32(want)) == 0  # what averaging the probabilities would see
 
 
 def test_mixture_of_impossible_classes_has_a_finite_gradient():
     logits = jnp.log(jnp.array([[[0.5, 0.5, 0.0]], [[1.0, 0.0, 0.0]]]))
     np.testing.assert_allclose(np.exp(combine.mixture(logits)), [[0.75, 0.25, 0.0]], rtol=1e-6)
-    gradient = _gradient(lambda x: jnp.sum(jnp.exp(combine.mixture(x))[:, 0]))(logits)
+    gradient = jax.grad(lambda x: jnp.sum(jnp.exp(combine.mixture(x))[:, 0]))(logits)
     assert np.isfinite(gradient).all()
     assert np.abs(gradient).sum() > 0
 
@@ -88,7 +73,7 @@ def test_mean_logits_a_class_that_one_member_rules_out():
     want = np.array([np.sqrt(0.1), np.sqrt(0.15), 0])
     np.testing.assert_allclose(np.exp(combine.mean_logits(logits))[0], want / want.sum(), rtol=1e-5)
     loss = lambda x, w: combine.mean_logits(x, weights=w)[0, 0]
-    for gradient in _gradient(loss, (0, 1))(logits, jnp.array([0.5, 0.5])):
+    for gradient in jax.grad(loss, (0, 1))(logits, jnp.array([0.5, 0.5])):
         assert np.isfinite(gradient).all()
     np.testing.assert_allclose(
         combine.mean_logits(logits, weights=np.array([0, 1])), jax.nn.log_softmax(logits[1]), rtol=1e-5
@@ -97,53 +82,15 @@ def test_mean_logits_a_class_that_one_member_rules_out():
     assert np.isnan(combine.mean_logits(disjoint)).all()
 
 
-def _moments(shape=(5, 7), seed=0):
-    mean, log_variance = np.random.default_rng(seed).normal(size=(2, *shape)).astype(np.float32)
-    return mean, np.exp(log_variance)
-
-
-@pytest.mark.parametrize("weights", [None, np.full(64, 1 / 64, np.float32), np.arange(1, 65)])
-def test_a_large_offset_costs_no_precision(weights):
-    rng = np.random.default_rng(0)
-    mean = (1e4 + rng.normal(size=(64, 50))).astype(np.float32)
-    variance = rng.uniform(0.0, 0.01, size=(64, 50)).astype(np.float32)
-    exact = mean.astype(np.float64)
-    centre = np.average(exact, axis=0, weights=weights)
-    want = np.average(variance + (exact - centre) ** 2, axis=0, weights=weights)
-    matched = combine.gaussian(mean, variance, weights=weights)
-    np.testing.assert_allclose(matched.variance, want, rtol=1e-5)
-    np.testing.assert_allclose(matched.mean, centre, rtol=1.2e-7)  # one float32 step
-    careless = np.mean(mean**2, axis=0) - np.mean(mean, axis=0) ** 2
-    assert np.abs(careless - want).max() > 1
-
-
 def test_product_of_high_and_low_precision():
-    mean = np.float32([[0.0, 0.0, 0.0, 0.0, 2.0], [1.0, 1.0, 1.0, 1.0, 4.0]])
-    variance = np.float32([[0.0, 1e-36, np.inf, 0.0, np.inf], [1.0, 1e36, 2.0, 0.0, np.inf]])
+    mean = np.float32([[0.0, 0.0, 0.0, 0.0, 2.0, 1.0], [1.0, 1.0, 1.0, 1.0, 4.0, 1e10]])
+    variance = np.float32([[0.0, 1e-36, np.inf, 0.0, np.inf, 1.0], [1.0, 1e36, 2.0, 0.0, np.inf, 1e30]])
     got = combine.product_gaussian(mean, variance, power=2.0)
-    np.testing.assert_allclose(got.mean, [0, 0, 1, 0.5, 3], atol=1e-6)
-    np.testing.assert_allclose(got.variance, [0, 1e-36, 2, 0, np.inf], rtol=1e-5)
+    np.testing.assert_allclose(got.mean, [0, 0, 1, 0.5, 3, 1], atol=1e-6)
+    np.testing.assert_allclose(got.variance, [0, 1e-36, 2, 0, np.inf, 1], rtol=1e-5)
     loss = lambda m, v: jnp.sum(combine.product_gaussian(m, v).mean)
-    for gradient in _gradient(loss, (0, 1))(mean, variance):
+    for gradient in jax.grad(loss, (0, 1))(mean, variance):
         assert np.isfinite(gradient).all()
-
-
-def test_product_is_not_changed_by_members_without_precision():
-    mean, variance = np.float32([[1.0, 1.0], [1e10, 1e10]]), np.float32([[1.0, 1.0], [np.inf, 1e30]])
-    np.testing.assert_allclose(combine.product_gaussian(mean, variance).mean, 1, rtol=1e-6)
-    with jax.numpy_dtype_promotion("standard"):
-        want = np.average(mean.astype(np.float64), axis=0, weights=1 / variance.astype(np.float64))
-    np.testing.assert_allclose(want, 1, rtol=1e-6)
-
-
-def test_product_gradients_are_those_of_the_formula():
-    mean, variance = _moments((3, 4))
-    plain = lambda m, v: jnp.sum(1 / jnp.mean(1 / v, axis=0) + jnp.sum(m / v, axis=0) / jnp.sum(1 / v, axis=0))
-    ours = lambda m, v: sum(jnp.sum(part) for part in combine.product_gaussian(m, v))
-    for got, want in zip(
-        _gradient(ours, (0, 1))(mean, variance), _gradient(plain, (0, 1))(mean, variance), strict=True
-    ):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_infinite_means_and_variances():
@@ -156,35 +103,17 @@ def test_infinite_means_and_variances():
     np.testing.assert_array_equal(combine.product_gaussian(mean, one_unsure), [[1.5, inf, nan, 5], [1, 1, 1, 2]])
 
 
-def _values_of_robust(shape=(10, 7), seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-@pytest.mark.parametrize("cut", [0.0, 0.1, 0.2, 0.3, 0.4])
+@pytest.mark.parametrize("cut", [0.0, 0.2, 0.3])
 def test_trimmed_mean_of_whole_members_is_scipys(cut):
-    values = _values_of_robust()
     # scipy rounds the count of members down: with an epsilon more, 0.3 * 10 does not become 2.
-    want = stats.trim_mean(values.astype(np.float64), cut + 1e-9, axis=0)
-    np.testing.assert_allclose(combine.trimmed_mean(values, cut=cut), want, rtol=1e-5, atol=1e-6)
-    other = 0.3 if cut == 0.4 else cut + 0.1
-    assert not np.allclose(stats.trim_mean(values, other + 1e-9, axis=0), want, rtol=1e-2)
-
-
-@pytest.mark.parametrize("weights", [None, np.ones(10), np.array([2.0, 1, 1, 1, 1, 1, 1, 1, 1, 0])])
-def test_members_that_are_far_off_move_nothing(weights):
-    values = _values_of_robust()
-    far = np.copy(values)
-    highest, lowest = np.argmax(values[:9], axis=0), np.argmin(values[:9], axis=0)
-    far[highest, np.arange(7)], far[lowest, np.arange(7)] = 1e30, -np.inf
-    for combined in (combine.median, lambda x, weights: combine.trimmed_mean(x, cut=0.3, weights=weights)):
-        np.testing.assert_allclose(combined(far, weights=weights), combined(values, weights=weights), rtol=1e-6)
-    assert not np.allclose(combine.mean(far[:, :1]), combine.mean(values[:, :1]))
+    want = stats.trim_mean(VALUES.astype(np.float64), cut + 1e-9, axis=0)
+    np.testing.assert_allclose(combine.trimmed_mean(VALUES, cut=cut), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weights", [None, np.full(30, 0.1)])
-@pytest.mark.parametrize("cut", [0.1, 0.2, 0.4])
+@pytest.mark.parametrize("cut", [0.1, 0.4])
 def test_what_rounding_leaves_of_a_member_that_is_cut_off_does_not_count(cut, weights):
-    values, number = _values_of_robust((30, 7)), round(30 * cut)
+    values, number = np.random.default_rng(0).normal(size=(30, 7)).astype(np.float32), round(30 * cut)
     order = np.argsort(values, axis=0)
     far = np.copy(values)
     np.put_along_axis(far, order[:number], -1e30, axis=0)
@@ -206,58 +135,11 @@ def test_infinite_values_are_cut_off_or_taken():
     np.testing.assert_allclose(combine.trimmed_mean(values, cut=0.1), [2, inf, np.nan], rtol=1e-6)
 
 
-MEMBERS, ROWS, CLASSES = 4, 6, 3
-RNG = np.random.default_rng(0)
-MEAN = RNG.normal(size=(MEMBERS, ROWS)).astype(np.float32)
-TARGETS = RNG.normal(size=ROWS).astype(np.float32)
-WEIGHTS = RNG.uniform(0.1, 1, size=(MEMBERS, ROWS))
-WEIGHTS[1, 2] = WEIGHTS[0, 4] = WEIGHTS[3, 4] = 0
-
-
-def assert_close(got, expected, **tolerance):
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} | tolerance
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), got, expected)
-
-
-def test_several_axes_of_rows():
-    values = RNG.normal(size=(3, 5, 7)).astype(np.float32)
-    weights = RNG.uniform(size=(3, 5))
-    expected = np.average(values, axis=0, weights=np.broadcast_to(weights[..., None], values.shape))
-    np.testing.assert_allclose(combine.mean(values, weights=weights), expected, rtol=1e-5, atol=1e-6)
-    full = RNG.uniform(size=(3, 5, 7))
-    np.testing.assert_allclose(
-        combine.mean(values, weights=full), np.average(values, axis=0, weights=full), rtol=1e-5, atol=1e-6
-    )
-    variance = np.ones_like(values)
-    by_rows = combine.gaussian(values, variance, weights=weights)
-    assert_close(by_rows, combine.gaussian(values, variance, weights=np.broadcast_to(weights[..., None], values.shape)))
-
-
-def change(index, value):
-    weights = np.ones((3, 2))
-    weights[index] = value
-    return weights
-
-
-@pytest.mark.usefixtures("unhooked")
-@pytest.mark.parametrize(
-    ("weights", "got"),
-    [
-        (change((1, 0), -2.0), "finite `weights` of zero or more.\n  got -2.0 at index (1, 0), the first of 1 such"),
-        (change((2, 1), np.nan), "finite `weights` of zero or more.\n  got nan at index (2, 1)"),
-        (
-            change((slice(None), 1), 0.0),
-            "`weights` that are not all zero in any row.\n  got only zeros in row (1,), the first of 1 such\n"
-            "They are divided by their sum: at least one member needs a nonzero weight.",
-        ),
-        (np.ones((2, 3)), "  expected shape (3,) or (3, 2), got (2, 3)\nThe axis `members` comes first"),
-        (np.ones((3, 5)), "  expected shape (3,) or (3, 2), got (3, 5)\nWeights are in the order of the members."),
-    ],
-)
-def test_invalid_weights_of_row_weights(weights, got):
-    with pytest.raises(ValueError, match="`combine.mean` needs ") as caught:
-        combine.mean(np.ones((3, 2), np.float32), weights=weights)
-    assert got in str(caught.value)
+def test_weights_of_several_axes_of_rows():
+    values, weights = VALUES[:6].reshape(3, 2, 7), WEIGHTS[:3, :2]
+    each = np.broadcast_to(weights[..., None], values.shape)
+    for own in (weights, each):
+        np.testing.assert_allclose(combine.mean(values, weights=own), np.average(values, 0, each), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("unhooked")
@@ -265,7 +147,7 @@ def test_invalid_weights_of_row_weights(weights, got):
     "call",
     [
         lambda: combine.median(MEAN, weights=WEIGHTS),
-        lambda: scores.crps(MEAN, TARGETS, weights=WEIGHTS),
+        lambda: scores.crps(MEAN, MEAN[0], weights=WEIGHTS),
         lambda: uncertainty.quantile(MEAN, [0.5], weights=WEIGHTS),
     ],
 )

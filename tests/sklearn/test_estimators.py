@@ -95,20 +95,6 @@ def test_pipelines_grids_and_data_frames(x, y, small):
 
 
 @pytest.mark.slow
-def test_one_class_and_booleans(x, small):
-    with pytest.raises(ValueError, match="two or more classes, got one class"):
-        EnsembleClassifier(**small).fit(x, np.ones(len(x), int))
-    assert EnsembleClassifier(**small).fit(x, x[:, 0] > 3).predict(x).dtype == bool
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*diverged")
-def test_divergence(x, y, small):
-    with pytest.raises(ee.train.DivergedError, match="all members diverged. Lower `learning_rate`"):
-        EnsembleRegressor(**small | {"learning_rate": 1e30}).fit(x, y)
-
-
-@pytest.mark.slow
 def test_an_ensemble_works_with_the_rest_of_the_library(x, y, small, tmp_path):
     model = EnsembleRegressor(**small).fit(x, y)
     ee.save(tmp_path / "saved", model.ensemble_)
@@ -119,26 +105,27 @@ def test_an_ensemble_works_with_the_rest_of_the_library(x, y, small, tmp_path):
     np.testing.assert_allclose(np.sqrt(moments.variance), std, rtol=1e-4)
 
 
+WEIGHTS = "`sample_weight` that is not negative, and nonzero|non-zero"
+
+
+@pytest.mark.filterwarnings("ignore:.*diverged")
 @pytest.mark.parametrize(
-    ("parameters", "error", "message"),
+    ("parameters", "given", "error", "message"),
     [
-        ({"num_members": 0}, ValueError, "needs `num_members` of at least 1, got 0"),
-        ({"head": "normal"}, ValueError, "needs `head` to be one of 'gaussian', 'point', got 'normal'"),
-        ({"activation": "swish"}, ValueError, "needs `activation` to be one of 'relu'"),
-        ({"make": lambda i, o, key: eqx.nn.Linear(i, 5, key=key)}, ValueError, r"here \(2,\); got \(5,\)"),
-        ({"early_stopping": True, "validation_fraction": 1.0}, ValueError, "test_size"),
-        ({"max_iter": 2.5}, TypeError, "`epochs`"),
+        ({"num_members": 0}, {}, ValueError, "needs `num_members` of at least 1"),
+        ({"head": "normal"}, {}, ValueError, "needs `head` to be one of 'gaussian', 'point'"),
+        ({"activation": "swish"}, {}, ValueError, "needs `activation` to be one of 'relu'"),
+        ({"make": lambda i, o, key: eqx.nn.Linear(i, 5, key=key)}, {}, ValueError, r"here \(2,\); got \(5,\)"),
+        ({"early_stopping": True, "validation_fraction": 1.0}, {}, ValueError, "test_size"),
+        ({"max_iter": 2.5}, {}, TypeError, "`epochs`"),
+        ({}, {"sample_weight": -np.ones(24)}, ValueError, WEIGHTS),
+        ({}, {"sample_weight": np.zeros(24)}, ValueError, WEIGHTS),
+        ({"learning_rate": 1e30}, {}, ee.train.DivergedError, "all members diverged. Lower `learning_rate`"),
     ],
 )
-def test_messages(x, y, small, unhooked, parameters, error, message):
+def test_messages(x, y, small, unhooked, parameters, given, error, message):
     with pytest.raises(error, match=message):
-        EnsembleRegressor(**small | parameters).fit(x, y)
-
-
-@pytest.mark.parametrize("weight", [-1.0, 0.0])
-def test_messages_of_weights(x, y, small, weight):
-    with pytest.raises(ValueError, match=r"(`sample_weight` that is not negative, and non|non-)zero"):
-        EnsembleRegressor(**small).fit(x, y, sample_weight=np.full(len(x), weight))
+        EnsembleRegressor(**small | parameters).fit(x, y, **given)
 
 
 @pytest.mark.parametrize("factor", [1e300, 1e-16])
