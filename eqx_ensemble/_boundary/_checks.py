@@ -123,6 +123,10 @@ def _array(name: str, x: Any, argument: Argument, sizes: Sizes) -> Array:
         small = jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.itemsize < 4
         return array.astype(jnp.int32) if small and not argument.is_number else array
     kind, fix = _KIND[tuple(kind for kind in ("float32", "int32") if kind in argument.dtypes)]
+    if array.dtype == bool and name != "labels" and "int32" in argument.dtypes:
+        fix = f"A mask? Pass `jnp.flatnonzero({name})`."
+    if name == "unseen":
+        fix = "Drawn rows? Pass `resample.out_of_bag(rows, num_rows)`."
     if name == "labels" and array.shape == (*sizes.get("*batch", ()), sizes.get("classes")):
         fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`."
     raise type_error(f"{kind} `{name}`", f"got dtype {array.dtype}, shape {array.shape}", fix)
@@ -136,6 +140,12 @@ _KIND = {
 }
 
 
+_SIGMOID = (
+    "One logit per row (sigmoid)? The classes are the last axis: pass `jnp.stack([jnp.zeros_like(logits), logits], "
+    "axis=-1)`, without an axis of length one."
+)
+
+
 def _bind(name: str, shape: tuple[Any, ...], axes: tuple[str, ...], sizes: Sizes, *, first: str) -> None:
     """Raises unless the shape agrees with the sizes of axes so far. Adds its own."""
     if axes == ("...",):
@@ -144,7 +154,10 @@ def _bind(name: str, shape: tuple[Any, ...], axes: tuple[str, ...], sizes: Sizes
     fewest = len(axes) - (place is not None)
     text = f"({', '.join(axes)})"
     if len(shape) < fewest or (place is None and len(shape) != fewest):
-        fix = f"One member? Add a leading axis: `{name}[None]`." if "members" in axes else "See its axes."
+        fix = f"One member? Add a leading axis: `{name}[None]`." if "members" in axes else "One number for each row."
+        if len(shape) == fewest + 1 and "members" not in axes:
+            fix = "Of members? Combine them first, such as by `combine.mean` or `combine.mixture`."
+            fix = f"A trailing axis of length one? Pass `{name}[..., 0]`." if shape[-1] == 1 else fix
         raise value_error(f"`{name}` of shape {text}", f"got shape {shape}", fix)
     own: Sizes = dict(zip(axes, shape, strict=False))
     if place is not None:
@@ -162,12 +175,14 @@ def _bind(name: str, shape: tuple[Any, ...], axes: tuple[str, ...], sizes: Sizes
     if own.get("members") == 0:
         raise value_error(f"at least one member in `{name}`, {text}", f"got shape {shape}", "Were all left out?")
     if own.get("classes", 2) < 2 and name == "logits":
-        fix = "One logit per row (sigmoid)? Pass `jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)`."
-        raise value_error(f"at least two classes on the last axis of `logits`, {text}", f"got shape {shape}", fix)
+        needs = f"at least two classes on the last axis of `logits`, {text}"
+        raise value_error(needs, f"got shape {shape}", _SIGMOID)
 
 
 def _fix(name: str, got: tuple[Any, ...], want: tuple[Any, ...], first: str, sizes: Sizes) -> str:
     """The likely fix for a wrong shape."""
+    if first == "logits" and want == () and len(got) == 1:
+        return _SIGMOID
     if got == (*want, 1):
         return f"A trailing axis of length one would broadcast to every pair of rows: pass `{name}[..., 0]`."
     if want == (*got, 1):

@@ -119,7 +119,7 @@ def _check_count(got: tuple[Any, ...], num_members: Any, rows: tuple[Any, ...]) 
     shapes = [(num_members, *rows[:i]) for i in range(len(rows) + 1)]
     if got in shapes:
         return
-    fix = "Weights are in the order of the members."
+    fix = "Weights are in the order of the members. Those of rows are `row_weights`."
     if len(got) > 1 and (*got[-1:], *got[:-1]) in shapes:
         fix = "The axis `members` comes first: `jnp.moveaxis(weights, -1, 0)`."
     elif len(got) > 1 and not rows:

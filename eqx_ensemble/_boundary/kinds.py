@@ -74,7 +74,7 @@ _CLASS = _below("classes", "labels from 0 to {last}, as there are {bound} classe
 _GROUP = _below(
     "num_groups",
     "`groups` from 0 to {last}, as `num_groups` is {bound}",
-    "Count groups from 0, and leave rows without a group out (`row_weights`).",
+    "Pass the number of groups as `num_groups`, count from 0, and leave rows without a group out (`row_weights`).",
 )
 _SCALE = Values("a `scale` above zero", lambda x, _: x <= 0, "Add a floor: `jnp.maximum(scale, 1e-6)`.", fill=1.0)
 _RATIO = _zero_or_more("It is the density of an input among new rows, divided by that among held-out rows.")

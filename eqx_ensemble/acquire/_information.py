@@ -71,7 +71,8 @@ def batch_bald(
     - `size`, `chosen`: as for [`eqx_ensemble.acquire.batch_expected_improvement`][].
     - `weights`, `row_weights`: as for [`eqx_ensemble.acquire.bald`][].
     - `max_outcomes`: the largest number of joint labels to enumerate; a pick needs those of the rows before it.
-    - `num_samples`: the number of joint labels to sample beyond that.
+    - `num_samples`: the number of joint labels to sample beyond that: values are then estimates, which may exceed the
+        logarithm of the number of members, and picks of nearly equal value depend on `key`.
     - `key`: one threefry key, needed to sample.
 
     **Returns:**

@@ -63,7 +63,10 @@ def finish(out: tuple[Any, Array], given: dict[str, Any]) -> Any:
         exact = fraction((1 + level) / 2 if given.get("ends") == "each" else level)
         who = f"{host.sum()} of {host.size} groups, the first is {np.argmax(host)}, have" if host.ndim else "there are"
         enough = f"{math.ceil(exact / (1 - exact))} rows or more{' of each' if host.ndim else ''}"
-        fix = f"Hold out {enough}" if "unseen" not in given else f"Take {enough}, train more members"
+        fix = f"Hold out {enough}"
+        if "unseen" in given:
+            left_out = "leave out rows that no member held out (`row_weights=unseen.any(axis=0)`)"
+            fix = f"Train more members, {left_out}, take {enough}"
         warn(
             f"`{caller()}`: {who} too few rows for level {level:g}; what is fitted has no bound.\n{fix}, or ask for a "
             "lower level."

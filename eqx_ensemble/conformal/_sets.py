@@ -74,8 +74,8 @@ class Sets(eqx.Module):
     ) -> Bool[Array, "*batch classes"]:
         """The set of each row."""
         if self.by_group != (groups is not None):
-            fix = "Call it as it was fitted."
-            raise value_error("`groups` if and only if there were groups in the fit", "got the opposite", fix)
+            needs, got = ("`groups`", "got none") if self.by_group else ("no `groups`", "got some")
+            raise value_error(f"{needs} of the rows, as in the fit", got, "Call it as it was fitted.")
         scores, limit = promote(class_scores(logits, self.score, self.penalty, self.num_free), self.threshold)
         if groups is not None:
             known = (groups >= 0) & (groups < limit.size)

@@ -1,3 +1,10 @@
+"""Scores of predictions, which are arrays with a leading `members` axis.
+
+Every score takes `row_weights`, a boolean or a number of zero or more for each row: rows of weight zero are ignored
+whatever they hold, such as a target of NaN or a label of -1. With `reduction="mean"` it is the mean over rows; with
+`"none"` there is one value per row, NaN where it is ignored.
+"""
+
 from ._binning import BrierDecomposition as BrierDecomposition
 from ._binning import brier as brier
 from ._binning import decompose_brier as decompose_brier

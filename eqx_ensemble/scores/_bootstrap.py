@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, Real
 
 from .._boundary import array_function, counted_rows, kinds
-from .._check import check_array, check_level, value_error
+from .._check import check_array, check_level, type_error, value_error
 from .._keys import member_keys
+from .._leaves import kind_text
 
 
 def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: object) -> Array:
@@ -102,6 +103,9 @@ def bootstrap(
         [Efron, AoS 1979](https://doi.org/10.1214/aos/1176344552)
     """
     check_level(level)
+    if statistic is not None and not callable(statistic):
+        fix = "To compare two models pass the difference of their scores: `bootstrap(other - one, key=key)`."
+        raise type_error("`statistic` to be a function", f"got {kind_text(statistic)}", fix)
     mean, shifts = _draw(values, row_weights=row_weights, num_draws=num_draws, key=key)
     return _summarise(mean, shifts, level, statistic)
 

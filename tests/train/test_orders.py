@@ -10,7 +10,7 @@ from scipy import stats
 
 import eqx_ensemble as ee
 from eqx_ensemble.train import _order as _permute
-from eqx_ensemble.train._order import permute, factors, stream
+from eqx_ensemble.train._order import factors, permute, stream
 
 from .plain_orders import plain_permutation
 

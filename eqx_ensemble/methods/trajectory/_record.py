@@ -135,7 +135,7 @@ def swa(optimiser: optax.GradientTransformation, *, start: Any = 0, every: Any =
 def swag(optimiser: optax.GradientTransformation, *, rank: int = 20, start: Any = 0, every: Any = 1) -> Wrapped:
     """SWAG: keeps a Gaussian approximation of each member's weights along its trajectory.
 
-    The mean and variance of all snapshots (`ddof=0`), and the deviations of the last `rank` from the mean, for
+    The mean and variance of all snapshots (`ddof=0`), and the deviations of the last `rank`, from the mean so far, for
     [`eqx_ensemble.methods.trajectory.sample`][] and [`eqx_ensemble.methods.trajectory.average`][]. Several members are
     MultiSWAG.
 
