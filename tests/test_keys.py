@@ -96,7 +96,7 @@ def test_another_default_generator_is_no_reason_to_fail(tmp_path):
     def loss(model, batch, key):
         return jnp.mean((jax.vmap(model)(batch[0]) + 0.1 * jax.random.normal(key, (8, 2)) - batch[1]) ** 2)
 
-    x = np.ones((8, 3), np.float32), np.zeros((8, 2), np.float32)
+    x = jnp.ones((8, 3)), jnp.zeros((8, 2))
 
     def everything(folder):
         ensemble = ee.build(Noisy, zip={"rate": [0.1, 0.2]}, key=KEY)
