@@ -76,7 +76,7 @@ class Mahalanobis(eqx.Module):
 def _finish(fitted: Any, given: dict[str, Any]) -> Any:
     """Raises for singular covariances, if they can be read."""
     factors = (fitted.factors,) if isinstance(fitted, GaussianDiscriminant) else (fitted.factor, fitted.background)
-    for host in map(concrete, factors):
+    for host in map(concrete, (fitted.means, *factors)):  # a class without rows has no mean
         if host is not None and not np.isfinite(host).all():
             member = np.argwhere(~np.isfinite(host))[0][0]
             fix = "Constant hidden units, or classes of few rows? Pass a (larger) `ridge`, or leave them out."
