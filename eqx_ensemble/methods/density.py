@@ -196,7 +196,9 @@ def _centre(
     rough = share @ features
     away = features - rough[None]
     deviations = away - (share @ away)[None]
-    means = (one_hot / jnp.sum(one_hot, axis=0, keepdims=True)).T @ deviations
+    of_class = jnp.sum(one_hot, axis=0)[:, None]
+    # A class without rows has no mean; what XLA makes of 0 / 0 inside a product differs between its releases.
+    means = jnp.where(of_class > 0, one_hot.T @ deviations / jnp.where(of_class > 0, of_class, 1), jnp.nan)
     return rough + share @ away, deviations, means
 
 
