@@ -196,9 +196,10 @@ def _centre(
     rough = share @ features
     away = features - rough[None]
     deviations = away - (share @ away)[None]
-    of_class = jnp.sum(one_hot, axis=0)[:, None]
+    of_class = jnp.sum(one_hot, axis=0)
+    means = (one_hot / jnp.where(of_class > 0, of_class, 1)[None]).T @ deviations
     # A class without rows has no mean; what XLA makes of 0 / 0 inside a product differs between its releases.
-    means = jnp.where(of_class > 0, one_hot.T @ deviations / jnp.where(of_class > 0, of_class, 1), jnp.nan)
+    means = jnp.where(of_class[:, None] > 0, means, jnp.nan)
     return rough + share @ away, deviations, means
 
 
