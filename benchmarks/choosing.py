@@ -178,11 +178,6 @@ def _calibrate(held_out: jax.Array, labels: np.ndarray, logits: jax.Array) -> di
             "temperature of each member": ft.partial(ee.calibrate.temperature, pool="members"),
             "vector": ft.partial(ee.calibrate.vector, pool="mixture"),
             "isotonic": ft.partial(ee.calibrate.isotonic, pool="mixture"),
-            "histogram": ft.partial(ee.calibrate.histogram, pool="mixture", num_bins=5),
-            "isotonic, smoothing 1": ft.partial(ee.calibrate.isotonic, pool="mixture", smoothing=1),
-            "isotonic, smoothing 0.1": ft.partial(ee.calibrate.isotonic, pool="mixture", smoothing=0.1),
-            "histogram, smoothing 1": ft.partial(ee.calibrate.histogram, pool="mixture", num_bins=5, smoothing=1),
-            "histogram, smoothing 0.1": ft.partial(ee.calibrate.histogram, pool="mixture", num_bins=5, smoothing=0.1),
         }.items():
             try:
                 found[f"{method}, {count} rows"] = calibrate(few, known)(logits)

@@ -1,12 +1,13 @@
 """Uncertainty: array functions compared with NumPy, scikit-learn and torchmetrics."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _measure import Contender, Report, Timing, compared, interleaved, script
+from _measure import Contender, Report, Row, Timing, compared, interleaved, script
 
 import eqx_ensemble as ee
 
@@ -21,7 +22,8 @@ def measure(quick: bool) -> Report:
         _agree(name, ours(), theirs())
         _raced(report, f"{name}, {size}", {"eqx_ensemble": ours, "numpy": theirs}, quick=quick)
     _beside_numpy(report, logits, size, quick=quick)
-    _beside_scoringrules(report, logits, quick=quick)
+    _of_classes(report, logits, labels, size, quick=quick)
+    _small_calls(report, logits, labels)
     _beside_torchmetrics(report, logits, labels, quick=quick)
     _of_rows(report, logits, labels, quick=quick)
     return report
@@ -65,7 +67,7 @@ def _raced(report: Report, question: str, ways: dict[str, Callable[[], Any] | No
     times = interleaved(present, rounds=3 if quick else 7)
     report.timings += [Timing(f"{question}: {name}", time.wall, time.cpu) for name, time in times.items()]
     ours, peer = ways
-    report.rows.append(compared(f"{question}: time", times.get(peer), times[ours]))
+    report.rows.append(compared(f"{question}: time", times.get(peer), times[ours], target=">= 0.8"))
 
 
 def _beside_numpy(report: Report, values: np.ndarray, size: str, *, quick: bool) -> None:
@@ -130,34 +132,51 @@ def _orders(values: np.ndarray, targets: np.ndarray) -> Ways:
     }
 
 
+def _of_classes(report: Report, logits: np.ndarray, labels: np.ndarray, size: str, *, quick: bool) -> None:
+    """Proper scores and hits of the mixture of the members."""
+    x, y, rows = jnp.asarray(logits), jnp.asarray(labels), np.arange(len(labels))
+    ways: Ways = {
+        "NLL": (lambda: ee.scores.nll(x, y), lambda: -np.log(_probabilities(logits).mean(0)[rows, labels]).mean()),
+        "accuracy": (
+            lambda: ee.scores.accuracy(x, y),
+            lambda: (_probabilities(logits).mean(0).argmax(-1) == labels).mean(),
+        ),
+        "Brier score": (
+            lambda: ee.scores.brier(x, y),
+            lambda: ((_probabilities(logits).mean(0) - np.eye(logits.shape[-1])[labels]) ** 2).sum(-1).mean(),
+        ),
+    }
+    for name, (ours, theirs) in ways.items():
+        _agree(name, ours(), theirs())
+        _raced(report, f"{name}, {size}", {"eqx_ensemble": ours, "numpy": theirs}, quick=quick)
+
+
+def _small_calls(report: Report, logits: np.ndarray, labels: np.ndarray) -> None:
+    """What checks cost: a call with 32 rows, above the program that it runs."""
+    x, y = jnp.asarray(logits[:, :32]), jnp.asarray(labels[:32])
+    values, targets = x[..., 0], x[0, :, 1]
+    log_mean = lambda x: jax.nn.logsumexp(jax.nn.log_softmax(x), axis=0) - np.log(len(x))
+    bodies = {
+        "NLL": (lambda: ee.scores.nll(x, y), jax.jit(lambda x, y: -jnp.mean(log_mean(x)[jnp.arange(32), y])), (x, y)),
+        "PIT": (
+            lambda: ee.scores.pit(values, targets),
+            jax.jit(lambda v, t: jnp.mean(v < t, axis=0) + jnp.mean(v == t, axis=0) / 2),
+            (values, targets),
+        ),
+    }
+    for name, (ours, body, arguments) in bodies.items():
+        _agree(name, ours(), body(*arguments))
+        calls = {"ours": ours, "body": ft.partial(body, *arguments)}
+        ways = [Contender(way, lambda call=call: [call() for _ in range(200)], 200) for way, call in calls.items()]
+        times = interleaved(ways, rounds=7)
+        above = np.median(times["ours"].cpu - times["body"].cpu) * 1e6
+        question = f"{name}, 32 rows: microseconds above the compiled body"
+        report.rows.append(Row(question, "CPU time", float(above), None, None, None, "<= 150"))
+
+
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
     relative = logits - logits.max(-1, keepdims=True)
     return relative - np.log(np.exp(relative).sum(-1, keepdims=True))
-
-
-def _beside_scoringrules(report: Report, values: np.ndarray, *, quick: bool) -> None:
-    """The CRPS, a score that scoringrules also has, with NumPy and with jax."""
-    values = np.ascontiguousarray(values[..., 0])
-    targets = np.random.default_rng(2).normal(size=values.shape[1:]).astype(np.float32)
-    v, t = jnp.asarray(values), jnp.asarray(targets)
-    ours = lambda: ee.scores.crps(v, t, reduction="none")
-    question = f"CRPS, {values.shape[0]} members, {values.shape[1]:,} rows"
-    for backend, arrays in {"numpy": (targets, values), "jax": (t, v)}.items():
-        theirs = _scoringrules(*arrays, backend)
-        if theirs is not None:
-            _agree("CRPS", ours(), np.asarray(theirs(), np.float64))
-        _raced(report, question, {"eqx_ensemble": ours, f"scoringrules ({backend})": theirs}, quick=quick)
-
-
-def _scoringrules(targets: Any, values: Any, backend: str) -> Callable[[], Any] | None:
-    try:
-        import scoringrules
-    except ImportError:
-        return None
-    scoringrules.register_backend(backend)
-    score = lambda targets, values: scoringrules.crps_ensemble(targets, values, m_axis=0, backend=backend)
-    compiled = jax.jit(score) if backend == "jax" else score
-    return lambda: compiled(targets, values)
 
 
 def _crps(values: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -195,7 +214,12 @@ def _of_rows(report: Report, logits: np.ndarray, labels: np.ndarray, *, quick: b
     ways: dict[str, tuple[str, Callable[[], Any], Callable[[], Any] | None]] = {
         "AURC": ("numpy", lambda: ee.scores.aurc(v, l), lambda: _aurc(values, losses)),
         "calibration error by bins": ("numpy", lambda: ee.scores.ece(on_device, truth), lambda: _ece(mixed, labels)),
-        "average precision": ("scikit-learn", lambda: ee.scores.aupr(v, y), _average_precision(positives, values)),
+        "AUROC": ("scikit-learn", lambda: ee.scores.auroc(v, y), _of_sklearn("roc_auc_score", positives, values)),
+        "average precision": (
+            "scikit-learn",
+            lambda: ee.scores.aupr(v, y),
+            _of_sklearn("average_precision_score", positives, values),
+        ),
     }
     for name, (peer, ours, theirs) in ways.items():
         if theirs is not None:
@@ -224,12 +248,12 @@ def _ece(logs: np.ndarray, labels: np.ndarray, num_bins: int = 15) -> np.floatin
     return np.abs(gaps).sum() / len(labels)
 
 
-def _average_precision(positives: np.ndarray, values: np.ndarray) -> Callable[[], Any] | None:
+def _of_sklearn(score: str, positives: np.ndarray, values: np.ndarray) -> Callable[[], Any] | None:
     try:
-        from sklearn.metrics import average_precision_score
+        from sklearn import metrics
     except ImportError:
         return None
-    return lambda: average_precision_score(positives, values)
+    return lambda: getattr(metrics, score)(positives, values)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._check import is_key, is_traced
+from ._leaves import is_key, is_traced
 
 _MOST_VALUES = 8
 _LONGEST, _WIDTH = 60, 80

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ._check import MemberMismatchError, check_key_shape, check_positive_int, is_key, is_traced
+from ._check import MemberMismatchError, check_key_shape, check_positive_int
 from ._ensemble import Ensemble
 from ._foreign import from_foreign
-from ._keys import member_keys
+from ._keys import member_keys, own_key
+from ._leaves import is_key, is_traced
 from ._mesh import check_mesh, shard_members
 from ._stack import Where, of_stacked
 from ._warnings import warn
@@ -126,7 +127,7 @@ def check_floats(call: Callable[..., Any], arguments: dict[str, Any]) -> None:
             if isinstance(x, np.floating | float) and not is_traced(x) and x in [own[name] for name in numbers]:
                 found.append(jax.tree_util.keystr(path))
 
-    eqx.filter_eval_shape(look, jax.random.key(0))
+    eqx.filter_eval_shape(look, own_key())
     if found:
         raise MemberMismatchError(
             f"`build` cannot give each member a Python float of its own; `make` stores one at `{found[0]}`.\n"

@@ -44,6 +44,8 @@ def caller() -> str:
 def _acts_as(frame: types.FrameType, module: str) -> str:
     """The name that a frame has in messages by the table or by an attribute `public_name`; empty for most."""
     code = frame.f_code
+    if "_public_name" in code.co_varnames:
+        return frame.f_locals["_public_name"]
     if code.co_varnames[:1] == ("self",) and "self" in frame.f_locals:
         own = getattr(frame.f_locals["self"], "__dict__", {}).get("public_name")
         if own:

@@ -2,14 +2,11 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-
-A = TypeVar("A")
-B = TypeVar("B")
 
 
 def num_cores() -> int:
@@ -31,14 +28,6 @@ def thread_pool(cores: int) -> Executor:
         return pool
     pool.shutdown()
     return _SameThread()
-
-
-def on_cores(fn: Callable[[A], B], items: Iterable[A], *, cores: int) -> list[B]:
-    """The results of `fn` for each item, in their order."""
-    if cores == 1:
-        return [fn(item) for item in items]
-    with thread_pool(cores) as pool:
-        return list(pool.map(fn, items))
 
 
 class _SameThread(Executor):

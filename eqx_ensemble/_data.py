@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._caller import caller
-from ._check import MemberMismatchError, check_in_range, kind_text
+from ._check import MemberMismatchError, check_in_range
 from ._foreign import from_foreign_tree, is_foreign, own_array
+from ._leaves import kind_text
 from ._marks import Each
 from ._pytree import PyTree
 

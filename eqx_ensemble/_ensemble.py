@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._caller import caller
-from ._check import MemberMismatchError, array_leaves, is_key
+from ._check import MemberMismatchError
+from ._leaves import array_leaves, is_key
 from ._marks import Shared
 from ._pytree import PyTree
 from .tree._engine import CONCATENATE_RULES, check_index, compare_trees
@@ -141,14 +142,14 @@ def axes_of(tree: PyTree) -> PyTree:
     return jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, Ensemble | Shared))
 
 
-def split(tree: PyTree) -> tuple[PyTree, PyTree]:
+def split_own(tree: PyTree) -> tuple[PyTree, PyTree]:
     """Splits a tree into its arrays with one value per member, and everything else."""
     return eqx.partition(tree, jax.tree.map(lambda axis: axis == 0, axes_of(tree), is_leaf=lambda x: x is None))
 
 
 def num_members(tree: PyTree) -> int:
     """The number of members, on which all arrays agree."""
-    sizes = {x.shape[:1] for x in jax.tree.leaves(split(tree)[0])}
+    sizes = {x.shape[:1] for x in jax.tree.leaves(split_own(tree)[0])}
     if len(sizes) != 1 or sizes == {()}:
         raise MemberMismatchError(
             f"`{caller()}` needs arrays that agree on the number of members, got {sorted(sizes)}.\n"
@@ -159,7 +160,7 @@ def num_members(tree: PyTree) -> int:
 
 def take(tree: T, index: Any) -> T:
     """The members at an index: one for an integer, several for a slice, a list, an array or a mask."""
-    own, rest = split(tree)
+    own, rest = split_own(tree)
     index = check_index(index, num_members(own))
     return eqx.combine(jax.tree.map(lambda x: _take(x, index), own), rest)
 
@@ -174,7 +175,7 @@ _take_compiled = jax.jit(lambda x, index: x.at[index].get(mode="clip"))
 
 def join(trees: Sequence[T]) -> T:
     """Concatenates the members of trees; whatever they share must be equal."""
-    parts = [split(tree) for tree in trees]
+    parts = [split_own(tree) for tree in trees]
     compare_trees([own for own, _ in parts], rules=CONCATENATE_RULES)
     compare_trees([rest for _, rest in parts], rules=CONCATENATE_RULES)
     for _, rest in parts[1:]:

@@ -179,18 +179,6 @@ class _ByIdentity:
         return hash((id(self._owner), self._method))
 
 
-def as_hashable(fn: Any) -> Any:
-    """A user's function as part of the key of compiled programs, which hold its arrays as constants.
-
-    Modules with arrays, and dataclasses, have no hash: another object, with other arrays, is another function.
-    """
-    try:
-        hash(fn)
-    except TypeError:
-        return _ByIdentity(fn) if callable(fn) else fn  # which a later check refuses
-    return fn
-
-
 _ALIGNMENT = 64  # bytes
 
 

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key
 
-from ._check import MemberMismatchError, check_key, check_key_shape, check_positive_int, is_key
+from ._check import MemberMismatchError, check_key, check_key_shape, check_positive_int
+from ._leaves import is_key
 
 
 def member_keys(key: Any, num_members: int, *, purpose: str = "build") -> Key[Array, " members"]:
@@ -34,7 +35,7 @@ def member_keys(key: Any, num_members: int, *, purpose: str = "build") -> Key[Ar
     """
     check_positive_int(num_members, "num_members")
     shape = check_key_shape(key, wanted="one key, or one per member")
-    key = key if is_key(key) else jax.random.wrap_key_data(key)
+    key = key if is_key(key) else jax.random.wrap_key_data(key, impl="threefry2x32")
     if shape == ():
         return _member_keys(key, np.uint32(tag(purpose)), num_members)
     if shape != (num_members,):
@@ -48,10 +49,15 @@ _member_keys = jax.jit(
 )
 
 
+def own_key(seed: int = 0) -> Key[Array, ""]:
+    """A key that the library makes itself, whatever the default generator of JAX is."""
+    return jax.random.key(seed, impl="threefry2x32")
+
+
 def root(key: Any) -> Key[Array, ""]:
     """`key`, typed or legacy, as one typed threefry key."""
     check_key(key)
-    return key if is_key(key) else jax.random.wrap_key_data(key)
+    return key if is_key(key) else jax.random.wrap_key_data(key, impl="threefry2x32")
 
 
 def tag(purpose: str) -> int:

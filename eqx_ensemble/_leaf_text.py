@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ._check import is_member_array
+from ._leaves import is_member_array
 
 _LONGEST = 60
 

@@ -13,17 +13,19 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._caller import caller
-from ._check import CheckpointCorruptError, MemberMismatchError, check_path, is_member_array, member_dtype
+from ._check import CheckpointCorruptError, MemberMismatchError, check_path
 from ._ensemble import Ensemble, M
 from ._foreign import empty_aligned
+from ._keys import own_key
+from ._leaves import is_member_array, member_dtype
 from ._mesh import put
 from ._pytree import PyTree
 from ._save import (
     Header,
     PathLike,
     digests_of,
-    is_number,
     is_saved,
+    is_scalar,
     marked_leaves,
     named_leaves,
     read_header,
@@ -192,7 +194,7 @@ def _fill(fd: int, part: np.ndarray, start: int) -> None:
 
 def _value(header: Header, name: str, like: Any, arrays: dict[str, np.ndarray]) -> Any:
     """An array or a number of the file, as `like` has it."""
-    if is_number(like):
+    if is_scalar(like):
         value = header.numbers[name][1]
         return complex(*value) if isinstance(like, complex) else value
     x, generator = arrays[name], header.leaves[name].generator
@@ -238,7 +240,7 @@ def _saved_texts(header: Header, any_count: set[str] | frozenset[str] = frozense
 
 
 def _wanted_text(x: Any, *, any_count: bool) -> str:
-    if is_number(x):
+    if is_scalar(x):
         return type(x).__name__
     return shape_text(x.dtype.name, x.shape[any_count:])
 
@@ -277,7 +279,7 @@ def evaluate_make(make: Any) -> Any:
         ) from None
     except ValueError:  # a function without a signature
         pass
-    key = jax.random.key(0)
+    key = own_key()
     try:
         shapes = eqx.filter_eval_shape(make, key)
         check_no_tracers(shapes)

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from ._caller import caller
-from ._check import MemberMismatchError, is_key
+from ._check import MemberMismatchError
 from ._ensemble import Ensemble, axes_of, take
 from ._foreign import from_foreign_tree
+from ._leaves import is_key
 from ._marks import Each, over_batch
 from ._pytree import PyTree
 from .plan import AnyPlan, Vmap, as_plan

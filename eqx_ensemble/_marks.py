@@ -1,5 +1,6 @@
 """Marks of inputs: one value per member, or many examples."""
 
+import operator
 from typing import Any
 
 import equinox as eqx
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 
 from ._brief import brief_doc
 from ._caller import caller
-from ._check import MemberMismatchError, array_leaves, check_axis
+from ._check import MemberMismatchError
 from ._foreign import from_foreign_tree
+from ._leaves import array_leaves
 from ._pytree import PyTree
 
 _STACK = "Stack a list of models first: `stack(models)`."
@@ -38,7 +40,7 @@ class Each(eqx.Module):
     __pdoc__ = brief_doc
 
     def __init__(self, value: PyTree, axis: int = 0) -> None:
-        self.value = _axis_first(from_foreign_tree(value, "value"), check_axis(axis, "axis"), "Each")
+        self.value = _axis_first(from_foreign_tree(value, "value"), operator.index(axis), "Each")
         if isinstance(value, list) and any(isinstance(x, eqx.Module) for x in value):
             raise TypeError(
                 f"`Each` needs a PyTree whose arrays have the members axis, got a list of models.\n{_STACK}"

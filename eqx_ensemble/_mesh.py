@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._caller import caller
-from ._check import check_positive_int, check_sequence, is_key, kind_text
+from ._check import check_positive_int
+from ._leaves import is_key, kind_text
 from ._pytree import PyTree
 
 _AXES = "members", "data"
@@ -43,7 +44,7 @@ def make_mesh(members: int | None = None, data: int = 1, *, devices: Sequence[An
     if devices is None:
         found = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     else:
-        found = check_sequence(devices, "devices", of="devices")
+        found = list(devices)
         if other := [x for x in found if not isinstance(x, jax.Device)]:
             raise TypeError(
                 f"`make_mesh` needs `devices` to be a list of devices, got {kind_text(other[0])} in it.\n"

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from ._check import check_positive_int, is_inside_transformation, is_key, is_traced
+from ._check import check_positive_int
 from ._cores import num_cores, thread_pool
 from ._data import take_data
-from ._ensemble import Ensemble, check_ensemble, check_model_state, split
+from ._ensemble import Ensemble, check_ensemble, check_model_state, split_own
 from ._foreign import empty_aligned
 from ._keys import member_keys
+from ._leaves import is_inside_transformation, is_key, is_traced
 from ._map import is_per_member, open_marks, view
 from ._marks import Batch, Each
 from ._mesh import check_mesh, pad_members, replicate, shard_members, sharding
@@ -103,7 +104,7 @@ def predict(
     if mesh is not None:
         is_each = lambda x: isinstance(x, Each)
         pad = lambda tree: shard_members(pad_members(tree, num_members, mesh), mesh)
-        own, rest = split((ensemble, state, keys))
+        own, rest = split_own((ensemble, state, keys))
         ensemble, state, keys = eqx.combine(pad(own), replicate(rest, mesh))
         x = jax.tree.map(lambda x: pad(x) if is_each(x) else x, x, is_leaf=is_each)
     read = (options, ensemble, state, keys)
@@ -224,7 +225,7 @@ def _first_rows(x: Any, num_rows: int, axis: int) -> Any:
 def _combination(combine: Any, weights: Any) -> Any:
     if combine is None:
         return None
-    from ._combination import of_predictions
+    from ._pairs import of_predictions
 
     combine = of_predictions(combine)
     return combine if weights is None else ft.partial(combine, weights=weights)

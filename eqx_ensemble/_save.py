@@ -23,13 +23,13 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._caller import caller
-from ._check import CheckpointCorruptError, check_path, is_key, is_member_array, is_traced, kind_text, path_text
-from ._ensemble import Ensemble, split
+from ._check import CheckpointCorruptError, check_path
+from ._ensemble import Ensemble, split_own
+from ._leaves import is_key, is_member_array, is_traced, kind_text, path_text
 from ._map import is_per_member
 from ._pytree import PyTree
 from ._version import __version__
-from .distributed import is_first, to_host
-from .distributed._engine import raise_on_all
+from .distributed import is_first, raise_on_all, to_host
 
 PathLike = str | os.PathLike[str]
 _OURS = "eqx_ensemble"  # the key of our part of the header
@@ -134,7 +134,7 @@ def _split(tree: PyTree) -> tuple[dict[str, np.ndarray], dict[str, Leaf], dict[s
     count = next(iter(marked.values()), None)
     arrays, leaves, numbers = {}, {}, {}
     for name, x in named.items():
-        if is_number(x):
+        if is_scalar(x):
             numbers[name] = [type(x).__name__, [x.real, x.imag] if isinstance(x, complex) else x]
             continue
         if is_traced(x):
@@ -229,14 +229,14 @@ def hold(path: Path) -> Iterator[None]:
 # The parts of a tree by name.
 
 
-def is_number(x: Any) -> bool:
+def is_scalar(x: Any) -> bool:
     """Whether a leaf is a Python number, of which a file holds the value."""
     return isinstance(x, bool | int | float | complex) and not isinstance(x, np.generic)
 
 
 def is_saved(x: Any) -> bool:
     """Whether a file holds a leaf, rather than a description of it."""
-    return is_member_array(x) or isinstance(x, jax.ShapeDtypeStruct) or is_number(x)
+    return is_member_array(x) or isinstance(x, jax.ShapeDtypeStruct) or is_scalar(x)
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def marked_leaves(tree: PyTree) -> dict[str, int]:
     """The arrays of members, in ensembles, states and inputs marked `Each`, by their paths, with their first axis."""
     found = {}
     for path, node in jtu.tree_flatten_with_path(tree, is_leaf=is_per_member)[0]:
-        own = split(node)[0] if is_per_member(node) else None
+        own = split_own(node)[0] if is_per_member(node) else None
         found |= {path_text(path + inner): x.shape[0] for inner, x in jtu.tree_flatten_with_path(own)[0]}
     return found
 

@@ -1,3 +1,4 @@
+import abc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,8 +9,9 @@ import jax.tree_util as jtu
 import numpy as np
 
 from ._caller import caller
-from ._check import MemberMismatchError, check_flag, is_key
+from ._check import MemberMismatchError, check_flag
 from ._ensemble import Ensemble, M, join
+from ._leaves import is_key
 from ._pytree import PyTree
 from .tree._engine import Rules, check_trees, combine_trees, compare_trees, map_columns
 
@@ -138,10 +140,26 @@ def concatenate(ensembles: Iterable[Any]) -> Any:
     return own(listed)
 
 
+class AbstractAdapter(eqx.Module):
+    """A layer whose weight is a product of its arrays: the average of members is not that of the arrays."""
+
+    @abc.abstractmethod
+    def dense(self, index: int) -> Any:
+        """The equivalent ordinary layer."""
+
+
+def merge_adapters(model: M) -> M:
+    """The model with ordinary layers for those with adapters."""
+    is_adapter = lambda x: isinstance(x, AbstractAdapter)
+    return jax.tree.map(lambda x: x.dense(0) if is_adapter(x) else x, model, is_leaf=is_adapter)
+
+
 def average_parameters(ensemble: Ensemble[M], weights: Any = None) -> M:
     """Averages the members' weights into one model (a model soup).
 
     Floating-point arrays are averaged in at least float32; other arrays must be equal in all members.
+    [Adapters](../api/methods/adapters.md) are merged into their layers first: the average is that of the layers'
+    weights.
 
     **Arguments:**
 
@@ -156,7 +174,7 @@ def average_parameters(ensemble: Ensemble[M], weights: Any = None) -> M:
     ??? cite
         [Model soups](https://arxiv.org/abs/2203.05482), Wortsman et al., 2022.
     """
-    models = ensemble.unstack()
+    models = [merge_adapters(model) for model in ensemble.unstack()]
     mean = combine_trees([eqx.filter(model, eqx.is_inexact_array) for model in models], weights, mean=True)
     rest = [eqx.filter(model, eqx.is_inexact_array, inverse=True) for model in models]
     value = lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x)

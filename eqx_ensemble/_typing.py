@@ -9,9 +9,9 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import Shaped
 
-from ._check import is_member_array, path_text
 from ._ensemble import Ensemble
 from ._leaf_text import leaf_text
+from ._leaves import is_member_array, path_text
 from ._pytree import PyTree
 
 _USE = '`Stacked` is for annotations and `isinstance`: `Stacked[Model, "members"]`, with the names of leading axes.'

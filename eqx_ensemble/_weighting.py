@@ -1,12 +1,14 @@
 """Shared reductions over the `members` axis, for checked and normalised weights."""
 
+import functools as ft
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
 
-from ._check import as_column
+from ._leaves import as_column
 
 
 def blank_unweighted(
@@ -27,15 +29,31 @@ def weighted_mean(
     return jnp.sum(values * as_column(weights, values.ndim), axis=0)
 
 
+def pairwise_mean(
+    values: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None
+) -> Float[Array, "..."]:
+    """`weighted_mean` of values that cost nothing, such as differences: a pairwise sum computes them several times."""
+    if weights is None:
+        return sum_members(values) / values.shape[0]
+    return sum_members(values * as_column(weights, values.ndim))
+
+
 def sum_members(values: Float[Array, "members ..."]) -> Float[Array, "..."]:
-    """Pairwise sum over members: on a CPU, XLA materialises the terms of `jnp.sum` over a leading axis."""
-    if not isinstance(values.shape[0], int):  # an exported program for any number of members
-        return jnp.sum(values, axis=0)
+    """Pairwise sum over members."""
+    return reduce_members(jnp.add, jnp.sum, values)
+
+
+def reduce_members(
+    pair: Callable[[Array, Array], Array], every: Callable[..., Array], values: Shaped[Array, "members ..."]
+) -> Shaped[Array, "..."]:
+    """A reduction over members in pairs: on a CPU, XLA may fuse several over a leading axis into one slow loop."""
+    if not isinstance(values.shape[0], int) or values.shape[0] == 0:  # any number, in an exported program
+        return every(values, axis=0)
     rest = []
     while (half := values.shape[0] // 2) > 0:
         rest += [values[2 * half]] if values.shape[0] % 2 else []
-        values = values[:half] + values[half : 2 * half]
-    return sum(rest, values[0])
+        values = pair(values[:half], values[half : 2 * half])
+    return ft.reduce(pair, rest, values[0])
 
 
 def known_mean(values: Float[Array, "members ..."], weights: Float[Array, "members ..."] | None) -> Float[Array, "..."]:
@@ -117,7 +135,7 @@ def votes(
     voting = blank_unweighted(logits, weights)
     chosen = jax.nn.one_hot(jnp.argmax(voting, axis=-1), voting.shape[-1], dtype=voting.dtype)
     unknown = jnp.any(jnp.isnan(voting), axis=-1, keepdims=True)
-    return weighted_mean(jnp.where(unknown, jnp.nan, chosen), weights)
+    return pairwise_mean(jnp.where(unknown, jnp.nan, chosen), weights)
 
 
 def different_votes(shares: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:

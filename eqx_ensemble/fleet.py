@@ -180,7 +180,7 @@ def train(
     if not shards:
         return {}
     is_none = lambda x: x is None
-    common = dumps(jax.tree.map(lambda x, y: y if x is None else Own(), own, rest, is_leaf=is_none))
+    common = dumps(jax.tree.map(lambda x, y: y if x is None else Hole(), own, rest, is_leaf=is_none))
     settings = {name: getattr(jax.config, name) for name in _SETTINGS}
     futures, failed = {}, {}
     try:
@@ -208,7 +208,7 @@ def work(common: bytes, own: bytes, file: Path, settings: dict[str, Any]) -> Non
         for name, value in settings.items():
             stack.enter_context(_SETTINGS[name](value))
         leaves = iter(pickle.loads(own))
-        fill = lambda x: next(leaves) if isinstance(x, Own) else x
+        fill = lambda x: next(leaves) if isinstance(x, Hole) else x
         try:
             fit_shard(jax.tree.map(fill, _common(common)), file)
         except Exception as error:
@@ -233,7 +233,7 @@ def fit_shard(call: tuple[Any, ...], file: Path) -> Run[Any]:
 # Between processes.
 
 
-class Own:
+class Hole:
     """In place of an array that has a value per member."""
 
 

@@ -174,7 +174,7 @@ first = own[0]
 cross, held_out = ee.methods.cross_fit(
     ee.build(make, 10, key=key), loss, optimiser, (x[first], y[first]), folds, x=x[first], **training
 )
-cv_plus = ee.conformal.cv_plus(held_out.mean[:, 0], y[first], folds, level=LEVEL)
+cv_plus = ee.conformal.jackknife_plus(held_out.mean[:, 0], y[first], folds.in_test, level=LEVEL)
 lower, upper = cv_plus(ee.predict(cross.ensemble, x[test[0]])[..., 0])
 print(f"\nCV+, first split: covers {ee.scores.coverage(lower, upper, y[test[0]]):.3f}", end=" ")
 print(f"of the new patients, mean width {75 * ee.scores.width(lower, upper):.0f}")
@@ -196,8 +196,8 @@ means = jnp.reshape(ee.predict(cross.ensemble, x)[..., 0], (SPLITS, 10, len(x)))
 
 
 def cv_plus_of_split(s: int) -> ee.uncertainty.Interval:
-    held_out = ee.resample.out_of_fold(means[s][:, own[s]], folds).mean
-    return ee.conformal.cv_plus(held_out, y[own[s]], folds, level=LEVEL)(means[s][:, test[s]])
+    held_out = ee.resample.held_out_mean(means[s][:, own[s]], folds.in_test).mean
+    return ee.conformal.jackknife_plus(held_out, y[own[s]], folds.in_test, level=LEVEL)(means[s][:, test[s]])
 
 
 stack_splits = lambda of_split: jax.tree.map(lambda *ends: jnp.stack(ends), *map(of_split, range(SPLITS)))
@@ -217,8 +217,9 @@ means_bagged = jnp.reshape(ee.predict(bagged.ensemble, x)[..., 0], (SPLITS, 25, 
 
 
 def jackknife_of_split(s: int) -> ee.uncertainty.Interval:
-    held_out = ee.resample.out_of_bag_mean(means_bagged[s][:, own[s]], drawn[s]).mean
-    fitted = ee.conformal.jackknife_plus_after_bootstrap(held_out, y[own[s]], drawn[s], level=LEVEL)
+    unseen = ee.resample.out_of_bag(drawn[s], len(own[s]))
+    held_out = ee.resample.held_out_mean(means_bagged[s][:, own[s]], unseen).mean
+    fitted = ee.conformal.jackknife_plus(held_out, y[own[s]], unseen, level=LEVEL)
     return fitted(means_bagged[s][:, test[s]])
 
 

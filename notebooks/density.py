@@ -115,7 +115,7 @@ def log_densities(x: Float[Array, "rows 2"]) -> Float[Array, "members rows"]:
 
 on_test, on_validation = log_densities(test), log_densities(validation)
 truth = true_log_density(test)
-stacked = ee.combine.weights.stacking(on_validation).weights
+stacked = ee.combine.stacking(on_validation).weights
 found = {
     "mean flow": on_test.mean(axis=0),
     "the best flow in validation": on_test[jnp.argmin(run.best_score)],

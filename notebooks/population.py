@@ -172,8 +172,8 @@ print("learning rates of its ancestors:", ", ".join(f"{rate:.4f}" for rate in ra
 
 # %% alt="Validation curves of 32 members, loss by learning rate, and the learning rates of a population's best"
 figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-ee.plot.training_curves(run, curve="validation", unit="nats", color="black", ax=left)
-left.set(yscale="log", title="Random search: every member's curve")
+ee.plot.training_curves(run, curve="validation", color="black", ax=left)
+left.set(yscale="log", ylabel="validation loss, nats", title="Random search: every member's curve")
 points = middle.scatter(hyper["lr"], run.best_score, c=hyper["dropout"], cmap="viridis", edgecolors="black")
 middle.set(xlabel="learning rate", ylabel="best validation loss, nats", xscale="log", yscale="log")
 middle.set_title("Random search: loss by learning rate")

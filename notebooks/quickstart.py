@@ -455,15 +455,18 @@ grid = figure.add_gridspec(2, 2, width_ratios=[1, 1.3])
 ax = figure.add_subplot(grid[0, 0])
 per_epoch = int(run.history.validation_step[0])
 ee.plot.training_curves(run, stride=per_epoch, color=TEXT, ax=ax)
-ee.plot.training_curves(run, curve="validation", unit="nats", color=DARK, ax=ax)
-ax.set(yscale="log", title="Sixteen members, one program")
+ee.plot.training_curves(run, curve="validation", color=DARK, ax=ax)
+ax.set(yscale="log", ylabel="loss, nats", title="Sixteen members, one program")
 
 cell = grid[0, 1].subgridspec(3, 4, width_ratios=[4.2, 1, 1, 1])
 ax = figure.add_subplot(cell[:, 0])
-names = (f"{len(images)} other test digits", f"{len(nines)} nines")
 bins = np.geomspace(1e-5, 1, 21)  # the first bin also counts smaller values
-ee.plot.uncertainty_histogram(known.epistemic, novel.epistemic, bins=bins, labels=names, ax=ax)
-ax.set(xscale="log", xlabel="disagreement (mutual information), nats", xlim=(1e-5, 1))
+filled = {"color": "0.8", "label": f"{len(images)} other test digits"}
+outline = {"color": "black", "histtype": "step", "linewidth": 2, "label": f"{len(nines)} nines"}
+for values, style in ((known.epistemic, filled), (novel.epistemic, outline)):
+    ax.hist(np.clip(values, 1e-5, 1), bins, weights=np.full(len(values), 100 / len(values)), **style)
+ax.set(xscale="log", xlabel="disagreement (mutual information), nats", xlim=(1e-5, 1), ylabel="rows, %")
+ax.legend()
 ax.set_title(f"Nines, left out: AUROC {auroc(known.epistemic, novel.epistemic):.2f}")
 thumbnails = [[figure.add_subplot(cell[i, j]) for j in (1, 2, 3)] for i in range(3)]
 top, last, others = nines_order[:3], nines_order[-3:], order[:3]

@@ -310,12 +310,11 @@ ee.plot.prediction_bands(
     x=in_years,
     targets=of_level(target),
     intervals={0.9: (of_level(calibrated_mean - half_width), of_level(calibrated_mean + half_width))},
-    unit="ppm",
     ax=bands,
     color="C0",
 )
 title = f"{len(shown)} forecasts of half a year each, one after another"
-bands.set(title=title, xlabel="year")
+bands.set(title=title, xlabel="year", ylabel="prediction, ppm")
 figures.mkdir(parents=True, exist_ok=True)
 figure.savefig(figures / "time_series.png", dpi=150)
 

@@ -349,9 +349,14 @@ for name, gain in gains.items():
 
 # %% alt="Left: epistemic uncertainty of seen and of unseen digits. Right: AUROC by number of members"
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-options = {"labels": ("digits 0 to 7", "eights and nines"), "unit": "nats"}
-ee.plot.uncertainty_histogram(known.epistemic, novel.epistemic, ax=left, **options)
+bins = np.linspace(0, max(np.max(known.epistemic), np.max(novel.epistemic)), 21)
+filled = {"color": "0.8", "label": "digits 0 to 7"}
+outline = {"color": "black", "histtype": "step", "linewidth": 2, "label": "eights and nines"}
+for values, style in ((known.epistemic, filled), (novel.epistemic, outline)):
+    left.hist(values, bins, weights=np.full(len(values), 100 / len(values)), **style)
 left.set(title="Disagreement of 32 members", xlabel="epistemic part of the entropy, nats", yscale="log")
+left.set_ylabel("rows, %")
+left.legend()
 
 for i, (name, marker) in enumerate(zip(names, "os^", strict=True)):
     middle = np.array([np.mean(areas[size][:, i]) for size in SIZES])
@@ -367,15 +372,17 @@ figure.savefig(figures / "unseen_classes.png", dpi=150)
 
 # %% alt="Risk-coverage curves, and reliability diagrams of the mixture before and after temperature scaling"
 figure, axes = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
-styles = {"color": "black", "marker": "None"}
 for among, line in (("all images", "-"), ("digits 0 to 7", "--")):
     for label, chosen, width in (
         (f"ensemble, {among}", everything, 2.0),
         (f"one member, {among}", everything[:1], 0.7),
     ):
-        points = ee.scores.risk_coverage(*selection(chosen, among=among))
-        ee.plot.risk_coverage(*points, ax=axes[0], label=label, linestyle=line, linewidth=width, **styles)
-axes[0].set(title="Rejecting the least certain", ylabel="share of wrong predictions")
+        coverage, risk = ee.scores.risk_coverage(*selection(chosen, among=among))
+        axes[0].plot(coverage, risk, label=label, linestyle=line, linewidth=width, color="black")
+        axes[0].hlines(risk[-1], 0, 1, linestyle=":", linewidth=0.8, color="black")  # rejecting at random
+axes[0].set(title="Rejecting the least certain", xlabel="share of images that are predicted", xlim=(0, 1))
+axes[0].set_ylabel("share of wrong predictions")
+axes[0].legend()
 
 for ax, name, title in (
     (axes[1], "not calibrated", "The mixture as it is"),

@@ -177,31 +177,35 @@ def chains() -> ee.Ensemble:
 
 
 # %% [markdown]
-# **Repulsion**: members repel each other's predictions, on the rows of the batch and on random inputs. They interact:
-# this is a step of its own, not an option of `fit`.
+# **Repulsion**: members repel each other's predictions, on the rows of the batch and on random inputs. Each step moves
+# the outputs of all members along their directions, which the transposed Jacobian maps to weights.
 
 
 # %%
-def outputs(model: eqx.nn.MLP, batch: tuple, key: Key[Array, ""]) -> Float[Array, "rows 2"]:
-    x, _, anywhere = batch
-    return jax.vmap(model)(jnp.concatenate([x, anywhere]))
-
-
-def loss_of_outputs(outputs: Float[Array, "rows 2"], batch: tuple, key: Key[Array, ""]) -> Float[Array, ""]:
-    y = batch[1]
+def loss_of_outputs(outputs: Float[Array, "rows 2"], y: Float[Array, " batch"]) -> Float[Array, ""]:
     mean, variance = as_gaussian(outputs)
     prior = jnp.sum(outputs[len(y) :] ** 2) / (2 * 3.0**2)  # outputs of the order 3
     return ee.scores.nll_gaussian(mean[: len(y)], variance[: len(y)], y) + prior / num_rows
 
 
 def repulsion() -> ee.Ensemble:
-    step = ee.methods.particles.make_function_space_step(outputs, loss_of_outputs, adam, num_rows=num_rows)
-    state = ee.train.init(ensemble, adam, key=key)
+    params, fixed = eqx.partition(ensemble.stacked, eqx.is_inexact_array)
+    flat = lambda x: x.reshape(MEMBERS, -1)
+
+    def step(state: tuple, batch: tuple) -> tuple:
+        (params, opt_state), (x, y, anywhere) = state, batch
+        of_one = lambda params: jax.vmap(eqx.combine(params, fixed))(jnp.concatenate([x, anywhere]))
+        outputs, pull_back = jax.vjp(jax.vmap(of_one), params)
+        scores = -num_rows * jax.vmap(jax.grad(loss_of_outputs), (0, None))(outputs, y)
+        directions = ee.methods.particles.wgd(flat(outputs), flat(scores)).reshape(outputs.shape)
+        updates, opt_state = adam.update(pull_back(-directions / num_rows)[0], opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
     rng = np.random.default_rng(0)
     rows = rng.integers(num_rows, size=(STEPS, 32))
     anywhere = rng.uniform(-3, 12, size=(STEPS, 32, 1)).astype(np.float32)
-    state, _ = ee.train.scan_steps(step, state, (train[0][rows], train[1][rows], anywhere))
-    return state.ensemble
+    (params, _), _ = jax.lax.scan(step, (params, adam.init(params)), (train[0][rows], train[1][rows], anywhere))
+    return ee.from_stacked(eqx.combine(params, fixed))
 
 
 # %% [markdown]

@@ -1,12 +1,10 @@
 """One small call of every public function of arrays, with all of its arguments: the input of the censuses."""
 
-import inspect
-
 import jax
 import numpy as np
 
-from eqx_ensemble import acquire, calibrate, combine, conformal, resample, scores, sweep, tree, uncertainty
-from eqx_ensemble.methods import density, heads
+from eqx_ensemble import acquire, calibrate, combine, conformal, resample, scores, tree, uncertainty
+from eqx_ensemble.methods import density, distillation, heads
 
 _RNG = np.random.default_rng(0)
 _KEY = jax.random.key(0)
@@ -17,7 +15,8 @@ _VARIANCE = np.exp(_RNG.normal(size=(3, 6))).astype(np.float32)
 _WEIGHTS, _ROW_WEIGHTS = np.array([0.5, 0.2, 0.3]), np.array([1.0, 2.0, 0.0, 0.5, 1.0, 1.0])
 _MASK = np.array([True, True, False, True, True, True])
 _DRAWN = np.array([[0, 1, 2, 0, 1, 2], [3, 4, 5, 3, 4, 5], [0, 2, 4, 0, 2, 4]])
-_FOLDS = resample.folds(6, 3)
+_UNSEEN_ONCE = np.asarray(resample.folds(6, 3).in_test)
+_UNSEEN = np.asarray(resample.out_of_bag(_DRAWN, 6))
 
 _CLASSES = {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS, "row_weights": _MASK}
 _ROWS = {"row_weights": _ROW_WEIGHTS}
@@ -27,21 +26,19 @@ _ENDS = {"lower": _MEAN[0], "upper": _MEAN[0] + 1, "targets": _TARGETS, "row_wei
 _ONE = {"mean": _MEAN[0], "variance": _VARIANCE[0], "targets": _TARGETS, "reduction": "mean"} | _ROWS
 _MEAN_OR_NONE = {"reduction": "mean"}
 _BINS = {"num_bins": 2, "binning": "width"}
-_RANKED = {
-    "scores": _TARGETS,
-    "positives": np.arange(6) % 2 == 0,
-    "row_weights": _ROW_WEIGHTS,
-}
+_RANKED = {"scores": _TARGETS, "positives": np.arange(6) % 2 == 0} | _ROWS
 _SELECTED = {"uncertainty": _TARGETS, "losses": _MEAN[0]}
 _LOGITS_AND_WEIGHTS = {"logits": _LOGITS, "weights": _WEIGHTS}
 _CONCENTRATION, _LEVELS = np.exp(_LOGITS[0]) + 1, np.array([0.1, 0.5, 0.9])
-_EVIDENTIAL = heads.NormalInverseGamma(_MEAN[0], _VARIANCE[0], _VARIANCE[1] + 1, _VARIANCE[2])
-_DENSITY = heads.MixtureDensity(_LOGITS, _LOGITS, np.exp(_LOGITS))
-_DENSITY_OF_ONE = heads.MixtureDensity(_LOGITS[0], _LOGITS[1], np.exp(_LOGITS[2]))
+_EVIDENTIAL = {"mean": _MEAN[0], "nu": _VARIANCE[0], "alpha": _VARIANCE[1] + 1, "beta": _VARIANCE[2]}
+_DENSITY = {"logits": _LOGITS, "mean": _LOGITS, "variance": np.exp(_LOGITS)}
+_DENSITY_OF_ONE = {"logits": _LOGITS[0], "mean": _LOGITS[1], "variance": np.exp(_LOGITS[2])}
+_TEACHER = {"logits": _LOGITS[0], "teacher": np.moveaxis(_LOGITS, 0, 1), "temperature": 2.0}
+_TEACHERS = {"teacher_mean": _MEAN.T, "teacher_variance": _VARIANCE.T}
 _MODEL = {"weight": np.ones((3, 2), np.float32)}
 
 _CANDIDATES = {"weights": _WEIGHTS, "row_weights": _MASK}
-_BATCH = _CANDIDATES | {"size": 2, "chosen": np.array([0]), "costs": _VARIANCE[0], "budget": 20.0}
+_BATCH = _CANDIDATES | {"size": 2, "chosen": np.array([0])}
 _IMPROVEMENT = {"best": 0.1, "mode": "max"}
 
 CALLS = {
@@ -62,24 +59,13 @@ CALLS = {
         "regret": {"values": _MEAN, "optimum": 3.0, "mode": "max"},
     },
     combine: {
-        "mean_logits": _LOGITS_AND_WEIGHTS,
-        "mixture": _LOGITS_AND_WEIGHTS,
-        "vote": _LOGITS_AND_WEIGHTS,
+        **{name: _LOGITS_AND_WEIGHTS for name in ("mean_logits", "mixture", "vote")},
         "gaussian": _MOMENTS,
         "product_gaussian": _MOMENTS | {"power": 2.0},
-        "mean": {"values": _MEAN, "weights": _WEIGHTS},
+        **{name: {"values": _MEAN, "weights": _WEIGHTS} for name in ("mean", "moments", "median")},
         "log_mixture": {"log_densities": _MEAN, "weights": _WEIGHTS},
-        "moments": {"values": _MEAN, "weights": _WEIGHTS},
-        "median": {"values": _MEAN, "weights": _WEIGHTS},
         "trimmed_mean": {"values": _MEAN, "cut": 0.1, "weights": _WEIGHTS},
-    },
-    combine.weights: {
-        "bayesian": {"log_scores": _MEAN, "row_weights": _MASK},
-        "diverse": {"similarity": np.eye(len(_MEAN), dtype=np.float32), "count": 2},
-        "elites": {"scores": _MEAN[:, 0], "count": 2, "mode": "min"},
-        "greedy": {"predictions": _MEAN, "score": "log", "num_steps": 3, "num_initial": 1, "row_weights": _MASK},
-        "sparsify": {"weights": _WEIGHTS, "above": 0.1, "num_members": 3},
-        "stacking": {"log_scores": _MEAN, "row_weights": _MASK, "tolerance": 1.0, "max_steps": 5},
+        "stacking": {"log_scores": _MEAN, "row_weights": _MASK, "tolerance": 1.0},
     },
     scores: {
         "joint_nll": {"log_scores": -_VARIANCE, "size": 3, "num_anchors": 2, "num_sets": 5, "key": _KEY}
@@ -96,11 +82,7 @@ CALLS = {
         "mce": _CLASSES | _ROWS | _BINS,
         "balanced_accuracy": _CLASSES | _ROWS,
         "top_k_accuracy": _CLASSES | _ROWS | _MEAN_OR_NONE | {"k": 2},
-        "threshold_weighted_crps": _POINTS
-        | _ROWS
-        | _MEAN_OR_NONE
-        | {"estimator": "nrg", "lower": -1.0, "upper": 1.0}
-        | {"chaining": None},
+        "threshold_weighted_crps": _POINTS | _ROWS | _MEAN_OR_NONE | {"estimator": "nrg", "lower": -1.0, "upper": 1.0},
         "ence": {name: _ONE[name] for name in ("mean", "variance", "targets")} | _ROWS | {"num_bins": 2},
         "sharpness": {"variance": _VARIANCE[0]} | _ROWS,
         "quantile_calibration_error": {"values": np.abs(_TARGETS) / 3, "num_levels": 9, "kind": "squared"} | _ROWS,
@@ -134,14 +116,11 @@ CALLS = {
         | _MEAN_OR_NONE,
         "variogram_score": _POINTS
         | _ROWS
-        | {"samples": _MEAN[..., None] * np.arange(1, 3), "targets": _TARGETS[..., None] * np.ones(2, np.float32)}
+        | {"samples": _MEAN[..., None] * np.float32([1, 2]), "targets": _TARGETS[..., None] * np.ones(2, np.float32)}
         | {"order": 0.5, "pair_weights": np.ones((2, 2), np.float32), "estimator": "nrg", "reduction": "mean"},
         "interval_score": _ENDS | _ROWS | {"level": 0.8, "reduction": "mean"},
         "pinball": {"quantiles": _MEAN[0], "targets": _TARGETS, "level": 0.8, "reduction": "mean"} | _ROWS,
-        "aupr": _RANKED,
-        "auroc": _RANKED,
-        "roc_curve": _RANKED,
-        "precision_recall_curve": _RANKED,
+        **{name: _RANKED for name in ("aupr", "auroc", "roc_curve", "precision_recall_curve")},
         "fpr_at_tpr": _RANKED | {"level": 0.9},
         **{name: _SELECTED | _ROWS for name in ("aurc", "risk_coverage")},
         "excess_aurc": _SELECTED | {"row_weights": _MASK},
@@ -149,17 +128,8 @@ CALLS = {
     uncertainty: {
         "decompose_nll": {"logits": _LOGITS, "labels": _LABELS, "weights": _WEIGHTS},
         "decompose_squared_error": {"predictions": _MEAN, "targets": _TARGETS, "weights": _WEIGHTS},
-        **{
-            name: _LOGITS_AND_WEIGHTS
-            for name in (
-                "jensen_shannon",
-                "pairwise_kl",
-                "decompose_entropy",
-                "least_confidence",
-                "disagreement",
-                "variation_ratio",
-            )
-        },
+        **{name: _LOGITS_AND_WEIGHTS for name in ("jensen_shannon", "pairwise_kl", "decompose_entropy")},
+        **{name: _LOGITS_AND_WEIGHTS for name in ("least_confidence", "disagreement", "variation_ratio")},
         "entropy": {"logits": _LOGITS[0]},
         "gaussian_interval": {"mean": _MEAN[0], "variance": _VARIANCE[0], "level": 0.9},
         "gaussian_mixture_interval": _MOMENTS | {"level": 0.9},
@@ -175,84 +145,43 @@ CALLS = {
         "decompose_variance": _MOMENTS,
     },
     calibrate: {
-        "matrix": _CLASSES | {"pool": "mixture", "off_diagonal_penalty": 0.1, "bias_penalty": 0.1, "max_steps": 2},
-        "vector": _CLASSES | {"pool": "mixture", "max_steps": 2},
-        "histogram": _CLASSES | {"pool": "mixture", "num_bins": 2, "binning": "mass", "smoothing": 0.5},
-        "isotonic": _CLASSES | {"pool": "mixture", "smoothing": 0.5},
-        "temperature": _CLASSES | {"pool": "mixture"},
-        "platt": _CLASSES | {"pool": "mixture"},
+        "matrix": _CLASSES | {"pool": "mixture", "off_diagonal_penalty": 0.1, "bias_penalty": 0.1},
+        **{name: _CLASSES | {"pool": "mixture"} for name in ("vector", "isotonic", "temperature", "platt")},
         "beta": _CLASSES | {"logits": -_LOGITS, "pool": "mixture"},
         "variance": _MOMENTS | {"targets": _TARGETS, "pool": "mixture", "row_weights": _MASK},
     },
     conformal: {
-        "lac": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "row_weights": _MASK},
-        "top_k": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "row_weights": _MASK},
-        "class_conditional": {
-            "logits": _LOGITS[0],
-            "labels": _LABELS,
-            "level": 0.5,
-            "score": "lac",
-            "row_weights": _MASK,
-        },
-        "group_conditional": {"logits": _LOGITS[0], "labels": _LABELS, "groups": _LABELS % 2, "num_groups": 2}
-        | {"level": 0.5, "score": "lac", "row_weights": _MASK},
-        "group_quantile": {
-            "scores": _TARGETS,
-            "groups": _LABELS % 2,
-            "num_groups": 2,
-            "level": 0.5,
-            "row_weights": _MASK,
-        },
-        "cross_conformal": {"held_out": _LOGITS[0], "labels": _LABELS, "folds": _FOLDS, "level": 0.5, "score": "aps"}
-        | {"row_weights": _MASK},
-        "aps": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "row_weights": _MASK, "key": _KEY},
-        "raps": {
-            "logits": _LOGITS[0],
-            "labels": _LABELS,
-            "level": 0.5,
-            "penalty": 0.1,
-            "num_free": 1,
-            "row_weights": _MASK,
-        }
-        | {"key": _KEY},
-        "cqr": _ENDS | {"level": 0.5, "ends": "together"},
-        "cv_plus": {"held_out": _MEAN[0], "targets": _TARGETS, "folds": _FOLDS, "level": 0.5, "row_weights": _MASK},
-        "jackknife_plus_after_bootstrap": {"held_out": _MEAN[0], "targets": _TARGETS, "drawn": _DRAWN, "level": 0.5}
+        "sets": {"logits": _LOGITS[0], "labels": _LABELS, "level": 0.5, "score": "aps", "penalty": 0.1, "num_free": 1}
+        | {"by_class": False, "groups": _LABELS % 2, "num_groups": 2, "row_weights": _MASK},
+        "cross_conformal": {"logits": _LOGITS[0], "labels": _LABELS, "unseen": _UNSEEN_ONCE, "level": 0.5}
+        | {"score": "aps", "row_weights": _MASK},
+        "cqr": {"low": _ENDS["lower"], "high": _ENDS["upper"], "targets": _TARGETS, "level": 0.5, "ends": "together"},
+        "jackknife_plus": {"held_out": _MEAN[0], "targets": _TARGETS, "unseen": _UNSEEN, "level": 0.5}
         | {"weights": _WEIGHTS, "row_weights": _MASK},
-        "enbpi": {"held_out": _MEAN[0], "targets": _TARGETS, "drawn": _DRAWN, "level": 0.5}
-        | {"window": 4, "weights": _WEIGHTS, "row_weights": _MASK},
+        "enbpi": {"held_out": _MEAN[0], "targets": _TARGETS, "unseen": _UNSEEN, "level": 0.5}
+        | {"window": 4, "weights": _WEIGHTS},
         "aci": {"level": 0.9, "rate": 0.05},
         "risk_control": {"losses": np.tile(np.float32([1, 0.5, 0]), (6, 1)), "thresholds": np.float32([0, 1, 2])}
         | {"risk": 0.5, "bound": 1.0, "row_weights": _MASK},
-        "risk_control_steps": {"steps": _LOGITS[0], "drops": np.full((6, 3), 0.25, np.float32), "risk": 0.5}
-        | {"bound": 1.0, "row_weights": _MASK},
         "quantile": {"scores": _TARGETS, "level": 0.5, "row_weights": _MASK},
-        "weighted_quantile": {"scores": _TARGETS, "row_weights": _ROW_WEIGHTS, "new_weights": np.ones(2)}
-        | {"level": 0.5, "row_weights": _MASK},
-        "normalised": {
-            "predictions": _MEAN[0],
-            "scale": _VARIANCE[0],
-            "targets": _TARGETS,
-            "level": 0.5,
-            "row_weights": _MASK,
-        },
-        "split": {"predictions": _MEAN[0], "targets": _TARGETS, "level": 0.5, "row_weights": _MASK},
+        "weighted_quantile": {"scores": _TARGETS, "ratios": _ROW_WEIGHTS, "new_ratios": np.ones(2), "level": 0.5},
+        "split": {"predictions": _MEAN[0], "targets": _TARGETS, "level": 0.5, "scale": _VARIANCE[0]}
+        | {"row_weights": _MASK},
     },
     density: {
-        name: {
-            "features": _LOGITS,
-            "labels": np.array([0, 1, 0, 1, 0, 1]),
-            "num_classes": 2,
-            "ridge": 0.1,
-            "row_weights": _MASK,
-        }
+        name: {"features": _LOGITS, "labels": np.arange(6) % 2, "num_classes": 2, "ridge": 0.1, "row_weights": _MASK}
         for name in ("gaussian_discriminant", "mahalanobis")
+    },
+    distillation: {
+        "mixture_loss": _TEACHER | {"row_weights": _MASK} | _MEAN_OR_NONE,
+        "distribution_loss": _TEACHER | {"smoothing": 0.1, "row_weights": _MASK} | _MEAN_OR_NONE,
+        "gaussian_loss": {"mean": _MEAN[0], "variance": _VARIANCE[0], "row_weights": _MASK} | _TEACHERS | _MEAN_OR_NONE,
     },
     heads: {
         "normal_inverse_gamma": {"raw": np.ones((6, 4), np.float32), "floor": 0.1},
-        "decompose_evidential": {"parameters": _EVIDENTIAL},
-        "evidential_loss": {"parameters": _EVIDENTIAL, "targets": _TARGETS, "coefficient": 0.1, "row_weights": _MASK}
-        | _MEAN_OR_NONE,
+        "decompose_evidential": _EVIDENTIAL,
+        "evidential_loss": _EVIDENTIAL
+        | {"targets": _TARGETS, "coefficient": 0.1, "row_weights": _MASK, "reduction": "mean"},
         "dirichlet": {"logits": _LOGITS[0]},
         "vacuity": {"concentration": _CONCENTRATION},
         "decompose_dirichlet": {"concentration": _CONCENTRATION},
@@ -262,29 +191,18 @@ CALLS = {
         | _MEAN_OR_NONE,
         "sort_quantiles": {"quantiles": _LOGITS[0]},
         "mixture_density": {"raw": np.ones((6, 6), np.float32), "floor": 0.1},
-        "mixture_density_loss": {"parameters": _DENSITY_OF_ONE, "targets": _TARGETS, "row_weights": _MASK}
-        | _MEAN_OR_NONE,
-        "mixture_density_moments": {"parameters": _DENSITY_OF_ONE},
-        "mixture_components": {"parameters": _DENSITY, "weights": _WEIGHTS},
+        "mixture_density_loss": _DENSITY_OF_ONE | {"targets": _TARGETS, "row_weights": _MASK} | _MEAN_OR_NONE,
+        "mixture_density_moments": _DENSITY_OF_ONE,
+        "mixture_components": _DENSITY | {"weights": _WEIGHTS},
     },
     resample: {
-        "folds": {"num_rows": 6, "num_folds": 3, "stratify": None, "groups": None, "uneven": None, "key": _KEY},
-        "from_splits": {"splits": [(np.arange(3), np.arange(3, 6))], "num_rows": 6, "uneven": None},
-        "out_of_bag": {"drawn": _DRAWN, "num_rows": 6},
-        "out_of_bag_mean": {"predictions": _MEAN, "drawn": _DRAWN, "weights": _WEIGHTS},
-        "out_of_fold": {"predictions": _MEAN, "folds": _FOLDS, "rows": "all", "weights": _WEIGHTS},
-        "bootstrap": {"num_rows": 6, "num_members": 3, "size": 4, "stratify": None, "key": _KEY},
-        "subsets": {"num_rows": 6, "num_members": 3, "size": 4, "stratify": None, "key": _KEY},
+        "folds": {"num_rows": 6, "num_folds": 3, "key": _KEY},
+        "out_of_bag": {"rows": _DRAWN, "num_rows": 6},
+        "held_out_mean": {"predictions": _MEAN, "unseen": _UNSEEN, "weights": _WEIGHTS},
+        "bootstrap": {"num_rows": 6, "num_members": 3, "size": 4, "key": _KEY},
+        "subsets": {"num_rows": 6, "num_members": 3, "size": 4, "key": _KEY},
         "bayesian_weights": {"num_rows": 6, "num_members": 3, "key": _KEY},
         "counts": {"rows": _DRAWN, "num_rows": 6},
-        "poisson_weights": {"num_rows": 6, "num_members": 3, "key": _KEY},
-    },
-    sweep: {
-        "Choice": {"values": [1, 2]},
-        "LogUniform": {"low": 0.1, "high": 1.0},
-        "Uniform": {"low": 0.1, "high": 1.0},
-        "draw": {"ranges": {"a": sweep.Uniform(0.0, 1.0)}, "num_members": 3, "key": _KEY},
-        "grid": {"values": {"a": [1.0, 2.0]}},
     },
     tree: {
         "num_members": {"tree": _MODEL},
@@ -301,21 +219,18 @@ CALLS = {
 NAMES = [f"{room.__name__.removeprefix('eqx_ensemble.')}.{name}" for room, calls in CALLS.items() for name in calls]
 
 
-def call(name: str, **changed):
-    """The call of that name, with some arguments changed."""
+def function_of(name: str):
+    """The function of that name."""
     room, _, own = name.rpartition(".")
-    module = next(module for module in CALLS if module.__name__ == f"eqx_ensemble.{room}")
-    function, arguments = getattr(module, own), CALLS[module][own] | changed
-    positional = [
-        arguments[parameter.name]
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind is parameter.POSITIONAL_ONLY
-    ]
-    assert not positional
-    return function(**arguments)
+    return next(getattr(module, own) for module in CALLS if module.__name__ == f"eqx_ensemble.{room}")
 
 
 def arguments_of(name: str) -> dict:
     """The arguments of the call of that name."""
     room, _, own = name.rpartition(".")
     return next(calls[own] for module, calls in CALLS.items() if module.__name__ == f"eqx_ensemble.{room}")
+
+
+def call(name: str, **changed):
+    """The call of that name, with some arguments changed."""
+    return function_of(name)(**arguments_of(name) | changed)

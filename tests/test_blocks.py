@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from eqx_ensemble import combine, scores, uncertainty
-from eqx_ensemble._combination import _blocks, _order
-from eqx_ensemble.scores import _regression
+from eqx_ensemble._boundary import _rows
 
 RNG = np.random.default_rng(0)
 MEMBERS, ROWS, CLASSES = 5, 97, 3
@@ -41,12 +40,8 @@ CASES = {
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Blocks of eleven rows, of seven entries where members are sorted, and groups of two members."""
-    monkeypatch.setattr(_blocks, "_BYTES", 11 * MEMBERS * CLASSES * 4)
-    monkeypatch.setattr(_order, "_BYTES", 7 * MEMBERS * 4)
-    monkeypatch.setattr(_order, "_FEWEST_NUMBERS", 0)
-    monkeypatch.setattr(_regression, "_GROUP", 2)
-    monkeypatch.setattr(_regression, "_LANES", 16)
+    """Blocks of eleven rows."""
+    monkeypatch.setattr(_rows, "_BYTES", 11 * MEMBERS * CLASSES * 4)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -71,61 +66,6 @@ def test_blocks_change_nothing(name, dtype, cut):
             for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(whole), strict=True):
                 assert x.dtype == dtype
                 np.testing.assert_allclose(x, y, rtol=30 * np.finfo(dtype).eps, atol=30 * np.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("shape", [(1, 97), (3, 97), (8, 97), (19, 97), (97, 2)], ids=str)
-@pytest.mark.parametrize("fn", [scores.rmse, scores.mean_member_rmse])
-def test_few_members_and_few_rows(fn, shape, monkeypatch):
-    """Fewer members than are added in registers, and fewer rows than sums side by side."""
-    monkeypatch.setattr(_blocks, "_BYTES", 0)
-    predictions, targets = jnp.asarray(RNG.normal(size=shape)), jnp.asarray(RNG.normal(size=shape[1:]))
-    np.testing.assert_allclose(fn(predictions, targets), jax.jit(fn)(predictions, targets), rtol=1e-5)
-
-
-def test_rows_are_in_blocks(cut):
-    shapes = []
-
-    def fn(members, rows, shared):
-        shapes.append(members.shape)
-        return jnp.sum(members, axis=0) + rows + shared
-
-    members, rows = jnp.asarray(LOGITS), jnp.asarray(TARGETS)
-    np.testing.assert_allclose(_blocks.by_rows(fn, members, rows, 1.0), LOGITS.sum(0) + TARGETS + 1, rtol=1e-5)
-    assert (MEMBERS, 33) in shapes, "eleven rows of three classes"
-    del shapes[:]
-    jax.jit(lambda members: _blocks.by_rows(fn, members, rows, 1.0))(members)
-    assert set(shapes) == {LOGITS.shape}, "the user's own program has no blocks"
-
-
-def in_order(values, weights=None, **named):
-    return _order.by_order(
-        lambda ordered, own, _: (jnp.moveaxis(ordered, 0, -1), own if own is None else jnp.moveaxis(own, 0, -1)),
-        values,
-        weights,
-        **named,
-    )
-
-
-@pytest.mark.parametrize("members", [1, 2, 3, 13, 64])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_members_are_sorted_as_jax_does(members, dtype, cut):
-    values = RNG.normal(size=(members, 10, 5)).astype(dtype)
-    for special in (np.nan, -np.nan, np.inf, -np.inf):
-        values[RNG.random(values.shape) < 0.05] = special
-    ties = np.where(RNG.random(values.shape) < 0.3, np.sign(values) * RNG.integers(2, size=values.shape), values)
-    centre, weights = RNG.normal(size=(10, 5)).astype(dtype), np.arange(members).astype(dtype)
-    with jax.enable_x64(dtype == np.float64):
-        values, centre, weights = (jnp.asarray(x) for x in (values, centre, weights))
-        for x in (values, jnp.asarray(ties.astype(dtype))):
-            np.testing.assert_array_equal(in_order(x)[0], np.moveaxis(np.sort(x, axis=0), 0, -1))
-        for fill in (0.0, np.inf):
-            got = in_order(values, weights, centre=centre, fill=fill)
-            traced = jax.jit(lambda *x, fill=fill: in_order(x[0], x[1], centre=x[2], fill=fill))(
-                values, weights, centre
-            )
-            np.testing.assert_array_equal(got[0], traced[0])
-            known = np.isfinite(got[0]) & (np.asarray(got[0]) != fill)  # values that are their own
-            np.testing.assert_array_equal(np.asarray(got[1])[known], np.asarray(traced[1])[known])
 
 
 def test_results_are_on_the_device_of_the_values(cut):
@@ -176,15 +116,3 @@ def test_gradients_see_neither_blocks_nor_numpy(weights, cut):
             of_weights = jax.grad(lambda weights: combine.trimmed_mean(values, weights=weights).sum())(weights)
             assert of_weights.shape == weights.shape
             assert np.isfinite(of_weights).all()
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_rows_are_sorted_as_by_numpy(cut, dtype):
-    special = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 2e-38, -2e-38]
-    key = np.random.default_rng(0).permutation(np.concatenate([RNG.normal(size=57), special, special])).astype(dtype)
-    with jax.enable_x64(dtype == np.float64):
-        row = jnp.arange(key.size)
-        for sort in (_order.sort_rows, jax.jit(_order.sort_rows)):
-            ranked, order = sort(jnp.asarray(key), row)
-            np.testing.assert_array_equal(ranked, np.sort(key))
-            np.testing.assert_array_equal(order, np.argsort(key, kind="stable"))

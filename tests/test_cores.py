@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble._cores import on_cores
+from eqx_ensemble._cores import thread_pool
 
 
 def test_threads_compute_as_the_calling_thread_does():
     work = lambda size: jnp.ones(size).dtype
-    assert on_cores(work, range(1, 5), cores=2) == ["float32"] * 4
+    assert [*thread_pool(2).map(work, range(1, 5))] == ["float32"] * 4
     with jax.enable_x64(True):
-        assert on_cores(work, range(1, 5), cores=2) == ["float64"] * 4
+        assert [*thread_pool(2).map(work, range(1, 5))] == ["float64"] * 4
 
 
 def test_predictions_of_double_precision():
@@ -26,4 +26,4 @@ def test_predictions_of_double_precision():
 
 def test_an_error_of_a_thread_is_raised():
     with pytest.raises(ZeroDivisionError):
-        on_cores(lambda x: 1 / x, range(4), cores=2)
+        [*thread_pool(2).map(lambda x: 1 / x, range(4))]

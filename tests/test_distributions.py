@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 # What is run with the wheel, and what in all.
-SOME_TESTS = ["test_stacked_type.py", "combine/test_mean.py", "test_keys.py"]
+SOME_TESTS = ["test_stacked_type.py", "combine/test_combine.py", "test_keys.py"]
 MORE_TESTS = [
     "test_build.py",
     "test_ensemble.py",

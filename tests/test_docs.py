@@ -182,7 +182,7 @@ def test_an_undefined_name_would_be_noticed(codes, found):
 @pytest.mark.parametrize("page", WITH_CODE.values(), ids=WITH_CODE)
 def test_page_examples_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    as_users = page.parent.name == "guide" or page.name == "blackjax.md"  # which promotes dtypes
+    as_users = page.parent.name == "guide" or page.name in ("blackjax.md", "particles.md")  # which promote dtypes
     handler = signal.getsignal(signal.SIGTERM)  # a page sets its own
     with as_users_run_it() if as_users else contextlib.nullcontext():
         run(blocks(page.read_text()), page.name)
@@ -194,9 +194,11 @@ def as_users_run_it():
     """The guide shows mistakes that the settings of the tests would find, and messages before those of type checks."""
     disabled = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-    jaxtyping.config.update("jaxtyping_disable", disabled)
+    try:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", disabled)
 
 
 def test_the_page_about_a_fit_shows_the_code():

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import eqx_ensemble as ee
@@ -76,3 +77,38 @@ def test_other_generators_are_refused_because_vmap_changes_them(implementation):
     assert (np.asarray(together) != np.asarray(alone)).any()
     with pytest.raises(TypeError, match="threefry"):
         ee.member_keys(keys[0], 3)
+
+
+def test_another_default_generator_is_no_reason_to_fail(tmp_path):
+    """`jax_default_prng_impl="rbg"` is usual on TPUs; keys that the library makes itself are threefry keys."""
+
+    class Noisy(eqx.Module):
+        linear: eqx.nn.Linear
+        key: jax.Array
+        rate: jax.Array
+
+        def __init__(self, key, rate=0.0):
+            self.linear, self.key, self.rate = eqx.nn.Linear(3, 2, key=key), key, jnp.asarray(rate)
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    def loss(model, batch, key):
+        return jnp.mean((jax.vmap(model)(batch[0]) + 0.1 * jax.random.normal(key, (8, 2)) - batch[1]) ** 2)
+
+    x = jnp.ones((8, 3)), jnp.zeros((8, 2))
+
+    def everything(folder):
+        ensemble = ee.build(Noisy, zip={"rate": [0.1, 0.2]}, key=KEY)
+        run = ee.fit(
+            ensemble, loss, optax.sgd(0.1), x, epochs=2, plan=ee.plan.Blocks(1), checkpoint=folder / "run", key=KEY
+        )
+        ee.save(folder / "saved", run.ensemble)
+        loaded = ee.load(folder / "saved", Noisy)
+        template = ee.methods.adapters.low_rank(eqx.nn.Linear(3, 2, key=KEY), 2, rank=1, key=KEY)
+        return loaded.stacked.linear.weight, template.stacked.down, ee.member_keys(jax.random.key_data(KEY), 2)
+
+    wanted = everything(tmp_path / "threefry")
+    with jax.default_prng_impl("rbg"):
+        for got, want in zip(everything(tmp_path / "rbg"), wanted, strict=True):
+            assert (got == want).all()

@@ -113,7 +113,7 @@ def test_rooms_are_imported_when_they_are_used():
         "from eqx_ensemble import combine; combine.mixture",
         "import eqx_ensemble.combine; eqx_ensemble.combine.mixture",
         "import eqx_ensemble.train._fit; import eqx_ensemble; eqx_ensemble.train.init",
-        "import eqx_ensemble as ee; ee.combine.weights.stacking; assert ee.Ensemble is ee.Ensemble",
+        "import eqx_ensemble as ee; ee.combine.stacking; assert ee.Ensemble is ee.Ensemble",
         "from eqx_ensemble import *; fit, Ensemble, combine.mixture",
     ],
 )

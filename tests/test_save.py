@@ -258,7 +258,7 @@ class TestMembers:
                 TypeError,
                 r"needs a list of positions as `members`, got 1.\nOne model is `load\(path, like, members=\[1\]",
             ),
-            ([4], IndexError, "index 4 is out of range"),
+            ([4], IndexError, "index 4 is out of bounds"),
             ([1, 1], ValueError, "1"),
             ([], ValueError, "selects no member"),
         ],

@@ -21,7 +21,6 @@ URL = "https://example.org/docs/"
 COLUMNS = 88
 # Fields that are no part of what a class offers: how it is kept inside.
 INSIDE = {
-    "methods.InteractingStep": {"space", "optimiser", "num_rows", "method", "kernel", "plan", "layout", "public_name"},
     "methods.SNGP": {"frequencies", "phases", "root"},
     "train.Step": {"task", "plan"},
     "train.TrainState": {"together"},

@@ -76,11 +76,11 @@ def _real_loss(head_loss: Any, decay: float) -> Any:
 
 
 def _evidential_loss(raw: jax.Array, y: jax.Array) -> jax.Array:
-    return heads.evidential_loss(heads.normal_inverse_gamma(raw, floor=1e-3), y)
+    return heads.evidential_loss(*heads.normal_inverse_gamma(raw, floor=1e-3), y)
 
 
 def _mixture_loss(raw: jax.Array, y: jax.Array) -> jax.Array:
-    return heads.mixture_density_loss(heads.mixture_density(raw, floor=1e-3), y)
+    return heads.mixture_density_loss(*heads.mixture_density(raw, floor=1e-3), y)
 
 
 def _student_t(raw: np.ndarray, num_components: int = 64) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +93,7 @@ def _student_t(raw: np.ndarray, num_components: int = 64) -> tuple[np.ndarray, n
 
 def _components(raw: np.ndarray, num_components: int = 100) -> tuple[np.ndarray, np.ndarray]:
     """As a mixture of equally likely Gaussians: each component as often as its weight says, to the nearest."""
-    mean, variance, weights = map(np.asarray, heads.mixture_components(heads.mixture_density(raw, floor=1e-3)))
+    mean, variance, weights = map(np.asarray, heads.mixture_components(*heads.mixture_density(raw, floor=1e-3)))
     ends = np.cumsum(weights, axis=0) / weights.sum(axis=0)
     levels = (np.arange(num_components) + 0.5) / num_components
     index = (levels[:, None, None] > ends[None, :-1]).sum(axis=1)

@@ -62,7 +62,7 @@ def _laplace(task: Task, num_members: int, steps: int) -> Fitted:
     options = {"likelihood": "classification"} if classes else {"likelihood": "regression", "noise": task.setting.noise}
     posterior = ee.methods.laplace.fit(run, data, where=_last_layer, **options)
     choices = [posterior.optimise_prior(fit_noise=not classes)]
-    choices += [ee.methods.laplace.replace(choices[0], prior_precision=precision) for precision in PRECISIONS]
+    choices += [ee.methods.laplace.with_prior(choices[0], prior_precision=precision) for precision in PRECISIONS]
     best = min(choices, key=lambda choice: validation_loss(task, _gaussians(task, choice)))
     return Fitted(_gaussians(task, best), num_bytes(best.members.stacked))
 

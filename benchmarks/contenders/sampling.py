@@ -4,7 +4,9 @@ import functools as ft
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 import eqx_ensemble as ee
 
@@ -51,10 +53,11 @@ def _sghmc(setting: Setting) -> Any:
 @ft.cache
 def _cyclical_sgld(setting: Setting) -> Any:
     period = setting.amount.steps // 8
-    temperature = sampling.cyclical_temperature(period)
+    temperature = lambda step: jnp.where(step % period < 0.9 * period, 0.0, 1.0)
 
     def optimiser(hyper: Any) -> Any:
-        rate = trajectory.snapshot_schedule(hyper["rate"], period)
+        cycle = optax.cosine_decay_schedule(1.0, period)
+        rate = lambda step: hyper["rate"] * cycle(step % period)
         sampler = sampling.sgld(rate, num_rows=setting.num_rows, temperature=temperature, key=jax.random.key(0))
         return trajectory.snapshots(sampler, 4, every=period)
 

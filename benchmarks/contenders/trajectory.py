@@ -76,7 +76,8 @@ def _swag(steps: int) -> Any:
 @ft.cache
 def _snapshots(setting: Setting) -> Any:
     period = setting.amount.steps
-    adam = optax.adam(trajectory.snapshot_schedule(2 * LEARNING_RATE, period=period))
+    cycle = optax.cosine_decay_schedule(2 * LEARNING_RATE, period)
+    adam = optax.adam(lambda step: cycle(step % period))
     return trajectory.snapshots(adam, setting.amount.members, every=period)
 
 

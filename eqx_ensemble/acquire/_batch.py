@@ -1,26 +1,37 @@
-from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Integer, Real
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
-from .._check import RowWeightsLike
+from .._boundary import array_function, kinds
+from .._brief import brief_repr
 from .._weighting import blank_unweighted, weighted_mean
-from ._check import Mode, check_best, check_pool, check_samples, check_sign, check_size
-from ._greedy import Picks, Pool
+from ._arguments import Mode, against, argmax, check_size, pool_of, sign_of, without
 
 
+class Picks(NamedTuple):
+    """A batch of candidates in the order of choice: `indices`, and the joint criterion after each pick, `values`.
+
+    Both are `(size,)`. Indices are -1, and values stay the same, where no candidate is left.
+    """
+
+    indices: Int32[Array, " size"]
+    values: Float[Array, " size"]
+
+    __repr__ = brief_repr
+
+
+@array_function
 def batch_expected_improvement(
-    predictions: Float[ArrayLike, "members candidates"],
+    predictions: kinds.PoolSamples,
     size: int,
     *,
-    best: Real[ArrayLike, "..."],
+    best: kinds.Best,
     mode: Mode,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
-    chosen: Integer[ArrayLike, " chosen"] | None = None,
-    costs: Real[ArrayLike, " candidates"] | None = None,
-    budget: Real[ArrayLike, ""] | None = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.PoolRows = None,
+    chosen: kinds.Chosen | None = None,
 ) -> Picks:
     r"""A batch of candidates by greedy maximisation of their joint expected improvement (q-EI).
 
@@ -36,13 +47,11 @@ def batch_expected_improvement(
     - `best`, `mode`, `weights`, `row_weights`: as for [`eqx_ensemble.acquire.expected_improvement`][].
     - `chosen`: indices `(chosen,)` of candidates that already belong to the batch, such as those being evaluated. They
         are not picked again; -1 stands for none.
-    - `costs`, `budget`: positive, `(candidates,)` and a number. Each pick then has the largest gain per cost among the
-        candidates that the rest of the budget allows.
 
     **Returns:**
 
     [`eqx_ensemble.acquire.Picks`][]; of equal candidates, the first. NaN raises `ValueError`. While tracing, candidates
-    with NaN are not picked. Indices are -1 where no candidate is left that the budget allows.
+    with NaN are not picked. Indices are -1 where no candidate is left.
 
     ```python
     predictions = jnp.array([[3.0, 2.9, 0.0], [0.0, 0.0, 1.0]])  # the first two agree
@@ -53,20 +62,20 @@ def batch_expected_improvement(
     ??? cite
         [Wilson et al., NeurIPS 2018](https://arxiv.org/abs/1805.10196)
     """
-    return _batch("expected", size, best, mode, (predictions, weights, row_weights), (chosen, costs, budget))
+    each = jnp.maximum(sign_of(mode) * (predictions - against(best, predictions)), 0)
+    return _pick_all(each, weights, row_weights, chosen, size)
 
 
+@array_function
 def batch_probability_of_improvement(
-    predictions: Float[ArrayLike, "members candidates"],
+    predictions: kinds.PoolSamples,
     size: int,
     *,
-    best: Real[ArrayLike, "..."],
+    best: kinds.Best,
     mode: Mode,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
-    chosen: Integer[ArrayLike, " chosen"] | None = None,
-    costs: Real[ArrayLike, " candidates"] | None = None,
-    budget: Real[ArrayLike, ""] | None = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.PoolRows = None,
+    chosen: kinds.Chosen | None = None,
 ) -> Picks:
     r"""A batch of candidates by greedy maximisation of the probability that one of them improves (q-PI).
 
@@ -88,35 +97,28 @@ def batch_probability_of_improvement(
     picks.indices, picks.values  # [0, 2], [0.5, 1.0]
     ```
     """
-    return _batch("probability", size, best, mode, (predictions, weights, row_weights), (chosen, costs, budget))
+    each = (sign_of(mode) * (predictions - against(best, predictions)) > 0).astype(predictions.dtype)
+    return _pick_all(each, weights, row_weights, chosen, size)
 
 
-def _batch(kind: str, size: int, best: ArrayLike, mode: Mode, samples: tuple, limits: tuple) -> Picks:
-    sign, (values, convex, rows) = check_sign(mode), check_samples(*samples)
-    better = sign * (values - check_best(best, values))
-    each = (better > 0).astype(values.dtype) if kind == "probability" else jnp.maximum(better, 0)
-    pool, taken = check_pool(values, rows, *limits)
-    return Picks(*_pick_all(each, convex, taken, pool, check_size(size, "size", pool)))
-
-
-@partial(jax.jit, static_argnames="size")
 def _pick_all(
     each: Float[Array, "members candidates"],
     weights: Float[Array, " members"] | None,
-    chosen: Integer[Array, " chosen"],
-    pool: Pool,
+    row_weights: Bool[Array, " candidates"] | None,
+    chosen: Integer[Array, " chosen"] | None,
     size: int,
-) -> tuple[Array, Array]:
+) -> Picks:
     """The greedy maximum of the mean over members of the largest of the picks' values, which are not negative."""
+    check_size(size, "size", each.shape[1])
     each = blank_unweighted(each, weights)
-    taken = jnp.where((chosen < 0)[None], 0, each[:, chosen])
-    reached = jnp.max(taken, axis=1, initial=0)
+    may_pick, taken = pool_of(each.shape[1], row_weights, chosen)
+    reached = jnp.max(jnp.where((taken < 0)[None], 0, each[:, taken]), axis=1, initial=0)
 
-    def step(carry: tuple[Array, Pool], _: None) -> tuple[tuple[Array, Pool], tuple[Array, Array]]:
-        reached, pool = carry
+    def step(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        reached, may_pick = carry
         gains = weighted_mean(jnp.maximum(each - reached[:, None], 0), weights)
-        index, pool = pool.pick(gains)
+        index = argmax(gains, may_pick)
         reached = jnp.where(index < 0, reached, jnp.maximum(reached, each[:, index]))
-        return (reached, pool), (index, weighted_mean(reached, weights))
+        return (reached, without(may_pick, index)), (index, weighted_mean(reached, weights))
 
-    return jax.lax.scan(step, (reached, pool), None, size)[1]
+    return Picks(*jax.lax.scan(step, (reached, may_pick), None, size)[1])

@@ -1,36 +1,25 @@
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Int32, Integer, Key, Real
+from jaxtyping import Array, Bool, Float, Int32, Key
 
-from .. import _keys
-from .._check import (
-    CountedRows,
-    RowWeightsLike,
-    check_counted_rows,
-    check_logits,
-    check_no_nan,
-    check_positive_int,
-    check_weights,
-    type_error,
-)
+from .._boundary import array_function, kinds
+from .._check import type_error
+from .._keys import own_key, root
 from .._weighting import blank_unweighted, log_mixture, weighted_mean
 from ..uncertainty import decompose_entropy
 from ..uncertainty._engine import divergence
-from ._check import check_factor, check_pool, check_pool_axes, check_size
-from ._greedy import Picks, Pool
+from ._arguments import argmax, check_size, pool_of, without
+from ._batch import Picks
 
 _FREE = -2  # a row to be picked; -1 is none
-_LARGEST = 2**20  # of the temporary arrays of `_redundancy`, in numbers
+_LARGEST = 2**20  # of the temporary arrays of `redundancy`, in numbers
 
 
+@array_function
 def bald(
-    logits: Float[ArrayLike, "members *batch classes"],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    logits: kinds.Logits, *, weights: kinds.Weights = None, row_weights: kinds.CountedRows = None
 ) -> Float[Array, "*batch"]:
     """The mutual information of a row's label and the member, in nats: what querying the label is expected to tell.
 
@@ -54,18 +43,17 @@ def bald(
     ??? cite
         [Houlsby et al. 2011](https://arxiv.org/abs/1112.5745)
     """
-    return _check(logits, weights, row_weights, pool=False)[0]
+    return _information(logits, weights, row_weights)
 
 
+@array_function
 def batch_bald(
-    logits: Float[ArrayLike, "members candidates classes"],
+    logits: kinds.PoolLogits,
     size: int,
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
-    chosen: Integer[ArrayLike, " chosen"] | None = None,
-    costs: Real[ArrayLike, " candidates"] | None = None,
-    budget: Real[ArrayLike, ""] | None = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.PoolRows = None,
+    chosen: kinds.Chosen | None = None,
     max_outcomes: int = 4096,
     num_samples: int = 4096,
     key: Any = None,
@@ -80,10 +68,11 @@ def batch_bald(
     **Arguments:**
 
     - `logits`: `(members, candidates, classes)`.
-    - `size`, `chosen`, `costs`, `budget`: as for [`eqx_ensemble.acquire.batch_expected_improvement`][].
+    - `size`, `chosen`: as for [`eqx_ensemble.acquire.batch_expected_improvement`][].
     - `weights`, `row_weights`: as for [`eqx_ensemble.acquire.bald`][].
     - `max_outcomes`: the largest number of joint labels to enumerate; a pick needs those of the rows before it.
-    - `num_samples`: the number of joint labels to sample beyond that.
+    - `num_samples`: the number of joint labels to sample beyond that: values are then estimates, which may exceed the
+        logarithm of the number of members, and picks of nearly equal value depend on `key`.
     - `key`: one threefry key, needed to sample.
 
     **Returns:**
@@ -105,28 +94,29 @@ def batch_bald(
     ??? cite
         [Kirsch et al., NeurIPS 2019](https://arxiv.org/abs/1906.08158)
     """
-    scores, checked, convex, rows = _check(logits, weights, row_weights)
-    pool, taken = check_pool(checked, rows, chosen, costs, budget)
-    size = check_size(size, "size", pool)
-    most, num_samples = check_positive_int(max_outcomes, "max_outcomes"), check_positive_int(num_samples, "num_samples")
-    conditioned, num_classes, num_exact = len(taken) + size - 1, checked.shape[2], 0
-    while num_exact < conditioned and num_classes ** (num_exact + 1) <= most:
+    num_candidates, num_classes = logits.shape[1:]
+    check_size(size, "size", num_candidates)
+    conditioned, num_exact = (0 if chosen is None else len(chosen)) + size - 1, 0
+    while num_exact < conditioned and num_classes ** (num_exact + 1) <= max_outcomes:
         num_exact += 1
     if num_exact < conditioned and key is None:
         got = f"got none, for {num_classes} classes and {conditioned + 1} rows, with those that are chosen"
         fix = "Pass `key=jax.random.key(0)`; or a larger `max_outcomes`, which are enumerated exactly."
-        raise type_error(f"a `key` for batches of more than {most} joint outcomes", got, fix)
-    key = jax.random.key(0) if key is None else _keys.root(key)
-    return Picks(*_pick_all(checked, scores, convex, taken, pool, key, size, num_exact, num_samples))
+        raise type_error(f"a `key` for batches of more than {max_outcomes} joint outcomes", got, fix)
+    own = own_key() if key is None else root(key)
+    scores, logs = _information(logits, weights, row_weights), jax.nn.log_softmax(logits, axis=-1)
+    labels = _Labels(logs, scores, weighted_mean(jnp.exp(logs), weights), weights)
+    return _pick_all(labels, *pool_of(num_candidates, row_weights, chosen), own, size, num_exact, num_samples)
 
 
+@array_function
 def power_bald(
-    logits: Float[ArrayLike, "members candidates classes"],
+    logits: kinds.PoolLogits,
     size: int,
     *,
-    power: Real[ArrayLike, ""] = 1.0,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    power: kinds.Exponent = 1.0,
+    weights: kinds.Weights = None,
+    row_weights: kinds.PoolRows = None,
     key: Any,
 ) -> Int32[Array, " size"]:
     """A batch of rows drawn without replacement in proportion to powers of [`eqx_ensemble.acquire.bald`][] (PowerBALD).
@@ -153,82 +143,60 @@ def power_bald(
     ??? cite
         [Kirsch et al., TMLR 2023](https://arxiv.org/abs/2106.12059)
     """
-    scores, checked, _, rows = _check(logits, weights, row_weights)
-    pool, _ = check_pool(checked, rows)
-    exponent = check_factor("power", power, checked.dtype, fix="Zero draws uniformly, 1 in proportion.")
-    return _draw(scores, pool, exponent, check_size(size, "size", pool), _keys.root(key))
-
-
-def _check(
-    logits: ArrayLike, weights: ArrayLike | None, row_weights: ArrayLike | None, *, pool: bool = True
-) -> tuple[Array, Array, Array | None, CountedRows]:
-    """Raises for invalid arguments. Returns the information, minus infinity in ignored rows, and the arguments."""
-    checked = check_logits(logits)
-    if pool:
-        check_pool_axes("logits", checked, "(members, candidates, classes)")
-    rows = check_counted_rows(row_weights, checked.shape[1:-1])
-    convex = check_weights(weights, checked.shape[0], checked.dtype)
-    checked = blank_unweighted(rows.blank(checked, before=1), convex)
-    if pool:
-        check_no_nan("logits", checked)
-    found = decompose_entropy(checked, weights=convex).epistemic
-    return rows.blank(found, fill=-jnp.inf), checked, convex, rows
-
-
-@partial(jax.jit, static_argnames="size")
-def _draw(
-    scores: Float[Array, " candidates"], pool: Pool, power: Float[Array, ""], size: int, key: Key[Array, ""]
-) -> Int32[Array, " size"]:
-    """Sampling without replacement in proportion to powers of the scores: the largest Gumbel-perturbed logarithms."""
+    check_size(size, "size", logits.shape[1])
+    scores = _information(logits, weights, row_weights)
     smallest = jnp.finfo(scores.dtype).tiny  # where members agree, candidates come last, and are picked if needed
-    ranked = power * jnp.log(jnp.maximum(scores, smallest)) + jax.random.gumbel(key, scores.shape, scores.dtype)
-    fits = pool.may_pick & ~jnp.isnan(ranked)
+    noise = jax.random.gumbel(root(key), scores.shape, scores.dtype)
+    # The largest perturbed logarithms are a sample without replacement in proportion to the powers.
+    ranked = power * jnp.log(jnp.maximum(scores, smallest)) + noise
+    fits = (jnp.ones(scores.shape, bool) if row_weights is None else row_weights) & ~jnp.isnan(ranked)
     index = jax.lax.top_k(jnp.where(fits, ranked, -jnp.inf), size)[1]
     return jnp.where(fits[index], index, -1).astype(jnp.int32)
 
 
-@partial(jax.jit, static_argnames=("size", "num_exact", "num_samples"))
+def _information(logits: Array, weights: Array | None, row_weights: Array | None) -> Float[Array, "*batch"]:
+    found = decompose_entropy(logits, weights=weights).epistemic
+    return found if row_weights is None else jnp.where(row_weights, found, -jnp.inf)
+
+
 def _pick_all(
-    logits: Float[Array, "members candidates classes"],
-    scores: Float[Array, " candidates"],
-    weights: Float[Array, " members"] | None,
+    labels: "_Labels",
+    may_pick: Bool[Array, " candidates"],
     chosen: Int32[Array, " chosen"],
-    pool: Pool,
     key: Key[Array, ""],
     size: int,
     num_exact: int,
     num_samples: int,
-) -> tuple[Int32[Array, " size"], Float[Array, " size"]]:
+) -> Picks:
     """Greedy picks, given the labels of at most `num_exact` rows by enumeration, and of more by samples."""
-    logs = jax.nn.log_softmax(logits, axis=-1)
-    labels = _Labels(logs, scores, weighted_mean(jnp.exp(logs), weights), weights)
+    logs = labels.logs
     joint, total = jnp.zeros((logs.shape[0], 1), logs.dtype), jnp.zeros((), logs.dtype)
     rows = jnp.concatenate([chosen, jnp.full(size, _FREE, chosen.dtype)])
     found = []
     for row in rows[: num_exact + 1]:
-        index, gain, pool = labels.pick(joint, pool, row, share=None)
+        index, gain, may_pick = labels.pick(joint, may_pick, row, share=None)
         joint = labels.enumerate(joint, index) if len(found) < num_exact else joint
         total = total + gain
         found.append((index, total))
     indices, values = map(jnp.stack, zip(*found, strict=True))
     if len(rows) > len(found):
         drawing, labelling = jax.random.split(key)
-        members = jax.random.choice(drawing, logs.shape[0], (num_samples,), p=weights)
+        members = jax.random.choice(drawing, logs.shape[0], (num_samples,), p=labels.weights)
         share, keys = jnp.full(num_samples, 1 / num_samples, logs.dtype), jax.random.split(labelling, len(rows))
 
         def condition(joint: Array, given: tuple[Array, Array]) -> tuple[Array, None]:
             return labels.sample(joint, members, *given), None
 
         def step(carry: tuple, given: tuple[Array, Array]) -> tuple[tuple, tuple[Array, Array]]:
-            (joint, pool, total), (row, key) = carry, given
-            index, gain, pool = labels.pick(joint, pool, row, share=share)
-            return (labels.sample(joint, members, index, key), pool, total + gain), (index, total + gain)
+            (joint, may_pick, total), (row, key) = carry, given
+            index, gain, may_pick = labels.pick(joint, may_pick, row, share=share)
+            return (labels.sample(joint, members, index, key), may_pick, total + gain), (index, total + gain)
 
         nothing = jnp.zeros((logs.shape[0], num_samples), logs.dtype)
         joint, _ = jax.lax.scan(condition, nothing, (indices, keys[: len(found)]))
-        more = jax.lax.scan(step, (joint, pool, total), (rows[len(found) :], keys[len(found) :]))[1]
+        more = jax.lax.scan(step, (joint, may_pick, total), (rows[len(found) :], keys[len(found) :]))[1]
         indices, values = (jnp.concatenate(pair) for pair in zip((indices, values), more, strict=True))
-    return indices[-size:], values[-size:]
+    return Picks(indices[-size:], values[-size:])
 
 
 class _Labels(NamedTuple):
@@ -243,13 +211,11 @@ class _Labels(NamedTuple):
     mixed: Float[Array, "candidates classes"]
     weights: Float[Array, " members"] | None
 
-    def pick(self, joint: Array, pool: Pool, row: Array, *, share: Array | None) -> tuple[Array, Array, Pool]:
-        """The index of the best candidate, or of a `row` that is not free, what its label adds, and the pool."""
+    def pick(self, joint: Array, may_pick: Array, row: Array, *, share: Array | None) -> tuple[Array, Array, Array]:
+        """The index of the best candidate, or of a `row` that is not free, what its label adds, and who is left."""
         gains = self.gains(joint, share)
-        best, rest = pool.pick(gains)
-        pool = jax.tree.map(lambda x, y: jnp.where(row == _FREE, x, y), rest, pool)
-        index = jnp.where(row == _FREE, best, row)
-        return index, jnp.where(index < 0, 0, gains[index]), pool
+        index = jnp.where(row == _FREE, argmax(gains, may_pick), row)
+        return index, jnp.where(index < 0, 0, gains[index]), without(may_pick, index)
 
     def gains(self, joint: Float[Array, "members outcomes"], share: Array | None) -> Float[Array, " candidates"]:
         r"""What the label of each candidate tells of the member, beyond the labels so far.

@@ -12,8 +12,8 @@ from equinox import AbstractClassVar
 from jaxtyping import Array
 
 from .._caller import caller
-from .._check import check_optional_function, is_member_array, kind_text
 from .._leaf_text import leaf_text
+from .._leaves import is_member_array, kind_text
 from .._pytree import PyTree
 from ..train import Frozen
 
@@ -158,7 +158,6 @@ Select = Callable[[Any], Any] | type | None
 
 def select_layers(model: Any, where: Select, *, least: int = 1) -> tuple[Callable[[Any], list[Any]], list[Any]]:
     """Returns a function that finds the layers in a tree, and the layers of the model in the order of its fields."""
-    check_optional_function(where, "where", example="lambda model: model.layers[1:]")
     find = lambda tree: [layer for node in select_nodes(tree, where) for layer in _layers_of(node)]
     layers = find(model)
     check_layers(layers, model, least=least)

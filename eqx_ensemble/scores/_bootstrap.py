@@ -4,24 +4,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.random import threefry_2x32
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, Real
 
-from .._check import (
-    check_array,
-    check_floating,
-    check_function,
-    check_key,
-    check_level,
-    check_positive_int,
-    check_row_weights,
-    promote,
-    value_error,
-)
-from .._combination import pays
-from .._cores import num_cores, on_cores
+from .._boundary import array_function, counted_rows, kinds
+from .._check import check_array, check_level, type_error, value_error
 from .._keys import member_keys
-from ._reduce import RowWeights, counts
+from .._leaves import kind_text
 
 
 def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: object) -> Array:
@@ -43,12 +31,6 @@ def per_member(score: Callable[..., Array], *arrays: ArrayLike, **options: objec
     ee.scores.per_member(ee.scores.accuracy, logits, jnp.array([0, 1]))  # [1.0, 0.5]
     ```
     """
-    if len(arrays) < 2:
-        needs, fix = "predictions, then the target", "`per_member(scores.nll, logits, labels)`."
-        raise value_error(needs, f"got {len(arrays)} arrays", fix)
-    if "weights" in options:
-        fix = "Each member is scored by itself: weight the result, or call the score directly."
-        raise value_error("no `weights`", "got `weights`", fix)
     predictions, target = [check_array("predictions", values) for values in arrays[:-1]], arrays[-1]
     counts = {prediction.shape[:1] for prediction in predictions}
     if len(counts) > 1 or counts & {(), (0,)}:
@@ -120,27 +102,21 @@ def bootstrap(
     ??? cite
         [Efron, AoS 1979](https://doi.org/10.1214/aos/1176344552)
     """
-    array = promote(check_floating("values", values))[0]
-    if array.ndim < 1 or array.shape[-1] == 0:
-        fix = 'Pass one score per row, what `reduction="none"` gives.'
-        raise value_error("`values` with at least one row on the last axis", f"got shape {array.shape}", fix)
-    rows = check_row_weights(row_weights, array.shape[-1:], array.dtype)
     check_level(level)
-    if statistic is not None:
-        check_function(statistic, "statistic", example="lambda means: jnp.sqrt(means)")
-    if check_positive_int(num_draws, "num_draws") < 2:
-        raise value_error("`num_draws` of two or more", f"got {num_draws}", "1,000 is usual.")
-    check_key(key)
-    keys = member_keys(key, num_draws, purpose="scores.bootstrap")
-    sample = _sample(array, rows.weights)
-    parts = [keys]
-    if pays((array, keys)) and array.shape[-1] * num_draws >= _FEWEST_ROWS:
-        parts = jnp.array_split(keys, min(num_cores(), num_draws))
-    shifts = on_cores(lambda part: jax.block_until_ready(_shifts(sample, part)), parts, cores=len(parts))
-    return _summarise(sample.mean, jnp.concatenate(shifts), level, statistic)
+    if statistic is not None and not callable(statistic):
+        fix = "To compare two models pass the difference of their scores: `bootstrap(other - one, key=key)`."
+        raise type_error("`statistic` to be a function", f"got {kind_text(statistic)}", fix)
+    mean, shifts = _draw(values, row_weights=row_weights, num_draws=num_draws, key=key)
+    return _summarise(mean, shifts, level, statistic)
 
 
-_FEWEST_ROWS = 2**20  # in all draws: fewer take less time than to start threads
+@array_function
+def _draw(
+    values: kinds.RowScores, *, row_weights: kinds.RowScoreWeights, num_draws: int, key: Any
+) -> tuple[Float[Array, "*scores"], Float[Array, " draws *scores"]]:
+    """The means of the scores, and those of each draw, relative to them."""
+    sample = _sample(values, row_weights)
+    return sample.mean, _shifts(sample, member_keys(key, num_draws, purpose="scores.bootstrap"))
 
 
 class _Sample(NamedTuple):
@@ -157,12 +133,11 @@ class _Sample(NamedTuple):
     num_kept: Int[Array, ""] | None
 
 
-@jax.jit
-def _sample(values: Float[Array, "*scores rows"], row_weights: RowWeights | None) -> _Sample:
+def _sample(values: Float[Array, "*scores rows"], row_weights: Array | None) -> _Sample:
     if row_weights is None:
         mean = jnp.mean(values, axis=-1)
         return _Sample(mean, values - mean[..., None], None, None)
-    order = jnp.argsort(~counts(row_weights), stable=True)
+    order = jnp.argsort(~counted_rows(row_weights), stable=True)
     weights, values = row_weights[order].astype(values.dtype), values[..., order]
     share = _along(weights, values)
     values = jnp.where(share == 0, 0, values)
@@ -170,7 +145,6 @@ def _sample(values: Float[Array, "*scores rows"], row_weights: RowWeights | None
     return _Sample(mean, (values - mean[..., None]) * share, weights, jnp.sum(weights > 0, dtype=jnp.int32))
 
 
-@jax.jit
 def _shifts(sample: _Sample, keys: Key[Array, " draws"]) -> Float[Array, " draws *scores"]:
     """The mean of each draw, relative to that of all rows."""
     num_rows = sample.rest.shape[-1]
@@ -178,29 +152,13 @@ def _shifts(sample: _Sample, keys: Key[Array, " draws"]) -> Float[Array, " draws
     used = jnp.arange(num_rows, dtype=jnp.int32) < count
 
     def shift(key: Array) -> Array:
-        drawn = _draw(key, num_rows, count)
+        drawn = jax.random.randint(key, (num_rows,), 0, count, dtype=jnp.int32)
         if sample.weights is None:
             return jnp.mean(sample.rest[..., drawn], axis=-1)
         total = lambda rows: jnp.sum(jnp.where(_along(used, rows), rows[..., drawn], 0), axis=-1)
         return total(sample.rest) / total(sample.weights)
 
     return jax.lax.map(shift, keys)
-
-
-def _draw(key: Key[Array, ""], num_rows: int, count: int | Int[Array, ""]) -> Int[Array, " rows"]:
-    """Indices below `count`: the upper half of its product with a random word of 32 bits.
-
-    `jax.random.randint` divides 64 bits, which takes five times as long. Here the probabilities of rows differ by at
-    most one in 2**32.
-    """
-    words = threefry_2x32(jax.random.key_data(key), jnp.arange(num_rows, dtype=jnp.uint32))
-    below = jnp.asarray(count, jnp.uint32)
-    (high, low), (upper, lower) = ((x >> 16, x & 0xFFFF) for x in (words, below))
-    middle = high * lower + (low * lower >> 16)
-    carried = low * upper + (middle & 0xFFFF)
-    drawn = high * upper + (middle >> 16) + (carried >> 16)
-    # Without the barrier, the gather and the generator become one slow loop.
-    return jax.lax.optimization_barrier(drawn.astype(jnp.int32))
 
 
 @ft.partial(jax.jit, static_argnames="statistic")

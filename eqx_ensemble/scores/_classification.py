@@ -1,29 +1,24 @@
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Integer, Real
+from jaxtyping import Array, Float, Integer
 
-from .._check import (
-    RowWeightsLike,
-    check_labels,
-    check_logits,
-    check_positive_int,
-    check_row_weights,
-    check_weights,
-    value_error,
-)
-from .._weighting import at_label, blank_unweighted, class_mixture, is_class, log_mixture, weighted_mean
-from ._reduce import Reduction, RowWeights, reduce, sum_by_segment, weigh
+from .._boundary import array_function, kinds, weigh
+from .._check import value_error
+from .._keys import root
+from .._weighting import at_label, class_mixture, is_class, log_mixture, weighted_mean
+from ._groups import sum_by_segment
 
 
+@array_function
 def nll(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
-    reduction: Reduction = "mean",
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     r"""Negative log-likelihood, in nats, of the labels under the mixture of the members.
 
@@ -46,16 +41,21 @@ def nll(
     ee.scores.nll(logits, jnp.array([0]))  # -log(0.6) = 0.511
     ```
     """
-    return _nll(*check_classes(logits, labels, weights, row_weights, reduction), reduction)
+    logs = jax.nn.log_softmax(logits, axis=-1)
+    known = is_class(labels, logits.shape[-1])
+    index = jnp.where(known, labels, 0)[None, ..., None]
+    chosen = jnp.take_along_axis(logs, index, axis=-1)[..., 0]
+    return jnp.where(known, -log_mixture(chosen, weights), jnp.nan)
 
 
+@array_function
 def accuracy(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
-    reduction: Reduction = "mean",
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Fraction of rows whose most likely class under the mixture is the label.
 
@@ -73,16 +73,17 @@ def accuracy(
     ee.scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
     ```
     """
-    return _accuracy(*check_classes(logits, labels, weights, row_weights, reduction), reduction)
+    return correct(class_mixture(logits, weights), labels)
 
 
+@array_function
 def mean_member_accuracy(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    logits: kinds.Votes,
+    labels: kinds.Labels,
     *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
-    reduction: Reduction = "mean",
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Mean accuracy of the members: [`eqx_ensemble.scores.accuracy`][] minus this is the gain from combining them.
 
@@ -99,64 +100,8 @@ def mean_member_accuracy(
     ee.scores.mean_member_accuracy(logits, jnp.array([0]))  # 0.5
     ```
     """
-    return _mean_member_accuracy(
-        *check_classes(logits, labels, weights, row_weights, reduction, of_votes=True), reduction
-    )
-
-
-def check_classes(
-    logits: ArrayLike,
-    labels: ArrayLike,
-    weights: ArrayLike | None,
-    row_weights: ArrayLike | None,
-    reduction: Reduction,
-    *,
-    of_votes: bool = False,
-) -> tuple[Array, Array, Array | None, Array | None]:
-    """Raises for invalid arguments. Returns logits, labels, weights and row weights; ignored rows are overwritten."""
-    checked = check_logits(logits, of_votes=of_votes)
-    rows = check_row_weights(row_weights, checked.shape[1:-1], checked.dtype, reduction=reduction)
-    targets = check_labels(labels, checked, rows)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1], rows=rows)
-    return rows.blank(checked, before=1), rows.blank(targets), convex, rows.weights
-
-
-@partial(jax.jit, static_argnames="reduction")
-def _nll(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
-    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
-    known = is_class(labels, logits.shape[-1])
-    index = jnp.where(known, labels, 0)[None, ..., None]
-    chosen = jnp.take_along_axis(logs, index, axis=-1)[..., 0]
-    return reduce(jnp.where(known, -log_mixture(chosen, weights), jnp.nan), reduction, row_weights)
-
-
-@partial(jax.jit, static_argnames="reduction")
-def _accuracy(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
-    return reduce(correct(class_mixture(logits, weights), labels), reduction, row_weights)
-
-
-@partial(jax.jit, static_argnames="reduction")
-def _mean_member_accuracy(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
-    right = correct(blank_unweighted(logits, weights), labels[None])
-    return reduce(weighted_mean(right, weights), reduction, row_weights)
+    right = correct(logits, labels[None])
+    return weighted_mean(right, weights)
 
 
 def correct(logits: Float[Array, "*rows classes"], labels: Integer[Array, "*labels"]) -> Float[Array, "*rows"]:
@@ -167,12 +112,13 @@ def correct(logits: Float[Array, "*rows classes"], labels: Integer[Array, "*labe
     return jnp.where(unknown, jnp.nan, right)
 
 
+@array_function
 def balanced_accuracy(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     """Mean recall over classes of the mixture of the members.
 
@@ -196,16 +142,6 @@ def balanced_accuracy(
     ??? cite
         [Brodersen et al., ICPR 2010](https://doi.org/10.1109/ICPR.2010.764)
     """
-    return _balanced_accuracy(*check_classes(logits, labels, weights, row_weights, "mean"))
-
-
-@jax.jit
-def _balanced_accuracy(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-) -> Float[Array, ""]:
     right = correct(class_mixture(logits, weights), labels)
     num_classes = logits.shape[-1]
     # For an invalid label `right` is NaN; the row is added to the first class.
@@ -217,14 +153,15 @@ def _balanced_accuracy(
     return jnp.sum(recall) / jnp.sum(present).astype(recall.dtype)
 
 
+@array_function
 def top_k_accuracy(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
+    logits: kinds.Logits,
+    labels: kinds.Labels,
     *,
     k: int,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
-    row_weights: RowWeightsLike | None = None,
-    reduction: Reduction = "mean",
+    weights: kinds.WeightsOfRows = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Fraction of rows whose label is among the `k` most likely classes of the mixture.
 
@@ -242,27 +179,67 @@ def top_k_accuracy(
     ee.scores.top_k_accuracy(logits, jnp.array([1, 2]), k=2)  # 0.5
     ```
     """
-    checked = check_classes(logits, labels, weights, row_weights, reduction)
-    number, num_classes = check_positive_int(k, "k"), checked[0].shape[-1]
-    if number > num_classes:
+    num_classes = logits.shape[-1]
+    if k > num_classes:
         needs = f"`k` of at most {num_classes}, the number of classes"
         raise value_error(needs, f"got {k}", "With `k` equal to it, every row counts as correct.")
-    return _top_k_accuracy(*checked, number, reduction)
-
-
-@partial(jax.jit, static_argnames=("k", "reduction"))
-def _top_k_accuracy(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, "members ..."] | None,
-    row_weights: RowWeights | None,
-    k: int,
-    reduction: Reduction,
-) -> Float[Array, "..."]:
     logs = class_mixture(logits, weights)
     own = at_label(logs, labels)[..., None]
     classes = jnp.arange(logs.shape[-1], dtype=labels.dtype)
     lower = jnp.reshape(classes, (1,) * labels.ndim + (-1,)) < labels[..., None]
     ahead = jnp.sum((logs > own) | ((logs == own) & lower), axis=-1)
     unknown = jnp.any(jnp.isnan(logs), axis=-1) | jnp.isnan(own[..., 0])
-    return reduce(jnp.where(unknown, jnp.nan, (ahead < k).astype(logs.dtype)), reduction, row_weights)
+    return jnp.where(unknown, jnp.nan, (ahead < k).astype(logs.dtype))
+
+
+@array_function(reduces=False)
+def joint_nll(
+    log_scores: kinds.Members,
+    *,
+    size: int = 10,
+    num_anchors: int = 2,
+    num_sets: int = 1000,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
+    key: Any,
+) -> Float[Array, "..."]:
+    r"""Negative log-likelihood, in nats, of the labels of several rows together under the mixture of the members.
+
+    $-\log \sum_m w_m \prod_{i=1}^\tau p_m(y_i \mid x_i)$ for sets of $\tau$ rows. It separates members that disagree
+    from members that agree and are uncertain, which have the same score of single rows. Dyadic sampling makes this
+    visible: two rows are drawn for each set, and the $\tau$ rows of the set from these two.
+
+    **Arguments:**
+
+    - `log_scores`: the log-likelihood of every row under each member, `(members, *batch)`, by
+        [`eqx_ensemble.scores.per_member`][], as in the example.
+    - `size`: $\tau$, the number of rows of a set.
+    - `num_anchors`: the number of rows, drawn with replacement, from which the rows of a set are drawn.
+    - `num_sets`: the number of sets.
+    - `weights`: convex weights over members, `(members,)`.
+    - `row_weights`: as for every score; rows are drawn in proportion to them.
+    - `reduction`: `"mean"`, or `"none"` for one value per set.
+    - `key`: one threefry key. The same key draws the same sets, to compare ensembles.
+
+    **Returns:**
+
+    A scalar, or `(sets,)`; per set, not per row.
+
+    ```python
+    logits, labels = jax.random.normal(key, (8, 100, 3)), jnp.zeros(100, int)
+    log_scores = -ee.scores.per_member(ee.scores.nll, logits, labels, reduction="none")
+    ee.scores.joint_nll(log_scores, key=key)
+    ```
+
+    ??? cite
+        [Osband et al. 2022](https://arxiv.org/abs/2110.04629), [Osband et al., UAI 2022](https://arxiv.org/abs/2202.13509)
+    """
+    logs = jnp.reshape(log_scores, (log_scores.shape[0], -1))
+    first, second = jax.random.split(root(key))
+    own = None if row_weights is None else jnp.ravel(row_weights).astype(logs.dtype)
+    share = None if own is None else own / own.sum()
+    anchors = jax.random.choice(first, logs.shape[1], (num_sets, num_anchors), p=share)
+    drawn = jnp.take_along_axis(anchors, jax.random.randint(second, (num_sets, size), 0, num_anchors), axis=1)
+    joint = -log_mixture(jnp.sum(logs[:, drawn], axis=-1), weights)
+    return jnp.mean(joint) if reduction == "mean" else joint

@@ -1,35 +1,17 @@
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Int32, Key, Real
+from jaxtyping import Array, Float, Int32
 
-from .._check import (
-    CountedRows,
-    RowWeightsLike,
-    check_counted_rows,
-    check_entries,
-    check_key,
-    check_no_nan,
-    check_positive_int,
-    check_regression,
-    check_row_weights,
-    check_values,
-    check_weights,
-)
-from .._combination import by_rows
+from .._boundary import array_function, kinds, reduce
 from .._keys import member_keys
-from .._weighting import blank_unweighted, weighted_mean
-from ._gaussian import check_gaussian
+from .._weighting import pairwise_mean, reduce_members, weighted_mean
 
 
+@array_function
 def rank_histogram(
-    samples: Float[ArrayLike, " members *batch"],
-    targets: Real[ArrayLike, "*batch"],
-    *,
-    row_weights: RowWeightsLike | None = None,
-    key: Any,
+    samples: kinds.KnownSamples, targets: kinds.KnownTargets, *, row_weights: kinds.CountedRows = None, key: Any
 ) -> Int32[Array, " ranks"]:
     """Histogram of the target's rank among the members, from lowest to highest; flat if calibrated.
 
@@ -56,36 +38,22 @@ def rank_histogram(
     ??? cite
         [Hamill, MWR 2001](https://doi.org/10.1175/1520-0493(2001)129%3C0550:IORHFV%3E2.0.CO;2)
     """
-    points, observed = check_regression(targets, members=True, samples=samples)
-    rows = check_counted_rows(row_weights, observed.shape)
-    check_no_nan("samples", samples, rows)
-    check_no_nan("targets", targets, rows)
-    check_key(key)
-    points, observed = rows.blank(points, before=1), rows.blank(observed)
-    return _rank_histogram(points, observed, rows.counted, member_keys(key, 1, purpose="rank_histogram"))
-
-
-@jax.jit
-def _rank_histogram(
-    samples: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
-    counted: Bool[Array, "*batch"] | None,
-    keys: Key[Array, "1"],
-) -> Int32[Array, " ranks"]:
     kept = ~(jnp.any(jnp.isnan(samples), axis=0) | jnp.isnan(targets))
-    kept = kept if counted is None else kept & counted
+    kept = kept if row_weights is None else kept & row_weights
     below = jnp.sum(samples < targets[None], axis=0, dtype=jnp.int32)
     level = jnp.sum(samples == targets[None], axis=0, dtype=jnp.int32)
-    rank = below + jax.random.randint(keys[0], targets.shape, 0, level + 1, dtype=jnp.int32)
+    own = member_keys(key, 1, purpose="rank_histogram")[0]
+    rank = below + jax.random.randint(own, targets.shape, 0, level + 1, dtype=jnp.int32)
     return jax.ops.segment_sum(jnp.ravel(kept).astype(jnp.int32), jnp.ravel(rank), samples.shape[0] + 1)
 
 
+@array_function
 def pit(
-    samples: Float[ArrayLike, " members *batch"],
-    targets: Real[ArrayLike, "*batch"],
+    samples: kinds.Samples,
+    targets: kinds.Targets,
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
     key: Any = None,
 ) -> Float[Array, "*batch"]:
     r"""Probability integral transform of the targets under the members' empirical distribution.
@@ -111,22 +79,22 @@ def pit(
     ??? cite
         [Czado et al., Biometrics 2009](https://doi.org/10.1111/j.1541-0420.2009.01191.x)
     """
-    points, observed = check_regression(targets, members=True, samples=samples)
-    convex = check_weights(weights, points.shape[0], points.dtype)
-    kept, share = check_row_weights(row_weights, observed.shape).counted, None
-    if key is not None:
-        check_key(key)
-        share = jax.random.uniform(member_keys(key, 1, purpose="pit")[0], observed.shape, observed.dtype)
-    return by_rows(_pit, points, (observed, share, kept), convex)
+    own = None if key is None else member_keys(key, 1, purpose="pit")[0]
+    share = 0.5 if own is None else jax.random.uniform(own, targets.shape, targets.dtype)
+    below = pairwise_mean((samples < targets[None]).astype(samples.dtype), weights)
+    level = pairwise_mean((samples == targets[None]).astype(samples.dtype), weights)
+    unknown = reduce_members(jnp.logical_or, jnp.any, jnp.isnan(samples)) | jnp.isnan(targets)
+    return reduce(jnp.where(unknown, jnp.nan, jnp.minimum(below + share * level, 1)), "none", row_weights)
 
 
+@array_function(each_row=True)
 def pit_gaussian_mixture(
-    mean: Float[ArrayLike, " members *batch"],
-    variance: Float[ArrayLike, " members *batch"],
-    targets: Real[ArrayLike, "*batch"],
+    mean: kinds.Samples,
+    variance: kinds.Variances,
+    targets: kinds.Targets,
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, "*batch"]:
     r"""Probability integral transform of the targets under the mixture of the members' Gaussians.
 
@@ -146,22 +114,13 @@ def pit_gaussian_mixture(
     ee.scores.pit_gaussian_mixture(mean, variance, jnp.array([0.0]))  # 0.5
     ```
     """
-    *arrays, rows = check_gaussian(mean, variance, targets, row_weights, members=True, positive=True, weights=weights)
-    convex = check_weights(weights, arrays[0].shape[0], arrays[0].dtype)
-    return _pit_gaussian_mixture(*arrays, rows.counted, convex)
+    value = weighted_mean(jax.scipy.special.ndtr((targets[None] - mean) / jnp.sqrt(variance)), weights)
+    return reduce(value, "none", row_weights)
 
 
-def check_unit_interval(values: ArrayLike, rows: CountedRows) -> None:
-    """Raises unless values are from 0 to 1 or NaN in rows that count; checked where concrete."""
-    fix = "They are what `scores.pit` or `scores.pit_gaussian_mixture` returns."
-    check_entries("`values` from 0 to 1", values, lambda host: (host < 0) | (host > 1), fix, rows)
-
-
+@array_function
 def pit_histogram(
-    values: Float[ArrayLike, "..."],
-    *,
-    num_bins: int = 10,
-    row_weights: Bool[ArrayLike, "..."] | Real[ArrayLike, "..."] | None = None,
+    values: kinds.UnitInterval, *, num_bins: int = 10, row_weights: kinds.CountedRows = None
 ) -> Int32[Array, " bins"]:
     """Histogram of a probability integral transform in bins of equal width; flat if calibrated.
 
@@ -179,44 +138,8 @@ def pit_histogram(
     ee.scores.pit_histogram(jnp.array([0.0, 0.1, 0.5, 0.9]), num_bins=2)  # [3, 1]
     ```
     """
-    checked = jnp.ravel(check_values("values", values))
-    rows = check_counted_rows(row_weights, jnp.shape(values))
-    check_positive_int(num_bins, "num_bins")
-    check_unit_interval(values, rows)
-    return _pit_histogram(checked, None if rows.counted is None else jnp.ravel(rows.counted), int(num_bins))
-
-
-def _pit(
-    samples: Float[Array, " members *batch"],
-    rows: tuple[Array, Array | None, Array | None],
-    weights: Float[Array, " members"] | None,
-) -> Float[Array, "*batch"]:
-    targets, share, counted = rows
-    below = weighted_mean((samples < targets[None]).astype(samples.dtype), weights)
-    level = weighted_mean((samples == targets[None]).astype(samples.dtype), weights)
-    unknown = jnp.any(jnp.isnan(blank_unweighted(samples, weights)), axis=0) | jnp.isnan(targets)
-    value = jnp.where(unknown, jnp.nan, jnp.minimum(below + (0.5 if share is None else share) * level, 1))
-    return value if counted is None else jnp.where(counted, value, jnp.nan)
-
-
-@jax.jit
-def _pit_gaussian_mixture(
-    mean: Float[Array, " members *batch"],
-    variance: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
-    counted: Bool[Array, "*batch"] | None,
-    weights: Float[Array, " members"] | None,
-) -> Float[Array, "*batch"]:
-    mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights, fill=1.0)
-    value = weighted_mean(jax.scipy.special.ndtr((targets[None] - mean) / jnp.sqrt(variance)), weights)
-    return value if counted is None else jnp.where(counted, value, jnp.nan)
-
-
-@partial(jax.jit, static_argnames="num_bins")
-def _pit_histogram(
-    values: Float[Array, " n"], counted: Bool[Array, " n"] | None, num_bins: int
-) -> Int32[Array, " bins"]:
     edges = jnp.arange(1, num_bins, dtype=values.dtype) / num_bins
-    known = (values >= 0) & (values <= 1)
-    kept = known if counted is None else counted & known
-    return jax.ops.segment_sum(kept.astype(jnp.int32), jnp.searchsorted(edges, values, side="left"), num_bins)
+    kept = (values >= 0) & (values <= 1)
+    kept = kept if row_weights is None else row_weights & kept
+    bins = jnp.searchsorted(edges, jnp.ravel(values), side="left")
+    return jax.ops.segment_sum(jnp.ravel(kept).astype(jnp.int32), bins, num_bins)

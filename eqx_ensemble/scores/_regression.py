@@ -1,25 +1,19 @@
-from functools import partial
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float
 
-from .._check import RowWeightsLike, as_column, check_regression, check_row_weights, check_weights
-from .._combination import pays_if_large
-from .._weighting import blank_unweighted, known_mean, sum_members, weighted_mean
-from ._reduce import Reduction, RowWeights, counts, mean_of_rows, reduce, root, total_weight, weigh
-
-_GROUP = 8  # members whose errors are added in registers
-_LANES = 1024
-_BLOCK = 128  # sums of each lane
+from .._boundary import array_function, counted_rows, kinds, mean_of_rows
+from .._weighting import at_label, pairwise_mean, weighted_mean
+from ._groups import square_root
 
 
+@array_function
 def rmse(
-    predictions: Float[ArrayLike, " members *batch"],
-    targets: Real[ArrayLike, "*batch"],
+    predictions: kinds.Samples,
+    targets: kinds.Targets,
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     r"""Root mean squared error of the ensemble mean, in the unit of the target.
 
@@ -42,16 +36,16 @@ def rmse(
     ee.scores.mean_member_rmse(predictions, targets)  # sqrt(0.5) = 0.707
     ```
     """
-    arrays = check_points(predictions, targets, weights, row_weights)
-    return _rmse(*arrays, in_groups=pays_if_large(arrays[0], arrays[1:]))
+    return square_root(mean_of_rows(error_of_mean(predictions, targets, weights) ** 2, row_weights))
 
 
+@array_function
 def mean_member_rmse(
-    predictions: Float[ArrayLike, " members *batch"],
-    targets: Real[ArrayLike, "*batch"],
+    predictions: kinds.Samples,
+    targets: kinds.Targets,
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     """Mean root mean squared error of the members: this minus [`eqx_ensemble.scores.rmse`][] is the gain.
 
@@ -68,114 +62,18 @@ def mean_member_rmse(
     # (1 + 3) / 2 = 2.0
     ```
     """
-    arrays = check_points(predictions, targets, weights, row_weights)
-    return _mean_member_rmse(*arrays, one_by_one=pays_if_large(arrays[0], arrays[1:]))
+    squared = jax.vmap(mean_of_rows, in_axes=(0, None))((predictions - targets[None]) ** 2, row_weights)
+    return weighted_mean(square_root(squared), weights)
 
 
-def check_points(
-    predictions: ArrayLike,
-    targets: ArrayLike,
-    weights: ArrayLike | None,
-    row_weights: ArrayLike | None,
-    reduction: Reduction = "mean",
-) -> tuple[Array, Array, Array | None, Array | None]:
-    """Raises for invalid arguments. Returns point predictions, targets, weights of members and of rows."""
-    predicted, observed = check_regression(targets, members=True, predictions=predictions)
-    convex = check_weights(weights, predicted.shape[0], predicted.dtype)
-    rows = check_row_weights(row_weights, observed.shape, predicted.dtype, reduction=reduction)
-    return rows.blank(predicted, before=1), rows.blank(observed), convex, rows.weights
-
-
-@partial(jax.jit, static_argnames="in_groups")
-def _rmse(
-    predictions: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
-    row_weights: RowWeights | None,
-    *,
-    in_groups: bool,
-) -> Float[Array, ""]:
-    error = error_of_mean(predictions, targets, weights, in_groups=in_groups)
-    return root(mean_of_rows(error**2, row_weights))
-
-
-def error_of_mean(
-    predictions: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
-    *,
-    in_groups: bool,
-) -> Float[Array, "*batch"]:
-    """The error of the ensemble mean."""
-    if in_groups:
-        return _mean_error_in_groups(predictions, targets, weights)
-    return weighted_mean(blank_unweighted(predictions - targets[None], weights), weights)
-
-
-def _mean_error_in_groups(
-    predictions: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
-) -> Float[Array, "*batch"]:
-    """On a CPU: groups of members in sequence, which reads memory sequentially."""
-    num_members = predictions.shape[0]
-    convex = jnp.full(num_members, 1 / num_members, predictions.dtype) if weights is None else weights
-
-    def group(start: Array | int, size: int) -> Array:
-        errors, own = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in (predictions, convex))
-        errors = errors - targets[None]
-        return sum_members(blank_unweighted(errors, own) * as_column(own, errors.ndim))
-
-    count, rest = divmod(num_members, _GROUP)
-    found = jnp.zeros_like(targets)
-    if count > 0:
-        found = jax.lax.fori_loop(0, count, lambda i, found: found + group(i * _GROUP, _GROUP), found)
-    return found + group(count * _GROUP, rest) if rest > 0 else found
-
-
-@partial(jax.jit, static_argnames="one_by_one")
-def _mean_member_rmse(
-    predictions: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
-    row_weights: RowWeights | None,
-    *,
-    one_by_one: bool,
-) -> Float[Array, ""]:
-    if one_by_one:
-        squared = jax.lax.map(lambda member: _mean_squared_error(member, targets, row_weights), predictions)
-    else:
-        errors = blank_unweighted(predictions - targets[None], weights)
-        squared = jax.vmap(mean_of_rows, in_axes=(0, None))(errors**2, row_weights)
-    return known_mean(root(squared), weights)
-
-
-def _mean_squared_error(
-    predictions: Float[Array, "*batch"], targets: Float[Array, "*batch"], row_weights: RowWeights | None
-) -> Float[Array, ""]:
-    """On a CPU: a thousand partial sums in parallel, because XLA does not vectorise a single sum."""
-    terms = jnp.ravel(weigh((predictions - targets) ** 2, row_weights))
-    count, rest = divmod(terms.size, _LANES)
-    lanes = jnp.reshape(terms[: count * _LANES], (count, _LANES))
-    zeros = jnp.zeros(_LANES, terms.dtype)
-    # Sums of blocks are added, so that numbers are not added to very large ones.
-    block = lambda first, size: jax.lax.fori_loop(0, size, lambda i, found: found + lanes[first + i], zeros)
-    sums, (blocks, last) = zeros, divmod(count, _BLOCK)
-    if blocks > 0:
-        sums = jax.lax.fori_loop(0, blocks, lambda k, found: found + block(k * _BLOCK, _BLOCK), sums)
-    if last > 0:
-        sums = sums + block(blocks * _BLOCK, last)
-    found = jnp.sum(sums) + jnp.sum(terms[terms.size - rest :])
-    return found / (terms.size if row_weights is None else total_weight(row_weights, terms.dtype))
-
-
+@array_function
 def mae(
-    predictions: Float[ArrayLike, " members *batch"],
-    targets: Real[ArrayLike, "*batch"],
+    predictions: kinds.Samples,
+    targets: kinds.Targets,
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
-    reduction: Reduction = "mean",
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
 ) -> Float[Array, "..."]:
     """Mean absolute error of the ensemble mean, in the unit of the target.
 
@@ -194,16 +92,16 @@ def mae(
     ee.scores.mae(predictions, targets)  # (0 + 2) / 2 = 1.0
     ```
     """
-    arrays = check_points(predictions, targets, weights, row_weights, reduction)
-    return _mae(*arrays, reduction, in_groups=pays_if_large(arrays[0], arrays[1:]))
+    return jnp.abs(error_of_mean(predictions, targets, weights))
 
 
+@array_function
 def r2(
-    predictions: Float[ArrayLike, " members *batch"],
-    targets: Real[ArrayLike, "*batch"],
+    predictions: kinds.Samples,
+    targets: kinds.Targets,
     *,
-    weights: Real[ArrayLike, " members"] | None = None,
-    row_weights: RowWeightsLike | None = None,
+    weights: kinds.Weights = None,
+    row_weights: kinds.RowWeights = None,
 ) -> Float[Array, ""]:
     """Coefficient of determination $R^2$ of the ensemble mean: 1 is perfect, 0 equals predicting the mean target.
 
@@ -222,37 +120,195 @@ def r2(
     ee.scores.r2(predictions, targets)  # 1 - 1 / 4.67 = 0.786
     ```
     """
-    arrays = check_points(predictions, targets, weights, row_weights)
-    return _r2(*arrays, in_groups=pays_if_large(arrays[0], arrays[1:]))
-
-
-@partial(jax.jit, static_argnames=("reduction", "in_groups"))
-def _mae(
-    predictions: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
-    row_weights: RowWeights | None,
-    reduction: Reduction,
-    *,
-    in_groups: bool,
-) -> Float[Array, "..."]:
-    error = error_of_mean(predictions, targets, weights, in_groups=in_groups)
-    return reduce(jnp.abs(error), reduction, row_weights)
-
-
-@partial(jax.jit, static_argnames="in_groups")
-def _r2(
-    predictions: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
-    row_weights: RowWeights | None,
-    *,
-    in_groups: bool,
-) -> Float[Array, ""]:
-    error = error_of_mean(predictions, targets, weights, in_groups=in_groups)
-    known = True if row_weights is None else counts(row_weights)
+    known = True if row_weights is None else counted_rows(row_weights)
     lowest = jnp.min(targets, initial=jnp.inf, where=known)
     # Differences from one target are exactly zero for equal targets, and a common offset costs no precision.
     shifted = jnp.where(known, targets - lowest, 0)
     variance = mean_of_rows((shifted - mean_of_rows(shifted, row_weights)) ** 2, row_weights)
-    return 1 - mean_of_rows(error**2, row_weights) / variance
+    return 1 - mean_of_rows(error_of_mean(predictions, targets, weights) ** 2, row_weights) / variance
+
+
+def error_of_mean(
+    predictions: Float[Array, " members *batch"],
+    targets: Float[Array, "*batch"],
+    weights: Float[Array, " members"] | None,
+) -> Float[Array, "*batch"]:
+    """The error of the ensemble mean."""
+    return pairwise_mean(predictions - targets[None], weights)
+
+
+@array_function
+def interval_score(
+    lower: kinds.Points,
+    upper: kinds.Points,
+    targets: kinds.Targets,
+    *,
+    level: float,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Interval (Winkler) score of central intervals: width plus a penalty for targets outside.
+
+    $(u - l) + \frac{2}{1 - \mathrm{level}} (\max(l - y, 0) + \max(y - u, 0))$, in the unit of the target. Its
+    expectation is minimised by the true quantiles.
+
+    **Arguments:**
+
+    - `level`: the nominal coverage of the intervals, between 0 and 1.
+    - the others: as for [`eqx_ensemble.scores.coverage`][].
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`. Infinite for unbounded intervals.
+
+    ```python
+    ee.scores.interval_score(jnp.zeros(1), jnp.ones(1), jnp.array([1.1]), level=0.8)
+    # 1 + 0.1 * 2 / 0.2 = 2.0
+    ```
+
+    ??? cite
+        [Gneiting and Raftery, JASA 2007](https://doi.org/10.1198/016214506000001437)
+    """
+    outside = jnp.maximum(lower - targets, 0) + jnp.maximum(targets - upper, 0)
+    score = upper - lower + 2 / (1 - level) * outside
+    infinite = jnp.isinf(lower) | jnp.isinf(upper) | jnp.isinf(targets)  # differences may be NaN
+    unknown = jnp.isnan(lower) | jnp.isnan(upper) | jnp.isnan(targets)
+    return jnp.where(infinite & ~unknown, jnp.inf, score)
+
+
+@array_function
+def pinball(
+    quantiles: kinds.Points,
+    targets: kinds.Targets,
+    *,
+    level: float,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
+) -> Float[Array, "..."]:
+    r"""Pinball (quantile) score of predictions of a single quantile.
+
+    $\tau (y - q)$ for targets above the prediction, $(1 - \tau) (q - y)$ for targets below, with level $\tau$.
+
+    **Arguments:**
+
+    - `quantiles`, `targets`: of one shape `(*batch,)`, no `members` axis.
+    - `level`: the level of the predicted quantile, between 0 and 1.
+    - `row_weights`, `reduction`: as for every score.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`, in the unit of the target.
+
+    ```python
+    ee.scores.pinball(jnp.zeros(2), jnp.array([1.0, -1.0]), level=0.9)
+    # (0.9 + 0.1) / 2 = 0.5
+    ```
+
+    ??? cite
+        [Koenker and Bassett, Econometrica 1978](https://doi.org/10.2307/1913643)
+    """
+    error = targets - quantiles
+    return jnp.maximum(level * error, (level - 1) * error)
+
+
+@array_function
+def coverage(
+    lower: kinds.Points,
+    upper: kinds.Points,
+    targets: kinds.Targets,
+    *,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
+) -> Float[Array, "..."]:
+    """Fraction of targets inside their intervals, ends included; ideally equal to the level of the intervals.
+
+    **Arguments:**
+
+    - `lower`, `upper`, `targets`: of one shape `(*batch,)`, no `members` axis.
+    - `row_weights`, `reduction`: as for every score.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`.
+
+    **Raises:**
+
+    `ValueError` for lower ends above upper ends.
+
+    ```python
+    ee.scores.coverage(jnp.zeros(2), jnp.ones(2), jnp.array([0.5, 3.0]))  # 0.5
+    ```
+    """
+    inside = ((lower <= targets) & (targets <= upper)).astype(lower.dtype)
+    unknown = jnp.isnan(lower) | jnp.isnan(upper) | jnp.isnan(targets)
+    return jnp.where(unknown, jnp.nan, inside)
+
+
+@array_function
+def width(
+    lower: kinds.Points,
+    upper: kinds.Points,
+    *,
+    row_weights: kinds.RowWeights = None,
+    reduction: kinds.Reduction = "mean",
+) -> Float[Array, "..."]:
+    """Width of intervals, in the unit of the target; at equal coverage, narrower is better.
+
+    **Arguments:**
+
+    As [`eqx_ensemble.scores.coverage`][], without `targets`.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`.
+
+    ```python
+    ee.scores.width(jnp.zeros(2), jnp.array([1.0, 3.0]))  # 2.0
+    ```
+    """
+    return upper - lower
+
+
+@array_function
+def set_coverage(
+    sets: kinds.Sets, labels: kinds.Labels, *, row_weights: kinds.RowWeights = None, reduction: kinds.Reduction = "mean"
+) -> Float[Array, "..."]:
+    """Fraction of labels inside their prediction sets; ideally equal to the level of the sets.
+
+    **Arguments:**
+
+    - `sets`: booleans `(*batch, classes)`, no `members` axis.
+    - `labels`: integers `(*batch,)` from 0 to classes - 1.
+    - `row_weights`, `reduction`: as for every score.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`.
+
+    ```python
+    sets = jnp.array([[True, True, False], [True, False, False]])
+    ee.scores.set_coverage(sets, jnp.array([1, 2])), ee.scores.set_size(sets)  # 0.5, 1.5
+    ```
+    """
+    return at_label(sets.astype(float), labels)
+
+
+@array_function
+def set_size(
+    sets: kinds.Sets, *, row_weights: kinds.RowWeights = None, reduction: kinds.Reduction = "mean"
+) -> Float[Array, "..."]:
+    """Number of classes in prediction sets; at equal coverage, smaller is better.
+
+    **Arguments:**
+
+    As [`eqx_ensemble.scores.set_coverage`][], without `labels`.
+
+    **Returns:**
+
+    A scalar, or `(*batch,)`.
+
+    ```python
+    ee.scores.set_size(jnp.array([[True, True, False], [True, False, False]]))  # 1.5
+    ```
+    """
+    return jnp.sum(sets, axis=-1).astype(float)

@@ -1,5 +1,7 @@
+from ._base import AbstractEstimator  # the first: it says what to install
+
 # isort: split
-from collections.abc import Callable, Sequence
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,11 +14,10 @@ from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from .. import combine
 from .._caller import caller
-from ._base import AbstractEstimator, has_bag
-from ._fit import fit_members, predict_out_of_bag, predict_rows, validate_and_predict
 from ._member import Classes
 
 
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
     """A scikit-learn classifier: a deep ensemble of any Equinox models.
 
@@ -39,7 +40,7 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
     - `classes_`: the classes, in the order of logits and probabilities.
     - `oob_score_`, `oob_decision_function_`: with `bootstrap`, the accuracy and the class probabilities of members that
         were not trained on the row; NaN for rows that all members drew, or that were kept for validation.
-    - `state_`, `rows_`, `n_iter_`, `loss_curve_`, `validation_loss_curve_`, `input_scaler_`, `n_features_in_`,
+    - `rows_`, `n_iter_`, `loss_curve_`, `validation_loss_curve_`, `input_scaler_`, `n_features_in_`,
         `feature_names_in_`: as of [`eqx_ensemble.sklearn.EnsembleRegressor`][].
 
     ```python
@@ -52,49 +53,10 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
     ```
     """
 
-    def __init__(
-        self,
-        make: Callable[..., Any] | None = None,
-        *,
-        num_members: int = 5,
-        hidden_layer_sizes: Sequence[int] = (64, 64),
-        activation: str = "relu",
-        standardise: bool = True,
-        optimiser: Any = None,
-        learning_rate: float = 1e-3,
-        weight_decay: float = 1e-4,
-        batch_size: int = 32,
-        max_iter: int = 200,
-        class_weight: Any = None,
-        early_stopping: bool = True,
-        validation_fraction: float = 0.1,
-        n_iter_no_change: int = 10,
-        tol: float = 0.0,
-        bootstrap: bool = False,
-        random_state: Any = None,
-        verbose: bool | int = False,
-    ):
-        self.make = make
-        self.num_members = num_members
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.activation = activation
-        self.standardise = standardise
-        self.optimiser = optimiser
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.batch_size = batch_size
-        self.max_iter = max_iter
-        self.class_weight = class_weight
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.n_iter_no_change = n_iter_no_change
-        self.tol = tol
-        self.bootstrap = bootstrap
-        self.random_state = random_state
-        self.verbose = verbose
+    class_weight: Any = None
 
-    classes_: np.ndarray
-    oob_decision_function_: np.ndarray
+    classes_: np.ndarray = dataclasses.field(init=False)
+    oob_decision_function_: np.ndarray = dataclasses.field(init=False)
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "EnsembleClassifier":
         """Trains the members.
@@ -108,21 +70,22 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
 
         **Raises:** as [`eqx_ensemble.sklearn.EnsembleRegressor.fit`][].
         """
-        X, y = validate_data(self, X, y, dtype=np.float64)
+        x: Any
+        x, y = validate_data(self, X, y, dtype=np.float64)
         check_classification_targets(y)
         self.classes_, indices = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"`{caller()}` needs two or more classes, got one class: {self.classes_.tolist()}.")
         if self.class_weight is not None:
-            given = _check_sample_weight(sample_weight, X, dtype=np.float64)
+            given = _check_sample_weight(sample_weight, x, dtype=np.float64)
             sample_weight = given * compute_sample_weight(self.class_weight, y)
-        rows = fit_members(self, X, indices, sample_weight, head=Classes(len(self.classes_)))
-        if self.rows_ is not None:
-            found = predict_out_of_bag(jax.nn.softmax(predict_rows(self, X)), self.rows_, rows)
-            self.oob_decision_function_ = found
-            known = has_bag(found)
-            best = found[known].argmax(axis=1) if known.any() else np.zeros(0, int)
-            self.oob_score_ = float(accuracy_score(indices[known], best)) if known.any() else np.nan
+        split = self._split(x, sample_weight, strata=indices)
+        self._train(x, indices.astype(np.int32), split, Classes(len(self.classes_)))
+        if self.bootstrap:
+            found, known = self._predict_out_of_bag(jax.nn.softmax(self._predict(X)), split)
+            self.oob_decision_function_, self.oob_score_ = found, np.nan
+            if known.any():
+                self.oob_score_ = float(accuracy_score(indices[known], found[known].argmax(axis=1)))
         return self
 
     def predict(self, X: Any) -> np.ndarray:
@@ -136,4 +99,4 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
         """Log-probabilities `(rows, classes)`, accurate even where probabilities underflow."""
-        return np.asarray(validate_and_predict(self, X, combine.mixture))
+        return np.asarray(self._predict(X, combine.mixture))

@@ -1,6 +1,4 @@
-import dataclasses
 import inspect
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -12,22 +10,6 @@ import optax
 from jaxtyping import Array, Float, Int, Key
 
 from .. import scores
-
-
-def default_optimiser(hyper: dict[str, Any]) -> optax.GradientTransformation:
-    """AdamW, whose hyper-parameters are traced: a grid of them shares one compiled program."""
-    return optax.adamw(hyper["learning_rate"], weight_decay=hyper["weight_decay"])
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimiserOfRate:
-    """A function of a learning rate as one of hyper-parameters; equal for equal functions, to share programs."""
-
-    make: Callable[..., optax.GradientTransformation]
-
-    def __call__(self, hyper: dict[str, Any]) -> optax.GradientTransformation:
-        return self.make(hyper["learning_rate"])
-
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -80,7 +62,7 @@ class Scaler(eqx.Module):
 
 
 class AbstractHead(eqx.Module):
-    """The interpretation of the outputs of a member's network."""
+    """The meaning of a network's outputs."""
 
     @property
     @abstractmethod
@@ -89,10 +71,10 @@ class AbstractHead(eqx.Module):
 
     @abstractmethod
     def read(self, outputs: Float[Array, " out"]) -> Any:
-        """The prediction, of standardised targets, from the network's outputs."""
+        """The prediction of standardised targets."""
 
     @abstractmethod
-    def restore(self, prediction: Any, targets: Scaler | None) -> Any:
+    def restore(self, prediction: Any) -> Any:
         """The prediction in the unit of the targets."""
 
     @abstractmethod
@@ -101,45 +83,42 @@ class AbstractHead(eqx.Module):
 
 
 @final
-class Gaussian(AbstractHead):
+class GaussianHead(AbstractHead):
     """A mean and a variance for each target; the loss is the negative log likelihood in nats, the mean over targets."""
 
-    shape: tuple[int, ...] = eqx.field(static=True)
+    targets: Scaler
 
     @property
     def out_size(self) -> int:
-        return 2 * math.prod(self.shape)
+        return 2 * self.targets.mean.size
 
     def read(self, outputs: Float[Array, " out"]) -> tuple[Array, Array]:
-        mean, raw = jnp.reshape(outputs, (2, *self.shape))
+        mean, raw = jnp.reshape(outputs, (2, *self.targets.mean.shape))
         return mean, jax.nn.softplus(raw) + _LEAST_VARIANCE
 
-    def restore(self, prediction: Any, targets: Scaler | None) -> tuple[Array, Array]:
-        assert targets is not None
+    def restore(self, prediction: tuple[Array, Array]) -> tuple[Array, Array]:
         mean, variance = prediction
-        return targets.restore(mean), variance * targets.scale**2
+        return self.targets.restore(mean), variance * self.targets.scale**2
 
     def loss(self, outputs: Float[Array, " out"], target: Float[Array, "*targets"]) -> Float[Array, ""]:
-        mean, variance = self.read(outputs)
-        return scores.nll_gaussian(mean, variance, target)
+        return scores.nll_gaussian(*self.read(outputs), target)
 
 
 @final
-class Point(AbstractHead):
+class PointHead(AbstractHead):
     """A number for each target; the loss is the squared error, the mean over targets."""
 
-    shape: tuple[int, ...] = eqx.field(static=True)
+    targets: Scaler
 
     @property
     def out_size(self) -> int:
-        return math.prod(self.shape)
+        return self.targets.mean.size
 
     def read(self, outputs: Float[Array, " out"]) -> Float[Array, "*targets"]:
-        return jnp.reshape(outputs, self.shape)
+        return jnp.reshape(outputs, self.targets.mean.shape)
 
-    def restore(self, prediction: Any, targets: Scaler | None) -> Float[Array, "*targets"]:
-        assert targets is not None
-        return targets.restore(prediction)
+    def restore(self, prediction: Float[Array, "*targets"]) -> Float[Array, "*targets"]:
+        return self.targets.restore(prediction)
 
     def loss(self, outputs: Float[Array, " out"], target: Float[Array, "*targets"]) -> Float[Array, ""]:
         return jnp.mean((target - self.read(outputs)) ** 2)
@@ -158,18 +137,11 @@ class Classes(AbstractHead):
     def read(self, outputs: Float[Array, " out"]) -> Float[Array, " classes"]:
         return outputs
 
-    def restore(self, prediction: Any, targets: Scaler | None) -> Float[Array, " classes"]:
+    def restore(self, prediction: Float[Array, " classes"]) -> Float[Array, " classes"]:
         return prediction
 
     def loss(self, outputs: Float[Array, " out"], target: Int[Array, ""]) -> Float[Array, ""]:
         return optax.softmax_cross_entropy_with_integer_labels(outputs, target)
-
-
-class Scaling(eqx.Module):
-    """The standardisation of features and targets, shared by all members."""
-
-    inputs: Scaler
-    targets: Scaler | None
 
 
 @final
@@ -181,74 +153,37 @@ class Member(eqx.Module):
     """
 
     network: Any
-    scaling: Scaling
+    inputs: Scaler
     head: AbstractHead
     takes_key: bool = eqx.field(static=True)
 
-    def outputs(self, x: Float[Array, "..."], *state: eqx.nn.State, key: Key[Array, ""] | None = None) -> Any:
+    def __init__(self, make: Callable[..., Any], inputs: Scaler, head: AbstractHead, *, key: Key[Array, ""]):
+        self.network = make(inputs.mean.size, head.out_size, key=key)
+        self.inputs, self.head = inputs, head
+        parameters = inspect.signature(self.network).parameters.values()
+        self.takes_key = any(p.name == "key" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def outputs(self, x: Float[Array, " features"], key: Key[Array, ""] | None = None) -> Float[Array, " out"]:
         """The network's outputs for standardised features."""
-        out = self.network(x, *state, **({"key": key} if self.takes_key else {}))
-        outputs = out[0] if state else out
+        outputs = self.network(x, **({"key": key} if self.takes_key else {}))
         if outputs.shape != (self.head.out_size,):
             raise ValueError(
                 f"`make(in_size, out_size, key=key)` must make a network that returns `(out_size,)`, here "
                 f"({self.head.out_size},); got {outputs.shape}."
             )
-        return out
+        return outputs
 
-    def __call__(self, x: Float[Array, "..."], *state: eqx.nn.State, key: Key[Array, ""] | None = None) -> Any:
-        out = self.outputs(self.scaling.inputs.standardise(x), *state, key=key)
-        outputs, *state_after = out if state else (out,)
-        prediction = self.head.restore(self.head.read(outputs), self.scaling.targets)
-        return (prediction, *state_after) if state else prediction
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class MemberMaker:
-    """The constructor of one member from one key, for `build`; it is pickled to make the members again."""
-
-    make: Callable[..., Any]
-    in_size: int
-    head: AbstractHead
-    scaling: Scaling
-
-    def __call__(self, key: Key[Array, ""]) -> Any:
-        made = self.make(self.in_size, self.head.out_size, key=key)
-        network, *state = made if isinstance(made, tuple) else (made,)
-        member = Member(network, self.scaling, self.head, _takes_key(network))
-        return (member, *state) if state else member
-
-
-def _takes_key(network: Any) -> bool:
-    """Whether the call of a network takes a key, as with dropout."""
-    parameters = inspect.signature(network).parameters.values()
-    return any(p.name == "key" or p.kind is p.VAR_KEYWORD for p in parameters)
+    def __call__(self, x: Float[Array, " features"], *, key: Key[Array, ""] | None = None) -> Any:
+        return self.head.restore(self.head.read(self.outputs(self.inputs.standardise(x), key)))
 
 
 def loss(model: Member, batch: tuple[Array, Array, Array], key: Key[Array, ""]) -> Float[Array, ""]:
     """The weighted loss of a batch; weights have mean one over all training rows."""
     x, y, weights = batch
-    outputs = jax.vmap(lambda x, key: model.outputs(x, key=key), axis_name="batch")(x, _keys(model, key, x))
+    outputs = jax.vmap(model.outputs)(x, jax.random.split(key, len(x)))
     return jnp.mean(weights * jax.vmap(model.head.loss)(outputs, y))
 
 
-def stateful_loss(
-    model: Member, state: eqx.nn.State, batch: tuple[Array, Array, Array], key: Key[Array, ""]
-) -> tuple[Float[Array, ""], eqx.nn.State]:
-    """The same for networks with a state, such as batch normalisation over the axis `"batch"`."""
-    x, y, weights = batch
-    one = lambda x, state, key: model.outputs(x, state, key=key)
-    over_batch = jax.vmap(one, axis_name="batch", in_axes=(0, None, 0), out_axes=(0, None))
-    outputs, state = over_batch(x, state, _keys(model, key, x))
-    return jnp.mean(weights * jax.vmap(model.head.loss)(outputs, y)), state
-
-
-def _keys(model: Member, key: Key[Array, ""], x: Array) -> Key[Array, " batch"] | None:
-    return jax.random.split(key, len(x)) if model.takes_key else None
-
-
-def call_network(model: Member, x: Float[Array, "..."], *state: eqx.nn.State) -> Any:
-    """The prediction of standardised targets from standardised features, as `predict` calls it."""
-    out = model.outputs(x, *state)
-    return model.head.read(out[0] if state else out)
+def predict_standardised(model: Member, x: Float[Array, " features"]) -> Any:
+    """The prediction of standardised targets from standardised features."""
+    return model.head.read(model.outputs(x))

@@ -1,20 +1,22 @@
+from ._base import AbstractEstimator, device_scaler, scale, unscale  # the first: it says what to install
+
 # isort: split
-from collections.abc import Callable, Sequence
+import dataclasses
 from functools import partial
 from typing import Any, Literal, overload
 
 import numpy as np
 from sklearn.base import RegressorMixin
 from sklearn.metrics import r2_score
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from .. import combine, uncertainty
 from .._check import check_word
-from ._base import AbstractEstimator, has_bag
-from ._fit import fit_members, predict_out_of_bag, predict_rows, unscale, validate_and_predict, widths
-from ._member import Gaussian, Point
+from ._member import GaussianHead, PointHead
 
 
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class EnsembleRegressor(RegressorMixin, AbstractEstimator):
     """A scikit-learn regressor: a deep ensemble of any Equinox models.
 
@@ -25,9 +27,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
 
     - `make`: makes the network of one member from `(in_size,)` to `(out_size,)`, as `make(in_size, out_size, key=key)`,
         such as `functools.partial(eqx.nn.MLP, width_size=32, depth=2)`: [your own
-        network](../guide/estimators.md#your-own-network). It may return `(module, state)`, as
-        `equinox.nn.make_with_state` does; for batch normalisation, the axis name is `"batch"`. By default a multilayer
-        perceptron.
+        network](../guide/estimators.md#your-own-network). By default a multilayer perceptron.
     - `num_members`: the number of members.
     - `head`: `"gaussian"`, mean and variance with the negative log likelihood, or `"point"`, a number with the squared
         error. `out_size` is twice the number of targets (means before raw variances), or the number of targets.
@@ -50,7 +50,6 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
     - `ensemble_`: the trained [`eqx_ensemble.Ensemble`][]. Its members take features and return a target, or with
         Gaussian heads `(mean, variance)`, in the units of the data; `ensemble_[0].network` is the Module that `make`
         made. Members that diverged are excluded, with a warning.
-    - `state_`: the stacked `equinox.nn.State` of stateful members, else `None`.
     - `rows_`: with `bootstrap`, the training rows of the members `(members, n)`, else `None`.
     - `n_iter_`: the number of epochs of the member that was trained longest.
     - `loss_curve_`, `validation_loss_curve_`: the mean loss of the members in training, by epoch; the latter is `None`
@@ -75,48 +74,10 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         [Simple and Scalable Predictive Uncertainty Estimation using Deep Ensembles](https://arxiv.org/abs/1612.01474)
     """
 
-    def __init__(
-        self,
-        make: Callable[..., Any] | None = None,
-        *,
-        num_members: int = 5,
-        head: Literal["gaussian", "point"] = "gaussian",
-        hidden_layer_sizes: Sequence[int] = (64, 64),
-        activation: str = "relu",
-        standardise: bool = True,
-        optimiser: Any = None,
-        learning_rate: float = 1e-3,
-        weight_decay: float = 1e-4,
-        batch_size: int = 32,
-        max_iter: int = 200,
-        early_stopping: bool = True,
-        validation_fraction: float = 0.1,
-        n_iter_no_change: int = 10,
-        tol: float = 0.0,
-        bootstrap: bool = False,
-        random_state: Any = None,
-        verbose: bool | int = False,
-    ):
-        self.make = make
-        self.num_members = num_members
-        self.head = head
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.activation = activation
-        self.standardise = standardise
-        self.optimiser = optimiser
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.batch_size = batch_size
-        self.max_iter = max_iter
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.n_iter_no_change = n_iter_no_change
-        self.tol = tol
-        self.bootstrap = bootstrap
-        self.random_state = random_state
-        self.verbose = verbose
+    head: Literal["gaussian", "point"] = "gaussian"
 
-    oob_prediction_: np.ndarray
+    target_scaler_: StandardScaler = dataclasses.field(init=False)
+    oob_prediction_: np.ndarray = dataclasses.field(init=False)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -139,16 +100,19 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         [`eqx_ensemble.train.DivergedError`][] if all members diverged.
         """
         check_word(self.head, "head", ("gaussian", "point"))
-        X, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64)
+        x: Any
+        x, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64)
         y = np.asarray(y, np.float64)
-        head = {"gaussian": Gaussian, "point": Point}[self.head](y.shape[1:])
-        rows = fit_members(self, X, y, sample_weight, head=head)
-        if self.rows_ is not None:
-            predictions = predict_rows(self, X)
+        split = self._split(x, sample_weight)
+        self.target_scaler_ = self._fit_scaler(y[split.rows], split.weights[split.rows])
+        kind = {"gaussian": GaussianHead, "point": PointHead}[self.head]
+        head = kind(device_scaler(self.target_scaler_, y.shape[1:]))
+        self._train(x, scale(self.target_scaler_, y), split, head)
+        if self.bootstrap:
+            predictions = self._predict(X)
             means = predictions[0] if self.head == "gaussian" else predictions
-            found = predict_out_of_bag(means, self.rows_, rows)
+            found, known = self._predict_out_of_bag(means, split)
             self.oob_prediction_ = unscale(self.target_scaler_, found)
-            known = has_bag(found)
             self.oob_score_ = float(r2_score(y[known], self.oob_prediction_[known])) if known.any() else np.nan
         return self
 
@@ -169,11 +133,12 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         **Returns:** the means, float64, of the shape of the targets; with `return_std` a pair with the standard
         deviations: of the mixture of Gaussian heads, or of point heads' predictions, without noise.
         """
-        moments = validate_and_predict(self, X, self._combine(combine.gaussian, combine.moments))
+        moments = self._predict(X, self._combine(combine.gaussian, combine.moments))
         mean = unscale(self.target_scaler_, moments.mean)
         if not return_std:
             return mean
-        return mean, widths(self.target_scaler_, np.sqrt(moments.variance))
+        scaler: Any = self.target_scaler_
+        return mean, np.sqrt(np.asarray(moments.variance, np.float64)) * scaler.scale_.reshape(mean.shape[1:])
 
     def predict_interval(self, X: Any, *, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
         """The central interval of the ensemble's predictive distribution.
@@ -189,12 +154,12 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         Gaussian heads, or of point heads' predictions, which ignore the noise of targets and cover less than `level` of
         them.
         """
-        mixture = lambda moments, level: uncertainty.gaussian_mixture_interval(*moments, level=level)
-        find = self._combine(partial(mixture, level=level), partial(uncertainty.interval, level=level))
-        lower, upper = validate_and_predict(self, X, find)
+        of_gaussians = lambda moments: uncertainty.gaussian_mixture_interval(*moments, level=level)
+        find = self._combine(of_gaussians, partial(uncertainty.interval, level=level))
+        lower, upper = self._predict(X, find)
         return unscale(self.target_scaler_, lower), unscale(self.target_scaler_, upper)
 
     def _combine(self, of_gaussians: Any, of_points: Any) -> Any:
         """The function of predictions that suits them."""
         check_is_fitted(self)
-        return of_gaussians if isinstance(self._maker.head, Gaussian) else of_points
+        return of_gaussians if isinstance(self.ensemble_.stacked.head, GaussianHead) else of_points

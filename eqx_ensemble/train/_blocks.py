@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._check import is_key
 from .._cores import num_cores, thread_pool
 from .._ensemble import axes_of
 from .._keys import tag
+from .._leaves import is_key
 from .._map import is_per_member, view
 from .._marks import Each
 from .._mesh import pad_members, replicate, shard_members
@@ -120,7 +120,9 @@ def _host(x: Any) -> Any:
 def _rows(x: Any, index: np.ndarray) -> Any:
     """Some members of an array, on the host: compiled slices would take half a second of the first call."""
     if is_key(x):
-        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))[index]))
+        return jax.random.wrap_key_data(
+            jnp.asarray(np.asarray(jax.random.key_data(x))[index]), impl=jax.random.key_impl(x)
+        )
     return np.asarray(x)[index]
 
 
@@ -268,7 +270,7 @@ def _put_rows(all: Any, x: Any, members: np.ndarray) -> Any:
     if is_key(all):
         words = np.array(jax.random.key_data(all))
         words[members] = np.asarray(jax.random.key_data(x))[: len(members)]
-        return jax.random.wrap_key_data(jnp.asarray(words))
+        return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(all))
     all = all if all.flags.writeable else all.copy()
     all[members] = np.asarray(x)[: len(members)]
     return all

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._check import check_positive_int, check_word, is_inside_transformation
+from .._check import check_positive_int, check_word
 from .._data import is_batches, member_shapes, take_data, take_rows
 from .._ensemble import Ensemble, M
 from .._keys import member_keys
+from .._leaves import is_inside_transformation
 from .._marks import Each
 from .._mesh import check_mesh, mesh_of, rows_of_mesh
 from .._progress import members_in_words, progress_line

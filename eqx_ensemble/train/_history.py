@@ -91,12 +91,3 @@ def join_members(parts: list[History]) -> History:
         step,
         validation_step,
     )
-
-
-def last_finite(curves: np.ndarray) -> np.ndarray:
-    """The last finite number of each row of `(members, steps)`; NaN where there is none."""
-    if not curves.shape[1]:
-        return np.full(len(curves), np.nan, curves.dtype)
-    finite = np.isfinite(curves)
-    last = curves.shape[1] - 1 - np.argmax(finite[:, ::-1], axis=1)
-    return np.where(finite.any(axis=1), np.take_along_axis(curves, last[:, None], axis=1)[:, 0], np.nan)

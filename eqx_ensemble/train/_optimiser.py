@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._check import is_key, standard_promotion
 from .._keys import tag
+from .._leaves import is_key, standard_promotion
 from .._pytree import PyTree
 
 

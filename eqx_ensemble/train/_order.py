@@ -71,7 +71,7 @@ def _walk(words: tuple[Array, Array], x: Array, length: int) -> Array:
     The numbers outside are so few that the ends of their own walks are computed first, by doubling: after `k` rounds,
     of `2**k` steps each.
     """
-    rows, columns = split(length)
+    rows, columns = factors(length)
     outside = rows * columns - length
     ends = _network(words, np.divmod(length + np.arange(outside, dtype=np.uint32), np.uint32(columns)), rows, columns)
 
@@ -126,7 +126,7 @@ def num_rounds(side: int) -> int:
 
 
 @ft.lru_cache(maxsize=256)
-def split(length: int) -> tuple[int, int]:
+def factors(length: int) -> tuple[int, int]:
     """The sides of the network for `length` numbers: the cheapest in rounds and in walks of the numbers outside."""
     root = math.isqrt(length)
     sides = np.arange(max(root // 2, -(-length // _MOST_PER_SIDE)), min(2 * root, _MOST_PER_SIDE) + 1)

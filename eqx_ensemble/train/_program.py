@@ -16,10 +16,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from .._caller import caller
-from .._check import MemberMismatchError, array_leaves, is_key
-from .._ensemble import Ensemble, M, check_ensemble, check_model_state, split
+from .._check import MemberMismatchError
+from .._ensemble import Ensemble, M, check_ensemble, check_model_state, split_own
 from .._foreign import from_foreign_tree
-from .._keys import member_keys
+from .._keys import member_keys, own_key
+from .._leaves import array_leaves, is_key
 from .._marks import Each, Shared
 from .._pytree import PyTree
 from .._warnings import warn
@@ -127,9 +128,9 @@ def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree)
     another digest, without a look at any code. `batch` and `validation` are what one member sees, as shapes.
     """
     __tracebackhide__ = True
-    own, rest = split(state)
+    own, rest = split_own(state)
     one = eqx.combine(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own), rest)
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(own_key)
     aux = None
 
     def gradient(state: TrainState, batch: PyTree, key: Any) -> Any:

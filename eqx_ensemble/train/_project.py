@@ -4,7 +4,6 @@ from typing import Any
 import jax
 import optax
 
-from .._check import check_function
 from .._pytree import PyTree
 from ._optimiser import only_supported
 
@@ -34,7 +33,6 @@ def project(optimiser: optax.GradientTransformation, fn: Callable[[Any], Any]) -
 
         Goldstein, "Convex Programming in Hilbert Space" (Bulletin of the American Mathematical Society, 1964).
     """
-    check_function(fn, "fn", example="lambda model: jax.tree.map(jax.nn.relu, model)")
     inner = optax.with_extra_args_support(optimiser)
 
     def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[PyTree, Any]:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Int8
 
-from .._check import MemberMismatchError, is_traced, missing_extra_message
+from .._check import MemberMismatchError, missing_extra_message
 from .._ensemble import Ensemble, M, join, take
+from .._leaves import is_traced
 from .._progress import members_in_words
 from .._pytree import PyTree
 from .._warnings import warn
@@ -138,13 +139,13 @@ class Run(eqx.Module, Generic[M]):
         state = self.state if self.state is None or healthy.all() else take(self.state, healthy)
         return predict(self.healthy, x, combine=combine, weights=weights, state=state, **options)
 
-    def out_of_bag(self, x: PyTree, drawn: Any = None, *, weights: Any = None, **options: Any) -> Any:
+    def out_of_bag(self, x: PyTree, unseen: Any = None, *, weights: Any = None, **options: Any) -> Any:
         """Predicts every row of the training data with the members that were not trained on it.
 
         **Arguments:**
 
         - `x`: the inputs: all rows of the training data, in their order.
-        - `drawn`: as for [`eqx_ensemble.resample.out_of_bag`][]; by default the `rows` that were passed to `fit`.
+        - `unseen`: as for [`eqx_ensemble.resample.held_out_mean`][]; by default those outside the `rows` of `fit`.
         - `weights`: convex weights over members `(members,)`.
         - `options`: as for [`eqx_ensemble.predict`][]. Average class probabilities, not logits:
             `fn=lambda model, x: jax.nn.softmax(model(x))`. Of several outputs take one:
@@ -155,14 +156,13 @@ class Run(eqx.Module, Generic[M]):
         **Raises:** `TypeError` if the rows are not known, or for several outputs.
         """
         from .._predict import predict
-        from ..resample import out_of_bag_mean
+        from ..resample import held_out_mean, out_of_bag
 
-        if drawn is None and self.rows is None:
+        if unseen is None and self.rows is None:
             raise TypeError(
                 "`Run.out_of_bag` needs the rows that the members were trained on: `fit` was called without `rows`.\n"
-                "Pass their weights `(members, rows)` as `drawn`; without either, every member saw every row."
+                "Pass `unseen`, `(members, rows)`; without either, every member saw every row."
             )
-        drawn = self.rows if drawn is None else drawn
         own = healthy_weights(self, weights)
         predictions = predict(self.ensemble, x, state=self.state, **options)
         if isinstance(predictions, tuple):
@@ -170,7 +170,8 @@ class Run(eqx.Module, Generic[M]):
                 f"`Run.out_of_bag` needs one output of the members, got a tuple of {len(predictions)}.\n"
                 "Take the one that is meant, such as `fn=lambda model, x: model(x)[0]`."
             )
-        return out_of_bag_mean(predictions, drawn, weights=own)
+        unseen = out_of_bag(self.rows, predictions.shape[1]) if unseen is None else unseen
+        return held_out_mean(predictions, unseen, weights=own)
 
     def best(self, count: int = 1, *, by: Any = None, mode: Literal["min", "max"] | None = None) -> Ensemble[M]:
         """The best members, best first, without diverged ones.
@@ -198,21 +199,20 @@ class Run(eqx.Module, Generic[M]):
         """
         return rank_members(self, count, by, mode)
 
-    def plot(self, *, stride: int | None = None, unit: str | None = None) -> Figure:
+    def plot(self, *, stride: int | None = None) -> Figure:
         """A figure of the run: training curves, validation scores, and the final scores against each hyper-parameter.
 
         **Arguments:**
 
         - `stride`: the number of steps averaged for one point; by default for about 100 points.
-        - `unit`: the unit of the loss and of the score, such as `"nats"`.
 
         **Returns:** the matplotlib Figure: `run.plot().savefig("run.png")`.
 
         **Raises:** `ImportError` without matplotlib (extra `plot`); `ValueError` if no loss is finite.
         """
-        from ..plot._engine import figure_of_run
+        from ..plot import figure_of_run
 
-        return figure_of_run(self, stride=stride, unit=unit)
+        return figure_of_run(self, stride=stride)
 
     def table(self, *, as_frame: bool = False) -> Any:
         """A table of one row per member: hyper-parameters, scores, status.

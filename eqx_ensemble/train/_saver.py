@@ -12,8 +12,7 @@ import numpy as np
 from .._check import check_path, check_positive_int
 from .._load import load
 from .._save import hold, read_header, save
-from ..distributed import broadcast_from_first, is_first
-from ..distributed._engine import raise_on_all
+from ..distributed import broadcast_from_first, is_first, raise_on_all
 from ._history import History
 from ._loop import Loop, Position
 from ._options import Checkpoint

@@ -6,9 +6,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Int8, Key
 
-from .._ensemble import Ensemble, M, split, take
+from .._ensemble import Ensemble, M, split_own, take
 from .._marks import Shared
 from .._pytree import PyTree
 from ..tree._engine import check_index
@@ -233,7 +234,9 @@ def with_best(state: TrainState, mode: str) -> TrainState:
     if state.best is not None:
         return state
     weights = weights_of(state)
-    worst = jnp.full_like(state.best_score, jnp.inf if mode == "min" else -jnp.inf)
+    score = state.best_score
+    worst = np.full(score.shape, np.inf if mode == "min" else -np.inf, score.dtype)
+    worst = jax.device_put(worst, score.sharding)  # not computed: `jax_debug_infs` would raise
     # Copies: an array can be donated only once.
     best = jax.tree.map(jnp.copy, (weights.own, state.model_state))
     state = eqx.tree_at(lambda s: (s.best, s.best_score), state, (best, worst), is_leaf=_is_none)
@@ -253,7 +256,7 @@ class Pieces(NamedTuple):
 
 def pieces_of(state: TrainState) -> Pieces:
     """Splits a training state of all members."""
-    moving, other = split(state)
+    moving, other = split_own(state)
     common = jax.tree.map(lambda _: None, state)
     if state.together is None:
         return Pieces(moving, common, other)

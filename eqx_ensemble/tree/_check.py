@@ -1,4 +1,3 @@
-import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
@@ -10,9 +9,10 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._caller import caller
-from .._check import MemberMismatchError, is_member_array, is_traced, path_text
+from .._check import MemberMismatchError
 from .._foreign import from_foreign
 from .._leaf_text import leaf_text
+from .._leaves import is_member_array, is_traced, path_text
 from ._statics import static_parts
 
 
@@ -94,78 +94,29 @@ def check_index(index: Any, num_members: int) -> Any:
     **Returns:** a Python int >= 0 for one member; a NumPy array of ints >= 0 for a selection (slice, list, integer
     array or boolean mask); a traced integer index unchanged.
     """
-    index = from_foreign(index, "index")
-    if isinstance(index, slice):
-        return _rows(_slice_rows(index, num_members))
-    if isinstance(index, (list, tuple)):
-        index = _list_index(index)
-    if is_member_array(index):
-        return _array_index(index, num_members)
-    if isinstance(index, bool):
-        raise TypeError(_type_message(index))
+    own: Any = from_foreign(index, "index")
+    if isinstance(own, list | tuple) and any(map(is_traced, own)):
+        own = jnp.stack(list(map(jnp.asarray, own)))
+    if is_traced(own):
+        if np.ndim(own) > 1 or not jnp.issubdtype(jnp.result_type(own), jnp.integer):
+            got = f"got {leaf_text(own)}: a mask selects a number of members unknown to jit"
+            raise TypeError(f"`{caller()}`: expected traced integers, {got}.")
+        return own
+    own = np.asarray(own) if isinstance(own, jax.Array | list | tuple) else own
+    own = own.astype(int) if isinstance(own, np.ndarray) and own.size == 0 else own
     try:
-        position = operator.index(index)
-    except TypeError:
-        raise TypeError(_type_message(index)) from None
-    return int(_in_range(np.asarray([position], dtype=object), num_members)[0])
-
-
-def _slice_rows(index: slice, num_members: int) -> np.ndarray:
-    if any(isinstance(part, bool) for part in (index.start, index.stop, index.step)):
-        raise TypeError(_type_message(index))
-    try:
-        return np.arange(num_members)[index]
-    except TypeError:
-        raise TypeError(_type_message(index)) from None
-
-
-def _list_index(index: list | tuple) -> Any:
-    if not index:
-        return np.zeros(0, dtype=int)
-    if any(is_traced(i) for i in index):
-        return jnp.stack([jnp.asarray(i) for i in index])
-    array = np.asarray(index)
-    mixed = len({isinstance(i, (bool, np.bool_)) for i in index}) > 1  # NumPy would read True as member 1
-    if mixed or array.dtype.kind not in "bui":
-        raise TypeError(_type_message(index))
-    return array
-
-
-def _array_index(index: Any, num_members: int) -> Any:
-    is_bool = index.dtype == np.bool_
-    if index.ndim > 1 or not (is_bool or jnp.issubdtype(index.dtype, jnp.integer)) or (is_bool and index.ndim == 0):
-        raise TypeError(_type_message(index))
-    if is_bool and index.shape[0] != num_members:
-        raise IndexError(
-            f"`{caller()}`: a boolean mask needs one value per member: expected {num_members}, got {index.shape[0]}."
-        )
-    if is_traced(index):
-        if is_bool:
-            raise TypeError(
-                f"`{caller()}`: a traced boolean mask selects a number of members unknown to jit: use integers."
-            )
-        return index
-    concrete = np.asarray(index)
-    if is_bool:
-        return _rows(np.flatnonzero(concrete))
-    rows = _in_range(np.atleast_1d(concrete), num_members)
-    return int(rows[0]) if concrete.ndim == 0 else _rows(rows)
-
-
-def _rows(rows: np.ndarray) -> np.ndarray:
+        rows = np.arange(num_members)[own]
+    except (IndexError, TypeError) as error:
+        kind = type(error)
+        raise kind(f"`{caller()}`: {error}.\n{_INDEX}") from None
+    if rows.ndim > 1 or own is ...:
+        raise TypeError(f"`{caller()}`: got the index {leaf_text(own)}.\n{_INDEX}")
     if rows.size == 0:
         raise ValueError(f"`{caller()}`: the index selects no member; an ensemble needs at least one.")
-    return rows
+    return int(rows) if rows.ndim == 0 else rows.astype(np.int32)
 
 
-def _in_range(rows: np.ndarray, num_members: int) -> np.ndarray:
-    wrong = rows[(rows < -num_members) | (rows >= num_members)]
-    if wrong.size:
-        raise IndexError(
-            f"`{caller()}`: index {wrong[0]} is out of range for {num_members} members; "
-            f"expected {-num_members} to {num_members - 1}."
-        )
-    return np.where(rows < 0, rows + num_members, rows).astype(np.int32)
+_INDEX = "Use the position of a member, such as `0`, a slice, or a list or array of one axis of positions or of bools."
 
 
 def check_distinct(rows: np.ndarray) -> None:
@@ -173,14 +124,6 @@ def check_distinct(rows: np.ndarray) -> None:
     values, counts = np.unique(rows, return_counts=True)
     if (counts > 1).any():
         raise ValueError(f"`{caller()}`: member {values[counts > 1][0]} is given twice; each member once at most.")
-
-
-def _type_message(index: Any) -> str:
-    kind = leaf_text(index) if isinstance(index, jax.Array | np.ndarray | np.generic) else repr(index)
-    return (
-        f"`{caller()}`: expected an int, a slice, or a one-dimensional list or array of ints or bools, got {kind}.\n"
-        "Use the position of a member, such as `0` or `[0, 2]`."
-    )
 
 
 def check_trees(trees: Any, *, noun: str = "tree") -> list:
@@ -196,14 +139,3 @@ def check_trees(trees: Any, *, noun: str = "tree") -> list:
     if not listed:
         raise ValueError(f"`{caller()}` needs at least one {noun}, got an empty sequence.")
     return listed
-
-
-def check_fraction(value: Any, argument: str) -> None:
-    """Raises unless `value` is one number from 0 to 1; of a traced one, only shape and dtype are checked."""
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
-    real = is_array and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer))
-    if not (real and value.ndim == 0) and (isinstance(value, bool) or not isinstance(value, int | float)):
-        got = leaf_text(value) if is_array else repr(value)
-        raise TypeError(f"`{caller()}` needs one number from 0 to 1 as `{argument}`, got {got}.")
-    if not is_traced(value) and not 0 <= float(value) <= 1:
-        raise ValueError(f"`{caller()}` needs one number from 0 to 1 as `{argument}`, got {float(value):g}.")

@@ -7,10 +7,11 @@ import jax
 import jax.tree_util as jtu
 
 from .._caller import caller
-from .._check import MemberMismatchError, check_in_range, is_member_array, is_number, member_dtype, path_text
+from .._check import MemberMismatchError, check_in_range
 from .._leaf_text import leaf_text
+from .._leaves import is_member_array, is_number, member_dtype, path_text
 from ._index import Columns
-from ._statics import StaticGap, gap_text, static_gap
+from ._statics import StaticGap, static_gap
 
 
 class Difference(NamedTuple):
@@ -21,86 +22,97 @@ class Difference(NamedTuple):
     kind: str
     expected: str
     got: str
-    gap: StaticGap | None = None
 
 
-def from_gap(path: tuple, member: int, kind: str, gap: StaticGap) -> Difference:
-    """The difference between two static values at `path`."""
-    return Difference(path, member, kind, leaf_text(gap.expected), leaf_text(gap.got), gap)
+class _Pair(NamedTuple):
+    """A tree that is compared with the first one, node by node.
 
-
-class Column(NamedTuple):
-    """The leaves at one path, one for each member whose structure there is that of member 0."""
-
-    path: tuple
-    members: list[int]
-    leaves: list
-
-
-class Walk:
-    """Walks several trees in parallel, level by level, as `jax.tree_util` flattens them.
-
-    Two builds of one model may have treedefs that compare unequal although they are equivalent (closures and marker
-    objects in static fields), so nodes are compared one by one.
+    Two builds of one model may have treedefs that compare unequal although they are equivalent: closures and marker
+    objects in static fields.
     """
 
-    def __init__(self, trees: list) -> None:
-        """**Arguments:** `trees`, one per member; the others are compared with the first one."""
-        self.differences: list[Difference] = []
-        self._seen: dict[int, dict] = {i: {} for i in range(len(trees))}
-        self.columns: list[Column] = list(self._visit((), list(enumerate(trees))))
+    member: int
+    rules: "Rules"
+    seen: dict  # of `static_gap`: marker objects pair up across the whole tree
 
-    def static_gap(self, member: int, expected: Any, got: Any) -> StaticGap | None:
-        """`static_gap` with one cache for each member, so that marker objects pair up across the whole tree."""
-        return static_gap(expected, got, self._seen[member])
-
-    def _visit(self, path: tuple, nodes: list[tuple[int, Any]]) -> Iterator[Column]:
-        _, reference = nodes[0]
-        children = _children(reference)
-        if children is None:
-            alike = [(i, x) for i, x in nodes if _children(x) is None]
-            self._unlike(path, nodes, alike)
-            yield Column(path, [i for i, _ in alike], [x for _, x in alike])
+    def differences(self, path: tuple, a: Any, b: Any) -> Iterator[Difference]:
+        """What differs below a path, in the order of the leaves."""
+        expected, got = _children(a), _children(b)
+        if expected is None and got is None:
+            yield from self._of_leaves(path, a, b)
             return
-        levels = [(nodes[0][0], children)]
-        for i, node in nodes[1:]:
-            level = _children(node)
-            if level is not None and self._same_node(path, i, (reference, children), (node, level)):
-                levels.append((i, level))
-            elif level is None:
-                self.differences.append(Difference(path, i, "structure", leaf_text(reference), leaf_text(node)))
-        for position, (key, _) in enumerate(children.keyed):
-            yield from self._visit(path + key, [(i, level.keyed[position][1]) for i, level in levels])
+        texts = _node_texts(a, b, expected, got)
+        if texts is not None or expected is None or got is None:
+            yield Difference(path, self.member, "structure", *(texts or (leaf_text(a), leaf_text(b))))
+            return
+        for name, x, y in _static_data(a, b):
+            yield from self._of_statics(path if name is None else (*path, jtu.GetAttrKey(name)), x, y, "static")
+        for (key, x), (_, y) in zip(expected, got, strict=True):
+            yield from self.differences(path + key, x, y)
 
-    def _unlike(self, path, nodes, alike) -> None:
-        kept = {i for i, _ in alike}
-        for i, node in nodes:
-            if i not in kept:
-                self.differences.append(Difference(path, i, "structure", leaf_text(nodes[0][1]), leaf_text(node)))
-
-    def _same_node(self, path, member, reference, other) -> bool:
-        (expected, level0), (got, level) = reference, other
-        if type(expected) is not type(got):
-            texts = _class_texts(type(expected), type(got))
-        elif [key for key, _ in level0.keyed] != [key for key, _ in level.keyed]:
-            texts = _outline(expected, level0), _outline(got, level)
+    def _of_leaves(self, path: tuple, a: Any, b: Any) -> Iterator[Difference]:
+        if is_member_array(a) and is_member_array(b):
+            shape = self.rules.shape(a.shape, b.shape)
+            if b.shape != shape or member_dtype(a) != member_dtype(b):
+                kind, expected = "dtype" if b.shape == shape else "shape", jax.ShapeDtypeStruct(shape, a.dtype)
+                yield Difference(path, self.member, kind, leaf_text(expected), leaf_text(b))
+        elif is_member_array(a) or is_member_array(b):
+            yield Difference(path, self.member, "static", leaf_text(a), leaf_text(b))
+        elif self.rules.scalars == "numbers" and is_number(a) and is_number(b):
+            return
+        elif type(a) is float and type(b) is float:
+            if self.rules.scalars == "equal":
+                may_stack = self.rules.noun == "member" and self.rules.subject is None
+                yield from self._of_statics(path, a, b, "float" if may_stack else "static")
         else:
-            self._statics(path, member, reference, other)
-            return True
-        self.differences.append(Difference(path, member, "structure", *texts))
-        return False
+            yield from self._of_statics(path, a, b, "static")
 
-    def _statics(self, path, member, reference, other) -> None:
-        (expected, level0), (got, level) = reference, other
-        if isinstance(expected, eqx.Module):
-            pairs = [((*path, jtu.GetAttrKey(name)), *values) for name, *values in _static_fields(expected, got)]
+    def _of_statics(self, path: tuple, a: Any, b: Any, kind: str) -> Iterator[Difference]:
+        gap = static_gap(a, b, self.seen)
+        if gap is None:
+            return
+        if gap.hides_array:
+            text = _hidden_text(gap, _subject_text([self.member], self.rules), self.rules)
+            yield Difference(path, self.member, "hidden", "", text)
         else:
-            pairs = [(path, level0.static, level.static)]
-        for where, a, b in pairs:
-            gap = self.static_gap(member, a, b)
-            if gap is not None:
-                kind = "hidden" if gap.hides_array else "static"
-                self.differences.append(from_gap(where, member, kind, gap))
+            location = f" in {gap.location()}" if gap.location() else ""
+            yield Difference(path, self.member, kind, leaf_text(gap.expected), leaf_text(gap.got) + location)
+
+
+def _children(node: Any) -> list[tuple[tuple, Any]] | None:
+    """The keys and nodes one level below; `None` for a leaf."""
+    keyed = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    return None if len(keyed) == 1 and keyed[0][0] == () else keyed
+
+
+def _node_texts(a: Any, b: Any, expected: Any, got: Any) -> tuple[str, str] | None:
+    """How two nodes differ, in class or keys."""
+    if expected is None or got is None:
+        return leaf_text(a), leaf_text(b)
+    if type(a) is not type(b):
+        return _class_texts(type(a), type(b))
+    same = [key for key, _ in expected] == [key for key, _ in got]
+    return None if same else (_outline(a, expected), _outline(b, got))
+
+
+def _outline(node: Any, keyed: list) -> str:
+    kind = type(node).__name__
+    return (
+        f"{kind} with keys {[key.key for (key,), _ in keyed]}" if isinstance(node, dict) else f"{kind} of {len(keyed)}"
+    )
+
+
+def _static_data(a: Any, b: Any) -> Iterator[tuple[Any, ...]]:
+    """What two nodes of one class hold beside their children: of Modules, by the names of attributes."""
+    if not isinstance(a, eqx.Module):
+        data = [jtu.tree_structure(x, is_leaf=lambda y, x=x: y is not x).node_data() for x in (a, b)]
+        yield None, *[None if x is None else x[1] for x in data]
+        return
+    dynamic = {f.name for f in dataclasses.fields(a) if not f.metadata.get("static", False)}
+    # Not only fields: a Module that wraps a function also carries its `__name__`, `__doc__` and the like.
+    for name in vars(a) | vars(b):
+        if name not in dynamic:
+            yield name, vars(a).get(name), vars(b).get(name)
 
 
 def _class_texts(expected: type, got: type) -> tuple[str, str]:
@@ -111,34 +123,6 @@ def _class_texts(expected: type, got: type) -> tuple[str, str]:
         again = "another class of this name: its cell or module ran again, so make these models anew"
         return got.__name__, f"{got.__name__}, {again}"
     return f"{expected.__module__}.{expected.__qualname__}", f"{got.__module__}.{got.__qualname__}"
-
-
-class _Level(NamedTuple):
-    keyed: list[tuple[tuple, Any]]
-    static: Any
-
-
-def _children(node: Any) -> _Level | None:
-    """One level of the tree with its keys and its static data; None for a leaf."""
-    keyed, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    if len(keyed) == 1 and keyed[0][0] == ():
-        return None
-    return _Level(keyed, treedef.node_data()[1])
-
-
-def _static_fields(expected: eqx.Module, got: eqx.Module) -> Iterator[tuple[str, Any, Any]]:
-    dynamic = {f.name for f in dataclasses.fields(expected) if not f.metadata.get("static", False)}
-    # Not only fields: a Module that wraps a function also carries its `__name__`, `__doc__` and the like.
-    for name in vars(expected) | vars(got):
-        if name not in dynamic:
-            yield name, vars(expected).get(name), vars(got).get(name)
-
-
-def _outline(node: Any, level: _Level) -> str:
-    kind = type(node).__name__
-    if isinstance(node, dict):
-        return f"{kind} with keys {[key.key for (key,), _ in level.keyed]}"
-    return f"{kind} of {len(level.keyed)}"
 
 
 _MOST_LINES = 8
@@ -171,17 +155,22 @@ class Rules(NamedTuple):
     scalars: Literal["equal", "floats", "numbers"] = "equal"
     shape: Callable[[tuple, tuple], tuple] = lambda first, own: first
     subject: str | None = None
-    reference: str | None = None
+    reference: str = "member 0"
     fixes: Mapping[str, str] = _FIXES
 
 
 CONCATENATE_RULES = Rules(
-    needs="stacked trees of the same kind of member", noun="tree", shape=lambda first, own: (*own[:1], *first[1:])
+    needs="stacked trees of the same kind of member",
+    noun="tree",
+    reference="tree 0",
+    shape=lambda first, own: (*own[:1], *first[1:]),
 )
 POLYAK_RULES = Rules(
     needs="trees that differ only in their arrays", subject="`new`", reference="`old`", fixes=_FIXES_OF_SUMS
 )
-SUM_RULES = Rules(needs="trees that differ only in their numbers", noun="tree", scalars="numbers", fixes=_FIXES_OF_SUMS)
+SUM_RULES = Rules(
+    "trees that differ only in their numbers", "tree", scalars="numbers", reference="tree 0", fixes=_FIXES_OF_SUMS
+)
 
 
 def replace_rules(num_members: int | None) -> Rules:
@@ -197,85 +186,51 @@ def compare_trees(trees: list, *, rules: Rules | None = None) -> Columns:
     **Raises:** `MemberMismatchError` that lists every leaf that differs, up to eight.
     """
     rules = Rules() if rules is None else rules
-    walk = Walk(trees)
-    differences = list(walk.differences)
-    for column in walk.columns:
-        differences += _leaf_differences(walk, column, rules)
-    if differences:
-        raise MemberMismatchError(_message(differences, rules))
-    for column in walk.columns:
-        for leaf in column.leaves:
-            if is_member_array(leaf):
-                check_in_range(leaf, path=path_text(column.path))
-    paths = [path_text(column.path) for column in walk.columns]
-    return Columns(paths, [column.leaves for column in walk.columns], jtu.tree_structure(trees[0]))
-
-
-def _leaf_differences(walk: Walk, column: Column, rules: Rules) -> Iterator[Difference]:
-    first = column.leaves[0]
-    for i, leaf in zip(column.members[1:], column.leaves[1:], strict=True):
-        if is_member_array(first) and is_member_array(leaf):
-            shape = rules.shape(first.shape, leaf.shape)
-            if leaf.shape != shape or member_dtype(leaf) != member_dtype(first):
-                kind = "dtype" if leaf.shape == shape else "shape"
-                expected = leaf_text(jax.ShapeDtypeStruct(shape, first.dtype))
-                yield Difference(column.path, i, kind, expected, leaf_text(leaf))
-        elif is_member_array(first) or is_member_array(leaf):
-            yield Difference(column.path, i, "static", leaf_text(first), leaf_text(leaf))
-        elif not _may_differ(first, leaf, rules):
-            gap = walk.static_gap(i, first, leaf)
-            if gap is not None:
-                yield from_gap(column.path, i, _kind(first, leaf, gap, rules), gap)
-
-
-def _may_differ(a: Any, b: Any, rules: Rules) -> bool:
-    if rules.scalars == "floats":
-        return type(a) is float and type(b) is float
-    return rules.scalars == "numbers" and is_number(a) and is_number(b)
-
-
-def _kind(a, b, gap, rules) -> str:
-    if gap.hides_array:
-        return "hidden"
-    return (
-        "float"
-        if type(a) is float and type(b) is float and rules.subject is None and rules.noun == "member"
-        else "static"
-    )
+    first, *others = trees
+    found = [x for i, other in enumerate(others, 1) for x in _Pair(i, rules, {}).differences((), first, other)]
+    if found:
+        raise MemberMismatchError(_message(found, rules))
+    keyed, treedef = jtu.tree_flatten_with_path(first)
+    paths = [path_text(path) for path, _ in keyed]
+    leaves = [list(column) for column in zip(*map(jtu.tree_leaves, trees), strict=True)]
+    for path, column in zip(paths, leaves, strict=True):
+        for leaf in column:
+            check_in_range(leaf, path=path)
+    return Columns(paths, leaves, treedef)
 
 
 def _message(differences: list[Difference], rules: Rules) -> str:
     order = list(rules.fixes)
-    differences = sorted(differences, key=lambda d: order.index(d.kind))
-    members = sorted({d.member for d in differences})
-    reference = rules.reference or f"{rules.noun} 0"
+    differences = sorted(differences, key=lambda x: order.index(x.kind))
+    members = sorted({x.member for x in differences})
     verb = "differs" if len(members) == 1 else "differ"
-    lines = [f"`{caller()}` needs {rules.needs}; {_subject_text(members, rules)} {verb} from {reference}."]
-    grouped: dict[tuple, list[Difference]] = {}
-    for d in differences:
-        grouped.setdefault((d.path, d.kind), []).append(d)
-    texts = [_line(path, group, rules, several=len(members) > 1) for (path, _), group in grouped.items()]
-    lines += texts[:_MOST_LINES]
-    if len(texts) > _MOST_LINES:
-        lines.append(f"  and {len(texts) - _MOST_LINES} more")
-    kinds = {d.kind for d in differences}
+    lines = [f"`{caller()}` needs {rules.needs}; {_subject_text(members, rules)} {verb} from {rules.reference}."]
+    grouped: dict[tuple, dict[str, list[int]]] = {}
+    for x in differences:
+        grouped.setdefault((x.path, x.kind, x.expected), {}).setdefault(x.got, []).append(x.member)
+    for (path, kind, expected), got in list(grouped.items())[:_MOST_LINES]:
+        if kind == "hidden":
+            text = "; ".join(got)
+        else:
+            several = len(members) > 1
+            texts = [f"{text} ({_subject_text(which, rules)})" if several else text for text, which in got.items()]
+            text = f"expected {expected}, got {', '.join(texts)}"
+        lines.append(f"  at `{path_text(path)}`: {text}")
+    if len(grouped) > _MOST_LINES:
+        lines.append(f"  and {len(grouped) - _MOST_LINES} more")
+    kinds = {x.kind for x in differences}
     if kinds & {"structure", "shape"}:
         kinds.discard("static")  # static sizes differ as a consequence
-    return "\n".join([*lines, *dict.fromkeys(rules.fixes[kind] for kind in order if kind in kinds)])
+    return "\n".join([*lines, *(rules.fixes[kind] for kind in order if kind in kinds)])
 
 
-def _line(path: tuple, group: list[Difference], rules: Rules, *, several: bool) -> str:
-    if group[0].kind == "hidden":
-        reference = rules.reference or f"{rules.noun} 0"
-        return f"  at `{path_text(path)}`: " + "; ".join(
-            gap_text(d.gap, _subject_text([d.member], rules), reference) for d in group if d.gap is not None
-        )
-    got: dict[str, list[int]] = {}
-    for d in group:
-        location = f" in {d.gap.location()}" if d.gap is not None and d.gap.location() else ""
-        got.setdefault(d.got + location, []).append(d.member)
-    texts = [f"{text} ({_subject_text(members, rules)})" if several else text for text, members in got.items()]
-    return f"  at `{path_text(path)}`: expected {group[0].expected}, got {', '.join(texts)}"
+def _hidden_text(gap: StaticGap, member: str, rules: Rules) -> str:
+    """What says that an array differs that JAX cannot see."""
+    verb = "closes over" if any(part.startswith("closure") for part in gap.trail) else "holds"
+    location = f", in {gap.location()}" if gap.trail else ""
+    expected, got = leaf_text(gap.expected), leaf_text(gap.got)
+    both = got if got == expected else f"{got}, not {expected}"
+    return f"{member} {verb} an array ({both}) that differs from {rules.reference}'s{location}"
 
 
 def _subject_text(members: list[int], rules: Rules) -> str:

@@ -5,7 +5,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .. import _check
+from .. import _check, _leaves
 from ._check import check_index, check_leading_axes
 
 
@@ -98,7 +98,7 @@ def _unstack(leaves: list, treedef: Any, sizes: tuple[int, ...]) -> list:
     rows: dict[int, list] = {}  # by identity of the leaf: tied leaves stay tied in every member
     for leaf in leaves:
         if id(leaf) not in rows:
-            is_array = _check.is_member_array(leaf)
+            is_array = _leaves.is_member_array(leaf)
             rows[id(leaf)] = [_take_one(leaf, i) if is_array else leaf for i in range(sizes[0])]
     members = [[rows[id(leaf)][i] for leaf in leaves] for i in range(sizes[0])]
     if len(sizes) > 1:
@@ -120,8 +120,7 @@ def take(tree: T, index: Any) -> T:
 
     **Returns:** a member, or a stacked tree.
 
-    **Raises:** `IndexError` for an index out of range or a mask of the wrong length; `ValueError` for an empty
-    selection; `TypeError` for any other index;
+    **Raises:** `IndexError` or `TypeError` for any other index; `ValueError` for an empty selection;
     `MemberMismatchError` if array leaves disagree on the number of members.
 
     ```python
@@ -150,5 +149,5 @@ def _take_many(leaf: Any, rows: Any) -> Any:
 def _map_tied(fn: Callable[[Any], Any], tree: T) -> T:
     """Maps over the array leaves; an array that occurs twice is mapped once, so that tied leaves stay tied."""
     leaves, treedef = jtu.tree_flatten(tree)
-    done = {id(leaf): fn(leaf) if _check.is_member_array(leaf) else leaf for leaf in leaves}
+    done = {id(leaf): fn(leaf) if _leaves.is_member_array(leaf) else leaf for leaf in leaves}
     return jtu.tree_unflatten(treedef, [done[id(leaf)] for leaf in leaves])

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _check
+from .. import _check, _leaves
 from ._check import check_distinct, check_index, check_leading_axes, check_trees
 from ._compare import CONCATENATE_RULES, Rules, compare_trees, replace_rules
 from ._index import map_columns
@@ -45,7 +45,7 @@ def replace(tree: T, index: Any, value: Any) -> T:
 
 def _replace_column(leaves: list, rows: Any) -> Any:
     leaf, value = leaves
-    return _write(jnp.asarray(leaf), rows, jnp.asarray(value)) if _check.is_member_array(leaf) else leaf
+    return _write(jnp.asarray(leaf), rows, jnp.asarray(value)) if _leaves.is_member_array(leaf) else leaf
 
 
 def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
@@ -82,7 +82,7 @@ def stack(trees: Iterable[T], *, promote_scalars: bool = False) -> T:
 
 
 def _stack_column(leaves: list) -> Any:
-    if _check.is_member_array(leaves[0]):
+    if _leaves.is_member_array(leaves[0]):
         return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
     # Compared by `repr`, as in the check: NaN equals NaN, and 0.0 differs from -0.0.
     if type(leaves[0]) is float and len({repr(leaf) for leaf in leaves}) > 1:
@@ -118,6 +118,6 @@ def concatenate(trees: Iterable[T]) -> T:
 
 
 def _concatenate_column(leaves: list) -> Any:
-    if _check.is_member_array(leaves[0]):
+    if _leaves.is_member_array(leaves[0]):
         return jnp.concatenate([jnp.asarray(leaf) for leaf in leaves])
     return leaves[0]

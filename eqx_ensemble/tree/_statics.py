@@ -1,50 +1,15 @@
 import functools as ft
-import operator
 import types
-import weakref
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from .._check import is_key, is_member_array, is_traced
-from .._leaf_text import leaf_text
-
-
-def is_program(x: Any) -> bool:
-    """Whether a static value is a traced program, such as `equinox.filter_closure_convert` stores."""
-    return isinstance(x, Jaxpr | ClosedJaxpr)
-
-
-def program_parts(program: Jaxpr | ClosedJaxpr) -> dict[str, Any]:
-    """The parts of a traced program that determine its results.
-
-    Two traces of one function hold distinct variables: here they are numbered in the order in which they appear.
-    """
-    if isinstance(program, ClosedJaxpr):
-        return {"the program": program.jaxpr, "the constants": list(program.consts)}
-    numbers: dict[Any, int] = {}
-
-    def name(variable: Any) -> Any:
-        if isinstance(variable, Literal):
-            return ["a literal", str(variable.aval), variable.val]
-        return [numbers.setdefault(variable, len(numbers)), str(variable.aval)]
-
-    parts: dict[str, Any] = {
-        "the constants": [name(variable) for variable in program.constvars],
-        "the inputs": [name(variable) for variable in program.invars],
-    }
-    for i, equation in enumerate(program.eqns):
-        inputs, outputs = map(name, equation.invars), map(name, equation.outvars)
-        parts[f"equation {i}"] = [equation.primitive.name, list(inputs), list(outputs), dict(equation.params)]
-    return parts | {"the outputs": [name(variable) for variable in program.outvars]}
-
+from .._leaves import is_key, is_member_array, is_traced
 
 _HEAPTYPE = 1 << 9  # `Py_TPFLAGS_HEAPTYPE`, by which `copyreg` also distinguishes Python classes from built-in ones
-_BOUND_BUILTINS = (types.BuiltinFunctionType, types.MethodWrapperType)
-_OPERATORS = (operator.itemgetter, operator.attrgetter, operator.methodcaller)
-# The attributes that determine what a function does; not its line numbers.
+# What determines what a function does; not its line numbers.
 _CODE = ("co_code", "co_consts", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount")
 _CODE += ("co_posonlyargcount", "co_kwonlyargcount", "co_exceptiontable")
 _EMPTY_CELL = "<empty cell>"
@@ -73,7 +38,7 @@ def static_gap(a: Any, b: Any, seen: dict, trail: tuple[str, ...] = ()) -> Stati
 
     Two builds of one model hold distinct but equivalent closures, partials and marker objects: `==` is too strict for
     them, and does not compare the arrays inside. Functions are compared by code, defaults and closed-over values,
-    partials and bound methods by their parts, traced programs by their equations, other objects by `__dict__` or `==`,
+    partials and bound methods by their parts, traced programs by their text, other objects by `__dict__` or `==`,
     arrays by their bits. `seen` holds the pairs assumed equal so far (cycles) and the pairing of bare `object()`
     markers: one dictionary per member.
     """
@@ -124,21 +89,15 @@ def static_parts(x: Any) -> dict | None:
         return {"the function": x.func} | {f"argument {i}": v for i, v in enumerate(x.args)} | keywords
     if isinstance(x, types.MethodType):
         return {"the method": x.__func__, "the bound object": x.__self__}
-    if isinstance(x, _BOUND_BUILTINS):
-        return {"the name": x.__name__, "the bound object": x.__self__}
-    if isinstance(x, _OPERATORS):
-        return {"the arguments": x.__reduce__()}
     if isinstance(x, types.CodeType):
         return {name: getattr(x, name) for name in _CODE}
-    if isinstance(x, weakref.ref):
-        return {"the referent": x()}
     if isinstance(x, _Jitted):  # whose copies lack `__wrapped__`
         state = x.__getstate__()
         return {"the function": state["fun"]} | {k: state[k] for k in ("static_argnums", "static_argnames")}
     if isinstance(x, types.ModuleType | type):
         return None
-    if is_program(x):
-        return program_parts(x)
+    if isinstance(x, Jaxpr | ClosedJaxpr):  # such as `equinox.filter_closure_convert` stores
+        return {"the program": str(x), "the constants": list(getattr(x, "consts", ()))}
     if isinstance(x, dict):
         return {(k,): v for k, v in x.items()}
     if isinstance(x, (list, tuple)):
@@ -199,12 +158,3 @@ def _same_value(a: Any, b: Any) -> bool:
         return bool(a == b)
     except (TypeError, ValueError):  # an `==` without one truth value, such as that of a dataclass of arrays
         return False
-
-
-def gap_text(gap: StaticGap, member: str, reference: str) -> str:
-    """The message for an array that differs and that JAX cannot see."""
-    verb = "closes over" if any(part.startswith("closure") for part in gap.trail) else "holds"
-    location = f", in {gap.location()}" if gap.trail else ""
-    expected, got = leaf_text(gap.expected), leaf_text(gap.got)
-    both = got if got == expected else f"{got}, not {expected}"
-    return f"{member} {verb} an array ({both}) that differs from {reference}'s{location}"

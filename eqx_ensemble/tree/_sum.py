@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _check
+from .. import _leaves
 from .._caller import caller
-from .._check import is_key, is_member_array, is_traced
 from .._foreign import from_foreign
 from .._leaf_text import leaf_text
-from ._check import check_fraction, check_trees
+from .._leaves import is_key, is_member_array, is_traced
+from ._check import check_trees
 from ._compare import POLYAK_RULES, SUM_RULES, compare_trees
 from ._index import map_columns
 
@@ -93,7 +93,7 @@ def add_up(leaves: list, weights: Any, dtype: Any) -> jax.Array:
         # NumPy rounds a Python number once, to the right type.
         listed = isinstance(weights, list)
         weight = np.asarray(weight, _real(dtype)) if listed else weight.astype(_real(dtype))
-        leaf = leaf if _check.is_member_array(leaf) else np.asarray(leaf, dtype)
+        leaf = leaf if _leaves.is_member_array(leaf) else np.asarray(leaf, dtype)
         total = _add(total, weight, leaf, dtype)
     return jnp.asarray(total)
 
@@ -109,7 +109,7 @@ def normalise(weights: Any, dtype: Any) -> Any:
 
 def sum_dtype(leaf: Any, weights: Any) -> Any:
     """The type in which arrays like `leaf` are summed: at least 32 bits wide."""
-    dtype = _check.member_dtype(leaf)
+    dtype = _leaves.member_dtype(leaf)
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.dtype(jnp.float32) if jnp.finfo(dtype).bits < 32 else dtype
     if not _all_integer(weights):
@@ -124,7 +124,7 @@ def sum_dtype(leaf: Any, weights: Any) -> Any:
 
 def result_dtype(leaf: Any, weights: Any) -> Any:
     """The type of the sum of arrays like `leaf`: their own for floats."""
-    dtype = _check.member_dtype(leaf)
+    dtype = _leaves.member_dtype(leaf)
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else sum_dtype(leaf, weights)
 
 
@@ -166,7 +166,7 @@ def polyak(old: T, new: T, tau: Any) -> T:
 
     **Returns:** a PyTree with the structure of `old`.
 
-    **Raises:** `MemberMismatchError` if the trees differ in structure, shapes, dtypes or static values; `TypeError` and
+    **Raises:** `MemberMismatchError` if the trees differ in structure, shapes, dtypes or static values;
     `ValueError` for a `tau` that is not one number from 0 to 1.
 
     ```python
@@ -175,7 +175,8 @@ def polyak(old: T, new: T, tau: Any) -> T:
     target = ee.tree.polyak(target, online, 0.005)  # after every step
     ```
     """
-    check_fraction(tau, "tau")
+    if np.ndim(tau) or not (_leaves.is_traced(tau) or 0 <= float(tau) <= 1):
+        raise ValueError(f"`{caller()}` needs one number from 0 to 1 as `tau`, got {leaf_text(tau)}.")
     columns = compare_trees([old, new], rules=POLYAK_RULES)
     # Python numbers are rounded once, to each leaf's type: `1 - tau` of a rounded `tau` is another weight.
     weights = jnp.stack([1 - tau, tau]) if isinstance(tau, jax.Array) else [1 - float(tau), float(tau)]
@@ -184,9 +185,9 @@ def polyak(old: T, new: T, tau: Any) -> T:
 
 def _move_column(leaves: list, weights: Any) -> Any:
     old, new = leaves
-    if not _check.is_member_array(new):
+    if not _leaves.is_member_array(new):
         return old
-    if not jnp.issubdtype(_check.member_dtype(new), jnp.inexact):
+    if not jnp.issubdtype(_leaves.member_dtype(new), jnp.inexact):
         return new
     dtype = sum_dtype(new, weights)
     return add_up(leaves, weights, dtype).astype(result_dtype(new, weights))
@@ -258,7 +259,7 @@ def combine_trees(trees: Any, weights: Any, *, mean: bool) -> Any:
                 f"`{caller()}` cannot add PRNG keys; `{path}` is {leaf_text(leaves[0])}.\n"
                 "Take the keys out first (`equinox.partition`), or sum their trees without them."
             )
-        if isinstance(weights, list) and not mean and _check.is_member_array(leaves[0]):
+        if isinstance(weights, list) and not mean and _leaves.is_member_array(leaves[0]):
             check_weights_fit(weights, sum_dtype(leaves[0], weights), path)
     if mean:
         return map_columns(lambda leaves: _mean_column(leaves, weights), columns)
@@ -267,9 +268,9 @@ def combine_trees(trees: Any, weights: Any, *, mean: bool) -> Any:
 
 def _sum_column(leaves: list, weights: Any) -> Any:
     first = leaves[0]
-    if _check.is_member_array(first):
+    if _leaves.is_member_array(first):
         return add_up(leaves, weights, sum_dtype(first, weights)).astype(result_dtype(first, weights))
-    if not _check.is_number(first):
+    if not _leaves.is_number(first):
         return first
     if isinstance(weights, list):
         return sum(weight * leaf for weight, leaf in zip(weights, leaves, strict=True))
@@ -278,12 +279,12 @@ def _sum_column(leaves: list, weights: Any) -> Any:
 
 def _mean_column(leaves: list, weights: Any) -> Any:
     first = leaves[0]
-    if _check.is_member_array(first):
+    if _leaves.is_member_array(first):
         # A float weight makes integers sum to floats.
         dtype = sum_dtype(first, [1.0])
         return add_up(leaves, normalise(weights, dtype), dtype).astype(result_dtype(first, [1.0]))
     # Kept rather than computed: sizes and rates are configuration, which must neither round nor become a tracer.
-    if not _check.is_number(first) or all(leaf == first for leaf in leaves):
+    if not _leaves.is_number(first) or all(leaf == first for leaf in leaves):
         return first
     if isinstance(weights, list):
         return _sum_column(leaves, weights) / math.fsum(weights)

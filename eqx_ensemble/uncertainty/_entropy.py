@@ -2,15 +2,15 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float
 
-from .._check import check_logits, check_weights
-from .._combination import by_rows
-from .._weighting import blank_unweighted, weighted_mean
+from .._boundary import array_function, kinds
+from .._weighting import blank_unweighted, different_votes, votes, weighted_mean
 from ._variance import Decomposition
 
 
-def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"]:
+@array_function(each_row=True)
+def entropy(logits: kinds.MixedLogits) -> Float[Array, "*batch"]:
     r"""The entropy of the distributions on the last axis, $-\sum_c p_c \log p_c$.
 
     **Arguments:**
@@ -25,13 +25,12 @@ def entropy(logits: Float[ArrayLike, "*batch classes"]) -> Float[Array, "*batch"
     ee.uncertainty.entropy(jnp.log(jnp.array([[0.5, 0.5], [1.0, 0.0]])))  # [0.693, 0.0]
     ```
     """
-    checked = check_logits(logits, members=False)
-    return _entropy(checked)
+    logs = jax.nn.log_softmax(logits, axis=-1)
+    return _entropy_of(logs, jnp.exp(logs))
 
 
-def decompose_entropy(
-    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members *rows"] | None = None
-) -> Decomposition:
+@array_function(each_row=True)
+def decompose_entropy(logits: kinds.Logits, *, weights: kinds.WeightsOfRows = None) -> Decomposition:
     r"""The entropy of the mixture of the members, split into noise and disagreement between members.
 
     With $p = \sum_m w_m p_m$: `total` is $H(p)$; `aleatoric` is $\sum_m w_m H(p_m)$; `epistemic` is their difference,
@@ -56,33 +55,19 @@ def decompose_entropy(
     ??? cite
         [Depeweg et al. 2018](https://arxiv.org/abs/1710.07283)
     """
-    checked = check_logits(logits)
-    convex = check_weights(weights, checked.shape[0], checked.dtype, shape=checked.shape[1:-1])
-    return Decomposition(*by_rows(_decompose, checked, (), convex, event_ndim=1))
-
-
-def _decompose(
-    logits: Float[Array, "members *batch classes"], _: tuple, weights: Float[Array, "members ..."] | None
-) -> tuple[Float[Array, "*batch"], ...]:
     aleatoric, epistemic = _parts(logits, weights)
-    return aleatoric + epistemic, aleatoric, epistemic
+    return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 
 
 def _parts(
     logits: Float[Array, "members *batch classes"], weights: Float[Array, "members ..."] | None
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
     """The mean entropy of the members, and their mean divergence from the mixture."""
-    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
+    logs = jax.nn.log_softmax(logits, axis=-1)
     probabilities = jnp.exp(logs)
     mixed = weighted_mean(probabilities, weights)
     entropies = weighted_mean(_entropy_of(logs, probabilities), weights)
     return entropies, weighted_mean(divergence(logs, mixed, weights), weights)
-
-
-@jax.jit
-def _entropy(logits: Float[Array, "*batch classes"]) -> Float[Array, "*batch"]:
-    logs = jax.nn.log_softmax(logits, axis=-1)
-    return _entropy_of(logs, jnp.exp(logs))
 
 
 def _entropy_of(
@@ -119,9 +104,8 @@ def _excess(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(is_small, small**2 * series, large * jnp.exp(large) - jnp.exp(large) + 1)
 
 
-def jensen_shannon(
-    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
-) -> Float[Array, "*batch"]:
+@array_function(each_row=True)
+def jensen_shannon(logits: kinds.Logits, *, weights: kinds.Weights = None) -> Float[Array, "*batch"]:
     r"""The Jensen-Shannon divergence of the members: their mean divergence from their mixture.
 
     $\sum_m w_m \mathrm{KL}(p_m \parallel p)$ with $p = \sum_m w_m p_m$: the `epistemic` part of
@@ -144,13 +128,11 @@ def jensen_shannon(
     ??? cite
         [Lin 1991](https://doi.org/10.1109/18.61115)
     """
-    checked = check_logits(logits)
-    return _jensen_shannon(checked, check_weights(weights, checked.shape[0], checked.dtype))
+    return _parts(logits, weights)[1]
 
 
-def pairwise_kl(
-    logits: Float[ArrayLike, "members *batch classes"], *, weights: Real[ArrayLike, " members"] | None = None
-) -> Float[Array, "*batch"]:
+@array_function(each_row=True)
+def pairwise_kl(logits: kinds.Logits, *, weights: kinds.Weights = None) -> Float[Array, "*batch"]:
     r"""The mean KL divergence between two members drawn with probabilities equal to their weights.
 
     $\sum_{mn} w_m w_n \mathrm{KL}(p_m \parallel p_n)$, in time linear in the members; an upper bound on
@@ -174,22 +156,7 @@ def pairwise_kl(
     ??? cite
         [Schweighofer et al. 2023](https://arxiv.org/abs/2311.08309)
     """
-    checked = check_logits(logits)
-    return _pairwise_kl(checked, check_weights(weights, checked.shape[0], checked.dtype))
-
-
-@jax.jit
-def _jensen_shannon(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
-) -> Float[Array, "*batch"]:
-    return _parts(logits, weights)[1]
-
-
-@jax.jit
-def _pairwise_kl(
-    logits: Float[Array, "members *batch classes"], weights: Float[Array, " members"] | None
-) -> Float[Array, "*batch"]:
-    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
+    logs = jax.nn.log_softmax(logits, axis=-1)
     absent = logs == -jnp.inf
     finite = jnp.where(absent, 0, logs)
     product = _centre(jnp.where(absent, 0, jnp.exp(finite)), weights) * _centre(finite, weights)
@@ -204,3 +171,160 @@ def _centre(
 ) -> Float[Array, "members *batch classes"]:
     deviation = values - weighted_mean(values, weights)[None]
     return deviation - weighted_mean(deviation, weights)[None]
+
+
+@array_function(each_row=True)
+def variation_ratio(logits: kinds.Votes, *, weights: kinds.Weights = None) -> Float[Array, "*batch"]:
+    """The fraction of the members' votes that are not for the class with the most votes.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`.
+    - `weights`: over members, `(members,)`.
+
+    **Returns:**
+
+    Fractions `(*batch,)`, from 0, if all members agree, to 1 - 1 / `classes`.
+
+    ```python
+    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])
+    ee.uncertainty.variation_ratio(logits)  # 1/3
+    ```
+    """
+    shares = votes(logits, weights)
+    # Not 1 - max, which is not exactly zero where all members agree, because weights are rounded.
+    return jnp.sum(shares, axis=-1) - jnp.max(shares, axis=-1)
+
+
+@array_function(each_row=True)
+def disagreement(logits: kinds.Votes, *, weights: kinds.Weights = None) -> Float[Array, "*batch"]:
+    r"""The probability that two members, drawn with probabilities equal to their weights, vote for different classes.
+
+    $1 - \sum_c v_c^2$ with $v_c$ the fraction of votes for class $c$.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`.
+    - `weights`: over members, `(members,)`.
+
+    **Returns:**
+
+    Probabilities `(*batch,)`.
+
+    ```python
+    logits = jnp.array([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])
+    ee.uncertainty.disagreement(logits)  # 4/9
+    ```
+    """
+    return different_votes(votes(logits, weights))
+
+
+@array_function
+def pairwise_disagreement(
+    logits: kinds.Votes, *, row_weights: kinds.RowWeights = None
+) -> Float[Array, "members members"]:
+    """The fraction of rows on which each pair of members votes for different classes.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`.
+    - `row_weights`: `(*batch,)`.
+
+    **Returns:**
+
+    A symmetric matrix `(members, members)` with zeros on its diagonal.
+
+    ```python
+    logits = jnp.array([[[2.0, 1.0], [0.0, 3.0]], [[2.0, 1.0], [4.0, 3.0]]])
+    ee.uncertainty.pairwise_disagreement(logits)  # [[0, 0.5], [0.5, 0]]
+    ```
+
+    ??? cite
+        [Fort et al. 2019](https://arxiv.org/abs/1912.02757)
+    """
+    own = jnp.ones(logits.shape[1:-1], logits.dtype) if row_weights is None else row_weights.astype(logits.dtype)
+    voted = jnp.reshape(jnp.argmax(logits, axis=-1), (logits.shape[0], -1))
+    broken = jnp.reshape(jnp.any(jnp.isnan(logits), axis=-1), voted.shape)
+    of_one = lambda row: jnp.sum(jnp.where(voted != row[None], jnp.ravel(own)[None], 0), axis=1)
+    shares = jax.lax.map(of_one, voted) / jnp.sum(own)
+    unknown = jnp.any(broken, axis=1)
+    return jnp.where(unknown[None] | unknown[:, None], jnp.nan, shares)
+
+
+@array_function
+def q_statistic(correct: kinds.Correct, *, row_weights: kinds.RowWeights = None) -> Float[Array, "members members"]:
+    r"""Yule's Q statistic of every pair of members: whether they fail on the same rows.
+
+    $Q = \frac{N_{11} N_{00} - N_{10} N_{01}}{N_{11} N_{00} + N_{10} N_{01}}$, where $N_{ab}$ is the number of rows on
+    which the first and the second member are right (1) or wrong (0). It is 1 if one is never right without the other, 0
+    for independent errors, and negative if members fail on different rows.
+
+    **Arguments:**
+
+    - `correct`: `(members, *batch)`, 1 where the member is right and 0 where it is wrong, of any dtype:
+        `scores.per_member(scores.accuracy, logits, labels, reduction="none")`.
+    - `row_weights`: `(*batch,)`.
+
+    **Returns:**
+
+    A symmetric matrix `(members, members)`; NaN for zero divided by zero, as for a member that is never wrong.
+
+    ```python
+    correct = jnp.array([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 1.0, 0.0]])
+    ee.uncertainty.q_statistic(correct)  # [[1, 0], [0, 1]]
+    ```
+
+    ??? cite
+        [Kuncheva and Whitaker 2003](https://doi.org/10.1023/A:1022859003006)
+    """
+    correct, own = _flat(correct, row_weights)
+    right, wrong = correct, 1 - correct
+    share = lambda one, other: jnp.matmul(one * own[None], other.T, precision="highest") / jnp.sum(own)
+    alike = share(right, right) * share(wrong, wrong)
+    unlike = share(right, wrong) * share(wrong, right)
+    return (alike - unlike) / (alike + unlike)
+
+
+@array_function
+def error_correlation(
+    errors: kinds.Members, *, row_weights: kinds.RowWeights = None
+) -> Float[Array, "members members"]:
+    r"""Pearson's correlation over rows of the errors of every pair of members.
+
+    The variance of the mean of $M$ errors of equal variance $\sigma^2$ and correlation $\rho$ is $\sigma^2 (1 + (M - 1)
+    \rho) / M$: ensembles gain most from uncorrelated errors.
+
+    **Arguments:**
+
+    - `errors`: `(members, *batch)`, such as `predictions - targets[None]`, or `correct` as for
+        [`eqx_ensemble.uncertainty.q_statistic`][].
+    - `row_weights`: `(*batch,)`.
+
+    **Returns:**
+
+    A symmetric matrix `(members, members)` with ones on its diagonal; NaN for members with constant errors.
+
+    ```python
+    errors = jnp.array([[1.0, -1.0, 2.0, 0.0], [2.0, -2.0, 4.0, 0.0]])
+    ee.uncertainty.error_correlation(errors)  # all ones
+    ```
+    """
+    errors, own = _flat(errors, row_weights)
+    over_rows = lambda x: jnp.sum(x * own[None], axis=1, keepdims=True) / jnp.sum(own)
+    counted = own[None] > 0
+    deviation = jnp.where(counted, errors - over_rows(errors), 0)
+    deviation = jnp.where(counted, deviation - over_rows(deviation), 0)
+    lowest = jnp.min(jnp.where(counted, errors, jnp.inf), axis=1, keepdims=True)
+    highest = jnp.max(jnp.where(counted, errors, -jnp.inf), axis=1, keepdims=True)
+    # Deviations of constant errors are rounding only, which must not count as correlation.
+    deviation = jnp.where(lowest == highest, jnp.nan, deviation)
+    # Divided by the largest first: squares of very large or small errors would overflow or underflow.
+    deviation = jnp.sqrt(own)[None] * (deviation / jnp.max(jnp.abs(deviation), axis=1, keepdims=True))
+    scaled = deviation / jnp.sqrt(jnp.sum(deviation**2, axis=1, keepdims=True))
+    return jnp.clip(jnp.matmul(scaled, scaled.T, precision="highest"), -1, 1)
+
+
+def _flat(values: Float[Array, " members *batch"], row_weights: Array | None) -> tuple[Array, Array]:
+    """Values `(members, rows)`, and row weights `(rows,)`."""
+    own = jnp.ones(values.shape[1:], values.dtype) if row_weights is None else row_weights.astype(values.dtype)
+    return jnp.reshape(values, (values.shape[0], -1)), jnp.ravel(own)

@@ -1,15 +1,16 @@
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.scipy.special import ndtr
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, Float, Int32, Key
 
+from .._boundary import array_function, kinds
 from .._brief import brief_repr
-from .._check import check_level, check_moments, check_values, check_weights
-from .._combination import by_order
-from .._weighting import blank_unweighted, quantile_in_order, weighted_mean
-from ._variance import check_levels
+from .._keys import root
+from .._weighting import quantile_in_order, weighted_mean
 
 
 class Interval(NamedTuple):
@@ -21,9 +22,8 @@ class Interval(NamedTuple):
     __repr__ = brief_repr
 
 
-def gaussian_interval(
-    mean: Float[ArrayLike, "*batch"], variance: Float[ArrayLike, "*batch"], *, level: float = 0.9
-) -> Interval:
+@array_function
+def gaussian_interval(mean: kinds.Points, variance: kinds.VarianceOrZero, *, level: float = 0.9) -> Interval:
     r"""The central interval of a Gaussian, $\mu \pm \sigma \, \Phi^{-1}((1 + \mathrm{level}) / 2)$.
 
     For an ensemble pass the result of [`eqx_ensemble.combine.gaussian`][].
@@ -44,26 +44,13 @@ def gaussian_interval(
     """
     from statistics import NormalDist  # here, because it takes a thirtieth of this library's import time
 
-    check_level(level)
-    means, variances = check_moments(mean, variance, members=False)
     # The small tail is exact in floating point; one minus the tail is not.
-    return _interval(means, variances, -NormalDist().inv_cdf((1 - level) / 2))
-
-
-@jax.jit
-def _interval(
-    mean: Float[Array, "*batch"], variance: Float[Array, "*batch"], quantile: float | Float[Array, ""]
-) -> Interval:
-    half = jnp.sqrt(variance) * quantile
+    half = jnp.sqrt(variance) * -NormalDist().inv_cdf((1 - level) / 2)
     return Interval(mean - half, mean + half)
 
 
-def quantile(
-    values: Float[ArrayLike, "members ..."],
-    levels: Real[ArrayLike, "..."],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
-) -> Float[Array, "..."]:
+@array_function(in_order="values")
+def quantile(values: kinds.Members, levels: kinds.Levels, *, weights: kinds.Weights = None) -> Float[Array, "..."]:
     """Quantiles over members of their values as a weighted sample, entry by entry.
 
     The value at which the cumulative weight reaches the level; the midpoint to the next value if it equals the level.
@@ -87,14 +74,11 @@ def quantile(
     ??? cite
         [Hyndman and Fan 1996](https://doi.org/10.1080/00031305.1996.10473566)
     """
-    checked = check_values("values", values)
-    wanted, over = check_levels(levels, checked.dtype, ends=True)
-    return _quantiles(checked, wanted, over, check_weights(weights, checked.shape[0], checked.dtype))
+    return over_levels(lambda *one: _quantile(values, weights, *one), levels, values.dtype)
 
 
-def interval(
-    values: Float[ArrayLike, "members ..."], *, level: float = 0.9, weights: Real[ArrayLike, " members"] | None = None
-) -> Interval:
+@array_function(in_order="values")
+def interval(values: kinds.Members, *, level: float = 0.9, weights: kinds.Weights = None) -> Interval:
     """The central interval of the members' values as a weighted sample, entry by entry.
 
     Its ends are two values of [`eqx_ensemble.uncertainty.quantile`][]. It covers the members' values, without noise:
@@ -116,40 +100,13 @@ def interval(
     ee.uncertainty.interval(values, level=0.5)  # [2.0], [7.0]
     ```
     """
-    checked = check_values("values", values)
-    check_level(level)
-    convex = check_weights(weights, checked.shape[0], checked.dtype)
-    tail = (1 - level) / 2
-    below, over = (jnp.asarray(levels, checked.dtype) for levels in ([tail, 1 - tail], [1 - tail, tail]))
-    return Interval(*_quantiles(checked, below, over, convex))
+    ends = over_levels(lambda *one: _quantile(values, weights, *one), tails(level), values.dtype)
+    return Interval(*ends)
 
 
-def _quantiles(
-    values: Float[Array, "members ..."],
-    levels: Float[Array, "*levels"],
-    over: Float[Array, "*levels"],
-    weights: Float[Array, " members"] | None,
-) -> Float[Array, "..."]:
-    found = by_order(_quantile, values, weights, (levels, over))
-    return jnp.moveaxis(found, -1, 0) if levels.ndim else found
-
-
-def _quantile(
-    ordered: Float[Array, "members ..."], own: Float[Array, "members ..."] | None, wanted: tuple[Array, Array]
-) -> Float[Array, "..."]:
-    levels, over = wanted
-    one = lambda level, over: quantile_in_order(ordered, own, level, over)
-    found = jax.vmap(one, out_axes=-1)(levels, over) if levels.ndim else one(levels, over)
-    unknown = jnp.isnan(ordered[-1])
-    return jnp.where(unknown[..., None] if levels.ndim else unknown, jnp.nan, found)
-
-
+@array_function
 def gaussian_mixture_quantile(
-    mean: Float[ArrayLike, " members *batch"],
-    variance: Float[ArrayLike, " members *batch"],
-    levels: Real[ArrayLike, "..."],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    mean: kinds.Samples, variance: kinds.VariancesOrZero, levels: kinds.InnerLevels, *, weights: kinds.Weights = None
 ) -> Float[Array, "..."]:
     r"""Quantiles of the mixture of the members' Gaussians, entry by entry.
 
@@ -173,18 +130,12 @@ def gaussian_mixture_quantile(
     # about [[-3.0], [0.0]]
     ```
     """
-    means, variances = check_moments(mean, variance, weights=weights)
-    below, over = check_levels(levels, means.dtype, ends=False)
-    convex = check_weights(weights, means.shape[0], means.dtype)
-    return _quantile_of_mixture(means, variances, below, over, convex)
+    return over_levels(lambda *one: _quantile_of_mixture(mean, variance, weights, *one), levels, mean.dtype)
 
 
+@array_function
 def gaussian_mixture_interval(
-    mean: Float[ArrayLike, " members *batch"],
-    variance: Float[ArrayLike, " members *batch"],
-    *,
-    level: float = 0.9,
-    weights: Real[ArrayLike, " members"] | None = None,
+    mean: kinds.Samples, variance: kinds.VariancesOrZero, *, level: float = 0.9, weights: kinds.Weights = None
 ) -> Interval:
     """The central interval of the mixture of the members' Gaussians, entry by entry.
 
@@ -206,29 +157,40 @@ def gaussian_mixture_interval(
     ee.uncertainty.gaussian_mixture_interval(mean, variance, level=0.9)  # [-4.28], [4.28]
     ```
     """
-    means, variances = check_moments(mean, variance, weights=weights)
-    check_level(level)
-    convex = check_weights(weights, means.shape[0], means.dtype)
+    one = lambda *one: _quantile_of_mixture(mean, variance, weights, *one)
+    return Interval(*over_levels(one, tails(level), mean.dtype))
+
+
+def tails(level: float) -> tuple[np.ndarray, np.ndarray]:
+    """The levels of the ends of a central interval, and their distances to one."""
     tail = (1 - level) / 2
-    below, over = (jnp.asarray(levels, means.dtype) for levels in ([tail, 1 - tail], [1 - tail, tail]))
-    return Interval(*_quantile_of_mixture(means, variances, below, over, convex))
+    return np.array([tail, 1 - tail]), np.array([1 - tail, tail])
 
 
-@jax.jit
+def over_levels(fn: Callable[[Array, Array], Array], levels: Any, dtype: Any) -> Array:
+    """`fn` of a level and its distance to one; for each of several."""
+    below, over = (jnp.asarray(x, dtype) for x in levels)
+    return jax.vmap(fn)(below, over) if below.ndim else fn(below, over)
+
+
+def _quantile(
+    ordered: Float[Array, "members ..."], own: Float[Array, "members ..."] | None, level: Array, over: Array
+) -> Float[Array, "..."]:
+    return jnp.where(jnp.isnan(ordered[-1]), jnp.nan, quantile_in_order(ordered, own, level, over))
+
+
 def _quantile_of_mixture(
     mean: Float[Array, " members *batch"],
     variance: Float[Array, " members *batch"],
-    below: Float[Array, "*levels"],
-    over: Float[Array, "*levels"],
     weights: Float[Array, " members"] | None,
-) -> Float[Array, "..."]:
-    mean, variance = blank_unweighted(mean, weights), blank_unweighted(variance, weights)
+    below: Float[Array, ""],
+    over: Float[Array, ""],
+) -> Float[Array, "*batch"]:
     point = variance == 0
     sigma = jnp.where(point, 0, jnp.sqrt(jnp.where(point, 1, variance)))
     # Solves for deviations from the mean: a large common offset of the means costs no precision.
     middle = jax.lax.stop_gradient(weighted_mean(jnp.where(jnp.isinf(mean), 0, mean), weights))
-    one = lambda below, over: middle + _solve(mean - middle[None], sigma, below, over, weights)
-    return jax.vmap(one)(below, over) if below.ndim else one(below, over)
+    return middle + _solve(mean - middle[None], sigma, below, over, weights)
 
 
 def _solve(
@@ -302,3 +264,90 @@ def _density(x: Array, mean: Array, sigma: Array, weights: Array | None) -> Floa
     point = sigma == 0
     safe = jnp.where(point, 1, sigma)
     return weighted_mean(jnp.where(point, 0, jax.scipy.stats.norm.pdf((x[None] - mean) / safe) / safe), weights)
+
+
+@array_function
+def sample_gaussian_mixture(
+    mean: kinds.Samples,
+    variance: kinds.VariancesOrZero,
+    num_samples: int,
+    *,
+    joint: bool = False,
+    weights: kinds.Weights = None,
+    key: Any,
+) -> Float[Array, " samples *batch"]:
+    """Samples the mixture of the members' Gaussians: draws a member by its weight, then a value from its Gaussian.
+
+    **Arguments:**
+
+    - `mean`, `variance`: `(members, *batch)`.
+    - `num_samples`: the number of samples.
+    - `joint`: whether all entries of a sample come from the same member; otherwise each entry draws a member
+        independently, with the same marginal distributions.
+    - `weights`: over members, `(members,)`.
+    - `key`: one threefry key, typed or legacy.
+
+    **Returns:**
+
+    Samples `(samples, *batch)`, differentiable in mean and variance (not in the weights).
+
+    ```python
+    mean, variance = jnp.array([[-3.0], [3.0]]), jnp.ones((2, 1))
+    ee.uncertainty.sample_gaussian_mixture(mean, variance, 9, key=key).shape  # (9, 1)
+    ```
+    """
+    which, noise = jax.random.split(root(key))
+    members = _members(mean.shape[0], weights, (num_samples, *mean.shape[1:]), joint, which)
+    point = variance == 0
+    sigma = jnp.where(point, 0, jnp.sqrt(jnp.where(point, 1, variance)))
+    drawn = jax.random.normal(noise, members.shape, mean.dtype)
+    return jnp.take_along_axis(mean, members, axis=0) + jnp.take_along_axis(sigma, members, axis=0) * drawn
+
+
+@array_function
+def sample_class_mixture(
+    logits: kinds.Logits, num_samples: int, *, joint: bool = False, weights: kinds.Weights = None, key: Any
+) -> Int32[Array, " samples *batch"]:
+    """Samples labels from the mixture of the members: draws a member by its weight, then a class by its probabilities.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`.
+    - `num_samples`, `joint`, `weights`, `key`: as for [`eqx_ensemble.uncertainty.sample_gaussian_mixture`][].
+
+    **Returns:**
+
+    Labels `(samples, *batch)`, from 0 to classes - 1.
+
+    ```python
+    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.5, 0.5]]]))
+    jnp.mean(ee.uncertainty.sample_class_mixture(logits, 1000, key=key))  # about 0.3
+    ```
+    """
+    which, noise = jax.random.split(root(key))
+    shape = (num_samples, *logits.shape[1:-1])
+    members = _members(logits.shape[0], weights, shape, joint, which)
+
+    def one(sample: tuple[Array, Array]) -> Array:
+        members, key = sample
+        chosen = jnp.take_along_axis(logits, members[None, ..., None], axis=0)[0]
+        return jax.random.categorical(key, chosen, axis=-1)
+
+    # One sample at a time: the logits of all samples would be large.
+    return jax.lax.map(one, (members, jax.random.split(noise, num_samples))).astype(jnp.int32)
+
+
+def _members(
+    num_members: int,
+    weights: Float[Array, " members"] | None,
+    shape: tuple[Any, ...],
+    joint: bool,  # noqa: FBT001
+    key: Key[Array, ""],
+) -> Int32[Array, " samples *batch"]:
+    """The member from which each entry of each sample is drawn."""
+    drawn = (shape[0],) + (1,) * (len(shape) - 1) if joint else shape
+    if weights is None:
+        members = jax.random.randint(key, drawn, 0, num_members)
+    else:
+        members = jax.random.choice(key, num_members, drawn, p=weights)
+    return jnp.broadcast_to(members.astype(jnp.int32), shape)

@@ -2,73 +2,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Integer, Real
+from jaxtyping import Array, Float
 
+from .._boundary import array_function, kinds
 from .._brief import brief_repr
-from .._check import (
-    check_array,
-    check_entries,
-    check_floating,
-    check_labels,
-    check_logits,
-    check_moments,
-    check_positive_scalar,
-    check_regression,
-    check_row_weights,
-    check_weights,
-    concrete,
-    first_text,
-    promote,
-    value_error,
-)
-from .._combination import by_rows, takes_pair
-from .._weighting import at_label, blank_unweighted, is_class, known_mean, moments, weighted_mean
-
-
-def check_temperature(temperature: ArrayLike, dtype: jnp.dtype) -> Array:
-    """Raises unless the temperature is a positive scalar (where concrete). Returns it as an array."""
-    fix = "Logits are divided by it; 1 leaves them unchanged."
-    return check_positive_scalar("temperature", temperature, dtype, fix=fix)
-
-
-def check_levels(levels: ArrayLike, dtype: jnp.dtype, *, ends: bool) -> tuple[Array, Array]:
-    """Raises unless `levels` are valid; `ends` allows 0 and 1. Returns the levels and their distances to one."""
-    array = check_array("levels", levels)
-    if array.ndim > 1:
-        raise value_error("`levels` as a number or `(levels,)`", f"got shape {array.shape}", "Write 90 % as 0.9.")
-    host = concrete(levels)
-    if host is None:
-        return array.astype(dtype), 1 - array.astype(dtype)
-    host = np.asarray(host, np.float64)
-    inside = (0 <= host) & (host <= 1) if ends else (0 < host) & (host < 1)
-    if not inside.all():
-        words = "`levels` from 0 to 1" if ends else "`levels` between 0 and 1"
-        raise value_error(words, first_text(host, ~inside), "Write 90 % as 0.9.")
-    # The distance to one is computed in float64, because float32 rounds a level such as 1 - 1e-9 to one.
-    return jnp.asarray(host, dtype), jnp.asarray(1 - host, dtype)
-
-
-def check_rows_of_members(
-    argument: str, values: ArrayLike, row_weights: ArrayLike | None, *, binary: bool = False
-) -> tuple[Array, Array]:
-    """Raises for invalid values; `binary` allows 0, 1 and NaN only. Returns `(members, rows)` and row weights."""
-    array = check_array(argument, values)
-    if binary and not jnp.issubdtype(array.dtype, jnp.inexact):  # booleans, and integers 0 and 1
-        array = array.astype(jnp.float32)
-    array = check_floating(argument, array)
-    if array.ndim < 2 or array.shape[0] < 1:
-        raise value_error(
-            f"`{argument}` of shape (members, *batch)", f"got shape {array.shape}", "The members axis comes first."
-        )
-    (array,) = promote(array)
-    rows = check_row_weights(row_weights, array.shape[1:], array.dtype)
-    if binary and (host := concrete(values)) is not None:
-        fix = "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`."
-        is_wrong = lambda exact: ~np.isin(exact, (0, 1)) & ~np.isnan(exact)
-        check_entries(f"zeros and ones in `{argument}`", np.asarray(host, np.float64), is_wrong, fix, rows)
-    own = jnp.ones(array.shape[1:], array.dtype) if rows.weights is None else rows.weights.astype(array.dtype)
-    return jnp.reshape(rows.blank(array, before=1), (array.shape[0], -1)), jnp.ravel(own)
+from .._pairs import takes_pair
+from .._weighting import at_label, class_mixture, is_class, moments, weighted_mean
 
 
 class Decomposition(NamedTuple):
@@ -98,11 +37,9 @@ class Ambiguity(NamedTuple):
     __repr__ = brief_repr
 
 
+@array_function(each_row=True)
 def decompose_squared_error(
-    predictions: Float[ArrayLike, " members *batch"],
-    targets: Real[ArrayLike, "*batch"],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
+    predictions: kinds.Samples, targets: kinds.Targets, *, weights: kinds.Weights = None
 ) -> Ambiguity:
     r"""The squared error of the ensemble mean: the mean squared error of the members minus their ambiguity.
 
@@ -128,18 +65,13 @@ def decompose_squared_error(
         [Krogh and Vedelsby
         1994](https://proceedings.neurips.cc/paper/1994/hash/b8c37e33defde51cf91e1e03e51657da-Abstract.html)
     """
-    predicted, observed = check_regression(targets, members=True, predictions=predictions)
-    convex = check_weights(weights, predicted.shape[0], predicted.dtype)
-    ensemble, ambiguity = by_rows(_squared_error, predicted, observed, convex)
-    return Ambiguity(ensemble, ensemble + ambiguity, ambiguity)
+    # Errors, not predictions: a large common offset cancels before squaring.
+    error, ambiguity = moments(predictions - targets[None], weights)
+    return Ambiguity(error**2, error**2 + ambiguity, ambiguity)
 
 
-def decompose_nll(
-    logits: Float[ArrayLike, "members *batch classes"],
-    labels: Integer[ArrayLike, "*batch"],
-    *,
-    weights: Real[ArrayLike, " members"] | None = None,
-) -> Ambiguity:
+@array_function(each_row=True)
+def decompose_nll(logits: kinds.Logits, labels: kinds.Labels, *, weights: kinds.Weights = None) -> Ambiguity:
     r"""The cross-entropy of the mean logits: the mean cross-entropy of the members minus their ambiguity.
 
     With $q$ the normalised geometric mean of the members, [`eqx_ensemble.combine.mean_logits`][]: $-\log q(y) = -\sum_m
@@ -165,34 +97,14 @@ def decompose_nll(
     ??? cite
         [Wood et al. 2023](https://jmlr.org/papers/v24/23-0041.html)
     """
-    checked = check_logits(logits)
-    targets = check_labels(labels, checked)
-    convex = check_weights(weights, checked.shape[0], checked.dtype)
-    ensemble, ambiguity = by_rows(_nll, checked, targets, convex, event_ndim=1)
-    return Ambiguity(ensemble, ensemble + ambiguity, ambiguity)
-
-
-def _squared_error(
-    predictions: Float[Array, " members *batch"],
-    targets: Float[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
-) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-    # Errors, not predictions: a large common offset cancels before squaring.
-    error, ambiguity = moments(blank_unweighted(predictions - targets[None], weights), weights)
-    return error**2, ambiguity
-
-
-def _nll(
-    logits: Float[Array, "members *batch classes"],
-    labels: Integer[Array, "*batch"],
-    weights: Float[Array, " members"] | None,
-) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-    logs = jax.nn.log_softmax(blank_unweighted(logits, weights), axis=-1)
+    logs = jax.nn.log_softmax(logits, axis=-1)
     absent = logs == -jnp.inf
     pooled = jnp.where(jnp.any(absent, axis=0), -jnp.inf, weighted_mean(jnp.where(absent, 0, logs), weights))
     pooled = jax.nn.log_softmax(pooled, axis=-1)
     ambiguity = weighted_mean(_divergence_to(pooled[None], logs), weights)
-    return -at_label(pooled, labels), jnp.where(is_class(labels, logs.shape[-1]), ambiguity, jnp.nan)
+    ambiguity = jnp.where(is_class(labels, logs.shape[-1]), ambiguity, jnp.nan)
+    ensemble = -at_label(pooled, labels)
+    return Ambiguity(ensemble, ensemble + ambiguity, ambiguity)
 
 
 def _divergence_to(
@@ -213,11 +125,9 @@ def _divergence_to(
 
 
 @takes_pair
+@array_function(each_row=True)
 def decompose_variance(
-    mean: Float[ArrayLike, "members ..."],
-    variance: Float[ArrayLike, "members ..."],
-    *,
-    weights: Real[ArrayLike, " members *rows"] | None = None,
+    mean: kinds.Members, variance: kinds.VariancesOrZero, *, weights: kinds.WeightsOfRows = None
 ) -> Decomposition:
     r"""The variance of the mixture of the members, split by the law of total variance.
 
@@ -244,14 +154,59 @@ def decompose_variance(
     ??? cite
         [Depeweg et al. 2018](https://arxiv.org/abs/1710.07283)
     """
-    means, variances = check_moments(mean, variance, weights=weights)
-    convex = check_weights(weights, means.shape[0], means.dtype, shape=means.shape[1:])
-    aleatoric, epistemic = by_rows(_parts, (means, variances), (), convex)
+    aleatoric, epistemic = weighted_mean(variance, weights), moments(mean, weights)[1]
     return Decomposition(aleatoric + epistemic, aleatoric, epistemic)
 
 
-def _parts(
-    pair: tuple[Array, Array], _: tuple, weights: Float[Array, "members ..."] | None
-) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    mean, variance = pair
-    return known_mean(variance, weights), moments(blank_unweighted(mean, weights), weights)[1]
+@array_function(each_row=True)
+def least_confidence(logits: kinds.Logits, *, weights: kinds.Weights = None) -> Float[Array, "*batch"]:
+    r"""One minus the largest probability of the mixture of the members, $1 - \max_c \sum_m w_m p_{mc}$.
+
+    Nearly certain rows remain distinguishable.
+
+    **Arguments:**
+
+    - `logits`: `(members, *batch, classes)`.
+    - `weights`: over members, `(members,)`.
+
+    **Returns:**
+
+    `(*batch,)`, from 0 to 1 - 1 / `classes`; higher is less certain.
+
+    ```python
+    logits = jnp.log(jnp.array([[[0.9, 0.1]], [[0.7, 0.3]]]))
+    ee.uncertainty.least_confidence(logits)  # 0.2
+    ```
+
+    ??? cite
+        [Hendrycks and Gimpel 2017](https://arxiv.org/abs/1610.02136)
+    """
+    logs = class_mixture(logits, weights)
+    best = jax.nn.one_hot(jnp.argmax(logs, axis=-1), logs.shape[-1], dtype=bool)
+    return jnp.sum(jnp.where(best & ~jnp.isnan(logs), 0, jnp.exp(logs)), axis=-1)
+
+
+@array_function(each_row=True)
+def free_energy(
+    logits: kinds.Logits, *, temperature: kinds.Temperature = 1.0, weights: kinds.Weights = None
+) -> Float[Array, "*batch"]:
+    r"""The mean over members of the free energy of their logits, $-T \log \sum_c \exp(f_c / T)$.
+
+    **Arguments:**
+
+    - `logits`: raw logits `(members, *batch, classes)`; log-probabilities have energy zero at $T = 1$.
+    - `temperature`: $T$, positive.
+    - `weights`: over members, `(members,)`.
+
+    **Returns:**
+
+    Energies `(*batch,)`, in the unit of the logits; higher is less similar to the training data.
+
+    ```python
+    ee.uncertainty.free_energy(jnp.array([[[0.0, 0.0], [9.0, 0.0]]]))  # [-0.69, -9.0]
+    ```
+
+    ??? cite
+        [Liu et al. 2020](https://arxiv.org/abs/2010.03759)
+    """
+    return -temperature * weighted_mean(jax.nn.logsumexp(logits / temperature, axis=-1), weights)

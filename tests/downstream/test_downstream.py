@@ -32,7 +32,7 @@ REFUSED = {
     "weights": ["ValueError", "`combine.mean` needs finite `weights` of zero or more"],
     "rows": ["ValueError", "`fit` needs `batch_size` of at least 1, got 0"],
     "key": ["TypeError", "`member_keys` needs one key, or one per member, got the integer 0"],
-    "index": ["IndexError", "`Ensemble.__getitem__`: index 3 is out of range for 3 members"],
+    "index": ["IndexError", "`Ensemble.__getitem__`: index 3 is out of bounds"],
     "epochs": ["TypeError", "`fit` needs either `epochs` or `steps`, got neither"],
     "file": ["IsADirectoryError", "[Errno 21] Is a directory"],
 }

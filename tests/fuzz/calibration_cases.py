@@ -1,7 +1,5 @@
 """Random fits of calibrations, compared with SciPy's minima, scikit-learn, or their definitions."""
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 from scipy import optimize, special
@@ -35,17 +33,13 @@ def calibrated(name):
             d, ("normal",) if name == "isotonic" else ("normal", "ties")
         )
         want = np.stack([CALIBRATORS[name](group, labels, kept) for group in logs])
-        fit = functools.partial(getattr(calibrate, name), pool=pool, **OPTIONS.get(name, {}))
         if np.isnan(want).any():
             return None
-        fitted = fit(**arguments) if name == "isotonic" else None  # not while tracing
-        fn = lambda new, **arguments: jnp.exp((fitted or fit(**arguments))(new))
+        fitted = getattr(calibrate, name)(**arguments, pool=pool)  # not while tracing
+        fn = lambda new, **arguments: jnp.exp(fitted(new))
         return Case(fn, {"new": logits} | arguments, {}, want, rtol=2e-3, atol=2e-3)
 
     return case
-
-
-OPTIONS = {"histogram": {"num_bins": 3, "binning": "width"}}
 
 
 def _minimum(loss, start, **options):
@@ -92,13 +86,6 @@ def _isotonic(logs, hits, kept):
     return IsotonicRegression(out_of_bounds="clip").fit(p[kept], hits[kept]).predict(p)
 
 
-def _histogram(logs, hits, kept):
-    p = np.exp(logs)
-    index = np.searchsorted(np.array([1 / 3, 2 / 3]), p - 1e-7)
-    means = [np.mean(hits[kept & (index == k)]) if np.any(kept & (index == k)) else np.nan for k in range(3)]
-    return np.where(np.isnan(np.array(means)[index]), p, np.array(means)[index])
-
-
 def variance(d):
     mean, targets = draw_regression(d, d.members)
     v, pool = np.exp(d.rng.normal(size=mean.shape)).astype(mean.dtype), d.pick("pool", "members", "mixture")
@@ -121,6 +108,5 @@ CALIBRATORS = {
     "vector": _vector,
     "platt": _each_class(_platt),
     "isotonic": _each_class(_isotonic),
-    "histogram": _each_class(_histogram),
 }
 CALIBRATE = {"variance": variance} | {name: calibrated(name) for name in CALIBRATORS}

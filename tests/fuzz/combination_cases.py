@@ -85,14 +85,46 @@ def gaussians(name):
         variance = np.exp(d.rng.normal(size=mean.shape)).astype(mean.dtype)
         arguments = d.weighted_members()
         m, v, w = d.wide(mean), d.wide(variance), d.share
-        if name == "gaussian":
-            centre = (w * m).sum(0)
+        centre = (w * m).sum(0)
+        if name == "decompose_variance":
+            noise, between = (w * v).sum(0), (w * (m - centre) ** 2).sum(0)
+            want = noise + between, noise, between
+        elif name == "gaussian":
             want = centre, (w * (v + (m - centre) ** 2)).sum(0)
         else:
             precision = (w / v).sum(0)
             want = (w * m / v).sum(0) / precision, 1 / precision
         arrays = {"mean": d.spoil(mean, members=1), "variance": d.spoil(variance, members=1)} | arguments
-        return Case(getattr(combine, name), arrays, {}, want)
+        return Case(getattr(combine, name, None) or getattr(uncertainty, name), arrays, {}, want)
+
+    return case
+
+
+def _pairwise_kl(w, x):
+    p, logs = special.softmax(x, -1), special.log_softmax(x, -1)
+    pairs = (p[:, None] * (logs[:, None] - logs[None])).sum(-1)
+    return (w[:, None, :, 0] * w[None, ..., 0] * pairs).sum((0, 1))
+
+
+def with_targets(name):
+    """The parts of an error: of the ensemble, of the members, and the ambiguity between."""
+
+    def case(d):
+        of_classes = name == "decompose_nll"
+        x = d.logits(("normal", "steep")) if of_classes else d.numbers("predictions", d.members, d.rows)
+        y = d.labels() if of_classes else d.numbers("targets", d.rows, dtypes=(np.float32, np.float64))
+        arguments, wide, w = d.weighted_members(), d.wide(x), d.share
+        if of_classes:
+            at = lambda logs: -np.take_along_axis(logs, y.astype(int)[..., None], -1)[..., 0]
+            each = np.stack([at(special.log_softmax(member, -1)) for member in wide])
+            ensemble = at(_mean_logits(w[..., None], wide))
+        else:
+            each, ensemble = (wide - d.wide(y)) ** 2, ((w * wide).sum(0) - d.wide(y)) ** 2
+        members = (w * each).sum(0)
+        spoilt = d.spoil(x, members=1)
+        arrays = {"logits": spoilt, "labels": y} if of_classes else {"predictions": spoilt, "targets": y}
+        want = ensemble, members, members - ensemble
+        return Case(getattr(uncertainty, name), arrays | arguments, {}, want, atol=2e-4)
 
     return case
 
@@ -123,6 +155,15 @@ COMBINATIONS = {
     "vote": of_logits("vote", _votes),
     "decompose_entropy": of_logits("decompose_entropy", _entropies),
     "disagreement": of_logits("disagreement", lambda w, x: 1 - (_votes(w, x) ** 2).sum(-1)),
+    "jensen_shannon": of_logits("jensen_shannon", lambda w, x: _entropies(w, x)[2]),
+    "pairwise_kl": of_logits("pairwise_kl", _pairwise_kl, ("normal",)),
+    "variation_ratio": of_logits("variation_ratio", lambda w, x: 1 - _votes(w, x).max(-1)),
+    "least_confidence": of_logits(
+        "least_confidence", lambda w, x: 1 - (w * special.softmax(x, -1)).sum(0).max(-1)
+    ),
+    "free_energy": of_logits("free_energy", lambda w, x: -(w[..., 0] * special.logsumexp(x, -1)).sum(0)),
+    **{name: with_targets(name) for name in ("decompose_squared_error", "decompose_nll")},
+    "decompose_variance": gaussians("decompose_variance"),
     "gaussian": gaussians("gaussian"),
     "product_gaussian": gaussians("product_gaussian"),
 }  # fmt: skip

@@ -1,7 +1,4 @@
-"""Random fits of conformal functions, and what they are by definition, in NumPy's float64.
-
-Intervals and sets that are called on the rows of the fit must cover as many of them as the rank of the quantile says.
-"""
+"""Random fits of conformal functions, and what they are by definition, in NumPy's float64."""
 
 from fractions import Fraction
 
@@ -35,9 +32,8 @@ def quantile(d):
     row_weights, kept = draw_kept(d)
     rank = _rank(level, kept.sum())
     want = _at_rank(d.wide(scores)[kept], rank)
-    covers = lambda got: np.sum(d.exact(scores)[kept] <= np.asarray(got)) >= min(rank, kept.sum())
     arrays = {"scores": d.spoil(scores, members=0)} | row_weights
-    return Case(conformal.quantile, arrays, {"level": level}, want, rtol=1e-6, holds=covers)
+    return Case(conformal.quantile, arrays, {"level": level}, want, rtol=1e-6)
 
 
 def weighted_quantile(d):
@@ -49,7 +45,7 @@ def weighted_quantile(d):
     order = np.argsort(d.wide(scores)[kept], kind="stable")
     reached, values = np.cumsum(own[kept][order]), np.append(d.wide(scores)[kept][order], np.inf)
     want = values[np.searchsorted(reached, level * (reached[-1] + new) * (1 - 1e-9))]
-    arrays = {"scores": d.spoil(scores, members=0), "row_weights": np.where(kept, own, 0), "new_weights": new}
+    arrays = {"scores": d.spoil(scores, members=0, fill=np.inf), "ratios": np.where(kept, own, 0), "new_ratios": new}
     return Case(conformal.weighted_quantile, arrays, {"level": level}, want, rtol=1e-6)
 
 
@@ -63,7 +59,7 @@ def group_quantile(d):
     each = [d.wide(scores)[kept & (groups == g)] for g in range(3)]
     want = np.array([_at_rank(own, _rank(level, own.size)) for own in each])
     arrays = {"scores": d.spoil(scores, members=0), "groups": groups} | row_weights
-    return Case(conformal.group_quantile, arrays, {"level": level, "num_groups": 3}, want, rtol=1e-6)
+    return Case(conformal.quantile, arrays, {"level": level, "num_groups": 3}, want, rtol=1e-6)
 
 
 def draw_regression(d, *shape):
@@ -72,16 +68,6 @@ def draw_regression(d, *shape):
     errors = d.numbers("errors", d.rows, kinds=("normal", "ties"), dtypes=FLOATS) * d.rng.choice([0.1, 1.3])
     targets = predictions.reshape(-1, d.rows)[0] + errors
     return predictions, targets.astype(d.pick("targets", *FLOATS))
-
-
-def _covers(d, targets, rank):
-    """Whether the intervals contain as many targets of the fit as the rank says."""
-
-    def holds(got):
-        inside = (np.asarray(got.lower) <= d.exact(targets)) & (d.exact(targets) <= np.asarray(got.upper))
-        return inside[d.own > 0].sum() >= min(rank, np.sum(d.own > 0))
-
-    return holds
 
 
 def split(name):
@@ -95,11 +81,12 @@ def split(name):
         radius = _at_rank((abs(y - x) / wide)[kept], rank) * wide
 
         def fn(new, fill, targets, row_weights=None):
-            return getattr(conformal, name)(*fill, targets, level=level, row_weights=row_weights)(*new)
+            options = {"level": level, "scale": fill[1] if len(fill) > 1 else None, "row_weights": row_weights}
+            return conformal.split(fill[0], targets, **options)(*new)
 
         spoilt = [np.where(kept, x, value) for x, value in zip(given, (np.nan, -1.0)[: len(given)], strict=True)]
         arrays = {"new": given, "fill": [x.astype(predictions.dtype) for x in spoilt], "targets": targets} | row_weights
-        return Case(fn, arrays, {}, (x - radius, x + radius), holds=_covers(d, targets, rank))
+        return Case(fn, arrays, {}, (x - radius, x + radius))
 
     return case
 
@@ -115,9 +102,8 @@ def cqr(d):
         below = above = np.maximum(below, above)
     margins = [_at_rank(m[kept], rank) for m in (below, above)]
     fn = lambda **arrays: conformal.cqr(**arrays, level=level, ends=ends)(low, high)
-    arrays = {"lower": low, "upper": high, "targets": targets} | row_weights
-    both = rank if ends == "together" else max(2 * min(rank, kept.sum()) - kept.sum(), 0)
-    return Case(fn, arrays, {}, (low64 - margins[0], high64 + margins[1]), holds=_covers(d, targets, both))
+    arrays = {"low": low, "high": high, "targets": targets} | row_weights
+    return Case(fn, arrays, {}, (low64 - margins[0], high64 + margins[1]))
 
 
 def left_out(name):
@@ -127,23 +113,22 @@ def left_out(name):
         d.rows = 64
         predictions, targets = draw_regression(d, d.members)
         unseen = np.arange(d.rows) % d.members == np.arange(d.members)[:, None]
-        drawn = ~unseen if d.members > 1 else np.zeros((1, d.rows), bool)
-        unseen = ~drawn
+        unseen = unseen | (d.members == 1)
         d.own = np.ones(d.rows)
         level, (row_weights, kept) = d.level(), draw_kept(d)
         x, y = d.wide(predictions), d.wide(targets)
         held = predictions[np.argmax(unseen, axis=0), np.arange(d.rows)]
         rank = _rank(level, kept.sum())
-        fit = {"jackknife": conformal.jackknife_plus_after_bootstrap, "enbpi": conformal.enbpi}[name]
-        fn = lambda new, row_weights=None, **arrays: fit(**arrays, level=level, row_weights=row_weights)(new)
-        arrays = {"new": predictions, "held_out": held, "targets": targets, "drawn": drawn} | row_weights
+        fit = {"jackknife": conformal.jackknife_plus, "enbpi": conformal.enbpi}[name]
+        fn = lambda new, **arrays: fit(**arrays, level=level)(new)
+        arrays = {"new": predictions, "held_out": held, "targets": targets, "unseen": unseen}
+        arrays |= row_weights if name == "jackknife" else {"targets": np.where(kept, targets, np.nan)}
         member = np.argmax(unseen, axis=0)
         r = (y - x[member, np.arange(d.rows)])[kept]
         if name == "jackknife":
             each = x[member[kept]]  # (rows, new)
             upper = np.array([_at_rank(column, rank) for column in (each + abs(r)[:, None]).T])
             lower = -np.array([_at_rank(column, rank) for column in (-each + abs(r)[:, None]).T])
-            inside = rank
         else:
             share = np.mean(unseen[:, kept], axis=1)
             exact = Fraction(level).limit_denominator(1000)
@@ -153,10 +138,7 @@ def left_out(name):
                 return None  # the shortest is not unique
             first = np.argmin(widths)
             lower, upper = ((share @ x) + end for end in (r[first], r[first + size]))
-            inside = size + 1
-        # Each row is called at its held-out prediction only if there is one member.
-        holds = _covers(d, targets, inside if d.members == 1 else 0)
-        return Case(fn, arrays, {}, (lower, upper), rtol=1e-4, atol=1e-4, holds=holds)
+        return Case(fn, arrays, {}, (lower, upper), rtol=1e-4, atol=1e-4)
 
     return case
 
@@ -176,7 +158,7 @@ def sets(name):
         clear = abs(score - threshold) > 1e-5  # others may round to either side
 
         def fn(new, row_weights=None, **arrays):
-            found = getattr(conformal, name)(**arrays, level=level, row_weights=row_weights)(new)
+            found = conformal.sets(**arrays, level=level, score=name, row_weights=row_weights)(new)
             covered = found[np.arange(d.rows), labels.astype(int)][kept].sum()
             return jnp.where(clear, found, False), covered >= min(rank, kept.sum())
 
@@ -187,15 +169,6 @@ def sets(name):
     return case
 
 
-def risk_steps(d):
-    """A label that is missed below its score is the split-conformal quantile."""
-    steps, risk = d.numbers("steps", d.rows, kinds=("normal", "ties")), d.pick("risk", 0.1, 0.2, 0.5)
-    row_weights, kept = draw_kept(d)
-    want = _at_rank(d.wide(steps)[kept], _rank(1 - risk, kept.sum()))
-    arrays = {"steps": steps[:, None], "drops": np.ones((d.rows, 1), np.float32)} | row_weights
-    return Case(conformal.risk_control_steps, arrays, {"risk": risk}, want, rtol=1e-6)
-
-
 CONFORMAL = {
     "quantile": quantile,
     "weighted_quantile": weighted_quantile,
@@ -204,5 +177,4 @@ CONFORMAL = {
     **{name: split(name) for name in ("split", "normalised")},
     **{name: left_out(name) for name in ("jackknife", "enbpi")},
     **{name: sets(name) for name in ("lac", "aps", "top_k")},
-    "risk_control_steps": risk_steps,
 }

@@ -45,6 +45,12 @@ def top_k(d):
     return Case(scores.top_k_accuracy, arrays, options | {"k": k}, want)
 
 
+def member_accuracy(d):
+    arrays, _ = _drawn_logits(d, ("normal",))
+    options, want = d.reduced((d.share * (d.wide(arrays["logits"]).argmax(-1) == arrays["labels"])).sum(0))
+    return Case(scores.mean_member_accuracy, arrays, options, want)
+
+
 def balanced(d):
     arrays, logs = _drawn_logits(d, ("normal",))
     hit, labels = logs.argmax(-1) == arrays["labels"], arrays["labels"]
@@ -271,6 +277,7 @@ SCORES = {
     ),
     "top_k_accuracy": top_k,
     "balanced_accuracy": balanced,
+    "mean_member_accuracy": member_accuracy,
     **{name: calibration(name) for name in ("ece", "mce", "classwise_ece")},
     "decompose_brier": brier_parts,
     "crps": of_points("crps", _crps),

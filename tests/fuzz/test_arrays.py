@@ -36,3 +36,17 @@ def test_random_calls(room):
                     check(case, draw)
             except Exception as error:
                 raise AssertionError(f"{room}.{name}, seed {seed}, x64={x64}: {draw.said}\n{error}") from error
+
+
+@pytest.mark.parametrize(("room", "name"), [(room, name) for room, cases in ROOMS.items() for name in cases])
+def test_every_function(room, name):
+    """With several shapes and kinds of weights each, some of them in double precision."""
+    checked = 0
+    for seed in range(20):  # some draws are of no case
+        with jax.enable_x64(seed % 4 == 3), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            draw = Draw(seed, x64=seed % 4 == 3)
+            case = ROOMS[room][name](draw) if checked < 5 else None
+            if case is not None:
+                check(case, draw)
+                checked += 1

@@ -1,7 +1,7 @@
-"""Adapters on a frozen base: against the base, hand-written LoRA, quax, full matrices, and closed forms."""
+"""Adapters on a frozen base, against the base, hand-written LoRA and full copies; soups of members."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
+import re
 
 import equinox as eqx
 import jax
@@ -12,6 +12,7 @@ import pytest
 
 import eqx_ensemble as ee
 from eqx_ensemble.methods.adapters import bias_only, layers_only, low_rank, merge, scales
+from eqx_ensemble.methods.soups import greedy
 
 from ..factories import assert_close, assert_same, data, mse, relaxed
 
@@ -19,17 +20,13 @@ KEY = jax.random.key(11)
 BASE = eqx.nn.MLP(25, 2, 6, 1, key=jax.random.key(12))
 ADAM = optax.adam(1e-2)
 FIT = {"steps": 4, "batch_size": 16, "key": KEY}
-CONVOLUTIONS = eqx.nn.Sequential(
-    [
-        eqx.nn.Conv2d(2, 3, 3, padding="SAME", dilation=2, key=KEY),
-        eqx.nn.Lambda(jnp.tanh),
-        eqx.nn.Conv2d(3, 4, 2, stride=2, use_bias=False, key=KEY),
-    ]
-)
+CONVOLUTIONS = eqx.nn.Sequential([
+    eqx.nn.Conv2d(2, 3, 3, padding="SAME", dilation=2, key=KEY), eqx.nn.Lambda(jnp.tanh),
+    eqx.nn.Conv2d(3, 4, 2, stride=2, use_bias=False, key=KEY),
+])  # fmt: skip
 ATTENTION = eqx.nn.MultiheadAttention(2, 4, use_query_bias=True, key=KEY)
 MODELS = {
     "mlp": (BASE, (jnp.linspace(-1, 1, 25),)),
-    "scalar": (eqx.nn.MLP("scalar", "scalar", 4, 1, key=KEY), (jnp.float32(0.3),)),
     "convolutions": (CONVOLUTIONS, (jax.random.normal(KEY, (2, 6, 6)),)),
     "attention": (ATTENTION, (jax.random.normal(KEY, (5, 4)),) * 3),
 }
@@ -89,232 +86,153 @@ def test_training_equals_a_hand_written_step():
     x, y = data(48)
     run = ee.fit(ensemble, mse, ADAM, (x, y), steps=6, batch_size=16, shuffle=False, key=KEY)
 
-    def loss(layers, x, y):
-        return jnp.mean((jax.vmap(by_hand, (None, 0))(layers, x) - y) ** 2)
-
+    loss = lambda layers, x, y: jnp.mean((jax.vmap(by_hand, (None, 0))(layers, x) - y) ** 2)
+    gradient = jax.jit(jax.grad(loss))
     for i in range(3):
         layers = [(layer.down, layer.up) for layer in ensemble[i].layers]
         state = ADAM.init(layers)
-        for step in range(6):
-            rows = slice(16 * (step % 3), 16 * (step % 3) + 16)
-            gradient = jax.jit(jax.grad(loss))(layers, x[rows], y[rows])
+        for rows in 2 * [slice(0, 16), slice(16, 32), slice(32, 48)]:
             with relaxed():
-                updates, state = ADAM.update(gradient, state)
+                updates, state = ADAM.update(gradient(layers, x[rows], y[rows]), state)
             layers = optax.apply_updates(layers, updates)
-        got = [(layer.down, layer.up) for layer in run.ensemble[i].layers]
-        assert_close(got, layers, rtol=1e-5)
+        assert_close([(layer.down, layer.up) for layer in run.ensemble[i].layers], layers, rtol=1e-5)
     assert_same(own_arrays(run.ensemble)[1], own_arrays(ensemble)[1])
 
 
-def test_a_member_equals_quax():
-    quax = pytest.importorskip("quax", reason="quax is a library to compare with")
-    from quax.examples.lora import LoraArray, loraify
+def test_the_base_has_no_gradient_and_is_multiplied_once():
+    """A product of the shape of a base weight would be its gradient; full copies form it. Outputs need one product."""
 
-    member = perturb(low_rank(BASE, 2, rank=2, key=KEY))[1]
-    theirs = loraify(BASE, rank=2, key=KEY)
-    arrays = lambda tree: [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LoraArray))]
-    found = [x for x in arrays(theirs) if isinstance(x, LoraArray)]
-    where = lambda tree: [leaf for x in arrays(tree) if isinstance(x, LoraArray) for leaf in (x.a, x.b)]
-    own = [leaf for layer in member.layers for leaf in (layer.up, layer.down)]
-    assert len(found) == len(member.layers)
-    theirs = eqx.tree_at(where, theirs, own)
-    x, y = data(16)
-    ours = eqx.filter_value_and_grad(mse)
-    value, gradient = ours(member, (x, y), KEY)
-    with relaxed():
-        their_loss = lambda model: jnp.mean((jax.vmap(quax.quaxify(model))(x) - y) ** 2)
-        their_value, their_gradient = eqx.filter_value_and_grad(their_loss)(theirs)
-    np.testing.assert_allclose(value, their_value, rtol=1e-6)
-    expected = where(their_gradient)
-    got = [leaf for layer in gradient.layers for leaf in (layer.up, layer.down)]
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_full_rank_reaches_a_linear_teacher_and_rank_one_its_best():
-    """Orthonormal inputs: the least loss of rank one is the sum of the other squared singular values (Eckart-Young)."""
-    base = eqx.nn.Linear(3, 3, use_bias=False, key=KEY)
-    change = jax.random.normal(jax.random.key(3), (3, 3))
-    x = jnp.eye(3)
-    y = x @ (base.weight + change).T
-    loss = lambda model, batch, key: jnp.sum((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
-    optimiser = optax.adam(optax.cosine_decay_schedule(0.05, 1500))
-
-    def least(rank):
-        ensemble = low_rank(base, 1, rank=rank, key=KEY)
-        options = dict(epochs=1500, batch_size=3, shuffle=False, history="epochs", key=KEY)
-        return float(loss(ee.fit(ensemble, loss, optimiser, (x, y), **options).ensemble[0], (x, y), KEY))
-
-    full, one = least(3), least(1)
-    values = np.linalg.svd(change, compute_uv=False)
-    assert full < 1e-8
-    np.testing.assert_allclose(one, (values[1:] ** 2).sum(), rtol=1e-4)
-
-
-def shapes_of_products(fn, *args):
-    """The shapes of the results of all matrix products in a function, those inside other calls included."""
-    found = []
-
-    def look(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "dot_general":
-                found.append(equation.outvars[0].aval.shape)
-            for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    look(inner)
-
-    look(eqx.filter_make_jaxpr(fn)(*args)[0].jaxpr)
-    return found
-
-
-def test_no_gradient_of_the_base_is_formed():
-    """A product of the shape of a base weight would be its gradient; full copies form it."""
-
-    def gradients(ensemble):
+    def products(ensemble):
         own, rest = own_arrays(ensemble)
         of_all = ee.map_members(lambda model: mse(model, data(16), KEY))
         total = lambda own: jnp.sum(of_all(dataclasses.replace(ensemble, stacked=eqx.combine(own, rest))))
-        return eqx.filter_grad(total)(own)
+        text = str(eqx.filter_make_jaxpr(eqx.filter_grad(total))(own)[0])
+        return {tuple(shape.split(",")[-2:]) for shape in re.findall(r"f32\[([\d,]+)\] = dot_general", text)}
 
-    ensemble = low_rank(BASE, 3, rank=1, key=KEY)
-    weights = {(6, 25), (2, 6)}
-    is_weight = lambda shape: any(shape[-2:] in (w, w[::-1]) for w in weights)
-    assert not any(map(is_weight, shapes_of_products(gradients, ensemble)))
-    assert any(map(is_weight, shapes_of_products(gradients, ee.map_members(merge)(ensemble))))
-
-
-def test_the_base_is_multiplied_once_for_all_members():
-    ensemble = low_rank(BASE, 3, rank=2, key=KEY)
-    shapes = shapes_of_products(lambda x: ensemble(x), jnp.ones(25))
-    assert (6, 25) not in shapes
-    text = str(jax.make_jaxpr(lambda x: ensemble(ee.Each(x)))(jnp.ones((3, 25))))
-    assert "f32[6,3] = dot_general" in text
-    assert "optimization_barrier" in text
+    ensemble, weights = low_rank(BASE, 3, rank=1, key=KEY), {("6", "25"), ("25", "6"), ("2", "6"), ("6", "2")}
+    assert not products(ensemble) & weights
+    assert products(ee.map_members(merge)(ensemble)) & weights
+    assert "f32[6,3] = dot_general" in str(jax.make_jaxpr(lambda x: ensemble(ee.Each(x)))(jnp.ones((3, 25))))
 
 
-def test_members_follow_from_their_keys():
-    every, few = (
-        low_rank(BASE, 7, rank=1, key=KEY),
-        low_rank(BASE, 2, rank=1, key=ee.member_keys(KEY, 7, purpose="low_rank")[np.array([4, 1])]),
-    )
-    assert_same(few, every[[4, 1]])
-    assert not np.array_equal(every.stacked.layers[0].down[0], every.stacked.layers[0].down[1])
+def test_members_follow_from_their_keys_and_layers_are_selected():
+    every, keys = low_rank(BASE, 7, rank=1, key=KEY), ee.member_keys(KEY, 7, purpose="low_rank")
+    assert_same(low_rank(BASE, 2, rank=1, key=keys[np.array([4, 1])]), every[[4, 1]])
+    model = eqx.nn.Sequential([eqx.nn.Lambda(lambda x: x), BASE])
+    count = lambda where: len(jax.tree.leaves(own_arrays(low_rank(model, 2, rank=1, where=where, key=KEY))[0]))
+    assert (count(eqx.nn.MLP), count(None), count(lambda model: model.layers[1].layers[0])) == (4, 4, 2)
 
 
-def test_a_population_over_one_base():
-    ensemble = low_rank(BASE, 3, rank=2, scale=0.5, key=KEY)
-    rates = jnp.array([1e-3, 1e-2, 0.0])
-    run = ee.fit(ensemble, mse, lambda h: optax.sgd(h["lr"]), data(), hyper={"lr": rates}, **FIT)
-    assert run.ensemble[1].layers[0].scale == 0.5
-    assert_same(run.ensemble[2], ensemble[2])
-    for i in range(2):
-        own = ee.fit(
-            ensemble[i : i + 1],
-            mse,
-            optax.sgd(float(rates[i])),
-            data(),
-            **FIT | {"key": ee.member_keys(KEY, 3, purpose="fit")[i : i + 1]},
-        )
-        assert_close(run.ensemble[i], own.ensemble[0], rtol=1e-5)
+def test_nodes_in_full():
+    """Of another layer, and the bias of an adapted one."""
+    ensemble = scales(BASE, 3, full=lambda m: (m.layers[-1], m.layers[0].bias))
+    layers = ensemble.stacked.layers
+    assert (layers[-1].bias.shape, layers[0].bias.shape, layers[0].layer.weight.shape) == ((3, 2), (3, 6), (6, 25))
+    run, x = ee.fit(ensemble, mse, optax.sgd(0.1), data(), **FIT), data(1)[0][0]
+    biases = np.stack([BASE.layers[0].bias, *run.ensemble.stacked.layers[0].bias])
+    assert len(np.unique(biases, axis=0)) == 4
+    np.testing.assert_allclose(merge(run.ensemble[0])(x), run.ensemble[0](x), rtol=1e-5, atol=1e-6)
 
 
-def test_nodes_in_full_and_last_blocks():
-    ensemble = low_rank(BASE, 3, rank=2, full=lambda model: model.layers[-1], key=KEY)
-    assert ensemble.stacked.layers[-1].weight.shape == (3, 2, 6)
-    assert ensemble.stacked.layers[0].layer.weight.shape == (6, 25)
-    run = ee.fit(ensemble, mse, ADAM, data(), **FIT)
-    assert not np.array_equal(run.ensemble[0].layers[-1].weight, BASE.layers[-1].weight)
+def test_a_base_in_bfloat16_keeps_adapters_in_float32():
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, BASE)
+    ensemble = low_rank(half, 2, rank=2, key=KEY)
+    assert {x.dtype for x in jax.tree.leaves(own_arrays(ensemble)[0])} == {jnp.dtype("float32")}
+    assert ensemble(jnp.ones(25, jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_last_layers_are_those_of_whole_copies():
     last = layers_only(BASE, 3, where=lambda model: model.layers[-1])
     assert [x.shape for x in jax.tree.leaves(own_arrays(last)[0])] == [(3, 2, 6), (3, 2)]
-    copies = ee.stack([BASE] * 3)
     flags = eqx.tree_at(lambda m: m.layers[-1], jax.tree.map(lambda _: False, BASE), replace_fn=lambda _: True)
-    whole = ee.fit(copies, mse, ADAM, data(), trainable=flags, **FIT).ensemble
+    whole = ee.fit(ee.stack([BASE] * 3), mse, ADAM, data(), trainable=flags, **FIT).ensemble
     assert_close(ee.fit(last, mse, ADAM, data(), **FIT).ensemble[1], whole[1], rtol=1e-5)
 
 
-def test_attention_by_type_and_by_path():
-    class Block(eqx.Module):
-        attention: eqx.nn.MultiheadAttention
-        mlp: eqx.nn.MLP
-
-        def __call__(self, x):
-            return jax.vmap(self.mlp)(self.attention(x, x, x))
-
-    block = Block(ATTENTION, eqx.nn.MLP(4, 4, 6, 1, key=KEY))
-    num_arrays = lambda ensemble: len(jax.tree.leaves(own_arrays(ensemble)[0]))
-    assert num_arrays(low_rank(block, 2, rank=1, where=eqx.nn.MultiheadAttention, key=KEY)) == 4 * 2
-    path = lambda model: [model.attention.query_proj, model.attention.value_proj]
-    assert num_arrays(low_rank(block, 2, rank=1, where=path, key=KEY)) == 2 * 2
-    assert num_arrays(low_rank(block, 2, rank=1, where=lambda model: model.mlp, key=KEY)) == 2 * 2
-
-
-def test_a_base_in_bfloat16_keeps_adapters_and_moments_in_float32():
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, BASE)
-    ensemble = low_rank(half, 2, rank=2, key=KEY)
-    x, y = data(32)
-    loss = lambda model, batch, key: jnp.mean(
-        (jax.vmap(model)(batch[0].astype(jnp.bfloat16)).astype(jnp.float32) - batch[1]) ** 2
-    )
-    run = ee.fit(ensemble, loss, ADAM, (x, y), **FIT | {"shuffle": False})
-    moments = [x for x in jax.tree.leaves(run.train_state.opt_state) if x.ndim > 1]
-    assert {x.dtype for x in moments} == {jnp.dtype("float32")}
-    assert run.ensemble.stacked.layers[0].layer.weight.dtype == jnp.bfloat16
-    assert run.ensemble(x[0].astype(jnp.bfloat16)).dtype == jnp.bfloat16
-    assert np.all(run.history.loss[:, 2:] < run.history.loss[:, :2])
-
-
-def test_plans_meshes_checkpoints_and_fleets(tmp_path):
-    ensemble = low_rank(BASE, 4, rank=2, key=KEY)
-    run = ee.fit(ensemble, mse, ADAM, data(), **FIT)
-    mesh = ee.make_mesh(members=2, data=2)
-    for options in ({"plan": ee.plan.Blocks(1)}, {"plan": ee.plan.Blocks(3)}, {"mesh": mesh}):
-        assert_close(ee.fit(ensemble, mse, ADAM, data(), **FIT, **options).ensemble, run.ensemble, 1e-5)
-    ee.fit(ensemble, mse, ADAM, data(), checkpoint=tmp_path / "run", **FIT)
-    again = ee.fit(ensemble, mse, ADAM, data(), checkpoint=tmp_path / "run", **FIT)
-    assert_same(again.ensemble, run.ensemble)
-    with ThreadPoolExecutor(2) as executor:
-        fleet = ee.fleet.fit(executor, ensemble, mse, ADAM, data(), folder=tmp_path / "fleet", shards=2, **FIT)
-    assert_close(fleet.ensemble, run.ensemble, 1e-5)
-    x = data(5)[0]
-    assert_close(ee.predict(run.ensemble, x), jnp.stack([jax.vmap(member)(x) for member in run.ensemble]), 1e-5)
-
-
-GROUPED = eqx.nn.Conv1d(2, 2, 1, groups=2, key=KEY)
-NO_BIAS = eqx.nn.Linear(2, 2, use_bias=False, key=KEY)
-SMALL = low_rank(BASE, 2, rank=1, key=KEY)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: low_rank(SMALL, 2, rank=1, key=KEY), TypeError, r"one trained model, got an `Ensemble`"),
-        (lambda: low_rank(SMALL[0], 2, rank=1, key=KEY), TypeError, r"Merge a member first: `merge\(ensemble\[3\]\)`"),
-        (lambda: low_rank(lambda key: BASE, 2, rank=1, key=KEY), TypeError, "can be called, got a function"),
-        (lambda: low_rank(BASE, 3, rank=0, key=KEY), ValueError, "`rank` of at least 1, got 0"),
-        (lambda: low_rank(BASE, 3, rank=1, scale=float("nan"), key=KEY), ValueError, "`scale` to be finite"),
-        (lambda: low_rank(BASE, 3, rank=1, full=lambda m: m, key=KEY), ValueError, "`full` selects all"),
-        (lambda: low_rank(BASE, 3, rank=1, where=eqx.nn.Conv, key=KEY), ValueError, "convolution; 0 selected"),
-        (lambda: low_rank(GROUPED, 3, rank=1, key=KEY), ValueError, "without groups, got `groups=2`"),
-        (lambda: bias_only(NO_BIAS, 3), ValueError, "no floating-point array in a field `bias`"),
-        (lambda: layers_only(BASE, 3, where=lambda m: m.activation), ValueError, "nodes with floating-point arrays"),
-        (lambda: layers_only(BASE, 3, where="last"), TypeError, "`where` to be a function"),
-        (lambda: merge(SMALL), TypeError, r"`map_members\(merge\)\(ensemble\)`"),
-    ],
-)
-def test_invalid_arguments(unhooked, call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_invalid_arguments(unhooked):
+    small, grouped = low_rank(BASE, 2, rank=1, key=KEY), eqx.nn.Conv1d(2, 2, 1, groups=2, key=KEY)
+    for call, error, message in [
+        (lambda: scales(small, 2), TypeError, "`methods.adapters.scales` needs one model"),
+        (lambda: low_rank(grouped, 3, rank=1, key=KEY), ValueError, "without groups, got `groups=2`"),
+        (lambda: bias_only(eqx.nn.Linear(2, 2, use_bias=False, key=KEY), 3), ValueError, "no floating-point array in"),
+        (lambda: merge(small), TypeError, r"`map_members\(merge\)\(ensemble\)`"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_one_array_in_two_places_is_copied_where_it_is_selected():
-    zeros = jnp.zeros(6)
-    biases = lambda model: (model.layers[0].bias, model.layers[1].bias)
+    biases, zeros = lambda model: (model.layers[0].bias, model.layers[1].bias), jnp.zeros(6)
     base = eqx.tree_at(biases, eqx.nn.MLP(6, 6, 6, 1, key=KEY), (zeros, zeros))
+    where = lambda model: model.layers[1]
     for ensemble in (
-        layers_only(base, 2, where=lambda model: (model.layers[1:], model.layers[1].weight)),
-        low_rank(base, 2, rank=1, full=lambda model: model.layers[1], key=KEY),
-        bias_only(base, 2, where=lambda model: model.layers[1]),
+        layers_only(base, 2, where=where),
+        low_rank(base, 2, rank=1, full=where, key=KEY),
+        bias_only(base, 2, where=where),
     ):
-        assert ensemble.stacked.layers[1].bias.shape == (2, 6)
-        assert ensemble.stacked.layers[0].bias.shape == (6,)
+        assert [bias.shape for bias in biases(ensemble.stacked)] == [(6,), (2, 6)]
+
+
+# Greedy soups: the rule written again in NumPy
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(50, 4)).astype(np.float32)
+Y = (X @ np.ones(4) + RNG.normal(size=50)).astype(np.float32)
+WEIGHTS = (1 + 0.5 * RNG.normal(size=(6, 4))).astype(np.float32)
+
+
+def of_weights(weights):
+    make = lambda key: eqx.nn.Linear(4, 1, use_bias=False, key=key)
+    ensemble = ee.build(make, len(weights), key=KEY)
+    return eqx.tree_at(lambda e: e.stacked.weight, ensemble, jnp.asarray(weights)[:, None, :])
+
+
+def score(model):
+    return jnp.mean((jax.vmap(model)(X)[:, 0] - Y) ** 2)
+
+
+def soup_by_hand(weights):
+    """The members that a soup has, in the order in which they are added."""
+    error = lambda w: np.mean((X.astype(np.float64) @ w - Y) ** 2)
+    chosen, best = [], np.inf
+    for member in sorted(range(len(weights)), key=lambda i: error(weights[i].astype(np.float64))):
+        found = error(np.mean(weights[[*chosen, member]].astype(np.float64), axis=0))
+        if found <= best:
+            chosen, best = [*chosen, member], found
+    return chosen, best
+
+
+@pytest.mark.parametrize(("mode", "sign"), [("min", 1), ("max", -1)])
+def test_the_rule_of_soups(mode, sign):
+    """In any order of the members, of which the average of all is worse."""
+    make = lambda weights: greedy(of_weights(weights), lambda model: sign * score(model), mode=mode)
+    soup, (chosen, best) = make(WEIGHTS), soup_by_hand(WEIGHTS)
+    assert 1 < len(chosen) < 6, "the case decides nothing"
+    np.testing.assert_allclose(soup.weights, np.isin(np.arange(6), chosen) / len(chosen))
+    np.testing.assert_allclose(soup.model.weight[0], WEIGHTS[chosen].mean(0), rtol=1e-6)
+    np.testing.assert_allclose(soup.score, sign * best, rtol=1e-5)
+    np.testing.assert_allclose(soup.member_scores, [sign * score(m) for m in of_weights(WEIGHTS).unstack()])
+    order = np.array([4, 2, 0, 5, 1, 3])
+    np.testing.assert_array_equal(make(WEIGHTS[order]).weights, soup.weights[order])
+    assert make(np.repeat(WEIGHTS[:1], 2, axis=0)).weights.tolist() == [0.5, 0.5]  # ties
+
+
+def test_adapters_are_averaged_merged():
+    """The product of averaged matrices is not the average of the products."""
+    ensemble = low_rank(eqx.nn.Linear(4, 2, key=KEY), 3, rank=1, key=KEY)
+    own = lambda e: [getattr(e.stacked, name) for name in e.stacked.own]
+    ensemble = eqx.tree_at(own, ensemble, replace_fn=lambda x: x + jax.random.normal(KEY, x.shape))
+    average = ee.average_parameters(ensemble, [1, 2, 1])
+    want = ee.average_parameters(ee.map_members(merge)(ensemble), [1, 2, 1])
+    np.testing.assert_allclose(average.weight, want.weight, rtol=1e-6)
+    soup = greedy(ensemble, lambda model: jnp.sum(model(X[0])), mode="min")
+    np.testing.assert_allclose(soup.model.weight, ee.average_parameters(ensemble, soup.weights).weight, rtol=1e-6)
+
+
+def test_members_without_a_score_are_left_out(unhooked):
+    weights = WEIGHTS.copy()
+    weights[soup_by_hand(WEIGHTS)[0][0]] = np.nan
+    soup = greedy(of_weights(weights), score, mode="min")
+    assert np.isfinite([soup.score, *soup.model.weight[0]]).all()
+    with pytest.raises(ValueError, match="all scores are NaN"):
+        greedy(of_weights(weights), lambda model: np.nan, mode="max")

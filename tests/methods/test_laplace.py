@@ -1,17 +1,21 @@
-"""Laplace approximations against closed forms, exact Hessians, and figures of laplace-torch."""
+"""Laplace approximations: closed forms and exact Hessians; members, rows, files and runs."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import scipy.integrate
 import scipy.optimize
+import scipy.special
 import scipy.stats
 
 import eqx_ensemble as ee
 from eqx_ensemble.methods import laplace
+from eqx_ensemble.methods.laplace._laplace import monte_carlo, probit
 
-from ..factories import relaxed
+from ..factories import assert_close, relaxed
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -20,198 +24,242 @@ LABELS = np.arange(10) * 5 % 3
 ONES = np.hstack([X, np.ones((10, 1))])
 PRIOR, NOISE = 0.7, 0.4
 LINEAR = {"where": lambda model: model, "prior_precision": PRIOR, "batch_size": 4}
-LAST = {"where": lambda model: model.layers[-1], "prior_precision": PRIOR, "batch_size": 4}
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def double():
     with jax.enable_x64(True), relaxed():
         yield
 
 
 def linear(weight, bias=None):
-    units, inputs = weight.shape
-    layer = eqx.nn.Linear(inputs, units, use_bias=bias is not None, key=KEY, dtype=float)
-    layer = eqx.tree_at(lambda layer: layer.weight, layer, jnp.asarray(weight))
-    return layer if bias is None else eqx.tree_at(lambda layer: layer.bias, layer, jnp.asarray(bias))
+    layer = eqx.nn.Linear(*weight.shape[::-1], use_bias=bias is not None, key=KEY, dtype=float)
+    own = jnp.asarray(weight), None if bias is None else jnp.asarray(bias)
+    return eqx.tree_at(lambda layer: (layer.weight, layer.bias), layer, own, is_leaf=lambda x: x is None)
 
 
-def precision_of(posterior, member=0):
-    """The posterior's precision as a matrix, from its eigenvalues and eigenvectors."""
-    one = posterior.members[member].posterior
-    values = np.asarray(one.precision)
-    vectors = np.eye(len(values)) if one.vectors is None else np.asarray(one.vectors)
-    return vectors @ np.diag(values) @ vectors.T
-
-
-@pytest.fixture(scope="module")
-def exact_fit():
-    targets = np.stack([np.sin(X.sum(1)), X[:, 0] ** 2], 1)
-    precision = ONES.T @ ONES / NOISE**2 + PRIOR * np.eye(4)
-    mean = np.linalg.solve(precision, ONES.T @ targets / NOISE**2).T
-    ensemble = ee.stack([linear(mean[:, :3], mean[:, 3])])
-    options = LINEAR | {"likelihood": "regression", "noise": NOISE}
-    return targets, precision, laplace.fit(ensemble, (X, targets), **options)
-
-
-class TestLinearRegression:
+def test_linear_regression(double):
     """The posterior of a linear model with Gaussian noise is exact, and so is its evidence."""
+    targets, rows = np.stack([np.sin(X.sum(1)), X[:, 0] ** 2], 1), np.hstack([NEW, np.ones((2, 1))])
+    precision = ONES.T @ ONES / NOISE**2 + PRIOR * np.eye(4)
+    mean, covariance = np.linalg.solve(precision, ONES.T @ targets / NOISE**2).T, np.linalg.inv(precision)
+    ensemble = ee.stack([linear(mean[:, :3], mean[:, 3])])
+    posterior = laplace.fit(ensemble, (X, targets), likelihood="regression", noise=NOISE, **LINEAR)
+    law = scipy.stats.multivariate_normal(cov=ONES @ ONES.T / PRIOR + NOISE**2 * np.eye(10))
+    exact = law.logpdf(targets[:, 0]) + law.logpdf(targets[:, 1])
+    assert posterior.log_marginal_likelihood()[0] == pytest.approx(exact, rel=1e-10)
+    # away from the posterior's own mode it is another number
+    assert abs(posterior.log_marginal_likelihood(7.0)[0] - exact) > 0.1
 
-    def test_evidence(self, exact_fit):
-        targets, _, posterior = exact_fit
-        for prior, noise in ((PRIOR, NOISE), (PRIOR * (1 + 1e-9), NOISE)):
-            law = scipy.stats.multivariate_normal(cov=ONES @ ONES.T / prior + noise**2 * np.eye(10))
-            exact = law.logpdf(targets[:, 0]) + law.logpdf(targets[:, 1])
-            value = posterior.log_marginal_likelihood(prior, noise)[0]
-            assert value == pytest.approx(exact, rel=1e-10 if prior == PRIOR else 1e-8)
-        # away from the posterior's own mode it is another number
-        assert abs(posterior.log_marginal_likelihood(7.0)[0] - exact) > 0.1
+    variance = np.einsum("ri,ij,rj->r", rows, covariance, rows)
+    found = posterior.predict(NEW)
+    np.testing.assert_allclose(found[0], ee.predict(posterior.ensemble, NEW), rtol=1e-12)
+    np.testing.assert_allclose(found[1][0], np.stack([variance + NOISE**2] * 2, 1), rtol=1e-10)
+    expected = variance[:, None, None] * np.eye(2)
+    np.testing.assert_allclose(posterior.outputs(NEW).covariance[0], expected, rtol=1e-10, atol=1e-12)
 
-    def test_predictions(self, exact_fit):
-        _, precision, posterior = exact_fit
-        rows = np.hstack([NEW, np.ones((2, 1))])
-        exact = np.einsum("ri,ij,rj->r", rows, np.linalg.inv(precision), rows)
-        mean, variance = posterior.predict(NEW)
-        np.testing.assert_allclose(mean, ee.predict(posterior.ensemble, NEW), rtol=1e-12)
-        np.testing.assert_allclose(variance[0], np.stack([exact + NOISE**2] * 2, 1), rtol=1e-10)
-        covariance = posterior.outputs(NEW).covariance[0]
-        np.testing.assert_allclose(covariance, exact[:, None, None] * np.eye(2), rtol=1e-10, atol=1e-12)
-        # the mean over rows, in place of the sum, is a posterior of one row
-        mean_of_rows = np.linalg.inv(ONES.T @ ONES / 10 / NOISE**2 + PRIOR * np.eye(4))
-        assert np.abs(np.einsum("ri,ij,rj->r", rows, mean_of_rows, rows) / exact - 1).min() > 1
-
-    @pytest.mark.slow
-    def test_draws(self, exact_fit):
-        """Means and covariances of 4,000 draws, within five standard errors."""
-        _, precision, posterior = exact_fit
-        draws = posterior.sample(4_000, key=KEY).stacked
-        mean = posterior.ensemble[0]
-        vectors = np.concatenate([draws.weight - mean.weight, (draws.bias - mean.bias)[..., None]], -1)
-        covariance = np.linalg.inv(precision)
-        for unit in range(2):
-            found = vectors[:, unit].T @ vectors[:, unit] / 4_000
-            error = np.sqrt((covariance**2 + np.outer(*[np.diag(covariance)] * 2)) / 4_000)
-            assert (np.abs(found - covariance) < 5 * error).all()
-            assert (np.abs(vectors[:, unit].mean(0)) < 5 * np.sqrt(np.diag(covariance) / 4_000)).all()
+    draws = posterior.sample(4_000, key=KEY).stacked  # within five standard errors
+    vectors = np.concatenate([draws.weight - mean[:, :3], (draws.bias - mean[:, 3])[..., None]], -1)
+    found, own = np.einsum("nui,nuj->uij", vectors, vectors) / 4_000, np.diag(covariance)
+    assert (np.abs(found - covariance) < 5 * np.sqrt((covariance**2 + np.outer(own, own)) / 4_000)).all()
+    assert (np.abs(vectors.mean(0)) < 5 * np.sqrt(own / 4_000)).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("classes", [2, 3])
-def test_gauss_newton_is_the_hessian_of_a_linear_classifier(classes):
-    """And the empirical Fisher matrix is not: it is off by more than a half."""
-    model = linear(RNG.normal(size=(classes, 3)), RNG.normal(size=classes))
-    labels = np.arange(10) % classes
-    options = LINEAR | {"likelihood": "classification"}
-
-    def loss(vector, rows=slice(None)):
-        weight, bias = vector[: classes * 3].reshape(classes, 3), vector[classes * 3 :]
-        logs = jax.nn.log_softmax(X[rows] @ weight.T + bias)
-        return -jnp.sum(logs[jnp.arange(len(logs)), labels[rows]])
-
-    vector = jnp.concatenate([model.weight.ravel(), model.bias])
-    hessian = np.asarray(jax.hessian(loss)(vector))
-    found = precision_of(laplace.fit(ee.stack([model]), (X, labels), **options)) - PRIOR * np.eye(len(vector))
-    np.testing.assert_allclose(found, hessian, atol=1e-12)
-    gradients = jnp.stack([jax.grad(loss)(vector, jnp.array([row])) for row in range(10)])
-    assert np.linalg.norm(gradients.T @ gradients - hessian) > 0.5 * np.linalg.norm(hessian)
-
-
-@pytest.mark.slow
-def test_binary_is_softmax_of_two_classes():
-    model = linear(RNG.normal(size=(1, 3)))
-    posterior = laplace.fit(ee.stack([model]), (X, LABELS % 2), likelihood="binary", **LINEAR)
-    loss = lambda vector: -jnp.sum(jax.nn.log_sigmoid((2 * (LABELS % 2) - 1) * (X @ vector)))
-    found = precision_of(posterior) - PRIOR * np.eye(3)
-    np.testing.assert_allclose(found, jax.hessian(loss)(model.weight[0]), atol=1e-13)
+@pytest.mark.parametrize("likelihood", ["binary", "classification"])
+def test_gauss_newton_is_the_hessian_of_a_linear_classifier(double, likelihood):
+    outputs, labels = (1, LABELS % 2) if likelihood == "binary" else (3, LABELS)
+    model = linear(RNG.normal(size=(outputs, 3)))
+    logits = lambda vector: X @ vector.reshape(outputs, 3).T
+    padded = lambda z: jnp.hstack([jnp.zeros((10, 1)), z]) if outputs == 1 else z
+    loss = lambda vector: -jnp.sum(jax.nn.log_softmax(padded(logits(vector)))[jnp.arange(10), labels])
+    weight = np.ravel(model.weight)
+    precision = np.asarray(jax.hessian(loss)(weight)) + PRIOR * np.eye(len(weight))
+    at_mode = -loss(weight) - PRIOR / 2 * weight @ weight + len(weight) / 2 * np.log(PRIOR)
+    for structure, expected in (("diag", np.diag(np.diag(precision))), ("full", precision)):
+        options = LINEAR | {"likelihood": likelihood, "structure": structure}
+        posterior = laplace.fit(ee.stack([model]), (X, labels), **options)
+        evidence = at_mode - np.linalg.slogdet(expected)[1] / 2
+        np.testing.assert_allclose(posterior.log_marginal_likelihood()[0], evidence, rtol=1e-12)
+        one = posterior.members[0]
+        vectors = np.eye(len(weight)) if one.vectors is None else np.asarray(one.vectors)
+        np.testing.assert_allclose(vectors @ np.diag(one.precision) @ vectors.T, expected, atol=1e-12)
     mean, covariance = posterior.outputs(NEW)
-    exact = jax.nn.sigmoid(mean[0, :, 0] / np.sqrt(1 + np.pi / 8 * covariance[0, :, 0, 0]))
-    np.testing.assert_allclose(np.exp(posterior.predict(NEW)[0]), np.stack([1 - exact, exact], 1), rtol=1e-12)
+    if likelihood == "binary":
+        exact = jax.nn.sigmoid(mean[0, :, 0] / np.sqrt(1 + np.pi / 8 * covariance[0, :, 0, 0]))
+        np.testing.assert_allclose(np.exp(posterior.predict(NEW)[0]), np.stack([1 - exact, exact], 1), rtol=1e-12)
 
 
-# Weights and data without random numbers: the figures below are those of laplace-torch 0.3 with torch 2.15.0, in double
-# precision.
-TORCH_X = np.cos(np.arange(30).reshape(10, 3) * 0.7)
-TORCH_Y = np.stack([np.sin(TORCH_X.sum(1)), np.cos(2 * TORCH_X[:, 0])], 1)
-TORCH_NEW = np.array([[0.3, -1.2, 0.7], [4.0, -3.0, 2.0]])
-TORCH_CLASSES = {
-    "full": (-13.558876736849404, [0.4287361589480003, 0.37946389598237074, 0.1917999450696289]),
-    "diag": (-16.552035580726354, [0.4407083222690426, 0.38269295898423994, 0.1765987187467174]),
-}
-TORCH_REGRESSION = {  # two evidences; variances for the second prior and noise
-    "full": (-48.40854469105448, -30.981904168834316, [0.40292426341147103, 1.059764090145409]),
-    "diag": (-56.159426384019255, -34.02461340478746, [0.11921747081029571, 0.41434659969783394]),
-}
+def test_the_best_prior_and_noise(double):
+    """MacKay's fixed point is the maximum of the evidence, of each member, and only that."""
+    networks = ee.build(lambda key: eqx.nn.MLP(3, 1, 3, 1, activation=jnp.tanh, key=key, dtype=float), 3, key=KEY)
+    posterior = fit(networks, (X, X[:, 0]), likelihood="regression", prior_precision=PRIOR)
+    best = posterior.optimise_prior()
+    np.testing.assert_array_equal(best.noise, posterior.noise)
+    for i in range(3):
+        negative = lambda log, i=i: -float(posterior.log_marginal_likelihood(np.exp(log))[i])
+        expected = scipy.optimize.minimize_scalar(negative, bounds=(-8, 8), method="bounded", options={"xatol": 1e-9})
+        assert np.log(best.prior_precision[i]) == pytest.approx(expected.x, abs=1e-5)
+    both = posterior.optimise_prior(fit_noise=True)
+    value = lambda pair: jnp.sum(posterior.log_marginal_likelihood(*pair))
+    prior, noise = jax.grad(value)((both.prior_precision, both.noise))
+    assert max(np.abs(prior * both.prior_precision).max(), np.abs(noise * both.noise).max()) < 1e-11
+    assert (both.log_marginal_likelihood() > best.log_marginal_likelihood()).all()
+    assert (both.noise > posterior.noise).all()  # that of residuals is too small
 
 
-def network_of_torch(out):
-    model = eqx.nn.MLP(3, out, 4, 1, activation=jnp.tanh, key=KEY, dtype=float)
-    values = [
-        np.sin(np.arange(12).reshape(4, 3) * 1.7 + 0.3),
-        np.cos(np.arange(4) * 0.9),
-        np.sin(np.arange(4 * out).reshape(out, 4) * 2.3 + 1.1) * 0.8,
-        np.cos(np.arange(out) * 1.3 + 0.4) * 0.5,
-    ]
-    leaves = lambda model: [x for i in (0, 1) for x in (model.layers[i].weight, model.layers[i].bias)]
-    return ee.stack([eqx.tree_at(leaves, model, [jnp.asarray(x) for x in values])])
+@pytest.mark.parametrize(("mean", "variance", "found"), [(1.0, 1.0, 0.7000), (4.0, 25.0, 0.7714)])
+def test_links_of_two_classes(mean, variance, found):
+    """The integral by quadrature, and MacKay's approximation to it, as MacKay gives it."""
+    density = lambda z: scipy.special.expit(mean + np.sqrt(variance) * z) * scipy.stats.norm.pdf(z)
+    exact = scipy.integrate.quad(density, -9, 9)[0]
+    # One logit varies, or both do by half, with a common part.
+    for shared, parts in ((0.0, [0.0, variance]), (3.0, [variance / 2] * 2)):
+        two = jnp.array([0.0, mean]), shared + jnp.diag(jnp.array(parts))
+        assert jnp.exp(probit(*two))[1] == pytest.approx(found, abs=1e-4)
+        draws = jnp.exp(monte_carlo(*two, 20_000, KEY))[1]
+        assert draws == pytest.approx(exact, abs=5 * 0.5 / np.sqrt(20_000))
 
 
-@pytest.mark.parametrize("structure", TORCH_CLASSES)
-def test_classification_of_laplace_torch(structure):
-    options = LAST | {"likelihood": "classification", "structure": structure}
-    posterior = laplace.fit(network_of_torch(3), (TORCH_X, LABELS), **options)
-    evidence, probit = TORCH_CLASSES[structure]
-    np.testing.assert_allclose(posterior.log_marginal_likelihood(), evidence, rtol=1e-12)
-    # Its probit link divides each logit by the root of its own variance.
-    mean, covariance = (value[0, 0] for value in posterior.outputs(TORCH_NEW))
-    scaled = jax.nn.softmax(mean / np.sqrt(1 + np.pi / 8 * np.diagonal(covariance)))
-    np.testing.assert_allclose(scaled, probit, rtol=1e-11)
+def test_links_of_extreme_logits():
+    """Whose exponential overflows, or that do not vary or always sum to zero."""
+    mean, covariance = jnp.array([2.0, 0.5, -1.0]), jnp.array([[2.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 3.0]])
+    np.testing.assert_allclose(probit(mean, covariance + 10), probit(mean, covariance), rtol=1e-5)
+    found, grad = jax.value_and_grad(lambda mean: probit(mean, covariance)[0])(600 * mean)
+    assert found == pytest.approx(0, abs=1e-6)
+    assert np.isfinite(grad).all()
+    for link in (probit, lambda mean, covariance: monte_carlo(mean, covariance, 10, KEY)):
+        assert np.isfinite([link(600 * mean, covariance), link(mean, jnp.eye(3) - 1 / 3)]).all()
+        np.testing.assert_allclose(link(mean, 0 * covariance), jax.nn.log_softmax(mean), rtol=1e-5)
+
+
+ROWS = jax.random.normal(KEY, (11, 3))
+CLASSES = jnp.arange(11) % 3
+OPTIONS = {"likelihood": "classification", "where": lambda model: model.layers[-1], "batch_size": 4}
+make = lambda key: eqx.nn.MLP(3, 3, 4, 1, key=key)
+ENSEMBLE = ee.build(make, 3, key=KEY)
+
+
+def fit(ensemble=ENSEMBLE, data=(ROWS, CLASSES), **options):
+    return laplace.fit(ensemble, data, **OPTIONS | options)
+
+
+def same(first, second, tolerance=1e-4):
+    """Posteriors are compared by what they predict: eigenvectors have no signs."""
+    assert_close(first.outputs(ROWS), second.outputs(ROWS), tolerance)
+    assert_close(first.log_marginal_likelihood(), second.log_marginal_likelihood(), tolerance)
+
+
+@pytest.fixture(scope="module")
+def posterior():
+    return fit()
+
+
+def test_rows_batches_and_weights(posterior):
+    """Rows that do not count may hold anything. Rows that a member has seen twice count twice, of each its own."""
+    same(posterior, fit(batch_size=11))
+    mask = jnp.arange(11) < 8
+    x = jnp.where(mask[:, None], ROWS, jnp.nan)
+    masked = fit(data=(x, jnp.where(mask, CLASSES, -1)), row_weights=mask)
+    same(masked, fit(data=(ROWS[:8], CLASSES[:8])))
+    rows = ee.resample.bootstrap(11, 3, key=KEY)
+    own = fit(row_weights=ee.Each(ee.resample.counts(rows, 11)))
+    same(own, fit(data=(ee.Each(ROWS[rows]), ee.Each(CLASSES[rows]))))
+    assert np.abs(own.log_marginal_likelihood() - posterior.log_marginal_likelihood()).min() > 0.01
+    halves = fit(row_weights=jnp.full(11, 0.5), prior_precision=0.5)
+    assert_close(halves.outputs(ROWS).covariance, 2 * posterior.outputs(ROWS).covariance, 1e-4)
+
+
+def test_members_are_as_alone(posterior, tmp_path):
+    """A member's posterior, its draws included, does not depend on the others; in files and under `jit`, too."""
+    one = fit(ENSEMBLE[[1]])
+    for index in ([1], 1, np.int64(1), jnp.array(1), slice(1, 2)):
+        same(one, posterior[index])
+    x = ROWS[0]
+    draws, keys = posterior.sample(3, key=KEY)(x), ee.member_keys(KEY, 3, purpose="laplace")
+    np.testing.assert_allclose(posterior.sample(2, key=KEY)(x)[2:4], draws[3:5], rtol=1e-5)
+    np.testing.assert_allclose(posterior[1:].sample(3, key=keys[1:])(x), draws[3:], rtol=1e-5)
+    priors = jnp.array([0.1, 1.0, 10.0])
+    replaced = laplace.with_prior(posterior, prior_precision=priors)  # as if it had been fitted so
+    assert_close(replaced, fit(prior_precision=priors), 1e-5)
+    same(replaced[[2]], fit(ENSEMBLE[[2]], prior_precision=10.0))
+    assert_close(replaced.log_marginal_likelihood(), posterior.log_marginal_likelihood(priors), 1e-5)
+
+    ee.save(tmp_path / "posterior", posterior)
+    like = fit(ee.build(make, 3, key=jax.random.key(1)), (ROWS[:1], CLASSES[:1]))
+    assert_close(ee.load(tmp_path / "posterior", like), posterior, 0)
+    assert_close(ee.load(tmp_path / "posterior", like, members=[2]), posterior[[2]], 0)
+    mixture = posterior.predict(ROWS, combine=ee.combine.mixture)
+    np.testing.assert_allclose(jnp.exp(mixture), jnp.exp(posterior.predict(ROWS)).mean(0), rtol=1e-4)
+
+
+def test_a_run():
+    """Its best weights; members that diverged are left out, with their hyper-parameters and rows."""
+
+    def loss(model, batch, key, hyper):
+        return hyper * optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(batch[0]), batch[1]).mean()
+
+    hyper = jnp.array([1.0, jnp.inf, 1.0])
+    with pytest.warns(UserWarning, match="diverged"):
+        run = ee.fit(ENSEMBLE, loss, lambda _: optax.sgd(0.1), (ROWS, CLASSES), hyper=hyper, steps=2, key=KEY)
+    weights = jnp.ones((3, 11)).at[2, 0].set(5)
+    with pytest.warns(UserWarning, match="Members 1 diverged and are left out"):
+        posterior = fit(run, prior_precision=jnp.array([1.0, 2.0, 3.0]), row_weights=ee.Each(weights))
+    assert posterior.prior_precision.tolist() == [1, 3]
+    same(posterior[[1]], fit(run.ensemble[[2]], prior_precision=3.0, row_weights=weights[2]))
+    with pytest.raises(ValueError, match=r"needs finite outputs and derivatives.\n  members 1 have none"):
+        fit(eqx.tree_at(lambda e: e.stacked.layers[0].bias, ENSEMBLE, replace_fn=lambda x: x.at[1].set(jnp.nan)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("structure", TORCH_REGRESSION)
-def test_regression_of_laplace_torch(structure):
-    options = LAST | {"likelihood": "regression", "structure": structure}
-    first, second, variances = TORCH_REGRESSION[structure]
-    fit = lambda **values: laplace.fit(network_of_torch(2), (TORCH_X, TORCH_Y), **options | values)
-    posterior = fit(noise=0.4)
-    np.testing.assert_allclose(posterior.log_marginal_likelihood(), first, rtol=1e-12)
-    np.testing.assert_allclose(posterior.log_marginal_likelihood(2.0, 0.8), second, rtol=1e-12)
-    covariance = fit(noise=0.8, prior_precision=2.0).outputs(TORCH_NEW).covariance[0]
-    expected = np.asarray(variances)[:, None, None] * np.eye(2)
-    np.testing.assert_allclose(covariance, expected, rtol=1e-10, atol=1e-12)
+def test_single_precision():
+    """Directions that the data say nothing about keep the prior's variance, whatever the largest eigenvalue."""
+    x = 100 * jax.random.normal(KEY, (1_000, 2))
+    x = jnp.concatenate([x, x.sum(1, keepdims=True)], axis=1)
+    ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, use_bias=False, key=key), 1, key=KEY)
+    posterior = fit(ensemble, (x, jnp.zeros(1_000)), likelihood="regression", where=lambda m: m, noise=0.1)
+    found = posterior.outputs(jnp.array([[1.0, 1.0, -1.0]])).covariance.squeeze()
+    assert found == pytest.approx(3, rel=2e-3)  # the squared norm of the row, over a prior precision of 1
 
 
-@pytest.fixture(scope="module")
-def networks():
-    """Three networks that are no optima, with one output for regression."""
-    return ee.build(lambda key: eqx.nn.MLP(3, 1, 3, 1, activation=jnp.tanh, key=key, dtype=float), 3, key=KEY)
+def normalised(key):
+    norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
+    layers = eqx.nn.Linear(3, 4, key=key), norm, eqx.nn.Lambda(jax.nn.relu), eqx.nn.Linear(4, 3, key=key)
+    return eqx.nn.Sequential(layers)
 
 
-@pytest.fixture(scope="module")
-def posterior(networks):
-    return laplace.fit(networks, (X, X[:, 0]), likelihood="regression", **LAST)
+@pytest.mark.slow
+def test_states_half_precision_and_shared_arrays():
+    """Features in inference mode: those of one row do not depend on the other rows."""
+    ensemble, state = ee.build(eqx.nn.make_with_state(normalised), 2, key=KEY)
+    with relaxed():
+        posterior = fit(ensemble, state=state)
+        features = ee.predict(ensemble, ROWS, state=state, fn=lambda m, x, s: m[:3](x, s)[0])
+        heads = ee.map_members(lambda m: m.layers[-1])(ensemble)
+        plain = fit(heads, (ee.Each(features), CLASSES), where=lambda head: head)
+        assert_close(posterior.predict(ROWS), plain.predict(ee.Each(features)), 1e-4)
+        assert posterior[[1]].predict(ROWS).shape == (1, 11, 3)
+    with pytest.raises(TypeError, match="no `state` was given"):
+        fit(ensemble)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, ENSEMBLE)
+    posterior = fit(half, (ROWS.astype(jnp.bfloat16), CLASSES))
+    assert posterior.prior_precision.dtype == jnp.float32
+    assert posterior.sample(2, key=KEY).stacked.layers[0].weight.dtype == jnp.bfloat16
+    shared = ee.build(make, 2, shared=lambda m: m.layers[0], key=KEY)
+    assert fit(shared, where=lambda m: m).members.stacked.values.shape[-1] == 15
+    with pytest.raises(ValueError, match="at least one real floating-point array of each member"):
+        fit(shared, where=lambda m: m.layers[0])
 
 
-class TestOptimum:
-    def test_prior(self, posterior):
-        """MacKay's fixed point is the maximum of the evidence, of each member, and only that."""
-        best = posterior.optimise_prior()
-        np.testing.assert_array_equal(best.noise, posterior.noise)
-        for i in range(3):
-            negative = lambda log, i=i: -float(posterior.log_marginal_likelihood(np.exp(log))[i])
-            expected = scipy.optimize.minimize_scalar(
-                negative, bounds=(-8, 8), method="bounded", options={"xatol": 1e-9}
-            )
-            assert np.log(best.prior_precision[i]) == pytest.approx(expected.x, abs=1e-5)
-        slope = jax.grad(lambda prior: jnp.sum(posterior.log_marginal_likelihood(prior)))
-        assert np.abs(slope(best.prior_precision) * best.prior_precision).max() < 1e-12
-        assert np.abs(slope(1.1 * best.prior_precision) * best.prior_precision).min() > 1e-3
-
-    @pytest.mark.slow
-    def test_prior_and_noise(self, posterior):
-        best = posterior.optimise_prior(fit_noise=True)
-        value = lambda pair: jnp.sum(posterior.log_marginal_likelihood(*pair))
-        prior, noise = jax.grad(value)((best.prior_precision, best.noise))
-        assert max(np.abs(prior * best.prior_precision).max(), np.abs(noise * best.noise).max()) < 1e-11
-        assert (best.log_marginal_likelihood() > posterior.optimise_prior().log_marginal_likelihood()).all()
-        assert (best.noise > posterior.noise).all()  # that of residuals is too small
+def test_errors(unhooked, posterior):
+    for options, kind, message in [
+        ({"noise": 0.1}, TypeError, "`methods.laplace.fit` takes `noise` for regression only"),
+        ({"row_weights": jnp.ones((3, 11))}, ValueError, "one of `row_weights` per row"),
+        ({"data": (ROWS.at[3].set(jnp.nan), CLASSES), "row_weights": jnp.arange(11) < 8}, ValueError, "finite outputs"),
+        ({"data": (ROWS, CLASSES + 1)}, ValueError, "0, 1, 2 have none\nNaN or other labels"),
+        ({"likelihood": "binary"}, ValueError, "of the shape for `likelihood='binary'`"),
+    ]:
+        with pytest.raises(kind, match=message):
+            fit(**options)
+    zero = eqx.tree_at(lambda e: e.stacked.layers[-1], ENSEMBLE, replace_fn=lambda x: jax.tree.map(jnp.zeros_like, x))
+    with pytest.raises(ValueError, match=r"needs a maximum of the marginal likelihood"):
+        fit(zero).optimise_prior()

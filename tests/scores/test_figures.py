@@ -20,6 +20,7 @@ of_classes = ("logits", "labels")
 of_values = ("mean", "targets")
 of_gaussians = ("mean", "variance", "targets")
 ends = lambda mean, variance: (mean - np.sqrt(variance), mean + np.sqrt(variance))
+square, widths = scores.squared_calibration_error, {"num_bins": 7, "binning": "width"}
 
 # The score, what it takes, its options.
 CASES = {
@@ -31,17 +32,9 @@ CASES = {
     "ece of equal mass": (scores.ece, of_classes, {"num_bins": 7, "binning": "mass"}),
     "classwise_ece": (scores.classwise_ece, of_classes, {"num_bins": 7}),
     "classwise_ece of equal mass": (scores.classwise_ece, of_classes, {"num_bins": 7, "binning": "mass"}),
-    "squared_calibration_error of equal width": (
-        scores.squared_calibration_error,
-        of_classes,
-        {"num_bins": 7, "binning": "width", "debiased": False},
-    ),
-    "squared_calibration_error of equal width, debiased": (
-        scores.squared_calibration_error,
-        of_classes,
-        {"num_bins": 7, "binning": "width"},
-    ),
-    "squared_calibration_error, debiased": (scores.squared_calibration_error, of_classes, {"num_bins": 8}),
+    "squared_calibration_error of equal width": (square, of_classes, widths | {"debiased": False}),
+    "squared_calibration_error of equal width, debiased": (square, of_classes, widths),
+    "squared_calibration_error, debiased": (square, of_classes, {"num_bins": 8}),
     "crps nrg": (scores.crps, of_values, {}),
     "crps fair": (scores.crps, of_values, {"estimator": "fair"}),
     "crps of torchmetrics": (scores.crps, of_values, {}),
@@ -51,11 +44,7 @@ CASES = {
     "nll_gaussian_mixture": (scores.nll_gaussian_mixture, of_gaussians, {}),
     "pit_gaussian_mixture": (lambda *x: scores.pit_gaussian_mixture(*x).mean(), of_gaussians, {}),
     "rmse": (scores.rmse, of_values, {}),
-    "interval_score": (
-        lambda m, v, y, **options: scores.interval_score(*ends(m[0], v[0]), y, **options),
-        of_gaussians,
-        {"level": 0.8},
-    ),
+    "interval_score": (lambda m, v, y: scores.interval_score(*ends(m[0], v[0]), y, level=0.8), of_gaussians, {}),
     "pinball": (lambda m, y, **options: scores.pinball(m[0], y, **options), of_values, {"level": 0.3}),
     "dawid_sebastiani": (scores.dawid_sebastiani, of_values, {}),
     "energy nrg": (scores.energy_score, ("vectors", "vector_targets"), {}),
@@ -82,8 +71,3 @@ def test_is_the_stored_figure(name):
     single = (DATA[part].astype(np.int32 if part == "labels" else np.float32) for part in takes)
     # A debiased error is a difference of two larger numbers.
     np.testing.assert_allclose(score(*single, **options), FIGURES[name], rtol=2e-5 if "debiased" in name else 5e-6)
-
-
-def test_figures_of_other_options_would_not_pass():
-    different = [FIGURES[name] for name in CASES if not name.endswith("torchmetrics")]
-    assert min(np.diff(np.sort(different))) > 1e-6

@@ -18,34 +18,27 @@ def expected_failures(estimator):
     return {"check_sample_weight_equivalence_on_dense_data": DRAWS} if estimator.bootstrap else {}
 
 
-def run(check, estimator):
+def checks(*estimators):
     """Weights and repeated rows are compared to 1e-7, for which members need 64 bits."""
-    with jax.enable_x64("sample_weight_equivalence" in check.func.__name__):
-        check(estimator)
+
+    @pytest.mark.usefixtures("unhooked")  # a constructor takes anything, and `fit` complains
+    @pytest.mark.filterwarnings("ignore:No row is out of bag")
+    @parametrize_with_checks(list(estimators), expected_failed_checks=expected_failures)
+    def run(estimator, check):
+        with jax.enable_x64("sample_weight_equivalence" in check.func.__name__):
+            check(estimator)
+
+    return run
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("unhooked")  # a constructor takes anything, and `fit` complains
-@pytest.mark.filterwarnings("ignore:No row is out of bag")
-@parametrize_with_checks(
-    [EnsembleRegressor(**SMALL), EnsembleClassifier(**SMALL, bootstrap=True)],
-    expected_failed_checks=expected_failures,
+test_checks_of_scikit_learn = pytest.mark.slow(
+    checks(EnsembleRegressor(**SMALL), EnsembleClassifier(**SMALL, bootstrap=True))
 )
-def test_checks_of_scikit_learn(estimator, check):
-    run(check, estimator)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("unhooked")  # a constructor takes anything, and `fit` complains
-@pytest.mark.filterwarnings("ignore:No row is out of bag")
-@parametrize_with_checks(
-    [
+test_checks_of_scikit_learn_for_other_parameters = pytest.mark.exhaustive(
+    checks(
         EnsembleRegressor(**SMALL, bootstrap=True),
         EnsembleRegressor(**SMALL, head="point"),
         EnsembleRegressor(**SMALL, head="point", bootstrap=True),
         EnsembleClassifier(**SMALL),
-    ],
-    expected_failed_checks=expected_failures,
+    )
 )
-def test_checks_of_scikit_learn_for_other_parameters(estimator, check):
-    run(check, estimator)

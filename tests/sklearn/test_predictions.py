@@ -1,7 +1,5 @@
 """Training and prediction against NumPy, a loop over members, and scikit-learn's own conventions."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -23,37 +21,22 @@ def member_outputs(model, x):
     return [jax.vmap(member)(jnp.asarray(x, jnp.float32)) for member in model.ensemble_.unstack()]
 
 
-def gradient_descent(weight, bias, x, y, sample_weight, *, rate, steps):
-    """Linear least squares in NumPy, on standardised data; rows have the given weights of mean one."""
-    scaler, target = StandardScaler().fit(x, sample_weight=sample_weight), StandardScaler()
-    target.fit(y[:, None], sample_weight=sample_weight)
-    z, t = scaler.transform(x), target.transform(y[:, None])[:, 0]
-    share = sample_weight / sample_weight.mean()
-    for _ in range(steps):
-        error = share * (z @ weight + bias - t)
-        weight, bias = weight - rate * 2 * z.T @ error / len(z), bias - rate * 2 * error.mean()
-    return target.inverse_transform((z @ weight + bias)[:, None])[:, 0]
-
-
 def test_members_are_those_of_gradient_descent_in_numpy(x, y):
     weights = np.random.default_rng(2).uniform(0.5, 3, len(x))
-    model = EnsembleRegressor(
-        eqx.nn.Linear,
-        num_members=2,
-        head="point",
-        optimiser=optax.sgd(0.1),
-        max_iter=5,
-        early_stopping=False,
-        random_state=0,
-    )
-    model.fit(x, y, sample_weight=weights)
-    key = jax.random.key(np.random.RandomState(0).randint(np.iinfo(np.int32).max))
-    wanted = []
+    options = {"num_members": 2, "head": "point", "max_iter": 5, "early_stopping": False, "random_state": 0}
+    model = EnsembleRegressor(eqx.nn.Linear, optimiser=optax.sgd(0.1), **options).fit(x, y, sample_weight=weights)
+    # Linear least squares on standardised data; rows have weights of mean one.
+    scaler, target = StandardScaler().fit(x, sample_weight=weights), StandardScaler()
+    target.fit(y[:, None], sample_weight=weights)
+    z, t, share = scaler.transform(x), target.transform(y[:, None])[:, 0], weights / weights.mean()
+    key, wanted = jax.random.key(np.random.RandomState(0).randint(np.iinfo(np.int32).max)), []
     for own in ee.member_keys(key, 2):
         start = eqx.nn.Linear(3, 1, key=own)
-        fit = functools.partial(gradient_descent, np.asarray(start.weight[0]), np.asarray(start.bias[0]), x, y)
-        wanted.append(fit(weights, rate=0.1, steps=5))
-        assert np.abs(wanted[-1] - fit(np.ones(len(x)), rate=0.1, steps=5)).max() > 0.1  # weights matter
+        weight, bias = np.asarray(start.weight[0]), np.asarray(start.bias[0])
+        for _ in range(5):
+            error = share * (z @ weight + bias - t)
+            weight, bias = weight - 0.1 * 2 * z.T @ error / len(z), bias - 0.1 * 2 * error.mean()
+        wanted.append(target.inverse_transform((z @ weight + bias)[:, None])[:, 0])
     np.testing.assert_allclose(model.predict(x), np.mean(wanted, axis=0), **CLOSE)
     np.testing.assert_allclose(member_outputs(model, x), wanted, **CLOSE)
 
@@ -163,6 +146,13 @@ def test_out_of_bag_predictions_are_those_of_a_loop(x, y, labels, small):
     known = ~np.isnan(p).any(axis=1)
     assert model.oob_score_ == (model.classes_[p[known].argmax(axis=1)] == labels[known]).mean()
     np.testing.assert_allclose(p[known].sum(axis=1), 1, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_classes_are_those_of_the_labels(x, small):
+    with pytest.raises(ValueError, match="two or more classes, got one class"):
+        EnsembleClassifier(**small).fit(x, np.ones(len(x), int))
+    assert EnsembleClassifier(**small).fit(x, x[:, 0] > 3).predict(x).dtype == bool
 
 
 @pytest.mark.slow

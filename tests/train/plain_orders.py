@@ -41,7 +41,7 @@ def plain_permutation(words, epoch, length):
         hashes = [mix(mix((i + words[0]) & MASK) ^ words[1]) for i in range(length)]
         ranks = sorted(range(length), key=lambda i: (hashes[i], i))
         return np.argsort(ranks)
-    rows, columns = _permute.split(length)
+    rows, columns = _permute.factors(length)
     found = []
     for position in range(length):
         x = network(words, position, rows, columns)

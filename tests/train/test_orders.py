@@ -10,7 +10,7 @@ from scipy import stats
 
 import eqx_ensemble as ee
 from eqx_ensemble.train import _order as _permute
-from eqx_ensemble.train._order import permute, split, stream
+from eqx_ensemble.train._order import factors, permute, stream
 
 from .plain_orders import plain_permutation
 
@@ -48,16 +48,16 @@ def test_long_permutations(length):
 
 @pytest.mark.parametrize("length", [64, 70, 71, 131, 1129, 10_007, 2**20 - 3, 2**31 - 1])
 def test_sides_hold_all_rows_and_few_others(length):
-    rows, columns = split(length)
+    rows, columns = factors(length)
     assert length <= rows * columns <= length * 1.1
     assert max(rows, columns) < 2**16
     assert max(rows, columns) <= 4.2 * min(rows, columns)
 
 
 def test_some_numbers_walk():
-    outside = {length: np.prod(split(length)) - length for length in (1031, 1129, 2039)}
+    outside = {length: np.prod(factors(length)) - length for length in (1031, 1129, 2039)}
     assert set(outside.values()) - {0}, outside  # or the tests above see no walk
-    assert max(np.prod(split(length)) - length for length in range(64, 2049)) >= 2
+    assert max(np.prod(factors(length)) - length for length in range(64, 2049)) >= 2
 
 
 def test_any_part_is_computed_alone():
@@ -88,7 +88,7 @@ def chi_square(found, expected):
 
 def p_values(words, epoch, length):
     """Of where single rows go, where pairs go, and how far apart they are."""
-    side = split(length)[1] if length >= 64 else 2
+    side = factors(length)[1] if length >= 64 else 2
     positions = sorted({0, 1, side, side + 1, length // 2, length - 2, length - 1} & set(range(length)))
     found = drawn(words, epoch, positions, length).astype(np.int64)
     parts = min(length, 16)

@@ -66,8 +66,6 @@ def test_only_trained_weights_are_projected(ensemble):
 def test_wrong_calls(ensemble):
     with pytest.raises(AttributeError, match="init"):  # of a function of hyper-parameters: wrap what it returns
         ee.train.project(lambda hyper: optax.sgd(hyper), non_negative)
-    with pytest.raises(TypeError, match="`fn`"):
-        ee.train.project(optax.sgd(0.1), "relu")
     with pytest.raises(ValueError, match="needs the weights"):
         ee.train.project(optax.sgd(0.1), non_negative).update(ensemble[0], optax.EmptyState())
     wide = ee.train.project(optax.sgd(0.1), lambda params: jax.tree.map(lambda x: x[None], params))

@@ -4,13 +4,13 @@ Each function converts an ordinary model. The sub-members are trained jointly, a
 `eqx_ensemble.Ensemble`.
 """
 
-from ._batch_ensemble import batch_ensemble as batch_ensemble
-from ._batch_ensemble import masksembles as masksembles
-from ._batch_ensemble import tabm as tabm
+from ._convert import batch_ensemble as batch_ensemble
+from ._convert import masksembles as masksembles
+from ._convert import mimo as mimo
+from ._convert import packed_ensemble as packed_ensemble
+from ._convert import tabm as tabm
 from ._joint import JointEnsemble as JointEnsemble
-from ._loss import as_members as as_members
-from ._loss import mean_loss as mean_loss
-from ._loss import members as members
-from ._loss import weight_labels as weight_labels
-from ._packed import mimo as mimo
-from ._packed import packed_ensemble as packed_ensemble
+from ._joint import as_members as as_members
+from ._joint import mean_loss as mean_loss
+from ._joint import members as members
+from ._joint import weight_labels as weight_labels

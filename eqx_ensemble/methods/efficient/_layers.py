@@ -1,10 +1,17 @@
+"""Layers of sub-members, in the place of ordinary ones."""
+
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..._keys import own_key
 from .._layers import AbstractSubstitute, Layer, with_weights, without_bias
+
+AXIS = "submembers"
+"""The named axis over which sub-members are mapped; layers of a joint forward pass communicate over it."""
 
 
 class RankOne(AbstractSubstitute):
@@ -60,6 +67,68 @@ class MaskInputs(AbstractSubstitute):
         weight = self.layer.weight
         weight = jnp.where(input_columns(self.layer, self.mask), weight, jnp.zeros((), weight.dtype))
         return with_weights(self.layer, weight, self.layer.bias)
+
+
+class GroupedLinear(AbstractSubstitute):
+    """A grouped linear layer, with a block-diagonal weight."""
+
+    own: ClassVar[tuple[str, ...]] = ("weight", "bias")
+    weight: Any
+    bias: Any
+
+    def __call__(self, x: Any, *, key: Any = None) -> Array:
+        """The concatenated outputs of all groups."""
+        y = jnp.einsum("goi,gi->go", self.weight, x.reshape((self.weight.shape[0], -1))).reshape(-1)
+        return y if self.bias is None else y + self.bias
+
+    def dense(self, index: int) -> Any:
+        """The layer with the full block-diagonal weight."""
+        weight = jax.scipy.linalg.block_diag(*self.weight)
+        use_bias = self.bias is not None
+        layer = eqx.nn.Linear(weight.shape[1], weight.shape[0], use_bias, weight.dtype, key=own_key())
+        return with_weights(layer, weight, self.bias)
+
+
+class JoinInputs(AbstractSubstitute):
+    """A first layer that takes the concatenated inputs of all sub-members."""
+
+    own: ClassVar[tuple[str, ...]] = ()
+    layer: Any
+    num_submembers: int = eqx.field(static=True)
+    size: Any = eqx.field(static=True)
+
+    def __call__(self, x: Any, *, key: Any = None) -> Array:
+        """The output, which is the same for all sub-members, so that the following layers are computed once."""
+        together = jax.lax.all_gather(x, AXIS)
+        return self.layer(together.reshape((-1, *x.shape[1:])))
+
+    def dense(self, index: int) -> Any:
+        """The layer for equal inputs: its weight is summed over the parts."""
+        weight = self.layer.weight
+        parts = weight.reshape((weight.shape[0], self.num_submembers, -1, *weight.shape[2:]))
+        layer = redraw(self.layer, own_key(), in_size=self.size)
+        return with_weights(layer, parts.sum(axis=1), self.layer.bias)
+
+
+class SelectOutput(AbstractSubstitute):
+    """A last layer whose output has one part per sub-member."""
+
+    own: ClassVar[tuple[str, ...]] = ()
+    layer: Any
+    num_submembers: int = eqx.field(static=True)
+    size: Any = eqx.field(static=True)
+
+    def __call__(self, x: Any, *, key: Any = None) -> Array:
+        """The output of this sub-member."""
+        y = self.layer(x)
+        parts = y.reshape((self.num_submembers, *(() if self.size == "scalar" else (self.size,)), *y.shape[1:]))
+        return parts[jax.lax.axis_index(AXIS)]
+
+    def dense(self, index: int) -> Any:
+        """The layer with the weight of this sub-member."""
+        part = lambda x: x.reshape((self.num_submembers, -1, *x.shape[1:]))[index]
+        layer = redraw(self.layer, own_key(), out_size=self.size)
+        return with_weights(layer, part(self.layer.weight), None if self.layer.bias is None else part(self.layer.bias))
 
 
 def input_columns(layer: Layer, values: Array) -> Array:

@@ -2,5 +2,5 @@
 
 from ._fit import fit as fit
 from ._laplace import Laplace as Laplace
-from ._laplace import replace as replace
-from ._member import Outputs as Outputs
+from ._laplace import Outputs as Outputs
+from ._laplace import with_prior as with_prior

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from ... import _check, tree
+from ..._boundary import check_row_weights
 from ..._data import take_data
 from ..._ensemble import Ensemble, check_ensemble, check_model_state
 from ..._map import take_marked
@@ -15,11 +17,13 @@ from ..._marks import Each
 from ..._pytree import PyTree
 from ...train._run import Run, check_healthy
 from ...train._state import trained_leaves
-from ._laplace import Laplace, check_members, check_per_member, run_members
-from ._likelihood import LIKELIHOODS
-from ._member import LaplaceMember, Posterior, Problem, call
+from ._laplace import Laplace, LaplaceMember, Setting, check_members, for_members, outputs_of, run_members, with_prior
 
-STRUCTURES = ("full", "diag")
+_FITS: dict[str, Callable[[tuple[int, ...]], bool]] = {  # which shapes of a row's outputs
+    "regression": lambda shape: True,
+    "binary": lambda shape: math.prod(shape) == 1,
+    "classification": lambda shape: len(shape) == 1 and shape[0] > 1,
+}
 
 
 def fit(
@@ -97,109 +101,83 @@ def fit(
         2021](https://arxiv.org/abs/2106.14806); of ensembles: [Eschenhagen et al.
         2021](https://arxiv.org/abs/2111.03577)
     """
-    _check.check_word(likelihood, "likelihood", tuple(LIKELIHOODS))
-    _check.check_word(structure, "structure", STRUCTURES)
-    _check.check_function(where, "where", example="lambda model: model.layers[-1]")
-    _check.check_positive_int(batch_size, "batch_size")
-    if not isinstance(data, tuple | list) or len(data) != 2:
-        raise _check.type_error("`data` as a pair `(inputs, targets)`", f"got {_check.kind_text(data)}", "Pass both.")
+    _check.check_word(likelihood, "likelihood", tuple(_FITS))
+    _check.check_word(structure, "structure", ("full", "diag"))
     is_run = isinstance(ensemble, Run)
     members, state = (ensemble.ensemble, ensemble.state if state is None else state) if is_run else (ensemble, state)
     check_ensemble(members)
-    ones = jnp.ones(len(members))
-    priors = check_per_member("prior_precision", prior_precision, ones)
-    noises = None if noise is None else check_per_member("noise", noise, ones if likelihood == "regression" else None)
+    given = Each(for_members(len(members), likelihood, prior_precision, noise))
     if is_run:
-        given = members, state, data, row_weights, priors, noises
-        healthy = np.flatnonzero(check_healthy(ensemble))
-        members, state, data, row_weights, priors, noises = take_marked(given, healthy)
+        every = members, state, data, row_weights, given
+        members, state, data, row_weights, given = take_marked(every, np.flatnonzero(check_healthy(ensemble)))
     check_model_state(members, state)
     (x, y), num_rows = take_data(tuple(data), len(members), argument="data")
-    own = isinstance(row_weights, Each)
-    shape = (len(members), num_rows) if own else (num_rows,)
-    rows = _check.check_row_weights(row_weights.value if own else row_weights, shape)
-    weights = jnp.ones(num_rows) if rows.weights is None else Each(rows.weights) if own else rows.weights
+    is_own = isinstance(row_weights, Each)
+    shape = (len(members), num_rows) if is_own else (num_rows,)
+    rows = check_row_weights(row_weights.value if is_own else row_weights, shape).weights
     model = members[0]
-    positions = _choose(members, model, where)
-    problem = Problem(likelihood, structure, positions, fn, _output_shape(model, x, state, fn, likelihood))
-    y = _check_targets(y, rows, likelihood, problem.shape)
-    of_members = members, (x, y, weights), state, priors, noises
-    posterior = run_members(_posterior, problem, min(batch_size, num_rows), *of_members)
-    fine = jnp.isfinite(posterior.values).all(axis=1) & jnp.isfinite(posterior.loss)
+    shape = _shape_of_outputs(model, x, y, state, fn, likelihood)
+    setting = Setting(likelihood, structure, _choose(members, model, where), shape, fn)
+    rows = Each(rows) if is_own else rows
+    found = run_members(_posterior, setting, min(batch_size, num_rows), members, x, y, rows, state)
+    fine = jnp.isfinite(found.stacked.values).all(axis=1) & jnp.isfinite(found.stacked.loss)
     fix = "NaN or other labels in the rows? Members that diverged? Pass the run instead of its ensemble."
-    check_members(fine, "finite outputs and derivatives", "have others", fix)
-    if posterior.noise is not None:
-        fix = "Pass `noise`, the standard deviation of the targets around their means."
-        check_members(posterior.noise > 0, "residuals, which give the noise", "have none", fix)
-    stacked = LaplaceMember(members.stacked, posterior, problem)
-    of_posterior = [None if x is None else 0 for x in jax.tree.leaves(posterior, is_leaf=lambda x: x is None)]
-    return Laplace(Ensemble(stacked, (*members.axes, *of_posterior)), state)
+    check_members(fine, "finite outputs and derivatives", fix)
+    priors, noises = given.value
+    return with_prior(Laplace(found, state), prior_precision=priors, noise=noises)
 
 
 def _choose(members: Ensemble, model: PyTree, where: Callable[[Any], Any]) -> tuple[int, ...]:
     """The positions of the floating-point leaves that `where` selects and each member has of its own, not frozen."""
     leaves, treedef = jax.tree.flatten(model)
-    found = [i for i in jax.tree.leaves(where(jax.tree.unflatten(treedef, range(len(leaves))))) if type(i) is int]
+    found = jax.tree.leaves(where(jax.tree.unflatten(treedef, range(len(leaves)))))
     rows = zip(jax.tree.leaves(members.stacked, is_leaf=lambda x: x is None), trained_leaves(members), strict=True)
-    own = [is_own for x, is_own in rows if x is not None]
-    is_kind = lambda i, kind: jnp.issubdtype(getattr(leaves[i], "dtype", bool), kind)
-    kept = tuple(i for i in dict.fromkeys(found) if own[i] and is_kind(i, jnp.floating))
-    if not kept or any(is_kind(i, jnp.complexfloating) for i in found):
+    own = [is_own and eqx.is_inexact_array(x) and jnp.isrealobj(x) for x, is_own in rows if x is not None]
+    kept = tuple(i for i in dict.fromkeys(found) if type(i) is int and own[i])
+    if not kept:
         fix = "Arrays that the members share, and those inside of `train.Frozen`, have no posterior."
-        needs = "`where` to select at least one floating-point array of each member, and no complex one"
-        raise _check.value_error(needs, f"got {len(kept)} of the former", fix)
+        needs = "`where` to select at least one real floating-point array of each member"
+        raise _check.value_error(needs, "got none", fix)
     return kept
 
 
-def _output_shape(model: PyTree, x: PyTree, state: Any, fn: Any, likelihood: str) -> tuple[int, ...]:
-    """The shape of a member's outputs for one row. Raises unless the likelihood can have them."""
+def _shape_of_outputs(model: PyTree, x: PyTree, y: Any, state: Any, fn: Any, likelihood: str) -> tuple[int, ...]:
+    """The shape of a member's outputs for one row. Raises unless likelihood and targets fit it."""
     first = lambda x: jax.tree.map(lambda x: x[0, 0], x.value) if isinstance(x, Each) else x[0]
     row = jax.tree.map(first, x, is_leaf=lambda x: isinstance(x, Each))
-    one = lambda x, state, model: call(fn, eqx.nn.inference_mode(model), x, state)
-    found: Any = eqx.filter_eval_shape(one, row, None if state is None else tree.take(state, 0), model)
-    if not isinstance(found, jax.ShapeDtypeStruct) or not jnp.issubdtype(found.dtype, jnp.floating):
-        fix = "For a part of what they return pass `fn=lambda model, x: model(x)[0]`."
-        raise _check.type_error("members with one floating-point array of outputs for a row", f"got {found}", fix)
-    fits = {"binary": found.size == 1, "classification": len(found.shape) == 1 and found.size > 1}
-    if not fits.get(likelihood, True):
-        fix = '`"binary"` is for one logit per row, `"classification"` for a logit for each of two classes or more.'
-        raise _check.value_error(f"outputs that fit `likelihood={likelihood!r}`", f"got {found.shape}", fix)
-    return found.shape
+    one = lambda x, state, model: outputs_of(fn, eqx.nn.inference_mode(model), x, state)
+    out: Any = eqx.filter_eval_shape(one, row, None if state is None else tree.take(state, 0), model)
+    shape = getattr(out, "shape", None)
+    if shape is None or not _FITS[likelihood](shape):
+        needs = f"one array of outputs per row, of the shape for `likelihood={likelihood!r}`"
+        fix = "For a part of what members return pass `fn=lambda model, x: model(x)[0]`."
+        raise _check.value_error(needs, f"got {out}", fix)
+    fitting = [()] if likelihood == "classification" else [shape, (), (1,)] if math.prod(shape) == 1 else [shape]
+    got = y.value.shape[2:] if isinstance(y, Each) else y.shape[1:]
+    if got not in fitting:  # they would be broadcast
+        got = f"expected (rows, *{fitting[0]}), got (rows, *{got})"
+        raise _check.value_error("one label per row, or one target per output and row", got, "Nothing is broadcast.")
+    return shape
 
 
-def _check_targets(targets: Any, rows: _check.CountedRows, likelihood: str, shape: tuple[int, ...]) -> Any:
-    """Raises unless targets match the outputs, in rows that count. Returns them, or an `Each`."""
-    own = isinstance(targets, Each)
-    array = _check.check_array("data[1]", targets.value if own else targets)
-    batch = array.shape[: 1 + own]
-    if rows.known is not None and rows.known.ndim > len(batch):
-        rows = rows._replace(known=rows.known.any(axis=0))
-    if likelihood == "classification":
-        array = _check.check_labels(array, jnp.zeros((*batch, *shape)), rows, argument="outputs", members=False)
-    elif array.shape != (*batch, *shape) and (array.size != np.prod(batch) or np.prod(shape) != 1):
-        got = f"expected {(*batch, *shape)}, got {array.shape}"
-        raise _check.value_error(
-            "one target per output and row", got, "Their shape is that of the outputs of all rows."
-        )
-    return Each(array) if own else array
-
-
-def _posterior(problem: Problem, size: int, model: Any, data: tuple, state: Any, prior: Array, noise: Any) -> Posterior:
-    """The posterior of one member, from sums over batches of rows.
+def _posterior(
+    setting: Setting, size: int, model: Any, x: PyTree, y: Array, row_weights: Any, state: Any
+) -> LaplaceMember:
+    """The posterior of one member, from sums over batches of rows, with a prior precision of 1.
 
     No matrix is squared: rows of the root of the curvature are accumulated by QR decompositions. The condition number
     of a root is the square root of that of the matrix, so single precision suffices.
     """
-    model, likelihood = eqx.nn.inference_mode(model), LIKELIHOODS[problem.likelihood]
-    x, y, row_weights = data
-    vector, num_rows = problem.weights(model)[0], row_weights.shape[0]
-    num_targets = y[0].size if likelihood.has_noise else 1
-    y = y if problem.likelihood == "classification" else y.reshape(num_rows, -1)
+    called = eqx.nn.inference_mode(model)
+    vector, num_rows = setting.weights(model)[0], y.shape[0]
+    row_weights = jnp.ones(num_rows) if row_weights is None else row_weights
+    is_full, has_noise = setting.structure == "full", setting.likelihood == "regression"
+    num_targets = y[0].size if has_noise else 1
 
     def row(x: PyTree, y: Array, counts: Array) -> tuple[Array, Array]:
-        outputs, jacobian = problem.linearise(model, x, state)
+        outputs, jacobian = setting.linearise(called, x, state)
+        found = _loss_and_root(setting.likelihood, outputs, jacobian, y.ravel().astype(outputs.dtype))
         # Rows of weight zero may contain NaN.
-        found = likelihood.loss(outputs, y), likelihood.root(outputs, jacobian)
         return jax.tree.map(lambda x: jnp.where(counts, x, 0), found)
 
     def add(sums: tuple[Array, Array, Array], rows: Array) -> tuple[tuple[Array, Array, Array], None]:
@@ -208,20 +186,37 @@ def _posterior(problem: Problem, size: int, model: Any, data: tuple, state: Any,
         weights = jnp.where(rows < num_rows, jnp.asarray(row_weights[at], vector.dtype), 0)
         losses, roots = jax.vmap(row)(jax.tree.map(lambda x: x[at], x), y[at], weights > 0)
         roots = (jnp.sqrt(weights)[:, None, None] * roots).reshape(-1, vector.size)
-        if problem.structure == "full":
+        if is_full:
             curvature = jnp.linalg.qr(jnp.concatenate([curvature, roots]), mode="r")
         else:
             curvature = curvature + jnp.sum(roots**2, axis=0)
         return (curvature, loss + weights @ losses, count + num_targets * jnp.sum(weights)), None
 
     zero = jnp.zeros((), vector.dtype)
-    curvature = jnp.zeros((vector.size,) * (2 if problem.structure == "full" else 1), vector.dtype)
+    start = jnp.zeros((vector.size,) * (1 + is_full), vector.dtype), zero, zero
     rows = jnp.arange(-(-num_rows // size) * size).reshape(-1, size)
-    (curvature, loss, count), _ = jax.lax.scan(add, (curvature, zero, zero), rows)
-    if likelihood.has_noise:
-        noise = (jnp.sqrt(loss / count) if noise is None else noise).astype(vector.dtype)
-    values, vectors = curvature, None
-    if problem.structure == "full":
-        _, singular, across = jnp.linalg.svd(curvature)
+    (values, loss, count), _ = jax.lax.scan(add, start, rows)
+    vectors = None
+    if is_full:
+        _, singular, across = jnp.linalg.svd(values)
         values, vectors = singular**2, across.T
-    return Posterior(values, vectors, prior.astype(vector.dtype), noise, loss, count)
+    noise = jnp.sqrt(loss / count) if has_noise else None
+    return LaplaceMember(model, values, vectors, zero + 1, noise, loss, count, setting)
+
+
+def _loss_and_root(likelihood: str, outputs: Array, jacobian: Array, target: Array) -> tuple[Array, Array]:
+    """The loss of a row, and `L' jacobian`, where `L L'` is the second derivative of the negative log-likelihood.
+
+    The loss is the negative log-likelihood in nats, NaN for what is no target; for regression, whose noise is taken to
+    be 1, the sum of squared errors.
+    """
+    if likelihood == "regression":
+        return jnp.sum((outputs - target) ** 2), jacobian
+    if likelihood == "binary":  # the second derivative is `p (1 - p)`, in log space for accuracy
+        share = jnp.where((target >= 0) & (target <= 1), target, jnp.nan)
+        yes, no = jax.nn.log_sigmoid(outputs), jax.nn.log_sigmoid(-outputs)
+        return -jnp.sum(share * yes + (1 - share) * no), jnp.exp((yes + no) / 2)[:, None] * jacobian
+    # The second derivative `diag(p) - p p'` has the root `(diag(p) - p p') / sqrt(p)`, column by column.
+    logs, is_target = jax.nn.log_softmax(outputs), target == jnp.arange(outputs.size, dtype=outputs.dtype)
+    loss = jnp.where(is_target.any(), -jnp.sum(jnp.where(is_target, logs, 0)), jnp.nan)
+    return loss, jnp.exp(logs / 2)[:, None] * (jacobian - (jnp.exp(logs) @ jacobian)[None])

@@ -1,23 +1,198 @@
+import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Key
 
 from ... import _check, _keys
+from ..._boundary import array_function, kinds
 from ..._caller import caller
 from ..._ensemble import Ensemble, take
-from ..._map import over_members
+from ..._map import map_members
 from ..._marks import Each
 from ..._predict import predict
 from ..._pytree import PyTree
-from ._likelihood import LINKS, Link
-from ._member import LaplaceMember, Outputs, Predict
+from ...combine import Gaussian
 
 M = TypeVar("M")
+Link = Literal["probit", "mc"]
+
+
+class Outputs(NamedTuple):
+    """The result of [`eqx_ensemble.methods.laplace.Laplace.outputs`][], for each member and row.
+
+    **Attributes:**
+
+    - `mean`: `(members, rows, out)`, the outputs of the model, flattened to one axis.
+    - `covariance`: `(members, rows, out, out)`.
+    """
+
+    mean: Float[Array, "*batch out"]
+    covariance: Float[Array, "*batch out out"]
+
+
+class Setting(NamedTuple):
+    """What is static, with the positions of the selected leaves of a model, and the shape of its outputs for a row."""
+
+    likelihood: str
+    structure: str
+    positions: tuple[int, ...]
+    shape: tuple[int, ...]
+    fn: Callable[..., Any] | None
+
+    def weights(self, model: M) -> tuple[Float[Array, " weights"], Callable[[Float[Array, " weights"]], M]]:
+        """The selected weights as a vector, at least float32, and the function that puts others into the model."""
+        leaves, treedef = jax.tree.flatten(model)
+        own = {i: jnp.asarray(leaves[i]) for i in self.positions}
+        dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in own.values()) else jnp.float32
+        vector, unravel = jax.flatten_util.ravel_pytree({i: x.astype(dtype) for i, x in own.items()})
+
+        def insert(vector: Float[Array, " weights"]) -> M:
+            new = {i: x.astype(own[i].dtype) for i, x in unravel(vector).items()}
+            return jax.tree.unflatten(treedef, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+        return vector, insert
+
+    def linearise(
+        self, model: PyTree, x: PyTree, state: Any
+    ) -> tuple[Float[Array, " out"], Float[Array, "out weights"]]:
+        """The flattened outputs for one row, and their Jacobian with respect to the selected weights."""
+        vector, insert = self.weights(model)
+        outputs = lambda vector: outputs_of(self.fn, insert(vector), x, state).ravel().astype(vector.dtype)
+        found, pull = jax.vjp(outputs, vector)
+        return found, jax.vmap(pull)(jnp.eye(found.size, dtype=vector.dtype))[0]
+
+
+def outputs_of(fn: Callable[..., Any] | None, model: Any, x: PyTree, state: eqx.nn.State | None) -> Any:
+    """The outputs of a model for one row, not flattened."""
+    given = (x,) if state is None else (x, state)
+    out = model(*given) if fn is None else fn(model, *given)
+    return out if state is None else out[0]
+
+
+class LaplaceMember(eqx.Module, Generic[M]):
+    """A model and the Gaussian posterior of its selected weights, centred at them.
+
+    `values` are the eigenvalues of the generalised Gauss-Newton matrix, without noise, and the columns of `vectors` its
+    eigenvectors, `None` for unit vectors. `loss` and `count` are sums over the rows: of the losses of the likelihood,
+    and of the number of targets.
+    """
+
+    model: M
+    values: Float[Array, " weights"]
+    vectors: Float[Array, "weights weights"] | None
+    prior_precision: Float[Array, ""]
+    noise: Float[Array, ""] | None
+    loss: Float[Array, ""]
+    count: Float[Array, ""]
+    setting: Setting = eqx.field(static=True)
+
+    @property
+    def precision(self) -> Float[Array, " weights"]:
+        """The eigenvalues of the posterior's precision."""
+        return self.prior_precision + (self.values if self.noise is None else self.values / self.noise**2)
+
+    def outputs(self, x: PyTree, state: eqx.nn.State | None = None) -> Outputs:
+        """Mean and covariance of the outputs for one row."""
+        mean, jacobian = self.setting.linearise(self.model, x, state)
+        scaled = (jacobian if self.vectors is None else jacobian @ self.vectors) / jnp.sqrt(self.precision)[None]
+        return Outputs(mean, scaled @ scaled.T)
+
+    def draw(self, key: Key[Array, ""], numbers: Int[Array, " draws"]) -> PyTree:
+        """The arrays of models with weights drawn from the posterior, each `(draws, ...)`."""
+        vector, insert = self.setting.weights(self.model)
+
+        def one(number: Int[Array, ""]) -> PyTree:
+            noise = jax.random.normal(jax.random.fold_in(key, number), vector.shape, vector.dtype)
+            away = noise / jnp.sqrt(self.precision)
+            return eqx.filter(insert(vector + (away if self.vectors is None else self.vectors @ away)), eqx.is_array)
+
+        return jax.vmap(one)(numbers)
+
+    def evidence(self) -> Float[Array, ""]:
+        """The log marginal likelihood of the data, in nats."""
+        vector, values, fit = self.setting.weights(self.model)[0], self.values, -self.loss
+        if self.noise is not None:
+            values = values / self.noise**2
+            fit = fit / (2 * self.noise**2) - self.count * (jnp.log(self.noise) + math.log(2 * math.pi) / 2)
+        # The determinants are that of the posterior's precision over that of the prior's.
+        logdets = jnp.sum(jnp.log1p(values / self.prior_precision))
+        return fit - (logdets + self.prior_precision * (vector @ vector)) / 2
+
+    def best_prior(self, fit_noise: bool) -> tuple[Array, Array | None]:  # noqa: FBT001
+        """The prior precision and the noise that maximise the evidence, with fixed weights."""
+        vector = self.setting.weights(self.model)[0]
+        square = vector @ vector
+
+        def precision(values: Float[Array, " weights"]) -> Float[Array, ""]:
+            above = lambda precision: precision * square > jnp.sum(values / (values + precision))
+            return _bisect(above, values.size / square)
+
+        if self.noise is None or not fit_noise:
+            return precision(self.values if self.noise is None else self.values / self.noise**2), self.noise
+        # The best noise has `loss / noise^2 + gamma` equal to the number of targets. With the best precision for each,
+        # `gamma` is `precision |w|^2`, which rises with `1 / noise^2` as the first term does, so there is one root.
+        above = lambda inverse: inverse * self.loss + precision(self.values * inverse) * square > self.count
+        inverse = _bisect(above, self.count / self.loss)
+        return precision(self.values * inverse), 1 / jnp.sqrt(inverse)
+
+
+def _bisect(above: Callable[[Array], Array], most: Float[Array, ""]) -> Float[Array, ""]:
+    """The smallest number up to `most` at which `above` holds, by 64 halvings of a bracket of 80 of its logarithm."""
+    high = jnp.log(most)
+
+    def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        middle = (ends[0] + ends[1]) / 2
+        is_above = above(jnp.exp(middle))
+        return jnp.where(is_above, ends[0], middle), jnp.where(is_above, middle, ends[1])
+
+    low, high = jax.lax.fori_loop(0, 64, halve, (high - 80.0, high))
+    return jnp.exp((low + high) / 2)
+
+
+def probit(mean: Float[Array, " classes"], covariance: Float[Array, "classes classes"]) -> Float[Array, " classes"]:
+    """Log-probabilities from differences of logits, divided by `sqrt(1 + pi / 8 * variance)` of the difference."""
+    variances = jnp.diagonal(covariance)
+    # Of a difference: what all logits share cancels. Rounding may leave it negative.
+    spread = jnp.maximum(variances[:, None] + variances[None] - 2 * covariance, 0)
+    differences = (mean[:, None] - mean[None]) / jnp.sqrt(1 + math.pi / 8 * spread)
+    return jax.nn.log_softmax(-jax.nn.logsumexp(-differences, axis=1))
+
+
+def monte_carlo(
+    mean: Float[Array, " classes"], covariance: Float[Array, "classes classes"], num_samples: int, key: Key[Array, ""]
+) -> Float[Array, " classes"]:
+    """The logarithm of the mean probabilities over draws of the logits."""
+    values, vectors = jnp.linalg.eigh(covariance)  # the covariance may be singular
+    root = vectors * jnp.sqrt(jnp.maximum(values, 0))[None]
+    noise = jax.random.normal(key, (num_samples, mean.shape[0]), mean.dtype)
+    logs = jax.nn.log_softmax(mean[None] + noise @ root.T)
+    return jax.nn.logsumexp(logs, axis=0) - math.log(num_samples)
+
+
+@dataclasses.dataclass(frozen=True)
+class Predict:
+    """Calls a member for its prediction."""
+
+    link: Link
+    num_samples: int
+
+    def __call__(self, member: LaplaceMember, x: PyTree, state: Any = None, *, key: Any = None) -> Any:
+        (mean, covariance), setting = member.outputs(x, state), member.setting
+        if member.noise is not None:
+            variance = jnp.diagonal(covariance) + member.noise**2
+            return Gaussian(mean.reshape(setting.shape), variance.reshape(setting.shape))
+        if setting.likelihood == "binary":  # one logit: the other one is zero
+            mean, covariance = jnp.pad(mean, (1, 0)), jnp.pad(covariance, ((1, 0), (1, 0)))
+        return (
+            probit(mean, covariance) if self.link == "probit" else monte_carlo(mean, covariance, self.num_samples, key)
+        )
 
 
 class Laplace(eqx.Module, Generic[M]):
@@ -41,19 +216,18 @@ class Laplace(eqx.Module, Generic[M]):
     @property
     def ensemble(self) -> Ensemble[M]:
         """The ensemble of the members' trained weights, the means of the posteriors."""
-        is_none = lambda x: x is None
-        axes = jax.tree.leaves(self.members.in_axes().stacked.model, is_leaf=is_none)
+        axes = jax.tree.leaves(self.members.in_axes().stacked.model, is_leaf=_is_none)
         return Ensemble(self.members.stacked.model, tuple(axes))
 
     @property
     def prior_precision(self) -> Float[Array, " members"]:
         """The precision of each member's prior."""
-        return self.members.stacked.posterior.prior_precision
+        return self.members.stacked.prior_precision
 
     @property
     def noise(self) -> Float[Array, " members"] | None:
         """The standard deviation of the noise of each member; `None` for classes."""
-        return self.members.stacked.posterior.noise
+        return self.members.stacked.noise
 
     def sample(self, num_samples: int, *, key: Any) -> Ensemble[M]:
         """Draws members from the posteriors: their selected weights are replaced.
@@ -68,14 +242,13 @@ class Laplace(eqx.Module, Generic[M]):
         **Returns:** the ensemble of all draws, those of one member adjacent.
         States are `ee.tree.take(posterior.state, np.repeat(np.arange(num_members), num_samples))`.
         """
-        num_samples = _check.check_positive_int(num_samples, "num_samples")
-        keys = _keys.member_keys(key, len(self.members), purpose="laplace")
-        old, drawn = self.ensemble, run_members(LaplaceMember.draw, self.members, Each(keys), jnp.arange(num_samples))
-        own = lambda x, axis, new: new.reshape(-1, *new.shape[2:]) if axis == 0 else x
-        is_none = lambda x: x is None
-        leaves, treedef = jax.tree.flatten(old.stacked, is_leaf=is_none)
-        rows = zip(leaves, old.axes, jax.tree.leaves(drawn, is_leaf=is_none), strict=True)
-        return Ensemble(jax.tree.unflatten(treedef, [own(*row) for row in rows]), old.axes)
+        old, keys = self.ensemble, _keys.member_keys(key, len(self.members), purpose="laplace")
+        drawn = run_members(LaplaceMember.draw, self.members, Each(keys), jnp.arange(num_samples))
+        pairs = zip(
+            old.axes, *(jax.tree.leaves(x, is_leaf=_is_none) for x in (old.stacked, drawn.stacked)), strict=True
+        )
+        leaves = [new.reshape(-1, *new.shape[2:]) if axis == 0 else x for axis, x, new in pairs]
+        return Ensemble(jax.tree.unflatten(jax.tree.structure(old.stacked, is_leaf=_is_none), leaves), old.axes)
 
     def predict(
         self, x: PyTree, *, link: Link = "probit", num_samples: int = 100, key: Any = None, **options: Any
@@ -100,8 +273,7 @@ class Laplace(eqx.Module, Generic[M]):
         **Returns:** for classes, log-probabilities `(members, rows, classes)`, also for two classes; for regression,
         [`eqx_ensemble.combine.Gaussian`][] `(members, rows, ...)`. With `combine`, its result.
         """
-        _check.check_word(link, "link", LINKS)
-        _check.check_positive_int(num_samples, "num_samples")
+        _check.check_word(link, "link", ("probit", "mc"))
         if link == "mc" and key is None:
             raise TypeError(f'`{caller()}` needs `key` with `link="mc"`.')
         chance = {} if key is None else {"key": key, "inference": True}
@@ -131,9 +303,8 @@ class Laplace(eqx.Module, Generic[M]):
 
         **Returns:** `(members,)`.
         """
-        own = check_per_member("prior_precision", prior_precision, self.prior_precision)
-        noises = check_per_member("noise", noise, self.noise)
-        return run_members(LaplaceMember.log_evidence, self.members, own, noises)
+        other = with_prior(self, prior_precision=prior_precision, noise=noise)
+        return run_members(LaplaceMember.evidence, other.members)
 
     def optimise_prior(self, *, fit_noise: bool = False) -> "Laplace[M]":
         r"""Maximises the marginal likelihood of each member over its prior precision.
@@ -150,56 +321,25 @@ class Laplace(eqx.Module, Generic[M]):
 
         **Raises:** `ValueError` if the marginal likelihood has no maximum.
         """
-        precision, noise = run_members(_best_prior, self.members, fit_noise)
-        found = jnp.isfinite(precision) & (precision > 1e-30)
+        precision, noise = run_members(LaplaceMember.best_prior, self.members, fit_noise)
+        fine = jnp.isfinite(precision) & (precision > 1e-30)
         if noise is not None:
-            found &= jnp.isfinite(noise) & (noise > 0)
+            fine &= jnp.isfinite(noise) & (noise > 0)
         fix = "Their selected weights are zero, or the outputs do not depend on them."
-        check_members(found, "a maximum of the marginal likelihood", "have none", fix)
-        return replace(self, prior_precision=precision, noise=noise)
+        check_members(fine, "a maximum of the marginal likelihood", fix)
+        return with_prior(self, prior_precision=precision, noise=noise)
+
+
+_is_none = lambda x: x is None
 
 
 @eqx.filter_jit
 def run_members(fn: Callable[..., Any], *args: Any) -> Any:
     """`fn` of every member, compiled once for each function: its options are arguments, not those of a partial."""
-    return over_members(fn)(*args)
+    return map_members(fn)(*args)
 
 
-def _best_prior(member: LaplaceMember, with_noise: bool) -> tuple[Array, Array | None]:  # noqa: FBT001
-    """The prior precision and the noise that maximise the evidence of one member, with fixed weights."""
-    own, (vector, _) = member.posterior, member.problem.weights(member.model)
-    square = vector @ vector
-
-    def precision(values: Float[Array, " weights"]) -> Float[Array, ""]:
-        above = lambda precision: precision * square > jnp.sum(values / (values + precision))
-        return _bisect(above, values.size / square)
-
-    if own.noise is None or not with_noise:
-        return precision(own.values if own.noise is None else own.values / own.noise**2), own.noise
-    # The best noise has `loss / noise^2 + gamma` equal to the number of targets. With the best precision for each,
-    # `gamma` is `precision |w|^2`, which rises with `1 / noise^2` as the first term does, so there is one root.
-    above = lambda inverse: inverse * own.loss + precision(own.values * inverse) * square > own.count
-    inverse = _bisect(above, own.count / own.loss)
-    return precision(own.values * inverse), 1 / jnp.sqrt(inverse)
-
-
-def _bisect(above: Callable[[Array], Array], most: Float[Array, ""]) -> Float[Array, ""]:
-    """The smallest number up to `most` at which `above` holds, by bisection of its logarithm.
-
-    64 halvings of a bracket of 80 are below the rounding of double precision.
-    """
-    high = jnp.log(most)
-
-    def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        middle = (ends[0] + ends[1]) / 2
-        is_above = above(jnp.exp(middle))
-        return jnp.where(is_above, ends[0], middle), jnp.where(is_above, middle, ends[1])
-
-    low, high = jax.lax.fori_loop(0, 64, halve, (high - 80.0, high))
-    return jnp.exp((low + high) / 2)
-
-
-def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = None) -> Laplace[M]:
+def with_prior(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = None) -> Laplace[M]:
     """Replaces the prior precision or the noise of posteriors, without access to the data.
 
     The result equals a fit with these values: a prior precision can be selected on held-out rows.
@@ -217,36 +357,32 @@ def replace(posterior: Laplace[M], *, prior_precision: Any = None, noise: Any = 
     data = jax.random.normal(key, (60, 2)), jnp.arange(60) % 3
     options = {"likelihood": "classification", "where": lambda model: model.layers[-1]}
     posterior = laplace.fit(ensemble, data, **options)
-    posterior = laplace.replace(posterior, prior_precision=10.0)
+    posterior = laplace.with_prior(posterior, prior_precision=10.0)
     ```
     """
-    if not isinstance(posterior, Laplace):
-        raise TypeError(f"`{caller()}` needs what `methods.laplace.fit` returned, got {_check.kind_text(posterior)}.")
-    priors = check_per_member("prior_precision", prior_precision, posterior.prior_precision)
-    noises = check_per_member("noise", noise, posterior.noise)
-    get = lambda members: (members.stacked.posterior.prior_precision, members.stacked.posterior.noise)
-    new = [None if each is None else each.value for each in (priors, noises)]
-    return Laplace(eqx.tree_at(get, posterior.members, new, is_leaf=lambda x: x is None), posterior.state)
+    members = posterior.members.stacked
+    own = for_members(len(posterior.members), members.setting.likelihood, prior_precision, noise)
+    old = members.prior_precision, members.noise
+    new = [x if y is None else y.astype(members.values.dtype) for x, y in zip(old, own, strict=True)]
+    get = lambda members: (members.stacked.prior_precision, members.stacked.noise)
+    return Laplace(eqx.tree_at(get, posterior.members, new, is_leaf=_is_none), posterior.state)
 
 
-def check_per_member(argument: str, value: Any, own: Array | None) -> Each | None:
-    """Raises unless `value` is one positive number, or one per member. Returns one per member; `own` by default."""
-    if value is None:
-        return None if own is None else Each(own)
-    if own is None:
-        raise TypeError(f"`{caller()}` takes `{argument}` for regression only: classes have no noise.")
-    array = _check.check_array(argument, value)
-    if array.shape not in ((), own.shape):
-        got = f"expected () or {own.shape}, got {array.shape}"
-        raise _check.value_error(f"one `{argument}`, or one per member", got, "It is a scalar or `(members,)`.")
-    fix = "`prior_precision` is that of a proper prior, `noise` a standard deviation in the unit of the targets."
-    is_wrong = lambda host: ~((host > 0) & np.isfinite(host))
-    _check.check_entries(f"`{argument}` above zero and finite", array, is_wrong, fix)
-    return Each(jnp.broadcast_to(array.astype(own.dtype), own.shape))
+def for_members(num_members: int, likelihood: str, prior_precision: Any, noise: Any) -> list[Array | None]:
+    """Raises unless both are `None`, or positive numbers, one or one for each member. Returns one for each."""
+    if noise is not None and likelihood != "regression":
+        raise TypeError(f"`{caller()}` takes `noise` for regression only: classes have no noise.")
+    given = _above_zero(prior_precision=prior_precision, noise=noise)
+    return [None if x is None else jnp.broadcast_to(x, (num_members,)) for x in given]
 
 
-def check_members(is_right: Array, needs: str, got: str, fix: str) -> None:
+@array_function
+def _above_zero(*, prior_precision: kinds.PriorPrecision = None, noise: kinds.NoiseOfTargets = None) -> Any:
+    return prior_precision, noise
+
+
+def check_members(is_right: Array, needs: str, fix: str) -> None:
     """Raises an error that lists members unless all are right, if that can be read."""
     host = _check.concrete(is_right)
     if host is not None and not host.all():
-        raise _check.value_error(needs, f"members {', '.join(map(str, np.flatnonzero(~host)))} {got}", fix)
+        raise _check.value_error(needs, f"members {', '.join(map(str, np.flatnonzero(~host)))} have none", fix)

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from ... import _keys
-from ..._caller import caller
-from ..._check import check_function, check_positive_int, kind_text
 from ..._data import take_data
 from ..._ensemble import Ensemble, check_ensemble, check_model_state
 from ..._map import over_members
@@ -41,14 +39,12 @@ def update_batch_norm(
     - `ensemble`: the members, such as those of [`eqx_ensemble.methods.trajectory.average`][].
     - `state`: their stacked `equinox.nn.State`; for draws that of the original members, `ee.tree.take(run.state,
         owners)` with `owners = np.repeat(np.arange(num_members), num_samples)`.
-    - `fn`: `fn(model, state, batch, key) -> (value, state)`, such as the loss. The value is not used.
+    - `fn`: `fn(model, state, batch, key) -> (value, state)`, such as the loss. Only the state is used.
     - `data`: arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked [`eqx_ensemble.Each`][].
     - `batch_size`: 32 by default; use that of training, because earlier layers normalise by the batch.
     - `key`: the root key, for the row order and the keys passed to `fn`.
 
-    **Returns:** the stacked state with the new statistics.
-
-    **Raises:** `ValueError` for members without a BatchNorm in training mode.
+    **Returns:** the stacked state with the new statistics. Layers in inference mode keep theirs.
 
     ```python
     class Model(eqx.Module):
@@ -80,19 +76,13 @@ def update_batch_norm(
     """
     check_ensemble(ensemble)
     check_model_state(ensemble, state)
-    check_function(fn, "fn", example="lambda model, state, batch, key: (value, state)")
-    if not _layers(ensemble.stacked):
-        raise ValueError(
-            f"`{caller()}` needs members with `equinox.nn.BatchNorm` layers that are not in inference mode.\n"
-            "For others there is nothing to do; `equinox.nn.inference_mode(ensemble, value=False)` ends that mode."
-        )
     data, num_rows = take_data(data, ensemble.num_members, argument="data")
-    batch_size = min(32, num_rows) if batch_size is None else check_positive_int(batch_size, "batch_size")
+    batch_size = min(batch_size or 32, num_rows)
     key = _keys.root(key)
     order = jax.random.permutation(jax.random.fold_in(key, _keys.tag("batch_norm")), num_rows)
 
     def one(model: Any, state: eqx.nn.State, data: PyTree, order: Array, key: Array) -> eqx.nn.State:
-        return _estimate(fn, model, state, data, order, key, min(batch_size, num_rows))
+        return _estimate(fn, model, state, data, order, key, batch_size)
 
     keys = Each(_keys.member_keys(key, ensemble.num_members, purpose="batch_norm"))
     return eqx.filter_jit(over_members(one))(ensemble, state, data, order, keys)
@@ -108,15 +98,11 @@ def _estimate(
     def batch(carry: tuple, number: Any, size: int) -> tuple:
         state, old, rows_before = carry
         rows = jax.lax.dynamic_slice_in_dim(order, number * batch_size, size)
-        out = fn(model, _reset(layers, state), jax.tree.map(lambda x: x[rows], data), jax.random.fold_in(key, number))
-        if not isinstance(out, tuple) or len(out) < 2 or not isinstance(out[1], eqx.nn.State):
-            raise TypeError(
-                f"`{caller()}` needs `fn(model, state, batch, key)` to return `(value, state)`, as a stateful loss "
-                f"does; got {kind_text(out)}."
-            )
+        state = _reset(layers, state)
+        _, state = fn(model, state, jax.tree.map(lambda x: x[rows], data), jax.random.fold_in(key, number))[:2]
         share = size / (rows_before + size)
-        new = [_pool(*pair, share) for pair in zip(old, _read(layers, out[1]), strict=True)]
-        return out[1], new, rows_before + size
+        new = [_pool(*pair, share) for pair in zip(old, _read(layers, state), strict=True)]
+        return state, new, rows_before + size
 
     carry = batch((state, [(0.0, 0.0)] * len(layers), 0), 0, batch_size)
     state, found, rows = carry

@@ -27,8 +27,8 @@ def regression(x: Floats, y: Floats) -> None:
     reveal_type(model.n_iter_)  # is int
     reveal_type(ee.predict(model.ensemble_, x, combine=ee.combine.mixture))  # is Any
 
-    ee.sklearn.EnsembleRegressor(num_member=3)  # error
-    ee.sklearn.EnsembleRegressor(None, 3)  # error
+    ee.sklearn.EnsembleRegressor(num_member=3)  # error of pyright
+    ee.sklearn.EnsembleRegressor(None, 3)  # error of pyright
     ee.sklearn.EnsembleRegressor(head="gauss")  # error
     ee.sklearn.EnsembleRegressor(max_iter="20")  # error
     model.predict(x, True)  # error
@@ -45,5 +45,5 @@ def classification(x: Floats, y: Floats) -> None:
     reveal_type(model.classes_)  # is ndarray[tuple[Any, ...], dtype[Any]]
     reveal_type(model.oob_score_)  # is float
 
-    ee.sklearn.EnsembleClassifier(head="point")  # error
+    ee.sklearn.EnsembleClassifier(head="point")  # error of pyright
     model.predict_proba(x, True)  # error

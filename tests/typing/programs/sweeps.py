@@ -87,14 +87,13 @@ def resampling(ensemble: ee.Ensemble[MLP], optimiser: Any, x: jax.Array, key: ja
     reveal_type(ee.resample.bayesian_weights(100, 8, key=key))  # is Array
     run = ee.fit(ensemble, loss, optimiser, x, rows=rows, epochs=3, key=key)
     reveal_type(run.out_of_bag(x))  # is Any
-    reveal_type(ee.resample.out_of_bag_mean(run.predict(x), rows))  # is HeldOut
+    reveal_type(ee.resample.held_out_mean(run.predict(x), ee.resample.out_of_bag(rows, 100)))  # is HeldOut
     folds = ee.resample.from_splits([(np.arange(50), np.arange(50, 100))], 100)
     reveal_type(folds)  # is Folds
     reveal_type(folds.train)  # is Array
-    reveal_type(ee.resample.out_of_fold(run.predict(x), folds, rows="test").mean)  # is Array
+    reveal_type(ee.resample.held_out_mean(run.predict(x), folds.in_test).mean)  # is Array
 
     ee.resample.bootstrap(100, 8)  # error
     ee.resample.bootstrap(100, 8, key)  # error
     ee.resample.subsets(100, 8, size="half", key=key)  # error
-    ee.resample.folds(100, 5, uneven="ignore", key=key)  # error
-    ee.resample.out_of_fold(run.predict(x), rows, rows="test")  # error
+    ee.resample.from_splits([(np.arange(50), np.arange(50, 100))], 100, uneven="ignore")  # error

@@ -1,4 +1,0 @@
-"""What the other packages of the library use of `resample`."""
-
-from ._check import check_drawn
-from ._held_out import check_folds
