@@ -163,7 +163,7 @@ def _axes_of(layer: Any, side: int) -> list[tuple[Any, int]]:
     raise TypeError(f"`{caller()}` cannot infer the axes of {kind_text(layer)}.\n{fix}")
 
 
-Arrays = dict[tuple, np.ndarray]
+Arrays = dict[tuple[Any, ...], np.ndarray]
 Order = np.ndarray
 """The unit of a member at each position."""
 
