@@ -288,7 +288,7 @@ def test_many_rows_of_one_kind_are_one_row(name):
 # Transformations, precisions and shapes.
 
 FITS = {f"calibrate.{kind}" for kind in ("temperature", "vector", "matrix", "platt", "beta", "isotonic")}  # not traced
-NO_GRADIENT = FITS | {"scores.energy_score", "scores.variogram_score"}
+NO_GRADIENT = FITS | {"combine.stacking", "scores.energy_score", "scores.variogram_score"}
 
 
 def floats_of(name, arguments):
@@ -384,7 +384,7 @@ def test_rows_of_any_shape(name):
 
 @each([name for name in ARRAYS if name.startswith(("combine", "uncertainty")) and "targets" not in arguments_of(name)
        and name.rpartition(".")[2] not in ("decompose_nll", "error_correlation", "pairwise_disagreement", "q_statistic",
-                                            "entropy")])  # fmt: skip
+                                            "entropy", "stacking")])  # fmt: skip
 def test_rows_of_any_number_are_one_program_of_export(name):
     (rows,) = export.symbolic_shape("rows")
     arguments, given = arguments_of(name), floats_of(name, arguments_of(name))

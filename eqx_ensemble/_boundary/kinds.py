@@ -158,7 +158,7 @@ Correct = Annotated[
         "They are `scores.per_member(scores.accuracy, logits, labels, reduction='none')`.",
     ),
 ]
-RowScores = Float[ArrayLike, "*scores rows"]
+RowScores = Float[ArrayLike, "rows *scores"]
 # Held-out rows of conformal prediction.
 Scores = Annotated[Float[ArrayLike, " rows"], _KNOWN]
 Predicted = Annotated[Float[ArrayLike, " rows"], _KNOWN]

@@ -106,7 +106,10 @@ def bootstrap(
     if statistic is not None and not callable(statistic):
         fix = "To compare two models pass the difference of their scores: `bootstrap(other - one, key=key)`."
         raise type_error("`statistic` to be a function", f"got {kind_text(statistic)}", fix)
-    mean, shifts = _draw(values, row_weights=row_weights, num_draws=num_draws, key=key)
+    array = check_array("values", values)
+    if array.ndim == 0:
+        raise value_error("one of `values` per row", "got a number", 'Take the score with `reduction="none"`.')
+    mean, shifts = _draw(jnp.moveaxis(array, -1, 0), row_weights=row_weights, num_draws=num_draws, key=key)
     return _summarise(mean, shifts, level, statistic)
 
 
@@ -115,7 +118,7 @@ def _draw(
     values: kinds.RowScores, *, row_weights: kinds.RowScoreWeights, num_draws: int, key: Any
 ) -> tuple[Float[Array, "*scores"], Float[Array, " draws *scores"]]:
     """The means of the scores, and those of each draw, relative to them."""
-    sample = _sample(values, row_weights)
+    sample = _sample(jnp.moveaxis(values, 0, -1), row_weights)
     return sample.mean, _shifts(sample, member_keys(key, num_draws, purpose="scores.bootstrap"))
 
 
