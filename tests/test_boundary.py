@@ -32,7 +32,14 @@ COARSE = {"acquire.batch_probability_of_improvement", "uncertainty.interval", "u
 COARSE |= {f"scores.{name}" for name in ("accuracy", "coverage", "fpr_at_tpr", "mce", "set_size", "width")}
 # Of each kind one that is tested by default: a mean, a root, bins, groups, ranks, a fit, a quantile, a pair.
 QUICK = {"acquire.bald", "calibrate.variance", "combine.median", "combine.mixture", "scores.brier", "scores.by_group"}
-QUICK |= {"scores.crps", "scores.ece", "scores.auroc", "scores.rmse", "uncertainty.gaussian_mixture_interval"}
+QUICK |= {
+    "scores.bootstrap",
+    "scores.crps",
+    "scores.ece",
+    "scores.auroc",
+    "scores.rmse",
+    "uncertainty.gaussian_mixture_interval",
+}
 NOISE = pytest.mark.filterwarnings("ignore:.*(no minimum|too few|unbounded|the sets have|takes logits|share of rows)")
 
 
