@@ -163,7 +163,8 @@ def test_members_are_as_alone():
         if count % 20 == 0:  # a process may have so many compiled programs
             jax.clear_caches()
             gc.collect()
-    assert outcomes["too close"] <= max(1, outcomes.total() // 20), outcomes
+    # About one in twenty cannot be compared; of the few problems of a busy machine, three by chance.
+    assert outcomes["too close"] <= max(3, outcomes.total() // 10), outcomes
 
 
 @pytest.mark.usefixtures("unhooked")
