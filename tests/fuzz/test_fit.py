@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import itertools
 import re
 import tempfile
 import warnings
@@ -158,13 +159,15 @@ def check(seed):
 @pytest.mark.usefixtures("unhooked")
 def test_members_are_as_alone():
     outcomes = collections.Counter()
-    for count, seed in enumerate(seeds(default=2), 1):
+    is_unclear = lambda: outcomes["too close"] > max(1, outcomes.total() // 20)
+    # Of few problems two may be too close by chance: then up to sixty others are drawn, until the share is known.
+    more = (seed for seed in range(10**9, 10**9 + 60) if is_unclear())
+    for count, seed in enumerate(itertools.chain(seeds(default=2), more), 1):
         outcomes[check(seed)] += 1
         if count % 20 == 0:  # a process may have so many compiled programs
             jax.clear_caches()
             gc.collect()
-    # About one in twenty cannot be compared; of the few problems of a busy machine, three by chance.
-    assert outcomes["too close"] <= max(3, outcomes.total() // 10), outcomes
+    assert outcomes["too close"] <= max(1, outcomes.total() // 20), outcomes
 
 
 @pytest.mark.usefixtures("unhooked")
