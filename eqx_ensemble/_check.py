@@ -63,7 +63,7 @@ def missing_extra_message(what: str, package: str, extra: str) -> str:
     return f"`{what}` needs {package}.\nInstall it: `pip install 'eqx_ensemble[{extra}]'`."
 
 
-def check_installed(package: str, *, what: str, extra: str) -> None:
+def check_package(package: str, *, what: str, extra: str) -> None:
     """Raises `ImportError` unless an optional package, needed for `what`, is installed."""
     if importlib.util.find_spec(package) is None:
         raise ImportError(missing_extra_message(what, package, extra))

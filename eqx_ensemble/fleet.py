@@ -20,7 +20,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ._check import check_installed, check_positive_int
+from ._check import check_package, check_positive_int
 from ._ensemble import Ensemble, M, check_ensemble, take
 from ._foreign import as_numpy, from_foreign_tree
 from ._keys import member_keys
@@ -239,7 +239,7 @@ class Hole:
 
 def dumps(value: Any) -> bytes:
     """Pickles a value: functions by value, but what can be imported, and the classes of Modules, by reference."""
-    check_installed("cloudpickle", what="fleet.fit", extra="fleet")
+    check_package("cloudpickle", what="fleet.fit", extra="fleet")
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Bool, Float, Integer, Real
 
 from ._caller import caller
-from ._check import check_installed, value_error
+from ._check import check_package, value_error
 from .combine import mean
 from .scores._engine import Binning, mean_gap, reliability
 from .uncertainty import interval
@@ -255,7 +255,7 @@ def training_curves(
 
 def figure_of_run(run: Any, *, stride: int | None) -> Figure:
     """A figure of the training and validation curves, and of the scores against each hyper-parameter: `Run.plot`."""
-    check_installed("matplotlib", what=caller(), extra="plot")
+    check_package("matplotlib", what=caller(), extra="plot")
     from matplotlib import pyplot
 
     history, table, mode = run.history, run.table(), run.mode
@@ -330,7 +330,7 @@ def _means(steps: np.ndarray, curves: np.ndarray, stride: int) -> tuple[np.ndarr
 
 def _axes(ax: Axes | None) -> Axes:
     """The Axes to draw on; those of a new figure if none are given."""
-    check_installed("matplotlib", what=caller(), extra="plot")
+    check_package("matplotlib", what=caller(), extra="plot")
     if ax is not None:
         return ax
     from matplotlib import pyplot

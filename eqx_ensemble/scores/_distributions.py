@@ -84,6 +84,7 @@ def nll_gaussian_mixture(
 def log_density(
     mean: Float[Array, "*batch"], variance: Float[Array, "*batch"], targets: Float[Array, "*targets"]
 ) -> Float[Array, "*batch"]:
+    """The log-density of a Gaussian, in nats."""
     return -0.5 * (math.log(2 * math.pi) + jnp.log(variance) + (targets - mean) ** 2 / variance)
 
 
@@ -234,7 +235,7 @@ def crps(
     ??? cite
         [Ferro, QJRMS 2014](https://doi.org/10.1002/qj.2270)
     """
-    return of_ordered(samples, targets, weights, estimator)
+    return crps_in_order(samples, targets, weights, estimator)
 
 
 @array_function(in_order="samples")
@@ -278,7 +279,7 @@ def threshold_weighted_crps(
         fix = "`lower=`, `upper=` or both restrict the score to a range. For all values use `scores.crps`."
         raise value_error("`lower` or `upper`", "got neither", fix)
     clip = lambda x: jnp.clip(x, lower, upper).astype(x.dtype)
-    return of_ordered(clip(samples), clip(targets), weights, estimator)
+    return crps_in_order(clip(samples), clip(targets), weights, estimator)
 
 
 def check_estimator(estimator: Estimator, num_members: int, weights: Array | None) -> None:
@@ -291,7 +292,7 @@ def check_estimator(estimator: Estimator, num_members: int, weights: Array | Non
         raise value_error('equally weighted members for estimator="fair"', "got `weights`", fix)
 
 
-def of_ordered(
+def crps_in_order(
     samples: Float[Array, " members *batch"],
     targets: Float[Array, "*batch"],
     weights: Float[Array, " members *batch"] | None,
