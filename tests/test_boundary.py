@@ -117,6 +117,10 @@ def test_every_public_function_is_here():
         assert {f"{prefix}.{name}" for name in public - set(calls)} <= elsewhere
 
 
+def test_signatures_show_the_names_of_kinds():
+    assert "(logits: Logits, labels: Labels, *, weights: WeightsOfRows | None" in str(inspect.signature(scores.nll))
+
+
 # Weights of members.
 
 

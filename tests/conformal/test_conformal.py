@@ -12,7 +12,7 @@ import pytest
 import eqx_ensemble as ee
 from eqx_ensemble import conformal, resample
 
-RNG = np.random.default_rng(0)
+RNG, EPS = np.random.default_rng(0), np.finfo(np.float32).eps
 MASK = np.arange(99) % 4 > 0
 SCORES = RNG.normal(size=99).astype(np.float32)
 FEW = pytest.mark.filterwarnings("ignore:.*too few rows", "ignore:.*the share of rows")
@@ -43,7 +43,20 @@ def test_ends_that_cross_meet():
 
 def test_an_offset_of_targets_in_float64_is_not_lost():
     targets = 1e8 + np.arange(1.0, 10)
-    assert conformal.split(np.full(9, 1e8), targets, level=0.8).radius == pytest.approx(8)
+    assert conformal.split(np.full(9, 1e8), targets, level=0.8).radius == 8 * (1 + 4 * EPS)
+
+
+@pytest.mark.parametrize("prediction", [-0.6, -1.35, -2.7, -1000.3])
+def test_ends_reach_the_targets_that_determine_them(prediction):
+    """Repeated targets: an end that rounding leaves just below one of them loses a quarter of the rows."""
+    targets = np.tile(np.arange(4, dtype=np.float32), 500)
+    at = np.full(targets.shape, prediction, np.float32)
+    for lower, upper in (
+        conformal.split(at, targets, level=0.7)(at),
+        conformal.split(at, targets, level=0.7, scale=at**2)(at, at**2),
+        conformal.cqr(at - 0.1, at + 0.1, targets, level=0.7)(at - 0.1, at + 0.1),
+    ):
+        assert np.mean((lower <= targets) & (targets <= upper)) >= 0.7
 
 
 @pytest.mark.parametrize("level", [0.5, 0.8])

@@ -140,6 +140,10 @@ def test_bad_arguments(unhooked):
         batch_ensemble(ee.stack([LINEAR] * 3), 2, key=KEY)
     with pytest.raises((TypeError, ValueError), match="weights are their own"):
         batch_ensemble(eqx.nn.Sequential([LINEAR, LINEAR]), 2, key=KEY)
+    grouped = eqx.nn.Sequential([eqx.nn.Conv1d(4, 4, 3, groups=2, key=KEY), eqx.nn.Conv1d(4, 4, 3, key=KEY)])
+    for convert in (mimo, packed_ensemble):
+        with pytest.raises(ValueError, match=f"`methods.efficient.{convert.__name__}` needs layers without groups"):
+            convert(grouped, 2, key=KEY)
     with pytest.raises((TypeError, ValueError), match="different rows for the sub-members of `mimo`"):
         mean_loss(mse)(mimo(MLP, key=KEY), data(), KEY)
 
