@@ -22,44 +22,13 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jaxtyping import config as jaxtyping_config  # noqa: E402
 
-from .scheduling import make_scheduler  # noqa: E402
-
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-def listed_marks():
-    """The marks of `marks.txt`, by test."""
-    lines = pathlib.Path(__file__).with_name("marks.txt").read_text().splitlines()
-    marks = [line.split(" ", 1) for line in lines if not line.startswith("#")]
-    return {nodeid: mark for mark, nodeid in marks}
-
-
-_MARKS = listed_marks()
-_MOST_MAPPINGS = 30_000  # Linux allows a process 65,530; every compiled program takes some, and one too many is a crash
-_TESTS_BETWEEN_LOOKS = 25
+_MOST_BYTES = 1.1e9  # of a process; compiled programs are most of them
 _tests = itertools.count(1)
-COLLECTED = pytest.StashKey[list[str]]()  # before marks are selected
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    return make_scheduler(config, log) if config.getvalue("dist") == "loadgroup" else None
-
-
-def pytest_addoption(parser):
-    parser.addoption("--turn", metavar="K/N", help="of the slow tests, the K-th and every N-th after it")
-
-
-def in_turn(items, turn):
-    """Whether each test runs in a turn: all that are not slow, and every `N`-th of those that are."""
-    index, count = map(int, turn.split("/"))
-    slow = itertools.count(1)
-    return [
-        "slow" not in {mark.name for mark in item.iter_markers()} or next(slow) % count == index % count
-        for item in items
-    ]
 
 
 def pytest_collection():
@@ -75,31 +44,22 @@ def pytest_collection_finish():
     gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Replaces the marks of tests in `marks.txt` before marks are selected; keeps what was collected."""
-    config.stash[COLLECTED] = [item.nodeid for item in items]
-    for item in items:
-        mark = _MARKS.get(item.nodeid) or _MARKS.get(item.nodeid.partition("[")[0])
-        if mark is not None:
-            item.own_markers[:] = [own for own in item.own_markers if own.name not in ("slow", "exhaustive")]
-        if mark in ("slow", "exhaustive"):
-            item.add_marker(mark)
-    if turn := config.getoption("turn"):
-        kept = in_turn(items, turn)
-        config.hook.pytest_deselected(items=[item for item, keep in zip(items, kept, strict=True) if not keep])
-        items[:] = itertools.compress(items, kept)
-
-
 def pytest_runtest_teardown(item, nextitem):
-    """Drops compiled programs after the tests of a file, which would take gigabytes, and where there are too many."""
+    """Drops compiled programs after the tests of a file, and where they take too much memory."""
     is_last = nextitem is None or nextitem.path != item.path
-    mappings = pathlib.Path("/proc/self/maps")
-    if not is_last and next(_tests) % _TESTS_BETWEEN_LOOKS == 0 and mappings.exists():
-        is_last = mappings.read_bytes().count(b"\n") > _MOST_MAPPINGS
+    memory = pathlib.Path("/proc/self/statm")
+    if not is_last and next(_tests) % 10 == 0 and memory.exists():
+        is_last = int(memory.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > _MOST_BYTES
     if is_last:
         jax.clear_caches()
         gc.collect()
+
+
+def pytest_runtest_logreport(report):
+    """Says at once what failed, not only at the end."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        print(f"\nFAILED {report.nodeid}: {crash.message.splitlines()[0] if crash else report.when}", flush=True)
 
 
 @pytest.fixture

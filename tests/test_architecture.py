@@ -77,6 +77,7 @@ def unruly_checks(tree: ast.Module) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_checks_are_named_for_what_they_do():
     found = {name for file in FILES if is_check_module(file) for name in unruly_checks(parsed(file))}
     assert_listed(found, UNRULY_CHECKS, "check_x raises, x_message is a text, explain_x a context, warn_x, is_x")
@@ -111,6 +112,7 @@ def asserted_checks(tree: ast.AST) -> Iterator[str]:
                 yield ast.unparse(node.test)
 
 
+@pytest.mark.slow
 def test_no_check_is_an_assertion():
     found = {f"{file}: {text}" for file in FILES for text in asserted_checks(parsed(file))}
     assert_listed(found, set(), "`python -O` leaves assertions out: raise")
@@ -138,6 +140,7 @@ def class_names_compared(tree: ast.AST) -> Iterator[str]:
             yield ast.unparse(node)
 
 
+@pytest.mark.slow
 def test_no_class_is_compared_by_its_name():
     found = {f"{file}: {text}" for file in FILES for text in class_names_compared(parsed(file))}
     assert_listed(found, COMPARED_BY_NAME, "import the class and use isinstance")

@@ -183,6 +183,7 @@ def test_differences_of_folds_are_corrected(quality):
     assert quality.corrected_error(values) == pytest.approx(1.5 * scipy.stats.sem(values))
 
 
+@pytest.mark.slow
 def test_rows_of_unknown_classes_count_in_one_score(quality):
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 3, 200)

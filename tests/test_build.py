@@ -10,6 +10,8 @@ import pytest
 
 import eqx_ensemble as ee
 
+from .marking import slow_but
+
 KEY = jax.random.key(0)
 NUM_MEMBERS = 3
 KEYS = ee.member_keys(KEY, NUM_MEMBERS)
@@ -95,7 +97,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", MAKERS | OTHERS)
+@pytest.mark.parametrize("name", slow_but(["mlp", "keys", "permutation", "conv"], MAKERS | OTHERS))
 def test_each_member_is_what_the_constructor_makes_alone(name):
     make = (MAKERS | OTHERS)[name]
     assert_same_members(ee.build(make, key=KEYS), make)

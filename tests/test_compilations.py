@@ -9,6 +9,8 @@ import pytest
 
 import eqx_ensemble as ee
 
+from .marking import slow_but
+
 MEMBERS, ROWS, CLASSES = 4, 24, 3
 KEYS = jax.random.key(0), jax.random.key(1)
 DRAWN = [np.random.default_rng(seed) for seed in (0, 1)]
@@ -111,7 +113,10 @@ CALLS = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["build", "fit with limits", "make_step", "predict few rows, then others", "combine points"], CALLS),
+)
 def test_a_second_call_compiles_nothing(name, compiled):
     CALLS[name](0)
     with compiled() as programs:

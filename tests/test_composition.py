@@ -208,8 +208,9 @@ WRONG_CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "way", [pytest.param("script", marks=pytest.mark.slow), pytest.param("notebook", marks=pytest.mark.exhaustive)]
+    "way", [pytest.param("script", marks=pytest.mark.slow), pytest.param("notebook", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("name", CLAIMS)
 def test_claims(name, way, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import eqx_ensemble as ee
 
 from .factories import CASES, assert_same, data, relaxed
+from .marking import slow_but
 
 KEY = jax.random.key(5)
 
@@ -64,9 +65,9 @@ def quiet(dropping):
     return eqx.nn.inference_mode(dropping)
 
 
-@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
-def test_mode_of_all_is_mode_of_each(make):
-    ensemble = first(ee.build(make, 3, key=KEY))
+@pytest.mark.parametrize("name", slow_but(["a list", "attention and dropout"], MAKES))
+def test_mode_of_all_is_mode_of_each(name):
+    ensemble = first(ee.build(MAKES[name], 3, key=KEY))
     quiet = eqx.nn.inference_mode(ensemble)
     assert jax.tree.structure(quiet) == jax.tree.structure(ensemble)
     for got, member in zip(quiet, ensemble, strict=True):
@@ -78,6 +79,7 @@ def test_mode_of_all_is_mode_of_each(make):
     assert_same(quiet, ensemble)
 
 
+@pytest.mark.slow
 def test_some_case_has_flags():
     assert len([name for name, make in MAKES.items() if modes(first(make(KEY)))]) >= 5
 
@@ -95,6 +97,7 @@ def test_calls(dropping, quiet):
     np.testing.assert_array_equal(weights[1], dropping[1].linear.weight)
 
 
+@pytest.mark.slow
 def test_stateful_members_leave_their_statistics_alone():
     ensemble, state = ee.build(CASES["conv and batch norm"].make, 3, key=KEY)
     x = data(4)[0]
@@ -135,6 +138,7 @@ def test_smaller_and_larger_ensembles_keep_their_mode(dropping, quiet, tmp_path)
         ee.concatenate([quiet, others])
 
 
+@pytest.mark.slow
 def test_predictions(dropping, quiet):
     x = data(6)[0][:, :3]
     plain = ee.predict(dropping, x)
@@ -144,6 +148,7 @@ def test_predictions(dropping, quiet):
     assert (np.asarray(ee.predict(again, x, inference=False, key=KEY)) == 0).any()
 
 
+@pytest.mark.slow
 def test_training_in_inference_mode_has_no_dropout(quiet):
     def loss(model, batch, key):
         x, y = batch

@@ -59,6 +59,7 @@ def test_under_jit():
     np.testing.assert_array_equal(bits(drawn), bits(ee.member_keys(KEY, 4)))
 
 
+@pytest.mark.slow
 def test_keys_of_a_call():
     dropout = ee.stack([eqx.nn.Sequential([eqx.nn.Linear(3, 64, key=KEY), eqx.nn.Dropout()])] * 3)
     x = jnp.ones(3)

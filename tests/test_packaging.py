@@ -54,16 +54,19 @@ assert jax.device_count() == 3
 """
 
 
+@pytest.mark.slow
 def test_import_starts_no_backend():
     assert_runs(STARTS_NO_BACKEND.format(statement="from eqx_ensemble import *"))
 
 
+@pytest.mark.slow
 def test_a_started_backend_would_be_noticed():
     done = run_python(STARTS_NO_BACKEND.format(statement="jax.numpy.zeros(2)"))
     assert done.returncode != 0
     assert "jax_num_cpu_devices" in done.stderr
 
 
+@pytest.mark.slow
 def test_import_changes_no_setting():
     # Equinox and optax are imported first: what they change is not attributed to us.
     assert_runs("""
@@ -83,6 +86,7 @@ def test_import_changes_no_setting():
     """)
 
 
+@pytest.mark.slow
 def test_import_loads_nothing_heavy():
     assert_runs(f"""
         import sys
@@ -92,6 +96,7 @@ def test_import_loads_nothing_heavy():
     """)
 
 
+@pytest.mark.slow
 def test_rooms_are_imported_when_they_are_used():
     assert_runs("""
         import sys
@@ -107,13 +112,12 @@ def test_rooms_are_imported_when_they_are_used():
     """)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement",
     [
         "from eqx_ensemble import combine; combine.mixture",
-        "import eqx_ensemble.combine; eqx_ensemble.combine.mixture",
         "import eqx_ensemble.train._fit; import eqx_ensemble; eqx_ensemble.train.init",
-        "import eqx_ensemble as ee; ee.combine.stacking; assert ee.Ensemble is ee.Ensemble",
         "from eqx_ensemble import *; fit, Ensemble, combine.mixture",
     ],
 )

@@ -282,6 +282,7 @@ def test_fit_on_rows_is_the_loop_of_single_fits(rows):
         assert distance(run.ensemble[i], other) > 1e-3
 
 
+@pytest.mark.slow
 def test_fit_with_counts_is_fit_on_the_rows():
     """A full batch of weighted rows has the gradient of the rows repeated."""
 

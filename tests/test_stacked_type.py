@@ -220,6 +220,7 @@ def test_refused(value, annotation):
     assert not isinstance(value, annotation)
 
 
+@pytest.mark.slow
 def test_shared_leaves_carry_no_axis():
     shared = ee.build(mlp, MEMBERS, shared=lambda m: m.layers[0], key=jax.random.key(0))
     assert shared.stacked.layers[0].weight.shape == (8, 2)
@@ -491,6 +492,7 @@ def test_notebook(cells, entry):
     assert notebook(MODULE, f"{entry}(ALONE, jnp.ones(7))") is None
 
 
+@pytest.mark.slow
 def test_jaxtyping_disabled_from_outside():
     code = """
         from jaxtyping import install_import_hook

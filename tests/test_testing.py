@@ -30,21 +30,15 @@ def dropout_loss(model, batch, key):
     return jnp.mean((jax.vmap(model)(x, key=jax.random.split(key, len(x))) - y) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "loss", "optimiser", "hyper"),
     [
         (mlp, mse, optax.adam(1e-2), None),
-        pytest.param(
-            noisy,
-            dropout_loss,
-            optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
-            None,
-            marks=pytest.mark.slow,
-        ),
+        (noisy, dropout_loss, optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)), None),
         (mlp, mse, lambda h: optax.lamb(h["rate"]), {"rate": np.array([0.01, 0.02, 0.03, 0.04])}),
-        pytest.param(mlp, mse, optax.noisy_sgd(0.01, key=0), None, marks=pytest.mark.slow),
     ],
-    ids=["mlp", "dropout", "hyper", "noise"],
+    ids=["mlp", "dropout", "hyper"],
 )
 def test_independent(make, loss, optimiser, hyper):
     options = {} if hyper is None else {"plans": [ee.plan.Blocks(2)], "hyper": hyper}

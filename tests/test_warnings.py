@@ -106,11 +106,13 @@ class TestTheLineThatAWarningNames:
         assert caught
         return {(warning.filename, warning.lineno) for warning in caught}
 
+    @pytest.mark.slow
     def test_of_fit(self):
         ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 2, key=KEY)
         call = lambda: ee.fit(ensemble, self.loss, optax.sgd(0.1), jnp.ones((4, 2)), steps=1, key=KEY)
         assert self.lines(call) == {(__file__, call.__code__.co_firstlineno)}
 
+    @pytest.mark.slow
     def test_of_a_method_of_a_module(self):
         ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, key=key), 2, key=KEY)
         hyper = {"scale": jnp.array([1.0, jnp.nan])}

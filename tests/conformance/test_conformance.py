@@ -1,8 +1,6 @@
 """Every layer of `equinox.nn`, and Modules of other libraries, are members like any model of the user's own."""
 
-import importlib
 import inspect
-import pathlib
 
 import equinox as eqx
 import jax
@@ -12,13 +10,12 @@ import pytest
 import eqx_ensemble as ee
 
 from ..factories import assert_close, assert_same, distance, numbers
-from . import equinox_layers, flows
+from ..marking import slow_but
+from . import equinox_layers
 from .cases import values
 from .libraries import LIBRARIES, UNFIT
-from .table import refused, works
 
 KEY = jax.random.key(0)
-CHEAP = ["Linear", "PReLU", "WeightNorm"]
 
 
 def check(case, num_members=3):
@@ -41,9 +38,7 @@ def check(case, num_members=3):
     assert_close(called, ee.tree.stack(outputs), case.rtol)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in CHEAP else pytest.mark.slow) for name in equinox_layers.CASES]
-)
+@pytest.mark.parametrize("name", slow_but(["PReLU"], equinox_layers.CASES))
 def test_equinox(name, unhooked):
     check(equinox_layers.CASES[name])
 
@@ -61,32 +56,6 @@ def test_other_libraries(library, name, unhooked):
     pytest.importorskip(library, reason=f"{library} is not installed")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         check(LIBRARIES[library][name])
-
-
-def public_classes(module):
-    return {name for name, value in vars(module).items() if inspect.isclass(value) and name[0] != "_"}
-
-
-@pytest.mark.slow
-def test_nothing_of_flowjax_is_missing():
-    bijections = pytest.importorskip("flowjax.bijections", reason="flowjax is not installed")
-    distributions = importlib.import_module("flowjax.distributions")
-    abstract = lambda name: name.startswith("Abstract")
-    assert set(flows.BIJECTIONS) == {name for name in bijections.__all__ if not abstract(name)}
-    own = {
-        name
-        for name in public_classes(distributions)
-        if getattr(distributions, name).__module__ == distributions.__name__
-    }
-    assert set(flows.DISTRIBUTIONS) == {name for name in own if not abstract(name)}
-
-
-@pytest.mark.slow
-def test_nothing_of_distreqx_is_missing():
-    pytest.importorskip("distreqx", reason="distreqx is not installed")
-    modules = (importlib.import_module(f"distreqx.{name}") for name in ("distributions", "bijectors"))
-    classes = set().union(*map(public_classes, modules))
-    assert set(LIBRARIES["distreqx"]) == {name for name in classes if not name.startswith("Abstract")}
 
 
 TRAINED = {("flowjax", "coupling_flow"): 3, ("diffrax", "Heun"): 2, ("quax", "LoraArray"): 3}
@@ -125,9 +94,3 @@ def test_models_with_traced_programs_are_stacked():
     models = [make(key) for key in jax.random.split(KEY, 3)]
     products = ee.map_members(lambda operator, x: operator.mv(x))(ee.stack(models), values(3))
     assert jax.numpy.array_equal(products, jax.numpy.stack([model.mv(values(3)) for model in models]))
-
-
-def test_the_documentation_has_these_tables():
-    text = pathlib.Path(__file__).parents[2].joinpath("docs/api/testing.md").read_text()
-    assert works() in text
-    assert refused() in text

@@ -12,6 +12,7 @@ import eqx_ensemble as ee
 from ..children import finish_together
 
 
+@pytest.mark.slow
 def test_everything_in_two_processes():
     finish_together(pathlib.Path(__file__).parent / "together.py")
 

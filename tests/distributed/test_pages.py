@@ -58,12 +58,14 @@ def srun(i):
     return task | {"SLURM_PROCID": i, "SLURM_LOCALID": i}
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path):
     both = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port() - 1), "WORLD_SIZE": "2"}
     variables = lambda i: both | {"RANK": i, "LOCAL_RANK": i}
     check_printed(tmp_path / "train.py", block("python", "LOCAL_RANK"), variables)
 
 
+@pytest.mark.slow
 def test_slurm(tmp_path):
     call, start = row("Slurm")
     check_printed(tmp_path / "train.py", call, srun)
@@ -73,6 +75,7 @@ def test_slurm(tmp_path):
     assert "\nsrun --kill-on-bad-exit=1 --label python train.py\n" in batch
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs an MPI")
 def test_mpi(tmp_path):
     pytest.importorskip("mpi4py")

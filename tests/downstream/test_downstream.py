@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ..children import Child
+from ..marking import slow_but
 
 HERE = pathlib.Path(__file__).parent
 PROJECT = HERE / "project"
@@ -17,13 +18,7 @@ ROOT = HERE.parent.parent
 STRICT = {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise"}
 STRICT_WARNINGS = ["-W", "error", "-X", "dev"]
 ALL_AT_ONCE = ["-OO", *STRICT_WARNINGS], STRICT
-OTHERS = {
-    "-O": (["-O"], {}),
-    "-OO": (["-OO"], {}),
-    "warnings as errors": (STRICT_WARNINGS, {}),
-    "strict promotion": ([], STRICT),
-    "four devices": ([], {"JAX_NUM_CPU_DEVICES": "4"}),
-}
+FOUR_DEVICES = [], {"JAX_NUM_CPU_DEVICES": "4"}
 SWITCHES = ["jax_debug_nans", "jax_debug_infs", "jax_check_tracer_leaks", "jax_disable_jit", "jax_enable_checks"]
 SWITCHES += ["jax_debug_key_reuse", "jax_explain_cache_misses", "jax_legacy_prng_key"]
 REFUSED = {
@@ -71,7 +66,7 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("hook", [next(iter(HOOKS)), *(pytest.param(x, marks=pytest.mark.slow) for x in [*HOOKS][1:])])
+@pytest.mark.parametrize("hook", slow_but(["its own hook"], HOOKS))
 def test_its_own_loop_callback_and_copies_under_its_hook(hook):
     packages, environment, is_checked = HOOKS[hook]
     printed = run("-W", "error", HERE / "programs/own_loop.py", *packages, **environment)
@@ -87,13 +82,8 @@ def test_faults_are_refused_in_words(plain):
         assert text.startswith(REFUSED[name][1]), text
 
 
-@pytest.mark.parametrize(
-    ("flags", "environment"),
-    [
-        pytest.param(*ALL_AT_ONCE, id="all at once", marks=pytest.mark.slow),
-        *(pytest.param(*mode, id=name, marks=pytest.mark.exhaustive) for name, mode in OTHERS.items()),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "environment"), [ALL_AT_ONCE, FOUR_DEVICES], ids=["all at once", "four devices"])
 def test_how_python_runs_changes_no_number_and_no_message(plain, flags, environment, tmp_path):
     # jaxtyping's hook caches all that is imported below it under one name, whatever the level of `-O`.
     no_cache = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -107,7 +97,7 @@ def test_how_python_runs_changes_no_number_and_no_message(plain, flags, environm
     assert other == same
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_double_precision(plain):
     double = numbers(["-W", "error"], STRICT | {"JAX_ENABLE_X64": "1"})
     assert double["dtype"] == "float64"
@@ -116,7 +106,7 @@ def test_double_precision(plain):
         assert math.isclose(double["scores"][name], value, abs_tol=1)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_its_own_tests_pass_with_both_hooks():
     where = f"--rootdir={PROJECT}", "-c", PROJECT / "pyproject.toml", PROJECT / "checks"
     assert "8 passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", *where)
@@ -137,20 +127,20 @@ def test_names_are_used_for_the_first_time_by_several_threads():
     assert "first imports: 0 problems in 5 rounds" in run("-W", "error", HERE / "programs/first_imports.py", 5)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_switches_that_people_turn_on_to_find_a_fault():
     differences = json.loads(run(HERE / "programs/switches.py", *SWITCHES))
     assert differences.keys() == {*SWITCHES}
     assert all(difference <= 1e-5 for difference in differences.values()), differences
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_grid_search_in_processes_of_joblib():
     pytest.importorskip("sklearn")
     assert "grid search: equal" in run(HERE / "programs/grid_search.py")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_program_that_is_typed_in(tmp_path):
     """Line by line at a prompt, and as the text of `-c`: functions have no file, and their run is resumed."""
     text = (HERE / "programs/typed.py").read_text()

@@ -80,6 +80,7 @@ def by_hand(layers, x):
     return x
 
 
+@pytest.mark.slow
 def test_training_equals_a_hand_written_step():
     """Each member against a loop over its two matrices a layer, in the order of the rows."""
     ensemble = low_rank(BASE, 3, rank=2, scale=0.5, key=KEY)

@@ -48,6 +48,7 @@ def permuted_layers(model, number, order):
     return permuted(model, lambda m: [m.layers[number + 1].weight], order, axis=1)
 
 
+@pytest.mark.slow
 def test_a_permuted_copy_is_recovered_exactly():
     model, x = noisy(mlp(KEY)), rows(40, 4)
     twin = permuted_layers(permuted_layers(model, 0, rng(1).permutation(32)), 1, rng(2).permutation(32))
@@ -70,6 +71,7 @@ def test_functions_remain_the_same_to_rounding():
         assert_same(align(ensemble[[0, 2]], x, key=keys)[1], aligned[2])  # whatever the other members are
 
 
+@pytest.mark.slow
 def test_one_group_is_the_best_of_all_orders():
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, 2, 5, 1, key=key), 2, key=KEY)
     orders = {p: permuted_layers(ensemble[1], 0, np.array(p)) for p in permutations(range(5))}
@@ -103,6 +105,7 @@ STREAM = Units(
 )
 
 
+@pytest.mark.slow
 def test_a_residual_stream_shares_one_order():
     """Of a square layer on both axes. Units that were declared wrongly are named."""
     model, p = noisy(Block(KEY)), rng(5).permutation(6)

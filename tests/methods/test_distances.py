@@ -47,6 +47,7 @@ def test_features_approximate_the_kernel():
     assert rms(1.0) > 0.084, "another length scale is told apart"
 
 
+@pytest.mark.slow
 def test_covariance_is_that_of_the_gaussian_process():
     """From the kernel matrix of all rows, without any matrix of features' size."""
     with jax.enable_x64(True):
@@ -63,6 +64,7 @@ def test_covariance_is_that_of_the_gaussian_process():
     np.testing.assert_allclose(again, found, rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("likelihood", "out"), [("bernoulli", 2), ("categorical", 3)])
 def test_covariances_of_classes_are_laplaces(likelihood, out):
     built = ee.build(lambda key: plain(key, out, likelihood=likelihood), 1, key=KEY)
@@ -92,6 +94,7 @@ def test_rows_of_each_member_are_its_own_and_what_members_share_stays_shared(ens
     np.testing.assert_array_equal(found[1].root.value, update_covariance(ensemble, X)[1].root.value)
 
 
+@pytest.mark.slow
 def test_a_small_ridge_does_not_break_single_precision():
     """The precision's condition number is beyond float32: its Cholesky factor does not exist there."""
     built = ee.build(lambda key: plain(key, num_features=64, ridge=1e-6), 1, key=KEY)
@@ -133,6 +136,7 @@ def test_in_fit_with_state_and_files(tmp_path):
         np.testing.assert_array_equal(variance(ee.load(tmp_path / "sngp", built)), variance(fitted))
 
 
+@pytest.mark.slow
 def test_norms_are_bounded_and_what_is_below_is_left_alone():
     built = ee.build(lambda key: eqx.nn.MLP(3, 2, 6, 1, key=key), 2, key=KEY)
     mse = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
@@ -149,6 +153,7 @@ def test_norms_are_bounded_and_what_is_below_is_left_alone():
     assert norms(layers[1].weight)[0] > 0.4, "the last layer was not selected"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 def test_it_is_the_new_weight_that_is_bounded(dtype):
     draws = RNG.normal(size=(2, 2, 5, 2, 2))
@@ -239,6 +244,7 @@ def test_a_mask_one_member_and_a_large_offset(fit):
     np.testing.assert_allclose(here, there, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.slow
 @BOTH
 def test_variances_of_rounding_are_none(fit):
     """Rounding makes some of these covariances positive definite."""

@@ -213,6 +213,7 @@ def test_wrong_arguments(unhooked):
             call()
 
 
+@pytest.mark.slow
 def test_a_member_is_the_model_that_training_it_alone_gives():
     """The weight of a penalty differs between members."""
     x = jax.random.normal(jax.random.key(0), (20, 3))
@@ -228,6 +229,7 @@ def test_a_member_is_the_model_that_training_it_alone_gives():
     np.testing.assert_allclose(run.history.loss[2], losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_class_that_all_teachers_exclude():
     teacher = np.asarray(jnp.log(jnp.array([[[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])))
     student = np.log(np.array([[0.75, 0.25, 1e-9]], np.float32))
@@ -250,6 +252,7 @@ def test_little_and_much_evidence(strength):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6 * max(strength, 1))
 
 
+@pytest.mark.slow
 def test_targets_are_predictions_with_the_rows_first(unhooked):
     teachers, x = ee.build(lambda key: eqx.nn.Linear(3, 3, key=key), 4, key=KEY), jax.random.normal(KEY, (40, 3))
     found = distillation.targets(teachers, x)

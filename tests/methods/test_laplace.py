@@ -38,6 +38,7 @@ def linear(weight, bias=None):
     return eqx.tree_at(lambda layer: (layer.weight, layer.bias), layer, own, is_leaf=lambda x: x is None)
 
 
+@pytest.mark.slow
 def test_linear_regression(double):
     """The posterior of a linear model with Gaussian noise is exact, and so is its evidence."""
     targets, rows = np.stack([np.sin(X.sum(1)), X[:, 0] ** 2], 1), np.hstack([NEW, np.ones((2, 1))])
@@ -89,6 +90,7 @@ def test_gauss_newton_is_the_hessian_of_a_linear_classifier(double, likelihood):
         np.testing.assert_allclose(np.exp(posterior.predict(NEW)[0]), np.stack([1 - exact, exact], 1), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_best_prior_and_noise(double):
     """MacKay's fixed point is the maximum of the evidence, of each member, and only that."""
     networks = ee.build(lambda key: eqx.nn.MLP(3, 1, 3, 1, activation=jnp.tanh, key=key, dtype=float), 3, key=KEY)
@@ -154,6 +156,7 @@ def posterior():
     return fit()
 
 
+@pytest.mark.slow
 def test_rows_batches_and_weights(posterior):
     """Rows that do not count may hold anything. Rows that a member has seen twice count twice, of each its own."""
     same(posterior, fit(batch_size=11))
@@ -169,6 +172,7 @@ def test_rows_batches_and_weights(posterior):
     assert_close(halves.outputs(ROWS).covariance, 2 * posterior.outputs(ROWS).covariance, 1e-4)
 
 
+@pytest.mark.slow
 def test_members_are_as_alone(posterior, tmp_path):
     """A member's posterior, its draws included, does not depend on the others; in files and under `jit`, too."""
     one = fit(ENSEMBLE[[1]])
@@ -192,6 +196,7 @@ def test_members_are_as_alone(posterior, tmp_path):
     np.testing.assert_allclose(jnp.exp(mixture), jnp.exp(posterior.predict(ROWS)).mean(0), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run():
     """Its best weights; members that diverged are left out, with their hyper-parameters and rows."""
 

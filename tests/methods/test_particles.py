@@ -134,6 +134,7 @@ def steps(ensemble, step=STEP, *, count=2, optimiser=SGD, batch=(X, Y), key=KEY,
     return state, metrics
 
 
+@pytest.mark.slow
 @EACH
 def test_a_step_is_that_of_the_raveled_weights(ensemble, method):
     """Gradients of each member alone, directions of all, an update of each: as a user would write it."""
@@ -153,6 +154,7 @@ def test_a_step_is_that_of_the_raveled_weights(ensemble, method):
     assert_close(steps(one, step)[0].ensemble.stacked, steps(one, PLAIN)[0].ensemble.stacked, 1e-5)
 
 
+@pytest.mark.slow
 def test_members_meet(ensemble):
     """Their order has no effect; who else is there has. Devices with members of their own exchange them."""
     whole, order = steps(ensemble)[0].ensemble, np.array([2, 0, 3, 1])
@@ -163,6 +165,7 @@ def test_members_meet(ensemble):
     assert_close(steps(sharded)[0].ensemble.stacked, whole.stacked, 1e-5)
 
 
+@pytest.mark.slow
 def test_members_that_diverge_are_as_if_left_out(ensemble):
     """From the first step on, or by data of their own in the second, when they keep the weights of the first."""
     broken = eqx.tree_at(lambda e: e.stacked.weight, ensemble, replace_fn=lambda w: w.at[1].set(jnp.nan))
@@ -182,6 +185,7 @@ def test_members_that_diverge_are_as_if_left_out(ensemble):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(again.params))
 
 
+@pytest.mark.slow
 def test_states():
     case = CASES["conv and batch norm"]
     ensemble, before = ee.build(case.make, 3, key=KEY)
@@ -190,6 +194,7 @@ def test_states():
     assert_close(after.model_state, plain.model_state, 0.2)
 
 
+@pytest.mark.slow
 def test_each_member_has_its_own_optimiser_and_loss():
     ensemble = ee.build(make, 3, key=KEY)
     hyper = {"lr": jnp.array([0.1, 0.2, 0.0]), "c": jnp.array([1.0, 2.0, 1.0])}

@@ -96,6 +96,7 @@ def test_rank():
         rank([np.nan, 0.0, np.nan], [0, 2, 0])
 
 
+@pytest.mark.slow
 def test_the_best_train_on_alone(state):
     kept, best = population.keep_best(state, 2), np.sort(np.argsort(state.score)[:2])
     assert np.flatnonzero(kept.status == Status.OK).tolist() == best.tolist()
@@ -124,6 +125,7 @@ def test_the_worst_take_from_the_best():
     assert population.truncation(with_scores([1.0, 2.0], [2, 2])).tolist() == [0, 1]
 
 
+@pytest.mark.slow
 def test_what_is_copied_and_what_stays(state):
     donors, new = population.truncation(state), population.exploit(state)
     copies = np.flatnonzero(donors != np.arange(MEMBERS))
@@ -167,6 +169,7 @@ def found(ensemble):
     return train(ensemble)
 
 
+@pytest.mark.slow
 def test_training_is_replayed_by_a_loop_over_single_members(found):
     members = alone(found.run.train_state)
     for r in range(4):
@@ -201,6 +204,7 @@ def kill(state):
         raise KeyError("killed")
 
 
+@pytest.mark.slow
 def test_killed_it_resumes_bit_for_bit(ensemble, found, tmp_path):
     saving = {"checkpoint": ee.train.Checkpoint(tmp_path / "run.eqx", every=1)}
     with pytest.raises(KeyError):
@@ -208,6 +212,7 @@ def test_killed_it_resumes_bit_for_bit(ensemble, found, tmp_path):
     assert_same(parts(train(ensemble, **saving)), parts(found))
 
 
+@pytest.mark.slow
 def test_successive_halving():
     """Who continues and how long, replayed by a loop over single members."""
     nine, options = ee.build(make, 9, key=KEY), {"validation": HELD_OUT, "epochs": 1, "hyper": hyper(9)} | OPTIONS
@@ -224,6 +229,7 @@ def test_successive_halving():
     assert (halve(factor=2, rungs=2).stopped_at == -1).sum() == 4
 
 
+@pytest.mark.slow
 def test_hyperband(tmp_path):
     """Sizes and lengths by the paper's formulas, for R = 9 and eta = 3; no member trains longer than R."""
     options = dict(epochs=9, factor=3, validation=HELD_OUT, checkpoint=tmp_path, **OPTIONS)

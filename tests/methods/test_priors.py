@@ -38,6 +38,7 @@ COVARIANCE = np.linalg.inv(PRECISION)
 SGD = optax.sgd(2 * ROWS / (np.linalg.eigvalsh(PRECISION)[[0, -1]].sum()))
 
 
+@pytest.mark.slow
 def test_linear_members_are_draws_from_the_posterior():
     def anchored(model, batch, key, hyper):
         x, y = batch
@@ -55,6 +56,7 @@ def test_linear_members_are_draws_from_the_posterior():
     np.testing.assert_allclose(draws, exact, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_trained_with_a_prior_is_trained_on_what_the_prior_leaves():
     """f + βp on y is f on y - βp, an ensemble of its own; a plain ensemble on y is another."""
     x, y = data()
@@ -70,6 +72,7 @@ def test_trained_with_a_prior_is_trained_on_what_the_prior_leaves():
     assert_same(run.ensemble.stacked.prior, ensemble.stacked.prior)
 
 
+@pytest.mark.slow
 def test_priors_travel_with_their_members():
     ensemble, x = ee.build(pair, zip={"scale": [1.0, 2.0, 4.0]}, key=KEY), data()[0]
     expected = ee.predict(ensemble, x)
@@ -78,6 +81,7 @@ def test_priors_travel_with_their_members():
     np.testing.assert_allclose(one(x[0]), one.network(x[0]) + 2.0 * one.prior(x[0]), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_states_dropout_and_half_precision():
     made, before = eqx.nn.make_with_state(lambda: eqx.nn.BatchNorm(25, axis_name="batch", mode="ema"))()
     x, prior = data()[0][0], eqx.nn.Linear(25, 25, key=KEY)
@@ -92,6 +96,7 @@ def test_states_dropout_and_half_precision():
     assert RandomisedPrior(half, half)(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_noise_follows_from_the_members_key_alone():
     y, keys = data()[1], ee.member_keys(KEY, 5, purpose="noise in targets")
     noisy = np.asarray(noisy_targets(y, 5, std=0.3, key=KEY).value)
@@ -106,6 +111,7 @@ def test_noise_follows_from_the_members_key_alone():
         noisy_targets(np.zeros((3, 1)), 2, std=np.ones(3), key=KEY)
 
 
+@pytest.mark.slow
 def test_penalties_are_log_priors_of_the_trained_leaves():
     model = eqx.tree_at(lambda m: m.layers[1].bias, network(KEY), jnp.ones(2))
     ensemble = ee.stack([model, network(jax.random.key(9))])
@@ -131,6 +137,7 @@ def test_penalties_are_log_priors_of_the_trained_leaves():
         one.penalty(ensemble.stacked, num_rows=3)
 
 
+@pytest.mark.slow
 def test_anchors_have_their_distribution_and_follow_from_keys():
     ensemble = ee.build(lambda key: eqx.nn.Linear(30, 30, key=key), 5, key=KEY)
     tree = eqx.tree_at(lambda m: (m.weight, m.bias), ensemble[0], (lambda leaf: 1 / leaf.shape[-1], 3))
@@ -149,6 +156,7 @@ def test_anchors_have_their_distribution_and_follow_from_keys():
     assert len(jax.tree.leaves(found.weights)) == len(jax.tree.leaves(found.std)) == 1
 
 
+@pytest.mark.slow
 def test_an_anchored_member_is_the_model_that_is_trained_alone():
     def loss(model, batch, key, hyper):
         return mse(model, batch, key) + hyper["anchor"].penalty(model, num_rows=20)

@@ -114,6 +114,7 @@ def test_covariance_of_draws(ensemble, weights, rank, scale):
         assert (np.abs(draws[i].mean(0) - own.mean(0)) < 5.5 * np.sqrt(variances / count)).all()
 
 
+@pytest.mark.slow
 def test_draws_follow_from_keys(ensemble):
     run, some = fitted(ensemble, trajectory.swag(DRIFT, rank=3)), np.array([2, 0])
     draws = trajectory.sample(run, 4, key=KEY)
@@ -122,6 +123,7 @@ def test_draws_follow_from_keys(ensemble):
     assert np.unique(flat(draws), axis=0).shape == (12, 3)
 
 
+@pytest.mark.slow
 def test_members_alone_and_the_optimiser_alone(ensemble):
     """With hyper-parameters of each member: of optimiser, decay and first snapshot."""
     hyper = {"lr": jnp.array([0.1, 0.2, 0.3]), "decay": jnp.array([0.5, 0.0, 0.9]), "start": jnp.array([0, 3, 6])}
@@ -135,6 +137,7 @@ def test_members_alone_and_the_optimiser_alone(ensemble):
         assert_close(ee.tree.take(run.train_state.opt_state, [i]), alone, 1e-5)
 
 
+@pytest.mark.slow
 def test_members_that_stop_or_diverge_keep_their_own_counts(ensemble, weights):
     def loss(model, batch, key, hyper):
         return noisy(model, batch, key) + jnp.where(model.b > hyper, jnp.nan, 0)
@@ -157,6 +160,7 @@ def test_members_that_stop_or_diverge_keep_their_own_counts(ensemble, weights):
     np.testing.assert_allclose(flat(kept), [weights[2 * n + 1, i] for i, n in expected], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_few_snapshots(ensemble):
     optimiser = trajectory.swag(trajectory.snapshots(DRIFT, 2, every=5), rank=2, start=6)
     run = fitted(ensemble, optimiser, stop=ee.train.Stopping(steps=[4, 6, 8]), steps=9)
@@ -170,6 +174,7 @@ def test_few_snapshots(ensemble):
     assert trajectory.snapshot_owners(run).tolist() == [1, 2]
 
 
+@pytest.mark.slow
 def test_resumed_continued_and_under_jit(ensemble, tmp_path):
     optimiser = trajectory.swag(trajectory.snapshots(trajectory.ema(optax.adam(0.1)), 3, every=2), rank=3)
     whole, half = fitted(ensemble, optimiser), fitted(ensemble, optimiser, steps=7, checkpoint=tmp_path / "run")
@@ -180,6 +185,7 @@ def test_resumed_continued_and_under_jit(ensemble, tmp_path):
     assert_close(eqx.filter_jit(draw)(resumed), draw(whole), 1e-6)
 
 
+@pytest.mark.slow
 def test_dtypes():
     """Averages are summed in 32 bits or more, and returned in the weights' dtype."""
     model, grow = {"w": jnp.bfloat16(256)}, lambda model, batch, key: -model["w"].astype(jnp.float32)
@@ -226,6 +232,7 @@ def check_statistics(ensemble, state, x):
     return np.abs(found - (out - 3) / 2).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "size"), [("batch", 8), ("ema", 3)])
 def test_statistics_of_all_rows_after_a_run(mode, size):
     """Whatever the batches: a mean of their variances misses the variance between them, 20 % at three rows."""

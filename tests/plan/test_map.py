@@ -50,6 +50,7 @@ def test_every_plan_is_the_loop(ensemble, plan):
     assert jax.tree.structure(out["model"]) == jax.tree.structure(ensemble)
 
 
+@pytest.mark.slow
 def test_shared_or_one_each_is_never_guessed_from_a_size(ensemble):
     x = jax.random.normal(KEY, (5, 3))
     call = ee.map_members(lambda model, x: jax.vmap(model)(x) if x.ndim == 2 else model(x))
@@ -75,6 +76,7 @@ def test_out_axis(ensemble):
     np.testing.assert_array_equal(call(out_axis=-1), jnp.moveaxis(call(), 0, -1))
 
 
+@pytest.mark.slow
 def test_composes_with_the_transformations(ensemble):
     x, y = batch_of()
     loss = lambda ensemble, x, y: jnp.sum(ee.map_members(mse)(ensemble, x, y)["mse"])

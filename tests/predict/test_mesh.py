@@ -59,18 +59,7 @@ def test_members_that_do_not_divide_over_devices(members, batch_size):
     assert_as_on_one_device(members, 4, 1, options)
 
 
-@pytest.mark.parametrize(("members", "devices", "data", "options"), list(drawn_cases(4)))
+@pytest.mark.slow
+@pytest.mark.parametrize(("members", "devices", "data", "options"), drawn_cases(9))
 def test_any_members_on_any_devices(members, devices, data, options):
-    assert_as_on_one_device(members, devices, data, options)
-
-
-@pytest.mark.parametrize(
-    ("members", "devices", "data", "options"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow if i < 9 else pytest.mark.exhaustive)
-        for i, case in enumerate(drawn_cases(35))
-        if i >= 4
-    ],
-)
-def test_any_members_on_any_devices_with_any_options(members, devices, data, options):
     assert_as_on_one_device(members, devices, data, options)

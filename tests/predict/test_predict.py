@@ -24,7 +24,8 @@ def looped(ensemble, x, fn=lambda model, x: model(x)):
     return np.stack([np.stack([fn(member, row) for row in x]) for member in ensemble.unstack()])
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 10, 256])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [4, 256])
 def test_is_the_loop_over_members_and_rows(ensemble, batch_size):
     out = ee.predict(ensemble, rows(), batch_size=batch_size)
     assert out.shape == (4, ROWS, 2)
@@ -37,6 +38,7 @@ def test_a_plan_changes_nothing(ensemble, plan):
     np.testing.assert_allclose(ee.predict(ensemble, rows(), plan=plan, batch_size=4), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_inputs_and_outputs_may_be_trees(ensemble):
     inputs = {"a": rows(), "b": [rows()[:, 0]]}
     fn = lambda model, x: {"out": model(x["a"]), "sum": (model(x["a"]) + x["b"][0],)}
@@ -46,6 +48,7 @@ def test_inputs_and_outputs_may_be_trees(ensemble):
     np.testing.assert_allclose(out["sum"][0], expected + np.asarray(rows())[:, :1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_numpy_and_integer_inputs():
     ensemble = ee.build(lambda key: eqx.nn.Embedding(7, 3, key=key), 2, key=KEY)
     tokens = np.array([0, 6, 3, 3, 1])
@@ -53,6 +56,7 @@ def test_numpy_and_integer_inputs():
     np.testing.assert_array_equal(ee.predict(ensemble, tokens, batch_size=2), expected)
 
 
+@pytest.mark.slow
 def test_inputs_of_their_own(ensemble):
     own = jnp.stack([rows(), 2 * rows(), rows()[::-1], -rows()])
     out = ee.predict(ensemble, ee.Each(own), batch_size=4)
@@ -62,6 +66,7 @@ def test_inputs_of_their_own(ensemble):
     np.testing.assert_allclose(mixed, expected + looped(ensemble, rows()), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_state_in_inference_mode():
     ensemble, state = ee.build(eqx.nn.make_with_state(ConvBatchNorm), 2, key=KEY)
     x = jax.random.normal(jax.random.key(1), (5, 25))
@@ -103,6 +108,7 @@ def test_a_key_is_never_ignored(dropping):
     np.testing.assert_array_equal(kept, ee.predict(dropping, x))
 
 
+@pytest.mark.slow
 def test_monte_carlo_dropout_is_the_loop_over_passes(dropping):
     """As the documentation writes it."""
     x, passes = jnp.ones((4, 3)), jax.random.split(KEY, 3)
@@ -114,6 +120,7 @@ def test_monte_carlo_dropout_is_the_loop_over_passes(dropping):
             np.testing.assert_allclose(drawn[i, m], jnp.stack(want), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_monte_carlo_dropout_is_drawn_per_row_and_member(dropping):
     x = jnp.ones((7, 3))
     mask = np.asarray(ee.predict(dropping, x, inference=False, key=KEY)) == 0

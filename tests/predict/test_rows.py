@@ -22,7 +22,8 @@ def rows(count):
     return jax.random.normal(jax.random.key(1), (count, 3))
 
 
-@pytest.mark.parametrize("batch_size", [5, 16])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [16])
 def test_any_number_of_rows_is_the_loop(ensemble, batch_size):
     whole = np.stack([jax.vmap(member)(rows(19)) for member in ensemble.unstack()])
     for count in (0, 1, 3, 4, 5, 6, 8, 9, 15, 16, 17, 19):
@@ -34,6 +35,7 @@ def test_any_number_of_rows_is_the_loop(ensemble, batch_size):
             assert combined.variance.shape == (count, 2)
 
 
+@pytest.mark.slow
 def test_few_sizes_are_compiled(ensemble):
     sizes = set()
 
@@ -46,6 +48,7 @@ def test_few_sizes_are_compiled(ensemble):
     assert sizes == {1, 2, 4, 8, 16, 24}
 
 
+@pytest.mark.slow
 def test_a_row_that_fills_a_batch_changes_no_random_number():
     make = lambda key: eqx.nn.Sequential([eqx.nn.Linear(5, 5, key=key), eqx.nn.Dropout(0.5)])
     ensemble, x = ee.build(make, 3, key=KEY), jnp.ones((7, 5))
@@ -67,7 +70,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("count", [0, 3, 5])
+@pytest.mark.parametrize("count", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_any_kind_stay_what_they_are(kind, count):
     """In particular a weakly typed row leaves the dtype of a bfloat16 model as it is."""

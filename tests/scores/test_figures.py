@@ -57,6 +57,7 @@ def test_no_figure_is_left_out():
     assert set(FIGURES) - of_calibration == set(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_is_the_stored_figure(name):
     score, takes, options = CASES[name]

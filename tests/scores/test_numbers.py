@@ -115,6 +115,7 @@ def test_gradients_are_finite_where_members_and_outputs_coincide(score):
     assert np.isfinite(jax.grad(lambda x: score(x, VECTOR_TARGETS))(samples)).all()
 
 
+@pytest.mark.slow
 def test_intervals_without_an_end_have_an_infinite_score():
     inf = np.inf
     ends = np.array([(-inf, 1), (0, inf), (-inf, inf), (inf, inf), (0, 1), (0, 1), (-inf, np.nan), (0, inf), (0, 1)])

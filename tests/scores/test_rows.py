@@ -57,6 +57,7 @@ def test_curves_are_those_of_scikit_learn(name, seed):
         assert_same_points(function(values, ~positives), _points(name, values, positives))
 
 
+@pytest.mark.slow
 def test_rates_never_fall():
     rng = np.random.default_rng(0)
     values, positives = rng.normal(size=20_000).astype(np.float32), rng.uniform(size=20_000) < 0.5
@@ -99,6 +100,7 @@ def test_ties_are_the_mean_over_all_orders():
     np.testing.assert_allclose(scores.aurc(values, losses), want.mean(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_losses_have_in_common_costs_the_excess_nothing():
     values, losses = VALUES, np.round(np.abs(VALUES[::-1]) * 512) / 512  # exact also after 1e4 is added
     far = (1e4 + losses).astype(np.float32)
@@ -141,6 +143,7 @@ def test_many_equal_rows_keep_their_mean():
     np.testing.assert_allclose(scores.aurc(zeros.astype(np.float32), tenth), 0.1, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_gradient_of_a_mean_by_its_weights():
     values, weights = VALUES[:20], np.arange(20, dtype=np.float32)
     mean = lambda w: scores.pinball(jnp.zeros(20), values, level=0.5, row_weights=w)
@@ -149,6 +152,7 @@ def test_gradient_of_a_mean_by_its_weights():
     np.testing.assert_allclose(jax.grad(mean)(weights)[1:], want[1:], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_bins_of_equal_weight():
     rng = np.random.default_rng(3)
     logits, labels = (3 * rng.normal(size=(1, 400, 3))).astype(np.float32), rng.integers(3, size=400)
@@ -190,6 +194,7 @@ KEY = jax.random.key(0)
 BOOTSTRAP_VALUES = np.random.default_rng(0).gamma(2, size=50).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_standard_error_is_the_closed_form():
     # The variance of the mean of n rows drawn with replacement is that of the rows (ddof 0), divided by n.
     want, draws = BOOTSTRAP_VALUES.std() / np.sqrt(50), 20_000
@@ -201,6 +206,7 @@ def test_standard_error_is_the_closed_form():
     assert got.lower < got.estimate < got.upper
 
 
+@pytest.mark.slow
 def test_draws_are_all_resamples_of_three_rows():
     # Every one of the 27 resamples has equal probability, and the standard error is that of their means.
     values, weights = np.array([0.0, 1.0, 10.0], np.float32), np.array([1.0, 2.0, 3.0])
@@ -212,6 +218,7 @@ def test_draws_are_all_resamples_of_three_rows():
     assert abs(got.standard_error / means.std() - 1) < 6 * np.sqrt((fourth - 1) / (4 * 40_000))
 
 
+@pytest.mark.slow
 def test_a_paired_difference_is_known_far_better():
     one = np.random.default_rng(0).gamma(2, size=400).astype(np.float32)
     other = one + 0.1 + 0.05 * np.random.default_rng(1).normal(size=400).astype(np.float32)

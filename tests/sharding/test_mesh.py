@@ -111,6 +111,7 @@ class TestMakeMesh:
         spread = jax.tree.map(lambda x: jax.device_put(x, there) if eqx.is_array(x) else x, ensemble)
         assert_close(ee.predict(spread, X), ee.predict(ensemble, X), 1e-5)
 
+    @pytest.mark.slow
     def test_a_mesh_of_your_own(self):
         mesh = Mesh(np.array(jax.devices()), ("members",))
         assert_same_where_optimised(ee.build(make, 4, mesh=mesh, key=KEY), ee.build(make, 4, key=KEY))
@@ -145,6 +146,7 @@ class TestFit:
         for x in jax.tree.leaves(eqx.filter((run.ensemble, run.train_state), eqx.is_array)):
             assert [shard.data.shape[0] for shard in x.addressable_shards] == [2] * 4
 
+    @pytest.mark.slow
     def test_the_mesh_of_the_ensemble(self):
         """Without `mesh`, it is that on which the members are."""
         ensemble = ee.build(make, 8, mesh=ee.make_mesh(), key=KEY)
@@ -183,6 +185,7 @@ class TestFit:
             one, many = fitted(4, None, **options), fitted(4, MESHES["4x1"], **options)
         same_run(many, one)
 
+    @pytest.mark.slow
     def test_statistics_of_the_whole_batch(self):
         """BatchNorm sees all rows of a batch, on whichever devices they are."""
         case = CASES["conv and batch norm"]
@@ -236,6 +239,7 @@ def fit_text(monkeypatch, mesh):
 
 
 class TestWhatIsSent:
+    @pytest.mark.slow
     def test_nothing_where_members_are_apart(self, monkeypatch):
         text = fit_text(monkeypatch, ee.make_mesh())
         assert collectives(text) == []
@@ -249,6 +253,7 @@ class TestWhatIsSent:
         assert sum(size for _, size in found) <= 4 * 4 * weights + 64
         assert len(found) == 1
 
+    @pytest.mark.slow
     def test_another_loss_would_show(self):
         """A loss over all members together sends something: the tests above can fail."""
         ensemble = ee.build(make, 8, mesh=ee.make_mesh(), key=KEY)

@@ -26,11 +26,13 @@ def same_bits(got, expected):
         np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_same_bits(tmp_path):
     two = results("everything", tmp_path / "two", processes=2)
     same_bits(two, results("everything", tmp_path / "one", processes=1))
 
 
+@pytest.mark.slow
 def test_resumed(tmp_path):
     """By two processes, and then by one from their checkpoint of the whole run."""
     whole = results("whole", tmp_path, processes=1)

@@ -34,11 +34,3 @@ def checks(*estimators):
 test_checks_of_scikit_learn = pytest.mark.slow(
     checks(EnsembleRegressor(**SMALL), EnsembleClassifier(**SMALL, bootstrap=True))
 )
-test_checks_of_scikit_learn_for_other_parameters = pytest.mark.exhaustive(
-    checks(
-        EnsembleRegressor(**SMALL, bootstrap=True),
-        EnsembleRegressor(**SMALL, head="point"),
-        EnsembleRegressor(**SMALL, head="point", bootstrap=True),
-        EnsembleClassifier(**SMALL),
-    )
-)

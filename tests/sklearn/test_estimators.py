@@ -37,6 +37,7 @@ class Noisy(eqx.Module):
         return self.linear(self.dropout(x, key=key, inference=key is None))
 
 
+@pytest.mark.slow
 def test_a_pickle_predicts_the_same(x, y, small):
     """Also if parameters are changed after `fit`."""
     model = EnsembleRegressor(**small).fit(x, y).set_params(hidden_layer_sizes=(7, 7), head="point")
@@ -55,6 +56,7 @@ def test_dropout_acts_in_training_alone(x, labels, small):
     assert not np.array_equal(model.ensemble_[0](row, key=jax.random.key(0)), model.ensemble_[0](row))
 
 
+@pytest.mark.slow
 def test_equal_fits_compile_once(x, y, small, compiled):
     """Other hyper-parameters and clones are the same program."""
     options = small | {"optimiser": optax.adam, "make": MLP}

@@ -21,6 +21,7 @@ def member_outputs(model, x):
     return [jax.vmap(member)(jnp.asarray(x, jnp.float32)) for member in model.ensemble_.unstack()]
 
 
+@pytest.mark.slow
 def test_members_are_those_of_gradient_descent_in_numpy(x, y):
     weights = np.random.default_rng(2).uniform(0.5, 3, len(x))
     options = {"num_members": 2, "head": "point", "max_iter": 5, "early_stopping": False, "random_state": 0}
@@ -41,6 +42,7 @@ def test_members_are_those_of_gradient_descent_in_numpy(x, y):
     np.testing.assert_allclose(member_outputs(model, x), wanted, **CLOSE)
 
 
+@pytest.mark.slow
 def test_gaussian_heads_predict_the_mixture_of_members(x, y, small):
     model = EnsembleRegressor(**small).fit(x, y)
     means, variances = map(np.asarray, zip(*member_outputs(model, x), strict=True))
@@ -91,6 +93,7 @@ def test_a_large_offset_costs_no_precision(x, y, small):
     assert model.score(x + 1e8, y + 1e10) > 0.3
 
 
+@pytest.mark.slow
 def test_probabilities_are_the_mean_of_the_members(x, labels, small):
     model = EnsembleClassifier(**small).fit(x, labels)
     assert model.classes_.tolist() == ["high", "low", "middle"]
@@ -164,6 +167,7 @@ def test_rows_for_validation_are_in_no_bag(x, y, small):
     assert np.isnan(model.oob_prediction_[held_out]).all()
 
 
+@pytest.mark.slow
 def test_one_bag_without_a_row_left_is_told(small):
     with pytest.warns(UserWarning, match="No row is out of bag"):
         model = EnsembleRegressor(**small | {"num_members": 1, "batch_size": 1, "bootstrap": True}).fit([[1.0]], [2.0])

@@ -21,6 +21,7 @@ from ..factories import (
     mse,
     step_key,
 )
+from ..marking import slow_but
 
 STEPS = 20
 BATCH = 8  # 20 rows: the third batch of an epoch takes four of the next
@@ -29,11 +30,6 @@ MODEL_KEY, KEY = jax.random.key(3), jax.random.key(11)
 OPTIMISERS = {
     "adam": lambda eps: optax.adam(1e-2, eps=eps),
     "clip and adam": lambda eps: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=eps)),
-    "adamw": lambda eps: optax.adamw(1e-2, eps=eps, weight_decay=0.1),
-    "lamb": lambda eps: optax.lamb(1e-2),
-    "muon": lambda eps: optax.contrib.muon(1e-2),
-    "adafactor": lambda eps: optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "lbfgs": lambda eps: optax.lbfgs(),
 }
 
 
@@ -68,13 +64,14 @@ def assert_alone(case, optimiser, ensemble, state, run):
             assert_close(ee.tree.take(run.state, i), expected_state, case.rtol)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(["mlp"], CASES))
 def test_every_model_with_a_clipped_gradient(name):
     case = CASES[name]
     optimiser = OPTIMISERS["clip and adam"](case.eps)
     assert_alone(case, optimiser, *fitted(case, optimiser, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_members", [1, 2])
 def test_one_member_and_two(num_members):
     optimiser = OPTIMISERS["adam"](1e-8)
@@ -82,24 +79,6 @@ def test_one_member_and_two(num_members):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_members", [1, 2, 5])
-@pytest.mark.parametrize("name", CASES)
-def test_every_model_with_adam(name, num_members):
-    case = CASES[name]
-    optimiser = OPTIMISERS["adam"](case.eps)
-    assert_alone(case, optimiser, *fitted(case, optimiser, num_members))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_members", [1, 5])
-@pytest.mark.parametrize("name", OPTIMISERS)
-def test_every_optimiser_with_an_mlp(name, num_members):
-    case, optimiser = CASES["mlp"], OPTIMISERS[name](1e-8)
-    # A line search decides by comparing: with float32 one rounding may send it elsewhere, with a single member too.
-    with jax.enable_x64(name == "lbfgs"):
-        assert_alone(case, optimiser, *fitted(case, optimiser, num_members))
-
-
 def test_a_shared_gradient_would_be_noticed():
     """The comparison itself: members that learn from the mean of their losses are not the members alone."""
     case, optimiser = CASES["mlp"], OPTIMISERS["clip and adam"](1e-8)
@@ -131,7 +110,7 @@ def stepped(ensemble, batch, fault, steps=6):
     return state, np.array(losses)
 
 
-@pytest.mark.parametrize("place", ["weights", "data", "loss", "gradient"])
+@pytest.mark.parametrize("place", slow_but(["loss", "gradient"], ["weights", "data", "loss", "gradient"]))
 def test_a_broken_member_changes_no_bit_of_the_others(place):
     ensemble = ee.build(CASES["mlp"].make, 4, key=MODEL_KEY)
     x, y = jax.tree.map(lambda a: jnp.stack([a] * 4), data(8))
@@ -196,6 +175,7 @@ def test_a_stopped_or_broken_member_changes_no_bit_of_the_others_in_a_fit():
     assert np.isnan(broken.history.loss[1]).all() or np.isnan(broken.history.loss[1, 3:]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimiser", [optax.sgd(0.05, momentum=0.9), optax.lion(1e-3)], ids=["sgd", "lion"])
 def test_one_after_another_is_each_alone_bit_for_bit(optimiser):
     case, options = CASES["mlp"], {"steps": STEPS, "batch_size": BATCH, "shuffle": False, "plan": ee.plan.Blocks(1)}
@@ -206,6 +186,7 @@ def test_one_after_another_is_each_alone_bit_for_bit(optimiser):
         assert_same((run.ensemble[i], run.history.loss[i]), (alone.ensemble[0], alone.history.loss[0]))
 
 
+@pytest.mark.slow
 def test_one_after_another_is_a_plain_loop_bit_for_bit():
     case, optimiser = CASES["mlp"], optax.lion(1e-3)
     ensemble, _, run = fitted(case, optimiser, 3, plan=ee.plan.Blocks(1))
@@ -215,6 +196,7 @@ def test_one_after_another_is_a_plain_loop_bit_for_bit():
         assert_same_where_optimised((run.ensemble[i], run.history.loss[i]), (expected, np.asarray(losses)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimiser", [optax.sgd(0.05, momentum=0.9), OPTIMISERS["clip and adam"](1e-8)], ids=["sgd", "clip and adam"]
 )

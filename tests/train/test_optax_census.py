@@ -13,6 +13,7 @@ import pytest
 import eqx_ensemble as ee
 
 from ..factories import distance, relaxed
+from ..marking import slow_but
 from .optax_cases import ARGUMENTS, COMPLETE, NOT_TRAINED, PUBLIC, RATE, TELLING, TRAINED, measure, optimiser, required
 
 MEMBERS, STEPS = 3, 20
@@ -139,14 +140,7 @@ def _left_alone(name):
     return name in ("set_to_zero",)
 
 
-def _marks(name):
-    """Slow runs take every eighth name."""
-    if name in TELLING:
-        return []
-    return pytest.mark.exhaustive if list(TRAINED).index(name) % 8 else pytest.mark.slow
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in TRAINED])
+@pytest.mark.parametrize("name", slow_but(["clip_by_global_norm", "lamb", "contrib.prodigy"], TRAINED))
 def test_members_train_as_if_alone(name):
     # A line search decides by comparing: with float32 one rounding may send it elsewhere.
     with jax.enable_x64("lbfgs" in name):
@@ -155,7 +149,7 @@ def test_members_train_as_if_alone(name):
         assert _worst(together(name), name) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb", "adafactor", "contrib.muon"])
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "lamb"])
 def test_unmapped_optax_mixes_the_members(name):
     assert _worst(_unmapped(name), name) > 1e-3
 
@@ -164,6 +158,7 @@ def test_unmapped_adam_is_no_control():
     assert _worst(_unmapped("adam"), "adam") <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["add_noise", "contrib.hutchinson_estimator_diag_hessian"])
 def test_members_draw_their_own_noise(name):
     """Members with equal weights on equal data stay equal but for their noise."""

@@ -23,6 +23,7 @@ from eqx_ensemble.train._blocks import Crew
 from eqx_ensemble.train._saver import Saver
 
 from ..factories import assert_same, grouped
+from ..marking import slow_but
 
 KEY = jax.random.key(0)
 MEMBERS = 4
@@ -111,9 +112,7 @@ QUICK = ("steps", "validation", "members stop", "reviving")
 
 class TestTheSameCallGoesOn:
     @pytest.mark.filterwarnings("ignore:.*diverged")
-    @pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in OPTIONS]
-    )
+    @pytest.mark.parametrize("name", slow_but(QUICK, OPTIONS))
     def test_from_every_checkpoint(self, ensemble, tmp_path, name):
         assert_resumes(tmp_path, lambda **more: fitted(ensemble, **OPTIONS[name], **more))
 

@@ -71,6 +71,7 @@ def test_all_leaves_that_differ_are_listed_up_to_eight():
     assert "more" not in "".join(lines[1:9])
 
 
+@pytest.mark.slow
 def test_other_depth_width_and_class():
     text = _text(MemberMismatchError, tree.stack, [_mlp(), _mlp(depth=3)])
     assert "  at `.layers`: expected tuple of 3, got tuple of 4\n  at `.depth`: expected 2, got 3\n" in text

@@ -11,6 +11,8 @@ import pytest
 
 from eqx_ensemble import MemberMismatchError, tree
 
+from ..marking import slow_but
+
 
 class Tied(eqx.Module):
     shared: eqx.nn.Shared
@@ -100,7 +102,7 @@ def _keys(count=3):
     return jax.random.split(jax.random.key(0), count)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["mixed"], MODELS))
 def test_separately_built_models_stack(name, assert_same):
     models = [MODELS[name](key) for key in _keys()]
     stacked = tree.stack(models)
@@ -115,6 +117,7 @@ def test_separately_built_models_stack(name, assert_same):
     np.testing.assert_allclose(together.astype(jnp.float32), alone.astype(jnp.float32), tolerance, tolerance)
 
 
+@pytest.mark.slow
 def test_model_and_state_built_separately(assert_same):
     built = [eqx.nn.make_with_state(ConvNet)(key) for key in _keys()]
     model, state = tree.stack(built)
@@ -172,10 +175,10 @@ def test_optimiser_states_stack(name, assert_same):
 
 
 FLOWS = ["coupling_flow", "planar_flow"]
-SLOW_FLOWS = ["masked_autoregressive_flow", "block_neural_autoregressive_flow", "triangular_spline_flow"]
 
 
-@pytest.mark.parametrize("name", FLOWS + [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_FLOWS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLOWS)
 @pytest.mark.filterwarnings("ignore")
 def test_flows_stack(name, assert_same):
     flows = pytest.importorskip("flowjax.flows")
@@ -185,7 +188,7 @@ def test_flows_stack(name, assert_same):
         built = [make(key, base_dist=distributions.Normal(jnp.zeros(2)), flow_layers=1) for key in _keys(2)]
         stacked = tree.stack(built)
         assert_same(tree.take(stacked, 1), built[1])
-        if name in {"coupling_flow", "planar_flow"}:
+        if True:
             x = jnp.asarray([0.1, -0.2])
             together = eqx.filter_jit(eqx.filter_vmap(lambda flow: flow.log_prob(x)))(stacked)
             np.testing.assert_allclose(together[1], eqx.filter_jit(built[1].log_prob)(x), 1e-4)
@@ -224,11 +227,13 @@ def test_the_stack_of_one_is_not_the_member():
     assert tree.stack([{"w": jnp.ones(2)}])["w"].shape == (1, 2)
 
 
+@pytest.mark.slow
 def test_built_by_vmap_and_stacked_are_the_same(assert_same):
     make = MODELS["relu_and_lambda"]
     assert_same(eqx.filter_vmap(make)(_keys()), tree.stack([make(key) for key in _keys()]))
 
 
+@pytest.mark.slow
 def test_unstack_64_members_of_20_leaves_compiles_one_program_a_leaf():
     stacked = {str(i): jnp.ones((64, i + 1, 2)) for i in range(20)}
     tree.unstack(stacked)
@@ -250,6 +255,7 @@ def test_take_does_not_compile_again_for_another_index():
     assert _index._member._cache_size() == before
 
 
+@pytest.mark.slow
 def test_members_over_four_devices(assert_same):
     mesh = jax.make_mesh((4,), ("members",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("members"))
@@ -265,6 +271,7 @@ def test_members_over_four_devices(assert_same):
     assert_same(tree.stack(tree.unstack(spread)), local)
 
 
+@pytest.mark.slow
 def test_gradients_flow_through():
     models = [eqx.nn.Linear(2, 2, key=key) for key in _keys(2)]
 

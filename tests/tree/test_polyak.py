@@ -23,7 +23,7 @@ def same_arrays(got, expected, **tolerance):
         np.testing.assert_allclose(x, y, **tolerance)
 
 
-@pytest.mark.parametrize("tau", [0.005, np.float32(0.25), 1, jnp.float32(0.3)])
+@pytest.mark.parametrize("tau", [np.float32(0.25), 1, jnp.float32(0.3)])
 def test_members_move_as_alone(tau):
     got = ee.tree.polyak(OLD, NEW, tau)
     for i in range(3):
@@ -56,6 +56,7 @@ def test_sixteen_bits_are_calculated_in_thirty_two():
     assert float(got) == float(jnp.bfloat16(0.995 + 3 * 0.005))
 
 
+@pytest.mark.slow
 def test_it_moves_inside_jit_and_has_gradients():
     got = eqx.filter_jit(ee.tree.polyak)(OLD, NEW, jnp.float32(0.1))
     same_arrays(got, ee.tree.polyak(OLD, NEW, 0.1), rtol=1e-6, atol=1e-7)

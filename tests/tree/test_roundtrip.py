@@ -84,6 +84,7 @@ def members(recipe, count, start=0):
     return [make(recipe, start + i) for i in range(count)]
 
 
+@pytest.mark.slow
 @given(recipes, st.sampled_from([1, 3]))
 @quick
 def test_unstack_undoes_stack(assert_same, recipe, count):
@@ -97,6 +98,7 @@ def test_unstack_undoes_stack(assert_same, recipe, count):
         assert_same(one, other)
 
 
+@pytest.mark.slow
 @given(recipes, st.integers(-3, 2))
 @quick
 def test_take_one_is_the_member(assert_same, recipe, i):
@@ -105,6 +107,7 @@ def test_take_one_is_the_member(assert_same, recipe, i):
     assert_same(tree.take(tree.stack(made), np.int64(i)), made[i])
 
 
+@pytest.mark.slow
 @given(
     recipes, st.lists(st.integers(-3, 2), min_size=3, max_size=3), st.sampled_from([list, tuple, np.array, jnp.array])
 )
@@ -114,6 +117,7 @@ def test_take_many_is_the_stack_of_members(assert_same, recipe, index, kind):
     assert_same(tree.take(tree.stack(made), kind(index)), tree.stack([made[i] for i in index]))
 
 
+@pytest.mark.slow
 @given(recipes, st.sampled_from([1, 2]))
 @quick
 def test_concatenate_is_the_stack_of_all(assert_same, recipe, one):
@@ -122,6 +126,7 @@ def test_concatenate_is_the_stack_of_all(assert_same, recipe, one):
     assert_same(joined, tree.stack(made))
 
 
+@pytest.mark.slow
 @given(recipes, st.permutations(range(3)), st.just(2))
 @quick
 def test_replace_writes_these_members_and_no_other(assert_same, recipe, order, count):
@@ -136,6 +141,7 @@ def test_replace_writes_these_members_and_no_other(assert_same, recipe, order, c
     assert_same(tree.replace(tree.stack(made), index[0] - 3, new[0]), tree.stack(expected))
 
 
+@pytest.mark.slow
 @given(recipes)
 @settings(quick, max_examples=5)
 def test_stack_unstack_take_work_under_jit(assert_same, recipe):
@@ -146,6 +152,7 @@ def test_stack_unstack_take_work_under_jit(assert_same, recipe):
     assert_same(eqx.filter_jit(tree.take)(stacked, jnp.asarray(1)), made[1])
 
 
+@pytest.mark.slow
 @given(recipes)
 @quick
 def test_inputs_do_not_change(assert_same, recipe):
@@ -157,6 +164,7 @@ def test_inputs_do_not_change(assert_same, recipe):
     assert_same(tree.take(stacked, 0), before[0])
 
 
+@pytest.mark.slow
 @given(recipes, st.data())
 @quick
 def test_one_leaf_of_other_dtype_or_shape_is_named(recipe, data):

@@ -36,6 +36,7 @@ def test_python_ints_beyond_64_bits():
     assert tree.weighted_sum([[2**70], [1]], [3, 2**80]) == [3 * 2**70 + 2**80]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(-(10**6), 10**6), st.integers(-(10**30), 10**30)), min_size=1, max_size=5))
 @quick
 def test_python_ints_against_the_formula(pairs):
@@ -140,6 +141,7 @@ def test_a_mean_keeps_the_numbers_on_which_all_agree():
     assert traced == [1.75]
 
 
+@pytest.mark.slow
 def test_a_model_soup():
     models = [eqx.nn.MLP(2, 2, 3, 2, key=jax.random.key(i)) for i in range(3)]
     soup = tree.weighted_mean(models)
@@ -156,6 +158,7 @@ def test_a_mean_of_huge_and_tiny_weights():
         assert float(tree.weighted_mean(leaves, [scale, scale])) == pytest.approx(2e30, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [tree.weighted_sum, tree.weighted_mean])
 def test_traced_weights_and_leaves_and_their_gradients(function):
     trees = [{"w": jnp.asarray([1.0, 2.0]), "h": jnp.asarray([1, 2], jnp.bfloat16), "i": 2.0 * i} for i in range(3)]

@@ -72,6 +72,7 @@ def test_a_member_of_weight_zero_may_be_infinitely_far_off(divergence, low):
     assert (gradient[1] == 0).all()
 
 
+@pytest.mark.slow
 def test_what_members_rule_out():
     logits = jnp.log(jnp.array([[[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]], [[0.9, 0.1, 0.0], [1.0, 0.0, 0.0]]]))
     got = uncertainty.pairwise_kl(logits)
@@ -154,7 +155,7 @@ def test_correlation_is_numpys():
         np.testing.assert_allclose(uncertainty.error_correlation(errors), np.corrcoef(errors), rtol=1e-10)
 
 
-@pytest.mark.parametrize("count", [4, 16, 31])  # of 15 and of 30 times 0.1 the float32 mean is not 0.1
+@pytest.mark.parametrize("count", [4, 31])  # of 15 and of 30 times 0.1 the float32 mean is not 0.1
 def test_errors_that_are_all_the_same_correlate_with_none(count):
     errors = np.stack([np.full(count, 0.1), np.arange(count)]).astype(np.float32)
     errors[:, 1], mask = 7, np.arange(count) != 1
@@ -168,7 +169,7 @@ def test_errors_that_are_all_the_same_correlate_with_none(count):
     assert np.isfinite(uncertainty.error_correlation(errors)).all()
 
 
-@pytest.mark.parametrize("members", [1, 10, 64])
+@pytest.mark.parametrize("members", [1, 10])
 def test_is_numpys_averaged_inverted_cdf(members):
     values, levels = _logits((members, 7)), np.round(np.linspace(0, 1, 21), 2)
     want = np.quantile(values, levels, axis=0, method="averaged_inverted_cdf")
@@ -242,7 +243,8 @@ def test_far_apart_members_have_the_quantiles_of_one_of_them():
         np.testing.assert_allclose(got - want, 0, atol=1e-11)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1))
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_level_is_between_the_neighbours_of_the_quantile_and_order_is_kept(dtype, seed):
     # Where a component is narrow, no x has the level itself: a little lower x has too little, a little higher enough.
@@ -284,6 +286,7 @@ def test_infinite_moments_have_infinite_quantiles_of_their_own_only():
     assert (got[0] == -np.inf).all()
 
 
+@pytest.mark.slow
 def test_gradient_is_that_of_the_implicit_function():
     with jax.enable_x64(True):
         mean, variance = jnp.float64(_logits((4, 3))), jnp.exp(jnp.float64(_logits((4, 3), seed=1, scale=1.0)))
@@ -311,6 +314,7 @@ def test_gaussian_samples_have_the_distribution_of_the_mixture(joint):
     assert stats.kstest(np.asarray(drawn)[:, 0], cdf).pvalue > 1e-6
 
 
+@pytest.mark.slow
 def test_joint_samples_follow_one_member():
     mean, variance = np.float32([[-1.0, -2.0], [1.0, 2.0]]), np.zeros((2, 2), np.float32)
     joint = uncertainty.sample_gaussian_mixture(mean, variance, 200, joint=True, key=KEY)
