@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble import _caller
 
 KEY = jax.random.key(0)
 LOGITS = jnp.ones((3, 4, 2))
@@ -72,9 +71,3 @@ def test_message_names_what_was_called(unhooked, name):
 def test_message_in_another_thread(unhooked):
     with ThreadPoolExecutor(1) as executor:
         assert named(lambda: executor.submit(ee.scores.nll, LOGITS, LABELS).result()) == "scores.nll"
-
-
-def test_calls_without_errors_look_for_no_name(monkeypatch):
-    monkeypatch.setattr(_caller, "_public_name", None)
-    ee.scores.nll(LOGITS, LABELS[:4])
-    ENSEMBLE[1](X[0])

@@ -168,3 +168,11 @@ def test_rows_that_are_not_finite_are_predicted(ensemble):
     out = np.asarray(ee.predict(ensemble, x))
     assert np.isnan(out[:, 2]).all()
     assert np.isfinite(np.delete(out, 2, axis=1)).all()
+
+
+def test_threads_compute_in_double_precision_too():
+    with jax.enable_x64(True):
+        ensemble = ee.build(lambda key: eqx.nn.Linear(2, 1, dtype=jnp.float64, key=key), 3, key=jax.random.key(0))
+        x = np.random.default_rng(0).normal(size=(100, 2))
+        whole = jax.vmap(lambda x: ensemble(x), out_axes=1)(x)
+        np.testing.assert_allclose(ee.predict(ensemble, x, batch_size=10), whole, rtol=1e-14)

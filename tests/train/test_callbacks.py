@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.train._revive import copy_members
 
 from ..factories import assert_close, assert_same
 
@@ -101,7 +100,7 @@ def test_a_callback_changes_hyper_parameters():
 
 def test_copies_keep_their_own_streams():
     state = fit(epochs=2).train_state
-    copied = copy_members(state, [0, 0, 2, 3])
+    copied = ee.methods.population.copy_members(state, [0, 0, 2, 3])
     assert_same(copied.ensemble[1], state.ensemble[0])
     assert_same(jax.tree.map(lambda x: x[1], copied.opt_state), jax.tree.map(lambda x: x[0], state.opt_state))
     assert_same(copied.keys, state.keys)

@@ -233,26 +233,15 @@ def test_built_by_vmap_and_stacked_are_the_same(assert_same):
     assert_same(eqx.filter_vmap(make)(_keys()), tree.stack([make(key) for key in _keys()]))
 
 
-@pytest.mark.slow
-def test_unstack_64_members_of_20_leaves_compiles_one_program_a_leaf():
-    stacked = {str(i): jnp.ones((64, i + 1, 2)) for i in range(20)}
-    tree.unstack(stacked)
-    from eqx_ensemble.tree import _index
-
-    assert _index._member._cache_size() > 0
-    before = _index._member._cache_size()
-    tree.unstack({str(i): jnp.ones((64, i + 1, 3)) for i in range(2)})
-    assert _index._member._cache_size() == before + 2
-
-
-def test_take_does_not_compile_again_for_another_index():
-    from eqx_ensemble.tree import _index
-
-    stacked = {"w": jnp.ones((7, 11))}
-    tree.take(stacked, 0)
-    before = _index._member._cache_size()
-    tree.take(stacked, 5)
-    assert _index._member._cache_size() == before
+def test_unstack_compiles_one_program_a_leaf_and_take_none_for_another_index(compiled):
+    stacked = {str(i): jnp.ones((64, i + 1, 2)) for i in range(5)}
+    with compiled() as names:
+        tree.unstack(stacked)
+    assert len(names) == 5
+    with compiled() as names:
+        tree.take(stacked, 0)
+        tree.take(stacked, 5)
+    assert names == []
 
 
 @pytest.mark.slow
