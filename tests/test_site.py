@@ -38,6 +38,7 @@ SEARCHES = {
     "optimizer": "guide/faq/",
     "deep ensemble": "guide/choosing/",
     "Bayesian optimisation": "examples/bayesian_optimisation/",
+    "LoRA": "recipes/adapters/",
     "flax": "guide/compared/",
     "torch": "guide/compared/",
 }
