@@ -27,7 +27,7 @@ description: The papers behind the functions of the library.
 # Bibliography
 
 The papers behind the functions, also as [BibTeX](../references.bib); the docstring of each function names its own.
-[Methods and papers](methods.md) lists the methods.
+[Choosing](choosing.md#what-each-method-costs) compares the methods.
 
 """
 

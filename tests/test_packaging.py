@@ -306,7 +306,7 @@ def test_a_jaxlib_to_avoid(monkeypatch, version, text):
 
 
 def test_what_is_warned_of_does_not_install():
-    limits = (ROOT / "docs/limits.md").read_text()
+    limits = (ROOT / "docs/how-a-fit-runs.md").read_text()
     for package in ("jax", "jaxlib"):
         (requirement,) = [r for r in PYPROJECT["project"]["dependencies"] if r.startswith(f"{package}>")]
         allowed = Requirement(requirement).specifier
