@@ -19,6 +19,7 @@ from eqx_ensemble._boundary.kinds import VOTES
 
 from .array_calls import CALLS, NAMES, arguments_of, call, function_of
 from .census import BAD_OF_ARRAYS
+from .marking import slow_but
 
 KEPT, WHOLE = np.array([True, True, False, True, True, True]), np.array([1, 2, 0, 1, 3, 1])
 ROOMS = ("acquire", "calibrate", "combine", "conformal", "scores", "uncertainty")
@@ -45,9 +46,7 @@ NOISE = pytest.mark.filterwarnings("ignore:.*(no minimum|too few|unbounded|the s
 
 def each(names, quick=QUICK):
     """The names, slow but for some of them."""
-    return pytest.mark.parametrize(
-        "name", [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in names]
-    )
+    return pytest.mark.parametrize("name", slow_but(quick, names))
 
 
 @ft.cache
@@ -549,7 +548,7 @@ MEANT = {
 
 
 @pytest.mark.usefixtures("unhooked")
-@pytest.mark.parametrize("name", NAMES)
+@each(NAMES)
 def test_wrong_arguments_give_our_errors_and_odd_ones_what_is_meant(name):
     faults = []
     with warnings.catch_warnings():

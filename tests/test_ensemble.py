@@ -15,6 +15,7 @@ from jaxtyping import TypeCheckError, jaxtyped
 import eqx_ensemble as ee
 
 from .factories import CASES, assert_close, assert_same, data, numbers
+from .marking import slow_but
 
 KEY = jax.random.key(5)
 
@@ -195,8 +196,9 @@ def test_stack_and_unstack_are_inverse(case):
         assert type(got) is type(alone)
 
 
-@cases
-def test_map_is_a_loop_over_the_members(case):
+@pytest.mark.parametrize("name", slow_but(["mlp", "conv and batch norm"], CASES))
+def test_map_is_a_loop_over_the_members(name):
+    case = CASES[name]
     ensemble, state, _ = built(case)
     loss = eqx.filter_jit(case.loss)
     batch = data(rows=3)

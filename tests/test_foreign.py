@@ -186,6 +186,7 @@ def test_options_of_members(ensemble):
             assert_same(run.ensemble, expected.ensemble)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no minimum was reached")
 @pytest.mark.parametrize(("name", "library_name"), zip(NAMES, itertools.cycle(INSTALLED)))
 def test_every_function_of_arrays(name, library_name):
