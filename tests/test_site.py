@@ -37,7 +37,7 @@ SEARCHES = {
     "active learning": "examples/active_learning/",
     "Bayesian optimisation": "examples/bayesian_optimisation/",
     "bandit": "examples/bandit/",
-    "LoRA": "recipes/adapters/",
+    "LoRA": "recipes/pretrained/",
     "flax": "guide/compared/",
     "torch": "guide/compared/",
 }
@@ -173,16 +173,16 @@ def test_a_search_finds_its_page_first(query, found):
 
 
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
-def test_a_recipe_is_a_question_a_program_and_what_to_watch_for(page):
+def test_a_recipe_is_questions_with_programs_and_what_to_watch_for(page):
     text = page.read_text()
     title = re.search(r"^# (.+)$", text, flags=re.MULTILINE)[1]
-    index = (page.parent / "index.md").read_text()
-    assert f"]({page.name})" in index
     assert re.match(r"---\ndescription: .+\n---\n\n# ", text)
-    question = re.search(r"^\*\*(.+)\*\*$", text, flags=re.MULTILINE)[1]
-    assert f"| {question} | [{title}]({page.name}) |" in index
-    assert "import eqx_ensemble as ee" in text
-    assert text.index("```python") < text.index("## What to watch for")
+    _, *parts = re.split(r"^\*\*(.+\?)\*\*$", text, flags=re.MULTILINE)
+    questions, answers = parts[::2], parts[1::2]
+    assert f"| {'<br>'.join(questions)} | [{title}]({page.name}) |" in (page.parent / "index.md").read_text()
+    assert questions and all("```python" in answer.partition("## What to watch for")[0] for answer in answers)
+    assert "import eqx_ensemble as ee" in answers[0]
+    assert text.count("## What to watch for") == 1 and "## What to watch for" in answers[-1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
