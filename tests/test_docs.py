@@ -182,7 +182,7 @@ def test_an_undefined_name_would_be_noticed(codes, found):
 @pytest.mark.parametrize("page", WITH_CODE.values(), ids=WITH_CODE)
 def test_page_examples_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    as_users = page.parent.name == "guide" or page.name == "sampling.md"  # blackjax promotes dtypes
+    as_users = page.parent.name == "guide" or page.name in ("sampling.md", "priors.md")  # which promote dtypes
     handler = signal.getsignal(signal.SIGTERM)  # a page sets its own
     with as_users_run_it() if as_users else contextlib.nullcontext():
         run(blocks(page.read_text()), page.name)
