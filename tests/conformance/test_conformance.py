@@ -128,6 +128,6 @@ def test_models_with_traced_programs_are_stacked():
 
 
 def test_the_documentation_has_these_tables():
-    text = pathlib.Path(__file__).parents[2].joinpath("docs/api/testing.md").read_text()
+    text = pathlib.Path(__file__).parents[2].joinpath("docs/api/saving.md").read_text()
     assert works() in text
     assert refused() in text
