@@ -158,8 +158,7 @@ def average_parameters(ensemble: Ensemble[M], weights: Any = None) -> M:
     """Averages the members' weights into one model (a model soup).
 
     Floating-point arrays are averaged in at least float32; other arrays must be equal in all members.
-    [Adapters](../api/methods/adapters.md) are merged into their layers first: the average is that of the layers'
-    weights.
+    [Adapters](../api/methods/efficient.md#adapters) are merged into their layers first, whose weights are averaged.
 
     **Arguments:**
 

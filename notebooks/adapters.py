@@ -217,7 +217,7 @@ print(f"\nfigure: {figures / 'adapters.png'}")
 #   and a half of the bytes. Their share falls with the width of the layers: for sixteen members of rank 8 on a
 #   transformer of 100 million
 #   weights, weights and moments of Adam are [half of those of one whole
-#   copy](../recipes/adapters.md#what-it-costs).
+#   copy](../recipes/pretrained.md#what-it-costs).
 # - *The mixture is what makes adapters good.* Members alone are poor, whatever their rank, and their mixture is better
 #   by 0.2 to 0.5 nats. Choose learning rates and ranks by the score of the mixture, as here.
 # - *Biases and the last layer are not enough* for this shift, which changes what the first layer should see.

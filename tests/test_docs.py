@@ -198,7 +198,7 @@ def test_an_undefined_name_would_be_noticed(codes, found):
 def test_page_examples_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = ROOT / page
-    as_users = page.parent.name == "guide" or page.name in ("blackjax.md", "particles.md")  # which promote dtypes
+    as_users = page.parent.name == "guide" or page.name in ("sampling.md", "priors.md")  # which promote dtypes
     handler = signal.getsignal(signal.SIGTERM)  # a page sets its own
     with as_users_run_it() if as_users else contextlib.nullcontext():
         run(blocks(page.read_text()), page.name)
@@ -281,8 +281,8 @@ def test_an_error_and_a_warning_are_output():
 @pytest.mark.slow
 def test_ray_tune(tmp_path):
     pytest.importorskip("ray.tune", reason="needs Ray Tune")
-    page = (ROOT / "docs" / "recipes" / "ray-tune.md").read_text()
-    (file,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    codes = [code for code, _ in blocks((ROOT / "docs" / "recipes" / "search.md").read_text())]
+    (file,) = (code for code in codes if ENGINES.search(code))
     (tmp_path / "search.py").write_text(file)
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

@@ -38,7 +38,7 @@ SEARCHES = {
     "optimizer": "guide/faq/",
     "deep ensemble": "guide/choosing/",
     "Bayesian optimisation": "examples/bayesian_optimisation/",
-    "LoRA": "recipes/adapters/",
+    "LoRA": "recipes/pretrained/",
     "flax": "guide/compared/",
     "torch": "guide/compared/",
 }
@@ -174,16 +174,17 @@ def test_a_search_finds_its_page_first(query, found):
 
 
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
-def test_a_recipe_is_a_question_a_program_and_what_to_watch_for(page):
+def test_a_recipe_is_questions_with_programs_and_what_to_watch_for(page):
     text = page.read_text()
     title = re.search(r"^# (.+)$", text, flags=re.MULTILINE)[1]
-    index = (page.parent / "index.md").read_text()
-    assert f"]({page.name})" in index
     assert re.match(r"---\ndescription: .+\n---\n\n# ", text)
-    question = re.search(r"^\*\*(.+)\*\*$", text, flags=re.MULTILINE)[1]
-    assert f"| {question} | [{title}]({page.name}) |" in index
-    assert "import eqx_ensemble as ee" in text
-    assert text.index("```python") < text.index("## What to watch for")
+    _, *parts = re.split(r"^\*\*(.+\?)\*\*$", text, flags=re.MULTILINE)
+    questions, answers = parts[::2], parts[1::2]
+    assert f"| {'<br>'.join(questions)} | [{title}]({page.name}) |" in (page.parent / "index.md").read_text()
+    *earlier, (last, *pitfalls) = (answer.split("\n## What to watch for\n") for answer in answers)
+    assert len(pitfalls) == 1
+    assert all(len(parts) == 1 and "```python" in parts[0] for parts in [*earlier, [last]])
+    assert "import eqx_ensemble as ee" in answers[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))

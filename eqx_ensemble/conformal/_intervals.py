@@ -45,7 +45,7 @@ def split(
     scale: kinds.RowScale | None = None,
     row_weights: kinds.RowFilter = None,
 ) -> Split:
-    r"""Intervals that cover a new target with probability `level` or more, for any model.
+    r"""Intervals that cover a new, exchangeable target with probability `level` or more, for any model.
 
     Half the width is [`eqx_ensemble.conformal.quantile`][] of the absolute errors $|y_i - x_i|$ on held-out rows; with
     a `scale`, that of $|y_i - x_i| / \sigma_i$, times the scale of the new row.
@@ -108,7 +108,7 @@ def cqr(
     ends: Literal["together", "each"] = "together",
     row_weights: kinds.RowFilter = None,
 ) -> Cqr:
-    r"""Conformalised quantile regression: intervals whose ends are corrected for coverage of `level` or more.
+    r"""Conformalised quantile regression: intervals corrected to cover exchangeable targets with probability `level`.
 
     With `"together"` both `ends` move by [`eqx_ensemble.conformal.quantile`][] of $\max(l_i - y_i, y_i - u_i)$. With
     `"each"`, each end moves by the quantile of its own error, at level $(1 + \mathrm{level}) / 2$: targets are then
@@ -216,9 +216,9 @@ def jackknife_plus(
 
     Let $R_i$ be the absolute error for row $i$ of the members that were not trained on it, and $\mu_{-i}(x)$ their mean
     prediction for a new $x$. With $k = \lceil (n + 1) \, \mathrm{level} \rceil$, the upper end is the $k$-th smallest
-    $\mu_{-i}(x) + R_i$, and the lower end the $k$-th largest $\mu_{-i}(x) - R_i$. It covers a new target with
-    probability at least $2 \, \mathrm{level} - 1$, minus a term that vanishes for many folds or rows; in practice with
-    `level`.
+    $\mu_{-i}(x) + R_i$, and the lower end the $k$-th largest $\mu_{-i}(x) - R_i$. It covers a new,
+    exchangeable target with probability at least $2 \, \mathrm{level} - 1$, minus a term that vanishes for many folds
+    or rows; in practice with `level`.
 
     **Arguments:**
 

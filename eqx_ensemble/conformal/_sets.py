@@ -99,7 +99,7 @@ def sets(
     num_groups: int = 1,
     row_weights: kinds.RowFilter = None,
 ) -> Sets:
-    r"""Prediction sets of classes that contain a new label with probability `level` or more.
+    r"""Prediction sets of classes that contain a new, exchangeable label with probability `level` or more.
 
     A set contains the classes whose score is at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores on
     held-out rows. The score of a class of probability $p$ is
@@ -201,8 +201,8 @@ def cross_conformal(
 
     Let $R_i$ be the score of the label of row $i$ under the members of the fold $f(i)$ that held it out. The p-value of
     class $y$ of a new row is $(1 + \sum_i [R_i \ge R_{f(i)}(y)]) / (n + 1)$, and the set contains the classes whose
-    p-value exceeds $1 - \mathrm{level}$. With $K$ folds it covers a new label with probability at least $2 \,
-    \mathrm{level} - 1 - 2 (K - 1) / (n + K)$; in practice with `level`.
+    p-value exceeds $1 - \mathrm{level}$. With $K$ folds it covers a new, exchangeable label with probability at
+    least $2 \, \mathrm{level} - 1 - 2 (K - 1) / (n + K)$; in practice with `level`.
 
     **Arguments:**
 
