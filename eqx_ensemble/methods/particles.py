@@ -109,7 +109,7 @@ def wgd(
 
 
 def _among_active(points: Array, scores: Array, active: Array | None) -> tuple[Array, Array, Array]:
-    """The particles, of which inactive ones are equal to an active one: a kernel may be undefined elsewhere."""
+    """The particles, inactive ones replaced by an active one: a kernel may be undefined elsewhere."""
     if active is None:
         return points, scores, jnp.ones(len(points), bool)
     first = jnp.where(jnp.any(active), points[jnp.argmax(active)], 0)
@@ -191,7 +191,7 @@ def make_step(
     @eqx.filter_jit
     def step(state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         if state.together is not None:
-            raise TypeError("Members that interact cannot be those of `train.Together`.")
+            raise TypeError("Interacting members cannot be trained with `train.Together`.")
         moving, _, rest = pieces_of(state)
         axes = eqx.if_array(0), axes_of_inputs(batch)
 
