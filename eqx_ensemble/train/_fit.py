@@ -65,10 +65,11 @@ def fit(
     callbacks: Callable[..., Any] | Every | list[Any] | None = None,
     key: Any = None,
 ) -> Run[M]:
-    """Trains all members of an ensemble; each becomes the model that training it alone would give.
+    """Trains all members of an ensemble, each as if alone with the same key and data.
 
-    Loss and optimiser are written for ONE member. [How a fit runs](../how-a-fit-runs.md) shows the function of one
-    member that is mapped over all.
+    Results agree bit for bit in blocks of one member on one CPU device, otherwise up to rounding. Loss and optimiser
+    are written for ONE member. [How a fit runs](../how-a-fit-runs.md) shows the function of one member that is mapped
+    over all.
 
     **Arguments:**
 
