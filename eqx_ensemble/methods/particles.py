@@ -149,8 +149,9 @@ def make_step(
 
     Members are particles that jointly represent a posterior. The step is called like that of
     [`eqx_ensemble.train.make_step`][], also in [`eqx_ensemble.train.scan_steps`][]; loss and optimiser are written for
-    ONE member. With scores $s_i = -N \nabla L_i$ and the directions $\phi_i$ of [`eqx_ensemble.methods.particles.svgd`][]
-    or [`eqx_ensemble.methods.particles.wgd`][] between flattened weights, the optimiser receives $-\phi_i / N$.
+    ONE member. With scores $s_i = -N \nabla L_i$ and the directions $\phi_i$ of
+    [`eqx_ensemble.methods.particles.svgd`][] or [`eqx_ensemble.methods.particles.wgd`][] between flattened weights,
+    the optimiser receives $-\phi_i / N$.
 
     Diverged and stopped members no longer affect the others. A step takes time of order `members**2` times the number
     of weights, and memory for three copies of the weights.
