@@ -60,7 +60,7 @@ def first_text(host: np.ndarray, wrong: np.ndarray) -> str:
 
 def missing_extra_message(what: str, package: str, extra: str) -> str:
     """Names the extra to install."""
-    return f"`{what}` needs {package}.\nInstall it: `pip install 'eqx_ensemble[{extra}]'`."
+    return f"`{what}` needs {package}.\nInstall it: `pip install -e '.[{extra}]'` in a clone of eqx_ensemble."
 
 
 def check_package(package: str, *, what: str, extra: str) -> None:
@@ -174,9 +174,7 @@ def check_key_shape(key: Any, *, wanted: str) -> tuple[int, ...]:
     if _is_legacy(key):
         return key.shape[:-1]
     if isinstance(key, int):
-        raise TypeError(
-            f"`{caller()}` needs {wanted}, got the integer {key}.\nMake a key of it: `jax.random.key({key})`."
-        )
+        raise TypeError(f"`{caller()}` needs {wanted}, got the integer {key}.\nMake it a key: `jax.random.key({key})`.")
     raise TypeError(f"`{caller()}` needs {wanted} from `jax.random.key(seed)`, got {_array_text(key)}.")
 
 
@@ -203,7 +201,7 @@ def check_no_pair(argument: str, values: object) -> None:
     one = f"{argument}.{fields[0]}" if fields else f"{argument}[0]"
     raise TypeError(
         f"`{caller()}` needs `{argument}` as one array.\n  got {kind_text(values)} of {len(values)}{held}\n"
-        f"Take the one that is meant, such as `{one}`. One array for each member? `jnp.stack({argument})`."
+        f"Pass the one you mean, such as `{one}`. One array for each member? `jnp.stack({argument})`."
     )
 
 

@@ -52,7 +52,7 @@ def take_data(data: PyTree, num_members: int, *, argument: str, least: int = 1) 
         found = ", ".join(sizes.values()) or kind_text(data)
         hint = ""
         if num_members in sizes:
-            hint = f"\nOne part for each of {num_members} members, `(members, rows, ...)`, is marked `Each`."
+            hint = f"\nMark data with one part for each of {num_members} members, `(members, rows, ...)`, as `Each`."
         if not sizes and argument == "data":
             hint = "\nA loss that draws its own points gets `jnp.zeros(100)` and `batch_size=1`: 100 steps per epoch."
         raise ValueError(f"`{caller()}` needs arrays with one row per example in `{argument}`, got {found}.{hint}")

@@ -141,7 +141,7 @@ def _from_torch(tensor: Any, argument: str) -> np.ndarray:
     torch = sys.modules["torch"]
     if tensor.is_meta:
         raise TypeError(
-            f"`{caller()}` needs numbers in `{argument}`, got a tensor on the device `meta`, which has none."
+            f"`{caller()}` needs numbers in `{argument}`, got a tensor on the device `meta`, which holds none."
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantised" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
@@ -162,7 +162,7 @@ def _from_torch(tensor: Any, argument: str) -> np.ndarray:
 
 
 class _ByIdentity:
-    """A function without a hash, compared by its identity; a bound method by that of its object."""
+    """A function without a hash, compared by its identity; a bound method by its object's identity."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.__wrapped__ = fn  # where signatures are looked up

@@ -2,13 +2,13 @@ import importlib.metadata
 
 from ._warnings import warn
 
-_WAITS = "waits for itself for ever in linear algebra on many matrices"
+_WAITS = "can hang in linear algebra on many matrices"
 _FAULTS = {  # on CPUs
     "0.10.0": _WAITS,
     "0.10.1": _WAITS,
     "0.10.2": "silently computes some sums wrongly (https://github.com/jax-ml/jax/issues/39103)",
     "0.11.0": "ends Python with a segmentation fault (https://github.com/jax-ml/jax/issues/39257)",
-    "0.11.1": "may wait for ever in Fourier transforms",
+    "0.11.1": "may hang in Fourier transforms",
 }
 
 

@@ -14,7 +14,7 @@ def member_keys(key: Any, num_members: int, *, purpose: str = "build") -> Key[Ar
     """One key per member, drawn from one key.
 
     The key of a member is `fold_in(fold_in(key, tag), i)`, where `tag` is the CRC-32 of `purpose`. It depends on the
-    member's position alone: member 3 of eight is member 3 of eighty. `keys[8:]` are those of more members.
+    member's position alone: member 3 of eight is member 3 of eighty. `keys[8:]` are keys for more members.
 
     **Arguments:**
 

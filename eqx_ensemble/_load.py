@@ -150,7 +150,7 @@ def _rows(members: Any, header: Header, like: PyTree, path: PathLike) -> list[in
     for name in marked_leaves(like):
         if name in header.leaves and not header.leaves[name].per_member:
             raise ValueError(
-                f"`{caller()}` cannot choose members of `{path}`: `{name}` has another number of members.\n"
+                f"`{caller()}` cannot choose members of `{path}`: `{name}` has a different number of members.\n"
                 "Load all of it, and index each part."
             )
     rows = check_index(list(members) if isinstance(members, range) else members, *counts)
@@ -275,7 +275,7 @@ def evaluate_make(make: Any) -> Any:
     except TypeError as error:
         raise TypeError(
             f"`{caller()}` calls the function that makes one member with a key alone: {error}.\n"
-            "Give what `build` got from `zip` or `product` any value: `lambda key: make(key, rate=0.0)`."
+            "Give any value to what `build` took from `zip` or `product`: `lambda key: make(key, rate=0.0)`."
         ) from None
     except ValueError:  # a function without a signature
         pass

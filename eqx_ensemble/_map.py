@@ -71,7 +71,7 @@ def map_members(fn: Callable[..., Any], *, plan: AnyPlan | None = None, out_axis
 
 
 def over_members(fn: Callable[..., Any], *, plan: AnyPlan | None = None, is_plain: bool = True) -> Callable[..., Any]:
-    """`map_members`, of which all that is returned is plain; else its leaves are `_Leaf`s."""
+    """`map_members` that returns plain leaves, or else `_Leaf`s."""
     plan = as_plan(plan, Vmap())
 
     def over_all(*args: Any, **kwargs: Any) -> Any:

@@ -128,6 +128,6 @@ def check_mesh(mesh: Any) -> None:
     """Raises unless it is a mesh of `make_mesh`: `jax.make_mesh` makes axes of another type by default."""
     if mesh is not None and not is_mesh(mesh):
         raise TypeError(
-            f"`{caller()}` needs a mesh with the axes `members` and, if you like, `data`, of the type `Auto`; got "
+            f"`{caller()}` needs a mesh with the axis `members`, and optionally `data`, of type `Auto`; got "
             f"{mesh!r}.\nMake one with `make_mesh(members=4, data=2)`."
         )

@@ -62,7 +62,7 @@ def predict(
     - `fn`: called instead of the member, as `fn(model, x)`, `fn(model, x, state)` or `fn(model, x, key=key)`.
     - `inference`: whether to put the members into inference mode (`equinox.nn.inference_mode`), which switches dropout
         off. The default is `True`; with `key` there is no default.
-    - `plan`: the execution of the members, by default all at once; `cores` of `ee.plan.Blocks` are those of the rows.
+    - `plan`: the execution of the members, by default all at once; `cores` of `ee.plan.Blocks` compute batches of rows.
     - `mesh`: the devices to predict on, from [`eqx_ensemble.make_mesh`][]: members on its axis `members`.
     - `progress`: show a progress line; by default on a terminal or in a notebook, after two seconds.
     - `key`: one key, or one per member. Members are then called with `key=`, another one for every row: with

@@ -141,7 +141,7 @@ def concatenate(ensembles: Iterable[Any]) -> Any:
 
 
 class AbstractAdapter(eqx.Module):
-    """A layer whose weight is a product of its arrays: the average of members is not that of the arrays."""
+    """A layer whose weight is a product of its arrays: averaging the arrays does not average the weights."""
 
     @abc.abstractmethod
     def dense(self, index: int) -> Any:

@@ -86,7 +86,7 @@ def fit(
     - `progress`: whether to show how many shards are finished; by default on a terminal or in a notebook.
     - `key`: one key, or one per member, as for [`eqx_ensemble.fit`][].
 
-    **Returns:** the run of all members. Its `seconds` are those of the longest shard.
+    **Returns:** the run of all members. Its `seconds` are the time of the longest shard.
 
     **Raises:** the error of the first shard that failed, or that the executor raises for a worker that died, when the
     others have finished. Ctrl-C cancels shards that have not begun.

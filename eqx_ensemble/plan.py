@@ -25,7 +25,7 @@ class Vmap(eqx.Module):
 
 
 class Blocks(eqx.Module):
-    """Blocks of members of one size: the default on CPUs.
+    """Equal blocks of members: the default on CPUs.
 
     In [`eqx_ensemble.fit`][] and [`eqx_ensemble.predict`][], blocks run on threads, and use all cores; inside compiled
     programs they are steps of `jax.lax.map`. The last block is filled with copies of a member.

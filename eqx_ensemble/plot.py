@@ -254,7 +254,7 @@ def training_curves(
 
 
 def figure_of_run(run: Any, *, stride: int | None) -> Figure:
-    """A figure of the training and validation curves, and of the scores against each hyper-parameter: `Run.plot`."""
+    """A figure of the training and validation curves, and of the scores against each hyperparameter: `Run.plot`."""
     check_package("matplotlib", what=caller(), extra="plot")
     from matplotlib import pyplot
 
@@ -286,7 +286,7 @@ def figure_of_run(run: Any, *, stride: int | None) -> Figure:
     return figure
 
 
-# Of a run's table, in addition to those of its hyper-parameters.
+# Of a run's table, in addition to those of its hyperparameters.
 _COLUMNS = ("member", "loss", "validation", "best_step", "status", "stopped_at")
 
 

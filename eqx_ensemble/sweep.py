@@ -1,4 +1,4 @@
-"""Hyper-parameters, one value per member and name: grids and random draws."""
+"""Hyperparameters, one value per member and name: grids and random draws."""
 
 import abc
 import dataclasses
@@ -16,7 +16,7 @@ __all__ = ["AbstractRange", "Choice", "LogUniform", "Uniform", "draw", "grid"]
 
 
 class AbstractRange(abc.ABC):
-    """The distribution of one hyper-parameter: subclass it for
+    """The distribution of one hyperparameter: subclass it for
     [others](../guide/extending.md#a-range-of-hyper-parameters).
 
     For [`eqx_ensemble.sweep.draw`][], [`eqx_ensemble.methods.hyperband`][] and
@@ -33,7 +33,7 @@ class AbstractRange(abc.ABC):
 
 
 def draw(ranges: Mapping[str, AbstractRange], num_members: int, *, key: Any) -> dict[str, Shaped[Array, " members"]]:
-    """Draws random hyper-parameters, one value per member and name.
+    """Draws random hyperparameters, one value per member and name.
 
     A value depends only on the key, the member's index and the name.
 

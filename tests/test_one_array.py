@@ -20,7 +20,7 @@ def test_a_mean_and_a_variance_are_not_two_members(function):
         (ee.methods.sngp.SNGPOutput(MEANS, VARIANCES), "a SNGPOutput of 2: mean, variance"),
         ((MEANS, VARIANCES), "a tuple of 2 arrays"),
     ):
-        with pytest.raises(TypeError, match=rf"as one array.\n  got {words}\nTake the one that is meant, such as `"):
+        with pytest.raises(TypeError, match=rf"as one array.\n  got {words}\nPass the one you mean, such as `"):
             function(pair)
         with pytest.raises(TypeError, match="as one array"):
             jax.jit(function)(pair)

@@ -238,7 +238,7 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_drawn():
         (lambda: plot.prediction_bands(LOGITS[0, :, 0]), r"got shape \(50,\)\n.*`predictions\[None\]`"),
         (lambda: plot.prediction_bands(LOGITS), "squeeze"),
         (lambda: plot.prediction_bands(LOGITS[..., 0], weights=np.ones(3)), "one weight per member"),
-        (lambda: plot.reliability_diagram(LOGITS, LABELS[:-1]), "`labels` of the rows of"),
+        (lambda: plot.reliability_diagram(LOGITS, LABELS[:-1]), "`labels` for the rows of"),
     ]:
         with pytest.raises(ValueError, match=message):
             call()

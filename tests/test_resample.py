@@ -207,7 +207,7 @@ def test_repeated_training_rows_and_masks():
         (lambda: resample.bootstrap(np.ones(5), 2, key=KEY), TypeError, "`resample.bootstrap` needs an integer `num_r"),
         (lambda: resample.counts([[0, 5]], 5), ValueError, "`resample.counts` needs `rows` from 0 to 4"),
         (lambda: resample.counts(np.arange(3), 3), ValueError, r"One member\? Add a leading axis: `rows\[None\]`"),
-        (lambda: resample.held_out_mean(PREDICTIONS, UNSEEN[:, :4]), ValueError, "`unseen` of the rows of `predict"),
+        (lambda: resample.held_out_mean(PREDICTIONS, UNSEEN[:, :4]), ValueError, "`unseen` for the rows of `predict"),
     ],
 )
 def test_mistakes(call, error, message):

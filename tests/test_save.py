@@ -171,7 +171,7 @@ class TestWhatIsSavedComesBack:
         ee.save(tmp_path / "e", made)
         assert_same(ee.load(tmp_path / "e", lambda key: make(key, 0.0)), made)
         with pytest.raises(
-            TypeError, match=r"(?s)calls the function that makes one member with a key alone.*`build` got"
+            TypeError, match=r"(?s)calls the function that makes one member with a key alone.*`build` took"
         ):
             ee.load(tmp_path / "e", make)
 
@@ -247,7 +247,7 @@ class TestMembers:
     def test_of_different_numbers_of_members(self, tmp_path, ensemble, other):
         tree = {"a": other(ensemble), "e": ensemble}
         assert_restored(tree, tmp_path / "t")
-        with pytest.raises(ValueError, match=r"cannot choose members of .*has another number of members"):
+        with pytest.raises(ValueError, match=r"cannot choose members of .*has a different number of members"):
             ee.load(tmp_path / "t", tree, members=[0])
 
     @pytest.mark.parametrize(

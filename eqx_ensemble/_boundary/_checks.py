@@ -136,7 +136,7 @@ _KIND = {
     ("float32", "int32"): ("real-valued", "Predictions come first, targets last."),
     ("float32",): ("floating-point", "Predictions come first, targets last; whole numbers need `.astype(float)`."),
     ("int32",): ("integer", "Pass `labels.astype(int)`."),
-    (): ("boolean", "For example `labels == 1`: whether it is so in each row."),
+    (): ("boolean", "For example `labels == 1`."),
 }
 
 
@@ -154,9 +154,9 @@ def _bind(name: str, shape: tuple[Any, ...], axes: tuple[str, ...], sizes: Sizes
     fewest = len(axes) - (place is not None)
     text = f"({', '.join(axes)})"
     if len(shape) < fewest or (place is None and len(shape) != fewest):
-        fix = f"One member? Add a leading axis: `{name}[None]`." if "members" in axes else "One number for each row."
+        fix = f"One member? Add a leading axis: `{name}[None]`." if "members" in axes else "Pass one number per row."
         if len(shape) == fewest + 1 and "members" not in axes:
-            fix = "Of members? Combine them first, such as by `combine.mean` or `combine.mixture`."
+            fix = "Predictions of members? Combine them first, for example with `combine.mean` or `combine.mixture`."
             fix = f"A trailing axis of length one? Pass `{name}[..., 0]`." if shape[-1] == 1 else fix
         raise value_error(f"`{name}` of shape {text}", f"got shape {shape}", fix)
     own: Sizes = dict(zip(axes, shape, strict=False))
@@ -168,9 +168,9 @@ def _bind(name: str, shape: tuple[Any, ...], axes: tuple[str, ...], sizes: Sizes
     if any(sizes.get(axis, size) != size for axis, size in own.items()):
         want = _shape(axes, own | sizes)
         if name == first:
-            raise value_error(f"`{name}` of shape {text}", f"got shape {shape}", "See its axes.")
+            raise value_error(f"`{name}` of shape {text}", f"got shape {shape}", "Its axes do not fit one another.")
         got = f"expected {text} = {want}, as of `{first}`; got {shape}"
-        raise value_error(f"`{name}` of the rows of `{first}`", got, _fix(name, shape, want, first, sizes))
+        raise value_error(f"`{name}` for the rows of `{first}`", got, _fix(name, shape, want, first, sizes))
     sizes |= own
     if own.get("members") == 0:
         raise value_error(f"at least one member in `{name}`, {text}", f"got shape {shape}", "Were all left out?")

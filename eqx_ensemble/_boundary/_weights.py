@@ -41,7 +41,7 @@ def check_row_weights(
         got = f"got dtype {array.dtype}, shape {array.shape}"
         raise type_error("real numbers or booleans as `row_weights`", got, "True counts, False does not.")
     if array.shape != shape:
-        fix = "Nothing is broadcast. Weights of members are `weights`."
+        fix = "Nothing is broadcast. Members are weighted by `weights`."
         if array.ndim < len(shape) and array.shape == shape[: array.ndim]:
             fix = "Several entries per row? Pass `jnp.broadcast_to(row_weights[:, None], targets.shape)`."
         raise value_error("one of `row_weights` per row", f"expected shape {shape}, got {array.shape}", fix)
@@ -58,8 +58,8 @@ def check_row_weights(
         fix = "A row of weight zero does not count; a weight of two counts a row twice."
         _check_not_negative("row_weights", host, np.ones((), bool), fix)
         if host.size and not host.any():
-            fix = "True keeps a row: are they inverted?"
-            raise value_error("`row_weights` that leave a row", f"got {host.size} times {host.flat[0]}", fix)
+            fix = "True keeps a row: is the mask inverted?"
+            raise value_error("`row_weights` that keep at least one row", f"got {host.size} times {host.flat[0]}", fix)
     if array.dtype == bool:
         return Rows(array, array, host)
     if dtype is None:
@@ -119,11 +119,11 @@ def _check_count(got: tuple[Any, ...], num_members: Any, rows: tuple[Any, ...]) 
     shapes = [(num_members, *rows[:i]) for i in range(len(rows) + 1)]
     if got in shapes:
         return
-    fix = "Weights are in the order of the members. Those of rows are `row_weights`."
+    fix = "Weights follow the order of the members. Rows are weighted by `row_weights`."
     if len(got) > 1 and (*got[-1:], *got[:-1]) in shapes:
         fix = "The axis `members` comes first: `jnp.moveaxis(weights, -1, 0)`."
     elif len(got) > 1 and not rows:
-        fix += " For weights of each row, such as a gate's, call it for one row inside `jax.vmap`."
+        fix += " For other weights in each row, such as a gate's, map the function over rows with `jax.vmap`."
     expected = " or ".join(map(str, shapes if len(got) > 1 else shapes[:1]))
     raise value_error("one weight per member", f"expected shape {expected}, got {got}", fix)
 

@@ -69,17 +69,17 @@ _LOG_VARIANCE = (
 )
 _POSITIVE = Values("variances above zero", lambda x, _: x < _TINY, _LOG_VARIANCE, fill=1.0)
 _NOT_NEGATIVE = Values("variances of zero or more", lambda x, _: x < 0, _LOG_VARIANCE, fill=1.0)
-_CLASS_FIX = "Leave rows that carry a mark such as -1 out (`row_weights`), and count classes from 0."
+_CLASS_FIX = "Leave out rows marked by a label such as -1 (`row_weights`), and count classes from 0."
 _CLASS = _below("classes", "labels from 0 to {last}, as there are {bound} classes", _CLASS_FIX)
 _GROUP = _below(
     "num_groups",
     "`groups` from 0 to {last}, as `num_groups` is {bound}",
-    "Pass the number of groups as `num_groups`, count from 0, and leave rows without a group out (`row_weights`).",
+    "Pass the number of groups as `num_groups`, count from 0, and leave out rows without a group (`row_weights`).",
 )
 _SCALE = Values("a `scale` above zero", lambda x, _: x <= 0, "Add a floor: `jnp.maximum(scale, 1e-6)`.", fill=1.0)
-_RATIO = _zero_or_more("It is the density of an input among new rows, divided by that among held-out rows.")
-_CANDIDATES = _no_nan("Leave these candidates out: `row_weights=~jnp.isnan(...)`.")
-_KNOWN = _no_nan("Leave these rows out: `row_weights=~jnp.isnan(...)`.")
+_RATIO = _zero_or_more("It is the density of an input among new rows over its density among held-out rows.")
+_CANDIDATES = _no_nan("Leave out these candidates: `row_weights=~jnp.isnan(...)`.")
+_KNOWN = _no_nan("Leave out these rows: `row_weights=~jnp.isnan(...)`.")
 
 Reduction = Literal["mean", "none"]
 Levels = ArrayLike | Sequence[float]
@@ -116,9 +116,9 @@ Variance = Annotated[Float[ArrayLike, "*batch"], _POSITIVE]
 VarianceOrZero = Annotated[Float[ArrayLike, "*batch"], _NOT_NEGATIVE]
 Variances = Annotated[Members, _POSITIVE]
 VariancesOrZero = Annotated[Members, _NOT_NEGATIVE]
-Threshold = Annotated[Real[ArrayLike, ""], _no_nan("Leave it out for none.")]
+Threshold = Annotated[Real[ArrayLike, ""], _no_nan("To have no threshold, leave out the argument.")]
 Power = Annotated[Real[ArrayLike, ""], _above_zero("1 is the geometric mean, `num_members` the plain product.")]
-PriorPrecision = Annotated[Real[ArrayLike, "*some"], _above_zero("It is that of a proper prior.")] | None
+PriorPrecision = Annotated[Real[ArrayLike, "*some"], _above_zero("A proper prior has a positive precision.")] | None
 NoiseOfTargets = Annotated[Real[ArrayLike, "*other"], _above_zero("It is a standard deviation.")] | None
 Factor = Annotated[Real[ArrayLike, ""], _zero_or_more("0 leaves the means unchanged.")]
 Cut = Annotated[
@@ -126,7 +126,7 @@ Cut = Annotated[
     Values(
         "a `cut` from 0 to below 0.5",
         lambda x, _: ~((x >= 0) & (x.astype(np.float32) < 0.5)),
-        "10 % at each end are `cut=0.1`; for 0.5 use `median`.",
+        "`cut=0.1` removes 10 % at each end; for 0.5 use `median`.",
     ),
 ]
 # One number for each row.
@@ -192,7 +192,7 @@ BoundedLosses = Annotated[
     Values(
         "`losses` of at most `bound`, {bound}, without NaN",
         lambda x, bound: ~(x <= bound * (1 + 1e-5)),
-        "Raise `bound`, the largest loss that a row can have; leave rows without a loss out: `row_weights`.",
+        "Raise `bound`, the largest loss that a row can have; leave out rows without a loss: `row_weights`.",
         below="bound",
     ),
 ]
@@ -218,7 +218,7 @@ FiniteTargets = Annotated[
     Values(
         "finite `targets`",
         lambda x, _: ~np.isfinite(x),
-        "Leave these rows out: `row_weights=jnp.isfinite(targets)`.",
+        "Leave out these rows: `row_weights=jnp.isfinite(targets)`.",
         place=True,
     ),
 ]
@@ -233,12 +233,12 @@ Chosen = Annotated[
     Values(
         "different indices from 0 to {last} in `chosen`",
         lambda x, bound: (x < -1) | (x >= bound) | _repeats(x),
-        "-1 stands for no candidate.",
+        "-1 means no candidate.",
         below="candidates",
     ),
 ]
-Evaluated = Annotated[Real[ArrayLike, "*batch steps"], _no_nan("Leave these runs out.")]
-Optimum = Annotated[Real[ArrayLike, "..."], _finite("It is the best value there is.")]
+Evaluated = Annotated[Real[ArrayLike, "*batch steps"], _no_nan("Leave out these runs.")]
+Optimum = Annotated[Real[ArrayLike, "..."], _finite("It is the best possible value.")]
 # Outputs of a last layer, and the parameters of distributions.
 Amount = Annotated[Real[ArrayLike, ""], _zero_or_more("Zero adds nothing.")]
 Share = Annotated[
@@ -266,7 +266,7 @@ TeacherMeans = Float[ArrayLike, "*batch members"]
 TeacherVariances = Annotated[TeacherMeans, _POSITIVE]
 # Hidden units.
 Hidden = Float[ArrayLike, "members rows hidden"]
-FiniteHidden = Annotated[Hidden, _finite("Leave members that diverged out, and rows by `row_weights`.")]
+FiniteHidden = Annotated[Hidden, _finite("Leave out members that diverged, and rows by `row_weights`.")]
 CountedLabels = Annotated[
     Integer[ArrayLike, " rows"],
     _below("num_classes", "labels from 0 to {last}, as `num_classes` is {bound}", _CLASS_FIX),

@@ -28,7 +28,7 @@ def against(best: Array, like: Array) -> Array:
 def pool_of(
     num_candidates: int, row_weights: Bool[Array, " candidates"] | None, chosen: Integer[Array, " chosen"] | None
 ) -> tuple[Bool[Array, " candidates"], Int32[Array, " chosen"]]:
-    """Which candidates may be picked, and those that are chosen already; -1 is none."""
+    """Which candidates may be picked, and which are chosen already; -1 is none."""
     may_pick = jnp.ones(num_candidates, bool) if row_weights is None else row_weights
     taken = jnp.zeros(0, jnp.int32) if chosen is None else chosen.astype(jnp.int32)
     taken = jnp.where((taken < 0) | ~may_pick[taken], -1, taken)

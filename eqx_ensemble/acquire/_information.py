@@ -100,8 +100,8 @@ def batch_bald(
     while num_exact < conditioned and num_classes ** (num_exact + 1) <= max_outcomes:
         num_exact += 1
     if num_exact < conditioned and key is None:
-        got = f"got none, for {num_classes} classes and {conditioned + 1} rows, with those that are chosen"
-        fix = "Pass `key=jax.random.key(0)`; or a larger `max_outcomes`, which are enumerated exactly."
+        got = f"got none, for {num_classes} classes and {conditioned + 1} rows, including those already chosen"
+        fix = "Pass `key=jax.random.key(0)`; or raise `max_outcomes`, up to which outcomes are enumerated."
         raise type_error(f"a `key` for batches of more than {max_outcomes} joint outcomes", got, fix)
     own = own_key() if key is None else root(key)
     scores, logs = _information(logits, weights, row_weights), jax.nn.log_softmax(logits, axis=-1)

@@ -251,7 +251,7 @@ class Regret(NamedTuple):
 
 @array_function
 def regret(values: kinds.Evaluated, optimum: kinds.Optimum, *, mode: Mode) -> Regret:
-    """How much worse than the optimum the evaluated values are, after each step.
+    """How far the evaluated values are from the optimum, after each step.
 
     **Arguments:**
 
@@ -270,7 +270,7 @@ def regret(values: kinds.Evaluated, optimum: kinds.Optimum, *, mode: Mode) -> Re
     """
     if optimum.shape not in ((), values.shape[:-1], values.shape):
         got = f"expected {values.shape}, {values.shape[:-1]} or (), got {optimum.shape}"
-        raise value_error("one `optimum`, or one per run or step", got, "It is the best value there is.")
+        raise value_error("one `optimum`, or one per run or step", got, "It is the best possible value.")
     if optimum.ndim and optimum.ndim < values.ndim:
         optimum = optimum[..., None]
     lost = sign_of(mode) * (optimum - values)

@@ -227,7 +227,7 @@ def isotonic(
 
     **Raises:**
 
-    - `ImportError` without scikit-learn: `pip install 'eqx_ensemble[sklearn]'`.
+    - `ImportError` without scikit-learn: `pip install -e '.[sklearn]'`.
 
     ```python
     logits = jnp.log(jnp.array([[[0.9, 0.1]] * 3 + [[0.4, 0.6]] * 2]))

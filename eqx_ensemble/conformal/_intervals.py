@@ -45,7 +45,7 @@ def split(
     scale: kinds.RowScale | None = None,
     row_weights: kinds.RowFilter = None,
 ) -> Split:
-    r"""Intervals that cover a new, exchangeable target with probability `level` or more, for any model.
+    r"""Intervals for any model that cover a new target with probability `level` or more, if rows are exchangeable.
 
     Half the width is [`eqx_ensemble.conformal.quantile`][] of the absolute errors $|y_i - x_i|$ on held-out rows; with
     a `scale`, that of $|y_i - x_i| / \sigma_i$, times the scale of the new row.
@@ -155,8 +155,8 @@ def by_fold(predictions: Float[Array, "members ..."], num_folds: int) -> Float[A
 
 
 class JackknifePlus(eqx.Module):
-    """Fitted jackknife+ intervals: `fitted(predictions)` takes those of all members, `(members, *batch)`, and returns
-    `.lower` and `.upper` `(*batch,)`.
+    """Fitted jackknife+ intervals: `fitted(predictions)` takes all members' predictions `(members, *batch)`,
+    and returns `.lower` and `.upper` `(*batch,)`.
 
     If more members predict than were fitted, member `i` belongs to fold `i % folds`, and those of a fold are averaged.
 

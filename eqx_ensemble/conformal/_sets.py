@@ -75,7 +75,7 @@ class Sets(eqx.Module):
         """The set of each row."""
         if self.by_group != (groups is not None):
             needs, got = ("`groups`", "got none") if self.by_group else ("no `groups`", "got some")
-            raise value_error(f"{needs} of the rows, as in the fit", got, "Call it as it was fitted.")
+            raise value_error(f"{needs} for the rows, as in the fit", got, "Call it as it was fitted.")
         scores, limit = promote(class_scores(logits, self.score, self.penalty, self.num_free), self.threshold)
         if groups is not None:
             known = (groups >= 0) & (groups < limit.size)
@@ -99,7 +99,7 @@ def sets(
     num_groups: int = 1,
     row_weights: kinds.RowFilter = None,
 ) -> Sets:
-    r"""Prediction sets of classes that contain a new, exchangeable label with probability `level` or more.
+    r"""Sets of classes that contain a new label with probability `level` or more, if rows are exchangeable.
 
     A set contains the classes whose score is at most [`eqx_ensemble.conformal.quantile`][] of the labels' scores on
     held-out rows. The score of a class of probability $p$ is
@@ -181,7 +181,7 @@ def _finish_folds(out: tuple[CrossConformal, Array], given: dict[str, Any]) -> C
     if unseen is not None and (row_weights is None or counted is not None):
         times = unseen.sum(axis=0)
         if (wrong := (times != 1) & (True if counted is None else counted)).any():
-            got = f"got {wrong.sum()} others, the first is row {np.argmax(wrong)}"
+            got = f"got {wrong.sum()} rows held out never or repeatedly, the first is row {np.argmax(wrong)}"
             fix = "Use `resample.folds`, or exclude these rows with `row_weights`."
             raise value_error("folds that hold out every row once", got, fix)
     return finish(out, given)

@@ -115,7 +115,7 @@ def hyperband(
     **Arguments:**
 
     - `make`: the constructor of one member, as for [`eqx_ensemble.build`][].
-    - `ranges`: the ranges of the hyper-parameters, as for [`eqx_ensemble.sweep.draw`][].
+    - `ranges`: the ranges of the hyperparameters, as for [`eqx_ensemble.sweep.draw`][].
     - `epochs`: the longest training of a member.
     - `checkpoint`: a folder for the file of each bracket.
     - `key`: one key.
@@ -166,7 +166,7 @@ class Population(eqx.Module, Generic[M]):
     - `run`: the run; `run.ensemble` has each member's best weights since it was last replaced.
     - `scores`: `(rounds, members)`, the validation scores at the end of each round.
     - `lineage`: `(rounds, members)`, the position of each member's donor after each round; its own if not replaced.
-    - `hyper`: the hyper-parameters during each round, each array `(rounds, members, ...)`.
+    - `hyper`: the hyperparameters during each round, each array `(rounds, members, ...)`.
     """
 
     run: Run[M]
@@ -180,7 +180,7 @@ class Population(eqx.Module, Generic[M]):
     def ancestors(self, index: int) -> Int[np.ndarray, " rounds"]:
         """The members whose weights the member at `index` descends from, one per round, `(rounds,)`.
 
-        Their hyper-parameters in these rounds are the schedule that it was trained with.
+        Their hyperparameters in these rounds are the schedule that it was trained with.
         """
         found = [index]
         for row in self.lineage[-2::-1]:
@@ -204,7 +204,7 @@ def population_based_training(
     key: Any,
     **options: Any,
 ) -> Population[M]:
-    """Population-based training: replaces the worst members by copies of the best, with perturbed hyper-parameters.
+    """Population-based training: replaces the worst members by copies of the best, with perturbed hyperparameters.
 
     It is one [`eqx_ensemble.fit`][] with [`eqx_ensemble.methods.population.exploit`][] after each round but the last.
 

@@ -190,7 +190,7 @@ def scales(model: M, num_members: int, *, where: Select = None, full: Select = N
 
 
 def bias_only(model: M, num_members: int, *, where: Select = None, full: Select = None) -> Ensemble[M]:
-    """BitFit: members that share a frozen base model, except for the biases, of which each trains a copy.
+    """BitFit: members that share a frozen base model, and each train a copy of its biases.
 
     A bias is a floating-point array that is a field `bias`, also of normalisations. The members are ordinary models.
 
@@ -217,7 +217,7 @@ def bias_only(model: M, num_members: int, *, where: Select = None, full: Select 
 
 
 def layers_only(model: M, num_members: int, *, where: Callable[[Any], Any] | type) -> Ensemble[M]:
-    """Partial fine-tuning: members that share a frozen base model, except for some nodes, of which each trains a copy.
+    """Partial fine-tuning: members that share a frozen base model, and each train a copy of some nodes.
 
     **Arguments:**
 

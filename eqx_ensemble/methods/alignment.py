@@ -265,7 +265,7 @@ def _check_predictions(
     finite = np.all([np.isfinite(x).reshape(len(x), -1).all(axis=1) for x in before], axis=0)
     if not finite.all():
         raise ValueError(
-            f"`{caller()}` compares predictions for `x`; of members {np.flatnonzero(~finite)} some are not finite."
+            f"`{caller()}` compares predictions for `x`; for members {np.flatnonzero(~finite)} they are not finite."
         )
     shuffled = [[_shuffle(group.size, rng) for group in groups] for rng in turns]
     if not is_same(groups, shuffled):

@@ -61,7 +61,7 @@ class Mahalanobis(eqx.Module):
 
     @array_function
     def __call__(self, features: kinds.Hidden, *, relative: bool = True) -> Float[Array, "members rows"]:
-        """The squared distance to the nearest class, if `relative` minus that under the Gaussian of all rows.
+        """The squared distance to the nearest class; if `relative`, minus the one under the Gaussian of all rows.
 
         Higher is more unusual.
         """
@@ -79,8 +79,8 @@ def _finish(fitted: Any, given: dict[str, Any]) -> Any:
     for host in map(concrete, (fitted.means, *factors)):  # a class without rows has no mean
         if host is not None and not np.isfinite(host).all():
             member = np.argwhere(~np.isfinite(host))[0][0]
-            fix = "Constant hidden units, or classes of few rows? Pass a (larger) `ridge`, or leave them out."
-            raise value_error("covariances that are not singular", f"got one of member {member}", fix)
+            fix = "Constant hidden units, or classes with few rows? Pass a (larger) `ridge`, or leave them out."
+            raise value_error("covariances that are not singular", f"got a singular one for member {member}", fix)
     return fitted
 
 

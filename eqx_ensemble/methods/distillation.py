@@ -46,7 +46,7 @@ def targets(ensemble: Ensemble[Any], x: PyTree, **options: Any) -> PyTree:
     diverged = np.any([jnp.isnan(x).reshape(len(x), -1).any(axis=1) for x in leaves], axis=0)
     if diverged.any():
         fix = "Leave out members that diverged: `run.ensemble[run.status == ee.train.Status.OK]`."
-        got = f"those of members {np.flatnonzero(diverged).tolist()} are"
+        got = f"got NaN from members {np.flatnonzero(diverged).tolist()}"
         raise value_error("teachers whose predictions are not NaN", got, fix)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
 

@@ -109,7 +109,7 @@ def wgd(
 
 
 def _among_active(points: Array, scores: Array, active: Array | None) -> tuple[Array, Array, Array]:
-    """The particles, of which inactive ones are equal to an active one: a kernel may be undefined elsewhere."""
+    """The particles, inactive ones replaced by an active one: a kernel may be undefined elsewhere."""
     if active is None:
         return points, scores, jnp.ones(len(points), bool)
     first = jnp.where(jnp.any(active), points[jnp.argmax(active)], 0)
@@ -148,9 +148,10 @@ def make_step(
     r"""Makes a compiled step in which members INTERACT in weight space: `state, metrics = step(state, batch)`.
 
     Members are particles that jointly represent a posterior. The step is called like that of
-    [`eqx_ensemble.train.make_step`][], also in [`eqx_ensemble.train.scan_steps`][]; loss and optimiser are those of ONE
-    member. With scores $s_i = -N \nabla L_i$ and the directions $\phi_i$ of [`eqx_ensemble.methods.particles.svgd`][]
-    or [`eqx_ensemble.methods.particles.wgd`][] between flattened weights, the optimiser receives $-\phi_i / N$.
+    [`eqx_ensemble.train.make_step`][], also in [`eqx_ensemble.train.scan_steps`][]; loss and optimiser are written for
+    ONE member. With scores $s_i = -N \nabla L_i$ and the directions $\phi_i$ of
+    [`eqx_ensemble.methods.particles.svgd`][] or [`eqx_ensemble.methods.particles.wgd`][] between flattened weights,
+    the optimiser receives $-\phi_i / N$.
 
     Diverged and stopped members no longer affect the others. A step takes time of order `members**2` times the number
     of weights, and memory for three copies of the weights.
@@ -191,7 +192,7 @@ def make_step(
     @eqx.filter_jit
     def step(state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
         if state.together is not None:
-            raise TypeError("Members that interact cannot be those of `train.Together`.")
+            raise TypeError("Interacting members cannot be trained with `train.Together`.")
         moving, _, rest = pieces_of(state)
         axes = eqx.if_array(0), axes_of_inputs(batch)
 

@@ -59,7 +59,7 @@ def _order(scores: np.ndarray, able: np.ndarray, *, mode: Mode) -> np.ndarray:
 
 
 def keep_best(state: TrainState[M], count: int, *, mode: Mode = "min") -> TrainState[M]:
-    """Stops all members that train but the `count` best by their last validation score.
+    """Stops all training members except the `count` best by their last validation score.
 
     ```python
     elites = lambda state: ee.methods.population.keep_best(state, 4)
@@ -90,7 +90,7 @@ def truncation(
 
 
 def decision_keys(keys: Any, step: Any) -> Any:
-    """The members' keys for a decision after a step; of those that diverged, too, whose own steps are fewer."""
+    """The members' keys for a decision after a step, also of diverged members, which took fewer steps."""
     return jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, tag("population")), step))(keys)
 
 
@@ -113,7 +113,7 @@ def exploit(
     explore: Callable[[PyTree, Key[Any, ""]], PyTree] | None = perturb,
     mode: Mode = "min",
 ) -> TrainState[M] | None:
-    """Replaces the worst members, and those that diverged, by copies of the best, with perturbed hyper-parameters.
+    """Replaces the worst members, and those that diverged, by copies of the best, with perturbed hyperparameters.
 
     A copy begins a new search for its best weights, and goes on at the step of the others, with rows and noise of its
     own.
@@ -151,7 +151,7 @@ def exploit(
 
 
 def explore_copies(hyper: PyTree, donors: np.ndarray, explore: Any, keys: Any) -> PyTree:
-    """Hyper-parameters of which those of copies are perturbed."""
+    """The hyperparameters, perturbed for members that are copies."""
     copied = np.flatnonzero(donors != np.arange(len(donors)))
     if explore is None or hyper is None or not len(copied):
         return hyper
@@ -161,11 +161,11 @@ def explore_copies(hyper: PyTree, donors: np.ndarray, explore: Any, keys: Any) -
 def perturb_hyper(
     ranges: Mapping[str, AbstractRange], *, resample: float | int = 0.25, factors: Sequence[float | int] = (0.8, 1.2)
 ) -> Callable[[PyTree, Key[Any, ""]], PyTree]:
-    """Makes a function that perturbs hyper-parameters: each is multiplied by one of `factors` or resampled.
+    """Makes a function that perturbs hyperparameters: each is multiplied by one of `factors` or resampled.
 
     **Arguments:**
 
-    - `ranges`: the range of each hyper-parameter to perturb, as for [`eqx_ensemble.sweep.draw`][]. New values are
+    - `ranges`: the range of each hyperparameter to perturb, as for [`eqx_ensemble.sweep.draw`][]. New values are
         clipped to it; of an [`eqx_ensemble.sweep.Choice`][] the next value is used. Others are unchanged.
     - `resample`: the probability that a value is redrawn from its range instead.
     - `factors`: the factors to choose from, with equal probability.

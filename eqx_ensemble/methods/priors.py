@@ -169,7 +169,7 @@ class RandomisedPrior(eqx.Module, Generic[M]):
 class Anchor(eqx.Module):
     r"""A draw from the prior over a member's weights, towards which its weights are regularised.
 
-    Pass the anchors of [`eqx_ensemble.methods.priors.draw_anchors`][] as hyper-parameters to [`eqx_ensemble.fit`][]; a
+    Pass the anchors of [`eqx_ensemble.methods.priors.draw_anchors`][] as hyperparameters to [`eqx_ensemble.fit`][]; a
     loss with a parameter `hyper` receives the anchor of its member.
 
     **Attributes:**

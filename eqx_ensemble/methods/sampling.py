@@ -192,7 +192,8 @@ def diagnostics(values: Any, chains: Any) -> Diagnostics:
     numbers, lengths = np.unique(as_numpy(chains, "chains"), return_counts=True)
     if lengths.sum() != len(array) or np.ptp(lengths):  # of chains that stopped or diverged
         listed = ", ".join(f"{number}: {length}" for number, length in zip(numbers, lengths, strict=True))
-        raise ValueError(f"`{caller()}` needs a chain for each of {len(array)} samples, all as long; got {listed}.")
+        needs = f"a chain for each of {len(array)} samples, and chains of one length"
+        raise ValueError(f"`{caller()}` needs {needs}; got {listed}.")
     try:
         from arviz_stats.base.array import array_stats  # pyright: ignore[reportMissingImports] (an extra)
     except ImportError as error:

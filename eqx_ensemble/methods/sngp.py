@@ -202,7 +202,7 @@ def update_covariance(
 
 @eqx.filter_jit
 def _roots(ensemble: Ensemble[Any], state: eqx.nn.State | None, x: PyTree, num_rows: int, size: int) -> Array:
-    """Of each member, the inverses of the transposed triangular factors of its precisions."""
+    """The inverses of the transposed triangular factors of each member's precisions."""
 
     def one(model: SNGP[Any], state: eqx.nn.State | None, x: PyTree) -> Array:
         model = eqx.nn.inference_mode(model)
@@ -260,7 +260,7 @@ def bound_spectral_norm(
 
     - `optimiser`: the whole optax optimiser.
     - `bound`: $c$, above zero; the authors use 0.95 for dense layers and 6 for convolutions. It may be a
-        hyper-parameter.
+        hyperparameter.
     - `where`: selects the parts of a model whose arrays of two or more axes are bounded; by default its `network`.
     - `num_iterations`: power iterations per step.
 

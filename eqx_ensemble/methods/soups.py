@@ -74,7 +74,7 @@ def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Litera
     cost = lambda model: sign * float(score(eqx.nn.inference_mode(model)))
     costs = np.array([cost(model) for model in ensemble.unstack()])
     if np.isnan(costs).all():
-        raise ValueError(f"`{caller()}` needs at least one member whose score is a number; all scores are NaN.")
+        raise ValueError(f"`{caller()}` needs a defined score for at least one member; all are NaN.")
     equal = lambda chosen: np.isin(np.arange(len(costs)), chosen) / len(chosen)
     first, *others = np.argsort(costs, kind="stable")[: np.sum(~np.isnan(costs))].tolist()  # NaN is sorted last
     chosen, best, soup = [first], costs[first], merge_adapters(ensemble[first])

@@ -56,7 +56,7 @@ def by_group(
 def class_conditional_coverage(
     sets: kinds.Sets, labels: kinds.Labels, *, row_weights: kinds.RowWeights = None
 ) -> ByGroup:
-    """Coverage of prediction sets in the rows of each class; ideally equal to the sets' level for every class.
+    """Coverage of prediction sets in the rows of each class; ideally the sets' level for every class.
 
     **Arguments:**
 
@@ -79,7 +79,7 @@ def class_conditional_coverage(
 def size_stratified_coverage(
     sets: kinds.Sets, labels: kinds.Labels, *, row_weights: kinds.RowWeights = None
 ) -> ByGroup:
-    """Coverage of prediction sets of each size; ideally equal to the sets' level for every size.
+    """Coverage of prediction sets of each size; ideally the sets' level for every size.
 
     `jnp.nanmax(jnp.abs(found.mean - level))` is the size-stratified coverage violation (SSCV). It is an extreme: check
     `count`, and merge rare sizes with [`eqx_ensemble.scores.by_group`][].

@@ -52,7 +52,7 @@ def auroc(
 def aupr(scores: kinds.Ranked, positives: kinds.Positives, *, row_weights: kinds.RowWeights = None) -> Float[Array, ""]:
     r"""Area under the precision-recall curve, as average precision, $\sum_k (R_k - R_{k-1}) P_k$ over thresholds.
 
-    Recall $R_k$ and precision $P_k$ are those of all rows at or above the $k$-th highest distinct score. The chance
+    Recall $R_k$ and precision $P_k$ count all rows at or above the $k$-th highest distinct score. The chance
     level is the fraction of positive rows: areas for different fractions are not comparable.
 
     **Arguments:**

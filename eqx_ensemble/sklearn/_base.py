@@ -146,7 +146,7 @@ class AbstractEstimator(BaseEstimator):
         return functools.partial(Network, hidden_layer_sizes=sizes, activation=self.activation)
 
     def _make_optimiser(self) -> tuple[Any, Any]:
-        """The optimiser, and the hyper-parameters of all members, which are traced: a grid of them compiles once."""
+        """The optimiser, and the hyperparameters of all members, which are traced: a grid of them compiles once."""
         if isinstance(self.optimiser, optax.GradientTransformation):
             return self.optimiser, None
         numbers = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay}

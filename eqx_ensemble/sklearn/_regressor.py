@@ -160,6 +160,6 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         return unscale(self.target_scaler_, lower), unscale(self.target_scaler_, upper)
 
     def _combine(self, of_gaussians: Any, of_points: Any) -> Any:
-        """The function of predictions that suits them."""
+        """The combination that suits the predictions."""
         check_is_fitted(self)
         return of_gaussians if isinstance(self.ensemble_.stacked.head, GaussianHead) else of_points

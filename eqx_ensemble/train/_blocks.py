@@ -28,7 +28,7 @@ _own = eqx.if_array(0)
 
 
 def axes_of_inputs(inputs: PyTree) -> PyTree:
-    """The axes of members in data and options: those of what is marked."""
+    """The axes of members in data and options, which only marked ones have."""
     none = lambda x: jax.tree.map(lambda _: None, x)
     return jax.tree.map(lambda x: axes_of(x) if is_per_member(x) else none(x), inputs, is_leaf=is_per_member)
 

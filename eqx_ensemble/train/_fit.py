@@ -65,18 +65,19 @@ def fit(
     callbacks: Callable[..., Any] | Every | list[Any] | None = None,
     key: Any = None,
 ) -> Run[M]:
-    """Trains all members of an ensemble; each becomes the model that training it alone would give.
+    """Trains all members of an ensemble, each as if alone with the same key and data.
 
-    Loss and optimiser are written for ONE member. [How a fit runs](../how-a-fit-runs.md) shows the function of one
-    member that is mapped over all.
+    Results agree bit for bit in blocks of one member on one CPU device, otherwise up to rounding. Loss and optimiser
+    are written for ONE member. [How a fit runs](../how-a-fit-runs.md) shows the function of one member that is mapped
+    over all.
 
     **Arguments:**
 
     - `ensemble`: the ensemble to train; or a training state or run to continue, with its own model state and keys.
     - `loss`: `loss(model, batch, key) -> value` on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's
-        hyper-parameters.
-    - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyper-parameters that returns one; or
+        hyperparameters.
+    - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyperparameters that returns one; or
         [`eqx_ensemble.train.Together`][], which also trains shared leaves.
 
     *Data and rows:*
@@ -103,7 +104,7 @@ def fit(
     *Members:*
 
     - `state`: the stacked `equinox.nn.State` of stateful members.
-    - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`.
+    - `hyper`: hyperparameters, a PyTree of arrays `(members, ...)`.
     - `trainable`: which leaves of a member are trained, as in [`eqx_ensemble.train.init`][].
     - `on_diverge`: what happens if a member's loss or weights are not finite at the end of an epoch. `"freeze"`: it
         gets back those of the epoch's start and stops, with a warning at the end; `"raise"`:
@@ -250,7 +251,7 @@ def check_outside() -> None:
 
 
 def check_use_of_hyper(hyper: Any, optimiser: Any, loss: Any, score: Any, callbacks: Any) -> None:
-    """Warns of hyper-parameters that neither optimiser nor loss takes: all members would be trained alike."""
+    """Warns of hyperparameters that neither optimiser nor loss takes: all members would be trained alike."""
     alone = optimiser.optimiser if isinstance(optimiser, Together) else optimiser
     takes = is_function(alone) or any(takes_hyper(fn) for fn in (loss, score) if fn)
     if hyper is not None and not takes and not callbacks:
@@ -271,7 +272,7 @@ def start(ensemble: Any, optimiser: Any, *, state: Any, hyper: Any, trainable: A
             "To change one: `equinox.tree_at(lambda state: state.hyper, state, new)`."
         )
     if isinstance(optimiser, Together) != (first.together is not None):
-        raise TypeError("`fit` continues a state of another kind of optimiser: pass that of `train.init`.")
+        raise TypeError("`fit` continues a state of another optimiser: pass the one that `train.init` got.")
     if key is not None:
         keys = member_keys(key, first.num_members, purpose="fit")
         first = eqx.tree_at(lambda state: state.keys, first, keys)

@@ -30,7 +30,7 @@ class Together:
 
     **Arguments:**
 
-    - `optimiser`: the optimiser of each member's own parameters, or a function of its hyper-parameters that returns
+    - `optimiser`: the optimiser of each member's own parameters, or a function of its hyperparameters that returns
         one.
     - `shared`: the optax optimiser of the shared parameters. It cannot evaluate the loss, as line searches do.
 
@@ -67,11 +67,11 @@ class Together:
 
 
 Optimiser = optax.GradientTransformation | optax.MultiSteps | Callable[[Any], optax.GradientTransformation] | Together
-"""An optax optimiser, a function that makes one from a member's hyper-parameters, or both for two kinds of leaves."""
+"""An optax optimiser, a function that makes one from a member's hyperparameters, or both for two kinds of leaves."""
 
 
 def is_function(optimiser: Any) -> bool:
-    """Whether it makes the optimiser of a member from hyper-parameters."""
+    """Whether it makes the optimiser of a member from hyperparameters."""
     return not isinstance(optimiser, optax.GradientTransformation | optax.MultiSteps) and callable(optimiser)
 
 
@@ -80,8 +80,8 @@ def resolve(optimiser: Any, hyper: PyTree) -> optax.GradientTransformationExtraA
     if is_function(optimiser):
         if hyper is None:
             raise TypeError(
-                "An optimiser that is a function is one of hyper-parameters, and needs `hyper=`; got none.\n"
-                "Without hyper-parameters pass an optax optimiser, such as `optax.adam(1e-3)`."
+                "An optimiser that is a function of hyperparameters needs `hyper=`; got none.\n"
+                "Without hyperparameters pass an optax optimiser, such as `optax.adam(1e-3)`."
             )
         optimiser = optimiser(jax.tree.map(_as_python_float, hyper))
     if isinstance(optimiser, optax.MultiSteps):

@@ -53,10 +53,10 @@ def init(
     **Arguments:**
 
     - `ensemble`: the ensemble.
-    - `optimiser`: an optax optimiser of one member; with `hyper` a function of a member's hyper-parameters that returns
+    - `optimiser`: an optax optimiser of one member; with `hyper` a function of a member's hyperparameters that returns
         one; or [`eqx_ensemble.train.Together`][].
     - `state`: the stacked `equinox.nn.State` of stateful members.
-    - `hyper`: hyper-parameters, a PyTree of arrays `(members, ...)`.
+    - `hyper`: hyperparameters, a PyTree of arrays `(members, ...)`.
     - `trainable`: which leaves are trained: a function of a leaf, or a prefix tree of booleans and functions, as in
         `equinox.partition`. Shared leaves and those in [`eqx_ensemble.train.Frozen`][] never are.
     - `key`: one key, or one per member `(members,)`.
@@ -105,7 +105,7 @@ def first_training_state(parts: tuple, optimiser: Optimiser, trained: tuple[bool
 
 
 def hyper_arrays(hyper: PyTree, num_members: int) -> PyTree:
-    """Hyper-parameters as arrays `(members, ...)`; raises for another number of members."""
+    """Hyperparameters as arrays `(members, ...)`; raises for another number of members."""
     hyper = from_foreign_tree(hyper, "hyper")
     if isinstance(hyper, Each):
         hyper = hyper.value

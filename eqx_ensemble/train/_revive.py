@@ -20,14 +20,14 @@ from ._state import Status, TrainState
 
 
 def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
-    """Multiplies each floating-point array of a member's hyper-parameters by 0.8 or by 1.2.
+    """Multiplies each floating-point array of a member's hyperparameters by 0.8 or by 1.2.
 
     **Arguments:**
 
-    - `hyper`: the hyper-parameters of one member.
+    - `hyper`: the hyperparameters of one member.
     - `key`: draws the factors, one per array.
 
-    **Returns:** the new hyper-parameters.
+    **Returns:** the new hyperparameters.
 
     ```python
     ee.train.perturb({"lr": jnp.float32(0.1)}, key)  # {"lr": 0.08} or {"lr": 0.12}
@@ -46,7 +46,7 @@ def perturb(hyper: PyTree, key: Key[Array, ""]) -> PyTree:
 def copy_members(state: TrainState[Any], donors: Any) -> TrainState[Any]:
     """The state in which every member is a copy of its donor `(members,)`, itself or another, and trains.
 
-    Weights, optimiser states, hyper-parameters and best weights are copied. Keys, also the noise keys of optimisers,
+    Weights, optimiser states, hyperparameters and best weights are copied. Keys, also the noise keys of optimisers,
     and the number of steps stay the member's own: copies see other rows and other noise than their donor.
     """
     donors = np.asarray(donors)
@@ -60,7 +60,7 @@ def copy_members(state: TrainState[Any], donors: Any) -> TrainState[Any]:
 
 
 def change_hyper(hyper: PyTree, members: Any, fn: Callable[[PyTree, Any], PyTree], keys: Any) -> PyTree:
-    """Hyper-parameters of which those of some members are changed by `fn(hyper, key)`, one member after another."""
+    """The hyperparameters, changed for some members by `fn(hyper, key)`, one member after another."""
     leaves, treedef = jax.tree.flatten(hyper)
     arrays = [np.array(to_host(x)) for x in leaves]
     for i, key in zip(members, keys, strict=True):
@@ -81,9 +81,9 @@ def revive(
     **Arguments:**
 
     - `make`: a constructor of one member, as for [`eqx_ensemble.build`][], for a fresh initialisation with the
-        member's key. By default the member becomes a copy of a random healthy one, with its hyper-parameters.
+        member's key. By default the member becomes a copy of a random healthy one, with its hyperparameters.
     - `optimiser`: that of `fit`, required with `make`.
-    - `perturb`: changes the hyper-parameters of a member that is brought back, `perturb(hyper, key)`; `None` keeps
+    - `perturb`: changes the hyperparameters of a member that is brought back, `perturb(hyper, key)`; `None` keeps
         them.
 
     **Returns:** a function of a training state.

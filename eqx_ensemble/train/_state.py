@@ -145,7 +145,7 @@ class TrainState(eqx.Module, Generic[M]):
     - `opt_state`: the optimisers' states.
     - `model_state`: the stacked `equinox.nn.State` of stateful members, or `None`.
     - `keys`: one key per member, from which all its random numbers in training follow.
-    - `hyper`: the hyper-parameters, or `None`.
+    - `hyper`: the hyperparameters, or `None`.
     - `step`: the steps that each member has been trained; one that has stopped stays where it is.
     - `status`: int8, each an [`eqx_ensemble.train.Status`][].
     - `loss`: the mean training loss of the last epoch, NaN before.
@@ -190,7 +190,7 @@ class TrainState(eqx.Module, Generic[M]):
         return take(self, jnp.atleast_1d(check_index(index, self.num_members)))
 
     def stop(self, where: Any = ...) -> "TrainState[M]":
-        """The state in which the members `where`, a mask or an index, or all have stopped: for callbacks."""
+        """The state with the members at `where`, a mask or an index, or all of them stopped: for callbacks."""
         where = jnp.asarray(True if where is ... else where)  # noqa: FBT003
         if where.dtype != bool:
             where = jnp.zeros(self.status.shape, bool).at[where].set(True)

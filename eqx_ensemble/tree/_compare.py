@@ -120,7 +120,7 @@ def _class_texts(expected: type, got: type) -> tuple[str, str]:
     if expected.__name__ != got.__name__:
         return expected.__name__, got.__name__
     if expected.__module__ == got.__module__ and expected.__qualname__ == got.__qualname__:
-        again = "another class of this name: its cell or module ran again, so make these models anew"
+        again = "another class of this name: its cell or module ran again, so build these models again"
         return got.__name__, f"{got.__name__}, {again}"
     return f"{expected.__module__}.{expected.__qualname__}", f"{got.__module__}.{got.__qualname__}"
 
@@ -176,7 +176,7 @@ SUM_RULES = Rules(
 def replace_rules(num_members: int | None) -> Rules:
     """The rules for a stacked tree and what replaces one member (None) or `num_members` of them."""
     axis = () if num_members is None else (num_members,)
-    needs = "a value that is one member" if num_members is None else f"a value of {num_members} stacked members"
+    needs = "a value for one member" if num_members is None else f"a value for {num_members} stacked members"
     return Rules(needs, shape=lambda first, own: axis + first[1:], subject="the value", reference="the members")
 
 

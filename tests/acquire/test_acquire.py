@@ -332,7 +332,7 @@ def test_power_bald_draws_in_proportion():
         ({"chosen": [0.5]}, "needs integer `chosen`"),
         ({"chosen": [3, 3]}, "different indices from 0 to 11 in `chosen`"),
         ({"chosen": [12]}, "different indices from 0 to 11 in `chosen`"),
-        ({"row_weights": np.zeros(12, bool)}, "needs `row_weights` that leave a row"),
+        ({"row_weights": np.zeros(12, bool)}, "needs `row_weights` that keep at least one row"),
         (lambda: acquire.thompson(0 * PREDICTIONS / 0, 2, mode="max", key=KEY), "`predictions` without NaN"),
         (lambda: acquire.thompson(PREDICTIONS[..., None], 2, mode="max", key=KEY), r"shape \(members, candidates\)"),
         (lambda: acquire.batch_bald(LOGITS, 3, max_outcomes=8), "a `key` for batches of more than 8 joint outcomes"),

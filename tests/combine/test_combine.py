@@ -152,5 +152,5 @@ def test_weights_of_several_axes_of_rows():
     ],
 )
 def test_others_say_how_they_take_them(call):
-    with pytest.raises(ValueError, match="such as a gate's, call it for one row inside `jax.vmap`"):
+    with pytest.raises(ValueError, match="such as a gate's, map the function over rows with `jax.vmap`"):
         call()

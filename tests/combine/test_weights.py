@@ -162,7 +162,7 @@ def test_ties_broken_members_and_transforms():
         (lambda: combine.stacking(np.float32([[0, np.nan]])), ValueError, "finite or -inf"),
         (lambda: combine.stacking(np.float32([[np.inf]])), ValueError, "finite or -inf"),
         (lambda: combine.stacking(np.ones((3, 0), np.float32)), ValueError, "at least one row"),
-        (lambda: combine.stacking(indicators(), row_weights=np.zeros(100, bool)), ValueError, "leave a row"),
+        (lambda: combine.stacking(indicators(), row_weights=np.zeros(100, bool)), ValueError, "keep at least one row"),
         (lambda: combine.greedy(indicators(), lambda mean: mean), ValueError, r"one number.\n  got shape \(100,\)"),
         (lambda: combine.greedy(indicators(), jnp.sum, num_steps=0), ValueError, "`num_steps` of at least 1, got 0"),
         (lambda: combine.mean(np.ones((4, 3)), weights=combine.stacking(indicators())), TypeError, "Pass its weights"),

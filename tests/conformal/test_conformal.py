@@ -238,7 +238,7 @@ def test_nan_few_rows_and_files(kind, tmp_path):
 @pytest.mark.usefixtures("unhooked")
 def test_messages_of_sets():
     for call, message in [
-        (lambda: conformal.sets(X, Y, level=0.8)(X, Y), "`conformal.Sets` needs no `groups` of the rows"),
+        (lambda: conformal.sets(X, Y, level=0.8)(X, Y), "`conformal.Sets` needs no `groups` for the rows"),
         (lambda: conformal.sets(X, Y, level=0.8, score="lac", penalty=0.1), 'a `penalty` with `score="aps"`'),
         (lambda: conformal.cross_conformal(X, Y, IN_TEST | True, level=0.8), "folds that hold out every row once"),
         (lambda: conformal.sets(X, Y, level=0.8, groups=Y, num_groups=2), "`groups` from 0 to 1"),

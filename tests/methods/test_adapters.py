@@ -235,5 +235,5 @@ def test_members_without_a_score_are_left_out(unhooked):
     weights[soup_by_hand(WEIGHTS)[0][0]] = np.nan
     soup = greedy(of_weights(weights), score, mode="min")
     assert np.isfinite([soup.score, *soup.model.weight[0]]).all()
-    with pytest.raises(ValueError, match="all scores are NaN"):
+    with pytest.raises(ValueError, match="for at least one member; all are NaN"):
         greedy(of_weights(weights), lambda model: np.nan, mode="max")

@@ -179,7 +179,7 @@ def test_bad_input(unhooked):
         ({"units": [Units([lambda m: m.activation])]}, TypeError, "cannot infer the axes"),
         ({"units": [Units([lambda m: m.layers[0]], [lambda m: m.layers[0]])]}, ValueError, "each of 2 units"),
         ({"ensemble": ee.stack([ensemble[0]] * 2, shared=lambda m: m.layers[0].weight)}, ValueError, "shared by all"),
-        ({"x": np.full_like(x, np.nan)}, ValueError, r"of members \[0 1\] some are not finite"),
+        ({"x": np.full_like(x, np.nan)}, ValueError, r"for members \[0 1\] they are not finite"),
     ]
     wrong = {"ensemble": ensemble[:1], "units": [Units([lambda m: m.layers[0]])]}  # half of all orders are the old one
     cases += [(wrong | {"key": jax.random.key(seed)}, ValueError, "shuffling them changed") for seed in range(5)]

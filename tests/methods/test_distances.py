@@ -261,7 +261,7 @@ def test_bad_densities(unhooked, fit):
     for change, message in [
         ({"labels": LABELS + 1}, "labels from 0 to 2"),
         ({"num_classes": 4}, "singular"),
-        ({"features": FLAT}, "singular\\.\n  got one of member 0\n.*`ridge`"),
+        ({"features": FLAT}, "singular\\.\n  got a singular one for member 0\n.*`ridge`"),
     ]:
         with pytest.raises((TypeError, ValueError), match=rf"`methods.density.{fit.__name__}` needs .*{message}"):
             fit(**({"features": HIDDEN, "labels": LABELS, "num_classes": 3} | change))

@@ -260,7 +260,7 @@ def test_errors(unhooked, posterior):
         ({"noise": 0.1}, TypeError, "`methods.laplace.fit` takes `noise` for regression only"),
         ({"row_weights": jnp.ones((3, 11))}, ValueError, "one of `row_weights` per row"),
         ({"data": (ROWS.at[3].set(jnp.nan), CLASSES), "row_weights": jnp.arange(11) < 8}, ValueError, "finite outputs"),
-        ({"data": (ROWS, CLASSES + 1)}, ValueError, "0, 1, 2 have none\nNaN or other labels"),
+        ({"data": (ROWS, CLASSES + 1)}, ValueError, "0, 1, 2 have none\nNaN or invalid labels"),
         ({"likelihood": "binary"}, ValueError, "of the shape for `likelihood='binary'`"),
     ]:
         with pytest.raises(kind, match=message):

@@ -94,7 +94,7 @@ def test_no_array_of_all_pairs_and_weights():
 
 
 def test_bad_particles(unhooked):
-    with pytest.raises(ValueError, match="particles.svgd` needs `scores` of the rows of `points`"):
+    with pytest.raises(ValueError, match="particles.svgd` needs `scores` for the rows of `points`"):
         particles.svgd(POINTS, SCORES[:, :3])
     with pytest.raises(ValueError, match="`method` to be one of 'svgd', 'wgd'"):
         particles.make_step(loss, SGD, num_rows=5, method="stein")

@@ -380,7 +380,7 @@ def test_diagnostics():
 
 @pytest.mark.usefixtures("unhooked")
 def test_invalid_chains(monkeypatch):
-    with pytest.raises(ValueError, match="a chain for each of 9 samples, all as long; got 0: 5, 1: 4"):
+    with pytest.raises(ValueError, match="a chain for each of 9 samples, and chains of one length; got 0: 5, 1: 4"):
         diagnostics(np.ones(9), np.arange(9) // 5)
     monkeypatch.setitem(sys.modules, "arviz_stats.base.array", None)
     with pytest.raises(ImportError, match=r"`methods.sampling.diagnostics` needs ArviZ"):

@@ -142,7 +142,7 @@ def test_only_ratios_of_weights_matter(x, y, small, factor):
 def test_the_extra_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "eqx_ensemble.sklearn._base")
     monkeypatch.setitem(sys.modules, "sklearn.base", None)
-    with pytest.raises(ImportError, match=r"`sklearn` needs scikit-learn.\nInstall it: `pip install 'eqx_ensemble"):
+    with pytest.raises(ImportError, match=r"`sklearn` needs scikit-learn.\nInstall it: `pip install -e '"):
         importlib.import_module("eqx_ensemble.sklearn._base")
 
 

@@ -32,7 +32,7 @@ def fit(data=(X, Y), optimiser=None, **options):
 
 
 WRONG = {
-    "members' targets without a mark": (lambda: fit((X, np.zeros((MEMBERS, 8)))), ValueError, "marked `Each`"),
+    "members' targets without a mark": (lambda: fit((X, np.zeros((MEMBERS, 8)))), ValueError, "as `Each`"),
     "an Each of other members": (lambda: fit((X, ee.Each(np.zeros((3, 8))))), ValueError, r"needs \(4, rows, ...\)"),
     "rows of other members": (lambda: fit(rows=np.zeros((3, 8), int)), ValueError, r"indices \(4, n\)"),
     "rows that do not exist": (lambda: fit(rows=np.full((MEMBERS, 8), 8)), IndexError, r"\[0, 8\)"),

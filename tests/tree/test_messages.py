@@ -96,7 +96,7 @@ def test_a_class_that_is_defined_again():
         return Net(jnp.ones(2))
 
     text = _text(MemberMismatchError, tree.stack, [made("nets"), made("nets")])
-    again = "its cell or module ran again, so make these models anew"
+    again = "its cell or module ran again, so build these models again"
     assert f"at `<root>`: expected Net, got Net, another class of this name: {again}\n" in text
     text = _text(MemberMismatchError, tree.stack, [made("nets"), made("others")])
     assert "expected nets.test_a_class_that_is_defined_again.<locals>.made.<locals>.Net, got others." in text
@@ -338,12 +338,12 @@ def test_a_traced_index_clamps_as_documented():
 def test_replace_refuses_what_does_not_fit():
     one = {"w": jnp.ones(2), "f": jnp.tanh}
     assert _text(MemberMismatchError, tree.replace, STACKED, 1, {"w": jnp.ones(3), "f": jnp.tanh}) == (
-        "`tree.replace` needs a value that is one member; the value differs from the members.\n"
+        "`tree.replace` needs a value for one member; the value differs from the members.\n"
         "  at `['w']`: expected f32[2], got f32[3]\n"
         "Models of different sizes cannot share one stacked Module: build one ensemble per size."
     )
     text = _text(MemberMismatchError, tree.replace, STACKED, [0, 1], STACKED)
-    assert "needs a value of 2 stacked members" in text
+    assert "needs a value for 2 stacked members" in text
     assert "at `['w']`: expected f32[2,2], got f32[4,2]" in text
     text = _text(MemberMismatchError, tree.replace, STACKED, [0, 1], one)
     assert "expected f32[2,2], got f32[2]" in text

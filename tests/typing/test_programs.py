@@ -21,7 +21,7 @@ LEAST_SCORE = 0.98  # of `pyright --verifytypes`
 
 def run(module, *arguments):
     if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed: `pip install eqx_ensemble[dev]`")
+        pytest.skip(f"{module} is not installed: `pip install -e '.[dev]'`")
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         capture_output=True,

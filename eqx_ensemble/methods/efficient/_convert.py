@@ -29,7 +29,7 @@ def batch_ensemble(
     r"""Converts a model to a BatchEnsemble: sub-members whose weights differ by rank-one factors.
 
     Sub-member $i$ has the weights $W \circ s_i r_i^\top$ and its own bias: a layer needs `in + 2 * out` parameters per
-    sub-member. $W$ and the first biases are those of the model, which may be trained already. Train factors as in
+    sub-member. $W$ and the first biases come from the model, which may be trained already. Train factors as in
     [`eqx_ensemble.methods.efficient.weight_labels`][].
 
     **Arguments:**

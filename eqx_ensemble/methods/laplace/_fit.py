@@ -121,7 +121,7 @@ def fit(
     rows = Each(rows) if is_own else rows
     found = run_members(_posterior, setting, min(batch_size, num_rows), members, x, y, rows, state)
     fine = jnp.isfinite(found.stacked.values).all(axis=1) & jnp.isfinite(found.stacked.loss)
-    fix = "NaN or other labels in the rows? Members that diverged? Pass the run instead of its ensemble."
+    fix = "NaN or invalid labels in the rows? Members that diverged? Pass the run instead of its ensemble."
     check_members(fine, "finite outputs and derivatives", fix)
     priors, noises = given.value
     return with_prior(Laplace(found, state), prior_precision=priors, noise=noises)
@@ -135,7 +135,7 @@ def _choose(members: Ensemble, model: PyTree, where: Callable[[Any], Any]) -> tu
     own = [is_own and eqx.is_inexact_array(x) and jnp.isrealobj(x) for x, is_own in rows if x is not None]
     kept = tuple(i for i in dict.fromkeys(found) if type(i) is int and own[i])
     if not kept:
-        fix = "Arrays that the members share, and those inside of `train.Frozen`, have no posterior."
+        fix = "Arrays that the members share, and those inside `train.Frozen`, have no posterior."
         needs = "`where` to select at least one real floating-point array of each member"
         raise _check.value_error(needs, "got none", fix)
     return kept
@@ -150,7 +150,7 @@ def _shape_of_outputs(model: PyTree, x: PyTree, y: Any, state: Any, fn: Any, lik
     shape = getattr(out, "shape", None)
     if shape is None or not _FITS[likelihood](shape):
         needs = f"one array of outputs per row, of the shape for `likelihood={likelihood!r}`"
-        fix = "For a part of what members return pass `fn=lambda model, x: model(x)[0]`."
+        fix = "To use a part of what members return, pass `fn=lambda model, x: model(x)[0]`."
         raise _check.value_error(needs, f"got {out}", fix)
     fitting = [()] if likelihood == "classification" else [shape, (), (1,)] if math.prod(shape) == 1 else [shape]
     got = y.value.shape[2:] if isinstance(y, Each) else y.shape[1:]

@@ -82,7 +82,7 @@ def ema(optimiser: optax.GradientTransformation, decay: Any = 0.999, *, start: A
     **Arguments:**
 
     - `optimiser`: the whole optax optimiser: `ema(optax.chain(...))`, as the record needs the final updates. With
-        hyper-parameters: `lambda hyper: ee.methods.trajectory.ema(optax.adam(hyper["lr"]), hyper["decay"])`.
+        hyperparameters: `lambda hyper: ee.methods.trajectory.ema(optax.adam(hyper["lr"]), hyper["decay"])`.
     - `decay`: $d$, from 0 to below 1. The average spans about `1 / (1 - decay)` snapshots.
     - `start`: the step of the first snapshot; by default `every`.
     - `every`: the number of steps between snapshots.
