@@ -1,4 +1,5 @@
 import contextlib
+import ctypes
 import gc
 import importlib.metadata
 import itertools
@@ -53,6 +54,8 @@ def pytest_runtest_teardown(item, nextitem):
     if is_last:
         jax.clear_caches()
         gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # of other systems
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # glibc would keep most of what is free
 
 
 def pytest_runtest_logreport(report):
