@@ -20,8 +20,11 @@
 # handwritten digits and disagrees on a digit that it has never seen; the other predicts the course of a disease, with
 # intervals that contain nine patients in ten.
 #
+# ## Install
+#
 # There is no release on PyPI yet: install from a clone of the repository. This page is a program, which runs in less
-# than a minute on two CPU cores and draws this figure in `notebooks/figures/`.
+# than a minute on two CPU cores and draws the figure in `notebooks/figures/`. (Squares are stops, dots the weights that
+# are kept.)
 #
 # ```bash
 # pip install -e '.[examples]'

@@ -8,7 +8,6 @@ GROUPS = {
     "tests/distributed/": "processes",
     "tests/sharding/test_processes.py": "processes",
     "tests/downstream/": "downstream",
-    "tests/test_composition.py": "notebooks",
     "tests/test_distributions.py": "distributions",
     "tests/test_notebooks.py": "notebooks",
 }
