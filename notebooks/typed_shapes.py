@@ -198,8 +198,8 @@ predicted, target = jnp.arange(6.0), jnp.array([0.4, 0.8, 2.5, 2.7, 4.4, 4.6])
 intended = jnp.where(jnp.eye(6, dtype=bool), jnp.abs(predicted - target), jnp.nan)
 figure, axes = plt.subplots(1, 2, figsize=(6.4, 3.9), layout="constrained")
 for ax, differences, title in [
-    (axes[0], intended, "(6,) and (6,): six"),
-    (axes[1], jnp.abs(predicted[:, None] - target), "(6, 1) and (6,): 36"),
+    (axes[0], intended, "(6,) - (6,): 6 errors"),
+    (axes[1], jnp.abs(predicted[:, None] - target), "(6, 1) - (6,): 36 pairs"),
 ]:
     ax.imshow(differences, cmap="Blues", vmin=0, vmax=6)
     for i in range(6):
@@ -208,7 +208,11 @@ for ax, differences, title in [
                 value = float(differences[i, j])
                 ax.text(j, i, f"{value:.1f}", ha="center", va="center", color="white" if value > 3 else "black")
     loss_of_all = float(jnp.nanmean(differences**2))
-    ax.set(title=f"{title}\nmean squared error {loss_of_all:.2f}", xlabel="target", ylabel="prediction")
+    ax.set(
+        title=f"{title}\nmean squared error {loss_of_all:.2f}",
+        xlabel="index of the target",
+        ylabel="index of the prediction",
+    )
 figures = pathlib.Path(globals().get("__file__", "")).parent / "figures"
 figures.mkdir(exist_ok=True)
 figure.savefig(figures / "typed_shapes.png", dpi=200)

@@ -45,7 +45,7 @@ import eqx_ensemble as ee
 # %% [markdown]
 # ## Data
 #
-# Nothing is fitted to the eights and nines. Of the other images 200 are for training: with more there would be almost no
+# Nothing is fitted to the eights and nines. 200 other images are for training: with more there would be almost no
 # errors to study.
 
 # %%
