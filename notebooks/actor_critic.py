@@ -19,8 +19,6 @@
 # Reinforcement learning: a soft actor-critic agent swings up a pendulum with ten critics in one `Ensemble`, whose
 # targets are the minimum of two random members of a slow copy, the target network (REDQ). A whole run is one compiled
 # program, and `ee.map_members` maps it over eight agents.
-#
-# `ee.train.make_step` trains the critics, `targets[pair]` selects two of them, `ee.tree.polyak` updates the copy.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -201,7 +199,7 @@ def update_actor(agent: Agent, seen: Transition, key: Key[Array, ""]) -> Agent:
 # ## A run
 #
 # The carry of `jax.lax.scan` must consist of arrays, but an agent also contains activation functions:
-# `ee.train.scan_steps` accepts it. Its step is any function of a state and a batch, here a step number.
+# `ee.train.scan_steps` accepts it.
 
 
 # %%
@@ -254,7 +252,7 @@ def run(key: Key[Array, ""], in_minimum: Int[Array, ""]) -> tuple[Float[Array, "
 
 
 # %% [markdown]
-# Are the critics accurate? The value of a state and an action is the discounted sum of future rewards and entropies. We
+# The value of a state and an action is the discounted sum of future rewards and entropies. We
 # sum them over 400 steps: the error of the critics' mean over the first fifty shows whether they overestimate.
 
 
@@ -327,8 +325,7 @@ figure.savefig(figures / "actor_critic.png", dpi=200)
 # %% [markdown]
 # ## Limits
 #
-# - The minimum lowers the targets, and with them the values. It is meant for tasks where critics overestimate. Here
-#   even a random critic does not at the end, and both rules solve the task: four seeds of a small task are not
-#   conclusive.
+# - The minimum lowers the targets, for tasks where critics overestimate. Here even a random critic does not at the end,
+#   and both rules solve the task: four seeds of a small task are not conclusive.
 # - REDQ makes twenty updates of the critics per environment step, this page one.
 # - All mapped agents run in lockstep.

@@ -54,9 +54,9 @@ import eqx_ensemble as ee
 # %% [markdown]
 # ## Two problems
 #
-# *Hyperparameters.* Digits are projected on principal components, which are partly whitened, and classified by a
-# support-vector machine: four hyperparameters, of which 512 settings are candidates, all trained once and kept in a
-# table. We minimise the decimal logarithm of the error on 800 images.
+# *Hyperparameters.* Digits are projected on principal components, partly whitened, and classified by a support-vector
+# machine. Of its four hyperparameters 512 settings are candidates, trained once and kept in a table. We minimise the
+# decimal logarithm of the error on 800 images.
 #
 # *Hartmann-6*, a test function of six variables with six minima. Its candidates are new in every round: 256 near the
 # best point so far, and 256 anywhere.
@@ -104,7 +104,7 @@ def hartmann(x: Float[np.ndarray, "*points 6"]) -> Float[np.ndarray, "*points"]:
 
 
 class Problem(eqx.Module):
-    """What is minimised, its minimum, random points, and the candidates near and far from the best point so far."""
+    """What is minimised, its minimum, random points, and candidates, given the best point so far."""
 
     evaluate: Callable[[np.ndarray], np.ndarray]
     minimum: float
@@ -170,14 +170,14 @@ predict = eqx.filter_jit(ee.map_members(lambda model, x: jax.vmap(model)(x)))
 
 
 def ensemble_draws(x: Points, y: Values, candidates: Candidates) -> Draws:
-    rest = NUM_POINTS - y.shape[1]
-    ensemble = ee.build(network(x.shape[2]), NUM_SEEDS * NUM_MEMBERS, key=jax.random.key(0))
+    rest, total = NUM_POINTS - y.shape[1], NUM_SEEDS * NUM_MEMBERS
+    ensemble = ee.build(network(x.shape[2]), total, key=jax.random.key(0))
     parts = (4 * x - 2, y, np.ones(y.shape))
     padded = (np.pad(part, [(0, 0), (0, rest)] + [(0, 0)] * (part.ndim - 2)) for part in parts)
     data = tuple(part.reshape(-1, *part.shape[2:]).astype(np.float32) for part in padded)
     rows = np.repeat(np.arange(NUM_SEEDS * NUM_POINTS).reshape(NUM_SEEDS, -1), NUM_MEMBERS, axis=0)
-    options = {"steps": 200, "batch_size": NUM_POINTS, "shuffle": False, "history": "epochs", "progress": False}
-    run = ee.fit(ensemble, loss, optimiser, data, rows=rows, key=jax.random.key(1), **options)
+    batches = {"steps": 200, "batch_size": NUM_POINTS, "shuffle": False}
+    run = ee.fit(ensemble, loss, optimiser, data, rows=rows, key=jax.random.key(1), progress=False, **batches)
     own = jnp.repeat(jnp.asarray(4 * candidates - 2, jnp.float32), NUM_MEMBERS, axis=0)
     return predict(run.ensemble, ee.Each(own)).reshape(NUM_SEEDS, NUM_MEMBERS, -1)
 
@@ -187,10 +187,11 @@ def gaussian_process_draws(x: Points, y: Values, candidates: Candidates) -> Draw
     for own_x, own_y, own_candidates in zip(x, y, candidates, strict=True):
         matern = ConstantKernel() * Matern(np.ones(x.shape[2]), (0.05, 20.0), nu=2.5)
         process = GaussianProcessRegressor(matern + WhiteKernel(1e-4, (1e-6, 0.1)))
-        with warnings.catch_warnings(), threadpool_limits(1):  # matrices too small for threads
-            warnings.simplefilter("ignore", ConvergenceWarning)  # length scales at their bounds
+        # Length scales may be at their bounds, and matrices are too small for threads.
+        with warnings.catch_warnings(), threadpool_limits(1):
+            warnings.simplefilter("ignore", ConvergenceWarning)
             process.fit(own_x, own_y)
-            process.kernel_ = process.kernel_.k1  # draws of the function, without the noise of its values
+            process.kernel_ = process.kernel_.k1  # without the noise of the values
             mean, covariance = process.predict(own_candidates, return_cov=True)
             root = np.linalg.cholesky(covariance + 1e-6 * np.eye(len(mean)))
         noise = np.random.default_rng(len(own_y)).normal(size=(NUM_MEMBERS, len(mean)))
@@ -207,7 +208,7 @@ SURROGATES = {
 # ## One loop for all of them
 #
 # A round picks four candidates by Thompson sampling: a member is drawn for each pick, and its best candidate is taken.
-# `row_weights` leaves out what is evaluated already, and `jax.vmap` maps the picks over the seeds.
+# `row_weights` leaves out what is evaluated already.
 
 
 # %%
@@ -234,12 +235,14 @@ def optimise(
         draws = jnp.asarray(draws_of(x, scaled, candidates))
         picks = pick(draws, is_new, jnp.asarray(scaled.min(1), draws.dtype), jax.random.key(turn))
         picked = np.take_along_axis(candidates, np.asarray(picks)[..., None], axis=1)
-        x, y = np.concatenate([x, picked], axis=1), np.concatenate([y, problem.evaluate(picked)], axis=1)
+        x = np.concatenate([x, picked], axis=1)
+        y = np.concatenate([y, problem.evaluate(picked)], axis=1)
     return y
 
 
 def search_randomly(problem: Problem) -> Values:
-    return np.stack([problem.evaluate(problem.sample(np.random.default_rng(i), NUM_POINTS)) for i in range(NUM_SEEDS)])
+    drawn = [problem.sample(np.random.default_rng(seed), NUM_POINTS) for seed in range(NUM_SEEDS)]
+    return problem.evaluate(np.stack(drawn))
 
 
 def regret_of(problem: Problem, values: Values) -> Values:
@@ -256,7 +259,8 @@ curves = {
 # ## Regret
 #
 # The regret is the best value so far minus the minimum. For the hyperparameters it is a logarithm: 0.1 is an error of
-# 1.26 times the least. All methods share their first twelve points, which are random.
+# 1.26 times the least. All methods share their first twelve points, which are random. Bands in the figure are one
+# standard error.
 
 # %%
 shown = [NUM_FIRST, 20, 32, NUM_POINTS]
@@ -304,7 +308,6 @@ figure.savefig(figures / "bayesian_optimisation.png", dpi=200)
 # - **The Gaussian process wins on Hartmann-6**: a smooth function of few variables is what its kernel assumes. **On
 #   hyperparameters the ensemble is as good**: that objective is rough, with cliffs where training fails.
 # - The networks were hardly tuned (two widths were tried), the Gaussian process not at all.
-# - Draws are compared on 512 candidates. Libraries for Gaussian processes follow the gradient of the acquisition
-#   function instead, which can find better points in six dimensions.
+# - Draws are compared on 512 candidates. Libraries for Gaussian processes follow gradients, and can find better ones.
 # - With tens of evaluations and few variables, begin with a Gaussian process. Ensembles are for what it does not do:
 #   thousands of observations, inputs such as images or graphs, and models that exist already.

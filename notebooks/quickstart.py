@@ -95,7 +95,7 @@ print("an image per member ", ensemble(ee.Each(x[:16])).shape)
 # An ensemble is called like a member. Batch axes are marked, never guessed from a size: sixteen images could be a batch
 # or one for each member. `ensemble[3]` is an ordinary `eqx.nn.MLP`, `ensemble[:8]` a smaller ensemble.
 #
-# ## Train, with early stopping
+# ## Train a deep ensemble, with early stopping
 #
 # Loss and optimiser are those of one member. With `validation` and `patience` each member stops when *its own* score
 # stops improving, and keeps its best weights.

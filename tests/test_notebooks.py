@@ -175,7 +175,7 @@ def bayesian_optimisation(text):
 def neural_ode(text):
     within, later, outside = (table(f"\n{text}", title) for title in ("AS IN TRAINING", "LATER", "FROM OUTSIDE"))
     for found in (within, later, outside):  # error, spread, coverage; scaled ones have no spread
-        assert found["seeds"][1] < min(0.5 * found["seeds"][0], found["bootstraps"][1])
+        assert found["seeds"][1] < min(0.6 * found["seeds"][0], found["bootstraps"][1])
         assert 0.85 < found["scaled, there"][1] < 0.96
     assert within["bootstraps"][1] > 0.6 * within["bootstraps"][0]
     assert later["seeds"][2] < 0.85
