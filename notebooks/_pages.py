@@ -100,7 +100,7 @@ def run(name, folder):
     env = {key: value for key, value in os.environ.items() if not key.startswith(LEFT_OUT)} | {"JAX_PLATFORMS": "cpu"}
     NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": folder}}).execute(env=env)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and not cell.source.startswith("%")]
-    return [(in_columns(cell.source), output_of(cell)) for cell in cells]
+    return [(cell.source, output_of(cell)) for cell in cells]
 
 
 def output_of(cell):
@@ -208,7 +208,7 @@ def main():
     for name in arguments.name:
         if arguments.run or not is_run(name):
             with tempfile.TemporaryDirectory() as folder:
-                code = run(name, folder)
+                code = [(in_columns(code), output) for code, output in run(name, folder)]
                 for path in sorted(pathlib.Path(folder).glob("figures/*.png")):
                     keep_figure(path)
         else:

@@ -16,9 +16,9 @@
 # %% [markdown]
 # # Actor-critic: an ensemble of critics inside an agent
 #
-# Reinforcement learning: a soft actor-critic agent swings up a pendulum with ten critics in one `Ensemble`. Their targets
-# are the minimum of two random members of a slow copy, the target network (REDQ). A whole run is one compiled program,
-# and `ee.map_members` maps it over eight agents.
+# Reinforcement learning: a soft actor-critic agent swings up a pendulum with ten critics in one `Ensemble`. Their
+# targets are the minimum of two random members of a slow copy, the target network (REDQ). A whole run is one compiled
+# program, and `ee.map_members` maps it over eight agents.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they

@@ -16,9 +16,9 @@
 # %% [markdown]
 # # Neural ODEs: error bars that mean something
 #
-# Members of a neural ODE that differ only by their seeds agree far better than they are right. Here their 90 % intervals
-# contain 73 % of the observations at later times, and 27 % of those from outside. We show what mends that and what does
-# not: bootstraps of trajectories, variance scaling, and conformal bands.
+# Members of a neural ODE that differ only by their seeds agree far better than they are right. Here their 90 %
+# intervals contain 73 % of the observations at later times, and 27 % of those from outside. We show what mends that
+# and what does not: bootstraps of trajectories, variance scaling, and conformal bands.
 #
 # Each member is a vector field, solved by [diffrax](https://docs.kidger.site/diffrax/). The data are simulated: short,
 # noisy trajectories of a system whose solution is known in closed form, so that every interval can be checked.
