@@ -137,7 +137,7 @@ PROBLEMS = {
 #
 # The acquisition function needs draws of the values of all candidates, `(members, candidates)`, from any source: the
 # members of an ensemble, or posterior draws of scikit-learn's Gaussian process (Matérn 5/2, a length scale for each
-# input and the noise by maximum likelihood), as many as there are members.
+# input and the noise by maximum likelihood).
 #
 # Six seeds of sixteen members are one ensemble of 96 networks, and one call of `fit` trains them on all seeds' data:
 # a member's row of `rows=` selects the points of its own seed. Points that are not evaluated yet have weight zero, so
@@ -259,8 +259,7 @@ curves = {
 # ## Regret
 #
 # The regret is the best value so far minus the minimum. For the hyperparameters it is a logarithm: 0.1 is an error of
-# 1.26 times the least. All methods share their first twelve points, which are random. Bands in the figure are one
-# standard error.
+# 1.26 times the least. All share their first twelve, random points. Bands in the figure are one standard error.
 
 # %%
 shown = [NUM_FIRST, 20, 32, NUM_POINTS]
@@ -297,7 +296,7 @@ figure.savefig(figures / "bayesian_optimisation.png", dpi=200)
 # %% [markdown]
 # ## Twenty seeds, and limits
 #
-# Six seeds are few. With `BAYESIAN_OPTIMISATION_SEEDS=20` the regret after 52 evaluations is, with its standard error:
+# With twenty seeds (`BAYESIAN_OPTIMISATION_SEEDS=20`), the regret after 52 evaluations and its standard error:
 #
 # | | Hyperparameters | Hartmann-6 |
 # |---|---|---|
@@ -308,6 +307,5 @@ figure.savefig(figures / "bayesian_optimisation.png", dpi=200)
 # - **The Gaussian process wins on Hartmann-6**: a smooth function of few variables is what its kernel assumes. **On
 #   hyperparameters the ensemble is as good**: that objective is rough, with cliffs where training fails.
 # - The networks were hardly tuned (two widths were tried), the Gaussian process not at all.
-# - Draws are compared on 512 candidates. Libraries for Gaussian processes follow gradients, and can find better ones.
 # - With tens of evaluations and few variables, begin with a Gaussian process. Ensembles are for what it does not do:
 #   thousands of observations, inputs such as images or graphs, and models that exist already.
