@@ -73,7 +73,7 @@ FORCE = float(jnp.sqrt(jnp.mean(force(line) ** 2)))
 #
 # The input passes through random Fourier features, whose frequencies are drawn at a scale of the member's own and not
 # trained ([Tancik et al.](https://arxiv.org/abs/2006.10739), 2020). The loss is the mean squared residual of the
-# equation, plus the squared boundary values times a weight, a hyper-parameter.
+# equation, plus the squared boundary values times a weight, a hyperparameter.
 
 
 # %%
@@ -113,7 +113,7 @@ def loss(model: PINN, x: Points, key: Key[Array, ""], hyper: dict[str, Scalar]) 
 #
 # $$\mathrm{rms}(e) \le \mathrm{rms}(\rho) / \pi^2 + \max(|e(0)|, |e(1)|),$$
 #
-# because $\pi^2$ is the smallest eigenvalue of $-d^2/dx^2$. (Up to quadrature: rms is that on a grid.) Losses with
+# because $\pi^2$ is the smallest eigenvalue of $-d^2/dx^2$. (Up to quadrature: rms is computed on a grid.) Losses with
 # different weights cannot be compared; this bound can, and is the validation score.
 
 
@@ -214,7 +214,7 @@ figure.savefig(figures / "pinn.png", dpi=200)
 # ## What the spread says, and what the bound says
 #
 # - *The bound held for all thirty-two members*, as it must, and chose a member whose error is 0.02. It is not
-#   tight, and its order is not that of the errors: the second member by bound has a tenth of the error of the first.
+#   tight, and does not rank members by their error: the second member by bound has a tenth of the error of the first.
 # - *The mean of four* has a smaller bound than each of them, but a larger error than the best.
 # - *The spread of seeds says little about the error.* At scales of 8 and more all networks stay near zero together:
 #   their error is 8 to 29 times their spread. At a scale of 2.3 it is the other way round. Bands of two spreads contain

@@ -18,7 +18,7 @@
 #
 # From a list of models to calibrated predictions in ten minutes, with two deep ensembles on real data. One reads
 # handwritten digits and disagrees on a digit that it has never seen; the other predicts the course of a disease, with
-# intervals that contain nine patients in ten.
+# intervals that contain about nine patients in ten.
 #
 # ## Install
 #
@@ -97,7 +97,7 @@ print("an image per member ", ensemble(ee.Each(x[:16])).shape)
 #
 # ## Train a deep ensemble, with early stopping
 #
-# Loss and optimiser are those of one member. With `validation` and `patience` each member stops when *its own* score
+# You write loss and optimiser for one member. With `validation` and `patience` each member stops when *its own* score
 # stops improving, and keeps its best weights.
 
 
@@ -259,7 +259,8 @@ print(same.num_members, "members, and", two.num_members)
 print("the same:", bool(jnp.array_equal(same(nines[0]), run.ensemble(nines[0]))))
 
 # %% [markdown]
-# The file contains arrays and checksums, no code. A killed `fit` [resumes](../saving.md) bit for bit.
+# The file contains arrays and checksums, no code. A killed `fit` with `checkpoint=`
+# [resumes](../saving.md) bit for bit.
 
 # %% fold="Code of the figure" alt="Loss curves, disagreement on nines and others, intervals of patients"
 panels = [["curves", "nines"], ["patients", "patients"]]
@@ -303,7 +304,7 @@ figure.savefig(figures / "quickstart.png", dpi=200)
 # | compare this with hand-written JAX, or keep your own training loop | [Own loops](loops.md) |
 # | choose the number of members, the method, the score | [Choosing](choosing.md) |
 # | avoid mistakes that raise no error | [Silent mistakes](mistakes.md) |
-# | tune learning rates and other hyperparameters | [Hyper-parameter search](../examples/population.md) |
+# | tune learning rates and other hyperparameters | [Hyperparameter search](../examples/population.md) |
 # | find a short program for a common task | [Recipes](../recipes/index.md) |
 # | see whole studies, with limits | [Examples](../examples/index.md) |
 # | use multi-GPU machines or several hosts | [Several devices and processes](../scale.md) |

@@ -181,7 +181,7 @@ crps_of_members = jax.vmap(lambda m, v: ee.scores.crps_gaussian(m, v, target[par
 
 # %% [markdown]
 # Every week is forecast in each of the 26 weeks before it: 600 weeks are far from 600 independent ones. The standard
-# error is that of the twelve yearly means, which are nearly independent.
+# error is computed from twelve yearly means, which are nearly independent.
 
 # %%
 test_years = begin[parts["test"]]
@@ -227,7 +227,7 @@ print(f"  {'growth, ppm a year':24}" + "".join(f"{value:5.2f}" for value in grow
 #   member by more at longer horizons, where members disagree more.
 # - *Calibration.* The mixture covers eight weeks in ten, not nine. Variances a third larger, from the calibration
 #   years, give 0.85. Twenty-six factors do no better than one: 235 overlapping weeks are too few to estimate them.
-# - *The remaining error* is that of single years. 1998 has the fastest rise, faster than any year of training or
+# - *The remaining error* comes from single years. 1998 has the fastest rise, faster than any year of training or
 #   calibration: no factor fitted to the past can predict it, nor would conformal intervals help, whose coverage holds
 #   for exchangeable weeks.
 #

@@ -317,8 +317,8 @@ figure.savefig(figures / "which_ensemble.png", dpi=200)
 #
 # - **Where there are data, predictions are similar.** Laplace has a worse NLL: one noise variance for all incomes is
 #   too large for the poor and too small for the rich.
-# - **Far from the data they differ.** SWAG and seeds extend the same line, with little uncertainty. That of bootstraps
-#   and chains is four to five times that of seeds: bootstraps contain different rich households or none, and chains
+# - **Far from the data they differ.** SWAG and seeds extend the same line, with little uncertainty. Bootstraps and
+#   chains spread four to five times as far as seeds: bootstraps contain different rich households or none, and chains
 #   visit all slopes that the data allow. The others are in between; for prior functions and repulsion this depends on
 #   their scales, which are a choice and not a result.
 # - **Cost.** All had 12,000 gradient steps of one network. TabM predicts with fewer weights than three seeds, Laplace
