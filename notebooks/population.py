@@ -59,8 +59,8 @@ train, validation, test = ((x[part], y[part]) for part in (slice(0, 600), slice(
 # %% [markdown]
 # ## One member
 #
-# Model and loss are written for one member. Its hyperparameters are passed to the loss, which puts the dropout rate into
-# the model, and to the optimiser, which takes the learning rate and the weight decay.
+# Model and loss are written for one member. Its hyperparameters are passed to the loss, which puts the dropout rate
+# into the model, and to the optimiser, which takes the learning rate and the weight decay.
 
 
 # %%
