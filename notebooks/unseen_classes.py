@@ -231,7 +231,7 @@ for (a, b), (total, aleatoric, epistemic, energy) in by_pair.items():
 # ## What the scores detect
 #
 # - *Which score.* The epistemic part is a little better than the total entropy, whichever pair is left out. The energy
-#   of the logits is best for eights and nines and worst for two other pairs: one left-out pair does not decide.
+#   of the logits is best for eights and nines, and worst for 2 and 3 and for 4 and 5: one pair does not decide.
 # - *Votes.* All members vote alike on more than 5 % of the unseen images: an FPR95 of 1.
 # - *Selection.* The ensemble makes about as many mistakes as its members, but ranks them better.
 # - *What is left.* Four in ten of the unseen digits are in the first bar of the histogram, with almost no uncertainty.
